@@ -1,0 +1,130 @@
+"""What a message is, the states it passes through and the outcomes an attempt can have. Pure: no I/O, no clock.
+
+`TRANSITIONS` is the one statement of the state machine. The CHECK constraints of the schema and the chart in the docs
+are compared with it by tests.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Generic
+
+from pydantic import JsonValue
+from typing_extensions import TypeVar
+
+P = TypeVar("P", default=JsonValue)
+
+
+class State(enum.StrEnum):
+    """Where a message stands. The last four are final; `failed` waits for a person."""
+
+    PENDING = "pending"
+    SENDING = "sending"
+    SENT = "sent"
+    FAILED = "failed"
+    SKIPPED = "skipped"
+    CANCELLED = "cancelled"
+
+
+FINAL_STATES = frozenset({State.SENT, State.FAILED, State.SKIPPED, State.CANCELLED})
+
+TRANSITIONS: Mapping[State, frozenset[State]] = {
+    State.PENDING: frozenset({State.SENDING, State.SKIPPED, State.CANCELLED}),
+    State.SENDING: frozenset(
+        {State.SENDING, State.SENT, State.PENDING, State.FAILED, State.SKIPPED, State.CANCELLED},
+    ),
+    State.SENT: frozenset(),
+    State.FAILED: frozenset({State.PENDING}),
+    State.SKIPPED: frozenset(),
+    State.CANCELLED: frozenset({State.PENDING}),
+}
+
+
+class AttemptOutcome(enum.StrEnum):
+    """How an attempt ended that did not end `sent`: the vocabulary of the table `pgoutbox.attempt`."""
+
+    RETRY = "retry"
+    FAILED = "failed"
+    SKIPPED = "skipped"
+    CANCELLED = "cancelled"
+    SNOOZED = "snoozed"
+    RELEASED = "released"
+    LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True)
+class Message(Generic[P]):
+    """One claimed message, as its handler sees it.
+
+    `payload` is the JSON value that was enqueued, or an instance of the topic's payload model. `attempt_count` is the
+    number of this attempt, from 1, and the fencing token: it only ever grows.
+    """
+
+    id: int
+    topic: str
+    queue: str
+    destination: str | None
+    payload: P
+    headers: Mapping[str, str]
+    attempt_count: int
+    max_attempts: int
+    created_at: datetime
+    available_at: datetime
+    coalesce_key: str | None
+
+    @property
+    def idempotency_key(self) -> str:
+        """A text of ASCII letters, digits and a hyphen that is the same at every attempt and in no other message.
+
+        It joins the id with the microsecond of creation, so that a database which was set up anew, and counts from 1
+        again, does not repeat the keys of its predecessor.
+        """
+        return f"{self.id}-{int(self.created_at.timestamp() * 1_000_000):x}"
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """The message was handed over. What a handler that returns None means."""
+
+
+class Transient(Exception):  # noqa: N818 - an outcome; it can be returned or raised
+    """The attempt failed in a way that may pass: retry by the policy, until `max_attempts` is used up.
+
+    `retry_after`, in seconds, is what the receiver asked for.
+    """
+
+    def __init__(self, error: str, retry_after: float | None = None) -> None:
+        super().__init__(error)
+        self.error = error
+        self.retry_after = retry_after
+
+
+class Permanent(Exception):  # noqa: N818 - an outcome; it can be returned or raised
+    """The attempt failed for good: the message ends `failed` and waits for a person."""
+
+    def __init__(self, error: str) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+class Skip(Exception):  # noqa: N818 - an outcome; it can be returned or raised
+    """There is nothing left to deliver: the message ends `skipped` with this reason."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class Snooze(Exception):  # noqa: N818 - an outcome; it can be returned or raised
+    """Not yet: pending again after `delay` (seconds or a timedelta), without using up an attempt of the budget."""
+
+    def __init__(self, delay: float | timedelta) -> None:
+        seconds = delay.total_seconds() if isinstance(delay, timedelta) else float(delay)
+        super().__init__(f"snoozed for {seconds} s")
+        self.delay_seconds = seconds
+
+
+Outcome = Sent | Transient | Permanent | Skip | Snooze

@@ -1,0 +1,164 @@
+"""All settings, read once from the environment (prefix `PGOUTBOX_`) and checked before anything is opened.
+
+A wrong value raises `ConfigurationError` with the variable's name, the value (never a secret's) and what is accepted.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, Self
+
+from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from pgoutbox.errors import ConfigurationError
+
+ENVIRONMENT_PREFIX = "PGOUTBOX_"
+_SECRET_FIELDS = frozenset({"dsn", "listen_dsn", "smtp_password"})
+
+
+class Settings(BaseSettings):
+    """Every knob of pgoutbox, with its default and bounds. Durations are in seconds."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENVIRONMENT_PREFIX,
+        frozen=True,
+        extra="ignore",
+        env_ignore_empty=False,
+        hide_input_in_errors=True,
+    )
+
+    dsn: SecretStr | None = Field(None, description="libpq connection string or URL of the database.")
+    listen_dsn: SecretStr | None = Field(
+        None, description="Connection of the listener, when `dsn` leads through a transaction pooler."
+    )
+    app: str | None = Field(None, description="Where the worker finds the outbox: `module:attribute`.")
+
+    listen: bool = Field(True, description="Wake on NOTIFY. Off: poll every `sweep_seconds` only.")
+    lease_seconds: float = Field(60.0, ge=1, le=86_400, description="How long a claim lasts unless it is renewed.")
+    renew_seconds: float | None = Field(
+        None, ge=0.1, le=28_800, description="How often leases are renewed; a third of the lease when not given."
+    )
+    sweep_seconds: float = Field(60.0, ge=0.1, le=3_600, description="The longest a worker sleeps without looking.")
+    probe_seconds: float = Field(10.0, ge=0.5, le=600, description="How often the idle listener is probed.")
+    probe_timeout_seconds: float = Field(4.0, ge=0.1, le=60, description="When an unanswered probe means a dead link.")
+    concurrency: int = Field(50, ge=1, le=5_000, description="Handlers running at once in one process.")
+    threads: int | None = Field(
+        None, ge=1, le=500, description="Threads for sync handlers; the smaller of `concurrency` and 32 if not given."
+    )
+    batch_size: int = Field(200, ge=1, le=5_000, description="Messages per claim or finish statement, at most.")
+    handler_timeout_seconds: float | None = Field(
+        None, gt=0, le=86_400, description="Time limit of one attempt, unless the handler has its own. None: no limit."
+    )
+    shutdown_grace_seconds: float = Field(
+        30.0, ge=0, le=3_600, description="How long a stopping worker waits for its handlers."
+    )
+    connect_timeout_seconds: int = Field(10, ge=1, le=300, description="Time limit of opening a connection.")
+    statement_timeout_seconds: float = Field(
+        30.0, ge=0.1, le=3_600, description="Time limit of each of the worker's own statements."
+    )
+    lock_timeout_seconds: float = Field(
+        1.0, ge=0.01, le=600, description="Longest wait of the worker's own statements for a lock."
+    )
+    max_payload_bytes: int = Field(
+        1_000_000, ge=1, le=200_000_000, description="Largest payload that enqueue accepts, as UTF-8 JSON."
+    )
+    worker_name: str | None = Field(
+        None, min_length=1, max_length=200, description="Name in the column `worker`; host and process if not given."
+    )
+
+    smtp_host: str | None = Field(None, description="SMTP server of the `mailto:` transport.")
+    smtp_port: int | None = Field(None, ge=1, le=65_535, description="587 for starttls, 465 for tls, 25 for none.")
+    smtp_security: Literal["starttls", "tls", "none"] = Field(
+        "starttls", description="STARTTLS demanded, TLS from the first byte, or plain text (a local server only)."
+    )
+    smtp_username: str | None = Field(None, description="User name for SMTP AUTH.")
+    smtp_password: SecretStr | None = Field(None, description="Password for SMTP AUTH.")
+    smtp_from: str | None = Field(None, description="Sender of e-mail that names none.")
+    smtp_hostname: str | None = Field(None, description="Name given in EHLO and used in Message-IDs.")
+    smtp_timeout_seconds: float = Field(30.0, ge=0.5, le=600, description="Time limit of each step of the dialogue.")
+    smtp_connections: int = Field(10, ge=1, le=500, description="Open SMTP connections per process, at most.")
+
+    log_format: Literal["text", "json"] = Field("text", description="Format of the CLI's log.")
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Level of the CLI's log.")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_empty_text(cls, value: object) -> object:
+        if isinstance(value, str) and not value.strip():
+            raise ValueError("is set but empty; give a value or unset it")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError("must be a finite number")
+        return value
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if self.lease_seconds < 3 * self.renew_interval_seconds:
+            raise ValueError(
+                f"PGOUTBOX_LEASE_SECONDS={self.lease_seconds:g} must be at least three times "
+                f"PGOUTBOX_RENEW_SECONDS={self.renew_interval_seconds:g}, so that a renewal may fail twice"
+            )
+        if self.probe_timeout_seconds > self.probe_seconds:
+            raise ValueError(
+                f"PGOUTBOX_PROBE_TIMEOUT_SECONDS={self.probe_timeout_seconds:g} must not exceed "
+                f"PGOUTBOX_PROBE_SECONDS={self.probe_seconds:g}"
+            )
+        if self.smtp_password is not None and self.smtp_username is None:
+            raise ValueError("PGOUTBOX_SMTP_PASSWORD is set, PGOUTBOX_SMTP_USERNAME is not")
+        if self.smtp_password is not None and self.smtp_security == "none":
+            raise ValueError(
+                "PGOUTBOX_SMTP_SECURITY=none would send PGOUTBOX_SMTP_PASSWORD in plain text; use starttls or tls"
+            )
+        return self
+
+    @property
+    def renew_interval_seconds(self) -> float:
+        """How often leases are renewed, in seconds."""
+        return self.renew_seconds if self.renew_seconds is not None else self.lease_seconds / 3
+
+    @property
+    def thread_count(self) -> int:
+        """How many sync handlers run at once."""
+        return self.threads if self.threads is not None else min(self.concurrency, 32)
+
+    def require_dsn(self) -> str:
+        """The DSN in clear, or a `ConfigurationError` that says how to give one."""
+        if self.dsn is None:
+            raise ConfigurationError(
+                "no database given: set PGOUTBOX_DSN, for example "
+                "PGOUTBOX_DSN=postgresql://app@localhost/app, or pass --dsn"
+            )
+        return self.dsn.get_secret_value()
+
+    def require_listen_dsn(self) -> str:
+        """The DSN of the listener in clear: `listen_dsn`, or else `dsn`."""
+        return self.listen_dsn.get_secret_value() if self.listen_dsn is not None else self.require_dsn()
+
+
+def load_settings(**overrides: object) -> Settings:
+    """Read the environment; `overrides` (by field name, None meaning "not given") win over it.
+
+    Raises `ConfigurationError` with one line for each wrong variable.
+    """
+    given = {name: value for name, value in overrides.items() if value is not None}
+    try:
+        return Settings(**given)  # type: ignore[arg-type] # pydantic checks the values that the caller passes by name
+    except ValidationError as error:
+        raise ConfigurationError(_explain(error, given)) from None
+
+
+def _explain(error: ValidationError, given: dict[str, object]) -> str:
+    import os
+
+    lines = []
+    for problem in error.errors(include_url=False, include_context=False):
+        if not problem["loc"]:
+            lines.append(problem["msg"].removeprefix("Value error, "))
+            continue
+        field = str(problem["loc"][0])
+        variable = f"{ENVIRONMENT_PREFIX}{field.upper()}"
+        value = given.get(field, os.environ.get(variable))
+        shown = "(hidden)" if field in _SECRET_FIELDS else repr(value)
+        reason = problem["msg"].removeprefix("Value error, ")
+        lines.append(f"{variable}={shown}: {reason[:1].lower()}{reason[1:]}")
+    return "\n".join(lines)
