@@ -1,0 +1,245 @@
+"""Bring the schema `pgoutbox` to a revision, alone (`pgoutbox migrate`) or inside the host application's own Alembic.
+
+Alone, a run is one transaction with the version table `pgoutbox.alembic_version`: it happens as a whole or not at all,
+one run at a time. A host that prefers a single history adds `pgoutbox:migrations/versions` to its `version_locations`
+and needs nothing from here but `include_name`. The DDL itself lives in `migrations/versions`, nowhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psycopg
+from psycopg.errors import LockNotAvailable
+
+from pgoutbox.errors import ConfigurationError, MissingExtraError, SchemaError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from alembic.config import Config
+    from sqlalchemy import Connection, TextClause
+
+_log = logging.getLogger("pgoutbox.migrate")
+
+SCHEMA = "pgoutbox"
+VERSION_TABLE = "alembic_version"
+
+_MIGRATIONS = Path(__file__).parent / "migrations"
+_MINIMUM_SERVER_VERSION = 150000
+_LOCK_TIMEOUT_SECONDS = 5
+_LOCK_KEY = int.from_bytes(b"pgoutbox")  # The one-argument key space; the doorbell's keys are in the other one.
+
+# Alembic keeps the revision that runs in module-level state, so within a process only one may run at a time.
+_alembic_state = threading.Lock()
+
+
+def upgrade(dsn: str, revision: str = "head", *, report: Callable[[str], None] | None = None) -> None:
+    """Apply the revisions up to `revision`, in one transaction. Does nothing if they are applied already.
+
+    `dsn` is any libpq connection string or URL. If another migration of this database is running, says so through
+    `report` and waits for it. Waits at most five seconds for any other lock, so that it never blocks the application
+    behind a long transaction: it gives up with a `SchemaError`, nothing is changed, and one tries again.
+
+        upgrade("postgresql://app@localhost/app", report=print)
+    """
+    with _migration(dsn, report) as connection:
+        if _revision_of(connection) is None and _has_tables(connection):
+            raise SchemaError(
+                f"the tables in schema {SCHEMA} belong to another Alembic history; "
+                "run `alembic upgrade heads` in the application that created them"
+            )
+        if not _exists(connection, SCHEMA):
+            _execute(connection, "CREATE SCHEMA pgoutbox")
+        _run_alembic("upgrade", _config(connection), revision)
+
+
+def downgrade(dsn: str, revision: str, *, report: Callable[[str], None] | None = None) -> None:
+    """Take the revisions after `revision` back, in one transaction; "base" takes all back, and every message with them.
+
+    Waits and gives up as `upgrade` does. After "base" the schema is gone too, unless it holds something of yours.
+    """
+    with _migration(dsn, report) as connection:
+        if _revision_of(connection) is None:
+            return
+        _run_alembic("downgrade", _config(connection), revision)
+        if _revision_of(connection) is None:
+            _execute(connection, "DROP TABLE pgoutbox.alembic_version")
+            _drop_schema_if_empty(connection)
+
+
+def current(dsn: str) -> str | None:
+    """The revision that the database is at by pgoutbox's own version table; None if it has never been migrated."""
+    with _transaction(dsn) as connection:
+        return _revision_of(connection)
+
+
+def head() -> str:
+    """The newest revision that this version of the package brings."""
+    _require_alembic()
+    from alembic.script import ScriptDirectory
+
+    newest = ScriptDirectory.from_config(_config()).get_current_head()
+    if newest is None:
+        raise ConfigurationError(f"no migrations in {version_location()}; the installation is incomplete")
+    return newest
+
+
+def upgrade_sql(revision: str = "head") -> str:
+    """The SQL script that brings an empty database to `revision`, for those who let a DBA run it with psql.
+
+    `first:second` gives the steps between two revisions. The script is one transaction, like `upgrade`.
+    """
+    _require_alembic()
+    script = io.StringIO()
+    _run_alembic("upgrade", _config(output=script), revision, sql=True)
+    return script.getvalue()
+
+
+def version_location() -> str:
+    """Absolute path of the revisions, for a host whose `version_locations` cannot be `pgoutbox:migrations/versions`."""
+    return str((_MIGRATIONS / "versions").resolve())
+
+
+def include_name(name: str | None, type_: str, parent_names: Mapping[str, str | None]) -> bool:  # noqa: ARG001
+    """Keep the host's autogenerate away from the schema `pgoutbox`.
+
+    Only a host with `include_schemas=True` needs it, in its `env.py`; without that, Alembic looks at the default
+    schema alone.
+
+        context.configure(..., include_schemas=True, include_name=pgoutbox.migrate.include_name)
+    """
+    return not (type_ == "schema" and name == SCHEMA)
+
+
+@contextlib.contextmanager
+def _migration(dsn: str, report: Callable[[str], None] | None) -> Iterator[Connection]:
+    """The one transaction of a run, with the lock that keeps other runs out until it ends."""
+    with _transaction(dsn) as connection:
+        _require_server_version(connection)
+        _lock_out_other_migrations(connection, report or _log.info)
+        _execute(connection, f"SET LOCAL lock_timeout = '{_LOCK_TIMEOUT_SECONDS}s'")
+        with _alembic_state:
+            yield connection
+
+
+@contextlib.contextmanager
+def _transaction(dsn: str) -> Iterator[Connection]:
+    _require_alembic()
+    from sqlalchemy import create_engine
+    from sqlalchemy.exc import DBAPIError
+    from sqlalchemy.pool import NullPool
+
+    def connect() -> psycopg.Connection[tuple[object, ...]]:
+        # Prepared statements would not survive a transaction pooler.
+        return psycopg.connect(dsn, application_name="pgoutbox migrate", prepare_threshold=None)
+
+    engine = create_engine("postgresql+psycopg://", creator=connect, poolclass=NullPool)
+    try:
+        with engine.begin() as connection:
+            # Whatever the role's defaults are: the version has to be read afresh after waiting for another run.
+            _execute(connection, "SET TRANSACTION ISOLATION LEVEL READ COMMITTED READ WRITE")
+            _execute(connection, "SET LOCAL statement_timeout = 0")
+            _execute(connection, "SET LOCAL lock_timeout = 0")
+            yield connection
+    except DBAPIError as error:
+        if isinstance(error.orig, LockNotAvailable):
+            raise SchemaError(
+                f"the migration waited {_LOCK_TIMEOUT_SECONDS} s for a lock that another transaction holds and gave "
+                "up; nothing was changed. End that transaction, or stop the workers, and run `pgoutbox migrate` again"
+            ) from error
+        raise error.orig or error from None
+    finally:
+        engine.dispose()
+
+
+def _lock_out_other_migrations(connection: Connection, report: Callable[[str], None]) -> None:
+    # The lock belongs to the transaction rather than the session, so it also works through a transaction pooler and
+    # cannot outlive the run.
+    key = {"key": _LOCK_KEY}
+    if not connection.scalar(_sql("SELECT pg_try_advisory_xact_lock(CAST(:key AS bigint))"), key):
+        report("another migration is running; waiting")
+        connection.execute(_sql("SELECT pg_advisory_xact_lock(CAST(:key AS bigint))"), key)
+
+
+def _require_server_version(connection: Connection) -> None:
+    version = int(connection.scalar(_sql("SELECT current_setting('server_version_num')")) or 0)
+    if version < _MINIMUM_SERVER_VERSION:
+        raise SchemaError(f"pgoutbox needs PostgreSQL 15 or later; this server is {version // 10000}")
+
+
+def _revision_of(connection: Connection) -> str | None:
+    from alembic.runtime.migration import MigrationContext
+
+    options = {"version_table": VERSION_TABLE, "version_table_schema": SCHEMA}
+    return MigrationContext.configure(connection, opts=options).get_current_revision()
+
+
+def _has_tables(connection: Connection) -> bool:
+    return _exists(connection, SCHEMA) and bool(
+        connection.scalar(_sql("SELECT to_regclass('pgoutbox.message') IS NOT NULL"))
+    )
+
+
+def _exists(connection: Connection, schema: str) -> bool:
+    # CREATE SCHEMA IF NOT EXISTS asks for the right to create schemas even when there is nothing to create.
+    query = _sql("SELECT EXISTS (SELECT FROM pg_catalog.pg_namespace WHERE nspname = :schema)")
+    return bool(connection.scalar(query, {"schema": schema}))
+
+
+def _drop_schema_if_empty(connection: Connection) -> None:
+    from sqlalchemy.exc import DBAPIError
+
+    try:
+        with connection.begin_nested():
+            _execute(connection, "DROP SCHEMA pgoutbox RESTRICT")
+    except DBAPIError as error:
+        if not isinstance(error.orig, psycopg.errors.DependentObjectsStillExist | psycopg.errors.InsufficientPrivilege):
+            raise
+        _log.info("schema kept", extra={"event": "migrate.schema_kept", "reason": str(error.orig)})
+
+
+def _run_alembic(direction: str, config: Config, revision: str, *, sql: bool = False) -> None:
+    from alembic import command
+    from alembic.util import CommandError
+
+    run = command.upgrade if direction == "upgrade" else command.downgrade
+    try:
+        run(config, revision, sql=sql)
+    except CommandError as error:
+        raise SchemaError(
+            f"cannot {direction} to revision {revision!r}: {error}; this version of the package ends at {head()!r}"
+        ) from error
+
+
+def _config(connection: Connection | None = None, *, output: io.StringIO | None = None) -> Config:
+    from alembic.config import Config
+
+    config = Config(output_buffer=output) if output else Config()
+    config.set_main_option("script_location", str(_MIGRATIONS.resolve()).replace("%", "%%"))
+    config.set_main_option("path_separator", "os")
+    config.attributes["connection"] = connection
+    return config
+
+
+def _execute(connection: Connection, statement: str) -> None:
+    connection.execute(_sql(statement))
+
+
+def _sql(statement: str) -> TextClause:
+    from sqlalchemy import text
+
+    return text(statement)
+
+
+def _require_alembic() -> None:
+    try:
+        import alembic  # noqa: F401
+        import sqlalchemy  # noqa: F401
+    except ImportError as error:
+        raise MissingExtraError("migrating the schema", "migrate") from error

@@ -1,0 +1,171 @@
+"""Real databases for the tests: one server per session, one migrated template, one cloned database per test.
+
+The server is the embedded PostgreSQL 18, or the one that PGOUTBOX_TEST_DSN names (a superuser's DSN). A test that
+cannot have its server is skipped with the reason; with CI=true it fails.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING, NoReturn, Protocol
+from urllib.parse import quote, urlencode
+
+import psycopg
+import pytest
+from pytest_postgresql import factories
+from pytest_postgresql.janitor import DatabaseJanitor
+
+from pgoutbox import migrate
+from pgoutbox.embedded import embedded_server
+from pgoutbox.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+
+    from pytest_postgresql.executors import NoopExecutor
+
+# A statement that waits for a lock which no test means to wait for fails instead of hanging.
+CONNECTION_OPTIONS = "-c lock_timeout=2s"
+DATABASE_PREFIX = f"pgoutbox_{os.getpid()}"
+
+_database_numbers = count(1)
+
+
+def server_missing(reason: str) -> NoReturn:
+    """Skip the test, or fail it where every server has to be there: in CI."""
+    if os.environ.get("CI") == "true":
+        pytest.fail(f"CI must not skip this: {reason}", pytrace=False)
+    pytest.skip(reason)
+
+
+class Connect(Protocol):
+    """Opens one more connection to the test's database; it is closed when the test ends."""
+
+    def __call__(self, *, autocommit: bool = False) -> psycopg.Connection: ...
+
+
+class AsyncConnect(Protocol):
+    """Opens one more async connection to the test's database; it is closed when the test ends."""
+
+    async def __call__(self, *, autocommit: bool = False) -> psycopg.AsyncConnection: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Where the server is and who its superuser is, by the names that pytest-postgresql's `depends_on` reads."""
+
+    host: str
+    port: int
+    user: str
+    password: str | None
+    maintenance_dbname: str
+    options: str = CONNECTION_OPTIONS
+    template_dbname: str | None = None
+
+    def dsn_for(self, database: str) -> str:
+        """URL of `database`, which psycopg, asyncpg and SQLAlchemy all read."""
+        password = f":{quote(self.password, safe='')}" if self.password else ""
+        place = urlencode({"host": self.host, "port": self.port})
+        return f"postgresql://{quote(self.user, safe='')}{password}@/{quote(database, safe='')}?{place}"
+
+    def database(self, *, template: str | None = None) -> DatabaseJanitor:
+        """A context manager that creates a database of a new name and drops it, whoever is still connected."""
+        return DatabaseJanitor(
+            host=self.host,
+            port=self.port,
+            user=self.user,
+            password=self.password,
+            dbname=f"{DATABASE_PREFIX}_{next(_database_numbers)}",
+            template_dbname=template,
+            maintenance_dbname=self.maintenance_dbname,
+        )
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    """The server of the session."""
+    with ExitStack() as stack:
+        dsn = os.environ.get("PGOUTBOX_TEST_DSN")
+        try:
+            if dsn is None:
+                dsn = stack.enter_context(embedded_server(durable=False)).dsn
+            with psycopg.connect(dsn) as connection:
+                info = connection.info
+                found = Server(info.host, info.port, info.user, info.password or None, info.dbname)
+        except (ConfigurationError, psycopg.OperationalError) as error:
+            server_missing(f"no PostgreSQL server: {error}")
+        yield found
+
+
+def _migrate(*, host: str, port: int, user: str, password: str | None, dbname: str, autocommit: bool) -> None:
+    migrate.upgrade(Server(host, port, user, password, dbname).dsn_for(dbname))
+
+
+migrated = factories.postgresql_noproc(depends_on="server", dbname=DATABASE_PREFIX, load=[_migrate])
+
+
+@pytest.fixture
+def empty_dsn(server: Server) -> Iterator[str]:
+    """DSN of a new database without the schema."""
+    with server.database() as database:
+        yield server.dsn_for(database.dbname)
+
+
+@pytest.fixture
+def dsn(server: Server, migrated: NoopExecutor) -> Iterator[str]:
+    """DSN of a new migrated database, which is the test's own."""
+    with server.database(template=migrated.template_dbname) as database:
+        yield server.dsn_for(database.dbname)
+
+
+@pytest.fixture
+def connect(dsn: str) -> Iterator[Connect]:
+    """Opens sync connections to the test's database."""
+    with ExitStack() as stack:
+
+        def connect_once(*, autocommit: bool = False) -> psycopg.Connection:
+            connection = psycopg.connect(dsn, autocommit=autocommit, options=CONNECTION_OPTIONS)
+            stack.callback(connection.close)
+            return connection
+
+        yield connect_once
+
+
+@pytest.fixture
+async def aconnect(dsn: str) -> AsyncIterator[AsyncConnect]:
+    """Opens async connections to the test's database."""
+    async with AsyncExitStack() as stack:
+
+        async def connect_once(*, autocommit: bool = False) -> psycopg.AsyncConnection:
+            connection = await psycopg.AsyncConnection.connect(dsn, autocommit=autocommit, options=CONNECTION_OPTIONS)
+            stack.push_async_callback(connection.close)
+            return connection
+
+        yield connect_once
+
+
+@pytest.fixture
+def connection(connect: Connect) -> psycopg.Connection:
+    """One connection to the test's database; what the test wants others to see, it has to commit."""
+    return connect()
+
+
+@pytest.fixture(scope="session")
+def shared_dsn(server: Server, migrated: NoopExecutor) -> Iterator[str]:
+    """DSN of the migrated database that all tests with `rolled_back` share."""
+    with server.database(template=migrated.template_dbname) as database:
+        yield server.dsn_for(database.dbname)
+
+
+@pytest.fixture
+def rolled_back(shared_dsn: str) -> Iterator[psycopg.Connection]:
+    """A connection to a shared migrated database, rolled back at the end: cheap, for a test that never commits."""
+    connection = psycopg.connect(shared_dsn, options=CONNECTION_OPTIONS)
+    try:
+        yield connection
+        connection.rollback()
+    finally:
+        connection.close()
