@@ -29,26 +29,32 @@ _log = logging.getLogger("pgoutbox.migrate")
 
 SCHEMA = "pgoutbox"
 VERSION_TABLE = "alembic_version"
+DEFAULT_LOCK_TIMEOUT_SECONDS = 5.0
 
 _MIGRATIONS = Path(__file__).parent / "migrations"
 _MINIMUM_SERVER_VERSION = 150000
-_LOCK_TIMEOUT_SECONDS = 5
 _LOCK_KEY = int.from_bytes(b"pgoutbox")  # The one-argument key space; the doorbell's keys are in the other one.
 
 # Alembic keeps the revision that runs in module-level state, so within a process only one may run at a time.
 _alembic_state = threading.Lock()
 
 
-def upgrade(dsn: str, revision: str = "head", *, report: Callable[[str], None] | None = None) -> None:
+def upgrade(
+    dsn: str,
+    revision: str = "head",
+    *,
+    report: Callable[[str], None] | None = None,
+    lock_timeout_seconds: float = DEFAULT_LOCK_TIMEOUT_SECONDS,
+) -> None:
     """Apply the revisions up to `revision`, in one transaction. Does nothing if they are applied already.
 
     `dsn` is any libpq connection string or URL. If another migration of this database is running, says so through
-    `report` and waits for it. Waits at most five seconds for any other lock, so that it never blocks the application
-    behind a long transaction: it gives up with a `SchemaError`, nothing is changed, and one tries again.
+    `report` and waits for it. Waits at most `lock_timeout_seconds` for any other lock, so that it never blocks the
+    application behind a long transaction: it gives up with a `SchemaError`, nothing is changed, and one tries again.
 
         upgrade("postgresql://app@localhost/app", report=print)
     """
-    with _migration(dsn, report) as connection:
+    with _migration(dsn, report, lock_timeout_seconds) as connection:
         if _revision_of(connection) is None and _has_tables(connection):
             raise SchemaError(
                 f"the tables in schema {SCHEMA} belong to another Alembic history; "
@@ -59,12 +65,18 @@ def upgrade(dsn: str, revision: str = "head", *, report: Callable[[str], None] |
         _run_alembic("upgrade", _config(connection), revision)
 
 
-def downgrade(dsn: str, revision: str, *, report: Callable[[str], None] | None = None) -> None:
+def downgrade(
+    dsn: str,
+    revision: str,
+    *,
+    report: Callable[[str], None] | None = None,
+    lock_timeout_seconds: float = DEFAULT_LOCK_TIMEOUT_SECONDS,
+) -> None:
     """Take the revisions after `revision` back, in one transaction; "base" takes all back, and every message with them.
 
     Waits and gives up as `upgrade` does. After "base" the schema is gone too, unless it holds something of yours.
     """
-    with _migration(dsn, report) as connection:
+    with _migration(dsn, report, lock_timeout_seconds) as connection:
         if _revision_of(connection) is None:
             return
         _run_alembic("downgrade", _config(connection), revision)
@@ -118,12 +130,12 @@ def include_name(name: str | None, type_: str, parent_names: Mapping[str, str | 
 
 
 @contextlib.contextmanager
-def _migration(dsn: str, report: Callable[[str], None] | None) -> Iterator[Connection]:
+def _migration(dsn: str, report: Callable[[str], None] | None, lock_timeout_seconds: float) -> Iterator[Connection]:
     """The one transaction of a run, with the lock that keeps other runs out until it ends."""
     with _transaction(dsn) as connection:
         _require_server_version(connection)
         _lock_out_other_migrations(connection, report or _log.info)
-        _execute(connection, f"SET LOCAL lock_timeout = '{_LOCK_TIMEOUT_SECONDS}s'")
+        _execute(connection, f"SET LOCAL lock_timeout = '{max(1, round(lock_timeout_seconds * 1000))}ms'")
         with _alembic_state:
             yield connection
 
@@ -150,8 +162,8 @@ def _transaction(dsn: str) -> Iterator[Connection]:
     except DBAPIError as error:
         if isinstance(error.orig, LockNotAvailable):
             raise SchemaError(
-                f"the migration waited {_LOCK_TIMEOUT_SECONDS} s for a lock that another transaction holds and gave "
-                "up; nothing was changed. End that transaction, or stop the workers, and run `pgoutbox migrate` again"
+                "the migration gave up waiting for a lock that another transaction holds; nothing was changed. "
+                "End that transaction, or stop the workers, and run `pgoutbox migrate` again"
             ) from error
         raise error.orig or error from None
     finally:
