@@ -1,0 +1,719 @@
+"""Every statement that pgoutbox runs, named. Nothing here is built at run time, and `store` alone runs it.
+
+Rules that hold in every statement: all names are qualified; time is the database's `now()`; whoever writes about a
+message names the state and the attempt it expects; a row that another session has locked is skipped, not waited for,
+because a wait that ends with the row in another partition fails with 40001. Locks are taken in the order coalesce,
+message, queue.
+"""
+
+from typing import Final, LiteralString
+
+# --- enqueue ----------------------------------------------------------------------------------------------------------
+
+# The two spellings of one call: psycopg, Django and SQLAlchemy's psycopg dialects, and asyncpg. JSON travels as text,
+# because an asyncpg connection may carry its owner's own codec for jsonb. Delays are added to the database's clock.
+ENQUEUE_MANY: Final[LiteralString] = """
+SELECT r.item_index, r.id, r.duplicate
+FROM pgoutbox.enqueue_many(
+    topics => %s::text[],
+    payloads => %s::text[]::jsonb[],
+    queues => %s::text[],
+    destinations => %s::text[],
+    coalesce_keys => %s::text[],
+    dedupe_keys => %s::text[],
+    available_ats => %s::timestamptz[],
+    delays => %s::float8[],
+    expires_ats => %s::timestamptz[],
+    headers => %s::text[]::jsonb[],
+    max_attempts => %s::integer[],
+    notify => %s::boolean
+) AS r
+"""
+
+ENQUEUE_MANY_NUMBERED: Final[LiteralString] = """
+SELECT r.item_index, r.id, r.duplicate
+FROM pgoutbox.enqueue_many(
+    topics => $1::text[],
+    payloads => $2::text[]::jsonb[],
+    queues => $3::text[],
+    destinations => $4::text[],
+    coalesce_keys => $5::text[],
+    dedupe_keys => $6::text[],
+    available_ats => $7::timestamptz[],
+    delays => $8::float8[],
+    expires_ats => $9::timestamptz[],
+    headers => $10::text[]::jsonb[],
+    max_attempts => $11::integer[],
+    notify => $12::boolean
+) AS r
+"""
+
+CANCEL: Final[LiteralString] = """
+SELECT target.id, pgoutbox.cancel(target.id)
+FROM (
+    SELECT %s::bigint AS id
+    UNION ALL
+    SELECT head.newest_id FROM pgoutbox.coalesce AS head WHERE head.topic = %s::text AND head.coalesce_key = %s::text
+    UNION ALL
+    SELECT d.message_id FROM pgoutbox.dedupe AS d WHERE d.topic = %s::text AND d.dedupe_key = %s::text
+) AS target
+WHERE target.id IS NOT NULL
+"""
+
+CANCEL_NUMBERED: Final[LiteralString] = """
+SELECT target.id, pgoutbox.cancel(target.id)
+FROM (
+    SELECT $1::bigint AS id
+    UNION ALL
+    SELECT head.newest_id FROM pgoutbox.coalesce AS head WHERE head.topic = $2::text AND head.coalesce_key = $3::text
+    UNION ALL
+    SELECT d.message_id FROM pgoutbox.dedupe AS d WHERE d.topic = $4::text AND d.dedupe_key = $5::text
+) AS target
+WHERE target.id IS NOT NULL
+"""
+
+# --- sessions ---------------------------------------------------------------------------------------------------------
+
+# The role's or the database's defaults must not change what a statement means. The planner settings pin the one plan
+# that stays fast whatever the statistics say: nested loops over the lanes' indexes and the primary key.
+PREPARE_SESSION: Final[LiteralString] = """
+SELECT
+    set_config('default_transaction_isolation', 'read committed', false),
+    set_config('default_transaction_deferrable', 'off', false),
+    set_config('statement_timeout', %(statement_timeout)s::text, false),
+    set_config('lock_timeout', %(lock_timeout)s::text, false),
+    set_config('idle_in_transaction_session_timeout', '60s', false),
+    set_config('search_path', 'pg_catalog, pg_temp', false),
+    set_config('plan_cache_mode', 'force_generic_plan', false),
+    set_config('enable_seqscan', 'off', false),
+    set_config('enable_bitmapscan', 'off', false),
+    set_config('enable_hashjoin', 'off', false),
+    set_config('enable_mergejoin', 'off', false),
+    set_config('jit', 'off', false)
+"""
+
+PREPARE_TRANSACTION: Final[LiteralString] = """
+SELECT
+    set_config('statement_timeout', %(statement_timeout)s::text, true),
+    set_config('lock_timeout', %(lock_timeout)s::text, true),
+    set_config('search_path', 'pg_catalog, pg_temp', true),
+    set_config('enable_seqscan', 'off', true),
+    set_config('enable_bitmapscan', 'off', true),
+    set_config('enable_hashjoin', 'off', true),
+    set_config('enable_mergejoin', 'off', true),
+    set_config('jit', 'off', true)
+"""
+
+BEGIN: Final[LiteralString] = "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE"
+
+SERVER_FACTS: Final[LiteralString] = """
+SELECT
+    current_setting('server_version_num')::integer AS server_version,
+    pg_is_in_recovery() AS in_recovery,
+    current_setting('transaction_read_only')::boolean AS read_only,
+    current_setting('server_encoding') AS encoding,
+    to_regprocedure('pgoutbox.schema_version()') IS NOT NULL AS has_schema
+"""
+
+SCHEMA_VERSION: Final[LiteralString] = "SELECT pgoutbox.schema_version()"
+
+# --- claim ------------------------------------------------------------------------------------------------------------
+
+# Takes up to `total` messages of one queue: first up to `fresh_limit` that were never attempted, then retries and
+# attempts whose lease has ended, as far as there is room. What must not be delivered any more ends here too: one that
+# was superseded, cancelled or has expired, and one whose attempts are used up. `now()` and not clock_timestamp(),
+# which, being volatile, could not be an index condition.
+CLAIM: Final[LiteralString] = """
+WITH fresh AS MATERIALIZED (
+    SELECT
+        m.id,
+        m.topic,
+        m.coalesce_key,
+        m.state,
+        m.attempt_count,
+        m.max_attempts,
+        m.expires_at,
+        m.cancel_requested_at,
+        m.claimed_at,
+        m.worker,
+        m.available_at AS due_at
+    FROM pgoutbox.message_live AS m
+    WHERE m.queue = %(queue)s::text
+        AND m.attempt_count = 0
+        AND m.available_at <= now()
+        AND m.available_at >= coalesce(%(fresh_floor)s::timestamptz, '-infinity')
+        AND m.topic = ANY (%(topics)s::text[])
+        AND NOT EXISTS (
+            SELECT FROM pgoutbox.queue AS q WHERE q.name = %(queue)s::text AND q.paused_at IS NOT NULL
+        )
+        -- One in flight for each key: what is not superseded waits until its predecessor is done with.
+        AND (
+            m.coalesce_key IS NULL
+            OR NOT EXISTS (
+                SELECT
+                FROM pgoutbox.message_live AS sibling
+                WHERE sibling.topic = m.topic
+                    AND sibling.coalesce_key = m.coalesce_key
+                    AND sibling.state = 'sending'
+                    AND sibling.id <> m.id
+            )
+            OR EXISTS (
+                SELECT
+                FROM pgoutbox.coalesce AS head
+                WHERE head.topic = m.topic AND head.coalesce_key = m.coalesce_key AND head.newest_id > m.id
+            )
+        )
+    ORDER BY m.available_at, m.id
+    LIMIT %(fresh_limit)s::bigint
+    FOR UPDATE OF m SKIP LOCKED
+), due_again AS MATERIALIZED (
+    SELECT
+        m.id,
+        m.topic,
+        m.coalesce_key,
+        m.state,
+        m.attempt_count,
+        m.max_attempts,
+        m.expires_at,
+        m.cancel_requested_at,
+        m.claimed_at,
+        m.worker,
+        coalesce(m.lease_expires_at, m.available_at) AS due_at
+    FROM pgoutbox.message_live AS m
+    WHERE m.queue = %(queue)s::text
+        AND m.attempt_count > 0
+        AND coalesce(m.lease_expires_at, m.available_at) <= now()
+        AND coalesce(m.lease_expires_at, m.available_at) >= coalesce(%(retry_floor)s::timestamptz, '-infinity')
+        AND m.topic = ANY (%(topics)s::text[])
+        AND NOT EXISTS (
+            SELECT FROM pgoutbox.queue AS q WHERE q.name = %(queue)s::text AND q.paused_at IS NOT NULL
+        )
+        AND (
+            m.coalesce_key IS NULL
+            OR NOT EXISTS (
+                SELECT
+                FROM pgoutbox.message_live AS sibling
+                WHERE sibling.topic = m.topic
+                    AND sibling.coalesce_key = m.coalesce_key
+                    AND sibling.state = 'sending'
+                    AND sibling.id <> m.id
+            )
+            OR EXISTS (
+                SELECT
+                FROM pgoutbox.coalesce AS head
+                WHERE head.topic = m.topic AND head.coalesce_key = m.coalesce_key AND head.newest_id > m.id
+            )
+        )
+    ORDER BY coalesce(m.lease_expires_at, m.available_at), m.id
+    LIMIT %(total)s::bigint - (SELECT count(*) FROM fresh)
+    FOR UPDATE OF m SKIP LOCKED
+), judged AS MATERIALIZED (
+    SELECT
+        l.id,
+        l.due_at,
+        l.state AS former_state,
+        l.attempt_count AS former_attempt_count,
+        l.worker AS former_worker,
+        l.claimed_at AS former_claimed_at,
+        head.newest_id,
+        CASE
+            WHEN l.cancel_requested_at IS NOT NULL THEN 'cancelled'
+            WHEN head.newest_id > l.id THEN 'skipped'
+            WHEN l.expires_at <= now() THEN 'skipped'
+            WHEN l.attempt_count >= l.max_attempts THEN 'failed'
+            WHEN l.state = 'sending' AND l.topic = ANY (%(hold_topics)s::text[]) THEN 'failed'
+            ELSE 'sending'
+        END AS state
+    FROM (SELECT * FROM fresh UNION ALL SELECT * FROM due_again) AS l
+    LEFT JOIN pgoutbox.coalesce AS head ON head.topic = l.topic AND head.coalesce_key = l.coalesce_key
+), lost AS (
+    INSERT INTO pgoutbox.attempt (message_id, attempt_count, outcome, worker, started_at, ended_at, error)
+    SELECT
+        j.id,
+        j.former_attempt_count,
+        'lost',
+        j.former_worker,
+        j.former_claimed_at,
+        now(),
+        'lease expired, outcome unknown'
+    FROM judged AS j
+    WHERE j.former_state = 'sending'
+)
+UPDATE pgoutbox.message AS m
+SET state = j.state,
+    attempt_count = m.attempt_count + CASE WHEN j.state = 'sending' THEN 1 ELSE 0 END,
+    claimed_at = CASE WHEN j.state = 'sending' THEN now() ELSE m.claimed_at END,
+    worker = CASE WHEN j.state = 'sending' THEN %(worker)s::text ELSE m.worker END,
+    lease_expires_at = CASE
+        WHEN j.state = 'sending' THEN now() + make_interval(secs => %(lease_seconds)s::float8)
+    END,
+    finished_at = CASE WHEN j.state <> 'sending' THEN now() END,
+    skip_reason = CASE
+        WHEN j.state <> 'skipped' THEN NULL
+        WHEN j.newest_id > m.id THEN 'superseded by ' || j.newest_id
+        ELSE 'expired'
+    END,
+    superseded_by = CASE WHEN j.state = 'skipped' AND j.newest_id > m.id THEN j.newest_id END,
+    last_error = CASE
+        WHEN j.former_state = 'sending'
+            THEN 'attempt ' || j.former_attempt_count || ': lease of ' || j.former_worker || ' expired, outcome unknown'
+        ELSE m.last_error
+    END
+FROM judged AS j
+WHERE m.id = j.id
+    AND m.state IN ('pending', 'sending')
+    AND m.attempt_count = j.former_attempt_count
+RETURNING
+    m.id,
+    m.topic,
+    m.queue,
+    m.destination,
+    m.payload,
+    m.headers,
+    m.attempt_count,
+    m.max_attempts,
+    m.created_at,
+    m.available_at,
+    m.coalesce_key,
+    m.state,
+    j.former_state,
+    j.former_attempt_count,
+    j.due_at
+"""
+
+# When the first message of these queues will be due that is not due yet, in seconds from now; null if there is none.
+NEXT_DUE: Final[LiteralString] = """
+SELECT extract(epoch FROM min(next.due_at) - now())::float8
+FROM unnest(%(queues)s::text[]) AS asked(queue)
+CROSS JOIN LATERAL (
+    SELECT least(
+        (
+            SELECT m.available_at
+            FROM pgoutbox.message_live AS m
+            WHERE m.queue = asked.queue AND m.attempt_count = 0 AND m.available_at > now()
+            ORDER BY m.available_at
+            LIMIT 1
+        ),
+        (
+            SELECT coalesce(m.lease_expires_at, m.available_at)
+            FROM pgoutbox.message_live AS m
+            WHERE m.queue = asked.queue
+                AND m.attempt_count > 0
+                AND coalesce(m.lease_expires_at, m.available_at) > now()
+            ORDER BY coalesce(m.lease_expires_at, m.available_at)
+            LIMIT 1
+        )
+    ) AS due_at
+) AS next
+"""
+
+# --- finish -----------------------------------------------------------------------------------------------------------
+
+# The common case, apart because it is the hot one. The fence is the last two conditions.
+FINISH_SENT_IF_HELD: Final[LiteralString] = """
+WITH outcome AS (
+    SELECT o.id, o.attempt_count
+    FROM unnest(%(ids)s::bigint[], %(attempt_counts)s::integer[]) AS o(id, attempt_count)
+)
+UPDATE pgoutbox.message AS m
+SET state = 'sent',
+    finished_at = now(),
+    lease_expires_at = NULL
+FROM outcome AS o
+WHERE m.id = o.id
+    AND m.state = 'sending'
+    AND m.attempt_count = o.attempt_count
+RETURNING m.id, m.state
+"""
+
+# Every other outcome: what the attempt asks for (retry, snoozed, released, failed, skipped) meets what happened to the
+# message meanwhile. A message that would become pending again ends instead when it was cancelled, superseded or has no
+# attempt left. Snooze and release do not use up an attempt: they raise the budget, because the count never goes down.
+FINISH_IF_HELD: Final[LiteralString] = """
+WITH outcome AS (
+    SELECT o.id, o.attempt_count, o.outcome, o.reason, o.delay_seconds
+    FROM unnest(
+        %(ids)s::bigint[],
+        %(attempt_counts)s::integer[],
+        %(outcomes)s::text[],
+        %(reasons)s::text[],
+        %(delays)s::float8[]
+    ) AS o(id, attempt_count, outcome, reason, delay_seconds)
+), held AS MATERIALIZED (
+    SELECT
+        o.id,
+        o.attempt_count,
+        o.outcome,
+        o.reason,
+        o.delay_seconds,
+        head.newest_id,
+        CASE
+            WHEN o.outcome IN ('failed', 'skipped') THEN o.outcome
+            WHEN m.cancel_requested_at IS NOT NULL THEN 'cancelled'
+            WHEN head.newest_id > o.id THEN 'skipped'
+            WHEN o.outcome = 'retry' AND o.attempt_count >= m.max_attempts THEN 'failed'
+            ELSE 'pending'
+        END AS state
+    FROM outcome AS o
+    JOIN pgoutbox.message_live AS m ON m.id = o.id
+    LEFT JOIN pgoutbox.coalesce AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
+    WHERE m.state = 'sending' AND m.attempt_count = o.attempt_count
+), finished AS (
+    UPDATE pgoutbox.message AS m
+    SET state = h.state,
+        available_at = CASE
+            WHEN h.state = 'pending' AND h.outcome <> 'released'
+                THEN now() + make_interval(secs => h.delay_seconds)
+            ELSE m.available_at
+        END,
+        lease_expires_at = NULL,
+        finished_at = CASE WHEN h.state <> 'pending' THEN now() END,
+        max_attempts = m.max_attempts + CASE WHEN h.outcome IN ('snoozed', 'released') THEN 1 ELSE 0 END,
+        skip_reason = CASE
+            WHEN h.state <> 'skipped' THEN NULL
+            WHEN h.outcome = 'skipped' THEN h.reason
+            ELSE 'superseded by ' || h.newest_id
+        END,
+        superseded_by = CASE WHEN h.state = 'skipped' AND h.outcome <> 'skipped' THEN h.newest_id END,
+        last_error = CASE WHEN h.outcome IN ('retry', 'failed') THEN h.reason ELSE m.last_error END
+    FROM held AS h
+    WHERE m.id = h.id
+        AND m.state = 'sending'
+        AND m.attempt_count = h.attempt_count
+    RETURNING m.id, m.state, m.attempt_count, m.worker, m.claimed_at
+), history AS (
+    INSERT INTO pgoutbox.attempt (message_id, attempt_count, outcome, worker, started_at, ended_at, error)
+    SELECT
+        f.id,
+        f.attempt_count,
+        CASE WHEN f.state = 'pending' THEN h.outcome ELSE f.state END,
+        f.worker,
+        f.claimed_at,
+        now(),
+        h.reason
+    FROM finished AS f
+    JOIN held AS h ON h.id = f.id
+)
+SELECT f.id, f.state
+FROM finished AS f
+"""
+
+# Which of these attempts still hold their messages: what a finish that wrote less than it was asked for wants to know.
+STILL_HELD: Final[LiteralString] = """
+SELECT m.id
+FROM unnest(%(ids)s::bigint[], %(attempt_counts)s::integer[]) AS o(id, attempt_count)
+JOIN pgoutbox.message_live AS m ON m.id = o.id
+WHERE m.state = 'sending' AND m.attempt_count = o.attempt_count
+"""
+
+# A newer message of the same key had to wait for these attempts. Asked after they are committed, because one that was
+# enqueued while they were being finished has found them still in flight.
+RING_FOR_SUCCESSORS: Final[LiteralString] = """
+SELECT waiting.queue, pgoutbox.ring(waiting.queue)
+FROM (
+    SELECT DISTINCT m.queue
+    FROM unnest(%(ids)s::bigint[], %(topics)s::text[], %(coalesce_keys)s::text[]) AS done(id, topic, coalesce_key)
+    JOIN pgoutbox.coalesce AS head ON head.topic = done.topic AND head.coalesce_key = done.coalesce_key
+    JOIN pgoutbox.message_live AS m ON m.id = head.newest_id
+    WHERE head.newest_id > done.id AND m.state = 'pending' AND m.available_at <= now()
+) AS waiting
+"""
+
+# --- lease ------------------------------------------------------------------------------------------------------------
+
+# One row per attempt that still holds its message. A row that a caller's transaction has locked, cancelling it, is not
+# renewed; nobody else can claim it either.
+RENEW_IF_HELD: Final[LiteralString] = """
+WITH asked AS (
+    SELECT a.id, a.attempt_count
+    FROM unnest(%(ids)s::bigint[], %(attempt_counts)s::integer[]) AS a(id, attempt_count)
+), locked AS MATERIALIZED (
+    SELECT m.id, m.attempt_count
+    FROM asked AS a
+    JOIN pgoutbox.message_live AS m ON m.id = a.id
+    WHERE m.state = 'sending' AND m.attempt_count = a.attempt_count
+    FOR UPDATE OF m SKIP LOCKED
+), renewed AS (
+    UPDATE pgoutbox.message_live AS m
+    SET lease_expires_at = now() + make_interval(secs => %(lease_seconds)s::float8)
+    FROM locked AS l
+    WHERE m.id = l.id AND m.state = 'sending' AND m.attempt_count = l.attempt_count
+    RETURNING m.id
+)
+SELECT
+    m.id,
+    m.cancel_requested_at IS NOT NULL AS cancelled,
+    coalesce(head.newest_id > m.id, false) AS superseded,
+    r.id IS NOT NULL OR m.lease_expires_at > now() AS in_lease
+FROM asked AS a
+JOIN pgoutbox.message_live AS m ON m.id = a.id
+LEFT JOIN pgoutbox.coalesce AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
+LEFT JOIN renewed AS r ON r.id = m.id
+WHERE m.state = 'sending' AND m.attempt_count = a.attempt_count
+"""
+
+# The same answer without the write.
+WATCH_IF_HELD: Final[LiteralString] = """
+SELECT
+    m.id,
+    m.cancel_requested_at IS NOT NULL AS cancelled,
+    coalesce(head.newest_id > m.id, false) AS superseded,
+    m.lease_expires_at > now() AS in_lease
+FROM unnest(%(ids)s::bigint[], %(attempt_counts)s::integer[]) AS a(id, attempt_count)
+JOIN pgoutbox.message_live AS m ON m.id = a.id
+LEFT JOIN pgoutbox.coalesce AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
+WHERE m.state = 'sending' AND m.attempt_count = a.attempt_count
+"""
+
+# --- doorbell ---------------------------------------------------------------------------------------------------------
+
+LISTEN: Final[LiteralString] = "LISTEN pgoutbox"
+
+# One answer per queue: armed; sleeper, when another worker has the bell; producers, when enqueuing transactions hold
+# it, and the worker must look again until they have committed.
+ARM: Final[LiteralString] = """
+SELECT
+    q.queue,
+    CASE
+        WHEN pg_try_advisory_lock(1885826146, hashtext(q.queue)) THEN 'armed'
+        WHEN NOT pg_try_advisory_lock_shared(1885826146, hashtext(q.queue)) THEN 'sleeper'
+        WHEN pg_advisory_unlock_shared(1885826146, hashtext(q.queue)) THEN 'producers'
+    END
+FROM unnest(%(queues)s::text[]) AS q(queue)
+"""
+
+DISARM: Final[LiteralString] = """
+SELECT pg_advisory_unlock(1885826146, hashtext(q.queue))
+FROM unnest(%(queues)s::text[]) AS q(queue)
+"""
+
+PROBE: Final[LiteralString] = "SELECT EXISTS (SELECT FROM pg_listening_channels() AS c(name) WHERE c.name = 'pgoutbox')"
+
+RING: Final[LiteralString] = "SELECT pgoutbox.ring(%(queue)s::text)"
+
+# --- operators --------------------------------------------------------------------------------------------------------
+
+LIST_MESSAGES: Final[LiteralString] = """
+SELECT
+    m.id,
+    m.topic,
+    m.queue,
+    m.destination,
+    m.state,
+    m.attempt_count,
+    m.max_attempts,
+    m.created_at,
+    m.available_at,
+    m.finished_at,
+    m.coalesce_key,
+    m.dedupe_key,
+    m.skip_reason,
+    m.last_error
+FROM pgoutbox.message AS m
+WHERE (%(states)s::text[] IS NULL OR m.state = ANY (%(states)s::text[]))
+    AND (%(topic)s::text IS NULL OR m.topic = %(topic)s::text)
+    AND (%(queue)s::text IS NULL OR m.queue = %(queue)s::text)
+    AND (%(destination)s::text IS NULL OR m.destination = %(destination)s::text)
+    AND (%(before_id)s::bigint IS NULL OR m.id < %(before_id)s::bigint)
+ORDER BY m.id DESC
+LIMIT %(limit)s::bigint
+"""
+
+SHOW_MESSAGE: Final[LiteralString] = """
+SELECT
+    m.id,
+    m.topic,
+    m.queue,
+    m.destination,
+    m.state,
+    m.attempt_count,
+    m.max_attempts,
+    m.created_at,
+    m.available_at,
+    m.expires_at,
+    m.claimed_at,
+    m.lease_expires_at,
+    m.cancel_requested_at,
+    m.finished_at,
+    m.worker,
+    m.coalesce_key,
+    m.dedupe_key,
+    m.superseded_by,
+    m.resend_of,
+    m.skip_reason,
+    m.last_error,
+    m.headers,
+    m.payload
+FROM pgoutbox.message AS m
+WHERE m.id = %(id)s::bigint
+"""
+
+SHOW_ATTEMPTS: Final[LiteralString] = """
+SELECT
+    a.attempt_count,
+    a.outcome,
+    a.worker,
+    a.started_at,
+    a.ended_at,
+    a.error
+FROM pgoutbox.attempt AS a
+WHERE a.message_id = %(id)s::bigint
+ORDER BY a.attempt_count
+"""
+
+STATS: Final[LiteralString] = """
+SELECT
+    m.queue,
+    m.topic,
+    count(*) FILTER (WHERE m.state = 'pending' AND m.available_at <= now()) AS due,
+    count(*) FILTER (WHERE m.state = 'pending' AND m.available_at > now()) AS scheduled,
+    count(*) FILTER (WHERE m.state = 'sending') AS sending,
+    count(*) FILTER (WHERE m.state = 'sent') AS sent,
+    count(*) FILTER (WHERE m.state = 'failed') AS failed,
+    count(*) FILTER (WHERE m.state = 'skipped') AS skipped,
+    count(*) FILTER (WHERE m.state = 'cancelled') AS cancelled,
+    extract(
+        epoch FROM now() - min(m.available_at) FILTER (WHERE m.state = 'pending' AND m.available_at <= now())
+    )::float8 AS oldest_due_seconds
+FROM pgoutbox.message AS m
+GROUP BY m.queue, m.topic
+ORDER BY m.queue, m.topic
+"""
+
+# How much work is left that a drain waits for: what is in flight, due, or will be tried again. A message that was
+# scheduled for later and never attempted is not waited for.
+COUNT_OWED: Final[LiteralString] = """
+SELECT count(*)
+FROM pgoutbox.message_live AS m
+WHERE m.queue = ANY (%(queues)s::text[])
+    AND m.topic = ANY (%(topics)s::text[])
+    AND (m.attempt_count > 0 OR m.available_at <= now())
+    AND NOT EXISTS (SELECT FROM pgoutbox.queue AS q WHERE q.name = m.queue AND q.paused_at IS NOT NULL)
+"""
+
+LIST_FAILED_IDS: Final[LiteralString] = """
+SELECT m.id
+FROM pgoutbox.message AS m
+WHERE m.state = 'failed'
+    AND (%(topic)s::text IS NULL OR m.topic = %(topic)s::text)
+    AND (%(queue)s::text IS NULL OR m.queue = %(queue)s::text)
+    AND m.id > %(after_id)s::bigint
+ORDER BY m.id
+LIMIT %(limit)s::bigint
+"""
+
+# The answer names what each id met: its state before, and the newer message if it was superseded.
+REDRIVE: Final[LiteralString] = """
+WITH asked AS (
+    SELECT DISTINCT a.id
+    FROM unnest(%(ids)s::bigint[]) AS a(id)
+), locked AS MATERIALIZED (
+    SELECT m.id, m.state, head.newest_id
+    FROM asked AS a
+    JOIN pgoutbox.message AS m ON m.id = a.id
+    LEFT JOIN pgoutbox.coalesce AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
+    WHERE m.state IN ('failed', 'cancelled')
+    ORDER BY m.id
+    FOR UPDATE OF m SKIP LOCKED
+), redriven AS (
+    UPDATE pgoutbox.message AS m
+    SET state = 'pending',
+        available_at = now(),
+        finished_at = NULL,
+        cancel_requested_at = NULL,
+        max_attempts = m.attempt_count + m.attempt_budget
+    FROM locked AS l
+    WHERE m.id = l.id
+        AND m.state = l.state
+        AND m.state IN ('failed', 'cancelled')
+        AND coalesce(l.newest_id <= m.id, true)
+    RETURNING m.id, m.queue
+), rung AS MATERIALIZED (
+    SELECT pgoutbox.ring(q.queue)
+    FROM (SELECT DISTINCT r.queue FROM redriven AS r) AS q
+)
+SELECT
+    a.id,
+    r.id IS NOT NULL AS redriven,
+    m.state,
+    CASE WHEN head.newest_id > a.id THEN head.newest_id END AS superseded_by,
+    (SELECT count(*) FROM rung) AS rung
+FROM asked AS a
+LEFT JOIN pgoutbox.message AS m ON m.id = a.id
+LEFT JOIN pgoutbox.coalesce AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
+LEFT JOIN redriven AS r ON r.id = a.id
+ORDER BY a.id
+"""
+
+RESEND: Final[LiteralString] = """
+SELECT m.state, head.newest_id, copy.id
+FROM pgoutbox.message AS m
+LEFT JOIN pgoutbox.coalesce AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
+LEFT JOIN LATERAL (
+    SELECT pgoutbox.enqueue(
+        topic => m.topic,
+        payload => m.payload,
+        queue => m.queue,
+        destination => m.destination,
+        coalesce_key => m.coalesce_key,
+        headers => m.headers,
+        max_attempts => m.attempt_budget
+    ) AS id
+    WHERE m.state = 'sent' AND coalesce(head.newest_id <= m.id, true)
+) AS copy ON true
+WHERE m.id = %(id)s::bigint
+"""
+
+MARK_RESEND: Final[LiteralString] = """
+UPDATE pgoutbox.message_live AS m
+SET resend_of = %(source_id)s::bigint
+WHERE m.id = %(id)s::bigint
+"""
+
+KNOWN_QUEUES: Final[LiteralString] = """
+SELECT DISTINCT m.queue FROM pgoutbox.message AS m
+UNION
+SELECT q.name FROM pgoutbox.queue AS q
+ORDER BY 1
+"""
+
+# The dedupe key goes with its message, and is free again after that.
+PRUNE: Final[LiteralString] = """
+WITH old AS MATERIALIZED (
+    SELECT m.id, m.state, m.topic, m.dedupe_key
+    FROM pgoutbox.message AS m
+    WHERE m.state = ANY (%(states)s::text[])
+        AND m.state IN ('sent', 'failed', 'skipped', 'cancelled')
+        AND m.finished_at < now() - make_interval(secs => %(older_than_seconds)s::float8)
+        AND (%(topic)s::text IS NULL OR m.topic = %(topic)s::text)
+    LIMIT %(limit)s::bigint
+    FOR UPDATE OF m SKIP LOCKED
+), history AS (
+    DELETE FROM pgoutbox.attempt AS a
+    USING old AS o
+    WHERE a.message_id = o.id
+), keys AS (
+    DELETE FROM pgoutbox.dedupe AS d
+    USING old AS o
+    WHERE d.topic = o.topic AND d.dedupe_key = o.dedupe_key AND d.message_id = o.id
+)
+DELETE FROM pgoutbox.message AS m
+USING old AS o
+WHERE m.id = o.id AND m.state = o.state AND m.state IN ('sent', 'failed', 'skipped', 'cancelled')
+RETURNING m.state
+"""
+
+# A head can be forgotten when every message of its key is gone: ids of one key only grow, so that is certain when its
+# newest message is older than the oldest message there is. A head that an open transaction holds is left alone.
+PRUNE_COALESCE: Final[LiteralString] = """
+WITH forgotten AS MATERIALIZED (
+    SELECT head.topic, head.coalesce_key
+    FROM pgoutbox.coalesce AS head
+    WHERE head.newest_id < coalesce((SELECT min(m.id) FROM pgoutbox.message AS m), 0)
+    LIMIT %(limit)s::bigint
+    FOR UPDATE OF head SKIP LOCKED
+)
+DELETE FROM pgoutbox.coalesce AS head
+USING forgotten AS f
+WHERE head.topic = f.topic AND head.coalesce_key = f.coalesce_key
+"""
