@@ -42,10 +42,7 @@ class Settings(BaseSettings):
     sweep_seconds: float = Field(60.0, ge=0.1, le=3_600, description="The longest a worker sleeps without looking.")
     probe_seconds: float = Field(10.0, ge=0.5, le=600, description="How often the idle listener is probed.")
     probe_timeout_seconds: float = Field(4.0, ge=0.1, le=60, description="When an unanswered probe means a dead link.")
-    concurrency: int = Field(50, ge=1, le=5_000, description="Handlers running at once in one process.")
-    threads: int | None = Field(
-        None, ge=1, le=500, description="Threads for sync handlers; the smaller of `concurrency` and 32 if not given."
-    )
+    concurrency: int = Field(50, ge=1, le=5_000, description="Attempts under way at once in one process; sync handlers get a thread each.")
     batch_size: int = Field(200, ge=1, le=5_000, description="Messages per claim or finish statement, at most.")
     handler_timeout_seconds: float | None = Field(
         None, gt=0, le=86_400, description="Time limit of one attempt, unless the handler has its own. None: no limit."
@@ -115,11 +112,6 @@ class Settings(BaseSettings):
     def renew_interval_seconds(self) -> float:
         """How often leases are renewed, in seconds."""
         return self.renew_seconds if self.renew_seconds is not None else self.lease_seconds / 3
-
-    @property
-    def thread_count(self) -> int:
-        """How many sync handlers run at once."""
-        return self.threads if self.threads is not None else min(self.concurrency, 32)
 
     def require_dsn(self) -> str:
         """The DSN in clear, or a `ConfigurationError` that says how to give one."""

@@ -309,20 +309,24 @@ CROSS JOIN LATERAL (
 
 # --- finish -----------------------------------------------------------------------------------------------------------
 
-# The common case, apart because it is the hot one. The fence is the last two conditions.
+# The common case, apart because it is the hot one. The fence is the state and the attempt count. A row that a caller's
+# transaction has locked, cancelling it, is left out and asked for again: one row never holds up a batch.
 FINISH_SENT_IF_HELD: Final[LiteralString] = """
-WITH outcome AS (
-    SELECT o.id, o.attempt_count
+WITH held AS MATERIALIZED (
+    SELECT m.id, m.attempt_count
     FROM unnest(%(ids)s::bigint[], %(attempt_counts)s::integer[]) AS o(id, attempt_count)
+    JOIN pgoutbox.message_live AS m ON m.id = o.id
+    WHERE m.state = 'sending' AND m.attempt_count = o.attempt_count
+    FOR UPDATE OF m SKIP LOCKED
 )
 UPDATE pgoutbox.message AS m
 SET state = 'sent',
     finished_at = now(),
     lease_expires_at = NULL
-FROM outcome AS o
-WHERE m.id = o.id
+FROM held AS h
+WHERE m.id = h.id
     AND m.state = 'sending'
-    AND m.attempt_count = o.attempt_count
+    AND m.attempt_count = h.attempt_count
 RETURNING m.id, m.state
 """
 
@@ -358,6 +362,7 @@ WITH outcome AS (
     JOIN pgoutbox.message_live AS m ON m.id = o.id
     LEFT JOIN pgoutbox.coalesce AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
     WHERE m.state = 'sending' AND m.attempt_count = o.attempt_count
+    FOR UPDATE OF m SKIP LOCKED
 ), finished AS (
     UPDATE pgoutbox.message AS m
     SET state = h.state,
@@ -398,12 +403,14 @@ SELECT f.id, f.state
 FROM finished AS f
 """
 
-# Which of these attempts still hold their messages: what a finish that wrote less than it was asked for wants to know.
-STILL_HELD: Final[LiteralString] = """
-SELECT m.id
+# Where the messages of these attempts stand, unless a later attempt has begun: what a finish that wrote less than it was
+# asked to write wants to know. `sending` means that the row was locked; any other state, that an earlier try of the
+# same finish was committed and its answer lost.
+STANDING: Final[LiteralString] = """
+SELECT m.id, m.state
 FROM unnest(%(ids)s::bigint[], %(attempt_counts)s::integer[]) AS o(id, attempt_count)
-JOIN pgoutbox.message_live AS m ON m.id = o.id
-WHERE m.state = 'sending' AND m.attempt_count = o.attempt_count
+JOIN pgoutbox.message AS m ON m.id = o.id
+WHERE m.attempt_count = o.attempt_count
 """
 
 # A newer message of the same key had to wait for these attempts. Asked after they are committed, because one that was
@@ -493,6 +500,16 @@ RING: Final[LiteralString] = "SELECT pgoutbox.ring(%(queue)s::text)"
 
 # --- operators --------------------------------------------------------------------------------------------------------
 
+# Local to the transaction, so that nothing of it stays behind in a pooler's session. A person waits for the answer and
+# can interrupt it: the time limit is only there for a terminal that was left alone.
+PREPARE_OPERATION: Final[LiteralString] = """
+SELECT
+    set_config('statement_timeout', '5min', true),
+    set_config('lock_timeout', '2s', true),
+    set_config('idle_in_transaction_session_timeout', '60s', true),
+    set_config('search_path', 'pg_catalog, pg_temp', true)
+"""
+
 LIST_MESSAGES: Final[LiteralString] = """
 SELECT
     m.id,
@@ -576,6 +593,7 @@ SELECT
         epoch FROM now() - min(m.available_at) FILTER (WHERE m.state = 'pending' AND m.available_at <= now())
     )::float8 AS oldest_due_seconds
 FROM pgoutbox.message AS m
+WHERE %(queue)s::text IS NULL OR m.queue = %(queue)s::text
 GROUP BY m.queue, m.topic
 ORDER BY m.queue, m.topic
 """
@@ -645,10 +663,22 @@ LEFT JOIN redriven AS r ON r.id = a.id
 ORDER BY a.id
 """
 
+# The head is locked first: between a look at it and the enqueue a newer message could commit, which the copy, drawing
+# its id last, would then supersede with older content.
 RESEND: Final[LiteralString] = """
-SELECT m.state, head.newest_id, copy.id
+WITH head AS MATERIALIZED (
+    SELECT c.newest_id
+    FROM pgoutbox.message AS m
+    JOIN pgoutbox.coalesce AS c ON c.topic = m.topic AND c.coalesce_key = m.coalesce_key
+    WHERE m.id = %(id)s::bigint
+    FOR UPDATE OF c
+)
+SELECT
+    copy.id,
+    m.state,
+    CASE WHEN head.newest_id > m.id THEN head.newest_id END AS superseded_by
 FROM pgoutbox.message AS m
-LEFT JOIN pgoutbox.coalesce AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
+LEFT JOIN head ON true
 LEFT JOIN LATERAL (
     SELECT pgoutbox.enqueue(
         topic => m.topic,
@@ -664,10 +694,47 @@ LEFT JOIN LATERAL (
 WHERE m.id = %(id)s::bigint
 """
 
+# In the transaction that made the copy, which nobody else can see yet.
 MARK_RESEND: Final[LiteralString] = """
 UPDATE pgoutbox.message_live AS m
 SET resend_of = %(source_id)s::bigint
-WHERE m.id = %(id)s::bigint
+WHERE m.id = %(id)s::bigint AND m.state = 'pending' AND m.resend_of IS NULL
+RETURNING m.id
+"""
+
+# Pausing twice keeps the first time.
+PAUSE_QUEUE: Final[LiteralString] = """
+INSERT INTO pgoutbox.queue AS q (name, paused_at)
+VALUES (%(queue)s::text, now())
+ON CONFLICT ON CONSTRAINT queue_pkey DO UPDATE SET paused_at = coalesce(q.paused_at, now())
+RETURNING q.paused_at
+"""
+
+RESUME_QUEUE: Final[LiteralString] = """
+WITH resumed AS (
+    UPDATE pgoutbox.queue AS q
+    SET paused_at = NULL
+    WHERE q.name = %(queue)s::text AND q.paused_at IS NOT NULL
+    RETURNING q.name
+)
+SELECT r.name, pgoutbox.ring(r.name)
+FROM resumed AS r
+"""
+
+PAUSED_QUEUES: Final[LiteralString] = """
+SELECT q.name, q.paused_at
+FROM pgoutbox.queue AS q
+WHERE q.paused_at IS NOT NULL
+ORDER BY q.name
+"""
+
+# Ends at the first message of a queue that is known, where the list of all queues reads every message.
+UNKNOWN_QUEUES: Final[LiteralString] = """
+SELECT asked.queue
+FROM unnest(%(queues)s::text[]) AS asked(queue)
+WHERE NOT EXISTS (SELECT FROM pgoutbox.queue AS q WHERE q.name = asked.queue)
+    AND NOT EXISTS (SELECT FROM pgoutbox.message AS m WHERE m.queue = asked.queue)
+ORDER BY asked.queue
 """
 
 KNOWN_QUEUES: Final[LiteralString] = """
@@ -675,6 +742,17 @@ SELECT DISTINCT m.queue FROM pgoutbox.message AS m
 UNION
 SELECT q.name FROM pgoutbox.queue AS q
 ORDER BY 1
+"""
+
+COUNT_PRUNABLE: Final[LiteralString] = """
+SELECT m.state, count(*)
+FROM pgoutbox.message AS m
+WHERE m.state = ANY (%(states)s::text[])
+    AND m.state IN ('sent', 'failed', 'skipped', 'cancelled')
+    AND m.finished_at < now() - make_interval(secs => %(older_than_seconds)s::float8)
+    AND (%(topic)s::text IS NULL OR m.topic = %(topic)s::text)
+GROUP BY m.state
+ORDER BY m.state
 """
 
 # The dedupe key goes with its message, and is free again after that.

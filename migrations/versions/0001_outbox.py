@@ -13,7 +13,16 @@ down_revision = None
 branch_labels = ("pgoutbox",)
 depends_on = None
 
-SCHEMA = "CREATE SCHEMA IF NOT EXISTS pgoutbox"
+# CREATE SCHEMA IF NOT EXISTS asks for the right to create schemas even where there is nothing to create.
+SCHEMA = """
+DO $block$
+BEGIN
+    IF to_regnamespace('pgoutbox') IS NULL THEN
+        CREATE SCHEMA pgoutbox;
+    END IF;
+END
+$block$
+"""
 
 SCHEMA_COMMENT = (
     "COMMENT ON SCHEMA pgoutbox IS 'Transactional outbox: messages that committed transactions owe to the outside.'"
@@ -642,7 +651,6 @@ DOWN = (
     "DROP TABLE pgoutbox.queue",
     "DROP TABLE pgoutbox.attempt",
     "DROP TABLE pgoutbox.message",
-    "DROP SEQUENCE pgoutbox.message_id_seq",
     "DROP FUNCTION pgoutbox.schema_version",
 )
 
@@ -650,7 +658,10 @@ DOWN = (
 DROP_SCHEMA_IF_EMPTY = """
 DO $block$
 BEGIN
-    IF NOT EXISTS (SELECT FROM pg_catalog.pg_class WHERE relnamespace = 'pgoutbox'::regnamespace) THEN
+    IF NOT EXISTS (SELECT FROM pg_catalog.pg_class WHERE relnamespace = 'pgoutbox'::regnamespace)
+        AND NOT EXISTS (SELECT FROM pg_catalog.pg_proc WHERE pronamespace = 'pgoutbox'::regnamespace)
+        AND NOT EXISTS (SELECT FROM pg_catalog.pg_type WHERE typnamespace = 'pgoutbox'::regnamespace)
+    THEN
         DROP SCHEMA pgoutbox;
     END IF;
 END

@@ -1,0 +1,344 @@
+"""From a claimed message and its handler to an outcome. No SQL: what an outcome does to the row is not known here.
+
+Whatever a handler does (return nonsense, raise an exception that cannot be printed, exit the interpreter) becomes one
+of the five outcomes. Only a genuine cancellation by the worker passes through.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field, replace
+from typing import Generic, Literal, TypeVar, cast
+
+import psycopg
+from psycopg.rows import TupleRow
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from pgoutbox.errors import ConfigurationError
+from pgoutbox.message import Message, Outcome, P, Permanent, Sent, Skip, Snooze, Transient
+from pgoutbox.retry import MAX_DELAY_SECONDS, RetryPolicy
+from pgoutbox.transports import Content, Transport, scheme_of
+
+MAX_TEXT_LENGTH = 4_000
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+
+OnUnknown = Literal["retry", "hold"]
+C = TypeVar("C")
+
+
+def elapsed_clock() -> float:
+    """Seconds on a clock that also counts while the machine is suspended. For ages only; the database has the time."""
+    return time.clock_gettime(_CLOCK)
+
+
+@dataclass(frozen=True, slots=True)
+class Handler:
+    """A registered function and the rules of its attempts."""
+
+    topic: str
+    function: Callable[..., object]
+    is_async: bool
+    retry: RetryPolicy = field(default_factory=RetryPolicy)
+    timeout_seconds: float | None = None
+    on_unknown: OnUnknown = "retry"
+    max_batch: int | None = None
+    transactional: bool = False
+    permanent_errors: tuple[type[BaseException], ...] = ()
+    payload_adapter: TypeAdapter[object] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        topic: str,
+        function: Callable[..., object],
+        *,
+        retry: RetryPolicy,
+        timeout_seconds: float | None,
+        on_unknown: OnUnknown,
+        max_batch: int | None,
+        transactional: bool,
+        permanent_errors: Sequence[type[BaseException]],
+        payload_model: type[BaseModel] | None,
+    ) -> Handler:
+        """Check a registration; a mistake is a `ConfigurationError` when the application starts, not a failed attempt."""
+        name = getattr(function, "__qualname__", repr(function))
+        _check_signature(function, name, topic)
+        if timeout_seconds is not None and not (math.isfinite(timeout_seconds) and timeout_seconds > 0):
+            raise ConfigurationError(f"handler {name} of topic {topic!r}: timeout={timeout_seconds}: must be positive")
+        if on_unknown not in ("retry", "hold"):
+            raise ConfigurationError(f"handler {name} of topic {topic!r}: on_unknown={on_unknown!r}: retry or hold")
+        if max_batch is not None and not 1 <= max_batch <= 5_000:
+            raise ConfigurationError(f"handler {name} of topic {topic!r}: max_batch={max_batch}: must be 1 to 5000")
+        return cls(
+            topic=topic,
+            function=function,
+            is_async=_is_async(function),
+            retry=retry,
+            timeout_seconds=timeout_seconds,
+            on_unknown=on_unknown,
+            max_batch=max_batch,
+            transactional=transactional,
+            permanent_errors=tuple(permanent_errors),
+            payload_adapter=None if payload_model is None else cast("TypeAdapter[object]", TypeAdapter(payload_model)),
+        )
+
+    def parse(self, message: Message[object]) -> Message[object]:
+        """The message with its payload as an instance of the topic's model."""
+        if self.payload_adapter is None:
+            return message
+        try:
+            payload = self.payload_adapter.validate_python(message.payload)
+        except ValidationError as error:
+            places = ", ".join(
+                ".".join(("payload", *map(str, e["loc"]))) + f": {e['msg']}"
+                for e in error.errors(include_url=False, include_context=False, include_input=False)[:10]
+            )
+            raise Permanent(f"the payload does not fit the topic's model: {places}") from None
+        return replace(message, payload=payload)
+
+
+def _check_signature(function: Callable[..., object], name: str, topic: str) -> None:
+    try:
+        inspect.signature(function).bind(object(), object())
+    except TypeError:
+        raise ConfigurationError(
+            f"handler {name} of topic {topic!r}: must take two arguments, the message and the context"
+        ) from None
+
+
+def _is_async(function: Callable[..., object]) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004 - a callable object may have an async __call__
+
+
+class Context(Generic[C]):
+    """One attempt, from its claim to its finish, as an async handler sees it.
+
+    `connection` is set in transactional handlers only: write with it, do not commit, and the writes and the completion
+    of the message commit together or not at all.
+    """
+
+    __slots__ = ("_ensure", "claimed_at", "connection", "done", "handler", "leased_at", "message", "overtaken")
+
+    def __init__(
+        self,
+        message: Message[object],
+        handler: Handler,
+        leased_at: float,
+        ensure: Callable[[Context[C]], Awaitable[None]],
+    ) -> None:
+        self.message = message
+        self.handler = handler
+        self.leased_at = leased_at
+        self.claimed_at = elapsed_clock()
+        self.overtaken: str | None = None
+        self.done = False
+        self.connection: C | None = None
+        self._ensure = ensure
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the attempt has become pointless: cancelled, superseded, or owned by another worker.
+
+        Known at the latest a second after it happened; `ensure_lease` asks the database.
+        """
+        return self.overtaken is not None
+
+    async def ensure_lease(self) -> None:
+        """Prolong the lease right before a side effect, or raise `LeaseLostError`.
+
+        Raises when the message was cancelled, superseded or claimed by another worker: then the side effect must not
+        happen any more. Let the error out; the message is not retried because of it unless it has to be.
+        """
+        await self._ensure(self)
+
+
+class SyncContext(Generic[C]):
+    """One attempt, as a handler in a thread sees it: `Context` without `await`."""
+
+    __slots__ = ("_context", "_loop", "connection")
+
+    def __init__(self, context: Context[object], loop: asyncio.AbstractEventLoop) -> None:
+        self._context = context
+        self._loop = loop
+        self.connection: C | None = None
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the attempt has become pointless: cancelled, superseded, or owned by another worker."""
+        return self._context.cancelled
+
+    def ensure_lease(self) -> None:
+        """Prolong the lease right before a side effect, or raise `LeaseLostError`."""
+        asyncio.run_coroutine_threadsafe(self._context.ensure_lease(), self._loop).result()
+
+
+AsyncContext = Context[psycopg.AsyncConnection[TupleRow]]
+ThreadContext = SyncContext[psycopg.Connection[TupleRow]]
+
+
+class Dispatcher:
+    """Runs handlers and sends what they render."""
+
+    def __init__(self, transports: Mapping[str, Transport], threads: Executor) -> None:
+        self._transports = transports
+        self._threads = threads
+
+    async def run(self, context: Context[object], watch_thread: Callable[[Future[object]], None]) -> Outcome:
+        """One attempt of one message. `watch_thread` is given the future of the thread, if one is used."""
+        handler = context.handler
+        try:
+            message = handler.parse(context.message)
+            if handler.is_async:
+                result = await cast("Awaitable[object]", handler.function(message, context))
+            else:
+                result = await self._run_in_thread(handler, message, context, watch_thread)
+            if result is None:
+                return Sent()
+            return await self.conclude(message, result)
+        except BaseException as error:  # noqa: BLE001 - whatever a handler raises is the outcome of its attempt
+            return outcome_of_error(handler, error)
+
+    async def run_batch(
+        self, contexts: Sequence[Context[object]], watch_thread: Callable[[Future[object]], None]
+    ) -> list[Outcome]:
+        """One attempt of several messages of one handler; an outcome for each, in their order."""
+        handler = contexts[0].handler
+        outcomes: dict[int, Outcome] = {}
+        parsed: list[tuple[Message[object], Context[object]]] = []
+        for context in contexts:
+            try:
+                parsed.append((handler.parse(context.message), context))
+            except Permanent as refused:
+                outcomes[context.message.id] = refused
+        if parsed:
+            messages = [message for message, _ in parsed]
+            results = await self._run_batch_handler(handler, messages, [c for _, c in parsed], watch_thread)
+            for message, result in zip(messages, results, strict=True):
+                outcomes[message.id] = await self._conclude_safely(handler, message, result)
+        return [outcomes[context.message.id] for context in contexts]
+
+    async def _run_batch_handler(
+        self,
+        handler: Handler,
+        messages: list[Message[object]],
+        contexts: list[Context[object]],
+        watch_thread: Callable[[Future[object]], None],
+    ) -> Sequence[object]:
+        try:
+            if handler.is_async:
+                results = await cast("Awaitable[object]", handler.function(messages, contexts))
+            else:
+                loop = asyncio.get_running_loop()
+                future = self._threads.submit(handler.function, messages, [SyncContext(c, loop) for c in contexts])
+                watch_thread(cast("Future[object]", future))
+                results = await asyncio.wrap_future(future)
+        except BaseException as error:  # noqa: BLE001 - whatever a handler raises is the outcome of its attempt
+            return [outcome_of_error(handler, error)] * len(messages)
+        if results is None:
+            return [None] * len(messages)
+        if not isinstance(results, Sequence) or isinstance(results, (str, bytes)) or len(results) != len(messages):
+            problem = f"the batch handler must return None or {len(messages)} outcomes, one per message, in their order"
+            return [Permanent(problem)] * len(messages)
+        return results
+
+    async def _run_in_thread(
+        self,
+        handler: Handler,
+        message: Message[object],
+        context: Context[object],
+        watch_thread: Callable[[Future[object]], None],
+    ) -> object:
+        thread_context: SyncContext[object] = SyncContext(context, asyncio.get_running_loop())
+        future = self._threads.submit(handler.function, message, thread_context)
+        watch_thread(future)
+        return await asyncio.wrap_future(future)
+
+    async def _conclude_safely(self, handler: Handler, message: Message[object], result: object) -> Outcome:
+        try:
+            return await self.conclude(message, result)
+        except BaseException as error:  # noqa: BLE001 - one message of a batch never decides about the others
+            return outcome_of_error(handler, error)
+
+    async def conclude(self, message: Message[object], result: object) -> Outcome:
+        match result:
+            case None:
+                return Sent()
+            case Sent() | Transient() | Permanent() | Skip() | Snooze():
+                return result
+            case Content():
+                return await self.deliver(message, result)
+            case _:
+                return Permanent(
+                    f"the handler returned a {type(result).__name__}; it must return None, an outcome, or a content "
+                    "such as Email"
+                )
+
+    async def deliver(self, message: Message[object], content: Content) -> Outcome:
+        """Send a content by the transport of the message's destination."""
+        scheme = scheme_of(message.destination) if message.destination is not None else content.scheme
+        transport = self._transports.get(scheme)
+        if transport is None:
+            known = ", ".join(sorted(self._transports)) or "none"
+            return Permanent(f"no transport for the scheme {scheme!r} is registered (registered: {known})")
+        return await transport.send(message, content)
+
+
+def outcome_of_error(handler: Handler, error: BaseException) -> Outcome:
+    """What an exception means: the outcome that was raised, `Permanent` for the handler's list, else `Transient`."""
+    match error:
+        case Transient() | Permanent() | Skip() | Snooze():
+            return error
+        case asyncio.CancelledError() if _is_being_cancelled():
+            raise error
+        case _:
+            text = describe(error)
+            return Permanent(text) if isinstance(error, handler.permanent_errors) else Transient(text)
+
+
+def _is_being_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def describe(error: BaseException) -> str:
+    """The error's type and text, fit for the column `last_error`, whatever its `__str__` does."""
+    try:
+        text = str(error)
+    except BaseException as failure:  # noqa: BLE001 - an error that cannot be printed must not keep its message
+        text = f"(its text cannot be read: {type(failure).__name__})"
+    name = type(error).__name__
+    return clean_text(f"{name}: {text}" if text else name)
+
+
+def clean_text(text: str) -> str:
+    """Text that PostgreSQL can store: no NUL, no lone surrogates, at most 4000 characters."""
+    cut = text if len(text) <= MAX_TEXT_LENGTH else text[: MAX_TEXT_LENGTH - 1] + "…"
+    return cut.replace("\x00", "\\x00").encode("utf-8", "backslashreplace").decode("utf-8")[:MAX_TEXT_LENGTH]
+
+
+def bounded_delay(seconds: float) -> float:
+    """A delay that a handler asked for, made finite and kept within 0 and 30 days."""
+    if not math.isfinite(seconds):
+        return MAX_DELAY_SECONDS
+    return min(max(seconds, 0.0), MAX_DELAY_SECONDS)
+
+
+__all__ = [
+    "AsyncContext",
+    "Context",
+    "Dispatcher",
+    "Handler",
+    "P",
+    "SyncContext",
+    "ThreadContext",
+    "bounded_delay",
+    "clean_text",
+    "describe",
+    "elapsed_clock",
+    "outcome_of_error",
+]

@@ -1,0 +1,194 @@
+"""The doorbell: how a sleeping worker learns of a commit, and how producers learn that nobody sleeps.
+
+One connection listens and holds the bells (session-level advisory locks), so that both end together. Nothing else runs
+on it, and its socket is read at all times, so that it never holds back the server's notification queue. The bell only
+saves time: a worker whose listener is gone works on by its sweep.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import logging
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import psycopg
+from psycopg.rows import TupleRow
+
+from pgoutbox import sql
+from pgoutbox.settings import Settings
+from pgoutbox.store import connect
+from pgoutbox.telemetry import Event, Telemetry
+
+CHANNEL = "pgoutbox"
+_MAX_PAUSE_SECONDS = 5.0
+
+
+class Bell(enum.Enum):
+    """How the try to arm the bells of some queues went, worst case first."""
+
+    PRODUCERS = "producers"  # Enqueuing transactions are open: look again when they have committed.
+    ARMED = "armed"  # Every later commit rings, or another sleeper's bell rings for all.
+    DOWN = "down"  # No listener: only the sweep is left.
+
+
+class Doorbell:
+    """Listens and arms. `on_ring` is called on the event loop with the queue's name, and with None when any queue may
+    have work: after the listener was lost and is back."""
+
+    def __init__(self, settings: Settings, on_ring: Callable[[str | None], None], telemetry: Telemetry) -> None:
+        self._dsn = settings.require_listen_dsn()
+        self._settings = settings
+        self._on_ring = on_ring
+        self._telemetry = telemetry
+        self._connection: psycopg.AsyncConnection[TupleRow] | None = None
+        self._turn = asyncio.Lock()
+        self._armed: set[str] = set()
+        self._lost = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._watched_fd: int | None = None
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the listener is connected."""
+        return self._connection is not None
+
+    async def start(self) -> None:
+        """Connect and listen before the first claim; from then on the connection mends itself."""
+        await self._connect()
+        self._task = asyncio.create_task(self._keep_alive(), name="pgoutbox-doorbell")
+
+    async def stop(self) -> None:
+        """Close the connection, which gives up the bells."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        await self._disconnect()
+
+    async def arm(self, queues: Sequence[str]) -> Bell:
+        """Ask for the bells of these queues. After `ARMED` the caller must claim once more before it sleeps."""
+        unarmed = [queue for queue in queues if queue not in self._armed]
+        if self._connection is None:
+            return Bell.DOWN
+        if not unarmed:
+            return Bell.ARMED
+        rows = await self._ask(sql.ARM, {"queues": unarmed})
+        if rows is None:
+            return Bell.DOWN
+        self._armed.update(queue for queue, answer in rows if answer == "armed")
+        return Bell.PRODUCERS if any(answer == "producers" for _, answer in rows) else Bell.ARMED
+
+    async def disarm(self) -> None:
+        """Give up the bells: the worker is awake, and producers need not ring."""
+        if self._armed:
+            queues, self._armed = sorted(self._armed), set()
+            await self._ask(sql.DISARM, {"queues": queues})
+
+    async def _ask(self, statement: str, parameters: dict[str, object]) -> list[TupleRow] | None:
+        """Rows, or None when the listener did not answer in time and is therefore given up."""
+        async with self._turn:
+            connection = self._connection
+            if connection is None:
+                return None
+            try:
+                async with self._reading_suspended(connection), asyncio.timeout(self._settings.probe_timeout_seconds):
+                    cursor = await connection.execute(statement, parameters)  # type: ignore[arg-type] # constants of sql.py
+                    return await cursor.fetchall() if cursor.description is not None else []
+            except (psycopg.Error, OSError) as error:
+                self._lose(error)
+                return None
+
+    @contextlib.asynccontextmanager
+    async def _reading_suspended(self, connection: psycopg.AsyncConnection[TupleRow]) -> AsyncIterator[None]:
+        # A statement reads the socket by itself, and event loops allow one reader for each socket.
+        self._stop_reading()
+        try:
+            yield
+        finally:
+            if not connection.closed and connection is self._connection:
+                self._start_reading(connection)
+
+    def _start_reading(self, connection: psycopg.AsyncConnection[TupleRow]) -> None:
+        self._watched_fd = connection.fileno()
+        asyncio.get_running_loop().add_reader(self._watched_fd, self._read, connection)
+        # What came in behind the last answer is in libpq's buffer already, and the socket says nothing of it.
+        self._read(connection)
+
+    def _stop_reading(self) -> None:
+        if self._watched_fd is not None:
+            asyncio.get_running_loop().remove_reader(self._watched_fd)
+            self._watched_fd = None
+
+    def _read(self, connection: psycopg.AsyncConnection[TupleRow]) -> None:
+        try:
+            connection.pgconn.consume_input()
+            while (notify := connection.pgconn.notifies()) is not None:
+                self._on_ring(notify.extra.decode("utf-8", "replace"))
+        except psycopg.Error as error:
+            self._lose(error)
+
+    def _lose(self, error: BaseException) -> None:
+        self._stop_reading()
+        if not self._lost.is_set():
+            self._telemetry.report(
+                logging.WARNING, Event.LISTENER_LOST, "listener lost, working by sweep", reason=type(error).__name__
+            )
+        self._lost.set()
+
+    async def _connect(self) -> None:
+        connection = await connect(self._dsn, self._settings, purpose="listen")
+        connection.add_notify_handler(lambda notify: self._on_ring(notify.payload))
+        try:
+            async with asyncio.timeout(self._settings.connect_timeout_seconds):
+                await connection.execute(sql.LISTEN, prepare=False)
+        except BaseException:
+            await connection.close()
+            raise
+        self._lost.clear()
+        self._armed.clear()
+        self._connection = connection
+        self._start_reading(connection)
+
+    async def _disconnect(self) -> None:
+        self._stop_reading()
+        connection, self._connection = self._connection, None
+        self._armed.clear()
+        if connection is not None:
+            with contextlib.suppress(psycopg.Error, OSError):
+                await connection.close()
+
+    async def _keep_alive(self) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._settings.probe_seconds):
+                    await self._lost.wait()
+            if not self._lost.is_set():
+                await self._probe()
+            if self._lost.is_set():
+                await self._reconnect()
+
+    async def _probe(self) -> None:
+        # Keepalives do not see a stalled middlebox, and a pooler may have taken the LISTEN away: only an answer counts.
+        rows = await self._ask(sql.PROBE, {})
+        if rows is not None and rows[0][0] is not True:
+            self._lose(ConnectionError("the session does not listen any more"))
+
+    async def _reconnect(self) -> None:
+        async with self._turn:
+            await self._disconnect()
+        pause = 0.1
+        while True:
+            try:
+                async with self._turn:
+                    await self._connect()
+            except (psycopg.Error, OSError):
+                await asyncio.sleep(pause * (0.5 + random.random() / 2))  # noqa: S311 - jitter guards nothing
+                pause = min(pause * 2, _MAX_PAUSE_SECONDS)
+            else:
+                break
+        self._telemetry.report(logging.INFO, Event.LISTENER_BACK, "listener back")
+        # What was committed in between has rung for nobody.
+        self._on_ring(None)

@@ -1,0 +1,136 @@
+"""The lease keeper: a thread with a connection of its own that prolongs what this process has in flight.
+
+It is a thread so that a handler which blocks the event loop does not lose its lease. It renews only attempts that have
+been in flight for a while, and tells those that were cancelled, superseded or lost. It never ends an attempt: what a
+stale owner writes is refused by the fence, not by this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import threading
+from collections.abc import Mapping
+
+import psycopg
+
+from pgoutbox.dispatch import Context, elapsed_clock
+from pgoutbox.errors import LeaseLostError
+from pgoutbox.settings import Settings
+from pgoutbox.store import HeldRow, Link, is_passing, renew, watch
+from pgoutbox.telemetry import Event, Telemetry
+
+_WATCH_SECONDS = 1.0
+
+
+class LeaseKeeper:
+    """Keeps the leases of the attempts in `held`, which the worker fills and empties on its own thread."""
+
+    def __init__(self, settings: Settings, held: Mapping[int, Context[object]], telemetry: Telemetry) -> None:
+        self._settings = settings
+        self._held = held
+        self._telemetry = telemetry
+        self._link = Link(settings.require_dsn(), settings, purpose="ensure lease")
+        self._turn = asyncio.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="pgoutbox-lease", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """End the thread and close both connections."""
+        self._stop.set()
+        if self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join)
+        await self._link.close()
+
+    async def ensure(self, context: Context[object]) -> None:
+        """Prolong one lease at once, on the event loop; `LeaseLostError` if there is nothing left to prolong."""
+        asked_at = elapsed_clock()
+        message = context.message
+        async with self._turn:
+            rows = await renew(
+                self._link, [message.id], [message.attempt_count], lease_seconds=self._settings.lease_seconds
+            )
+        self._tell(context, rows.get(message.id), asked_at)
+        if context.overtaken is not None:
+            raise LeaseLostError(f"message {message.id}, attempt {message.attempt_count}: {context.overtaken}")
+
+    def _run(self) -> None:
+        asyncio.run(self._keep())
+
+    async def _keep(self) -> None:
+        settings = self._settings
+        link = Link(settings.require_dsn(), settings, purpose="lease")
+        tick = min(_WATCH_SECONDS, settings.renew_interval_seconds / 2)
+        failing = False
+        pause = tick
+        while not await asyncio.to_thread(self._stop.wait, pause):
+            pause = tick
+            try:
+                await self._keep_once(link)
+                failing = False
+            except (psycopg.Error, OSError) as error:
+                if not failing:
+                    self._telemetry.report(
+                        logging.WARNING, Event.LEASE_KEEPER_FAILED, "leases not renewed", reason=type(error).__name__
+                    )
+                failing = True
+                pause = tick * (0.5 + random.random())  # noqa: S311 - jitter guards nothing
+                if not is_passing(error):
+                    await link.close()
+        await link.close()
+
+    async def _keep_once(self, link: Link) -> None:
+        now = elapsed_clock()
+        renewable = []
+        watchable = []
+        for context in list(self._held.values()):
+            age = now - context.leased_at
+            if age >= self._settings.renew_interval_seconds:
+                renewable.append(context)
+            elif age >= _WATCH_SECONDS and context.overtaken is None and not context.done:
+                watchable.append(context)
+        size = self._settings.batch_size
+        for start in range(0, len(renewable), size):
+            part = renewable[start : start + size]
+            asked_at = elapsed_clock()
+            rows = await renew(link, *_ids_and_counts(part), lease_seconds=self._settings.lease_seconds)
+            for context in part:
+                self._tell(context, rows.get(context.message.id), asked_at)
+        for start in range(0, len(watchable), size):
+            part = watchable[start : start + size]
+            rows = await watch(link, *_ids_and_counts(part))
+            for context in part:
+                self._tell(context, rows.get(context.message.id), context.leased_at)
+
+    def _tell(self, context: Context[object], row: HeldRow | None, asked_at: float) -> None:
+        if row is not None and row.in_lease:
+            context.leased_at = max(context.leased_at, asked_at)
+        if context.done:
+            return
+        if row is None or not row.in_lease:
+            reason = "lease lost"
+        elif row.cancelled:
+            reason = "cancelled"
+        elif row.superseded:
+            reason = "superseded"
+        else:
+            return
+        if context.overtaken is None:
+            context.overtaken = reason
+            self._telemetry.report(
+                logging.INFO,
+                Event.ATTEMPT_OVERTAKEN,
+                "attempt in flight overtaken",
+                message_id=context.message.id,
+                attempt_count=context.message.attempt_count,
+                reason=reason,
+            )
+
+
+def _ids_and_counts(contexts: list[Context[object]]) -> tuple[list[int], list[int]]:
+    return [c.message.id for c in contexts], [c.message.attempt_count for c in contexts]

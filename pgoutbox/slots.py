@@ -1,0 +1,235 @@
+"""Runs attempts, so many at a time. A slot is a task that takes one attempt after the other: a handler that returns at
+once costs no task, no timer and no turn of the event loop.
+
+What came out of an attempt goes to `on_outcome`, exactly once for each attempt that was put in. A thread that outlives
+its timeout keeps its slot, so that the number of running handlers is never more than was asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from pgoutbox.dispatch import Context, describe, elapsed_clock
+from pgoutbox.message import Outcome, Transient
+from pgoutbox.telemetry import Event, Telemetry
+
+# How long attempts that end at once may follow each other before the event loop gets a turn.
+_TURN_SECONDS = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """The attempt did not happen, or was stopped by the worker's own end: pending again, no attempt used up."""
+
+
+@dataclass(frozen=True, slots=True)
+class AlreadyFinished:
+    """The attempt wrote its own end, in the handler's transaction, or has no message any more."""
+
+
+RELEASED: Final = Released()
+ALREADY_FINISHED: Final = AlreadyFinished()
+Ending = Outcome | Released | AlreadyFinished
+
+Work = Sequence[Context[object]]
+ThreadWatch = Callable[[Future[object]], None]
+
+
+class Runner(Protocol):
+    """Runs the attempts of one piece of work: one message, or a batch of one handler."""
+
+    def __call__(self, work: Work, watch_thread: ThreadWatch) -> Awaitable[Sequence[Ending]]: ...
+
+
+class _Slot:
+    __slots__ = ("deadline", "task", "thread", "timed_out")
+
+    def __init__(self, task: asyncio.Task[None]) -> None:
+        self.task = task
+        self.deadline: float | None = None
+        self.timed_out = False
+        self.thread: Future[object] | None = None
+
+    def watch_thread(self, thread: Future[object]) -> None:
+        self.thread = thread
+
+
+class Slots:
+    """Up to `concurrency` attempts at once, in the order in which they were put in."""
+
+    def __init__(
+        self,
+        run: Runner,
+        *,
+        concurrency: int,
+        default_timeout_seconds: float | None,
+        on_outcome: Callable[[Context[object], Ending], None],
+        telemetry: Telemetry,
+    ) -> None:
+        self._run = run
+        self._concurrency = concurrency
+        self._default_timeout_seconds = default_timeout_seconds
+        self._on_outcome = on_outcome
+        self._telemetry = telemetry
+        self._ready: deque[Work] = deque()
+        self._ready_count = 0
+        self._running_count = 0
+        self._slots: list[_Slot] = []
+        self._idle: deque[asyncio.Future[None]] = deque()
+        self._waking = False
+        self._timer: asyncio.TimerHandle | None = None
+        self.longest_wait_seconds = 0.0
+
+    @property
+    def waiting_count(self) -> int:
+        """Messages that no handler has taken yet."""
+        return self._ready_count
+
+    @property
+    def open_count(self) -> int:
+        """Messages that were put in and have no outcome yet."""
+        return self._ready_count + self._running_count
+
+    def put(self, works: Sequence[Work]) -> None:
+        """Hand over work; it starts as soon as a slot is free."""
+        for work in works:
+            self._ready.append(work)
+            self._ready_count += len(work)
+        self._wake_one()
+
+    def give_back(self) -> None:
+        """Release what no handler has taken yet."""
+        while self._ready:
+            self._end(self._ready.popleft(), RELEASED, was_running=False)
+
+    async def stop(self) -> None:
+        """Cancel what is running, which releases it, and end the slots."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self.give_back()
+        tasks = [slot.task for slot in self._slots]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=1.0)
+
+    def _wake_one(self) -> None:
+        # One slot at a time: it wakes the next one when it finds that there is more to do than it has taken.
+        if self._waking or not self._ready:
+            return
+        while self._idle:
+            waiter = self._idle.popleft()
+            if not waiter.done():
+                self._waking = True
+                waiter.set_result(None)
+                return
+        if len(self._slots) < self._concurrency:
+            self._waking = True
+            task = asyncio.create_task(self._serve(), name=f"pgoutbox-slot-{len(self._slots)}")
+            self._slots.append(_Slot(task))
+
+    async def _serve(self) -> None:
+        task = asyncio.current_task()
+        slot = next(slot for slot in self._slots if slot.task is task)
+        loop = asyncio.get_running_loop()
+        while True:
+            self._waking = False
+            turn_ends_at = loop.time() + _TURN_SECONDS
+            while self._ready:
+                work = self._ready.popleft()
+                self._ready_count -= len(work)
+                self._running_count += len(work)
+                self._wake_one()
+                await self._attempt(slot, work)
+                if loop.time() > turn_ends_at:
+                    await asyncio.sleep(0)  # Lets claims, finishes and the doorbell have their turn.
+                    turn_ends_at = loop.time() + _TURN_SECONDS
+            waiter = loop.create_future()
+            self._idle.append(waiter)
+            await waiter
+
+    async def _attempt(self, slot: _Slot, work: Work) -> None:
+        first = work[0]
+        waited = elapsed_clock() - first.claimed_at
+        self.longest_wait_seconds = max(self.longest_wait_seconds, waited)
+        timeout = first.handler.timeout_seconds or self._default_timeout_seconds
+        if timeout is not None:
+            self._set_deadline(slot, timeout)
+        slot.thread = None
+        try:
+            endings = await self._run(work, slot.watch_thread)
+        except asyncio.CancelledError:
+            if not slot.timed_out:
+                self._end(work, RELEASED, was_running=True)
+                raise
+            self._end(work, Transient(f"timed out after {timeout:g} s"), was_running=True)
+        except Exception as error:  # noqa: BLE001 - the slot serves other messages too
+            self._end(work, Transient(describe(error)), was_running=True)
+        else:
+            self._running_count -= len(work)
+            for context, ending in zip(work, endings, strict=True):
+                context.done = True
+                self._on_outcome(context, ending)
+        slot.deadline = None
+        if slot.timed_out:
+            await self._outlive(slot)
+
+    def _end(self, work: Work, ending: Ending, *, was_running: bool) -> None:
+        if was_running:
+            self._running_count -= len(work)
+        else:
+            self._ready_count -= len(work)
+        for context in work:
+            context.done = True
+            self._on_outcome(context, ending)
+
+    async def _outlive(self, slot: _Slot) -> None:
+        slot.timed_out = False
+        while slot.task.uncancel():
+            pass
+        if slot.thread is not None and not slot.thread.done():
+            self._telemetry.report(
+                logging.ERROR, Event.ATTEMPT_ABANDONED, "handler runs on in its thread after its timeout"
+            )
+            await asyncio.wait([asyncio.wrap_future(_end_of(slot.thread))])
+
+    def _set_deadline(self, slot: _Slot, timeout: float) -> None:
+        loop = asyncio.get_running_loop()
+        slot.deadline = loop.time() + timeout
+        if self._timer is None or self._timer.cancelled() or slot.deadline < self._timer.when():
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = loop.call_at(slot.deadline, self._end_overdue)
+
+    def _end_overdue(self) -> None:
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        earliest: float | None = None
+        for slot in self._slots:
+            if slot.deadline is None:
+                continue
+            if slot.deadline <= now:
+                slot.deadline = None
+                slot.timed_out = True
+                slot.task.cancel()
+            elif earliest is None or slot.deadline < earliest:
+                earliest = slot.deadline
+        self._timer = None if earliest is None else loop.call_at(earliest, self._end_overdue)
+
+
+def _end_of(thread: Future[object]) -> Future[None]:
+    """A future that is done when the thread is, whatever it returned: a cancelled wait does not cancel it."""
+    end: Future[None] = Future()
+
+    def finish(_: Future[object]) -> None:
+        if end.set_running_or_notify_cancel():
+            end.set_result(None)
+
+    thread.add_done_callback(finish)
+    return end

@@ -1,0 +1,331 @@
+"""The one place that runs the worker's statements: connections that mend themselves, and a method per statement.
+
+It decides nothing. Every write that it makes about a message is fenced by the statement itself, so that running one
+again after an unknown answer is always safe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Final, LiteralString, NamedTuple
+
+import psycopg
+from psycopg.rows import TupleRow
+from pydantic import JsonValue
+
+from pgoutbox import sql
+from pgoutbox.errors import ConfigurationError, SchemaError
+from pgoutbox.message import State
+from pgoutbox.settings import Settings
+
+REQUIRED_SCHEMA_VERSION: Final = 1
+MINIMUM_SERVER_VERSION: Final = 150_000
+MIGRATE_HINT: Final = "run: pgoutbox migrate (or: alembic upgrade heads, where your application's history includes it)"
+
+# What passes: serialization, deadlock, lock timeout, cancelled statement, server going down or full, broken connection.
+_PASSING_SQLSTATES = frozenset({"40001", "40P01", "55P03", "57014", "25006", "25P03"})
+_PASSING_CLASSES = ("08", "53", "57P", "58")
+
+
+def is_passing(error: BaseException) -> bool:
+    """Whether the same statement may succeed later: the server or the connection is at fault, not the statement."""
+    if isinstance(error, (TimeoutError, ConnectionError, psycopg.InterfaceError)):
+        return True
+    if not isinstance(error, psycopg.Error):
+        return False
+    if error.sqlstate is None:
+        return isinstance(error, psycopg.OperationalError)
+    return error.sqlstate in _PASSING_SQLSTATES or error.sqlstate.startswith(_PASSING_CLASSES)
+
+
+class Link:
+    """One connection, opened on first use and replaced after it broke. Serves one task at a time.
+
+    Each statement has a deadline on this side too, because a server behind a dead network never answers.
+    """
+
+    def __init__(self, dsn: str, settings: Settings, *, purpose: str) -> None:
+        self._dsn = dsn
+        self._settings = settings
+        self._purpose = purpose
+        self._connection: psycopg.AsyncConnection[TupleRow] | None = None
+        self._deadline_seconds = settings.statement_timeout_seconds + settings.connect_timeout_seconds
+
+    async def fetch(self, statement: LiteralString, parameters: Mapping[str, object]) -> list[TupleRow]:
+        """Run one statement in a transaction of its own and return its rows.
+
+        After an error that broke the connection, or when the deadline passed, the next call opens another one.
+        """
+        connection = await self._open()
+        try:
+            async with asyncio.timeout(self._deadline_seconds):
+                if self._settings.listen:
+                    cursor = await connection.execute(statement, parameters, prepare=True, binary=True)
+                    return await cursor.fetchall() if cursor.description is not None else []
+                return await self._fetch_through_pooler(connection, statement, parameters)
+        except BaseException as error:
+            keeps = isinstance(error, psycopg.Error) and not connection.closed and error.sqlstate != "25006"
+            if not keeps:
+                await self.close()
+            raise
+
+    async def _fetch_through_pooler(
+        self,
+        connection: psycopg.AsyncConnection[TupleRow],
+        statement: LiteralString,
+        parameters: Mapping[str, object],
+    ) -> list[TupleRow]:
+        # A transaction pooler gives each transaction another server session: settings must travel with it.
+        try:
+            await connection.execute(sql.BEGIN)
+            await connection.execute(sql.PREPARE_TRANSACTION, timeouts(self._settings))
+            cursor = await connection.execute(statement, parameters, prepare=False, binary=True)
+            rows = await cursor.fetchall() if cursor.description is not None else []
+        except psycopg.Error:
+            if not connection.closed:
+                await connection.execute("ROLLBACK")
+            raise
+        await connection.execute("COMMIT")
+        return rows
+
+    async def _open(self) -> psycopg.AsyncConnection[TupleRow]:
+        if self._connection is not None and not self._connection.closed:
+            return self._connection
+        connection = await connect(self._dsn, self._settings, purpose=self._purpose)
+        self._connection = connection
+        return connection
+
+    async def close(self) -> None:
+        """Close the connection; the next fetch opens another."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with contextlib.suppress(psycopg.Error, OSError):
+                await connection.close()
+
+
+async def connect(dsn: str, settings: Settings, *, purpose: str) -> psycopg.AsyncConnection[TupleRow]:
+    """Open an autocommit connection with pgoutbox's own session settings, whatever the role's defaults are."""
+    connection = await psycopg.AsyncConnection.connect(
+        dsn,
+        autocommit=True,
+        connect_timeout=settings.connect_timeout_seconds,
+        application_name=f"pgoutbox {purpose}",
+        keepalives=1,
+        keepalives_idle=15,
+        keepalives_interval=5,
+        keepalives_count=3,
+        tcp_user_timeout=20_000,
+    )
+    if settings.listen:
+        connection.prepare_threshold = 1
+        try:
+            async with asyncio.timeout(settings.connect_timeout_seconds):
+                await connection.execute(sql.PREPARE_SESSION, timeouts(settings), prepare=False)
+        except BaseException:
+            await connection.close()
+            raise
+    else:
+        connection.prepare_threshold = None
+    return connection
+
+
+def timeouts(settings: Settings) -> dict[str, object]:
+    """The time limits of the worker's statements, as PostgreSQL reads them."""
+    return {
+        "statement_timeout": f"{int(settings.statement_timeout_seconds * 1000)}ms",
+        "lock_timeout": f"{int(settings.lock_timeout_seconds * 1000)}ms",
+    }
+
+
+class ClaimedRow(NamedTuple):
+    """What the claim returns for each message it touched, in the order of the statement's RETURNING list."""
+
+    id: int
+    topic: str
+    queue: str
+    destination: str | None
+    payload: JsonValue
+    headers: dict[str, str] | None
+    attempt_count: int
+    max_attempts: int
+    created_at: datetime
+    available_at: datetime
+    coalesce_key: str | None
+    state: str
+    former_state: str
+    former_attempt_count: int
+    due_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """An outcome other than sent, on its way to the row."""
+
+    id: int
+    attempt_count: int
+    outcome: str
+    reason: str | None = None
+    delay_seconds: float = 0.0
+
+
+class HeldRow(NamedTuple):
+    """What renewing or watching tells of an attempt that still holds its message."""
+
+    id: int
+    cancelled: bool
+    superseded: bool
+    in_lease: bool
+
+
+class Store:
+    """The worker's statements, each a method. Claims and finishes have a connection each and overlap."""
+
+    def __init__(self, settings: Settings, *, worker: str) -> None:
+        dsn = settings.require_dsn()
+        self.worker = worker
+        self._settings = settings
+        self._claims = Link(dsn, settings, purpose="claim")
+        self._finishes = Link(dsn, settings, purpose="finish")
+
+    async def check_server(self) -> None:
+        """Refuse a server that cannot be worked with, saying what to do about it."""
+        await check_server(self._claims)
+
+    async def claim(
+        self,
+        queue: str,
+        *,
+        topics: Sequence[str],
+        hold_topics: Sequence[str],
+        fresh_limit: int,
+        total: int,
+        fresh_floor: datetime | None,
+        retry_floor: datetime | None,
+    ) -> list[ClaimedRow]:
+        """Claim up to `total` messages, ordered by due time within each lane."""
+        rows = await self._claims.fetch(
+            sql.CLAIM,
+            {
+                "queue": queue,
+                "topics": topics,
+                "hold_topics": hold_topics,
+                "fresh_limit": fresh_limit,
+                "total": total,
+                "fresh_floor": fresh_floor,
+                "retry_floor": retry_floor,
+                "worker": self.worker,
+                "lease_seconds": self._settings.lease_seconds,
+            },
+        )
+        claimed = [ClaimedRow._make(row) for row in rows]
+        claimed.sort(key=_by_due_time)
+        return claimed
+
+    async def next_due_seconds(self, queues: Sequence[str]) -> float | None:
+        """Seconds until the next message of these queues falls due, None if nothing is scheduled."""
+        ((seconds,),) = await self._claims.fetch(sql.NEXT_DUE, {"queues": queues})
+        return seconds if seconds is None else float(seconds)
+
+    async def ring(self, queue: str) -> None:
+        """Wake the sleeping workers of the queue."""
+        await self._claims.fetch(sql.RING, {"queue": queue})
+
+    async def count_owed(self, queues: Sequence[str], topics: Sequence[str]) -> int:
+        """How many messages a drain still has to wait for."""
+        ((count,),) = await self._claims.fetch(sql.COUNT_OWED, {"queues": queues, "topics": topics})
+        return int(count)
+
+    async def finish_sent(self, ids: Sequence[int], attempt_counts: Sequence[int]) -> dict[int, State]:
+        """Finish these attempts as sent; the answer holds those that still held their message."""
+        rows = await self._finishes.fetch(sql.FINISH_SENT_IF_HELD, {"ids": ids, "attempt_counts": attempt_counts})
+        return {row[0]: State.SENT for row in rows}
+
+    async def finish(self, verdicts: Sequence[Verdict]) -> dict[int, State]:
+        """Finish these attempts; the answer holds the state that each message reached, if the attempt still held it."""
+        rows = await self._finishes.fetch(
+            sql.FINISH_IF_HELD,
+            {
+                "ids": [v.id for v in verdicts],
+                "attempt_counts": [v.attempt_count for v in verdicts],
+                "outcomes": [v.outcome for v in verdicts],
+                "reasons": [v.reason for v in verdicts],
+                "delays": [v.delay_seconds for v in verdicts],
+            },
+        )
+        return {row[0]: State(row[1]) for row in rows}
+
+    async def standing(self, ids: Sequence[int], attempt_counts: Sequence[int]) -> dict[int, State]:
+        """The states of these messages, those left out to which a later attempt belongs."""
+        rows = await self._finishes.fetch(sql.STANDING, {"ids": ids, "attempt_counts": attempt_counts})
+        return {row[0]: State(row[1]) for row in rows}
+
+    async def ring_for_successors(
+        self, ids: Sequence[int], topics: Sequence[str], coalesce_keys: Sequence[str]
+    ) -> list[str]:
+        """Wake the workers of the messages that had to wait for these; returns the queues concerned."""
+        rows = await self._finishes.fetch(
+            sql.RING_FOR_SUCCESSORS, {"ids": ids, "topics": topics, "coalesce_keys": coalesce_keys}
+        )
+        return [row[0] for row in rows]
+
+    async def close(self) -> None:
+        """Close both connections."""
+        await self._claims.close()
+        await self._finishes.close()
+
+
+async def complete_within(connection: psycopg.AsyncConnection[TupleRow], message_id: int, attempt_count: int) -> bool:
+    """Finish one attempt as sent in the open transaction of `connection`; False if it does not hold its message."""
+    parameters = {"ids": [message_id], "attempt_counts": [attempt_count]}
+    cursor = await connection.execute(sql.FINISH_SENT_IF_HELD, parameters)
+    return await cursor.fetchone() is not None
+
+
+def complete_within_sync(connection: psycopg.Connection[TupleRow], message_id: int, attempt_count: int) -> bool:
+    """The same on a sync connection, for handlers in threads."""
+    parameters = {"ids": [message_id], "attempt_counts": [attempt_count]}
+    return connection.execute(sql.FINISH_SENT_IF_HELD, parameters).fetchone() is not None
+
+
+async def check_server(link: Link) -> None:
+    """Refuse an old server, a standby, a database without the schema or with one that is too old."""
+    ((version, in_recovery, read_only, encoding, has_schema),) = await link.fetch(sql.SERVER_FACTS, {})
+    if version < MINIMUM_SERVER_VERSION:
+        raise ConfigurationError(f"PostgreSQL {version // 10_000} is too old: pgoutbox needs 15 or newer")
+    if in_recovery:
+        raise ConfigurationError("PGOUTBOX_DSN leads to a standby, which cannot be written: give the primary's")
+    if read_only:
+        raise ConfigurationError("PGOUTBOX_DSN leads to a read-only session: check default_transaction_read_only")
+    if encoding != "UTF8":
+        raise ConfigurationError(f"the database's encoding is {encoding}: pgoutbox needs UTF8")
+    if not has_schema:
+        raise SchemaError(f"the database has no schema pgoutbox; {MIGRATE_HINT}")
+    ((found,),) = await link.fetch(sql.SCHEMA_VERSION, {})
+    if found < REQUIRED_SCHEMA_VERSION:
+        raise SchemaError(
+            f"the schema pgoutbox has version {found}, this package needs {REQUIRED_SCHEMA_VERSION}; {MIGRATE_HINT}"
+        )
+
+
+async def renew(
+    link: Link, ids: Sequence[int], attempt_counts: Sequence[int], *, lease_seconds: float
+) -> dict[int, HeldRow]:
+    """Prolong the leases of these attempts; the answer holds those that still hold their message."""
+    rows = await link.fetch(
+        sql.RENEW_IF_HELD, {"ids": ids, "attempt_counts": attempt_counts, "lease_seconds": lease_seconds}
+    )
+    return {row[0]: HeldRow._make(row) for row in rows}
+
+
+async def watch(link: Link, ids: Sequence[int], attempt_counts: Sequence[int]) -> dict[int, HeldRow]:
+    """Look at these attempts without writing."""
+    rows = await link.fetch(sql.WATCH_IF_HELD, {"ids": ids, "attempt_counts": attempt_counts})
+    return {row[0]: HeldRow._make(row) for row in rows}
+
+
+def _by_due_time(row: ClaimedRow) -> tuple[bool, datetime, int]:
+    return (row.former_attempt_count > 0, row.due_at, row.id)

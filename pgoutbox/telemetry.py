@@ -1,0 +1,57 @@
+"""The catalogue of what pgoutbox reports about itself: one name per event, for logs and counters alike.
+
+A log record has a constant text and the event with its fields in `extra`; never a payload, a key or a secret.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections import Counter
+
+
+class Event(enum.StrEnum):
+    """Everything that is worth a log line or a count."""
+
+    WORKER_STARTED = "worker_started"
+    WORKER_STOPPING = "worker_stopping"
+    WORKER_STOPPED = "worker_stopped"
+    CLAIMED = "claimed"
+    SENT = "sent"
+    RETRY = "retry"
+    FAILED = "failed"
+    SKIPPED = "skipped"
+    CANCELLED = "cancelled"
+    SNOOZED = "snoozed"
+    RELEASED = "released"
+    LEASE_EXPIRED = "lease_expired"
+    LEASE_LOST = "lease_lost"
+    ATTEMPT_OVERTAKEN = "attempt_overtaken"
+    ATTEMPT_ABANDONED = "attempt_abandoned"
+    FINISH_REFUSED = "finish_refused"
+    DATABASE_LOST = "database_lost"
+    DATABASE_BACK = "database_back"
+    LISTENER_LOST = "listener_lost"
+    LISTENER_BACK = "listener_back"
+    LEASE_KEEPER_FAILED = "lease_keeper_failed"
+    PROCESS_STARTED = "process_started"
+    PROCESS_DIED = "process_died"
+    ENQUEUE_FAILED = "enqueue_failed"
+
+
+class Telemetry:
+    """Counts events of one worker and logs them."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+        self.counts: Counter[Event] = Counter()
+
+    def count(self, event: Event, number: int = 1) -> None:
+        """Count without a log line: for what happens thousands of times a second."""
+        self.counts[event] += number
+
+    def report(self, level: int, event: Event, text: str, /, **fields: object) -> None:
+        """Count the event and log the constant `text` with the event and its fields."""
+        self.counts[event] += 1
+        if self._logger.isEnabledFor(level):
+            self._logger.log(level, text, extra={"event": event.value, **fields})

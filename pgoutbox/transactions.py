@@ -1,0 +1,144 @@
+"""Transactional handlers: the handler's own writes and the completion of its message commit together.
+
+The completion is the last statement of the handler's transaction and is fenced like any other: if the attempt no longer
+holds its message, everything the handler wrote is rolled back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Executor, Future
+from typing import cast
+
+import psycopg
+import psycopg_pool
+from psycopg.rows import TupleRow
+
+from pgoutbox.dispatch import Context, Dispatcher, SyncContext, outcome_of_error
+from pgoutbox.errors import LeaseLostError
+from pgoutbox.message import Message, Outcome, Sent, Transient
+from pgoutbox.settings import Settings
+from pgoutbox.slots import ALREADY_FINISHED, Ending, ThreadWatch
+from pgoutbox.store import complete_within, complete_within_sync
+
+
+class _NotSentError(Exception):
+    """Carries another outcome than sent out of the transaction, which it rolls back."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__()
+        self.outcome = outcome
+
+
+class Transactions:
+    """Runs transactional handlers on pooled connections, which are opened when the first one runs."""
+
+    def __init__(self, settings: Settings, dispatcher: Dispatcher, threads: Executor) -> None:
+        self._settings = settings
+        self._dispatcher = dispatcher
+        self._threads = threads
+        self._pool: psycopg_pool.AsyncConnectionPool[psycopg.AsyncConnection[TupleRow]] | None = None
+        self._sync_pool: psycopg_pool.ConnectionPool[psycopg.Connection[TupleRow]] | None = None
+
+    async def run(self, context: Context[object], watch_thread: ThreadWatch) -> Ending:
+        """One attempt in a transaction of its own. Whatever is not `Sent` rolls it back."""
+        try:
+            if context.handler.is_async:
+                await self._run_async(context, watch_thread)
+            else:
+                await self._run_in_thread(context, watch_thread)
+        except _NotSentError as not_sent:
+            return not_sent.outcome
+        except BaseException as error:  # noqa: BLE001 - a refused commit is the outcome of this attempt
+            return outcome_of_error(context.handler, error)
+        return ALREADY_FINISHED
+
+    async def _run_async(self, context: Context[object], watch_thread: ThreadWatch) -> None:
+        pool = await self._open_pool()
+        async with pool.connection() as connection:
+            context.connection = connection
+            outcome = await self._dispatcher.run(context, watch_thread)
+            if not isinstance(outcome, Sent):
+                raise _NotSentError(outcome)
+            _check_usable(connection)
+            message = context.message
+            if not await complete_within(connection, message.id, message.attempt_count):
+                raise _lost(message)
+
+    async def _run_in_thread(self, context: Context[object], watch_thread: ThreadWatch) -> None:
+        pool = self._open_sync_pool()
+        loop = asyncio.get_running_loop()
+        handler = context.handler
+        message = handler.parse(context.message)
+
+        def work() -> None:
+            thread_context: SyncContext[object] = SyncContext(context, loop)
+            with pool.connection() as connection:
+                thread_context.connection = connection
+                result = handler.function(message, thread_context)
+                sending = asyncio.run_coroutine_threadsafe(self._dispatcher.conclude(message, result), loop)
+                outcome = sending.result()
+                if not isinstance(outcome, Sent):
+                    raise _NotSentError(outcome)
+                _check_usable(connection)
+                if not complete_within_sync(connection, message.id, message.attempt_count):
+                    raise _lost(message)
+
+        future = self._threads.submit(work)
+        watch_thread(cast("Future[object]", future))
+        await asyncio.wrap_future(future)
+
+    async def _open_pool(self) -> psycopg_pool.AsyncConnectionPool[psycopg.AsyncConnection[TupleRow]]:
+        if self._pool is None:
+
+            async def configure(connection: psycopg.AsyncConnection[TupleRow]) -> None:
+                await connection.set_isolation_level(psycopg.IsolationLevel.READ_COMMITTED)
+
+            self._pool = psycopg_pool.AsyncConnectionPool(
+                self._settings.require_dsn(),
+                kwargs={"application_name": "pgoutbox handler"},
+                configure=configure,
+                check=psycopg_pool.AsyncConnectionPool.check_connection,
+                min_size=0,
+                max_size=self._settings.concurrency,
+                timeout=self._settings.connect_timeout_seconds,
+                open=False,
+            )
+            await self._pool.open()
+        return self._pool
+
+    def _open_sync_pool(self) -> psycopg_pool.ConnectionPool[psycopg.Connection[TupleRow]]:
+        if self._sync_pool is None:
+
+            def configure(connection: psycopg.Connection[TupleRow]) -> None:
+                connection.set_isolation_level(psycopg.IsolationLevel.READ_COMMITTED)
+
+            self._sync_pool = psycopg_pool.ConnectionPool(
+                self._settings.require_dsn(),
+                kwargs={"application_name": "pgoutbox handler"},
+                configure=configure,
+                check=psycopg_pool.ConnectionPool.check_connection,
+                min_size=0,
+                max_size=self._settings.concurrency,
+                timeout=self._settings.connect_timeout_seconds,
+                open=True,
+            )
+        return self._sync_pool
+
+    async def close(self) -> None:
+        """Close the pooled connections."""
+        if self._pool is not None:
+            await self._pool.close()
+        if self._sync_pool is not None:
+            await asyncio.to_thread(self._sync_pool.close)
+
+
+def _check_usable(connection: psycopg.AsyncConnection[TupleRow] | psycopg.Connection[TupleRow]) -> None:
+    if connection.info.transaction_status == psycopg.pq.TransactionStatus.INERROR:
+        raise _NotSentError(Transient("the handler returned with its transaction aborted; nothing was committed"))
+
+
+def _lost(message: Message[object]) -> LeaseLostError:
+    return LeaseLostError(
+        f"message {message.id}, attempt {message.attempt_count}: lost; the handler's writes are rolled back"
+    )

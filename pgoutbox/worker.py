@@ -1,0 +1,739 @@
+"""The worker: claim, dispatch, finish, and sleep until there is more to do.
+
+One event loop. The main task claims and hands messages to the slots; outcomes collect in a buffer that a second task
+writes in batches, on another connection; so claims, handlers and finishes overlap, and none of them waits for a single
+message. What is in flight is in `_held`, from the claim's answer to the finish's.
+
+Nothing here decides about correctness: every write is fenced in its statement. If this process stops at any line,
+the rows alone say what is left to do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import re
+import secrets
+import socket
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Literal, assert_never
+
+import psycopg
+
+from pgoutbox.dispatch import (
+    Context,
+    Dispatcher,
+    Handler,
+    bounded_delay,
+    clean_text,
+    elapsed_clock,
+    outcome_of_error,
+)
+from pgoutbox.doorbell import Bell, Doorbell
+from pgoutbox.errors import ConfigurationError, LeaseLostError, SchemaError
+from pgoutbox.lanes import Lanes
+from pgoutbox.lease import LeaseKeeper
+from pgoutbox.message import Message, Permanent, Sent, Skip, Snooze, State, Transient
+from pgoutbox.outbox import Outbox
+from pgoutbox.settings import Settings
+from pgoutbox.slots import ALREADY_FINISHED, RELEASED, AlreadyFinished, Ending, Released, Slots, ThreadWatch, Work
+from pgoutbox.store import MIGRATE_HINT, ClaimedRow, Store, Verdict, is_passing
+from pgoutbox.telemetry import Event, Telemetry
+from pgoutbox.transactions import Transactions
+from pgoutbox.transports import Transport
+
+_log = logging.getLogger("pgoutbox.worker")
+
+Mode = Literal["run", "once", "drain"]
+
+_MAX_PAUSE_SECONDS = 5.0
+_MAX_PRODUCERS_PAUSE_SECONDS = 0.1
+_LISTENER_DOWN_SWEEP_SECONDS = 1.0
+_PATIENCE_SECONDS = 0.1
+_RING_SECONDS = 1.0
+_FRUITLESS_WAKES = 20
+_FRUITLESS_PAUSE_SECONDS = 0.05
+_IN_FLIGHT_CONSTRAINT = "message_live_in_flight"
+_EMPTY_HEADERS: Mapping[str, str] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class QueueShare:
+    """A queue that a worker serves. Without weights, queues are served strictly in the order given."""
+
+    name: str
+    weight: int | None = None
+
+
+def parse_queues(values: Sequence[str]) -> tuple[QueueShare, ...]:
+    """Read `name` or `name:weight` from the command line; all or none have a weight. Nothing given means `default`.
+
+    >>> parse_queues(["critical:6", "bulk:1"])
+    (QueueShare(name='critical', weight=6), QueueShare(name='bulk', weight=1))
+    """
+    shares = []
+    for value in values:
+        match = re.fullmatch(r"([a-z][a-z0-9_.-]{0,62})(?::([1-9][0-9]{0,3}))?", value)
+        if match is None:
+            raise ConfigurationError(
+                f"queue {value!r}: give NAME or NAME:WEIGHT, the name of a-z, 0-9, underscore, dot and hyphen, "
+                "the weight from 1 to 9999"
+            )
+        shares.append(QueueShare(match[1], int(match[2]) if match[2] else None))
+    if len({share.name for share in shares}) < len(shares):
+        raise ConfigurationError(f"queues {', '.join(values)}: each may be named once")
+    if len({share.weight is None for share in shares}) > 1:
+        raise ConfigurationError(f"queues {', '.join(values)}: give all of them a weight, or none")
+    return tuple(shares) or (QueueShare("default"),)
+
+
+class Worker:
+    """Delivers the messages of some queues with the handlers of an outbox.
+
+    `await worker.run()` works until `stop()`; `await worker.run_once()` works off what is due and returns;
+    `await worker.drain()` also waits for retries. Several workers, on any machines, share the work by the rows alone.
+    """
+
+    def __init__(
+        self,
+        outbox: Outbox,
+        *,
+        settings: Settings | None = None,
+        queues: Sequence[QueueShare] = (QueueShare("default"),),
+        transports: Mapping[str, Transport] | None = None,
+    ) -> None:
+        self._settings = settings if settings is not None else outbox.settings
+        self._handlers = dict(outbox.handlers)
+        if not self._handlers:
+            raise ConfigurationError("the outbox has no handlers: register one with @outbox.handler(topic)")
+        self._topics = sorted(self._handlers)
+        self._hold_topics = sorted(t for t, h in self._handlers.items() if h.on_unknown == "hold")
+        self._shares = tuple(queues)
+        self._queue_names = [share.name for share in queues]
+        self._lanes = {share.name: Lanes(share.name) for share in queues}
+        self._credits = {share.name: 0 for share in queues}
+        self.name = self._settings.worker_name or f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
+        self.telemetry = Telemetry(_log)
+        self._transports = dict(transports) if transports is not None else outbox.transports_for(self._settings)
+        self._held: dict[int, Context[object]] = {}
+        self._outcomes: deque[tuple[Context[object], Ending]] = deque()
+        self._prefetch = 0
+        self._stopping = False
+        self._work_ahead = False
+        self._rung = False
+        self._rang_at = 0.0
+        self._fruitless_count = 0
+        self._database_down = False
+        self._pause = 0.0
+        self._wake = asyncio.Event()  # There may be something to claim, or the worker is to stop.
+        self._progress = asyncio.Event()  # An attempt has ended, or its end is written.
+        self._outcome_ready = asyncio.Event()
+
+    # --- lifecycle ----------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Work until `stop()`. Raises `ConfigurationError` or `SchemaError` where the database cannot be worked with."""
+        async with self._running(listen=self._settings.listen):
+            await self._work()
+
+    async def run_once(self) -> None:
+        """Work off everything that is due now, then return. Overlapping runs share the work."""
+        async with self._running(listen=False):
+            await self._work_off()
+
+    async def drain(self) -> None:
+        """Work until nothing is due, in flight or waiting for a retry in these queues.
+
+        Messages that were scheduled for later and never attempted are not waited for.
+        """
+        async with self._running(listen=False):
+            while not self._stopping:
+                await self._work_off()
+                if not await self._store.count_owed(self._queue_names, self._topics):
+                    return
+                due = await self._store.next_due_seconds(self._queue_names)
+                await self._sleep(_LISTENER_DOWN_SWEEP_SECONDS if due is None else min(due, self._settings.sweep_seconds))
+
+    def stop(self) -> None:
+        """Begin to stop: claim nothing more, wait for handlers up to the grace time, release the rest. Idempotent.
+
+        Call it on the event loop.
+        """
+        if not self._stopping:
+            self._stopping = True
+            self.telemetry.report(logging.INFO, Event.WORKER_STOPPING, "worker stopping", held_count=len(self._held))
+        self._wake.set()
+        self._progress.set()
+
+    @contextlib.asynccontextmanager
+    async def _running(self, *, listen: bool) -> AsyncIterator[None]:
+        settings = self._settings
+        self._store = Store(settings, worker=self.name)
+        self._threads = ThreadPoolExecutor(settings.concurrency, thread_name_prefix="pgoutbox-handler")
+        self._dispatcher = Dispatcher(self._transports, self._threads)
+        self._transactions = Transactions(settings, self._dispatcher, self._threads)
+        self._slots = Slots(
+            self._run_attempts,
+            concurrency=settings.concurrency,
+            default_timeout_seconds=settings.handler_timeout_seconds,
+            on_outcome=self._collect,
+            telemetry=self.telemetry,
+        )
+        self._bell = Doorbell(settings, self._on_ring, self.telemetry) if listen else None
+        self._keeper = LeaseKeeper(settings, self._held, self.telemetry)
+        try:
+            await self._store.check_server()
+            self._keeper.start()
+            if self._bell is not None:
+                await self._bell.start()
+            self._finisher = asyncio.create_task(self._finish_forever(), name="pgoutbox-finisher")
+            self._finisher.add_done_callback(lambda _: self.stop())
+            self.telemetry.report(
+                logging.INFO, Event.WORKER_STARTED, "worker started", worker=self.name, queues=self._queue_names
+            )
+            try:
+                yield
+            finally:
+                await self._wind_down()
+        finally:
+            await self._close()
+            self.telemetry.report(logging.INFO, Event.WORKER_STOPPED, "worker stopped", worker=self.name)
+
+    async def _wind_down(self) -> None:
+        self._slots.give_back()
+        deadline = asyncio.get_running_loop().time() + self._settings.shutdown_grace_seconds
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(deadline):
+                await self._until_idle(finished=False)
+        await self._slots.stop()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(5.0, deadline - asyncio.get_running_loop().time())):
+                await self._until_idle(finished=True)
+        self._finisher.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._finisher  # An error that ended it ends the worker.
+
+    async def _close(self) -> None:
+        if self._bell is not None:
+            await self._bell.stop()
+        await self._keeper.stop()
+        await self._transactions.close()
+        for transport in {id(t): t for t in self._transports.values()}.values():
+            await transport.aclose()
+        await self._store.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _until_idle(self, *, finished: bool) -> None:
+        """Wait until no handler runs, and with `finished` until every outcome is written."""
+        while self._slots.open_count or (finished and self._held and not self._finisher.done()):
+            self._progress.clear()
+            await self._progress.wait()
+
+    # --- claim --------------------------------------------------------------------------------------------------------
+
+    async def _work(self) -> None:
+        while not self._stopping:
+            self._wake.clear()
+            self._progress.clear()
+            room = self._room()
+            if room == 0:
+                await self._ring_if_saturated()
+                await self._progress.wait()
+                continue
+            found = await self._claim_round(room, from_beginning=self._take_ring())
+            if found is None:
+                continue
+            if found:
+                await self._stay_awake()
+            else:
+                await self._rest()
+
+    async def _work_off(self) -> None:
+        from_beginning = True
+        while not self._stopping:
+            self._progress.clear()
+            room = self._room()
+            if room == 0:
+                await self._progress.wait()
+                continue
+            found = await self._claim_round(room, from_beginning=from_beginning)
+            if found == 0 and from_beginning:
+                if not self._held:
+                    return
+                await self._progress.wait()
+            from_beginning = found == 0
+
+    def _room(self) -> int:
+        """How many messages to claim now: a batch's worth, or none while enough wait for their handlers."""
+        slots = self._slots
+        settings = self._settings
+        if slots.waiting_count == 0:
+            if slots.open_count == 0 or self._work_ahead:
+                self._prefetch = min(settings.batch_size, max(8, self._prefetch * 2))
+        elif slots.longest_wait_seconds > _PATIENCE_SECONDS:
+            self._prefetch //= 2
+        slots.longest_wait_seconds = 0.0
+        open_limit = settings.concurrency + self._prefetch
+        if slots.open_count >= settings.concurrency and slots.waiting_count > self._prefetch // 2:
+            return 0
+        held_limit = open_limit + 2 * settings.batch_size
+        return max(0, min(settings.batch_size, open_limit - slots.open_count, held_limit - len(self._held)))
+
+    async def _claim_round(self, room: int, *, from_beginning: bool) -> int | None:
+        """Claim from the queues in their order until the room is used up. None if the database did not let us."""
+        found = 0
+        self._work_ahead = False
+        for queue in self._queue_order():
+            rows = await self._claim(self._lanes[queue], room, from_beginning=from_beginning)
+            if rows is None:
+                return None
+            found += len(rows)
+            room -= len(rows)
+            if room <= 0:
+                break
+        if found:
+            self._fruitless_count = 0
+        return found
+
+    def _queue_order(self) -> list[str]:
+        if self._shares[0].weight is None:
+            return self._queue_names
+        # Smooth weighted round robin: who is owed most goes first, and pays for it.
+        for share in self._shares:
+            self._credits[share.name] += share.weight or 0
+        order = sorted(self._queue_names, key=lambda name: -self._credits[name])
+        self._credits[order[0]] -= sum(share.weight or 0 for share in self._shares)
+        return order
+
+    async def _claim(self, lanes: Lanes, room: int, *, from_beginning: bool) -> list[ClaimedRow] | None:
+        began_at = elapsed_clock()
+        plan = lanes.plan(room, now=began_at, from_beginning=from_beginning)
+        try:
+            rows = await self._store.claim(
+                lanes.queue,
+                topics=self._topics,
+                hold_topics=self._hold_topics,
+                fresh_limit=plan.fresh_limit,
+                total=plan.total,
+                fresh_floor=plan.fresh_floor,
+                retry_floor=plan.retry_floor,
+            )
+        except (psycopg.Error, OSError) as error:
+            await self._endure(error)
+            return None
+        self._database_is_up()
+        self._work_ahead |= lanes.learn(plan, rows, began_at=began_at, ended_at=elapsed_clock())
+        if rows:
+            await self._take_over(rows, began_at)
+        return rows
+
+    async def _take_over(self, rows: Sequence[ClaimedRow], leased_at: float) -> None:
+        works: list[Work] = []
+        batches: dict[str, list[Context[object]]] = {}
+        ended = []
+        for row in rows:
+            if row.state != State.SENDING:
+                ended.append(row)
+                continue
+            handler = self._handlers[row.topic]
+            context = Context[object](_message_of(row), handler, leased_at, self._keeper.ensure)
+            self._held[row.id] = context
+            if handler.max_batch is None:
+                works.append((context,))
+            else:
+                batches.setdefault(row.topic, []).append(context)
+            if row.former_state == State.SENDING:
+                self._report_row(logging.WARNING, Event.LEASE_EXPIRED, "lease expired, trying again", row)
+        for contexts in batches.values():
+            size = contexts[0].handler.max_batch or 1
+            works.extend(contexts[start : start + size] for start in range(0, len(contexts), size))
+        self.telemetry.count(Event.CLAIMED, len(rows) - len(ended))
+        self._slots.put(works)
+        if ended:
+            await self._account_for_ended(ended)
+
+    async def _account_for_ended(self, rows: Sequence[ClaimedRow]) -> None:
+        for row in rows:
+            event = _EVENT_OF_STATE[State(row.state)]
+            level = logging.WARNING if row.state == State.FAILED else logging.DEBUG
+            self._report_row(level, event, "message ended without an attempt", row)
+        freed = [row for row in rows if row.former_state == State.SENDING and row.coalesce_key is not None]
+        if freed:
+            await self._ring_for_successors(
+                [row.id for row in freed],
+                [row.topic for row in freed],
+                [row.coalesce_key or "" for row in freed],
+            )
+
+    def _report_row(self, level: int, event: Event, text: str, row: ClaimedRow) -> None:
+        self.telemetry.report(
+            level,
+            event,
+            text,
+            message_id=row.id,
+            topic=row.topic,
+            queue=row.queue,
+            attempt_count=row.attempt_count,
+            state=row.state,
+        )
+
+    # --- sleep --------------------------------------------------------------------------------------------------------
+
+    def _on_ring(self, queue: str | None) -> None:
+        if queue is None or queue in self._lanes:
+            self._rung = True
+            self._wake.set()
+
+    def _take_ring(self) -> bool:
+        rung, self._rung = self._rung, False
+        return rung
+
+    async def _stay_awake(self) -> None:
+        if self._bell is not None:
+            await self._bell.disarm()
+
+    async def _rest(self) -> None:
+        """Sleep until a bell rings, a message falls due or the sweep; but look once more after arming the bell."""
+        pause = 0.001
+        while not self._stopping:
+            self._wake.clear()
+            self._take_ring()
+            bell = Bell.DOWN if self._bell is None else await self._bell.arm(self._queue_names)
+            room = self._room()
+            if room == 0:
+                return
+            if bell is not Bell.DOWN:
+                found = await self._claim_round(room, from_beginning=True)
+                if found is None:
+                    return
+                if found:
+                    await self._stay_awake()
+                    return
+            if bell is not Bell.PRODUCERS:
+                break
+            # The open transactions may have enqueued something: no ring will tell when they commit.
+            await self._sleep(pause)
+            pause = min(pause * 2, _MAX_PRODUCERS_PAUSE_SECONDS)
+        await self._sleep_long(listening=self._bell is not None and self._bell.is_up)
+
+    async def _sleep_long(self, *, listening: bool) -> None:
+        self._fruitless_count += 1
+        if self._fruitless_count > _FRUITLESS_WAKES:
+            # Anyone may send a NOTIFY: a flood of rings that lead nowhere costs no more than this many claims.
+            await asyncio.sleep(_FRUITLESS_PAUSE_SECONDS)
+        limit = self._settings.sweep_seconds
+        if self._bell is not None and not listening:
+            limit = min(limit, _LISTENER_DOWN_SWEEP_SECONDS)
+        try:
+            due = await self._store.next_due_seconds(self._queue_names)
+        except (psycopg.Error, OSError) as error:
+            await self._endure(error)
+            return
+        woken = await self._sleep(limit if due is None else min(limit, due))
+        if not woken and listening:
+            await self._work_after_silence()
+
+    async def _work_after_silence(self) -> None:
+        """Claim after a sweep or when a message fell due: nobody rang, so other sleepers do not know of the work."""
+        room = self._room()
+        if room == 0:
+            return
+        found = await self._claim_round(room, from_beginning=True)
+        if found and self._work_ahead:
+            await self._stay_awake()
+            await self._ring_all()
+        elif found:
+            await self._stay_awake()
+
+    async def _sleep(self, seconds: float) -> bool:
+        """Sleep until woken; False if the time ran out before that."""
+        try:
+            async with asyncio.timeout(max(seconds, 0.0)):
+                await self._wake.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def _ring_if_saturated(self) -> None:
+        """Every handler is busy and more is waiting: let idle replicas help."""
+        now = elapsed_clock()
+        if self._work_ahead and now - self._rang_at >= _RING_SECONDS:
+            await self._ring_all()
+
+    async def _ring_all(self) -> None:
+        self._rang_at = elapsed_clock()
+        try:
+            for queue in self._queue_names:
+                await self._store.ring(queue)
+        except (psycopg.Error, OSError) as error:
+            await self._endure(error)
+
+    async def _endure(self, error: BaseException) -> None:
+        """Pause after an error of the database that will pass; raise one that will not."""
+        if isinstance(error, psycopg.errors.UniqueViolation) and error.diag.constraint_name == _IN_FLIGHT_CONSTRAINT:
+            return  # Two workers met at one coalesce key; the other one has it.
+        if isinstance(error, (psycopg.errors.SerializationFailure, psycopg.errors.DeadlockDetected)):
+            return  # Two claims met at one row; the next one sees how it ended.
+        if isinstance(error, (psycopg.errors.UndefinedTable, psycopg.errors.UndefinedFunction)):
+            raise SchemaError(f"the schema pgoutbox is gone; {MIGRATE_HINT}") from error
+        if not is_passing(error):
+            raise error
+        if not self._database_down:
+            self._database_down = True
+            self._pause = 0.05
+            self.telemetry.report(
+                logging.WARNING, Event.DATABASE_LOST, "database does not answer, trying again", reason=_name_of(error)
+            )
+        await self._sleep_through(self._pause * (0.5 + random.random() / 2))  # noqa: S311 - jitter guards nothing
+        self._pause = min(self._pause * 2, _MAX_PAUSE_SECONDS)
+
+    async def _sleep_through(self, seconds: float) -> None:
+        """Sleep without being woken by rings, which are many while the database restarts."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + seconds
+        while not self._stopping and loop.time() < deadline:
+            self._wake.clear()
+            await self._sleep(deadline - loop.time())
+
+    def _database_is_up(self) -> None:
+        if self._database_down:
+            self._database_down = False
+            self.telemetry.report(logging.INFO, Event.DATABASE_BACK, "database answers again")
+
+    # --- attempt ------------------------------------------------------------------------------------------------------
+
+    async def _run_attempts(self, work: Work, watch_thread: ThreadWatch) -> Sequence[Ending]:
+        lapsing_at = elapsed_clock() - self._settings.lease_seconds / 2
+        if any(context.leased_at < lapsing_at for context in work):
+            return await self._run_if_still_held(work, watch_thread)
+        return await self._run(work, watch_thread)
+
+    async def _run(self, work: Work, watch_thread: ThreadWatch) -> Sequence[Ending]:
+        context = work[0]
+        if context.handler.max_batch is not None:
+            return await self._dispatcher.run_batch(work, watch_thread)
+        if context.handler.transactional:
+            return (await self._transactions.run(context, watch_thread),)
+        return (await self._dispatcher.run(context, watch_thread),)
+
+    async def _run_if_still_held(self, work: Work, watch_thread: ThreadWatch) -> Sequence[Ending]:
+        """The process may have been suspended between the claim and now: ask before anything is handed over."""
+        endings: dict[int, Ending] = {}
+        for context in work:
+            try:
+                await context.ensure_lease()
+            except LeaseLostError as error:
+                endings[context.message.id] = outcome_of_error(context.handler, error)
+            except (psycopg.Error, OSError):
+                endings[context.message.id] = RELEASED
+        held = [context for context in work if context.message.id not in endings]
+        if held:
+            results = await self._run(held, watch_thread)
+            endings.update((c.message.id, e) for c, e in zip(held, results, strict=True))
+        return [endings[context.message.id] for context in work]
+
+    def _collect(self, context: Context[object], ending: Ending) -> None:
+        if isinstance(ending, AlreadyFinished):
+            self._held.pop(context.message.id, None)
+            self.telemetry.count(Event.SENT)
+            self._progress.set()
+            return
+        self._outcomes.append((context, ending))
+        self._outcome_ready.set()
+        self._progress.set()
+
+    # --- finish -------------------------------------------------------------------------------------------------------
+
+    async def _finish_forever(self) -> None:
+        while True:
+            await self._outcome_ready.wait()
+            self._outcome_ready.clear()
+            while self._outcomes:
+                size = min(len(self._outcomes), self._settings.batch_size)
+                await self._finish([self._outcomes.popleft() for _ in range(size)])
+                self._progress.set()
+
+    async def _finish(self, batch: Sequence[tuple[Context[object], Ending]]) -> None:
+        sent = []
+        verdicts = {}
+        for context, ending in batch:
+            verdict = verdict_of(context, ending)
+            if verdict is None:
+                sent.append(context)
+            else:
+                verdicts[context.message.id] = verdict
+        if sent:
+            await self._write(sent, self._write_sent)
+        if verdicts:
+            contexts = [context for context, _ in batch if context.message.id in verdicts]
+            await self._write(
+                contexts, lambda part: self._store.finish([verdicts[c.message.id] for c in part])
+            )  # fmt: skip
+        keyed = [c.message for c, _ in batch if c.message.coalesce_key is not None]
+        if keyed:
+            await self._ring_for_successors(
+                [m.id for m in keyed], [m.topic for m in keyed], [m.coalesce_key or "" for m in keyed]
+            )
+
+    async def _write_sent(self, contexts: Sequence[Context[object]]) -> dict[int, State]:
+        return await self._store.finish_sent(
+            [c.message.id for c in contexts], [c.message.attempt_count for c in contexts]
+        )
+
+    async def _write(
+        self,
+        contexts: Sequence[Context[object]],
+        write: Callable[[Sequence[Context[object]]], Awaitable[dict[int, State]]],
+    ) -> None:
+        """Write the ends of these attempts, as often as it takes: the fence makes repeating harmless."""
+        left = list(contexts)
+        pause = 0.05
+        while left:
+            try:
+                done = await write(left)
+                standing = await self._standing_of([c for c in left if c.message.id not in done])
+            except (psycopg.Error, OSError) as error:
+                if not is_passing(error):
+                    await self._write_apart(left, write, error)
+                    return
+            else:
+                self._settle(left, done, standing)
+                left = [c for c in left if c.message.id in self._held]
+            if left:
+                await asyncio.sleep(pause * (0.5 + random.random() / 2))  # noqa: S311 - jitter guards nothing
+                pause = min(pause * 2, _MAX_PAUSE_SECONDS)
+
+    async def _standing_of(self, contexts: Sequence[Context[object]]) -> dict[int, State]:
+        if not contexts:
+            return {}
+        return await self._store.standing(
+            [c.message.id for c in contexts], [c.message.attempt_count for c in contexts]
+        )
+
+    def _settle(
+        self, contexts: Sequence[Context[object]], done: Mapping[int, State], standing: Mapping[int, State]
+    ) -> None:
+        for context in contexts:
+            message = context.message
+            state = done.get(message.id) or standing.get(message.id)
+            if state is State.SENDING:
+                continue  # A caller's transaction has locked the row; it is asked for again.
+            self._held.pop(message.id, None)
+            if state is None:
+                self._report(logging.WARNING, Event.LEASE_LOST, "lease lost, outcome not written", message)
+            elif state is State.SENT:
+                self.telemetry.count(Event.SENT)
+            elif state is State.FAILED:
+                self._report(logging.WARNING, Event.FAILED, "message failed", message)
+            else:
+                self._report(logging.INFO, _EVENT_OF_STATE[state], "attempt ended", message)
+
+    async def _write_apart(
+        self,
+        contexts: Sequence[Context[object]],
+        write: Callable[[Sequence[Context[object]]], Awaitable[dict[int, State]]],
+        error: BaseException,
+    ) -> None:
+        """PostgreSQL refused a batch because of one of its rows: find it, so that the others are finished."""
+        if len(contexts) > 1:
+            middle = len(contexts) // 2
+            await self._write(contexts[:middle], write)
+            await self._write(contexts[middle:], write)
+            return
+        context = contexts[0]
+        self._held.pop(context.message.id, None)
+        self._report(
+            logging.ERROR,
+            Event.FINISH_REFUSED,
+            "the database refused the outcome; the lease will run out",
+            context.message,
+            reason=_name_of(error),
+        )
+
+    async def _ring_for_successors(
+        self, ids: Sequence[int], topics: Sequence[str], coalesce_keys: Sequence[str]
+    ) -> None:
+        try:
+            queues = await self._store.ring_for_successors(ids, topics, coalesce_keys)
+        except (psycopg.Error, OSError) as error:
+            if not is_passing(error):
+                raise
+            queues = list(self._queue_names)  # The next claim looks from the beginning, whatever there is.
+        if not self._lanes.keys().isdisjoint(queues):
+            self._rung = True
+            self._wake.set()
+
+    def _report(self, level: int, event: Event, text: str, message: Message[object], **fields: object) -> None:
+        self.telemetry.report(
+            level,
+            event,
+            text,
+            message_id=message.id,
+            topic=message.topic,
+            queue=message.queue,
+            attempt_count=message.attempt_count,
+            **fields,
+        )
+
+
+_EVENT_OF_STATE: Mapping[State, Event] = {
+    State.PENDING: Event.RETRY,
+    State.SENT: Event.SENT,
+    State.FAILED: Event.FAILED,
+    State.SKIPPED: Event.SKIPPED,
+    State.CANCELLED: Event.CANCELLED,
+}
+
+
+def verdict_of(context: Context[object], ending: Ending) -> Verdict | None:
+    """What an ending asks the row to become; None for the common case, sent."""
+    message = context.message
+    match ending:
+        case Sent():
+            return None
+        case Transient(error=error, retry_after=retry_after):
+            delay = context.handler.retry.delay_seconds(message.attempt_count, retry_after=retry_after)
+            return Verdict(message.id, message.attempt_count, "retry", clean_text(str(error)), delay)
+        case Permanent(error=error):
+            return Verdict(message.id, message.attempt_count, "failed", clean_text(str(error)))
+        case Skip(reason=reason):
+            text = clean_text(str(reason)) or "skipped by its handler"
+            return Verdict(message.id, message.attempt_count, "skipped", text)
+        case Snooze(delay_seconds=delay):
+            return Verdict(message.id, message.attempt_count, "snoozed", None, bounded_delay(delay))
+        case Released():
+            return Verdict(message.id, message.attempt_count, "released")
+        case AlreadyFinished():
+            raise AssertionError(f"message {message.id} was finished by its handler's transaction")
+        case _:
+            assert_never(ending)
+
+
+def _message_of(row: ClaimedRow) -> Message[object]:
+    return Message(
+        row.id,
+        row.topic,
+        row.queue,
+        row.destination,
+        row.payload,
+        row.headers or _EMPTY_HEADERS,
+        row.attempt_count,
+        row.max_attempts,
+        row.created_at,
+        row.available_at,
+        row.coalesce_key,
+    )
+
+
+def _name_of(error: BaseException) -> str:
+    sqlstate = getattr(error, "sqlstate", None)
+    return type(error).__name__ if sqlstate is None else f"{type(error).__name__} {sqlstate}"
+
+
+__all__ = ["ALREADY_FINISHED", "Handler", "Mode", "QueueShare", "Worker", "parse_queues", "verdict_of"]
