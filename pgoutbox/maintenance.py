@@ -1,0 +1,522 @@
+"""What an operator does to messages and queues, each a function on a connection made by `connect`.
+
+Every call is one transaction of its own, or one for each batch of a bulk, so that an interruption loses nothing that
+was reported done. Every write is guarded in SQL by the state that it expects: what a worker or another operator did
+meanwhile is answered, never overwritten.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Final, LiteralString, NamedTuple, TypeVar
+
+import psycopg
+from psycopg.errors import DeadlockDetected, SerializationFailure
+from psycopg.rows import TupleRow
+from pydantic import JsonValue
+
+from pgoutbox import sql
+from pgoutbox.errors import (
+    ConfigurationError,
+    DuplicateError,
+    MessageNotFoundError,
+    PayloadError,
+    SchemaError,
+    StateError,
+)
+from pgoutbox.message import FINAL_STATES, State
+from pgoutbox.settings import Settings
+from pgoutbox.store import MIGRATE_HINT, MINIMUM_SERVER_VERSION, REQUIRED_SCHEMA_VERSION
+
+Progress = Callable[[int], object]
+"""Called after each committed batch with the number of messages done so far."""
+
+PRUNED_BY_DEFAULT: Final = frozenset({State.SENT, State.SKIPPED, State.CANCELLED})
+MAX_AGE: Final = timedelta(days=36_500)
+
+_REDRIVE_BATCH: Final = 500
+_PRUNE_BATCH: Final = 5_000
+_TRIALS: Final = 5
+_SECRET_NAMES: Final = ("password", "passwd", "secret", "token", "authorization", "cookie", "api_key", "apikey")
+_REDACTED: Final = "(redacted)"
+
+_T = TypeVar("_T")
+_Parameters = Mapping[str, object] | Sequence[object]
+
+
+class ListedMessage(NamedTuple):
+    """A message as a list shows it, without payload, in the order of LIST_MESSAGES."""
+
+    id: int
+    topic: str
+    queue: str
+    destination: str | None
+    state: State
+    attempt_count: int
+    max_attempts: int
+    created_at: datetime
+    available_at: datetime
+    finished_at: datetime | None
+    coalesce_key: str | None
+    dedupe_key: str | None
+    skip_reason: str | None
+    last_error: str | None
+
+
+class ShownMessage(NamedTuple):
+    """Everything about one message, in the order of SHOW_MESSAGE."""
+
+    id: int
+    topic: str
+    queue: str
+    destination: str | None
+    state: State
+    attempt_count: int
+    max_attempts: int
+    created_at: datetime
+    available_at: datetime
+    expires_at: datetime | None
+    claimed_at: datetime | None
+    lease_expires_at: datetime | None
+    cancel_requested_at: datetime | None
+    finished_at: datetime | None
+    worker: str | None
+    coalesce_key: str | None
+    dedupe_key: str | None
+    superseded_by: int | None
+    resend_of: int | None
+    skip_reason: str | None
+    last_error: str | None
+    headers: dict[str, JsonValue] | None
+    payload: JsonValue
+
+
+class ShownAttempt(NamedTuple):
+    """One attempt that did not end `sent`, in the order of SHOW_ATTEMPTS."""
+
+    attempt_count: int
+    outcome: str
+    worker: str
+    started_at: datetime
+    ended_at: datetime
+    error: str | None
+
+
+class TopicCounts(NamedTuple):
+    """How many messages of one topic stand where in one queue, in the order of STATS.
+
+    `due` and `scheduled` are the pending ones; `oldest_due_seconds` is how long the first of the due ones has waited.
+    """
+
+    queue: str
+    topic: str
+    due: int
+    scheduled: int
+    sending: int
+    sent: int
+    failed: int
+    skipped: int
+    cancelled: int
+    oldest_due_seconds: float | None
+
+
+class PausedQueue(NamedTuple):
+    """A queue of which nothing is claimed."""
+
+    queue: str
+    paused_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Redriven:
+    """What redrive made of one message: `refusal` is None if it is pending again, or else why it is not."""
+
+    id: int
+    refusal: str | None
+    superseded_by: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RedriveTotals:
+    """What a redrive of all failed messages did. The locked ones can be tried again; the superseded ones never will."""
+
+    redriven: int
+    superseded: int
+    locked: int
+
+
+class Cancelled(NamedTuple):
+    """What cancel met: `cancelled`, `requested` (in flight, told to stop), a final state, `locked` or `missing`."""
+
+    id: int
+    result: str
+
+
+class Receipt(NamedTuple):
+    """The id of an enqueued message, or of the one that the dedupe key already stands for."""
+
+    id: int
+    duplicate: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PruneTotals:
+    """How many messages were deleted by the state they had, and how many coalesce keys were forgotten."""
+
+    messages: Mapping[State, int]
+    coalesce_keys: int
+
+    @property
+    def total(self) -> int:
+        """All deleted messages."""
+        return sum(self.messages.values())
+
+
+@contextlib.contextmanager
+def connect(settings: Settings, *, read_only: bool = False) -> Iterator[psycopg.Connection[TupleRow]]:
+    """A connection for the functions of this module, for the length of the `with` block.
+
+    Transactions on it are READ COMMITTED whatever the role's default is. Works through a transaction pooler, and with
+    `read_only` on a standby too. Raises `ConfigurationError` or `SchemaError` for a server that cannot be worked with.
+
+        with connect(load_settings()) as connection:
+            redrive(connection, [17])
+    """
+    connection = psycopg.connect(
+        settings.require_dsn(),
+        autocommit=True,
+        prepare_threshold=None,
+        connect_timeout=settings.connect_timeout_seconds,
+        application_name="pgoutbox cli",
+    )
+    with contextlib.closing(connection):
+        _check_server(connection, read_only=read_only)
+        connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
+        connection.read_only = read_only
+        yield connection
+
+
+def _check_server(connection: psycopg.Connection[TupleRow], *, read_only: bool) -> None:
+    ((version, in_recovery, read_only_session, encoding, has_schema),) = connection.execute(sql.SERVER_FACTS)
+    if version < MINIMUM_SERVER_VERSION:
+        raise ConfigurationError(f"PostgreSQL {version // 10_000} is too old: pgoutbox needs 15 or newer")
+    if in_recovery and not read_only:
+        raise ConfigurationError("PGOUTBOX_DSN leads to a standby, which cannot be written: give the primary's")
+    if read_only_session and not read_only:
+        raise ConfigurationError("PGOUTBOX_DSN leads to a read-only session: check default_transaction_read_only")
+    if encoding != "UTF8":
+        raise ConfigurationError(f"the database's encoding is {encoding}: pgoutbox needs UTF8")
+    if not has_schema:
+        raise SchemaError(f"the database has no schema pgoutbox; {MIGRATE_HINT}")
+    ((found,),) = connection.execute(sql.SCHEMA_VERSION)
+    if found < REQUIRED_SCHEMA_VERSION:
+        raise SchemaError(
+            f"the schema pgoutbox has version {found}, this package needs {REQUIRED_SCHEMA_VERSION}; {MIGRATE_HINT}"
+        )
+
+
+def _transact(connection: psycopg.Connection[TupleRow], work: Callable[[], _T]) -> _T:
+    """Run `work` in a transaction, and again if it lost a race: its statements decide anew by the state they then meet.
+
+    A row that moves to another partition while it is being locked fails with 40001, in READ COMMITTED too.
+    """
+    trial = 1
+    while True:
+        try:
+            with connection.transaction():
+                connection.execute(sql.PREPARE_OPERATION)
+                return work()
+        except (SerializationFailure, DeadlockDetected):
+            if trial == _TRIALS:
+                raise
+            trial += 1
+
+
+def _fetch(
+    connection: psycopg.Connection[TupleRow], statement: LiteralString, parameters: _Parameters
+) -> list[TupleRow]:
+    return _transact(connection, lambda: connection.execute(statement, parameters).fetchall())
+
+
+def list_messages(
+    connection: psycopg.Connection[TupleRow],
+    *,
+    states: Collection[State] = (),
+    topic: str | None = None,
+    queue: str | None = None,
+    destination: str | None = None,
+    before_id: int | None = None,
+    limit: int = 50,
+) -> list[ListedMessage]:
+    """The newest messages that match, newest first. The next page has the last id of this one as `before_id`."""
+    rows = _fetch(
+        connection,
+        sql.LIST_MESSAGES,
+        {
+            "states": [state.value for state in states] or None,
+            "topic": topic,
+            "queue": queue,
+            "destination": destination,
+            "before_id": before_id,
+            "limit": limit,
+        },
+    )
+    return [ListedMessage._make(row)._replace(state=State(row[4])) for row in rows]
+
+
+def show_message(connection: psycopg.Connection[TupleRow], message_id: int) -> tuple[ShownMessage, list[ShownAttempt]]:
+    """One message and the attempts that did not end `sent`, oldest first.
+
+    The payload is as it was stored: `redact` it before a person sees it. Raises `MessageNotFoundError`.
+    """
+    rows = _fetch(connection, sql.SHOW_MESSAGE, {"id": message_id})
+    if not rows:
+        raise _no_such_message(message_id)
+    attempts = _fetch(connection, sql.SHOW_ATTEMPTS, {"id": message_id})
+    message = ShownMessage._make(rows[0])
+    return message._replace(state=State(message.state)), [ShownAttempt._make(row) for row in attempts]
+
+
+def count_messages(connection: psycopg.Connection[TupleRow], *, queue: str | None = None) -> list[TopicCounts]:
+    """The numbers of messages by queue and topic."""
+    return [TopicCounts._make(row) for row in _fetch(connection, sql.STATS, {"queue": queue})]
+
+
+def paused_queues(connection: psycopg.Connection[TupleRow]) -> list[PausedQueue]:
+    """The queues that are paused, by name."""
+    return [PausedQueue._make(row) for row in _fetch(connection, sql.PAUSED_QUEUES, {})]
+
+
+def known_queues(connection: psycopg.Connection[TupleRow]) -> list[str]:
+    """Every queue that a message or a setting names. Reads all messages."""
+    return [row[0] for row in _fetch(connection, sql.KNOWN_QUEUES, {})]
+
+
+def unknown_queues(connection: psycopg.Connection[TupleRow], queues: Sequence[str]) -> list[str]:
+    """Those of `queues` that neither a message nor a setting names: likely misspelt, or new."""
+    return [row[0] for row in _fetch(connection, sql.UNKNOWN_QUEUES, {"queues": list(queues)})]
+
+
+def redact(value: JsonValue) -> JsonValue:
+    """`value` with everything replaced that is kept under a name such as `password`, `token` or `authorization`."""
+    match value:
+        case dict():
+            return {
+                name: _REDACTED if any(secret in name.lower() for secret in _SECRET_NAMES) else redact(item)
+                for name, item in value.items()
+            }
+        case list():
+            return [redact(item) for item in value]
+        case _:
+            return value
+
+
+def enqueue(
+    connection: psycopg.Connection[TupleRow],
+    topic: str,
+    payload_json: str,
+    *,
+    queue: str = "default",
+    destination: str | None = None,
+    coalesce_key: str | None = None,
+    dedupe_key: str | None = None,
+    delay: timedelta | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> Receipt:
+    """Enqueue one message in a transaction of its own. `payload_json` is JSON text, stored with full precision.
+
+    Raises `PayloadError` naming the argument, or `DuplicateError` if the dedupe key has another payload.
+    """
+    parameters = (
+        [topic],
+        [payload_json],
+        [queue],
+        [destination],
+        [coalesce_key],
+        [dedupe_key],
+        None,
+        [delay.total_seconds()] if delay is not None else None,
+        None,
+        [json.dumps(dict(headers))] if headers else None,
+        None,
+        True,
+    )
+    try:
+        ((_, message_id, duplicate),) = _fetch(connection, sql.ENQUEUE_MANY, parameters)
+    except psycopg.DatabaseError as error:
+        raise _refusal_of_enqueue(error) from None
+    return Receipt(message_id, duplicate)
+
+
+def _refusal_of_enqueue(error: psycopg.DatabaseError) -> Exception:
+    text = error.diag.message_primary or ""
+    if error.diag.schema_name == "pgoutbox" and error.sqlstate in ("22004", "22023"):
+        field = error.diag.column_name or "argument"
+        return PayloadError(field, text.partition(f"{field}: ")[2] or text)
+    if error.diag.constraint_name == "dedupe_payload":
+        return DuplicateError(text.removeprefix("pgoutbox.enqueue: "))
+    if error.sqlstate in ("22P02", "22P05", "54000", "54001"):
+        return PayloadError("payload", f"PostgreSQL cannot store it: {text}")
+    return error
+
+
+def redrive(connection: psycopg.Connection[TupleRow], message_ids: Collection[int]) -> list[Redriven]:
+    """Make failed and cancelled messages pending again, each with the budget of attempts that it was enqueued with.
+
+    Refused for one that does not exist, stands in another state, or is superseded by a newer message of its key. All
+    in one transaction; the answers are ordered by id.
+    """
+    rows = _fetch(connection, sql.REDRIVE, {"ids": list(message_ids)})
+    return [_redriven(message_id, done, state, superseded_by) for message_id, done, state, superseded_by, _ in rows]
+
+
+def _redriven(message_id: int, done: bool, state: str | None, superseded_by: int | None) -> Redriven:  # noqa: FBT001
+    if done:
+        return Redriven(message_id, None)
+    if state is None:
+        return Redriven(message_id, "no such message")
+    if state not in (State.FAILED, State.CANCELLED):
+        return Redriven(message_id, f"is {state}; only failed and cancelled messages can be redriven")
+    if superseded_by is not None:
+        return Redriven(message_id, f"superseded by message {superseded_by}, which is newer", superseded_by)
+    return Redriven(message_id, "locked by another transaction; try again")
+
+
+def redrive_failed(
+    connection: psycopg.Connection[TupleRow],
+    *,
+    topic: str | None = None,
+    queue: str | None = None,
+    batch_size: int = _REDRIVE_BATCH,
+    progress: Progress | None = None,
+) -> RedriveTotals:
+    """Redrive every failed message that matches, in batches that are committed one by one, in the order of ids."""
+    redriven = superseded = locked = 0
+    after_id = 0
+    while True:
+        parameters = {"topic": topic, "queue": queue, "after_id": after_id, "limit": batch_size}
+        ids = [row[0] for row in _fetch(connection, sql.LIST_FAILED_IDS, parameters)]
+        if not ids:
+            return RedriveTotals(redriven, superseded, locked)
+        after_id = ids[-1]
+        for answer in redrive(connection, ids):
+            redriven += answer.refusal is None
+            superseded += answer.superseded_by is not None
+            locked += answer.refusal is not None and answer.superseded_by is None
+        if progress is not None:
+            progress(redriven)
+
+
+def resend(connection: psycopg.Connection[TupleRow], message_id: int) -> int:
+    """Enqueue a copy of a sent message, marked as `resend_of` it, and return the copy's id.
+
+    Refused (`StateError`) for a message in another state and for one that a newer message of its key supersedes.
+    """
+
+    def copy() -> int:
+        rows = connection.execute(sql.RESEND, {"id": message_id}).fetchall()
+        if not rows:
+            raise _no_such_message(message_id)
+        ((copy_id, state, superseded_by),) = rows
+        if state != State.SENT:
+            raise StateError(f"message {message_id} is {state}; only sent messages can be resent")
+        if superseded_by is not None:
+            raise StateError(f"message {message_id} is superseded by message {superseded_by}, which is newer")
+        connection.execute(sql.MARK_RESEND, {"id": copy_id, "source_id": message_id})
+        return int(copy_id)
+
+    return _transact(connection, copy)
+
+
+def cancel(connection: psycopg.Connection[TupleRow], message_id: int) -> Cancelled:
+    """Cancel one message, as the SQL function `pgoutbox.cancel` does."""
+    (row,) = _fetch(connection, sql.CANCEL, (message_id, None, None, None, None))
+    return Cancelled._make(row)
+
+
+def cancel_by_key(
+    connection: psycopg.Connection[TupleRow],
+    topic: str,
+    *,
+    coalesce_key: str | None = None,
+    dedupe_key: str | None = None,
+) -> list[Cancelled]:
+    """Cancel the newest message of a coalesce key and the message of a dedupe key; empty if there is none."""
+    rows = _fetch(connection, sql.CANCEL, (None, topic, coalesce_key, topic, dedupe_key))
+    return [Cancelled._make(row) for row in rows]
+
+
+def count_prunable(
+    connection: psycopg.Connection[TupleRow],
+    older_than: timedelta,
+    *,
+    states: Collection[State] = PRUNED_BY_DEFAULT,
+    topic: str | None = None,
+) -> dict[State, int]:
+    """What `prune` with the same arguments would delete."""
+    rows = _fetch(connection, sql.COUNT_PRUNABLE, _prune_parameters(older_than, states, topic))
+    return {State(state): count for state, count in rows}
+
+
+def prune(
+    connection: psycopg.Connection[TupleRow],
+    older_than: timedelta,
+    *,
+    states: Collection[State] = PRUNED_BY_DEFAULT,
+    topic: str | None = None,
+    batch_size: int = _PRUNE_BATCH,
+    progress: Progress | None = None,
+) -> PruneTotals:
+    """Delete messages that have been in one of these final states for longer than `older_than`, with their attempts.
+
+    Their dedupe keys are free again after that. `failed` messages wait for a person, so they are deleted only when
+    `states` names them. In batches that are committed one by one; coalesce keys without a message are forgotten last.
+    """
+    parameters = _prune_parameters(older_than, states, topic) | {"limit": batch_size}
+    deleted: Counter[State] = Counter()
+    while rows := _fetch(connection, sql.PRUNE, parameters):
+        deleted.update(State(state) for (state,) in rows)
+        if progress is not None:
+            progress(deleted.total())
+        if len(rows) < batch_size:
+            break
+    forgotten = 0
+    while count := _transact(
+        connection, lambda: connection.execute(sql.PRUNE_COALESCE, {"limit": batch_size}).rowcount
+    ):
+        forgotten += count
+    return PruneTotals(dict(deleted), forgotten)
+
+
+def _prune_parameters(older_than: timedelta, states: Collection[State], topic: str | None) -> dict[str, object]:
+    if not timedelta() < older_than <= MAX_AGE:
+        raise ConfigurationError(f"older_than={older_than}: must be more than nothing and at most {MAX_AGE.days} days")
+    for state in states:
+        if state not in FINAL_STATES:
+            raise StateError(f"messages in state {state} are still owed; cancel them instead")
+    return {
+        "states": [state.value for state in states],
+        "older_than_seconds": older_than.total_seconds(),
+        "topic": topic,
+    }
+
+
+def pause_queue(connection: psycopg.Connection[TupleRow], queue: str) -> datetime:
+    """Stop all claims of a queue; returns since when. What is in flight goes on, and enqueue is not affected."""
+    ((paused_at,),) = _fetch(connection, sql.PAUSE_QUEUE, {"queue": queue})
+    since: datetime = paused_at
+    return since
+
+
+def resume_queue(connection: psycopg.Connection[TupleRow], queue: str) -> bool:
+    """Allow claims again and wake a worker; False if the queue was not paused."""
+    return bool(_fetch(connection, sql.RESUME_QUEUE, {"queue": queue}))
+
+
+def _no_such_message(message_id: int) -> MessageNotFoundError:
+    return MessageNotFoundError(f"no such message: {message_id}")

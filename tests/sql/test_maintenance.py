@@ -1,0 +1,500 @@
+"""Every statement of an operator: what it answers, and the guard that keeps it from overwriting anything."""
+
+from __future__ import annotations
+
+import contextlib
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import psycopg
+import pytest
+
+from pgoutbox import maintenance, sql
+from pgoutbox.errors import ConfigurationError, MessageNotFoundError, SchemaError, StateError
+from pgoutbox.message import FINAL_STATES, State
+from pgoutbox.settings import load_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tests.conftest import Connect, Server
+
+DAY = timedelta(days=1)
+
+PUT_SENDING = """
+    UPDATE pgoutbox.message
+    SET state = 'sending',
+        attempt_count = 1,
+        worker = 'w',
+        claimed_at = now(),
+        lease_expires_at = now() + interval '1 hour'
+    WHERE id = %s
+"""
+PUT_FINAL = """
+    UPDATE pgoutbox.message
+    SET state = %(state)s,
+        attempt_count = 3,
+        worker = 'w',
+        claimed_at = now(),
+        finished_at = now() - %(age)s::interval,
+        last_error = 'no such mailbox',
+        skip_reason = CASE WHEN %(state)s = 'skipped' THEN 'expired' END
+    WHERE id = %(id)s
+"""
+ADD_ATTEMPT = """
+    INSERT INTO pgoutbox.attempt (message_id, attempt_count, outcome, worker, started_at, ended_at, error)
+    VALUES (%s, %s, 'retry', 'w', now(), now(), 'busy')
+"""
+
+
+def put(
+    connection: psycopg.Connection,
+    state: State = State.PENDING,
+    *,
+    topic: str = "mail",
+    queue: str = "default",
+    destination: str | None = None,
+    coalesce_key: str | None = None,
+    dedupe_key: str | None = None,
+    age: timedelta = timedelta(),
+) -> int:
+    """Enqueue a message and bring it to `state`, where it has been for `age`."""
+    row = connection.execute(
+        """
+        SELECT pgoutbox.enqueue(
+            %s, '{"to": "ada"}', queue => %s, destination => %s, coalesce_key => %s, dedupe_key => %s, max_attempts => 4
+        )
+        """,
+        (topic, queue, destination, coalesce_key, dedupe_key),
+    ).fetchone()
+    assert row is not None
+    message_id = int(row[0])
+    if state is State.SENDING:
+        connection.execute(PUT_SENDING, (message_id,))
+    elif state is not State.PENDING:
+        connection.execute(PUT_FINAL, {"id": message_id, "state": state.value, "age": age})
+    return message_id
+
+
+def row_of(connection: psycopg.Connection, message_id: int) -> tuple[object, ...]:
+    row = connection.execute("SELECT * FROM pgoutbox.message WHERE id = %s", (message_id,)).fetchone()
+    assert row is not None
+    return row
+
+
+def state_of(connection: psycopg.Connection, message_id: int) -> str | None:
+    row = connection.execute("SELECT state FROM pgoutbox.message WHERE id = %s", (message_id,)).fetchone()
+    return None if row is None else str(row[0])
+
+
+def count(connection: psycopg.Connection, table: str) -> int:
+    row = connection.execute(f"SELECT count(*) FROM pgoutbox.{table}").fetchone()
+    assert row is not None
+    return int(row[0])
+
+
+@pytest.fixture
+def rolled_back(rolled_back: psycopg.Connection) -> psycopg.Connection:
+    """The same connection inside a transaction, so that those of `maintenance` become savepoints of it."""
+    rolled_back.execute("SELECT")
+    return rolled_back
+
+
+@contextlib.contextmanager
+def sleeping_worker(connect: Connect) -> Iterator[Callable[[], list[str]]]:
+    """A session that listens with the bell armed; yields what tells which queues have been rung for so far."""
+    listener = connect(autocommit=True)
+    listener.execute(sql.LISTEN)
+    assert listener.execute(sql.ARM, {"queues": ["default"]}).fetchall() == [("default", "armed")]
+    yield lambda: [notification.payload for notification in listener.notifies(timeout=10, stop_after=1)]
+
+
+@pytest.fixture
+def operator(dsn: str) -> Iterator[psycopg.Connection]:
+    """The connection of an operator to the test's own database: what is done on it is committed."""
+    with maintenance.connect(load_settings(dsn=dsn)) as connection:
+        yield connection
+
+
+class TestConnect:
+    def test_a_database_without_the_schema_is_refused_with_the_command(self, empty_dsn: str) -> None:
+        with (
+            pytest.raises(SchemaError, match="pgoutbox migrate"),
+            maintenance.connect(load_settings(dsn=empty_dsn)),
+        ):
+            pytest.fail("connected")
+
+    def test_a_database_of_another_encoding_is_refused(self, server: Server, empty_dsn: str) -> None:
+        with psycopg.connect(empty_dsn, autocommit=True) as connection:
+            name = f"{connection.info.dbname}_ascii".encode()
+            connection.execute(
+                b"CREATE DATABASE " + name + b" ENCODING 'SQL_ASCII' LOCALE 'C' TEMPLATE template0",
+            )
+            try:
+                with (
+                    pytest.raises(ConfigurationError, match="SQL_ASCII"),
+                    maintenance.connect(load_settings(dsn=server.dsn_for(name.decode()))),
+                ):
+                    pytest.fail("connected")
+            finally:
+                connection.execute(b"DROP DATABASE " + name)
+
+    def test_a_read_only_session_is_refused_for_writing_and_good_enough_for_reading(self, dsn: str) -> None:
+        settings = load_settings(dsn=f"{dsn}&options=-c%20default_transaction_read_only%3Don")
+        with pytest.raises(ConfigurationError, match="default_transaction_read_only"), maintenance.connect(settings):
+            pytest.fail("connected")
+        with maintenance.connect(settings, read_only=True) as connection:
+            assert maintenance.list_messages(connection) == []
+
+    def test_a_connection_for_reading_cannot_write(self, dsn: str) -> None:
+        with (
+            maintenance.connect(load_settings(dsn=dsn), read_only=True) as connection,
+            pytest.raises(psycopg.errors.ReadOnlySqlTransaction),
+        ):
+            maintenance.pause_queue(connection, "default")
+
+    def test_defaults_of_the_role_do_not_matter(self, dsn: str) -> None:
+        options = "-c search_path=pg_temp -c default_transaction_isolation=serializable -c statement_timeout=1234"
+        settings = load_settings(dsn=f"{dsn}&options={options.replace(' ', '%20').replace('=', '%3D')}")
+        with maintenance.connect(settings) as connection, connection.transaction():
+            connection.execute(sql.PREPARE_OPERATION)
+            row = connection.execute(
+                """
+                SELECT
+                    current_setting('transaction_isolation'),
+                    current_setting('statement_timeout'),
+                    current_setting('lock_timeout'),
+                    current_setting('search_path'),
+                    current_setting('application_name')
+                """
+            ).fetchone()
+        assert row == ("read committed", "5min", "2s", "pg_catalog, pg_temp", "pgoutbox cli")
+
+    def test_a_statement_that_lost_a_race_is_run_again(self, operator: psycopg.Connection) -> None:
+        trials = []
+
+        def work() -> str:
+            trials.append(1)
+            if len(trials) < 3:
+                operator.execute("DO $$ BEGIN RAISE SQLSTATE '40001'; END $$")
+            return "done"
+
+        assert maintenance._transact(operator, work) == "done"
+        assert len(trials) == 3
+
+
+class TestList:
+    def test_messages_come_newest_first_and_page_by_id(self, rolled_back: psycopg.Connection) -> None:
+        ids = [put(rolled_back, state) for state in State]
+        assert [m.id for m in maintenance.list_messages(rolled_back)] == ids[::-1]
+        assert [m.id for m in maintenance.list_messages(rolled_back, limit=2)] == ids[:3:-1]
+        assert [m.id for m in maintenance.list_messages(rolled_back, before_id=ids[1])] == [ids[0]]
+
+    def test_each_filter_leaves_what_matches(self, rolled_back: psycopg.Connection) -> None:
+        wanted = put(rolled_back, State.FAILED, topic="sms", queue="bulk", destination="tel:1")
+        put(rolled_back)
+        for messages in (
+            maintenance.list_messages(rolled_back, states=[State.FAILED, State.SENT]),
+            maintenance.list_messages(rolled_back, topic="sms"),
+            maintenance.list_messages(rolled_back, queue="bulk"),
+            maintenance.list_messages(rolled_back, destination="tel:1"),
+        ):
+            assert [m.id for m in messages] == [wanted]
+        assert messages[0].state is State.FAILED
+        assert messages[0].last_error == "no such mailbox"
+
+
+class TestShow:
+    def test_it_has_the_message_and_its_attempts_in_order(self, rolled_back: psycopg.Connection) -> None:
+        message_id = put(rolled_back, State.FAILED)
+        for attempt_count in (2, 1):
+            rolled_back.execute(ADD_ATTEMPT, (message_id, attempt_count))
+        message, attempts = maintenance.show_message(rolled_back, message_id)
+        assert (message.id, message.state, message.payload) == (message_id, State.FAILED, {"to": "ada"})
+        assert [(a.attempt_count, a.outcome, a.error) for a in attempts] == [(1, "retry", "busy"), (2, "retry", "busy")]
+
+    def test_it_has_every_column_of_the_message(self, rolled_back: psycopg.Connection) -> None:
+        cursor = rolled_back.execute("SELECT * FROM pgoutbox.message LIMIT 0")
+        columns = {column.name for column in cursor.description or ()}
+        assert columns == {*maintenance.ShownMessage._fields, "attempt_budget"}
+
+    def test_a_missing_message_is_named(self, rolled_back: psycopg.Connection) -> None:
+        with pytest.raises(MessageNotFoundError, match="no such message: 4711"):
+            maintenance.show_message(rolled_back, 4711)
+
+    def test_redact_hides_what_is_kept_under_a_telling_name(self) -> None:
+        assert maintenance.redact({"a": [{"Access-Token": ["x"], "to": "ada"}], "password": None}) == {
+            "a": [{"Access-Token": "(redacted)", "to": "ada"}],
+            "password": "(redacted)",
+        }
+
+
+class TestCount:
+    def test_each_state_has_its_number(self, rolled_back: psycopg.Connection) -> None:
+        for state in State:
+            put(rolled_back, state)
+        put(rolled_back, queue="bulk")
+        later = put(rolled_back)
+        rolled_back.execute(
+            "UPDATE pgoutbox.message SET available_at = now() + interval '1 day' WHERE id = %s", (later,)
+        )
+        bulk, default = maintenance.count_messages(rolled_back)
+        assert (bulk.queue, bulk.due) == ("bulk", 1)
+        assert default == ("default", "mail", 1, 1, 1, 1, 1, 1, 1, 0.0)
+        assert maintenance.count_messages(rolled_back, queue="bulk") == [bulk]
+
+    def test_known_queues_are_those_of_messages_and_of_settings(self, rolled_back: psycopg.Connection) -> None:
+        put(rolled_back, State.SENT, queue="old")
+        maintenance.pause_queue(rolled_back, "held")
+        assert maintenance.known_queues(rolled_back) == ["held", "old"]
+        assert maintenance.unknown_queues(rolled_back, ["old", "odl", "held"]) == ["odl"]
+
+
+class TestRedrive:
+    @pytest.mark.parametrize("state", [State.FAILED, State.CANCELLED])
+    def test_it_makes_a_held_message_pending_with_a_fresh_budget(
+        self, rolled_back: psycopg.Connection, state: State
+    ) -> None:
+        message_id = put(rolled_back, state)
+        assert maintenance.redrive(rolled_back, [message_id]) == [maintenance.Redriven(message_id, None)]
+        message, _ = maintenance.show_message(rolled_back, message_id)
+        assert (message.state, message.finished_at) == (State.PENDING, None)
+        assert (message.attempt_count, message.max_attempts) == (3, 3 + 4)
+
+    @pytest.mark.parametrize("state", [State.PENDING, State.SENDING, State.SENT, State.SKIPPED])
+    def test_it_refuses_any_other_state_and_says_which(self, rolled_back: psycopg.Connection, state: State) -> None:
+        message_id = put(rolled_back, state)
+        before = row_of(rolled_back, message_id)
+        (answer,) = maintenance.redrive(rolled_back, [message_id])
+        assert answer.refusal == f"is {state}; only failed and cancelled messages can be redriven"
+        assert row_of(rolled_back, message_id) == before
+
+    def test_it_refuses_a_superseded_message_and_names_the_newer_one(self, rolled_back: psycopg.Connection) -> None:
+        older = put(rolled_back, State.FAILED, coalesce_key="k")
+        newer = put(rolled_back, State.SENT, coalesce_key="k")
+        (answer,) = maintenance.redrive(rolled_back, [older])
+        assert answer == maintenance.Redriven(older, f"superseded by message {newer}, which is newer", newer)
+        assert state_of(rolled_back, older) == State.FAILED
+
+    def test_each_id_has_its_own_answer(self, rolled_back: psycopg.Connection) -> None:
+        failed, sent = put(rolled_back, State.FAILED), put(rolled_back, State.SENT)
+        answers = maintenance.redrive(rolled_back, [4711, sent, failed, failed])
+        assert [(a.id, a.refusal is None) for a in answers] == [(failed, True), (sent, False), (4711, False)]
+        assert answers[2].refusal == "no such message"
+
+    def test_it_does_not_wait_for_a_locked_message(self, operator: psycopg.Connection, connect: Connect) -> None:
+        message_id = put(operator, State.FAILED)
+        other = connect()
+        other.execute("SELECT FROM pgoutbox.message WHERE id = %s FOR UPDATE", (message_id,))
+        (answer,) = maintenance.redrive(operator, [message_id])
+        assert answer.refusal == "locked by another transaction; try again"
+
+    def test_it_wakes_a_sleeping_worker(self, operator: psycopg.Connection, connect: Connect) -> None:
+        message_id = put(operator, State.FAILED)
+        with sleeping_worker(connect) as rings:
+            maintenance.redrive(operator, [message_id])
+            assert rings() == ["default"]
+
+    def test_all_failed_are_redriven_in_batches_of_their_own(
+        self, operator: psycopg.Connection, connect: Connect
+    ) -> None:
+        for _ in range(5):
+            put(operator, State.FAILED)
+        put(operator, State.FAILED, coalesce_key="k")
+        put(operator, State.SENT, coalesce_key="k")
+        put(operator, State.CANCELLED)
+        observer = connect(autocommit=True)
+        seen: list[tuple[int, int]] = []
+
+        def look(done: int) -> None:
+            pending = len(maintenance.list_messages(observer, states=[State.PENDING]))
+            seen.append((done, pending))
+
+        totals = maintenance.redrive_failed(operator, batch_size=2, progress=look)
+        assert totals == maintenance.RedriveTotals(redriven=5, superseded=1, locked=0)
+        assert seen == [(2, 2), (4, 4), (5, 5)]
+
+    def test_all_failed_can_be_narrowed(self, rolled_back: psycopg.Connection) -> None:
+        sms = put(rolled_back, State.FAILED, topic="sms")
+        bulk = put(rolled_back, State.FAILED, queue="bulk")
+        other = put(rolled_back, State.FAILED)
+        maintenance.redrive_failed(rolled_back, topic="sms")
+        maintenance.redrive_failed(rolled_back, queue="bulk")
+        states = [state_of(rolled_back, message_id) for message_id in (sms, bulk, other)]
+        assert states == [State.PENDING, State.PENDING, State.FAILED]
+
+
+class TestResend:
+    def test_it_enqueues_a_copy_and_leaves_the_sent_message_alone(self, rolled_back: psycopg.Connection) -> None:
+        source_id = put(rolled_back, State.SENT, queue="bulk", destination="tel:1", coalesce_key="k", dedupe_key="d")
+        before = row_of(rolled_back, source_id)
+        copy_id = maintenance.resend(rolled_back, source_id)
+        assert row_of(rolled_back, source_id) == before
+        copy, _ = maintenance.show_message(rolled_back, copy_id)
+        assert (copy.id > source_id, copy.state, copy.resend_of) == (True, State.PENDING, source_id)
+        assert (copy.topic, copy.queue, copy.destination, copy.payload) == ("mail", "bulk", "tel:1", {"to": "ada"})
+        assert (copy.coalesce_key, copy.dedupe_key, copy.attempt_count, copy.max_attempts) == ("k", None, 0, 4)
+
+    @pytest.mark.parametrize("state", sorted(set(State) - {State.SENT}))
+    def test_it_refuses_any_other_state_and_says_which(self, rolled_back: psycopg.Connection, state: State) -> None:
+        message_id = put(rolled_back, state)
+        messages = count(rolled_back, "message")
+        with pytest.raises(StateError, match=f"message {message_id} is {state}"):
+            maintenance.resend(rolled_back, message_id)
+        assert count(rolled_back, "message") == messages
+
+    def test_it_refuses_a_superseded_message(self, rolled_back: psycopg.Connection) -> None:
+        older = put(rolled_back, State.SENT, coalesce_key="k")
+        newer = put(rolled_back, coalesce_key="k")
+        with pytest.raises(StateError, match=f"superseded by message {newer}"):
+            maintenance.resend(rolled_back, older)
+        assert count(rolled_back, "message") == 2
+
+    def test_it_waits_for_a_newer_message_that_is_being_enqueued(
+        self, operator: psycopg.Connection, connect: Connect
+    ) -> None:
+        older = put(operator, State.SENT, coalesce_key="k")
+        producer, observer = connect(), connect(autocommit=True)
+        newer = put(producer, coalesce_key="k")
+        with ThreadPoolExecutor(1) as threads:
+            resent = threads.submit(maintenance.resend, operator, older)
+            while not resent.done():
+                (waiting,) = observer.execute(
+                    "SELECT count(*) FROM pg_stat_activity WHERE pid = %s AND wait_event_type = 'Lock'",
+                    (operator.info.backend_pid,),
+                )
+                if waiting[0]:
+                    producer.commit()
+                    break
+            with pytest.raises(StateError, match=f"superseded by message {newer}"):
+                resent.result()
+
+    def test_a_missing_message_is_named(self, rolled_back: psycopg.Connection) -> None:
+        with pytest.raises(MessageNotFoundError, match="4711"):
+            maintenance.resend(rolled_back, 4711)
+
+    def test_only_a_fresh_copy_is_marked(self, rolled_back: psycopg.Connection) -> None:
+        for state in set(State) - {State.PENDING}:
+            message_id = put(rolled_back, state)
+            assert rolled_back.execute(sql.MARK_RESEND, {"id": message_id, "source_id": 1}).fetchall() == []
+
+
+class TestCancel:
+    @pytest.mark.parametrize(
+        ("state", "result"),
+        [(State.PENDING, "cancelled"), (State.SENDING, "requested"), *((state, str(state)) for state in FINAL_STATES)],
+    )
+    def test_it_answers_what_it_met(self, rolled_back: psycopg.Connection, state: State, result: str) -> None:
+        message_id = put(rolled_back, state)
+        assert maintenance.cancel(rolled_back, message_id) == (message_id, result)
+
+    def test_a_missing_message_is_answered(self, rolled_back: psycopg.Connection) -> None:
+        assert maintenance.cancel(rolled_back, 4711).result == "missing"
+
+    def test_a_key_stands_for_its_message(self, rolled_back: psycopg.Connection) -> None:
+        put(rolled_back, State.SENT, coalesce_key="k")
+        newest = put(rolled_back, coalesce_key="k")
+        only = put(rolled_back, dedupe_key="k")
+        assert maintenance.cancel_by_key(rolled_back, "mail", coalesce_key="k") == [(newest, "cancelled")]
+        assert maintenance.cancel_by_key(rolled_back, "mail", dedupe_key="k") == [(only, "cancelled")]
+        assert maintenance.cancel_by_key(rolled_back, "sms", dedupe_key="k") == []
+
+
+class TestPrune:
+    def test_it_deletes_what_is_old_and_done(self, rolled_back: psycopg.Connection) -> None:
+        for state in State:
+            put(rolled_back, state, age=2 * DAY)
+        put(rolled_back, State.SENT)
+        expected = {State.SENT: 1, State.SKIPPED: 1, State.CANCELLED: 1}
+        assert maintenance.count_prunable(rolled_back, DAY) == expected
+        totals = maintenance.prune(rolled_back, DAY)
+        assert (totals.messages, totals.total) == (expected, 3)
+        left = [m.state for m in maintenance.list_messages(rolled_back)]
+        assert left == [State.SENT, State.FAILED, State.SENDING, State.PENDING]
+
+    def test_failed_messages_are_deleted_only_by_name(self, rolled_back: psycopg.Connection) -> None:
+        put(rolled_back, State.FAILED, age=2 * DAY)
+        put(rolled_back, State.SENT, age=2 * DAY)
+        assert maintenance.prune(rolled_back, DAY, states=[State.FAILED]).messages == {State.FAILED: 1}
+        assert [m.state for m in maintenance.list_messages(rolled_back)] == [State.SENT]
+
+    def test_other_topics_stay(self, rolled_back: psycopg.Connection) -> None:
+        put(rolled_back, State.SENT, topic="sms", age=2 * DAY)
+        put(rolled_back, State.SENT, age=2 * DAY)
+        maintenance.prune(rolled_back, DAY, topic="sms")
+        assert [m.topic for m in maintenance.list_messages(rolled_back)] == ["mail"]
+
+    @pytest.mark.parametrize("state", [State.PENDING, State.SENDING])
+    def test_messages_that_are_still_owed_are_refused(self, rolled_back: psycopg.Connection, state: State) -> None:
+        put(rolled_back, state)
+        with pytest.raises(StateError, match=f"state {state} are still owed"):
+            maintenance.prune(rolled_back, DAY, states=[state])
+
+    @pytest.mark.parametrize("state", [State.PENDING, State.SENDING])
+    def test_the_statement_itself_leaves_messages_that_are_still_owed(
+        self, rolled_back: psycopg.Connection, state: State
+    ) -> None:
+        message_id = put(rolled_back, state)
+        rolled_back.execute("ALTER TABLE pgoutbox.message_live DROP CONSTRAINT message_live_sound")
+        rolled_back.execute("UPDATE pgoutbox.message SET finished_at = '2001-01-01' WHERE id = %s", (message_id,))
+        parameters = {"states": [state.value], "older_than_seconds": 1.0, "topic": None, "limit": 9}
+        assert rolled_back.execute(sql.PRUNE, parameters).fetchall() == []
+        assert state_of(rolled_back, message_id) == state
+
+    def test_attempts_and_dedupe_keys_go_with_their_message(self, rolled_back: psycopg.Connection) -> None:
+        old = put(rolled_back, State.SENT, dedupe_key="old", age=2 * DAY)
+        young = put(rolled_back, State.SENT, dedupe_key="young")
+        for message_id in (old, young):
+            rolled_back.execute(ADD_ATTEMPT, (message_id, 1))
+        maintenance.prune(rolled_back, DAY)
+        assert (count(rolled_back, "attempt"), count(rolled_back, "dedupe")) == (1, 1)
+        assert put(rolled_back, dedupe_key="young") == young
+        assert put(rolled_back, dedupe_key="old") > young
+
+    def test_a_coalesce_key_is_forgotten_with_its_last_message(self, rolled_back: psycopg.Connection) -> None:
+        put(rolled_back, State.SENT, coalesce_key="gone", age=2 * DAY)
+        put(rolled_back, coalesce_key="live")
+        assert maintenance.prune(rolled_back, DAY).coalesce_keys == 1
+        assert rolled_back.execute("SELECT coalesce_key FROM pgoutbox.coalesce").fetchall() == [("live",)]
+
+    def test_a_locked_message_is_left(self, operator: psycopg.Connection, connect: Connect) -> None:
+        message_id = put(operator, State.SENT, age=2 * DAY)
+        other = connect()
+        other.execute("SELECT FROM pgoutbox.message WHERE id = %s FOR UPDATE", (message_id,))
+        assert maintenance.prune(operator, DAY).total == 0
+
+    def test_each_batch_is_committed_by_itself(self, operator: psycopg.Connection, connect: Connect) -> None:
+        for _ in range(5):
+            put(operator, State.SENT, age=2 * DAY)
+        observer = connect(autocommit=True)
+        seen: list[tuple[int, int]] = []
+        maintenance.prune(
+            operator, DAY, batch_size=2, progress=lambda done: seen.append((done, count(observer, "message")))
+        )
+        assert seen == [(2, 3), (4, 1), (5, 0)]
+
+    @pytest.mark.parametrize("older_than", [timedelta(), -DAY, timedelta(days=36_501)])
+    def test_an_impossible_age_is_refused(self, rolled_back: psycopg.Connection, older_than: timedelta) -> None:
+        with pytest.raises(ConfigurationError, match="older_than"):
+            maintenance.prune(rolled_back, older_than)
+
+
+class TestQueues:
+    def test_pausing_twice_keeps_the_first_time(self, operator: psycopg.Connection) -> None:
+        paused_at = maintenance.pause_queue(operator, "bulk")
+        assert maintenance.pause_queue(operator, "bulk") == paused_at
+        assert maintenance.paused_queues(operator) == [("bulk", paused_at)]
+
+    def test_resume_tells_whether_it_was_paused(self, rolled_back: psycopg.Connection) -> None:
+        maintenance.pause_queue(rolled_back, "bulk")
+        assert maintenance.resume_queue(rolled_back, "bulk")
+        assert not maintenance.resume_queue(rolled_back, "bulk")
+        assert not maintenance.resume_queue(rolled_back, "default")
+        assert maintenance.paused_queues(rolled_back) == []
+
+    def test_resume_wakes_a_sleeping_worker(self, operator: psycopg.Connection, connect: Connect) -> None:
+        maintenance.pause_queue(operator, "default")
+        with sleeping_worker(connect) as rings:
+            maintenance.resume_queue(operator, "default")
+            assert rings() == ["default"]
