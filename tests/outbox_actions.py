@@ -1,0 +1,214 @@
+"""What a test does to an outbox: one function for each statement of `pgoutbox.sql`, on the connection of its choice.
+
+The statements are looked up when they run, so that a test which breaks one of them breaks these actions too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypedDict, Unpack
+
+from psycopg.rows import class_row
+from psycopg.types.json import Jsonb
+
+from pgoutbox import sql
+from pgoutbox.message import State
+from pgoutbox.store import ClaimedRow, HeldRow, Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from datetime import datetime
+
+    import psycopg
+
+LEASE_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one message's row says."""
+
+    id: int
+    state: str
+    attempt_count: int
+    max_attempts: int
+    worker: str | None
+    is_leased: bool
+    is_finished: bool
+    is_cancel_requested: bool
+    due_in_seconds: float
+    superseded_by: int | None
+    skip_reason: str | None
+    last_error: str | None
+
+
+class Options(TypedDict, total=False):
+    """Named arguments of `pgoutbox.enqueue`."""
+
+    queue: str
+    destination: str | None
+    coalesce_key: str | None
+    dedupe_key: str | None
+    available_at: datetime | None
+    expires_at: datetime | None
+    max_attempts: int
+    notify: bool
+
+
+def enqueue(
+    connection: psycopg.Connection, topic: str = "greet", payload: object = None, **arguments: Unpack[Options]
+) -> int:
+    """Enqueue by the SQL function; returns the message id."""
+    names = "".join(f", {name} => %({name})s" for name in arguments)
+    call = f"SELECT pgoutbox.enqueue(%(topic)s, %(payload)s{names})"
+    parameters = {"topic": topic, "payload": Jsonb(payload), **arguments}
+    (message_id,) = connection.execute(call.encode(), parameters).fetchone() or (0,)
+    return int(message_id)
+
+
+def claim(
+    connection: psycopg.Connection,
+    *,
+    queue: str = "default",
+    topics: Sequence[str] = ("greet",),
+    hold_topics: Sequence[str] = (),
+    total: int = 100,
+    fresh_limit: int | None = None,
+    fresh_floor: datetime | None = None,
+    retry_floor: datetime | None = None,
+    worker: str = "worker-1",
+) -> list[ClaimedRow]:
+    """Claim, and give the rows in the order of their ids."""
+    parameters = {
+        "queue": queue,
+        "topics": list(topics),
+        "hold_topics": list(hold_topics),
+        "total": total,
+        "fresh_limit": total if fresh_limit is None else fresh_limit,
+        "fresh_floor": fresh_floor,
+        "retry_floor": retry_floor,
+        "worker": worker,
+        "lease_seconds": LEASE_SECONDS,
+    }
+    rows = [ClaimedRow._make(row) for row in connection.execute(sql.CLAIM, parameters).fetchall()]
+    return sorted(rows, key=lambda row: row.id)
+
+
+def ids_in_flight(rows: Sequence[ClaimedRow]) -> list[int]:
+    """The ids of those claimed rows that are to be delivered."""
+    return [row.id for row in rows if row.state == State.SENDING]
+
+
+def finish_sent(connection: psycopg.Connection, *attempts: tuple[int, int]) -> set[int]:
+    """Finish attempts, each an id and its attempt count, as sent; the ids that were written."""
+    parameters = {"ids": [a[0] for a in attempts], "attempt_counts": [a[1] for a in attempts]}
+    return {row[0] for row in connection.execute(sql.FINISH_SENT_IF_HELD, parameters).fetchall()}
+
+
+def finish(connection: psycopg.Connection, *verdicts: Verdict) -> dict[int, State]:
+    """Finish attempts with other outcomes; the states that were reached."""
+    parameters = {
+        "ids": [v.id for v in verdicts],
+        "attempt_counts": [v.attempt_count for v in verdicts],
+        "outcomes": [v.outcome for v in verdicts],
+        "reasons": [v.reason for v in verdicts],
+        "delays": [v.delay_seconds for v in verdicts],
+    }
+    return {row[0]: State(row[1]) for row in connection.execute(sql.FINISH_IF_HELD, parameters).fetchall()}
+
+
+def renew(connection: psycopg.Connection, *attempts: tuple[int, int]) -> dict[int, HeldRow]:
+    """Renew the leases of attempts."""
+    parameters = {
+        "ids": [a[0] for a in attempts],
+        "attempt_counts": [a[1] for a in attempts],
+        "lease_seconds": LEASE_SECONDS,
+    }
+    return {row[0]: HeldRow._make(row) for row in connection.execute(sql.RENEW_IF_HELD, parameters).fetchall()}
+
+
+def watch(connection: psycopg.Connection, *attempts: tuple[int, int]) -> dict[int, HeldRow]:
+    """Look at attempts without writing."""
+    parameters = {"ids": [a[0] for a in attempts], "attempt_counts": [a[1] for a in attempts]}
+    return {row[0]: HeldRow._make(row) for row in connection.execute(sql.WATCH_IF_HELD, parameters).fetchall()}
+
+
+def cancel(connection: psycopg.Connection, message_id: int) -> str:
+    """Cancel by the SQL function; what it answered."""
+    (answer,) = connection.execute("SELECT pgoutbox.cancel(%s)", [message_id]).fetchone() or ("",)
+    return str(answer)
+
+
+def redrive(connection: psycopg.Connection, message_id: int) -> bool:
+    """Redrive one message; whether it was."""
+    rows = connection.execute(sql.REDRIVE, {"ids": [message_id]}).fetchall()
+    return bool(rows[0][1])
+
+
+def lapse(connection: psycopg.Connection, message_id: int) -> None:
+    """Age an attempt in flight so that its lease has just ended, as if its worker had died."""
+    connection.execute(
+        "UPDATE pgoutbox.message SET lease_expires_at = now() - interval '1 ms' WHERE id = %s AND state = 'sending'",
+        [message_id],
+    )
+
+
+def make_due(connection: psycopg.Connection, message_id: int) -> None:
+    """Age a pending message so that it is due."""
+    connection.execute(
+        "UPDATE pgoutbox.message_live SET available_at = now() - interval '1 ms' WHERE id = %s AND state = 'pending'",
+        [message_id],
+    )
+
+
+def expire(connection: psycopg.Connection, message_id: int) -> None:
+    """Age a message so that the time after which it must not be delivered has passed."""
+    connection.execute(
+        "UPDATE pgoutbox.message_live SET expires_at = now() - interval '1 ms' WHERE id = %s", [message_id]
+    )
+
+
+def row_of(connection: psycopg.Connection, message_id: int) -> Row:
+    """The row of one message."""
+    (row,) = rows_of(connection, message_id)
+    return row
+
+
+def rows_of(connection: psycopg.Connection, *message_ids: int) -> list[Row]:
+    """The rows of these messages, or of all, in the order of their ids."""
+    with connection.cursor(row_factory=class_row(Row)) as cursor:
+        cursor.execute(
+            """
+            SELECT
+                m.id,
+                m.state,
+                m.attempt_count,
+                m.max_attempts,
+                m.worker,
+                m.lease_expires_at IS NOT NULL AS is_leased,
+                m.finished_at IS NOT NULL AS is_finished,
+                m.cancel_requested_at IS NOT NULL AS is_cancel_requested,
+                extract(epoch FROM m.available_at - now())::float8 AS due_in_seconds,
+                m.superseded_by,
+                m.skip_reason,
+                m.last_error
+            FROM pgoutbox.message AS m
+            WHERE %(all)s OR m.id = ANY (%(ids)s)
+            ORDER BY m.id
+            """,
+            {"all": not message_ids, "ids": list(message_ids)},
+        )
+        return cursor.fetchall()
+
+
+def state_of(connection: psycopg.Connection, message_id: int) -> str:
+    """The state of one message."""
+    return row_of(connection, message_id).state
+
+
+def attempts_of(connection: psycopg.Connection, message_id: int) -> list[tuple[int, str, str | None]]:
+    """The history of one message: number, outcome and error of each attempt that is recorded."""
+    return connection.execute(
+        "SELECT attempt_count, outcome, error FROM pgoutbox.attempt WHERE message_id = %s ORDER BY attempt_count",
+        [message_id],
+    ).fetchall()

@@ -1,0 +1,341 @@
+"""CLAIM, rule by rule: what it takes, in which order, and what it ends instead of handing it over."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Unpack
+
+import pytest
+
+from pgoutbox import sql
+from pgoutbox.message import State
+from pgoutbox.store import ClaimedRow, Verdict
+from tests.outbox_actions import (
+    LEASE_SECONDS,
+    Options,
+    attempts_of,
+    cancel,
+    claim,
+    enqueue,
+    expire,
+    finish,
+    ids_in_flight,
+    lapse,
+    make_due,
+    row_of,
+    state_of,
+)
+
+if TYPE_CHECKING:
+    import psycopg
+
+    from tests.conftest import Connect
+
+
+def due_earlier(connection: psycopg.Connection, message_id: int, seconds: float) -> None:
+    connection.execute(
+        "UPDATE pgoutbox.message_live SET available_at = now() - make_interval(secs => %s) WHERE id = %s",
+        [seconds, message_id],
+    )
+
+
+def retried(connection: psycopg.Connection, **arguments: Unpack[Options]) -> int:
+    """A message that failed once and is due again."""
+    message_id = enqueue(connection, **arguments)
+    connection.execute(
+        "UPDATE pgoutbox.message_live SET attempt_count = 1, available_at = now() - interval '1 s' WHERE id = %s",
+        [message_id],
+    )
+    return message_id
+
+
+def in_flight(connection: psycopg.Connection, **arguments: Unpack[Options]) -> int:
+    """A message that somebody has claimed."""
+    message_id = enqueue(connection, **arguments)
+    assert message_id in ids_in_flight(claim(connection, worker="first"))
+    return message_id
+
+
+def lost(connection: psycopg.Connection, **arguments: Unpack[Options]) -> int:
+    """A message whose worker died."""
+    message_id = in_flight(connection, **arguments)
+    lapse(connection, message_id)
+    return message_id
+
+
+def test_a_claim_leases_the_message_and_counts_the_attempt(rolled_back: psycopg.Connection) -> None:
+    message_id = enqueue(rolled_back, payload={"name": "Ann"}, destination="mailto:ann@example.org")
+    (claimed,) = claim(rolled_back, worker="w")
+    assert (claimed.id, claimed.state, claimed.former_state, claimed.attempt_count) == (
+        message_id,
+        "sending",
+        "pending",
+        1,
+    )
+    assert (claimed.payload, claimed.destination, claimed.topic) == ({"name": "Ann"}, "mailto:ann@example.org", "greet")
+    assert row_of(rolled_back, message_id).worker == "w"
+    lease = rolled_back.execute("SELECT extract(epoch FROM lease_expires_at - now())::float8 FROM pgoutbox.message")
+    assert lease.fetchone() == (LEASE_SECONDS,)
+
+
+def test_the_answer_lists_what_the_dataclass_reads_in_its_order(rolled_back: psycopg.Connection) -> None:
+    enqueue(rolled_back)
+    parameters = {
+        "queue": "default",
+        "topics": ["greet"],
+        "hold_topics": [],
+        "total": 1,
+        "fresh_limit": 1,
+        "fresh_floor": None,
+        "retry_floor": None,
+        "worker": "w",
+        "lease_seconds": 1,
+    }
+    cursor = rolled_back.execute(sql.CLAIM, parameters)
+    assert cursor.description is not None
+    assert tuple(column.name for column in cursor.description) == ClaimedRow._fields
+
+
+def test_a_claimed_message_is_not_claimed_again_while_its_lease_lasts(rolled_back: psycopg.Connection) -> None:
+    in_flight(rolled_back)
+    assert claim(rolled_back, worker="second") == []
+
+
+def test_messages_are_taken_in_the_order_in_which_they_fell_due(rolled_back: psycopg.Connection) -> None:
+    first, second, third = (enqueue(rolled_back) for _ in range(3))
+    due_earlier(rolled_back, third, 20)
+    due_earlier(rolled_back, first, 10)
+    assert [ids_in_flight(claim(rolled_back, total=1)) for _ in range(3)] == [[third], [first], [second]]
+
+
+def test_messages_due_at_one_instant_are_taken_in_the_order_of_their_ids(rolled_back: psycopg.Connection) -> None:
+    ids = [enqueue(rolled_back) for _ in range(4)]
+    assert [ids_in_flight(claim(rolled_back, total=1)) for _ in range(4)] == [[i] for i in ids]
+
+
+def test_a_claim_takes_no_more_than_its_total(rolled_back: psycopg.Connection) -> None:
+    ids = [enqueue(rolled_back) for _ in range(5)]
+    assert ids_in_flight(claim(rolled_back, total=3)) == ids[:3]
+
+
+def test_a_message_is_not_taken_before_it_is_due(rolled_back: psycopg.Connection) -> None:
+    message_id = enqueue(rolled_back)
+    due_earlier(rolled_back, message_id, -1)
+    assert claim(rolled_back) == []
+
+
+def test_a_message_of_another_queue_is_left_alone(rolled_back: psycopg.Connection) -> None:
+    enqueue(rolled_back, queue="bulk")
+    assert claim(rolled_back) == []
+
+
+def test_a_topic_that_the_worker_does_not_know_is_left_alone(rolled_back: psycopg.Connection) -> None:
+    unknown = enqueue(rolled_back, topic="unknown")
+    known = enqueue(rolled_back)
+    assert ids_in_flight(claim(rolled_back)) == [known]
+    assert row_of(rolled_back, unknown).attempt_count == 0
+
+
+def test_a_paused_queue_is_not_claimed_in_either_lane(rolled_back: psycopg.Connection) -> None:
+    enqueue(rolled_back)
+    retried(rolled_back)
+    rolled_back.execute("INSERT INTO pgoutbox.queue (name, paused_at) VALUES ('default', now())")
+    assert claim(rolled_back) == []
+    rolled_back.execute("UPDATE pgoutbox.queue SET paused_at = NULL")
+    assert len(ids_in_flight(claim(rolled_back))) == 2
+
+
+def test_retries_fill_the_room_that_fresh_messages_leave(rolled_back: psycopg.Connection) -> None:
+    retries = [retried(rolled_back) for _ in range(3)]
+    fresh = [enqueue(rolled_back) for _ in range(2)]
+    assert ids_in_flight(claim(rolled_back, total=4)) == sorted([*fresh, *retries[:2]])
+
+
+def test_a_backlog_of_retries_does_not_stand_before_fresh_messages(rolled_back: psycopg.Connection) -> None:
+    for _ in range(10):
+        retried(rolled_back)
+    fresh = enqueue(rolled_back)
+    assert ids_in_flight(claim(rolled_back, total=1)) == [fresh]
+
+
+def test_the_fresh_limit_keeps_room_for_retries(rolled_back: psycopg.Connection) -> None:
+    enqueue(rolled_back)
+    retry = retried(rolled_back)
+    assert ids_in_flight(claim(rolled_back, total=1, fresh_limit=0)) == [retry]
+
+
+def test_a_floor_leaves_out_what_was_due_before_it(rolled_back: psycopg.Connection) -> None:
+    (now,) = rolled_back.execute("SELECT now()").fetchone() or (None,)
+    below, at_floor = enqueue(rolled_back), enqueue(rolled_back)
+    due_earlier(rolled_back, below, 5)
+    below_again = retried(rolled_back)
+    at_floor_again = retried(rolled_back)
+    due_earlier(rolled_back, at_floor_again, 0)
+    assert ids_in_flight(claim(rolled_back, fresh_floor=now, retry_floor=now)) == [at_floor, at_floor_again]
+    assert ids_in_flight(claim(rolled_back)) == [below, below_again]
+
+
+def test_the_floor_of_one_lane_does_not_move_the_other(rolled_back: psycopg.Connection) -> None:
+    (now,) = rolled_back.execute("SELECT now()").fetchone() or (None,)
+    fresh, retry = enqueue(rolled_back), retried(rolled_back)
+    due_earlier(rolled_back, fresh, 5)
+    assert ids_in_flight(claim(rolled_back, retry_floor=now)) == [fresh]
+    assert ids_in_flight(claim(rolled_back, fresh_floor=now)) == [retry]
+
+
+def test_a_superseded_message_ends_skipped_and_names_its_successor(rolled_back: psycopg.Connection) -> None:
+    older = enqueue(rolled_back, coalesce_key="k")
+    newer = enqueue(rolled_back, coalesce_key="k")
+    assert ids_in_flight(claim(rolled_back)) == [newer]
+    row = row_of(rolled_back, older)
+    assert (row.state, row.superseded_by, row.skip_reason) == ("skipped", newer, f"superseded by {newer}")
+    assert (row.attempt_count, row.is_finished) == (0, True)
+
+
+def test_a_key_of_another_topic_supersedes_nothing(rolled_back: psycopg.Connection) -> None:
+    greeting = enqueue(rolled_back, coalesce_key="k")
+    invoice = enqueue(rolled_back, topic="bill", coalesce_key="k")
+    assert ids_in_flight(claim(rolled_back, topics=["greet", "bill"])) == [greeting, invoice]
+
+
+def test_a_message_waits_while_its_predecessor_is_in_flight(rolled_back: psycopg.Connection) -> None:
+    predecessor = in_flight(rolled_back, coalesce_key="k")
+    successor = enqueue(rolled_back, coalesce_key="k")
+    other = enqueue(rolled_back, coalesce_key="other")
+    assert ids_in_flight(claim(rolled_back)) == [other]
+    finish(rolled_back, Verdict(predecessor, 1, "failed", "no"))
+    assert ids_in_flight(claim(rolled_back)) == [successor]
+
+
+def test_a_superseded_retry_is_skipped_though_its_successor_is_in_flight(rolled_back: psycopg.Connection) -> None:
+    older = retried(rolled_back, coalesce_key="k")
+    newer = enqueue(rolled_back, coalesce_key="k")
+    assert ids_in_flight(claim(rolled_back, fresh_limit=100, total=1)) == [newer]
+    assert claim(rolled_back)[0].state == State.SKIPPED
+    assert row_of(rolled_back, older).superseded_by == newer
+
+
+def test_a_lost_attempt_that_was_superseded_ends_skipped_and_frees_its_key(rolled_back: psycopg.Connection) -> None:
+    older = lost(rolled_back, coalesce_key="k")
+    newer = enqueue(rolled_back, coalesce_key="k")
+    assert ids_in_flight(claim(rolled_back)) == []
+    assert state_of(rolled_back, older) == State.SKIPPED
+    assert ids_in_flight(claim(rolled_back)) == [newer]
+
+
+def test_an_expired_message_ends_skipped(rolled_back: psycopg.Connection) -> None:
+    message_id = enqueue(rolled_back)
+    expire(rolled_back, message_id)
+    assert ids_in_flight(claim(rolled_back)) == []
+    row = row_of(rolled_back, message_id)
+    assert (row.state, row.skip_reason, row.superseded_by, row.attempt_count) == ("skipped", "expired", None, 0)
+
+
+def test_a_retry_that_has_expired_ends_skipped(rolled_back: psycopg.Connection) -> None:
+    message_id = retried(rolled_back)
+    expire(rolled_back, message_id)
+    assert claim(rolled_back)[0].state == State.SKIPPED
+
+
+def test_a_lost_attempt_is_recorded_and_made_again(rolled_back: psycopg.Connection) -> None:
+    message_id = lost(rolled_back)
+    (again,) = claim(rolled_back, worker="second")
+    assert (again.state, again.former_state, again.attempt_count) == ("sending", "sending", 2)
+    assert attempts_of(rolled_back, message_id) == [(1, "lost", "lease expired, outcome unknown")]
+    worker = rolled_back.execute("SELECT worker FROM pgoutbox.attempt").fetchone()
+    assert worker == ("first",)
+    assert row_of(rolled_back, message_id).last_error == "attempt 1: lease of first expired, outcome unknown"
+
+
+def test_a_lost_last_attempt_ends_failed(rolled_back: psycopg.Connection) -> None:
+    message_id = lost(rolled_back, max_attempts=1)
+    assert ids_in_flight(claim(rolled_back)) == []
+    row = row_of(rolled_back, message_id)
+    assert (row.state, row.attempt_count, row.is_leased) == ("failed", 1, False)
+    assert "outcome unknown" in (row.last_error or "")
+    assert attempts_of(rolled_back, message_id) == [(1, "lost", "lease expired, outcome unknown")]
+
+
+def test_a_lost_attempt_of_a_topic_on_hold_ends_failed_for_a_person(rolled_back: psycopg.Connection) -> None:
+    message_id = lost(rolled_back)
+    assert ids_in_flight(claim(rolled_back, hold_topics=["greet"])) == []
+    row = row_of(rolled_back, message_id)
+    assert (row.state, row.last_error) == ("failed", "attempt 1: lease of first expired, outcome unknown")
+
+
+def test_a_topic_on_hold_is_retried_after_an_attempt_that_failed_knowingly(rolled_back: psycopg.Connection) -> None:
+    message_id = retried(rolled_back)
+    assert ids_in_flight(claim(rolled_back, hold_topics=["greet"])) == [message_id]
+
+
+def test_a_lost_attempt_whose_message_was_cancelled_ends_cancelled(rolled_back: psycopg.Connection) -> None:
+    message_id = in_flight(rolled_back)
+    assert cancel(rolled_back, message_id) == "requested"
+    lapse(rolled_back, message_id)
+    assert ids_in_flight(claim(rolled_back)) == []
+    assert state_of(rolled_back, message_id) == State.CANCELLED
+    assert [outcome for _, outcome, _ in attempts_of(rolled_back, message_id)] == ["lost"]
+
+
+@pytest.mark.parametrize("claims", [1, 2, 5])
+def test_every_claim_counts_one_attempt_more(rolled_back: psycopg.Connection, claims: int) -> None:
+    message_id = in_flight(rolled_back)
+    for _ in range(claims - 1):
+        lapse(rolled_back, message_id)
+        claim(rolled_back)
+    assert row_of(rolled_back, message_id).attempt_count == claims
+
+
+def test_a_snoozed_message_keeps_counting_where_it_stood(rolled_back: psycopg.Connection) -> None:
+    message_id = in_flight(rolled_back)
+    finish(rolled_back, Verdict(message_id, 1, "snoozed", None, 0.0))
+    assert claim(rolled_back)[0].attempt_count == 2
+
+
+def test_rows_that_another_session_has_locked_are_passed_over(connect: Connect) -> None:
+    ours, theirs = connect(autocommit=True), connect()
+    locked = [enqueue(ours) for _ in range(20)]
+    free = [enqueue(ours) for _ in range(3)]
+    retry = retried(ours)
+    theirs.execute("SELECT FROM pgoutbox.message_live WHERE id = ANY (%s) FOR UPDATE", [locked])
+    assert ids_in_flight(claim(ours, total=10)) == [*free, retry]
+    theirs.rollback()
+    assert ids_in_flight(claim(ours)) == locked
+
+
+def test_the_next_due_time_looks_at_both_lanes_and_at_leases(rolled_back: psycopg.Connection) -> None:
+    def next_due() -> float | None:
+        (seconds,) = rolled_back.execute(sql.NEXT_DUE, {"queues": ["default", "bulk"]}).fetchone() or (None,)
+        return None if seconds is None else float(seconds)
+
+    assert next_due() is None
+    in_flight(rolled_back)
+    assert next_due() == LEASE_SECONDS
+    due_earlier(rolled_back, retried(rolled_back, queue="bulk"), -30)
+    assert next_due() == 30
+    due_earlier(rolled_back, enqueue(rolled_back), -10)
+    assert next_due() == 10
+
+
+def test_what_is_due_already_is_not_the_next_to_fall_due(rolled_back: psycopg.Connection) -> None:
+    enqueue(rolled_back)
+    message_id = retried(rolled_back)
+    make_due(rolled_back, message_id)
+    assert rolled_back.execute(sql.NEXT_DUE, {"queues": ["default"]}).fetchone() == (None,)
+
+
+def test_what_a_drain_waits_for_is_due_in_flight_or_to_be_retried(rolled_back: psycopg.Connection) -> None:
+    in_flight(rolled_back)
+    due_earlier(rolled_back, retried(rolled_back), -30)
+    enqueue(rolled_back)
+    due_earlier(rolled_back, enqueue(rolled_back), -30)
+    enqueue(rolled_back, topic="unknown")
+    enqueue(rolled_back, queue="bulk")
+
+    def owed() -> int:
+        parameters = {"queues": ["default"], "topics": ["greet"]}
+        (count,) = rolled_back.execute(sql.COUNT_OWED, parameters).fetchone() or (-1,)
+        return int(count)
+
+    assert owed() == 3
+    rolled_back.execute("INSERT INTO pgoutbox.queue (name, paused_at) VALUES ('default', now())")
+    assert owed() == 0

@@ -1,0 +1,315 @@
+"""The finish statements: what each outcome makes of the row, and that the fence lets nobody else write."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Unpack
+
+import pytest
+
+from pgoutbox import sql
+from pgoutbox.message import State
+from pgoutbox.store import Verdict
+from tests.outbox_actions import (
+    Options,
+    attempts_of,
+    cancel,
+    claim,
+    enqueue,
+    finish,
+    finish_sent,
+    ids_in_flight,
+    lapse,
+    redrive,
+    row_of,
+    state_of,
+)
+
+if TYPE_CHECKING:
+    import psycopg
+
+    from tests.conftest import Connect
+
+ASKED = ["retry", "snoozed", "released", "failed", "skipped"]
+
+
+def in_flight(connection: psycopg.Connection, **arguments: Unpack[Options]) -> int:
+    """A message in its first attempt."""
+    message_id = enqueue(connection, **arguments)
+    assert message_id in ids_in_flight(claim(connection))
+    return message_id
+
+
+def verdict(message_id: int, outcome: str, attempt_count: int = 1) -> Verdict:
+    reason = None if outcome in {"snoozed", "released"} else f"because {outcome}"
+    return Verdict(message_id, attempt_count, outcome, reason, 30.0 if outcome in {"retry", "snoozed"} else 0.0)
+
+
+def test_a_sent_message_is_final_and_keeps_its_attempt(rolled_back: psycopg.Connection) -> None:
+    message_id = in_flight(rolled_back)
+    assert finish_sent(rolled_back, (message_id, 1)) == {message_id}
+    row = row_of(rolled_back, message_id)
+    assert (row.state, row.attempt_count, row.worker) == ("sent", 1, "worker-1")
+    assert (row.is_leased, row.is_finished) == (False, True)
+    assert attempts_of(rolled_back, message_id) == []
+
+
+@pytest.mark.parametrize(
+    ("outcome", "state", "due_in_seconds", "last_error", "skip_reason"),
+    [
+        ("retry", "pending", 30, "because retry", None),
+        ("snoozed", "pending", 30, None, None),
+        ("released", "pending", 0, None, None),
+        ("failed", "failed", 0, "because failed", None),
+        ("skipped", "skipped", 0, None, "because skipped"),
+    ],
+)
+def test_an_outcome_becomes_its_state(
+    rolled_back: psycopg.Connection,
+    outcome: str,
+    state: str,
+    due_in_seconds: float,
+    last_error: str | None,
+    skip_reason: str | None,
+) -> None:
+    message_id = in_flight(rolled_back)
+    asked = verdict(message_id, outcome)
+    assert finish(rolled_back, asked) == {message_id: state}
+    row = row_of(rolled_back, message_id)
+    assert (row.state, row.attempt_count, row.is_leased) == (state, 1, False)
+    assert (row.due_in_seconds, row.last_error, row.skip_reason) == (due_in_seconds, last_error, skip_reason)
+    assert row.is_finished == (state != State.PENDING)
+    assert row.superseded_by is None
+    assert attempts_of(rolled_back, message_id) == [(1, outcome, asked.reason)]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "state"),
+    [
+        ("retry", "cancelled"),
+        ("snoozed", "cancelled"),
+        ("released", "cancelled"),
+        ("failed", "failed"),
+        ("skipped", "skipped"),
+    ],
+)
+def test_a_cancelled_message_never_becomes_pending_again(
+    rolled_back: psycopg.Connection, outcome: str, state: str
+) -> None:
+    message_id = in_flight(rolled_back)
+    assert cancel(rolled_back, message_id) == "requested"
+    assert finish(rolled_back, verdict(message_id, outcome)) == {message_id: state}
+    assert row_of(rolled_back, message_id).is_finished
+    assert [ended for _, ended, _ in attempts_of(rolled_back, message_id)] == [state]
+
+
+def test_a_cancelled_message_that_was_handed_over_all_the_same_ends_sent(rolled_back: psycopg.Connection) -> None:
+    message_id = in_flight(rolled_back)
+    cancel(rolled_back, message_id)
+    assert finish_sent(rolled_back, (message_id, 1)) == {message_id}
+    assert state_of(rolled_back, message_id) == State.SENT
+
+
+@pytest.mark.parametrize(
+    ("outcome", "state", "names_successor"),
+    [
+        ("retry", "skipped", True),
+        ("snoozed", "skipped", True),
+        ("released", "skipped", True),
+        ("failed", "failed", False),
+        ("skipped", "skipped", False),
+    ],
+)
+def test_a_superseded_message_never_becomes_pending_again(
+    rolled_back: psycopg.Connection, outcome: str, state: str, names_successor: bool
+) -> None:
+    message_id = in_flight(rolled_back, coalesce_key="k")
+    newer = enqueue(rolled_back, coalesce_key="k")
+    assert finish(rolled_back, verdict(message_id, outcome)) == {message_id: state}
+    row = row_of(rolled_back, message_id)
+    assert row.superseded_by == (newer if names_successor else None)
+    if names_successor:
+        assert row.skip_reason == f"superseded by {newer}"
+    assert [ended for _, ended, _ in attempts_of(rolled_back, message_id)] == [state]
+    assert ids_in_flight(claim(rolled_back)) == [newer]
+
+
+def test_a_message_that_was_handed_over_ends_sent_though_it_is_superseded(rolled_back: psycopg.Connection) -> None:
+    message_id = in_flight(rolled_back, coalesce_key="k")
+    enqueue(rolled_back, coalesce_key="k")
+    assert finish_sent(rolled_back, (message_id, 1)) == {message_id}
+
+
+def test_a_message_that_was_cancelled_and_superseded_ends_cancelled(rolled_back: psycopg.Connection) -> None:
+    message_id = in_flight(rolled_back, coalesce_key="k")
+    cancel(rolled_back, message_id)
+    enqueue(rolled_back, coalesce_key="k")
+    assert finish(rolled_back, verdict(message_id, "retry")) == {message_id: State.CANCELLED}
+    assert row_of(rolled_back, message_id).superseded_by is None
+
+
+@pytest.mark.parametrize(
+    ("outcome", "state"),
+    [
+        ("retry", "failed"),
+        ("snoozed", "pending"),
+        ("released", "pending"),
+        ("failed", "failed"),
+        ("skipped", "skipped"),
+    ],
+)
+def test_only_a_retry_needs_an_attempt_to_be_left(rolled_back: psycopg.Connection, outcome: str, state: str) -> None:
+    message_id = in_flight(rolled_back, max_attempts=1)
+    assert finish(rolled_back, verdict(message_id, outcome)) == {message_id: state}
+
+
+def test_the_last_retry_fails_with_its_error(rolled_back: psycopg.Connection) -> None:
+    message_id = in_flight(rolled_back, max_attempts=1)
+    finish(rolled_back, verdict(message_id, "retry"))
+    row = row_of(rolled_back, message_id)
+    assert (row.last_error, row.is_finished) == ("because retry", True)
+    assert attempts_of(rolled_back, message_id) == [(1, "failed", "because retry")]
+
+
+@pytest.mark.parametrize("outcome", ["snoozed", "released"])
+def test_what_uses_up_no_attempt_raises_the_budget_and_keeps_the_count(
+    rolled_back: psycopg.Connection, outcome: str
+) -> None:
+    message_id = in_flight(rolled_back, max_attempts=3)
+    finish(rolled_back, verdict(message_id, outcome))
+    row = row_of(rolled_back, message_id)
+    assert (row.attempt_count, row.max_attempts) == (1, 4)
+
+
+@pytest.mark.parametrize("outcome", ["retry", "failed", "skipped"])
+def test_what_uses_up_an_attempt_leaves_the_budget(rolled_back: psycopg.Connection, outcome: str) -> None:
+    message_id = in_flight(rolled_back, max_attempts=3)
+    finish(rolled_back, verdict(message_id, outcome))
+    row = row_of(rolled_back, message_id)
+    assert (row.attempt_count, row.max_attempts) == (1, 3)
+
+
+def test_a_retry_keeps_the_error_of_the_attempt_before_it_on_record(rolled_back: psycopg.Connection) -> None:
+    message_id = in_flight(rolled_back)
+    finish(rolled_back, Verdict(message_id, 1, "retry", "first", 0.0))
+    claim(rolled_back)
+    finish(rolled_back, Verdict(message_id, 2, "retry", "second", 0.0))
+    assert attempts_of(rolled_back, message_id) == [(1, "retry", "first"), (2, "retry", "second")]
+    assert row_of(rolled_back, message_id).last_error == "second"
+
+
+def test_outcomes_of_a_batch_are_written_side_by_side(rolled_back: psycopg.Connection) -> None:
+    ids = [in_flight(rolled_back) for _ in ASKED]
+    reached = finish(rolled_back, *(verdict(i, o) for i, o in zip(ids, ASKED, strict=True)))
+    assert list(reached.values()) == ["pending", "pending", "pending", "failed", "skipped"]
+    assert list(reached) == ids
+
+
+@pytest.mark.parametrize("outcome", [*ASKED, "sent"])
+@pytest.mark.parametrize("attempt_count", [0, 1, 3])
+def test_another_attempt_than_the_one_in_flight_changes_nothing(
+    rolled_back: psycopg.Connection, outcome: str, attempt_count: int
+) -> None:
+    message_id = in_flight(rolled_back)
+    lapse(rolled_back, message_id)
+    claim(rolled_back, worker="second")
+    before, history = row_of(rolled_back, message_id), attempts_of(rolled_back, message_id)
+    if outcome == "sent":
+        assert finish_sent(rolled_back, (message_id, attempt_count)) == set()
+    else:
+        assert finish(rolled_back, verdict(message_id, outcome, attempt_count)) == {}
+    assert row_of(rolled_back, message_id) == before
+    assert attempts_of(rolled_back, message_id) == history
+
+
+@pytest.mark.parametrize("outcome", [*ASKED, "sent"])
+@pytest.mark.parametrize("first", [*ASKED, "sent"])
+def test_an_attempt_that_has_ended_cannot_end_again(rolled_back: psycopg.Connection, first: str, outcome: str) -> None:
+    message_id = in_flight(rolled_back)
+
+    def end(outcome: str) -> bool:
+        if outcome == "sent":
+            return bool(finish_sent(rolled_back, (message_id, 1)))
+        return bool(finish(rolled_back, verdict(message_id, outcome)))
+
+    assert end(first)
+    before, history = row_of(rolled_back, message_id), attempts_of(rolled_back, message_id)
+    assert not end(outcome)
+    assert row_of(rolled_back, message_id) == before
+    assert attempts_of(rolled_back, message_id) == history
+
+
+@pytest.mark.parametrize("outcome", [*ASKED, "sent"])
+def test_an_attempt_from_before_a_redrive_changes_nothing(rolled_back: psycopg.Connection, outcome: str) -> None:
+    message_id = in_flight(rolled_back, max_attempts=1)
+    finish(rolled_back, verdict(message_id, "failed"))
+    assert redrive(rolled_back, message_id)
+    for claimed in (False, True):
+        if claimed:
+            assert claim(rolled_back)[0].attempt_count == 2
+        before = row_of(rolled_back, message_id)
+        if outcome == "sent":
+            assert finish_sent(rolled_back, (message_id, 1)) == set()
+        else:
+            assert finish(rolled_back, verdict(message_id, outcome)) == {}
+        assert row_of(rolled_back, message_id) == before
+
+
+def test_a_locked_row_is_left_out_and_the_others_are_sent(connect: Connect) -> None:
+    ours, theirs = connect(autocommit=True), connect()
+    first, locked, last = (in_flight(ours) for _ in range(3))
+    assert cancel(theirs, locked) == "requested"
+    assert finish_sent(ours, (first, 1), (locked, 1), (last, 1)) == {first, last}
+    theirs.commit()
+    assert finish_sent(ours, (locked, 1)) == {locked}
+
+
+def test_a_locked_row_is_left_out_and_the_others_are_finished(connect: Connect) -> None:
+    ours, theirs = connect(autocommit=True), connect()
+    first, locked, last = (in_flight(ours) for _ in range(3))
+    assert cancel(theirs, locked) == "requested"
+    asked = [verdict(i, "retry") for i in (first, locked, last)]
+    assert finish(ours, *asked) == {first: State.PENDING, last: State.PENDING}
+    assert attempts_of(ours, locked) == []
+    theirs.commit()
+    assert finish(ours, *asked) == {locked: State.CANCELLED}
+
+
+def standing(connection: psycopg.Connection, *attempts: tuple[int, int]) -> dict[int, str]:
+    parameters = {"ids": [a[0] for a in attempts], "attempt_counts": [a[1] for a in attempts]}
+    return {row[0]: row[1] for row in connection.execute(sql.STANDING, parameters).fetchall()}
+
+
+def test_an_attempt_stands_where_its_message_stands(rolled_back: psycopg.Connection) -> None:
+    sent, failed, held = (in_flight(rolled_back) for _ in range(3))
+    finish_sent(rolled_back, (sent, 1))
+    finish(rolled_back, verdict(failed, "failed"))
+    assert standing(rolled_back, (sent, 1), (failed, 1), (held, 1)) == {sent: "sent", failed: "failed", held: "sending"}
+
+
+def test_an_attempt_that_another_one_followed_stands_nowhere(rolled_back: psycopg.Connection) -> None:
+    message_id = in_flight(rolled_back)
+    lapse(rolled_back, message_id)
+    claim(rolled_back)
+    assert standing(rolled_back, (message_id, 1)) == {}
+
+
+def successors(connection: psycopg.Connection, message_id: int, coalesce_key: str = "k") -> list[str]:
+    parameters = {"ids": [message_id], "topics": ["greet"], "coalesce_keys": [coalesce_key]}
+    return [row[0] for row in connection.execute(sql.RING_FOR_SUCCESSORS, parameters).fetchall()]
+
+
+def test_the_queue_of_a_waiting_successor_is_named(rolled_back: psycopg.Connection) -> None:
+    message_id = in_flight(rolled_back, coalesce_key="k")
+    enqueue(rolled_back, coalesce_key="k", queue="bulk")
+    finish_sent(rolled_back, (message_id, 1))
+    assert successors(rolled_back, message_id) == ["bulk"]
+
+
+def test_without_a_successor_that_is_due_nobody_is_woken(rolled_back: psycopg.Connection) -> None:
+    message_id = in_flight(rolled_back, coalesce_key="k")
+    enqueue(rolled_back, coalesce_key="other")
+    finish_sent(rolled_back, (message_id, 1))
+    assert successors(rolled_back, message_id) == []
+    newer = enqueue(rolled_back, coalesce_key="k")
+    rolled_back.execute("UPDATE pgoutbox.message_live SET available_at = now() + interval '1 h' WHERE id = %s", [newer])
+    assert successors(rolled_back, message_id) == []

@@ -1,0 +1,95 @@
+"""The statements that prolong a lease and look after an attempt in flight."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import pytest
+
+from pgoutbox.store import HeldRow
+from tests.outbox_actions import (
+    LEASE_SECONDS,
+    cancel,
+    claim,
+    enqueue,
+    finish_sent,
+    lapse,
+    renew,
+    watch,
+)
+
+if TYPE_CHECKING:
+    import psycopg
+
+    from tests.conftest import Connect
+
+
+class Ask(Protocol):
+    """Either of the two statements."""
+
+    def __call__(self, connection: psycopg.Connection, *attempts: tuple[int, int]) -> dict[int, HeldRow]: ...
+
+
+def in_flight(connection: psycopg.Connection, *, coalesce_key: str | None = None) -> int:
+    message_id = enqueue(connection, coalesce_key=coalesce_key)
+    claim(connection)
+    return message_id
+
+
+def lease_left(connection: psycopg.Connection, message_id: int) -> float:
+    (seconds,) = connection.execute(
+        "SELECT extract(epoch FROM lease_expires_at - now())::float8 FROM pgoutbox.message_live WHERE id = %s",
+        [message_id],
+    ).fetchone() or (0.0,)
+    return float(seconds)
+
+
+def test_a_renewal_prolongs_the_lease_from_now_on(rolled_back: psycopg.Connection) -> None:
+    message_id = in_flight(rolled_back)
+    lapse(rolled_back, message_id)
+    assert renew(rolled_back, (message_id, 1)) == {message_id: HeldRow(message_id, False, False, True)}
+    assert lease_left(rolled_back, message_id) == LEASE_SECONDS
+
+
+def test_watching_changes_no_lease(rolled_back: psycopg.Connection) -> None:
+    message_id = in_flight(rolled_back)
+    assert watch(rolled_back, (message_id, 1)) == {message_id: HeldRow(message_id, False, False, True)}
+    lapse(rolled_back, message_id)
+    assert watch(rolled_back, (message_id, 1)) == {message_id: HeldRow(message_id, False, False, False)}
+    assert lease_left(rolled_back, message_id) < 0
+
+
+@pytest.mark.parametrize("ask", [renew, watch])
+def test_an_attempt_that_no_longer_holds_its_message_gets_no_answer(rolled_back: psycopg.Connection, ask: Ask) -> None:
+    sent, taken = in_flight(rolled_back), in_flight(rolled_back)
+    finish_sent(rolled_back, (sent, 1))
+    lapse(rolled_back, taken)
+    claim(rolled_back, worker="second")
+    assert ask(rolled_back, (sent, 1), (taken, 1)) == {}
+    assert lease_left(rolled_back, taken) == LEASE_SECONDS
+
+
+@pytest.mark.parametrize("ask", [renew, watch])
+def test_the_answer_tells_of_a_cancellation(rolled_back: psycopg.Connection, ask: Ask) -> None:
+    message_id = in_flight(rolled_back)
+    cancel(rolled_back, message_id)
+    assert ask(rolled_back, (message_id, 1)) == {message_id: HeldRow(message_id, True, False, True)}
+
+
+@pytest.mark.parametrize("ask", [renew, watch])
+def test_the_answer_tells_of_a_successor(rolled_back: psycopg.Connection, ask: Ask) -> None:
+    message_id = in_flight(rolled_back, coalesce_key="k")
+    enqueue(rolled_back, coalesce_key="k")
+    assert ask(rolled_back, (message_id, 1)) == {message_id: HeldRow(message_id, False, True, True)}
+
+
+def test_a_row_that_a_caller_is_cancelling_is_not_waited_for(connect: Connect) -> None:
+    ours, theirs = connect(autocommit=True), connect()
+    locked, free = in_flight(ours), in_flight(ours)
+    lapse(ours, locked)
+    lapse(ours, free)
+    cancel(theirs, locked)
+    answer = renew(ours, (locked, 1), (free, 1))
+    assert answer == {locked: HeldRow(locked, False, False, False), free: HeldRow(free, False, False, True)}
+    theirs.commit()
+    assert renew(ours, (locked, 1)) == {locked: HeldRow(locked, True, False, True)}
