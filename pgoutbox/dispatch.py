@@ -13,22 +13,23 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
-from typing import Generic, Literal, TypeVar, cast
+from typing import Literal, cast
 
 import psycopg
 from psycopg.rows import TupleRow
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.message import Message, Outcome, P, Permanent, Sent, Skip, Snooze, Transient
+from pgoutbox.message import Message, Outcome, Permanent, Sent, Skip, Snooze, Transient
 from pgoutbox.retry import MAX_DELAY_SECONDS, RetryPolicy
 from pgoutbox.transports import Content, Transport, scheme_of
 
 MAX_TEXT_LENGTH = 4_000
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
+_NOT_TRANSACTIONAL = "ctx.connection is for transactional handlers: register this one with transactional=True"
+
 OnUnknown = Literal["retry", "hold"]
-C = TypeVar("C")
 
 
 def elapsed_clock() -> float:
@@ -65,7 +66,7 @@ class Handler:
         permanent_errors: Sequence[type[BaseException]],
         payload_model: type[BaseModel] | None,
     ) -> Handler:
-        """Check a registration; a mistake is a `ConfigurationError` when the application starts, not a failed attempt."""
+        """Check a registration: a mistake is a `ConfigurationError` at start-up, not a failed attempt."""
         name = getattr(function, "__qualname__", repr(function))
         _check_signature(function, name, topic)
         if timeout_seconds is not None and not (math.isfinite(timeout_seconds) and timeout_seconds > 0):
@@ -115,21 +116,17 @@ def _is_async(function: Callable[..., object]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004 - a callable object may have an async __call__
 
 
-class Context(Generic[C]):
-    """One attempt, from its claim to its finish, as an async handler sees it.
+class Context:
+    """One attempt, from its claim to its finish, as an async handler sees it."""
 
-    `connection` is set in transactional handlers only: write with it, do not commit, and the writes and the completion
-    of the message commit together or not at all.
-    """
-
-    __slots__ = ("_ensure", "claimed_at", "connection", "done", "handler", "leased_at", "message", "overtaken")
+    __slots__ = ("_connection", "_ensure", "claimed_at", "done", "handler", "leased_at", "message", "overtaken")
 
     def __init__(
         self,
         message: Message[object],
         handler: Handler,
         leased_at: float,
-        ensure: Callable[[Context[C]], Awaitable[None]],
+        ensure: Callable[[Context], Awaitable[None]],
     ) -> None:
         self.message = message
         self.handler = handler
@@ -137,7 +134,7 @@ class Context(Generic[C]):
         self.claimed_at = elapsed_clock()
         self.overtaken: str | None = None
         self.done = False
-        self.connection: C | None = None
+        self._connection: psycopg.AsyncConnection[TupleRow] | None = None
         self._ensure = ensure
 
     @property
@@ -148,6 +145,20 @@ class Context(Generic[C]):
         """
         return self.overtaken is not None
 
+    @property
+    def connection(self) -> psycopg.AsyncConnection[TupleRow]:
+        """The transaction of a transactional handler: write with it and do not commit.
+
+        What is written and the completion of the message commit together or not at all.
+        """
+        if self._connection is None:
+            raise ConfigurationError(_NOT_TRANSACTIONAL)
+        return self._connection
+
+    def join(self, connection: psycopg.AsyncConnection[TupleRow]) -> None:
+        """Give the handler its transaction. For the worker."""
+        self._connection = connection
+
     async def ensure_lease(self) -> None:
         """Prolong the lease right before a side effect, or raise `LeaseLostError`.
 
@@ -157,15 +168,27 @@ class Context(Generic[C]):
         await self._ensure(self)
 
 
-class SyncContext(Generic[C]):
+class SyncContext:
     """One attempt, as a handler in a thread sees it: `Context` without `await`."""
 
-    __slots__ = ("_context", "_loop", "connection")
+    __slots__ = ("_connection", "_context", "_loop")
 
-    def __init__(self, context: Context[object], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        context: Context,
+        loop: asyncio.AbstractEventLoop,
+        connection: psycopg.Connection[TupleRow] | None = None,
+    ) -> None:
         self._context = context
         self._loop = loop
-        self.connection: C | None = None
+        self._connection = connection
+
+    @property
+    def connection(self) -> psycopg.Connection[TupleRow]:
+        """The transaction of a transactional handler: write with it and do not commit."""
+        if self._connection is None:
+            raise ConfigurationError(_NOT_TRANSACTIONAL)
+        return self._connection
 
     @property
     def cancelled(self) -> bool:
@@ -177,10 +200,6 @@ class SyncContext(Generic[C]):
         asyncio.run_coroutine_threadsafe(self._context.ensure_lease(), self._loop).result()
 
 
-AsyncContext = Context[psycopg.AsyncConnection[TupleRow]]
-ThreadContext = SyncContext[psycopg.Connection[TupleRow]]
-
-
 class Dispatcher:
     """Runs handlers and sends what they render."""
 
@@ -188,7 +207,7 @@ class Dispatcher:
         self._transports = transports
         self._threads = threads
 
-    async def run(self, context: Context[object], watch_thread: Callable[[Future[object]], None]) -> Outcome:
+    async def run(self, context: Context, watch_thread: Callable[[Future[object]], None]) -> Outcome:
         """One attempt of one message. `watch_thread` is given the future of the thread, if one is used."""
         handler = context.handler
         try:
@@ -204,12 +223,12 @@ class Dispatcher:
             return outcome_of_error(handler, error)
 
     async def run_batch(
-        self, contexts: Sequence[Context[object]], watch_thread: Callable[[Future[object]], None]
+        self, contexts: Sequence[Context], watch_thread: Callable[[Future[object]], None]
     ) -> list[Outcome]:
         """One attempt of several messages of one handler; an outcome for each, in their order."""
         handler = contexts[0].handler
         outcomes: dict[int, Outcome] = {}
-        parsed: list[tuple[Message[object], Context[object]]] = []
+        parsed: list[tuple[Message[object], Context]] = []
         for context in contexts:
             try:
                 parsed.append((handler.parse(context.message), context))
@@ -226,7 +245,7 @@ class Dispatcher:
         self,
         handler: Handler,
         messages: list[Message[object]],
-        contexts: list[Context[object]],
+        contexts: list[Context],
         watch_thread: Callable[[Future[object]], None],
     ) -> Sequence[object]:
         try:
@@ -235,7 +254,7 @@ class Dispatcher:
             else:
                 loop = asyncio.get_running_loop()
                 future = self._threads.submit(handler.function, messages, [SyncContext(c, loop) for c in contexts])
-                watch_thread(cast("Future[object]", future))
+                watch_thread(future)
                 results = await asyncio.wrap_future(future)
         except BaseException as error:  # noqa: BLE001 - whatever a handler raises is the outcome of its attempt
             return [outcome_of_error(handler, error)] * len(messages)
@@ -250,10 +269,10 @@ class Dispatcher:
         self,
         handler: Handler,
         message: Message[object],
-        context: Context[object],
+        context: Context,
         watch_thread: Callable[[Future[object]], None],
     ) -> object:
-        thread_context: SyncContext[object] = SyncContext(context, asyncio.get_running_loop())
+        thread_context = SyncContext(context, asyncio.get_running_loop())
         future = self._threads.submit(handler.function, message, thread_context)
         watch_thread(future)
         return await asyncio.wrap_future(future)
@@ -326,19 +345,3 @@ def bounded_delay(seconds: float) -> float:
     if not math.isfinite(seconds):
         return MAX_DELAY_SECONDS
     return min(max(seconds, 0.0), MAX_DELAY_SECONDS)
-
-
-__all__ = [
-    "AsyncContext",
-    "Context",
-    "Dispatcher",
-    "Handler",
-    "P",
-    "SyncContext",
-    "ThreadContext",
-    "bounded_delay",
-    "clean_text",
-    "describe",
-    "elapsed_clock",
-    "outcome_of_error",
-]

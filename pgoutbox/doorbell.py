@@ -13,6 +13,7 @@ import enum
 import logging
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import LiteralString
 
 import psycopg
 from psycopg.rows import TupleRow
@@ -30,7 +31,8 @@ class Bell(enum.Enum):
     """How the try to arm the bells of some queues went, worst case first."""
 
     PRODUCERS = "producers"  # Enqueuing transactions are open: look again when they have committed.
-    ARMED = "armed"  # Every later commit rings, or another sleeper's bell rings for all.
+    ARMED = "armed"  # From now on every commit rings, or another sleeper's bell rings for all: look once more.
+    STILL_ARMED = "still armed"  # As it was before the last claim.
     DOWN = "down"  # No listener: only the sweep is left.
 
 
@@ -74,7 +76,7 @@ class Doorbell:
         if self._connection is None:
             return Bell.DOWN
         if not unarmed:
-            return Bell.ARMED
+            return Bell.STILL_ARMED
         rows = await self._ask(sql.ARM, {"queues": unarmed})
         if rows is None:
             return Bell.DOWN
@@ -87,7 +89,7 @@ class Doorbell:
             queues, self._armed = sorted(self._armed), set()
             await self._ask(sql.DISARM, {"queues": queues})
 
-    async def _ask(self, statement: str, parameters: dict[str, object]) -> list[TupleRow] | None:
+    async def _ask(self, statement: LiteralString, parameters: dict[str, object]) -> list[TupleRow] | None:
         """Rows, or None when the listener did not answer in time and is therefore given up."""
         async with self._turn:
             connection = self._connection
@@ -95,7 +97,7 @@ class Doorbell:
                 return None
             try:
                 async with self._reading_suspended(connection), asyncio.timeout(self._settings.probe_timeout_seconds):
-                    cursor = await connection.execute(statement, parameters)  # type: ignore[arg-type] # constants of sql.py
+                    cursor = await connection.execute(statement, parameters)
                     return await cursor.fetchall() if cursor.description is not None else []
             except (psycopg.Error, OSError) as error:
                 self._lose(error)

@@ -8,6 +8,7 @@ stale owner writes is refused by the fence, not by this.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import threading
@@ -27,13 +28,14 @@ _WATCH_SECONDS = 1.0
 class LeaseKeeper:
     """Keeps the leases of the attempts in `held`, which the worker fills and empties on its own thread."""
 
-    def __init__(self, settings: Settings, held: Mapping[int, Context[object]], telemetry: Telemetry) -> None:
+    def __init__(self, settings: Settings, held: Mapping[int, Context], telemetry: Telemetry) -> None:
         self._settings = settings
         self._held = held
         self._telemetry = telemetry
         self._link = Link(settings.require_dsn(), settings, purpose="ensure lease")
-        self._turn = asyncio.Lock()
-        self._stop = threading.Event()
+        self._stopping = threading.Event()
+        self._stopped: asyncio.Event | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="pgoutbox-lease", daemon=True)
 
     def start(self) -> None:
@@ -42,19 +44,20 @@ class LeaseKeeper:
 
     async def stop(self) -> None:
         """End the thread and close both connections."""
-        self._stop.set()
+        self._stopping.set()
+        if self._loop is not None and self._stopped is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._stopped.set)
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join)
         await self._link.close()
 
-    async def ensure(self, context: Context[object]) -> None:
+    async def ensure(self, context: Context) -> None:
         """Prolong one lease at once, on the event loop; `LeaseLostError` if there is nothing left to prolong."""
         asked_at = elapsed_clock()
         message = context.message
-        async with self._turn:
-            rows = await renew(
-                self._link, [message.id], [message.attempt_count], lease_seconds=self._settings.lease_seconds
-            )
+        rows = await renew(
+            self._link, [message.id], [message.attempt_count], lease_seconds=self._settings.lease_seconds
+        )
         self._tell(context, rows.get(message.id), asked_at)
         if context.overtaken is not None:
             raise LeaseLostError(f"message {message.id}, attempt {message.attempt_count}: {context.overtaken}")
@@ -68,7 +71,12 @@ class LeaseKeeper:
         tick = min(_WATCH_SECONDS, settings.renew_interval_seconds / 2)
         failing = False
         pause = tick
-        while not await asyncio.to_thread(self._stop.wait, pause):
+        self._stopped = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        while not self._stopping.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await self._stopped.wait()
             pause = tick
             try:
                 await self._keep_once(link)
@@ -107,7 +115,7 @@ class LeaseKeeper:
             for context in part:
                 self._tell(context, rows.get(context.message.id), context.leased_at)
 
-    def _tell(self, context: Context[object], row: HeldRow | None, asked_at: float) -> None:
+    def _tell(self, context: Context, row: HeldRow | None, asked_at: float) -> None:
         if row is not None and row.in_lease:
             context.leased_at = max(context.leased_at, asked_at)
         if context.done:
@@ -132,5 +140,5 @@ class LeaseKeeper:
             )
 
 
-def _ids_and_counts(contexts: list[Context[object]]) -> tuple[list[int], list[int]]:
+def _ids_and_counts(contexts: list[Context]) -> tuple[list[int], list[int]]:
     return [c.message.id for c in contexts], [c.message.attempt_count for c in contexts]

@@ -42,7 +42,9 @@ class Settings(BaseSettings):
     sweep_seconds: float = Field(60.0, ge=0.1, le=3_600, description="The longest a worker sleeps without looking.")
     probe_seconds: float = Field(10.0, ge=0.5, le=600, description="How often the idle listener is probed.")
     probe_timeout_seconds: float = Field(4.0, ge=0.1, le=60, description="When an unanswered probe means a dead link.")
-    concurrency: int = Field(50, ge=1, le=5_000, description="Attempts under way at once in one process; sync handlers get a thread each.")
+    concurrency: int = Field(
+        50, ge=1, le=5_000, description="Attempts under way at once in one process; sync handlers get a thread each."
+    )
     batch_size: int = Field(200, ge=1, le=5_000, description="Messages per claim or finish statement, at most.")
     handler_timeout_seconds: float | None = Field(
         None, gt=0, le=86_400, description="Time limit of one attempt, unless the handler has its own. None: no limit."

@@ -37,7 +37,7 @@ RELEASED: Final = Released()
 ALREADY_FINISHED: Final = AlreadyFinished()
 Ending = Outcome | Released | AlreadyFinished
 
-Work = Sequence[Context[object]]
+Work = Sequence[Context]
 ThreadWatch = Callable[[Future[object]], None]
 
 
@@ -69,7 +69,7 @@ class Slots:
         *,
         concurrency: int,
         default_timeout_seconds: float | None,
-        on_outcome: Callable[[Context[object], Ending], None],
+        on_outcome: Callable[[Context, Ending], None],
         telemetry: Telemetry,
     ) -> None:
         self._run = run

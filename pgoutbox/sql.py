@@ -403,9 +403,9 @@ SELECT f.id, f.state
 FROM finished AS f
 """
 
-# Where the messages of these attempts stand, unless a later attempt has begun: what a finish that wrote less than it was
-# asked to write wants to know. `sending` means that the row was locked; any other state, that an earlier try of the
-# same finish was committed and its answer lost.
+# Where the messages of these attempts stand, unless a later attempt has begun: what a finish that wrote less than it
+# was asked to write wants to know. `sending` means that the row was locked; any other state, that an earlier try of
+# the same finish was committed and its answer lost.
 STANDING: Final[LiteralString] = """
 SELECT m.id, m.state
 FROM unnest(%(ids)s::bigint[], %(attempt_counts)s::integer[]) AS o(id, attempt_count)

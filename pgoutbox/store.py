@@ -43,7 +43,7 @@ def is_passing(error: BaseException) -> bool:
 
 
 class Link:
-    """One connection, opened on first use and replaced after it broke. Serves one task at a time.
+    """One connection, opened on first use and replaced after it broke; statements take turns on it.
 
     Each statement has a deadline on this side too, because a server behind a dead network never answers.
     """
@@ -53,6 +53,7 @@ class Link:
         self._settings = settings
         self._purpose = purpose
         self._connection: psycopg.AsyncConnection[TupleRow] | None = None
+        self._turn = asyncio.Lock()
         self._deadline_seconds = settings.statement_timeout_seconds + settings.connect_timeout_seconds
 
     async def fetch(self, statement: LiteralString, parameters: Mapping[str, object]) -> list[TupleRow]:
@@ -60,18 +61,20 @@ class Link:
 
         After an error that broke the connection, or when the deadline passed, the next call opens another one.
         """
-        connection = await self._open()
-        try:
-            async with asyncio.timeout(self._deadline_seconds):
-                if self._settings.listen:
-                    cursor = await connection.execute(statement, parameters, prepare=True, binary=True)
-                    return await cursor.fetchall() if cursor.description is not None else []
-                return await self._fetch_through_pooler(connection, statement, parameters)
-        except BaseException as error:
-            keeps = isinstance(error, psycopg.Error) and not connection.closed and error.sqlstate != "25006"
-            if not keeps:
-                await self.close()
-            raise
+        async with self._turn:
+            connection = await self._open()
+            try:
+                async with asyncio.timeout(self._deadline_seconds):
+                    if self._settings.listen:
+                        cursor = await connection.execute(statement, parameters, prepare=True, binary=True)
+                        return await cursor.fetchall() if cursor.description is not None else []
+                    return await self._fetch_through_pooler(connection, statement, parameters)
+            except BaseException as error:
+                # A session that has become read-only is a server that has become a standby: connect anew.
+                keeps = isinstance(error, psycopg.Error) and not connection.closed and error.sqlstate != "25006"
+                if not keeps:
+                    await self.close()
+                raise
 
     async def _fetch_through_pooler(
         self,
@@ -242,7 +245,7 @@ class Store:
     async def finish_sent(self, ids: Sequence[int], attempt_counts: Sequence[int]) -> dict[int, State]:
         """Finish these attempts as sent; the answer holds those that still held their message."""
         rows = await self._finishes.fetch(sql.FINISH_SENT_IF_HELD, {"ids": ids, "attempt_counts": attempt_counts})
-        return {row[0]: State.SENT for row in rows}
+        return dict.fromkeys((row[0] for row in rows), State.SENT)
 
     async def finish(self, verdicts: Sequence[Verdict]) -> dict[int, State]:
         """Finish these attempts; the answer holds the state that each message reached, if the attempt still held it."""

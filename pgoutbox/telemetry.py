@@ -9,6 +9,8 @@ import enum
 import logging
 from collections import Counter
 
+from pgoutbox.message import State
+
 
 class Event(enum.StrEnum):
     """Everything that is worth a log line or a count."""
@@ -37,6 +39,20 @@ class Event(enum.StrEnum):
     PROCESS_STARTED = "process_started"
     PROCESS_DIED = "process_died"
     ENQUEUE_FAILED = "enqueue_failed"
+
+
+_EVENT_OF_STATE = {
+    State.PENDING: Event.RETRY,
+    State.SENT: Event.SENT,
+    State.FAILED: Event.FAILED,
+    State.SKIPPED: Event.SKIPPED,
+    State.CANCELLED: Event.CANCELLED,
+}
+
+
+def event_of_state(state: State) -> Event:
+    """The event that an attempt's end in this state is reported as."""
+    return _EVENT_OF_STATE[state]
 
 
 class Telemetry:

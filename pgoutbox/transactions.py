@@ -40,7 +40,7 @@ class Transactions:
         self._pool: psycopg_pool.AsyncConnectionPool[psycopg.AsyncConnection[TupleRow]] | None = None
         self._sync_pool: psycopg_pool.ConnectionPool[psycopg.Connection[TupleRow]] | None = None
 
-    async def run(self, context: Context[object], watch_thread: ThreadWatch) -> Ending:
+    async def run(self, context: Context, watch_thread: ThreadWatch) -> Ending:
         """One attempt in a transaction of its own. Whatever is not `Sent` rolls it back."""
         try:
             if context.handler.is_async:
@@ -53,10 +53,10 @@ class Transactions:
             return outcome_of_error(context.handler, error)
         return ALREADY_FINISHED
 
-    async def _run_async(self, context: Context[object], watch_thread: ThreadWatch) -> None:
+    async def _run_async(self, context: Context, watch_thread: ThreadWatch) -> None:
         pool = await self._open_pool()
         async with pool.connection() as connection:
-            context.connection = connection
+            context.join(connection)
             outcome = await self._dispatcher.run(context, watch_thread)
             if not isinstance(outcome, Sent):
                 raise _NotSentError(outcome)
@@ -65,17 +65,15 @@ class Transactions:
             if not await complete_within(connection, message.id, message.attempt_count):
                 raise _lost(message)
 
-    async def _run_in_thread(self, context: Context[object], watch_thread: ThreadWatch) -> None:
+    async def _run_in_thread(self, context: Context, watch_thread: ThreadWatch) -> None:
         pool = self._open_sync_pool()
         loop = asyncio.get_running_loop()
         handler = context.handler
         message = handler.parse(context.message)
 
         def work() -> None:
-            thread_context: SyncContext[object] = SyncContext(context, loop)
             with pool.connection() as connection:
-                thread_context.connection = connection
-                result = handler.function(message, thread_context)
+                result = handler.function(message, SyncContext(context, loop, connection))
                 sending = asyncio.run_coroutine_threadsafe(self._dispatcher.conclude(message, result), loop)
                 outcome = sending.result()
                 if not isinstance(outcome, Sent):

@@ -18,33 +18,30 @@ import random
 import re
 import secrets
 import socket
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal, assert_never
+from typing import Literal
 
 import psycopg
 
 from pgoutbox.dispatch import (
     Context,
     Dispatcher,
-    Handler,
-    bounded_delay,
-    clean_text,
     elapsed_clock,
     outcome_of_error,
 )
 from pgoutbox.doorbell import Bell, Doorbell
 from pgoutbox.errors import ConfigurationError, LeaseLostError, SchemaError
+from pgoutbox.finisher import Finisher
 from pgoutbox.lanes import Lanes
 from pgoutbox.lease import LeaseKeeper
-from pgoutbox.message import Message, Permanent, Sent, Skip, Snooze, State, Transient
+from pgoutbox.message import Message, State
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import Settings
-from pgoutbox.slots import ALREADY_FINISHED, RELEASED, AlreadyFinished, Ending, Released, Slots, ThreadWatch, Work
-from pgoutbox.store import MIGRATE_HINT, ClaimedRow, Store, Verdict, is_passing
-from pgoutbox.telemetry import Event, Telemetry
+from pgoutbox.slots import RELEASED, Ending, Slots, ThreadWatch, Work
+from pgoutbox.store import MIGRATE_HINT, ClaimedRow, Store, is_passing
+from pgoutbox.telemetry import Event, Telemetry, event_of_state
 from pgoutbox.transactions import Transactions
 from pgoutbox.transports import Transport
 
@@ -55,6 +52,7 @@ Mode = Literal["run", "once", "drain"]
 _MAX_PAUSE_SECONDS = 5.0
 _MAX_PRODUCERS_PAUSE_SECONDS = 0.1
 _LISTENER_DOWN_SWEEP_SECONDS = 1.0
+_FOREIGN_WORK_SECONDS = 1.0
 _PATIENCE_SECONDS = 0.1
 _RING_SECONDS = 1.0
 _FRUITLESS_WAKES = 20
@@ -121,24 +119,24 @@ class Worker:
         self.name = self._settings.worker_name or f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
         self.telemetry = Telemetry(_log)
         self._transports = dict(transports) if transports is not None else outbox.transports_for(self._settings)
-        self._held: dict[int, Context[object]] = {}
-        self._outcomes: deque[tuple[Context[object], Ending]] = deque()
+        self._held: dict[int, Context] = {}
         self._prefetch = 0
         self._stopping = False
         self._work_ahead = False
-        self._rung = False
+        self._look_from_beginning = True
+        self._was_rung = False
         self._rang_at = 0.0
         self._fruitless_count = 0
+        self._woke_in_silence = False
         self._database_down = False
         self._pause = 0.0
         self._wake = asyncio.Event()  # There may be something to claim, or the worker is to stop.
         self._progress = asyncio.Event()  # An attempt has ended, or its end is written.
-        self._outcome_ready = asyncio.Event()
 
     # --- lifecycle ----------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Work until `stop()`. Raises `ConfigurationError` or `SchemaError` where the database cannot be worked with."""
+        """Work until `stop()`. A database that cannot be worked with is a `ConfigurationError` or `SchemaError`."""
         async with self._running(listen=self._settings.listen):
             await self._work()
 
@@ -158,7 +156,9 @@ class Worker:
                 if not await self._store.count_owed(self._queue_names, self._topics):
                     return
                 due = await self._store.next_due_seconds(self._queue_names)
-                await self._sleep(_LISTENER_DOWN_SWEEP_SECONDS if due is None else min(due, self._settings.sweep_seconds))
+                await self._sleep(
+                    _LISTENER_DOWN_SWEEP_SECONDS if due is None else min(due, self._settings.sweep_seconds)
+                )
 
     def stop(self) -> None:
         """Begin to stop: claim nothing more, wait for handlers up to the grace time, release the rest. Idempotent.
@@ -178,11 +178,19 @@ class Worker:
         self._threads = ThreadPoolExecutor(settings.concurrency, thread_name_prefix="pgoutbox-handler")
         self._dispatcher = Dispatcher(self._transports, self._threads)
         self._transactions = Transactions(settings, self._dispatcher, self._threads)
+        self._finisher = Finisher(
+            self._store,
+            self._held,
+            batch_size=settings.batch_size,
+            on_progress=self._progress.set,
+            on_successor=self._on_successor,
+            telemetry=self.telemetry,
+        )
         self._slots = Slots(
             self._run_attempts,
             concurrency=settings.concurrency,
             default_timeout_seconds=settings.handler_timeout_seconds,
-            on_outcome=self._collect,
+            on_outcome=self._finisher.collect,
             telemetry=self.telemetry,
         )
         self._bell = Doorbell(settings, self._on_ring, self.telemetry) if listen else None
@@ -192,8 +200,8 @@ class Worker:
             self._keeper.start()
             if self._bell is not None:
                 await self._bell.start()
-            self._finisher = asyncio.create_task(self._finish_forever(), name="pgoutbox-finisher")
-            self._finisher.add_done_callback(lambda _: self.stop())
+            self._finishing = asyncio.create_task(self._finisher.run(), name="pgoutbox-finisher")
+            self._finishing.add_done_callback(lambda _: self.stop())
             self.telemetry.report(
                 logging.INFO, Event.WORKER_STARTED, "worker started", worker=self.name, queues=self._queue_names
             )
@@ -212,12 +220,15 @@ class Worker:
             async with asyncio.timeout_at(deadline):
                 await self._until_idle(finished=False)
         await self._slots.stop()
+        for context in [context for context in self._held.values() if not context.done]:
+            context.done = True  # Its handler has ignored its cancellation.
+            self._finisher.collect(context, RELEASED)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(5.0, deadline - asyncio.get_running_loop().time())):
                 await self._until_idle(finished=True)
-        self._finisher.cancel()
+        self._finishing.cancel()
         with contextlib.suppress(asyncio.CancelledError):
-            await self._finisher  # An error that ended it ends the worker.
+            await self._finishing  # An error that ended it ends the worker.
 
     async def _close(self) -> None:
         if self._bell is not None:
@@ -231,7 +242,7 @@ class Worker:
 
     async def _until_idle(self, *, finished: bool) -> None:
         """Wait until no handler runs, and with `finished` until every outcome is written."""
-        while self._slots.open_count or (finished and self._held and not self._finisher.done()):
+        while self._slots.open_count or (finished and self._held and not self._finishing.done()):
             self._progress.clear()
             await self._progress.wait()
 
@@ -246,10 +257,11 @@ class Worker:
                 await self._ring_if_saturated()
                 await self._progress.wait()
                 continue
-            found = await self._claim_round(room, from_beginning=self._take_ring())
+            from_beginning, self._look_from_beginning = self._look_from_beginning, False
+            found = await self._claim_round(room, from_beginning=from_beginning)
             if found is None:
-                continue
-            if found:
+                self._look_from_beginning = True
+            elif found:
                 await self._stay_awake()
             else:
                 await self._rest()
@@ -270,14 +282,17 @@ class Worker:
             from_beginning = found == 0
 
     def _room(self) -> int:
-        """How many messages to claim now: a batch's worth, or none while enough wait for their handlers."""
+        """How many messages to claim now: a batch's worth, or none while enough wait for their handlers.
+
+        More than the handlers can take at once are claimed only while they keep up: the surplus doubles when it was
+        used up although more was waiting in the table, and halves when a message waited long in this process.
+        """
         slots = self._slots
         settings = self._settings
-        if slots.waiting_count == 0:
-            if slots.open_count == 0 or self._work_ahead:
-                self._prefetch = min(settings.batch_size, max(8, self._prefetch * 2))
-        elif slots.longest_wait_seconds > _PATIENCE_SECONDS:
+        if slots.longest_wait_seconds > _PATIENCE_SECONDS:
             self._prefetch //= 2
+        elif slots.waiting_count == 0 and self._work_ahead:
+            self._prefetch = min(settings.batch_size, max(1, self._prefetch * 2))
         slots.longest_wait_seconds = 0.0
         open_limit = settings.concurrency + self._prefetch
         if slots.open_count >= settings.concurrency and slots.waiting_count > self._prefetch // 2:
@@ -297,8 +312,6 @@ class Worker:
             room -= len(rows)
             if room <= 0:
                 break
-        if found:
-            self._fruitless_count = 0
         return found
 
     def _queue_order(self) -> list[str]:
@@ -335,14 +348,14 @@ class Worker:
 
     async def _take_over(self, rows: Sequence[ClaimedRow], leased_at: float) -> None:
         works: list[Work] = []
-        batches: dict[str, list[Context[object]]] = {}
+        batches: dict[str, list[Context]] = {}
         ended = []
         for row in rows:
             if row.state != State.SENDING:
                 ended.append(row)
                 continue
             handler = self._handlers[row.topic]
-            context = Context[object](_message_of(row), handler, leased_at, self._keeper.ensure)
+            context = Context(_message_of(row), handler, leased_at, self._keeper.ensure)
             self._held[row.id] = context
             if handler.max_batch is None:
                 works.append((context,))
@@ -360,16 +373,22 @@ class Worker:
 
     async def _account_for_ended(self, rows: Sequence[ClaimedRow]) -> None:
         for row in rows:
-            event = _EVENT_OF_STATE[State(row.state)]
+            event = event_of_state(State(row.state))
             level = logging.WARNING if row.state == State.FAILED else logging.DEBUG
             self._report_row(level, event, "message ended without an attempt", row)
         freed = [row for row in rows if row.former_state == State.SENDING and row.coalesce_key is not None]
-        if freed:
-            await self._ring_for_successors(
+        if not freed:
+            return
+        try:
+            queues = await self._store.ring_for_successors(
                 [row.id for row in freed],
                 [row.topic for row in freed],
                 [row.coalesce_key or "" for row in freed],
             )
+        except (psycopg.Error, OSError) as error:
+            await self._endure(error)
+        else:
+            self._on_successor(queues)
 
     def _report_row(self, level: int, event: Event, text: str, row: ClaimedRow) -> None:
         self.telemetry.report(
@@ -387,69 +406,70 @@ class Worker:
 
     def _on_ring(self, queue: str | None) -> None:
         if queue is None or queue in self._lanes:
-            self._rung = True
+            self._was_rung = True
+            self._look_from_beginning = True
             self._wake.set()
 
-    def _take_ring(self) -> bool:
-        rung, self._rung = self._rung, False
-        return rung
+    def _on_successor(self, queues: Sequence[str]) -> None:
+        """A message that had to wait for one of ours can be claimed now."""
+        if not self._lanes.keys().isdisjoint(queues):
+            self._look_from_beginning = True
+            self._wake.set()
 
     async def _stay_awake(self) -> None:
+        self._fruitless_count = 0
         if self._bell is not None:
             await self._bell.disarm()
+            if self._woke_in_silence:
+                # Nobody rang, so the other sleepers trust in a bell that is disarmed: one of them is to arm it.
+                await self._ring_all()
+        self._woke_in_silence = False
 
     async def _rest(self) -> None:
         """Sleep until a bell rings, a message falls due or the sweep; but look once more after arming the bell."""
+        self._prefetch = 0
+        self._count_fruitless_wake()
         pause = 0.001
         while not self._stopping:
             self._wake.clear()
-            self._take_ring()
             bell = Bell.DOWN if self._bell is None else await self._bell.arm(self._queue_names)
+            if bell in (Bell.DOWN, Bell.STILL_ARMED):
+                break
             room = self._room()
             if room == 0:
                 return
-            if bell is not Bell.DOWN:
-                found = await self._claim_round(room, from_beginning=True)
-                if found is None:
-                    return
-                if found:
-                    await self._stay_awake()
-                    return
-            if bell is not Bell.PRODUCERS:
+            found = await self._claim_round(room, from_beginning=True)
+            if found is None:
+                self._look_from_beginning = True
+                return
+            if found:
+                await self._stay_awake()
+                return
+            if bell is Bell.ARMED:
                 break
-            # The open transactions may have enqueued something: no ring will tell when they commit.
+            # Open transactions may have enqueued something, and no ring will tell when they commit.
             await self._sleep(pause)
             pause = min(pause * 2, _MAX_PRODUCERS_PAUSE_SECONDS)
-        await self._sleep_long(listening=self._bell is not None and self._bell.is_up)
+        await self._sleep_long()
 
-    async def _sleep_long(self, *, listening: bool) -> None:
-        self._fruitless_count += 1
+    def _count_fruitless_wake(self) -> None:
+        self._fruitless_count = self._fruitless_count + 1 if self._was_rung else 0
+        self._was_rung = False
+
+    async def _sleep_long(self) -> None:
         if self._fruitless_count > _FRUITLESS_WAKES:
-            # Anyone may send a NOTIFY: a flood of rings that lead nowhere costs no more than this many claims.
+            # Anyone may send a NOTIFY: a flood of rings that lead nowhere costs so many claims a second and no more.
             await asyncio.sleep(_FRUITLESS_PAUSE_SECONDS)
         limit = self._settings.sweep_seconds
-        if self._bell is not None and not listening:
+        if self._bell is not None and not self._bell.is_up:
             limit = min(limit, _LISTENER_DOWN_SWEEP_SECONDS)
         try:
             due = await self._store.next_due_seconds(self._queue_names)
         except (psycopg.Error, OSError) as error:
             await self._endure(error)
-            return
-        woken = await self._sleep(limit if due is None else min(limit, due))
-        if not woken and listening:
-            await self._work_after_silence()
-
-    async def _work_after_silence(self) -> None:
-        """Claim after a sweep or when a message fell due: nobody rang, so other sleepers do not know of the work."""
-        room = self._room()
-        if room == 0:
-            return
-        found = await self._claim_round(room, from_beginning=True)
-        if found and self._work_ahead:
-            await self._stay_awake()
-            await self._ring_all()
-        elif found:
-            await self._stay_awake()
+        else:
+            self._woke_in_silence = not await self._sleep(limit if due is None else min(limit, due))
+        self._look_from_beginning = True
 
     async def _sleep(self, seconds: float) -> bool:
         """Sleep until woken; False if the time ran out before that."""
@@ -538,182 +558,6 @@ class Worker:
             endings.update((c.message.id, e) for c, e in zip(held, results, strict=True))
         return [endings[context.message.id] for context in work]
 
-    def _collect(self, context: Context[object], ending: Ending) -> None:
-        if isinstance(ending, AlreadyFinished):
-            self._held.pop(context.message.id, None)
-            self.telemetry.count(Event.SENT)
-            self._progress.set()
-            return
-        self._outcomes.append((context, ending))
-        self._outcome_ready.set()
-        self._progress.set()
-
-    # --- finish -------------------------------------------------------------------------------------------------------
-
-    async def _finish_forever(self) -> None:
-        while True:
-            await self._outcome_ready.wait()
-            self._outcome_ready.clear()
-            while self._outcomes:
-                size = min(len(self._outcomes), self._settings.batch_size)
-                await self._finish([self._outcomes.popleft() for _ in range(size)])
-                self._progress.set()
-
-    async def _finish(self, batch: Sequence[tuple[Context[object], Ending]]) -> None:
-        sent = []
-        verdicts = {}
-        for context, ending in batch:
-            verdict = verdict_of(context, ending)
-            if verdict is None:
-                sent.append(context)
-            else:
-                verdicts[context.message.id] = verdict
-        if sent:
-            await self._write(sent, self._write_sent)
-        if verdicts:
-            contexts = [context for context, _ in batch if context.message.id in verdicts]
-            await self._write(
-                contexts, lambda part: self._store.finish([verdicts[c.message.id] for c in part])
-            )  # fmt: skip
-        keyed = [c.message for c, _ in batch if c.message.coalesce_key is not None]
-        if keyed:
-            await self._ring_for_successors(
-                [m.id for m in keyed], [m.topic for m in keyed], [m.coalesce_key or "" for m in keyed]
-            )
-
-    async def _write_sent(self, contexts: Sequence[Context[object]]) -> dict[int, State]:
-        return await self._store.finish_sent(
-            [c.message.id for c in contexts], [c.message.attempt_count for c in contexts]
-        )
-
-    async def _write(
-        self,
-        contexts: Sequence[Context[object]],
-        write: Callable[[Sequence[Context[object]]], Awaitable[dict[int, State]]],
-    ) -> None:
-        """Write the ends of these attempts, as often as it takes: the fence makes repeating harmless."""
-        left = list(contexts)
-        pause = 0.05
-        while left:
-            try:
-                done = await write(left)
-                standing = await self._standing_of([c for c in left if c.message.id not in done])
-            except (psycopg.Error, OSError) as error:
-                if not is_passing(error):
-                    await self._write_apart(left, write, error)
-                    return
-            else:
-                self._settle(left, done, standing)
-                left = [c for c in left if c.message.id in self._held]
-            if left:
-                await asyncio.sleep(pause * (0.5 + random.random() / 2))  # noqa: S311 - jitter guards nothing
-                pause = min(pause * 2, _MAX_PAUSE_SECONDS)
-
-    async def _standing_of(self, contexts: Sequence[Context[object]]) -> dict[int, State]:
-        if not contexts:
-            return {}
-        return await self._store.standing(
-            [c.message.id for c in contexts], [c.message.attempt_count for c in contexts]
-        )
-
-    def _settle(
-        self, contexts: Sequence[Context[object]], done: Mapping[int, State], standing: Mapping[int, State]
-    ) -> None:
-        for context in contexts:
-            message = context.message
-            state = done.get(message.id) or standing.get(message.id)
-            if state is State.SENDING:
-                continue  # A caller's transaction has locked the row; it is asked for again.
-            self._held.pop(message.id, None)
-            if state is None:
-                self._report(logging.WARNING, Event.LEASE_LOST, "lease lost, outcome not written", message)
-            elif state is State.SENT:
-                self.telemetry.count(Event.SENT)
-            elif state is State.FAILED:
-                self._report(logging.WARNING, Event.FAILED, "message failed", message)
-            else:
-                self._report(logging.INFO, _EVENT_OF_STATE[state], "attempt ended", message)
-
-    async def _write_apart(
-        self,
-        contexts: Sequence[Context[object]],
-        write: Callable[[Sequence[Context[object]]], Awaitable[dict[int, State]]],
-        error: BaseException,
-    ) -> None:
-        """PostgreSQL refused a batch because of one of its rows: find it, so that the others are finished."""
-        if len(contexts) > 1:
-            middle = len(contexts) // 2
-            await self._write(contexts[:middle], write)
-            await self._write(contexts[middle:], write)
-            return
-        context = contexts[0]
-        self._held.pop(context.message.id, None)
-        self._report(
-            logging.ERROR,
-            Event.FINISH_REFUSED,
-            "the database refused the outcome; the lease will run out",
-            context.message,
-            reason=_name_of(error),
-        )
-
-    async def _ring_for_successors(
-        self, ids: Sequence[int], topics: Sequence[str], coalesce_keys: Sequence[str]
-    ) -> None:
-        try:
-            queues = await self._store.ring_for_successors(ids, topics, coalesce_keys)
-        except (psycopg.Error, OSError) as error:
-            if not is_passing(error):
-                raise
-            queues = list(self._queue_names)  # The next claim looks from the beginning, whatever there is.
-        if not self._lanes.keys().isdisjoint(queues):
-            self._rung = True
-            self._wake.set()
-
-    def _report(self, level: int, event: Event, text: str, message: Message[object], **fields: object) -> None:
-        self.telemetry.report(
-            level,
-            event,
-            text,
-            message_id=message.id,
-            topic=message.topic,
-            queue=message.queue,
-            attempt_count=message.attempt_count,
-            **fields,
-        )
-
-
-_EVENT_OF_STATE: Mapping[State, Event] = {
-    State.PENDING: Event.RETRY,
-    State.SENT: Event.SENT,
-    State.FAILED: Event.FAILED,
-    State.SKIPPED: Event.SKIPPED,
-    State.CANCELLED: Event.CANCELLED,
-}
-
-
-def verdict_of(context: Context[object], ending: Ending) -> Verdict | None:
-    """What an ending asks the row to become; None for the common case, sent."""
-    message = context.message
-    match ending:
-        case Sent():
-            return None
-        case Transient(error=error, retry_after=retry_after):
-            delay = context.handler.retry.delay_seconds(message.attempt_count, retry_after=retry_after)
-            return Verdict(message.id, message.attempt_count, "retry", clean_text(str(error)), delay)
-        case Permanent(error=error):
-            return Verdict(message.id, message.attempt_count, "failed", clean_text(str(error)))
-        case Skip(reason=reason):
-            text = clean_text(str(reason)) or "skipped by its handler"
-            return Verdict(message.id, message.attempt_count, "skipped", text)
-        case Snooze(delay_seconds=delay):
-            return Verdict(message.id, message.attempt_count, "snoozed", None, bounded_delay(delay))
-        case Released():
-            return Verdict(message.id, message.attempt_count, "released")
-        case AlreadyFinished():
-            raise AssertionError(f"message {message.id} was finished by its handler's transaction")
-        case _:
-            assert_never(ending)
-
 
 def _message_of(row: ClaimedRow) -> Message[object]:
     return Message(
@@ -734,6 +578,3 @@ def _message_of(row: ClaimedRow) -> Message[object]:
 def _name_of(error: BaseException) -> str:
     sqlstate = getattr(error, "sqlstate", None)
     return type(error).__name__ if sqlstate is None else f"{type(error).__name__} {sqlstate}"
-
-
-__all__ = ["ALREADY_FINISHED", "Handler", "Mode", "QueueShare", "Worker", "parse_queues", "verdict_of"]

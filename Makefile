@@ -1,0 +1,36 @@
+# Everything runs in a virtual environment of the checkout; python3 (3.11 or newer) and make are all that is needed.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help demo test check bench docs clean
+help: ## Show the commands
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pgoutbox needs Python 3.11 or newer")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,bench]'
+	touch $@
+
+demo: $(STAMP) ## Play a sign-up service against an embedded PostgreSQL and a local SMTP server
+	$(BIN)/pgoutbox demo
+
+test: $(STAMP) ## Run the tests on the embedded PostgreSQL, or on PGOUTBOX_TEST_DSN
+	$(BIN)/python -m pytest
+
+check: $(STAMP) ## Format, lint, types, layers
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(STAMP) ## Measure, side by side, and print ratios
+	$(BIN)/python -m benchmarks
+
+docs: $(STAMP) ## Bring the generated pages of docs/reference up to date
+	$(BIN)/python -m docs.generate
+
+clean: ## Remove the virtual environment and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache dist build

@@ -1,0 +1,159 @@
+"""The ledger: what was committed, what was received, and what the table says of it must be one story."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import psycopg
+
+from pgoutbox.demo.mailbox import GONE, Receipt
+from pgoutbox.demo.service import Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """One message of a committed transaction. `committed_at` is on the clock of `time.monotonic`."""
+
+    id: int
+    kind: Kind
+    recipient: str
+    committed_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What the table says of one message."""
+
+    id: int
+    state: str
+    attempt_count: int
+    superseded_by: int | None
+    lost_count: int
+
+
+@dataclass(slots=True)
+class Verdict:
+    """The balance. It adds up when `problems` is empty."""
+
+    committed: Counter[Kind] = field(default_factory=Counter)
+    states: Counter[str] = field(default_factory=Counter)
+    received_count: int = 0
+    distinct_count: int = 0
+    unavoidable_duplicates: int = 0
+    retried_count: int = 0
+    superseded_count: int = 0
+    latencies_ms: list[float] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def percentile_ms(self, share: float) -> float:
+        """The latency that this share of first attempts stayed within, in milliseconds."""
+        ordered = sorted(self.latencies_ms)
+        return ordered[min(len(ordered) - 1, int(len(ordered) * share))] if ordered else float("nan")
+
+
+ROWS = """
+SELECT
+    m.id,
+    m.state,
+    m.attempt_count,
+    m.superseded_by,
+    (SELECT count(*) FROM pgoutbox.attempt AS a WHERE a.message_id = m.id AND a.outcome = 'lost') AS lost_count
+FROM pgoutbox.message AS m
+ORDER BY m.id
+"""
+
+
+def read_rows(connection: psycopg.Connection) -> dict[int, Row]:
+    """What the table says, by message id."""
+    return {row[0]: Row(*row) for row in connection.execute(ROWS)}
+
+
+def balance(
+    committed: Sequence[Committed],
+    rolled_back_ids: Sequence[int],
+    receipts: Sequence[Receipt],
+    rows: dict[int, Row],
+    prompt_kinds: Sequence[Kind],
+) -> Verdict:
+    """Compare the three books. Latency counts first attempts of `prompt_kinds`, from commit to hand-over."""
+    verdict = Verdict()
+    verdict.received_count = len(receipts)
+    copies = Counter(receipt.message_id for receipt in receipts)
+    verdict.distinct_count = len(copies)
+    _check_existence(verdict, committed, rolled_back_ids, copies, rows)
+    first_received = {}
+    for receipt in receipts:
+        first_received.setdefault(receipt.message_id, receipt.received_at)
+    for message in committed:
+        row = rows.get(message.id)
+        if row is None:
+            continue
+        verdict.committed[message.kind] += 1
+        verdict.states[row.state] += 1
+        verdict.retried_count += row.attempt_count > 1
+        verdict.superseded_count += row.superseded_by is not None
+        _check_message(verdict, message, row, copies[message.id])
+        if message.kind in prompt_kinds and row.attempt_count == 1 and message.id in first_received:
+            verdict.latencies_ms.append((first_received[message.id] - message.committed_at) * 1000)
+    _check_newest_wins(verdict, committed, receipts)
+    return verdict
+
+
+def _check_existence(
+    verdict: Verdict,
+    committed: Sequence[Committed],
+    rolled_back_ids: Sequence[int],
+    copies: Counter[int],
+    rows: dict[int, Row],
+) -> None:
+    ids = {message.id for message in committed}
+    for lost in sorted(ids - rows.keys()):
+        verdict.problems.append(f"message {lost} was committed and is not in the table")
+    for ghost in sorted(rows.keys() - ids):
+        verdict.problems.append(f"message {ghost} is in the table and was never committed")
+    for ghost in rolled_back_ids:
+        if ghost in copies:
+            verdict.problems.append(f"message {ghost} was rolled back and delivered")
+    for ghost in sorted(copies.keys() - ids):
+        verdict.problems.append(f"message {ghost} was delivered and never committed")
+
+
+def _check_message(verdict: Verdict, message: Committed, row: Row, copies: int) -> None:
+    problems = verdict.problems
+    match row.state:
+        case "sent" if copies == 0:
+            problems.append(f"message {message.id} says sent and was never received")
+        case "failed" if message.recipient != GONE:
+            problems.append(f"message {message.id} to a good mailbox failed")
+        case "failed" | "skipped" | "cancelled" if copies > row.lost_count:
+            problems.append(f"message {message.id} says {row.state} and was received")
+        case "pending" | "sending":
+            problems.append(f"message {message.id} is still {row.state}")
+        case _:
+            pass
+    if copies > 1:
+        verdict.unavoidable_duplicates += copies - 1
+        if copies - 1 > row.lost_count:
+            problems.append(
+                f"message {message.id} was received {copies} times, but only {row.lost_count} attempts were lost"
+            )
+
+
+def _check_newest_wins(verdict: Verdict, committed: Sequence[Committed], receipts: Sequence[Receipt]) -> None:
+    resets = {message.id: message.recipient for message in committed if message.kind == "password_reset"}
+    latest: dict[str, int] = {}
+    for receipt in receipts:
+        recipient = resets.get(receipt.message_id)
+        if recipient is None:
+            continue
+        if receipt.message_id < latest.get(recipient, 0):
+            verdict.problems.append(f"the older reset {receipt.message_id} reached {recipient} after a newer one")
+        latest[recipient] = max(latest.get(recipient, 0), receipt.message_id)
+    newest: dict[str, int] = {}
+    for message_id, recipient in resets.items():
+        newest[recipient] = max(newest.get(recipient, 0), message_id)
+    for recipient, message_id in newest.items():
+        if recipient != GONE and latest.get(recipient) != message_id:
+            verdict.problems.append(f"{recipient} did not get the newest reset, {message_id}")

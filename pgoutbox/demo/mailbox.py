@@ -1,0 +1,105 @@
+"""The other end: a real SMTP server on loopback that writes down what it accepted, and refuses some mailboxes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from email import message_from_bytes
+from email.policy import default as default_policy
+
+from pgoutbox.errors import MissingExtraError
+
+GONE = "gone@example.net"
+BUSY = "busy@example.net"
+BUSY_REFUSALS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """One accepted e-mail. `received_at` is on the clock of `time.monotonic`."""
+
+    message_id: int
+    recipient: str
+    subject: str
+    body: str
+    received_at: float
+
+
+class Mailbox:
+    """What the server did. Written on the server's thread, read on the demo's."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._receipts: list[Receipt] = []
+        self._busy_refusals = 0
+        self.refusals: Counter[int] = Counter()
+
+    @property
+    def receipts(self) -> list[Receipt]:
+        """The e-mails accepted so far, in their order."""
+        with self._lock:
+            return list(self._receipts)
+
+    @property
+    def count(self) -> int:
+        """How many e-mails were accepted so far."""
+        return len(self._receipts)
+
+    async def handle_RCPT(  # noqa: N802 - the name is aiosmtpd's
+        self, _server: object, _session: object, envelope: object, address: str, _options: list[str]
+    ) -> str:
+        """Refuse one mailbox for good, and another one at first."""
+        with self._lock:
+            if address == GONE:
+                self.refusals[550] += 1
+                return "550 5.1.1 no such mailbox"
+            if address == BUSY and self._busy_refusals < BUSY_REFUSALS:
+                self._busy_refusals += 1
+                self.refusals[451] += 1
+                return "451 4.3.2 busy, please try again"
+        envelope.rcpt_tos.append(address)  # type: ignore[attr-defined] # aiosmtpd ships no types
+        return "250 2.1.5 recipient accepted"
+
+    async def handle_DATA(self, _server: object, _session: object, envelope: object) -> str:  # noqa: N802
+        """Write the e-mail down."""
+        parsed = message_from_bytes(envelope.content, policy=default_policy)  # type: ignore[attr-defined] # as above
+        number = parsed["Message-ID"].strip("<").partition("-")[0]
+        body = parsed.get_body()
+        receipt = Receipt(
+            message_id=int(number),
+            recipient=envelope.rcpt_tos[0],  # type: ignore[attr-defined] # as above
+            subject=str(parsed["Subject"]),
+            body="" if body is None else body.get_content(),
+            received_at=time.monotonic(),
+        )
+        with self._lock:
+            self._receipts.append(receipt)
+        return "250 2.0.0 accepted"
+
+
+@contextmanager
+def open_mailbox() -> Iterator[tuple[Mailbox, int]]:
+    """Run the server on a free port of the loopback interface; yields what it writes down, and the port."""
+    try:
+        from aiosmtpd.controller import Controller
+    except ImportError as error:
+        raise MissingExtraError("the demo", "demo") from error
+
+    class AnyPort(Controller):  # type: ignore[misc] # aiosmtpd ships no types
+        """aiosmtpd proves that it listens by connecting to the port it was given; ours is known only afterwards."""
+
+        def _trigger_server(self) -> None:
+            self.port = self.server.sockets[0].getsockname()[1]
+            super()._trigger_server()
+
+    mailbox = Mailbox()
+    controller = AnyPort(mailbox, hostname="127.0.0.1", port=0, ready_timeout=10)
+    controller.start()
+    try:
+        yield mailbox, controller.port
+    finally:
+        controller.stop()

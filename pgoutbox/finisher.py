@@ -1,0 +1,195 @@
+"""From outcomes to rows: collects what attempts end with and writes it in batches, fenced, as often as it takes.
+
+A row that is locked, a row that PostgreSQL refuses and a database that is away hold up nothing but themselves. What was
+not written because a later attempt owns the message is reported as a lost lease.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from typing import assert_never
+
+import psycopg
+
+from pgoutbox.dispatch import Context, bounded_delay, clean_text
+from pgoutbox.message import Message, Permanent, Sent, Skip, Snooze, State, Transient
+from pgoutbox.slots import AlreadyFinished, Ending, Released
+from pgoutbox.store import Store, Verdict, is_passing
+from pgoutbox.telemetry import Event, Telemetry, event_of_state
+
+_FIRST_PAUSE_SECONDS = 0.05
+_MAX_PAUSE_SECONDS = 5.0
+
+Write = Callable[[Sequence[Context]], Awaitable[Mapping[int, State]]]
+
+
+class Finisher:
+    """Writes the ends of attempts and takes them out of `held`. `on_progress` is called after every batch."""
+
+    def __init__(
+        self,
+        store: Store,
+        held: MutableMapping[int, Context],
+        *,
+        batch_size: int,
+        on_progress: Callable[[], None],
+        on_successor: Callable[[Sequence[str]], None],
+        telemetry: Telemetry,
+    ) -> None:
+        self._store = store
+        self._held = held
+        self._batch_size = batch_size
+        self._on_progress = on_progress
+        self._on_successor = on_successor
+        self._telemetry = telemetry
+        self._endings: deque[tuple[Context, Ending]] = deque()
+        self._ready = asyncio.Event()
+
+    def collect(self, context: Context, ending: Ending) -> None:
+        """Take over the end of one attempt."""
+        self._endings.append((context, ending))
+        self._ready.set()
+        self._on_progress()
+
+    async def run(self) -> None:
+        """Write what was collected, until cancelled."""
+        while True:
+            await self._ready.wait()
+            self._ready.clear()
+            while self._endings:
+                size = min(len(self._endings), self._batch_size)
+                await self._finish([self._endings.popleft() for _ in range(size)])
+                self._on_progress()
+
+    async def _finish(self, batch: Sequence[tuple[Context, Ending]]) -> None:
+        sent = []
+        others = []
+        verdicts = {}
+        for context, ending in batch:
+            match ending:
+                case Sent():
+                    sent.append(context)
+                case AlreadyFinished():
+                    self._held.pop(context.message.id, None)
+                    self._telemetry.count(Event.SENT)
+                case _:
+                    others.append(context)
+                    verdicts[context.message.id] = verdict_of(context, ending)
+        if sent:
+            await self._write(sent, self._write_sent)
+        if others:
+            await self._write(others, lambda part: self._store.finish([verdicts[c.message.id] for c in part]))
+        keyed = [c.message for c, _ in batch if c.message.coalesce_key is not None]
+        if keyed:
+            await self._ring_for_successors(keyed)
+
+    async def _write_sent(self, contexts: Sequence[Context]) -> Mapping[int, State]:
+        return await self._store.finish_sent(
+            [c.message.id for c in contexts], [c.message.attempt_count for c in contexts]
+        )
+
+    async def _write(self, contexts: Sequence[Context], write: Write) -> None:
+        """Write the ends of these attempts, as often as it takes: the fence makes repeating harmless."""
+        left = list(contexts)
+        pause = _FIRST_PAUSE_SECONDS
+        while left:
+            try:
+                done = await write(left)
+                standing = await self._standing_of([c for c in left if c.message.id not in done])
+            except (psycopg.Error, OSError) as error:
+                if not is_passing(error):
+                    await self._write_apart(left, write, error)
+                    return
+            else:
+                self._settle(left, done, standing)
+                left = [c for c in left if self._held.get(c.message.id) is c]
+            if left:
+                await asyncio.sleep(pause * (0.5 + random.random() / 2))  # noqa: S311 - jitter guards nothing
+                pause = min(pause * 2, _MAX_PAUSE_SECONDS)
+
+    async def _standing_of(self, contexts: Sequence[Context]) -> Mapping[int, State]:
+        if not contexts:
+            return {}
+        return await self._store.standing([c.message.id for c in contexts], [c.message.attempt_count for c in contexts])
+
+    def _settle(self, contexts: Sequence[Context], done: Mapping[int, State], standing: Mapping[int, State]) -> None:
+        for context in contexts:
+            message = context.message
+            state = done.get(message.id) or standing.get(message.id)
+            if state is State.SENDING:
+                continue  # A caller's transaction has locked the row; it is asked for again.
+            self._held.pop(message.id, None)
+            if state is None:
+                self._report(logging.WARNING, Event.LEASE_LOST, "lease lost, outcome not written", message)
+            elif state is State.SENT:
+                self._telemetry.count(Event.SENT)
+            elif state is State.FAILED:
+                self._report(logging.WARNING, Event.FAILED, "message failed", message)
+            else:
+                self._report(logging.INFO, event_of_state(state), "attempt ended", message)
+
+    async def _write_apart(self, contexts: Sequence[Context], write: Write, error: BaseException) -> None:
+        """PostgreSQL refused a batch because of one of its rows: find it, so that the others are finished."""
+        if len(contexts) > 1:
+            middle = len(contexts) // 2
+            await self._write(contexts[:middle], write)
+            await self._write(contexts[middle:], write)
+            return
+        (context,) = contexts
+        self._held.pop(context.message.id, None)
+        self._report(
+            logging.ERROR,
+            Event.FINISH_REFUSED,
+            "the database refused the outcome; the lease will run out",
+            context.message,
+            reason=getattr(error, "sqlstate", None) or type(error).__name__,
+        )
+
+    async def _ring_for_successors(self, messages: Sequence[Message[object]]) -> None:
+        try:
+            queues = await self._store.ring_for_successors(
+                [m.id for m in messages], [m.topic for m in messages], [m.coalesce_key or "" for m in messages]
+            )
+        except (psycopg.Error, OSError) as error:
+            if not is_passing(error):
+                raise
+            # Whether somebody waits is not known; to look costs one claim.
+            queues = sorted({message.queue for message in messages})
+        if queues:
+            self._on_successor(queues)
+
+    def _report(self, level: int, event: Event, text: str, message: Message[object], **fields: object) -> None:
+        self._telemetry.report(
+            level,
+            event,
+            text,
+            message_id=message.id,
+            topic=message.topic,
+            queue=message.queue,
+            attempt_count=message.attempt_count,
+            **fields,
+        )
+
+
+def verdict_of(context: Context, ending: Transient | Permanent | Skip | Snooze | Released) -> Verdict:
+    """What an ending other than sent asks the row to become."""
+    message = context.message
+    match ending:
+        case Transient(error=error, retry_after=retry_after):
+            delay = context.handler.retry.delay_seconds(message.attempt_count, retry_after=retry_after)
+            return Verdict(message.id, message.attempt_count, "retry", clean_text(str(error)), delay)
+        case Permanent(error=error):
+            return Verdict(message.id, message.attempt_count, "failed", clean_text(str(error)))
+        case Skip(reason=reason):
+            text = clean_text(str(reason)) or "skipped by its handler"
+            return Verdict(message.id, message.attempt_count, "skipped", text)
+        case Snooze(delay_seconds=delay):
+            return Verdict(message.id, message.attempt_count, "snoozed", None, bounded_delay(delay))
+        case Released():
+            return Verdict(message.id, message.attempt_count, "released")
+        case _:
+            assert_never(ending)

@@ -1,0 +1,262 @@
+"""The pytest plugin for applications that use pgoutbox: delivery happens when the test says so, and sends nothing.
+
+    def test_sign_up_sends_the_activation_mail(pgoutbox_driver, connection):
+        driver = pgoutbox_driver(myapp.outbox)
+        myapp.sign_up(connection, "ada@example.org")
+        connection.commit()
+        driver.assert_enqueued("mail.activation", payload={"email": "ada@example.org"})
+        driver.run_pass()
+        assert driver.deliveries[0].content.subject == "Welcome"
+
+The statements, claims and fences are the real ones, on a real database: `pgoutbox_dsn` makes one on the embedded
+server, and an application that has its own test database overrides that fixture.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import psycopg
+import pytest
+from psycopg import sql as composable
+from psycopg.rows import class_row
+from pydantic import JsonValue, SecretStr
+
+from pgoutbox.message import Message, Outcome, Sent, State
+from pgoutbox.outbox import Outbox
+from pgoutbox.settings import Settings
+from pgoutbox.transports import Content
+from pgoutbox.worker import QueueShare, Worker
+
+_MISSING = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A message as the table has it."""
+
+    id: int
+    topic: str
+    queue: str
+    destination: str | None
+    state: State
+    payload: JsonValue
+    headers: dict[str, str] | None
+    attempt_count: int
+    coalesce_key: str | None
+    dedupe_key: str | None
+    skip_reason: str | None
+    last_error: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """What a handler rendered, captured instead of sent."""
+
+    message: Message[object]
+    content: Content
+
+
+class _Capture:
+    """A transport for every scheme that sends nothing."""
+
+    schemes = ("*",)
+
+    def __init__(self, deliveries: list[Delivery]) -> None:
+        self._deliveries = deliveries
+        self.answer: Callable[[Delivery], Outcome] = lambda _: Sent()
+
+    async def send(self, message: Message[object], content: Content) -> Outcome:
+        delivery = Delivery(message, content)
+        self._deliveries.append(delivery)
+        return self.answer(delivery)
+
+    async def aclose(self) -> None:
+        """Nothing is open."""
+
+
+class _EveryScheme(Mapping[str, _Capture]):
+    def __init__(self, capture: _Capture) -> None:
+        self._capture = capture
+
+    def __getitem__(self, scheme: str) -> _Capture:
+        return self._capture
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("*",))
+
+    def __len__(self) -> int:
+        return 1
+
+
+class OutboxDriver:
+    """Delivers the messages of one outbox pass by pass, and remembers what was rendered.
+
+    `deliveries` holds every content that a handler returned, in order. `answer_with` decides what the receiver says to
+    the next ones.
+    """
+
+    def __init__(self, outbox: Outbox, dsn: str) -> None:
+        self._outbox = outbox
+        self._dsn = dsn
+        self._settings = Settings(dsn=SecretStr(dsn), shutdown_grace_seconds=5)
+        self.deliveries: list[Delivery] = []
+        self._capture = _Capture(self.deliveries)
+
+    def answer_with(self, answer: Callable[[Delivery], Outcome]) -> None:
+        """Let `answer` decide the outcome of each delivery from now on; without it every delivery is `Sent`."""
+        self._capture.answer = answer
+
+    def run_pass(self) -> None:
+        """Deliver everything that is due, once: a message that fails is due again only after `make_due`.
+
+        Works in a test with a running event loop too.
+        """
+        _run_in_thread(self._run_once)
+
+    def drain(self, *, limit: int = 100) -> None:
+        """Run passes until nothing is pending or sending; retries, snoozed and scheduled messages are made due.
+
+        Fails when something is still pending after `limit` passes.
+        """
+        for _ in range(limit):
+            self.run_pass()
+            if not self.messages(state=State.PENDING):
+                return
+            self.make_due()
+        pending = self.messages(state=State.PENDING)
+        pytest.fail(f"after {limit} passes {len(pending)} messages are pending; the first: {pending[0]}")
+
+    def make_due(self) -> None:
+        """Let time pass: whatever is pending for later is due now, and every lease has run out."""
+        with self._connect() as connection:
+            connection.execute(
+                """
+                UPDATE pgoutbox.message_live
+                SET available_at = now(),
+                    lease_expires_at = CASE WHEN state = 'sending' THEN now() END
+                """
+            )
+
+    def messages(self, topic: str | None = None, *, state: State | str | None = None) -> list[Row]:
+        """The committed messages in the order of their ids."""
+        with self._connect() as connection, connection.cursor(row_factory=class_row(Row)) as cursor:
+            cursor.execute(
+                """
+                SELECT
+                    id, topic, queue, destination, state, payload, headers,
+                    attempt_count, coalesce_key, dedupe_key, skip_reason, last_error
+                FROM pgoutbox.message
+                WHERE (%(topic)s::text IS NULL OR topic = %(topic)s::text)
+                    AND (%(state)s::text IS NULL OR state = %(state)s::text)
+                ORDER BY id
+                """,
+                {"topic": topic, "state": None if state is None else str(state)},
+            )
+            return cursor.fetchall()
+
+    def assert_enqueued(
+        self,
+        topic: str,
+        *,
+        payload: object = _MISSING,
+        destination: str | None = None,
+        coalesce_key: str | None = None,
+        count: int | None = None,
+    ) -> list[Row]:
+        """Fail unless committed messages of the topic match; returns them.
+
+        A `payload` that is an object matches when its members are among the message's; anything else must be equal.
+        Without `count` one match is enough; `count=0` asserts that there is none.
+        """
+        everything = self.messages(topic)
+        matching = [
+            row
+            for row in everything
+            if (payload is _MISSING or _contains(row.payload, payload))
+            and (destination is None or row.destination == destination)
+            and (coalesce_key is None or row.coalesce_key == coalesce_key)
+        ]
+        if (count is None and not matching) or (count is not None and len(matching) != count):
+            wanted = "at least 1" if count is None else str(count)
+            found = "\n".join(f"  {row}" for row in everything) or "  (none)"
+            pytest.fail(
+                f"{topic}: {len(matching)} messages match, expected {wanted}; of this topic there are:\n{found}"
+            )
+        return matching
+
+    async def _run_once(self) -> None:
+        with self._connect() as connection:
+            rows = connection.execute("SELECT DISTINCT queue FROM pgoutbox.message_live ORDER BY queue").fetchall()
+        queues: Sequence[QueueShare] = [QueueShare(queue) for (queue,) in rows] or [QueueShare("default")]
+        worker = Worker(self._outbox, settings=self._settings, queues=queues, transports=_EveryScheme(self._capture))
+        await worker.run_once()
+
+    def _connect(self) -> psycopg.Connection:
+        return psycopg.connect(self._dsn)
+
+
+def _contains(actual: JsonValue, expected: object) -> bool:
+    if isinstance(expected, Mapping) and isinstance(actual, dict):
+        return all(name in actual and _contains(actual[name], value) for name, value in expected.items())
+    return actual == expected
+
+
+def _run_in_thread(work: Callable[[], Coroutine[object, object, None]]) -> None:
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            asyncio.run(work())
+        except BaseException as error:  # noqa: BLE001 - raised again in the test's thread
+            failures.append(error)
+
+    thread = threading.Thread(target=run, name="pgoutbox-driver")
+    thread.start()
+    thread.join()
+    if failures:
+        raise failures[0]
+
+
+@pytest.fixture(scope="session")
+def pgoutbox_server_dsn() -> Iterator[str]:
+    """DSN of a superuser on the server of this test session: PGOUTBOX_TEST_DSN, or else an embedded server."""
+    given = os.environ.get("PGOUTBOX_TEST_DSN")
+    if given is not None:
+        yield given
+        return
+    from pgoutbox.embedded import embedded_server
+
+    with embedded_server(durable=False) as server:
+        yield server.dsn
+
+
+_database_numbers = itertools.count(1)
+
+
+@pytest.fixture
+def pgoutbox_dsn(pgoutbox_server_dsn: str) -> Iterator[str]:
+    """DSN of a new database with the schema, dropped after the test. Override it to use the application's own."""
+    from pgoutbox.migrate import upgrade
+
+    name = f"pgoutbox_test_{os.getpid()}_{next(_database_numbers)}"
+    identifier = composable.Identifier(name)
+    with psycopg.connect(pgoutbox_server_dsn, autocommit=True) as connection:
+        connection.execute(composable.SQL("CREATE DATABASE {} TEMPLATE template0 ENCODING 'UTF8'").format(identifier))
+        try:
+            dsn = psycopg.conninfo.make_conninfo(pgoutbox_server_dsn, dbname=name)
+            upgrade(dsn)
+            yield dsn
+        finally:
+            connection.execute(composable.SQL("DROP DATABASE {} WITH (FORCE)").format(identifier))
+
+
+@pytest.fixture
+def pgoutbox_driver(pgoutbox_dsn: str) -> Callable[[Outbox], OutboxDriver]:
+    """Makes an `OutboxDriver` for an application's outbox on the database of `pgoutbox_dsn`."""
+    return lambda outbox: OutboxDriver(outbox, pgoutbox_dsn)
