@@ -1,0 +1,238 @@
+"""The hot statements stay on their indexes, whatever the statistics say: no sequential scan, no sort of the backlog.
+
+A plan is read from EXPLAIN (GENERIC_PLAN is newer than PostgreSQL 15, so the statements are prepared and their generic
+plan is forced by the worker's own session settings), under `sql.PREPARE_SESSION`, before and after ANALYZE.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, LiteralString
+
+import psycopg
+import pytest
+from pydantic import BaseModel, Field
+
+from pgoutbox import sql
+from pgoutbox.settings import load_settings
+from pgoutbox.store import timeouts
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pytest_postgresql.executors import NoopExecutor
+
+    from tests.conftest import Server
+
+DONE_COUNT = 20_000
+PENDING_COUNT = 2_000
+
+FILL: LiteralString = """
+INSERT INTO pgoutbox.message (
+    id, topic, queue, payload, state, coalesce_key, attempt_count, claimed_at, worker, lease_expires_at, finished_at
+)
+SELECT
+    i,
+    'greet',
+    CASE WHEN i %% 2 = 0 THEN 'default' ELSE 'bulk' END,
+    '{}',
+    s.state,
+    CASE WHEN i %% 3 = 0 THEN 'k' || i END,
+    CASE WHEN s.state = 'pending' AND i %% 4 < 2 THEN 0 ELSE 1 END,
+    now(),
+    'w',
+    CASE WHEN s.state = 'sending' THEN now() END,
+    CASE WHEN s.state = 'sent' THEN now() END
+FROM (
+    SELECT i, CASE WHEN i <= %(done)s THEN 'sent' WHEN i %% 10 = 0 THEN 'sending' ELSE 'pending' END AS state
+    FROM generate_series(1, %(done)s + %(pending)s) AS i
+) AS s
+"""
+
+HEADS: LiteralString = """
+INSERT INTO pgoutbox.coalesce (newest_id, topic, coalesce_key)
+SELECT m.id, m.topic, m.coalesce_key FROM pgoutbox.message AS m WHERE m.coalesce_key IS NOT NULL
+"""
+
+CLAIM_PARAMETERS: Mapping[str, object] = {
+    "queue": "default",
+    "topics": ["greet", "bill"],
+    "hold_topics": [],
+    "fresh_limit": 200,
+    "total": 200,
+    "fresh_floor": None,
+    "retry_floor": None,
+    "worker": "w",
+    "lease_seconds": 60.0,
+}
+HELD_PARAMETERS: Mapping[str, object] = {
+    "ids": list(range(DONE_COUNT, DONE_COUNT + 200)),
+    "attempt_counts": [1] * 200,
+    "lease_seconds": 60.0,
+}
+FINISH_PARAMETERS: Mapping[str, object] = {
+    **HELD_PARAMETERS,
+    "outcomes": ["retry"] * 200,
+    "reasons": ["why"] * 200,
+    "delays": [1.0] * 200,
+}
+SUCCESSOR_PARAMETERS: Mapping[str, object] = {"ids": [1], "topics": ["greet"], "coalesce_keys": ["k3"]}
+
+
+class Node(BaseModel):
+    """One node of a plan, as EXPLAIN (FORMAT JSON) writes it."""
+
+    type: str = Field(alias="Node Type")
+    relation: str | None = Field(None, alias="Relation Name")
+    alias: str | None = Field(None, alias="Alias")
+    index: str | None = Field(None, alias="Index Name")
+    condition: str = Field("", alias="Index Cond")
+    children: list[Node] = Field([], alias="Plans")
+
+    def walk(self) -> Iterator[Node]:
+        """This node and all below it."""
+        yield self
+        for child in self.children:
+            yield from child.walk()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All nodes of one plan."""
+
+    nodes: tuple[Node, ...]
+
+    def types(self) -> set[str]:
+        """The kinds of its nodes."""
+        return {node.type for node in self.nodes}
+
+    def relations(self) -> set[str]:
+        """The tables that it reads."""
+        return {node.relation for node in self.nodes if node.relation is not None and "Scan" in node.type}
+
+    def reads(self, relation: str, alias: str = "") -> list[Node]:
+        """The scans of a table, under the aliases that begin with `alias`."""
+        return [
+            node
+            for node in self.nodes
+            if node.relation == relation and (node.alias or "").startswith(alias) and "Scan" in node.type
+        ]
+
+
+@pytest.fixture(scope="module", params=["analyzed", "never analyzed"])
+def filled(server: Server, migrated: NoopExecutor, request: pytest.FixtureRequest) -> Iterator[psycopg.Connection]:
+    """A worker's session on a database with many finished rows and a backlog."""
+    with server.database(template=migrated.template_dbname) as database:
+        connection = psycopg.connect(server.dsn_for(database.dbname), autocommit=True)
+        with connection:
+            connection.execute("ALTER TABLE pgoutbox.message_live SET (autovacuum_enabled = off)")
+            connection.execute("ALTER TABLE pgoutbox.message_done_default SET (autovacuum_enabled = off)")
+            connection.execute("ALTER TABLE pgoutbox.coalesce SET (autovacuum_enabled = off)")
+            connection.execute(FILL, {"done": DONE_COUNT, "pending": PENDING_COUNT})
+            connection.execute(HEADS)
+            if request.param == "analyzed":
+                connection.execute("ANALYZE")
+            connection.execute(sql.PREPARE_SESSION, timeouts(load_settings()))
+            yield connection
+        connection.close()
+
+
+def plan_of(connection: psycopg.Connection, statement: LiteralString, parameters: Mapping[str, object]) -> Plan:
+    """The generic plan of a statement, as the worker's prepared statement runs it."""
+    names: list[str] = []
+
+    def numbered(match: re.Match[str]) -> str:
+        if match[1] not in names:
+            names.append(match[1])
+        return f"${names.index(match[1]) + 1}"
+
+    text = re.sub(r"%\((\w+)\)s", numbered, statement)
+    connection.execute(f"PREPARE hot AS {text}".encode())
+    try:
+        literals = b", ".join(psycopg.sql.Literal(parameters[name]).as_bytes(connection) for name in names)
+        ((plans,),) = connection.execute(b"EXPLAIN (FORMAT JSON) EXECUTE hot (" + literals + b")").fetchall()
+    finally:
+        connection.execute("DEALLOCATE hot")
+    return Plan(tuple(Node.model_validate(plans[0]["Plan"]).walk()))
+
+
+def test_a_claim_reads_each_lane_from_its_own_index(filled: psycopg.Connection) -> None:
+    plan = plan_of(filled, sql.CLAIM, CLAIM_PARAMETERS)
+    fresh, again, *updated = plan.reads("message_live", "m")
+    assert (fresh.index, again.index) == ("message_live_fresh", "message_live_retry")
+    for lane in (fresh, again):
+        # A dollar sign shows that this is the generic plan, as the worker runs it.
+        assert re.search(r"queue = \$\d", lane.condition)
+        assert "<= now()" in lane.condition
+        assert ">= COALESCE($" in lane.condition
+    assert [node.index for node in updated] == ["message_live_pkey"]
+
+
+def test_a_claim_looks_up_siblings_in_flight_and_heads_by_their_keys(filled: psycopg.Connection) -> None:
+    plan = plan_of(filled, sql.CLAIM, CLAIM_PARAMETERS)
+    assert {node.index for node in plan.reads("message_live", "sibling")} == {"message_live_in_flight"}
+    assert {node.index for node in plan.reads("coalesce", "head")} == {"coalesce_pkey"}
+
+
+def test_a_claim_sorts_nothing(filled: psycopg.Connection) -> None:
+    assert not plan_of(filled, sql.CLAIM, CLAIM_PARAMETERS).types() & {"Sort", "Incremental Sort"}
+
+
+def test_the_next_due_time_is_read_from_the_head_of_each_lane(filled: psycopg.Connection) -> None:
+    plan = plan_of(filled, sql.NEXT_DUE, {"queues": ["default", "bulk"]})
+    assert {node.index for node in plan.reads("message_live")} == {"message_live_fresh", "message_live_retry"}
+    assert not plan.types() & {"Sort", "Incremental Sort"}
+
+
+@pytest.mark.parametrize(
+    ("statement", "parameters"),
+    [
+        pytest.param(sql.FINISH_SENT_IF_HELD, HELD_PARAMETERS, id="finish sent"),
+        pytest.param(sql.FINISH_IF_HELD, FINISH_PARAMETERS, id="finish"),
+        pytest.param(sql.RENEW_IF_HELD, HELD_PARAMETERS, id="renew"),
+        pytest.param(sql.WATCH_IF_HELD, HELD_PARAMETERS, id="watch"),
+    ],
+)
+def test_attempts_in_flight_are_found_by_primary_key(
+    filled: psycopg.Connection, statement: LiteralString, parameters: Mapping[str, object]
+) -> None:
+    plan = plan_of(filled, statement, parameters)
+    assert {node.index for node in plan.reads("message_live")} == {"message_live_pkey"}
+    assert not plan.types() & {"Sort", "Incremental Sort"}
+
+
+@pytest.mark.parametrize(
+    ("statement", "parameters"),
+    [
+        pytest.param(sql.CLAIM, CLAIM_PARAMETERS, id="claim"),
+        pytest.param(sql.NEXT_DUE, {"queues": ["default"]}, id="next due"),
+        pytest.param(sql.FINISH_SENT_IF_HELD, HELD_PARAMETERS, id="finish sent"),
+        pytest.param(sql.FINISH_IF_HELD, FINISH_PARAMETERS, id="finish"),
+        pytest.param(sql.STANDING, HELD_PARAMETERS, id="standing"),
+        pytest.param(sql.RING_FOR_SUCCESSORS, SUCCESSOR_PARAMETERS, id="ring for successors"),
+        pytest.param(sql.RENEW_IF_HELD, HELD_PARAMETERS, id="renew"),
+        pytest.param(sql.WATCH_IF_HELD, HELD_PARAMETERS, id="watch"),
+    ],
+)
+def test_no_hot_statement_reads_a_whole_table(
+    filled: psycopg.Connection, statement: LiteralString, parameters: Mapping[str, object]
+) -> None:
+    plan = plan_of(filled, statement, parameters)
+    assert not plan.types() & {"Seq Scan", "Bitmap Heap Scan"}
+
+
+@pytest.mark.parametrize(
+    ("statement", "parameters"),
+    [
+        pytest.param(sql.CLAIM, CLAIM_PARAMETERS, id="claim"),
+        pytest.param(sql.FINISH_SENT_IF_HELD, HELD_PARAMETERS, id="finish sent"),
+        pytest.param(sql.FINISH_IF_HELD, FINISH_PARAMETERS, id="finish"),
+    ],
+)
+def test_statements_of_the_live_part_never_touch_finished_rows(
+    filled: psycopg.Connection, statement: LiteralString, parameters: Mapping[str, object]
+) -> None:
+    plan = plan_of(filled, statement, parameters)
+    assert plan.relations() <= {"message_live", "coalesce", "queue"}
