@@ -67,22 +67,20 @@ class Finisher:
 
     async def _finish(self, batch: Sequence[tuple[Context, Ending]]) -> None:
         sent = []
-        others = []
-        verdicts = {}
+        verdicts: dict[Context, Verdict] = {}
         for context, ending in batch:
             match ending:
                 case Sent():
                     sent.append(context)
                 case AlreadyFinished():
-                    self._held.pop(context.message.id, None)
+                    self._let_go(context)
                     self._telemetry.count(Event.SENT)
                 case _:
-                    others.append(context)
-                    verdicts[context.message.id] = verdict_of(context, ending)
+                    verdicts[context] = verdict_of(context, ending)
         if sent:
             await self._write(sent, self._write_sent)
-        if others:
-            await self._write(others, lambda part: self._store.finish([verdicts[c.message.id] for c in part]))
+        if verdicts:
+            await self._write(list(verdicts), lambda part: self._store.finish([verdicts[c] for c in part]))
         keyed = [c.message for c, _ in batch if c.message.coalesce_key is not None]
         if keyed:
             await self._ring_for_successors(keyed)
@@ -122,7 +120,7 @@ class Finisher:
             state = done.get(message.id) or standing.get(message.id)
             if state is State.SENDING:
                 continue  # A caller's transaction has locked the row; it is asked for again.
-            self._held.pop(message.id, None)
+            self._let_go(context)
             if state is None:
                 self._report(logging.WARNING, Event.LEASE_LOST, "lease lost, outcome not written", message)
             elif state is State.SENT:
@@ -140,7 +138,7 @@ class Finisher:
             await self._write(contexts[middle:], write)
             return
         (context,) = contexts
-        self._held.pop(context.message.id, None)
+        self._let_go(context)
         self._report(
             logging.ERROR,
             Event.FINISH_REFUSED,
@@ -148,6 +146,11 @@ class Finisher:
             context.message,
             reason=getattr(error, "sqlstate", None) or type(error).__name__,
         )
+
+    def _let_go(self, context: Context) -> None:
+        # This process may have claimed the message again meanwhile, after the lease of this attempt ran out.
+        if self._held.get(context.message.id) is context:
+            del self._held[context.message.id]
 
     async def _ring_for_successors(self, messages: Sequence[Message[object]]) -> None:
         try:

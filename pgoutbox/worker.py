@@ -156,9 +156,8 @@ class Worker:
                 if not await self._store.count_owed(self._queue_names, self._topics):
                     return
                 due = await self._store.next_due_seconds(self._queue_names)
-                await self._sleep(
-                    _LISTENER_DOWN_SWEEP_SECONDS if due is None else min(due, self._settings.sweep_seconds)
-                )
+                # Nothing due, and still something owed: another worker has it.
+                await self._sleep(_FOREIGN_WORK_SECONDS if due is None else min(due, self._settings.sweep_seconds))
 
     def stop(self) -> None:
         """Begin to stop: claim nothing more, wait for handlers up to the grace time, release the rest. Idempotent.
@@ -201,7 +200,7 @@ class Worker:
             if self._bell is not None:
                 await self._bell.start()
             self._finishing = asyncio.create_task(self._finisher.run(), name="pgoutbox-finisher")
-            self._finishing.add_done_callback(lambda _: self.stop())
+            self._finishing.add_done_callback(lambda task: None if task.cancelled() else self.stop())
             self.telemetry.report(
                 logging.INFO, Event.WORKER_STARTED, "worker started", worker=self.name, queues=self._queue_names
             )
