@@ -1,0 +1,56 @@
+"""pgoutbox: the transactional outbox for Python applications on PostgreSQL."""
+
+from pgoutbox.dispatch import Context, SyncContext
+from pgoutbox.drafts import NewMessage, Topic
+from pgoutbox.errors import (
+    ConfigurationError,
+    DuplicateError,
+    LeaseLostError,
+    MessageNotFoundError,
+    MissingExtraError,
+    PayloadError,
+    PgOutboxError,
+    SchemaError,
+    StateError,
+    TransactionError,
+    UnknownTopicError,
+)
+from pgoutbox.message import Message, Permanent, Sent, Skip, Snooze, State, Transient
+from pgoutbox.outbox import CancelResult, Enqueued, Outbox
+from pgoutbox.retry import RetryPolicy
+from pgoutbox.settings import Settings
+from pgoutbox.transports.mail import Attachment, Email
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Attachment",
+    "CancelResult",
+    "ConfigurationError",
+    "Context",
+    "DuplicateError",
+    "Email",
+    "Enqueued",
+    "LeaseLostError",
+    "Message",
+    "MessageNotFoundError",
+    "MissingExtraError",
+    "NewMessage",
+    "Outbox",
+    "PayloadError",
+    "Permanent",
+    "PgOutboxError",
+    "RetryPolicy",
+    "SchemaError",
+    "Sent",
+    "Settings",
+    "Skip",
+    "Snooze",
+    "State",
+    "StateError",
+    "SyncContext",
+    "Topic",
+    "TransactionError",
+    "Transient",
+    "UnknownTopicError",
+]

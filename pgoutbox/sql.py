@@ -10,52 +10,125 @@ from typing import Final, LiteralString
 
 # --- enqueue ----------------------------------------------------------------------------------------------------------
 
-# The two spellings of one call: psycopg, Django and SQLAlchemy's psycopg dialects, and asyncpg. JSON travels as text,
+# What runs on the caller's connection trusts nothing of its search_path: types and operators are qualified too. Each
+# call is spelled twice: for psycopg, Django and SQLAlchemy's psycopg dialect, and for asyncpg. JSON travels as text,
 # because an asyncpg connection may carry its owner's own codec for jsonb. Delays are added to the database's clock.
 ENQUEUE_MANY: Final[LiteralString] = """
 SELECT r.item_index, r.id, r.duplicate
-FROM pgoutbox.enqueue_many(
-    topics => %s::text[],
-    payloads => %s::text[]::jsonb[],
-    queues => %s::text[],
-    destinations => %s::text[],
-    coalesce_keys => %s::text[],
-    dedupe_keys => %s::text[],
-    available_ats => %s::timestamptz[],
-    delays => %s::float8[],
-    expires_ats => %s::timestamptz[],
-    headers => %s::text[]::jsonb[],
-    max_attempts => %s::integer[],
-    notify => %s::boolean
+FROM (
+    SELECT
+        %s::pg_catalog.text[] AS topics,
+        %s::pg_catalog.text[]::pg_catalog.jsonb[] AS payloads,
+        %s::pg_catalog.text[] AS queues,
+        %s::pg_catalog.text[] AS destinations,
+        %s::pg_catalog.text[] AS coalesce_keys,
+        %s::pg_catalog.text[] AS dedupe_keys,
+        %s::pg_catalog.timestamptz[] AS available_ats,
+        %s::pg_catalog.float8[] AS delays,
+        %s::pg_catalog.timestamptz[] AS expires_ats,
+        %s::pg_catalog.float8[] AS expires_afters,
+        %s::pg_catalog.text[]::pg_catalog.jsonb[] AS headers,
+        %s::pg_catalog.int4[] AS max_attempts,
+        %s::pg_catalog.bool AS notify
+) AS draft
+CROSS JOIN LATERAL pgoutbox.enqueue_many(
+    topics => draft.topics,
+    payloads => draft.payloads,
+    queues => draft.queues,
+    destinations => draft.destinations,
+    coalesce_keys => draft.coalesce_keys,
+    dedupe_keys => draft.dedupe_keys,
+    available_ats => draft.available_ats,
+    delays => draft.delays,
+    expires_ats => CASE
+        WHEN draft.expires_afters IS NULL THEN draft.expires_ats
+        ELSE (
+            SELECT pg_catalog.array_agg(
+                coalesce(
+                    d.expires_at,
+                    greatest(
+                        d.available_at,
+                        pg_catalog.now() OPERATOR(pg_catalog.+) pg_catalog.make_interval(secs => d.delay),
+                        pg_catalog.now()
+                    ) OPERATOR(pg_catalog.+) pg_catalog.make_interval(secs => d.expires_after)
+                )
+                ORDER BY d.ordinality
+            )
+            FROM unnest(draft.available_ats, draft.delays, draft.expires_ats, draft.expires_afters)
+                WITH ORDINALITY AS d(available_at, delay, expires_at, expires_after, ordinality)
+        )
+    END,
+    headers => draft.headers,
+    max_attempts => draft.max_attempts,
+    notify => draft.notify
 ) AS r
 """
 
 ENQUEUE_MANY_NUMBERED: Final[LiteralString] = """
 SELECT r.item_index, r.id, r.duplicate
-FROM pgoutbox.enqueue_many(
-    topics => $1::text[],
-    payloads => $2::text[]::jsonb[],
-    queues => $3::text[],
-    destinations => $4::text[],
-    coalesce_keys => $5::text[],
-    dedupe_keys => $6::text[],
-    available_ats => $7::timestamptz[],
-    delays => $8::float8[],
-    expires_ats => $9::timestamptz[],
-    headers => $10::text[]::jsonb[],
-    max_attempts => $11::integer[],
-    notify => $12::boolean
+FROM (
+    SELECT
+        $1::pg_catalog.text[] AS topics,
+        $2::pg_catalog.text[]::pg_catalog.jsonb[] AS payloads,
+        $3::pg_catalog.text[] AS queues,
+        $4::pg_catalog.text[] AS destinations,
+        $5::pg_catalog.text[] AS coalesce_keys,
+        $6::pg_catalog.text[] AS dedupe_keys,
+        $7::pg_catalog.timestamptz[] AS available_ats,
+        $8::pg_catalog.float8[] AS delays,
+        $9::pg_catalog.timestamptz[] AS expires_ats,
+        $10::pg_catalog.float8[] AS expires_afters,
+        $11::pg_catalog.text[]::pg_catalog.jsonb[] AS headers,
+        $12::pg_catalog.int4[] AS max_attempts,
+        $13::pg_catalog.bool AS notify
+) AS draft
+CROSS JOIN LATERAL pgoutbox.enqueue_many(
+    topics => draft.topics,
+    payloads => draft.payloads,
+    queues => draft.queues,
+    destinations => draft.destinations,
+    coalesce_keys => draft.coalesce_keys,
+    dedupe_keys => draft.dedupe_keys,
+    available_ats => draft.available_ats,
+    delays => draft.delays,
+    expires_ats => CASE
+        WHEN draft.expires_afters IS NULL THEN draft.expires_ats
+        ELSE (
+            SELECT pg_catalog.array_agg(
+                coalesce(
+                    d.expires_at,
+                    greatest(
+                        d.available_at,
+                        pg_catalog.now() OPERATOR(pg_catalog.+) pg_catalog.make_interval(secs => d.delay),
+                        pg_catalog.now()
+                    ) OPERATOR(pg_catalog.+) pg_catalog.make_interval(secs => d.expires_after)
+                )
+                ORDER BY d.ordinality
+            )
+            FROM unnest(draft.available_ats, draft.delays, draft.expires_ats, draft.expires_afters)
+                WITH ORDINALITY AS d(available_at, delay, expires_at, expires_after, ordinality)
+        )
+    END,
+    headers => draft.headers,
+    max_attempts => draft.max_attempts,
+    notify => draft.notify
 ) AS r
 """
 
 CANCEL: Final[LiteralString] = """
 SELECT target.id, pgoutbox.cancel(target.id)
 FROM (
-    SELECT %s::bigint AS id
+    SELECT %s::pg_catalog.int8 AS id
     UNION ALL
-    SELECT head.newest_id FROM pgoutbox.coalesce AS head WHERE head.topic = %s::text AND head.coalesce_key = %s::text
+    SELECT head.newest_id
+    FROM pgoutbox.coalesce AS head
+    WHERE head.topic OPERATOR(pg_catalog.=) %s::pg_catalog.text
+        AND head.coalesce_key OPERATOR(pg_catalog.=) %s::pg_catalog.text
     UNION ALL
-    SELECT d.message_id FROM pgoutbox.dedupe AS d WHERE d.topic = %s::text AND d.dedupe_key = %s::text
+    SELECT d.message_id
+    FROM pgoutbox.dedupe AS d
+    WHERE d.topic OPERATOR(pg_catalog.=) %s::pg_catalog.text
+        AND d.dedupe_key OPERATOR(pg_catalog.=) %s::pg_catalog.text
 ) AS target
 WHERE target.id IS NOT NULL
 """
@@ -63,14 +136,25 @@ WHERE target.id IS NOT NULL
 CANCEL_NUMBERED: Final[LiteralString] = """
 SELECT target.id, pgoutbox.cancel(target.id)
 FROM (
-    SELECT $1::bigint AS id
+    SELECT $1::pg_catalog.int8 AS id
     UNION ALL
-    SELECT head.newest_id FROM pgoutbox.coalesce AS head WHERE head.topic = $2::text AND head.coalesce_key = $3::text
+    SELECT head.newest_id
+    FROM pgoutbox.coalesce AS head
+    WHERE head.topic OPERATOR(pg_catalog.=) $2::pg_catalog.text
+        AND head.coalesce_key OPERATOR(pg_catalog.=) $3::pg_catalog.text
     UNION ALL
-    SELECT d.message_id FROM pgoutbox.dedupe AS d WHERE d.topic = $4::text AND d.dedupe_key = $5::text
+    SELECT d.message_id
+    FROM pgoutbox.dedupe AS d
+    WHERE d.topic OPERATOR(pg_catalog.=) $4::pg_catalog.text
+        AND d.dedupe_key OPERATOR(pg_catalog.=) $5::pg_catalog.text
 ) AS target
 WHERE target.id IS NOT NULL
 """
+
+# The name is pgoutbox's own, so that it never hides a savepoint of the caller.
+SAVEPOINT: Final[LiteralString] = "SAVEPOINT pgoutbox_best_effort"
+RELEASE_SAVEPOINT: Final[LiteralString] = "RELEASE SAVEPOINT pgoutbox_best_effort"
+ROLL_BACK_TO_SAVEPOINT: Final[LiteralString] = "ROLLBACK TO SAVEPOINT pgoutbox_best_effort"
 
 # --- sessions ---------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,586 @@
+"""What may be enqueued: topics, new messages, and the checks they pass before any SQL. Pure: no I/O, no statement.
+
+A mistake raises `PayloadError` with the path of what is wrong, so that the caller's transaction stays usable. Whatever
+is accepted comes back from PostgreSQL with the same value; only a tuple comes back as a list.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass, is_dataclass
+from datetime import MAXYEAR, UTC, datetime, timedelta
+from functools import lru_cache
+from operator import attrgetter
+from typing import Final, Generic, NamedTuple, TypeVar, cast, get_args, get_origin, get_type_hints, is_typeddict
+
+from pydantic import BaseModel, JsonValue, Secret, SecretBytes, SecretStr, ValidationError
+
+from pgoutbox.errors import ConfigurationError, PayloadError
+from pgoutbox.message import P
+from pgoutbox.retry import RetryPolicy
+
+MAX_DEPTH: Final = 100
+MAX_KEY_BYTES: Final = 512
+MAX_DESTINATION_BYTES: Final = 2_048
+MAX_HEADER_COUNT: Final = 64
+MAX_ATTEMPTS_BOUND: Final = 10_000
+MAX_DELAY: Final = timedelta(days=3_650)
+CHUNK_ROWS: Final = 5_000
+CHUNK_CHARACTERS: Final = 16_000_000
+
+Serializer = Callable[[object], JsonValue]
+Columns = tuple[Sequence[object] | None, ...]
+V = TypeVar("V")
+
+_NAME = re.compile(r"[a-z][a-z0-9_.-]{0,62}")
+_DESTINATION = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:[^\x00-\x1f\x7f-\x9f\u2028\u2029]+")
+_UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+_UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
+_PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,62}")
+_SHOWN_LENGTH = 80
+
+_JSON_SCALARS = frozenset({str, int, float, bool, type(None)})
+_ESCAPED_NUL = "\\u0000"
+_SECRETS = (Secret, SecretStr, SecretBytes)
+_MASK = "**********"
+_NO_SECRETS = "holds a secret: secrets are minted at send time, not stored; enqueue what the handler needs to make it"
+
+# The application's clock may be hours wrong, and PostgreSQL's decides. Only what is wrong by more than a day is refused
+# here already, before a statement could fail.
+_CLOCK_TOLERANCE = timedelta(days=1)
+_MAX_AHEAD = timedelta(days=3_653)
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+_encode = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode
+
+
+@dataclass(frozen=True, slots=True)
+class Topic(Generic[P]):
+    """One place for what a topic is: its payload model, its queue, its keys and its policy.
+
+    What is given here belongs to the topic: a call site that passes it too is refused, so that call sites cannot drift.
+    What is None is the call site's to choose. `destination`, `coalesce_key` and `dedupe_key` are computed from the
+    payload, an instance of the model if there is one. `delay` and `expires_after` are seconds or timedeltas;
+    `expires_after` counts from when the message falls due. Raises `ConfigurationError` for a mistake.
+
+        activation = Topic(
+            "mail.activation",
+            payload=Activation,
+            queue="critical",
+            destination=lambda p: f"mailto:{p.email}",
+            coalesce_key=lambda p: str(p.user_id),
+        )
+    """
+
+    name: str
+    _: KW_ONLY
+    payload: type[P] | None = None
+    queue: str | None = None
+    destination: str | Callable[[P], str | None] | None = None
+    coalesce_key: Callable[[P], str | None] | None = None
+    dedupe_key: Callable[[P], str | None] | None = None
+    retry: RetryPolicy | None = None
+    delay: float | timedelta | None = None
+    expires_after: float | timedelta | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            check_name("name", self.name)
+            _if_given(check_name, "queue", self.queue)
+            _if_given(_check_delay, "delay", self.delay)
+            _if_given(_check_delay, "expires_after", self.expires_after)
+            if not callable(self.destination):
+                _if_given(_check_destination, "destination", self.destination)
+            _if_given(_check_model, "payload", self.payload)
+        except PayloadError as error:
+            raise ConfigurationError(f"topic {self.name!r}: {error}") from None
+
+    @property
+    def model(self) -> type[BaseModel] | None:
+        """The payload model; None where the payload is any JSON value."""
+        return cast("type[BaseModel] | None", self.payload)
+
+
+@dataclass(frozen=True, slots=True)
+class NewMessage(Generic[P]):
+    """A message to enqueue: topic, payload, and whatever the topic's definition leaves open.
+
+    `delay` (seconds or a timedelta) counts on PostgreSQL's clock; give it or `available_at`. Datetimes need a
+    time zone.
+
+        NewMessage("mail.welcome", {"user_id": 7}, dedupe_key="welcome-7")
+    """
+
+    topic: str | Topic[P]
+    payload: P
+    _: KW_ONLY
+    queue: str | None = None
+    destination: str | None = None
+    coalesce_key: str | None = None
+    dedupe_key: str | None = None
+    available_at: datetime | None = None
+    delay: float | timedelta | None = None
+    expires_at: datetime | None = None
+    headers: Mapping[str, str] | None = None
+    max_attempts: int | None = None
+
+
+class Draft(NamedTuple):
+    """A checked message, in the order of the parameters of `sql.ENQUEUE_MANY`. None: the function's default."""
+
+    topic: str
+    payload: str
+    queue: str | None
+    destination: str | None
+    coalesce_key: str | None
+    dedupe_key: str | None
+    available_at: datetime | None
+    delay_seconds: float | None
+    expires_at: datetime | None
+    expires_after_seconds: float | None
+    headers: str | None
+    max_attempts: int | None
+
+
+_message_options = attrgetter(
+    "queue",
+    "destination",
+    "coalesce_key",
+    "dedupe_key",
+    "available_at",
+    "delay",
+    "expires_at",
+    "headers",
+    "max_attempts",
+)
+_topic_options = attrgetter(
+    "payload", "queue", "destination", "coalesce_key", "dedupe_key", "retry", "delay", "expires_after"
+)
+_NO_MESSAGE_OPTIONS = (None,) * 9
+_NO_TOPIC_OPTIONS = (None,) * 8
+
+
+def prepare(
+    message: NewMessage[P],
+    topic: Topic[P],
+    *,
+    max_attempts: int | None,
+    max_payload_bytes: int,
+    serializer: Serializer | None,
+) -> Draft:
+    """Check a message against its topic's definition, which wins. `max_attempts` is what it gets unless it asks.
+
+    Raises `PayloadError` with the path of what is wrong. What a function of the topic or the serializer raises passes
+    through.
+    """
+    payload = message.payload if topic.payload is None else _fit(topic, message.payload)
+    text = to_json(payload, max_bytes=max_payload_bytes, serializer=serializer)
+    if _message_options(message) == _NO_MESSAGE_OPTIONS and _topic_options(topic) == _NO_TOPIC_OPTIONS:
+        return Draft(topic.name, text, None, None, None, None, None, None, None, None, None, max_attempts)
+
+    for field, owner in (
+        ("available_at", topic.delay),
+        ("expires_at", topic.expires_after),
+        ("max_attempts", topic.retry),
+    ):
+        if owner is not None and getattr(message, field) is not None:
+            raise _owned(topic, field)
+    draft = Draft(
+        topic=topic.name,
+        payload=text,
+        queue=_if_given(check_name, "queue", _settle(topic, "queue", message, payload)),
+        destination=_if_given(_check_destination, "destination", _settle(topic, "destination", message, payload)),
+        coalesce_key=_if_given(check_key, "coalesce_key", _settle(topic, "coalesce_key", message, payload)),
+        dedupe_key=_if_given(check_key, "dedupe_key", _settle(topic, "dedupe_key", message, payload)),
+        available_at=_if_given(_check_available_at, "available_at", message.available_at),
+        delay_seconds=_if_given(_check_delay, "delay", _settle(topic, "delay", message, payload)),
+        expires_at=_if_given(_check_expires_at, "expires_at", message.expires_at),
+        expires_after_seconds=_if_given(_check_delay, "expires_after", topic.expires_after),
+        headers=_if_given(_check_headers, "headers", message.headers),
+        max_attempts=_if_given(_check_max_attempts, "max_attempts", message.max_attempts) or max_attempts,
+    )
+    _check_times(draft)
+    return draft
+
+
+def _settle(topic: Topic[P], field: str, message: NewMessage[P], payload: P) -> object:
+    owner, given = getattr(topic, field), getattr(message, field)
+    if owner is None:
+        return given
+    if given is not None:
+        raise _owned(topic, field)
+    return owner(payload) if callable(owner) else owner
+
+
+def _owned(topic: Topic[P], field: str) -> PayloadError:
+    return PayloadError(field, f"belongs to the definition of topic {topic.name!r}; do not pass it")
+
+
+def chunks(drafts: Sequence[Draft]) -> Iterator[list[int]]:
+    """Positions of the drafts, in pieces that one statement takes.
+
+    All keyed drafts come last, sorted over the whole call as `pgoutbox.enqueue_many` sorts within one: every
+    transaction then takes the keys in the same order, and two bulks never wait for each other in a circle.
+    """
+    unkeyed: list[int] = []
+    keyed: list[int] = []
+    for position, draft in enumerate(drafts):
+        (unkeyed if draft.coalesce_key is None and draft.dedupe_key is None else keyed).append(position)
+    keyed.sort(key=lambda position: _lock_order(drafts[position]))
+    chunk: list[int] = []
+    characters = 0
+    for position in unkeyed + keyed:
+        characters += len(drafts[position].payload)
+        if chunk and (len(chunk) == CHUNK_ROWS or characters > CHUNK_CHARACTERS):
+            yield chunk
+            chunk, characters = [], len(drafts[position].payload)
+        chunk.append(position)
+    if chunk:
+        yield chunk
+
+
+def _lock_order(draft: Draft) -> tuple[str, bool, str, bool, str]:
+    # PostgreSQL sorts nulls last, and text of the collation "C" by code point, as Python does.
+    coalesce_key, dedupe_key = draft.coalesce_key, draft.dedupe_key
+    return (draft.topic, coalesce_key is None, coalesce_key or "", dedupe_key is None, dedupe_key or "")
+
+
+def columns(drafts: Sequence[Draft]) -> Columns:
+    """The arrays of a bulk statement, None for one that no draft uses."""
+    return tuple(None if column.count(None) == len(column) else list(column) for column in zip(*drafts, strict=True))
+
+
+# --- JSON -------------------------------------------------------------------------------------------------------------
+
+
+def to_json(value: object, *, max_bytes: int, serializer: Serializer | None = None) -> str:
+    """The value as JSON text that PostgreSQL stores and gives back unchanged.
+
+    The encoder in C does the work; the value is only walked to see that nothing was coerced. Where something is wrong
+    or needs the serializer, the slow way finds the path.
+    """
+    if not isinstance(value, BaseModel):
+        with suppress(TypeError, ValueError, RecursionError):
+            text = _encode(value)
+            if _ESCAPED_NUL not in text and _size(text) <= max_bytes and _is_plain(value, MAX_DEPTH):
+                return text
+    try:
+        text = _encode(_faithful(value, "payload", (), serializer))
+    except RecursionError:
+        raise PayloadError("payload", "is nested too deep for the stack") from None
+    size = _size(text)
+    if size > max_bytes:
+        raise PayloadError(
+            "payload", f"has {size} bytes as JSON, the limit is {max_bytes} (PGOUTBOX_MAX_PAYLOAD_BYTES)"
+        )
+    return text
+
+
+def _size(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())
+
+
+def _is_plain(value: object, depth_left: int) -> bool:
+    """Whether the value is made of exactly the types that JSON has, and not too deep."""
+    kind = type(value)
+    if kind is dict:
+        members = cast("dict[object, object]", value)
+        if not all(type(key) is str for key in members):
+            return False
+        items: Iterable[object] = members.values()
+    elif kind is list:
+        items = cast("list[object]", value)
+    else:
+        return kind in _JSON_SCALARS
+    return depth_left > 0 and all(type(item) in _JSON_SCALARS or _is_plain(item, depth_left - 1) for item in items)
+
+
+def _faithful(value: object, path: str, parents: tuple[int, ...], serializer: Serializer | None) -> JsonValue:
+    """The value with models dumped and the serializer applied; a `PayloadError` with the path for what cannot be."""
+    if isinstance(value, BaseModel):
+        value = _dump(value, path)
+    if value is None or isinstance(value, (str, bool, int, float)):
+        _check_scalar(value, path)
+        return value
+    if isinstance(value, (dict, list, tuple)):
+        if id(value) in parents:
+            raise PayloadError(path, "contains itself")
+        if len(parents) == MAX_DEPTH:
+            raise PayloadError(path, f"is nested deeper than {MAX_DEPTH} levels")
+        parents = (*parents, id(value))
+        if isinstance(value, dict):
+            return {
+                key: _faithful(item, _member(path, key), parents, serializer)
+                for key, item in _text_keys(value, path).items()
+            }
+        return [_faithful(item, f"{path}[{index}]", parents, serializer) for index, item in enumerate(value)]
+    if isinstance(value, _SECRETS):
+        raise PayloadError(path, _NO_SECRETS)
+    if serializer is None:
+        raise PayloadError(path, f"not JSON: {type(value).__name__}; pass serializer=")
+    made = serializer(value)
+    if made is not None and not isinstance(made, (str, bool, int, float, dict, list, tuple)):
+        raise PayloadError(path, f"not JSON: the serializer made a {type(made).__name__} of a {type(value).__name__}")
+    return _faithful(made, path, (*parents, id(value)), serializer)
+
+
+def _check_scalar(value: object, path: str) -> None:
+    if isinstance(value, str):
+        _check_storable(path, value)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise PayloadError(path, f"not JSON: {value}")
+    elif isinstance(value, int):
+        try:
+            int.__repr__(value)
+        except ValueError:
+            raise PayloadError(path, "the integer has too many digits") from None
+
+
+def _text_keys(value: dict[object, object], path: str) -> dict[str, object]:
+    # JSON knows text keys only. An encoder would turn 1 and True into text, where they can meet another key, and the
+    # handler would not find them under what the caller wrote.
+    members: dict[str, object] = {}
+    for key, item in value.items():
+        if not isinstance(key, str):
+            raise PayloadError(_member(path, key), f"a key must be text, not {type(key).__name__}")
+        _check_storable(_member(path, key), key)
+        text = str.__str__(key)
+        if text in members:
+            raise PayloadError(_member(path, key), "two keys have the same text")
+        members[text] = item
+    return members
+
+
+def _check_storable(path: str, text: str) -> None:
+    found = _UNSTORABLE.search(text)
+    if found is not None:
+        what = "NUL" if found[0] == "\0" else f"lone surrogate U+{ord(found[0]):04X}"
+        raise PayloadError(path, f"{what} at character {found.start()} is not storable")
+
+
+def _member(path: str, key: object) -> str:
+    if isinstance(key, str) and _PLAIN_KEY.fullmatch(key):
+        return f"{path}.{key}"
+    return f"{path}[{_shown(key)}]"
+
+
+def _shown(value: object) -> str:
+    try:
+        text = json.dumps(value) if isinstance(value, str) else repr(value)
+    except ValueError:  # An integer with more digits than Python will write.
+        text = type(value).__name__
+    return text if len(text) <= _SHOWN_LENGTH else f"{text[:_SHOWN_LENGTH]}..."
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+def _check_model(field: str, model: object) -> None:
+    if not (isinstance(model, type) and issubclass(model, BaseModel)):
+        raise PayloadError(field, f"must be a pydantic model, not {_shown(model)}")
+    secret = _secret_in_model(model)
+    if secret is not None:
+        raise PayloadError(f"{field}{secret}", _NO_SECRETS)
+
+
+def _fit(topic: Topic[P], payload: object) -> P:
+    model = cast("type[BaseModel]", topic.payload)
+    if not isinstance(payload, model):
+        if isinstance(payload, BaseModel):
+            raise PayloadError("payload", f"must be a {model.__name__}, not a {type(payload).__name__}")
+        try:
+            payload = model.model_validate(payload)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+            path = "payload"
+            for place in first["loc"]:
+                path = _member(path, place)
+            raise PayloadError(path, f"does not fit {model.__name__}: {first['msg']}") from None
+    return cast("P", payload)
+
+
+def _dump(model: BaseModel, path: str) -> JsonValue:
+    """What validates to the same model again: by alias and without computed fields."""
+    secret = _secret_in_model(type(model))
+    if secret is not None:
+        raise PayloadError(f"{path}{secret}", _NO_SECRETS)
+    try:
+        dumped = model.model_dump(mode="json", by_alias=True, round_trip=True, warnings="error")
+    except (ValueError, RecursionError) as error:
+        raise PayloadError(
+            path, f"the {type(model).__name__} cannot be written as JSON: {type(error).__name__}"
+        ) from error
+    # A field that is typed `Any` may hold a secret all the same; pydantic masks it.
+    if any(leaf == _MASK for leaf in _leaves(dumped)) and any(
+        isinstance(leaf, _SECRETS) for leaf in _leaves(dict(model))
+    ):
+        raise PayloadError(path, _NO_SECRETS)
+    return dumped
+
+
+def _leaves(value: object) -> Iterator[object]:
+    if isinstance(value, BaseModel):
+        value = dict(value)
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            yield from _leaves(item)
+    else:
+        yield value
+
+
+@lru_cache(maxsize=1_024)
+def _secret_in_model(model: type[BaseModel]) -> str | None:
+    """The path of the first field, here or in a nested type, whose type is one of pydantic's secrets."""
+    return _secret_in(model, set())
+
+
+def _secret_in(annotation: object, seen: set[type]) -> str | None:
+    annotation = getattr(annotation, "__value__", getattr(annotation, "__supertype__", annotation))
+    kind = get_origin(annotation) or annotation
+    if isinstance(kind, type) and kind not in seen:
+        if issubclass(kind, _SECRETS):
+            return ""
+        seen.add(kind)
+        for name, member in _members_of(kind).items():
+            found = _secret_in(member, seen)
+            if found is not None:
+                return f".{name}{found}"
+    for argument in get_args(annotation):
+        found = _secret_in(argument, seen)
+        if found is not None:
+            return found
+    return None
+
+
+def _members_of(kind: type) -> Mapping[str, object]:
+    if issubclass(kind, BaseModel):
+        return {name: field.annotation for name, field in kind.model_fields.items()}
+    if is_dataclass(kind) or is_typeddict(kind) or issubclass(kind, tuple):
+        # A name that cannot be resolved here could not be validated by pydantic either.
+        with suppress(NameError, TypeError):
+            return get_type_hints(kind, include_extras=True)
+    return {}
+
+
+# --- options ----------------------------------------------------------------------------------------------------------
+
+
+def check_name(field: str, value: object) -> str:
+    """A topic or a queue: what the SQL function accepts as a name."""
+    if not isinstance(value, str) or _NAME.fullmatch(value) is None:
+        raise PayloadError(
+            field,
+            f"must be 1 to 63 of a-z, 0-9, underscore, dot and hyphen, the first a letter, not {_shown(value)}",
+        )
+    return value
+
+
+def check_key(field: str, value: object) -> str:
+    """A coalesce or dedupe key. The empty text is a key like any other."""
+    if not isinstance(value, str):
+        raise PayloadError(field, f"must be text, not {type(value).__name__}")
+    _check_storable(field, value)
+    size = len(value.encode())
+    if size > MAX_KEY_BYTES:
+        raise PayloadError(field, f"has {size} bytes, the limit is {MAX_KEY_BYTES}")
+    return value
+
+
+def _check_destination(field: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise PayloadError(field, f"must be text, not {type(value).__name__}")
+    _check_storable(field, value)
+    if _DESTINATION.fullmatch(value) is None:
+        raise PayloadError(
+            field, f"must be a URI such as mailto:a@example.org, without control characters, not {_shown(value)}"
+        )
+    size = len(value.encode())
+    if size > MAX_DESTINATION_BYTES:
+        raise PayloadError(field, f"has {size} bytes, the limit is {MAX_DESTINATION_BYTES}")
+    return value
+
+
+def _check_headers(field: str, value: object) -> str:
+    if not isinstance(value, Mapping):
+        raise PayloadError(field, f"must be a mapping of text to text, not {type(value).__name__}")
+    if len(value) > MAX_HEADER_COUNT:
+        raise PayloadError(field, f"has {len(value)} entries, the limit is {MAX_HEADER_COUNT}")
+    for name, text in value.items():
+        if not isinstance(name, str) or not name or _UNSAFE.search(name):
+            raise PayloadError(_member(field, name), "a name must be text, not empty and without control characters")
+        if not isinstance(text, str) or _UNSAFE.search(text):
+            raise PayloadError(_member(field, name), "must be text without control characters")
+    return _encode(dict(value))
+
+
+def check_whole(field: str, value: object, *, most: int) -> int:
+    """A whole number from 1 to `most`."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise PayloadError(field, f"must be a whole number from 1 to {most}, not {_shown(value)}")
+    return value
+
+
+def _check_max_attempts(field: str, value: object) -> int:
+    return check_whole(field, value, most=MAX_ATTEMPTS_BOUND)
+
+
+def _check_delay(field: str, value: object) -> float:
+    limit = MAX_DELAY.total_seconds()
+    if isinstance(value, timedelta):
+        seconds = value.total_seconds()
+    elif isinstance(value, (int, float)) and not isinstance(value, bool) and -1 < value <= limit:
+        seconds = float(value)
+    else:
+        seconds = math.nan
+    if not 0 <= seconds <= limit:
+        raise PayloadError(field, f"must be from 0 to {limit:.0f} seconds, or such a timedelta, not {_shown(value)}")
+    return seconds
+
+
+def _check_available_at(field: str, value: object) -> datetime:
+    moment = _moment(field, value)
+    if moment > datetime.now(UTC) + _MAX_AHEAD + _CLOCK_TOLERANCE:
+        raise PayloadError(field, f"must not be more than 10 years ahead: {moment.isoformat()}")
+    return moment
+
+
+def _check_expires_at(field: str, value: object) -> datetime:
+    moment = _moment(field, value)
+    now = datetime.now(UTC)
+    if moment > now + 2 * _MAX_AHEAD:
+        raise PayloadError(field, f"must not be more than 20 years ahead: {moment.isoformat()}")
+    if moment < now - _CLOCK_TOLERANCE:
+        raise PayloadError(field, f"is in the past: {moment.isoformat()}")
+    return moment
+
+
+def _moment(field: str, value: object) -> datetime:
+    if not isinstance(value, datetime):
+        raise PayloadError(field, f"must be a datetime, not {type(value).__name__}")
+    if value.utcoffset() is None:
+        raise PayloadError(field, f"timezone required: {value.isoformat()} is naive")
+    # Whatever is past means now, and years near the ends of the calendar have no equivalent in other time zones.
+    return max(value, _EPOCH).astimezone(UTC) if value.year < MAXYEAR else value
+
+
+def _check_times(draft: Draft) -> None:
+    if draft.available_at is not None and draft.delay_seconds is not None:
+        raise PayloadError("delay", "give delay or available_at, not both")
+    if draft.expires_at is None:
+        return
+    if draft.available_at is not None and draft.expires_at <= draft.available_at:
+        raise PayloadError("expires_at", "must be later than available_at")
+    if draft.delay_seconds is not None:
+        due_at = datetime.now(UTC) + timedelta(seconds=draft.delay_seconds)
+        if draft.expires_at < due_at - _CLOCK_TOLERANCE:
+            raise PayloadError("expires_at", "must be later than the end of the delay")
+
+
+def _if_given(check: Callable[[str, object], V], field: str, value: object) -> V | None:
+    return None if value is None else check(field, value)

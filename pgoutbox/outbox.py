@@ -1,0 +1,737 @@
+"""The application's side of pgoutbox: it registers topics and handlers, and enqueues on the caller's connection.
+
+Nothing here opens, commits or closes a connection. Sync and async are one logic: a generator yields the statements, and
+one of two short loops runs them.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime, timedelta
+from types import MappingProxyType
+from typing import Any, Final, Generic, Literal, NamedTuple, TypeAlias, TypedDict, TypeVar, cast, overload
+
+from typing_extensions import Unpack
+
+from pgoutbox import sql
+from pgoutbox.adapters import (
+    AsyncAdapter,
+    AsyncConnection,
+    Call,
+    ItemRefusedError,
+    Rows,
+    Statement,
+    SyncAdapter,
+    SyncConnection,
+    async_adapter,
+    sqlstate_of,
+    sync_adapter,
+)
+from pgoutbox.dispatch import Context, Handler, OnUnknown, SyncContext
+from pgoutbox.drafts import (
+    Draft,
+    NewMessage,
+    Serializer,
+    Topic,
+    check_key,
+    check_name,
+    check_whole,
+    chunks,
+    columns,
+    prepare,
+)
+from pgoutbox.errors import ConfigurationError, PayloadError, TransactionError, UnknownTopicError
+from pgoutbox.message import Message, Outcome, P
+from pgoutbox.retry import DEFAULT_MAX_ATTEMPTS, RetryPolicy
+from pgoutbox.settings import Settings, load_settings
+from pgoutbox.telemetry import Event
+from pgoutbox.transports import Content, Transport
+
+logger = logging.getLogger(__name__)
+
+Result: TypeAlias = Outcome | Content | None
+R = TypeVar("R")
+ResultT = TypeVar("ResultT", bound=Result)
+ResultsT = TypeVar("ResultsT", bound="Sequence[Result] | None")
+
+_ENQUEUE: Final = Statement(sql.ENQUEUE_MANY, sql.ENQUEUE_MANY_NUMBERED)
+_CANCEL: Final = Statement(sql.CANCEL, sql.CANCEL_NUMBERED)
+_SAVEPOINT: Final = Call(Statement(sql.SAVEPOINT, sql.SAVEPOINT))
+_RELEASE_SAVEPOINT: Final = Call(Statement(sql.RELEASE_SAVEPOINT, sql.RELEASE_SAVEPOINT))
+_ROLL_BACK_TO_SAVEPOINT: Final = Call(Statement(sql.ROLL_BACK_TO_SAVEPOINT, sql.ROLL_BACK_TO_SAVEPOINT))
+_MAX_ID: Final = 2**63 - 1
+
+
+class Enqueued(NamedTuple):
+    """The message's id, and whether it existed before because its dedupe key was taken."""
+
+    id: int
+    duplicate: bool
+
+
+class CancelResult(enum.StrEnum):
+    """What `cancel` did or found."""
+
+    CANCELLED = "cancelled"
+    """It was pending, or is cancelled already: it is not delivered."""
+    REQUESTED = "requested"
+    """An attempt is in flight: it is told, and there will be no other."""
+    SENT = "sent"
+    FAILED = "failed"
+    SKIPPED = "skipped"
+    LOCKED = "locked"
+    """A worker kept the row locked all the time: try again."""
+    MISSING = "missing"
+
+
+class MessageOptions(TypedDict, total=False):
+    """What a call site may say about a message: the fields of `NewMessage`."""
+
+    queue: str | None
+    destination: str | None
+    coalesce_key: str | None
+    dedupe_key: str | None
+    available_at: datetime | None
+    delay: float | timedelta | None
+    expires_at: datetime | None
+    headers: Mapping[str, str] | None
+    max_attempts: int | None
+
+
+class EnqueueOptions(MessageOptions, total=False):
+    """The options of `Outbox.enqueue` and `Outbox.aenqueue`."""
+
+    serializer: Serializer | None
+    notify: bool
+    require_transaction: bool
+
+
+class Outbox:
+    """The topics and handlers of one application, and the way to enqueue for them.
+
+    Without `settings` the environment is read when a setting is first needed, so that importing the application needs
+    none. `transports` send what handlers render; `mailto` by SMTP is there by itself when `PGOUTBOX_SMTP_HOST` is set.
+    With `strict` a topic that is neither defined nor handled is refused with `UnknownTopicError`.
+
+        outbox = Outbox()
+
+        @outbox.handler("mail.welcome")
+        async def welcome(message: Message, ctx: Context) -> Email: ...
+
+        with psycopg.connect(dsn) as connection:
+            outbox.enqueue(connection, "mail.welcome", {"user_id": 7})
+    """
+
+    def __init__(
+        self, settings: Settings | None = None, *, transports: Sequence[Transport] = (), strict: bool = False
+    ) -> None:
+        self._settings = settings
+        self._strict = strict
+        self._topics: dict[str, Topic[Any]] = {}
+        self._handlers: dict[str, Handler] = {}
+        self._transports: dict[str, Transport] = {}
+        for transport in transports:
+            for scheme in transport.schemes:
+                if self._transports.setdefault(scheme, transport) is not transport:
+                    raise ConfigurationError(f"transports: two serve the scheme {scheme!r}")
+
+    @property
+    def settings(self) -> Settings:
+        """The settings given, or else those of the environment, read once."""
+        if self._settings is None:
+            self._settings = load_settings()
+        return self._settings
+
+    # --- registry -----------------------------------------------------------------------------------------------------
+
+    @property
+    def topics(self) -> Mapping[str, Topic[Any]]:
+        """The defined topics by name."""
+        return MappingProxyType(self._topics)
+
+    @property
+    def handlers(self) -> Mapping[str, Handler]:
+        """The registered handlers by topic."""
+        return MappingProxyType(self._handlers)
+
+    def define(self, topic: Topic[P]) -> Topic[P]:
+        """Register the definition, so that its name alone stands for it at every call site; returns it.
+
+        Once per name, and before the topic's handler: `ConfigurationError` otherwise. The same object again is fine.
+        """
+        known = self._topics.get(topic.name)
+        if known is not None and known is not topic:
+            raise ConfigurationError(f"topic {topic.name!r} is already defined")
+        if known is None and topic.name in self._handlers:
+            raise ConfigurationError(f"topic {topic.name!r} has a handler already: define the topic before it")
+        self._topics[topic.name] = topic
+        return topic
+
+    def topic(
+        self,
+        name: str,
+        *,
+        payload: type[P] | None = None,
+        queue: str | None = None,
+        destination: str | Callable[[P], str | None] | None = None,
+        coalesce_key: Callable[[P], str | None] | None = None,
+        dedupe_key: Callable[[P], str | None] | None = None,
+        retry: RetryPolicy | None = None,
+        delay: float | timedelta | None = None,
+        expires_after: float | timedelta | None = None,
+    ) -> Topic[P]:
+        """Make a `Topic` of these arguments and `define` it.
+
+        >>> Outbox().topic("mail.welcome", queue="bulk").queue
+        'bulk'
+        """
+        return self.define(
+            Topic(
+                name,
+                payload=payload,
+                queue=queue,
+                destination=destination,
+                coalesce_key=coalesce_key,
+                dedupe_key=dedupe_key,
+                retry=retry,
+                delay=delay,
+                expires_after=expires_after,
+            )
+        )
+
+    def handler(
+        self,
+        topic: str | Topic[P],
+        *,
+        retry: RetryPolicy | None = None,
+        timeout: float | None = None,
+        on_unknown: OnUnknown = "retry",
+        transactional: bool = False,
+        permanent: Sequence[type[BaseException]] = (),
+    ) -> HandlerDecorator[P]:
+        """Register the decorated function as the topic's handler; it comes back unchanged.
+
+        An `async def` gets `(Message, Context)` on the worker's event loop, a `def` gets `(Message, SyncContext)` in a
+        thread. It returns nothing (sent), an outcome, or a content to deliver, and runs at least once per message; a
+        retry gets the same `message.idempotency_key`. `timeout` is in seconds and per attempt. `on_unknown="hold"`
+        makes a message whose lease expired end `failed` instead of being tried again. A `transactional` handler writes
+        with `ctx.connection`, and its writes and the completion commit together. Exceptions of the `permanent` types
+        are not retried.
+
+        Raises `ConfigurationError` for a second handler of a topic and for a function of another signature.
+
+            @outbox.handler(activation, retry=RetryPolicy.steps(60, 300, 900, 3600))
+            async def activate(message: Message[Activation], ctx: Context) -> Email: ...
+        """
+        return HandlerDecorator(
+            lambda function: self._register(
+                topic,
+                function,
+                retry=retry,
+                timeout_seconds=timeout,
+                on_unknown=on_unknown,
+                transactional=transactional,
+                permanent_errors=permanent,
+                max_batch=None,
+            )
+        )
+
+    def batch_handler(
+        self,
+        topic: str | Topic[P],
+        *,
+        max_size: int = 100,
+        retry: RetryPolicy | None = None,
+        timeout: float | None = None,
+        on_unknown: OnUnknown = "retry",
+        permanent: Sequence[type[BaseException]] = (),
+    ) -> BatchHandlerDecorator[P]:
+        """Register the decorated function as the topic's handler of up to `max_size` messages at once.
+
+        It gets a list of messages and one of contexts, and returns None (all sent) or one result for each message, in
+        their order. An exception that it raises is the outcome of every message of the batch. Otherwise as `handler`.
+
+            @outbox.batch_handler("search.index", max_size=500)
+            async def index(messages: Sequence[Message], contexts: Sequence[Context]) -> None: ...
+        """
+        return BatchHandlerDecorator(
+            lambda function: self._register(
+                topic,
+                function,
+                retry=retry,
+                timeout_seconds=timeout,
+                on_unknown=on_unknown,
+                transactional=False,
+                permanent_errors=permanent,
+                max_batch=max_size,
+            )
+        )
+
+    def _register(
+        self,
+        topic: str | Topic[P],
+        function: Callable[..., object],
+        *,
+        retry: RetryPolicy | None,
+        timeout_seconds: float | None,
+        on_unknown: OnUnknown,
+        transactional: bool,
+        permanent_errors: Sequence[type[BaseException]],
+        max_batch: int | None,
+    ) -> None:
+        name = topic.name if isinstance(topic, Topic) else topic
+        if name in self._handlers:
+            raise ConfigurationError(f"topic {name!r} has a handler already")
+        if isinstance(topic, Topic):
+            definition: Topic[Any] = self.define(topic)
+        else:
+            definition = self._topics.get(topic) or Topic(topic)
+        if definition.retry is not None and retry is not None:
+            raise ConfigurationError(f"handler of topic {name!r}: retry: belongs to the definition of the topic")
+        self._handlers[name] = Handler.of(
+            name,
+            function,
+            retry=retry or definition.retry or RetryPolicy(),
+            timeout_seconds=timeout_seconds,
+            on_unknown=on_unknown,
+            max_batch=max_batch,
+            transactional=transactional,
+            permanent_errors=permanent_errors,
+            payload_model=definition.model,
+        )
+
+    def transports_for(self, settings: Settings) -> dict[str, Transport]:
+        """The transports by scheme: those given, and `mailto` by SMTP where the settings name a server."""
+        transports = dict(self._transports)
+        if "mailto" not in transports and settings.smtp_host is not None:
+            from pgoutbox.transports.smtp import SmtpTransport
+
+            transports["mailto"] = SmtpTransport(settings)
+        return transports
+
+    # --- enqueue ------------------------------------------------------------------------------------------------------
+
+    @overload
+    def enqueue(
+        self,
+        connection: SyncConnection,
+        topic: str | Topic[P],
+        payload: P,
+        *,
+        best_effort: Literal[False] = False,
+        **options: Unpack[EnqueueOptions],
+    ) -> Enqueued: ...
+    @overload
+    def enqueue(
+        self,
+        connection: SyncConnection,
+        topic: str | Topic[P],
+        payload: P,
+        *,
+        best_effort: bool,
+        **options: Unpack[EnqueueOptions],
+    ) -> Enqueued | None: ...
+    def enqueue(
+        self,
+        connection: SyncConnection,
+        topic: str | Topic[P],
+        payload: P,
+        *,
+        serializer: Serializer | None = None,
+        notify: bool = True,
+        require_transaction: bool = True,
+        best_effort: bool = False,
+        **options: Unpack[MessageOptions],
+    ) -> Enqueued | None:
+        """Write one message in the transaction of the caller's connection; it exists if and only if that commits.
+
+        Takes a psycopg `Connection`, SQLAlchemy's `Connection` or `Session` (on psycopg), or Django's `connection`.
+        Never commits, and makes no savepoint unless `best_effort`. Of the messages with one topic and `coalesce_key`
+        only the newest committed one is delivered. With a `dedupe_key` that is taken, the existing message's id comes
+        back as a duplicate: calling again, after a lost reply to COMMIT say, is harmless. Without either key each call
+        is a message of its own. Order of delivery is not promised.
+
+        `delay` (seconds or a timedelta) counts on PostgreSQL's clock; `available_at` and `expires_at` are datetimes
+        with a time zone. A pydantic model is dumped as JSON; `serializer` is called with whatever else is not JSON.
+        `notify=False` leaves it to the sweep to find the message. `require_transaction=False` accepts autocommit.
+
+        Raises `PayloadError` naming the field, as a rule before any SQL; `DuplicateError` when the dedupe key is taken
+        by another payload; `UnknownTopicError` from a strict outbox; `TransactionError` outside a transaction, or in
+        an aborted one; `SchemaError` without the schema; `TypeError` for another kind of connection. The driver's own
+        errors pass through. With `best_effort` all but the `TypeError` are logged instead, rolled back to a savepoint,
+        and None is returned: the caller's transaction stays usable.
+
+            with psycopg.connect(dsn) as connection:
+                connection.execute("INSERT INTO account ...")
+                outbox.enqueue(connection, "mail.welcome", {"user_id": 7}, dedupe_key="welcome-7")
+        """
+        adapter = sync_adapter(connection, function="enqueue", async_function="aenqueue")
+        steps = self._enqueue(
+            NewMessage(topic, payload, **options),
+            serializer=serializer,
+            notify=notify,
+            require_transaction=require_transaction,
+            best_effort=best_effort,
+        )
+        return _run(adapter, _logged(steps, topic) if best_effort else steps)
+
+    @overload
+    async def aenqueue(
+        self,
+        connection: AsyncConnection,
+        topic: str | Topic[P],
+        payload: P,
+        *,
+        best_effort: Literal[False] = False,
+        **options: Unpack[EnqueueOptions],
+    ) -> Enqueued: ...
+    @overload
+    async def aenqueue(
+        self,
+        connection: AsyncConnection,
+        topic: str | Topic[P],
+        payload: P,
+        *,
+        best_effort: bool,
+        **options: Unpack[EnqueueOptions],
+    ) -> Enqueued | None: ...
+    async def aenqueue(
+        self,
+        connection: AsyncConnection,
+        topic: str | Topic[P],
+        payload: P,
+        *,
+        serializer: Serializer | None = None,
+        notify: bool = True,
+        require_transaction: bool = True,
+        best_effort: bool = False,
+        **options: Unpack[MessageOptions],
+    ) -> Enqueued | None:
+        """`enqueue` on an async connection, with the same contract.
+
+        Takes a psycopg `AsyncConnection`, SQLAlchemy's `AsyncConnection` or `AsyncSession` (on psycopg or asyncpg), or
+        an asyncpg `Connection`.
+
+            async with connection.transaction():
+                await outbox.aenqueue(connection, "mail.welcome", {"user_id": 7})
+        """
+        adapter = async_adapter(connection, function="aenqueue", sync_function="enqueue")
+        steps = self._enqueue(
+            NewMessage(topic, payload, **options),
+            serializer=serializer,
+            notify=notify,
+            require_transaction=require_transaction,
+            best_effort=best_effort,
+        )
+        return await _arun(adapter, _logged(steps, topic) if best_effort else steps)
+
+    def enqueue_many(
+        self,
+        connection: SyncConnection,
+        items: Iterable[NewMessage[Any]],
+        *,
+        serializer: Serializer | None = None,
+        notify: bool = True,
+        require_transaction: bool = True,
+    ) -> list[Enqueued]:
+        """Write many messages in the transaction of the caller's connection; the answers are in the order of the items.
+
+        The contract of `enqueue` for each. All items are checked before the first statement, so that one that is wrong,
+        or an iterator that raises, leaves nothing behind; the error names it: `items[4711].payload.x`. They go in
+        statements of up to 5,000. Keys are locked in one order over the whole call, so that two bulks do not deadlock.
+        No items, no statement.
+
+            outbox.enqueue_many(connection, [NewMessage("search.index", {"id": n}) for n in changed])
+        """
+        adapter = sync_adapter(connection, function="enqueue_many", async_function="aenqueue_many")
+        drafts = self._prepare_all(items, serializer)
+        return _run(adapter, _insert_all(drafts, notify=notify, require_transaction=require_transaction))
+
+    async def aenqueue_many(
+        self,
+        connection: AsyncConnection,
+        items: Iterable[NewMessage[Any]],
+        *,
+        serializer: Serializer | None = None,
+        notify: bool = True,
+        require_transaction: bool = True,
+    ) -> list[Enqueued]:
+        """`enqueue_many` on an async connection, with the same contract.
+
+        await outbox.aenqueue_many(connection, [NewMessage("search.index", {"id": n}) for n in changed])
+        """
+        adapter = async_adapter(connection, function="aenqueue_many", sync_function="enqueue_many")
+        drafts = self._prepare_all(items, serializer)
+        return await _arun(adapter, _insert_all(drafts, notify=notify, require_transaction=require_transaction))
+
+    def cancel(
+        self,
+        connection: SyncConnection,
+        message_id: int | None = None,
+        *,
+        topic: str | Topic[Any] | None = None,
+        coalesce_key: str | None = None,
+        dedupe_key: str | None = None,
+        require_transaction: bool = True,
+    ) -> CancelResult:
+        """Cancel a message in the transaction of the caller's connection, and say what became of it.
+
+        Name it by id, by topic and coalesce key (the newest one), or by topic and dedupe key: exactly one of the three,
+        `PayloadError` otherwise. A pending message is not delivered once the transaction commits. One in flight is told
+        (`ctx.cancelled`, `ctx.ensure_lease()`) and is not retried, but may be handed over all the same. Cancelling
+        again is harmless. Waits for no lock. Raises as `enqueue` does.
+
+            outbox.cancel(connection, topic="mail.reminder", coalesce_key="event-7")
+        """
+        adapter = sync_adapter(connection, function="cancel", async_function="acancel")
+        target = _target(message_id, topic, coalesce_key, dedupe_key)
+        return _run(adapter, _cancel(target, require_transaction=require_transaction))
+
+    async def acancel(
+        self,
+        connection: AsyncConnection,
+        message_id: int | None = None,
+        *,
+        topic: str | Topic[Any] | None = None,
+        coalesce_key: str | None = None,
+        dedupe_key: str | None = None,
+        require_transaction: bool = True,
+    ) -> CancelResult:
+        """`cancel` on an async connection, with the same contract.
+
+        await outbox.acancel(connection, 4711)
+        """
+        adapter = async_adapter(connection, function="acancel", sync_function="cancel")
+        target = _target(message_id, topic, coalesce_key, dedupe_key)
+        return await _arun(adapter, _cancel(target, require_transaction=require_transaction))
+
+    def _enqueue(
+        self,
+        message: NewMessage[P],
+        *,
+        serializer: Serializer | None,
+        notify: bool,
+        require_transaction: bool,
+        best_effort: bool,
+    ) -> Steps[Enqueued | None]:
+        draft = self._prepare(message, self._definition(message.topic), serializer)
+        inside = yield from _transaction(required=require_transaction)
+        insert = _insert([draft], notify=notify)
+        try:
+            (enqueued,) = yield from (_in_savepoint(insert) if best_effort and inside else insert)
+        except ItemRefusedError as error:
+            raise PayloadError(error.field, error.reason) from error.__cause__
+        return enqueued
+
+    def _prepare_all(self, items: Iterable[NewMessage[Any]], serializer: Serializer | None) -> list[Draft]:
+        definitions: dict[object, Topic[Any]] = {}
+        drafts = []
+        for index, item in enumerate(items):
+            try:
+                if not isinstance(item, NewMessage):
+                    raise TypeError(f"items[{index}] must be a NewMessage, not {type(item).__name__}")
+                key = item.topic if isinstance(item.topic, str) else id(item.topic)
+                definition = definitions.get(key)
+                if definition is None:
+                    definition = definitions[key] = self._definition(item.topic)
+                drafts.append(self._prepare(item, definition, serializer))
+            except PayloadError as error:
+                raise PayloadError(f"items[{index}].{error.field}", error.reason) from error.__cause__
+        return drafts
+
+    def _prepare(self, message: NewMessage[P], definition: Topic[P], serializer: Serializer | None) -> Draft:
+        handler = self._handlers.get(definition.name)
+        retry = definition.retry or (None if handler is None else handler.retry)
+        max_attempts = DEFAULT_MAX_ATTEMPTS if retry is None else retry.max_attempts
+        return prepare(
+            message,
+            definition,
+            max_attempts=None if max_attempts == DEFAULT_MAX_ATTEMPTS else max_attempts,
+            max_payload_bytes=self.settings.max_payload_bytes,
+            serializer=serializer,
+        )
+
+    def _definition(self, topic: str | Topic[P]) -> Topic[P]:
+        """What this topic is, by its own definition or the one registered under its name."""
+        name = check_name("topic", topic.name if isinstance(topic, Topic) else topic)
+        known = self._topics.get(name)
+        if known is None and self._strict and name not in self._handlers:
+            raise UnknownTopicError(f"topic {name!r} is neither defined nor handled by this outbox")
+        if not isinstance(topic, Topic):
+            return known or Topic(name)
+        if known is not None and known != topic:
+            raise ConfigurationError(f"topic {name!r} is defined otherwise in this outbox")
+        return topic
+
+
+class HandlerDecorator(Generic[P]):
+    """What `Outbox.handler` returns."""
+
+    __slots__ = ("_register",)
+
+    def __init__(self, register: Callable[[Callable[..., object]], None]) -> None:
+        self._register = register
+
+    @overload
+    def __call__(
+        self, function: Callable[[Message[P], Context], Coroutine[object, object, ResultT]], /
+    ) -> Callable[[Message[P], Context], Coroutine[object, object, ResultT]]: ...
+    @overload
+    def __call__(
+        self, function: Callable[[Message[P], SyncContext], ResultT], /
+    ) -> Callable[[Message[P], SyncContext], ResultT]: ...
+    def __call__(self, function: Callable[..., object], /) -> Callable[..., object]:
+        """Register the function and give it back unchanged."""
+        self._register(function)
+        return function
+
+
+class BatchHandlerDecorator(Generic[P]):
+    """What `Outbox.batch_handler` returns."""
+
+    __slots__ = ("_register",)
+
+    def __init__(self, register: Callable[[Callable[..., object]], None]) -> None:
+        self._register = register
+
+    @overload
+    def __call__(
+        self, function: Callable[[Sequence[Message[P]], Sequence[Context]], Coroutine[object, object, ResultsT]], /
+    ) -> Callable[[Sequence[Message[P]], Sequence[Context]], Coroutine[object, object, ResultsT]]: ...
+    @overload
+    def __call__(
+        self, function: Callable[[Sequence[Message[P]], Sequence[SyncContext]], ResultsT], /
+    ) -> Callable[[Sequence[Message[P]], Sequence[SyncContext]], ResultsT]: ...
+    def __call__(self, function: Callable[..., object], /) -> Callable[..., object]:
+        """Register the function and give it back unchanged."""
+        self._register(function)
+        return function
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+class _Question(enum.Enum):
+    """What a step may ask of the connection besides running a statement."""
+
+    IN_TRANSACTION = enum.auto()
+
+
+# A step yields a statement and is sent its rows, or asks a question and is sent the answer.
+Steps: TypeAlias = Generator[Call | _Question, Any, R]
+
+
+def _run(adapter: SyncAdapter, steps: Steps[R]) -> R:
+    try:
+        step = next(steps)
+        while True:
+            try:
+                answer = adapter.in_transaction() if isinstance(step, _Question) else adapter.fetch(step)
+            except Exception as error:  # noqa: BLE001 - the step decides
+                step = steps.throw(error)
+            else:
+                step = steps.send(answer)
+    except StopIteration as stop:
+        return cast("R", stop.value)
+
+
+async def _arun(adapter: AsyncAdapter, steps: Steps[R]) -> R:
+    try:
+        step = next(steps)
+        while True:
+            try:
+                answer = await (adapter.in_transaction() if isinstance(step, _Question) else adapter.fetch(step))
+            except Exception as error:  # noqa: BLE001 - the step decides
+                step = steps.throw(error)
+            else:
+                step = steps.send(answer)
+    except StopIteration as stop:
+        return cast("R", stop.value)
+
+
+def _transaction(*, required: bool) -> Steps[bool]:
+    inside = cast("bool", (yield _Question.IN_TRANSACTION))
+    if required and not inside:
+        raise TransactionError(
+            "the connection commits each statement by itself: begin a transaction, or pass require_transaction=False"
+        )
+    return inside
+
+
+def _insert_all(drafts: Sequence[Draft], *, notify: bool, require_transaction: bool) -> Steps[list[Enqueued]]:
+    if not drafts:
+        return []
+    yield from _transaction(required=require_transaction)
+    enqueued: dict[int, Enqueued] = {}
+    for positions in chunks(drafts):
+        try:
+            answers = yield from _insert([drafts[position] for position in positions], notify=notify)
+        except ItemRefusedError as error:
+            raise PayloadError(f"items[{positions[error.index]}].{error.field}", error.reason) from error.__cause__
+        enqueued.update(zip(positions, answers, strict=True))
+    return [enqueued[position] for position in range(len(drafts))]
+
+
+def _insert(drafts: Sequence[Draft], *, notify: bool) -> Steps[list[Enqueued]]:
+    rows = cast("list[tuple[int, int, bool]]", (yield Call(_ENQUEUE, (*columns(drafts), notify))))
+    answers = [Enqueued(0, False)] * len(drafts)
+    for index, message_id, duplicate in rows:
+        answers[index] = Enqueued(message_id, duplicate)
+    return answers
+
+
+def _cancel(target: tuple[object, ...], *, require_transaction: bool) -> Steps[CancelResult]:
+    yield from _transaction(required=require_transaction)
+    rows = cast("Rows", (yield Call(_CANCEL, target)))
+    return CancelResult(cast("str", rows[0][1])) if rows else CancelResult.MISSING
+
+
+def _in_savepoint(steps: Steps[R]) -> Steps[R]:
+    yield _SAVEPOINT
+    try:
+        result = yield from steps
+    except Exception:
+        with suppress(Exception):  # A connection that is gone cannot be rolled back; the first error tells.
+            yield _ROLL_BACK_TO_SAVEPOINT
+            yield _RELEASE_SAVEPOINT
+        raise
+    yield _RELEASE_SAVEPOINT
+    return result
+
+
+def _logged(steps: Steps[R], topic: str | Topic[P]) -> Steps[R | None]:
+    try:
+        return (yield from steps)
+    except Exception as error:  # noqa: BLE001 - best effort: whatever it is, the caller's business goes on
+        # Neither the text nor the traceback of the error: a driver quotes keys and payloads in them.
+        logger.error(  # noqa: TRY400
+            "a message could not be enqueued; the caller goes on without it",
+            extra={
+                "event": Event.ENQUEUE_FAILED.value,
+                "topic": topic.name if isinstance(topic, Topic) else str(topic),
+                "error_type": type(error).__name__,
+                "sqlstate": sqlstate_of(error),
+                "field": error.field if isinstance(error, PayloadError) else None,
+            },
+        )
+        return None
+
+
+def _target(
+    message_id: int | None, topic: str | Topic[Any] | None, coalesce_key: str | None, dedupe_key: str | None
+) -> tuple[object, ...]:
+    """The parameters of `sql.CANCEL`."""
+    given = [way for way in (message_id, coalesce_key, dedupe_key) if way is not None]
+    if len(given) != 1 or (message_id is None) == (topic is None):
+        raise PayloadError(
+            "message_id", "name the message by its id, by topic and coalesce_key, or by topic and dedupe_key"
+        )
+    if message_id is not None:
+        return (check_whole("message_id", message_id, most=_MAX_ID), None, None, None, None)
+    name = check_name("topic", topic.name if isinstance(topic, Topic) else topic)
+    if coalesce_key is not None:
+        return (None, name, check_key("coalesce_key", coalesce_key), None, None)
+    return (None, None, None, name, check_key("dedupe_key", dedupe_key))
