@@ -1,0 +1,390 @@
+"""What an e-mail is, and its bytes on the wire. Pure: opens nothing, needs no extra.
+
+`render` refuses, naming the field, whatever could become a second header, a second command or another recipient; it
+never mends a header or an address by leaving something out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from email.errors import HeaderParseError
+from email.header import Header, decode_header
+from email.headerregistry import Address, AddressHeader, ContentTypeHeader
+from email.message import EmailMessage
+from email.policy import EmailPolicy
+from email.utils import format_datetime
+from typing import TYPE_CHECKING, NamedTuple, cast
+from urllib.parse import unquote
+
+from pgoutbox.message import Message, Permanent, Transient
+from pgoutbox.transports import scheme_of
+
+if TYPE_CHECKING:
+    from pgoutbox.settings import Settings
+
+MAX_RECIPIENT_COUNT = 1_000
+MAX_ATTACHMENT_BYTES = 25 * 1024 * 1024
+
+# RFC 5322 allows 998 characters in a line. A longer word cannot be folded, only encoded.
+_MAX_WORD_LENGTH = 900
+
+# Everything that some parser takes for the end of a line or of a text. A tab is mere white space.
+_UNSAFE = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+_ENCODED_WORD = re.compile(r"=\?.*?\?.*?\?.*?\?=")
+_HEADER_NAME = re.compile(r"[!-9;-~]{1,76}")
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~ -]*")
+_NAMED_ADDRESS = re.compile(r"(?P<name>.*?)[ \t]*<(?P<address>[^<>]*)>")
+_LOCAL_ATOM = r"(?:[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]|[^\x00-\x7f])+"
+_LOCAL_PART = re.compile(rf"{_LOCAL_ATOM}(?:\.{_LOCAL_ATOM})*")
+_LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+_DOMAIN = re.compile(rf"{_LABEL}(?:\.{_LABEL})*")
+_MEDIA_TYPE = re.compile(r"(?P<main>[A-Za-z0-9!#$&^_+-]+)/[A-Za-z0-9!#$&^_.+-]+(?:[ \t]*;.*)?")
+
+# IDNA 2003, which the standard library speaks, maps these to other letters and thereby to another domain.
+_IDNA_DEVIATIONS = frozenset("\u00df\u03c2\u200c\u200d")
+
+_RESERVED_HEADERS = frozenset(
+    {
+        "bcc", "cc", "date", "dkim-signature", "from", "message-id", "mime-version", "orig-date",
+        "received", "reply-to", "return-path", "sender", "subject", "to",
+    }
+)  # fmt: skip
+_RESERVED_PREFIXES = ("content-", "resent-")
+
+
+@dataclass(frozen=True, slots=True)
+class Attachment:
+    """A file that travels with an `Email`. `media_type` may carry parameters: `text/calendar; method=REQUEST`."""
+
+    filename: str
+    content: bytes = field(repr=False)
+    media_type: str = "application/octet-stream"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Email:
+    """An e-mail to be sent: return it from a handler.
+
+    An address is one mailbox, `ann@example.com` or `Ann Lee <ann@example.com>`; several are a sequence, never one text
+    with commas. Without `to` the message's `mailto:` destination is the recipient; without `sender` it is the setting
+    `smtp_from`. `bcc` goes into the envelope alone. With both `text` and `html` the reader's program chooses.
+    `headers` adds headers that pgoutbox does not set itself, `List-Unsubscribe` for one.
+
+    Either all recipients get it or, if the server refuses one of them, none does.
+
+    >>> Email(to="ann@example.com", subject="Welcome", text="Good to have you here.").scheme
+    'mailto'
+    """
+
+    subject: str = field(repr=False)
+    to: str | Sequence[str] | None = None
+    text: str | None = field(default=None, repr=False)
+    html: str | None = field(default=None, repr=False)
+    sender: str | None = None
+    cc: str | Sequence[str] = ()
+    bcc: str | Sequence[str] = ()
+    reply_to: str | Sequence[str] = ()
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    attachments: Sequence[Attachment] = ()
+
+    @property
+    def scheme(self) -> str:
+        """`mailto`."""
+        return "mailto"
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedEmail:
+    """The envelope and the bytes of one e-mail, lines ending in CR LF, 7 bit unless an address needs SMTPUTF8.
+
+    `smtputf8_field` names the first field with an address that only a server with SMTPUTF8 accepts.
+    """
+
+    sender: str
+    recipients: tuple[str, ...]
+    content: bytes = field(repr=False)
+    smtputf8_field: str | None
+
+
+def render(email: Email, message: Message[object], settings: Settings) -> RenderedEmail:
+    """The envelope and the bytes that would be sent for this message; connects to nothing.
+
+    Raises `Permanent`, naming the field, for what no server should see. A missing sender is `Transient`, because the
+    setting `smtp_from` mends it.
+    """
+    sender = _sender(email, settings)
+    to, cc, bcc = _recipients(email, message)
+    reply_to = _mailboxes("email.reply_to", email.reply_to)
+    shown = [sender, *to, *cc, *reply_to]
+    recipients = [*to, *cc, *bcc]
+    smtputf8_field = next((box.field for box in shown + bcc if not box.address.username.isascii()), None)
+
+    mime = EmailMessage(policy=_WirePolicy(linesep="\r\n", cte_type="7bit", utf8=smtputf8_field is not None))
+    mime["From"] = sender.address
+    for name, boxes in (("To", to), ("Cc", cc), ("Reply-To", reply_to)):
+        if boxes:
+            mime[name] = tuple(box.address for box in boxes)
+    mime["Subject"] = _header_text("email.subject", email.subject)
+    mime["Date"] = format_datetime(datetime.now(UTC))
+    mime["Message-ID"] = f"<{message.idempotency_key}@{settings.smtp_hostname or sender.address.domain}>"
+    _add_headers(mime, email.headers)
+    _add_body(mime, email)
+    return RenderedEmail(
+        sender=sender.address.addr_spec,
+        recipients=tuple(dict.fromkeys(box.address.addr_spec for box in recipients)),
+        content=mime.as_bytes(),
+        smtputf8_field=smtputf8_field,
+    )
+
+
+class Mailbox(NamedTuple):
+    """An address and the field that it stands in. The domain is ASCII; the part before @ need not be."""
+
+    field: str
+    address: Address
+
+
+def _sender(email: Email, settings: Settings) -> Mailbox:
+    if email.sender is not None:
+        return parse_mailbox("email.sender", email.sender)
+    if settings.smtp_from is None:
+        raise Transient("email.sender: none is given, and PGOUTBOX_SMTP_FROM is not set")
+    return parse_mailbox("PGOUTBOX_SMTP_FROM", settings.smtp_from)
+
+
+def _recipients(email: Email, message: Message[object]) -> tuple[list[Mailbox], list[Mailbox], list[Mailbox]]:
+    to = _mailboxes("email.to", email.to) if email.to is not None else _mailboxes("destination", _destinations(message))
+    cc = _mailboxes("email.cc", email.cc)
+    bcc = _mailboxes("email.bcc", email.bcc)
+    count = len(to) + len(cc) + len(bcc)
+    if count == 0:
+        raise Permanent("email.to: no recipient, and the message has no mailto: destination")
+    if count > MAX_RECIPIENT_COUNT:
+        raise Permanent(f"email.to, cc, bcc: {count} recipients are more than {MAX_RECIPIENT_COUNT}")
+    return to, cc, bcc
+
+
+def _destinations(message: Message[object]) -> list[str]:
+    """The addresses of a `mailto:` URI (RFC 6068), whose header fields are nothing that a destination may set."""
+    if message.destination is None or scheme_of(message.destination) != "mailto":
+        return []
+    addresses, question_mark, _ = message.destination.partition(":")[2].partition("?")
+    if question_mark:
+        raise Permanent("destination: header fields after ? are not accepted")
+    return [unquote(address, errors="surrogateescape") for address in addresses.split(",")]
+
+
+def _mailboxes(name: str, value: object) -> list[Mailbox]:
+    if isinstance(value, str):
+        return [parse_mailbox(name, value)]
+    if not isinstance(value, Sequence) or isinstance(value, bytes):
+        raise Permanent(f"{name}: must be an address or a sequence of addresses, not {type(value).__name__}")
+    if len(value) > MAX_RECIPIENT_COUNT:
+        raise Permanent(f"{name}: {len(value)} addresses are more than {MAX_RECIPIENT_COUNT}")
+    return [parse_mailbox(f"{name}[{index}]", item) for index, item in enumerate(value)]
+
+
+def is_host_name(text: str) -> bool:
+    """Whether this can stand after EHLO and in a Message-ID."""
+    return _DOMAIN.fullmatch(text) is not None
+
+
+def parse_mailbox(name: str, value: object) -> Mailbox:
+    """One address, `ann@example.com` or `Ann Lee <ann@example.com>`. Raises `Permanent` with the field's `name`."""
+    text = _checked(name, value).strip(" \t")
+    named = _NAMED_ADDRESS.fullmatch(text)
+    display_name = _display_name(name, named["name"]) if named else ""
+    address = named["address"] if named else text
+    local, at, domain = address.partition("@")
+    if not at:
+        raise Permanent(f"{name}: has no @" if address else f"{name}: is empty")
+    if "@" in domain:
+        raise Permanent(f"{name}: has more than one @; give several addresses as a sequence")
+    # An encoded word in a local part is decoded by some servers, and then it is another address.
+    if not _LOCAL_PART.fullmatch(local) or "=?" in local or not local.isprintable():
+        raise Permanent(f"{name}: the part before @ is not a plain mailbox name")
+    domain = _ascii_domain(name, domain)
+    if len(local.encode()) > 64 or len(local.encode()) + len(domain) > 253:
+        raise Permanent(f"{name}: is too long for an address")
+    return Mailbox(name, Address(display_name=display_name, username=local, domain=domain))
+
+
+def _display_name(name: str, text: str) -> str:
+    if len(text) >= 2 and text.startswith('"') and text.endswith('"'):
+        if re.fullmatch(r'(?:[^"\\]|\\.)*', text[1:-1]) is None:
+            raise Permanent(f"{name}: the quotes of the display name do not match")
+        return _header_text(name, re.sub(r"\\(.)", r"\1", text[1:-1]))
+    # Outside quotes these separate addresses, and what stood before them would silently get no mail.
+    if found := re.search(r'[,;@<>"]', text):
+        raise Permanent(f"{name}: a display name with {found[0]} must be quoted")
+    return _header_text(name, text)
+
+
+def _ascii_domain(name: str, domain: str) -> str:
+    if not domain.isascii():
+        if deviating := _IDNA_DEVIATIONS.intersection(domain):
+            raise Permanent(f"{name}: give a domain with U+{ord(min(deviating)):04X} in its xn-- form")
+        try:
+            domain = domain.encode("idna").decode("ascii")
+        except UnicodeError:
+            raise Permanent(f"{name}: the part after @ is not a domain") from None
+    if not _DOMAIN.fullmatch(domain):
+        raise Permanent(f"{name}: the part after @ is not a domain")
+    return domain
+
+
+def _checked(name: str, value: object) -> str:
+    """The text itself, after a look at what it says and at what it decodes to."""
+    if not isinstance(value, str):
+        raise Permanent(f"{name}: must be text, not {type(value).__name__}")
+    _refuse_unsafe(name, value)
+    _refuse_unsafe(name, _decoded(name, value))
+    return value
+
+
+def _header_text(name: str, value: object) -> str:
+    """The text to show, with RFC 2047 encoded words decoded, as `email.utils.formataddr` makes them."""
+    return _decoded(name, _checked(name, value))
+
+
+def _refuse_unsafe(name: str, text: str) -> None:
+    if found := _UNSAFE.search(text):
+        what = "CR, LF or NUL" if found[0] in "\r\n\0" else f"the character U+{ord(found[0]):04X}"
+        raise Permanent(f"{name}: contains {what}")
+
+
+def _decoded(name: str, value: str) -> str:
+    if not _ENCODED_WORD.search(value):
+        return value
+    try:
+        decoded = "".join(
+            part if isinstance(part, str) else part.decode(charset or "raw_unicode_escape")
+            for part, charset in decode_header(value)
+        )
+    except (HeaderParseError, LookupError, UnicodeError):
+        raise Permanent(f"{name}: contains an encoded word that cannot be decoded") from None
+    # The receiver decodes once, and so does the standard library, unasked: nothing may be left for a second time.
+    if _ENCODED_WORD.search(decoded):
+        raise Permanent(f"{name}: contains an encoded word within an encoded word")
+    return decoded
+
+
+def _add_headers(mime: EmailMessage, headers: Mapping[str, str]) -> None:
+    for name, value in headers.items():
+        where = f"email.headers[{name!r}]"
+        if not _HEADER_NAME.fullmatch(name):
+            raise Permanent(f"{where}: is not the name of a header")
+        if name.lower() in _RESERVED_HEADERS or name.lower().startswith(_RESERVED_PREFIXES):
+            raise Permanent(f"{where}: is set by pgoutbox, not by headers")
+        mime[name] = _header_text(where, value)
+
+
+def _add_body(mime: EmailMessage, email: Email) -> None:
+    parts = [
+        (subtype, _body(f"email.{name}", body))
+        for name, subtype, body in (("text", "plain", email.text), ("html", "html", email.html))
+        if body is not None
+    ]
+    if not parts:
+        raise Permanent("email.text: neither text nor html is given")
+    for index, (subtype, body) in enumerate(parts):
+        add = mime.add_alternative if index else mime.set_content
+        # A NUL is legal in no other encoding; for the rest the standard library finds the readable one.
+        add(body, subtype=subtype, cte="base64" if "\0" in body else None)
+    _add_attachments(mime, email.attachments)
+
+
+def _body(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise Permanent(f"{name}: must be text, not {type(value).__name__}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise Permanent(f"{name}: contains the character U+{ord(value[error.start]):04X}") from None
+    return value
+
+
+def _add_attachments(mime: EmailMessage, attachments: Sequence[Attachment]) -> None:
+    for index, attachment in enumerate(attachments):
+        if not isinstance(attachment.content, bytes):
+            raise Permanent(
+                f"email.attachments[{index}].content: must be bytes, not {type(attachment.content).__name__}"
+            )
+    total = sum(len(attachment.content) for attachment in attachments)
+    if total > MAX_ATTACHMENT_BYTES:
+        raise Permanent(f"email.attachments: {total} bytes together are more than {MAX_ATTACHMENT_BYTES}")
+    for index, attachment in enumerate(attachments):
+        where = f"email.attachments[{index}]"
+        filename = _header_text(f"{where}.filename", attachment.filename)
+        media_type = _media_type(f"{where}.media_type", attachment.media_type)
+        mime.add_attachment(
+            attachment.content,
+            maintype=media_type.maintype,
+            subtype=media_type.subtype,
+            filename=filename,
+            params=dict(media_type.params),
+        )
+
+
+def _media_type(name: str, value: object) -> ContentTypeHeader:
+    text = _header_text(name, value)
+    matched = _MEDIA_TYPE.fullmatch(text)
+    if matched is None or matched["main"].lower() in {"multipart", "message"}:
+        raise Permanent(f"{name}: is not the type of a file")
+    header = EmailPolicy().header_factory("Content-Type", text)
+    if header.defects:
+        raise Permanent(f"{name}: has parameters that cannot be read")
+    return cast("ContentTypeHeader", header)
+
+
+class _WirePolicy(EmailPolicy):
+    """`email.policy.SMTP`, except for how headers are folded.
+
+    The standard library turns a word that is too long for a line into encoded words, which breaks the URL of a
+    List-Unsubscribe and the ids of References, and some of its releases lose the quotes of a display name at a fold.
+    """
+
+    def fold_binary(self, name: str, value: str) -> bytes:
+        if name.lower().startswith(("content-", "mime-")):
+            return super().fold_binary(name, value)
+        if isinstance(value, AddressHeader):
+            folded = ",\r\n ".join(_fold_mailbox(address, utf8=self.utf8) for address in value.addresses)
+        else:
+            folded = _fold_text(str(value), first_line_used=len(name) + 2, utf8=self.utf8)
+        return f"{name}: {folded}\r\n".encode()
+
+
+def _fold_mailbox(address: Address, *, utf8: bool) -> str:
+    name = address.display_name
+    if not name:
+        return address.addr_spec
+    if _PLAIN_NAME.fullmatch(name):
+        phrase = _fold_text(name, first_line_used=10, utf8=utf8)
+    elif (name.isascii() or utf8) and len(name) <= _MAX_WORD_LENGTH // 4:
+        phrase = '"' + re.sub(r'(["\\])', r"\\\1", name) + '"'
+    else:
+        phrase = _encoded_words(name, first_line_used=10)
+    return f"{phrase}\r\n <{address.addr_spec}>" if "\r\n" in phrase else f"{phrase} <{address.addr_spec}>"
+
+
+def _fold_text(text: str, *, first_line_used: int, utf8: bool) -> str:
+    """Fold at white space, and encode only what cannot be said otherwise."""
+    pieces = re.findall(r"[ \t]*[^ \t]+", text)
+    longest = max((len(piece.encode()) for piece in pieces), default=0)
+    if longest > _MAX_WORD_LENGTH or not (text.isascii() or utf8):
+        return _encoded_words(text, first_line_used=first_line_used)
+    lines, used = [""], first_line_used
+    for piece in pieces:
+        if used + len(piece) > 78 and lines[-1] and piece[0] in " \t":
+            lines.append("")
+            used = 0
+        lines[-1] += piece
+        used += len(piece)
+    return "\r\n".join(lines)
+
+
+def _encoded_words(text: str, *, first_line_used: int) -> str:
+    return Header(text, "utf-8", maxlinelen=75, header_name="x" * (first_line_used - 2)).encode(linesep="\r\n")

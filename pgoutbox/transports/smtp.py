@@ -1,0 +1,385 @@
+"""The transport that hands e-mail to an SMTP server.
+
+It keeps a few connections open and never sends a message again by itself once the server may have taken it: that is
+for the retry policy to decide, and the Message-ID, which is the same at every attempt, lets the receiver recognise
+the repetition. No address, text or secret goes into the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import re
+import ssl
+from contextlib import contextmanager, suppress
+from logging import getLogger
+from typing import TYPE_CHECKING, cast
+
+from pgoutbox.errors import ConfigurationError, MissingExtraError
+from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient
+from pgoutbox.transports.mail import Attachment, Email, RenderedEmail, is_host_name, parse_mailbox, render
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from pgoutbox.settings import Settings
+    from pgoutbox.transports import Content
+
+__all__ = ["Attachment", "Email", "SmtpTransport"]
+
+logger = getLogger("pgoutbox.transports.smtp")
+
+_DEFAULT_PORTS = {"starttls": 587, "tls": 465, "none": 25}
+_QUIT_SECONDS = 2.0
+_MAX_REPLY_LENGTH = 500
+_NAMED_REFUSAL_COUNT = 5
+_ENHANCED_CODE = re.compile(r"([245])\.(\d{1,3})\.(\d{1,3})\b")
+
+# Refusals that somebody repairs without touching the message: an account, a DNS record, a full disk or mailbox.
+_AUTHENTICATION_CODES = frozenset({530, 534, 535, 538})
+_REPAIRABLE_CODES = frozenset(
+    {"2.2", "3.1", "3.2", "3.5", "4.5", "7.8", "7.9", "7.11", "7.13"} | {f"7.{detail}" for detail in range(20, 27)}
+)
+
+
+class SmtpTransport:
+    """Sends `Email` by way of the SMTP server that the settings name. One instance serves one event loop.
+
+    At most `smtp_connections` connections are open at once. They are used again, unless they were idle for longer than
+    `idle_seconds`. One that proves dead before the server accepts MAIL is replaced by a fresh one; after that nothing
+    is repeated. With `starttls` and `tls` nothing, no password above all, leaves in plain text: the certificate and its
+    host name are verified against the CAs of the system, or by `tls_context` where a private CA is in use.
+
+    Raises `ConfigurationError` when a setting is missing or unusable, `MissingExtraError` without aiosmtplib.
+    """
+
+    schemes = ("mailto",)
+
+    def __init__(
+        self, settings: Settings, *, tls_context: ssl.SSLContext | None = None, idle_seconds: float = 60.0
+    ) -> None:
+        try:
+            import aiosmtplib  # noqa: F401 - a worker without it must not start
+        except ImportError:
+            raise MissingExtraError("the SMTP transport", "smtp") from None
+        _check_settings(settings)
+        self._settings = settings
+        self._tls_context = tls_context
+        if tls_context is None and settings.smtp_security != "none":
+            self._tls_context = verifying_tls_context()
+        self._idle_seconds = idle_seconds
+        self._idle: list[_Connection] = []
+        self._slots = asyncio.Semaphore(settings.smtp_connections)
+        self._ehlo_name = settings.smtp_hostname
+
+    async def send(self, message: Message[object], content: Content) -> Outcome:
+        """Hand the e-mail over to the server, for all of its recipients or for none.
+
+        `Sent` means that the server has taken it. `Permanent` names the field that is wrong or the server's refusal;
+        everything that time or the operator can mend is `Transient`. When the connection breaks after the content went
+        out, the outcome is unknown: the next attempt may be a duplicate, with the same Message-ID.
+        """
+        if not isinstance(content, Email):
+            return Permanent(f"content: the SMTP transport sends an Email, not {type(content).__name__}")
+        try:
+            if content.attachments:
+                # Encoding many megabytes takes long enough to hold up every other handler.
+                mail = await asyncio.to_thread(render, content, message, self._settings)
+            else:
+                mail = render(content, message, self._settings)
+        except (Permanent, Transient) as refusal:
+            return refusal
+        async with self._slots:
+            return await self._hand_over(mail)
+
+    async def aclose(self) -> None:
+        """Take leave of the server on every open connection."""
+        idle, self._idle = self._idle, []
+        await asyncio.gather(*(connection.quit() for connection in idle))
+
+    async def _hand_over(self, mail: RenderedEmail) -> Outcome:
+        idle = self._take_idle()
+        try:
+            if idle is not None:
+                try:
+                    return await self._transact(idle, mail)
+                except _Failure as failure:
+                    # Once MAIL was accepted, only the retry policy may start over.
+                    if failure.step != "MAIL" or not failure.ends_connection:
+                        raise
+                    logger.debug("an idle connection had died", extra={"event": "smtp.connection_replaced"})
+            return await self._transact(await self._open(), mail)
+        except _Failure as failure:
+            return failure.outcome()
+
+    async def _transact(self, connection: _Connection, mail: RenderedEmail) -> Outcome:
+        """One mail transaction. Only a connection whose state is known afterwards is kept, cancelled or not."""
+        try:
+            return await connection.deliver(mail)
+        finally:
+            if connection.is_ready:
+                connection.idle_since = asyncio.get_running_loop().time()
+                self._idle.append(connection)
+            else:
+                connection.abort()
+
+    def _take_idle(self) -> _Connection | None:
+        """The connection used last, so that a pool which is larger than the load shrinks."""
+        oldest = asyncio.get_running_loop().time() - self._idle_seconds
+        while self._idle and self._idle[0].idle_since <= oldest:
+            self._idle.pop(0).abort()
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_open:
+                return connection
+        return None
+
+    async def _open(self) -> _Connection:
+        connection = _Connection(self._settings, self._tls_context, self._ehlo_name)
+        try:
+            await connection.open()
+        except BaseException:
+            connection.abort()
+            raise
+        # Asking the resolver for the own name can take seconds; once is enough.
+        self._ehlo_name = connection.ehlo_name
+        logger.debug("connection opened", extra={"event": "smtp.connection_opened"})
+        return connection
+
+
+def verifying_tls_context() -> ssl.SSLContext:
+    """TLS 1.2 or newer, with the certificate and the host name verified against the CAs of the system."""
+    context = ssl.create_default_context()
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    return context
+
+
+def _check_settings(settings: Settings) -> None:
+    if settings.smtp_host is None:
+        raise ConfigurationError("no SMTP server given: set PGOUTBOX_SMTP_HOST")
+    if not settings.smtp_host.isprintable() or " " in settings.smtp_host:
+        raise ConfigurationError(f"PGOUTBOX_SMTP_HOST={settings.smtp_host!r}: is not a host name or an IP address")
+    if settings.smtp_username is not None and settings.smtp_password is None:
+        raise ConfigurationError("PGOUTBOX_SMTP_USERNAME is set, PGOUTBOX_SMTP_PASSWORD is not")
+    if settings.smtp_hostname is not None and not is_host_name(settings.smtp_hostname):
+        raise ConfigurationError(f"PGOUTBOX_SMTP_HOSTNAME={settings.smtp_hostname!r}: is not a host name")
+    if settings.smtp_from is not None:
+        try:
+            parse_mailbox("PGOUTBOX_SMTP_FROM", settings.smtp_from)
+        except Permanent as refusal:
+            raise ConfigurationError(refusal.error) from None
+
+
+class _Failure(Exception):  # noqa: N818 - it becomes an outcome
+    """A step of the dialogue that the server refused, with its code, or that broke off, without one."""
+
+    def __init__(self, step: str, code: int | None, text: str, *, transient: bool) -> None:
+        super().__init__(text)
+        self.step = step
+        self.code = code
+        self.text = text
+        self.transient = transient
+
+    @property
+    def ends_connection(self) -> bool:
+        """No answer, or one that is about the connection and not about the message."""
+        return self.code in {None, 421} or (self.step == "MAIL" and self.code == 503)
+
+    def outcome(self) -> Outcome:
+        return Transient(self.text) if self.transient else Permanent(self.text)
+
+
+def is_transient(step: str, code: int, text: str) -> bool:
+    """Whether a refusal can pass without a change to the message. `text` starts with the enhanced code, if any.
+
+    | step | reply | |
+    |---|---|---|
+    | greeting, EHLO, STARTTLS, AUTH | any | transient: the server or its account is the operator's to repair |
+    | MAIL, RCPT, DATA | 4xx, and whatever is no refusal at all | transient |
+    | | 530, 534, 535, 538 | transient: authentication or encryption demanded, a matter of configuration |
+    | MAIL | 503 | transient: the state of the connection, or another spelling of 530 |
+    | RCPT | 552 without an enhanced code | transient: too many recipients (RFC 5321, 4.5.3.1.10) |
+    | MAIL, RCPT, DATA | 5xx with 4.x.x | transient: the finer code is believed |
+    | | 5xx with 5.2.2, 5.3.1, 5.3.2, 5.3.5, 5.4.5 | transient: full, not accepting, misconfigured, congested |
+    | | 5xx with 5.7.8, 5.7.9, 5.7.11, 5.7.13 | transient: credentials, mechanism, encryption, account disabled |
+    | | 5xx with 5.7.20 to 5.7.26 | transient: DKIM, SPF or reverse DNS of the sender (RFC 7372) |
+    | | any other 5xx, 554 5.7.1 among them | permanent |
+    """
+    if step not in {"MAIL", "RCPT", "DATA"} or not 500 <= code <= 599 or code in _AUTHENTICATION_CODES:
+        return True
+    if step == "MAIL" and code == 503:
+        return True
+    enhanced = _ENHANCED_CODE.match(text)
+    if enhanced is None:
+        return step == "RCPT" and code == 552
+    return enhanced[1] == "4" or f"{enhanced[2]}.{enhanced[3]}" in _REPAIRABLE_CODES
+
+
+class _Connection:
+    """One connection to the server. `is_ready` says that the next command may be MAIL."""
+
+    def __init__(self, settings: Settings, tls_context: ssl.SSLContext | None, ehlo_name: str | None) -> None:
+        import aiosmtplib
+
+        self._settings = settings
+        self._client = aiosmtplib.SMTP(
+            hostname=settings.smtp_host,
+            port=settings.smtp_port or _DEFAULT_PORTS[settings.smtp_security],
+            local_hostname=ehlo_name,
+            timeout=settings.smtp_timeout_seconds,
+            use_tls=settings.smtp_security == "tls",
+            # STARTTLS is demanded below; the client's own option would look for it only.
+            start_tls=False,
+            tls_context=tls_context,
+        )
+        self._transport: asyncio.BaseTransport | None = None
+        self.is_ready = False
+        self.idle_since = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """False once this end has seen the connection break. What the server offers is forgotten then."""
+        return self._client.is_connected
+
+    @property
+    def ehlo_name(self) -> str | None:
+        return self._client.local_hostname
+
+    async def open(self) -> None:
+        """Greet, encrypt as demanded, authenticate. Raises `_Failure`, always transient."""
+        with self._step("connect"):
+            await self._client.connect()
+        with self._step("EHLO"):
+            await self._client.ehlo()
+        if self._settings.smtp_security == "starttls":
+            if not self._client.supports_extension("starttls"):
+                text = "STARTTLS: the server does not offer it, and plain text is refused"
+                raise _Failure("STARTTLS", None, text, transient=True)
+            with self._step("STARTTLS"):
+                await self._client.starttls()
+            with self._step("EHLO"):
+                await self._client.ehlo()
+        self._transport = self._client.transport
+        await self._authenticate()
+        self.is_ready = True
+
+    async def _authenticate(self) -> None:
+        username, password = self._settings.smtp_username, self._settings.smtp_password
+        if username is None or password is None:
+            return
+        if self._settings.smtp_security == "none":
+            raise _Failure("AUTH", None, "AUTH: refused on a connection in plain text", transient=True)
+        secret = password.get_secret_value()
+        with self._step("AUTH", hide=_spellings(username, secret)):
+            await self._client.login(username, secret)
+
+    async def deliver(self, mail: RenderedEmail) -> Outcome:
+        """One mail transaction. Raises `_Failure`; nothing was handed over unless that says "outcome unknown"."""
+        if mail.smtputf8_field is not None and not self._client.supports_extension("smtputf8"):
+            return Permanent(f"{mail.smtputf8_field}: is not ASCII before @, and the server does not offer SMTPUTF8")
+        self.is_ready = False
+        try:
+            await self._mail(mail)
+            await self._rcpt(mail)
+            await self._data(mail)
+        except _Failure as failure:
+            if not failure.ends_connection:
+                await self._reset()
+            raise
+        self.is_ready = True
+        return Sent()
+
+    async def _mail(self, mail: RenderedEmail) -> None:
+        options = []
+        if self._client.supports_extension("size"):
+            options.append(f"SIZE={len(mail.content)}")
+        if mail.smtputf8_field is not None:
+            options += ["BODY=8BITMIME", "SMTPUTF8"]
+        with self._step("MAIL"):
+            await self._client.mail(mail.sender, options=options, encoding="utf-8")
+
+    async def _rcpt(self, mail: RenderedEmail) -> None:
+        """Name the recipients. One refusal refuses all: a retry would be a duplicate for those already served."""
+        refusals: list[_Failure] = []
+        for recipient in mail.recipients:
+            try:
+                with self._step("RCPT", subject=recipient):
+                    await self._client.rcpt(recipient, encoding="utf-8")
+            except _Failure as failure:
+                if failure.ends_connection:
+                    raise
+                refusals.append(failure)
+        if refusals:
+            named = "; ".join(refusal.text for refusal in refusals[:_NAMED_REFUSAL_COUNT])
+            rest = len(refusals) - _NAMED_REFUSAL_COUNT
+            raise _Failure(
+                "RCPT",
+                refusals[0].code,
+                f"{named}; and {rest} more" if rest > 0 else named,
+                transient=any(refusal.transient for refusal in refusals),
+            )
+
+    async def _data(self, mail: RenderedEmail) -> None:
+        try:
+            with self._step("DATA"):
+                await self._client.data(mail.content)
+        except _Failure as failure:
+            if failure.code is not None:
+                raise
+            text = f"outcome unknown: connection lost after {failure.text}"
+            raise _Failure("DATA", None, text, transient=True) from failure
+
+    async def _reset(self) -> None:
+        with suppress(_Failure):
+            with self._step("RSET"):
+                await self._client.rset()
+            self.is_ready = True
+
+    async def quit(self) -> None:
+        """Say goodbye, but do not wait for long; then the connection is gone."""
+        try:
+            with suppress(_Failure), self._step("QUIT"):
+                await self._client.quit(timeout=_QUIT_SECONDS)
+        finally:
+            self.abort()
+
+    def abort(self) -> None:
+        """Close at once, without flushing what is still to be written: half a message must not become a whole one."""
+        self.is_ready = False
+        # aiosmtplib forgets its transport when it closes it, but goes on writing; hence the transport kept here.
+        transport = self._transport or self._client.transport
+        if transport is not None:
+            cast("asyncio.WriteTransport", transport).abort()
+        self._client.close()
+
+    @contextmanager
+    def _step(self, step: str, *, subject: str = "", hide: Sequence[str] = ()) -> Iterator[None]:
+        """Turn what aiosmtplib raises in one step of the dialogue into a `_Failure`."""
+        import aiosmtplib
+
+        where = f"{step} {subject}".rstrip()
+        try:
+            yield
+        except aiosmtplib.SMTPResponseException as error:
+            reply = _printable(error.message, hide)
+            text = f"{where}: {error.code} {reply}".rstrip()
+            code = error.code if 200 <= error.code <= 599 else None
+            raise _Failure(step, code, text, transient=is_transient(step, error.code, reply)) from error
+        except aiosmtplib.SMTPReadTimeoutError as error:
+            text = f"{where}: no answer within {self._settings.smtp_timeout_seconds:g} s"
+            raise _Failure(step, None, text, transient=True) from error
+        except (aiosmtplib.SMTPException, OSError, UnicodeError) as error:
+            raise _Failure(step, None, f"{where}: {_printable(str(error), hide)}", transient=True) from error
+
+
+def _spellings(username: str, password: str) -> tuple[str, ...]:
+    """The password in every form in which it crosses the wire, and a server might quote it."""
+    plain = f"\0{username}\0{password}".encode()
+    return base64.b64encode(plain).decode(), base64.b64encode(password.encode()).decode(), password
+
+
+def _printable(text: str, hide: Sequence[str] = ()) -> str:
+    for secret in hide:
+        text = text.replace(secret, "(hidden)")
+    shown = "".join(character if character.isprintable() else " " for character in text)
+    return " ".join(shown.split())[:_MAX_REPLY_LENGTH]

@@ -1,0 +1,469 @@
+"""What an `Email` becomes on the wire, and what is refused before anything is connected."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from email import policy
+from email.header import decode_header, make_header
+from email.utils import formataddr, getaddresses, parsedate_to_datetime
+from typing import TYPE_CHECKING
+
+import aiosmtplib.email
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from pgoutbox.message import Permanent, Transient
+from pgoutbox.settings import Settings, load_settings
+from pgoutbox.transports import Content
+from pgoutbox.transports.mail import MAX_ATTACHMENT_BYTES, MAX_RECIPIENT_COUNT, Attachment, Email, render
+from tests.smtp_server import outgoing, parsed
+
+if TYPE_CHECKING:
+    from email.message import EmailMessage
+
+SETTINGS = load_settings(smtp_host="mx.test", smtp_from="Club <club@example.org>")
+
+SPECIALS = st.sampled_from('a ü"\\<>@,;:=?_.\t')
+SAFE_TEXT = st.text(
+    SPECIALS | st.characters(exclude_categories=("Cs", "Cc"), exclude_characters="\u2028\u2029"),
+    min_size=1,
+    max_size=300,
+)
+
+
+def rendered(
+    email: Email, *, settings: Settings = SETTINGS, destination: str | None = None, attempt_count: int = 1
+) -> EmailMessage:
+    return parsed(render(email, outgoing(destination=destination, attempt_count=attempt_count), settings).content)
+
+
+def refusal(email: Email, *, destination: str | None = None) -> str:
+    with pytest.raises(Permanent) as caught:
+        render(email, outgoing(destination=destination), SETTINGS)
+    return caught.value.error
+
+
+def header_lines(content: bytes) -> list[bytes]:
+    """The headers of the outermost part, unfolded."""
+    block = content.partition(b"\r\n\r\n")[0]
+    return re.sub(rb"\r\n(?=[ \t])", b"", block).split(b"\r\n")
+
+
+def test_an_email_is_a_content_of_the_mailto_scheme() -> None:
+    email = Email(to="ann@example.com", subject="Hello", text="Hi")
+    assert isinstance(email, Content)
+    assert email.scheme == "mailto"
+
+
+def test_an_email_can_be_made_without_aiosmtplib() -> None:
+    program = (
+        "import sys; sys.modules['aiosmtplib'] = None\n"
+        "from pgoutbox.errors import MissingExtraError\n"
+        "from pgoutbox.settings import load_settings\n"
+        "from pgoutbox.transports.smtp import Email, SmtpTransport\n"
+        "Email(to='ann@example.com', subject='Hello', text='Hi')\n"
+        "try: SmtpTransport(load_settings(smtp_host='mx.test'))\n"
+        "except MissingExtraError as error: print(error)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout == "the SMTP transport needs an optional dependency: pip install 'pgoutbox[smtp]'\n"
+
+
+def test_the_repr_shows_neither_subject_nor_body_nor_attachment() -> None:
+    email = Email(
+        to="ann@example.com",
+        subject="canary",
+        text="canary",
+        html="canary",
+        headers={"X-Tag": "canary"},
+        attachments=[Attachment("a.txt", b"canary")],
+    )
+    assert "canary" not in repr(email)
+    assert "canary" not in repr(render(email, outgoing(), SETTINGS))
+
+
+def test_headers_and_text_reach_the_reader() -> None:
+    message = rendered(
+        Email(
+            to=["Ann Lee <ann@example.com>", '"Lee, Bob" <bob@example.com>'],
+            cc="Zoë <zoe@example.com>",
+            reply_to="help@example.org",
+            subject="Grüße aus Zürich",
+            text="Schön.\n",
+            headers={"List-Unsubscribe": "<https://example.org/u>"},
+        )
+    )
+    assert message["From"] == "Club <club@example.org>"
+    assert [(a.display_name, a.addr_spec) for a in message["To"].addresses] == [
+        ("Ann Lee", "ann@example.com"),
+        ("Lee, Bob", "bob@example.com"),
+    ]
+    assert [(a.display_name, a.addr_spec) for a in message["Cc"].addresses] == [("Zoë", "zoe@example.com")]
+    assert message["Reply-To"] == "help@example.org"
+    assert message["Subject"] == "Grüße aus Zürich"
+    assert message["List-Unsubscribe"] == "<https://example.org/u>"
+    assert message.get_content() == "Schön.\r\n"
+
+
+def test_the_message_id_is_the_idempotency_key_and_the_same_at_every_attempt() -> None:
+    email = Email(to="ann@example.com", subject="Hello", text="Hi")
+    key = outgoing().idempotency_key
+    assert rendered(email)["Message-ID"] == f"<{key}@example.org>"
+    assert rendered(email, attempt_count=5)["Message-ID"] == f"<{key}@example.org>"
+
+
+def test_the_message_id_ends_in_the_configured_host_name() -> None:
+    settings = load_settings(smtp_from="club@example.org", smtp_hostname="app.example.net")
+    message = rendered(Email(to="ann@example.com", subject="Hello", text="Hi"), settings=settings)
+    assert message["Message-ID"].endswith("@app.example.net>")
+
+
+def test_there_is_one_date_and_it_can_be_read() -> None:
+    message = rendered(Email(to="ann@example.com", subject="Hello", text="Hi"))
+    assert len(message.get_all("Date", [])) == 1
+    assert parsedate_to_datetime(str(message["Date"])).utcoffset() is not None
+
+
+def test_bcc_goes_into_the_envelope_alone() -> None:
+    mail = render(
+        Email(to="ann@example.com", cc="bob@example.com", bcc=["eve@example.com"], subject="Hello", text="Hi"),
+        outgoing(),
+        SETTINGS,
+    )
+    assert mail.recipients == ("ann@example.com", "bob@example.com", "eve@example.com")
+    assert b"eve@" not in mail.content
+
+
+def test_a_recipient_named_twice_is_in_the_envelope_once() -> None:
+    mail = render(Email(to="ann@example.com", cc="ann@example.com", subject="Hello", text="Hi"), outgoing(), SETTINGS)
+    assert mail.recipients == ("ann@example.com",)
+
+
+@pytest.mark.parametrize(
+    ("destination", "recipients"),
+    [
+        ("mailto:ann@example.com", ("ann@example.com",)),
+        ("MAILTO:ann%2Bnews@example.com", ("ann+news@example.com",)),
+        ("mailto:ann@example.com,bob@example.com", ("ann@example.com", "bob@example.com")),
+    ],
+)
+def test_without_to_the_destination_is_the_recipient(destination: str, recipients: tuple[str, ...]) -> None:
+    mail = render(Email(subject="Hello", text="Hi"), outgoing(destination=destination), SETTINGS)
+    assert mail.recipients == recipients
+
+
+def test_to_wins_over_the_destination() -> None:
+    email = Email(to="ann@example.com", subject="Hello", text="Hi")
+    assert render(email, outgoing(destination="mailto:bob@example.com"), SETTINGS).recipients == ("ann@example.com",)
+
+
+def test_a_missing_sender_is_transient_because_the_operator_can_set_one() -> None:
+    with pytest.raises(Transient, match="PGOUTBOX_SMTP_FROM is not set"):
+        render(Email(to="ann@example.com", subject="Hello", text="Hi"), outgoing(), load_settings())
+
+
+def test_a_domain_beyond_ascii_is_written_in_its_ascii_form() -> None:
+    mail = render(Email(to="ann@bücher.example", subject="Hello", text="Hi"), outgoing(), SETTINGS)
+    assert mail.recipients == ("ann@xn--bcher-kva.example",)
+    assert mail.smtputf8_field is None
+    assert mail.content.isascii()
+
+
+def test_a_local_part_beyond_ascii_names_the_field_that_needs_smtputf8() -> None:
+    email = Email(to="ann@example.com", cc=["bob@example.com", "zoë@example.com"], subject="Hello", text="Hi")
+    mail = render(email, outgoing(), SETTINGS)
+    assert mail.smtputf8_field == "email.cc[1]"
+    assert "zoë@example.com" in mail.content.decode()
+
+
+def test_text_and_html_become_alternatives_and_attachments_follow() -> None:
+    message = rendered(
+        Email(
+            to="ann@example.com",
+            subject="Hello",
+            text="plain",
+            html="<p>rich",
+            attachments=[
+                Attachment("Übersicht.pdf", b"%PDF", "application/pdf"),
+                Attachment("invite.ics", b"BEGIN:VCALENDAR", "text/calendar; method=REQUEST"),
+            ],
+        )
+    )
+    assert message.get_content_type() == "multipart/mixed"
+    plain, rich = message.get_body(("plain",)), message.get_body(("html",))
+    assert plain is not None
+    assert plain.get_content() == "plain\r\n"
+    assert rich is not None
+    assert rich.get_content() == "<p>rich\r\n"
+    pdf, invitation = message.iter_attachments()
+    assert (pdf.get_filename(), pdf.get_content_type(), pdf.get_content()) == (
+        "Übersicht.pdf",
+        "application/pdf",
+        b"%PDF",
+    )
+    assert invitation["Content-Type"].params["method"] == "REQUEST"
+    assert invitation.get_payload(decode=True) == b"BEGIN:VCALENDAR"
+
+
+def test_html_alone_is_a_single_part() -> None:
+    message = rendered(Email(to="ann@example.com", subject="Hello", html="<p>rich"))
+    assert message.get_content_type() == "text/html"
+    assert message.get_content() == "<p>rich\r\n"
+
+
+def test_a_long_word_in_a_header_is_not_broken() -> None:
+    url = "<https://example.org/unsubscribe?token=" + "0123456789" * 12 + ">"
+    content = render(
+        Email(to="ann@example.com", subject="Hello", text="Hi", headers={"List-Unsubscribe": url}), outgoing(), SETTINGS
+    ).content
+    assert f"List-Unsubscribe: {url}".encode() in header_lines(content)
+
+
+def test_a_word_that_fits_in_no_line_is_encoded() -> None:
+    content = render(Email(to="ann@example.com", subject="x" * 2_000, text="Hi"), outgoing(), SETTINGS).content
+    assert max(map(len, content.split(b"\r\n"))) <= 78
+    assert parsed(content)["Subject"] == "x" * 2_000
+
+
+def test_an_encoded_display_name_is_decoded_and_encoded_again() -> None:
+    sender = formataddr(("Jürgen, im Büro", "juergen@example.org"))
+    address = rendered(Email(to="ann@example.com", subject="Hello", text="Hi", sender=sender))["From"].addresses[0]
+    assert (address.display_name, address.addr_spec) == ("Jürgen, im Büro", "juergen@example.org")
+
+
+def fields_with(value: str) -> list[tuple[str, Email]]:
+    """The same value in every field that becomes a header or an address."""
+    plain = Email(to="ann@example.com", subject="Hello", text="Hi")
+    return [
+        ("email.subject", replace(plain, subject=value)),
+        ("email.to", replace(plain, to=f"ann{value}@example.com")),
+        ("email.to[0]", replace(plain, to=[f"{value} <ann@example.com>"])),
+        ("email.cc[0]", replace(plain, cc=[f"ann@example.com{value}"])),
+        ("email.bcc", replace(plain, bcc=f"{value}ann@example.com")),
+        ("email.reply_to", replace(plain, reply_to=f"a{value}nn@example.com")),
+        ("email.sender", replace(plain, sender=f"Ann{value} <ann@example.com>")),
+        ("email.headers['X-Tag']", replace(plain, headers={"X-Tag": value})),
+        ("email.attachments[0].filename", replace(plain, attachments=[Attachment(value, b"")])),
+        ("email.attachments[0].media_type", replace(plain, attachments=[Attachment("a", b"", f"text/plain{value}")])),
+    ]
+
+
+@pytest.mark.parametrize("character", "\r\n\0")
+def test_a_line_end_or_nul_is_refused_in_every_field_by_name(character: str) -> None:
+    for name, email in fields_with(f"x{character}Bcc: eve@example.com"):
+        assert refusal(email) == f"{name}: contains CR, LF or NUL"
+
+
+@pytest.mark.parametrize("character", ["\x0b", "\x0c", "\x1c", "\x7f", "\x85", "\u2028", "\u2029", "\ud800"])
+def test_any_other_character_that_may_end_a_line_is_refused_in_every_field_by_name(character: str) -> None:
+    for name, email in fields_with(f"x{character}y"):
+        assert refusal(email) == f"{name}: contains the character U+{ord(character):04X}"
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "=?utf-8?q?x=0D=0ABcc=3A_eve=40example=2Ecom?=",
+        "=?UTF-8?B?eA0KQmNjOiBldmVAZXhhbXBsZS5jb20=?=",
+        "=?utf-16be?b?AHgADQAKAEIAYwBj?=",
+        "=?iso-8859-1?q?x=0Ay?=",
+        "=?utf-8?q?x?=\r\nBcc: eve@example.com",
+    ],
+)
+def test_an_encoded_word_that_decodes_to_a_line_end_is_refused_in_every_field_by_name(word: str) -> None:
+    for name, email in fields_with(word):
+        assert refusal(email) == f"{name}: contains CR, LF or NUL"
+
+
+@pytest.mark.parametrize("word", ["=?utf-8?b?a?=", "=?no-such-charset?q?x?=", "=?utf-8?q?=FF?="])
+def test_an_encoded_word_that_cannot_be_decoded_is_refused(word: str) -> None:
+    email = Email(to="ann@example.com", subject=word, text="Hi")
+    assert refusal(email) == "email.subject: contains an encoded word that cannot be decoded"
+
+
+def test_an_encoded_word_hidden_in_another_is_refused() -> None:
+    email = Email(to="ann@example.com", subject="=?utf-8?q?=3D=3Futf-8=3Fq=3F=3D0D=3D0ABcc=3F=3D?=", text="Hi")
+    assert refusal(email) == "email.subject: contains an encoded word within an encoded word"
+
+
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [
+        ("", "is empty"),
+        ("ann", "has no @"),
+        ("ann@example.com@evil.example", "has more than one @; give several addresses as a sequence"),
+        ("ann@example.com, bob@example.com", "has more than one @; give several addresses as a sequence"),
+        ("ann@example.com\n", "contains CR, LF or NUL"),
+        ("@example.com", "the part before @ is not a plain mailbox name"),
+        ("ann lee@example.com", "the part before @ is not a plain mailbox name"),
+        ('"ann lee"@example.com', "the part before @ is not a plain mailbox name"),
+        ("ann..lee@example.com", "the part before @ is not a plain mailbox name"),
+        ("ann\u202e@example.com", "the part before @ is not a plain mailbox name"),
+        ("=?x?q?=41=3e?=@example.com", "contains an encoded word that cannot be decoded"),
+        ("=?utf-8?q?ann?=@example.com", "the part before @ is not a plain mailbox name"),
+        ("ann@", "the part after @ is not a domain"),
+        ("ann@-example.com", "the part after @ is not a domain"),
+        ("ann@example.com>", "the part after @ is not a domain"),
+        ("ann@example..com", "the part after @ is not a domain"),
+        ("ann@ex ample.com", "the part after @ is not a domain"),
+        ("ann@" + "ü" * 70 + ".example", "the part after @ is not a domain"),
+        ("ann@straße.example", "give a domain with U+00DF in its xn-- form"),
+        ("a" * 65 + "@example.com", "is too long for an address"),
+        ("Lee, Ann <ann@example.com>", "a display name with , must be quoted"),
+        ("bob@example.com, Ann <ann@example.com>", "a display name with @ must be quoted"),
+        ("<bob@example.com> <ann@example.com>", "a display name with < must be quoted"),
+        ('Ann "Lee" <ann@example.com>', 'a display name with " must be quoted'),
+        ('"Ann" Lee" <ann@example.com>', "the quotes of the display name do not match"),
+        ('"Ann\\" <ann@example.com>', "the quotes of the display name do not match"),
+    ],
+)
+def test_a_wrong_address_is_refused_with_the_reason(address: str, reason: str) -> None:
+    assert refusal(Email(to=address, subject="Hello", text="Hi")) == f"email.to: {reason}"
+
+
+@pytest.mark.parametrize(
+    ("destination", "error"),
+    [
+        (None, "email.to: no recipient, and the message has no mailto: destination"),
+        ("https://example.com", "email.to: no recipient, and the message has no mailto: destination"),
+        ("mailto:", "destination[0]: is empty"),
+        ("mailto:ann@example.com?bcc=eve@example.com", "destination: header fields after ? are not accepted"),
+        ("mailto:ann%0D%0A@example.com", "destination[0]: contains CR, LF or NUL"),
+        ("mailto:ann%FF@example.com", "destination[0]: contains the character U+DCFF"),
+    ],
+)
+def test_without_to_the_destination_must_be_an_address(destination: str | None, error: str) -> None:
+    assert refusal(Email(subject="Hello", text="Hi"), destination=destination) == error
+
+
+def test_more_recipients_than_the_limit_are_refused() -> None:
+    many = [f"user{number}@example.com" for number in range(MAX_RECIPIENT_COUNT)]
+    email = Email(to=many, cc="one@example.com", subject="Hello", text="Hi")
+    assert refusal(email) == "email.to, cc, bcc: 1001 recipients are more than 1000"
+    assert refusal(Email(to=many * 10, subject="Hello", text="Hi")) == "email.to: 10000 addresses are more than 1000"
+
+
+@pytest.mark.parametrize(
+    "name", ["Message-ID", "date", "FROM", "To", "Bcc", "Subject", "Content-Type", "MIME-Version", "Resent-To"]
+)
+def test_a_header_that_pgoutbox_sets_is_refused(name: str) -> None:
+    email = Email(to="ann@example.com", subject="Hello", text="Hi", headers={name: "x"})
+    assert refusal(email) == f"email.headers[{name!r}]: is set by pgoutbox, not by headers"
+
+
+@pytest.mark.parametrize("name", ["", "X Tag", "X-Tag:", "X-Täg", "X-Tag\r\nBcc", "X" * 77])
+def test_what_is_no_header_name_is_refused(name: str) -> None:
+    email = Email(to="ann@example.com", subject="Hello", text="Hi", headers={name: "x"})
+    assert refusal(email) == f"email.headers[{name!r}]: is not the name of a header"
+
+
+@pytest.mark.parametrize("media_type", ["", "text", "multipart/mixed", "message/rfc822", "text/plain; a=b; a=c"])
+def test_what_is_no_type_of_a_file_is_refused(media_type: str) -> None:
+    email = Email(to="ann@example.com", subject="Hello", text="Hi", attachments=[Attachment("a", b"", media_type)])
+    assert refusal(email).startswith("email.attachments[0].media_type: ")
+
+
+def test_attachments_above_the_limit_are_refused() -> None:
+    half = Attachment("half.bin", bytes(MAX_ATTACHMENT_BYTES // 2 + 1))
+    email = Email(to="ann@example.com", subject="Hello", text="Hi", attachments=[half, half])
+    assert refusal(email) == "email.attachments: 26214402 bytes together are more than 26214400"
+
+
+def test_an_attachment_that_is_not_bytes_is_refused() -> None:
+    text = Attachment("a.txt", "text")  # type: ignore[arg-type] # the mistake under test
+    email = Email(to="ann@example.com", subject="Hello", text="Hi", attachments=[text])
+    assert refusal(email) == "email.attachments[0].content: must be bytes, not str"
+
+
+def test_an_email_without_a_body_is_refused() -> None:
+    assert refusal(Email(to="ann@example.com", subject="Hello")) == "email.text: neither text nor html is given"
+
+
+def test_a_value_of_the_wrong_type_is_refused_by_name() -> None:
+    wrong = Email(to="ann@example.com", subject=None, text="Hi")  # type: ignore[arg-type] # the mistake under test
+    assert refusal(wrong) == "email.subject: must be text, not NoneType"
+    wrong = Email(to=b"ann@example.com", subject="Hello", text="Hi")  # type: ignore[arg-type] # the mistake under test
+    assert refusal(wrong) == "email.to: must be an address or a sequence of addresses, not bytes"
+    wrong = Email(to="ann@example.com", subject="Hello", html=b"<p>")  # type: ignore[arg-type] # the mistake under test
+    assert refusal(wrong) == "email.html: must be text, not bytes"
+
+
+def test_a_lone_surrogate_in_the_body_is_refused() -> None:
+    assert refusal(Email(to="ann@example.com", subject="Hello", text="a\ud800")) == (
+        "email.text: contains the character U+D800"
+    )
+
+
+@given(SAFE_TEXT)
+@example(" " * 1_200 + "x" + " " * 1_200)
+@example("word " * 20 + " " * 100)
+def test_any_safe_text_survives_as_subject_and_custom_header(text: str) -> None:
+    email = Email(to="ann@example.com", subject=text, text="Hi", headers={"X-Tag": text})
+    content = render(email, outgoing(), SETTINGS).content
+    message = parsed(content)
+    assert str(message["Subject"]).strip() == text.strip()
+    assert str(message["X-Tag"]).strip() == text.strip()
+    assert not re.search(rb"\r\n[ \t]+\r\n", content)
+    assert max(map(len, content.split(b"\r\n"))) <= 998
+
+
+@given(st.lists(SAFE_TEXT, min_size=1, max_size=5))
+@example(['say "hi"', "back\\slash", "a, <b@example.com>", "Zoë, Ann", "x" * 300])
+def test_any_display_name_survives_and_adds_no_address(names: list[str]) -> None:
+    recipients = ['"' + re.sub(r'(["\\])', r"\\\1", name) + '" <ann@example.com>' for name in names]
+    content = render(Email(to=recipients, subject="Hello", text="Hi"), outgoing(), SETTINGS).content
+    assert [address.addr_spec for address in parsed(content)["To"].addresses] == ["ann@example.com"] * len(names)
+    # The older parser joins neighbouring encoded words as RFC 2047 asks; the newer one does not at every fold.
+    header = next(line for line in header_lines(content) if line.startswith(b"To: "))
+    addresses = getaddresses([header.decode("ascii").removeprefix("To: ")])
+    assert [address for _, address in addresses] == ["ann@example.com"] * len(names)
+    assert [str(make_header(decode_header(name))).split() for name, _ in addresses] == [name.split() for name in names]
+
+
+@given(st.text(SPECIALS | st.sampled_from("\r\n\0") | st.characters(), max_size=300))
+def test_no_text_can_add_a_header_or_end_the_headers(text: str) -> None:
+    """Whatever is accepted, the headers are the ones that were meant."""
+    expected = [b"From", b"To", b"Subject", b"Date", b"Message-ID", b"X-Tag"]
+    email = Email(
+        to=f"{text} <ann@example.com>",
+        subject=text,
+        text="Hi",
+        headers={"X-Tag": text},
+        attachments=[Attachment(text, b"")],
+    )
+    try:
+        content = render(email, outgoing(), SETTINGS).content
+    except Permanent:
+        return
+    names = [line.partition(b":")[0] for line in header_lines(content)]
+    assert names == [*expected, b"MIME-Version", b"Content-Type"]
+    assert [address.addr_spec for address in parsed(content)["To"].addresses] == ["ann@example.com"]
+
+
+@given(st.text(st.characters(codec="utf-8"), max_size=1_500))
+@example("NUL \0, lone CR \r, .\n.\n")
+@example("long " * 1_000 + "x" * 5_000)
+def test_any_body_survives_with_short_lines_and_proper_line_ends(text: str) -> None:
+    content = render(Email(to="ann@example.com", subject="Hello", text=text), outgoing(), SETTINGS).content
+    assert content.isascii()
+    assert b"\0" not in content
+    assert re.search(rb"(?<!\r)\n|\r(?!\n)", content) is None
+    assert max(map(len, content.split(b"\r\n"))) <= 998
+    body = parsed(content).get_payload(decode=True)
+    assert isinstance(body, bytes)
+    assert body.splitlines() == (text.encode().splitlines() or [b""])
+
+
+@given(st.emails())
+def test_an_accepted_address_is_sent_as_it_was_given(address: str) -> None:
+    try:
+        mail = render(Email(to=address, subject="Hello", text="Hi"), outgoing(), SETTINGS)
+    except Permanent:
+        return
+    assert mail.recipients == (address,)
+    assert aiosmtplib.email.parse_address(address) == address
+    assert policy.default.header_factory("To", address).addresses[0].addr_spec == address
