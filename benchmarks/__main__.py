@@ -1,0 +1,71 @@
+"""python -m benchmarks [scenario ...] [--quick] [--json FILE] [--dsn DSN]"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from benchmarks import bulk, doorbell, drain, explain, idle, latency
+from benchmarks.options import QUICK, Options
+from benchmarks.report import Result, machine_facts, show, write_json
+from benchmarks.server import Server, running_server
+
+Scenario = Callable[[Server, Options], Result]
+
+SCENARIOS: Mapping[str, Scenario] = {
+    "doorbell": doorbell.run,
+    "drain": drain.run,
+    "latency": latency.run,
+    "idle": idle.run,
+    "enqueue_many": bulk.run,
+    "explain": explain.run,
+}
+# Not part of a run without arguments: it only finds the settings that the others use.
+EXTRA_SCENARIOS: Mapping[str, Scenario] = {"pgqueuer-settings": drain.run_settings}
+
+
+def main() -> int:
+    """Run the scenarios. 0 when they ran, whatever their verdicts; 130 when interrupted."""
+    scenarios = {**SCENARIOS, **EXTRA_SCENARIOS}
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure pgoutbox beside its peers.")
+    parser.add_argument("scenario", nargs="*", help=f"{', '.join(scenarios)}; the first six if none is named")
+    parser.add_argument("--quick", action="store_true", help="small sizes: shows that it works, not how fast")
+    parser.add_argument("--rounds", type=int, help="rounds of the alternating scenarios")
+    parser.add_argument("--idle-seconds", type=float, help="how long the idle workers are left alone")
+    parser.add_argument("--dsn", help="a server to measure on, by a superuser's DSN, instead of the embedded one")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything to this file")
+    arguments = parser.parse_args()
+    unknown = [name for name in arguments.scenario if name not in scenarios]
+    if unknown:
+        parser.error(f"unknown scenario {', '.join(unknown)}; known: {', '.join(scenarios)}")
+    options = QUICK if arguments.quick else Options()
+    if arguments.rounds is not None:
+        options = dataclasses.replace(options, rounds=max(1, arguments.rounds))
+    if arguments.idle_seconds is not None:
+        options = dataclasses.replace(options, idle_seconds=arguments.idle_seconds)
+
+    # A terminated run cleans up like an interrupted one.
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    results = []
+    try:
+        with running_server(arguments.dsn) as server:
+            machine = machine_facts(server.version)
+            print(", ".join(f"{name}: {value}" for name, value in machine.items()))
+            for name in arguments.scenario or SCENARIOS:
+                result = scenarios[name](server, options)
+                show(result)
+                results.append(result)
+                if arguments.json is not None:
+                    write_json(arguments.json, machine, results)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

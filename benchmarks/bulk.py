@@ -1,0 +1,88 @@
+"""enqueue_many: rows per second of a bulk enqueue in one transaction, Python's checks and the COMMIT included.
+
+Beside it, as the limit, the same rows by one INSERT into the same table from arrays that lie ready.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import psycopg
+
+from benchmarks.options import TOPIC, Options
+from benchmarks.report import Result, Table, Verdict, median, ratio_of_rounds
+from benchmarks.server import Server, empty_outbox, settle
+from pgoutbox.drafts import NewMessage
+from pgoutbox.outbox import Outbox
+from pgoutbox.settings import load_settings
+
+_OURS = "enqueue_many"
+_INSERT = "INSERT from arrays"
+
+
+def run(server: Server, options: Options) -> Result:
+    """Alternate the variants; every measurement starts from empty tables."""
+    count = options.bulk_messages
+    outbox = Outbox(load_settings())
+    payloads = [{"user_id": number} for number in range(count)]
+    texts = [json.dumps(payload) for payload in payloads]
+    variants: dict[str, Callable[[psycopg.Connection[tuple[object, ...]]], object]] = {
+        _OURS: lambda c: outbox.enqueue_many(c, (NewMessage(TOPIC, p) for p in payloads)),
+        f"{_OURS}, 1,000 a transaction": lambda c: _in_pieces(outbox, c, payloads),
+        f"{_OURS}, each with a coalesce key": lambda c: outbox.enqueue_many(
+            c, (NewMessage(TOPIC, p, coalesce_key=str(p["user_id"])) for p in payloads)
+        ),
+        f"{_OURS}, each with a dedupe key": lambda c: outbox.enqueue_many(
+            c, (NewMessage(TOPIC, p, dedupe_key=str(p["user_id"])) for p in payloads)
+        ),
+        _INSERT: lambda c: c.execute(
+            "INSERT INTO pgoutbox.message (topic, payload) SELECT %s, p FROM unnest(%s::text[]::jsonb[]) AS p",
+            (TOPIC, texts),
+        ),
+    }
+    rates: dict[str, list[float]] = {name: [] for name in variants}
+    with server.database() as dsn, psycopg.connect(dsn, autocommit=True) as operator:
+        for round_number in range(options.rounds):
+            names = list(variants)
+            shift = round_number % len(names)
+            for name in names[shift:] + names[:shift]:
+                empty_outbox(operator)
+                settle(operator, "pgoutbox.message_live")
+                with psycopg.connect(dsn) as connection:
+                    began_at = time.perf_counter()
+                    variants[name](connection)
+                    connection.commit()
+                    rates[name].append(count / (time.perf_counter() - began_at))
+                _check(operator, count)
+    result = Result(_OURS, settings={"rows": count, "rounds": options.rounds}, samples=dict(rates))
+    result.tables.append(
+        Table(
+            "rows per second",
+            ("variant", "rows/s", "slowest", "fastest", "ratio to INSERT"),
+            [(n, median(v), min(v), max(v), ratio_of_rounds(v, rates[_INSERT])) for n, v in rates.items()],
+        )
+    )
+    result.verdicts.append(Verdict("enqueue_many", median(rates[_OURS]), 100_000, "at least", "rows/s"))
+    return result
+
+
+def _in_pieces(
+    outbox: Outbox, connection: psycopg.Connection[tuple[object, ...]], payloads: Sequence[dict[str, int]]
+) -> None:
+    for piece in _pieces(payloads, 1000):
+        outbox.enqueue_many(connection, [NewMessage(TOPIC, payload) for payload in piece])
+        connection.commit()
+
+
+def _pieces(payloads: Sequence[dict[str, int]], size: int) -> Iterator[Sequence[dict[str, int]]]:
+    for start in range(0, len(payloads), size):
+        yield payloads[start : start + size]
+
+
+def _check(connection: psycopg.Connection[tuple[object, ...]], count: int) -> None:
+    row = connection.execute("SELECT count(*) FROM pgoutbox.message_live").fetchone()
+    assert row is not None
+    if row[0] != count:
+        raise RuntimeError(f"{row[0]} of {count} rows are there")

@@ -1,0 +1,166 @@
+"""Doorbell: what one enqueue costs its transaction, beside a plain insert and beside insert and pg_notify.
+
+Measured twice: without any worker, and while a worker delivers a backlog of older messages. The backlog outlasts the
+measurement, so that the worker does the same work in every variant and never gets as far as the measured rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import psycopg
+
+from benchmarks.options import TOPIC, Options
+from benchmarks.processes import child, run_tool, wait_until
+from benchmarks.report import Result, Table, Verdict, median, ratio_of_rounds
+from benchmarks.server import Server, empty_outbox, load_backlog, pgbench_program, settle
+
+_PAYLOAD = """'{"user_id": 42}'"""
+
+# One statement and one round trip each. Nobody listens to the channel of the third, which is in its favour.
+SCRIPTS: Mapping[str, str] = {
+    "insert": f"INSERT INTO pgoutbox.message (topic, payload) VALUES ('{TOPIC}', {_PAYLOAD});",
+    "enqueue": f"SELECT pgoutbox.enqueue('{TOPIC}', {_PAYLOAD});",
+    "insert + pg_notify": (
+        "WITH inserted AS ("
+        f"INSERT INTO pgoutbox.message (topic, payload) VALUES ('{TOPIC}', {_PAYLOAD}) RETURNING queue"
+        ") SELECT pg_notify('pgoutbox_benchmark', inserted.queue) FROM inserted;"
+    ),
+}
+CONDITIONS = ("worker busy", "no worker")
+_THREADS = 2
+
+_Key = tuple[int, str, str]
+
+
+def run(server: Server, options: Options) -> Result:
+    """Alternate the variants within each condition; every measurement starts from empty tables."""
+    rates: dict[_Key, list[float]] = defaultdict(list)
+    delivered: dict[_Key, list[float]] = defaultdict(list)
+    ran_dry = 0
+    with (
+        server.database() as dsn,
+        psycopg.connect(dsn, autocommit=True) as connection,
+        tempfile.TemporaryDirectory(prefix="pgoutbox-bench-") as directory,
+    ):
+        for variant, script in SCRIPTS.items():
+            (Path(directory) / variant).write_text(script + "\n")
+        for round_number in range(options.rounds):
+            for clients in options.pgbench_clients:
+                for condition in CONDITIONS:
+                    shift = round_number % len(SCRIPTS)
+                    variants = list(SCRIPTS)
+                    for variant in variants[shift:] + variants[:shift]:
+                        key = (clients, condition, variant)
+                        with _prepared(dsn, connection, condition, options):
+                            before = _sent_count(connection)
+                            began_at = time.monotonic()
+                            rates[key].append(_pgbench(dsn, Path(directory) / variant, clients, options))
+                            seconds = time.monotonic() - began_at
+                            delivered[key].append((_sent_count(connection) - before) / seconds)
+                            ran_dry += condition == "worker busy" and _backlog_is_gone(connection)
+    return _result(rates, delivered, ran_dry, options)
+
+
+@contextlib.contextmanager
+def _prepared(
+    dsn: str, connection: psycopg.Connection[tuple[object, ...]], condition: str, options: Options
+) -> Iterator[None]:
+    empty_outbox(connection)
+    if condition == "no worker":
+        settle(connection, "pgoutbox.message_live")
+        yield
+        return
+    load_backlog(connection, options.doorbell_backlog, topic=TOPIC)
+    settle(connection, "pgoutbox.message_live")
+    with child("deliver", "run", dsn=dsn):
+        wait_until(lambda: _sent_count(connection) > 0, what="the worker to deliver its first message")
+        yield
+
+
+def _sent_count(connection: psycopg.Connection[tuple[object, ...]]) -> int:
+    row = connection.execute("SELECT count(*) FROM pgoutbox.message_done").fetchone()
+    assert row is not None
+    assert isinstance(row[0], int)
+    return row[0]
+
+
+def _backlog_is_gone(connection: psycopg.Connection[tuple[object, ...]]) -> bool:
+    row = connection.execute(
+        "SELECT NOT EXISTS (SELECT FROM pgoutbox.message_live WHERE payload <> %s::jsonb AND state = 'pending')",
+        ('{"user_id": 42}',),
+    ).fetchone()
+    assert row is not None
+    return bool(row[0])
+
+
+def _pgbench(dsn: str, script: Path, clients: int, options: Options) -> float:
+    output = run_tool(
+        [
+            pgbench_program(),
+            "--no-vacuum",
+            "--protocol=prepared",
+            f"--client={clients}",
+            f"--jobs={_THREADS}",
+            f"--time={options.pgbench_seconds}",
+            f"--file={script}",
+        ],
+        dsn=dsn,
+        timeout=options.pgbench_seconds + 60,
+    )
+    found = re.search(r"^tps = ([0-9.]+)", output, re.MULTILINE)
+    if found is None:
+        raise RuntimeError(f"pgbench did not say its tps: {output}")
+    return float(found[1])
+
+
+def _result(
+    rates: Mapping[_Key, list[float]], delivered: Mapping[_Key, list[float]], ran_dry: int, options: Options
+) -> Result:
+    result = Result(
+        "doorbell",
+        settings={
+            "seconds": options.pgbench_seconds,
+            "rounds": options.rounds,
+            "threads": _THREADS,
+            "backlog": options.doorbell_backlog,
+        },
+    )
+    result.tables.append(
+        Table(
+            "transactions per second",
+            ("clients, condition, variant", "tps", "lowest", "highest", "ratio to insert", "worker delivers/s"),
+            [
+                (
+                    f"{clients}, {condition}, {variant}",
+                    median(values),
+                    min(values),
+                    max(values),
+                    ratio_of_rounds(values, rates[clients, condition, "insert"]),
+                    median(delivered[clients, condition, variant]) if condition == "worker busy" else None,
+                )
+                for (clients, condition, variant), values in sorted(rates.items())
+            ],
+        )
+    )
+    for clients in options.pgbench_clients:
+        for condition in CONDITIONS:
+            enqueue = rates[clients, condition, "enqueue"]
+            for other, target in (("insert", 0.8), ("insert + pg_notify", 3.0)):
+                ratio = ratio_of_rounds(enqueue, rates[clients, condition, other])
+                what = f"enqueue / {other}, {clients} clients, {condition}"
+                result.verdicts.append(Verdict(what, ratio, target, "at least"))
+    result.samples = {", ".join(map(str, key)): values for key, values in rates.items()}
+    if ran_dry:
+        result.notes.append(f"the worker's backlog ran dry in {ran_dry} measurements: they are not comparable")
+    result.notes.append(
+        "The worker shares the cores with the producers: the faster the variant, the less is left for the worker, and "
+        "the other way round. The column of what it delivers shows how much."
+    )
+    return result

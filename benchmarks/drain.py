@@ -1,0 +1,203 @@
+"""Drain: how fast one process delivers a backlog, one async handler call per message.
+
+pgoutbox beside PgQueuer at its best settings, and beside its own two statements in a bare loop, which is the limit;
+then the same with a pinned xmin horizon and with a long history.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import psycopg
+
+from benchmarks.options import TOPIC, Options
+from benchmarks.processes import answer_of
+from benchmarks.report import Result, Table, Verdict, median, ratio_of_rounds
+from benchmarks.server import Server, empty_outbox, load_pending, load_sent, settle
+from pgoutbox.settings import load_settings
+
+# Found with the scenario `pgqueuer-settings`; its documentation advises a larger batch for short jobs, and a direct
+# connection rather than a pool for the consumer.
+PGQUEUER_BATCH_SIZE = 200
+PGQUEUER_DRIVER = "connection"
+PGQUEUER_SETTINGS = (
+    f"asyncpg {PGQUEUER_DRIVER}, uvloop, batch_size={PGQUEUER_BATCH_SIZE}, durability=durable, pgq autovac, "
+    "concurrency default (unlimited), mode=drain"
+)
+
+_MESSAGE_TABLES = ("pgoutbox.message_live", "pgoutbox.coalesce", "pgoutbox.queue")
+
+
+@dataclass(slots=True)
+class _Runs:
+    """What one variant measured, round by round."""
+
+    rates: list[float] = field(default_factory=list)
+    cpu_microseconds: list[float] = field(default_factory=list)
+    claims: list[float] = field(default_factory=list)
+    finishes: list[float] = field(default_factory=list)
+
+    def add(self, answer: Mapping[str, object], count: int) -> None:
+        numbers = {name: float(value) for name, value in answer.items() if isinstance(value, (int, float))}
+        if numbers["handled_count"] != count:
+            raise RuntimeError(f"{numbers['handled_count']:.0f} of {count} messages were handled")
+        self.rates.append(count / numbers["seconds"])
+        self.cpu_microseconds.append(1e6 * numbers["cpu_seconds"] / count)
+        self.claims.append(numbers["claim_count"])
+        self.finishes.append(numbers["finish_count"])
+
+
+def run(server: Server, options: Options) -> Result:
+    """Alternate all variants, round by round, in an order that shifts with the round."""
+    count = options.drain_messages
+    with server.database() as ours, server.database(migrated=False) as theirs, server.database() as aged:
+        answer_of("peer", "install", dsn=theirs)
+        with _session(aged) as connection:
+            load_sent(connection, options.finished_messages, topic=TOPIC)
+            settle(connection, "pgoutbox.message")
+        with _session(ours) as connection, _session(aged) as aged_connection:
+            variants: dict[str, Callable[[], Mapping[str, object]]] = {
+                "pgoutbox": lambda: _drain(ours, connection, count),
+                "pgqueuer": lambda: drain_pgqueuer(theirs, count, PGQUEUER_BATCH_SIZE, PGQUEUER_DRIVER),
+                "bare loop": lambda: _drain(ours, connection, count, "bare", str(load_settings().batch_size)),
+                "pgoutbox, pinned horizon": lambda: _drain_pinned(ours, connection, count),
+                f"pgoutbox, {options.finished_messages:,} finished": lambda: _drain_aged(aged, aged_connection, count),
+            }
+            runs = {name: _Runs() for name in variants}
+            for round_number in range(options.rounds):
+                names = list(variants)
+                shift = round_number % len(names)
+                for name in names[shift:] + names[:shift]:
+                    runs[name].add(variants[name](), count)
+    return _result(runs, options)
+
+
+def _drain(
+    dsn: str, connection: psycopg.Connection[tuple[object, ...]], count: int, program: str = "deliver", *arguments: str
+) -> Mapping[str, object]:
+    empty_outbox(connection)
+    load_pending(connection, count, topic=TOPIC)
+    settle(connection, *_MESSAGE_TABLES)
+    answer = answer_of(program, *(arguments or ("drain",)), dsn=dsn)
+    _check_sent(connection, count)
+    return answer
+
+
+def _drain_pinned(dsn: str, connection: psycopg.Connection[tuple[object, ...]], count: int) -> Mapping[str, object]:
+    empty_outbox(connection)
+    with _pinned_horizon(dsn):
+        load_pending(connection, count, topic=TOPIC)
+        settle(connection, *_MESSAGE_TABLES)
+        answer = answer_of("deliver", "drain", dsn=dsn)
+    _check_sent(connection, count)
+    return answer
+
+
+def _drain_aged(dsn: str, connection: psycopg.Connection[tuple[object, ...]], count: int) -> Mapping[str, object]:
+    # The history stays, and what the round adds to it is removed.
+    connection.execute("DELETE FROM pgoutbox.message WHERE worker IS DISTINCT FROM 'benchmark'")
+    load_pending(connection, count, topic=TOPIC)
+    settle(connection, "pgoutbox.message")
+    return answer_of("deliver", "drain", dsn=dsn)
+
+
+def drain_pgqueuer(dsn: str, count: int, batch_size: int, driver: str) -> Mapping[str, object]:
+    """Let PgQueuer deliver so many jobs."""
+    with _session(dsn) as connection:
+        connection.execute("TRUNCATE pgqueuer, pgqueuer_log, pgqueuer_statistics")
+        answer_of("peer", "load", "--count", str(count), dsn=dsn)
+        settle(connection, "pgqueuer", "pgqueuer_log")
+        answer = answer_of("peer", "drain", "--batch-size", str(batch_size), "--driver", driver, dsn=dsn)
+        row = connection.execute("SELECT count(*) FROM pgqueuer_log WHERE status = 'successful'").fetchone()
+        assert row is not None
+        if row[0] != count:
+            raise RuntimeError(f"pgqueuer finished {row[0]} of {count} jobs")
+    return answer
+
+
+def _check_sent(connection: psycopg.Connection[tuple[object, ...]], count: int) -> None:
+    row = connection.execute("SELECT count(*) FROM pgoutbox.message WHERE state = 'sent'").fetchone()
+    assert row is not None
+    if row[0] != count:
+        raise RuntimeError(f"{row[0]} of {count} messages are sent")
+
+
+@contextlib.contextmanager
+def _pinned_horizon(dsn: str) -> Iterator[None]:
+    """A transaction that keeps vacuum, and the hints that dead index entries get, away from everything that follows."""
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ")
+        connection.execute("SELECT pg_current_xact_id()")
+        yield
+        connection.execute("ROLLBACK")
+
+
+def _session(dsn: str) -> psycopg.Connection[tuple[object, ...]]:
+    return psycopg.connect(dsn, autocommit=True)
+
+
+def _result(runs: Mapping[str, _Runs], options: Options) -> Result:
+    ours = runs["pgoutbox"].rates
+    result = Result(
+        "drain",
+        settings={"messages": options.drain_messages, "rounds": options.rounds, "pgqueuer": PGQUEUER_SETTINGS},
+    )
+    result.tables.append(
+        Table(
+            "one process, one async handler call per message",
+            ("variant", "messages/s", "slowest", "fastest", "CPU us/message", "claims", "finishes"),
+            [
+                (
+                    name,
+                    median(r.rates),
+                    min(r.rates),
+                    max(r.rates),
+                    median(r.cpu_microseconds),
+                    median(r.claims),
+                    median(r.finishes),
+                )
+                for name, r in runs.items()
+            ],
+        )
+    )
+    for name, other, target in (
+        ("pgoutbox / pgqueuer", "pgqueuer", 2.0),
+        ("pgoutbox / bare loop", "bare loop", 0.7),
+    ):
+        result.verdicts.append(Verdict(name, ratio_of_rounds(ours, runs[other].rates), target, "at least"))
+    for name, r in list(runs.items())[3:]:
+        result.verdicts.append(Verdict(f"{name} / pgoutbox", ratio_of_rounds(r.rates, ours), 0.9, "at least"))
+    result.samples = {name: r.rates for name, r in runs.items()}
+    result.notes.append("CPU is that of the measured Python process alone, between first claim and last finish.")
+    return result
+
+
+def run_settings(server: Server, options: Options) -> Result:
+    """PgQueuer's drain by batch size and driver: where the settings that `drain` uses come from."""
+    candidates: Sequence[tuple[str, int]] = [
+        ("connection", 10),
+        ("connection", 50),
+        ("connection", 100),
+        ("connection", 200),
+        ("connection", 500),
+        ("connection", 1000),
+        ("pool", 50),
+        ("pool", 200),
+        ("pool", 500),
+    ]
+    runs = {candidate: _Runs() for candidate in candidates}
+    with server.database(migrated=False) as dsn:
+        answer_of("peer", "install", dsn=dsn)
+        for _ in range(options.rounds):
+            for driver, batch_size in candidates:
+                answer = drain_pgqueuer(dsn, options.drain_messages, batch_size, driver)
+                runs[driver, batch_size].add(answer, options.drain_messages)
+    rows = [(d, b, median(r.rates), min(r.rates), max(r.rates)) for (d, b), r in runs.items()]
+    return Result(
+        "pgqueuer-settings",
+        settings={"jobs": options.drain_messages, "rounds": options.rounds},
+        tables=[Table("PgQueuer's drain", ("driver", "batch_size", "jobs/s", "slowest", "fastest"), rows)],
+        samples={f"{d}, batch_size={b}": r.rates for (d, b), r in runs.items()},
+    )

@@ -1,0 +1,97 @@
+"""Explain: the plan and the time of a claim of 200 out of a backlog, beside a long history."""
+
+from __future__ import annotations
+
+import re
+import time
+from datetime import datetime
+
+import psycopg
+from psycopg import sql as composing
+
+from benchmarks.options import TOPIC, Options
+from benchmarks.report import Result, Table, median, percentile
+from benchmarks.server import Server, load_pending, load_sent, settle
+from pgoutbox import sql
+from pgoutbox.settings import load_settings
+from pgoutbox.store import timeouts
+
+_BATCH_SIZE = 200
+_CLAIM_PARAMETERS: dict[str, object] = {
+    "queue": "default",
+    "topics": [TOPIC],
+    "hold_topics": [],
+    "fresh_limit": _BATCH_SIZE,
+    "total": _BATCH_SIZE,
+    "fresh_floor": None,
+    "retry_floor": None,
+    "worker": "explain",
+    "lease_seconds": 60.0,
+}
+
+
+def run(server: Server, options: Options) -> Result:
+    """Show the generic plan that the worker's sessions use, then time committed claims."""
+    result = Result(
+        "explain",
+        settings={"finished": options.finished_messages, "pending": options.pending_messages, "batch": _BATCH_SIZE},
+    )
+    with server.database() as dsn:
+        with psycopg.connect(dsn, autocommit=True) as connection:
+            load_sent(connection, options.finished_messages, topic=TOPIC)
+            load_pending(connection, options.pending_messages, topic=TOPIC)
+            settle(connection, "pgoutbox.message")
+        with psycopg.connect(dsn, autocommit=True) as connection:
+            connection.execute(sql.PREPARE_SESSION, timeouts(load_settings()), prepare=False)
+            result.texts.append(("sql.CLAIM, rolled back", _plan_of_claim(connection)))
+            from_beginning = _time_claims(connection, options.claims, with_floor=False)
+            with_floor = _time_claims(connection, options.claims, with_floor=True)
+    result.tables.append(
+        Table(
+            f"milliseconds of a committed claim of {_BATCH_SIZE}, round trip and decoding included",
+            ("claims", "median", "p90", "max"),
+            [
+                (f"{len(times)} {what}", median(times), percentile(times, 90), max(times))
+                for what, times in (("from the beginning", from_beginning), ("from the floor", with_floor))
+            ],
+        )
+    )
+    result.samples = {"from the beginning, ms": from_beginning, "from the floor, ms": with_floor}
+    return result
+
+
+def _plan_of_claim(connection: psycopg.Connection[tuple[object, ...]]) -> str:
+    """EXPLAIN of a prepared statement: with parameters in place the planner would fold them, as it never does here."""
+    names: list[str] = []
+
+    def number(match: re.Match[str]) -> str:
+        if match[1] not in names:
+            names.append(match[1])
+        return f"${names.index(match[1]) + 1}"
+
+    statement = re.sub(r"%\((\w+)\)s", number, sql.CLAIM)
+    values = composing.SQL(", ").join(composing.Literal(_CLAIM_PARAMETERS[name]) for name in names)
+    connection.execute(composing.SQL("PREPARE claim AS {}").format(composing.SQL(statement)))
+    connection.execute("BEGIN")
+    try:
+        # TIMING off keeps the clock's own cost out of the plan's total; the counts and buffers are the same.
+        explain = composing.SQL("EXPLAIN (ANALYZE, BUFFERS, COSTS OFF, TIMING OFF) EXECUTE claim ({})").format(values)
+        rows = connection.execute(explain).fetchall()
+    finally:
+        connection.execute("ROLLBACK")
+        connection.execute("DEALLOCATE claim")
+    return "\n".join(str(line) for (line,) in rows)
+
+
+def _time_claims(connection: psycopg.Connection[tuple[object, ...]], count: int, *, with_floor: bool) -> list[float]:
+    cursor = connection.cursor(binary=True)
+    times = []
+    floor: datetime | None = None
+    for _ in range(count + 1):
+        began_at = time.perf_counter()
+        cursor.execute(sql.CLAIM, {**_CLAIM_PARAMETERS, "fresh_floor": floor}, prepare=True)
+        rows = cursor.fetchall()
+        times.append(1e3 * (time.perf_counter() - began_at))
+        if with_floor and rows:
+            floor = max(row[-1] for row in rows if isinstance(row[-1], datetime))
+    return times[1:]

@@ -1,0 +1,164 @@
+"""Idle: what a worker costs that has nothing to do. Statements by kind, CPU and memory, beside an idle PgQueuer.
+
+On the embedded server every statement is in its log. On a given server only the transactions of the database are
+counted, by pg_stat_database.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psycopg
+
+from benchmarks.drain import PGQUEUER_BATCH_SIZE, PGQUEUER_DRIVER
+from benchmarks.options import Options
+from benchmarks.processes import Child, answer_of, child
+from benchmarks.report import Cell, Result, Table, Verdict
+from benchmarks.server import Server
+from pgoutbox import sql
+
+_SETTLING_SECONDS = 5.0
+# What only checks that the listener's connection lives is not work on a queue.
+_PROBES = frozenset({"PROBE"})
+_LINE = re.compile(r"([^|]*)\|([^|]*)\|LOG:  (?:execute [^:]*|statement): (.*)")
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    cpu_seconds: float
+    resident_mib: float
+
+
+def run(server: Server, options: Options) -> Result:
+    """Leave both workers alone for a while, in databases of their own."""
+    seconds = options.idle_seconds
+    with server.database() as ours, server.database(migrated=False) as theirs:
+        answer_of("peer", "install", dsn=theirs)
+        names = {"pgoutbox": _name_of(ours), "pgqueuer": _name_of(theirs)}
+        arguments = ("--batch-size", str(PGQUEUER_BATCH_SIZE), "--driver", PGQUEUER_DRIVER)
+        with (
+            child("deliver", "run", dsn=ours) as worker,
+            child("peer", "run", *arguments, dsn=theirs) as peer,
+            _logging(server),
+        ):
+            time.sleep(_SETTLING_SECONDS)
+            workers = {"pgoutbox": worker, "pgqueuer": peer}
+            mark = server.log.stat().st_size if server.log is not None else 0
+            transactions = {system: _transaction_count(server, name) for system, name in names.items()}
+            before = {system: _sample(w) for system, w in workers.items()}
+            time.sleep(seconds)
+            after = {system: _sample(w) for system, w in workers.items()}
+            if server.log is not None:
+                counts = {system: _count_statements(server.log, mark, name) for system, name in names.items()}
+            else:
+                counts = {
+                    system: Counter({"transactions": _transaction_count(server, name) - transactions[system]})
+                    for system, name in names.items()
+                }
+    return _result(counts, before, after, seconds)
+
+
+def _name_of(dsn: str) -> str:
+    with psycopg.connect(dsn) as connection:
+        return connection.info.dbname
+
+
+@contextlib.contextmanager
+def _logging(server: Server) -> Iterator[None]:
+    if server.log is None:
+        yield
+        return
+    # The sessions are open already: only a setting of the whole server reaches them.
+    with psycopg.connect(server.dsn, autocommit=True) as connection:
+        connection.execute("ALTER SYSTEM SET log_statement = 'all'")
+        connection.execute("SELECT pg_reload_conf()")
+        try:
+            yield
+        finally:
+            connection.execute("ALTER SYSTEM RESET log_statement")
+            connection.execute("SELECT pg_reload_conf()")
+
+
+def _transaction_count(server: Server, database: str) -> int:
+    with psycopg.connect(server.dsn, autocommit=True) as connection:
+        row = connection.execute(
+            "SELECT xact_commit + xact_rollback FROM pg_stat_database WHERE datname = %s", (database,)
+        ).fetchone()
+    assert row is not None
+    return int(row[0])
+
+
+def _count_statements(log: Path, mark: int, database: str) -> Counter[str]:
+    """The statements of one database, by their names in `pgoutbox.sql` where they are known there."""
+    known = {_normalised(text): name for name, text in vars(sql).items() if name.isupper() and isinstance(text, str)}
+    found: Counter[str] = Counter()
+    current: list[str] | None = None
+    with log.open(encoding="utf-8", errors="replace") as lines:
+        lines.seek(mark)
+        for line in [*lines, "end"]:
+            if line.startswith("\t") and current is not None:
+                current.append(line)
+                continue
+            if current is not None:
+                text = _normalised(" ".join(current))
+                found[known.get(text, text[:60])] += 1
+                current = None
+            match = _LINE.match(line)
+            if match is not None and match[2] == database:
+                current = [match[3]]
+    return found
+
+
+def _normalised(statement: str) -> str:
+    return " ".join(re.sub(r"%\(\w+\)s|\$\d+", "?", statement).split())
+
+
+def _sample(worker: Child) -> _Sample | None:
+    """CPU time and resident memory by /proc; None where there is none."""
+    try:
+        stat = Path(f"/proc/{worker.pid}/stat").read_text()
+        status = Path(f"/proc/{worker.pid}/status").read_text()
+    except OSError:
+        return None
+    fields = stat.rpartition(")")[2].split()
+    ticks = int(fields[11]) + int(fields[12])
+    resident = re.search(r"^VmRSS:\s+(\d+) kB", status, re.MULTILINE)
+    assert resident is not None
+    return _Sample(ticks / os.sysconf("SC_CLK_TCK"), int(resident[1]) / 1024)
+
+
+def _result(
+    counts: dict[str, Counter[str]],
+    before: dict[str, _Sample | None],
+    after: dict[str, _Sample | None],
+    seconds: float,
+) -> Result:
+    result = Result("idle", settings={"seconds": seconds, "queues": 1})
+    rows: list[tuple[Cell, ...]] = []
+    for system, found in counts.items():
+        for name, count in found.most_common():
+            kind = "probe" if name in _PROBES else "queue" if system == "pgoutbox" else "-"
+            rows.append((f"{system}: {name}", kind, count, 60 * count / seconds))
+    result.tables.append(Table("statements", ("statement", "kind", "count", "per minute"), rows))
+    processes: list[tuple[Cell, ...]] = []
+    for system, start in before.items():
+        end = after[system]
+        if start is None or end is None:
+            continue
+        percent = 100 * (end.cpu_seconds - start.cpu_seconds) / seconds
+        processes.append((system, percent, end.resident_mib))
+        if system == "pgoutbox":
+            result.verdicts.append(Verdict("CPU of the worker", percent, 0.5, "at most", "%"))
+            result.verdicts.append(Verdict("memory of the worker", end.resident_mib, 80, "at most", "MiB"))
+    result.tables.append(Table("processes", ("worker", "CPU %", "resident MiB"), processes))
+    of_queue = sum(count for name, count in counts["pgoutbox"].items() if name not in _PROBES)
+    what = "statements per minute and queue, probes apart"
+    result.verdicts.append(Verdict(what, 60 * of_queue / seconds, 2.0, "at most", "/min"))
+    return result

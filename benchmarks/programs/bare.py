@@ -1,0 +1,61 @@
+"""The limit of the drain: pgoutbox's own claim and finish statements in a loop on one connection, nothing else.
+
+No handler is called and no outcome collected. Like the worker, it claims from the due time it has reached, and from the
+beginning when a claim comes back short.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import datetime
+
+import psycopg
+
+from benchmarks.options import TOPIC
+from benchmarks.programs.lifeline import Meter, hold_lifeline
+from pgoutbox import sql
+from pgoutbox.settings import load_settings
+from pgoutbox.store import timeouts
+
+
+def main(batch_size: int) -> int:
+    hold_lifeline()
+    settings = load_settings()
+    meter = Meter()
+    with psycopg.connect(os.environ["PGOUTBOX_DSN"], autocommit=True) as connection:
+        connection.execute(sql.PREPARE_SESSION, timeouts(settings), prepare=False)
+        cursor = connection.cursor(binary=True)
+        floor: datetime | None = None
+        while True:
+            meter.begin()
+            cursor.execute(
+                sql.CLAIM,
+                {
+                    "queue": "default",
+                    "topics": [TOPIC],
+                    "hold_topics": [],
+                    "fresh_limit": batch_size,
+                    "total": batch_size,
+                    "fresh_floor": floor,
+                    "retry_floor": None,
+                    "worker": "bare",
+                    "lease_seconds": settings.lease_seconds,
+                },
+                prepare=True,
+            )
+            rows = cursor.fetchall()
+            if not rows and floor is None:
+                break
+            floor = max(row[-1] for row in rows) if len(rows) == batch_size else None
+            if rows:
+                parameters = {"ids": [row[0] for row in rows], "attempt_counts": [row[6] for row in rows]}
+                cursor.execute(sql.FINISH_SENT_IF_HELD, parameters, prepare=True)
+                meter.handled_count += len(cursor.fetchall())
+                meter.end()
+    meter.report()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

@@ -1,0 +1,74 @@
+"""A producer: one message per transaction at a steady mean rate, each at a random moment of its interval.
+
+Tells for each message when its COMMIT was sent and when it was answered, by the clock that all processes share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Callable
+
+import psycopg
+
+from benchmarks.options import TOPIC
+from benchmarks.programs.lifeline import hold_lifeline, say
+
+
+def main() -> int:
+    hold_lifeline()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("system", choices=("pgoutbox", "pgqueuer"))
+    parser.add_argument("--rate", type=float, required=True)
+    parser.add_argument("--count", type=int, required=True)
+    arguments = parser.parse_args()
+    # Transactions are begun and ended by statements, because PgQueuer's driver insists on an autocommit connection.
+    with psycopg.connect(os.environ["PGOUTBOX_DSN"], autocommit=True) as connection:
+        connection.prepare_threshold = 0
+        enqueue = _pgoutbox(connection) if arguments.system == "pgoutbox" else _pgqueuer(connection)
+        say(produced=_produce(connection, enqueue, arguments.rate, arguments.count))
+    return 0
+
+
+def _produce(
+    connection: psycopg.Connection[tuple[object, ...]], enqueue: Callable[[int], None], rate: float, count: int
+) -> list[tuple[int, float, float]]:
+    times = []
+    start = time.monotonic() + 1 / rate
+    for number in range(count):
+        due_at = start + (number + random.random()) / rate
+        time.sleep(max(0.0, due_at - time.monotonic()))
+        connection.execute("BEGIN")
+        enqueue(number)
+        sent_at = time.monotonic()
+        connection.execute("COMMIT")
+        times.append((number, sent_at, time.monotonic()))
+    return times
+
+
+def _pgoutbox(connection: psycopg.Connection[tuple[object, ...]]) -> Callable[[int], None]:
+    def enqueue(number: int) -> None:
+        payload = json.dumps({"user_id": number})
+        connection.execute("SELECT pgoutbox.enqueue(%s::text, %s::jsonb)", (TOPIC, payload))
+
+    return enqueue
+
+
+def _pgqueuer(connection: psycopg.Connection[tuple[object, ...]]) -> Callable[[int], None]:
+    from pgqueuer.adapters.drivers.psycopg import SyncPsycopgDriver
+    from pgqueuer.queries import SyncQueries
+
+    queries = SyncQueries(SyncPsycopgDriver(connection))
+
+    def enqueue(number: int) -> None:
+        queries.enqueue(TOPIC, str(number).encode())
+
+    return enqueue
+
+
+if __name__ == "__main__":
+    sys.exit(main())

