@@ -74,7 +74,7 @@ class Settings(BaseSettings):
     smtp_username: str | None = Field(None, description="User name for SMTP AUTH.")
     smtp_password: SecretStr | None = Field(None, description="Password for SMTP AUTH.")
     smtp_from: str | None = Field(None, description="Sender of e-mail that names none.")
-    smtp_hostname: str | None = Field(None, description="Name given in EHLO and used in Message-IDs.")
+    smtp_hostname: str | None = Field(None, description="Name given in EHLO; the machine's own if not given.")
     smtp_timeout_seconds: float = Field(30.0, ge=0.5, le=600, description="Time limit of each step of the dialogue.")
     smtp_connections: int = Field(10, ge=1, le=500, description="Open SMTP connections per process, at most.")
 

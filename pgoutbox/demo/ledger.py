@@ -83,7 +83,7 @@ def balance(
     copies = Counter(receipt.message_id for receipt in receipts)
     verdict.distinct_count = len(copies)
     _check_existence(verdict, committed, rolled_back_ids, copies, rows)
-    first_received = {}
+    first_received: dict[int, float] = {}
     for receipt in receipts:
         first_received.setdefault(receipt.message_id, receipt.received_at)
     for message in committed:
@@ -97,6 +97,8 @@ def balance(
         _check_message(verdict, message, row, copies[message.id])
         if message.kind in prompt_kinds and row.attempt_count == 1 and message.id in first_received:
             verdict.latencies_ms.append((first_received[message.id] - message.committed_at) * 1000)
+    if len({receipt.header for receipt in receipts}) != len(copies):
+        verdict.problems.append("a message was received twice under different Message-IDs")
     _check_newest_wins(verdict, committed, receipts)
     return verdict
 

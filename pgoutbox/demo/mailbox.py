@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from email import message_from_bytes
@@ -20,9 +20,10 @@ BUSY_REFUSALS = 2
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """One accepted e-mail. `received_at` is on the clock of `time.monotonic`."""
+    """One accepted e-mail. `header` is its Message-ID; `received_at` is on the clock of `time.monotonic`."""
 
     message_id: int
+    header: str
     recipient: str
     subject: str
     body: str
@@ -36,7 +37,18 @@ class Mailbox:
         self._lock = threading.Lock()
         self._receipts: list[Receipt] = []
         self._busy_refusals = 0
+        self._on_accepted: Callable[[str], None] | None = None
         self.refusals: Counter[int] = Counter()
+
+    def on_next_accepted(self, client: str, act: Callable[[], None]) -> None:
+        """Call `act` when the next e-mail of this client is accepted, before the client is told so."""
+
+        def act_once(name: str) -> None:
+            if name == client:
+                self._on_accepted = None
+                act()
+
+        self._on_accepted = act_once
 
     @property
     def receipts(self) -> list[Receipt]:
@@ -64,13 +76,14 @@ class Mailbox:
         envelope.rcpt_tos.append(address)  # type: ignore[attr-defined] # aiosmtpd ships no types
         return "250 2.1.5 recipient accepted"
 
-    async def handle_DATA(self, _server: object, _session: object, envelope: object) -> str:  # noqa: N802
+    async def handle_DATA(self, _server: object, session: object, envelope: object) -> str:  # noqa: N802
         """Write the e-mail down."""
         parsed = message_from_bytes(envelope.content, policy=default_policy)  # type: ignore[attr-defined] # as above
-        number = parsed["Message-ID"].strip("<").partition("-")[0]
+        header = str(parsed["Message-ID"])
         body = parsed.get_body()
         receipt = Receipt(
-            message_id=int(number),
+            message_id=int(header.strip("<").partition("-")[0]),
+            header=header,
             recipient=envelope.rcpt_tos[0],  # type: ignore[attr-defined] # as above
             subject=str(parsed["Subject"]),
             body="" if body is None else body.get_content(),
@@ -78,6 +91,8 @@ class Mailbox:
         )
         with self._lock:
             self._receipts.append(receipt)
+        if self._on_accepted is not None:
+            self._on_accepted(session.host_name)  # type: ignore[attr-defined] # as above
         return "250 2.0.0 accepted"
 
 
@@ -89,12 +104,12 @@ def open_mailbox() -> Iterator[tuple[Mailbox, int]]:
     except ImportError as error:
         raise MissingExtraError("the demo", "demo") from error
 
-    class AnyPort(Controller):  # type: ignore[misc] # aiosmtpd ships no types
+    class AnyPort(Controller):
         """aiosmtpd proves that it listens by connecting to the port it was given; ours is known only afterwards."""
 
         def _trigger_server(self) -> None:
-            self.port = self.server.sockets[0].getsockname()[1]
-            super()._trigger_server()
+            self.port = self.server.sockets[0].getsockname()[1]  # type: ignore[union-attr] # it has started by now
+            super()._trigger_server()  # type: ignore[no-untyped-call] # aiosmtpd is typed in part
 
     mailbox = Mailbox()
     controller = AnyPort(mailbox, hostname="127.0.0.1", port=0, ready_timeout=10)

@@ -129,7 +129,8 @@ def render(email: Email, message: Message[object], settings: Settings) -> Render
             mime[name] = tuple(box.address for box in boxes)
     mime["Subject"] = _header_text("email.subject", email.subject)
     mime["Date"] = format_datetime(datetime.now(UTC))
-    mime["Message-ID"] = f"<{message.idempotency_key}@{settings.smtp_hostname or sender.address.domain}>"
+    # The sender's domain, because replicas have host names of their own, and the id must be the same from each of them.
+    mime["Message-ID"] = f"<{message.idempotency_key}@{sender.address.domain}>"
     _add_headers(mime, email.headers)
     _add_body(mime, email)
     return RenderedEmail(
