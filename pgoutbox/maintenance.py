@@ -8,7 +8,6 @@ meanwhile is answered, never overwritten.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,9 +22,7 @@ from pydantic import JsonValue
 from pgoutbox import sql
 from pgoutbox.errors import (
     ConfigurationError,
-    DuplicateError,
     MessageNotFoundError,
-    PayloadError,
     SchemaError,
     StateError,
 )
@@ -157,13 +154,6 @@ class Cancelled(NamedTuple):
     result: str
 
 
-class Receipt(NamedTuple):
-    """The id of an enqueued message, or of the one that the dedupe key already stands for."""
-
-    id: int
-    duplicate: bool
-
-
 @dataclass(frozen=True, slots=True)
 class PruneTotals:
     """How many messages were deleted by the state they had, and how many coalesce keys were forgotten."""
@@ -220,10 +210,11 @@ def _check_server(connection: psycopg.Connection[TupleRow], *, read_only: bool) 
         )
 
 
-def _transact(connection: psycopg.Connection[TupleRow], work: Callable[[], _T]) -> _T:
+def transact(connection: psycopg.Connection[TupleRow], work: Callable[[], _T]) -> _T:
     """Run `work` in a transaction, and again if it lost a race: its statements decide anew by the state they then meet.
 
-    A row that moves to another partition while it is being locked fails with 40001, in READ COMMITTED too.
+    Raises what `work` raises, and after five lost races the driver's error. A row that moves to another partition while
+    it is being locked fails with 40001, in READ COMMITTED too.
     """
     trial = 1
     while True:
@@ -240,7 +231,7 @@ def _transact(connection: psycopg.Connection[TupleRow], work: Callable[[], _T]) 
 def _fetch(
     connection: psycopg.Connection[TupleRow], statement: LiteralString, parameters: _Parameters
 ) -> list[TupleRow]:
-    return _transact(connection, lambda: connection.execute(statement, parameters).fetchall())
+    return transact(connection, lambda: connection.execute(statement, parameters).fetchall())
 
 
 def list_messages(
@@ -316,55 +307,6 @@ def redact(value: JsonValue) -> JsonValue:
             return value
 
 
-def enqueue(
-    connection: psycopg.Connection[TupleRow],
-    topic: str,
-    payload_json: str,
-    *,
-    queue: str = "default",
-    destination: str | None = None,
-    coalesce_key: str | None = None,
-    dedupe_key: str | None = None,
-    delay: timedelta | None = None,
-    headers: Mapping[str, str] | None = None,
-) -> Receipt:
-    """Enqueue one message in a transaction of its own. `payload_json` is JSON text, stored with full precision.
-
-    Raises `PayloadError` naming the argument, or `DuplicateError` if the dedupe key has another payload.
-    """
-    parameters = (
-        [topic],
-        [payload_json],
-        [queue],
-        [destination],
-        [coalesce_key],
-        [dedupe_key],
-        None,
-        [delay.total_seconds()] if delay is not None else None,
-        None,
-        [json.dumps(dict(headers))] if headers else None,
-        None,
-        True,
-    )
-    try:
-        ((_, message_id, duplicate),) = _fetch(connection, sql.ENQUEUE_MANY, parameters)
-    except psycopg.DatabaseError as error:
-        raise _refusal_of_enqueue(error) from None
-    return Receipt(message_id, duplicate)
-
-
-def _refusal_of_enqueue(error: psycopg.DatabaseError) -> Exception:
-    text = error.diag.message_primary or ""
-    if error.diag.schema_name == "pgoutbox" and error.sqlstate in ("22004", "22023"):
-        field = error.diag.column_name or "argument"
-        return PayloadError(field, text.partition(f"{field}: ")[2] or text)
-    if error.diag.constraint_name == "dedupe_payload":
-        return DuplicateError(text.removeprefix("pgoutbox.enqueue: "))
-    if error.sqlstate in ("22P02", "22P05", "54000", "54001"):
-        return PayloadError("payload", f"PostgreSQL cannot store it: {text}")
-    return error
-
-
 def redrive(connection: psycopg.Connection[TupleRow], message_ids: Collection[int]) -> list[Redriven]:
     """Make failed and cancelled messages pending again, each with the budget of attempts that it was enqueued with.
 
@@ -430,7 +372,7 @@ def resend(connection: psycopg.Connection[TupleRow], message_id: int) -> int:
         connection.execute(sql.MARK_RESEND, {"id": copy_id, "source_id": message_id})
         return int(copy_id)
 
-    return _transact(connection, copy)
+    return transact(connection, copy)
 
 
 def cancel(connection: psycopg.Connection[TupleRow], message_id: int) -> Cancelled:
@@ -486,9 +428,7 @@ def prune(
         if len(rows) < batch_size:
             break
     forgotten = 0
-    while count := _transact(
-        connection, lambda: connection.execute(sql.PRUNE_COALESCE, {"limit": batch_size}).rowcount
-    ):
+    while count := transact(connection, lambda: connection.execute(sql.PRUNE_COALESCE, {"limit": batch_size}).rowcount):
         forgotten += count
     return PruneTotals(dict(deleted), forgotten)
 

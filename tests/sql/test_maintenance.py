@@ -14,6 +14,7 @@ from pgoutbox import maintenance, sql
 from pgoutbox.errors import ConfigurationError, MessageNotFoundError, SchemaError, StateError
 from pgoutbox.message import FINAL_STATES, State
 from pgoutbox.settings import load_settings
+from tests.messages import ADD_ATTEMPT, put
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -21,60 +22,6 @@ if TYPE_CHECKING:
     from tests.conftest import Connect, Server
 
 DAY = timedelta(days=1)
-
-PUT_SENDING = """
-    UPDATE pgoutbox.message
-    SET state = 'sending',
-        attempt_count = 1,
-        worker = 'w',
-        claimed_at = now(),
-        lease_expires_at = now() + interval '1 hour'
-    WHERE id = %s
-"""
-PUT_FINAL = """
-    UPDATE pgoutbox.message
-    SET state = %(state)s,
-        attempt_count = 3,
-        worker = 'w',
-        claimed_at = now(),
-        finished_at = now() - %(age)s::interval,
-        last_error = 'no such mailbox',
-        skip_reason = CASE WHEN %(state)s = 'skipped' THEN 'expired' END
-    WHERE id = %(id)s
-"""
-ADD_ATTEMPT = """
-    INSERT INTO pgoutbox.attempt (message_id, attempt_count, outcome, worker, started_at, ended_at, error)
-    VALUES (%s, %s, 'retry', 'w', now(), now(), 'busy')
-"""
-
-
-def put(
-    connection: psycopg.Connection,
-    state: State = State.PENDING,
-    *,
-    topic: str = "mail",
-    queue: str = "default",
-    destination: str | None = None,
-    coalesce_key: str | None = None,
-    dedupe_key: str | None = None,
-    age: timedelta = timedelta(),
-) -> int:
-    """Enqueue a message and bring it to `state`, where it has been for `age`."""
-    row = connection.execute(
-        """
-        SELECT pgoutbox.enqueue(
-            %s, '{"to": "ada"}', queue => %s, destination => %s, coalesce_key => %s, dedupe_key => %s, max_attempts => 4
-        )
-        """,
-        (topic, queue, destination, coalesce_key, dedupe_key),
-    ).fetchone()
-    assert row is not None
-    message_id = int(row[0])
-    if state is State.SENDING:
-        connection.execute(PUT_SENDING, (message_id,))
-    elif state is not State.PENDING:
-        connection.execute(PUT_FINAL, {"id": message_id, "state": state.value, "age": age})
-    return message_id
 
 
 def row_of(connection: psycopg.Connection, message_id: int) -> tuple[object, ...]:
@@ -180,7 +127,7 @@ class TestConnect:
                 operator.execute("DO $$ BEGIN RAISE SQLSTATE '40001'; END $$")
             return "done"
 
-        assert maintenance._transact(operator, work) == "done"
+        assert maintenance.transact(operator, work) == "done"
         assert len(trials) == 3
 
 
@@ -373,6 +320,14 @@ class TestResend:
     def test_a_missing_message_is_named(self, rolled_back: psycopg.Connection) -> None:
         with pytest.raises(MessageNotFoundError, match="4711"):
             maintenance.resend(rolled_back, 4711)
+
+    def test_the_statement_itself_copies_nothing_else(self, rolled_back: psycopg.Connection) -> None:
+        refused = [put(rolled_back, state) for state in set(State) - {State.SENT}]
+        refused.append(put(rolled_back, State.SENT, coalesce_key="k"))
+        put(rolled_back, State.SENT, coalesce_key="k")
+        for message_id in refused:
+            ((copy_id, *_),) = rolled_back.execute(sql.RESEND, {"id": message_id}).fetchall()
+            assert copy_id is None
 
     def test_only_a_fresh_copy_is_marked(self, rolled_back: psycopg.Connection) -> None:
         for state in set(State) - {State.PENDING}:

@@ -1,0 +1,231 @@
+"""What the command line writes: tables, JSON, progress, its log, and errors without secrets.
+
+Colours, tables and progress bars are for terminals; a pipe gets tab-separated lines. Text that comes out of the
+database never reaches a terminal with its control characters. Nothing here speaks to the database.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import sys
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Final, TextIO
+from urllib.parse import unquote
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from pgoutbox.settings import Settings
+
+# The exit codes: done, refused or failed, wrong usage or configuration, Ctrl-C.
+DONE: Final = 0
+FAILED: Final = 1
+MISUSED: Final = 2
+INTERRUPTED: Final = 130
+
+MASK: Final = "***"
+
+_STATE_COLOURS: Final = {
+    "pending": "yellow",
+    "sending": "cyan",
+    "sent": "green",
+    "failed": "red",
+    "skipped": "bright_black",
+    "cancelled": "bright_black",
+}
+_RECORD_ATTRIBUTES: Final = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
+
+
+def print_json(value: object) -> None:
+    """Write one JSON document on one line. ASCII only, so that no terminal and no encoding can change it."""
+    sys.stdout.write(json.dumps(value, default=_json_value) + "\n")
+
+
+def print_line(text: str) -> None:
+    """Write one line that has no columns."""
+    sys.stdout.write(printable(text) + "\n")
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """A table on a terminal; elsewhere a line of names and a line per row, with tabs between the fields."""
+    texts = [[_cell(value) for value in row] for row in rows]
+    if not sys.stdout.isatty():
+        for line in (columns, *texts):
+            sys.stdout.write("\t".join(line) + "\n")
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for line in texts:
+        table.add_row(*(Text(text, style=_STATE_COLOURS.get(text, "")) for text in line))
+    Console(highlight=False).print(table)
+
+
+def print_fields(fields: Mapping[str, object]) -> None:
+    """One line for each field that has a value."""
+    width, gap = (max(map(len, fields)), "  ") if sys.stdout.isatty() else (0, "\t")
+    for name, value in fields.items():
+        if value is not None:
+            text = "\n".join(printable(line) for line in value.split("\n")) if isinstance(value, str) else _cell(value)
+            sys.stdout.write(f"{name:<{width}}{gap}{text}\n")
+
+
+def print_error(text: str) -> None:
+    """Write what went wrong to stderr, in red on a terminal, one line for each of `text`."""
+    _print_message("error", "31", text)
+
+
+def print_warning(text: str) -> None:
+    """Write what the operator should know to stderr, in yellow on a terminal."""
+    _print_message("warning", "33", text)
+
+
+def print_note(text: str) -> None:
+    """Write what is going on to stderr."""
+    sys.stderr.write(printable(text) + "\n")
+    sys.stderr.flush()
+
+
+def _print_message(kind: str, colour: str, text: str) -> None:
+    for line in text.splitlines():
+        shown = f"{kind}: {printable(line)}"
+        sys.stderr.write((f"\x1b[{colour}m{shown}\x1b[0m" if _is_colourful(sys.stderr) else shown) + "\n")
+    sys.stderr.flush()
+
+
+def _is_colourful(stream: TextIO) -> bool:
+    return stream.isatty() and not os.environ.get("NO_COLOR")
+
+
+@contextlib.contextmanager
+def progress(label: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr, if that is a terminal. Yields what is called with the number done so far."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(label, total=total)
+        yield lambda done: bar.update(task, completed=done)
+
+
+def printable(text: str) -> str:
+    """`text` with every character escaped that a terminal could obey, or that changes how others are shown."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def iso_utc(moment: datetime) -> str:
+    """The moment in UTC, as ISO 8601."""
+    return moment.astimezone(UTC).isoformat()
+
+
+def _cell(value: object) -> str:
+    match value:
+        case None:
+            return ""
+        case datetime():
+            return value.astimezone(UTC).isoformat(sep=" ", timespec="seconds").removesuffix("+00:00") + "Z"
+        case float():
+            return f"{value:.1f}"
+        case str():
+            return printable(value)
+        case _:
+            return printable(str(value))
+
+
+def _json_value(value: object) -> str:
+    return iso_utc(value) if isinstance(value, datetime) else str(value)
+
+
+def secrets_in(dsns: Iterable[str], passwords: Iterable[str] = ()) -> frozenset[str]:
+    """Every text that an error about these connection strings could quote and nobody should read.
+
+    A password that was not percent-encoded makes libpq read the string in another way and quote parts of it, so the
+    parts count too. Texts of one or two characters are left out: to mask them would make every line unreadable.
+    """
+    found = set(passwords)
+    for dsn in dsns:
+        found.update(re.findall(r"password\s*=\s*('(?:[^'\\]|\\.)*'|[^\s&]+)", dsn))
+        found.update(re.findall(r"://[^:/@]*:(.+)@", dsn))
+    for text in list(found):
+        found.add(unquote(text))
+        found.add(text.strip("'"))
+        found.update(re.split(r"[@:/?#]", text))
+    found.update([json.dumps(text)[1:-1] for text in found])
+    return frozenset(text for text in found if len(text) > 2)
+
+
+def mask(text: str, secrets: Iterable[str]) -> str:
+    """`text` without any of `secrets`; the longest are replaced first, as some contain others."""
+    for secret in sorted(secrets, key=len, reverse=True):
+        text = text.replace(secret, MASK)
+    return text
+
+
+def configure_logging(settings: Settings) -> None:
+    """Send the log of the whole process to stderr, in the format and from the level that the settings name."""
+    dsns = [secret.get_secret_value() for secret in (settings.dsn, settings.listen_dsn) if secret is not None]
+    passwords = [settings.smtp_password.get_secret_value()] if settings.smtp_password is not None else []
+    secrets = secrets_in(dsns, passwords)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter(secrets) if settings.log_format == "json" else TextFormatter(secrets))
+    logging.basicConfig(level=settings.log_level, handlers=[handler], force=True)
+
+
+class TextFormatter(logging.Formatter):
+    """One line for each record: time, level, logger, text and the fields of `extra`. A traceback follows it."""
+
+    def __init__(self, secrets: Iterable[str] = ()) -> None:
+        super().__init__()
+        self._secrets = frozenset(secrets)
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record as text, without secrets and without control characters but the line ends of a traceback."""
+        fields = "".join(f" {name}={_field(value)}" for name, value in _extra(record).items())
+        line = printable(f"{_time(record)} {record.levelname} {record.name}: {record.getMessage()}{fields}")
+        trace = self.formatException(record.exc_info) if record.exc_info else ""
+        return mask("\n".join([line, *map(printable, trace.splitlines())]), self._secrets)
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object for each record: `time` (ISO, UTC), `level`, `logger`, `message`, and the fields of `extra`."""
+
+    def __init__(self, secrets: Iterable[str] = ()) -> None:
+        super().__init__()
+        self._secrets = frozenset(secrets)
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record as JSON on one line, without secrets."""
+        entry: dict[str, object] = {
+            "time": _time(record),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return mask(json.dumps(_extra(record) | entry, default=_json_value), self._secrets)
+
+
+def _time(record: logging.LogRecord) -> str:
+    return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+
+
+def _extra(record: logging.LogRecord) -> dict[str, object]:
+    return {name: value for name, value in record.__dict__.items() if name not in _RECORD_ATTRIBUTES}
+
+
+def _field(value: object) -> str:
+    text = _json_value(value)
+    return json.dumps(text, ensure_ascii=False) if re.search(r"[\s\"=]", text) or not text else text

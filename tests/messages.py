@@ -1,0 +1,65 @@
+"""Messages in any state, for the tests of what operators do to them."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from pgoutbox.message import State
+
+if TYPE_CHECKING:
+    import psycopg
+
+PUT_SENDING = """
+    UPDATE pgoutbox.message
+    SET state = 'sending',
+        attempt_count = 1,
+        worker = 'w',
+        claimed_at = now(),
+        lease_expires_at = now() + interval '1 hour'
+    WHERE id = %s
+"""
+PUT_FINAL = """
+    UPDATE pgoutbox.message
+    SET state = %(state)s,
+        attempt_count = 3,
+        worker = 'w',
+        claimed_at = now(),
+        finished_at = now() - %(age)s::interval,
+        last_error = 'no such mailbox',
+        skip_reason = CASE WHEN %(state)s = 'skipped' THEN 'expired' END
+    WHERE id = %(id)s
+"""
+ADD_ATTEMPT = """
+    INSERT INTO pgoutbox.attempt (message_id, attempt_count, outcome, worker, started_at, ended_at, error)
+    VALUES (%s, %s, 'retry', 'w', now(), now(), 'busy')
+"""
+
+
+def put(
+    connection: psycopg.Connection,
+    state: State = State.PENDING,
+    *,
+    topic: str = "mail",
+    queue: str = "default",
+    destination: str | None = None,
+    coalesce_key: str | None = None,
+    dedupe_key: str | None = None,
+    age: timedelta = timedelta(),
+) -> int:
+    """Enqueue a message and bring it to `state`, where it has been for `age`."""
+    row = connection.execute(
+        """
+        SELECT pgoutbox.enqueue(
+            %s, '{"to": "ada"}', queue => %s, destination => %s, coalesce_key => %s, dedupe_key => %s, max_attempts => 4
+        )
+        """,
+        (topic, queue, destination, coalesce_key, dedupe_key),
+    ).fetchone()
+    assert row is not None
+    message_id = int(row[0])
+    if state is State.SENDING:
+        connection.execute(PUT_SENDING, (message_id,))
+    elif state is not State.PENDING:
+        connection.execute(PUT_FINAL, {"id": message_id, "state": state.value, "age": age})
+    return message_id

@@ -1,0 +1,148 @@
+"""Settings are read once, refused with the variable's name and what is accepted, and never show a secret."""
+
+from __future__ import annotations
+
+import pytest
+
+from pgoutbox.errors import ConfigurationError
+from pgoutbox.settings import Settings, load_settings
+
+CANARY = "c4n4ry-s3cret"
+SECRET_VARIABLES = ("PGOUTBOX_DSN", "PGOUTBOX_LISTEN_DSN", "PGOUTBOX_SMTP_PASSWORD")
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for field in Settings.model_fields:
+        monkeypatch.delenv(f"PGOUTBOX_{field.upper()}", raising=False)
+
+
+def refusal(**overrides: object) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        load_settings(**overrides)
+    return str(caught.value)
+
+
+def test_every_setting_has_a_default_within_its_bounds() -> None:
+    defaults = {name: field.default for name, field in Settings.model_fields.items()}
+    assert load_settings().model_dump() == defaults
+
+
+def test_every_setting_is_described() -> None:
+    assert [name for name, field in Settings.model_fields.items() if not field.description] == []
+
+
+def test_the_environment_is_read_and_an_override_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PGOUTBOX_CONCURRENCY", "7")
+    monkeypatch.setenv("PGOUTBOX_LISTEN", "off")
+    assert (load_settings().concurrency, load_settings().listen) == (7, False)
+    assert load_settings(concurrency=3).concurrency == 3
+    assert load_settings(concurrency=None).concurrency == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "accepted"),
+    [
+        ("abc", "valid number"),
+        ("-1", "greater than or equal to 1"),
+        ("0", "greater than or equal to 1"),
+        ("1e400", "less than or equal to 86400"),
+        ("inf", "less than or equal to 86400"),
+        ("nan", "less than or equal to 86400"),
+        ("", "give a value or unset it"),
+        ("  ", "give a value or unset it"),
+    ],
+)
+def test_a_wrong_value_names_variable_value_and_what_is_accepted(
+    monkeypatch: pytest.MonkeyPatch, text: str, accepted: str
+) -> None:
+    monkeypatch.setenv("PGOUTBOX_LEASE_SECONDS", text)
+    message = refusal()
+    assert message.startswith(f"PGOUTBOX_LEASE_SECONDS={text!r}: ")
+    assert accepted in message
+
+
+@pytest.mark.parametrize(
+    ("field", "text"),
+    [
+        ("sweep_seconds", "0"),
+        ("batch_size", "0"),
+        ("batch_size", "1000000"),
+        ("concurrency", "0"),
+        ("concurrency", "1.5"),
+        ("listen", "perhaps"),
+        ("smtp_port", "65536"),
+        ("smtp_security", "ssl"),
+        ("log_level", "loud"),
+        ("worker_name", "x" * 201),
+    ],
+)
+def test_each_bound_is_enforced(monkeypatch: pytest.MonkeyPatch, field: str, text: str) -> None:
+    variable = f"PGOUTBOX_{field.upper()}"
+    monkeypatch.setenv(variable, text)
+    assert refusal().startswith(f"{variable}={text!r}: ")
+
+
+def test_each_wrong_variable_has_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PGOUTBOX_BATCH_SIZE", "many")
+    monkeypatch.setenv("PGOUTBOX_CONCURRENCY", "0")
+    assert [line.partition("=")[0] for line in refusal().splitlines()] == [
+        "PGOUTBOX_CONCURRENCY",
+        "PGOUTBOX_BATCH_SIZE",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"lease_seconds": 10.0, "renew_seconds": 4.0}, ("PGOUTBOX_LEASE_SECONDS=10", "PGOUTBOX_RENEW_SECONDS=4")),
+        (
+            {"probe_seconds": 1.0, "probe_timeout_seconds": 2.0},
+            ("PGOUTBOX_PROBE_TIMEOUT_SECONDS=2", "PGOUTBOX_PROBE_SECONDS=1"),
+        ),
+        ({"smtp_password": CANARY}, ("PGOUTBOX_SMTP_PASSWORD", "PGOUTBOX_SMTP_USERNAME")),
+        (
+            {"smtp_password": CANARY, "smtp_username": "app", "smtp_security": "none"},
+            ("PGOUTBOX_SMTP_SECURITY=none", "PGOUTBOX_SMTP_PASSWORD"),
+        ),
+    ],
+)
+def test_values_that_contradict_each_other_are_both_named(given: dict[str, object], named: tuple[str, str]) -> None:
+    message = refusal(**given)
+    assert all(name in message for name in named)
+    assert CANARY not in message
+
+
+def test_leases_are_renewed_three_times_while_they_last_unless_told_otherwise() -> None:
+    assert load_settings(lease_seconds=30.0).renew_interval_seconds == 10.0
+    assert load_settings(lease_seconds=30.0, renew_seconds=5.0).renew_interval_seconds == 5.0
+
+
+def test_a_missing_dsn_is_answered_with_the_variable_and_an_example() -> None:
+    with pytest.raises(ConfigurationError, match=r"PGOUTBOX_DSN=postgresql://.*or pass --dsn"):
+        load_settings().require_dsn()
+
+
+def test_the_listener_has_the_same_database_unless_told_otherwise() -> None:
+    assert load_settings(dsn="host=a").require_listen_dsn() == "host=a"
+    assert load_settings(dsn="host=a", listen_dsn="host=b").require_listen_dsn() == "host=b"
+
+
+@pytest.mark.parametrize("variable", SECRET_VARIABLES)
+def test_a_secret_never_shows(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    monkeypatch.setenv("PGOUTBOX_SMTP_USERNAME", "app")
+    monkeypatch.setenv(variable, CANARY)
+    settings = load_settings()
+    for text in (repr(settings), str(settings), str(settings.model_dump()), settings.model_dump_json()):
+        assert CANARY not in text
+
+
+@pytest.mark.parametrize("variable", SECRET_VARIABLES)
+def test_the_refusal_of_a_secret_names_the_variable_only(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    monkeypatch.setenv(variable, "")
+    assert refusal() == f"{variable}=(hidden): is set but empty; give a value or unset it"
+
+
+def test_settings_cannot_be_changed_after_they_were_read() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        load_settings().concurrency = 5
