@@ -23,12 +23,11 @@ from pgoutbox import sql
 from pgoutbox.errors import (
     ConfigurationError,
     MessageNotFoundError,
-    SchemaError,
     StateError,
 )
 from pgoutbox.message import FINAL_STATES, State
 from pgoutbox.settings import Settings
-from pgoutbox.store import MIGRATE_HINT, MINIMUM_SERVER_VERSION, REQUIRED_SCHEMA_VERSION
+from pgoutbox.store import ServerFacts, judge_schema, judge_server
 
 Progress = Callable[[int], object]
 """Called after each committed batch with the number of messages done so far."""
@@ -192,22 +191,9 @@ def connect(settings: Settings, *, read_only: bool = False) -> Iterator[psycopg.
 
 
 def _check_server(connection: psycopg.Connection[TupleRow], *, read_only: bool) -> None:
-    ((version, in_recovery, read_only_session, encoding, has_schema),) = connection.execute(sql.SERVER_FACTS)
-    if version < MINIMUM_SERVER_VERSION:
-        raise ConfigurationError(f"PostgreSQL {version // 10_000} is too old: pgoutbox needs 15 or newer")
-    if in_recovery and not read_only:
-        raise ConfigurationError("PGOUTBOX_DSN leads to a standby, which cannot be written: give the primary's")
-    if read_only_session and not read_only:
-        raise ConfigurationError("PGOUTBOX_DSN leads to a read-only session: check default_transaction_read_only")
-    if encoding != "UTF8":
-        raise ConfigurationError(f"the database's encoding is {encoding}: pgoutbox needs UTF8")
-    if not has_schema:
-        raise SchemaError(f"the database has no schema pgoutbox; {MIGRATE_HINT}")
+    judge_server(ServerFacts._make(connection.execute(sql.SERVER_FACTS).fetchall()[0]), writes=not read_only)
     ((found,),) = connection.execute(sql.SCHEMA_VERSION)
-    if found < REQUIRED_SCHEMA_VERSION:
-        raise SchemaError(
-            f"the schema pgoutbox has version {found}, this package needs {REQUIRED_SCHEMA_VERSION}; {MIGRATE_HINT}"
-        )
+    judge_schema(found)
 
 
 def transact(connection: psycopg.Connection[TupleRow], work: Callable[[], _T]) -> _T:

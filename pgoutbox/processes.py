@@ -178,7 +178,8 @@ class _Supervisor:
                 continue
             pid, child.process = child.process.pid, None
             if code in (0, _USAGE_ERROR) or self._signals_seen:
-                child.exit_code = code if code >= 0 else 128 - code
+                stopped = self._signals_seen > 0 and code == -signal.SIGTERM  # It had no handler for the signal yet.
+                child.exit_code = 0 if stopped else code if code >= 0 else 128 - code
                 if code == _USAGE_ERROR:
                     self._end_all()
                 continue

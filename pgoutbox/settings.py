@@ -63,7 +63,10 @@ class Settings(BaseSettings):
         1_000_000, ge=1, le=200_000_000, description="Largest payload that enqueue accepts, as UTF-8 JSON."
     )
     worker_name: str | None = Field(
-        None, min_length=1, max_length=200, description="Name in the column `worker`; host and process if not given."
+        None,
+        min_length=1,
+        max_length=200,
+        description="First part of the column `worker`; the host's name if not given.",
     )
 
     smtp_host: str | None = Field(None, description="SMTP server of the `mailto:` transport.")

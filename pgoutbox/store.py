@@ -144,6 +144,16 @@ def timeouts(settings: Settings) -> dict[str, object]:
     }
 
 
+class ServerFacts(NamedTuple):
+    """What the server says of itself."""
+
+    server_version: int
+    in_recovery: bool
+    read_only: bool
+    encoding: str
+    has_schema: bool
+
+
 class ClaimedRow(NamedTuple):
     """What the claim returns for each message it touched, in the order of the statement's RETURNING list."""
 
@@ -296,21 +306,31 @@ def complete_within_sync(connection: psycopg.Connection[TupleRow], message_id: i
 
 async def check_server(link: Link) -> None:
     """Refuse an old server, a standby, a database without the schema or with one that is too old."""
-    ((version, in_recovery, read_only, encoding, has_schema),) = await link.fetch(sql.SERVER_FACTS, {})
-    if version < MINIMUM_SERVER_VERSION:
-        raise ConfigurationError(f"PostgreSQL {version // 10_000} is too old: pgoutbox needs 15 or newer")
-    if in_recovery:
-        raise ConfigurationError("PGOUTBOX_DSN leads to a standby, which cannot be written: give the primary's")
-    if read_only:
-        raise ConfigurationError("PGOUTBOX_DSN leads to a read-only session: check default_transaction_read_only")
-    if encoding != "UTF8":
-        raise ConfigurationError(f"the database's encoding is {encoding}: pgoutbox needs UTF8")
-    if not has_schema:
-        raise SchemaError(f"the database has no schema pgoutbox; {MIGRATE_HINT}")
+    (facts,) = await link.fetch(sql.SERVER_FACTS, {})
+    judge_server(ServerFacts._make(facts), writes=True)
     ((found,),) = await link.fetch(sql.SCHEMA_VERSION, {})
-    if found < REQUIRED_SCHEMA_VERSION:
+    judge_schema(found)
+
+
+def judge_server(facts: ServerFacts, *, writes: bool) -> None:
+    """Raise `ConfigurationError` or `SchemaError` for a server that cannot be read, or with `writes` not written."""
+    if facts.server_version < MINIMUM_SERVER_VERSION:
+        raise ConfigurationError(f"PostgreSQL {facts.server_version // 10_000} is too old: pgoutbox needs 15 or newer")
+    if facts.in_recovery and writes:
+        raise ConfigurationError("PGOUTBOX_DSN leads to a standby, which cannot be written: give the primary's")
+    if facts.read_only and writes:
+        raise ConfigurationError("PGOUTBOX_DSN leads to a read-only session: check default_transaction_read_only")
+    if facts.encoding != "UTF8":
+        raise ConfigurationError(f"the database's encoding is {facts.encoding}: pgoutbox needs UTF8")
+    if not facts.has_schema:
+        raise SchemaError(f"the database has no schema pgoutbox; {MIGRATE_HINT}")
+
+
+def judge_schema(version: int) -> None:
+    """Raise `SchemaError` for a schema older than this package needs."""
+    if version < REQUIRED_SCHEMA_VERSION:
         raise SchemaError(
-            f"the schema pgoutbox has version {found}, this package needs {REQUIRED_SCHEMA_VERSION}; {MIGRATE_HINT}"
+            f"the schema pgoutbox has version {version}, this package needs {REQUIRED_SCHEMA_VERSION}; {MIGRATE_HINT}"
         )
 
 

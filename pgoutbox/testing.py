@@ -25,11 +25,11 @@ import psycopg
 import pytest
 from psycopg import sql as composable
 from psycopg.rows import class_row
-from pydantic import JsonValue, SecretStr
+from pydantic import JsonValue
 
 from pgoutbox.message import Message, Outcome, Sent, State
 from pgoutbox.outbox import Outbox
-from pgoutbox.settings import Settings
+from pgoutbox.settings import load_settings
 from pgoutbox.transports import Content
 from pgoutbox.worker import QueueShare, Worker
 
@@ -104,7 +104,7 @@ class OutboxDriver:
     def __init__(self, outbox: Outbox, dsn: str) -> None:
         self._outbox = outbox
         self._dsn = dsn
-        self._settings = Settings(dsn=SecretStr(dsn), shutdown_grace_seconds=5)
+        self._settings = load_settings(dsn=dsn, shutdown_grace_seconds=5)
         self.deliveries: list[Delivery] = []
         self._capture = _Capture(self.deliveries)
 

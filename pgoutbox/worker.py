@@ -116,7 +116,7 @@ class Worker:
         self._queue_names = [share.name for share in queues]
         self._lanes = {share.name: Lanes(share.name) for share in queues}
         self._credits = {share.name: 0 for share in queues}
-        self.name = self._settings.worker_name or f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
+        self.name = f"{self._settings.worker_name or socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
         self.telemetry = Telemetry(_log)
         self._transports = dict(transports) if transports is not None else outbox.transports_for(self._settings)
         self._held: dict[int, Context] = {}
