@@ -18,6 +18,7 @@ from operator import attrgetter
 from typing import Final, Generic, NamedTuple, TypeVar, cast, get_args, get_origin, get_type_hints, is_typeddict
 
 from pydantic import BaseModel, JsonValue, Secret, SecretBytes, SecretStr, ValidationError
+from pydantic_core import to_json as encode_json
 
 from pgoutbox.errors import ConfigurationError, PayloadError
 from pgoutbox.message import P
@@ -33,7 +34,6 @@ CHUNK_ROWS: Final = 5_000
 CHUNK_CHARACTERS: Final = 16_000_000
 
 Serializer = Callable[[object], JsonValue]
-Columns = tuple[Sequence[object] | None, ...]
 V = TypeVar("V")
 
 _NAME = re.compile(r"[a-z][a-z0-9_.-]{0,62}")
@@ -44,7 +44,8 @@ _PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,62}")
 _SHOWN_LENGTH = 80
 
 _JSON_SCALARS = frozenset({str, int, float, bool, type(None)})
-_ESCAPED_NUL = "\\u0000"
+# What the encoder makes of NUL, which jsonb cannot hold, and of floats that JSON cannot; they may be text as well.
+_SUSPICIOUS = re.compile(rb"\\u0000|NaN|Infinity")
 _SECRETS = (Secret, SecretStr, SecretBytes)
 _MASK = "**********"
 _NO_SECRETS = "holds a secret: secrets are minted at send time, not stored; enqueue what the handler needs to make it"
@@ -54,8 +55,6 @@ _NO_SECRETS = "holds a secret: secrets are minted at send time, not stored; enqu
 _CLOCK_TOLERANCE = timedelta(days=1)
 _MAX_AHEAD = timedelta(days=3_653)
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-
-_encode = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +129,7 @@ class NewMessage(Generic[P]):
 
 
 class Draft(NamedTuple):
-    """A checked message, in the order of the parameters of `sql.ENQUEUE_MANY`. None: the function's default."""
+    """A checked message, in the order of the parameters of `sql.ENQUEUE`. None means the default."""
 
     topic: str
     payload: str
@@ -249,9 +248,11 @@ def _lock_order(draft: Draft) -> tuple[str, bool, str, bool, str]:
     return (draft.topic, coalesce_key is None, coalesce_key or "", dedupe_key is None, dedupe_key or "")
 
 
-def columns(drafts: Sequence[Draft]) -> Columns:
-    """The arrays of a bulk statement, None for one that no draft uses."""
-    return tuple(None if column.count(None) == len(column) else list(column) for column in zip(*drafts, strict=True))
+def columns(drafts: Sequence[Draft]) -> tuple[object, ...]:
+    """The parameters of `sql.ENQUEUE_MANY`: two texts of lines, then arrays, None for one that no draft uses."""
+    topics, payloads, *rest = zip(*drafts, strict=True)
+    arrays = [None if column.count(None) == len(column) else list(column) for column in rest]
+    return ("\n".join(topics), "\n".join(payloads), *arrays)
 
 
 # --- JSON -------------------------------------------------------------------------------------------------------------
@@ -260,43 +261,48 @@ def columns(drafts: Sequence[Draft]) -> Columns:
 def to_json(value: object, *, max_bytes: int, serializer: Serializer | None = None) -> str:
     """The value as JSON text that PostgreSQL stores and gives back unchanged.
 
-    The encoder in C does the work; the value is only walked to see that nothing was coerced. Where something is wrong
-    or needs the serializer, the slow way finds the path.
+    pydantic's encoder does the work in one go, and refuses cycles. It also writes much that is not JSON, so the value
+    is walked afterwards, no further than its text is long. Only where something is wrong, or needs the serializer, does
+    the slow way find the path.
     """
-    if not isinstance(value, BaseModel):
-        with suppress(TypeError, ValueError, RecursionError):
-            text = _encode(value)
-            if _ESCAPED_NUL not in text and _size(text) <= max_bytes and _is_plain(value, MAX_DEPTH):
-                return text
     try:
-        text = _encode(_faithful(value, "payload", (), serializer))
+        data = encode_json(value)
+        if len(data) <= max_bytes and _is_plain(value, MAX_DEPTH) and _SUSPICIOUS.search(data) is None:
+            return data.decode()
+    except (ValueError, RecursionError):
+        pass
+    try:
+        data = encode_json(_faithful(value, "payload", (), serializer))
     except RecursionError:
         raise PayloadError("payload", "is nested too deep for the stack") from None
-    size = _size(text)
-    if size > max_bytes:
+    if len(data) > max_bytes:
         raise PayloadError(
-            "payload", f"has {size} bytes as JSON, the limit is {max_bytes} (PGOUTBOX_MAX_PAYLOAD_BYTES)"
+            "payload", f"has {len(data)} bytes as JSON, the limit is {max_bytes} (PGOUTBOX_MAX_PAYLOAD_BYTES)"
         )
-    return text
-
-
-def _size(text: str) -> int:
-    return len(text) if text.isascii() else len(text.encode())
+    return data.decode()
 
 
 def _is_plain(value: object, depth_left: int) -> bool:
-    """Whether the value is made of exactly the types that JSON has, and not too deep."""
+    """Whether the value is made of exactly the types that JSON has, and not nested too deep."""
     kind = type(value)
-    if kind is dict:
+    if kind in _JSON_SCALARS:
+        return True
+    if depth_left == 0:
+        return False
+    if kind is list:
+        items = cast("Iterable[object]", value)
+    elif kind is dict:
         members = cast("dict[object, object]", value)
-        if not all(type(key) is str for key in members):
-            return False
-        items: Iterable[object] = members.values()
-    elif kind is list:
-        items = cast("list[object]", value)
+        for key in members:
+            if type(key) is not str:
+                return False
+        items = members.values()
     else:
-        return kind in _JSON_SCALARS
-    return depth_left > 0 and all(type(item) in _JSON_SCALARS or _is_plain(item, depth_left - 1) for item in items)
+        return False
+    for item in items:  # noqa: SIM110 - on the hot path, where a generator doubles the price
+        if type(item) not in _JSON_SCALARS and not _is_plain(item, depth_left - 1):
+            return False
+    return True
 
 
 def _faithful(value: object, path: str, parents: tuple[int, ...], serializer: Serializer | None) -> JsonValue:
@@ -304,8 +310,7 @@ def _faithful(value: object, path: str, parents: tuple[int, ...], serializer: Se
     if isinstance(value, BaseModel):
         value = _dump(value, path)
     if value is None or isinstance(value, (str, bool, int, float)):
-        _check_scalar(value, path)
-        return value
+        return _scalar(value, path)
     if isinstance(value, (dict, list, tuple)):
         if id(value) in parents:
             raise PayloadError(path, "contains itself")
@@ -328,16 +333,22 @@ def _faithful(value: object, path: str, parents: tuple[int, ...], serializer: Se
     return _faithful(made, path, (*parents, id(value)), serializer)
 
 
-def _check_scalar(value: object, path: str) -> None:
+def _scalar(value: str | float | None, path: str) -> JsonValue:
+    # A subclass, a member of an enumeration say, is written as the plain value that it is.
+    if value is None or isinstance(value, bool):
+        return value
     if isinstance(value, str):
         _check_storable(path, value)
-    elif isinstance(value, float) and not math.isfinite(value):
-        raise PayloadError(path, f"not JSON: {value}")
-    elif isinstance(value, int):
+        return str.__str__(value)
+    if isinstance(value, int):
         try:
             int.__repr__(value)
         except ValueError:
             raise PayloadError(path, "the integer has too many digits") from None
+        return int.__pos__(value)
+    if not math.isfinite(value):
+        raise PayloadError(path, f"not JSON: {float.__repr__(value)}")
+    return float.__pos__(value)
 
 
 def _text_keys(value: dict[object, object], path: str) -> dict[str, object]:
@@ -516,7 +527,7 @@ def _check_headers(field: str, value: object) -> str:
             raise PayloadError(_member(field, name), "a name must be text, not empty and without control characters")
         if not isinstance(text, str) or _UNSAFE.search(text):
             raise PayloadError(_member(field, name), "must be text without control characters")
-    return _encode(dict(value))
+    return encode_json(dict(value)).decode()
 
 
 def check_whole(field: str, value: object, *, most: int) -> int:

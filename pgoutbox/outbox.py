@@ -57,7 +57,8 @@ R = TypeVar("R")
 ResultT = TypeVar("ResultT", bound=Result)
 ResultsT = TypeVar("ResultsT", bound="Sequence[Result] | None")
 
-_ENQUEUE: Final = Statement(sql.ENQUEUE_MANY, sql.ENQUEUE_MANY_NUMBERED)
+_ENQUEUE: Final = Statement(sql.ENQUEUE, sql.ENQUEUE_NUMBERED)
+_ENQUEUE_MANY: Final = Statement(sql.ENQUEUE_MANY, sql.ENQUEUE_MANY_NUMBERED)
 _CANCEL: Final = Statement(sql.CANCEL, sql.CANCEL_NUMBERED)
 _SAVEPOINT: Final = Call(Statement(sql.SAVEPOINT, sql.SAVEPOINT))
 _RELEASE_SAVEPOINT: Final = Call(Statement(sql.RELEASE_SAVEPOINT, sql.RELEASE_SAVEPOINT))
@@ -517,42 +518,49 @@ class Outbox:
         require_transaction: bool,
         best_effort: bool,
     ) -> Steps[Enqueued | None]:
-        draft = self._prepare(message, self._definition(message.topic), serializer)
+        topic, max_attempts = self._route(message.topic)
+        draft = prepare(
+            message,
+            topic,
+            max_attempts=max_attempts,
+            max_payload_bytes=self.settings.max_payload_bytes,
+            serializer=serializer,
+        )
         inside = yield from _transaction(required=require_transaction)
-        insert = _insert([draft], notify=notify)
-        try:
-            (enqueued,) = yield from (_in_savepoint(insert) if best_effort and inside else insert)
-        except ItemRefusedError as error:
-            raise PayloadError(error.field, error.reason) from error.__cause__
-        return enqueued
+        insert = _insert(draft, notify=notify)
+        return (yield from (_in_savepoint(insert) if best_effort and inside else insert))
 
     def _prepare_all(self, items: Iterable[NewMessage[Any]], serializer: Serializer | None) -> list[Draft]:
-        definitions: dict[object, Topic[Any]] = {}
+        max_payload_bytes = self.settings.max_payload_bytes
+        routes: dict[object, tuple[Topic[Any], int | None]] = {}
         drafts = []
         for index, item in enumerate(items):
             try:
                 if not isinstance(item, NewMessage):
                     raise TypeError(f"items[{index}] must be a NewMessage, not {type(item).__name__}")
-                key = item.topic if isinstance(item.topic, str) else id(item.topic)
-                definition = definitions.get(key)
-                if definition is None:
-                    definition = definitions[key] = self._definition(item.topic)
-                drafts.append(self._prepare(item, definition, serializer))
+                key = item.topic if type(item.topic) is str else id(item.topic)
+                if key not in routes:
+                    routes[key] = self._route(item.topic)
+                topic, max_attempts = routes[key]
+                draft = prepare(
+                    item,
+                    topic,
+                    max_attempts=max_attempts,
+                    max_payload_bytes=max_payload_bytes,
+                    serializer=serializer,
+                )
             except PayloadError as error:
                 raise PayloadError(f"items[{index}].{error.field}", error.reason) from error.__cause__
+            drafts.append(draft)
         return drafts
 
-    def _prepare(self, message: NewMessage[P], definition: Topic[P], serializer: Serializer | None) -> Draft:
+    def _route(self, topic: str | Topic[P]) -> tuple[Topic[P], int | None]:
+        """The topic's definition, and how many attempts its messages get if that is not the default."""
+        definition = self._definition(topic)
         handler = self._handlers.get(definition.name)
         retry = definition.retry or (None if handler is None else handler.retry)
-        max_attempts = DEFAULT_MAX_ATTEMPTS if retry is None else retry.max_attempts
-        return prepare(
-            message,
-            definition,
-            max_attempts=None if max_attempts == DEFAULT_MAX_ATTEMPTS else max_attempts,
-            max_payload_bytes=self.settings.max_payload_bytes,
-            serializer=serializer,
-        )
+        usual = retry is None or retry.max_attempts == DEFAULT_MAX_ATTEMPTS
+        return definition, None if usual else cast("RetryPolicy", retry).max_attempts
 
     def _definition(self, topic: str | Topic[P]) -> Topic[P]:
         """What this topic is, by its own definition or the one registered under its name."""
@@ -661,26 +669,24 @@ def _transaction(*, required: bool) -> Steps[bool]:
     return inside
 
 
+def _insert(draft: Draft, *, notify: bool) -> Steps[Enqueued]:
+    ((message_id, duplicate),) = yield Call(_ENQUEUE, (*draft, notify))
+    return Enqueued(message_id, duplicate)
+
+
 def _insert_all(drafts: Sequence[Draft], *, notify: bool, require_transaction: bool) -> Steps[list[Enqueued]]:
     if not drafts:
         return []
     yield from _transaction(required=require_transaction)
-    enqueued: dict[int, Enqueued] = {}
+    enqueued = [Enqueued(0, False)] * len(drafts)
     for positions in chunks(drafts):
         try:
-            answers = yield from _insert([drafts[position] for position in positions], notify=notify)
+            rows = yield Call(_ENQUEUE_MANY, (*columns([drafts[position] for position in positions]), notify))
         except ItemRefusedError as error:
             raise PayloadError(f"items[{positions[error.index]}].{error.field}", error.reason) from error.__cause__
-        enqueued.update(zip(positions, answers, strict=True))
-    return [enqueued[position] for position in range(len(drafts))]
-
-
-def _insert(drafts: Sequence[Draft], *, notify: bool) -> Steps[list[Enqueued]]:
-    rows = cast("list[tuple[int, int, bool]]", (yield Call(_ENQUEUE, (*columns(drafts), notify))))
-    answers = [Enqueued(0, False)] * len(drafts)
-    for index, message_id, duplicate in rows:
-        answers[index] = Enqueued(message_id, duplicate)
-    return answers
+        for index, message_id, duplicate in rows:
+            enqueued[positions[index]] = Enqueued(message_id, duplicate)
+    return enqueued
 
 
 def _cancel(target: tuple[object, ...], *, require_transaction: bool) -> Steps[CancelResult]:

@@ -13,12 +13,86 @@ from typing import Final, LiteralString
 # What runs on the caller's connection trusts nothing of its search_path: types and operators are qualified too. Each
 # call is spelled twice: for psycopg, Django and SQLAlchemy's psycopg dialect, and for asyncpg. JSON travels as text,
 # because an asyncpg connection may carry its owner's own codec for jsonb. Delays are added to the database's clock.
+ENQUEUE: Final[LiteralString] = """
+SELECT r.id, r.duplicate
+FROM (
+    SELECT
+        %s::pg_catalog.text AS topic,
+        %s::pg_catalog.text::pg_catalog.jsonb AS payload,
+        coalesce(%s::pg_catalog.text, 'default') AS queue,
+        %s::pg_catalog.text AS destination,
+        %s::pg_catalog.text AS coalesce_key,
+        %s::pg_catalog.text AS dedupe_key,
+        greatest(
+            %s::pg_catalog.timestamptz,
+            pg_catalog.now() OPERATOR(pg_catalog.+) pg_catalog.make_interval(secs => %s::pg_catalog.float8),
+            pg_catalog.now()
+        ) AS available_at,
+        %s::pg_catalog.timestamptz AS expires_at,
+        pg_catalog.make_interval(secs => %s::pg_catalog.float8) AS expires_after,
+        %s::pg_catalog.text::pg_catalog.jsonb AS headers,
+        coalesce(%s::pg_catalog.int4, 11) AS max_attempts,
+        %s::pg_catalog.bool AS notify
+) AS draft
+CROSS JOIN LATERAL pgoutbox.enqueue_receipt(
+    p_topic => draft.topic,
+    p_payload => draft.payload,
+    p_queue => draft.queue,
+    p_destination => draft.destination,
+    p_coalesce_key => draft.coalesce_key,
+    p_dedupe_key => draft.dedupe_key,
+    p_available_at => draft.available_at,
+    p_expires_at => coalesce(draft.expires_at, draft.available_at OPERATOR(pg_catalog.+) draft.expires_after),
+    p_headers => draft.headers,
+    p_max_attempts => draft.max_attempts,
+    p_notify => draft.notify
+) AS r
+"""
+
+ENQUEUE_NUMBERED: Final[LiteralString] = """
+SELECT r.id, r.duplicate
+FROM (
+    SELECT
+        $1::pg_catalog.text AS topic,
+        $2::pg_catalog.text::pg_catalog.jsonb AS payload,
+        coalesce($3::pg_catalog.text, 'default') AS queue,
+        $4::pg_catalog.text AS destination,
+        $5::pg_catalog.text AS coalesce_key,
+        $6::pg_catalog.text AS dedupe_key,
+        greatest(
+            $7::pg_catalog.timestamptz,
+            pg_catalog.now() OPERATOR(pg_catalog.+) pg_catalog.make_interval(secs => $8::pg_catalog.float8),
+            pg_catalog.now()
+        ) AS available_at,
+        $9::pg_catalog.timestamptz AS expires_at,
+        pg_catalog.make_interval(secs => $10::pg_catalog.float8) AS expires_after,
+        $11::pg_catalog.text::pg_catalog.jsonb AS headers,
+        coalesce($12::pg_catalog.int4, 11) AS max_attempts,
+        $13::pg_catalog.bool AS notify
+) AS draft
+CROSS JOIN LATERAL pgoutbox.enqueue_receipt(
+    p_topic => draft.topic,
+    p_payload => draft.payload,
+    p_queue => draft.queue,
+    p_destination => draft.destination,
+    p_coalesce_key => draft.coalesce_key,
+    p_dedupe_key => draft.dedupe_key,
+    p_available_at => draft.available_at,
+    p_expires_at => coalesce(draft.expires_at, draft.available_at OPERATOR(pg_catalog.+) draft.expires_after),
+    p_headers => draft.headers,
+    p_max_attempts => draft.max_attempts,
+    p_notify => draft.notify
+) AS r
+"""
+
+# Topics and payloads, which every message has, travel as lines of one text: neither can hold a line feed, and drivers
+# are slow at writing arrays.
 ENQUEUE_MANY: Final[LiteralString] = """
 SELECT r.item_index, r.id, r.duplicate
 FROM (
     SELECT
-        %s::pg_catalog.text[] AS topics,
-        %s::pg_catalog.text[]::pg_catalog.jsonb[] AS payloads,
+        pg_catalog.string_to_array(%s::pg_catalog.text, pg_catalog.chr(10)) AS topics,
+        pg_catalog.string_to_array(%s::pg_catalog.text, pg_catalog.chr(10))::pg_catalog.jsonb[] AS payloads,
         %s::pg_catalog.text[] AS queues,
         %s::pg_catalog.text[] AS destinations,
         %s::pg_catalog.text[] AS coalesce_keys,
@@ -68,8 +142,8 @@ ENQUEUE_MANY_NUMBERED: Final[LiteralString] = """
 SELECT r.item_index, r.id, r.duplicate
 FROM (
     SELECT
-        $1::pg_catalog.text[] AS topics,
-        $2::pg_catalog.text[]::pg_catalog.jsonb[] AS payloads,
+        pg_catalog.string_to_array($1::pg_catalog.text, pg_catalog.chr(10)) AS topics,
+        pg_catalog.string_to_array($2::pg_catalog.text, pg_catalog.chr(10))::pg_catalog.jsonb[] AS payloads,
         $3::pg_catalog.text[] AS queues,
         $4::pg_catalog.text[] AS destinations,
         $5::pg_catalog.text[] AS coalesce_keys,
