@@ -16,9 +16,10 @@ from pgoutbox.errors import (
     UnknownTopicError,
 )
 from pgoutbox.message import Message, Permanent, Sent, Skip, Snooze, State, Transient
-from pgoutbox.outbox import CancelResult, Enqueued, Outbox
+from pgoutbox.outbox import Outbox
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.settings import Settings
+from pgoutbox.steps import CancelResult, Enqueued
 from pgoutbox.transports.mail import Attachment, Email
 
 __version__ = "0.1.0"

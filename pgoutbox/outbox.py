@@ -1,30 +1,20 @@
 """The application's side of pgoutbox: it registers topics and handlers, and enqueues on the caller's connection.
 
-Nothing here opens, commits or closes a connection. Sync and async are one logic: a generator yields the statements, and
-one of two short loops runs them.
+Nothing here opens, commits or closes a connection. The sync and the async methods take the same steps.
 """
 
 from __future__ import annotations
 
-import enum
 import logging
-from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from types import MappingProxyType
-from typing import Any, Final, Generic, Literal, NamedTuple, TypeAlias, TypedDict, TypeVar, cast, overload
+from typing import Any, Generic, Literal, TypeAlias, TypedDict, TypeVar, cast, overload
 
 from typing_extensions import Unpack
 
-from pgoutbox import sql
 from pgoutbox.adapters import (
-    AsyncAdapter,
     AsyncConnection,
-    Call,
-    ItemRefusedError,
-    Rows,
-    Statement,
-    SyncAdapter,
     SyncConnection,
     async_adapter,
     sqlstate_of,
@@ -36,17 +26,26 @@ from pgoutbox.drafts import (
     NewMessage,
     Serializer,
     Topic,
-    check_key,
     check_name,
-    check_whole,
-    chunks,
-    columns,
     prepare,
 )
-from pgoutbox.errors import ConfigurationError, PayloadError, TransactionError, UnknownTopicError
+from pgoutbox.errors import ConfigurationError, PayloadError, UnknownTopicError
 from pgoutbox.message import Message, Outcome, P
 from pgoutbox.retry import DEFAULT_MAX_ATTEMPTS, RetryPolicy
 from pgoutbox.settings import Settings, load_settings
+from pgoutbox.steps import (
+    CancelResult,
+    Enqueued,
+    Steps,
+    arun,
+    cancel_one,
+    in_savepoint,
+    insert,
+    insert_all,
+    run,
+    target_of,
+    transaction,
+)
 from pgoutbox.telemetry import Event
 from pgoutbox.transports import Content, Transport
 
@@ -56,36 +55,6 @@ Result: TypeAlias = Outcome | Content | None
 R = TypeVar("R")
 ResultT = TypeVar("ResultT", bound=Result)
 ResultsT = TypeVar("ResultsT", bound="Sequence[Result] | None")
-
-_ENQUEUE: Final = Statement(sql.ENQUEUE, sql.ENQUEUE_NUMBERED)
-_ENQUEUE_MANY: Final = Statement(sql.ENQUEUE_MANY, sql.ENQUEUE_MANY_NUMBERED)
-_CANCEL: Final = Statement(sql.CANCEL, sql.CANCEL_NUMBERED)
-_SAVEPOINT: Final = Call(Statement(sql.SAVEPOINT, sql.SAVEPOINT))
-_RELEASE_SAVEPOINT: Final = Call(Statement(sql.RELEASE_SAVEPOINT, sql.RELEASE_SAVEPOINT))
-_ROLL_BACK_TO_SAVEPOINT: Final = Call(Statement(sql.ROLL_BACK_TO_SAVEPOINT, sql.ROLL_BACK_TO_SAVEPOINT))
-_MAX_ID: Final = 2**63 - 1
-
-
-class Enqueued(NamedTuple):
-    """The message's id, and whether it existed before because its dedupe key was taken."""
-
-    id: int
-    duplicate: bool
-
-
-class CancelResult(enum.StrEnum):
-    """What `cancel` did or found."""
-
-    CANCELLED = "cancelled"
-    """It was pending, or is cancelled already: it is not delivered."""
-    REQUESTED = "requested"
-    """An attempt is in flight: it is told, and there will be no other."""
-    SENT = "sent"
-    FAILED = "failed"
-    SKIPPED = "skipped"
-    LOCKED = "locked"
-    """A worker kept the row locked all the time: try again."""
-    MISSING = "missing"
 
 
 class MessageOptions(TypedDict, total=False):
@@ -377,7 +346,7 @@ class Outbox:
             require_transaction=require_transaction,
             best_effort=best_effort,
         )
-        return _run(adapter, _logged(steps, topic) if best_effort else steps)
+        return run(adapter, _logged(steps, topic) if best_effort else steps)
 
     @overload
     async def aenqueue(
@@ -427,7 +396,7 @@ class Outbox:
             require_transaction=require_transaction,
             best_effort=best_effort,
         )
-        return await _arun(adapter, _logged(steps, topic) if best_effort else steps)
+        return await arun(adapter, _logged(steps, topic) if best_effort else steps)
 
     def enqueue_many(
         self,
@@ -449,7 +418,7 @@ class Outbox:
         """
         adapter = sync_adapter(connection, function="enqueue_many", async_function="aenqueue_many")
         drafts = self._prepare_all(items, serializer)
-        return _run(adapter, _insert_all(drafts, notify=notify, require_transaction=require_transaction))
+        return run(adapter, insert_all(drafts, notify=notify, require_transaction=require_transaction))
 
     async def aenqueue_many(
         self,
@@ -466,7 +435,7 @@ class Outbox:
         """
         adapter = async_adapter(connection, function="aenqueue_many", sync_function="enqueue_many")
         drafts = self._prepare_all(items, serializer)
-        return await _arun(adapter, _insert_all(drafts, notify=notify, require_transaction=require_transaction))
+        return await arun(adapter, insert_all(drafts, notify=notify, require_transaction=require_transaction))
 
     def cancel(
         self,
@@ -488,8 +457,8 @@ class Outbox:
             outbox.cancel(connection, topic="mail.reminder", coalesce_key="event-7")
         """
         adapter = sync_adapter(connection, function="cancel", async_function="acancel")
-        target = _target(message_id, topic, coalesce_key, dedupe_key)
-        return _run(adapter, _cancel(target, require_transaction=require_transaction))
+        target = target_of(message_id, topic, coalesce_key, dedupe_key)
+        return run(adapter, cancel_one(target, require_transaction=require_transaction))
 
     async def acancel(
         self,
@@ -506,8 +475,8 @@ class Outbox:
         await outbox.acancel(connection, 4711)
         """
         adapter = async_adapter(connection, function="acancel", sync_function="cancel")
-        target = _target(message_id, topic, coalesce_key, dedupe_key)
-        return await _arun(adapter, _cancel(target, require_transaction=require_transaction))
+        target = target_of(message_id, topic, coalesce_key, dedupe_key)
+        return await arun(adapter, cancel_one(target, require_transaction=require_transaction))
 
     def _enqueue(
         self,
@@ -526,9 +495,9 @@ class Outbox:
             max_payload_bytes=self.settings.max_payload_bytes,
             serializer=serializer,
         )
-        inside = yield from _transaction(required=require_transaction)
-        insert = _insert(draft, notify=notify)
-        return (yield from (_in_savepoint(insert) if best_effort and inside else insert))
+        inside = yield from transaction(required=require_transaction)
+        write = insert(draft, notify=notify)
+        return (yield from (in_savepoint(write) if best_effort and inside else write))
 
     def _prepare_all(self, items: Iterable[NewMessage[Any]], serializer: Serializer | None) -> list[Draft]:
         max_payload_bytes = self.settings.max_payload_bytes
@@ -575,6 +544,24 @@ class Outbox:
         return topic
 
 
+def _logged(steps: Steps[R], topic: str | Topic[P]) -> Steps[R | None]:
+    try:
+        return (yield from steps)
+    except Exception as error:  # noqa: BLE001 - best effort: whatever it is, the caller's business goes on
+        # Neither the text nor the traceback of the error: a driver quotes keys and payloads in them.
+        logger.error(  # noqa: TRY400
+            "a message could not be enqueued; the caller goes on without it",
+            extra={
+                "event": Event.ENQUEUE_FAILED.value,
+                "topic": topic.name if isinstance(topic, Topic) else str(topic),
+                "error_type": type(error).__name__,
+                "sqlstate": sqlstate_of(error),
+                "field": error.field if isinstance(error, PayloadError) else None,
+            },
+        )
+        return None
+
+
 class HandlerDecorator(Generic[P]):
     """What `Outbox.handler` returns."""
 
@@ -617,127 +604,3 @@ class BatchHandlerDecorator(Generic[P]):
         """Register the function and give it back unchanged."""
         self._register(function)
         return function
-
-
-# --- steps ------------------------------------------------------------------------------------------------------------
-
-
-class _Question(enum.Enum):
-    """What a step may ask of the connection besides running a statement."""
-
-    IN_TRANSACTION = enum.auto()
-
-
-# A step yields a statement and is sent its rows, or asks a question and is sent the answer.
-Steps: TypeAlias = Generator[Call | _Question, Any, R]
-
-
-def _run(adapter: SyncAdapter, steps: Steps[R]) -> R:
-    try:
-        step = next(steps)
-        while True:
-            try:
-                answer = adapter.in_transaction() if isinstance(step, _Question) else adapter.fetch(step)
-            except Exception as error:  # noqa: BLE001 - the step decides
-                step = steps.throw(error)
-            else:
-                step = steps.send(answer)
-    except StopIteration as stop:
-        return cast("R", stop.value)
-
-
-async def _arun(adapter: AsyncAdapter, steps: Steps[R]) -> R:
-    try:
-        step = next(steps)
-        while True:
-            try:
-                answer = await (adapter.in_transaction() if isinstance(step, _Question) else adapter.fetch(step))
-            except Exception as error:  # noqa: BLE001 - the step decides
-                step = steps.throw(error)
-            else:
-                step = steps.send(answer)
-    except StopIteration as stop:
-        return cast("R", stop.value)
-
-
-def _transaction(*, required: bool) -> Steps[bool]:
-    inside = cast("bool", (yield _Question.IN_TRANSACTION))
-    if required and not inside:
-        raise TransactionError(
-            "the connection commits each statement by itself: begin a transaction, or pass require_transaction=False"
-        )
-    return inside
-
-
-def _insert(draft: Draft, *, notify: bool) -> Steps[Enqueued]:
-    ((message_id, duplicate),) = yield Call(_ENQUEUE, (*draft, notify))
-    return Enqueued(message_id, duplicate)
-
-
-def _insert_all(drafts: Sequence[Draft], *, notify: bool, require_transaction: bool) -> Steps[list[Enqueued]]:
-    if not drafts:
-        return []
-    yield from _transaction(required=require_transaction)
-    enqueued = [Enqueued(0, False)] * len(drafts)
-    for positions in chunks(drafts):
-        try:
-            rows = yield Call(_ENQUEUE_MANY, (*columns([drafts[position] for position in positions]), notify))
-        except ItemRefusedError as error:
-            raise PayloadError(f"items[{positions[error.index]}].{error.field}", error.reason) from error.__cause__
-        for index, message_id, duplicate in rows:
-            enqueued[positions[index]] = Enqueued(message_id, duplicate)
-    return enqueued
-
-
-def _cancel(target: tuple[object, ...], *, require_transaction: bool) -> Steps[CancelResult]:
-    yield from _transaction(required=require_transaction)
-    rows = cast("Rows", (yield Call(_CANCEL, target)))
-    return CancelResult(cast("str", rows[0][1])) if rows else CancelResult.MISSING
-
-
-def _in_savepoint(steps: Steps[R]) -> Steps[R]:
-    yield _SAVEPOINT
-    try:
-        result = yield from steps
-    except Exception:
-        with suppress(Exception):  # A connection that is gone cannot be rolled back; the first error tells.
-            yield _ROLL_BACK_TO_SAVEPOINT
-            yield _RELEASE_SAVEPOINT
-        raise
-    yield _RELEASE_SAVEPOINT
-    return result
-
-
-def _logged(steps: Steps[R], topic: str | Topic[P]) -> Steps[R | None]:
-    try:
-        return (yield from steps)
-    except Exception as error:  # noqa: BLE001 - best effort: whatever it is, the caller's business goes on
-        # Neither the text nor the traceback of the error: a driver quotes keys and payloads in them.
-        logger.error(  # noqa: TRY400
-            "a message could not be enqueued; the caller goes on without it",
-            extra={
-                "event": Event.ENQUEUE_FAILED.value,
-                "topic": topic.name if isinstance(topic, Topic) else str(topic),
-                "error_type": type(error).__name__,
-                "sqlstate": sqlstate_of(error),
-                "field": error.field if isinstance(error, PayloadError) else None,
-            },
-        )
-        return None
-
-
-def _target(
-    message_id: int | None, topic: str | Topic[Any] | None, coalesce_key: str | None, dedupe_key: str | None
-) -> tuple[object, ...]:
-    """The parameters of `sql.CANCEL`."""
-    given = [way for way in (message_id, coalesce_key, dedupe_key) if way is not None]
-    if len(given) != 1 or (message_id is None) == (topic is None):
-        raise PayloadError(
-            "message_id", "name the message by its id, by topic and coalesce_key, or by topic and dedupe_key"
-        )
-    if message_id is not None:
-        return (check_whole("message_id", message_id, most=_MAX_ID), None, None, None, None)
-    name = check_name("topic", topic.name if isinstance(topic, Topic) else topic)
-    if coalesce_key is not None:
-        return (None, name, check_key("coalesce_key", coalesce_key), None, None)
-    return (None, None, None, name, check_key("dedupe_key", dedupe_key))

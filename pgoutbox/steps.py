@@ -1,0 +1,161 @@
+"""Enqueue and cancel on the caller's connection, step by step, for sync and async connections alike.
+
+A step yields the statement that it needs and is sent the rows; `run` and `arun` carry them to the connection and back.
+Nothing here commits, and nothing but `in_savepoint` touches the caller's transaction beyond its own rows.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Generator, Sequence
+from contextlib import suppress
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar, cast
+
+from pgoutbox import sql
+from pgoutbox.adapters import AsyncAdapter, Call, ItemRefusedError, Rows, Statement, SyncAdapter
+from pgoutbox.drafts import Draft, Topic, check_key, check_name, check_whole, chunks, columns
+from pgoutbox.errors import PayloadError, TransactionError
+
+R = TypeVar("R")
+
+_ENQUEUE: Final = Statement(sql.ENQUEUE, sql.ENQUEUE_NUMBERED)
+_ENQUEUE_MANY: Final = Statement(sql.ENQUEUE_MANY, sql.ENQUEUE_MANY_NUMBERED)
+_CANCEL: Final = Statement(sql.CANCEL, sql.CANCEL_NUMBERED)
+_SAVEPOINT: Final = Call(Statement(sql.SAVEPOINT, sql.SAVEPOINT))
+_RELEASE_SAVEPOINT: Final = Call(Statement(sql.RELEASE_SAVEPOINT, sql.RELEASE_SAVEPOINT))
+_ROLL_BACK_TO_SAVEPOINT: Final = Call(Statement(sql.ROLL_BACK_TO_SAVEPOINT, sql.ROLL_BACK_TO_SAVEPOINT))
+_MAX_ID: Final = 2**63 - 1
+
+
+class Enqueued(NamedTuple):
+    """The message's id, and whether it existed before because its dedupe key was taken."""
+
+    id: int
+    duplicate: bool
+
+
+class CancelResult(enum.StrEnum):
+    """What `cancel` did or found.
+
+    `cancelled`: it was pending, or cancelled before, and is not delivered. `requested`: an attempt is in flight, is told
+    and will be the last. `sent`, `failed`, `skipped`: it had ended so. `locked`: its row stayed locked, try again.
+    `missing`: there is no such message.
+    """
+
+    CANCELLED = "cancelled"
+    REQUESTED = "requested"
+    SENT = "sent"
+    FAILED = "failed"
+    SKIPPED = "skipped"
+    LOCKED = "locked"
+    MISSING = "missing"
+
+
+class Question(enum.Enum):
+    """What a step may ask of the connection besides running a statement."""
+
+    IN_TRANSACTION = enum.auto()
+
+
+# A step yields a statement and is sent its rows, or asks a question and is sent the answer.
+Steps: TypeAlias = Generator[Call | Question, Any, R]
+
+
+def run(adapter: SyncAdapter, steps: Steps[R]) -> R:
+    """Take the steps on a sync connection. An error is raised in the step that met it."""
+    try:
+        step = next(steps)
+        while True:
+            try:
+                answer = adapter.in_transaction() if isinstance(step, Question) else adapter.fetch(step)
+            except Exception as error:  # noqa: BLE001 - the step decides
+                step = steps.throw(error)
+            else:
+                step = steps.send(answer)
+    except StopIteration as stop:
+        return cast("R", stop.value)
+
+
+async def arun(adapter: AsyncAdapter, steps: Steps[R]) -> R:
+    """Take the steps on an async connection. An error is raised in the step that met it."""
+    try:
+        step = next(steps)
+        while True:
+            try:
+                answer = await (adapter.in_transaction() if isinstance(step, Question) else adapter.fetch(step))
+            except Exception as error:  # noqa: BLE001 - the step decides
+                step = steps.throw(error)
+            else:
+                step = steps.send(answer)
+    except StopIteration as stop:
+        return cast("R", stop.value)
+
+
+def transaction(*, required: bool) -> Steps[bool]:
+    """Whether the next statement runs in a transaction; `TransactionError` where it should and does not."""
+    inside = cast("bool", (yield Question.IN_TRANSACTION))
+    if required and not inside:
+        raise TransactionError(
+            "the connection commits each statement by itself: begin a transaction, or pass require_transaction=False"
+        )
+    return inside
+
+
+def insert(draft: Draft, *, notify: bool) -> Steps[Enqueued]:
+    """Write one message."""
+    ((message_id, duplicate),) = yield Call(_ENQUEUE, (*draft, notify))
+    return Enqueued(message_id, duplicate)
+
+
+def insert_all(drafts: Sequence[Draft], *, notify: bool, require_transaction: bool) -> Steps[list[Enqueued]]:
+    """Write many messages; the answers are in the order of the drafts."""
+    if not drafts:
+        return []
+    yield from transaction(required=require_transaction)
+    enqueued = [Enqueued(0, False)] * len(drafts)
+    for positions in chunks(drafts):
+        try:
+            rows = yield Call(_ENQUEUE_MANY, (*columns([drafts[position] for position in positions]), notify))
+        except ItemRefusedError as error:
+            raise PayloadError(f"items[{positions[error.index]}].{error.field}", error.reason) from error.__cause__
+        for index, message_id, duplicate in rows:
+            enqueued[positions[index]] = Enqueued(message_id, duplicate)
+    return enqueued
+
+
+def cancel_one(target: tuple[object, ...], *, require_transaction: bool) -> Steps[CancelResult]:
+    """Cancel the message that `target_of` names."""
+    yield from transaction(required=require_transaction)
+    rows = cast("Rows", (yield Call(_CANCEL, target)))
+    return CancelResult(cast("str", rows[0][1])) if rows else CancelResult.MISSING
+
+
+def in_savepoint(steps: Steps[R]) -> Steps[R]:
+    """Take the steps within a savepoint, and undo them if one fails."""
+    yield _SAVEPOINT
+    try:
+        result = yield from steps
+    except Exception:
+        with suppress(Exception):  # A connection that is gone cannot be rolled back; the first error tells.
+            yield _ROLL_BACK_TO_SAVEPOINT
+            yield _RELEASE_SAVEPOINT
+        raise
+    yield _RELEASE_SAVEPOINT
+    return result
+
+
+def target_of(
+    message_id: int | None, topic: str | Topic[Any] | None, coalesce_key: str | None, dedupe_key: str | None
+) -> tuple[object, ...]:
+    """The parameters of `sql.CANCEL`, for exactly one way of naming a message."""
+    given = [way for way in (message_id, coalesce_key, dedupe_key) if way is not None]
+    if len(given) != 1 or (message_id is None) == (topic is None):
+        raise PayloadError(
+            "message_id", "name the message by its id, by topic and coalesce_key, or by topic and dedupe_key"
+        )
+    if message_id is not None:
+        return (check_whole("message_id", message_id, most=_MAX_ID), None, None, None, None)
+    name = check_name("topic", topic.name if isinstance(topic, Topic) else topic)
+    if coalesce_key is not None:
+        return (None, name, check_key("coalesce_key", coalesce_key), None, None)
+    return (None, None, None, name, check_key("dedupe_key", dedupe_key))
