@@ -15,10 +15,11 @@ from dataclasses import KW_ONLY, dataclass, is_dataclass
 from datetime import MAXYEAR, UTC, datetime, timedelta
 from functools import lru_cache
 from operator import attrgetter
-from typing import Final, Generic, NamedTuple, TypeVar, cast, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Final, Generic, NamedTuple, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, JsonValue, Secret, SecretBytes, SecretStr, ValidationError
 from pydantic_core import to_json as encode_json
+from typing_extensions import is_typeddict
 
 from pgoutbox.errors import ConfigurationError, PayloadError
 from pgoutbox.message import P
@@ -46,6 +47,10 @@ _SHOWN_LENGTH = 80
 _JSON_SCALARS = frozenset({str, int, float, bool, type(None)})
 # What the encoder makes of NUL, which jsonb cannot hold, and of floats that JSON cannot; they may be text as well.
 _SUSPICIOUS = re.compile(rb"\\u0000|NaN|Infinity")
+# Python refuses to read longer integers, and a worker that cannot read a message cannot even fail it.
+_MAX_DIGITS = 4_300
+_INTEGER_BOUND = 10**_MAX_DIGITS
+_TOO_MANY_DIGITS = re.compile(rb"(?<![0-9])[0-9]{%d}" % (_MAX_DIGITS + 1))
 _SECRETS = (Secret, SecretStr, SecretBytes)
 _MASK = "**********"
 _NO_SECRETS = "holds a secret: secrets are minted at send time, not stored; enqueue what the handler needs to make it"
@@ -91,7 +96,8 @@ class Topic(Generic[P]):
             check_name("name", self.name)
             _if_given(check_name, "queue", self.queue)
             _if_given(_check_delay, "delay", self.delay)
-            _if_given(_check_delay, "expires_after", self.expires_after)
+            if _if_given(_check_delay, "expires_after", self.expires_after) == 0:
+                raise PayloadError("expires_after", "must be more than 0")  # noqa: TRY301 - leaves as the others do
             if not callable(self.destination):
                 _if_given(_check_destination, "destination", self.destination)
             _if_given(_check_model, "payload", self.payload)
@@ -267,7 +273,7 @@ def to_json(value: object, *, max_bytes: int, serializer: Serializer | None = No
     """
     try:
         data = encode_json(value)
-        if len(data) <= max_bytes and _is_plain(value, MAX_DEPTH) and _SUSPICIOUS.search(data) is None:
+        if len(data) <= max_bytes and _is_plain(value, MAX_DEPTH) and not _is_suspicious(data):
             return data.decode()
     except (ValueError, RecursionError):
         pass
@@ -280,6 +286,12 @@ def to_json(value: object, *, max_bytes: int, serializer: Serializer | None = No
             "payload", f"has {len(data)} bytes as JSON, the limit is {max_bytes} (PGOUTBOX_MAX_PAYLOAD_BYTES)"
         )
     return data.decode()
+
+
+def _is_suspicious(data: bytes) -> bool:
+    return _SUSPICIOUS.search(data) is not None or (
+        len(data) > _MAX_DIGITS and _TOO_MANY_DIGITS.search(data) is not None
+    )
 
 
 def _is_plain(value: object, depth_left: int) -> bool:
@@ -341,10 +353,8 @@ def _scalar(value: str | float | None, path: str) -> JsonValue:
         _check_storable(path, value)
         return str.__str__(value)
     if isinstance(value, int):
-        try:
-            int.__repr__(value)
-        except ValueError:
-            raise PayloadError(path, "the integer has too many digits") from None
+        if abs(int.__pos__(value)) >= _INTEGER_BOUND:
+            raise PayloadError(path, f"an integer must not have more than {_MAX_DIGITS} digits")
         return int.__pos__(value)
     if not math.isfinite(value):
         raise PayloadError(path, f"not JSON: {float.__repr__(value)}")
@@ -425,24 +435,26 @@ def _dump(model: BaseModel, path: str) -> JsonValue:
         raise PayloadError(
             path, f"the {type(model).__name__} cannot be written as JSON: {type(error).__name__}"
         ) from error
-    # A field that is typed `Any` may hold a secret all the same; pydantic masks it.
-    if any(leaf == _MASK for leaf in _leaves(dumped)) and any(
-        isinstance(leaf, _SECRETS) for leaf in _leaves(dict(model))
-    ):
-        raise PayloadError(path, _NO_SECRETS)
+    # In a field that is typed `Any` pydantic masks a secret, and makes null of a float that JSON does not have.
+    if any(leaf is None or leaf == _MASK for _, leaf in _leaves(dumped, path)):
+        for place, leaf in _leaves(model, path):
+            if isinstance(leaf, _SECRETS):
+                raise PayloadError(place, _NO_SECRETS)
+            if isinstance(leaf, float):
+                _scalar(leaf, place)
     return dumped
 
 
-def _leaves(value: object) -> Iterator[object]:
-    if isinstance(value, BaseModel):
-        value = dict(value)
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple, set, frozenset)):
-        for item in value:
-            yield from _leaves(item)
+def _leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
+    """Whatever is not a container, with its path."""
+    if isinstance(value, (BaseModel, dict)):
+        for key, item in dict(value).items():
+            yield from _leaves(item, _member(path, key))
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{path}[{index}]")
     else:
-        yield value
+        yield path, value
 
 
 @lru_cache(maxsize=1_024)

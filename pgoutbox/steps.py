@@ -37,8 +37,8 @@ class Enqueued(NamedTuple):
 class CancelResult(enum.StrEnum):
     """What `cancel` did or found.
 
-    `cancelled`: it was pending, or cancelled before, and is not delivered. `requested`: an attempt is in flight, is told
-    and will be the last. `sent`, `failed`, `skipped`: it had ended so. `locked`: its row stayed locked, try again.
+    `cancelled`: it was pending, or cancelled before, and is not delivered. `requested`: the attempt in flight is told
+    and is the last. `sent`, `failed`, `skipped`: it had ended so. `locked`: its row stayed locked, try again.
     `missing`: there is no such message.
     """
 
