@@ -1,10 +1,14 @@
-"""What a test does to an outbox: one function for each statement of `pgoutbox.sql`, on the connection of its choice.
+"""What a test does to an outbox: one function for each statement of `pgoutbox.sql`, on the connection of its choice,
+and workers that can be waited for.
 
 The statements are looked up when they run, so that a test which breaks one of them breaks these actions too.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
@@ -13,13 +17,17 @@ from psycopg.types.json import Jsonb
 
 from pgoutbox import sql
 from pgoutbox.message import State
+from pgoutbox.settings import Settings, load_settings
 from pgoutbox.store import ClaimedRow, HeldRow, Verdict
+from pgoutbox.worker import Worker
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import AsyncIterator, Iterator, Sequence
     from datetime import datetime
 
     import psycopg
+
+    from pgoutbox.telemetry import Event
 
 LEASE_SECONDS = 60.0
 
@@ -212,3 +220,87 @@ def attempts_of(connection: psycopg.Connection, message_id: int) -> list[tuple[i
         "SELECT attempt_count, outcome, error FROM pgoutbox.attempt WHERE message_id = %s ORDER BY attempt_count",
         [message_id],
     ).fetchall()
+
+
+# --- workers ----------------------------------------------------------------------------------------------------------
+
+# A test that hangs fails after this time. No test passes or fails by how fast something is.
+PATIENCE_SECONDS = 30.0
+
+
+def settings_for(dsn: str, **overrides: object) -> Settings:
+    """Settings of a worker that only a ring, an end or a due time wakes: the sweep is an hour away."""
+    values: dict[str, object] = {
+        "dsn": dsn,
+        "sweep_seconds": 3600,
+        "concurrency": 4,
+        "batch_size": 50,
+        "shutdown_grace_seconds": 5,
+    }
+    return load_settings(**values | overrides)
+
+
+class WatchedWorker(Worker):
+    """A worker that tells when it has nothing left to do: `asleep` is set right before it goes to sleep."""
+
+    asleep: asyncio.Event
+
+    async def run(self) -> None:
+        """Run, with a new event."""
+        self.asleep = asyncio.Event()
+        await super().run()
+
+    async def _sleep_long(self) -> None:
+        self.asleep.set()
+        await super()._sleep_long()
+
+
+@contextlib.asynccontextmanager
+async def running(worker: Worker) -> AsyncIterator[None]:
+    """The worker at work. At the end it is stopped, and an error that it ended with is raised."""
+    task = asyncio.create_task(worker.run())
+    await asyncio.sleep(0)
+    try:
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            yield
+    finally:
+        worker.stop()
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await task
+
+
+class Reports(logging.Handler):
+    """The events that workers report in their log, to be waited for."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.events: list[str] = []
+        self._heard = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Note an event, from whatever thread it is reported."""
+        self.events.append(getattr(record, "event", ""))
+        self._loop.call_soon_threadsafe(self._heard.set)
+
+    async def wait_for(self, event: Event) -> None:
+        """Return when the event has been reported."""
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while event not in self.events:
+                self._heard.clear()
+                await self._heard.wait()
+
+
+@contextlib.contextmanager
+def reports() -> Iterator[Reports]:
+    """Listen to what workers report."""
+    handler = Reports()
+    logger = logging.getLogger("pgoutbox")
+    level = logger.level
+    logger.setLevel(logging.DEBUG)
+    logger.addHandler(handler)
+    try:
+        yield handler
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)

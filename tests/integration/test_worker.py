@@ -1,0 +1,1211 @@
+"""The worker on a real database: what becomes of a message, whatever its handler, its process or its server does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import psycopg
+import psycopg.sql
+import pytest
+
+import pgoutbox.worker
+from pgoutbox import Outbox
+from pgoutbox.dispatch import Context, SyncContext
+from pgoutbox.errors import ConfigurationError, LeaseLostError
+from pgoutbox.message import Message, Outcome, Permanent, Sent, Skip, Snooze, State, Transient
+from pgoutbox.retry import RetryPolicy
+from pgoutbox.store import Link, Store
+from pgoutbox.telemetry import Event
+from pgoutbox.worker import QueueShare, Worker, parse_queues
+from tests.outbox_actions import (
+    PATIENCE_SECONDS,
+    WatchedWorker,
+    attempts_of,
+    cancel,
+    claim,
+    enqueue,
+    expire,
+    ids_in_flight,
+    lapse,
+    reports,
+    row_of,
+    rows_of,
+    running,
+    settings_for,
+    state_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+    from multiprocessing.sharedctypes import Synchronized
+    from multiprocessing.synchronize import Event as ProcessEvent
+    from pathlib import Path
+
+    from pgoutbox.store import ClaimedRow
+    from tests.conftest import Connect, Server
+
+SPAWN = multiprocessing.get_context("spawn")
+AT_ONCE = RetryPolicy.steps(0, jitter=0)
+MUCH_LATER = RetryPolicy.steps(3600, jitter=0)
+
+
+@pytest.fixture
+def db(connect: Connect) -> psycopg.Connection:
+    """An autocommit connection to the test's database."""
+    return connect(autocommit=True)
+
+
+@pytest.fixture
+def outbox(dsn: str) -> Outbox:
+    """An outbox without handlers, with settings that let nothing but an event wake a worker."""
+    return Outbox(settings_for(dsn))
+
+
+# --- outcomes ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_message_is_delivered_once_and_ends_sent(outbox: Outbox, db: psycopg.Connection) -> None:
+    delivered: list[Message] = []
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        delivered.append(message)
+
+    message_id = enqueue(db, payload={"name": "Ann"}, destination="mailto:ann@example.org")
+    worker = Worker(outbox)
+    await worker.run_once()
+    (message,) = delivered
+    assert (message.id, message.payload, message.destination) == (message_id, {"name": "Ann"}, "mailto:ann@example.org")
+    assert (message.attempt_count, message.max_attempts, dict(message.headers)) == (1, 11, {})
+    row = row_of(db, message_id)
+    assert (row.state, row.worker, attempts_of(db, message_id)) == ("sent", worker.name, [])
+    assert worker.telemetry.counts[Event.SENT] == 1
+
+
+OUTCOMES: dict[str, Transient | Permanent | Skip | Snooze] = {
+    "busy": Transient("busy"),
+    "asked to wait": Transient("busy", retry_after=60),
+    "refused": Permanent("refused"),
+    "unsubscribed": Skip("unsubscribed"),
+    "not yet": Snooze(3600),
+}
+
+
+@pytest.mark.parametrize("raised", [False, True], ids=["returned", "raised"])
+@pytest.mark.parametrize("kind", ["async", "sync"])
+async def test_an_outcome_is_written_whether_it_is_returned_or_raised(
+    outbox: Outbox, db: psycopg.Connection, kind: str, raised: bool
+) -> None:
+    def decide(message: Message) -> Outcome:
+        outcome = OUTCOMES[str(message.payload)]
+        if raised:
+            raise outcome
+        return outcome
+
+    if kind == "async":
+
+        @outbox.handler("greet", retry=MUCH_LATER)
+        async def greet(message: Message, ctx: Context) -> Outcome:
+            return decide(message)
+
+    else:
+
+        @outbox.handler("greet", retry=MUCH_LATER)
+        def greet_in_thread(message: Message, ctx: SyncContext) -> Outcome:
+            return decide(message)
+
+    ids = [enqueue(db, payload=name) for name in OUTCOMES]
+    await Worker(outbox).run_once()
+    rows = rows_of(db, *ids)
+    assert [(row.state, row.last_error, row.skip_reason, row.max_attempts) for row in rows] == [
+        ("pending", "busy", None, 11),
+        ("pending", "busy", None, 11),
+        ("failed", "refused", None, 11),
+        ("skipped", None, "unsubscribed", 11),
+        ("pending", None, None, 12),
+    ]
+    assert [round(row.due_in_seconds / 3600) for row in rows] == [1, 0, 0, 0, 1]
+
+
+async def test_an_exception_is_retried_and_those_that_are_listed_are_not(
+    outbox: Outbox, db: psycopg.Connection
+) -> None:
+    @outbox.handler("greet", retry=MUCH_LATER, permanent=[LookupError])
+    async def greet(message: Message, ctx: Context) -> None:
+        raise KeyError("who") if message.payload == "permanent" else ValueError("what")
+
+    passing, permanent = enqueue(db, payload="passing"), enqueue(db, payload="permanent")
+    await Worker(outbox).run_once()
+    assert [(row.state, row.last_error) for row in rows_of(db, passing, permanent)] == [
+        ("pending", "ValueError: what"),
+        ("failed", "KeyError: 'who'"),
+    ]
+
+
+async def test_a_message_is_retried_until_its_attempts_are_used_up(outbox: Outbox, db: psycopg.Connection) -> None:
+    seen: list[int] = []
+
+    @outbox.handler("greet", retry=AT_ONCE)
+    async def greet(message: Message, ctx: Context) -> None:
+        seen.append(message.attempt_count)
+        raise Transient(f"busy {message.attempt_count}")
+
+    message_id = enqueue(db, max_attempts=3)
+    await Worker(outbox).drain()
+    assert seen == [1, 2, 3]
+    assert state_of(db, message_id) == State.FAILED
+    assert attempts_of(db, message_id) == [(1, "retry", "busy 1"), (2, "retry", "busy 2"), (3, "failed", "busy 3")]
+
+
+async def test_a_drain_waits_for_retries_and_not_for_what_is_scheduled(outbox: Outbox, db: psycopg.Connection) -> None:
+    @outbox.handler("greet", retry=RetryPolicy.steps(0.05, jitter=0))
+    async def greet(message: Message, ctx: Context) -> None:
+        if message.attempt_count < 3:
+            raise Transient("busy")
+
+    retried, scheduled = enqueue(db), enqueue(db)
+    db.execute("UPDATE pgoutbox.message_live SET available_at = now() + interval '1 h' WHERE id = %s", [scheduled])
+    await Worker(outbox).drain()
+    assert [(row.state, row.attempt_count) for row in rows_of(db, retried, scheduled)] == [("sent", 3), ("pending", 0)]
+
+
+async def test_a_message_that_expired_is_not_handed_over(outbox: Outbox, db: psycopg.Connection) -> None:
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        raise AssertionError("an expired message was handed over")
+
+    message_id = enqueue(db)
+    expire(db, message_id)
+    worker = Worker(outbox)
+    await worker.run_once()
+    assert row_of(db, message_id).skip_reason == "expired"
+    assert worker.telemetry.counts[Event.SKIPPED] == 1
+
+
+async def test_a_topic_without_a_handler_is_left_for_another_worker(outbox: Outbox, db: psycopg.Connection) -> None:
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None: ...
+
+    unknown, known = enqueue(db, topic="unknown"), enqueue(db)
+    await Worker(outbox).drain()
+    assert [(row.state, row.attempt_count) for row in rows_of(db, unknown, known)] == [("pending", 0), ("sent", 1)]
+
+
+async def test_an_unknown_outcome_is_held_for_a_person_where_the_handler_asks_for_it(
+    outbox: Outbox, db: psycopg.Connection
+) -> None:
+    delivered: list[str] = []
+
+    @outbox.handler("pay", on_unknown="hold")
+    async def pay(message: Message, ctx: Context) -> None:
+        delivered.append(message.topic)
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        delivered.append(message.topic)
+
+    held, retried = enqueue(db, topic="pay"), enqueue(db, topic="greet")
+    claim(db, topics=["pay", "greet"], worker="dead")
+    lapse(db, held)
+    lapse(db, retried)
+    worker = Worker(outbox)
+    await worker.run_once()
+    assert delivered == ["greet"]
+    assert [row.state for row in rows_of(db, held, retried)] == ["failed", "sent"]
+    assert "outcome unknown" in (row_of(db, held).last_error or "")
+    assert worker.telemetry.counts[Event.LEASE_EXPIRED] == 1
+
+
+async def test_two_runs_at_once_share_the_work(outbox: Outbox, db: psycopg.Connection) -> None:
+    delivered: list[int] = []
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        delivered.append(message.id)
+
+    ids = [enqueue(db) for _ in range(200)]
+    await asyncio.gather(*(Worker(outbox).run_once() for _ in range(3)))
+    assert sorted(delivered) == ids
+
+
+def test_a_worker_without_handlers_is_refused(outbox: Outbox) -> None:
+    with pytest.raises(ConfigurationError, match="no handlers"):
+        Worker(outbox)
+
+
+# --- queues -----------------------------------------------------------------------------------------------------------
+
+
+async def delivery_order(dsn: str, db: psycopg.Connection, queues: Sequence[str], counts: dict[str, int]) -> list[str]:
+    """The queues of the messages in the order in which one slot, claiming one by one, delivered them."""
+    outbox = Outbox(settings_for(dsn, concurrency=1, batch_size=1))
+    order: list[str] = []
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        order.append(message.queue)
+
+    for queue, count in counts.items():
+        for _ in range(count):
+            enqueue(db, queue=queue)
+    await Worker(outbox, queues=parse_queues(queues)).run_once()
+    return order
+
+
+async def test_queues_without_weights_are_worked_strictly_in_their_order(dsn: str, db: psycopg.Connection) -> None:
+    order = await delivery_order(dsn, db, ["critical", "bulk"], {"bulk": 4, "critical": 4})
+    assert order == ["critical"] * 4 + ["bulk"] * 4
+
+
+async def test_queues_with_weights_share_in_their_proportion(dsn: str, db: psycopg.Connection) -> None:
+    order = await delivery_order(dsn, db, ["critical:3", "bulk:1"], {"bulk": 8, "critical": 6})
+    assert order[:8].count("critical") == 6
+    assert order[:8].count("bulk") == 2
+
+
+async def test_a_queue_that_the_worker_was_not_given_is_left_alone(dsn: str, db: psycopg.Connection) -> None:
+    assert await delivery_order(dsn, db, ["critical"], {"bulk": 1, "critical": 1}) == ["critical"]
+
+
+def test_queues_are_read_with_and_without_weights() -> None:
+    assert parse_queues([]) == (QueueShare("default"),)
+    assert parse_queues(["a", "b"]) == (QueueShare("a"), QueueShare("b"))
+    assert parse_queues(["critical:6", "bulk:1"]) == (QueueShare("critical", 6), QueueShare("bulk", 1))
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        (["a:1", "b"], "all of them a weight, or none"),
+        (["a", "a"], "each may be named once"),
+        (["a:0"], "'a:0'"),
+        (["a:-1"], "'a:-1'"),
+        (["a:10000"], "'a:10000'"),
+        (["A"], "'A'"),
+        ([""], "''"),
+        (["a b"], "'a b'"),
+        (["a:"], "'a:'"),
+    ],
+)
+def test_a_wrong_list_of_queues_is_refused(values: list[str], problem: str) -> None:
+    with pytest.raises(ConfigurationError, match=problem):
+        parse_queues(values)
+
+
+# --- threads and timeouts ---------------------------------------------------------------------------------------------
+
+
+async def test_sync_handlers_run_in_threads_side_by_side(outbox: Outbox, db: psycopg.Connection) -> None:
+    together = threading.Barrier(4, timeout=10)
+    names: list[str] = []
+
+    @outbox.handler("greet")
+    def greet(message: Message, ctx: SyncContext) -> None:
+        together.wait()
+        names.append(threading.current_thread().name)
+
+    ids = [enqueue(db) for _ in range(4)]
+    await Worker(outbox).run_once()
+    assert [row.state for row in rows_of(db, *ids)] == ["sent"] * 4
+    assert all(name.startswith("pgoutbox-handler") for name in names)
+
+
+async def test_an_async_handler_is_cancelled_at_its_timeout_and_retried(outbox: Outbox, db: psycopg.Connection) -> None:
+    cancelled: list[int] = []
+
+    @outbox.handler("greet", timeout=0.05, retry=AT_ONCE)
+    async def greet(message: Message, ctx: Context) -> None:
+        if message.attempt_count == 1:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                cancelled.append(message.id)
+                raise
+
+    message_id = enqueue(db)
+    await Worker(outbox).drain()
+    assert cancelled == [message_id]
+    assert state_of(db, message_id) == State.SENT
+    assert attempts_of(db, message_id) == [(1, "retry", "timed out after 0.05 s")]
+
+
+async def test_a_thread_that_outlives_its_timeout_keeps_its_slot(dsn: str, db: psycopg.Connection) -> None:
+    outbox = Outbox(settings_for(dsn, concurrency=1))
+    let_go, second_ran = threading.Event(), threading.Event()
+
+    @outbox.handler("stuck", timeout=0.05, retry=MUCH_LATER)
+    def stuck(message: Message, ctx: SyncContext) -> None:
+        let_go.wait(20)
+
+    @outbox.handler("greet")
+    def greet(message: Message, ctx: SyncContext) -> None:
+        second_ran.set()
+
+    hung, other = enqueue(db, topic="stuck"), enqueue(db)
+    worker = Worker(outbox)
+    with reports() as heard:
+        run = asyncio.create_task(worker.run_once())
+        try:
+            await heard.wait_for(Event.RETRY)
+            assert worker.telemetry.counts[Event.ATTEMPT_ABANDONED] == 1
+            assert attempts_of(db, hung) == [(1, "retry", "timed out after 0.05 s")]
+            assert not second_ran.is_set()
+        finally:
+            let_go.set()
+            await run
+    assert state_of(db, other) == State.SENT
+    assert worker.telemetry.counts[Event.ATTEMPT_ABANDONED] == 1
+
+
+async def test_the_timeout_of_the_settings_is_for_handlers_without_their_own(dsn: str, db: psycopg.Connection) -> None:
+    outbox = Outbox(settings_for(dsn, handler_timeout_seconds=0.05))
+
+    @outbox.handler("greet", retry=MUCH_LATER)
+    async def greet(message: Message, ctx: Context) -> None:
+        await asyncio.Event().wait()
+
+    message_id = enqueue(db)
+    await Worker(outbox).run_once()
+    assert attempts_of(db, message_id) == [(1, "retry", "timed out after 0.05 s")]
+
+
+# --- misbehaviour -----------------------------------------------------------------------------------------------------
+
+
+class UnprintableError(Exception):
+    """Cannot even say what it is."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+MISBEHAVIOUR: dict[str, tuple[Callable[[], BaseException], str]] = {
+    "unprintable": (UnprintableError, "UnprintableError: (its text cannot be read: RuntimeError)"),
+    "nul": (lambda: ValueError("a\x00b"), "ValueError: a\\x00b"),
+    "surrogate": (lambda: ValueError("a\ud800b"), "ValueError: a\\ud800b"),
+    "huge": (lambda: ValueError("x" * 10_000_000), "ValueError: xxx"),
+    "transient with nul": (lambda: Transient("a\x00b"), "a\\x00b"),
+    "system exit": (lambda: SystemExit(3), "SystemExit: 3"),
+    "keyboard interrupt": (KeyboardInterrupt, "KeyboardInterrupt"),
+    "cancelled": (asyncio.CancelledError, "CancelledError"),
+    "generator exit": (GeneratorExit, "GeneratorExit"),
+    "stop iteration": (StopIteration, "StopIteration"),
+    "stop async iteration": (StopAsyncIteration, "StopAsyncIteration"),
+    "group": (lambda: BaseExceptionGroup("several", [ValueError("a")]), "ExceptionGroup: several"),
+}
+
+
+@pytest.mark.parametrize("transactional", [False, True], ids=["plain", "transactional"])
+@pytest.mark.parametrize("kind", ["async", "sync"])
+async def test_whatever_a_handler_raises_its_message_is_retried_and_the_others_are_sent(
+    outbox: Outbox, db: psycopg.Connection, kind: str, transactional: bool
+) -> None:
+    def misbehave(message: Message) -> None:
+        if message.payload in MISBEHAVIOUR:
+            make_error, _ = MISBEHAVIOUR[str(message.payload)]
+            raise make_error()
+
+    if kind == "async":
+
+        @outbox.handler("greet", retry=MUCH_LATER, transactional=transactional)
+        async def greet(message: Message, ctx: Context) -> None:
+            await ctx.ensure_lease()
+            misbehave(message)
+
+    else:
+
+        @outbox.handler("greet", retry=MUCH_LATER, transactional=transactional)
+        def greet_in_thread(message: Message, ctx: SyncContext) -> None:
+            # The event loop has answered, so that it waits for this thread when the error comes.
+            ctx.ensure_lease()
+            misbehave(message)
+
+    good = [enqueue(db, payload="good")]
+    bad = {}
+    for name in MISBEHAVIOUR:
+        bad[name] = enqueue(db, payload=name)
+        good.append(enqueue(db, payload="good"))
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(10):
+            await Worker(outbox).run_once()
+    assert [row.state for row in rows_of(db, *good)] == ["sent"] * len(good)
+    rows = {name: row_of(db, message_id) for name, message_id in bad.items()}
+    assert {name: row.state for name, row in rows.items()} == dict.fromkeys(MISBEHAVIOUR, "pending")
+    errors = {name: row.last_error or "" for name, row in rows.items()}
+    assert [name for name, (_, text) in MISBEHAVIOUR.items() if text not in errors[name]] == []
+    assert max(map(len, errors.values())) <= 4000
+
+
+async def test_a_handler_that_returns_nonsense_fails_its_message_at_once(
+    outbox: Outbox, db: psycopg.Connection
+) -> None:
+    nonsense = [42, "done", b"\x00", ["x" * 50_000_000], object(), Sent]
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> Sent:
+        return cast("Sent", nonsense[int(str(message.payload))]) if message.payload != "good" else Sent()
+
+    bad = [enqueue(db, payload=i) for i in range(len(nonsense))]
+    good = enqueue(db, payload="good")
+    await Worker(outbox).run_once()
+    rows = rows_of(db, *bad)
+    assert [row.state for row in rows] == ["failed"] * len(bad)
+    told = [(row.last_error or "").partition(";")[0] for row in rows]
+    assert told == [f"the handler returned a {type(value).__name__}" for value in nonsense]
+    assert state_of(db, good) == State.SENT
+
+
+async def test_a_reason_that_cannot_be_stored_is_made_fit(outbox: Outbox, db: psycopg.Connection) -> None:
+    reasons = ["", "a\x00b", "\ud800", "x" * 5000]
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> Skip:
+        return Skip(reasons[int(str(message.payload))])
+
+    ids = [enqueue(db, payload=i) for i in range(len(reasons))]
+    await Worker(outbox).run_once()
+    written = [row.skip_reason for row in rows_of(db, *ids)]
+    assert written == ["skipped by its handler", "a\\x00b", "\\ud800", "x" * 3999 + "…"]
+
+
+async def test_a_delay_that_is_no_time_is_kept_within_bounds(outbox: Outbox, db: psycopg.Connection) -> None:
+    delays = [float("inf"), float("nan"), 1e300]
+
+    @outbox.handler("snooze")
+    async def snooze(message: Message, ctx: Context) -> Snooze:
+        return Snooze(delays[int(str(message.payload))])
+
+    @outbox.handler("greet", retry=RetryPolicy(base_seconds=1, cap_seconds=60))
+    async def greet(message: Message, ctx: Context) -> Transient:
+        return Transient("busy", retry_after=delays[int(str(message.payload))])
+
+    snoozed = [enqueue(db, topic="snooze", payload=i) for i in range(len(delays))]
+    retried = [enqueue(db, payload=i) for i in range(len(delays))]
+    await Worker(outbox).run_once()
+    assert [round(row.due_in_seconds / 86_400) for row in rows_of(db, *snoozed)] == [30] * 3
+    assert [round(row.due_in_seconds / 60) for row in rows_of(db, *retried)] == [1] * 3
+
+
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["async", "sync"])
+async def test_a_batch_handler_gets_its_messages_together_and_gives_an_outcome_for_each(
+    outbox: Outbox, db: psycopg.Connection, kind: str
+) -> None:
+    sizes: list[int] = []
+
+    def decide(messages: Sequence[Message]) -> list[Outcome]:
+        sizes.append(len(messages))
+        return [Permanent("odd") if message.payload == "odd" else Sent() for message in messages]
+
+    if kind == "async":
+
+        @outbox.batch_handler("index", max_size=3)
+        async def index(messages: Sequence[Message], contexts: Sequence[Context]) -> list[Outcome]:
+            return decide(messages)
+
+    else:
+
+        @outbox.batch_handler("index", max_size=3)
+        def index_in_thread(messages: Sequence[Message], contexts: Sequence[SyncContext]) -> list[Outcome]:
+            return decide(messages)
+
+    ids = [enqueue(db, topic="index", payload="odd" if i % 2 else "even") for i in range(4)]
+    await Worker(outbox).run_once()
+    assert sorted(sizes) == [1, 3]
+    assert [row.state for row in rows_of(db, *ids)] == ["sent", "failed", "sent", "failed"]
+
+
+async def test_a_batch_that_answers_with_the_wrong_number_fails_and_says_so(dsn: str, db: psycopg.Connection) -> None:
+    outbox = Outbox(settings_for(dsn, concurrency=50))
+    answers: list[object] = [[], [Sent()], [Sent()] * 3, "ab", 2, Sent()]
+    given = iter(answers)
+
+    @outbox.batch_handler("index", max_size=2)
+    async def index(messages: Sequence[Message], contexts: Sequence[Context]) -> list[Outcome]:
+        return cast("list[Outcome]", next(given))
+
+    ids = [enqueue(db, topic="index") for _ in range(2 * len(answers))]
+    await Worker(outbox).run_once()
+    rows = rows_of(db, *ids)
+    assert [row.state for row in rows] == ["failed"] * len(ids)
+    assert all("2 outcomes" in (row.last_error or "") for row in rows)
+
+
+async def test_a_batch_that_returns_nothing_was_sent(outbox: Outbox, db: psycopg.Connection) -> None:
+    @outbox.batch_handler("index")
+    async def index(messages: Sequence[Message], contexts: Sequence[Context]) -> None: ...
+
+    ids = [enqueue(db, topic="index") for _ in range(5)]
+    await Worker(outbox).run_once()
+    assert [row.state for row in rows_of(db, *ids)] == ["sent"] * 5
+
+
+async def test_an_exception_in_a_batch_is_the_outcome_of_each_message(outbox: Outbox, db: psycopg.Connection) -> None:
+    @outbox.batch_handler("index", retry=MUCH_LATER)
+    async def index(messages: Sequence[Message], contexts: Sequence[Context]) -> None:
+        raise SystemExit("index is down")
+
+    ids = [enqueue(db, topic="index") for _ in range(3)]
+    await Worker(outbox).run_once()
+    assert [(row.state, row.last_error) for row in rows_of(db, *ids)] == [("pending", "SystemExit: index is down")] * 3
+
+
+async def test_nonsense_for_one_message_of_a_batch_fails_only_that_one(outbox: Outbox, db: psycopg.Connection) -> None:
+    @outbox.batch_handler("index")
+    async def index(messages: Sequence[Message], contexts: Sequence[Context]) -> list[Outcome]:
+        return [cast("Outcome", 42), Sent()]
+
+    ids = [enqueue(db, topic="index") for _ in range(2)]
+    await Worker(outbox).run_once()
+    assert [row.state for row in rows_of(db, *ids)] == ["failed", "sent"]
+
+
+# --- transactional handlers -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def effects(db: psycopg.Connection) -> Callable[[], list[int]]:
+    """A table for what handlers write; gives the message ids that it holds."""
+    db.execute("CREATE TABLE effect (message_id bigint)")
+    return lambda: [row[0] for row in db.execute("SELECT message_id FROM effect ORDER BY 1").fetchall()]
+
+
+WRITE_EFFECT = "INSERT INTO effect VALUES (%s)"
+
+
+def register_transactional(outbox: Outbox, kind: str, then: Callable[[Message], Outcome | None]) -> None:
+    """A transactional handler of topic `greet` that writes its message's id and then does as it is told."""
+    if kind == "async":
+
+        @outbox.handler("greet", transactional=True, retry=MUCH_LATER)
+        async def greet(message: Message, ctx: Context) -> Outcome | None:
+            await ctx.connection.execute(WRITE_EFFECT, [message.id])
+            return then(message)
+
+    else:
+
+        @outbox.handler("greet", transactional=True, retry=MUCH_LATER)
+        def greet_in_thread(message: Message, ctx: SyncContext) -> Outcome | None:
+            ctx.connection.execute(WRITE_EFFECT, [message.id])
+            return then(message)
+
+
+@pytest.mark.parametrize("kind", ["async", "sync"])
+async def test_a_transactional_handlers_writes_commit_together_with_the_completion(
+    outbox: Outbox, db: psycopg.Connection, effects: Callable[[], list[int]], kind: str
+) -> None:
+    db.execute(
+        """
+        CREATE FUNCTION effects_are_complete() RETURNS trigger LANGUAGE plpgsql AS $$
+        BEGIN
+            IF NOT EXISTS (SELECT FROM public.effect WHERE message_id = NEW.id) THEN
+                RAISE EXCEPTION 'sent without its effect';
+            END IF;
+            RETURN NULL;
+        END
+        $$
+        """
+    )
+    db.execute(
+        "CREATE CONSTRAINT TRIGGER complete AFTER INSERT ON pgoutbox.message_done_default "
+        "DEFERRABLE INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION effects_are_complete()"
+    )
+    register_transactional(outbox, kind, lambda _: None)
+    ids = [enqueue(db) for _ in range(3)]
+    worker = Worker(outbox)
+    await worker.run_once()
+    assert effects() == ids
+    assert [row.state for row in rows_of(db, *ids)] == ["sent"] * 3
+    assert worker.telemetry.counts[Event.SENT] == 3
+
+
+@pytest.mark.parametrize("kind", ["async", "sync"])
+async def test_another_outcome_than_sent_rolls_the_handlers_writes_back(
+    outbox: Outbox, db: psycopg.Connection, effects: Callable[[], list[int]], kind: str
+) -> None:
+    register_transactional(outbox, kind, lambda message: OUTCOMES[str(message.payload)])
+    ids = [enqueue(db, payload=name) for name in OUTCOMES]
+    await Worker(outbox).run_once()
+    assert effects() == []
+    states = [row.state for row in rows_of(db, *ids)]
+    assert states == ["pending", "pending", "failed", "skipped", "pending"]
+
+
+@pytest.mark.parametrize("kind", ["async", "sync"])
+async def test_losing_the_message_rolls_the_handlers_writes_back(
+    outbox: Outbox, db: psycopg.Connection, effects: Callable[[], list[int]], kind: str
+) -> None:
+    def lose(message: Message) -> None:
+        lapse(db, message.id)
+        assert ids_in_flight(claim(db, worker="another")) == [message.id]
+
+    register_transactional(outbox, kind, lose)
+    message_id = enqueue(db)
+    worker = Worker(outbox)
+    async with asyncio.timeout(10):
+        await worker.run_once()
+    assert effects() == []
+    row = row_of(db, message_id)
+    assert (row.state, row.worker, row.attempt_count) == ("sending", "another", 2)
+    assert worker.telemetry.counts[Event.LEASE_LOST] == 1
+
+
+@pytest.mark.parametrize("kind", ["async", "sync"])
+async def test_a_transaction_that_the_handler_left_aborted_is_not_a_completion(
+    outbox: Outbox, db: psycopg.Connection, effects: Callable[[], list[int]], kind: str
+) -> None:
+    if kind == "async":
+
+        @outbox.handler("greet", transactional=True, retry=MUCH_LATER)
+        async def greet(message: Message, ctx: Context) -> None:
+            with contextlib.suppress(psycopg.Error):
+                await ctx.connection.execute("SELECT 1 / 0")
+
+    else:
+
+        @outbox.handler("greet", transactional=True, retry=MUCH_LATER)
+        def greet_in_thread(message: Message, ctx: SyncContext) -> None:
+            with contextlib.suppress(psycopg.Error):
+                ctx.connection.execute("SELECT 1 / 0")
+
+    message_id = enqueue(db)
+    await Worker(outbox).run_once()
+    row = row_of(db, message_id)
+    assert row.state == State.PENDING
+    assert "aborted" in (row.last_error or "")
+
+
+async def test_only_a_transactional_handler_has_a_connection(outbox: Outbox, db: psycopg.Connection) -> None:
+    @outbox.handler("greet", retry=MUCH_LATER)
+    async def greet(message: Message, ctx: Context) -> None:
+        await ctx.connection.execute("SELECT 1")
+
+    message_id = enqueue(db)
+    await Worker(outbox).run_once()
+    assert "transactional=True" in (row_of(db, message_id).last_error or "")
+
+
+# --- overtaken attempts -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["async", "sync"])
+@pytest.mark.parametrize("how", ["cancelled", "superseded", "lease lost"])
+async def test_an_attempt_that_was_overtaken_learns_of_it_before_its_side_effect(
+    outbox: Outbox, db: psycopg.Connection, how: str, kind: str
+) -> None:
+    refused: list[str] = []
+
+    def overtake(message: Message) -> None:
+        if how == "cancelled":
+            assert cancel(db, message.id) == "requested"
+        elif how == "superseded":
+            enqueue(db, coalesce_key="k", queue="other")
+        else:
+            lapse(db, message.id)
+            claim(db, worker="another")
+
+    if kind == "async":
+
+        @outbox.handler("greet")
+        async def greet(message: Message, ctx: Context) -> None:
+            await ctx.ensure_lease()
+            overtake(message)
+            try:
+                await ctx.ensure_lease()
+            except LeaseLostError as error:
+                refused.append(str(error))
+                assert ctx.cancelled
+                raise
+
+    else:
+
+        @outbox.handler("greet")
+        def greet_in_thread(message: Message, ctx: SyncContext) -> None:
+            ctx.ensure_lease()
+            overtake(message)
+            try:
+                ctx.ensure_lease()
+            except LeaseLostError as error:
+                refused.append(str(error))
+                assert ctx.cancelled
+                raise
+
+    message_id = enqueue(db, coalesce_key="k")
+    worker = Worker(outbox)
+    await worker.run_once()
+    assert refused == [f"message {message_id}, attempt 1: {how}"]
+    ends = {"cancelled": State.CANCELLED, "superseded": State.SKIPPED, "lease lost": State.SENDING}
+    assert state_of(db, message_id) == ends[how]
+    assert worker.telemetry.counts[Event.ATTEMPT_OVERTAKEN] == 1
+
+
+async def test_a_running_handler_is_told_that_it_was_cancelled(outbox: Outbox, db: psycopg.Connection) -> None:
+    with reports() as heard:
+
+        @outbox.handler("greet")
+        async def greet(message: Message, ctx: Context) -> None:
+            assert cancel(db, message.id) == "requested"
+            assert not ctx.cancelled
+            await heard.wait_for(Event.ATTEMPT_OVERTAKEN)
+            assert ctx.cancelled
+            raise Transient("given up")
+
+        message_id = enqueue(db)
+        await Worker(outbox).run_once()
+    assert state_of(db, message_id) == State.CANCELLED
+
+
+# --- stopping ---------------------------------------------------------------------------------------------------------
+
+
+async def test_stopping_releases_what_did_not_run_or_did_not_end_without_using_up_an_attempt(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    outbox = Outbox(settings_for(dsn, concurrency=1, shutdown_grace_seconds=0))
+    started = asyncio.Event()
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        started.set()
+        if not second_run:
+            await asyncio.Event().wait()
+
+    second_run = False
+    ids = [enqueue(db, max_attempts=1) for _ in range(10)]
+    async with running(Worker(outbox)):
+        await started.wait()
+    rows = rows_of(db, *ids)
+    assert [row.state for row in rows] == ["pending"] * 10
+    assert all(row.max_attempts == row.attempt_count + 1 for row in rows)
+    assert rows[0].attempt_count == 1
+    second_run = True
+    await Worker(outbox).run_once()
+    assert [row.state for row in rows_of(db, *ids)] == ["sent"] * 10
+
+
+async def test_a_handler_that_ends_within_the_grace_time_is_not_interrupted(
+    outbox: Outbox, db: psycopg.Connection
+) -> None:
+    started, finish_now = asyncio.Event(), asyncio.Event()
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        started.set()
+        await finish_now.wait()
+
+    message_id = enqueue(db)
+    worker = Worker(outbox)
+    async with running(worker):
+        await started.wait()
+        worker.stop()
+        finish_now.set()
+    assert state_of(db, message_id) == State.SENT
+
+
+async def test_a_handler_that_ignores_its_cancellation_is_released_all_the_same(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    outbox = Outbox(settings_for(dsn, shutdown_grace_seconds=0))
+    started, end_now = asyncio.Event(), asyncio.Event()
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        started.set()
+        while not end_now.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await end_now.wait()
+
+    async def end_when_released() -> None:
+        await heard.wait_for(Event.RETRY)
+        end_now.set()
+
+    message_id = enqueue(db)
+    with reports() as heard:
+        ending = asyncio.create_task(end_when_released())
+        async with running(Worker(outbox)):
+            await started.wait()
+        await ending
+    assert (row_of(db, message_id).state, row_of(db, message_id).max_attempts) == ("pending", 12)
+
+
+@pytest.fixture
+async def idle(outbox: Outbox) -> AsyncIterator[WatchedWorker]:
+    """A worker that has nothing to do."""
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None: ...
+
+    worker = WatchedWorker(outbox)
+    async with running(worker):
+        await worker.asleep.wait()
+        yield worker
+
+
+async def test_stopping_wakes_a_sleeping_worker(idle: WatchedWorker) -> None:
+    idle.stop()
+    idle.stop()
+    assert idle.telemetry.counts[Event.WORKER_STOPPING] == 1
+
+
+# --- killed and stopped processes -------------------------------------------------------------------------------------
+
+KILL_POINTS = ["after claim", "before send", "after send", "after finish"]
+
+
+def deliver_and_die(dsn: str, point: str) -> None:
+    """A worker process that ends at one point of the first message's way, as kill -9 would end it."""
+    outbox = Outbox(settings_for(dsn, worker_name="doomed"))
+
+    def die(at: str) -> None:
+        if at == point:
+            os._exit(9)
+
+    class DoomedStore(Store):
+        async def claim(self, *arguments: Any, **options: Any) -> list[ClaimedRow]:  # noqa: ANN401 - passed on
+            rows = await super().claim(*arguments, **options)
+            if rows:
+                die("after claim")
+            return rows
+
+        async def finish_sent(self, ids: Sequence[int], attempt_counts: Sequence[int]) -> dict[int, State]:
+            done = await super().finish_sent(ids, attempt_counts)
+            die("after finish")
+            return done
+
+    @outbox.handler("greet")
+    def greet(message: Message, ctx: SyncContext) -> None:
+        die("before send")
+        hand_over(dsn, message)
+        die("after send")
+
+    vars(pgoutbox.worker)["Store"] = DoomedStore
+    asyncio.run(Worker(outbox).run_once())
+
+
+def hand_over(dsn: str, message: Message) -> None:
+    """The side effect: a line in a ledger that no transaction of the worker's covers."""
+    with psycopg.connect(dsn, autocommit=True) as ledger:
+        ledger.execute("INSERT INTO handed_over VALUES (%s, %s)", [message.id, message.idempotency_key])
+
+
+@pytest.fixture
+def ledger(db: psycopg.Connection) -> Callable[[], list[tuple[int, str]]]:
+    """A table of hand-overs; gives what it holds."""
+    db.execute("CREATE TABLE handed_over (message_id bigint, idempotency_key text)")
+    return lambda: db.execute("SELECT message_id, idempotency_key FROM handed_over ORDER BY message_id").fetchall()
+
+
+@pytest.mark.parametrize("point", KILL_POINTS)
+async def test_a_killed_worker_loses_nothing_and_only_a_kill_after_the_send_duplicates(
+    outbox: Outbox, dsn: str, db: psycopg.Connection, ledger: Callable[[], list[tuple[int, str]]], point: str
+) -> None:
+    message_id = enqueue(db)
+    doomed = SPAWN.Process(target=deliver_and_die, args=(dsn, point), daemon=True)
+    doomed.start()
+    await asyncio.to_thread(doomed.join, PATIENCE_SECONDS)
+    assert doomed.exitcode == 9
+    lapse(db, message_id)
+
+    @outbox.handler("greet")
+    def greet(message: Message, ctx: SyncContext) -> None:
+        hand_over(dsn, message)
+
+    await Worker(outbox).run_once()
+    row = row_of(db, message_id)
+    assert row.state == State.SENT
+    handed_over = ledger()
+    assert len(handed_over) == (2 if point == "after send" else 1)
+    assert len(set(handed_over)) == 1
+    assert row.attempt_count == (1 if point == "after finish" else 2)
+
+
+def deliver_when_told(dsn: str, in_handler: ProcessEvent, go_on: ProcessEvent, lost_count: Synchronized[int]) -> None:
+    """A worker process whose handler waits in the middle of its work."""
+    outbox = Outbox(settings_for(dsn, worker_name="stale"))
+
+    @outbox.handler("greet")
+    def greet(message: Message, ctx: SyncContext) -> None:
+        in_handler.set()
+        go_on.wait(PATIENCE_SECONDS)
+
+    worker = Worker(outbox)
+    asyncio.run(worker.run_once())
+    lost_count.value = worker.telemetry.counts[Event.LEASE_LOST]
+
+
+AUDIT = """
+CREATE TABLE audit (at bigserial, message_id bigint, state text, attempt_count integer, worker text, writer text);
+CREATE FUNCTION note() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    INSERT INTO public.audit (message_id, state, attempt_count, worker, writer)
+    VALUES (NEW.id, NEW.state, NEW.attempt_count, NEW.worker, pg_backend_pid()::text);
+    RETURN NULL;
+END
+$$;
+CREATE TRIGGER note AFTER INSERT OR UPDATE ON pgoutbox.message FOR EACH ROW EXECUTE FUNCTION note();
+"""
+
+
+async def test_a_process_that_was_stopped_past_its_lease_writes_nothing_when_it_goes_on(
+    outbox: Outbox, dsn: str, db: psycopg.Connection
+) -> None:
+    db.execute(AUDIT)
+
+    def everything() -> list[tuple[object, ...]]:
+        return [*db.execute("SELECT * FROM pgoutbox.message"), *db.execute("SELECT * FROM audit")]
+
+    message_id = enqueue(db)
+    in_handler, go_on, lost_count = SPAWN.Event(), SPAWN.Event(), SPAWN.Value("i", -1)
+    stale = SPAWN.Process(target=deliver_when_told, args=(dsn, in_handler, go_on, lost_count), daemon=True)
+    stale.start()
+    try:
+        assert await asyncio.to_thread(in_handler.wait, PATIENCE_SECONDS)
+        assert stale.pid is not None
+        os.kill(stale.pid, signal.SIGSTOP)
+        _, status = await asyncio.to_thread(os.waitpid, stale.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+        lapse(db, message_id)
+
+        @outbox.handler("greet")
+        async def greet(message: Message, ctx: Context) -> None: ...
+
+        finisher = Worker(outbox)
+        await finisher.run_once()
+        row, before = row_of(db, message_id), everything()
+        assert (row.state, row.attempt_count, row.worker) == ("sent", 2, finisher.name)
+    finally:
+        os.kill(stale.pid or 0, signal.SIGCONT)
+        go_on.set()
+        await asyncio.to_thread(stale.join, PATIENCE_SECONDS)
+    assert (stale.exitcode, lost_count.value) == (0, 1)
+    assert everything() == before
+
+
+async def test_a_handler_that_blocks_the_event_loop_keeps_its_lease(dsn: str, db: psycopg.Connection) -> None:
+    lease = 1.0
+    outbox = Outbox(settings_for(dsn, lease_seconds=lease))
+    delivered: list[int] = []
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        time.sleep(3 * lease)  # noqa: ASYNC251 - the fault that this test is about
+        assert claim(db, worker="thief") == []
+        delivered.append(message.attempt_count)
+
+    message_id = enqueue(db)
+    worker = Worker(outbox)
+    await worker.run_once()
+    assert delivered == [1]
+    assert (row_of(db, message_id).state, row_of(db, message_id).attempt_count) == ("sent", 1)
+    assert worker.telemetry.counts[Event.LEASE_LOST] == 0
+
+
+# --- a database in trouble --------------------------------------------------------------------------------------------
+
+
+def terminate(db: psycopg.Connection, purpose: str) -> int:
+    """Terminate the worker's connections of one purpose; how many there were."""
+    return len(
+        db.execute(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+            "WHERE datname = current_database() AND application_name LIKE %s",
+            [f"pgoutbox {purpose}"],
+        ).fetchall()
+    )
+
+
+async def test_terminated_connections_lose_no_message(dsn: str, db: psycopg.Connection) -> None:
+    outbox = Outbox(settings_for(dsn, lease_seconds=1, batch_size=5, concurrency=5))
+    db.execute(AUDIT)
+    ids = [enqueue(db) for _ in range(60)]
+    kills = iter(["claim", "finish", "lease", "listen", "%", "finish", "claim", "%"])
+    delivered: list[int] = []
+    all_delivered = asyncio.Event()
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        delivered.append(message.id)
+        if len(delivered) % 7 == 0:
+            terminate(db, next(kills, "nothing"))
+        if set(delivered) == set(ids):
+            all_delivered.set()
+
+    async with running(WatchedWorker(outbox)):
+        await all_delivered.wait()
+    assert {row.state for row in rows_of(db, *ids)} == {"sent"}
+    counts = db.execute(
+        "SELECT message_id, array_agg(attempt_count ORDER BY at), count(*) FILTER (WHERE state = 'sent') "
+        "FROM audit GROUP BY message_id"
+    ).fetchall()
+    assert all(numbers == sorted(numbers) and sent_count == 1 for _, numbers, sent_count in counts)
+
+
+async def test_a_terminated_producer_leaves_nothing_behind(
+    outbox: Outbox, connect: Connect, db: psycopg.Connection
+) -> None:
+    delivered: list[int] = []
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        delivered.append(message.id)
+
+    producer = connect()
+    enqueue(producer)
+    kept = enqueue(db)
+    db.execute("SELECT pg_terminate_backend(%s, 10000)", [producer.info.backend_pid])
+    with pytest.raises(psycopg.OperationalError):
+        producer.commit()
+    await Worker(outbox).run_once()
+    assert delivered == [kept]
+    assert [row.id for row in rows_of(db)] == [kept]
+
+
+async def test_the_worker_goes_on_while_its_claims_fail_and_says_so_once(
+    outbox: Outbox, db: psycopg.Connection
+) -> None:
+    delivered = asyncio.Event()
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        delivered.set()
+
+    worker = WatchedWorker(outbox)
+    with reports() as heard:
+        async with running(worker):
+            await worker.asleep.wait()
+            db.execute("ALTER TABLE pgoutbox.coalesce RENAME COLUMN newest_id TO away")
+            db.execute("ALTER TABLE pgoutbox.coalesce RENAME COLUMN away TO newest_id")
+            terminate(db, "claim")
+            enqueue(db)
+            await delivered.wait()
+            await heard.wait_for(Event.DATABASE_BACK)
+    assert heard.events.count(Event.DATABASE_LOST) == 1
+
+
+async def test_a_finish_whose_answer_was_lost_counts_as_done_and_sends_nothing_twice(
+    dsn: str, db: psycopg.Connection, tmp_path: Path
+) -> None:
+    async with lossy_proxy(db, tmp_path, marker=b"SET state = 'sent'", answer=b"UPDATE 1\x00") as proxy:
+        outbox = Outbox(settings_for(proxy.dsn))
+        delivered: list[int] = []
+
+        @outbox.handler("greet")
+        async def greet(message: Message, ctx: Context) -> None:
+            delivered.append(message.id)
+
+        message_id = enqueue(db)
+        worker = Worker(outbox)
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await worker.run_once()
+        assert proxy.dropped_count == 1
+    assert delivered == [message_id]
+    assert (row_of(db, message_id).state, row_of(db, message_id).attempt_count) == ("sent", 1)
+    assert worker.telemetry.counts[Event.SENT] == 1
+    assert worker.telemetry.counts[Event.LEASE_LOST] == 0
+
+
+@dataclass(slots=True)
+class LossyProxy:
+    """Where to connect to, and how many answers were lost."""
+
+    dsn: str
+    dropped_count: int = 0
+
+
+@contextlib.asynccontextmanager
+async def lossy_proxy(
+    db: psycopg.Connection, directory: Path, *, marker: bytes, answer: bytes
+) -> AsyncIterator[LossyProxy]:
+    """A way to the server that loses one `answer`, with its connection, where `marker` was sent before."""
+    info = db.info
+    proxy = LossyProxy(f"postgresql://{info.user}@/{info.dbname}?host={directory}&port={info.port}")
+
+    async def forward(client: asyncio.StreamReader, client_writer: asyncio.StreamWriter) -> None:
+        if info.host.startswith("/"):
+            server, server_writer = await asyncio.open_unix_connection(f"{info.host}/.s.PGSQL.{info.port}")
+        else:
+            server, server_writer = await asyncio.open_connection(info.host, info.port)
+        marked = False
+
+        async def to_server() -> None:
+            nonlocal marked
+            while data := await client.read(65_536):
+                marked = marked or marker in data
+                server_writer.write(data)
+                await server_writer.drain()
+            server_writer.close()
+
+        async def to_client() -> None:
+            while data := await server.read(65_536):
+                if marked and answer in data and proxy.dropped_count == 0:
+                    proxy.dropped_count += 1
+                    break
+                client_writer.write(data)
+                await client_writer.drain()
+            client_writer.close()
+
+        with contextlib.suppress(OSError):
+            await asyncio.gather(to_server(), to_client())
+
+    server = await asyncio.start_unix_server(forward, f"{directory}/.s.PGSQL.{info.port}")
+    async with server:
+        yield proxy
+
+
+HOSTILE_DEFAULTS = {
+    "default_transaction_isolation": "serializable",
+    "statement_timeout": "50ms",
+    "lock_timeout": "100ms",
+    "idle_in_transaction_session_timeout": "1s",
+    "search_path": "hostile",
+    "enable_indexscan": "on",
+}
+
+
+async def test_the_roles_defaults_do_not_reach_the_workers_statements(
+    dsn: str, connect: Connect, server: Server
+) -> None:
+    db = connect(autocommit=True)
+    for name, value in HOSTILE_DEFAULTS.items():
+        statement = psycopg.sql.SQL("ALTER ROLE {} IN DATABASE {} SET {} = {}").format(
+            psycopg.sql.Identifier(server.user),
+            psycopg.sql.Identifier(db.info.dbname),
+            psycopg.sql.Identifier(name),
+            psycopg.sql.Literal(value),
+        )
+        db.execute(statement)
+    settings = settings_for(dsn, statement_timeout_seconds=20, lock_timeout_seconds=3)
+    names = ["transaction_isolation", "statement_timeout", "lock_timeout", "search_path"]
+    for listen in (True, False):
+        link = Link(dsn, settings.model_copy(update={"listen": listen}), purpose="test")
+        rows = await link.fetch(
+            "SELECT s.name, current_setting(s.name) FROM unnest(%(names)s::text[]) AS s(name)", {"names": names}
+        )
+        await link.close()
+        assert dict(rows) == {
+            "transaction_isolation": "read committed",
+            "statement_timeout": "20s",
+            "lock_timeout": "3s",
+            "search_path": "pg_catalog, pg_temp",
+        }
+
+    outbox = Outbox(settings)
+
+    @outbox.handler("greet", retry=AT_ONCE)
+    async def greet(message: Message, ctx: Context) -> None:
+        if message.attempt_count == 1:
+            raise Transient("busy")
+
+    ids = [enqueue(db) for _ in range(20)]
+    await asyncio.gather(*(Worker(outbox).drain() for _ in range(3)))
+    assert {(row.state, row.attempt_count) for row in rows_of(db, *ids)} == {("sent", 2)}
