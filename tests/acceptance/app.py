@@ -1,0 +1,49 @@
+"""An application for the tests that run workers as processes. Its handlers say on a channel what they are doing."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING
+
+import psycopg
+
+from pgoutbox import Context, Message, Outbox, RetryPolicy, SyncContext
+
+if TYPE_CHECKING:
+    from typing import NoReturn
+
+CHANNEL = "test_progress"
+
+outbox = Outbox()
+
+
+async def tell(what: str, message: Message) -> None:
+    """Tell the test, on a connection of its own."""
+    async with await psycopg.AsyncConnection.connect(outbox.settings.require_dsn(), autocommit=True) as connection:
+        await connection.execute(
+            "SELECT pg_notify(%s, %s)", (CHANNEL, f"{what} {message.id} {message.attempt_count} {os.getpid()}")
+        )
+
+
+@outbox.handler("test.good")
+async def good(message: Message, ctx: Context) -> None:
+    """Deliver, and say so."""
+    await tell("good", message)
+
+
+@outbox.handler("test.poison", retry=RetryPolicy(max_attempts=3, base_seconds=0))
+async def poison(message: Message, ctx: Context) -> NoReturn:
+    """Take the whole process down, as a segmentation fault or the out-of-memory killer would."""
+    os._exit(137)
+
+
+@outbox.handler("test.patient")
+def patient(message: Message, ctx: SyncContext) -> None:
+    """Say that it runs, then run until the process ends."""
+    with psycopg.connect(outbox.settings.require_dsn(), autocommit=True) as connection:
+        connection.execute(
+            "SELECT pg_notify(%s, %s)", (CHANNEL, f"patient {message.id} {message.attempt_count} {os.getpid()}")
+        )
+    while True:
+        time.sleep(0.1)  # The handler that never returns is the fault that the test injects.

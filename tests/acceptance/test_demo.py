@@ -1,0 +1,65 @@
+"""The demo is the main job on real input: it has to add up, and to notice when it does not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from pgoutbox.demo.ledger import Committed, Row, balance
+from pgoutbox.demo.mailbox import Receipt
+
+
+def test_the_demo_plays_and_its_ledger_adds_up() -> None:
+    command = [sys.executable, "-m", "pgoutbox", "demo", "--people", "100", "--seed", "7", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["problems"] == []
+    assert answer["unavoidable_duplicates"] >= 1
+    assert answer["superseded"] > 0
+    assert answer["states"]["failed"] == 1
+
+
+COMMITTED = [Committed(1, "activation", "a@example.org", 0.0), Committed(2, "password_reset", "a@example.org", 0.0)]
+ROWS = {1: Row(1, "sent", 1, None, 0), 2: Row(2, "sent", 1, None, 0)}
+
+
+def receipt(message_id: int, *, header: str | None = None) -> Receipt:
+    return Receipt(message_id, header or f"<{message_id}>", "a@example.org", "subject", "body", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("receipts", "rows", "problem"),
+    [
+        ([receipt(1)], ROWS, "never received"),
+        ([receipt(1), receipt(1), receipt(2)], ROWS, "received 2 times"),
+        ([receipt(1), receipt(2), receipt(3)], ROWS, "never committed"),
+        ([receipt(1), receipt(2)], {1: ROWS[1]}, "not in the table"),
+        ([receipt(1), receipt(2)], ROWS | {9: Row(9, "sent", 1, None, 0)}, "never committed"),
+        ([receipt(1), receipt(2)], ROWS | {1: Row(1, "pending", 1, None, 0)}, "still pending"),
+        ([receipt(1), receipt(2)], ROWS | {1: Row(1, "failed", 3, None, 0)}, "good mailbox failed"),
+        ([receipt(1), receipt(2)], ROWS | {1: Row(1, "skipped", 0, 2, 0)}, "says skipped and was received"),
+        (
+            [receipt(1), receipt(1, header="<other>"), receipt(2)],
+            ROWS | {1: Row(1, "sent", 2, None, 1)},
+            "different Message-IDs",
+        ),
+    ],
+)
+def test_the_ledger_notices_what_does_not_add_up(receipts: list[Receipt], rows: dict[int, Row], problem: str) -> None:
+    verdict = balance(COMMITTED, [], receipts, rows, ["activation"])
+    assert any(problem in found for found in verdict.problems), verdict.problems
+
+
+def test_the_ledger_notices_a_delivered_rollback_and_an_older_reset_after_a_newer_one() -> None:
+    resets = [Committed(n, "password_reset", "a@example.org", 0.0) for n in (1, 2)]
+    verdict = balance(resets, [3], [receipt(2), receipt(1), receipt(3)], ROWS, ["activation"])
+    assert any("was rolled back and delivered" in problem for problem in verdict.problems)
+    assert any("after a newer one" in problem for problem in verdict.problems)
+
+
+def test_the_ledger_accepts_what_adds_up() -> None:
+    assert balance(COMMITTED, [3], [receipt(1), receipt(2)], ROWS, ["activation"]).problems == []

@@ -1,0 +1,135 @@
+"""Workers as processes: killed, poisoned, told to stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import TYPE_CHECKING
+
+import psycopg
+import pytest
+
+if TYPE_CHECKING:
+    from tests.acceptance.conftest import Progress, StartWorker
+    from tests.conftest import Connect
+
+
+@pytest.fixture
+def database(connect: Connect) -> psycopg.Connection:
+    return connect(autocommit=True)
+
+
+def enqueue(database: psycopg.Connection, topic: str) -> int:
+    row = database.execute("SELECT pgoutbox.enqueue(%s, '{}')", (topic,)).fetchone()
+    assert row is not None
+    return int(row[0])
+
+
+def standing(database: psycopg.Connection, message_id: int) -> tuple[str, int, int]:
+    row = database.execute(
+        "SELECT state, attempt_count, max_attempts FROM pgoutbox.message WHERE id = %s", (message_id,)
+    ).fetchone()
+    assert row is not None
+    return row
+
+
+def test_a_message_that_kills_its_worker_fails_after_its_attempts_and_the_others_are_delivered(
+    database: psycopg.Connection, progress: Progress, start_worker: StartWorker
+) -> None:
+    good_before = enqueue(database, "test.good")
+    poison = enqueue(database, "test.poison")
+    database.execute("UPDATE pgoutbox.message SET max_attempts = 3 WHERE id = %s", (poison,))
+    good_after = enqueue(database, "test.good")
+    deaths = 0
+    while standing(database, poison)[0] != "failed":
+        process = start_worker("--drain")
+        deaths += process.wait() == 137
+        process.communicate()
+    assert deaths == 3
+    assert standing(database, poison)[:2] == ("failed", 3)
+    assert [standing(database, message)[0] for message in (good_before, good_after)] == ["sent", "sent"]
+    outcomes = database.execute(
+        "SELECT outcome FROM pgoutbox.attempt WHERE message_id = %s ORDER BY attempt_count", (poison,)
+    ).fetchall()
+    assert outcomes == [("lost",), ("lost",), ("lost",)]
+
+
+def test_a_message_in_flight_when_its_worker_is_killed_is_delivered_by_another_worker(
+    database: psycopg.Connection, progress: Progress, start_worker: StartWorker
+) -> None:
+    process = start_worker()
+    message = enqueue(database, "test.patient")
+    assert progress.wait_for("patient")[:2] == (message, 1)
+    process.send_signal(signal.SIGKILL)
+    start_worker()
+    assert progress.wait_for("patient")[:2] == (message, 2)
+
+
+def test_a_worker_that_is_told_to_stop_releases_what_is_in_flight_without_using_up_an_attempt(
+    database: psycopg.Connection, progress: Progress, start_worker: StartWorker
+) -> None:
+    process = start_worker(shutdown_grace_seconds="0")
+    message = enqueue(database, "test.patient")
+    progress.wait_for("patient")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 0
+    state, attempt_count, max_attempts = standing(database, message)
+    assert (state, max_attempts - attempt_count) == ("pending", 11)
+
+
+def test_a_second_signal_ends_a_worker_that_still_waits_for_its_handlers(
+    database: psycopg.Connection, progress: Progress, start_worker: StartWorker
+) -> None:
+    process = start_worker(shutdown_grace_seconds="3600")
+    enqueue(database, "test.patient")
+    progress.wait_for("patient")
+    process.send_signal(signal.SIGTERM)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "worker_stopping" in line:
+            break
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 128 + signal.SIGTERM
+
+
+def test_a_supervised_process_that_is_killed_is_started_again_and_all_end_together(
+    database: psycopg.Connection, progress: Progress, start_worker: StartWorker
+) -> None:
+    supervisor = start_worker("--processes", "2", shutdown_grace_seconds="0")
+    message = enqueue(database, "test.patient")
+    _, _, pid = progress.wait_for("patient")
+    os.kill(pid, signal.SIGKILL)
+    again, attempt_count, other = progress.wait_for("patient")
+    assert (again, attempt_count) == (message, 2)
+    assert other != pid
+    assert supervisor.stderr is not None
+    for line in supervisor.stderr:
+        if "process_died" in line:
+            break
+    supervisor.send_signal(signal.SIGTERM)
+    supervisor.communicate(timeout=60)
+    assert supervisor.returncode == 0
+    assert standing(database, message)[0] == "pending"
+
+
+def test_workers_stop_when_their_supervisor_is_killed(
+    database: psycopg.Connection, progress: Progress, start_worker: StartWorker
+) -> None:
+    supervisor = start_worker("--processes", "2", shutdown_grace_seconds="0")
+    message = enqueue(database, "test.patient")
+    progress.wait_for("patient")
+    supervisor.send_signal(signal.SIGKILL)
+    # The pipe of standard error is closed when the last process that holds it has ended.
+    _, log = supervisor.communicate(timeout=60)
+    assert standing(database, message)[0] == "pending", log
+
+
+def test_overlapping_runs_by_cron_deliver_each_message_once(
+    database: psycopg.Connection, progress: Progress, start_worker: StartWorker
+) -> None:
+    messages = {enqueue(database, "test.good") for _ in range(40)}
+    runs = [start_worker("--once"), start_worker("--once")]
+    assert [run.wait(timeout=60) for run in runs] == [0, 0]
+    delivered = [progress.wait_for("good")[0] for _ in messages]
+    assert sorted(delivered) == sorted(messages)
+    assert {standing(database, message)[:2] for message in messages} == {("sent", 1)}

@@ -1,0 +1,88 @@
+"""The wheel, alone in a new virtual environment: what users install has everything that it needs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+ROOT = Path(__file__).parents[2]
+
+APP = """
+from pathlib import Path
+
+from pgoutbox import Context, Message, Outbox
+
+outbox = Outbox()
+
+
+@outbox.handler("wheel.test")
+async def write_down(message: Message, ctx: Context) -> None:
+    Path("delivered").write_text(message.payload["text"])
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built by way of the source archive, as a release is."""
+    directory = tmp_path_factory.mktemp("dist")
+    subprocess.run(
+        [sys.executable, "-m", "build", "--outdir", str(directory), str(ROOT)], check=True, capture_output=True
+    )
+    (built,) = directory.glob("*.whl")
+    return built
+
+
+def test_the_wheel_holds_the_package_its_types_and_the_migrations_and_nothing_else(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {"pgoutbox/py.typed", "pgoutbox/migrations/env.py", "pgoutbox/migrations/versions/0001_outbox.py"} <= {
+        *names
+    }
+    assert len(names) == len(set(names))
+    assert {Path(name).parts[0].split("-")[0] for name in names} == {"pgoutbox"}
+
+
+@pytest.mark.slow
+def test_the_wheel_alone_migrates_a_database_and_delivers_a_message(
+    wheel: Path, empty_dsn: str, tmp_path: Path, run_in_new_environment: Callable[..., str]
+) -> None:
+    (tmp_path / "shop.py").write_text(APP)
+    run_in_new_environment("pip", "install", "--quiet", f"{wheel}[binary,cli,migrate]")
+    run_in_new_environment("pgoutbox", "migrate", PGOUTBOX_DSN=empty_dsn)
+    enqueue = ("pgoutbox", "enqueue", "wheel.test", '{"text": "from the wheel"}')
+    run_in_new_environment(*enqueue, PGOUTBOX_DSN=empty_dsn)
+    run_in_new_environment("pgoutbox", "worker", "--app", "shop:outbox", "--once", PGOUTBOX_DSN=empty_dsn)
+    assert (tmp_path / "delivered").read_text() == "from the wheel"
+    answer = run_in_new_environment("pgoutbox", "stats", "--json", PGOUTBOX_DSN=empty_dsn)
+    assert '"sent": 1' in answer
+
+
+@pytest.fixture
+def run_in_new_environment(tmp_path: Path) -> Callable[..., str]:
+    """Runs a program of a new virtual environment in an empty directory."""
+    environment = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
+
+    def run(program: str, *arguments: str, **variables: str) -> str:
+        inherited = {n: v for n, v in os.environ.items() if not n.startswith(("PGOUTBOX_", "PYTHON"))}
+        done = subprocess.run(
+            [str(environment / "bin" / program), *arguments],
+            cwd=tmp_path,
+            env=inherited | variables,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
