@@ -20,7 +20,7 @@ from pgoutbox.settings import load_settings
 
 # Found with the scenario `pgqueuer-settings`; its documentation advises a larger batch for short jobs, and a direct
 # connection rather than a pool for the consumer.
-PGQUEUER_BATCH_SIZE = 200
+PGQUEUER_BATCH_SIZE = 500
 PGQUEUER_DRIVER = "connection"
 PGQUEUER_SETTINGS = (
     f"asyncpg {PGQUEUER_DRIVER}, uvloop, batch_size={PGQUEUER_BATCH_SIZE}, durability=durable, pgq autovac, "
@@ -62,7 +62,8 @@ def run(server: Server, options: Options) -> Result:
                 "pgoutbox": lambda: _drain(ours, connection, count),
                 "pgqueuer": lambda: drain_pgqueuer(theirs, count, PGQUEUER_BATCH_SIZE, PGQUEUER_DRIVER),
                 "bare loop": lambda: _drain(ours, connection, count, "bare", str(load_settings().batch_size)),
-                "pgoutbox, pinned horizon": lambda: _drain_pinned(ours, connection, count),
+                "pgoutbox, pinned horizon": lambda: _drain_pinned(ours, connection, count, one_bulk=False),
+                "pgoutbox, pinned horizon, one bulk": lambda: _drain_pinned(ours, connection, count, one_bulk=True),
                 f"pgoutbox, {options.finished_messages:,} finished": lambda: _drain_aged(aged, aged_connection, count),
             }
             runs = {name: _Runs() for name in variants}
@@ -85,10 +86,14 @@ def _drain(
     return answer
 
 
-def _drain_pinned(dsn: str, connection: psycopg.Connection[tuple[object, ...]], count: int) -> Mapping[str, object]:
+def _drain_pinned(
+    dsn: str, connection: psycopg.Connection[tuple[object, ...]], count: int, *, one_bulk: bool
+) -> Mapping[str, object]:
     empty_outbox(connection)
     with _pinned_horizon(dsn):
-        load_pending(connection, count, topic=TOPIC)
+        # All messages of one transaction fall due at the same moment, so that due times alone do not tell them apart.
+        with connection.transaction() if one_bulk else contextlib.nullcontext():
+            load_pending(connection, count, topic=TOPIC)
         settle(connection, *_MESSAGE_TABLES)
         answer = answer_of("deliver", "drain", dsn=dsn)
     _check_sent(connection, count)
