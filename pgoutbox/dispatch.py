@@ -160,9 +160,9 @@ class Context:
         self._connection = connection
 
     async def ensure_lease(self) -> None:
-        """Prolong the lease right before a side effect, or raise `LeaseLostError`.
+        """Make sure of the lease right before a side effect, or raise `LeaseLostError`.
 
-        Raises when the message was cancelled, superseded or claimed by another worker: then the side effect must not
+        After it, two thirds of the lease are left at least. Raises when the message was cancelled, superseded or claimed by another worker: then the side effect must not
         happen any more. Let the error out; the message is not retried because of it unless it has to be.
         """
         await self._ensure(self)
@@ -196,7 +196,7 @@ class SyncContext:
         return self._context.cancelled
 
     def ensure_lease(self) -> None:
-        """Prolong the lease right before a side effect, or raise `LeaseLostError`."""
+        """Make sure of the lease right before a side effect, or raise `LeaseLostError`."""
         asyncio.run_coroutine_threadsafe(self._context.ensure_lease(), self._loop).result()
 
 

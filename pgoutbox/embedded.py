@@ -127,7 +127,7 @@ def _guard_command(binaries: Path, data: Path, home: Path, *, durable: bool, kee
 @contextlib.contextmanager
 def _guard(command: list[str], account: pwd.struct_passwd | None) -> Iterator[None]:
     try:
-        guard = subprocess.Popen(  # noqa: S603 - the script is a constant, its arguments are never parsed by the shell
+        guard = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

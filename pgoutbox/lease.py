@@ -52,12 +52,18 @@ class LeaseKeeper:
         await self._link.close()
 
     async def ensure(self, context: Context) -> None:
-        """Prolong one lease at once, on the event loop; `LeaseLostError` if there is nothing left to prolong."""
+        """Make sure of one lease at once, on the event loop; `LeaseLostError` if it is not held any more.
+
+        A lease that is young is only looked at: a renewal is a commit, and waits for the disk.
+        """
         asked_at = elapsed_clock()
         message = context.message
-        rows = await renew(
-            self._link, [message.id], [message.attempt_count], lease_seconds=self._settings.lease_seconds
-        )
+        ids, attempt_counts = [message.id], [message.attempt_count]
+        if asked_at - context.leased_at < self._settings.renew_interval_seconds:
+            rows = await watch(self._link, ids, attempt_counts)
+            asked_at = context.leased_at
+        else:
+            rows = await renew(self._link, ids, attempt_counts, lease_seconds=self._settings.lease_seconds)
         self._tell(context, rows.get(message.id), asked_at)
         if context.overtaken is not None:
             raise LeaseLostError(f"message {message.id}, attempt {message.attempt_count}: {context.overtaken}")
