@@ -162,8 +162,9 @@ class Context:
     async def ensure_lease(self) -> None:
         """Make sure of the lease right before a side effect, or raise `LeaseLostError`.
 
-        After it, two thirds of the lease are left at least. Raises when the message was cancelled, superseded or claimed by another worker: then the side effect must not
-        happen any more. Let the error out; the message is not retried because of it unless it has to be.
+        After it, two thirds of the lease are left at least. Raises when the message was cancelled, superseded or
+        claimed by another worker: then the side effect must not happen any more. Let the error out; the message is not
+        retried because of it unless it has to be.
         """
         await self._ensure(self)
 
