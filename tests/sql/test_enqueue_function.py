@@ -1,0 +1,527 @@
+"""The SQL functions enqueue and enqueue_many by themselves, as a trigger, psql or another language calls them."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, LiteralString, NamedTuple
+
+import psycopg
+import pytest
+from psycopg import errors
+from psycopg.rows import namedtuple_row
+
+from pgoutbox import CancelResult, Enqueued, NewMessage, Outbox, migrate, sql
+from pgoutbox.embedded import embedded_server
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from tests.conftest import Connect
+
+ENQUEUE: LiteralString = """
+SELECT pgoutbox.enqueue(
+    topic => %(topic)s::text,
+    payload => %(payload)s::jsonb,
+    queue => %(queue)s::text,
+    destination => %(destination)s::text,
+    coalesce_key => %(coalesce_key)s::text,
+    dedupe_key => %(dedupe_key)s::text,
+    available_at => %(available_at)s::text::timestamptz,
+    expires_at => %(expires_at)s::text::timestamptz,
+    headers => %(headers)s::jsonb,
+    max_attempts => %(max_attempts)s::integer
+)
+"""
+
+# A sound item first, so that the index in the answer has something to tell.
+ENQUEUE_MANY: LiteralString = """
+SELECT *
+FROM pgoutbox.enqueue_many(
+    topics => ARRAY['sound', %(topic)s::text],
+    payloads => ARRAY['1', %(payload)s::jsonb],
+    queues => ARRAY[NULL, %(queue)s::text],
+    destinations => ARRAY[NULL, %(destination)s::text],
+    coalesce_keys => ARRAY[NULL, %(coalesce_key)s::text],
+    dedupe_keys => ARRAY[NULL, %(dedupe_key)s::text],
+    available_ats => ARRAY[NULL, %(available_at)s::text::timestamptz],
+    expires_ats => ARRAY[NULL, %(expires_at)s::text::timestamptz],
+    headers => ARRAY[NULL, %(headers)s::jsonb],
+    max_attempts => ARRAY[NULL, %(max_attempts)s::integer]
+)
+"""
+
+SOUND: Mapping[str, object] = {
+    "topic": "mail",
+    "payload": "{}",
+    "queue": "default",
+    "destination": None,
+    "coalesce_key": None,
+    "dedupe_key": None,
+    "available_at": None,
+    "expires_at": None,
+    "headers": None,
+    "max_attempts": 11,
+}
+
+BAD_NAMES = (
+    "", " ", "a\n", "\na", "'; drop", 'a"', "$$", "a\\", "a" * 64, "é", "a\U0001f600", "a\u202eb", "_a", "9a", "A",
+    "a b",
+)  # fmt: skip
+BAD_HEADERS: tuple[object, ...] = (
+    None, [], "a", 1, {"a": 1}, {"a": None}, {"a": {"b": "c"}}, {"": "a"}, {"a\n": "b"}, {"a": "b\r\nBcc: c"},
+    {"a": "\x7f"}, {f"h{n}": "" for n in range(65)},
+)  # fmt: skip
+BAD_ARGUMENTS: list[tuple[str, object, str]] = [
+    ("topic", None, "22004"),
+    ("payload", None, "22004"),
+    *(("topic", name, "22023") for name in BAD_NAMES),
+    *(("queue", name, "22023") for name in BAD_NAMES),
+    ("coalesce_key", "é" * 257, "22023"),
+    ("dedupe_key", "é" * 257, "22023"),
+    *(
+        ("destination", uri, "22023")
+        for uri in ("", "a@b", ":x", "mailto:", "1x:y", "mailto:a\n", "m:a\r\nBcc: b", "m:\x7f", "m:" + "x" * 2047)
+    ),
+    ("available_at", "infinity", "22023"),
+    ("available_at", "-infinity", "22023"),
+    ("available_at", "9999-12-31 23:59:59+00", "22023"),
+    ("expires_at", "infinity", "22023"),
+    ("expires_at", "-infinity", "22023"),
+    ("expires_at", "9999-12-31 23:59:59+00", "22023"),
+    ("expires_at", "2000-01-01 00:00:00+00", "22023"),
+    *(("headers", json.dumps(headers), "22023") for headers in BAD_HEADERS),
+    *(("max_attempts", count, "22023") for count in (0, -1, 10_001)),
+]  # fmt: skip
+
+
+class Found(NamedTuple):
+    """The row that enqueue wrote, as far as it differs from message to message."""
+
+    topic: str
+    queue: str
+    destination: str | None
+    coalesce_key: str | None
+    dedupe_key: str | None
+    payload: object
+    headers: object
+    state: str
+    attempt_count: int
+    max_attempts: int
+    due_in: timedelta
+    expires_in: timedelta | None
+
+
+def found(connection: psycopg.Connection, message_id: int) -> Found:
+    row = connection.execute(
+        """
+        SELECT
+            topic, queue, destination, coalesce_key, dedupe_key, payload, headers, state, attempt_count, max_attempts,
+            available_at - created_at, expires_at - created_at
+        FROM pgoutbox.message
+        WHERE id = %s
+        """,
+        (message_id,),
+    ).fetchone()
+    assert row is not None
+    return Found._make(row)
+
+
+def scalar(connection: psycopg.Connection, statement: LiteralString, *parameters: object) -> object:
+    row = connection.execute(statement, parameters).fetchone()
+    assert row is not None
+    return row[0]
+
+
+def count(connection: psycopg.Connection) -> object:
+    return scalar(connection, "SELECT count(*) FROM pgoutbox.message")
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("argument", "value", "sqlstate"), BAD_ARGUMENTS)
+def test_both_functions_refuse_the_same_arguments_with_sqlstate_and_name(
+    rolled_back: psycopg.Connection, argument: str, value: object, sqlstate: str
+) -> None:
+    arguments = {**SOUND, argument: value}
+    for statement, text in ((ENQUEUE, f"pgoutbox.enqueue: {argument}: "), (ENQUEUE_MANY, f"items[1].{argument}: ")):
+        with pytest.raises(psycopg.Error) as caught, rolled_back.transaction():
+            rolled_back.execute(statement, arguments)
+        diag = caught.value.diag
+        assert (diag.sqlstate, diag.schema_name, diag.column_name) == (sqlstate, "pgoutbox", argument)
+        assert text in (diag.message_primary or "")
+    assert count(rolled_back) == 0
+
+
+@pytest.mark.parametrize("argument", ["queue", "max_attempts"])
+def test_a_null_is_refused_by_enqueue_and_means_the_default_in_an_array(
+    rolled_back: psycopg.Connection, argument: str
+) -> None:
+    arguments = {**SOUND, argument: None}
+    with pytest.raises(errors.NullValueNotAllowed) as caught, rolled_back.transaction():
+        rolled_back.execute(ENQUEUE, arguments)
+    assert caught.value.diag.column_name == argument
+    (_, (_, message_id, _)) = rolled_back.execute(ENQUEUE_MANY, arguments).fetchall()
+    assert found(rolled_back, message_id)[:2] == ("mail", "default")
+    assert found(rolled_back, message_id).max_attempts == 11
+
+
+@pytest.mark.parametrize("statement", [ENQUEUE, ENQUEUE_MANY])
+@pytest.mark.parametrize("payload", ["{", "", "{'a': 1}", '{"a": NaN}', '"\\u0000"', '"\\ud800"'])
+def test_malformed_json_is_the_servers_own_error(
+    rolled_back: psycopg.Connection, statement: LiteralString, payload: str
+) -> None:
+    with pytest.raises(psycopg.DataError) as caught:
+        rolled_back.execute(statement, {**SOUND, "payload": payload})
+    assert caught.value.sqlstate in ("22P02", "22P05")
+    assert caught.value.diag.schema_name is None
+
+
+@pytest.mark.parametrize(
+    ("call", "column", "sqlstate"),
+    [
+        ("topics => NULL, payloads => ARRAY['1'::jsonb]", "topics", "22004"),
+        ("topics => ARRAY['a'], payloads => NULL", "payloads", "22023"),
+        ("topics => ARRAY['a', 'b'], payloads => ARRAY['1'::jsonb]", "payloads", "22023"),
+        ("topics => ARRAY['a'], payloads => ARRAY['1', '2'::jsonb]", "payloads", "22023"),
+        ("topics => ARRAY['a'], payloads => ARRAY['1'::jsonb], queues => ARRAY['a', 'b']", "topics", "22023"),
+        ("topics => ARRAY['a'], payloads => ARRAY['1'::jsonb], delays => ARRAY[1, 2]", "topics", "22023"),
+    ],
+)
+def test_arrays_that_do_not_fit_together_are_refused(
+    rolled_back: psycopg.Connection, call: LiteralString, column: str, sqlstate: str
+) -> None:
+    with pytest.raises(psycopg.DataError) as caught:
+        rolled_back.execute(f"SELECT * FROM pgoutbox.enqueue_many({call})")
+    assert (caught.value.diag.column_name, caught.value.sqlstate) == (column, sqlstate)
+
+
+def test_of_several_bad_items_the_first_is_named(rolled_back: psycopg.Connection) -> None:
+    with pytest.raises(errors.InvalidParameterValue, match=r"items\[1\]\.topic"):
+        rolled_back.execute("SELECT * FROM pgoutbox.enqueue_many(ARRAY['a', 'B', 'C'], ARRAY['1', '2', '3'::jsonb])")
+
+
+def test_no_items_are_no_rows(rolled_back: psycopg.Connection) -> None:
+    assert (
+        rolled_back.execute("SELECT * FROM pgoutbox.enqueue_many(ARRAY[]::text[], ARRAY[]::jsonb[])").fetchall() == []
+    )
+
+
+# --- what is written --------------------------------------------------------------------------------------------------
+
+
+def test_two_arguments_are_enough(rolled_back: psycopg.Connection) -> None:
+    message_id = scalar(rolled_back, "SELECT pgoutbox.enqueue('mail', '{\"a\": [1]}')")
+    assert isinstance(message_id, int)
+    assert found(rolled_back, message_id) == Found(
+        "mail", "default", None, None, None, {"a": [1]}, None, "pending", 0, 11, timedelta(0), None
+    )
+
+
+@pytest.mark.parametrize("statement", [ENQUEUE, ENQUEUE_MANY])
+@pytest.mark.parametrize(
+    "keys", [{}, {"coalesce_key": "c"}, {"dedupe_key": ""}, {"coalesce_key": "", "dedupe_key": "d"}]
+)
+def test_every_argument_reaches_its_column(
+    rolled_back: psycopg.Connection, statement: LiteralString, keys: dict[str, str]
+) -> None:
+    now = scalar(rolled_back, "SELECT now()")
+    arguments = {
+        **SOUND,
+        **keys,
+        "payload": '"x"',
+        "queue": "bulk",
+        "destination": "mailto:a@example.org",
+        "available_at": str(scalar(rolled_back, "SELECT (now() + interval '1 hour')::text")),
+        "expires_at": str(scalar(rolled_back, "SELECT (now() + interval '1 day')::text")),
+        "headers": '{"trace": "1"}',
+        "max_attempts": 3,
+    }
+    rows = rolled_back.execute(statement, arguments).fetchall()
+    message_id = rows[-1][0] if statement is ENQUEUE else rows[-1][1]
+    assert found(rolled_back, message_id) == Found(
+        "mail", "bulk", "mailto:a@example.org", keys.get("coalesce_key"), keys.get("dedupe_key"), "x", {"trace": "1"},
+        "pending", 0, 3, timedelta(hours=1), timedelta(days=1),
+    )  # fmt: skip
+    assert scalar(rolled_back, "SELECT created_at FROM pgoutbox.message WHERE id = %s", message_id) == now
+
+
+def test_an_available_at_in_the_past_means_now(rolled_back: psycopg.Connection) -> None:
+    rolled_back.execute(ENQUEUE, {**SOUND, "available_at": "0044-03-15 12:00:00+00 BC"})
+    rolled_back.execute(ENQUEUE_MANY, {**SOUND, "available_at": "1970-01-01 00:00:00+00"})
+    assert scalar(rolled_back, "SELECT bool_and(available_at = now()) FROM pgoutbox.message") is True
+
+
+def test_unkeyed_messages_of_a_bulk_have_ids_in_the_order_of_the_items(rolled_back: psycopg.Connection) -> None:
+    rows = rolled_back.execute(
+        "SELECT * FROM pgoutbox.enqueue_many(array_fill('a'::text, ARRAY[50]), array_fill('1'::jsonb, ARRAY[50]))"
+    ).fetchall()
+    assert [row[1] for row in sorted(rows)] == sorted(row[1] for row in rows)
+    assert [row[0] for row in sorted(rows)] == list(range(50))
+
+
+# --- dedupe key -------------------------------------------------------------------------------------------------------
+
+
+def test_a_dedupe_key_that_is_taken_gives_the_existing_message(rolled_back: psycopg.Connection) -> None:
+    arguments = {**SOUND, "dedupe_key": "k", "payload": '{"a": 1, "b": 2}'}
+    first = rolled_back.execute(ENQUEUE, arguments).fetchone()
+    assert rolled_back.execute(ENQUEUE, {**arguments, "payload": '{"b":2,  "a":1e0}'}).fetchone() == first
+    assert count(rolled_back) == 1
+
+
+def test_a_dedupe_key_is_free_in_another_topic(rolled_back: psycopg.Connection) -> None:
+    for topic in ("a", "b"):
+        rolled_back.execute(ENQUEUE, {**SOUND, "topic": topic, "dedupe_key": "k"})
+    assert count(rolled_back) == 2
+
+
+@pytest.mark.parametrize("statement", [ENQUEUE, ENQUEUE_MANY])
+def test_a_dedupe_key_with_another_payload_is_a_conflict(
+    rolled_back: psycopg.Connection, statement: LiteralString
+) -> None:
+    rolled_back.execute(ENQUEUE, {**SOUND, "dedupe_key": "k"})
+    with pytest.raises(errors.UniqueViolation) as caught:
+        rolled_back.execute(statement, {**SOUND, "dedupe_key": "k", "payload": "1"})
+    diag = caught.value.diag
+    assert (diag.schema_name, diag.constraint_name, diag.column_name) == ("pgoutbox", "dedupe_payload", "dedupe_key")
+
+
+@pytest.mark.parametrize("state", ["sent", "failed", "cancelled"])
+def test_a_dedupe_key_stays_taken_in_whatever_state_its_message_is(
+    rolled_back: psycopg.Connection, state: LiteralString
+) -> None:
+    arguments = {**SOUND, "dedupe_key": "k"}
+    first = rolled_back.execute(ENQUEUE, arguments).fetchone()
+    rolled_back.execute(
+        f"""
+        UPDATE pgoutbox.message
+        SET state = '{state}', finished_at = now(), attempt_count = 1, worker = 'w', claimed_at = now()
+        """
+    )
+    assert rolled_back.execute(ENQUEUE, arguments).fetchone() == first
+
+
+def test_a_bulk_answers_which_items_were_duplicates(rolled_back: psycopg.Connection) -> None:
+    rows = rolled_back.execute(
+        "SELECT * FROM pgoutbox.enqueue_many(ARRAY['a', 'a', 'a'], ARRAY['1', '1', '1'::jsonb], dedupe_keys => %s)",
+        (["x", "y", "x"],),
+    ).fetchall()
+    (first, second, third) = sorted(rows)
+    assert [row[2] for row in (first, second, third)] == [False, False, True]
+    assert third[1] == first[1] != second[1]
+
+
+# --- coalesce key -----------------------------------------------------------------------------------------------------
+
+
+def newest(connection: psycopg.Connection, key: str) -> object:
+    return scalar(connection, "SELECT newest_id FROM pgoutbox.coalesce WHERE coalesce_key = %s", key)
+
+
+def test_the_head_names_the_newest_message_of_its_key(rolled_back: psycopg.Connection) -> None:
+    ids = [scalar(rolled_back, "SELECT pgoutbox.enqueue('mail', '1', coalesce_key => 'k')") for _ in range(3)]
+    other = scalar(rolled_back, "SELECT pgoutbox.enqueue('mail', '1', coalesce_key => '')")
+    assert ids == sorted(ids, key=str)
+    assert newest(rolled_back, "k") == ids[-1]
+    assert newest(rolled_back, "") == other
+
+
+def test_no_key_coalesces_with_nothing(rolled_back: psycopg.Connection) -> None:
+    for _ in range(2):
+        rolled_back.execute(ENQUEUE, SOUND)
+    assert scalar(rolled_back, "SELECT count(*) FROM pgoutbox.coalesce") == 0
+
+
+def test_of_the_items_of_a_bulk_with_one_key_the_last_is_the_newest(rolled_back: psycopg.Connection) -> None:
+    rows = rolled_back.execute(
+        "SELECT * FROM pgoutbox.enqueue_many(ARRAY['a', 'a', 'a'], ARRAY['1', '2', '3'::jsonb], coalesce_keys => %s)",
+        (["k", None, "k"],),
+    ).fetchall()
+    by_item = {row[0]: row[1] for row in rows}
+    assert by_item[0] < by_item[2] == newest(rolled_back, "k")
+
+
+def test_a_message_with_both_keys_is_known_by_one_id(rolled_back: psycopg.Connection) -> None:
+    arguments = {**SOUND, "coalesce_key": "c", "dedupe_key": "d"}
+    first = rolled_back.execute(ENQUEUE, arguments).fetchone()
+    assert first is not None
+    assert rolled_back.execute(ENQUEUE, arguments).fetchone() == first
+    assert newest(rolled_back, "c") == first[0] == scalar(rolled_back, "SELECT message_id FROM pgoutbox.dedupe")
+
+
+# --- who may, and where -----------------------------------------------------------------------------------------------
+
+
+def test_a_role_without_the_right_to_execute_is_refused(rolled_back: psycopg.Connection) -> None:
+    rolled_back.execute("CREATE ROLE pgoutbox_test_nobody; GRANT USAGE ON SCHEMA pgoutbox TO pgoutbox_test_nobody")
+    rolled_back.execute("SET ROLE pgoutbox_test_nobody")
+    for statement in (ENQUEUE, ENQUEUE_MANY):
+        with pytest.raises(errors.InsufficientPrivilege), rolled_back.transaction():
+            rolled_back.execute(statement, SOUND)
+
+
+def test_a_read_only_transaction_is_refused_by_the_server(rolled_back: psycopg.Connection) -> None:
+    rolled_back.execute("SET TRANSACTION READ ONLY")
+    for statement in (ENQUEUE, ENQUEUE_MANY):
+        with pytest.raises(errors.ReadOnlySqlTransaction), rolled_back.transaction():
+            rolled_back.execute(statement, SOUND)
+
+
+HOSTILE: LiteralString = """
+CREATE SCHEMA evil;
+CREATE DOMAIN evil.text AS pg_catalog.text CHECK (false);
+CREATE DOMAIN evil.jsonb AS pg_catalog.jsonb CHECK (false);
+CREATE DOMAIN evil.timestamptz AS pg_catalog.timestamptz CHECK (false);
+CREATE DOMAIN evil.float8 AS pg_catalog.float8 CHECK (false);
+CREATE DOMAIN evil.int4 AS pg_catalog.int4 CHECK (false);
+CREATE DOMAIN evil.int8 AS pg_catalog.int8 CHECK (false);
+CREATE DOMAIN evil.bool AS pg_catalog.bool CHECK (false);
+CREATE FUNCTION evil.trap() RETURNS pg_catalog.timestamptz LANGUAGE plpgsql AS
+    $$BEGIN RAISE EXCEPTION 'trapped'; END$$;
+CREATE FUNCTION evil.now() RETURNS pg_catalog.timestamptz LANGUAGE sql AS 'SELECT evil.trap()';
+CREATE FUNCTION evil.jsonb_typeof(pg_catalog.jsonb) RETURNS pg_catalog.text LANGUAGE sql AS 'SELECT evil.trap()::text';
+CREATE FUNCTION evil.string_to_array(pg_catalog.text, pg_catalog.text) RETURNS pg_catalog.text[] LANGUAGE sql AS
+    'SELECT ARRAY[evil.trap()::text]';
+CREATE FUNCTION evil.chr(pg_catalog.int4) RETURNS pg_catalog.text LANGUAGE sql AS 'SELECT evil.trap()::text';
+CREATE FUNCTION evil.make_interval(secs pg_catalog.float8) RETURNS interval LANGUAGE sql AS
+    'SELECT evil.trap() - evil.trap()';
+CREATE FUNCTION evil.nextval(pg_catalog.text) RETURNS pg_catalog.int8 LANGUAGE sql AS
+    'SELECT extract(epoch FROM evil.trap())::pg_catalog.int8';
+CREATE FUNCTION evil.later(pg_catalog.timestamptz, interval) RETURNS pg_catalog.timestamptz LANGUAGE sql AS
+    'SELECT evil.trap()';
+CREATE OPERATOR evil.+ (LEFTARG = pg_catalog.timestamptz, RIGHTARG = interval, FUNCTION = evil.later);
+CREATE FUNCTION evil.same(pg_catalog.text, pg_catalog.text) RETURNS pg_catalog.bool LANGUAGE sql AS
+    'SELECT evil.trap() IS NULL';
+CREATE OPERATOR evil.= (LEFTARG = pg_catalog.text, RIGHTARG = pg_catalog.text, FUNCTION = evil.same);
+CREATE OPERATOR evil.!~ (LEFTARG = pg_catalog.text, RIGHTARG = pg_catalog.text, FUNCTION = evil.same);
+CREATE OPERATOR evil.~ (LEFTARG = pg_catalog.text, RIGHTARG = pg_catalog.text, FUNCTION = evil.same);
+CREATE TABLE evil.message_live (id pg_catalog.int8);
+CREATE TEMP TABLE message (id pg_catalog.int8);
+CREATE TEMP TABLE coalesce (id pg_catalog.int8);
+CREATE FUNCTION pg_temp.jsonb_typeof(pg_catalog.jsonb) RETURNS pg_catalog.text LANGUAGE sql AS
+    'SELECT evil.trap()::text';
+"""
+
+
+@pytest.mark.parametrize("search_path", ["", "evil, pg_temp, pg_catalog", "pg_temp, evil, pg_catalog"])
+def test_the_callers_search_path_changes_nothing(rolled_back: psycopg.Connection, search_path: str) -> None:
+    rolled_back.execute(HOSTILE)
+    rolled_back.execute("SELECT set_config('search_path', %s, true)", (search_path,))
+    keyed = {"coalesce_key": "c", "dedupe_key": "d"}
+    call = "SELECT pgoutbox.enqueue('mail', '{}', coalesce_key => 'c', headers => '{\"a\": \"b\"}')"
+    first = scalar(rolled_back, call)
+    assert isinstance(first, int)
+
+    outbox = Outbox()
+    one = outbox.enqueue(rolled_back, "mail", {}, delay=1, headers={"a": "b"}, coalesce_key="c", dedupe_key="d")
+    again, other = outbox.enqueue_many(
+        rolled_back, [NewMessage("mail", {}, coalesce_key="c", dedupe_key="d"), NewMessage("mail", 1, delay=1)]
+    )
+    assert again == Enqueued(one.id, True)
+    for name, key in keyed.items():
+        target: dict[str, str] = {name: key}
+        assert outbox.cancel(rolled_back, topic="mail", **target) is CancelResult.CANCELLED  # type: ignore[arg-type]
+    rolled_back.execute("SET LOCAL search_path = pg_catalog")
+    assert (
+        scalar(rolled_back, "SELECT count(*) FROM pgoutbox.message WHERE id = ANY (%s)", [first, one.id, other.id]) == 3
+    )
+
+
+def test_the_hostile_schema_of_the_test_before_is_hostile(rolled_back: psycopg.Connection) -> None:
+    rolled_back.execute(HOSTILE)
+    rolled_back.execute("SET LOCAL search_path = evil, pg_catalog")
+    for statement in ("SELECT 'a'::text", "SELECT now()", "SELECT 'a'::pg_catalog.text = 'a'::pg_catalog.text"):
+        with pytest.raises(psycopg.Error), rolled_back.transaction():
+            rolled_back.execute(statement)
+
+
+def test_a_trigger_enqueues_in_the_business_transaction(rolled_back: psycopg.Connection) -> None:
+    rolled_back.execute(
+        """
+        CREATE TEMP TABLE account (id bigint);
+        CREATE FUNCTION pg_temp.announce() RETURNS trigger LANGUAGE plpgsql AS $$
+        BEGIN
+            PERFORM pgoutbox.enqueue('account.opened', jsonb_build_object('id', NEW.id), dedupe_key => NEW.id::text);
+            RETURN NULL;
+        END
+        $$;
+        CREATE TRIGGER announce AFTER INSERT ON account FOR EACH ROW EXECUTE FUNCTION pg_temp.announce();
+        INSERT INTO account SELECT generate_series(1, 3);
+        """
+    )
+    with rolled_back.cursor(row_factory=namedtuple_row) as cursor:
+        rows = cursor.execute("SELECT topic, payload, dedupe_key FROM pgoutbox.message ORDER BY id").fetchall()
+    assert rows == [("account.opened", {"id": n}, str(n)) for n in (1, 2, 3)]
+
+
+# --- the bell ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sleeper(connect: Connect) -> psycopg.Connection:
+    """A session that listens, and has the bells of two queues armed."""
+    session = connect(autocommit=True)
+    session.execute(sql.LISTEN)
+    session.execute(sql.ARM, {"queues": ["default", "bulk"]})
+    return session
+
+
+def rings(sleeper: psycopg.Connection) -> list[str]:
+    """The rings so far: what was sent before this session's last answer has arrived."""
+    sleeper.execute("SELECT")
+    return sorted(notification.payload for notification in sleeper.notifies(timeout=0))
+
+
+def test_a_committed_enqueue_rings_once_per_transaction_and_queue(
+    sleeper: psycopg.Connection, connection: psycopg.Connection
+) -> None:
+    for _ in range(3):
+        connection.execute(ENQUEUE, SOUND)
+    connection.execute(ENQUEUE_MANY, {**SOUND, "queue": "bulk", "coalesce_key": "k"})
+    assert rings(sleeper) == []
+    connection.commit()
+    assert rings(sleeper) == ["bulk", "default"]
+
+
+def test_an_enqueue_that_is_rolled_back_or_told_not_to_does_not_ring(
+    sleeper: psycopg.Connection, connection: psycopg.Connection
+) -> None:
+    connection.execute(ENQUEUE, SOUND)
+    connection.rollback()
+    connection.execute("SELECT pgoutbox.enqueue('mail', '1', notify => false)")
+    connection.execute("SELECT pgoutbox.enqueue_many(ARRAY['mail'], ARRAY['1'::jsonb], notify => false)")
+    connection.commit()
+    assert rings(sleeper) == []
+
+
+@pytest.fixture
+def open_directory() -> Iterator[Path]:
+    """A directory that the server's account can enter; `tmp_path` is not one when root runs the tests."""
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory).chmod(0o755)
+        yield Path(directory)
+
+
+@pytest.mark.slow
+def test_a_transaction_that_rang_cannot_be_prepared(open_directory: Path) -> None:
+    data = open_directory / "data"
+    with embedded_server(data, durable=False) as server, psycopg.connect(server.dsn, autocommit=True) as connection:
+        migrate.upgrade(server.dsn)
+        connection.execute("ALTER SYSTEM SET max_prepared_transactions = 2")
+    with embedded_server(data, durable=False) as server, psycopg.connect(server.dsn, autocommit=True) as connection:
+        connection.execute(sql.LISTEN)
+        connection.execute(sql.ARM, {"queues": ["default"]})
+        with psycopg.connect(server.dsn, autocommit=True) as producer:
+            producer.execute("BEGIN")
+            producer.execute(ENQUEUE, SOUND)
+            with pytest.raises(errors.FeatureNotSupported, match="NOTIFY"):
+                producer.execute("PREPARE TRANSACTION 'rang'")
+            producer.execute("BEGIN")
+            producer.execute("SELECT pgoutbox.enqueue('mail', '1', notify => false)")
+            producer.execute("PREPARE TRANSACTION 'silent'")
+            producer.execute("COMMIT PREPARED 'silent'")
+            assert count(producer) == 1
