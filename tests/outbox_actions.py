@@ -304,3 +304,22 @@ def reports() -> Iterator[Reports]:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
+
+
+async def first_of(*events: asyncio.Event) -> None:
+    """Return when one of the events is set."""
+    tasks = [asyncio.create_task(event.wait()) for event in events]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+
+
+async def until_blocked(db: psycopg.Connection, work: asyncio.Task[object]) -> None:
+    """Return when a statement in this database waits for a lock, or the work that runs it has ended."""
+    while not work.done():
+        blocked = db.execute(
+            "SELECT FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+        ).fetchone()
+        if blocked is not None:
+            return
+        await asyncio.sleep(0)

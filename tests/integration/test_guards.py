@@ -1,0 +1,347 @@
+"""Every guard has a scenario that holds with it and fails without it: the tests of the tests.
+
+A scenario is run twice: as the package is, where it must hold, and with its guard taken out of the statement, the
+schema or the worker, where it must fail. A mutation that no longer finds what it takes out fails too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import textwrap
+from collections.abc import Awaitable, Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import psycopg
+import pytest
+
+import pgoutbox.worker
+from pgoutbox import Outbox, sql
+from pgoutbox.dispatch import Context
+from pgoutbox.doorbell import Bell, Doorbell
+from pgoutbox.message import Message
+from pgoutbox.store import Link, Verdict
+from pgoutbox.telemetry import Telemetry
+from tests.outbox_actions import (
+    WatchedWorker,
+    claim,
+    enqueue,
+    finish,
+    finish_sent,
+    first_of,
+    ids_in_flight,
+    lapse,
+    redrive,
+    renew,
+    row_of,
+    running,
+    settings_for,
+    state_of,
+    until_blocked,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from tests.conftest import Connect
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What a scenario plays on."""
+
+    dsn: str
+    connect: Connect
+    db: psycopg.Connection
+
+
+Scenario = Callable[[Stage], Awaitable[None]]
+Mutation = Callable[[Stage, pytest.MonkeyPatch], None]
+
+
+@pytest.fixture
+def stage(dsn: str, connect: Connect) -> Stage:
+    """The test's own database."""
+    return Stage(dsn, connect, connect(autocommit=True))
+
+
+# --- the fence --------------------------------------------------------------------------------------------------------
+
+
+def lost_to_another(stage: Stage) -> int:
+    """A message in its second attempt, whose first owner is stale."""
+    message_id = enqueue(stage.db)
+    claim(stage.db, worker="stale")
+    lapse(stage.db, message_id)
+    assert ids_in_flight(claim(stage.db, worker="owner")) == [message_id]
+    return message_id
+
+
+async def a_stale_owner_cannot_write_sent(stage: Stage) -> None:
+    message_id = lost_to_another(stage)
+    finish_sent(stage.db, (message_id, 1))
+    assert row_of(stage.db, message_id).state == "sending"
+
+
+async def a_stale_owner_cannot_write_another_end(stage: Stage) -> None:
+    message_id = lost_to_another(stage)
+    finish(stage.db, Verdict(message_id, 1, "failed", "stale"))
+    assert row_of(stage.db, message_id).state == "sending"
+
+
+async def a_stale_owner_cannot_renew(stage: Stage) -> None:
+    message_id = lost_to_another(stage)
+    assert renew(stage.db, (message_id, 1)) == {}
+
+
+async def an_attempt_from_before_a_redrive_cannot_write(stage: Stage) -> None:
+    message_id = enqueue(stage.db, max_attempts=1)
+    claim(stage.db)
+    finish(stage.db, Verdict(message_id, 1, "failed", "first"))
+    assert redrive(stage.db, message_id)
+    claim(stage.db)
+    finish_sent(stage.db, (message_id, 1))
+    assert state_of(stage.db, message_id) == "sending"
+
+
+async def a_released_attempt_cannot_write(stage: Stage) -> None:
+    message_id = enqueue(stage.db)
+    claim(stage.db)
+    finish(stage.db, Verdict(message_id, 1, "released"))
+    claim(stage.db)
+    finish_sent(stage.db, (message_id, 1))
+    assert state_of(stage.db, message_id) == "sending"
+
+
+# --- one in flight, newest wins ---------------------------------------------------------------------------------------
+
+
+async def a_successor_waits_for_its_predecessor(stage: Stage) -> None:
+    enqueue(stage.db, coalesce_key="k")
+    claim(stage.db)
+    enqueue(stage.db, coalesce_key="k")
+    assert claim(stage.db) == []
+
+
+async def of_two_claims_that_do_not_see_each_other_one_is_refused(stage: Stage) -> None:
+    """The gate is an open transaction: neither claim sees the other's, and both have chosen when the first commits."""
+    first, second = stage.connect(), stage.connect(autocommit=True)
+    older = enqueue(stage.db, coalesce_key="k")
+    assert ids_in_flight(claim(first)) == [older]
+    enqueue(stage.db, coalesce_key="k")
+    blocked: asyncio.Task[object] = asyncio.create_task(asyncio.to_thread(claim, second))
+    await until_blocked(stage.db, blocked)
+    first.commit()
+    with pytest.raises(psycopg.errors.UniqueViolation) as caught:
+        await blocked
+    assert caught.value.diag.constraint_name == "message_live_in_flight"
+
+
+async def an_older_message_is_not_delivered_after_a_newer_one(stage: Stage) -> None:
+    older = enqueue(stage.db, coalesce_key="k")
+    newer = enqueue(stage.db, coalesce_key="k")
+    assert ids_in_flight(claim(stage.db)) == [newer]
+    assert state_of(stage.db, older) == "skipped"
+
+
+async def an_older_attempt_is_not_retried_after_a_newer_message(stage: Stage) -> None:
+    older = enqueue(stage.db, coalesce_key="k")
+    claim(stage.db)
+    enqueue(stage.db, coalesce_key="k")
+    finish(stage.db, Verdict(older, 1, "retry", "busy"))
+    assert state_of(stage.db, older) == "skipped"
+
+
+# --- the doorbell -----------------------------------------------------------------------------------------------------
+
+
+async def an_enqueue_under_way_is_not_missed_by_arming(stage: Stage) -> None:
+    producer = stage.connect()
+    enqueue(producer)
+    rings: list[str | None] = []
+    doorbell = Doorbell(settings_for(stage.dsn), rings.append, Telemetry(pgoutbox.worker._log))
+    await doorbell.start()
+    try:
+        armed = await doorbell.arm(["default"])
+        producer.commit()
+        await doorbell._probe()  # Its answer comes after every ring that is on the way.
+    finally:
+        await doorbell.stop()
+    assert armed is Bell.PRODUCERS or rings == ["default"]
+
+
+async def a_commit_between_the_claim_and_arming_is_not_missed(stage: Stage) -> None:
+    outbox = Outbox(settings_for(stage.dsn))
+    delivered = asyncio.Event()
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        delivered.set()
+
+    worker = WatchedWorker(outbox)
+    with enqueued_before_arming(stage.db):
+        async with running(worker):
+            await first_of(delivered, worker.asleep)
+            assert delivered.is_set()
+
+
+@contextmanager
+def enqueued_before_arming(db: psycopg.Connection) -> Iterator[None]:
+    """A message commits after the worker's claim found nothing, and before it arms the bell."""
+    arm = Doorbell.arm
+    gate_is_open = True
+
+    async def enqueue_and_arm(self: Doorbell, queues: Sequence[str]) -> Bell:
+        nonlocal gate_is_open
+        if gate_is_open:
+            gate_is_open = False
+            enqueue(db)
+        return await arm(self, queues)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Doorbell, "arm", enqueue_and_arm)
+        yield
+
+
+# --- the session ------------------------------------------------------------------------------------------------------
+
+
+async def two_workers_claims_do_not_fail_under_a_strict_default_isolation(stage: Stage) -> None:
+    stage.db.execute(
+        psycopg.sql.SQL("ALTER DATABASE {} SET default_transaction_isolation = 'serializable'").format(
+            psycopg.sql.Identifier(stage.db.info.dbname)
+        )
+    )
+    link = Link(stage.dsn, settings_for(stage.dsn), purpose="test")
+    try:
+        ((isolation,),) = await link.fetch("SELECT current_setting('transaction_isolation')", {})
+    finally:
+        await link.close()
+    assert isolation == "read committed"
+
+
+# --- mutations --------------------------------------------------------------------------------------------------------
+
+
+def without(text: str, *parts: str, times: int = 1) -> str:
+    """`text` with each part taken out; every part has to be there so many times."""
+    for part in parts:
+        assert text.count(part) == times, f"{part!r} is there {text.count(part)} times"
+        text = text.replace(part, "")
+    return text
+
+
+def no_fence_in(name: str, *conditions: str) -> Mutation:
+    """The statement of this name without its conditions on the attempt count."""
+
+    def mutate(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(sql, name, without(getattr(sql, name), *conditions))
+
+    return mutate
+
+
+NO_FENCE_IN_SENT = no_fence_in(
+    "FINISH_SENT_IF_HELD", "AND m.attempt_count = o.attempt_count", "AND m.attempt_count = h.attempt_count"
+)
+NO_FENCE_IN_FINISH = no_fence_in(
+    "FINISH_IF_HELD", "AND m.attempt_count = o.attempt_count", "AND m.attempt_count = h.attempt_count"
+)
+
+SIBLING = """
+        AND (
+            m.coalesce_key IS NULL
+            OR NOT EXISTS (
+                SELECT
+                FROM pgoutbox.message_live AS sibling
+                WHERE sibling.topic = m.topic
+                    AND sibling.coalesce_key = m.coalesce_key
+                    AND sibling.state = 'sending'
+                    AND sibling.id <> m.id
+            )
+            OR EXISTS (
+                SELECT
+                FROM pgoutbox.coalesce AS head
+                WHERE head.topic = m.topic AND head.coalesce_key = m.coalesce_key AND head.newest_id > m.id
+            )
+        )"""
+
+
+def no_look_at_siblings(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sql, "CLAIM", without(sql.CLAIM, SIBLING, times=2))
+
+
+def no_unique_index(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    stage.db.execute("DROP INDEX pgoutbox.message_live_in_flight")
+
+
+def no_supersession_in_claim(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sql, "CLAIM", without(sql.CLAIM, "WHEN head.newest_id > l.id THEN 'skipped'\n"))
+
+
+def no_supersession_in_finish(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sql, "FINISH_IF_HELD", without(sql.FINISH_IF_HELD, "WHEN head.newest_id > o.id THEN 'skipped'\n"))
+
+
+def no_shared_lock(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    """An enqueue that only looks whether the bell is armed, and lets go of it before its row can be seen."""
+    (definition,) = stage.db.execute("SELECT pg_get_functiondef('pgoutbox.enqueue_receipt'::regproc)").fetchone() or (
+        "",
+    )
+    lock = "NOT pg_try_advisory_xact_lock_shared(1885826146, hashtext(p_queue))"
+    looks = "EXISTS (SELECT FROM pg_locks WHERE locktype = 'advisory' AND mode = 'ExclusiveLock')"
+    assert definition.count(lock) == 1
+    stage.db.execute(definition.replace(lock, looks).encode())
+
+
+def no_claim_after_arming(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    source = textwrap.dedent(inspect.getsource(pgoutbox.worker.Worker._rest))
+    guard = "if bell in (Bell.DOWN, Bell.STILL_ARMED):"
+    assert source.count(guard) == 1
+    scope = dict(vars(pgoutbox.worker))
+    exec(source.replace(guard, "if True:"), scope)
+    patch.setattr(pgoutbox.worker.Worker, "_rest", scope["_rest"])
+
+
+def no_pinned_isolation(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    pin = "    set_config('default_transaction_isolation', 'read committed', false),\n"
+    patch.setattr(sql, "PREPARE_SESSION", without(sql.PREPARE_SESSION, pin))
+
+
+GUARDED: list[tuple[str, Scenario, Mutation]] = [
+    ("fence in finish sent", a_stale_owner_cannot_write_sent, NO_FENCE_IN_SENT),
+    ("fence after redrive", an_attempt_from_before_a_redrive_cannot_write, NO_FENCE_IN_SENT),
+    ("fence after release", a_released_attempt_cannot_write, NO_FENCE_IN_SENT),
+    ("fence in finish", a_stale_owner_cannot_write_another_end, NO_FENCE_IN_FINISH),
+    (
+        "fence in renew",
+        a_stale_owner_cannot_renew,
+        lambda stage, patch: patch.setattr(
+            sql, "RENEW_IF_HELD", without(sql.RENEW_IF_HELD, "AND m.attempt_count = a.attempt_count", times=2)
+        ),
+    ),
+    ("one in flight: look", a_successor_waits_for_its_predecessor, no_look_at_siblings),
+    ("one in flight: index", of_two_claims_that_do_not_see_each_other_one_is_refused, no_unique_index),
+    ("supersession in claim", an_older_message_is_not_delivered_after_a_newer_one, no_supersession_in_claim),
+    ("supersession in finish", an_older_attempt_is_not_retried_after_a_newer_message, no_supersession_in_finish),
+    ("shared doorbell lock", an_enqueue_under_way_is_not_missed_by_arming, no_shared_lock),
+    ("claim after arming", a_commit_between_the_claim_and_arming_is_not_missed, no_claim_after_arming),
+    ("read committed", two_workers_claims_do_not_fail_under_a_strict_default_isolation, no_pinned_isolation),
+]
+
+
+@pytest.mark.parametrize("scenario", [pytest.param(scenario, id=name) for name, scenario, _ in GUARDED])
+async def test_the_scenario_of_a_guard_holds(stage: Stage, scenario: Scenario) -> None:
+    await scenario(stage)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "mutate"), [pytest.param(scenario, mutate, id=name) for name, scenario, mutate in GUARDED]
+)
+async def test_the_scenario_of_a_guard_fails_without_it(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, scenario: Scenario, mutate: Mutation
+) -> None:
+    mutate(stage, monkeypatch)
+    with pytest.raises((AssertionError, psycopg.errors.UniqueViolation, pytest.fail.Exception)):
+        await scenario(stage)

@@ -1,0 +1,365 @@
+"""Two real connections and a gate between them: who wins, and that the loser neither harms nor waits."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pgoutbox import Outbox
+from pgoutbox.dispatch import Context
+from pgoutbox.message import Message, State, Transient
+from pgoutbox.retry import RetryPolicy
+from pgoutbox.store import Store, Verdict
+from pgoutbox.telemetry import Event
+from pgoutbox.worker import Worker, parse_queues
+from tests.outbox_actions import (
+    WatchedWorker,
+    attempts_of,
+    cancel,
+    claim,
+    enqueue,
+    finish,
+    finish_sent,
+    first_of,
+    ids_in_flight,
+    lapse,
+    redrive,
+    renew,
+    reports,
+    row_of,
+    rows_of,
+    running,
+    settings_for,
+    state_of,
+    until_blocked,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import psycopg
+
+    from tests.conftest import Connect
+
+
+@pytest.fixture
+def db(connect: Connect) -> psycopg.Connection:
+    """An autocommit connection to the test's database."""
+    return connect(autocommit=True)
+
+
+@pytest.fixture
+def outbox(dsn: str) -> Outbox:
+    """An outbox without handlers, with settings that let nothing but an event wake a worker."""
+    return Outbox(settings_for(dsn))
+
+
+# --- claim against claim ----------------------------------------------------------------------------------------------
+
+
+def test_two_claims_of_the_same_rows_share_them(connect: Connect, db: psycopg.Connection) -> None:
+    first, second = connect(), connect()
+    ids = [enqueue(db) for _ in range(10)]
+    taken = ids_in_flight(claim(first, total=4, worker="first"))
+    left = ids_in_flight(claim(second, total=10, worker="second"))
+    assert taken == ids[:4]
+    assert left == ids[4:]
+
+
+def test_a_claim_that_rolls_back_leaves_its_messages_as_they_were(connect: Connect, db: psycopg.Connection) -> None:
+    first = connect()
+    message_id = enqueue(db)
+    before = row_of(db, message_id)
+    claim(first)
+    first.rollback()
+    assert (row_of(db, message_id).state, row_of(db, message_id).attempt_count) == (before.state, before.attempt_count)
+    assert ids_in_flight(claim(db)) == [message_id]
+
+
+def test_a_claim_in_a_session_that_began_before_the_enqueue_finds_it(connect: Connect, db: psycopg.Connection) -> None:
+    producer = connect()
+    early = enqueue(producer)
+    late = enqueue(db)
+    assert ids_in_flight(claim(db)) == [late]
+    producer.commit()
+    assert ids_in_flight(claim(db)) == [early]
+
+
+async def test_a_worker_that_meets_another_at_one_key_goes_on(outbox: Outbox, connect: Connect) -> None:
+    db, rival = connect(autocommit=True), connect()
+    delivered: list[int] = []
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        delivered.append(message.id)
+
+    older = enqueue(db, coalesce_key="k")
+    assert ids_in_flight(claim(rival, worker="rival")) == [older]
+    newer, other = enqueue(db, coalesce_key="k"), enqueue(db)
+    run: asyncio.Task[object] = asyncio.create_task(Worker(outbox).run_once())
+    await until_blocked(db, run)
+    rival.commit()
+    await run
+    assert delivered == [other]
+    assert [row.state for row in rows_of(db, older, newer)] == ["sending", "pending"]
+    assert finish_sent(db, (older, 1)) == {older}
+    assert ids_in_flight(claim(db)) == [newer]
+
+
+# --- stale finishes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("outcome", ["retry", "snoozed", "released"])
+def test_a_finish_that_comes_twice_around_a_new_attempt_changes_nothing(db: psycopg.Connection, outcome: str) -> None:
+    message_id = enqueue(db)
+    claim(db, worker="first")
+    assert finish(db, Verdict(message_id, 1, outcome, None, 0.0))
+    assert ids_in_flight(claim(db, worker="second")) == [message_id]
+    before = row_of(db, message_id)
+    assert finish_sent(db, (message_id, 1)) == set()
+    assert finish(db, Verdict(message_id, 1, "failed", "stale")) == {}
+    after = row_of(db, message_id)
+    assert (after.state, after.attempt_count, after.worker) == (before.state, before.attempt_count, before.worker)
+    assert finish_sent(db, (message_id, 2)) == {message_id}
+
+
+def test_a_redrive_never_hands_out_the_number_of_a_stale_attempt(db: psycopg.Connection) -> None:
+    message_id = enqueue(db, max_attempts=1)
+    claim(db, worker="stale")
+    lapse(db, message_id)
+    claim(db)
+    assert state_of(db, message_id) == State.FAILED
+    assert redrive(db, message_id)
+    assert finish_sent(db, (message_id, 1)) == set()
+    assert claim(db, worker="owner")[0].attempt_count == 2
+    assert finish_sent(db, (message_id, 1)) == set()
+    assert row_of(db, message_id).worker == "owner"
+
+
+# --- cancel -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_cancel_that_comes_first_wins_over_the_claim(connect: Connect, db: psycopg.Connection) -> None:
+    business = connect()
+    message_id = enqueue(db)
+    assert cancel(business, message_id) == "cancelled"
+    assert claim(db) == []
+    business.commit()
+    assert claim(db) == []
+    assert state_of(db, message_id) == State.CANCELLED
+
+
+def test_a_cancel_that_rolls_back_cancels_nothing(connect: Connect, db: psycopg.Connection) -> None:
+    business = connect()
+    message_id = enqueue(db)
+    cancel(business, message_id)
+    business.rollback()
+    assert ids_in_flight(claim(db)) == [message_id]
+
+
+def test_a_cancel_that_comes_after_the_claim_is_a_request(connect: Connect, db: psycopg.Connection) -> None:
+    business = connect()
+    message_id = enqueue(db)
+    claim(db)
+    assert cancel(business, message_id) == "requested"
+    business.commit()
+    assert finish(db, Verdict(message_id, 1, "retry", "busy")) == {message_id: State.CANCELLED}
+
+
+def test_a_cancel_does_not_wait_for_a_claim_that_is_not_committed(connect: Connect, db: psycopg.Connection) -> None:
+    worker, business = connect(), connect()
+    message_id = enqueue(db)
+    claim(worker)
+    assert cancel(business, message_id) == "locked"
+    worker.commit()
+    assert cancel(business, message_id) == "requested"
+
+
+def test_a_cancel_tells_what_became_of_the_message(connect: Connect, db: psycopg.Connection) -> None:
+    message_id = enqueue(db)
+    claim(db)
+    finish_sent(db, (message_id, 1))
+    assert cancel(db, message_id) == "sent"
+    assert cancel(db, 4711) == "missing"
+
+
+def test_a_renewal_goes_round_a_row_that_is_being_cancelled(connect: Connect, db: psycopg.Connection) -> None:
+    business = connect()
+    locked, free = enqueue(db), enqueue(db)
+    claim(db)
+    cancel(business, locked)
+    answer = renew(db, (locked, 1), (free, 1))
+    assert (answer[locked].in_lease, answer[free].in_lease) == (True, True)
+
+
+async def test_a_business_transaction_that_cancels_holds_up_only_its_own_message(
+    outbox: Outbox, connect: Connect
+) -> None:
+    db, business = connect(autocommit=True), connect()
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        if message.id == locked:
+            assert cancel(business, locked) == "requested"
+
+    locked = enqueue(db)
+    others = [enqueue(db) for _ in range(5)]
+    db.execute(SENT_GATE)
+    worker = Worker(outbox)
+    run = asyncio.create_task(worker.run_once())
+    await told_of(db, others)
+    assert state_of(db, locked) == State.SENDING
+    business.commit()
+    await run
+    assert state_of(db, locked) == State.SENT
+    assert worker.telemetry.counts[Event.LEASE_LOST] == 0
+
+
+# Tells of every message that is sent, when it is committed.
+SENT_GATE = """
+CREATE FUNCTION tell() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    PERFORM pg_notify('sent', NEW.id::text);
+    RETURN NULL;
+END
+$$;
+CREATE TRIGGER tell AFTER INSERT ON pgoutbox.message_done FOR EACH ROW EXECUTE FUNCTION tell();
+LISTEN sent;
+"""
+
+
+async def told_of(db: psycopg.Connection, message_ids: Sequence[int]) -> None:
+    """Return when all of these messages have been sent."""
+    missing = {str(message_id) for message_id in message_ids}
+    while missing:
+        told = await asyncio.to_thread(lambda: list(db.notifies(timeout=10, stop_after=1)))
+        assert told, f"not sent: {missing}"
+        missing -= {notify.payload for notify in told}
+
+
+# --- newest wins ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("queue", ["default", "bulk"], ids=["same queue", "another queue"])
+@pytest.mark.parametrize("fails", [False, True], ids=["sent", "retried"])
+async def test_a_successor_is_delivered_as_soon_as_its_predecessor_has_ended(
+    dsn: str, db: psycopg.Connection, queue: str, fails: bool
+) -> None:
+    started, go_on, newer_delivered = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    delivered: list[int] = []
+
+    def outbox() -> Outbox:
+        made = Outbox(settings_for(dsn))
+
+        @made.handler("greet", retry=RetryPolicy.steps(3600))
+        async def greet(message: Message, ctx: Context) -> None:
+            delivered.append(message.id)
+            if message.payload == "newer":
+                newer_delivered.set()
+                return
+            started.set()
+            await go_on.wait()
+            if fails:
+                raise Transient("busy")
+
+        return made
+
+    older = enqueue(db, payload="older", coalesce_key="k")
+    with reports() as heard:
+        async with (
+            running(WatchedWorker(outbox())),
+            running(second := WatchedWorker(outbox(), queues=parse_queues(["bulk"]))),
+        ):
+            await started.wait()
+            await second.asleep.wait()
+            newer = enqueue(db, payload="newer", coalesce_key="k", queue=queue)
+            assert claim(db, queue=queue, worker="thief") == []
+            go_on.set()
+            await newer_delivered.wait()
+            await heard.wait_for(Event.WORKER_STARTED)
+    assert delivered == [older, newer]
+    row = row_of(db, older)
+    if fails:
+        assert (row.state, row.superseded_by) == ("skipped", newer)
+        assert attempts_of(db, older) == [(1, "skipped", "busy")]
+    else:
+        assert row.state == State.SENT
+    assert state_of(db, newer) == State.SENT
+
+
+async def test_a_successor_is_delivered_though_its_predecessor_ended_while_the_worker_looked(
+    outbox: Outbox, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The claim that the successor's ring caused finds its key in flight; the key is freed before the claim returns."""
+    started, go_on, newer_delivered, freed = (asyncio.Event() for _ in range(4))
+    claim_once = Store.claim
+    ring_for_successors = Store.ring_for_successors
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        if message.payload == "newer":
+            newer_delivered.set()
+        else:
+            started.set()
+            await go_on.wait()
+
+    async def claim_and_wait(self: Store, queue: str, **options: object) -> object:
+        rows = await claim_once(self, queue, **options)  # type: ignore[arg-type] # passed on as they came
+        if newer_is_in and not rows and not freed.is_set():
+            go_on.set()
+            await freed.wait()
+        return rows
+
+    async def ring_and_tell(self: Store, *arguments: Sequence[int]) -> list[str]:
+        queues = await ring_for_successors(self, *arguments)  # type: ignore[arg-type] # passed on as they came
+        asyncio.get_running_loop().call_soon(freed.set)
+        return queues
+
+    monkeypatch.setattr(Store, "claim", claim_and_wait)
+    monkeypatch.setattr(Store, "ring_for_successors", ring_and_tell)
+    newer_is_in = False
+    worker = WatchedWorker(outbox)
+    enqueue(db, payload="older", coalesce_key="k")
+    async with running(worker):
+        await started.wait()
+        await worker.asleep.wait()
+        worker.asleep.clear()
+        newer_is_in = True
+        enqueue(db, payload="newer", coalesce_key="k")
+        await first_of(newer_delivered, worker.asleep)
+        assert newer_delivered.is_set()
+
+
+def test_the_last_committed_of_many_producers_is_the_one_delivered(connect: Connect, db: psycopg.Connection) -> None:
+    committed = []
+    for number in range(20):
+        producer = connect()
+        message_id = enqueue(producer, payload=number, coalesce_key="k")
+        if number % 2:
+            producer.rollback()
+        else:
+            producer.commit()
+            committed.append(message_id)
+        producer.close()
+    assert ids_in_flight(claim(db)) == [committed[-1]]
+    assert [row.state for row in rows_of(db)] == ["skipped"] * 9 + ["sending"]
+
+
+def test_a_successor_that_rolls_back_supersedes_nothing(connect: Connect, db: psycopg.Connection) -> None:
+    producer = connect()
+    older = enqueue(db, coalesce_key="k")
+    enqueue(producer, coalesce_key="k")
+    assert ids_in_flight(claim(db)) == [older]
+    producer.rollback()
+    assert finish(db, Verdict(older, 1, "retry", "busy", 0.0)) == {older: State.PENDING}
+
+
+def test_a_redrive_does_not_bring_back_what_was_superseded(db: psycopg.Connection) -> None:
+    older = enqueue(db, coalesce_key="k")
+    claim(db)
+    finish(db, Verdict(older, 1, "failed", "no"))
+    enqueue(db, coalesce_key="k")
+    assert not redrive(db, older)
+    assert state_of(db, older) == State.FAILED
