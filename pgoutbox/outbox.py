@@ -6,6 +6,7 @@ Nothing here opens, commits or closes a connection. The sync and the async metho
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from types import MappingProxyType
@@ -548,7 +549,7 @@ def _logged(steps: Steps[R], topic: str | Topic[P]) -> Steps[R | None]:
     try:
         return (yield from steps)
     except Exception as error:  # noqa: BLE001 - best effort: whatever it is, the caller's business goes on
-        # Neither the text nor the traceback of the error: a driver quotes keys and payloads in them.
+        # Neither the text nor the traceback nor the whole path: keys and parts of payloads stand in them.
         logger.error(  # noqa: TRY400
             "a message could not be enqueued; the caller goes on without it",
             extra={
@@ -556,7 +557,7 @@ def _logged(steps: Steps[R], topic: str | Topic[P]) -> Steps[R | None]:
                 "topic": topic.name if isinstance(topic, Topic) else str(topic),
                 "error_type": type(error).__name__,
                 "sqlstate": sqlstate_of(error),
-                "field": error.field if isinstance(error, PayloadError) else None,
+                "field": re.split(r"[.\[]", error.field)[0] if isinstance(error, PayloadError) else None,
             },
         )
         return None

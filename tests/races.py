@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
+
+R = TypeVar("R")
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -10,7 +12,7 @@ if TYPE_CHECKING:
     import psycopg
 
 
-def until_blocked(observer: psycopg.Connection, waiting: psycopg.Connection, future: Future[object]) -> None:
+def until_blocked(observer: psycopg.Connection, waiting: psycopg.Connection, future: Future[R]) -> None:
     """Return when `waiting`, whose statement the future runs, waits for another session's lock.
 
     Fails at once if the statement ends without having waited; the tests' lock_timeout ends every wait.

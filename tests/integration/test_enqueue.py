@@ -1,0 +1,660 @@
+"""Enqueue from Python on real connections: what is written, what is refused, and what two transactions do."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from psycopg import errors
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.pq import TransactionStatus
+from pydantic import BaseModel
+
+from pgoutbox import (
+    ConfigurationError,
+    Context,
+    DuplicateError,
+    Enqueued,
+    Message,
+    NewMessage,
+    Outbox,
+    PayloadError,
+    RetryPolicy,
+    SchemaError,
+    Topic,
+    TransactionError,
+    UnknownTopicError,
+)
+from pgoutbox.settings import Settings
+from tests.outbox_actions import claim, ids_in_flight
+from tests.races import until_blocked
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.conftest import Connect
+
+CANARY = "canary-7f3a"
+
+
+class Activation(BaseModel):
+    user_id: int
+    email: str
+
+
+ACTIVATION = Topic(
+    "mail.activation",
+    payload=Activation,
+    queue="critical",
+    destination=lambda p: f"mailto:{p.email}",
+    coalesce_key=lambda p: str(p.user_id),
+    retry=RetryPolicy(max_attempts=4),
+    delay=timedelta(minutes=1),
+    expires_after=timedelta(hours=1),
+)
+
+
+@pytest.fixture
+def outbox() -> Outbox:
+    return Outbox()
+
+
+def row(connection: psycopg.Connection, columns: str, message_id: int) -> tuple[Any, ...]:
+    statement = f"SELECT {columns} FROM pgoutbox.message WHERE id = %s"
+    found = connection.execute(statement.encode(), (message_id,)).fetchone()
+    assert found is not None
+    return found
+
+
+def count(connection: psycopg.Connection) -> int:
+    ((number,),) = connection.execute("SELECT count(*) FROM pgoutbox.message").fetchall()
+    return int(number)
+
+
+# --- one message ------------------------------------------------------------------------------------------------------
+
+
+def test_the_message_exists_if_and_only_if_the_transaction_commits(outbox: Outbox, connect: Connect) -> None:
+    producer, observer = connect(), connect(autocommit=True)
+    outbox.enqueue(producer, "mail", 1)
+    assert count(observer) == 0
+    producer.rollback()
+    assert count(observer) == 0
+    message_id, duplicate = outbox.enqueue(producer, "mail", 2)
+    producer.commit()
+    assert row(observer, "payload, created_at = available_at", message_id) == (2, True)
+    assert not duplicate
+
+
+def test_a_defined_topic_settles_the_message_by_its_name_alone(outbox: Outbox, rolled_back: psycopg.Connection) -> None:
+    outbox.define(ACTIVATION)
+    payload = {"user_id": 7, "email": "a@example.org"}
+    one = outbox.enqueue(rolled_back, "mail.activation", payload)
+    (many,) = outbox.enqueue_many(rolled_back, [NewMessage(ACTIVATION, Activation(user_id=7, email="a@example.org"))])
+    expected = (
+        "critical", "mailto:a@example.org", "7", payload, 4, timedelta(minutes=1), timedelta(hours=1, minutes=1),
+    )  # fmt: skip
+    columns = (
+        "queue, destination, coalesce_key, payload, max_attempts, available_at - created_at, expires_at - created_at"
+    )
+    for enqueued in (one, many):
+        assert row(rolled_back, columns, enqueued.id) == expected
+
+
+def test_expires_after_counts_from_when_the_message_falls_due(outbox: Outbox, rolled_back: psycopg.Connection) -> None:
+    topic = Topic("news", expires_after=60)
+    due = datetime.now(UTC).replace(microsecond=0) + timedelta(days=1)
+    past = due - timedelta(days=30)
+    messages = [NewMessage(topic, 1, available_at=due), NewMessage(topic, 2, available_at=past), NewMessage(topic, 3)]
+    ids = [outbox.enqueue(rolled_back, m.topic, m.payload, available_at=m.available_at).id for m in messages]
+    ids += [enqueued.id for enqueued in outbox.enqueue_many(rolled_back, [*messages, NewMessage("other", 4)])]
+    lives = [row(rolled_back, "expires_at - available_at", message_id)[0] for message_id in ids]
+    assert lives == [timedelta(seconds=60)] * 6 + [None]
+    assert row(rolled_back, "available_at", ids[0]) == row(rolled_back, "available_at", ids[3]) == (due,)
+
+
+def test_every_option_reaches_the_row(outbox: Outbox, rolled_back: psycopg.Connection) -> None:
+    expires_at = datetime.now(UTC).replace(microsecond=0) + timedelta(days=2)
+    options: dict[str, Any] = {
+        "queue": "bulk",
+        "destination": "https://example.org",
+        "coalesce_key": "c\n'\"\\",
+        "dedupe_key": "d,{}\t",
+        "delay": timedelta(hours=1),
+        "expires_at": expires_at,
+        "headers": {"trace": 'a"b\\'},
+        "max_attempts": 2,
+    }
+    one = outbox.enqueue(rolled_back, "mail", {"x": 'a"b\\\n'}, **options)
+    many = outbox.enqueue_many(rolled_back, [NewMessage("mail", {"x": 'a"b\\\n'}, **{**options, "dedupe_key": "2"})])
+    columns = (
+        "payload, queue, destination, coalesce_key, available_at - created_at, expires_at, headers, max_attempts, "
+        "attempt_budget"
+    )
+    for enqueued in (one, *many):
+        assert row(rolled_back, columns, enqueued.id) == (
+            {"x": 'a"b\\\n'}, "bulk", "https://example.org", options["coalesce_key"], timedelta(hours=1), expires_at,
+            {"trace": 'a"b\\'}, 2, 2,
+        )  # fmt: skip
+    assert row(rolled_back, "dedupe_key", one.id) == (options["dedupe_key"],)
+
+
+def test_the_budget_is_the_call_sites_or_the_topics_or_the_handlers_or_the_default(
+    outbox: Outbox, rolled_back: psycopg.Connection
+) -> None:
+    @outbox.handler("handled", retry=RetryPolicy(max_attempts=3))
+    async def handle(message: Message, context: Context) -> None: ...
+
+    topic = outbox.topic("defined", retry=RetryPolicy(max_attempts=5))
+    messages: list[NewMessage[Any]] = [
+        NewMessage("handled", 1), NewMessage(topic, 1), NewMessage("defined", 1), NewMessage("other", 1),
+        NewMessage("handled", 1, max_attempts=9),
+    ]  # fmt: skip
+    many = outbox.enqueue_many(rolled_back, messages)
+    one = [outbox.enqueue(rolled_back, m.topic, 1, max_attempts=m.max_attempts) for m in messages]
+    for enqueued in (many, one):
+        assert [row(rolled_back, "max_attempts", e.id)[0] for e in enqueued] == [3, 5, 5, 11, 9]
+
+
+def test_a_serializer_writes_what_is_not_json(outbox: Outbox, rolled_back: psycopg.Connection) -> None:
+    moment = datetime(2026, 1, 2, tzinfo=UTC)
+    one = outbox.enqueue(rolled_back, "mail", {"at": moment}, serializer=str)
+    (many,) = outbox.enqueue_many(rolled_back, [NewMessage("mail", {"at": moment})], serializer=str)
+    for enqueued in (one, many):
+        assert row(rolled_back, "payload", enqueued.id) == ({"at": "2026-01-02 00:00:00+00:00"},)
+
+
+def test_a_strict_outbox_knows_its_topics(rolled_back: psycopg.Connection) -> None:
+    strict = Outbox(strict=True)
+    strict.topic("defined")
+
+    @strict.handler("handled")
+    def handle(message: Message, context: object) -> None: ...
+
+    for topic in ("defined", "handled"):
+        assert strict.enqueue(rolled_back, topic, 1).id
+    for unknown in ("mistyped", Topic("mistyped")):
+        with pytest.raises(UnknownTopicError, match="topic 'mistyped' is neither defined nor handled"):
+            strict.enqueue(rolled_back, unknown, 1)
+
+
+def test_a_call_site_with_another_definition_of_the_topic_is_refused(
+    outbox: Outbox, rolled_back: psycopg.Connection
+) -> None:
+    outbox.topic("mail", queue="bulk")
+    assert outbox.enqueue(rolled_back, Topic("mail", queue="bulk"), 1).id
+    with pytest.raises(ConfigurationError, match="topic 'mail' is defined otherwise"):
+        outbox.enqueue(rolled_back, Topic("mail"), 1)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("payload", "options", "field"),
+    [
+        ({"a": {"b": "x\0"}}, {}, "payload.a.b"),
+        ("x" * 1001, {}, "payload"),
+        (1, {"queue": "Bulk"}, "queue"),
+        (1, {"available_at": datetime.max.replace(tzinfo=UTC)}, "available_at"),
+        (1, {"headers": {"a": "\r\n"}}, "headers.a"),
+        (1, {"max_attempts": 0}, "max_attempts"),
+    ],
+)
+def test_a_mistake_is_found_before_any_sql(
+    connection: psycopg.Connection, payload: object, options: dict[str, Any], field: str
+) -> None:
+    outbox = Outbox(Settings(max_payload_bytes=1000))  # type: ignore[call-arg] # the rest has defaults
+    with pytest.raises(PayloadError) as caught:
+        outbox.enqueue(connection, "mail", payload, **options)
+    assert caught.value.field == field
+    with pytest.raises(PayloadError) as caught:
+        outbox.enqueue_many(connection, [NewMessage("mail", 1), NewMessage("mail", payload, **options)])
+    assert caught.value.field == f"items[1].{field}"
+    assert connection.info.transaction_status is TransactionStatus.IDLE
+
+
+def test_what_only_the_database_can_judge_is_refused_by_it_with_the_same_error(
+    outbox: Outbox, rolled_back: psycopg.Connection
+) -> None:
+    past = datetime.now(UTC) - timedelta(hours=1)
+    with pytest.raises(PayloadError) as caught, rolled_back.transaction():
+        outbox.enqueue(rolled_back, "mail", 1, expires_at=past)
+    assert str(caught.value) == "expires_at: must be later than now and than available_at"
+    assert type(caught.value) is PayloadError
+    assert isinstance(caught.value.__cause__, errors.InvalidParameterValue)
+    items = [NewMessage("mail", 1, coalesce_key="k", expires_at=past), *([NewMessage("mail", 1)] * 6000)]
+    with pytest.raises(PayloadError) as caught, rolled_back.transaction():
+        outbox.enqueue_many(rolled_back, items)
+    assert caught.value.field == "items[0].expires_at"
+
+
+def test_a_dedupe_key_with_another_payload_is_a_duplicate_error(
+    outbox: Outbox, rolled_back: psycopg.Connection
+) -> None:
+    first = outbox.enqueue(rolled_back, "mail", {"a": 1}, dedupe_key="k")
+    assert outbox.enqueue(rolled_back, "mail", {"a": 1}, dedupe_key="k") == Enqueued(first.id, True)
+    for enqueue in (
+        lambda: outbox.enqueue(rolled_back, "mail", {"a": CANARY}, dedupe_key="k"),
+        lambda: outbox.enqueue_many(rolled_back, [NewMessage("mail", {"a": CANARY}, dedupe_key="k")]),
+    ):
+        with pytest.raises(DuplicateError) as caught, rolled_back.transaction():
+            enqueue()
+        assert str(caught.value) == f"dedupe_key: message {first.id} of topic mail has this key and another payload"
+
+
+def test_a_database_without_the_schema_is_a_schema_error_that_names_the_command(outbox: Outbox, empty_dsn: str) -> None:
+    with psycopg.connect(empty_dsn) as connection:
+        for call in (
+            lambda: outbox.enqueue(connection, "mail", 1),
+            lambda: outbox.enqueue_many(connection, [NewMessage("mail", 1)]),
+            lambda: outbox.cancel(connection, 1),
+            lambda: outbox.cancel(connection, topic="mail", dedupe_key="k"),
+        ):
+            with pytest.raises(SchemaError, match="run: pgoutbox migrate"):
+                call()
+            connection.rollback()
+
+
+def test_a_missing_function_of_somebody_elses_trigger_passes_through(
+    outbox: Outbox, rolled_back: psycopg.Connection
+) -> None:
+    rolled_back.execute(
+        """
+        CREATE FUNCTION pg_temp.broken() RETURNS trigger LANGUAGE plpgsql AS
+            'BEGIN PERFORM no_such_function(); RETURN NEW; END';
+        CREATE TRIGGER broken BEFORE INSERT ON pgoutbox.message_live FOR EACH ROW EXECUTE FUNCTION pg_temp.broken();
+        """
+    )
+    with pytest.raises(errors.UndefinedFunction):
+        outbox.enqueue(rolled_back, "mail", 1)
+
+
+def test_the_servers_other_errors_pass_through_untouched(outbox: Outbox, rolled_back: psycopg.Connection) -> None:
+    rolled_back.execute("SET TRANSACTION READ ONLY")
+    with pytest.raises(errors.ReadOnlySqlTransaction):
+        outbox.enqueue(rolled_back, "mail", 1)
+
+
+# --- many messages ----------------------------------------------------------------------------------------------------
+
+
+def test_no_items_are_no_statement(outbox: Outbox, connection: psycopg.Connection) -> None:
+    assert outbox.enqueue_many(connection, []) == []
+    assert connection.info.transaction_status is TransactionStatus.IDLE
+
+
+def test_an_iterator_that_raises_midway_leaves_nothing_behind(outbox: Outbox, connection: psycopg.Connection) -> None:
+    def items() -> Iterator[NewMessage[int]]:
+        yield from (NewMessage("mail", n) for n in range(6000))
+        raise LookupError
+
+    with pytest.raises(LookupError):
+        outbox.enqueue_many(connection, items())
+    assert connection.info.transaction_status is TransactionStatus.IDLE
+
+
+def test_the_bad_one_of_ten_thousand_is_named(outbox: Outbox, connection: psycopg.Connection) -> None:
+    items = [NewMessage("mail", {"x": float("nan") if n == 4711 else n}) for n in range(10_000)]
+    with pytest.raises(PayloadError, match=r"^items\[4711\]\.payload\.x: not JSON: nan$"):
+        outbox.enqueue_many(connection, items)
+    with pytest.raises(TypeError, match=r"items\[1\] must be a NewMessage, not tuple"):
+        outbox.enqueue_many(connection, [NewMessage("mail", 1), ("mail", 2)])  # type: ignore[list-item]
+    assert connection.info.transaction_status is TransactionStatus.IDLE
+
+
+def test_the_answers_are_in_the_order_of_the_items_over_all_chunks(
+    outbox: Outbox, rolled_back: psycopg.Connection
+) -> None:
+    items = [NewMessage("mail", n, coalesce_key=str(n % 7) if n % 3 == 0 else None) for n in range(12_345)]
+    enqueued = outbox.enqueue_many(rolled_back, items)
+    rows = rolled_back.execute("SELECT id, payload FROM pgoutbox.message").fetchall()
+    assert {e.id: n for n, e in enumerate(enqueued)} == dict(rows)
+    for keys in ({None}, {"0"}, {"3"}):
+        ids = [e.id for item, e in zip(items, enqueued, strict=True) if item.coalesce_key in keys]
+        assert ids == sorted(ids)
+
+
+def test_two_bulks_with_the_same_keys_in_opposite_order_do_not_deadlock(
+    outbox: Outbox, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pgoutbox.drafts.CHUNK_ROWS", 1)
+    items = [NewMessage("mail", n, coalesce_key=str(n)) for n in range(100)]
+    start = threading.Barrier(2)
+
+    def produce(connection: psycopg.Connection, mine: list[NewMessage[int]]) -> None:
+        start.wait()
+        outbox.enqueue_many(connection, mine)
+        connection.commit()
+
+    with ThreadPoolExecutor(2) as threads:
+        futures = [threads.submit(produce, connect(), mine) for mine in (items, items[::-1])]
+    for future in futures:
+        future.result()
+    assert count(connect()) == 200
+
+
+# --- two transactions -------------------------------------------------------------------------------------------------
+
+
+def test_whoever_waits_for_a_dedupe_key_gets_the_winners_message_when_it_commits(
+    outbox: Outbox, connect: Connect
+) -> None:
+    winner, waiting, observer = connect(), connect(), connect(autocommit=True)
+    first = outbox.enqueue(winner, "mail", 1, dedupe_key="k")
+    with ThreadPoolExecutor(1) as threads:
+        second = threads.submit(outbox.enqueue, waiting, "mail", 1, dedupe_key="k")
+        until_blocked(observer, waiting, second)
+        winner.commit()
+    assert second.result() == Enqueued(first.id, True)
+    waiting.commit()
+    assert count(observer) == 1
+
+
+def test_whoever_waits_for_a_dedupe_key_inserts_after_all_when_the_winner_rolls_back(
+    outbox: Outbox, connect: Connect
+) -> None:
+    winner, waiting, observer = connect(), connect(), connect(autocommit=True)
+    outbox.enqueue(winner, "mail", 1, dedupe_key="k")
+    with ThreadPoolExecutor(1) as threads:
+        second = threads.submit(outbox.enqueue, waiting, "mail", 2, dedupe_key="k")
+        until_blocked(observer, waiting, second)
+        winner.rollback()
+    enqueued = second.result()
+    assert enqueued is not None
+    assert not enqueued.duplicate
+    waiting.commit()
+    assert row(observer, "payload", enqueued.id) == (2,)
+    assert count(observer) == 1
+
+
+def test_within_one_coalesce_key_the_order_of_ids_is_the_order_of_commits(outbox: Outbox, connect: Connect) -> None:
+    first, waiting, observer = connect(), connect(), connect(autocommit=True)
+    outbox.enqueue(first, "mail", 1, coalesce_key="k")
+    with ThreadPoolExecutor(1) as threads:
+        last = threads.submit(outbox.enqueue, waiting, "mail", 3, coalesce_key="k")
+        until_blocked(observer, waiting, last)
+        # Drawn while the other one waits: an id that the waiting one had drawn before its lock would be smaller.
+        second = outbox.enqueue(first, "mail", 2, coalesce_key="k")
+        first.commit()
+    enqueued = last.result()
+    assert enqueued is not None
+    assert enqueued.id > second.id
+    waiting.commit()
+    assert ids_in_flight(claim(observer, topics=["mail"])) == [enqueued.id]
+
+
+def test_of_64_producers_of_one_key_the_last_committed_one_is_delivered(outbox: Outbox, connect: Connect) -> None:
+    connections = [connect() for _ in range(64)]
+    committed: list[int] = []
+    start = threading.Barrier(len(connections))
+
+    def produce(number: int) -> None:
+        connection = connections[number]
+        connection.execute("SET lock_timeout = '60s'")
+        connection.commit()
+        start.wait()
+        enqueued = outbox.enqueue(connection, "mail", number, coalesce_key="k")
+        if number % 2:
+            connection.rollback()
+        else:
+            committed.append(enqueued.id)  # Under the lock of the key, which ends with the transaction.
+            connection.commit()
+
+    with ThreadPoolExecutor(len(connections)) as threads:
+        for future in [threads.submit(produce, number) for number in range(len(connections))]:
+            future.result()
+    observer = connect(autocommit=True)
+    assert committed == sorted(committed)
+    assert len(committed) == count(observer) == 32
+    rows = claim(observer, topics=["mail"])
+    assert ids_in_flight(rows) == [committed[-1]]
+    assert [r.id for r in rows if r.state == "skipped"] == committed[:-1]
+
+
+# --- best effort ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def business(connection: psycopg.Connection) -> psycopg.Connection:
+    """A connection that has written something of its own, not yet committed."""
+    connection.execute("CREATE TABLE account (id bigint)")
+    connection.commit()
+    connection.execute("INSERT INTO account VALUES (7)")
+    return connection
+
+
+def accounts(connection: psycopg.Connection) -> list[tuple[int]]:
+    return connection.execute("SELECT id FROM account").fetchall()
+
+
+def failure(caplog: pytest.LogCaptureFixture) -> dict[str, object]:
+    """The one record in the log, without what must not be in it."""
+    (record,) = caplog.records
+    assert record.name == "pgoutbox.outbox"
+    assert record.levelno == logging.ERROR
+    assert record.exc_info is None
+    assert CANARY not in str(vars(record))
+    names = ("event", "topic", "error_type", "sqlstate", "field")
+    return {name: vars(record)[name] for name in names}
+
+
+def test_best_effort_gives_the_receipt_when_all_is_well(outbox: Outbox, business: psycopg.Connection) -> None:
+    enqueued = outbox.enqueue(business, "mail", 1, best_effort=True)
+    business.commit()
+    assert enqueued is not None
+    assert row(business, "payload", enqueued.id) == (1,)
+    assert accounts(business) == [(7,)]
+
+
+def test_best_effort_logs_a_mistake_and_the_caller_goes_on(
+    outbox: Outbox, business: psycopg.Connection, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert outbox.enqueue(business, "mail", {CANARY: [CANARY, "\0"]}, dedupe_key=CANARY, best_effort=True) is None
+    business.commit()
+    assert accounts(business) == [(7,)]
+    assert failure(caplog) == {
+        "event": "enqueue_failed",
+        "topic": "mail",
+        "error_type": "PayloadError",
+        "sqlstate": None,
+        "field": "payload",
+    }
+
+
+def test_best_effort_rolls_back_to_before_the_enqueue_and_no_further(
+    outbox: Outbox, business: psycopg.Connection, caplog: pytest.LogCaptureFixture
+) -> None:
+    outbox.enqueue(business, "mail", 1, dedupe_key=CANARY)
+    assert outbox.enqueue(business, "mail", {"a": CANARY}, dedupe_key=CANARY, best_effort=True) is None
+    business.commit()
+    assert accounts(business) == [(7,)]
+    assert count(business) == 1
+    assert failure(caplog) == {
+        "event": "enqueue_failed",
+        "topic": "mail",
+        "error_type": "DuplicateError",
+        "sqlstate": "23505",
+        "field": None,
+    }
+
+
+def test_best_effort_leaves_no_savepoint_behind(outbox: Outbox, business: psycopg.Connection) -> None:
+    outbox.enqueue(business, "mail", 1, best_effort=True)
+    outbox.enqueue(business, "mail", 1, expires_at=datetime.now(UTC) - timedelta(hours=1), best_effort=True)
+    with pytest.raises(errors.InvalidSavepointSpecification):
+        business.execute("ROLLBACK TO SAVEPOINT pgoutbox_best_effort")
+
+
+def test_best_effort_survives_a_missing_schema(
+    outbox: Outbox, empty_dsn: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with psycopg.connect(empty_dsn) as connection:
+        connection.execute("CREATE TABLE account (id bigint)")
+        assert outbox.enqueue(connection, "mail", 1, best_effort=True) is None
+        connection.commit()
+        assert accounts(connection) == []
+    assert failure(caplog)["error_type"] == "SchemaError"
+
+
+def test_best_effort_survives_a_server_that_ends_the_connection(
+    outbox: Outbox, business: psycopg.Connection, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    connect(autocommit=True).execute("SELECT pg_terminate_backend(%s, 2000)", (business.info.backend_pid,))
+    assert outbox.enqueue(business, "mail", 1, best_effort=True) is None
+    assert failure(caplog)["error_type"] == "AdminShutdown"
+    assert business.closed
+
+
+def test_best_effort_in_an_aborted_transaction_is_logged(
+    outbox: Outbox, business: psycopg.Connection, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(errors.DivisionByZero):
+        business.execute("SELECT 1 / 0")
+    assert outbox.enqueue(business, "mail", 1, best_effort=True) is None
+    assert failure(caplog)["error_type"] == "TransactionError"
+
+
+def test_best_effort_outside_a_transaction_makes_no_savepoint(
+    outbox: Outbox, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    connection = connect(autocommit=True)
+    assert outbox.enqueue(connection, "mail", 1, best_effort=True) is None
+    assert failure(caplog)["error_type"] == "TransactionError"
+    assert outbox.enqueue(connection, "mail", 1, best_effort=True, require_transaction=False) is not None
+    assert count(connection) == 1
+
+
+def test_best_effort_hides_no_mistake_of_programming(outbox: Outbox, connection: psycopg.Connection) -> None:
+    with pytest.raises(TypeError, match=r"enqueue takes psycopg\.Connection"):
+        outbox.enqueue("postgresql:///app", "mail", 1, best_effort=True)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'qeue'"):
+        outbox.enqueue(connection, "mail", 1, best_effort=True, qeue="bulk")  # type: ignore[call-overload]
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_backend_that_is_terminated_commits_nothing_and_says_so(outbox: Outbox, connect: Connect) -> None:
+    enqueuing, committing, observer = connect(), connect(), connect(autocommit=True)
+    for producer in (enqueuing, committing):
+        outbox.enqueue(producer, "mail", 1)
+        observer.execute("SELECT pg_terminate_backend(%s, 2000)", (producer.info.backend_pid,))
+    with pytest.raises(psycopg.OperationalError):
+        outbox.enqueue(enqueuing, "mail", 2)
+    with pytest.raises(psycopg.OperationalError):
+        committing.commit()
+    assert count(observer) == 0
+    with pytest.raises(TransactionError, match="the connection is closed"):
+        outbox.enqueue(enqueuing, "mail", 3)
+
+
+@contextmanager
+def losing_the_reply_to_commit(dsn: str) -> Iterator[str]:
+    """A DSN through a proxy that hands a COMMIT on, waits for the server's reply to it, and hangs up instead."""
+    info = conninfo_to_dict(dsn)
+    host, port = str(info["host"]), int(info.get("port") or 5432)
+    with tempfile.TemporaryDirectory() as directory, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{directory}/.s.PGSQL.5432")
+        listener.listen()
+
+        def relay() -> None:
+            client = listener.accept()[0]
+            server = socket.socket(socket.AF_UNIX) if host.startswith("/") else socket.socket()
+            with client, server:
+                server.connect(f"{host}/.s.PGSQL.{port}" if host.startswith("/") else (host, port))
+                committing = threading.Event()
+                replies = threading.Thread(target=forward_replies, args=(server, client, committing))
+                replies.start()
+                while not committing.is_set() and (data := client.recv(65536)):
+                    if b"COMMIT" in data:
+                        committing.set()
+                    server.sendall(data)
+                replies.join()
+
+        def forward_replies(server: socket.socket, client: socket.socket, committing: threading.Event) -> None:
+            while (data := server.recv(65536)) and not committing.is_set():
+                client.sendall(data)
+
+        thread = threading.Thread(target=relay)
+        thread.start()
+        yield make_conninfo(dsn, host=directory, port=5432)
+        thread.join()
+
+
+def test_an_enqueue_repeated_after_a_lost_reply_to_commit_is_one_message(
+    outbox: Outbox, dsn: str, connection: psycopg.Connection
+) -> None:
+    with losing_the_reply_to_commit(dsn) as lossy_dsn, psycopg.connect(lossy_dsn) as producer:
+        outbox.enqueue(producer, "mail", {"order": 1}, dedupe_key="order-1")
+        with pytest.raises(psycopg.OperationalError):
+            producer.commit()
+    again = outbox.enqueue(connection, "mail", {"order": 1}, dedupe_key="order-1")
+    connection.commit()
+    assert again.duplicate
+    assert count(connection) == 1
+
+
+# --- any payload ------------------------------------------------------------------------------------------------------
+
+TEXT = st.text(st.characters(), max_size=20) | st.sampled_from(["\0", "\ud800", "\\u0000", "é", "\u2028", "NaN"])
+ANYTHING = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.just(10**4299)
+    | st.floats()
+    | TEXT
+    | st.binary(max_size=3)
+    | st.datetimes(),
+    lambda inner: (
+        st.lists(inner, max_size=5) | st.dictionaries(TEXT | st.integers(), inner, max_size=5) | st.tuples(inner)
+    ),
+    max_leaves=15,
+)
+
+
+def same(stored: object, given_value: object) -> bool:
+    """Whether the row holds the value: jsonb keeps numbers as decimals, and knows no tuples."""
+    if isinstance(given_value, dict):
+        return (
+            isinstance(stored, dict)
+            and stored.keys() == given_value.keys()
+            and all(same(stored[key], item) for key, item in given_value.items())
+        )
+    if isinstance(given_value, (list, tuple)):
+        return isinstance(stored, list) and len(stored) == len(given_value) and all(map(same, stored, given_value))
+    if isinstance(given_value, float) and isinstance(stored, (int, float)):
+        return float(stored) == given_value
+    return type(stored) is type(given_value) and stored == given_value
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(payload=ANYTHING, key=TEXT)
+def test_any_value_is_stored_as_it_is_or_refused_with_its_path_and_the_transaction_stays_usable(
+    rolled_back: psycopg.Connection, payload: object, key: str
+) -> None:
+    outbox = Outbox()
+    with rolled_back.transaction(force_rollback=True):
+        try:
+            one = outbox.enqueue(rolled_back, "mail", payload, coalesce_key=key)
+        except PayloadError:
+            with pytest.raises(PayloadError, match=r"^items\[0\]\.(payload|coalesce_key)"):
+                outbox.enqueue_many(rolled_back, [NewMessage("mail", payload, coalesce_key=key)])
+            assert count(rolled_back) == 0
+        else:
+            (many,) = outbox.enqueue_many(rolled_back, [NewMessage("mail", payload, coalesce_key=key)])
+            for enqueued in (one, many):
+                stored, stored_key = row(rolled_back, "payload, coalesce_key", enqueued.id)
+                assert same(stored, payload)
+                assert stored_key == key
