@@ -1,0 +1,66 @@
+"""Bulk enqueue and a batch handler: many documents in one statement, and one call for many messages.
+
+    python -m examples.search_index
+    pgoutbox worker --app examples.search_index:outbox --once
+
+The search index is a file here. The handler answers for each message, so one that is refused holds up no other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import psycopg
+
+from pgoutbox import Message, NewMessage, Outbox, Permanent, Sent, Skip, SyncContext
+
+Outcome = Sent | Permanent | Skip
+
+INDEX = Path(os.environ.get("SEARCH_INDEX", "search_index.jsonl"))
+
+outbox = Outbox()
+
+
+@outbox.batch_handler("search.document", max_size=50)
+def index_documents(messages: Sequence[Message], contexts: Sequence[SyncContext]) -> list[Outcome]:
+    """Append what the batch brings in one write. Repeating it is harmless: the last line of a document counts."""
+    lines: list[str] = []
+    outcomes: list[Outcome] = []
+    for message, ctx in zip(messages, contexts, strict=True):
+        document = message.payload
+        if ctx.cancelled:
+            outcomes.append(Skip("a newer version of the document is on its way"))
+        elif isinstance(document, dict) and document.get("text"):
+            lines.append(json.dumps(document) + "\n")
+            outcomes.append(Sent())
+        else:
+            outcomes.append(Permanent("the document has no text"))
+    with INDEX.open("a") as index:
+        index.write("".join(lines))
+    return outcomes
+
+
+def enqueue_documents(connection: psycopg.Connection, texts: Sequence[str]) -> int:
+    """Owe the index a message for each text, in the caller's transaction; how many are new."""
+    enqueued = outbox.enqueue_many(
+        connection,
+        [
+            NewMessage("search.document", {"id": number, "text": text}, coalesce_key=str(number))
+            for number, text in enumerate(texts, start=1)
+        ],
+    )
+    return sum(not answer.duplicate for answer in enqueued)
+
+
+def main() -> None:
+    """A hundred documents, one of them without a text."""
+    with psycopg.connect(os.environ["PGOUTBOX_DSN"]) as connection:
+        texts = [f"document {number}" for number in range(1, 100)]
+        print("enqueued", enqueue_documents(connection, [*texts, ""]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""The programs in examples/ do what their readers are told: run as commands, delivered by a worker process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psycopg
+import pytest
+
+from examples.password_reset import hash_of
+from pgoutbox.settings import ENVIRONMENT_PREFIX
+from tests.smtp_server import Inbox, accepting_server, parsed
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from tests.conftest import Server
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+@dataclass(frozen=True, slots=True)
+class Shell:
+    """Runs commands in the checkout, as the reader does."""
+
+    environment: dict[str, str]
+
+    async def run(self, *command: str) -> str:
+        """The command's output; fails with everything that it said if it does not succeed."""
+        done = await asyncio.to_thread(
+            subprocess.run,
+            [sys.executable, *command],
+            cwd=ROOT,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout
+        return done.stdout
+
+    async def example(self, name: str, *arguments: str) -> list[str]:
+        """Run an example; what it printed."""
+        return (await self.run("-m", f"examples.{name}", *arguments)).splitlines()
+
+    async def deliver(self, name: str, *options: str) -> None:
+        """Let a worker with the example's handlers do what is due."""
+        await self.run("-m", "pgoutbox", "worker", "--app", f"examples.{name}:outbox", "--once", *options)
+
+
+@pytest.fixture
+async def inbox() -> AsyncIterator[Inbox]:
+    async with accepting_server() as inbox:
+        yield inbox
+
+
+def mails(inbox: Inbox) -> list[tuple[str, str]]:
+    """Recipient and text of each e-mail that the server took."""
+    found: list[tuple[str, str]] = []
+    for received in inbox.received:
+        body = parsed(received.content).get_body()
+        assert body is not None
+        found += [(recipient, body.get_content().strip()) for recipient in received.recipients]
+    return found
+
+
+@pytest.fixture
+def shell(dsn: str, inbox: Inbox, tmp_path: Path) -> Shell:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
+    environment |= {
+        "PGOUTBOX_DSN": dsn,
+        "PGOUTBOX_SMTP_HOST": "127.0.0.1",
+        "PGOUTBOX_SMTP_PORT": str(inbox.port),
+        "PGOUTBOX_SMTP_SECURITY": "none",
+        "PGOUTBOX_SMTP_FROM": "club@example.org",
+        "SEARCH_INDEX": str(tmp_path / "index.jsonl"),
+    }
+    return Shell(environment)
+
+
+def states(dsn: str) -> Counter[str]:
+    """How many messages are in which state."""
+    with psycopg.connect(dsn) as connection:
+        return Counter(state for (state,) in connection.execute("SELECT state FROM pgoutbox.message"))
+
+
+async def test_who_joined_is_welcomed_once_and_who_left_is_not(shell: Shell, inbox: Inbox, dsn: str) -> None:
+    assert await shell.example("sign_up") == [
+        "ada@example.org joined",
+        "bob@example.org joined",
+        "ada@example.org was here before",
+        "bob@example.org left, the welcome is cancelled",
+        "cid@example.org changed their mind",
+    ]
+    await shell.deliver("sign_up")
+    assert [recipient for recipient, _ in mails(inbox)] == ["ada@example.org"]
+    assert states(dsn) == {"sent": 1, "cancelled": 1}
+
+
+@pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
+async def test_the_customer_hears_of_the_last_change(shell: Shell, inbox: Inbox, dsn: str, driver: str) -> None:
+    assert [line.partition(":")[0] for line in await shell.example("orders", driver)] == [
+        "quantity 1",
+        "quantity 2",
+        "quantity 3",
+    ]
+    await shell.deliver("orders")
+    ((recipient, text),) = mails(inbox)
+    assert recipient == "ada@example.org"
+    assert text == "You will get 3 of them."
+    assert states(dsn) == {"sent": 1, "skipped": 2}
+
+
+async def test_the_hash_of_the_token_that_was_sent_is_stored(shell: Shell, inbox: Inbox, dsn: str) -> None:
+    await shell.example("password_reset")
+    await shell.deliver("password_reset", "--queue", "critical")
+    ((recipient, text),) = mails(inbox)
+    assert recipient == "ada@example.org"
+    token = text.rpartition("/")[2]
+    with psycopg.connect(dsn) as connection:
+        assert connection.execute("SELECT account_id, token_hash FROM reset_token").fetchall() == [(1, hash_of(token))]
+        reasons = connection.execute("SELECT skip_reason FROM pgoutbox.message WHERE state = 'skipped' ORDER BY id")
+        superseded, gone = (reason for (reason,) in reasons)
+        assert token not in str(connection.execute("SELECT * FROM pgoutbox.message").fetchall())
+    assert superseded.startswith("superseded by")
+    assert gone == "the account is gone"
+    assert states(dsn) == {"sent": 1, "skipped": 2}
+
+
+def indexed_ids(shell: Shell) -> list[int]:
+    """The documents in the index, as often as they were written."""
+    lines = Path(shell.environment["SEARCH_INDEX"]).read_text().splitlines()
+    return [json.loads(line)["id"] for line in lines]
+
+
+async def test_each_document_of_a_batch_has_its_own_outcome(shell: Shell, dsn: str) -> None:
+    assert await shell.example("search_index") == ["enqueued 100"]
+    await shell.deliver("search_index")
+    assert sorted(indexed_ids(shell)) == list(range(1, 100))
+    assert states(dsn) == {"sent": 99, "failed": 1}
+
+
+async def test_the_example_of_a_test_passes(shell: Shell, server: Server) -> None:
+    shell.environment["PGOUTBOX_TEST_DSN"] = server.dsn_for(server.maintenance_dbname)
+    said = await shell.run(
+        "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", "examples/test_sign_up.py"
+    )
+    assert "4 passed" in said
+
+
+def test_every_example_is_listed_and_tested() -> None:
+    listed = (EXAMPLES / "README.md").read_text()
+    tested = Path(__file__).read_text()
+    for path in EXAMPLES.glob("*.py"):
+        assert f"({path.name})" in listed
+        assert path.stem in tested
