@@ -241,7 +241,7 @@ def settings_for(dsn: str, **overrides: object) -> Settings:
 
 
 class WatchedWorker(Worker):
-    """A worker that tells when it has nothing left to do: `asleep` is set right before it goes to sleep."""
+    """A worker that tells when it has nothing left to do: `asleep` is set when nothing has woken it yet."""
 
     asleep: asyncio.Event
 
@@ -251,7 +251,8 @@ class WatchedWorker(Worker):
         await super().run()
 
     async def _sleep_long(self) -> None:
-        self.asleep.set()
+        if not self._wake.is_set():
+            self.asleep.set()
         await super()._sleep_long()
 
 

@@ -1,0 +1,379 @@
+"""The doorbell: no commit is missed, and none rings while nobody sleeps."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import TYPE_CHECKING
+
+import psycopg
+import psycopg.sql
+import pytest
+
+from pgoutbox import Outbox, sql
+from pgoutbox.dispatch import Context
+from pgoutbox.doorbell import Bell, Doorbell
+from pgoutbox.message import Message, State
+from pgoutbox.store import Store
+from pgoutbox.telemetry import Event, Telemetry
+from pgoutbox.worker import Worker, parse_queues
+from tests.outbox_actions import (
+    PATIENCE_SECONDS,
+    WatchedWorker,
+    enqueue,
+    first_of,
+    reports,
+    running,
+    settings_for,
+    state_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from tests.conftest import Connect, Server
+
+
+@pytest.fixture
+def db(connect: Connect) -> psycopg.Connection:
+    """An autocommit connection to the test's database."""
+    return connect(autocommit=True)
+
+
+class Bellman:
+    """A doorbell and what it rang."""
+
+    def __init__(self, dsn: str) -> None:
+        self.rings: list[str | None] = []
+        self.rang = asyncio.Event()
+        self.telemetry = Telemetry(logging.getLogger("pgoutbox.test"))
+        self.bell = Doorbell(settings_for(dsn), self._on_ring, self.telemetry)
+
+    def _on_ring(self, queue: str | None) -> None:
+        self.rings.append(queue)
+        self.rang.set()
+
+    async def rings_so_far(self) -> list[str | None]:
+        """What rang up to now: the answer to a probe comes behind every ring that is on the way."""
+        await self.bell._probe()
+        return self.rings
+
+
+@pytest.fixture
+async def bellmen(dsn: str) -> AsyncIterator[Callable[[], Bellman]]:
+    """Makes doorbells; they are stopped when the test ends. Start them in the test."""
+    made: list[Bellman] = []
+
+    def make() -> Bellman:
+        made.append(Bellman(dsn))
+        return made[-1]
+
+    yield make
+    for bellman in made:
+        await bellman.bell.stop()
+
+
+async def started(bellmen: Callable[[], Bellman]) -> Bellman:
+    bellman = bellmen()
+    await bellman.bell.start()
+    return bellman
+
+
+async def test_while_nobody_sleeps_an_enqueue_does_not_ring(
+    bellmen: Callable[[], Bellman], db: psycopg.Connection
+) -> None:
+    bellman = await started(bellmen)
+    enqueue(db)
+    assert await bellman.rings_so_far() == []
+
+
+async def test_while_the_bell_is_armed_every_commit_rings(
+    bellmen: Callable[[], Bellman], connect: Connect, db: psycopg.Connection
+) -> None:
+    bellman, rolling_back = await started(bellmen), connect()
+    assert await bellman.bell.arm(["default"]) is Bell.ARMED
+    enqueue(db)
+    enqueue(db)
+    enqueue(rolling_back)
+    rolling_back.rollback()
+    assert await bellman.rings_so_far() == ["default", "default"]
+
+
+async def test_the_ring_names_the_queue_and_nothing_else(
+    bellmen: Callable[[], Bellman], db: psycopg.Connection
+) -> None:
+    bellman = await started(bellmen)
+    await bellman.bell.arm(["default", "bulk"])
+    enqueue(db, queue="bulk", payload={"secret": "s3cret"})
+    enqueue(db, queue="other")
+    assert await bellman.rings_so_far() == ["bulk"]
+
+
+async def test_an_enqueue_may_ask_not_to_ring(bellmen: Callable[[], Bellman], db: psycopg.Connection) -> None:
+    bellman = await started(bellmen)
+    await bellman.bell.arm(["default"])
+    enqueue(db, notify=False)
+    assert await bellman.rings_so_far() == []
+
+
+async def test_arming_tells_of_enqueues_under_way_until_they_have_committed(
+    bellmen: Callable[[], Bellman], connect: Connect
+) -> None:
+    bellman, producer = await started(bellmen), connect()
+    enqueue(producer)
+    assert await bellman.bell.arm(["default"]) is Bell.PRODUCERS
+    producer.commit()
+    assert await bellman.bell.arm(["default"]) is Bell.ARMED
+    assert await bellman.bell.arm(["default"]) is Bell.STILL_ARMED
+
+
+async def test_a_second_sleeper_trusts_in_the_bell_of_the_first(
+    bellmen: Callable[[], Bellman], db: psycopg.Connection
+) -> None:
+    first, second = await started(bellmen), await started(bellmen)
+    assert await first.bell.arm(["default"]) is Bell.ARMED
+    assert await second.bell.arm(["default"]) is Bell.ARMED
+    enqueue(db)
+    assert (await first.rings_so_far(), await second.rings_so_far()) == (["default"], ["default"])
+
+
+async def test_a_disarmed_bell_does_not_ring_and_can_be_armed_by_another(
+    bellmen: Callable[[], Bellman], db: psycopg.Connection
+) -> None:
+    first, second = await started(bellmen), await started(bellmen)
+    await first.bell.arm(["default"])
+    await first.bell.disarm()
+    enqueue(db)
+    assert await first.rings_so_far() == []
+    assert await second.bell.arm(["default"]) is Bell.ARMED
+    enqueue(db)
+    assert await second.rings_so_far() == ["default"]
+
+
+def test_the_bells_of_two_queues_are_two_locks(connect: Connect) -> None:
+    sleeper, producer = connect(autocommit=True), connect(autocommit=True)
+    assert sleeper.execute(sql.ARM, {"queues": ["a", "b"]}).fetchall() == [("a", "armed"), ("b", "armed")]
+    assert sleeper.execute(sql.DISARM, {"queues": ["a"]}).fetchall() == [(True,)]
+    assert producer.execute(sql.ARM, {"queues": ["a", "b"]}).fetchall() == [("a", "armed"), ("b", "sleeper")]
+
+
+def test_asking_for_a_bell_in_vain_leaves_no_lock_behind(connect: Connect) -> None:
+    sleeper, producer, other = connect(autocommit=True), connect(), connect(autocommit=True)
+    enqueue(producer)
+    assert sleeper.execute(sql.ARM, {"queues": ["default"]}).fetchall() == [("default", "producers")]
+    producer.commit()
+    assert other.execute(sql.ARM, {"queues": ["default"]}).fetchall() == [("default", "armed")]
+    assert sleeper.execute(sql.ARM, {"queues": ["default"]}).fetchall() == [("default", "sleeper")]
+    other.close()
+    assert sleeper.execute(sql.ARM, {"queues": ["default"]}).fetchall() == [("default", "armed")]
+
+
+async def test_without_a_listener_arming_says_so(bellmen: Callable[[], Bellman]) -> None:
+    bellman = bellmen()
+    assert await bellman.bell.arm(["default"]) is Bell.DOWN
+    assert not bellman.bell.is_up
+
+
+async def test_a_lost_listener_comes_back_without_its_bells_and_rings_for_what_it_missed(
+    bellmen: Callable[[], Bellman], db: psycopg.Connection
+) -> None:
+    bellman = await started(bellmen)
+    await bellman.bell.arm(["default"])
+    terminate_listeners(db)
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await bellman.rang.wait()
+    assert bellman.rings == [None]
+    assert (bellman.telemetry.counts[Event.LISTENER_LOST], bellman.telemetry.counts[Event.LISTENER_BACK]) == (1, 1)
+    assert await bellman.bell.arm(["default"]) is Bell.ARMED
+    enqueue(db)
+    assert await bellman.rings_so_far() == [None, "default"]
+
+
+async def test_a_session_that_no_longer_listens_is_given_up(
+    bellmen: Callable[[], Bellman], db: psycopg.Connection
+) -> None:
+    bellman = await started(bellmen)
+    connection = bellman.bell._connection
+    assert connection is not None
+    await bellman.bell._ask("UNLISTEN *", {})
+    await bellman.bell._probe()
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await bellman.rang.wait()
+    assert bellman.telemetry.counts[Event.LISTENER_LOST] == 1
+    assert await bellman.bell.arm(["default"]) is Bell.ARMED
+
+
+def terminate_listeners(db: psycopg.Connection) -> int:
+    """Terminate every listener of the database; how many there were."""
+    return len(
+        db.execute(
+            "SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity "
+            "WHERE datname = current_database() AND application_name = 'pgoutbox listen'"
+        ).fetchall()
+    )
+
+
+# --- workers ----------------------------------------------------------------------------------------------------------
+
+
+class Receiver:
+    """An outbox that notes what it delivers."""
+
+    def __init__(self, dsn: str) -> None:
+        self.outbox = Outbox(settings_for(dsn))
+        self.delivered: list[int] = []
+        self.heard = asyncio.Event()
+
+        @self.outbox.handler("greet")
+        async def greet(message: Message, ctx: Context) -> None:
+            self.delivered.append(message.id)
+            self.heard.set()
+
+
+async def test_a_sleeping_worker_is_woken_by_a_commit(dsn: str, db: psycopg.Connection) -> None:
+    receiver = Receiver(dsn)
+    worker = WatchedWorker(receiver.outbox)
+    async with running(worker):
+        for _ in range(3):
+            await worker.asleep.wait()
+            worker.asleep.clear()
+            receiver.heard.clear()
+            enqueue(db)
+            await receiver.heard.wait()
+    assert len(receiver.delivered) == 3
+
+
+async def test_a_worker_finds_what_a_transaction_commits_late(
+    dsn: str, connect: Connect, db: psycopg.Connection
+) -> None:
+    receiver, producer = Receiver(dsn), connect()
+    late = enqueue(producer)
+    early = enqueue(db)
+    worker = WatchedWorker(receiver.outbox)
+    async with running(worker):
+        await receiver.heard.wait()
+        receiver.heard.clear()
+        producer.commit()
+        await receiver.heard.wait()
+    assert receiver.delivered == [early, late]
+
+
+async def test_a_worker_wakes_for_a_message_that_falls_due(dsn: str, db: psycopg.Connection) -> None:
+    receiver = Receiver(dsn)
+    message_id = enqueue(db, notify=False)
+    db.execute("UPDATE pgoutbox.message_live SET available_at = now() + interval '100 ms'")
+    async with running(Worker(receiver.outbox)):
+        await receiver.heard.wait()
+    assert receiver.delivered == [message_id]
+
+
+async def test_a_commit_while_the_listener_was_away_is_found_when_it_is_back(
+    dsn: str, server: Server, db: psycopg.Connection
+) -> None:
+    receiver = Receiver(dsn)
+    worker = WatchedWorker(receiver.outbox)
+    gate = psycopg.connect(server.dsn_for(server.maintenance_dbname), autocommit=True)
+    with reports() as heard, contextlib.closing(gate):
+        async with running(worker):
+            await worker.asleep.wait()
+            allow_connections(gate, db.info.dbname, "false")
+            assert terminate_listeners(db) == 1
+            message_id = enqueue(db)
+            await heard.wait_for(Event.LISTENER_LOST)
+            allow_connections(gate, db.info.dbname, "true")
+            await heard.wait_for(Event.LISTENER_BACK)
+            await receiver.heard.wait()
+    assert state_of(db, message_id) == State.SENT
+
+
+def allow_connections(gate: psycopg.Connection, database: str, answer: str) -> None:
+    """Let nobody, or everybody, connect to the database; who is connected stays."""
+    gate.execute(
+        psycopg.sql.SQL("ALTER DATABASE {} ALLOW_CONNECTIONS {}").format(
+            psycopg.sql.Identifier(database), psycopg.sql.SQL("true" if answer == "true" else "false")
+        )
+    )
+
+
+async def test_a_ring_that_comes_while_the_worker_looks_in_vain_is_not_forgotten(
+    dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A spurious ring wakes the worker, whose claim finds nothing; a message commits before that claim has returned."""
+    receiver = Receiver(dsn)
+    worker = WatchedWorker(receiver.outbox)
+    claim_once, on_ring = Store.claim, Worker._on_ring
+    rung, gate_is_open = asyncio.Event(), False
+
+    async def claim_and_miss(self: Store, queue: str, **options: object) -> object:
+        nonlocal gate_is_open
+        rows = await claim_once(self, queue, **options)  # type: ignore[arg-type] # passed on as they came
+        if gate_is_open:
+            gate_is_open = False
+            rung.clear()
+            enqueue(db)
+            await rung.wait()
+        return rows
+
+    def note_ring(self: Worker, queue: str | None) -> None:
+        on_ring(self, queue)
+        rung.set()
+
+    monkeypatch.setattr(Store, "claim", claim_and_miss)
+    monkeypatch.setattr(Worker, "_on_ring", note_ring)
+    async with running(worker):
+        await worker.asleep.wait()
+        worker.asleep.clear()
+        gate_is_open = True
+        db.execute(sql.RING, {"queue": "default"})
+        await first_of(receiver.heard, worker.asleep)
+        assert receiver.heard.is_set()
+
+
+async def test_a_worker_that_only_polls_arms_no_bell(dsn: str, db: psycopg.Connection) -> None:
+    receiver = Receiver(dsn)
+    worker = WatchedWorker(receiver.outbox, settings=settings_for(dsn, listen=False, sweep_seconds=0.1))
+    async with running(worker):
+        await worker.asleep.wait()
+        held = db.execute("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND classid = 1885826146")
+        assert held.fetchone() == (0,)
+        message_id = enqueue(db)
+        await receiver.heard.wait()
+    assert receiver.delivered == [message_id]
+
+
+async def test_a_worker_that_works_leaves_the_bell_to_the_sleepers(dsn: str, db: psycopg.Connection) -> None:
+    """While one worker is busy, another one that sleeps is woken by the next commit."""
+    busy_started, go_on = asyncio.Event(), asyncio.Event()
+    busy_outbox = Outbox(settings_for(dsn, concurrency=1))
+
+    @busy_outbox.handler("long")
+    async def long(message: Message, ctx: Context) -> None:
+        busy_started.set()
+        await go_on.wait()
+
+    receiver = Receiver(dsn)
+    busy, sleeper = WatchedWorker(busy_outbox), WatchedWorker(receiver.outbox)
+    async with running(busy):
+        await busy.asleep.wait()
+        async with running(sleeper):
+            await sleeper.asleep.wait()
+            enqueue(db, topic="long")
+            await busy_started.wait()
+            enqueue(db)
+            await receiver.heard.wait()
+            go_on.set()
+
+
+async def test_a_flood_of_rings_for_other_queues_does_not_wake_a_worker(dsn: str, db: psycopg.Connection) -> None:
+    receiver = Receiver(dsn)
+    worker = WatchedWorker(receiver.outbox, queues=parse_queues(["quiet"]))
+    async with running(worker):
+        await worker.asleep.wait()
+        worker.asleep.clear()
+        for _ in range(100):
+            db.execute("SELECT pg_notify('pgoutbox', 'loud')")
+        message_id = enqueue(db, queue="quiet")
+        assert not worker.asleep.is_set()
+        await receiver.heard.wait()
+    assert receiver.delivered == [message_id]
