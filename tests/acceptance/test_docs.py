@@ -1,0 +1,631 @@
+"""The documentation says what the code does: its pages are generated, its programs run, its queries asked, its links
+followed, and the tutorial is played from beginning to end.
+
+A comment in a page, `<!-- ... -->` right above a block, tells how the block is to be run; readers do not see it.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import random
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import psycopg
+import pytest
+from alembic import command
+from alembic.config import Config
+
+import pgoutbox
+from docs import generate
+from pgoutbox import Outbox, sql
+from pgoutbox.message import TRANSITIONS, AttemptOutcome, State
+from pgoutbox.outbox import EnqueueOptions
+from pgoutbox.settings import ENVIRONMENT_PREFIX, Settings
+from pgoutbox.testing import OutboxDriver
+from tests.messages import ADD_ATTEMPT, put
+from tests.outbox_actions import claim, enqueue, finish_sent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from pytest_postgresql.executors import NoopExecutor
+
+    from tests.conftest import Server
+
+ROOT: Final = Path(__file__).parents[2]
+DOCS: Final = ROOT / "docs"
+GENERATED: Final = frozenset(DOCS.glob("reference/*.md"))
+PAGES: Final = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples/README.md", *DOCS.rglob("*.md")])
+WRITTEN: Final = [page for page in PAGES if page not in GENERATED]
+
+# Written from measurements, at the end.
+EXPECTED_LATER: Final = frozenset({DOCS / "explanation/performance.md"})
+# Used by a snippet, and needed by nothing in this repository.
+NOT_INSTALLED: Final = frozenset({"httpx"})
+
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+DIRECTIVE = re.compile(r"<!-- ([^\n]*) -->\n\Z")
+
+
+def title(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A fenced block of a page."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+    directive: str
+
+    @property
+    def place(self) -> str:
+        return f"{title(self.page)}:{self.line}"
+
+    @property
+    def file_name(self) -> str | None:
+        """What the reader is to save it as, by its first line."""
+        named = re.match(r"# (\w+\.py)\n", self.text)
+        return None if named is None else named[1]
+
+
+def blocks_of(page: Path, *languages: str) -> list[Block]:
+    text = page.read_text()
+    found = []
+    for fence in FENCE.finditer(text):
+        directive = DIRECTIVE.search(text[: fence.start()])
+        line = text.count("\n", 0, fence.start()) + 1
+        found.append(Block(page, line, fence[1], fence[2], "" if directive is None else directive[1]))
+    return [block for block in found if not languages or block.language in languages]
+
+
+def all_blocks(*languages: str) -> list[Block]:
+    return [block for page in WRITTEN for block in blocks_of(page, *languages)]
+
+
+def prose_of(page: Path) -> str:
+    return FENCE.sub("", page.read_text())
+
+
+# --- pages ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_generated_pages_are_up_to_date(rolled_back: psycopg.Connection) -> None:
+    fresh = generate.pages(rolled_back)
+    assert {page.name for page in GENERATED} == fresh.keys()
+    stale = [name for name, text in fresh.items() if (generate.REFERENCE / name).read_text() != text]
+    assert stale == [], "run `make docs`"
+
+
+def slug_of(heading: str) -> str:
+    """The anchor that GitHub makes of a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def anchors_of(page: Path) -> set[str]:
+    return {slug_of(heading) for heading in re.findall(r"^#+ (.+)$", prose_of(page), re.MULTILINE)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=title)
+def test_links_lead_somewhere(page: Path) -> None:
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose_of(page)):
+        if link.startswith(("https://", "http://")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if target in EXPECTED_LATER:
+            continue
+        if not target.exists() or (anchor and anchor not in anchors_of(target)):
+            broken.append(link)
+    assert broken == []
+
+
+def test_the_index_lists_every_page() -> None:
+    links = re.findall(r"\]\(([^)#\s]+)\)", (DOCS / "README.md").read_text())
+    listed = {(DOCS / link).resolve() for link in links}
+    assert set(DOCS.rglob("*.md")) - listed - {DOCS / "README.md"} == set()
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=title)
+def test_one_word_stands_for_one_thing(page: Path) -> None:
+    foreign = r"\b(jobs?|consumer groups?|dead.letters?|visibility timeouts?|task queues?|acks?|nacks?)\b"
+    assert re.findall(foreign, prose_of(page), re.IGNORECASE) == []
+
+
+def test_the_glossary_has_the_states_and_no_others() -> None:
+    section = (DOCS / "glossary.md").read_text().partition("## States")[2].partition("## ")[0]
+    assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == [state.value for state in State]
+
+
+def test_tests_that_are_named_exist() -> None:
+    named = {name for page in WRITTEN for name in re.findall(r"`(tests/\w+/\w+\.py)`", page.read_text())}
+    assert named
+    assert {name for name in named if not (ROOT / name).exists()} == set()
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=title)
+def test_settings_that_are_named_exist(page: Path) -> None:
+    known = {f"{ENVIRONMENT_PREFIX}{name.upper()}" for name in Settings.model_fields} | {"PGOUTBOX_TEST_DSN"}
+    assert set(re.findall(r"\bPGOUTBOX_[A-Z_]*[A-Z]", page.read_text())) - known == set()
+
+
+# --- the state machine ------------------------------------------------------------------------------------------------
+
+ALLOWED: Final = {(state.value, target.value) for state, targets in TRANSITIONS.items() for target in targets}
+LIFECYCLE: Final = DOCS / "explanation/lifecycle.md"
+
+
+def test_the_chart_is_the_state_machine() -> None:
+    (chart,) = blocks_of(LIFECYCLE, "mermaid")
+    assert set(re.findall(r"^    (\w+) --> (\w+):", chart.text, re.MULTILINE)) == ALLOWED
+
+
+def test_the_table_of_transitions_is_the_state_machine_and_names_its_statements() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| .* \| `([\w.]+)` \|$", LIFECYCLE.read_text(), re.MULTILINE)
+    assert {(state, target) for state, target, _ in rows} == ALLOWED
+    unknown = {name for _, _, name in rows if name != "pgoutbox.cancel" and not hasattr(sql, name)}
+    assert unknown == set()
+
+
+def test_the_outcomes_of_attempts_are_all_explained() -> None:
+    section = LIFECYCLE.read_text().partition("## Attempts")[2].partition("\n## ")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) == set(AttemptOutcome)
+
+
+# --- the tables -------------------------------------------------------------------------------------------------------
+
+NAMES: Final = """
+SELECT c.relname
+FROM pg_class AS c
+WHERE c.relnamespace = 'pgoutbox'::regnamespace
+    AND c.relkind IN ('r', 'p', 'i', 'I')
+    AND c.relname NOT LIKE 'alembic_version%'
+UNION
+SELECT k.conname
+FROM pg_constraint AS k
+WHERE k.connamespace = 'pgoutbox'::regnamespace AND k.contype = 'c'
+"""
+
+
+def test_why_the_tables_are_so_is_told_of_every_table_index_and_check(rolled_back: psycopg.Connection) -> None:
+    in_catalog = {name for (name,) in rolled_back.execute(NAMES)}
+    told = set(re.findall(r"`(\w+)`", (DOCS / "explanation/schema.md").read_text()))
+    assert in_catalog - told == set()
+    prefixes = tuple(f"{table}_" for table in ("message", "attempt", "queue", "coalesce", "dedupe"))
+    columns = {
+        name
+        for (name,) in rolled_back.execute(
+            "SELECT attname FROM pg_attribute AS a JOIN pg_class AS c ON c.oid = a.attrelid"
+            " WHERE c.relnamespace = 'pgoutbox'::regnamespace"
+        )
+    }
+    assert {name for name in told if name.startswith(prefixes)} - in_catalog - columns == set()
+
+
+# --- Python -----------------------------------------------------------------------------------------------------------
+
+PYTHON: Final = all_blocks("python")
+
+
+@pytest.fixture
+def saved_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with the files that readers are told to save, importable."""
+    for block in PYTHON:
+        if block.file_name is not None:
+            (tmp_path / block.file_name).write_text(block.text)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in list(sys.modules):
+        if (tmp_path / f"{name}.py").exists():
+            monkeypatch.delitem(sys.modules, name)
+    return tmp_path
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=lambda block: block.place)
+def test_python_runs(block: Block, saved_files: Path) -> None:
+    """Defines what it defines: imports resolve, topics are accepted, handlers have a signature that can be called."""
+    if (
+        block.directive == "not run"
+        or block.file_name == "database.py"
+        or not NOT_INSTALLED.isdisjoint(imported_modules(block))
+    ):
+        compile(block.text, block.place, "exec")
+        return
+    namespace: dict[str, object] = {"__name__": "snippet"}
+    if block.page == ROOT / "README.md":
+        # Its second block goes on where the first one ends, with an `Order` of the reader's.
+        namespace |= {"Order": object, "outbox": Outbox()}
+    before = set(sys.modules)
+    exec(compile(block.text, block.place, "exec", dont_inherit=True), namespace)
+    for name in set(sys.modules) - before:
+        if (saved_files / f"{name}.py").exists():
+            del sys.modules[name]
+
+
+def imported_modules(block: Block) -> set[str]:
+    tree = ast.parse(block.text)
+    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
+    return {name.partition(".")[0] for name in names}
+
+
+OUTBOXES: Final = {"outbox": Outbox, "driver": OutboxDriver}
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=lambda block: block.place)
+def test_python_uses_names_and_arguments_that_exist(block: Block) -> None:
+    wrong = []
+    for node in ast.walk(ast.parse(block.text)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in OUTBOXES:
+            thing = OUTBOXES[node.value.id]
+            if not hasattr(thing, node.attr) and node.attr not in inspect.get_annotations(thing) | {"deliveries": 0}:
+                wrong.append(f"{node.value.id}.{node.attr}")
+        if isinstance(node, ast.Call) and (function := called(node)) is not None:
+            accepted = arguments_of(function)
+            wrong += [f"{ast.unparse(node.func)}({k.arg}=)" for k in node.keywords if k.arg not in accepted]
+    assert wrong == []
+
+
+def called(node: ast.Call) -> Callable[..., object] | None:
+    """The public function or class of pgoutbox that a call means."""
+    match node.func:
+        case ast.Attribute(value=ast.Name(id="outbox" | "driver" as name), attr=attribute):
+            return getattr(OUTBOXES[name], attribute, None)
+        case ast.Attribute(value=ast.Name(id=name), attr=attribute) if name in pgoutbox.__all__:
+            return getattr(getattr(pgoutbox, name), attribute, None)
+        case ast.Name(id=name) if name in pgoutbox.__all__:
+            return getattr(pgoutbox, name, None)
+        case _:
+            return None
+
+
+def arguments_of(function: Callable[..., object]) -> set[str]:
+    if function is Settings:
+        return set(Settings.model_fields)
+    parameters = inspect.signature(function).parameters
+    names = set(parameters)
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        names |= EnqueueOptions.__annotations__.keys() | pgoutbox.outbox.MessageOptions.__annotations__.keys()
+    return names
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+COMMANDS: Final[dict[str, Any]] = dict(generate.commands())
+
+
+def command_lines() -> Iterator[tuple[str, str]]:
+    """Every line of a block that calls pgoutbox, with its place."""
+    for block in all_blocks("sh", "console", "text", "ini"):
+        for line in block.text.splitlines():
+            found = re.search(r"(?:^|/|\$ |&& |=)pgoutbox ((?!worker$)[a-z].*)$", line)
+            if found is not None and not line.startswith(("#", "INSERT")):
+                yield block.place, found[1]
+
+
+def parse(arguments: list[str]) -> None:
+    """What typer does with a command line, short of running it."""
+    name = arguments.pop(0)
+    while arguments and f"{name} {arguments[0]}" in COMMANDS:
+        name = f"{name} {arguments.pop(0)}"
+    COMMANDS[name].make_context(name, arguments).close()
+
+
+@pytest.mark.parametrize(("place", "line"), list(command_lines()))
+def test_command_lines_are_accepted(place: str, line: str) -> None:
+    line = re.split(r" [>|&]", line)[0]
+    parse(shlex.split(line, comments=True))
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=title)
+def test_commands_and_options_that_prose_names_exist(page: Path) -> None:
+    wrong = []
+    for line in re.findall(r"`pgoutbox ([a-z][^`]*)`", prose_of(page)):
+        words = [word for word in line.split() if not word.startswith((">", "|"))]
+        name = next((name for name in (" ".join(words[:2]), words[0]) if name in COMMANDS), words[0])
+        if name not in COMMANDS:
+            wrong.append(line)
+            continue
+        options = {option for parameter in COMMANDS[name].params for option in parameter.opts}
+        wrong += [f"{name} {word}" for word in words if word.startswith("--") and word not in options]
+    assert wrong == []
+
+
+def test_make_targets_that_are_named_exist() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {name for page in WRITTEN for name in re.findall(r"(?:`|^)make ([a-z]+)", page.read_text(), re.MULTILINE)}
+    assert named - targets == set()
+
+
+# --- SQL --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def history(server: Server, migrated: NoopExecutor) -> Iterator[psycopg.Connection]:
+    """A database in which everything that the queries look for has happened."""
+    with (
+        server.database(template=migrated.template_dbname) as database,
+        psycopg.connect(server.dsn_for(database.dbname)) as connection,
+    ):
+        put(connection, State.SENT, topic="mail.welcome", destination="mailto:ada@example.org")
+        put(connection, topic="mail.welcome", destination="mailto:ada@example.org")
+        connection.execute("""UPDATE pgoutbox.message SET payload = '{"user_id": 7}' WHERE id = 2""")
+        failed = put(connection, State.FAILED)
+        connection.execute(ADD_ATTEMPT, (failed, 1))
+        put(connection, State.SENDING)
+        later = put(connection)
+        connection.execute("UPDATE pgoutbox.message SET available_at = now() + interval '1 h' WHERE id = %s", (later,))
+        sent_late = put(connection, State.SENT)
+        connection.execute(ADD_ATTEMPT, (sent_late, 1))
+        connection.execute("UPDATE pgoutbox.attempt SET outcome = 'lost' WHERE message_id = %s", (sent_late,))
+        for _ in range(2):
+            enqueue(connection, "mail.password_reset", coalesce_key="ada@example.org")
+        claimed = claim(connection, topics=["mail.password_reset"])
+        assert {row.state for row in claimed} == {"skipped", "sending"}
+        enqueue(connection, "mail.password_reset", coalesce_key="ada@example.org")
+        finish_sent(connection, *((row.id, row.attempt_count) for row in claimed if row.state == "sending"))
+        connection.execute("INSERT INTO pgoutbox.queue (name, paused_at) VALUES ('bulk', now())")
+        connection.commit()
+        yield connection
+
+
+@pytest.mark.parametrize("block", blocks_of(DOCS / "how-to/sql-queries.md", "sql"), ids=lambda block: block.place)
+def test_queries_are_answered(block: Block, history: psycopg.Connection) -> None:
+    cursor = history.execute(block.text.encode())
+    assert cursor.fetchall() != []
+    history.rollback()
+
+
+def test_plain_sql_enqueues(rolled_back: psycopg.Connection) -> None:
+    (block,) = [block for block in all_blocks("sql") if block.directive == "run"]
+    assert rolled_back.execute(block.text.encode()).fetchone() is not None
+    (count,) = rolled_back.execute("SELECT count(*) FROM pgoutbox.message").fetchone() or (0,)
+    assert count == 1
+
+
+@pytest.fixture
+def roles(rolled_back: psycopg.Connection) -> psycopg.Connection:
+    """The roles of the page, granted what it says; gone with the transaction."""
+    rolled_back.execute("CREATE ROLE club_app")
+    rolled_back.execute("CREATE ROLE club_worker")
+    for block in all_blocks("sql"):
+        if block.directive == "run as the owner":
+            rolled_back.execute(block.text.encode())
+    return rolled_back
+
+
+def test_the_rights_of_the_application_are_enough_to_enqueue_and_cancel(roles: psycopg.Connection) -> None:
+    roles.execute("SET LOCAL ROLE club_app")
+    first = enqueue(roles, coalesce_key="k", dedupe_key="d")
+    assert enqueue(roles, coalesce_key="k") > first
+    many = roles.execute("SELECT id FROM pgoutbox.enqueue_many(ARRAY['greet'], ARRAY['{}']::jsonb[])").fetchall()
+    assert len(many) == 1
+    assert roles.execute("SELECT pgoutbox.cancel(%s)", [first]).fetchone() == ("cancelled",)
+
+
+def test_the_rights_of_the_application_are_not_enough_to_delete(roles: psycopg.Connection) -> None:
+    roles.execute("SET LOCAL ROLE club_app")
+    with pytest.raises(psycopg.errors.InsufficientPrivilege):
+        roles.execute("DELETE FROM pgoutbox.message")
+
+
+def test_the_rights_of_the_worker_are_enough_to_claim_finish_and_prune(roles: psycopg.Connection) -> None:
+    message_id = enqueue(roles)
+    roles.execute("SET LOCAL ROLE club_worker")
+    assert [row.id for row in claim(roles)] == [message_id]
+    assert finish_sent(roles, (message_id, 1)) == {message_id}
+    old = {"states": ["sent"], "older_than_seconds": 0.0, "topic": None, "limit": 10}
+    roles.execute(sql.PRUNE, old)
+    roles.execute(sql.PRUNE_COALESCE, {"limit": 10})
+    roles.execute(sql.PAUSE_QUEUE, {"queue": "default"})
+
+
+# --- Alembic ----------------------------------------------------------------------------------------------------------
+
+HOST_ENV: Final = """
+import sqlalchemy
+from alembic import context
+
+engine = sqlalchemy.create_engine(context.config.attributes["url"], poolclass=sqlalchemy.pool.NullPool)
+with engine.connect() as connection:
+    context.configure(connection=connection)
+    with context.begin_transaction():
+        context.run_migrations()
+"""
+HOST_REVISION: Final = """
+from alembic import op
+
+revision = "4f1c2a"
+down_revision = None
+depends_on = "pgoutbox_0001"
+
+def upgrade():
+    op.execute("COMMENT ON TABLE pgoutbox.message IS 'ours'")
+
+def downgrade():
+    op.execute("COMMENT ON TABLE pgoutbox.message IS NULL")
+"""
+INIS: Final = blocks_of(DOCS / "how-to/migrations.md", "ini")
+
+
+@pytest.mark.parametrize("block", INIS, ids=lambda block: re.findall(r"path_separator = (\w+)", block.text)[0])
+def test_the_alembic_configuration_runs_both_histories(block: Block, tmp_path: Path, empty_dsn: str) -> None:
+    scripts = tmp_path / "migrations"
+    (scripts / "versions").mkdir(parents=True)
+    (scripts / "env.py").write_text(HOST_ENV)
+    (scripts / "script.py.mako").write_text((ROOT / "migrations/script.py.mako").read_text())
+    (scripts / "versions" / "4f1c2a_first.py").write_text(HOST_REVISION)
+    (tmp_path / "alembic.ini").write_text(block.text)
+    config = Config(tmp_path / "alembic.ini")
+    config.attributes["url"] = empty_dsn.replace("postgresql://", "postgresql+psycopg://", 1)
+    command.upgrade(config, "heads")
+    with psycopg.connect(empty_dsn) as connection:
+        rows = connection.execute("SELECT version_num FROM alembic_version").fetchall()
+        comment = connection.execute("SELECT obj_description('pgoutbox.message'::regclass)").fetchone()
+    assert ("4f1c2a",) in rows
+    assert comment == ("ours",)
+    made = command.revision(config, "add places", head="4f1c2a")
+    assert Path(getattr(made, "path", "")).parent == scripts / "versions"
+    command.downgrade(config, "4f1c2a@base")
+    command.downgrade(config, "pgoutbox@base")
+
+
+# --- the tutorial -----------------------------------------------------------------------------------------------------
+
+SMTP_PORT: Final = "8025"
+VOLATILE: Final = [
+    (re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|\+00:00)"), "TIME"),
+    (re.compile(r"\b[\w.-]+:\d+:[0-9a-f]{6}\b"), "WORKER"),
+    (re.compile(r"^Date: .*", re.MULTILINE), "Date: TIME"),
+    (re.compile(r"^(Message-ID: <\d+)-[0-9a-f]+@", re.MULTILINE), r"\1-MICROSECOND@"),
+    (re.compile(r"^X-Peer: .*", re.MULTILINE), "X-Peer: PEER"),
+    (re.compile(r"/reset/\S+"), "/reset/TOKEN"),
+    (re.compile(r"\[Errno \d+\]"), "[Errno N]"),
+    (re.compile(r"[ \t]+"), " "),
+]
+
+
+def settled(text: str) -> list[str]:
+    """The lines without what differs from run to run, and whatever white space aligns columns."""
+    for pattern, replacement in VOLATILE:
+        text = pattern.sub(replacement, text)
+    return [line.strip() for line in text.strip().splitlines()]
+
+
+def free_port() -> int:
+    """One with as many digits as the page's, because a long error is cut at a certain length."""
+    for port in random.sample(range(2_000, 10_000), 100):
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
+    pytest.fail("no free port among a hundred")
+
+
+@dataclass
+class Terminals:
+    """A reader's terminals: one to type in, others in which something runs."""
+
+    directory: Path
+    environment: dict[str, str]
+    port: int
+    stack: ExitStack
+    background: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
+
+    def here(self, text: str) -> str:
+        """The page's port is taken on many machines; the test uses a free one."""
+        return text.replace(SMTP_PORT, str(self.port))
+
+    def export(self, block: Block) -> None:
+        for line in self.here(block.text).splitlines():
+            name, _, value = line.removeprefix("export ").partition("=")
+            self.environment[name] = shlex.split(value)[0]
+
+    def start(self, name: str, typed: str) -> None:
+        output = (self.directory / f"{name}.log").open("w+")
+        process = subprocess.Popen(
+            shlex.split(self.here(typed)),
+            cwd=self.directory,
+            env=self.environment,
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.background[name] = process
+        self.stack.callback(output.close)
+        self.stack.callback(self.stop, name)
+        if name == "database":
+            line = self.wait_until(lambda: re.search(r"^export PGOUTBOX_DSN='(.*)'$", self.output(name), re.MULTILINE))
+            self.environment["PGOUTBOX_DSN"] = line[1]
+        else:
+            self.wait_until(self.accepts_mail)
+
+    def wait_until(self, condition: Callable[[], Any]) -> Any:  # noqa: ANN401 - whatever the condition gives
+        deadline = time.monotonic() + 30
+        while not (answer := condition()):
+            assert time.monotonic() < deadline, {name: self.output(name) for name in self.background}
+            time.sleep(0.02)
+        return answer
+
+    def accepts_mail(self) -> bool:
+        with socket.socket() as client:
+            return client.connect_ex(("127.0.0.1", self.port)) == 0
+
+    def output(self, name: str) -> str:
+        return (self.directory / f"{name}.log").read_text()
+
+    def stop(self, name: str) -> None:
+        process = self.background.pop(name, None)
+        if process is None:
+            return
+        assert process.stdin is not None
+        if name == "database":
+            process.stdin.write("\n")
+        else:
+            process.terminate()
+        process.stdin.close()
+        process.wait(timeout=30)
+
+    def type(self, typed: str) -> str:
+        """What a command answers, on both streams."""
+        done = subprocess.run(
+            ["bash", "-c", self.here(typed)],
+            cwd=self.directory,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        return done.stdout
+
+
+@pytest.mark.slow
+def test_the_tutorial_happens_as_it_is_told(tmp_path: Path) -> None:
+    received = 0
+    with ExitStack() as stack:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
+        environment |= {
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}",
+            "PYTHONUNBUFFERED": "1",
+        }
+        reader = Terminals(tmp_path, environment, free_port(), stack)
+        for block in blocks_of(DOCS / "tutorial.md"):
+            action, _, name = block.directive.partition(": ")
+            if action == "stop":
+                reader.stop(name)
+            if block.file_name is not None:
+                (tmp_path / block.file_name).write_text(block.text)
+            elif block.language == "sh" and "export" in block.text:
+                reader.export(block)
+            elif action == "background":
+                reader.start(name, block.text.removeprefix("$ ").strip())
+            elif action == "received":
+                received += 1
+                last = reader.output(name).rpartition("---------- MESSAGE FOLLOWS")
+                assert settled("".join(last[1:])) == settled(block.text), block.place
+            elif block.language == "console":
+                play(reader, block)
+    assert received == 2
+
+
+def play(reader: Terminals, block: Block) -> None:
+    """Type every command of a console and compare what it answers."""
+    for exchange in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
+        typed, _, expected = exchange.partition("\n")
+        assert settled(reader.type(typed)) == settled(reader.here(expected)), f"{block.place}: {typed}"
