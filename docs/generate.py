@@ -412,6 +412,7 @@ def schema_page(connection: psycopg.Connection) -> str:
 
 _MODULE_TITLES: Final = {
     "pgoutbox.outbox": "Register and enqueue",
+    "pgoutbox.steps": "Answers",
     "pgoutbox.drafts": "What is enqueued",
     "pgoutbox.retry": "Retry policy",
     "pgoutbox.message": "Messages, states and outcomes",
@@ -445,6 +446,8 @@ def api_page() -> str:
     order = [*_MODULE_TITLES, *sorted(by_module.keys() - _MODULE_TITLES.keys())]
     blocks = []
     for module in order:
+        if not by_module[module]:
+            continue
         blocks.append(f"## {_MODULE_TITLES.get(module, module)}")
         ordered = sorted(by_module[module], key=_line_of)
         blocks.extend(_name(name, getattr(pgoutbox, name), level=3) for name in ordered)

@@ -152,10 +152,16 @@ def test_the_glossary_has_the_states_and_no_others() -> None:
     assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == [state.value for state in State]
 
 
-def test_tests_that_are_named_exist() -> None:
+def test_tests_that_are_named_exist_and_say_what_is_quoted() -> None:
     named = {name for page in WRITTEN for name in re.findall(r"`(tests/\w+/\w+\.py)`", page.read_text())}
-    assert named
     assert {name for name in named if not (ROOT / name).exists()} == set()
+    quoted = re.findall(r"`(tests/\w+/\w+\.py)`\s+\(([^)]*)\)", (DOCS / "explanation/guarantees.md").read_text())
+    assert len(quoted) > 10
+    missing = []
+    for name, sentences in quoted:
+        functions = re.findall(r"def (?:test_)?(\w+)\(", (ROOT / name).read_text())
+        missing += [s for s in sentences.split(";") if "_".join(s.split()) not in functions]
+    assert missing == []
 
 
 @pytest.mark.parametrize("page", WRITTEN, ids=title)
