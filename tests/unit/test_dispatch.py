@@ -1,0 +1,284 @@
+"""From a message and its handler to an outcome, without a database."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, cast
+
+import pytest
+from pydantic import BaseModel
+
+from pgoutbox.dispatch import (
+    MAX_TEXT_LENGTH,
+    Context,
+    Dispatcher,
+    Handler,
+    SyncContext,
+    bounded_delay,
+    clean_text,
+    describe,
+    elapsed_clock,
+)
+from pgoutbox.errors import ConfigurationError
+from pgoutbox.message import Message, Outcome, Permanent, Sent, Skip, Transient
+from pgoutbox.retry import MAX_DELAY_SECONDS, RetryPolicy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from pgoutbox.dispatch import OnUnknown
+    from pgoutbox.transports import Content, Transport
+
+
+class Greeting(BaseModel):
+    """The payload model of these tests."""
+
+    name: str
+    age: int = 0
+
+
+class Card:
+    """A content."""
+
+    scheme = "post"
+
+
+class Post:
+    """A transport that notes what it is given."""
+
+    schemes = ("post",)
+
+    def __init__(self) -> None:
+        self.sent: list[Content] = []
+
+    async def send(self, message: Message[object], content: Content) -> Outcome:
+        self.sent.append(content)
+        return Transient("strike")
+
+    async def aclose(self) -> None: ...
+
+
+def handler_of(
+    function: Callable[..., object],
+    *,
+    model: type[BaseModel] | None = None,
+    permanent: tuple[type[BaseException], ...] = (),
+    timeout_seconds: float | None = None,
+    on_unknown: OnUnknown = "retry",
+    max_batch: int | None = None,
+) -> Handler:
+    return Handler.of(
+        "greet",
+        function,
+        retry=RetryPolicy(),
+        timeout_seconds=timeout_seconds,
+        on_unknown=on_unknown,
+        max_batch=max_batch,
+        transactional=False,
+        permanent_errors=permanent,
+        payload_model=model,
+    )
+
+
+def message_of(payload: object = None, *, destination: str | None = None, message_id: int = 1) -> Message[object]:
+    now = datetime(2024, 1, 1, tzinfo=UTC)
+    return Message(message_id, "greet", "default", destination, payload, {}, 1, 11, now, now, None)
+
+
+async def hold(context: Context) -> None:
+    """Every lease holds."""
+
+
+@pytest.fixture
+def post() -> Post:
+    """A transport of scheme `post`."""
+    return Post()
+
+
+@pytest.fixture
+def dispatcher(post: Post) -> Iterator[Dispatcher]:
+    """A dispatcher with that transport and one thread."""
+    with ThreadPoolExecutor(1) as threads:
+        yield Dispatcher({"post": cast("Transport", post)}, threads)
+
+
+async def outcome_of(dispatcher: Dispatcher, handler: Handler, message: Message[object]) -> Outcome:
+    return await dispatcher.run(Context(message, handler, elapsed_clock(), hold), lambda _: None)
+
+
+# --- registration -----------------------------------------------------------------------------------------------------
+
+
+def test_a_handler_that_does_not_take_two_arguments_is_refused_by_name() -> None:
+    def lonely(message: object) -> None: ...
+
+    with pytest.raises(ConfigurationError, match=r"lonely of topic 'greet': must take two arguments"):
+        handler_of(lonely)
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf")])
+def test_a_timeout_that_is_no_time_is_refused(seconds: float) -> None:
+    with pytest.raises(ConfigurationError, match="timeout="):
+        handler_of(lambda message, ctx: None, timeout_seconds=seconds)
+
+
+def test_an_unknown_rule_for_unknown_outcomes_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="on_unknown='ignore'"):
+        handler_of(lambda message, ctx: None, on_unknown=cast("OnUnknown", "ignore"))
+
+
+@pytest.mark.parametrize("size", [0, 5001])
+def test_a_batch_size_out_of_bounds_is_refused(size: int) -> None:
+    with pytest.raises(ConfigurationError, match=f"max_batch={size}"):
+        handler_of(lambda message, ctx: None, max_batch=size)
+
+
+def test_a_callable_object_with_an_async_call_is_async() -> None:
+    class Greeter:
+        async def __call__(self, message: object, ctx: object) -> None: ...
+
+    assert handler_of(Greeter()).is_async
+    assert not handler_of(lambda message, ctx: None).is_async
+
+
+# --- payloads ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_handler_gets_its_payload_as_the_model(dispatcher: Dispatcher) -> None:
+    seen: list[object] = []
+
+    async def greet(message: Message[Greeting], ctx: Context) -> None:
+        seen.append(message.payload)
+
+    assert await outcome_of(dispatcher, handler_of(greet, model=Greeting), message_of({"name": "Ann"})) == Sent()
+    assert seen == [Greeting(name="Ann")]
+
+
+async def test_a_payload_that_does_not_fit_the_model_fails_for_good_and_names_the_field(dispatcher: Dispatcher) -> None:
+    async def greet(message: Message[Greeting], ctx: Context) -> None:
+        raise AssertionError("never runs")
+
+    message = message_of({"name": "s3cret", "age": "s3cret"})
+    outcome = await outcome_of(dispatcher, handler_of(greet, model=Greeting), message)
+    assert isinstance(outcome, Permanent)
+    assert "payload.age" in outcome.error
+    assert "s3cret" not in outcome.error
+
+
+async def test_in_a_batch_only_the_message_whose_payload_does_not_fit_fails(dispatcher: Dispatcher) -> None:
+    async def greet(messages: list[Message[Greeting]], contexts: list[Context]) -> list[Outcome]:
+        return [Skip(message.payload.name) for message in messages]
+
+    handler = handler_of(greet, model=Greeting, max_batch=10)
+    messages = [message_of({"name": "Ann"}), message_of({}, message_id=2), message_of({"name": "Bo"}, message_id=3)]
+    contexts = [Context(message, handler, elapsed_clock(), hold) for message in messages]
+    first, second, third = await dispatcher.run_batch(contexts, lambda _: None)
+    assert isinstance(first, Skip)
+    assert isinstance(second, Permanent)
+    assert isinstance(third, Skip)
+    assert (first.reason, third.reason) == ("Ann", "Bo")
+
+
+# --- delivery ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("destination", [None, "post:box-7", "POST:box-7"])
+async def test_a_content_is_sent_by_the_transport_of_its_scheme(
+    dispatcher: Dispatcher, post: Post, destination: str | None
+) -> None:
+    async def greet(message: Message, ctx: Context) -> Card:
+        return Card()
+
+    outcome = await outcome_of(dispatcher, handler_of(greet), message_of(destination=destination))
+    assert isinstance(outcome, Transient)
+    assert outcome.error == "strike"
+    assert len(post.sent) == 1
+
+
+async def test_the_destination_decides_over_the_content(dispatcher: Dispatcher, post: Post) -> None:
+    async def greet(message: Message, ctx: Context) -> Card:
+        return Card()
+
+    outcome = await outcome_of(dispatcher, handler_of(greet), message_of(destination="fax:1"))
+    assert isinstance(outcome, Permanent)
+    assert "'fax'" in outcome.error
+    assert "registered: post" in outcome.error
+    assert post.sent == []
+
+
+async def test_a_sync_handler_runs_in_a_thread_that_is_told_of(dispatcher: Dispatcher) -> None:
+    threads: list[Future[object]] = []
+
+    def greet(message: Message, ctx: SyncContext) -> Skip:
+        ctx.ensure_lease()
+        return Skip("why")
+
+    context = Context(message_of(), handler_of(greet), elapsed_clock(), hold)
+    outcome = await dispatcher.run(context, threads.append)
+    assert isinstance(outcome, Skip)
+    assert len(threads) == 1
+
+
+async def test_a_cancellation_by_the_worker_passes_through(dispatcher: Dispatcher) -> None:
+    started = asyncio.Event()
+
+    async def greet(message: Message, ctx: Context) -> None:
+        started.set()
+        await asyncio.Event().wait()
+
+    task = asyncio.create_task(outcome_of(dispatcher, handler_of(greet), message_of()))
+    await started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_an_outcome_that_a_permanent_list_names_is_still_the_outcome_that_was_raised(
+    dispatcher: Dispatcher,
+) -> None:
+    async def greet(message: Message, ctx: Context) -> None:
+        raise Transient("busy")
+
+    assert isinstance(await outcome_of(dispatcher, handler_of(greet, permanent=(Exception,)), message_of()), Transient)
+
+
+# --- texts ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "clean"),
+    [
+        ("plain", "plain"),
+        ("a\x00b", "a\\x00b"),
+        ("\ud800", "\\ud800"),
+        ("😀", "😀"),
+        ("x" * MAX_TEXT_LENGTH, "x" * MAX_TEXT_LENGTH),
+        ("x" * (MAX_TEXT_LENGTH + 1), "x" * (MAX_TEXT_LENGTH - 1) + "…"),
+    ],
+)
+def test_a_text_is_made_fit_to_be_stored(text: str, clean: str) -> None:
+    assert clean_text(text) == clean
+
+
+def test_a_text_that_grows_when_it_is_escaped_is_cut_too() -> None:
+    assert len(clean_text("\x00" * MAX_TEXT_LENGTH)) == MAX_TEXT_LENGTH
+
+
+def test_an_error_without_a_text_is_its_type() -> None:
+    assert describe(ValueError()) == "ValueError"
+
+
+@pytest.mark.parametrize(
+    ("asked", "granted"),
+    [
+        (5.0, 5.0),
+        (-1.0, 0.0),
+        (float("nan"), MAX_DELAY_SECONDS),
+        (float("inf"), MAX_DELAY_SECONDS),
+        (1e300, MAX_DELAY_SECONDS),
+    ],
+)
+def test_a_delay_is_kept_within_bounds(asked: float, granted: float) -> None:
+    assert bounded_delay(asked) == granted

@@ -1,0 +1,144 @@
+"""What the next claim asks for, given what the last ones found."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+from pgoutbox.lanes import FULL_CLAIM_SECONDS, FULL_CLAIM_SHARE, ClaimPlan, Lanes
+from pgoutbox.store import ClaimedRow
+
+NOON = datetime(2024, 1, 1, 12, tzinfo=UTC)
+ROOM = 4
+
+
+def row(seconds: int, *, attempts: int = 0) -> ClaimedRow:
+    """A claimed row that was due so many seconds after noon."""
+    due_at = NOON + timedelta(seconds=seconds)
+    return ClaimedRow(
+        id=seconds,
+        topic="greet",
+        queue="default",
+        destination=None,
+        payload=None,
+        headers=None,
+        attempt_count=attempts + 1,
+        max_attempts=11,
+        created_at=NOON,
+        available_at=due_at,
+        coalesce_key=None,
+        state="sending",
+        former_state="pending",
+        former_attempt_count=attempts,
+        due_at=due_at,
+    )
+
+
+def fresh(*seconds: int) -> list[ClaimedRow]:
+    return [row(s) for s in seconds]
+
+
+def again(*seconds: int) -> list[ClaimedRow]:
+    return [row(s, attempts=1) for s in seconds]
+
+
+class Clock:
+    """Lanes with a clock that the test moves."""
+
+    def __init__(self) -> None:
+        self.lanes = Lanes("default")
+        self.now = 1000.0
+
+    def plan(self, *, from_beginning: bool = False) -> ClaimPlan:
+        return self.lanes.plan(ROOM, now=self.now, from_beginning=from_beginning)
+
+    def claim(self, rows: list[ClaimedRow], *, from_beginning: bool = False, took: float = 0.001) -> bool:
+        plan = self.plan(from_beginning=from_beginning)
+        assert len(rows) <= plan.total
+        began_at, self.now = self.now, self.now + took
+        return self.lanes.learn(plan, rows, began_at=began_at, ended_at=self.now)
+
+
+def test_the_first_claim_looks_from_the_beginning() -> None:
+    plan = Clock().plan(from_beginning=True)
+    assert plan == ClaimPlan(ROOM, ROOM, None, None, is_full=True)
+
+
+def test_a_full_answer_sets_the_floor_where_it_ended() -> None:
+    clock = Clock()
+    assert clock.claim(fresh(1, 2, 3, 4), from_beginning=True)
+    assert clock.claim(again(), from_beginning=False) is False
+    clock = Clock()
+    clock.claim(fresh(1, 2, 3, 4), from_beginning=True)
+    clock.claim([])
+    assert clock.plan().fresh_floor == NOON + timedelta(seconds=4)
+
+
+def test_a_short_answer_takes_the_floor_away() -> None:
+    clock = Clock()
+    clock.claim(fresh(1, 2, 3, 4), from_beginning=True)
+    clock.claim([])
+    clock.claim(fresh(5))
+    assert clock.plan().fresh_floor is None
+
+
+def test_a_ring_takes_the_floor_away() -> None:
+    clock = Clock()
+    clock.claim(fresh(1, 2, 3, 4), from_beginning=True)
+    assert clock.plan(from_beginning=True).fresh_floor is None
+
+
+def test_under_load_claims_look_from_the_beginning_a_few_times_a_second() -> None:
+    clock = Clock()
+    clock.claim(fresh(1, 2, 3, 4), from_beginning=True)
+    clock.claim([])
+    assert not clock.plan().is_full
+    clock.now += FULL_CLAIM_SECONDS
+    assert clock.plan().is_full
+
+
+def test_a_slow_look_from_the_beginning_comes_more_rarely() -> None:
+    clock = Clock()
+    clock.claim(fresh(1, 2, 3, 4), from_beginning=True, took=1.0)
+    clock.claim([])
+    clock.now += 0.9 / FULL_CLAIM_SHARE
+    assert not clock.plan().is_full
+    clock.now += 0.2 / FULL_CLAIM_SHARE
+    assert clock.plan().is_full
+
+
+def test_lanes_take_turns_while_both_have_work() -> None:
+    clock = Clock()
+    turns = []
+    clock.claim(fresh(1, 2, 3, 4), from_beginning=True)
+    for i in range(2, 8):
+        retries_first = clock.plan().fresh_limit == 0
+        turns.append(retries_first)
+        seconds = range(10 * i, 10 * i + ROOM)
+        clock.claim(again(*seconds) if retries_first else fresh(*seconds))
+    assert turns == [True, False] * 3
+
+
+def test_without_retries_fresh_messages_have_every_turn_but_a_few_a_second() -> None:
+    clock = Clock()
+    clock.claim(fresh(1, 2, 3, 4), from_beginning=True)
+    clock.claim([])
+    limits = []
+    for i in range(2, 7):
+        limits.append(clock.plan().fresh_limit)
+        clock.claim(fresh(*range(10 * i, 10 * i + ROOM)))
+    assert limits == [ROOM] * 5
+    clock.now += FULL_CLAIM_SECONDS
+    assert clock.plan().fresh_limit == 0
+
+
+def test_the_floor_of_retries_is_their_own() -> None:
+    clock = Clock()
+    clock.claim([*fresh(50), *again(1, 2, 3)], from_beginning=True)
+    plan = clock.plan()
+    assert plan.retry_floor == NOON + timedelta(seconds=3)
+    assert plan.fresh_floor is None
+
+
+def test_an_answer_that_fills_the_room_means_that_more_is_likely_to_wait() -> None:
+    assert Clock().claim([*fresh(1, 2), *again(1, 2)], from_beginning=True)
+    assert not Clock().claim([*fresh(1, 2), *again(1)], from_beginning=True)

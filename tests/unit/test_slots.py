@@ -1,0 +1,189 @@
+"""The slots: so many attempts at once, each with exactly one outcome."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from concurrent.futures import Future
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pgoutbox.dispatch import Context, Handler, elapsed_clock
+from pgoutbox.message import Message, Sent, Transient
+from pgoutbox.slots import RELEASED, Ending, Slots, ThreadWatch, Work
+from pgoutbox.telemetry import Event, Telemetry
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+
+async def hold(context: Context) -> None:
+    """Every lease holds."""
+
+
+class Stand:
+    """Slots whose attempts the test lets end, and the outcomes that came out."""
+
+    def __init__(self, *, concurrency: int = 2, timeout_seconds: float | None = None) -> None:
+        self.telemetry = Telemetry(logging.getLogger("pgoutbox.test"))
+        self.outcomes: dict[int, Ending] = {}
+        self.running: dict[int, asyncio.Future[Ending]] = {}
+        self.most_running = 0
+        self.attempt: Callable[[Work, ThreadWatch], Awaitable[Sequence[Ending]]] = self.wait_for_the_test
+        self.changed = asyncio.Event()
+        self.slots = Slots(
+            self.run,
+            concurrency=concurrency,
+            default_timeout_seconds=timeout_seconds,
+            on_outcome=self.note,
+            telemetry=self.telemetry,
+        )
+
+    async def run(self, work: Work, watch_thread: ThreadWatch) -> Sequence[Ending]:
+        return await self.attempt(work, watch_thread)
+
+    def note(self, context: Context, ending: Ending) -> None:
+        assert context.message.id not in self.outcomes
+        self.outcomes[context.message.id] = ending
+        self.changed.set()
+
+    async def wait_for_the_test(self, work: Work, watch_thread: ThreadWatch) -> Sequence[Ending]:
+        ids = [context.message.id for context in work]
+        end = asyncio.get_running_loop().create_future()
+        self.running.update(dict.fromkeys(ids, end))
+        self.most_running = max(self.most_running, len(set(self.running.values())))
+        self.changed.set()
+        try:
+            ending = await end
+        finally:
+            for message_id in ids:
+                del self.running[message_id]
+        return [ending] * len(ids)
+
+    def put(self, *ids: int) -> None:
+        self.slots.put([(context_of(message_id),) for message_id in ids])
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not condition():
+                self.changed.clear()
+                await self.changed.wait()
+
+
+def context_of(message_id: int) -> Context:
+    now = datetime(2024, 1, 1, tzinfo=UTC)
+    message: Message[object] = Message(message_id, "greet", "default", None, None, {}, 1, 11, now, now, None)
+    return Context(message, Handler("greet", lambda _, __: None, is_async=True), elapsed_clock(), hold)
+
+
+async def test_no_more_attempts_run_at_once_than_asked_for_and_in_their_order() -> None:
+    stand = Stand(concurrency=2)
+    stand.put(1, 2, 3, 4)
+    await stand.until(lambda: len(stand.running) == 2)
+    assert list(stand.running) == [1, 2]
+    assert (stand.slots.waiting_count, stand.slots.open_count) == (2, 4)
+    stand.running[1].set_result(Sent())
+    await stand.until(lambda: 3 in stand.running)
+    for message_id in (2, 3):
+        stand.running[message_id].set_result(Sent())
+    await stand.until(lambda: 4 in stand.running)
+    stand.running[4].set_result(Sent())
+    await stand.until(lambda: len(stand.outcomes) == 4)
+    assert stand.most_running == 2
+    assert stand.slots.open_count == 0
+    await stand.slots.stop()
+
+
+async def test_attempts_that_end_at_once_need_one_slot() -> None:
+    stand = Stand(concurrency=10)
+
+    async def end_at_once(work: Work, watch_thread: ThreadWatch) -> Sequence[Ending]:
+        return [Sent()] * len(work)
+
+    stand.attempt = end_at_once
+    stand.put(*range(100))
+    await stand.until(lambda: len(stand.outcomes) == 100)
+    assert list(stand.outcomes) == list(range(100))
+    await stand.slots.stop()
+
+
+async def test_a_batch_counts_each_of_its_messages() -> None:
+    stand = Stand(concurrency=1)
+    stand.slots.put([[context_of(1), context_of(2), context_of(3)], [context_of(4)]])
+    await stand.until(lambda: bool(stand.running))
+    assert (stand.slots.waiting_count, stand.slots.open_count) == (1, 4)
+    stand.running[1].set_result(Transient("busy"))
+    await stand.until(lambda: 4 in stand.running)
+    assert sorted(stand.outcomes) == [1, 2, 3]
+    await stand.slots.stop()
+    assert stand.outcomes[4] is RELEASED
+
+
+async def test_what_waits_can_be_given_back() -> None:
+    stand = Stand(concurrency=1)
+    stand.put(1, 2, 3)
+    await stand.until(lambda: 1 in stand.running)
+    stand.slots.give_back()
+    assert stand.outcomes == {2: RELEASED, 3: RELEASED}
+    assert stand.slots.open_count == 1
+    await stand.slots.stop()
+    assert stand.outcomes[1] is RELEASED
+
+
+async def test_an_error_of_the_runner_is_the_outcome_and_the_slot_serves_on() -> None:
+    stand = Stand(concurrency=1)
+    stand.put(1, 2)
+    await stand.until(lambda: 1 in stand.running)
+    stand.running[1].set_exception(ValueError("broken"))
+    await stand.until(lambda: 2 in stand.running)
+    outcome = stand.outcomes[1]
+    assert isinstance(outcome, Transient)
+    assert outcome.error == "ValueError: broken"
+    await stand.slots.stop()
+
+
+async def test_an_attempt_that_takes_too_long_is_ended_and_its_slot_serves_on() -> None:
+    stand = Stand(concurrency=1, timeout_seconds=0.02)
+    stand.put(1, 2)
+    await stand.until(lambda: 1 in stand.outcomes and 2 in stand.running)
+    outcome = stand.outcomes[1]
+    assert isinstance(outcome, Transient)
+    assert outcome.error == "timed out after 0.02 s"
+    stand.running[2].set_result(Sent())
+    await stand.until(lambda: 2 in stand.outcomes)
+    assert stand.outcomes[2] == Sent()
+    await stand.slots.stop()
+
+
+async def test_a_thread_that_runs_on_keeps_its_slot_and_is_counted_once() -> None:
+    stand = Stand(concurrency=1, timeout_seconds=0.02)
+    thread: Future[object] = Future()
+    thread.set_running_or_notify_cancel()
+
+    async def run_in_thread(work: Work, watch_thread: ThreadWatch) -> Sequence[Ending]:
+        if work[0].message.id == 1:
+            watch_thread(thread)
+            await asyncio.wrap_future(thread)
+        return [Sent()]
+
+    stand.attempt = run_in_thread
+    stand.put(1, 2)
+    await stand.until(lambda: 1 in stand.outcomes)
+    assert isinstance(stand.outcomes[1], Transient)
+    assert stand.telemetry.counts[Event.ATTEMPT_ABANDONED] == 0 or 2 not in stand.outcomes
+    thread.set_result(None)
+    await stand.until(lambda: 2 in stand.outcomes)
+    assert stand.telemetry.counts[Event.ATTEMPT_ABANDONED] == 1
+    await stand.slots.stop()
+
+
+@pytest.mark.parametrize("count", [1, 5])
+async def test_stopping_releases_what_runs_and_what_waits(count: int) -> None:
+    stand = Stand(concurrency=2)
+    stand.put(*range(count))
+    await stand.until(lambda: len(stand.running) == min(count, 2))
+    await stand.slots.stop()
+    assert stand.outcomes == dict.fromkeys(range(count), RELEASED)
+    assert stand.slots.open_count == 0
