@@ -1,11 +1,13 @@
 """A pgoutbox worker with its default settings and one async handler.
 
-drain: work off what is due, then tell how long it took. run: work until SIGTERM. stamp: the same, noting the time at
-which each handler call starts, and telling it at the end.
+drain: work off what is due, then tell how long it took. run: work until SIGTERM. wait: the same with a handler that
+waits for 20 ms, as one that sends something does. stamp: the same with a handler that notes when its calls start, which
+is told at the end.
 """
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import time
 
@@ -21,6 +23,7 @@ from pgoutbox.settings import load_settings
 from pgoutbox.store import Store
 from pgoutbox.worker import QueueShare
 
+_WAIT_SECONDS = 0.02
 QUEUES = (QueueShare("default"),)
 
 
@@ -38,6 +41,11 @@ def main(mode: str) -> int:
             now = time.monotonic()
             assert isinstance(message.payload, dict)
             started_at.append((message.payload["user_id"], now))
+    elif mode == "wait":
+
+        @outbox.handler(TOPIC)
+        async def wait(message: Message[JsonValue], context: Context) -> None:  # noqa: ARG001
+            await asyncio.sleep(_WAIT_SECONDS)
     else:
 
         @outbox.handler(TOPIC)
