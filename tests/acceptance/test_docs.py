@@ -391,9 +391,8 @@ def history(server: Server, migrated: NoopExecutor) -> Iterator[psycopg.Connecti
 
 @pytest.mark.parametrize("block", blocks_of(DOCS / "how-to/sql-queries.md", "sql"), ids=lambda block: block.place)
 def test_queries_are_answered(block: Block, history: psycopg.Connection) -> None:
-    cursor = history.execute(block.text.encode())
-    assert cursor.fetchall() != []
-    history.rollback()
+    with history.transaction(force_rollback=True):
+        assert history.execute(block.text.encode()).fetchall() != []
 
 
 def test_plain_sql_enqueues(rolled_back: psycopg.Connection) -> None:
