@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, LiteralString, NamedTuple, Protocol, TypeAlias, cast
 
 import psycopg
-from psycopg.pq import TransactionStatus
+from psycopg.pq import PipelineStatus, TransactionStatus
 from psycopg.rows import tuple_row
 
 from pgoutbox.errors import DuplicateError, PayloadError, PgOutboxError, SchemaError, TransactionError
@@ -36,14 +36,19 @@ class Statement(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A statement and its parameters."""
+    """A statement, its parameters, and whether it answers with rows."""
 
     statement: Statement
     parameters: tuple[object, ...] = ()
+    has_rows: bool = True
 
 
 class SyncAdapter(Protocol):
     """A sync connection of the caller."""
+
+    def settle(self) -> None:
+        """Wait for what the caller has sent already, in a pipeline: its errors are not pgoutbox's to handle."""
+        ...
 
     def in_transaction(self) -> bool:
         """Whether the next statement runs in a transaction; `TransactionError` if it cannot run at all."""
@@ -56,6 +61,8 @@ class SyncAdapter(Protocol):
 
 class AsyncAdapter(Protocol):
     """An async connection of the caller: the same as `SyncAdapter`."""
+
+    async def settle(self) -> None: ...
 
     async def in_transaction(self) -> bool: ...
 
@@ -153,28 +160,42 @@ class _Psycopg:
     def __init__(self, connection: psycopg.Connection[object]) -> None:
         self._connection = connection
 
+    def settle(self) -> None:
+        if self._connection.info.pipeline_status != PipelineStatus.OFF:
+            with self._connection.pipeline():
+                """Entering a pipeline within a pipeline synchronises the outer one."""
+
     def in_transaction(self) -> bool:
         return _psycopg_in_transaction(self._connection)
 
     def fetch(self, call: Call) -> Rows:
+        if self._connection.info.pipeline_status == PipelineStatus.ABORTED:
+            self.settle()
         # Not the connection's own cursor: its factory may read other placeholders, or make rows of another shape.
         with translated_errors(), psycopg.Cursor(self._connection, row_factory=tuple_row) as cursor:
             cursor.execute(call.statement.positional, call.parameters)
-            return cursor.fetchall() if cursor.description is not None else []
+            return cursor.fetchall() if call.has_rows else []
 
 
 class _AsyncPsycopg:
     def __init__(self, connection: psycopg.AsyncConnection[object]) -> None:
         self._connection = connection
 
+    async def settle(self) -> None:
+        if self._connection.info.pipeline_status != PipelineStatus.OFF:
+            async with self._connection.pipeline():
+                """Entering a pipeline within a pipeline synchronises the outer one."""
+
     async def in_transaction(self) -> bool:
         return _psycopg_in_transaction(self._connection)
 
     async def fetch(self, call: Call) -> Rows:
+        if self._connection.info.pipeline_status == PipelineStatus.ABORTED:
+            await self.settle()
         with translated_errors():
             async with psycopg.AsyncCursor(self._connection, row_factory=tuple_row) as cursor:
                 await cursor.execute(call.statement.positional, call.parameters)
-                return await cursor.fetchall() if cursor.description is not None else []
+                return await cursor.fetchall() if call.has_rows else []
 
 
 # --- SQLAlchemy -------------------------------------------------------------------------------------------------------
@@ -194,6 +215,9 @@ class _SQLAlchemy:
     def of_registry(cls, registry: orm.scoped_session[orm.Session]) -> _SQLAlchemy:
         return cls.of_session(registry())
 
+    def settle(self) -> None:
+        """SQLAlchemy has no pipelines."""
+
     def in_transaction(self) -> bool:
         with translated_errors():
             connection = self._open()
@@ -212,7 +236,7 @@ class _SQLAlchemy:
             connection = self._open()
             statement = call.statement.numbered if connection.dialect.driver == "asyncpg" else call.statement.positional
             result = connection.exec_driver_sql(statement, call.parameters or None)
-            return cast("Rows", result.fetchall()) if result.returns_rows else []
+            return cast("Rows", result.fetchall()) if call.has_rows else []
 
 
 class _AsyncSQLAlchemy:
@@ -235,6 +259,9 @@ class _AsyncSQLAlchemy:
     ) -> _AsyncSQLAlchemy:
         return cls.of_session(registry())
 
+    async def settle(self) -> None:
+        """SQLAlchemy has no pipelines."""
+
     async def in_transaction(self) -> bool:
         return cast("bool", await self._run_sync(lambda inner: self._adapter(inner).in_transaction()))
 
@@ -248,6 +275,9 @@ class _AsyncSQLAlchemy:
 class _Asyncpg:
     def __init__(self, connection: AsyncpgConnection) -> None:
         self._connection = connection
+
+    async def settle(self) -> None:
+        """asyncpg has no pipelines."""
 
     async def in_transaction(self) -> bool:
         try:
@@ -273,6 +303,9 @@ class _Django:
     def __init__(self, connection: DjangoConnection) -> None:
         self._connection = connection
 
+    def settle(self) -> None:
+        """Django has no pipelines."""
+
     def in_transaction(self) -> bool:
         driver = self._connection.Database.__name__
         if driver != "psycopg":
@@ -284,7 +317,7 @@ class _Django:
     def fetch(self, call: Call) -> Rows:
         with translated_errors(), self._connection.cursor() as cursor:
             cursor.execute(call.statement.positional, call.parameters)
-            return cursor.fetchall() if cursor.description is not None else []
+            return cursor.fetchall() if call.has_rows else []
 
 
 _SYNC_ADAPTERS: Mapping[str, Callable[..., SyncAdapter]] = {

@@ -15,11 +15,11 @@ from dataclasses import KW_ONLY, dataclass, is_dataclass
 from datetime import MAXYEAR, UTC, datetime, timedelta
 from functools import lru_cache
 from operator import attrgetter
-from typing import Final, Generic, NamedTuple, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Any, Final, Generic, NamedTuple, cast, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, JsonValue, Secret, SecretBytes, SecretStr, ValidationError
 from pydantic_core import to_json as encode_json
-from typing_extensions import is_typeddict
+from typing_extensions import TypeVar, is_typeddict
 
 from pgoutbox.errors import ConfigurationError, PayloadError
 from pgoutbox.message import P
@@ -36,6 +36,8 @@ CHUNK_CHARACTERS: Final = 16_000_000
 
 Serializer = Callable[[object], JsonValue]
 V = TypeVar("V")
+# Without a model any payload will do; a call site's `dict[str, int]` is no `dict[str, JsonValue]` to a type checker.
+T = TypeVar("T", default=Any)
 
 _NAME = re.compile(r"[a-z][a-z0-9_.-]{0,62}")
 _DESTINATION = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:[^\x00-\x1f\x7f-\x9f\u2028\u2029]+")
@@ -63,7 +65,7 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 @dataclass(frozen=True, slots=True)
-class Topic(Generic[P]):
+class Topic(Generic[T]):
     """One place for what a topic is: its payload model, its queue, its keys and its policy.
 
     What is given here belongs to the topic: a call site that passes it too is refused, so that call sites cannot drift.
@@ -82,11 +84,11 @@ class Topic(Generic[P]):
 
     name: str
     _: KW_ONLY
-    payload: type[P] | None = None
+    payload: type[T] | None = None
     queue: str | None = None
-    destination: str | Callable[[P], str | None] | None = None
-    coalesce_key: Callable[[P], str | None] | None = None
-    dedupe_key: Callable[[P], str | None] | None = None
+    destination: str | Callable[[T], str | None] | None = None
+    coalesce_key: Callable[[T], str | None] | None = None
+    dedupe_key: Callable[[T], str | None] | None = None
     retry: RetryPolicy | None = None
     delay: float | timedelta | None = None
     expires_after: float | timedelta | None = None

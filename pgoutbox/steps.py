@@ -21,9 +21,9 @@ R = TypeVar("R")
 _ENQUEUE: Final = Statement(sql.ENQUEUE, sql.ENQUEUE_NUMBERED)
 _ENQUEUE_MANY: Final = Statement(sql.ENQUEUE_MANY, sql.ENQUEUE_MANY_NUMBERED)
 _CANCEL: Final = Statement(sql.CANCEL, sql.CANCEL_NUMBERED)
-_SAVEPOINT: Final = Call(Statement(sql.SAVEPOINT, sql.SAVEPOINT))
-_RELEASE_SAVEPOINT: Final = Call(Statement(sql.RELEASE_SAVEPOINT, sql.RELEASE_SAVEPOINT))
-_ROLL_BACK_TO_SAVEPOINT: Final = Call(Statement(sql.ROLL_BACK_TO_SAVEPOINT, sql.ROLL_BACK_TO_SAVEPOINT))
+_SAVEPOINT: Final = Call(Statement(sql.SAVEPOINT, sql.SAVEPOINT), has_rows=False)
+_RELEASE_SAVEPOINT: Final = Call(Statement(sql.RELEASE_SAVEPOINT, sql.RELEASE_SAVEPOINT), has_rows=False)
+_ROLL_BACK_TO_SAVEPOINT: Final = Call(Statement(sql.ROLL_BACK_TO_SAVEPOINT, sql.ROLL_BACK_TO_SAVEPOINT), has_rows=False)
 _MAX_ID: Final = 2**63 - 1
 
 
@@ -63,6 +63,7 @@ Steps: TypeAlias = Generator[Call | Question, Any, R]
 
 def run(adapter: SyncAdapter, steps: Steps[R]) -> R:
     """Take the steps on a sync connection. An error is raised in the step that met it."""
+    adapter.settle()
     try:
         step = next(steps)
         while True:
@@ -78,6 +79,7 @@ def run(adapter: SyncAdapter, steps: Steps[R]) -> R:
 
 async def arun(adapter: AsyncAdapter, steps: Steps[R]) -> R:
     """Take the steps on an async connection. An error is raised in the step that met it."""
+    await adapter.settle()
     try:
         step = next(steps)
         while True:

@@ -212,16 +212,16 @@ def test_a_call_site_with_another_definition_of_the_topic_is_refused(
     ],
 )
 def test_a_mistake_is_found_before_any_sql(
-    connection: psycopg.Connection, payload: object, options: dict[str, Any], field: str
+    rolled_back: psycopg.Connection, payload: object, options: dict[str, Any], field: str
 ) -> None:
     outbox = Outbox(Settings(max_payload_bytes=1000))  # type: ignore[call-arg] # the rest has defaults
     with pytest.raises(PayloadError) as caught:
-        outbox.enqueue(connection, "mail", payload, **options)
+        outbox.enqueue(rolled_back, "mail", payload, **options)
     assert caught.value.field == field
     with pytest.raises(PayloadError) as caught:
-        outbox.enqueue_many(connection, [NewMessage("mail", 1), NewMessage("mail", payload, **options)])
+        outbox.enqueue_many(rolled_back, [NewMessage("mail", 1), NewMessage("mail", payload, **options)])
     assert caught.value.field == f"items[1].{field}"
-    assert connection.info.transaction_status is TransactionStatus.IDLE
+    assert rolled_back.info.transaction_status is TransactionStatus.IDLE
 
 
 def test_what_only_the_database_can_judge_is_refused_by_it_with_the_same_error(
@@ -289,28 +289,28 @@ def test_the_servers_other_errors_pass_through_untouched(outbox: Outbox, rolled_
 # --- many messages ----------------------------------------------------------------------------------------------------
 
 
-def test_no_items_are_no_statement(outbox: Outbox, connection: psycopg.Connection) -> None:
-    assert outbox.enqueue_many(connection, []) == []
-    assert connection.info.transaction_status is TransactionStatus.IDLE
+def test_no_items_are_no_statement(outbox: Outbox, rolled_back: psycopg.Connection) -> None:
+    assert outbox.enqueue_many(rolled_back, []) == []
+    assert rolled_back.info.transaction_status is TransactionStatus.IDLE
 
 
-def test_an_iterator_that_raises_midway_leaves_nothing_behind(outbox: Outbox, connection: psycopg.Connection) -> None:
+def test_an_iterator_that_raises_midway_leaves_nothing_behind(outbox: Outbox, rolled_back: psycopg.Connection) -> None:
     def items() -> Iterator[NewMessage[int]]:
         yield from (NewMessage("mail", n) for n in range(6000))
         raise LookupError
 
     with pytest.raises(LookupError):
-        outbox.enqueue_many(connection, items())
-    assert connection.info.transaction_status is TransactionStatus.IDLE
+        outbox.enqueue_many(rolled_back, items())
+    assert rolled_back.info.transaction_status is TransactionStatus.IDLE
 
 
-def test_the_bad_one_of_ten_thousand_is_named(outbox: Outbox, connection: psycopg.Connection) -> None:
+def test_the_bad_one_of_ten_thousand_is_named(outbox: Outbox, rolled_back: psycopg.Connection) -> None:
     items = [NewMessage("mail", {"x": float("nan") if n == 4711 else n}) for n in range(10_000)]
     with pytest.raises(PayloadError, match=r"^items\[4711\]\.payload\.x: not JSON: nan$"):
-        outbox.enqueue_many(connection, items)
+        outbox.enqueue_many(rolled_back, items)
     with pytest.raises(TypeError, match=r"items\[1\] must be a NewMessage, not tuple"):
-        outbox.enqueue_many(connection, [NewMessage("mail", 1), ("mail", 2)])  # type: ignore[list-item]
-    assert connection.info.transaction_status is TransactionStatus.IDLE
+        outbox.enqueue_many(rolled_back, [NewMessage("mail", 1), ("mail", 2)])  # type: ignore[list-item]
+    assert rolled_back.info.transaction_status is TransactionStatus.IDLE
 
 
 def test_the_answers_are_in_the_order_of_the_items_over_all_chunks(

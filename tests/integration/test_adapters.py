@@ -1,0 +1,701 @@
+"""Every kind of connection that a caller may have: the same contract on each."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any, cast
+
+import asyncpg
+import django
+import django.conf
+import django.db
+import psycopg
+import pytest
+import sqlalchemy
+import sqlalchemy.exc
+from django.db import transaction as django_transaction
+from django.db.utils import ConnectionHandler
+from django.utils.connection import ConnectionProxy
+from psycopg import errors
+from psycopg.conninfo import conninfo_to_dict
+from psycopg.rows import dict_row
+from sqlalchemy import orm
+from sqlalchemy.ext.asyncio import (
+    AsyncEngine,
+    AsyncSession,
+    async_scoped_session,
+    async_sessionmaker,
+    create_async_engine,
+)
+from sqlalchemy.pool import NullPool
+
+from pgoutbox import (
+    CancelResult,
+    DuplicateError,
+    Enqueued,
+    NewMessage,
+    Outbox,
+    PayloadError,
+    SchemaError,
+    TransactionError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from tests.conftest import AsyncConnect, Connect
+
+DJANGO_ALIAS = "outbox"
+
+
+@dataclass
+class Caller:
+    """A connection of some kind, in a transaction of its own or, where a test asks for it, in autocommit mode.
+
+    `run` gives what a method of the outbox returned: at once, or when the coroutine is done.
+    """
+
+    connection: Any
+    is_async: bool
+    run: Callable[[Any], Any]
+    execute: Callable[[str], object]
+    commit: Callable[[], object]
+    rollback: Callable[[], object]
+    close: Callable[[], object] | None
+    driver_error: type[Exception]
+    outbox: Outbox = field(default_factory=Outbox)
+
+    def enqueue(self, topic: str, payload: object, **options: object) -> Enqueued | None:
+        method: Any = self.outbox.aenqueue if self.is_async else self.outbox.enqueue
+        return cast("Enqueued | None", self.run(method(self.connection, topic, payload, **options)))
+
+    def enqueue_many(self, items: Iterable[NewMessage[Any]], **options: object) -> list[Enqueued]:
+        method: Any = self.outbox.aenqueue_many if self.is_async else self.outbox.enqueue_many
+        return cast("list[Enqueued]", self.run(method(self.connection, items, **options)))
+
+    def cancel(self, message_id: int | None = None, **options: object) -> CancelResult:
+        method: Any = self.outbox.acancel if self.is_async else self.outbox.cancel
+        return cast("CancelResult", self.run(method(self.connection, message_id, **options)))
+
+
+@contextlib.contextmanager
+def psycopg_connection(dsn: str, *, autocommit: bool) -> Iterator[Caller]:
+    with contextlib.closing(psycopg.connect(dsn, autocommit=autocommit)) as connection:
+        yield Caller(
+            connection,
+            is_async=False,
+            run=lambda result: result,
+            execute=lambda statement: connection.execute(statement.encode()),
+            commit=connection.commit,
+            rollback=connection.rollback,
+            close=connection.close,
+            driver_error=psycopg.Error,
+        )
+
+
+@contextlib.contextmanager
+def psycopg_async_connection(dsn: str, *, autocommit: bool) -> Iterator[Caller]:
+    with asyncio.Runner() as runner:
+        connection = runner.run(psycopg.AsyncConnection.connect(dsn, autocommit=autocommit))
+        yield Caller(
+            connection,
+            is_async=True,
+            run=runner.run,
+            execute=lambda statement: runner.run(connection.execute(statement.encode())),
+            commit=lambda: runner.run(connection.commit()),
+            rollback=lambda: runner.run(connection.rollback()),
+            close=lambda: runner.run(connection.close()),
+            driver_error=psycopg.Error,
+        )
+        runner.run(connection.close())
+
+
+@contextlib.contextmanager
+def sqlalchemy_engine(dsn: str, *, autocommit: bool) -> Iterator[sqlalchemy.Engine]:
+    options: dict[str, Any] = {"isolation_level": "AUTOCOMMIT"} if autocommit else {}
+    url = dsn.replace("postgresql:", "postgresql+psycopg:", 1)
+    engine = sqlalchemy.create_engine(url, poolclass=NullPool, **options)
+    yield engine
+    engine.dispose()
+
+
+@contextlib.contextmanager
+def sqlalchemy_connection(dsn: str, *, autocommit: bool) -> Iterator[Caller]:
+    with sqlalchemy_engine(dsn, autocommit=autocommit) as engine, engine.connect() as connection:
+        yield Caller(
+            connection,
+            is_async=False,
+            run=lambda result: result,
+            execute=connection.exec_driver_sql,
+            commit=connection.commit,
+            rollback=connection.rollback,
+            close=connection.close,
+            driver_error=sqlalchemy.exc.DBAPIError,
+        )
+
+
+@contextlib.contextmanager
+def sqlalchemy_session(dsn: str, *, autocommit: bool) -> Iterator[Caller]:
+    with sqlalchemy_engine(dsn, autocommit=autocommit) as engine, orm.Session(engine) as session:
+        yield Caller(
+            session,
+            is_async=False,
+            run=lambda result: result,
+            execute=lambda statement: session.execute(sqlalchemy.text(statement)),
+            commit=session.commit,
+            rollback=session.rollback,
+            close=None,
+            driver_error=sqlalchemy.exc.DBAPIError,
+        )
+
+
+@contextlib.contextmanager
+def sqlalchemy_scoped_session(dsn: str, *, autocommit: bool) -> Iterator[Caller]:
+    with sqlalchemy_session(dsn, autocommit=autocommit) as caller:
+        registry = orm.scoped_session(cast("orm.sessionmaker[orm.Session]", lambda: caller.connection))
+        yield Caller(**{**vars(caller), "connection": registry})
+
+
+@contextlib.contextmanager
+def sqlalchemy_async_engine(
+    dsn: str, driver: str, runner: asyncio.Runner, *, autocommit: bool
+) -> Iterator[AsyncEngine]:
+    options: dict[str, Any] = {"isolation_level": "AUTOCOMMIT"} if autocommit else {}
+    url = dsn.replace("postgresql:", f"postgresql+{driver}:", 1)
+    engine = create_async_engine(url, poolclass=NullPool, **options)
+    yield engine
+    runner.run(engine.dispose())
+
+
+@contextlib.contextmanager
+def sqlalchemy_async_connection(dsn: str, driver: str, *, autocommit: bool) -> Iterator[Caller]:
+    with asyncio.Runner() as runner, sqlalchemy_async_engine(dsn, driver, runner, autocommit=autocommit) as engine:
+        connection = engine.connect()
+        runner.run(connection.start())
+        yield Caller(
+            connection,
+            is_async=True,
+            run=runner.run,
+            execute=lambda statement: runner.run(connection.exec_driver_sql(statement)),
+            commit=lambda: runner.run(connection.commit()),
+            rollback=lambda: runner.run(connection.rollback()),
+            close=lambda: runner.run(connection.close()),
+            driver_error=sqlalchemy.exc.DBAPIError,
+        )
+        runner.run(connection.close())
+
+
+@contextlib.contextmanager
+def sqlalchemy_async_session(dsn: str, driver: str, *, autocommit: bool) -> Iterator[Caller]:
+    with asyncio.Runner() as runner, sqlalchemy_async_engine(dsn, driver, runner, autocommit=autocommit) as engine:
+        session = AsyncSession(engine)
+        yield Caller(
+            session,
+            is_async=True,
+            run=runner.run,
+            execute=lambda statement: runner.run(session.execute(sqlalchemy.text(statement))),
+            commit=lambda: runner.run(session.commit()),
+            rollback=lambda: runner.run(session.rollback()),
+            close=None,
+            driver_error=sqlalchemy.exc.DBAPIError,
+        )
+        runner.run(session.close())
+
+
+@contextlib.contextmanager
+def sqlalchemy_async_scoped_session(dsn: str, *, autocommit: bool) -> Iterator[Caller]:
+    with sqlalchemy_async_session(dsn, "asyncpg", autocommit=autocommit) as caller:
+        factory = async_sessionmaker(caller.connection.bind)
+        registry = async_scoped_session(factory, scopefunc=lambda: None)
+        registry.registry.set(caller.connection)
+        yield Caller(**{**vars(caller), "connection": registry})
+
+
+def asyncpg_caller(connection: Any, runner: asyncio.Runner, close: Callable[[], object]) -> Caller:  # noqa: ANN401 - no types
+    def end(command: str) -> None:
+        runner.run(connection.execute(command))
+        runner.run(connection.execute("BEGIN"))
+
+    return Caller(
+        connection,
+        is_async=True,
+        run=runner.run,
+        execute=lambda statement: runner.run(connection.execute(statement)),
+        commit=lambda: end("COMMIT"),
+        rollback=lambda: end("ROLLBACK"),
+        close=close,
+        driver_error=asyncpg.PostgresError,
+    )
+
+
+@contextlib.contextmanager
+def asyncpg_connection(dsn: str, *, autocommit: bool) -> Iterator[Caller]:
+    with asyncio.Runner() as runner:
+        connection = runner.run(asyncpg.connect(dsn))
+        if not autocommit:
+            runner.run(connection.execute("BEGIN"))
+        yield asyncpg_caller(connection, runner, lambda: runner.run(connection.close()))
+        runner.run(connection.close())
+
+
+@contextlib.contextmanager
+def asyncpg_pooled_connection(dsn: str, *, autocommit: bool) -> Iterator[Caller]:
+    """A connection that its pool lent, with the codec that many applications set."""
+
+    async def decode_json(connection: Any) -> None:  # noqa: ANN401 - no types
+        for name in ("json", "jsonb"):
+            await connection.set_type_codec(name, encoder=json.dumps, decoder=json.loads, schema="pg_catalog")
+
+    with asyncio.Runner() as runner:
+
+        async def open_pool() -> Any:  # noqa: ANN401 - no types
+            return await asyncpg.create_pool(dsn, min_size=1, max_size=1, init=decode_json)
+
+        async def borrow(pool: Any) -> Any:  # noqa: ANN401 - no types
+            return await pool.acquire()
+
+        pool = runner.run(open_pool())
+        connection = runner.run(borrow(pool))
+        if not autocommit:
+            runner.run(connection.execute("BEGIN"))
+        yield asyncpg_caller(connection, runner, lambda: runner.run(pool.release(connection)))
+        pool.terminate()
+
+
+@contextlib.contextmanager
+def django_connection(dsn: str, *, autocommit: bool) -> Iterator[Caller]:
+    if not django.conf.settings.configured:
+        django.conf.settings.configure(USE_TZ=True)
+        django.setup()
+    info = conninfo_to_dict(dsn)
+    database = {
+        "ENGINE": "django.db.backends.postgresql",
+        "NAME": info["dbname"],
+        "USER": info["user"],
+        "PASSWORD": info.get("password", ""),
+        "HOST": info["host"],
+        "PORT": info.get("port", ""),
+        "AUTOCOMMIT": autocommit,
+    }
+    wrapper = ConnectionHandler({"default": database})["default"]
+    django.db.connections[DJANGO_ALIAS] = wrapper
+
+    def execute(statement: str) -> None:
+        with wrapper.cursor() as cursor:
+            cursor.execute(statement)
+
+    yield Caller(
+        ConnectionProxy(django.db.connections, DJANGO_ALIAS),
+        is_async=False,
+        run=lambda result: result,
+        execute=execute,
+        commit=wrapper.commit,
+        rollback=wrapper.rollback,
+        close=None,
+        driver_error=django.db.Error,
+    )
+    wrapper.close()
+    del django.db.connections[DJANGO_ALIAS]
+
+
+KINDS: dict[str, Callable[..., contextlib.AbstractContextManager[Caller]]] = {
+    "psycopg": psycopg_connection,
+    "psycopg async": psycopg_async_connection,
+    "sqlalchemy connection": sqlalchemy_connection,
+    "sqlalchemy session": sqlalchemy_session,
+    "sqlalchemy scoped session": sqlalchemy_scoped_session,
+    "sqlalchemy async connection, psycopg": lambda dsn, **o: sqlalchemy_async_connection(dsn, "psycopg_async", **o),
+    "sqlalchemy async connection, asyncpg": lambda dsn, **o: sqlalchemy_async_connection(dsn, "asyncpg", **o),
+    "sqlalchemy async session, psycopg": lambda dsn, **o: sqlalchemy_async_session(dsn, "psycopg_async", **o),
+    "sqlalchemy async session, asyncpg": lambda dsn, **o: sqlalchemy_async_session(dsn, "asyncpg", **o),
+    "sqlalchemy async scoped session": sqlalchemy_async_scoped_session,
+    "asyncpg": asyncpg_connection,
+    "asyncpg from a pool": asyncpg_pooled_connection,
+    "django": django_connection,
+}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> Callable[..., contextlib.AbstractContextManager[Caller]]:
+    return KINDS[request.param]
+
+
+@pytest.fixture
+def caller(kind: Callable[..., contextlib.AbstractContextManager[Caller]], dsn: str) -> Iterator[Caller]:
+    with kind(dsn, autocommit=False) as opened:
+        yield opened
+
+
+@pytest.fixture
+def observer(connect: Connect) -> psycopg.Connection:
+    return connect(autocommit=True)
+
+
+def payloads(observer: psycopg.Connection) -> list[object]:
+    return [row[0] for row in observer.execute("SELECT payload FROM pgoutbox.message ORDER BY id").fetchall()]
+
+
+# --- the contract -----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_enqueued_and_cancelled_is_part_of_the_callers_transaction(
+    caller: Caller, observer: psycopg.Connection
+) -> None:
+    caller.execute("CREATE TABLE account (id bigint)")
+    caller.enqueue("mail", 1)
+    caller.enqueue_many([NewMessage("mail", 2), NewMessage("mail", 3, dedupe_key="k")])
+    assert payloads(observer) == []
+    caller.rollback()
+    assert payloads(observer) == []
+
+    first = caller.enqueue("mail", 4)
+    (second,) = caller.enqueue_many([NewMessage("mail", 5, dedupe_key="k")])
+    caller.execute("CREATE TABLE account (id bigint)")
+    assert payloads(observer) == []
+    caller.commit()
+    assert payloads(observer) == [4, 5]
+    assert observer.execute("SELECT * FROM account").fetchall() == []
+
+    assert first is not None
+    assert caller.cancel(first.id) is CancelResult.CANCELLED
+    assert caller.cancel(topic="mail", dedupe_key="k") is CancelResult.CANCELLED
+    caller.rollback()
+    assert caller.cancel(topic="mail", dedupe_key="k") is CancelResult.CANCELLED
+    assert caller.cancel(topic="mail", coalesce_key="k") is CancelResult.MISSING
+    caller.commit()
+    states = observer.execute("SELECT id, state FROM pgoutbox.message").fetchall()
+    assert dict(states) == {first.id: "pending", second.id: "cancelled"}
+
+
+def test_every_kind_writes_the_same_row(caller: Caller, observer: psycopg.Connection) -> None:
+    due = datetime.now(UTC).replace(microsecond=123_456) + timedelta(days=1)
+    options: dict[str, Any] = {
+        "queue": "bulk",
+        "destination": "mailto:ä@example.org",
+        "coalesce_key": "c{},\"'\\\n%s$1:x",
+        "expires_at": due + timedelta(days=1),
+        "headers": {"trace": "%s :x \"'\\"},
+        "max_attempts": 3,
+    }
+    payload = {"text": "%s $1 :x \"'\\ \n ä \U0001f600", "list": [1, 2.5, None, True]}
+    caller.enqueue("mail", payload, available_at=due, dedupe_key="1", **options)
+    caller.enqueue_many(
+        [NewMessage("mail", payload, available_at=due, dedupe_key="2", **options), NewMessage("mail", 1)]
+    )
+    caller.enqueue("mail", 2, delay=1.5)
+    caller.enqueue_many([NewMessage("mail", 3, delay=timedelta(seconds=1.5))])
+    caller.commit()
+    columns = "payload, queue, destination, coalesce_key, available_at, expires_at, headers, max_attempts, dedupe_key"
+    rows = observer.execute(f"SELECT {columns} FROM pgoutbox.message WHERE queue = 'bulk' ORDER BY id").fetchall()
+    expected = (payload, "bulk", options["destination"], options["coalesce_key"], due, due + timedelta(days=1))
+    assert rows == [(*expected, options["headers"], 3, key) for key in ("1", "2")]
+    delays = observer.execute(
+        "SELECT payload, available_at - created_at FROM pgoutbox.message WHERE queue = 'default' ORDER BY payload"
+    ).fetchall()
+    assert delays == [(1, timedelta(0)), (2, timedelta(seconds=1.5)), (3, timedelta(seconds=1.5))]
+
+
+def test_there_is_no_savepoint_unless_it_is_asked_for(caller: Caller, observer: psycopg.Connection) -> None:
+    caller.enqueue("mail", "plain")
+    caller.enqueue_many([NewMessage("mail", "bulk")])
+    caller.enqueue("mail", "best effort", best_effort=True)
+    caller.commit()
+    rows = observer.execute("SELECT payload, xmin::text FROM pgoutbox.message").fetchall()
+    transactions: dict[str, str] = dict(rows)
+    assert transactions["plain"] == transactions["bulk"] != transactions["best effort"]
+
+
+def test_the_same_statement_many_times_over_is_no_trouble(caller: Caller, observer: psycopg.Connection) -> None:
+    for number in range(12):
+        caller.enqueue("mail", number)
+        caller.enqueue_many([NewMessage("mail", number)])
+        caller.commit()
+    assert len(payloads(observer)) == 24
+
+
+def test_outside_a_transaction_it_is_refused_unless_the_caller_says_so(
+    kind: Callable[..., contextlib.AbstractContextManager[Caller]], dsn: str, observer: psycopg.Connection
+) -> None:
+    with kind(dsn, autocommit=True) as caller:
+        for call in (
+            lambda: caller.enqueue("mail", 1),
+            lambda: caller.enqueue_many([NewMessage("mail", 1)]),
+            lambda: caller.cancel(1),
+        ):
+            with pytest.raises(TransactionError, match="begin a transaction, or pass require_transaction=False"):
+                call()
+        assert payloads(observer) == []
+        enqueued = caller.enqueue("mail", 1, require_transaction=False)
+        assert payloads(observer) == [1]
+        caller.enqueue_many([NewMessage("mail", 2)], require_transaction=False)
+        assert payloads(observer) == [1, 2]
+        assert enqueued is not None
+        assert caller.cancel(enqueued.id, require_transaction=False) is CancelResult.CANCELLED
+
+
+def test_an_aborted_transaction_has_its_own_error(caller: Caller) -> None:
+    with pytest.raises(caller.driver_error):
+        caller.execute("SELECT 1 / 0")
+    for call in (lambda: caller.enqueue("mail", 1), lambda: caller.cancel(1)):
+        with pytest.raises(TransactionError, match="the transaction is aborted; roll back first"):
+            call()
+    caller.rollback()
+    assert caller.enqueue("mail", 1)
+
+
+def test_a_closed_connection_has_its_own_error(caller: Caller) -> None:
+    if caller.close is None:
+        return  # A session or Django's connection opens another one by itself.
+    caller.close()
+    with pytest.raises(TransactionError, match="the connection is closed"):
+        caller.enqueue("mail", 1)
+
+
+def test_the_databases_refusals_become_pgoutboxs_errors(caller: Caller) -> None:
+    past = datetime.now(UTC) - timedelta(hours=1)
+    with pytest.raises(PayloadError, match=r"^expires_at: must be later than now"):
+        caller.enqueue("mail", 1, expires_at=past)
+    caller.rollback()
+    with pytest.raises(PayloadError, match=r"^items\[1\]\.expires_at: must be later than now"):
+        caller.enqueue_many([NewMessage("mail", 1), NewMessage("mail", 1, expires_at=past)])
+    caller.rollback()
+    caller.enqueue("mail", 1, dedupe_key="k")
+    with pytest.raises(
+        DuplicateError, match=r"^dedupe_key: message \d+ of topic mail has this key and another payload"
+    ):
+        caller.enqueue("mail", 2, dedupe_key="k")
+
+
+def test_a_missing_schema_is_a_schema_error(
+    kind: Callable[..., contextlib.AbstractContextManager[Caller]], empty_dsn: str
+) -> None:
+    with kind(empty_dsn, autocommit=False) as caller:
+        with pytest.raises(SchemaError, match="run: pgoutbox migrate"):
+            caller.enqueue("mail", 1)
+        caller.rollback()
+        with pytest.raises(SchemaError, match="run: pgoutbox migrate"):
+            caller.cancel(topic="mail", coalesce_key="k")
+
+
+def test_the_drivers_other_errors_pass_through_untouched(caller: Caller) -> None:
+    caller.execute("SET TRANSACTION READ ONLY")
+    with pytest.raises(caller.driver_error):
+        caller.enqueue("mail", 1)
+
+
+def test_best_effort_keeps_the_callers_transaction_usable(caller: Caller, observer: psycopg.Connection) -> None:
+    caller.execute("CREATE TABLE account (id bigint)")
+    assert caller.enqueue("mail", 1, dedupe_key="k", best_effort=True) is not None
+    assert caller.enqueue("mail", 2, dedupe_key="k", best_effort=True) is None
+    assert caller.enqueue("mail", "\0", best_effort=True) is None
+    caller.execute("INSERT INTO account VALUES (7)")
+    assert caller.enqueue("mail", 3, best_effort=True) is not None
+    caller.commit()
+    assert payloads(observer) == [1, 3]
+    assert observer.execute("SELECT id FROM account").fetchall() == [(7,)]
+
+
+def test_the_other_functions_connection_is_a_type_error_that_names_the_right_method(caller: Caller) -> None:
+    outbox: Any = caller.outbox
+
+    async def call_async() -> None:
+        await outbox.aenqueue(caller.connection, "mail", 1)
+
+    if caller.is_async:
+        with pytest.raises(
+            TypeError, match=r"^enqueue takes psycopg\.Connection, .*; for .* use: await aenqueue\(\.\.\.\)$"
+        ):
+            outbox.enqueue(caller.connection, "mail", 1)
+        with pytest.raises(TypeError, match=r"^cancel takes .* use: await acancel"):
+            outbox.cancel(caller.connection, 1)
+    else:
+        with pytest.raises(
+            TypeError, match=r"^aenqueue takes psycopg\.AsyncConnection, .*; for .* use: enqueue\(\.\.\.\)$"
+        ):
+            asyncio.run(call_async())
+
+
+# --- one kind's own ---------------------------------------------------------------------------------------------------
+
+
+class TestPsycopg:
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"row_factory": dict_row},
+            {"cursor_factory": psycopg.RawCursor},
+            {"cursor_factory": psycopg.ClientCursor},
+            {"prepare_threshold": 0},
+            {"prepare_threshold": None},
+        ],
+    )
+    def test_the_callers_own_settings_of_the_connection_do_no_harm(self, dsn: str, options: dict[str, Any]) -> None:
+        with psycopg.connect(dsn, **options) as connection:
+            for number in range(3):
+                enqueued = Outbox().enqueue(connection, "mail", number)
+                assert Outbox().enqueue_many(connection, [NewMessage("mail", number)])[0].id > enqueued.id
+
+    @pytest.mark.parametrize("autocommit", [True, False])
+    def test_a_pipeline_is_a_place_like_any_other(
+        self, connect: Connect, observer: psycopg.Connection, *, autocommit: bool
+    ) -> None:
+        connection = connect(autocommit=autocommit)
+        outbox = Outbox()
+        with connection.pipeline(), connection.transaction():
+            connection.execute("CREATE TABLE account (id bigint)")
+            outbox.enqueue(connection, "mail", 1, dedupe_key="k")
+            assert outbox.enqueue(connection, "mail", 2, dedupe_key="k", best_effort=True) is None
+            outbox.enqueue_many(connection, [NewMessage("mail", 3)])
+            connection.execute("INSERT INTO account VALUES (7)")
+        connection.commit()
+        assert payloads(observer) == [1, 3]
+        assert observer.execute("SELECT id FROM account").fetchall() == [(7,)]
+
+    def test_an_error_of_the_callers_own_statement_in_the_pipeline_is_not_taken_for_one_of_enqueue(
+        self, connection: psycopg.Connection
+    ) -> None:
+        with pytest.raises(errors.DivisionByZero), connection.pipeline():  # noqa: PT012 - met by the second statement
+            connection.execute("SELECT 1 / 0")
+            Outbox().enqueue(connection, "mail", 1, best_effort=True)
+
+    async def test_an_async_pipeline_is_a_place_like_any_other(
+        self, aconnect: AsyncConnect, observer: psycopg.Connection
+    ) -> None:
+        connection = await aconnect()
+        outbox = Outbox()
+        async with connection.pipeline():
+            await outbox.aenqueue(connection, "mail", 1, dedupe_key="k")
+            assert await outbox.aenqueue(connection, "mail", 2, dedupe_key="k", best_effort=True) is None
+            await outbox.aenqueue_many(connection, [NewMessage("mail", 3)])
+            with pytest.raises(errors.DivisionByZero):  # noqa: PT012 - met by the second statement
+                await connection.execute("SELECT 1 / 0")
+                await outbox.aenqueue(connection, "mail", 1, best_effort=True)
+        await connection.rollback()
+        assert payloads(observer) == []
+
+    def test_a_transaction_block_on_an_autocommit_connection_is_a_transaction(
+        self, connect: Connect, observer: psycopg.Connection
+    ) -> None:
+        connection = connect(autocommit=True)
+        with connection.transaction():
+            Outbox().enqueue(connection, "mail", 1)
+            assert payloads(observer) == []
+        assert payloads(observer) == [1]
+
+    async def test_an_async_transaction_block_on_an_autocommit_connection_is_a_transaction(
+        self, aconnect: AsyncConnect, observer: psycopg.Connection
+    ) -> None:
+        connection = await aconnect(autocommit=True)
+        async with connection.transaction():
+            await Outbox().aenqueue(connection, "mail", 1)
+            assert payloads(observer) == []
+        assert payloads(observer) == [1]
+
+    def test_a_subclass_of_the_connection_is_welcome(self, dsn: str) -> None:
+        class Traced(psycopg.Connection[Any]):
+            pass
+
+        with Traced.connect(dsn) as connection:
+            assert Outbox().enqueue(connection, "mail", 1)
+
+    def test_a_savepoint_of_the_caller_is_respected(self, connection: psycopg.Connection) -> None:
+        with contextlib.suppress(LookupError), connection.transaction():
+            connection.execute("SELECT")
+            with connection.transaction():
+                Outbox().enqueue(connection, "mail", 1)
+                Outbox().enqueue(connection, "mail", 1, best_effort=True)
+                raise LookupError
+        connection.commit()
+        assert payloads(connection) == []
+
+
+class TestSQLAlchemy:
+    def test_pending_objects_of_the_session_are_left_to_it(self, dsn: str, observer: psycopg.Connection) -> None:
+        base: Any = orm.declarative_base()
+        account = type(
+            "Account",
+            (base,),
+            {"__tablename__": "account", "id": sqlalchemy.Column(sqlalchemy.BigInteger, primary_key=True)},
+        )
+        with sqlalchemy_engine(dsn, autocommit=False) as engine:
+            base.metadata.create_all(engine)
+            with orm.Session(engine) as session, session.begin():
+                session.add(account(id=7))
+                Outbox().enqueue(session, "mail", 1)
+                assert session.new
+            assert payloads(observer) == [1]
+            assert observer.execute("SELECT id FROM account").fetchall() == [(7,)]
+
+    def test_a_session_whose_flush_failed_is_aborted(self, dsn: str) -> None:
+        base: Any = orm.declarative_base()
+        account = type(
+            "Account",
+            (base,),
+            {"__tablename__": "missing", "id": sqlalchemy.Column(sqlalchemy.BigInteger, primary_key=True)},
+        )
+        with sqlalchemy_engine(dsn, autocommit=False) as engine, orm.Session(engine) as session:
+            session.add(account(id=7))
+            with pytest.raises(sqlalchemy.exc.ProgrammingError):
+                session.flush()
+            with pytest.raises(TransactionError, match="the transaction is aborted"):
+                Outbox().enqueue(session, "mail", 1)
+
+    def test_a_nested_transaction_that_is_rolled_back_takes_its_message_along(
+        self, dsn: str, observer: psycopg.Connection
+    ) -> None:
+        with sqlalchemy_engine(dsn, autocommit=False) as engine, engine.begin() as connection:
+            Outbox().enqueue(connection, "mail", 1)
+            nested = connection.begin_nested()
+            Outbox().enqueue(connection, "mail", 2)
+            nested.rollback()
+        assert payloads(observer) == [1]
+
+    def test_another_database_is_a_type_error(self) -> None:
+        engine = sqlalchemy.create_engine("sqlite://")
+        with (
+            engine.connect() as connection,
+            pytest.raises(TypeError, match=r"the SQLAlchemy dialect is sqlite\+pysqlite"),
+        ):
+            Outbox().enqueue(connection, "mail", 1)
+        engine.dispose()
+
+    def test_an_engine_is_not_a_connection(self, dsn: str) -> None:
+        outbox: Any = Outbox()
+        with (
+            sqlalchemy_engine(dsn, autocommit=False) as engine,
+            pytest.raises(TypeError, match=r"not sqlalchemy\..*Engine"),
+        ):
+            outbox.enqueue(engine, "mail", 1)
+
+
+class TestDjango:
+    def test_an_atomic_block_is_a_transaction(self, dsn: str, observer: psycopg.Connection) -> None:
+        with django_connection(dsn, autocommit=True) as caller:
+            with django_transaction.atomic(using=DJANGO_ALIAS):
+                for connection in (caller.connection, django.db.connections[DJANGO_ALIAS]):
+                    caller.outbox.enqueue(connection, "mail", 1)
+                    assert caller.outbox.enqueue(connection, "mail", "\0", best_effort=True) is None
+                assert payloads(observer) == []
+            assert payloads(observer) == [1, 1]
+
+    def test_an_atomic_block_that_has_to_be_rolled_back_is_aborted(self, dsn: str) -> None:
+        with django_connection(dsn, autocommit=True) as caller, django_transaction.atomic(using=DJANGO_ALIAS):
+            django_transaction.set_rollback(True, using=DJANGO_ALIAS)
+            with pytest.raises(TransactionError, match="the transaction is aborted"):
+                caller.enqueue("mail", 1)
+
+    def test_another_database_is_a_type_error(self) -> None:
+        handler = ConnectionHandler({"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"}})
+        with pytest.raises(TypeError, match=r"Django's connection works on .*sqlite.*: pgoutbox takes PostgreSQL"):
+            Outbox().enqueue(handler["default"], "mail", 1)
+
+
+@pytest.mark.parametrize("thing", [None, "postgresql:///app", object(), Outbox()])
+def test_anything_else_is_a_type_error(thing: object) -> None:
+    outbox: Any = Outbox()
+    with pytest.raises(TypeError, match=r"^enqueue takes psycopg\.Connection, .*, not "):
+        outbox.enqueue(thing, "mail", 1)

@@ -1,0 +1,148 @@
+"""Cancel, in the caller's transaction: what it answers in every state, and that it never waits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from psycopg.pq import TransactionStatus
+
+from pgoutbox import CancelResult, Outbox, PayloadError, Topic
+from pgoutbox.message import State
+from tests.messages import put
+from tests.outbox_actions import claim, ids_in_flight, state_of
+
+if TYPE_CHECKING:
+    import psycopg
+
+    from tests.conftest import AsyncConnect, Connect
+
+
+@pytest.fixture
+def outbox() -> Outbox:
+    return Outbox()
+
+
+@pytest.mark.parametrize(
+    ("state", "answer", "after"),
+    [
+        (State.PENDING, CancelResult.CANCELLED, State.CANCELLED),
+        (State.SENDING, CancelResult.REQUESTED, State.SENDING),
+        (State.SENT, CancelResult.SENT, State.SENT),
+        (State.FAILED, CancelResult.FAILED, State.FAILED),
+        (State.SKIPPED, CancelResult.SKIPPED, State.SKIPPED),
+        (State.CANCELLED, CancelResult.CANCELLED, State.CANCELLED),
+    ],
+)
+@pytest.mark.parametrize("way", ["id", "coalesce_key", "dedupe_key"])
+def test_the_answer_says_what_became_of_the_message(
+    outbox: Outbox, rolled_back: psycopg.Connection, state: State, answer: CancelResult, after: State, way: str
+) -> None:
+    message_id = put(rolled_back, state, topic="mail", coalesce_key="c", dedupe_key="d")
+    put(rolled_back, topic="other", coalesce_key="c", dedupe_key="d")
+    if way == "id":
+        assert outbox.cancel(rolled_back, message_id) is answer
+    elif way == "coalesce_key":
+        assert outbox.cancel(rolled_back, topic="mail", coalesce_key="c") is answer
+    else:
+        assert outbox.cancel(rolled_back, topic=Topic("mail"), dedupe_key="d") is answer
+    assert state_of(rolled_back, message_id) == after
+
+
+def test_cancelling_twice_gives_the_same_answer(outbox: Outbox, rolled_back: psycopg.Connection) -> None:
+    for state, answer in ((State.PENDING, CancelResult.CANCELLED), (State.SENDING, CancelResult.REQUESTED)):
+        message_id = put(rolled_back, state)
+        assert outbox.cancel(rolled_back, message_id) is answer
+        assert outbox.cancel(rolled_back, message_id) is answer
+
+
+def test_a_message_that_does_not_exist_is_missing(outbox: Outbox, rolled_back: psycopg.Connection) -> None:
+    assert outbox.cancel(rolled_back, 2**63 - 1) is CancelResult.MISSING
+    assert outbox.cancel(rolled_back, topic="mail", coalesce_key="") is CancelResult.MISSING
+    assert outbox.cancel(rolled_back, topic="mail", dedupe_key="") is CancelResult.MISSING
+
+
+def test_by_coalesce_key_the_newest_message_is_cancelled_and_no_older_one_is_delivered(
+    outbox: Outbox, rolled_back: psycopg.Connection
+) -> None:
+    older = put(rolled_back, coalesce_key="k")
+    newest = put(rolled_back, coalesce_key="k")
+    assert outbox.cancel(rolled_back, topic="mail", coalesce_key="k") is CancelResult.CANCELLED
+    assert ids_in_flight(claim(rolled_back, topics=["mail"])) == []
+    assert state_of(rolled_back, older) == State.SKIPPED
+    assert state_of(rolled_back, newest) == State.CANCELLED
+
+
+def test_a_cancelled_message_is_not_delivered_once_the_transaction_commits(outbox: Outbox, connect: Connect) -> None:
+    caller, worker = connect(), connect(autocommit=True)
+    message_id = put(caller)
+    caller.commit()
+    assert outbox.cancel(caller, message_id) is CancelResult.CANCELLED
+    assert claim(worker, topics=["mail"]) == []
+    caller.rollback()
+    assert ids_in_flight(claim(worker, topics=["mail"])) == [message_id]
+
+
+def test_a_row_that_stays_locked_is_reported_and_not_waited_for(outbox: Outbox, connect: Connect) -> None:
+    holder, caller = connect(), connect()
+    message_id = put(caller)
+    caller.commit()
+    holder.execute("SELECT FROM pgoutbox.message WHERE id = %s FOR UPDATE", (message_id,))
+    caller.execute("SET LOCAL lock_timeout = '1ms'")
+    assert outbox.cancel(caller, message_id) is CancelResult.LOCKED
+    holder.rollback()
+    assert outbox.cancel(caller, message_id) is CancelResult.CANCELLED
+
+
+def test_two_cancels_of_each_others_messages_do_not_deadlock(outbox: Outbox, connect: Connect) -> None:
+    first, second = connect(), connect()
+    one, other = put(first), put(first)
+    first.commit()
+    assert outbox.cancel(first, one) is CancelResult.CANCELLED
+    assert outbox.cancel(second, other) is CancelResult.CANCELLED
+    assert outbox.cancel(first, other) is CancelResult.LOCKED
+    assert outbox.cancel(second, one) is CancelResult.LOCKED
+
+
+@pytest.mark.parametrize("isolation", ["REPEATABLE READ", "SERIALIZABLE"])
+def test_a_stricter_isolation_is_no_obstacle(outbox: Outbox, connection: psycopg.Connection, isolation: str) -> None:
+    message_id = put(connection)
+    connection.commit()
+    connection.execute(f"SET TRANSACTION ISOLATION LEVEL {isolation}".encode())
+    assert outbox.cancel(connection, message_id) is CancelResult.CANCELLED
+
+
+async def test_acancel_has_the_same_contract(outbox: Outbox, aconnect: AsyncConnect) -> None:
+    connection = await aconnect()
+    message_id, _ = await outbox.aenqueue(connection, "mail", 1, coalesce_key="k")
+    assert await outbox.acancel(connection, topic="mail", coalesce_key="k") is CancelResult.CANCELLED
+    assert await outbox.acancel(connection, message_id) is CancelResult.CANCELLED
+    assert await outbox.acancel(connection, message_id + 1) is CancelResult.MISSING
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ({}, "message_id"),
+        ({"message_id": 1, "topic": "mail"}, "message_id"),
+        ({"message_id": 1, "topic": "mail", "dedupe_key": "d"}, "message_id"),
+        ({"topic": "mail"}, "message_id"),
+        ({"coalesce_key": "c"}, "message_id"),
+        ({"topic": "mail", "coalesce_key": "c", "dedupe_key": "d"}, "message_id"),
+        ({"message_id": 0}, "message_id"),
+        ({"message_id": -1}, "message_id"),
+        ({"message_id": 2**63}, "message_id"),
+        ({"message_id": True}, "message_id"),
+        ({"message_id": "1"}, "message_id"),
+        ({"topic": "Mail", "coalesce_key": "c"}, "topic"),
+        ({"topic": "mail", "coalesce_key": "\0"}, "coalesce_key"),
+        ({"topic": "mail", "dedupe_key": 7}, "dedupe_key"),
+    ],
+)
+def test_a_message_is_named_in_exactly_one_way(
+    outbox: Outbox, rolled_back: psycopg.Connection, arguments: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(PayloadError) as caught:
+        outbox.cancel(rolled_back, **arguments)
+    assert caught.value.field == field
+    assert rolled_back.info.transaction_status is TransactionStatus.IDLE

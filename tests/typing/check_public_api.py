@@ -1,0 +1,157 @@
+"""What a type checker makes of the public names: read by mypy, never run.
+
+Each `type: ignore` names an error that has to be reported: `warn_unused_ignores` makes a missing one an error.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, assert_type
+
+from pydantic import BaseModel, JsonValue
+
+from pgoutbox import (
+    CancelResult,
+    Context,
+    Email,
+    Enqueued,
+    Message,
+    NewMessage,
+    Outbox,
+    Permanent,
+    Sent,
+    Skip,
+    SyncContext,
+    Topic,
+    Transient,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import psycopg
+    import sqlalchemy
+    from psycopg.rows import DictRow
+    from sqlalchemy import orm
+    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
+
+
+class Activation(BaseModel):
+    user_id: int
+    email: str
+
+
+class Other(BaseModel):
+    name: str
+
+
+outbox = Outbox()
+activation = outbox.topic(
+    "mail.activation",
+    payload=Activation,
+    destination=lambda p: f"mailto:{p.email}",
+    coalesce_key=lambda p: str(p.user_id),
+)
+assert_type(activation, Topic[Activation])
+plain = Topic("mail.plain")
+assert_type(plain, Topic[Any])
+Topic("mail.wrong", payload=Activation, coalesce_key=lambda p: p.user_id)  # type: ignore[arg-type, return-value]
+Topic("mail.wrong", payload=Activation, destination=lambda p: p.address)  # type: ignore[attr-defined]
+
+
+# --- handlers ---------------------------------------------------------------------------------------------------------
+
+
+@outbox.handler(activation)
+async def activate(message: Message[Activation], ctx: Context) -> Email | Skip | None:
+    assert_type(message.payload, Activation)
+    assert_type(message.payload.email, str)
+    assert_type(ctx.cancelled, bool)
+    await ctx.ensure_lease()
+    return Email(to=message.payload.email, subject="Welcome", text="Hello")
+
+
+@outbox.handler("mail.plain")
+async def send_plain(message: Message, ctx: Context) -> None:
+    assert_type(message.payload, JsonValue)
+
+
+@outbox.handler("mail.sync")
+def send_sync(message: Message, ctx: SyncContext) -> Sent | Transient:
+    ctx.ensure_lease()
+    return Sent()
+
+
+@outbox.batch_handler(activation, max_size=10)
+async def activate_many(messages: Sequence[Message[Activation]], ctxs: Sequence[Context]) -> list[Sent | Permanent]:
+    return [Sent() for _ in messages]
+
+
+@outbox.batch_handler("search.index")
+def index(messages: Sequence[Message], ctxs: Sequence[SyncContext]) -> None: ...
+
+
+async def call_handlers(message: Message[Activation], raw: Message, ctx: Context, sync_ctx: SyncContext) -> None:
+    assert_type(await activate(message, ctx), Email | Skip | None)
+    assert_type(send_sync(raw, sync_ctx), Sent | Transient)
+    await activate(raw, ctx)  # type: ignore[arg-type]
+
+
+@outbox.handler(activation)  # type: ignore[arg-type]
+async def with_another_payload(message: Message[Other], ctx: Context) -> None: ...
+
+
+@outbox.handler(activation)  # type: ignore[type-var]
+async def with_another_result(message: Message[Activation], ctx: Context) -> int:
+    return 7
+
+
+@outbox.handler(activation)  # type: ignore[arg-type]
+def with_the_async_context(message: Message[Activation], ctx: Context) -> None: ...
+
+
+@outbox.handler(activation)  # type: ignore[arg-type]
+async def without_context(message: Message[Activation]) -> None: ...
+
+
+# --- enqueue ----------------------------------------------------------------------------------------------------------
+
+
+def enqueue_on_sync_connections(
+    psycopg_connection: psycopg.Connection,
+    dict_connection: psycopg.Connection[DictRow],
+    async_connection: psycopg.AsyncConnection,
+    sqlalchemy_connection: sqlalchemy.Connection,
+    session: orm.Session,
+    scoped: orm.scoped_session[orm.Session],
+    async_session: AsyncSession,
+) -> None:
+    payload = Activation(user_id=1, email="a@example.org")
+    assert_type(outbox.enqueue(psycopg_connection, activation, payload), Enqueued)
+    assert_type(outbox.enqueue(dict_connection, "mail.plain", {"user_id": 1}, delay=3, queue="bulk"), Enqueued)
+    assert_type(outbox.enqueue(sqlalchemy_connection, plain, {"user_id": 1}), Enqueued)
+    assert_type(outbox.enqueue(session, "mail.plain", None, best_effort=False), Enqueued)
+    assert_type(outbox.enqueue(scoped, "mail.plain", [1], best_effort=True), Enqueued | None)
+    assert_type(outbox.enqueue_many(session, [NewMessage(activation, payload), NewMessage("a", 1)]), list[Enqueued])
+    assert_type(outbox.cancel(session, 1), CancelResult)
+
+    outbox.enqueue(psycopg_connection, activation, Other(name="x"))  # type: ignore[misc]
+    outbox.enqueue(psycopg_connection, activation, {"user_id": 1})  # type: ignore[misc]
+    outbox.enqueue(psycopg_connection, "mail.plain", 1, qeue="bulk")  # type: ignore[call-overload]
+    outbox.enqueue(psycopg_connection, "mail.plain", 1, max_attempts="3")  # type: ignore[call-overload]
+    outbox.enqueue(async_connection, "mail.plain", 1)  # type: ignore[call-overload]
+    outbox.enqueue(async_session, "mail.plain", 1)  # type: ignore[call-overload]
+    outbox.cancel(async_connection, 1)  # type: ignore[arg-type]
+    NewMessage(activation, Other(name="x"))  # type: ignore[misc]
+
+
+async def enqueue_on_async_connections(
+    psycopg_connection: psycopg.AsyncConnection,
+    sync_connection: psycopg.Connection,
+    connection: AsyncConnection,
+    session: AsyncSession,
+) -> None:
+    assert_type(await outbox.aenqueue(psycopg_connection, plain, {"user_id": 1}), Enqueued)
+    assert_type(await outbox.aenqueue(connection, "mail.plain", 1, best_effort=True), Enqueued | None)
+    assert_type(await outbox.aenqueue_many(session, [NewMessage("a", 1)]), list[Enqueued])
+    assert_type(await outbox.acancel(session, topic="a", dedupe_key="k"), CancelResult)
+    await outbox.aenqueue(sync_connection, "mail.plain", 1)  # type: ignore[call-overload]

@@ -1,0 +1,185 @@
+"""The registry: topics, handlers and transports, and the mistakes that show when the application starts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from pydantic import BaseModel
+
+from pgoutbox import ConfigurationError, Context, Email, Message, Outbox, RetryPolicy, Sent, SyncContext, Topic
+from pgoutbox.settings import Settings, load_settings
+from pgoutbox.transports.smtp import SmtpTransport
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pgoutbox.message import Outcome
+    from pgoutbox.transports import Content
+
+
+class Order(BaseModel):
+    number: int
+
+
+@pytest.fixture
+def outbox() -> Outbox:
+    return Outbox()
+
+
+async def handle(message: Message, context: Context) -> None: ...
+
+
+class Nowhere:
+    """A transport that sends nothing."""
+
+    def __init__(self, *schemes: str) -> None:
+        self.schemes = schemes
+
+    async def send(self, message: Message[object], content: Content) -> Outcome:
+        return Sent()
+
+    async def aclose(self) -> None: ...
+
+
+def test_the_settings_are_read_from_the_environment_when_they_are_first_needed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    outbox = Outbox()
+    monkeypatch.setenv("PGOUTBOX_BATCH_SIZE", "17")
+    assert outbox.settings.batch_size == 17
+    monkeypatch.setenv("PGOUTBOX_BATCH_SIZE", "18")
+    assert outbox.settings.batch_size == 17
+    given = load_settings(batch_size=3)
+    assert Outbox(given).settings is given
+
+
+def test_a_wrong_setting_is_reported_when_it_is_first_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PGOUTBOX_BATCH_SIZE", "0")
+    outbox = Outbox()
+    with pytest.raises(ConfigurationError, match="PGOUTBOX_BATCH_SIZE='0'"):
+        outbox.settings  # noqa: B018 - the look at it is the test
+
+
+def test_a_handler_is_registered_and_returned_unchanged(outbox: Outbox) -> None:
+    retry = RetryPolicy.steps(1, 2)
+    returned = outbox.handler(
+        "mail", retry=retry, timeout=5, on_unknown="hold", transactional=True, permanent=[ValueError]
+    )(handle)
+    assert returned is handle
+    handler = outbox.handlers["mail"]
+    assert handler.function is handle
+    assert handler.is_async
+    assert (handler.retry, handler.timeout_seconds, handler.on_unknown) == (retry, 5, "hold")
+    assert handler.transactional
+    assert handler.permanent_errors == (ValueError,)
+    assert handler.max_batch is None
+    assert handler.payload_adapter is None
+
+
+def test_a_sync_handler_is_known_as_one(outbox: Outbox) -> None:
+    @outbox.handler("mail")
+    def send(message: Message, context: SyncContext) -> Email:
+        return Email(to="a@example.org", subject="x", text="y")
+
+    assert not outbox.handlers["mail"].is_async
+
+
+def test_a_batch_handler_is_registered_with_its_size(outbox: Outbox) -> None:
+    @outbox.batch_handler("search.index", max_size=500, retry=RetryPolicy(max_attempts=2))
+    async def index(messages: Sequence[Message], contexts: Sequence[Context]) -> None: ...
+
+    assert outbox.handlers["search.index"].function is index
+    assert outbox.handlers["search.index"].max_batch == 500
+    assert outbox.handlers["search.index"].retry.max_attempts == 2
+
+
+def test_a_handler_of_a_defined_topic_has_its_model_and_policy(outbox: Outbox) -> None:
+    topic = Topic("order", payload=Order, retry=RetryPolicy(max_attempts=3))
+
+    @outbox.handler(topic)
+    async def ship(message: Message[Order], context: Context) -> None: ...
+
+    handler = outbox.handlers["order"]
+    assert handler.retry.max_attempts == 3
+    assert handler.payload_adapter is not None
+    assert handler.payload_adapter.validate_python({"number": 7}) == Order(number=7)
+    assert outbox.topics["order"] is topic
+
+
+def test_a_handler_by_the_name_of_a_defined_topic_is_the_same(outbox: Outbox) -> None:
+    outbox.topic("order", payload=Order, retry=RetryPolicy(max_attempts=3))
+    outbox.handler("order")(handle)
+    assert outbox.handlers["order"].retry.max_attempts == 3
+    assert outbox.handlers["order"].payload_adapter is not None
+
+
+def test_a_second_handler_of_a_topic_is_refused(outbox: Outbox) -> None:
+    outbox.handler("mail")(handle)
+    for again in (outbox.handler("mail"), outbox.handler(Topic("mail"))):
+        with pytest.raises(ConfigurationError, match="topic 'mail' has a handler already"):
+            again(handle)
+    with pytest.raises(ConfigurationError, match="topic 'mail' has a handler already"):
+        outbox.batch_handler("mail")(lambda messages, contexts: None)
+
+
+def test_a_handler_cannot_have_a_policy_where_the_topic_has_one(outbox: Outbox) -> None:
+    topic = outbox.topic("mail", retry=RetryPolicy())
+    with pytest.raises(ConfigurationError, match="handler of topic 'mail': retry: belongs to the definition"):
+        outbox.handler(topic, retry=RetryPolicy())(handle)
+    assert outbox.handlers == {}
+
+
+@pytest.mark.parametrize(
+    ("topic", "options", "problem"),
+    [
+        ("Mail", {}, "topic 'Mail': name: must be 1 to 63"),
+        ("mail", {"timeout": 0}, "timeout=0: must be positive"),
+        ("mail", {"timeout": float("nan")}, "timeout=nan: must be positive"),
+        ("mail", {"on_unknown": "drop"}, "on_unknown='drop': retry or hold"),
+    ],
+)
+def test_a_wrong_registration_is_refused_and_leaves_nothing_behind(
+    outbox: Outbox, topic: str, options: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=problem):
+        outbox.handler(topic, **options)(handle)
+    assert outbox.handlers == {}
+
+
+def test_a_function_that_does_not_take_message_and_context_is_refused(outbox: Outbox) -> None:
+    register: Any = outbox.handler("mail")
+    with pytest.raises(ConfigurationError, match="must take two arguments, the message and the context"):
+        register(lambda message: None)
+
+
+def test_a_topic_is_defined_once_and_before_its_handler(outbox: Outbox) -> None:
+    topic = outbox.topic("order", payload=Order)
+    assert outbox.define(topic) is topic
+    with pytest.raises(ConfigurationError, match="topic 'order' is already defined"):
+        outbox.topic("order", payload=Order)
+    outbox.handler("mail")(handle)
+    with pytest.raises(ConfigurationError, match="topic 'mail' has a handler already: define the topic before it"):
+        outbox.topic("mail", queue="bulk")
+    assert list(outbox.topics) == ["order"]
+
+
+def test_the_registries_cannot_be_written_from_outside(outbox: Outbox) -> None:
+    for registry in (outbox.topics, outbox.handlers):
+        with pytest.raises(TypeError):
+            registry["mail"] = None  # type: ignore[index]
+
+
+def test_two_transports_of_one_scheme_are_refused() -> None:
+    both = Nowhere("sms", "tel")
+    assert Outbox(transports=[both]).transports_for(load_settings()) == {"sms": both, "tel": both}
+    with pytest.raises(ConfigurationError, match="transports: two serve the scheme 'tel'"):
+        Outbox(transports=[both, Nowhere("tel")])
+
+
+def test_mailto_is_served_by_smtp_where_the_settings_name_a_server(outbox: Outbox) -> None:
+    settings: Settings = load_settings(smtp_host="mx.test")
+    assert outbox.transports_for(load_settings()) == {}
+    assert isinstance(outbox.transports_for(settings)["mailto"], SmtpTransport)
+    own = Nowhere("mailto")
+    assert Outbox(transports=[own]).transports_for(settings) == {"mailto": own}
