@@ -342,15 +342,27 @@ async def test_a_worker_that_only_polls_arms_no_bell(dsn: str, db: psycopg.Conne
     assert receiver.delivered == [message_id]
 
 
-async def test_a_worker_that_works_leaves_the_bell_to_the_sleepers(dsn: str, db: psycopg.Connection) -> None:
-    """While one worker is busy, another one that sleeps is woken by the next commit."""
-    busy_started, go_on = asyncio.Event(), asyncio.Event()
+@pytest.mark.parametrize("order", ["sleeper first", "busy first"])
+async def test_a_worker_that_is_busy_leaves_the_bell_to_the_sleepers(
+    dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch, order: str
+) -> None:
+    """One ring wakes both. Whoever of them is first, the one that goes back to sleep is woken by the next commit."""
+    go_on, disarmed = asyncio.Event(), asyncio.Event()
+    disarm = Doorbell.disarm
     busy_outbox = Outbox(settings_for(dsn, concurrency=1))
 
     @busy_outbox.handler("long")
     async def long(message: Message, ctx: Context) -> None:
-        busy_started.set()
         await go_on.wait()
+
+    async def disarm_in_order(self: Doorbell) -> object:
+        gives_up = self is busy._bell and bool(self._armed)
+        if gives_up and order == "sleeper first":
+            await sleeper.asleep.wait()
+        answer: object = await disarm(self)  # type: ignore[func-returns-value] # passed on, whatever it is
+        if gives_up:
+            disarmed.set()
+        return answer
 
     receiver = Receiver(dsn)
     busy, sleeper = WatchedWorker(busy_outbox), WatchedWorker(receiver.outbox)
@@ -358,11 +370,16 @@ async def test_a_worker_that_works_leaves_the_bell_to_the_sleepers(dsn: str, db:
         await busy.asleep.wait()
         async with running(sleeper):
             await sleeper.asleep.wait()
+            sleeper.asleep.clear()
+            monkeypatch.setattr(Doorbell, "disarm", disarm_in_order)
             enqueue(db, topic="long")
-            await busy_started.wait()
+            await disarmed.wait()
+            await sleeper.asleep.wait()
             enqueue(db)
-            await receiver.heard.wait()
-            go_on.set()
+            try:
+                await receiver.heard.wait()
+            finally:
+                go_on.set()
 
 
 async def test_a_flood_of_rings_for_other_queues_does_not_wake_a_worker(dsn: str, db: psycopg.Connection) -> None:

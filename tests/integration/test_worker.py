@@ -177,6 +177,47 @@ async def test_a_drain_waits_for_retries_and_not_for_what_is_scheduled(outbox: O
     assert [(row.state, row.attempt_count) for row in rows_of(db, retried, scheduled)] == [("sent", 3), ("pending", 0)]
 
 
+async def test_a_drain_does_not_sleep_through_what_another_worker_gives_back(dsn: str, db: psycopg.Connection) -> None:
+    claimed, give_back = asyncio.Event(), asyncio.Event()
+
+    def outbox(*, gives_back: bool) -> Outbox:
+        made = Outbox(settings_for(dsn))
+
+        @made.handler("greet", retry=AT_ONCE)
+        async def greet(message: Message, ctx: Context) -> None:
+            if gives_back:
+                claimed.set()
+                await give_back.wait()
+                worker.stop()
+                raise Transient("busy")
+
+        return made
+
+    message_id = enqueue(db)
+    worker = WatchedWorker(outbox(gives_back=True))
+    async with running(worker):
+        await claimed.wait()
+        drain = asyncio.create_task(Worker(outbox(gives_back=False)).drain())
+        await until_idle_in(db, "SELECT extract(epoch")
+        give_back.set()
+        async with asyncio.timeout(PATIENCE_SECONDS / 2):
+            await drain
+    assert state_of(db, message_id) == State.SENT
+
+
+async def until_idle_in(db: psycopg.Connection, statement: str) -> None:
+    """Return when a worker's claiming connection has answered a statement that begins so, as its last one."""
+    asked = (
+        "SELECT count(*) FILTER (WHERE ltrim(query, E'\\n') LIKE %s AND state = 'idle') FROM pg_stat_activity "
+        "WHERE datname = current_database() AND application_name = 'pgoutbox claim'"
+    )
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        idle_count = 0
+        while idle_count < 2:
+            await asyncio.sleep(0)
+            (idle_count,) = db.execute(asked, [statement + "%"]).fetchone() or (0,)
+
+
 async def test_a_message_that_expired_is_not_handed_over(outbox: Outbox, db: psycopg.Connection) -> None:
     @outbox.handler("greet")
     async def greet(message: Message, ctx: Context) -> None:
@@ -1154,8 +1195,14 @@ async def lossy_proxy(
                 await client_writer.drain()
             client_writer.close()
 
-        with contextlib.suppress(OSError):
-            await asyncio.gather(to_server(), to_client())
+        try:
+            with contextlib.suppress(OSError):
+                await asyncio.gather(to_server(), to_client())
+        finally:
+            for writer in (client_writer, server_writer):
+                writer.close()
+                with contextlib.suppress(OSError):
+                    await writer.wait_closed()
 
     server = await asyncio.start_unix_server(forward, f"{directory}/.s.PGSQL.{info.port}")
     async with server:
@@ -1207,5 +1254,6 @@ async def test_the_roles_defaults_do_not_reach_the_workers_statements(
             raise Transient("busy")
 
     ids = [enqueue(db) for _ in range(20)]
-    await asyncio.gather(*(Worker(outbox).drain() for _ in range(3)))
+    await asyncio.gather(*(Worker(outbox).run_once() for _ in range(3)))
+    await Worker(outbox).drain()
     assert {(row.state, row.attempt_count) for row in rows_of(db, *ids)} == {("sent", 2)}
