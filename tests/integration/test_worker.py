@@ -867,7 +867,7 @@ async def test_a_handler_that_ignores_its_cancellation_is_released_all_the_same(
                 await end_now.wait()
 
     async def end_when_released() -> None:
-        await heard.wait_for(Event.RETRY)
+        await heard.wait_for(Event.RELEASED)
         end_now.set()
 
     message_id = enqueue(db)
