@@ -1124,8 +1124,6 @@ async def test_the_worker_goes_on_while_its_claims_fail_and_says_so_once(
     with reports() as heard:
         async with running(worker):
             await worker.asleep.wait()
-            db.execute("ALTER TABLE pgoutbox.coalesce RENAME COLUMN newest_id TO away")
-            db.execute("ALTER TABLE pgoutbox.coalesce RENAME COLUMN away TO newest_id")
             terminate(db, "claim")
             enqueue(db)
             await delivered.wait()
