@@ -14,7 +14,7 @@ from benchmarks.report import Result, Table, median, percentile
 from benchmarks.server import Server, load_pending, load_sent, settle
 from pgoutbox import sql
 from pgoutbox.settings import load_settings
-from pgoutbox.store import timeouts
+from pgoutbox.store import NO_FLOOR, ClaimedRow, timeouts
 
 _BATCH_SIZE = 200
 _CLAIM_PARAMETERS: dict[str, object] = {
@@ -24,7 +24,9 @@ _CLAIM_PARAMETERS: dict[str, object] = {
     "fresh_limit": _BATCH_SIZE,
     "total": _BATCH_SIZE,
     "fresh_floor": None,
+    "fresh_floor_id": 0,
     "retry_floor": None,
+    "retry_floor_id": 0,
     "worker": "explain",
     "lease_seconds": 60.0,
 }
@@ -86,12 +88,15 @@ def _plan_of_claim(connection: psycopg.Connection[tuple[object, ...]]) -> str:
 def _time_claims(connection: psycopg.Connection[tuple[object, ...]], count: int, *, with_floor: bool) -> list[float]:
     cursor = connection.cursor(binary=True)
     times = []
-    floor: datetime | None = None
+    floor: tuple[datetime | None, int] = NO_FLOOR
     for _ in range(count + 1):
         began_at = time.perf_counter()
-        cursor.execute(sql.CLAIM, {**_CLAIM_PARAMETERS, "fresh_floor": floor}, prepare=True)
+        cursor.execute(
+            sql.CLAIM, {**_CLAIM_PARAMETERS, "fresh_floor": floor[0], "fresh_floor_id": floor[1]}, prepare=True
+        )
         rows = cursor.fetchall()
         times.append(1e3 * (time.perf_counter() - began_at))
         if with_floor and rows:
-            floor = max(row[-1] for row in rows if isinstance(row[-1], datetime))
+            last = max(map(ClaimedRow._make, rows), key=lambda row: (row.due_at, row.id))
+            floor = (last.due_at, last.id)
     return times[1:]

@@ -141,7 +141,7 @@ class Context:
     def cancelled(self) -> bool:
         """Whether the attempt has become pointless: cancelled, superseded, or owned by another worker.
 
-        Known at the latest a second after it happened; `ensure_lease` asks the database.
+        Known within two seconds, if the handler lets the event loop run; `ensure_lease` asks the database.
         """
         return self.overtaken is not None
 
@@ -303,8 +303,10 @@ class Dispatcher:
         scheme = scheme_of(message.destination) if message.destination is not None else content.scheme
         transport = self._transports.get(scheme)
         if transport is None:
+            # Settings can be mended: then the message goes out without anybody's help.
             known = ", ".join(sorted(self._transports)) or "none"
-            return Permanent(f"no transport for the scheme {scheme!r} is registered (registered: {known})")
+            hint = "; set PGOUTBOX_SMTP_HOST" if scheme == "mailto" else ""
+            return Transient(f"this worker has no transport for the scheme {scheme!r} (it has: {known}){hint}")
         return await transport.send(message, content)
 
 

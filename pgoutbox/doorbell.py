@@ -141,7 +141,7 @@ class Doorbell:
         self._lost.set()
 
     async def _connect(self) -> None:
-        connection = await connect(self._dsn, self._settings, purpose="listen")
+        connection = await connect(self._dsn, self._settings, purpose="listen", pooled=False)
         connection.add_notify_handler(lambda notify: self._on_ring(notify.payload))
         try:
             async with asyncio.timeout(self._settings.connect_timeout_seconds):

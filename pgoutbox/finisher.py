@@ -78,9 +78,9 @@ class Finisher:
                 case _:
                     verdicts[context] = verdict_of(context, ending)
         if sent:
-            await self._write(sent, self._write_sent)
+            await self._write(sent, self._write_sent, {})
         if verdicts:
-            await self._write(list(verdicts), lambda part: self._store.finish([verdicts[c] for c in part]))
+            await self._write(list(verdicts), lambda part: self._store.finish([verdicts[c] for c in part]), verdicts)
         keyed = [c.message for c, _ in batch if c.message.coalesce_key is not None]
         if keyed:
             await self._ring_for_successors(keyed)
@@ -90,7 +90,7 @@ class Finisher:
             [c.message.id for c in contexts], [c.message.attempt_count for c in contexts]
         )
 
-    async def _write(self, contexts: Sequence[Context], write: Write) -> None:
+    async def _write(self, contexts: Sequence[Context], write: Write, verdicts: Mapping[Context, Verdict]) -> None:
         """Write the ends of these attempts, as often as it takes: the fence makes repeating harmless."""
         left = list(contexts)
         pause = _FIRST_PAUSE_SECONDS
@@ -100,10 +100,10 @@ class Finisher:
                 standing = await self._standing_of([c for c in left if c.message.id not in done])
             except (psycopg.Error, OSError) as error:
                 if not is_passing(error):
-                    await self._write_apart(left, write, error)
+                    await self._write_apart(left, write, verdicts, error)
                     return
             else:
-                self._settle(left, done, standing)
+                self._settle(left, done, standing, verdicts)
                 left = [c for c in left if self._held.get(c.message.id) is c]
             if left:
                 await asyncio.sleep(pause * (0.5 + random.random() / 2))  # noqa: S311 - jitter guards nothing
@@ -114,7 +114,13 @@ class Finisher:
             return {}
         return await self._store.standing([c.message.id for c in contexts], [c.message.attempt_count for c in contexts])
 
-    def _settle(self, contexts: Sequence[Context], done: Mapping[int, State], standing: Mapping[int, State]) -> None:
+    def _settle(
+        self,
+        contexts: Sequence[Context],
+        done: Mapping[int, State],
+        standing: Mapping[int, State],
+        verdicts: Mapping[Context, Verdict],
+    ) -> None:
         for context in contexts:
             message = context.message
             state = done.get(message.id) or standing.get(message.id)
@@ -127,15 +133,19 @@ class Finisher:
                 self._telemetry.count(Event.SENT)
             elif state is State.FAILED:
                 self._report(logging.WARNING, Event.FAILED, "message failed", message)
+            elif state is State.PENDING and (verdict := verdicts.get(context)) is not None:
+                self._report(logging.INFO, Event(verdict.outcome), "attempt ended, pending again", message)
             else:
-                self._report(logging.INFO, event_of_state(state), "attempt ended", message)
+                self._report(logging.INFO, event_of_state(state), "message ended", message)
 
-    async def _write_apart(self, contexts: Sequence[Context], write: Write, error: BaseException) -> None:
+    async def _write_apart(
+        self, contexts: Sequence[Context], write: Write, verdicts: Mapping[Context, Verdict], error: BaseException
+    ) -> None:
         """PostgreSQL refused a batch because of one of its rows: find it, so that the others are finished."""
         if len(contexts) > 1:
             middle = len(contexts) // 2
-            await self._write(contexts[:middle], write)
-            await self._write(contexts[middle:], write)
+            await self._write(contexts[:middle], write, verdicts)
+            await self._write(contexts[middle:], write, verdicts)
             return
         (context,) = contexts
         self._let_go(context)

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
 
-from pgoutbox.store import ClaimedRow
+from pgoutbox.store import ClaimedRow, Floor
 
 FULL_CLAIM_SECONDS = 0.25
 # A claim from the beginning may be slow; then it comes as much more rarely as keeps its share of the time small.
@@ -25,8 +24,8 @@ class ClaimPlan:
 
     fresh_limit: int
     total: int
-    fresh_floor: datetime | None
-    retry_floor: datetime | None
+    fresh_floor: Floor | None
+    retry_floor: Floor | None
     is_full: bool
 
 
@@ -35,8 +34,8 @@ class Lanes:
 
     def __init__(self, queue: str) -> None:
         self.queue = queue
-        self._fresh_floor: datetime | None = None
-        self._retry_floor: datetime | None = None
+        self._fresh_floor: Floor | None = None
+        self._retry_floor: Floor | None = None
         self._full_due_at = 0.0
         self._retry_due_at = 0.0
         self._retries_waiting = False
@@ -64,8 +63,8 @@ class Lanes:
 
     def learn(self, plan: ClaimPlan, rows: Sequence[ClaimedRow], *, began_at: float, ended_at: float) -> bool:
         """Remember where a claim ended. Returns whether more is likely to wait."""
-        fresh = [row.due_at for row in rows if row.former_attempt_count == 0]
-        retries = [row.due_at for row in rows if row.former_attempt_count > 0]
+        fresh = [(row.due_at, row.id) for row in rows if row.former_attempt_count == 0]
+        retries = [(row.due_at, row.id) for row in rows if row.former_attempt_count > 0]
         retry_room = plan.total - len(fresh)
         self._retries_had_turn = plan.fresh_limit == 0
         if plan.fresh_limit > 0:

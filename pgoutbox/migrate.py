@@ -18,6 +18,7 @@ import psycopg
 from psycopg.errors import LockNotAvailable
 
 from pgoutbox.errors import ConfigurationError, MissingExtraError, SchemaError
+from pgoutbox.telemetry import Event
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -213,7 +214,7 @@ def _drop_schema_if_empty(connection: Connection) -> None:
     except DBAPIError as error:
         if not isinstance(error.orig, psycopg.errors.DependentObjectsStillExist | psycopg.errors.InsufficientPrivilege):
             raise
-        _log.info("schema kept", extra={"event": "migrate.schema_kept", "reason": str(error.orig)})
+        _log.info("schema kept", extra={"event": Event.SCHEMA_KEPT.value, "reason": str(error.orig)})
 
 
 def _run_alembic(direction: str, config: Config, revision: str, *, sql: bool = False) -> None:

@@ -114,6 +114,14 @@ class Settings(BaseSettings):
         return self
 
     @property
+    def pooled(self) -> bool:
+        """Whether `dsn` may lead through a transaction pooler, where nothing of a session outlives a transaction.
+
+        So it is when there is a connection of its own for listening, or no listening at all.
+        """
+        return not self.listen or self.listen_dsn is not None
+
+    @property
     def renew_interval_seconds(self) -> float:
         """How often leases are renewed, in seconds."""
         return self.renew_seconds if self.renew_seconds is not None else self.lease_seconds / 3

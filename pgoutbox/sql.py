@@ -299,7 +299,7 @@ WITH fresh AS MATERIALIZED (
     WHERE m.queue = %(queue)s::text
         AND m.attempt_count = 0
         AND m.available_at <= now()
-        AND m.available_at >= coalesce(%(fresh_floor)s::timestamptz, '-infinity')
+        AND (m.available_at, m.id) > (coalesce(%(fresh_floor)s::timestamptz, '-infinity'), %(fresh_floor_id)s::bigint)
         AND m.topic = ANY (%(topics)s::text[])
         AND NOT EXISTS (
             SELECT FROM pgoutbox.queue AS q WHERE q.name = %(queue)s::text AND q.paused_at IS NOT NULL
@@ -341,7 +341,8 @@ WITH fresh AS MATERIALIZED (
     WHERE m.queue = %(queue)s::text
         AND m.attempt_count > 0
         AND coalesce(m.lease_expires_at, m.available_at) <= now()
-        AND coalesce(m.lease_expires_at, m.available_at) >= coalesce(%(retry_floor)s::timestamptz, '-infinity')
+        AND (coalesce(m.lease_expires_at, m.available_at), m.id)
+            > (coalesce(%(retry_floor)s::timestamptz, '-infinity'), %(retry_floor_id)s::bigint)
         AND m.topic = ANY (%(topics)s::text[])
         AND NOT EXISTS (
             SELECT FROM pgoutbox.queue AS q WHERE q.name = %(queue)s::text AND q.paused_at IS NOT NULL
@@ -426,8 +427,8 @@ RETURNING
     m.topic,
     m.queue,
     m.destination,
-    m.payload,
-    m.headers,
+    m.payload::text AS payload_json,
+    m.headers::text AS headers_json,
     m.attempt_count,
     m.max_attempts,
     m.created_at,

@@ -15,7 +15,6 @@ from typing import Final, LiteralString, NamedTuple
 
 import psycopg
 from psycopg.rows import TupleRow
-from pydantic import JsonValue
 
 from pgoutbox import sql
 from pgoutbox.errors import ConfigurationError, SchemaError
@@ -65,10 +64,10 @@ class Link:
             connection = await self._open()
             try:
                 async with asyncio.timeout(self._deadline_seconds):
-                    if self._settings.listen:
-                        cursor = await connection.execute(statement, parameters, prepare=True, binary=True)
-                        return await cursor.fetchall() if cursor.description is not None else []
-                    return await self._fetch_through_pooler(connection, statement, parameters)
+                    if self._settings.pooled:
+                        return await self._fetch_through_pooler(connection, statement, parameters)
+                    cursor = await connection.execute(statement, parameters, prepare=True, binary=True)
+                    return await cursor.fetchall() if cursor.description is not None else []
             except BaseException as error:
                 # A session that has become read-only is a server that has become a standby: connect anew.
                 keeps = isinstance(error, psycopg.Error) and not connection.closed and error.sqlstate != "25006"
@@ -98,7 +97,7 @@ class Link:
     async def _open(self) -> psycopg.AsyncConnection[TupleRow]:
         if self._connection is not None and not self._connection.closed:
             return self._connection
-        connection = await connect(self._dsn, self._settings, purpose=self._purpose)
+        connection = await connect(self._dsn, self._settings, purpose=self._purpose, pooled=self._settings.pooled)
         self._connection = connection
         return connection
 
@@ -110,8 +109,11 @@ class Link:
                 await connection.close()
 
 
-async def connect(dsn: str, settings: Settings, *, purpose: str) -> psycopg.AsyncConnection[TupleRow]:
-    """Open an autocommit connection with pgoutbox's own session settings, whatever the role's defaults are."""
+async def connect(dsn: str, settings: Settings, *, purpose: str, pooled: bool) -> psycopg.AsyncConnection[TupleRow]:
+    """Open an autocommit connection with pgoutbox's own session settings, whatever the role's defaults are.
+
+    A `pooled` connection gets none, and prepares nothing: the next transaction may have another session.
+    """
     connection = await psycopg.AsyncConnection.connect(
         dsn,
         autocommit=True,
@@ -123,16 +125,16 @@ async def connect(dsn: str, settings: Settings, *, purpose: str) -> psycopg.Asyn
         keepalives_count=3,
         tcp_user_timeout=20_000,
     )
-    if settings.listen:
-        connection.prepare_threshold = 1
-        try:
-            async with asyncio.timeout(settings.connect_timeout_seconds):
-                await connection.execute(sql.PREPARE_SESSION, timeouts(settings), prepare=False)
-        except BaseException:
-            await connection.close()
-            raise
-    else:
+    if pooled:
         connection.prepare_threshold = None
+        return connection
+    connection.prepare_threshold = 1
+    try:
+        async with asyncio.timeout(settings.connect_timeout_seconds):
+            await connection.execute(sql.PREPARE_SESSION, timeouts(settings), prepare=False)
+    except BaseException:
+        await connection.close()
+        raise
     return connection
 
 
@@ -161,8 +163,8 @@ class ClaimedRow(NamedTuple):
     topic: str
     queue: str
     destination: str | None
-    payload: JsonValue
-    headers: dict[str, str] | None
+    payload_json: str
+    headers_json: str | None
     attempt_count: int
     max_attempts: int
     created_at: datetime
@@ -183,6 +185,12 @@ class Verdict:
     outcome: str
     reason: str | None = None
     delay_seconds: float = 0.0
+
+
+Floor = tuple[datetime, int]
+"""Due time and id of the last message that a claim has reached."""
+
+NO_FLOOR: Final[tuple[datetime | None, int]] = (None, 0)
 
 
 class HeldRow(NamedTuple):
@@ -216,10 +224,12 @@ class Store:
         hold_topics: Sequence[str],
         fresh_limit: int,
         total: int,
-        fresh_floor: datetime | None,
-        retry_floor: datetime | None,
+        fresh_floor: Floor | None,
+        retry_floor: Floor | None,
     ) -> list[ClaimedRow]:
-        """Claim up to `total` messages, ordered by due time within each lane."""
+        """Claim up to `total` messages, ordered by due time within each lane, those beyond the floors."""
+        fresh_floor_at, fresh_floor_id = fresh_floor or NO_FLOOR
+        retry_floor_at, retry_floor_id = retry_floor or NO_FLOOR
         rows = await self._claims.fetch(
             sql.CLAIM,
             {
@@ -228,8 +238,10 @@ class Store:
                 "hold_topics": hold_topics,
                 "fresh_limit": fresh_limit,
                 "total": total,
-                "fresh_floor": fresh_floor,
-                "retry_floor": retry_floor,
+                "fresh_floor": fresh_floor_at,
+                "fresh_floor_id": fresh_floor_id,
+                "retry_floor": retry_floor_at,
+                "retry_floor_id": retry_floor_id,
                 "worker": self.worker,
                 "lease_seconds": self._settings.lease_seconds,
             },

@@ -94,7 +94,7 @@ class Transactions:
 
             self._pool = psycopg_pool.AsyncConnectionPool(
                 self._settings.require_dsn(),
-                kwargs={"application_name": "pgoutbox handler"},
+                kwargs=_connection_options(self._settings),
                 configure=configure,
                 check=psycopg_pool.AsyncConnectionPool.check_connection,
                 min_size=0,
@@ -113,7 +113,7 @@ class Transactions:
 
             self._sync_pool = psycopg_pool.ConnectionPool(
                 self._settings.require_dsn(),
-                kwargs={"application_name": "pgoutbox handler"},
+                kwargs=_connection_options(self._settings),
                 configure=configure,
                 check=psycopg_pool.ConnectionPool.check_connection,
                 min_size=0,
@@ -129,6 +129,13 @@ class Transactions:
             await self._pool.close()
         if self._sync_pool is not None:
             await asyncio.to_thread(self._sync_pool.close)
+
+
+def _connection_options(settings: Settings) -> dict[str, object]:
+    options: dict[str, object] = {"application_name": "pgoutbox handler"}
+    if settings.pooled:
+        options["prepare_threshold"] = None
+    return options
 
 
 def _check_usable(connection: psycopg.AsyncConnection[TupleRow] | psycopg.Connection[TupleRow]) -> None:

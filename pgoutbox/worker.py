@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import random
@@ -21,13 +22,16 @@ import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import psycopg
+from pydantic import JsonValue
+from pydantic_core import from_json
 
 from pgoutbox.dispatch import (
     Context,
     Dispatcher,
+    describe,
     elapsed_clock,
     outcome_of_error,
 )
@@ -36,7 +40,7 @@ from pgoutbox.errors import ConfigurationError, LeaseLostError, SchemaError
 from pgoutbox.finisher import Finisher
 from pgoutbox.lanes import Lanes
 from pgoutbox.lease import LeaseKeeper
-from pgoutbox.message import Message, State
+from pgoutbox.message import Message, Permanent, State
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import Settings
 from pgoutbox.slots import RELEASED, Ending, Slots, ThreadWatch, Work
@@ -118,7 +122,7 @@ class Worker:
         self._credits = {share.name: 0 for share in queues}
         self.name = f"{self._settings.worker_name or socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
         self.telemetry = Telemetry(_log)
-        self._transports = dict(transports) if transports is not None else outbox.transports_for(self._settings)
+        self._transports = transports if transports is not None else outbox.transports_for(self._settings)
         self._held: dict[int, Context] = {}
         self._prefetch = 0
         self._stopping = False
@@ -291,7 +295,7 @@ class Worker:
         if slots.longest_wait_seconds > _PATIENCE_SECONDS:
             self._prefetch //= 2
         elif slots.waiting_count == 0 and self._work_ahead:
-            self._prefetch = min(settings.batch_size, max(1, self._prefetch * 2))
+            self._prefetch = min(2 * settings.batch_size, max(1, self._prefetch * 2))
         slots.longest_wait_seconds = 0.0
         open_limit = settings.concurrency + self._prefetch
         if slots.open_count >= settings.concurrency and slots.waiting_count > self._prefetch // 2:
@@ -354,8 +358,13 @@ class Worker:
                 ended.append(row)
                 continue
             handler = self._handlers[row.topic]
-            context = Context(_message_of(row), handler, leased_at, self._keeper.ensure)
+            message, unreadable = _message_of(row)
+            context = Context(message, handler, leased_at, self._keeper.ensure)
             self._held[row.id] = context
+            if unreadable is not None:
+                context.done = True
+                self._finisher.collect(context, Permanent(unreadable))
+                continue
             if handler.max_batch is None:
                 works.append((context,))
             else:
@@ -558,20 +567,37 @@ class Worker:
         return [endings[context.message.id] for context in work]
 
 
-def _message_of(row: ClaimedRow) -> Message[object]:
-    return Message(
+def _message_of(row: ClaimedRow) -> tuple[Message[object], str | None]:
+    """The message, and what is wrong if its payload cannot be read: one such row must not keep the others."""
+    unreadable = None
+    payload = headers = None
+    try:
+        payload = _read_json(row.payload_json)
+        headers = None if row.headers_json is None else _read_json(row.headers_json)
+    except (ValueError, RecursionError) as error:
+        unreadable = f"payload: cannot be read as JSON: {describe(error)}"
+    message: Message[object] = Message(
         row.id,
         row.topic,
         row.queue,
         row.destination,
-        row.payload,
-        row.headers or _EMPTY_HEADERS,
+        payload,
+        cast("Mapping[str, str]", headers) if headers is not None else _EMPTY_HEADERS,
         row.attempt_count,
         row.max_attempts,
         row.created_at,
         row.available_at,
         row.coalesce_key,
     )
+    return message, unreadable
+
+
+def _read_json(text: str) -> JsonValue:
+    try:
+        return cast("JsonValue", from_json(text))
+    except ValueError:
+        # The fast reader has a limit of its own on nesting.
+        return cast("JsonValue", json.loads(text))
 
 
 def _name_of(error: BaseException) -> str:

@@ -18,7 +18,7 @@ from psycopg.types.json import Jsonb
 from pgoutbox import sql
 from pgoutbox.message import State
 from pgoutbox.settings import Settings, load_settings
-from pgoutbox.store import ClaimedRow, HeldRow, Verdict
+from pgoutbox.store import NO_FLOOR, ClaimedRow, Floor, HeldRow, Verdict
 from pgoutbox.worker import Worker
 
 if TYPE_CHECKING:
@@ -82,8 +82,8 @@ def claim(
     hold_topics: Sequence[str] = (),
     total: int = 100,
     fresh_limit: int | None = None,
-    fresh_floor: datetime | None = None,
-    retry_floor: datetime | None = None,
+    fresh_floor: Floor | None = None,
+    retry_floor: Floor | None = None,
     worker: str = "worker-1",
 ) -> list[ClaimedRow]:
     """Claim, and give the rows in the order of their ids."""
@@ -93,8 +93,10 @@ def claim(
         "hold_topics": list(hold_topics),
         "total": total,
         "fresh_limit": total if fresh_limit is None else fresh_limit,
-        "fresh_floor": fresh_floor,
-        "retry_floor": retry_floor,
+        "fresh_floor": (fresh_floor or NO_FLOOR)[0],
+        "fresh_floor_id": (fresh_floor or NO_FLOOR)[1],
+        "retry_floor": (retry_floor or NO_FLOOR)[0],
+        "retry_floor_id": (retry_floor or NO_FLOOR)[1],
         "worker": worker,
         "lease_seconds": LEASE_SECONDS,
     }

@@ -16,7 +16,7 @@ from benchmarks.options import TOPIC
 from benchmarks.programs.lifeline import Meter, hold_lifeline
 from pgoutbox import sql
 from pgoutbox.settings import load_settings
-from pgoutbox.store import timeouts
+from pgoutbox.store import NO_FLOOR, timeouts
 
 
 def main(batch_size: int) -> int:
@@ -26,7 +26,7 @@ def main(batch_size: int) -> int:
     with psycopg.connect(os.environ["PGOUTBOX_DSN"], autocommit=True) as connection:
         connection.execute(sql.PREPARE_SESSION, timeouts(settings), prepare=False)
         cursor = connection.cursor(binary=True)
-        floor: datetime | None = None
+        floor: tuple[datetime | None, int] = NO_FLOOR
         while True:
             meter.begin()
             cursor.execute(
@@ -37,17 +37,19 @@ def main(batch_size: int) -> int:
                     "hold_topics": [],
                     "fresh_limit": batch_size,
                     "total": batch_size,
-                    "fresh_floor": floor,
+                    "fresh_floor": floor[0],
+                    "fresh_floor_id": floor[1],
                     "retry_floor": None,
+                    "retry_floor_id": 0,
                     "worker": "bare",
                     "lease_seconds": settings.lease_seconds,
                 },
                 prepare=True,
             )
             rows = cursor.fetchall()
-            if not rows and floor is None:
+            if not rows and floor == NO_FLOOR:
                 break
-            floor = max(row[-1] for row in rows) if len(rows) == batch_size else None
+            floor = max((row[-1], row[0]) for row in rows) if len(rows) == batch_size else NO_FLOOR
             if rows:
                 parameters = {"ids": [row[0] for row in rows], "attempt_counts": [row[6] for row in rows]}
                 cursor.execute(sql.FINISH_SENT_IF_HELD, parameters, prepare=True)

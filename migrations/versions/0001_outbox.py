@@ -186,7 +186,7 @@ CREATE TABLE pgoutbox.dedupe (
 """
 
 # One expression without sub-select, so that PostgreSQL folds it into its caller: the single and the bulk path check by
-# the same rules at the price of an IF.
+# the same rules at the price of an IF. A bounded repetition in a regular expression costs ten times an unbounded one.
 ARGUMENT_ERROR = r"""
 CREATE FUNCTION pgoutbox.argument_error(
     topic text,
@@ -207,18 +207,19 @@ PARALLEL SAFE
 AS $function$
 SELECT CASE
     WHEN topic IS NULL THEN 'topic: must not be null'
-    WHEN topic !~ '^[a-z][a-z0-9_.-]{0,62}$'
+    WHEN length(topic) > 63 OR topic !~ '^[a-z][a-z0-9_.-]*$'
         THEN 'topic: must be 1 to 63 of a-z, 0-9, underscore, dot and hyphen, the first a letter'
     WHEN payload IS NULL THEN 'payload: must not be null (the JSON value null is accepted)'
     WHEN queue IS NULL THEN 'queue: must not be null'
-    WHEN queue !~ '^[a-z][a-z0-9_.-]{0,62}$'
+    WHEN length(queue) > 63 OR queue !~ '^[a-z][a-z0-9_.-]*$'
         THEN 'queue: must be 1 to 63 of a-z, 0-9, underscore, dot and hyphen, the first a letter'
     WHEN max_attempts IS NULL THEN 'max_attempts: must not be null'
     WHEN max_attempts NOT BETWEEN 1 AND 10000 THEN 'max_attempts: must be from 1 to 10000'
     WHEN octet_length(coalesce_key) > 512 THEN 'coalesce_key: must not be longer than 512 bytes'
     WHEN octet_length(dedupe_key) > 512 THEN 'dedupe_key: must not be longer than 512 bytes'
-    WHEN destination IS NOT NULL AND (octet_length(destination) > 2048 OR destination !~ '^[A-Za-z][A-Za-z0-9+.-]*:[^[:cntrl:]]+$')
-        THEN 'destination: must be a URI such as mailto:a@example.org, without control characters, of at most 2048 bytes'
+    WHEN octet_length(destination) > 2048 OR destination !~ '^[A-Za-z][A-Za-z0-9+.-]*:[^[:cntrl:]]+$'
+        THEN 'destination: must be a URI such as mailto:a@example.org, without control characters, of at most 2048 '
+            'bytes'
     WHEN available_at IS NOT NULL AND NOT isfinite(available_at) THEN 'available_at: must be finite'
     WHEN available_at > now() + interval '10 years' THEN 'available_at: must not be more than 10 years ahead'
     WHEN expires_at IS NOT NULL AND (NOT isfinite(expires_at) OR expires_at > now() + interval '20 years')
@@ -254,8 +255,8 @@ END
 $function$
 """
 
-# NOTIFY takes a database-wide lock at commit, so an enqueue rings only while a sleeping worker has the bell armed, which
-# is to say holds this advisory lock exclusively. An enqueue that does not ring holds the lock shared until its row is
+# NOTIFY takes a database-wide lock at commit, so an enqueue rings only while a sleeping worker has the bell armed, that
+# is, holds this advisory lock exclusively. An enqueue that does not ring holds the lock shared until its row is
 # visible; the worker gets it only after that, and looks once more before it sleeps. 1885826146 is "pgob" in ASCII.
 RING = """
 CREATE FUNCTION pgoutbox.ring(queue text)
@@ -418,7 +419,8 @@ BEGIN
     END IF;
     IF greatest(
         cardinality(queues), cardinality(destinations), cardinality(coalesce_keys), cardinality(dedupe_keys),
-        cardinality(available_ats), cardinality(delays), cardinality(expires_ats), cardinality(headers), cardinality(max_attempts)
+        cardinality(available_ats), cardinality(delays), cardinality(expires_ats), cardinality(headers),
+        cardinality(max_attempts)
     ) > cardinality(topics) THEN
         PERFORM pgoutbox.raise_argument_error('topics: no other array may have more elements');
     END IF;
@@ -496,7 +498,10 @@ BEGIN
 
     IF notify THEN
         PERFORM pgoutbox.ring(r.queue)
-        FROM (SELECT DISTINCT coalesce(q.queue, 'default') AS queue FROM unnest(topics, queues) AS q(topic, queue)) AS r;
+        FROM (
+            SELECT DISTINCT coalesce(q.queue, 'default') AS queue
+            FROM unnest(topics, queues) AS q(topic, queue)
+        ) AS r;
     END IF;
 END
 $function$
@@ -516,8 +521,8 @@ BEGIN
             ERRCODE = '22004', SCHEMA = 'pgoutbox', COLUMN = 'message_id',
             MESSAGE = 'pgoutbox.cancel: message_id: must not be null';
     END IF;
-    -- A worker locks a row only for the length of one statement. Nothing here waits for a row: a wait that ends with the
-    -- row in another partition would fail the caller's whole transaction.
+    -- A worker locks a row only for the length of one statement. Nothing here waits for a row: a wait that ends with
+    -- the row in another partition would fail the caller's whole transaction.
     FOR trial IN 1..50 LOOP
         BEGIN
             SELECT m.state
@@ -555,11 +560,11 @@ $function$
 """
 
 TABLE_COMMENTS = {
-    "message": "One row per message. Partitioned by state: live (pending, sending), failed, done (sent, skipped, cancelled).",
+    "message": "One row per message, partitioned by state: live (pending, sending), failed, done (the others).",
     "message_live": "Messages still owed: pending and sending.",
     "message_failed": "Messages that failed for good; they wait for a person (redrive or prune).",
-    "message_done": "Messages that need nothing more: sent, skipped, cancelled. Partitioned by finished_at for retention.",
-    "attempt": "The attempts that did not end sent at once, with their errors. A sent message carries its own last attempt.",
+    "message_done": "Messages that need nothing more: sent, skipped, cancelled. Partitioned by time for retention.",
+    "attempt": "The attempts that did not end sent, with their errors. A sent message carries its own last attempt.",
     "queue": "Settings of a queue. A queue without a row has no limits.",
     "coalesce": "For each topic and coalesce key the newest message; an older one is superseded.",
     "dedupe": "For each topic and dedupe key the one message that exists for it.",
@@ -577,7 +582,7 @@ COLUMN_COMMENTS = {
         "finished_at": "When the message reached its final state.",
         "superseded_by": "The newer message of the same coalesce key because of which this one was skipped.",
         "resend_of": "The message that an operator sent again with this one.",
-        "attempt_count": "Number of attempts so far, and the fencing token: goes up by one at each claim and never down.",
+        "attempt_count": "Number of attempts so far, and the fencing token: up by one at each claim, never down.",
         "max_attempts": "The attempt after which a transient failure is final. Snooze, release and redrive raise it.",
         "attempt_budget": "How many attempts enqueue granted; each redrive grants as many again.",
         "state": "pending, sending, sent, failed, skipped or cancelled.",
@@ -621,11 +626,11 @@ COLUMN_COMMENTS = {
 
 FUNCTION_COMMENTS = {
     "schema_version()": "The version of this schema; workers refuse an older one than they need.",
-    "enqueue": "Write one message in this transaction and wake a sleeping worker when it commits. Returns the message id; "
+    "enqueue": "Write one message in this transaction and wake a sleeping worker when it commits. Returns the id; "
     "with a dedupe key that is taken, the id of the existing message.",
     "enqueue_many": "Enqueue arrays of messages in this transaction; a null array or element means the default.",
     "enqueue_receipt": "What enqueue does, with the answer whether the message already existed.",
-    "cancel": "Cancel a message in this transaction. Returns cancelled, requested (it is in flight: it is told, and not "
+    "cancel": "Cancel a message in this transaction. Returns cancelled, requested (it is in flight: told, and not "
     "retried), the final state it already has, locked (its row stayed locked: try again) or missing.",
     "argument_error": "The first thing wrong with the arguments of enqueue, as name and reason; null when all is well.",
     "raise_argument_error": "Raise 22004 or 22023 with the name of the argument as column.",

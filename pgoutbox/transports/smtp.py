@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, cast
 
 from pgoutbox.errors import ConfigurationError, MissingExtraError
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient
+from pgoutbox.telemetry import Event
 from pgoutbox.transports.mail import Attachment, Email, RenderedEmail, is_host_name, parse_mailbox, render
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ class SmtpTransport:
                     # Once MAIL was accepted, only the retry policy may start over.
                     if failure.step != "MAIL" or not failure.ends_connection:
                         raise
-                    logger.debug("an idle connection had died", extra={"event": "smtp.connection_replaced"})
+                    logger.debug("an idle connection had died", extra={"event": Event.SMTP_CONNECTION_REPLACED.value})
             return await self._transact(await self._open(), mail)
         except _Failure as failure:
             return failure.outcome()
@@ -143,7 +144,7 @@ class SmtpTransport:
             raise
         # Asking the resolver for the own name can take seconds; once is enough.
         self._ehlo_name = connection.ehlo_name
-        logger.debug("connection opened", extra={"event": "smtp.connection_opened"})
+        logger.debug("connection opened", extra={"event": Event.SMTP_CONNECTION_OPENED.value})
         return connection
 
 

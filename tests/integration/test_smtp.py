@@ -121,7 +121,7 @@ async def test_every_attempt_carries_the_same_message_id(open_transport: Open) -
         for attempt_count in (1, 2, 9):
             assert await transport.send(outgoing(attempt_count=attempt_count), EMAIL) == Sent()
     identifiers = {parsed(received.content)["Message-ID"] for received in inbox.received}
-    assert identifiers == {f"<{outgoing().idempotency_key}@app.example.org>"}
+    assert identifiers == {f"<{outgoing().idempotency_key}@example.org>"}
 
 
 async def test_starttls_and_auth_come_before_the_mail(

@@ -71,7 +71,8 @@ def test_a_claim_leases_the_message_and_counts_the_attempt(rolled_back: psycopg.
         "pending",
         1,
     )
-    assert (claimed.payload, claimed.destination, claimed.topic) == ({"name": "Ann"}, "mailto:ann@example.org", "greet")
+    assert (claimed.payload_json, claimed.headers_json) == ('{"name": "Ann"}', None)
+    assert (claimed.destination, claimed.topic) == ("mailto:ann@example.org", "greet")
     assert row_of(rolled_back, message_id).worker == "w"
     lease = rolled_back.execute("SELECT extract(epoch FROM lease_expires_at - now())::float8 FROM pgoutbox.message")
     assert lease.fetchone() == (LEASE_SECONDS,)
@@ -86,7 +87,9 @@ def test_the_answer_lists_what_the_dataclass_reads_in_its_order(rolled_back: psy
         "total": 1,
         "fresh_limit": 1,
         "fresh_floor": None,
+        "fresh_floor_id": 0,
         "retry_floor": None,
+        "retry_floor_id": 0,
         "worker": "w",
         "lease_seconds": 1,
     }
@@ -164,22 +167,23 @@ def test_the_fresh_limit_keeps_room_for_retries(rolled_back: psycopg.Connection)
 
 
 def test_a_floor_leaves_out_what_was_due_before_it(rolled_back: psycopg.Connection) -> None:
-    (now,) = rolled_back.execute("SELECT now()").fetchone() or (None,)
-    below, at_floor = enqueue(rolled_back), enqueue(rolled_back)
+    ((now,),) = rolled_back.execute("SELECT now()").fetchall()
+    below, at_floor, behind_floor = (enqueue(rolled_back) for _ in range(3))
     due_earlier(rolled_back, below, 5)
-    below_again = retried(rolled_back)
-    at_floor_again = retried(rolled_back)
+    below_again, at_floor_again, behind_floor_again = (retried(rolled_back) for _ in range(3))
     due_earlier(rolled_back, at_floor_again, 0)
-    assert ids_in_flight(claim(rolled_back, fresh_floor=now, retry_floor=now)) == [at_floor, at_floor_again]
-    assert ids_in_flight(claim(rolled_back)) == [below, below_again]
+    due_earlier(rolled_back, behind_floor_again, 0)
+    floors = claim(rolled_back, fresh_floor=(now, at_floor), retry_floor=(now, at_floor_again))
+    assert ids_in_flight(floors) == [behind_floor, behind_floor_again]
+    assert ids_in_flight(claim(rolled_back)) == [below, at_floor, below_again, at_floor_again]
 
 
 def test_the_floor_of_one_lane_does_not_move_the_other(rolled_back: psycopg.Connection) -> None:
-    (now,) = rolled_back.execute("SELECT now()").fetchone() or (None,)
+    ((now,),) = rolled_back.execute("SELECT now()").fetchall()
     fresh, retry = enqueue(rolled_back), retried(rolled_back)
     due_earlier(rolled_back, fresh, 5)
-    assert ids_in_flight(claim(rolled_back, retry_floor=now)) == [fresh]
-    assert ids_in_flight(claim(rolled_back, fresh_floor=now)) == [retry]
+    assert ids_in_flight(claim(rolled_back, retry_floor=(now, retry))) == [fresh]
+    assert ids_in_flight(claim(rolled_back, fresh_floor=(now, retry))) == [retry]
 
 
 def test_a_superseded_message_ends_skipped_and_names_its_successor(rolled_back: psycopg.Connection) -> None:

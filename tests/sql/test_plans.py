@@ -63,7 +63,9 @@ CLAIM_PARAMETERS: Mapping[str, object] = {
     "fresh_limit": 200,
     "total": 200,
     "fresh_floor": None,
+    "fresh_floor_id": 0,
     "retry_floor": None,
+    "retry_floor_id": 0,
     "worker": "w",
     "lease_seconds": 60.0,
 }
@@ -166,7 +168,7 @@ def test_a_claim_reads_each_lane_from_its_own_index(filled: psycopg.Connection) 
         # A dollar sign shows that this is the generic plan, as the worker runs it.
         assert re.search(r"queue = \$\d", lane.condition)
         assert "<= now()" in lane.condition
-        assert ">= COALESCE($" in lane.condition
+        assert re.search(r"> ROW\(COALESCE\(\$\d", lane.condition), "the floor is no index condition"
     assert [node.index for node in updated] == ["message_live_pkey"]
 
 

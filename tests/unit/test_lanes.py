@@ -19,8 +19,8 @@ def row(seconds: int, *, attempts: int = 0) -> ClaimedRow:
         topic="greet",
         queue="default",
         destination=None,
-        payload=None,
-        headers=None,
+        payload_json="null",
+        headers_json=None,
         attempt_count=attempts + 1,
         max_attempts=11,
         created_at=NOON,
@@ -70,7 +70,7 @@ def test_a_full_answer_sets_the_floor_where_it_ended() -> None:
     clock = Clock()
     clock.claim(fresh(1, 2, 3, 4), from_beginning=True)
     clock.claim([])
-    assert clock.plan().fresh_floor == NOON + timedelta(seconds=4)
+    assert clock.plan().fresh_floor == (NOON + timedelta(seconds=4), 4)
 
 
 def test_a_short_answer_takes_the_floor_away() -> None:
@@ -135,7 +135,7 @@ def test_the_floor_of_retries_is_their_own() -> None:
     clock = Clock()
     clock.claim([*fresh(50), *again(1, 2, 3)], from_beginning=True)
     plan = clock.plan()
-    assert plan.retry_floor == NOON + timedelta(seconds=3)
+    assert plan.retry_floor == (NOON + timedelta(seconds=3), 3)
     assert plan.fresh_floor is None
 
 
