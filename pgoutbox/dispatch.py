@@ -254,9 +254,8 @@ class Dispatcher:
                 results = await cast("Awaitable[object]", handler.function(messages, contexts))
             else:
                 loop = asyncio.get_running_loop()
-                future = self._threads.submit(handler.function, messages, [SyncContext(c, loop) for c in contexts])
-                watch_thread(future)
-                results = await asyncio.wrap_future(future)
+                arguments = (messages, [SyncContext(c, loop) for c in contexts])
+                results = await in_thread(self._threads, watch_thread, handler.function, *arguments)
         except BaseException as error:  # noqa: BLE001 - whatever a handler raises is the outcome of its attempt
             return [outcome_of_error(handler, error)] * len(messages)
         if results is None:
@@ -274,9 +273,7 @@ class Dispatcher:
         watch_thread: Callable[[Future[object]], None],
     ) -> object:
         thread_context = SyncContext(context, asyncio.get_running_loop())
-        future = self._threads.submit(handler.function, message, thread_context)
-        watch_thread(future)
-        return await asyncio.wrap_future(future)
+        return await in_thread(self._threads, watch_thread, handler.function, message, thread_context)
 
     async def _conclude_safely(self, handler: Handler, message: Message[object], result: object) -> Outcome:
         try:
@@ -308,6 +305,34 @@ class Dispatcher:
             hint = "; set PGOUTBOX_SMTP_HOST" if scheme == "mailto" else ""
             return Transient(f"this worker has no transport for the scheme {scheme!r} (it has: {known}){hint}")
         return await transport.send(message, content)
+
+
+async def in_thread(
+    threads: Executor,
+    watch_thread: Callable[[Future[object]], None],
+    function: Callable[..., object],
+    *arguments: object,
+) -> object:
+    """What the function returns or raises in a thread.
+
+    Its exception leaves the thread as a value: a future refuses `StopIteration` (Python 3.11), and a `GeneratorExit`
+    that a task is woken with closes every coroutine on its way, the slot's too.
+    """
+
+    def call() -> tuple[object, BaseException | None]:
+        try:
+            return function(*arguments), None
+        except BaseException as error:  # noqa: BLE001 - raised again where it is awaited
+            return None, error
+
+    future = threads.submit(call)
+    watch_thread(cast("Future[object]", future))
+    result, error = await asyncio.wrap_future(future)
+    if isinstance(error, StopIteration):
+        raise RuntimeError(describe(error)) from error  # noqa: TRY004 - what a coroutine would raise
+    if error is not None:
+        raise error
+    return result
 
 
 def outcome_of_error(handler: Handler, error: BaseException) -> Outcome:

@@ -31,7 +31,8 @@ class Bell(enum.Enum):
     """How the try to arm the bells of some queues went, worst case first."""
 
     PRODUCERS = "producers"  # Enqueuing transactions are open: look again when they have committed.
-    ARMED = "armed"  # From now on every commit rings, or another sleeper's bell rings for all: look once more.
+    BORROWED = "borrowed"  # Another sleeper's bell rings for all: look once more, and ask again, for it may give it up.
+    ARMED = "armed"  # From now on every commit rings: look once more.
     STILL_ARMED = "still armed"  # As it was before the last claim.
     DOWN = "down"  # No listener: only the sweep is left.
 
@@ -81,13 +82,18 @@ class Doorbell:
         if rows is None:
             return Bell.DOWN
         self._armed.update(queue for queue, answer in rows if answer == "armed")
-        return Bell.PRODUCERS if any(answer == "producers" for _, answer in rows) else Bell.ARMED
+        answers = {answer for _, answer in rows}
+        if "producers" in answers:
+            return Bell.PRODUCERS
+        return Bell.BORROWED if "sleeper" in answers else Bell.ARMED
 
-    async def disarm(self) -> None:
-        """Give up the bells: the worker is awake, and producers need not ring."""
-        if self._armed:
-            queues, self._armed = sorted(self._armed), set()
-            await self._ask(sql.DISARM, {"queues": queues})
+    async def disarm(self) -> bool:
+        """Give up the bells: the worker is awake, and producers need not ring. Whether there was one to give up."""
+        if not self._armed:
+            return False
+        queues, self._armed = sorted(self._armed), set()
+        await self._ask(sql.DISARM, {"queues": queues})
+        return True
 
     async def _ask(self, statement: LiteralString, parameters: dict[str, object]) -> list[TupleRow] | None:
         """Rows, or None when the listener did not answer in time and is therefore given up."""

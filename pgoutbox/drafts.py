@@ -250,10 +250,11 @@ def chunks(drafts: Sequence[Draft]) -> Iterator[list[int]]:
         yield chunk
 
 
-def _lock_order(draft: Draft) -> tuple[str, bool, str, bool, str]:
-    # PostgreSQL sorts nulls last, and text of the collation "C" by code point, as Python does.
-    coalesce_key, dedupe_key = draft.coalesce_key, draft.dedupe_key
-    return (draft.topic, coalesce_key is None, coalesce_key or "", dedupe_key is None, dedupe_key or "")
+def _lock_order(draft: Draft) -> tuple[str, bool, str]:
+    # As in pgoutbox.enqueue_many: PostgreSQL sorts nulls last, and text of the collation "C" by code point, as Python
+    # does. Messages of one coalesce key keep their order, so that the last one is the newest.
+    key = draft.coalesce_key if draft.coalesce_key is not None else draft.dedupe_key
+    return (draft.topic, draft.coalesce_key is None, key or "")
 
 
 def columns(drafts: Sequence[Draft]) -> tuple[object, ...]:

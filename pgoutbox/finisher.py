@@ -23,6 +23,7 @@ from pgoutbox.telemetry import Event, Telemetry, event_of_state
 
 _FIRST_PAUSE_SECONDS = 0.05
 _MAX_PAUSE_SECONDS = 5.0
+_LOCKED_PAUSE_SECONDS = 0.1
 
 Write = Callable[[Sequence[Context]], Awaitable[Mapping[int, State]]]
 
@@ -37,14 +38,14 @@ class Finisher:
         *,
         batch_size: int,
         on_progress: Callable[[], None],
-        on_successor: Callable[[Sequence[str]], None],
+        on_successors: Callable[[Sequence[str]], Awaitable[None]],
         telemetry: Telemetry,
     ) -> None:
         self._store = store
         self._held = held
         self._batch_size = batch_size
         self._on_progress = on_progress
-        self._on_successor = on_successor
+        self._on_successors = on_successors
         self._telemetry = telemetry
         self._endings: deque[tuple[Context, Ending]] = deque()
         self._ready = asyncio.Event()
@@ -81,9 +82,17 @@ class Finisher:
             await self._write(sent, self._write_sent, {})
         if verdicts:
             await self._write(list(verdicts), lambda part: self._store.finish([verdicts[c] for c in part]), verdicts)
+        locked = [(c, ending) for c, ending in batch if self._held.get(c.message.id) is c]
+        if locked:
+            # Whoever holds these rows may hold them for long: what ends meanwhile does not wait for them.
+            asyncio.get_running_loop().call_later(_LOCKED_PAUSE_SECONDS, self._collect_again, locked)
         keyed = [c.message for c, _ in batch if c.message.coalesce_key is not None]
         if keyed:
-            await self._ring_for_successors(keyed)
+            await self._wake_successors(keyed)
+
+    def _collect_again(self, locked: Sequence[tuple[Context, Ending]]) -> None:
+        self._endings.extend(locked)
+        self._ready.set()
 
     async def _write_sent(self, contexts: Sequence[Context]) -> Mapping[int, State]:
         return await self._store.finish_sent(
@@ -92,22 +101,20 @@ class Finisher:
 
     async def _write(self, contexts: Sequence[Context], write: Write, verdicts: Mapping[Context, Verdict]) -> None:
         """Write the ends of these attempts, as often as it takes: the fence makes repeating harmless."""
-        left = list(contexts)
         pause = _FIRST_PAUSE_SECONDS
-        while left:
+        while True:
             try:
-                done = await write(left)
-                standing = await self._standing_of([c for c in left if c.message.id not in done])
+                done = await write(contexts)
+                standing = await self._standing_of([c for c in contexts if c.message.id not in done])
             except (psycopg.Error, OSError) as error:
                 if not is_passing(error):
-                    await self._write_apart(left, write, verdicts, error)
+                    await self._write_apart(contexts, write, verdicts, error)
                     return
             else:
-                self._settle(left, done, standing, verdicts)
-                left = [c for c in left if self._held.get(c.message.id) is c]
-            if left:
-                await asyncio.sleep(pause * (0.5 + random.random() / 2))  # noqa: S311 - jitter guards nothing
-                pause = min(pause * 2, _MAX_PAUSE_SECONDS)
+                self._settle(contexts, done, standing, verdicts)
+                return
+            await asyncio.sleep(pause * (0.5 + random.random() / 2))  # noqa: S311 - jitter guards nothing
+            pause = min(pause * 2, _MAX_PAUSE_SECONDS)
 
     async def _standing_of(self, contexts: Sequence[Context]) -> Mapping[int, State]:
         if not contexts:
@@ -162,9 +169,9 @@ class Finisher:
         if self._held.get(context.message.id) is context:
             del self._held[context.message.id]
 
-    async def _ring_for_successors(self, messages: Sequence[Message[object]]) -> None:
+    async def _wake_successors(self, messages: Sequence[Message[object]]) -> None:
         try:
-            queues = await self._store.ring_for_successors(
+            queues = await self._store.queues_of_successors(
                 [m.id for m in messages], [m.topic for m in messages], [m.coalesce_key or "" for m in messages]
             )
         except (psycopg.Error, OSError) as error:
@@ -173,7 +180,7 @@ class Finisher:
             # Whether somebody waits is not known; to look costs one claim.
             queues = sorted({message.queue for message in messages})
         if queues:
-            self._on_successor(queues)
+            await self._on_successors(queues)
 
     def _report(self, level: int, event: Event, text: str, message: Message[object], **fields: object) -> None:
         self._telemetry.report(

@@ -572,17 +572,14 @@ JOIN pgoutbox.message AS m ON m.id = o.id
 WHERE m.attempt_count = o.attempt_count
 """
 
-# A newer message of the same key had to wait for these attempts. Asked after they are committed, because one that was
+# Newer messages of the same keys had to wait for these attempts. Asked after they are committed, because one that was
 # enqueued while they were being finished has found them still in flight.
-RING_FOR_SUCCESSORS: Final[LiteralString] = """
-SELECT waiting.queue, pgoutbox.ring(waiting.queue)
-FROM (
-    SELECT DISTINCT m.queue
-    FROM unnest(%(ids)s::bigint[], %(topics)s::text[], %(coalesce_keys)s::text[]) AS done(id, topic, coalesce_key)
-    JOIN pgoutbox.coalesce AS head ON head.topic = done.topic AND head.coalesce_key = done.coalesce_key
-    JOIN pgoutbox.message_live AS m ON m.id = head.newest_id
-    WHERE head.newest_id > done.id AND m.state = 'pending' AND m.available_at <= now()
-) AS waiting
+QUEUES_OF_SUCCESSORS: Final[LiteralString] = """
+SELECT DISTINCT m.queue
+FROM unnest(%(ids)s::bigint[], %(topics)s::text[], %(coalesce_keys)s::text[]) AS done(id, topic, coalesce_key)
+JOIN pgoutbox.coalesce AS head ON head.topic = done.topic AND head.coalesce_key = done.coalesce_key
+JOIN pgoutbox.message_live AS m ON m.id = head.newest_id
+WHERE head.newest_id > done.id AND m.state = 'pending' AND m.available_at <= now()
 """
 
 # --- lease ------------------------------------------------------------------------------------------------------------
@@ -655,7 +652,11 @@ FROM unnest(%(queues)s::text[]) AS q(queue)
 
 PROBE: Final[LiteralString] = "SELECT EXISTS (SELECT FROM pg_listening_channels() AS c(name) WHERE c.name = 'pgoutbox')"
 
-RING: Final[LiteralString] = "SELECT pgoutbox.ring(%(queue)s::text)"
+# Unlike an enqueue, a worker rings whether or not somebody has the bell: the sleepers it means may have none.
+RING: Final[LiteralString] = """
+SELECT pg_notify('pgoutbox', q.queue)
+FROM unnest(%(queues)s::text[]) AS q(queue)
+"""
 
 # --- operators --------------------------------------------------------------------------------------------------------
 

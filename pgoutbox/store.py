@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -22,6 +23,7 @@ from pgoutbox.message import State
 from pgoutbox.settings import Settings
 
 REQUIRED_SCHEMA_VERSION: Final = 1
+_LOCKED_PAUSE_SECONDS = 0.02
 MINIMUM_SERVER_VERSION: Final = 150_000
 MIGRATE_HINT: Final = "run: pgoutbox migrate (or: alembic upgrade heads, where your application's history includes it)"
 
@@ -255,9 +257,9 @@ class Store:
         ((seconds,),) = await self._claims.fetch(sql.NEXT_DUE, {"queues": queues})
         return seconds if seconds is None else float(seconds)
 
-    async def ring(self, queue: str) -> None:
-        """Wake the sleeping workers of the queue."""
-        await self._claims.fetch(sql.RING, {"queue": queue})
+    async def ring(self, queues: Sequence[str]) -> None:
+        """Wake all sleeping workers of these queues, whoever has the bell."""
+        await self._claims.fetch(sql.RING, {"queues": queues})
 
     async def count_owed(self, queues: Sequence[str], topics: Sequence[str]) -> int:
         """How many messages a drain still has to wait for."""
@@ -288,12 +290,12 @@ class Store:
         rows = await self._finishes.fetch(sql.STANDING, {"ids": ids, "attempt_counts": attempt_counts})
         return {row[0]: State(row[1]) for row in rows}
 
-    async def ring_for_successors(
+    async def queues_of_successors(
         self, ids: Sequence[int], topics: Sequence[str], coalesce_keys: Sequence[str]
     ) -> list[str]:
-        """Wake the workers of the messages that had to wait for these; returns the queues concerned."""
+        """The queues of the messages that had to wait for these and can be claimed now."""
         rows = await self._finishes.fetch(
-            sql.RING_FOR_SUCCESSORS, {"ids": ids, "topics": topics, "coalesce_keys": coalesce_keys}
+            sql.QUEUES_OF_SUCCESSORS, {"ids": ids, "topics": topics, "coalesce_keys": coalesce_keys}
         )
         return [row[0] for row in rows]
 
@@ -306,14 +308,30 @@ class Store:
 async def complete_within(connection: psycopg.AsyncConnection[TupleRow], message_id: int, attempt_count: int) -> bool:
     """Finish one attempt as sent in the open transaction of `connection`; False if it does not hold its message."""
     parameters = {"ids": [message_id], "attempt_counts": [attempt_count]}
-    cursor = await connection.execute(sql.FINISH_SENT_IF_HELD, parameters)
-    return await cursor.fetchone() is not None
+    while True:
+        cursor = await connection.execute(sql.FINISH_SENT_IF_HELD, parameters)
+        if await cursor.fetchone() is not None:
+            return True
+        cursor = await connection.execute(sql.STANDING, parameters)
+        if not _is_locked(await cursor.fetchone()):
+            return False
+        await asyncio.sleep(_LOCKED_PAUSE_SECONDS)
 
 
 def complete_within_sync(connection: psycopg.Connection[TupleRow], message_id: int, attempt_count: int) -> bool:
     """The same on a sync connection, for handlers in threads."""
     parameters = {"ids": [message_id], "attempt_counts": [attempt_count]}
-    return connection.execute(sql.FINISH_SENT_IF_HELD, parameters).fetchone() is not None
+    while True:
+        if connection.execute(sql.FINISH_SENT_IF_HELD, parameters).fetchone() is not None:
+            return True
+        if not _is_locked(connection.execute(sql.STANDING, parameters).fetchone()):
+            return False
+        time.sleep(_LOCKED_PAUSE_SECONDS)
+
+
+def _is_locked(standing: TupleRow | None) -> bool:
+    """Whether an attempt whose finish wrote nothing holds its message still: its lease is being renewed, say."""
+    return standing is not None and State(standing[1]) is State.SENDING
 
 
 async def check_server(link: Link) -> None:

@@ -7,14 +7,13 @@ holds its message, everything the handler wrote is rolled back.
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import Executor, Future
-from typing import cast
+from concurrent.futures import Executor
 
 import psycopg
 import psycopg_pool
 from psycopg.rows import TupleRow
 
-from pgoutbox.dispatch import Context, Dispatcher, SyncContext, outcome_of_error
+from pgoutbox.dispatch import Context, Dispatcher, SyncContext, in_thread, outcome_of_error
 from pgoutbox.errors import LeaseLostError
 from pgoutbox.message import Message, Outcome, Sent, Transient
 from pgoutbox.settings import Settings
@@ -82,9 +81,7 @@ class Transactions:
                 if not complete_within_sync(connection, message.id, message.attempt_count):
                     raise _lost(message)
 
-        future = self._threads.submit(work)
-        watch_thread(cast("Future[object]", future))
-        await asyncio.wrap_future(future)
+        await in_thread(self._threads, watch_thread, work)
 
     async def _open_pool(self) -> psycopg_pool.AsyncConnectionPool[psycopg.AsyncConnection[TupleRow]]:
         if self._pool is None:

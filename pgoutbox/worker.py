@@ -59,6 +59,8 @@ _LISTENER_DOWN_SWEEP_SECONDS = 1.0
 _FOREIGN_WORK_SECONDS = 1.0
 _PATIENCE_SECONDS = 0.1
 _RING_SECONDS = 1.0
+_BORROWED_PAUSE_SECONDS = 0.01
+_BORROWED_PAUSE_GROWTH = 4
 _FRUITLESS_WAKES = 20
 _FRUITLESS_PAUSE_SECONDS = 0.05
 _IN_FLIGHT_CONSTRAINT = "message_live_in_flight"
@@ -131,7 +133,6 @@ class Worker:
         self._was_rung = False
         self._rang_at = 0.0
         self._fruitless_count = 0
-        self._woke_in_silence = False
         self._database_down = False
         self._pause = 0.0
         self._wake = asyncio.Event()  # There may be something to claim, or the worker is to stop.
@@ -160,8 +161,8 @@ class Worker:
                 if not await self._store.count_owed(self._queue_names, self._topics):
                     return
                 due = await self._store.next_due_seconds(self._queue_names)
-                # Nothing due, and still something owed: another worker has it.
-                await self._sleep(_FOREIGN_WORK_SECONDS if due is None else min(due, self._settings.sweep_seconds))
+                # What another worker has may come back at any time, and nobody rings for a drain.
+                await self._sleep(_FOREIGN_WORK_SECONDS if due is None else min(due, _FOREIGN_WORK_SECONDS))
 
     def stop(self) -> None:
         """Begin to stop: claim nothing more, wait for handlers up to the grace time, release the rest. Idempotent.
@@ -186,7 +187,7 @@ class Worker:
             self._held,
             batch_size=settings.batch_size,
             on_progress=self._progress.set,
-            on_successor=self._on_successor,
+            on_successors=self._wake_for_successors,
             telemetry=self.telemetry,
         )
         self._slots = Slots(
@@ -244,8 +245,8 @@ class Worker:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _until_idle(self, *, finished: bool) -> None:
-        """Wait until no handler runs, and with `finished` until every outcome is written."""
-        while self._slots.open_count or (finished and self._held and not self._finishing.done()):
+        """Wait until no handler runs, or with `finished` until every outcome is written."""
+        while (self._held and not self._finishing.done()) if finished else self._slots.open_count:
             self._progress.clear()
             await self._progress.wait()
 
@@ -388,7 +389,7 @@ class Worker:
         if not freed:
             return
         try:
-            queues = await self._store.ring_for_successors(
+            queues = await self._store.queues_of_successors(
                 [row.id for row in freed],
                 [row.topic for row in freed],
                 [row.coalesce_key or "" for row in freed],
@@ -396,7 +397,7 @@ class Worker:
         except (psycopg.Error, OSError) as error:
             await self._endure(error)
         else:
-            self._on_successor(queues)
+            await self._wake_for_successors(queues)
 
     def _report_row(self, level: int, event: Event, text: str, row: ClaimedRow) -> None:
         self.telemetry.report(
@@ -418,33 +419,40 @@ class Worker:
             self._look_from_beginning = True
             self._wake.set()
 
-    def _on_successor(self, queues: Sequence[str]) -> None:
-        """A message that had to wait for one of ours can be claimed now."""
+    async def _wake_for_successors(self, queues: Sequence[str]) -> None:
+        """Messages that had to wait for some of ours can be claimed now, here or by the workers of their queues."""
         if not self._lanes.keys().isdisjoint(queues):
             self._look_from_beginning = True
             self._wake.set()
+        foreign = [queue for queue in queues if queue not in self._lanes]
+        if foreign:
+            await self._ring_all(foreign)
 
     async def _stay_awake(self) -> None:
+        """Give up the bells, so that producers need not ring while this worker looks by itself."""
+        if self._bell is not None and await self._bell.disarm() and not self._was_rung:
+            # Nobody rang, so the other sleepers do not know that the bell they trust in is given up.
+            await self._ring_all(self._queue_names)
         self._fruitless_count = 0
-        if self._bell is not None:
-            await self._bell.disarm()
-            if self._woke_in_silence:
-                # Nobody rang, so the other sleepers trust in a bell that is disarmed: one of them is to arm it.
-                await self._ring_all()
-        self._woke_in_silence = False
+        self._was_rung = False
 
     async def _rest(self) -> None:
         """Sleep until a bell rings, a message falls due or the sweep; but look once more after arming the bell."""
         self._prefetch = 0
-        self._count_fruitless_wake()
-        pause = 0.001
+        self._fruitless_count = self._fruitless_count + 1 if self._was_rung else 0
+        self._was_rung = False
+        producers_pause = 0.001
+        borrowed_pause = _BORROWED_PAUSE_SECONDS
         while not self._stopping:
-            self._wake.clear()
             bell = Bell.DOWN if self._bell is None else await self._bell.arm(self._queue_names)
             if bell in (Bell.DOWN, Bell.STILL_ARMED):
                 break
             room = self._room()
             if room == 0:
+                return
+            # Only right before a claim: what wakes the worker while it looks may not be in the answer.
+            self._wake.clear()
+            if self._stopping:
                 return
             found = await self._claim_round(room, from_beginning=True)
             if found is None:
@@ -455,29 +463,33 @@ class Worker:
                 return
             if bell is Bell.ARMED:
                 break
-            # Open transactions may have enqueued something, and no ring will tell when they commit.
-            await self._sleep(pause)
-            pause = min(pause * 2, _MAX_PRODUCERS_PAUSE_SECONDS)
-        await self._sleep_long()
+            if bell is Bell.PRODUCERS:
+                # Open transactions may have enqueued something, and no ring will tell when they commit.
+                await self._sleep(producers_pause)
+                producers_pause = min(producers_pause * 2, _MAX_PRODUCERS_PAUSE_SECONDS)
+            else:
+                # The other sleeper may have been woken by the same ring and give up its bell only now, unseen. So look
+                # again soon, and more and more rarely: once it sleeps, whatever wakes it wakes this worker too.
+                if await self._sleep_long(borrowed_pause):
+                    return
+                borrowed_pause *= _BORROWED_PAUSE_GROWTH
+        await self._sleep_long(self._settings.sweep_seconds)
 
-    def _count_fruitless_wake(self) -> None:
-        self._fruitless_count = self._fruitless_count + 1 if self._was_rung else 0
-        self._was_rung = False
-
-    async def _sleep_long(self) -> None:
+    async def _sleep_long(self, limit_seconds: float) -> bool:
+        """Sleep so long, or until the sweep or until a message falls due; False if nothing has woken the worker."""
         if self._fruitless_count > _FRUITLESS_WAKES:
             # Anyone may send a NOTIFY: a flood of rings that lead nowhere costs so many claims a second and no more.
             await asyncio.sleep(_FRUITLESS_PAUSE_SECONDS)
-        limit = self._settings.sweep_seconds
+        limit = min(limit_seconds, self._settings.sweep_seconds)
         if self._bell is not None and not self._bell.is_up:
             limit = min(limit, _LISTENER_DOWN_SWEEP_SECONDS)
+        self._look_from_beginning = True
         try:
             due = await self._store.next_due_seconds(self._queue_names)
         except (psycopg.Error, OSError) as error:
             await self._endure(error)
-        else:
-            self._woke_in_silence = not await self._sleep(limit if due is None else min(limit, due))
-        self._look_from_beginning = True
+            return True
+        return await self._sleep(limit if due is None else min(limit, due))
 
     async def _sleep(self, seconds: float) -> bool:
         """Sleep until woken; False if the time ran out before that."""
@@ -492,13 +504,12 @@ class Worker:
         """Every handler is busy and more is waiting: let idle replicas help."""
         now = elapsed_clock()
         if self._work_ahead and now - self._rang_at >= _RING_SECONDS:
-            await self._ring_all()
+            await self._ring_all(self._queue_names)
 
-    async def _ring_all(self) -> None:
+    async def _ring_all(self, queues: Sequence[str]) -> None:
         self._rang_at = elapsed_clock()
         try:
-            for queue in self._queue_names:
-                await self._store.ring(queue)
+            await self._store.ring(queues)
         except (psycopg.Error, OSError) as error:
             await self._endure(error)
 

@@ -252,10 +252,10 @@ class WatchedWorker(Worker):
         self.asleep = asyncio.Event()
         await super().run()
 
-    async def _sleep_long(self) -> None:
+    async def _sleep_long(self, limit_seconds: float) -> bool:
         if not self._wake.is_set():
             self.asleep.set()
-        await super()._sleep_long()
+        return await super()._sleep_long(limit_seconds)
 
 
 @contextlib.asynccontextmanager

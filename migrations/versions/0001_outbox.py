@@ -473,7 +473,9 @@ BEGIN
     SELECT (i.ordinality - 1)::integer, i.id, false
     FROM item AS i;
 
-    -- Every transaction takes the keys in the same order, so that two bulks never wait for each other in a circle.
+    -- Messages of one coalesce key keep their order, so that the last one is the newest. Every transaction takes the
+    -- keys in one order, so that two bulks do not wait for each other in a circle (unless messages with both keys
+    -- combine them differently; then PostgreSQL ends one of the two).
     FOR item IN
         SELECT a.*
         FROM unnest(
@@ -484,7 +486,11 @@ BEGIN
             available_at, delay, expires_at, headers, max_attempts, ordinality
         )
         WHERE a.coalesce_key IS NOT NULL OR a.dedupe_key IS NOT NULL
-        ORDER BY a.topic COLLATE "C", a.coalesce_key COLLATE "C", a.dedupe_key COLLATE "C", a.ordinality
+        ORDER BY
+            a.topic COLLATE "C",
+            a.coalesce_key COLLATE "C",
+            CASE WHEN a.coalesce_key IS NULL THEN a.dedupe_key END COLLATE "C",
+            a.ordinality
     LOOP
         SELECT (item.ordinality - 1)::integer, r.id, r.duplicate
         INTO item_index, id, duplicate

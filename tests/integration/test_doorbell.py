@@ -133,7 +133,7 @@ async def test_a_second_sleeper_trusts_in_the_bell_of_the_first(
 ) -> None:
     first, second = await started(bellmen), await started(bellmen)
     assert await first.bell.arm(["default"]) is Bell.ARMED
-    assert await second.bell.arm(["default"]) is Bell.ARMED
+    assert await second.bell.arm(["default"]) is Bell.BORROWED
     enqueue(db)
     assert (await first.rings_so_far(), await second.rings_so_far()) == (["default"], ["default"])
 
@@ -325,7 +325,7 @@ async def test_a_ring_that_comes_while_the_worker_looks_in_vain_is_not_forgotten
         await worker.asleep.wait()
         worker.asleep.clear()
         gate_is_open = True
-        db.execute(sql.RING, {"queue": "default"})
+        db.execute(sql.RING, {"queues": ["default"]})
         await first_of(receiver.heard, worker.asleep)
         assert receiver.heard.is_set()
 

@@ -295,7 +295,7 @@ async def test_a_successor_is_delivered_though_its_predecessor_ended_while_the_w
     """The claim that the successor's ring caused finds its key in flight; the key is freed before the claim returns."""
     started, go_on, newer_delivered, freed = (asyncio.Event() for _ in range(4))
     claim_once = Store.claim
-    ring_for_successors = Store.ring_for_successors
+    queues_of_successors = Store.queues_of_successors
 
     @outbox.handler("greet")
     async def greet(message: Message, ctx: Context) -> None:
@@ -313,12 +313,12 @@ async def test_a_successor_is_delivered_though_its_predecessor_ended_while_the_w
         return rows
 
     async def ring_and_tell(self: Store, *arguments: Sequence[int]) -> list[str]:
-        queues = await ring_for_successors(self, *arguments)  # type: ignore[arg-type] # passed on as they came
+        queues = await queues_of_successors(self, *arguments)  # type: ignore[arg-type] # passed on as they came
         asyncio.get_running_loop().call_soon(freed.set)
         return queues
 
     monkeypatch.setattr(Store, "claim", claim_and_wait)
-    monkeypatch.setattr(Store, "ring_for_successors", ring_and_tell)
+    monkeypatch.setattr(Store, "queues_of_successors", ring_and_tell)
     newer_is_in = False
     worker = WatchedWorker(outbox)
     enqueue(db, payload="older", coalesce_key="k")

@@ -295,7 +295,7 @@ def test_an_attempt_that_another_one_followed_stands_nowhere(rolled_back: psycop
 
 def successors(connection: psycopg.Connection, message_id: int, coalesce_key: str = "k") -> list[str]:
     parameters = {"ids": [message_id], "topics": ["greet"], "coalesce_keys": [coalesce_key]}
-    return [row[0] for row in connection.execute(sql.RING_FOR_SUCCESSORS, parameters).fetchall()]
+    return [row[0] for row in connection.execute(sql.QUEUES_OF_SUCCESSORS, parameters).fetchall()]
 
 
 def test_the_queue_of_a_waiting_successor_is_named(rolled_back: psycopg.Connection) -> None:
