@@ -239,7 +239,13 @@ class Dispatcher:
             messages = [message for message, _ in parsed]
             results = await self._run_batch_handler(handler, messages, [c for _, c in parsed], watch_thread)
             for message, result in zip(messages, results, strict=True):
-                outcomes[message.id] = await self._conclude_safely(handler, message, result)
+                try:
+                    outcomes[message.id] = await self._conclude_safely(handler, message, result)
+                except asyncio.CancelledError:
+                    # What was sent was sent. This one may have been; those behind it were not.
+                    outcomes[message.id] = _interrupted(handler)
+                    outcomes = {m.id: Snooze(0) for m in messages} | outcomes
+                    break
         return [outcomes[context.message.id] for context in contexts]
 
     async def _run_batch_handler(
@@ -305,6 +311,11 @@ class Dispatcher:
             hint = "; set PGOUTBOX_SMTP_HOST" if scheme == "mailto" else ""
             return Transient(f"this worker has no transport for the scheme {scheme!r} (it has: {known}){hint}")
         return await transport.send(message, content)
+
+
+def _interrupted(handler: Handler) -> Outcome:
+    reason = "stopped while it was being sent, outcome unknown"
+    return Permanent(reason) if handler.on_unknown == "hold" else Transient(reason)
 
 
 async def in_thread(

@@ -20,7 +20,7 @@ from psycopg.rows import TupleRow
 
 from pgoutbox import sql
 from pgoutbox.settings import Settings
-from pgoutbox.store import connect
+from pgoutbox.store import connect, prepare_session
 from pgoutbox.telemetry import Event, Telemetry
 
 CHANNEL = "pgoutbox"
@@ -31,8 +31,7 @@ class Bell(enum.Enum):
     """How the try to arm the bells of some queues went, worst case first."""
 
     PRODUCERS = "producers"  # Enqueuing transactions are open: look again when they have committed.
-    BORROWED = "borrowed"  # Another sleeper's bell rings for all: look once more, and ask again, for it may give it up.
-    ARMED = "armed"  # From now on every commit rings: look once more.
+    ARMED = "armed"  # From now on every commit rings, by this bell or another sleeper's: look once more.
     STILL_ARMED = "still armed"  # As it was before the last claim.
     DOWN = "down"  # No listener: only the sweep is left.
 
@@ -52,11 +51,12 @@ class Doorbell:
         self._lost = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._watched_fd: int | None = None
+        self._warned_of_pooler = False
 
     @property
     def is_up(self) -> bool:
         """Whether the listener is connected."""
-        return self._connection is not None
+        return self._connection is not None and not self._lost.is_set()
 
     async def start(self) -> None:
         """Connect and listen before the first claim; from then on the connection mends itself."""
@@ -82,18 +82,13 @@ class Doorbell:
         if rows is None:
             return Bell.DOWN
         self._armed.update(queue for queue, answer in rows if answer == "armed")
-        answers = {answer for _, answer in rows}
-        if "producers" in answers:
-            return Bell.PRODUCERS
-        return Bell.BORROWED if "sleeper" in answers else Bell.ARMED
+        return Bell.PRODUCERS if any(answer == "producers" for _, answer in rows) else Bell.ARMED
 
-    async def disarm(self) -> bool:
-        """Give up the bells: the worker is awake, and producers need not ring. Whether there was one to give up."""
-        if not self._armed:
-            return False
-        queues, self._armed = sorted(self._armed), set()
-        await self._ask(sql.DISARM, {"queues": queues})
-        return True
+    async def disarm(self) -> None:
+        """Give up the bells: the worker is awake, and producers need not ring. Another sleeper takes them over."""
+        if self._armed:
+            queues, self._armed = sorted(self._armed), set()
+            await self._ask(sql.DISARM, {"queues": queues})
 
     async def _ask(self, statement: LiteralString, parameters: dict[str, object]) -> list[TupleRow] | None:
         """Rows, or None when the listener did not answer in time and is therefore given up."""
@@ -134,7 +129,7 @@ class Doorbell:
         try:
             connection.pgconn.consume_input()
             while (notify := connection.pgconn.notifies()) is not None:
-                self._on_ring(notify.extra.decode("utf-8", "replace"))
+                self._hear(connection, notify.be_pid, notify.extra.decode("utf-8", "replace"))
         except psycopg.Error as error:
             self._lose(error)
 
@@ -145,10 +140,26 @@ class Doorbell:
                 logging.WARNING, Event.LISTENER_LOST, "listener lost, working by sweep", reason=type(error).__name__
             )
         self._lost.set()
+        self._on_ring(None)
+
+    def _hear(self, connection: psycopg.AsyncConnection[TupleRow], sender: int, queue: str) -> None:
+        # What this session says when it gives up a bell is meant for the others.
+        if sender != connection.pgconn.backend_pid:
+            self._on_ring(queue)
 
     async def _connect(self) -> None:
-        connection = await connect(self._dsn, self._settings, purpose="listen", pooled=False)
-        connection.add_notify_handler(lambda notify: self._on_ring(notify.payload))
+        connection, is_direct = await connect(self._dsn, self._settings, purpose="listen")
+        if is_direct:
+            await prepare_session(connection, self._settings)
+        elif not self._warned_of_pooler:
+            self._warned_of_pooler = True
+            self._telemetry.report(
+                logging.WARNING,
+                Event.LISTENER_POOLED,
+                "a pooler stands between the listener and PostgreSQL: unless it pools by session, name a direct "
+                "connection in PGOUTBOX_LISTEN_DSN or set PGOUTBOX_LISTEN=false",
+            )
+        connection.add_notify_handler(lambda notify: self._hear(connection, notify.pid, notify.payload))
         try:
             async with asyncio.timeout(self._settings.connect_timeout_seconds):
                 await connection.execute(sql.LISTEN, prepare=False)

@@ -15,7 +15,7 @@ from typing import assert_never
 
 import psycopg
 
-from pgoutbox.dispatch import Context, bounded_delay, clean_text
+from pgoutbox.dispatch import Context, bounded_delay, clean_text, describe
 from pgoutbox.message import Message, Permanent, Sent, Skip, Snooze, State, Transient
 from pgoutbox.slots import AlreadyFinished, Ending, Released
 from pgoutbox.store import Store, Verdict, is_passing
@@ -29,7 +29,11 @@ Write = Callable[[Sequence[Context]], Awaitable[Mapping[int, State]]]
 
 
 class Finisher:
-    """Writes the ends of attempts and takes them out of `held`. `on_progress` is called after every batch."""
+    """Writes the ends of attempts and takes them out of `held`.
+
+    `on_progress` is called after every batch, `on_pending` when a message is pending again, `on_successors` with the
+    queues of messages that had to wait for one of a batch.
+    """
 
     def __init__(
         self,
@@ -39,6 +43,7 @@ class Finisher:
         batch_size: int,
         on_progress: Callable[[], None],
         on_successors: Callable[[Sequence[str]], Awaitable[None]],
+        on_pending: Callable[[], None],
         telemetry: Telemetry,
     ) -> None:
         self._store = store
@@ -46,6 +51,7 @@ class Finisher:
         self._batch_size = batch_size
         self._on_progress = on_progress
         self._on_successors = on_successors
+        self._on_pending = on_pending
         self._telemetry = telemetry
         self._endings: deque[tuple[Context, Ending]] = deque()
         self._ready = asyncio.Event()
@@ -77,7 +83,7 @@ class Finisher:
                     self._let_go(context)
                     self._telemetry.count(Event.SENT)
                 case _:
-                    verdicts[context] = verdict_of(context, ending)
+                    verdicts[context] = _verdict_of_any(context, ending)
         if sent:
             await self._write(sent, self._write_sent, {})
         if verdicts:
@@ -134,6 +140,8 @@ class Finisher:
             if state is State.SENDING:
                 continue  # A caller's transaction has locked the row; it is asked for again.
             self._let_go(context)
+            if state is State.PENDING:
+                self._on_pending()  # It falls due at a time that a sleeping worker does not know yet.
             if state is None:
                 self._report(logging.WARNING, Event.LEASE_LOST, "lease lost, outcome not written", message)
             elif state is State.SENT:
@@ -193,6 +201,14 @@ class Finisher:
             attempt_count=message.attempt_count,
             **fields,
         )
+
+
+def _verdict_of_any(context: Context, ending: Transient | Permanent | Skip | Snooze | Released) -> Verdict:
+    try:
+        return verdict_of(context, ending)
+    except Exception as error:  # noqa: BLE001 - an outcome that cannot be read ends its own message, not the worker
+        message = context.message
+        return Verdict(message.id, message.attempt_count, "failed", f"the outcome cannot be read: {describe(error)}")
 
 
 def verdict_of(context: Context, ending: Transient | Permanent | Skip | Snooze | Released) -> Verdict:

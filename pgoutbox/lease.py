@@ -14,8 +14,6 @@ import random
 import threading
 from collections.abc import Mapping
 
-import psycopg
-
 from pgoutbox.dispatch import Context, elapsed_clock
 from pgoutbox.errors import LeaseLostError
 from pgoutbox.settings import Settings
@@ -87,7 +85,7 @@ class LeaseKeeper:
             try:
                 await self._keep_once(link)
                 failing = False
-            except (psycopg.Error, OSError) as error:
+            except Exception as error:  # noqa: BLE001 - leases that lapse unseen are worse than any error
                 if not failing:
                     self._telemetry.report(
                         logging.WARNING, Event.LEASE_KEEPER_FAILED, "leases not renewed", reason=type(error).__name__

@@ -99,7 +99,7 @@ class Transient(Exception):  # noqa: N818 - an outcome; it can be returned or ra
     def __init__(self, error: str, retry_after: float | None = None) -> None:
         super().__init__(error)
         self.error = error
-        self.retry_after = retry_after
+        self.retry_after = None if retry_after is None else float(retry_after)
 
 
 class Permanent(Exception):  # noqa: N818 - an outcome; it can be returned or raised

@@ -159,6 +159,8 @@ class _Supervisor:
                     start_new_session=True,
                 )
                 child.started_at = now
+                if self._signals_seen > 0:
+                    child.process.terminate()  # The signal came while it was being started.
                 self._telemetry.report(
                     logging.INFO, Event.PROCESS_STARTED, "worker process started", pid=child.process.pid
                 )

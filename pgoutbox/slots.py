@@ -2,7 +2,8 @@
 once costs no task, no timer and no turn of the event loop.
 
 What came out of an attempt goes to `on_outcome`, exactly once for each attempt that was put in. A thread that outlives
-its timeout keeps its slot, so that the number of running handlers is never more than was asked for.
+its timeout keeps its slot, so that the number of running handlers is never more than was asked for; `on_free` tells
+that it has ended.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from pgoutbox.dispatch import Context, describe, elapsed_clock
-from pgoutbox.message import Outcome, Transient
+from pgoutbox.message import Outcome, Permanent, Transient
 from pgoutbox.telemetry import Event, Telemetry
 
 # How long attempts that end at once may follow each other before the event loop gets a turn.
@@ -70,9 +71,11 @@ class Slots:
         concurrency: int,
         default_timeout_seconds: float | None,
         on_outcome: Callable[[Context, Ending], None],
+        on_free: Callable[[], None],
         telemetry: Telemetry,
     ) -> None:
         self._run = run
+        self._on_free = on_free
         self._concurrency = concurrency
         self._default_timeout_seconds = default_timeout_seconds
         self._on_outcome = on_outcome
@@ -80,11 +83,17 @@ class Slots:
         self._ready: deque[Work] = deque()
         self._ready_count = 0
         self._running_count = 0
+        self._outlived_count = 0
         self._slots: list[_Slot] = []
         self._idle: deque[asyncio.Future[None]] = deque()
         self._waking = False
         self._timer: asyncio.TimerHandle | None = None
         self.longest_wait_seconds = 0.0
+
+    @property
+    def capacity(self) -> int:
+        """How many attempts can run at once: slots whose threads outlived their timeouts do not count."""
+        return self._concurrency - self._outlived_count
 
     @property
     def waiting_count(self) -> int:
@@ -166,9 +175,10 @@ class Slots:
             endings = await self._run(work, slot.watch_thread)
         except asyncio.CancelledError:
             if not slot.timed_out:
-                self._end(work, RELEASED, was_running=True)
+                self._end(work, _unless_on_hold(work, RELEASED, "stopped with its worker"), was_running=True)
                 raise
-            self._end(work, Transient(f"timed out after {timeout:g} s"), was_running=True)
+            reason = f"timed out after {timeout:g} s"
+            self._end(work, _unless_on_hold(work, Transient(reason), reason), was_running=True)
         except Exception as error:  # noqa: BLE001 - the slot serves other messages too
             self._end(work, Transient(describe(error)), was_running=True)
         else:
@@ -197,7 +207,14 @@ class Slots:
             self._telemetry.report(
                 logging.ERROR, Event.ATTEMPT_ABANDONED, "handler runs on in its thread after its timeout"
             )
-            await asyncio.wait([asyncio.wrap_future(_end_of(slot.thread))])
+            self._outlived_count += 1
+            try:
+                if self.capacity == 0:
+                    self.give_back()
+                await asyncio.wait([asyncio.wrap_future(_end_of(slot.thread))])
+            finally:
+                self._outlived_count -= 1
+                self._on_free()
 
     def _set_deadline(self, slot: _Slot, timeout: float) -> None:
         loop = asyncio.get_running_loop()
@@ -221,6 +238,13 @@ class Slots:
             elif earliest is None or slot.deadline < earliest:
                 earliest = slot.deadline
         self._timer = None if earliest is None else loop.call_at(earliest, self._end_overdue)
+
+
+def _unless_on_hold(work: Work, ending: Ending, reason: str) -> Ending:
+    """A handler that was stopped may have handed its message over: where that is for a person to find out, it ends."""
+    if work[0].handler.on_unknown == "hold":
+        return Permanent(f"outcome unknown: {reason}")
+    return ending
 
 
 def _end_of(thread: Future[object]) -> Future[None]:

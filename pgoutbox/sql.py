@@ -264,6 +264,8 @@ SELECT
 
 BEGIN: Final[LiteralString] = "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE"
 
+BACKEND_PID: Final[LiteralString] = "SELECT pg_backend_pid()"
+
 SERVER_FACTS: Final[LiteralString] = """
 SELECT
     current_setting('server_version_num')::integer AS server_version,
@@ -385,6 +387,8 @@ WITH fresh AS MATERIALIZED (
         END AS state
     FROM (SELECT * FROM fresh UNION ALL SELECT * FROM due_again) AS l
     LEFT JOIN pgoutbox.coalesce AS head ON head.topic = l.topic AND head.coalesce_key = l.coalesce_key
+    -- The update below enters keys into the index of what is in flight: two claims enter them in one order.
+    ORDER BY l.coalesce_key COLLATE "C", l.topic COLLATE "C", l.due_at, l.id
 ), lost AS (
     INSERT INTO pgoutbox.attempt (message_id, attempt_count, outcome, worker, started_at, ended_at, error)
     SELECT
@@ -397,6 +401,7 @@ WITH fresh AS MATERIALIZED (
         'lease expired, outcome unknown'
     FROM judged AS j
     WHERE j.former_state = 'sending'
+    ON CONFLICT DO NOTHING
 )
 UPDATE pgoutbox.message AS m
 SET state = j.state,
@@ -437,10 +442,19 @@ RETURNING
     m.state,
     j.former_state,
     j.former_attempt_count,
-    j.due_at
+    j.due_at,
+    -- Asked again with a snapshot of its own, when nothing newer can be claimed any more: since this statement began,
+    -- another worker may have claimed, delivered and finished a newer message.
+    coalesce(
+        m.coalesce_key IS NOT NULL
+            AND m.state = 'sending'
+            AND pgoutbox.newest_id(m.topic, m.coalesce_key) > m.id,
+        false
+    ) AS superseded
 """
 
-# When the first message of these queues will be due that is not due yet, in seconds from now; null if there is none.
+# When the first message of these queues falls due that was not due `since_seconds` ago, in seconds from now; null if
+# there is none. What fell due between the snapshots of the last claim and of this statement is in neither of them.
 NEXT_DUE: Final[LiteralString] = """
 SELECT extract(epoch FROM min(next.due_at) - now())::float8
 FROM unnest(%(queues)s::text[]) AS asked(queue)
@@ -449,7 +463,9 @@ CROSS JOIN LATERAL (
         (
             SELECT m.available_at
             FROM pgoutbox.message_live AS m
-            WHERE m.queue = asked.queue AND m.attempt_count = 0 AND m.available_at > now()
+            WHERE m.queue = asked.queue
+                AND m.attempt_count = 0
+                AND m.available_at > now() - make_interval(secs => %(since_seconds)s::float8)
             ORDER BY m.available_at
             LIMIT 1
         ),
@@ -458,7 +474,8 @@ CROSS JOIN LATERAL (
             FROM pgoutbox.message_live AS m
             WHERE m.queue = asked.queue
                 AND m.attempt_count > 0
-                AND coalesce(m.lease_expires_at, m.available_at) > now()
+                AND coalesce(m.lease_expires_at, m.available_at)
+                    > now() - make_interval(secs => %(since_seconds)s::float8)
             ORDER BY coalesce(m.lease_expires_at, m.available_at)
             LIMIT 1
         )
@@ -557,6 +574,7 @@ WITH outcome AS (
         h.reason
     FROM finished AS f
     JOIN held AS h ON h.id = f.id
+    ON CONFLICT DO NOTHING
 )
 SELECT f.id, f.state
 FROM finished AS f
@@ -645,8 +663,10 @@ SELECT
 FROM unnest(%(queues)s::text[]) AS q(queue)
 """
 
+# Other sleepers trust in a bell that is given up here. Each of them is woken to ask for it and to look once more: what
+# is committed before somebody has the bell again does not ring.
 DISARM: Final[LiteralString] = """
-SELECT pg_advisory_unlock(1885826146, hashtext(q.queue))
+SELECT pg_advisory_unlock(1885826146, hashtext(q.queue)), pg_notify('pgoutbox', q.queue)
 FROM unnest(%(queues)s::text[]) AS q(queue)
 """
 

@@ -54,6 +54,7 @@ class Link:
         self._settings = settings
         self._purpose = purpose
         self._connection: psycopg.AsyncConnection[TupleRow] | None = None
+        self._pooled = settings.pooled
         self._turn = asyncio.Lock()
         self._deadline_seconds = settings.statement_timeout_seconds + settings.connect_timeout_seconds
 
@@ -66,7 +67,7 @@ class Link:
             connection = await self._open()
             try:
                 async with asyncio.timeout(self._deadline_seconds):
-                    if self._settings.pooled:
+                    if self._pooled:
                         return await self._fetch_through_pooler(connection, statement, parameters)
                     cursor = await connection.execute(statement, parameters, prepare=True, binary=True)
                     return await cursor.fetchall() if cursor.description is not None else []
@@ -99,7 +100,12 @@ class Link:
     async def _open(self) -> psycopg.AsyncConnection[TupleRow]:
         if self._connection is not None and not self._connection.closed:
             return self._connection
-        connection = await connect(self._dsn, self._settings, purpose=self._purpose, pooled=self._settings.pooled)
+        connection, is_direct = await connect(self._dsn, self._settings, purpose=self._purpose)
+        self._pooled = self._settings.pooled or not is_direct
+        if self._pooled:
+            connection.prepare_threshold = None
+        else:
+            await prepare_session(connection, self._settings)
         self._connection = connection
         return connection
 
@@ -111,10 +117,11 @@ class Link:
                 await connection.close()
 
 
-async def connect(dsn: str, settings: Settings, *, purpose: str, pooled: bool) -> psycopg.AsyncConnection[TupleRow]:
-    """Open an autocommit connection with pgoutbox's own session settings, whatever the role's defaults are.
+async def connect(dsn: str, settings: Settings, *, purpose: str) -> tuple[psycopg.AsyncConnection[TupleRow], bool]:
+    """Open an autocommit connection; with it, whether it leads to the server directly.
 
-    A `pooled` connection gets none, and prepares nothing: the next transaction may have another session.
+    A pooler makes up the process number that it tells its clients. It may give each transaction another session: then
+    a session's settings, prepared statements and LISTEN are lost, or worse, met by others.
     """
     connection = await psycopg.AsyncConnection.connect(
         dsn,
@@ -127,9 +134,18 @@ async def connect(dsn: str, settings: Settings, *, purpose: str, pooled: bool) -
         keepalives_count=3,
         tcp_user_timeout=20_000,
     )
-    if pooled:
-        connection.prepare_threshold = None
-        return connection
+    try:
+        async with asyncio.timeout(settings.connect_timeout_seconds):
+            cursor = await connection.execute(sql.BACKEND_PID, prepare=False)
+            ((pid,),) = await cursor.fetchall()
+    except BaseException:
+        await connection.close()
+        raise
+    return connection, pid == connection.info.backend_pid
+
+
+async def prepare_session(connection: psycopg.AsyncConnection[TupleRow], settings: Settings) -> None:
+    """Give a direct connection pgoutbox's own settings, whatever the role's defaults are; closes it on failure."""
     connection.prepare_threshold = 1
     try:
         async with asyncio.timeout(settings.connect_timeout_seconds):
@@ -137,7 +153,6 @@ async def connect(dsn: str, settings: Settings, *, purpose: str, pooled: bool) -
     except BaseException:
         await connection.close()
         raise
-    return connection
 
 
 def timeouts(settings: Settings) -> dict[str, object]:
@@ -176,6 +191,7 @@ class ClaimedRow(NamedTuple):
     former_state: str
     former_attempt_count: int
     due_at: datetime
+    superseded: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,9 +268,12 @@ class Store:
         claimed.sort(key=_by_due_time)
         return claimed
 
-    async def next_due_seconds(self, queues: Sequence[str]) -> float | None:
-        """Seconds until the next message of these queues falls due, None if nothing is scheduled."""
-        ((seconds,),) = await self._claims.fetch(sql.NEXT_DUE, {"queues": queues})
+    async def next_due_seconds(self, queues: Sequence[str], *, since_seconds: float) -> float | None:
+        """Seconds until the next message of these queues falls due, None if nothing is scheduled.
+
+        Not more than zero if one fell due within the last `since_seconds`.
+        """
+        ((seconds,),) = await self._claims.fetch(sql.NEXT_DUE, {"queues": queues, "since_seconds": since_seconds})
         return seconds if seconds is None else float(seconds)
 
     async def ring(self, queues: Sequence[str]) -> None:

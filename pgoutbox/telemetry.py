@@ -34,6 +34,7 @@ class Event(enum.StrEnum):
     DATABASE_LOST = "database_lost"
     DATABASE_BACK = "database_back"
     LISTENER_LOST = "listener_lost"
+    LISTENER_POOLED = "listener_pooled"
     LISTENER_BACK = "listener_back"
     LEASE_KEEPER_FAILED = "lease_keeper_failed"
     PROCESS_STARTED = "process_started"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import Executor
+from typing import Final, LiteralString
 
 import psycopg
 import psycopg_pool
@@ -19,6 +20,9 @@ from pgoutbox.message import Message, Outcome, Sent, Transient
 from pgoutbox.settings import Settings
 from pgoutbox.slots import ALREADY_FINISHED, Ending, ThreadWatch
 from pgoutbox.store import complete_within, complete_within_sync
+
+# What one handler sets in its session is not to reach the next one.
+_FORGET: Final[LiteralString] = "RESET ROLE; RESET ALL"
 
 
 class _NotSentError(Exception):
@@ -86,6 +90,11 @@ class Transactions:
     async def _open_pool(self) -> psycopg_pool.AsyncConnectionPool[psycopg.AsyncConnection[TupleRow]]:
         if self._pool is None:
 
+            async def reset(connection: psycopg.AsyncConnection[TupleRow]) -> None:
+                await connection.set_autocommit(True)
+                await connection.execute(_FORGET)
+                await connection.set_autocommit(False)
+
             async def configure(connection: psycopg.AsyncConnection[TupleRow]) -> None:
                 await connection.set_isolation_level(psycopg.IsolationLevel.READ_COMMITTED)
 
@@ -93,6 +102,7 @@ class Transactions:
                 self._settings.require_dsn(),
                 kwargs=_connection_options(self._settings),
                 configure=configure,
+                reset=reset,
                 check=psycopg_pool.AsyncConnectionPool.check_connection,
                 min_size=0,
                 max_size=self._settings.concurrency,
@@ -105,6 +115,11 @@ class Transactions:
     def _open_sync_pool(self) -> psycopg_pool.ConnectionPool[psycopg.Connection[TupleRow]]:
         if self._sync_pool is None:
 
+            def reset(connection: psycopg.Connection[TupleRow]) -> None:
+                connection.autocommit = True
+                connection.execute(_FORGET)
+                connection.autocommit = False
+
             def configure(connection: psycopg.Connection[TupleRow]) -> None:
                 connection.set_isolation_level(psycopg.IsolationLevel.READ_COMMITTED)
 
@@ -112,6 +127,7 @@ class Transactions:
                 self._settings.require_dsn(),
                 kwargs=_connection_options(self._settings),
                 configure=configure,
+                reset=reset,
                 check=psycopg_pool.ConnectionPool.check_connection,
                 min_size=0,
                 max_size=self._settings.concurrency,
@@ -136,6 +152,8 @@ def _connection_options(settings: Settings) -> dict[str, object]:
 
 
 def _check_usable(connection: psycopg.AsyncConnection[TupleRow] | psycopg.Connection[TupleRow]) -> None:
+    if connection.autocommit:
+        raise _NotSentError(Transient("the handler switched its connection to autocommit"))
     if connection.info.transaction_status == psycopg.pq.TransactionStatus.INERROR:
         raise _NotSentError(Transient("the handler returned with its transaction aborted; nothing was committed"))
 

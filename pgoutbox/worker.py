@@ -40,7 +40,7 @@ from pgoutbox.errors import ConfigurationError, LeaseLostError, SchemaError
 from pgoutbox.finisher import Finisher
 from pgoutbox.lanes import Lanes
 from pgoutbox.lease import LeaseKeeper
-from pgoutbox.message import Message, Permanent, State
+from pgoutbox.message import Message, Permanent, State, Transient
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import Settings
 from pgoutbox.slots import RELEASED, Ending, Slots, ThreadWatch, Work
@@ -59,11 +59,16 @@ _LISTENER_DOWN_SWEEP_SECONDS = 1.0
 _FOREIGN_WORK_SECONDS = 1.0
 _PATIENCE_SECONDS = 0.1
 _RING_SECONDS = 1.0
-_BORROWED_PAUSE_SECONDS = 0.01
-_BORROWED_PAUSE_GROWTH = 4
+_CLOCK_SLACK_SECONDS = 0.002
+_STUBBORN_CONFLICTS = 3
 _FRUITLESS_WAKES = 20
 _FRUITLESS_PAUSE_SECONDS = 0.05
 _IN_FLIGHT_CONSTRAINT = "message_live_in_flight"
+_LOST_RACES = (
+    psycopg.errors.SerializationFailure,
+    psycopg.errors.DeadlockDetected,
+    psycopg.errors.LockNotAvailable,
+)
 _EMPTY_HEADERS: Mapping[str, str] = {}
 
 
@@ -133,6 +138,8 @@ class Worker:
         self._was_rung = False
         self._rang_at = 0.0
         self._fruitless_count = 0
+        self._conflict_count = 0
+        self._looked_at = elapsed_clock()
         self._database_down = False
         self._pause = 0.0
         self._wake = asyncio.Event()  # There may be something to claim, or the worker is to stop.
@@ -157,10 +164,11 @@ class Worker:
         """
         async with self._running(listen=False):
             while not self._stopping:
+                self._wake.clear()
                 await self._work_off()
                 if not await self._store.count_owed(self._queue_names, self._topics):
                     return
-                due = await self._store.next_due_seconds(self._queue_names)
+                due = await self._next_due_seconds()
                 # What another worker has may come back at any time, and nobody rings for a drain.
                 await self._sleep(_FOREIGN_WORK_SECONDS if due is None else min(due, _FOREIGN_WORK_SECONDS))
 
@@ -188,6 +196,7 @@ class Worker:
             batch_size=settings.batch_size,
             on_progress=self._progress.set,
             on_successors=self._wake_for_successors,
+            on_pending=self._wake.set,
             telemetry=self.telemetry,
         )
         self._slots = Slots(
@@ -195,6 +204,7 @@ class Worker:
             concurrency=settings.concurrency,
             default_timeout_seconds=settings.handler_timeout_seconds,
             on_outcome=self._finisher.collect,
+            on_free=self._progress.set,
             telemetry=self.telemetry,
         )
         self._bell = Doorbell(settings, self._on_ring, self.telemetry) if listen else None
@@ -230,6 +240,8 @@ class Worker:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(5.0, deadline - asyncio.get_running_loop().time())):
                 await self._until_idle(finished=True)
+                if self.telemetry.counts[Event.RELEASED]:
+                    await self._ring_all(self._queue_names)
         self._finishing.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._finishing  # An error that ended it ends the worker.
@@ -263,11 +275,11 @@ class Worker:
                 continue
             from_beginning, self._look_from_beginning = self._look_from_beginning, False
             found = await self._claim_round(room, from_beginning=from_beginning)
-            if found is None:
-                self._look_from_beginning = True
-            elif found:
+            # Only a look at everything that is due may end in sleep.
+            self._look_from_beginning |= not (found and self._work_ahead)
+            if found:
                 await self._stay_awake()
-            else:
+            elif found == 0 and from_beginning:
                 await self._rest()
 
     async def _work_off(self) -> None:
@@ -298,8 +310,8 @@ class Worker:
         elif slots.waiting_count == 0 and self._work_ahead:
             self._prefetch = min(2 * settings.batch_size, max(1, self._prefetch * 2))
         slots.longest_wait_seconds = 0.0
-        open_limit = settings.concurrency + self._prefetch
-        if slots.open_count >= settings.concurrency and slots.waiting_count > self._prefetch // 2:
+        open_limit = slots.capacity + self._prefetch
+        if slots.capacity == 0 or (slots.open_count >= slots.capacity and slots.waiting_count > self._prefetch // 2):
             return 0
         held_limit = open_limit + 2 * settings.batch_size
         return max(0, min(settings.batch_size, open_limit - slots.open_count, held_limit - len(self._held)))
@@ -308,10 +320,14 @@ class Worker:
         """Claim from the queues in their order until the room is used up. None if the database did not let us."""
         found = 0
         self._work_ahead = False
+        self._looked_at = elapsed_clock()
+        if self._conflict_count > _STUBBORN_CONFLICTS:
+            room = 1  # Claims of several rows meet at one coalesce key again and again: one row cannot.
         for queue in self._queue_order():
             rows = await self._claim(self._lanes[queue], room, from_beginning=from_beginning)
             if rows is None:
                 return None
+            self._conflict_count = 0
             found += len(rows)
             room -= len(rows)
             if room <= 0:
@@ -362,9 +378,10 @@ class Worker:
             message, unreadable = _message_of(row)
             context = Context(message, handler, leased_at, self._keeper.ensure)
             self._held[row.id] = context
-            if unreadable is not None:
+            if unreadable is not None or row.superseded:
                 context.done = True
-                self._finisher.collect(context, Permanent(unreadable))
+                # Superseded since the claim began: a retry is what the finish turns into `skipped`.
+                self._finisher.collect(context, Permanent(unreadable) if unreadable else Transient("superseded"))
                 continue
             if handler.max_batch is None:
                 works.append((context,))
@@ -430,19 +447,17 @@ class Worker:
 
     async def _stay_awake(self) -> None:
         """Give up the bells, so that producers need not ring while this worker looks by itself."""
-        if self._bell is not None and await self._bell.disarm() and not self._was_rung:
-            # Nobody rang, so the other sleepers do not know that the bell they trust in is given up.
-            await self._ring_all(self._queue_names)
         self._fruitless_count = 0
         self._was_rung = False
+        if self._bell is not None:
+            await self._bell.disarm()
 
     async def _rest(self) -> None:
         """Sleep until a bell rings, a message falls due or the sweep; but look once more after arming the bell."""
         self._prefetch = 0
         self._fruitless_count = self._fruitless_count + 1 if self._was_rung else 0
         self._was_rung = False
-        producers_pause = 0.001
-        borrowed_pause = _BORROWED_PAUSE_SECONDS
+        pause = 0.001
         while not self._stopping:
             bell = Bell.DOWN if self._bell is None else await self._bell.arm(self._queue_names)
             if bell in (Bell.DOWN, Bell.STILL_ARMED):
@@ -463,33 +478,31 @@ class Worker:
                 return
             if bell is Bell.ARMED:
                 break
-            if bell is Bell.PRODUCERS:
-                # Open transactions may have enqueued something, and no ring will tell when they commit.
-                await self._sleep(producers_pause)
-                producers_pause = min(producers_pause * 2, _MAX_PRODUCERS_PAUSE_SECONDS)
-            else:
-                # The other sleeper may have been woken by the same ring and give up its bell only now, unseen. So look
-                # again soon, and more and more rarely: once it sleeps, whatever wakes it wakes this worker too.
-                if await self._sleep_long(borrowed_pause):
-                    return
-                borrowed_pause *= _BORROWED_PAUSE_GROWTH
-        await self._sleep_long(self._settings.sweep_seconds)
+            # Open transactions may have enqueued something, and no ring will tell when they commit.
+            await self._sleep(pause)
+            pause = min(pause * 2, _MAX_PRODUCERS_PAUSE_SECONDS)
+        await self._sleep_long()
 
-    async def _sleep_long(self, limit_seconds: float) -> bool:
-        """Sleep so long, or until the sweep or until a message falls due; False if nothing has woken the worker."""
+    async def _sleep_long(self) -> None:
         if self._fruitless_count > _FRUITLESS_WAKES:
             # Anyone may send a NOTIFY: a flood of rings that lead nowhere costs so many claims a second and no more.
             await asyncio.sleep(_FRUITLESS_PAUSE_SECONDS)
-        limit = min(limit_seconds, self._settings.sweep_seconds)
+        limit = self._settings.sweep_seconds
         if self._bell is not None and not self._bell.is_up:
             limit = min(limit, _LISTENER_DOWN_SWEEP_SECONDS)
         self._look_from_beginning = True
         try:
-            due = await self._store.next_due_seconds(self._queue_names)
+            due = await self._next_due_seconds()
         except (psycopg.Error, OSError) as error:
             await self._endure(error)
-            return True
-        return await self._sleep(limit if due is None else min(limit, due))
+        else:
+            await self._sleep(limit if due is None else min(limit, due))
+
+    async def _next_due_seconds(self) -> float | None:
+        # What fell due since the last claim began is in neither answer unless it is asked for.
+        return await self._store.next_due_seconds(
+            self._queue_names, since_seconds=elapsed_clock() - self._looked_at + _CLOCK_SLACK_SECONDS
+        )
 
     async def _sleep(self, seconds: float) -> bool:
         """Sleep until woken; False if the time ran out before that."""
@@ -516,8 +529,9 @@ class Worker:
     async def _endure(self, error: BaseException) -> None:
         """Pause after an error of the database that will pass; raise one that will not."""
         if isinstance(error, psycopg.errors.UniqueViolation) and error.diag.constraint_name == _IN_FLIGHT_CONSTRAINT:
+            self._conflict_count += 1
             return  # Two workers met at one coalesce key; the other one has it.
-        if isinstance(error, (psycopg.errors.SerializationFailure, psycopg.errors.DeadlockDetected)):
+        if isinstance(error, _LOST_RACES):
             return  # Two claims met at one row; the next one sees how it ended.
         if isinstance(error, (psycopg.errors.UndefinedTable, psycopg.errors.UndefinedFunction)):
             raise SchemaError(f"the schema pgoutbox is gone; {MIGRATE_HINT}") from error
@@ -549,7 +563,7 @@ class Worker:
 
     async def _run_attempts(self, work: Work, watch_thread: ThreadWatch) -> Sequence[Ending]:
         lapsing_at = elapsed_clock() - self._settings.lease_seconds / 2
-        if any(context.leased_at < lapsing_at for context in work):
+        if any(context.leased_at < lapsing_at or context.overtaken is not None for context in work):
             return await self._run_if_still_held(work, watch_thread)
         return await self._run(work, watch_thread)
 

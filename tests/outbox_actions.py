@@ -252,10 +252,10 @@ class WatchedWorker(Worker):
         self.asleep = asyncio.Event()
         await super().run()
 
-    async def _sleep_long(self, limit_seconds: float) -> bool:
+    async def _sleep_long(self) -> None:
         if not self._wake.is_set():
             self.asleep.set()
-        return await super()._sleep_long(limit_seconds)
+        await super()._sleep_long()
 
 
 @contextlib.asynccontextmanager

@@ -81,7 +81,11 @@ CREATE TABLE pgoutbox.message_live PARTITION OF pgoutbox.message (
             ELSE lease_expires_at IS NOT NULL AND claimed_at IS NOT NULL AND worker IS NOT NULL AND attempt_count > 0
         END
         AND finished_at IS NULL
-        AND isfinite(available_at)
+        AND attempt_count >= 0
+        AND max_attempts > 0
+        AND attempt_budget > 0
+        AND created_at BETWEEN '2000-01-01 00:00Z' AND '9000-01-01 00:00Z'
+        AND available_at BETWEEN '2000-01-01 00:00Z' AND '9000-01-01 00:00Z'
     )
 ) FOR VALUES IN ('pending', 'sending')
 WITH (
@@ -267,6 +271,23 @@ BEGIN
     IF NOT pg_catalog.pg_try_advisory_xact_lock_shared(1885826146, pg_catalog.hashtext(queue)) THEN
         PERFORM pg_catalog.pg_notify('pgoutbox', queue);
     END IF;
+END
+$function$
+"""
+
+# Volatile, so that it sees what was committed after the statement began that calls it.
+NEWEST_ID = """
+CREATE FUNCTION pgoutbox.newest_id(p_topic text, p_coalesce_key text)
+RETURNS bigint
+LANGUAGE plpgsql
+VOLATILE
+AS $function$
+BEGIN
+    RETURN (
+        SELECT head.newest_id
+        FROM pgoutbox.coalesce AS head
+        WHERE head.topic OPERATOR(pg_catalog.=) p_topic AND head.coalesce_key OPERATOR(pg_catalog.=) p_coalesce_key
+    );
 END
 $function$
 """
@@ -640,12 +661,21 @@ FUNCTION_COMMENTS = {
     "retried), the final state it already has, locked (its row stayed locked: try again) or missing.",
     "argument_error": "The first thing wrong with the arguments of enqueue, as name and reason; null when all is well.",
     "raise_argument_error": "Raise 22004 or 22023 with the name of the argument as column.",
+    "newest_id": "The newest message of a coalesce key, as of now and not as of the calling statement.",
     "ring": "Wake the sleeping workers of a queue when this transaction commits.",
 }
 
 FUNCTIONS = (
-    SCHEMA_VERSION, ARGUMENT_ERROR, RAISE_ARGUMENT_ERROR, RING, ENQUEUE_RECEIPT, ENQUEUE, ENQUEUE_MANY, CANCEL,
-)  # fmt: skip
+    SCHEMA_VERSION,
+    ARGUMENT_ERROR,
+    RAISE_ARGUMENT_ERROR,
+    RING,
+    NEWEST_ID,
+    ENQUEUE_RECEIPT,
+    ENQUEUE,
+    ENQUEUE_MANY,
+    CANCEL,
+)
 
 REVOKE = "REVOKE ALL ON ALL FUNCTIONS IN SCHEMA pgoutbox FROM PUBLIC"
 
@@ -655,6 +685,7 @@ DOWN = (
     "DROP FUNCTION pgoutbox.enqueue",
     "DROP FUNCTION pgoutbox.enqueue_receipt",
     "DROP FUNCTION pgoutbox.ring",
+    "DROP FUNCTION pgoutbox.newest_id",
     "DROP FUNCTION pgoutbox.raise_argument_error",
     "DROP FUNCTION pgoutbox.argument_error",
     "DROP TABLE pgoutbox.dedupe",

@@ -178,12 +178,17 @@ def test_a_claim_looks_up_siblings_in_flight_and_heads_by_their_keys(filled: psy
     assert {node.index for node in plan.reads("coalesce", "head")} == {"coalesce_pkey"}
 
 
-def test_a_claim_sorts_nothing(filled: psycopg.Connection) -> None:
-    assert not plan_of(filled, sql.CLAIM, CLAIM_PARAMETERS).types() & {"Sort", "Incremental Sort"}
+def test_a_claim_sorts_nothing_but_the_batch_that_it_has_locked(filled: psycopg.Connection) -> None:
+    plan = plan_of(filled, sql.CLAIM, CLAIM_PARAMETERS)
+    sorts = [node for node in plan.nodes if node.type in {"Sort", "Incremental Sort"}]
+    assert len(sorts) == 1
+    for node in plan.nodes:
+        if node.type == "LockRows":
+            assert not any(below.type == "Sort" for below in node.children)
 
 
 def test_the_next_due_time_is_read_from_the_head_of_each_lane(filled: psycopg.Connection) -> None:
-    plan = plan_of(filled, sql.NEXT_DUE, {"queues": ["default", "bulk"]})
+    plan = plan_of(filled, sql.NEXT_DUE, {"queues": ["default", "bulk"], "since_seconds": 0})
     assert {node.index for node in plan.reads("message_live")} == {"message_live_fresh", "message_live_retry"}
     assert not plan.types() & {"Sort", "Incremental Sort"}
 
@@ -209,7 +214,7 @@ def test_attempts_in_flight_are_found_by_primary_key(
     ("statement", "parameters"),
     [
         pytest.param(sql.CLAIM, CLAIM_PARAMETERS, id="claim"),
-        pytest.param(sql.NEXT_DUE, {"queues": ["default"]}, id="next due"),
+        pytest.param(sql.NEXT_DUE, {"queues": ["default"], "since_seconds": 0}, id="next due"),
         pytest.param(sql.FINISH_SENT_IF_HELD, HELD_PARAMETERS, id="finish sent"),
         pytest.param(sql.FINISH_IF_HELD, FINISH_PARAMETERS, id="finish"),
         pytest.param(sql.STANDING, HELD_PARAMETERS, id="standing"),

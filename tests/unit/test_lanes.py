@@ -30,6 +30,7 @@ def row(seconds: int, *, attempts: int = 0) -> ClaimedRow:
         former_state="pending",
         former_attempt_count=attempts,
         due_at=due_at,
+        superseded=False,
     )
 
 

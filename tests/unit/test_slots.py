@@ -38,6 +38,7 @@ class Stand:
             concurrency=concurrency,
             default_timeout_seconds=timeout_seconds,
             on_outcome=self.note,
+            on_free=self.changed.set,
             telemetry=self.telemetry,
         )
 
@@ -157,7 +158,7 @@ async def test_an_attempt_that_takes_too_long_is_ended_and_its_slot_serves_on() 
     await stand.slots.stop()
 
 
-async def test_a_thread_that_runs_on_keeps_its_slot_and_is_counted_once() -> None:
+async def test_a_thread_that_runs_on_keeps_its_slot_and_what_waits_for_it_is_released() -> None:
     stand = Stand(concurrency=1, timeout_seconds=0.02)
     thread: Future[object] = Future()
     thread.set_running_or_notify_cancel()
@@ -170,12 +171,16 @@ async def test_a_thread_that_runs_on_keeps_its_slot_and_is_counted_once() -> Non
 
     stand.attempt = run_in_thread
     stand.put(1, 2)
-    await stand.until(lambda: 1 in stand.outcomes)
+    await stand.until(lambda: 1 in stand.outcomes and 2 in stand.outcomes)
     assert isinstance(stand.outcomes[1], Transient)
-    assert stand.telemetry.counts[Event.ATTEMPT_ABANDONED] == 0 or 2 not in stand.outcomes
-    thread.set_result(None)
-    await stand.until(lambda: 2 in stand.outcomes)
+    assert stand.outcomes[2] == RELEASED, "another worker may have a slot for it"
+    assert stand.slots.capacity == 0
     assert stand.telemetry.counts[Event.ATTEMPT_ABANDONED] == 1
+    thread.set_result(None)
+    await stand.until(lambda: stand.slots.capacity == 1)
+    stand.put(3)
+    await stand.until(lambda: 3 in stand.outcomes)
+    assert stand.outcomes[3] == Sent()
     await stand.slots.stop()
 
 
