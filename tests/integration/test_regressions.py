@@ -1,0 +1,611 @@
+"""What a review found: interleavings and misbehaviours that once lost a wake-up, an order, a worker or a session."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pwd
+import shutil
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+from urllib.parse import quote, urlencode
+
+import psycopg
+import pytest
+
+import pgoutbox.worker
+from pgoutbox import Outbox
+from pgoutbox.dispatch import Context, SyncContext
+from pgoutbox.message import Message, Outcome, Permanent, Sent, State, Transient
+from pgoutbox.retry import RetryPolicy
+from pgoutbox.store import Store
+from pgoutbox.telemetry import Event
+from pgoutbox.worker import Worker
+from tests import races
+from tests.conftest import server_missing
+from tests.outbox_actions import (
+    PATIENCE_SECONDS,
+    claim,
+    enqueue,
+    finish_sent,
+    ids_in_flight,
+    row_of,
+    rows_of,
+    running,
+    settings_for,
+    state_of,
+    until_blocked,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from pgoutbox.store import ClaimedRow
+    from pgoutbox.transports import Content
+    from tests.conftest import Connect, Server
+
+MUCH_LATER = RetryPolicy.steps(3600, jitter=0)
+
+
+@pytest.fixture
+def db(connect: Connect) -> psycopg.Connection:
+    """An autocommit connection to the test's database."""
+    return connect(autocommit=True)
+
+
+@pytest.fixture
+def outbox(dsn: str) -> Outbox:
+    """An outbox without handlers, with settings that let nothing but an event wake a worker."""
+    return Outbox(settings_for(dsn))
+
+
+class SleepingWorker(Worker):
+    """A worker that tells when it knows how long to sleep: what it is not told from then on, it does not learn."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        super().__init__(outbox)
+        self.sleeping = asyncio.Event()
+
+    async def _next_due_seconds(self) -> float | None:
+        due = await super()._next_due_seconds()
+        if not self._wake.is_set():
+            self.sleeping.set()
+        return due
+
+
+class Receiver:
+    """Notes what is delivered; `has_all` is set when that is so many."""
+
+    def __init__(self, outbox: Outbox, *, count: int = 1) -> None:
+        self.delivered: list[int] = []
+        self.has_all = asyncio.Event()
+
+        @outbox.handler("greet")
+        async def greet(message: Message, ctx: Context) -> None:
+            self.delivered.append(message.id)
+            if len(self.delivered) == count:
+                self.has_all.set()
+
+
+# --- wake-ups ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_retry_after_a_short_delay_does_not_wait_for_the_sweep_of_a_sleeping_worker(
+    outbox: Outbox, db: psycopg.Connection
+) -> None:
+    """The worker is asleep, and expects nothing for as long as the lease, when the attempt ends."""
+    delivered = asyncio.Event()
+
+    @outbox.handler("greet", retry=RetryPolicy.steps(0.01, jitter=0))
+    async def greet(message: Message, ctx: Context) -> None:
+        if message.attempt_count == 1:
+            await worker.sleeping.wait()
+            raise Transient("busy")
+        delivered.set()
+
+    message_id = enqueue(db)
+    worker = SleepingWorker(outbox)
+    async with running(worker):
+        await delivered.wait()
+    assert (state_of(db, message_id), row_of(db, message_id).attempt_count) == ("sent", 2)
+
+
+async def test_without_a_listener_a_backlog_is_worked_off_without_waiting_for_a_sweep(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    outbox = Outbox(settings_for(dsn, listen=False, concurrency=4))
+    ids = [enqueue(db) for _ in range(100)]
+    receiver = Receiver(outbox, count=len(ids))
+    async with running(Worker(outbox)):
+        await receiver.has_all.wait()
+    assert receiver.delivered == ids
+
+
+async def test_what_falls_due_between_the_last_claim_and_the_question_for_the_next_due_time_is_delivered(
+    outbox: Outbox, db: psycopg.Connection
+) -> None:
+    """Ten seconds pass between the two, and the message falls due in the middle of them."""
+
+    class SlowWorker(Worker):
+        async def _next_due_seconds(self) -> float | None:
+            if not receiver.has_all.is_set():
+                db.execute("UPDATE pgoutbox.message_live SET available_at = now() - interval '5 s'")
+                self._looked_at -= 10
+            return await super()._next_due_seconds()
+
+    receiver = Receiver(outbox)
+    message_id = enqueue(db)
+    db.execute("UPDATE pgoutbox.message_live SET available_at = now() + interval '1 h'")
+    async with running(SlowWorker(outbox)):
+        await receiver.has_all.wait()
+    assert receiver.delivered == [message_id]
+
+
+async def test_a_message_that_a_stopping_worker_releases_wakes_another_worker(dsn: str, db: psycopg.Connection) -> None:
+    stopping_outbox, outbox = Outbox(settings_for(dsn, shutdown_grace_seconds=0)), Outbox(settings_for(dsn))
+    started = asyncio.Event()
+
+    @stopping_outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        started.set()
+        await asyncio.Event().wait()
+
+    receiver = Receiver(outbox)
+    message_id = enqueue(db)
+    sleeper = SleepingWorker(outbox)
+    async with contextlib.AsyncExitStack() as stack:
+        async with running(Worker(stopping_outbox)):
+            await started.wait()
+            await stack.enter_async_context(running(sleeper))
+            await sleeper.sleeping.wait()
+        await receiver.has_all.wait()
+    assert receiver.delivered == [message_id]
+
+
+async def test_a_drain_that_waits_for_another_workers_message_does_not_spin_after_a_successor(
+    outbox: Outbox, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pgoutbox.worker, "_FOREIGN_WORK_SECONDS", 0.01)
+    claim_once, claim_count, naps = Store.claim, 0, list[bool]()
+
+    async def count_claim(self: Store, queue: str, **options: object) -> object:
+        nonlocal claim_count
+        claim_count += 1
+        return await claim_once(self, queue, **options)  # type: ignore[arg-type] # passed on as they came
+
+    class NappingWorker(Worker):
+        async def _sleep(self, seconds: float) -> bool:
+            was_woken = await super()._sleep(seconds)
+            naps.append(was_woken)
+            if len(naps) == 10:
+                finish_sent(db, (foreign, 1))
+            return was_woken
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        if message.payload == "first":
+            enqueue(db, payload="second", coalesce_key="k")
+
+    foreign = enqueue(db)
+    assert ids_in_flight(claim(db, worker="another")) == [foreign]
+    enqueue(db, payload="first", coalesce_key="k")
+    monkeypatch.setattr(Store, "claim", count_claim)
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await NappingWorker(outbox).drain()
+    assert [row.state for row in rows_of(db)] == ["sent"] * 3
+    assert len(naps) == 10
+    assert naps.count(True) <= 2
+    assert claim_count <= 2 * len(naps)
+
+
+# --- outcomes ---------------------------------------------------------------------------------------------------------
+
+
+class BouncedError(Permanent):
+    """An outcome that does not call its base."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+
+class UnprintableError(Exception):
+    """Cannot even say what it is."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def _asked_to_wait(retry_after: object) -> Transient:
+    outcome = Transient("busy")
+    outcome.retry_after = cast("float", retry_after)
+    return outcome
+
+
+UNREADABLE: dict[str, tuple[Callable[[], Outcome], str, str]] = {
+    "text for seconds": (
+        lambda: Transient("busy", retry_after=cast("float", "soon")),
+        "pending",
+        "ValueError: could not convert string to float: 'soon'",
+    ),
+    "more seconds than a float holds": (
+        lambda: Transient("busy", retry_after=10**400),
+        "pending",
+        "OverflowError: int too large to convert to float",
+    ),
+    "text set afterwards": (lambda: _asked_to_wait("soon"), "failed", "the outcome cannot be read: TypeError: "),
+    "too much set afterwards": (
+        lambda: _asked_to_wait(10**400),
+        "failed",
+        "the outcome cannot be read: OverflowError: ",
+    ),
+    "a base that was not called": (lambda: BouncedError(550), "failed", "the outcome cannot be read: "),
+    "an error that cannot be printed": (
+        lambda: Permanent(cast("str", UnprintableError())),
+        "failed",
+        "the outcome cannot be read: RuntimeError: no text",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+async def test_an_outcome_that_cannot_be_read_ends_its_own_message_and_the_others_are_delivered(
+    outbox: Outbox, db: psycopg.Connection, name: str
+) -> None:
+    make, state, error = UNREADABLE[name]
+
+    @outbox.handler("greet", retry=MUCH_LATER)
+    async def greet(message: Message, ctx: Context) -> Outcome:
+        return make() if message.payload == "bad" else Sent()
+
+    before, bad, after = enqueue(db), enqueue(db, payload="bad"), enqueue(db)
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await Worker(outbox).run_once()
+    assert [row.state for row in rows_of(db, before, bad, after)] == ["sent", state, "sent"]
+    assert (row_of(db, bad).last_error or "").startswith(error)
+
+
+HOLDS = "outcome unknown"
+
+
+async def test_an_attempt_that_timed_out_is_held_for_a_person_where_the_handler_asks_for_it(
+    outbox: Outbox, db: psycopg.Connection
+) -> None:
+    @outbox.handler("greet", on_unknown="hold", timeout=0.05)
+    async def greet(message: Message, ctx: Context) -> None:
+        await asyncio.Event().wait()
+
+    message_id = enqueue(db)
+    await Worker(outbox).run_once()
+    row = row_of(db, message_id)
+    assert (row.state, row.attempt_count) == ("failed", 1)
+    assert HOLDS in (row.last_error or "")
+
+
+async def test_an_attempt_that_is_stopped_with_its_worker_is_held_for_a_person_where_the_handler_asks_for_it(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    outbox = Outbox(settings_for(dsn, shutdown_grace_seconds=0))
+    started = asyncio.Event()
+
+    @outbox.handler("greet", on_unknown="hold")
+    async def greet(message: Message, ctx: Context) -> None:
+        started.set()
+        await asyncio.Event().wait()
+
+    message_id = enqueue(db)
+    async with running(Worker(outbox)):
+        await started.wait()
+    row = row_of(db, message_id)
+    assert (row.state, row.attempt_count) == ("failed", 1)
+    assert HOLDS in (row.last_error or "")
+
+
+class Letter:
+    """Something to be sent."""
+
+    scheme = "letter"
+
+
+class StuckTransport:
+    """Sends at once, but gets stuck with the first try of one message."""
+
+    schemes = ("letter",)
+
+    def __init__(self, stuck_id: int) -> None:
+        self.sent: list[int] = []
+        self.is_stuck = asyncio.Event()
+        self._stuck_id = stuck_id
+
+    async def send(self, message: Message[object], content: Content) -> Outcome:
+        """Send, or wait for ever."""
+        if message.id == self._stuck_id and not self.is_stuck.is_set():
+            self.is_stuck.set()
+            await asyncio.Event().wait()
+        self.sent.append(message.id)
+        return Sent()
+
+    async def aclose(self) -> None:
+        """Nothing is open."""
+
+
+async def test_what_a_batch_has_sent_before_its_timeout_stays_sent_and_the_rest_is_tried_again(
+    outbox: Outbox, db: psycopg.Connection
+) -> None:
+    # Nothing of this lets the event loop run before the transport is stuck: the timeout cannot come earlier.
+    @outbox.batch_handler("index", timeout=0.05, retry=MUCH_LATER)
+    async def index(messages: Sequence[Message], contexts: Sequence[Context]) -> Sequence[Outcome]:
+        return cast("Sequence[Outcome]", [Letter() for _ in messages])
+
+    ids = [enqueue(db, topic="index") for _ in range(4)]
+    transport = StuckTransport(ids[2])
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await Worker(outbox, transports={"letter": transport}).run_once()
+    assert transport.sent == [ids[0], ids[1], ids[3]]
+    rows = [(row.state, row.attempt_count) for row in rows_of(db, *ids)]
+    assert rows == [("sent", 1), ("sent", 1), ("pending", 1), ("sent", 2)]
+    assert HOLDS in (row_of(db, ids[2]).last_error or "")
+
+
+async def test_what_a_batch_has_sent_before_its_worker_stops_stays_sent_and_the_rest_is_pending(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    outbox = Outbox(settings_for(dsn, shutdown_grace_seconds=0))
+
+    @outbox.batch_handler("index", retry=MUCH_LATER)
+    async def index(messages: Sequence[Message], contexts: Sequence[Context]) -> Sequence[Outcome]:
+        return cast("Sequence[Outcome]", [Letter() for _ in messages])
+
+    ids = [enqueue(db, topic="index") for _ in range(4)]
+    transport = StuckTransport(ids[2])
+    async with running(Worker(outbox, transports={"letter": transport})):
+        await transport.is_stuck.wait()
+    assert transport.sent == ids[:2]
+    assert [row.state for row in rows_of(db, *ids)] == ["sent", "sent", "pending", "pending"]
+
+
+# --- coalescing -------------------------------------------------------------------------------------------------------
+
+
+class Overtaking:
+    """A claim that has chosen an older message, and waits in the index of what is in flight because of another key,
+    while a newer message is enqueued, claimed, delivered and finished."""
+
+    def __init__(self, connect: Connect) -> None:
+        self._db, self._gate = connect(autocommit=True), connect()
+        enqueue(self._db, coalesce_key="a")
+        (in_the_way,) = claim(self._gate)
+        assert in_the_way.coalesce_key == "a"
+        self.other = enqueue(self._db, coalesce_key="a")
+        self.older = enqueue(self._db, coalesce_key="m")
+        self.newer = 0
+
+    async def happen(self, claiming: asyncio.Task[list[ClaimedRow]] | asyncio.Task[None]) -> None:
+        """Overtake the claim that the task makes, and let it go on."""
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await until_blocked(self._db, cast("asyncio.Task[object]", claiming))
+        self.newer = enqueue(self._db, coalesce_key="m")
+        assert ids_in_flight(claim(self._db, worker="another")) == [self.newer]
+        assert finish_sent(self._db, (self.newer, 1)) == {self.newer}
+        self._gate.rollback()
+
+
+async def test_a_claim_tells_of_an_older_message_that_a_newer_one_has_overtaken(dsn: str, connect: Connect) -> None:
+    overtaking = Overtaking(connect)
+    store = Store(settings_for(dsn, lock_timeout_seconds=PATIENCE_SECONDS), worker="slow")
+    claiming = asyncio.create_task(
+        store.claim(
+            "default",
+            topics=["greet"],
+            hold_topics=[],
+            fresh_limit=10,
+            total=10,
+            fresh_floor=None,
+            retry_floor=None,
+        )
+    )
+    try:
+        await overtaking.happen(claiming)
+        rows = {row.id: row for row in await claiming}
+    finally:
+        await store.close()
+    assert (rows[overtaking.other].state, rows[overtaking.other].superseded) == ("sending", False)
+    assert (rows[overtaking.older].state, rows[overtaking.older].superseded) == ("sending", True)
+
+
+async def test_an_older_message_that_a_newer_one_has_overtaken_is_skipped(dsn: str, connect: Connect) -> None:
+    overtaking = Overtaking(connect)
+    outbox = Outbox(settings_for(dsn, lock_timeout_seconds=PATIENCE_SECONDS))
+    receiver = Receiver(outbox)
+    run = asyncio.create_task(Worker(outbox).run_once())
+    await overtaking.happen(run)
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await run
+    assert receiver.delivered == [overtaking.other]
+    row = row_of(connect(), overtaking.older)
+    assert (row.state, row.superseded_by) == ("skipped", overtaking.newer)
+
+
+def test_two_claims_that_meet_the_same_keys_in_opposite_order_do_not_wait_for_each_other(
+    db: psycopg.Connection, connect: Connect
+) -> None:
+    """Both have chosen the same three keys and stand at the middle one, or before the first, when it becomes free."""
+    gate, there, back = connect(), connect(autocommit=True), connect(autocommit=True)
+    enqueue(db, queue="gate", coalesce_key="b")
+    for queue, keys in (("there", "abc"), ("back", "cba")):
+        for key in keys:
+            enqueue(db, queue=queue, coalesce_key=key)
+    # As if each claim had begun before the other's messages were enqueued: nothing is superseded.
+    db.execute("UPDATE pgoutbox.coalesce SET newest_id = 0")
+    assert len(claim(gate, queue="gate")) == 1
+    with ThreadPoolExecutor(2) as threads:
+        claims = []
+        for connection, queue in ((there, "there"), (back, "back")):
+            claims.append(threads.submit(claim, connection, queue=queue))
+            races.until_blocked(db, connection, claims[-1])
+        gate.rollback()
+        first, second = claims
+        assert [row.coalesce_key for row in first.result()] == ["a", "b", "c"]
+        with pytest.raises(psycopg.errors.UniqueViolation) as caught:
+            second.result()
+    assert caught.value.diag.constraint_name == "message_live_in_flight"
+
+
+# --- sessions ---------------------------------------------------------------------------------------------------------
+
+LOOK_AT_SESSION = "SELECT current_setting('statement_timeout'), current_setting('search_path')"
+CHANGE_SESSION = "SET statement_timeout = '54321ms'; SET search_path = nowhere"
+
+
+@pytest.mark.parametrize("kind", ["async", "sync"])
+async def test_what_a_transactional_handler_sets_in_its_session_does_not_reach_the_next_one(
+    dsn: str, db: psycopg.Connection, kind: str
+) -> None:
+    outbox = Outbox(settings_for(dsn, concurrency=1))
+    seen: list[tuple[int, bool, object]] = []
+
+    if kind == "async":
+
+        @outbox.handler("greet", transactional=True, retry=MUCH_LATER)
+        async def greet(message: Message, ctx: Context) -> None:
+            connection = ctx.connection
+            looked = await (await connection.execute(LOOK_AT_SESSION)).fetchone()
+            seen.append((connection.info.backend_pid, connection.autocommit, looked))
+            if message.payload == "autocommit":
+                await connection.rollback()
+                await connection.set_autocommit(True)
+            await connection.execute(CHANGE_SESSION)
+
+    else:
+
+        @outbox.handler("greet", transactional=True, retry=MUCH_LATER)
+        def greet_in_thread(message: Message, ctx: SyncContext) -> None:
+            connection = ctx.connection
+            looked = connection.execute(LOOK_AT_SESSION).fetchone()
+            seen.append((connection.info.backend_pid, connection.autocommit, looked))
+            if message.payload == "autocommit":
+                connection.rollback()
+                connection.autocommit = True
+            connection.execute(CHANGE_SESSION)
+
+    ids = [enqueue(db, payload=payload) for payload in ("autocommit", "transaction", "transaction")]
+    await Worker(outbox).run_once()
+    assert [row.state for row in rows_of(db, *ids)] == ["pending", "sent", "sent"]
+    (pid, _, _), *_ = seen
+    assert seen == [(pid, False, db.execute(LOOK_AT_SESSION).fetchone())] * 3
+
+
+HOSTILE: dict[str, str] = {
+    "no attempts": "INSERT INTO pgoutbox.message_live (topic, payload, max_attempts) VALUES ('greet', '1', 0)",
+    "no attempts left": "INSERT INTO pgoutbox.message_live (topic, payload, attempt_budget) VALUES ('greet', '1', 0)",
+    "created before our era": (
+        "INSERT INTO pgoutbox.message_live (topic, payload, created_at) VALUES ('greet', '1', '4000-01-01 BC')"
+    ),
+    "created never": "INSERT INTO pgoutbox.message_live (topic, payload, created_at) VALUES ('greet', '1', 'infinity')",
+    "due before our era": (
+        "INSERT INTO pgoutbox.message_live (topic, payload, available_at) VALUES ('greet', '1', '4000-01-01 BC')"
+    ),
+    "due never": "INSERT INTO pgoutbox.message_live (topic, payload, available_at) VALUES ('greet', '1', 'infinity')",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_row_that_no_worker_could_read_is_refused_though_it_is_written_by_hand(
+    rolled_back: psycopg.Connection, name: str
+) -> None:
+    with pytest.raises(psycopg.errors.CheckViolation) as caught:
+        rolled_back.execute(HOSTILE[name].encode())
+    assert caught.value.diag.constraint_name == "message_live_sound"
+
+
+@pytest.fixture
+def pooled_dsn(dsn: str, server: Server) -> Iterator[str]:
+    """DSN of the test's database through pgbouncer, which gives every transaction the same one session."""
+    program = shutil.which("pgbouncer", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+    if program is None:
+        server_missing("no pgbouncer")
+    command = [program]
+    with tempfile.TemporaryDirectory(prefix="pgoutbox-pgbouncer-") as name:
+        directory = Path(name)
+        if os.getuid() == 0:
+            # It refuses to run as root. The embedded server's socket is open to root and to `nobody` only.
+            command += ["-u", "nobody"]
+            os.chown(directory, pwd.getpwnam("nobody").pw_uid, -1)
+        password = f" password={server.password}" if server.password else ""
+        (directory / "users.txt").write_text(f'"{server.user}" ""\n')
+        (directory / "pgbouncer.ini").write_text(
+            f"""
+[databases]
+* = host={server.host} port={server.port} user={server.user}{password}
+[pgbouncer]
+listen_addr =
+unix_socket_dir = {directory}
+listen_port = 6432
+auth_type = any
+auth_file = {directory}/users.txt
+pool_mode = transaction
+default_pool_size = 1
+log_connections = 0
+log_disconnections = 0
+log_stats = 0
+"""
+        )
+        command.append(str(directory / "pgbouncer.ini"))
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as bouncer:
+            try:
+                told = []
+                for line in bouncer.stderr or ():
+                    told.append(line)
+                    if "process up" in line:
+                        break
+                else:
+                    server_missing(f"pgbouncer does not run: {''.join(told)}")
+                place = urlencode({"host": name, "port": 6432})
+                database = psycopg.conninfo.conninfo_to_dict(dsn)["dbname"]
+                yield f"postgresql://{quote(server.user, safe='')}@/{database}?{place}"
+            finally:
+                bouncer.terminate()
+
+
+def session_of_pool(pooled_dsn: str) -> tuple[int, list[tuple[str, str]], list[tuple[str]]]:
+    """The pool's one session: its process number, what is set in it and what is prepared in it."""
+    with psycopg.connect(pooled_dsn, prepare_threshold=None, application_name="pgoutbox test") as connection:
+        ((pid,),) = connection.execute("SELECT pg_backend_pid()").fetchall()
+        settings = connection.execute(
+            "SELECT name, setting FROM pg_settings WHERE source = 'session' ORDER BY name"
+        ).fetchall()
+        return pid, settings, connection.execute("SELECT name FROM pg_prepared_statements").fetchall()
+
+
+async def test_a_listener_behind_a_pooler_is_warned_of_and_leaves_nothing_in_the_pools_session(
+    pooled_dsn: str, db: psycopg.Connection
+) -> None:
+    outbox = Outbox(settings_for(pooled_dsn, sweep_seconds=0.1))
+    receiver, worker = Receiver(outbox), SleepingWorker(outbox)
+    before = session_of_pool(pooled_dsn)
+    async with running(worker):
+        await worker.sleeping.wait()
+        message_id = enqueue(db)
+        await receiver.has_all.wait()
+    assert session_of_pool(pooled_dsn) == before
+    assert state_of(db, message_id) == State.SENT
+    assert worker.telemetry.counts[Event.LISTENER_POOLED] == 1
+
+
+async def test_with_a_listener_of_its_own_a_worker_behind_a_pooler_is_woken_by_a_commit(
+    dsn: str, pooled_dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PGOUTBOX_LISTEN_DSN", dsn)
+    outbox = Outbox(settings_for(pooled_dsn))
+    receiver, worker = Receiver(outbox), SleepingWorker(outbox)
+    before = session_of_pool(pooled_dsn)
+    async with running(worker):
+        await worker.sleeping.wait()
+        message_id = enqueue(db)
+        await receiver.has_all.wait()
+    assert session_of_pool(pooled_dsn) == before
+    assert state_of(db, message_id) == State.SENT
+    assert worker.telemetry.counts[Event.LISTENER_POOLED] == 0
