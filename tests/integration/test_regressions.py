@@ -580,7 +580,7 @@ def session_of_pool(pooled_dsn: str) -> tuple[int, list[tuple[str, str]], list[t
         return pid, settings, connection.execute("SELECT name FROM pg_prepared_statements").fetchall()
 
 
-async def test_a_listener_behind_a_pooler_is_warned_of_and_leaves_nothing_in_the_pools_session(
+async def test_a_listener_behind_a_pooler_is_warned_of_and_leaves_no_settings_in_the_pools_session(
     pooled_dsn: str, db: psycopg.Connection
 ) -> None:
     outbox = Outbox(settings_for(pooled_dsn, sweep_seconds=0.1))
