@@ -51,7 +51,7 @@ class Doorbell:
         self._lost = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._watched_fd: int | None = None
-        self._warned_of_pooler = False
+        self._is_pooled = False
 
     @property
     def is_up(self) -> bool:
@@ -151,8 +151,8 @@ class Doorbell:
         connection, is_direct = await connect(self._dsn, self._settings, purpose="listen")
         if is_direct:
             await prepare_session(connection, self._settings)
-        elif not self._warned_of_pooler:
-            self._warned_of_pooler = True
+        elif not self._is_pooled:
+            self._is_pooled = True
             self._telemetry.report(
                 logging.WARNING,
                 Event.LISTENER_POOLED,
@@ -177,6 +177,9 @@ class Doorbell:
         self._armed.clear()
         if connection is not None:
             with contextlib.suppress(psycopg.Error, OSError):
+                if self._is_pooled and not connection.closed:
+                    async with asyncio.timeout(self._settings.probe_timeout_seconds):
+                        await connection.execute(sql.UNLISTEN, prepare=False)  # The session lives on in the pool.
                 await connection.close()
 
     async def _keep_alive(self) -> None:

@@ -87,6 +87,7 @@ class Slots:
         self._slots: list[_Slot] = []
         self._idle: deque[asyncio.Future[None]] = deque()
         self._waking = False
+        self._stopping = False
         self._timer: asyncio.TimerHandle | None = None
         self.longest_wait_seconds = 0.0
 
@@ -119,6 +120,7 @@ class Slots:
 
     async def stop(self) -> None:
         """Cancel what is running, which releases it, and end the slots."""
+        self._stopping = True
         if self._timer is not None:
             self._timer.cancel()
         self.give_back()
@@ -147,7 +149,7 @@ class Slots:
         task = asyncio.current_task()
         slot = next(slot for slot in self._slots if slot.task is task)
         loop = asyncio.get_running_loop()
-        while True:
+        while not self._stopping:
             self._waking = False
             turn_ends_at = loop.time() + _TURN_SECONDS
             while self._ready:
@@ -159,9 +161,10 @@ class Slots:
                 if loop.time() > turn_ends_at:
                     await asyncio.sleep(0)  # Lets claims, finishes and the doorbell have their turn.
                     turn_ends_at = loop.time() + _TURN_SECONDS
-            waiter = loop.create_future()
-            self._idle.append(waiter)
-            await waiter
+            if not self._stopping:
+                waiter = loop.create_future()
+                self._idle.append(waiter)
+                await waiter
 
     async def _attempt(self, slot: _Slot, work: Work) -> None:
         first = work[0]

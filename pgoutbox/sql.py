@@ -650,6 +650,8 @@ WHERE m.state = 'sending' AND m.attempt_count = a.attempt_count
 
 LISTEN: Final[LiteralString] = "LISTEN pgoutbox"
 
+UNLISTEN: Final[LiteralString] = "UNLISTEN pgoutbox"
+
 # One answer per queue: armed; sleeper, when another worker has the bell; producers, when enqueuing transactions hold
 # it, and the worker must look again until they have committed.
 ARM: Final[LiteralString] = """

@@ -59,7 +59,7 @@ _LISTENER_DOWN_SWEEP_SECONDS = 1.0
 _FOREIGN_WORK_SECONDS = 1.0
 _PATIENCE_SECONDS = 0.1
 _RING_SECONDS = 1.0
-_CLOCK_SLACK_SECONDS = 0.002
+_ROUND_TRIP_SECONDS = 0.002
 _STUBBORN_CONFLICTS = 3
 _FRUITLESS_WAKES = 20
 _FRUITLESS_PAUSE_SECONDS = 0.05
@@ -499,10 +499,18 @@ class Worker:
             await self._sleep(limit if due is None else min(limit, due))
 
     async def _next_due_seconds(self) -> float | None:
-        # What fell due since the last claim began is in neither answer unless it is asked for.
-        return await self._store.next_due_seconds(
-            self._queue_names, since_seconds=elapsed_clock() - self._looked_at + _CLOCK_SLACK_SECONDS
-        )
+        # What fell due since the last claim began is in neither answer unless it is asked for; and the question may
+        # reach the server later than it was asked.
+        slack = _ROUND_TRIP_SECONDS
+        while True:
+            asked_at = elapsed_clock()
+            due = await self._store.next_due_seconds(
+                self._queue_names, since_seconds=asked_at - self._looked_at + slack
+            )
+            took = elapsed_clock() - asked_at
+            if took <= slack or (due is not None and due <= 0):
+                return due
+            slack = 2 * took
 
     async def _sleep(self, seconds: float) -> bool:
         """Sleep until woken; False if the time ran out before that."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tests.conftest import Connect, Server
 
 DAY = timedelta(days=1)
+UNUSED_ID = 2**40  # Ids of the shared database grow with every test.
 
 
 def row_of(connection: psycopg.Connection, message_id: int) -> tuple[object, ...]:
@@ -167,8 +168,8 @@ class TestShow:
         assert columns == {*maintenance.ShownMessage._fields, "attempt_budget"}
 
     def test_a_missing_message_is_named(self, rolled_back: psycopg.Connection) -> None:
-        with pytest.raises(MessageNotFoundError, match="no such message: 4711"):
-            maintenance.show_message(rolled_back, 4711)
+        with pytest.raises(MessageNotFoundError, match=f"no such message: {UNUSED_ID}"):
+            maintenance.show_message(rolled_back, UNUSED_ID)
 
     def test_redact_hides_what_is_kept_under_a_telling_name(self) -> None:
         assert maintenance.redact({"a": [{"Access-Token": ["x"], "to": "ada"}], "password": None}) == {
@@ -226,8 +227,8 @@ class TestRedrive:
 
     def test_each_id_has_its_own_answer(self, rolled_back: psycopg.Connection) -> None:
         failed, sent = put(rolled_back, State.FAILED), put(rolled_back, State.SENT)
-        answers = maintenance.redrive(rolled_back, [4711, sent, failed, failed])
-        assert [(a.id, a.refusal is None) for a in answers] == [(failed, True), (sent, False), (4711, False)]
+        answers = maintenance.redrive(rolled_back, [UNUSED_ID, sent, failed, failed])
+        assert [(a.id, a.refusal is None) for a in answers] == [(failed, True), (sent, False), (UNUSED_ID, False)]
         assert answers[2].refusal == "no such message"
 
     def test_it_does_not_wait_for_a_locked_message(self, operator: psycopg.Connection, connect: Connect) -> None:
@@ -318,8 +319,8 @@ class TestResend:
                 resent.result()
 
     def test_a_missing_message_is_named(self, rolled_back: psycopg.Connection) -> None:
-        with pytest.raises(MessageNotFoundError, match="4711"):
-            maintenance.resend(rolled_back, 4711)
+        with pytest.raises(MessageNotFoundError, match=str(UNUSED_ID)):
+            maintenance.resend(rolled_back, UNUSED_ID)
 
     def test_the_statement_itself_copies_nothing_else(self, rolled_back: psycopg.Connection) -> None:
         refused = [put(rolled_back, state) for state in set(State) - {State.SENT}]
@@ -345,7 +346,7 @@ class TestCancel:
         assert maintenance.cancel(rolled_back, message_id) == (message_id, result)
 
     def test_a_missing_message_is_answered(self, rolled_back: psycopg.Connection) -> None:
-        assert maintenance.cancel(rolled_back, 4711).result == "missing"
+        assert maintenance.cancel(rolled_back, UNUSED_ID).result == "missing"
 
     def test_a_key_stands_for_its_message(self, rolled_back: psycopg.Connection) -> None:
         put(rolled_back, State.SENT, coalesce_key="k")
