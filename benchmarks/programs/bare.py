@@ -16,7 +16,9 @@ from benchmarks.options import TOPIC
 from benchmarks.programs.lifeline import Meter, hold_lifeline
 from pgoutbox import sql
 from pgoutbox.settings import load_settings
-from pgoutbox.store import NO_FLOOR, timeouts
+from pgoutbox.store import NO_FLOOR, ClaimedRow, timeouts
+
+DUE_AT = ClaimedRow._fields.index("due_at")
 
 
 def main(batch_size: int) -> int:
@@ -49,7 +51,7 @@ def main(batch_size: int) -> int:
             rows = cursor.fetchall()
             if not rows and floor == NO_FLOOR:
                 break
-            floor = max((row[-1], row[0]) for row in rows) if len(rows) == batch_size else NO_FLOOR
+            floor = max((row[DUE_AT], row[0]) for row in rows) if len(rows) == batch_size else NO_FLOOR
             if rows:
                 parameters = {"ids": [row[0] for row in rows], "attempt_counts": [row[6] for row in rows]}
                 cursor.execute(sql.FINISH_SENT_IF_HELD, parameters, prepare=True)
