@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test check bench docs clean
+.PHONY: help demo test check bench soak docs clean
 help: ## Show the commands
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
 
@@ -28,6 +28,12 @@ check: $(STAMP) ## Format, lint, types, layers
 
 bench: $(STAMP) ## Measure, side by side, and print ratios
 	$(BIN)/python -m benchmarks
+
+EXAMPLES ?= 1500
+PEOPLE ?= 2000
+soak: $(STAMP) ## Compare EXAMPLES random histories with the model, then play the demo with PEOPLE people
+	PGOUTBOX_TEST_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -q tests/integration/test_state_machine.py
+	$(BIN)/pgoutbox demo --people $(PEOPLE)
 
 docs: $(STAMP) ## Bring the generated pages of docs/reference up to date
 	$(BIN)/python -m docs.generate

@@ -49,8 +49,6 @@ GENERATED: Final = frozenset(DOCS.glob("reference/*.md"))
 PAGES: Final = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples/README.md", *DOCS.rglob("*.md")])
 WRITTEN: Final = [page for page in PAGES if page not in GENERATED]
 
-# Written from measurements, at the end.
-EXPECTED_LATER: Final = frozenset({DOCS / "explanation/performance.md"})
 # Used by a snippet, and needed by nothing in this repository.
 NOT_INSTALLED: Final = frozenset({"httpx"})
 
@@ -128,8 +126,6 @@ def test_links_lead_somewhere(page: Path) -> None:
             continue
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
-        if target in EXPECTED_LATER:
-            continue
         if not target.exists() or (anchor and anchor not in anchors_of(target)):
             broken.append(link)
     assert broken == []
