@@ -424,7 +424,7 @@ def test_the_callers_search_path_changes_nothing(rolled_back: psycopg.Connection
     assert again == Enqueued(one.id, True)
     for name, key in keyed.items():
         target: dict[str, str] = {name: key}
-        assert outbox.cancel(rolled_back, topic="mail", **target) is CancelResult.CANCELLED  # type: ignore[arg-type]
+        assert outbox.cancel(rolled_back, topic="mail", **target) is CancelResult.CANCELLED  # type: ignore[arg-type] # keys by name
     rolled_back.execute("SET LOCAL search_path = pg_catalog")
     assert (
         scalar(rolled_back, "SELECT count(*) FROM pgoutbox.message WHERE id = ANY (%s)", [first, one.id, other.id]) == 3
