@@ -150,7 +150,7 @@ class TestAlone:
         assert migrate.current(empty_dsn) == migrate.head()
 
     def test_defaults_of_the_role_do_not_matter(self, dsn: str, empty_dsn: str) -> None:
-        options = "-c search_path=pg_temp -c default_transaction_isolation=serializable -c statement_timeout=1"
+        options = "-c search_path=pg_temp -c default_transaction_isolation=serializable -c statement_timeout=25"
         migrate.upgrade(f"{empty_dsn}&options={quote(options)}")
         assert catalog(empty_dsn) == catalog(dsn)
 
