@@ -150,7 +150,17 @@ class TestAlone:
         assert migrate.current(empty_dsn) == migrate.head()
 
     def test_defaults_of_the_role_do_not_matter(self, dsn: str, empty_dsn: str) -> None:
-        options = "-c search_path=pg_temp -c default_transaction_isolation=serializable -c statement_timeout=25"
+        with psycopg.connect(empty_dsn, autocommit=True) as connection:
+            # One statement that takes longer than the role allows, however fast or slow the machine is.
+            connection.execute(
+                "CREATE FUNCTION public.linger() RETURNS event_trigger LANGUAGE plpgsql "
+                "AS 'BEGIN PERFORM pg_sleep(0.5); END'"
+            )
+            connection.execute(
+                "CREATE EVENT TRIGGER linger ON ddl_command_start WHEN TAG IN ('CREATE SEQUENCE') "
+                "EXECUTE FUNCTION public.linger()"
+            )
+        options = "-c search_path=pg_temp -c default_transaction_isolation=serializable -c statement_timeout=250"
         migrate.upgrade(f"{empty_dsn}&options={quote(options)}")
         assert catalog(empty_dsn) == catalog(dsn)
 
