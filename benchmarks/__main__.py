@@ -1,4 +1,4 @@
-"""python -m benchmarks [scenario ...] [--quick] [--json FILE] [--dsn DSN]"""
+"""python -m benchmarks [scenario ...] [--quick] [--json FILE] [--report PAGE] [--dsn DSN]"""
 
 from __future__ import annotations
 
@@ -6,37 +6,49 @@ import argparse
 import dataclasses
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from benchmarks import bulk, doorbell, drain, explain, idle, latency
+from benchmarks import bulk, doorbell, drain, explain, handlers, idle, latency, load, peers, single
 from benchmarks.options import QUICK, Options
-from benchmarks.report import Result, machine_facts, show, write_json
+from benchmarks.publish import TEMPLATE, publish, read_results
+from benchmarks.report import Result, document_of, machine_facts, show, write_json
 from benchmarks.server import Server, running_server
+from benchmarks.systems import versions
 
 Scenario = Callable[[Server, Options], Result]
 
 SCENARIOS: Mapping[str, Scenario] = {
     "doorbell": doorbell.run,
     "drain": drain.run,
+    "handlers": handlers.run,
+    "lanes": handlers.run_lanes,
+    "peers": peers.run,
     "latency": latency.run,
+    "load": load.run,
     "idle": idle.run,
+    "enqueue_one": single.run,
     "enqueue_many": bulk.run,
     "explain": explain.run,
 }
 # Not part of a run without arguments: it only finds the settings that the others use.
-EXTRA_SCENARIOS: Mapping[str, Scenario] = {"pgqueuer-settings": drain.run_settings}
+EXTRA_SCENARIOS: Mapping[str, Scenario] = {"peer-settings": peers.run_settings}
 
 
 def main() -> int:
     """Run the scenarios. 0 when they ran, whatever their verdicts; 130 when interrupted."""
     scenarios = {**SCENARIOS, **EXTRA_SCENARIOS}
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure pgoutbox beside its peers.")
-    parser.add_argument("scenario", nargs="*", help=f"{', '.join(scenarios)}; the first six if none is named")
+    parser.add_argument("scenario", nargs="*", help=f"{', '.join(scenarios)}; all but the last if none is named")
     parser.add_argument("--quick", action="store_true", help="small sizes: shows that it works, not how fast")
     parser.add_argument("--rounds", type=int, help="rounds of the alternating scenarios")
+    parser.add_argument("--finished", type=int, metavar="N", help="finished messages beside which drain is measured")
     parser.add_argument("--idle-seconds", type=float, help="how long the idle workers are left alone")
     parser.add_argument("--dsn", help="a server to measure on, by a superuser's DSN, instead of the embedded one")
+    parser.add_argument(
+        "--report", type=Path, metavar="PAGE", help="also write this page from the results, with plots in img beside it"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything to this file")
     arguments = parser.parse_args()
     unknown = [name for name in arguments.scenario if name not in scenarios]
@@ -44,13 +56,16 @@ def main() -> int:
         parser.error(f"unknown scenario {', '.join(unknown)}; known: {', '.join(scenarios)}")
     options = QUICK if arguments.quick else Options()
     if arguments.rounds is not None:
-        options = dataclasses.replace(options, rounds=max(1, arguments.rounds))
+        options = dataclasses.replace(options, rounds=max(1, arguments.rounds), peer_rounds=max(1, arguments.rounds))
+    if arguments.finished is not None:
+        options = dataclasses.replace(options, finished_messages=max(0, arguments.finished))
     if arguments.idle_seconds is not None:
         options = dataclasses.replace(options, idle_seconds=arguments.idle_seconds)
 
     # A terminated run cleans up like an interrupted one.
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    results = []
+    results: list[Result] = []
+    document: dict[str, object] = {}
     try:
         with running_server(arguments.dsn) as server:
             machine = machine_facts(server.version)
@@ -59,11 +74,19 @@ def main() -> int:
                 result = scenarios[name](server, options)
                 show(result)
                 results.append(result)
+                if arguments.json is not None or arguments.report is not None:
+                    document = document_of(machine, versions(), results, quick=arguments.quick)
                 if arguments.json is not None:
-                    write_json(arguments.json, machine, results)
+                    write_json(arguments.json, document)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    if arguments.report is not None:
+        # By way of JSON, so that the page is the same as one made later from the file.
+        with tempfile.TemporaryDirectory() as directory:
+            path = arguments.json or Path(directory) / "results.json"
+            write_json(path, document)
+            publish(read_results(path), arguments.report, TEMPLATE.read_text(encoding="utf-8"))
     return 0
 
 

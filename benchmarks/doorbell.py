@@ -42,7 +42,11 @@ _Key = tuple[int, str, str]
 
 
 def run(server: Server, options: Options) -> Result:
-    """Alternate the variants within each condition; every measurement starts from empty tables."""
+    """Alternate the variants within each round of a condition, which starts from empty tables.
+
+    The rounds are short and the ratios are of the measurements of one round, because a shared machine changes its pace
+    from one second to the next.
+    """
     rates: dict[_Key, list[float]] = defaultdict(list)
     delivered: dict[_Key, list[float]] = defaultdict(list)
     ran_dry = 0
@@ -58,15 +62,15 @@ def run(server: Server, options: Options) -> Result:
                 for condition in CONDITIONS:
                     shift = round_number % len(SCRIPTS)
                     variants = list(SCRIPTS)
-                    for variant in variants[shift:] + variants[:shift]:
-                        key = (clients, condition, variant)
-                        with _prepared(dsn, connection, condition, options):
+                    with _prepared(dsn, connection, condition, options):
+                        for variant in variants[shift:] + variants[:shift]:
+                            key = (clients, condition, variant)
                             before = _sent_count(connection)
                             began_at = time.monotonic()
                             rates[key].append(_pgbench(dsn, Path(directory) / variant, clients, options))
                             seconds = time.monotonic() - began_at
                             delivered[key].append((_sent_count(connection) - before) / seconds)
-                            ran_dry += CONDITIONS[condition] is not None and _backlog_is_gone(connection)
+                        ran_dry += CONDITIONS[condition] is not None and _backlog_is_gone(connection)
     return _result(rates, delivered, ran_dry, options)
 
 
@@ -112,15 +116,17 @@ def _pgbench(dsn: str, script: Path, clients: int, options: Options) -> float:
             f"--client={clients}",
             f"--jobs={_THREADS}",
             f"--time={options.pgbench_seconds}",
+            "--progress=1",
             f"--file={script}",
         ],
         dsn=dsn,
         timeout=options.pgbench_seconds + 60,
     )
-    found = re.search(r"^tps = ([0-9.]+)", output, re.MULTILINE)
-    if found is None:
+    per_second = [float(found) for found in re.findall(r"^progress: .*? ([0-9.]+) tps", output, re.MULTILINE)]
+    if len(per_second) < 2:
         raise RuntimeError(f"pgbench did not say its tps: {output}")
-    return float(found[1])
+    # In the first second the sessions begin, and each plans the statement and compiles the function.
+    return median(per_second[1:])
 
 
 def _result(

@@ -1,13 +1,13 @@
 """Drain: how fast one process delivers a backlog, one async handler call per message.
 
 pgoutbox beside PgQueuer at its best settings, and beside its own two statements in a bare loop, which is the limit;
-then the same with a pinned xmin horizon and with a long history.
+then the same with a pinned xmin horizon, a long history, many scheduled messages and coalesce keys.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import psycopg
@@ -15,10 +15,10 @@ import psycopg
 from benchmarks.options import TOPIC, Options
 from benchmarks.processes import answer_of
 from benchmarks.report import Result, Table, Verdict, median, ratio_of_rounds
-from benchmarks.server import Server, empty_outbox, load_pending, load_sent, settle
+from benchmarks.server import Server, empty_outbox, load_keyed, load_pending, load_scheduled, load_sent, settle
 from pgoutbox.settings import load_settings
 
-# Found with the scenario `pgqueuer-settings`; its documentation advises a larger batch for short jobs, and a direct
+# Found with the scenario `peer-settings`; its documentation advises a larger batch for short jobs, and a direct
 # connection rather than a pool for the consumer.
 PGQUEUER_BATCH_SIZE = 500
 PGQUEUER_DRIVER = "connection"
@@ -27,6 +27,7 @@ PGQUEUER_SETTINGS = (
     "concurrency default (unlimited), mode=drain"
 )
 
+_PER_KEY = 10
 _MESSAGE_TABLES = ("pgoutbox.message_live", "pgoutbox.coalesce", "pgoutbox.queue")
 
 
@@ -39,10 +40,10 @@ class _Runs:
     claims: list[float] = field(default_factory=list)
     finishes: list[float] = field(default_factory=list)
 
-    def add(self, answer: Mapping[str, object], count: int) -> None:
+    def add(self, answer: Mapping[str, object], count: int, handled: int) -> None:
         numbers = {name: float(value) for name, value in answer.items() if isinstance(value, (int, float))}
-        if numbers["handled_count"] != count:
-            raise RuntimeError(f"{numbers['handled_count']:.0f} of {count} messages were handled")
+        if numbers["handled_count"] != handled:
+            raise RuntimeError(f"{numbers['handled_count']:.0f} of {handled} messages were handled")
         self.rates.append(count / numbers["seconds"])
         self.cpu_microseconds.append(1e6 * numbers["cpu_seconds"] / count)
         self.claims.append(numbers["claim_count"])
@@ -52,26 +53,47 @@ class _Runs:
 def run(server: Server, options: Options) -> Result:
     """Alternate all variants, round by round, in an order that shifts with the round."""
     count = options.drain_messages
-    with server.database() as ours, server.database(migrated=False) as theirs, server.database() as aged:
+    with (
+        server.database() as ours,
+        server.database(migrated=False) as theirs,
+        server.database() as aged,
+        server.database() as booked,
+    ):
         answer_of("peer", "install", dsn=theirs)
         with _session(aged) as connection:
             load_sent(connection, options.finished_messages, topic=TOPIC)
             settle(connection, "pgoutbox.message")
-        with _session(ours) as connection, _session(aged) as aged_connection:
+        with _session(booked) as connection:
+            load_scheduled(connection, options.scheduled_messages, topic=TOPIC)
+            settle(connection, "pgoutbox.message")
+        with (
+            _session(ours) as connection,
+            _session(aged) as aged_connection,
+            _session(booked) as booked_connection,
+        ):
             variants: dict[str, Callable[[], Mapping[str, object]]] = {
                 "pgoutbox": lambda: _drain(ours, connection, count),
-                "pgqueuer": lambda: drain_pgqueuer(theirs, count, PGQUEUER_BATCH_SIZE, PGQUEUER_DRIVER),
+                "pgqueuer": lambda: _drain_pgqueuer(theirs, count, PGQUEUER_BATCH_SIZE, PGQUEUER_DRIVER),
                 "bare loop": lambda: _drain(ours, connection, count, "bare", str(load_settings().batch_size)),
                 "pgoutbox, pinned horizon": lambda: _drain_pinned(ours, connection, count, one_bulk=False),
                 "pgoutbox, pinned horizon, one bulk": lambda: _drain_pinned(ours, connection, count, one_bulk=True),
                 f"pgoutbox, {options.finished_messages:,} finished": lambda: _drain_aged(aged, aged_connection, count),
+                f"pgoutbox, {options.scheduled_messages:,} scheduled": lambda: _drain_booked(
+                    booked, booked_connection, count
+                ),
+                f"pgoutbox, {count:,} coalesce keys": lambda: _drain_keyed(ours, connection, count, per_key=1),
+                f"pgoutbox, {_PER_KEY} of each coalesce key": lambda: _drain_keyed(
+                    ours, connection, count, per_key=_PER_KEY
+                ),
             }
             runs = {name: _Runs() for name in variants}
             for round_number in range(options.rounds):
                 names = list(variants)
                 shift = round_number % len(names)
                 for name in names[shift:] + names[:shift]:
-                    runs[name].add(variants[name](), count)
+                    # Of the messages of one key only the newest is handled; the rate counts all that were worked off.
+                    handled = count // _PER_KEY if name.startswith(f"pgoutbox, {_PER_KEY} of each") else count
+                    runs[name].add(variants[name](), count, handled)
     return _result(runs, options)
 
 
@@ -108,11 +130,30 @@ def _drain_aged(dsn: str, connection: psycopg.Connection[tuple[object, ...]], co
     return answer_of("deliver", "drain", dsn=dsn)
 
 
-def drain_pgqueuer(dsn: str, count: int, batch_size: int, driver: str) -> Mapping[str, object]:
+def _drain_booked(dsn: str, connection: psycopg.Connection[tuple[object, ...]], count: int) -> Mapping[str, object]:
+    # What is scheduled stays, and the round before it is removed.
+    connection.execute("DELETE FROM pgoutbox.message WHERE state = 'sent'")
+    load_pending(connection, count, topic=TOPIC)
+    settle(connection, "pgoutbox.message")
+    return answer_of("deliver", "drain", dsn=dsn)
+
+
+def _drain_keyed(
+    dsn: str, connection: psycopg.Connection[tuple[object, ...]], count: int, *, per_key: int
+) -> Mapping[str, object]:
+    empty_outbox(connection)
+    load_keyed(connection, count, topic=TOPIC, per_key=per_key)
+    settle(connection, *_MESSAGE_TABLES)
+    answer = answer_of("deliver", "drain", dsn=dsn)
+    _check_sent(connection, count // per_key)
+    return answer
+
+
+def _drain_pgqueuer(dsn: str, count: int, batch_size: int, driver: str) -> Mapping[str, object]:
     """Let PgQueuer deliver so many jobs."""
     with _session(dsn) as connection:
         connection.execute("TRUNCATE pgqueuer, pgqueuer_log, pgqueuer_statistics")
-        answer_of("peer", "load", "--count", str(count), dsn=dsn)
+        answer_of("peer", "enqueue", "--count", str(count), dsn=dsn)
         settle(connection, "pgqueuer", "pgqueuer_log")
         answer = answer_of("peer", "drain", "--batch-size", str(batch_size), "--driver", driver, dsn=dsn)
         row = connection.execute("SELECT count(*) FROM pgqueuer_log WHERE status = 'successful'").fetchone()
@@ -172,37 +213,9 @@ def _result(runs: Mapping[str, _Runs], options: Options) -> Result:
         ("pgoutbox / bare loop", "bare loop", 0.7),
     ):
         result.verdicts.append(Verdict(name, ratio_of_rounds(ours, runs[other].rates), target, "at least"))
-    for name, r in list(runs.items())[3:]:
+    # A key costs a look at its newest message at the claim: there is no target for that.
+    for name, r in [(name, r) for name, r in list(runs.items())[3:] if "coalesce" not in name]:
         result.verdicts.append(Verdict(f"{name} / pgoutbox", ratio_of_rounds(r.rates, ours), 0.9, "at least"))
     result.samples = {name: r.rates for name, r in runs.items()}
     result.notes.append("CPU is that of the measured Python process alone, between first claim and last finish.")
     return result
-
-
-def run_settings(server: Server, options: Options) -> Result:
-    """PgQueuer's drain by batch size and driver: where the settings that `drain` uses come from."""
-    candidates: Sequence[tuple[str, int]] = [
-        ("connection", 10),
-        ("connection", 50),
-        ("connection", 100),
-        ("connection", 200),
-        ("connection", 500),
-        ("connection", 1000),
-        ("pool", 50),
-        ("pool", 200),
-        ("pool", 500),
-    ]
-    runs = {candidate: _Runs() for candidate in candidates}
-    with server.database(migrated=False) as dsn:
-        answer_of("peer", "install", dsn=dsn)
-        for _ in range(options.rounds):
-            for driver, batch_size in candidates:
-                answer = drain_pgqueuer(dsn, options.drain_messages, batch_size, driver)
-                runs[driver, batch_size].add(answer, options.drain_messages)
-    rows = [(d, b, median(r.rates), min(r.rates), max(r.rates)) for (d, b), r in runs.items()]
-    return Result(
-        "pgqueuer-settings",
-        settings={"jobs": options.drain_messages, "rounds": options.rounds},
-        tables=[Table("PgQueuer's drain", ("driver", "batch_size", "jobs/s", "slowest", "fastest"), rows)],
-        samples={f"{d}, batch_size={b}": r.rates for (d, b), r in runs.items()},
-    )

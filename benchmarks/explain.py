@@ -36,11 +36,15 @@ def run(server: Server, options: Options) -> Result:
     """Show the generic plan that the worker's sessions use, then time committed claims."""
     result = Result(
         "explain",
-        settings={"finished": options.finished_messages, "pending": options.pending_messages, "batch": _BATCH_SIZE},
+        settings={
+            "finished": options.explain_finished_messages,
+            "pending": options.pending_messages,
+            "batch": _BATCH_SIZE,
+        },
     )
     with server.database() as dsn:
         with psycopg.connect(dsn, autocommit=True) as connection:
-            load_sent(connection, options.finished_messages, topic=TOPIC)
+            load_sent(connection, options.explain_finished_messages, topic=TOPIC)
             load_pending(connection, options.pending_messages, topic=TOPIC)
             settle(connection, "pgoutbox.message")
         with psycopg.connect(dsn, autocommit=True) as connection:

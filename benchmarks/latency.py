@@ -1,53 +1,70 @@
-"""Latency: from a commit to the start of its handler in an idle worker, for pgoutbox and for PgQueuer in the same run.
+"""Latency: from a commit to the start of its handler in an idle worker, for pgoutbox and every peer in the same run.
 
-Producer and worker are processes of their own that share CLOCK_MONOTONIC. The two systems take turns, so that neither
-competes with the other for the cores.
+Producer and worker are processes of their own that share CLOCK_MONOTONIC. The systems take turns, so that none competes
+with another for the cores.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import psycopg
 
-from benchmarks.drain import PGQUEUER_BATCH_SIZE, PGQUEUER_DRIVER
 from benchmarks.options import Options
-from benchmarks.processes import Child, answer_of, child, wait_until
+from benchmarks.processes import Child, answer_of, wait_until
 from benchmarks.report import Result, Table, Verdict, median, percentile
 from benchmarks.server import Server
+from benchmarks.systems import System, available_systems
 
-_PHASES = 4
 _WARM_UP_MESSAGES = 20
 
 
 @dataclass(slots=True)
-class _Delays:
+class Delays:
     """Milliseconds from the COMMIT's answer, and from its sending, to the handler's start."""
 
     from_answer: list[float] = field(default_factory=list)
     from_sending: list[float] = field(default_factory=list)
     missing_count: int = 0
 
+    def add(self, started: Iterable[tuple[int, float]], produced: Iterable[tuple[int, float, float]]) -> None:
+        """Add what a worker noted, and what a producer noted of the messages that count."""
+        started_at = dict(started)
+        for number, sent_at, answered_at in produced:
+            if number not in started_at:
+                self.missing_count += 1
+                continue
+            self.from_answer.append(1e3 * (started_at[number] - answered_at))
+            self.from_sending.append(1e3 * (started_at[number] - sent_at))
+
 
 def run(server: Server, options: Options) -> Result:
-    """Phases of one system and the other in turn, each with a worker that is idle between any two messages."""
-    count = max(1, round(options.latency_rate * options.latency_seconds / _PHASES)) + _WARM_UP_MESSAGES
-    delays = {"pgoutbox": _Delays(), "pgqueuer": _Delays()}
-    with server.database() as ours, server.database(migrated=False) as theirs:
-        answer_of("peer", "install", dsn=theirs)
-        for _ in range(_PHASES):
-            with child("deliver", "stamp", dsn=ours) as worker:
-                wait_until(lambda: _is_armed(ours), what="the worker to arm its bell")
-                _measure(worker, "pgoutbox", ours, options.latency_rate, count, delays["pgoutbox"])
-            arguments = ("--batch-size", str(PGQUEUER_BATCH_SIZE), "--driver", PGQUEUER_DRIVER)
-            with child("peer", "stamp", *arguments, dsn=theirs) as worker:
-                wait_until(_listens(theirs), what="PgQueuer to listen")
-                _measure(worker, "pgqueuer", theirs, options.latency_rate, count, delays["pgqueuer"])
-    return _result(delays, options)
+    """Phases of one system after the other, each with a worker that is idle between any two messages."""
+    systems, notes = available_systems()
+    count = max(1, round(options.latency_rate * options.latency_seconds / options.latency_phases)) + _WARM_UP_MESSAGES
+    delays = {system.name: Delays() for system in systems}
+    with contextlib.ExitStack() as stack:
+        databases = {system.name: stack.enter_context(system.database(server)) for system in systems}
+        for phase in range(options.latency_phases):
+            shift = phase % len(systems)
+            for system in systems[shift:] + systems[:shift]:
+                dsn = databases[system.name]
+                with system.running("stamp", *system.worker, dsn=dsn) as worker:
+                    if system.node:
+                        worker.read()  # It is ready.
+                    wait_until(_is_idle(system, dsn), what=f"{system.name} to wait for work")
+                    _measure(worker, system, dsn, options.latency_rate, count, delays[system.name])
+    return _result(delays, options, notes)
 
 
-def _is_armed(dsn: str) -> bool:
+def _is_idle(system: System, dsn: str) -> Callable[[], bool]:
+    return (lambda: is_armed(dsn)) if system.name == "pgoutbox" else _listens(dsn)
+
+
+def is_armed(dsn: str) -> bool:
+    """Whether a worker of the database sleeps and holds the bell."""
     with psycopg.connect(dsn, autocommit=True) as connection:
         row = connection.execute(
             """
@@ -78,28 +95,39 @@ def _listens(dsn: str) -> Callable[[], bool]:
     return ask
 
 
-def _measure(worker: Child, system: str, dsn: str, rate: float, count: int, delays: _Delays) -> None:
-    produced = answer_of("produce", system, "--rate", str(rate), "--count", str(count), dsn=dsn)["produced"]
+def _measure(worker: Child, system: System, dsn: str, rate: float, count: int, delays: Delays) -> None:
+    if system.name == "pg-boss":  # It has no SQL function and no Python client: its own process produces.
+        produced = system.answer("produce", str(rate), str(count), dsn=dsn)["produced"]
+    else:
+        arguments = ("--rate", str(rate), "--count", str(count))
+        produced = answer_of("produce", system.name, *arguments, dsn=dsn)["produced"]
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        wait_until(lambda: not _is_owed(connection, system), what=f"{system.name} to handle the last message")
     worker.interrupt()
-    started_at = dict(_pairs(worker.read()["started_at"]))
     assert isinstance(produced, list)
-    for number, sent_at, answered_at in produced[_WARM_UP_MESSAGES:]:
-        if number not in started_at:
-            delays.missing_count += 1
-            continue
-        delays.from_answer.append(1e3 * (started_at[number] - answered_at))
-        delays.from_sending.append(1e3 * (started_at[number] - sent_at))
+    delays.add(pairs(worker.read()["started_at"]), produced[_WARM_UP_MESSAGES:])
 
 
-def _pairs(value: object) -> list[tuple[int, float]]:
+def _is_owed(connection: psycopg.Connection[tuple[object, ...]], system: System) -> bool:
+    row = connection.execute(system.unfinished.encode()).fetchone()
+    return row is not None and bool(row[0])
+
+
+def pairs(value: object) -> list[tuple[int, float]]:
+    """What a worker says of its calls: the numbers of the messages and when each call started."""
     assert isinstance(value, list)
     return [(int(number), float(at)) for number, at in value]
 
 
-def _result(delays: dict[str, _Delays], options: Options) -> Result:
+def _result(delays: dict[str, Delays], options: Options, notes: list[str]) -> Result:
     result = Result(
         "latency",
-        settings={"messages/s": options.latency_rate, "seconds": options.latency_seconds, "phases": _PHASES},
+        settings={
+            "messages/s": options.latency_rate,
+            "seconds": options.latency_seconds,
+            "phases": options.latency_phases,
+        },
+        notes=notes,
     )
     result.tables.append(
         Table(
@@ -120,13 +148,17 @@ def _result(delays: dict[str, _Delays], options: Options) -> Result:
             ],
         )
     )
-    ours, theirs = delays["pgoutbox"].from_answer, delays["pgqueuer"].from_answer
+    ours = delays["pgoutbox"].from_answer
     result.verdicts += [
         Verdict("pgoutbox p50", percentile(ours, 50), 2.0, "at most", "ms"),
         Verdict("pgoutbox p99", percentile(ours, 99), 5.0, "at most", "ms"),
-        Verdict("p50, pgoutbox / pgqueuer", percentile(ours, 50) / percentile(theirs, 50), 1.0, "at most"),
-        Verdict("p99, pgoutbox / pgqueuer", percentile(ours, 99) / percentile(theirs, 99), 1.0, "at most"),
     ]
+    for name in ("pgqueuer", "procrastinate", "graphile-worker"):
+        if name in delays:
+            theirs = delays[name].from_answer
+            for percent in (50, 99):
+                ratio = percentile(ours, percent) / percentile(theirs, percent)
+                result.verdicts.append(Verdict(f"p{percent}, pgoutbox / {name}", ratio, 1.0, "at most"))
     result.samples = {f"{system}, from answer, ms": d.from_answer for system, d in delays.items()}
     result.notes.append(
         "The flush of the COMMIT lies between its sending and its answer and is part of neither system; the worker "

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 TOPIC = "mail.activation"
+# In the payload of a message that is a retry.
+RETRY_NUMBER = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,28 +15,48 @@ class Options:
 
     rounds: int = 5
     drain_messages: int = 50_000
-    pgbench_seconds: int = 5
+    pgbench_seconds: int = 4
     pgbench_clients: tuple[int, ...] = (32, 64)
-    doorbell_backlog: int = 300_000
+    doorbell_backlog: int = 400_000
     latency_rate: float = 20.0
     latency_seconds: float = 20.0
+    latency_phases: int = 4
+    load_seconds: float = 15.0
     idle_seconds: float = 60.0
     bulk_messages: int = 100_000
-    finished_messages: int = 1_000_000
+    finished_messages: int = 5_000_000
+    scheduled_messages: int = 1_000_000
+    due_retries: int = 100_000
+    fresh_messages: int = 5_000
+    single_seconds: float = 5.0
+    peer_rounds: int = 3
+    peer_messages: int = 50_000
+    peer_processes: tuple[int, ...] = (1, 2, 4)
+    explain_finished_messages: int = 1_000_000
     pending_messages: int = 100_000
     claims: int = 50
 
 
 QUICK = Options(
     rounds=1,
-    drain_messages=5_000,
+    drain_messages=2_000,
     pgbench_seconds=2,
     pgbench_clients=(32,),
-    doorbell_backlog=60_000,
-    latency_seconds=5.0,
-    idle_seconds=15.0,
+    doorbell_backlog=50_000,
+    latency_seconds=2.0,
+    latency_phases=1,
+    load_seconds=2.0,
+    idle_seconds=8.0,
     bulk_messages=20_000,
     finished_messages=50_000,
+    scheduled_messages=20_000,
+    due_retries=10_000,
+    fresh_messages=1_000,
+    single_seconds=1.0,
+    peer_rounds=1,
+    peer_messages=2_000,
+    peer_processes=(1, 2),
+    explain_finished_messages=50_000,
     pending_messages=10_000,
     claims=10,
 )

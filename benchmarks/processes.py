@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO
 
 from benchmarks.server import libpq_environment
@@ -51,6 +51,23 @@ class Child:
         assert isinstance(document, dict)
         return document
 
+    def lines(self) -> Iterator[dict[str, object]]:
+        """All further lines, until the child ends; `ChildError` if it does not end well."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            document = json.loads(line)
+            assert isinstance(document, dict)
+            yield document
+        if self._process.wait() != 0:
+            self._errors.seek(0)
+            raise ChildError(f"{self._program} ended with {self._process.returncode}: {self._errors.read()[-2000:]}")
+
+    def go(self) -> None:
+        """Let a child begin that waits for it."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("go\n")
+        self._process.stdin.flush()
+
     def interrupt(self) -> None:
         """Ask the child to come to its end; it may still write."""
         self._process.send_signal(signal.SIGTERM)
@@ -70,53 +87,67 @@ class Child:
         self._errors.close()
 
 
+def program_command(program: str, *arguments: str) -> list[str]:
+    """The command that runs a Python program of `benchmarks.programs`."""
+    return [sys.executable, "-m", f"benchmarks.programs.{program}", *arguments]
+
+
 @contextlib.contextmanager
-def child(program: str, *arguments: str, dsn: str) -> Iterator[Child]:
-    """Run `python -m benchmarks.programs.PROGRAM ARGUMENTS` for the length of the `with` block."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PGOUTBOX_", "PGQUEUER_"))}
+def running(
+    name: str, command: Sequence[str], *, dsn: str, environment: Mapping[str, str] | None = None
+) -> Iterator[Child]:
+    """Run a program that speaks the same protocol, in whatever language, for the length of the `with` block."""
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("PGOUTBOX_", "PGQUEUER_"))}
     errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - the child object closes it
     process = subprocess.Popen(
-        [sys.executable, "-m", f"benchmarks.programs.{program}", *arguments],
+        command,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=errors,
-        env={**environment, "PGOUTBOX_DSN": dsn},
+        env={**inherited, **(environment or {}), "PGOUTBOX_DSN": dsn},
         # Ctrl-C is for this process, which ends its children itself.
         start_new_session=True,
         text=True,
     )
-    running = Child(program, process, errors)
+    started = Child(name, process, errors)
     try:
-        yield running
+        yield started
     finally:
-        running.stop()
+        started.stop()
+
+
+@contextlib.contextmanager
+def child(program: str, *arguments: str, dsn: str) -> Iterator[Child]:
+    """Run `python -m benchmarks.programs.PROGRAM ARGUMENTS` for the length of the `with` block."""
+    with running(program, program_command(program, *arguments), dsn=dsn) as started:
+        yield started
 
 
 def answer_of(program: str, *arguments: str, dsn: str) -> dict[str, object]:
     """Run a program to its end and return the one line that it writes."""
-    with child(program, *arguments, dsn=dsn) as running:
-        return running.read()
+    with child(program, *arguments, dsn=dsn) as started:
+        return started.read()
 
 
 def run_tool(command: list[str], *, dsn: str, timeout: float) -> str:
-    """Run one of libpq's programs on the database of `dsn` and return what it printed."""
+    """Run one of libpq's programs on the database of `dsn` and return what it printed, errors included."""
     process = subprocess.Popen(
         command,
         env=libpq_environment(dsn),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         start_new_session=True,
         text=True,
     )
     try:
-        output, errors = process.communicate(timeout=timeout)
+        output, _ = process.communicate(timeout=timeout)
     finally:
         if process.poll() is None:
             process.kill()
             process.wait()
     if process.returncode != 0:
-        raise ChildError(f"{command[0]} ended with {process.returncode}: {errors[-2000:].strip()}")
+        raise ChildError(f"{command[0]} ended with {process.returncode}: {output[-2000:].strip()}")
     return output
 
 

@@ -152,10 +152,14 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
 
 
-def write_json(path: Path, machine: Mapping[str, Cell], results: Sequence[Result]) -> None:
-    """Write everything, the single measurements included."""
-    document = {
+def document_of(
+    machine: Mapping[str, Cell], versions: Mapping[str, str], results: Sequence[Result], *, quick: bool
+) -> dict[str, object]:
+    """Everything, the single measurements included, as JSON has it."""
+    return {
+        "quick": quick,
         "machine": machine,
+        "versions": versions,
         "scenarios": {
             result.scenario: {
                 **asdict(result),
@@ -164,4 +168,10 @@ def write_json(path: Path, machine: Mapping[str, Cell], results: Sequence[Result
             for result in results
         },
     }
-    path.write_text(json.dumps(document, indent=2) + "\n")
+
+
+def write_json(path: Path, document: Mapping[str, object]) -> None:
+    """Write it at once or not at all: an interrupted run leaves the scenarios before."""
+    draft = path.with_name(path.name + ".draft")
+    draft.write_text(json.dumps(document, indent=2) + "\n")
+    draft.replace(path)

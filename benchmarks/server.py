@@ -110,6 +110,13 @@ def settle(connection: psycopg.Connection[tuple[object, ...]], *tables: str) -> 
         connection.execute("CHECKPOINT")
 
 
+def settle_all(connection: psycopg.Connection[tuple[object, ...]]) -> None:
+    """The same for a whole database, of whatever system."""
+    connection.execute("VACUUM (ANALYZE)")
+    with contextlib.suppress(psycopg.errors.InsufficientPrivilege):
+        connection.execute("CHECKPOINT")
+
+
 def empty_outbox(connection: psycopg.Connection[tuple[object, ...]]) -> None:
     """Remove every message, as if the schema were new."""
     connection.execute("TRUNCATE pgoutbox.message, pgoutbox.attempt, pgoutbox.coalesce, pgoutbox.dedupe")
@@ -144,6 +151,61 @@ def load_backlog(connection: psycopg.Connection[tuple[object, ...]], count: int,
         """,
         {"count": count, "topic": topic},
     )
+
+
+def load_scheduled(connection: psycopg.Connection[tuple[object, ...]], count: int, *, topic: str) -> None:
+    """Put so many messages into the table that fall due tomorrow."""
+    connection.execute(
+        """
+        INSERT INTO pgoutbox.message (topic, payload, available_at)
+        SELECT %(topic)s::text, jsonb_build_object('user_id', n), now() + interval '1 day' + n * interval '1 ms'
+        FROM generate_series(1, %(count)s::integer) AS n
+        """,
+        {"count": count, "topic": topic},
+    )
+
+
+def load_due_retries(
+    connection: psycopg.Connection[tuple[object, ...]], count: int, *, topic: str, number: int
+) -> None:
+    """Put so many messages into the table whose first attempt failed and whose retry is due, oldest first."""
+    connection.execute(
+        """
+        INSERT INTO pgoutbox.message (topic, payload, available_at, attempt_count)
+        SELECT
+            %(topic)s::text,
+            jsonb_build_object('user_id', %(number)s::integer),
+            now() - interval '1 hour' + n * interval '1 ms',
+            1
+        FROM generate_series(1, %(count)s::integer) AS n
+        """,
+        {"count": count, "topic": topic, "number": number},
+    )
+
+
+def load_keyed(connection: psycopg.Connection[tuple[object, ...]], count: int, *, topic: str, per_key: int) -> None:
+    """Enqueue so many messages with a coalesce key each, `per_key` of one key one after the other in time."""
+    keys = count // per_key
+    for _ in range(per_key):
+        for start in range(0, keys, 1000):
+            connection.execute(
+                """
+                SELECT count(*)
+                FROM pgoutbox.enqueue_many(
+                    topics => (SELECT array_agg(%(topic)s::text) FROM generate_series(1, %(size)s::integer)),
+                    payloads => (
+                        SELECT array_agg(jsonb_build_object('user_id', n))
+                        FROM generate_series(%(start)s::integer, %(start)s::integer + %(size)s::integer - 1) AS n
+                    ),
+                    coalesce_keys => (
+                        SELECT array_agg(n::text)
+                        FROM generate_series(%(start)s::integer, %(start)s::integer + %(size)s::integer - 1) AS n
+                    ),
+                    notify => false
+                )
+                """,
+                {"topic": topic, "size": min(1000, keys - start), "start": start},
+            )
 
 
 def load_sent(connection: psycopg.Connection[tuple[object, ...]], count: int, *, topic: str) -> None:

@@ -1,46 +1,144 @@
-"""A pgoutbox worker with its default settings and one async handler.
+"""A pgoutbox worker with its default settings and one handler.
 
-drain: work off what is due, then tell how long it took. run: work until SIGTERM. wait: the same with a handler that
-waits for 20 ms, as one that sends something does. stamp: the same with a handler that notes when its calls start, which
-is told at the end.
+drain: work off what is due, then tell how long it took. lanes: the same, and when the last fresh message was handled.
+work KIND: work until SIGTERM with a handler of that kind, counting its calls. run: work until SIGTERM. wait: the same
+with a handler that waits for 20 ms, as one that sends something does. stamp: the same with a handler that notes when
+its calls start, which is told at the end.
 """
 
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
+import threading
 import time
+from collections.abc import Callable, Sequence
 
 from pydantic import JsonValue
 
-from benchmarks.options import TOPIC
-from benchmarks.programs.lifeline import Meter, after, before, hold_lifeline, replace_method, say
-from pgoutbox.dispatch import Context
+from benchmarks.options import RETRY_NUMBER, TOPIC
+from benchmarks.programs.lifeline import Meter, Tally, after, before, hold_lifeline, replace_method, say, wait_for_go
+from pgoutbox.dispatch import Context, SyncContext
 from pgoutbox.message import Message
 from pgoutbox.outbox import Outbox
 from pgoutbox.processes import run_worker
 from pgoutbox.settings import load_settings
 from pgoutbox.store import Store
-from pgoutbox.worker import QueueShare
+from pgoutbox.worker import QueueShare, Worker
 
+_IO_SECONDS = 0.001
 _WAIT_SECONDS = 0.02
 QUEUES = (QueueShare("default"),)
 
 
-def main(mode: str) -> int:
+def main(mode: str, kind: str = "noop") -> int:
     hold_lifeline()
+    match mode:
+        case "drain" | "lanes":
+            return _drain(mode)
+        case "work":
+            return _work(kind)
+        case _:
+            return _run(mode)
+
+
+def _drain(mode: str) -> int:
     settings = load_settings()
     outbox = Outbox(settings)
     meter = Meter()
-    started_at: list[tuple[JsonValue, float]] = []
+    last_fresh_at = 0.0
+
+    if mode == "drain":
+
+        @outbox.handler(TOPIC)
+        async def noop(message: Message[JsonValue], context: Context) -> None:  # noqa: ARG001
+            meter.handled_count += 1
+    else:
+
+        @outbox.handler(TOPIC)
+        async def note_fresh(message: Message[JsonValue], context: Context) -> None:  # noqa: ARG001
+            nonlocal last_fresh_at
+            meter.handled_count += 1
+            if _number_of(message) != RETRY_NUMBER:
+                last_fresh_at = time.monotonic()
+
+    replace_method(Store, "claim", before, meter.begin)
+    replace_method(Store, "finish_sent", after, meter.end)
+    code = run_worker(outbox, settings, queues=QUEUES, mode="once")
+    meter.report(fresh_seconds=last_fresh_at - meter.began_at)
+    return code
+
+
+def _work(kind: str) -> int:
+    settings = load_settings()
+    outbox = Outbox(settings)
+    tally = Tally()
+    _register(outbox, kind, tally.count)
+    wait_for_go()
+    asyncio.run(_until_stopped(Worker(outbox, settings=settings, queues=QUEUES)))
+    tally.report()
+    return 0
+
+
+async def _until_stopped(worker: Worker) -> None:
+    # Not `run_worker`: it leaves at once where sync handlers have had threads, and the tally would not be told.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, worker.stop)
+    await worker.run()
+
+
+def _register(outbox: Outbox, kind: str, count: Callable[[], None]) -> None:  # noqa: C901 - one clause for each kind
+    match kind:
+        case "noop":
+
+            @outbox.handler(TOPIC)
+            async def noop(message: Message[JsonValue], context: Context) -> None:  # noqa: ARG001
+                count()
+
+        case "io":
+
+            @outbox.handler(TOPIC)
+            async def io(message: Message[JsonValue], context: Context) -> None:  # noqa: ARG001
+                count()
+                await asyncio.sleep(_IO_SECONDS)
+
+        case "sync":
+            lock = threading.Lock()
+
+            @outbox.handler(TOPIC)
+            def sync(message: Message[JsonValue], context: SyncContext) -> None:  # noqa: ARG001
+                with lock:
+                    count()
+
+        case "batch":
+
+            @outbox.batch_handler(TOPIC)
+            async def batch(messages: Sequence[Message[JsonValue]], contexts: Sequence[Context]) -> None:  # noqa: ARG001
+                for _ in messages:
+                    count()
+
+        case "transactional":
+
+            @outbox.handler(TOPIC, transactional=True)
+            async def transactional(message: Message[JsonValue], context: Context) -> None:
+                count()
+                await context.connection.execute("INSERT INTO effect (number) VALUES (%s)", (_number_of(message),))
+
+        case _:
+            raise SystemExit(f"unknown kind of handler: {kind}")
+
+
+def _run(mode: str) -> int:
+    settings = load_settings()
+    outbox = Outbox(settings)
+    started_at: list[tuple[int, float]] = []
 
     if mode == "stamp":
 
         @outbox.handler(TOPIC)
         async def stamp(message: Message[JsonValue], context: Context) -> None:  # noqa: ARG001
             now = time.monotonic()
-            assert isinstance(message.payload, dict)
-            started_at.append((message.payload["user_id"], now))
+            started_at.append((_number_of(message), now))
     elif mode == "wait":
 
         @outbox.handler(TOPIC)
@@ -49,20 +147,20 @@ def main(mode: str) -> int:
     else:
 
         @outbox.handler(TOPIC)
-        async def noop(message: Message[JsonValue], context: Context) -> None:  # noqa: ARG001
-            meter.handled_count += 1
-
-    if mode == "drain":
-        replace_method(Store, "claim", before, meter.begin)
-        replace_method(Store, "finish_sent", after, meter.end)
-        code = run_worker(outbox, settings, queues=QUEUES, mode="once")
-        meter.report()
-        return code
+        async def noop(message: Message[JsonValue], context: Context) -> None:
+            pass
 
     code = run_worker(outbox, settings, queues=QUEUES, mode="run")
-    say(started_at=started_at, handled_count=meter.handled_count)
+    say(started_at=started_at)
     return code
 
 
+def _number_of(message: Message[JsonValue]) -> int:
+    assert isinstance(message.payload, dict)
+    number = message.payload["user_id"]
+    assert isinstance(number, int)
+    return number
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(*sys.argv[1:]))

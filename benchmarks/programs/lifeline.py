@@ -14,14 +14,23 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+_go = threading.Event()
+
+
 def hold_lifeline() -> None:
     """End this process when its standard input ends, which is to say with the process that started it."""
     threading.Thread(target=_wait_for_the_end, name="lifeline", daemon=True).start()
 
 
+def wait_for_go() -> None:
+    """Tell the parent that everything is imported, and wait until it says go."""
+    say(ready=True)
+    _go.wait()
+
+
 def _wait_for_the_end() -> None:
     while os.read(sys.stdin.fileno(), 1):
-        pass
+        _go.set()
     os._exit(1)
 
 
@@ -29,6 +38,31 @@ def say(**fields: object) -> None:
     """Write one line of JSON for the parent."""
     sys.stdout.write(json.dumps(fields) + "\n")
     sys.stdout.flush()
+
+
+class Tally:
+    """Counts handler calls and tells the parent of the first one and of every 250 that follow.
+
+    The parent's clock starts with the first call of any process, and from the count it knows when to ask the database
+    whether all is finished. So it fits every system, whatever language it is written in, and any number of processes.
+    """
+
+    STEP = 250
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def count(self) -> None:
+        """A handler was called."""
+        if self._count == 0:
+            say(first_at=time.monotonic())
+        self._count += 1
+        if self._count % self.STEP == 0:
+            say(handled_count=self.STEP)
+
+    def report(self) -> None:
+        """Tell the parent how many there were in all."""
+        say(total_count=self._count)
 
 
 class Meter:
@@ -56,8 +90,13 @@ class Meter:
         self.finish_count += 1
         self._ended = (time.monotonic(), time.process_time())
 
-    def report(self) -> None:
-        """Tell the parent."""
+    @property
+    def began_at(self) -> float:
+        """When the first claim started."""
+        return (self._began or self._ended)[0]
+
+    def report(self, **more: object) -> None:
+        """Tell the parent, and what else there is to tell."""
         began = self._began or self._ended
         say(
             seconds=self._ended[0] - began[0],
@@ -65,6 +104,7 @@ class Meter:
             handled_count=self.handled_count,
             claim_count=self.claim_count,
             finish_count=self.finish_count,
+            **more,
         )
 
 

@@ -1,6 +1,7 @@
 """PgQueuer, driven as its documentation recommends: asyncpg, uvloop, tuned autovacuum, durable tables.
 
-install: create its tables. load N: enqueue so many jobs. drain, run and stamp: what `deliver` does under these names.
+install: create its tables. enqueue --count N: enqueue so many jobs. drain, work, run and stamp: what `deliver` does
+under these names.
 The batch size and the driver (connection or pool) are arguments, so that its best settings can be looked for.
 """
 
@@ -23,7 +24,7 @@ from pgqueuer.types import QueueExecutionMode
 from psycopg.conninfo import conninfo_to_dict
 
 from benchmarks.options import TOPIC
-from benchmarks.programs.lifeline import Meter, after, before, hold_lifeline, replace_method, say
+from benchmarks.programs.lifeline import Meter, Tally, after, before, hold_lifeline, replace_method, say, wait_for_go
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -55,18 +56,22 @@ async def _install() -> None:
     say(installed=True)
 
 
-async def _load(count: int) -> None:
+async def _enqueue(count: int) -> None:
     async with _driver("connection") as driver:
         queries = Queries(driver)
+        began_at = time.monotonic()
         for start in range(0, count, _LOAD_ROWS):
             numbers = range(start, min(start + _LOAD_ROWS, count))
             payloads: list[bytes | None] = [b'{"user_id": %d}' % number for number in numbers]
             await queries.enqueue([TOPIC] * len(numbers), payloads, [0] * len(numbers))
-    say(loaded=count)
+        say(seconds=time.monotonic() - began_at, count=count)
 
 
 async def _work(mode: str, driver_kind: str, batch_size: int) -> None:
     meter = Meter()
+    tally = Tally()
+    if mode == "work":
+        wait_for_go()
     started_at: list[tuple[int, float]] = []
     async with _driver(driver_kind) as driver:
         manager = PgQueuer(driver)
@@ -76,6 +81,11 @@ async def _work(mode: str, driver_kind: str, batch_size: int) -> None:
             @manager.entrypoint(TOPIC)
             async def stamp(job: Job) -> None:
                 started_at.append((int(job.payload or b"0"), time.monotonic()))
+        elif mode == "work":
+
+            @manager.entrypoint(TOPIC)
+            async def count(job: Job) -> None:  # noqa: ARG001
+                tally.count()
         else:
 
             @manager.entrypoint(TOPIC)
@@ -89,6 +99,9 @@ async def _work(mode: str, driver_kind: str, batch_size: int) -> None:
             meter.report()
         else:
             await manager.run(batch_size=batch_size)
+            if mode == "work":
+                tally.report()
+                return
             say(started_at=started_at, handled_count=meter.handled_count)
 
 
@@ -96,7 +109,7 @@ def main() -> int:
     hold_lifeline()
     logging.getLogger("pgqueuer").setLevel(logging.WARNING)
     parser = argparse.ArgumentParser()
-    parser.add_argument("mode", choices=("install", "load", "drain", "run", "stamp"))
+    parser.add_argument("mode", choices=("install", "enqueue", "drain", "work", "run", "stamp"))
     parser.add_argument("--count", type=int, default=0)
     parser.add_argument("--driver", choices=("connection", "pool"), default="connection")
     parser.add_argument("--batch-size", type=int, default=10)
@@ -104,8 +117,8 @@ def main() -> int:
     match arguments.mode:
         case "install":
             uvloop.run(_install())
-        case "load":
-            uvloop.run(_load(arguments.count))
+        case "enqueue":
+            uvloop.run(_enqueue(arguments.count))
         case mode:
             uvloop.run(_work(mode, arguments.driver, arguments.batch_size))
     return 0

@@ -22,14 +22,21 @@ from benchmarks.programs.lifeline import hold_lifeline, say
 def main() -> int:
     hold_lifeline()
     parser = argparse.ArgumentParser()
-    parser.add_argument("system", choices=("pgoutbox", "pgqueuer"))
+    parser.add_argument("system", choices=("pgoutbox", "pgqueuer", "procrastinate", "awa", "graphile-worker"))
     parser.add_argument("--rate", type=float, required=True)
     parser.add_argument("--count", type=int, required=True)
     arguments = parser.parse_args()
     # Transactions are begun and ended by statements, because PgQueuer's driver insists on an autocommit connection.
     with psycopg.connect(os.environ["PGOUTBOX_DSN"], autocommit=True) as connection:
         connection.prepare_threshold = 0
-        enqueue = _pgoutbox(connection) if arguments.system == "pgoutbox" else _pgqueuer(connection)
+        makers = {
+            "pgoutbox": _pgoutbox,
+            "pgqueuer": _pgqueuer,
+            "procrastinate": _procrastinate,
+            "awa": _awa,
+            "graphile-worker": _graphile_worker,
+        }
+        enqueue = makers[arguments.system](connection)
         say(produced=_produce(connection, enqueue, arguments.rate, arguments.count))
     return 0
 
@@ -66,6 +73,34 @@ def _pgqueuer(connection: psycopg.Connection[tuple[object, ...]]) -> Callable[[i
 
     def enqueue(number: int) -> None:
         queries.enqueue(TOPIC, str(number).encode())
+
+    return enqueue
+
+
+def _procrastinate(connection: psycopg.Connection[tuple[object, ...]]) -> Callable[[int], None]:
+    import procrastinate
+
+    app = procrastinate.App(connector=procrastinate.SyncPsycopgConnector())
+
+    def enqueue(number: int) -> None:
+        app.configure_task(TOPIC, queue="default", connection=connection).defer(user_id=number)
+
+    return enqueue
+
+
+def _awa(connection: psycopg.Connection[tuple[object, ...]]) -> Callable[[int], None]:
+    from awa.bridge import insert_job_sync
+
+    def enqueue(number: int) -> None:
+        insert_job_sync(connection, {"user_id": number}, kind="activation", queue="mail")
+
+    return enqueue
+
+
+def _graphile_worker(connection: psycopg.Connection[tuple[object, ...]]) -> Callable[[int], None]:
+    def enqueue(number: int) -> None:
+        payload = json.dumps({"user_id": number})
+        connection.execute("SELECT graphile_worker.add_job(%s::text, %s::json)", (TOPIC, payload))
 
     return enqueue
 

