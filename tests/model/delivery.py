@@ -1,0 +1,514 @@
+"""The model of claim, lease, finish, supersession and redrive: every statement in its steps, crashes between any two.
+
+A statement takes a snapshot, locks rows and looks at them again, writes, and is seen by others from its commit on. A
+hand-over to the outside stands between claim and finish, and nothing undoes it. Rows are kept in the order of commits,
+which the promises are about; the statements know ids only.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pgoutbox.message import TRANSITIONS, State
+
+PENDING, SENDING, SENT = State.PENDING.value, State.SENDING.value, State.SENT.value
+FAILED, SKIPPED = State.FAILED.value, State.SKIPPED.value
+_ALLOWED = {(before.value, after.value) for before, afters in TRANSITIONS.items() for after in afters}
+
+
+class Guard(enum.Enum):
+    """What can be taken out of the protocol."""
+
+    TOKEN_IN_SENT = "the attempt count in FINISH_SENT_IF_HELD"
+    TOKEN_IN_FINISH = "the attempt count in FINISH_IF_HELD"
+    TOKEN_IN_RENEW = "the attempt count in RENEW_IF_HELD"
+    STATE_IN_SENT = "the state in FINISH_SENT_IF_HELD"
+    STATE_IN_FINISH = "the state in FINISH_IF_HELD"
+    COUNT_KEPT_BY_REDRIVE = "redrive leaves attempt_count alone"
+    COUNT_KEPT_BY_RELEASE = "release leaves attempt_count alone"
+    EXPIRED_LEASES = "a claim finds expired leases"
+    SECOND_LOOK = "a claim looks at the row again when it has the lock"
+    IN_FLIGHT_INDEX = "the unique index message_live_in_flight"
+    SIBLINGS = "a claim passes over a message whose sibling is in flight"
+    SUPERSEDED_IN_CLAIM = "a claim ends what its snapshot calls superseded"
+    SUPERSEDED_ASKED_AGAIN = "a claim asks newest_id again when it is in the index"
+    SUPERSEDED_IN_FINISH = "FINISH_IF_HELD ends what is superseded"
+    SUPERSEDED_IN_REDRIVE = "a redrive refuses what is superseded"
+    ID_UNDER_HEAD_LOCK = "enqueue draws the id while it has the head row"
+
+
+class Row(NamedTuple):
+    """A committed message. The last three are known to the model only."""
+
+    id: int
+    state: str
+    attempt_count: int
+    max_attempts: int
+    is_lapsed: bool = False
+    claim_count: int = 0
+    handed_over: int = 0
+    is_unknown: bool = False
+
+
+class Candidate(NamedTuple):
+    """What a claim's snapshot says of a row."""
+
+    id: int
+    is_fresh: bool
+    waits: bool
+    seen: Row | None
+
+
+class Worker(NamedTuple):
+    """A worker, its open transaction and the attempt that it believes to hold."""
+
+    at: str = "idle"
+    id: int = 0
+    attempt_count: int = 0
+    claim: int = 0
+    outcome: str = ""
+    has_handed_over: bool = False
+    is_superseded: bool = False
+    head: int = 0
+    candidates: tuple[Candidate, ...] = ()
+    writes: tuple[Row, ...] = ()
+
+
+class Producer(NamedTuple):
+    """A producer: how many transactions are left, and the id in the open one."""
+
+    left: int
+    at: str = "idle"
+    id: int = 0
+
+
+class Operator(NamedTuple):
+    """Who redrives: how often yet, and what the snapshot of the statement under way said."""
+
+    left: int
+    id: int = 0
+    head: int = 0
+
+
+class World(NamedTuple):
+    """Everything: `head` is the committed newest id of the key."""
+
+    rows: tuple[Row, ...]
+    producers: tuple[Producer, ...]
+    workers: tuple[Worker, ...]
+    operator: Operator
+    releases: int
+    head: int = 0
+    fault: str = ""
+
+
+Step = tuple[str, World]
+_IDLE = Worker()
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """Two workers; `producers` gives the number of transactions of each producer, all for one coalesce key.
+
+    Without producers there is one message without a key. `is_strict` also calls it a fault when a statement that knows
+    a message to be superseded does not end it.
+    """
+
+    producers: tuple[int, ...] = ()
+    max_attempts: int = 1
+    redrives: int = 0
+    releases: int = 0
+    renews: bool = False
+    is_strict: bool = True
+    without: frozenset[Guard] = frozenset()
+
+    def initial(self) -> World:
+        rows = () if self.producers else (Row(1, PENDING, 0, self.max_attempts),)
+        producers = tuple(Producer(left) for left in self.producers)
+        return World(rows, producers, (_IDLE, _IDLE), Operator(self.redrives), self.releases)
+
+    def canonical(self, state: World) -> World:
+        one, other = state.workers
+        if other < one:
+            state = state._replace(workers=(other, one))
+        if len(state.producers) > 1 and state.producers[1] < state.producers[0]:
+            state = state._replace(producers=state.producers[::-1])
+        return state
+
+    def fault(self, state: World) -> str:
+        if state.fault:
+            return state.fault
+        if sum(row.state == SENDING for row in state.rows) > 1:
+            return "two messages of one key are in flight"
+        if state.rows and state.rows[-1].state == SKIPPED:
+            return "the newest committed message was skipped"
+        return ""
+
+    def is_settled(self, state: World) -> bool:
+        return (
+            all(row.state not in (PENDING, SENDING) for row in state.rows)
+            and state.workers == (_IDLE, _IDLE)
+            and all(producer.at == "idle" and not producer.left for producer in state.producers)
+        )
+
+    def steps(self, state: World) -> Iterator[Step]:
+        for row in state.rows:
+            if row.state == SENDING and not row.is_lapsed:
+                yield (
+                    f"the lease of message {row.id} runs out",
+                    _with_row(state, row._replace(is_lapsed=True, is_unknown=True)),
+                )
+        for index, producer in enumerate(state.producers):
+            for label, following in self._enqueue(state, index, producer):
+                yield f"producer {index + 1} {label}", following
+        for index, worker in enumerate(state.workers):
+            for label, following in self._work(state, index, worker):
+                yield f"worker {index + 1} {label}", following
+        yield from self._redrive(state)
+
+    # --- enqueue ------------------------------------------------------------------------------------------------------
+
+    def _enqueue(self, state: World, index: int, producer: Producer) -> Iterator[Step]:
+        match producer.at:
+            case "idle" if producer.left:
+                drawn = producer._replace(at="drawn", id=_next_id(state))
+                yield f"begins and draws id {drawn.id}", _with_producer(state, index, drawn)
+            case "drawn" if not any(other.at == "locked" for other in state.producers):
+                has_head = state.head > 0
+                fresh = has_head and Guard.ID_UNDER_HEAD_LOCK not in self.without
+                new_id = _next_id(state) if fresh else producer.id
+                locked = producer._replace(at="locked", id=new_id)
+                yield f"has the head row and inserts message {new_id}", _with_producer(state, index, locked)
+            case "locked":
+                done = Producer(producer.left - 1)
+                yield "rolls back", _with_producer(state, index, done)
+                rows = (*state.rows, Row(producer.id, PENDING, 0, self.max_attempts))
+                committed = _with_producer(state, index, done)._replace(rows=rows, head=producer.id)
+                yield f"commits message {producer.id}", committed
+
+    # --- worker -------------------------------------------------------------------------------------------------------
+
+    def _work(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
+        if worker.at == "idle":
+            yield from self._begin_claim(state, index)
+            return
+        match worker.at:
+            case "looked" | "locked" | "entered" | "asked":
+                yield from self._claim(state, index, worker)
+            case "holds" | "handed over":
+                yield from self._attempt(state, index, worker)
+            case _:
+                yield from self._finish(state, index, worker)
+        if self.renews and worker.at in ("holds", "handed over", "ended", "finishing"):
+            yield from self._renew(state, index, worker)
+        yield "dies", _with_unknown(_with(state, index, _IDLE), worker)
+
+    # --- claim --------------------------------------------------------------------------------------------------------
+
+    def _claim(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
+        match worker.at:
+            case "looked":
+                yield from self._lock(state, index, worker)
+            case "locked":
+                yield from self._enter(state, index, worker)
+            case "entered":
+                yield from self._ask_again(state, index, worker)
+            case "asked":
+                yield from self._commit_claim(state, index, worker)
+
+    def _begin_claim(self, state: World, index: int) -> Iterator[Step]:
+        found = []
+        for row in state.rows:
+            if not self._is_due(row):
+                continue
+            has_sibling = any(other.state == SENDING and other.id != row.id for other in state.rows)
+            waits = has_sibling and state.head <= row.id
+            if waits and Guard.SIBLINGS not in self.without:
+                continue
+            seen = row if Guard.SECOND_LOOK in self.without else None
+            found.append(Candidate(row.id, row.attempt_count == 0, waits, seen))
+        if found:
+            looked = Worker("looked", head=state.head, candidates=tuple(found))
+            yield f"begins a claim that sees {_names(found)}", _with(state, index, looked)
+
+    def _is_due(self, row: Row) -> bool:
+        """When a retry falls due is left open: any time is possible."""
+        return row.state == PENDING or (
+            row.state == SENDING and row.is_lapsed and Guard.EXPIRED_LEASES not in self.without
+        )
+
+    def _lock(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
+        """FOR UPDATE SKIP LOCKED: the row as it is now, if it still is what was looked for."""
+        held: list[tuple[Candidate, Row]] = []
+        for candidate in worker.candidates:
+            row = _row_of(state, candidate.id)
+            if _is_locked(state, row.id, index):
+                continue
+            if candidate.seen is not None:
+                held.append((candidate, candidate.seen))
+            elif row.state not in (PENDING, SENDING):
+                yield "loses its claim: a row has moved to another partition", _with(state, index, _IDLE)
+                return
+            elif self._is_due(row) and candidate.is_fresh == (row.attempt_count == 0):
+                held.append((candidate, row))
+        if not held:
+            yield "finds nothing that it can lock", _with(state, index, _IDLE)
+            return
+        # The limit and the due times, which are not modelled, choose among several.
+        for choice in [held, *([one] for one in held)] if len(held) > 1 else [held]:
+            candidates, rows = zip(*choice, strict=True)
+            locked = worker._replace(at="locked", candidates=candidates, writes=rows)
+            yield f"locks {_names(rows)}", _with(state, index, locked)
+
+    def _enter(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
+        """Judges by the snapshot's head row, and enters the index of what is in flight."""
+        writes = tuple(self._judge(row, worker.head) for row in worker.writes)
+        starting = [row for row in writes if row.state == SENDING]
+        if not starting:
+            ended = ", ".join(f"{row.id} {row.state}" for row in writes)
+            yield f"ends {ended}", _with(state, index, worker._replace(at="asked", writes=writes, candidates=()))
+            return
+        entered = worker._replace(at="entered", writes=writes, candidates=())
+        if Guard.IN_FLIGHT_INDEX not in self.without:
+            if self._must_wait(state, index):
+                return
+            if len(starting) > 1 or _is_entered(state, writes):
+                waits = {candidate.id for candidate in worker.candidates if candidate.waits}
+                fault = ""
+                if any(row.id in waits for row in starting):
+                    fault = "a claim, with all that is in it, fails for a message that it could have passed over"
+                refused = _with(state, index, _IDLE)._replace(fault=fault)
+                yield "is refused by the index: its claim is rolled back", refused
+                return
+        if self.is_strict and any(worker.head > row.id for row in starting):
+            fault = "an attempt begins although the claim's snapshot called the message superseded"
+            yield f"begins an attempt of {_names(starting)}", _with(state, index, entered)._replace(fault=fault)
+            return
+        yield f"is in the index with {_names(starting)}", _with(state, index, entered)
+
+    def _judge(self, row: Row, head: int) -> Row:
+        if head > row.id and Guard.SUPERSEDED_IN_CLAIM not in self.without:
+            return row._replace(state=SKIPPED, is_lapsed=False)
+        if row.attempt_count >= row.max_attempts:
+            return row._replace(state=FAILED, is_lapsed=False)
+        return row._replace(
+            state=SENDING, is_lapsed=False, attempt_count=row.attempt_count + 1, claim_count=row.claim_count + 1
+        )
+
+    def _must_wait(self, state: World, index: int) -> bool:
+        """An entry that an open transaction makes or takes away is waited for."""
+        for number, other in enumerate(state.workers):
+            if number != index and other.at in ("entered", "asked", "written"):
+                touched = {row.id for row in other.writes}
+                if any(row.state == SENDING for row in other.writes):
+                    return True
+                if any(row.state == SENDING and row.id in touched for row in state.rows):
+                    return True
+        return False
+
+    def _ask_again(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
+        asks = Guard.SUPERSEDED_ASKED_AGAIN not in self.without
+        started = next(row for row in worker.writes if row.state == SENDING)
+        is_superseded = asks and state.head > started.id
+        label = "hears that it is superseded" if is_superseded else "hears of nothing newer"
+        yield (
+            label if asks else "asks nothing more",
+            _with(state, index, worker._replace(at="asked", is_superseded=is_superseded)),
+        )
+
+    def _commit_claim(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
+        rows = worker.writes
+        after = _IDLE
+        for row in rows:
+            if row.state == SENDING:
+                after = Worker("holds", row.id, row.attempt_count, row.claim_count, is_superseded=worker.is_superseded)
+        label = ", ".join(f"{row.id} {row.state} ({row.attempt_count})" for row in rows)
+        yield f"commits its claim: {label}", _with(_commit(state, rows), index, after)
+
+    # --- attempt ------------------------------------------------------------------------------------------------------
+
+    def _attempt(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
+        def ended(outcome: str) -> World:
+            return _with(state, index, worker._replace(at="ended", outcome=outcome))
+
+        if worker.is_superseded:
+            yield "does not hand over what is superseded", ended("retry")
+        elif worker.has_handed_over:
+            yield "knows that it was handed over", ended("sent")
+            yield "does not know whether it was handed over", _with_unknown(ended("retry"), worker)
+        else:
+            now = worker._replace(at="handed over", has_handed_over=True)
+            yield f"HANDS OVER message {worker.id}", _with(_hand_over(state, worker), index, now)
+            yield "fails before the hand-over", ended("retry")
+            yield "fails for good", ended("failed")
+            if state.releases:
+                yield "gives the message back", ended("released")._replace(releases=state.releases - 1)
+
+    def _renew(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
+        row = _row_of(state, worker.id)
+        fits = row.attempt_count == worker.attempt_count or Guard.TOKEN_IN_RENEW in self.without
+        if row.state == SENDING and row.is_lapsed and fits and not _is_locked(state, row.id, index):
+            fault = "" if row.claim_count == worker.claim else "a stale owner renewed the lease of another"
+            renewed = _with_row(state, row._replace(is_lapsed=False))._replace(fault=fault)
+            yield f"renews the lease of message {row.id} with attempt {worker.attempt_count}", renewed
+
+    # --- finish -------------------------------------------------------------------------------------------------------
+
+    def _finish(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
+        match worker.at:
+            case "ended":
+                now = worker._replace(at="finishing", head=state.head)
+                yield f"begins to finish attempt {worker.attempt_count} as {worker.outcome}", _with(state, index, now)
+            case "finishing":
+                yield from self._write_end(state, index, worker)
+            case "written":
+                yield from self._commit_end(state, index, worker)
+
+    def _write_end(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
+        row = _row_of(state, worker.id)
+        if _is_locked(state, row.id, index):
+            return  # Left out, and asked for again.
+        if not self._is_held(row, worker):
+            yield "finds its lease lost", _with(state, index, _IDLE)
+            return
+        written = self._end(row, worker)
+        now = worker._replace(at="written", writes=(written,))
+        fault = ""
+        is_known_superseded = worker.outcome in ("retry", "released") and worker.head > row.id
+        if self.is_strict and is_known_superseded and written.state != SKIPPED:
+            fault = f"a message that its finish knows to be superseded becomes {written.state}"
+        yield f"writes {written.state}", _with(state, index, now)._replace(fault=fault)
+
+    def _is_held(self, row: Row, worker: Worker) -> bool:
+        is_sent = worker.outcome == "sent"
+        token = Guard.TOKEN_IN_SENT if is_sent else Guard.TOKEN_IN_FINISH
+        states = Guard.STATE_IN_SENT if is_sent else Guard.STATE_IN_FINISH
+        return (
+            row.state in (PENDING, SENDING)
+            and (row.state == SENDING or states in self.without)
+            and (row.attempt_count == worker.attempt_count or token in self.without)
+        )
+
+    def _end(self, row: Row, worker: Worker) -> Row:
+        row = row._replace(is_lapsed=False)
+        if worker.outcome in ("sent", "failed"):
+            return row._replace(state=worker.outcome)
+        if worker.head > row.id and Guard.SUPERSEDED_IN_FINISH not in self.without:
+            return row._replace(state=SKIPPED)
+        if worker.outcome == "retry":
+            return row._replace(state=FAILED if row.attempt_count >= row.max_attempts else PENDING)
+        if Guard.COUNT_KEPT_BY_RELEASE in self.without:
+            return row._replace(state=PENDING, attempt_count=row.attempt_count - 1)
+        return row._replace(state=PENDING, max_attempts=row.max_attempts + 1)
+
+    def _commit_end(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
+        (written,) = worker.writes
+        row = _row_of(state, worker.id)
+        again = worker._replace(at="ended", writes=(), head=0)
+        yield "is cut off: its finish is rolled back", _with(state, index, again)
+        done = _commit(state, worker.writes)
+        if row.state != SENDING or row.claim_count != worker.claim:
+            done = done._replace(fault="the write of a stale owner took effect")
+        elif written.state == SENT and not row.handed_over:
+            done = done._replace(fault="a message is sent that nobody handed over")
+        yield f"commits: {row.id} {written.state}", _with(done, index, _IDLE)
+        yield f"commits and never hears of it: {row.id} {written.state}", _with(done, index, again)
+
+    # --- operator -----------------------------------------------------------------------------------------------------
+
+    def _redrive(self, state: World) -> Iterator[Step]:
+        operator = state.operator
+        if operator.id:
+            row = _row_of(state, operator.id)
+            idle = state._replace(operator=Operator(operator.left - 1))
+            if operator.head > row.id and Guard.SUPERSEDED_IN_REDRIVE not in self.without:
+                yield "the redrive is refused", idle
+                return
+            count = 0 if Guard.COUNT_KEPT_BY_REDRIVE in self.without else row.attempt_count
+            back = row._replace(state=PENDING, attempt_count=count, max_attempts=count + self.max_attempts)
+            fault = ""
+            if self.is_strict and operator.head > row.id:
+                fault = "a redrive brought back what it knew to be superseded"
+            yield f"the redrive of message {row.id} commits", _commit(idle, (back,))._replace(fault=fault)
+        elif operator.left:
+            for row in state.rows:
+                if row.state == FAILED:
+                    begun = Operator(operator.left, row.id, state.head)
+                    yield f"an operator begins to redrive message {row.id}", state._replace(operator=begun)
+
+
+# --- state ------------------------------------------------------------------------------------------------------------
+
+
+def _names(things: list[Candidate] | list[Row] | tuple[Row, ...]) -> str:
+    return ", ".join(str(thing.id) for thing in things)
+
+
+def _next_id(state: World) -> int:
+    """The sequence. Numbers that nothing refers to are given out again, so that fewer states differ."""
+    ids = [row.id for row in state.rows] + [producer.id for producer in state.producers]
+    return max([state.head, *ids]) + 1
+
+
+def _row_of(state: World, message_id: int) -> Row:
+    return next(row for row in state.rows if row.id == message_id)
+
+
+def _with(state: World, index: int, worker: Worker) -> World:
+    workers = (worker, state.workers[1]) if index == 0 else (state.workers[0], worker)
+    return state._replace(workers=workers)
+
+
+def _with_producer(state: World, index: int, producer: Producer) -> World:
+    return state._replace(producers=(*state.producers[:index], producer, *state.producers[index + 1 :]))
+
+
+def _with_row(state: World, row: Row) -> World:
+    return state._replace(rows=tuple(row if old.id == row.id else old for old in state.rows))
+
+
+def _with_unknown(state: World, worker: Worker) -> World:
+    """What was handed over may be handed over again: nobody knows of it."""
+    if not worker.has_handed_over:
+        return state
+    return _with_row(state, _row_of(state, worker.id)._replace(is_unknown=True))
+
+
+def _is_locked(state: World, message_id: int, index: int) -> bool:
+    """Whether another worker's open transaction has the row."""
+    other = state.workers[1 - index]
+    return any(row.id == message_id for row in other.writes)
+
+
+def _is_entered(state: World, writes: tuple[Row, ...]) -> bool:
+    """Whether a sibling that is none of these is in the index."""
+    own = {row.id for row in writes}
+    return any(row.state == SENDING and row.id not in own for row in state.rows)
+
+
+def _commit(state: World, writes: tuple[Row, ...]) -> World:
+    """Others see these rows from here on. What was handed over meanwhile stays handed over."""
+    fault = state.fault
+    for write in writes:
+        row = _row_of(state, write.id)
+        if (row.state, write.state) not in _ALLOWED:
+            fault = f"message {row.id}, {row.state}, became {write.state}"
+        state = _with_row(state, write._replace(handed_over=row.handed_over, is_unknown=row.is_unknown))
+    return state._replace(fault=fault)
+
+
+def _hand_over(state: World, worker: Worker) -> World:
+    row = _row_of(state, worker.id)
+    count = min(row.handed_over + 1, 2)
+    if row.state != SENDING or row.claim_count != worker.claim:
+        # Its lease has lapsed and another attempt has begun: the fence protects the row, not the receiver.
+        return _with_row(state, row._replace(handed_over=count, is_unknown=True))
+    fault = ""
+    if any(newer.handed_over for newer in state.rows[state.rows.index(row) + 1 :]):
+        fault = "an older message was handed over after a newer one"
+    elif row.handed_over and not row.is_unknown:
+        fault = "a message was handed over twice, and nothing made it necessary"
+    return _with_row(state, row._replace(handed_over=count, is_unknown=row.is_lapsed))._replace(fault=fault)
