@@ -1,0 +1,194 @@
+"""Run the outbox under fire, let everything heal, and print a verdict for each invariant.
+
+    python -m tests.soak --minutes 20 --seed 7
+
+Exit code 0 when every invariant holds and everything drained, 1 when not: then the ledger, the logs and the database
+stay where the last line says. The seed draws the faults and the messages; the timing is the machine's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import psycopg
+from rich.console import Console
+from rich.table import Table
+
+from pgoutbox import migrate
+from pgoutbox.embedded import EmbeddedServer, embedded_server
+from tests.faults.judge import install_judge
+from tests.faults.ledger import install_audit, owed_count
+from tests.faults.proxy import proxy_to
+from tests.soak.app import LEDGER
+from tests.soak.nemesis import LEASE_SECONDS, Fleet, Nemesis, Process
+from tests.soak.producer import DRIVERS
+from tests.soak.verdict import Balance, balance
+
+DRAIN_SECONDS: Final = 600.0
+STOP_SECONDS: Final = 60.0
+# The last one polls, as if it were behind a pooler, and takes over what the others cannot finish.
+BEHIND_PROXY: Final = frozenset({"plain", "narrow", "supervised"})
+WORKERS: Final[dict[str, tuple[list[str], dict[str, str]]]] = {
+    "plain": ([], {}),
+    "narrow": ([], {"PGOUTBOX_CONCURRENCY": "3", "PGOUTBOX_BATCH_SIZE": "7"}),
+    "supervised": (["--processes", "2"], {}),
+    "polling": ([], {"PGOUTBOX_LISTEN": "false", "PGOUTBOX_SWEEP_SECONDS": "0.5"}),
+}
+
+QUEUES: Final = ["--queue", "default", "--queue", "bulk"]
+
+console = Console(soft_wrap=True)
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=5.0, help="length of the phase with faults (default: 5)")
+    parser.add_argument("--seed", type=int, default=None, help="draws faults and messages; printed when not given")
+    arguments = parser.parse_args()
+    seed = arguments.seed if arguments.seed is not None else random.SystemRandom().randrange(1_000_000)
+    directory = Path(tempfile.mkdtemp(prefix="pgoutbox-soak-"))
+    directory.chmod(0o711)  # PostgreSQL's account has to pass.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    console.print(f"seed {seed}, {arguments.minutes:g} minutes of faults, then everything has to drain")
+    with embedded_server(directory / "data") as server:
+        result, nemesis = run(server, directory, seed, arguments.minutes * 60)
+        holds = report(result, nemesis)
+    if holds:
+        shutil.rmtree(directory)
+        return 0
+    console.print(f"[bold red]broken[/]: python -m tests.soak --minutes {arguments.minutes:g} --seed {seed}")
+    console.print(f"what was left behind: {directory}")
+    return 1
+
+
+def run(server: EmbeddedServer, directory: Path, seed: int, seconds: float) -> tuple[Balance, Nemesis]:
+    """Faults for so many seconds, then healing and draining, then the balance."""
+    migrate.upgrade(server.dsn)
+    with psycopg.connect(server.dsn) as connection:
+        install_audit(connection)
+        install_judge(connection)
+        connection.execute("CREATE TABLE soak_effect (message_id bigint NOT NULL, attempt_count integer NOT NULL)")
+    chance = random.Random(seed)
+    with fleet(server, directory, chance) as ships:
+        nemesis = Nemesis(ships, chance)
+        strike_for(nemesis, seconds)
+        for process in ships.producers:
+            process.stop(seconds=STOP_SECONDS)
+        drained = drain(ships)
+        for process in ships.workers:
+            process.stop(seconds=STOP_SECONDS)
+    console.print(f"drained {drained:.1f} s after the last fault" if drained else "[red]did not drain[/]")
+    with psycopg.connect(server.dsn) as connection:
+        return balance(directory / "ledger", connection), nemesis
+
+
+@contextlib.contextmanager
+def fleet(server: EmbeddedServer, directory: Path, chance: random.Random) -> Iterator[Fleet]:
+    """Workers and producers, started; whatever still runs at the end is killed."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PGOUTBOX_")} | {
+        "PGOUTBOX_DSN": server.dsn,
+        LEDGER: str(directory / "ledger"),
+        "PGOUTBOX_LEASE_SECONDS": str(LEASE_SECONDS),
+        "PGOUTBOX_SWEEP_SECONDS": "5",
+        "PGOUTBOX_PROBE_SECONDS": "2",
+        "PGOUTBOX_PROBE_TIMEOUT_SECONDS": "1",
+        "PGOUTBOX_SHUTDOWN_GRACE_SECONDS": "1",
+        "PGOUTBOX_STATEMENT_TIMEOUT_SECONDS": "5",
+        "PGOUTBOX_LOG_FORMAT": "json",
+    }
+    with contextlib.ExitStack() as stack:
+
+        def process(name: str, command: list[str], extra: dict[str, str]) -> Process:
+            log = stack.enter_context((directory / f"{name}.log").open("ab"))
+            made = Process(name, [sys.executable, "-m", *command], environment | extra, log)
+            stack.callback(made.signal, signal.SIGKILL)
+            return made
+
+        (directory / "proxy").mkdir()
+        proxy = stack.enter_context(proxy_to(server.dsn, directory / "proxy"))
+        ships = Fleet(
+            server,
+            proxy,
+            [
+                process(
+                    f"worker-{name}", ["pgoutbox", "worker", "--app", "tests.soak.app:outbox", *QUEUES, *options], extra
+                )
+                for name, (options, extra) in WORKERS.items()
+            ],
+            [
+                process(f"producer-{name}", ["tests.soak.producer", name, str(chance.randrange(1 << 30))], {})
+                for name in DRIVERS
+            ],
+        )
+        ships.keep_alive()
+        yield ships
+
+
+def strike_for(nemesis: Nemesis, seconds: float) -> None:
+    """Fault after fault, with pauses, and a line now and then."""
+    began_at = time.monotonic()
+    reported_at = began_at
+    while (now := time.monotonic()) < began_at + seconds:
+        fault = nemesis.strike()
+        pause_until = time.monotonic() + nemesis.chance.expovariate(1.5)
+        while time.monotonic() < pause_until:
+            nemesis.fleet.keep_alive()
+            time.sleep(0.05)
+        if now > reported_at + 10:
+            reported_at = now
+            console.print(f"{now - began_at:6.0f} s  {nemesis.injected.total():5} faults, the last: {fault}")
+
+
+def drain(ships: Fleet) -> float | None:
+    """Keep the workers alive until nothing is owed; after how many seconds, or None if that never came."""
+    began_at = reported_at = time.monotonic()
+    with ships.connection() as connection:
+        while (now := time.monotonic()) < began_at + DRAIN_SECONDS:
+            for process in ships.workers:
+                process.keep_alive()
+            owed = owed_count(connection)
+            if owed == 0:
+                return now - began_at
+            if now > reported_at + 10:
+                reported_at = now
+                console.print(f"{now - began_at:6.0f} s  {owed:5} messages owed")
+            time.sleep(0.1)
+    return None
+
+
+def report(result: Balance, nemesis: Nemesis) -> bool:
+    """Print both tables; whether every invariant holds."""
+    faults = Table("fault", "times", title="injected")
+    for name, count in sorted(nemesis.injected.items()):
+        faults.add_row(name.replace("_", " "), str(count))
+    console.print(faults)
+    starts = ", ".join(
+        f"{process.name} {process.starts}" for process in nemesis.fleet.workers + nemesis.fleet.producers
+    )
+    console.print(f"starts: {starts}")
+    verdict = Table("invariant", "broken", "examples", title="verdict")
+    for line in result.lines:
+        verdict.add_row(
+            line.invariant,
+            f"[green]{line.broken}[/]" if line.broken == 0 else f"[bold red]{line.broken}[/]",
+            ", ".join(map(str, line.examples)),
+        )
+    console.print(verdict)
+    console.print(result.summary)
+    return all(line.broken == 0 for line in result.lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""The application whose worker is shot at. A message's payload says how each of its attempts goes."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pgoutbox import Context, Message, Outbox, Permanent, RetryPolicy, Snooze, SyncContext, Transient
+from tests.faults.ledger import Ledger
+
+TOPICS = ("soak.async", "soak.sync", "soak.batch", "soak.effect")
+
+LEDGER = "PGOUTBOX_SOAK_LEDGER"
+
+outbox = Outbox()
+_RETRY = RetryPolicy(max_attempts=1000, base_seconds=0.05, cap_seconds=1.0)
+_TIMEOUT_SECONDS = 4.0
+
+
+@functools.cache
+def ledger() -> Ledger:
+    """The one file into which all processes write."""
+    return Ledger(Path(os.environ[LEDGER]))
+
+
+def facts(message: Message) -> dict[str, Any]:
+    """The payload, which the producers made."""
+    assert isinstance(message.payload, dict)
+    return message.payload
+
+
+def step(message: Message) -> str:
+    """What this attempt is to do; the last step of the plan is that of all further attempts."""
+    plan = facts(message)["plan"]
+    return str(plan[min(message.attempt_count, len(plan)) - 1])
+
+
+def answer(message: Message) -> Transient | Permanent | Snooze | None:
+    """Play the step up to its outcome; None is a success that is not written down yet."""
+    match step(message):
+        case "ok":
+            return None
+        case "transient":
+            return Transient("planned")
+        case "permanent":
+            return Permanent("planned")
+        case "snooze":
+            return Snooze(0.1)
+        case "error":
+            raise RuntimeError("planned: \x00 \ud800")
+        case "die":
+            os._exit(137)
+        case "die_after":
+            hand_over(message)
+            os._exit(137)
+        case unknown:
+            raise ValueError(f"no such step: {unknown}")
+
+
+def hand_over(message: Message) -> None:
+    """What a real handler would do to the outside."""
+    ledger().hand_over(message.payload, message.attempt_count)
+
+
+@outbox.handler("soak.async", retry=_RETRY, timeout=_TIMEOUT_SECONDS)
+async def on_async(message: Message, ctx: Context) -> Transient | Permanent | Snooze | None:
+    """Wait as for a slow server, make sure of the lease, hand over."""
+    await asyncio.sleep(facts(message)["seconds"])
+    if step(message) == "hang":
+        await asyncio.sleep(3600)
+    outcome = answer(message)
+    if outcome is None:
+        await ctx.ensure_lease()
+        hand_over(message)
+    return outcome
+
+
+@outbox.handler("soak.sync", retry=_RETRY)
+def on_sync(message: Message, ctx: SyncContext) -> Transient | Permanent | Snooze | None:
+    """Block a thread, hand over."""
+    time.sleep(facts(message)["seconds"])
+    outcome = answer(message)
+    if outcome is None:
+        hand_over(message)
+    return outcome
+
+
+@outbox.batch_handler("soak.batch", max_size=20, retry=_RETRY, timeout=_TIMEOUT_SECONDS)
+async def on_batch(
+    messages: Sequence[Message], contexts: Sequence[Context]
+) -> list[Transient | Permanent | Snooze | None]:
+    """Hand over those whose plan says so; the others have outcomes of their own."""
+    outcomes = []
+    for message in messages:
+        try:
+            outcome = answer(message)
+        except RuntimeError as error:
+            outcome = Transient(str(error))
+        if outcome is None:
+            hand_over(message)
+        outcomes.append(outcome)
+    return outcomes
+
+
+@outbox.handler("soak.effect", retry=_RETRY, transactional=True, timeout=_TIMEOUT_SECONDS)
+async def on_effect(message: Message, ctx: Context) -> Transient | Permanent | Snooze | None:
+    """Write the effect in the transaction that ends the attempt: exactly once, whatever happens."""
+    await ctx.connection.execute(
+        "INSERT INTO soak_effect (message_id, attempt_count) VALUES (%s, %s)", (message.id, message.attempt_count)
+    )
+    await asyncio.sleep(facts(message)["seconds"])
+    outcome = answer(message)
+    if outcome is None:
+        hand_over(message)
+    return outcome

@@ -1,0 +1,221 @@
+"""One producer: transactions without end on one driver, with some that roll back, until it is told to stop.
+
+    python -m tests.soak.producer DRIVER SEED
+
+What it means to commit is in the ledger before the COMMIT, what it was told is there after it. A COMMIT that was not
+answered leaves the transaction's end unknown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import random
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, Final
+
+import asyncpg
+import psycopg
+import sqlalchemy
+from sqlalchemy.engine import make_url
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from pgoutbox import Enqueued, NewMessage, Outbox, TransactionError
+from tests.faults.ledger import KEY, Ledger
+from tests.soak.app import TOPICS, ledger
+
+logger = logging.getLogger("tests.soak.producer")
+COALESCE_KEYS: Final = 40
+DEDUPE_KEYS: Final = 2_000
+# What a producer of a database that is shot at has to expect: it gives up the transaction and begins another one.
+FAILURES: Final = (
+    psycopg.Error, asyncpg.PostgresError, asyncpg.InterfaceError, sqlalchemy.exc.DBAPIError, OSError, TimeoutError,
+    TransactionError,
+)  # fmt: skip
+
+Enqueue = Callable[[list[NewMessage[Any]]], Coroutine[Any, Any, list[Enqueued]]]
+Transaction = Callable[[], contextlib.AbstractAsyncContextManager[Enqueue]]
+
+
+class PlannedRollbackError(Exception):
+    """The business transaction changed its mind."""
+
+
+def plan(chance: random.Random) -> list[str]:
+    """How the attempts of a message go: a few that do not succeed, then one that does, or fails for good."""
+    steps = chance.choices(["transient", "error", "snooze", "die", "die_after"], [40, 20, 20, 0.2, 0.2], k=3)
+    steps = steps[: chance.choice([0, 0, 0, 0, 0, 0, 1, 1, 2, 3])]
+    return [*steps, "permanent" if chance.random() < 0.03 else "ok"]
+
+
+def draw(chance: random.Random, key: str) -> NewMessage[Any]:
+    """One message. All that is drawn for a dedupe key is drawn from it, so that it is the same each time."""
+    coalesce_key = dedupe_key = delay = None
+    kind = chance.random()
+    if kind < 0.2:
+        number = chance.randrange(DEDUPE_KEYS)
+        key = dedupe_key = f"once-{number}"
+        chance = random.Random(number)
+    elif kind < 0.5:
+        coalesce_key = f"key-{chance.randrange(COALESCE_KEYS)}"
+    topic = chance.choice(TOPICS)
+    steps = plan(chance)
+    if topic == "soak.async" and chance.random() < 0.01:
+        steps.insert(0, "hang")
+    if chance.random() < 0.1:
+        delay = chance.choice([0.2, 1.0, 3.0])
+    return NewMessage(
+        topic,
+        {KEY: key, "plan": steps, "seconds": chance.choice([0, 0, 0.01, 0.1, 0.5, 2.0])},
+        coalesce_key=coalesce_key,
+        dedupe_key=dedupe_key,
+        delay=delay,
+        queue=chance.choice(["default", "default", "bulk"]),
+        max_attempts=10_000,
+    )
+
+
+def _change_mind(rolls_back: bool) -> None:
+    if rolls_back:
+        raise PlannedRollbackError
+
+
+async def produce(transaction: Transaction, chance: random.Random, ledger: Ledger, stop: asyncio.Event) -> None:
+    """Transactions until `stop`, each with its entries in the ledger."""
+    for number in itertools.count():
+        if stop.is_set():
+            return
+        name = f"{os.getpid()}-{number}"
+        messages = [draw(chance, f"{name}-{n}") for n in range(chance.choice([1, 1, 1, 1, 2, 30]))]
+        keys = [message.payload[KEY] for message in messages]
+        # What happened to a dedupe key in one transaction is not what happened to it in all.
+        own_keys = [message.payload[KEY] for message in messages if message.dedupe_key is None]
+        rolls_back = chance.random() < 0.25
+        try:
+            async with transaction() as enqueue:
+                await enqueue(messages)
+                _change_mind(rolls_back)
+                ledger.write("intended", *keys)
+            ledger.write("acknowledged", *keys)
+        except PlannedRollbackError:
+            ledger.write("rolled_back", *own_keys)
+        except FAILURES as error:
+            logger.warning("%s", f"{type(error).__name__}: {error}".splitlines()[0])
+            await asyncio.sleep(chance.uniform(0.05, 0.5))
+        await asyncio.sleep(chance.expovariate(20))
+
+
+# --- drivers ----------------------------------------------------------------------------------------------------------
+
+
+def psycopg_sync(outbox: Outbox, dsn: str) -> Transaction:
+    """A connection for each transaction, as behind a pooler; single enqueues and bulks."""
+
+    @contextlib.asynccontextmanager
+    async def transaction() -> AsyncIterator[Enqueue]:
+        with psycopg.connect(dsn, connect_timeout=5) as connection:
+
+            async def enqueue(messages: list[NewMessage[Any]]) -> list[Enqueued]:
+                if len(messages) > 1:
+                    return outbox.enqueue_many(connection, messages)
+                (message,) = messages
+                return [_one(outbox, connection, message)]
+
+            yield enqueue
+
+    return transaction
+
+
+def _one(outbox: Outbox, connection: psycopg.Connection, message: NewMessage[Any]) -> Enqueued:
+    return outbox.enqueue(
+        connection,
+        message.topic,
+        message.payload,
+        coalesce_key=message.coalesce_key,
+        dedupe_key=message.dedupe_key,
+        delay=message.delay,
+        queue=message.queue,
+        max_attempts=message.max_attempts,
+    )
+
+
+def psycopg_async(outbox: Outbox, dsn: str) -> Transaction:
+    """psycopg's async connection."""
+
+    @contextlib.asynccontextmanager
+    async def transaction() -> AsyncIterator[Enqueue]:
+        async with await psycopg.AsyncConnection.connect(dsn, connect_timeout=5) as connection:
+            yield lambda messages: outbox.aenqueue_many(connection, messages)
+
+    return transaction
+
+
+def sqlalchemy_sync(outbox: Outbox, dsn: str) -> Transaction:
+    """SQLAlchemy's connection from a pool, which may hand out one that is dead."""
+    engine = sqlalchemy.create_engine(make_url(dsn).set(drivername="postgresql+psycopg"))
+
+    @contextlib.asynccontextmanager
+    async def transaction() -> AsyncIterator[Enqueue]:
+        with engine.begin() as connection:
+
+            async def enqueue(messages: list[NewMessage[Any]]) -> list[Enqueued]:
+                return outbox.enqueue_many(connection, messages)
+
+            yield enqueue
+
+    return transaction
+
+
+def sqlalchemy_asyncpg(outbox: Outbox, dsn: str) -> Transaction:
+    """SQLAlchemy's async connection over asyncpg."""
+    engine = create_async_engine(make_url(dsn).set(drivername="postgresql+asyncpg"))
+
+    @contextlib.asynccontextmanager
+    async def transaction() -> AsyncIterator[Enqueue]:
+        async with engine.begin() as connection:
+            yield lambda messages: outbox.aenqueue_many(connection, messages)
+
+    return transaction
+
+
+def asyncpg_alone(outbox: Outbox, dsn: str) -> Transaction:
+    """asyncpg's own connection."""
+
+    @contextlib.asynccontextmanager
+    async def transaction() -> AsyncIterator[Enqueue]:
+        connection = await asyncpg.connect(dsn, timeout=5)
+        try:
+            async with connection.transaction():
+                yield lambda messages: outbox.aenqueue_many(connection, messages)
+        finally:
+            connection.terminate()
+
+    return transaction
+
+
+DRIVERS: Final[dict[str, Callable[[Outbox, str], Transaction]]] = {
+    "psycopg": psycopg_sync,
+    "psycopg-async": psycopg_async,
+    "sqlalchemy": sqlalchemy_sync,
+    "sqlalchemy-asyncpg": sqlalchemy_asyncpg,
+    "asyncpg": asyncpg_alone,
+}
+
+
+async def main(driver: str, seed: int) -> None:
+    """Produce until SIGTERM."""
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    outbox = Outbox()
+    transaction = DRIVERS[driver](outbox, outbox.settings.require_dsn())
+    await produce(transaction, random.Random(seed), ledger(), stop)
+
+
+if __name__ == "__main__":
+    logging.basicConfig(format="%(asctime)s %(process)d %(message)s")
+    asyncio.run(main(sys.argv[1], int(sys.argv[2])))

@@ -1,0 +1,165 @@
+"""What must be true after a run: the ledger's verdict, and what the tables and the order of the hand-overs must say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, LiteralString, NamedTuple
+
+import psycopg
+from psycopg.rows import class_row
+
+from tests.faults.judge import violations
+from tests.faults.ledger import judge, read_entries
+
+# Every query returns the ids of the messages that break the invariant.
+INVARIANTS: Final[Mapping[str, LiteralString]] = {
+    "two messages of one dedupe key": """
+        SELECT max(id) FROM pgoutbox.message WHERE dedupe_key IS NOT NULL GROUP BY topic, dedupe_key HAVING count(*) > 1
+    """,
+    "superseded by nothing newer that exists": """
+        SELECT m.id
+        FROM pgoutbox.message AS m
+        LEFT JOIN pgoutbox.message AS newer
+            ON newer.id = m.superseded_by AND newer.topic = m.topic AND newer.coalesce_key = m.coalesce_key
+        WHERE m.superseded_by IS NOT NULL AND (newer.id IS NULL OR newer.id <= m.id)
+    """,
+    "the newest of a key was superseded": """
+        SELECT m.id
+        FROM (
+            SELECT max(id) AS id FROM pgoutbox.message WHERE coalesce_key IS NOT NULL GROUP BY topic, coalesce_key
+        ) AS newest
+        JOIN pgoutbox.message AS m ON m.id = newest.id
+        WHERE m.superseded_by IS NOT NULL
+    """,
+    "skipped without a reason to be": """
+        SELECT id FROM pgoutbox.message WHERE state = 'skipped' AND superseded_by IS NULL
+    """,
+    "failed though its plan was to succeed": """
+        SELECT id FROM pgoutbox.message WHERE state = 'failed' AND payload #>> '{plan,-1}' <> 'permanent'
+    """,
+    "sent though its plan was to fail": """
+        SELECT id FROM pgoutbox.message WHERE state = 'sent' AND payload #>> '{plan,-1}' <> 'ok'
+    """,
+    "sent without its one effect in the database": """
+        SELECT m.id
+        FROM pgoutbox.message AS m
+        LEFT JOIN soak_effect AS e ON e.message_id = m.id
+        WHERE m.topic = 'soak.effect' AND m.state = 'sent'
+        GROUP BY m.id, m.attempt_count
+        HAVING count(e.message_id) <> 1 OR max(e.attempt_count) <> m.attempt_count
+    """,
+    "an effect in the database without being sent": """
+        SELECT e.message_id
+        FROM soak_effect AS e
+        LEFT JOIN pgoutbox.message AS m ON m.id = e.message_id
+        WHERE m.state IS DISTINCT FROM 'sent'
+    """,
+    "an attempt that was not made is in the history": """
+        SELECT a.message_id
+        FROM pgoutbox.attempt AS a
+        LEFT JOIN pgoutbox.message AS m ON m.id = a.message_id
+        WHERE a.attempt_count > m.attempt_count OR m.id IS NULL
+    """,
+    "an attempt is missing from the history": """
+        SELECT m.id
+        FROM pgoutbox.message AS m
+        LEFT JOIN pgoutbox.attempt AS a ON a.message_id = m.id AND a.outcome <> 'skipped'
+        WHERE m.state = 'sent'
+        GROUP BY m.id, m.attempt_count
+        HAVING count(a.message_id) <> m.attempt_count - 1
+    """,
+}
+
+_MESSAGES: Final = """
+SELECT
+    payload ->> 'ledger_key' AS key, id, topic, coalesce_key, state, attempt_count,
+    extract(epoch FROM finished_at)::float8 AS finished_at
+FROM pgoutbox.message
+"""
+# An attempt whose transaction failed to commit has no effect either, and is retried.
+_UNCERTAIN: Final = """
+SELECT a.message_id, a.attempt_count
+FROM pgoutbox.attempt AS a
+JOIN pgoutbox.message AS m ON m.id = a.message_id
+WHERE a.outcome IN ('lost', 'released') OR m.topic = 'soak.effect'
+"""
+
+
+class _Row(NamedTuple):
+    key: str
+    id: int
+    topic: str
+    coalesce_key: str | None
+    state: str
+    attempt_count: int
+    finished_at: float
+
+
+class Line(NamedTuple):
+    """One invariant, how often it is broken, and some of the messages that break it."""
+
+    invariant: str
+    broken: int
+    examples: Sequence[Any]
+
+
+class Balance(NamedTuple):
+    """The lines of the table, and a sentence of what there was to judge."""
+
+    lines: list[Line]
+    summary: str
+
+
+def balance(path: Path, connection: psycopg.Connection) -> Balance:
+    """Judge a run whose producers and workers have stopped."""
+    verdict = judge(path, connection)
+    lines = [
+        Line(name.replace("_", " "), len(getattr(verdict, name)), getattr(verdict, name)[:5])
+        for name in (
+            "lost",
+            "rolled_back_delivered",
+            "two_final_states",
+            "sent_without_hand_over",
+            "unexplained_duplicates",
+            "undrained",
+        )
+    ]
+    for invariant, query in INVARIANTS.items():
+        broken = [row[0] for row in connection.execute(query)]
+        lines.append(Line(invariant, len(broken), broken[:5]))
+    lines += _by_order(path, connection)
+    forbidden = violations(connection)
+    lines.append(Line("a forbidden change of a row, or rule of the tables", len(forbidden), forbidden[:5]))
+    return Balance(lines, str(verdict).split(";", maxsplit=1)[0])
+
+
+def _by_order(path: Path, connection: psycopg.Connection) -> list[Line]:
+    """What the order of the hand-overs must say. An attempt known to be lost may hand over at any later time."""
+    messages = {row.key: row for row in connection.cursor(row_factory=class_row(_Row)).execute(_MESSAGES)}
+    uncertain = set(connection.execute(_UNCERTAIN))
+    unfenced: list[int] = []
+    stale: list[int] = []
+    unproven = {row.id for row in messages.values() if row.state == "sent"}
+    latest: dict[tuple[str, str], int] = {}
+    for hand_over in read_entries(path).hand_over_order:
+        row = messages.get(hand_over.key)
+        if row is None:
+            continue  # Counted as rolled back, and delivered.
+        is_last = row.state == "sent" and hand_over.attempt_count == row.attempt_count
+        if is_last and (row.topic == "soak.effect" or hand_over.at <= row.finished_at):
+            unproven.discard(row.id)
+        if (row.id, hand_over.attempt_count) in uncertain:
+            continue
+        if not is_last:
+            unfenced.append(row.id)
+        if row.coalesce_key is not None:
+            place = (row.topic, row.coalesce_key)
+            if row.id < latest.get(place, 0):
+                stale.append(row.id)
+            latest[place] = max(latest.get(place, 0), row.id)
+    return [
+        Line("handed over by an attempt that neither sent nor was lost", len(unfenced), unfenced[:5]),
+        Line("sent, and not handed over before by that very attempt", len(unproven), sorted(unproven)[:5]),
+        Line("an older message handed over after a newer one", len(stale), stale[:5]),
+    ]
