@@ -1,0 +1,1 @@
+"""Faults, injected for real."""

@@ -1,0 +1,185 @@
+"""The application of the worker processes in these tests. Its handlers write what they hand over in a ledger."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+
+import pgoutbox.worker
+from pgoutbox import Context, Message, Outbox, RetryPolicy, Sent, SyncContext, Transient
+from pgoutbox.store import Store
+from tests.faults.fleet import GATE_VARIABLE, LEDGER_VARIABLE, SUSPEND_VARIABLE
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pgoutbox.message import Outcome
+    from pgoutbox.store import ClaimedRow
+    from pgoutbox.transports import Content
+
+AT_ONCE = RetryPolicy.steps(0, jitter=0)
+
+
+class Post:
+    """A transport whose side effect is a line in the ledger."""
+
+    schemes = ("postcard",)
+
+    async def send(self, message: Message[object], content: Content) -> Outcome:
+        """Hand the content over."""
+        hand_over(message)
+        return Sent()
+
+    async def aclose(self) -> None:
+        """Nothing is open."""
+
+
+outbox = Outbox(transports=[Post()])
+
+
+def hand_over(message: Message[Any]) -> None:
+    """The side effect: one line on the disk, which no transaction covers and no kill takes back."""
+    ledger = os.open(os.environ[LEDGER_VARIABLE], os.O_WRONLY | os.O_APPEND)
+    try:
+        os.write(ledger, f"{message.id} {message.attempt_count} {os.getpid()}\n".encode())
+        os.fsync(ledger)
+    finally:
+        os.close(ledger)
+
+
+@outbox.handler("fault.deliver")
+def deliver(message: Message, ctx: SyncContext) -> None:
+    """Hand over at once."""
+    hand_over(message)
+
+
+@outbox.handler("fault.slow")
+def slow(message: Message, ctx: SyncContext) -> None:
+    """Take some time before and after, so that a kill at any moment meets it."""
+    time.sleep(0.02)
+    hand_over(message)
+    time.sleep(0.02)
+
+
+@outbox.handler("fault.gated")
+def gated(message: Message, ctx: SyncContext) -> None:
+    """Hand over, and return when the test opens the gate."""
+    hand_over(message)
+    gate = Path(os.environ[GATE_VARIABLE])
+    while not gate.exists():
+        time.sleep(0.01)  # Between two looks.
+
+
+@outbox.handler("fault.segv", retry=AT_ONCE)
+async def segv(message: Message, ctx: Context) -> None:
+    """Read at address 0, as a faulty extension module does."""
+    ctypes.string_at(0)
+
+
+@outbox.handler("fault.killed", retry=AT_ONCE)
+async def killed(message: Message, ctx: Context) -> None:
+    """End as the kernel's out-of-memory killer ends a process."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def limit_memory() -> None:
+    """Allow this process 64 MiB more than it has."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 64 * 2**20, resource.RLIM_INFINITY))
+
+
+@outbox.handler("fault.memory", retry=AT_ONCE)
+async def memory(message: Message, ctx: Context) -> None:
+    """Ask for more memory than the process may have."""
+    limit_memory()
+    hoard = []
+    while True:
+        hoard.append(bytearray(2**20))
+
+
+@outbox.handler("fault.transactional", transactional=True)
+async def transactional(message: Message, ctx: Context) -> None:
+    """Write in the transaction of the completion; the first attempt dies before it commits."""
+    await ctx.connection.execute("INSERT INTO effect VALUES (%s)", [message.id])
+    if message.attempt_count == 1:
+        os._exit(9)
+
+
+@outbox.handler("fault.clock", retry=RetryPolicy.steps(3600))
+async def tell_the_time(message: Message, ctx: Context) -> None:
+    """Note what this process takes for the time, enqueue with a delay, and ask for a retry in an hour."""
+    async with await psycopg.AsyncConnection.connect(outbox.settings.require_dsn()) as connection:
+        for _ in range(6):
+            await connection.execute("INSERT INTO reading VALUES (%s, clock_timestamp())", [time.time()])
+        await outbox.aenqueue(connection, "fault.later", {}, delay=60)
+    await ctx.ensure_lease()
+    raise Transient("busy")
+
+
+# --- suspended --------------------------------------------------------------------------------------------------------
+
+
+def suspend() -> None:
+    """Stop every process of the group, as a suspended machine does, until the test wakes it."""
+    os.killpg(0, signal.SIGSTOP)
+
+
+class SuspendedStore(Store):
+    """Suspends the process between a claim and what follows."""
+
+    async def claim(self, *arguments: Any, **options: Any) -> list[ClaimedRow]:  # noqa: ANN401 - passed on
+        """Claim, and be suspended with the rows in hand."""
+        rows = await super().claim(*arguments, **options)
+        if rows:
+            suspend()
+        return rows
+
+
+if os.environ.get(SUSPEND_VARIABLE) == "after the claim":
+    vars(pgoutbox.worker)["Store"] = SuspendedStore
+
+
+class Postcard:
+    """A content."""
+
+    scheme = "postcard"
+
+
+@outbox.handler("fault.asks")
+def ask(message: Message, ctx: SyncContext) -> None:
+    """Be suspended in the middle, and ask for the lease before the side effect."""
+    if os.environ.get(SUSPEND_VARIABLE) == "in the handler":
+        suspend()
+    ctx.ensure_lease()
+    hand_over(message)
+
+
+@outbox.handler("fault.renders")
+async def render(message: Message, ctx: Context) -> Postcard:
+    """Be suspended while rendering."""
+    if os.environ.get(SUSPEND_VARIABLE) == "in the handler":
+        suspend()
+    return Postcard()
+
+
+@outbox.batch_handler("fault.renders.batch")
+async def render_batch(messages: Sequence[Message], contexts: Sequence[Context]) -> list[Postcard]:
+    """Be suspended while rendering several at once."""
+    if os.environ.get(SUSPEND_VARIABLE) == "in the handler":
+        suspend()
+    return [Postcard() for _ in messages]
+
+
+@outbox.handler("fault.renders.transactional", transactional=True)
+def render_in_transaction(message: Message, ctx: SyncContext) -> Postcard:
+    """Be suspended while rendering in a transaction."""
+    if os.environ.get(SUSPEND_VARIABLE) == "in the handler":
+        suspend()
+    return Postcard()

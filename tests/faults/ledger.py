@@ -1,0 +1,303 @@
+"""The ledger: what producers were told of their commits and what handlers did, written outside the database, and the
+verdict on whether the outbox tells the same story.
+
+Any number of threads and processes write to one file, each record as one append. A producer writes down what it is
+about to commit before it sends COMMIT, so that a key without an answer is one whose outcome nobody knows. A handler
+writes down a hand-over before its effect. A process that is killed in the middle of an append leaves half a line, which
+is no record: what it was about to do has not been done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Self
+
+import psycopg
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+KEY: Final = "ledger_key"
+"""The name under which a message's payload, a JSON object, has its key in the ledger."""
+
+Entry = Literal["intended", "acknowledged", "rolled_back", "handed_over"]
+
+# What moves between partitions fires as an insert; what stays in its partition as an update. The table is the
+# database's own account of final states, and outlives the messages that retention deletes.
+_AUDIT: Final = """
+CREATE TABLE IF NOT EXISTS public.ledger_audit (
+    seq        bigserial PRIMARY KEY,
+    message_id bigint NOT NULL,
+    ledger_key text   NOT NULL,
+    state      text   NOT NULL
+);
+CREATE OR REPLACE FUNCTION public.ledger_note() RETURNS trigger LANGUAGE plpgsql AS $function$
+BEGIN
+    INSERT INTO public.ledger_audit (message_id, ledger_key, state)
+    VALUES (NEW.id, NEW.payload ->> 'ledger_key', NEW.state);
+    RETURN NULL;
+END
+$function$;
+CREATE OR REPLACE TRIGGER ledger_entered AFTER INSERT ON pgoutbox.message
+    FOR EACH ROW WHEN (NEW.payload ? 'ledger_key') EXECUTE FUNCTION public.ledger_note();
+CREATE OR REPLACE TRIGGER ledger_changed AFTER UPDATE ON pgoutbox.message
+    FOR EACH ROW WHEN (NEW.payload ? 'ledger_key' AND NEW.state NOT IN ('pending', 'sending'))
+    EXECUTE FUNCTION public.ledger_note();
+"""
+
+_ROWS: Final = "SELECT id, payload ->> 'ledger_key', state FROM pgoutbox.message WHERE payload ? 'ledger_key'"
+_AUDITED: Final = "SELECT message_id, ledger_key, state FROM public.ledger_audit ORDER BY message_id, seq"
+_ENDED_ATTEMPTS: Final = """
+SELECT m.payload ->> 'ledger_key', a.attempt_count
+FROM pgoutbox.attempt AS a
+JOIN pgoutbox.message AS m ON m.id = a.message_id
+WHERE m.payload ? 'ledger_key'
+"""
+_OWED: Final = """
+SELECT count(*) FROM pgoutbox.message_live WHERE payload ? 'ledger_key' AND state IN ('pending', 'sending')
+"""
+
+_OPEN_STATES: Final = frozenset({"pending", "sending"})
+_REDRIVABLE_STATES: Final = frozenset({"failed", "cancelled"})
+_SHOWN_KEYS: Final = 5
+
+
+class Ledger:
+    """Appends to the file. One object may be used by many threads; other processes open their own."""
+
+    def __init__(self, path: Path, *, fsync: bool = True) -> None:
+        self.path = path
+        self._fsync = fsync
+        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file; nothing is buffered."""
+        os.close(self._fd)
+
+    @contextlib.contextmanager
+    def committing(self, connection: psycopg.Connection, *keys: str) -> Iterator[None]:
+        """Commit `connection` at the end of the block, which enqueues the messages of these keys, and write down how
+        that went.
+
+        An error of the block means that nothing was committed; an error of the commit means that nobody knows. Both
+        are raised, after a rollback where the connection lives.
+        """
+        try:
+            yield
+            # Written down before COMMIT is sent: from here on only its answer tells.
+            self.write("intended", *keys)
+        except BaseException:
+            self.write("rolled_back", *keys)
+            if not connection.closed:
+                connection.rollback()
+            raise
+        connection.commit()
+        self.write("acknowledged", *keys)
+
+    @contextlib.contextmanager
+    def rolling_back(self, connection: psycopg.Connection, *keys: str) -> Iterator[None]:
+        """Roll back `connection` at the end of the block, which enqueues the messages of these keys."""
+        self.write("rolled_back", *keys)
+        try:
+            yield
+        finally:
+            if not connection.closed:
+                connection.rollback()
+
+    def hand_over(self, payload: object, attempt_count: int) -> None:
+        """Note that a handler is about to deliver the message with this payload."""
+        assert isinstance(payload, Mapping), f"not a payload with a ledger key: {payload!r}"
+        self.write("handed_over", str(payload[KEY]), attempt_count=attempt_count)
+
+    def write(self, entry: Entry, *keys: str, attempt_count: int | None = None) -> None:
+        """Append one record; on return it is on the disk."""
+        record: dict[str, object] = {"entry": entry, "keys": keys, "at": time.time()}
+        if attempt_count is not None:
+            record["attempt_count"] = attempt_count
+        # The newline comes first, so that half a line of a killed process does not swallow this one.
+        line = b"\n" + json.dumps(record).encode()
+        if os.write(self._fd, line) != len(line):
+            raise OSError(f"could not append to {self.path}")
+        if self._fsync:
+            os.fsync(self._fd)
+
+
+class HandOver(NamedTuple):
+    """One delivery. `at` is the machine's clock, in seconds since 1970."""
+
+    key: str
+    attempt_count: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """What a ledger's file says. Keys in none of the three sets were never about to be committed."""
+
+    acknowledged: frozenset[str]
+    unknown: frozenset[str]
+    rolled_back: frozenset[str]
+    hand_overs: Mapping[str, Sequence[int]]
+    """For each key the attempts that handed it over, in the order of the file."""
+    hand_over_order: Sequence[HandOver]
+    """Every hand-over, in the order of the file, which is that of the appends."""
+
+
+def read_entries(path: Path) -> Entries:
+    """Read a ledger's file, also while others append to it."""
+    keys_of: defaultdict[str, set[str]] = defaultdict(set)
+    hand_overs: defaultdict[str, list[int]] = defaultdict(list)
+    order: list[HandOver] = []
+    for line in path.read_bytes().split(b"\n"):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue  # Half a line, or the empty one before the first record.
+        if record["entry"] == "handed_over":
+            hand_overs[record["keys"][0]].append(record["attempt_count"])
+            order.append(HandOver(record["keys"][0], record["attempt_count"], record["at"]))
+        else:
+            keys_of[record["entry"]].update(record["keys"])
+    rolled_back = keys_of["rolled_back"]
+    return Entries(
+        acknowledged=frozenset(keys_of["acknowledged"]),
+        unknown=frozenset(keys_of["intended"] - keys_of["acknowledged"] - rolled_back),
+        rolled_back=frozenset(rolled_back),
+        hand_overs=dict(hand_overs),
+        hand_over_order=order,
+    )
+
+
+@dataclass(slots=True)
+class Verdict:
+    """Whether the books agree. Each list has the keys of the messages that break the invariant of its name."""
+
+    acknowledged_count: int = 0
+    unknown_count: int = 0
+    unknown_committed_count: int = 0
+    rolled_back_count: int = 0
+    hand_over_count: int = 0
+    duplicate_count: int = 0
+    """Hand-overs beyond each message's first."""
+    states: Counter[str] = field(default_factory=Counter)
+
+    lost: list[str] = field(default_factory=list)
+    """Acknowledged, and not in the database."""
+    rolled_back_delivered: list[str] = field(default_factory=list)
+    """Rolled back or never committed, and yet in the database or handed over."""
+    two_final_states: list[str] = field(default_factory=list)
+    """Two rows, or a final state after a final state without a redrive between them."""
+    sent_without_hand_over: list[str] = field(default_factory=list)
+    unexplained_duplicates: list[str] = field(default_factory=list)
+    """Handed over twice by one attempt, or again though no earlier attempt is recorded as ended otherwise than sent."""
+    undrained: list[str] = field(default_factory=list)
+    """In the database and in no final state."""
+
+    @property
+    def violations(self) -> dict[str, list[str]]:
+        """The invariants that are broken, with the keys that break them."""
+        every = {
+            "lost": self.lost,
+            "rolled_back_delivered": self.rolled_back_delivered,
+            "two_final_states": self.two_final_states,
+            "sent_without_hand_over": self.sent_without_hand_over,
+            "unexplained_duplicates": self.unexplained_duplicates,
+            "undrained": self.undrained,
+        }
+        return {name: keys for name, keys in every.items() if keys}
+
+    def __str__(self) -> str:
+        broken = [f"{name}: {len(keys)} {keys[:_SHOWN_KEYS]}" for name, keys in self.violations.items()]
+        states = ", ".join(f"{state} {count}" for state, count in sorted(self.states.items()))
+        return (
+            f"{self.acknowledged_count} acknowledged, {self.unknown_count} unknown "
+            f"({self.unknown_committed_count} of them committed), {self.rolled_back_count} rolled back, "
+            f"{self.hand_over_count} handed over ({self.duplicate_count} again); {states}; "
+            + ("; ".join(broken) if broken else "the books agree")
+        )
+
+
+def install_audit(connection: psycopg.Connection) -> None:
+    """Let the database note every state that a message reaches for good; without it a state that was overwritten by
+    another one goes unseen. Call it before the first enqueue, in a database of the test's own."""
+    connection.execute(_AUDIT)
+
+
+def owed_count(connection: psycopg.Connection) -> int:
+    """How many messages of the ledger have not reached a final state."""
+    row = connection.execute(_OWED).fetchone()
+    return 0 if row is None else int(row[0])
+
+
+def judge(path: Path, connection: psycopg.Connection) -> Verdict:
+    """Compare the ledger's file with the database, when producers and workers have stopped."""
+    entries = read_entries(path)
+    ids_of: defaultdict[str, set[int]] = defaultdict(set)
+    states: list[tuple[str, str]] = []
+    for message_id, key, state in connection.execute(_ROWS):
+        ids_of[key].add(message_id)
+        states.append((key, state))
+    histories = _histories(connection)
+    for message_id, (key, _) in histories.items():
+        ids_of[key].add(message_id)
+    ended: defaultdict[str, set[int]] = defaultdict(set)
+    for key, attempt_count in connection.execute(_ENDED_ATTEMPTS):
+        ended[key].add(attempt_count)
+
+    row_counts = Counter(key for key, _ in states)
+    committed = entries.acknowledged | entries.unknown
+    present = set(ids_of)
+    return Verdict(
+        acknowledged_count=len(entries.acknowledged),
+        unknown_count=len(entries.unknown),
+        unknown_committed_count=len(entries.unknown & present),
+        rolled_back_count=len(entries.rolled_back),
+        hand_over_count=sum(map(len, entries.hand_overs.values())),
+        duplicate_count=sum(len(attempts) - 1 for attempts in entries.hand_overs.values()),
+        states=Counter(state for _, state in states),
+        lost=sorted(entries.acknowledged - present),
+        rolled_back_delivered=sorted((present | set(entries.hand_overs)) - committed),
+        two_final_states=sorted(
+            {key for key, count in row_counts.items() if count > 1}
+            | {key for key, ids in ids_of.items() if len(ids) > 1}
+            | {key for key, history in histories.values() if _ended_twice(history)}
+        ),
+        sent_without_hand_over=sorted({k for k, state in states if state == "sent" and k not in entries.hand_overs}),
+        unexplained_duplicates=sorted(
+            key
+            for key, attempts in entries.hand_overs.items()
+            if len(set(attempts)) < len(attempts)
+            or (key in row_counts and not set(attempts) - {max(attempts)} <= ended[key])
+        ),
+        undrained=sorted({key for key, state in states if state in _OPEN_STATES}),
+    )
+
+
+def _histories(connection: psycopg.Connection) -> dict[int, tuple[str, list[str]]]:
+    """Each message's key and, where the database was told to note them, the states that it reached."""
+    histories: dict[int, tuple[str, list[str]]] = {}
+    row = connection.execute("SELECT to_regclass('public.ledger_audit') IS NOT NULL").fetchone()
+    if row is not None and row[0]:
+        for message_id, key, state in connection.execute(_AUDITED):
+            histories.setdefault(message_id, (key, []))[1].append(state)
+    return histories
+
+
+def _ended_twice(history: Sequence[str]) -> bool:
+    return any(
+        former not in _OPEN_STATES and (former not in _REDRIVABLE_STATES or state not in _OPEN_STATES)
+        for former, state in pairwise(history)
+    )

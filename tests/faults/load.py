@@ -1,0 +1,241 @@
+"""A load for the time of a fault: producers that enqueue, commit and roll back, and workers as processes that deliver.
+
+Producers are threads with a connection each. After an error they write down what they know and go on with another
+connection, as an application would. Everything that is waited for is a condition with a deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Final, Self
+
+import psycopg
+
+from pgoutbox import Outbox
+from tests.faults.ledger import KEY, Ledger, Verdict, install_audit, judge, owed_count, read_entries
+from tests.waiting import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+    from types import TracebackType
+
+    from psycopg.rows import TupleRow
+
+TOPIC: Final = "faults.deliver"
+LEDGER_VARIABLE: Final = "FAULTS_LEDGER"
+
+PATIENCE_SECONDS: Final = 60.0
+"""A condition that does not come true within this time has failed the test; nothing is measured by it."""
+
+_EVERY_SO_MANY_ROLLS_BACK: Final = 7
+
+
+class WorkerProcess:
+    """`pgoutbox worker` with the handlers of tests/faults/app.py, and its log."""
+
+    def __init__(self, dsn: str, ledger: Path, log: Path, settings: dict[str, str]) -> None:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PGOUTBOX_")}
+        environment |= {
+            LEDGER_VARIABLE: str(ledger),
+            "PGOUTBOX_DSN": dsn,
+            "PGOUTBOX_LEASE_SECONDS": "2",
+            "PGOUTBOX_SWEEP_SECONDS": "2",
+            "PGOUTBOX_LOG_FORMAT": "json",
+        }
+        environment |= {f"PGOUTBOX_{name.upper()}": value for name, value in settings.items()}
+        self._log = log
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "pgoutbox", "worker", "--app", "tests.faults.app:outbox"],
+                env=environment,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process is gone."""
+        return self._process.poll() is not None
+
+    @property
+    def log(self) -> str:
+        """What it has written to its standard error."""
+        return self._log.read_text()
+
+    def events(self, *levels: str) -> list[str]:
+        """The events in its log, of these levels or of all; what is no event is given as it stands."""
+        found = []
+        for line in self.log.splitlines(keepends=True):
+            if not line.endswith("\n"):
+                break  # It is being written.
+            try:
+                record = json.loads(line)
+            except ValueError:
+                found.append(line)
+                continue
+            if not levels or record["level"] in levels:
+                found.append(record.get("event") or line)
+        return found
+
+    def cpu_seconds(self) -> float:
+        """How long it has used a processor."""
+        with open(f"/proc/{self.pid}/stat", encoding="ascii") as stat:  # noqa: PTH123 - not a file of ours
+            fields = stat.read().rpartition(") ")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def wait(self) -> int:
+        """Its exit code, when it has ended by itself."""
+        return self._process.wait(timeout=PATIENCE_SECONDS)
+
+    def stop(self) -> int:
+        """Tell it to stop; its exit code. Zero means that it was alive to hear it."""
+        self._process.send_signal(signal.SIGTERM)
+        return self.wait()
+
+    def kill(self) -> None:
+        """Make sure that it is gone."""
+        self._process.kill()
+        self._process.wait()
+
+
+class Load:
+    """Producers and workers on one database, with their ledger in `directory`. All end with the block."""
+
+    def __init__(
+        self,
+        dsn: str,
+        directory: Path,
+        *,
+        producers: int = 2,
+        pause_seconds: float = 0.004,
+        padding_bytes: int = 0,
+    ) -> None:
+        self.dsn = dsn
+        self.errors: Counter[str] = Counter()
+        """What producers met: SQLSTATEs, and `connection` where there was none."""
+        self._outbox = Outbox()
+        self._directory = directory
+        self._ledger = Ledger(directory / "ledger")
+        self._pause_seconds = pause_seconds
+        self._padding_bytes = padding_bytes
+        self._stopping = threading.Event()
+        self._threads = ThreadPoolExecutor(producers, thread_name_prefix="producer")
+        self._producer_count = producers
+        self._producing: list[Future[None]] = []
+        self.workers: list[WorkerProcess] = []
+
+    def __enter__(self) -> Self:
+        with psycopg.connect(self.dsn) as connection:
+            install_audit(connection)
+        self._producing = [self._threads.submit(self._produce, f"p{n}") for n in range(self._producer_count)]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stopping.set()
+        for worker in self.workers:
+            worker.kill()
+        self._threads.shutdown()
+        self._ledger.close()
+        if error is not None:
+            error.add_note("\n".join(f"worker {w.pid}:\n{w.log[-3000:]}" for w in self.workers))
+
+    def start_worker(self, *, dsn: str | None = None, **settings: str) -> WorkerProcess:
+        """Start one more worker."""
+        log = self._directory / f"worker-{len(self.workers)}.log"
+        worker = WorkerProcess(dsn or self.dsn, self._ledger.path, log, settings)
+        self.workers.append(worker)
+        return worker
+
+    @property
+    def acknowledged_count(self) -> int:
+        """How many messages are known to be committed."""
+        return len(read_entries(self._ledger.path).acknowledged)
+
+    @property
+    def handed_over_count(self) -> int:
+        """How many messages were handed over at least once."""
+        return len(read_entries(self._ledger.path).hand_overs)
+
+    @property
+    def handed_over_keys(self) -> frozenset[str]:
+        """The keys of the messages that were handed over."""
+        return frozenset(read_entries(self._ledger.path).hand_overs)
+
+    def until_more_are_acknowledged(self, number: int = 30) -> None:
+        """Return when so many more messages are committed."""
+        goal = self.acknowledged_count + number
+        wait_until(lambda: self.acknowledged_count >= goal, lambda: f"{number} more commits; errors: {self.errors}")
+
+    def until_more_are_handed_over(self, number: int = 30) -> float:
+        """Return when so many more messages were handed over; how many seconds passed until the first."""
+        began_at = time.monotonic()
+        former = self.handed_over_count
+        wait_until(lambda: self.handed_over_count > former, lambda: "the next hand-over")
+        resumed_after = time.monotonic() - began_at
+        wait_until(lambda: self.handed_over_count >= former + number, lambda: f"{number} more hand-overs")
+        return resumed_after
+
+    def stop_producers(self) -> None:
+        """Let the producers end; an error that is not the database's is raised."""
+        self._stopping.set()
+        for future in self._producing:
+            future.result(timeout=PATIENCE_SECONDS)
+
+    def settle(self, dsn: str | None = None, *, exit_codes: Sequence[int] = (0,)) -> Verdict:
+        """Stop the producers, wait until everything has drained, stop the workers and compare the books."""
+        self.stop_producers()
+        with psycopg.connect(dsn or self.dsn, autocommit=True) as connection:
+            wait_until(lambda: owed_count(connection) == 0, lambda: "the queue has drained")
+            for worker in self.workers:
+                code = worker.stop()
+                assert code in exit_codes, f"a worker ended with {code}:\n{worker.log}"
+            return self.judge(connection)
+
+    def judge(self, connection: psycopg.Connection[TupleRow]) -> Verdict:
+        """Compare the books as they stand."""
+        return judge(self._ledger.path, connection)
+
+    def committing(
+        self, connection: psycopg.Connection[TupleRow], *keys: str
+    ) -> contextlib.AbstractContextManager[None]:
+        """Commit at the end of the block, and write down how that went: for a producer of the test's own."""
+        return self._ledger.committing(connection, *keys)
+
+    def enqueue(self, connection: psycopg.Connection[TupleRow], key: str) -> None:
+        """Enqueue one message."""
+        payload = {KEY: key, "padding": secrets.token_hex(self._padding_bytes // 2)}
+        self._outbox.enqueue(connection, TOPIC, payload)
+
+    def _produce(self, name: str) -> None:
+        number = 0
+        while not self._stopping.is_set():
+            try:
+                with contextlib.closing(psycopg.connect(self.dsn, connect_timeout=10)) as connection:
+                    while not self._stopping.is_set():
+                        number += 1
+                        rolls_back = number % _EVERY_SO_MANY_ROLLS_BACK == 0
+                        ending = self._ledger.rolling_back if rolls_back else self._ledger.committing
+                        key = f"{name}-{number}"
+                        with ending(connection, key):
+                            self.enqueue(connection, key)
+                        self._stopping.wait(self._pause_seconds)
+            except psycopg.Error as error:
+                self.errors[error.sqlstate or "connection"] += 1
+                self._stopping.wait(0.02)

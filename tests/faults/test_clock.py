@@ -1,0 +1,311 @@
+"""PostgreSQL's clock is the only clock: a worker whose own is wrong, jumps or stood still claims, retries, renews and
+hands over as any other; and a time zone changes no instant.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING
+from zoneinfo import ZoneInfo
+
+import psycopg
+import pytest
+
+from pgoutbox import Outbox
+from pgoutbox.dispatch import Context
+from pgoutbox.message import Message, Snooze
+from pgoutbox.retry import RetryPolicy
+from pgoutbox.worker import Worker
+from tests.conftest import server_missing
+from tests.faults.fleet import SUSPEND_VARIABLE, Fleet, fleet_on
+from tests.faults.judge import install_judge, violations
+from tests.outbox_actions import (
+    PATIENCE_SECONDS,
+    attempts_of,
+    claim,
+    enqueue,
+    row_of,
+    settings_for,
+    state_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from tests.conftest import Connect
+
+
+@pytest.fixture
+def db(connect: Connect) -> psycopg.Connection:
+    """An autocommit connection to the test's database, where every change of a message is judged."""
+    connection = connect(autocommit=True)
+    install_judge(connection)
+    return connection
+
+
+@pytest.fixture
+def fleet(dsn: str, tmp_path: Path) -> Iterator[Fleet]:
+    """Workers on the test's database."""
+    with fleet_on(dsn, tmp_path) as fleet:
+        yield fleet
+
+
+# --- a wrong clock ----------------------------------------------------------------------------------------------------
+
+HOUR = 3600
+# What asks for the time of day gets another one, in every library of the process. Clocks that only measure are left.
+SHIM = r"""
+#define _GNU_SOURCE
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <sys/time.h>
+#include <time.h>
+#include <unistd.h>
+
+static long skew(void)
+{
+    static atomic_int calls;
+    const char *how = getenv("FAULTS_CLOCK");
+    if (how == NULL)
+        return 0;
+    return strcmp(how, "jumping") == 0 ? (calls++ % 3 - 1) * 3600L : atol(how);
+}
+
+int clock_gettime(clockid_t clock, struct timespec *now)
+{
+    int failed = (int)syscall(SYS_clock_gettime, clock, now);
+    if (!failed && (clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE))
+        now->tv_sec += skew();
+    return failed;
+}
+
+int gettimeofday(struct timeval *restrict now, void *restrict zone)
+{
+    int failed = (int)syscall(SYS_gettimeofday, now, zone);
+    if (!failed)
+        now->tv_sec += skew();
+    return failed;
+}
+
+time_t time(time_t *now)
+{
+    struct timespec read;
+    clock_gettime(CLOCK_REALTIME, &read);
+    if (now != NULL)
+        *now = read.tv_sec;
+    return read.tv_sec;
+}
+"""
+
+
+@pytest.fixture(scope="session")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library that lies about the time."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        server_missing("no C compiler to build a clock that is wrong")
+    directory = tmp_path_factory.mktemp("shim")
+    (directory / "clock.c").write_text(SHIM)
+    library = directory / "clock.so"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, directory / "clock.c"], check=True)
+    return library
+
+
+@pytest.mark.parametrize("clock", [str(HOUR), str(-HOUR), "jumping"], ids=["fast", "slow", "jumping"])
+def test_a_worker_with_a_wrong_clock_works_as_any_other(
+    db: psycopg.Connection, fleet: Fleet, shim: Path, clock: str
+) -> None:
+    db.execute("CREATE TABLE reading (worker_epoch float8, read_at timestamptz)")
+
+    def put(change: str = "", topic: str = "fault.deliver") -> int:
+        message_id = enqueue(db, topic)
+        if change:
+            db.execute(f"UPDATE pgoutbox.message_live SET {change} WHERE id = {message_id}".encode())
+        return message_id
+
+    held = (
+        "state = 'sending', attempt_count = 1, worker = 'another', claimed_at = now(), lease_expires_at = now() + %s"
+        " * interval '1 s'"
+    )
+    db.execute("ALTER TABLE pgoutbox.message DISABLE TRIGGER judge")
+    due = put("available_at = now() - interval '1 s'")
+    scheduled = put("available_at = now() + interval '30 min'")
+    expiring = put("expires_at = now() + interval '30 min'")
+    expired = put("expires_at = now() - interval '1 s'")
+    leased, lapsed = put(held % 1800), put(held % -1)
+    clocked = put(topic="fault.clock")
+    gated = put(topic="fault.gated")
+    db.execute("ALTER TABLE pgoutbox.message ENABLE TRIGGER judge")
+    worker = fleet.start(
+        "--once", environment={"LD_PRELOAD": str(shim), "FAULTS_CLOCK": clock}, lease_seconds="1", concurrency="10"
+    )
+    # Its own lease is a second long, and is renewed for as long as the handler runs.
+    fleet.until(lambda: gated in fleet.deliveries(), "the handler runs")
+    fleet.until(
+        lambda: (
+            db.execute(
+                "SELECT claimed_at + interval '2 s' < now() FROM pgoutbox.message WHERE id = %s", [gated]
+            ).fetchone()
+            == (True,)
+        ),
+        "two leases have passed",
+    )
+    assert claim(db, topics=["fault.gated"], worker="thief") == []
+    fleet.gate.touch()
+    assert worker.wait(PATIENCE_SECONDS) == 0, fleet.log
+
+    skews = [
+        float(row[0])
+        for row in db.execute("SELECT worker_epoch - extract(epoch FROM read_at)::float8 FROM reading").fetchall()
+    ]
+    if clock == "jumping":
+        assert max(skews) - min(skews) > HOUR / 2
+    else:
+        assert all(abs(skew - int(clock)) < HOUR / 2 for skew in skews)
+    assert fleet.deliveries() == dict.fromkeys([due, expiring, lapsed, gated], 1)
+    assert [state_of(db, i) for i in (due, expiring, lapsed, gated)] == ["sent"] * 4
+    assert (state_of(db, scheduled), row_of(db, scheduled).attempt_count) == ("pending", 0)
+    assert (state_of(db, leased), row_of(db, leased).worker) == ("sending", "another")
+    assert (state_of(db, expired), row_of(db, expired).skip_reason) == ("skipped", "expired")
+    assert [outcome for _, outcome, _ in attempts_of(db, clocked)] == ["retry"]
+    (backoff,) = db.execute(
+        "SELECT m.available_at - a.ended_at FROM pgoutbox.message AS m"
+        " JOIN pgoutbox.attempt AS a ON a.message_id = m.id WHERE m.id = %s",
+        [clocked],
+    ).fetchone() or (None,)
+    assert backoff == timedelta(hours=1)
+    (delay,) = db.execute(
+        "SELECT available_at - created_at FROM pgoutbox.message WHERE topic = 'fault.later'"
+    ).fetchone() or (None,)
+    assert delay == timedelta(seconds=60)
+    assert violations(db) == []
+
+
+# --- suspended --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("where", "topic"),
+    [
+        ("after the claim", "fault.deliver"),
+        ("after the claim", "fault.renders"),
+        ("in the handler", "fault.asks"),
+        ("in the handler", "fault.renders"),
+        ("in the handler", "fault.renders.batch"),
+        ("in the handler", "fault.renders.transactional"),
+    ],
+)
+def test_a_worker_that_was_suspended_past_its_lease_asks_before_it_hands_over(
+    db: psycopg.Connection, fleet: Fleet, where: str, topic: str
+) -> None:
+    message_id = enqueue(db, topic)
+    suspended = fleet.start("--drain", lease_seconds="1", environment={SUSPEND_VARIABLE: where})
+    _, status = os.waitpid(suspended.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status), fleet.log
+    fleet.until(
+        lambda: db.execute("SELECT lease_expires_at < now() FROM pgoutbox.message_live").fetchone() == (True,),
+        "the lease has ended",
+    )
+    assert fleet.start("--drain").wait(PATIENCE_SECONDS) == 0
+    assert [line[:2] for line in fleet.hand_overs()] == [(message_id, 2)]
+    before = db.execute("SELECT * FROM pgoutbox.message").fetchall()
+    os.killpg(suspended.pid, signal.SIGCONT)
+    assert suspended.wait(PATIENCE_SECONDS) == 0
+    assert [line[:2] for line in fleet.hand_overs()] == [(message_id, 2)]
+    assert db.execute("SELECT * FROM pgoutbox.message").fetchall() == before
+    assert state_of(db, message_id) == "sent"
+    assert violations(db) == []
+
+
+# --- time zones -------------------------------------------------------------------------------------------------------
+
+BERLIN = ZoneInfo("Europe/Berlin")
+# An hour that comes twice, once in each fold; one that never comes; and one in a zone of an odd offset.
+INSTANTS = [
+    datetime(2034, 10, 29, 2, 30, tzinfo=BERLIN, fold=0),
+    datetime(2034, 10, 29, 2, 30, tzinfo=BERLIN, fold=1),
+    datetime(2034, 3, 26, 2, 30, tzinfo=BERLIN),
+    datetime(2034, 7, 1, 12, tzinfo=ZoneInfo("Pacific/Chatham")),
+]
+MONTH = 30 * 86_400
+HALF_A_YEAR = 180 * 86_400
+
+
+@pytest.fixture
+def in_zone(db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], None]]:
+    """Sets the time zone of the database and of this process."""
+
+    def set_zones(database: str, process: str) -> None:
+        db.execute(
+            psycopg.sql.SQL("ALTER DATABASE {} SET timezone = {}").format(
+                psycopg.sql.Identifier(db.info.dbname), psycopg.sql.Literal(database)
+            )
+        )
+        monkeypatch.setenv("TZ", process)
+        time.tzset()
+
+    yield set_zones
+    monkeypatch.undo()
+    time.tzset()
+
+
+@pytest.mark.parametrize(
+    ("database_zone", "process_zone"),
+    [
+        ("America/New_York", "UTC"),
+        ("Europe/Berlin", "Pacific/Chatham"),
+        ("Pacific/Chatham", "America/New_York"),
+        ("UTC", "Europe/Berlin"),
+    ],
+)
+async def test_an_instant_is_the_same_whatever_the_time_zones_are(
+    dsn: str,
+    db: psycopg.Connection,
+    in_zone: Callable[[str, str], None],
+    database_zone: str,
+    process_zone: str,
+) -> None:
+    in_zone(database_zone, process_zone)
+    outbox = Outbox(settings_for(dsn))
+    seen: dict[int, datetime] = {}
+
+    @outbox.handler("greet", retry=RetryPolicy.steps(1))
+    async def greet(message: Message, ctx: Context) -> None:
+        seen[message.id] = message.available_at
+        raise Snooze(MONTH)
+
+    with psycopg.connect(dsn) as producer:
+        assert producer.execute("SHOW timezone").fetchone() == (database_zone,)
+        scheduled = [outbox.enqueue(producer, "greet", {}, available_at=instant).id for instant in INSTANTS]
+        soon = outbox.enqueue(producer, "greet", {}, available_at=datetime.now(UTC) + timedelta(minutes=30)).id
+        local = datetime.now(ZoneInfo(process_zone)) - timedelta(minutes=30)
+        snoozed = outbox.enqueue(producer, "greet", {}, available_at=local).id
+        # What is past means now.
+        ((began,),) = producer.execute("SELECT extract(epoch FROM now())::float8").fetchall()
+        # Half a year crosses a change of the clocks wherever there is one. It is so many seconds all the same.
+        delayed = outbox.enqueue(producer, "greet", {}, delay=HALF_A_YEAR).id
+    await Worker(outbox).run_once()
+    assert {i: instant.timestamp() for i, instant in seen.items()} == {snoozed: began}
+    stored: dict[int, float] = dict(
+        db.execute("SELECT id, extract(epoch FROM available_at)::float8 FROM pgoutbox.message").fetchall()
+    )
+    assert [stored[i] for i in scheduled] == [instant.timestamp() for instant in INSTANTS]
+    assert stored.keys() == {*scheduled, soon, snoozed, delayed}
+    (snooze_seconds,) = db.execute(
+        "SELECT extract(epoch FROM m.available_at)::float8 - extract(epoch FROM a.ended_at)::float8"
+        " FROM pgoutbox.message AS m JOIN pgoutbox.attempt AS a ON a.message_id = m.id"
+    ).fetchone() or (0,)
+    (delay_seconds,) = db.execute(
+        "SELECT extract(epoch FROM available_at)::float8 - extract(epoch FROM created_at)::float8"
+        " FROM pgoutbox.message WHERE id = %s",
+        [delayed],
+    ).fetchone() or (0,)
+    assert (round(snooze_seconds, 3), round(delay_seconds, 3)) == (MONTH, HALF_A_YEAR)

@@ -1,0 +1,648 @@
+"""Sessions against each other: every pair of operations in both orders, and crowds at one row or at the whole table.
+
+Nothing breaks a rule of the table, deadlocks, or loses a message, whoever commits first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import psycopg
+import pytest
+
+from pgoutbox import Outbox, maintenance, sql
+from pgoutbox.dispatch import Context
+from pgoutbox.errors import MessageNotFoundError, StateError
+from pgoutbox.message import FINAL_STATES, Message, Permanent, State, Transient
+from pgoutbox.retry import RetryPolicy
+from pgoutbox.store import Store, Verdict
+from pgoutbox.worker import Worker
+from tests.faults.judge import install_judge, violations
+from tests.integration import test_regressions
+from tests.outbox_actions import (
+    PATIENCE_SECONDS,
+    attempts_of,
+    claim,
+    enqueue,
+    finish,
+    finish_sent,
+    first_of,
+    ids_in_flight,
+    lapse,
+    redrive,
+    renew,
+    row_of,
+    rows_of,
+    running,
+    settings_for,
+    state_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from concurrent.futures import Future
+
+    from pgoutbox.store import ClaimedRow
+    from tests.conftest import Connect
+
+pooled_dsn = test_regressions.pooled_dsn
+
+
+@pytest.fixture
+def db(connect: Connect) -> psycopg.Connection:
+    """An autocommit connection to the test's database, where every change of a message is judged."""
+    connection = connect(autocommit=True)
+    install_judge(connection)
+    return connection
+
+
+# --- every pair -------------------------------------------------------------------------------------------------------
+
+SCENES = ("pending", "sending", "lapsed", "retried", "failed", "sent", "cancelled")
+OLD = timedelta(hours=1)
+
+
+@dataclass(slots=True)
+class Scene:
+    """One message in some state, with both kinds of key, in a topic and queue of its own; and what becomes of it."""
+
+    number: int
+    message_id: int
+    enqueued: set[int] = field(default_factory=set)
+    claimed: list[int] = field(default_factory=list)
+    lost_races: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def name(self) -> str:
+        """The topic and the queue."""
+        return f"scene.{self.number}"
+
+    def enqueue(self, session: psycopg.Connection, **keys: str) -> int:
+        """Enqueue one more message here."""
+        return enqueue(session, self.name, queue=self.name, **keys)  # type: ignore[arg-type] # keys alone are given
+
+    def claim(self, session: psycopg.Connection) -> list[int]:
+        """Claim here; what would be handed over, in its order."""
+        rows = claim(session, queue=self.name, topics=[self.name], worker=f"worker-{session.info.backend_pid}")
+        return [row.id for row in rows if row.state == State.SENDING and not row.superseded]
+
+
+def build(db: psycopg.Connection, number: int, state: str) -> Scene:
+    """A scene, made by the package's own statements."""
+    scene = Scene(number, 0)
+    scene.message_id = scene.enqueue(db, coalesce_key="k", dedupe_key="d")
+    scene.enqueued.add(scene.message_id)
+    if state not in {"pending", "cancelled"}:
+        scene.claimed += scene.claim(db)
+    match state:
+        case "lapsed":
+            lapse(db, scene.message_id)
+        case "retried":
+            finish(db, Verdict(scene.message_id, 1, "retry", "busy"))
+        case "failed":
+            finish(db, Verdict(scene.message_id, 1, "failed", "no"))
+        case "sent":
+            finish_sent(db, (scene.message_id, 1))
+        case "cancelled":
+            maintenance.cancel(db, scene.message_id)
+    db.execute(
+        "UPDATE pgoutbox.message SET finished_at = finished_at - interval '1 day' "
+        "WHERE id = %s AND finished_at IS NOT NULL",
+        [scene.message_id],
+    )
+    return scene
+
+
+def resend_if_sent(session: psycopg.Connection, scene: Scene) -> int | None:
+    """An operator resends, or is told why not."""
+    try:
+        return maintenance.resend(session, scene.message_id)
+    except (StateError, MessageNotFoundError):
+        return None
+
+
+OPERATIONS: dict[str, Callable[[psycopg.Connection, Scene], object]] = {
+    "enqueue": lambda s, scene: scene.enqueue(s),
+    "enqueue coalesced": lambda s, scene: scene.enqueue(s, coalesce_key="k"),
+    "enqueue deduped": lambda s, scene: scene.enqueue(s, dedupe_key="d"),
+    "cancel": lambda s, scene: maintenance.cancel(s, scene.message_id),
+    "claim": lambda s, scene: scene.claim(s),
+    "finish sent": lambda s, scene: finish_sent(s, (scene.message_id, 1)),
+    "finish retry": lambda s, scene: finish(s, Verdict(scene.message_id, 1, "retry", "busy")),
+    "renew": lambda s, scene: renew(s, (scene.message_id, 1)),
+    "redrive": lambda s, scene: maintenance.redrive(s, [scene.message_id]),
+    "resend": resend_if_sent,
+    "prune": lambda s, scene: maintenance.prune(s, OLD, states=sorted(FINAL_STATES), topic=scene.name),
+}
+ENQUEUES = ("enqueue", "enqueue coalesced", "enqueue deduped", "resend")
+WORKERS_OWN = ("claim", "finish sent", "finish retry", "renew")
+LOST_RACES = (
+    psycopg.errors.SerializationFailure,
+    psycopg.errors.DeadlockDetected,
+    psycopg.errors.LockNotAvailable,
+    psycopg.errors.UniqueViolation,
+)
+
+
+@dataclass(slots=True)
+class Sessions:
+    """Two sessions, an observer, and a thread for the second."""
+
+    db: psycopg.Connection
+    first: psycopg.Connection
+    second: psycopg.Connection
+    thread: ThreadPoolExecutor
+
+    def play(self, scene: Scene, first: str, second: str, *, commits: bool) -> None:
+        """The first session stands before its commit while the second one runs, as far as it gets."""
+        self.first.execute("SELECT")  # Whatever follows is in this transaction.
+        first_result = OPERATIONS[first](self.first, scene)
+        future = self.thread.submit(self._run_second, scene, second)
+        self._until_it_ends_or_waits(future)
+        if commits:
+            self.first.commit()
+            self._account(scene, first, first_result)
+        else:
+            self.first.rollback()
+        self._account(scene, second, future.result(PATIENCE_SECONDS))
+
+    def _run_second(self, scene: Scene, name: str) -> object:
+        while True:
+            try:
+                return OPERATIONS[name](self.second, scene)
+            except LOST_RACES as error:
+                # A worker asks again; an application and an operator never see this.
+                if name not in WORKERS_OWN or scene.lost_races.total() == 5:
+                    raise
+                scene.lost_races[type(error).__name__] += 1
+
+    def _until_it_ends_or_waits(self, future: Future[object]) -> None:
+        while not wait([future], timeout=0.001).done:
+            (waits,) = self.db.execute(
+                "SELECT coalesce(wait_event_type IN ('Lock', 'Timeout'), false) FROM pg_stat_activity WHERE pid = %s",
+                [self.second.info.backend_pid],
+            ).fetchone() or (False,)
+            if waits:
+                return
+
+    @staticmethod
+    def _account(scene: Scene, name: str, result: object) -> None:
+        if name in ENQUEUES and isinstance(result, int):
+            scene.enqueued.add(result)
+        elif name == "claim" and isinstance(result, list):
+            scene.claimed += result
+
+    def drain(self, scene: Scene) -> None:
+        """Let all leases end and everything fall due, and deliver what is owed."""
+        for _ in range(20):
+            self.db.execute(
+                "UPDATE pgoutbox.message_live SET available_at = now() - interval '1 s', "
+                "lease_expires_at = CASE WHEN state = 'sending' THEN now() - interval '1 s' END WHERE topic = %s",
+                [scene.name],
+            )
+            claimed = scene.claim(self.db)
+            scene.claimed += claimed
+            finish_sent(self.db, *((i, row_of(self.db, i).attempt_count) for i in claimed))
+            (owed,) = self.db.execute(
+                "SELECT count(*) FROM pgoutbox.message_live WHERE topic = %s", [scene.name]
+            ).fetchone() or (0,)
+            if not owed:
+                return
+        raise AssertionError("what is owed is never delivered")
+
+
+@pytest.fixture
+def sessions(connect: Connect, db: psycopg.Connection) -> Iterator[Sessions]:
+    """The sessions of one scene after the other."""
+    with ThreadPoolExecutor(1) as thread:
+        yield Sessions(db, connect(), connect(autocommit=True), thread)
+
+
+def left_undone(db: psycopg.Connection, scene: Scene, *, pruned: bool) -> list[str]:
+    """What is wrong when everything that was owed has been delivered."""
+    rows = {
+        row_id: (state, key)
+        for row_id, state, key in db.execute(
+            "SELECT id, state, coalesce_key FROM pgoutbox.message WHERE topic = %s", [scene.name]
+        )
+    }
+    problems = [f"message {i} is lost" for i in scene.enqueued - rows.keys() if not (pruned and i == scene.message_id)]
+    problems += [f"message {i} was never enqueued" for i in rows.keys() - scene.enqueued]
+    keyed = [i for i in scene.claimed if i == scene.message_id or rows.get(i, ("", ""))[1] == "k"]
+    if keyed != sorted(keyed):
+        problems.append(f"an older message is handed over after a newer one: {keyed}")
+    newest = max((i for i, (_, key) in rows.items() if key == "k"), default=None)
+    if newest is not None and rows[newest][0] == "skipped":
+        problems.append("the newest message of the key is skipped")
+    return problems + [str(violation) for violation in violations(db)]
+
+
+@pytest.mark.parametrize("commits", [True, False], ids=["commits", "rolls back"])
+@pytest.mark.parametrize("state", SCENES)
+def test_two_operations_on_one_message_break_no_rule_in_either_order(
+    sessions: Sessions, state: str, commits: bool
+) -> None:
+    problems = {}
+    for number, (first, second) in enumerate((first, second) for first in OPERATIONS for second in OPERATIONS):
+        scene = build(sessions.db, number, state)
+        sessions.play(scene, first, second, commits=commits)
+        found = [str(violation) for violation in violations(sessions.db)]
+        sessions.drain(scene)
+        pruned = state in FINAL_STATES and "prune" in (first if commits else None, second)
+        if found := found or left_undone(sessions.db, scene, pruned=pruned):
+            problems[f"{first}, then {second}"] = found
+    assert problems == {}
+
+
+# --- crowds -----------------------------------------------------------------------------------------------------------
+
+PRODUCERS = 64
+CLAIMANTS = 32
+
+
+@contextmanager
+def crowd(connect: Connect, size: int) -> Iterator[tuple[ThreadPoolExecutor, list[psycopg.Connection]]]:
+    """So many threads and connections, closed at the end: a server has a hundred."""
+    connections = [connect(autocommit=True) for _ in range(size)]
+    with ThreadPoolExecutor(size) as threads:
+        yield threads, connections
+    for connection in connections:
+        connection.close()
+
+
+def claim_again(session: psycopg.Connection, total: int = 100) -> list[ClaimedRow]:
+    """Claim as a worker does: again, when the claim met another one at a row that was moved to another partition."""
+    while True:
+        try:
+            return claim(session, total=total, worker=f"worker-{session.info.backend_pid}")
+        except LOST_RACES:
+            continue
+
+
+def test_of_a_crowd_of_producers_at_one_key_the_last_one_that_commits_is_delivered(
+    connect: Connect, db: psycopg.Connection
+) -> None:
+    together = threading.Barrier(PRODUCERS + 1, timeout=PATIENCE_SECONDS)
+    over = threading.Event()
+    delivered: list[int] = []
+
+    def produce(connection: psycopg.Connection, number: int) -> int | None:
+        # They stand in line for one row, which on a slow machine takes longer than the tests' own limit.
+        connection.execute("SET lock_timeout = '60s'")
+        together.wait()
+        connection.execute("BEGIN")
+        message_id = enqueue(connection, payload=number, coalesce_key="k")
+        connection.execute("COMMIT" if number % 2 else "ROLLBACK")
+        return message_id if number % 2 else None
+
+    def deliver() -> None:
+        together.wait()
+        while not over.is_set():
+            deliver_what_is_due()
+
+    def deliver_what_is_due() -> None:
+        rows = [row for row in claim_again(db) if row.state == State.SENDING]
+        overtaken = [row for row in rows if row.superseded]
+        finish(db, *(Verdict(row.id, row.attempt_count, "retry", "superseded") for row in overtaken))
+        sent = [row for row in rows if not row.superseded]
+        delivered.extend(row.id for row in sent)
+        finish_sent(db, *((row.id, row.attempt_count) for row in sent))
+
+    with crowd(connect, PRODUCERS) as (threads, connections), ThreadPoolExecutor(1) as worker:
+        futures = [threads.submit(produce, c, number) for number, c in enumerate(connections)]
+        work = worker.submit(deliver)
+        try:
+            committed = {message_id for f in futures if (message_id := f.result(PATIENCE_SECONDS)) is not None}
+        finally:
+            over.set()
+            work.result(PATIENCE_SECONDS)
+    rolled_back = connect()
+    enqueue(rolled_back, coalesce_key="k")
+    rolled_back.rollback()
+    deliver_what_is_due()
+    assert len(committed) == PRODUCERS // 2
+    assert {row.id for row in rows_of(db)} == committed
+    assert delivered == sorted(set(delivered))
+    assert delivered[-1] == max(committed)
+    assert {row.id for row in rows_of(db) if row.state == "sent"} == set(delivered)
+    assert {row.id for row in rows_of(db) if row.state == "skipped"} == committed - set(delivered)
+    assert violations(db) == []
+
+
+def test_of_a_crowd_of_workers_at_one_message_one_gets_it(connect: Connect, db: psycopg.Connection) -> None:
+    together = threading.Barrier(CLAIMANTS, timeout=PATIENCE_SECONDS)
+
+    def take(connection: psycopg.Connection) -> list[int]:
+        together.wait()
+        return ids_in_flight(claim_again(connection))
+
+    message_id = enqueue(db, max_attempts=40)
+    with crowd(connect, CLAIMANTS) as (threads, connections):
+        for _ in range(20):
+            taken = list(threads.map(take, connections))
+            assert sorted(taken) == [*([[]] * (CLAIMANTS - 1)), [message_id]]
+            lapse(db, message_id)
+    assert row_of(db, message_id).attempt_count == 20
+    assert violations(db) == []
+
+
+def test_of_a_crowd_of_workers_at_many_messages_everyone_gets_some_and_none_twice(
+    connect: Connect, db: psycopg.Connection
+) -> None:
+    together = threading.Barrier(CLAIMANTS, timeout=PATIENCE_SECONDS)
+
+    def take(connection: psycopg.Connection) -> list[int]:
+        taken: list[int] = []
+        together.wait()
+        while part := ids_in_flight(claim_again(connection, total=5)):
+            taken += part
+            finish_sent(connection, *((message_id, 1) for message_id in part))
+        return taken
+
+    # So many that the first one cannot have taken them all before the last one begins.
+    ids = [
+        row[0]
+        for row in db.execute("SELECT pgoutbox.enqueue('greet', 'null') FROM generate_series(1, 8000)").fetchall()
+    ]
+    with crowd(connect, CLAIMANTS) as (threads, connections):
+        shares = list(threads.map(take, connections))
+    assert sorted(message_id for share in shares for message_id in share) == ids
+    assert min(len(share) for share in shares) > 0
+    assert violations(db) == []
+
+
+class Storm:
+    """Operators that cancel, redrive, resend and prune whatever they meet, each on a connection of its own."""
+
+    def __init__(self, dsn: str, ids: list[int], seed: int) -> None:
+        self.settings = settings_for(dsn)
+        self.ids = ids
+        self.seed = seed
+        self.resent: list[int] = []
+        self.redriven: set[int] = set()
+        self.cancelled: dict[int, int] = {}
+        self.answers: Counter[str] = Counter()
+        self.over = threading.Event()
+
+    def cancel(self, session: psycopg.Connection, choice: random.Random) -> None:
+        message_id = choice.choice(self.ids)
+        _, answer = maintenance.cancel(session, message_id)
+        self.answers[f"cancel: {answer}"] += 1
+        if answer == "cancelled":
+            self.cancelled[message_id] = self.cancelled.get(message_id, 0) + 1
+
+    def redrive(self, session: psycopg.Connection, choice: random.Random) -> None:
+        for answer in maintenance.redrive(session, choice.sample(self.ids, 20)):
+            self.answers[f"redrive: {'done' if answer.refusal is None else 'refused'}"] += 1
+            if answer.refusal is None:
+                self.redriven.add(answer.id)
+
+    def redrive_failed(self, session: psycopg.Connection, choice: random.Random) -> None:
+        totals = maintenance.redrive_failed(session, batch_size=choice.randint(1, 30))
+        self.answers["redrive failed: done"] += totals.redriven
+
+    def resend(self, session: psycopg.Connection, choice: random.Random) -> None:
+        try:
+            self.resent.append(maintenance.resend(session, choice.choice(self.ids)))
+            self.answers["resend: done"] += 1
+        except (StateError, MessageNotFoundError) as error:
+            self.answers[f"resend: {type(error).__name__}"] += 1
+
+    def prune(self, session: psycopg.Connection, choice: random.Random) -> None:
+        totals = maintenance.prune(
+            session, timedelta(milliseconds=choice.randint(1, 300)), batch_size=choice.randint(1, 30)
+        )
+        self.answers["prune: deleted"] += totals.total
+
+    def rage(self, number: int) -> None:
+        """Be one operator until the storm is over."""
+        choice = random.Random(self.seed + number)
+        act = (self.cancel, self.redrive, self.redrive_failed, self.resend, self.prune)[number % 5]
+        with maintenance.connect(self.settings) as session:
+            while not self.over.is_set():
+                act(session, choice)
+
+
+async def test_a_storm_of_operators_against_claiming_workers_breaks_no_rule_and_is_always_answered(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")  # noqa: T201 - shown when the test fails
+    outbox = Outbox(settings_for(dsn, batch_size=20, concurrency=10))
+    delivered: Counter[int] = Counter()
+    half_done = asyncio.Event()
+
+    @outbox.handler("greet", retry=RetryPolicy.steps(0, jitter=0))
+    async def greet(message: Message, ctx: Context) -> None:
+        delivered[message.id] += 1
+        if delivered.total() >= 800:
+            half_done.set()
+        match (message.id * 7 + message.attempt_count) % 10:
+            case 0 | 1:
+                raise Permanent("no")
+            case 2:
+                raise Transient("busy")
+
+    ids = [
+        row[0]
+        for row in db.execute(
+            "SELECT pgoutbox.enqueue('greet', 'null', coalesce_key => CASE WHEN n % 3 = 0 THEN 'k' || n % 90 END) "
+            "FROM generate_series(1, 2000) AS n"
+        ).fetchall()
+    ]
+    storm = Storm(dsn, ids, seed)
+    with ThreadPoolExecutor(5) as threads:
+        operators = [threads.submit(storm.rage, number) for number in range(5)]
+        try:
+            async with running(Worker(outbox)), running(Worker(outbox)):
+                await half_done.wait()
+        finally:
+            storm.over.set()
+        for operator in operators:
+            operator.result(PATIENCE_SECONDS)  # An error that an operator saw is raised here.
+    await Worker(outbox).drain()
+    assert violations(db) == []
+    rows = {row.id: row for row in rows_of(db)}
+    assert {row.state for row in rows.values()} <= {str(state) for state in FINAL_STATES}
+    # Whoever was told `cancelled` was right: it was not delivered, and nobody but a redrive has brought it back.
+    for message_id in storm.cancelled.keys() - storm.redriven:
+        assert message_id not in rows or rows[message_id].state == "cancelled"
+    # Each kind of answer was met: the storm was one.
+    assert {answer for answer in storm.answers if storm.answers[answer]} >= {
+        "cancel: cancelled",
+        "cancel: sent",
+        "redrive: done",
+        "redrive: refused",
+        "resend: done",
+        "prune: deleted",
+    }
+
+
+# --- stale owners -----------------------------------------------------------------------------------------------------
+
+TRIALS = 1000
+STALE_WRITES: tuple[Callable[[psycopg.Connection, Sequence[int]], object], ...] = (
+    lambda s, ids: finish_sent(s, *((i, 1) for i in ids)),
+    *(
+        lambda s, ids, outcome=outcome: finish(s, *(Verdict(i, 1, outcome, "stale", 3600.0) for i in ids))
+        for outcome in ("retry", "snoozed", "released", "failed", "skipped")
+    ),
+    lambda s, ids: renew(s, *((i, 1) for i in ids)),
+)
+
+
+def lose(db: psycopg.Connection, ids: Sequence[int], how: str) -> None:
+    """Take the first attempts of these messages away from their owner."""
+    match how:
+        case "lease":
+            for message_id in ids:
+                lapse(db, message_id)
+        case "redrive":
+            finish(db, *(Verdict(i, 1, "failed", "no") for i in ids))
+            for message_id in ids:
+                assert redrive(db, message_id)
+        case "snooze":
+            finish(db, *(Verdict(i, 1, "snoozed", None, 0.0) for i in ids))
+        case "release":
+            finish(db, *(Verdict(i, 1, "released") for i in ids))
+        case _:
+            finish(db, *(Verdict(i, 1, "retry", "busy", 0.0) for i in ids))
+
+
+@pytest.mark.parametrize("again", ["pending again", "in flight again", "sent"])
+@pytest.mark.parametrize("how", ["lease", "redrive", "snooze", "release", "retry"])
+def test_a_stale_owner_changes_nothing_whatever_became_of_its_message(
+    db: psycopg.Connection, how: str, again: str
+) -> None:
+    """A thousand trials in all."""
+    ids = [
+        row[0]
+        for row in db.execute(
+            "SELECT pgoutbox.enqueue('greet', 'null') FROM generate_series(1, %s)", [-(-TRIALS // (3 * 5 * 7))]
+        ).fetchall()
+    ]
+    assert ids_in_flight(claim(db, worker="stale")) == ids
+    lose(db, ids, how)
+    if again != "pending again":
+        assert ids_in_flight(claim(db, worker="owner")) == ids
+    if again == "sent":
+        assert finish_sent(db, *((i, 2) for i in ids)) == set(ids)
+
+    def everything() -> list[tuple[object, ...]]:
+        return [
+            *db.execute("SELECT * FROM pgoutbox.message ORDER BY id"),
+            *db.execute("SELECT * FROM pgoutbox.attempt ORDER BY 1, 2"),
+        ]
+
+    # A lapsed attempt that nobody else has claimed is still its owner's.
+    if (how, again) == ("lease", "pending again"):
+        assert finish_sent(db, *((i, 1) for i in ids)) == set(ids)
+    before = everything()
+    for write in STALE_WRITES:
+        assert not write(db, ids)
+    assert everything() == before
+
+
+# --- what nobody had seen fail ----------------------------------------------------------------------------------------
+
+
+def put_back_by_hand(db: psycopg.Connection, message_id: int) -> None:
+    """What a person may do who does not know of redrive: the count goes back, and its numbers come a second time."""
+    db.execute("ALTER TABLE pgoutbox.message DISABLE TRIGGER judge")
+    db.execute(
+        "UPDATE pgoutbox.message SET state = 'pending', attempt_count = 0, finished_at = NULL WHERE id = %s",
+        [message_id],
+    )
+
+
+@pytest.mark.parametrize("end", ["retry", "lost"])
+def test_a_message_that_was_put_back_by_hand_does_not_hold_up_the_others(db: psycopg.Connection, end: str) -> None:
+    """Its first attempt is already in the history when it comes a second time."""
+    message_id = enqueue(db)
+    claim(db)
+    finish(db, Verdict(message_id, 1, "failed", "first"))
+    put_back_by_hand(db, message_id)
+    other = enqueue(db)
+    assert ids_in_flight(claim(db)) == [message_id, other]
+    if end == "retry":
+        verdicts = (Verdict(message_id, 1, "retry", "second"), Verdict(other, 1, "retry", "busy"))
+        assert finish(db, *verdicts) == {message_id: State.PENDING, other: State.PENDING}
+    else:
+        lapse(db, message_id)
+        lapse(db, other)
+    assert ids_in_flight(claim(db)) == [message_id, other]
+    assert attempts_of(db, message_id) == [(1, "failed", "first")]
+    assert [row.attempt_count for row in rows_of(db)] == [2, 2]
+
+
+async def test_what_falls_due_while_the_question_for_the_next_due_time_is_on_its_way_is_delivered(
+    dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The question reaches the server late. By then the message is due for longer than the question looks back."""
+    outbox = Outbox(settings_for(dsn))
+    delivered, overslept = asyncio.Event(), asyncio.Event()
+    ask = Store.next_due_seconds
+    questions: list[float] = []
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        delivered.set()
+
+    async def ask_late(self: Store, queues: Sequence[str], *, since_seconds: float) -> float | None:
+        questions.append(since_seconds)
+        if len(questions) == 1:
+            db.execute("UPDATE pgoutbox.message_live SET available_at = clock_timestamp()")
+            db.execute("SELECT pg_sleep(0.2)")  # The slow network.
+            assert since_seconds < 0.2
+        return await ask(self, queues, since_seconds=since_seconds)
+
+    class DrowsyWorker(Worker):
+        async def _next_due_seconds(self) -> float | None:
+            due = await super()._next_due_seconds()
+            if due is None:
+                overslept.set()
+            return due
+
+    monkeypatch.setattr(Store, "next_due_seconds", ask_late)
+    message_id = enqueue(db)
+    db.execute("UPDATE pgoutbox.message_live SET available_at = now() + interval '1 h'")
+    async with running(DrowsyWorker(outbox)):
+        await first_of(delivered, overslept)
+        assert delivered.is_set()
+    assert state_of(db, message_id) == State.SENT
+
+
+async def test_a_listener_behind_a_pooler_leaves_no_listen_in_the_pools_session(
+    pooled_dsn: str, db: psycopg.Connection
+) -> None:
+    """A session that listens for nobody holds back the queue of notifications of the whole server."""
+
+    def session_of_pool() -> tuple[int, int]:
+        with psycopg.connect(pooled_dsn, prepare_threshold=None) as connection:
+            ((pid, channels),) = connection.execute(
+                "SELECT pg_backend_pid(), (SELECT count(*) FROM pg_listening_channels())"
+            ).fetchall()
+            return pid, channels
+
+    outbox = Outbox(settings_for(pooled_dsn, sweep_seconds=0.1))
+    delivered = asyncio.Event()
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        delivered.set()
+
+    pid, _ = session_of_pool()
+    enqueue(db)
+    async with running(Worker(outbox)):
+        await delivered.wait()
+        assert await asyncio.to_thread(session_of_pool) == (pid, 1)
+    assert session_of_pool() == (pid, 0)
+    assert sql.UNLISTEN == "UNLISTEN pgoutbox"

@@ -1,0 +1,185 @@
+"""The ledger of the fault tests accepts a true story and notices each way in which a story can be untrue."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import psycopg
+import pytest
+
+from tests.faults.ledger import KEY, Ledger, install_audit, judge, owed_count, read_entries
+from tests.outbox_actions import claim, enqueue, finish_sent, lapse, redrive
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from tests.conftest import Connect
+
+
+@pytest.fixture
+def db(connect: Connect) -> psycopg.Connection:
+    connection = connect(autocommit=True)
+    install_audit(connection)
+    return connection
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Iterator[Ledger]:
+    with Ledger(tmp_path / "ledger") as opened:
+        yield opened
+
+
+def committed(db: psycopg.Connection, ledger: Ledger, key: str) -> int:
+    """A message whose commit is acknowledged."""
+    with ledger.committing(db, key):
+        return enqueue(db, payload={KEY: key})
+
+
+def deliver(db: psycopg.Connection, ledger: Ledger) -> None:
+    """Hand over and finish whatever is due."""
+    for row in claim(db):
+        ledger.hand_over({KEY: row.payload_json.split('"')[3]}, row.attempt_count)
+        assert finish_sent(db, (row.id, row.attempt_count)) == {row.id}
+
+
+def test_a_true_story_is_accepted(db: psycopg.Connection, connect: Connect, ledger: Ledger) -> None:
+    producer = connect()
+    with ledger.committing(producer, "committed"):
+        enqueue(producer, payload={KEY: "committed"})
+    with ledger.rolling_back(producer, "rolled back"):
+        enqueue(producer, payload={KEY: "rolled back"})
+    with pytest.raises(psycopg.errors.DivisionByZero), ledger.committing(producer, "failed"):
+        producer.execute("SELECT %s / 0", [enqueue(producer, payload={KEY: "failed"})])
+    ledger.write("intended", "nobody knows")
+    lapse(db, claim(db)[0].id)
+    assert owed_count(db) == 1
+    deliver(db, ledger)
+    verdict = judge(ledger.path, db)
+    assert verdict.violations == {}, verdict
+    assert (verdict.acknowledged_count, verdict.unknown_count, verdict.rolled_back_count) == (1, 1, 2)
+    assert (verdict.hand_over_count, verdict.duplicate_count, owed_count(db)) == (1, 0, 0)
+    assert verdict.states == {"sent": 1}
+
+
+def test_a_commit_that_raises_is_unknown(db: psycopg.Connection, connect: Connect, ledger: Ledger) -> None:
+    producer = connect()
+    enqueue(producer, payload={KEY: "k"})
+    with pytest.raises(psycopg.OperationalError), ledger.committing(producer, "k"):
+        db.execute("SELECT pg_terminate_backend(%s, 10000)", [producer.info.backend_pid])
+    assert read_entries(ledger.path).unknown == {"k"}
+    verdict = judge(ledger.path, db)
+    assert (verdict.violations, verdict.unknown_committed_count) == ({}, 0)
+
+
+def test_a_hand_over_after_a_lease_that_lapsed_is_a_duplicate_but_explained(
+    db: psycopg.Connection, ledger: Ledger
+) -> None:
+    message_id = committed(db, ledger, "k")
+    ledger.hand_over({KEY: "k"}, claim(db)[0].attempt_count)
+    lapse(db, message_id)
+    deliver(db, ledger)
+    verdict = judge(ledger.path, db)
+    assert (verdict.violations, verdict.duplicate_count) == ({}, 1)
+
+
+def test_a_redrive_is_no_second_final_state(db: psycopg.Connection, ledger: Ledger) -> None:
+    message_id = committed(db, ledger, "k")
+    db.execute("UPDATE pgoutbox.message SET max_attempts = 1 WHERE id = %s", [message_id])
+    claim(db)
+    lapse(db, message_id)
+    claim(db)
+    assert redrive(db, message_id)
+    deliver(db, ledger)
+    assert judge(ledger.path, db).violations == {}
+
+
+def test_half_a_line_is_no_record_and_spoils_no_other(db: psycopg.Connection, ledger: Ledger) -> None:
+    committed(db, ledger, "first")
+    with ledger.path.open("ab") as file:
+        file.write(b'\n{"entry": "handed_over", "ke')
+    committed(db, ledger, "second")
+    entries = read_entries(ledger.path)
+    assert entries.acknowledged == {"first", "second"}
+    assert not entries.hand_overs
+
+
+def lose(db: psycopg.Connection, ledger: Ledger) -> None:
+    ledger.write("acknowledged", "k")
+
+
+def deliver_a_rollback(db: psycopg.Connection, ledger: Ledger) -> None:
+    ledger.write("rolled_back", "k")
+    ledger.hand_over({KEY: "k"}, 1)
+
+
+def keep_a_rollback(db: psycopg.Connection, ledger: Ledger) -> None:
+    enqueue(db, payload={KEY: "k"})
+    deliver(db, ledger)
+
+
+def enqueue_twice(db: psycopg.Connection, ledger: Ledger) -> None:
+    committed(db, ledger, "k")
+    enqueue(db, payload={KEY: "k"})
+    for row in claim(db):
+        ledger.hand_over({KEY: "k"}, 1)
+        finish_sent(db, (row.id, row.attempt_count))
+
+
+def overwrite_a_final_state(db: psycopg.Connection, ledger: Ledger) -> None:
+    message_id = committed(db, ledger, "k")
+    deliver(db, ledger)
+    db.execute("UPDATE pgoutbox.message SET state = 'cancelled' WHERE id = %s", [message_id])
+
+
+def bring_a_sent_message_back(db: psycopg.Connection, ledger: Ledger) -> None:
+    message_id = committed(db, ledger, "k")
+    deliver(db, ledger)
+    db.execute("UPDATE pgoutbox.message SET state = 'pending', finished_at = NULL WHERE id = %s", [message_id])
+    claim(db)
+    finish_sent(db, (message_id, 2))
+
+
+def send_without_hand_over(db: psycopg.Connection, ledger: Ledger) -> None:
+    message_id = committed(db, ledger, "k")
+    claim(db)
+    finish_sent(db, (message_id, 1))
+
+
+def hand_over_twice_in_one_attempt(db: psycopg.Connection, ledger: Ledger) -> None:
+    committed(db, ledger, "k")
+    ledger.hand_over({KEY: "k"}, 1)
+    deliver(db, ledger)
+
+
+def hand_over_by_an_attempt_without_an_end(db: psycopg.Connection, ledger: Ledger) -> None:
+    message_id = committed(db, ledger, "k")
+    ledger.hand_over({KEY: "k"}, 1)
+    db.execute("UPDATE pgoutbox.message SET attempt_count = 1 WHERE id = %s", [message_id])
+    deliver(db, ledger)
+
+
+def leave_undrained(db: psycopg.Connection, ledger: Ledger) -> None:
+    committed(db, ledger, "k")
+
+
+@pytest.mark.parametrize(
+    ("fault", "invariant"),
+    [
+        (lose, "lost"),
+        (deliver_a_rollback, "rolled_back_delivered"),
+        (keep_a_rollback, "rolled_back_delivered"),
+        (enqueue_twice, "two_final_states"),
+        (overwrite_a_final_state, "two_final_states"),
+        (bring_a_sent_message_back, "two_final_states"),
+        (send_without_hand_over, "sent_without_hand_over"),
+        (hand_over_twice_in_one_attempt, "unexplained_duplicates"),
+        (hand_over_by_an_attempt_without_an_end, "unexplained_duplicates"),
+        (leave_undrained, "undrained"),
+    ],
+)
+def test_each_untruth_is_noticed_by_its_name(
+    db: psycopg.Connection, ledger: Ledger, fault: Callable[[psycopg.Connection, Ledger], None], invariant: str
+) -> None:
+    fault(db, ledger)
+    assert invariant in judge(ledger.path, db).violations

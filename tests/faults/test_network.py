@@ -1,0 +1,371 @@
+"""A network that stalls, slows down or loses what a session stood for: the worker notices by its own deadlines, asks
+nothing more of a connection that it has given up, and works on; the fence decides what becomes of what was on the way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import select
+import shutil
+import socket
+import subprocess
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psycopg
+import pytest
+
+from pgoutbox import Outbox
+from pgoutbox.dispatch import Context
+from pgoutbox.message import Message
+from pgoutbox.telemetry import Event
+from pgoutbox.worker import Worker
+from tests.conftest import server_missing
+from tests.faults.proxy import Proxy, proxy_to
+from tests.outbox_actions import (
+    attempts_of,
+    claim,
+    enqueue,
+    ids_in_flight,
+    lapse,
+    reports,
+    row_of,
+    rows_of,
+    running,
+    settings_for,
+)
+from tests.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator
+
+# The sweep is an hour away: what is found without a ring is found because the listener is known to be gone.
+QUICK = {"probe_seconds": 0.5, "probe_timeout_seconds": 0.5, "connect_timeout_seconds": 1}
+SHORT_OF_TIME = {"statement_timeout_seconds": 0.5, "connect_timeout_seconds": 1}
+
+
+class Receiver:
+    """An outbox that notes what it delivers, after doing what the test wants done first."""
+
+    def __init__(self, dsn: str, **settings: object) -> None:
+        self.outbox = Outbox(settings_for(dsn, **settings))
+        self.delivered: list[int] = []
+        self.first: Callable[[Message], Awaitable[None]] | None = None
+
+        @self.outbox.handler("greet")
+        async def greet(message: Message, ctx: Context) -> None:
+            if self.first is not None:
+                await self.first(message)
+            self.delivered.append(message.id)
+
+
+class Sleeper(Worker):
+    """A worker that tells when it sleeps, with no statement of its own under way."""
+
+    asleep: asyncio.Event
+
+    async def run(self) -> None:
+        """Run, with a new event."""
+        self.asleep = asyncio.Event()
+        await super().run()
+
+    async def _sleep(self, seconds: float) -> bool:
+        if not self._wake.is_set():
+            self.asleep.set()
+        return await super()._sleep(seconds)
+
+
+async def fall_asleep(worker: Sleeper) -> None:
+    """Return when the worker has looked once more, after what has happened so far, and sleeps."""
+    worker.asleep.clear()
+    worker._wake.set()
+    await worker.asleep.wait()
+
+
+# --- the listener -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def port() -> Iterator[socket.socket]:
+    """A listening TCP socket on this machine."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield listening
+
+
+async def test_a_listener_behind_a_stalled_middlebox_is_given_up_at_the_probes_deadline_and_replaced(
+    dsn: str, db: psycopg.Connection, port: socket.socket
+) -> None:
+    with proxy_to(dsn, port) as proxy, reports() as heard:
+        receiver = Receiver(proxy.dsn, **QUICK)
+        worker = Sleeper(receiver.outbox)
+        async with running(worker):
+            await worker.asleep.wait()
+            with proxy.stalled("pgoutbox listen"):
+                unheard = enqueue(db)
+                await heard.wait_for(Event.LISTENER_LOST)
+                await until(lambda: receiver.delivered == [unheard])
+                late = enqueue(db)
+                await until(lambda: receiver.delivered == [unheard, late])
+            await heard.wait_for(Event.LISTENER_BACK)
+            # The driver would ask the server to cancel the probe, and wait for it on the same dead network.
+            assert proxy.cancel_request_count == 0
+            await until(lambda: proxy.open_count("pgoutbox listen") == 1)
+            await fall_asleep(worker)
+            heard_of = enqueue(db)
+            await until(lambda: receiver.delivered == [unheard, late, heard_of])
+
+
+@pytest.mark.slow
+async def test_keepalives_alone_never_notice_a_stalled_middlebox(
+    dsn: str, db: psycopg.Connection, port: socket.socket
+) -> None:
+    """While the doorbell's probe finds its listener dead, the kernel vouches for another connection of that kind."""
+    keepalives = "keepalives_idle=1 keepalives_interval=1 keepalives_count=1 tcp_user_timeout=1000"
+    with proxy_to(dsn, port) as proxy, reports() as heard:
+        receiver = Receiver(proxy.dsn, probe_seconds=3, probe_timeout_seconds=3)
+        worker = Sleeper(receiver.outbox)
+        async with running(worker):
+            await worker.asleep.wait()
+            with contextlib.closing(psycopg.connect(f"{proxy.dsn} {keepalives}", autocommit=True)) as vouched_for:
+                vouched_for.execute("LISTEN pgoutbox")
+                with proxy.stalled():
+                    await heard.wait_for(Event.LISTENER_LOST)
+                    assert select.select([vouched_for.fileno()], [], [], 0)[0] == []
+                    assert vouched_for.pgconn.socket >= 0
+
+
+@pytest.mark.parametrize("statement", ["DISCARD ALL", "UNLISTEN *"])
+async def test_a_session_that_another_client_of_a_pooler_has_reset_listens_again(
+    proxy: Proxy, db: psycopg.Connection, statement: str
+) -> None:
+    receiver = Receiver(proxy.dsn, **QUICK)
+    worker = Sleeper(receiver.outbox)
+    with reports() as heard:
+        async with running(worker):
+            await worker.asleep.wait()
+            assert proxy.slip_in("pgoutbox listen", statement) == 1
+            unheard = enqueue(db)
+            await heard.wait_for(Event.LISTENER_LOST)
+            await heard.wait_for(Event.LISTENER_BACK)
+            await until(lambda: receiver.delivered == [unheard])
+            await fall_asleep(worker)
+            heard_of = enqueue(db)
+            await until(lambda: receiver.delivered == [unheard, heard_of])
+
+
+# --- a network of its own ---------------------------------------------------------------------------------------------
+
+HERE, THERE = "198.51.100.1", "198.51.100.2"  # Reserved for documentation: no network has them.
+_NEW_NETWORK = 0x40000000
+
+
+def ip(*words: str) -> None:
+    """Run `ip`."""
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+def listen_in(namespace: str) -> socket.socket:
+    """A listening socket in a network namespace: it stays there whoever uses it."""
+    made: list[socket.socket] = []
+
+    def listen() -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        with Path(f"/run/netns/{namespace}").open() as network:
+            if libc.setns(network.fileno(), _NEW_NETWORK) != 0:
+                raise OSError(ctypes.get_errno(), "setns")
+        made.append(socket.create_server((THERE, 0)))
+
+    # Only the thread that calls it is moved.
+    thread = threading.Thread(target=listen)
+    thread.start()
+    thread.join()
+    return made[0]
+
+
+@pytest.fixture
+def namespace() -> Iterator[str]:
+    """A network of its own, with a cable to it."""
+    name, here = f"pgoutbox-{os.getpid()}", f"pgo{os.getpid()}"
+    if shutil.which("ip") is None:
+        server_missing("no program ip: it comes with iproute2")
+    try:
+        ip("netns", "add", name)
+    except subprocess.CalledProcessError as error:
+        server_missing(f"network namespaces are not permitted: {error.stderr.decode().strip()}")
+    try:
+        ip("link", "add", here, "type", "veth", "peer", "name", "cable", "netns", name)
+        ip("address", "add", f"{HERE}/30", "dev", here)
+        ip("link", "set", here, "up")
+        ip("-n", name, "address", "add", f"{THERE}/30", "dev", "cable")
+        ip("-n", name, "link", "set", "cable", "up")
+        yield name
+    finally:
+        ip("netns", "delete", name)
+
+
+async def test_a_listener_in_a_black_hole_is_given_up_and_the_work_goes_on_without_it(
+    dsn: str, db: psycopg.Connection, namespace: str
+) -> None:
+    with listen_in(namespace) as listening, proxy_to(dsn, listening) as proxy, reports() as heard:
+        receiver = Receiver(dsn, listen_dsn=proxy.dsn, **QUICK)
+        worker = Sleeper(receiver.outbox)
+        async with running(worker):
+            await worker.asleep.wait()
+            ip("-n", namespace, "link", "set", "cable", "down")
+            unheard = enqueue(db)
+            await heard.wait_for(Event.LISTENER_LOST)
+            await until(lambda: receiver.delivered == [unheard])
+            late = enqueue(db)
+            await until(lambda: receiver.delivered == [unheard, late])
+            ip("-n", namespace, "link", "set", "cable", "up")
+            await heard.wait_for(Event.LISTENER_BACK)
+            await fall_asleep(worker)
+            heard_of = enqueue(db)
+            await until(lambda: receiver.delivered == [unheard, late, heard_of])
+        assert proxy.cancel_request_count == 0
+
+
+# --- claims and finishes ----------------------------------------------------------------------------------------------
+
+
+async def test_a_claim_whose_answer_is_held_back_is_given_up_and_its_message_comes_back_after_the_lease(
+    proxy: Proxy, db: psycopg.Connection
+) -> None:
+    receiver = Receiver(proxy.dsn, lease_seconds=1, **SHORT_OF_TIME)
+    worker = Sleeper(receiver.outbox)
+    async with running(worker):
+        await worker.asleep.wait()
+        with proxy.stalled("pgoutbox claim", replies_only=True, open_connections_only=True):
+            message_id = enqueue(db)
+            await until(lambda: row_of(db, message_id).state == "sending")
+            assert receiver.delivered == []
+            await until(lambda: row_of(db, message_id).state == "sent")
+        await until(lambda: proxy.open_count("pgoutbox claim") == 1)
+    assert receiver.delivered == [message_id]
+    assert row_of(db, message_id).attempt_count == 2
+    assert attempts_of(db, message_id) == [(1, "lost", "lease expired, outcome unknown")]
+    assert proxy.cancel_request_count == 0
+
+
+async def test_a_claim_that_never_arrives_is_given_up_and_made_again_on_another_connection(
+    proxy: Proxy, db: psycopg.Connection
+) -> None:
+    receiver = Receiver(proxy.dsn, **SHORT_OF_TIME)
+    worker = Sleeper(receiver.outbox)
+    async with running(worker):
+        await worker.asleep.wait()
+        with proxy.stalled("pgoutbox claim", open_connections_only=True):
+            message_id = enqueue(db)
+            await until(lambda: row_of(db, message_id).state == "sent")
+        await until(lambda: proxy.open_count("pgoutbox claim") == 1)
+    assert (receiver.delivered, row_of(db, message_id).attempt_count) == ([message_id], 1)
+    assert proxy.cancel_request_count == 0
+
+
+@pytest.mark.parametrize("replies_only", [True, False], ids=["its answer is held back", "it never arrives"])
+async def test_a_finish_that_is_not_answered_is_asked_for_again_and_counts_once(
+    proxy: Proxy, db: psycopg.Connection, replies_only: bool
+) -> None:
+    receiver = Receiver(proxy.dsn, **SHORT_OF_TIME)
+    worker = Sleeper(receiver.outbox)
+    with ExitStack() as stack:
+
+        async def stall(message: Message) -> None:
+            if message.payload == "stall":
+                stall = proxy.stalled("pgoutbox finish", replies_only=replies_only, open_connections_only=True)
+                stack.enter_context(stall)
+
+        receiver.first = stall
+        async with running(worker):
+            opens_the_connection = enqueue(db)
+            await until(lambda: row_of(db, opens_the_connection).state == "sent")
+            message_id = enqueue(db, payload="stall")
+            await until(lambda: worker.telemetry.counts[Event.SENT] == 2)
+            # What was held back arrives now, from a connection that was given up.
+            stack.close()
+            await until(lambda: proxy.open_count("pgoutbox finish") == 1)
+    assert receiver.delivered == [opens_the_connection, message_id]
+    assert (row_of(db, message_id).state, row_of(db, message_id).attempt_count) == ("sent", 1)
+    assert attempts_of(db, message_id) == []
+    assert worker.telemetry.counts[Event.LEASE_LOST] == 0
+    assert proxy.cancel_request_count == 0
+
+
+async def test_a_finish_that_arrives_when_another_attempt_has_the_message_changes_nothing(
+    proxy: Proxy, db: psycopg.Connection
+) -> None:
+    receiver = Receiver(proxy.dsn, **SHORT_OF_TIME)
+    worker = Sleeper(receiver.outbox)
+    with ExitStack() as stack:
+
+        async def lose(message: Message) -> None:
+            if message.payload == "lose":
+                stack.enter_context(proxy.stalled("pgoutbox finish", open_connections_only=True))
+                lapse(db, message.id)
+                assert ids_in_flight(claim(db, worker="other")) == [message.id]
+
+        receiver.first = lose
+        async with running(worker):
+            opens_the_connection = enqueue(db)
+            await until(lambda: row_of(db, opens_the_connection).state == "sent")
+            message_id = enqueue(db, payload="lose")
+            await until(lambda: worker.telemetry.counts[Event.LEASE_LOST] == 1)
+            before = row_of(db, message_id)
+            stack.close()
+            await until(lambda: proxy.open_count("pgoutbox finish") == 1)
+            after = row_of(db, message_id)
+    assert (before.state, before.attempt_count, before.worker) == ("sending", 2, "other")
+    assert (after.state, after.attempt_count, after.worker, after.is_finished) == ("sending", 2, "other", False)
+
+
+# --- a slow network ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("delay_seconds", "bytes_per_second", "lease_seconds"),
+    [(0.1, None, 1.5), (0.1, 8_000, 6.0)],
+    ids=["a round trip of 200 ms", "and 64 kbit/s"],
+)
+async def test_over_a_slow_network_leases_are_kept_and_everything_is_delivered_once(
+    proxy: Proxy,
+    db: psycopg.Connection,
+    delay_seconds: float,
+    bytes_per_second: float | None,
+    lease_seconds: float,
+) -> None:
+    proxy.delay_seconds, proxy.bytes_per_second = delay_seconds, bytes_per_second
+    receiver = Receiver(proxy.dsn, lease_seconds=lease_seconds, concurrency=20)
+    worker = Sleeper(receiver.outbox)
+    lapses: list[int] = []
+
+    def has_outlived_its_first_lease(message: Message) -> bool:
+        ((is_old, is_lapsed),) = db.execute(
+            """
+            SELECT now() > claimed_at + make_interval(secs => %s), lease_expires_at <= now()
+            FROM pgoutbox.message
+            WHERE id = %s
+            """,
+            [1.5 * lease_seconds, message.id],
+        ).fetchall()
+        if is_lapsed:
+            lapses.append(message.id)
+        return bool(is_old)
+
+    async def hold(message: Message) -> None:
+        if message.payload == "long":
+            await until(lambda: has_outlived_its_first_lease(message))
+
+    receiver.first = hold
+    ids = [enqueue(db, payload="long"), *(enqueue(db) for _ in range(49))]
+    async with running(worker):
+        await until(lambda: worker.telemetry.counts[Event.SENT] == len(ids))
+    assert lapses == []
+    assert sorted(receiver.delivered) == ids
+    assert {(row.state, row.attempt_count) for row in rows_of(db, *ids)} == {("sent", 1)}
+    assert worker.telemetry.counts[Event.LEASE_LOST] == 0

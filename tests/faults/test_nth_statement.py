@@ -1,0 +1,656 @@
+"""Whichever statement of an operation the connection is lost at, before it, after it or with its answer: the operation
+has happened as a whole or not at all, whoever asked for it is told when that is not certain, and it can be asked for
+again.
+
+Each scene is played again and again with the cut one statement later, until one play gets through without meeting it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import count
+from typing import TYPE_CHECKING, Protocol, cast
+
+import psycopg
+import pytest
+
+from pgoutbox import NewMessage, Outbox, maintenance, migrate
+from pgoutbox.dispatch import Context, SyncContext
+from pgoutbox.message import Message, Permanent, Snooze, State, Transient
+from pgoutbox.retry import RetryPolicy
+from pgoutbox.store import Link, renew
+from pgoutbox.telemetry import Event
+from pgoutbox.worker import Worker
+from tests.faults.proxy import Moment, Proxy, proxy_to
+from tests.messages import ADD_ATTEMPT, put
+from tests.outbox_actions import attempts_of, claim, enqueue, lapse, row_of, rows_of, settings_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
+
+    from pgoutbox import Enqueued
+
+AT_ONCE = RetryPolicy.steps(0, jitter=0)
+MUCH_LATER = RetryPolicy.steps(3600, jitter=0)
+MESSAGES_OF_A_BULK = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Where a scene was cut, and what its player was told."""
+
+    moment: Moment
+    number: int
+    is_last: bool
+    statement: str
+    error: psycopg.OperationalError | None
+
+    @property
+    def is_in_time(self) -> bool:
+        """Whether the scene cannot have been committed by its last statement."""
+        return self.moment is Moment.BEFORE or not self.is_last
+
+    @property
+    def is_too_late(self) -> bool:
+        """Whether its last statement, which commits, was executed for certain."""
+        return self.moment is Moment.REPLY_LOST and self.is_last
+
+
+def cuts(proxy: Proxy, play: Callable[[str], object]) -> Iterator[Cut]:
+    """Play the scene once without a cut to count its statements, then with a cut at each of them, in every way.
+
+    `play` gets a name of its own each time.
+    """
+    begun_at = len(proxy.statements)
+    play("uncut")
+    statement_count = len(proxy.statements) - begun_at
+    assert statement_count > 0
+    for moment in Moment:
+        for number in count(1):
+            proxy.cut_at(number, moment)
+            begun_at = len(proxy.statements)
+            error = None
+            try:
+                play(f"{moment.name.lower()}-{number}")
+            except psycopg.OperationalError as lost:
+                error = lost
+            if not proxy.has_cut():
+                # A pool does something in the background, which may come a little later than the last time.
+                assert (number > 0.8 * statement_count, error) == (True, None)
+                break
+            proxy.wait_for_cut()
+            yield Cut(moment, number, number == statement_count, proxy.statements[begun_at + number - 1], error)
+
+
+# --- producers --------------------------------------------------------------------------------------------------------
+
+
+class Action(Protocol):
+    """What a producer does besides its own write, and what has come of it."""
+
+    def prepare(self, db: psycopg.Connection, key: str) -> None:
+        """Commit what has to be there before."""
+
+    def act(self, outbox: Outbox, connection: psycopg.Connection, key: str) -> object:
+        """Do it in the transaction of this connection."""
+
+    async def aact(self, outbox: Outbox, connection: psycopg.AsyncConnection, key: str) -> object:
+        """The same on an async connection."""
+
+    def rows(self, db: psycopg.Connection, key: str) -> int:
+        """How many messages show that it was done."""
+
+    @property
+    def all_rows(self) -> int:
+        """How many do if it was done once."""
+
+
+def messages_of(db: psycopg.Connection, key: str, *states: State) -> int:
+    """How many messages of a dedupe key, or of one that begins so, are in these states."""
+    ((number,),) = db.execute(
+        "SELECT count(*) FROM pgoutbox.message WHERE (dedupe_key = %(key)s OR dedupe_key LIKE %(key)s || '.%%') "
+        "AND state = ANY (%(states)s)",
+        {"key": key, "states": list(states)},
+    ).fetchall()
+    return int(number)
+
+
+class EnqueueOne:
+    """One message."""
+
+    all_rows = 1
+
+    def prepare(self, db: psycopg.Connection, key: str) -> None:
+        """Nothing."""
+
+    def act(self, outbox: Outbox, connection: psycopg.Connection, key: str) -> Enqueued | None:
+        """Enqueue."""
+        return outbox.enqueue(connection, "greet", None, dedupe_key=key, require_transaction=False)
+
+    async def aact(self, outbox: Outbox, connection: psycopg.AsyncConnection, key: str) -> Enqueued | None:
+        """Enqueue."""
+        return await outbox.aenqueue(connection, "greet", None, dedupe_key=key, require_transaction=False)
+
+    def rows(self, db: psycopg.Connection, key: str) -> int:
+        """The message."""
+        return messages_of(db, key, State.PENDING)
+
+
+class EnqueueAtBest(EnqueueOne):
+    """One message in a savepoint, so that the caller's transaction survives what befalls the enqueue."""
+
+    def act(self, outbox: Outbox, connection: psycopg.Connection, key: str) -> Enqueued | None:
+        """Enqueue."""
+        return outbox.enqueue(connection, "greet", None, dedupe_key=key, best_effort=True)
+
+    async def aact(self, outbox: Outbox, connection: psycopg.AsyncConnection, key: str) -> Enqueued | None:
+        """Enqueue."""
+        return await outbox.aenqueue(connection, "greet", None, dedupe_key=key, best_effort=True)
+
+
+class EnqueueMany:
+    """A bulk."""
+
+    all_rows = MESSAGES_OF_A_BULK
+
+    def prepare(self, db: psycopg.Connection, key: str) -> None:
+        """Nothing."""
+
+    def _items(self, key: str) -> list[NewMessage[object]]:
+        return [NewMessage("greet", n, dedupe_key=f"{key}.{n}") for n in range(MESSAGES_OF_A_BULK)]
+
+    def act(self, outbox: Outbox, connection: psycopg.Connection, key: str) -> list[Enqueued]:
+        """Enqueue them."""
+        return outbox.enqueue_many(connection, self._items(key), require_transaction=False)
+
+    async def aact(self, outbox: Outbox, connection: psycopg.AsyncConnection, key: str) -> list[Enqueued]:
+        """Enqueue them."""
+        return await outbox.aenqueue_many(connection, self._items(key), require_transaction=False)
+
+    def rows(self, db: psycopg.Connection, key: str) -> int:
+        """The messages."""
+        return messages_of(db, key, State.PENDING)
+
+
+class Cancel:
+    """The end of a message that is there already."""
+
+    all_rows = 1
+
+    def prepare(self, db: psycopg.Connection, key: str) -> None:
+        """The message."""
+        enqueue(db, dedupe_key=key)
+
+    def act(self, outbox: Outbox, connection: psycopg.Connection, key: str) -> str:
+        """Cancel it."""
+        return outbox.cancel(connection, topic="greet", dedupe_key=key, require_transaction=False)
+
+    async def aact(self, outbox: Outbox, connection: psycopg.AsyncConnection, key: str) -> str:
+        """Cancel it."""
+        return await outbox.acancel(connection, topic="greet", dedupe_key=key, require_transaction=False)
+
+    def rows(self, db: psycopg.Connection, key: str) -> int:
+        """The message, cancelled."""
+        return messages_of(db, key, State.CANCELLED)
+
+
+ACTIONS: Mapping[str, Action] = {
+    "enqueue": EnqueueOne(),
+    "enqueue at best": EnqueueAtBest(),
+    "enqueue many": EnqueueMany(),
+    "cancel": Cancel(),
+}
+ORDER = "INSERT INTO orders (key) VALUES (%s) ON CONFLICT DO NOTHING"
+
+
+def in_transaction(outbox: Outbox, dsn: str, action: Action, key: str) -> object:
+    """The business's write and the action, in one transaction."""
+    with psycopg.connect(dsn) as connection:
+        connection.execute(ORDER, [key])
+        done = action.act(outbox, connection, key)
+        connection.commit()  # The block itself would be content with a connection that is gone.
+        return done
+
+
+def in_pipeline(outbox: Outbox, dsn: str, action: Action, key: str) -> object:
+    """The same in a pipeline, where the caller has sent more before the first answer comes."""
+    with psycopg.connect(dsn) as connection, connection.pipeline(), connection.transaction():
+        connection.execute(ORDER, [key])
+        done = action.act(outbox, connection, key)
+        connection.execute("SELECT 1")
+        connection.execute("SELECT 2")
+        return done
+
+
+def by_itself(outbox: Outbox, dsn: str, action: Action, key: str) -> object:
+    """The action alone, which commits by itself."""
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        return action.act(outbox, connection, key)
+
+
+def in_async_transaction(outbox: Outbox, dsn: str, action: Action, key: str) -> object:
+    """The business's write and the action, in one transaction of an async connection."""
+
+    async def run() -> object:
+        async with await psycopg.AsyncConnection.connect(dsn) as connection:
+            await connection.execute(ORDER, [key])
+            done = await action.aact(outbox, connection, key)
+            await connection.commit()
+            return done
+
+    return asyncio.run(run())
+
+
+WAYS: Mapping[str, Callable[[Outbox, str, Action, str], object]] = {
+    "sync": in_transaction,
+    "async": in_async_transaction,
+    "pipeline": in_pipeline,
+    "autocommit": by_itself,
+}
+PRODUCED = [(way, action) for way in WAYS for action in ACTIONS if (way, action) != ("autocommit", "enqueue at best")]
+
+
+@pytest.mark.parametrize(("way", "doing"), PRODUCED)
+def test_what_a_producer_does_is_committed_with_its_business_or_not_at_all_and_can_be_done_again(
+    proxy: Proxy, dsn: str, db: psycopg.Connection, way: str, doing: str
+) -> None:
+    outbox, action, with_business = Outbox(settings_for(dsn)), ACTIONS[doing], way != "autocommit"
+    db.execute("CREATE TABLE orders (key text PRIMARY KEY)")
+
+    def play(name: str) -> object:
+        action.prepare(db, name)
+        return WAYS[way](outbox, proxy.dsn, action, name)
+
+    for cut in cuts(proxy, play):
+        key = f"{cut.moment.name.lower()}-{cut.number}"
+        assert cut.error is not None, cut
+        rows = action.rows(db, key)
+        is_committed = rows == action.all_rows
+        assert rows in (0, action.all_rows), cut
+        orders = db.execute("SELECT FROM orders WHERE key = %s", [key]).rowcount
+        assert orders == (is_committed and with_business), cut
+        assert not (is_committed and cut.is_in_time), cut
+        assert is_committed or not cut.is_too_late, cut
+        answer = WAYS[way](outbox, dsn, action, key)
+        if doing.startswith("enqueue"):
+            answers = cast("list[Enqueued]", answer if isinstance(answer, list) else [answer])
+            assert [again.duplicate for again in answers] == [is_committed] * action.all_rows, cut
+        assert action.rows(db, key) == action.all_rows, cut
+
+
+# --- workers ----------------------------------------------------------------------------------------------------------
+
+
+class Postman:
+    """An outbox whose handlers end in every way, and what they were handed."""
+
+    def __init__(self, dsn: str) -> None:
+        self.outbox = Outbox(settings_for(dsn))
+        self.handed: list[int] = []
+        outbox = self.outbox
+
+        @outbox.handler("sent")
+        async def send(message: Message, ctx: Context) -> None:
+            self.handed.append(message.id)
+
+        @outbox.handler("retry", retry=MUCH_LATER)
+        async def put_off(message: Message, ctx: Context) -> Transient:
+            self.handed.append(message.id)
+            return Transient("busy")
+
+        @outbox.handler("failed")
+        def refuse(message: Message, ctx: SyncContext) -> Permanent:
+            self.handed.append(message.id)
+            return Permanent("refused")
+
+        @outbox.handler("snoozed")
+        async def snooze(message: Message, ctx: Context) -> Snooze:
+            self.handed.append(message.id)
+            return Snooze(3600)
+
+
+# The state that an outcome leads to, and what is recorded of the attempt.
+ENDS: Mapping[str, tuple[str, list[tuple[str, str | None]]]] = {
+    "sent": ("sent", []),
+    "retry": ("pending", [("retry", "busy")]),
+    "failed": ("failed", [("failed", "refused")]),
+    "snoozed": ("pending", [("snoozed", None)]),
+}
+
+
+def test_a_worker_hands_over_once_whatever_it_loses_and_a_lost_claim_comes_back_after_its_lease(
+    proxy: Proxy, dsn: str, db: psycopg.Connection
+) -> None:
+    through_proxy, direct = Postman(proxy.dsn), Postman(dsn)
+    ids: list[int] = []
+    worker = Worker(through_proxy.outbox)
+
+    def play(name: str) -> None:
+        nonlocal worker
+        # A key has the worker ask for successors as well.
+        ids[:] = [enqueue(db, topic=topic, coalesce_key=f"{topic}-{name}") for topic in ENDS]
+        through_proxy.handed.clear()
+        worker = Worker(through_proxy.outbox)
+        asyncio.run(worker.run_once())
+
+    fates = set()
+    for cut in cuts(proxy, play):
+        rows, handed = rows_of(db, *ids), through_proxy.handed
+        if cut.error is not None:
+            fate = "refused to start"
+            assert [(row.state, row.attempt_count) for row in rows] == [("pending", 0)] * len(ENDS), cut
+            assert handed == [], cut
+        elif rows[0].state == "sending":
+            fate = "lost its claim"
+            assert [(row.state, row.attempt_count) for row in rows] == [("sending", 1)] * len(ENDS), cut
+            assert handed == [], cut
+            asyncio.run(Worker(direct.outbox).run_once())
+            assert direct.handed == [], cut
+            for message_id in ids:
+                lapse(db, message_id)
+            asyncio.run(Worker(direct.outbox).run_once())
+            assert sorted(direct.handed) == ids, cut
+            direct.handed.clear()
+            for message_id, (state, attempts) in zip(ids, ENDS.values(), strict=True):
+                assert row_of(db, message_id).state == state, cut
+                recorded = [(outcome, error) for _, outcome, error in attempts_of(db, message_id)]
+                assert recorded == [("lost", "lease expired, outcome unknown"), *attempts], cut
+        else:
+            fate = "went on"
+            assert sorted(handed) == ids, cut
+            for row, (state, attempts) in zip(rows, ENDS.values(), strict=True):
+                assert (row.state, row.attempt_count) == (state, 1), cut
+                assert attempts_of(db, row.id) == [(1, *attempt) for attempt in attempts], cut
+            assert worker.telemetry.counts[Event.LEASE_LOST] == 0, cut
+            assert worker.telemetry.counts[Event.SENT] == 1, cut
+        fates.add(fate)
+        # What was put off or put by must not meet the next play.
+        db.execute("DELETE FROM pgoutbox.message_live")
+    assert fates == {"refused to start", "lost its claim", "went on"}
+
+
+class Clerk:
+    """An outbox whose handlers have an effect in the database, or ask for their lease before one elsewhere."""
+
+    def __init__(self, dsn: str) -> None:
+        self.outbox = Outbox(settings_for(dsn))
+        self.sent: list[int] = []
+        outbox = self.outbox
+
+        @outbox.handler("async", transactional=True, retry=AT_ONCE)
+        async def write(message: Message, ctx: Context) -> None:
+            await ctx.connection.execute("INSERT INTO effect (message_id) VALUES (%s)", [message.id])
+
+        @outbox.handler("sync", transactional=True, retry=AT_ONCE)
+        def write_in_thread(message: Message, ctx: SyncContext) -> None:
+            ctx.connection.execute("INSERT INTO effect (message_id) VALUES (%s)", [message.id])
+
+        @outbox.handler("careful", retry=AT_ONCE)
+        async def make_sure(message: Message, ctx: Context) -> None:
+            await ctx.ensure_lease()
+            await asyncio.to_thread(self.write_apart, message.id)
+
+        self._direct = ""
+
+    def write_apart(self, message_id: int) -> None:
+        """An effect that the completion does not commit."""
+        with psycopg.connect(self._direct) as connection:
+            connection.execute("INSERT INTO effect (message_id) VALUES (%s)", [message_id])
+
+    def with_effects_in(self, dsn: str) -> Clerk:
+        """Where effects apart from the completion go."""
+        self._direct = dsn
+        return self
+
+
+@pytest.mark.parametrize("topic", ["async", "sync", "careful"])
+def test_what_a_handler_writes_with_its_completion_or_after_it_made_sure_of_its_lease_is_written_once(
+    proxy: Proxy, dsn: str, db: psycopg.Connection, topic: str
+) -> None:
+    db.execute("CREATE TABLE effect (message_id bigint)")
+    through_proxy, direct = Clerk(proxy.dsn).with_effects_in(dsn), Clerk(dsn).with_effects_in(dsn)
+    message_id = 0
+
+    def play(name: str) -> None:
+        nonlocal message_id
+        message_id = enqueue(db, topic=topic)
+        asyncio.run(Worker(through_proxy.outbox).run_once())
+
+    def effects() -> int:
+        return db.execute("SELECT FROM effect WHERE message_id = %s", [message_id]).rowcount
+
+    retried_count = 0
+    for cut in cuts(proxy, play):
+        row = row_of(db, message_id)
+        if row.state != "sent":
+            # Not begun, or claimed without knowing it.
+            assert (row.state, row.attempt_count) in {("pending", 0), ("sending", 1)}, cut
+            assert effects() == 0, cut
+            lapse(db, message_id)
+            asyncio.run(Worker(direct.outbox).run_once())
+        row = row_of(db, message_id)
+        assert (row.state, effects()) == ("sent", 1), cut
+        # Only an attempt that has written nothing may be followed by another one.
+        assert len(attempts_of(db, message_id)) == row.attempt_count - 1, cut
+        retried_count += row.attempt_count == 2
+    assert retried_count > 0
+
+
+def test_a_renewal_that_is_cut_off_leaves_the_lease_as_it_was_or_prolonged_and_can_be_asked_for_again(
+    proxy: Proxy, db: psycopg.Connection
+) -> None:
+    message_id = 0
+    lease_before: object = None
+    link = Link(proxy.dsn, settings_for(proxy.dsn), purpose="lease")
+
+    def lease_end() -> object:
+        return db.execute("SELECT lease_expires_at FROM pgoutbox.message WHERE id = %s", [message_id]).fetchone()
+
+    async def ask() -> None:
+        try:
+            held = await renew(link, [message_id], [1], lease_seconds=600)
+        finally:
+            # Each play has an event loop, and therefore a connection, of its own.
+            await link.close()
+        assert held[message_id].in_lease
+
+    def play(name: str) -> None:
+        nonlocal message_id, lease_before
+        message_id = enqueue(db)
+        claim(db)
+        lease_before = lease_end()
+        asyncio.run(ask())
+
+    for cut in cuts(proxy, play):
+        assert cut.error is not None, cut
+        was_renewed = lease_end() != lease_before
+        assert not (was_renewed and cut.is_in_time), cut
+        assert was_renewed or not cut.is_too_late, cut
+        asyncio.run(ask())
+        row = row_of(db, message_id)
+        assert (row.state, row.attempt_count, lease_end() != lease_before) == ("sending", 1, True), cut
+
+
+# --- operators --------------------------------------------------------------------------------------------------------
+
+
+def failed_messages(db: psycopg.Connection, topic: str) -> list[int]:
+    """Three messages that have failed after three attempts of four."""
+    return [put(db, State.FAILED, topic=topic) for _ in range(3)]
+
+
+def budgets(db: psycopg.Connection, ids: list[int]) -> list[tuple[str, int, int]]:
+    """State, attempts made and attempts allowed."""
+    return [(row.state, row.attempt_count, row.max_attempts) for row in rows_of(db, *ids)]
+
+
+AS_IT_FAILED, AS_REDRIVEN = ("failed", 3, 4), ("pending", 3, 7)
+
+
+def test_a_redrive_is_done_for_all_its_messages_or_for_none_and_can_be_done_again(
+    proxy: Proxy, dsn: str, db: psycopg.Connection
+) -> None:
+    ids: list[int] = []
+
+    def redrive(dsn: str) -> None:
+        with maintenance.connect(settings_for(dsn)) as connection:
+            maintenance.redrive(connection, ids)
+
+    def play(name: str) -> None:
+        ids[:] = failed_messages(db, "mail")
+        redrive(proxy.dsn)
+
+    for cut in cuts(proxy, play):
+        assert cut.error is not None, cut
+        found = budgets(db, ids)
+        assert found in ([AS_IT_FAILED] * 3, [AS_REDRIVEN] * 3), cut
+        assert found == [AS_IT_FAILED] * 3 or not cut.is_in_time, cut
+        assert found == [AS_REDRIVEN] * 3 or not cut.is_too_late, cut
+        redrive(dsn)
+        assert budgets(db, ids) == [AS_REDRIVEN] * 3, cut
+
+
+def test_a_redrive_of_everything_stops_between_two_batches_and_goes_on_from_there(
+    proxy: Proxy, dsn: str, db: psycopg.Connection
+) -> None:
+    ids: list[int] = []
+    topic = ""
+
+    def redrive(dsn: str) -> None:
+        with maintenance.connect(settings_for(dsn)) as connection:
+            maintenance.redrive_failed(connection, topic=topic, batch_size=1)
+
+    def play(name: str) -> None:
+        nonlocal topic
+        topic = f"mail.{name}"
+        ids[:] = failed_messages(db, topic)
+        redrive(proxy.dsn)
+
+    done_counts = set()
+    for cut in cuts(proxy, play):
+        assert cut.error is not None, cut
+        found = budgets(db, ids)
+        done_count = found.count(AS_REDRIVEN)
+        assert found == [AS_REDRIVEN] * done_count + [AS_IT_FAILED] * (3 - done_count), cut
+        done_counts.add(done_count)
+        redrive(dsn)
+        assert budgets(db, ids) == [AS_REDRIVEN] * 3, cut
+    assert done_counts == {0, 1, 2, 3}
+
+
+def test_a_resend_makes_one_copy_that_names_its_source_or_none(proxy: Proxy, db: psycopg.Connection) -> None:
+    source_id = 0
+
+    def play(name: str) -> None:
+        nonlocal source_id
+        db.execute("DELETE FROM pgoutbox.message_live")
+        source_id = put(db, State.SENT, topic="mail", coalesce_key=name)
+        with maintenance.connect(settings_for(proxy.dsn)) as connection:
+            maintenance.resend(connection, source_id)
+
+    for cut in cuts(proxy, play):
+        assert cut.error is not None, cut
+        copies = db.execute("SELECT state, resend_of FROM pgoutbox.message_live").fetchall()
+        assert copies in ([], [("pending", source_id)]), cut
+        assert copies == [] or not cut.is_in_time, cut
+        assert copies != [] or not cut.is_too_late, cut
+        assert row_of(db, source_id).state == "sent", cut
+
+
+def test_a_prune_takes_messages_with_all_that_belongs_to_them_and_goes_on_where_it_stopped(
+    proxy: Proxy, dsn: str, db: psycopg.Connection
+) -> None:
+    topic = ""
+
+    def prune(dsn: str) -> None:
+        with maintenance.connect(settings_for(dsn)) as connection:
+            maintenance.prune(connection, timedelta(hours=1), topic=topic, batch_size=2)
+
+    def play(name: str) -> None:
+        nonlocal topic
+        topic = f"mail.{name}"
+        db.execute("DELETE FROM pgoutbox.message_live")
+        for key in ("a", "b", "c"):
+            message_id = put(db, State.SENT, topic=topic, dedupe_key=key, coalesce_key=key, age=timedelta(days=1))
+            db.execute(ADD_ATTEMPT, [message_id, 1])
+        enqueue(db)  # A key is forgotten when its newest message is older than the oldest one that there is.
+        prune(proxy.dsn)
+
+    def left() -> list[set[int]]:
+        return [
+            {row[0] for row in db.execute(query)}
+            for query in (
+                "SELECT id FROM pgoutbox.message WHERE state = 'sent'",
+                "SELECT message_id FROM pgoutbox.attempt",
+                "SELECT message_id FROM pgoutbox.dedupe",
+            )
+        ]
+
+    left_counts = set()
+    for cut in cuts(proxy, play):
+        assert cut.error is not None, cut
+        messages, attempts, dedupes = left()
+        assert messages == attempts == dedupes, cut
+        left_counts.add(len(messages))
+        prune(dsn)
+        assert left() == [set(), set(), set()], cut
+        assert db.execute("SELECT FROM pgoutbox.coalesce").rowcount == 0, cut
+    assert left_counts == {3, 1, 0}
+
+
+# --- schema -----------------------------------------------------------------------------------------------------------
+
+CATALOG = """
+    SELECT 'relation', c.relname, c.relkind::text FROM pg_class AS c
+    WHERE c.relnamespace = to_regnamespace('pgoutbox')
+    UNION ALL
+    SELECT 'function', p.oid::regprocedure::text, md5(pg_get_functiondef(p.oid)) FROM pg_proc AS p
+    WHERE p.pronamespace = to_regnamespace('pgoutbox')
+    UNION ALL
+    SELECT 'schema', n.nspname, obj_description(n.oid, 'pg_namespace') FROM pg_namespace AS n
+    WHERE n.nspname = 'pgoutbox'
+    ORDER BY 1, 2
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("direction", ["up", "down"])
+def test_a_migration_leaves_the_old_schema_or_the_new_one_and_can_be_run_again(
+    empty_dsn: str, tmp_path: Path, direction: str
+) -> None:
+    def migrate_by(dsn: str, direction: str) -> None:
+        if direction == "up":
+            migrate.upgrade(dsn)
+        else:
+            migrate.downgrade(dsn, "base")
+
+    def catalog() -> list[tuple[str, str, str]]:
+        return db.execute(CATALOG).fetchall()
+
+    def play(name: str) -> None:
+        # What a cut has left is what the next run begins with.
+        if catalog() != old:
+            migrate_by(empty_dsn, "down" if direction == "up" else "up")
+        migrate_by(proxy.dsn, direction)
+
+    with proxy_to(empty_dsn, tmp_path) as proxy, psycopg.connect(empty_dsn, autocommit=True) as db:
+        old, new = catalog(), []
+        migrate.upgrade(empty_dsn)
+        if direction == "up":
+            new = catalog()
+            assert new
+        else:
+            old = catalog()
+        for cut in cuts(proxy, play):
+            found = catalog()
+            assert cut.error is not None, cut
+            assert found in (old, new), cut
+            assert found == old or not cut.is_in_time, cut
+            assert found == new or not cut.is_too_late, cut
+            if found == new:
+                migrate_by(empty_dsn, direction)
+                assert catalog() == new, cut
+        assert catalog() == new

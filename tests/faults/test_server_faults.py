@@ -1,0 +1,457 @@
+"""PostgreSQL crashes, restarts, is full, read-only, fails over or refuses connections while producers and workers are
+at work: afterwards everything that was committed is delivered, and nothing that was rolled back.
+
+Each fault is real. The ledger decides: each acknowledged message has one final state and was handed over, and a second
+hand-over is one that the fault made unavoidable. PGOUTBOX_TEST_ROUNDS repeats the faults for a long run; with
+`--log-cli-level=INFO` the figures are shown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import threading
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Final
+
+import psycopg
+import pytest
+
+from tests.faults.ledger import install_audit
+from tests.faults.load import Load, WorkerProcess
+from tests.faults.servers import DATABASE, OwnServer, Workshop, open_workshop
+from tests.waiting import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.conftest import Connect
+    from tests.faults.ledger import Verdict
+
+# A minute for a long run; long enough here for the pauses between the worker's attempts to grow.
+OUTAGE_SECONDS = float(os.environ.get("PGOUTBOX_TEST_OUTAGE_SECONDS", "2.5"))
+
+_figures = logging.getLogger(__name__)
+
+ROUNDS = int(os.environ.get("PGOUTBOX_TEST_ROUNDS", "2"))
+
+
+# What a worker must not use of one processor while the database is away; it uses a hundredth of it.
+IDLE_CPU_SHARE: Final = 0.5
+
+WORKERS_SESSIONS: Final = ("pgoutbox claim", "pgoutbox finish", "pgoutbox lease", "pgoutbox listen")
+PRODUCERS_SESSIONS: Final = ""
+ANY_SESSION: Final = "%"
+
+
+@pytest.fixture(scope="module")
+def workshop() -> Iterator[Workshop]:
+    """Makes servers of the test's own."""
+    with open_workshop(os.environ) as opened:
+        yield opened
+
+
+@pytest.fixture
+def own_server(workshop: Workshop) -> Iterator[OwnServer]:
+    """A server of the test's own, running."""
+    with workshop.server() as server:
+        server.start()
+        yield server
+
+
+@contextlib.contextmanager
+def watched(worker: WorkerProcess, row: str, *, events_may_repeat: bool = False) -> Iterator[None]:
+    """A time of trouble in which the worker must not spin, flood its log or end."""
+    began_at, cpu_before, told_before = time.monotonic(), worker.cpu_seconds(), len(worker.events())
+    yield
+    seconds, cpu_seconds = time.monotonic() - began_at, worker.cpu_seconds() - cpu_before
+    told = Counter(worker.events()[told_before:])
+    _figures.info("%s: %.2f s CPU in %.2f s; told %s", row, cpu_seconds, seconds, dict(told))
+    assert not worker.has_ended
+    assert cpu_seconds < IDLE_CPU_SHARE * seconds
+    assert events_may_repeat or all(count == 1 for count in told.values()), "each change of state is told once"
+
+
+def for_a_while(seconds: float) -> None:
+    """Let a fault last; nothing is waited for."""
+    threading.Event().wait(seconds)
+
+
+def assert_agree(verdict: Verdict) -> None:
+    """The books agree, and there was something to book."""
+    _figures.info("%s", verdict)
+    assert verdict.violations == {}, verdict
+    assert verdict.acknowledged_count > 0, verdict
+    assert verdict.rolled_back_count > 0, verdict
+    assert set(verdict.states) == {"sent"}, verdict
+
+
+def test_what_was_acknowledged_before_a_crash_of_the_server_is_delivered(own_server: OwnServer, tmp_path: Path) -> None:
+    with Load(own_server.dsn, tmp_path) as load:
+        load.start_worker()
+        load.until_more_are_handed_over()
+        for _ in range(ROUNDS):
+            own_server.stop("immediate")
+            own_server.start()
+            _figures.info("D1: resumed %.2f s after accept", load.until_more_are_handed_over())
+        verdict = load.settle()
+    assert_agree(verdict)
+    assert load.errors["connection"] > 0
+
+
+def test_a_worker_outlives_a_server_that_is_down_without_spinning_or_flooding_its_log(
+    own_server: OwnServer, tmp_path: Path
+) -> None:
+    with Load(own_server.dsn, tmp_path) as load:
+        worker = load.start_worker()
+        load.until_more_are_handed_over()
+        with watched(worker, "D2"):
+            own_server.stop("fast")
+            for_a_while(OUTAGE_SECONDS)
+        own_server.start()
+        _figures.info("D2: resumed %.2f s after accept", load.until_more_are_handed_over())
+        wait_until(lambda: "listener_back" in worker.events(), lambda: "the listener is back")
+        assert_agree(load.settle())
+        # What was lost is told of once, and so is its return.
+        told = Counter(worker.events())
+        assert told["database_lost"] == told["database_back"] == told["listener_lost"] == told["listener_back"] == 1
+
+
+def test_terminating_any_backend_again_and_again_loses_nothing(dsn: str, connect: Connect, tmp_path: Path) -> None:
+    victims: Counter[str] = Counter()
+    db = connect(autocommit=True)
+    with Load(dsn, tmp_path) as load:
+        load.start_worker()
+        load.start_worker()
+        load.until_more_are_handed_over()
+        for victim in [*WORKERS_SESSIONS, PRODUCERS_SESSIONS, ANY_SESSION] * (2 * ROUNDS):
+            ended = db.execute(
+                """
+                SELECT application_name, pg_terminate_backend(pid, 10000)
+                FROM pg_stat_activity
+                WHERE datname = current_database() AND pid <> pg_backend_pid() AND application_name LIKE %s
+                """,
+                [victim],
+            ).fetchall()
+            victims.update(application or "producer" for application, _ in ended)
+            load.until_more_are_handed_over(random.randrange(1, 10))
+        verdict = load.settle()
+    _figures.info("D3: terminated %s", dict(victims))
+    assert_agree(verdict)
+    # The lease keeper connects only for what is long in flight.
+    assert victims.keys() >= {"producer", *WORKERS_SESSIONS} - {"pgoutbox lease"}
+
+
+def test_deadlocks_and_lock_timeouts_of_the_workers_statements_are_tried_again(
+    own_server: OwnServer, tmp_path: Path
+) -> None:
+    with own_server.connect() as db:
+        # The disturber never gives way, so the others are the victims. Each looks once, so long after it began to wait.
+        db.execute("ALTER ROLE postgres SET deadlock_timeout = '100ms'")
+        db.execute("SET deadlock_timeout = '1min'")
+        with Load(own_server.dsn, tmp_path) as load:
+            worker = load.start_worker(lock_timeout_seconds="0.3")
+            load.until_more_are_handed_over()
+
+            def worker_met(sqlstate: str) -> bool:
+                return all(own_server.errors_of(f"pgoutbox {link}")[sqlstate] for link in ("claim", "finish"))
+
+            def deadlock() -> bool:
+                with db.transaction():
+                    # The statements lock the table of the messages first.
+                    db.execute("LOCK TABLE pgoutbox.attempt, pgoutbox.message_done_default IN ACCESS EXCLUSIVE MODE")
+                    for_a_while(0.03)
+                    db.execute("LOCK TABLE pgoutbox.message_live IN ACCESS EXCLUSIVE MODE")
+                return worker_met("40P01")
+
+            def outlast() -> bool:
+                with db.transaction():
+                    db.execute("LOCK TABLE pgoutbox.message_live IN ACCESS EXCLUSIVE MODE")
+                    for_a_while(0.5)
+                return worker_met("55P03")
+
+            wait_until(deadlock, lambda: "a deadlock of a claim and of a finish")
+            wait_until(outlast, lambda: "a lock timeout of a claim and of a finish")
+            verdict = load.settle()
+            # A renewal may have met a lock too; claims and finishes that are tried again are not worth a warning.
+            assert set(worker.events("WARNING", "ERROR")) <= {"lease_keeper_failed"}
+    _figures.info("D6: claims %s", dict(own_server.errors_of("pgoutbox claim")))
+    _figures.info("D6: finishes %s, producers %s", dict(own_server.errors_of("pgoutbox finish")), dict(load.errors))
+    assert_agree(verdict)
+
+
+def test_the_time_limits_of_the_role_end_the_producers_statements_and_not_the_workers(
+    own_server: OwnServer, tmp_path: Path
+) -> None:
+    limits = {
+        "statement_timeout": "50ms",
+        "lock_timeout": "100ms",
+        "idle_in_transaction_session_timeout": "1s",
+        "idle_session_timeout": "300ms",
+        "transaction_timeout": "150ms",
+    }
+    with own_server.connect() as db:
+        if db.info.server_version < 170_000:
+            del limits["transaction_timeout"]
+        with Load(own_server.dsn, tmp_path) as load:
+            for name, value in limits.items():
+                db.execute(f"ALTER ROLE postgres SET {name} = '{value}'".encode())
+            # The producers connect anew, with these limits.
+            db.execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+                "WHERE datname = current_database() AND application_name = '' AND pid <> pg_backend_pid()"
+            )
+            worker = load.start_worker(lock_timeout_seconds="10")
+            load.until_more_are_handed_over()
+            for _ in range(ROUNDS):
+                with db.transaction():
+                    db.execute("LOCK TABLE pgoutbox.message_live IN ACCESS EXCLUSIVE MODE")
+                    for_a_while(0.4)
+                load.until_more_are_handed_over(5)
+            db.execute("ALTER ROLE postgres RESET ALL")
+            verdict = load.settle()
+            assert worker.events("WARNING", "ERROR") == []
+    _figures.info("D7: producers %s", dict(load.errors))
+    assert_agree(verdict)
+    assert load.errors["57014"] > 0
+    assert [own_server.errors_of(session) for session in WORKERS_SESSIONS] == [Counter()] * len(WORKERS_SESSIONS)
+
+
+def test_a_long_transaction_holds_up_nothing_and_what_it_enqueued_is_delivered_when_it_commits(
+    dsn: str, connect: Connect, tmp_path: Path
+) -> None:
+    user = connect()
+    with Load(dsn, tmp_path) as load:
+        load.start_worker()
+        load.until_more_are_handed_over()
+        user.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+        with load.committing(user, "committed late"):
+            load.enqueue(user, "committed late")
+            snapshot = user.execute("SELECT pg_current_snapshot()::text").fetchone()
+            load.until_more_are_handed_over(200)
+            assert user.execute("SELECT pg_current_snapshot()::text").fetchone() == snapshot
+        verdict = load.settle()
+    assert_agree(verdict)
+
+
+def test_rows_that_another_session_has_locked_hold_up_no_others(dsn: str, connect: Connect, tmp_path: Path) -> None:
+    oldest = [f"oldest-{number}" for number in range(1_000)]
+    user = connect()
+    with Load(dsn, tmp_path) as load:
+        with load.committing(user, *oldest):
+            for key in oldest:
+                load.enqueue(user, key)
+        locked = user.execute(
+            "SELECT id FROM pgoutbox.message_live WHERE payload ->> 'ledger_key' LIKE 'oldest-%' FOR UPDATE"
+        ).fetchall()
+        assert len(locked) == 1_000
+        load.start_worker()
+        load.until_more_are_handed_over(100)
+        assert load.handed_over_keys.isdisjoint(oldest)
+        user.rollback()
+        verdict = load.settle()
+    assert_agree(verdict)
+
+
+# --- full disks -------------------------------------------------------------------------------------------------------
+
+
+def fill(disk: Path) -> Path:
+    """Fill a small disk with a file of somebody else's; delete it to make space."""
+    ballast = disk / "ballast"
+    # No space left on device, which is the point.
+    with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(65_536)):
+            pass
+    return ballast
+
+
+def test_a_disk_that_is_full_refuses_enqueues_and_loses_nothing(
+    own_server: OwnServer, workshop: Workshop, tmp_path: Path
+) -> None:
+    with workshop.small_disk(megabytes=64) as disk:
+        with own_server.connect("postgres") as db:
+            db.execute(f"CREATE TABLESPACE small LOCATION '{disk}'".encode())
+            db.execute(f"ALTER DATABASE {DATABASE} SET TABLESPACE small".encode())
+        try:
+            with Load(own_server.dsn, tmp_path, padding_bytes=8_000) as load:
+                # A claim moves every row that it takes, so it needs space too.
+                load.until_more_are_acknowledged(200)
+                ballast = fill(disk)
+                worker = load.start_worker()
+                wait_until(lambda: "worker_started" in worker.events(), lambda: "the worker has started")
+                wait_until(lambda: load.errors["53100"] > 0, lambda: "an enqueue that is refused")
+                wait_until(
+                    lambda: own_server.errors_of("pgoutbox claim")["53100"] > 0, lambda: "a claim that is refused"
+                )
+                with watched(worker, "D11", events_may_repeat=True):
+                    for_a_while(1)
+                refused_count = load.errors["53100"]
+                ballast.unlink()
+                _figures.info("D11: resumed %.2f s after there was space", load.until_more_are_handed_over())
+                verdict = load.settle()
+                assert "finish_refused" not in worker.events()
+                _figures.info("D11: %d enqueues refused, worker %s", refused_count, dict(worker_errors(own_server)))
+            assert_agree(verdict)
+        finally:
+            own_server.stop("immediate")  # It uses the disk that is about to go.
+
+
+def test_a_disk_that_is_full_of_wal_crashes_the_server_and_loses_nothing(workshop: Workshop, tmp_path: Path) -> None:
+    # Space for many checkpoints' worth of WAL: the disk is full while the ballast is there and at no other time.
+    with workshop.small_disk(megabytes=512) as disk, workshop.server(wal_directory=disk) as server:
+        server.start(min_wal_size="2MB", max_wal_size="16MB")
+
+        def is_up_again() -> bool:
+            # It starts again by itself, unless there is not even space to recover.
+            with contextlib.suppress(psycopg.OperationalError), server.connect():
+                return True
+            return not server.is_running and server.try_start()
+
+        with Load(server.dsn, tmp_path, padding_bytes=40_000) as load:
+            worker = load.start_worker()
+            load.until_more_are_handed_over()
+            ballast = fill(disk)
+            with watched(worker, "D12", events_may_repeat=True):
+                wait_until(lambda: "PANIC:  53100" in server.log.read_text(), lambda: "a write of WAL that is refused")
+                for_a_while(1)
+            ballast.unlink()
+            wait_until(is_up_again, lambda: "the server has recovered")
+            _figures.info("D12: resumed %.2f s after accept", load.until_more_are_handed_over())
+            assert_agree(load.settle())
+
+
+# --- read-only --------------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_outlives_a_server_that_becomes_read_only(own_server: OwnServer, tmp_path: Path) -> None:
+    with Load(own_server.dsn, tmp_path) as load, own_server.connect() as db:
+        worker = load.start_worker()
+        load.until_more_are_handed_over()
+        with watched(worker, "D14"):
+            set_read_only(db, "on")
+            wait_until(lambda: worker_errors(own_server)["25006"] > 0, lambda: "a worker's statement that is refused")
+            for_a_while(2)
+        _figures.info("D14: %d statements refused", worker_errors(own_server)["25006"])
+        set_read_only(db, "off")
+        _figures.info("D14: resumed %.2f s after it was writable", load.until_more_are_handed_over())
+        verdict = load.settle()
+    assert_agree(verdict)
+    assert load.errors["25006"] > 0
+
+
+def set_read_only(db: psycopg.Connection, value: str) -> None:
+    """Make the whole server read-only or writable for every transaction that begins from now on."""
+    db.execute(f"ALTER SYSTEM SET default_transaction_read_only = {value}".encode())
+    db.execute("SELECT pg_reload_conf()")
+
+
+def worker_errors(server: OwnServer) -> Counter[str]:
+    """The SQLSTATEs of the errors that workers met."""
+    return sum((server.errors_of(session) for session in WORKERS_SESSIONS), Counter())
+
+
+def test_a_read_only_server_is_refused_at_the_start(own_server: OwnServer, tmp_path: Path) -> None:
+    with own_server.connect() as db:
+        db.execute("ALTER ROLE postgres SET default_transaction_read_only = on")
+    assert_refused(own_server.dsn, tmp_path, "PGOUTBOX_DSN leads to a read-only session")
+
+
+def test_a_standby_is_refused_at_the_start(workshop: Workshop, own_server: OwnServer, tmp_path: Path) -> None:
+    with workshop.standby_of(own_server, "standby") as standby:
+        standby.start()
+        assert_refused(standby.dsn, tmp_path, "PGOUTBOX_DSN leads to a standby, which cannot be written")
+
+
+def assert_refused(dsn: str, directory: Path, reason: str) -> None:
+    """A worker ends at once with this reason and the exit code of a wrong configuration."""
+    worker = WorkerProcess(dsn, directory / "ledger", directory / "log", {})
+    try:
+        assert worker.wait() == 2
+    finally:
+        worker.kill()
+    assert f"error: {reason}" in worker.log
+
+
+# --- failover ---------------------------------------------------------------------------------------------------------
+
+
+def test_after_a_failover_to_a_synchronous_standby_nothing_is_lost(
+    workshop: Workshop, own_server: OwnServer, tmp_path: Path
+) -> None:
+    with own_server.connect() as db, workshop.standby_of(own_server, "heir") as heir:
+        heir.start()
+        db.execute("ALTER SYSTEM SET synchronous_standby_names = 'heir'")
+        db.execute("SELECT pg_reload_conf()")
+        wait_until(
+            lambda: db.execute("SELECT sync_state FROM pg_stat_replication").fetchall() == [("sync",)],
+            lambda: "the standby replicates synchronously",
+        )
+        hosts, ports = f"{own_server.home},{heir.home}", "5432,5432"
+        dsn = f"host={hosts} port={ports} user=postgres dbname={DATABASE} target_session_attrs=read-write"
+        with Load(dsn, tmp_path) as load:
+            worker = load.start_worker()
+            load.until_more_are_handed_over()
+            with watched(worker, "D15"):
+                own_server.stop("immediate")
+                heir.promote()
+            _figures.info("D15: resumed %.2f s after the promotion", load.until_more_are_handed_over())
+            assert_agree(load.settle())
+
+
+# --- too many connections ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def app_dsn(own_server: OwnServer) -> str:
+    """DSN of a role that is no superuser, for which no connections are kept."""
+    with own_server.connect() as db:
+        install_audit(db)
+        db.execute("CREATE ROLE app LOGIN")
+        for schema in ("pgoutbox", "public"):
+            for things in ("SCHEMA", "ALL TABLES IN SCHEMA", "ALL SEQUENCES IN SCHEMA", "ALL FUNCTIONS IN SCHEMA"):
+                db.execute(f"GRANT ALL ON {things} {schema} TO app".encode())
+    return own_server.dsn.replace("postgres@", "app@")
+
+
+def test_workers_that_do_not_all_get_their_connections_go_on_with_those_they_have(
+    own_server: OwnServer, app_dsn: str, tmp_path: Path
+) -> None:
+    with Load(own_server.dsn, tmp_path, producers=1) as load:
+        workers = [load.start_worker(dsn=app_dsn) for _ in range(3)]
+        wait_until(
+            lambda: all("worker_started" in worker.events() for worker in workers), lambda: "all workers have started"
+        )
+        load.until_more_are_handed_over()
+        own_server.stop("fast")
+        # Seven are left, which is not enough for three workers; the producer is a superuser.
+        own_server.start(max_connections="12", superuser_reserved_connections="5")
+        wait_until(lambda: own_server.errors_of("[unknown]")["53300"] > 0, lambda: "a connection that is refused")
+        _figures.info("D17: resumed %.2f s after accept", load.until_more_are_handed_over(200))
+        verdict = load.settle()
+        for worker in workers:
+            told = Counter(worker.events("WARNING", "ERROR"))
+            _figures.info("D17: told %s", dict(told))
+            assert told["database_lost"] <= 2, "each change of state is told once"
+    _figures.info("D17: %d connections refused", own_server.errors_of("[unknown]")["53300"])
+    assert_agree(verdict)
+
+
+def test_a_worker_that_gets_no_connection_for_its_finishes_uses_that_of_its_claims(
+    own_server: OwnServer, app_dsn: str, tmp_path: Path
+) -> None:
+    with own_server.connect() as db:
+        # One for the listener and one for the claims.
+        db.execute("ALTER ROLE app CONNECTION LIMIT 2")
+    with Load(own_server.dsn, tmp_path) as load:
+        load.start_worker(dsn=app_dsn)
+        load.until_more_are_handed_over()
+        wait_until(lambda: own_server.errors_of("[unknown]")["53300"] > 0, lambda: "a connection that is refused")
+        load.until_more_are_handed_over()
+        verdict = load.settle()
+    assert_agree(verdict)
+    assert verdict.duplicate_count == 0, verdict
