@@ -7,6 +7,8 @@ functions did not raise passes through untouched.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -28,19 +30,19 @@ if TYPE_CHECKING:
 Rows: TypeAlias = Sequence[Sequence[object]]
 
 
-class Statement(NamedTuple):
-    """One statement in both spellings of its parameters: `%s`, and `$1` for asyncpg."""
-
-    positional: LiteralString
-    numbered: LiteralString
-
-
 class Call(NamedTuple):
-    """A statement, its parameters, and whether it answers with rows."""
+    """A statement, its parameters in the order of its `%s`, and whether it answers with rows."""
 
-    statement: Statement
+    statement: LiteralString
     parameters: tuple[object, ...] = ()
     has_rows: bool = True
+
+
+@functools.cache
+def numbered(statement: LiteralString) -> str:
+    """The statement as asyncpg wants it: `$1`, `$2` and so on in the places of `%s`."""
+    numbers = itertools.count(1)
+    return re.sub("%s", lambda _: f"${next(numbers)}", statement)
 
 
 class SyncAdapter(Protocol):
@@ -173,7 +175,7 @@ class _Psycopg:
             self.settle()
         # Not the connection's own cursor: its factory may read other placeholders, or make rows of another shape.
         with translated_errors(), psycopg.Cursor(self._connection, row_factory=tuple_row) as cursor:
-            cursor.execute(call.statement.positional, call.parameters)
+            cursor.execute(call.statement, call.parameters)
             return cursor.fetchall() if call.has_rows else []
 
 
@@ -194,7 +196,7 @@ class _AsyncPsycopg:
             await self.settle()
         with translated_errors():
             async with psycopg.AsyncCursor(self._connection, row_factory=tuple_row) as cursor:
-                await cursor.execute(call.statement.positional, call.parameters)
+                await cursor.execute(call.statement, call.parameters)
                 return await cursor.fetchall() if call.has_rows else []
 
 
@@ -234,7 +236,7 @@ class _SQLAlchemy:
     def fetch(self, call: Call) -> Rows:
         with translated_errors():
             connection = self._open()
-            statement = call.statement.numbered if connection.dialect.driver == "asyncpg" else call.statement.positional
+            statement = numbered(call.statement) if connection.dialect.driver == "asyncpg" else call.statement
             result = connection.exec_driver_sql(statement, call.parameters or None)
             return cast("Rows", result.fetchall()) if call.has_rows else []
 
@@ -293,7 +295,7 @@ class _Asyncpg:
 
     async def fetch(self, call: Call) -> Rows:
         with translated_errors():
-            return await self._connection.fetch(call.statement.numbered, *call.parameters)
+            return await self._connection.fetch(numbered(call.statement), *call.parameters)
 
 
 # --- Django -----------------------------------------------------------------------------------------------------------
@@ -316,7 +318,7 @@ class _Django:
 
     def fetch(self, call: Call) -> Rows:
         with translated_errors(), self._connection.cursor() as cursor:
-            cursor.execute(call.statement.positional, call.parameters)
+            cursor.execute(call.statement, call.parameters)
             return cursor.fetchall() if call.has_rows else []
 
 

@@ -204,9 +204,10 @@ class SyncContext:
 class Dispatcher:
     """Runs handlers and sends what they render."""
 
-    def __init__(self, transports: Mapping[str, Transport], threads: Executor) -> None:
+    def __init__(self, transports: Mapping[str, Transport], threads: Executor, *, lease_seconds: float) -> None:
         self._transports = transports
         self._threads = threads
+        self._lease_seconds = lease_seconds
 
     async def run(self, context: Context, watch_thread: Callable[[Future[object]], None]) -> Outcome:
         """One attempt of one message. `watch_thread` is given the future of the thread, if one is used."""
@@ -219,7 +220,7 @@ class Dispatcher:
                 result = await self._run_in_thread(handler, message, context, watch_thread)
             if result is None:
                 return Sent()
-            return await self.conclude(message, result)
+            return await self.conclude(context, message, result)
         except BaseException as error:  # noqa: BLE001 - whatever a handler raises is the outcome of its attempt
             return outcome_of_error(handler, error)
 
@@ -238,9 +239,9 @@ class Dispatcher:
         if parsed:
             messages = [message for message, _ in parsed]
             results = await self._run_batch_handler(handler, messages, [c for _, c in parsed], watch_thread)
-            for message, result in zip(messages, results, strict=True):
+            for (message, context), result in zip(parsed, results, strict=True):
                 try:
-                    outcomes[message.id] = await self._conclude_safely(handler, message, result)
+                    outcomes[message.id] = await self._conclude_safely(context, message, result)
                 except asyncio.CancelledError:
                     # What was sent was sent. This one may have been; those behind it were not.
                     outcomes[message.id] = _interrupted(handler)
@@ -281,19 +282,26 @@ class Dispatcher:
         thread_context = SyncContext(context, asyncio.get_running_loop())
         return await in_thread(self._threads, watch_thread, handler.function, message, thread_context)
 
-    async def _conclude_safely(self, handler: Handler, message: Message[object], result: object) -> Outcome:
+    async def _conclude_safely(self, context: Context, message: Message[object], result: object) -> Outcome:
         try:
-            return await self.conclude(message, result)
+            return await self.conclude(context, message, result)
         except BaseException as error:  # noqa: BLE001 - one message of a batch never decides about the others
-            return outcome_of_error(handler, error)
+            return outcome_of_error(context.handler, error)
 
-    async def conclude(self, message: Message[object], result: object) -> Outcome:
+    async def conclude(self, context: Context, message: Message[object], result: object) -> Outcome:
+        """The outcome that a handler's result means; a content is sent. `message` has its payload parsed."""
         match result:
             case None:
                 return Sent()
             case Sent() | Transient() | Permanent() | Skip() | Snooze():
                 return result
             case Content():
+                # The process may have been suspended since the handler began: ask before anything is handed over.
+                if context.overtaken is not None or context.leased_at < elapsed_clock() - self._lease_seconds / 2:
+                    try:
+                        await context.ensure_lease()
+                    except (psycopg.Error, OSError):
+                        return Snooze(0)  # Nothing was handed over, so no attempt is used up.
                 return await self.deliver(message, result)
             case _:
                 return Permanent(

@@ -20,7 +20,7 @@ from psycopg.rows import TupleRow
 
 from pgoutbox import sql
 from pgoutbox.settings import Settings
-from pgoutbox.store import connect, prepare_session
+from pgoutbox.store import connect, deadline, prepare_session
 from pgoutbox.telemetry import Event, Telemetry
 
 CHANNEL = "pgoutbox"
@@ -47,7 +47,10 @@ class Doorbell:
         self._telemetry = telemetry
         self._connection: psycopg.AsyncConnection[TupleRow] | None = None
         self._turn = asyncio.Lock()
+        # Held over question and answer: to take a bell twice would need giving it up twice.
+        self._bells = asyncio.Lock()
         self._armed: set[str] = set()
+        self._trusted: set[str] = set()  # Another sleeper has these.
         self._lost = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._watched_fd: int | None = None
@@ -73,22 +76,42 @@ class Doorbell:
 
     async def arm(self, queues: Sequence[str]) -> Bell:
         """Ask for the bells of these queues. After `ARMED` the caller must claim once more before it sleeps."""
-        unarmed = [queue for queue in queues if queue not in self._armed]
-        if self._connection is None:
-            return Bell.DOWN
-        if not unarmed:
-            return Bell.STILL_ARMED
-        rows = await self._ask(sql.ARM, {"queues": unarmed})
-        if rows is None:
-            return Bell.DOWN
-        self._armed.update(queue for queue, answer in rows if answer == "armed")
-        return Bell.PRODUCERS if any(answer == "producers" for _, answer in rows) else Bell.ARMED
+        async with self._bells:
+            unarmed = [queue for queue in queues if queue not in self._armed]
+            if self._connection is None:
+                return Bell.DOWN
+            if not unarmed:
+                return Bell.STILL_ARMED
+            answers = await self._ask_for(unarmed)
+            if answers is None:
+                return Bell.DOWN
+            return Bell.PRODUCERS if "producers" in answers.values() else Bell.ARMED
 
     async def disarm(self) -> None:
         """Give up the bells: the worker is awake, and producers need not ring. Another sleeper takes them over."""
-        if self._armed:
-            queues, self._armed = sorted(self._armed), set()
-            await self._ask(sql.DISARM, {"queues": queues})
+        async with self._bells:
+            self._trusted.clear()
+            if self._armed:
+                queues, self._armed = sorted(self._armed), set()
+                await self._ask(sql.DISARM, {"queues": queues})
+
+    async def _ask_for(self, queues: Sequence[str]) -> dict[str, str] | None:
+        rows = await self._ask(sql.ARM, {"queues": queues})
+        if rows is None:
+            return None
+        answers: dict[str, str] = dict(rows)
+        self._armed.update(queue for queue, answer in answers.items() if answer == "armed")
+        self._trusted.difference_update(answers)
+        self._trusted.update(queue for queue, answer in answers.items() if answer == "sleeper")
+        return answers
+
+    async def _doubt(self) -> None:
+        """Ask again for the bells that another sleeper has: one that ends with its session is announced to nobody."""
+        async with self._bells:
+            answers = await self._ask_for(sorted(self._trusted)) if self._trusted else None
+        for queue, answer in (answers or {}).items():
+            if answer != "sleeper":
+                self._on_ring(queue)  # Nobody rang for what was committed since.
 
     async def _ask(self, statement: LiteralString, parameters: dict[str, object]) -> list[TupleRow] | None:
         """Rows, or None when the listener did not answer in time and is therefore given up."""
@@ -97,7 +120,10 @@ class Doorbell:
             if connection is None:
                 return None
             try:
-                async with self._reading_suspended(connection), asyncio.timeout(self._settings.probe_timeout_seconds):
+                async with (
+                    self._reading_suspended(connection),
+                    deadline(connection, self._settings.probe_timeout_seconds),
+                ):
                     cursor = await connection.execute(statement, parameters)
                     return await cursor.fetchall() if cursor.description is not None else []
             except (psycopg.Error, OSError) as error:
@@ -161,13 +187,14 @@ class Doorbell:
             )
         connection.add_notify_handler(lambda notify: self._hear(connection, notify.pid, notify.payload))
         try:
-            async with asyncio.timeout(self._settings.connect_timeout_seconds):
+            async with deadline(connection, self._settings.connect_timeout_seconds):
                 await connection.execute(sql.LISTEN, prepare=False)
         except BaseException:
             await connection.close()
             raise
         self._lost.clear()
         self._armed.clear()
+        self._trusted.clear()
         self._connection = connection
         self._start_reading(connection)
 
@@ -178,7 +205,7 @@ class Doorbell:
         if connection is not None:
             with contextlib.suppress(psycopg.Error, OSError):
                 if self._is_pooled and not connection.closed:
-                    async with asyncio.timeout(self._settings.probe_timeout_seconds):
+                    async with deadline(connection, self._settings.probe_timeout_seconds):
                         await connection.execute(sql.UNLISTEN, prepare=False)  # The session lives on in the pool.
                 await connection.close()
 
@@ -189,6 +216,8 @@ class Doorbell:
                     await self._lost.wait()
             if not self._lost.is_set():
                 await self._probe()
+            if not self._lost.is_set():
+                await self._doubt()
             if self._lost.is_set():
                 await self._reconnect()
 

@@ -29,6 +29,7 @@ _FIRST_PAUSE_SECONDS = 0.5
 _MAX_PAUSE_SECONDS = 30.0
 _STEADY_SECONDS = 60.0
 _USAGE_ERROR = 2
+_IDLE_THREADS_SECONDS = 1.0
 
 
 def run_worker(outbox: Outbox, settings: Settings, *, queues: Sequence[QueueShare], mode: Mode) -> int:
@@ -39,9 +40,20 @@ def run_worker(outbox: Outbox, settings: Settings, *, queues: Sequence[QueueShar
     """
     worker = Worker(outbox, settings=settings, queues=queues)
     asyncio.run(_run(worker, mode))
-    if any(thread.name.startswith("pgoutbox-handler") for thread in threading.enumerate()):
+    if _handlers_still_run():
         _leave(0)
     return 0
+
+
+def _handlers_still_run() -> bool:
+    # Idle threads of the pool end by themselves; only one that is stuck in a handler may cost what runs at exit.
+    until = time.monotonic() + _IDLE_THREADS_SECONDS
+    for thread in threading.enumerate():
+        if thread.name.startswith("pgoutbox-handler"):
+            thread.join(max(0.0, until - time.monotonic()))
+            if thread.is_alive():
+                return True
+    return False
 
 
 async def _run(worker: Worker, mode: Mode) -> None:

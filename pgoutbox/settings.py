@@ -54,7 +54,7 @@ class Settings(BaseSettings):
     )
     connect_timeout_seconds: int = Field(10, ge=1, le=300, description="Time limit of opening a connection.")
     statement_timeout_seconds: float = Field(
-        30.0, ge=0.1, le=3_600, description="Time limit of each of the worker's own statements."
+        20.0, ge=0.1, le=3_600, description="Time limit of each of the worker's own statements."
     )
     lock_timeout_seconds: float = Field(
         1.0, ge=0.01, le=600, description="Longest wait of the worker's own statements for a lock."

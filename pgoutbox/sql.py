@@ -10,11 +10,11 @@ from typing import Final, LiteralString
 
 # --- enqueue ----------------------------------------------------------------------------------------------------------
 
-# What runs on the caller's connection trusts nothing of its search_path: types and operators are qualified too. Each
-# call is spelled twice: for psycopg, Django and SQLAlchemy's psycopg dialect, and for asyncpg. JSON travels as text,
-# because an asyncpg connection may carry its owner's own codec for jsonb. Delays are added to the database's clock.
+# What runs on the caller's connection trusts nothing of its search_path: types and operators are qualified too. JSON
+# travels as text, because an asyncpg connection may carry its owner's own codec for jsonb. Delays are added to the
+# database's clock.
 ENQUEUE: Final[LiteralString] = """
-SELECT r.id, r.duplicate
+SELECT pg_catalog.abs(r.receipt) AS id, r.receipt OPERATOR(pg_catalog.<) 0 AS duplicate
 FROM (
     SELECT
         %s::pg_catalog.text AS topic,
@@ -25,8 +25,7 @@ FROM (
         %s::pg_catalog.text AS dedupe_key,
         greatest(
             %s::pg_catalog.timestamptz,
-            pg_catalog.now() OPERATOR(pg_catalog.+) pg_catalog.make_interval(secs => %s::pg_catalog.float8),
-            pg_catalog.now()
+            pg_catalog.now() OPERATOR(pg_catalog.+) pg_catalog.make_interval(secs => %s::pg_catalog.float8)
         ) AS available_at,
         %s::pg_catalog.timestamptz AS expires_at,
         pg_catalog.make_interval(secs => %s::pg_catalog.float8) AS expires_after,
@@ -42,47 +41,14 @@ CROSS JOIN LATERAL pgoutbox.enqueue_receipt(
     p_coalesce_key => draft.coalesce_key,
     p_dedupe_key => draft.dedupe_key,
     p_available_at => draft.available_at,
-    p_expires_at => coalesce(draft.expires_at, draft.available_at OPERATOR(pg_catalog.+) draft.expires_after),
+    p_expires_at => coalesce(
+        draft.expires_at,
+        greatest(draft.available_at, pg_catalog.now()) OPERATOR(pg_catalog.+) draft.expires_after
+    ),
     p_headers => draft.headers,
     p_max_attempts => draft.max_attempts,
     p_notify => draft.notify
-) AS r
-"""
-
-ENQUEUE_NUMBERED: Final[LiteralString] = """
-SELECT r.id, r.duplicate
-FROM (
-    SELECT
-        $1::pg_catalog.text AS topic,
-        $2::pg_catalog.text::pg_catalog.jsonb AS payload,
-        coalesce($3::pg_catalog.text, 'default') AS queue,
-        $4::pg_catalog.text AS destination,
-        $5::pg_catalog.text AS coalesce_key,
-        $6::pg_catalog.text AS dedupe_key,
-        greatest(
-            $7::pg_catalog.timestamptz,
-            pg_catalog.now() OPERATOR(pg_catalog.+) pg_catalog.make_interval(secs => $8::pg_catalog.float8),
-            pg_catalog.now()
-        ) AS available_at,
-        $9::pg_catalog.timestamptz AS expires_at,
-        pg_catalog.make_interval(secs => $10::pg_catalog.float8) AS expires_after,
-        $11::pg_catalog.text::pg_catalog.jsonb AS headers,
-        coalesce($12::pg_catalog.int4, 11) AS max_attempts,
-        $13::pg_catalog.bool AS notify
-) AS draft
-CROSS JOIN LATERAL pgoutbox.enqueue_receipt(
-    p_topic => draft.topic,
-    p_payload => draft.payload,
-    p_queue => draft.queue,
-    p_destination => draft.destination,
-    p_coalesce_key => draft.coalesce_key,
-    p_dedupe_key => draft.dedupe_key,
-    p_available_at => draft.available_at,
-    p_expires_at => coalesce(draft.expires_at, draft.available_at OPERATOR(pg_catalog.+) draft.expires_after),
-    p_headers => draft.headers,
-    p_max_attempts => draft.max_attempts,
-    p_notify => draft.notify
-) AS r
+) AS r(receipt)
 """
 
 # Topics and payloads, which every message has, travel as lines of one text: neither can hold a line feed, and drivers
@@ -138,57 +104,6 @@ CROSS JOIN LATERAL pgoutbox.enqueue_many(
 ) AS r
 """
 
-ENQUEUE_MANY_NUMBERED: Final[LiteralString] = """
-SELECT r.item_index, r.id, r.duplicate
-FROM (
-    SELECT
-        pg_catalog.string_to_array($1::pg_catalog.text, pg_catalog.chr(10)) AS topics,
-        pg_catalog.string_to_array($2::pg_catalog.text, pg_catalog.chr(10))::pg_catalog.jsonb[] AS payloads,
-        $3::pg_catalog.text[] AS queues,
-        $4::pg_catalog.text[] AS destinations,
-        $5::pg_catalog.text[] AS coalesce_keys,
-        $6::pg_catalog.text[] AS dedupe_keys,
-        $7::pg_catalog.timestamptz[] AS available_ats,
-        $8::pg_catalog.float8[] AS delays,
-        $9::pg_catalog.timestamptz[] AS expires_ats,
-        $10::pg_catalog.float8[] AS expires_afters,
-        $11::pg_catalog.text[]::pg_catalog.jsonb[] AS headers,
-        $12::pg_catalog.int4[] AS max_attempts,
-        $13::pg_catalog.bool AS notify
-) AS draft
-CROSS JOIN LATERAL pgoutbox.enqueue_many(
-    topics => draft.topics,
-    payloads => draft.payloads,
-    queues => draft.queues,
-    destinations => draft.destinations,
-    coalesce_keys => draft.coalesce_keys,
-    dedupe_keys => draft.dedupe_keys,
-    available_ats => draft.available_ats,
-    delays => draft.delays,
-    expires_ats => CASE
-        WHEN draft.expires_afters IS NULL THEN draft.expires_ats
-        ELSE (
-            SELECT pg_catalog.array_agg(
-                coalesce(
-                    d.expires_at,
-                    greatest(
-                        d.available_at,
-                        pg_catalog.now() OPERATOR(pg_catalog.+) pg_catalog.make_interval(secs => d.delay),
-                        pg_catalog.now()
-                    ) OPERATOR(pg_catalog.+) pg_catalog.make_interval(secs => d.expires_after)
-                )
-                ORDER BY d.ordinality
-            )
-            FROM unnest(draft.available_ats, draft.delays, draft.expires_ats, draft.expires_afters)
-                WITH ORDINALITY AS d(available_at, delay, expires_at, expires_after, ordinality)
-        )
-    END,
-    headers => draft.headers,
-    max_attempts => draft.max_attempts,
-    notify => draft.notify
-) AS r
-"""
-
 CANCEL: Final[LiteralString] = """
 SELECT target.id, pgoutbox.cancel(target.id)
 FROM (
@@ -207,24 +122,6 @@ FROM (
 WHERE target.id IS NOT NULL
 """
 
-CANCEL_NUMBERED: Final[LiteralString] = """
-SELECT target.id, pgoutbox.cancel(target.id)
-FROM (
-    SELECT $1::pg_catalog.int8 AS id
-    UNION ALL
-    SELECT head.newest_id
-    FROM pgoutbox.coalesce AS head
-    WHERE head.topic OPERATOR(pg_catalog.=) $2::pg_catalog.text
-        AND head.coalesce_key OPERATOR(pg_catalog.=) $3::pg_catalog.text
-    UNION ALL
-    SELECT d.message_id
-    FROM pgoutbox.dedupe AS d
-    WHERE d.topic OPERATOR(pg_catalog.=) $4::pg_catalog.text
-        AND d.dedupe_key OPERATOR(pg_catalog.=) $5::pg_catalog.text
-) AS target
-WHERE target.id IS NOT NULL
-"""
-
 # The name is pgoutbox's own, so that it never hides a savepoint of the caller.
 SAVEPOINT: Final[LiteralString] = "SAVEPOINT pgoutbox_best_effort"
 RELEASE_SAVEPOINT: Final[LiteralString] = "RELEASE SAVEPOINT pgoutbox_best_effort"
@@ -233,7 +130,8 @@ ROLL_BACK_TO_SAVEPOINT: Final[LiteralString] = "ROLLBACK TO SAVEPOINT pgoutbox_b
 # --- sessions ---------------------------------------------------------------------------------------------------------
 
 # The role's or the database's defaults must not change what a statement means. The planner settings pin the one plan
-# that stays fast whatever the statistics say: nested loops over the lanes' indexes and the primary key.
+# that stays fast whatever the statistics say: nested loops over the lanes' indexes and the primary key. Sessions that
+# wait for work are idle; and PostgreSQL before version 17 does not know transaction_timeout.
 PREPARE_SESSION: Final[LiteralString] = """
 SELECT
     set_config('default_transaction_isolation', 'read committed', false),
@@ -241,6 +139,10 @@ SELECT
     set_config('statement_timeout', %(statement_timeout)s::text, false),
     set_config('lock_timeout', %(lock_timeout)s::text, false),
     set_config('idle_in_transaction_session_timeout', '60s', false),
+    set_config('idle_session_timeout', '0', false),
+    CASE
+        WHEN current_setting('transaction_timeout', true) IS NOT NULL THEN set_config('transaction_timeout', '0', false)
+    END,
     set_config('search_path', 'pg_catalog, pg_temp', false),
     set_config('plan_cache_mode', 'force_generic_plan', false),
     set_config('enable_seqscan', 'off', false),
@@ -254,6 +156,9 @@ PREPARE_TRANSACTION: Final[LiteralString] = """
 SELECT
     set_config('statement_timeout', %(statement_timeout)s::text, true),
     set_config('lock_timeout', %(lock_timeout)s::text, true),
+    CASE
+        WHEN current_setting('transaction_timeout', true) IS NOT NULL THEN set_config('transaction_timeout', '0', true)
+    END,
     set_config('search_path', 'pg_catalog, pg_temp', true),
     set_config('enable_seqscan', 'off', true),
     set_config('enable_bitmapscan', 'off', true),
@@ -689,6 +594,9 @@ SELECT
     set_config('statement_timeout', '5min', true),
     set_config('lock_timeout', '2s', true),
     set_config('idle_in_transaction_session_timeout', '60s', true),
+    CASE
+        WHEN current_setting('transaction_timeout', true) IS NOT NULL THEN set_config('transaction_timeout', '0', true)
+    END,
     set_config('search_path', 'pg_catalog, pg_temp', true)
 """
 

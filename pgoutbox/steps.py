@@ -12,18 +12,15 @@ from contextlib import suppress
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar, cast
 
 from pgoutbox import sql
-from pgoutbox.adapters import AsyncAdapter, Call, ItemRefusedError, Rows, Statement, SyncAdapter
+from pgoutbox.adapters import AsyncAdapter, Call, ItemRefusedError, Rows, SyncAdapter
 from pgoutbox.drafts import Draft, Topic, check_key, check_name, check_whole, chunks, columns
 from pgoutbox.errors import PayloadError, TransactionError
 
 R = TypeVar("R")
 
-_ENQUEUE: Final = Statement(sql.ENQUEUE, sql.ENQUEUE_NUMBERED)
-_ENQUEUE_MANY: Final = Statement(sql.ENQUEUE_MANY, sql.ENQUEUE_MANY_NUMBERED)
-_CANCEL: Final = Statement(sql.CANCEL, sql.CANCEL_NUMBERED)
-_SAVEPOINT: Final = Call(Statement(sql.SAVEPOINT, sql.SAVEPOINT), has_rows=False)
-_RELEASE_SAVEPOINT: Final = Call(Statement(sql.RELEASE_SAVEPOINT, sql.RELEASE_SAVEPOINT), has_rows=False)
-_ROLL_BACK_TO_SAVEPOINT: Final = Call(Statement(sql.ROLL_BACK_TO_SAVEPOINT, sql.ROLL_BACK_TO_SAVEPOINT), has_rows=False)
+_SAVEPOINT: Final = Call(sql.SAVEPOINT, has_rows=False)
+_RELEASE_SAVEPOINT: Final = Call(sql.RELEASE_SAVEPOINT, has_rows=False)
+_ROLL_BACK_TO_SAVEPOINT: Final = Call(sql.ROLL_BACK_TO_SAVEPOINT, has_rows=False)
 _MAX_ID: Final = 2**63 - 1
 
 
@@ -105,7 +102,7 @@ def transaction(*, required: bool) -> Steps[bool]:
 
 def insert(draft: Draft, *, notify: bool) -> Steps[Enqueued]:
     """Write one message."""
-    ((message_id, duplicate),) = yield Call(_ENQUEUE, (*draft, notify))
+    ((message_id, duplicate),) = yield Call(sql.ENQUEUE, (*draft, notify))
     return Enqueued(message_id, duplicate)
 
 
@@ -117,7 +114,7 @@ def insert_all(drafts: Sequence[Draft], *, notify: bool, require_transaction: bo
     enqueued = [Enqueued(0, False)] * len(drafts)
     for positions in chunks(drafts):
         try:
-            rows = yield Call(_ENQUEUE_MANY, (*columns([drafts[position] for position in positions]), notify))
+            rows = yield Call(sql.ENQUEUE_MANY, (*columns([drafts[position] for position in positions]), notify))
         except ItemRefusedError as error:
             raise PayloadError(f"items[{positions[error.index]}].{error.field}", error.reason) from error.__cause__
         for index, message_id, duplicate in rows:
@@ -128,7 +125,7 @@ def insert_all(drafts: Sequence[Draft], *, notify: bool, require_transaction: bo
 def cancel_one(target: tuple[object, ...], *, require_transaction: bool) -> Steps[CancelResult]:
     """Cancel the message that `target_of` names."""
     yield from transaction(required=require_transaction)
-    rows = cast("Rows", (yield Call(_CANCEL, target)))
+    rows = cast("Rows", (yield Call(sql.CANCEL, target)))
     return CancelResult(cast("str", rows[0][1])) if rows else CancelResult.MISSING
 
 

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+import os
+import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Final, LiteralString, NamedTuple
@@ -24,11 +27,13 @@ from pgoutbox.settings import Settings
 
 REQUIRED_SCHEMA_VERSION: Final = 1
 _LOCKED_PAUSE_SECONDS = 0.02
+_REFUSED_PAUSE_SECONDS = 1.0
 MINIMUM_SERVER_VERSION: Final = 150_000
 MIGRATE_HINT: Final = "run: pgoutbox migrate (or: alembic upgrade heads, where your application's history includes it)"
 
-# What passes: serialization, deadlock, lock timeout, cancelled statement, server going down or full, broken connection.
-_PASSING_SQLSTATES = frozenset({"40001", "40P01", "55P03", "57014", "25006", "25P03"})
+# What passes: serialization, deadlock, lock timeout, cancelled statement, session out of its time, server going down or
+# full, broken connection.
+_PASSING_SQLSTATES = frozenset({"40001", "40P01", "55P03", "57014", "25006", "25P03", "25P04"})
 _PASSING_CLASSES = ("08", "53", "57P", "58")
 
 
@@ -66,7 +71,7 @@ class Link:
         async with self._turn:
             connection = await self._open()
             try:
-                async with asyncio.timeout(self._deadline_seconds):
+                async with deadline(connection, self._deadline_seconds):
                     if self._pooled:
                         return await self._fetch_through_pooler(connection, statement, parameters)
                     cursor = await connection.execute(statement, parameters, prepare=True, binary=True)
@@ -109,6 +114,16 @@ class Link:
         self._connection = connection
         return connection
 
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a connection, as far as is known."""
+        return self._connection is not None and not self._connection.closed
+
+    async def open(self) -> None:
+        """Open the connection before it is needed, if there is none."""
+        async with self._turn:
+            await self._open()
+
     async def close(self) -> None:
         """Close the connection; the next fetch opens another."""
         connection, self._connection = self._connection, None
@@ -135,7 +150,7 @@ async def connect(dsn: str, settings: Settings, *, purpose: str) -> tuple[psycop
         tcp_user_timeout=20_000,
     )
     try:
-        async with asyncio.timeout(settings.connect_timeout_seconds):
+        async with deadline(connection, settings.connect_timeout_seconds):
             cursor = await connection.execute(sql.BACKEND_PID, prepare=False)
             ((pid,),) = await cursor.fetchall()
     except BaseException:
@@ -148,11 +163,39 @@ async def prepare_session(connection: psycopg.AsyncConnection[TupleRow], setting
     """Give a direct connection pgoutbox's own settings, whatever the role's defaults are; closes it on failure."""
     connection.prepare_threshold = 1
     try:
-        async with asyncio.timeout(settings.connect_timeout_seconds):
+        async with deadline(connection, settings.connect_timeout_seconds):
             await connection.execute(sql.PREPARE_SESSION, timeouts(settings), prepare=False)
     except BaseException:
         await connection.close()
         raise
+
+
+@contextlib.asynccontextmanager
+async def deadline(connection: psycopg.AsyncConnection[TupleRow], seconds: float) -> AsyncIterator[None]:
+    """Break the connection when the time is up, so that what waits for it fails at once: `TimeoutError`.
+
+    Cancelling the task instead, as `asyncio.timeout` does, would have the driver ask the server to cancel the statement
+    first, and wait for that for up to ten seconds more, on the same dead network.
+    """
+    is_over = False
+
+    def end() -> None:
+        nonlocal is_over
+        is_over = True
+        if not connection.closed:
+            # The socket itself stays libpq's, which finds it at its end.
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as broken:
+                broken.shutdown(socket.SHUT_RDWR)
+
+    timer = asyncio.get_running_loop().call_later(seconds, end)
+    try:
+        yield
+    except psycopg.Error as error:
+        if is_over:
+            raise TimeoutError(f"no answer within {seconds:g} s") from error
+        raise
+    finally:
+        timer.cancel()
 
 
 def timeouts(settings: Settings) -> dict[str, object]:
@@ -221,7 +264,11 @@ class HeldRow(NamedTuple):
 
 
 class Store:
-    """The worker's statements, each a method. Claims and finishes have a connection each and overlap."""
+    """The worker's statements, each a method. Claims and finishes have a connection each and overlap.
+
+    Where the server has only one to spare they share it: who can claim can finish, or messages would be handed over
+    again and again without any of them ever ending.
+    """
 
     def __init__(self, settings: Settings, *, worker: str) -> None:
         dsn = settings.require_dsn()
@@ -229,6 +276,7 @@ class Store:
         self._settings = settings
         self._claims = Link(dsn, settings, purpose="claim")
         self._finishes = Link(dsn, settings, purpose="finish")
+        self._finishes_refused_at = -math.inf
 
     async def check_server(self) -> None:
         """Refuse a server that cannot be worked with, saying what to do about it."""
@@ -287,12 +335,12 @@ class Store:
 
     async def finish_sent(self, ids: Sequence[int], attempt_counts: Sequence[int]) -> dict[int, State]:
         """Finish these attempts as sent; the answer holds those that still held their message."""
-        rows = await self._finishes.fetch(sql.FINISH_SENT_IF_HELD, {"ids": ids, "attempt_counts": attempt_counts})
+        rows = await self._fetch_to_finish(sql.FINISH_SENT_IF_HELD, {"ids": ids, "attempt_counts": attempt_counts})
         return dict.fromkeys((row[0] for row in rows), State.SENT)
 
     async def finish(self, verdicts: Sequence[Verdict]) -> dict[int, State]:
         """Finish these attempts; the answer holds the state that each message reached, if the attempt still held it."""
-        rows = await self._finishes.fetch(
+        rows = await self._fetch_to_finish(
             sql.FINISH_IF_HELD,
             {
                 "ids": [v.id for v in verdicts],
@@ -306,17 +354,36 @@ class Store:
 
     async def standing(self, ids: Sequence[int], attempt_counts: Sequence[int]) -> dict[int, State]:
         """The states of these messages, those left out to which a later attempt belongs."""
-        rows = await self._finishes.fetch(sql.STANDING, {"ids": ids, "attempt_counts": attempt_counts})
+        rows = await self._fetch_to_finish(sql.STANDING, {"ids": ids, "attempt_counts": attempt_counts})
         return {row[0]: State(row[1]) for row in rows}
 
     async def queues_of_successors(
         self, ids: Sequence[int], topics: Sequence[str], coalesce_keys: Sequence[str]
     ) -> list[str]:
         """The queues of the messages that had to wait for these and can be claimed now."""
-        rows = await self._finishes.fetch(
+        rows = await self._fetch_to_finish(
             sql.QUEUES_OF_SUCCESSORS, {"ids": ids, "topics": topics, "coalesce_keys": coalesce_keys}
         )
         return [row[0] for row in rows]
+
+    async def _fetch_to_finish(self, statement: LiteralString, parameters: Mapping[str, object]) -> list[TupleRow]:
+        link = await self._link_to_finish()
+        return await link.fetch(statement, parameters)
+
+    async def _link_to_finish(self) -> Link:
+        if self._finishes.is_open:
+            return self._finishes
+        is_refused = time.monotonic() - self._finishes_refused_at < _REFUSED_PAUSE_SECONDS
+        if is_refused and self._claims.is_open:
+            return self._claims
+        try:
+            await self._finishes.open()
+        except (psycopg.OperationalError, OSError):
+            self._finishes_refused_at = time.monotonic()
+            if not self._claims.is_open:
+                raise
+            return self._claims
+        return self._finishes
 
     async def close(self) -> None:
         """Close both connections."""

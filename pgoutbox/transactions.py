@@ -77,7 +77,7 @@ class Transactions:
         def work() -> None:
             with pool.connection() as connection:
                 result = handler.function(message, SyncContext(context, loop, connection))
-                sending = asyncio.run_coroutine_threadsafe(self._dispatcher.conclude(message, result), loop)
+                sending = asyncio.run_coroutine_threadsafe(self._dispatcher.conclude(context, message, result), loop)
                 outcome = sending.result()
                 if not isinstance(outcome, Sent):
                     raise _NotSentError(outcome)

@@ -188,7 +188,7 @@ class Worker:
         settings = self._settings
         self._store = Store(settings, worker=self.name)
         self._threads = ThreadPoolExecutor(settings.concurrency, thread_name_prefix="pgoutbox-handler")
-        self._dispatcher = Dispatcher(self._transports, self._threads)
+        self._dispatcher = Dispatcher(self._transports, self._threads, lease_seconds=settings.lease_seconds)
         self._transactions = Transactions(settings, self._dispatcher, self._threads)
         self._finisher = Finisher(
             self._store,
@@ -465,8 +465,7 @@ class Worker:
             room = self._room()
             if room == 0:
                 return
-            # Only right before a claim: what wakes the worker while it looks may not be in the answer.
-            self._wake.clear()
+            # What woke the worker since it asked for the bell is not forgotten: it may say that this bell was given up.
             if self._stopping:
                 return
             found = await self._claim_round(room, from_beginning=True)
@@ -480,6 +479,9 @@ class Worker:
                 break
             # Open transactions may have enqueued something, and no ring will tell when they commit.
             await self._sleep(pause)
+            if self._stopping:
+                return
+            self._wake.clear()  # The claim that follows the next answer sees what this was about.
             pause = min(pause * 2, _MAX_PRODUCERS_PAUSE_SECONDS)
         await self._sleep_long()
 

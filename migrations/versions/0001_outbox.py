@@ -292,6 +292,36 @@ END
 $function$
 """
 
+# What most messages are. Short, because PL/pgSQL prepares an expression anew in every transaction, which costs more
+# than to evaluate it; enough, because what is not plain here is judged by argument_error.
+IS_PLAIN = """
+CREATE FUNCTION pgoutbox.is_plain(
+    topic text,
+    payload jsonb,
+    queue text,
+    destination text,
+    coalesce_key text,
+    dedupe_key text,
+    available_at timestamptz,
+    expires_at timestamptz,
+    headers jsonb,
+    max_attempts integer
+)
+RETURNS boolean
+LANGUAGE sql
+IMMUTABLE
+PARALLEL SAFE
+AS $function$
+SELECT num_nonnulls(destination, coalesce_key, dedupe_key, available_at, expires_at, headers) = 0
+    AND topic || ' ' || queue ~ '^[a-z][a-z0-9_.-]* [a-z][a-z0-9_.-]*$'
+    AND length(topic) <= 63
+    AND length(queue) <= 63
+    AND payload IS NOT NULL
+    AND max_attempts BETWEEN 1 AND 10000
+$function$
+"""
+
+# The answer is one number, not a row: to build a row costs as much as to call the function.
 ENQUEUE_RECEIPT = """
 CREATE FUNCTION pgoutbox.enqueue_receipt(
     p_topic text,
@@ -304,81 +334,85 @@ CREATE FUNCTION pgoutbox.enqueue_receipt(
     p_expires_at timestamptz,
     p_headers jsonb,
     p_max_attempts integer,
-    p_notify boolean,
-    OUT id bigint,
-    OUT duplicate boolean
+    p_notify boolean
 )
+RETURNS bigint
 LANGUAGE plpgsql
 SET search_path = pg_catalog, pg_temp
 AS $function$
-#variable_conflict use_column
 DECLARE
-    problem text := pgoutbox.argument_error(
-        p_topic, p_payload, p_queue, p_destination, p_coalesce_key, p_dedupe_key,
-        p_available_at, p_expires_at, p_headers, p_max_attempts
-    );
+    new_id bigint := nextval('pgoutbox.message_id_seq');
+    problem text;
     digest bytea;
+    known_id bigint;
     known_digest bytea;
 BEGIN
-    IF problem IS NOT NULL THEN
-        PERFORM pgoutbox.raise_argument_error(problem);
-    END IF;
-    duplicate := false;
-
-    IF p_dedupe_key IS NOT NULL THEN
-        digest := sha256(convert_to(p_payload::text, 'UTF8'));
-        LOOP
-            -- Waits for a transaction that is inserting the same key, and inserts after all if that one rolls back.
-            id := nextval('pgoutbox.message_id_seq');
-            INSERT INTO pgoutbox.dedupe (message_id, topic, dedupe_key, payload_digest)
-            VALUES (id, p_topic, p_dedupe_key, digest)
-            ON CONFLICT ON CONSTRAINT dedupe_pkey DO NOTHING;
-            EXIT WHEN FOUND;
-            SELECT d.message_id, d.payload_digest
-            INTO id, known_digest
-            FROM pgoutbox.dedupe AS d
-            WHERE d.topic = p_topic AND d.dedupe_key = p_dedupe_key;
-            IF FOUND AND known_digest = digest THEN
-                duplicate := true;
-                RETURN;
-            ELSIF FOUND THEN
-                RAISE EXCEPTION USING
-                    ERRCODE = 'unique_violation',
-                    SCHEMA = 'pgoutbox',
-                    TABLE = 'dedupe',
-                    CONSTRAINT = 'dedupe_payload',
-                    COLUMN = 'dedupe_key',
-                    MESSAGE = 'pgoutbox.enqueue: dedupe_key: message ' || id || ' of topic ' || p_topic
-                        || ' has this key and another payload';
-            END IF;
-        END LOOP;
-    END IF;
-
-    IF p_coalesce_key IS NOT NULL THEN
-        -- The id is drawn while the head row is locked: among the messages of one key, the order of ids is the order
-        -- of commits, and "superseded" is the question whether the head names a greater id.
-        INSERT INTO pgoutbox.coalesce AS head (newest_id, topic, coalesce_key)
-        VALUES (nextval('pgoutbox.message_id_seq'), p_topic, p_coalesce_key)
-        ON CONFLICT ON CONSTRAINT coalesce_pkey DO UPDATE SET newest_id = nextval('pgoutbox.message_id_seq')
-        RETURNING head.newest_id INTO id;
-        IF p_dedupe_key IS NOT NULL THEN
-            UPDATE pgoutbox.dedupe AS d SET message_id = id WHERE d.topic = p_topic AND d.dedupe_key = p_dedupe_key;
+    IF pgoutbox.is_plain(
+        p_topic, p_payload, p_queue, p_destination, p_coalesce_key, p_dedupe_key,
+        p_available_at, p_expires_at, p_headers, p_max_attempts
+    ) IS NOT TRUE THEN
+        problem := pgoutbox.argument_error(
+            p_topic, p_payload, p_queue, p_destination, p_coalesce_key, p_dedupe_key,
+            p_available_at, p_expires_at, p_headers, p_max_attempts
+        );
+        IF problem IS NOT NULL THEN
+            PERFORM pgoutbox.raise_argument_error(problem);
         END IF;
-    ELSIF p_dedupe_key IS NULL THEN
-        id := nextval('pgoutbox.message_id_seq');
+
+        IF p_dedupe_key IS NOT NULL THEN
+            digest := sha256(convert_to(p_payload::text, 'UTF8'));
+            LOOP
+                -- Waits for a transaction that is inserting the same key; inserts after all if that one rolls back.
+                INSERT INTO pgoutbox.dedupe (message_id, topic, dedupe_key, payload_digest)
+                VALUES (new_id, p_topic, p_dedupe_key, digest)
+                ON CONFLICT ON CONSTRAINT dedupe_pkey DO NOTHING;
+                EXIT WHEN FOUND;
+                SELECT d.message_id, d.payload_digest
+                INTO known_id, known_digest
+                FROM pgoutbox.dedupe AS d
+                WHERE d.topic = p_topic AND d.dedupe_key = p_dedupe_key;
+                IF FOUND AND known_digest = digest THEN
+                    RETURN -known_id;
+                ELSIF FOUND THEN
+                    RAISE EXCEPTION USING
+                        ERRCODE = 'unique_violation',
+                        SCHEMA = 'pgoutbox',
+                        TABLE = 'dedupe',
+                        CONSTRAINT = 'dedupe_payload',
+                        COLUMN = 'dedupe_key',
+                        MESSAGE = 'pgoutbox.enqueue: dedupe_key: message ' || known_id || ' of topic ' || p_topic
+                            || ' has this key and another payload';
+                END IF;
+            END LOOP;
+        END IF;
+
+        IF p_coalesce_key IS NOT NULL THEN
+            -- The id is drawn while the head row is locked: among the messages of one key, the order of ids is the
+            -- order of commits, and "superseded" is the question whether the head names a greater id.
+            INSERT INTO pgoutbox.coalesce AS head (newest_id, topic, coalesce_key)
+            VALUES (new_id, p_topic, p_coalesce_key)
+            ON CONFLICT ON CONSTRAINT coalesce_pkey DO UPDATE SET newest_id = nextval('pgoutbox.message_id_seq')
+            RETURNING head.newest_id INTO new_id;
+            IF p_dedupe_key IS NOT NULL THEN
+                UPDATE pgoutbox.dedupe AS d
+                SET message_id = new_id
+                WHERE d.topic = p_topic AND d.dedupe_key = p_dedupe_key;
+            END IF;
+        END IF;
     END IF;
 
     INSERT INTO pgoutbox.message_live (
         id, topic, payload, queue, destination, coalesce_key, dedupe_key,
         available_at, expires_at, headers, max_attempts, attempt_budget
     ) VALUES (
-        id, p_topic, p_payload, p_queue, p_destination, p_coalesce_key, p_dedupe_key,
+        new_id, p_topic, p_payload, p_queue, p_destination, p_coalesce_key, p_dedupe_key,
         greatest(p_available_at, now()), p_expires_at, p_headers, p_max_attempts, p_max_attempts
     );
 
     IF p_notify AND NOT pg_try_advisory_xact_lock_shared(1885826146, hashtext(p_queue)) THEN
         PERFORM pg_notify('pgoutbox', p_queue);
     END IF;
+    RETURN new_id;
 END
 $function$
 """
@@ -401,10 +435,10 @@ CREATE FUNCTION pgoutbox.enqueue(
 RETURNS bigint
 LANGUAGE sql
 AS $function$
-SELECT (pgoutbox.enqueue_receipt(
+SELECT pg_catalog.abs(pgoutbox.enqueue_receipt(
     topic, payload, queue, destination, coalesce_key, dedupe_key,
     available_at, expires_at, headers, max_attempts, notify
-)).id
+))
 $function$
 """
 
@@ -431,6 +465,7 @@ AS $function$
 DECLARE
     item record;
     bad record;
+    receipt bigint;
 BEGIN
     IF topics IS NULL THEN
         PERFORM pgoutbox.raise_argument_error('topics: must not be null');
@@ -513,13 +548,14 @@ BEGIN
             CASE WHEN a.coalesce_key IS NULL THEN a.dedupe_key END COLLATE "C",
             a.ordinality
     LOOP
-        SELECT (item.ordinality - 1)::integer, r.id, r.duplicate
-        INTO item_index, id, duplicate
-        FROM pgoutbox.enqueue_receipt(
+        receipt := pgoutbox.enqueue_receipt(
             item.topic, item.payload, coalesce(item.queue, 'default'), item.destination,
             item.coalesce_key, item.dedupe_key, coalesce(item.available_at, now() + make_interval(secs => item.delay)),
             item.expires_at, item.headers, coalesce(item.max_attempts, 11), false
-        ) AS r;
+        );
+        item_index := item.ordinality - 1;
+        id := abs(receipt);
+        duplicate := receipt < 0;
         RETURN NEXT;
     END LOOP;
 
@@ -656,7 +692,8 @@ FUNCTION_COMMENTS = {
     "enqueue": "Write one message in this transaction and wake a sleeping worker when it commits. Returns the id; "
     "with a dedupe key that is taken, the id of the existing message.",
     "enqueue_many": "Enqueue arrays of messages in this transaction; a null array or element means the default.",
-    "enqueue_receipt": "What enqueue does, with the answer whether the message already existed.",
+    "enqueue_receipt": "What enqueue does, without defaults. The id is negative when the message already existed.",
+    "is_plain": "Whether nothing but topic, payload, queue and max_attempts is given, and these are sound.",
     "cancel": "Cancel a message in this transaction. Returns cancelled, requested (it is in flight: told, and not "
     "retried), the final state it already has, locked (its row stayed locked: try again) or missing.",
     "argument_error": "The first thing wrong with the arguments of enqueue, as name and reason; null when all is well.",
@@ -668,6 +705,7 @@ FUNCTION_COMMENTS = {
 FUNCTIONS = (
     SCHEMA_VERSION,
     ARGUMENT_ERROR,
+    IS_PLAIN,
     RAISE_ARGUMENT_ERROR,
     RING,
     NEWEST_ID,
@@ -687,6 +725,7 @@ DOWN = (
     "DROP FUNCTION pgoutbox.ring",
     "DROP FUNCTION pgoutbox.newest_id",
     "DROP FUNCTION pgoutbox.raise_argument_error",
+    "DROP FUNCTION pgoutbox.is_plain",
     "DROP FUNCTION pgoutbox.argument_error",
     "DROP TABLE pgoutbox.dedupe",
     "DROP TABLE pgoutbox.coalesce",

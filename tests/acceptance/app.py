@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -14,6 +17,9 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
 CHANNEL = "test_progress"
+FAREWELL = "the application has cleaned up"
+BRIEF_COUNT = 500
+ALL_BRIEF = threading.Barrier(BRIEF_COUNT)
 
 outbox = Outbox()
 
@@ -36,6 +42,13 @@ async def good(message: Message, ctx: Context) -> None:
 async def poison(message: Message, ctx: Context) -> NoReturn:
     """Take the whole process down, as a segmentation fault or the out-of-memory killer would."""
     os._exit(137)
+
+
+@outbox.handler("test.brief")
+def brief(message: Message, ctx: SyncContext) -> None:
+    """Deliver in a thread, and leave something to be done when the process ends."""
+    atexit.register(print, FAREWELL, file=sys.stderr)
+    ALL_BRIEF.wait(timeout=60)  # So that each message has a thread of its own.
 
 
 @outbox.handler("test.patient")

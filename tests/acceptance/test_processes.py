@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import psycopg
 import pytest
 
+from tests.acceptance.app import BRIEF_COUNT, FAREWELL
+
 if TYPE_CHECKING:
     from tests.acceptance.conftest import Progress, StartWorker
     from tests.conftest import Connect
@@ -52,6 +54,17 @@ def test_a_message_that_kills_its_worker_fails_after_its_attempts_and_the_others
         "SELECT outcome FROM pgoutbox.attempt WHERE message_id = %s ORDER BY attempt_count", (poison,)
     ).fetchall()
     assert outcomes == [("lost",), ("lost",), ("lost",)]
+
+
+def test_what_the_application_left_for_its_exit_is_done_after_handlers_in_threads(
+    database: psycopg.Connection, start_worker: StartWorker
+) -> None:
+    for _ in range(BRIEF_COUNT):
+        enqueue(database, "test.brief")
+    process = start_worker("--drain", concurrency=str(BRIEF_COUNT), batch_size=str(BRIEF_COUNT))
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert errors.count(FAREWELL) == BRIEF_COUNT
 
 
 def test_a_message_in_flight_when_its_worker_is_killed_is_delivered_by_another_worker(

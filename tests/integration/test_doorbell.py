@@ -27,10 +27,11 @@ from tests.outbox_actions import (
     running,
     settings_for,
     state_of,
+    until_blocked,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from tests.conftest import Connect, Server
 
@@ -167,8 +168,34 @@ def test_asking_for_a_bell_in_vain_leaves_no_lock_behind(connect: Connect) -> No
     producer.commit()
     assert other.execute(sql.ARM, {"queues": ["default"]}).fetchall() == [("default", "armed")]
     assert sleeper.execute(sql.ARM, {"queues": ["default"]}).fetchall() == [("default", "sleeper")]
-    other.close()
+    other.execute("SELECT pg_advisory_unlock_all()")
     assert sleeper.execute(sql.ARM, {"queues": ["default"]}).fetchall() == [("default", "armed")]
+
+
+async def test_a_bell_that_ended_with_its_session_is_missed_by_the_next_probe(
+    bellmen: Callable[[], Bellman], db: psycopg.Connection
+) -> None:
+    second, first = await started(bellmen), await started(bellmen)
+    assert await first.bell.arm(["default"]) is Bell.ARMED
+    assert await second.bell.arm(["default"]) is Bell.ARMED
+    second.rang.clear()
+    assert first.bell._connection is not None
+    pid = first.bell._connection.pgconn.backend_pid
+    # As after kill -9: the session ends, and nobody gives up its bell.
+    assert first.bell._task is not None
+    first.bell._task.cancel()
+    db.execute("SELECT pg_terminate_backend(%s, 10000)", (pid,))
+    enqueue(db)
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await second.rang.wait()
+    assert second.rings == ["default"]
+    enqueue(db)
+    assert await second.rings_so_far() == ["default", "default"]
+    # It was taken once, and is given up at once.
+    await second.bell.disarm()
+    third = await started(bellmen)
+    assert await third.bell.arm(["default"]) is Bell.ARMED
+    assert third.bell._armed == {"default"}
 
 
 async def test_without_a_listener_arming_says_so(bellmen: Callable[[], Bellman]) -> None:
@@ -333,6 +360,48 @@ async def test_a_ring_that_comes_while_the_worker_looks_in_vain_is_not_forgotten
         db.execute(sql.RING, {"queues": ["default"]})
         await first_of(receiver.heard, worker.asleep)
         assert receiver.heard.is_set()
+
+
+async def test_a_bell_that_is_given_up_while_a_sleeper_asks_for_it_is_not_trusted(
+    dsn: str,
+    connect: Connect,
+    db: psycopg.Connection,
+    bellmen: Callable[[], Bellman],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The news that the bell was given up comes with the answer that there is one; an enqueue is open meanwhile."""
+    first = await started(bellmen)
+    assert await first.bell.arm(["default"]) is Bell.ARMED
+    receiver, producer = Receiver(dsn), connect()
+    worker = WatchedWorker(receiver.outbox)
+    asked_again = asyncio.Event()
+    answers: list[Bell] = []
+    arm = Doorbell.arm
+
+    async def arm_and_note(self: Doorbell, queues: Sequence[str]) -> Bell:
+        answers.append(await arm(self, queues))
+        if answers[1:]:
+            asked_again.set()
+        return answers[-1]
+
+    gated = f"""
+        WITH answer(queue, bell) AS MATERIALIZED ({sql.ARM})
+        SELECT queue, bell FROM answer WHERE pg_advisory_lock_shared(1) IS NOT NULL
+    """
+    monkeypatch.setattr(sql, "ARM", gated)
+    monkeypatch.setattr(Doorbell, "arm", arm_and_note)
+    db.execute("SELECT pg_advisory_lock(1)")
+    async with running(worker):
+        asleep: asyncio.Task[object] = asyncio.create_task(worker.asleep.wait())
+        await until_blocked(db, asleep)
+        asleep.cancel()
+        await first.bell.disarm()
+        enqueue(producer)
+        db.execute("SELECT pg_advisory_unlock(1)")
+        await first_of(asked_again, worker.asleep)
+        producer.commit()
+        await first_of(receiver.heard, worker.asleep)
+        assert receiver.heard.is_set(), answers
 
 
 async def test_a_worker_that_only_polls_arms_no_bell(dsn: str, db: psycopg.Connection) -> None:

@@ -1212,6 +1212,8 @@ HOSTILE_DEFAULTS = {
     "statement_timeout": "50ms",
     "lock_timeout": "100ms",
     "idle_in_transaction_session_timeout": "1s",
+    "idle_session_timeout": "50ms",
+    "transaction_timeout": "50ms",
     "search_path": "hostile",
     "enable_indexscan": "on",
 }
@@ -1222,6 +1224,8 @@ async def test_the_roles_defaults_do_not_reach_the_workers_statements(
 ) -> None:
     db = connect(autocommit=True)
     for name, value in HOSTILE_DEFAULTS.items():
+        if db.execute("SELECT current_setting(%s, true)", [name]).fetchone() == (None,):
+            continue  # An older server does not know this one.
         statement = psycopg.sql.SQL("ALTER ROLE {} IN DATABASE {} SET {} = {}").format(
             psycopg.sql.Identifier(server.user),
             psycopg.sql.Identifier(db.info.dbname),
@@ -1230,11 +1234,12 @@ async def test_the_roles_defaults_do_not_reach_the_workers_statements(
         )
         db.execute(statement)
     settings = settings_for(dsn, statement_timeout_seconds=20, lock_timeout_seconds=3)
-    names = ["transaction_isolation", "statement_timeout", "lock_timeout", "search_path"]
+    names = ["transaction_isolation", "statement_timeout", "lock_timeout", "search_path", "transaction_timeout"]
     for listen in (True, False):
         link = Link(dsn, settings.model_copy(update={"listen": listen}), purpose="test")
         rows = await link.fetch(
-            "SELECT s.name, current_setting(s.name) FROM unnest(%(names)s::text[]) AS s(name)", {"names": names}
+            "SELECT s.name, coalesce(current_setting(s.name, true), '0') FROM unnest(%(names)s::text[]) AS s(name)",
+            {"names": names},
         )
         await link.close()
         assert dict(rows) == {
@@ -1242,6 +1247,7 @@ async def test_the_roles_defaults_do_not_reach_the_workers_statements(
             "statement_timeout": "20s",
             "lock_timeout": "3s",
             "search_path": "pg_catalog, pg_temp",
+            "transaction_timeout": "0",
         }
 
     outbox = Outbox(settings)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, LiteralString, NamedTuple
 
 import psycopg
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from psycopg import errors
 from psycopg.rows import namedtuple_row
 
@@ -154,6 +156,49 @@ def test_both_functions_refuse_the_same_arguments_with_sqlstate_and_name(
         assert (diag.sqlstate, diag.schema_name, diag.column_name) == (sqlstate, "pgoutbox", argument)
         assert text in (diag.message_primary or "")
     assert count(rolled_back) == 0
+
+
+JUDGED: LiteralString = """
+SELECT
+    pgoutbox.is_plain(a.topic, a.payload, a.queue, NULL, NULL, NULL, NULL, NULL, NULL, a.max_attempts),
+    pgoutbox.argument_error(a.topic, a.payload, a.queue, NULL, NULL, NULL, NULL, NULL, NULL, a.max_attempts)
+FROM (
+    VALUES (%s::text, %s::text::jsonb, %s::text, %s::integer)
+) AS a(topic, payload, queue, max_attempts)
+"""
+NAMES = st.none() | st.text("aZ9_.- \né", max_size=4) | st.sampled_from(("a" * 63, "a" * 64, "a b c"))
+
+
+@given(NAMES, st.sampled_from((None, "null", "{}")), NAMES, st.sampled_from((None, 0, 1, 10_000, 10_001)))
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_short_check_agrees_with_the_long_one(
+    rolled_back: psycopg.Connection, topic: str | None, payload: str | None, queue: str | None, max_attempts: int | None
+) -> None:
+    row = rolled_back.execute(JUDGED, (topic, payload, queue, max_attempts)).fetchone()
+    assert row is not None
+    is_plain, problem = row
+    assert bool(is_plain) == (problem is None)
+
+
+@pytest.mark.parametrize(
+    "argument", ["destination", "coalesce_key", "dedupe_key", "available_at", "expires_at", "headers"]
+)
+def test_what_is_optional_is_left_to_the_long_check(rolled_back: psycopg.Connection, argument: LiteralString) -> None:
+    value = {"available_at": "now()", "expires_at": "now()", "headers": "'{}'"}.get(argument, "'a'")
+    assert not scalar(
+        rolled_back,
+        f"""
+        SELECT pgoutbox.is_plain(
+            topic => draft.topic, payload => draft.payload, queue => draft.queue, destination => draft.destination,
+            coalesce_key => draft.coalesce_key, dedupe_key => draft.dedupe_key, available_at => draft.available_at,
+            expires_at => draft.expires_at, headers => draft.headers, max_attempts => draft.max_attempts
+        )
+        FROM jsonb_populate_record(
+            NULL::pgoutbox.message,
+            jsonb_build_object('topic', 'a', 'payload', 1, 'queue', 'a', 'max_attempts', 1, '{argument}', {value})
+        ) AS draft
+    """,
+    )
 
 
 @pytest.mark.parametrize("argument", ["queue", "max_attempts"])

@@ -101,7 +101,7 @@ def post() -> Post:
 def dispatcher(post: Post) -> Iterator[Dispatcher]:
     """A dispatcher with that transport and one thread."""
     with ThreadPoolExecutor(1) as threads:
-        yield Dispatcher({"post": cast("Transport", post)}, threads)
+        yield Dispatcher({"post": cast("Transport", post)}, threads, lease_seconds=60)
 
 
 async def outcome_of(dispatcher: Dispatcher, handler: Handler, message: Message[object]) -> Outcome:
