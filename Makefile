@@ -20,23 +20,24 @@ demo: $(STAMP) ## Play a sign-up service against an embedded PostgreSQL and a lo
 test: $(STAMP) ## Run the tests on the embedded PostgreSQL, or on PGOUTBOX_TEST_DSN
 	$(BIN)/python -m pytest
 
-check: $(STAMP) ## Format, lint, types, layers
+check: $(STAMP) ## Format, lint, types, layers, and every state of the protocol's model
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.model
 
 bench: $(STAMP) ## Measure, side by side, and print ratios
 	$(BIN)/python -m benchmarks
 
-EXAMPLES ?= 1500
-PEOPLE ?= 2000
-soak: $(STAMP) ## Compare EXAMPLES random histories with the model, then play the demo with PEOPLE people
+MINUTES ?= 20
+EXAMPLES ?= 300
+soak: $(STAMP) ## Shoot at producers, workers and PostgreSQL for MINUTES (SEED=n to choose the shots), then EXAMPLES random histories
+	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 	PGOUTBOX_TEST_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -q tests/integration/test_state_machine.py
-	$(BIN)/pgoutbox demo --people $(PEOPLE)
 
 docs: $(STAMP) ## Bring the generated pages of docs/reference up to date
 	$(BIN)/python -m docs.generate
 
 clean: ## Remove the virtual environment and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache dist build
+	rm -rf $(VENV) .bench-cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache dist build
