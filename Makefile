@@ -18,7 +18,7 @@ demo: $(STAMP) ## Play a sign-up service against an embedded PostgreSQL and a lo
 	$(BIN)/pgoutbox demo
 
 test: $(STAMP) ## Run the tests on the embedded PostgreSQL, or on PGOUTBOX_TEST_DSN
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
 check: $(STAMP) ## Format, lint, types, layers, and every state of the protocol's model
 	$(BIN)/ruff format --check .
