@@ -22,15 +22,16 @@ from benchmarks.processes import child, run_tool, wait_until
 from benchmarks.report import Result, Table, Verdict, median, ratio_of_rounds
 from benchmarks.server import Server, empty_outbox, load_backlog, pgbench_program, settle
 
-_PAYLOAD = """'{"user_id": 42}'"""
+_PAYLOAD = '{"user_id": 42}'
 
-# One statement and one round trip each. Nobody listens to the channel of the third, which is in its favour.
+# One statement and one round trip each; topic and payload are parameters, as an application's are. Nobody listens to
+# the channel of the third, which is in its favour.
 SCRIPTS: Mapping[str, str] = {
-    "insert": f"INSERT INTO pgoutbox.message (topic, payload) VALUES ('{TOPIC}', {_PAYLOAD});",
-    "enqueue": f"SELECT pgoutbox.enqueue('{TOPIC}', {_PAYLOAD});",
+    "insert": "INSERT INTO pgoutbox.message (topic, payload) VALUES (:topic, :payload);",
+    "enqueue": "SELECT pgoutbox.enqueue(:topic, :payload);",
     "insert + pg_notify": (
         "WITH inserted AS ("
-        f"INSERT INTO pgoutbox.message (topic, payload) VALUES ('{TOPIC}', {_PAYLOAD}) RETURNING queue"
+        "INSERT INTO pgoutbox.message (topic, payload) VALUES (:topic, :payload) RETURNING queue"
         ") SELECT pg_notify('pgoutbox_benchmark', inserted.queue) FROM inserted;"
     ),
 }
@@ -101,7 +102,7 @@ def _sent_count(connection: psycopg.Connection[tuple[object, ...]]) -> int:
 def _backlog_is_gone(connection: psycopg.Connection[tuple[object, ...]]) -> bool:
     row = connection.execute(
         "SELECT NOT EXISTS (SELECT FROM pgoutbox.message_live WHERE payload <> %s::jsonb AND state = 'pending')",
-        ('{"user_id": 42}',),
+        (_PAYLOAD,),
     ).fetchone()
     assert row is not None
     return bool(row[0])
@@ -117,6 +118,8 @@ def _pgbench(dsn: str, script: Path, clients: int, options: Options) -> float:
             f"--jobs={_THREADS}",
             f"--time={options.pgbench_seconds}",
             "--progress=1",
+            f"--define=topic={TOPIC}",
+            f"--define=payload={_PAYLOAD}",
             f"--file={script}",
         ],
         dsn=dsn,

@@ -12,43 +12,46 @@ from typing import Final, LiteralString
 
 # What runs on the caller's connection trusts nothing of its search_path: types and operators are qualified too. JSON
 # travels as text, because an asyncpg connection may carry its owner's own codec for jsonb. Delays are added to the
-# database's clock.
+# database's clock. OFFSET 0 has every argument computed once, before the function's body takes the place of the call.
 ENQUEUE: Final[LiteralString] = """
 SELECT pg_catalog.abs(r.receipt) AS id, r.receipt OPERATOR(pg_catalog.<) 0 AS duplicate
 FROM (
-    SELECT
-        %s::pg_catalog.text AS topic,
-        %s::pg_catalog.text::pg_catalog.jsonb AS payload,
-        coalesce(%s::pg_catalog.text, 'default') AS queue,
-        %s::pg_catalog.text AS destination,
-        %s::pg_catalog.text AS coalesce_key,
-        %s::pg_catalog.text AS dedupe_key,
-        greatest(
-            %s::pg_catalog.timestamptz,
-            pg_catalog.now() OPERATOR(pg_catalog.+) pg_catalog.make_interval(secs => %s::pg_catalog.float8)
-        ) AS available_at,
-        %s::pg_catalog.timestamptz AS expires_at,
-        pg_catalog.make_interval(secs => %s::pg_catalog.float8) AS expires_after,
-        %s::pg_catalog.text::pg_catalog.jsonb AS headers,
-        coalesce(%s::pg_catalog.int4, 11) AS max_attempts,
-        %s::pg_catalog.bool AS notify
-) AS draft
-CROSS JOIN LATERAL pgoutbox.enqueue_receipt(
-    p_topic => draft.topic,
-    p_payload => draft.payload,
-    p_queue => draft.queue,
-    p_destination => draft.destination,
-    p_coalesce_key => draft.coalesce_key,
-    p_dedupe_key => draft.dedupe_key,
-    p_available_at => draft.available_at,
-    p_expires_at => coalesce(
-        draft.expires_at,
-        greatest(draft.available_at, pg_catalog.now()) OPERATOR(pg_catalog.+) draft.expires_after
-    ),
-    p_headers => draft.headers,
-    p_max_attempts => draft.max_attempts,
-    p_notify => draft.notify
-) AS r(receipt)
+    SELECT pgoutbox.enqueue_receipt(
+        topic => draft.topic,
+        payload => draft.payload,
+        queue => draft.queue,
+        destination => draft.destination,
+        coalesce_key => draft.coalesce_key,
+        dedupe_key => draft.dedupe_key,
+        available_at => draft.available_at,
+        expires_at => coalesce(
+            draft.expires_at,
+            greatest(draft.available_at, pg_catalog.now()) OPERATOR(pg_catalog.+) draft.expires_after
+        ),
+        headers => draft.headers,
+        max_attempts => draft.max_attempts,
+        notify => draft.notify
+    ) AS receipt
+    FROM (
+        SELECT
+            %s::pg_catalog.text AS topic,
+            %s::pg_catalog.text::pg_catalog.jsonb AS payload,
+            coalesce(%s::pg_catalog.text, 'default') AS queue,
+            %s::pg_catalog.text AS destination,
+            %s::pg_catalog.text AS coalesce_key,
+            %s::pg_catalog.text AS dedupe_key,
+            greatest(
+                %s::pg_catalog.timestamptz,
+                pg_catalog.now() OPERATOR(pg_catalog.+) pg_catalog.make_interval(secs => %s::pg_catalog.float8)
+            ) AS available_at,
+            %s::pg_catalog.timestamptz AS expires_at,
+            pg_catalog.make_interval(secs => %s::pg_catalog.float8) AS expires_after,
+            %s::pg_catalog.text::pg_catalog.jsonb AS headers,
+            coalesce(%s::pg_catalog.int4, 11) AS max_attempts,
+            %s::pg_catalog.bool AS notify
+        OFFSET 0
+    ) AS draft
+) AS r
 """
 
 # Topics and payloads, which every message has, travel as lines of one text: neither can hold a line feed, and drivers

@@ -292,8 +292,8 @@ END
 $function$
 """
 
-# What most messages are. Short, because PL/pgSQL prepares an expression anew in every transaction, which costs more
-# than to evaluate it; enough, because what is not plain here is judged by argument_error.
+# What most messages are. Enough, because what is not plain here is judged by argument_error. The body is bound when the
+# function is made, and PostgreSQL puts it in the place of the call.
 IS_PLAIN = """
 CREATE FUNCTION pgoutbox.is_plain(
     topic text,
@@ -311,19 +311,57 @@ RETURNS boolean
 LANGUAGE sql
 IMMUTABLE
 PARALLEL SAFE
-AS $function$
-SELECT num_nonnulls(destination, coalesce_key, dedupe_key, available_at, expires_at, headers) = 0
-    AND topic || ' ' || queue ~ '^[a-z][a-z0-9_.-]* [a-z][a-z0-9_.-]*$'
-    AND length(topic) <= 63
-    AND length(queue) <= 63
+RETURN pg_catalog.num_nonnulls(destination, coalesce_key, dedupe_key, available_at, expires_at, headers)
+        OPERATOR(pg_catalog.=) 0
+    AND topic OPERATOR(pg_catalog.~) '^[a-z][a-z0-9_.-]*$'
+    AND queue OPERATOR(pg_catalog.~) '^[a-z][a-z0-9_.-]*$'
+    AND pg_catalog.length(topic) OPERATOR(pg_catalog.<=) 63
+    AND pg_catalog.length(queue) OPERATOR(pg_catalog.<=) 63
     AND payload IS NOT NULL
-    AND max_attempts BETWEEN 1 AND 10000
+    AND max_attempts OPERATOR(pg_catalog.>=) 1
+    AND max_attempts OPERATOR(pg_catalog.<=) 10000
+"""
+
+# The one place that writes a new message, and the doorbell. It has no settings of its own, which would cost as much as
+# a twentieth of an INSERT: every name in it is qualified instead.
+WRITE_MESSAGE = """
+CREATE FUNCTION pgoutbox.write_message(
+    p_id bigint,
+    p_topic text,
+    p_payload jsonb,
+    p_queue text,
+    p_destination text,
+    p_coalesce_key text,
+    p_dedupe_key text,
+    p_available_at timestamptz,
+    p_expires_at timestamptz,
+    p_headers jsonb,
+    p_max_attempts integer,
+    p_notify boolean
+)
+RETURNS bigint
+LANGUAGE plpgsql
+AS $function$
+BEGIN
+    INSERT INTO pgoutbox.message_live (
+        id, topic, payload, queue, destination, coalesce_key, dedupe_key,
+        available_at, expires_at, headers, max_attempts, attempt_budget
+    ) VALUES (
+        p_id, p_topic, p_payload, p_queue, p_destination, p_coalesce_key, p_dedupe_key,
+        greatest(p_available_at, pg_catalog.now()), p_expires_at, p_headers, p_max_attempts, p_max_attempts
+    );
+    IF p_notify AND NOT pg_catalog.pg_try_advisory_xact_lock_shared(1885826146, pg_catalog.hashtext(p_queue)) THEN
+        PERFORM pg_catalog.pg_notify('pgoutbox', p_queue);
+    END IF;
+    RETURN p_id;
+END
 $function$
 """
 
-# The answer is one number, not a row: to build a row costs as much as to call the function.
-ENQUEUE_RECEIPT = """
-CREATE FUNCTION pgoutbox.enqueue_receipt(
+# What may be wrong or has a key. The answer is one number, not a row: to build a row costs as much as to call the
+# function. The id is negative when the message already existed.
+ENQUEUE_CHECKED = """
+CREATE FUNCTION pgoutbox.enqueue_checked(
     p_topic text,
     p_payload jsonb,
     p_queue text,
@@ -341,83 +379,101 @@ LANGUAGE plpgsql
 SET search_path = pg_catalog, pg_temp
 AS $function$
 DECLARE
-    new_id bigint := nextval('pgoutbox.message_id_seq');
+    new_id bigint;
     problem text;
     digest bytea;
     known_id bigint;
     known_digest bytea;
 BEGIN
-    IF pgoutbox.is_plain(
+    problem := pgoutbox.argument_error(
         p_topic, p_payload, p_queue, p_destination, p_coalesce_key, p_dedupe_key,
         p_available_at, p_expires_at, p_headers, p_max_attempts
-    ) IS NOT TRUE THEN
-        problem := pgoutbox.argument_error(
-            p_topic, p_payload, p_queue, p_destination, p_coalesce_key, p_dedupe_key,
-            p_available_at, p_expires_at, p_headers, p_max_attempts
-        );
-        IF problem IS NOT NULL THEN
-            PERFORM pgoutbox.raise_argument_error(problem);
-        END IF;
-
-        IF p_dedupe_key IS NOT NULL THEN
-            digest := sha256(convert_to(p_payload::text, 'UTF8'));
-            LOOP
-                -- Waits for a transaction that is inserting the same key; inserts after all if that one rolls back.
-                INSERT INTO pgoutbox.dedupe (message_id, topic, dedupe_key, payload_digest)
-                VALUES (new_id, p_topic, p_dedupe_key, digest)
-                ON CONFLICT ON CONSTRAINT dedupe_pkey DO NOTHING;
-                EXIT WHEN FOUND;
-                SELECT d.message_id, d.payload_digest
-                INTO known_id, known_digest
-                FROM pgoutbox.dedupe AS d
-                WHERE d.topic = p_topic AND d.dedupe_key = p_dedupe_key;
-                IF FOUND AND known_digest = digest THEN
-                    RETURN -known_id;
-                ELSIF FOUND THEN
-                    RAISE EXCEPTION USING
-                        ERRCODE = 'unique_violation',
-                        SCHEMA = 'pgoutbox',
-                        TABLE = 'dedupe',
-                        CONSTRAINT = 'dedupe_payload',
-                        COLUMN = 'dedupe_key',
-                        MESSAGE = 'pgoutbox.enqueue: dedupe_key: message ' || known_id || ' of topic ' || p_topic
-                            || ' has this key and another payload';
-                END IF;
-            END LOOP;
-        END IF;
-
-        IF p_coalesce_key IS NOT NULL THEN
-            -- The id is drawn while the head row is locked: among the messages of one key, the order of ids is the
-            -- order of commits, and "superseded" is the question whether the head names a greater id.
-            INSERT INTO pgoutbox.coalesce AS head (newest_id, topic, coalesce_key)
-            VALUES (new_id, p_topic, p_coalesce_key)
-            ON CONFLICT ON CONSTRAINT coalesce_pkey DO UPDATE SET newest_id = nextval('pgoutbox.message_id_seq')
-            RETURNING head.newest_id INTO new_id;
-            IF p_dedupe_key IS NOT NULL THEN
-                UPDATE pgoutbox.dedupe AS d
-                SET message_id = new_id
-                WHERE d.topic = p_topic AND d.dedupe_key = p_dedupe_key;
-            END IF;
-        END IF;
-    END IF;
-
-    INSERT INTO pgoutbox.message_live (
-        id, topic, payload, queue, destination, coalesce_key, dedupe_key,
-        available_at, expires_at, headers, max_attempts, attempt_budget
-    ) VALUES (
-        new_id, p_topic, p_payload, p_queue, p_destination, p_coalesce_key, p_dedupe_key,
-        greatest(p_available_at, now()), p_expires_at, p_headers, p_max_attempts, p_max_attempts
     );
-
-    IF p_notify AND NOT pg_try_advisory_xact_lock_shared(1885826146, hashtext(p_queue)) THEN
-        PERFORM pg_notify('pgoutbox', p_queue);
+    IF problem IS NOT NULL THEN
+        PERFORM pgoutbox.raise_argument_error(problem);
     END IF;
-    RETURN new_id;
+    new_id := nextval('pgoutbox.message_id_seq');
+
+    IF p_dedupe_key IS NOT NULL THEN
+        digest := sha256(convert_to(p_payload::text, 'UTF8'));
+        LOOP
+            -- Waits for a transaction that is inserting the same key; inserts after all if that one rolls back.
+            INSERT INTO pgoutbox.dedupe (message_id, topic, dedupe_key, payload_digest)
+            VALUES (new_id, p_topic, p_dedupe_key, digest)
+            ON CONFLICT ON CONSTRAINT dedupe_pkey DO NOTHING;
+            EXIT WHEN FOUND;
+            SELECT d.message_id, d.payload_digest
+            INTO known_id, known_digest
+            FROM pgoutbox.dedupe AS d
+            WHERE d.topic = p_topic AND d.dedupe_key = p_dedupe_key;
+            IF FOUND AND known_digest = digest THEN
+                RETURN -known_id;
+            ELSIF FOUND THEN
+                RAISE EXCEPTION USING
+                    ERRCODE = 'unique_violation',
+                    SCHEMA = 'pgoutbox',
+                    TABLE = 'dedupe',
+                    CONSTRAINT = 'dedupe_payload',
+                    COLUMN = 'dedupe_key',
+                    MESSAGE = 'pgoutbox.enqueue: dedupe_key: message ' || known_id || ' of topic ' || p_topic
+                        || ' has this key and another payload';
+            END IF;
+        END LOOP;
+    END IF;
+
+    IF p_coalesce_key IS NOT NULL THEN
+        -- The id is drawn while the head row is locked: among the messages of one key, the order of ids is the
+        -- order of commits, and "superseded" is the question whether the head names a greater id.
+        INSERT INTO pgoutbox.coalesce AS head (newest_id, topic, coalesce_key)
+        VALUES (new_id, p_topic, p_coalesce_key)
+        ON CONFLICT ON CONSTRAINT coalesce_pkey DO UPDATE SET newest_id = nextval('pgoutbox.message_id_seq')
+        RETURNING head.newest_id INTO new_id;
+        IF p_dedupe_key IS NOT NULL THEN
+            UPDATE pgoutbox.dedupe AS d
+            SET message_id = new_id
+            WHERE d.topic = p_topic AND d.dedupe_key = p_dedupe_key;
+        END IF;
+    END IF;
+
+    RETURN pgoutbox.write_message(
+        new_id, p_topic, p_payload, p_queue, p_destination, p_coalesce_key, p_dedupe_key,
+        p_available_at, p_expires_at, p_headers, p_max_attempts, p_notify
+    );
 END
 $function$
 """
 
-# A plain SQL expression: PostgreSQL replaces the call by the body, so that the thin signature costs nothing.
+# PostgreSQL puts the bodies of this function and the next in the place of the call, so that they cost nothing.
+ENQUEUE_RECEIPT = """
+CREATE FUNCTION pgoutbox.enqueue_receipt(
+    topic text,
+    payload jsonb,
+    queue text,
+    destination text,
+    coalesce_key text,
+    dedupe_key text,
+    available_at timestamptz,
+    expires_at timestamptz,
+    headers jsonb,
+    max_attempts integer,
+    notify boolean
+)
+RETURNS bigint
+LANGUAGE sql
+RETURN CASE
+    WHEN pgoutbox.is_plain(
+        topic, payload, queue, destination, coalesce_key, dedupe_key, available_at, expires_at, headers, max_attempts
+    ) THEN pgoutbox.write_message(
+        pg_catalog.nextval('pgoutbox.message_id_seq'), topic, payload, queue, NULL, NULL, NULL,
+        NULL, NULL, NULL, max_attempts, notify
+    )
+    ELSE pgoutbox.enqueue_checked(
+        topic, payload, queue, destination, coalesce_key, dedupe_key,
+        available_at, expires_at, headers, max_attempts, notify
+    )
+END
+"""
+
 ENQUEUE = """
 CREATE FUNCTION pgoutbox.enqueue(
     topic text,
@@ -434,12 +490,10 @@ CREATE FUNCTION pgoutbox.enqueue(
 )
 RETURNS bigint
 LANGUAGE sql
-AS $function$
-SELECT pg_catalog.abs(pgoutbox.enqueue_receipt(
+RETURN pg_catalog.abs(pgoutbox.enqueue_receipt(
     topic, payload, queue, destination, coalesce_key, dedupe_key,
     available_at, expires_at, headers, max_attempts, notify
 ))
-$function$
 """
 
 ENQUEUE_MANY = """
@@ -548,7 +602,7 @@ BEGIN
             CASE WHEN a.coalesce_key IS NULL THEN a.dedupe_key END COLLATE "C",
             a.ordinality
     LOOP
-        receipt := pgoutbox.enqueue_receipt(
+        receipt := pgoutbox.enqueue_checked(
             item.topic, item.payload, coalesce(item.queue, 'default'), item.destination,
             item.coalesce_key, item.dedupe_key, coalesce(item.available_at, now() + make_interval(secs => item.delay)),
             item.expires_at, item.headers, coalesce(item.max_attempts, 11), false
@@ -693,6 +747,8 @@ FUNCTION_COMMENTS = {
     "with a dedupe key that is taken, the id of the existing message.",
     "enqueue_many": "Enqueue arrays of messages in this transaction; a null array or element means the default.",
     "enqueue_receipt": "What enqueue does, without defaults. The id is negative when the message already existed.",
+    "enqueue_checked": "enqueue_receipt for what has keys, options or mistakes.",
+    "write_message": "Insert one sound message and wake a sleeping worker when the transaction commits.",
     "is_plain": "Whether nothing but topic, payload, queue and max_attempts is given, and these are sound.",
     "cancel": "Cancel a message in this transaction. Returns cancelled, requested (it is in flight: told, and not "
     "retried), the final state it already has, locked (its row stayed locked: try again) or missing.",
@@ -709,6 +765,8 @@ FUNCTIONS = (
     RAISE_ARGUMENT_ERROR,
     RING,
     NEWEST_ID,
+    WRITE_MESSAGE,
+    ENQUEUE_CHECKED,
     ENQUEUE_RECEIPT,
     ENQUEUE,
     ENQUEUE_MANY,
@@ -722,6 +780,8 @@ DOWN = (
     "DROP FUNCTION pgoutbox.enqueue_many",
     "DROP FUNCTION pgoutbox.enqueue",
     "DROP FUNCTION pgoutbox.enqueue_receipt",
+    "DROP FUNCTION pgoutbox.enqueue_checked",
+    "DROP FUNCTION pgoutbox.write_message",
     "DROP FUNCTION pgoutbox.ring",
     "DROP FUNCTION pgoutbox.newest_id",
     "DROP FUNCTION pgoutbox.raise_argument_error",

@@ -286,10 +286,8 @@ def no_supersession_in_finish(stage: Stage, patch: pytest.MonkeyPatch) -> None:
 
 def no_shared_lock(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     """An enqueue that only looks whether the bell is armed, and lets go of it before its row can be seen."""
-    (definition,) = stage.db.execute("SELECT pg_get_functiondef('pgoutbox.enqueue_receipt'::regproc)").fetchone() or (
-        "",
-    )
-    lock = "NOT pg_try_advisory_xact_lock_shared(1885826146, hashtext(p_queue))"
+    (definition,) = stage.db.execute("SELECT pg_get_functiondef('pgoutbox.write_message'::regproc)").fetchone() or ("",)
+    lock = "NOT pg_catalog.pg_try_advisory_xact_lock_shared(1885826146, pg_catalog.hashtext(p_queue))"
     looks = "EXISTS (SELECT FROM pg_locks WHERE locktype = 'advisory' AND mode = 'ExclusiveLock')"
     assert definition.count(lock) == 1
     stage.db.execute(definition.replace(lock, looks).encode())

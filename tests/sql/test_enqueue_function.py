@@ -444,6 +444,18 @@ CREATE FUNCTION evil.same(pg_catalog.text, pg_catalog.text) RETURNS pg_catalog.b
 CREATE OPERATOR evil.= (LEFTARG = pg_catalog.text, RIGHTARG = pg_catalog.text, FUNCTION = evil.same);
 CREATE OPERATOR evil.!~ (LEFTARG = pg_catalog.text, RIGHTARG = pg_catalog.text, FUNCTION = evil.same);
 CREATE OPERATOR evil.~ (LEFTARG = pg_catalog.text, RIGHTARG = pg_catalog.text, FUNCTION = evil.same);
+CREATE FUNCTION evil.at_most(pg_catalog.int4, pg_catalog.int4) RETURNS pg_catalog.bool LANGUAGE sql AS
+    'SELECT evil.trap() IS NULL';
+CREATE OPERATOR evil.<= (LEFTARG = pg_catalog.int4, RIGHTARG = pg_catalog.int4, FUNCTION = evil.at_most);
+CREATE OPERATOR evil.= (LEFTARG = pg_catalog.int4, RIGHTARG = pg_catalog.int4, FUNCTION = evil.at_most);
+CREATE FUNCTION evil.abs(pg_catalog.int8) RETURNS pg_catalog.int8 LANGUAGE sql AS
+    'SELECT extract(epoch FROM evil.trap())::pg_catalog.int8';
+CREATE FUNCTION evil.length(pg_catalog.text) RETURNS pg_catalog.int4 LANGUAGE sql AS
+    'SELECT evil.abs(1)::pg_catalog.int4';
+CREATE FUNCTION evil.hashtext(pg_catalog.text) RETURNS pg_catalog.int4 LANGUAGE sql AS
+    'SELECT evil.abs(1)::pg_catalog.int4';
+CREATE FUNCTION evil.pg_try_advisory_xact_lock_shared(pg_catalog.int4, pg_catalog.int4) RETURNS pg_catalog.bool
+    LANGUAGE sql AS 'SELECT evil.trap() IS NULL';
 CREATE TABLE evil.message_live (id pg_catalog.int8);
 CREATE TEMP TABLE message (id pg_catalog.int8);
 CREATE TEMP TABLE coalesce (id pg_catalog.int8);
@@ -460,8 +472,10 @@ def test_the_callers_search_path_changes_nothing(rolled_back: psycopg.Connection
     call = "SELECT pgoutbox.enqueue('mail', '{}', coalesce_key => 'c', headers => '{\"a\": \"b\"}')"
     first = scalar(rolled_back, call)
     assert isinstance(first, int)
+    plain = scalar(rolled_back, "SELECT pgoutbox.enqueue('mail', '{}')")
 
     outbox = Outbox()
+    also_plain = outbox.enqueue(rolled_back, "mail", {})
     one = outbox.enqueue(rolled_back, "mail", {}, delay=1, headers={"a": "b"}, coalesce_key="c", dedupe_key="d")
     again, other = outbox.enqueue_many(
         rolled_back, [NewMessage("mail", {}, coalesce_key="c", dedupe_key="d"), NewMessage("mail", 1, delay=1)]
@@ -471,9 +485,21 @@ def test_the_callers_search_path_changes_nothing(rolled_back: psycopg.Connection
         target: dict[str, str] = {name: key}
         assert outbox.cancel(rolled_back, topic="mail", **target) is CancelResult.CANCELLED  # type: ignore[arg-type] # keys by name
     rolled_back.execute("SET LOCAL search_path = pg_catalog")
-    assert (
-        scalar(rolled_back, "SELECT count(*) FROM pgoutbox.message WHERE id = ANY (%s)", [first, one.id, other.id]) == 3
-    )
+    ids = [first, plain, also_plain.id, one.id, other.id]
+    assert scalar(rolled_back, "SELECT count(*) FROM pgoutbox.message WHERE id = ANY (%s)", ids) == len(ids)
+
+
+@pytest.mark.parametrize(
+    "call", ["pgoutbox.enqueue($1, $2)", "pgoutbox.enqueue($1, $2, queue => 'bulk', notify => false)"]
+)
+def test_a_plain_enqueue_is_put_in_the_place_of_its_call(rolled_back: psycopg.Connection, call: LiteralString) -> None:
+    rolled_back.execute("SET LOCAL plan_cache_mode = force_generic_plan")
+    rolled_back.execute("PREPARE plain(text, jsonb) AS SELECT " + call)
+    plan = rolled_back.execute("EXPLAIN (VERBOSE, COSTS off) EXECUTE plain('mail', '{}')").fetchall()
+    output = "\n".join(line for (line,) in plan)
+    assert "pgoutbox.write_message(" in output
+    assert "pgoutbox.enqueue(" not in output
+    assert "pgoutbox.is_plain(" not in output
 
 
 def test_the_hostile_schema_of_the_test_before_is_hostile(rolled_back: psycopg.Connection) -> None:
