@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
-from typing import Literal, cast
+from typing import Final, Literal, cast
 
 import psycopg
 from psycopg.rows import TupleRow
@@ -30,6 +30,8 @@ _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 _NOT_TRANSACTIONAL = "ctx.connection is for transactional handlers: register this one with transactional=True"
 
 OnUnknown = Literal["retry", "hold"]
+
+_SENT: Final = Sent()
 
 
 def elapsed_clock() -> float:
@@ -119,7 +121,7 @@ def _is_async(function: Callable[..., object]) -> bool:
 class Context:
     """One attempt, from its claim to its finish, as an async handler sees it."""
 
-    __slots__ = ("_connection", "_ensure", "claimed_at", "done", "handler", "leased_at", "message", "overtaken")
+    __slots__ = ("_connection", "_ensure", "done", "handler", "leased_at", "message", "overtaken")
 
     def __init__(
         self,
@@ -131,7 +133,6 @@ class Context:
         self.message = message
         self.handler = handler
         self.leased_at = leased_at
-        self.claimed_at = elapsed_clock()
         self.overtaken: str | None = None
         self.done = False
         self._connection: psycopg.AsyncConnection[TupleRow] | None = None
@@ -219,7 +220,7 @@ class Dispatcher:
             else:
                 result = await self._run_in_thread(handler, message, context, watch_thread)
             if result is None:
-                return Sent()
+                return _SENT
             return await self.conclude(context, message, result)
         except BaseException as error:  # noqa: BLE001 - whatever a handler raises is the outcome of its attempt
             return outcome_of_error(handler, error)

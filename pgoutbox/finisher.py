@@ -11,7 +11,7 @@ import logging
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
-from typing import assert_never
+from typing import Final, assert_never
 
 import psycopg
 
@@ -24,6 +24,7 @@ from pgoutbox.telemetry import Event, Telemetry, event_of_state
 _FIRST_PAUSE_SECONDS = 0.05
 _MAX_PAUSE_SECONDS = 5.0
 _LOCKED_PAUSE_SECONDS = 0.1
+_SENT: Final = State.SENT  # To look a member up costs more than all else that is done for a message here.
 
 Write = Callable[[Sequence[Context]], Awaitable[Mapping[int, State]]]
 
@@ -134,9 +135,14 @@ class Finisher:
         standing: Mapping[int, State],
         verdicts: Mapping[Context, Verdict],
     ) -> None:
+        sent_count = 0
         for context in contexts:
             message = context.message
             state = done.get(message.id) or standing.get(message.id)
+            if state is _SENT:
+                self._let_go(context)
+                sent_count += 1
+                continue
             if state is State.SENDING:
                 continue  # A caller's transaction has locked the row; it is asked for again.
             self._let_go(context)
@@ -144,14 +150,13 @@ class Finisher:
                 self._on_pending()  # It falls due at a time that a sleeping worker does not know yet.
             if state is None:
                 self._report(logging.WARNING, Event.LEASE_LOST, "lease lost, outcome not written", message)
-            elif state is State.SENT:
-                self._telemetry.count(Event.SENT)
             elif state is State.FAILED:
                 self._report(logging.WARNING, Event.FAILED, "message failed", message)
             elif state is State.PENDING and (verdict := verdicts.get(context)) is not None:
                 self._report(logging.INFO, Event(verdict.outcome), "attempt ended, pending again", message)
             else:
                 self._report(logging.INFO, event_of_state(state), "message ended", message)
+        self._telemetry.count(Event.SENT, sent_count)
 
     async def _write_apart(
         self, contexts: Sequence[Context], write: Write, verdicts: Mapping[Context, Verdict], error: BaseException

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from pgoutbox.dispatch import Context, describe, elapsed_clock
+from pgoutbox.dispatch import Context, describe
 from pgoutbox.message import Outcome, Permanent, Transient
 from pgoutbox.telemetry import Event, Telemetry
 
@@ -80,7 +80,7 @@ class Slots:
         self._default_timeout_seconds = default_timeout_seconds
         self._on_outcome = on_outcome
         self._telemetry = telemetry
-        self._ready: deque[Work] = deque()
+        self._ready: deque[tuple[Work, float]] = deque()
         self._ready_count = 0
         self._running_count = 0
         self._outlived_count = 0
@@ -108,15 +108,17 @@ class Slots:
 
     def put(self, works: Sequence[Work]) -> None:
         """Hand over work; it starts as soon as a slot is free."""
+        now = asyncio.get_running_loop().time()
         for work in works:
-            self._ready.append(work)
+            self._ready.append((work, now))
             self._ready_count += len(work)
         self._wake_one()
 
     def give_back(self) -> None:
         """Release what no handler has taken yet."""
         while self._ready:
-            self._end(self._ready.popleft(), RELEASED, was_running=False)
+            work, _ = self._ready.popleft()
+            self._end(work, RELEASED, was_running=False)
 
     async def stop(self) -> None:
         """Cancel what is running, which releases it, and end the slots."""
@@ -151,26 +153,27 @@ class Slots:
         loop = asyncio.get_running_loop()
         while not self._stopping:
             self._waking = False
-            turn_ends_at = loop.time() + _TURN_SECONDS
+            now = loop.time()
+            turn_ends_at = now + _TURN_SECONDS
             while self._ready:
-                work = self._ready.popleft()
+                work, put_at = self._ready.popleft()
                 self._ready_count -= len(work)
                 self._running_count += len(work)
                 self._wake_one()
+                self.longest_wait_seconds = max(self.longest_wait_seconds, now - put_at)
                 await self._attempt(slot, work)
-                if loop.time() > turn_ends_at:
+                now = loop.time()
+                if now > turn_ends_at:
                     await asyncio.sleep(0)  # Lets claims, finishes and the doorbell have their turn.
-                    turn_ends_at = loop.time() + _TURN_SECONDS
+                    now = loop.time()
+                    turn_ends_at = now + _TURN_SECONDS
             if not self._stopping:
                 waiter = loop.create_future()
                 self._idle.append(waiter)
                 await waiter
 
     async def _attempt(self, slot: _Slot, work: Work) -> None:
-        first = work[0]
-        waited = elapsed_clock() - first.claimed_at
-        self.longest_wait_seconds = max(self.longest_wait_seconds, waited)
-        timeout = first.handler.timeout_seconds or self._default_timeout_seconds
+        timeout = work[0].handler.timeout_seconds or self._default_timeout_seconds
         if timeout is not None:
             self._set_deadline(slot, timeout)
         slot.thread = None

@@ -12,7 +12,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Final, LiteralString, NamedTuple
@@ -335,7 +335,9 @@ class Store:
 
     async def finish_sent(self, ids: Sequence[int], attempt_counts: Sequence[int]) -> dict[int, State]:
         """Finish these attempts as sent; the answer holds those that still held their message."""
-        rows = await self._fetch_to_finish(sql.FINISH_SENT_IF_HELD, {"ids": ids, "attempt_counts": attempt_counts})
+        rows = await self._fetch_to_finish(
+            sql.FINISH_SENT_IF_HELD, {"ids": _array_of(ids), "attempt_counts": _array_of(attempt_counts)}
+        )
         return dict.fromkeys((row[0] for row in rows), State.SENT)
 
     async def finish(self, verdicts: Sequence[Verdict]) -> dict[int, State]:
@@ -343,8 +345,8 @@ class Store:
         rows = await self._fetch_to_finish(
             sql.FINISH_IF_HELD,
             {
-                "ids": [v.id for v in verdicts],
-                "attempt_counts": [v.attempt_count for v in verdicts],
+                "ids": _array_of(v.id for v in verdicts),
+                "attempt_counts": _array_of(v.attempt_count for v in verdicts),
                 "outcomes": [v.outcome for v in verdicts],
                 "reasons": [v.reason for v in verdicts],
                 "delays": [v.delay_seconds for v in verdicts],
@@ -354,7 +356,9 @@ class Store:
 
     async def standing(self, ids: Sequence[int], attempt_counts: Sequence[int]) -> dict[int, State]:
         """The states of these messages, those left out to which a later attempt belongs."""
-        rows = await self._fetch_to_finish(sql.STANDING, {"ids": ids, "attempt_counts": attempt_counts})
+        rows = await self._fetch_to_finish(
+            sql.STANDING, {"ids": _array_of(ids), "attempt_counts": _array_of(attempt_counts)}
+        )
         return {row[0]: State(row[1]) for row in rows}
 
     async def queues_of_successors(
@@ -362,7 +366,7 @@ class Store:
     ) -> list[str]:
         """The queues of the messages that had to wait for these and can be claimed now."""
         rows = await self._fetch_to_finish(
-            sql.QUEUES_OF_SUCCESSORS, {"ids": ids, "topics": topics, "coalesce_keys": coalesce_keys}
+            sql.QUEUES_OF_SUCCESSORS, {"ids": _array_of(ids), "topics": topics, "coalesce_keys": coalesce_keys}
         )
         return [row[0] for row in rows]
 
@@ -455,15 +459,21 @@ async def renew(
 ) -> dict[int, HeldRow]:
     """Prolong the leases of these attempts; the answer holds those that still hold their message."""
     rows = await link.fetch(
-        sql.RENEW_IF_HELD, {"ids": ids, "attempt_counts": attempt_counts, "lease_seconds": lease_seconds}
+        sql.RENEW_IF_HELD,
+        {"ids": _array_of(ids), "attempt_counts": _array_of(attempt_counts), "lease_seconds": lease_seconds},
     )
     return {row[0]: HeldRow._make(row) for row in rows}
 
 
 async def watch(link: Link, ids: Sequence[int], attempt_counts: Sequence[int]) -> dict[int, HeldRow]:
     """Look at these attempts without writing."""
-    rows = await link.fetch(sql.WATCH_IF_HELD, {"ids": ids, "attempt_counts": attempt_counts})
+    rows = await link.fetch(sql.WATCH_IF_HELD, {"ids": _array_of(ids), "attempt_counts": _array_of(attempt_counts)})
     return {row[0]: HeldRow._make(row) for row in rows}
+
+
+def _array_of(numbers: Iterable[int]) -> str:
+    """An array as PostgreSQL reads it. The driver's own way to write one takes forty times as long."""
+    return f"{{{','.join(map(str, numbers))}}}"
 
 
 def _by_due_time(row: ClaimedRow) -> tuple[bool, datetime, int]:

@@ -63,6 +63,7 @@ _ROUND_TRIP_SECONDS = 0.002
 _STUBBORN_CONFLICTS = 3
 _FRUITLESS_WAKES = 20
 _FRUITLESS_PAUSE_SECONDS = 0.05
+_SENDING = State.SENDING  # To look a member up costs more than to compare with it.
 _IN_FLIGHT_CONSTRAINT = "message_live_in_flight"
 _LOST_RACES = (
     psycopg.errors.SerializationFailure,
@@ -371,7 +372,7 @@ class Worker:
         batches: dict[str, list[Context]] = {}
         ended = []
         for row in rows:
-            if row.state != State.SENDING:
+            if row.state != _SENDING:
                 ended.append(row)
                 continue
             handler = self._handlers[row.topic]
@@ -387,7 +388,7 @@ class Worker:
                 works.append((context,))
             else:
                 batches.setdefault(row.topic, []).append(context)
-            if row.former_state == State.SENDING:
+            if row.former_state == _SENDING:
                 self._report_row(logging.WARNING, Event.LEASE_EXPIRED, "lease expired, trying again", row)
         for contexts in batches.values():
             size = contexts[0].handler.max_batch or 1
@@ -573,8 +574,9 @@ class Worker:
 
     async def _run_attempts(self, work: Work, watch_thread: ThreadWatch) -> Sequence[Ending]:
         lapsing_at = elapsed_clock() - self._settings.lease_seconds / 2
-        if any(context.leased_at < lapsing_at or context.overtaken is not None for context in work):
-            return await self._run_if_still_held(work, watch_thread)
+        for context in work:
+            if context.leased_at < lapsing_at or context.overtaken is not None:
+                return await self._run_if_still_held(work, watch_thread)
         return await self._run(work, watch_thread)
 
     async def _run(self, work: Work, watch_thread: ThreadWatch) -> Sequence[Ending]:
