@@ -19,10 +19,13 @@ from typing import TYPE_CHECKING, Final
 
 import psycopg
 import pytest
+from psycopg.conninfo import make_conninfo
 
+from tests.faults.fleet import PATIENCE_SECONDS, fleet_on
 from tests.faults.ledger import install_audit
 from tests.faults.load import Load, WorkerProcess
 from tests.faults.servers import DATABASE, OwnServer, Workshop, open_workshop
+from tests.outbox_actions import claim, enqueue, row_of, state_of
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -403,9 +406,6 @@ def test_after_a_failover_to_a_synchronous_standby_nothing_is_lost(
             assert_agree(load.settle())
 
 
-# --- too many connections ---------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def app_dsn(own_server: OwnServer) -> str:
     """DSN of a role that is no superuser, for which no connections are kept."""
@@ -416,6 +416,107 @@ def app_dsn(own_server: OwnServer) -> str:
             for things in ("SCHEMA", "ALL TABLES IN SCHEMA", "ALL SEQUENCES IN SCHEMA", "ALL FUNCTIONS IN SCHEMA"):
                 db.execute(f"GRANT ALL ON {things} {schema} TO app".encode())
     return own_server.dsn.replace("postgres@", "app@")
+
+
+# --- out of reach at the start ----------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_is_started_before_its_server_waits_for_it(own_server: OwnServer, tmp_path: Path) -> None:
+    with Load(own_server.dsn, tmp_path) as load:
+        own_server.stop()
+        worker = load.start_worker()
+        wait_until(lambda: "database_lost" in worker.events(), lambda: f"it waits\n{worker.log}")
+        with watched(worker, "start, no server"):
+            for_a_while(1)
+        own_server.start()
+        load.until_more_are_handed_over()
+        assert_agree(load.settle())
+        assert worker.events().count("database_lost") == 1
+
+
+@pytest.mark.parametrize("how", ["the role has no connection", "the server has no connection"])
+def test_a_worker_that_is_started_on_a_server_that_is_full_waits_until_it_is_not(
+    own_server: OwnServer, app_dsn: str, tmp_path: Path, how: str
+) -> None:
+    with contextlib.ExitStack() as crowd, Load(own_server.dsn, tmp_path) as load:
+        with own_server.connect() as db:
+            if how == "the role has no connection":
+                db.execute("ALTER ROLE app CONNECTION LIMIT 0")
+        if how == "the server has no connection":
+            own_server.stop()
+            own_server.start(max_connections="16", superuser_reserved_connections="12")
+            with contextlib.suppress(psycopg.OperationalError):
+                while True:
+                    crowd.enter_context(psycopg.connect(app_dsn, autocommit=True))
+        worker = load.start_worker(dsn=app_dsn)
+        wait_until(lambda: "database_lost" in worker.events(), lambda: f"it waits\n{worker.log}")
+        with watched(worker, f"start, {how}"):
+            for_a_while(1)
+        assert own_server.errors_of("[unknown]")["53300"] > 0
+        crowd.close()
+        with own_server.connect() as db:
+            db.execute("ALTER ROLE app CONNECTION LIMIT 1")  # Enough to claim and to finish.
+        load.until_more_are_handed_over()
+        assert_agree(load.settle())
+
+
+@pytest.mark.parametrize("mode", ["--once", "--drain"])
+def test_a_run_that_is_to_end_does_not_wait_for_a_server(own_server: OwnServer, tmp_path: Path, mode: str) -> None:
+    own_server.stop()
+    with fleet_on(own_server.dsn, tmp_path) as fleet:
+        assert fleet.start(mode).wait(PATIENCE_SECONDS) == 1
+        assert "check PGOUTBOX_DSN and that the server is running" in fleet.log
+
+
+LASTING = {
+    "the password": ("app", "wrong", DATABASE, 'password authentication failed for user "app"'),
+    "the role": ("nobody_here", "", DATABASE, 'role "nobody_here" does not exist'),
+    "the database": ("postgres", "", "nowhere", 'database "nowhere" does not exist'),
+    "the schema": ("postgres", "", "template1", "the database has no schema pgoutbox; run: pgoutbox migrate"),
+}
+
+
+@pytest.mark.parametrize("what", LASTING)
+def test_a_worker_ends_at_once_and_says_why_when_waiting_would_not_help(
+    own_server: OwnServer, tmp_path: Path, what: str
+) -> None:
+    user, password, database, reason = LASTING[what]
+    with own_server.connect() as db:
+        db.execute("CREATE ROLE app LOGIN PASSWORD 'right'")
+        (own_server.data / "pg_hba.conf").write_text("local all app scram-sha-256\nlocal all all trust\n")
+        db.execute("SELECT pg_reload_conf()")
+        dsn = make_conninfo(own_server.dsn, user=user, password=password, dbname=database)
+
+        def refusal() -> str:
+            try:
+                psycopg.connect(dsn).close()
+            except psycopg.OperationalError as error:
+                return str(error)
+            return reason
+
+        wait_until(lambda: reason in refusal(), lambda: "the server has read its configuration")
+    worker = WorkerProcess(dsn, tmp_path / "ledger", tmp_path / "log", {})
+    try:
+        assert worker.wait() == 1
+    finally:
+        worker.kill()
+    assert reason in worker.log
+    assert "database_lost" not in worker.events()
+
+
+def test_a_worker_that_is_told_to_stop_while_it_waits_for_its_server_stops(
+    own_server: OwnServer, tmp_path: Path
+) -> None:
+    own_server.stop()
+    worker = WorkerProcess(own_server.dsn, tmp_path / "ledger", tmp_path / "log", {})
+    try:
+        wait_until(lambda: "database_lost" in worker.events(), lambda: f"it waits\n{worker.log}")
+        assert worker.stop() == 0
+    finally:
+        worker.kill()
+
+
+# --- too many connections ---------------------------------------------------------------------------------------------
 
 
 def test_workers_that_do_not_all_get_their_connections_go_on_with_those_they_have(
@@ -455,3 +556,25 @@ def test_a_worker_that_gets_no_connection_for_its_finishes_uses_that_of_its_clai
         verdict = load.settle()
     assert_agree(verdict)
     assert verdict.duplicate_count == 0, verdict
+
+
+def test_leases_are_kept_by_a_worker_that_gets_no_connection_for_its_lease_keeper(
+    own_server: OwnServer, app_dsn: str, tmp_path: Path
+) -> None:
+    with own_server.connect() as db, fleet_on(app_dsn, tmp_path) as fleet:
+        # One for the listener and one for everything else.
+        db.execute("ALTER ROLE app CONNECTION LIMIT 2")
+        asking, held = enqueue(db, "fault.asks"), enqueue(db, "fault.gated")
+        worker = fleet.start(lease_seconds="1")
+        fleet.until(lambda: held in fleet.deliveries() and asking in fleet.deliveries(), "the handlers run")
+        first_lease = db.execute("SELECT clock_timestamp() + interval '2 s'").fetchone()
+        fleet.until(lambda: db.execute("SELECT clock_timestamp() > %s", first_lease).fetchone() == (True,), "a lease")
+        assert claim(db, topics=["fault.gated"], worker="thief") == []
+        assert own_server.errors_of("[unknown]")["53300"] > 0
+        fleet.gate.touch()
+        fleet.until(lambda: (state_of(db, held), state_of(db, asking)) == ("sent", "sent"), "both are sent")
+        worker.terminate()
+        assert worker.wait(PATIENCE_SECONDS) == 0
+        assert row_of(db, held).attempt_count == 1
+        assert fleet.deliveries() == {asking: 1, held: 1}
+        assert "lease_keeper_failed" not in fleet.log
