@@ -15,7 +15,8 @@ import random
 import threading
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import psycopg
 import pytest
@@ -30,7 +31,8 @@ from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
+
+    from psycopg.rows import TupleRow
 
     from tests.conftest import Connect
     from tests.faults.ledger import Verdict
@@ -41,6 +43,7 @@ OUTAGE_SECONDS = float(os.environ.get("PGOUTBOX_TEST_OUTAGE_SECONDS", "2.5"))
 _figures = logging.getLogger(__name__)
 
 ROUNDS = int(os.environ.get("PGOUTBOX_TEST_ROUNDS", "2"))
+MEMORY_SECONDS = float(os.environ.get("PGOUTBOX_TEST_MEMORY_SECONDS", "2"))
 
 
 # What a worker must not use of one processor while the database is away; it uses a hundredth of it.
@@ -225,20 +228,37 @@ def test_the_time_limits_of_the_role_end_the_producers_statements_and_not_the_wo
 
 
 def test_a_long_transaction_holds_up_nothing_and_what_it_enqueued_is_delivered_when_it_commits(
-    dsn: str, connect: Connect, tmp_path: Path
+    own_server: OwnServer, tmp_path: Path
 ) -> None:
-    user = connect()
-    with Load(dsn, tmp_path) as load:
+    own_server.stop()
+    own_server.start(log_min_duration_statement="0")
+    with contextlib.closing(own_server.connect()) as user, Load(own_server.dsn, tmp_path) as load:
         load.start_worker()
-        load.until_more_are_handed_over()
+        load.until_more_are_handed_over(200)
+        usual = own_server.claim_milliseconds()
+        user.set_autocommit(False)
         user.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
         with load.committing(user, "committed late"):
             load.enqueue(user, "committed late")
             snapshot = user.execute("SELECT pg_current_snapshot()::text").fetchone()
             load.until_more_are_handed_over(200)
+            for_a_while(OUTAGE_SECONDS)
+            load.until_more_are_handed_over()
             assert user.execute("SELECT pg_current_snapshot()::text").fetchone() == snapshot
+            slow = own_server.claim_milliseconds()[len(usual) :]
         verdict = load.settle()
+        (dead_count,) = user.execute(
+            "SELECT n_dead_tup FROM pg_stat_user_tables WHERE relname = 'message_live'"
+        ).fetchone() or (0,)
+    assert usual, "the server's log tells of claims"
+    _figures.info("D8: p99 of %d claims %.2f ms before", len(usual), percentile_99(usual))
+    _figures.info("D8: p99 of %d claims %.2f ms meanwhile, %d dead", len(slow), percentile_99(slow), dead_count)
     assert_agree(verdict)
+
+
+def percentile_99(values: list[float]) -> float:
+    """The value that one in a hundred exceeds."""
+    return sorted(values)[int(len(values) * 0.99)]
 
 
 def test_rows_that_another_session_has_locked_hold_up_no_others(dsn: str, connect: Connect, tmp_path: Path) -> None:
@@ -258,6 +278,72 @@ def test_rows_that_another_session_has_locked_hold_up_no_others(dsn: str, connec
         user.rollback()
         verdict = load.settle()
     assert_agree(verdict)
+
+
+# --- footprint --------------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_has_to_connect_again_and_again_does_not_grow(dsn: str, connect: Connect, tmp_path: Path) -> None:
+    """A few seconds here; PGOUTBOX_TEST_MEMORY_SECONDS makes it a long run, in which the memory is judged too."""
+    db = connect(autocommit=True)
+    with Load(dsn, tmp_path) as load:
+        worker = load.start_worker()
+
+        def reconnect_for(seconds: float) -> int:
+            ended, until = 0, time.monotonic() + seconds
+            while time.monotonic() < until:
+                ended += db.execute(
+                    "SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity"
+                    " WHERE datname = current_database() AND application_name LIKE 'pgoutbox %'"
+                ).rowcount
+                for_a_while(0.3)
+            load.until_more_are_handed_over()
+            return ended
+
+        reconnect_for(max(2.0, MEMORY_SECONDS / 4))
+        wait_until(lambda: "pgoutbox listen" in sessions(db), lambda: "the listener is back")
+        before = Footprint.of(worker.pid)
+        ended_count = reconnect_for(MEMORY_SECONDS)
+        load.stop_producers()
+        wait_until(lambda: "pgoutbox listen" in sessions(db), lambda: "the listener is back")
+        wait_until(
+            lambda: Footprint.of(worker.pid).is_within(before), lambda: f"{before} becomes {Footprint.of(worker.pid)}"
+        )
+        after = Footprint.of(worker.pid)
+        handed_over_count = load.handed_over_count
+        assert_agree(load.settle())
+    grown_by = after.kilobytes - before.kilobytes
+    _figures.info("P9: %d sessions ended, %d handed over: %+d kB", ended_count, handed_over_count, grown_by)
+    _figures.info("P9: %s becomes %s", before, after)
+    assert ended_count > 0
+    if "PGOUTBOX_TEST_MEMORY_SECONDS" in os.environ:
+        assert grown_by < 5_000
+
+
+class Footprint(NamedTuple):
+    """What a process has open."""
+
+    kilobytes: int
+    files: int
+    threads: int
+
+    @classmethod
+    def of(cls, pid: int) -> Footprint:
+        """As the kernel tells it."""
+        status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        return cls(
+            int(status["VmRSS"].split()[0]), len(list(Path(f"/proc/{pid}/fd").iterdir())), int(status["Threads"])
+        )
+
+    def is_within(self, other: Footprint) -> bool:
+        """Whether this has no more files and threads."""
+        return self.files <= other.files and self.threads <= other.threads
+
+
+def sessions(db: psycopg.Connection[TupleRow]) -> list[str]:
+    """The application names of all who are connected."""
+    rows = db.execute("SELECT application_name FROM pg_stat_activity WHERE datname = current_database()").fetchall()
+    return [row[0] for row in rows]
 
 
 # --- full disks -------------------------------------------------------------------------------------------------------
