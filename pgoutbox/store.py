@@ -441,10 +441,22 @@ async def is_out_of_reach(error: psycopg.Error | OSError, dsn: str, settings: Se
         return False
     if not isinstance(error, psycopg.OperationalError) or error.sqlstate is not None:
         return True
-    if any(words in str(error) for words in _FULL):
+    if _says_full(error):
         return True
     conninfo = make_conninfo(dsn, connect_timeout=math.ceil(settings.connect_timeout_seconds))
-    return await asyncio.to_thread(pq.PGconn.ping, conninfo.encode()) in (pq.Ping.REJECT, pq.Ping.NO_RESPONSE)
+    if await asyncio.to_thread(pq.PGconn.ping, conninfo.encode()) in (pq.Ping.REJECT, pq.Ping.NO_RESPONSE):
+        return True
+    # It is up: for longer than since it refused, only if it refuses again.
+    try:
+        connection, _ = await connect(dsn, settings, purpose="start")
+    except psycopg.OperationalError as again:
+        return _says_full(again)
+    await connection.close()
+    return True
+
+
+def _says_full(error: psycopg.OperationalError) -> bool:
+    return any(words in str(error) for words in _FULL)
 
 
 async def check_server(link: Link) -> None:

@@ -235,21 +235,13 @@ class Worker:
             self.telemetry.report(logging.INFO, Event.WORKER_STOPPED, "worker stopped", worker=self.name)
 
     async def _check_server(self, *, patient: bool) -> None:
-        refusal_count = 0
         while not self._stopping:
             try:
                 await self._store.check_server()
             except (psycopg.Error, OSError) as error:
-                if not patient:
+                if not patient or not await is_out_of_reach(error, self._settings.require_dsn(), self._settings):
                     raise
-                if await is_out_of_reach(error, self._settings.require_dsn(), self._settings):
-                    refusal_count = 0
-                    await self._endure(error)
-                    continue
-                # It may have come up since it refused: only a second refusal in a row is one.
-                refusal_count += 1
-                if refusal_count > 1:
-                    raise
+                await self._endure(error)
             else:
                 self._database_is_up()
                 return
