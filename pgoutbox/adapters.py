@@ -354,6 +354,10 @@ class Answer(NamedTuple):
     context: str | None
 
 
+class ClosedError(TransactionError):
+    """The connection is closed: whatever its transaction wrote is not committed."""
+
+
 class ItemRefusedError(PayloadError):
     """The SQL function refused one item of the arrays. `index` counts within the statement."""
 
@@ -446,4 +450,4 @@ def _aborted() -> TransactionError:
 
 
 def _closed() -> TransactionError:
-    return TransactionError("the connection is closed")
+    return ClosedError("the connection is closed")

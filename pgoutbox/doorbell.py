@@ -20,7 +20,7 @@ from psycopg.rows import TupleRow
 
 from pgoutbox import sql
 from pgoutbox.settings import Settings
-from pgoutbox.store import connect, deadline, prepare_session
+from pgoutbox.store import connect, deadline, is_out_of_reach, prepare_session
 from pgoutbox.telemetry import Event, Telemetry
 
 CHANNEL = "pgoutbox"
@@ -62,8 +62,16 @@ class Doorbell:
         return self._connection is not None and not self._lost.is_set()
 
     async def start(self) -> None:
-        """Connect and listen before the first claim; from then on the connection mends itself."""
-        await self._connect()
+        """Connect and listen before the first claim; from then on the connection mends itself.
+
+        A server that has no connection left for it now may have one later, and the sweep goes on meanwhile.
+        """
+        try:
+            await self._connect()
+        except (psycopg.Error, OSError) as error:
+            if not await is_out_of_reach(error, self._dsn, self._settings):
+                raise
+            self._lose(error)
         self._task = asyncio.create_task(self._keep_alive(), name="pgoutbox-doorbell")
 
     async def stop(self) -> None:

@@ -2,7 +2,8 @@
 
 It is a thread so that a handler which blocks the event loop does not lose its lease. It renews only attempts that have
 been in flight for a while, and tells those that were cancelled, superseded or lost. It never ends an attempt: what a
-stale owner writes is refused by the fence, not by this.
+stale owner writes is refused by the fence, not by this. Where the server has no connection for it, it borrows the
+spare one, which a blocked event loop does not answer for.
 """
 
 from __future__ import annotations
@@ -26,11 +27,14 @@ _WATCH_SECONDS = 1.0
 class LeaseKeeper:
     """Keeps the leases of the attempts in `held`, which the worker fills and empties on its own thread."""
 
-    def __init__(self, settings: Settings, held: Mapping[int, Context], telemetry: Telemetry) -> None:
+    def __init__(
+        self, settings: Settings, held: Mapping[int, Context], telemetry: Telemetry, *, spare: Link | None = None
+    ) -> None:
+        self._spare = spare
         self._settings = settings
         self._held = held
         self._telemetry = telemetry
-        self._link = Link(settings.require_dsn(), settings, purpose="ensure lease")
+        self._link = Link(settings.require_dsn(), settings, purpose="ensure lease", spare=spare)
         self._stopping = threading.Event()
         self._stopped: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -71,7 +75,7 @@ class LeaseKeeper:
 
     async def _keep(self) -> None:
         settings = self._settings
-        link = Link(settings.require_dsn(), settings, purpose="lease")
+        link = Link(settings.require_dsn(), settings, purpose="lease", spare=self._spare)
         tick = min(_WATCH_SECONDS, settings.renew_interval_seconds / 2)
         failing = False
         pause = tick

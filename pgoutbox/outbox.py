@@ -16,6 +16,7 @@ from typing_extensions import Unpack
 
 from pgoutbox.adapters import (
     AsyncConnection,
+    ClosedError,
     SyncConnection,
     async_adapter,
     sqlstate_of,
@@ -38,6 +39,7 @@ from pgoutbox.steps import (
     CancelResult,
     Enqueued,
     Steps,
+    UnprotectedError,
     arun,
     cancel_one,
     in_savepoint,
@@ -333,7 +335,8 @@ class Outbox:
         by another payload; `UnknownTopicError` from a strict outbox; `TransactionError` outside a transaction, or in
         an aborted one; `SchemaError` without the schema; `TypeError` for another kind of connection. The driver's own
         errors pass through. With `best_effort` all but the `TypeError` are logged instead, rolled back to a savepoint,
-        and None is returned: the caller's transaction stays usable.
+        and None is returned: the caller's transaction stays usable. What takes the whole transaction along, such as a
+        lost connection, is raised all the same: None never hides that the caller's own writes are gone.
 
             with psycopg.connect(dsn) as connection:
                 connection.execute("INSERT INTO account ...")
@@ -548,6 +551,11 @@ class Outbox:
 def _logged(steps: Steps[R], topic: str | Topic[P]) -> Steps[R | None]:
     try:
         return (yield from steps)
+    except UnprotectedError as unprotected:
+        # To the caller it is as without best effort: the driver's error, with the cause that the driver gave it.
+        raise unprotected.error from unprotected.error.__cause__
+    except ClosedError:
+        raise
     except Exception as error:  # noqa: BLE001 - best effort: whatever it is, the caller's business goes on
         # Neither the text nor the traceback nor the whole path: keys and parts of payloads stand in them.
         logger.error(  # noqa: TRY400

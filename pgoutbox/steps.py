@@ -7,8 +7,8 @@ Nothing here commits, and nothing but `in_savepoint` touches the caller's transa
 from __future__ import annotations
 
 import enum
-from collections.abc import Generator, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar, cast
 
 from pgoutbox import sql
@@ -129,18 +129,40 @@ def cancel_one(target: tuple[object, ...], *, require_transaction: bool) -> Step
     return CancelResult(cast("str", rows[0][1])) if rows else CancelResult.MISSING
 
 
+class UnprotectedError(Exception):
+    """`error` took the caller's transaction with it: there was no savepoint to go back to, or no way."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 def in_savepoint(steps: Steps[R]) -> Steps[R]:
-    """Take the steps within a savepoint, and undo them if one fails."""
-    yield _SAVEPOINT
+    """Take the steps within a savepoint, and undo them if one fails; `UnprotectedError` if that fails too."""
+    try:
+        yield _SAVEPOINT
+    except TransactionError:
+        raise  # It was aborted before: there is nothing left to protect.
+    except Exception as error:
+        raise UnprotectedError(error) from error
     try:
         result = yield from steps
-    except Exception:
-        with suppress(Exception):  # A connection that is gone cannot be rolled back; the first error tells.
+    except Exception as error:
+        with _told_of(error):
             yield _ROLL_BACK_TO_SAVEPOINT
             yield _RELEASE_SAVEPOINT
         raise
-    yield _RELEASE_SAVEPOINT
+    with _told_of():
+        yield _RELEASE_SAVEPOINT
     return result
+
+
+@contextmanager
+def _told_of(first: Exception | None = None) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise UnprotectedError(first or error) from error
 
 
 def target_of(

@@ -18,6 +18,8 @@ from datetime import datetime
 from typing import Final, LiteralString, NamedTuple
 
 import psycopg
+from psycopg import pq
+from psycopg.conninfo import make_conninfo
 from psycopg.rows import TupleRow
 
 from pgoutbox import sql
@@ -35,6 +37,7 @@ MIGRATE_HINT: Final = "run: pgoutbox migrate (or: alembic upgrade heads, where y
 # full, broken connection.
 _PASSING_SQLSTATES = frozenset({"40001", "40P01", "55P03", "57014", "25006", "25P03", "25P04"})
 _PASSING_CLASSES = ("08", "53", "57P", "58")
+_FULL: Final = ("too many clients", "too many connections", "remaining connection slots", "no more connections allowed")
 
 
 def is_passing(error: BaseException) -> bool:
@@ -51,13 +54,17 @@ def is_passing(error: BaseException) -> bool:
 class Link:
     """One connection, opened on first use and replaced after it broke; statements take turns on it.
 
-    Each statement has a deadline on this side too, because a server behind a dead network never answers.
+    Each statement has a deadline on this side too, because a server behind a dead network never answers. While the
+    server refuses this connection, what `spare` has open is used, which may belong to another thread's event loop.
     """
 
-    def __init__(self, dsn: str, settings: Settings, *, purpose: str) -> None:
+    def __init__(self, dsn: str, settings: Settings, *, purpose: str, spare: Link | None = None) -> None:
         self._dsn = dsn
         self._settings = settings
         self._purpose = purpose
+        self._spare = spare
+        self._refused_at = -math.inf
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._connection: psycopg.AsyncConnection[TupleRow] | None = None
         self._pooled = settings.pooled
         self._turn = asyncio.Lock()
@@ -68,6 +75,8 @@ class Link:
 
         After an error that broke the connection, or when the deadline passed, the next call opens another one.
         """
+        if self._spare is not None and self._spare.is_open and not await self._can_open():
+            return await self._spare.fetch_from_anywhere(statement, parameters)
         async with self._turn:
             connection = await self._open()
             try:
@@ -82,6 +91,26 @@ class Link:
                 if not keeps:
                     await self.close()
                 raise
+
+    async def fetch_from_anywhere(self, statement: LiteralString, parameters: Mapping[str, object]) -> list[TupleRow]:
+        """`fetch`, on whichever event loop it is awaited: the connection stays with the one that opened it."""
+        if self._loop is None or self._loop is asyncio.get_running_loop():
+            return await self.fetch(statement, parameters)
+        return await asyncio.wrap_future(
+            asyncio.run_coroutine_threadsafe(self.fetch(statement, parameters), self._loop)
+        )
+
+    async def _can_open(self) -> bool:
+        if self.is_open:
+            return True
+        if time.monotonic() - self._refused_at < _REFUSED_PAUSE_SECONDS:
+            return False
+        try:
+            await self.open()
+        except (psycopg.OperationalError, OSError):
+            self._refused_at = time.monotonic()
+            return False
+        return True
 
     async def _fetch_through_pooler(
         self,
@@ -112,6 +141,7 @@ class Link:
         else:
             await prepare_session(connection, self._settings)
         self._connection = connection
+        self._loop = asyncio.get_running_loop()
         return connection
 
     @property
@@ -274,13 +304,12 @@ class Store:
         dsn = settings.require_dsn()
         self.worker = worker
         self._settings = settings
-        self._claims = Link(dsn, settings, purpose="claim")
-        self._finishes = Link(dsn, settings, purpose="finish")
-        self._finishes_refused_at = -math.inf
+        self.claims = Link(dsn, settings, purpose="claim")
+        self._finishes = Link(dsn, settings, purpose="finish", spare=self.claims)
 
     async def check_server(self) -> None:
         """Refuse a server that cannot be worked with, saying what to do about it."""
-        await check_server(self._claims)
+        await check_server(self.claims)
 
     async def claim(
         self,
@@ -296,7 +325,7 @@ class Store:
         """Claim up to `total` messages, ordered by due time within each lane, those beyond the floors."""
         fresh_floor_at, fresh_floor_id = fresh_floor or NO_FLOOR
         retry_floor_at, retry_floor_id = retry_floor or NO_FLOOR
-        rows = await self._claims.fetch(
+        rows = await self.claims.fetch(
             sql.CLAIM,
             {
                 "queue": queue,
@@ -321,28 +350,28 @@ class Store:
 
         Not more than zero if one fell due within the last `since_seconds`.
         """
-        ((seconds,),) = await self._claims.fetch(sql.NEXT_DUE, {"queues": queues, "since_seconds": since_seconds})
+        ((seconds,),) = await self.claims.fetch(sql.NEXT_DUE, {"queues": queues, "since_seconds": since_seconds})
         return seconds if seconds is None else float(seconds)
 
     async def ring(self, queues: Sequence[str]) -> None:
         """Wake all sleeping workers of these queues, whoever has the bell."""
-        await self._claims.fetch(sql.RING, {"queues": queues})
+        await self.claims.fetch(sql.RING, {"queues": queues})
 
     async def count_owed(self, queues: Sequence[str], topics: Sequence[str]) -> int:
         """How many messages a drain still has to wait for."""
-        ((count,),) = await self._claims.fetch(sql.COUNT_OWED, {"queues": queues, "topics": topics})
+        ((count,),) = await self.claims.fetch(sql.COUNT_OWED, {"queues": queues, "topics": topics})
         return int(count)
 
     async def finish_sent(self, ids: Sequence[int], attempt_counts: Sequence[int]) -> dict[int, State]:
         """Finish these attempts as sent; the answer holds those that still held their message."""
-        rows = await self._fetch_to_finish(
+        rows = await self._finishes.fetch(
             sql.FINISH_SENT_IF_HELD, {"ids": _array_of(ids), "attempt_counts": _array_of(attempt_counts)}
         )
         return dict.fromkeys((row[0] for row in rows), State.SENT)
 
     async def finish(self, verdicts: Sequence[Verdict]) -> dict[int, State]:
         """Finish these attempts; the answer holds the state that each message reached, if the attempt still held it."""
-        rows = await self._fetch_to_finish(
+        rows = await self._finishes.fetch(
             sql.FINISH_IF_HELD,
             {
                 "ids": _array_of(v.id for v in verdicts),
@@ -356,7 +385,7 @@ class Store:
 
     async def standing(self, ids: Sequence[int], attempt_counts: Sequence[int]) -> dict[int, State]:
         """The states of these messages, those left out to which a later attempt belongs."""
-        rows = await self._fetch_to_finish(
+        rows = await self._finishes.fetch(
             sql.STANDING, {"ids": _array_of(ids), "attempt_counts": _array_of(attempt_counts)}
         )
         return {row[0]: State(row[1]) for row in rows}
@@ -365,33 +394,14 @@ class Store:
         self, ids: Sequence[int], topics: Sequence[str], coalesce_keys: Sequence[str]
     ) -> list[str]:
         """The queues of the messages that had to wait for these and can be claimed now."""
-        rows = await self._fetch_to_finish(
+        rows = await self._finishes.fetch(
             sql.QUEUES_OF_SUCCESSORS, {"ids": _array_of(ids), "topics": topics, "coalesce_keys": coalesce_keys}
         )
         return [row[0] for row in rows]
 
-    async def _fetch_to_finish(self, statement: LiteralString, parameters: Mapping[str, object]) -> list[TupleRow]:
-        link = await self._link_to_finish()
-        return await link.fetch(statement, parameters)
-
-    async def _link_to_finish(self) -> Link:
-        if self._finishes.is_open:
-            return self._finishes
-        is_refused = time.monotonic() - self._finishes_refused_at < _REFUSED_PAUSE_SECONDS
-        if is_refused and self._claims.is_open:
-            return self._claims
-        try:
-            await self._finishes.open()
-        except (psycopg.OperationalError, OSError):
-            self._finishes_refused_at = time.monotonic()
-            if not self._claims.is_open:
-                raise
-            return self._claims
-        return self._finishes
-
     async def close(self) -> None:
         """Close both connections."""
-        await self._claims.close()
+        await self.claims.close()
         await self._finishes.close()
 
 
@@ -422,6 +432,35 @@ def complete_within_sync(connection: psycopg.Connection[TupleRow], message_id: i
 def _is_locked(standing: TupleRow | None) -> bool:
     """Whether an attempt whose finish wrote nothing holds its message still: its lease is being renewed, say."""
     return standing is not None and State(standing[1]) is State.SENDING
+
+
+async def is_out_of_reach(error: psycopg.Error | OSError, dsn: str, settings: Settings) -> bool:
+    """Whether a first connection failed because the server is down, starting or full, and not for a lasting reason.
+
+    The driver gives no SQLSTATE for a connection that was refused. That a server is down or starting is what libpq
+    finds out by a ping. That it is full stands only in its words: one that speaks another language is taken for one
+    that has refused for good.
+    """
+    if not is_passing(error):
+        return False
+    if not isinstance(error, psycopg.OperationalError) or error.sqlstate is not None:
+        return True
+    if _says_full(error):
+        return True
+    conninfo = make_conninfo(dsn, connect_timeout=math.ceil(settings.connect_timeout_seconds))
+    if await asyncio.to_thread(pq.PGconn.ping, conninfo.encode()) in (pq.Ping.REJECT, pq.Ping.NO_RESPONSE):
+        return True
+    # It is up: for longer than since it refused, only if it refuses again.
+    try:
+        connection, _ = await connect(dsn, settings, purpose="start")
+    except psycopg.OperationalError as again:
+        return _says_full(again)
+    await connection.close()
+    return True
+
+
+def _says_full(error: psycopg.OperationalError) -> bool:
+    return any(words in str(error) for words in _FULL)
 
 
 async def check_server(link: Link) -> None:

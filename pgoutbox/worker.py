@@ -44,7 +44,7 @@ from pgoutbox.message import Message, Permanent, State, Transient
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import Settings
 from pgoutbox.slots import RELEASED, Ending, Slots, ThreadWatch, Work
-from pgoutbox.store import MIGRATE_HINT, ClaimedRow, Store, is_passing
+from pgoutbox.store import MIGRATE_HINT, ClaimedRow, Store, is_out_of_reach, is_passing
 from pgoutbox.telemetry import Event, Telemetry, event_of_state
 from pgoutbox.transactions import Transactions
 from pgoutbox.transports import Transport
@@ -149,12 +149,19 @@ class Worker:
     # --- lifecycle ----------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Work until `stop()`. A database that cannot be worked with is a `ConfigurationError` or `SchemaError`."""
-        async with self._running(listen=self._settings.listen):
+        """Work until `stop()`, once the server can be reached: one that is down, starting or full is waited for.
+
+        A database that cannot be worked with is a `ConfigurationError` or `SchemaError`, and a refusal that is not
+        going to pass, such as that of a password, is the driver's error.
+        """
+        async with self._running(listen=self._settings.listen, patient=True):
             await self._work()
 
     async def run_once(self) -> None:
-        """Work off everything that is due now, then return. Overlapping runs share the work."""
+        """Work off everything that is due now, then return. Overlapping runs share the work.
+
+        Like `drain` it waits for no server: an error of the first connection is raised.
+        """
         async with self._running(listen=False):
             await self._work_off()
 
@@ -185,7 +192,7 @@ class Worker:
         self._progress.set()
 
     @contextlib.asynccontextmanager
-    async def _running(self, *, listen: bool) -> AsyncIterator[None]:
+    async def _running(self, *, listen: bool, patient: bool = False) -> AsyncIterator[None]:
         settings = self._settings
         self._store = Store(settings, worker=self.name)
         self._threads = ThreadPoolExecutor(settings.concurrency, thread_name_prefix="pgoutbox-handler")
@@ -209,11 +216,11 @@ class Worker:
             telemetry=self.telemetry,
         )
         self._bell = Doorbell(settings, self._on_ring, self.telemetry) if listen else None
-        self._keeper = LeaseKeeper(settings, self._held, self.telemetry)
+        self._keeper = LeaseKeeper(settings, self._held, self.telemetry, spare=self._store.claims)
         try:
-            await self._store.check_server()
+            await self._check_server(patient=patient)
             self._keeper.start()
-            if self._bell is not None:
+            if self._bell is not None and not self._stopping:
                 await self._bell.start()
             self._finishing = asyncio.create_task(self._finisher.run(), name="pgoutbox-finisher")
             self._finishing.add_done_callback(lambda task: None if task.cancelled() else self.stop())
@@ -227,6 +234,18 @@ class Worker:
         finally:
             await self._close()
             self.telemetry.report(logging.INFO, Event.WORKER_STOPPED, "worker stopped", worker=self.name)
+
+    async def _check_server(self, *, patient: bool) -> None:
+        while not self._stopping:
+            try:
+                await self._store.check_server()
+            except (psycopg.Error, OSError) as error:
+                if not patient or not await is_out_of_reach(error, self._settings.require_dsn(), self._settings):
+                    raise
+                await self._endure(error)
+            else:
+                self._database_is_up()
+                return
 
     async def _wind_down(self) -> None:
         self._slots.give_back()
@@ -638,5 +657,8 @@ def _read_json(text: str) -> JsonValue:
 
 
 def _name_of(error: BaseException) -> str:
+    name = type(error).__name__
+    if isinstance(error, psycopg.OperationalError) and error.sqlstate is None:
+        return f"{name}: {' '.join(str(error).split())[:300]}"  # Of a connection: only the words tell what is wrong.
     sqlstate = getattr(error, "sqlstate", None)
-    return type(error).__name__ if sqlstate is None else f"{type(error).__name__} {sqlstate}"
+    return name if sqlstate is None else f"{name} {sqlstate}"

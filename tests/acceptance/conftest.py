@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import psycopg
 import pytest
@@ -18,6 +19,7 @@ from tests.acceptance.app import CHANNEL
 
 StartWorker = Callable[..., subprocess.Popen[str]]
 PATIENCE_SECONDS = 60.0
+_ORPHAN_SECONDS = 5.0
 
 
 class Progress:
@@ -72,4 +74,17 @@ def _end(process: subprocess.Popen[str]) -> None:
     if process.poll() is None:
         process.send_signal(signal.SIGKILL)
     if process.stderr is not None and not process.stderr.closed:
-        process.communicate()
+        try:
+            process.communicate(timeout=_ORPHAN_SECONDS)
+        except subprocess.TimeoutExpired as waited:
+            # Children have outlived their supervisor, and hold its pipe.
+            for pid in _children_in(waited.stderr or b""):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            process.communicate()
+
+
+def _children_in(log: bytes) -> list[int]:
+    """The processes that a supervisor's log says it has started."""
+    records = [json.loads(line) for line in log.splitlines() if line.startswith(b"{")]
+    return [record["pid"] for record in records if record.get("event") == "process_started"]

@@ -160,9 +160,19 @@ def test_tests_that_are_named_exist_and_say_what_is_quoted() -> None:
     assert missing == []
 
 
+SOURCE_OF_TESTS: Final = "".join(path.read_text() for path in sorted((ROOT / "tests").rglob("*.py")))
+VARIABLES_OF_TESTS: Final = set(re.findall(r"environ(?:ment)?\S*[(\[]\"(PGOUTBOX_TEST_\w+)\"", SOURCE_OF_TESTS))
+
+
+def test_every_test_in_the_table_of_faults_exists() -> None:
+    named = set(re.findall(r"`(test_\w+)`", (DOCS / "explanation/reliability.md").read_text()))
+    assert len(named) > 50
+    assert named - set(re.findall(r"def (test_\w+)\(", SOURCE_OF_TESTS)) == set()
+
+
 @pytest.mark.parametrize("page", WRITTEN, ids=title)
 def test_settings_that_are_named_exist(page: Path) -> None:
-    known = {f"{ENVIRONMENT_PREFIX}{name.upper()}" for name in Settings.model_fields} | {"PGOUTBOX_TEST_DSN"}
+    known = {f"{ENVIRONMENT_PREFIX}{name.upper()}" for name in Settings.model_fields} | VARIABLES_OF_TESTS
     assert set(re.findall(r"\bPGOUTBOX_[A-Z_]*[A-Z]", page.read_text())) - known == set()
 
 

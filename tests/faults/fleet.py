@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
 PATIENCE_SECONDS = 60.0
@@ -42,16 +42,25 @@ class Fleet:
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(
-        self, *arguments: str, environment: dict[str, str] | None = None, **settings: str
+        self,
+        *arguments: str,
+        prefix: Sequence[str] = (),
+        environment: dict[str, str] | None = None,
+        **settings: str,
     ) -> subprocess.Popen[bytes]:
-        """Start one worker; it is killed when the test ends."""
+        """Start one worker, behind the command `prefix` if there is one; it is killed when the test ends."""
         variables = {name: value for name, value in os.environ.items() if not name.startswith("PGOUTBOX_")}
         variables |= {"PGOUTBOX_DSN": self._dsn, "PGOUTBOX_LEASE_SECONDS": "2", "PGOUTBOX_LOG_FORMAT": "json"}
         variables |= {LEDGER_VARIABLE: str(self.ledger), GATE_VARIABLE: str(self.gate)}
         variables |= {f"PGOUTBOX_{name.upper()}": value for name, value in settings.items()}
         with self._log.open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "pgoutbox", "worker", "--app", "tests.faults.fleet_app:outbox", *arguments],
+                [
+                    *prefix,
+                    sys.executable,
+                    *["-m", "pgoutbox", "worker", "--app", "tests.faults.fleet_app:outbox"],
+                    *arguments,
+                ],
                 env=variables | (environment or {}),
                 stderr=log,
                 start_new_session=True,

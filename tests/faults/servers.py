@@ -111,6 +111,17 @@ class OwnServer:
         )
         return Counter(found)
 
+    def claim_milliseconds(self) -> list[float]:
+        """How long each claim took, where the server logs the duration of every statement."""
+        return [
+            float(found)
+            for found in re.findall(
+                r"^pgoutbox claim\|LOG: +\w{5}: +duration: ([\d.]+) ms +execute [^\n]*\n+\s*WITH fresh",
+                self.log.read_text(),
+                re.MULTILINE,
+            )
+        ]
+
     def promote(self) -> None:
         """Make a standby the primary, and wait until it is."""
         self._pg_ctl("promote", "-w", "-t", str(_START_SECONDS)).check_returncode()

@@ -29,6 +29,7 @@ from tests.outbox_actions import (
     attempts_of,
     claim,
     enqueue,
+    lapse,
     row_of,
     settings_for,
     state_of,
@@ -59,7 +60,8 @@ def fleet(dsn: str, tmp_path: Path) -> Iterator[Fleet]:
 # --- a wrong clock ----------------------------------------------------------------------------------------------------
 
 HOUR = 3600
-# What asks for the time of day gets another one, in every library of the process. Clocks that only measure are left.
+# What asks for the time of day gets another one, in every library of the process. Of the clocks that only measure, the
+# one that counts while a machine is suspended is an hour ahead once it has slept.
 SHIM = r"""
 #define _GNU_SOURCE
 #include <stdatomic.h>
@@ -79,11 +81,19 @@ static long skew(void)
     return strcmp(how, "jumping") == 0 ? (calls++ % 3 - 1) * 3600L : atol(how);
 }
 
+static int slept(void)
+{
+    const char *token = getenv("FAULTS_SLEPT");
+    return token != NULL && access(token, F_OK) == 0;
+}
+
 int clock_gettime(clockid_t clock, struct timespec *now)
 {
     int failed = (int)syscall(SYS_clock_gettime, clock, now);
     if (!failed && (clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE))
         now->tv_sec += skew();
+    if (!failed && clock == CLOCK_BOOTTIME && slept())
+        now->tv_sec += 3600;
     return failed;
 }
 
@@ -222,6 +232,51 @@ def test_a_worker_that_was_suspended_past_its_lease_asks_before_it_hands_over(
     assert [line[:2] for line in fleet.hand_overs()] == [(message_id, 2)]
     assert db.execute("SELECT * FROM pgoutbox.message").fetchall() == before
     assert state_of(db, message_id) == "sent"
+    assert violations(db) == []
+
+
+def test_a_worker_whose_machine_slept_asks_before_it_hands_over(
+    db: psycopg.Connection, fleet: Fleet, shim: Path, tmp_path: Path
+) -> None:
+    """To the process no time has passed: only one clock tells that the machine was suspended."""
+    slept = tmp_path / "slept"
+    message_id = enqueue(db, "fault.deliver")
+    suspended = fleet.start(
+        "--drain",
+        lease_seconds="600",  # A process that is stopped for a second of it has nothing to fear.
+        environment={SUSPEND_VARIABLE: "after the claim", "LD_PRELOAD": str(shim), "FAULTS_SLEPT": str(slept)},
+    )
+    _, status = os.waitpid(suspended.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status), fleet.log
+    lapse(db, message_id)
+    assert fleet.start("--drain").wait(PATIENCE_SECONDS) == 0
+    slept.touch()
+    os.killpg(suspended.pid, signal.SIGCONT)
+    assert suspended.wait(PATIENCE_SECONDS) == 0
+    assert [line[:2] for line in fleet.hand_overs()] == [(message_id, 2)]
+    assert state_of(db, message_id) == "sent"
+    assert violations(db) == []
+
+
+def test_a_worker_in_a_container_whose_clocks_began_elsewhere_works_as_any_other(
+    db: psycopg.Connection, fleet: Fleet
+) -> None:
+    shifted = ("unshare", "--time", "--fork", "--kill-child", "--monotonic", "8640000", "--boottime", "86400000")
+    try:
+        subprocess.run([*shifted, "true"], check=True, capture_output=True, text=True)
+    except OSError as error:
+        server_missing(f"no program unshare: {error}")
+    except subprocess.CalledProcessError as error:
+        server_missing(f"time namespaces are not permitted: {error.stderr.strip()}")
+    sent, gated = enqueue(db, "fault.deliver"), enqueue(db, "fault.gated")
+    worker = fleet.start("--drain", prefix=shifted, lease_seconds="1")
+    fleet.until(lambda: gated in fleet.deliveries(), "the handler runs")
+    lease = db.execute("SELECT clock_timestamp() + interval '2 s'").fetchone()
+    fleet.until(lambda: db.execute("SELECT clock_timestamp() > %s", lease).fetchone() == (True,), "two leases")
+    assert claim(db, topics=["fault.gated"], worker="thief") == []
+    fleet.gate.touch()
+    assert worker.wait(PATIENCE_SECONDS) == 0, fleet.log
+    assert fleet.deliveries() == {sent: 1, gated: 1}
     assert violations(db) == []
 
 

@@ -6,8 +6,11 @@ Nothing breaks a rule of the table, deadlocks, or loses a message, whoever commi
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import random
 import threading
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -55,6 +58,15 @@ if TYPE_CHECKING:
     from tests.conftest import Connect
 
 pooled_dsn = test_regressions.pooled_dsn
+
+# A million for a long run.
+ALREADY_SENT_COUNT = int(os.environ.get("PGOUTBOX_TEST_SENT_COUNT", "2000"))
+ALREADY_SENT = """
+INSERT INTO pgoutbox.message (topic, payload, state, attempt_count, claimed_at, worker, finished_at)
+SELECT 'greet', '{}', 'sent', 1, now(), 'w', now() FROM generate_series(1, %(count)s)
+"""
+
+_figures = logging.getLogger(__name__)
 
 
 @pytest.fixture
@@ -363,10 +375,21 @@ def test_of_a_crowd_of_workers_at_many_messages_everyone_gets_some_and_none_twic
     def take(connection: psycopg.Connection) -> list[int]:
         taken: list[int] = []
         together.wait()
-        while part := ids_in_flight(claim_again(connection, total=5)):
+        while part := claim_five(connection, in_a_crowd):
             taken += part
             finish_sent(connection, *((message_id, 1) for message_id in part))
         return taken
+
+    def claim_five(connection: psycopg.Connection, seconds: list[float]) -> list[int]:
+        began_at = time.monotonic()
+        part = ids_in_flight(claim_again(connection, total=5))
+        seconds.append(time.monotonic() - began_at)
+        return part
+
+    in_a_crowd: list[float] = []
+    alone: list[float] = []
+    db.execute(ALREADY_SENT, {"count": ALREADY_SENT_COUNT})
+    db.execute("ANALYZE pgoutbox.message_live, pgoutbox.message_done")
 
     # So many that the first one cannot have taken them all before the last one begins.
     ids = [
@@ -378,6 +401,18 @@ def test_of_a_crowd_of_workers_at_many_messages_everyone_gets_some_and_none_twic
     assert sorted(message_id for share in shares for message_id in share) == ids
     assert min(len(share) for share in shares) > 0
     assert violations(db) == []
+    db.execute("SELECT pgoutbox.enqueue('greet', 'null') FROM generate_series(1, 2000)")
+    while claim_five(db, alone):
+        """Until nothing is left."""
+    _figures.info("C5: beside %d sent, shares of %d to %d", ALREADY_SENT_COUNT, *shortest_and_longest(shares))
+    for name, seconds in (("in a crowd", in_a_crowd), ("alone", alone)):
+        half, most = (1000 * sorted(seconds)[int(len(seconds) * part)] for part in (0.5, 0.99))
+        _figures.info("C5: %d claims %s, median %.1f ms, p99 %.1f ms", len(seconds), name, half, most)
+
+
+def shortest_and_longest(shares: list[list[int]]) -> tuple[int, int]:
+    """The lengths of the smallest share and of the largest one."""
+    return min(map(len, shares)), max(map(len, shares))
 
 
 # A storm is one when all of these answers have been given.

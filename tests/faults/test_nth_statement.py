@@ -210,9 +210,7 @@ def in_transaction(outbox: Outbox, dsn: str, action: Action, key: str) -> object
     """The business's write and the action, in one transaction."""
     with psycopg.connect(dsn) as connection:
         connection.execute(ORDER, [key])
-        done = action.act(outbox, connection, key)
-        connection.commit()  # The block itself would be content with a connection that is gone.
-        return done
+        return action.act(outbox, connection, key)  # The block commits, and is content with a connection that is gone.
 
 
 def in_pipeline(outbox: Outbox, dsn: str, action: Action, key: str) -> object:
@@ -237,9 +235,7 @@ def in_async_transaction(outbox: Outbox, dsn: str, action: Action, key: str) -> 
     async def run() -> object:
         async with await psycopg.AsyncConnection.connect(dsn) as connection:
             await connection.execute(ORDER, [key])
-            done = await action.aact(outbox, connection, key)
-            await connection.commit()
-            return done
+            return await action.aact(outbox, connection, key)
 
     return asyncio.run(run())
 

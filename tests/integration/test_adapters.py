@@ -499,6 +499,54 @@ def test_best_effort_keeps_the_callers_transaction_usable(caller: Caller, observ
     assert observer.execute("SELECT id FROM account").fetchall() == [(7,)]
 
 
+@contextlib.contextmanager
+def raises_what_tells_of_a_lost_connection(caller: Caller) -> Iterator[None]:
+    with pytest.raises((TransactionError, caller.driver_error, asyncpg.InterfaceError)) as raised:
+        yield
+    assert str(raised.value) != "the transaction is aborted; roll back first"
+
+
+def test_best_effort_does_not_hide_that_the_connection_was_lost_before(
+    caller: Caller, observer: psycopg.Connection, caplog: pytest.LogCaptureFixture
+) -> None:
+    caller.execute("CREATE TABLE account (id bigint)")
+    observer.execute(
+        "SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity"
+        " WHERE datname = current_database() AND pid <> pg_backend_pid()"
+    )
+    with raises_what_tells_of_a_lost_connection(caller):
+        caller.enqueue("mail", 1, best_effort=True)
+    assert "enqueue_failed" not in [getattr(record, "event", None) for record in caplog.records]
+
+
+def test_best_effort_does_not_hide_that_the_connection_is_lost_meanwhile(
+    caller: Caller, observer: psycopg.Connection, caplog: pytest.LogCaptureFixture
+) -> None:
+    observer.execute(
+        """
+        CREATE FUNCTION end_session() RETURNS trigger LANGUAGE plpgsql AS $$
+        BEGIN
+            PERFORM pg_terminate_backend(pg_backend_pid());
+            RETURN NEW;
+        END
+        $$;
+        CREATE TRIGGER end_session BEFORE INSERT ON pgoutbox.message FOR EACH ROW EXECUTE FUNCTION end_session()
+        """
+    )
+    caller.execute("CREATE TABLE account (id bigint)")
+    with raises_what_tells_of_a_lost_connection(caller):
+        caller.enqueue("mail", 1, best_effort=True)
+    assert "enqueue_failed" not in [getattr(record, "event", None) for record in caplog.records]
+
+
+def test_best_effort_does_not_hide_that_the_connection_is_closed(caller: Caller) -> None:
+    if caller.close is None:
+        return  # A session or Django's connection opens another one by itself.
+    caller.close()
+    with pytest.raises(TransactionError, match="the connection is closed"):
+        caller.enqueue("mail", 1, best_effort=True)
+
+
 def test_the_other_functions_connection_is_a_type_error_that_names_the_right_method(caller: Caller) -> None:
     outbox: Any = caller.outbox
 

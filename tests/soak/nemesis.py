@@ -21,6 +21,11 @@ from pgoutbox.embedded import EmbeddedServer
 from tests.faults.proxy import Moment, Proxy
 
 LEASE_SECONDS: Final = 2.0
+# Those whose handler takes long enough for something to meet it.
+_IN_FLIGHT: Final = """
+SELECT id, attempt_count FROM pgoutbox.message_live
+WHERE state = 'sending' AND (payload ->> 'seconds')::float8 >= 0.5
+"""
 # A lock that the nemesis does not get is no fault: the row has moved to another partition, or somebody was faster.
 _IN_VAIN: Final = (
     psycopg.errors.SerializationFailure, psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected
@@ -134,6 +139,20 @@ class Nemesis:
         with self.fleet.proxy.stalled(open_connections_only=self.chance.random() < 0.5):
             self._wait(LEASE_SECONDS * self.chance.uniform(1.1, 2.0))
 
+    def stall_finishes(self) -> None:
+        """The workers behind the proxy can neither finish nor renew, until another worker has one of their messages in
+        its hands: at that moment the late finish arrives."""
+        with contextlib.ExitStack() as stalls, self.fleet.connection() as connection:
+            for session in ("finish", "lease", "ensure lease"):
+                stalls.enter_context(self.fleet.proxy.stalled(f"pgoutbox {session}"))
+            before = dict(connection.execute(_IN_FLIGHT).fetchall())
+            until = time.monotonic() + 2.5 * LEASE_SECONDS
+            while time.monotonic() < until:
+                self._wait(0.05)
+                now = dict(connection.execute(_IN_FLIGHT).fetchall())
+                if any(now[message_id] > before[message_id] for message_id in before.keys() & now.keys()):
+                    break
+
     def lose_replies(self) -> None:
         """PostgreSQL hears the workers behind the proxy, and they do not hear PostgreSQL."""
         with self.fleet.proxy.stalled(replies_only=True):
@@ -224,6 +243,7 @@ FAULTS: Final[list[tuple[Callable[[Nemesis], None], int]]] = [
     (Nemesis.stop_worker, 4),
     (Nemesis.suspend_worker, 8),
     (Nemesis.stall_network, 6),
+    (Nemesis.stall_finishes, 8),
     (Nemesis.lose_replies, 4),
     (Nemesis.cut_connection, 8),
     (Nemesis.kill_producer, 3),

@@ -118,6 +118,24 @@ def test_a_good_run_balances(run: tuple[Path, psycopg.Connection]) -> None:
     assert broken(path, connection) == set()
 
 
+def test_a_thread_may_hand_over_when_its_attempt_was_released_and_its_message_has_ended(
+    run: tuple[Path, psycopg.Connection],
+) -> None:
+    path, connection = run
+    connection.execute(
+        """
+        INSERT INTO pgoutbox.message (id, topic, state, attempt_count, finished_at, payload)
+        VALUES (5, 'soak.sync', 'cancelled', 1, now(), '{"ledger_key": "k5", "plan": ["ok"]}');
+        INSERT INTO pgoutbox.attempt (message_id, attempt_count, outcome, worker, started_at, ended_at)
+        VALUES (5, 1, 'cancelled', 'w', now(), now())
+        """
+    )
+    with Ledger(path, fsync=False) as ledger:
+        ledger.write("acknowledged", "k5")
+        ledger.hand_over({KEY: "k5"}, 1)
+    assert broken(path, connection) == set()
+
+
 @pytest.mark.parametrize(("invariant", "damage"), DAMAGE)
 def test_damage_is_seen(run: tuple[Path, psycopg.Connection], invariant: str, damage: LiteralString) -> None:
     path, connection = run

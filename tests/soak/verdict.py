@@ -77,12 +77,15 @@ SELECT
     extract(epoch FROM finished_at)::float8 AS finished_at
 FROM pgoutbox.message
 """
-# An attempt whose transaction failed to commit has no effect either, and is retried.
+# An attempt whose transaction failed to commit has no effect either, and is retried. A thread goes on when its attempt
+# is released, which ends a message that was cancelled or superseded meanwhile.
 _UNCERTAIN: Final = """
 SELECT a.message_id, a.attempt_count
 FROM pgoutbox.attempt AS a
 JOIN pgoutbox.message AS m ON m.id = a.message_id
-WHERE a.outcome IN ('lost', 'released') OR m.topic = 'soak.effect'
+WHERE a.outcome IN ('lost', 'released')
+    OR m.topic = 'soak.effect'
+    OR (m.topic = 'soak.sync' AND a.outcome IN ('skipped', 'cancelled'))
 """
 
 
