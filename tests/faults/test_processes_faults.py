@@ -212,7 +212,7 @@ def test_the_neighbours_of_a_message_that_ends_its_process_outlive_it(
     good = [enqueue(db, "fault.deliver", max_attempts=2) for _ in range(3)]
     in_order = [poison, *good] if poison_first else [*good, poison]
     for _ in range(3):
-        fleet.start("--drain", concurrency="4").wait(PATIENCE_SECONDS)
+        fleet.start("--drain", concurrency="4", lease_seconds="60").wait(PATIENCE_SECONDS)
         for message_id in in_order:
             lapse(db, message_id)
     assert {row.state for row in rows_of(db, *good)} == {"sent"}
@@ -226,7 +226,7 @@ def test_nobody_loses_more_than_two_attempts_by_a_message_that_ends_its_process(
     poison = enqueue(db, "fault.killed", max_attempts=6)
     good = [enqueue(db, "fault.deliver", max_attempts=3) for _ in range(40)]
     for _ in range(8):
-        fleet.start("--drain", concurrency="50").wait(PATIENCE_SECONDS)
+        fleet.start("--drain", concurrency="50", lease_seconds="60").wait(PATIENCE_SECONDS)
         ids = [poison, *good]
         choice.shuffle(ids)
         for message_id in ids:
