@@ -27,6 +27,7 @@ _CLAIM_PARAMETERS: dict[str, object] = {
     "fresh_floor_id": 0,
     "retry_floor": None,
     "retry_floor_id": 0,
+    "suspect_limit": 1,
     "worker": "explain",
     "lease_seconds": 60.0,
 }

@@ -4,6 +4,9 @@ Dead index entries at the head of a queue make every claim slower than the one b
 transaction keeps vacuum away. So a claim starts where the last one ended, the floor. Messages below the floor exist (a
 transaction that committed late, a lease that ran out), so it starts from the beginning again whenever a claim came back
 short, whenever a bell rang, and a few times a second under load.
+
+Messages whose attempt was lost are suspects: one of them may have ended its process, and with it the attempts of all
+the others. So they come in small turns, which grow while the process lives.
 """
 
 from __future__ import annotations
@@ -11,11 +14,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pgoutbox.message import State
 from pgoutbox.store import ClaimedRow, Floor
 
 FULL_CLAIM_SECONDS = 0.25
 # A claim from the beginning may be slow; then it comes as much more rarely as keeps its share of the time small.
 FULL_CLAIM_SHARE = 0.05
+MAX_SUSPECTS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +31,12 @@ class ClaimPlan:
     total: int
     fresh_floor: Floor | None
     retry_floor: Floor | None
+    suspect_limit: int
     is_full: bool
 
 
 class Lanes:
-    """The two lanes of one queue, as one worker remembers them."""
+    """The lanes of one queue, as one worker remembers them."""
 
     def __init__(self, queue: str) -> None:
         self.queue = queue
@@ -40,11 +46,15 @@ class Lanes:
         self._retry_due_at = 0.0
         self._retries_waiting = False
         self._retries_had_turn = False
+        self._group_size = 1
+        self._is_group_turn = False
 
-    def plan(self, room: int, *, now: float, from_beginning: bool) -> ClaimPlan:
+    def plan(self, room: int, *, now: float, from_beginning: bool, suspects_in_flight: bool) -> ClaimPlan:
         """Ask for up to `room` messages. `now` is any clock that never goes back, in seconds.
 
         Lanes take turns while both have work: fresh messages first, retries in what room is left, then the reverse.
+        Suspects have a turn when none is in flight: the oldest alone, then a group of those that can afford a loss,
+        then the oldest again. The group doubles for as long as there are enough, and the process is alive to ask.
         """
         if from_beginning or now >= self._full_due_at:
             self._fresh_floor = self._retry_floor = None
@@ -58,14 +68,18 @@ class Lanes:
             total=room,
             fresh_floor=self._fresh_floor,
             retry_floor=self._retry_floor,
+            suspect_limit=self._suspect_limit(room, suspects_in_flight=suspects_in_flight),
             is_full=self._fresh_floor is None,
         )
 
     def learn(self, plan: ClaimPlan, rows: Sequence[ClaimedRow], *, began_at: float, ended_at: float) -> bool:
         """Remember where a claim ended. Returns whether more is likely to wait."""
         fresh = [(row.due_at, row.id) for row in rows if row.former_attempt_count == 0]
-        retries = [(row.due_at, row.id) for row in rows if row.former_attempt_count > 0]
-        retry_room = plan.total - len(fresh)
+        lost = [row for row in rows if row.former_state == State.SENDING]
+        retries = [
+            (row.due_at, row.id) for row in rows if row.former_attempt_count > 0 and row.former_state == State.PENDING
+        ]
+        retry_room = plan.total - len(fresh) - len(lost)
         self._retries_had_turn = plan.fresh_limit == 0
         if plan.fresh_limit > 0:
             self._fresh_floor = max(fresh) if len(fresh) == plan.fresh_limit else None
@@ -75,4 +89,24 @@ class Lanes:
             self._retry_floor = max(retries) if retries and self._retries_waiting else None
         if plan.is_full:
             self._full_due_at = ended_at + max(FULL_CLAIM_SECONDS, (ended_at - began_at) / FULL_CLAIM_SHARE)
-        return len(rows) == plan.total
+        is_filled = len(rows) == plan.total
+        suspects = [row for row in lost if row.state == State.SENDING]
+        if plan.suspect_limit > 0:
+            self._pace_suspects(plan, suspects, is_filled=is_filled)
+        # A group that finds nobody leaves out those that come one by one.
+        return is_filled or (plan.suspect_limit > 1 and not suspects)
+
+    def _suspect_limit(self, room: int, *, suspects_in_flight: bool) -> int:
+        if suspects_in_flight:
+            return 0
+        return min(self._group_size, room) if self._is_group_turn else 1
+
+    def _pace_suspects(self, plan: ClaimPlan, suspects: Sequence[ClaimedRow], *, is_filled: bool) -> None:
+        was_group = plan.suspect_limit > 1
+        if len(suspects) == plan.suspect_limit:
+            self._is_group_turn = not was_group and suspects[0].former_attempt_count == 1
+            if self._is_group_turn:
+                self._group_size = min(2 * self._group_size, MAX_SUSPECTS)
+        elif not is_filled:
+            self._is_group_turn = False
+            self._group_size = 1

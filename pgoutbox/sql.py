@@ -187,10 +187,14 @@ SCHEMA_VERSION: Final[LiteralString] = "SELECT pgoutbox.schema_version()"
 
 # --- claim ------------------------------------------------------------------------------------------------------------
 
-# Takes up to `total` messages of one queue: first up to `fresh_limit` that were never attempted, then retries and
-# attempts whose lease has ended, as far as there is room. What must not be delivered any more ends here too: one that
-# was superseded, cancelled or has expired, and one whose attempts are used up. `now()` and not clock_timestamp(),
-# which, being volatile, could not be an index condition.
+# Takes up to `total` messages of one queue: first up to `fresh_limit` that were never attempted, then, as far as there
+# is room, attempts whose lease has ended, and retries. What must not be delivered any more ends here too: one that was
+# superseded, cancelled or has expired, and one whose attempts are used up. `now()` and not clock_timestamp(), which,
+# being volatile, could not be an index condition.
+#
+# Of what was lost and is tried again, the suspects, no more than `suspect_limit` come. A limit of 1 takes the one that
+# has waited longest. A greater one takes only those that can afford a second loss: only their first attempt was lost,
+# and the second is not their last.
 CLAIM: Final[LiteralString] = """
 WITH fresh AS MATERIALIZED (
     SELECT
@@ -234,7 +238,18 @@ WITH fresh AS MATERIALIZED (
     ORDER BY m.available_at, m.id
     LIMIT %(fresh_limit)s::bigint
     FOR UPDATE OF m SKIP LOCKED
-), due_again AS MATERIALIZED (
+), first_lapsed AS MATERIALIZED (
+    -- Where two scans begin that would each wade through the dead index entries before it; mostly there is none.
+    SELECT m.lease_expires_at, m.id
+    FROM pgoutbox.message_live AS m
+    WHERE m.queue = %(queue)s::text
+        AND m.state = 'sending'
+        AND m.lease_expires_at <= now()
+    ORDER BY m.lease_expires_at, m.id
+    LIMIT 1
+), ending AS MATERIALIZED (
+    -- Lost attempts whose message is not tried again. Apart, because nothing that ends waits for a suspect's turn: a
+    -- newer message of its key may wait for it.
     SELECT
         m.id,
         m.topic,
@@ -246,13 +261,85 @@ WITH fresh AS MATERIALIZED (
         m.cancel_requested_at,
         m.claimed_at,
         m.worker,
-        coalesce(m.lease_expires_at, m.available_at) AS due_at
+        m.lease_expires_at AS due_at
     FROM pgoutbox.message_live AS m
     WHERE m.queue = %(queue)s::text
+        AND m.state = 'sending'
+        AND m.lease_expires_at <= now()
+        AND (m.lease_expires_at, m.id)
+            >= ((SELECT f.lease_expires_at FROM first_lapsed AS f), (SELECT f.id FROM first_lapsed AS f))
+        AND m.topic = ANY (%(topics)s::text[])
+        AND NOT EXISTS (
+            SELECT FROM pgoutbox.queue AS q WHERE q.name = %(queue)s::text AND q.paused_at IS NOT NULL
+        )
+        AND (
+            m.attempt_count >= m.max_attempts
+            OR m.cancel_requested_at IS NOT NULL
+            OR m.expires_at <= now()
+            OR m.topic = ANY (%(hold_topics)s::text[])
+            OR EXISTS (
+                SELECT
+                FROM pgoutbox.coalesce AS head
+                WHERE head.topic = m.topic AND head.coalesce_key = m.coalesce_key AND head.newest_id > m.id
+            )
+        )
+    ORDER BY m.lease_expires_at, m.id
+    LIMIT %(total)s::bigint - (SELECT count(*) FROM fresh)
+    FOR UPDATE OF m SKIP LOCKED
+), suspects AS MATERIALIZED (
+    -- The others may have ended their process: they come by `suspect_limit`, alone or with such as can afford it.
+    SELECT
+        m.id,
+        m.topic,
+        m.coalesce_key,
+        m.state,
+        m.attempt_count,
+        m.max_attempts,
+        m.expires_at,
+        m.cancel_requested_at,
+        m.claimed_at,
+        m.worker,
+        m.lease_expires_at AS due_at
+    FROM pgoutbox.message_live AS m
+    WHERE m.queue = %(queue)s::text
+        AND m.state = 'sending'
+        AND m.lease_expires_at <= now()
+        AND (m.lease_expires_at, m.id)
+            >= ((SELECT f.lease_expires_at FROM first_lapsed AS f), (SELECT f.id FROM first_lapsed AS f))
+        AND m.topic = ANY (%(topics)s::text[])
+        AND NOT EXISTS (
+            SELECT FROM pgoutbox.queue AS q WHERE q.name = %(queue)s::text AND q.paused_at IS NOT NULL
+        )
+        AND m.id <> ALL (ARRAY(SELECT e.id FROM ending AS e))
+        AND (
+            %(suspect_limit)s::bigint = 1
+            OR (m.attempt_count = 1 AND m.max_attempts > 2)
+        )
+    ORDER BY m.lease_expires_at, m.id
+    LIMIT least(
+        %(suspect_limit)s::bigint,
+        %(total)s::bigint - (SELECT count(*) FROM fresh) - (SELECT count(*) FROM ending)
+    )
+    FOR UPDATE OF m SKIP LOCKED
+), retries AS MATERIALIZED (
+    SELECT
+        m.id,
+        m.topic,
+        m.coalesce_key,
+        m.state,
+        m.attempt_count,
+        m.max_attempts,
+        m.expires_at,
+        m.cancel_requested_at,
+        m.claimed_at,
+        m.worker,
+        m.available_at AS due_at
+    FROM pgoutbox.message_live AS m
+    WHERE m.queue = %(queue)s::text
+        AND m.state = 'pending'
         AND m.attempt_count > 0
-        AND coalesce(m.lease_expires_at, m.available_at) <= now()
-        AND (coalesce(m.lease_expires_at, m.available_at), m.id)
-            > (coalesce(%(retry_floor)s::timestamptz, '-infinity'), %(retry_floor_id)s::bigint)
+        AND m.available_at <= now()
+        AND (m.available_at, m.id) > (coalesce(%(retry_floor)s::timestamptz, '-infinity'), %(retry_floor_id)s::bigint)
         AND m.topic = ANY (%(topics)s::text[])
         AND NOT EXISTS (
             SELECT FROM pgoutbox.queue AS q WHERE q.name = %(queue)s::text AND q.paused_at IS NOT NULL
@@ -273,8 +360,9 @@ WITH fresh AS MATERIALIZED (
                 WHERE head.topic = m.topic AND head.coalesce_key = m.coalesce_key AND head.newest_id > m.id
             )
         )
-    ORDER BY coalesce(m.lease_expires_at, m.available_at), m.id
-    LIMIT %(total)s::bigint - (SELECT count(*) FROM fresh)
+    ORDER BY m.available_at, m.id
+    LIMIT %(total)s::bigint
+        - (SELECT count(*) FROM fresh) - (SELECT count(*) FROM ending) - (SELECT count(*) FROM suspects)
     FOR UPDATE OF m SKIP LOCKED
 ), judged AS MATERIALIZED (
     SELECT
@@ -293,7 +381,12 @@ WITH fresh AS MATERIALIZED (
             WHEN l.state = 'sending' AND l.topic = ANY (%(hold_topics)s::text[]) THEN 'failed'
             ELSE 'sending'
         END AS state
-    FROM (SELECT * FROM fresh UNION ALL SELECT * FROM due_again) AS l
+    FROM (
+        SELECT * FROM fresh
+        UNION ALL SELECT * FROM ending
+        UNION ALL SELECT * FROM suspects
+        UNION ALL SELECT * FROM retries
+    ) AS l
     LEFT JOIN pgoutbox.coalesce AS head ON head.topic = l.topic AND head.coalesce_key = l.coalesce_key
     -- The update below enters keys into the index of what is in flight: two claims enter them in one order.
     ORDER BY l.coalesce_key COLLATE "C", l.topic COLLATE "C", l.due_at, l.id
@@ -378,13 +471,22 @@ CROSS JOIN LATERAL (
             LIMIT 1
         ),
         (
-            SELECT coalesce(m.lease_expires_at, m.available_at)
+            SELECT m.available_at
             FROM pgoutbox.message_live AS m
             WHERE m.queue = asked.queue
+                AND m.state = 'pending'
                 AND m.attempt_count > 0
-                AND coalesce(m.lease_expires_at, m.available_at)
-                    > now() - make_interval(secs => %(since_seconds)s::float8)
-            ORDER BY coalesce(m.lease_expires_at, m.available_at)
+                AND m.available_at > now() - make_interval(secs => %(since_seconds)s::float8)
+            ORDER BY m.available_at
+            LIMIT 1
+        ),
+        (
+            SELECT m.lease_expires_at
+            FROM pgoutbox.message_live AS m
+            WHERE m.queue = asked.queue
+                AND m.state = 'sending'
+                AND m.lease_expires_at > now() - make_interval(secs => %(since_seconds)s::float8)
+            ORDER BY m.lease_expires_at
             LIMIT 1
         )
     ) AS due_at

@@ -321,8 +321,12 @@ class Store:
         total: int,
         fresh_floor: Floor | None,
         retry_floor: Floor | None,
+        suspect_limit: int,
     ) -> list[ClaimedRow]:
-        """Claim up to `total` messages, ordered by due time within each lane, those beyond the floors."""
+        """Claim up to `total` messages, ordered by due time within each lane, those beyond the floors.
+
+        Among them at most `suspect_limit` whose last attempt was lost and that are tried again.
+        """
         fresh_floor_at, fresh_floor_id = fresh_floor or NO_FLOOR
         retry_floor_at, retry_floor_id = retry_floor or NO_FLOOR
         rows = await self.claims.fetch(
@@ -337,6 +341,7 @@ class Store:
                 "fresh_floor_id": fresh_floor_id,
                 "retry_floor": retry_floor_at,
                 "retry_floor_id": retry_floor_id,
+                "suspect_limit": suspect_limit,
                 "worker": self.worker,
                 "lease_seconds": self._settings.lease_seconds,
             },

@@ -2,7 +2,8 @@
 
 One event loop. The main task claims and hands messages to the slots; outcomes collect in a buffer that a second task
 writes in batches, on another connection; so claims, handlers and finishes overlap, and none of them waits for a single
-message. What is in flight is in `_held`, from the claim's answer to the finish's.
+message. What is in flight is in `_held`, from the claim's answer to the finish's, and those of it whose attempt before
+was lost are in `_suspects`: any of them may end this process.
 
 Nothing here decides about correctness: every write is fenced in its statement. If this process stops at any line,
 the rows alone say what is left to do.
@@ -132,6 +133,7 @@ class Worker:
         self.telemetry = Telemetry(_log)
         self._transports = transports if transports is not None else outbox.transports_for(self._settings)
         self._held: dict[int, Context] = {}
+        self._suspects: list[Context] = []
         self._prefetch = 0
         self._stopping = False
         self._work_ahead = False
@@ -202,7 +204,7 @@ class Worker:
             self._store,
             self._held,
             batch_size=settings.batch_size,
-            on_progress=self._progress.set,
+            on_progress=self._note_progress,
             on_successors=self._wake_for_successors,
             on_pending=self._wake.set,
             telemetry=self.telemetry,
@@ -212,7 +214,7 @@ class Worker:
             concurrency=settings.concurrency,
             default_timeout_seconds=settings.handler_timeout_seconds,
             on_outcome=self._finisher.collect,
-            on_free=self._progress.set,
+            on_free=self._note_progress,
             telemetry=self.telemetry,
         )
         self._bell = Doorbell(settings, self._on_ring, self.telemetry) if listen else None
@@ -299,7 +301,7 @@ class Worker:
             self._look_from_beginning |= not (found and self._work_ahead)
             if found:
                 await self._stay_awake()
-            elif found == 0 and from_beginning:
+            elif found == 0 and from_beginning and not self._work_ahead:
                 await self._rest()
 
     async def _work_off(self) -> None:
@@ -310,9 +312,10 @@ class Worker:
             if room == 0:
                 await self._progress.wait()
                 continue
+            may_take_suspects = not self._suspects
             found = await self._claim_round(room, from_beginning=from_beginning)
-            if found == 0 and from_beginning:
-                if not self._held:
+            if found == 0 and from_beginning and not self._work_ahead:
+                if may_take_suspects and not self._held:
                     return
                 await self._progress.wait()
             from_beginning = found == 0
@@ -366,7 +369,7 @@ class Worker:
 
     async def _claim(self, lanes: Lanes, room: int, *, from_beginning: bool) -> list[ClaimedRow] | None:
         began_at = elapsed_clock()
-        plan = lanes.plan(room, now=began_at, from_beginning=from_beginning)
+        plan = lanes.plan(room, now=began_at, from_beginning=from_beginning, suspects_in_flight=bool(self._suspects))
         try:
             rows = await self._store.claim(
                 lanes.queue,
@@ -376,6 +379,7 @@ class Worker:
                 total=plan.total,
                 fresh_floor=plan.fresh_floor,
                 retry_floor=plan.retry_floor,
+                suspect_limit=plan.suspect_limit,
             )
         except (psycopg.Error, OSError) as error:
             await self._endure(error)
@@ -390,6 +394,7 @@ class Worker:
         works: list[Work] = []
         batches: dict[str, list[Context]] = {}
         ended = []
+        suspects = []
         for row in rows:
             if row.state != _SENDING:
                 ended.append(row)
@@ -398,6 +403,8 @@ class Worker:
             message, unreadable = _message_of(row)
             context = Context(message, handler, leased_at, self._keeper.ensure)
             self._held[row.id] = context
+            if row.former_state == State.SENDING:
+                suspects.append(context)
             if unreadable is not None or row.superseded:
                 context.done = True
                 # Superseded since the claim began: a retry is what the finish turns into `skipped`.
@@ -412,6 +419,7 @@ class Worker:
         for contexts in batches.values():
             size = contexts[0].handler.max_batch or 1
             works.extend(contexts[start : start + size] for start in range(0, len(contexts), size))
+        self._watch_suspects(suspects)
         self.telemetry.count(Event.CLAIMED, len(rows) - len(ended))
         self._slots.put(works)
         if ended:
@@ -447,6 +455,26 @@ class Worker:
             attempt_count=row.attempt_count,
             state=row.state,
         )
+
+    # --- suspects -----------------------------------------------------------------------------------------------------
+
+    def _watch_suspects(self, suspects: list[Context]) -> None:
+        """No other suspects are claimed until these have ended, but for no longer than a lease."""
+        if suspects:
+            self._suspects += suspects
+            asyncio.get_running_loop().call_later(self._settings.lease_seconds, self._trust, suspects)
+
+    def _trust(self, suspects: Sequence[Context]) -> None:
+        if self._suspects:
+            self._suspects = [context for context in self._suspects if context not in suspects]
+            if not self._suspects:
+                self._progress.set()
+                self._wake.set()
+
+    def _note_progress(self) -> None:
+        """An attempt has ended, or its end is written."""
+        self._progress.set()
+        self._trust([context for context in self._suspects if self._held.get(context.message.id) is not context])
 
     # --- sleep --------------------------------------------------------------------------------------------------------
 
@@ -492,7 +520,7 @@ class Worker:
             if found is None:
                 self._look_from_beginning = True
                 return
-            if found:
+            if found or self._work_ahead:
                 await self._stay_awake()
                 return
             if bell is Bell.ARMED:

@@ -84,6 +84,7 @@ def claim(
     fresh_limit: int | None = None,
     fresh_floor: Floor | None = None,
     retry_floor: Floor | None = None,
+    suspect_limit: int = 1,
     worker: str = "worker-1",
 ) -> list[ClaimedRow]:
     """Claim, and give the rows in the order of their ids."""
@@ -97,6 +98,7 @@ def claim(
         "fresh_floor_id": (fresh_floor or NO_FLOOR)[1],
         "retry_floor": (retry_floor or NO_FLOOR)[0],
         "retry_floor_id": (retry_floor or NO_FLOOR)[1],
+        "suspect_limit": suspect_limit,
         "worker": worker,
         "lease_seconds": LEASE_SECONDS,
     }

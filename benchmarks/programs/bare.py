@@ -43,6 +43,7 @@ def main(batch_size: int) -> int:
                     "fresh_floor_id": floor[1],
                     "retry_floor": None,
                     "retry_floor_id": 0,
+                    "suspect_limit": 1,
                     "worker": "bare",
                     "lease_seconds": settings.lease_seconds,
                 },

@@ -125,17 +125,23 @@ MESSAGE_DONE_DEFAULT = "CREATE TABLE pgoutbox.message_done_default PARTITION OF 
 # Block ranges are enough for retention, which reads old rows in bulk, and cost a finish almost nothing.
 MESSAGE_DONE_FINISHED = "CREATE INDEX message_done_finished_at ON pgoutbox.message_done USING brin (finished_at)"
 
-# The two lanes of a claim. Fresh messages and retries are read from different indexes, so that a backlog of the one
-# never stands before the other.
+# The three lanes of a claim. Fresh messages, retries and what is in flight are read from different indexes, so that a
+# backlog of the one never stands before the other.
 LIVE_FRESH = """
 CREATE INDEX message_live_fresh ON pgoutbox.message_live (queue, available_at, id)
 WHERE attempt_count = 0
 """
 
-# A message in `sending` is due again when its lease ends: recovery needs no other list than this index.
 LIVE_RETRY = """
-CREATE INDEX message_live_retry ON pgoutbox.message_live (queue, (coalesce(lease_expires_at, available_at)), id)
-WHERE attempt_count > 0
+CREATE INDEX message_live_retry ON pgoutbox.message_live (queue, available_at, id)
+WHERE attempt_count > 0 AND state = 'pending'
+"""
+
+# A message in `sending` is due again when its lease ends: recovery needs no other list than this index. Its condition
+# is the lease and not the state, by which a finish, too, could be planned to read it, where the primary key is meant.
+LIVE_LEASE = """
+CREATE INDEX message_live_lease ON pgoutbox.message_live (queue, lease_expires_at, id)
+WHERE lease_expires_at IS NOT NULL
 """
 
 # The guard of "two are never in flight at once": whatever two claims see, only one of them can commit.
@@ -813,8 +819,8 @@ $block$
 def upgrade() -> None:
     for statement in (
         SCHEMA, SCHEMA_COMMENT, SEQUENCE, MESSAGE, MESSAGE_LIVE, MESSAGE_FAILED, MESSAGE_DONE, MESSAGE_DONE_DEFAULT,
-        MESSAGE_DONE_FINISHED, LIVE_FRESH, LIVE_RETRY, LIVE_IN_FLIGHT, ATTEMPT, QUEUE, COALESCE, DEDUPE, *FUNCTIONS,
-        REVOKE,
+        MESSAGE_DONE_FINISHED, LIVE_FRESH, LIVE_RETRY, LIVE_LEASE, LIVE_IN_FLIGHT, ATTEMPT, QUEUE, COALESCE, DEDUPE,
+        *FUNCTIONS, REVOKE,
     ):  # fmt: skip
         op.execute(statement)
     op.execute("ALTER SEQUENCE pgoutbox.message_id_seq OWNED BY pgoutbox.message.id")

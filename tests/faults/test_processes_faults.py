@@ -204,19 +204,37 @@ def test_a_message_that_ends_its_process_fails_after_exactly_its_attempts(
     assert violations(db) == []
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="what a dying process has claimed together with the poison loses an attempt each time, "
-    "comes back in the same claim, and fails with it",
-)
-def test_the_neighbours_of_a_message_that_ends_its_process_outlive_it(db: psycopg.Connection, fleet: Fleet) -> None:
+@pytest.mark.parametrize("poison_first", [True, False], ids=["poison first", "poison last"])
+def test_the_neighbours_of_a_message_that_ends_its_process_outlive_it(
+    db: psycopg.Connection, fleet: Fleet, *, poison_first: bool
+) -> None:
     poison = enqueue(db, "fault.killed", max_attempts=2)
     good = [enqueue(db, "fault.deliver", max_attempts=2) for _ in range(3)]
+    in_order = [poison, *good] if poison_first else [*good, poison]
     for _ in range(3):
-        fleet.start("--drain", concurrency="4").wait(PATIENCE_SECONDS)
-        for message_id in (poison, *good):
+        fleet.start("--drain", concurrency="4", lease_seconds="60").wait(PATIENCE_SECONDS)
+        for message_id in in_order:
             lapse(db, message_id)
     assert {row.state for row in rows_of(db, *good)} == {"sent"}
+    assert violations(db) == []
+
+
+def test_nobody_loses_more_than_two_attempts_by_a_message_that_ends_its_process(
+    db: psycopg.Connection, fleet: Fleet, choice: random.Random
+) -> None:
+    """The poison gets up to six processes, and is somewhere among the others whenever suspects come in groups."""
+    poison = enqueue(db, "fault.killed", max_attempts=6)
+    good = [enqueue(db, "fault.deliver", max_attempts=3) for _ in range(40)]
+    for _ in range(8):
+        fleet.start("--drain", concurrency="50", lease_seconds="60").wait(PATIENCE_SECONDS)
+        ids = [poison, *good]
+        choice.shuffle(ids)
+        for message_id in ids:
+            lapse(db, message_id)
+    assert state_of(db, poison) == "failed"
+    assert [outcome for _, outcome, _ in attempts_of(db, poison)] == ["lost"] * 6
+    assert {row.state for row in rows_of(db, *good)} == {"sent"}
+    assert violations(db) == []
 
 
 def test_a_message_that_exhausts_the_memory_fails_and_the_others_are_delivered(

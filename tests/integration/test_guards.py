@@ -154,6 +154,53 @@ async def an_older_attempt_is_not_retried_after_a_newer_message(stage: Stage) ->
     assert state_of(stage.db, older) == "skipped"
 
 
+# --- suspects ---------------------------------------------------------------------------------------------------------
+
+
+def lost_together(stage: Stage, count: int, *, max_attempts: int = 11) -> list[int]:
+    """Messages whose process has ended, and one of them may have ended it."""
+    ids = [enqueue(stage.db, max_attempts=max_attempts) for _ in range(count)]
+    assert ids_in_flight(claim(stage.db)) == ids
+    for message_id in ids:
+        lapse(stage.db, message_id)
+    return ids
+
+
+async def suspects_are_claimed_one_by_one(stage: Stage) -> None:
+    ids = lost_together(stage, 3)
+    assert ids_in_flight(claim(stage.db, suspect_limit=1)) == ids[:1]
+
+
+async def a_last_attempt_is_not_made_beside_other_suspects(stage: Stage) -> None:
+    lost_together(stage, 3, max_attempts=2)
+    assert ids_in_flight(claim(stage.db, suspect_limit=3)) == []
+
+
+async def what_was_lost_twice_is_not_tried_beside_other_suspects(stage: Stage) -> None:
+    for message_id in lost_together(stage, 2):
+        claim(stage.db)
+        lapse(stage.db, message_id)
+    assert ids_in_flight(claim(stage.db, suspect_limit=3)) == []
+
+
+async def while_a_suspect_is_in_flight_its_worker_claims_no_other(stage: Stage) -> None:
+    lost_together(stage, 2)
+    outbox = Outbox(settings_for(stage.dsn))
+    opened = asyncio.Event()
+    in_flight: list[int] = []
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        in_flight.append(message.id)
+        await opened.wait()
+
+    worker = WatchedWorker(outbox)
+    async with running(worker):
+        await worker.asleep.wait()
+        opened.set()
+        assert len(in_flight) == 1
+
+
 # --- the doorbell -----------------------------------------------------------------------------------------------------
 
 
@@ -284,6 +331,23 @@ def no_supersession_in_finish(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sql, "FINISH_IF_HELD", without(sql.FINISH_IF_HELD, "WHEN head.newest_id > o.id THEN 'skipped'\n"))
 
 
+def no_limit_of_suspects(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    limit = "%(suspect_limit)s::bigint,\n"
+    patch.setattr(sql, "CLAIM", without(sql.CLAIM, limit))
+
+
+def no_look_at_the_budget_of_a_suspect(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sql, "CLAIM", without(sql.CLAIM, " AND m.max_attempts > 2"))
+
+
+def no_look_at_the_losses_of_a_suspect(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sql, "CLAIM", without(sql.CLAIM, "m.attempt_count = 1 AND "))
+
+
+def no_memory_of_suspects(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(pgoutbox.worker.Worker, "_watch_suspects", lambda self, suspects: None)
+
+
 def no_shared_lock(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     """An enqueue that only looks whether the bell is armed, and lets go of it before its row can be seen."""
     (definition,) = stage.db.execute("SELECT pg_get_functiondef('pgoutbox.write_message'::regproc)").fetchone() or ("",)
@@ -323,6 +387,18 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
     ("one in flight: index", of_two_claims_that_do_not_see_each_other_one_is_refused, no_unique_index),
     ("supersession in claim", an_older_message_is_not_delivered_after_a_newer_one, no_supersession_in_claim),
     ("supersession in finish", an_older_attempt_is_not_retried_after_a_newer_message, no_supersession_in_finish),
+    ("suspects: limit", suspects_are_claimed_one_by_one, no_limit_of_suspects),
+    (
+        "suspects: last attempt",
+        a_last_attempt_is_not_made_beside_other_suspects,
+        no_look_at_the_budget_of_a_suspect,
+    ),
+    (
+        "suspects: lost twice",
+        what_was_lost_twice_is_not_tried_beside_other_suspects,
+        no_look_at_the_losses_of_a_suspect,
+    ),
+    ("suspects: memory", while_a_suspect_is_in_flight_its_worker_claims_no_other, no_memory_of_suspects),
     ("shared doorbell lock", an_enqueue_under_way_is_not_missed_by_arming, no_shared_lock),
     ("claim after arming", a_commit_between_the_claim_and_arming_is_not_missed, no_claim_after_arming),
     ("read committed", two_workers_claims_do_not_fail_under_a_strict_default_isolation, no_pinned_isolation),

@@ -405,6 +405,7 @@ async def test_a_claim_tells_of_an_older_message_that_a_newer_one_has_overtaken(
             total=10,
             fresh_floor=None,
             retry_floor=None,
+            suspect_limit=1,
         )
     )
     try:

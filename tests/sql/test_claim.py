@@ -90,6 +90,7 @@ def test_the_answer_lists_what_the_dataclass_reads_in_its_order(rolled_back: psy
         "fresh_floor_id": 0,
         "retry_floor": None,
         "retry_floor_id": 0,
+        "suspect_limit": 1,
         "worker": "w",
         "lease_seconds": 1,
     }
@@ -278,6 +279,105 @@ def test_a_lost_attempt_whose_message_was_cancelled_ends_cancelled(rolled_back: 
     assert ids_in_flight(claim(rolled_back)) == []
     assert state_of(rolled_back, message_id) == State.CANCELLED
     assert [outcome for _, outcome, _ in attempts_of(rolled_back, message_id)] == ["lost"]
+
+
+def lost_one_after_the_other(connection: psycopg.Connection, count: int, **arguments: Unpack[Options]) -> list[int]:
+    """Messages whose workers died, the first one first."""
+    ids = []
+    for age in range(count, 0, -1):
+        message_id = enqueue(connection, **arguments)
+        connection.execute(
+            """
+            UPDATE pgoutbox.message_live
+            SET state = 'sending', attempt_count = 1, claimed_at = now(), worker = 'first',
+                lease_expires_at = now() - make_interval(secs => %s)
+            WHERE id = %s
+            """,
+            [age, message_id],
+        )
+        ids.append(message_id)
+    return ids
+
+
+def test_of_what_was_lost_no_more_is_tried_again_than_the_limit_says(rolled_back: psycopg.Connection) -> None:
+    ids = lost_one_after_the_other(rolled_back, 5)
+    assert claim(rolled_back, suspect_limit=0) == []
+    assert ids_in_flight(claim(rolled_back, suspect_limit=1)) == ids[:1]
+    assert ids_in_flight(claim(rolled_back, suspect_limit=3)) == ids[1:4]
+
+
+def test_suspects_take_no_more_than_the_room(rolled_back: psycopg.Connection) -> None:
+    ids = lost_one_after_the_other(rolled_back, 5)
+    fresh = enqueue(rolled_back)
+    assert ids_in_flight(claim(rolled_back, total=3, suspect_limit=5)) == [*ids[:2], fresh]
+
+
+def test_suspects_beyond_the_limit_hold_up_neither_fresh_messages_nor_retries(rolled_back: psycopg.Connection) -> None:
+    suspects = lost_one_after_the_other(rolled_back, 5)
+    fresh, retry = enqueue(rolled_back), retried(rolled_back)
+    assert ids_in_flight(claim(rolled_back, total=3)) == [suspects[0], fresh, retry]
+
+
+def test_a_backlog_of_retries_does_not_stand_before_a_suspect(rolled_back: psycopg.Connection) -> None:
+    for _ in range(5):
+        due_earlier(rolled_back, retried(rolled_back), 3600)
+    (suspect,) = lost_one_after_the_other(rolled_back, 1)
+    assert ids_in_flight(claim(rolled_back, total=1, fresh_limit=0)) == [suspect]
+
+
+def test_in_a_group_come_only_suspects_that_can_afford_a_second_loss(rolled_back: psycopg.Connection) -> None:
+    (last_attempt,) = lost_one_after_the_other(rolled_back, 1, max_attempts=2)
+    (later_attempt,) = lost_one_after_the_other(rolled_back, 1)
+    rolled_back.execute("UPDATE pgoutbox.message_live SET attempt_count = 2 WHERE id = %s", [later_attempt])
+    can_afford_it = lost_one_after_the_other(rolled_back, 2, max_attempts=3)
+    assert ids_in_flight(claim(rolled_back, suspect_limit=10)) == can_afford_it
+    assert claim(rolled_back, suspect_limit=10) == []
+    assert [ids_in_flight(claim(rolled_back)) for _ in range(2)] == [[last_attempt], [later_attempt]]
+
+
+@pytest.mark.parametrize("why", ["superseded", "cancelled", "expired", "exhausted", "on hold"])
+def test_a_lost_attempt_that_ends_does_not_wait_for_a_suspects_turn(rolled_back: psycopg.Connection, why: str) -> None:
+    suspects = lost_one_after_the_other(rolled_back, 3)
+    max_attempts = 1 if why == "exhausted" else 11
+    (ends,) = lost_one_after_the_other(rolled_back, 1, coalesce_key="k", max_attempts=max_attempts)
+    successors = [enqueue(rolled_back, coalesce_key="k")] if why == "superseded" else []
+    match why:
+        case "cancelled":
+            cancel(rolled_back, ends)
+        case "expired":
+            expire(rolled_back, ends)
+        case "on hold":
+            rolled_back.execute("UPDATE pgoutbox.message_live SET topic = 'bill' WHERE id = %s", [ends])
+    rows = claim(rolled_back, topics=["greet", "bill"], hold_topics=["bill"], suspect_limit=0)
+    assert [row.id for row in rows] == [ends]
+    assert ids_in_flight(rows) == []
+    assert [outcome for _, outcome, _ in attempts_of(rolled_back, ends)] == ["lost"]
+    assert ids_in_flight(claim(rolled_back, suspect_limit=0)) == successors
+    assert ids_in_flight(claim(rolled_back)) == suspects[:1]
+
+
+def test_a_suspect_that_another_session_has_locked_is_passed_over(connect: Connect) -> None:
+    ours, theirs = connect(autocommit=True), connect()
+    first, second = lost_one_after_the_other(ours, 2)
+    assert ids_in_flight(claim(theirs)) == [first]
+    assert ids_in_flight(claim(ours)) == [second]
+
+
+def test_a_paused_queue_leaves_its_suspects_alone(rolled_back: psycopg.Connection) -> None:
+    (suspect,) = lost_one_after_the_other(rolled_back, 1)
+    lost_one_after_the_other(rolled_back, 1, max_attempts=1)
+    rolled_back.execute("INSERT INTO pgoutbox.queue (name, paused_at) VALUES ('default', now())")
+    assert claim(rolled_back) == []
+    rolled_back.execute("UPDATE pgoutbox.queue SET paused_at = NULL")
+    assert ids_in_flight(claim(rolled_back)) == [suspect]
+
+
+def test_a_suspect_behind_one_of_a_foreign_topic_is_found(rolled_back: psycopg.Connection) -> None:
+    lost_one_after_the_other(rolled_back, 1, queue="bulk")
+    lost_one_after_the_other(rolled_back, 1)
+    rolled_back.execute("UPDATE pgoutbox.message_live SET topic = 'unknown', lease_expires_at = now() - interval '1 h'")
+    (suspect,) = lost_one_after_the_other(rolled_back, 1)
+    assert ids_in_flight(claim(rolled_back)) == [suspect]
 
 
 @pytest.mark.parametrize("claims", [1, 2, 5])

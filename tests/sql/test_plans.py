@@ -66,6 +66,7 @@ CLAIM_PARAMETERS: Mapping[str, object] = {
     "fresh_floor_id": 0,
     "retry_floor": None,
     "retry_floor_id": 0,
+    "suspect_limit": 1,
     "worker": "w",
     "lease_seconds": 60.0,
 }
@@ -162,13 +163,17 @@ def plan_of(connection: psycopg.Connection, statement: LiteralString, parameters
 
 def test_a_claim_reads_each_lane_from_its_own_index(filled: psycopg.Connection) -> None:
     plan = plan_of(filled, sql.CLAIM, CLAIM_PARAMETERS)
-    fresh, again, *updated = plan.reads("message_live", "m")
-    assert (fresh.index, again.index) == ("message_live_fresh", "message_live_retry")
-    for lane in (fresh, again):
+    fresh, first_lapsed, ending, suspects, retries, *updated = plan.reads("message_live", "m")
+    assert (fresh.index, retries.index) == ("message_live_fresh", "message_live_retry")
+    assert {lane.index for lane in (first_lapsed, ending, suspects)} == {"message_live_lease"}
+    for lane in (fresh, first_lapsed, ending, suspects, retries):
         # A dollar sign shows that this is the generic plan, as the worker runs it.
         assert re.search(r"queue = \$\d", lane.condition)
         assert "<= now()" in lane.condition
+    for lane in (fresh, retries):
         assert re.search(r"> ROW\(COALESCE\(\$\d", lane.condition), "the floor is no index condition"
+    for lane in (ending, suspects):
+        assert re.search(r">= ROW\(", lane.condition), "the first that has lapsed is no index condition"
     assert [node.index for node in updated] == ["message_live_pkey"]
 
 
@@ -189,7 +194,11 @@ def test_a_claim_sorts_nothing_but_the_batch_that_it_has_locked(filled: psycopg.
 
 def test_the_next_due_time_is_read_from_the_head_of_each_lane(filled: psycopg.Connection) -> None:
     plan = plan_of(filled, sql.NEXT_DUE, {"queues": ["default", "bulk"], "since_seconds": 0})
-    assert {node.index for node in plan.reads("message_live")} == {"message_live_fresh", "message_live_retry"}
+    assert {node.index for node in plan.reads("message_live")} == {
+        "message_live_fresh",
+        "message_live_lease",
+        "message_live_retry",
+    }
     assert not plan.types() & {"Sort", "Incremental Sort"}
 
 

@@ -258,6 +258,7 @@ def test_the_live_part_has_no_more_indexes_than_claims_need(rolled_back: psycopg
     assert [name for (name,) in indexes] == [
         "message_live_fresh",
         "message_live_in_flight",
+        "message_live_lease",
         "message_live_pkey",
         "message_live_retry",
     ]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 
-from pgoutbox.lanes import FULL_CLAIM_SECONDS, FULL_CLAIM_SHARE, ClaimPlan, Lanes
+from pgoutbox.lanes import FULL_CLAIM_SECONDS, FULL_CLAIM_SHARE, MAX_SUSPECTS, ClaimPlan, Lanes
 from pgoutbox.store import ClaimedRow
 
 NOON = datetime(2024, 1, 1, 12, tzinfo=UTC)
 ROOM = 4
 
 
-def row(seconds: int, *, attempts: int = 0) -> ClaimedRow:
+def row(seconds: int, *, attempts: int = 0, former_state: str = "pending", state: str = "sending") -> ClaimedRow:
     """A claimed row that was due so many seconds after noon."""
     due_at = NOON + timedelta(seconds=seconds)
     return ClaimedRow(
@@ -26,8 +26,8 @@ def row(seconds: int, *, attempts: int = 0) -> ClaimedRow:
         created_at=NOON,
         available_at=due_at,
         coalesce_key=None,
-        state="sending",
-        former_state="pending",
+        state=state,
+        former_state=former_state,
         former_attempt_count=attempts,
         due_at=due_at,
         superseded=False,
@@ -42,6 +42,10 @@ def again(*seconds: int) -> list[ClaimedRow]:
     return [row(s, attempts=1) for s in seconds]
 
 
+def lost(*seconds: int, attempts: int = 1, state: str = "sending") -> list[ClaimedRow]:
+    return [row(s, attempts=attempts, former_state="sending", state=state) for s in seconds]
+
+
 class Clock:
     """Lanes with a clock that the test moves."""
 
@@ -49,11 +53,13 @@ class Clock:
         self.lanes = Lanes("default")
         self.now = 1000.0
 
-    def plan(self, *, from_beginning: bool = False) -> ClaimPlan:
-        return self.lanes.plan(ROOM, now=self.now, from_beginning=from_beginning)
+    def plan(self, *, from_beginning: bool = False, room: int = ROOM, suspects_in_flight: bool = False) -> ClaimPlan:
+        return self.lanes.plan(room, now=self.now, from_beginning=from_beginning, suspects_in_flight=suspects_in_flight)
 
-    def claim(self, rows: list[ClaimedRow], *, from_beginning: bool = False, took: float = 0.001) -> bool:
-        plan = self.plan(from_beginning=from_beginning)
+    def claim(
+        self, rows: list[ClaimedRow], *, from_beginning: bool = False, took: float = 0.001, room: int = ROOM
+    ) -> bool:
+        plan = self.plan(from_beginning=from_beginning, room=room)
         assert len(rows) <= plan.total
         began_at, self.now = self.now, self.now + took
         return self.lanes.learn(plan, rows, began_at=began_at, ended_at=self.now)
@@ -61,7 +67,7 @@ class Clock:
 
 def test_the_first_claim_looks_from_the_beginning() -> None:
     plan = Clock().plan(from_beginning=True)
-    assert plan == ClaimPlan(ROOM, ROOM, None, None, is_full=True)
+    assert plan == ClaimPlan(ROOM, ROOM, None, None, 1, is_full=True)
 
 
 def test_a_full_answer_sets_the_floor_where_it_ended() -> None:
@@ -143,3 +149,71 @@ def test_the_floor_of_retries_is_their_own() -> None:
 def test_an_answer_that_fills_the_room_means_that_more_is_likely_to_wait() -> None:
     assert Clock().claim([*fresh(1, 2), *again(1, 2)], from_beginning=True)
     assert not Clock().claim([*fresh(1, 2), *again(1)], from_beginning=True)
+
+
+def test_while_a_suspect_is_in_flight_no_other_is_asked_for() -> None:
+    clock = Clock()
+    assert clock.plan().suspect_limit == 1
+    assert clock.plan(suspects_in_flight=True).suspect_limit == 0
+
+
+def test_the_oldest_suspect_has_every_other_turn_and_groups_double_between() -> None:
+    clock = Clock()
+    limits = []
+    for _ in range(16):
+        plan = clock.plan(room=100)
+        limits.append(plan.suspect_limit)
+        clock.claim(lost(*range(plan.suspect_limit)), room=100)
+    assert limits == [1, 2, 1, 4, 1, 8, 1, 16, 1, *[MAX_SUSPECTS, 1] * 3, MAX_SUSPECTS]
+
+
+def test_a_group_is_no_greater_than_the_room() -> None:
+    clock = Clock()
+    for limit in (1, 2, 1, 4, 1):
+        clock.claim(lost(*range(limit)), room=100)
+    assert clock.plan().suspect_limit == ROOM
+
+
+def test_after_one_that_cannot_afford_a_loss_comes_the_oldest_again() -> None:
+    clock = Clock()
+    clock.claim(lost(1, attempts=2))
+    assert clock.plan().suspect_limit == 1
+
+
+def test_a_group_that_found_too_few_is_followed_by_one_alone() -> None:
+    clock = Clock()
+    for limit in (1, 2, 1):
+        clock.claim(lost(*range(limit)))
+    assert clock.plan().suspect_limit == ROOM
+    clock.claim(lost(1, 2))
+    assert clock.plan().suspect_limit == 1
+    clock.claim(lost(1))
+    assert clock.plan().suspect_limit == 2
+
+
+def test_a_group_that_found_nobody_is_no_reason_to_sleep() -> None:
+    clock = Clock()
+    clock.claim(lost(1))
+    assert clock.claim([], from_beginning=True)
+    assert not clock.claim([], from_beginning=True)
+
+
+def test_fresh_messages_that_use_up_the_room_do_not_change_the_turns_of_suspects() -> None:
+    clock = Clock()
+    clock.claim(lost(1))
+    clock.claim(fresh(1, 2, 3, 4))
+    assert clock.plan().suspect_limit == 2
+
+
+def test_lost_attempts_neither_move_the_floor_of_retries_nor_count_as_such() -> None:
+    clock = Clock()
+    clock.claim([*lost(90), *again(1, 2, 3)], from_beginning=True)
+    assert clock.plan().retry_floor == (NOON + timedelta(seconds=3), 3)
+    clock.claim([*lost(91), *again(4)])
+    assert clock.plan().retry_floor is None
+
+
+def test_lost_attempts_that_end_are_no_suspects() -> None:
+    clock = Clock()
+    clock.claim(lost(1, state="failed"))
+    assert clock.plan().suspect_limit == 1

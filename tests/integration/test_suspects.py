@@ -1,0 +1,226 @@
+"""Messages whose attempt was lost: any of them may end its process, so they come in small turns that grow."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import pgoutbox.worker
+from pgoutbox import Outbox
+from pgoutbox.message import Message, Transient
+from pgoutbox.retry import RetryPolicy
+from pgoutbox.store import Store
+from pgoutbox.worker import Worker
+from tests.outbox_actions import (
+    PATIENCE_SECONDS,
+    WatchedWorker,
+    attempts_of,
+    claim,
+    enqueue,
+    lapse,
+    row_of,
+    rows_of,
+    running,
+    settings_for,
+    state_of,
+)
+from tests.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import psycopg
+
+    from pgoutbox.dispatch import Context
+    from pgoutbox.store import ClaimedRow
+    from tests.conftest import Connect
+
+
+@pytest.fixture
+def db(connect: Connect) -> psycopg.Connection:
+    """An autocommit connection to the test's database."""
+    return connect(autocommit=True)
+
+
+def lost(db: psycopg.Connection, topic: str = "greet", *, times: int = 1, max_attempts: int = 11) -> int:
+    """A message whose worker died, so many times in a row."""
+    message_id = enqueue(db, topic, max_attempts=max_attempts)
+    for _ in range(times):
+        assert [row.id for row in claim(db, topics=[topic])] == [message_id]
+        lapse(db, message_id)
+    # The next one's claim does not find it here.
+    db.execute("UPDATE pgoutbox.message_live SET queue = 'apart' WHERE id = %s", [message_id])
+    return message_id
+
+
+def all_due(db: psycopg.Connection) -> None:
+    db.execute("UPDATE pgoutbox.message_live SET queue = 'default'")
+
+
+class Gate:
+    """An outbox whose topic `greet` waits for the gate and whose topic `bill` does not."""
+
+    def __init__(self, dsn: str, **settings: object) -> None:
+        self.outbox = Outbox(settings_for(dsn, **settings))
+        self.opened = asyncio.Event()
+        self.waiting: list[int] = []
+        self.billed: list[int] = []
+
+        @self.outbox.handler("greet")
+        async def greet(message: Message, ctx: Context) -> None:
+            self.waiting.append(message.id)
+            await self.opened.wait()
+
+        @self.outbox.handler("bill", retry=RetryPolicy.steps(0, jitter=0))
+        async def bill(message: Message, ctx: Context) -> None:
+            self.billed.append(message.id)
+            if message.attempt_count == 1:
+                raise Transient("busy")
+
+
+async def test_a_suspect_in_flight_holds_up_other_suspects_and_nothing_else(dsn: str, db: psycopg.Connection) -> None:
+    first, second = lost(db), lost(db)
+    all_due(db)
+    gate = Gate(dsn)
+    worker = WatchedWorker(gate.outbox)
+    async with running(worker):
+        await until(lambda: gate.waiting)
+        fresh = enqueue(db, "bill")
+        await until(lambda: state_of(db, fresh) == "sent")
+        assert gate.waiting == [first]
+        assert gate.billed == [fresh, fresh]
+        assert row_of(db, second).attempt_count == 1
+        # No sweep wakes this worker: the end of the first one does.
+        gate.opened.set()
+        await until(lambda: state_of(db, second) == "sent")
+
+
+async def test_a_worker_sleeps_while_its_suspect_is_in_flight_and_others_are_due(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    lost(db), lost(db)
+    all_due(db)
+    gate = Gate(dsn)
+    worker = WatchedWorker(gate.outbox)
+    async with running(worker):
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await worker.asleep.wait()
+        assert len(gate.waiting) == 1
+        gate.opened.set()
+
+
+async def test_several_workers_have_a_suspect_each(dsn: str, db: psycopg.Connection) -> None:
+    suspects = [lost(db) for _ in range(3)]
+    all_due(db)
+    gates = [Gate(dsn), Gate(dsn)]
+    async with running(Worker(gates[0].outbox)), running(Worker(gates[1].outbox)):
+        await until(lambda: all(gate.waiting for gate in gates))
+        assert sorted(gates[0].waiting + gates[1].waiting) == suspects[:2]
+        for gate in gates:
+            gate.opened.set()
+        await until(lambda: state_of(db, suspects[2]) == "sent")
+
+
+async def test_what_ends_without_an_attempt_does_not_wait_for_a_suspect(dsn: str, db: psycopg.Connection) -> None:
+    first, exhausted = lost(db), lost(db, max_attempts=1)
+    all_due(db)
+    gate = Gate(dsn)
+    async with running(Worker(gate.outbox)):
+        await until(lambda: state_of(db, exhausted) == "failed")
+        await until(lambda: gate.waiting == [first])
+        gate.opened.set()
+
+
+async def test_a_suspect_that_takes_longer_than_a_lease_holds_up_no_others(dsn: str, db: psycopg.Connection) -> None:
+    lost(db)
+    other = lost(db, "bill")
+    all_due(db)
+    gate = Gate(dsn, lease_seconds=5)
+    async with running(Worker(gate.outbox)):
+        await until(lambda: state_of(db, other) == "sent")
+        assert gate.waiting
+        assert not gate.opened.is_set()
+        gate.opened.set()
+
+
+@pytest.mark.parametrize("how", ["once", "drain"])
+async def test_one_run_delivers_a_mass_of_suspects_whatever_their_history(
+    dsn: str, db: psycopg.Connection, how: str
+) -> None:
+    ids = [
+        *(lost(db) for _ in range(20)),
+        *(lost(db, times=2) for _ in range(5)),
+        *(lost(db, max_attempts=2) for _ in range(5)),
+        *(lost(db) for _ in range(20)),
+    ]
+    failed = [lost(db, max_attempts=1) for _ in range(5)]
+    all_due(db)
+    gate = Gate(dsn)
+    gate.opened.set()
+    worker = Worker(gate.outbox)
+    await (worker.run_once() if how == "once" else worker.drain())
+    assert {row.state for row in rows_of(db, *ids)} == {"sent"}
+    assert {row.state for row in rows_of(db, *failed)} == {"failed"}
+    assert sorted(gate.waiting) == ids
+
+
+async def test_a_run_does_not_end_when_a_suspect_ends_during_a_claim_that_could_not_take_the_next(
+    dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = [lost(db, times=2) for _ in range(3)]
+    all_due(db)
+    gate = Gate(dsn)
+    worker = Worker(gate.outbox)
+    looks: list[int] = []
+
+    class SlowStore(Store):
+        async def claim(self, *arguments: Any, **options: Any) -> list[ClaimedRow]:  # noqa: ANN401 - passed on
+            rows = await super().claim(*arguments, **options)
+            if options["suspect_limit"] == 0:
+                looks.append(len(rows))
+            # The second look without a suspect is the one from the beginning, after which a run may end.
+            if len(looks) == 2 and not gate.opened.is_set():
+                gate.opened.set()
+                await until(lambda: not worker._held)
+            return rows
+
+    monkeypatch.setattr(pgoutbox.worker, "Store", SlowStore)
+    await worker.run_once()
+    assert {row.state for row in rows_of(db, *ids)} == {"sent"}
+
+
+async def test_groups_of_suspects_double_while_the_process_lives(dsn: str, db: psycopg.Connection) -> None:
+    """Each handler ends when as many are in flight as its turn allows: smaller turns never end."""
+    turns = [1, 2, 1, 4]
+    ids = [lost(db) for _ in range(sum(turns))]
+    all_due(db)
+    outbox = Outbox(settings_for(dsn))
+    barriers = [barrier for barrier in map(asyncio.Barrier, turns) for _ in range(barrier.parties)]
+    sizes: list[int] = []
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        barrier = barriers[ids.index(message.id)]
+        await barrier.wait()
+        sizes.append(barrier.parties)
+
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await Worker(outbox).drain()
+    assert sizes == [size for size in turns for _ in range(size)]
+
+
+async def test_a_batch_of_suspects_is_as_great_as_their_turn(dsn: str, db: psycopg.Connection) -> None:
+    ids = [lost(db) for _ in range(4)]
+    all_due(db)
+    outbox = Outbox(settings_for(dsn))
+    batches: list[list[int]] = []
+
+    @outbox.batch_handler("greet", max_size=10)
+    async def greet(messages: Sequence[Message], contexts: Sequence[Context]) -> None:
+        batches.append([message.id for message in messages])
+
+    await Worker(outbox).drain()
+    assert batches == [ids[:1], ids[1:3], ids[3:]]
+    assert all(attempts_of(db, i) == [(1, "lost", "lease expired, outcome unknown")] for i in ids)
