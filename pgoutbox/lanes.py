@@ -75,10 +75,9 @@ class Lanes:
     def learn(self, plan: ClaimPlan, rows: Sequence[ClaimedRow], *, began_at: float, ended_at: float) -> bool:
         """Remember where a claim ended. Returns whether more is likely to wait."""
         fresh = [(row.due_at, row.id) for row in rows if row.former_attempt_count == 0]
-        lost = [row for row in rows if row.former_state == State.SENDING]
-        retries = [
-            (row.due_at, row.id) for row in rows if row.former_attempt_count > 0 and row.former_state == State.PENDING
-        ]
+        again = [row for row in rows if row.former_attempt_count > 0]
+        lost = [row for row in again if row.former_state == State.SENDING]
+        retries = [(row.due_at, row.id) for row in again if row.former_state == State.PENDING]
         retry_room = plan.total - len(fresh) - len(lost)
         self._retries_had_turn = plan.fresh_limit == 0
         if plan.fresh_limit > 0:

@@ -403,7 +403,7 @@ class Worker:
             message, unreadable = _message_of(row)
             context = Context(message, handler, leased_at, self._keeper.ensure)
             self._held[row.id] = context
-            if row.former_state == State.SENDING:
+            if row.former_state == _SENDING:
                 suspects.append(context)
             if unreadable is not None or row.superseded:
                 context.done = True
@@ -430,7 +430,7 @@ class Worker:
             event = event_of_state(State(row.state))
             level = logging.WARNING if row.state == State.FAILED else logging.DEBUG
             self._report_row(level, event, "message ended without an attempt", row)
-        freed = [row for row in rows if row.former_state == State.SENDING and row.coalesce_key is not None]
+        freed = [row for row in rows if row.former_state == _SENDING and row.coalesce_key is not None]
         if not freed:
             return
         try:
