@@ -25,7 +25,7 @@ from pgoutbox.message import FINAL_STATES, Message, Permanent, State, Transient
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.store import Store, Verdict
 from pgoutbox.worker import Worker
-from tests.faults.judge import install_judge, violations
+from tests.faults.judge import violations
 from tests.integration import test_regressions
 from tests.outbox_actions import (
     PATIENCE_SECONDS,
@@ -55,14 +55,6 @@ if TYPE_CHECKING:
     from tests.conftest import Connect
 
 pooled_dsn = test_regressions.pooled_dsn
-
-
-@pytest.fixture
-def db(connect: Connect) -> psycopg.Connection:
-    """An autocommit connection to the test's database, where every change of a message is judged."""
-    connection = connect(autocommit=True)
-    install_judge(connection)
-    return connection
 
 
 # --- every pair -------------------------------------------------------------------------------------------------------

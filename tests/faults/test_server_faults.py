@@ -21,7 +21,7 @@ import psycopg
 import pytest
 
 from tests.faults.ledger import install_audit
-from tests.faults.load import Load, WorkerProcess
+from tests.faults.load import Load, start_worker
 from tests.faults.servers import DATABASE, OwnServer, Workshop, open_workshop
 from tests.waiting import wait_until
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from tests.conftest import Connect
     from tests.faults.ledger import Verdict
+    from tests.worker_process import WorkerProcess
 
 # A minute for a long run; long enough here for the pauses between the worker's attempts to grow.
 OUTAGE_SECONDS = float(os.environ.get("PGOUTBOX_TEST_OUTAGE_SECONDS", "2.5"))
@@ -369,11 +370,11 @@ def test_a_standby_is_refused_at_the_start(workshop: Workshop, own_server: OwnSe
 
 def assert_refused(dsn: str, directory: Path, reason: str) -> None:
     """A worker ends at once with this reason and the exit code of a wrong configuration."""
-    worker = WorkerProcess(dsn, directory / "ledger", directory / "log", {})
+    worker = start_worker(dsn, directory / "ledger", directory / "log", {})
     try:
         assert worker.wait() == 2
     finally:
-        worker.kill()
+        worker.end()
     assert f"error: {reason}" in worker.log
 
 
