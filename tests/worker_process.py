@@ -1,5 +1,5 @@
-"""`pgoutbox worker` as a process of a test: told nothing but what the test says, with its log in a file, and killed when
-the test ends.
+"""`pgoutbox worker` as a process of a test: told nothing but what the test says, with its log in a file, and killed
+when the test ends.
 """
 
 from __future__ import annotations
