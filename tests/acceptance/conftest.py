@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
+from itertools import count
+from pathlib import Path
 
 import psycopg
 import pytest
 from psycopg import sql
 
 from tests.acceptance.app import CHANNEL
+from tests.waiting import PROCESS_PATIENCE_SECONDS
+from tests.worker_process import WorkerProcess
 
-StartWorker = Callable[..., subprocess.Popen[str]]
-PATIENCE_SECONDS = 60.0
-_ORPHAN_SECONDS = 5.0
+StartWorker = Callable[..., WorkerProcess]
 
 
 class Progress:
@@ -37,8 +34,10 @@ class Progress:
                 kind, message_id, attempt_count, pid = self._reports.popleft().split()
                 if kind == what:
                     return int(message_id), int(attempt_count), int(pid)
-            self._reports.extend(n.payload for n in self._connection.notifies(timeout=PATIENCE_SECONDS, stop_after=1))
-            assert self._reports, f"no handler said {what!r} within {PATIENCE_SECONDS} s"
+            self._reports.extend(
+                n.payload for n in self._connection.notifies(timeout=PROCESS_PATIENCE_SECONDS, stop_after=1)
+            )
+            assert self._reports, f"no handler said {what!r} within {PROCESS_PATIENCE_SECONDS:g} s"
 
 
 @pytest.fixture
@@ -49,42 +48,19 @@ def progress(dsn: str) -> Iterator[Progress]:
 
 
 @pytest.fixture
-def start_worker(dsn: str) -> Iterator[StartWorker]:
+def start_worker(dsn: str, tmp_path: Path) -> Iterator[StartWorker]:
     """Starts `pgoutbox worker` with the handlers of tests/acceptance/app.py; killed when the test ends."""
     with ExitStack() as stack:
+        numbers = count(1)
 
-        def start(*arguments: str, **settings: str) -> subprocess.Popen[str]:
-            environment = {name: value for name, value in os.environ.items() if not name.startswith("PGOUTBOX_")}
-            environment |= {"PGOUTBOX_DSN": dsn, "PGOUTBOX_LEASE_SECONDS": "2", "PGOUTBOX_LOG_FORMAT": "json"}
-            environment |= {f"PGOUTBOX_{name.upper()}": value for name, value in settings.items()}
-            process = subprocess.Popen(
-                [sys.executable, "-m", "pgoutbox", "worker", "--app", "tests.acceptance.app:outbox", *arguments],
-                env=environment,
-                stderr=subprocess.PIPE,
-                text=True,
-                start_new_session=True,
+        def start(*arguments: str, **settings: str) -> WorkerProcess:
+            worker = WorkerProcess(
+                "tests.acceptance.app:outbox",
+                *arguments,
+                log=tmp_path / f"worker-{next(numbers)}.log",
+                settings={"dsn": dsn, **settings},
             )
-            stack.callback(_end, process)
-            return process
+            stack.callback(worker.end)
+            return worker
 
         yield start
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    if process.poll() is None:
-        process.send_signal(signal.SIGKILL)
-    if process.stderr is not None and not process.stderr.closed:
-        try:
-            process.communicate(timeout=_ORPHAN_SECONDS)
-        except subprocess.TimeoutExpired as waited:
-            # Children have outlived their supervisor, and hold its pipe.
-            for pid in _children_in(waited.stderr or b""):
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            process.communicate()
-
-
-def _children_in(log: bytes) -> list[int]:
-    """The processes that a supervisor's log says it has started."""
-    records = [json.loads(line) for line in log.splitlines() if line.startswith(b"{")]
-    return [record["pid"] for record in records if record.get("event") == "process_started"]

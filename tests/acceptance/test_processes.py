@@ -10,6 +10,8 @@ import psycopg
 import pytest
 
 from tests.acceptance.app import BRIEF_COUNT, FAREWELL
+from tests.waiting import wait_until
+from tests.worker_process import connection_count
 
 if TYPE_CHECKING:
     from tests.acceptance.conftest import Progress, StartWorker
@@ -46,7 +48,6 @@ def test_a_message_that_kills_its_worker_fails_after_its_attempts_and_the_others
     while standing(database, poison)[0] != "failed":
         process = start_worker("--drain")
         deaths += process.wait() == 137
-        process.communicate()
     assert deaths == 3
     assert standing(database, poison)[:2] == ("failed", 3)
     assert [standing(database, message)[0] for message in (good_before, good_after)] == ["sent", "sent"]
@@ -62,9 +63,8 @@ def test_what_the_application_left_for_its_exit_is_done_after_handlers_in_thread
     for _ in range(BRIEF_COUNT):
         enqueue(database, "test.brief")
     process = start_worker("--drain", concurrency=str(BRIEF_COUNT), batch_size=str(BRIEF_COUNT))
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 0
-    assert errors.count(FAREWELL) == BRIEF_COUNT
+    assert process.wait() == 0
+    assert process.log.count(FAREWELL) == BRIEF_COUNT
 
 
 def test_a_message_in_flight_when_its_worker_is_killed_is_delivered_by_another_worker(
@@ -73,7 +73,7 @@ def test_a_message_in_flight_when_its_worker_is_killed_is_delivered_by_another_w
     process = start_worker()
     message = enqueue(database, "test.patient")
     assert progress.wait_for("patient")[:2] == (message, 1)
-    process.send_signal(signal.SIGKILL)
+    process.kill()
     start_worker()
     assert progress.wait_for("patient")[:2] == (message, 2)
 
@@ -84,8 +84,7 @@ def test_a_worker_that_is_told_to_stop_releases_what_is_in_flight_without_using_
     process = start_worker(shutdown_grace_seconds="0")
     message = enqueue(database, "test.patient")
     progress.wait_for("patient")
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 0
+    assert process.stop() == 0
     state, attempt_count, max_attempts = standing(database, message)
     assert (state, max_attempts - attempt_count) == ("pending", 11)
 
@@ -96,13 +95,9 @@ def test_a_second_signal_ends_a_worker_that_still_waits_for_its_handlers(
     process = start_worker(shutdown_grace_seconds="3600")
     enqueue(database, "test.patient")
     progress.wait_for("patient")
-    process.send_signal(signal.SIGTERM)
-    assert process.stderr is not None
-    for line in process.stderr:
-        if "worker_stopping" in line:
-            break
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 128 + signal.SIGTERM
+    process.terminate()
+    wait_until(lambda: "worker_stopping" in process.events(), lambda: f"the worker stops\n{process.log}")
+    assert process.stop() == 128 + signal.SIGTERM
 
 
 def test_a_supervised_process_that_is_killed_is_started_again_and_all_end_together(
@@ -115,13 +110,8 @@ def test_a_supervised_process_that_is_killed_is_started_again_and_all_end_togeth
     again, attempt_count, other = progress.wait_for("patient")
     assert (again, attempt_count) == (message, 2)
     assert other != pid
-    assert supervisor.stderr is not None
-    for line in supervisor.stderr:
-        if "process_died" in line:
-            break
-    supervisor.send_signal(signal.SIGTERM)
-    supervisor.communicate(timeout=60)
-    assert supervisor.returncode == 0
+    wait_until(lambda: "process_died" in supervisor.events(), lambda: f"a death is told\n{supervisor.log}")
+    assert supervisor.stop() == 0
     assert standing(database, message)[0] == "pending"
 
 
@@ -131,10 +121,10 @@ def test_workers_stop_when_their_supervisor_is_killed(
     supervisor = start_worker("--processes", "2", shutdown_grace_seconds="0")
     message = enqueue(database, "test.patient")
     progress.wait_for("patient")
-    supervisor.send_signal(signal.SIGKILL)
-    # The pipe of standard error is closed when the last process that holds it has ended.
-    _, log = supervisor.communicate(timeout=60)
-    assert standing(database, message)[0] == "pending", log
+    wait_until(lambda: supervisor.events().count("worker_started") == 2, lambda: f"both work\n{supervisor.log}")
+    supervisor.kill()
+    wait_until(lambda: connection_count(database) == 0, lambda: f"both have ended\n{supervisor.log}")
+    assert standing(database, message)[0] == "pending", supervisor.log
 
 
 def test_overlapping_runs_by_cron_deliver_each_message_once(
@@ -142,7 +132,7 @@ def test_overlapping_runs_by_cron_deliver_each_message_once(
 ) -> None:
     messages = {enqueue(database, "test.good") for _ in range(40)}
     runs = [start_worker("--once"), start_worker("--once")]
-    assert [run.wait(timeout=60) for run in runs] == [0, 0]
+    assert [run.wait() for run in runs] == [0, 0]
     delivered = [progress.wait_for("good")[0] for _ in messages]
     assert sorted(delivered) == sorted(messages)
     assert {standing(database, message)[:2] for message in messages} == {("sent", 1)}

@@ -1,4 +1,4 @@
-"""The way to the test's database that fails when it is told to."""
+"""The way to the test's database that fails when it is told to, a judge in the database, and workers as processes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.faults.fleet import Fleet, fleet_on
+from tests.faults.judge import install_judge
 from tests.faults.proxy import Proxy, proxy_to
 
 if TYPE_CHECKING:
@@ -26,5 +28,15 @@ def proxy(dsn: str, tmp_path: Path) -> Iterator[Proxy]:
 
 @pytest.fixture
 def db(connect: Connect) -> psycopg.Connection:
-    """An autocommit connection to the test's database that no fault reaches."""
-    return connect(autocommit=True)
+    """An autocommit connection to the test's database, which no fault reaches and where every change of a message is
+    judged."""
+    connection = connect(autocommit=True)
+    install_judge(connection)
+    return connection
+
+
+@pytest.fixture
+def fleet(dsn: str, tmp_path: Path) -> Iterator[Fleet]:
+    """Workers on the test's database."""
+    with fleet_on(dsn, tmp_path) as fleet:
+        yield fleet

@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-import subprocess
-import sys
 from collections import Counter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+from tests.faults.ledger import LEDGER_VARIABLE, read_entries
 from tests.waiting import wait_until
+from tests.worker_process import WorkerProcess
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-PATIENCE_SECONDS = 60.0
-LEDGER_VARIABLE = "FAULTS_LEDGER"
 GATE_VARIABLE = "FAULTS_GATE"
 SUSPEND_VARIABLE = "FAULTS_SUSPEND"
-
-
-class HandOver(NamedTuple):
-    """One line of the ledger."""
-
-    message_id: int
-    attempt_count: int
-    pid: int
 
 
 class Fleet:
@@ -39,7 +27,8 @@ class Fleet:
         self.ledger.touch()
         self.gate = directory / "gate"
         self._log = directory / "log"
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._log.touch()
+        self._workers: list[WorkerProcess] = []
 
     def start(
         self,
@@ -47,39 +36,31 @@ class Fleet:
         prefix: Sequence[str] = (),
         environment: dict[str, str] | None = None,
         **settings: str,
-    ) -> subprocess.Popen[bytes]:
+    ) -> WorkerProcess:
         """Start one worker, behind the command `prefix` if there is one; it is killed when the test ends."""
-        variables = {name: value for name, value in os.environ.items() if not name.startswith("PGOUTBOX_")}
-        variables |= {"PGOUTBOX_DSN": self._dsn, "PGOUTBOX_LEASE_SECONDS": "2", "PGOUTBOX_LOG_FORMAT": "json"}
-        variables |= {LEDGER_VARIABLE: str(self.ledger), GATE_VARIABLE: str(self.gate)}
-        variables |= {f"PGOUTBOX_{name.upper()}": value for name, value in settings.items()}
-        with self._log.open("ab") as log:
-            process = subprocess.Popen(
-                [
-                    *prefix,
-                    sys.executable,
-                    *["-m", "pgoutbox", "worker", "--app", "tests.faults.fleet_app:outbox"],
-                    *arguments,
-                ],
-                env=variables | (environment or {}),
-                stderr=log,
-                start_new_session=True,
-            )
-        self._processes.append(process)
-        return process
+        worker = WorkerProcess(
+            "tests.faults.fleet_app:outbox",
+            *arguments,
+            log=self._log,
+            settings={"dsn": self._dsn, **settings},
+            environment={LEDGER_VARIABLE: str(self.ledger), GATE_VARIABLE: str(self.gate), **(environment or {})},
+            prefix=prefix,
+        )
+        self._workers.append(worker)
+        return worker
 
     @property
     def log(self) -> str:
         """What all of them have logged."""
         return self._log.read_text()
 
-    def hand_overs(self) -> list[HandOver]:
-        """The ledger."""
-        return [HandOver(*map(int, line.split())) for line in self.ledger.read_text().splitlines()]
+    def hand_overs(self) -> list[tuple[int, int]]:
+        """The message id and the attempt of each hand-over, in the order of the ledger."""
+        return [(int(line.key), line.attempt_count) for line in read_entries(self.ledger).hand_over_order]
 
     def deliveries(self) -> Counter[int]:
         """How often each message was handed over."""
-        return Counter(line.message_id for line in self.hand_overs())
+        return Counter(message_id for message_id, _ in self.hand_overs())
 
     def until(self, condition: Callable[[], object], what: str) -> None:
         """Return when the condition holds."""
@@ -87,11 +68,8 @@ class Fleet:
 
     def close(self) -> None:
         """Kill what still runs."""
-        for process in self._processes:
-            if process.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait(PATIENCE_SECONDS)
+        for worker in self._workers:
+            worker.end()
 
 
 @contextlib.contextmanager

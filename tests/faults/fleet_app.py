@@ -15,7 +15,8 @@ import psycopg
 import pgoutbox.worker
 from pgoutbox import Context, Message, Outbox, RetryPolicy, Sent, SyncContext, Transient
 from pgoutbox.store import Store
-from tests.faults.fleet import GATE_VARIABLE, LEDGER_VARIABLE, SUSPEND_VARIABLE
+from tests.faults.fleet import GATE_VARIABLE, SUSPEND_VARIABLE
+from tests.faults.ledger import told_ledger
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,13 +46,8 @@ outbox = Outbox(transports=[Post()])
 
 
 def hand_over(message: Message[Any]) -> None:
-    """The side effect: one line on the disk, which no transaction covers and no kill takes back."""
-    ledger = os.open(os.environ[LEDGER_VARIABLE], os.O_WRONLY | os.O_APPEND)
-    try:
-        os.write(ledger, f"{message.id} {message.attempt_count} {os.getpid()}\n".encode())
-        os.fsync(ledger)
-    finally:
-        os.close(ledger)
+    """The side effect: one record on the disk, which no transaction covers and no kill takes back."""
+    told_ledger().write("handed_over", str(message.id), attempt_count=message.attempt_count)
 
 
 @outbox.handler("fault.deliver")

@@ -10,6 +10,7 @@ is no record: what it was about to do has not been done.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import time
@@ -17,12 +18,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Self
+from pathlib import Path
+from typing import Final, Literal, NamedTuple, Self
 
 import psycopg
 
-if TYPE_CHECKING:
-    from pathlib import Path
+LEDGER_VARIABLE: Final = "LEDGER"
+"""Which file the processes of a test write to."""
 
 KEY: Final = "ledger_key"
 """The name under which a message's payload, a JSON object, has its key in the ledger."""
@@ -133,6 +135,12 @@ class Ledger:
             raise OSError(f"could not append to {self.path}")
         if self._fsync:
             os.fsync(self._fd)
+
+
+@functools.cache
+def told_ledger() -> Ledger:
+    """The ledger that the environment names, for a process that is started by a test."""
+    return Ledger(Path(os.environ[LEDGER_VARIABLE]))
 
 
 class HandOver(NamedTuple):

@@ -7,12 +7,7 @@ connection, as an application would. Everything that is waited for is a conditio
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import secrets
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -22,95 +17,39 @@ from typing import TYPE_CHECKING, Final, Self
 import psycopg
 
 from pgoutbox import Outbox
-from tests.faults.ledger import KEY, Ledger, Verdict, install_audit, judge, owed_count, read_entries
-from tests.waiting import wait_until
+from tests.faults.ledger import (
+    KEY,
+    LEDGER_VARIABLE,
+    Ledger,
+    Verdict,
+    install_audit,
+    judge,
+    owed_count,
+    read_entries,
+)
+from tests.waiting import PROCESS_PATIENCE_SECONDS, wait_until
+from tests.worker_process import WorkerProcess
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
     from types import TracebackType
 
     from psycopg.rows import TupleRow
 
 TOPIC: Final = "faults.deliver"
-LEDGER_VARIABLE: Final = "FAULTS_LEDGER"
-
-PATIENCE_SECONDS: Final = 60.0
-"""A condition that does not come true within this time has failed the test; nothing is measured by it."""
 
 _EVERY_SO_MANY_ROLLS_BACK: Final = 7
 
 
-class WorkerProcess:
-    """`pgoutbox worker` with the handlers of tests/faults/app.py, and its log."""
-
-    def __init__(self, dsn: str, ledger: Path, log: Path, settings: dict[str, str]) -> None:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("PGOUTBOX_")}
-        environment |= {
-            LEDGER_VARIABLE: str(ledger),
-            "PGOUTBOX_DSN": dsn,
-            "PGOUTBOX_LEASE_SECONDS": "2",
-            "PGOUTBOX_SWEEP_SECONDS": "2",
-            "PGOUTBOX_LOG_FORMAT": "json",
-        }
-        environment |= {f"PGOUTBOX_{name.upper()}": value for name, value in settings.items()}
-        self._log = log
-        with log.open("wb") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "pgoutbox", "worker", "--app", "tests.faults.app:outbox"],
-                env=environment,
-                stderr=output,
-                start_new_session=True,
-            )
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the process is gone."""
-        return self._process.poll() is not None
-
-    @property
-    def log(self) -> str:
-        """What it has written to its standard error."""
-        return self._log.read_text()
-
-    def events(self, *levels: str) -> list[str]:
-        """The events in its log, of these levels or of all; what is no event is given as it stands."""
-        found = []
-        for line in self.log.splitlines(keepends=True):
-            if not line.endswith("\n"):
-                break  # It is being written.
-            try:
-                record = json.loads(line)
-            except ValueError:
-                found.append(line)
-                continue
-            if not levels or record["level"] in levels:
-                found.append(record.get("event") or line)
-        return found
-
-    def cpu_seconds(self) -> float:
-        """How long it has used a processor."""
-        with open(f"/proc/{self.pid}/stat", encoding="ascii") as stat:  # noqa: PTH123 - not a file of ours
-            fields = stat.read().rpartition(") ")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-    def wait(self) -> int:
-        """Its exit code, when it has ended by itself."""
-        return self._process.wait(timeout=PATIENCE_SECONDS)
-
-    def stop(self) -> int:
-        """Tell it to stop; its exit code. Zero means that it was alive to hear it."""
-        self._process.send_signal(signal.SIGTERM)
-        return self.wait()
-
-    def kill(self) -> None:
-        """Make sure that it is gone."""
-        self._process.kill()
-        self._process.wait()
+def start_worker(dsn: str, ledger: Path, log: Path, settings: Mapping[str, str]) -> WorkerProcess:
+    """A worker with the handlers of tests/faults/app.py, which write to this ledger."""
+    return WorkerProcess(
+        "tests.faults.app:outbox",
+        log=log,
+        settings={"dsn": dsn, "sweep_seconds": "2", **settings},
+        environment={LEDGER_VARIABLE: str(ledger)},
+    )
 
 
 class Load:
@@ -150,7 +89,7 @@ class Load:
     ) -> None:
         self._stopping.set()
         for worker in self.workers:
-            worker.kill()
+            worker.end()
         self._threads.shutdown()
         self._ledger.close()
         if error is not None:
@@ -159,7 +98,7 @@ class Load:
     def start_worker(self, *, dsn: str | None = None, **settings: str) -> WorkerProcess:
         """Start one more worker."""
         log = self._directory / f"worker-{len(self.workers)}.log"
-        worker = WorkerProcess(dsn or self.dsn, self._ledger.path, log, settings)
+        worker = start_worker(dsn or self.dsn, self._ledger.path, log, settings)
         self.workers.append(worker)
         return worker
 
@@ -196,7 +135,7 @@ class Load:
         """Let the producers end; an error that is not the database's is raised."""
         self._stopping.set()
         for future in self._producing:
-            future.result(timeout=PATIENCE_SECONDS)
+            future.result(timeout=PROCESS_PATIENCE_SECONDS)
 
     def settle(self, dsn: str | None = None, *, exit_codes: Sequence[int] = (0,)) -> Verdict:
         """Stop the producers, wait until everything has drained, stop the workers and compare the books."""

@@ -22,8 +22,8 @@ from pgoutbox.message import Message, Snooze
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.worker import Worker
 from tests.conftest import server_missing
-from tests.faults.fleet import SUSPEND_VARIABLE, Fleet, fleet_on
-from tests.faults.judge import install_judge, violations
+from tests.faults.fleet import SUSPEND_VARIABLE
+from tests.faults.judge import violations
 from tests.outbox_actions import (
     PATIENCE_SECONDS,
     attempts_of,
@@ -39,22 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from tests.conftest import Connect
-
-
-@pytest.fixture
-def db(connect: Connect) -> psycopg.Connection:
-    """An autocommit connection to the test's database, where every change of a message is judged."""
-    connection = connect(autocommit=True)
-    install_judge(connection)
-    return connection
-
-
-@pytest.fixture
-def fleet(dsn: str, tmp_path: Path) -> Iterator[Fleet]:
-    """Workers on the test's database."""
-    with fleet_on(dsn, tmp_path) as fleet:
-        yield fleet
+    from tests.faults.fleet import Fleet
 
 
 # --- a wrong clock ----------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from pgoutbox.message import FINAL_STATES, Message, Permanent, State, Transient
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.store import Store, Verdict
 from pgoutbox.worker import Worker
-from tests.faults.judge import install_judge, violations
+from tests.faults.judge import violations
 from tests.integration import test_regressions
 from tests.outbox_actions import (
     PATIENCE_SECONDS,
@@ -67,14 +67,6 @@ SELECT 'greet', '{}', 'sent', 1, now(), 'w', now() FROM generate_series(1, %(cou
 """
 
 _figures = logging.getLogger(__name__)
-
-
-@pytest.fixture
-def db(connect: Connect) -> psycopg.Connection:
-    """An autocommit connection to the test's database, where every change of a message is judged."""
-    connection = connect(autocommit=True)
-    install_judge(connection)
-    return connection
 
 
 # --- every pair -------------------------------------------------------------------------------------------------------

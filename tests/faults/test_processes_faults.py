@@ -26,8 +26,7 @@ from pgoutbox.processes import supervise
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.telemetry import Event
 from pgoutbox.worker import Worker
-from tests.faults.fleet import Fleet, fleet_on
-from tests.faults.judge import install_judge, violations
+from tests.faults.judge import violations
 from tests.outbox_actions import (
     PATIENCE_SECONDS,
     attempts_of,
@@ -41,30 +40,14 @@ from tests.outbox_actions import (
     settings_for,
     state_of,
 )
+from tests.worker_process import connection_count
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
     from tests.conftest import Connect
+    from tests.faults.fleet import Fleet
 
 ROUNDS = int(os.environ.get("PGOUTBOX_TEST_ROUNDS", "6"))
 AT_ONCE = RetryPolicy.steps(0, jitter=0)
-
-
-@pytest.fixture
-def db(connect: Connect) -> psycopg.Connection:
-    """An autocommit connection to the test's database, where every change of a message is judged."""
-    connection = connect(autocommit=True)
-    install_judge(connection)
-    return connection
-
-
-@pytest.fixture
-def fleet(dsn: str, tmp_path: Path) -> Iterator[Fleet]:
-    """Workers on the test's database."""
-    with fleet_on(dsn, tmp_path) as fleet:
-        yield fleet
 
 
 @pytest.fixture
@@ -321,15 +304,7 @@ def test_processes_that_are_told_to_stop_while_they_start_stop(db: psycopg.Conne
     assert supervisor.wait(PATIENCE_SECONDS) == 0
     assert "process_died" not in fleet.log
     # Their group is the supervisor's session; its last process is gone when no connection is left.
-    fleet.until(
-        lambda: (
-            db.execute(
-                "SELECT FROM pg_stat_activity WHERE datname = current_database() AND application_name LIKE 'pgoutbox %'"
-            ).fetchone()
-            is None
-        ),
-        "nobody is left behind",
-    )
+    fleet.until(lambda: connection_count(db) == 0, "nobody is left behind")
 
 
 def test_a_signal_that_comes_while_a_process_is_being_started_reaches_it(

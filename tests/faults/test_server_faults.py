@@ -23,9 +23,9 @@ import pytest
 from psycopg.conninfo import make_conninfo
 
 from pgoutbox.store import is_out_of_reach
-from tests.faults.fleet import PATIENCE_SECONDS, fleet_on
+from tests.faults.fleet import fleet_on
 from tests.faults.ledger import install_audit
-from tests.faults.load import Load, WorkerProcess
+from tests.faults.load import Load, start_worker
 from tests.faults.servers import DATABASE, OwnServer, Workshop, open_workshop
 from tests.outbox_actions import claim, enqueue, row_of, settings_for, state_of
 from tests.waiting import wait_until
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from tests.conftest import Connect
     from tests.faults.ledger import Verdict
+    from tests.worker_process import WorkerProcess
 
 # A minute for a long run; long enough here for the pauses between the worker's attempts to grow.
 OUTAGE_SECONDS = float(os.environ.get("PGOUTBOX_TEST_OUTAGE_SECONDS", "2.5"))
@@ -458,11 +459,11 @@ def test_a_standby_is_refused_at_the_start(workshop: Workshop, own_server: OwnSe
 
 def assert_refused(dsn: str, directory: Path, reason: str) -> None:
     """A worker ends at once with this reason and the exit code of a wrong configuration."""
-    worker = WorkerProcess(dsn, directory / "ledger", directory / "log", {})
+    worker = start_worker(dsn, directory / "ledger", directory / "log", {})
     try:
         assert worker.wait() == 2
     finally:
-        worker.kill()
+        worker.end()
     assert f"error: {reason}" in worker.log
 
 
@@ -558,7 +559,7 @@ async def test_a_server_that_has_come_up_since_it_refused_has_not_refused_for_go
 def test_a_run_that_is_to_end_does_not_wait_for_a_server(own_server: OwnServer, tmp_path: Path, mode: str) -> None:
     own_server.stop()
     with fleet_on(own_server.dsn, tmp_path) as fleet:
-        assert fleet.start(mode).wait(PATIENCE_SECONDS) == 1
+        assert fleet.start(mode).wait() == 1
         assert "check PGOUTBOX_DSN and that the server is running" in fleet.log
 
 
@@ -589,11 +590,11 @@ def test_a_worker_ends_at_once_and_says_why_when_waiting_would_not_help(
             return reason
 
         wait_until(lambda: reason in refusal(), lambda: "the server has read its configuration")
-    worker = WorkerProcess(dsn, tmp_path / "ledger", tmp_path / "log", {})
+    worker = start_worker(dsn, tmp_path / "ledger", tmp_path / "log", {})
     try:
         assert worker.wait() == 1
     finally:
-        worker.kill()
+        worker.end()
     assert reason in worker.log
     assert "database_lost" not in worker.events()
 
@@ -602,12 +603,12 @@ def test_a_worker_that_is_told_to_stop_while_it_waits_for_its_server_stops(
     own_server: OwnServer, tmp_path: Path
 ) -> None:
     own_server.stop()
-    worker = WorkerProcess(own_server.dsn, tmp_path / "ledger", tmp_path / "log", {})
+    worker = start_worker(own_server.dsn, tmp_path / "ledger", tmp_path / "log", {})
     try:
         wait_until(lambda: "database_lost" in worker.events(), lambda: f"it waits\n{worker.log}")
         assert worker.stop() == 0
     finally:
-        worker.kill()
+        worker.end()
 
 
 # --- too many connections ---------------------------------------------------------------------------------------------
@@ -668,7 +669,7 @@ def test_leases_are_kept_by_a_worker_that_gets_no_connection_for_its_lease_keepe
         fleet.gate.touch()
         fleet.until(lambda: (state_of(db, held), state_of(db, asking)) == ("sent", "sent"), "both are sent")
         worker.terminate()
-        assert worker.wait(PATIENCE_SECONDS) == 0
+        assert worker.wait() == 0
         assert row_of(db, held).attempt_count == 1
         assert fleet.deliveries() == {asking: 1, held: 1}
         assert "lease_keeper_failed" not in fleet.log

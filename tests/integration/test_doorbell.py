@@ -198,6 +198,23 @@ async def test_a_bell_that_ended_with_its_session_is_missed_by_the_next_probe(
     assert third.bell._armed == {"default"}
 
 
+@pytest.mark.parametrize("doubts_first", [True, False])
+async def test_a_bell_that_is_asked_for_twice_at_once_is_taken_once(
+    bellmen: Callable[[], Bellman], connect: Connect, *, doubts_first: bool
+) -> None:
+    sleeper, bell = connect(autocommit=True), (await started(bellmen)).bell
+    assert sleeper.execute(sql.ARM, {"queues": ["default"]}).fetchall() == [("default", "armed")]
+    assert await bell.arm(["default"]) is Bell.ARMED
+    assert bell._trusted == {"default"}
+    sleeper.execute("SELECT pg_advisory_unlock_all()")
+    both = (bell._doubt(), bell.arm(["default"]))
+    await asyncio.gather(*both if doubts_first else reversed(both))
+    assert bell._armed == {"default"}
+    # A session that has a lock twice keeps it when it gives it up once.
+    await bell.disarm()
+    assert sleeper.execute(sql.ARM, {"queues": ["default"]}).fetchall() == [("default", "armed")]
+
+
 async def test_without_a_listener_arming_says_so(bellmen: Callable[[], Bellman]) -> None:
     bellman = bellmen()
     assert await bellman.bell.arm(["default"]) is Bell.DOWN

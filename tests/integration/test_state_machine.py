@@ -129,13 +129,15 @@ class Outboxes(RuleBasedStateMachine):
 
     # --- workers ------------------------------------------------------------------------------------------------------
 
-    @rule(target=attempts, worker=st.sampled_from(WORKERS), total=st.integers(1, 3))
-    def claim(self, worker: str, total: int) -> MultipleResults[Attempt]:
+    @rule(target=attempts, worker=st.sampled_from(WORKERS), total=st.integers(1, 3), suspect_limit=st.integers(0, 1))
+    def claim(self, worker: str, total: int, suspect_limit: int) -> MultipleResults[Attempt]:
         """One worker claims."""
-        rows = claim(self.db, worker=worker, total=total)
+        rows = claim(self.db, worker=worker, total=total, suspect_limit=suspect_limit)
         expected = self._claimable()
+        suspects = {message.id for message in expected if self._is_suspect(message)}
         assert {row.id for row in rows} <= {message.id for message in expected}
-        assert len(rows) == min(total, len(expected))
+        assert len(suspects & {row.id for row in rows}) <= suspect_limit
+        assert len(rows) == min(total, len(expected) - len(suspects) + min(suspect_limit, len(suspects)))
         for row in rows:
             self._judge(self.messages[row.id])
         return multiple(*(Attempt(row.id, row.attempt_count) for row in rows if row.state == State.SENDING))
@@ -153,6 +155,11 @@ class Outboxes(RuleBasedStateMachine):
             if message.key is None or not in_flight or self._is_superseded(message):
                 found.append(message)
         return found
+
+    def _is_suspect(self, message: Model) -> bool:
+        """Whether its attempt was lost and it is to be tried again."""
+        ends = message.cancel_requested or message.expired or self._is_superseded(message)
+        return message.state is State.SENDING and not ends and message.attempt_count < message.max_attempts
 
     def _judge(self, message: Model) -> None:
         if message.state is State.SENDING:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import random
 import shutil
 import signal
@@ -28,12 +27,12 @@ from rich.table import Table
 from pgoutbox import migrate
 from pgoutbox.embedded import EmbeddedServer, embedded_server
 from tests.faults.judge import install_judge
-from tests.faults.ledger import install_audit, owed_count
+from tests.faults.ledger import LEDGER_VARIABLE, install_audit, owed_count
 from tests.faults.proxy import proxy_to
-from tests.soak.app import LEDGER
 from tests.soak.nemesis import LEASE_SECONDS, Fleet, Nemesis, Process
 from tests.soak.producer import DRIVERS
 from tests.soak.verdict import Balance, balance
+from tests.worker_process import environment_with, worker_command
 
 DRAIN_SECONDS: Final = 600.0
 STOP_SECONDS: Final = 60.0
@@ -46,6 +45,7 @@ WORKERS: Final[dict[str, tuple[list[str], dict[str, str]]]] = {
     "polling": ([], {"PGOUTBOX_LISTEN": "false", "PGOUTBOX_SWEEP_SECONDS": "0.5"}),
 }
 
+PRODUCER: Final = [sys.executable, "-m", "tests.soak.producer"]
 QUEUES: Final = ["--queue", "default", "--queue", "bulk"]
 
 console = Console(soft_wrap=True)
@@ -97,22 +97,20 @@ def run(server: EmbeddedServer, directory: Path, seed: int, seconds: float) -> t
 @contextlib.contextmanager
 def fleet(server: EmbeddedServer, directory: Path, chance: random.Random) -> Iterator[Fleet]:
     """Workers and producers, started; whatever still runs at the end is killed."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PGOUTBOX_")} | {
-        "PGOUTBOX_DSN": server.dsn,
-        LEDGER: str(directory / "ledger"),
-        "PGOUTBOX_LEASE_SECONDS": str(LEASE_SECONDS),
-        "PGOUTBOX_SWEEP_SECONDS": "5",
-        "PGOUTBOX_PROBE_SECONDS": "2",
-        "PGOUTBOX_PROBE_TIMEOUT_SECONDS": "1",
-        "PGOUTBOX_SHUTDOWN_GRACE_SECONDS": "1",
-        "PGOUTBOX_STATEMENT_TIMEOUT_SECONDS": "5",
-        "PGOUTBOX_LOG_FORMAT": "json",
-    }
+    environment = environment_with(
+        dsn=server.dsn,
+        lease_seconds=str(LEASE_SECONDS),
+        sweep_seconds="5",
+        probe_seconds="2",
+        probe_timeout_seconds="1",
+        shutdown_grace_seconds="1",
+        statement_timeout_seconds="5",
+    ) | {LEDGER_VARIABLE: str(directory / "ledger")}
     with contextlib.ExitStack() as stack:
 
         def process(name: str, command: list[str], extra: dict[str, str]) -> Process:
             log = stack.enter_context((directory / f"{name}.log").open("ab"))
-            made = Process(name, [sys.executable, "-m", *command], environment | extra, log)
+            made = Process(name, command, environment | extra, log)
             stack.callback(made.signal, signal.SIGKILL)
             return made
 
@@ -122,15 +120,10 @@ def fleet(server: EmbeddedServer, directory: Path, chance: random.Random) -> Ite
             server,
             proxy,
             [
-                process(
-                    f"worker-{name}", ["pgoutbox", "worker", "--app", "tests.soak.app:outbox", *QUEUES, *options], extra
-                )
+                process(f"worker-{name}", worker_command("tests.soak.app:outbox", *QUEUES, *options), extra)
                 for name, (options, extra) in WORKERS.items()
             ],
-            [
-                process(f"producer-{name}", ["tests.soak.producer", name, str(chance.randrange(1 << 30))], {})
-                for name in DRIVERS
-            ],
+            [process(f"producer-{name}", [*PRODUCER, name, str(chance.randrange(1 << 30))], {}) for name in DRIVERS],
         )
         ships.keep_alive()
         yield ships

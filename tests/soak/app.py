@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import os
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from pgoutbox import Context, Message, Outbox, Permanent, RetryPolicy, Snooze, SyncContext, Transient
-from tests.faults.ledger import Ledger
+from tests.faults.ledger import told_ledger
 
 TOPICS = ("soak.async", "soak.sync", "soak.batch", "soak.effect")
-
-LEDGER = "PGOUTBOX_SOAK_LEDGER"
 
 outbox = Outbox()
 _RETRY = RetryPolicy(max_attempts=1000, base_seconds=0.05, cap_seconds=1.0)
 _TIMEOUT_SECONDS = 4.0
-
-
-@functools.cache
-def ledger() -> Ledger:
-    """The one file into which all processes write."""
-    return Ledger(Path(os.environ[LEDGER]))
 
 
 def facts(message: Message) -> dict[str, Any]:
@@ -64,7 +54,7 @@ def answer(message: Message) -> Transient | Permanent | Snooze | None:
 
 def hand_over(message: Message) -> None:
     """What a real handler would do to the outside."""
-    ledger().hand_over(message.payload, message.attempt_count)
+    told_ledger().hand_over(message.payload, message.attempt_count)
 
 
 @outbox.handler("soak.async", retry=_RETRY, timeout=_TIMEOUT_SECONDS)

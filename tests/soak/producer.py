@@ -26,8 +26,8 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from pgoutbox import Enqueued, NewMessage, Outbox, TransactionError
-from tests.faults.ledger import KEY, Ledger
-from tests.soak.app import TOPICS, ledger
+from tests.faults.ledger import KEY, Ledger, told_ledger
+from tests.soak.app import TOPICS
 
 logger = logging.getLogger("tests.soak.producer")
 COALESCE_KEYS: Final = 40
@@ -213,7 +213,7 @@ async def main(driver: str, seed: int) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     outbox = Outbox()
     transaction = DRIVERS[driver](outbox, outbox.settings.require_dsn())
-    await produce(transaction, random.Random(seed), ledger(), stop)
+    await produce(transaction, random.Random(seed), told_ledger(), stop)
 
 
 if __name__ == "__main__":

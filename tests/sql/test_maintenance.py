@@ -22,6 +22,15 @@ if TYPE_CHECKING:
     from tests.conftest import Connect, Server
 
 DAY = timedelta(days=1)
+TAKE_LONG = """
+CREATE FUNCTION take_long() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    PERFORM pg_sleep(2.5);
+    RETURN coalesce(NEW, OLD);
+END
+$$;
+CREATE TRIGGER take_long BEFORE UPDATE OR DELETE ON pgoutbox.message FOR EACH ROW EXECUTE FUNCTION take_long();
+"""
 UNUSED_ID = 2**40  # Ids of the shared database grow with every test.
 
 
@@ -118,6 +127,24 @@ class TestConnect:
                 """
             ).fetchone()
         assert row == ("read committed", "5min", "2s", "pg_catalog, pg_temp", "pgoutbox cli")
+
+    @pytest.mark.parametrize("state", [State.PENDING, None], ids=["redrive", "prune"])
+    def test_a_time_limit_of_the_role_for_transactions_does_not_end_what_takes_long(
+        self, dsn: str, connect: Connect, state: State | None
+    ) -> None:
+        db = connect(autocommit=True)
+        if db.info.server_version < 170_000:
+            pytest.skip("transaction_timeout came with PostgreSQL 17")
+        message_id = put(db, State.FAILED, age=2 * DAY)
+        db.execute(TAKE_LONG)
+        settings = load_settings(dsn=f"{dsn}&options=-c%20transaction_timeout%3D2s")
+        with maintenance.connect(settings) as operator:
+            assert operator.execute("SHOW transaction_timeout").fetchone() == ("2s",)
+            if state is State.PENDING:
+                maintenance.redrive(operator, [message_id])
+            else:
+                maintenance.prune(operator, DAY, states=FINAL_STATES)
+        assert state_of(db, message_id) == state
 
     def test_a_statement_that_lost_a_race_is_run_again(self, operator: psycopg.Connection) -> None:
         trials = []
