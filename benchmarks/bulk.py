@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import psycopg
 
-from benchmarks.options import TOPIC, Options
+from benchmarks.options import TOPIC, Options, rotated
 from benchmarks.report import Result, Table, Verdict, median, ratio_of_rounds
 from benchmarks.server import Server, empty_outbox, settle
 from pgoutbox.drafts import NewMessage
@@ -45,9 +45,7 @@ def run(server: Server, options: Options) -> Result:
     rates: dict[str, list[float]] = {name: [] for name in variants}
     with server.database() as dsn, psycopg.connect(dsn, autocommit=True) as operator:
         for round_number in range(options.rounds):
-            names = list(variants)
-            shift = round_number % len(names)
-            for name in names[shift:] + names[:shift]:
+            for name in rotated(list(variants), round_number):
                 empty_outbox(operator)
                 settle(operator, "pgoutbox.message_live")
                 with psycopg.connect(dsn) as connection:

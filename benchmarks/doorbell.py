@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psycopg
 
-from benchmarks.options import TOPIC, Options
+from benchmarks.options import TOPIC, Options, rotated
 from benchmarks.processes import child, run_tool, wait_until
 from benchmarks.report import Result, Table, Verdict, median, ratio_of_rounds
 from benchmarks.server import Server, empty_outbox, load_backlog, pgbench_program, settle
@@ -61,10 +61,8 @@ def run(server: Server, options: Options) -> Result:
         for round_number in range(options.rounds):
             for clients in options.pgbench_clients:
                 for condition in CONDITIONS:
-                    shift = round_number % len(SCRIPTS)
-                    variants = list(SCRIPTS)
                     with _prepared(dsn, connection, condition, options):
-                        for variant in variants[shift:] + variants[:shift]:
+                        for variant in rotated(list(SCRIPTS), round_number):
                             key = (clients, condition, variant)
                             before = _sent_count(connection)
                             began_at = time.monotonic()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import psycopg
 
-from benchmarks.options import TOPIC, Options
+from benchmarks.options import TOPIC, Options, rotated
 from benchmarks.processes import answer_of
 from benchmarks.report import Result, Table, Verdict, median, ratio_of_rounds
 from benchmarks.server import Server, empty_outbox, load_keyed, load_pending, load_scheduled, load_sent, settle
@@ -88,9 +88,7 @@ def run(server: Server, options: Options) -> Result:
             }
             runs = {name: _Runs() for name in variants}
             for round_number in range(options.rounds):
-                names = list(variants)
-                shift = round_number % len(names)
-                for name in names[shift:] + names[:shift]:
+                for name in rotated(list(variants), round_number):
                     # Of the messages of one key only the newest is handled; the rate counts all that were worked off.
                     handled = count // _PER_KEY if name.startswith(f"pgoutbox, {_PER_KEY} of each") else count
                     runs[name].add(variants[name](), count, handled)

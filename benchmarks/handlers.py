@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import psycopg
 
 from benchmarks.clock import seconds_to_drain
-from benchmarks.options import RETRY_NUMBER, TOPIC, Options
+from benchmarks.options import RETRY_NUMBER, TOPIC, Options, rotated
 from benchmarks.processes import answer_of, program_command
 from benchmarks.report import Result, Table, Verdict, median, ratio_of_rounds
 from benchmarks.server import Server, empty_outbox, load_due_retries, load_pending, settle
@@ -38,9 +38,7 @@ def run(server: Server, options: Options) -> Result:
     with server.database() as dsn, psycopg.connect(dsn, autocommit=True) as connection:
         connection.execute("CREATE TABLE effect (number bigint NOT NULL)")
         for round_number in range(options.rounds):
-            shift = round_number % len(KINDS)
-            names = list(KINDS)
-            for kind in names[shift:] + names[:shift]:
+            for kind in rotated(list(KINDS), round_number):
                 count = int(options.drain_messages * _SHARES.get(kind, 1.0))
                 empty_outbox(connection)
                 connection.execute("TRUNCATE effect")

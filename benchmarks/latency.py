@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import psycopg
 
-from benchmarks.options import Options
+from benchmarks.options import Options, rotated
 from benchmarks.processes import Child, answer_of, wait_until
 from benchmarks.report import Result, Table, Verdict, median, percentile
 from benchmarks.server import Server
@@ -48,8 +48,7 @@ def run(server: Server, options: Options) -> Result:
     with contextlib.ExitStack() as stack:
         databases = {system.name: stack.enter_context(system.database(server)) for system in systems}
         for phase in range(options.latency_phases):
-            shift = phase % len(systems)
-            for system in systems[shift:] + systems[:shift]:
+            for system in rotated(systems, phase):
                 dsn = databases[system.name]
                 with system.running("stamp", *system.worker, dsn=dsn) as worker:
                     if system.node:

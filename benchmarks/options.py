@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+_T = TypeVar("_T")
 
 TOPIC = "mail.activation"
 # In the payload of a message that is a retry.
@@ -60,3 +64,9 @@ QUICK = Options(
     pending_messages=10_000,
     claims=10,
 )
+
+
+def rotated(variants: Sequence[_T], turn: int) -> Sequence[_T]:
+    """All of them, beginning with another one in every turn, so that none always follows the same one."""
+    first = turn % len(variants)
+    return [*variants[first:], *variants[:first]]

@@ -11,7 +11,7 @@ from collections import defaultdict
 import psycopg
 
 from benchmarks.clock import seconds_to_drain
-from benchmarks.options import Options
+from benchmarks.options import Options, rotated
 from benchmarks.report import Cell, Result, Table, Verdict, median, ratio_of_rounds
 from benchmarks.server import Server, settle_all
 from benchmarks.systems import System, available_systems
@@ -24,8 +24,7 @@ def run(server: Server, options: Options) -> Result:
     enqueued: dict[str, list[float]] = defaultdict(list)
     cases = [(system, processes) for system in systems for processes in options.peer_processes]
     for round_number in range(options.peer_rounds):
-        shift = round_number * len(options.peer_processes) % len(cases)
-        for system, processes in cases[shift:] + cases[:shift]:
+        for system, processes in rotated(cases, round_number * len(options.peer_processes)):
             count = _count(system, options)
             drained, loaded = _measure(server, system, count, processes, system.worker)
             rates[system.name, processes].append(drained)

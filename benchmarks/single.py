@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 
 import psycopg
 
-from benchmarks.options import TOPIC, Options
+from benchmarks.options import TOPIC, Options, rotated
 from benchmarks.report import Result, Table, median, ratio_of_rounds
 from benchmarks.server import Server, empty_outbox, settle
 from pgoutbox.outbox import Outbox
@@ -56,9 +56,7 @@ def run(server: Server, options: Options) -> Result:
     rates: dict[tuple[str, str], list[float]] = defaultdict(list)
     with server.database() as dsn, psycopg.connect(dsn, autocommit=True) as operator:
         for round_number in range(options.rounds):
-            names = list(variants)
-            shift = round_number % len(names)
-            for name in names[shift:] + names[:shift]:
+            for name in rotated(list(variants), round_number):
                 empty_outbox(operator)
                 settle(operator, "pgoutbox.message_live")
                 rates[name].append(variants[name](dsn))

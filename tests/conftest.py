@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
     from pytest_postgresql.executors import NoopExecutor
 
-# A statement that waits for a lock which no test means to wait for fails instead of hanging.
-CONNECTION_OPTIONS = "-c lock_timeout=2s"
+# A statement that waits for a lock which no test means to wait for fails instead of hanging. Where a test does mean it,
+# what frees the lock may be slow to come.
+CONNECTION_OPTIONS = "-c lock_timeout=10s"
 DATABASE_PREFIX = f"pgoutbox_{os.getpid()}"
 
 _database_numbers = count(1)

@@ -139,15 +139,13 @@ def test_a_worker_with_a_wrong_clock_works_as_any_other(
     clocked = put(topic="fault.clock")
     gated = put(topic="fault.gated")
     db.execute("ALTER TABLE pgoutbox.message ENABLE TRIGGER judge")
-    worker = fleet.start(
-        "--once", environment={"LD_PRELOAD": str(shim), "FAULTS_CLOCK": clock}, lease_seconds="1", concurrency="10"
-    )
-    # Its own lease is a second long, and is renewed for as long as the handler runs.
+    worker = fleet.start("--once", environment={"LD_PRELOAD": str(shim), "FAULTS_CLOCK": clock}, concurrency="10")
+    # Its own lease is two seconds long, and is renewed for as long as the handler runs.
     fleet.until(lambda: gated in fleet.deliveries(), "the handler runs")
     fleet.until(
         lambda: (
             db.execute(
-                "SELECT claimed_at + interval '2 s' < now() FROM pgoutbox.message WHERE id = %s", [gated]
+                "SELECT claimed_at + interval '4 s' < now() FROM pgoutbox.message WHERE id = %s", [gated]
             ).fetchone()
             == (True,)
         ),

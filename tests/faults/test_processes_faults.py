@@ -259,7 +259,7 @@ def test_stops_under_load_leave_nothing_in_flight_lose_no_attempt_and_repeat_not
 
 def test_a_worker_that_waits_for_its_handlers_to_end_renews_their_leases(db: psycopg.Connection, fleet: Fleet) -> None:
     message_id = enqueue(db, "fault.gated")
-    worker = fleet.start(lease_seconds="1", shutdown_grace_seconds="3600")
+    worker = fleet.start(shutdown_grace_seconds="3600")
     fleet.until(fleet.hand_overs, "the handler runs")
     worker.terminate()
     fleet.until(lambda: "worker_stopping" in fleet.log, "the worker stops")
@@ -338,7 +338,8 @@ async def test_a_message_whose_handler_hangs_in_its_thread_is_delivered_by_anoth
     loop = asyncio.get_running_loop()
     delivered: list[tuple[int, int]] = []
 
-    @outbox.handler("greet", timeout=0.05, retry=AT_ONCE)
+    # The others are to end in time on a slow machine too.
+    @outbox.handler("greet", timeout=2, retry=AT_ONCE)
     def greet(message: Message, ctx: SyncContext) -> None:
         if message.id == hung and message.attempt_count == 1:
             let_go.wait(PATIENCE_SECONDS)

@@ -196,11 +196,11 @@ def test_the_time_limits_of_the_role_end_the_producers_statements_and_not_the_wo
     own_server: OwnServer, tmp_path: Path
 ) -> None:
     limits = {
-        "statement_timeout": "50ms",
-        "lock_timeout": "100ms",
-        "idle_in_transaction_session_timeout": "1s",
-        "idle_session_timeout": "300ms",
-        "transaction_timeout": "150ms",
+        "statement_timeout": "250ms",
+        "lock_timeout": "500ms",
+        "idle_in_transaction_session_timeout": "5s",
+        "idle_session_timeout": "1500ms",
+        "transaction_timeout": "750ms",
     }
     with own_server.connect() as db:
         if db.info.server_version < 170_000:
@@ -218,7 +218,7 @@ def test_the_time_limits_of_the_role_end_the_producers_statements_and_not_the_wo
             for _ in range(ROUNDS):
                 with db.transaction():
                     db.execute("LOCK TABLE pgoutbox.message_live IN ACCESS EXCLUSIVE MODE")
-                    for_a_while(0.4)
+                    for_a_while(2)
                 load.until_more_are_handed_over(5)
             db.execute("ALTER ROLE postgres RESET ALL")
             verdict = load.settle()

@@ -36,12 +36,6 @@ if TYPE_CHECKING:
     from tests.conftest import Connect, Server
 
 
-@pytest.fixture
-def db(connect: Connect) -> psycopg.Connection:
-    """An autocommit connection to the test's database."""
-    return connect(autocommit=True)
-
-
 class Bellman:
     """A doorbell and what it rang."""
 

@@ -154,13 +154,13 @@ class TestAlone:
             # One statement that takes longer than the role allows, however fast or slow the machine is.
             connection.execute(
                 "CREATE FUNCTION public.linger() RETURNS event_trigger LANGUAGE plpgsql "
-                "AS 'BEGIN PERFORM pg_sleep(0.5); END'"
+                "AS 'BEGIN PERFORM pg_sleep(2.5); END'"
             )
             connection.execute(
                 "CREATE EVENT TRIGGER linger ON ddl_command_start WHEN TAG IN ('CREATE SEQUENCE') "
                 "EXECUTE FUNCTION public.linger()"
             )
-        options = "-c search_path=pg_temp -c default_transaction_isolation=serializable -c statement_timeout=250"
+        options = "-c search_path=pg_temp -c default_transaction_isolation=serializable -c statement_timeout=2000"
         migrate.upgrade(f"{empty_dsn}&options={quote(options)}")
         assert catalog(empty_dsn) == catalog(dsn)
 

@@ -15,6 +15,7 @@ from pgoutbox.store import Store, Verdict
 from pgoutbox.telemetry import Event
 from pgoutbox.worker import Worker, parse_queues
 from tests.outbox_actions import (
+    PATIENCE_SECONDS,
     WatchedWorker,
     attempts_of,
     cancel,
@@ -42,18 +43,6 @@ if TYPE_CHECKING:
     import psycopg
 
     from tests.conftest import Connect
-
-
-@pytest.fixture
-def db(connect: Connect) -> psycopg.Connection:
-    """An autocommit connection to the test's database."""
-    return connect(autocommit=True)
-
-
-@pytest.fixture
-def outbox(dsn: str) -> Outbox:
-    """An outbox without handlers, with settings that let nothing but an event wake a worker."""
-    return Outbox(settings_for(dsn))
 
 
 # --- claim against claim ----------------------------------------------------------------------------------------------
@@ -234,7 +223,7 @@ async def told_of(db: psycopg.Connection, message_ids: Sequence[int]) -> None:
     """Return when all of these messages have been sent."""
     missing = {str(message_id) for message_id in message_ids}
     while missing:
-        told = await asyncio.to_thread(lambda: list(db.notifies(timeout=10, stop_after=1)))
+        told = await asyncio.to_thread(lambda: list(db.notifies(timeout=PATIENCE_SECONDS, stop_after=1)))
         assert told, f"not sent: {missing}"
         missing -= {notify.payload for notify in told}
 

@@ -51,18 +51,6 @@ if TYPE_CHECKING:
 MUCH_LATER = RetryPolicy.steps(3600, jitter=0)
 
 
-@pytest.fixture
-def db(connect: Connect) -> psycopg.Connection:
-    """An autocommit connection to the test's database."""
-    return connect(autocommit=True)
-
-
-@pytest.fixture
-def outbox(dsn: str) -> Outbox:
-    """An outbox without handlers, with settings that let nothing but an event wake a worker."""
-    return Outbox(settings_for(dsn))
-
-
 class SleepingWorker(Worker):
     """A worker that tells when it knows how long to sleep: what it is not told from then on, it does not learn."""
 

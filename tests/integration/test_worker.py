@@ -57,18 +57,6 @@ AT_ONCE = RetryPolicy.steps(0, jitter=0)
 MUCH_LATER = RetryPolicy.steps(3600, jitter=0)
 
 
-@pytest.fixture
-def db(connect: Connect) -> psycopg.Connection:
-    """An autocommit connection to the test's database."""
-    return connect(autocommit=True)
-
-
-@pytest.fixture
-def outbox(dsn: str) -> Outbox:
-    """An outbox without handlers, with settings that let nothing but an event wake a worker."""
-    return Outbox(settings_for(dsn))
-
-
 # --- outcomes ---------------------------------------------------------------------------------------------------------
 
 
@@ -345,7 +333,7 @@ def test_a_wrong_list_of_queues_is_refused(values: list[str], problem: str) -> N
 
 
 async def test_sync_handlers_run_in_threads_side_by_side(outbox: Outbox, db: psycopg.Connection) -> None:
-    together = threading.Barrier(4, timeout=10)
+    together = threading.Barrier(4, timeout=PATIENCE_SECONDS)
     names: list[str] = []
 
     @outbox.handler("greet")
@@ -384,7 +372,7 @@ async def test_a_thread_that_outlives_its_timeout_keeps_its_slot(dsn: str, db: p
 
     @outbox.handler("stuck", timeout=0.05, retry=MUCH_LATER)
     def stuck(message: Message, ctx: SyncContext) -> None:
-        let_go.wait(20)
+        let_go.wait(PATIENCE_SECONDS)
 
     @outbox.handler("greet")
     def greet(message: Message, ctx: SyncContext) -> None:
@@ -1033,13 +1021,13 @@ async def test_a_process_that_was_stopped_past_its_lease_writes_nothing_when_it_
 
 
 async def test_a_handler_that_blocks_the_event_loop_keeps_its_lease(dsn: str, db: psycopg.Connection) -> None:
-    lease = 1.0
+    lease = 2.0
     outbox = Outbox(settings_for(dsn, lease_seconds=lease))
     delivered: list[int] = []
 
     @outbox.handler("greet")
     async def greet(message: Message, ctx: Context) -> None:
-        time.sleep(3 * lease)  # noqa: ASYNC251 - the fault that this test is about
+        time.sleep(2 * lease)  # noqa: ASYNC251 - the fault that this test is about
         assert claim(db, worker="thief") == []
         delivered.append(message.attempt_count)
 

@@ -1,0 +1,27 @@
+"""What a test puts messages into and looks at, beside the workers that it starts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pgoutbox import Outbox
+from tests.outbox_actions import settings_for
+
+if TYPE_CHECKING:
+    import psycopg
+
+    from tests.conftest import Connect
+
+
+@pytest.fixture
+def db(connect: Connect) -> psycopg.Connection:
+    """An autocommit connection to the test's database."""
+    return connect(autocommit=True)
+
+
+@pytest.fixture
+def outbox(dsn: str) -> Outbox:
+    """An outbox without handlers, with settings that let nothing but an event wake a worker."""
+    return Outbox(settings_for(dsn))
