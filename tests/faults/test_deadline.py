@@ -38,7 +38,7 @@ async def test_a_deadline_that_is_kept_leaves_the_connection_and_the_servers_own
 
 
 async def test_a_link_whose_statement_is_not_answered_opens_another_connection(proxy: Proxy) -> None:
-    settings = settings_for(proxy.dsn, statement_timeout_seconds=2)
+    settings = settings_for(proxy.dsn, statement_timeout_seconds=1, connect_timeout_seconds=2)
     link = Link(proxy.dsn, settings, purpose="test")
     try:
         assert await link.fetch("SELECT 1", {}) == [(1,)]

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 # The sweep is an hour away: what is found without a ring is found because the listener is known to be gone.
 # What is not stalled is to be answered in time on a slow machine too.
 QUICK = {"probe_seconds": 2, "probe_timeout_seconds": 2, "connect_timeout_seconds": 5}
-SHORT_OF_TIME = {"statement_timeout_seconds": 2, "connect_timeout_seconds": 5}
+SHORT_OF_TIME = {"statement_timeout_seconds": 1, "connect_timeout_seconds": 2}
 
 
 class Receiver:
@@ -330,7 +330,7 @@ async def test_a_finish_that_arrives_when_another_attempt_has_the_message_change
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("delay_seconds", "bytes_per_second", "lease_seconds"),
-    [(0.1, None, 1.5), (0.1, 8_000, 6.0)],
+    [(0.1, None, 3.0), (0.1, 8_000, 6.0)],
     ids=["a round trip of 200 ms", "and 64 kbit/s"],
 )
 async def test_over_a_slow_network_leases_are_kept_and_everything_is_delivered_once(

@@ -213,6 +213,7 @@ def test_the_time_limits_of_the_role_end_the_producers_statements_and_not_the_wo
                 "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
                 "WHERE datname = current_database() AND application_name = '' AND pid <> pg_backend_pid()"
             )
+            # Its leases outlast the time for which the table is locked, in which nobody can renew them.
             worker = load.start_worker(lock_timeout_seconds="10", lease_seconds="30")
             load.until_more_are_handed_over()
             for _ in range(ROUNDS):
