@@ -1,6 +1,6 @@
 """Peers: the drain by one, two and four processes, and the bulk enqueue, of pgoutbox and every peer that runs here.
 
-All are measured by the same clock, from the first handler call to the moment when the database has recorded all jobs as
+All are measured by the same clock, from the first handler call to the moment when the database has recorded all messages as
 finished, each time in a new database.
 """
 
@@ -33,7 +33,7 @@ def run(server: Server, options: Options) -> Result:
         "peers",
         settings={
             "rounds": options.peer_rounds,
-            **{f"jobs of {system.name}": _count(system, options) for system in systems},
+            **{f"messages of {system.name}": _count(system, options) for system in systems},
             **{system.name: system.settings for system in systems},
         },
         notes=notes,
@@ -49,8 +49,8 @@ def run(server: Server, options: Options) -> Result:
         )
         for system in systems
     ]
-    columns = ("system", "jobs/s", "slowest", "fastest", "of pgoutbox")
-    result.tables.append(Table("jobs enqueued per second, by the best bulk call of each", columns, rows))
+    columns = ("system", "messages/s", "slowest", "fastest", "of pgoutbox")
+    result.tables.append(Table("messages enqueued per second, by the best bulk call of each", columns, rows))
     result.samples |= {f"enqueue, {name}": values for name, values in enqueued.items()}
     return result
 
@@ -62,7 +62,7 @@ def _count(system: System, options: Options) -> int:
 def _measure(
     server: Server, system: System, count: int, processes: int, worker: tuple[str, ...]
 ) -> tuple[float, float]:
-    """Jobs per second of the drain, and of the enqueue before it."""
+    """Messages per second of the drain, and of the enqueue before it."""
     with system.database(server) as dsn:
         loaded = count / system.load(count, dsn=dsn)
         with psycopg.connect(dsn, autocommit=True) as connection:
@@ -88,7 +88,7 @@ def _add_drain(
         ratio = ratio_of_rounds(values, rates["pgoutbox", many[0]])
         rows.append((system.name, *(median(rates[system.name, number]) for number in many), ratio))
     columns = ("system", *(f"{number} process{'es' * (number > 1)}" for number in many), "of pgoutbox")
-    result.tables.append(Table("jobs delivered per second, one handler call that does nothing each", columns, rows))
+    result.tables.append(Table("messages delivered per second, one handler call that does nothing each", columns, rows))
     ours = rates["pgoutbox", many[0]]
     for name, target in (("pgqueuer", 2.0), ("graphile-worker", 1.5)):
         if rates[name, many[0]]:
@@ -112,8 +112,8 @@ def run_settings(server: Server, options: Options) -> Result:
     ]
     return Result(
         "peer-settings",
-        settings={"jobs": options.peer_messages, "rounds": options.peer_rounds},
-        tables=[Table("the drain of one process", ("system and settings", "jobs/s", "slowest", "fastest"), rows)],
+        settings={"messages": options.peer_messages, "rounds": options.peer_rounds},
+        tables=[Table("the drain of one process", ("system and settings", "messages/s", "slowest", "fastest"), rows)],
         notes=notes,
         samples={f"{name} {' '.join(candidate)}": values for (name, candidate), values in rates.items()},
     )

@@ -86,7 +86,7 @@ class System:
             yield dsn
 
     def load(self, count: int, *, dsn: str) -> float:
-        """Enqueue so many jobs by the best bulk call; how many seconds it took."""
+        """Enqueue so many messages by the best bulk call; how many seconds it took."""
         if self.node:
             answer = self.answer("enqueue", str(count), dsn=dsn)
         elif self.migrated:
