@@ -1,7 +1,7 @@
 """Peers: the drain by one, two and four processes, and the bulk enqueue, of pgoutbox and every peer that runs here.
 
-All are measured by the same clock, from the first handler call to the moment when the database has recorded all messages as
-finished, each time in a new database.
+All are measured by the same clock, from the first handler call to the moment when the database has recorded all
+messages as finished, each time in a new database.
 """
 
 from __future__ import annotations

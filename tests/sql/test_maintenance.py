@@ -133,13 +133,12 @@ class TestConnect:
         self, dsn: str, connect: Connect, state: State | None
     ) -> None:
         db = connect(autocommit=True)
-        if db.info.server_version < 170_000:
-            pytest.skip("transaction_timeout came with PostgreSQL 17")
+        has_limit = db.info.server_version >= 170_000
         message_id = put(db, State.FAILED, age=2 * DAY)
         db.execute(TAKE_LONG)
-        settings = load_settings(dsn=f"{dsn}&options=-c%20transaction_timeout%3D2s")
+        settings = load_settings(dsn=f"{dsn}&options=-c%20transaction_timeout%3D2s" if has_limit else dsn)
         with maintenance.connect(settings) as operator:
-            assert operator.execute("SHOW transaction_timeout").fetchone() == ("2s",)
+            assert not has_limit or operator.execute("SHOW transaction_timeout").fetchone() == ("2s",)
             if state is State.PENDING:
                 maintenance.redrive(operator, [message_id])
             else:
