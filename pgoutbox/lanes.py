@@ -103,7 +103,7 @@ class Lanes:
     def _pace_suspects(self, plan: ClaimPlan, suspects: Sequence[ClaimedRow], *, is_filled: bool) -> None:
         was_group = plan.suspect_limit > 1
         if len(suspects) == plan.suspect_limit:
-            self._is_group_turn = not was_group and suspects[0].former_attempt_count == 1
+            self._is_group_turn = not was_group
             if self._is_group_turn:
                 self._group_size = min(2 * self._group_size, MAX_SUSPECTS)
         elif not is_filled:

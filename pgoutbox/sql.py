@@ -193,8 +193,8 @@ SCHEMA_VERSION: Final[LiteralString] = "SELECT pgoutbox.schema_version()"
 # being volatile, could not be an index condition.
 #
 # Of what was lost and is tried again, the suspects, no more than `suspect_limit` come. A limit of 1 takes the one that
-# has waited longest. A greater one takes only those that can afford a second loss: only their first attempt was lost,
-# and the second is not their last.
+# has waited longest. A greater one takes only those that can afford another loss: more than half of the attempts that
+# they were granted is left.
 CLAIM: Final[LiteralString] = """
 WITH fresh AS MATERIALIZED (
     SELECT
@@ -313,7 +313,7 @@ WITH fresh AS MATERIALIZED (
         AND m.id <> ALL (ARRAY(SELECT e.id FROM ending AS e))
         AND (
             %(suspect_limit)s::bigint = 1
-            OR (m.attempt_count = 1 AND m.max_attempts > 2)
+            OR (m.max_attempts - m.attempt_count) * 2 > m.attempt_budget
         )
     ORDER BY m.lease_expires_at, m.id
     LIMIT least(

@@ -325,14 +325,22 @@ def test_a_backlog_of_retries_does_not_stand_before_a_suspect(rolled_back: psyco
     assert ids_in_flight(claim(rolled_back, total=1, fresh_limit=0)) == [suspect]
 
 
-def test_in_a_group_come_only_suspects_that_can_afford_a_second_loss(rolled_back: psycopg.Connection) -> None:
+def test_in_a_group_come_only_suspects_that_can_afford_another_loss(rolled_back: psycopg.Connection) -> None:
     (last_attempt,) = lost_one_after_the_other(rolled_back, 1, max_attempts=2)
     (later_attempt,) = lost_one_after_the_other(rolled_back, 1)
-    rolled_back.execute("UPDATE pgoutbox.message_live SET attempt_count = 2 WHERE id = %s", [later_attempt])
+    rolled_back.execute("UPDATE pgoutbox.message_live SET attempt_count = 6 WHERE id = %s", [later_attempt])
     can_afford_it = lost_one_after_the_other(rolled_back, 2, max_attempts=3)
     assert ids_in_flight(claim(rolled_back, suspect_limit=10)) == can_afford_it
     assert claim(rolled_back, suspect_limit=10) == []
     assert [ids_in_flight(claim(rolled_back)) for _ in range(2)] == [[last_attempt], [later_attempt]]
+
+
+def test_snoozes_do_not_use_up_what_a_suspect_can_afford(rolled_back: psycopg.Connection) -> None:
+    (snoozed,) = lost_one_after_the_other(rolled_back, 1)
+    rolled_back.execute(
+        "UPDATE pgoutbox.message_live SET attempt_count = 21, max_attempts = 31 WHERE id = %s", [snoozed]
+    )
+    assert ids_in_flight(claim(rolled_back, suspect_limit=10)) == [snoozed]
 
 
 @pytest.mark.parametrize("why", ["superseded", "cancelled", "expired", "exhausted", "on hold"])
