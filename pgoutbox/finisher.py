@@ -24,7 +24,7 @@ from pgoutbox.telemetry import Event, Telemetry, event_of_state
 _FIRST_PAUSE_SECONDS = 0.05
 _MAX_PAUSE_SECONDS = 5.0
 _LOCKED_PAUSE_SECONDS = 0.1
-_SENT: Final = State.SENT  # To look a member up costs more than all else that is done for a message here.
+_SENT: Final = State.SENT  # To look a member up costs more than to compare with it.
 
 Write = Callable[[Sequence[Context]], Awaitable[Mapping[int, State]]]
 

@@ -6,7 +6,7 @@ transaction that committed late, a lease that ran out), so it starts from the be
 short, whenever a bell rang, and a few times a second under load.
 
 Messages whose attempt was lost are suspects: one of them may have ended its process, and with it the attempts of all
-the others. So they come in small turns, which grow while the process lives.
+the others. So few of them are in flight at once, and more only as those before them end and the process lives.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ FULL_CLAIM_SECONDS = 0.25
 # A claim from the beginning may be slow; then it comes as much more rarely as keeps its share of the time small.
 FULL_CLAIM_SHARE = 0.05
 MAX_SUSPECTS = 32
+_GROUPED_SUSPECTS = 8 * MAX_SUSPECTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class ClaimPlan:
     fresh_floor: Floor | None
     retry_floor: Floor | None
     suspect_limit: int
+    suspects_in_flight: int
     is_full: bool
 
 
@@ -47,14 +49,16 @@ class Lanes:
         self._retries_waiting = False
         self._retries_had_turn = False
         self._group_size = 1
-        self._is_group_turn = False
+        self._grouped_count = 0
+        self._next_is_alone = True
 
-    def plan(self, room: int, *, now: float, from_beginning: bool, suspects_in_flight: bool) -> ClaimPlan:
+    def plan(self, room: int, *, now: float, from_beginning: bool, suspects_in_flight: int) -> ClaimPlan:
         """Ask for up to `room` messages. `now` is any clock that never goes back, in seconds.
 
         Lanes take turns while both have work: fresh messages first, retries in what room is left, then the reverse.
-        Suspects have a turn when none is in flight: the oldest alone, then a group of those that can afford a loss,
-        then the oldest again. The group doubles for as long as there are enough, and the process is alive to ask.
+        The oldest suspect comes alone, when none is in flight. Then those that can afford a loss come in a group: when
+        half of it has ended it is filled up, to twice its size. When nobody is left for it, or now and then so that
+        those outside it are not starved, the oldest comes alone again.
         """
         if from_beginning or now >= self._full_due_at:
             self._fresh_floor = self._retry_floor = None
@@ -68,7 +72,8 @@ class Lanes:
             total=room,
             fresh_floor=self._fresh_floor,
             retry_floor=self._retry_floor,
-            suspect_limit=self._suspect_limit(room, suspects_in_flight=suspects_in_flight),
+            suspect_limit=self._suspect_limit(room, suspects_in_flight),
+            suspects_in_flight=suspects_in_flight,
             is_full=self._fresh_floor is None,
         )
 
@@ -89,23 +94,39 @@ class Lanes:
         if plan.is_full:
             self._full_due_at = ended_at + max(FULL_CLAIM_SECONDS, (ended_at - began_at) / FULL_CLAIM_SHARE)
         is_filled = len(rows) == plan.total
-        suspects = [row for row in lost if row.state == State.SENDING]
+        found = sum(row.state == State.SENDING for row in lost)
         if plan.suspect_limit > 0:
-            self._pace_suspects(plan, suspects, is_filled=is_filled)
+            self._pace_suspects(plan, found, is_filled=is_filled)
         # A group that finds nobody leaves out those that come one by one.
-        return is_filled or (plan.suspect_limit > 1 and not suspects)
+        return is_filled or (plan.suspect_limit > 1 and found == 0)
 
-    def _suspect_limit(self, room: int, *, suspects_in_flight: bool) -> int:
-        if suspects_in_flight:
+    def may_take_suspects(self, in_flight: int) -> bool:
+        """Whether more suspects may be claimed while so many are in flight."""
+        if self._next_is_alone or self._grouped_count == 0:
+            return in_flight == 0
+        return 2 * in_flight <= self._group_size
+
+    def _suspect_limit(self, room: int, in_flight: int) -> int:
+        if not self.may_take_suspects(in_flight):
             return 0
-        return min(self._group_size, room) if self._is_group_turn else 1
+        if self._next_is_alone:
+            return 1
+        limit = min(2 * self._group_size, MAX_SUSPECTS) - in_flight
+        if room >= limit:
+            return limit
+        # A limit of 1 is for the one that comes alone.
+        return room if room > 1 or in_flight == 0 else 0
 
-    def _pace_suspects(self, plan: ClaimPlan, suspects: Sequence[ClaimedRow], *, is_filled: bool) -> None:
-        was_group = plan.suspect_limit > 1
-        if len(suspects) == plan.suspect_limit:
-            self._is_group_turn = not was_group
-            if self._is_group_turn:
-                self._group_size = min(2 * self._group_size, MAX_SUSPECTS)
-        elif not is_filled:
-            self._is_group_turn = False
-            self._group_size = 1
+    def _pace_suspects(self, plan: ClaimPlan, found: int, *, is_filled: bool) -> None:
+        if plan.suspect_limit == 1:
+            if found:
+                self._next_is_alone = False
+                self._grouped_count = 0
+            elif not is_filled:
+                self._next_is_alone = True
+                self._group_size = 1
+            return
+        self._group_size = max(self._group_size, plan.suspects_in_flight + found)
+        self._grouped_count += found
+        if (found < plan.suspect_limit and not is_filled) or self._grouped_count >= _GROUPED_SUSPECTS:
+            self._next_is_alone = True

@@ -248,7 +248,7 @@ WITH fresh AS MATERIALIZED (
     ORDER BY m.lease_expires_at, m.id
     LIMIT 1
 ), ending AS MATERIALIZED (
-    -- Lost attempts whose message is not tried again. Apart, because nothing that ends waits for a suspect's turn: a
+    -- Lost attempts whose message is not tried again. Apart, because nothing that ends waits for suspects: a
     -- newer message of its key may wait for it.
     SELECT
         m.id,

@@ -369,7 +369,7 @@ class Worker:
 
     async def _claim(self, lanes: Lanes, room: int, *, from_beginning: bool) -> list[ClaimedRow] | None:
         began_at = elapsed_clock()
-        plan = lanes.plan(room, now=began_at, from_beginning=from_beginning, suspects_in_flight=bool(self._suspects))
+        plan = lanes.plan(room, now=began_at, from_beginning=from_beginning, suspects_in_flight=len(self._suspects))
         try:
             rows = await self._store.claim(
                 lanes.queue,
@@ -459,22 +459,24 @@ class Worker:
     # --- suspects -----------------------------------------------------------------------------------------------------
 
     def _watch_suspects(self, suspects: list[Context]) -> None:
-        """No other suspects are claimed until these have ended, but for no longer than a lease."""
+        """These count as suspects in flight until they have ended, but for no longer than a lease."""
         if suspects:
             self._suspects += suspects
             asyncio.get_running_loop().call_later(self._settings.lease_seconds, self._trust, suspects)
 
     def _trust(self, suspects: Sequence[Context]) -> None:
-        if self._suspects:
-            self._suspects = [context for context in self._suspects if context not in suspects]
-            if not self._suspects:
-                self._progress.set()
-                self._wake.set()
+        self._suspects = [context for context in self._suspects if context not in suspects]
+        if any(lanes.may_take_suspects(len(self._suspects)) for lanes in self._lanes.values()):
+            self._progress.set()
+            self._wake.set()
 
     def _note_progress(self) -> None:
         """An attempt has ended, or its end is written."""
         self._progress.set()
-        self._trust([context for context in self._suspects if self._held.get(context.message.id) is not context])
+        if self._suspects:
+            ended = [context for context in self._suspects if self._held.get(context.message.id) is not context]
+            if ended:
+                self._trust(ended)
 
     # --- sleep --------------------------------------------------------------------------------------------------------
 

@@ -281,11 +281,13 @@ def test_a_lost_attempt_whose_message_was_cancelled_ends_cancelled(rolled_back: 
     assert [outcome for _, outcome, _ in attempts_of(rolled_back, message_id)] == ["lost"]
 
 
-def lost_one_after_the_other(connection: psycopg.Connection, count: int, **arguments: Unpack[Options]) -> list[int]:
+def lost_one_after_the_other(
+    connection: psycopg.Connection, count: int, topic: str = "greet", **arguments: Unpack[Options]
+) -> list[int]:
     """Messages whose workers died, the first one first."""
     ids = []
     for age in range(count, 0, -1):
-        message_id = enqueue(connection, **arguments)
+        message_id = enqueue(connection, topic, **arguments)
         connection.execute(
             """
             UPDATE pgoutbox.message_live
@@ -369,6 +371,32 @@ def test_a_suspect_that_another_session_has_locked_is_passed_over(connect: Conne
     first, second = lost_one_after_the_other(ours, 2)
     assert ids_in_flight(claim(theirs)) == [first]
     assert ids_in_flight(claim(ours)) == [second]
+
+
+def test_an_attempt_whose_lease_lasts_is_no_suspect(rolled_back: psycopg.Connection) -> None:
+    in_flight(rolled_back)
+    (suspect,) = lost_one_after_the_other(rolled_back, 1)
+    assert ids_in_flight(claim(rolled_back, suspect_limit=10)) == [suspect]
+
+
+def test_what_ends_takes_no_suspects_turn(rolled_back: psycopg.Connection) -> None:
+    (ends,) = lost_one_after_the_other(rolled_back, 1, max_attempts=1)
+    rolled_back.execute("UPDATE pgoutbox.message_live SET lease_expires_at = now() - interval '1 h'")
+    (suspect,) = lost_one_after_the_other(rolled_back, 1)
+    assert {row.id: row.state for row in claim(rolled_back, suspect_limit=1)} == {ends: "failed", suspect: "sending"}
+
+
+def test_what_ends_and_another_session_has_locked_is_passed_over(connect: Connect) -> None:
+    ours, theirs = connect(autocommit=True), connect()
+    first, second = lost_one_after_the_other(ours, 2, max_attempts=1)
+    assert [row.id for row in claim(theirs, total=1)] == [first]
+    assert [row.id for row in claim(ours)] == [second]
+
+
+def test_what_ends_of_a_topic_that_the_worker_does_not_know_is_left_alone(rolled_back: psycopg.Connection) -> None:
+    (lost_last,) = lost_one_after_the_other(rolled_back, 1, "unknown", max_attempts=1)
+    assert claim(rolled_back) == []
+    assert state_of(rolled_back, lost_last) == State.SENDING
 
 
 def test_a_paused_queue_leaves_its_suspects_alone(rolled_back: psycopg.Connection) -> None:

@@ -53,13 +53,19 @@ class Clock:
         self.lanes = Lanes("default")
         self.now = 1000.0
 
-    def plan(self, *, from_beginning: bool = False, room: int = ROOM, suspects_in_flight: bool = False) -> ClaimPlan:
+    def plan(self, *, from_beginning: bool = False, room: int = ROOM, suspects_in_flight: int = 0) -> ClaimPlan:
         return self.lanes.plan(room, now=self.now, from_beginning=from_beginning, suspects_in_flight=suspects_in_flight)
 
     def claim(
-        self, rows: list[ClaimedRow], *, from_beginning: bool = False, took: float = 0.001, room: int = ROOM
+        self,
+        rows: list[ClaimedRow],
+        *,
+        from_beginning: bool = False,
+        took: float = 0.001,
+        room: int = ROOM,
+        suspects_in_flight: int = 0,
     ) -> bool:
-        plan = self.plan(from_beginning=from_beginning, room=room)
+        plan = self.plan(from_beginning=from_beginning, room=room, suspects_in_flight=suspects_in_flight)
         assert len(rows) <= plan.total
         began_at, self.now = self.now, self.now + took
         return self.lanes.learn(plan, rows, began_at=began_at, ended_at=self.now)
@@ -67,7 +73,7 @@ class Clock:
 
 def test_the_first_claim_looks_from_the_beginning() -> None:
     plan = Clock().plan(from_beginning=True)
-    assert plan == ClaimPlan(ROOM, ROOM, None, None, 1, is_full=True)
+    assert plan == ClaimPlan(ROOM, ROOM, None, None, 1, 0, is_full=True)
 
 
 def test_a_full_answer_sets_the_floor_where_it_ended() -> None:
@@ -151,44 +157,77 @@ def test_an_answer_that_fills_the_room_means_that_more_is_likely_to_wait() -> No
     assert not Clock().claim([*fresh(1, 2), *again(1)], from_beginning=True)
 
 
-def test_while_a_suspect_is_in_flight_no_other_is_asked_for() -> None:
+def test_the_first_suspect_comes_alone() -> None:
     clock = Clock()
+    assert clock.plan(suspects_in_flight=1).suspect_limit == 0
     assert clock.plan().suspect_limit == 1
-    assert clock.plan(suspects_in_flight=True).suspect_limit == 0
+    clock.claim(lost(1))
+    assert clock.plan(suspects_in_flight=1).suspect_limit == 0
+    assert clock.plan().suspect_limit == 2
 
 
-def test_the_oldest_suspect_has_every_other_turn_and_groups_double_between() -> None:
+def test_a_group_is_filled_up_to_twice_its_size_when_half_of_it_has_ended() -> None:
     clock = Clock()
+    clock.claim(lost(1))
     limits = []
-    for _ in range(16):
-        plan = clock.plan(room=100)
-        limits.append(plan.suspect_limit)
-        clock.claim(lost(*range(plan.suspect_limit)), room=100)
-    assert limits == [1, 2, 1, 4, 1, 8, 1, 16, 1, *[MAX_SUSPECTS, 1] * 3, MAX_SUSPECTS]
+    in_flight = 0
+    for _ in range(6):
+        assert clock.plan(room=100, suspects_in_flight=in_flight + 1).suspect_limit == 0 or in_flight == 0
+        limits.append(clock.plan(room=100, suspects_in_flight=in_flight).suspect_limit)
+        clock.claim(lost(*range(limits[-1])), room=100, suspects_in_flight=in_flight)
+        in_flight = (in_flight + limits[-1]) // 2
+    assert limits == [2, 4 - 1, 8 - 2, 16 - 4, MAX_SUSPECTS - 8, MAX_SUSPECTS - 16]
+
+
+def grouped(clock: Clock, *limits: int) -> None:
+    """The first one, and groups that ended."""
+    for limit in (1, *limits):
+        assert clock.plan(room=100).suspect_limit == limit
+        clock.claim(lost(*range(limit)), room=100)
 
 
 def test_a_group_is_no_greater_than_the_room() -> None:
     clock = Clock()
-    for limit in (1, 2, 1, 4, 1):
-        clock.claim(lost(*range(limit)), room=100)
+    grouped(clock, 2, 4)
     assert clock.plan().suspect_limit == ROOM
 
 
-def test_a_suspect_that_was_lost_often_is_followed_by_a_group_as_any_other() -> None:
+def test_a_group_does_not_grow_by_what_did_not_fit_into_the_room() -> None:
     clock = Clock()
-    clock.claim(lost(1, attempts=5))
-    assert clock.plan().suspect_limit == 2
+    grouped(clock, 2, 4)
+    clock.claim(lost(1, 2, 3), room=3)
+    assert clock.plan(room=100).suspect_limit == 8
 
 
-def test_a_group_that_found_too_few_is_followed_by_one_alone() -> None:
+def test_beside_others_no_group_of_one_is_asked_for_because_anyone_may_come_in_it() -> None:
     clock = Clock()
-    for limit in (1, 2, 1):
-        clock.claim(lost(*range(limit)))
-    assert clock.plan().suspect_limit == ROOM
-    clock.claim(lost(1, 2))
+    grouped(clock, 2)
+    assert clock.plan(room=1, suspects_in_flight=1).suspect_limit == 0
+    assert clock.plan(room=1).suspect_limit == 1
+
+
+def test_a_group_that_found_too_few_is_followed_by_one_alone_and_another_group() -> None:
+    clock = Clock()
+    grouped(clock, 2, 4)
+    clock.claim(lost(1, 2), suspects_in_flight=1)
+    assert clock.plan(suspects_in_flight=1).suspect_limit == 0
     assert clock.plan().suspect_limit == 1
     clock.claim(lost(1))
-    assert clock.plan().suspect_limit == 2
+    assert clock.plan(room=100, suspects_in_flight=1).suspect_limit == 0
+    assert clock.plan(room=100).suspect_limit == 8
+
+
+def test_when_no_suspects_are_left_the_next_ones_begin_with_the_smallest_group() -> None:
+    clock = Clock()
+    grouped(clock, 2, 4)
+    clock.claim([])
+    clock.claim([])
+    grouped(clock, 2)
+
+
+def test_groups_without_an_end_do_not_starve_those_that_come_alone() -> None:
+    clock = Clock()
+    grouped(clock, 2, 4, 8, 16, *[MAX_SUSPECTS] * 8, 1, MAX_SUSPECTS)
 
 
 def test_a_group_that_found_nobody_is_no_reason_to_sleep() -> None:
