@@ -61,6 +61,11 @@ class Doorbell:
         """Whether the listener is connected."""
         return self._connection is not None and not self._lost.is_set()
 
+    @property
+    def is_armed(self) -> bool:
+        """Whether producers ring this worker for one of its queues."""
+        return bool(self._armed)
+
     async def start(self) -> None:
         """Connect and listen before the first claim; from then on the connection mends itself.
 

@@ -35,6 +35,7 @@ class ClaimPlan:
     suspect_limit: int
     suspects_in_flight: int
     is_full: bool
+    fresh_only: bool = False
 
 
 class Lanes:
@@ -77,8 +78,14 @@ class Lanes:
             is_full=self._fresh_floor is None,
         )
 
+    def plan_fresh(self, room: int) -> ClaimPlan:
+        """Ask for fresh messages alone, from the beginning."""
+        return ClaimPlan(room, room, None, None, 0, 0, is_full=False, fresh_only=True)
+
     def learn(self, plan: ClaimPlan, rows: Sequence[ClaimedRow], *, began_at: float, ended_at: float) -> bool:
         """Remember where a claim ended. Returns whether more is likely to wait."""
+        if plan.fresh_only:
+            return len(rows) == plan.total
         fresh = [(row.due_at, row.id) for row in rows if row.former_attempt_count == 0]
         again = [row for row in rows if row.former_attempt_count > 0]
         lost = [row for row in again if row.former_state == State.SENDING]

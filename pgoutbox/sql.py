@@ -187,15 +187,8 @@ SCHEMA_VERSION: Final[LiteralString] = "SELECT pgoutbox.schema_version()"
 
 # --- claim ------------------------------------------------------------------------------------------------------------
 
-# Takes up to `total` messages of one queue: first up to `fresh_limit` that were never attempted, then, as far as there
-# is room, attempts whose lease has ended, and retries. What must not be delivered any more ends here too: one that was
-# superseded, cancelled or has expired, and one whose attempts are used up. `now()` and not clock_timestamp(), which,
-# being volatile, could not be an index condition.
-#
-# Of what was lost and is tried again, the suspects, no more than `suspect_limit` come. A limit of 1 takes the one that
-# has waited longest. A greater one takes only those that can afford another loss: more than half of the attempts that
-# they were granted is left.
-CLAIM: Final[LiteralString] = """
+# A claim in its parts, of which two statements are made. What was never attempted:
+_FRESH_LANE: Final[LiteralString] = """
 WITH fresh AS MATERIALIZED (
     SELECT
         m.id,
@@ -238,7 +231,10 @@ WITH fresh AS MATERIALIZED (
     ORDER BY m.available_at, m.id
     LIMIT %(fresh_limit)s::bigint
     FOR UPDATE OF m SKIP LOCKED
-), first_lapsed AS MATERIALIZED (
+)"""
+
+# Lost attempts and retries, as far as there is room.
+_OTHER_LANES: Final[LiteralString] = """, first_lapsed AS MATERIALIZED (
     -- Where two scans begin that would each wade through the dead index entries before it; mostly there is none.
     SELECT m.lease_expires_at, m.id
     FROM pgoutbox.message_live AS m
@@ -364,7 +360,15 @@ WITH fresh AS MATERIALIZED (
     LIMIT %(total)s::bigint
         - (SELECT count(*) FROM fresh) - (SELECT count(*) FROM ending) - (SELECT count(*) FROM suspects)
     FOR UPDATE OF m SKIP LOCKED
-), judged AS MATERIALIZED (
+), candidate AS (
+    SELECT * FROM fresh
+    UNION ALL SELECT * FROM ending
+    UNION ALL SELECT * FROM suspects
+    UNION ALL SELECT * FROM retries
+)"""
+
+# What becomes of each: an attempt with a lease, or its end.
+_JUDGE: Final[LiteralString] = """, judged AS MATERIALIZED (
     SELECT
         l.id,
         l.due_at,
@@ -381,12 +385,7 @@ WITH fresh AS MATERIALIZED (
             WHEN l.state = 'sending' AND l.topic = ANY (%(hold_topics)s::text[]) THEN 'failed'
             ELSE 'sending'
         END AS state
-    FROM (
-        SELECT * FROM fresh
-        UNION ALL SELECT * FROM ending
-        UNION ALL SELECT * FROM suspects
-        UNION ALL SELECT * FROM retries
-    ) AS l
+    FROM candidate AS l
     LEFT JOIN pgoutbox.coalesce AS head ON head.topic = l.topic AND head.coalesce_key = l.coalesce_key
     -- The update below enters keys into the index of what is in flight: two claims enter them in one order.
     ORDER BY l.coalesce_key COLLATE "C", l.topic COLLATE "C", l.due_at, l.id
@@ -453,6 +452,20 @@ RETURNING
         false
     ) AS superseded
 """
+
+# Takes up to `total` messages of one queue: first up to `fresh_limit` that were never attempted, then, as far as there
+# is room, attempts whose lease has ended, and retries. What must not be delivered any more ends here too: one that was
+# superseded, cancelled or has expired, and one whose attempts are used up. `now()` and not clock_timestamp(), which,
+# being volatile, could not be an index condition.
+#
+# Of what was lost and is tried again, the suspects, no more than `suspect_limit` come. A limit of 1 takes the one that
+# has waited longest. A greater one takes only those that can afford another loss: more than half of the attempts that
+# they were granted is left.
+CLAIM: Final[LiteralString] = _FRESH_LANE + _OTHER_LANES + _JUDGE
+
+# The first lane alone, for a worker that was rung: its small plan has a handler start 0.3 ms earlier.
+_FRESH_ALONE: Final[LiteralString] = ", candidate AS (SELECT * FROM fresh)"
+CLAIM_FRESH: Final[LiteralString] = _FRESH_LANE + _FRESH_ALONE + _JUDGE
 
 # When the first message of these queues falls due that was not due `since_seconds` ago, in seconds from now; null if
 # there is none. What fell due between the snapshots of the last claim and of this statement is in neither of them.

@@ -322,15 +322,17 @@ class Store:
         fresh_floor: Floor | None,
         retry_floor: Floor | None,
         suspect_limit: int,
+        fresh_only: bool = False,
     ) -> list[ClaimedRow]:
         """Claim up to `total` messages, ordered by due time within each lane, those beyond the floors.
 
-        Among them at most `suspect_limit` whose last attempt was lost and that are tried again.
+        Among them at most `suspect_limit` whose last attempt was lost and that are tried again. `fresh_only` is for a
+        worker that was rung: the others are left out, and `suspect_limit` and the floor of retries say nothing.
         """
         fresh_floor_at, fresh_floor_id = fresh_floor or NO_FLOOR
         retry_floor_at, retry_floor_id = retry_floor or NO_FLOOR
         rows = await self.claims.fetch(
-            sql.CLAIM,
+            sql.CLAIM_FRESH if fresh_only else sql.CLAIM,
             {
                 "queue": queue,
                 "topics": topics,

@@ -138,6 +138,7 @@ class Worker:
         self._stopping = False
         self._work_ahead = False
         self._look_from_beginning = True
+        self._ring_is_unanswered = False
         self._was_rung = False
         self._rang_at = 0.0
         self._fruitless_count = 0
@@ -287,6 +288,7 @@ class Worker:
     # --- claim --------------------------------------------------------------------------------------------------------
 
     async def _work(self) -> None:
+        may_leave_out_others = True
         while not self._stopping:
             self._wake.clear()
             self._progress.clear()
@@ -295,8 +297,15 @@ class Worker:
                 await self._ring_if_saturated()
                 await self._progress.wait()
                 continue
-            from_beginning, self._look_from_beginning = self._look_from_beginning, False
-            found = await self._claim_round(room, from_beginning=from_beginning)
+            # A ring speaks of a fresh message. Between two such looks all lanes have their turn.
+            fresh_only = may_leave_out_others and self._ring_is_unanswered
+            may_leave_out_others = not fresh_only
+            from_beginning = False
+            if fresh_only:
+                self._ring_is_unanswered = False
+            else:
+                from_beginning, self._look_from_beginning = self._look_from_beginning, False
+            found = await self._claim_round(room, from_beginning=from_beginning, fresh_only=fresh_only)
             # Only a look at everything that is due may end in sleep.
             self._look_from_beginning |= not (found and self._work_ahead)
             if found:
@@ -339,7 +348,7 @@ class Worker:
         held_limit = open_limit + 2 * settings.batch_size
         return max(0, min(settings.batch_size, open_limit - slots.open_count, held_limit - len(self._held)))
 
-    async def _claim_round(self, room: int, *, from_beginning: bool) -> int | None:
+    async def _claim_round(self, room: int, *, from_beginning: bool, fresh_only: bool = False) -> int | None:
         """Claim from the queues in their order until the room is used up. None if the database did not let us."""
         found = 0
         self._work_ahead = False
@@ -347,7 +356,7 @@ class Worker:
         if self._conflict_count > _STUBBORN_CONFLICTS:
             room = 1  # Claims of several rows meet at one coalesce key again and again: one row cannot.
         for queue in self._queue_order():
-            rows = await self._claim(self._lanes[queue], room, from_beginning=from_beginning)
+            rows = await self._claim(self._lanes[queue], room, from_beginning=from_beginning, fresh_only=fresh_only)
             if rows is None:
                 return None
             self._conflict_count = 0
@@ -367,9 +376,14 @@ class Worker:
         self._credits[order[0]] -= sum(share.weight or 0 for share in self._shares)
         return order
 
-    async def _claim(self, lanes: Lanes, room: int, *, from_beginning: bool) -> list[ClaimedRow] | None:
+    async def _claim(
+        self, lanes: Lanes, room: int, *, from_beginning: bool, fresh_only: bool
+    ) -> list[ClaimedRow] | None:
         began_at = elapsed_clock()
-        plan = lanes.plan(room, now=began_at, from_beginning=from_beginning, suspects_in_flight=len(self._suspects))
+        if fresh_only:
+            plan = lanes.plan_fresh(room)
+        else:
+            plan = lanes.plan(room, now=began_at, from_beginning=from_beginning, suspects_in_flight=len(self._suspects))
         try:
             rows = await self._store.claim(
                 lanes.queue,
@@ -380,6 +394,7 @@ class Worker:
                 fresh_floor=plan.fresh_floor,
                 retry_floor=plan.retry_floor,
                 suspect_limit=plan.suspect_limit,
+                fresh_only=plan.fresh_only,
             )
         except (psycopg.Error, OSError) as error:
             await self._endure(error)
@@ -482,8 +497,7 @@ class Worker:
 
     def _on_ring(self, queue: str | None) -> None:
         if queue is None or queue in self._lanes:
-            self._was_rung = True
-            self._look_from_beginning = True
+            self._ring_is_unanswered = self._was_rung = True
             self._wake.set()
 
     async def _wake_for_successors(self, queues: Sequence[str]) -> None:
@@ -500,6 +514,8 @@ class Worker:
         self._fruitless_count = 0
         self._was_rung = False
         if self._bell is not None:
+            if self._bell.is_armed:
+                await asyncio.sleep(0)  # The handlers of what was claimed start first.
             await self._bell.disarm()
 
     async def _rest(self) -> None:

@@ -85,6 +85,7 @@ def claim(
     fresh_floor: Floor | None = None,
     retry_floor: Floor | None = None,
     suspect_limit: int = 1,
+    fresh_only: bool = False,
     worker: str = "worker-1",
 ) -> list[ClaimedRow]:
     """Claim, and give the rows in the order of their ids."""
@@ -102,7 +103,8 @@ def claim(
         "worker": worker,
         "lease_seconds": LEASE_SECONDS,
     }
-    rows = [ClaimedRow._make(row) for row in connection.execute(sql.CLAIM, parameters).fetchall()]
+    statement = sql.CLAIM_FRESH if fresh_only else sql.CLAIM
+    rows = [ClaimedRow._make(row) for row in connection.execute(statement, parameters).fetchall()]
     return sorted(rows, key=lambda row: row.id)
 
 

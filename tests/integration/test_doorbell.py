@@ -14,7 +14,8 @@ import pytest
 from pgoutbox import Outbox, sql
 from pgoutbox.dispatch import Context
 from pgoutbox.doorbell import Bell, Doorbell
-from pgoutbox.message import Message, State
+from pgoutbox.message import Message, State, Transient
+from pgoutbox.retry import RetryPolicy
 from pgoutbox.store import Store
 from pgoutbox.telemetry import Event, Telemetry
 from pgoutbox.worker import Worker, parse_queues
@@ -29,6 +30,7 @@ from tests.outbox_actions import (
     state_of,
     until_blocked,
 )
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -371,6 +373,34 @@ async def test_a_ring_that_comes_while_the_worker_looks_in_vain_is_not_forgotten
         db.execute(sql.RING, {"queues": ["default"]})
         await first_of(receiver.heard, worker.asleep)
         assert receiver.heard.is_set()
+
+
+async def test_rings_without_an_end_do_not_keep_a_worker_from_its_retries(dsn: str, db: psycopg.Connection) -> None:
+    """A ring has it look at fresh messages first, and while one is handled it is rung for the next."""
+    outbox = Outbox(settings_for(dsn, concurrency=1))
+    retried = asyncio.Event()
+
+    async def be_rung() -> None:
+        enqueue(db)
+        db.execute(sql.RING, {"queues": ["default"]})
+        await until(lambda: worker._ring_is_unanswered)
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        if not retried.is_set():
+            await be_rung()
+
+    @outbox.handler("bill", retry=RetryPolicy.steps(0, jitter=0))
+    async def bill(message: Message, ctx: Context) -> None:
+        if message.attempt_count == 1:
+            await be_rung()
+            raise Transient("busy")
+        retried.set()
+
+    worker = Worker(outbox)
+    enqueue(db, "bill")
+    async with running(worker):
+        await retried.wait()
 
 
 async def test_a_bell_that_is_given_up_while_a_sleeper_asks_for_it_is_not_trusted(

@@ -129,11 +129,17 @@ class Outboxes(RuleBasedStateMachine):
 
     # --- workers ------------------------------------------------------------------------------------------------------
 
-    @rule(target=attempts, worker=st.sampled_from(WORKERS), total=st.integers(1, 3), suspect_limit=st.integers(0, 1))
-    def claim(self, worker: str, total: int, suspect_limit: int) -> MultipleResults[Attempt]:
+    @rule(
+        target=attempts,
+        worker=st.sampled_from(WORKERS),
+        total=st.integers(1, 3),
+        suspect_limit=st.integers(0, 1),
+        fresh_only=st.booleans(),
+    )
+    def claim(self, worker: str, total: int, suspect_limit: int, fresh_only: bool) -> MultipleResults[Attempt]:
         """One worker claims."""
-        rows = claim(self.db, worker=worker, total=total, suspect_limit=suspect_limit)
-        expected = self._claimable()
+        rows = claim(self.db, worker=worker, total=total, suspect_limit=suspect_limit, fresh_only=fresh_only)
+        expected = [message for message in self._claimable() if not fresh_only or message.attempt_count == 0]
         suspects = {message.id for message in expected if self._is_suspect(message)}
         assert {row.id for row in rows} <= {message.id for message in expected}
         assert len(suspects & {row.id for row in rows}) <= suspect_limit

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, LiteralString, Unpack
 
 import pytest
 
@@ -78,7 +78,10 @@ def test_a_claim_leases_the_message_and_counts_the_attempt(rolled_back: psycopg.
     assert lease.fetchone() == (LEASE_SECONDS,)
 
 
-def test_the_answer_lists_what_the_dataclass_reads_in_its_order(rolled_back: psycopg.Connection) -> None:
+@pytest.mark.parametrize("statement", [sql.CLAIM, sql.CLAIM_FRESH], ids=["all lanes", "fresh only"])
+def test_the_answer_lists_what_the_dataclass_reads_in_its_order(
+    rolled_back: psycopg.Connection, statement: LiteralString
+) -> None:
     enqueue(rolled_back)
     parameters = {
         "queue": "default",
@@ -94,9 +97,19 @@ def test_the_answer_lists_what_the_dataclass_reads_in_its_order(rolled_back: psy
         "worker": "w",
         "lease_seconds": 1,
     }
-    cursor = rolled_back.execute(sql.CLAIM, parameters)
+    cursor = rolled_back.execute(statement, parameters)
     assert cursor.description is not None
     assert tuple(column.name for column in cursor.description) == ClaimedRow._fields
+
+
+def test_a_claim_of_fresh_messages_leaves_out_the_others(rolled_back: psycopg.Connection) -> None:
+    retried(rolled_back)
+    lost_one_after_the_other(rolled_back, 1)
+    lost_one_after_the_other(rolled_back, 1, max_attempts=1)
+    due_earlier(rolled_back, enqueue(rolled_back), -1)
+    fresh = enqueue(rolled_back)
+    assert ids_in_flight(claim(rolled_back, fresh_only=True)) == [fresh]
+    assert claim(rolled_back, fresh_only=True) == []
 
 
 def test_a_claimed_message_is_not_claimed_again_while_its_lease_lasts(rolled_back: psycopg.Connection) -> None:

@@ -177,6 +177,11 @@ def test_a_claim_reads_each_lane_from_its_own_index(filled: psycopg.Connection) 
     assert [node.index for node in updated] == ["message_live_pkey"]
 
 
+def test_a_claim_of_fresh_messages_reads_no_other_lane(filled: psycopg.Connection) -> None:
+    plan = plan_of(filled, sql.CLAIM_FRESH, CLAIM_PARAMETERS)
+    assert [node.index for node in plan.reads("message_live", "m")] == ["message_live_fresh", "message_live_pkey"]
+
+
 def test_a_claim_looks_up_siblings_in_flight_and_heads_by_their_keys(filled: psycopg.Connection) -> None:
     plan = plan_of(filled, sql.CLAIM, CLAIM_PARAMETERS)
     assert {node.index for node in plan.reads("message_live", "sibling")} == {"message_live_in_flight"}
@@ -223,6 +228,7 @@ def test_attempts_in_flight_are_found_by_primary_key(
     ("statement", "parameters"),
     [
         pytest.param(sql.CLAIM, CLAIM_PARAMETERS, id="claim"),
+        pytest.param(sql.CLAIM_FRESH, CLAIM_PARAMETERS, id="claim fresh"),
         pytest.param(sql.NEXT_DUE, {"queues": ["default"], "since_seconds": 0}, id="next due"),
         pytest.param(sql.FINISH_SENT_IF_HELD, HELD_PARAMETERS, id="finish sent"),
         pytest.param(sql.FINISH_IF_HELD, FINISH_PARAMETERS, id="finish"),
@@ -243,6 +249,7 @@ def test_no_hot_statement_reads_a_whole_table(
     ("statement", "parameters"),
     [
         pytest.param(sql.CLAIM, CLAIM_PARAMETERS, id="claim"),
+        pytest.param(sql.CLAIM_FRESH, CLAIM_PARAMETERS, id="claim fresh"),
         pytest.param(sql.FINISH_SENT_IF_HELD, HELD_PARAMETERS, id="finish sent"),
         pytest.param(sql.FINISH_IF_HELD, FINISH_PARAMETERS, id="finish"),
     ],

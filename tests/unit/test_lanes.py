@@ -152,6 +152,17 @@ def test_the_floor_of_retries_is_their_own() -> None:
     assert plan.fresh_floor is None
 
 
+def test_a_look_at_fresh_messages_alone_changes_nothing_for_the_others() -> None:
+    clock = Clock()
+    clock.claim([*fresh(1, 2, 3, 4)], from_beginning=True)
+    clock.claim(again(1, 2, 3, 4))
+    before = clock.plan()
+    look = clock.lanes.plan_fresh(ROOM)
+    assert clock.lanes.learn(look, fresh(1, 2, 3, 4), began_at=clock.now, ended_at=clock.now)
+    assert not clock.lanes.learn(look, [], began_at=clock.now, ended_at=clock.now)
+    assert clock.plan() == before
+
+
 def test_an_answer_that_fills_the_room_means_that_more_is_likely_to_wait() -> None:
     assert Clock().claim([*fresh(1, 2), *again(1, 2)], from_beginning=True)
     assert not Clock().claim([*fresh(1, 2), *again(1)], from_beginning=True)
