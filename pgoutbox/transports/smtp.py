@@ -193,10 +193,15 @@ class _Failure(Exception):  # noqa: N818 - it becomes an outcome
 def is_transient(step: str, code: int, text: str) -> bool:
     """Whether a refusal can pass without a change to the message. `text` starts with the enhanced code, if any.
 
+    RFC 3463 gives the enhanced code its class (4: trying again later may succeed, 5: it will not in this form), and
+    RFC 2034 demands the same class of the basic code. Some servers say two things all the same: greylisting answers
+    450 5.7.1, and Exchange 451 5.7.3 to a client that has not encrypted. Then the one that says "later" is believed:
+    a retry too many costs little, and an e-mail that was given up is lost.
+
     | step | reply | |
     |---|---|---|
     | greeting, EHLO, STARTTLS, AUTH | any | transient: the server or its account is the operator's to repair |
-    | MAIL, RCPT, DATA | 4xx, and whatever is no refusal at all | transient |
+    | MAIL, RCPT, DATA | 4xx, with 5.x.x too, and whatever is no refusal at all | transient |
     | | 530, 534, 535, 538 | transient: authentication or encryption demanded, a matter of configuration |
     | MAIL | 503 | transient: the state of the connection, or another spelling of 530 |
     | RCPT | 552 without an enhanced code | transient: too many recipients (RFC 5321, 4.5.3.1.10) |
