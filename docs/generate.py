@@ -418,6 +418,7 @@ _MODULE_TITLES: Final = {
     "pgoutbox.message": "Messages, states and outcomes",
     "pgoutbox.dispatch": "Context of an attempt",
     "pgoutbox.transports.mail": "E-mail",
+    "pgoutbox.transports.templates": "Templates",
     "pgoutbox.settings": "Settings",
     "pgoutbox.errors": "Errors",
 }

@@ -21,6 +21,7 @@ from pgoutbox.retry import RetryPolicy
 from pgoutbox.settings import Settings
 from pgoutbox.steps import CancelResult, Enqueued
 from pgoutbox.transports.mail import Attachment, Email
+from pgoutbox.transports.templates import Templates
 
 __version__ = "0.1.0"
 
@@ -50,6 +51,7 @@ __all__ = [
     "State",
     "StateError",
     "SyncContext",
+    "Templates",
     "Topic",
     "TransactionError",
     "Transient",
