@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, cast
 from pgoutbox.errors import ConfigurationError, MissingExtraError
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient
 from pgoutbox.telemetry import Event
-from pgoutbox.transports.mail import Attachment, Email, RenderedEmail, is_host_name, parse_mailbox, render
+from pgoutbox.transports.addresses import is_host_name, parse_mailbox
+from pgoutbox.transports.mail import Attachment, Email, RenderedEmail, render
+from pgoutbox.transports.redirect import Redirect
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -64,6 +66,7 @@ class SmtpTransport:
         except ImportError:
             raise MissingExtraError("the SMTP transport", "smtp") from None
         _check_settings(settings)
+        self.redirect_to = settings.redirect_to
         self._settings = settings
         self._tls_context = tls_context
         if tls_context is None and settings.smtp_security != "none":
@@ -169,6 +172,7 @@ def _check_settings(settings: Settings) -> None:
             parse_mailbox("PGOUTBOX_SMTP_FROM", settings.smtp_from)
         except Permanent as refusal:
             raise ConfigurationError(refusal.error) from None
+    Redirect.of(settings)
 
 
 class _Failure(Exception):  # noqa: N818 - it becomes an outcome
