@@ -20,6 +20,7 @@ from pgoutbox.outbox import Outbox
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.settings import Settings
 from pgoutbox.steps import CancelResult, Enqueued
+from pgoutbox.transports.apprise import Notification
 from pgoutbox.transports.mail import Attachment, Email
 from pgoutbox.transports.templates import Templates
 
@@ -38,6 +39,7 @@ __all__ = [
     "MessageNotFoundError",
     "MissingExtraError",
     "NewMessage",
+    "Notification",
     "Outbox",
     "PayloadError",
     "Permanent",

@@ -277,12 +277,16 @@ class Outbox:
         )
 
     def transports_for(self, settings: Settings) -> dict[str, Transport]:
-        """The transports by scheme: those given, and `mailto` by SMTP where the settings name a server."""
+        """The transports by scheme: those given, and `mailto` and `apprise` where the settings name servers."""
         transports = dict(self._transports)
         if "mailto" not in transports and settings.smtp_host is not None:
             from pgoutbox.transports.smtp import SmtpTransport
 
             transports["mailto"] = SmtpTransport(settings)
+        if "apprise" not in transports and settings.apprise_urls is not None:
+            from pgoutbox.transports.apprise import AppriseTransport
+
+            transports["apprise"] = AppriseTransport(settings)
         return transports
 
     # --- enqueue ------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import sys
 import pgoutbox
 
 OPTIONAL = (
-    "aiosmtplib", "alembic", "asyncpg", "django", "email.mime", "httpx", "jinja2", "psycopg_pool", "pytest",
+    "aiosmtplib", "alembic", "apprise", "asyncpg", "django", "email.mime", "httpx", "jinja2", "psycopg_pool", "pytest",
     "rich", "smtplib", "sqlalchemy", "starlette", "typer",
 )  # fmt: skip
 
