@@ -395,7 +395,12 @@ def history(server: Server, migrated: NoopExecutor) -> Iterator[psycopg.Connecti
         yield connection
 
 
-@pytest.mark.parametrize("block", blocks_of(DOCS / "how-to/sql-queries.md", "sql"), ids=lambda block: block.place)
+QUERIES: Final = [
+    block for name in ("sql-queries", "mails-do-not-arrive") for block in blocks_of(DOCS / f"how-to/{name}.md", "sql")
+]
+
+
+@pytest.mark.parametrize("block", QUERIES, ids=lambda block: block.place)
 def test_queries_are_answered(block: Block, history: psycopg.Connection) -> None:
     with history.transaction(force_rollback=True):
         assert history.execute(block.text.encode()).fetchall() != []
