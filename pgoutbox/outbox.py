@@ -86,7 +86,8 @@ class Outbox:
     """The topics and handlers of one application, and the way to enqueue for them.
 
     Without `settings` the environment is read when a setting is first needed, so that importing the application needs
-    none. `transports` send what handlers render; `mailto` by SMTP is there by itself when `PGOUTBOX_SMTP_HOST` is set.
+    none. `transports` send what handlers render; `mailto` by SMTP is there by itself when `PGOUTBOX_SMTP_HOST` is set,
+    and `apprise` when `PGOUTBOX_APPRISE_URLS` is.
     With `strict` a topic that is neither defined nor handled is refused with `UnknownTopicError`.
 
         outbox = Outbox()

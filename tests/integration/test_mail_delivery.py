@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pgoutbox import Context, Email, Message, Outbox, RetryPolicy
+from pgoutbox import Context, Email, Message, Outbox, RetryPolicy, Templates
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import Sent
 from pgoutbox.telemetry import Event
@@ -16,6 +16,9 @@ from tests.outbox_actions import attempts_of, enqueue, make_due, row_of, setting
 from tests.smtp_server import HOST, Misbehaviour, accepting_server, parsed, scripted_server
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
     import psycopg
 
     from pgoutbox.message import Outcome
@@ -28,8 +31,10 @@ AROUND_TODAY = f"{TODAY - timedelta(days=2)}/{TODAY + timedelta(days=2)}"
 HELLO = Email(subject="Hello", text="Hi")
 
 
-def outbox_for(dsn: str, port: int, content: Content, **overrides: object) -> Outbox:
-    """An outbox whose handler renders this content, and whose e-mail goes to a server on this machine."""
+def outbox_for(
+    dsn: str, port: int, content: Content | Callable[[Message[Any]], Content], **overrides: object
+) -> Outbox:
+    """An outbox whose handler returns this content, or renders it; its e-mail goes to a server on this machine."""
     given: dict[str, object] = {
         "smtp_host": HOST,
         "smtp_port": port,
@@ -42,7 +47,7 @@ def outbox_for(dsn: str, port: int, content: Content, **overrides: object) -> Ou
 
     @outbox.handler("greet", retry=MUCH_LATER)
     async def greet(message: Message, ctx: Context) -> Content:
-        return content
+        return content(message) if callable(content) else content
 
     return outbox
 
@@ -117,6 +122,30 @@ async def test_the_servers_refusal_is_in_the_row(dsn: str, db: psycopg.Connectio
         await Worker(outbox_for(dsn, server.port, HELLO)).run_once()
     row = row_of(db, message_id)
     assert (row.state, row.last_error) == (state, f"RCPT ann@example.com: {answer}")
+
+
+# --- templates --------------------------------------------------------------------------------------------------------
+
+
+async def test_what_a_template_lacks_ends_failed_and_a_missing_template_waits_for_its_deployment(
+    dsn: str, db: psycopg.Connection, tmp_path: Path
+) -> None:
+    (tmp_path / "welcome.subject.txt").write_text("Welcome, {{ name }}")
+    templates = Templates(tmp_path)
+    lacking, waiting = (enqueue(db, payload=context, destination=DESTINATION) for context in ({}, {"name": "Ann"}))
+    async with accepting_server() as inbox:
+        outbox = outbox_for(dsn, inbox.port, lambda message: templates.email("welcome", message.payload))
+        await Worker(outbox).run_once()
+        assert row_of(db, lacking).last_error == "template welcome.txt: not found, and welcome.html neither"
+        (tmp_path / "welcome.txt").write_text("Hello {{ name }}")
+        for message_id in (lacking, waiting):
+            assert row_of(db, message_id).state == "pending"
+            make_due(db, message_id)
+        await Worker(outbox).run_once()
+    row = row_of(db, lacking)
+    assert (row.state, row.last_error) == ("failed", "template welcome.subject.txt: line 1: 'name' is undefined")
+    assert row_of(db, waiting).state == "sent"
+    assert [parsed(received.content)["Subject"] for received in inbox.received] == ["Welcome, Ann"]
 
 
 # --- the redirect -----------------------------------------------------------------------------------------------------
