@@ -87,6 +87,7 @@ Some are checked together:
 
 - `PGOUTBOX_LEASE_SECONDS` is at least three times `PGOUTBOX_RENEW_SECONDS`, so that a renewal may fail twice.
 - `PGOUTBOX_PROBE_TIMEOUT_SECONDS` does not exceed `PGOUTBOX_PROBE_SECONDS`.
+- `PGOUTBOX_REDIRECT_TO` keeps a worker from starting on a day of `PGOUTBOX_REDIRECT_FORBIDDEN`.
 - `PGOUTBOX_SMTP_PASSWORD` needs `PGOUTBOX_SMTP_USERNAME`, and is refused with `PGOUTBOX_SMTP_SECURITY=none`.
 
 A wrong value ends every command with exit code 2 and one line per variable: its name, its value unless it is a secret,
@@ -418,6 +419,8 @@ _MODULE_TITLES: Final = {
     "pgoutbox.message": "Messages, states and outcomes",
     "pgoutbox.dispatch": "Context of an attempt",
     "pgoutbox.transports.mail": "E-mail",
+    "pgoutbox.transports.templates": "Templates",
+    "pgoutbox.transports.apprise": "Notifications",
     "pgoutbox.settings": "Settings",
     "pgoutbox.errors": "Errors",
 }
@@ -431,6 +434,7 @@ _FURTHER_NAMES: Final = {
     "pgoutbox.embedded": ("embedded_server", "EmbeddedServer"),
     "pgoutbox.transports": ("Transport", "Content"),
     "pgoutbox.transports.smtp": ("SmtpTransport",),
+    "pgoutbox.transports.apprise": ("AppriseTransport",),
 }  # fmt: skip
 
 # Made by pgoutbox, never by the application.
@@ -604,6 +608,7 @@ _MEANINGS: Final[Mapping[Event, str]] = {
     Event.LEASE_KEEPER_FAILED: "Leases could not be renewed; the keeper tries again.",
     Event.PROCESS_STARTED: "The supervisor started a worker process.",
     Event.PROCESS_DIED: "A worker process died; another one is started after a pause.",
+    Event.REDIRECTING: "`PGOUTBOX_REDIRECT_TO` is set: e-mail goes there, and the rest is held back.",
     Event.ENQUEUE_FAILED: "`best_effort=True` met an error; the caller's transaction goes on without the message.",
 }
 

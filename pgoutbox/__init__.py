@@ -20,7 +20,9 @@ from pgoutbox.outbox import Outbox
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.settings import Settings
 from pgoutbox.steps import CancelResult, Enqueued
+from pgoutbox.transports.apprise import Notification
 from pgoutbox.transports.mail import Attachment, Email
+from pgoutbox.transports.templates import Templates
 
 __version__ = "0.1.0"
 
@@ -37,6 +39,7 @@ __all__ = [
     "MessageNotFoundError",
     "MissingExtraError",
     "NewMessage",
+    "Notification",
     "Outbox",
     "PayloadError",
     "Permanent",
@@ -50,6 +53,7 @@ __all__ = [
     "State",
     "StateError",
     "SyncContext",
+    "Templates",
     "Topic",
     "TransactionError",
     "Transient",

@@ -29,6 +29,8 @@ _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 _NOT_TRANSACTIONAL = "ctx.connection is for transactional handlers: register this one with transactional=True"
 
+_SETTINGS_OF_SCHEMES: Final = {"mailto": "PGOUTBOX_SMTP_HOST", "apprise": "PGOUTBOX_APPRISE_URLS"}
+
 OnUnknown = Literal["retry", "hold"]
 
 _SENT: Final = Sent()
@@ -205,8 +207,16 @@ class SyncContext:
 class Dispatcher:
     """Runs handlers and sends what they render."""
 
-    def __init__(self, transports: Mapping[str, Transport], threads: Executor, *, lease_seconds: float) -> None:
+    def __init__(
+        self,
+        transports: Mapping[str, Transport],
+        threads: Executor,
+        *,
+        lease_seconds: float,
+        redirect_to: str | None = None,
+    ) -> None:
         self._transports = transports
+        self._redirect_to = redirect_to
         self._threads = threads
         self._lease_seconds = lease_seconds
 
@@ -317,8 +327,11 @@ class Dispatcher:
         if transport is None:
             # Settings can be mended: then the message goes out without anybody's help.
             known = ", ".join(sorted(self._transports)) or "none"
-            hint = "; set PGOUTBOX_SMTP_HOST" if scheme == "mailto" else ""
+            hint = f"; set {_SETTINGS_OF_SCHEMES[scheme]}" if scheme in _SETTINGS_OF_SCHEMES else ""
             return Transient(f"this worker has no transport for the scheme {scheme!r} (it has: {known}){hint}")
+        if getattr(transport, "redirect_to", None) != self._redirect_to:
+            # Kept, not skipped: should the redirect be a mistake, everything goes out once it is taken away.
+            return Transient(f"held back: the transport of {scheme!r} does not follow PGOUTBOX_REDIRECT_TO")
         return await transport.send(message, content)
 
 

@@ -104,7 +104,8 @@ class Outbox:
     """The topics and handlers of one application, and the way to enqueue for them.
 
     Without `settings` the environment is read when a setting is first needed, so that importing the application needs
-    none. `transports` send what handlers render; `mailto` by SMTP is there by itself when `PGOUTBOX_SMTP_HOST` is set.
+    none. `transports` send what handlers render; `mailto` by SMTP is there by itself when `PGOUTBOX_SMTP_HOST` is set,
+    and `apprise` when `PGOUTBOX_APPRISE_URLS` is.
     With `strict` a topic that is neither defined nor handled is refused with `UnknownTopicError`.
 
         outbox = Outbox()
@@ -301,12 +302,16 @@ class Outbox:
         )
 
     def transports_for(self, settings: Settings) -> dict[str, Transport]:
-        """The transports by scheme: those given, and `mailto` by SMTP where the settings name a server."""
+        """The transports by scheme: those given, and `mailto` and `apprise` where the settings name servers."""
         transports = dict(self._transports)
         if "mailto" not in transports and settings.smtp_host is not None:
             from pgoutbox.transports.smtp import SmtpTransport
 
             transports["mailto"] = SmtpTransport(settings)
+        if "apprise" not in transports and settings.apprise_urls is not None:
+            from pgoutbox.transports.apprise import AppriseTransport
+
+            transports["apprise"] = AppriseTransport(settings)
         return transports
 
     # --- enqueue ------------------------------------------------------------------------------------------------------

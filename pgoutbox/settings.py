@@ -14,7 +14,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from pgoutbox.errors import ConfigurationError
 
 ENVIRONMENT_PREFIX = "PGOUTBOX_"
-_SECRET_FIELDS = frozenset({"dsn", "listen_dsn", "smtp_password"})
+_SECRET_FIELDS = frozenset({"dsn", "listen_dsn", "smtp_password", "apprise_urls"})
 
 
 class Settings(BaseSettings):
@@ -80,6 +80,19 @@ class Settings(BaseSettings):
     smtp_hostname: str | None = Field(None, description="Name given in EHLO; the machine's own if not given.")
     smtp_timeout_seconds: float = Field(30.0, ge=0.5, le=600, description="Time limit of each step of the dialogue.")
     smtp_connections: int = Field(10, ge=1, le=500, description="Open SMTP connections per process, at most.")
+
+    redirect_to: str | None = Field(
+        None, description="For testing: the address, or `@domain`, that gets all e-mail. Nothing else is handed over."
+    )
+    redirect_except: str | None = Field(
+        None, description="Addresses and `@domain`s, with commas between, that get their e-mail in spite of it."
+    )
+    redirect_forbidden: str | None = Field(
+        None, description="Days without a redirect, with commas between: `2026-04-01/2026-09-30[Europe/Berlin]`."
+    )
+    apprise_urls: SecretStr | None = Field(
+        None, description="Where notifications go: a JSON object of names and Apprise URLs."
+    )
 
     log_format: Literal["text", "json"] = Field("text", description="Format of the CLI's log.")
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Level of the CLI's log.")

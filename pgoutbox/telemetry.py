@@ -40,6 +40,7 @@ class Event(enum.StrEnum):
     PROCESS_STARTED = "process_started"
     PROCESS_DIED = "process_died"
     ENQUEUE_FAILED = "enqueue_failed"
+    REDIRECTING = "redirecting"
     SMTP_CONNECTION_OPENED = "smtp_connection_opened"
     SMTP_CONNECTION_REPLACED = "smtp_connection_replaced"
     SCHEMA_KEPT = "schema_kept"

@@ -104,7 +104,8 @@ class OutboxDriver:
     def __init__(self, outbox: Outbox, dsn: str) -> None:
         self._outbox = outbox
         self._dsn = dsn
-        self._settings = load_settings(dsn=dsn, shutdown_grace_seconds=5)
+        settings = load_settings(dsn=dsn, shutdown_grace_seconds=5)
+        self._settings = settings.model_copy(update={"redirect_to": None})  # Nothing is sent anyway.
         self.deliveries: list[Delivery] = []
         self._capture = _Capture(self.deliveries)
 

@@ -49,6 +49,7 @@ from pgoutbox.store import MIGRATE_HINT, ClaimedRow, Store, is_out_of_reach, is_
 from pgoutbox.telemetry import Event, Telemetry, event_of_state
 from pgoutbox.transactions import Transactions
 from pgoutbox.transports import Transport
+from pgoutbox.transports.redirect import Redirect
 
 _log = logging.getLogger("pgoutbox.worker")
 
@@ -132,6 +133,7 @@ class Worker:
         self._credits = {share.name: 0 for share in queues}
         self.name = f"{self._settings.worker_name or socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
         self.telemetry = Telemetry(_log)
+        self._redirect = Redirect.at_start(self._settings)
         self._transports = transports if transports is not None else outbox.transports_for(self._settings)
         self._held: dict[int, Context] = {}
         self._suspects: list[Context] = []
@@ -201,7 +203,12 @@ class Worker:
         settings = self._settings
         self._store = Store(settings, worker=self.name)
         self._threads = ThreadPoolExecutor(settings.concurrency, thread_name_prefix="pgoutbox-handler")
-        self._dispatcher = Dispatcher(self._transports, self._threads, lease_seconds=settings.lease_seconds)
+        self._dispatcher = Dispatcher(
+            self._transports,
+            self._threads,
+            lease_seconds=settings.lease_seconds,
+            redirect_to=settings.redirect_to,
+        )
         self._transactions = Transactions(settings, self._dispatcher, self._threads)
         self._finisher = Finisher(
             self._store,
@@ -232,6 +239,8 @@ class Worker:
             self.telemetry.report(
                 logging.INFO, Event.WORKER_STARTED, "worker started", worker=self.name, queues=self._queue_names
             )
+            if self._redirect is not None:
+                self.telemetry.report(logging.WARNING, Event.REDIRECTING, "e-mail is redirected, the rest held back")
             try:
                 yield
             finally:

@@ -23,7 +23,11 @@ class Content(Protocol):
 
 
 class Transport(Protocol):
-    """Sends contents to the destinations of some URI schemes. One instance serves one worker, on its event loop."""
+    """Sends contents to the destinations of some URI schemes. One instance serves one worker, on its event loop.
+
+    While the setting `redirect_to` is given, contents go only to transports that have an attribute `redirect_to` of
+    the same value, and thereby promise to hand nothing over to anybody else than the redirect says.
+    """
 
     @property
     def schemes(self) -> tuple[str, ...]:

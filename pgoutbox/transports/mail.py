@@ -10,17 +10,18 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from email.errors import HeaderParseError
-from email.header import Header, decode_header
+from email.header import Header
 from email.headerregistry import Address, AddressHeader, ContentTypeHeader
 from email.message import EmailMessage
 from email.policy import EmailPolicy
 from email.utils import format_datetime
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, cast
 from urllib.parse import unquote
 
 from pgoutbox.message import Message, Permanent, Transient
 from pgoutbox.transports import scheme_of
+from pgoutbox.transports.addresses import Mailbox, header_text, parse_mailbox
+from pgoutbox.transports.redirect import Redirect
 
 if TYPE_CHECKING:
     from pgoutbox.settings import Settings
@@ -31,28 +32,18 @@ MAX_ATTACHMENT_BYTES = 25 * 1024 * 1024
 # RFC 5322 allows 998 characters in a line. A longer word cannot be folded, only encoded.
 _MAX_WORD_LENGTH = 900
 
-# Everything that some parser takes for the end of a line or of a text. A tab is mere white space.
-_UNSAFE = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
-_ENCODED_WORD = re.compile(r"=\?.*?\?.*?\?.*?\?=")
 _HEADER_NAME = re.compile(r"[!-9;-~]{1,76}")
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~ -]*")
-_NAMED_ADDRESS = re.compile(r"(?P<name>.*?)[ \t]*<(?P<address>[^<>]*)>")
-_LOCAL_ATOM = r"(?:[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]|[^\x00-\x7f])+"
-_LOCAL_PART = re.compile(rf"{_LOCAL_ATOM}(?:\.{_LOCAL_ATOM})*")
-_LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
-_DOMAIN = re.compile(rf"{_LABEL}(?:\.{_LABEL})*")
 _MEDIA_TYPE = re.compile(r"(?P<main>[A-Za-z0-9!#$&^_+-]+)/[A-Za-z0-9!#$&^_.+-]+(?:[ \t]*;.*)?")
-
-# IDNA 2003, which the standard library speaks, maps these to other letters and thereby to another domain.
-_IDNA_DEVIATIONS = frozenset("\u00df\u03c2\u200c\u200d")
 
 _RESERVED_HEADERS = frozenset(
     {
         "bcc", "cc", "date", "dkim-signature", "from", "message-id", "mime-version", "orig-date",
-        "received", "reply-to", "return-path", "sender", "subject", "to",
+        "received", "reply-to", "return-path", "sender", "subject", "to", "x-pgoutbox-original-to",
     }
 )  # fmt: skip
 _RESERVED_PREFIXES = ("content-", "resent-")
+_ORIGINAL_RECIPIENTS = "X-Pgoutbox-Original-To"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +104,13 @@ def render(email: Email, message: Message[object], settings: Settings) -> Render
     """The envelope and the bytes that would be sent for this message; connects to nothing.
 
     Raises `Permanent`, naming the field, for what no server should see. A missing sender is `Transient`, because the
-    setting `smtp_from` mends it.
+    setting `smtp_from` mends it, and so is a redirect on a day that is forbidden to it.
     """
     sender = _sender(email, settings)
     to, cc, bcc = _recipients(email, message)
+    originals: list[str] = []
+    if settings.redirect_to is not None:
+        to, cc, bcc, originals = _redirected(settings, to, cc, bcc)
     reply_to = _mailboxes("email.reply_to", email.reply_to)
     shown = [sender, *to, *cc, *reply_to]
     recipients = [*to, *cc, *bcc]
@@ -127,10 +121,12 @@ def render(email: Email, message: Message[object], settings: Settings) -> Render
     for name, boxes in (("To", to), ("Cc", cc), ("Reply-To", reply_to)):
         if boxes:
             mime[name] = tuple(box.address for box in boxes)
-    mime["Subject"] = _header_text("email.subject", email.subject)
+    mime["Subject"] = header_text("email.subject", email.subject)
     mime["Date"] = format_datetime(datetime.now(UTC))
     # The sender's domain, because replicas have host names of their own, and the id must be the same from each of them.
     mime["Message-ID"] = f"<{message.idempotency_key}@{sender.address.domain}>"
+    if originals:
+        mime[_ORIGINAL_RECIPIENTS] = ", ".join(originals)
     _add_headers(mime, email.headers)
     _add_body(mime, email)
     return RenderedEmail(
@@ -139,13 +135,6 @@ def render(email: Email, message: Message[object], settings: Settings) -> Render
         content=mime.as_bytes(),
         smtputf8_field=smtputf8_field,
     )
-
-
-class Mailbox(NamedTuple):
-    """An address and the field that it stands in. The domain is ASCII; the part before @ need not be."""
-
-    field: str
-    address: Address
 
 
 def _sender(email: Email, settings: Settings) -> Mailbox:
@@ -168,6 +157,22 @@ def _recipients(email: Email, message: Message[object]) -> tuple[list[Mailbox], 
     return to, cc, bcc
 
 
+def _redirected(
+    settings: Settings, to: list[Mailbox], cc: list[Mailbox], bcc: list[Mailbox]
+) -> tuple[list[Mailbox], list[Mailbox], list[Mailbox], list[str]]:
+    """The recipients under the redirect, and the addresses of those that it took the place of."""
+    redirect = Redirect.of(settings)
+    if redirect is None:
+        return to, cc, bcc, []
+    redirect.require_allowed()
+    # Those on the list read the header too; the blind copies of others are none of their business.
+    is_for_testers_alone = not any(redirect.is_exempt(box) for box in (*to, *cc, *bcc))
+    named = [*to, *cc, *bcc] if is_for_testers_alone else [*to, *cc]
+    originals = [box.address.addr_spec for box in named if not redirect.is_exempt(box)]
+    to, cc, bcc = ([redirect.apply(box) for box in boxes] for boxes in (to, cc, bcc))
+    return to, cc, bcc, originals
+
+
 def _destinations(message: Message[object]) -> list[str]:
     """The addresses of a `mailto:` URI (RFC 6068), whose header fields are nothing that a destination may set."""
     if message.destination is None or scheme_of(message.destination) != "mailto":
@@ -188,91 +193,6 @@ def _mailboxes(name: str, value: object) -> list[Mailbox]:
     return [parse_mailbox(f"{name}[{index}]", item) for index, item in enumerate(value)]
 
 
-def is_host_name(text: str) -> bool:
-    """Whether this can stand after EHLO and in a Message-ID."""
-    return _DOMAIN.fullmatch(text) is not None
-
-
-def parse_mailbox(name: str, value: object) -> Mailbox:
-    """One address, `ann@example.com` or `Ann Lee <ann@example.com>`. Raises `Permanent` with the field's `name`."""
-    text = _checked(name, value).strip(" \t")
-    named = _NAMED_ADDRESS.fullmatch(text)
-    display_name = _display_name(name, named["name"]) if named else ""
-    address = named["address"] if named else text
-    local, at, domain = address.partition("@")
-    if not at:
-        raise Permanent(f"{name}: has no @" if address else f"{name}: is empty")
-    if "@" in domain:
-        raise Permanent(f"{name}: has more than one @; give several addresses as a sequence")
-    # An encoded word in a local part is decoded by some servers, and then it is another address.
-    if not _LOCAL_PART.fullmatch(local) or "=?" in local or not local.isprintable():
-        raise Permanent(f"{name}: the part before @ is not a plain mailbox name")
-    domain = _ascii_domain(name, domain)
-    if len(local.encode()) > 64 or len(local.encode()) + len(domain) > 253:
-        raise Permanent(f"{name}: is too long for an address")
-    return Mailbox(name, Address(display_name=display_name, username=local, domain=domain))
-
-
-def _display_name(name: str, text: str) -> str:
-    if len(text) >= 2 and text.startswith('"') and text.endswith('"'):
-        if re.fullmatch(r'(?:[^"\\]|\\.)*', text[1:-1]) is None:
-            raise Permanent(f"{name}: the quotes of the display name do not match")
-        return _header_text(name, re.sub(r"\\(.)", r"\1", text[1:-1]))
-    # Outside quotes these separate addresses, and what stood before them would silently get no mail.
-    if found := re.search(r'[,;@<>"]', text):
-        raise Permanent(f"{name}: a display name with {found[0]} must be quoted")
-    return _header_text(name, text)
-
-
-def _ascii_domain(name: str, domain: str) -> str:
-    if not domain.isascii():
-        if deviating := _IDNA_DEVIATIONS.intersection(domain):
-            raise Permanent(f"{name}: give a domain with U+{ord(min(deviating)):04X} in its xn-- form")
-        try:
-            domain = domain.encode("idna").decode("ascii")
-        except UnicodeError:
-            raise Permanent(f"{name}: the part after @ is not a domain") from None
-    if not _DOMAIN.fullmatch(domain):
-        raise Permanent(f"{name}: the part after @ is not a domain")
-    return domain
-
-
-def _checked(name: str, value: object) -> str:
-    """The text itself, after a look at what it says and at what it decodes to."""
-    if not isinstance(value, str):
-        raise Permanent(f"{name}: must be text, not {type(value).__name__}")
-    _refuse_unsafe(name, value)
-    _refuse_unsafe(name, _decoded(name, value))
-    return value
-
-
-def _header_text(name: str, value: object) -> str:
-    """The text to show, with RFC 2047 encoded words decoded, as `email.utils.formataddr` makes them."""
-    return _decoded(name, _checked(name, value))
-
-
-def _refuse_unsafe(name: str, text: str) -> None:
-    if found := _UNSAFE.search(text):
-        what = "CR, LF or NUL" if found[0] in "\r\n\0" else f"the character U+{ord(found[0]):04X}"
-        raise Permanent(f"{name}: contains {what}")
-
-
-def _decoded(name: str, value: str) -> str:
-    if not _ENCODED_WORD.search(value):
-        return value
-    try:
-        decoded = "".join(
-            part if isinstance(part, str) else part.decode(charset or "raw_unicode_escape")
-            for part, charset in decode_header(value)
-        )
-    except (HeaderParseError, LookupError, UnicodeError):
-        raise Permanent(f"{name}: contains an encoded word that cannot be decoded") from None
-    # The receiver decodes once, and so does the standard library, unasked: nothing may be left for a second time.
-    if _ENCODED_WORD.search(decoded):
-        raise Permanent(f"{name}: contains an encoded word within an encoded word")
-    return decoded
-
-
 def _add_headers(mime: EmailMessage, headers: Mapping[str, str]) -> None:
     for name, value in headers.items():
         where = f"email.headers[{name!r}]"
@@ -280,7 +200,7 @@ def _add_headers(mime: EmailMessage, headers: Mapping[str, str]) -> None:
             raise Permanent(f"{where}: is not the name of a header")
         if name.lower() in _RESERVED_HEADERS or name.lower().startswith(_RESERVED_PREFIXES):
             raise Permanent(f"{where}: is set by pgoutbox, not by headers")
-        mime[name] = _header_text(where, value)
+        mime[name] = header_text(where, value)
 
 
 def _add_body(mime: EmailMessage, email: Email) -> None:
@@ -319,7 +239,7 @@ def _add_attachments(mime: EmailMessage, attachments: Sequence[Attachment]) -> N
         raise Permanent(f"email.attachments: {total} bytes together are more than {MAX_ATTACHMENT_BYTES}")
     for index, attachment in enumerate(attachments):
         where = f"email.attachments[{index}]"
-        filename = _header_text(f"{where}.filename", attachment.filename)
+        filename = header_text(f"{where}.filename", attachment.filename)
         media_type = _media_type(f"{where}.media_type", attachment.media_type)
         mime.add_attachment(
             attachment.content,
@@ -331,7 +251,7 @@ def _add_attachments(mime: EmailMessage, attachments: Sequence[Attachment]) -> N
 
 
 def _media_type(name: str, value: object) -> ContentTypeHeader:
-    text = _header_text(name, value)
+    text = header_text(name, value)
     matched = _MEDIA_TYPE.fullmatch(text)
     if matched is None or matched["main"].lower() in {"multipart", "message"}:
         raise Permanent(f"{name}: is not the type of a file")

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, cast
 from pgoutbox.errors import ConfigurationError, MissingExtraError
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient
 from pgoutbox.telemetry import Event
-from pgoutbox.transports.mail import Attachment, Email, RenderedEmail, is_host_name, parse_mailbox, render
+from pgoutbox.transports.addresses import is_host_name, parse_mailbox
+from pgoutbox.transports.mail import Attachment, Email, RenderedEmail, render
+from pgoutbox.transports.redirect import Redirect
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -64,6 +66,7 @@ class SmtpTransport:
         except ImportError:
             raise MissingExtraError("the SMTP transport", "smtp") from None
         _check_settings(settings)
+        self.redirect_to = settings.redirect_to
         self._settings = settings
         self._tls_context = tls_context
         if tls_context is None and settings.smtp_security != "none":
@@ -169,6 +172,7 @@ def _check_settings(settings: Settings) -> None:
             parse_mailbox("PGOUTBOX_SMTP_FROM", settings.smtp_from)
         except Permanent as refusal:
             raise ConfigurationError(refusal.error) from None
+    Redirect.of(settings)
 
 
 class _Failure(Exception):  # noqa: N818 - it becomes an outcome
@@ -193,10 +197,15 @@ class _Failure(Exception):  # noqa: N818 - it becomes an outcome
 def is_transient(step: str, code: int, text: str) -> bool:
     """Whether a refusal can pass without a change to the message. `text` starts with the enhanced code, if any.
 
+    RFC 3463 gives the enhanced code its class (4: trying again later may succeed, 5: it will not in this form), and
+    RFC 2034 demands the same class of the basic code. Some servers say two things all the same: greylisting answers
+    450 5.7.1, and Exchange 451 5.7.3 to a client that has not encrypted. Then the one that says "later" is believed:
+    a retry too many costs little, and an e-mail that was given up is lost.
+
     | step | reply | |
     |---|---|---|
     | greeting, EHLO, STARTTLS, AUTH | any | transient: the server or its account is the operator's to repair |
-    | MAIL, RCPT, DATA | 4xx, and whatever is no refusal at all | transient |
+    | MAIL, RCPT, DATA | 4xx, with 5.x.x too, and whatever is no refusal at all | transient |
     | | 530, 534, 535, 538 | transient: authentication or encryption demanded, a matter of configuration |
     | MAIL | 503 | transient: the state of the connection, or another spelling of 530 |
     | RCPT | 552 without an enhanced code | transient: too many recipients (RFC 5321, 4.5.3.1.10) |

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -35,6 +35,7 @@ from pgoutbox.settings import ENVIRONMENT_PREFIX, Settings
 from pgoutbox.testing import OutboxDriver
 from tests.messages import ADD_ATTEMPT, put
 from tests.outbox_actions import claim, enqueue, finish_sent
+from tests.smtp_server import outgoing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -395,10 +396,24 @@ def history(server: Server, migrated: NoopExecutor) -> Iterator[psycopg.Connecti
         yield connection
 
 
-@pytest.mark.parametrize("block", blocks_of(DOCS / "how-to/sql-queries.md", "sql"), ids=lambda block: block.place)
+QUERIES: Final = [
+    block for name in ("sql-queries", "mails-do-not-arrive") for block in blocks_of(DOCS / f"how-to/{name}.md", "sql")
+]
+
+
+@pytest.mark.parametrize("block", QUERIES, ids=lambda block: block.place)
 def test_queries_are_answered(block: Block, history: psycopg.Connection) -> None:
     with history.transaction(force_rollback=True):
         assert history.execute(block.text.encode()).fetchall() != []
+
+
+def test_the_key_that_the_query_gives_is_the_one_of_the_message_id(history: psycopg.Connection) -> None:
+    (block,) = [block for block in QUERIES if "AS key" in block.text]
+    (message_id, key, *_), *_ = history.execute(block.text.encode()).fetchall()
+    (created_at,) = history.execute(
+        "SELECT created_at FROM pgoutbox.message WHERE id = %s", [message_id]
+    ).fetchone() or (None,)
+    assert replace(outgoing(message_id=message_id), created_at=created_at).idempotency_key == key
 
 
 def test_plain_sql_enqueues(rolled_back: psycopg.Connection) -> None:

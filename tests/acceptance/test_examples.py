@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING
 
 import psycopg
 import pytest
+from psycopg import sql as composable
 
 from examples.password_reset import hash_of
 from pgoutbox.settings import ENVIRONMENT_PREFIX
-from tests.smtp_server import Inbox, accepting_server, parsed
+from tests.outbox_actions import make_due, row_of
+from tests.smtp_server import Inbox, Misbehaviour, accepting_server, parsed, scripted_server
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -136,6 +138,43 @@ async def test_the_hash_of_the_token_that_was_sent_is_stored(shell: Shell, inbox
     assert superseded.startswith("superseded by")
     assert gone == "the account is gone"
     assert states(dsn) == {"sent": 1, "skipped": 2}
+
+
+def tables_of_the_queue(connection: psycopg.Connection) -> dict[str, str]:
+    """Everything that the tables of pgoutbox hold, as text."""
+    names = connection.execute("SELECT tablename FROM pg_tables WHERE schemaname = 'pgoutbox'").fetchall()
+    every_row = composable.SQL("SELECT * FROM pgoutbox.{}")
+    return {n: str(connection.execute(every_row.format(composable.Identifier(n))).fetchall()) for (n,) in names}
+
+
+def reset_token_in(content: bytes) -> str:
+    body = parsed(content).get_body()
+    assert body is not None
+    return str(body.get_content()).strip().rpartition("/")[2]
+
+
+async def test_a_failed_attempt_leaves_no_token_behind_and_the_next_one_sends_its_own(shell: Shell, dsn: str) -> None:
+    async with scripted_server({".": [Misbehaviour.DROP, "451 4.3.0 later"]}) as server:
+        shell.environment["PGOUTBOX_SMTP_PORT"] = str(server.port)
+        asked = await shell.example("password_reset")
+        reset = int(asked[1].split()[1])
+        with psycopg.connect(dsn, autocommit=True) as connection:
+            for _ in range(2):
+                await shell.deliver("password_reset", "--queue", "critical")
+                assert row_of(connection, reset).state == "pending"
+                # The e-mail was out, or as good as out, and its token works nowhere.
+                assert connection.execute("SELECT FROM reset_token").fetchall() == []
+                make_due(connection, reset)
+            await shell.deliver("password_reset", "--queue", "critical")
+            tokens = [reset_token_in(content) for content in server.contents]
+            stored = connection.execute("SELECT account_id, token_hash FROM reset_token").fetchall()
+            tables = tables_of_the_queue(connection)
+    assert len(set(tokens)) == 3
+    assert stored == [(1, hash_of(tokens[2]))]
+    assert {"message_done", "attempt", "dedupe"} <= tables.keys()
+    assert "outcome unknown" in tables["attempt"]
+    for secret in (*tokens, *map(hash_of, tokens)):
+        assert not [name for name, text in tables.items() if secret in text]
 
 
 def indexed_ids(shell: Shell) -> list[int]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import socket
 import ssl
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 import pytest
@@ -107,6 +109,42 @@ async def test_an_email_arrives_with_its_envelope_and_content(open_transport: Op
     assert [part.get_content() for part in message.iter_attachments()] == [bytes(range(256))]
 
 
+async def test_text_html_and_an_attachment_arrive_as_one_email(open_transport: Open) -> None:
+    email = Email(
+        to="ann@example.com",
+        subject="Hello",
+        text="plain",
+        html="<p>rich",
+        attachments=[Attachment("a.pdf", b"%PDF", "application/pdf")],
+    )
+    async with accepting_server() as inbox:
+        assert await open_transport(inbox.port).send(outgoing(), email) == Sent()
+    message = parsed(inbox.received[0].content)
+    plain, rich = message.get_body(("plain",)), message.get_body(("html",))
+    assert plain is not None
+    assert rich is not None
+    assert (plain.get_content().strip(), rich.get_content().strip()) == ("plain", "<p>rich")
+    assert [part.get_content() for part in message.iter_attachments()] == [b"%PDF"]
+
+
+async def test_what_crosses_the_wire_has_short_lines_proper_line_ends_and_stuffed_dots(open_transport: Open) -> None:
+    long_lines = Email(to="ann@example.com", subject="s" * 2_000, text="bare\nlone\rend" + "x" * 2_000)
+    dots = Email(to="ann@example.com", subject="Hello", text=".\n.\n.dot\n..two", html=".<p>")
+    async with scripted_server() as server:
+        transport = open_transport(server.port)
+        for email in (long_lines, dots):
+            assert await transport.send(outgoing(), email) == Sent()
+    assert len(server.contents) == 2
+    for content in server.contents:
+        assert re.search(rb"(?<!\r)\n|\r(?!\n)", content) is None
+        lines = content.split(b"\r\n")
+        assert max(map(len, lines)) <= 998
+        assert not [line for line in lines if line.startswith(b".") and not line.startswith(b"..")]
+    assert [line for line in server.contents[1].split(b"\r\n") if line.startswith(b".")] == [
+        b"..", b"..", b"..dot", b"...two", b"..<p>",
+    ]  # fmt: skip
+
+
 async def test_the_destination_is_the_recipient_of_an_email_that_names_none(open_transport: Open) -> None:
     async with accepting_server() as inbox:
         transport = open_transport(inbox.port)
@@ -194,14 +232,22 @@ async def test_a_content_of_another_transport_is_permanent(open_transport: Open)
         ("EHLO", "550 5.7.1 who are you", Transient, "EHLO: 550 5.7.1 who are you"),
         ("MAIL", "451 4.3.0 try later", Transient, "MAIL: 451 4.3.0 try later"),
         ("MAIL", "530 5.7.0 authenticate first", Transient, "MAIL: 530 5.7.0 authenticate first"),
+        ("MAIL", "550 5.7.1 not from you", Permanent, "MAIL: 550 5.7.1 not from you"),
         ("MAIL", "552 5.3.4 too big", Permanent, "MAIL: 552 5.3.4 too big"),
         ("RCPT", "421 4.4.5 busy", Transient, "RCPT ann@example.com: 421 4.4.5 busy"),
         ("RCPT", "451 4.7.1 greylisted", Transient, "RCPT ann@example.com: 451 4.7.1 greylisted"),
         ("RCPT", "550 5.1.1 no such user", Permanent, "RCPT ann@example.com: 550 5.1.1 no such user"),
         ("RCPT", "552 5.2.2 mailbox full", Transient, "RCPT ann@example.com: 552 5.2.2 mailbox full"),
+        ("RCPT", "552 too many", Transient, "RCPT ann@example.com: 552 too many"),
+        ("RCPT", "550 4.7.1 slow down", Transient, "RCPT ann@example.com: 550 4.7.1 slow down"),
+        ("RCPT", "450 5.7.1 greylisted", Transient, "RCPT ann@example.com: 450 5.7.1 greylisted"),
+        ("DATA", "421 4.3.2 going down", Transient, "DATA: 421 4.3.2 going down"),
         ("DATA", "451 4.3.0 try later", Transient, "DATA: 451 4.3.0 try later"),
         ("DATA", "554 5.5.1 no valid recipients", Permanent, "DATA: 554 5.5.1 no valid recipients"),
+        (".", "421 4.3.2 going down", Transient, "DATA: 421 4.3.2 going down"),
+        (".", "451 4.7.1 greylisted", Transient, "DATA: 451 4.7.1 greylisted"),
         (".", "452 4.3.1 disk full", Transient, "DATA: 452 4.3.1 disk full"),
+        (".", "552 5.3.4 too big", Permanent, "DATA: 552 5.3.4 too big"),
         (".", "554 5.7.1 spam", Permanent, "DATA: 554 5.7.1 spam"),
         (".", "550-5.7.26 no SPF\r\n550 5.7.26 see x.test", Transient, "DATA: 550 5.7.26 no SPF 5.7.26 see x.test"),
     ],
@@ -219,6 +265,7 @@ async def test_a_refusal_is_classified_and_quoted(
         ("AUTH", 535, "5.7.8 bad credentials", True),
         ("STARTTLS", 502, "not implemented", True),
         ("RCPT", 450, "5.2.1 says two things", True),
+        ("MAIL", 451, "5.7.3 STARTTLS is required", True),
         ("RCPT", 550, "4.7.1 says two things", True),
         ("RCPT", 550, "5.4.1 access denied", False),
         ("RCPT", 550, "5.2.2", True),
@@ -352,8 +399,11 @@ async def test_without_starttls_nothing_is_sent_in_plain_text(open_transport: Op
 
 
 async def test_a_refused_starttls_sends_nothing_in_plain_text(open_transport: Open, client_tls: ssl.SSLContext) -> None:
-    async with scripted_server({"STARTTLS": "454 4.7.0 no TLS today"}, extensions=["STARTTLS"]) as server:
-        transport = open_transport(server.port, smtp_security="starttls", tls_context=client_tls)
+    extensions = ["STARTTLS", "AUTH PLAIN LOGIN"]
+    async with scripted_server({"STARTTLS": "454 4.7.0 no TLS today"}, extensions=extensions) as server:
+        transport = open_transport(
+            server.port, smtp_security="starttls", smtp_username="app", smtp_password=CANARY, tls_context=client_tls
+        )
         error = error_of(await transport.send(outgoing(), EMAIL), Transient)
         await server.was_left.wait()
     assert error == "STARTTLS: 454 4.7.0 no TLS today"
@@ -384,6 +434,45 @@ async def test_a_certificate_for_another_host_is_refused(
         error = error_of(await transport.send(outgoing(), EMAIL), Transient)
     assert "IP address mismatch" in error
     assert "MAIL" not in server.verbs
+
+
+@pytest.mark.parametrize("security", ["starttls", "tls"])
+async def test_a_certificate_that_has_expired_is_refused(
+    open_transport: Open, authority: trustme.CA, client_tls: ssl.SSLContext, security: str
+) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    expired = authority.issue_cert(HOST, not_after=datetime.now(UTC) - timedelta(days=1))
+    expired.configure_cert(context)
+    starttls, tls = (context, None) if security == "starttls" else (None, context)
+    async with scripted_server(extensions=["STARTTLS"], starttls=starttls, tls=tls) as server:
+        transport = open_transport(server.port, smtp_security=security, tls_context=client_tls)
+        error = error_of(await transport.send(outgoing(), EMAIL), Transient)
+    assert "certificate has expired" in error
+    assert "MAIL" not in server.verbs
+
+
+async def test_an_answer_that_is_slipped_in_before_tls_is_not_believed(
+    open_transport: Open, server_tls: ssl.SSLContext, client_tls: ssl.SSLContext
+) -> None:
+    slipped_in = "220 go ahead\r\n250-mx.test\r\n250 AUTH PLAIN"
+    async with scripted_server({"STARTTLS": slipped_in}, extensions=["STARTTLS"], starttls=server_tls) as server:
+        transport = open_transport(
+            server.port, smtp_security="starttls", smtp_username="app", smtp_password=CANARY, tls_context=client_tls
+        )
+        error_of(await transport.send(outgoing(), EMAIL), Transient)
+    assert not {"AUTH", "MAIL"} & set(server.verbs)
+
+
+async def test_a_password_is_kept_from_plain_text_whatever_the_settings_say(open_transport: Open) -> None:
+    encrypted = settings_for(25, smtp_security="starttls", smtp_username="app", smtp_password=CANARY)
+    async with scripted_server(extensions=["AUTH PLAIN LOGIN"]) as server:
+        forced = encrypted.model_copy(update={"smtp_security": "none", "smtp_port": server.port})
+        transport = SmtpTransport(forced)
+        error = error_of(await transport.send(outgoing(), EMAIL), Transient)
+        await transport.aclose()
+        await server.was_left.wait()
+    assert error == "AUTH: refused on a connection in plain text"
+    assert server.verbs == ["EHLO"]
 
 
 def test_the_default_context_verifies_and_demands_tls_1_2() -> None:

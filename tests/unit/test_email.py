@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import aiosmtplib.email
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pgoutbox.message import Permanent, Transient
@@ -401,6 +401,7 @@ def test_a_lone_surrogate_in_the_body_is_refused() -> None:
     )
 
 
+@settings(deadline=None)
 @given(SAFE_TEXT)
 @example(" " * 1_200 + "x" + " " * 1_200)
 @example("word " * 20 + " " * 100)
@@ -414,6 +415,7 @@ def test_any_safe_text_survives_as_subject_and_custom_header(text: str) -> None:
     assert max(map(len, content.split(b"\r\n"))) <= 998
 
 
+@settings(deadline=None)
 @given(st.lists(SAFE_TEXT, min_size=1, max_size=5))
 @example(['say "hi"', "back\\slash", "a, <b@example.com>", "Zoë, Ann", "x" * 300])
 def test_any_display_name_survives_and_adds_no_address(names: list[str]) -> None:
@@ -427,6 +429,7 @@ def test_any_display_name_survives_and_adds_no_address(names: list[str]) -> None
     assert [str(make_header(decode_header(name))).split() for name, _ in addresses] == [name.split() for name in names]
 
 
+@settings(deadline=None)
 @given(st.text(SPECIALS | st.sampled_from("\r\n\0") | st.characters(), max_size=300))
 def test_no_text_can_add_a_header_or_end_the_headers(text: str) -> None:
     """Whatever is accepted, the headers are the ones that were meant."""
@@ -447,6 +450,7 @@ def test_no_text_can_add_a_header_or_end_the_headers(text: str) -> None:
     assert [address.addr_spec for address in parsed(content)["To"].addresses] == ["ann@example.com"]
 
 
+@settings(deadline=None)
 @given(st.text(st.characters(codec="utf-8"), max_size=1_500))
 @example("NUL \0, lone CR \r, .\n.\n")
 @example("long " * 1_000 + "x" * 5_000)
@@ -461,6 +465,7 @@ def test_any_body_survives_with_short_lines_and_proper_line_ends(text: str) -> N
     assert body.splitlines() == (text.encode().splitlines() or [b""])
 
 
+@settings(deadline=None)
 @given(st.emails())
 def test_an_accepted_address_is_sent_as_it_was_given(address: str) -> None:
     try:

@@ -8,7 +8,7 @@ from pgoutbox.errors import ConfigurationError
 from pgoutbox.settings import Settings, load_settings
 
 CANARY = "c4n4ry-s3cret"
-SECRET_VARIABLES = ("PGOUTBOX_DSN", "PGOUTBOX_LISTEN_DSN", "PGOUTBOX_SMTP_PASSWORD")
+SECRET_VARIABLES = ("PGOUTBOX_DSN", "PGOUTBOX_LISTEN_DSN", "PGOUTBOX_SMTP_PASSWORD", "PGOUTBOX_APPRISE_URLS")
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,118 @@
+"""Addresses and texts of headers, checked: what could become a second header or another recipient is refused by name.
+
+Pure. Nothing is mended by leaving something out.
+"""
+
+from __future__ import annotations
+
+import re
+from email.errors import HeaderParseError
+from email.header import decode_header
+from email.headerregistry import Address
+from typing import NamedTuple
+
+from pgoutbox.message import Permanent
+
+# Everything that some parser takes for the end of a line or of a text. A tab is mere white space.
+_UNSAFE = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+_ENCODED_WORD = re.compile(r"=\?.*?\?.*?\?.*?\?=")
+_NAMED_ADDRESS = re.compile(r"(?P<name>.*?)[ \t]*<(?P<address>[^<>]*)>")
+_LOCAL_ATOM = r"(?:[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]|[^\x00-\x7f])+"
+_LOCAL_PART = re.compile(rf"{_LOCAL_ATOM}(?:\.{_LOCAL_ATOM})*")
+_LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+_DOMAIN = re.compile(rf"{_LABEL}(?:\.{_LABEL})*")
+
+# IDNA 2003, which the standard library speaks, maps these to other letters and thereby to another domain.
+_IDNA_DEVIATIONS = frozenset("\u00df\u03c2\u200c\u200d")
+
+
+class Mailbox(NamedTuple):
+    """An address and the field that it stands in. The domain is ASCII; the part before @ need not be."""
+
+    field: str
+    address: Address
+
+
+def is_host_name(text: str) -> bool:
+    """Whether this can stand after EHLO and in a Message-ID."""
+    return _DOMAIN.fullmatch(text) is not None
+
+
+def parse_mailbox(name: str, value: object) -> Mailbox:
+    """One address, `ann@example.com` or `Ann Lee <ann@example.com>`. Raises `Permanent` with the field's `name`."""
+    text = _checked(name, value).strip(" \t")
+    named = _NAMED_ADDRESS.fullmatch(text)
+    display_name = _display_name(name, named["name"]) if named else ""
+    address = named["address"] if named else text
+    local, at, domain = address.partition("@")
+    if not at:
+        raise Permanent(f"{name}: has no @" if address else f"{name}: is empty")
+    if "@" in domain:
+        raise Permanent(f"{name}: has more than one @; give several addresses as a sequence")
+    # An encoded word in a local part is decoded by some servers, and then it is another address.
+    if not _LOCAL_PART.fullmatch(local) or "=?" in local or not local.isprintable():
+        raise Permanent(f"{name}: the part before @ is not a plain mailbox name")
+    domain = _ascii_domain(name, domain)
+    if len(local.encode()) > 64 or len(local.encode()) + len(domain) > 253:
+        raise Permanent(f"{name}: is too long for an address")
+    return Mailbox(name, Address(display_name=display_name, username=local, domain=domain))
+
+
+def _display_name(name: str, text: str) -> str:
+    if len(text) >= 2 and text.startswith('"') and text.endswith('"'):
+        if re.fullmatch(r'(?:[^"\\]|\\.)*', text[1:-1]) is None:
+            raise Permanent(f"{name}: the quotes of the display name do not match")
+        return header_text(name, re.sub(r"\\(.)", r"\1", text[1:-1]))
+    # Outside quotes these separate addresses, and what stood before them would silently get no mail.
+    if found := re.search(r'[,;@<>"]', text):
+        raise Permanent(f"{name}: a display name with {found[0]} must be quoted")
+    return header_text(name, text)
+
+
+def _ascii_domain(name: str, domain: str) -> str:
+    if not domain.isascii():
+        if deviating := _IDNA_DEVIATIONS.intersection(domain):
+            raise Permanent(f"{name}: give a domain with U+{ord(min(deviating)):04X} in its xn-- form")
+        try:
+            domain = domain.encode("idna").decode("ascii")
+        except UnicodeError:
+            raise Permanent(f"{name}: the part after @ is not a domain") from None
+    if not _DOMAIN.fullmatch(domain):
+        raise Permanent(f"{name}: the part after @ is not a domain")
+    return domain
+
+
+def _checked(name: str, value: object) -> str:
+    """The text itself, after a look at what it says and at what it decodes to."""
+    if not isinstance(value, str):
+        raise Permanent(f"{name}: must be text, not {type(value).__name__}")
+    _refuse_unsafe(name, value)
+    _refuse_unsafe(name, _decoded(name, value))
+    return value
+
+
+def header_text(name: str, value: object) -> str:
+    """The text to show, with RFC 2047 encoded words decoded, as `email.utils.formataddr` makes them."""
+    return _decoded(name, _checked(name, value))
+
+
+def _refuse_unsafe(name: str, text: str) -> None:
+    if found := _UNSAFE.search(text):
+        what = "CR, LF or NUL" if found[0] in "\r\n\0" else f"the character U+{ord(found[0]):04X}"
+        raise Permanent(f"{name}: contains {what}")
+
+
+def _decoded(name: str, value: str) -> str:
+    if not _ENCODED_WORD.search(value):
+        return value
+    try:
+        decoded = "".join(
+            part if isinstance(part, str) else part.decode(charset or "raw_unicode_escape")
+            for part, charset in decode_header(value)
+        )
+    except (HeaderParseError, LookupError, UnicodeError):
+        raise Permanent(f"{name}: contains an encoded word that cannot be decoded") from None
+    # The receiver decodes once, and so does the standard library, unasked: nothing may be left for a second time.
+    if _ENCODED_WORD.search(decoded):
+        raise Permanent(f"{name}: contains an encoded word within an encoded word")
+    return decoded

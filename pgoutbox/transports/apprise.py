@@ -1,0 +1,239 @@
+"""Notifications to chats, phones and a hundred other services, by way of Apprise.
+
+The URLs of the services hold credentials. They stand in a setting under names of the operator's choice; rows, logs and
+errors have the names alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import re
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, get_args
+from urllib.parse import unquote
+
+from pgoutbox.errors import ConfigurationError, MissingExtraError
+from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient
+from pgoutbox.transports.addresses import header_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pgoutbox.settings import Settings
+    from pgoutbox.transports import Content
+
+_VARIABLE = "PGOUTBOX_APPRISE_URLS"
+_NAME = re.compile(r"[a-z][a-z0-9_.-]{0,62}")
+_MIN_SECRET_LENGTH = 3
+_MAX_REASON_LENGTH = 500
+
+# The warnings of the call under way. Apprise has threads of its own, and hands its context on to them.
+_reasons: ContextVar[list[str] | None] = ContextVar("pgoutbox_apprise_reasons", default=None)
+
+Kind = Literal["info", "success", "warning", "failure"]
+Format = Literal["text", "markdown", "html"]
+
+
+@dataclass(frozen=True, slots=True)
+class Notification:
+    """A short text for a chat, a phone or whatever else Apprise reaches: return it from a handler.
+
+    It goes to the message's destination, `apprise:NAME`, where NAME is one of the setting `apprise_urls`. Services
+    without titles show the title in the body. `kind` picks the colour or icon; `format` says how the body is written,
+    and services that cannot show it get plain text.
+
+    >>> Notification("Backup", "Done in 12 minutes.", kind="success").scheme
+    'apprise'
+    """
+
+    title: str = field(repr=False)
+    body: str = field(repr=False)
+    kind: Kind = "info"
+    format: Format = "text"
+
+    @property
+    def scheme(self) -> str:
+        """`apprise`."""
+        return "apprise"
+
+
+class AppriseTransport:
+    """Sends `Notification` to the services that the setting `apprise_urls` names. One instance serves one event loop.
+
+    The notifications to one name go out one after another, in a thread, at the rate that Apprise keeps to for that
+    service. Apprise does not carry idempotency keys: a repetition cannot be recognised.
+
+    Raises `ConfigurationError`, naming the entry, for a URL that Apprise does not know; `MissingExtraError` without it.
+    """
+
+    schemes = ("apprise",)
+
+    def __init__(self, settings: Settings) -> None:
+        try:
+            import apprise  # noqa: F401 - a worker without it must not start
+        except ImportError:
+            raise MissingExtraError("the notification transport", "apprise") from None
+        urls = _urls(settings)
+        self._hearing = _Hearing()
+        try:
+            self._services = {name: _Service(name, url, self._hearing) for name, url in urls.items()}
+        except BaseException:
+            self._hearing.close()
+            raise
+
+    async def send(self, message: Message[object], content: Content) -> Outcome:
+        """Hand the notification over once.
+
+        Apprise says whether it succeeded, and no more: whatever else is `Transient`, with what Apprise logged. A
+        destination that is not in the setting is `Transient` too, because the setting can be mended.
+        """
+        if not isinstance(content, Notification):
+            return Permanent(f"content: the notification transport sends a Notification, not {type(content).__name__}")
+        name = (message.destination or "").partition(":")[2]
+        if not _NAME.fullmatch(name):
+            return Permanent(f"destination: must be apprise:NAME, with a NAME of {_VARIABLE}")
+        try:
+            _check(content)
+        except Permanent as refusal:
+            return refusal
+        service = self._services.get(name)
+        if service is None:
+            known = ", ".join(sorted(self._services)) or "none"
+            return Transient(f"destination: {_VARIABLE} has no {name!r} (it has: {known})")
+        return await service.send(content)
+
+    async def aclose(self) -> None:
+        """Let go of the threads; one that waits for a service ends when the service or its time limit does."""
+        for service in self._services.values():
+            service.close()
+        self._hearing.close()
+
+
+def _urls(settings: Settings) -> dict[str, str]:
+    """The setting, checked; nothing of a URL gets into an error."""
+    if settings.apprise_urls is None:
+        return {}
+    try:
+        urls = json.loads(settings.apprise_urls.get_secret_value())
+    except ValueError:
+        urls = None
+    if not isinstance(urls, dict):
+        raise ConfigurationError(f'{_VARIABLE}: must be a JSON object of names and URLs: {{"ops": "..."}}')
+    for name, url in urls.items():
+        if not _NAME.fullmatch(name):
+            raise ConfigurationError(f"{_VARIABLE}: {name!r}: give names of a-z, 0-9, underscore, dot and hyphen")
+        if not isinstance(url, str):
+            raise ConfigurationError(f"{_VARIABLE}: {name!r}: must be one URL, as text")
+    return urls
+
+
+def _check(notification: Notification) -> None:
+    """Raise `Permanent`, naming the field. Some services carry the title in a header."""
+    header_text("notification.title", notification.title)
+    if not isinstance(notification.body, str):
+        raise Permanent(f"notification.body: must be text, not {type(notification.body).__name__}")
+    if not notification.body.strip():
+        raise Permanent("notification.body: is empty")
+    try:
+        notification.body.encode()
+    except UnicodeEncodeError:
+        raise Permanent("notification.body: contains a lone surrogate") from None
+    for name, value, accepted in (("kind", notification.kind, Kind), ("format", notification.format, Format)):
+        if value not in get_args(accepted):
+            raise Permanent(f"notification.{name}: {value!r}: must be one of {', '.join(get_args(accepted))}")
+
+
+class _Service:
+    """One name of the setting, with the thread in which it is served."""
+
+    def __init__(self, name: str, url: str, hearing: _Hearing) -> None:
+        import apprise
+
+        self._name = name
+        self._hearing = hearing
+        self._secrets = _secrets_in(url)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="pgoutbox-apprise")
+        self._apprise = apprise.Apprise()
+        with hearing.listen() as reasons:
+            plugin = apprise.Apprise.instantiate(url)
+        if plugin is None:
+            raise ConfigurationError(f"{_VARIABLE}: {name!r}: {self._explain(reasons, 'Apprise cannot use this URL')}")
+        self._apprise.add(plugin)
+
+    async def send(self, notification: Notification) -> Outcome:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, self._send, notification)
+
+    def _send(self, notification: Notification) -> Outcome:
+        with self._hearing.listen() as reasons:
+            try:
+                result = self._apprise.notify(
+                    body=notification.body,
+                    title=notification.title,
+                    notify_type=notification.kind,
+                    body_format=notification.format,
+                )
+            except Exception as error:  # noqa: BLE001 - whatever a plugin raises is the outcome of this attempt
+                result = None
+                reasons.append(f"{type(error).__name__}: {error}")
+        if result:
+            return Sent()
+        return Transient(f"apprise:{self._name}: {self._explain(reasons, 'Apprise gave no reason')}")
+
+    def _explain(self, reasons: list[str], otherwise: str) -> str:
+        text = " ".join(reasons)
+        for secret in self._secrets:
+            text = text.replace(secret, "(hidden)")
+        shown = "".join(character if character.isprintable() else " " for character in text)
+        return " ".join(shown.split())[:_MAX_REASON_LENGTH] or otherwise
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _secrets_in(url: str) -> list[str]:
+    """Every part of the URL that may be a credential or a place, longest first: which it is differs by service."""
+    parts = re.split(r"[/:@?&=,#\s]+", url.partition("://")[2])
+    spellings = {url, *parts, *map(unquote, parts)}
+    return sorted((s for s in spellings if len(s) >= _MIN_SECRET_LENGTH), key=len, reverse=True)
+
+
+class _Hearing(logging.Filter):
+    """Keeps out of the log what is logged while a service is spoken to, and notes the warnings.
+
+    Apprise and the HTTP client below it log URLs, and in their paths credentials, at the level DEBUG.
+    """
+
+    _LOGGERS = ("apprise", "urllib3.connectionpool")
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in self._LOGGERS:
+            logging.getLogger(name).addFilter(self)
+
+    def close(self) -> None:
+        for name in self._LOGGERS:
+            logging.getLogger(name).removeFilter(self)
+
+    @contextlib.contextmanager
+    def listen(self) -> Iterator[list[str]]:
+        """What this call logs is noted instead."""
+        reasons: list[str] = []
+        token = _reasons.set(reasons)
+        try:
+            yield reasons
+        finally:
+            _reasons.reset(token)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        reasons = _reasons.get()
+        if reasons is None:
+            return True
+        if record.name == "apprise" and record.levelno >= logging.WARNING:
+            reasons.append(record.getMessage())
+        return False

@@ -1,0 +1,149 @@
+"""E-mail from templates: three files of one name give the subject, the text and the HTML.
+
+What the data lacks is `Permanent`, because the next attempt would lack it too; what a deployment mends is `Transient`.
+"""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pgoutbox.errors import ConfigurationError, MissingExtraError
+from pgoutbox.message import Permanent, Transient
+from pgoutbox.transports.mail import Email
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from os import PathLike
+
+    import jinja2
+
+    from pgoutbox.transports.mail import Attachment
+
+_SUFFIXES = frozenset({".txt", ".html"})
+
+
+class Templates:
+    """The Jinja templates of an application's e-mail, in a directory, or in one within a package.
+
+    Make one when the application starts: a directory that does not exist is a `ConfigurationError` that names it.
+
+        templates = Templates(package="club")
+
+        @outbox.handler("mail.welcome")
+        async def welcome(message: Message, ctx: Context) -> Email:
+            return templates.email("welcome", {"name": "Ada"})
+    """
+
+    def __init__(self, directory: str | PathLike[str] = "templates", *, package: str | None = None) -> None:
+        try:
+            import jinja2
+        except ImportError:
+            raise MissingExtraError("e-mail from templates", "templates") from None
+        loader: jinja2.BaseLoader
+        if package is None:
+            if not Path(directory).is_dir():
+                raise ConfigurationError(f"templates: {str(directory)!r} is not a directory")
+            loader = jinja2.FileSystemLoader(directory)
+        else:
+            try:
+                loader = jinja2.PackageLoader(package, str(directory))
+            except (ImportError, ValueError):
+                raise ConfigurationError(
+                    f"templates: there is no package {package!r} with a directory {str(directory)!r}"
+                ) from None
+        self._environment = jinja2.Environment(
+            loader=loader,
+            autoescape=jinja2.select_autoescape(["html"]),
+            undefined=jinja2.StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
+
+    @property
+    def environment(self) -> jinja2.Environment:
+        """Jinja's own object, to add filters and globals to before the first e-mail."""
+        return self._environment
+
+    def email(
+        self,
+        name: str,
+        context: Mapping[str, object],
+        *,
+        to: str | Sequence[str] | None = None,
+        sender: str | None = None,
+        cc: str | Sequence[str] = (),
+        bcc: str | Sequence[str] = (),
+        reply_to: str | Sequence[str] = (),
+        headers: Mapping[str, str] | None = None,
+        attachments: Sequence[Attachment] = (),
+    ) -> Email:
+        """Render `NAME.subject.txt`, and `NAME.txt`, `NAME.html` or both, with the context; the rest is as in `Email`.
+
+        Values are escaped in `.html` alone. A name that the context does not have is `Permanent`, with the template,
+        the line and the name, and so is a subject that is not one line. A template that is missing or cannot be read is
+        `Transient`: the messages wait for the deployment that brings it.
+        """
+        found = {suffix: self._find(f"{name}{suffix}") for suffix in (".subject.txt", ".txt", ".html")}
+        subject_template = found[".subject.txt"]
+        if subject_template is None:
+            raise Transient(f"template {name}.subject.txt: not found")
+        if found[".txt"] is None and found[".html"] is None:
+            raise Transient(f"template {name}.txt: not found, and {name}.html neither")
+        subject = _render(subject_template, context).strip()
+        if len(subject.splitlines()) != 1:
+            raise Permanent(f"template {name}.subject.txt: gives no subject of one line")
+        return Email(
+            subject=subject,
+            text=_render_if_found(found[".txt"], context),
+            html=_render_if_found(found[".html"], context),
+            to=to,
+            sender=sender,
+            cc=cc,
+            bcc=bcc,
+            reply_to=reply_to,
+            headers=headers or {},
+            attachments=attachments,
+        )
+
+    def _find(self, file: str) -> jinja2.Template | None:
+        import jinja2
+
+        try:
+            return self._environment.get_template(file)
+        except jinja2.TemplateNotFound:
+            return None
+        except jinja2.TemplateSyntaxError as error:
+            raise _unreadable(error) from None
+
+
+def _render_if_found(template: jinja2.Template | None, context: Mapping[str, object]) -> str | None:
+    return None if template is None else _render(template, context)
+
+
+def _render(template: jinja2.Template, context: Mapping[str, object]) -> str:
+    import jinja2
+
+    try:
+        return template.render(context)
+    except jinja2.UndefinedError as error:
+        raise Permanent(f"template {template.name}: {_place(error, template.name)}{error.message}") from None
+    except jinja2.TemplateNotFound as error:
+        raise Transient(f"template {template.name}: needs {error.name}, which is not found") from None
+    except jinja2.TemplateSyntaxError as error:
+        raise _unreadable(error) from None
+
+
+def _unreadable(error: jinja2.TemplateSyntaxError) -> Transient:
+    return Transient(f"template {error.name}: line {error.lineno}: {error.message}")
+
+
+def _place(error: Exception, name: str | None) -> str:
+    """Where it happened. Jinja rewrites tracebacks so that they lead through the templates."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if path.suffix in _SUFFIXES:
+            other = "" if path.name == Path(name or "").name else f"{path.name}, "
+            return f"{other}line {frame.lineno}: "
+    return ""

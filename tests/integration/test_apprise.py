@@ -1,0 +1,276 @@
+"""The notification transport against a real HTTP server: what arrives, what is refused, and what nobody gets to see."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pgoutbox import Context, Email, Message, Notification, Outbox
+from pgoutbox.errors import ConfigurationError
+from pgoutbox.message import Outcome, Permanent, Sent, Transient
+from pgoutbox.settings import Settings, load_settings
+from pgoutbox.transports.apprise import AppriseTransport
+from pgoutbox.worker import Worker
+from tests import outbox_actions
+from tests.outbox_actions import enqueue, row_of
+from tests.smtp_server import outgoing
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator
+
+    import psycopg
+
+HOST = "127.0.0.1"
+BACKUP = Notification("Backup", "Done.", kind="success")
+
+
+@dataclass
+class Receiver:
+    """A service of its own: it notes what is posted, and answers with `status`."""
+
+    port: int = 0
+    status: int = 200
+    received: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+
+    def url(self, path: str = "hook") -> str:
+        return f"json://canary-user:canary-password@{HOST}:{self.port}/canary-token/{path}?-key=canary-value"
+
+
+@contextmanager
+def receiving() -> Iterator[Receiver]:
+    receiver = Receiver()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            receiver.received.append((self.path, json.loads(body)))
+            self.send_response(receiver.status)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the name is the library's
+            """Be silent."""
+
+    with ThreadingHTTPServer((HOST, 0), Handler) as server:
+        receiver.port = server.server_address[1]
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield receiver
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with receiving() as receiver:
+        yield receiver
+
+
+@pytest.fixture
+async def open_transport() -> AsyncIterator[Callable[..., AppriseTransport]]:
+    """Makes transports for names and URLs, and closes them."""
+    transports: list[AppriseTransport] = []
+
+    def make(**urls: str) -> AppriseTransport:
+        transports.append(AppriseTransport(settings_with(urls)))
+        return transports[-1]
+
+    yield make
+    for transport in transports:
+        await transport.aclose()
+
+
+def settings_with(urls: object) -> Settings:
+    return load_settings(apprise_urls=urls if isinstance(urls, str) else json.dumps(urls))
+
+
+def error_of(outcome: Outcome, kind: type[Transient | Permanent]) -> str:
+    assert isinstance(outcome, kind)
+    return outcome.error
+
+
+async def test_a_notification_arrives_at_the_service_that_the_destination_names(
+    open_transport: Callable[..., AppriseTransport], receiver: Receiver
+) -> None:
+    transport = open_transport(ops=receiver.url("ops"), sales=receiver.url("sales"))
+    assert await transport.send(outgoing(destination="apprise:ops"), BACKUP) == Sent()
+    assert await transport.send(outgoing(destination="apprise:sales"), Notification("", "Grüße\n<b>")) == Sent()
+    (ops_path, ops), (sales_path, sales) = receiver.received
+    assert ops_path.startswith("/canary-token/ops?")
+    assert (ops["title"], ops["message"], ops["type"]) == ("Backup", "Done.", "success")
+    assert sales_path.startswith("/canary-token/sales?")
+    assert (sales["title"], sales["message"], sales["type"]) == ("", "Grüße\n<b>", "info")
+
+
+async def test_a_refusal_is_transient_and_says_what_apprise_logged(
+    open_transport: Callable[..., AppriseTransport], receiver: Receiver
+) -> None:
+    transport = open_transport(ops=receiver.url())
+    receiver.status = 500
+    error = error_of(await transport.send(outgoing(destination="apprise:ops"), BACKUP), Transient)
+    assert error.startswith("apprise:ops: Failed to send JSON POST notification")
+    assert "500" in error
+    receiver.status = 200
+    assert await transport.send(outgoing(destination="apprise:ops"), BACKUP) == Sent()
+
+
+async def test_a_service_that_cannot_be_reached_is_transient(
+    open_transport: Callable[..., AppriseTransport],
+) -> None:
+    with socket.socket() as deaf:
+        deaf.bind((HOST, 0))  # Nobody else can have the port, and nobody listens.
+        transport = open_transport(ops=f"json://{HOST}:{deaf.getsockname()[1]}/x")
+        error = error_of(await transport.send(outgoing(destination="apprise:ops"), BACKUP), Transient)
+    assert error == "apprise:ops: A Connection error occurred sending JSON notification to (hidden)."
+
+
+async def test_no_secret_and_no_text_gets_into_a_log_or_an_error(
+    open_transport: Callable[..., AppriseTransport], receiver: Receiver, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    transport = open_transport(ops=receiver.url(), gone="json://canary-user:canary-password@canary-host.invalid")
+    outcomes = []
+    for status in (200, 404, 500):
+        receiver.status = status
+        outcomes.append(await transport.send(outgoing(destination="apprise:ops"), Notification("canary", "canary")))
+    outcomes.append(await transport.send(outgoing(destination="apprise:gone"), Notification("canary", "canary")))
+    assert [type(outcome) for outcome in outcomes] == [Sent, Transient, Transient, Transient]
+    assert "canary" not in caplog.text
+    assert "canary" not in repr(outcomes)
+    assert "canary" not in repr(Notification("canary", "canary"))
+    assert len(receiver.received) == 3
+
+
+async def test_what_others_log_by_way_of_apprise_is_left_alone(
+    open_transport: Callable[..., AppriseTransport], receiver: Receiver, caplog: pytest.LogCaptureFixture
+) -> None:
+    transport = open_transport(ops=receiver.url())
+    await transport.send(outgoing(destination="apprise:ops"), BACKUP)
+    logging.getLogger("apprise").warning("of the application")
+    assert "of the application" in caplog.text
+    await transport.aclose()
+    assert logging.getLogger("apprise").filters == []
+
+
+@pytest.mark.parametrize(
+    ("urls", "error"),
+    [
+        ("json://canary-token", "must be a JSON object of names and URLs"),
+        ('["json://canary-token"]', "must be a JSON object of names and URLs"),
+        ('{"Ops Team": "json://canary-token"}', "'Ops Team': give names of a-z, 0-9, underscore, dot and hyphen"),
+        ('{"ops": ["json://canary-token"]}', "'ops': must be one URL, as text"),
+        ('{"ops": "no-such-service://canary-token"}', "'ops': "),
+        ('{"ops": "slack://canary-token"}', "'ops': "),
+        ('{"ops": ""}', "'ops': "),
+    ],
+)
+def test_a_url_that_cannot_be_used_is_refused_by_its_name_at_the_start(urls: str, error: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        AppriseTransport(settings_with(urls))
+    assert str(caught.value).startswith(f"PGOUTBOX_APPRISE_URLS: {error}")
+    assert "canary" not in str(caught.value)
+    assert logging.getLogger("apprise").filters == []
+
+
+def test_the_setting_is_a_secret() -> None:
+    assert "canary" not in repr(settings_with({"ops": "json://canary-token"}))
+
+
+@pytest.mark.parametrize("destination", [None, "apprise:", "apprise:Ops", "apprise:json://canary-token"])
+async def test_a_destination_that_is_no_name_is_permanent(
+    open_transport: Callable[..., AppriseTransport], receiver: Receiver, destination: str | None
+) -> None:
+    outcome = await open_transport(ops=receiver.url()).send(outgoing(destination=destination), BACKUP)
+    error = error_of(outcome, Permanent)
+    assert error == "destination: must be apprise:NAME, with a NAME of PGOUTBOX_APPRISE_URLS"
+
+
+async def test_a_name_that_the_setting_lacks_is_transient(
+    open_transport: Callable[..., AppriseTransport], receiver: Receiver
+) -> None:
+    transport = open_transport(ops=receiver.url(), sales=receiver.url())
+    error = error_of(await transport.send(outgoing(destination="apprise:opps"), BACKUP), Transient)
+    assert error == "destination: PGOUTBOX_APPRISE_URLS has no 'opps' (it has: ops, sales)"
+
+
+WRONG_KIND = Notification("a", "b", kind="bad")  # type: ignore[arg-type] # the mistake under test
+WRONG_FORMAT = Notification("a", "b", format="rtf")  # type: ignore[arg-type] # the mistake under test
+
+
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [
+        (Notification("a\r\nb", "Hi"), "notification.title: contains CR, LF or NUL"),
+        (Notification("a", " "), "notification.body: is empty"),
+        (Notification("a", "\ud800"), "notification.body: contains a lone surrogate"),
+        (Notification("a", b"x"), "notification.body: must be text, not bytes"),  # type: ignore[arg-type] # the mistake
+        (WRONG_KIND, "notification.kind: 'bad': must be one of info, success, warning, failure"),
+        (WRONG_FORMAT, "notification.format: 'rtf': must be one of text, markdown, html"),
+        (Email(subject="a", text="b"), "content: the notification transport sends a Notification, not Email"),
+    ],
+)
+async def test_a_wrong_notification_is_permanent_and_reaches_nobody(
+    open_transport: Callable[..., AppriseTransport], receiver: Receiver, content: Notification, error: str
+) -> None:
+    outcome = await open_transport(ops=receiver.url()).send(outgoing(destination="apprise:ops"), content)
+    assert error_of(outcome, Permanent) == error
+    assert receiver.received == []
+
+
+async def test_a_worker_sends_what_a_handler_renders_and_the_row_has_the_name_alone(
+    dsn: str, db: psycopg.Connection, receiver: Receiver
+) -> None:
+    urls = json.dumps({"ops": receiver.url()})
+    outbox = Outbox(outbox_actions.settings_for(dsn, apprise_urls=urls))
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> Notification:
+        return BACKUP
+
+    message_id = enqueue(db, destination="apprise:ops")
+    await Worker(outbox).run_once()
+    assert row_of(db, message_id).state == "sent"
+    assert len(receiver.received) == 1
+    (row,) = db.execute("SELECT m::text FROM pgoutbox.message AS m").fetchone() or ("",)
+    assert "apprise:ops" in row
+    assert "canary" not in row
+
+
+async def test_without_the_setting_the_worker_says_which_one_is_missing(outbox: Outbox, db: psycopg.Connection) -> None:
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> Notification:
+        return BACKUP
+
+    message_id = enqueue(db, destination="apprise:ops")
+    await Worker(outbox).run_once()
+    row = row_of(db, message_id)
+    assert row.state == "pending"
+    assert (row.last_error or "").endswith("; set PGOUTBOX_APPRISE_URLS")
+
+
+def test_without_apprise_the_command_to_install_it_is_named() -> None:
+    program = (
+        "import sys; sys.modules['apprise'] = None\n"
+        "from pgoutbox import MissingExtraError, Notification\n"
+        "from pgoutbox.settings import load_settings\n"
+        "from pgoutbox.transports.apprise import AppriseTransport\n"
+        "Notification('Backup', 'Done.')\n"
+        "try: AppriseTransport(load_settings())\n"
+        "except MissingExtraError as error: print(error)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout == (
+        "the notification transport needs an optional dependency: pip install 'pgoutbox[apprise]'\n"
+    )

@@ -1,0 +1,245 @@
+"""E-mail from the row to the server: what a wrong e-mail, the server's answer or a redirect makes of the message."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pgoutbox import Context, Email, Message, Outbox, RetryPolicy, Templates
+from pgoutbox.errors import ConfigurationError
+from pgoutbox.message import Sent
+from pgoutbox.telemetry import Event
+from pgoutbox.worker import Worker
+from tests.outbox_actions import attempts_of, enqueue, make_due, row_of, settings_for
+from tests.smtp_server import HOST, Misbehaviour, accepting_server, parsed, scripted_server
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    import psycopg
+
+    from pgoutbox.message import Outcome
+    from pgoutbox.transports import Content
+
+MUCH_LATER = RetryPolicy.steps(3600, jitter=0)
+DESTINATION = "mailto:ann@example.com"
+TODAY = datetime.now(UTC).date()
+AROUND_TODAY = f"{TODAY - timedelta(days=2)}/{TODAY + timedelta(days=2)}"
+HELLO = Email(subject="Hello", text="Hi")
+
+
+def outbox_for(
+    dsn: str, port: int, content: Content | Callable[[Message[Any]], Content], **overrides: object
+) -> Outbox:
+    """An outbox whose handler returns this content, or renders it; its e-mail goes to a server on this machine."""
+    given: dict[str, object] = {
+        "smtp_host": HOST,
+        "smtp_port": port,
+        "smtp_security": "none",
+        "smtp_from": "club@example.org",
+        "smtp_hostname": "app.example.org",
+        "smtp_timeout_seconds": 5,
+    }
+    outbox = Outbox(settings_for(dsn, **given | overrides))
+
+    @outbox.handler("greet", retry=MUCH_LATER)
+    async def greet(message: Message, ctx: Context) -> Content:
+        return content(message) if callable(content) else content
+
+    return outbox
+
+
+# --- what ends failed at once -----------------------------------------------------------------------------------------
+
+UNSAFE = {
+    "another header": "x\r\nBcc: eve@example.com",
+    "a lone carriage return": "x\ry",
+    "a lone line feed": "x\ny",
+    "NUL": "x\0y",
+    "the next line of Unicode": "x\x85y",
+    "an encoded word that decodes to a line end": "=?utf-8?q?x=0D=0ABcc=3A_eve=40example=2Ecom?=",
+}
+
+
+@pytest.mark.parametrize("unsafe", UNSAFE.values(), ids=UNSAFE.keys())
+@pytest.mark.parametrize("field", ["subject", "to", "header"])
+async def test_what_could_become_a_header_fails_at_once_and_reaches_no_server(
+    dsn: str, db: psycopg.Connection, field: str, unsafe: str
+) -> None:
+    emails = {
+        "subject": ("email.subject", Email(subject=unsafe, text="Hi")),
+        "to": ("email.to", Email(to=f"{unsafe} <ann@example.com>", subject="Hello", text="Hi")),
+        "header": ("email.headers['X-Tag']", Email(subject="Hello", text="Hi", headers={"X-Tag": unsafe})),
+    }
+    name, email = emails[field]
+    message_id = enqueue(db, destination=DESTINATION)
+    async with scripted_server() as server:
+        await Worker(outbox_for(dsn, server.port, email)).run_once()
+    row = row_of(db, message_id)
+    assert (row.state, row.attempt_count, server.connection_count) == ("failed", 1, 0)
+    assert (row.last_error or "").startswith(f"{name}: contains ")
+
+
+async def test_ten_thousand_recipients_fail_at_once_and_reach_no_server(dsn: str, db: psycopg.Connection) -> None:
+    many = Email(to=[f"user{number}@example.com" for number in range(10_000)], subject="Hello", text="Hi")
+    message_id = enqueue(db)
+    async with scripted_server() as server:
+        await Worker(outbox_for(dsn, server.port, many)).run_once()
+    row = row_of(db, message_id)
+    assert (row.state, row.attempt_count, server.connection_count) == ("failed", 1, 0)
+    assert row.last_error == "email.to: 10000 addresses are more than 1000"
+
+
+# --- what the server says ---------------------------------------------------------------------------------------------
+
+
+async def test_a_connection_that_ends_after_the_final_dot_is_retried_with_the_same_message_id(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    message_id = enqueue(db, destination=DESTINATION)
+    async with scripted_server({".": [Misbehaviour.DROP]}) as server:
+        outbox = outbox_for(dsn, server.port, HELLO)
+        await Worker(outbox).run_once()
+        row = row_of(db, message_id)
+        assert row.state == "pending"
+        assert (row.last_error or "").startswith("outcome unknown: connection lost after DATA")
+        make_due(db, message_id)
+        await Worker(outbox).run_once()
+    assert row_of(db, message_id).state == "sent"
+    first, second = (parsed(content)["Message-ID"] for content in server.contents)
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("answer", "state"), [("451 4.7.1 greylisted", "pending"), ("550 5.1.1 no such user", "failed")]
+)
+async def test_the_servers_refusal_is_in_the_row(dsn: str, db: psycopg.Connection, answer: str, state: str) -> None:
+    message_id = enqueue(db, destination=DESTINATION)
+    async with scripted_server({"RCPT": answer}) as server:
+        await Worker(outbox_for(dsn, server.port, HELLO)).run_once()
+    row = row_of(db, message_id)
+    assert (row.state, row.last_error) == (state, f"RCPT ann@example.com: {answer}")
+
+
+# --- templates --------------------------------------------------------------------------------------------------------
+
+
+async def test_what_a_template_lacks_ends_failed_and_a_missing_template_waits_for_its_deployment(
+    dsn: str, db: psycopg.Connection, tmp_path: Path
+) -> None:
+    (tmp_path / "welcome.subject.txt").write_text("Welcome, {{ name }}")
+    templates = Templates(tmp_path)
+    lacking, waiting = (enqueue(db, payload=context, destination=DESTINATION) for context in ({}, {"name": "Ann"}))
+    async with accepting_server() as inbox:
+        outbox = outbox_for(dsn, inbox.port, lambda message: templates.email("welcome", message.payload))
+        await Worker(outbox).run_once()
+        assert row_of(db, lacking).last_error == "template welcome.txt: not found, and welcome.html neither"
+        (tmp_path / "welcome.txt").write_text("Hello {{ name }}")
+        for message_id in (lacking, waiting):
+            assert row_of(db, message_id).state == "pending"
+            make_due(db, message_id)
+        await Worker(outbox).run_once()
+    row = row_of(db, lacking)
+    assert (row.state, row.last_error) == ("failed", "template welcome.subject.txt: line 1: 'name' is undefined")
+    assert row_of(db, waiting).state == "sent"
+    assert [parsed(received.content)["Subject"] for received in inbox.received] == ["Welcome, Ann"]
+
+
+# --- the redirect -----------------------------------------------------------------------------------------------------
+
+
+class Webhook:
+    """A content of another scheme."""
+
+    scheme = "https"
+
+
+class Sink:
+    """A transport of that scheme; it notes what it is given."""
+
+    schemes = ("https",)
+
+    def __init__(self, redirect_to: str | None = None) -> None:
+        self.redirect_to = redirect_to
+        self.sent: list[Content] = []
+
+    async def send(self, message: Message[object], content: Content) -> Outcome:
+        self.sent.append(content)
+        return Sent()
+
+    async def aclose(self) -> None: ...
+
+
+async def test_a_redirected_email_reaches_the_testers_alone(dsn: str, db: psycopg.Connection) -> None:
+    message_id = enqueue(db, destination=DESTINATION)
+    async with accepting_server() as inbox:
+        worker = Worker(outbox_for(dsn, inbox.port, HELLO, redirect_to="@test.example.org"))
+        await worker.run_once()
+    assert row_of(db, message_id).state == "sent"
+    assert [received.recipients for received in inbox.received] == [["ann=example.com@test.example.org"]]
+    assert worker.telemetry.counts[Event.REDIRECTING] == 1
+
+
+async def test_a_worker_with_a_redirect_does_not_start_within_forbidden_days(dsn: str, db: psycopg.Connection) -> None:
+    message_id = enqueue(db, destination=DESTINATION)
+    async with accepting_server() as inbox:
+        outbox = outbox_for(dsn, inbox.port, HELLO, redirect_to="@test.example.org", redirect_forbidden=AROUND_TODAY)
+        with pytest.raises(ConfigurationError, match=f"forbids to redirect within {AROUND_TODAY}"):
+            Worker(outbox)
+    assert (row_of(db, message_id).state, inbox.received) == ("pending", [])
+
+
+async def test_a_running_worker_that_enters_forbidden_days_hands_nothing_over(
+    dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message_id = enqueue(db, destination=DESTINATION)
+    async with scripted_server() as server:
+        outbox = outbox_for(dsn, server.port, HELLO, redirect_to="@test.example.org", redirect_forbidden=AROUND_TODAY)
+        # As if it had started before those days.
+        monkeypatch.setattr("pgoutbox.worker.Redirect.at_start", lambda settings: None)
+        await Worker(outbox).run_once()
+    row = row_of(db, message_id)
+    assert (row.state, server.connection_count) == ("pending", 0)
+    assert (row.last_error or "").startswith(f"refuses to redirect within {AROUND_TODAY}")
+
+
+async def test_with_a_redirect_what_cannot_be_redirected_is_held_back_until_it_is_taken_away(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    message_id = enqueue(db, destination="https://example.com/hook")
+    sink = Sink()
+
+    def worker(**overrides: object) -> Worker:
+        outbox = outbox_for(dsn, 25, Webhook(), **overrides)
+        return Worker(outbox, transports={"https": sink})
+
+    await worker(redirect_to="tester@example.org").run_once()
+    row = row_of(db, message_id)
+    assert (row.state, sink.sent) == ("pending", [])
+    assert row.last_error == "held back: the transport of 'https' does not follow PGOUTBOX_REDIRECT_TO"
+    make_due(db, message_id)
+    await worker().run_once()
+    assert (row_of(db, message_id).state, len(sink.sent)) == ("sent", 1)
+    assert [outcome for _, outcome, _ in attempts_of(db, message_id)] == ["retry"]
+
+
+@pytest.mark.parametrize(
+    ("of_worker", "of_transport", "state"),
+    [
+        ("tester@example.org", "tester@example.org", "sent"),
+        ("tester@example.org", "other@example.org", "pending"),
+        ("tester@example.org", None, "pending"),
+        (None, "tester@example.org", "pending"),
+    ],
+)
+async def test_a_transport_gets_contents_only_if_it_redirects_to_the_same_place_as_its_worker(
+    dsn: str, db: psycopg.Connection, of_worker: str | None, of_transport: str | None, state: str
+) -> None:
+    message_id = enqueue(db, destination="https://example.com/hook")
+    sink = Sink(of_transport)
+    worker = Worker(outbox_for(dsn, 25, Webhook(), redirect_to=of_worker), transports={"https": sink})
+    await worker.run_once()
+    assert (row_of(db, message_id).state, len(sink.sent)) == (state, int(state == "sent"))

@@ -1,0 +1,184 @@
+"""The redirect for testing: who gets an e-mail instead, who gets it all the same, and when nobody does."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from pgoutbox.errors import ConfigurationError
+from pgoutbox.message import Permanent, Transient
+from pgoutbox.settings import Settings, load_settings
+from pgoutbox.transports.mail import Email, RenderedEmail, render
+from pgoutbox.transports.redirect import Redirect, Window
+from tests.smtp_server import outgoing, parsed
+
+TODAY = datetime.now(UTC).date()
+AROUND_TODAY = f"{TODAY - timedelta(days=2)}/{TODAY + timedelta(days=2)}"
+LONG_AGO = "2001-04-01/2001-09-30"
+EMAIL = Email(to="Ann Lee <ann@example.com>", cc="bob@example.com", bcc="eve@example.net", subject="Hello", text="Hi")
+
+
+def settings_for(to: str | None, **overrides: object) -> Settings:
+    return load_settings(smtp_from="club@example.org", redirect_to=to, **overrides)
+
+
+def redirected(email: Email, to: str | None, **overrides: object) -> RenderedEmail:
+    return render(email, outgoing(destination="mailto:dan@example.com"), settings_for(to, **overrides))
+
+
+def shown(mail: RenderedEmail, header: str) -> list[tuple[str, str]]:
+    return [(address.display_name, address.addr_spec) for address in parsed(mail.content)[header].addresses]
+
+
+def test_one_address_gets_all_e_mail_under_the_names_of_its_recipients() -> None:
+    mail = redirected(EMAIL, "tester@example.org")
+    assert mail.recipients == ("tester@example.org",)
+    assert shown(mail, "To") == [("Ann Lee", "tester@example.org")]
+    assert shown(mail, "Cc") == [("", "tester@example.org")]
+    assert parsed(mail.content)["X-Pgoutbox-Original-To"] == "ann@example.com, bob@example.com, eve@example.net"
+
+
+def test_a_domain_gets_all_e_mail_at_addresses_that_tell_whose_it_is() -> None:
+    mail = redirected(EMAIL, "@test.example.org")
+    assert mail.recipients == (
+        "ann=example.com@test.example.org",
+        "bob=example.com@test.example.org",
+        "eve=example.net@test.example.org",
+    )
+    assert shown(mail, "To") == [("Ann Lee", "ann=example.com@test.example.org")]
+    assert shown(mail, "Cc") == [("", "bob=example.com@test.example.org")]
+
+
+def test_the_destination_is_redirected_like_a_recipient() -> None:
+    assert redirected(Email(subject="Hello", text="Hi"), "@test.example.org").recipients == (
+        "dan=example.com@test.example.org",
+    )
+
+
+def test_names_that_are_too_long_are_cut_and_stay_apart() -> None:
+    long = [f"{'a' * 60}{number}@{'b' * 40}.example.com" for number in range(20)]
+    recipients = redirected(Email(to=long, subject="Hello", text="Hi"), "@test.example.org").recipients
+    assert len(set(recipients)) == 20
+    assert {len(recipient.partition("@")[0]) for recipient in recipients} == {64}
+
+
+def test_a_name_beyond_ascii_is_named_and_needs_no_smtputf8_at_one_address() -> None:
+    mail = redirected(Email(to="zoë@example.com", subject="Hello", text="Hi"), "tester@example.org")
+    assert mail.smtputf8_field is None
+    assert parsed(mail.content)["X-Pgoutbox-Original-To"] == "zoë@example.com"
+
+
+def test_many_original_recipients_make_no_long_line() -> None:
+    many = Email(to=[f"user{number}@example.com" for number in range(1_000)], subject="Hello", text="Hi")
+    mail = redirected(many, "tester@example.org")
+    assert max(map(len, mail.content.split(b"\r\n"))) <= 998
+    assert len(parsed(mail.content)["X-Pgoutbox-Original-To"].split(", ")) == 1_000
+
+
+@pytest.mark.parametrize("exempt", ["ann@example.com, x@y.test", "Ann@Example.com", "@example.com"])
+def test_those_on_the_list_get_theirs_all_the_same(exempt: str) -> None:
+    email = Email(to=["Ann Lee <ann@example.com>", "eve@example.net"], subject="Hello", text="Hi")
+    mail = redirected(email, "tester@example.org", redirect_except=exempt)
+    assert mail.recipients == ("ann@example.com", "tester@example.org")
+    assert shown(mail, "To") == [("Ann Lee", "ann@example.com"), ("", "tester@example.org")]
+    assert parsed(mail.content)["X-Pgoutbox-Original-To"] == "eve@example.net"
+
+
+@pytest.mark.parametrize("exempt", ["@ample.com", "@sub.example.com", "lee@example.com", "ann@example.com.test"])
+def test_nobody_else_gets_theirs(exempt: str) -> None:
+    email = Email(to="ann@example.com", subject="Hello", text="Hi")
+    assert redirected(email, "tester@example.org", redirect_except=exempt).recipients == ("tester@example.org",)
+
+
+def test_a_blind_copy_is_not_named_to_those_on_the_list() -> None:
+    mail = redirected(EMAIL, "tester@example.org", redirect_except="ann@example.com")
+    assert parsed(mail.content)["X-Pgoutbox-Original-To"] == "bob@example.com"
+    assert b"eve@" not in mail.content
+
+
+def test_an_email_to_those_on_the_list_alone_is_the_same_as_ever() -> None:
+    mail = redirected(EMAIL, "tester@example.org", redirect_except="@example.com,@example.net")
+    assert mail.recipients == ("ann@example.com", "bob@example.com", "eve@example.net")
+    assert "X-Pgoutbox-Original-To" not in parsed(mail.content)
+
+
+def test_the_message_id_and_the_sender_are_the_same_as_ever() -> None:
+    mail, usual = redirected(EMAIL, "tester@example.org"), redirected(EMAIL, None)
+    assert mail.sender == usual.sender
+    assert parsed(mail.content)["Message-ID"] == parsed(usual.content)["Message-ID"]
+
+
+def test_a_handler_cannot_write_the_header() -> None:
+    email = Email(to="ann@example.com", subject="Hello", text="Hi", headers={"X-pgoutbox-Original-To": "x"})
+    with pytest.raises(Permanent, match="is set by pgoutbox, not by headers"):
+        redirected(email, None)
+
+
+def test_without_a_redirect_the_list_and_the_days_change_nothing() -> None:
+    mail = redirected(EMAIL, None, redirect_except="ann@example.com", redirect_forbidden=AROUND_TODAY)
+    assert mail.recipients == ("ann@example.com", "bob@example.com", "eve@example.net")
+
+
+def test_within_forbidden_days_nobody_gets_anything_not_even_those_on_the_list() -> None:
+    overrides = {"redirect_except": "@example.com,@example.net", "redirect_forbidden": f"{LONG_AGO},{AROUND_TODAY}"}
+    with pytest.raises(Transient) as caught:
+        redirected(EMAIL, "tester@example.org", **overrides)
+    assert caught.value.error == (
+        f"refuses to redirect within {AROUND_TODAY} (PGOUTBOX_REDIRECT_FORBIDDEN): "
+        "unset PGOUTBOX_REDIRECT_TO and restart"
+    )
+
+
+def test_on_other_days_it_redirects() -> None:
+    assert redirected(EMAIL, "tester@example.org", redirect_forbidden=LONG_AGO).recipients == ("tester@example.org",)
+
+
+@pytest.mark.parametrize(
+    ("window", "moment", "inside"),
+    [
+        ("2026-04-01/2026-09-30", "2026-03-31T23:59:59+00:00", False),
+        ("2026-04-01/2026-09-30", "2026-04-01T00:00:00+00:00", True),
+        ("2026-04-01/2026-09-30", "2026-09-30T23:59:59+00:00", True),
+        ("2026-04-01/2026-09-30", "2026-10-01T00:00:00+00:00", False),
+        ("2026-04-01/2026-04-01", "2026-04-01T12:00:00+00:00", True),
+        ("2026-04-01/2026-09-30", "2026-04-01T00:30:00+02:00", False),
+        ("2026-04-01/2026-09-30[Europe/Berlin]", "2026-04-01T00:30:00+02:00", True),
+        ("2026-04-01/2026-09-30[Europe/Berlin]", "2026-09-30T22:30:00+00:00", False),
+    ],
+)
+def test_the_first_and_the_last_day_are_forbidden_in_their_zone(window: str, moment: str, inside: bool) -> None:
+    assert (datetime.fromisoformat(moment) in Window.parse(window)) is inside
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error"),
+    [
+        ({"redirect_to": "tester"}, "PGOUTBOX_REDIRECT_TO: has no @; give an address, or @ and a domain"),
+        ({"redirect_to": "@"}, "PGOUTBOX_REDIRECT_TO: the part after @ is not a domain"),
+        ({"redirect_to": "@example.org,x@example.org"}, "PGOUTBOX_REDIRECT_TO: has more than one @"),
+        ({"redirect_to": "@" + "a." * 95 + "org"}, "PGOUTBOX_REDIRECT_TO: is too long for an address"),
+        ({"redirect_except": "example.org"}, "PGOUTBOX_REDIRECT_EXCEPT: has no @; give an address, or @ and a domain"),
+        ({"redirect_except": "@example.org,"}, "PGOUTBOX_REDIRECT_EXCEPT: is empty"),
+        ({"redirect_forbidden": "2026-04-01"}, "PGOUTBOX_REDIRECT_FORBIDDEN: '2026-04-01': give FIRST/LAST"),
+        ({"redirect_forbidden": "2026-04-01/2026-09-31"}, "PGOUTBOX_REDIRECT_FORBIDDEN: '2026-04-01/2026-09-31': day"),
+        ({"redirect_forbidden": "2026-09-30/2026-04-01"}, "PGOUTBOX_REDIRECT_FORBIDDEN: .* ends before it begins"),
+        ({"redirect_forbidden": f"{LONG_AGO},"}, "PGOUTBOX_REDIRECT_FORBIDDEN: '': give FIRST/LAST"),
+        ({"redirect_forbidden": f"{LONG_AGO}[Mars/Base]"}, "PGOUTBOX_REDIRECT_FORBIDDEN: .* no time zone 'Mars/Base'"),
+        ({"redirect_forbidden": f"{LONG_AGO}[../etc]"}, "PGOUTBOX_REDIRECT_FORBIDDEN: .*etc"),
+    ],
+)
+def test_a_wrong_setting_is_refused_by_name(overrides: dict[str, object], error: str) -> None:
+    with pytest.raises(ConfigurationError, match=error):
+        Redirect.of(load_settings(**overrides))
+
+
+def test_a_redirect_does_not_start_within_forbidden_days() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        Redirect.at_start(settings_for("tester@example.org", redirect_forbidden=AROUND_TODAY))
+    assert str(caught.value) == (
+        f"PGOUTBOX_REDIRECT_TO is set, and PGOUTBOX_REDIRECT_FORBIDDEN forbids to redirect within {AROUND_TODAY}: "
+        "unset PGOUTBOX_REDIRECT_TO"
+    )
+    assert Redirect.at_start(settings_for(None, redirect_forbidden=AROUND_TODAY)) is None
+    assert Redirect.at_start(settings_for("tester@example.org", redirect_forbidden=LONG_AGO)) is not None
