@@ -15,7 +15,7 @@ from email.headerregistry import Address, AddressHeader, ContentTypeHeader
 from email.message import EmailMessage
 from email.policy import EmailPolicy
 from email.utils import format_datetime
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Self, cast
 from urllib.parse import unquote
 
 from pgoutbox.message import Message, Permanent, Transient
@@ -25,6 +25,7 @@ from pgoutbox.transports.redirect import Redirect
 
 if TYPE_CHECKING:
     from pgoutbox.settings import Settings
+    from pgoutbox.transports.templates import Templates
 
 MAX_RECIPIENT_COUNT = 1_000
 MAX_ATTACHMENT_BYTES = 25 * 1024 * 1024
@@ -80,6 +81,36 @@ class Email:
     reply_to: str | Sequence[str] = ()
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     attachments: Sequence[Attachment] = ()
+
+    @classmethod
+    def from_template(
+        cls,
+        templates: Templates,
+        name: str,
+        context: Mapping[str, object],
+        *,
+        to: str | Sequence[str] | None = None,
+        sender: str | None = None,
+        cc: str | Sequence[str] = (),
+        bcc: str | Sequence[str] = (),
+        reply_to: str | Sequence[str] = (),
+        headers: Mapping[str, str] | None = None,
+        attachments: Sequence[Attachment] = (),
+    ) -> Self:
+        """An e-mail whose subject, text and HTML are rendered from templates, by `Templates.render`."""
+        subject, text, html = templates.render(name, context)
+        return cls(
+            subject=subject,
+            text=text,
+            html=html,
+            to=to,
+            sender=sender,
+            cc=cc,
+            bcc=bcc,
+            reply_to=reply_to,
+            headers=headers or {},
+            attachments=attachments,
+        )
 
     @property
     def scheme(self) -> str:

@@ -7,21 +7,26 @@ from __future__ import annotations
 
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pgoutbox.errors import ConfigurationError, MissingExtraError
 from pgoutbox.message import Permanent, Transient
-from pgoutbox.transports.mail import Email
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
     from os import PathLike
 
     import jinja2
 
-    from pgoutbox.transports.mail import Attachment
-
 _SUFFIXES = frozenset({".txt", ".html"})
+
+
+class RenderedTemplates(NamedTuple):
+    """The parts of one e-mail."""
+
+    subject: str
+    text: str | None
+    html: str | None
 
 
 class Templates:
@@ -33,7 +38,7 @@ class Templates:
 
         @outbox.handler("mail.welcome")
         async def welcome(message: Message, ctx: Context) -> Email:
-            return templates.email("welcome", {"name": "Ada"})
+            return Email.from_template(templates, "welcome", {"name": "Ada"})
     """
 
     def __init__(self, directory: str | PathLike[str] = "templates", *, package: str | None = None) -> None:
@@ -66,20 +71,8 @@ class Templates:
         """Jinja's own object, to add filters and globals to before the first e-mail."""
         return self._environment
 
-    def email(
-        self,
-        name: str,
-        context: Mapping[str, object],
-        *,
-        to: str | Sequence[str] | None = None,
-        sender: str | None = None,
-        cc: str | Sequence[str] = (),
-        bcc: str | Sequence[str] = (),
-        reply_to: str | Sequence[str] = (),
-        headers: Mapping[str, str] | None = None,
-        attachments: Sequence[Attachment] = (),
-    ) -> Email:
-        """Render `NAME.subject.txt`, and `NAME.txt`, `NAME.html` or both, with the context; the rest is as in `Email`.
+    def render(self, name: str, context: Mapping[str, object]) -> RenderedTemplates:
+        """Render `NAME.subject.txt`, and `NAME.txt`, `NAME.html` or both, with the context.
 
         Values are escaped in `.html` alone. A name that the context does not have is `Permanent`, with the template,
         the line and the name, and so is a subject that is not one line. A template that is missing or cannot be read is
@@ -94,17 +87,10 @@ class Templates:
         subject = _render(subject_template, context).strip()
         if len(subject.splitlines()) != 1:
             raise Permanent(f"template {name}.subject.txt: gives no subject of one line")
-        return Email(
+        return RenderedTemplates(
             subject=subject,
             text=_render_if_found(found[".txt"], context),
             html=_render_if_found(found[".html"], context),
-            to=to,
-            sender=sender,
-            cc=cc,
-            bcc=bcc,
-            reply_to=reply_to,
-            headers=headers or {},
-            attachments=attachments,
         )
 
     def _find(self, file: str) -> jinja2.Template | None:

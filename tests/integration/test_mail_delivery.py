@@ -134,7 +134,7 @@ async def test_what_a_template_lacks_ends_failed_and_a_missing_template_waits_fo
     templates = Templates(tmp_path)
     lacking, waiting = (enqueue(db, payload=context, destination=DESTINATION) for context in ({}, {"name": "Ann"}))
     async with accepting_server() as inbox:
-        outbox = outbox_for(dsn, inbox.port, lambda message: templates.email("welcome", message.payload))
+        outbox = outbox_for(dsn, inbox.port, lambda message: Email.from_template(templates, "welcome", message.payload))
         await Worker(outbox).run_once()
         assert row_of(db, lacking).last_error == "template welcome.txt: not found, and welcome.html neither"
         (tmp_path / "welcome.txt").write_text("Hello {{ name }}")

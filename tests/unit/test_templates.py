@@ -33,13 +33,13 @@ def templates_of(directory: Path, files: dict[str, str]) -> Templates:
 
 def refusal(templates: Templates, kind: type[Permanent | Transient], **context: object) -> str:
     with pytest.raises((Permanent, Transient)) as caught:
-        templates.email("welcome", context)
+        Email.from_template(templates, "welcome", context)
     assert isinstance(caught.value, kind)
     return caught.value.error
 
 
 def test_three_files_give_subject_text_and_html_and_only_html_is_escaped(tmp_path: Path) -> None:
-    assert templates_of(tmp_path, WELCOME).email("welcome", CONTEXT) == Email(
+    assert Email.from_template(templates_of(tmp_path, WELCOME), "welcome", CONTEXT) == Email(
         subject="Welcome, Ann & <b>Bob</b>",
         text="Hello Ann & <b>Bob</b>,\nbring them: Cid, Dee\nBye.",
         html="<body><p>Hello Ann &amp; &lt;b&gt;Bob&lt;/b&gt;</body>",
@@ -48,7 +48,8 @@ def test_three_files_give_subject_text_and_html_and_only_html_is_escaped(tmp_pat
 
 def test_whatever_else_an_email_has_is_passed_on(tmp_path: Path) -> None:
     ticket = Attachment("ticket.pdf", b"%PDF")
-    email = templates_of(tmp_path, WELCOME).email(
+    email = Email.from_template(
+        templates_of(tmp_path, WELCOME),
         "welcome",
         CONTEXT,
         to="ann@example.com",
@@ -69,12 +70,12 @@ def test_whatever_else_an_email_has_is_passed_on(tmp_path: Path) -> None:
 def test_text_or_html_may_be_missing(tmp_path: Path, kind: str, text: str | None, html: str | None) -> None:
     bodies = {"txt": "Hello {{ name }}", "html": "<p>{{ name }}"}
     templates = templates_of(tmp_path, {"welcome.subject.txt": "Hello", f"welcome.{kind}": bodies[kind]})
-    assert templates.email("welcome", {"name": "Ann"}) == Email(subject="Hello", text=text, html=html)
+    assert Email.from_template(templates, "welcome", {"name": "Ann"}) == Email(subject="Hello", text=text, html=html)
 
 
 def test_templates_lie_in_directories_below(tmp_path: Path) -> None:
     templates = templates_of(tmp_path, {"de/welcome.subject.txt": "Hallo", "de/welcome.txt": "Willkommen"})
-    assert templates.email("de/welcome", {}).text == "Willkommen"
+    assert Email.from_template(templates, "de/welcome", {}).text == "Willkommen"
 
 
 def test_templates_lie_in_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +83,7 @@ def test_templates_lie_in_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     templates_of(package / "mails", {"welcome.subject.txt": "Hello", "welcome.txt": "Hi"})
     (package / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    assert Templates("mails", package="club_of_templates").email("welcome", {}).text == "Hi"
+    assert Email.from_template(Templates("mails", package="club_of_templates"), "welcome", {}).text == "Hi"
 
 
 @pytest.mark.parametrize(
@@ -141,20 +142,20 @@ def test_a_template_that_a_deployment_brings_is_found(tmp_path: Path) -> None:
     templates = templates_of(tmp_path, {})
     refusal(templates, Transient)
     templates_of(tmp_path, WELCOME)
-    assert templates.email("welcome", CONTEXT).subject.startswith("Welcome")
+    assert Email.from_template(templates, "welcome", CONTEXT).subject.startswith("Welcome")
 
 
 def test_no_name_leads_out_of_the_directory(tmp_path: Path) -> None:
     templates_of(tmp_path, WELCOME)
     templates = templates_of(tmp_path / "inner", {"other.txt": "Hi"})
     with pytest.raises(Transient, match="not found"):
-        templates.email("../welcome", CONTEXT)
+        Email.from_template(templates, "../welcome", CONTEXT)
 
 
 def test_filters_of_the_application_can_be_added(tmp_path: Path) -> None:
     templates = templates_of(tmp_path, {"welcome.subject.txt": "{{ 5 | euro }}", "welcome.txt": "Hi"})
     templates.environment.filters["euro"] = lambda amount: f"{amount:.2f} €"
-    assert templates.email("welcome", {}).subject == "5.00 €"
+    assert Email.from_template(templates, "welcome", {}).subject == "5.00 €"
 
 
 def test_a_directory_that_does_not_exist_is_named_at_the_start(tmp_path: Path) -> None:
