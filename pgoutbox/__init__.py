@@ -11,6 +11,7 @@ from pgoutbox.errors import (
     PayloadError,
     PgOutboxError,
     SchemaError,
+    SignatureError,
     StateError,
     TransactionError,
     UnknownTopicError,
@@ -21,6 +22,7 @@ from pgoutbox.retry import RetryPolicy
 from pgoutbox.settings import Settings
 from pgoutbox.steps import CancelResult, Enqueued
 from pgoutbox.transports.mail import Attachment, Email
+from pgoutbox.transports.request import Webhook
 
 __version__ = "0.1.0"
 
@@ -45,6 +47,7 @@ __all__ = [
     "SchemaError",
     "Sent",
     "Settings",
+    "SignatureError",
     "Skip",
     "Snooze",
     "State",
@@ -54,4 +57,5 @@ __all__ = [
     "TransactionError",
     "Transient",
     "UnknownTopicError",
+    "Webhook",
 ]

@@ -29,6 +29,12 @@ _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 _NOT_TRANSACTIONAL = "ctx.connection is for transactional handlers: register this one with transactional=True"
 
+_MISSING_TRANSPORTS = {
+    "mailto": "; set PGOUTBOX_SMTP_HOST",
+    "https": "; pip install 'pgoutbox[webhook]'",
+    "http": "; use https, or set PGOUTBOX_WEBHOOK_ALLOW_HTTP",
+}
+
 OnUnknown = Literal["retry", "hold"]
 
 _SENT: Final = Sent()
@@ -317,7 +323,7 @@ class Dispatcher:
         if transport is None:
             # Settings can be mended: then the message goes out without anybody's help.
             known = ", ".join(sorted(self._transports)) or "none"
-            hint = "; set PGOUTBOX_SMTP_HOST" if scheme == "mailto" else ""
+            hint = _MISSING_TRANSPORTS.get(scheme, "")
             return Transient(f"this worker has no transport for the scheme {scheme!r} (it has: {known}){hint}")
         return await transport.send(message, content)
 

@@ -86,7 +86,8 @@ class Outbox:
     """The topics and handlers of one application, and the way to enqueue for them.
 
     Without `settings` the environment is read when a setting is first needed, so that importing the application needs
-    none. `transports` send what handlers render; `mailto` by SMTP is there by itself when `PGOUTBOX_SMTP_HOST` is set.
+    none. `transports` send what handlers render; `mailto` by SMTP is there by itself when `PGOUTBOX_SMTP_HOST` is set,
+    and `https` when the extra `webhook` is installed.
     With `strict` a topic that is neither defined nor handled is refused with `UnknownTopicError`.
 
         outbox = Outbox()
@@ -277,12 +278,22 @@ class Outbox:
         )
 
     def transports_for(self, settings: Settings) -> dict[str, Transport]:
-        """The transports by scheme: those given, and `mailto` by SMTP where the settings name a server."""
+        """The transports by scheme: those given, `mailto` by SMTP where the settings name a server, and `https`.
+
+        Webhooks need the extra `webhook`; `http` is served where the settings allow it.
+        """
         transports = dict(self._transports)
         if "mailto" not in transports and settings.smtp_host is not None:
             from pgoutbox.transports.smtp import SmtpTransport
 
             transports["mailto"] = SmtpTransport(settings)
+        if "https" not in transports:
+            from pgoutbox.transports.webhook import WebhookTransport, is_installed
+
+            # Who set secrets means to send webhooks: a missing extra must not go unnoticed then.
+            if is_installed() or settings.webhook_secrets is not None:
+                webhook = WebhookTransport(settings)
+                transports = dict.fromkeys(webhook.schemes, webhook) | transports
         return transports
 
     # --- enqueue ------------------------------------------------------------------------------------------------------

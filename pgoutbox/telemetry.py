@@ -42,6 +42,7 @@ class Event(enum.StrEnum):
     ENQUEUE_FAILED = "enqueue_failed"
     SMTP_CONNECTION_OPENED = "smtp_connection_opened"
     SMTP_CONNECTION_REPLACED = "smtp_connection_replaced"
+    WEBHOOK_ADDRESS_REFUSED = "webhook_address_refused"
     SCHEMA_KEPT = "schema_kept"
 
 

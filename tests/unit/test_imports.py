@@ -10,8 +10,8 @@ import sys
 import pgoutbox
 
 OPTIONAL = (
-    "aiosmtplib", "alembic", "asyncpg", "django", "email.mime", "httpx", "psycopg_pool", "pytest", "rich", "smtplib",
-    "sqlalchemy", "starlette", "typer",
+    "aiosmtplib", "alembic", "anyio", "asyncpg", "django", "email.mime", "httpcore", "httpx", "psycopg_pool", "pytest",
+    "rich", "smtplib", "sqlalchemy", "starlette", "typer",
 )  # fmt: skip
 
 
