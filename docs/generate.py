@@ -418,6 +418,7 @@ _MODULE_TITLES: Final = {
     "pgoutbox.message": "Messages, states and outcomes",
     "pgoutbox.dispatch": "Context of an attempt",
     "pgoutbox.transports.mail": "E-mail",
+    "pgoutbox.transports.request": "Webhooks",
     "pgoutbox.settings": "Settings",
     "pgoutbox.errors": "Errors",
 }
@@ -431,6 +432,8 @@ _FURTHER_NAMES: Final = {
     "pgoutbox.embedded": ("embedded_server", "EmbeddedServer"),
     "pgoutbox.transports": ("Transport", "Content"),
     "pgoutbox.transports.smtp": ("SmtpTransport",),
+    "pgoutbox.transports.webhook": ("WebhookTransport",),
+    "pgoutbox.webhooks": ("verify", "make_secret"),
 }  # fmt: skip
 
 # Made by pgoutbox, never by the application.
@@ -604,6 +607,7 @@ _MEANINGS: Final[Mapping[Event, str]] = {
     Event.PROCESS_STARTED: "The supervisor started a worker process.",
     Event.PROCESS_DIED: "A worker process died; another one is started after a pause.",
     Event.ENQUEUE_FAILED: "`best_effort=True` met an error; the caller's transaction goes on without the message.",
+    Event.WEBHOOK_ADDRESS_REFUSED: "A webhook's host has an address that is not public and not allowed.",
 }
 
 
@@ -641,7 +645,8 @@ def events_page() -> str:
 def _reports() -> dict[Event, _Report]:
     """Read from the source which calls report which event."""
     found: dict[Event, _Report] = defaultdict(_Report)
-    for path in sorted(Path(pgoutbox.__file__).parent.glob("*.py")):
+    package = Path(pgoutbox.__file__).parent
+    for path in sorted([*package.glob("*.py"), *package.glob("transports/*.py")]):
         tree = ast.parse(path.read_text())
         helpers = _helpers(tree)
         for call in ast.walk(tree):

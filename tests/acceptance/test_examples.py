@@ -17,7 +17,9 @@ import pytest
 
 from examples.password_reset import hash_of
 from pgoutbox.settings import ENVIRONMENT_PREFIX
+from pgoutbox.webhooks import verify
 from tests.smtp_server import Inbox, accepting_server, parsed
+from tests.webhook_server import webhook_server
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -136,6 +138,22 @@ async def test_the_hash_of_the_token_that_was_sent_is_stored(shell: Shell, inbox
     assert superseded.startswith("superseded by")
     assert gone == "the account is gone"
     assert states(dsn) == {"sent": 1, "skipped": 2}
+
+
+async def test_a_subscriber_gets_a_webhook_that_its_secret_verifies(shell: Shell, dsn: str) -> None:
+    async with webhook_server() as server:
+        shell.environment.update(
+            PGOUTBOX_WEBHOOK_ALLOW_HTTP="true",
+            PGOUTBOX_WEBHOOK_ALLOWED_NETWORKS="127.0.0.0/8",
+            PGOUTBOX_WEBHOOK_PORTS=str(server.port),
+        )
+        subscribers, secret = await shell.example("webhooks", server.url(scheme="http"))
+        await shell.deliver("webhooks")
+    assert subscribers == "subscribers 1"
+    (received,) = server.received
+    assert json.loads(received.body) == {"type": "order.paid", "data": {"order_id": 7}}
+    assert verify(received.body, received.headers, secret.removeprefix("secret "))
+    assert states(dsn) == {"sent": 1}
 
 
 def indexed_ids(shell: Shell) -> list[int]:

@@ -442,14 +442,12 @@ def look_ups(monkeypatch: pytest.MonkeyPatch) -> tuple[Answers, list[str]]:
     asked: list[str] = []
     real = socket.getaddrinfo
 
-    def look_up(
-        host: str, port: int, family: int = 0, type: int = 0, proto: int = 0, flags: int = 0
-    ) -> Sequence[object]:  # noqa: A002
+    def look_up(host: str, port: int, *rest: int, **options: int) -> Sequence[object]:
         if host not in answers:
-            return real(host, port, family, type, proto, flags)
+            return real(host, port, *rest, **options)
         asked.append(host)
         turn = answers[host][min(asked.count(host), len(answers[host])) - 1]
-        return [found for address in turn for found in real(address, port, family, type, proto, flags)]
+        return [found for address in turn for found in real(address, port, *rest, **options)]
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     return answers, asked
