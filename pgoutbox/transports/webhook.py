@@ -193,22 +193,26 @@ class WebhookTransport:
 
     @cached_property
     def _tls_context(self) -> ssl.SSLContext:
-        context = ssl.create_default_context()
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
-        context.set_alpn_protocols(["http/1.1"])
-        path = self._settings.webhook_ca_file
-        if path is not None:
-            try:
-                context.load_verify_locations(cafile=path)
-            except (OSError, ssl.SSLError) as error:
-                raise ConfigurationError(f"PGOUTBOX_WEBHOOK_CA_FILE={path!r}: {error}") from None
-        return context
+        return verifying_tls_context(self._settings.webhook_ca_file)
 
     @cached_property
     def _resolver(self) -> ThreadPoolExecutor:
         # Its own threads: a slow name server of a receiver must not hold up what else this process looks up.
         count = min(self._settings.webhook_connections, _MAX_RESOLVER_THREADS)
         return ThreadPoolExecutor(count, thread_name_prefix="pgoutbox-resolver")
+
+
+def verifying_tls_context(ca_file: str | None) -> ssl.SSLContext:
+    """TLS 1.2 or newer, the certificate and the host name verified against the CAs of the system and of this file."""
+    context = ssl.create_default_context()
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    if ca_file is not None:
+        try:
+            context.load_verify_locations(cafile=ca_file)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigurationError(f"PGOUTBOX_WEBHOOK_CA_FILE={ca_file!r}: {error}") from None
+    return context
 
 
 class _Chunks(Protocol):
