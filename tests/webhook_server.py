@@ -60,7 +60,6 @@ class WebhookServer:
     port: int = 0
     received: list[Received] = field(default_factory=list)
     connection_count: int = 0
-    written_bytes: int = 0
     is_silent: asyncio.Event = field(default_factory=asyncio.Event)
     was_left: asyncio.Event = field(default_factory=asyncio.Event)
     _answered: int = 0
@@ -110,7 +109,6 @@ class WebhookServer:
                 while True:
                     writer.write(b"x" * 65_536)
                     await writer.drain()
-                    self.written_bytes += 65_536
             case Misbehaviour.DRIP_HEAD:
                 writer.write(b"HTTP/1.1 200 OK\r\nX-Drip: ")
                 await self._drip(reader, writer)
