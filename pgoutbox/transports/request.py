@@ -16,7 +16,7 @@ from pydantic import JsonValue
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import Message, Permanent, Transient
 from pgoutbox.transports import scheme_of
-from pgoutbox.transports.addresses import Endpoint, Frontier, parse_networks, parse_ports
+from pgoutbox.transports.frontier import Endpoint, Frontier, parse_networks, parse_ports
 from pgoutbox.webhooks import Secret, key_of, sign
 
 if TYPE_CHECKING:

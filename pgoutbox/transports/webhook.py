@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from pgoutbox.settings import Settings
     from pgoutbox.transports import Content
-    from pgoutbox.transports.addresses import Endpoint, Frontier
+    from pgoutbox.transports.frontier import Endpoint, Frontier
 
 __all__ = ["Webhook", "WebhookTransport"]
 

@@ -13,7 +13,7 @@ from pgoutbox import Webhook
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import Permanent, Transient
 from pgoutbox.settings import Settings, load_settings
-from pgoutbox.transports.addresses import Frontier, parse_networks
+from pgoutbox.transports.frontier import Frontier, parse_networks
 from pgoutbox.transports.request import MAX_BODY_BYTES, RenderedRequest, Rules, render
 from pgoutbox.transports.webhook import WebhookTransport, retry_after_seconds
 from pgoutbox.webhooks import key_of, sign
