@@ -421,6 +421,7 @@ _MODULE_TITLES: Final = {
     "pgoutbox.transports.mail": "E-mail",
     "pgoutbox.transports.templates": "Templates",
     "pgoutbox.transports.apprise": "Notifications",
+    "pgoutbox.transports.request": "Webhooks",
     "pgoutbox.settings": "Settings",
     "pgoutbox.errors": "Errors",
 }
@@ -435,6 +436,8 @@ _FURTHER_NAMES: Final = {
     "pgoutbox.transports": ("Transport", "Content"),
     "pgoutbox.transports.smtp": ("SmtpTransport",),
     "pgoutbox.transports.apprise": ("AppriseTransport",),
+    "pgoutbox.transports.webhook": ("WebhookTransport",),
+    "pgoutbox.webhooks": ("verify", "make_secret"),
 }  # fmt: skip
 
 # Made by pgoutbox, never by the application.
@@ -610,6 +613,7 @@ _MEANINGS: Final[Mapping[Event, str]] = {
     Event.PROCESS_DIED: "A worker process died; another one is started after a pause.",
     Event.REDIRECTING: "`PGOUTBOX_REDIRECT_TO` is set: e-mail goes there, and the rest is held back.",
     Event.ENQUEUE_FAILED: "`best_effort=True` met an error; the caller's transaction goes on without the message.",
+    Event.WEBHOOK_ADDRESS_REFUSED: "A webhook's host has an address that is not public and not allowed.",
 }
 
 
@@ -647,7 +651,8 @@ def events_page() -> str:
 def _reports() -> dict[Event, _Report]:
     """Read from the source which calls report which event."""
     found: dict[Event, _Report] = defaultdict(_Report)
-    for path in sorted(Path(pgoutbox.__file__).parent.glob("*.py")):
+    package = Path(pgoutbox.__file__).parent
+    for path in sorted([*package.glob("*.py"), *package.glob("transports/*.py")]):
         tree = ast.parse(path.read_text())
         helpers = _helpers(tree)
         for call in ast.walk(tree):

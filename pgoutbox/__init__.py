@@ -11,6 +11,7 @@ from pgoutbox.errors import (
     PayloadError,
     PgOutboxError,
     SchemaError,
+    SignatureError,
     StateError,
     TransactionError,
     UnknownTopicError,
@@ -22,6 +23,7 @@ from pgoutbox.settings import Settings
 from pgoutbox.steps import CancelResult, Enqueued
 from pgoutbox.transports.apprise import Notification
 from pgoutbox.transports.mail import Attachment, Email
+from pgoutbox.transports.request import Webhook
 from pgoutbox.transports.templates import Templates
 
 __version__ = "0.1.0"
@@ -48,6 +50,7 @@ __all__ = [
     "SchemaError",
     "Sent",
     "Settings",
+    "SignatureError",
     "Skip",
     "Snooze",
     "State",
@@ -58,4 +61,5 @@ __all__ = [
     "TransactionError",
     "Transient",
     "UnknownTopicError",
+    "Webhook",
 ]

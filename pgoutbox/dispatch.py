@@ -29,7 +29,12 @@ _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 _NOT_TRANSACTIONAL = "ctx.connection is for transactional handlers: register this one with transactional=True"
 
-_SETTINGS_OF_SCHEMES: Final = {"mailto": "PGOUTBOX_SMTP_HOST", "apprise": "PGOUTBOX_APPRISE_URLS"}
+_MISSING_TRANSPORTS = {
+    "mailto": "; set PGOUTBOX_SMTP_HOST",
+    "apprise": "; set PGOUTBOX_APPRISE_URLS",
+    "https": "; pip install 'pgoutbox[webhook]'",
+    "http": "; use https, or set PGOUTBOX_WEBHOOK_ALLOW_HTTP",
+}
 
 OnUnknown = Literal["retry", "hold"]
 
@@ -327,7 +332,7 @@ class Dispatcher:
         if transport is None:
             # Settings can be mended: then the message goes out without anybody's help.
             known = ", ".join(sorted(self._transports)) or "none"
-            hint = f"; set {_SETTINGS_OF_SCHEMES[scheme]}" if scheme in _SETTINGS_OF_SCHEMES else ""
+            hint = _MISSING_TRANSPORTS.get(scheme, "")
             return Transient(f"this worker has no transport for the scheme {scheme!r} (it has: {known}){hint}")
         if getattr(transport, "redirect_to", None) != self._redirect_to:
             # Kept, not skipped: should the redirect be a mistake, everything goes out once it is taken away.

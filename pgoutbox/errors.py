@@ -10,7 +10,8 @@
     ├── UnknownTopicError       a strict outbox has no such topic
     ├── MessageNotFoundError    no message has that id
     ├── StateError              the message is in a state that forbids the operation
-    └── LeaseLostError          another owner has, or may have, the message
+    ├── LeaseLostError          another owner has, or may have, the message
+    └── SignatureError          a webhook that was received is not signed as it must be
 
 Errors of the database driver on the caller's own connection pass through untouched, unless SQLSTATE says that
 pgoutbox itself raised them.
@@ -71,3 +72,7 @@ class StateError(PgOutboxError):
 
 class LeaseLostError(PgOutboxError):
     """The attempt no longer owns its message, or the message was cancelled or superseded meanwhile."""
+
+
+class SignatureError(PgOutboxError):
+    """A webhook that was received carries no signature that holds, or an old one."""

@@ -105,7 +105,7 @@ class Outbox:
 
     Without `settings` the environment is read when a setting is first needed, so that importing the application needs
     none. `transports` send what handlers render; `mailto` by SMTP is there by itself when `PGOUTBOX_SMTP_HOST` is set,
-    and `apprise` when `PGOUTBOX_APPRISE_URLS` is.
+    `apprise` when `PGOUTBOX_APPRISE_URLS` is, and `https` when the extra `webhook` is installed.
     With `strict` a topic that is neither defined nor handled is refused with `UnknownTopicError`.
 
         outbox = Outbox()
@@ -302,7 +302,10 @@ class Outbox:
         )
 
     def transports_for(self, settings: Settings) -> dict[str, Transport]:
-        """The transports by scheme: those given, and `mailto` and `apprise` where the settings name servers."""
+        """The transports by scheme: those given, those whose servers the settings name, and `https`.
+
+        Webhooks need the extra `webhook`; `http` is served where the settings allow it.
+        """
         transports = dict(self._transports)
         if "mailto" not in transports and settings.smtp_host is not None:
             from pgoutbox.transports.smtp import SmtpTransport
@@ -312,6 +315,13 @@ class Outbox:
             from pgoutbox.transports.apprise import AppriseTransport
 
             transports["apprise"] = AppriseTransport(settings)
+        if "https" not in transports:
+            from pgoutbox.transports.webhook import WebhookTransport, is_installed
+
+            # Who set secrets means to send webhooks: a missing extra must not go unnoticed then.
+            if is_installed() or settings.webhook_secrets is not None:
+                webhook = WebhookTransport(settings)
+                transports = dict.fromkeys(webhook.schemes, webhook) | transports
         return transports
 
     # --- enqueue ------------------------------------------------------------------------------------------------------

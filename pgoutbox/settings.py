@@ -6,7 +6,7 @@ A wrong value raises `ConfigurationError` with the variable's name, the value (n
 from __future__ import annotations
 
 import math
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -14,7 +14,6 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from pgoutbox.errors import ConfigurationError
 
 ENVIRONMENT_PREFIX = "PGOUTBOX_"
-_SECRET_FIELDS = frozenset({"dsn", "listen_dsn", "smtp_password", "apprise_urls"})
 
 
 class Settings(BaseSettings):
@@ -92,6 +91,40 @@ class Settings(BaseSettings):
     )
     apprise_urls: SecretStr | None = Field(
         None, description="Where notifications go: a JSON object of names and Apprise URLs."
+    )
+
+    webhook_secrets: SecretStr | None = Field(
+        None,
+        description="What webhooks are signed with: `whsec_` and base64, or `name=whsec_...`; several, separated by "
+        "spaces. Those of one name sign together.",
+    )
+    webhook_timeout_seconds: float = Field(
+        30.0, ge=0.5, le=600, description="Time limit of one webhook from looking its host up to the answer."
+    )
+    webhook_connect_timeout_seconds: float = Field(
+        10.0, ge=0.1, le=120, description="Time limit of looking a host up, connecting and the TLS handshake."
+    )
+    webhook_connections: int = Field(
+        50, ge=1, le=5_000, description="Webhooks under way at once in one process, at most."
+    )
+    webhook_ports: str = Field("443,8443", description="Ports that webhooks may be sent to, separated by commas.")
+    webhook_allow_http: bool = Field(False, description="Send to `http:` destinations too, in plain text.")
+    webhook_allowed_networks: str | None = Field(
+        None,
+        description="Networks that webhooks may be sent to although they are not public, in CIDR notation, separated "
+        "by commas.",
+    )
+    webhook_ca_file: str | None = Field(
+        None, description="PEM file of authorities to trust besides those of the system."
+    )
+    webhook_retry_after_cap_seconds: float = Field(
+        86_400.0,
+        ge=0,
+        le=2_592_000,
+        description="Longest `Retry-After` that is believed; the retry policy has a cap too.",
+    )
+    webhook_excerpt_length: int = Field(
+        0, ge=0, le=500, description="Characters of a refusing answer that the error quotes. 0: none."
     )
 
     log_format: Literal["text", "json"] = Field("text", description="Format of the CLI's log.")
@@ -176,7 +209,11 @@ def _explain(error: ValidationError, given: dict[str, object]) -> str:
         field = str(problem["loc"][0])
         variable = f"{ENVIRONMENT_PREFIX}{field.upper()}"
         value = given.get(field, os.environ.get(variable))
-        shown = "(hidden)" if field in _SECRET_FIELDS else repr(value)
+        shown = "(hidden)" if _is_secret(field) else repr(value)
         reason = problem["msg"].removeprefix("Value error, ")
         lines.append(f"{variable}={shown}: {reason[:1].lower()}{reason[1:]}")
     return "\n".join(lines)
+
+
+def _is_secret(field: str) -> bool:
+    return field in Settings.model_fields and SecretStr in get_args(Settings.model_fields[field].annotation)

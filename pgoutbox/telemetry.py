@@ -43,6 +43,7 @@ class Event(enum.StrEnum):
     REDIRECTING = "redirecting"
     SMTP_CONNECTION_OPENED = "smtp_connection_opened"
     SMTP_CONNECTION_REPLACED = "smtp_connection_replaced"
+    WEBHOOK_ADDRESS_REFUSED = "webhook_address_refused"
     SCHEMA_KEPT = "schema_kept"
 
 

@@ -18,8 +18,10 @@ from psycopg import sql as composable
 
 from examples.password_reset import hash_of
 from pgoutbox.settings import ENVIRONMENT_PREFIX
+from pgoutbox.webhooks import verify
 from tests.outbox_actions import make_due, row_of
 from tests.smtp_server import Inbox, Misbehaviour, accepting_server, parsed, scripted_server
+from tests.webhook_server import webhook_server
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -175,6 +177,22 @@ async def test_a_failed_attempt_leaves_no_token_behind_and_the_next_one_sends_it
     assert "outcome unknown" in tables["attempt"]
     for secret in (*tokens, *map(hash_of, tokens)):
         assert not [name for name, text in tables.items() if secret in text]
+
+
+async def test_a_subscriber_gets_a_webhook_that_its_secret_verifies(shell: Shell, dsn: str) -> None:
+    async with webhook_server() as server:
+        shell.environment.update(
+            PGOUTBOX_WEBHOOK_ALLOW_HTTP="true",
+            PGOUTBOX_WEBHOOK_ALLOWED_NETWORKS="127.0.0.0/8",
+            PGOUTBOX_WEBHOOK_PORTS=str(server.port),
+        )
+        subscribers, secret = await shell.example("webhooks", server.url(scheme="http"))
+        await shell.deliver("webhooks")
+    assert subscribers == "subscribers 1"
+    (received,) = server.received
+    assert json.loads(received.body) == {"type": "order.paid", "data": {"order_id": 7}}
+    assert verify(received.body, received.headers, secret.removeprefix("secret "))
+    assert states(dsn) == {"sent": 1}
 
 
 def indexed_ids(shell: Shell) -> list[int]:

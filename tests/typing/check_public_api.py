@@ -23,6 +23,7 @@ from pgoutbox import (
     SyncContext,
     Topic,
     Transient,
+    Webhook,
 )
 
 if TYPE_CHECKING:
@@ -68,6 +69,15 @@ async def activate(message: Message[Activation], ctx: Context) -> Email | Skip |
     assert_type(ctx.cancelled, bool)
     await ctx.ensure_lease()
     return Email(to=message.payload.email, subject="Welcome", text="Hello")
+
+
+@outbox.handler("shop.order_paid")
+async def tell_partner(message: Message, ctx: Context) -> Webhook:
+    return Webhook(body={"type": "order.paid", "data": message.payload}, method="PUT", secrets=["whsec_"])
+
+
+Webhook(body={"at": 7}, method="GET")  # type: ignore[arg-type]
+Webhook(body={"at": object()})  # type: ignore[dict-item]
 
 
 @outbox.handler("mail.plain")

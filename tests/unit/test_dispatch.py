@@ -208,6 +208,26 @@ async def test_the_destination_decides_over_the_content(dispatcher: Dispatcher, 
     assert post.sent == []
 
 
+@pytest.mark.parametrize(
+    ("destination", "hint"),
+    [
+        ("mailto:a@example.org", "; set PGOUTBOX_SMTP_HOST"),
+        ("https://a.test", "; pip install 'pgoutbox[webhook]'"),
+        ("http://a.test", "; use https, or set PGOUTBOX_WEBHOOK_ALLOW_HTTP"),
+        ("fax:1", ""),
+    ],
+)
+async def test_a_missing_transport_is_named_with_what_brings_it(
+    dispatcher: Dispatcher, destination: str, hint: str
+) -> None:
+    async def greet(message: Message, ctx: Context) -> Card:
+        return Card()
+
+    outcome = await outcome_of(dispatcher, handler_of(greet), message_of(destination=destination))
+    assert isinstance(outcome, Transient)
+    assert outcome.error.endswith(f"(it has: post){hint}")
+
+
 async def test_a_sync_handler_runs_in_a_thread_that_is_told_of(dispatcher: Dispatcher) -> None:
     threads: list[Future[object]] = []
 

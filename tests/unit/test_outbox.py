@@ -7,9 +7,22 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from pydantic import BaseModel
 
-from pgoutbox import ConfigurationError, Context, Email, Message, Outbox, RetryPolicy, Sent, SyncContext, Topic
+from pgoutbox import (
+    ConfigurationError,
+    Context,
+    Email,
+    Message,
+    MissingExtraError,
+    Outbox,
+    RetryPolicy,
+    Sent,
+    SyncContext,
+    Topic,
+)
 from pgoutbox.settings import Settings, load_settings
 from pgoutbox.transports.smtp import SmtpTransport
+from pgoutbox.transports.webhook import WebhookTransport
+from pgoutbox.webhooks import make_secret
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -172,14 +185,33 @@ def test_the_registries_cannot_be_written_from_outside(outbox: Outbox) -> None:
 
 def test_two_transports_of_one_scheme_are_refused() -> None:
     both = Nowhere("sms", "tel")
-    assert Outbox(transports=[both]).transports_for(load_settings()) == {"sms": both, "tel": both}
+    assert Outbox(transports=[both]).transports_for(load_settings()).items() >= {"sms": both, "tel": both}.items()
     with pytest.raises(ConfigurationError, match="transports: two serve the scheme 'tel'"):
         Outbox(transports=[both, Nowhere("tel")])
 
 
 def test_mailto_is_served_by_smtp_where_the_settings_name_a_server(outbox: Outbox) -> None:
     settings: Settings = load_settings(smtp_host="mx.test")
-    assert outbox.transports_for(load_settings()) == {}
+    assert "mailto" not in outbox.transports_for(load_settings())
     assert isinstance(outbox.transports_for(settings)["mailto"], SmtpTransport)
     own = Nowhere("mailto")
-    assert Outbox(transports=[own]).transports_for(settings) == {"mailto": own}
+    assert Outbox(transports=[own]).transports_for(settings)["mailto"] is own
+
+
+def test_https_is_served_by_webhooks_and_http_where_the_settings_allow_it(outbox: Outbox) -> None:
+    assert outbox.transports_for(load_settings()).keys() == {"https"}
+    served = outbox.transports_for(load_settings(webhook_allow_http=True))
+    assert served.keys() == {"https", "http"}
+    assert served["https"] is served["http"]
+    assert isinstance(served["https"], WebhookTransport)
+    own = Nowhere("https")
+    assert Outbox(transports=[own]).transports_for(load_settings(webhook_allow_http=True)) == {"https": own}
+
+
+def test_without_the_extra_webhooks_are_missed_only_where_secrets_are_set(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pgoutbox.transports.webhook.find_spec", lambda name: None)
+    assert outbox.transports_for(load_settings()) == {}
+    with pytest.raises(MissingExtraError, match=r"pip install 'pgoutbox\[webhook\]'"):
+        outbox.transports_for(load_settings(webhook_secrets=make_secret()))

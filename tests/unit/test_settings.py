@@ -8,7 +8,13 @@ from pgoutbox.errors import ConfigurationError
 from pgoutbox.settings import Settings, load_settings
 
 CANARY = "c4n4ry-s3cret"
-SECRET_VARIABLES = ("PGOUTBOX_DSN", "PGOUTBOX_LISTEN_DSN", "PGOUTBOX_SMTP_PASSWORD", "PGOUTBOX_APPRISE_URLS")
+SECRET_VARIABLES = (
+    "PGOUTBOX_DSN",
+    "PGOUTBOX_LISTEN_DSN",
+    "PGOUTBOX_SMTP_PASSWORD",
+    "PGOUTBOX_APPRISE_URLS",
+    "PGOUTBOX_WEBHOOK_SECRETS",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -73,6 +79,10 @@ def test_a_wrong_value_names_variable_value_and_what_is_accepted(
         ("listen", "perhaps"),
         ("smtp_port", "65536"),
         ("smtp_security", "ssl"),
+        ("webhook_timeout_seconds", "0"),
+        ("webhook_connections", "0"),
+        ("webhook_retry_after_cap_seconds", "2592001"),
+        ("webhook_excerpt_length", "501"),
         ("log_level", "loud"),
         ("worker_name", "x" * 201),
     ],

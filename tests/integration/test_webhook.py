@@ -1,0 +1,659 @@
+"""The webhook transport against real servers: what arrives, what answers become, and where it refuses to go."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+import socket
+import ssl
+import threading
+from functools import partial
+from typing import TYPE_CHECKING
+
+import pytest
+import standardwebhooks
+import trustme
+
+from pgoutbox import Outbox, RetryPolicy, Webhook
+from pgoutbox.message import Outcome, Permanent, Sent, Transient
+from pgoutbox.settings import Settings, load_settings
+from pgoutbox.telemetry import Event
+from pgoutbox.transports.webhook import MAX_ANSWER_BYTES, WebhookTransport, verifying_tls_context
+from pgoutbox.webhooks import verify
+from pgoutbox.worker import Worker
+from tests.outbox_actions import PATIENCE_SECONDS, Row, attempts_of, enqueue, make_due, row_of
+from tests.smtp_server import outgoing
+from tests.webhook_server import HOST, Misbehaviour, answer, webhook_server
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+    from pathlib import Path
+
+    import psycopg
+
+    from pgoutbox.dispatch import Context
+    from pgoutbox.message import Message
+
+    Open = Callable[..., WebhookTransport]
+
+HANG, DROP, ENDLESS = Misbehaviour.HANG, Misbehaviour.DROP, Misbehaviour.ENDLESS
+OLD, NEW = (f"whsec_{base64.b64encode(letter * 32).decode()}" for letter in (b"o", b"n"))
+CANARY = "c4n4ry-s3cret"
+HOOK = Webhook(body={"type": "order.paid"})
+TIMESTAMP = 1_700_000_000
+SHORT_SECONDS = 0.5  # A deadline that a test waits for.
+
+
+@pytest.fixture(scope="module")
+def authority() -> trustme.CA:
+    return trustme.CA()
+
+
+@pytest.fixture(scope="module")
+def ca_file(authority: trustme.CA, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("ca") / "ca.pem"
+    authority.cert_pem.write_to_path(path)
+    return path
+
+
+def server_context(authority: trustme.CA, *names: str) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert(*names).configure_cert(context)
+    return context
+
+
+@pytest.fixture(scope="module")
+def tls(authority: trustme.CA) -> ssl.SSLContext:
+    """A server's certificate for the address and the name that the tests connect to."""
+    return server_context(authority, HOST, "127.0.0.2", "hooks.test")
+
+
+def settings_for(port: int, **overrides: object) -> Settings:
+    """Settings that let webhooks through to one port of this machine."""
+    given: dict[str, object] = {
+        "webhook_secrets": f"{NEW} {OLD}",
+        "webhook_ports": f"443,{port}",
+        "webhook_allowed_networks": "127.0.0.0/8",
+        "webhook_allow_http": True,
+        "webhook_timeout_seconds": 10,
+    }
+    return load_settings(**(given | overrides))
+
+
+@pytest.fixture
+async def open_transport() -> AsyncIterator[Open]:
+    """Makes transports that may reach a port of this machine, and closes them."""
+    transports: list[WebhookTransport] = []
+
+    def make(port: int, **overrides: object) -> WebhookTransport:
+        transport = WebhookTransport(settings_for(port, **overrides), clock=lambda: TIMESTAMP)
+        transports.append(transport)
+        return transport
+
+    yield make
+    for transport in transports:
+        await transport.aclose()
+
+
+def error_of(outcome: Outcome, kind: type[Transient | Permanent]) -> str:
+    assert isinstance(outcome, kind), outcome
+    return outcome.error
+
+
+# --- what arrives -----------------------------------------------------------------------------------------------------
+
+
+async def test_a_webhook_arrives_signed_over_tls(open_transport: Open, tls: ssl.SSLContext, ca_file: Path) -> None:
+    async with webhook_server(tls=tls) as server:
+        transport = open_transport(server.port, webhook_ca_file=str(ca_file), webhook_allow_http=False)
+        message = outgoing(destination=server.url("/hook?a=1"))
+        assert await transport.send(message, Webhook(body={"n": "ü"}, headers={"X-Shop": "7"})) == Sent()
+    (received,) = server.received
+    assert (received.method, received.target, received.body) == ("POST", "/hook?a=1", b'{"n":"\xc3\xbc"}')
+    assert received.headers["host"] == f"{HOST}:{server.port}"
+    assert received.headers["x-shop"] == "7"
+    assert received.headers["webhook-id"] == received.headers["idempotency-key"] == message.idempotency_key
+    assert received.headers["webhook-timestamp"] == str(TIMESTAMP)
+    for secret in (OLD, NEW):
+        assert verify(received.body, received.headers, secret, now=TIMESTAMP) == message.idempotency_key
+
+
+async def test_the_reference_library_believes_the_signature() -> None:
+    async with webhook_server() as server:
+        transport = WebhookTransport(settings_for(server.port))
+        assert await transport.send(outgoing(destination=server.url(scheme="http")), HOOK) == Sent()
+        await transport.aclose()
+    (received,) = server.received
+    for secret in (OLD, NEW):
+        believed = standardwebhooks.Webhook(secret).verify(received.body, received.headers)
+        assert believed == {"type": "order.paid"}
+
+
+async def test_nothing_but_what_was_given_is_sent(open_transport: Open) -> None:
+    async with webhook_server(answer(200, Set_Cookie="a=b")) as server:
+        transport = open_transport(server.port)
+        for _ in range(2):
+            assert await transport.send(outgoing(destination=server.url(scheme="http")), HOOK) == Sent()
+    names = [line.partition(":")[0] for line in server.received[1].header_lines]
+    assert sorted(names) == [
+        "Accept-Encoding", "Content-Length", "Content-Type", "Host", "Idempotency-Key", "User-Agent",
+        "webhook-id", "webhook-signature", "webhook-timestamp",
+    ]  # fmt: skip
+
+
+async def test_proxies_of_the_environment_are_ignored(open_transport: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with webhook_server() as server, webhook_server() as proxy:
+        for variable in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+            monkeypatch.setenv(variable, f"http://{HOST}:{proxy.port}")
+        destination = server.url(scheme="http")
+        assert await open_transport(server.port).send(outgoing(destination=destination), HOOK) == Sent()
+    assert proxy.connection_count == 0
+
+
+async def test_a_connection_is_used_again_for_the_same_host_and_port_only(open_transport: Open) -> None:
+    async with webhook_server() as server, webhook_server() as other:
+        transport = open_transport(server.port, webhook_ports=f"{server.port},{other.port}")
+        for where in (server, server, other, server, other):
+            assert await transport.send(outgoing(destination=where.url(scheme="http")), HOOK) == Sent()
+    assert (server.connection_count, other.connection_count) == (1, 1)
+
+
+async def test_a_connection_that_the_server_closed_is_replaced(open_transport: Open) -> None:
+    async with webhook_server(answer(200, Connection="close")) as server:
+        transport = open_transport(server.port)
+        for _ in range(3):
+            assert await transport.send(outgoing(destination=server.url(scheme="http")), HOOK) == Sent()
+    assert server.connection_count == 3
+
+
+async def test_no_more_are_under_way_than_the_setting_allows(open_transport: Open) -> None:
+    async with webhook_server() as server:
+        transport = open_transport(server.port, webhook_connections=3)
+        message = outgoing(destination=server.url(scheme="http"))
+        assert await asyncio.gather(*(transport.send(message, HOOK) for _ in range(30))) == [Sent()] * 30
+    assert server.connection_count == 3
+
+
+# --- what answers become ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("status", [200, 201, 202, 204, 299])
+async def test_2xx_is_sent(open_transport: Open, status: int) -> None:
+    async with webhook_server(answer(status)) as server:
+        destination = server.url(scheme="http")
+        assert await open_transport(server.port).send(outgoing(destination=destination), HOOK) == Sent()
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "error"),
+    [
+        (301, Permanent, "301 Moved Permanently: redirects are not followed; change the destination"),
+        (302, Permanent, "302 Found: redirects are not followed; change the destination"),
+        (304, Permanent, "304 Not Modified: redirects are not followed; change the destination"),
+        (307, Permanent, "307 Temporary Redirect: redirects are not followed; change the destination"),
+        (400, Permanent, "400 Bad Request"),
+        (401, Permanent, "401 Unauthorized"),
+        (404, Permanent, "404 Not Found"),
+        (408, Transient, "408 Request Timeout"),
+        (410, Permanent, "410 Gone"),
+        (425, Transient, "425 Too Early"),
+        (429, Transient, "429 Too Many Requests"),
+        (499, Permanent, "499"),
+        (500, Transient, "500 Internal Server Error"),
+        (501, Transient, "501 Not Implemented"),
+        (503, Transient, "503 Service Unavailable"),
+        (599, Transient, "599"),
+        (600, Permanent, "600"),
+    ],
+)
+async def test_an_answer_is_classified_by_its_status_alone(
+    open_transport: Open, status: int, kind: type[Transient | Permanent], error: str
+) -> None:
+    async with webhook_server(answer(status, CANARY.encode(), X_Canary=CANARY)) as server:
+        destination = server.url(scheme="http")
+        assert error_of(await open_transport(server.port).send(outgoing(destination=destination), HOOK), kind) == error
+
+
+async def test_a_redirect_is_not_followed(open_transport: Open) -> None:
+    async with (
+        webhook_server() as secret,
+        webhook_server(answer(301, Location=secret.url(scheme="http"))) as server,
+    ):
+        transport = open_transport(server.port, webhook_ports=f"{server.port},{secret.port}")
+        assert isinstance(await transport.send(outgoing(destination=server.url(scheme="http")), HOOK), Permanent)
+    assert secret.connection_count == 0
+
+
+@pytest.mark.parametrize(
+    ("status", "value", "seconds"),
+    [
+        (429, "120", 120.0),
+        (503, "0", 0.0),
+        (500, "99999999999", 3_600.0),
+        (429, "Sun, 06 Nov 1994 08:51:37 GMT", 120.0),
+        (503, "Sun, 06 Nov 1994 08:40:00 GMT", 0.0),
+        (429, "soon", None),
+        (410, "120", None),
+    ],
+)
+async def test_retry_after_is_passed_on_within_the_cap(
+    open_transport: Open, status: int, value: str, seconds: float | None
+) -> None:
+    given = answer(status, Retry_After=value, Date="Sun, 06 Nov 1994 08:49:37 GMT")
+    async with webhook_server(given) as server:
+        transport = open_transport(server.port, webhook_retry_after_cap_seconds=3_600)
+        outcome = await transport.send(outgoing(destination=server.url(scheme="http")), HOOK)
+    assert getattr(outcome, "retry_after", None) == seconds
+
+
+async def test_an_excerpt_is_quoted_where_the_settings_ask_for_it(open_transport: Open) -> None:
+    body = f"<b>no\x1b[31m\r\n such \u202eshop</b> {CANARY} \xff".encode("latin-1", "ignore") + b"x" * 1_000
+    async with webhook_server(answer(400, body)) as server:
+        transport = open_transport(server.port, webhook_excerpt_length=60)
+        hook = Webhook(body=1, headers={"Authorization": f"Bearer {CANARY}"})
+        error = error_of(await transport.send(outgoing(destination=server.url(scheme="http")), hook), Permanent)
+    assert error == "400 Bad Request: <b>no [31m such shop</b> (hidden) \ufffd" + "x" * 25
+
+
+# --- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+async def test_a_refused_connection_is_transient(open_transport: Open) -> None:
+    with socket.socket() as deaf:
+        deaf.bind((HOST, 0))  # Nobody else can have the port, and nobody listens.
+        port = deaf.getsockname()[1]
+        outcome = await open_transport(port).send(outgoing(destination=f"http://{HOST}:{port}"), HOOK)
+    assert error_of(outcome, Transient).startswith("connect: ")
+
+
+async def test_a_host_that_does_not_resolve_is_transient(open_transport: Open) -> None:
+    outcome = await open_transport(443).send(outgoing(destination="https://no-such-host.invalid/"), HOOK)
+    assert error_of(outcome, Transient).startswith("connect: ")
+
+
+async def test_a_handshake_that_never_ends_is_transient_and_its_connection_closed(open_transport: Open) -> None:
+    was_left = asyncio.Event()
+
+    async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        was_left.set()
+        writer.close()
+
+    listener = await asyncio.start_server(say_nothing, HOST, 0)
+    port = listener.sockets[0].getsockname()[1]
+    transport = open_transport(port, webhook_connect_timeout_seconds=SHORT_SECONDS, webhook_timeout_seconds=600)
+    try:
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            outcome = await transport.send(outgoing(destination=f"https://{HOST}:{port}"), HOOK)
+            await was_left.wait()
+    finally:
+        listener.close()
+    assert error_of(outcome, Transient) == "connect: no connection within 0.5 s"
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "error"),
+    [
+        (HANG, "outcome unknown: no answer within 0.5 s"),
+        (Misbehaviour.DRIP_HEAD, "outcome unknown: no answer within 0.5 s"),
+        (DROP, "outcome unknown: the connection was "),
+        (b"SSH-2.0-" + CANARY.encode() + b"\r\n\r\n", "outcome unknown: the connection was closed without an answer"),
+        (b"HTTP/1.1 101 Switching Protocols\r\n\r\n", "outcome unknown: the connection was closed without an answer"),
+        (b"HTTP/1.1 200 OK\r\n" + b"X-A: b\r\n" * 20_000, "outcome unknown: the connection was closed without an "),
+    ],
+)
+async def test_an_exchange_that_breaks_off_after_the_request_is_of_unknown_outcome(
+    open_transport: Open, behaviour: bytes | Misbehaviour, error: str
+) -> None:
+    async with webhook_server(behaviour, answer(200)) as server, asyncio.timeout(PATIENCE_SECONDS):
+        transport = open_transport(server.port, webhook_timeout_seconds=SHORT_SECONDS, webhook_connections=1)
+        message = outgoing(destination=server.url(scheme="http"))
+        said = error_of(await transport.send(message, HOOK), Transient)
+        assert said.startswith(error)
+        assert CANARY not in said
+        await server.was_left.wait()
+        assert len(server.received) == 1
+        assert await transport.send(message, HOOK) == Sent()
+    first, second = server.received
+    assert first.headers["webhook-id"] == second.headers["webhook-id"]
+
+
+@pytest.mark.parametrize("status_line", [b"HTTP/1.1 200 OK", b"HTTP/1.1 410 Gone"])
+async def test_a_body_that_is_cut_changes_nothing_about_the_status(open_transport: Open, status_line: bytes) -> None:
+    cut = status_line + b"\r\nContent-Length: 1000\r\nConnection: close\r\n\r\nxxx"
+    async with webhook_server(cut) as server:
+        outcome = await open_transport(server.port).send(outgoing(destination=server.url(scheme="http")), HOOK)
+    assert outcome == Sent() or error_of(outcome, Permanent) == "410 Gone"
+    assert (outcome == Sent()) is (b"200" in status_line)
+
+
+@pytest.mark.parametrize("behaviour", [ENDLESS, Misbehaviour.DRIP_BODY])
+async def test_a_body_is_read_in_part_only_and_its_connection_closed(
+    open_transport: Open, behaviour: Misbehaviour
+) -> None:
+    async with webhook_server(behaviour) as server, asyncio.timeout(PATIENCE_SECONDS):
+        transport = open_transport(server.port, webhook_timeout_seconds=SHORT_SECONDS)
+        assert await transport.send(outgoing(destination=server.url(scheme="http")), HOOK) == Sent()
+        await server.was_left.wait()
+
+
+@pytest.mark.parametrize(("size", "connection_count"), [(MAX_ANSWER_BYTES, 1), (20 * MAX_ANSWER_BYTES, 2)])
+async def test_a_body_within_the_limit_leaves_the_connection_usable(
+    open_transport: Open, size: int, connection_count: int
+) -> None:
+    async with webhook_server(answer(500, b"x" * size)) as server:
+        transport = open_transport(server.port)
+        for _ in range(2):
+            outcome = await transport.send(outgoing(destination=server.url(scheme="http")), HOOK)
+            assert error_of(outcome, Transient) == "500 Internal Server Error"
+    assert server.connection_count == connection_count
+
+
+async def test_a_certificate_of_an_unknown_authority_is_refused(open_transport: Open, tls: ssl.SSLContext) -> None:
+    async with webhook_server(tls=tls) as server:
+        error = error_of(await open_transport(server.port).send(outgoing(destination=server.url()), HOOK), Transient)
+    assert error.startswith("connect: ")
+    assert "certificate verify failed" in error
+    assert server.received == []
+
+
+async def test_a_certificate_for_another_host_is_refused(
+    open_transport: Open, authority: trustme.CA, ca_file: Path
+) -> None:
+    async with webhook_server(tls=server_context(authority, "other.example.org")) as server:
+        transport = open_transport(server.port, webhook_ca_file=str(ca_file))
+        error = error_of(await transport.send(outgoing(destination=server.url()), HOOK), Transient)
+    assert "IP address mismatch" in error
+    assert server.received == []
+
+
+def test_the_context_verifies_and_demands_tls_1_2(ca_file: Path) -> None:
+    system, both = verifying_tls_context(None), verifying_tls_context(str(ca_file))
+    for context in (system, both):
+        assert context.minimum_version == ssl.TLSVersion.TLSv1_2
+        assert context.verify_mode == ssl.CERT_REQUIRED
+        assert context.check_hostname
+    assert len(both.get_ca_certs()) == len(system.get_ca_certs()) + 1
+
+
+async def test_a_slow_name_server_holds_up_its_own_webhooks_only(open_transport: Open) -> None:
+    loop = asyncio.get_running_loop()
+    answered = threading.Event()
+    # Every thread that the process shares for look-ups waits for an answer.
+    waiting = [loop.run_in_executor(None, answered.wait) for _ in range(64)]
+    try:
+        async with webhook_server() as server, asyncio.timeout(PATIENCE_SECONDS):
+            destination = server.url(scheme="http", host="localhost")
+            transport = open_transport(server.port, webhook_allowed_networks="127.0.0.0/8,::1")
+            assert await transport.send(outgoing(destination=destination), HOOK) == Sent()
+    finally:
+        answered.set()
+        await asyncio.gather(*waiting)
+
+
+async def test_a_cancelled_send_closes_its_connection_and_gives_its_place_back(open_transport: Open) -> None:
+    async with webhook_server(HANG, answer(200)) as server, asyncio.timeout(PATIENCE_SECONDS):
+        transport = open_transport(server.port, webhook_connections=1)
+        message = outgoing(destination=server.url(scheme="http"))
+        sending = asyncio.create_task(transport.send(message, HOOK))
+        await server.is_silent.wait()
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        await server.was_left.wait()
+        assert await transport.send(message, HOOK) == Sent()
+
+
+async def test_a_send_that_is_cancelled_at_any_step_gives_its_place_back(
+    open_transport: Open, tls: ssl.SSLContext, ca_file: Path
+) -> None:
+    async with webhook_server(answer(200, Connection="close"), tls=tls) as server, asyncio.timeout(PATIENCE_SECONDS):
+        transport = open_transport(server.port, webhook_connections=1, webhook_ca_file=str(ca_file))
+        message = outgoing(destination=server.url())
+        for step_count in range(40):
+            sending = asyncio.create_task(transport.send(message, HOOK))
+            for _ in range(step_count):
+                await asyncio.sleep(0)
+            sending.cancel()
+            await asyncio.wait([sending])
+        assert await transport.send(message, HOOK) == Sent()
+
+
+async def test_closing_closes_idle_connections(open_transport: Open) -> None:
+    async with webhook_server() as server:
+        transport = open_transport(server.port)
+        assert await transport.send(outgoing(destination=server.url(scheme="http")), HOOK) == Sent()
+        assert not server.was_left.is_set()
+        await transport.aclose()
+        await server.was_left.wait()
+
+
+async def test_a_content_of_another_transport_is_permanent(open_transport: Open) -> None:
+    class Email:
+        scheme = "mailto"
+
+    outcome = await open_transport(443).send(outgoing(), Email())
+    assert error_of(outcome, Permanent) == "content: the webhook transport sends a Webhook, not Email"
+
+
+async def test_what_is_wrong_with_a_webhook_is_found_before_connecting(open_transport: Open) -> None:
+    async with webhook_server() as server:
+        transport = open_transport(server.port)
+        message = outgoing(destination=server.url(scheme="http"))
+        for headers in ({"X-A": "b\r\nHost: evil"}, {"Host": "evil"}, {"webhook-id": "1"}, {"X-A": "\u0085"}):
+            assert "webhook.headers[" in error_of(
+                await transport.send(message, Webhook(body=1, headers=headers)), Permanent
+            )
+    assert server.connection_count == 0
+
+
+async def test_no_log_shows_a_secret(open_transport: Open, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    async with webhook_server(answer(500)) as server:
+        hook = Webhook(body=CANARY, headers={"Authorization": CANARY}, secrets=[OLD])
+        destination = server.url(f"/{CANARY}", scheme="http")
+        assert isinstance(await open_transport(server.port).send(outgoing(destination=destination), hook), Transient)
+    assert CANARY in server.received[0].target
+    logged = [str(record.__dict__) + record.getMessage() for record in caplog.records]
+    assert not [line for line in logged if CANARY in line or OLD in line]
+
+
+# --- where it refuses to go -------------------------------------------------------------------------------------------
+
+Answers = dict[str, "Sequence[Sequence[str]]"]
+
+
+@pytest.fixture
+def look_ups(monkeypatch: pytest.MonkeyPatch) -> tuple[Answers, list[str]]:
+    """What a name server answers, by host and in turn, and what it was asked.
+
+    This replaces `socket.getaddrinfo`, below which every look-up of the process passes: the test cannot give the
+    machine another name server.
+    """
+    answers: Answers = {}
+    asked: list[str] = []
+    real = socket.getaddrinfo
+
+    def look_up(host: str, port: int, *rest: int, **options: int) -> Sequence[object]:
+        if host not in answers:
+            return real(host, port, *rest, **options)
+        asked.append(host)
+        turn = answers[host][min(asked.count(host), len(answers[host])) - 1]
+        return [found for address in turn for found in real(address, port, *rest, **options)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    return answers, asked
+
+
+REFUSED = "is not in the public internet, nor in a network that PGOUTBOX_WEBHOOK_ALLOWED_NETWORKS allows"
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["127.0.0.1", "localhost", "[::1]", "[::ffff:127.0.0.1]", "0.0.0.0", "[::]", "169.254.169.254",
+     "[::ffff:169.254.169.254]", "10.0.0.1", "100.64.0.1", "224.0.0.1", "240.0.0.1", "[fd00:ec2::254]", "[fe80::1]",
+     "[64:ff9b::7f00:1]", "[2002:7f00:1::]", "[2001:0:7f00:1::]"],
+)  # fmt: skip
+async def test_an_address_that_is_not_public_is_refused_at_dial(
+    open_transport: Open, host: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with webhook_server() as server:
+        transport = open_transport(server.port, webhook_allowed_networks=None)
+        destination = server.url(scheme="http", host=host)
+        error = error_of(await transport.send(outgoing(destination=destination), HOOK), Permanent)
+    assert error.endswith(REFUSED)
+    assert server.connection_count == 0
+    assert [getattr(record, "event", None) for record in caplog.records] == [Event.WEBHOOK_ADDRESS_REFUSED]
+
+
+async def test_a_name_with_one_address_that_is_not_public_is_refused(
+    open_transport: Open, look_ups: tuple[Answers, list[str]]
+) -> None:
+    look_ups[0]["hooks.test"] = [["127.0.0.2", "127.0.0.1"]]
+    async with webhook_server(host="127.0.0.2") as server:
+        transport = open_transport(server.port, webhook_allowed_networks="127.0.0.2/32")
+        destination = server.url(scheme="http", host="hooks.test")
+        error = error_of(await transport.send(outgoing(destination=destination), HOOK), Permanent)
+    assert error == f"hooks.test: {REFUSED}"
+    assert "127.0.0.1" not in error
+    assert server.connection_count == 0
+
+
+async def test_a_name_that_changes_its_address_is_looked_up_once_for_each_connection(
+    open_transport: Open, look_ups: tuple[Answers, list[str]]
+) -> None:
+    answers, asked = look_ups
+    answers["hooks.test"] = [["127.0.0.2"], ["127.0.0.1"]]
+    async with (
+        webhook_server(answer(200, Connection="close"), host="127.0.0.2") as server,
+        webhook_server(host="127.0.0.1", port=server.port) as secret,
+    ):
+        transport = open_transport(server.port, webhook_allowed_networks="127.0.0.2/32")
+        message = outgoing(destination=server.url(scheme="http", host="hooks.test"))
+        assert await transport.send(message, HOOK) == Sent()
+        assert asked == ["hooks.test"]
+        assert error_of(await transport.send(message, HOOK), Permanent) == f"hooks.test: {REFUSED}"
+        assert asked == ["hooks.test"] * 2
+    assert server.received[0].headers["host"] == f"hooks.test:{server.port}"
+    assert (server.connection_count, secret.connection_count) == (1, 0)
+
+
+async def test_the_certificate_is_for_the_name_and_the_connection_to_the_address(
+    open_transport: Open, look_ups: tuple[Answers, list[str]], tls: ssl.SSLContext, ca_file: Path
+) -> None:
+    look_ups[0].update({"hooks.test": [["127.0.0.2"]], "other.test": [["127.0.0.2"]]})
+    names: list[str | None] = []
+    tls.sni_callback = lambda _socket, name, _context: names.append(name)
+    async with webhook_server(tls=tls, host="127.0.0.2") as server:
+        transport = open_transport(server.port, webhook_ca_file=str(ca_file))
+        assert await transport.send(outgoing(destination=server.url(host="hooks.test")), HOOK) == Sent()
+        other = await transport.send(outgoing(destination=server.url(host="other.test")), HOOK)
+    assert names == ["hooks.test", "other.test"]
+    assert "not valid for 'other.test'" in error_of(other, Transient)
+    assert len(server.received) == 1
+
+
+async def test_an_address_that_does_not_answer_is_followed_by_the_next(
+    open_transport: Open, look_ups: tuple[Answers, list[str]]
+) -> None:
+    look_ups[0]["hooks.test"] = [["127.0.0.3", "127.0.0.2"]]
+    async with webhook_server(host="127.0.0.2") as server:
+        destination = server.url(scheme="http", host="hooks.test")
+        assert await open_transport(server.port).send(outgoing(destination=destination), HOOK) == Sent()
+
+
+# --- a worker ---------------------------------------------------------------------------------------------------------
+
+FEW = RetryPolicy(max_attempts=3, base_seconds=3_600, cap_seconds=3_600, jitter=0)
+
+
+async def deliver(
+    db: psycopg.Connection, settings: Settings, destination: str, *, hook: Webhook = HOOK, passes: int = 1
+) -> list[Row]:
+    """Enqueue a message and let workers try it, a minute passing between attempts; its row after each of them."""
+    outbox = Outbox(settings)
+
+    @outbox.handler("greet", retry=FEW)
+    async def greet(message: Message, ctx: Context) -> Webhook:
+        return hook
+
+    message_id = enqueue(db, destination=destination, max_attempts=FEW.max_attempts)
+    rows = []
+    for minute in range(passes):
+        transport = WebhookTransport(settings, clock=partial(float, TIMESTAMP + 60 * minute))
+        await Worker(outbox, transports=dict.fromkeys(transport.schemes, transport)).run_once()
+        rows.append(row_of(db, message_id))
+        make_due(db, message_id)
+    return rows
+
+
+async def test_a_retry_has_the_same_id_and_a_new_timestamp(dsn: str, db: psycopg.Connection) -> None:
+    async with webhook_server(answer(503), DROP, answer(200)) as server:
+        settings = settings_for(server.port, dsn=dsn)
+        rows = await deliver(db, settings, server.url(scheme="http"), passes=3)
+    assert [(row.state, row.attempt_count) for row in rows] == [("pending", 1), ("pending", 2), ("sent", 3)]
+    assert rows[0].last_error == "503 Service Unavailable"
+    assert (rows[1].last_error or "").startswith("outcome unknown: the connection was ")
+    assert [outcome for _, outcome, _ in attempts_of(db, rows[0].id)] == ["retry", "retry"]
+    assert [received.headers["webhook-timestamp"] for received in server.received] == [
+        str(TIMESTAMP + seconds) for seconds in (0, 60, 120)
+    ]
+    ids = {
+        verify(received.body, received.headers, OLD, now=TIMESTAMP + 60 * minute)
+        for minute, received in enumerate(server.received)
+    }
+    assert len(ids) == 1
+    assert len({received.headers["webhook-signature"] for received in server.received}) == 3
+
+
+async def test_retry_after_is_the_delay_of_the_row(dsn: str, db: psycopg.Connection) -> None:
+    async with webhook_server(answer(429, Retry_After="120"), answer(429)) as server:
+        settings = settings_for(server.port, dsn=dsn)
+        asked, unasked = await deliver(db, settings, server.url(scheme="http"), passes=2)
+    assert (asked.state, unasked.state) == ("pending", "pending")
+    assert asked.due_in_seconds <= 120
+    assert unasked.due_in_seconds > 120
+
+
+async def test_a_row_fails_at_once_with_the_reason(dsn: str, db: psycopg.Connection) -> None:
+    async with webhook_server(answer(410)) as server:
+        settings = settings_for(server.port, dsn=dsn)
+        guarded = settings_for(server.port, dsn=dsn, webhook_allowed_networks=None)
+        url = server.url(scheme="http")
+        gone = await deliver(db, settings, url)
+        inside = await deliver(db, guarded, url)
+        odd = await deliver(db, settings, f"http://2130706433:{server.port}/")
+        injected = await deliver(db, settings, url, hook=Webhook(body=1, headers={"X-A": "1\r\nX-B: 2"}))
+    assert {(row.state, row.attempt_count) for row in (*gone, *inside, *odd, *injected)} == {("failed", 1)}
+    assert [row.last_error for row in (*gone, *inside, *odd, *injected)] == [
+        "410 Gone",
+        f"127.0.0.1: {REFUSED}",
+        "destination: the host is a number, and not an address of four parts",
+        "webhook.headers['X-A']: contains CR, LF or NUL",
+    ]
+    assert len(server.received) == 1
+
+
+async def test_a_worker_has_the_transport_by_itself(dsn: str, db: psycopg.Connection) -> None:
+    async with webhook_server() as server:
+        outbox = Outbox(settings_for(server.port, dsn=dsn))
+
+        @outbox.handler("greet")
+        async def greet(message: Message, ctx: Context) -> Webhook:
+            return HOOK
+
+        message_id = enqueue(db, destination=server.url(scheme="http"))
+        await Worker(outbox).run_once()
+    assert row_of(db, message_id).state == "sent"
+    (received,) = server.received
+    assert verify(received.body, received.headers, NEW) == received.headers["webhook-id"]
+
+
+async def test_http_is_not_served_unless_the_settings_allow_it(dsn: str, db: psycopg.Connection) -> None:
+    async with webhook_server() as server:
+        settings = settings_for(server.port, dsn=dsn, webhook_allow_http=False)
+        (row,) = await deliver(db, settings, server.url(scheme="http"))
+    assert row.state == "pending"
+    assert (row.last_error or "").endswith("use https, or set PGOUTBOX_WEBHOOK_ALLOW_HTTP")
+    assert server.connection_count == 0

@@ -1,0 +1,149 @@
+"""A real HTTP server on a real socket that records what it gets and answers, or misbehaves, as it is told.
+
+It runs on the test's own event loop and is gone when its context ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import ssl
+    from collections.abc import AsyncIterator, Sequence
+
+HOST = "127.0.0.1"
+
+
+class Misbehaviour(enum.Enum):
+    """What the server does instead of answering."""
+
+    HANG = "read the request, say nothing"
+    DROP = "read the request, close the connection"
+    REFUSE = "close the connection before anything is read"
+    ENDLESS = "answer 200 with a body that never ends"
+    DRIP_HEAD = "answer one byte of the head at a time, and never the last one"
+    DRIP_BODY = "answer 200 at once, and the body one byte at a time"
+
+
+Answer = bytes | Misbehaviour
+
+
+def answer(status: int, body: bytes = b"", **headers: str) -> bytes:
+    """An answer; the names of headers with underscores for hyphens."""
+    lines = [f"HTTP/1.1 {status} Whatever", f"Content-Length: {len(body)}"]
+    lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+    return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """One request as the server read it."""
+
+    method: str
+    target: str
+    headers: dict[str, str]
+    header_lines: list[str]
+    body: bytes
+
+
+@dataclass
+class WebhookServer:
+    """Gives the answers in their order, the last one for good."""
+
+    answers: Sequence[Answer]
+    host: str = HOST
+    port: int = 0
+    received: list[Received] = field(default_factory=list)
+    connection_count: int = 0
+    is_silent: asyncio.Event = field(default_factory=asyncio.Event)
+    was_left: asyncio.Event = field(default_factory=asyncio.Event)
+    _answered: int = 0
+
+    def url(self, path: str = "/hook", *, scheme: str = "https", host: str | None = None) -> str:
+        """A URL that leads here."""
+        return f"{scheme}://{host or self.host}:{self.port}{path}"
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve one connection until it ends."""
+        self.connection_count += 1
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            try:
+                if self._next() is not Misbehaviour.REFUSE:
+                    while await self._serve_request(reader, writer):
+                        pass
+            finally:
+                self.was_left.set()
+                writer.transport.abort()
+
+    def _next(self) -> Answer:
+        return self.answers[min(self._answered, len(self.answers) - 1)]
+
+    async def _serve_request(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+        request_line, *lines = head.rstrip("\r\n").split("\r\n")
+        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        body = await reader.readexactly(int(headers.get("content-length", "0")))
+        method, target, _ = request_line.split(" ")
+        self.received.append(Received(method, target, headers, lines, body))
+        given = self._next()
+        self._answered += 1
+        if isinstance(given, bytes):
+            writer.write(given)
+            await writer.drain()
+            return b"Connection: close" not in given
+        await self._misbehave(given, reader, writer)
+        return False
+
+    async def _misbehave(self, what: Misbehaviour, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        match what:
+            case Misbehaviour.HANG:
+                self.is_silent.set()
+                await reader.read()
+            case Misbehaviour.ENDLESS:
+                writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+                while True:
+                    writer.write(b"x" * 65_536)
+                    await writer.drain()
+            case Misbehaviour.DRIP_HEAD:
+                writer.write(b"HTTP/1.1 200 OK\r\nX-Drip: ")
+                await self._drip(reader, writer)
+            case Misbehaviour.DRIP_BODY:
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
+                await self._drip(reader, writer)
+            case Misbehaviour.DROP | Misbehaviour.REFUSE:
+                pass
+
+    async def _drip(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """A byte each tenth of a second, until the client goes."""
+        self.is_silent.set()
+        left = asyncio.create_task(reader.read())
+        while not left.done():
+            writer.write(b"x")
+            await asyncio.wait([left], timeout=0.1)
+
+
+@asynccontextmanager
+async def webhook_server(
+    *answers: Answer, tls: ssl.SSLContext | None = None, host: str = HOST, port: int = 0
+) -> AsyncIterator[WebhookServer]:
+    """A server that gives these answers, or 200 when there are none."""
+    server = WebhookServer(answers or (answer(200),), host)
+    dialogues: set[asyncio.Task[None]] = set()
+
+    def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        dialogues.add(asyncio.create_task(server.serve(reader, writer)))
+
+    listener = await asyncio.start_server(accept, host, port, ssl=tls)
+    server.port = listener.sockets[0].getsockname()[1]
+    try:
+        yield server
+    finally:
+        listener.close()
+        for dialogue in dialogues:
+            dialogue.cancel()
+        await asyncio.gather(*dialogues, return_exceptions=True)
