@@ -30,6 +30,7 @@ _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 _NOT_TRANSACTIONAL = "ctx.connection is for transactional handlers: register this one with transactional=True"
 
 OnUnknown = Literal["retry", "hold"]
+Send = Callable[[Transport, Message[object], Content], Awaitable[Outcome]]
 
 _SENT: Final = Sent()
 
@@ -205,10 +206,18 @@ class SyncContext:
 class Dispatcher:
     """Runs handlers and sends what they render."""
 
-    def __init__(self, transports: Mapping[str, Transport], threads: Executor, *, lease_seconds: float) -> None:
+    def __init__(
+        self,
+        transports: Mapping[str, Transport],
+        threads: Executor,
+        *,
+        lease_seconds: float,
+        send: Send | None = None,
+    ) -> None:
         self._transports = transports
         self._threads = threads
         self._lease_seconds = lease_seconds
+        self._send = send or _send
 
     async def run(self, context: Context, watch_thread: Callable[[Future[object]], None]) -> Outcome:
         """One attempt of one message. `watch_thread` is given the future of the thread, if one is used."""
@@ -319,7 +328,11 @@ class Dispatcher:
             known = ", ".join(sorted(self._transports)) or "none"
             hint = "; set PGOUTBOX_SMTP_HOST" if scheme == "mailto" else ""
             return Transient(f"this worker has no transport for the scheme {scheme!r} (it has: {known}){hint}")
-        return await transport.send(message, content)
+        return await self._send(transport, message, content)
+
+
+async def _send(transport: Transport, message: Message[object], content: Content) -> Outcome:
+    return await transport.send(message, content)
 
 
 def _interrupted(handler: Handler) -> Outcome:

@@ -42,6 +42,10 @@ class Event(enum.StrEnum):
     ENQUEUE_FAILED = "enqueue_failed"
     SMTP_CONNECTION_OPENED = "smtp_connection_opened"
     SMTP_CONNECTION_REPLACED = "smtp_connection_replaced"
+    BREAKER_OPENED = "breaker_opened"
+    BREAKER_REOPENED = "breaker_reopened"
+    BREAKER_CLOSED = "breaker_closed"
+    BREAKER_UNKNOWN = "breaker_unknown"
     SCHEMA_KEPT = "schema_kept"
 
 
