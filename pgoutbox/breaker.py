@@ -1,10 +1,10 @@
 """Circuit breakers: no message is sent to what is known to be dead, and one at a time finds out whether it is alive.
 
 What a transport or a host did lately is known here, by its key; that it is dead is a row that the whole fleet shares.
-The row is asked for after a failure, for leave to probe when a pause is over, and, once a minute at most, when a message
-arrives that had to wait; never for what simply works, and never while there is nothing to send. Whether a probe closes
-or reopens is fenced in the statement. The times are the database's: what is kept here are durations, on the clock that
-counts while the machine is suspended.
+The row is asked for after a failure, for leave to probe when a pause is over, and, once a minute at most, when a
+message arrives that had to wait; never for what simply works, and never while there is nothing to send. Whether a probe
+closes or reopens is fenced in the statement. The times are the database's: what is kept here are durations, on the
+clock that counts while the machine is suspended.
 """
 
 from __future__ import annotations

@@ -100,11 +100,10 @@ async def play(dsn: str, load: Load, *, breaker: bool) -> None:
     for state, count, spent in fates:
         say(f"  the host that died: {count} messages {state}, {spent} attempts used up by its outage")
     say(f"  it answered again: first message after {first:.1f} s, the last that had waited after {last:.1f} s")
-    baseline = dict((phase, p99) for phase, _, p99, _ in rows)["before"]
-    for phase, p50, p99, count in sorted(rows, key=lambda row: ["before", "during", "after"].index(row[0])):
-        say(
-            f"  the others {phase:>6}: {count} sent, p50 {p50:6.1f} ms, p99 {p99:6.1f} ms, {p99 / baseline:4.1f} x before"
-        )
+    baseline = next(p99 for phase, _, p99, _ in rows if phase == "before")
+    for phase, p50, p99, count in sorted(rows, key=lambda row: ("before", "during", "after").index(row[0])):
+        ratio = p99 / baseline
+        say(f"  the others {phase:>6}: {count} sent, p50 {p50:6.1f} ms, p99 {p99:6.1f} ms, {ratio:4.1f} x before")
 
 
 async def until_delivered(dsn: str, mortal: LineHost, returned_at: float) -> tuple[float, float]:
