@@ -729,7 +729,6 @@ SELECT
 FROM pgoutbox.breaker AS b
 WHERE b.key = %(key)s::text
     AND greatest(b.retry_at, b.probe_until) >= now() - make_interval(secs => %(forget_seconds)s::float8)
-    AND NOT EXISTS (SELECT FROM opened)
 """
 
 # Asks to send one message to a destination that is open, now that its time has come: one session of all gets the

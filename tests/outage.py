@@ -11,7 +11,7 @@ import argparse
 import asyncio
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psycopg
 from psycopg.rows import TupleRow
@@ -29,10 +29,11 @@ _COOLDOWN_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Load:
-    """So many messages a second for so long; of them one in a hundred for the host that dies."""
+    """So many messages a second for so long; of them one in `mortal_every` for the host that dies."""
 
     per_second: int
     seconds: float
+    mortal_every: int
 
 
 async def produce(
@@ -49,7 +50,9 @@ async def produce(
     while (elapsed := time.monotonic() - began_at) < load.seconds:
         due = int(load.per_second * elapsed)
         batch = [
-            NewMessage("line", {"phase": phase}, destination=(mortal if number % 100 == 0 else good).destination)
+            NewMessage(
+                "line", {"phase": phase}, destination=(mortal if number % load.mortal_every == 0 else good).destination
+            )
             for number in range(made, due)
         ]
         made = due
@@ -59,11 +62,12 @@ async def produce(
         await asyncio.sleep(_TICK_SECONDS)
 
 
-async def play(dsn: str, load: Load, *, breaker: bool) -> None:
+async def play(dsn: str, load: Load, *, breaker: bool, concurrency: int) -> None:
     """One timeline, printed."""
     settings = load_settings(
         dsn=dsn,
         breaker=breaker,
+        concurrency=concurrency,
         breaker_cooldown_seconds=_COOLDOWN_SECONDS,
         breaker_max_cooldown_seconds=2 * _COOLDOWN_SECONDS,
     )
@@ -77,7 +81,7 @@ async def play(dsn: str, load: Load, *, breaker: bool) -> None:
         hosts = good, mortal
         worker = Worker(outbox)
         running = asyncio.create_task(worker.run())
-        await produce(connection, outbox, "warm", Load(load.per_second, 2), hosts)
+        await produce(connection, outbox, "warm", replace(load, seconds=2), hosts)
         await produce(connection, outbox, "before", load, hosts)
         mortal.mood = Mood.HANG
         await produce(connection, outbox, "during", load, hosts)
@@ -155,14 +159,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.outage", description="The timeline of a dead host.")
     parser.add_argument("--per-second", type=int, default=500, help="messages enqueued in a second")
     parser.add_argument("--seconds", type=float, default=20, help="length of each of the three phases")
+    parser.add_argument("--mortal-every", type=int, default=100, help="one in so many is for the host that dies")
+    parser.add_argument("--concurrency", type=int, default=50, help="sends at once")
     arguments = parser.parse_args()
-    load = Load(arguments.per_second, arguments.seconds)
+    load = Load(arguments.per_second, arguments.seconds, arguments.mortal_every)
     with embedded_server(durable=False) as server:
         migrate.upgrade(server.dsn)
         for breaker in (True, False):
             with psycopg.connect(server.dsn, autocommit=True) as connection:
                 connection.execute("TRUNCATE pgoutbox.message, pgoutbox.attempt, pgoutbox.breaker")
-            asyncio.run(play(server.dsn, load, breaker=breaker))
+            asyncio.run(play(server.dsn, load, breaker=breaker, concurrency=arguments.concurrency))
 
 
 if __name__ == "__main__":
