@@ -34,6 +34,7 @@ _STALL_SECONDS = 1.0  # So long a destination may answer nothing before it is he
 _STALLED_PAUSE_SECONDS = 5.0
 _SHARE = 3  # One destination gets three times as many slots as it leaves free.
 _LOOK_SECONDS = 60.0
+_CLOSE_SECONDS = 5.0
 _MANY = 1_000
 _TIMED_OUT = "no answer within the time limit of the handler"
 
@@ -208,8 +209,8 @@ class Breakers:
             finally:
                 circuit.prober = None
         finally:
-            if circuit.is_forgettable:
-                self._circuits.pop(key, None)
+            if circuit.is_forgettable and self._circuits.get(key) is circuit:
+                del self._circuits[key]
 
     def _add(self, key: str) -> _Circuit:
         if len(self._circuits) >= _MANY:
@@ -284,7 +285,6 @@ class Breakers:
                 Event.BREAKER_OPENED,
                 "breaker opened",
                 breaker=key,
-                reason=row.last_error,
                 retry_seconds=row.retry_seconds,
             )
         return row
@@ -356,7 +356,6 @@ class Breakers:
                 Event.BREAKER_REOPENED,
                 "breaker stays open",
                 breaker=circuit.key,
-                reason=row.last_error,
                 retry_seconds=row.retry_seconds,
             )
 
@@ -380,8 +379,7 @@ class Breakers:
         if row.probe_id is not None:
             await self._close(circuit.key, row.probe_id)
         elif circuit.retry_at is None:
-            self._circuits[circuit.key] = circuit
-            circuit.open(row)
+            self._circuits.setdefault(circuit.key, circuit).open(row)
 
     async def _release(self, key: str, probe_id: str) -> None:
         try:
@@ -448,6 +446,10 @@ class Breakers:
         self._is_stopping = True
 
     async def close(self) -> None:
-        """Wait until what came out of the last probes is written."""
-        while self._tasks:
-            await asyncio.wait(self._tasks)
+        """Wait until what came out of the last probes is written, but not for long: another worker would find out."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + _CLOSE_SECONDS
+        while self._tasks and (remaining := deadline - loop.time()) > 0:
+            await asyncio.wait(self._tasks, timeout=remaining)
+        for task in list(self._tasks):
+            task.cancel()

@@ -301,6 +301,18 @@ async def test_a_probe_that_tells_nothing_costs_its_attempt_and_lets_the_next_on
             await heard.wait_for(Event.BREAKER_CLOSED)
 
 
+async def test_a_handler_that_delivers_by_itself_is_not_held_back(dsn: str, db: psycopg.Connection) -> None:
+    app = App(dsn, **LONG)
+
+    @app.outbox.handler("own")
+    async def own(message: Message, ctx: Context) -> None: ...
+
+    async with line_host(Mood.DROP) as host, running(app.worker()):
+        enqueue(db, destination=host.destination)
+        await until(lambda: is_open(db, host.key))
+        await until(all_sent(db, [enqueue(db, "own", destination=host.destination)]))
+
+
 async def test_a_handler_that_sends_nothing_keeps_nobody_from_probing(dsn: str, db: psycopg.Connection) -> None:
     outbox = Outbox(settings_for(dsn, breaker_failures=1, **BRIEF), transports=[LineTransport()])
 
