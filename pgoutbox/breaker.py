@@ -330,7 +330,7 @@ class Breakers:
                 await self._reopen(circuit, probe_id, outcome.error)
                 return circuit.snooze(outcome.retry_after)
             case _:
-                await self._release(circuit.key, probe_id)
+                self._start(self._release(circuit.key, probe_id))
         return outcome
 
     async def _close(self, key: str, probe_id: str) -> None:

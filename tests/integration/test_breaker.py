@@ -284,6 +284,20 @@ async def test_one_message_of_the_whole_fleet_is_sent_as_a_probe(dsn: str, db: p
         assert "sent" not in states_of(db, *ids)
 
 
+async def test_while_a_probe_is_under_way_its_process_renders_nothing_else(dsn: str, db: psycopg.Connection) -> None:
+    app = App(dsn, **BRIEF, breaker_probe_seconds=HOUR)
+    async with line_host(Mood.DROP) as host, running(app.worker()):
+        ids = [enqueue(db, destination=host.destination) for _ in range(6)]
+        await until(lambda: is_open(db, host.key))
+        await until(lambda: "sending" not in states_of(db, *ids))
+        host.mood = Mood.HANG
+        await until(lambda: host.hung_count)
+        rendered_count = len(app.rendered)
+        before = sum(outcomes_of(db, one).count("snoozed") for one in ids)
+        await until(lambda: sum(outcomes_of(db, one).count("snoozed") for one in ids) >= before + len(ids))
+        assert len(app.rendered) == rendered_count
+
+
 async def test_a_probe_that_tells_nothing_costs_its_attempt_and_lets_the_next_one_through(
     dsn: str, db: psycopg.Connection
 ) -> None:
