@@ -356,43 +356,33 @@ PROCESS_SETTINGS = {
 
 
 @contextlib.contextmanager
-def worker_processes(dsn: str, log: Path, count: int) -> Iterator[list[WorkerProcess]]:
-    """Workers of the lines' application, one process each."""
-    processes: list[WorkerProcess] = []
+def worker_process(dsn: str, log: Path) -> Iterator[WorkerProcess]:
+    """A worker of the lines' application, as a process."""
+    process = WorkerProcess(
+        "tests.breaker_app:outbox", log=log / "worker.log", settings={"dsn": dsn} | PROCESS_SETTINGS
+    )
     try:
-        processes.extend(
-            WorkerProcess(
-                "tests.breaker_app:outbox", log=log / f"{number}.log", settings={"dsn": dsn} | PROCESS_SETTINGS
-            )
-            for number in range(count)
-        )
-        yield processes
+        yield process
     finally:
-        for process in processes:
-            process.end()
-
-
-def prober_of(db: psycopg.Connection, processes: Sequence[WorkerProcess]) -> WorkerProcess:
-    """The process whose probe is under way."""
-    ((worker,),) = db.execute("SELECT worker FROM pgoutbox.breaker WHERE probe_until > now()").fetchall()
-    return next(process for process in processes if f":{process.pid}:" in worker)
+        process.end()
 
 
 async def test_a_prober_that_is_killed_does_not_block_for_ever(
     dsn: str, db: psycopg.Connection, tmp_path: Path
 ) -> None:
-    """Two processes; that one of them probes is in the row. The host is silent until the prober is dead."""
+    """The host is silent until the process whose probe it has got is dead; another process goes on."""
     async with line_host(Mood.DROP) as host:
         ids = [enqueue(db, destination=host.destination) for _ in range(10)]
-        with worker_processes(dsn, tmp_path, 2) as processes:
+        with worker_process(dsn, tmp_path) as prober:
             await until(lambda: is_open(db, host.key))
             await until(lambda: "sending" not in states_of(db, *ids))
             host.mood = Mood.HANG
             await until(lambda: host.hung_count)
-            killed = prober_of(db, processes)
-            await asyncio.to_thread(killed.end)
-            host.mood = Mood.TAKE
-            host.hang_up()
+            _, is_probed, _ = breaker_of(db, host.key) or (0, False, "")
+            assert is_probed
+            await asyncio.to_thread(prober.end)
+        host.mood = Mood.TAKE
+        with worker_process(dsn, tmp_path):
             await until(all_sent(db, ids))
             await until(lambda: not is_open(db, host.key))
         assert sorted(set(map(int, host.taken))) == ids
@@ -404,7 +394,7 @@ async def test_the_state_survives_the_restart_of_every_process(
     async with line_host() as host:
         await open_breaker(db, App(dsn, **LONG), host)
         message_id = enqueue(db, destination=host.destination)
-        with worker_processes(dsn, tmp_path, 1):
+        with worker_process(dsn, tmp_path):
             await until(lambda: attempts_of(db, message_id))
         assert outcomes_of(db, message_id)[0] == "snoozed"
         assert is_open(db, host.key)
