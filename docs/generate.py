@@ -88,6 +88,7 @@ Some are checked together:
 - `PGOUTBOX_LEASE_SECONDS` is at least three times `PGOUTBOX_RENEW_SECONDS`, so that a renewal may fail twice.
 - `PGOUTBOX_PROBE_TIMEOUT_SECONDS` does not exceed `PGOUTBOX_PROBE_SECONDS`.
 - `PGOUTBOX_REDIRECT_TO` keeps a worker from starting on a day of `PGOUTBOX_REDIRECT_FORBIDDEN`.
+- `PGOUTBOX_BREAKER_COOLDOWN_SECONDS` does not exceed `PGOUTBOX_BREAKER_MAX_COOLDOWN_SECONDS`.
 - `PGOUTBOX_SMTP_PASSWORD` needs `PGOUTBOX_SMTP_USERNAME`, and is refused with `PGOUTBOX_SMTP_SECURITY=none`.
 
 A wrong value ends every command with exit code 2 and one line per variable: its name, its value unless it is a secret,
@@ -610,6 +611,10 @@ _MEANINGS: Final[Mapping[Event, str]] = {
     Event.LISTENER_BACK: "The listener is connected again.",
     Event.LEASE_KEEPER_FAILED: "Leases could not be renewed; the keeper tries again.",
     Event.PROCESS_STARTED: "The supervisor started a worker process.",
+    Event.BREAKER_OPENED: "A transport or host is held to be dead: its messages wait, and use up no attempts.",
+    Event.BREAKER_REOPENED: "A probe has failed; the pause doubles.",
+    Event.BREAKER_CLOSED: "A probe has arrived, and everything goes out again.",
+    Event.BREAKER_UNKNOWN: "The database did not say whether a breaker is open; the next failure asks again.",
     Event.PROCESS_DIED: "A worker process died; another one is started after a pause.",
     Event.REDIRECTING: "`PGOUTBOX_REDIRECT_TO` is set: e-mail goes there, and the rest is held back.",
     Event.ENQUEUE_FAILED: "`best_effort=True` met an error; the caller's transaction goes on without the message.",

@@ -37,6 +37,7 @@ _MISSING_TRANSPORTS = {
 }
 
 OnUnknown = Literal["retry", "hold"]
+Send = Callable[[Transport, Message[object], Content], Awaitable[Outcome]]
 
 _SENT: Final = Sent()
 
@@ -219,11 +220,13 @@ class Dispatcher:
         *,
         lease_seconds: float,
         redirect_to: str | None = None,
+        send: Send | None = None,
     ) -> None:
         self._transports = transports
         self._redirect_to = redirect_to
         self._threads = threads
         self._lease_seconds = lease_seconds
+        self._send = send or _send
 
     async def run(self, context: Context, watch_thread: Callable[[Future[object]], None]) -> Outcome:
         """One attempt of one message. `watch_thread` is given the future of the thread, if one is used."""
@@ -337,7 +340,11 @@ class Dispatcher:
         if getattr(transport, "redirect_to", None) != self._redirect_to:
             # Kept, not skipped: should the redirect be a mistake, everything goes out once it is taken away.
             return Transient(f"held back: the transport of {scheme!r} does not follow PGOUTBOX_REDIRECT_TO")
-        return await transport.send(message, content)
+        return await self._send(transport, message, content)
+
+
+async def _send(transport: Transport, message: Message[object], content: Content) -> Outcome:
+    return await transport.send(message, content)
 
 
 def _interrupted(handler: Handler) -> Outcome:

@@ -228,8 +228,9 @@ def verdict_of(context: Context, ending: Transient | Permanent | Skip | Snooze |
         case Skip(reason=reason):
             text = clean_text(str(reason)) or "skipped by its handler"
             return Verdict(message.id, message.attempt_count, "skipped", text)
-        case Snooze(delay_seconds=delay):
-            return Verdict(message.id, message.attempt_count, "snoozed", None, bounded_delay(delay))
+        case Snooze(delay_seconds=delay, reason=reason):
+            why = None if reason is None else clean_text(str(reason))
+            return Verdict(message.id, message.attempt_count, "snoozed", why, bounded_delay(delay))
         case Released():
             return Verdict(message.id, message.attempt_count, "released")
         case _:

@@ -96,13 +96,15 @@ class Sent:
 class Transient(Exception):  # noqa: N818 - an outcome; it can be returned or raised
     """The attempt failed in a way that may pass: retry by the policy, until `max_attempts` is used up.
 
-    `retry_after`, in seconds, is what the receiver asked for.
+    `retry_after`, in seconds, is what the receiver asked for. A transport says `outage` when the destination, or the
+    way to it, is at fault and not this one message: such failures open a circuit breaker.
     """
 
-    def __init__(self, error: str, retry_after: float | None = None) -> None:
+    def __init__(self, error: str, retry_after: float | None = None, *, outage: bool = False) -> None:
         super().__init__(error)
         self.error = error
         self.retry_after = None if retry_after is None else float(retry_after)
+        self.outage = outage
 
 
 class Permanent(Exception):  # noqa: N818 - an outcome; it can be returned or raised
@@ -122,12 +124,16 @@ class Skip(Exception):  # noqa: N818 - an outcome; it can be returned or raised
 
 
 class Snooze(Exception):  # noqa: N818 - an outcome; it can be returned or raised
-    """Not yet: pending again after `delay` (seconds or a timedelta), without using up an attempt of the budget."""
+    """Not yet: pending again after `delay` (seconds or a timedelta), without using up an attempt of the budget.
 
-    def __init__(self, delay: float | timedelta) -> None:
+    The `reason` goes into the history of the message's attempts.
+    """
+
+    def __init__(self, delay: float | timedelta, reason: str | None = None) -> None:
         seconds = delay.total_seconds() if isinstance(delay, timedelta) else float(delay)
         super().__init__(f"snoozed for {seconds} s")
         self.delay_seconds = seconds
+        self.reason = reason
 
 
 Outcome = Sent | Transient | Permanent | Skip | Snooze

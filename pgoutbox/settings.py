@@ -6,6 +6,7 @@ A wrong value raises `ConfigurationError` with the variable's name, the value (n
 from __future__ import annotations
 
 import math
+import re
 from typing import Literal, Self, get_args
 
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
@@ -127,6 +128,28 @@ class Settings(BaseSettings):
         0, ge=0, le=500, description="Characters of a refusing answer that the error quotes. 0: none."
     )
 
+    breaker: bool = Field(True, description="Hold messages back from a transport or host that is dead.")
+    breaker_failures: int = Field(
+        5, ge=1, le=1_000, description="How many failures in a row, in one process, open a circuit breaker."
+    )
+    breaker_error_rate: float = Field(
+        0.5, gt=0, le=1, description="Share of failures that opens it, of at least 20 sends within 60 s."
+    )
+    breaker_cooldown_seconds: float = Field(
+        30.0, ge=0.1, le=86_400, description="How long it stays open before one message is sent as a probe."
+    )
+    breaker_max_cooldown_seconds: float = Field(
+        600.0, ge=0.1, le=86_400, description="Each probe that fails doubles the pause, up to this."
+    )
+    breaker_probe_seconds: float = Field(
+        120.0, ge=0.1, le=86_400, description="When a probe without an outcome counts as lost."
+    )
+    alert_destination: str | None = Field(
+        None,
+        max_length=2048,
+        description="Where breakers that open and close are announced: a `mailto:` address, which gets an e-mail.",
+    )
+
     log_format: Literal["text", "json"] = Field("text", description="Format of the CLI's log.")
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Level of the CLI's log.")
 
@@ -151,6 +174,15 @@ class Settings(BaseSettings):
                 f"PGOUTBOX_PROBE_TIMEOUT_SECONDS={self.probe_timeout_seconds:g} must not exceed "
                 f"PGOUTBOX_PROBE_SECONDS={self.probe_seconds:g}"
             )
+        if self.breaker_cooldown_seconds > self.breaker_max_cooldown_seconds:
+            raise ValueError(
+                f"PGOUTBOX_BREAKER_COOLDOWN_SECONDS={self.breaker_cooldown_seconds:g} must not exceed "
+                f"PGOUTBOX_BREAKER_MAX_COOLDOWN_SECONDS={self.breaker_max_cooldown_seconds:g}"
+            )
+        if self.alert_destination is not None and not re.fullmatch(
+            r"mailto:[^\s\x00-\x1f\x7f]+", self.alert_destination
+        ):
+            raise ValueError("PGOUTBOX_ALERT_DESTINATION must be an address such as mailto:ops@example.org")
         if self.smtp_password is not None and self.smtp_username is None:
             raise ValueError("PGOUTBOX_SMTP_PASSWORD is set, PGOUTBOX_SMTP_USERNAME is not")
         if self.smtp_password is not None and self.smtp_security == "none":

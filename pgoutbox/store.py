@@ -297,6 +297,19 @@ class HeldRow(NamedTuple):
     in_lease: bool
 
 
+class BreakerRow(NamedTuple):
+    """What the database says of a breaker that is open. `retry_seconds` is not positive when its time has come.
+
+    `opened` says that this very statement opened it, `probe_id` that it gave leave to probe.
+    """
+
+    retry_seconds: float
+    cooldown_seconds: float
+    last_error: str
+    opened: bool
+    probe_id: str | None
+
+
 class Store:
     """The worker's statements, each a method. Claims and finishes have a connection each and overlap.
 
@@ -449,6 +462,62 @@ class Store:
             sql.QUEUES_OF_SUCCESSORS, {"ids": _array_of(ids), "topics": topics, "coalesce_keys": coalesce_keys}
         )
         return [row[0] for row in rows]
+
+    async def breaker_failed(self, key: str, *, trips: bool, error: str, alert_queue: str | None) -> BreakerRow | None:
+        """Note one failure; the breaker if it is open, opened by this very call if `opened`."""
+        settings = self._settings
+        rows = await self.claims.fetch(
+            sql.BREAKER_FAILED,
+            {
+                "key": key,
+                "trips": trips,
+                "error": error,
+                "cooldown_seconds": settings.breaker_cooldown_seconds,
+                "forget_seconds": settings.breaker_max_cooldown_seconds,
+                "worker": self.worker,
+                "alert_queue": alert_queue,
+                "alert_destination": settings.alert_destination,
+            },
+        )
+        return BreakerRow._make(rows[0]) if rows else None
+
+    async def breaker_probe(self, key: str) -> BreakerRow | None:
+        """Ask to probe: granted if the answer has a `probe_id`. None if the breaker is closed."""
+        rows = await self.claims.fetch(
+            sql.BREAKER_PROBE,
+            {"key": key, "probe_seconds": self._settings.breaker_probe_seconds, "worker": self.worker},
+        )
+        return BreakerRow._make(rows[0]) if rows else None
+
+    async def breaker_close(self, key: str, probe_id: str, *, alert_queue: str | None) -> float | None:
+        """Close what this probe has found alive; for how many seconds it was open. None if the probe was given up."""
+        rows = await self.claims.fetch(
+            sql.BREAKER_CLOSE_IF_PROBING,
+            {
+                "key": key,
+                "probe_id": probe_id,
+                "alert_queue": alert_queue,
+                "alert_destination": self._settings.alert_destination,
+            },
+        )
+        return float(rows[0][0]) if rows else None
+
+    async def breaker_reopen(self, key: str, probe_id: str, *, error: str) -> BreakerRow | None:
+        """Prolong the pause after this probe failed. None if the probe was given up."""
+        rows = await self.claims.fetch(
+            sql.BREAKER_REOPEN_IF_PROBING,
+            {
+                "key": key,
+                "probe_id": probe_id,
+                "error": error,
+                "max_cooldown_seconds": self._settings.breaker_max_cooldown_seconds,
+            },
+        )
+        return BreakerRow._make(rows[0]) if rows else None
+
+    async def breaker_release(self, key: str, probe_id: str) -> None:
+        """Let somebody else probe."""
+        await self.claims.fetch(sql.BREAKER_RELEASE_IF_PROBING, {"key": key, "probe_id": probe_id})
 
     async def close(self) -> None:
         """Close both connections."""

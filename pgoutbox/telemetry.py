@@ -44,6 +44,10 @@ class Event(enum.StrEnum):
     SMTP_CONNECTION_OPENED = "smtp_connection_opened"
     SMTP_CONNECTION_REPLACED = "smtp_connection_replaced"
     WEBHOOK_ADDRESS_REFUSED = "webhook_address_refused"
+    BREAKER_OPENED = "breaker_opened"
+    BREAKER_REOPENED = "breaker_reopened"
+    BREAKER_CLOSED = "breaker_closed"
+    BREAKER_UNKNOWN = "breaker_unknown"
     SCHEMA_KEPT = "schema_kept"
 
 

@@ -29,6 +29,8 @@ import psycopg
 from pydantic import JsonValue
 from pydantic_core import from_json
 
+from pgoutbox.alert import ALERT_TOPIC, alert_handler
+from pgoutbox.breaker import Breakers
 from pgoutbox.dispatch import (
     Context,
     Dispatcher,
@@ -125,6 +127,8 @@ class Worker:
         self._handlers = dict(outbox.handlers)
         if not self._handlers:
             raise ConfigurationError("the outbox has no handlers: register one with @outbox.handler(topic)")
+        if self._settings.alert_destination is not None:
+            self._handlers.setdefault(ALERT_TOPIC, alert_handler())
         self._topics = sorted(self._handlers)
         self._hold_topics = sorted(t for t, h in self._handlers.items() if h.on_unknown == "hold")
         self._shares = tuple(queues)
@@ -203,11 +207,19 @@ class Worker:
         settings = self._settings
         self._store = Store(settings, worker=self.name)
         self._threads = ThreadPoolExecutor(settings.concurrency, thread_name_prefix="pgoutbox-handler")
+        self._breakers = Breakers(
+            self._store,
+            self._transports,
+            settings,
+            self.telemetry,
+            alert_queue=self._queue_names[0] if ALERT_TOPIC in self._handlers else None,
+        )
         self._dispatcher = Dispatcher(
             self._transports,
             self._threads,
             lease_seconds=settings.lease_seconds,
             redirect_to=settings.redirect_to,
+            send=self._breakers.send if settings.breaker else None,
         )
         self._transactions = Transactions(settings, self._dispatcher, self._threads)
         self._finisher = Finisher(
@@ -267,6 +279,7 @@ class Worker:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(deadline):
                 await self._until_idle(finished=False)
+        self._breakers.stop()
         await self._slots.stop()
         for context in [context for context in self._held.values() if not context.done]:
             context.done = True  # Its handler has ignored its cancellation.
@@ -285,6 +298,7 @@ class Worker:
             await self._bell.stop()
         await self._keeper.stop()
         await self._transactions.close()
+        await self._breakers.close()
         for transport in {id(t): t for t in self._transports.values()}.values():
             await transport.aclose()
         await self._store.close()
@@ -744,6 +758,18 @@ class Worker:
         return await self._run(work, watch_thread)
 
     async def _run(self, work: Work, watch_thread: ThreadWatch) -> Sequence[Ending]:
+        if not self._breakers.watches_any:
+            return await self._hand_over(work, watch_thread)
+        refusals = {c: refusal for c in work if (refusal := self._breakers.refusal(c.message)) is not None}
+        admitted = [context for context in work if context not in refusals]
+        try:
+            endings = iter(await self._hand_over(admitted, watch_thread) if admitted else ())
+            return [refusals.get(context) or next(endings) for context in work]
+        finally:
+            for context in admitted:
+                self._breakers.let_go(context.message)
+
+    async def _hand_over(self, work: Work, watch_thread: ThreadWatch) -> Sequence[Ending]:
         context = work[0]
         if context.handler.max_batch is not None:
             return await self._dispatcher.run_batch(work, watch_thread)

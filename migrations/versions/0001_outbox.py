@@ -1,4 +1,5 @@
-"""The outbox: message and its partitions, attempt, queue, coalesce, dedupe, and the functions enqueue and cancel.
+"""The outbox: message and its partitions, attempt, queue, coalesce, dedupe, breaker, and the functions enqueue and
+cancel.
 
 Every statement stands alone, so that it runs on any driver of the host application. No statement contains a percent
 sign or a colon followed by a word, which SQLAlchemy would take for a placeholder.
@@ -367,6 +368,22 @@ CREATE TABLE pgoutbox.dedupe (
     dedupe_key     text        NOT NULL,
     payload_digest bytea       NOT NULL,
     CONSTRAINT dedupe_pkey PRIMARY KEY (topic, dedupe_key)
+)
+"""
+
+# A destination that is in order has no row. The fence of a probe is its id: whoever closes or reopens names it.
+BREAKER = """
+CREATE TABLE pgoutbox.breaker (
+    key              text             NOT NULL,
+    opened_at        timestamptz      NOT NULL DEFAULT now(),
+    retry_at         timestamptz      NOT NULL,
+    cooldown_seconds double precision NOT NULL,
+    probe_id         uuid,
+    probe_until      timestamptz,
+    worker           text             NOT NULL,
+    last_error       text             NOT NULL,
+    CONSTRAINT breaker_pkey PRIMARY KEY (key),
+    CONSTRAINT breaker_sound CHECK (cooldown_seconds > 0 AND (probe_id IS NULL) = (probe_until IS NULL))
 )
 """
 
@@ -1007,6 +1024,7 @@ TABLE_COMMENTS = {
     "ordering": "For each queue and ordering key the last message; locked while enqueue draws the next id.",
     "dedupe": "For each topic and dedupe key the one message that exists for it.",
     "content": "What the messages of a fan-out share; deleted with the last of them.",
+    "breaker": "The transports and destinations that are held to be dead. One that is in order has no row.",
 }
 
 COLUMN_COMMENTS = {
@@ -1082,6 +1100,16 @@ COLUMN_COMMENTS = {
         "created_at": "Start of the transaction that enqueued the fan-out.",
         "body": "The content, read by the handlers of its messages.",
     },
+    "breaker": {
+        "key": "What is dead, by the name that its transport gives it.",
+        "opened_at": "Since when nothing but probes is sent.",
+        "retry_at": "When one message may be sent as a probe.",
+        "cooldown_seconds": "How long the last pause was; a probe that fails doubles it.",
+        "probe_id": "The probe that was let through last and has not ended: the fence of its outcome.",
+        "probe_until": "When that probe counts as lost, and another one is let through.",
+        "worker": "The worker that opened it, or let the last probe through.",
+        "last_error": "What went wrong, cut at 4000 characters.",
+    },
 }
 
 FUNCTION_COMMENTS = {
@@ -1146,6 +1174,7 @@ DOWN = (
     "DROP FUNCTION pgoutbox.is_plain",
     "DROP FUNCTION pgoutbox.argument_error",
     "DROP TABLE pgoutbox.content",
+    "DROP TABLE pgoutbox.breaker",
     "DROP TABLE pgoutbox.dedupe",
     "DROP TABLE pgoutbox.ordering",
     "DROP TABLE pgoutbox.coalesce",
@@ -1175,8 +1204,7 @@ def upgrade() -> None:
         SCHEMA, SCHEMA_COMMENT, SEQUENCE, MESSAGE, MESSAGE_LIVE, MESSAGE_FAILED, MESSAGE_DONE, MESSAGE_DONE_DEFAULT,
         MESSAGE_DONE_FINISHED, LIVE_FRESH, LIVE_RETRY, LIVE_LEASE, LIVE_IN_FLIGHT, LIVE_ORDERED,
         LIVE_ORDERED_DUE, LIVE_ORDERED_IN_FLIGHT, FAILED_HALTS, MESSAGE_CONTENT, ATTEMPT, QUEUE, COALESCE, ORDERING,
-        DEDUPE, CONTENT,
-        *FUNCTIONS, REVOKE,
+        DEDUPE, CONTENT, BREAKER, *FUNCTIONS, REVOKE,
     ):  # fmt: skip
         op.execute(statement)
     op.execute("ALTER SEQUENCE pgoutbox.message_id_seq OWNED BY pgoutbox.message.id")

@@ -2,12 +2,14 @@
 
 A handler returns a content (an `Email`, say). The transport registered for the scheme of the message's destination, or
 for the content's own scheme where the message names no destination, sends it and classifies the answer as an outcome.
-A transport never raises for what the receiver said: it returns `Transient` or `Permanent`.
+A transport never raises for what the receiver said: it returns `Transient` or `Permanent`. Where the destination or the
+way to it is at fault, and not the one message, it says so: `Transient(..., outage=True)`.
 """
 
 from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
+from urllib.parse import urlsplit
 
 from pgoutbox.message import Message, Outcome
 
@@ -45,6 +47,41 @@ class Transport(Protocol):
     async def aclose(self) -> None:
         """Close what is open. Called once, when no send is under way."""
         ...
+
+
+@runtime_checkable
+class NamesBreaker(Protocol):
+    """A transport that says itself what its circuit breakers stand for; it need not."""
+
+    def breaker_key(self, message: Message[object], content: Content | None) -> str | None:
+        """What this delivery depends on: `smtp:mail.example.org:587` for all, or one name per host. Holds no secret.
+
+        Asked before the handler runs, too, and then without a content: None means that nothing can be said yet, and
+        that nothing is held back if the content does not change that.
+        """
+        ...
+
+
+def breaker_key(transport: Transport, message: Message[object], content: Content | None) -> str | None:
+    """The transport's own answer, or else `https:api.example.org:443` for a web address and the scheme for the rest.
+
+    The rest may hold tokens where a web address has its host.
+    """
+    if isinstance(transport, NamesBreaker):
+        return transport.breaker_key(message, content)
+    if message.destination is None:
+        return None if content is None else content.scheme
+    scheme = scheme_of(message.destination)
+    if scheme not in _WEB_PORTS:
+        return scheme
+    try:
+        parts = urlsplit(message.destination)
+        return f"{scheme}:{parts.hostname}:{parts.port or _WEB_PORTS[scheme]}"
+    except ValueError:
+        return None  # The transport will say what is wrong with it.
+
+
+_WEB_PORTS = {"http": 80, "https": 443}
 
 
 def scheme_of(destination: str) -> str:

@@ -75,6 +75,7 @@ class SmtpTransport:
         self._idle: list[_Connection] = []
         self._slots = asyncio.Semaphore(settings.smtp_connections)
         self._ehlo_name = settings.smtp_hostname
+        self._breaker_key = f"smtp:{settings.smtp_host}:{_port_of(settings)}"
 
     async def send(self, message: Message[object], content: Content) -> Outcome:
         """Hand the e-mail over to the server, for all of its recipients or for none.
@@ -95,6 +96,10 @@ class SmtpTransport:
             return refusal
         async with self._slots:
             return await self._hand_over(mail)
+
+    def breaker_key(self, message: Message[object], content: Content | None) -> str:  # noqa: ARG002 - one server for all
+        """The server, whoever the recipients are."""
+        return self._breaker_key
 
     async def aclose(self) -> None:
         """Take leave of the server on every open connection."""
@@ -158,6 +163,10 @@ def verifying_tls_context() -> ssl.SSLContext:
     return context
 
 
+def _port_of(settings: Settings) -> int:
+    return settings.smtp_port or _DEFAULT_PORTS[settings.smtp_security]
+
+
 def _check_settings(settings: Settings) -> None:
     if settings.smtp_host is None:
         raise ConfigurationError("no SMTP server given: set PGOUTBOX_SMTP_HOST")
@@ -190,8 +199,14 @@ class _Failure(Exception):  # noqa: N818 - it becomes an outcome
         """No answer, or one that is about the connection and not about the message."""
         return self.code in {None, 421} or (self.step == "MAIL" and self.code == 503)
 
+    @property
+    def is_outage(self) -> bool:
+        """The next e-mail would meet with the same: the server, the way to it or the account is at fault."""
+        is_about_mail = self.step in {"MAIL", "RCPT", "DATA"}
+        return not is_about_mail or self.ends_connection or self.code in _AUTHENTICATION_CODES
+
     def outcome(self) -> Outcome:
-        return Transient(self.text) if self.transient else Permanent(self.text)
+        return Transient(self.text, outage=self.is_outage) if self.transient else Permanent(self.text)
 
 
 def is_transient(step: str, code: int, text: str) -> bool:
@@ -234,7 +249,7 @@ class _Connection:
         self._settings = settings
         self._client = aiosmtplib.SMTP(
             hostname=settings.smtp_host,
-            port=settings.smtp_port or _DEFAULT_PORTS[settings.smtp_security],
+            port=_port_of(settings),
             local_hostname=ehlo_name,
             timeout=settings.smtp_timeout_seconds,
             use_tls=settings.smtp_security == "tls",

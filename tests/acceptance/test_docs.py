@@ -219,7 +219,7 @@ def test_why_the_tables_are_so_is_told_of_every_table_index_and_check(rolled_bac
     in_catalog = {name for (name,) in rolled_back.execute(NAMES)}
     told = set(re.findall(r"`(\w+)`", (DOCS / "explanation/schema.md").read_text()))
     assert in_catalog - told == set()
-    prefixes = tuple(f"{table}_" for table in ("message", "attempt", "queue", "coalesce", "dedupe"))
+    prefixes = tuple(f"{table}_" for table in ("message", "attempt", "queue", "coalesce", "dedupe", "breaker"))
     columns = {
         name
         for (name,) in rolled_back.execute(

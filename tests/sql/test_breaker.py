@@ -1,0 +1,247 @@
+"""The statements of the shared circuit breaker, one at a time. Each guard in them has a test here that needs it."""
+
+from __future__ import annotations
+
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from pgoutbox import sql
+from pgoutbox.store import BreakerRow
+from tests import races
+
+if TYPE_CHECKING:
+    import psycopg
+
+    from tests.conftest import Connect
+
+KEY = "smtp:mail.example.org:587"
+COOLDOWN_SECONDS = 30.0
+FORGET_SECONDS = 600.0
+
+
+def fail(
+    db: psycopg.Connection,
+    *,
+    trips: bool = True,
+    error: str = "refused",
+    key: str = KEY,
+    alert_queue: str | None = None,
+) -> BreakerRow | None:
+    row = db.execute(
+        sql.BREAKER_FAILED,
+        {
+            "key": key,
+            "trips": trips,
+            "error": error,
+            "cooldown_seconds": COOLDOWN_SECONDS,
+            "forget_seconds": FORGET_SECONDS,
+            "worker": "worker-1",
+            "alert_queue": alert_queue,
+            "alert_destination": "mailto:ops@example.org",
+        },
+    ).fetchone()
+    return None if row is None else BreakerRow._make(row)
+
+
+def probe(db: psycopg.Connection, *, key: str = KEY) -> BreakerRow | None:
+    row = db.execute(sql.BREAKER_PROBE, {"key": key, "probe_seconds": 60.0, "worker": "worker-2"}).fetchone()
+    return None if row is None else BreakerRow._make(row)
+
+
+def won_probe(db: psycopg.Connection) -> str:
+    leave = probe(db)
+    assert leave is not None
+    assert leave.probe_id is not None
+    return leave.probe_id
+
+
+def close(db: psycopg.Connection, probe_id: str, *, alert_queue: str | None = None) -> bool:
+    parameters = {"key": KEY, "probe_id": probe_id, "alert_queue": alert_queue, "alert_destination": None}
+    return db.execute(sql.BREAKER_CLOSE_IF_PROBING, parameters).fetchone() is not None
+
+
+def reopen(db: psycopg.Connection, probe_id: str, *, max_cooldown_seconds: float = 600.0) -> float | None:
+    """The new pause."""
+    row = db.execute(
+        sql.BREAKER_REOPEN_IF_PROBING,
+        {"key": KEY, "probe_id": probe_id, "error": "again", "max_cooldown_seconds": max_cooldown_seconds},
+    ).fetchone()
+    return None if row is None else float(row[1])
+
+
+def release(db: psycopg.Connection, probe_id: str) -> bool:
+    parameters = {"key": KEY, "probe_id": probe_id}
+    return db.execute(sql.BREAKER_RELEASE_IF_PROBING, parameters).fetchone() is not None
+
+
+def age(db: psycopg.Connection, seconds: float) -> None:
+    """Make as if so much time had passed."""
+    db.execute(
+        "UPDATE pgoutbox.breaker SET retry_at = retry_at - make_interval(secs => %(seconds)s),"
+        " probe_until = probe_until - make_interval(secs => %(seconds)s)",
+        {"seconds": seconds},
+    )
+
+
+def alerts(db: psycopg.Connection) -> list[tuple[str, str, str]]:
+    return db.execute(
+        "SELECT payload ->> 'event', payload ->> 'breaker', queue FROM pgoutbox.message"
+        " WHERE topic = 'pgoutbox.alert' ORDER BY id"
+    ).fetchall()
+
+
+# --- open -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_failure_that_does_not_trip_opens_nothing(rolled_back: psycopg.Connection) -> None:
+    assert fail(rolled_back, trips=False) is None
+    assert rolled_back.execute("SELECT count(*) FROM pgoutbox.breaker").fetchone() == (0,)
+
+
+def test_one_failure_opens_and_the_next_ones_learn_it(rolled_back: psycopg.Connection) -> None:
+    first = fail(rolled_back)
+    assert first == BreakerRow(COOLDOWN_SECONDS, COOLDOWN_SECONDS, "refused", True, None)
+    age(rolled_back, 10)
+    assert fail(rolled_back, error="other") == BreakerRow(20.0, COOLDOWN_SECONDS, "refused", False, None)
+    assert fail(rolled_back, trips=False) == BreakerRow(20.0, COOLDOWN_SECONDS, "refused", False, None)
+    assert fail(rolled_back, trips=False, key="another") is None
+
+
+def test_a_row_that_nobody_probed_for_long_is_forgotten_and_opened_anew(rolled_back: psycopg.Connection) -> None:
+    fail(rolled_back)
+    stale = won_probe_after_cooldown(rolled_back)
+    age(rolled_back, FORGET_SECONDS + 61)
+    assert fail(rolled_back, trips=False) is None
+    assert fail(rolled_back, error="new") == BreakerRow(COOLDOWN_SECONDS, COOLDOWN_SECONDS, "new", True, None)
+    assert not close(rolled_back, stale)
+
+
+def test_a_row_whose_probe_is_under_way_is_not_forgotten(rolled_back: psycopg.Connection) -> None:
+    fail(rolled_back)
+    age(rolled_back, COOLDOWN_SECONDS + FORGET_SECONDS + 1)
+    probe_id = won_probe(rolled_back)
+    answer = fail(rolled_back)
+    assert answer is not None
+    assert not answer.opened
+    assert close(rolled_back, probe_id)
+
+
+def test_of_two_sessions_that_open_at_once_one_has_opened(connect: Connect) -> None:
+    first, second, observer = connect(), connect(), connect(autocommit=True)
+    opened = fail(first, alert_queue="default")
+    assert opened is not None
+    assert opened.opened
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(fail, second, alert_queue="default")
+        races.until_blocked(observer, second, waiting)
+        first.commit()
+        assert waiting.result() is None  # Its snapshot is older than the row: asking again tells.
+        second.commit()
+    answer = fail(second)
+    assert answer is not None
+    assert not answer.opened
+    assert len(alerts(observer)) == 1
+
+
+# --- probe ------------------------------------------------------------------------------------------------------------
+
+
+def won_probe_after_cooldown(db: psycopg.Connection) -> str:
+    age(db, COOLDOWN_SECONDS)
+    return won_probe(db)
+
+
+def test_nobody_probes_before_the_time(rolled_back: psycopg.Connection) -> None:
+    fail(rolled_back)
+    age(rolled_back, COOLDOWN_SECONDS - 1)
+    assert probe(rolled_back) == BreakerRow(1.0, COOLDOWN_SECONDS, "refused", False, None)
+
+
+def test_what_is_closed_needs_no_probe(rolled_back: psycopg.Connection) -> None:
+    assert probe(rolled_back) is None
+
+
+def test_one_session_probes_until_its_time_is_over(rolled_back: psycopg.Connection) -> None:
+    fail(rolled_back)
+    first = won_probe_after_cooldown(rolled_back)
+    for seconds in (0, 59):
+        age(rolled_back, seconds)
+        refused = probe(rolled_back)
+        assert refused is not None
+        assert refused.probe_id is None
+    age(rolled_back, 1)
+    assert won_probe(rolled_back) != first
+
+
+def test_of_two_sessions_that_ask_at_once_one_probes(connect: Connect) -> None:
+    first, second, observer = connect(), connect(), connect(autocommit=True)
+    fail(observer)
+    age(observer, COOLDOWN_SECONDS)
+    won_probe(first)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(probe, second)
+        races.until_blocked(observer, second, waiting)
+        first.commit()
+        refused = waiting.result()
+    assert refused is not None
+    assert refused.probe_id is None
+
+
+def test_a_probe_that_arrives_closes(rolled_back: psycopg.Connection) -> None:
+    fail(rolled_back)
+    probe_id = won_probe_after_cooldown(rolled_back)
+    assert close(rolled_back, probe_id)
+    assert not close(rolled_back, probe_id)
+    assert probe(rolled_back) is None
+    assert fail(rolled_back, trips=False) is None
+
+
+def test_a_probe_that_fails_doubles_the_pause_up_to_a_limit(rolled_back: psycopg.Connection) -> None:
+    fail(rolled_back)
+    pauses: list[float] = []
+    for _ in range(3):
+        age(rolled_back, 200)
+        pauses.append(reopen(rolled_back, won_probe(rolled_back), max_cooldown_seconds=100) or 0.0)
+        refused = probe(rolled_back)
+        assert refused == BreakerRow(pauses[-1], pauses[-1], "again", False, None)
+    assert pauses == [60, 100, 100]
+
+
+def test_a_probe_that_tells_nothing_lets_another_one_through(rolled_back: psycopg.Connection) -> None:
+    fail(rolled_back)
+    probe_id = won_probe_after_cooldown(rolled_back)
+    assert release(rolled_back, probe_id)
+    assert won_probe(rolled_back) != probe_id
+
+
+def test_a_probe_that_was_given_up_changes_nothing(rolled_back: psycopg.Connection) -> None:
+    fail(rolled_back)
+    lost = won_probe_after_cooldown(rolled_back)
+    age(rolled_back, 60)
+    current = won_probe(rolled_back)
+    assert not close(rolled_back, lost)
+    assert reopen(rolled_back, lost) is None
+    assert not release(rolled_back, lost)
+    assert not close(rolled_back, str(uuid.uuid4()))
+    assert close(rolled_back, current)
+
+
+# --- alerts -----------------------------------------------------------------------------------------------------------
+
+
+def test_only_the_statement_that_changes_something_announces_it(rolled_back: psycopg.Connection) -> None:
+    for _ in range(2):
+        fail(rolled_back, alert_queue="ops")
+    assert alerts(rolled_back) == [("opened", KEY, "ops")]
+    probe_id = won_probe_after_cooldown(rolled_back)
+    close(rolled_back, str(uuid.uuid4()), alert_queue="ops")
+    for _ in range(2):
+        close(rolled_back, probe_id, alert_queue="ops")
+    assert alerts(rolled_back) == [("opened", KEY, "ops"), ("closed", KEY, "ops")]
+
+
+def test_without_a_queue_nothing_is_announced(rolled_back: psycopg.Connection) -> None:
+    fail(rolled_back)
+    close(rolled_back, won_probe_after_cooldown(rolled_back))
+    assert alerts(rolled_back) == []
