@@ -21,8 +21,10 @@ from pydantic import BaseModel, JsonValue, Secret, SecretBytes, SecretStr, Valid
 from pydantic_core import to_json as encode_json
 from typing_extensions import TypeVar, is_typeddict
 
+from pgoutbox.encryption import SEALED, Keyring
 from pgoutbox.errors import ConfigurationError, PayloadError
 from pgoutbox.message import P
+from pgoutbox.redaction import check_redacted_name
 from pgoutbox.retry import RetryPolicy
 
 MAX_DEPTH: Final = 100
@@ -71,7 +73,10 @@ class Topic(Generic[T]):
     What is given here belongs to the topic: a call site that passes it too is refused, so that call sites cannot drift.
     What is None is the call site's to choose. `destination`, `coalesce_key` and `dedupe_key` are computed from the
     payload, an instance of the model if there is one. `delay` and `expires_after` are seconds or timedeltas;
-    `expires_after` counts from when the message falls due. Raises `ConfigurationError` for a mistake.
+    `expires_after` counts from when the message falls due. The payloads of an `encrypted` topic are stored encrypted
+    with PGOUTBOX_ENCRYPTION_KEYS; its keys, destinations and headers stay readable. `redact` names what is hidden
+    from people besides passwords and the like: names, or paths such as `user.email`. Raises `ConfigurationError` for a
+    mistake.
 
         activation = Topic(
             "mail.activation",
@@ -92,6 +97,8 @@ class Topic(Generic[T]):
     retry: RetryPolicy | None = None
     delay: float | timedelta | None = None
     expires_after: float | timedelta | None = None
+    encrypted: bool = False
+    redact: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         try:
@@ -103,6 +110,7 @@ class Topic(Generic[T]):
             if not callable(self.destination):
                 _if_given(_check_destination, "destination", self.destination)
             _if_given(_check_model, "payload", self.payload)
+            _check_redact("redact", self.redact)
         except PayloadError as error:
             raise ConfigurationError(f"topic {self.name!r}: {error}") from None
 
@@ -178,15 +186,18 @@ def prepare(
     max_attempts: int | None,
     max_payload_bytes: int,
     serializer: Serializer | None,
+    keyring: Keyring | None = None,
 ) -> Draft:
     """Check a message against its topic's definition, which wins. `max_attempts` is what it gets unless it asks.
 
-    Raises `PayloadError` with the path of what is wrong. What a function of the topic or the serializer raises passes
-    through.
+    Raises `PayloadError` with the path of what is wrong, and `ConfigurationError` for an encrypted topic without a
+    keyring. What a function of the topic or the serializer raises passes through.
     """
     payload = message.payload if topic.payload is None else _fit(topic, message.payload)
     text = to_json(payload, max_bytes=max_payload_bytes, serializer=serializer)
-    if _message_options(message) == _NO_MESSAGE_OPTIONS and _topic_options(topic) == _NO_TOPIC_OPTIONS:
+    _check_not_sealed(text)
+    is_plain = _message_options(message) == _NO_MESSAGE_OPTIONS and _topic_options(topic) == _NO_TOPIC_OPTIONS
+    if is_plain and not topic.encrypted:
         return Draft(topic.name, text, None, None, None, None, None, None, None, None, None, max_attempts)
 
     for field, owner in (
@@ -211,7 +222,25 @@ def prepare(
         max_attempts=_if_given(_check_max_attempts, "max_attempts", message.max_attempts) or max_attempts,
     )
     _check_times(draft)
-    return draft
+    return _seal(draft, keyring, max_payload_bytes) if topic.encrypted else draft
+
+
+def _check_not_sealed(text: str) -> None:
+    # In the encoder's text the name can only stand as it is; the slow way tells whether it is a member at the top.
+    if text.startswith("{") and SEALED in text and SEALED in json.loads(text):
+        raise PayloadError(_member("payload", SEALED), "is the name under which pgoutbox stores encrypted payloads")
+
+
+def _seal(draft: Draft, keyring: Keyring | None, max_payload_bytes: int) -> Draft:
+    if keyring is None:
+        raise ConfigurationError(f"topic {draft.topic!r} is encrypted: set PGOUTBOX_ENCRYPTION_KEYS")
+    sealed = keyring.seal(draft.payload, topic=draft.topic, dedupe_key=draft.dedupe_key)
+    if len(sealed) > max_payload_bytes:
+        raise PayloadError(
+            "payload",
+            f"has {len(sealed)} bytes encrypted, the limit is {max_payload_bytes} (PGOUTBOX_MAX_PAYLOAD_BYTES)",
+        )
+    return draft._replace(payload=sealed)
 
 
 def _settle(topic: Topic[P], field: str, message: NewMessage[P], payload: P) -> object:
@@ -550,6 +579,16 @@ def check_whole(field: str, value: object, *, most: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
         raise PayloadError(field, f"must be a whole number from 1 to {most}, not {_shown(value)}")
     return value
+
+
+def _check_redact(field: str, value: object) -> None:
+    if not isinstance(value, tuple):
+        raise PayloadError(field, f"must be a tuple of names, not {_shown(value)}")
+    try:
+        for name in value:
+            check_redacted_name(name)
+    except ValueError as error:
+        raise PayloadError(field, str(error)) from None
 
 
 def _check_max_attempts(field: str, value: object) -> int:

@@ -9,6 +9,7 @@ import logging
 import re
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Generic, Literal, TypeAlias, TypedDict, TypeVar, cast, overload
 
@@ -31,6 +32,7 @@ from pgoutbox.drafts import (
     check_name,
     prepare,
 )
+from pgoutbox.encryption import Keyring, keyring_of
 from pgoutbox.errors import ConfigurationError, PayloadError, UnknownTopicError
 from pgoutbox.message import Message, Outcome, P
 from pgoutbox.retry import DEFAULT_MAX_ATTEMPTS, RetryPolicy
@@ -155,6 +157,8 @@ class Outbox:
         retry: RetryPolicy | None = None,
         delay: float | timedelta | None = None,
         expires_after: float | timedelta | None = None,
+        encrypted: bool = False,
+        redact: tuple[str, ...] = (),
     ) -> Topic[P]:
         """Make a `Topic` of these arguments and `define` it.
 
@@ -172,6 +176,8 @@ class Outbox:
                 retry=retry,
                 delay=delay,
                 expires_after=expires_after,
+                encrypted=encrypted,
+                redact=redact,
             )
         )
 
@@ -274,6 +280,7 @@ class Outbox:
             transactional=transactional,
             permanent_errors=permanent_errors,
             payload_model=definition.model,
+            redact=definition.redact,
         )
 
     def transports_for(self, settings: Settings) -> dict[str, Transport]:
@@ -498,6 +505,7 @@ class Outbox:
             max_attempts=max_attempts,
             max_payload_bytes=self.settings.max_payload_bytes,
             serializer=serializer,
+            keyring=self._keyring if topic.encrypted else None,
         )
         inside = yield from transaction(required=require_transaction)
         write = insert(draft, notify=notify)
@@ -521,11 +529,16 @@ class Outbox:
                     max_attempts=max_attempts,
                     max_payload_bytes=max_payload_bytes,
                     serializer=serializer,
+                    keyring=self._keyring if topic.encrypted else None,
                 )
             except PayloadError as error:
                 raise PayloadError(f"items[{index}].{error.field}", error.reason) from error.__cause__
             drafts.append(draft)
         return drafts
+
+    @cached_property
+    def _keyring(self) -> Keyring | None:
+        return keyring_of(self.settings.encryption_keys)
 
     def _route(self, topic: str | Topic[P]) -> tuple[Topic[P], int | None]:
         """The topic's definition, and how many attempts its messages get if that is not the default."""

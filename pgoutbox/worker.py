@@ -37,6 +37,7 @@ from pgoutbox.dispatch import (
     outcome_of_error,
 )
 from pgoutbox.doorbell import Bell, Doorbell
+from pgoutbox.encryption import Keyring, is_sealed, keyring_of, unseal
 from pgoutbox.errors import ConfigurationError, LeaseLostError, SchemaError
 from pgoutbox.finisher import Finisher
 from pgoutbox.lanes import Lanes
@@ -131,6 +132,7 @@ class Worker:
         self._credits = {share.name: 0 for share in queues}
         self.name = f"{self._settings.worker_name or socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
         self.telemetry = Telemetry(_log)
+        self._keyring = keyring_of(self._settings.encryption_keys)
         self._transports = transports if transports is not None else outbox.transports_for(self._settings)
         self._held: dict[int, Context] = {}
         self._suspects: list[Context] = []
@@ -200,11 +202,12 @@ class Worker:
         self._store = Store(settings, worker=self.name)
         self._threads = ThreadPoolExecutor(settings.concurrency, thread_name_prefix="pgoutbox-handler")
         self._dispatcher = Dispatcher(self._transports, self._threads, lease_seconds=settings.lease_seconds)
-        self._transactions = Transactions(settings, self._dispatcher, self._threads)
+        self._transactions = Transactions(settings, self._store, self._dispatcher, self._threads)
         self._finisher = Finisher(
             self._store,
             self._held,
             batch_size=settings.batch_size,
+            redacted_names=settings.redacted_names,
             on_progress=self._note_progress,
             on_successors=self._wake_for_successors,
             on_pending=self._wake.set,
@@ -415,15 +418,15 @@ class Worker:
                 ended.append(row)
                 continue
             handler = self._handlers[row.topic]
-            message, unreadable = _message_of(row)
+            message, problem = _message_of(row, self._keyring)
             context = Context(message, handler, leased_at, self._keeper.ensure)
             self._held[row.id] = context
             if row.former_state == _SENDING:
                 suspects.append(context)
-            if unreadable is not None or row.superseded:
+            if problem is not None or row.superseded:
                 context.done = True
                 # Superseded since the claim began: a retry is what the finish turns into `skipped`.
-                self._finisher.collect(context, Permanent(unreadable) if unreadable else Transient("superseded"))
+                self._finisher.collect(context, problem or Transient("superseded"))
                 continue
             if handler.max_batch is None:
                 works.append((context,))
@@ -669,15 +672,19 @@ class Worker:
         return [endings[context.message.id] for context in work]
 
 
-def _message_of(row: ClaimedRow) -> tuple[Message[object], str | None]:
+def _message_of(row: ClaimedRow, keyring: Keyring | None) -> tuple[Message[object], Permanent | Transient | None]:
     """The message, and what is wrong if its payload cannot be read: one such row must not keep the others."""
-    unreadable = None
+    problem: Permanent | Transient | None = None
     payload = headers = None
     try:
-        payload = _read_json(row.payload_json)
         headers = None if row.headers_json is None else _read_json(row.headers_json)
+        payload = _read_json(row.payload_json)
+        if is_sealed(payload):
+            payload = _read_json(unseal(payload, keyring))
     except (ValueError, RecursionError) as error:
-        unreadable = f"payload: cannot be read as JSON: {describe(error)}"
+        problem = Permanent(f"payload: cannot be read as JSON: {describe(error)}")
+    except Transient as missing_key:
+        problem, payload = missing_key, None
     message: Message[object] = Message(
         row.id,
         row.topic,
@@ -691,7 +698,7 @@ def _message_of(row: ClaimedRow) -> tuple[Message[object], str | None]:
         row.available_at,
         row.coalesce_key,
     )
-    return message, unreadable
+    return message, problem
 
 
 def _read_json(text: str) -> JsonValue:
