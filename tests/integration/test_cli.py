@@ -217,7 +217,7 @@ class TestUsage:
             ("cancel", "--topic", "mail"),
             ("cancel", "--coalesce-key", "k"),
             ("cancel", "--topic", "mail", "--coalesce-key", "k", "--dedupe-key", "d"),
-            ("prune",),
+            ("prune", "--topic", "mail"),
             ("prune", "--older-than", "1d", "--state", "pending"),
             ("list", "--state", "done"),
             ("list", "--limit", "0"),
