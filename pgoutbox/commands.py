@@ -302,7 +302,10 @@ def list_messages(
     dsn: Dsn = None,
     as_json: Json = False,
 ) -> None:
-    """List messages, newest first. With --json one JSON document per line. Hides what `pgoutbox show` hides."""
+    """List messages, newest first. With --json one JSON document per line.
+
+    What `pgoutbox show` hides is hidden here too.
+    """
     settings = _settings(dsn, app=where)
     names_of = _redacted_names(settings)
     with maintenance.connect(settings, read_only=True) as connection:

@@ -537,13 +537,19 @@ WITH held AS MATERIALIZED (
     SELECT
         m.id,
         m.attempt_count,
-        (
-            SELECT r.keep = interval '0'
+        EXISTS (
+            SELECT
             FROM pgoutbox.retention AS r
-            WHERE r.topic IN (m.topic, '*') AND r.state = 'sent'
-            ORDER BY r.topic = '*'
-            LIMIT 1
-        ) IS TRUE AS is_forgotten
+            WHERE r.topic IN (m.topic, '*')
+                AND r.state = 'sent'
+                AND r.keep = interval '0'
+                AND (
+                    r.topic = m.topic
+                    OR NOT EXISTS (
+                        SELECT FROM pgoutbox.retention AS own WHERE own.topic = m.topic AND own.state = 'sent'
+                    )
+                )
+        ) AS is_forgotten
     FROM unnest(%(ids)s::bigint[], %(attempt_counts)s::integer[]) AS o(id, attempt_count)
     JOIN pgoutbox.message_live AS m ON m.id = o.id
     WHERE m.state = 'sending' AND m.attempt_count = o.attempt_count
