@@ -206,6 +206,29 @@ async def test_a_rule_that_cannot_be_read_keeps_the_message_until_it_can(
     assert (failures, rows_of(db), worker.telemetry.counts[Event.SENT]) == ([], [], 1)
 
 
+async def test_a_deletion_whose_answer_is_lost_ends_the_attempt(
+    outbox: Outbox, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_retention(db, "*", "sent", ZERO)
+    got = register(outbox, "async")
+    fetch = Link.fetch
+    losses = [psycopg.OperationalError("the answer is lost")]
+
+    async def lose(self: Link, statement: Any, parameters: Any) -> Any:  # noqa: ANN401 - passed on
+        answer = await fetch(self, statement, parameters)
+        if statement == sql.FINISH_SENT_AND_FORGET_IF_HELD and losses:
+            raise losses.pop()
+        return answer
+
+    monkeypatch.setattr(Link, "fetch", lose)
+    message_id = enqueue(db)
+    worker = Worker(outbox)
+    await worker.run_once()
+    assert (got, losses, rows_of(db)) == ([message_id], [], [])
+    # Whether it was this attempt that sent it cannot be known any more.
+    assert worker.telemetry.counts[Event.LEASE_LOST] == 1
+
+
 async def test_the_writes_of_a_handler_whose_message_another_has_sent_are_rolled_back(
     outbox: Outbox, db: psycopg.Connection
 ) -> None:

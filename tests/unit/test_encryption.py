@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from typing_extensions import Unpack
 
 from pgoutbox.drafts import Draft, NewMessage, Topic, prepare
 from pgoutbox.encryption import SEALED, Keyring, is_sealed, unseal
-from pgoutbox.errors import ConfigurationError, PayloadError
+from pgoutbox.errors import ConfigurationError, MissingExtraError, PayloadError
 from pgoutbox.message import Transient
 from pgoutbox.outbox import MessageOptions
 
@@ -87,6 +88,12 @@ def test_without_the_right_key_the_outcome_is_transient_and_shows_neither_text_n
 def test_what_only_claims_to_be_sealed_is_transient_too(sealed: JsonValue) -> None:
     with pytest.raises(Transient):
         unseal(sealed, keyring(OLD))
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography.fernet", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'pgoutbox\[crypto\]'"):
+        keyring(OLD)
 
 
 def test_a_keyring_does_not_show_its_keys() -> None:

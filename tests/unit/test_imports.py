@@ -10,8 +10,8 @@ import sys
 import pgoutbox
 
 OPTIONAL = (
-    "aiosmtplib", "alembic", "asyncpg", "django", "email.mime", "httpx", "psycopg_pool", "pytest", "rich", "smtplib",
-    "sqlalchemy", "starlette", "typer",
+    "aiosmtplib", "alembic", "asyncpg", "cryptography", "django", "email.mime", "httpx", "psycopg_pool", "pytest",
+    "rich", "smtplib", "sqlalchemy", "starlette", "typer",
 )  # fmt: skip
 
 
