@@ -44,6 +44,7 @@ RETAINED: Final = (*(state.value for state in State if state in FINAL_STATES), D
 _REDRIVE_BATCH: Final = 500
 _PRUNE_BATCH: Final = 5_000
 _TRIALS: Final = 5
+_USUAL_BURST: Final = 5
 _ENCRYPTED: Final = "(encrypted)"
 
 _T = TypeVar("_T")
@@ -89,8 +90,11 @@ class ShownMessage(NamedTuple):
     worker: str | None
     coalesce_key: str | None
     dedupe_key: str | None
+    ordering_key: str | None
+    on_failed: str | None
     superseded_by: int | None
     resend_of: int | None
+    content_id: int | None
     skip_reason: str | None
     last_error: str | None
     headers: dict[str, JsonValue] | None
@@ -126,11 +130,29 @@ class TopicCounts(NamedTuple):
     oldest_due_seconds: float | None
 
 
-class PausedQueue(NamedTuple):
-    """A queue of which nothing is claimed."""
+class QueueControls(NamedTuple):
+    """A queue that is paused or has limits, in the order of LIST_QUEUES.
+
+    Up to `rate_count` attempts may begin in `rate_seconds`, `burst` of them at once, `tokens` of them now.
+    """
 
     queue: str
-    paused_at: datetime
+    paused_at: datetime | None
+    resume_at: datetime | None
+    rate_count: int | None
+    rate_seconds: float | None
+    burst: int | None
+    tokens: float | None
+    max_in_flight: int | None
+    in_flight: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """So many attempts in a period."""
+
+    count: int
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,9 +304,9 @@ def count_messages(connection: psycopg.Connection[TupleRow], *, queue: str | Non
     return [TopicCounts._make(row) for row in _fetch(connection, sql.STATS, {"queue": queue})]
 
 
-def paused_queues(connection: psycopg.Connection[TupleRow]) -> list[PausedQueue]:
-    """The queues that are paused, by name."""
-    return [PausedQueue._make(row) for row in _fetch(connection, sql.PAUSED_QUEUES, {})]
+def list_queues(connection: psycopg.Connection[TupleRow]) -> list[QueueControls]:
+    """The queues that are paused or have limits, by name."""
+    return [QueueControls._make(row) for row in _fetch(connection, sql.LIST_QUEUES, {})]
 
 
 def known_queues(connection: psycopg.Connection[TupleRow]) -> list[str]:
@@ -437,13 +459,13 @@ def prune(
 
     Their dedupe keys are free again after that, and with `sent` the old keys of messages that were deleted as they were
     sent. `failed` messages wait for a person, so they are deleted only when `states` names them. In batches that are
-    committed one by one; coalesce keys without a message are forgotten last.
+    committed one by one; keys and contents without a message go last.
     """
     parameters = _prune_parameters(older_than, states, topic) | {"limit": batch_size}
     deleted: Counter[State] = Counter()
     _prune_messages(connection, sql.PRUNE, parameters, deleted, progress)
     keys = _prune_keys(connection, sql.PRUNE_DEDUPE, parameters) if State.SENT in states else 0
-    return PruneTotals(dict(deleted), _prune_keys(connection, sql.PRUNE_COALESCE, {"limit": batch_size}), keys)
+    return PruneTotals(dict(deleted), _prune_what_has_no_message(connection, batch_size), keys)
 
 
 def prune_by_retention(
@@ -453,7 +475,7 @@ def prune_by_retention(
 
     In batches that are committed one by one, each by the rule as it then stands. The dedupe keys of the messages are
     free again after that, unless the rule keeps nothing: then they go by the rule for `dedupe_key`. Any number of
-    sessions may do it at once. Coalesce keys without a message are forgotten last.
+    sessions may do it at once. Keys and contents without a message go last.
     """
     deleted: Counter[State] = Counter()
     keys = 0
@@ -465,7 +487,7 @@ def prune_by_retention(
             keys += _prune_keys(connection, sql.PRUNE_DEDUPE_BY_RULE, parameters)
         else:
             _prune_messages(connection, sql.PRUNE_BY_RULE, parameters, deleted, progress)
-    return PruneTotals(dict(deleted), _prune_keys(connection, sql.PRUNE_COALESCE, {"limit": batch_size}), keys)
+    return PruneTotals(dict(deleted), _prune_what_has_no_message(connection, batch_size), keys)
 
 
 def _prune_messages(
@@ -481,6 +503,13 @@ def _prune_messages(
             progress(deleted.total())
         if len(rows) < cast("int", parameters["limit"]):
             break
+
+
+def _prune_what_has_no_message(connection: psycopg.Connection[TupleRow], batch_size: int) -> int:
+    """Forget keys and contents without a message; returns how many coalesce keys."""
+    for statement in (sql.PRUNE_ORDERING, sql.PRUNE_CONTENT):
+        _prune_keys(connection, statement, {"limit": batch_size})
+    return _prune_keys(connection, sql.PRUNE_COALESCE, {"limit": batch_size})
 
 
 def _prune_keys(
@@ -534,16 +563,48 @@ def _prune_parameters(older_than: timedelta, states: Collection[State], topic: s
     }
 
 
-def pause_queue(connection: psycopg.Connection[TupleRow], queue: str) -> datetime:
-    """Stop all claims of a queue; returns since when. What is in flight goes on, and enqueue is not affected."""
-    ((paused_at,),) = _fetch(connection, sql.PAUSE_QUEUE, {"queue": queue})
-    since: datetime = paused_at
-    return since
+def pause_queue(
+    connection: psycopg.Connection[TupleRow], queue: str, *, duration: timedelta | None = None
+) -> tuple[datetime, datetime | None]:
+    """Stop all claims of a queue, for some time or until `resume_queue`; returns since when and until when.
+
+    What is in flight goes on, and enqueue is not affected.
+    """
+    seconds = None if duration is None else duration.total_seconds()
+    ((paused_at, resume_at),) = _fetch(connection, sql.PAUSE_QUEUE, {"queue": queue, "seconds": seconds})
+    return paused_at, resume_at
 
 
 def resume_queue(connection: psycopg.Connection[TupleRow], queue: str) -> bool:
     """Allow claims again and wake a worker; False if the queue was not paused."""
     return bool(_fetch(connection, sql.RESUME_QUEUE, {"queue": queue}))
+
+
+def limit_rate(
+    connection: psycopg.Connection[TupleRow], queue: str, rate: Rate | None, *, burst: int | None = None
+) -> None:
+    """Let no more attempts of a queue begin in a period, in the whole fleet; None takes the limit away.
+
+    Up to `burst` of them begin at once when nothing was sent for a while; when not given, 5, or the rate's count if
+    that is smaller. Effective at the next claim of every worker.
+    """
+    parameters: dict[str, object]
+    if rate is None:
+        parameters = {"queue": queue, "count": None, "seconds": None, "burst": None}
+    else:
+        usual = min(rate.count, _USUAL_BURST)
+        parameters = {
+            "queue": queue,
+            "count": rate.count,
+            "seconds": rate.seconds,
+            "burst": usual if burst is None else burst,
+        }
+    _fetch(connection, sql.LIMIT_RATE, parameters)
+
+
+def limit_in_flight(connection: psycopg.Connection[TupleRow], queue: str, max_in_flight: int | None) -> None:
+    """Let no more attempts of a queue be in flight at once, in the whole fleet; None takes the limit away."""
+    _fetch(connection, sql.LIMIT_IN_FLIGHT, {"queue": queue, "max_in_flight": max_in_flight})
 
 
 def _no_such_message(message_id: int) -> MessageNotFoundError:

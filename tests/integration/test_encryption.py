@@ -201,6 +201,33 @@ def test_a_digest_cannot_be_forged_by_a_payload_of_its_text(db: psycopg.Connecti
             enqueue(db, payload=other, dedupe_key="k")
 
 
+async def test_the_content_of_a_fan_out_is_encrypted_too(dsn: str, db: psycopg.Connection) -> None:
+    outbox = outbox_with(dsn, OLD)
+    got: list[object] = []
+
+    @outbox.handler("reset")
+    async def handle(message: Message, ctx: Context) -> None:
+        got.append((message.payload, message.content))
+
+    with db.transaction():
+        outbox.enqueue_fanout(
+            db,
+            "reset",
+            Reset(user=7, code=CANARY),
+            ["mailto:a@example.org", "mailto:b@example.org"],
+            content={"x": CANARY},
+        )
+    assert CANARY not in everything_in(db)
+    assert CANARY not in str(db.execute("SELECT body FROM pgoutbox.content").fetchall())
+    await Worker(outbox).run_once()
+    assert got == [(Reset(user=7, code=CANARY), {"x": CANARY})] * 2
+
+
+def test_a_content_of_the_reserved_form_is_refused(dsn: str, db: psycopg.Connection) -> None:
+    with db.transaction(), pytest.raises(PayloadError, match="content"):
+        outbox_with(dsn).enqueue_fanout(db, "plain", 1, ["mailto:a@example.org"], content={SEALED: 1})
+
+
 def test_without_keys_nothing_is_written_and_the_transaction_goes_on(dsn: str, db: psycopg.Connection) -> None:
     with db.transaction():
         with pytest.raises(ConfigurationError, match="set PGOUTBOX_ENCRYPTION_KEYS"):
