@@ -50,6 +50,26 @@ def parse_duration(text: str) -> timedelta:
     return timedelta(seconds=seconds)
 
 
+def parse_keep(text: str) -> timedelta | None:
+    """How long to keep something: a duration, `0`, or `forever`."""
+    if text == "forever":
+        return None
+    return timedelta() if text == "0" else parse_duration(text)
+
+
+def format_keep(keep: timedelta | None) -> str:
+    """What `parse_keep` reads, in the greatest unit that is exact.
+
+    >>> format_keep(timedelta(hours=36))
+    '36h'
+    """
+    if not keep:
+        return "forever" if keep is None else "0"
+    seconds = keep.total_seconds()
+    unit = next((unit for unit in ("d", "h", "m") if seconds % _UNIT_SECONDS[unit] == 0), "s")
+    return f"{seconds / _UNIT_SECONDS[unit]:.6f}".rstrip("0").rstrip(".") + unit
+
+
 def parse_rate(text: str) -> Rate | None:
     """A number of attempts and a period, such as 20/s, 60/h or 100/15m; `none` for no limit."""
     if text == "none":
@@ -99,6 +119,9 @@ def parse_header(text: str) -> tuple[str, str]:
     return name, value
 
 
+App = Annotated[
+    str | None, typer.Option("--app", metavar="MODULE:ATTRIBUTE", help="The outbox; PGOUTBOX_APP if not given.")
+]
 Dsn = Annotated[
     str | None,
     typer.Option(
@@ -111,6 +134,15 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON, with times in UT
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 MessageId = Annotated[int, typer.Argument(parser=parse_id, metavar="ID", help="The message.")]
 InTopic = Annotated[str | None, typer.Option("--topic", help="Only messages of this topic.")]
+RuleTopic = Annotated[
+    str, typer.Argument(metavar="TOPIC", help="A topic, or * for every topic without a rule of its own.")
+]
+RuleState = Annotated[
+    str,
+    typer.Argument(
+        metavar="STATE", help="sent, failed, skipped or cancelled; or dedupe_key, for keys of deleted messages."
+    ),
+]
 InQueue = Annotated[str | None, typer.Option("--queue", help="Only messages of this queue.")]
 
 

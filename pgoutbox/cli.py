@@ -91,4 +91,5 @@ def _one_line(text: str) -> str:
 def _secrets(arguments: Sequence[str]) -> frozenset[str]:
     dsns = [os.environ.get(variable, "") for variable in _DSN_VARIABLES]
     dsns += [argument for argument in arguments if "://" in argument or "password" in argument]
-    return secrets_in(dsns, [os.environ.get(variable, "") for variable in _PASSWORD_VARIABLES])
+    passwords = [os.environ.get(variable, "") for variable in _PASSWORD_VARIABLES]
+    return secrets_in(dsns, passwords + os.environ.get("PGOUTBOX_ENCRYPTION_KEYS", "").split(","))

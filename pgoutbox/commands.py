@@ -12,7 +12,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from importlib.metadata import version as installed_version
 from pathlib import Path
@@ -25,18 +25,23 @@ from pgoutbox import maintenance
 from pgoutbox import migrate as migrations
 from pgoutbox.arguments import (
     MAX_RATE_COUNT,
+    App,
     Dsn,
     InQueue,
     InTopic,
     Json,
     MessageId,
+    RuleState,
+    RuleTopic,
     Yes,
+    format_keep,
     load_outbox,
     parse_count,
     parse_duration,
     parse_final_state,
     parse_header,
     parse_id,
+    parse_keep,
     parse_queue,
     parse_rate,
     read_payload,
@@ -55,8 +60,9 @@ from pgoutbox.console import (
     print_warning,
     progress,
 )
+from pgoutbox.drafts import Topic, check_name
 from pgoutbox.errors import ConfigurationError, MessageNotFoundError, StateError
-from pgoutbox.message import State
+from pgoutbox.message import FINAL_STATES, State
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import ENVIRONMENT_PREFIX, Settings, load_settings
 
@@ -76,6 +82,8 @@ app = typer.Typer(
 )
 migrate_app = typer.Typer(rich_markup_mode=None)
 app.add_typer(migrate_app, name="migrate")
+retention_app = typer.Typer(rich_markup_mode=None)
+app.add_typer(retention_app, name="retention")
 
 
 # The schema.
@@ -149,9 +157,7 @@ def _print_revision(before: str | None, after: str | None, *, as_json: bool) -> 
 @app.command()
 def worker(
     *,
-    where: Annotated[
-        str | None, typer.Option("--app", metavar="MODULE:ATTRIBUTE", help="The outbox; PGOUTBOX_APP if not given.")
-    ] = None,
+    where: App = None,
     queues: Annotated[
         list[str] | None,
         typer.Option("--queue", metavar="NAME[:WEIGHT]", help="A queue to work on, in this order or by these weights."),
@@ -240,6 +246,9 @@ def enqueue(
         list[Any] | None,
         typer.Option("--header", parser=parse_header, metavar="NAME=VALUE", help="A header; may be repeated."),
     ] = None,
+    encrypt: Annotated[
+        bool, typer.Option("--encrypt", help="Store the payload encrypted with PGOUTBOX_ENCRYPTION_KEYS.")
+    ] = False,
     dsn: Dsn = None,
     as_json: Json = False,
 ) -> None:
@@ -255,12 +264,13 @@ def enqueue(
     if len(set(names)) < len(names):
         raise typer.BadParameter("a header is given twice")
     outbox = Outbox(settings)
+    definition: str | Topic[Any] = Topic(check_name("topic", topic), encrypted=True) if encrypt else topic
     with maintenance.connect(settings) as connection:
         receipt = maintenance.transact(
             connection,
             lambda: outbox.enqueue(
                 connection,
-                topic,
+                definition,
                 value,
                 queue=queue,
                 destination=destination,
@@ -291,11 +301,17 @@ def list_messages(
     before: Annotated[
         int | None, typer.Option(parser=parse_id, metavar="ID", help="Only messages older than this one.")
     ] = None,
+    where: App = None,
     dsn: Dsn = None,
     as_json: Json = False,
 ) -> None:
-    """List messages, newest first. With --json one JSON document per line."""
-    with maintenance.connect(_settings(dsn), read_only=True) as connection:
+    """List messages, newest first. With --json one JSON document per line.
+
+    What `pgoutbox show` hides is hidden here too.
+    """
+    settings = _settings(dsn, app=where)
+    names_of = _redacted_names(settings)
+    with maintenance.connect(settings, read_only=True) as connection:
         messages = maintenance.list_messages(
             connection,
             states=states or (),
@@ -307,6 +323,7 @@ def list_messages(
         )
         if not messages:
             _require_known_queue(connection, queue)
+    messages = [maintenance.redact_listed(message, names_of(message.topic)) for message in messages]
     if as_json:
         for message in messages:
             print_json(message._asdict())
@@ -336,21 +353,22 @@ def list_messages(
 def show(
     message_id: MessageId,
     *,
-    reveal: Annotated[
-        bool, typer.Option("--reveal", help="Do not hide what is kept under names such as password or token.")
-    ] = False,
+    where: App = None,
     dsn: Dsn = None,
     as_json: Json = False,
 ) -> None:
     """Show one message, its payload and its attempts.
 
-    Of the attempts, those that did not end sent.
+    Of the attempts, those that did not end sent. Hidden are encrypted payloads, values under names such as password or
+    token, those that PGOUTBOX_REDACT names, and with --app or PGOUTBOX_APP those that the topic names.
     """
-    with maintenance.connect(_settings(dsn), read_only=True) as connection:
+    settings = _settings(dsn, app=where)
+    names_of = _redacted_names(settings)
+    with maintenance.connect(settings, read_only=True) as connection:
         message, attempts = maintenance.show_message(connection, message_id)
-    fields = message._asdict()
-    if not reveal:
-        fields |= {"headers": maintenance.redact(fields["headers"]), "payload": maintenance.redact(fields["payload"])}
+    names = names_of(message.topic)
+    fields = maintenance.redact_message(message, names)._asdict()
+    attempts = [maintenance.redact_attempt(attempt, names) for attempt in attempts]
     if as_json:
         print_json(fields | {"attempts": [attempt._asdict() for attempt in attempts]})
         return
@@ -499,9 +517,9 @@ def _cancel_by_key(
 def prune(
     *,
     older_than: Annotated[
-        timedelta,
+        timedelta | None,
         typer.Option(parser=parse_duration, metavar="DURATION", help="How long they have been final, such as 30d."),
-    ],
+    ] = None,
     states: Annotated[
         list[State] | None,
         typer.Option(
@@ -518,8 +536,14 @@ def prune(
 ) -> None:
     """Delete old messages.
 
-    With their attempts and dedupe keys, in batches that are committed one by one.
+    With their attempts and dedupe keys, in batches that are committed one by one. Without --older-than by the rules of
+    `pgoutbox retention`.
     """
+    if older_than is None:
+        if states or topic:
+            raise typer.BadParameter("--state and --topic select among --older-than")
+        _prune_by_retention(_settings(dsn), as_json=as_json)
+        return
     chosen = frozenset(states) if states else maintenance.PRUNED_BY_DEFAULT
     settings = _settings(dsn)
     days = older_than / timedelta(days=1)
@@ -532,10 +556,86 @@ def prune(
         with progress("deleting", total) as report:
             totals = maintenance.prune(connection, older_than, states=chosen, topic=topic, progress=report)
     if as_json:
-        deleted = {state.value: totals.messages.get(state, 0) for state in sorted(chosen)}
-        print_json({"deleted": deleted, "coalesce_keys": totals.coalesce_keys})
+        _print_pruned(totals, chosen)
     else:
         print_line(f"{totals.total} messages deleted")
+
+
+def _prune_by_retention(settings: Settings, *, as_json: bool) -> None:
+    with maintenance.connect(settings) as connection, _interruptible("what was deleted so far stays deleted"):
+        if not maintenance.retention_rules(connection):
+            print_note("there are no rules, so nothing is deleted; set one with: pgoutbox retention set")
+        with progress("deleting") as report:
+            totals = maintenance.prune_by_retention(connection, progress=report)
+    if as_json:
+        _print_pruned(totals, FINAL_STATES)
+    else:
+        print_line(f"{totals.total} messages deleted")
+
+
+def _print_pruned(totals: maintenance.PruneTotals, states: Collection[State]) -> None:
+    deleted = {state.value: totals.messages.get(state, 0) for state in sorted(states)}
+    print_json({"deleted": deleted, "coalesce_keys": totals.coalesce_keys, "dedupe_keys": totals.dedupe_keys})
+
+
+@retention_app.callback(invoke_without_command=True)
+def retention(context: typer.Context, *, dsn: Dsn = None, as_json: Json = False) -> None:
+    """How long final messages are kept, by topic and state.
+
+    Without a rule they are kept for ever. `pgoutbox prune` deletes by these rules. With --json one document per line.
+    """
+    context.obj = dsn
+    if context.invoked_subcommand is not None:
+        return
+    with maintenance.connect(_settings(dsn), read_only=True) as connection:
+        rules = maintenance.retention_rules(connection)
+    if as_json:
+        for rule in rules:
+            print_json(_rule_as_json(rule))
+        return
+    print_table(maintenance.RetentionRule._fields, [(rule.topic, rule.state, format_keep(rule.keep)) for rule in rules])
+
+
+@retention_app.command("set")
+def set_retention(
+    context: typer.Context,
+    topic: RuleTopic,
+    state: RuleState,
+    keep: Annotated[str, typer.Argument(metavar="KEEP", help="How long, such as 30d; 0; or forever.")],
+    *,
+    dsn: Dsn = None,
+    as_json: Json = False,
+) -> None:
+    """Keep messages of a topic so long in a state.
+
+    With 0 for sent, workers delete each message as it is sent; this takes effect within a minute. Everything else is
+    deleted by `pgoutbox prune`.
+    """
+    rule = maintenance.RetentionRule(topic, state, parse_keep(keep))
+    with maintenance.connect(_settings(dsn or context.obj)) as connection:
+        maintenance.set_retention(connection, *rule)
+    if as_json:
+        print_json(_rule_as_json(rule))
+    else:
+        print_line(f"topic {topic}, {state}: kept {format_keep(rule.keep)}")
+
+
+@retention_app.command("unset")
+def unset_retention(
+    context: typer.Context, topic: RuleTopic, state: RuleState, *, dsn: Dsn = None, as_json: Json = False
+) -> None:
+    """Take a rule back."""
+    with maintenance.connect(_settings(dsn or context.obj)) as connection:
+        unset = maintenance.unset_retention(connection, topic, state)
+    if as_json:
+        print_json({"topic": topic, "state": state, "unset": unset})
+    else:
+        print_line(f"topic {topic}, {state}: {'the rule is taken back' if unset else 'there was no rule'}")
+
+
+def _rule_as_json(rule: maintenance.RetentionRule) -> dict[str, object]:
+    seconds = None if rule.keep is None else rule.keep.total_seconds()
+    return {"topic": rule.topic, "state": rule.state, "keep_seconds": seconds}
 
 
 # Queues.
@@ -696,6 +796,14 @@ def warn_of_unknown_variables(environment: Mapping[str, str]) -> None:
         if variable.upper() not in known:
             nearest = difflib.get_close_matches(variable.upper(), known, n=1, cutoff=0.0)[0]
             print_warning(f"{variable} is no setting of pgoutbox; did you mean {nearest}?")
+
+
+def _redacted_names(settings: Settings) -> Callable[[str], tuple[str, ...]]:
+    """What to hide in messages of a topic: without the application nothing is known of its topics."""
+    if settings.app is None:
+        return lambda _: settings.redacted_names
+    outbox = load_outbox(settings.app)
+    return lambda topic: settings.redacted_names + (outbox.topics[topic].redact if topic in outbox.topics else ())
 
 
 def _confirm(action: str, *, yes: bool) -> None:

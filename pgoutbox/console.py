@@ -177,6 +177,8 @@ def configure_logging(settings: Settings) -> None:
     """Send the log of the whole process to stderr, in the format and from the level that the settings name."""
     dsns = [secret.get_secret_value() for secret in (settings.dsn, settings.listen_dsn) if secret is not None]
     passwords = [settings.smtp_password.get_secret_value()] if settings.smtp_password is not None else []
+    if settings.encryption_keys is not None:
+        passwords += settings.encryption_keys.get_secret_value().split(",")
     secrets = secrets_in(dsns, passwords)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(secrets) if settings.log_format == "json" else TextFormatter(secrets))

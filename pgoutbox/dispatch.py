@@ -61,6 +61,7 @@ class Handler:
     transactional: bool = False
     permanent_errors: tuple[type[BaseException], ...] = ()
     payload_adapter: TypeAdapter[object] | None = None
+    redact: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -75,6 +76,7 @@ class Handler:
         transactional: bool,
         permanent_errors: Sequence[type[BaseException]],
         payload_model: type[BaseModel] | None,
+        redact: tuple[str, ...] = (),
     ) -> Handler:
         """Check a registration: a mistake is a `ConfigurationError` at start-up, not a failed attempt."""
         name = getattr(function, "__qualname__", repr(function))
@@ -96,6 +98,7 @@ class Handler:
             transactional=transactional,
             permanent_errors=tuple(permanent_errors),
             payload_adapter=None if payload_model is None else cast("TypeAdapter[object]", TypeAdapter(payload_model)),
+            redact=redact,
         )
 
     def parse(self, message: Message[object]) -> Message[object]:

@@ -21,8 +21,10 @@ from pydantic import BaseModel, JsonValue, Secret, SecretBytes, SecretStr, Valid
 from pydantic_core import to_json as encode_json
 from typing_extensions import TypeVar, is_typeddict
 
+from pgoutbox.encryption import SEALED, Keyring
 from pgoutbox.errors import ConfigurationError, PayloadError
 from pgoutbox.message import P
+from pgoutbox.redaction import check_redacted_name
 from pgoutbox.retry import RetryPolicy
 
 MAX_DEPTH: Final = 100
@@ -76,7 +78,10 @@ class Topic(Generic[T]):
     `expires_after` counts from when the message falls due. Messages of one queue and `ordering_key` are delivered one
     after the other, in the order of their commits; with `on_failed="halt"` those behind one that failed wait until a
     person has redriven or pruned it. Of coalesced messages each newer one begins the `delay` anew, for no longer than
-    `max_delay` since the first that waits. Raises `ConfigurationError` for a mistake.
+    `max_delay` since the first that waits. The payloads of an `encrypted` topic, and the contents of its fan-outs, are
+    stored encrypted with PGOUTBOX_ENCRYPTION_KEYS; its keys, destinations and headers stay readable. `redact` names
+    what is hidden from people besides passwords and the like: names, or paths such as `user.email`. Raises
+    `ConfigurationError` for a mistake.
 
         activation = Topic(
             "mail.activation",
@@ -100,6 +105,8 @@ class Topic(Generic[T]):
     ordering_key: Callable[[T], str | None] | None = None
     on_failed: OnFailed | None = None
     max_delay: float | timedelta | None = None
+    encrypted: bool = False
+    redact: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         try:
@@ -115,6 +122,7 @@ class Topic(Generic[T]):
             if not callable(self.destination):
                 _if_given(_check_destination, "destination", self.destination)
             _if_given(_check_model, "payload", self.payload)
+            _check_redact("redact", self.redact)
         except PayloadError as error:
             raise ConfigurationError(f"topic {self.name!r}: {error}") from None
 
@@ -225,15 +233,18 @@ def prepare(
     max_attempts: int | None,
     max_payload_bytes: int,
     serializer: Serializer | None,
+    keyring: Keyring | None = None,
 ) -> Draft:
     """Check a message against its topic's definition, which wins. `max_attempts` is what it gets unless it asks.
 
-    Raises `PayloadError` with the path of what is wrong. What a function of the topic or the serializer raises passes
-    through.
+    Raises `PayloadError` with the path of what is wrong, and `ConfigurationError` for an encrypted topic without a
+    keyring. What a function of the topic or the serializer raises passes through.
     """
     payload = message.payload if topic.payload is None else _fit(topic, message.payload)
     text = to_json(payload, max_bytes=max_payload_bytes, serializer=serializer)
-    if _message_options(message) == _NO_MESSAGE_OPTIONS and _topic_options(topic) == _NO_TOPIC_OPTIONS:
+    _check_not_sealed("payload", text)
+    is_plain = _message_options(message) == _NO_MESSAGE_OPTIONS and _topic_options(topic) == _NO_TOPIC_OPTIONS
+    if is_plain and not topic.encrypted:
         return Draft(topic.name, text, None, None, None, None, None, None, None, None, None, max_attempts)
 
     for field, owner in (
@@ -262,7 +273,28 @@ def prepare(
     )
     _check_times(draft)
     _check_together(draft)
-    return draft
+    return _seal(draft, keyring, max_payload_bytes) if topic.encrypted else draft
+
+
+def _check_not_sealed(field: str, text: str) -> None:
+    # In the encoder's text the name can only stand as it is; the slow way tells whether it is a member at the top.
+    if text.startswith("{") and SEALED in text and SEALED in json.loads(text):
+        raise PayloadError(_member(field, SEALED), "is the name under which pgoutbox stores encrypted payloads")
+
+
+def _seal(draft: Draft, keyring: Keyring | None, max_payload_bytes: int) -> Draft:
+    if keyring is None:
+        raise ConfigurationError(f"topic {draft.topic!r} is encrypted: set PGOUTBOX_ENCRYPTION_KEYS")
+    sealed = keyring.seal(draft.payload, topic=draft.topic, dedupe_key=draft.dedupe_key)
+    _check_sealed("payload", sealed, max_payload_bytes)
+    return draft._replace(payload=sealed)
+
+
+def _check_sealed(field: str, sealed: str, max_bytes: int) -> None:
+    if len(sealed) > max_bytes:
+        raise PayloadError(
+            field, f"has {len(sealed)} bytes encrypted, the limit is {max_bytes} (PGOUTBOX_MAX_PAYLOAD_BYTES)"
+        )
 
 
 def prepare_fanout(
@@ -274,6 +306,7 @@ def prepare_fanout(
     max_attempts: int | None,
     max_payload_bytes: int,
     serializer: Serializer | None,
+    keyring: Keyring | None = None,
 ) -> Fanout:
     """Check a fan-out: `prepare` for what its messages have in common, and each destination.
 
@@ -282,7 +315,12 @@ def prepare_fanout(
     if topic.destination is not None:
         raise _owned(topic, "destination")
     draft = prepare(
-        message, topic, max_attempts=max_attempts, max_payload_bytes=max_payload_bytes, serializer=serializer
+        message,
+        topic,
+        max_attempts=max_attempts,
+        max_payload_bytes=max_payload_bytes,
+        serializer=serializer,
+        keyring=keyring,
     )
     for field in ("coalesce_key", "dedupe_key", "ordering_key"):
         if getattr(draft, field) is not None:
@@ -290,6 +328,10 @@ def prepare_fanout(
     if isinstance(destinations, (str, bytes)):
         raise PayloadError("destinations", "must be several texts, not one")
     shared = to_json(content, max_bytes=max_payload_bytes, serializer=serializer, field="content")
+    _check_not_sealed("content", shared)
+    if topic.encrypted and keyring is not None:
+        shared = keyring.seal(shared, topic=topic.name, dedupe_key=None)
+        _check_sealed("content", shared, max_payload_bytes)
     return Fanout(
         topic=draft.topic,
         payload=draft.payload,
@@ -644,6 +686,16 @@ def check_whole(field: str, value: object, *, most: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
         raise PayloadError(field, f"must be a whole number from 1 to {most}, not {_shown(value)}")
     return value
+
+
+def _check_redact(field: str, value: object) -> None:
+    if not isinstance(value, tuple):
+        raise PayloadError(field, f"must be a tuple of names, not {_shown(value)}")
+    try:
+        for name in value:
+            check_redacted_name(name)
+    except ValueError as error:
+        raise PayloadError(field, str(error)) from None
 
 
 def _check_max_attempts(field: str, value: object) -> int:

@@ -11,12 +11,14 @@ import logging
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from typing import Final, assert_never
 
 import psycopg
 
-from pgoutbox.dispatch import Context, bounded_delay, clean_text, describe
+from pgoutbox.dispatch import MAX_TEXT_LENGTH, Context, bounded_delay, clean_text, describe
 from pgoutbox.message import Message, Permanent, Sent, Skip, Snooze, State, Transient
+from pgoutbox.redaction import redact_text
 from pgoutbox.slots import AlreadyFinished, Ending, Released
 from pgoutbox.store import Store, Verdict, is_passing
 from pgoutbox.telemetry import Event, Telemetry, event_of_state
@@ -42,6 +44,7 @@ class Finisher:
         held: MutableMapping[int, Context],
         *,
         batch_size: int,
+        redacted_names: Sequence[str],
         on_progress: Callable[[], None],
         on_successors: Callable[[Sequence[str]], Awaitable[None]],
         on_pending: Callable[[], None],
@@ -50,6 +53,7 @@ class Finisher:
         self._store = store
         self._held = held
         self._batch_size = batch_size
+        self._redacted_names = redacted_names
         self._on_progress = on_progress
         self._on_successors = on_successors
         self._on_pending = on_pending
@@ -84,7 +88,7 @@ class Finisher:
                     self._let_go(context)
                     self._telemetry.count(Event.SENT)
                 case _:
-                    verdicts[context] = _verdict_of_any(context, ending)
+                    verdicts[context] = _verdict_of_any(context, ending, self._redacted_names)
         if sent:
             await self._write(sent, self._write_sent, {})
         if verdicts:
@@ -208,12 +212,20 @@ class Finisher:
         )
 
 
-def _verdict_of_any(context: Context, ending: Transient | Permanent | Skip | Snooze | Released) -> Verdict:
+def _verdict_of_any(
+    context: Context, ending: Transient | Permanent | Skip | Snooze | Released, redacted_names: Sequence[str]
+) -> Verdict:
     try:
-        return verdict_of(context, ending)
+        verdict = verdict_of(context, ending)
+        names = (*redacted_names, *context.handler.redact)
+        return verdict if verdict.reason is None else replace(verdict, reason=_redacted(verdict.reason, names))
     except Exception as error:  # noqa: BLE001 - an outcome that cannot be read ends its own message, not the worker
         message = context.message
         return Verdict(message.id, message.attempt_count, "failed", f"the outcome cannot be read: {describe(error)}")
+
+
+def _redacted(text: str, names: Sequence[str]) -> str:
+    return redact_text(text, names)[:MAX_TEXT_LENGTH]
 
 
 def verdict_of(context: Context, ending: Transient | Permanent | Skip | Snooze | Released) -> Verdict:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Final, LiteralString, NamedTuple, TypeVar
+from typing import Final, LiteralString, NamedTuple, TypeVar, cast
 
 import psycopg
 from psycopg.errors import DeadlockDetected, SerializationFailure
@@ -20,12 +20,16 @@ from psycopg.rows import TupleRow
 from pydantic import JsonValue
 
 from pgoutbox import sql
+from pgoutbox.drafts import check_name
+from pgoutbox.encryption import is_sealed
 from pgoutbox.errors import (
     ConfigurationError,
     MessageNotFoundError,
+    PayloadError,
     StateError,
 )
 from pgoutbox.message import FINAL_STATES, State
+from pgoutbox.redaction import redact, redact_text
 from pgoutbox.settings import Settings
 from pgoutbox.store import ServerFacts, judge_schema, judge_server
 
@@ -34,13 +38,14 @@ Progress = Callable[[int], object]
 
 PRUNED_BY_DEFAULT: Final = frozenset({State.SENT, State.SKIPPED, State.CANCELLED})
 MAX_AGE: Final = timedelta(days=36_500)
+DEDUPE_KEY: Final = "dedupe_key"
+RETAINED: Final = (*(state.value for state in State if state in FINAL_STATES), DEDUPE_KEY)
 
 _REDRIVE_BATCH: Final = 500
 _PRUNE_BATCH: Final = 5_000
 _TRIALS: Final = 5
 _USUAL_BURST: Final = 5
-_SECRET_NAMES: Final = ("password", "passwd", "secret", "token", "authorization", "cookie", "api_key", "apikey")
-_REDACTED: Final = "(redacted)"
+_ENCRYPTED: Final = "(encrypted)"
 
 _T = TypeVar("_T")
 _Parameters = Mapping[str, object] | Sequence[object]
@@ -177,15 +182,27 @@ class Cancelled(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PruneTotals:
-    """How many messages were deleted by the state they had, and how many coalesce keys were forgotten."""
+    """How many messages were deleted by the state they had, and how many keys that had no message any more."""
 
     messages: Mapping[State, int]
     coalesce_keys: int
+    dedupe_keys: int = 0
 
     @property
     def total(self) -> int:
         """All deleted messages."""
         return sum(self.messages.values())
+
+
+class RetentionRule(NamedTuple):
+    """How long final messages of a topic, or of `*`, are kept in one state; None for ever.
+
+    The state is a final one, or `dedupe_key` for the keys of messages that are deleted.
+    """
+
+    topic: str
+    state: str
+    keep: timedelta | None
 
 
 @contextlib.contextmanager
@@ -271,7 +288,8 @@ def list_messages(
 def show_message(connection: psycopg.Connection[TupleRow], message_id: int) -> tuple[ShownMessage, list[ShownAttempt]]:
     """One message and the attempts that did not end `sent`, oldest first.
 
-    The payload is as it was stored: `redact` it before a person sees it. Raises `MessageNotFoundError`.
+    Both are as they were stored: `redact_message` and `redact_attempt` make them fit for a person. Raises
+    `MessageNotFoundError`.
     """
     rows = _fetch(connection, sql.SHOW_MESSAGE, {"id": message_id})
     if not rows:
@@ -301,18 +319,33 @@ def unknown_queues(connection: psycopg.Connection[TupleRow], queues: Sequence[st
     return [row[0] for row in _fetch(connection, sql.UNKNOWN_QUEUES, {"queues": list(queues)})]
 
 
-def redact(value: JsonValue) -> JsonValue:
-    """`value` with everything replaced that is kept under a name such as `password`, `token` or `authorization`."""
-    match value:
-        case dict():
-            return {
-                name: _REDACTED if any(secret in name.lower() for secret in _SECRET_NAMES) else redact(item)
-                for name, item in value.items()
-            }
-        case list():
-            return [redact(item) for item in value]
-        case _:
-            return value
+def redact_message(message: ShownMessage, names: Collection[str]) -> ShownMessage:
+    """The message as a person may see it: what is kept under one of `names` is replaced, and an encrypted payload."""
+    return message._replace(
+        destination=_redact_text(message.destination, names),
+        skip_reason=_redact_text(message.skip_reason, names),
+        last_error=_redact_text(message.last_error, names),
+        headers=cast("dict[str, JsonValue] | None", redact(message.headers, names)),
+        payload=_ENCRYPTED if is_sealed(message.payload) else redact(message.payload, names),
+    )
+
+
+def redact_listed(message: ListedMessage, names: Collection[str]) -> ListedMessage:
+    """The same for a message of a list."""
+    return message._replace(
+        destination=_redact_text(message.destination, names),
+        skip_reason=_redact_text(message.skip_reason, names),
+        last_error=_redact_text(message.last_error, names),
+    )
+
+
+def redact_attempt(attempt: ShownAttempt, names: Collection[str]) -> ShownAttempt:
+    """The same for an attempt."""
+    return attempt._replace(error=_redact_text(attempt.error, names))
+
+
+def _redact_text(text: str | None, names: Collection[str]) -> str | None:
+    return None if text is None else redact_text(text, names)
 
 
 def redrive(connection: psycopg.Connection[TupleRow], message_ids: Collection[int]) -> list[Redriven]:
@@ -424,28 +457,97 @@ def prune(
 ) -> PruneTotals:
     """Delete messages that have been in one of these final states for longer than `older_than`, with their attempts.
 
-    Their dedupe keys are free again after that. `failed` messages wait for a person, so they are deleted only when
-    `states` names them. In batches that are committed one by one; keys and contents without a message go last.
+    Their dedupe keys are free again after that, and with `sent` the old keys of messages that were deleted as they were
+    sent. `failed` messages wait for a person, so they are deleted only when `states` names them. In batches that are
+    committed one by one; keys and contents without a message go last.
     """
     parameters = _prune_parameters(older_than, states, topic) | {"limit": batch_size}
     deleted: Counter[State] = Counter()
-    while rows := _fetch(connection, sql.PRUNE, parameters):
+    _prune_messages(connection, sql.PRUNE, parameters, deleted, progress)
+    keys = _prune_keys(connection, sql.PRUNE_DEDUPE, parameters) if State.SENT in states else 0
+    return PruneTotals(dict(deleted), _prune_what_has_no_message(connection, batch_size), keys)
+
+
+def prune_by_retention(
+    connection: psycopg.Connection[TupleRow], *, batch_size: int = _PRUNE_BATCH, progress: Progress | None = None
+) -> PruneTotals:
+    """Delete what the rules of retention no longer keep, with its attempts. Without rules nothing is deleted.
+
+    In batches that are committed one by one, each by the rule as it then stands. The dedupe keys of the messages are
+    free again after that, unless the rule keeps nothing: then they go by the rule for `dedupe_key`. Any number of
+    sessions may do it at once. Keys and contents without a message go last.
+    """
+    deleted: Counter[State] = Counter()
+    keys = 0
+    for rule in retention_rules(connection):
+        parameters = {"topic": rule.topic, "state": rule.state, "limit": batch_size}
+        if rule.keep is None:
+            continue
+        if rule.state == DEDUPE_KEY:
+            keys += _prune_keys(connection, sql.PRUNE_DEDUPE_BY_RULE, parameters)
+        else:
+            _prune_messages(connection, sql.PRUNE_BY_RULE, parameters, deleted, progress)
+    return PruneTotals(dict(deleted), _prune_what_has_no_message(connection, batch_size), keys)
+
+
+def _prune_messages(
+    connection: psycopg.Connection[TupleRow],
+    statement: LiteralString,
+    parameters: Mapping[str, object],
+    deleted: Counter[State],
+    progress: Progress | None,
+) -> None:
+    while rows := _fetch(connection, statement, parameters):
         deleted.update(State(state) for (state,) in rows)
         if progress is not None:
             progress(deleted.total())
-        if len(rows) < batch_size:
+        if len(rows) < cast("int", parameters["limit"]):
             break
-    forgotten = 0
-    while count := _delete(connection, sql.PRUNE_COALESCE, batch_size):
-        forgotten += count
+
+
+def _prune_what_has_no_message(connection: psycopg.Connection[TupleRow], batch_size: int) -> int:
+    """Forget keys and contents without a message; returns how many coalesce keys."""
     for statement in (sql.PRUNE_ORDERING, sql.PRUNE_CONTENT):
-        while _delete(connection, statement, batch_size):
-            pass
-    return PruneTotals(dict(deleted), forgotten)
+        _prune_keys(connection, statement, {"limit": batch_size})
+    return _prune_keys(connection, sql.PRUNE_COALESCE, {"limit": batch_size})
 
 
-def _delete(connection: psycopg.Connection[TupleRow], statement: LiteralString, limit: int) -> int:
-    return transact(connection, lambda: connection.execute(statement, {"limit": limit}).rowcount)
+def _prune_keys(
+    connection: psycopg.Connection[TupleRow], statement: LiteralString, parameters: Mapping[str, object]
+) -> int:
+    total = 0
+    while count := transact(connection, lambda: connection.execute(statement, parameters).rowcount):
+        total += count
+    return total
+
+
+def retention_rules(connection: psycopg.Connection[TupleRow]) -> list[RetentionRule]:
+    """The rules of retention, by topic and state; those of all topics come last."""
+    return [RetentionRule._make(row) for row in _fetch(connection, sql.RETENTION_RULES, {})]
+
+
+def set_retention(connection: psycopg.Connection[TupleRow], topic: str, state: str, keep: timedelta | None) -> None:
+    """Keep messages of the topic (`*`: of every topic without a rule of its own) so long in this state, None for ever.
+
+    Zero for `sent` has workers delete a message at the moment at which it would become `sent`, within a minute from
+    now. Everything else is deleted by `prune_by_retention`. Raises `ConfigurationError`.
+    """
+    if topic != "*":
+        try:
+            check_name("topic", topic)
+        except PayloadError as error:
+            raise ConfigurationError(f"{error}; or * for all topics") from None
+    if state not in RETAINED:
+        raise ConfigurationError(f"state={state!r}: must be one of {', '.join(RETAINED)}")
+    if keep is not None and not timedelta() <= keep <= MAX_AGE:
+        raise ConfigurationError(f"keep={keep}: must be from 0 to {MAX_AGE.days} days")
+    seconds = None if keep is None else keep.total_seconds()
+    _fetch(connection, sql.SET_RETENTION, {"topic": topic, "state": state, "keep_seconds": seconds})
+
+
+def unset_retention(connection: psycopg.Connection[TupleRow], topic: str, state: str) -> bool:
+    """Take a rule back; False if there was none."""
+    return bool(_fetch(connection, sql.UNSET_RETENTION, {"topic": topic, "state": state}))
 
 
 def _prune_parameters(older_than: timedelta, states: Collection[State], topic: str | None) -> dict[str, object]:

@@ -9,6 +9,7 @@ import logging
 import re
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Generic, Literal, TypeAlias, TypedDict, TypeVar, cast, overload
 
@@ -34,6 +35,7 @@ from pgoutbox.drafts import (
     prepare,
     prepare_fanout,
 )
+from pgoutbox.encryption import Keyring, keyring_of
 from pgoutbox.errors import ConfigurationError, PayloadError, UnknownTopicError
 from pgoutbox.message import Message, Outcome, P
 from pgoutbox.retry import DEFAULT_MAX_ATTEMPTS, RetryPolicy
@@ -177,6 +179,8 @@ class Outbox:
         ordering_key: Callable[[P], str | None] | None = None,
         on_failed: OnFailed | None = None,
         max_delay: float | timedelta | None = None,
+        encrypted: bool = False,
+        redact: tuple[str, ...] = (),
     ) -> Topic[P]:
         """Make a `Topic` of these arguments and `define` it.
 
@@ -197,6 +201,8 @@ class Outbox:
                 ordering_key=ordering_key,
                 on_failed=on_failed,
                 max_delay=max_delay,
+                encrypted=encrypted,
+                redact=redact,
             )
         )
 
@@ -299,6 +305,7 @@ class Outbox:
             transactional=transactional,
             permanent_errors=permanent_errors,
             payload_model=definition.model,
+            redact=definition.redact,
         )
 
     def transports_for(self, settings: Settings) -> dict[str, Transport]:
@@ -585,6 +592,7 @@ class Outbox:
             max_attempts=max_attempts,
             max_payload_bytes=self.settings.max_payload_bytes,
             serializer=serializer,
+            keyring=self._keyring if topic.encrypted else None,
         )
         inside = yield from transaction(required=require_transaction)
         write = insert(draft, notify=notify)
@@ -602,6 +610,7 @@ class Outbox:
             max_attempts=max_attempts,
             max_payload_bytes=self.settings.max_payload_bytes,
             serializer=serializer,
+            keyring=self._keyring if topic.encrypted else None,
         )
 
     def _prepare_all(self, items: Iterable[NewMessage[Any]], serializer: Serializer | None) -> list[Draft]:
@@ -622,11 +631,16 @@ class Outbox:
                     max_attempts=max_attempts,
                     max_payload_bytes=max_payload_bytes,
                     serializer=serializer,
+                    keyring=self._keyring if topic.encrypted else None,
                 )
             except PayloadError as error:
                 raise PayloadError(f"items[{index}].{error.field}", error.reason) from error.__cause__
             drafts.append(draft)
         return drafts
+
+    @cached_property
+    def _keyring(self) -> Keyring | None:
+        return keyring_of(self.settings.encryption_keys)
 
     def _route(self, topic: str | Topic[P]) -> tuple[Topic[P], int | None]:
         """The topic's definition, and how many attempts its messages get if that is not the default."""

@@ -13,8 +13,10 @@ from pydantic import Field, SecretStr, ValidationError, field_validator, model_v
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from pgoutbox.errors import ConfigurationError
+from pgoutbox.redaction import REDACTED_NAMES, check_redacted_name
 
 ENVIRONMENT_PREFIX = "PGOUTBOX_"
+_FERNET_KEY = re.compile(r"\s*[A-Za-z0-9_-]{43}=\s*")
 
 
 class Settings(BaseSettings):
@@ -61,6 +63,10 @@ class Settings(BaseSettings):
     )
     max_payload_bytes: int = Field(
         1_000_000, ge=1, le=200_000_000, description="Largest payload that enqueue accepts, as UTF-8 JSON."
+    )
+    encryption_keys: SecretStr | None = Field(
+        None,
+        description="Fernet keys of encrypted topics, with commas between them: the first encrypts, all decrypt.",
     )
     worker_name: str | None = Field(
         None,
@@ -150,6 +156,9 @@ class Settings(BaseSettings):
         description="Where breakers that open and close are announced: a `mailto:` address, which gets an e-mail.",
     )
 
+    redact: str | None = Field(
+        None, description="Names of values to hide besides `password`, `token` and the like, with commas between them."
+    )
     log_format: Literal["text", "json"] = Field("text", description="Format of the CLI's log.")
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Level of the CLI's log.")
 
@@ -161,6 +170,24 @@ class Settings(BaseSettings):
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError("must be a finite number")
         return value
+
+    @field_validator("redact")
+    @classmethod
+    def _check_redact(cls, names: str | None) -> str | None:
+        for name in names.split(",") if names is not None else ():
+            check_redacted_name(name)
+        return names
+
+    @field_validator("encryption_keys")
+    @classmethod
+    def _check_keys(cls, keys: SecretStr | None) -> SecretStr | None:
+        for number, text in enumerate(keys.get_secret_value().split(",") if keys is not None else (), start=1):
+            if _FERNET_KEY.fullmatch(text) is None:
+                raise ValueError(
+                    f"key {number} is no Fernet key, 32 bytes in URL-safe base64; make one with: "
+                    "python -c 'from cryptography.fernet import Fernet; print(Fernet.generate_key().decode())'"
+                )
+        return keys
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
@@ -190,6 +217,11 @@ class Settings(BaseSettings):
                 "PGOUTBOX_SMTP_SECURITY=none would send PGOUTBOX_SMTP_PASSWORD in plain text; use starttls or tls"
             )
         return self
+
+    @property
+    def redacted_names(self) -> tuple[str, ...]:
+        """The names whose values are hidden wherever people look: the usual ones and those of `redact`."""
+        return (*REDACTED_NAMES, *(name.strip() for name in (self.redact or "").split(",") if name.strip()))
 
     @property
     def pooled(self) -> bool:

@@ -754,6 +754,64 @@ WHERE m.id = h.id
 RETURNING m.id, m.state
 """
 
+# The same where a rule keeps nothing of what was sent: the row goes at the moment at which it would have become `sent`,
+# with the history of its attempts. The rule is asked here, for each row: whoever takes it back is obeyed at once. The
+# dedupe key stays, for as long as a rule keeps it: the message was sent, and its repetition is a duplicate.
+FINISH_SENT_AND_FORGET_IF_HELD: Final[LiteralString] = """
+WITH held AS MATERIALIZED (
+    SELECT
+        m.id,
+        m.attempt_count,
+        EXISTS (
+            SELECT
+            FROM pgoutbox.retention AS r
+            WHERE r.topic IN (m.topic, '*')
+                AND r.state = 'sent'
+                AND r.keep = interval '0'
+                AND (
+                    r.topic = m.topic
+                    OR NOT EXISTS (
+                        SELECT FROM pgoutbox.retention AS own WHERE own.topic = m.topic AND own.state = 'sent'
+                    )
+                )
+        ) AS is_forgotten
+    FROM unnest(%(ids)s::bigint[], %(attempt_counts)s::integer[]) AS o(id, attempt_count)
+    JOIN pgoutbox.message_live AS m ON m.id = o.id
+    WHERE m.state = 'sending' AND m.attempt_count = o.attempt_count
+    FOR UPDATE OF m SKIP LOCKED
+), kept AS (
+    UPDATE pgoutbox.message AS m
+    SET state = 'sent',
+        finished_at = now(),
+        lease_expires_at = NULL
+    FROM held AS h
+    WHERE m.id = h.id
+        AND m.state = 'sending'
+        AND m.attempt_count = h.attempt_count
+        AND NOT h.is_forgotten
+    RETURNING m.id, m.state
+), forgotten AS (
+    DELETE FROM pgoutbox.message_live AS m
+    USING held AS h
+    WHERE m.id = h.id
+        AND m.state = 'sending'
+        AND m.attempt_count = h.attempt_count
+        AND h.is_forgotten
+    RETURNING m.id
+), history AS (
+    DELETE FROM pgoutbox.attempt AS a
+    USING forgotten AS f
+    WHERE a.message_id = f.id
+)
+SELECT k.id, k.state FROM kept AS k
+UNION ALL
+SELECT f.id, 'sent' FROM forgotten AS f
+"""
+
+FORGETS_SENT: Final[LiteralString] = """
+SELECT EXISTS (SELECT FROM pgoutbox.retention AS r WHERE r.state = 'sent' AND r.keep = interval '0')
+"""
+
 # Every other outcome: what the attempt asks for (retry, snoozed, released, failed, skipped) meets what happened to the
 # message meanwhile. A message that would become pending again ends instead when it was cancelled, superseded or has no
 # attempt left. Snooze and release do not use up an attempt: they raise the budget, because the count never goes down.
@@ -1402,10 +1460,25 @@ GROUP BY m.state
 ORDER BY m.state
 """
 
-# The dedupe key goes with its message, and is free again after that.
-PRUNE: Final[LiteralString] = """
+# What a prune deletes is locked first: a row that a redrive has is left alone, and the state is asked for twice.
+_DELETE_OLD: Final[LiteralString] = """, history AS (
+    DELETE FROM pgoutbox.attempt AS a
+    USING old AS o
+    WHERE a.message_id = o.id
+), keys AS (
+    DELETE FROM pgoutbox.dedupe AS d
+    USING old AS o
+    WHERE d.topic = o.topic AND d.dedupe_key = o.dedupe_key AND d.message_id = o.id AND NOT o.keeps_dedupe_key
+)
+DELETE FROM pgoutbox.message AS m
+USING old AS o
+WHERE m.id = o.id AND m.state = o.state AND m.state IN ('sent', 'failed', 'skipped', 'cancelled')
+RETURNING m.state
+"""
+
+_PRUNE_BY_AGE: Final[LiteralString] = """
 WITH old AS MATERIALIZED (
-    SELECT m.id, m.state, m.topic, m.dedupe_key
+    SELECT m.id, m.state, m.topic, m.dedupe_key, false AS keeps_dedupe_key
     FROM pgoutbox.message AS m
     WHERE m.state = ANY (%(states)s::text[])
         AND m.state IN ('sent', 'failed', 'skipped', 'cancelled')
@@ -1413,19 +1486,99 @@ WITH old AS MATERIALIZED (
         AND (%(topic)s::text IS NULL OR m.topic = %(topic)s::text)
     LIMIT %(limit)s::bigint
     FOR UPDATE OF m SKIP LOCKED
-), history AS (
-    DELETE FROM pgoutbox.attempt AS a
-    USING old AS o
-    WHERE a.message_id = o.id
-), keys AS (
-    DELETE FROM pgoutbox.dedupe AS d
-    USING old AS o
-    WHERE d.topic = o.topic AND d.dedupe_key = o.dedupe_key AND d.message_id = o.id
+)"""
+
+# The dedupe key goes with its message, and is free again after that.
+PRUNE: Final[LiteralString] = _PRUNE_BY_AGE + _DELETE_OLD
+
+# One rule, as it stands now: a rule that was changed after the list of rules was read is obeyed as it is. A topic's own
+# rule keeps its messages from that of all topics, and so does one that keeps for ever.
+_PRUNE_BY_RULE: Final[LiteralString] = """
+WITH old AS MATERIALIZED (
+    SELECT m.id, m.state, m.topic, m.dedupe_key, r.keep = interval '0' AS keeps_dedupe_key
+    FROM pgoutbox.retention AS r
+    JOIN pgoutbox.message AS m ON m.state = r.state
+    WHERE r.topic = %(topic)s::text
+        AND r.state = %(state)s::text
+        AND m.state = %(state)s::text
+        AND m.state IN ('sent', 'failed', 'skipped', 'cancelled')
+        AND m.finished_at <= now() - r.keep
+        AND (
+            m.topic = r.topic
+            OR (
+                r.topic = '*'
+                AND NOT EXISTS (
+                    SELECT FROM pgoutbox.retention AS own WHERE own.topic = m.topic AND own.state = r.state
+                )
+            )
+        )
+    LIMIT %(limit)s::bigint
+    FOR UPDATE OF m SKIP LOCKED
+)"""
+PRUNE_BY_RULE: Final[LiteralString] = _PRUNE_BY_RULE + _DELETE_OLD
+
+# Keys whose message is deleted, by a rule of their own.
+PRUNE_DEDUPE_BY_RULE: Final[LiteralString] = """
+WITH old AS MATERIALIZED (
+    SELECT d.topic, d.dedupe_key, d.message_id
+    FROM pgoutbox.retention AS r
+    CROSS JOIN pgoutbox.dedupe AS d
+    WHERE r.topic = %(topic)s::text
+        AND r.state = 'dedupe_key'
+        AND d.created_at <= now() - r.keep
+        AND (
+            d.topic = r.topic
+            OR (
+                r.topic = '*'
+                AND NOT EXISTS (
+                    SELECT FROM pgoutbox.retention AS own WHERE own.topic = d.topic AND own.state = r.state
+                )
+            )
+        )
+        AND NOT EXISTS (SELECT FROM pgoutbox.message AS m WHERE m.id = d.message_id)
+    LIMIT %(limit)s::bigint
+    FOR UPDATE OF d SKIP LOCKED
 )
-DELETE FROM pgoutbox.message AS m
+DELETE FROM pgoutbox.dedupe AS d
 USING old AS o
-WHERE m.id = o.id AND m.state = o.state AND m.state IN ('sent', 'failed', 'skipped', 'cancelled')
-RETURNING m.state
+WHERE d.topic = o.topic AND d.dedupe_key = o.dedupe_key AND d.message_id = o.message_id
+RETURNING d.message_id
+"""
+
+# The same by age alone, for those who prune without rules.
+PRUNE_DEDUPE: Final[LiteralString] = """
+WITH old AS MATERIALIZED (
+    SELECT d.topic, d.dedupe_key, d.message_id
+    FROM pgoutbox.dedupe AS d
+    WHERE d.created_at < now() - make_interval(secs => %(older_than_seconds)s::float8)
+        AND (%(topic)s::text IS NULL OR d.topic = %(topic)s::text)
+        AND NOT EXISTS (SELECT FROM pgoutbox.message AS m WHERE m.id = d.message_id)
+    LIMIT %(limit)s::bigint
+    FOR UPDATE OF d SKIP LOCKED
+)
+DELETE FROM pgoutbox.dedupe AS d
+USING old AS o
+WHERE d.topic = o.topic AND d.dedupe_key = o.dedupe_key AND d.message_id = o.message_id
+RETURNING d.message_id
+"""
+
+RETENTION_RULES: Final[LiteralString] = """
+SELECT r.topic, r.state, r.keep
+FROM pgoutbox.retention AS r
+ORDER BY r.topic = '*', r.topic, r.state
+"""
+
+SET_RETENTION: Final[LiteralString] = """
+INSERT INTO pgoutbox.retention (topic, state, keep)
+VALUES (%(topic)s::text, %(state)s::text, make_interval(secs => %(keep_seconds)s::float8))
+ON CONFLICT ON CONSTRAINT retention_pkey DO UPDATE SET keep = excluded.keep
+RETURNING topic
+"""
+
+UNSET_RETENTION: Final[LiteralString] = """
+DELETE FROM pgoutbox.retention AS r
+WHERE r.topic = %(topic)s::text AND r.state = %(state)s::text
+RETURNING r.topic
 """
 
 # A head can be forgotten when every message of its key is gone: ids of one key only grow, so that is certain when its

@@ -30,6 +30,7 @@ from pgoutbox.settings import Settings
 REQUIRED_SCHEMA_VERSION: Final = 1
 _LOCKED_PAUSE_SECONDS = 0.02
 _REFUSED_PAUSE_SECONDS = 1.0
+_RETENTION_SECONDS = 30.0
 MINIMUM_SERVER_VERSION: Final = 150_000
 MIGRATE_HINT: Final = "run: pgoutbox migrate (or: alembic upgrade heads, where your application's history includes it)"
 
@@ -323,6 +324,9 @@ class Store:
         self._settings = settings
         self.claims = Link(dsn, settings, purpose="claim")
         self._finishes = Link(dsn, settings, purpose="finish", spare=self.claims)
+        self._forgets_sent = False
+        self._retention_turn = asyncio.Lock()
+        self._retention_read_at = -math.inf
 
     async def check_server(self) -> None:
         """Refuse a server that cannot be worked with, saying what to do about it."""
@@ -427,11 +431,28 @@ class Store:
         return int(count)
 
     async def finish_sent(self, ids: Sequence[int], attempt_counts: Sequence[int]) -> dict[int, State]:
-        """Finish these attempts as sent; the answer holds those that still held their message."""
+        """Finish these attempts as sent; the answer holds those that still held their message.
+
+        Also of a message that is deleted instead, because a rule of retention keeps nothing of what was sent.
+        """
         rows = await self._finishes.fetch(
-            sql.FINISH_SENT_IF_HELD, {"ids": _array_of(ids), "attempt_counts": _array_of(attempt_counts)}
+            sql.FINISH_SENT_AND_FORGET_IF_HELD if await self.forgets_sent() else sql.FINISH_SENT_IF_HELD,
+            {"ids": _array_of(ids), "attempt_counts": _array_of(attempt_counts)},
         )
         return dict.fromkeys((row[0] for row in rows), State.SENT)
+
+    async def forgets_sent(self) -> bool:
+        """Whether there is a rule of retention that keeps nothing of what was sent, as of half a minute ago at most.
+
+        Read no more often than that, and only by who finishes: an idle worker does not ask. Raises what a database that
+        does not answer raises.
+        """
+        if time.monotonic() - self._retention_read_at > _RETENTION_SECONDS:
+            async with self._retention_turn:  # Who comes second waits for the answer.
+                if time.monotonic() - self._retention_read_at > _RETENTION_SECONDS:
+                    ((self._forgets_sent,),) = await self._finishes.fetch(sql.FORGETS_SENT, {})
+                    self._retention_read_at = time.monotonic()
+        return self._forgets_sent
 
     async def finish(self, verdicts: Sequence[Verdict]) -> dict[int, State]:
         """Finish these attempts; the answer holds the state that each message reached, if the attempt still held it."""
@@ -525,11 +546,17 @@ class Store:
         await self._finishes.close()
 
 
-async def complete_within(connection: psycopg.AsyncConnection[TupleRow], message_id: int, attempt_count: int) -> bool:
-    """Finish one attempt as sent in the open transaction of `connection`; False if it does not hold its message."""
+async def complete_within(
+    connection: psycopg.AsyncConnection[TupleRow], message_id: int, attempt_count: int, *, forgets: bool
+) -> bool:
+    """Finish one attempt as sent in the open transaction of `connection`; False if it does not hold its message.
+
+    `forgets` is what `Store.forgets_sent` answers.
+    """
+    statement = sql.FINISH_SENT_AND_FORGET_IF_HELD if forgets else sql.FINISH_SENT_IF_HELD
     parameters = {"ids": [message_id], "attempt_counts": [attempt_count]}
     while True:
-        cursor = await connection.execute(sql.FINISH_SENT_IF_HELD, parameters)
+        cursor = await connection.execute(statement, parameters)
         if await cursor.fetchone() is not None:
             return True
         cursor = await connection.execute(sql.STANDING, parameters)
@@ -538,11 +565,14 @@ async def complete_within(connection: psycopg.AsyncConnection[TupleRow], message
         await asyncio.sleep(_LOCKED_PAUSE_SECONDS)
 
 
-def complete_within_sync(connection: psycopg.Connection[TupleRow], message_id: int, attempt_count: int) -> bool:
+def complete_within_sync(
+    connection: psycopg.Connection[TupleRow], message_id: int, attempt_count: int, *, forgets: bool
+) -> bool:
     """The same on a sync connection, for handlers in threads."""
+    statement = sql.FINISH_SENT_AND_FORGET_IF_HELD if forgets else sql.FINISH_SENT_IF_HELD
     parameters = {"ids": [message_id], "attempt_counts": [attempt_count]}
     while True:
-        if connection.execute(sql.FINISH_SENT_IF_HELD, parameters).fetchone() is not None:
+        if connection.execute(statement, parameters).fetchone() is not None:
             return True
         if not _is_locked(connection.execute(sql.STANDING, parameters).fetchone()):
             return False

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import os
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psycopg
 import pytest
@@ -27,6 +28,7 @@ from psycopg import sql as composable
 from psycopg.rows import class_row
 from pydantic import JsonValue
 
+from pgoutbox.encryption import is_sealed, keyring_of, unseal
 from pgoutbox.message import Message, Outcome, Sent, State
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import load_settings
@@ -38,7 +40,7 @@ _MISSING = object()
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A message as the table has it."""
+    """A message as the table has it, but with its payload decrypted if the outbox has the key."""
 
     id: int
     topic: str
@@ -104,8 +106,10 @@ class OutboxDriver:
     def __init__(self, outbox: Outbox, dsn: str) -> None:
         self._outbox = outbox
         self._dsn = dsn
-        settings = load_settings(dsn=dsn, shutdown_grace_seconds=5)
+        keys = outbox.settings.encryption_keys
+        settings = load_settings(dsn=dsn, shutdown_grace_seconds=5, encryption_keys=keys)
         self._settings = settings.model_copy(update={"redirect_to": None})  # Nothing is sent anyway.
+        self._keyring = keyring_of(keys)
         self.deliveries: list[Delivery] = []
         self._capture = _Capture(self.deliveries)
 
@@ -159,7 +163,7 @@ class OutboxDriver:
                 """,
                 {"topic": topic, "state": None if state is None else str(state)},
             )
-            return cursor.fetchall()
+            return [self._decrypted(row) for row in cursor.fetchall()]
 
     def assert_enqueued(
         self,
@@ -190,6 +194,11 @@ class OutboxDriver:
                 f"{topic}: {len(matching)} messages match, expected {wanted}; of this topic there are:\n{found}"
             )
         return matching
+
+    def _decrypted(self, row: Row) -> Row:
+        if self._keyring is None or not is_sealed(row.payload):
+            return row
+        return replace(row, payload=json.loads(unseal(row.payload, self._keyring)))
 
     async def _run_once(self) -> None:
         with self._connect() as connection:

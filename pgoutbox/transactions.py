@@ -19,7 +19,7 @@ from pgoutbox.errors import LeaseLostError
 from pgoutbox.message import Message, Outcome, Sent, Transient
 from pgoutbox.settings import Settings
 from pgoutbox.slots import ALREADY_FINISHED, Ending, ThreadWatch
-from pgoutbox.store import complete_within, complete_within_sync
+from pgoutbox.store import Store, complete_within, complete_within_sync
 
 # What one handler sets in its session is not to reach the next one.
 _FORGET: Final[LiteralString] = "RESET ROLE; RESET ALL"
@@ -36,8 +36,9 @@ class _NotSentError(Exception):
 class Transactions:
     """Runs transactional handlers on pooled connections, which are opened when the first one runs."""
 
-    def __init__(self, settings: Settings, dispatcher: Dispatcher, threads: Executor) -> None:
+    def __init__(self, settings: Settings, store: Store, dispatcher: Dispatcher, threads: Executor) -> None:
         self._settings = settings
+        self._store = store
         self._dispatcher = dispatcher
         self._threads = threads
         self._pool: psycopg_pool.AsyncConnectionPool[psycopg.AsyncConnection[TupleRow]] | None = None
@@ -65,7 +66,8 @@ class Transactions:
                 raise _NotSentError(outcome)
             _check_usable(connection)
             message = context.message
-            if not await complete_within(connection, message.id, message.attempt_count):
+            forgets = await self._store.forgets_sent()
+            if not await complete_within(connection, message.id, message.attempt_count, forgets=forgets):
                 raise _lost(message)
 
     async def _run_in_thread(self, context: Context, watch_thread: ThreadWatch) -> None:
@@ -73,6 +75,7 @@ class Transactions:
         loop = asyncio.get_running_loop()
         handler = context.handler
         message = handler.parse(context.message)
+        forgets = await self._store.forgets_sent()
 
         def work() -> None:
             with pool.connection() as connection:
@@ -82,7 +85,7 @@ class Transactions:
                 if not isinstance(outcome, Sent):
                     raise _NotSentError(outcome)
                 _check_usable(connection)
-                if not complete_within_sync(connection, message.id, message.attempt_count):
+                if not complete_within_sync(connection, message.id, message.attempt_count, forgets=forgets):
                     raise _lost(message)
 
         await in_thread(self._threads, watch_thread, work)

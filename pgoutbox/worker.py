@@ -39,6 +39,7 @@ from pgoutbox.dispatch import (
     outcome_of_error,
 )
 from pgoutbox.doorbell import Bell, Doorbell
+from pgoutbox.encryption import Keyring, is_sealed, keyring_of, unseal
 from pgoutbox.errors import ConfigurationError, LeaseLostError, SchemaError
 from pgoutbox.finisher import Finisher
 from pgoutbox.lanes import Lanes
@@ -138,6 +139,7 @@ class Worker:
         self.name = f"{self._settings.worker_name or socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
         self.telemetry = Telemetry(_log)
         self._redirect = Redirect.at_start(self._settings)
+        self._keyring = keyring_of(self._settings.encryption_keys)
         self._transports = transports if transports is not None else outbox.transports_for(self._settings)
         self._held: dict[int, Context] = {}
         self._suspects: list[Context] = []
@@ -221,11 +223,12 @@ class Worker:
             redirect_to=settings.redirect_to,
             send=self._breakers.send if settings.breaker else None,
         )
-        self._transactions = Transactions(settings, self._dispatcher, self._threads)
+        self._transactions = Transactions(settings, self._store, self._dispatcher, self._threads)
         self._finisher = Finisher(
             self._store,
             self._held,
             batch_size=settings.batch_size,
+            redacted_names=settings.redacted_names,
             on_progress=self._note_written,
             on_successors=self._wake_for_successors,
             on_pending=self._wake.set,
@@ -487,7 +490,7 @@ class Worker:
                 ended.append(row)
                 continue
             handler = self._handlers[row.topic]
-            message, unreadable = _message_of(row, contents)
+            message, problem = _message_of(row, contents, self._keyring)
             context = Context(message, handler, leased_at, self._keeper.ensure)
             self._held[row.id] = context
             if row.content_id is not None and row.content_id not in contents:
@@ -497,10 +500,10 @@ class Worker:
                 continue
             if row.former_state == _SENDING:
                 suspects.append(context)
-            if unreadable is not None or row.superseded:
+            if problem is not None or row.superseded:
                 context.done = True
                 # Superseded since the claim began: a retry is what the finish turns into `skipped`.
-                self._finisher.collect(context, Permanent(unreadable) if unreadable else Transient("superseded"))
+                self._finisher.collect(context, problem or Transient("superseded"))
                 continue
             if handler.max_batch is None:
                 works.append((context,))
@@ -794,15 +797,24 @@ class Worker:
         return [endings[context.message.id] for context in work]
 
 
-def _message_of(row: ClaimedRow, contents: Mapping[int, JsonValue]) -> tuple[Message[object], str | None]:
+def _message_of(
+    row: ClaimedRow, contents: Mapping[int, JsonValue], keyring: Keyring | None
+) -> tuple[Message[object], Permanent | Transient | None]:
     """The message, and what is wrong if its payload cannot be read: one such row must not keep the others."""
-    unreadable = None
+    problem: Permanent | Transient | None = None
     payload = headers = None
+    content = contents.get(row.content_id) if row.content_id is not None else None
     try:
-        payload = _read_json(row.payload_json)
         headers = None if row.headers_json is None else _read_json(row.headers_json)
+        payload = _read_json(row.payload_json)
+        if is_sealed(payload):
+            payload = _read_json(unseal(payload, keyring))
+        if is_sealed(content):
+            content = _read_json(unseal(content, keyring))
     except (ValueError, RecursionError) as error:
-        unreadable = f"payload: cannot be read as JSON: {describe(error)}"
+        problem = Permanent(f"payload: cannot be read as JSON: {describe(error)}")
+    except Transient as missing_key:
+        problem, payload, content = missing_key, None, None
     message: Message[object] = Message(
         row.id,
         row.topic,
@@ -816,9 +828,9 @@ def _message_of(row: ClaimedRow, contents: Mapping[int, JsonValue]) -> tuple[Mes
         row.available_at,
         row.coalesce_key,
         row.ordering_key,
-        contents.get(row.content_id) if row.content_id is not None else None,
+        content,
     )
-    return message, unreadable
+    return message, problem
 
 
 def _read_json(text: str) -> JsonValue:

@@ -148,6 +148,12 @@ def finish_sent(connection: psycopg.Connection, *attempts: tuple[int, int]) -> s
     return {row[0] for row in connection.execute(sql.FINISH_SENT_IF_HELD, parameters).fetchall()}
 
 
+def finish_sent_and_forget(connection: psycopg.Connection, *attempts: tuple[int, int]) -> set[int]:
+    """The same by the statement that also deletes, where a rule of retention says so."""
+    parameters = {"ids": [a[0] for a in attempts], "attempt_counts": [a[1] for a in attempts]}
+    return {row[0] for row in connection.execute(sql.FINISH_SENT_AND_FORGET_IF_HELD, parameters).fetchall()}
+
+
 def finish(connection: psycopg.Connection, *verdicts: Verdict) -> dict[int, State]:
     """Finish attempts with other outcomes; the states that were reached."""
     parameters = {

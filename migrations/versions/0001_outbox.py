@@ -387,6 +387,19 @@ CREATE TABLE pgoutbox.breaker (
 )
 """
 
+# The most specific rule holds: that of the topic, or else that of all topics. Without a rule nothing is deleted.
+RETENTION = """
+CREATE TABLE pgoutbox.retention (
+    keep  interval,
+    topic text     NOT NULL,
+    state text     NOT NULL,
+    CONSTRAINT retention_pkey PRIMARY KEY (topic, state),
+    CONSTRAINT retention_topic_sound CHECK (topic = '*' OR (length(topic) <= 63 AND topic ~ '^[a-z][a-z0-9_.-]*$')),
+    CONSTRAINT retention_state_known CHECK (state IN ('sent', 'failed', 'skipped', 'cancelled', 'dedupe_key')),
+    CONSTRAINT retention_keep_sound CHECK (keep >= interval '0' AND keep <= interval '36500 days')
+)
+"""
+
 # One expression without sub-select, so that PostgreSQL folds it into its caller: the single and the bulk path check by
 # the same rules at the price of an IF. A bounded repetition in a regular expression costs ten times an unbounded one.
 ARGUMENT_ERROR = r"""
@@ -600,7 +613,7 @@ DECLARE
     new_id bigint;
     since timestamptz;
     problem text;
-    digest bytea;
+    digests bytea[];
     known_id bigint;
     known_digest bytea;
 BEGIN
@@ -614,18 +627,27 @@ BEGIN
     new_id := nextval('pgoutbox.message_id_seq');
 
     IF p_dedupe_key IS NOT NULL THEN
-        digest := sha256(convert_to(p_payload::text, 'UTF8'));
+        IF p_payload -> 'pgoutbox.encrypted' IS NOT NULL THEN
+            -- The same payload is encrypted to another text each time. It brings digests of its own, one for each key
+            -- of its producer; any of them tells a repetition, so that keys can be exchanged.
+            SELECT array_agg(sha256(convert_to('digest ' || (d.digest #>> '{}'), 'UTF8')) ORDER BY d.ordinality)
+            INTO digests
+            FROM jsonb_path_query(
+                p_payload, 'strict $."pgoutbox.encrypted"."digests"[*] ? (@.type() == "string")', '{}', true
+            ) WITH ORDINALITY AS d(digest, ordinality);
+        END IF;
+        digests := coalesce(digests, ARRAY[sha256(convert_to(p_payload::text, 'UTF8'))]);
         LOOP
             -- Waits for a transaction that is inserting the same key; inserts after all if that one rolls back.
             INSERT INTO pgoutbox.dedupe (message_id, topic, dedupe_key, payload_digest)
-            VALUES (new_id, p_topic, p_dedupe_key, digest)
+            VALUES (new_id, p_topic, p_dedupe_key, digests[1])
             ON CONFLICT ON CONSTRAINT dedupe_pkey DO NOTHING;
             EXIT WHEN FOUND;
             SELECT d.message_id, d.payload_digest
             INTO known_id, known_digest
             FROM pgoutbox.dedupe AS d
             WHERE d.topic = p_topic AND d.dedupe_key = p_dedupe_key;
-            IF FOUND AND known_digest = digest THEN
+            IF FOUND AND known_digest = ANY (digests) THEN
                 RETURN -known_id;
             ELSIF FOUND THEN
                 RAISE EXCEPTION USING
@@ -1020,6 +1042,7 @@ TABLE_COMMENTS = {
     "message_done": "Messages that need nothing more: sent, skipped, cancelled. Partitioned by time for retention.",
     "attempt": "The attempts that did not end sent, with their errors. A sent message carries its own last attempt.",
     "queue": "Settings of a queue. A queue without a row has no limits.",
+    "retention": "How long final messages are kept, by topic and state. Without a rule they are kept for ever.",
     "coalesce": "For each topic and coalesce key the newest message; an older one is superseded.",
     "ordering": "For each queue and ordering key the last message; locked while enqueue draws the next id.",
     "dedupe": "For each topic and dedupe key the one message that exists for it.",
@@ -1077,6 +1100,11 @@ COLUMN_COMMENTS = {
         "burst": "How many tokens the bucket holds: so many attempts may begin at once after a pause.",
         "max_in_flight": "How many attempts may be in flight at once, in the whole fleet. Null: any number.",
     },
+    "retention": {
+        "keep": "How long; zero deletes sent messages as they are sent, and null keeps them for ever.",
+        "topic": "A topic, or * for every topic without a rule of its own for the state.",
+        "state": "sent, failed, skipped or cancelled; or dedupe_key, for keys whose message is deleted.",
+    },
     "coalesce": {
         "newest_id": "The newest committed message of the key.",
         "waiting_since": "When the first of those that wait together was enqueued with a max_delay.",
@@ -1093,7 +1121,8 @@ COLUMN_COMMENTS = {
         "created_at": "When the key was first used.",
         "topic": "The topic.",
         "dedupe_key": "The key.",
-        "payload_digest": "SHA-256 of the payload, to tell a repetition from a mistake.",
+        "payload_digest": "SHA-256 of the payload, or of the digest in an encrypted one, to tell a repetition from a "
+        "mistake.",
     },
     "content": {
         "id": "What messages name in content_id.",
@@ -1173,6 +1202,7 @@ DOWN = (
     "DROP FUNCTION pgoutbox.raise_argument_error",
     "DROP FUNCTION pgoutbox.is_plain",
     "DROP FUNCTION pgoutbox.argument_error",
+    "DROP TABLE pgoutbox.retention",
     "DROP TABLE pgoutbox.content",
     "DROP TABLE pgoutbox.breaker",
     "DROP TABLE pgoutbox.dedupe",
@@ -1204,7 +1234,7 @@ def upgrade() -> None:
         SCHEMA, SCHEMA_COMMENT, SEQUENCE, MESSAGE, MESSAGE_LIVE, MESSAGE_FAILED, MESSAGE_DONE, MESSAGE_DONE_DEFAULT,
         MESSAGE_DONE_FINISHED, LIVE_FRESH, LIVE_RETRY, LIVE_LEASE, LIVE_IN_FLIGHT, LIVE_ORDERED,
         LIVE_ORDERED_DUE, LIVE_ORDERED_IN_FLIGHT, FAILED_HALTS, MESSAGE_CONTENT, ATTEMPT, QUEUE, COALESCE, ORDERING,
-        DEDUPE, CONTENT, BREAKER, *FUNCTIONS, REVOKE,
+        DEDUPE, CONTENT, BREAKER, RETENTION, *FUNCTIONS, REVOKE,
     ):  # fmt: skip
         op.execute(statement)
     op.execute("ALTER SEQUENCE pgoutbox.message_id_seq OWNED BY pgoutbox.message.id")

@@ -17,10 +17,13 @@ from urllib.parse import quote
 
 import psycopg
 import pytest
+from cryptography.fernet import Fernet
+from pydantic import SecretStr
 
 from pgoutbox import migrate
 from pgoutbox.cli import explain, main
 from pgoutbox.console import JsonFormatter, TextFormatter, mask, printable, secrets_in
+from pgoutbox.encryption import SEALED, Keyring
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import State
 from pgoutbox.settings import ENVIRONMENT_PREFIX
@@ -214,7 +217,7 @@ class TestUsage:
             ("cancel", "--topic", "mail"),
             ("cancel", "--coalesce-key", "k"),
             ("cancel", "--topic", "mail", "--coalesce-key", "k", "--dedupe-key", "d"),
-            ("prune",),
+            ("prune", "--topic", "mail"),
             ("prune", "--older-than", "1d", "--state", "pending"),
             ("list", "--state", "done"),
             ("list", "--limit", "0"),
@@ -458,7 +461,19 @@ class TestLooking:
         message_id = cli("enqueue", "mail", json.dumps({"reset_token": CANARY})).out.strip()
         assert CANARY not in cli("show", message_id).out
         assert CANARY not in cli("show", message_id, "--json").out
-        assert CANARY in cli("show", message_id, "--reveal").out
+        assert cli("show", message_id, "--reveal").exit_code == 2
+
+    def test_enqueue_can_encrypt(
+        self, cli: Callable[..., Done], database: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert "set PGOUTBOX_ENCRYPTION_KEYS" in cli("enqueue", "mail", f'"{CANARY}"', "--encrypt").err
+        key = Fernet.generate_key().decode()
+        monkeypatch.setenv("PGOUTBOX_ENCRYPTION_KEYS", key)
+        message_id = cli("enqueue", "mail", f'"{CANARY}"', "--encrypt").out.strip()
+        (stored,) = database.execute("SELECT payload::text FROM pgoutbox.message").fetchone() or ("",)
+        assert CANARY not in stored
+        assert Keyring(SecretStr(key)).open(json.loads(stored)[SEALED]["token"]) == f'"{CANARY}"'
+        assert cli("show", message_id, "--json").json["payload"] == "(encrypted)"
 
     def test_stats_counts_and_names_paused_queues(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
         put(database)

@@ -7,11 +7,13 @@ schema or the worker, where it must fail. A mutation that no longer finds what i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import textwrap
 from collections.abc import Awaitable, Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import psycopg
@@ -21,21 +23,24 @@ import pgoutbox.worker
 from pgoutbox import Outbox, sql
 from pgoutbox.dispatch import Context
 from pgoutbox.doorbell import Bell, Doorbell
-from pgoutbox.message import Message
+from pgoutbox.message import Message, State
 from pgoutbox.store import Link, Verdict
 from pgoutbox.telemetry import Telemetry
+from tests.messages import put
 from tests.outbox_actions import (
     WatchedWorker,
     claim,
     enqueue,
     finish,
     finish_sent,
+    finish_sent_and_forget,
     first_of,
     ids_in_flight,
     lapse,
     redrive,
     renew,
     row_of,
+    rows_of,
     running,
     settings_for,
     state_of,
@@ -113,6 +118,97 @@ async def a_released_attempt_cannot_write(stage: Stage) -> None:
     claim(stage.db)
     finish_sent(stage.db, (message_id, 1))
     assert state_of(stage.db, message_id) == "sending"
+
+
+# --- retention --------------------------------------------------------------------------------------------------------
+
+
+def keep_nothing(stage: Stage, topic: str = "*", state: str = "sent") -> None:
+    stage.db.execute("INSERT INTO pgoutbox.retention (topic, state, keep) VALUES (%s, %s, '0')", [topic, state])
+
+
+async def a_stale_owner_cannot_delete(stage: Stage) -> None:
+    keep_nothing(stage)
+    message_id = lost_to_another(stage)
+    finish_sent_and_forget(stage.db, (message_id, 1))
+    assert [row.state for row in rows_of(stage.db, message_id)] == ["sending"]
+
+
+async def what_is_pending_again_is_not_deleted(stage: Stage) -> None:
+    keep_nothing(stage)
+    message_id = enqueue(stage.db)
+    claim(stage.db)
+    finish(stage.db, Verdict(message_id, 1, "retry", "busy"))
+    finish_sent_and_forget(stage.db, (message_id, 1))
+    assert rows_of(stage.db, message_id)
+
+
+async def a_rule_that_was_taken_back_is_obeyed_at_once(stage: Stage) -> None:
+    message_id = enqueue(stage.db)
+    claim(stage.db)
+    assert finish_sent_and_forget(stage.db, (message_id, 1)) == {message_id}
+    assert rows_of(stage.db, message_id)
+
+
+async def a_topics_own_rule_holds(stage: Stage) -> None:
+    keep_nothing(stage)
+    stage.db.execute("INSERT INTO pgoutbox.retention (topic, state) VALUES ('greet', 'sent')")
+    message_id = enqueue(stage.db)
+    claim(stage.db)
+    finish_sent_and_forget(stage.db, (message_id, 1))
+    assert rows_of(stage.db, message_id)
+
+
+async def a_repetition_of_a_deleted_message_is_known(stage: Stage) -> None:
+    message_id = put(stage.db, State.SENT, dedupe_key="k", age=timedelta(days=1))
+    keep_nothing(stage)
+    prune_by_rules(stage.db)
+    assert rows_of(stage.db) == []
+    assert put(stage.db, dedupe_key="k") == message_id
+
+
+async def a_key_that_has_a_message_is_not_pruned(stage: Stage) -> None:
+    message_id = put(stage.db, dedupe_key="k")
+    keep_nothing(stage, state="dedupe_key")
+    prune_by_rules(stage.db)
+    assert put(stage.db, dedupe_key="k") == message_id
+
+
+async def pruning_leaves_what_its_topic_keeps(stage: Stage) -> None:
+    message_id = put(stage.db, State.SENT, age=timedelta(days=1))
+    keep_nothing(stage)
+    stage.db.execute("INSERT INTO pgoutbox.retention (topic, state) VALUES ('mail', 'sent')")
+    prune_by_rules(stage.db)
+    assert rows_of(stage.db, message_id)
+
+
+async def pruning_leaves_a_message_that_is_being_redriven(stage: Stage) -> None:
+    message_id = put(stage.db, State.FAILED, age=timedelta(days=1))
+    keep_nothing(stage, state="failed")
+    operator = stage.connect()
+    assert redrive(operator, message_id)
+    stage.db.execute("SET lock_timeout = '100ms'")
+    with contextlib.suppress(psycopg.errors.LockNotAvailable):
+        prune_by_rules(stage.db)
+        operator.commit()
+        assert state_of(stage.db, message_id) == "pending"
+        return
+    pytest.fail("it waits for the redrive")
+
+
+async def pruning_obeys_the_rule_as_it_stands(stage: Stage) -> None:
+    message_id = put(stage.db, State.SENT, age=timedelta(days=1))
+    parameters = {"topic": "mail", "state": "sent", "limit": 9}
+    keep_nothing(stage, topic="mail")
+    stage.db.execute("UPDATE pgoutbox.retention SET keep = '2 days'")
+    stage.db.execute(sql.PRUNE_BY_RULE, parameters)
+    assert rows_of(stage.db, message_id)
+
+
+def prune_by_rules(db: psycopg.Connection) -> None:
+    for topic, state in db.execute("SELECT topic, state FROM pgoutbox.retention WHERE keep IS NOT NULL").fetchall():
+        statement = sql.PRUNE_DEDUPE_BY_RULE if state == "dedupe_key" else sql.PRUNE_BY_RULE
+        db.execute(statement, {"topic": topic, "state": state, "limit": 9})
 
 
 # --- one in flight, newest wins ---------------------------------------------------------------------------------------
@@ -289,6 +385,48 @@ NO_FENCE_IN_FINISH = no_fence_in(
     "FINISH_IF_HELD", "AND m.attempt_count = o.attempt_count", "AND m.attempt_count = h.attempt_count"
 )
 
+
+def no_guard_in(name: str, *parts: str) -> Mutation:
+    """The statement of this name without these parts."""
+
+    def mutate(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(sql, name, without(getattr(sql, name), *parts))
+
+    return mutate
+
+
+def no_fence_in_forget(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    name = "FINISH_SENT_AND_FORGET_IF_HELD"
+    fenced = without(sql.FINISH_SENT_AND_FORGET_IF_HELD, "AND m.attempt_count = o.attempt_count")
+    patch.setattr(sql, name, without(fenced, "AND m.attempt_count = h.attempt_count", times=2))
+
+
+def no_state_in_forget(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    name = "FINISH_SENT_AND_FORGET_IF_HELD"
+    stateless = without(sql.FINISH_SENT_AND_FORGET_IF_HELD, "m.state = 'sending' AND ")
+    patch.setattr(sql, name, without(stateless, "AND m.state = 'sending'\n", times=2))
+
+
+def no_look_at_the_rule_in_forget(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    statement = sql.FINISH_SENT_AND_FORGET_IF_HELD
+    assert statement.count(") AS is_forgotten") == 1
+    statement = statement.replace(") AS is_forgotten", ") OR true AS is_forgotten")
+    patch.setattr(sql, "FINISH_SENT_AND_FORGET_IF_HELD", statement)
+
+
+OWN_RULE_IN_FORGET = """
+                AND (
+                    r.topic = m.topic
+                    OR NOT EXISTS (
+                        SELECT FROM pgoutbox.retention AS own WHERE own.topic = m.topic AND own.state = 'sent'
+                    )
+                )"""
+
+OWN_RULE = """
+                AND NOT EXISTS (
+                    SELECT FROM pgoutbox.retention AS own WHERE own.topic = m.topic AND own.state = r.state
+                )"""
+
 SIBLING = """
         AND (
             m.coalesce_key IS NULL
@@ -375,6 +513,38 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
         lambda stage, patch: patch.setattr(
             sql, "RENEW_IF_HELD", without(sql.RENEW_IF_HELD, "AND m.attempt_count = a.attempt_count", times=2)
         ),
+    ),
+    ("fence in forget", a_stale_owner_cannot_delete, no_fence_in_forget),
+    ("state in forget", what_is_pending_again_is_not_deleted, no_state_in_forget),
+    ("rule in forget", a_rule_that_was_taken_back_is_obeyed_at_once, no_look_at_the_rule_in_forget),
+    (
+        "own rule in forget",
+        a_topics_own_rule_holds,
+        no_guard_in("FINISH_SENT_AND_FORGET_IF_HELD", OWN_RULE_IN_FORGET),
+    ),
+    (
+        "dedupe key outlives zero",
+        a_repetition_of_a_deleted_message_is_known,
+        no_guard_in("PRUNE_BY_RULE", " AND NOT o.keeps_dedupe_key"),
+    ),
+    (
+        "dedupe key of a message",
+        a_key_that_has_a_message_is_not_pruned,
+        no_guard_in(
+            "PRUNE_DEDUPE_BY_RULE",
+            "        AND NOT EXISTS (SELECT FROM pgoutbox.message AS m WHERE m.id = d.message_id)\n",
+        ),
+    ),
+    ("own rule in prune", pruning_leaves_what_its_topic_keeps, no_guard_in("PRUNE_BY_RULE", OWN_RULE)),
+    (
+        "locked rows in prune",
+        pruning_leaves_a_message_that_is_being_redriven,
+        no_guard_in("PRUNE_BY_RULE", " SKIP LOCKED"),
+    ),
+    (
+        "age in prune",
+        pruning_obeys_the_rule_as_it_stands,
+        no_guard_in("PRUNE_BY_RULE", "        AND m.finished_at <= now() - r.keep\n"),
     ),
     ("one in flight: look", a_successor_waits_for_its_predecessor, no_look_at_siblings),
     ("one in flight: index", of_two_claims_that_do_not_see_each_other_one_is_refused, no_unique_index),

@@ -213,6 +213,7 @@ def test_the_next_due_time_is_read_from_the_head_of_each_lane(filled: psycopg.Co
     ("statement", "parameters"),
     [
         pytest.param(sql.FINISH_SENT_IF_HELD, HELD_PARAMETERS, id="finish sent"),
+        pytest.param(sql.FINISH_SENT_AND_FORGET_IF_HELD, HELD_PARAMETERS, id="finish sent and forget"),
         pytest.param(sql.FINISH_IF_HELD, FINISH_PARAMETERS, id="finish"),
         pytest.param(sql.RENEW_IF_HELD, HELD_PARAMETERS, id="renew"),
         pytest.param(sql.WATCH_IF_HELD, HELD_PARAMETERS, id="watch"),
@@ -233,6 +234,7 @@ def test_attempts_in_flight_are_found_by_primary_key(
         pytest.param(sql.CLAIM_FRESH, CLAIM_PARAMETERS, id="claim fresh"),
         pytest.param(sql.NEXT_DUE, {"queues": ["default"], "since_seconds": 0}, id="next due"),
         pytest.param(sql.FINISH_SENT_IF_HELD, HELD_PARAMETERS, id="finish sent"),
+        pytest.param(sql.FINISH_SENT_AND_FORGET_IF_HELD, HELD_PARAMETERS, id="finish sent and forget"),
         pytest.param(sql.FINISH_IF_HELD, FINISH_PARAMETERS, id="finish"),
         pytest.param(sql.STANDING, HELD_PARAMETERS, id="standing"),
         pytest.param(sql.QUEUES_OF_SUCCESSORS, SUCCESSOR_PARAMETERS, id="queues of successors"),

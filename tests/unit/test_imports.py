@@ -10,8 +10,8 @@ import sys
 import pgoutbox
 
 OPTIONAL = (
-    "aiosmtplib", "alembic", "anyio", "apprise", "asyncpg", "django", "email.mime", "httpcore", "httpx", "jinja2",
-    "psycopg_pool", "pytest", "rich", "smtplib", "sqlalchemy", "starlette", "typer",
+    "aiosmtplib", "alembic", "anyio", "apprise", "asyncpg", "cryptography", "django", "email.mime", "httpcore", "httpx",
+    "jinja2", "psycopg_pool", "pytest", "rich", "smtplib", "sqlalchemy", "starlette", "typer",
 )  # fmt: skip
 
 

@@ -14,7 +14,9 @@ SECRET_VARIABLES = (
     "PGOUTBOX_SMTP_PASSWORD",
     "PGOUTBOX_APPRISE_URLS",
     "PGOUTBOX_WEBHOOK_SECRETS",
+    "PGOUTBOX_ENCRYPTION_KEYS",
 )
+FERNET_KEY = "c4n4ry-s3cret_c4n4ry-s3cret_c4n4ry-s3cret_A="
 
 
 @pytest.fixture(autouse=True)
@@ -141,7 +143,7 @@ def test_the_listener_has_the_same_database_unless_told_otherwise() -> None:
 @pytest.mark.parametrize("variable", SECRET_VARIABLES)
 def test_a_secret_never_shows(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     monkeypatch.setenv("PGOUTBOX_SMTP_USERNAME", "app")
-    monkeypatch.setenv(variable, CANARY)
+    monkeypatch.setenv(variable, FERNET_KEY)
     settings = load_settings()
     for text in (repr(settings), str(settings), str(settings.model_dump()), settings.model_dump_json()):
         assert CANARY not in text
@@ -156,3 +158,11 @@ def test_the_refusal_of_a_secret_names_the_variable_only(monkeypatch: pytest.Mon
 def test_settings_cannot_be_changed_after_they_were_read() -> None:
     with pytest.raises(ValueError, match="frozen"):
         load_settings().concurrency = 5
+
+
+@pytest.mark.parametrize("keys", ["short", f"{FERNET_KEY},", f"{FERNET_KEY},{CANARY}", FERNET_KEY.replace("_", "/")])
+def test_what_is_no_key_is_refused_by_its_number(keys: str) -> None:
+    number = 1 if "," not in keys else 2
+    message = refusal(encryption_keys=keys)
+    assert message.startswith(f"PGOUTBOX_ENCRYPTION_KEYS=(hidden): key {number} is no Fernet key")
+    assert CANARY not in message

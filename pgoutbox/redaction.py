@@ -1,0 +1,158 @@
+"""What nobody should read by accident: values kept under names such as `password`, wherever people look. Pure.
+
+A name matches a member whose own name contains it, without regard to case, hyphens and underscores: `token` matches
+`Access-Token`. A name with dots is a path that a member's path ends with, lists left out: `user.email` matches the
+`email` of each of `users`. Too much is hidden rather than too little.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from pydantic import JsonValue
+
+REDACTED: Final = "(redacted)"
+REDACTED_NAMES: Final = (
+    "password",
+    "passwd",
+    "passphrase",
+    "secret",
+    "token",
+    "authorization",
+    "cookie",
+    "credential",
+    "api_key",
+    "access_key",
+    "private_key",
+)
+
+_NOT_IN_NAMES = str.maketrans("", "", "-_")
+# What stands before a value: `key=`, `"key": ` and `'key': `, the quotes with any backslashes, and PostgreSQL's
+# `(key)=`. The look-behind keeps a long text from being read once for each of its characters.
+_BEFORE_VALUE = re.compile(r"""(?<![\w.-])(?P<key>[\w.-]++)(?:\\*["']\]?\s*(?:=+>?|:)|\)?\s*=+)\s*""")
+_HEADER = re.compile(r"(?i)\b((?:proxy-)?authorization|(?:set-)?cookie): *[^\r\n\"']+")
+_BEARER = re.compile(r"(?i)\b(bearer|basic) +(?:(?=[\w.~+/-]*\d)[\w.~+/-]{6,}|[\w.~+/-]{20,})=*")
+_USERINFO = re.compile(r"(?<=://)[^\s/?#\"'<>]*@")
+_QUOTE = re.compile(r"""[bBrRuUfF]{0,2}(\\*["'])""")
+_STRUCTURE = re.compile(r"""\\*["']|[\s,;&()\[\]{}]""")
+_AFTER_VALUE = re.compile(r"[\s,;&)\]}]|$")
+_SCHEMES: Final = frozenset({"bearer", "basic", "digest"})
+# How pydantic quotes what does not fit, on a line that does not name the field.
+_ALWAYS: Final = "inputvalue"
+
+
+def redact(value: JsonValue, names: Collection[str] = REDACTED_NAMES) -> JsonValue:
+    """`value` with everything replaced that is kept under one of `names`, at any depth.
+
+    >>> redact({"to": "ann", "reset_token": "x", "user": {"email": "a@b.example"}}, ("token", "user.email"))
+    {'to': 'ann', 'reset_token': '(redacted)', 'user': {'email': '(redacted)'}}
+    """
+    return _redact(value, [_parts(name) for name in names], ())
+
+
+def _redact(value: JsonValue, names: Sequence[Sequence[str]], path: tuple[str, ...]) -> JsonValue:
+    match value:
+        case dict():
+            members: dict[str, JsonValue] = {}
+            for key, item in value.items():
+                here = (*path, _normal(key))
+                members[key] = REDACTED if any(_matches(here, name) for name in names) else _redact(item, names, here)
+            return members
+        case list():
+            return [_redact(item, names, path) for item in value]
+        case _:
+            return value
+
+
+def redact_text(text: str, names: Iterable[str] = REDACTED_NAMES) -> str:
+    """`text`, such as an error, with the values replaced that stand in it next to one of `names`.
+
+    Found are `key=value`, `"key": "value"` and their like, headers that authorize, and the user and password of a URL.
+    A text has no paths: of a name with dots the last part counts.
+
+    >>> redact_text("login(user='ann', password='x y') at https://ann:pw@example.org/?token=abc&page=2")
+    "login(user='ann', password=(redacted)) at https://(redacted)@example.org/?token=(redacted)&page=2"
+    """
+    last_parts = [_ALWAYS, *(_parts(name)[-1] for name in names)]
+    pieces = []
+    done = 0
+    for found in _BEFORE_VALUE.finditer(text):
+        if found.start() < done or not any(part in _normal(found["key"]) for part in last_parts):
+            continue
+        end = _end_of_value(text, found.end())
+        pieces += [text[done : found.end()], REDACTED if end > found.end() else ""]
+        done = end
+    text = "".join([*pieces, text[done:]])
+    text = _HEADER.sub(rf"\1: {REDACTED}", text)
+    text = _BEARER.sub(rf"\1 {REDACTED}", text)
+    return _USERINFO.sub(f"{REDACTED}@", text)
+
+
+def _end_of_value(text: str, start: int) -> int:
+    """Where the value that begins at `start` ends: quoted, in brackets or a word. If it is cut off, the text's end."""
+    quote = _QUOTE.match(text, start)
+    return _end_of_word(text, start) if quote is None else _after_quoted(text, quote.end(), quote[1])
+
+
+def _end_of_word(text: str, start: int) -> int:
+    position = start
+    while (mark := _STRUCTURE.search(text, position)) is not None:
+        position = mark.end()
+        if mark[0] in "([{":
+            return _after_brackets(text, position)
+        if mark[0][-1] in "\"'":
+            is_end = _AFTER_VALUE.match(text, position) is not None  # Of a text of which the value is the last word.
+        else:
+            is_end = text[start : mark.start()].lower() not in _SCHEMES
+        if is_end:
+            return mark.start()
+    return len(text)
+
+
+def _after_brackets(text: str, position: int) -> int:
+    depth = 1
+    while depth > 0 and (mark := _STRUCTURE.search(text, position)) is not None:
+        position = mark.end()
+        if mark[0] in "([{":
+            depth += 1
+        elif mark[0] in ")]}":
+            depth -= 1
+        elif mark[0][-1] in "\"'":
+            position = _after_quoted(text, position, mark[0])
+    return position if depth == 0 else len(text)
+
+
+def _after_quoted(text: str, start: int, quote: str) -> int:
+    # The same quote after as many backslashes, so that one which is part of the value does not end it.
+    position = start
+    while (position := text.find(quote[-1], position)) != -1:
+        value = text[start:position]
+        backslashes = len(value) - len(value.rstrip("\\"))
+        position += 1
+        if backslashes == len(quote) - 1 or (len(quote) == 1 and backslashes % 2 == 0):
+            return position
+    return len(text)
+
+
+def check_redacted_name(name: object) -> None:
+    """Raise `ValueError` for what is no name to redact by."""
+    if not isinstance(name, str) or not all(_normal(part.strip()) for part in name.split(".")):
+        raise ValueError(f"{name!r} is no name of values to hide; give a name such as email, or a path as user.email")
+
+
+def _parts(name: str) -> list[str]:
+    return [_normal(part) for part in name.split(".") if part]
+
+
+def _normal(name: str) -> str:
+    return name.lower().translate(_NOT_IN_NAMES)
+
+
+def _matches(path: Sequence[str], name: Sequence[str]) -> bool:
+    if len(name) == 1:
+        return name[0] in path[-1]
+    end = [part for key in path for part in key.split(".")][-len(name) :]
+    return len(end) == len(name) and all(part in key for part, key in zip(name, end, strict=True))

@@ -1,0 +1,260 @@
+"""Encrypted topics on a real database: what the row holds, what the handler gets, and what duplicates are."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import TYPE_CHECKING
+
+import pytest
+from cryptography.fernet import Fernet
+from pydantic import BaseModel
+from typing_extensions import Unpack
+
+from pgoutbox import Outbox, PayloadError, maintenance
+from pgoutbox.dispatch import Context, SyncContext
+from pgoutbox.drafts import NewMessage
+from pgoutbox.encryption import SEALED
+from pgoutbox.errors import ConfigurationError, DuplicateError
+from pgoutbox.message import Message
+from pgoutbox.outbox import MessageOptions
+from pgoutbox.retry import RetryPolicy
+from pgoutbox.steps import Enqueued
+from pgoutbox.testing import OutboxDriver
+from pgoutbox.worker import Worker
+from tests.outbox_actions import attempts_of, enqueue, make_due, row_of, settings_for, state_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import psycopg
+
+CANARY = "c4n4ry-s3cret"
+OLD, NEW = Fernet.generate_key().decode(), Fernet.generate_key().decode()
+MUCH_LATER = RetryPolicy.steps(3600, jitter=0)
+
+
+class Reset(BaseModel):
+    """A payload."""
+
+    user: int
+    code: str
+
+
+def outbox_with(dsn: str, *keys: str) -> Outbox:
+    """An outbox whose topic `reset` is encrypted."""
+    outbox = Outbox(settings_for(dsn, encryption_keys=",".join(keys) or None))
+    outbox.topic("reset", payload=Reset, encrypted=True)
+    return outbox
+
+
+def put(outbox: Outbox, db: psycopg.Connection, code: str = CANARY, **options: Unpack[MessageOptions]) -> Enqueued:
+    with db.transaction():
+        return outbox.enqueue(db, "reset", Reset(user=7, code=code), **options)
+
+
+def everything_in(db: psycopg.Connection) -> str:
+    """All that the tables of messages hold, as text."""
+    texts = []
+    for table in ("message", "attempt", "dedupe", "coalesce"):
+        texts += [row[0] for row in db.execute(f"SELECT t::text FROM pgoutbox.{table} AS t".encode()).fetchall()]
+    return "\n".join(texts)
+
+
+KINDS = ("async", "sync", "batch", "transactional", "transactional sync")
+
+
+def register(outbox: Outbox, kind: str) -> list[object]:
+    """A handler of that kind, and the payloads that it gets."""
+    got: list[object] = []
+    if kind in ("async", "transactional"):
+
+        @outbox.handler("reset", transactional=kind != "async", retry=MUCH_LATER)
+        async def handle(message: Message, ctx: Context) -> None:
+            got.append(message.payload)
+
+    elif kind == "batch":
+
+        @outbox.batch_handler("reset", retry=MUCH_LATER)
+        async def handle_all(messages: Sequence[Message], contexts: Sequence[Context]) -> None:
+            got.extend(message.payload for message in messages)
+
+    else:
+
+        @outbox.handler("reset", transactional=kind != "sync", retry=MUCH_LATER)
+        def handle_in_thread(message: Message, ctx: SyncContext) -> None:
+            got.append(message.payload)
+
+    return got
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_the_row_is_encrypted_and_the_handler_gets_the_model(dsn: str, db: psycopg.Connection, kind: str) -> None:
+    outbox = outbox_with(dsn, OLD)
+    got = register(outbox, kind)
+    message_id = put(outbox, db, dedupe_key="reset-7", coalesce_key="7").id
+    assert CANARY not in everything_in(db)
+    await Worker(outbox).run_once()
+    assert got == [Reset(user=7, code=CANARY)]
+    assert state_of(db, message_id) == "sent"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("keys", [(), (NEW,)], ids=["without keys", "with another key"])
+async def test_a_worker_without_the_key_retries_and_the_next_one_delivers(
+    dsn: str, db: psycopg.Connection, caplog: pytest.LogCaptureFixture, kind: str, keys: tuple[str, ...]
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    message_id = put(outbox_with(dsn, OLD), db).id
+    (token,) = db.execute("SELECT payload #>> %s FROM pgoutbox.message", [[SEALED, "token"]]).fetchone() or ("",)
+    blind = outbox_with(dsn, *keys)
+    got = register(blind, kind)
+    await Worker(blind).run_once()
+    row = row_of(db, message_id)
+    assert (got, row.state) == ([], "pending")
+    assert "PGOUTBOX_ENCRYPTION_KEYS" in str(row.last_error)
+    for shown in (str(row.last_error), str(attempts_of(db, message_id)), caplog.text):
+        assert not any(secret in shown for secret in (CANARY, token, OLD, NEW))
+    make_due(db, message_id)
+    mended = outbox_with(dsn, *keys, OLD)
+    got = register(mended, kind)
+    await Worker(mended).run_once()
+    assert (got, state_of(db, message_id)) == ([Reset(user=7, code=CANARY)], "sent")
+
+
+async def test_one_message_that_cannot_be_opened_keeps_no_other_of_its_batch(dsn: str, db: psycopg.Connection) -> None:
+    closed = put(outbox_with(dsn, NEW), db).id
+    outbox = outbox_with(dsn, OLD)
+    got = register(outbox, "batch")
+    opened = put(outbox, db).id
+    await Worker(outbox).run_once()
+    assert [state_of(db, closed), state_of(db, opened), len(got)] == ["pending", "sent", 1]
+
+
+async def test_what_was_enqueued_before_the_topic_was_encrypted_is_delivered(dsn: str, db: psycopg.Connection) -> None:
+    outbox = outbox_with(dsn, OLD)
+    got = register(outbox, "async")
+    enqueue(db, "reset", {"user": 7, "code": "plain"})
+    await Worker(outbox).run_once()
+    assert got == [Reset(user=7, code="plain")]
+
+
+def test_the_same_payload_under_one_dedupe_key_is_a_duplicate_and_another_a_conflict(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    outbox = outbox_with(dsn, OLD)
+    first = put(outbox, db, dedupe_key="k")
+    assert put(outbox, db, dedupe_key="k") == Enqueued(first.id, True)
+    with pytest.raises(DuplicateError) as caught:
+        put(outbox, db, code="another", dedupe_key="k")
+    assert CANARY not in str(caught.value)
+
+
+def test_duplicates_are_known_in_bulk(dsn: str, db: psycopg.Connection) -> None:
+    outbox = outbox_with(dsn, OLD)
+    first = put(outbox, db, dedupe_key="k")
+    with db.transaction():
+        again, fresh = outbox.enqueue_many(
+            db,
+            [
+                NewMessage("reset", Reset(user=7, code=CANARY), dedupe_key="k"),
+                NewMessage("reset", Reset(user=8, code=CANARY)),
+            ],
+        )
+    assert (again, fresh.duplicate) == (Enqueued(first.id, True), False)
+    assert CANARY not in everything_in(db)
+
+
+def test_duplicates_are_known_while_keys_are_exchanged(dsn: str, db: psycopg.Connection) -> None:
+    first = put(outbox_with(dsn, OLD), db, dedupe_key="k")
+    for keys in ((OLD, NEW), (NEW, OLD)):
+        assert put(outbox_with(dsn, *keys), db, dedupe_key="k") == Enqueued(first.id, True)
+    second = put(outbox_with(dsn, NEW, OLD), db, dedupe_key="l")
+    assert put(outbox_with(dsn, OLD, NEW), db, dedupe_key="l") == Enqueued(second.id, True)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        {SEALED: None},
+        {SEALED: "x"},
+        {SEALED: {"digests": "x"}},
+        {SEALED: {"digests": []}},
+        {SEALED: {"digests": [None, {}]}},
+        [{SEALED: {"digests": ["x"]}}],
+    ],
+)
+def test_without_usable_digests_the_payload_itself_is_compared(db: psycopg.Connection, payload: object) -> None:
+    first = enqueue(db, payload=payload, dedupe_key="k")
+    assert enqueue(db, payload=payload, dedupe_key="k") == first
+    (stored,) = db.execute(
+        "SELECT payload_digest = sha256(payload::text::bytea) FROM pgoutbox.dedupe, pgoutbox.message"
+    )
+    assert stored == (True,)
+
+
+def test_a_digest_cannot_be_forged_by_a_payload_of_its_text(db: psycopg.Connection) -> None:
+    first = enqueue(db, payload={SEALED: {"digests": ["5"]}}, dedupe_key="k")
+    assert enqueue(db, payload={SEALED: {"digests": ["4", "5"]}}, dedupe_key="k") == first
+    for other in (5, "5"):
+        with pytest.raises(Exception, match="another payload"):
+            enqueue(db, payload=other, dedupe_key="k")
+
+
+async def test_the_content_of_a_fan_out_is_encrypted_too(dsn: str, db: psycopg.Connection) -> None:
+    outbox = outbox_with(dsn, OLD)
+    got: list[object] = []
+
+    @outbox.handler("reset")
+    async def handle(message: Message, ctx: Context) -> None:
+        got.append((message.payload, message.content))
+
+    with db.transaction():
+        outbox.enqueue_fanout(
+            db,
+            "reset",
+            Reset(user=7, code=CANARY),
+            ["mailto:a@example.org", "mailto:b@example.org"],
+            content={"x": CANARY},
+        )
+    assert CANARY not in everything_in(db)
+    assert CANARY not in str(db.execute("SELECT body FROM pgoutbox.content").fetchall())
+    await Worker(outbox).run_once()
+    assert got == [(Reset(user=7, code=CANARY), {"x": CANARY})] * 2
+
+
+def test_a_content_of_the_reserved_form_is_refused(dsn: str, db: psycopg.Connection) -> None:
+    with db.transaction(), pytest.raises(PayloadError, match="content"):
+        outbox_with(dsn).enqueue_fanout(db, "plain", 1, ["mailto:a@example.org"], content={SEALED: 1})
+
+
+def test_without_keys_nothing_is_written_and_the_transaction_goes_on(dsn: str, db: psycopg.Connection) -> None:
+    with db.transaction():
+        with pytest.raises(ConfigurationError, match="set PGOUTBOX_ENCRYPTION_KEYS"):
+            outbox_with(dsn).enqueue(db, "reset", Reset(user=7, code=CANARY))
+        assert db.execute("SELECT count(*) FROM pgoutbox.message").fetchone() == (0,)
+
+
+def test_a_payload_of_the_reserved_form_is_refused(dsn: str, db: psycopg.Connection) -> None:
+    with db.transaction(), pytest.raises(PayloadError, match="payload"):
+        outbox_with(dsn, OLD).enqueue(db, "plain", {SEALED: {"token": "x"}})
+
+
+def test_a_copy_that_is_resent_is_read_like_its_source(dsn: str, db: psycopg.Connection) -> None:
+    outbox = outbox_with(dsn, OLD)
+    got = register(outbox, "async")
+    driver = OutboxDriver(outbox, dsn)
+    message_id = put(outbox, db, dedupe_key="k").id
+    driver.run_pass()
+    with maintenance.connect(settings_for(dsn)) as operator:
+        maintenance.resend(operator, message_id)
+    driver.run_pass()
+    assert got == [Reset(user=7, code=CANARY)] * 2
+
+
+def test_the_driver_of_tests_sees_the_payload(dsn: str, db: psycopg.Connection) -> None:
+    outbox = outbox_with(dsn, OLD)
+    put(outbox, db)
+    (row,) = OutboxDriver(outbox, dsn).assert_enqueued("reset", payload={"code": CANARY})
+    assert row.payload == {"user": 7, "code": CANARY}
+    assert CANARY not in json.dumps(db.execute("SELECT payload FROM pgoutbox.message").fetchall())

@@ -1,0 +1,368 @@
+"""Workers where a rule keeps nothing of what was sent, and the commands by which an operator sets rules."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import multiprocessing
+import os
+from collections import Counter
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+
+import pgoutbox.worker
+from pgoutbox import Outbox, sql
+from pgoutbox.cli import main
+from pgoutbox.dispatch import Context, SyncContext
+from pgoutbox.maintenance import set_retention
+from pgoutbox.message import Message, Outcome, Permanent, Skip, State, Transient
+from pgoutbox.retry import RetryPolicy
+from pgoutbox.settings import ENVIRONMENT_PREFIX
+from pgoutbox.store import Link, Store
+from pgoutbox.telemetry import Event
+from pgoutbox.worker import Worker
+from tests.messages import put
+from tests.outbox_actions import (
+    PATIENCE_SECONDS,
+    WatchedWorker,
+    attempts_of,
+    claim,
+    enqueue,
+    finish_sent_and_forget,
+    lapse,
+    make_due,
+    rows_of,
+    running,
+    settings_for,
+    state_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+SPAWN = multiprocessing.get_context("spawn")
+ZERO = timedelta()
+DAY = timedelta(days=1)
+AT_ONCE = RetryPolicy.steps(0, jitter=0)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often a worker has run each statement."""
+    statements: Counter[str] = Counter()
+    fetch = Link.fetch
+
+    async def counted(self: Link, statement: Any, parameters: Any) -> Any:  # noqa: ANN401 - passed on
+        statements[statement] += 1
+        return await fetch(self, statement, parameters)
+
+    monkeypatch.setattr(Link, "fetch", counted)
+    return statements
+
+
+def register(outbox: Outbox, kind: str) -> list[int]:
+    """A handler of that kind, and the ids of the messages that it gets."""
+    got: list[int] = []
+    if kind in ("async", "transactional"):
+
+        @outbox.handler("greet", transactional=kind != "async")
+        async def handle(message: Message, ctx: Context) -> None:
+            got.append(message.id)
+
+    elif kind == "batch":
+
+        @outbox.batch_handler("greet")
+        async def handle_all(messages: Sequence[Message], contexts: Sequence[Context]) -> None:
+            got.extend(message.id for message in messages)
+
+    else:
+
+        @outbox.handler("greet", transactional=kind != "sync")
+        def handle_in_thread(message: Message, ctx: SyncContext) -> None:
+            got.append(message.id)
+
+    return got
+
+
+@pytest.mark.parametrize("kind", ["async", "sync", "batch", "transactional", "transactional sync"])
+async def test_a_message_is_deleted_as_it_is_sent(outbox: Outbox, db: psycopg.Connection, kind: str) -> None:
+    set_retention(db, "greet", "sent", ZERO)
+    got = register(outbox, kind)
+    ids = [enqueue(db) for _ in range(6)]
+    worker = Worker(outbox)
+    await worker.run_once()
+    assert sorted(got) == ids
+    assert rows_of(db) == []
+    assert (worker.telemetry.counts[Event.SENT], worker.telemetry.counts[Event.LEASE_LOST]) == (6, 0)
+
+
+async def test_only_what_was_sent_is_deleted(outbox: Outbox, db: psycopg.Connection) -> None:
+    set_retention(db, "*", "sent", ZERO)
+    outcomes: dict[object, Outcome | None] = {
+        "sent": None, "failed": Permanent("no"), "skipped": Skip("no"), "retried": Transient("no", retry_after=60),
+    }  # fmt: skip
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> Outcome | None:
+        return outcomes[message.payload]
+
+    ids = {payload: enqueue(db, payload=payload) for payload in outcomes}
+    await Worker(outbox).run_once()
+    del ids["sent"]
+    assert [(row.id, row.state) for row in rows_of(db)] == [
+        (ids["failed"], "failed"), (ids["skipped"], "skipped"), (ids["retried"], "pending"),
+    ]  # fmt: skip
+
+
+async def test_the_history_of_failed_attempts_goes_too(outbox: Outbox, db: psycopg.Connection) -> None:
+    set_retention(db, "*", "sent", ZERO)
+
+    @outbox.handler("greet", retry=AT_ONCE)
+    async def greet(message: Message, ctx: Context) -> None:
+        if message.attempt_count == 1:
+            raise ValueError("busy")
+
+    message_id = enqueue(db)
+    await Worker(outbox).run_once()
+    assert len(attempts_of(db, message_id)) in (0, 1)
+    if rows_of(db):
+        make_due(db, message_id)
+        await Worker(outbox).run_once()
+    assert (rows_of(db), attempts_of(db, message_id)) == ([], [])
+
+
+async def test_a_successor_of_a_deleted_message_is_delivered(outbox: Outbox, db: psycopg.Connection) -> None:
+    set_retention(db, "*", "sent", ZERO)
+    got: list[object] = []
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        got.append(message.payload)
+        if message.payload == "first":
+            enqueue(db, payload="second", coalesce_key="k")
+
+    enqueue(db, payload="first", coalesce_key="k")
+    await Worker(outbox).run_once()
+    assert (got, rows_of(db)) == (["first", "second"], [])
+
+
+async def test_a_rule_reaches_a_running_worker_which_asks_rarely(
+    outbox: Outbox, dsn: str, db: psycopg.Connection, asked: Counter[str]
+) -> None:
+    got = register(outbox, "async")
+    worker = WatchedWorker(outbox, settings=settings_for(dsn, batch_size=1))
+    async with running(worker):
+        await worker.asleep.wait()
+        assert asked[sql.FORGETS_SENT] == 0
+
+        async def deliver() -> None:
+            count = len(got)
+            enqueue(db)
+            while True:
+                if len(got) > count and not worker._held:
+                    return
+                await asyncio.sleep(0)
+
+        for _ in range(3):
+            await deliver()
+        assert (asked[sql.FORGETS_SENT], len(rows_of(db))) == (1, 3)
+        set_retention(db, "*", "sent", ZERO)
+        worker._store._retention_read_at = -math.inf
+        for _ in range(3):
+            await deliver()
+        assert (asked[sql.FORGETS_SENT], len(rows_of(db))) == (2, 3)
+
+
+async def test_handlers_that_end_together_all_know_the_rule(dsn: str, db: psycopg.Connection) -> None:
+    set_retention(db, "*", "sent", ZERO)
+    store = Store(settings_for(dsn), worker="w")
+    try:
+        assert await asyncio.gather(*(store.forgets_sent() for _ in range(5))) == [True] * 5
+    finally:
+        await store.close()
+
+
+async def test_a_rule_that_cannot_be_read_keeps_the_message_until_it_can(
+    outbox: Outbox, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_retention(db, "*", "sent", ZERO)
+    register(outbox, "async")
+    fetch = Link.fetch
+    failures = [psycopg.OperationalError("gone"), psycopg.OperationalError("gone")]
+
+    async def fail(self: Link, statement: Any, parameters: Any) -> Any:  # noqa: ANN401 - passed on
+        if statement == sql.FORGETS_SENT and failures:
+            raise failures.pop()
+        return await fetch(self, statement, parameters)
+
+    monkeypatch.setattr(Link, "fetch", fail)
+    enqueue(db)
+    worker = Worker(outbox)
+    await worker.run_once()
+    assert (failures, rows_of(db), worker.telemetry.counts[Event.SENT]) == ([], [], 1)
+
+
+async def test_a_deletion_whose_answer_is_lost_ends_the_attempt(
+    outbox: Outbox, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_retention(db, "*", "sent", ZERO)
+    got = register(outbox, "async")
+    fetch = Link.fetch
+    losses = [psycopg.OperationalError("the answer is lost")]
+
+    async def lose(self: Link, statement: Any, parameters: Any) -> Any:  # noqa: ANN401 - passed on
+        answer = await fetch(self, statement, parameters)
+        if statement == sql.FINISH_SENT_AND_FORGET_IF_HELD and losses:
+            raise losses.pop()
+        return answer
+
+    monkeypatch.setattr(Link, "fetch", lose)
+    message_id = enqueue(db)
+    worker = Worker(outbox)
+    await worker.run_once()
+    assert (got, losses, rows_of(db)) == ([message_id], [], [])
+    # Whether it was this attempt that sent it cannot be known any more.
+    assert worker.telemetry.counts[Event.LEASE_LOST] == 1
+
+
+async def test_the_writes_of_a_handler_whose_message_another_has_sent_are_rolled_back(
+    outbox: Outbox, db: psycopg.Connection
+) -> None:
+    set_retention(db, "*", "sent", ZERO)
+    db.execute("CREATE TABLE written (id bigint)")
+
+    @outbox.handler("greet", transactional=True)
+    async def greet(message: Message, ctx: Context) -> None:
+        await ctx.connection.execute("INSERT INTO written VALUES (1)")
+        lapse(db, message.id)
+        claim(db, worker="another")
+        assert finish_sent_and_forget(db, (message.id, 2)) == {message.id}
+
+    enqueue(db)
+    worker = Worker(outbox)
+    await worker.run_once()
+    assert rows_of(db) == []
+    assert db.execute("SELECT count(*) FROM written").fetchone() == (0,)
+    assert worker.telemetry.counts[Event.SENT] == 0
+
+
+# --- killed processes -------------------------------------------------------------------------------------------------
+
+
+def deliver_and_die(dsn: str, point: str) -> None:
+    """A worker process that ends at one point of the first message's way, as kill -9 would end it."""
+    outbox = Outbox(settings_for(dsn))
+
+    class DoomedStore(Store):
+        async def finish_sent(self, ids: Sequence[int], attempt_counts: Sequence[int]) -> dict[int, State]:
+            if point == "before finish":
+                os._exit(9)
+            await super().finish_sent(ids, attempt_counts)
+            os._exit(9)
+
+    @outbox.handler("greet")
+    def greet(message: Message, ctx: SyncContext) -> None:
+        if point == "before send":
+            os._exit(9)
+
+    vars(pgoutbox.worker)["Store"] = DoomedStore
+    asyncio.run(Worker(outbox).run_once())
+
+
+@pytest.mark.parametrize("point", ["before send", "before finish", "after finish"])
+async def test_a_killed_worker_has_deleted_only_what_was_sent(
+    outbox: Outbox, dsn: str, db: psycopg.Connection, point: str
+) -> None:
+    set_retention(db, "*", "sent", ZERO)
+    message_id = enqueue(db)
+    doomed = SPAWN.Process(target=deliver_and_die, args=(dsn, point), daemon=True)
+    doomed.start()
+    await asyncio.to_thread(doomed.join, 4 * PATIENCE_SECONDS)
+    assert doomed.exitcode == 9
+    if point == "after finish":
+        assert rows_of(db) == []
+        return
+    assert state_of(db, message_id) == "sending"
+    lapse(db, message_id)
+    got = register(outbox, "async")
+    await Worker(outbox).run_once()
+    assert (got, rows_of(db)) == ([message_id], [])
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cli(dsn: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a command that succeeds, and gives what it writes to stdout; one that is refused gives its errors."""
+    for variable in list(os.environ):
+        if variable.startswith(ENVIRONMENT_PREFIX):
+            monkeypatch.delenv(variable)
+    monkeypatch.setenv("PGOUTBOX_DSN", dsn)
+
+    def run(*arguments: object, exit_code: int = 0) -> str:
+        capsys.readouterr()
+        assert main([str(argument) for argument in arguments]) == exit_code
+        captured = capsys.readouterr()
+        return captured.err if exit_code else captured.out
+
+    return run
+
+
+def test_rules_are_set_listed_and_taken_back(cli: Callable[..., str]) -> None:
+    assert cli("retention") == "topic\tstate\tkeep\n"
+    assert cli("retention", "set", "mail", "sent", "0") == "topic mail, sent: kept 0\n"
+    assert cli("retention", "set", "mail", "failed", "forever") == "topic mail, failed: kept forever\n"
+    cli("retention", "set", "*", "sent", "36h")
+    assert json.loads(cli("retention", "set", "*", "dedupe_key", "30d", "--json")) == {
+        "topic": "*",
+        "state": "dedupe_key",
+        "keep_seconds": 2_592_000.0,
+    }
+    assert cli("retention").splitlines()[1:] == [
+        "mail\tfailed\tforever",
+        "mail\tsent\t0",
+        "*\tdedupe_key\t30d",
+        "*\tsent\t36h",
+    ]
+    documents = [json.loads(line) for line in cli("retention", "--json").splitlines()]
+    assert [document["keep_seconds"] for document in documents] == [None, 0.0, 2_592_000.0, 129_600.0]
+    assert cli("retention", "unset", "mail", "sent") == "topic mail, sent: the rule is taken back\n"
+    assert json.loads(cli("retention", "unset", "mail", "sent", "--json"))["unset"] is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("mail", "pending", "1d"), "state='pending': must be one of"),
+        (("No Topic", "sent", "1d"), "topic: must be 1 to 63"),
+        (("mail", "sent", "-1d"), "'-1d'"),
+        (("mail", "sent", "30"), "'30' is not a duration"),
+        (("mail", "sent", "99999d"), "'99999d' is not a duration"),
+    ],
+)
+def test_a_mistake_is_named(cli: Callable[..., str], arguments: tuple[str, ...], named: str) -> None:
+    assert named in cli("retention", "set", "--", *arguments, exit_code=2)
+
+
+def test_prune_without_arguments_obeys_the_rules(cli: Callable[..., str], db: psycopg.Connection) -> None:
+    put(db, State.SENT, age=2 * DAY, dedupe_key="k")
+    kept = put(db, State.SENT, age=DAY / 2)
+    assert cli("prune") == "0 messages deleted\n"
+    cli("retention", "set", "*", "sent", "1d")
+    assert cli("prune") == "1 messages deleted\n"
+    assert [row.id for row in rows_of(db)] == [kept]
+    assert json.loads(cli("prune", "--json")) == {
+        "deleted": {"cancelled": 0, "failed": 0, "sent": 0, "skipped": 0},
+        "coalesce_keys": 0,
+        "dedupe_keys": 0,
+    }
+
+
+def test_filters_without_an_age_are_refused(cli: Callable[..., str], db: psycopg.Connection) -> None:
+    assert "--older-than" in cli("prune", "--state", "sent", exit_code=2)
+    assert "--older-than" in cli("prune", "--topic", "mail", exit_code=2)

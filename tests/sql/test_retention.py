@@ -1,0 +1,278 @@
+"""Rules of retention: which message a rule means, how long it keeps it, and what goes with the message."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import psycopg
+import pytest
+
+from pgoutbox import maintenance
+from pgoutbox.errors import ConfigurationError
+from pgoutbox.maintenance import RetentionRule, prune_by_retention, retention_rules, set_retention, unset_retention
+from pgoutbox.message import FINAL_STATES, State
+from pgoutbox.settings import load_settings
+from tests.messages import ADD_ATTEMPT, put
+from tests.outbox_actions import (
+    attempts_of,
+    cancel,
+    claim,
+    enqueue,
+    finish_sent_and_forget,
+    row_of,
+    rows_of,
+    state_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.conftest import Connect
+
+DAY = timedelta(days=1)
+ZERO = timedelta()
+
+
+@pytest.fixture
+def rolled_back(rolled_back: psycopg.Connection) -> psycopg.Connection:
+    """The same connection inside a transaction, so that those of `maintenance` become savepoints of it."""
+    rolled_back.execute("SELECT")
+    return rolled_back
+
+
+@pytest.fixture
+def operator(dsn: str) -> Iterator[psycopg.Connection]:
+    """The connection of an operator to the test's own database: what is done on it is committed."""
+    with maintenance.connect(load_settings(dsn=dsn)) as connection:
+        yield connection
+
+
+def keys_of(connection: psycopg.Connection) -> list[str]:
+    """The dedupe keys that are taken."""
+    return [row[0] for row in connection.execute("SELECT dedupe_key FROM pgoutbox.dedupe ORDER BY 1").fetchall()]
+
+
+class TestRules:
+    def test_a_rule_is_set_changed_and_taken_back(self, rolled_back: psycopg.Connection) -> None:
+        set_retention(rolled_back, "*", "sent", 30 * DAY)
+        set_retention(rolled_back, "mail", "sent", DAY)
+        set_retention(rolled_back, "mail", "sent", None)
+        set_retention(rolled_back, "mail", "failed", timedelta(hours=36))
+        set_retention(rolled_back, "sms", "dedupe_key", ZERO)
+        assert retention_rules(rolled_back) == [
+            RetentionRule("mail", "failed", timedelta(hours=36)),
+            RetentionRule("mail", "sent", None),
+            RetentionRule("sms", "dedupe_key", ZERO),
+            RetentionRule("*", "sent", 30 * DAY),
+        ]
+        assert unset_retention(rolled_back, "mail", "sent")
+        assert not unset_retention(rolled_back, "mail", "sent")
+
+    @pytest.mark.parametrize(
+        ("topic", "state", "keep", "named"),
+        [
+            ("Mail", "sent", DAY, "topic: "),
+            ("", "sent", DAY, "topic: "),
+            ("mail", "pending", DAY, "state='pending'"),
+            ("mail", "sending", DAY, "state='sending'"),
+            ("mail", "sent", -DAY, "keep=-1 day"),
+            ("mail", "sent", 36_501 * DAY, "keep=36501 days"),
+        ],
+    )
+    def test_a_mistake_is_named(
+        self, rolled_back: psycopg.Connection, topic: str, state: str, keep: timedelta, named: str
+    ) -> None:
+        with pytest.raises(ConfigurationError, match=named):
+            set_retention(rolled_back, topic, state, keep)
+        assert retention_rules(rolled_back) == []
+
+    @pytest.mark.parametrize(
+        ("topic", "state", "keep", "constraint"),
+        [
+            ("Mail", "sent", "1 day", "retention_topic_sound"),
+            ("**", "sent", "1 day", "retention_topic_sound"),
+            ("mail", "pending", "1 day", "retention_state_known"),
+            ("mail", "sent", "-1 day", "retention_keep_sound"),
+            ("mail", "sent", "102 years", "retention_keep_sound"),
+        ],
+    )
+    def test_the_table_refuses_it_from_anyone(
+        self, rolled_back: psycopg.Connection, topic: str, state: str, keep: str, constraint: str
+    ) -> None:
+        with pytest.raises(psycopg.errors.CheckViolation) as caught:
+            rolled_back.execute("INSERT INTO pgoutbox.retention VALUES (%s, %s, %s)", (keep, topic, state))
+        assert caught.value.diag.constraint_name == constraint
+
+
+class TestPrune:
+    def test_without_rules_nothing_is_deleted(self, rolled_back: psycopg.Connection) -> None:
+        for state in State:
+            put(rolled_back, state, age=10_000 * DAY)
+        assert prune_by_retention(rolled_back).total == 0
+        assert len(rows_of(rolled_back)) == len(State)
+
+    @pytest.mark.parametrize("ruled", sorted(FINAL_STATES))
+    def test_a_rule_deletes_what_is_older_in_its_state_and_nothing_else(
+        self, rolled_back: psycopg.Connection, ruled: State
+    ) -> None:
+        set_retention(rolled_back, "mail", ruled, DAY)
+        old = {state: put(rolled_back, state, age=2 * DAY) for state in State}
+        young = put(rolled_back, ruled, age=DAY / 2)
+        foreign = put(rolled_back, ruled, topic="sms", age=2 * DAY)
+        assert prune_by_retention(rolled_back).messages == {ruled: 1}
+        assert [row.id for row in rows_of(rolled_back)] == [
+            *(old[state] for state in State if state is not ruled), young, foreign,
+        ]  # fmt: skip
+
+    def test_the_rule_of_all_topics_is_for_those_without_their_own(self, rolled_back: psycopg.Connection) -> None:
+        set_retention(rolled_back, "*", "sent", DAY)
+        set_retention(rolled_back, "longer", "sent", 3 * DAY)
+        set_retention(rolled_back, "forever", "sent", None)
+        set_retention(rolled_back, "shorter", "sent", DAY / 2)
+        set_retention(rolled_back, "other", "failed", None)
+        kept = {
+            put(rolled_back, State.SENT, topic=topic, age=age)
+            for topic, age in (("longer", 2 * DAY), ("forever", 99 * DAY), ("mail", DAY / 2))
+        }
+        for topic, age in (("longer", 4 * DAY), ("shorter", DAY * 0.75), ("mail", 2 * DAY), ("other", 2 * DAY)):
+            put(rolled_back, State.SENT, topic=topic, age=age)
+        assert prune_by_retention(rolled_back).messages == {State.SENT: 4}
+        assert {row.id for row in rows_of(rolled_back)} == kept
+
+    @pytest.mark.parametrize("state", sorted(FINAL_STATES))
+    def test_zero_deletes_what_is_there(self, rolled_back: psycopg.Connection, state: State) -> None:
+        set_retention(rolled_back, "*", state, ZERO)
+        put(rolled_back, state)
+        assert prune_by_retention(rolled_back).messages == {state: 1}
+
+    @pytest.mark.parametrize("state", [State.PENDING, State.SENDING])
+    def test_what_is_still_owed_stays_whatever_the_tables_say(
+        self, rolled_back: psycopg.Connection, state: State
+    ) -> None:
+        message_id = put(rolled_back, state)
+        for change in (
+            "ALTER TABLE pgoutbox.message_live DROP CONSTRAINT message_live_sound",
+            "ALTER TABLE pgoutbox.retention DROP CONSTRAINT retention_state_known",
+            "UPDATE pgoutbox.message SET finished_at = '2001-01-01'",
+        ):
+            rolled_back.execute(change.encode())
+        rolled_back.execute("INSERT INTO pgoutbox.retention VALUES ('0', '*', %s)", [state])
+        assert prune_by_retention(rolled_back).total == 0
+        assert state_of(rolled_back, message_id) == state
+
+    def test_attempts_and_keys_go_with_their_message(self, rolled_back: psycopg.Connection) -> None:
+        set_retention(rolled_back, "*", "sent", DAY)
+        old = put(rolled_back, State.SENT, dedupe_key="old", coalesce_key="old", age=2 * DAY)
+        young = put(rolled_back, State.SENT, dedupe_key="young", coalesce_key="young")
+        for message_id in (old, young):
+            rolled_back.execute(ADD_ATTEMPT, (message_id, 1))
+        totals = prune_by_retention(rolled_back)
+        assert (totals.total, totals.coalesce_keys, totals.dedupe_keys) == (1, 1, 0)
+        assert (attempts_of(rolled_back, old), len(attempts_of(rolled_back, young))) == ([], 1)
+        assert keys_of(rolled_back) == ["young"]
+
+    def test_keys_of_deleted_messages_go_by_a_rule_of_their_own(self, rolled_back: psycopg.Connection) -> None:
+        set_retention(rolled_back, "*", "sent", ZERO)
+        for topic, key in (("mail", "new"), ("mail", "old"), ("sms", "old sms")):
+            put(rolled_back, State.SENT, topic=topic, dedupe_key=key)
+        prune_by_retention(rolled_back)
+        put(rolled_back, dedupe_key="old, with its message")
+        rolled_back.execute(
+            "UPDATE pgoutbox.dedupe SET created_at = now() - interval '9 days' WHERE dedupe_key LIKE 'old%'"
+        )
+        assert prune_by_retention(rolled_back).dedupe_keys == 0
+        set_retention(rolled_back, "*", "dedupe_key", 7 * DAY)
+        set_retention(rolled_back, "sms", "dedupe_key", None)
+        assert prune_by_retention(rolled_back).dedupe_keys == 1
+        assert keys_of(rolled_back) == ["new", "old sms", "old, with its message"]
+
+    def test_a_prune_by_age_takes_old_keys_of_deleted_messages(self, rolled_back: psycopg.Connection) -> None:
+        set_retention(rolled_back, "*", "sent", ZERO)
+        put(rolled_back, State.SENT, dedupe_key="old")
+        prune_by_retention(rolled_back)
+        put(rolled_back, dedupe_key="live")
+        rolled_back.execute("UPDATE pgoutbox.dedupe SET created_at = now() - interval '9 days'")
+        assert maintenance.prune(rolled_back, DAY, states=[State.FAILED]).dedupe_keys == 0
+        assert maintenance.prune(rolled_back, 10 * DAY).dedupe_keys == 0
+        assert maintenance.prune(rolled_back, DAY, topic="sms").dedupe_keys == 0
+        assert maintenance.prune(rolled_back, DAY).dedupe_keys == 1
+        assert keys_of(rolled_back) == ["live"]
+
+    def test_each_batch_is_committed_by_itself(self, operator: psycopg.Connection, connect: Connect) -> None:
+        set_retention(operator, "*", "sent", DAY)
+        for _ in range(5):
+            put(operator, State.SENT, age=2 * DAY)
+        observer = connect(autocommit=True)
+        seen: list[tuple[int, int]] = []
+        prune_by_retention(operator, batch_size=2, progress=lambda done: seen.append((done, len(rows_of(observer)))))
+        assert seen == [(2, 3), (4, 1), (5, 0)]
+
+
+class TestFinish:
+    """What becomes of a sent message where a rule keeps nothing."""
+
+    def sending(self, connection: psycopg.Connection, **options: str) -> int:
+        message_id = enqueue(connection, **options)  # type: ignore[arg-type] # only keys are passed
+        claim(connection)
+        return message_id
+
+    def test_the_row_goes_with_its_history_as_it_is_sent(self, rolled_back: psycopg.Connection) -> None:
+        set_retention(rolled_back, "greet", "sent", ZERO)
+        message_id = self.sending(rolled_back, dedupe_key="k", coalesce_key="c")
+        rolled_back.execute(ADD_ATTEMPT, (message_id, 7))
+        assert finish_sent_and_forget(rolled_back, (message_id, 1)) == {message_id}
+        assert (rows_of(rolled_back), attempts_of(rolled_back, message_id)) == ([], [])
+        assert enqueue(rolled_back, dedupe_key="k") == message_id
+
+    @pytest.mark.parametrize(
+        ("rules", "kept"),
+        [
+            ([], True),
+            ([("*", "sent", ZERO)], False),
+            ([("*", "sent", None), ("greet", "sent", ZERO)], False),
+            ([("*", "sent", ZERO), ("greet", "sent", None)], True),
+            ([("*", "sent", ZERO), ("greet", "sent", timedelta(milliseconds=1))], True),
+            ([("other", "sent", ZERO), ("greet", "failed", ZERO), ("*", "skipped", ZERO)], True),
+        ],
+    )
+    def test_the_most_specific_rule_holds(
+        self,
+        rolled_back: psycopg.Connection,
+        rules: list[tuple[str, str, timedelta | None]],
+        kept: bool,
+    ) -> None:
+        for rule in rules:
+            set_retention(rolled_back, *rule)
+        message_id = self.sending(rolled_back)
+        assert finish_sent_and_forget(rolled_back, (message_id, 1)) == {message_id}
+        assert bool(rows_of(rolled_back)) == kept
+        if kept:
+            row = row_of(rolled_back, message_id)
+            assert (row.state, row.is_finished, row.is_leased) == ("sent", True, False)
+
+    def test_one_statement_does_both(self, rolled_back: psycopg.Connection) -> None:
+        set_retention(rolled_back, "other", "sent", ZERO)
+        first, second = enqueue(rolled_back), enqueue(rolled_back, "other")
+        claim(rolled_back, topics=["greet", "other"])
+        assert finish_sent_and_forget(rolled_back, (first, 1), (second, 1)) == {first, second}
+        assert [row.id for row in rows_of(rolled_back)] == [first]
+
+    def test_a_message_that_was_cancelled_on_its_way_goes_like_any_that_was_sent(
+        self, rolled_back: psycopg.Connection
+    ) -> None:
+        set_retention(rolled_back, "*", "sent", ZERO)
+        message_id = self.sending(rolled_back)
+        assert cancel(rolled_back, message_id) == "requested"
+        assert finish_sent_and_forget(rolled_back, (message_id, 1)) == {message_id}
+        assert rows_of(rolled_back) == []
+
+    def test_a_locked_row_is_left_out_and_asked_for_again(self, operator: psycopg.Connection, connect: Connect) -> None:
+        set_retention(operator, "*", "sent", ZERO)
+        first, locked = enqueue(operator), enqueue(operator)
+        claim(operator)
+        caller = connect()
+        cancel(caller, locked)
+        assert finish_sent_and_forget(operator, (first, 1), (locked, 1)) == {first}
+        caller.rollback()
+        assert finish_sent_and_forget(operator, (locked, 1)) == {locked}

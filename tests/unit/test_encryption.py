@@ -1,0 +1,143 @@
+"""What an encrypted topic makes of a payload before any SQL: nothing readable, and no mistaking."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import pytest
+from cryptography.fernet import Fernet
+from pydantic import JsonValue, SecretStr
+from typing_extensions import Unpack
+
+from pgoutbox.drafts import Draft, NewMessage, Topic, prepare
+from pgoutbox.encryption import SEALED, Keyring, is_sealed, unseal
+from pgoutbox.errors import ConfigurationError, MissingExtraError, PayloadError
+from pgoutbox.message import Transient
+from pgoutbox.outbox import MessageOptions
+
+CANARY = "c4n4ry-s3cret"
+OLD, NEW = Fernet.generate_key().decode(), Fernet.generate_key().decode()
+
+
+def keyring(*keys: str) -> Keyring:
+    return Keyring(SecretStr(" , ".join(keys)))
+
+
+def draft_of(
+    payload: object,
+    *,
+    keys: Keyring | None = None,
+    max_payload_bytes: int = 1_000,
+    encrypted: bool = True,
+    **options: Unpack[MessageOptions],
+) -> Draft:
+    return prepare(
+        NewMessage("mail", payload, **options),
+        Topic("mail", encrypted=encrypted),
+        max_attempts=None,
+        max_payload_bytes=max_payload_bytes,
+        serializer=None,
+        keyring=keys,
+    )
+
+
+def sealed_payload(payload: object, *keys: str, dedupe_key: str | None = None) -> dict[str, Any]:
+    sealed: dict[str, Any] = json.loads(draft_of(payload, keys=keyring(*keys), dedupe_key=dedupe_key).payload)
+    return sealed
+
+
+@pytest.mark.parametrize("payload", [None, "text", 7, [1, {"a": None}], {"to": "ann", "n": 1.5}, {"käse": "\u2028"}])
+def test_a_sealed_payload_is_unsealed_to_what_it_was(payload: JsonValue) -> None:
+    sealed = sealed_payload(payload, OLD)
+    assert is_sealed(sealed)
+    assert json.loads(unseal(sealed, keyring(OLD))) == payload
+
+
+def test_nothing_of_the_payload_can_be_read_in_the_draft() -> None:
+    assert CANARY not in repr(draft_of({"password": CANARY}, keys=keyring(OLD), dedupe_key="k"))
+
+
+def test_the_first_key_encrypts_and_each_decrypts() -> None:
+    sealed = sealed_payload(CANARY, NEW, OLD)
+    assert unseal(sealed, keyring(NEW)) == f'"{CANARY}"'
+    assert unseal(sealed, keyring(OLD, NEW)) == f'"{CANARY}"'
+    with pytest.raises(Transient):
+        unseal(sealed, keyring(OLD))
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [(None, "set PGOUTBOX_ENCRYPTION_KEYS"), (keyring(NEW), "add the one that it was encrypted with")],
+    ids=["without a key", "with another key"],
+)
+def test_without_the_right_key_the_outcome_is_transient_and_shows_neither_text_nor_key(
+    keys: Keyring | None, named: str
+) -> None:
+    sealed = sealed_payload(CANARY, OLD)
+    with pytest.raises(Transient) as caught:
+        unseal(sealed, keys)
+    error = caught.value
+    assert named in error.error
+    assert error.__cause__ is None
+    assert not any(secret in error.error for secret in (CANARY, OLD, NEW, sealed[SEALED]["token"]))
+
+
+@pytest.mark.parametrize("sealed", [{SEALED: None}, {SEALED: {}}, {SEALED: {"token": 7}}, {SEALED: {"token": "käse"}}])
+def test_what_only_claims_to_be_sealed_is_transient_too(sealed: JsonValue) -> None:
+    with pytest.raises(Transient):
+        unseal(sealed, keyring(OLD))
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography.fernet", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'pgoutbox\[crypto\]'"):
+        keyring(OLD)
+
+
+def test_a_keyring_does_not_show_its_keys() -> None:
+    assert OLD not in repr(keyring(OLD))
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_a_payload_that_could_be_taken_for_an_encrypted_one_is_refused(encrypted: bool) -> None:
+    with pytest.raises(PayloadError) as caught:
+        draft_of({SEALED: "x", "to": "ann"}, keys=keyring(OLD), encrypted=encrypted)
+    assert caught.value.field == f'payload["{SEALED}"]'
+
+
+@pytest.mark.parametrize("payload", [{"a": {SEALED: 1}}, SEALED, [{SEALED: 1}], {"a": SEALED}])
+def test_the_name_is_free_everywhere_but_at_the_top(payload: JsonValue) -> None:
+    assert json.loads(draft_of(payload, encrypted=False).payload) == payload
+
+
+def test_an_encrypted_topic_without_keys_refuses_to_enqueue() -> None:
+    with pytest.raises(ConfigurationError, match="'mail' is encrypted: set PGOUTBOX_ENCRYPTION_KEYS"):
+        draft_of(CANARY)
+
+
+def test_the_limit_of_size_holds_for_the_payload_and_for_what_is_stored() -> None:
+    with pytest.raises(PayloadError, match="has 1002 bytes as JSON"):
+        draft_of("x" * 1_000, keys=keyring(OLD))
+    with pytest.raises(PayloadError, match=r"has \d+ bytes encrypted, the limit is 1000"):
+        draft_of("x" * 900, keys=keyring(OLD))
+
+
+def digests(payload: object, *keys: str, dedupe_key: str = "k") -> list[str]:
+    found: list[str] = sealed_payload(payload, *keys, dedupe_key=dedupe_key)[SEALED]["digests"]
+    return found
+
+
+def test_a_digest_is_the_same_for_the_same_payload_and_only_for_it() -> None:
+    assert digests({"a": 1, "b": 2}, OLD) == digests({"b": 2, "a": 1}, OLD)
+    assert digests({"a": 1}, OLD) != digests({"a": 2}, OLD)
+
+
+def test_digests_do_not_tell_whether_two_messages_say_the_same() -> None:
+    assert digests(CANARY, OLD) != digests(CANARY, OLD, dedupe_key="another")
+    assert "digests" not in sealed_payload(CANARY, OLD)[SEALED]
+
+
+def test_there_is_a_digest_for_each_key() -> None:
+    assert digests(CANARY, NEW, OLD) == digests(CANARY, NEW) + digests(CANARY, OLD)

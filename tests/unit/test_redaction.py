@@ -1,0 +1,165 @@
+"""What is hidden from people, in values with members and in texts, and what stays readable."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import pytest
+from pydantic import BaseModel, JsonValue, ValidationError
+
+from pgoutbox.drafts import Topic
+from pgoutbox.errors import ConfigurationError
+from pgoutbox.redaction import REDACTED, REDACTED_NAMES, redact, redact_text
+from pgoutbox.settings import load_settings
+
+CANARY = "c4n4ry-s3cret"
+
+
+@pytest.mark.parametrize("name", [*REDACTED_NAMES, "Access-Token", "userPassword", "X-API-Key", "apikey", "Set-Cookie"])
+def test_what_is_kept_under_a_telling_name_is_hidden_at_any_depth(name: str) -> None:
+    assert redact({"to": "ann", "list": [{name: CANARY}], name: {"a": [CANARY]}}) == {
+        "to": "ann",
+        "list": [{name: REDACTED}],
+        name: REDACTED,
+    }
+
+
+@pytest.mark.parametrize("value", [None, 7, "password", ["token"], {"to": "ann", "n": [1, {"passing": True}]}])
+def test_everything_else_stays_as_it_is(value: JsonValue) -> None:
+    assert redact(value) == value
+
+
+def test_a_value_is_hidden_whatever_its_type() -> None:
+    assert redact({"token": None, "secret": 7}) == {"token": REDACTED, "secret": REDACTED}
+
+
+@pytest.mark.parametrize(
+    ("value", "hidden"),
+    [
+        ({"user": {"email": CANARY}}, True),
+        ({"order": {"User": {"E-Mail": CANARY}}}, True),
+        ({"users": [{"email": CANARY}]}, True),
+        ({"user.email": CANARY}, True),
+        ({"user": [{"list": 1}, {"email": CANARY}]}, True),
+        ({"email": CANARY}, False),
+        ({"user": {"name": CANARY}}, False),
+        ({"email": {"user": CANARY}}, False),
+    ],
+)
+def test_a_name_with_dots_is_the_end_of_a_path(value: JsonValue, hidden: bool) -> None:
+    assert (CANARY not in json.dumps(redact(value, ("user.email",)))) == hidden
+
+
+def test_what_was_given_is_not_changed() -> None:
+    value: JsonValue = {"password": CANARY}
+    redact(value)
+    assert value == {"password": CANARY}
+
+
+@dataclass
+class Login:
+    """Shows its fields in its repr."""
+
+    user: str
+    password: str
+
+
+QUOTING = {
+    "repr": repr({"to": "ann", "password": CANARY}),
+    "JSON": json.dumps({"to": "ann", "password": CANARY}),
+    "JSON in JSON": json.dumps([json.dumps({"to": "ann", "password": CANARY})]),
+    "JSON in JSON in a repr": repr([json.dumps([json.dumps({"password": CANARY, "to": "ann"})])]),
+    "a list": json.dumps({"password": ["x", CANARY], "to": "ann"}),
+    "an object": json.dumps({"password": {"a": 1, "b": ["]", CANARY]}, "to": "ann"}),
+    "bytes": repr({"password": CANARY.encode(), "to": "ann"}),
+    "dataclass": repr(Login("ann", CANARY)),
+    "subscript": f"data['password'] = {CANARY!r}; to ann",
+    "form": f"https://example.org/login?to=ann&password={CANARY}&page=2",
+    "form in quotes": f'GET "/login?to=ann&password={CANARY}" failed',
+    "conninfo": f"host=db user=ann password={CANARY} port=5432",
+    "spaces": f"ann: password = {CANARY}",
+    "comparison": f"ann: password == {CANARY}",
+    "an apostrophe": f"ann: password=it's{CANARY}",
+    "a quote": json.dumps({"to": "ann", "password": f'a"{CANARY}'}),
+    "an apostrophe in a repr": repr({"to": "ann", "password": f"it's {CANARY}"}),
+    "both quotes in a repr": repr({"to": "ann", "password": f'it\'s "{CANARY}"'}),
+    "a backslash": json.dumps({"password": "\\", "to": "ann", "token": CANARY}),
+    "a call": f"ann: token=Token('a', value={CANARY!r})",
+    "a row": f"ann: Key (token)=({CANARY}) already exists",
+    "cut off": f"ann: {{'password': '{CANARY}",
+    "cut off in brackets": f"ann: {{'password': ['{CANARY}",
+    "URL": f"cannot reach https://ann:{CANARY}@example.org/path for ann",
+    "URL without a name": f"ann: amqp://{CANARY}@host",
+    "URL with an at sign": f"ann: https://u:p@{CANARY}@host/",
+    "header": f"ann sent Authorization: Bearer {CANARY}\r\n",
+    "two words": f"ann sent authorization=Bearer {CANARY}, once",
+    "bearer": f"ann sent Bearer {CANARY}",
+    "cookie": f"ann sent Cookie: a=1; session={CANARY}",
+    "digits": f'ann: api-key="{CANARY}"',
+}
+
+
+@pytest.mark.parametrize("text", QUOTING.values(), ids=QUOTING)
+def test_a_text_that_quotes_a_value_under_a_telling_name_is_masked(text: str) -> None:
+    masked = redact_text(text)
+    assert CANARY not in masked
+    assert REDACTED in masked
+    assert "ann" in masked or "an object" in text or masked.index(REDACTED) < 60
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "no such mailbox",
+        "payload.token: Field required",
+        "the token has expired",
+        "535 5.7.8 Error: basic authentication failed",
+        "PGOUTBOX_SMTP_PASSWORD is not set",
+        "to=ann, page=2",
+        "https://example.org/a@b?x=1",
+        "mailto:ann@example.org",
+        'WWW-Authenticate: Bearer realm="x"',
+    ],
+)
+def test_a_text_without_values_stays_as_it_is(text: str) -> None:
+    assert redact_text(text) == text
+
+
+def test_what_pydantic_quotes_is_masked() -> None:
+    class Reset(BaseModel):
+        code: int
+
+    with pytest.raises(ValidationError) as caught:
+        Reset.model_validate({"code": CANARY})
+    assert CANARY in str(caught.value)
+    assert CANARY not in redact_text(str(caught.value))
+
+
+def test_in_a_text_the_last_part_of_a_path_counts() -> None:
+    assert redact_text(f"email={CANARY}", ("user.email",)) == f"email={REDACTED}"
+
+
+@pytest.mark.parametrize("piece", ["a", "a=", "'", "password=", "\\", "://", "password=[", '"password": "', "x@"])
+def test_a_long_text_takes_no_long_time(piece: str) -> None:
+    # The count of steps grows with the length, not with its square: at this length the difference is one of minutes.
+    assert isinstance(redact_text(piece * 40_000), str)
+
+
+def test_names_can_be_added() -> None:
+    names = load_settings(redact="iban, user.email ").redacted_names
+    assert names == (*REDACTED_NAMES, "iban", "user.email")
+    assert load_settings().redacted_names == REDACTED_NAMES
+
+
+@pytest.mark.parametrize("names", ["a,,b", ",", "user.", "-"])
+def test_an_empty_name_is_refused(names: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"PGOUTBOX_REDACT=.*is no name"):
+        load_settings(redact=names)
+
+
+@pytest.mark.parametrize("names", ["user.email", ["email"], ("",), (7,), ("a..b",)])
+def test_a_topic_refuses_what_is_no_tuple_of_names(names: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigurationError, match="topic 'mail': redact: "):
+        Topic("mail", redact=names)
