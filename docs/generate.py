@@ -88,6 +88,7 @@ Some are checked together:
 - `PGOUTBOX_LEASE_SECONDS` is at least three times `PGOUTBOX_RENEW_SECONDS`, so that a renewal may fail twice.
 - `PGOUTBOX_PROBE_TIMEOUT_SECONDS` does not exceed `PGOUTBOX_PROBE_SECONDS`.
 - `PGOUTBOX_SMTP_PASSWORD` needs `PGOUTBOX_SMTP_USERNAME`, and is refused with `PGOUTBOX_SMTP_SECURITY=none`.
+- `PGOUTBOX_KAFKA_PASSWORD` needs `PGOUTBOX_KAFKA_USERNAME`.
 
 A wrong value ends every command with exit code 2 and one line per variable: its name, its value unless it is a secret,
 and what is accepted. A variable that begins with `PGOUTBOX_` and is no setting is named in a warning.
@@ -418,6 +419,7 @@ _MODULE_TITLES: Final = {
     "pgoutbox.message": "Messages, states and outcomes",
     "pgoutbox.dispatch": "Context of an attempt",
     "pgoutbox.transports.mail": "E-mail",
+    "pgoutbox.transports.events": "Events to brokers",
     "pgoutbox.settings": "Settings",
     "pgoutbox.errors": "Errors",
 }
@@ -431,6 +433,8 @@ _FURTHER_NAMES: Final = {
     "pgoutbox.embedded": ("embedded_server", "EmbeddedServer"),
     "pgoutbox.transports": ("Transport", "Content"),
     "pgoutbox.transports.smtp": ("SmtpTransport",),
+    "pgoutbox.transports.redis_streams": ("RedisTransport",),
+    "pgoutbox.transports.nats_jetstream": ("NatsTransport",),
 }  # fmt: skip
 
 # Made by pgoutbox, never by the application.

@@ -20,6 +20,7 @@ from pgoutbox.outbox import Outbox
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.settings import Settings
 from pgoutbox.steps import CancelResult, Enqueued
+from pgoutbox.transports.events import Event
 from pgoutbox.transports.mail import Attachment, Email
 
 __version__ = "0.1.0"
@@ -32,6 +33,7 @@ __all__ = [
     "DuplicateError",
     "Email",
     "Enqueued",
+    "Event",
     "LeaseLostError",
     "Message",
     "MessageNotFoundError",

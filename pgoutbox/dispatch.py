@@ -33,6 +33,15 @@ OnUnknown = Literal["retry", "hold"]
 
 _SENT: Final = Sent()
 
+# What makes the transport of a scheme appear.
+_SETTING_OF: Final = {
+    "mailto": "PGOUTBOX_SMTP_HOST",
+    "redis": "PGOUTBOX_REDIS_URL",
+    "nats": "PGOUTBOX_NATS_URL",
+    "rabbitmq": "PGOUTBOX_RABBITMQ_URL",
+    "kafka": "PGOUTBOX_KAFKA_SERVERS",
+}
+
 
 def elapsed_clock() -> float:
     """Seconds on a clock that also counts while the machine is suspended. For ages only; the database has the time."""
@@ -313,11 +322,13 @@ class Dispatcher:
     async def deliver(self, message: Message[object], content: Content) -> Outcome:
         """Send a content by the transport of the message's destination."""
         scheme = scheme_of(message.destination) if message.destination is not None else content.scheme
+        if not scheme:
+            return Permanent(f"destination: the message has none, and its {type(content).__name__} needs one")
         transport = self._transports.get(scheme)
         if transport is None:
             # Settings can be mended: then the message goes out without anybody's help.
             known = ", ".join(sorted(self._transports)) or "none"
-            hint = "; set PGOUTBOX_SMTP_HOST" if scheme == "mailto" else ""
+            hint = f"; set {_SETTING_OF[scheme]}" if scheme in _SETTING_OF else ""
             return Transient(f"this worker has no transport for the scheme {scheme!r} (it has: {known}){hint}")
         return await transport.send(message, content)
 

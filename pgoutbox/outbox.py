@@ -86,8 +86,9 @@ class Outbox:
     """The topics and handlers of one application, and the way to enqueue for them.
 
     Without `settings` the environment is read when a setting is first needed, so that importing the application needs
-    none. `transports` send what handlers render; `mailto` by SMTP is there by itself when `PGOUTBOX_SMTP_HOST` is set.
-    With `strict` a topic that is neither defined nor handled is refused with `UnknownTopicError`.
+    none. `transports` send what handlers render; those of SMTP and the brokers are there by themselves when
+    their settings name a server. With `strict` a topic that is neither defined nor handled is refused with
+    `UnknownTopicError`.
 
         outbox = Outbox()
 
@@ -277,12 +278,20 @@ class Outbox:
         )
 
     def transports_for(self, settings: Settings) -> dict[str, Transport]:
-        """The transports by scheme: those given, and `mailto` by SMTP where the settings name a server."""
+        """The transports by scheme: those given, and those of SMTP and the brokers that the settings name."""
         transports = dict(self._transports)
         if "mailto" not in transports and settings.smtp_host is not None:
             from pgoutbox.transports.smtp import SmtpTransport
 
             transports["mailto"] = SmtpTransport(settings)
+        if "redis" not in transports and settings.redis_url is not None:
+            from pgoutbox.transports.redis_streams import RedisTransport
+
+            transports["redis"] = RedisTransport(settings)
+        if "nats" not in transports and settings.nats_url is not None:
+            from pgoutbox.transports.nats_jetstream import NatsTransport
+
+            transports["nats"] = NatsTransport(settings)
         return transports
 
     # --- enqueue ------------------------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ import sys
 import pgoutbox
 
 OPTIONAL = (
-    "aiosmtplib", "alembic", "asyncpg", "django", "email.mime", "httpx", "psycopg_pool", "pytest", "rich", "smtplib",
-    "sqlalchemy", "starlette", "typer",
+    "aiormq", "aiosmtplib", "alembic", "asyncpg", "confluent_kafka", "django", "email.mime", "httpx", "nats",
+    "psycopg_pool", "pytest", "redis", "rich", "smtplib", "sqlalchemy", "starlette", "typer",
 )  # fmt: skip
 
 

@@ -8,7 +8,15 @@ from pgoutbox.errors import ConfigurationError
 from pgoutbox.settings import Settings, load_settings
 
 CANARY = "c4n4ry-s3cret"
-SECRET_VARIABLES = ("PGOUTBOX_DSN", "PGOUTBOX_LISTEN_DSN", "PGOUTBOX_SMTP_PASSWORD")
+SECRET_VARIABLES = (
+    "PGOUTBOX_DSN",
+    "PGOUTBOX_LISTEN_DSN",
+    "PGOUTBOX_SMTP_PASSWORD",
+    "PGOUTBOX_REDIS_URL",
+    "PGOUTBOX_NATS_URL",
+    "PGOUTBOX_RABBITMQ_URL",
+    "PGOUTBOX_KAFKA_PASSWORD",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -100,6 +108,7 @@ def test_each_wrong_variable_has_its_line(monkeypatch: pytest.MonkeyPatch) -> No
             {"probe_seconds": 1.0, "probe_timeout_seconds": 2.0},
             ("PGOUTBOX_PROBE_TIMEOUT_SECONDS=2", "PGOUTBOX_PROBE_SECONDS=1"),
         ),
+        ({"kafka_password": CANARY}, ("PGOUTBOX_KAFKA_PASSWORD", "PGOUTBOX_KAFKA_USERNAME")),
         ({"smtp_password": CANARY}, ("PGOUTBOX_SMTP_PASSWORD", "PGOUTBOX_SMTP_USERNAME")),
         (
             {"smtp_password": CANARY, "smtp_username": "app", "smtp_security": "none"},
@@ -130,7 +139,8 @@ def test_the_listener_has_the_same_database_unless_told_otherwise() -> None:
 
 @pytest.mark.parametrize("variable", SECRET_VARIABLES)
 def test_a_secret_never_shows(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
-    monkeypatch.setenv("PGOUTBOX_SMTP_USERNAME", "app")
+    for name in ("SMTP", "KAFKA"):
+        monkeypatch.setenv(f"PGOUTBOX_{name}_USERNAME", "app")
     monkeypatch.setenv(variable, CANARY)
     settings = load_settings()
     for text in (repr(settings), str(settings), str(settings.model_dump()), settings.model_dump_json()):
