@@ -435,6 +435,7 @@ _FURTHER_NAMES: Final = {
     "pgoutbox.transports.smtp": ("SmtpTransport",),
     "pgoutbox.transports.redis_streams": ("RedisTransport",),
     "pgoutbox.transports.nats_jetstream": ("NatsTransport",),
+    "pgoutbox.transports.rabbitmq": ("RabbitMQTransport",),
 }  # fmt: skip
 
 # Made by pgoutbox, never by the application.

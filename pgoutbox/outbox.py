@@ -292,6 +292,10 @@ class Outbox:
             from pgoutbox.transports.nats_jetstream import NatsTransport
 
             transports["nats"] = NatsTransport(settings)
+        if "rabbitmq" not in transports and settings.rabbitmq_url is not None:
+            from pgoutbox.transports.rabbitmq import RabbitMQTransport
+
+            transports["rabbitmq"] = RabbitMQTransport(settings)
         return transports
 
     # --- enqueue ------------------------------------------------------------------------------------------------------

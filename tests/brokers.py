@@ -7,7 +7,11 @@ they are told to keep it.
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import contextlib
+import hashlib
+import json
 import os
 import pwd
 import shutil
@@ -54,7 +58,7 @@ class Broker:
     def start(self) -> None:
         """Start, and wait until it answers."""
         account = pwd.getpwnam("nobody") if os.getuid() == 0 else None
-        with (self.home / "log").open("ab") as log:
+        with (self.home / "output").open("ab") as log:
             self._process = subprocess.Popen(
                 self._command,
                 stdin=subprocess.DEVNULL,
@@ -183,3 +187,108 @@ def _greets(port: int) -> bool:
             return client.recv(4) == b"INFO"
     except OSError:
         return False
+
+
+# Loaded when RabbitMQ starts: its command line takes seconds for each of them.
+_RABBITMQ_USERS = {"app": (".*", ".*", ".*"), "reader": ("", "", ".*")}
+RABBITMQ_MAX_BYTES = 2_000_000
+
+
+@contextlib.contextmanager
+def rabbitmq_server() -> Iterator[Broker]:
+    """A RabbitMQ with the users `app` and `reader`, who may not publish. Their password is `secret`."""
+    program, epmd, port, epmd_port = program_of("rabbitmq-server"), program_of("epmd"), free_port(), free_port()
+    if program.startswith("/usr/sbin/"):  # Debian's wrapper insists on an account of its own.
+        program = "/usr/lib/rabbitmq/bin/rabbitmq-server"
+    with own_home("rabbitmq") as home:
+        (home / "definitions.json").write_text(json.dumps(_rabbitmq_definitions()))
+        (home / "plugins").write_text("[].")
+        (home / "rabbitmq.conf").write_text(
+            f"listeners.tcp.1 = {HOST}:{port}\nload_definitions = {home}/definitions.json\n"
+            f"max_message_size = {RABBITMQ_MAX_BYTES}\n"
+        )
+        environment = {
+            "ERL_EPMD_PORT": str(epmd_port),
+            "ERL_EPMD_ADDRESS": HOST,
+            "LANG": "C.UTF-8",
+            "RABBITMQ_NODENAME": f"pgoutbox{port}@localhost",
+            "RABBITMQ_DIST_PORT": str(free_port()),
+            "RABBITMQ_MNESIA_BASE": f"{home}/mnesia",
+            "RABBITMQ_LOG_BASE": f"{home}/log",
+            "RABBITMQ_LOGS": "-",
+            "RABBITMQ_CONFIG_FILE": f"{home}/rabbitmq.conf",
+            "RABBITMQ_ENABLED_PLUGINS_FILE": f"{home}/plugins",
+            "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "+S 2:2 +sbwt none",
+        }
+        broker = Broker([program], home, port, answers=lambda: accepts(port), environment=environment)
+        try:
+            broker.start()
+            yield broker
+        finally:
+            broker.stop()
+            subprocess.run([epmd, "-port", str(epmd_port), "-kill"], capture_output=True, check=False)
+
+
+def _rabbitmq_definitions() -> dict[str, object]:
+    salt = b"salt"
+    password_hash = base64.b64encode(salt + hashlib.sha256(salt + b"secret").digest()).decode()
+    return {
+        "vhosts": [{"name": "/"}],
+        "users": [
+            {
+                "name": name,
+                "password_hash": password_hash,
+                "hashing_algorithm": "rabbit_password_hashing_sha256",
+                "tags": [],
+            }
+            for name in _RABBITMQ_USERS
+        ],
+        "permissions": [
+            {"user": name, "vhost": "/", "configure": configure, "write": write, "read": read}
+            for name, (configure, write, read) in _RABBITMQ_USERS.items()
+        ],
+    }
+
+
+class Forwarder:
+    """A port that is not served until `listen`; then it leads to a broker, until `cut`."""
+
+    def __init__(self, target_port: int) -> None:
+        self.port = free_port()
+        self._target_port = target_port
+        self._server: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def listen(self) -> None:
+        """Serve the port."""
+        self._server = await asyncio.start_server(self._forward, HOST, self.port)
+
+    async def cut(self) -> None:
+        """Stop listening, and break every connection."""
+        if self._server is not None:
+            self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        far_reader, far_writer = await asyncio.open_connection(HOST, self._target_port)
+        try:
+            await asyncio.gather(_pump(reader, far_writer), _pump(far_reader, writer))
+        except (asyncio.CancelledError, OSError):
+            pass
+        finally:
+            self._tasks.discard(task)
+            for end in (writer, far_writer):
+                end.transport.abort()
+
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while chunk := await reader.read(65_536):
+        writer.write(chunk)
+        await writer.drain()
+    writer.close()
