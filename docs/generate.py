@@ -436,6 +436,7 @@ _FURTHER_NAMES: Final = {
     "pgoutbox.transports.redis_streams": ("RedisTransport",),
     "pgoutbox.transports.nats_jetstream": ("NatsTransport",),
     "pgoutbox.transports.rabbitmq": ("RabbitMQTransport",),
+    "pgoutbox.transports.kafka": ("KafkaTransport",),
 }  # fmt: skip
 
 # Made by pgoutbox, never by the application.

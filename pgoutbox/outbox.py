@@ -296,6 +296,10 @@ class Outbox:
             from pgoutbox.transports.rabbitmq import RabbitMQTransport
 
             transports["rabbitmq"] = RabbitMQTransport(settings)
+        if "kafka" not in transports and settings.kafka_servers is not None:
+            from pgoutbox.transports.kafka import KafkaTransport
+
+            transports["kafka"] = KafkaTransport(settings)
         return transports
 
     # --- enqueue ------------------------------------------------------------------------------------------------------

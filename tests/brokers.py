@@ -18,6 +18,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -55,13 +56,13 @@ class Broker:
         self._environment = {"PATH": os.environ.get("PATH", os.defpath), "HOME": str(home), **(environment or {})}
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
+    def start(self, *, unprivileged: bool = True) -> None:
         """Start, and wait until it answers."""
-        account = pwd.getpwnam("nobody") if os.getuid() == 0 else None
+        account = pwd.getpwnam("nobody") if unprivileged and os.getuid() == 0 else None
         with (self.home / "output").open("ab") as log:
             self._process = subprocess.Popen(
                 self._command,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=self.home,
@@ -82,6 +83,8 @@ class Broker:
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
+            assert self._process.stdin is not None
+            self._process.stdin.close()
             self._process.wait()
             self._process = None
 
@@ -226,7 +229,8 @@ def rabbitmq_server() -> Iterator[Broker]:
             yield broker
         finally:
             broker.stop()
-            subprocess.run([epmd, "-port", str(epmd_port), "-kill"], capture_output=True, check=False)
+            while accepts(epmd_port):  # It stays for as long as it knows of the node.
+                subprocess.run([epmd, "-port", str(epmd_port), "-kill"], capture_output=True, check=False)
 
 
 def _rabbitmq_definitions() -> dict[str, object]:
@@ -248,6 +252,32 @@ def _rabbitmq_definitions() -> dict[str, object]:
             for name, (configure, write, read) in _RABBITMQ_USERS.items()
         ],
     }
+
+
+_KAFKA = """
+import sys
+from confluent_kafka import Producer
+
+cluster = Producer({"bootstrap.servers": "mock", "test.mock.num.brokers": 1, "log_level": 0})
+(broker,) = cluster.list_topics(timeout=30).brokers.values()
+print(broker.port, flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def kafka_server() -> Iterator[Broker]:
+    """The broker that librdkafka brings for tests: the real protocol on a real port, records in memory, every topic
+    there. It chooses its port itself, so it cannot be started again on the same."""
+    with own_home("kafka") as home:
+        output = home / "output"
+        broker = Broker([sys.executable, "-c", _KAFKA], home, 0, answers=lambda: output.read_text().endswith("\n"))
+        try:
+            broker.start(unprivileged=False)  # The account `nobody` may have no way to this interpreter.
+            broker.port = int(output.read_text())
+            yield broker
+        finally:
+            broker.stop()
 
 
 class Forwarder:
