@@ -1,8 +1,7 @@
 """Real brokers as processes of the tests' own, on free ports and in temporary directories.
 
-A broker can be stopped and started again on the same port, or frozen, so that it takes bytes and answers nothing.
-They run under the account `nobody` where the tests run as root, and lose what they have when they are stopped, unless
-they are told to keep it.
+A broker can be killed and started again on the same port, or frozen, so that the kernel takes what is sent to it and
+nobody answers. They run under the account `nobody` where the tests run as root.
 """
 
 from __future__ import annotations

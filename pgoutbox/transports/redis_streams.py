@@ -57,7 +57,7 @@ class RedisTransport:
         self._seconds = settings.broker_timeout_seconds
         try:
             password = urlsplit(url).password or ""
-            # The client would repeat XADD after a lost answer; hence no retries.
+            # Connecting is tried once; whatever follows is the retry policy's. The time limits are our own.
             self._pool: ConnectionPool = ConnectionPool.from_url(
                 url, protocol=2, retry=Retry(NoBackoff(), 0), socket_timeout=None, socket_connect_timeout=None
             )

@@ -42,6 +42,7 @@ max_payload: 100000
 authorization {
   users = [
     { user: app, password: secret }
+    { user: "odd@user", password: "a/b:c@d" }
     { user: reader, password: secret, permissions: { publish: { deny: "orders.>" } } }
   ]
 }
@@ -152,6 +153,11 @@ async def test_an_unreachable_server_is_transient_and_the_password_is_never_show
     assert error == "connect: nats: 'Authorization Violation'"
     for text in (CANARY, quoted):
         assert text not in caplog.text
+
+
+async def test_credentials_are_percent_decoded(broker: Broker, open_transport: Open) -> None:
+    async with stream(broker):
+        assert await open_transport(url_of(broker, "odd%40user", "a%2Fb%3Ac%40d")).send(MESSAGE, EVENT) == Sent()
 
 
 async def test_the_next_server_is_asked_when_the_first_is_away(broker: Broker, open_transport: Open) -> None:

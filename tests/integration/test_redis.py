@@ -17,7 +17,7 @@ from pgoutbox.transports.events import Event
 from pgoutbox.transports.redis_streams import RedisTransport
 from pgoutbox.worker import Worker
 from tests.brokers import HOST, Broker, error_of, outbox_with, redis_server
-from tests.outbox_actions import attempts_of, enqueue, make_due, state_of
+from tests.outbox_actions import attempts_of, enqueue, make_due, rows_of, state_of
 from tests.smtp_server import outgoing
 
 if TYPE_CHECKING:
@@ -201,9 +201,12 @@ async def test_a_worker_delivers_when_the_server_is_back(dsn: str, db: psycopg.C
         (entry,) = entries(broker)
         assert entry[b"id"].decode().startswith(f"{message_id}-")
         assert json.loads(entry[b"event"])["data"] == {"order_id": 7}
-        wrong = enqueue(db, destination="redis://elsewhere/orders")
+        wrong, nowhere = enqueue(db, destination="redis://elsewhere/orders"), enqueue(db)
         await Worker(outbox).run_once()
-        assert state_of(db, wrong) == "failed"
+        assert [(row.state, row.last_error) for row in rows_of(db, wrong, nowhere)] == [
+            ("failed", "destination: names a server; its address belongs into the settings, not into the message"),
+            ("failed", "destination: the message has none, and its Event needs one"),
+        ]
 
 
 @pytest.mark.parametrize(
