@@ -93,20 +93,16 @@ class RedisTransport:
                 connection = await self._pool.get_connection()  # type: ignore[no-untyped-call] # redis is typed in part
         except (RedisError, OSError) as error:
             return Transient(f"connect: {self._said(error)}")
-        is_usable = False
         try:
             async with asyncio.timeout(self._seconds):
                 await connection.send_command("XADD", stream, "*", *fields)
-                await connection.read_response()
-            is_usable = True
+                # Without an answer it closes the connection, so that a late one is not taken for that of the next.
+                await connection.read_response(disconnect_on_error=True)
         except ResponseError as error:
-            is_usable = True
             return self._refusal(error)
         except (RedisError, OSError) as error:
             return Transient(f"outcome unknown: connection lost after XADD: {self._said(error)}")
         finally:
-            if not is_usable:  # An answer that comes late must not be taken for that of the next command.
-                await connection.disconnect(nowait=True)
             await self._pool.release(connection)
         return Sent()
 
