@@ -151,7 +151,7 @@ async def test_after_a_lost_acknowledgement_the_repetition_has_the_same_id(
     assert {headers_of(record)["ce_id"] for record in records(broker, "lost", 1)} == {ID}
 
 
-async def test_a_cancelled_send_passes_through(broker: Broker, open_transport: Open) -> None:
+async def test_what_was_cancelled_does_not_go_out_after_the_end(broker: Broker, open_transport: Open) -> None:
     transport = open_transport(broker)
     with broker.frozen():
         sending = asyncio.create_task(transport.send(outgoing(destination="kafka:cancelled"), EVENT))
@@ -160,7 +160,9 @@ async def test_a_cancelled_send_passes_through(broker: Broker, open_transport: O
         with pytest.raises(asyncio.CancelledError):
             await sending
         await transport.aclose()
-    assert await transport.send(outgoing(destination="kafka:cancelled"), EVENT) == Sent()
+    for number in range(3):
+        assert await transport.send(outgoing(message_id=number, destination="kafka:cancelled"), EVENT) == Sent()
+    assert ID not in {headers_of(record)["ce_id"] for record in records(broker, "cancelled", 3)}
 
 
 @pytest.mark.parametrize("topic", ["a%20b", "a/b", "..", "%C3%BC", "x" * 250, "a%0A"])
