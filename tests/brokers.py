@@ -93,12 +93,23 @@ class Broker:
         assert self._process is not None
         group = self._process.pid
         os.killpg(group, signal.SIGSTOP)
-        os.waitpid(group, os.WUNTRACED)  # Its threads stop one after another.
+        while not _is_stopped(group):  # Its processes and their threads stop one after another.
+            time.sleep(0.001)
         try:
             yield
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(group, signal.SIGCONT)
+
+
+def _is_stopped(group: int) -> bool:
+    """Whether no thread of a process group runs any more."""
+    for stat in Path("/proc").glob("[0-9]*/task/*/stat"):
+        with contextlib.suppress(OSError):  # It has ended meanwhile.
+            state, _, its_group, *_ = stat.read_text().rpartition(")")[2].split()
+            if int(its_group) == group and state not in "TtZX":
+                return False
+    return True
 
 
 @contextlib.contextmanager
