@@ -90,6 +90,7 @@ Some are checked together:
 - `PGOUTBOX_REDIRECT_TO` keeps a worker from starting on a day of `PGOUTBOX_REDIRECT_FORBIDDEN`.
 - `PGOUTBOX_BREAKER_COOLDOWN_SECONDS` does not exceed `PGOUTBOX_BREAKER_MAX_COOLDOWN_SECONDS`.
 - `PGOUTBOX_SMTP_PASSWORD` needs `PGOUTBOX_SMTP_USERNAME`, and is refused with `PGOUTBOX_SMTP_SECURITY=none`.
+- `PGOUTBOX_KAFKA_PASSWORD` needs `PGOUTBOX_KAFKA_USERNAME`.
 
 A wrong value ends every command with exit code 2 and one line per variable: its name, its value unless it is a secret,
 and what is accepted. A variable that begins with `PGOUTBOX_` and is no setting is named in a warning.
@@ -423,6 +424,7 @@ _MODULE_TITLES: Final = {
     "pgoutbox.transports.templates": "Templates",
     "pgoutbox.transports.apprise": "Notifications",
     "pgoutbox.transports.request": "Webhooks",
+    "pgoutbox.transports.events": "Events to brokers",
     "pgoutbox.settings": "Settings",
     "pgoutbox.errors": "Errors",
 }
@@ -439,6 +441,10 @@ _FURTHER_NAMES: Final = {
     "pgoutbox.transports.apprise": ("AppriseTransport",),
     "pgoutbox.transports.webhook": ("WebhookTransport",),
     "pgoutbox.webhooks": ("verify", "make_secret"),
+    "pgoutbox.transports.redis_streams": ("RedisTransport",),
+    "pgoutbox.transports.nats_jetstream": ("NatsTransport",),
+    "pgoutbox.transports.rabbitmq": ("RabbitMQTransport",),
+    "pgoutbox.transports.kafka": ("KafkaTransport",),
 }  # fmt: skip
 
 # Made by pgoutbox, never by the application.

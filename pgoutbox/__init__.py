@@ -22,6 +22,7 @@ from pgoutbox.retry import RetryPolicy
 from pgoutbox.settings import Settings
 from pgoutbox.steps import CancelResult, Enqueued
 from pgoutbox.transports.apprise import Notification
+from pgoutbox.transports.events import Event
 from pgoutbox.transports.mail import Attachment, Email
 from pgoutbox.transports.request import Webhook
 from pgoutbox.transports.templates import Templates
@@ -36,6 +37,7 @@ __all__ = [
     "DuplicateError",
     "Email",
     "Enqueued",
+    "Event",
     "LeaseLostError",
     "Message",
     "MessageNotFoundError",

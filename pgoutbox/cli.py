@@ -17,8 +17,14 @@ from pgoutbox.errors import ConfigurationError, MissingExtraError, PayloadError,
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_DSN_VARIABLES: Final = ("PGOUTBOX_DSN", "PGOUTBOX_LISTEN_DSN")
-_PASSWORD_VARIABLES: Final = ("PGOUTBOX_SMTP_PASSWORD", "PGPASSWORD")
+_DSN_VARIABLES: Final = (
+    "PGOUTBOX_DSN",
+    "PGOUTBOX_LISTEN_DSN",
+    "PGOUTBOX_REDIS_URL",
+    "PGOUTBOX_NATS_URL",
+    "PGOUTBOX_RABBITMQ_URL",
+)
+_PASSWORD_VARIABLES: Final = ("PGOUTBOX_SMTP_PASSWORD", "PGOUTBOX_KAFKA_PASSWORD", "PGPASSWORD")
 
 _BAD_DSN: Final = (
     "PGOUTBOX_DSN is not a connection string; give one such as postgresql://app@localhost/app, "

@@ -175,10 +175,14 @@ def mask(text: str, secrets: Iterable[str]) -> str:
 
 def configure_logging(settings: Settings) -> None:
     """Send the log of the whole process to stderr, in the format and from the level that the settings name."""
-    dsns = [secret.get_secret_value() for secret in (settings.dsn, settings.listen_dsn) if secret is not None]
-    passwords = [settings.smtp_password.get_secret_value()] if settings.smtp_password is not None else []
+    urls = (settings.dsn, settings.listen_dsn, settings.redis_url, settings.nats_url, settings.rabbitmq_url)
+    dsns = [secret.get_secret_value() for secret in urls if secret is not None]
+    given = (settings.smtp_password, settings.kafka_password)
+    passwords = [secret.get_secret_value() for secret in given if secret is not None]
     if settings.encryption_keys is not None:
         passwords += settings.encryption_keys.get_secret_value().split(",")
+    if settings.webhook_secrets is not None:
+        passwords += [part.rpartition("=whsec_")[2] for part in settings.webhook_secrets.get_secret_value().split()]
     secrets = secrets_in(dsns, passwords)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(secrets) if settings.log_format == "json" else TextFormatter(secrets))

@@ -29,11 +29,16 @@ _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 _NOT_TRANSACTIONAL = "ctx.connection is for transactional handlers: register this one with transactional=True"
 
-_MISSING_TRANSPORTS = {
+# What makes the transport of a scheme appear.
+_MISSING_TRANSPORTS: Final = {
     "mailto": "; set PGOUTBOX_SMTP_HOST",
     "apprise": "; set PGOUTBOX_APPRISE_URLS",
     "https": "; pip install 'pgoutbox[webhook]'",
     "http": "; use https, or set PGOUTBOX_WEBHOOK_ALLOW_HTTP",
+    "redis": "; set PGOUTBOX_REDIS_URL",
+    "nats": "; set PGOUTBOX_NATS_URL",
+    "rabbitmq": "; set PGOUTBOX_RABBITMQ_URL",
+    "kafka": "; set PGOUTBOX_KAFKA_SERVERS",
 }
 
 OnUnknown = Literal["retry", "hold"]
@@ -334,6 +339,8 @@ class Dispatcher:
     async def deliver(self, message: Message[object], content: Content) -> Outcome:
         """Send a content by the transport of the message's destination."""
         scheme = scheme_of(message.destination) if message.destination is not None else content.scheme
+        if not scheme:
+            return Permanent(f"destination: the message has none, and its {type(content).__name__} needs one")
         transport = self._transports.get(scheme)
         if transport is None:
             # Settings can be mended: then the message goes out without anybody's help.

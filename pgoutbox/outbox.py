@@ -106,9 +106,9 @@ class Outbox:
     """The topics and handlers of one application, and the way to enqueue for them.
 
     Without `settings` the environment is read when a setting is first needed, so that importing the application needs
-    none. `transports` send what handlers render; `mailto` by SMTP is there by itself when `PGOUTBOX_SMTP_HOST` is set,
-    `apprise` when `PGOUTBOX_APPRISE_URLS` is, and `https` when the extra `webhook` is installed.
-    With `strict` a topic that is neither defined nor handled is refused with `UnknownTopicError`.
+    none. `transports` send what handlers render; those of SMTP, Apprise and the brokers are there by themselves when
+    their settings name a server, and `https` when the extra `webhook` is installed. With `strict` a topic that is
+    neither defined nor handled is refused with `UnknownTopicError`.
 
         outbox = Outbox()
 
@@ -329,6 +329,22 @@ class Outbox:
             if is_installed() or settings.webhook_secrets is not None:
                 webhook = WebhookTransport(settings)
                 transports = dict.fromkeys(webhook.schemes, webhook) | transports
+        if "redis" not in transports and settings.redis_url is not None:
+            from pgoutbox.transports.redis_streams import RedisTransport
+
+            transports["redis"] = RedisTransport(settings)
+        if "nats" not in transports and settings.nats_url is not None:
+            from pgoutbox.transports.nats_jetstream import NatsTransport
+
+            transports["nats"] = NatsTransport(settings)
+        if "rabbitmq" not in transports and settings.rabbitmq_url is not None:
+            from pgoutbox.transports.rabbitmq import RabbitMQTransport
+
+            transports["rabbitmq"] = RabbitMQTransport(settings)
+        if "kafka" not in transports and settings.kafka_servers is not None:
+            from pgoutbox.transports.kafka import KafkaTransport
+
+            transports["kafka"] = KafkaTransport(settings)
         return transports
 
     # --- enqueue ------------------------------------------------------------------------------------------------------

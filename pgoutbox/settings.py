@@ -159,6 +159,30 @@ class Settings(BaseSettings):
     redact: str | None = Field(
         None, description="Names of values to hide besides `password`, `token` and the like, with commas between them."
     )
+    event_source: str | None = Field(None, description="`source` of events that name none: a URI of this application.")
+    broker_timeout_seconds: float = Field(
+        10.0, ge=0.5, le=600, description="How long a broker may take to connect, and again to acknowledge an event."
+    )
+    redis_url: SecretStr | None = Field(
+        None, description="Redis of the `redis:` transport: `redis://user:password@host:6379/0`, or `rediss:` for TLS."
+    )
+    nats_url: SecretStr | None = Field(
+        None,
+        description="NATS of the `nats:` transport: `nats://user:password@host:4222`, or `tls:`; several by commas.",
+    )
+    rabbitmq_url: SecretStr | None = Field(
+        None, description="Server of the `rabbitmq:` transport: `amqps://user:password@host/vhost`, or `amqp:`."
+    )
+    kafka_servers: str | None = Field(
+        None, description="Brokers of the `kafka:` transport to start from: `host:port`, several by commas."
+    )
+    kafka_security: Literal["tls", "none"] = Field("tls", description="TLS, or plain text (a private network only).")
+    kafka_mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"] = Field(
+        "SCRAM-SHA-512", description="SASL mechanism, when there is a user name."
+    )
+    kafka_username: str | None = Field(None, description="User name for SASL.")
+    kafka_password: SecretStr | None = Field(None, description="Password for SASL.")
+
     log_format: Literal["text", "json"] = Field("text", description="Format of the CLI's log.")
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Level of the CLI's log.")
 
@@ -216,6 +240,8 @@ class Settings(BaseSettings):
             raise ValueError(
                 "PGOUTBOX_SMTP_SECURITY=none would send PGOUTBOX_SMTP_PASSWORD in plain text; use starttls or tls"
             )
+        if self.kafka_password is not None and self.kafka_username is None:
+            raise ValueError("PGOUTBOX_KAFKA_PASSWORD is set, PGOUTBOX_KAFKA_USERNAME is not")
         return self
 
     @property

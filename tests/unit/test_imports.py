@@ -10,8 +10,9 @@ import sys
 import pgoutbox
 
 OPTIONAL = (
-    "aiosmtplib", "alembic", "anyio", "apprise", "asyncpg", "cryptography", "django", "email.mime", "httpcore", "httpx",
-    "jinja2", "psycopg_pool", "pytest", "rich", "smtplib", "sqlalchemy", "starlette", "typer",
+    "aiormq", "aiosmtplib", "alembic", "anyio", "apprise", "asyncpg", "confluent_kafka", "cryptography", "django",
+    "email.mime", "httpcore", "httpx", "jinja2", "nats", "psycopg_pool", "pytest", "redis", "rich", "smtplib",
+    "sqlalchemy", "starlette", "typer",
 )  # fmt: skip
 
 

@@ -15,6 +15,10 @@ SECRET_VARIABLES = (
     "PGOUTBOX_APPRISE_URLS",
     "PGOUTBOX_WEBHOOK_SECRETS",
     "PGOUTBOX_ENCRYPTION_KEYS",
+    "PGOUTBOX_REDIS_URL",
+    "PGOUTBOX_NATS_URL",
+    "PGOUTBOX_RABBITMQ_URL",
+    "PGOUTBOX_KAFKA_PASSWORD",
 )
 FERNET_KEY = "c4n4ry-s3cret_c4n4ry-s3cret_c4n4ry-s3cret_A="
 
@@ -112,6 +116,7 @@ def test_each_wrong_variable_has_its_line(monkeypatch: pytest.MonkeyPatch) -> No
             {"probe_seconds": 1.0, "probe_timeout_seconds": 2.0},
             ("PGOUTBOX_PROBE_TIMEOUT_SECONDS=2", "PGOUTBOX_PROBE_SECONDS=1"),
         ),
+        ({"kafka_password": CANARY}, ("PGOUTBOX_KAFKA_PASSWORD", "PGOUTBOX_KAFKA_USERNAME")),
         ({"smtp_password": CANARY}, ("PGOUTBOX_SMTP_PASSWORD", "PGOUTBOX_SMTP_USERNAME")),
         (
             {"smtp_password": CANARY, "smtp_username": "app", "smtp_security": "none"},
@@ -142,7 +147,8 @@ def test_the_listener_has_the_same_database_unless_told_otherwise() -> None:
 
 @pytest.mark.parametrize("variable", SECRET_VARIABLES)
 def test_a_secret_never_shows(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
-    monkeypatch.setenv("PGOUTBOX_SMTP_USERNAME", "app")
+    for name in ("SMTP", "KAFKA"):
+        monkeypatch.setenv(f"PGOUTBOX_{name}_USERNAME", "app")
     monkeypatch.setenv(variable, FERNET_KEY)
     settings = load_settings()
     for text in (repr(settings), str(settings), str(settings.model_dump()), settings.model_dump_json()):

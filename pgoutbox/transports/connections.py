@@ -1,0 +1,56 @@
+"""One connection that all sends of a transport share, opened by the first of them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+C = TypeVar("C")
+
+
+class SharedConnection(Generic[C]):
+    """A connection that is opened when it is needed, and replaced when the next send finds it closed.
+
+    Those that need it while it is being opened wait for the one attempt, so that a broker which is away costs each of
+    them one time limit and not one after another. It never reconnects on its own: what a client has buffered for a
+    connection that is gone must not go out after its send was reported as failed.
+    """
+
+    def __init__(self, connect: Callable[[], Awaitable[C]], is_open: Callable[[C], bool]) -> None:
+        self._connect = connect
+        self._is_open = is_open
+        self._opening: asyncio.Future[C] | None = None
+
+    async def get(self) -> C:
+        """The open connection. Raises what opening it raised."""
+        if self._opening is None or self._has_ended(self._opening):
+            self._opening = asyncio.ensure_future(self._connect())
+            self._opening.add_done_callback(_note_error)
+        # Who is cancelled leaves the attempt to the others.
+        return await asyncio.shield(self._opening)
+
+    async def take(self) -> C | None:
+        """The connection, if one is open, to be closed by the caller."""
+        opening, self._opening = self._opening, None
+        if opening is None:
+            return None
+        if not opening.done():
+            opening.cancel()
+            await asyncio.wait([opening])
+        if opening.cancelled() or opening.exception() is not None:
+            return None
+        return opening.result()
+
+    def _has_ended(self, opening: asyncio.Future[C]) -> bool:
+        if not opening.done():
+            return False
+        return opening.cancelled() or opening.exception() is not None or not self._is_open(opening.result())
+
+
+def _note_error(opening: asyncio.Future[C]) -> None:
+    """Everybody who waited may have been cancelled; then nobody else looks at the error."""
+    if not opening.cancelled():
+        opening.exception()

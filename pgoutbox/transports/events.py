@@ -1,0 +1,206 @@
+"""What an event is, and its bytes on the wire: a CloudEvent 1.0 in structured JSON. Pure: no I/O, needs no extra.
+
+Every broker gets the same bytes, so that a consumer can read an event without knowing which way it came. `render`
+refuses, naming the field, whatever a broker would refuse, or read as something else than a name.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import unquote
+
+from pydantic import BaseModel, JsonValue
+
+from pgoutbox.message import Message, Permanent, Transient
+
+if TYPE_CHECKING:
+    from pgoutbox.settings import Settings
+    from pgoutbox.transports import Content
+
+CONTENT_TYPE: Final = "application/cloudevents+json; charset=UTF-8"
+# AMQP counts the length of a name in one byte, and Kafka allows 249 of them.
+MAX_NAME_BYTES: Final = 255
+MAX_HEADER_COUNT: Final = 64
+MAX_HEADER_BYTES: Final = 1_024
+
+_UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+_EXTENSION_NAME = re.compile(r"[a-z0-9]{1,20}")
+_HEADER_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+_MEDIA_TYPE = re.compile(r"[A-Za-z0-9!#$&^_+.-]+/[A-Za-z0-9!#$&^_+.-]+(?:[ ]?;.*)?")
+
+_ATTRIBUTES: Final = frozenset(
+    {
+        "data", "database64", "datacontenttype", "dataschema", "id", "partitionkey", "source", "specversion", "subject",
+        "time", "type",
+    }
+)  # fmt: skip
+# Set by the transports, or read by a broker as an order: Nats-Rollup deletes what is in a stream, for one.
+_RESERVED_HEADERS: Final = frozenset({"content-type", "event", "id"})
+_RESERVED_PREFIXES: Final = ("ce-", "ce_", "cc", "bcc", "nats-", "x-")
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """An event to be handed to a broker: return it from a handler. The message's destination says where it goes.
+
+    It travels as a CloudEvent 1.0 in structured JSON. Its `id` is `message.idempotency_key`, the same at every attempt,
+    and its `time` is the message's `created_at`. Without `type` that is the message's topic; without `source` it is the
+    setting `event_source`. `data` is a JSON value, a pydantic model, or bytes of `content_type`. `key` keeps together
+    what has to stay in order: the key of a Kafka record, the routing key of RabbitMQ; everywhere it is the attribute
+    `partitionkey`. `extensions` are further attributes of the envelope, `headers` stand beside it.
+
+    >>> Event({"order_id": 7}, subject="orders/7", key="7").key
+    '7'
+    """
+
+    data: JsonValue | BaseModel | bytes = field(default=None, repr=False)
+    type: str | None = field(default=None, kw_only=True)
+    source: str | None = field(default=None, kw_only=True)
+    subject: str | None = field(default=None, kw_only=True)
+    key: str | None = field(default=None, kw_only=True)
+    content_type: str | None = field(default=None, kw_only=True)
+    extensions: Mapping[str, str | int | bool] = field(default_factory=dict, repr=False, kw_only=True)
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False, kw_only=True)
+
+    @property
+    def scheme(self) -> str:
+        """Empty: only the message's destination says which broker it is for."""
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedEvent:
+    """One event as every broker gets it. `id` is what a broker recognises a repetition by."""
+
+    id: str
+    key: str | None
+    headers: Mapping[str, str] = field(repr=False)
+    content: bytes = field(repr=False)
+
+
+def render(event: Content, message: Message[object], settings: Settings) -> RenderedEvent:
+    """The bytes that would be sent for this message; connects to nothing.
+
+    Raises `Permanent`, naming the field, for what no broker should see. A missing source is `Transient`, because the
+    setting `event_source` mends it.
+    """
+    if not isinstance(event, Event):
+        raise Permanent(f"content: a broker's transport sends an Event, not {type(event).__name__}")
+    envelope: dict[str, JsonValue] = {
+        "specversion": "1.0",
+        "id": message.idempotency_key,
+        "source": _source(event, settings),
+        "type": _text("event.type", message.topic if event.type is None else event.type),
+        "time": message.created_at.astimezone(UTC).isoformat().replace("+00:00", "Z"),
+    }
+    if event.subject is not None:
+        envelope["subject"] = _text("event.subject", event.subject)
+    if event.key is not None:
+        envelope["partitionkey"] = _text("event.key", event.key)
+    for name, value in event.extensions.items():
+        envelope[name] = _extension(name, value)
+    _add_data(envelope, event)
+    try:
+        content = json.dumps(envelope, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise Permanent(f"event.data: is not a JSON value: {error}") from None
+    return RenderedEvent(message.idempotency_key, event.key, _headers(event.headers), content)
+
+
+def parse_name(message: Message[object]) -> str:
+    """What stands after the scheme of the destination, percent-decoded: the name of a stream, subject, exchange, topic.
+
+    Raises `Permanent` if that is empty, too long, or the address of a server.
+    """
+    rest = (message.destination or "").partition(":")[2]
+    if rest.startswith("//"):
+        raise Permanent("destination: names a server; its address belongs into the settings, not into the message")
+    name = unquote(rest, errors="surrogateescape")
+    if not name:
+        raise Permanent("destination: names nothing after its scheme")
+    return check_name("destination", name)
+
+
+def check_name(field_name: str, name: str) -> str:
+    """The name itself. Raises `Permanent` for one that no broker takes: control characters, or too long."""
+    if found := _UNSAFE.search(name):
+        raise Permanent(f"{field_name}: contains the character U+{ord(found[0]):04X}")
+    if len(name.encode()) > MAX_NAME_BYTES:
+        raise Permanent(f"{field_name}: {len(name.encode())} bytes are more than {MAX_NAME_BYTES}")
+    return name
+
+
+def printable(text: str, *, hide: tuple[str, ...] = ()) -> str:
+    """What a broker or its client said, fit for `last_error`: on one line, cut, without the secrets in `hide`."""
+    for secret in hide:
+        text = text.replace(secret, "(hidden)")
+    shown = "".join(character if character.isprintable() else " " for character in text)
+    return " ".join(shown.split())[:500]
+
+
+def _source(event: Event, settings: Settings) -> str:
+    if event.source is not None:
+        return _text("event.source", event.source)
+    if settings.event_source is None:
+        raise Transient("event.source: none is given, and PGOUTBOX_EVENT_SOURCE is not set")
+    return _text("PGOUTBOX_EVENT_SOURCE", settings.event_source)
+
+
+def _text(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise Permanent(f"{name}: must be text, not {type(value).__name__}")
+    if not value:
+        raise Permanent(f"{name}: is empty")
+    return check_name(name, value)
+
+
+def _extension(name: object, value: object) -> JsonValue:
+    where = f"event.extensions[{name!r}]"
+    if not isinstance(name, str) or not _EXTENSION_NAME.fullmatch(name):
+        raise Permanent(f"{where}: its name must be 1 to 20 lower-case letters and digits")
+    if name in _ATTRIBUTES:
+        raise Permanent(f"{where}: is an attribute that pgoutbox sets itself")
+    if isinstance(value, int):  # A bool is one too.
+        if not -(2**31) <= value < 2**31:
+            raise Permanent(f"{where}: does not fit into 32 bits")
+        return value
+    return _text(where, value)
+
+
+def _headers(headers: Mapping[Any, Any]) -> dict[str, str]:
+    if len(headers) > MAX_HEADER_COUNT:
+        raise Permanent(f"event.headers: {len(headers)} are more than {MAX_HEADER_COUNT}")
+    checked: dict[str, str] = {}
+    for name, value in headers.items():
+        where = f"event.headers[{name!r}]"
+        if not isinstance(name, str) or not _HEADER_NAME.fullmatch(name):
+            raise Permanent(f"{where}: is not the name of a header")
+        if name.lower() in _RESERVED_HEADERS or name.lower().startswith(_RESERVED_PREFIXES):
+            raise Permanent(f"{where}: is reserved for pgoutbox and the brokers")
+        if not isinstance(value, str):
+            raise Permanent(f"{where}: must be text, not {type(value).__name__}")
+        if found := _UNSAFE.search(value):
+            raise Permanent(f"{where}: contains the character U+{ord(found[0]):04X}")
+        if len(value.encode()) > MAX_HEADER_BYTES:
+            raise Permanent(f"{where}: {len(value.encode())} bytes are more than {MAX_HEADER_BYTES}")
+        checked[name] = value
+    return checked
+
+
+def _add_data(envelope: dict[str, JsonValue], event: Event) -> None:
+    data = event.data.model_dump(mode="json") if isinstance(event.data, BaseModel) else event.data
+    default = "application/octet-stream" if isinstance(data, bytes) else "application/json"
+    content_type = _text("event.content_type", default if event.content_type is None else event.content_type)
+    if not _MEDIA_TYPE.fullmatch(content_type):
+        raise Permanent("event.content_type: is not a media type")
+    envelope["datacontenttype"] = content_type
+    if isinstance(data, bytes):
+        envelope["data_base64"] = base64.b64encode(data).decode()
+    else:
+        envelope["data"] = data

@@ -1,0 +1,220 @@
+"""The transport that produces events to Kafka, with acks=all and an idempotent producer.
+
+librdkafka has threads and a queue of its own: it gathers what is sent at the same time into batches, and repeats a
+request within the time limit without storing a record twice. After that only the retry policy repeats; the header
+`ce_id`, the same at every attempt, lets the consumer recognise it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+from logging import getLogger
+from typing import TYPE_CHECKING, Any, Final
+
+from pgoutbox.errors import ConfigurationError, MissingExtraError
+from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient
+from pgoutbox.transports.events import CONTENT_TYPE, Event, RenderedEvent, parse_name, printable, render
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from confluent_kafka import KafkaError, Producer
+
+    from pgoutbox.settings import Settings
+    from pgoutbox.transports import Content
+
+__all__ = ["Event", "KafkaTransport"]
+
+# What librdkafka says of its connections.
+_client_logger = getLogger("confluent_kafka")
+
+_SERVERS: Final = re.compile(r"[^\s,:]+:\d{1,5}(?:,[^\s,:]+:\d{1,5})*|\[[0-9a-fA-F:]+\]:\d{1,5}")
+_TOPIC: Final = re.compile(r"[A-Za-z0-9._-]{1,249}")
+_POLL_SECONDS: Final = 0.2
+# The record may have been appended all the same.
+_UNKNOWN_OUTCOMES: Final = (
+    "_MSG_TIMED_OUT", "_TIMED_OUT", "_TRANSPORT", "_PURGE_INFLIGHT", "_DESTROY", "REQUEST_TIMED_OUT",
+    "NETWORK_EXCEPTION", "NOT_ENOUGH_REPLICAS_AFTER_APPEND",
+)  # fmt: skip
+
+
+class KafkaTransport:
+    """Produces an `Event` to the topic that the destination names, `kafka:orders`. One instance serves one event loop.
+
+    The event's `key` is the key of the record, and its partition is the one that Java's clients choose for that key.
+    The headers `ce_id` and `content-type` stand beside the event's own. The producer starts with the first send, and
+    connects again by itself. A send that is cancelled, or whose time limit passed, may still have been produced.
+    `options` are further settings of librdkafka, `ssl.ca.location` for one.
+
+    | Kafka | outcome |
+    |---|---|
+    | acknowledges, all in-sync replicas having the record | sent |
+    | cannot be reached, or does not acknowledge in time | transient, "outcome unknown" |
+    | has no such topic, no right for this user, too few replicas, or a batch too large for the topic | transient |
+    | the record is larger than the client's `message.max.bytes` (1 MB) | permanent |
+    | calls the topic's name or the record invalid | permanent |
+
+    Raises `ConfigurationError` when a setting is missing or unusable, `MissingExtraError` without confluent-kafka.
+    """
+
+    schemes = ("kafka",)
+
+    def __init__(self, settings: Settings, *, options: Mapping[str, str | int | bool] | None = None) -> None:
+        try:
+            import confluent_kafka  # noqa: F401 - a worker without it must not start
+        except ImportError:
+            raise MissingExtraError("the Kafka transport", "kafka") from None
+        self._settings = settings
+        self._seconds = settings.broker_timeout_seconds
+        self._configuration = _configuration(settings) | dict(options or {})
+        password = settings.kafka_password
+        self._secrets = (password.get_secret_value(),) if password is not None else ()
+        self._link: _Link | None = None
+
+    async def send(self, message: Message[object], content: Content) -> Outcome:
+        """Produce the event once. `Sent` means that all in-sync replicas have it."""
+        try:
+            event = render(content, message, self._settings)
+            topic = _topic(message)
+        except (Permanent, Transient) as refusal:
+            return refusal
+        return await self._produce(topic, event)
+
+    async def aclose(self) -> None:
+        """Stop the producer; what it still has in its queue, of sends that were cancelled, is dropped."""
+        link, self._link = self._link, None
+        if link is not None:
+            await asyncio.to_thread(link.close)
+
+    async def _produce(self, topic: str, event: RenderedEvent) -> Outcome:
+        from confluent_kafka import KafkaException
+
+        headers = {**event.headers, "ce_id": event.id, "content-type": CONTENT_TYPE}
+        try:
+            if self._link is None:
+                self._link = _Link(self._configuration)
+            link = self._link
+            reported = link.produce(topic, event, headers)
+        except BufferError:
+            return Transient("produce: the producer's queue is full")
+        except KafkaException as refused:
+            return self._refusal(refused.args[0], is_local=True)
+        error = await reported
+        if error is None:
+            return Sent()
+        if error.fatal() and self._link is link:  # This producer is of no more use; the next send starts another.
+            self._link = None
+            await asyncio.to_thread(link.close)
+        return self._refusal(error, last_error=link.last_error)
+
+    def _refusal(self, error: KafkaError, *, is_local: bool = False, last_error: str | None = None) -> Outcome:
+        """What an error means. `is_local`: the producer did not take the record. `last_error`: of its connections."""
+        from confluent_kafka import KafkaError as Code
+
+        code, said = error.code(), printable(error.str(), hide=self._secrets)
+        if any(code == getattr(Code, name) for name in _UNKNOWN_OUTCOMES):
+            why = f" ({printable(last_error, hide=self._secrets)})" if last_error else ""
+            return Transient(f"outcome unknown: no acknowledgement: {said}{why}")
+        # A broker says so of a whole batch, which may have others in it.
+        if code == Code.MSG_SIZE_TOO_LARGE and is_local:
+            return Permanent(f"event.data: {said}")
+        if code in (Code.TOPIC_EXCEPTION, Code.INVALID_RECORD):
+            return Permanent(f"produce: {said}")
+        return Transient(f"produce: {said}")
+
+
+class _Link:
+    """A producer, and the thread in which it reports what became of each record."""
+
+    def __init__(self, configuration: Mapping[str, str | int | bool]) -> None:
+        from confluent_kafka import Producer
+
+        self.last_error: str | None = None
+        self._loop = asyncio.get_running_loop()
+        self._is_closing = False
+        self._producer: Producer = Producer({**configuration, "error_cb": self._note_error}, logger=_client_logger)
+        self._thread = threading.Thread(target=self._poll, name="pgoutbox kafka", daemon=True)
+        self._thread.start()
+
+    def produce(
+        self, topic: str, event: RenderedEvent, headers: Mapping[str, str]
+    ) -> asyncio.Future[KafkaError | None]:
+        """Put the record into the producer's queue; the future has the error of its delivery, or None."""
+        reported: asyncio.Future[KafkaError | None] = self._loop.create_future()
+
+        def report(error: KafkaError | None, _: object) -> None:
+            self._loop.call_soon_threadsafe(_set, reported, error)
+
+        self._producer.produce(
+            topic,
+            event.content,
+            key=None if event.key is None else event.key.encode(),
+            headers={name: value.encode() for name, value in headers.items()},
+            on_delivery=report,
+        )
+        return reported
+
+    def close(self) -> None:
+        """Drop what is in the queue and stop. Blocks for a moment."""
+        self._producer.purge()
+        self._is_closing = True
+        self._thread.join()
+
+    def _poll(self) -> None:
+        while not self._is_closing:
+            self._producer.poll(_POLL_SECONDS)
+        self._producer.poll(0)
+
+    def _note_error(self, error: KafkaError) -> None:
+        self.last_error = error.str()
+
+
+def _set(reported: asyncio.Future[KafkaError | None], error: KafkaError | None) -> None:
+    if not reported.done():
+        reported.set_result(error)
+
+
+def _configuration(settings: Settings) -> dict[str, Any]:
+    if settings.kafka_servers is None:
+        raise ConfigurationError("no Kafka brokers given: set PGOUTBOX_KAFKA_SERVERS")
+    servers = settings.kafka_servers.replace(" ", "")
+    if not _SERVERS.fullmatch(servers):
+        raise ConfigurationError(
+            f"PGOUTBOX_KAFKA_SERVERS={settings.kafka_servers!r}: must be host:port, or several separated by commas"
+        )
+    milliseconds = int(settings.broker_timeout_seconds * 1_000)
+    configuration: dict[str, Any] = {
+        "bootstrap.servers": servers,
+        "security.protocol": "SSL" if settings.kafka_security == "tls" else "PLAINTEXT",
+        "enable.idempotence": True,
+        "acks": "all",
+        "message.timeout.ms": milliseconds,
+        "topic.metadata.propagation.max.ms": milliseconds // 2,
+        "socket.connection.setup.timeout.ms": max(1_000, milliseconds),
+        "reconnect.backoff.max.ms": 1_000,
+        # Like the Java clients, so that all producers of a topic agree on the partition of a key.
+        "partitioner": "murmur2_random",
+    }
+    if settings.kafka_username is None:
+        return configuration
+    if settings.kafka_password is None:
+        raise ConfigurationError("PGOUTBOX_KAFKA_USERNAME is set, PGOUTBOX_KAFKA_PASSWORD is not")
+    if settings.kafka_security == "none" and settings.kafka_mechanism == "PLAIN":
+        raise ConfigurationError(
+            "PGOUTBOX_KAFKA_SECURITY=none would send PGOUTBOX_KAFKA_PASSWORD in plain text; use tls, or SCRAM"
+        )
+    return configuration | {
+        "security.protocol": "SASL_SSL" if settings.kafka_security == "tls" else "SASL_PLAINTEXT",
+        "sasl.mechanism": settings.kafka_mechanism,
+        "sasl.username": settings.kafka_username,
+        "sasl.password": settings.kafka_password.get_secret_value(),
+    }
+
+
+def _topic(message: Message[object]) -> str:
+    topic = parse_name(message)
+    if not _TOPIC.fullmatch(topic) or topic in {".", ".."}:
+        raise Permanent("destination: a topic's name is 1 to 249 letters, digits, dots, underscores and hyphens")
+    return topic

@@ -1,0 +1,220 @@
+"""The transport that publishes events to RabbitMQ, with publisher confirms and `mandatory`.
+
+Nothing is lost silently: what no queue takes comes back, and only a confirmed event is sent. Each event is published
+once; its `message_id`, the same at every attempt, lets the consumer recognise a repetition.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final, NamedTuple
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
+
+from pgoutbox.errors import ConfigurationError, MissingExtraError
+from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient
+from pgoutbox.transports.connections import SharedConnection
+from pgoutbox.transports.events import CONTENT_TYPE, Event, RenderedEvent, check_name, parse_name, printable, render
+
+if TYPE_CHECKING:
+    from aiormq.abc import AbstractChannel, AbstractConnection
+
+    from pgoutbox.settings import Settings
+    from pgoutbox.transports import Content
+
+__all__ = ["Event", "RabbitMQTransport"]
+
+_PERSISTENT: Final = 2
+# An event that is larger than the server takes ends its channel, and must not take others along.
+_LARGE_BYTES: Final = 1_000_000
+
+
+class RabbitMQTransport:
+    """Publishes an `Event` to the exchange and with the routing key that the destination names,
+    `rabbitmq:orders/order.placed`. One instance serves one event loop.
+
+    Without a routing key in the destination it is the event's `key`; `rabbitmq:/invoices` is the queue `invoices`, by
+    way of the default exchange. An event is persistent and has the properties `message_id` and `content_type`, and the
+    event's own headers. All sends share one connection, with a channel for each exchange, because RabbitMQ ends the
+    channel on which it refuses something; what broke is opened again by the next send.
+
+    | RabbitMQ | outcome |
+    |---|---|
+    | confirms | sent |
+    | cannot be reached, or refuses the credentials | transient |
+    | has no such exchange, no queue for the routing key, or no right for this user | transient: the operator's |
+    | refuses with a nack: a full queue, for one | transient |
+    | does not confirm in time (an alarm of memory or disk, too), or breaks off | transient, "outcome unknown" |
+    | refuses an event of a megabyte or more as too large | permanent |
+
+    Raises `ConfigurationError` when the setting `rabbitmq_url` is missing or unusable, `MissingExtraError` without
+    aiormq.
+    """
+
+    schemes = ("rabbitmq",)
+
+    def __init__(self, settings: Settings, *, tls_context: ssl.SSLContext | None = None) -> None:
+        try:
+            import aiormq  # noqa: F401 - a worker without it must not start
+        except ImportError:
+            raise MissingExtraError("the RabbitMQ transport", "rabbitmq") from None
+        if settings.rabbitmq_url is None:
+            raise ConfigurationError("no RabbitMQ server given: set PGOUTBOX_RABBITMQ_URL")
+        self._settings = settings
+        self._seconds = settings.broker_timeout_seconds
+        self._url, self._secrets = _parse_url(settings.rabbitmq_url.get_secret_value(), self._seconds)
+        self._tls_context = tls_context
+        if tls_context is None and self._url.startswith("amqps:"):
+            self._tls_context = ssl.create_default_context()
+        self._connection: SharedConnection[AbstractConnection] = SharedConnection(self._connect, _is_open)
+        self._channels: dict[str, SharedConnection[AbstractChannel]] = {}
+
+    async def send(self, message: Message[object], content: Content) -> Outcome:
+        """Publish the event once. `Sent` means that RabbitMQ has confirmed it."""
+        try:
+            event = render(content, message, self._settings)
+            address = _address(message, event)
+        except (Permanent, Transient) as refusal:
+            return refusal
+        try:
+            async with asyncio.timeout(self._seconds):
+                connection = await self._connection.get()
+        except Exception as error:  # noqa: BLE001 - whatever keeps the connection from being made can be mended
+            return Transient(f"connect: {self._said(error)}")
+        if len(event.content) < _LARGE_BYTES:
+            return await self._publish_with_others(address, event)
+        return await self._publish_alone(connection, address, event)
+
+    async def aclose(self) -> None:
+        """Close the connection and its channels."""
+        connection = await self._connection.take()
+        self._channels.clear()
+        if connection is not None:
+            with suppress(Exception):
+                async with asyncio.timeout(self._seconds):
+                    await connection.close()
+
+    async def _connect(self) -> AbstractConnection:
+        import aiormq
+
+        async with asyncio.timeout(self._seconds):
+            return await aiormq.connect(self._url, context=self._tls_context)
+
+    async def _publish_with_others(self, address: _Address, event: RenderedEvent) -> Outcome:
+        channels = self._channels.get(address.exchange)
+        if channels is None:
+            channels = SharedConnection(lambda: self._open_channel(address.exchange), _is_open)
+            self._channels[address.exchange] = channels
+        try:
+            channel = await channels.get()
+        except Exception as error:  # noqa: BLE001 - nothing was handed over, whatever it was
+            if self._channels.get(address.exchange) is channels:  # Names that do not exist must not add up.
+                del self._channels[address.exchange]
+            return Transient(f"exchange {printable(address.exchange)!r}: {self._said(error)}")
+        return await self._publish(channel, address, event)
+
+    async def _publish_alone(self, connection: AbstractConnection, address: _Address, event: RenderedEvent) -> Outcome:
+        from aiormq.exceptions import ChannelPreconditionFailed
+
+        try:
+            channel = await self._open_channel(address.exchange, connection)
+        except Exception as error:  # noqa: BLE001 - nothing was handed over, whatever it was
+            return Transient(f"exchange {printable(address.exchange)!r}: {self._said(error)}")
+        try:
+            return await self._publish(channel, address, event)
+        except ChannelPreconditionFailed as error:
+            return Permanent(f"event.data: {self._said(error)}")
+        finally:
+            with suppress(Exception):
+                await channel.close()
+
+    async def _open_channel(self, exchange: str, connection: AbstractConnection | None = None) -> AbstractChannel:
+        """A channel with confirms, on which it is known that the exchange exists."""
+        async with asyncio.timeout(self._seconds):
+            channel = await (connection or await self._connection.get()).channel(publisher_confirms=True)
+            if exchange:
+                await channel.exchange_declare(exchange, passive=True)
+            return channel
+
+    async def _publish(self, channel: AbstractChannel, address: _Address, event: RenderedEvent) -> Outcome:
+        """Publish and wait for the confirmation. Raises only what a channel that is shared would not explain."""
+        from aiormq.exceptions import ChannelClosed, ChannelPreconditionFailed, DeliveryError, PublishError
+        from pamqp.commands import Basic
+
+        properties = Basic.Properties(
+            message_id=event.id,
+            content_type=CONTENT_TYPE,
+            delivery_mode=_PERSISTENT,
+            headers=dict(event.headers),
+        )
+        try:
+            async with asyncio.timeout(self._seconds):
+                await channel.basic_publish(
+                    event.content,
+                    exchange=address.exchange,
+                    routing_key=address.routing_key,
+                    properties=properties,
+                    mandatory=True,
+                )
+        except PublishError:
+            return Transient(f"no queue for the routing key {printable(address.routing_key)!r}")
+        except DeliveryError:
+            return Transient("publish: refused by a queue (nack)")
+        except ChannelPreconditionFailed:
+            if len(event.content) >= _LARGE_BYTES:
+                raise
+            return Transient("outcome unknown: the channel was closed: PRECONDITION_FAILED")
+        except ChannelClosed as error:
+            return Transient(f"publish: {self._said(error)}")
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            return Transient("outcome unknown: connection lost before the confirmation")
+        except Exception as error:  # noqa: BLE001 - whatever ended it, the event may have been taken
+            return Transient(f"outcome unknown: no confirmation: {self._said(error)}")
+        return Sent()
+
+    def _said(self, error: BaseException) -> str:
+        if isinstance(error, TimeoutError):
+            return f"no answer within {self._seconds:g} s"
+        return printable(str(error) or type(error).__name__, hide=self._secrets)
+
+
+class _Address(NamedTuple):
+    exchange: str
+    routing_key: str
+
+
+def _is_open(connection: AbstractConnection | AbstractChannel) -> bool:
+    return not connection.is_closed
+
+
+def _parse_url(text: str, seconds: float) -> tuple[str, tuple[str, ...]]:
+    """The URL with a heartbeat, so that a connection whose other end is gone is noticed; and its secrets."""
+    try:
+        url = urlsplit(text)
+        if url.port == 0:
+            raise ValueError  # noqa: TRY301 - like a port that is no number
+    except ValueError:
+        url = urlsplit("")
+    if url.scheme not in ("amqp", "amqps") or not url.hostname:
+        raise ConfigurationError(
+            "PGOUTBOX_RABBITMQ_URL=(hidden): is not a URL such as amqps://user:password@localhost/vhost"
+        )
+    query = {"heartbeat": str(max(2, int(seconds)))} | dict(parse_qsl(url.query))
+    password = url.password or ""
+    return url._replace(query=urlencode(query)).geturl(), tuple(filter(None, {password, unquote(password)}))
+
+
+def _address(message: Message[object], event: RenderedEvent) -> _Address:
+    parse_name(message)
+    rest = (message.destination or "").partition(":")[2]
+    quoted_exchange, slash, quoted_key = rest.partition("/")
+    exchange = check_name("destination", unquote(quoted_exchange))
+    if quoted_key:
+        return _Address(exchange, check_name("destination", unquote(quoted_key)))
+    if slash and not exchange:
+        raise Permanent("destination: names neither an exchange nor a queue")
+    return _Address(exchange, "" if event.key is None else event.key)

@@ -1,0 +1,116 @@
+"""The transport that appends events to Redis streams.
+
+One XADD for each event, never repeated by itself: Redis does not recognise a repetition, so only the retry policy may
+decide on one, and the entry's field `id`, the same at every attempt, lets the consumer recognise it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit
+
+from pgoutbox.errors import ConfigurationError, MissingExtraError
+from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient
+from pgoutbox.transports.events import CONTENT_TYPE, Event, RenderedEvent, parse_name, printable, render
+
+if TYPE_CHECKING:
+    from redis.asyncio import ConnectionPool
+
+    from pgoutbox.settings import Settings
+    from pgoutbox.transports import Content
+
+__all__ = ["Event", "RedisTransport"]
+
+
+class RedisTransport:
+    """Appends an `Event` to the stream that the destination names, `redis:orders`. One instance serves one event loop.
+
+    An entry has the fields `id`, `content-type` and `event`, and one for each of the event's headers. A stream that
+    does not exist is created by its first entry, and none is ever trimmed. At most `connection_count` connections are
+    open at once; they are opened when they are needed, and one that broke is replaced.
+
+    | Redis | outcome |
+    |---|---|
+    | answers XADD with the id of the entry | sent |
+    | cannot be reached, or refuses the password | transient |
+    | does not answer XADD in time, or breaks off | transient, "outcome unknown" |
+    | says that the key is no stream (WRONGTYPE) | permanent: the destination names something else |
+    | refuses otherwise: memory, ACL, replica, loading, cluster | transient: the operator's to repair |
+
+    Raises `ConfigurationError` when the setting `redis_url` is missing or unusable, `MissingExtraError` without redis.
+    """
+
+    schemes = ("redis",)
+
+    def __init__(self, settings: Settings, *, connection_count: int = 10) -> None:
+        try:
+            from redis.asyncio import ConnectionPool
+            from redis.asyncio.retry import Retry
+            from redis.backoff import NoBackoff
+        except ImportError:
+            raise MissingExtraError("the Redis transport", "redis") from None
+        if settings.redis_url is None:
+            raise ConfigurationError("no Redis server given: set PGOUTBOX_REDIS_URL")
+        url = settings.redis_url.get_secret_value()
+        self._settings = settings
+        self._seconds = settings.broker_timeout_seconds
+        try:
+            password = urlsplit(url).password or ""
+            # Connecting is tried once; whatever follows is the retry policy's. The time limits are our own.
+            self._pool: ConnectionPool = ConnectionPool.from_url(
+                url, protocol=2, retry=Retry(NoBackoff(), 0), socket_timeout=None, socket_connect_timeout=None
+            )
+        except (ValueError, TypeError):
+            raise ConfigurationError(
+                "PGOUTBOX_REDIS_URL=(hidden): is not a URL such as redis://user:password@localhost:6379/0"
+            ) from None
+        self._secrets = tuple(filter(None, {password, unquote(password)}))
+        self._slots = asyncio.Semaphore(connection_count)
+
+    async def send(self, message: Message[object], content: Content) -> Outcome:
+        """Append the event once. `Sent` means that Redis has answered with the id of the entry."""
+        try:
+            event = render(content, message, self._settings)
+            stream = parse_name(message)
+        except (Permanent, Transient) as refusal:
+            return refusal
+        async with self._slots:
+            return await self._append(stream, event)
+
+    async def aclose(self) -> None:
+        """Close every connection."""
+        await self._pool.disconnect()
+
+    async def _append(self, stream: str, event: RenderedEvent) -> Outcome:
+        from redis.exceptions import RedisError, ResponseError
+
+        fields: list[str | bytes] = ["id", event.id, "content-type", CONTENT_TYPE, "event", event.content]
+        for name, value in event.headers.items():
+            fields += [name, value]
+        try:
+            async with asyncio.timeout(self._seconds):
+                connection = await self._pool.get_connection()  # type: ignore[no-untyped-call] # redis is typed in part
+        except (RedisError, OSError) as error:
+            return Transient(f"connect: {self._said(error)}")
+        try:
+            async with asyncio.timeout(self._seconds):
+                await connection.send_command("XADD", stream, "*", *fields)
+                # Without an answer it closes the connection, so that a late one is not taken for that of the next.
+                await connection.read_response(disconnect_on_error=True)
+        except ResponseError as error:
+            return self._refusal(error)
+        except (RedisError, OSError) as error:
+            return Transient(f"outcome unknown: connection lost after XADD: {self._said(error)}")
+        finally:
+            await self._pool.release(connection)
+        return Sent()
+
+    def _refusal(self, error: Exception) -> Outcome:
+        text = f"XADD: {self._said(error)}"
+        return Permanent(f"destination: {text}") if str(error).startswith("WRONGTYPE") else Transient(text)
+
+    def _said(self, error: Exception) -> str:
+        if isinstance(error, TimeoutError):
+            return f"no answer within {self._seconds:g} s"
+        return printable(str(error) or type(error).__name__, hide=self._secrets)

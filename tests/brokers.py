@@ -1,0 +1,334 @@
+"""Real brokers as processes of the tests' own, on free ports and in temporary directories.
+
+A broker can be killed and started again on the same port, or frozen, so that the kernel takes what is sent to it and
+nobody answers. They run under the account `nobody` where the tests run as root.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import json
+import os
+import pwd
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pgoutbox import Context, Event, Message, Outbox, Permanent, RetryPolicy, Transient
+from tests.conftest import server_missing
+from tests.outbox_actions import settings_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from pgoutbox.message import Outcome
+
+HOST = "127.0.0.1"
+START_SECONDS = 60.0
+
+
+class Broker:
+    """One server and its directory. `answers` tells whether it serves."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        home: Path,
+        port: int,
+        *,
+        answers: Callable[[], bool],
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.port = port
+        self.home = home
+        self._command = command
+        self._answers = answers
+        self._environment = {"PATH": os.environ.get("PATH", os.defpath), "HOME": str(home), **(environment or {})}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, *, unprivileged: bool = True) -> None:
+        """Start, and wait until it answers."""
+        account = pwd.getpwnam("nobody") if unprivileged and os.getuid() == 0 else None
+        with (self.home / "output").open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=self.home,
+                env=self._environment,
+                start_new_session=True,
+                user=account.pw_uid if account else None,
+                group=account.pw_gid if account else None,
+                extra_groups=[] if account else None,
+            )
+        deadline = time.monotonic() + START_SECONDS
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"{self._command[0]} did not start: {(self.home / 'log').read_text()[-2_000:]}")
+            time.sleep(0.01)
+
+    def stop(self) -> None:
+        """Kill the server and what it started."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            self._process.wait()
+            self._process = None
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        """For a while the server does not run: the kernel takes what is sent to it, and nobody answers."""
+        assert self._process is not None
+        group = self._process.pid
+        os.killpg(group, signal.SIGSTOP)
+        while not _is_stopped(group):  # Its processes and their threads stop one after another.
+            time.sleep(0.001)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGCONT)
+
+
+def _is_stopped(group: int) -> bool:
+    """Whether no thread of a process group runs any more."""
+    for stat in Path("/proc").glob("[0-9]*/task/*/stat"):
+        with contextlib.suppress(OSError):  # It has ended meanwhile.
+            state, _, its_group, *_ = stat.read_text().rpartition(")")[2].split()
+            if int(its_group) == group and state not in "TtZX":
+                return False
+    return True
+
+
+@contextlib.contextmanager
+def own_home(name: str) -> Iterator[Path]:
+    """A directory that belongs to the account of the servers."""
+    with tempfile.TemporaryDirectory(prefix=f"pgoutbox-{name}-", ignore_cleanup_errors=True) as directory:
+        home = Path(directory)
+        if os.getuid() == 0:
+            account = pwd.getpwnam("nobody")
+            os.chown(home, account.pw_uid, account.pw_gid)
+        yield home
+
+
+def program_of(name: str) -> str:
+    """The path of a server's program; without it the test is skipped."""
+    program = shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/lib/rabbitmq/bin")
+    if program is None:
+        server_missing(f"no {name}")
+    return program
+
+
+def free_port() -> int:
+    """A port that nobody has at this moment."""
+    with socket.socket() as listener:
+        listener.bind((HOST, 0))
+        return int(listener.getsockname()[1])
+
+
+def accepts(port: int) -> bool:
+    """Whether somebody listens."""
+    with socket.socket() as client:
+        return client.connect_ex((HOST, port)) == 0
+
+
+@contextlib.contextmanager
+def redis_server(*options: str) -> Iterator[Broker]:
+    """A Redis that keeps its streams over a restart."""
+    program, port = program_of("redis-server"), free_port()
+    with own_home("redis") as home:
+        command = [
+            program, "--port", str(port), "--bind", HOST, "--dir", str(home), "--appendonly", "yes",
+            "--appendfsync", "always", "--save", "", *options,
+        ]  # fmt: skip
+        broker = Broker(command, home, port, answers=lambda: accepts(port))
+        broker.start()
+        try:
+            yield broker
+        finally:
+            broker.stop()
+
+
+def outbox_with(dsn: str, **settings: object) -> Outbox:
+    """An outbox whose topic `greet` hands its payload to the broker, and is tried again much later."""
+    outbox = Outbox(settings_for(dsn, event_source="https://club.example.org", broker_timeout_seconds=2, **settings))
+
+    @outbox.handler("greet", retry=RetryPolicy.steps(3600, jitter=0))
+    async def greet(message: Message, ctx: Context) -> Event:
+        return Event(message.payload)
+
+    return outbox
+
+
+def error_of(outcome: Outcome, kind: type[Transient | Permanent]) -> str:
+    """The error of an outcome that has to be of this kind."""
+    assert isinstance(outcome, kind), outcome
+    return outcome.error
+
+
+@contextlib.contextmanager
+def nats_server(configuration: str = "") -> Iterator[Broker]:
+    """A NATS with JetStream, which keeps its streams over a restart."""
+    program, port = program_of("nats-server"), free_port()
+    with own_home("nats") as home:
+        path = home / "nats.conf"
+        path.write_text(f'listen: "{HOST}:{port}"\njetstream {{ store_dir: "{home}/jetstream" }}\n{configuration}')
+        broker = Broker([program, "--config", str(path)], home, port, answers=lambda: _greets(port))
+        broker.start()
+        try:
+            yield broker
+        finally:
+            broker.stop()
+
+
+def _greets(port: int) -> bool:
+    """Whether a NATS listens; it accepts connections a moment before it does."""
+    try:
+        with socket.create_connection((HOST, port), timeout=1) as client:
+            return client.recv(4) == b"INFO"
+    except OSError:
+        return False
+
+
+# Loaded when RabbitMQ starts: its command line takes seconds for each of them.
+_RABBITMQ_USERS = {"app": (".*", ".*", ".*"), "reader": ("", "", ".*")}
+RABBITMQ_MAX_BYTES = 2_000_000
+
+
+@contextlib.contextmanager
+def rabbitmq_server() -> Iterator[Broker]:
+    """A RabbitMQ with the users `app` and `reader`, who may not publish. Their password is `secret`."""
+    program, epmd, port, epmd_port = program_of("rabbitmq-server"), program_of("epmd"), free_port(), free_port()
+    if program.startswith("/usr/sbin/"):  # Debian's wrapper insists on an account of its own.
+        program = "/usr/lib/rabbitmq/bin/rabbitmq-server"
+    with own_home("rabbitmq") as home:
+        (home / "definitions.json").write_text(json.dumps(_rabbitmq_definitions()))
+        (home / "plugins").write_text("[].")
+        (home / "rabbitmq.conf").write_text(
+            f"listeners.tcp.1 = {HOST}:{port}\nload_definitions = {home}/definitions.json\n"
+            f"max_message_size = {RABBITMQ_MAX_BYTES}\n"
+        )
+        environment = {
+            "ERL_EPMD_PORT": str(epmd_port),
+            "ERL_EPMD_ADDRESS": HOST,
+            "LANG": "C.UTF-8",
+            "RABBITMQ_NODENAME": f"pgoutbox{port}@localhost",
+            "RABBITMQ_DIST_PORT": str(free_port()),
+            "RABBITMQ_MNESIA_BASE": f"{home}/mnesia",
+            "RABBITMQ_LOG_BASE": f"{home}/log",
+            "RABBITMQ_LOGS": "-",
+            "RABBITMQ_CONFIG_FILE": f"{home}/rabbitmq.conf",
+            "RABBITMQ_ENABLED_PLUGINS_FILE": f"{home}/plugins",
+            "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "+S 2:2 +sbwt none",
+        }
+        broker = Broker([program], home, port, answers=lambda: accepts(port), environment=environment)
+        try:
+            broker.start()
+            yield broker
+        finally:
+            broker.stop()
+            while accepts(epmd_port):  # It stays for as long as it knows of the node.
+                subprocess.run([epmd, "-port", str(epmd_port), "-kill"], capture_output=True, check=False)
+
+
+def _rabbitmq_definitions() -> dict[str, object]:
+    salt = b"salt"
+    password_hash = base64.b64encode(salt + hashlib.sha256(salt + b"secret").digest()).decode()
+    return {
+        "vhosts": [{"name": "/"}],
+        "users": [
+            {
+                "name": name,
+                "password_hash": password_hash,
+                "hashing_algorithm": "rabbit_password_hashing_sha256",
+                "tags": [],
+            }
+            for name in _RABBITMQ_USERS
+        ],
+        "permissions": [
+            {"user": name, "vhost": "/", "configure": configure, "write": write, "read": read}
+            for name, (configure, write, read) in _RABBITMQ_USERS.items()
+        ],
+    }
+
+
+_KAFKA = """
+import sys
+from confluent_kafka import Producer
+
+cluster = Producer({"bootstrap.servers": "mock", "test.mock.num.brokers": 1, "log_level": 0})
+(broker,) = cluster.list_topics(timeout=30).brokers.values()
+print(broker.port, flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def kafka_server() -> Iterator[Broker]:
+    """The broker that librdkafka brings for tests: the real protocol on a real port, records in memory, every topic
+    there. It chooses its port itself, so it cannot be started again on the same."""
+    with own_home("kafka") as home:
+        output = home / "output"
+        broker = Broker([sys.executable, "-c", _KAFKA], home, 0, answers=lambda: output.read_text().endswith("\n"))
+        try:
+            broker.start(unprivileged=False)  # The account `nobody` may have no way to this interpreter.
+            broker.port = int(output.read_text())
+            yield broker
+        finally:
+            broker.stop()
+
+
+class Forwarder:
+    """A port that is not served until `listen`; then it leads to a broker, until `cut`."""
+
+    def __init__(self, target_port: int) -> None:
+        self.port = free_port()
+        self._target_port = target_port
+        self._server: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def listen(self) -> None:
+        """Serve the port."""
+        self._server = await asyncio.start_server(self._forward, HOST, self.port)
+
+    async def cut(self) -> None:
+        """Stop listening, and break every connection."""
+        if self._server is not None:
+            self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        far_reader, far_writer = await asyncio.open_connection(HOST, self._target_port)
+        try:
+            await asyncio.gather(_pump(reader, far_writer), _pump(far_reader, writer))
+        except (asyncio.CancelledError, OSError):
+            pass
+        finally:
+            self._tasks.discard(task)
+            for end in (writer, far_writer):
+                end.transport.abort()
+
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while chunk := await reader.read(65_536):
+        writer.write(chunk)
+        await writer.drain()
+    writer.close()

@@ -1,0 +1,215 @@
+"""Events to the Kafka broker that librdkafka brings for tests: what is acknowledged, and what is refused.
+
+It knows neither users nor sizes of its own; what depends on those is the client's part here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from typing import TYPE_CHECKING
+
+import pytest
+from confluent_kafka import OFFSET_BEGINNING, Consumer, TopicPartition
+
+from pgoutbox.errors import ConfigurationError
+from pgoutbox.message import Permanent, Sent, Transient
+from pgoutbox.settings import load_settings
+from pgoutbox.transports.events import Event
+from pgoutbox.transports.kafka import KafkaTransport
+from pgoutbox.worker import Worker
+from tests.brokers import HOST, Broker, Forwarder, error_of, free_port, kafka_server, outbox_with
+from tests.outbox_actions import attempts_of, enqueue, make_due, state_of
+from tests.smtp_server import outgoing
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator
+
+    import psycopg
+    from confluent_kafka import Message as Record
+
+    Open = Callable[..., KafkaTransport]
+
+CANARY = "canary-password"
+EVENT = Event({"order_id": 7})
+MESSAGE = outgoing(destination="kafka:orders")
+ID = MESSAGE.idempotency_key.encode()
+
+
+@pytest.fixture(scope="module")
+def broker() -> Iterator[Broker]:
+    with kafka_server() as broker:
+        yield broker
+
+
+def records(broker: Broker, topic: str, count: int) -> list[Record]:
+    """The first records of a topic, at least so many."""
+    consumer = Consumer({"bootstrap.servers": f"{HOST}:{broker.port}", "group.id": "test", "log_level": 0})
+    try:
+        partitions = consumer.list_topics(topic, timeout=30).topics[topic].partitions
+        consumer.assign([TopicPartition(topic, number, OFFSET_BEGINNING) for number in partitions])
+        found: list[Record] = []
+        while len(found) < count:
+            more = consumer.consume(1_000, timeout=1)
+            assert more or not found, f"{len(found)} records of {count}"
+            found += more
+        return found
+    finally:
+        consumer.close()
+
+
+def headers_of(record: Record) -> dict[str, object]:
+    return dict(record.headers() or [])
+
+
+@pytest.fixture
+async def open_transport() -> AsyncIterator[Open]:
+    transports: list[KafkaTransport] = []
+
+    def make(servers: Broker | str, **overrides: object) -> KafkaTransport:
+        given: dict[str, object] = {
+            "kafka_servers": servers if isinstance(servers, str) else f"{HOST}:{servers.port}",
+            "kafka_security": "none",
+            "event_source": "https://club.example.org",
+            "broker_timeout_seconds": 10,
+        }
+        transport = KafkaTransport(load_settings(**(given | overrides)))
+        transports.append(transport)
+        return transport
+
+    yield make
+    for transport in transports:
+        await transport.aclose()
+
+
+async def test_an_event_is_a_record_with_its_id_key_and_envelope(broker: Broker, open_transport: Open) -> None:
+    event = Event({"order_id": 7}, key="customer-7", headers={"traceparent": "00-1"})
+    message = outgoing(destination="kafka:first")
+    assert await open_transport(broker).send(message, event) == Sent()
+    (record,) = records(broker, "first", 1)
+    assert record.key() == b"customer-7"
+    assert headers_of(record) == {
+        "traceparent": b"00-1",
+        "ce_id": ID,
+        "content-type": b"application/cloudevents+json; charset=UTF-8",
+    }
+    envelope = json.loads(record.value() or b"")
+    assert (envelope["id"], envelope["partitionkey"], envelope["data"]) == (
+        ID.decode(),
+        "customer-7",
+        {"order_id": 7},
+    )
+
+
+async def test_what_has_one_key_is_in_one_partition(broker: Broker, open_transport: Open) -> None:
+    transport = open_transport(broker)
+    messages = [outgoing(message_id=number, destination="kafka:many") for number in range(100)]
+    outcomes = await asyncio.gather(
+        *(transport.send(message, Event(1, key=str(message.id % 5))) for message in messages)
+    )
+    assert outcomes == [Sent()] * 100
+    found = records(broker, "many", 100)
+    assert len(found) == 100
+    assert len({(record.key(), record.partition()) for record in found}) == 5
+
+
+async def test_an_unreachable_broker_is_transient(open_transport: Open, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    transport = open_transport(
+        f"{HOST}:{free_port()}", broker_timeout_seconds=1, kafka_username="app", kafka_password=CANARY
+    )
+    error = error_of(await transport.send(MESSAGE, EVENT), Transient)
+    assert error.startswith("outcome unknown: no acknowledgement: Local: Message timed out")
+    assert CANARY not in caplog.text + error
+
+
+async def test_an_event_that_is_too_large_is_permanent_and_disturbs_no_other(
+    broker: Broker, open_transport: Open
+) -> None:
+    transport, message = open_transport(broker), outgoing(destination="kafka:large")
+    outcomes = await asyncio.gather(
+        *(transport.send(message, event) for event in (EVENT, Event("x" * 1_000_000), EVENT))
+    )
+    assert "Message size too large" in error_of(outcomes.pop(1), Permanent)
+    assert outcomes == [Sent()] * 2
+
+
+async def test_after_a_lost_acknowledgement_the_repetition_has_the_same_id(
+    broker: Broker, open_transport: Open
+) -> None:
+    transport, message = open_transport(broker, broker_timeout_seconds=2), outgoing(destination="kafka:lost")
+    first = outgoing(message_id=1, destination="kafka:warm")
+    assert await transport.send(first, EVENT) == Sent()
+    with broker.frozen():
+        assert error_of(await transport.send(message, EVENT), Transient).startswith("outcome unknown: ")
+    again = outgoing(destination="kafka:lost", attempt_count=2)
+    outcome = await transport.send(again, EVENT)
+    if outcome != Sent():  # The client may need longer to notice that the broker is back.
+        outcome = await open_transport(broker).send(again, EVENT)
+    assert outcome == Sent()
+    assert {headers_of(record)["ce_id"] for record in records(broker, "lost", 1)} == {ID}
+
+
+async def test_what_was_cancelled_does_not_go_out_after_the_end(broker: Broker, open_transport: Open) -> None:
+    transport = open_transport(broker)
+    with broker.frozen():
+        sending = asyncio.create_task(transport.send(outgoing(destination="kafka:cancelled"), EVENT))
+        await asyncio.sleep(0)
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        await transport.aclose()
+    for number in range(3):
+        assert await transport.send(outgoing(message_id=number, destination="kafka:cancelled"), EVENT) == Sent()
+    assert ID not in {headers_of(record)["ce_id"] for record in records(broker, "cancelled", 3)}
+
+
+@pytest.mark.parametrize("topic", ["a%20b", "a/b", "..", "%C3%BC", "x" * 250, "a%0A"])
+async def test_a_name_that_is_none_is_permanent_before_anything_is_connected(open_transport: Open, topic: str) -> None:
+    transport = open_transport(f"{HOST}:1")
+    error = error_of(await transport.send(outgoing(destination=f"kafka:{topic}"), EVENT), Permanent)
+    assert error.startswith("destination: ")
+    assert transport._link is None
+
+
+async def test_a_worker_delivers_when_the_server_is_back(broker: Broker, dsn: str, db: psycopg.Connection) -> None:
+    forwarder = Forwarder(broker.port)
+    outbox = outbox_with(dsn, kafka_servers=f"{HOST}:{forwarder.port}", kafka_security="none")
+    message_id = enqueue(db, payload={"order_id": 7}, destination="kafka:worker")
+    await Worker(outbox).run_once()
+    assert state_of(db, message_id) == "pending"
+    await forwarder.listen()
+    make_due(db, message_id)
+    wrong = enqueue(db, destination="kafka:a/b")
+    await Worker(outbox).run_once()
+    await forwarder.cut()
+    assert (state_of(db, message_id), state_of(db, wrong)) == ("sent", "failed")
+    ((number, outcome, error),) = attempts_of(db, message_id)
+    assert (number, outcome) == (1, "retry")
+    assert (error or "").startswith("outcome unknown: ")
+    (record,) = records(broker, "worker", 1)
+    assert str(headers_of(record)["ce_id"]).startswith(f"b'{message_id}-")
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({}, "set PGOUTBOX_KAFKA_SERVERS"),
+        ({"kafka_servers": "host"}, "PGOUTBOX_KAFKA_SERVERS='host': must be host:port"),
+        ({"kafka_servers": "host:1", "kafka_username": "app"}, "PGOUTBOX_KAFKA_PASSWORD is not"),
+        (
+            {
+                "kafka_servers": "host:1",
+                "kafka_username": "app",
+                "kafka_password": CANARY,
+                "kafka_security": "none",
+                "kafka_mechanism": "PLAIN",
+            },
+            "would send PGOUTBOX_KAFKA_PASSWORD in plain text",
+        ),
+    ],
+)
+def test_an_unusable_setting_is_refused_by_name_at_the_start(given: dict[str, object], error: str) -> None:
+    with pytest.raises(ConfigurationError, match=error):
+        KafkaTransport(load_settings(**given))

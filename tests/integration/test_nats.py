@@ -1,0 +1,287 @@
+"""Events to streams of a real NATS: what arrives, what is recognised as a repetition, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from typing import TYPE_CHECKING
+
+import nats
+import pytest
+from nats.js.api import StreamConfig
+
+from pgoutbox.errors import ConfigurationError
+from pgoutbox.message import Permanent, Sent, Transient
+from pgoutbox.settings import load_settings
+from pgoutbox.transports.events import Event
+from pgoutbox.transports.nats_jetstream import NatsTransport
+from pgoutbox.worker import Worker
+from tests.brokers import HOST, Broker, error_of, free_port, nats_server, outbox_with
+from tests.outbox_actions import attempts_of, enqueue, make_due, state_of
+from tests.smtp_server import outgoing
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator
+
+    import psycopg
+    from nats.aio.client import Client
+    from nats.js.api import RawStreamMsg
+
+    Open = Callable[..., NatsTransport]
+
+CANARY = "canary/password"
+EVENT = Event({"order_id": 7})
+MESSAGE = outgoing(destination="nats:orders.placed")
+ID = MESSAGE.idempotency_key
+AGAIN = outgoing(destination="nats:orders.placed", attempt_count=2)
+
+ACCOUNTS = """
+max_payload: 100000
+authorization {
+  users = [
+    { user: app, password: secret }
+    { user: "odd@user", password: "a/b:c@d" }
+    { user: reader, password: secret, permissions: { publish: { deny: "orders.>" } } }
+  ]
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def broker() -> Iterator[Broker]:
+    with nats_server(ACCOUNTS) as broker:
+        yield broker
+
+
+def url_of(broker: Broker, user: str = "app", password: str = "secret") -> str:
+    return f"nats://{user}:{password}@{HOST}:{broker.port}"
+
+
+@contextlib.asynccontextmanager
+async def client_of(broker: Broker) -> AsyncIterator[Client]:
+    client = await nats.connect(f"nats://{HOST}:{broker.port}", user="app", password="secret")
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+@contextlib.asynccontextmanager
+async def stream(broker: Broker, *, max_msg_size: int = -1) -> AsyncIterator[Client]:
+    """A stream of all orders, empty, and a connection to read it."""
+    async with client_of(broker) as client:
+        config = StreamConfig(name="ORDERS", subjects=["orders.>"], max_msg_size=max_msg_size)
+        await client.jetstream().add_stream(config)
+        try:
+            yield client
+        finally:
+            await client.jetstream().delete_stream("ORDERS")
+
+
+async def stored(client: Client) -> list[RawStreamMsg]:
+    state = (await client.jetstream().stream_info("ORDERS")).state
+    return [await client.jetstream().get_msg("ORDERS", seq) for seq in range(1, state.messages + 1)]
+
+
+@pytest.fixture
+async def open_transport() -> AsyncIterator[Open]:
+    transports: list[NatsTransport] = []
+
+    def make(url: Broker | str, **overrides: object) -> NatsTransport:
+        given: dict[str, object] = {
+            "nats_url": url if isinstance(url, str) else url_of(url),
+            "event_source": "https://club.example.org",
+            "broker_timeout_seconds": 5,
+        }
+        transport = NatsTransport(load_settings(**(given | overrides)))
+        transports.append(transport)
+        return transport
+
+    yield make
+    for transport in transports:
+        await transport.aclose()
+
+
+async def test_an_event_is_stored_with_its_id_and_envelope(broker: Broker, open_transport: Open) -> None:
+    async with stream(broker) as client:
+        event = Event({"order_id": 7}, headers={"traceparent": "00-1"})
+        assert await open_transport(broker).send(MESSAGE, event) == Sent()
+        (message,) = await stored(client)
+    assert message.subject == "orders.placed"
+    assert message.headers == {
+        "traceparent": "00-1",
+        "Nats-Msg-Id": ID,
+        "Content-Type": "application/cloudevents+json; charset=UTF-8",
+    }
+    envelope = json.loads(message.data or b"")
+    assert (envelope["id"], envelope["data"]) == (ID, {"order_id": 7})
+
+
+async def test_a_repetition_is_sent_and_stored_once(broker: Broker, open_transport: Open) -> None:
+    async with stream(broker) as client:
+        transport = open_transport(broker)
+        for message in (MESSAGE, AGAIN):
+            assert await transport.send(message, EVENT) == Sent()
+        assert len(await stored(client)) == 1
+
+
+async def test_all_sends_share_one_connection(broker: Broker, open_transport: Open) -> None:
+    async with stream(broker) as client:
+        transport = open_transport(broker)
+        async with client_of(broker) as earlier:
+            before = earlier.client_id or 0
+        outcomes = await asyncio.gather(
+            *(transport.send(outgoing(message_id=number, destination="nats:orders.a"), EVENT) for number in range(100))
+        )
+        assert outcomes == [Sent()] * 100
+        assert (await client.jetstream().stream_info("ORDERS")).state.messages == 100
+        async with client_of(broker) as later:
+            assert (later.client_id or 0) - before == 2
+
+
+async def test_an_unreachable_server_is_transient_and_the_password_is_never_shown(
+    broker: Broker, open_transport: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    quoted = CANARY.replace("/", "%2F")
+    transport = open_transport(f"nats://app:{quoted}@{HOST}:{free_port()}")
+    assert error_of(await transport.send(MESSAGE, EVENT), Transient).startswith("connect: ")
+    transport = open_transport(url_of(broker, password=quoted))
+    error = error_of(await transport.send(MESSAGE, EVENT), Transient)
+    assert error == "connect: nats: 'Authorization Violation'"
+    for text in (CANARY, quoted):
+        assert text not in caplog.text
+
+
+async def test_credentials_are_percent_decoded(broker: Broker, open_transport: Open) -> None:
+    async with stream(broker):
+        assert await open_transport(url_of(broker, "odd%40user", "a%2Fb%3Ac%40d")).send(MESSAGE, EVENT) == Sent()
+
+
+async def test_the_next_server_is_asked_when_the_first_is_away(broker: Broker, open_transport: Open) -> None:
+    async with stream(broker):
+        transport = open_transport(f"nats://app:secret@{HOST}:{free_port()},nats://{HOST}:{broker.port}")
+        assert await transport.send(MESSAGE, EVENT) == Sent()
+
+
+async def test_a_subject_without_a_stream_is_transient(broker: Broker, open_transport: Open) -> None:
+    error = error_of(await open_transport(broker).send(MESSAGE, EVENT), Transient)
+    assert error == "no stream has the subject 'orders.placed'"
+
+
+async def test_a_subject_that_the_account_may_not_publish_to_is_transient(broker: Broker, open_transport: Open) -> None:
+    async with stream(broker) as client:
+        transport = open_transport(url_of(broker, "reader"))
+        error = error_of(await transport.send(MESSAGE, EVENT), Transient)
+        assert error == 'publish: nats: permissions violation for publish to "orders.placed"'
+        assert await stored(client) == []
+
+
+async def test_an_event_that_is_too_large_is_permanent_and_ends_no_connection(
+    broker: Broker, open_transport: Open
+) -> None:
+    async with stream(broker, max_msg_size=50_000) as client:
+        transport = open_transport(broker)
+        assert "of bytes are more" not in error_of(await transport.send(MESSAGE, Event("x" * 60_000)), Permanent)
+        # Its headers make the difference: the client looks at the content alone.
+        header = {"h": "x" * 1_000}
+        edge = Event("x" * (100_000 - 400), headers=header)
+        error = error_of(await transport.send(MESSAGE, edge), Permanent)
+        assert error.endswith("bytes with their headers are more than the server's 100000")
+        assert await transport.send(MESSAGE, EVENT) == Sent()
+        assert len(await stored(client)) == 1
+
+
+async def test_a_full_stream_is_transient(broker: Broker, open_transport: Open) -> None:
+    async with client_of(broker) as client:
+        config = StreamConfig(name="ORDERS", subjects=["orders.>"], max_msgs=1, discard="new")  # type: ignore[arg-type]
+        await client.jetstream().add_stream(config)
+        transport = open_transport(broker)
+        assert await transport.send(MESSAGE, EVENT) == Sent()
+        other = outgoing(message_id=8, destination="nats:orders.placed")
+        assert "maximum messages exceeded" in error_of(await transport.send(other, EVENT), Transient)
+        await client.jetstream().delete_stream("ORDERS")
+
+
+async def test_after_a_lost_answer_the_repetition_is_recognised(broker: Broker, open_transport: Open) -> None:
+    async with stream(broker) as client:
+        transport = open_transport(broker, broker_timeout_seconds=0.5)
+        assert await transport.send(outgoing(message_id=1, destination="nats:orders.a"), EVENT) == Sent()
+        with broker.frozen():
+            error = error_of(await transport.send(MESSAGE, EVENT), Transient)
+        assert error.startswith("outcome unknown: no acknowledgement: ")
+        assert await transport.send(AGAIN, EVENT) == Sent()
+        messages = await stored(client)
+    assert [message.headers["Nats-Msg-Id"] for message in messages if message.headers][1:] == [ID]
+
+
+async def test_who_waits_learns_at_once_that_the_server_is_gone(open_transport: Open) -> None:
+    with nats_server() as broker:
+        transport = open_transport(f"nats://{HOST}:{broker.port}", broker_timeout_seconds=600)
+        assert isinstance(await transport.send(MESSAGE, EVENT), Transient)
+        with broker.frozen():
+            sending = asyncio.create_task(transport.send(MESSAGE, EVENT))
+            await asyncio.sleep(0)
+            broker.stop()
+        async with asyncio.timeout(30):
+            assert error_of(await sending, Transient).startswith("outcome unknown: no acknowledgement: ")
+
+
+@pytest.mark.parametrize(
+    ("subject", "error"),
+    [
+        ("orders.*", "has a wildcard"),
+        ("orders.>", "has a wildcard"),
+        ("orders..placed", "a part of the subject between dots is empty"),
+        (".orders", "a part of the subject between dots is empty"),
+        ("orders%20placed", "contains white space"),
+        ("orders%0D%0APUB%20x%200", "contains the character U+000D"),
+        ("$JS.API.STREAM.DELETE.ORDERS", "is one of NATS itself"),
+        ("_INBOX.a.b", "is one of NATS itself"),
+        ("//127.0.0.1:4222/orders", "names a server"),
+    ],
+)
+async def test_a_subject_that_is_none_is_permanent_before_anything_is_connected(
+    open_transport: Open, subject: str, error: str
+) -> None:
+    transport = open_transport(f"nats://{HOST}:1")
+    said = error_of(await transport.send(outgoing(destination=f"nats:{subject}"), EVENT), Permanent)
+    assert said.startswith("destination: ")
+    assert error in said
+
+
+async def test_a_worker_delivers_when_the_server_is_back(dsn: str, db: psycopg.Connection) -> None:
+    with nats_server(ACCOUNTS) as broker:
+        outbox = outbox_with(dsn, nats_url=url_of(broker))
+        async with client_of(broker) as client:
+            await client.jetstream().add_stream(StreamConfig(name="ORDERS", subjects=["orders.>"]))
+        broker.stop()
+        message_id = enqueue(db, payload={"order_id": 7}, destination="nats:orders.placed")
+        await Worker(outbox).run_once()
+        assert state_of(db, message_id) == "pending"
+        broker.start()
+        make_due(db, message_id)
+        wrong = enqueue(db, destination="nats:orders.*")
+        await Worker(outbox).run_once()
+        assert (state_of(db, message_id), state_of(db, wrong)) == ("sent", "failed")
+        ((number, outcome, error),) = attempts_of(db, message_id)
+        assert (number, outcome) == (1, "retry")
+        assert (error or "").startswith("connect: ")
+        async with client_of(broker) as client:
+            (message,) = await stored(client)
+    assert (message.headers or {})["Nats-Msg-Id"].startswith(f"{message_id}-")
+
+
+@pytest.mark.parametrize(
+    ("url", "error"),
+    [
+        (None, "set PGOUTBOX_NATS_URL"),
+        (f"http://:{CANARY}@host", r"PGOUTBOX_NATS_URL=\(hidden\): is not a URL"),
+        ("nats://host:99999", r"PGOUTBOX_NATS_URL=\(hidden\): is not a URL"),
+    ],
+)
+def test_an_unusable_setting_is_refused_by_name_at_the_start(url: str | None, error: str) -> None:
+    with pytest.raises(ConfigurationError, match=error):
+        NatsTransport(load_settings(nats_url=url))

@@ -1,0 +1,284 @@
+"""Events to a real RabbitMQ: what is confirmed, what comes back, and what one refusal does to others."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from typing import TYPE_CHECKING
+
+import aiormq
+import pytest
+
+from pgoutbox.errors import ConfigurationError
+from pgoutbox.message import Permanent, Sent, Transient
+from pgoutbox.settings import load_settings
+from pgoutbox.transports.events import Event
+from pgoutbox.transports.rabbitmq import RabbitMQTransport
+from pgoutbox.worker import Worker
+from tests.brokers import (
+    HOST,
+    RABBITMQ_MAX_BYTES,
+    Broker,
+    Forwarder,
+    error_of,
+    free_port,
+    outbox_with,
+    rabbitmq_server,
+)
+from tests.outbox_actions import attempts_of, enqueue, make_due, state_of
+from tests.smtp_server import outgoing
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator
+
+    import psycopg
+    from aiormq.abc import AbstractChannel, DeliveredMessage
+
+    Open = Callable[..., RabbitMQTransport]
+
+CANARY = "canary/password"
+EVENT = Event({"order_id": 7})
+MESSAGE = outgoing(destination="rabbitmq:orders/order.placed")
+ID = MESSAGE.idempotency_key
+
+
+@pytest.fixture(scope="module")
+def broker() -> Iterator[Broker]:
+    with rabbitmq_server() as broker:
+        yield broker
+
+
+def url_of(port: int, user: str = "app", password: str = "secret") -> str:
+    return f"amqp://{user}:{password}@{HOST}:{port}"
+
+
+@contextlib.asynccontextmanager
+async def channel_to(broker: Broker) -> AsyncIterator[AbstractChannel]:
+    connection = await aiormq.connect(url_of(broker.port))
+    try:
+        yield await connection.channel()
+    finally:
+        await connection.close()
+
+
+@pytest.fixture
+async def channel(broker: Broker) -> AsyncIterator[AbstractChannel]:
+    """A channel to look with; the exchange `orders` leads `order.#` to the queue `placed`, which is empty."""
+    async with channel_to(broker) as channel:
+        await channel.exchange_declare("orders", exchange_type="topic")
+        await channel.queue_declare("placed")
+        await channel.queue_bind("placed", "orders", "order.#")
+        yield channel
+        async with channel_to(broker) as other:
+            await other.queue_delete("placed")
+            await other.exchange_delete("orders")
+
+
+async def queued(channel: AbstractChannel, queue: str = "placed") -> list[DeliveredMessage]:
+    """Take what is in a queue."""
+    found: list[DeliveredMessage] = []
+    while True:
+        message = await channel.basic_get(queue, no_ack=True)
+        if message.delivery_tag is None:
+            return found
+        found.append(message)
+
+
+@pytest.fixture
+async def open_transport() -> AsyncIterator[Open]:
+    transports: list[RabbitMQTransport] = []
+
+    def make(url: Broker | str, **overrides: object) -> RabbitMQTransport:
+        given: dict[str, object] = {
+            "rabbitmq_url": url if isinstance(url, str) else url_of(url.port),
+            "event_source": "https://club.example.org",
+            "broker_timeout_seconds": 10,
+        }
+        transport = RabbitMQTransport(load_settings(**(given | overrides)))
+        transports.append(transport)
+        return transport
+
+    yield make
+    for transport in transports:
+        await transport.aclose()
+
+
+async def test_an_event_is_queued_with_its_id_and_envelope(
+    broker: Broker, channel: AbstractChannel, open_transport: Open
+) -> None:
+    event = Event({"order_id": 7}, headers={"traceparent": "00-1"})
+    assert await open_transport(broker).send(MESSAGE, event) == Sent()
+    (message,) = await queued(channel)
+    properties = message.header.properties
+    assert (properties.message_id, properties.delivery_mode) == (ID, 2)
+    assert properties.content_type == "application/cloudevents+json; charset=UTF-8"
+    assert properties.headers == {"traceparent": "00-1"}
+    assert message.routing_key == "order.placed"
+    envelope = json.loads(message.body)
+    assert (envelope["id"], envelope["data"]) == (ID, {"order_id": 7})
+
+
+async def test_the_key_is_the_routing_key_and_a_queue_can_be_named(
+    broker: Broker, channel: AbstractChannel, open_transport: Open
+) -> None:
+    transport = open_transport(broker)
+    assert await transport.send(outgoing(destination="rabbitmq:orders"), Event(1, key="order.paid")) == Sent()
+    assert await transport.send(outgoing(destination="rabbitmq:/placed"), EVENT) == Sent()
+    assert [message.routing_key for message in await queued(channel)] == ["order.paid", "placed"]
+
+
+async def test_many_at_once_are_all_confirmed(broker: Broker, channel: AbstractChannel, open_transport: Open) -> None:
+    transport = open_transport(broker)
+    messages = [outgoing(message_id=number, destination=MESSAGE.destination) for number in range(100)]
+    assert await asyncio.gather(*(transport.send(message, EVENT) for message in messages)) == [Sent()] * 100
+    assert len(await queued(channel)) == 100
+
+
+async def test_what_no_queue_takes_is_transient(broker: Broker, channel: AbstractChannel, open_transport: Open) -> None:
+    transport = open_transport(broker)
+    lost = outgoing(destination="rabbitmq:orders/invoice.paid")
+    assert error_of(await transport.send(lost, EVENT), Transient) == "no queue for the routing key 'invoice.paid'"
+    assert await transport.send(MESSAGE, EVENT) == Sent()
+
+
+async def test_a_missing_exchange_is_transient_and_disturbs_no_other(
+    broker: Broker, channel: AbstractChannel, open_transport: Open
+) -> None:
+    transport = open_transport(broker)
+    missing = [outgoing(message_id=number, destination=f"rabbitmq:missing{number % 3}/a") for number in range(30)]
+    good = [outgoing(message_id=number, destination=MESSAGE.destination) for number in range(30)]
+    outcomes = await asyncio.gather(
+        *(transport.send(message, EVENT) for pair in zip(missing, good, strict=True) for message in pair)
+    )
+    assert outcomes[1::2] == [Sent()] * 30
+    for outcome in outcomes[::2]:
+        assert "NOT_FOUND - no exchange 'missing" in error_of(outcome, Transient)
+
+
+async def test_an_exchange_that_is_deleted_and_made_again_is_found_again(
+    broker: Broker, channel: AbstractChannel, open_transport: Open
+) -> None:
+    transport = open_transport(broker)
+    assert await transport.send(MESSAGE, EVENT) == Sent()
+    await channel.exchange_delete("orders")
+    assert isinstance(await transport.send(MESSAGE, EVENT), Transient)
+    await channel.exchange_declare("orders", exchange_type="topic")
+    await channel.queue_bind("placed", "orders", "order.#")
+    assert await transport.send(MESSAGE, EVENT) == Sent()
+
+
+async def test_a_missing_right_is_transient(broker: Broker, channel: AbstractChannel, open_transport: Open) -> None:
+    transport = open_transport(url_of(broker.port, "reader"))
+    assert "ACCESS_REFUSED" in error_of(await transport.send(MESSAGE, EVENT), Transient)
+    assert await queued(channel) == []
+
+
+async def test_a_full_queue_is_transient(broker: Broker, channel: AbstractChannel, open_transport: Open) -> None:
+    await channel.queue_declare("full", arguments={"x-max-length": 1, "x-overflow": "reject-publish"})
+    transport, message = open_transport(broker), outgoing(destination="rabbitmq:/full")
+    assert await transport.send(message, EVENT) == Sent()
+    assert error_of(await transport.send(message, EVENT), Transient) == "publish: refused by a queue (nack)"
+    await channel.queue_delete("full")
+
+
+async def test_an_event_that_is_too_large_is_permanent_and_disturbs_no_other(
+    broker: Broker, channel: AbstractChannel, open_transport: Open
+) -> None:
+    transport = open_transport(broker)
+    huge, large = Event("x" * RABBITMQ_MAX_BYTES), Event("x" * (RABBITMQ_MAX_BYTES - 10_000))
+    outcomes = await asyncio.gather(*(transport.send(MESSAGE, event) for event in (EVENT, huge, EVENT, large, EVENT)))
+    assert "message size" in error_of(outcomes.pop(1), Permanent)
+    assert outcomes == [Sent()] * 4
+
+
+async def test_credentials_that_are_refused_are_transient_and_never_shown(
+    broker: Broker, open_transport: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    quoted = CANARY.replace("/", "%2F")
+    for port in (broker.port, free_port()):
+        error = error_of(await open_transport(url_of(port, password=quoted)).send(MESSAGE, EVENT), Transient)
+        assert error.startswith("connect: ")
+        for text in (CANARY, quoted):
+            assert text not in caplog.text + error
+
+
+async def test_after_a_lost_confirmation_the_repetition_has_the_same_id(
+    broker: Broker, channel: AbstractChannel, open_transport: Open
+) -> None:
+    transport = open_transport(broker, broker_timeout_seconds=2)
+    assert await transport.send(outgoing(message_id=1, destination=MESSAGE.destination), EVENT) == Sent()
+    with broker.frozen():
+        error = error_of(await transport.send(MESSAGE, EVENT), Transient)
+    assert error == "outcome unknown: no confirmation: no answer within 2 s"
+    again = outgoing(destination=MESSAGE.destination, attempt_count=2)
+    assert await transport.send(again, EVENT) == Sent()
+    assert [message.header.properties.message_id for message in await queued(channel)][1:] == [ID, ID]
+
+
+async def test_who_waits_learns_at_once_that_the_connection_is_gone(
+    broker: Broker, channel: AbstractChannel, open_transport: Open
+) -> None:
+    forwarder = Forwarder(broker.port)
+    await forwarder.listen()
+    transport = open_transport(url_of(forwarder.port), broker_timeout_seconds=600)
+    assert await transport.send(MESSAGE, EVENT) == Sent()
+    with broker.frozen():
+        sending = asyncio.create_task(transport.send(MESSAGE, EVENT))
+        await asyncio.sleep(0)
+        await forwarder.cut()
+        async with asyncio.timeout(30):
+            assert error_of(await sending, Transient).startswith("outcome unknown: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("//host/orders", "names a server"),
+        ("/", "names neither an exchange nor a queue"),
+        ("orders/a%0Ab", "contains the character U+000A"),
+        ("orders/" + "x" * 256, "bytes are more than 255"),
+    ],
+)
+async def test_a_name_that_is_none_is_permanent_before_anything_is_connected(
+    open_transport: Open, name: str, error: str
+) -> None:
+    transport = open_transport(url_of(1))
+    said = error_of(await transport.send(outgoing(destination=f"rabbitmq:{name}"), EVENT), Permanent)
+    assert said.startswith("destination: ")
+    assert error in said
+
+
+async def test_a_worker_delivers_when_the_server_is_back(
+    broker: Broker, channel: AbstractChannel, dsn: str, db: psycopg.Connection
+) -> None:
+    forwarder = Forwarder(broker.port)
+    outbox = outbox_with(dsn, rabbitmq_url=url_of(forwarder.port))
+    message_id = enqueue(db, payload={"order_id": 7}, destination=MESSAGE.destination)
+    await Worker(outbox).run_once()
+    assert state_of(db, message_id) == "pending"
+    await forwarder.listen()
+    make_due(db, message_id)
+    wrong = enqueue(db, destination="rabbitmq:/")
+    await Worker(outbox).run_once()
+    await forwarder.cut()
+    assert (state_of(db, message_id), state_of(db, wrong)) == ("sent", "failed")
+    ((number, outcome, error),) = attempts_of(db, message_id)
+    assert (number, outcome) == (1, "retry")
+    assert (error or "").startswith("connect: ")
+    (message,) = await queued(channel)
+    assert (message.header.properties.message_id or "").startswith(f"{message_id}-")
+
+
+@pytest.mark.parametrize(
+    ("url", "error"),
+    [
+        (None, "set PGOUTBOX_RABBITMQ_URL"),
+        (f"http://:{CANARY}@host", r"PGOUTBOX_RABBITMQ_URL=\(hidden\): is not a URL"),
+    ],
+)
+def test_an_unusable_setting_is_refused_by_name_at_the_start(url: str | None, error: str) -> None:
+    with pytest.raises(ConfigurationError, match=error):
+        RabbitMQTransport(load_settings(rabbitmq_url=url))

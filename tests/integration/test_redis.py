@@ -1,0 +1,224 @@
+"""Events to streams of a real Redis: what arrives, what is refused, and what a lost answer leads to."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from typing import TYPE_CHECKING
+
+import pytest
+import redis
+
+from pgoutbox.errors import ConfigurationError
+from pgoutbox.message import Permanent, Sent, Transient
+from pgoutbox.settings import load_settings
+from pgoutbox.transports.events import Event
+from pgoutbox.transports.redis_streams import RedisTransport
+from pgoutbox.worker import Worker
+from tests.brokers import HOST, Broker, error_of, outbox_with, redis_server
+from tests.outbox_actions import attempts_of, enqueue, make_due, rows_of, state_of
+from tests.smtp_server import outgoing
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator
+
+    import psycopg
+
+    Open = Callable[..., RedisTransport]
+
+CANARY = "canary-password"
+EVENT = Event({"order_id": 7})
+MESSAGE = outgoing(destination="redis:orders")
+ID = MESSAGE.idempotency_key.encode()
+
+
+@pytest.fixture(scope="module")
+def shared_broker() -> Iterator[Broker]:
+    with redis_server() as broker:
+        yield broker
+
+
+@pytest.fixture
+def broker(shared_broker: Broker) -> Broker:
+    """The Redis of this module, empty."""
+    with client_of(shared_broker) as client:
+        client.flushall()
+    return shared_broker
+
+
+def client_of(broker: Broker) -> redis.Redis:
+    return redis.Redis(HOST, broker.port)
+
+
+def entries(broker: Broker, stream: str = "orders") -> list[dict[bytes, bytes]]:
+    with client_of(broker) as client:
+        return [fields for _, fields in client.xrange(stream)]
+
+
+@pytest.fixture
+async def open_transport() -> AsyncIterator[Open]:
+    transports: list[RedisTransport] = []
+
+    def make(url: Broker | str, *, connection_count: int = 10, **overrides: object) -> RedisTransport:
+        given: dict[str, object] = {
+            "redis_url": url if isinstance(url, str) else f"redis://{HOST}:{url.port}",
+            "event_source": "https://club.example.org",
+            "broker_timeout_seconds": 5,
+        }
+        transport = RedisTransport(load_settings(**(given | overrides)), connection_count=connection_count)
+        transports.append(transport)
+        return transport
+
+    yield make
+    for transport in transports:
+        await transport.aclose()
+
+
+async def test_an_event_is_an_entry_with_its_id_and_envelope(broker: Broker, open_transport: Open) -> None:
+    event = Event({"order_id": 7}, subject="orders/7", headers={"traceparent": "00-1"})
+    assert await open_transport(broker).send(MESSAGE, event) == Sent()
+    (entry,) = entries(broker)
+    assert (entry[b"id"], entry[b"traceparent"]) == (ID, b"00-1")
+    assert entry[b"content-type"] == b"application/cloudevents+json; charset=UTF-8"
+    envelope = json.loads(entry[b"event"])
+    assert envelope["data"] == {"order_id": 7}
+    assert (envelope["id"], envelope["type"], envelope["subject"]) == (ID.decode(), "welcome", "orders/7")
+
+
+async def test_a_stream_may_have_a_name_with_colons_and_spaces(broker: Broker, open_transport: Open) -> None:
+    message = outgoing(destination="redis:shop:orders%20%C3%BC")
+    assert await open_transport(broker).send(message, EVENT) == Sent()
+    assert len(entries(broker, "shop:orders ü")) == 1
+
+
+async def test_connections_are_used_again_and_limited(broker: Broker, open_transport: Open) -> None:
+    transport = open_transport(broker, connection_count=3)
+    outcomes = await asyncio.gather(
+        *(transport.send(outgoing(message_id=number, destination="redis:orders"), EVENT) for number in range(100))
+    )
+    assert outcomes == [Sent()] * 100
+    assert len(entries(broker)) == 100
+    with client_of(broker) as client:
+        assert len(client.client_list()) == 3 + 1
+
+
+async def test_an_unreachable_server_is_transient_and_the_password_is_never_shown(
+    open_transport: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    transport = open_transport(f"redis://app:{CANARY}@{HOST}:1/0")
+    assert error_of(await transport.send(MESSAGE, EVENT), Transient).startswith("connect: ")
+    assert CANARY not in caplog.text
+
+
+async def test_a_refused_password_is_transient_and_never_shown(
+    broker: Broker, open_transport: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    transport = open_transport(f"redis://app:{CANARY}@{HOST}:{broker.port}/0")
+    error = error_of(await transport.send(MESSAGE, EVENT), Transient)
+    assert error.startswith("connect: invalid username-password pair")
+    assert CANARY not in caplog.text + error
+
+
+async def test_a_key_that_is_no_stream_is_permanent(broker: Broker, open_transport: Open) -> None:
+    with client_of(broker) as client:
+        client.set("orders", "taken")
+    transport = open_transport(broker, connection_count=1)
+    assert error_of(await transport.send(MESSAGE, EVENT), Permanent).startswith("destination: XADD: WRONGTYPE")
+    assert await transport.send(outgoing(destination="redis:others"), EVENT) == Sent()
+
+
+async def test_a_refusal_that_the_operator_can_mend_is_transient(broker: Broker, open_transport: Open) -> None:
+    with client_of(broker) as client:
+        client.execute_command("ACL", "SETUSER", "reader", "on", ">secret", "~*", "+@all", "-xadd")
+        transport = open_transport(f"redis://reader:secret@{HOST}:{broker.port}")
+        assert "xadd" in error_of(await transport.send(MESSAGE, EVENT), Transient)
+        client.config_set("maxmemory", "1")
+        try:
+            error = error_of(await open_transport(broker).send(MESSAGE, EVENT), Transient)
+        finally:
+            client.config_set("maxmemory", "0")
+    assert error.startswith("XADD: ")
+    assert "memory" in error
+    assert entries(broker) == []
+
+
+async def test_a_lost_answer_leaves_the_outcome_unknown_and_nothing_is_repeated(
+    broker: Broker, open_transport: Open
+) -> None:
+    transport = open_transport(broker, connection_count=1, broker_timeout_seconds=0.5)
+    assert await transport.send(outgoing(message_id=1, destination="redis:orders"), EVENT) == Sent()
+    with broker.frozen():
+        error = error_of(await transport.send(MESSAGE, EVENT), Transient)
+    assert error == "outcome unknown: connection lost after XADD: no answer within 0.5 s"
+    assert await transport.send(outgoing(attempt_count=2, destination="redis:orders"), EVENT) == Sent()
+    # The first of the two was taken after all: the consumer tells by the id.
+    assert [entry[b"id"] for entry in entries(broker)][1:] == [ID, ID]
+
+
+async def test_a_cancelled_send_does_not_leave_its_answer_to_the_next(broker: Broker, open_transport: Open) -> None:
+    transport = open_transport(broker, connection_count=1)
+    with client_of(broker) as client:
+        client.set("text", "taken")
+    assert await transport.send(MESSAGE, EVENT) == Sent()
+    with broker.frozen():
+        cancelled = asyncio.create_task(transport.send(MESSAGE, EVENT))
+        await turns_of_the_loop()
+        cancelled.cancel()
+        refused = asyncio.create_task(transport.send(outgoing(destination="redis:text"), EVENT))
+        await turns_of_the_loop()
+    assert isinstance(await refused, Permanent)
+    assert cancelled.cancelled()
+
+
+async def turns_of_the_loop() -> None:
+    """Let a send come as far as it can without an answer."""
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+async def test_an_idle_connection_that_broke_is_replaced(broker: Broker, open_transport: Open) -> None:
+    transport = open_transport(broker, connection_count=1)
+    assert await transport.send(MESSAGE, EVENT) == Sent()
+    with client_of(broker) as client:
+        client.client_kill_filter(_type="normal", skipme=True)
+    # Another dialogue turns the loop often enough for the first connection to learn of its end.
+    assert await open_transport(broker).send(MESSAGE, EVENT) == Sent()
+    assert await transport.send(MESSAGE, EVENT) == Sent()
+    assert len(entries(broker)) == 3
+
+
+async def test_a_worker_delivers_when_the_server_is_back(dsn: str, db: psycopg.Connection) -> None:
+    with redis_server() as broker:
+        outbox = outbox_with(dsn, redis_url=f"redis://{HOST}:{broker.port}")
+        broker.stop()
+        message_id = enqueue(db, payload={"order_id": 7}, destination="redis:orders")
+        await Worker(outbox).run_once()
+        assert state_of(db, message_id) == "pending"
+        broker.start()
+        make_due(db, message_id)
+        await Worker(outbox).run_once()
+        assert state_of(db, message_id) == "sent"
+        ((number, outcome, error),) = attempts_of(db, message_id)
+        assert (number, outcome) == (1, "retry")
+        assert (error or "").startswith("connect: ")
+        (entry,) = entries(broker)
+        assert entry[b"id"].decode().startswith(f"{message_id}-")
+        assert json.loads(entry[b"event"])["data"] == {"order_id": 7}
+        wrong, nowhere = enqueue(db, destination="redis://elsewhere/orders"), enqueue(db)
+        await Worker(outbox).run_once()
+        assert [(row.state, row.last_error) for row in rows_of(db, wrong, nowhere)] == [
+            ("failed", "destination: names a server; its address belongs into the settings, not into the message"),
+            ("failed", "destination: the message has none, and its Event needs one"),
+        ]
+
+
+@pytest.mark.parametrize(
+    ("url", "error"),
+    [(None, "set PGOUTBOX_REDIS_URL"), (f"http://:{CANARY}@host", r"PGOUTBOX_REDIS_URL=\(hidden\): is not a URL")],
+)
+def test_an_unusable_setting_is_refused_by_name_at_the_start(url: str | None, error: str) -> None:
+    with pytest.raises(ConfigurationError, match=error):
+        RedisTransport(load_settings(redis_url=url))

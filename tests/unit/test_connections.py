@@ -1,0 +1,107 @@
+"""One connection for all sends: opened once for those who wait together, and again when it has ended."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import pytest
+
+from pgoutbox.transports.connections import SharedConnection
+
+
+@dataclass
+class Link:
+    is_open: bool = True
+
+
+@dataclass
+class Server:
+    """Opens links when it is let; each attempt is kept."""
+
+    may_answer: asyncio.Event = field(default_factory=asyncio.Event)
+    links: list[Link] = field(default_factory=list)
+    attempt_count: int = 0
+    error: Exception | None = None
+
+    async def connect(self) -> Link:
+        self.attempt_count += 1
+        await self.may_answer.wait()
+        if self.error is not None:
+            raise self.error
+        self.links.append(Link())
+        return self.links[-1]
+
+    def shared(self) -> SharedConnection[Link]:
+        return SharedConnection(self.connect, lambda link: link.is_open)
+
+
+async def test_those_who_wait_together_share_one_attempt_and_one_connection() -> None:
+    server = Server()
+    shared = server.shared()
+    waiting = [asyncio.create_task(shared.get()) for _ in range(10)]
+    await asyncio.sleep(0)
+    server.may_answer.set()
+    assert len({id(link) for link in await asyncio.gather(*waiting)}) == 1
+    assert server.attempt_count == 1
+
+
+async def test_who_is_cancelled_leaves_the_attempt_to_the_others() -> None:
+    server = Server()
+    shared = server.shared()
+    first, second = asyncio.create_task(shared.get()), asyncio.create_task(shared.get())
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.wait([first])
+    server.may_answer.set()
+    assert await second is server.links[0]
+    assert (first.cancelled(), server.attempt_count) == (True, 1)
+
+
+async def test_a_connection_that_ended_is_replaced() -> None:
+    server = Server()
+    server.may_answer.set()
+    shared = server.shared()
+    assert await shared.get() is await shared.get()
+    server.links[0].is_open = False
+    assert await shared.get() is server.links[1]
+
+
+async def test_a_failed_attempt_is_everybodys_and_the_next_starts_anew() -> None:
+    server = Server(error=OSError("away"))
+    shared = server.shared()
+    waiting = [asyncio.create_task(shared.get()) for _ in range(3)]
+    await asyncio.sleep(0)
+    server.may_answer.set()
+    assert [str(error) for error in await asyncio.gather(*waiting, return_exceptions=True)] == ["away"] * 3
+    server.error = None
+    assert await shared.get() is server.links[0]
+    assert server.attempt_count == 2
+
+
+async def test_an_error_that_nobody_waited_for_is_not_reported_as_lost() -> None:
+    server = Server(error=OSError("away"))
+    shared = server.shared()
+    waiting = asyncio.create_task(shared.get())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    server.may_answer.set()
+    await asyncio.sleep(0)
+    assert await shared.take() is None
+
+
+async def test_the_connection_is_taken_once_and_an_attempt_is_ended() -> None:
+    server = Server()
+    shared = server.shared()
+    assert await shared.take() is None
+    waiting = asyncio.create_task(shared.get())
+    await asyncio.sleep(0)
+    assert await shared.take() is None
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    server.may_answer.set()
+    link = await shared.get()
+    assert await shared.take() is link
+    assert await shared.take() is None

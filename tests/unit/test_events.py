@@ -1,0 +1,152 @@
+"""An event's envelope, and what is refused before a broker sees it."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from pgoutbox.message import Permanent, Transient
+from pgoutbox.settings import Settings, load_settings
+from pgoutbox.transports.events import Event, parse_name, render
+from pgoutbox.transports.mail import Email
+from tests.smtp_server import outgoing
+
+
+class Order(BaseModel):
+    order_id: int
+
+
+@pytest.fixture
+def settings() -> Settings:
+    return load_settings(event_source="https://club.example.org")
+
+
+def envelope_of(event: Event, settings: Settings) -> dict[str, Any]:
+    envelope = json.loads(render(event, outgoing(), settings).content)
+    assert isinstance(envelope, dict)
+    return envelope
+
+
+def test_the_envelope_has_what_a_cloudevent_must_have(settings: Settings) -> None:
+    assert envelope_of(Event({"order_id": 7}), settings) == {
+        "specversion": "1.0",
+        "id": outgoing().idempotency_key,
+        "source": "https://club.example.org",
+        "type": "welcome",
+        "time": "2026-03-01T12:00:00Z",
+        "datacontenttype": "application/json",
+        "data": {"order_id": 7},
+    }
+
+
+def test_the_handler_may_say_more(settings: Settings) -> None:
+    event = Event(
+        None,
+        type="org.example.order.placed",
+        source="/orders",
+        subject="orders/ü",
+        key="7",
+        extensions={"tenant": "club", "urgent": True, "weight": 3},
+    )
+    envelope = envelope_of(event, settings)
+    assert envelope["data"] is None
+    wanted = {
+        "type": "org.example.order.placed", "source": "/orders", "subject": "orders/ü", "partitionkey": "7",
+        "tenant": "club", "urgent": True, "weight": 3,
+    }  # fmt: skip
+    assert {name: envelope[name] for name in wanted} == wanted
+
+
+def test_the_same_bytes_at_every_attempt(settings: Settings) -> None:
+    event = Event({"b": 1, "a": 2})
+    assert render(event, outgoing(attempt_count=1), settings) == render(event, outgoing(attempt_count=9), settings)
+
+
+def test_bytes_travel_as_base64_and_a_model_as_json(settings: Settings) -> None:
+    binary = envelope_of(Event(b"\x00\xff", content_type="image/png"), settings)
+    assert (base64.b64decode(binary["data_base64"]), binary["datacontenttype"]) == (b"\x00\xff", "image/png")
+    assert "data" not in binary
+    assert envelope_of(Event(b""), settings)["datacontenttype"] == "application/octet-stream"
+    assert envelope_of(Event(Order(order_id=7)), settings)["data"] == {"order_id": 7}
+
+
+ENDLESS: list[Any] = []
+ENDLESS.append(ENDLESS)
+
+
+@pytest.mark.parametrize(
+    ("event", "error"),
+    [
+        ({"type": ""}, "event.type: is empty"),
+        ({"type": "a\nb"}, "event.type: contains the character U+000A"),
+        ({"source": "x" * 256}, "event.source: 256 bytes are more than 255"),
+        ({"subject": "\x00"}, "event.subject: contains the character U+0000"),
+        ({"subject": 7}, "event.subject: must be text, not int"),
+        ({"key": "\ud800"}, "event.key: contains the character U+D800"),
+        ({"key": ""}, "event.key: is empty"),
+        ({"content_type": "json"}, "event.content_type: is not a media type"),
+        ({"data": {1, 2}}, "event.data: is not a JSON value"),
+        ({"data": math.nan}, "event.data: is not a JSON value"),
+        ({"data": "\ud800"}, "event.data: is not a JSON value"),
+        ({"data": ENDLESS}, "event.data: is not a JSON value"),
+        ({"extensions": {"Tenant": "a"}}, "event.extensions['Tenant']: its name must be"),
+        ({"extensions": {"id": "a"}}, "event.extensions['id']: is an attribute that pgoutbox sets itself"),
+        ({"extensions": {"a": 2**31}}, "event.extensions['a']: does not fit into 32 bits"),
+        ({"extensions": {"a": None}}, "event.extensions['a']: must be text, not NoneType"),
+        ({"headers": {"a b": "c"}}, "event.headers['a b']: is not the name of a header"),
+        ({"headers": {"a": "b\r\nc"}}, "event.headers['a']: contains the character U+000D"),
+        ({"headers": {"a": "x" * 1_025}}, "event.headers['a']: 1025 bytes are more than 1024"),
+        ({"headers": {"Nats-Rollup": "all"}}, "event.headers['Nats-Rollup']: is reserved"),
+        ({"headers": {"CC": "a"}}, "event.headers['CC']: is reserved"),
+        ({"headers": {f"h{n}": "" for n in range(65)}}, "event.headers: 65 are more than 64"),
+    ],
+)
+def test_what_no_broker_should_see_is_refused_by_name(event: dict[str, Any], error: str, settings: Settings) -> None:
+    with pytest.raises(Permanent) as caught:
+        render(Event(**event), outgoing(), settings)
+    assert caught.value.error.startswith(error)
+
+
+def test_a_missing_source_is_transient_because_a_setting_mends_it() -> None:
+    with pytest.raises(Transient, match="PGOUTBOX_EVENT_SOURCE is not set"):
+        render(Event(), outgoing(), load_settings())
+    with pytest.raises(Permanent, match="PGOUTBOX_EVENT_SOURCE: contains"):
+        render(Event(), outgoing(), load_settings(event_source="a\tb"))
+
+
+def test_another_content_is_refused(settings: Settings) -> None:
+    with pytest.raises(Permanent, match="sends an Event, not Email"):
+        render(Email(subject="Hello"), outgoing(), settings)
+
+
+def test_the_data_is_not_in_the_repr() -> None:
+    assert "canary" not in repr(Event("canary", headers={"a": "canary"}, extensions={"a": "canary"}))
+
+
+@pytest.mark.parametrize(
+    ("destination", "name"), [("nats:a.b", "a.b"), ("redis:a:b%20c", "a:b c"), ("kafka:%C3%BC", "ü")]
+)
+def test_the_destination_names_something_after_its_scheme(destination: str, name: str) -> None:
+    assert parse_name(outgoing(destination=destination)) == name
+
+
+@pytest.mark.parametrize(
+    ("destination", "error"),
+    [
+        (None, "destination: names nothing"),
+        ("nats:", "destination: names nothing"),
+        ("nats://evil.example.org/a", "destination: names a server"),
+        ("nats:a%0d%0aPUB", "destination: contains the character U+000D"),
+        ("nats:%ff", "destination: contains the character U+DCFF"),
+        ("nats:" + "x" * 256, "destination: 256 bytes are more than 255"),
+    ],
+)
+def test_a_destination_of_the_wrong_form_is_refused(destination: str | None, error: str) -> None:
+    with pytest.raises(Permanent) as caught:
+        parse_name(outgoing(destination=destination))
+    assert caught.value.error.startswith(error)
