@@ -152,20 +152,20 @@ async def test_a_bell_that_is_given_up_wakes_the_other_sleepers_and_rings_no_mor
 
 def test_the_bells_of_two_queues_are_two_locks(connect: Connect) -> None:
     sleeper, producer = connect(autocommit=True), connect(autocommit=True)
-    assert sleeper.execute(sql.ARM, {"queues": ["a", "b"]}).fetchall() == [("a", "armed"), ("b", "armed")]
+    assert sleeper.execute(sql.ARM, {"queues": ["a", "b"]}).fetchall() == [("a", "armed", None), ("b", "armed", None)]
     assert sleeper.execute(sql.DISARM, {"queues": ["a"]}).fetchall() == [(True, "")]
-    assert producer.execute(sql.ARM, {"queues": ["a", "b"]}).fetchall() == [("a", "armed"), ("b", "sleeper")]
+    assert producer.execute(sql.ARM, {"queues": ["a", "b"]}).fetchall() == [("a", "armed", None), ("b", "sleeper", None)]
 
 
 def test_asking_for_a_bell_in_vain_leaves_no_lock_behind(connect: Connect) -> None:
     sleeper, producer, other = connect(autocommit=True), connect(), connect(autocommit=True)
     enqueue(producer)
-    assert sleeper.execute(sql.ARM, {"queues": ["default"]}).fetchall() == [("default", "producers")]
+    assert sleeper.execute(sql.ARM, {"queues": ["default"]}).fetchall() == [("default", "producers", None)]
     producer.commit()
-    assert other.execute(sql.ARM, {"queues": ["default"]}).fetchall() == [("default", "armed")]
-    assert sleeper.execute(sql.ARM, {"queues": ["default"]}).fetchall() == [("default", "sleeper")]
+    assert other.execute(sql.ARM, {"queues": ["default"]}).fetchall() == [("default", "armed", None)]
+    assert sleeper.execute(sql.ARM, {"queues": ["default"]}).fetchall() == [("default", "sleeper", None)]
     other.execute("SELECT pg_advisory_unlock_all()")
-    assert sleeper.execute(sql.ARM, {"queues": ["default"]}).fetchall() == [("default", "armed")]
+    assert sleeper.execute(sql.ARM, {"queues": ["default"]}).fetchall() == [("default", "armed", None)]
 
 
 async def test_a_bell_that_ended_with_its_session_is_missed_by_the_next_probe(
@@ -199,7 +199,7 @@ async def test_a_bell_that_is_asked_for_twice_at_once_is_taken_once(
     bellmen: Callable[[], Bellman], connect: Connect, *, doubts_first: bool
 ) -> None:
     sleeper, bell = connect(autocommit=True), (await started(bellmen)).bell
-    assert sleeper.execute(sql.ARM, {"queues": ["default"]}).fetchall() == [("default", "armed")]
+    assert sleeper.execute(sql.ARM, {"queues": ["default"]}).fetchall() == [("default", "armed", None)]
     assert await bell.arm(["default"]) is Bell.ARMED
     assert bell._trusted == {"default"}
     sleeper.execute("SELECT pg_advisory_unlock_all()")
@@ -208,7 +208,7 @@ async def test_a_bell_that_is_asked_for_twice_at_once_is_taken_once(
     assert bell._armed == {"default"}
     # A session that has a lock twice keeps it when it gives it up once.
     await bell.disarm()
-    assert sleeper.execute(sql.ARM, {"queues": ["default"]}).fetchall() == [("default", "armed")]
+    assert sleeper.execute(sql.ARM, {"queues": ["default"]}).fetchall() == [("default", "armed", None)]
 
 
 async def test_without_a_listener_arming_says_so(bellmen: Callable[[], Bellman]) -> None:
@@ -426,8 +426,8 @@ async def test_a_bell_that_is_given_up_while_a_sleeper_asks_for_it_is_not_truste
         return answers[-1]
 
     gated = f"""
-        WITH answer(queue, bell) AS MATERIALIZED ({sql.ARM})
-        SELECT queue, bell FROM answer WHERE pg_advisory_lock_shared(1) IS NOT NULL
+        WITH answer(queue, bell, permit_seconds) AS MATERIALIZED ({sql.ARM})
+        SELECT queue, bell, permit_seconds FROM answer WHERE pg_advisory_lock_shared(1) IS NOT NULL
     """
     monkeypatch.setattr(sql, "ARM", gated)
     monkeypatch.setattr(Doorbell, "arm", arm_and_note)

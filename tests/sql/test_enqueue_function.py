@@ -160,8 +160,12 @@ def test_both_functions_refuse_the_same_arguments_with_sqlstate_and_name(
 
 JUDGED: LiteralString = """
 SELECT
-    pgoutbox.is_plain(a.topic, a.payload, a.queue, NULL, NULL, NULL, NULL, NULL, NULL, a.max_attempts),
-    pgoutbox.argument_error(a.topic, a.payload, a.queue, NULL, NULL, NULL, NULL, NULL, NULL, a.max_attempts)
+    pgoutbox.is_plain(
+        a.topic, a.payload, a.queue, NULL, NULL, NULL, NULL, NULL, NULL, a.max_attempts, NULL, NULL, NULL
+    ),
+    pgoutbox.argument_error(
+        a.topic, a.payload, a.queue, NULL, NULL, NULL, NULL, NULL, NULL, a.max_attempts, NULL, NULL, NULL
+    )
 FROM (
     VALUES (%(topic)s::text, %(payload)s::text::jsonb, %(queue)s::text, %(max_attempts)s::integer)
 ) AS a(topic, payload, queue, max_attempts)
@@ -189,7 +193,8 @@ def test_the_short_check_agrees_with_the_long_one(
 
 
 @pytest.mark.parametrize(
-    "argument", ["destination", "coalesce_key", "dedupe_key", "available_at", "expires_at", "headers"]
+    "argument",
+    ["destination", "coalesce_key", "dedupe_key", "available_at", "expires_at", "headers", "ordering_key", "on_failed"],
 )
 def test_what_is_optional_is_left_to_the_long_check(rolled_back: psycopg.Connection, argument: LiteralString) -> None:
     value = {"available_at": "now()", "expires_at": "now()", "headers": "'{}'"}.get(argument, "'a'")
@@ -199,7 +204,8 @@ def test_what_is_optional_is_left_to_the_long_check(rolled_back: psycopg.Connect
         SELECT pgoutbox.is_plain(
             topic => draft.topic, payload => draft.payload, queue => draft.queue, destination => draft.destination,
             coalesce_key => draft.coalesce_key, dedupe_key => draft.dedupe_key, available_at => draft.available_at,
-            expires_at => draft.expires_at, headers => draft.headers, max_attempts => draft.max_attempts
+            expires_at => draft.expires_at, headers => draft.headers, max_attempts => draft.max_attempts,
+            ordering_key => draft.ordering_key, on_failed => draft.on_failed, max_delay => NULL
         )
         FROM jsonb_populate_record(
             NULL::pgoutbox.message,

@@ -59,11 +59,11 @@ def rolled_back(rolled_back: psycopg.Connection) -> psycopg.Connection:
 
 
 @contextlib.contextmanager
-def sleeping_worker(connect: Connect) -> Iterator[Callable[[], list[str]]]:
-    """A session that listens with the bell armed; yields what tells which queues have been rung for so far."""
+def sleeping_worker(connect: Connect, bell: str = "armed") -> Iterator[Callable[[], list[str]]]:
+    """A session that listens and has asked for the bell; yields what tells which queues have been rung for so far."""
     listener = connect(autocommit=True)
     listener.execute(sql.LISTEN)
-    assert listener.execute(sql.ARM, {"queues": ["default"]}).fetchall() == [("default", "armed")]
+    assert listener.execute(sql.ARM, {"queues": ["default"]}).fetchall() == [("default", bell, None)]
     yield lambda: [notification.payload for notification in listener.notifies(timeout=10, stop_after=1)]
 
 
@@ -487,6 +487,6 @@ class TestQueues:
 
     def test_resume_wakes_a_sleeping_worker(self, operator: psycopg.Connection, connect: Connect) -> None:
         maintenance.pause_queue(operator, "default")
-        with sleeping_worker(connect) as rings:
+        with sleeping_worker(connect, "limited") as rings:
             maintenance.resume_queue(operator, "default")
             assert rings() == ["default"]

@@ -23,6 +23,7 @@ def enqueued(connection: psycopg.Connection, count: int) -> list[int]:
 
 
 def limit(connection: psycopg.Connection, count: int, seconds: float = 3600, *, burst: int | None = None) -> None:
+    connection.execute("SELECT")  # Begun here, so that what opens a transaction block does not commit it.
     maintenance.limit_rate(connection, "default", Rate(count, seconds), burst=burst)
 
 

@@ -256,9 +256,13 @@ def test_the_live_part_has_no_more_indexes_than_claims_need(rolled_back: psycopg
         "SELECT indexname::text FROM pg_indexes WHERE schemaname = 'pgoutbox' AND tablename = 'message_live' ORDER BY 1"
     ).fetchall()
     assert [name for (name,) in indexes] == [
+        "message_live_content_id_idx",
         "message_live_fresh",
         "message_live_in_flight",
         "message_live_lease",
+        "message_live_ordered",
+        "message_live_ordered_due",
+        "message_live_ordered_in_flight",
         "message_live_pkey",
         "message_live_retry",
     ]

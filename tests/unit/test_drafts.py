@@ -691,7 +691,7 @@ def test_columns_are_lines_for_what_every_message_has_and_arrays_for_what_some_h
     drafts = [draft_of("a", {"x": "1\n2"}), draft_of("b", None, coalesce_key="k\n", delay=2)]
     assert columns(drafts) == (
         "a\nb", '{"x":"1\\n2"}\nnull', None, None, [None, "k\n"], None, None, [None, 2.0], None, None, None,
-        [DEFAULT, DEFAULT],
+        [DEFAULT, DEFAULT], None, None, None,
     )  # fmt: skip
 
 
@@ -705,8 +705,11 @@ def test_unkeyed_messages_come_first_in_their_order_and_keyed_ones_after_them_in
         draft_of("a", coalesce_key="z"),
         draft_of("b", coalesce_key="z"),
         draft_of("b", coalesce_key=""),
+        draft_of("a", ordering_key="z", queue="bulk"),
+        draft_of("b", ordering_key="a"),
+        draft_of("a", ordering_key="a", queue="bulk"),
     ]
-    assert list(chunks(drafts)) == [[1, 4, 5, 3, 7, 2, 0, 6]]
+    assert list(chunks(drafts)) == [[1, 4, 10, 8, 9, 5, 3, 7, 2, 0, 6]]
 
 
 def test_a_chunk_is_bounded_in_rows_and_in_characters(monkeypatch: pytest.MonkeyPatch) -> None:
