@@ -39,9 +39,16 @@ class Options:
     explain_finished_messages: int = 1_000_000
     pending_messages: int = 100_000
     claims: int = 50
+    limited_messages: int = 600
+    ordered_keys: int = 20
+    ordered_messages: int = 5_000
+    fanout_destinations: int = 10_000
 
 
 QUICK = Options(
+    limited_messages=60,
+    ordered_messages=50,
+    fanout_destinations=500,
     rounds=1,
     drain_messages=2_000,
     pgbench_seconds=2,

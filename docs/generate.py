@@ -27,7 +27,7 @@ from pydantic.fields import FieldInfo
 import pgoutbox
 from pgoutbox import migrate
 from pgoutbox.embedded import embedded_server
-from pgoutbox.outbox import EnqueueOptions, MessageOptions
+from pgoutbox.outbox import EnqueueOptions, FanoutOptions, MessageOptions
 from pgoutbox.settings import ENVIRONMENT_PREFIX, Settings
 from pgoutbox.telemetry import Event
 
@@ -541,7 +541,8 @@ def _signature(name: str, function: Callable[..., object]) -> str:
 
 
 def _unpacked(annotation: object) -> Iterator[str]:
-    options = {"Unpack[MessageOptions]": MessageOptions, "Unpack[EnqueueOptions]": EnqueueOptions}[str(annotation)]
+    known = {f"Unpack[{options.__name__}]": options for options in (MessageOptions, EnqueueOptions, FanoutOptions)}
+    options = known[str(annotation)]
     for name, value in options.__annotations__.items():
         yield f"{name}: {_annotation(value)} = None"
 

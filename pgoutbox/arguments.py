@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Final, NoReturn
 import typer
 
 from pgoutbox.errors import ConfigurationError, PayloadError, PgOutboxError
-from pgoutbox.maintenance import MAX_AGE
+from pgoutbox.maintenance import MAX_AGE, Rate
 from pgoutbox.message import FINAL_STATES, State
 from pgoutbox.outbox import Outbox
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from pydantic import JsonValue
 
 MAX_ID: Final = 2**63 - 1
+MAX_RATE_COUNT: Final = 1_000_000
+MAX_RATE_SECONDS: Final = 2_592_000
 _UNIT_SECONDS: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400, "w": 604_800}
 
 
@@ -46,6 +48,31 @@ def parse_duration(text: str) -> timedelta:
             f"of at most {MAX_AGE.days}d"
         )
     return timedelta(seconds=seconds)
+
+
+def parse_rate(text: str) -> Rate | None:
+    """A number of attempts and a period, such as 20/s, 60/h or 100/15m; `none` for no limit."""
+    if text == "none":
+        return None
+    match = re.fullmatch(r"([1-9][0-9]{0,6})/([1-9][0-9]{0,5})?(s|m|h|d|second|minute|hour|day)", text)
+    if match is None or int(match[1]) > MAX_RATE_COUNT:
+        raise typer.BadParameter(
+            f"{text!r} is not a rate: give a number of attempts and a period, such as 20/s, 60/hour or 100/15m, "
+            f"of at most {MAX_RATE_COUNT} attempts, or none"
+        )
+    seconds = int(match[2] or 1) * _UNIT_SECONDS[match[3][0]]
+    if seconds > MAX_RATE_SECONDS:
+        raise typer.BadParameter(f"{text!r} is not a rate: the period is longer than 30 days")
+    return Rate(int(match[1]), seconds)
+
+
+def parse_count(text: str) -> int | None:
+    """A number from 1 on; `none` for no limit."""
+    if text == "none":
+        return None
+    if re.fullmatch(r"[1-9][0-9]{0,6}", text) is None or int(text) > MAX_RATE_COUNT:
+        raise typer.BadParameter(f"{text!r} is not a limit: give a number from 1 to {MAX_RATE_COUNT}, or none")
+    return int(text)
 
 
 def parse_final_state(text: str) -> State:

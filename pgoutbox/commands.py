@@ -13,7 +13,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
@@ -24,6 +24,7 @@ import typer
 from pgoutbox import maintenance
 from pgoutbox import migrate as migrations
 from pgoutbox.arguments import (
+    MAX_RATE_COUNT,
     Dsn,
     InQueue,
     InTopic,
@@ -31,11 +32,13 @@ from pgoutbox.arguments import (
     MessageId,
     Yes,
     load_outbox,
+    parse_count,
     parse_duration,
     parse_final_state,
     parse_header,
     parse_id,
     parse_queue,
+    parse_rate,
     read_payload,
 )
 from pgoutbox.console import (
@@ -365,15 +368,20 @@ def stats(*, queue: InQueue = None, dsn: Dsn = None, as_json: Json = False) -> N
     """Count the messages; name the paused queues."""
     with maintenance.connect(_settings(dsn), read_only=True) as connection:
         counts = maintenance.count_messages(connection, queue=queue)
-        paused = [p for p in maintenance.paused_queues(connection) if queue in (None, p.queue)]
+        paused = [q for q in maintenance.list_queues(connection) if q.paused_at and queue in (None, q.queue)]
         if not counts:
             _require_known_queue(connection, queue)
     if as_json:
-        print_json({"topics": [c._asdict() for c in counts], "paused": [p._asdict() for p in paused]})
+        print_json(
+            {
+                "topics": [c._asdict() for c in counts],
+                "paused": [{"queue": q.queue, "paused_at": q.paused_at, "resume_at": q.resume_at} for q in paused],
+            }
+        )
         return
     print_table(maintenance.TopicCounts._fields, counts)
-    for pause_ in paused:
-        print_warning(f"queue {pause_.queue} is paused since {pause_.paused_at.isoformat(timespec='seconds')}")
+    for controls in paused:
+        print_warning(f"queue {controls.queue} is {_pause_text(controls.paused_at, controls.resume_at)}")
 
 
 @app.command()
@@ -537,6 +545,10 @@ def prune(
 def pause(
     queue: Annotated[str, typer.Argument(parser=parse_queue, metavar="QUEUE")],
     *,
+    duration: Annotated[
+        timedelta | None,
+        typer.Option("--for", parser=parse_duration, metavar="DURATION", help="Resume by itself, after 30m say."),
+    ] = None,
     dsn: Dsn = None,
     as_json: Json = False,
 ) -> None:
@@ -547,11 +559,11 @@ def pause(
     with maintenance.connect(_settings(dsn)) as connection:
         if maintenance.unknown_queues(connection, [queue]):
             print_warning(f"queue {queue!r} has no messages so far; {_known_queues(connection)}")
-        paused_at = maintenance.pause_queue(connection, queue)
+        paused_at, resume_at = maintenance.pause_queue(connection, queue, duration=duration)
     if as_json:
-        print_json({"queue": queue, "paused_at": paused_at})
+        print_json({"queue": queue, "paused_at": paused_at, "resume_at": resume_at})
     else:
-        print_line(f"queue {queue}: paused since {paused_at.isoformat(timespec='seconds')}")
+        print_line(f"queue {queue}: {_pause_text(paused_at, resume_at)}")
 
 
 @app.command()
@@ -570,6 +582,64 @@ def resume(
         print_json({"queue": queue, "resumed": resumed})
     else:
         print_line(f"queue {queue}: {'resumed' if resumed else 'was not paused'}")
+
+
+@app.command()
+def limit(
+    queue: Annotated[str, typer.Argument(parser=parse_queue, metavar="QUEUE")],
+    *,
+    rate: Annotated[
+        str | None, typer.Option(metavar="RATE", help="Attempts that may begin, such as 20/s, 60/hour or none.")
+    ] = None,
+    burst: Annotated[
+        int | None,
+        typer.Option(min=1, max=MAX_RATE_COUNT, help="How many of them at once; the smaller of the rate and 5."),
+    ] = None,
+    in_flight: Annotated[
+        str | None, typer.Option(metavar="NUMBER", help="Attempts that may be in flight at once, or none.")
+    ] = None,
+    dsn: Dsn = None,
+    as_json: Json = False,
+) -> None:
+    """Limit a queue, for all workers together.
+
+    Effective at once. What is not named stays as it is.
+    """
+    if rate is None and in_flight is None:
+        raise typer.BadParameter("give --rate, --in-flight or both")
+    new_rate = None if rate is None else parse_rate(rate)
+    if burst is not None and new_rate is None:
+        raise typer.BadParameter("--burst: only together with a --rate")
+    max_in_flight = None if in_flight is None else parse_count(in_flight)
+    with maintenance.connect(_settings(dsn)) as connection:
+        if rate is not None:
+            maintenance.limit_rate(connection, queue, new_rate, burst=burst)
+        if in_flight is not None:
+            maintenance.limit_in_flight(connection, queue, max_in_flight)
+        found = [q for q in maintenance.list_queues(connection) if q.queue == queue]
+    _print_queues(found, as_json=as_json)
+    if not found and not as_json:
+        print_line(f"queue {queue}: no limits")
+
+
+@app.command()
+def queues(*, dsn: Dsn = None, as_json: Json = False) -> None:
+    """List the queues that are paused or limited."""
+    with maintenance.connect(_settings(dsn), read_only=True) as connection:
+        found = maintenance.list_queues(connection)
+    _print_queues(found, as_json=as_json)
+
+
+def _print_queues(found: Sequence[maintenance.QueueControls], *, as_json: bool) -> None:
+    if as_json:
+        print_json([q._asdict() for q in found])
+    elif found:
+        print_table(maintenance.QueueControls._fields, found)
+
+
+def _pause_text(paused_at: datetime | None, resume_at: datetime | None) -> str:
+    until = "" if resume_at is None else f" until {resume_at.isoformat(timespec='seconds')}"
+    return "not paused" if paused_at is None else f"paused since {paused_at.isoformat(timespec='seconds')}{until}"
 
 
 # The rest.

@@ -51,6 +51,7 @@ class Doorbell:
         self._bells = asyncio.Lock()
         self._armed: set[str] = set()
         self._trusted: set[str] = set()  # Another sleeper has these.
+        self._permit_seconds: dict[str, float] = {}  # Of queues at their limit, when they were asked for.
         self._lost = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._watched_fd: int | None = None
@@ -65,6 +66,11 @@ class Doorbell:
     def is_armed(self) -> bool:
         """Whether producers ring this worker for one of its queues."""
         return bool(self._armed)
+
+    @property
+    def unarmed_seconds(self) -> float | None:
+        """How long the caller may sleep at most since it asked: then a queue without a bell has its next permit."""
+        return min(self._permit_seconds.values(), default=None)
 
     async def start(self) -> None:
         """Connect and listen before the first claim; from then on the connection mends itself.
@@ -112,7 +118,11 @@ class Doorbell:
         rows = await self._ask(sql.ARM, {"queues": queues})
         if rows is None:
             return None
-        answers: dict[str, str] = dict(rows)
+        answers: dict[str, str] = {queue: answer for queue, answer, _ in rows}
+        for queue, _, permit_seconds in rows:
+            self._permit_seconds.pop(queue, None)
+            if permit_seconds is not None:
+                self._permit_seconds[queue] = permit_seconds
         self._armed.update(queue for queue, answer in answers.items() if answer == "armed")
         self._trusted.difference_update(answers)
         self._trusted.update(queue for queue, answer in answers.items() if answer == "sleeper")
@@ -206,6 +216,7 @@ class Doorbell:
             await connection.close()
             raise
         self._lost.clear()
+        self._permit_seconds.clear()
         self._armed.clear()
         self._trusted.clear()
         self._connection = connection

@@ -15,7 +15,7 @@ from dataclasses import KW_ONLY, dataclass, is_dataclass
 from datetime import MAXYEAR, UTC, datetime, timedelta
 from functools import lru_cache
 from operator import attrgetter
-from typing import Any, Final, Generic, NamedTuple, cast, get_args, get_origin, get_type_hints
+from typing import Any, Final, Generic, Literal, NamedTuple, cast, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, JsonValue, Secret, SecretBytes, SecretStr, ValidationError
 from pydantic_core import to_json as encode_json
@@ -35,6 +35,7 @@ CHUNK_ROWS: Final = 5_000
 CHUNK_CHARACTERS: Final = 16_000_000
 
 Serializer = Callable[[object], JsonValue]
+OnFailed = Literal["continue", "halt"]
 V = TypeVar("V")
 # Without a model any payload will do; a call site's `dict[str, int]` is no `dict[str, JsonValue]` to a type checker.
 T = TypeVar("T", default=Any)
@@ -55,6 +56,7 @@ _INTEGER_BOUND = 10**_MAX_DIGITS
 _TOO_MANY_DIGITS = re.compile(rb"(?<![0-9])[0-9]{%d}" % (_MAX_DIGITS + 1))
 _SECRETS = (Secret, SecretStr, SecretBytes)
 _MASK = "**********"
+_NOT_BOTH = "give ordering_key or coalesce_key, not both: newer messages replace older ones, or follow them"
 _NO_SECRETS = "holds a secret: secrets are minted at send time, not stored; enqueue what the handler needs to make it"
 
 # The application's clock may be hours wrong, and PostgreSQL's decides. Only what is wrong by more than a day is refused
@@ -71,7 +73,10 @@ class Topic(Generic[T]):
     What is given here belongs to the topic: a call site that passes it too is refused, so that call sites cannot drift.
     What is None is the call site's to choose. `destination`, `coalesce_key` and `dedupe_key` are computed from the
     payload, an instance of the model if there is one. `delay` and `expires_after` are seconds or timedeltas;
-    `expires_after` counts from when the message falls due. Raises `ConfigurationError` for a mistake.
+    `expires_after` counts from when the message falls due. Messages of one queue and `ordering_key` are delivered one
+    after the other, in the order of their commits; with `on_failed="halt"` those behind one that failed wait until a
+    person has redriven or pruned it. Of coalesced messages each newer one begins the `delay` anew, for no longer than
+    `max_delay` since the first that waits. Raises `ConfigurationError` for a mistake.
 
         activation = Topic(
             "mail.activation",
@@ -92,12 +97,19 @@ class Topic(Generic[T]):
     retry: RetryPolicy | None = None
     delay: float | timedelta | None = None
     expires_after: float | timedelta | None = None
+    ordering_key: Callable[[T], str | None] | None = None
+    on_failed: OnFailed | None = None
+    max_delay: float | timedelta | None = None
 
     def __post_init__(self) -> None:
         try:
             check_name("name", self.name)
             _if_given(check_name, "queue", self.queue)
             _if_given(_check_delay, "delay", self.delay)
+            _if_given(_check_delay, "max_delay", self.max_delay)
+            _if_given(_check_on_failed, "on_failed", self.on_failed)
+            if self.ordering_key is not None and self.coalesce_key is not None:
+                raise PayloadError("ordering_key", _NOT_BOTH)  # noqa: TRY301 - leaves as the others do
             if _if_given(_check_delay, "expires_after", self.expires_after) == 0:
                 raise PayloadError("expires_after", "must be more than 0")  # noqa: TRY301 - leaves as the others do
             if not callable(self.destination):
@@ -134,6 +146,9 @@ class NewMessage(Generic[P]):
     expires_at: datetime | None = None
     headers: Mapping[str, str] | None = None
     max_attempts: int | None = None
+    ordering_key: str | None = None
+    on_failed: OnFailed | None = None
+    max_delay: float | timedelta | None = None
 
 
 class Draft(NamedTuple):
@@ -145,6 +160,25 @@ class Draft(NamedTuple):
     destination: str | None
     coalesce_key: str | None
     dedupe_key: str | None
+    available_at: datetime | None
+    delay_seconds: float | None
+    expires_at: datetime | None
+    expires_after_seconds: float | None
+    headers: str | None
+    max_attempts: int | None
+    ordering_key: str | None = None
+    on_failed: str | None = None
+    max_delay_seconds: float | None = None
+
+
+class Fanout(NamedTuple):
+    """A checked fan-out, in the order of the parameters of `sql.ENQUEUE_FANOUT`. None means the default."""
+
+    topic: str
+    payload: str
+    destinations: list[str]
+    content: str | None
+    queue: str | None
     available_at: datetime | None
     delay_seconds: float | None
     expires_at: datetime | None
@@ -163,12 +197,25 @@ _message_options = attrgetter(
     "expires_at",
     "headers",
     "max_attempts",
+    "ordering_key",
+    "on_failed",
+    "max_delay",
 )
 _topic_options = attrgetter(
-    "payload", "queue", "destination", "coalesce_key", "dedupe_key", "retry", "delay", "expires_after"
+    "payload",
+    "queue",
+    "destination",
+    "coalesce_key",
+    "dedupe_key",
+    "retry",
+    "delay",
+    "expires_after",
+    "ordering_key",
+    "on_failed",
+    "max_delay",
 )
-_NO_MESSAGE_OPTIONS = (None,) * 9
-_NO_TOPIC_OPTIONS = (None,) * 8
+_NO_MESSAGE_OPTIONS = (None,) * 12
+_NO_TOPIC_OPTIONS = (None,) * 11
 
 
 def prepare(
@@ -209,9 +256,53 @@ def prepare(
         expires_after_seconds=_if_given(_check_delay, "expires_after", topic.expires_after),
         headers=_if_given(_check_headers, "headers", message.headers),
         max_attempts=_if_given(_check_max_attempts, "max_attempts", message.max_attempts) or max_attempts,
+        ordering_key=_if_given(check_key, "ordering_key", _settle(topic, "ordering_key", message, payload)),
+        on_failed=_if_given(_check_on_failed, "on_failed", _settle(topic, "on_failed", message, payload)),
+        max_delay_seconds=_if_given(_check_delay, "max_delay", _settle(topic, "max_delay", message, payload)),
     )
     _check_times(draft)
+    _check_together(draft)
     return draft
+
+
+def prepare_fanout(
+    message: NewMessage[P],
+    topic: Topic[P],
+    destinations: Iterable[str],
+    content: object,
+    *,
+    max_attempts: int | None,
+    max_payload_bytes: int,
+    serializer: Serializer | None,
+) -> Fanout:
+    """Check a fan-out: `prepare` for what its messages have in common, and each destination.
+
+    Its messages have no keys: a topic with keys or a destination of its own is refused.
+    """
+    if topic.destination is not None:
+        raise _owned(topic, "destination")
+    draft = prepare(
+        message, topic, max_attempts=max_attempts, max_payload_bytes=max_payload_bytes, serializer=serializer
+    )
+    for field in ("coalesce_key", "dedupe_key", "ordering_key"):
+        if getattr(draft, field) is not None:
+            raise PayloadError(field, "the messages of a fan-out have no keys; use enqueue_many")
+    if isinstance(destinations, (str, bytes)):
+        raise PayloadError("destinations", "must be several texts, not one")
+    shared = to_json(content, max_bytes=max_payload_bytes, serializer=serializer, field="content")
+    return Fanout(
+        topic=draft.topic,
+        payload=draft.payload,
+        destinations=[_check_destination(f"destinations[{i}]", d) for i, d in enumerate(destinations)],
+        content=None if content is None else shared,
+        queue=draft.queue,
+        available_at=draft.available_at,
+        delay_seconds=draft.delay_seconds,
+        expires_at=draft.expires_at,
+        expires_after_seconds=draft.expires_after_seconds,
+        headers=draft.headers,
+        max_attempts=draft.max_attempts,
+    )
 
 
 def _settle(topic: Topic[P], field: str, message: NewMessage[P], payload: P) -> object:
@@ -236,7 +327,8 @@ def chunks(drafts: Sequence[Draft]) -> Iterator[list[int]]:
     unkeyed: list[int] = []
     keyed: list[int] = []
     for position, draft in enumerate(drafts):
-        (unkeyed if draft.coalesce_key is None and draft.dedupe_key is None else keyed).append(position)
+        is_keyed = (draft.coalesce_key, draft.dedupe_key, draft.ordering_key) != (None, None, None)
+        (keyed if is_keyed else unkeyed).append(position)
     keyed.sort(key=lambda position: _lock_order(drafts[position]))
     chunk: list[int] = []
     characters = 0
@@ -250,11 +342,13 @@ def chunks(drafts: Sequence[Draft]) -> Iterator[list[int]]:
         yield chunk
 
 
-def _lock_order(draft: Draft) -> tuple[str, bool, str]:
+def _lock_order(draft: Draft) -> tuple[bool, str, str, str, bool, str]:
     # As in pgoutbox.enqueue_many: PostgreSQL sorts nulls last, and text of the collation "C" by code point, as Python
     # does. Messages of one coalesce key keep their order, so that the last one is the newest.
+    if draft.ordering_key is not None:
+        return (False, draft.queue or "default", draft.ordering_key, draft.topic, True, "")
     key = draft.coalesce_key if draft.coalesce_key is not None else draft.dedupe_key
-    return (draft.topic, draft.coalesce_key is None, key or "")
+    return (True, "", "", draft.topic, draft.coalesce_key is None, key or "")
 
 
 def columns(drafts: Sequence[Draft]) -> tuple[object, ...]:
@@ -267,7 +361,7 @@ def columns(drafts: Sequence[Draft]) -> tuple[object, ...]:
 # --- JSON -------------------------------------------------------------------------------------------------------------
 
 
-def to_json(value: object, *, max_bytes: int, serializer: Serializer | None = None) -> str:
+def to_json(value: object, *, max_bytes: int, serializer: Serializer | None = None, field: str = "payload") -> str:
     """The value as JSON text that PostgreSQL stores and gives back unchanged.
 
     pydantic's encoder does the work in one go, and refuses cycles. It also writes much that is not JSON, so the value
@@ -281,12 +375,12 @@ def to_json(value: object, *, max_bytes: int, serializer: Serializer | None = No
     except (ValueError, RecursionError):
         pass
     try:
-        data = encode_json(_faithful(value, "payload", (), serializer))
+        data = encode_json(_faithful(value, field, (), serializer))
     except RecursionError:
-        raise PayloadError("payload", "is nested too deep for the stack") from None
+        raise PayloadError(field, "is nested too deep for the stack") from None
     if len(data) > max_bytes:
         raise PayloadError(
-            "payload", f"has {len(data)} bytes as JSON, the limit is {max_bytes} (PGOUTBOX_MAX_PAYLOAD_BYTES)"
+            field, f"has {len(data)} bytes as JSON, the limit is {max_bytes} (PGOUTBOX_MAX_PAYLOAD_BYTES)"
         )
     return data.decode()
 
@@ -606,6 +700,21 @@ def _check_times(draft: Draft) -> None:
         due_at = datetime.now(UTC) + timedelta(seconds=draft.delay_seconds)
         if draft.expires_at < due_at - _CLOCK_TOLERANCE:
             raise PayloadError("expires_at", "must be later than the end of the delay")
+
+
+def _check_on_failed(field: str, value: object) -> str:
+    if value not in get_args(OnFailed):
+        raise PayloadError(field, f"must be continue or halt, not {_shown(value)}")
+    return str(value)
+
+
+def _check_together(draft: Draft) -> None:
+    if draft.ordering_key is not None and draft.coalesce_key is not None:
+        raise PayloadError("ordering_key", _NOT_BOTH)
+    if draft.on_failed is not None and draft.ordering_key is None:
+        raise PayloadError("on_failed", "only together with ordering_key")
+    if draft.max_delay_seconds is not None and draft.coalesce_key is None:
+        raise PayloadError("max_delay", "only together with coalesce_key")
 
 
 def _if_given(check: Callable[[str, object], V], field: str, value: object) -> V | None:

@@ -43,6 +43,10 @@ class Lanes:
 
     def __init__(self, queue: str) -> None:
         self.queue = queue
+        self.is_limited = False
+        self.has_ordered = True  # Until the database has said otherwise.
+        self.ordered_first = False
+        self.after_key = ""
         self._fresh_floor: Floor | None = None
         self._retry_floor: Floor | None = None
         self._full_due_at = 0.0
@@ -84,6 +88,9 @@ class Lanes:
 
     def learn(self, plan: ClaimPlan, rows: Sequence[ClaimedRow], *, began_at: float, ended_at: float) -> bool:
         """Remember where a claim ended. Returns whether more is likely to wait."""
+        if rows:
+            self.is_limited = rows[0].is_limited
+            self.has_ordered = rows[0].has_ordered
         if plan.fresh_only:
             return len(rows) == plan.total
         fresh = [(row.due_at, row.id) for row in rows if row.former_attempt_count == 0]

@@ -38,6 +38,7 @@ MAX_AGE: Final = timedelta(days=36_500)
 _REDRIVE_BATCH: Final = 500
 _PRUNE_BATCH: Final = 5_000
 _TRIALS: Final = 5
+_USUAL_BURST: Final = 5
 _SECRET_NAMES: Final = ("password", "passwd", "secret", "token", "authorization", "cookie", "api_key", "apikey")
 _REDACTED: Final = "(redacted)"
 
@@ -84,8 +85,11 @@ class ShownMessage(NamedTuple):
     worker: str | None
     coalesce_key: str | None
     dedupe_key: str | None
+    ordering_key: str | None
+    on_failed: str | None
     superseded_by: int | None
     resend_of: int | None
+    content_id: int | None
     skip_reason: str | None
     last_error: str | None
     headers: dict[str, JsonValue] | None
@@ -121,11 +125,29 @@ class TopicCounts(NamedTuple):
     oldest_due_seconds: float | None
 
 
-class PausedQueue(NamedTuple):
-    """A queue of which nothing is claimed."""
+class QueueControls(NamedTuple):
+    """A queue that is paused or has limits, in the order of LIST_QUEUES.
+
+    Up to `rate_count` attempts may begin in `rate_seconds`, `burst` of them at once, `tokens` of them now.
+    """
 
     queue: str
-    paused_at: datetime
+    paused_at: datetime | None
+    resume_at: datetime | None
+    rate_count: int | None
+    rate_seconds: float | None
+    burst: int | None
+    tokens: float | None
+    max_in_flight: int | None
+    in_flight: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """So many attempts in a period."""
+
+    count: int
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,9 +286,9 @@ def count_messages(connection: psycopg.Connection[TupleRow], *, queue: str | Non
     return [TopicCounts._make(row) for row in _fetch(connection, sql.STATS, {"queue": queue})]
 
 
-def paused_queues(connection: psycopg.Connection[TupleRow]) -> list[PausedQueue]:
-    """The queues that are paused, by name."""
-    return [PausedQueue._make(row) for row in _fetch(connection, sql.PAUSED_QUEUES, {})]
+def list_queues(connection: psycopg.Connection[TupleRow]) -> list[QueueControls]:
+    """The queues that are paused or have limits, by name."""
+    return [QueueControls._make(row) for row in _fetch(connection, sql.LIST_QUEUES, {})]
 
 
 def known_queues(connection: psycopg.Connection[TupleRow]) -> list[str]:
@@ -403,7 +425,7 @@ def prune(
     """Delete messages that have been in one of these final states for longer than `older_than`, with their attempts.
 
     Their dedupe keys are free again after that. `failed` messages wait for a person, so they are deleted only when
-    `states` names them. In batches that are committed one by one; coalesce keys without a message are forgotten last.
+    `states` names them. In batches that are committed one by one; keys and contents without a message go last.
     """
     parameters = _prune_parameters(older_than, states, topic) | {"limit": batch_size}
     deleted: Counter[State] = Counter()
@@ -414,9 +436,16 @@ def prune(
         if len(rows) < batch_size:
             break
     forgotten = 0
-    while count := transact(connection, lambda: connection.execute(sql.PRUNE_COALESCE, {"limit": batch_size}).rowcount):
+    while count := _delete(connection, sql.PRUNE_COALESCE, batch_size):
         forgotten += count
+    for statement in (sql.PRUNE_ORDERING, sql.PRUNE_CONTENT):
+        while _delete(connection, statement, batch_size):
+            pass
     return PruneTotals(dict(deleted), forgotten)
+
+
+def _delete(connection: psycopg.Connection[TupleRow], statement: LiteralString, limit: int) -> int:
+    return transact(connection, lambda: connection.execute(statement, {"limit": limit}).rowcount)
 
 
 def _prune_parameters(older_than: timedelta, states: Collection[State], topic: str | None) -> dict[str, object]:
@@ -432,16 +461,48 @@ def _prune_parameters(older_than: timedelta, states: Collection[State], topic: s
     }
 
 
-def pause_queue(connection: psycopg.Connection[TupleRow], queue: str) -> datetime:
-    """Stop all claims of a queue; returns since when. What is in flight goes on, and enqueue is not affected."""
-    ((paused_at,),) = _fetch(connection, sql.PAUSE_QUEUE, {"queue": queue})
-    since: datetime = paused_at
-    return since
+def pause_queue(
+    connection: psycopg.Connection[TupleRow], queue: str, *, duration: timedelta | None = None
+) -> tuple[datetime, datetime | None]:
+    """Stop all claims of a queue, for some time or until `resume_queue`; returns since when and until when.
+
+    What is in flight goes on, and enqueue is not affected.
+    """
+    seconds = None if duration is None else duration.total_seconds()
+    ((paused_at, resume_at),) = _fetch(connection, sql.PAUSE_QUEUE, {"queue": queue, "seconds": seconds})
+    return paused_at, resume_at
 
 
 def resume_queue(connection: psycopg.Connection[TupleRow], queue: str) -> bool:
     """Allow claims again and wake a worker; False if the queue was not paused."""
     return bool(_fetch(connection, sql.RESUME_QUEUE, {"queue": queue}))
+
+
+def limit_rate(
+    connection: psycopg.Connection[TupleRow], queue: str, rate: Rate | None, *, burst: int | None = None
+) -> None:
+    """Let no more attempts of a queue begin in a period, in the whole fleet; None takes the limit away.
+
+    Up to `burst` of them begin at once when nothing was sent for a while; when not given, 5, or the rate's count if
+    that is smaller. Effective at the next claim of every worker.
+    """
+    parameters: dict[str, object]
+    if rate is None:
+        parameters = {"queue": queue, "count": None, "seconds": None, "burst": None}
+    else:
+        usual = min(rate.count, _USUAL_BURST)
+        parameters = {
+            "queue": queue,
+            "count": rate.count,
+            "seconds": rate.seconds,
+            "burst": usual if burst is None else burst,
+        }
+    _fetch(connection, sql.LIMIT_RATE, parameters)
+
+
+def limit_in_flight(connection: psycopg.Connection[TupleRow], queue: str, max_in_flight: int | None) -> None:
+    """Let no more attempts of a queue be in flight at once, in the whole fleet; None takes the limit away."""
+    _fetch(connection, sql.LIMIT_IN_FLIGHT, {"queue": queue, "max_in_flight": max_in_flight})
 
 
 def _no_such_message(message_id: int) -> MessageNotFoundError:

@@ -60,7 +60,8 @@ class Message(Generic[P]):
     """One claimed message, as its handler sees it.
 
     `payload` is the JSON value that was enqueued, or an instance of the topic's payload model. `attempt_count` is the
-    number of this attempt, from 1, and the fencing token: it only ever grows.
+    number of this attempt, from 1, and the fencing token: it only ever grows. `content` is what a fan-out shares, one
+    object for all its messages in this process: do not change it.
     """
 
     id: int
@@ -74,6 +75,8 @@ class Message(Generic[P]):
     created_at: datetime
     available_at: datetime
     coalesce_key: str | None
+    ordering_key: str | None = None
+    content: JsonValue = None
 
     @property
     def idempotency_key(self) -> str:

@@ -25,11 +25,14 @@ from pgoutbox.adapters import (
 from pgoutbox.dispatch import Context, Handler, OnUnknown, SyncContext
 from pgoutbox.drafts import (
     Draft,
+    Fanout,
     NewMessage,
+    OnFailed,
     Serializer,
     Topic,
     check_name,
     prepare,
+    prepare_fanout,
 )
 from pgoutbox.errors import ConfigurationError, PayloadError, UnknownTopicError
 from pgoutbox.message import Message, Outcome, P
@@ -45,6 +48,7 @@ from pgoutbox.steps import (
     in_savepoint,
     insert,
     insert_all,
+    insert_fanout,
     run,
     target_of,
     transaction,
@@ -67,6 +71,20 @@ class MessageOptions(TypedDict, total=False):
     destination: str | None
     coalesce_key: str | None
     dedupe_key: str | None
+    available_at: datetime | None
+    delay: float | timedelta | None
+    expires_at: datetime | None
+    headers: Mapping[str, str] | None
+    max_attempts: int | None
+    ordering_key: str | None
+    on_failed: OnFailed | None
+    max_delay: float | timedelta | None
+
+
+class FanoutOptions(TypedDict, total=False):
+    """What a call site may say about the messages of a fan-out."""
+
+    queue: str | None
     available_at: datetime | None
     delay: float | timedelta | None
     expires_at: datetime | None
@@ -155,6 +173,9 @@ class Outbox:
         retry: RetryPolicy | None = None,
         delay: float | timedelta | None = None,
         expires_after: float | timedelta | None = None,
+        ordering_key: Callable[[P], str | None] | None = None,
+        on_failed: OnFailed | None = None,
+        max_delay: float | timedelta | None = None,
     ) -> Topic[P]:
         """Make a `Topic` of these arguments and `define` it.
 
@@ -172,6 +193,9 @@ class Outbox:
                 retry=retry,
                 delay=delay,
                 expires_after=expires_after,
+                ordering_key=ordering_key,
+                on_failed=on_failed,
+                max_delay=max_delay,
             )
         )
 
@@ -325,7 +349,8 @@ class Outbox:
         Never commits, and makes no savepoint unless `best_effort`. Of the messages with one topic and `coalesce_key`
         only the newest committed one is delivered. With a `dedupe_key` that is taken, the existing message's id comes
         back as a duplicate: calling again, after a lost reply to COMMIT say, is harmless. Without either key each call
-        is a message of its own. Order of delivery is not promised.
+        is a message of its own. Messages with one queue and `ordering_key` are delivered one after the other, in the
+        order of their commits; of others the order of delivery is not promised.
 
         `delay` (seconds or a timedelta) counts on PostgreSQL's clock; `available_at` and `expires_at` are datetimes
         with a time zone. A pydantic model is dumped as JSON; `serializer` is called with whatever else is not JSON.
@@ -441,6 +466,53 @@ class Outbox:
         drafts = self._prepare_all(items, serializer)
         return await arun(adapter, insert_all(drafts, notify=notify, require_transaction=require_transaction))
 
+    def enqueue_fanout(
+        self,
+        connection: SyncConnection,
+        topic: str | Topic[P],
+        payload: P,
+        destinations: Iterable[str],
+        *,
+        content: object = None,
+        serializer: Serializer | None = None,
+        notify: bool = True,
+        require_transaction: bool = True,
+        **options: Unpack[FanoutOptions],
+    ) -> list[Enqueued]:
+        """Write one message for each destination in the transaction of the caller's connection.
+
+        Each has a state, retries and an idempotency key of its own. `content`, a JSON value that all of them share, is
+        stored once: a handler finds it in `message.content`, and it is deleted with the last of them. The messages have
+        no keys. The answers are in the order of the destinations; no destinations, no statement. Raises as `enqueue`
+        does; an error names the destination: `destinations[4711]`.
+
+            outbox.enqueue_fanout(connection, "newsletter", {"issue": 12}, addresses, content={"html": html})
+        """
+        adapter = sync_adapter(connection, function="enqueue_fanout", async_function="aenqueue_fanout")
+        fanout = self._prepare_fanout(NewMessage(topic, payload, **options), destinations, content, serializer)
+        return run(adapter, insert_fanout(fanout, notify=notify, require_transaction=require_transaction))
+
+    async def aenqueue_fanout(
+        self,
+        connection: AsyncConnection,
+        topic: str | Topic[P],
+        payload: P,
+        destinations: Iterable[str],
+        *,
+        content: object = None,
+        serializer: Serializer | None = None,
+        notify: bool = True,
+        require_transaction: bool = True,
+        **options: Unpack[FanoutOptions],
+    ) -> list[Enqueued]:
+        """`enqueue_fanout` on an async connection, with the same contract.
+
+        await outbox.aenqueue_fanout(connection, "newsletter", {"issue": 12}, addresses, content={"html": html})
+        """
+        adapter = async_adapter(connection, function="aenqueue_fanout", sync_function="enqueue_fanout")
+        fanout = self._prepare_fanout(NewMessage(topic, payload, **options), destinations, content, serializer)
+        return await arun(adapter, insert_fanout(fanout, notify=notify, require_transaction=require_transaction))
+
     def cancel(
         self,
         connection: SyncConnection,
@@ -502,6 +574,20 @@ class Outbox:
         inside = yield from transaction(required=require_transaction)
         write = insert(draft, notify=notify)
         return (yield from (in_savepoint(write) if best_effort and inside else write))
+
+    def _prepare_fanout(
+        self, message: NewMessage[P], destinations: Iterable[str], content: object, serializer: Serializer | None
+    ) -> Fanout:
+        topic, max_attempts = self._route(message.topic)
+        return prepare_fanout(
+            message,
+            topic,
+            destinations,
+            content,
+            max_attempts=max_attempts,
+            max_payload_bytes=self.settings.max_payload_bytes,
+            serializer=serializer,
+        )
 
     def _prepare_all(self, items: Iterable[NewMessage[Any]], serializer: Serializer | None) -> list[Draft]:
         max_payload_bytes = self.settings.max_payload_bytes

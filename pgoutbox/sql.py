@@ -30,6 +30,9 @@ FROM (
         ),
         headers => draft.headers,
         max_attempts => draft.max_attempts,
+        ordering_key => draft.ordering_key,
+        on_failed => draft.on_failed,
+        max_delay => draft.max_delay,
         notify => draft.notify
     ) AS receipt
     FROM (
@@ -48,6 +51,9 @@ FROM (
             pg_catalog.make_interval(secs => %s::pg_catalog.float8) AS expires_after,
             %s::pg_catalog.text::pg_catalog.jsonb AS headers,
             coalesce(%s::pg_catalog.int4, 11) AS max_attempts,
+            %s::pg_catalog.text AS ordering_key,
+            %s::pg_catalog.text AS on_failed,
+            pg_catalog.make_interval(secs => %s::pg_catalog.float8) AS max_delay,
             %s::pg_catalog.bool AS notify
         OFFSET 0
     ) AS draft
@@ -72,6 +78,9 @@ FROM (
         %s::pg_catalog.float8[] AS expires_afters,
         %s::pg_catalog.text[]::pg_catalog.jsonb[] AS headers,
         %s::pg_catalog.int4[] AS max_attempts,
+        %s::pg_catalog.text[] AS ordering_keys,
+        %s::pg_catalog.text[] AS on_failed,
+        %s::pg_catalog.float8[] AS max_delays,
         %s::pg_catalog.bool AS notify
 ) AS draft
 CROSS JOIN LATERAL pgoutbox.enqueue_many(
@@ -101,6 +110,46 @@ CROSS JOIN LATERAL pgoutbox.enqueue_many(
                 WITH ORDINALITY AS d(available_at, delay, expires_at, expires_after, ordinality)
         )
     END,
+    headers => draft.headers,
+    max_attempts => draft.max_attempts,
+    ordering_keys => draft.ordering_keys,
+    on_failed => draft.on_failed,
+    max_delays => draft.max_delays,
+    notify => draft.notify
+) AS r
+"""
+
+ENQUEUE_FANOUT: Final[LiteralString] = """
+SELECT r.item_index, r.id
+FROM (
+    SELECT
+        %s::pg_catalog.text AS topic,
+        %s::pg_catalog.text::pg_catalog.jsonb AS payload,
+        %s::pg_catalog.text[] AS destinations,
+        %s::pg_catalog.text::pg_catalog.jsonb AS content,
+        coalesce(%s::pg_catalog.text, 'default') AS queue,
+        greatest(
+            %s::pg_catalog.timestamptz,
+            pg_catalog.now() OPERATOR(pg_catalog.+) pg_catalog.make_interval(secs => %s::pg_catalog.float8)
+        ) AS available_at,
+        %s::pg_catalog.timestamptz AS expires_at,
+        pg_catalog.make_interval(secs => %s::pg_catalog.float8) AS expires_after,
+        %s::pg_catalog.text::pg_catalog.jsonb AS headers,
+        coalesce(%s::pg_catalog.int4, 11) AS max_attempts,
+        %s::pg_catalog.bool AS notify
+    OFFSET 0
+) AS draft
+CROSS JOIN LATERAL pgoutbox.enqueue_fanout(
+    topic => draft.topic,
+    payload => draft.payload,
+    destinations => draft.destinations,
+    content => draft.content,
+    queue => draft.queue,
+    available_at => draft.available_at,
+    expires_at => coalesce(
+        draft.expires_at,
+        greatest(draft.available_at, pg_catalog.now()) OPERATOR(pg_catalog.+) draft.expires_after
+    ),
     headers => draft.headers,
     max_attempts => draft.max_attempts,
     notify => draft.notify
@@ -187,9 +236,21 @@ SCHEMA_VERSION: Final[LiteralString] = "SELECT pgoutbox.schema_version()"
 
 # --- claim ------------------------------------------------------------------------------------------------------------
 
-# A claim in its parts, of which two statements are made. What was never attempted:
-_FRESH_LANE: Final[LiteralString] = """
-WITH fresh AS MATERIALIZED (
+# A claim in its parts, of which three statements are made. How many attempts may begin:
+_PERMIT: Final[LiteralString] = """
+WITH permit AS MATERIALIZED (
+    SELECT
+        p.count,
+        EXISTS (
+            SELECT
+            FROM pgoutbox.queue AS q
+            WHERE q.name = %(queue)s::text AND num_nonnulls(q.rate_count, q.max_in_flight) > 0
+        ) AS is_limited
+    FROM pgoutbox.permits(%(queue)s::text, %(total)s::bigint) AS p(count)
+)"""
+
+# What was never attempted:
+_FRESH_LANE: Final[LiteralString] = """, fresh AS MATERIALIZED (
     SELECT
         m.id,
         m.topic,
@@ -205,12 +266,10 @@ WITH fresh AS MATERIALIZED (
     FROM pgoutbox.message_live AS m
     WHERE m.queue = %(queue)s::text
         AND m.attempt_count = 0
+        AND m.ordering_key IS NULL
         AND m.available_at <= now()
         AND (m.available_at, m.id) > (coalesce(%(fresh_floor)s::timestamptz, '-infinity'), %(fresh_floor_id)s::bigint)
         AND m.topic = ANY (%(topics)s::text[])
-        AND NOT EXISTS (
-            SELECT FROM pgoutbox.queue AS q WHERE q.name = %(queue)s::text AND q.paused_at IS NOT NULL
-        )
         -- One in flight for each key: what is not superseded waits until its predecessor is done with.
         AND (
             m.coalesce_key IS NULL
@@ -229,7 +288,7 @@ WITH fresh AS MATERIALIZED (
             )
         )
     ORDER BY m.available_at, m.id
-    LIMIT %(fresh_limit)s::bigint
+    LIMIT (SELECT CASE WHEN p.is_limited THEN p.count ELSE %(fresh_limit)s::bigint END FROM permit AS p)
     FOR UPDATE OF m SKIP LOCKED
 )"""
 
@@ -265,9 +324,6 @@ _OTHER_LANES: Final[LiteralString] = """, first_lapsed AS MATERIALIZED (
         AND (m.lease_expires_at, m.id)
             >= ((SELECT f.lease_expires_at FROM first_lapsed AS f), (SELECT f.id FROM first_lapsed AS f))
         AND m.topic = ANY (%(topics)s::text[])
-        AND NOT EXISTS (
-            SELECT FROM pgoutbox.queue AS q WHERE q.name = %(queue)s::text AND q.paused_at IS NOT NULL
-        )
         AND (
             m.attempt_count >= m.max_attempts
             OR m.cancel_requested_at IS NOT NULL
@@ -280,7 +336,10 @@ _OTHER_LANES: Final[LiteralString] = """, first_lapsed AS MATERIALIZED (
             )
         )
     ORDER BY m.lease_expires_at, m.id
-    LIMIT %(total)s::bigint - (SELECT count(*) FROM fresh)
+    LIMIT (
+        SELECT CASE WHEN p.count > 0 THEN %(total)s::bigint - (SELECT count(*) FROM fresh) ELSE 0 END
+        FROM permit AS p
+    )
     FOR UPDATE OF m SKIP LOCKED
 ), suspects AS MATERIALIZED (
     -- The others may have ended their process: they come by `suspect_limit`, alone or with such as can afford it.
@@ -303,18 +362,21 @@ _OTHER_LANES: Final[LiteralString] = """, first_lapsed AS MATERIALIZED (
         AND (m.lease_expires_at, m.id)
             >= ((SELECT f.lease_expires_at FROM first_lapsed AS f), (SELECT f.id FROM first_lapsed AS f))
         AND m.topic = ANY (%(topics)s::text[])
-        AND NOT EXISTS (
-            SELECT FROM pgoutbox.queue AS q WHERE q.name = %(queue)s::text AND q.paused_at IS NOT NULL
-        )
         AND m.id <> ALL (ARRAY(SELECT e.id FROM ending AS e))
         AND (
             %(suspect_limit)s::bigint = 1
             OR (m.max_attempts - m.attempt_count) * 2 > m.attempt_budget
         )
     ORDER BY m.lease_expires_at, m.id
-    LIMIT least(
-        %(suspect_limit)s::bigint,
-        %(total)s::bigint - (SELECT count(*) FROM fresh) - (SELECT count(*) FROM ending)
+    LIMIT (
+        SELECT least(
+            %(suspect_limit)s::bigint,
+            CASE
+                WHEN p.is_limited THEN p.count
+                ELSE %(total)s::bigint - (SELECT count(*) FROM fresh) - (SELECT count(*) FROM ending)
+            END
+        )
+        FROM permit AS p
     )
     FOR UPDATE OF m SKIP LOCKED
 ), retries AS MATERIALIZED (
@@ -334,12 +396,10 @@ _OTHER_LANES: Final[LiteralString] = """, first_lapsed AS MATERIALIZED (
     WHERE m.queue = %(queue)s::text
         AND m.state = 'pending'
         AND m.attempt_count > 0
+        AND m.ordering_key IS NULL
         AND m.available_at <= now()
         AND (m.available_at, m.id) > (coalesce(%(retry_floor)s::timestamptz, '-infinity'), %(retry_floor_id)s::bigint)
         AND m.topic = ANY (%(topics)s::text[])
-        AND NOT EXISTS (
-            SELECT FROM pgoutbox.queue AS q WHERE q.name = %(queue)s::text AND q.paused_at IS NOT NULL
-        )
         AND (
             m.coalesce_key IS NULL
             OR NOT EXISTS (
@@ -357,14 +417,27 @@ _OTHER_LANES: Final[LiteralString] = """, first_lapsed AS MATERIALIZED (
             )
         )
     ORDER BY m.available_at, m.id
-    LIMIT %(total)s::bigint
-        - (SELECT count(*) FROM fresh) - (SELECT count(*) FROM ending) - (SELECT count(*) FROM suspects)
+    LIMIT (
+        SELECT CASE
+            WHEN p.is_limited THEN p.count
+            ELSE %(total)s::bigint
+                - (SELECT count(*) FROM fresh) - (SELECT count(*) FROM ending) - (SELECT count(*) FROM suspects)
+        END
+        FROM permit AS p
+    )
     FOR UPDATE OF m SKIP LOCKED
 ), candidate AS (
-    SELECT * FROM fresh
-    UNION ALL SELECT * FROM ending
-    UNION ALL SELECT * FROM suspects
-    UNION ALL SELECT * FROM retries
+    SELECT * FROM ending
+    UNION ALL (
+        SELECT *
+        FROM (
+            SELECT * FROM fresh
+            UNION ALL SELECT * FROM suspects
+            UNION ALL SELECT * FROM retries
+        ) AS c
+        ORDER BY c.due_at, c.id
+        LIMIT (SELECT p.count FROM permit AS p)
+    )
 )"""
 
 # What becomes of each: an attempt with a lease, or its end.
@@ -389,6 +462,12 @@ _JUDGE: Final[LiteralString] = """, judged AS MATERIALIZED (
     LEFT JOIN pgoutbox.coalesce AS head ON head.topic = l.topic AND head.coalesce_key = l.coalesce_key
     -- The update below enters keys into the index of what is in flight: two claims enter them in one order.
     ORDER BY l.coalesce_key COLLATE "C", l.topic COLLATE "C", l.due_at, l.id
+), spent AS (
+    UPDATE pgoutbox.queue AS q
+    SET tokens = greatest(0, pgoutbox.tokens_of(q) - begun.count),
+        tokens_at = clock_timestamp()
+    FROM (SELECT count(*) AS count FROM judged AS j WHERE j.state = 'sending') AS begun
+    WHERE q.name = %(queue)s::text AND q.rate_count IS NOT NULL AND begun.count > 0
 ), lost AS (
     INSERT INTO pgoutbox.attempt (message_id, attempt_count, outcome, worker, started_at, ended_at, error)
     SELECT
@@ -439,10 +518,16 @@ RETURNING
     m.created_at,
     m.available_at,
     m.coalesce_key,
+    m.ordering_key,
+    m.content_id,
     m.state,
     j.former_state,
     j.former_attempt_count,
     j.due_at,
+    (SELECT p.is_limited FROM permit AS p) AS is_limited,
+    EXISTS (
+        SELECT FROM pgoutbox.message_live AS o WHERE o.queue = %(queue)s::text AND o.ordering_key IS NOT NULL
+    ) AS has_ordered,
     -- Asked again with a snapshot of its own, when nothing newer can be claimed any more: since this statement began,
     -- another worker may have claimed, delivered and finished a newer message.
     coalesce(
@@ -461,44 +546,184 @@ RETURNING
 # Of what was lost and is tried again, the suspects, no more than `suspect_limit` come. A limit of 1 takes the one that
 # has waited longest. A greater one takes only those that can afford another loss: more than half of the attempts that
 # they were granted is left.
-CLAIM: Final[LiteralString] = _FRESH_LANE + _OTHER_LANES + _JUDGE
+#
+# Of a queue with a limit, whoever fell due first comes first, from whichever lane, and the tokens are taken in the same
+# statement: what crashes between here and the sending has used them up.
+CLAIM: Final[LiteralString] = _PERMIT + _FRESH_LANE + _OTHER_LANES + _JUDGE
 
 # The first lane alone, for a worker that was rung: its small plan has a handler start 0.3 ms earlier.
 _FRESH_ALONE: Final[LiteralString] = ", candidate AS (SELECT * FROM fresh)"
-CLAIM_FRESH: Final[LiteralString] = _FRESH_LANE + _FRESH_ALONE + _JUDGE
+CLAIM_FRESH: Final[LiteralString] = _PERMIT + _FRESH_LANE + _FRESH_ALONE + _JUDGE
+
+# Messages with an ordering key. Only the first of each key is looked at, key by key from `after_key` on, at most
+# `key_limit` keys: what it costs does not depend on how many messages wait behind it. The first of a key can be claimed
+# if it is due, none of its key is in flight, and none before it has failed and halts the key. One row: what can be
+# claimed, where the look ended, and how many keys it saw.
+FIND_ORDERED: Final[LiteralString] = """
+WITH RECURSIVE visited(ordering_key, number) AS (
+    SELECT first.ordering_key, 1
+    FROM (
+        SELECT m.ordering_key
+        FROM pgoutbox.message_live AS m
+        WHERE m.queue = %(queue)s::text AND m.ordering_key > %(after_key)s::text COLLATE "C"
+        ORDER BY m.ordering_key
+        LIMIT 1
+    ) AS first
+    UNION ALL
+    SELECT next.ordering_key, v.number + 1
+    FROM visited AS v
+    CROSS JOIN LATERAL (
+        SELECT m.ordering_key
+        FROM pgoutbox.message_live AS m
+        WHERE m.queue = %(queue)s::text AND m.ordering_key > v.ordering_key
+        ORDER BY m.ordering_key
+        LIMIT 1
+    ) AS next
+    WHERE v.number < %(key_limit)s::integer
+)
+SELECT
+    array_agg(first.id) FILTER (
+        WHERE first.state = 'pending'
+            AND first.available_at <= now()
+            AND first.topic = ANY (%(topics)s::text[])
+            AND NOT EXISTS (
+                SELECT
+                FROM pgoutbox.message_live AS sibling
+                WHERE sibling.queue = %(queue)s::text
+                    AND sibling.ordering_key = v.ordering_key
+                    AND sibling.state = 'sending'
+            )
+            AND NOT EXISTS (
+                SELECT
+                FROM pgoutbox.message_failed AS f
+                WHERE f.queue = %(queue)s::text
+                    AND f.ordering_key = v.ordering_key
+                    AND f.on_failed = 'halt'
+                    AND f.id < first.id
+            )
+    ),
+    max(v.ordering_key),
+    count(*)
+FROM visited AS v
+CROSS JOIN LATERAL (
+    SELECT m.id, m.state, m.topic, m.available_at
+    FROM pgoutbox.message_live AS m
+    WHERE m.queue = %(queue)s::text AND m.ordering_key = v.ordering_key
+    ORDER BY m.id
+    LIMIT 1
+) AS first
+"""
+
+# Asks once more what may have changed since they were found. Whatever two claims see, only one message of a key can be
+# in flight: message_live_ordered_in_flight.
+_ORDERED_LANE: Final[LiteralString] = """, candidate AS MATERIALIZED (
+    SELECT
+        m.id,
+        m.topic,
+        m.coalesce_key,
+        m.state,
+        m.attempt_count,
+        m.max_attempts,
+        m.expires_at,
+        m.cancel_requested_at,
+        m.claimed_at,
+        m.worker,
+        m.available_at AS due_at
+    FROM unnest(%(ids)s::bigint[]) AS found(id)
+    JOIN pgoutbox.message_live AS m ON m.id = found.id
+    WHERE m.queue = %(queue)s::text
+        AND m.state = 'pending'
+        AND m.available_at <= now()
+        AND NOT EXISTS (
+            SELECT
+            FROM pgoutbox.message_live AS other
+            WHERE other.queue = m.queue
+                AND other.ordering_key = m.ordering_key
+                AND other.id <> m.id
+                AND (other.id < m.id OR other.state = 'sending')
+        )
+    LIMIT (SELECT p.count FROM permit AS p)
+    FOR UPDATE OF m SKIP LOCKED
+)"""
+CLAIM_ORDERED: Final[LiteralString] = _PERMIT + _ORDERED_LANE + _JUDGE
 
 # When the first message of these queues falls due that was not due `since_seconds` ago, in seconds from now; null if
-# there is none. What fell due between the snapshots of the last claim and of this statement is in neither of them.
+# there is none. What fell due between the snapshots of the last claim and of this statement is in neither of them. In a
+# queue with limits messages may be due for long: they are looked at again with the next permit, or soon when there is
+# one, because others have the messages or the limit has moved since the claim. Also the queues with ordering keys.
 NEXT_DUE: Final[LiteralString] = """
-SELECT extract(epoch FROM min(next.due_at) - now())::float8
-FROM unnest(%(queues)s::text[]) AS asked(queue)
+SELECT
+    extract(
+        epoch FROM min(nullif(
+            greatest(
+                next.due_at,
+                asked.permit_at,
+                CASE WHEN asked.is_limited AND next.due_at <= asked.looked_at THEN now() + interval '0.25 s' END
+            ),
+            'infinity'
+        )) - now()
+    )::float8,
+    array_agg(asked.name) FILTER (
+        WHERE EXISTS (
+            SELECT FROM pgoutbox.message_live AS o WHERE o.queue = asked.name AND o.ordering_key IS NOT NULL
+        )
+    )
+FROM (
+    SELECT
+        q.name,
+        limited.name IS NOT NULL AS is_limited,
+        now() - make_interval(secs => %(since_seconds)s::float8) AS looked_at,
+        CASE WHEN limited.name IS NOT NULL THEN pgoutbox.next_permit_at(q.name) END AS permit_at,
+        CASE
+            WHEN limited.name IS NULL THEN now() - make_interval(secs => %(since_seconds)s::float8)
+            ELSE '-infinity'
+        END AS since
+    FROM unnest(%(queues)s::text[]) AS q(name)
+    LEFT JOIN pgoutbox.queue AS limited
+        ON limited.name = q.name
+        AND num_nonnulls(limited.paused_at, limited.rate_count, limited.max_in_flight) > 0
+    OFFSET 0
+) AS asked
 CROSS JOIN LATERAL (
     SELECT least(
         (
             SELECT m.available_at
             FROM pgoutbox.message_live AS m
-            WHERE m.queue = asked.queue
+            WHERE m.queue = asked.name
                 AND m.attempt_count = 0
-                AND m.available_at > now() - make_interval(secs => %(since_seconds)s::float8)
+                AND m.ordering_key IS NULL
+                AND m.available_at > asked.since
             ORDER BY m.available_at
             LIMIT 1
         ),
         (
             SELECT m.available_at
             FROM pgoutbox.message_live AS m
-            WHERE m.queue = asked.queue
+            WHERE m.queue = asked.name
                 AND m.state = 'pending'
                 AND m.attempt_count > 0
-                AND m.available_at > now() - make_interval(secs => %(since_seconds)s::float8)
+                AND m.ordering_key IS NULL
+                AND m.available_at > asked.since
+            ORDER BY m.available_at
+            LIMIT 1
+        ),
+        (
+            -- Of those that wait for their turn, too: at worst a look that finds nothing.
+            SELECT m.available_at
+            FROM pgoutbox.message_live AS m
+            WHERE m.queue = asked.name
+                AND m.state = 'pending'
+                AND m.ordering_key IS NOT NULL
+                AND m.available_at > asked.since
             ORDER BY m.available_at
             LIMIT 1
         ),
         (
             SELECT m.lease_expires_at
             FROM pgoutbox.message_live AS m
-            WHERE m.queue = asked.queue
+            WHERE m.queue = asked.name
                 AND m.state = 'sending'
-                AND m.lease_expires_at > now() - make_interval(secs => %(since_seconds)s::float8)
+                AND m.lease_expires_at > asked.since
             ORDER BY m.lease_expires_at
             LIMIT 1
         )
@@ -820,16 +1045,23 @@ LISTEN: Final[LiteralString] = "LISTEN pgoutbox"
 UNLISTEN: Final[LiteralString] = "UNLISTEN pgoutbox"
 
 # One answer per queue: armed; sleeper, when another worker has the bell; producers, when enqueuing transactions hold
-# it, and the worker must look again until they have committed.
+# it, and the worker must look again until they have committed. A queue that is paused or at its limit is not armed:
+# what is enqueued there need not ring before the next permit, in so many seconds, or before somebody resumes the queue.
 ARM: Final[LiteralString] = """
 SELECT
     q.queue,
     CASE
+        WHEN q.permit_at IS NOT NULL THEN 'limited'
         WHEN pg_try_advisory_lock(1885826146, hashtext(q.queue)) THEN 'armed'
         WHEN NOT pg_try_advisory_lock_shared(1885826146, hashtext(q.queue)) THEN 'sleeper'
         WHEN pg_advisory_unlock_shared(1885826146, hashtext(q.queue)) THEN 'producers'
-    END
-FROM unnest(%(queues)s::text[]) AS q(queue)
+    END,
+    extract(epoch FROM nullif(q.permit_at, 'infinity') - clock_timestamp())::float8
+FROM (
+    SELECT asked.queue, pgoutbox.next_permit_at(asked.queue) AS permit_at
+    FROM unnest(%(queues)s::text[]) AS asked(queue)
+    OFFSET 0
+) AS q
 """
 
 # Other sleepers trust in a bell that is given up here. Each of them is woken to ask for it and to look once more: what
@@ -907,8 +1139,11 @@ SELECT
     m.worker,
     m.coalesce_key,
     m.dedupe_key,
+    m.ordering_key,
+    m.on_failed,
     m.superseded_by,
     m.resend_of,
+    m.content_id,
     m.skip_reason,
     m.last_error,
     m.headers,
@@ -958,7 +1193,16 @@ FROM pgoutbox.message_live AS m
 WHERE m.queue = ANY (%(queues)s::text[])
     AND m.topic = ANY (%(topics)s::text[])
     AND (m.attempt_count > 0 OR m.available_at <= now())
-    AND NOT EXISTS (SELECT FROM pgoutbox.queue AS q WHERE q.name = m.queue AND q.paused_at IS NOT NULL)
+    AND NOT EXISTS (
+        SELECT
+        FROM pgoutbox.message_failed AS f
+        WHERE f.queue = m.queue AND f.ordering_key = m.ordering_key AND f.on_failed = 'halt' AND f.id < m.id
+    )
+    AND NOT EXISTS (
+        SELECT
+        FROM pgoutbox.queue AS q
+        WHERE q.name = m.queue AND q.paused_at IS NOT NULL AND (q.resume_at > now()) IS NOT FALSE
+    )
 """
 
 LIST_FAILED_IDS: Final[LiteralString] = """
@@ -1039,7 +1283,9 @@ LEFT JOIN LATERAL (
         destination => m.destination,
         coalesce_key => m.coalesce_key,
         headers => m.headers,
-        max_attempts => m.attempt_budget
+        max_attempts => m.attempt_budget,
+        ordering_key => m.ordering_key,
+        on_failed => m.on_failed
     ) AS id
     WHERE m.state = 'sent' AND coalesce(head.newest_id <= m.id, true)
 ) AS copy ON true
@@ -1049,34 +1295,83 @@ WHERE m.id = %(id)s::bigint
 # In the transaction that made the copy, which nobody else can see yet.
 MARK_RESEND: Final[LiteralString] = """
 UPDATE pgoutbox.message_live AS m
-SET resend_of = %(source_id)s::bigint
+SET resend_of = %(source_id)s::bigint,
+    content_id = (SELECT source.content_id FROM pgoutbox.message AS source WHERE source.id = %(source_id)s::bigint)
 WHERE m.id = %(id)s::bigint AND m.state = 'pending' AND m.resend_of IS NULL
 RETURNING m.id
 """
 
-# Pausing twice keeps the first time.
+# Pausing twice keeps the first time, and the end that was said last.
 PAUSE_QUEUE: Final[LiteralString] = """
-INSERT INTO pgoutbox.queue AS q (name, paused_at)
-VALUES (%(queue)s::text, now())
-ON CONFLICT ON CONSTRAINT queue_pkey DO UPDATE SET paused_at = coalesce(q.paused_at, now())
-RETURNING q.paused_at
+INSERT INTO pgoutbox.queue AS q (name, paused_at, resume_at)
+VALUES (%(queue)s::text, now(), now() + make_interval(secs => %(seconds)s::float8))
+ON CONFLICT ON CONSTRAINT queue_pkey DO UPDATE
+SET paused_at = CASE WHEN q.resume_at <= now() THEN now() ELSE coalesce(q.paused_at, now()) END,
+    resume_at = excluded.resume_at
+RETURNING q.paused_at, q.resume_at
 """
 
+# Here and below all sleepers are woken, whether or not somebody has the bell: of a paused queue nobody has it.
 RESUME_QUEUE: Final[LiteralString] = """
 WITH resumed AS (
     UPDATE pgoutbox.queue AS q
-    SET paused_at = NULL
+    SET paused_at = NULL, resume_at = NULL
     WHERE q.name = %(queue)s::text AND q.paused_at IS NOT NULL
     RETURNING q.name
 )
-SELECT r.name, pgoutbox.ring(r.name)
+SELECT r.name, pg_notify('pgoutbox', r.name)
 FROM resumed AS r
 """
 
-PAUSED_QUEUES: Final[LiteralString] = """
-SELECT q.name, q.paused_at
+# A bucket begins full. When the rate is changed it keeps what it holds, as far as there is room.
+LIMIT_RATE: Final[LiteralString] = """
+WITH limited AS (
+    INSERT INTO pgoutbox.queue AS q (name, rate_count, rate_seconds, burst, tokens, tokens_at)
+    SELECT a.name, a.rate_count, a.rate_seconds, a.burst, a.burst, CASE WHEN a.rate_count IS NOT NULL THEN now() END
+    FROM (
+        VALUES (%(queue)s::text, %(count)s::integer, %(seconds)s::float8, %(burst)s::integer)
+    ) AS a(name, rate_count, rate_seconds, burst)
+    ON CONFLICT ON CONSTRAINT queue_pkey DO UPDATE
+    SET rate_count = excluded.rate_count,
+        rate_seconds = excluded.rate_seconds,
+        burst = excluded.burst,
+        tokens = CASE
+            WHEN excluded.rate_count IS NOT NULL
+                THEN least(excluded.tokens, coalesce(pgoutbox.tokens_of(q), excluded.tokens))
+        END,
+        tokens_at = CASE WHEN excluded.rate_count IS NOT NULL THEN clock_timestamp() END
+    RETURNING q.name
+)
+SELECT l.name, pg_notify('pgoutbox', l.name)
+FROM limited AS l
+"""
+
+LIMIT_IN_FLIGHT: Final[LiteralString] = """
+WITH limited AS (
+    INSERT INTO pgoutbox.queue AS q (name, max_in_flight)
+    VALUES (%(queue)s::text, %(max_in_flight)s::integer)
+    ON CONFLICT ON CONSTRAINT queue_pkey DO UPDATE SET max_in_flight = excluded.max_in_flight
+    RETURNING q.name
+)
+SELECT l.name, pg_notify('pgoutbox', l.name)
+FROM limited AS l
+"""
+
+# The queues that are paused or have limits. A pause whose end has passed is none.
+LIST_QUEUES: Final[LiteralString] = """
+SELECT
+    q.name,
+    q.paused_at,
+    q.resume_at,
+    q.rate_count,
+    q.rate_seconds,
+    q.burst,
+    pgoutbox.tokens_of(q) AS tokens,
+    q.max_in_flight,
+    pgoutbox.in_flight_of(q.name, NULL) AS in_flight
 FROM pgoutbox.queue AS q
-WHERE q.paused_at IS NOT NULL
+WHERE (q.paused_at IS NOT NULL AND (q.resume_at > now()) IS NOT FALSE)
+    OR num_nonnulls(q.rate_count, q.max_in_flight) > 0
 ORDER BY q.name
 """
 
@@ -1146,4 +1441,35 @@ WITH forgotten AS MATERIALIZED (
 DELETE FROM pgoutbox.coalesce AS head
 USING forgotten AS f
 WHERE head.topic = f.topic AND head.coalesce_key = f.coalesce_key
+"""
+
+# The same of ordering keys.
+PRUNE_ORDERING: Final[LiteralString] = """
+WITH forgotten AS MATERIALIZED (
+    SELECT tail.queue, tail.ordering_key
+    FROM pgoutbox.ordering AS tail
+    WHERE tail.last_id < coalesce((SELECT min(m.id) FROM pgoutbox.message AS m), 0)
+    LIMIT %(limit)s::bigint
+    FOR UPDATE OF tail SKIP LOCKED
+)
+DELETE FROM pgoutbox.ordering AS tail
+USING forgotten AS f
+WHERE tail.queue = f.queue AND tail.ordering_key = f.ordering_key
+"""
+
+# A content goes with the last message that names it.
+PRUNE_CONTENT: Final[LiteralString] = """
+DELETE FROM pgoutbox.content AS c
+WHERE c.id IN (
+    SELECT unused.id
+    FROM pgoutbox.content AS unused
+    WHERE NOT EXISTS (SELECT FROM pgoutbox.message AS m WHERE m.content_id = unused.id)
+    LIMIT %(limit)s::bigint
+)
+"""
+
+CONTENTS: Final[LiteralString] = """
+SELECT c.id, c.body::text
+FROM pgoutbox.content AS c
+WHERE c.id = ANY (%(ids)s::bigint[])
 """

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple, TypeAlias, TypeVar, cast
 
 from pgoutbox import sql
 from pgoutbox.adapters import AsyncAdapter, Call, ItemRefusedError, Rows, SyncAdapter
-from pgoutbox.drafts import Draft, Topic, check_key, check_name, check_whole, chunks, columns
+from pgoutbox.drafts import Draft, Fanout, Topic, check_key, check_name, check_whole, chunks, columns
 from pgoutbox.errors import PayloadError, TransactionError
 
 R = TypeVar("R")
@@ -119,6 +119,21 @@ def insert_all(drafts: Sequence[Draft], *, notify: bool, require_transaction: bo
             raise PayloadError(f"items[{positions[error.index]}].{error.field}", error.reason) from error.__cause__
         for index, message_id, duplicate in rows:
             enqueued[positions[index]] = Enqueued(message_id, duplicate)
+    return enqueued
+
+
+def insert_fanout(fanout: Fanout, *, notify: bool, require_transaction: bool) -> Steps[list[Enqueued]]:
+    """Write one message for each destination; the answers are in their order. None, no statement."""
+    if not fanout.destinations:
+        return []
+    yield from transaction(required=require_transaction)
+    enqueued = [Enqueued(0, False)] * len(fanout.destinations)
+    try:
+        rows = yield Call(sql.ENQUEUE_FANOUT, (*fanout, notify))
+    except ItemRefusedError as error:
+        raise PayloadError(f"destinations[{error.index}]", error.reason) from error.__cause__
+    for index, message_id in rows:
+        enqueued[index] = Enqueued(message_id, False)
     return enqueued
 
 

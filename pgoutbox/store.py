@@ -12,7 +12,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Final, LiteralString, NamedTuple
@@ -260,10 +260,14 @@ class ClaimedRow(NamedTuple):
     created_at: datetime
     available_at: datetime
     coalesce_key: str | None
+    ordering_key: str | None
+    content_id: int | None
     state: str
     former_state: str
     former_attempt_count: int
     due_at: datetime
+    is_limited: bool
+    has_ordered: bool
     superseded: bool
 
 
@@ -365,13 +369,53 @@ class Store:
         claimed.sort(key=_by_due_time)
         return claimed
 
-    async def next_due_seconds(self, queues: Sequence[str], *, since_seconds: float) -> float | None:
+    async def find_ordered(
+        self, queue: str, *, topics: Sequence[str], after_key: str, key_limit: int
+    ) -> tuple[Sequence[int], str]:
+        """What can be claimed of up to `key_limit` ordering keys that follow `after_key`; and the last key seen.
+
+        An empty key means that there are no more behind it.
+        """
+        ((message_ids, last_key, count),) = await self.claims.fetch(
+            sql.FIND_ORDERED, {"queue": queue, "topics": topics, "after_key": after_key, "key_limit": key_limit}
+        )
+        return message_ids or (), last_key if count == key_limit else ""
+
+    async def claim_ordered(
+        self, queue: str, message_ids: Sequence[int], *, hold_topics: Sequence[str]
+    ) -> list[ClaimedRow]:
+        """Claim messages that `find_ordered` found, as far as nothing has changed."""
+        rows = await self.claims.fetch(
+            sql.CLAIM_ORDERED,
+            {
+                "queue": queue,
+                "ids": message_ids,
+                "total": len(message_ids),
+                "hold_topics": hold_topics,
+                "worker": self.worker,
+                "lease_seconds": self._settings.lease_seconds,
+            },
+        )
+        claimed = [ClaimedRow._make(row) for row in rows]
+        claimed.sort(key=_by_due_time)
+        return claimed
+
+    async def contents(self, content_ids: Sequence[int]) -> dict[int, str]:
+        """The contents of fan-outs as JSON texts, by id."""
+        return dict(await self.claims.fetch(sql.CONTENTS, {"ids": content_ids}))
+
+    async def next_due_seconds(
+        self, queues: Sequence[str], *, since_seconds: float
+    ) -> tuple[float | None, Collection[str]]:
         """Seconds until the next message of these queues falls due, None if nothing is scheduled.
 
-        Not more than zero if one fell due within the last `since_seconds`.
+        Not more than zero if one fell due within the last `since_seconds`. Also those of the queues that hold messages
+        with an ordering key.
         """
-        ((seconds,),) = await self.claims.fetch(sql.NEXT_DUE, {"queues": queues, "since_seconds": since_seconds})
-        return seconds if seconds is None else float(seconds)
+        ((seconds, ordered),) = await self.claims.fetch(
+            sql.NEXT_DUE, {"queues": queues, "since_seconds": since_seconds}
+        )
+        return seconds if seconds is None else float(seconds), ordered or ()
 
     async def ring(self, queues: Sequence[str]) -> None:
         """Wake all sleeping workers of these queues, whoever has the bell."""

@@ -20,7 +20,7 @@ import random
 import re
 import secrets
 import socket
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal, cast
@@ -67,7 +67,8 @@ _STUBBORN_CONFLICTS = 3
 _FRUITLESS_WAKES = 20
 _FRUITLESS_PAUSE_SECONDS = 0.05
 _SENDING = State.SENDING  # To look a member up costs more than to compare with it.
-_IN_FLIGHT_CONSTRAINT = "message_live_in_flight"
+_KEPT_CONTENTS = 16
+_IN_FLIGHT_CONSTRAINTS = {"message_live_in_flight", "message_live_ordered_in_flight"}
 _LOST_RACES = (
     psycopg.errors.SerializationFailure,
     psycopg.errors.DeadlockDetected,
@@ -138,6 +139,7 @@ class Worker:
         self._transports = transports if transports is not None else outbox.transports_for(self._settings)
         self._held: dict[int, Context] = {}
         self._suspects: list[Context] = []
+        self._contents: dict[int, JsonValue] = {}
         self._prefetch = 0
         self._stopping = False
         self._work_ahead = False
@@ -221,7 +223,7 @@ class Worker:
             self._store,
             self._held,
             batch_size=settings.batch_size,
-            on_progress=self._note_progress,
+            on_progress=self._note_written,
             on_successors=self._wake_for_successors,
             on_pending=self._wake.set,
             telemetry=self.telemetry,
@@ -374,12 +376,13 @@ class Worker:
         if self._conflict_count > _STUBBORN_CONFLICTS:
             room = 1  # Claims of several rows meet at one coalesce key again and again: one row cannot.
         for queue in self._queue_order():
-            rows = await self._claim(self._lanes[queue], room, from_beginning=from_beginning, fresh_only=fresh_only)
-            if rows is None:
+            lanes = self._lanes[queue]
+            count = await self._claim(lanes, room, from_beginning=from_beginning, fresh_only=fresh_only)
+            if count is None:
                 return None
             self._conflict_count = 0
-            found += len(rows)
-            room -= len(rows)
+            found += count
+            room -= count
             if room <= 0:
                 break
         return found
@@ -394,9 +397,54 @@ class Worker:
         self._credits[order[0]] -= sum(share.weight or 0 for share in self._shares)
         return order
 
-    async def _claim(
-        self, lanes: Lanes, room: int, *, from_beginning: bool, fresh_only: bool
-    ) -> list[ClaimedRow] | None:
+    async def _claim(self, lanes: Lanes, room: int, *, from_beginning: bool, fresh_only: bool) -> int | None:
+        """Claim from one queue. Messages with an ordering key and the others take turns at being first."""
+        if fresh_only or not lanes.has_ordered:
+            return await self._claim_unordered(lanes, room, from_beginning=from_beginning, fresh_only=fresh_only)
+        lanes.ordered_first = not lanes.ordered_first
+        found = 0
+        for ordered in (lanes.ordered_first, not lanes.ordered_first):
+            if room - found <= 0:
+                self._work_ahead = True
+                break
+            if ordered:
+                count = await self._claim_ordered(lanes, room - found, complete=from_beginning)
+            else:
+                count = await self._claim_unordered(
+                    lanes, room - found, from_beginning=from_beginning, fresh_only=False
+                )
+            if count is None:
+                return None
+            found += count
+        return found
+
+    async def _claim_ordered(self, lanes: Lanes, room: int, *, complete: bool) -> int | None:
+        """Go on behind the key where the last look ended; a complete look goes round once if it finds nothing."""
+        began_after, has_wrapped = lanes.after_key, False
+        while not self._stopping:
+            began_at = elapsed_clock()
+            try:
+                message_ids, lanes.after_key = await self._store.find_ordered(
+                    lanes.queue, topics=self._topics, after_key=lanes.after_key, key_limit=room
+                )
+                rows = []
+                if message_ids:
+                    rows = await self._store.claim_ordered(lanes.queue, message_ids, hold_topics=self._hold_topics)
+            except (psycopg.Error, OSError) as error:
+                await self._endure(error)
+                return None
+            self._database_is_up()
+            if rows:
+                lanes.is_limited = rows[0].is_limited
+                self._work_ahead = True
+                await self._take_over(rows, began_at)
+                return len(rows)
+            has_wrapped |= lanes.after_key == ""
+            if not complete or (has_wrapped and lanes.after_key >= began_after):
+                break
+        return 0
+
+    async def _claim_unordered(self, lanes: Lanes, room: int, *, from_beginning: bool, fresh_only: bool) -> int | None:
         began_at = elapsed_clock()
         if fresh_only:
             plan = lanes.plan_fresh(room)
@@ -421,9 +469,10 @@ class Worker:
         self._work_ahead |= lanes.learn(plan, rows, began_at=began_at, ended_at=elapsed_clock())
         if rows:
             await self._take_over(rows, began_at)
-        return rows
+        return len(rows)
 
     async def _take_over(self, rows: Sequence[ClaimedRow], leased_at: float) -> None:
+        contents = await self._contents_of(rows)
         works: list[Work] = []
         batches: dict[str, list[Context]] = {}
         ended = []
@@ -433,9 +482,14 @@ class Worker:
                 ended.append(row)
                 continue
             handler = self._handlers[row.topic]
-            message, unreadable = _message_of(row)
+            message, unreadable = _message_of(row, contents)
             context = Context(message, handler, leased_at, self._keeper.ensure)
             self._held[row.id] = context
+            if row.content_id is not None and row.content_id not in contents:
+                context.done = True
+                gone = Permanent(f"its content {row.content_id} is gone: prune and redrive met, or somebody deleted it")
+                self._finisher.collect(context, RELEASED if self._database_down else gone)
+                continue
             if row.former_state == _SENDING:
                 suspects.append(context)
             if unreadable is not None or row.superseded:
@@ -457,6 +511,24 @@ class Worker:
         self._slots.put(works)
         if ended:
             await self._account_for_ended(ended)
+
+    async def _contents_of(self, rows: Sequence[ClaimedRow]) -> Mapping[int, JsonValue]:
+        """The contents that these rows name, as far as they can be read now."""
+        asked = {row.content_id for row in rows if row.content_id is not None and row.state == _SENDING}
+        if not asked:
+            return {}
+        missing = sorted(asked - self._contents.keys())
+        if missing:
+            try:
+                found = await self._store.contents(missing)
+            except (psycopg.Error, OSError) as error:
+                await self._endure(error)
+                found = {}
+            # What a claim needs stays, and as much of the rest as has room: a fan-out's messages come together.
+            kept = {i: self._contents[i] for i in self._contents if i in asked or len(asked) < _KEPT_CONTENTS}
+            self._contents = dict(list(kept.items())[-_KEPT_CONTENTS:])
+            self._contents.update((content_id, _read_json(text)) for content_id, text in found.items())
+        return {content_id: self._contents[content_id] for content_id in asked & self._contents.keys()}
 
     async def _account_for_ended(self, rows: Sequence[ClaimedRow]) -> None:
         for row in rows:
@@ -511,6 +583,11 @@ class Worker:
             if ended:
                 self._trust(ended)
 
+    def _note_written(self) -> None:
+        self._note_progress()
+        if any(lanes.is_limited or lanes.has_ordered for lanes in self._lanes.values()):
+            self._wake.set()  # The end of an attempt may be what the next one waits for.
+
     # --- sleep --------------------------------------------------------------------------------------------------------
 
     def _on_ring(self, queue: str | None) -> None:
@@ -541,6 +618,8 @@ class Worker:
         self._prefetch = 0
         self._fruitless_count = self._fruitless_count + 1 if self._was_rung else 0
         self._was_rung = False
+        if self._fruitless_count == _FRUITLESS_WAKES and self._bell is not None:
+            await self._bell.disarm()  # The queue may be paused, or at its limit: then nobody needs to ring.
         pause = 0.001
         while not self._stopping:
             bell = Bell.DOWN if self._bell is None else await self._bell.arm(self._queue_names)
@@ -576,6 +655,8 @@ class Worker:
         limit = self._settings.sweep_seconds
         if self._bell is not None and not self._bell.is_up:
             limit = min(limit, _LISTENER_DOWN_SWEEP_SECONDS)
+        if self._bell is not None and self._bell.unarmed_seconds is not None:
+            limit = min(limit, self._bell.unarmed_seconds)
         self._look_from_beginning = True
         try:
             due = await self._next_due_seconds()
@@ -590,13 +671,22 @@ class Worker:
         slack = _ROUND_TRIP_SECONDS
         while True:
             asked_at = elapsed_clock()
-            due = await self._store.next_due_seconds(
+            due, ordered = await self._store.next_due_seconds(
                 self._queue_names, since_seconds=asked_at - self._looked_at + slack
             )
+            if self._note_ordered(ordered):
+                return 0.0
             took = elapsed_clock() - asked_at
             if took <= slack or (due is not None and due <= 0):
                 return due
             slack = 2 * took
+
+    def _note_ordered(self, queues: Collection[str]) -> bool:
+        """Remember which queues hold messages with an ordering key. Returns whether one was not known to."""
+        is_news = any(not self._lanes[queue].has_ordered for queue in queues)
+        for lanes in self._lanes.values():
+            lanes.has_ordered = lanes.queue in queues
+        return is_news
 
     async def _sleep(self, seconds: float) -> bool:
         """Sleep until woken; False if the time ran out before that."""
@@ -622,7 +712,7 @@ class Worker:
 
     async def _endure(self, error: BaseException) -> None:
         """Pause after an error of the database that will pass; raise one that will not."""
-        if isinstance(error, psycopg.errors.UniqueViolation) and error.diag.constraint_name == _IN_FLIGHT_CONSTRAINT:
+        if isinstance(error, psycopg.errors.UniqueViolation) and error.diag.constraint_name in _IN_FLIGHT_CONSTRAINTS:
             self._conflict_count += 1
             return  # Two workers met at one coalesce key; the other one has it.
         if isinstance(error, _LOST_RACES):
@@ -699,7 +789,7 @@ class Worker:
         return [endings[context.message.id] for context in work]
 
 
-def _message_of(row: ClaimedRow) -> tuple[Message[object], str | None]:
+def _message_of(row: ClaimedRow, contents: Mapping[int, JsonValue]) -> tuple[Message[object], str | None]:
     """The message, and what is wrong if its payload cannot be read: one such row must not keep the others."""
     unreadable = None
     payload = headers = None
@@ -720,6 +810,8 @@ def _message_of(row: ClaimedRow) -> tuple[Message[object], str | None]:
         row.created_at,
         row.available_at,
         row.coalesce_key,
+        row.ordering_key,
+        contents.get(row.content_id) if row.content_id is not None else None,
     )
     return message, unreadable
 

@@ -165,6 +165,7 @@ def shared_dsn(server: Server, migrated: NoopExecutor) -> Iterator[str]:
 def rolled_back(shared_dsn: str) -> Iterator[psycopg.Connection]:
     """A connection to a shared migrated database, rolled back at the end: cheap, for a test that never commits."""
     connection = psycopg.connect(shared_dsn, options=CONNECTION_OPTIONS)
+    connection.execute("SELECT")  # Begun here, so that what opens a transaction block does not commit it.
     try:
         yield connection
         connection.rollback()

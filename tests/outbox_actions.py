@@ -23,7 +23,7 @@ from pgoutbox.worker import Worker
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
-    from datetime import datetime
+    from datetime import datetime, timedelta
 
     import psycopg
 
@@ -61,6 +61,9 @@ class Options(TypedDict, total=False):
     expires_at: datetime | None
     max_attempts: int
     notify: bool
+    ordering_key: str | None
+    on_failed: str | None
+    max_delay: timedelta | None
 
 
 def enqueue(
@@ -105,6 +108,32 @@ def claim(
     }
     statement = sql.CLAIM_FRESH if fresh_only else sql.CLAIM
     rows = [ClaimedRow._make(row) for row in connection.execute(statement, parameters).fetchall()]
+    return sorted(rows, key=lambda row: row.id)
+
+
+def find_ordered(
+    connection: psycopg.Connection, *, topics: Sequence[str] = ("greet",), after_key: str = "", key_limit: int = 100
+) -> tuple[list[int], str | None, int]:
+    """What can be claimed of the keys behind `after_key`, the last key seen, and how many were."""
+    parameters = {"queue": "default", "topics": list(topics), "after_key": after_key, "key_limit": key_limit}
+    ((ids, last_key, count),) = connection.execute(sql.FIND_ORDERED, parameters).fetchall()
+    return ids or [], last_key, count
+
+
+def claim_ordered(
+    connection: psycopg.Connection, *ids: int, worker: str = "worker-1", total: int | None = None
+) -> list[ClaimedRow]:
+    """Claim what was found; everything that can be found if nothing is named."""
+    found = list(ids) or find_ordered(connection)[0]
+    parameters = {
+        "queue": "default",
+        "ids": found,
+        "total": len(found) if total is None else total,
+        "hold_topics": [],
+        "worker": worker,
+        "lease_seconds": LEASE_SECONDS,
+    }
+    rows = [ClaimedRow._make(row) for row in connection.execute(sql.CLAIM_ORDERED, parameters).fetchall()]
     return sorted(rows, key=lambda row: row.id)
 
 

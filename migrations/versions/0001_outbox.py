@@ -54,6 +54,7 @@ CREATE TABLE pgoutbox.message (
     finished_at         timestamptz,
     superseded_by       bigint,
     resend_of           bigint,
+    content_id          bigint,
     attempt_count       integer     NOT NULL DEFAULT 0,
     max_attempts        integer     NOT NULL DEFAULT 11,
     attempt_budget      integer     NOT NULL DEFAULT 11,
@@ -63,6 +64,8 @@ CREATE TABLE pgoutbox.message (
     destination         text,
     coalesce_key        text,
     dedupe_key          text,
+    ordering_key        text        COLLATE "C",
+    on_failed           text,
     worker              text,
     skip_reason         text,
     last_error          text,
@@ -130,12 +133,12 @@ MESSAGE_DONE_FINISHED = "CREATE INDEX message_done_finished_at ON pgoutbox.messa
 # backlog of the one never stands before the other.
 LIVE_FRESH = """
 CREATE INDEX message_live_fresh ON pgoutbox.message_live (queue, available_at, id)
-WHERE attempt_count = 0
+WHERE attempt_count = 0 AND ordering_key IS NULL
 """
 
 LIVE_RETRY = """
 CREATE INDEX message_live_retry ON pgoutbox.message_live (queue, available_at, id)
-WHERE attempt_count > 0 AND state = 'pending'
+WHERE attempt_count > 0 AND state = 'pending' AND ordering_key IS NULL
 """
 
 # A message in `sending` is due again when its lease ends: recovery needs no other list than this index. Its condition
@@ -149,6 +152,40 @@ WHERE lease_expires_at IS NOT NULL
 LIVE_IN_FLIGHT = """
 CREATE UNIQUE INDEX message_live_in_flight ON pgoutbox.message_live (topic, coalesce_key)
 WHERE state = 'sending' AND coalesce_key IS NOT NULL
+"""
+
+# Messages with an ordering key have a lane of their own, in which only the first of each key is looked at: however many
+# wait behind it, they are not read.
+LIVE_ORDERED = """
+CREATE INDEX message_live_ordered ON pgoutbox.message_live (queue, ordering_key, id)
+WHERE ordering_key IS NOT NULL
+"""
+
+LIVE_ORDERED_DUE = """
+CREATE INDEX message_live_ordered_due ON pgoutbox.message_live (queue, available_at)
+WHERE ordering_key IS NOT NULL AND state = 'pending'
+"""
+
+LIVE_ORDERED_IN_FLIGHT = """
+CREATE UNIQUE INDEX message_live_ordered_in_flight ON pgoutbox.message_live (queue, ordering_key)
+WHERE ordering_key IS NOT NULL AND state = 'sending'
+"""
+
+FAILED_HALTS = """
+CREATE INDEX message_failed_halts ON pgoutbox.message_failed (queue, ordering_key, id)
+WHERE on_failed = 'halt'
+"""
+
+MESSAGE_CONTENT = "CREATE INDEX message_content ON pgoutbox.message (content_id) WHERE content_id IS NOT NULL"
+
+# What many messages share is stored once, and goes with the last of them.
+CONTENT = """
+CREATE TABLE pgoutbox.content (
+    id         bigint      GENERATED ALWAYS AS IDENTITY,
+    created_at timestamptz NOT NULL DEFAULT now(),
+    body       jsonb       NOT NULL,
+    CONSTRAINT content_pkey PRIMARY KEY (id)
+)
 """
 
 ATTEMPT = """
@@ -169,19 +206,157 @@ CREATE TABLE pgoutbox.attempt (
 
 QUEUE = """
 CREATE TABLE pgoutbox.queue (
-    name      text        NOT NULL,
-    paused_at timestamptz,
-    CONSTRAINT queue_pkey PRIMARY KEY (name)
+    name          text        NOT NULL,
+    paused_at     timestamptz,
+    resume_at     timestamptz,
+    tokens_at     timestamptz,
+    rate_seconds  double precision,
+    tokens        double precision,
+    rate_count    integer,
+    burst         integer,
+    max_in_flight integer,
+    CONSTRAINT queue_pkey PRIMARY KEY (name),
+    CONSTRAINT queue_sound CHECK (
+        length(name) <= 63
+        AND name ~ '^[a-z][a-z0-9_.-]*$'
+        AND (resume_at IS NULL OR paused_at IS NOT NULL)
+        AND num_nulls(rate_count, rate_seconds, burst, tokens, tokens_at) IN (0, 5)
+        AND rate_count BETWEEN 1 AND 1000000
+        AND rate_seconds BETWEEN 0.001 AND 2592000
+        AND burst BETWEEN 1 AND 1000000
+        AND tokens BETWEEN 0 AND burst
+        AND max_in_flight BETWEEN 1 AND 1000000
+    )
 )
+"""
+
+# What the bucket holds now. A clock that went back, by a failover say, takes no tokens away.
+TOKENS_OF = """
+CREATE FUNCTION pgoutbox.tokens_of(limited pgoutbox.queue)
+RETURNS double precision
+LANGUAGE sql
+VOLATILE
+RETURN least(
+    limited.burst,
+    limited.tokens OPERATOR(pg_catalog.+) (
+        greatest(
+            0,
+            extract(epoch FROM pg_catalog.clock_timestamp() OPERATOR(pg_catalog.-) limited.tokens_at)::double precision
+        ) OPERATOR(pg_catalog.*) (limited.rate_count OPERATOR(pg_catalog./) limited.rate_seconds)
+    )
+)
+"""
+
+# The one count of what is in flight, with a snapshot of its own: the caller may have waited for the queue's row. An
+# attempt whose lease has ended does not count, or nobody could claim it again.
+IN_FLIGHT_OF = """
+CREATE FUNCTION pgoutbox.in_flight_of(p_queue text, at_most integer)
+RETURNS bigint
+LANGUAGE plpgsql
+VOLATILE
+SET search_path = pg_catalog, pg_temp
+AS $function$
+BEGIN
+    RETURN (
+        SELECT count(*)
+        FROM (
+            SELECT
+            FROM pgoutbox.message_live AS m
+            WHERE m.queue = p_queue AND m.state = 'sending' AND m.lease_expires_at > clock_timestamp()
+            LIMIT at_most
+        ) AS in_flight
+    );
+END
+$function$
+"""
+
+# Claims of a limited queue happen one after the other: its row stays locked until the claim has taken its tokens.
+PERMITS = """
+CREATE FUNCTION pgoutbox.permits(p_queue text, wanted bigint)
+RETURNS bigint
+LANGUAGE plpgsql
+VOLATILE
+SET search_path = pg_catalog, pg_temp
+AS $function$
+DECLARE
+    limits pgoutbox.queue;
+BEGIN
+    SELECT q.* INTO limits FROM pgoutbox.queue AS q WHERE q.name = p_queue;
+    IF NOT FOUND THEN
+        RETURN wanted;
+    END IF;
+    IF pgoutbox.next_permit_at(p_queue) IS NOT NULL THEN
+        RETURN 0;
+    END IF;
+    IF num_nonnulls(limits.rate_count, limits.max_in_flight) = 0 THEN
+        RETURN wanted;
+    END IF;
+    SELECT q.* INTO limits FROM pgoutbox.queue AS q WHERE q.name = p_queue FOR UPDATE;
+    IF limits.paused_at IS NOT NULL AND (limits.resume_at > clock_timestamp()) IS NOT FALSE THEN
+        RETURN 0;
+    END IF;
+    RETURN greatest(0, least(
+        wanted,
+        floor(pgoutbox.tokens_of(limits))::bigint,
+        CASE
+            WHEN limits.max_in_flight IS NOT NULL
+                THEN limits.max_in_flight - pgoutbox.in_flight_of(p_queue, limits.max_in_flight)
+        END
+    ));
+END
+$function$
+"""
+
+# Nobody is told when another worker's attempt ends: a queue that is full is looked at again after a second.
+NEXT_PERMIT_AT = """
+CREATE FUNCTION pgoutbox.next_permit_at(p_queue text)
+RETURNS timestamptz
+LANGUAGE plpgsql
+VOLATILE
+SET search_path = pg_catalog, pg_temp
+AS $function$
+DECLARE
+    limits pgoutbox.queue;
+    tokens_now double precision;
+BEGIN
+    SELECT q.* INTO limits FROM pgoutbox.queue AS q WHERE q.name = p_queue;
+    IF NOT FOUND THEN
+        RETURN NULL;
+    END IF;
+    IF limits.paused_at IS NOT NULL AND (limits.resume_at > clock_timestamp()) IS NOT FALSE THEN
+        RETURN coalesce(limits.resume_at, 'infinity');
+    END IF;
+    tokens_now := pgoutbox.tokens_of(limits);
+    IF tokens_now < 1 THEN
+        RETURN clock_timestamp() + make_interval(secs => (1 - tokens_now) * limits.rate_seconds / limits.rate_count);
+    END IF;
+    IF limits.max_in_flight IS NOT NULL
+        AND pgoutbox.in_flight_of(p_queue, limits.max_in_flight) >= limits.max_in_flight
+    THEN
+        RETURN clock_timestamp() + interval '1 s';
+    END IF;
+    RETURN NULL;
+END
+$function$
 """
 
 # A bulk of updates to one narrow row each: free space on every page keeps them on the page (HOT).
 COALESCE = """
 CREATE TABLE pgoutbox.coalesce (
-    newest_id    bigint NOT NULL,
-    topic        text   NOT NULL,
-    coalesce_key text   NOT NULL,
+    newest_id     bigint NOT NULL,
+    waiting_since timestamptz,
+    topic         text   NOT NULL,
+    coalesce_key  text   NOT NULL,
     CONSTRAINT coalesce_pkey PRIMARY KEY (topic, coalesce_key)
+) WITH (fillfactor = 70)
+"""
+
+ORDERING = """
+CREATE TABLE pgoutbox.ordering (
+    last_id      bigint NOT NULL,
+    queue        text   NOT NULL,
+    ordering_key text   COLLATE "C" NOT NULL,
+    CONSTRAINT ordering_pkey PRIMARY KEY (queue, ordering_key)
 ) WITH (fillfactor = 70)
 """
 
@@ -225,7 +400,10 @@ CREATE FUNCTION pgoutbox.argument_error(
     available_at timestamptz,
     expires_at timestamptz,
     headers jsonb,
-    max_attempts integer
+    max_attempts integer,
+    ordering_key text,
+    on_failed text,
+    max_delay interval
 )
 RETURNS text
 LANGUAGE sql
@@ -244,6 +422,14 @@ SELECT CASE
     WHEN max_attempts NOT BETWEEN 1 AND 10000 THEN 'max_attempts: must be from 1 to 10000'
     WHEN octet_length(coalesce_key) > 512 THEN 'coalesce_key: must not be longer than 512 bytes'
     WHEN octet_length(dedupe_key) > 512 THEN 'dedupe_key: must not be longer than 512 bytes'
+    WHEN octet_length(ordering_key) > 512 THEN 'ordering_key: must not be longer than 512 bytes'
+    WHEN ordering_key IS NOT NULL AND coalesce_key IS NOT NULL
+        THEN 'ordering_key: must not be given together with coalesce_key'
+    WHEN on_failed NOT IN ('continue', 'halt') THEN 'on_failed: must be continue or halt'
+    WHEN on_failed IS NOT NULL AND ordering_key IS NULL THEN 'on_failed: must not be given without ordering_key'
+    WHEN max_delay IS NOT NULL AND coalesce_key IS NULL THEN 'max_delay: must not be given without coalesce_key'
+    WHEN max_delay NOT BETWEEN interval '0' AND interval '3650 days'
+        THEN 'max_delay: must not be negative nor longer than 3650 days'
     WHEN octet_length(destination) > 2048 OR destination !~ '^[A-Za-z][A-Za-z0-9+.-]*:[^[:cntrl:]]+$'
         THEN 'destination: must be a URI such as mailto:a@example.org, without control characters, of at most 2048 '
             'bytes'
@@ -328,14 +514,18 @@ CREATE FUNCTION pgoutbox.is_plain(
     available_at timestamptz,
     expires_at timestamptz,
     headers jsonb,
-    max_attempts integer
+    max_attempts integer,
+    ordering_key text,
+    on_failed text,
+    max_delay interval
 )
 RETURNS boolean
 LANGUAGE sql
 IMMUTABLE
 PARALLEL SAFE
-RETURN pg_catalog.num_nonnulls(destination, coalesce_key, dedupe_key, available_at, expires_at, headers)
-        OPERATOR(pg_catalog.=) 0
+RETURN pg_catalog.num_nonnulls(
+        destination, coalesce_key, dedupe_key, available_at, expires_at, headers, ordering_key, on_failed, max_delay
+    ) OPERATOR(pg_catalog.=) 0
     AND topic OPERATOR(pg_catalog.~) '^[a-z][a-z0-9_.-]*$'
     AND queue OPERATOR(pg_catalog.~) '^[a-z][a-z0-9_.-]*$'
     AND pg_catalog.length(topic) OPERATOR(pg_catalog.<=) 63
@@ -360,6 +550,8 @@ CREATE FUNCTION pgoutbox.write_message(
     p_expires_at timestamptz,
     p_headers jsonb,
     p_max_attempts integer,
+    p_ordering_key text,
+    p_on_failed text,
     p_notify boolean
 )
 RETURNS bigint
@@ -367,10 +559,10 @@ LANGUAGE plpgsql
 AS $function$
 BEGIN
     INSERT INTO pgoutbox.message_live (
-        id, topic, payload, queue, destination, coalesce_key, dedupe_key,
+        id, topic, payload, queue, destination, coalesce_key, dedupe_key, ordering_key, on_failed,
         available_at, expires_at, headers, max_attempts, attempt_budget
     ) VALUES (
-        p_id, p_topic, p_payload, p_queue, p_destination, p_coalesce_key, p_dedupe_key,
+        p_id, p_topic, p_payload, p_queue, p_destination, p_coalesce_key, p_dedupe_key, p_ordering_key, p_on_failed,
         greatest(p_available_at, pg_catalog.now()), p_expires_at, p_headers, p_max_attempts, p_max_attempts
     );
     IF p_notify AND NOT pg_catalog.pg_try_advisory_xact_lock_shared(1885826146, pg_catalog.hashtext(p_queue)) THEN
@@ -395,6 +587,9 @@ CREATE FUNCTION pgoutbox.enqueue_checked(
     p_expires_at timestamptz,
     p_headers jsonb,
     p_max_attempts integer,
+    p_ordering_key text,
+    p_on_failed text,
+    p_max_delay interval,
     p_notify boolean
 )
 RETURNS bigint
@@ -403,6 +598,7 @@ SET search_path = pg_catalog, pg_temp
 AS $function$
 DECLARE
     new_id bigint;
+    since timestamptz;
     problem text;
     digest bytea;
     known_id bigint;
@@ -410,7 +606,7 @@ DECLARE
 BEGIN
     problem := pgoutbox.argument_error(
         p_topic, p_payload, p_queue, p_destination, p_coalesce_key, p_dedupe_key,
-        p_available_at, p_expires_at, p_headers, p_max_attempts
+        p_available_at, p_expires_at, p_headers, p_max_attempts, p_ordering_key, p_on_failed, p_max_delay
     );
     IF problem IS NOT NULL THEN
         PERFORM pgoutbox.raise_argument_error(problem);
@@ -444,23 +640,53 @@ BEGIN
         END LOOP;
     END IF;
 
+    IF p_ordering_key IS NOT NULL THEN
+        -- As below: the order of ids is the order of commits.
+        INSERT INTO pgoutbox.ordering AS tail (last_id, queue, ordering_key)
+        VALUES (new_id, p_queue, p_ordering_key)
+        ON CONFLICT ON CONSTRAINT ordering_pkey DO UPDATE SET last_id = nextval('pgoutbox.message_id_seq')
+        RETURNING tail.last_id INTO new_id;
+    END IF;
+
+    IF p_max_delay IS NOT NULL THEN
+        -- A delay begins anew with each newer message, but not for longer than this since the first that waits.
+        SELECT head.newest_id, head.waiting_since
+        INTO known_id, since
+        FROM pgoutbox.coalesce AS head
+        WHERE head.topic = p_topic AND head.coalesce_key = p_coalesce_key
+        FOR UPDATE;
+        IF NOT EXISTS (
+            SELECT
+            FROM pgoutbox.message AS m
+            WHERE m.id = known_id AND m.state = 'pending' AND m.attempt_count = 0
+        ) THEN
+            since := NULL;
+        END IF;
+        since := coalesce(since, now());
+        p_available_at := least(p_available_at, since + p_max_delay);
+    END IF;
+
     IF p_coalesce_key IS NOT NULL THEN
         -- The id is drawn while the head row is locked: among the messages of one key, the order of ids is the
         -- order of commits, and "superseded" is the question whether the head names a greater id.
-        INSERT INTO pgoutbox.coalesce AS head (newest_id, topic, coalesce_key)
-        VALUES (new_id, p_topic, p_coalesce_key)
-        ON CONFLICT ON CONSTRAINT coalesce_pkey DO UPDATE SET newest_id = nextval('pgoutbox.message_id_seq')
+        INSERT INTO pgoutbox.coalesce AS head (newest_id, waiting_since, topic, coalesce_key)
+        VALUES (new_id, since, p_topic, p_coalesce_key)
+        ON CONFLICT ON CONSTRAINT coalesce_pkey DO UPDATE
+        SET newest_id = nextval('pgoutbox.message_id_seq'),
+            waiting_since = coalesce(excluded.waiting_since, head.waiting_since)
         RETURNING head.newest_id INTO new_id;
-        IF p_dedupe_key IS NOT NULL THEN
-            UPDATE pgoutbox.dedupe AS d
-            SET message_id = new_id
-            WHERE d.topic = p_topic AND d.dedupe_key = p_dedupe_key;
-        END IF;
+    END IF;
+
+    IF p_dedupe_key IS NOT NULL AND num_nonnulls(p_coalesce_key, p_ordering_key) > 0 THEN
+        UPDATE pgoutbox.dedupe AS d
+        SET message_id = new_id
+        WHERE d.topic = p_topic AND d.dedupe_key = p_dedupe_key;
     END IF;
 
     RETURN pgoutbox.write_message(
         new_id, p_topic, p_payload, p_queue, p_destination, p_coalesce_key, p_dedupe_key,
-        p_available_at, p_expires_at, p_headers, p_max_attempts, p_notify
+        p_available_at, p_expires_at, p_headers, p_max_attempts, p_ordering_key, nullif(p_on_failed, 'continue'),
+        p_notify
     );
 END
 $function$
@@ -479,20 +705,24 @@ CREATE FUNCTION pgoutbox.enqueue_receipt(
     expires_at timestamptz,
     headers jsonb,
     max_attempts integer,
+    ordering_key text,
+    on_failed text,
+    max_delay interval,
     notify boolean
 )
 RETURNS bigint
 LANGUAGE sql
 RETURN CASE
     WHEN pgoutbox.is_plain(
-        topic, payload, queue, destination, coalesce_key, dedupe_key, available_at, expires_at, headers, max_attempts
+        topic, payload, queue, destination, coalesce_key, dedupe_key, available_at, expires_at, headers, max_attempts,
+        ordering_key, on_failed, max_delay
     ) THEN pgoutbox.write_message(
         pg_catalog.nextval('pgoutbox.message_id_seq'), topic, payload, queue, NULL, NULL, NULL,
-        NULL, NULL, NULL, max_attempts, notify
+        NULL, NULL, NULL, max_attempts, NULL, NULL, notify
     )
     ELSE pgoutbox.enqueue_checked(
         topic, payload, queue, destination, coalesce_key, dedupe_key,
-        available_at, expires_at, headers, max_attempts, notify
+        available_at, expires_at, headers, max_attempts, ordering_key, on_failed, max_delay, notify
     )
 END
 """
@@ -509,13 +739,16 @@ CREATE FUNCTION pgoutbox.enqueue(
     expires_at timestamptz DEFAULT NULL,
     headers jsonb DEFAULT NULL,
     max_attempts integer DEFAULT 11,
-    notify boolean DEFAULT true
+    notify boolean DEFAULT true,
+    ordering_key text DEFAULT NULL,
+    on_failed text DEFAULT NULL,
+    max_delay interval DEFAULT NULL
 )
 RETURNS bigint
 LANGUAGE sql
 RETURN pg_catalog.abs(pgoutbox.enqueue_receipt(
     topic, payload, queue, destination, coalesce_key, dedupe_key,
-    available_at, expires_at, headers, max_attempts, notify
+    available_at, expires_at, headers, max_attempts, ordering_key, on_failed, max_delay, notify
 ))
 """
 
@@ -532,7 +765,10 @@ CREATE FUNCTION pgoutbox.enqueue_many(
     expires_ats timestamptz[] DEFAULT NULL,
     headers jsonb[] DEFAULT NULL,
     max_attempts integer[] DEFAULT NULL,
-    notify boolean DEFAULT true
+    notify boolean DEFAULT true,
+    ordering_keys text[] DEFAULT NULL,
+    on_failed text[] DEFAULT NULL,
+    max_delays double precision[] DEFAULT NULL
 )
 RETURNS TABLE (item_index integer, id bigint, duplicate boolean)
 LANGUAGE plpgsql
@@ -553,7 +789,7 @@ BEGIN
     IF greatest(
         cardinality(queues), cardinality(destinations), cardinality(coalesce_keys), cardinality(dedupe_keys),
         cardinality(available_ats), cardinality(delays), cardinality(expires_ats), cardinality(headers),
-        cardinality(max_attempts)
+        cardinality(max_attempts), cardinality(ordering_keys), cardinality(on_failed), cardinality(max_delays)
     ) > cardinality(topics) THEN
         PERFORM pgoutbox.raise_argument_error('topics: no other array may have more elements');
     END IF;
@@ -564,14 +800,14 @@ BEGIN
         SELECT a.ordinality, pgoutbox.argument_error(
             a.topic, a.payload, coalesce(a.queue, 'default'), a.destination, a.coalesce_key, a.dedupe_key,
             coalesce(a.available_at, now() + make_interval(secs => a.delay)), a.expires_at, a.headers,
-            coalesce(a.max_attempts, 11)
+            coalesce(a.max_attempts, 11), a.ordering_key, a.on_failed, make_interval(secs => a.max_delay)
         ) AS problem
         FROM unnest(
             topics, payloads, queues, destinations, coalesce_keys, dedupe_keys,
-            available_ats, delays, expires_ats, headers, max_attempts
+            available_ats, delays, expires_ats, headers, max_attempts, ordering_keys, on_failed, max_delays
         ) WITH ORDINALITY AS a(
             topic, payload, queue, destination, coalesce_key, dedupe_key,
-            available_at, delay, expires_at, headers, max_attempts, ordinality
+            available_at, delay, expires_at, headers, max_attempts, ordering_key, on_failed, max_delay, ordinality
         )
     ) AS i
     WHERE i.problem IS NOT NULL
@@ -586,12 +822,12 @@ BEGIN
         SELECT a.*, nextval('pgoutbox.message_id_seq') AS id
         FROM unnest(
             topics, payloads, queues, destinations, coalesce_keys, dedupe_keys,
-            available_ats, delays, expires_ats, headers, max_attempts
+            available_ats, delays, expires_ats, headers, max_attempts, ordering_keys, on_failed, max_delays
         ) WITH ORDINALITY AS a(
             topic, payload, queue, destination, coalesce_key, dedupe_key,
-            available_at, delay, expires_at, headers, max_attempts, ordinality
+            available_at, delay, expires_at, headers, max_attempts, ordering_key, on_failed, max_delay, ordinality
         )
-        WHERE a.coalesce_key IS NULL AND a.dedupe_key IS NULL
+        WHERE num_nonnulls(a.coalesce_key, a.dedupe_key, a.ordering_key) = 0
     ), inserted AS (
         INSERT INTO pgoutbox.message_live (
             id, topic, payload, queue, destination, available_at, expires_at, headers, max_attempts, attempt_budget
@@ -613,22 +849,25 @@ BEGIN
         SELECT a.*
         FROM unnest(
             topics, payloads, queues, destinations, coalesce_keys, dedupe_keys,
-            available_ats, delays, expires_ats, headers, max_attempts
+            available_ats, delays, expires_ats, headers, max_attempts, ordering_keys, on_failed, max_delays
         ) WITH ORDINALITY AS a(
             topic, payload, queue, destination, coalesce_key, dedupe_key,
-            available_at, delay, expires_at, headers, max_attempts, ordinality
+            available_at, delay, expires_at, headers, max_attempts, ordering_key, on_failed, max_delay, ordinality
         )
-        WHERE a.coalesce_key IS NOT NULL OR a.dedupe_key IS NOT NULL
+        WHERE num_nonnulls(a.coalesce_key, a.dedupe_key, a.ordering_key) > 0
         ORDER BY
+            CASE WHEN a.ordering_key IS NOT NULL THEN coalesce(a.queue, 'default') END COLLATE "C",
+            a.ordering_key COLLATE "C",
             a.topic COLLATE "C",
             a.coalesce_key COLLATE "C",
-            CASE WHEN a.coalesce_key IS NULL THEN a.dedupe_key END COLLATE "C",
+            CASE WHEN num_nonnulls(a.coalesce_key, a.ordering_key) = 0 THEN a.dedupe_key END COLLATE "C",
             a.ordinality
     LOOP
         receipt := pgoutbox.enqueue_checked(
             item.topic, item.payload, coalesce(item.queue, 'default'), item.destination,
             item.coalesce_key, item.dedupe_key, coalesce(item.available_at, now() + make_interval(secs => item.delay)),
-            item.expires_at, item.headers, coalesce(item.max_attempts, 11), false
+            item.expires_at, item.headers, coalesce(item.max_attempts, 11),
+            item.ordering_key, item.on_failed, make_interval(secs => item.max_delay), false
         );
         item_index := item.ordinality - 1;
         id := abs(receipt);
@@ -647,6 +886,76 @@ END
 $function$
 """
 
+# One content, one message for each destination: whoever looks at the tables finds every one of them with its own state.
+ENQUEUE_FANOUT = """
+CREATE FUNCTION pgoutbox.enqueue_fanout(
+    topic text,
+    payload jsonb,
+    destinations text[],
+    content jsonb DEFAULT NULL,
+    queue text DEFAULT 'default',
+    available_at timestamptz DEFAULT NULL,
+    expires_at timestamptz DEFAULT NULL,
+    headers jsonb DEFAULT NULL,
+    max_attempts integer DEFAULT 11,
+    notify boolean DEFAULT true
+)
+RETURNS TABLE (item_index integer, id bigint)
+LANGUAGE plpgsql
+SET search_path = pg_catalog, pg_temp
+AS $function$
+#variable_conflict use_column
+DECLARE
+    shared_id bigint;
+    bad record;
+BEGIN
+    IF destinations IS NULL OR array_position(destinations, NULL) IS NOT NULL THEN
+        PERFORM pgoutbox.raise_argument_error('destinations: must not be null, nor hold a null');
+    END IF;
+    SELECT (i.ordinality - 1)::integer AS item_index, i.problem
+    INTO bad
+    FROM (
+        SELECT d.ordinality, pgoutbox.argument_error(
+            enqueue_fanout.topic, enqueue_fanout.payload, enqueue_fanout.queue, d.destination, NULL, NULL,
+            enqueue_fanout.available_at, enqueue_fanout.expires_at, enqueue_fanout.headers,
+            enqueue_fanout.max_attempts, NULL, NULL, NULL
+        ) AS problem
+        FROM unnest(destinations) WITH ORDINALITY AS d(destination, ordinality)
+    ) AS i
+    WHERE i.problem IS NOT NULL
+    ORDER BY i.ordinality
+    LIMIT 1;
+    IF FOUND THEN
+        PERFORM pgoutbox.raise_argument_error(bad.problem, bad.item_index);
+    END IF;
+    IF content IS NOT NULL AND cardinality(destinations) > 0 THEN
+        INSERT INTO pgoutbox.content AS c (body) VALUES (content) RETURNING c.id INTO shared_id;
+    END IF;
+    RETURN QUERY
+    WITH item AS MATERIALIZED (
+        SELECT d.destination, d.ordinality, nextval('pgoutbox.message_id_seq') AS id
+        FROM unnest(destinations) WITH ORDINALITY AS d(destination, ordinality)
+    ), inserted AS (
+        INSERT INTO pgoutbox.message_live (
+            id, topic, payload, queue, destination, content_id, available_at, expires_at, headers,
+            max_attempts, attempt_budget
+        )
+        SELECT
+            i.id, enqueue_fanout.topic, enqueue_fanout.payload, enqueue_fanout.queue, i.destination, shared_id,
+            greatest(enqueue_fanout.available_at, now()), enqueue_fanout.expires_at, enqueue_fanout.headers,
+            enqueue_fanout.max_attempts, enqueue_fanout.max_attempts
+        FROM item AS i
+        ORDER BY i.ordinality
+    )
+    SELECT (i.ordinality - 1)::integer, i.id
+    FROM item AS i;
+    IF notify AND cardinality(destinations) > 0 THEN
+        PERFORM pgoutbox.ring(enqueue_fanout.queue);
+    END IF;
+END
+$function$
+"""
+
 CANCEL = """
 CREATE FUNCTION pgoutbox.cancel(message_id bigint)
 RETURNS text
@@ -655,6 +964,7 @@ SET search_path = pg_catalog, pg_temp
 AS $function$
 DECLARE
     found_state text;
+    ordered_queue text;
 BEGIN
     IF message_id IS NULL THEN
         RAISE EXCEPTION USING
@@ -673,7 +983,11 @@ BEGIN
             IF found_state = 'pending' THEN
                 UPDATE pgoutbox.message AS m
                 SET state = 'cancelled', finished_at = clock_timestamp()
-                WHERE m.id = message_id AND m.state = 'pending';
+                WHERE m.id = message_id AND m.state = 'pending'
+                RETURNING CASE WHEN m.ordering_key IS NOT NULL THEN m.queue END INTO ordered_queue;
+                IF ordered_queue IS NOT NULL THEN
+                    PERFORM pgoutbox.ring(ordered_queue); -- Another one may be the first of its key now.
+                END IF;
                 RETURN 'cancelled';
             ELSIF found_state = 'sending' THEN
                 UPDATE pgoutbox.message AS m
@@ -707,7 +1021,9 @@ TABLE_COMMENTS = {
     "attempt": "The attempts that did not end sent, with their errors. A sent message carries its own last attempt.",
     "queue": "Settings of a queue. A queue without a row has no limits.",
     "coalesce": "For each topic and coalesce key the newest message; an older one is superseded.",
+    "ordering": "For each queue and ordering key the last message; locked while enqueue draws the next id.",
     "dedupe": "For each topic and dedupe key the one message that exists for it.",
+    "content": "What the messages of a fan-out share; deleted with the last of them.",
     "breaker": "The transports and destinations that are held to be dead. One that is in order has no row.",
 }
 
@@ -723,6 +1039,7 @@ COLUMN_COMMENTS = {
         "finished_at": "When the message reached its final state.",
         "superseded_by": "The newer message of the same coalesce key because of which this one was skipped.",
         "resend_of": "The message that an operator sent again with this one.",
+        "content_id": "The content that this message shares with the others of its fan-out.",
         "attempt_count": "Number of attempts so far, and the fencing token: up by one at each claim, never down.",
         "max_attempts": "The attempt after which a transient failure is final. Snooze, release and redrive raise it.",
         "attempt_budget": "How many attempts enqueue granted; each redrive grants as many again.",
@@ -732,6 +1049,8 @@ COLUMN_COMMENTS = {
         "destination": "Where it goes, as a URI.",
         "coalesce_key": "Of the messages with one topic and coalesce key only the newest committed one is delivered.",
         "dedupe_key": "There is at most one message with one topic and dedupe key.",
+        "ordering_key": "Messages of one queue and ordering key are delivered one after the other, in order of ids.",
+        "on_failed": "halt: if this message fails, those of its ordering key that follow wait for redrive or prune.",
         "worker": "The worker that holds or last held the message.",
         "skip_reason": "Why a skipped message was skipped.",
         "last_error": "The error of the last attempt that failed, cut at 4000 characters.",
@@ -749,12 +1068,25 @@ COLUMN_COMMENTS = {
     },
     "queue": {
         "name": "The name that messages carry in the column queue.",
-        "paused_at": "While set, nothing in this queue is claimed.",
+        "paused_at": "Since when nothing in this queue is claimed.",
+        "resume_at": "When a pause ends by itself; null: when somebody resumes the queue.",
+        "tokens_at": "When tokens was counted.",
+        "rate_seconds": "Length of the period in which rate_count attempts may begin.",
+        "tokens": "How many attempts could begin at tokens_at. Each claim takes its tokens before anything is sent.",
+        "rate_count": "How many attempts may begin in each period, in the whole fleet. Null: any number.",
+        "burst": "How many tokens the bucket holds: so many attempts may begin at once after a pause.",
+        "max_in_flight": "How many attempts may be in flight at once, in the whole fleet. Null: any number.",
     },
     "coalesce": {
         "newest_id": "The newest committed message of the key.",
+        "waiting_since": "When the first of those that wait together was enqueued with a max_delay.",
         "topic": "The topic.",
         "coalesce_key": "The key.",
+    },
+    "ordering": {
+        "last_id": "The last message of the key.",
+        "queue": "The queue.",
+        "ordering_key": "The key.",
     },
     "dedupe": {
         "message_id": "The message that exists for the key.",
@@ -762,6 +1094,11 @@ COLUMN_COMMENTS = {
         "topic": "The topic.",
         "dedupe_key": "The key.",
         "payload_digest": "SHA-256 of the payload, to tell a repetition from a mistake.",
+    },
+    "content": {
+        "id": "What messages name in content_id.",
+        "created_at": "Start of the transaction that enqueued the fan-out.",
+        "body": "The content, read by the handlers of its messages.",
     },
     "breaker": {
         "key": "What is dead, by the name that its transport gives it.",
@@ -780,6 +1117,7 @@ FUNCTION_COMMENTS = {
     "enqueue": "Write one message in this transaction and wake a sleeping worker when it commits. Returns the id; "
     "with a dedupe key that is taken, the id of the existing message.",
     "enqueue_many": "Enqueue arrays of messages in this transaction; a null array or element means the default.",
+    "enqueue_fanout": "Enqueue one message for each destination in this transaction; what they share is stored once.",
     "enqueue_receipt": "What enqueue does, without defaults. The id is negative when the message already existed.",
     "enqueue_checked": "enqueue_receipt for what has keys, options or mistakes.",
     "write_message": "Insert one sound message and wake a sleeping worker when the transaction commits.",
@@ -789,6 +1127,10 @@ FUNCTION_COMMENTS = {
     "argument_error": "The first thing wrong with the arguments of enqueue, as name and reason; null when all is well.",
     "raise_argument_error": "Raise 22004 or 22023 with the name of the argument as column.",
     "newest_id": "The newest message of a coalesce key, as of now and not as of the calling statement.",
+    "tokens_of": "How many attempts of a limited queue may begin now, as a fraction; null without a rate.",
+    "in_flight_of": "How many attempts of a queue are in flight, counted up to at_most.",
+    "permits": "How many attempts of a queue may begin now, as many as wanted at most. Locks a queue with limits.",
+    "next_permit_at": "When the next attempt of a queue may begin: null now, infinity while paused without an end.",
     "ring": "Wake the sleeping workers of a queue when this transaction commits.",
 }
 
@@ -799,11 +1141,16 @@ FUNCTIONS = (
     RAISE_ARGUMENT_ERROR,
     RING,
     NEWEST_ID,
+    TOKENS_OF,
+    IN_FLIGHT_OF,
+    NEXT_PERMIT_AT,
+    PERMITS,
     WRITE_MESSAGE,
     ENQUEUE_CHECKED,
     ENQUEUE_RECEIPT,
     ENQUEUE,
     ENQUEUE_MANY,
+    ENQUEUE_FANOUT,
     CANCEL,
 )
 
@@ -811,18 +1158,25 @@ REVOKE = "REVOKE ALL ON ALL FUNCTIONS IN SCHEMA pgoutbox FROM PUBLIC"
 
 DOWN = (
     "DROP FUNCTION pgoutbox.cancel",
+    "DROP FUNCTION pgoutbox.enqueue_fanout",
     "DROP FUNCTION pgoutbox.enqueue_many",
     "DROP FUNCTION pgoutbox.enqueue",
     "DROP FUNCTION pgoutbox.enqueue_receipt",
     "DROP FUNCTION pgoutbox.enqueue_checked",
     "DROP FUNCTION pgoutbox.write_message",
+    "DROP FUNCTION pgoutbox.permits",
+    "DROP FUNCTION pgoutbox.next_permit_at",
+    "DROP FUNCTION pgoutbox.in_flight_of",
+    "DROP FUNCTION pgoutbox.tokens_of",
     "DROP FUNCTION pgoutbox.ring",
     "DROP FUNCTION pgoutbox.newest_id",
     "DROP FUNCTION pgoutbox.raise_argument_error",
     "DROP FUNCTION pgoutbox.is_plain",
     "DROP FUNCTION pgoutbox.argument_error",
     "DROP TABLE pgoutbox.breaker",
+    "DROP TABLE pgoutbox.content",
     "DROP TABLE pgoutbox.dedupe",
+    "DROP TABLE pgoutbox.ordering",
     "DROP TABLE pgoutbox.coalesce",
     "DROP TABLE pgoutbox.queue",
     "DROP TABLE pgoutbox.attempt",
@@ -848,8 +1202,10 @@ $block$
 def upgrade() -> None:
     for statement in (
         SCHEMA, SCHEMA_COMMENT, SEQUENCE, MESSAGE, MESSAGE_LIVE, MESSAGE_FAILED, MESSAGE_DONE, MESSAGE_DONE_DEFAULT,
-        MESSAGE_DONE_FINISHED, LIVE_FRESH, LIVE_RETRY, LIVE_LEASE, LIVE_IN_FLIGHT, ATTEMPT, QUEUE, COALESCE, DEDUPE,
-        BREAKER, *FUNCTIONS, REVOKE,
+        MESSAGE_DONE_FINISHED, LIVE_FRESH, LIVE_RETRY, LIVE_LEASE, LIVE_IN_FLIGHT, LIVE_ORDERED,
+        LIVE_ORDERED_DUE, LIVE_ORDERED_IN_FLIGHT, FAILED_HALTS, MESSAGE_CONTENT, ATTEMPT, QUEUE, COALESCE, ORDERING,
+        DEDUPE, CONTENT, BREAKER,
+        *FUNCTIONS, REVOKE,
     ):  # fmt: skip
         op.execute(statement)
     op.execute("ALTER SEQUENCE pgoutbox.message_id_seq OWNED BY pgoutbox.message.id")

@@ -442,7 +442,8 @@ def test_the_rights_of_the_worker_are_enough_to_claim_finish_and_prune(roles: ps
     old = {"states": ["sent"], "older_than_seconds": 0.0, "topic": None, "limit": 10}
     roles.execute(sql.PRUNE, old)
     roles.execute(sql.PRUNE_COALESCE, {"limit": 10})
-    roles.execute(sql.PAUSE_QUEUE, {"queue": "default"})
+    roles.execute(sql.PRUNE_CONTENT, {"limit": 10})
+    roles.execute(sql.PAUSE_QUEUE, {"queue": "default", "seconds": None})
 
 
 # --- Alembic ----------------------------------------------------------------------------------------------------------

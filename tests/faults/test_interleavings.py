@@ -51,7 +51,7 @@ from tests.outbox_actions import (
 from tests.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
     from concurrent.futures import Future
 
     from pgoutbox.store import ClaimedRow
@@ -627,7 +627,9 @@ async def test_what_falls_due_while_the_question_for_the_next_due_time_is_on_its
     async def greet(message: Message, ctx: Context) -> None:
         delivered.set()
 
-    async def ask_late(self: Store, queues: Sequence[str], *, since_seconds: float) -> float | None:
+    async def ask_late(
+        self: Store, queues: Sequence[str], *, since_seconds: float
+    ) -> tuple[float | None, Collection[str]]:
         questions.append(since_seconds)
         if len(questions) == 1:
             db.execute("UPDATE pgoutbox.message_live SET available_at = clock_timestamp()")

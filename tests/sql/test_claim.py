@@ -459,7 +459,7 @@ def test_the_next_due_time_looks_at_both_lanes_and_at_leases(rolled_back: psycop
     parameters = {"queues": ["default", "bulk"], "since_seconds": 0}
 
     def next_due() -> float | None:
-        (seconds,) = rolled_back.execute(sql.NEXT_DUE, parameters).fetchone() or (None,)
+        ((seconds, _),) = rolled_back.execute(sql.NEXT_DUE, parameters).fetchall()
         return None if seconds is None else float(seconds)
 
     assert next_due() is None
@@ -476,15 +476,15 @@ def test_what_is_due_already_is_not_the_next_to_fall_due(rolled_back: psycopg.Co
     message_id = retried(rolled_back)
     make_due(rolled_back, message_id)
     parameters = {"queues": ["default"], "since_seconds": 0}
-    assert rolled_back.execute(sql.NEXT_DUE, parameters).fetchone() == (None,)
+    assert rolled_back.execute(sql.NEXT_DUE, parameters).fetchone() == (None, None)
 
 
 def test_what_fell_due_since_the_last_claim_began_is_not_slept_over(rolled_back: psycopg.Connection) -> None:
     message_id = enqueue(rolled_back)
     due_earlier(rolled_back, message_id, 3)
     parameters = {"queues": ["default"], "since_seconds": 5}
-    assert rolled_back.execute(sql.NEXT_DUE, parameters).fetchone() == (-3.0,)
-    assert rolled_back.execute(sql.NEXT_DUE, parameters | {"since_seconds": 2}).fetchone() == (None,)
+    assert rolled_back.execute(sql.NEXT_DUE, parameters).fetchone() == (-3.0, None)
+    assert rolled_back.execute(sql.NEXT_DUE, parameters | {"since_seconds": 2}).fetchone() == (None, None)
 
 
 def test_what_a_drain_waits_for_is_due_in_flight_or_to_be_retried(rolled_back: psycopg.Connection) -> None:

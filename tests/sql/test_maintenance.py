@@ -464,16 +464,32 @@ class TestPrune:
 
 class TestQueues:
     def test_pausing_twice_keeps_the_first_time(self, operator: psycopg.Connection) -> None:
-        paused_at = maintenance.pause_queue(operator, "bulk")
-        assert maintenance.pause_queue(operator, "bulk") == paused_at
-        assert maintenance.paused_queues(operator) == [("bulk", paused_at)]
+        paused_at, resume_at = maintenance.pause_queue(operator, "bulk")
+        assert resume_at is None
+        assert maintenance.pause_queue(operator, "bulk") == (paused_at, None)
+        assert [(q.queue, q.paused_at) for q in maintenance.list_queues(operator)] == [("bulk", paused_at)]
+
+    def test_a_pause_with_an_end_can_be_made_longer_and_endless(self, operator: psycopg.Connection) -> None:
+        paused_at, first_end = maintenance.pause_queue(operator, "bulk", duration=timedelta(minutes=1))
+        _, second_end = maintenance.pause_queue(operator, "bulk", duration=timedelta(hours=1))
+        assert first_end is not None
+        assert second_end is not None
+        assert second_end - first_end > timedelta(minutes=58)
+        assert maintenance.pause_queue(operator, "bulk") == (paused_at, None)
+
+    def test_a_pause_whose_end_has_passed_is_none(self, operator: psycopg.Connection) -> None:
+        former, _ = maintenance.pause_queue(operator, "bulk", duration=timedelta(minutes=1))
+        operator.execute("UPDATE pgoutbox.queue SET resume_at = now() - interval '1 s'")
+        assert maintenance.list_queues(operator) == []
+        again, _ = maintenance.pause_queue(operator, "bulk")
+        assert again > former
 
     def test_resume_tells_whether_it_was_paused(self, rolled_back: psycopg.Connection) -> None:
         maintenance.pause_queue(rolled_back, "bulk")
         assert maintenance.resume_queue(rolled_back, "bulk")
         assert not maintenance.resume_queue(rolled_back, "bulk")
         assert not maintenance.resume_queue(rolled_back, "default")
-        assert maintenance.paused_queues(rolled_back) == []
+        assert maintenance.list_queues(rolled_back) == []
 
     def test_resume_wakes_a_sleeping_worker(self, operator: psycopg.Connection, connect: Connect) -> None:
         maintenance.pause_queue(operator, "default")

@@ -191,7 +191,7 @@ def test_a_claim_looks_up_siblings_in_flight_and_heads_by_their_keys(filled: psy
 def test_a_claim_sorts_nothing_but_the_batch_that_it_has_locked(filled: psycopg.Connection) -> None:
     plan = plan_of(filled, sql.CLAIM, CLAIM_PARAMETERS)
     sorts = [node for node in plan.nodes if node.type in {"Sort", "Incremental Sort"}]
-    assert len(sorts) == 1
+    assert len(sorts) == 2
     for node in plan.nodes:
         if node.type == "LockRows":
             assert not any(below.type == "Sort" for below in node.children)
@@ -202,6 +202,8 @@ def test_the_next_due_time_is_read_from_the_head_of_each_lane(filled: psycopg.Co
     assert {node.index for node in plan.reads("message_live")} == {
         "message_live_fresh",
         "message_live_lease",
+        "message_live_ordered",
+        "message_live_ordered_due",
         "message_live_retry",
     }
     assert not plan.types() & {"Sort", "Incremental Sort"}

@@ -26,10 +26,14 @@ def row(seconds: int, *, attempts: int = 0, former_state: str = "pending", state
         created_at=NOON,
         available_at=due_at,
         coalesce_key=None,
+        ordering_key=None,
+        content_id=None,
         state=state,
         former_state=former_state,
         former_attempt_count=attempts,
         due_at=due_at,
+        is_limited=False,
+        has_ordered=False,
         superseded=False,
     )
 

@@ -1,0 +1,337 @@
+"""Ordering keys, fan-out and limits, as workers deliver them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+
+from pgoutbox import NewMessage, Outbox, PayloadError, Topic, maintenance
+from pgoutbox.maintenance import Rate
+from pgoutbox.message import Message, Permanent, Transient
+from pgoutbox.retry import RetryPolicy
+from pgoutbox.worker import Worker
+from tests.outbox_actions import (
+    PATIENCE_SECONDS,
+    WatchedWorker,
+    attempts_of,
+    enqueue,
+    rows_of,
+    running,
+    settings_for,
+    state_of,
+)
+from tests.waiting import until
+
+if TYPE_CHECKING:
+    from pgoutbox.dispatch import Context
+    from tests.conftest import Connect
+
+
+@pytest.fixture
+def db(connect: Connect) -> psycopg.Connection:
+    """An autocommit connection to the test's database."""
+    return connect(autocommit=True)
+
+
+class Line:
+    """An outbox that writes down what it was given, by ordering key; some attempts fail first."""
+
+    def __init__(self, dsn: str, *, fails: frozenset[int] = frozenset(), ends: frozenset[int] = frozenset()) -> None:
+        self.outbox = Outbox(settings_for(dsn, concurrency=20))
+        self.seen: dict[str | None, list[int]] = defaultdict(list)
+        self.in_flight: set[str | None] = set()
+        self.overlaps = 0
+
+        @self.outbox.handler("greet", retry=RetryPolicy.steps(0, 0, 0, jitter=0))
+        async def greet(message: Message, ctx: Context) -> None:
+            key = message.ordering_key
+            self.overlaps += key is not None and key in self.in_flight
+            self.in_flight.add(key)
+            await asyncio.sleep(0)
+            self.in_flight.discard(key)
+            if message.id in ends:
+                raise Permanent("planned")
+            if message.id in fails and message.attempt_count < 3:
+                raise Transient("planned")
+            self.seen[key].append(message.id)
+
+
+async def drained(*outboxes: Outbox) -> None:
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await asyncio.gather(*(Worker(outbox).drain() for outbox in outboxes))
+
+
+async def test_two_workers_deliver_each_key_in_order_though_attempts_fail(dsn: str, db: psycopg.Connection) -> None:
+    ids: dict[str, list[int]] = defaultdict(list)
+    for number in range(60):
+        key = f"key-{number % 6}"
+        ids[key].append(enqueue(db, ordering_key=key))
+    fails = frozenset(ids["key-0"][::2] + ids["key-3"][1::3])
+    lines = [Line(dsn, fails=fails), Line(dsn, fails=fails)]
+    await drained(*(line.outbox for line in lines))
+    assert {row.state for row in rows_of(db)} == {"sent"}
+    assert [line.overlaps for line in lines] == [0, 0]
+    rows = db.execute("SELECT ordering_key, id FROM pgoutbox.message ORDER BY finished_at, claimed_at").fetchall()
+    for key, expected in ids.items():
+        assert [message_id for k, message_id in rows if k == key] == expected
+
+
+async def test_a_sleeping_worker_goes_on_with_a_key_as_soon_as_its_first_has_ended(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    """No sweep wakes it, and no bell: the end of the one before does."""
+    line = Line(dsn)
+    async with running(WatchedWorker(line.outbox)) as _:
+        ids = [enqueue(db, ordering_key="k") for _ in range(30)]
+        await until(lambda: line.seen["k"] == ids)
+
+
+async def test_a_worker_that_sleeps_learns_of_the_first_ordering_key_ever(dsn: str, db: psycopg.Connection) -> None:
+    line = Line(dsn)
+    worker = WatchedWorker(line.outbox)
+    async with running(worker):
+        await worker.asleep.wait()
+        await until(lambda: not worker._lanes["default"].has_ordered)
+        message_id = enqueue(db, ordering_key="k")
+        await until(lambda: state_of(db, message_id) == "sent")
+
+
+async def test_a_saturated_worker_neglects_neither_ordered_messages_nor_the_others(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    outbox = Outbox(settings_for(dsn, concurrency=1, batch_size=1))
+    order: list[str | None] = []
+    gate = asyncio.Event()
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        await gate.wait()
+        order.append(message.ordering_key)
+
+    for _ in range(20):
+        enqueue(db)
+        enqueue(db, ordering_key="k")
+    gate.set()
+    await drained(outbox)
+    assert order.count(None) == order.count("k") == 20
+    assert 5 <= order[:20].count("k") <= 15
+
+
+@pytest.mark.parametrize("on_failed", ["continue", "halt"])
+async def test_what_follows_a_failure_is_the_topics_choice(dsn: str, db: psycopg.Connection, on_failed: str) -> None:
+    first, *rest = (enqueue(db, ordering_key="k", on_failed=on_failed) for _ in range(3))
+    line = Line(dsn, ends=frozenset({first}))
+    await drained(line.outbox)
+    assert state_of(db, first) == "failed"
+    expected = "sent" if on_failed == "continue" else "pending"
+    assert {row.state for row in rows_of(db, *rest)} == {expected}
+    if on_failed == "halt":
+        mended = Line(dsn)
+        assert [r.refusal for r in maintenance.redrive(db, [first])] == [None]
+        await drained(mended.outbox)
+        assert mended.seen["k"] == [first, *rest]
+
+
+async def test_more_keys_than_one_look_sees_are_all_served(dsn: str, db: psycopg.Connection) -> None:
+    ids = [enqueue(db, ordering_key=f"key-{number:03}") for number in range(130)]
+    line = Line(dsn)
+    await drained(line.outbox)
+    assert {row.state for row in rows_of(db, *ids)} == {"sent"}
+
+
+async def test_a_topic_owns_its_ordering_key(dsn: str, connect: Connect) -> None:
+    line = Line(dsn)
+    topic: Topic[Any] = Topic("greet", ordering_key=lambda p: str(p["account"]), on_failed="halt")
+    with connect() as connection:
+        for number in range(4):
+            line.outbox.enqueue(connection, topic, {"account": number % 2})
+        line.outbox.enqueue_many(connection, [NewMessage(topic, {"account": number % 2}) for number in range(4)])
+    await drained(line.outbox)
+    assert {key: len(ids) for key, ids in line.seen.items()} == {"0": 4, "1": 4}
+    assert all(ids == sorted(ids) for ids in line.seen.values())
+
+
+# --- debounce ---------------------------------------------------------------------------------------------------------
+
+
+def due_in(db: psycopg.Connection, message_id: int) -> float:
+    (seconds,) = db.execute(
+        "SELECT extract(epoch FROM available_at - clock_timestamp())::float8 FROM pgoutbox.message WHERE id = %s",
+        [message_id],
+    ).fetchone() or (0.0,)
+    return float(seconds)
+
+
+def debounced(outbox: Outbox, connect: Connect) -> int:
+    with connect() as connection:
+        return outbox.enqueue(connection, "greet", 1, coalesce_key="k", delay=60, max_delay=timedelta(seconds=90)).id
+
+
+async def test_each_newer_message_begins_the_delay_anew_up_to_the_bound(
+    dsn: str, connect: Connect, db: psycopg.Connection
+) -> None:
+    line = Line(dsn)
+    first = debounced(line.outbox, connect)
+    assert 50 < due_in(db, first) <= 60
+    # As if the first had been enqueued 40 seconds ago: 50 of the 90 are left.
+    db.execute("UPDATE pgoutbox.coalesce SET waiting_since = waiting_since - interval '40 s'")
+    second = debounced(line.outbox, connect)
+    assert 40 < due_in(db, second) <= 50
+    db.execute("UPDATE pgoutbox.coalesce SET waiting_since = waiting_since - interval '60 s'")
+    third = debounced(line.outbox, connect)
+    assert due_in(db, third) <= 0
+    await drained(line.outbox)
+    assert line.seen[None] == [third]
+    # What follows a delivery waits for nobody: its bound begins with itself.
+    fourth = debounced(line.outbox, connect)
+    assert 50 < due_in(db, fourth) <= 60
+
+
+def test_a_bound_without_a_key_is_refused(dsn: str, connect: Connect) -> None:
+    with connect() as connection, pytest.raises(PayloadError, match="max_delay: only together with coalesce_key"):
+        Line(dsn).outbox.enqueue(connection, "greet", 1, delay=60, max_delay=90)
+
+
+# --- fan-out ----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_fan_out_stores_its_content_once_and_delivers_it_to_each(
+    dsn: str, connect: Connect, db: psycopg.Connection
+) -> None:
+    outbox = Outbox(settings_for(dsn))
+    content = {"html": "x" * 10_000}
+    destinations = [f"mailto:{number}@example.org" for number in range(50)]
+    got: dict[str | None, object] = {}
+    keys: set[str] = set()
+
+    @outbox.handler("newsletter", retry=RetryPolicy.steps(0, jitter=0))
+    async def newsletter(message: Message, ctx: Context) -> None:
+        if message.destination == destinations[7] and message.attempt_count == 1:
+            raise Transient("planned")
+        got[message.destination] = message.content
+        keys.add(message.idempotency_key)
+
+    with connect() as connection:
+        enqueued = outbox.enqueue_fanout(connection, "newsletter", {"issue": 12}, destinations, content=content)
+    rows = rows_of(db, *(message.id for message in enqueued))
+    assert db.execute("SELECT count(*), min(octet_length(body::text)) FROM pgoutbox.content").fetchone() == (1, 10_012)
+    await drained(outbox)
+    assert got == dict.fromkeys(destinations, content)
+    assert len(keys) == len(rows) == 50
+    assert attempts_of(db, enqueued[7].id) == [(1, "retry", "planned")]
+
+
+async def test_the_content_goes_with_the_last_of_its_messages(
+    dsn: str, connect: Connect, db: psycopg.Connection
+) -> None:
+    outbox = Outbox(settings_for(dsn))
+    with connect() as connection:
+        first, second = outbox.enqueue_fanout(connection, "greet", 1, ["a:1", "a:2"], content="shared")
+
+    def prune_after_a_day() -> int | None:
+        db.execute("UPDATE pgoutbox.message SET finished_at = now() - interval '2 days' WHERE finished_at IS NOT NULL")
+        maintenance.prune(db, timedelta(days=1))
+        row = db.execute("SELECT count(*) FROM pgoutbox.content").fetchone()
+        return None if row is None else int(row[0])
+
+    with connect() as connection:
+        outbox.cancel(connection, first.id)
+    assert prune_after_a_day() == 1
+    with connect() as connection:
+        outbox.cancel(connection, second.id)
+    assert prune_after_a_day() == 0
+
+
+async def test_a_message_whose_content_was_deleted_fails_with_the_reason(
+    dsn: str, connect: Connect, db: psycopg.Connection
+) -> None:
+    line = Line(dsn)
+    with connect() as connection:
+        (message,) = line.outbox.enqueue_fanout(connection, "greet", 1, ["a:1"], content="shared")
+    db.execute("DELETE FROM pgoutbox.content")
+    await drained(line.outbox)
+    (row,) = rows_of(db, message.id)
+    assert row.state == "failed"
+    assert "content" in (row.last_error or "")
+
+
+def test_a_mistake_in_a_fan_out_names_the_destination_and_leaves_nothing(dsn: str, connect: Connect) -> None:
+    outbox = Outbox(settings_for(dsn))
+    with connect() as connection:
+        with pytest.raises(PayloadError, match=r"destinations\[1\]"):
+            outbox.enqueue_fanout(connection, "greet", 1, ["a:1", "not a URI"], content="shared")
+        assert outbox.enqueue_fanout(connection, "greet", 1, [], content="shared") == []
+        with pytest.raises(PayloadError, match="have no keys"):
+            outbox.enqueue_fanout(connection, outbox.topic("keyed", dedupe_key=str), 1, ["a:1"])
+        assert connection.execute("SELECT count(*) FROM pgoutbox.content").fetchone() == (0,)
+
+
+# --- limits -----------------------------------------------------------------------------------------------------------
+
+
+async def test_workers_together_begin_no_more_attempts_than_the_bucket_holds(dsn: str, db: psycopg.Connection) -> None:
+    ids = [enqueue(db) for _ in range(20)]
+    maintenance.limit_rate(db, "default", Rate(1, 3600), burst=1)
+    db.execute("UPDATE pgoutbox.queue SET burst = 7, tokens = 7")
+    lines = [Line(dsn), Line(dsn)]
+    workers = [WatchedWorker(line.outbox) for line in lines]
+    async with running(workers[0]), running(workers[1]):
+        for worker in workers:
+            await worker.asleep.wait()
+        assert sum(len(line.seen[None]) for line in lines) == 7
+        # More tokens, and everybody is told.
+        maintenance.limit_rate(db, "default", None)
+        await until(lambda: {row.state for row in rows_of(db, *ids)} == {"sent"})
+
+
+async def test_a_worker_sleeps_until_the_next_token_and_no_longer(dsn: str, db: psycopg.Connection) -> None:
+    ids = [enqueue(db) for _ in range(12)]
+    maintenance.limit_rate(db, "default", Rate(100, 1), burst=1)
+    line = Line(dsn)
+    async with running(WatchedWorker(line.outbox)):
+        await until(lambda: {row.state for row in rows_of(db, *ids)} == {"sent"})
+
+
+async def test_the_end_of_an_attempt_lets_the_next_begin_where_few_may_be_in_flight(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    ids = [enqueue(db) for _ in range(40)]
+    maintenance.limit_in_flight(db, "default", 2)
+    outbox = Outbox(settings_for(dsn))
+    in_flight = most = 0
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        nonlocal in_flight, most
+        in_flight += 1
+        most = max(most, in_flight)
+        await asyncio.sleep(0)
+        in_flight -= 1
+
+    async with running(WatchedWorker(outbox)):
+        await until(lambda: {row.state for row in rows_of(db, *ids)} == {"sent"})
+    assert most <= 2
+
+
+async def test_a_queue_that_is_resumed_is_claimed_at_once(dsn: str, db: psycopg.Connection) -> None:
+    maintenance.pause_queue(db, "default")
+    message_id = enqueue(db)
+    line = Line(dsn)
+    worker = WatchedWorker(line.outbox)
+    async with running(worker):
+        await worker.asleep.wait()
+        assert state_of(db, message_id) == "pending"
+        maintenance.resume_queue(db, "default")
+        await until(lambda: state_of(db, message_id) == "sent")
+
+
+async def test_a_pause_that_ends_by_itself_wakes_the_worker(dsn: str, db: psycopg.Connection) -> None:
+    maintenance.pause_queue(db, "default", duration=timedelta(milliseconds=300))
+    message_id = enqueue(db)
+    async with running(WatchedWorker(Line(dsn).outbox)):
+        await until(lambda: state_of(db, message_id) == "sent")

@@ -1,0 +1,245 @@
+"""Messages with an ordering key: one after the other in the order of their commits, at the price of the first alone."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import TYPE_CHECKING
+
+import psycopg
+import pytest
+
+from pgoutbox import maintenance, sql
+from pgoutbox.maintenance import Rate
+from pgoutbox.message import State
+from pgoutbox.store import Verdict
+from tests.outbox_actions import (
+    cancel,
+    claim,
+    claim_ordered,
+    enqueue,
+    expire,
+    find_ordered,
+    finish,
+    finish_sent,
+    ids_in_flight,
+    lapse,
+    redrive,
+    row_of,
+    state_of,
+    until_blocked,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tests.conftest import Connect
+
+
+def ordered(connection: psycopg.Connection, count: int, key: str = "k", **arguments: object) -> list[int]:
+    return [enqueue(connection, ordering_key=key, **arguments) for _ in range(count)]  # type: ignore[arg-type] # passed on
+
+
+def test_of_each_key_only_the_first_is_found(rolled_back: psycopg.Connection) -> None:
+    first, second = ordered(rolled_back, 3, "a"), ordered(rolled_back, 2, "b")
+    assert find_ordered(rolled_back) == ([first[0], second[0]], "b", 2)
+
+
+def test_the_next_comes_when_the_one_before_is_final(rolled_back: psycopg.Connection) -> None:
+    ids = ordered(rolled_back, 3)
+    for message_id in ids:
+        assert ids_in_flight(claim_ordered(rolled_back)) == [message_id]
+        assert find_ordered(rolled_back)[0] == []
+        finish_sent(rolled_back, (message_id, 1))
+
+
+def test_a_claim_of_the_other_lanes_leaves_them_out(rolled_back: psycopg.Connection) -> None:
+    (message_id,) = ordered(rolled_back, 1)
+    assert claim(rolled_back) == []
+    claim_ordered(rolled_back)
+    finish(rolled_back, Verdict(message_id, 1, "retry", "busy", 0.0))
+    assert claim(rolled_back) == []
+    assert ids_in_flight(claim_ordered(rolled_back)) == [message_id]
+
+
+def test_while_the_first_waits_for_its_retry_the_next_waits_too(rolled_back: psycopg.Connection) -> None:
+    first, _ = ordered(rolled_back, 2)
+    claim_ordered(rolled_back)
+    finish(rolled_back, Verdict(first, 1, "retry", "busy", 60.0))
+    assert find_ordered(rolled_back)[0] == []
+
+
+@pytest.mark.parametrize("how", ["failed", "skipped", "cancelled", "expired"])
+def test_whatever_way_the_first_ends_the_next_follows(rolled_back: psycopg.Connection, how: str) -> None:
+    first, second = ordered(rolled_back, 2)
+    match how:
+        case "cancelled":
+            cancel(rolled_back, first)
+        case "expired":
+            expire(rolled_back, first)
+            assert ids_in_flight(claim_ordered(rolled_back)) == []
+        case _:
+            claim_ordered(rolled_back)
+            finish(rolled_back, Verdict(first, 1, how, "why"))
+    assert state_of(rolled_back, first) not in (State.PENDING, State.SENDING)
+    assert ids_in_flight(claim_ordered(rolled_back)) == [second]
+
+
+def test_a_lost_attempt_is_made_again_before_the_next(rolled_back: psycopg.Connection) -> None:
+    first, _ = ordered(rolled_back, 2)
+    claim_ordered(rolled_back)
+    lapse(rolled_back, first)
+    assert find_ordered(rolled_back)[0] == []
+    assert ids_in_flight(claim(rolled_back)) == [first]
+
+
+def test_a_message_that_failed_and_halts_holds_up_those_behind_it(rolled_back: psycopg.Connection) -> None:
+    first, second = ordered(rolled_back, 2, on_failed="halt")
+    claim_ordered(rolled_back)
+    finish(rolled_back, Verdict(first, 1, "failed", "why"))
+    (third,) = ordered(rolled_back, 1)
+    assert find_ordered(rolled_back)[0] == []
+    redrive(rolled_back, first)
+    for message_id, attempt in ((first, 2), (second, 1), (third, 1)):
+        assert ids_in_flight(claim_ordered(rolled_back)) == [message_id]
+        finish_sent(rolled_back, (message_id, attempt))
+
+
+def test_a_message_that_was_enqueued_before_the_one_that_halts_is_not_held_up(rolled_back: psycopg.Connection) -> None:
+    first, second = ordered(rolled_back, 2, on_failed="halt")
+    rolled_back.execute(
+        """
+        UPDATE pgoutbox.message SET state = 'failed', attempt_count = 1, finished_at = now() WHERE id = %s
+        """,
+        [second],
+    )
+    assert ids_in_flight(claim_ordered(rolled_back)) == [first]
+
+
+def test_a_redriven_message_waits_until_its_key_is_free(rolled_back: psycopg.Connection) -> None:
+    first, second, third = ordered(rolled_back, 3)
+    claim_ordered(rolled_back)
+    finish(rolled_back, Verdict(first, 1, "failed", "why"))
+    claim_ordered(rolled_back)
+    redrive(rolled_back, first)
+    assert find_ordered(rolled_back)[0] == []
+    assert claim_ordered(rolled_back, first) == []
+    finish_sent(rolled_back, (second, 1))
+    assert ids_in_flight(claim_ordered(rolled_back)) == [first]
+    assert claim_ordered(rolled_back, third) == []
+
+
+def test_what_was_found_is_claimed_once(connect: Connect) -> None:
+    ours, theirs = connect(autocommit=True), connect()
+    first, second = ordered(ours, 2)
+    found = find_ordered(ours)[0]
+    assert ids_in_flight(claim_ordered(theirs, *found)) == [first]
+    assert claim_ordered(ours, *found) == []
+    theirs.commit()
+    assert claim_ordered(ours, *found) == []
+    assert claim_ordered(ours, second) == []
+
+
+def test_two_of_a_key_are_never_in_flight_whatever_writes_it(rolled_back: psycopg.Connection) -> None:
+    _, second = ordered(rolled_back, 2)
+    claim_ordered(rolled_back)
+    with pytest.raises(psycopg.errors.UniqueViolation, match="message_live_ordered_in_flight"):
+        rolled_back.execute(
+            """
+            UPDATE pgoutbox.message_live
+            SET state = 'sending', attempt_count = 1, claimed_at = now(), worker = 'w', lease_expires_at = now()
+            WHERE id = %s
+            """,
+            [second],
+        )
+
+
+async def test_the_order_is_that_of_the_commits(connect: Connect) -> None:
+    """The second producer waits for the first one, and draws its id after it."""
+    first, second, db = connect(), connect(), connect(autocommit=True)
+    older = enqueue(first, ordering_key="k")
+    other = enqueue(second, ordering_key="other")
+    waiting = asyncio.create_task(asyncio.to_thread(enqueue, second, ordering_key="k"))
+    await until_blocked(db, waiting)
+    assert not waiting.done()
+    first.commit()
+    assert older < other < await waiting
+
+
+def test_one_look_sees_no_more_keys_than_it_was_told(rolled_back: psycopg.Connection) -> None:
+    ids = [ordered(rolled_back, 2, key)[0] for key in ("a", "b", "c", "d", "e")]
+    assert find_ordered(rolled_back, key_limit=2) == (ids[:2], "b", 2)
+    assert find_ordered(rolled_back, key_limit=2, after_key="b") == (ids[2:4], "d", 2)
+    assert find_ordered(rolled_back, key_limit=2, after_key="d") == (ids[4:], "e", 1)
+    assert find_ordered(rolled_back, after_key="e") == ([], None, 0)
+
+
+def test_a_topic_that_the_worker_does_not_know_holds_up_its_key(rolled_back: psycopg.Connection) -> None:
+    enqueue(rolled_back, "unknown", ordering_key="a")
+    ordered(rolled_back, 1, "a")
+    (other,) = ordered(rolled_back, 1, "b")
+    assert find_ordered(rolled_back)[0] == [other]
+
+
+def test_messages_that_wait_behind_the_first_are_not_read(rolled_back: psycopg.Connection) -> None:
+    """A few index tuples for each key, not one for each message."""
+    rolled_back.execute(
+        """
+        INSERT INTO pgoutbox.message_live (topic, payload, ordering_key)
+        SELECT 'greet', '1', 'key-' || n % 5
+        FROM generate_series(1, 20000) AS n
+        """
+    )
+    rolled_back.execute("SET LOCAL enable_seqscan = off")
+    rolled_back.execute("SET LOCAL enable_bitmapscan = off")
+    parameters = {"queue": "default", "topics": ["greet"], "after_key": "", "key_limit": 100}
+    lines: Sequence[tuple[str]] = rolled_back.execute(
+        f"EXPLAIN (ANALYZE, BUFFERS, COSTS OFF, TIMING OFF) {sql.FIND_ORDERED}".encode(), parameters
+    ).fetchall()
+    shared = [int(hit) for (line,) in lines for hit in re.findall(r"shared hit=(\d+)", line)]
+    assert max(shared) < 300, "\n".join(line for (line,) in lines)
+
+
+def test_under_a_limit_ordered_messages_take_tokens_too(rolled_back: psycopg.Connection) -> None:
+    ids = [ordered(rolled_back, 1, key)[0] for key in ("a", "b", "c")]
+    maintenance.limit_rate(rolled_back, "default", Rate(60, 3600), burst=2)
+    assert ids_in_flight(claim_ordered(rolled_back)) == ids[:2]
+    assert claim_ordered(rolled_back) == []
+
+
+def test_a_paused_queue_is_not_claimed_in_this_lane_either(rolled_back: psycopg.Connection) -> None:
+    ordered(rolled_back, 1)
+    maintenance.pause_queue(rolled_back, "default")
+    assert claim_ordered(rolled_back) == []
+
+
+def test_a_cancelled_first_rings_for_the_next(connect: Connect) -> None:
+    db, sleeper = connect(autocommit=True), connect(autocommit=True)
+    first, _ = ordered(db, 2)
+    sleeper.execute("LISTEN pgoutbox")
+    sleeper.execute("SELECT pg_advisory_lock(1885826146, hashtext('default'))")
+    cancel(db, first)
+    assert [notify.payload for notify in sleeper.notifies(timeout=30, stop_after=1)] == ["default"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"ordering_key": "k", "coalesce_key": "k"}, "ordering_key: must not be given together with coalesce_key"),
+        ({"ordering_key": "k" * 513}, "ordering_key: must not be longer than 512 bytes"),
+        ({"on_failed": "halt"}, "on_failed: must not be given without ordering_key"),
+        ({"ordering_key": "k", "on_failed": "stop"}, "on_failed: must be continue or halt"),
+    ],
+)
+def test_mistakes_are_named(rolled_back: psycopg.Connection, arguments: dict[str, str], problem: str) -> None:
+    with pytest.raises(psycopg.errors.InvalidParameterValue, match=problem):
+        enqueue(rolled_back, **arguments)  # type: ignore[arg-type] # that is what is tested
+
+
+def test_to_continue_is_what_is_not_stored(rolled_back: psycopg.Connection) -> None:
+    (message_id,) = ordered(rolled_back, 1, on_failed="continue")
+    (on_failed,) = rolled_back.execute(
+        "SELECT on_failed FROM pgoutbox.message WHERE id = %s", [message_id]
+    ).fetchone() or ("?",)
+    assert on_failed is None
+    assert row_of(rolled_back, message_id).state == State.PENDING

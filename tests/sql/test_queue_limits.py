@@ -1,0 +1,266 @@
+"""Queues with limits: how many attempts may begin, in which order, and when the next one may."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pgoutbox import maintenance, sql
+from pgoutbox.maintenance import Rate
+from tests.outbox_actions import claim, enqueue, expire, finish_sent, ids_in_flight, lapse, state_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import psycopg
+
+    from tests.conftest import Connect
+
+
+def enqueued(connection: psycopg.Connection, count: int) -> list[int]:
+    return [enqueue(connection) for _ in range(count)]
+
+
+def limit(connection: psycopg.Connection, count: int, seconds: float = 3600, *, burst: int | None = None) -> None:
+    maintenance.limit_rate(connection, "default", Rate(count, seconds), burst=burst)
+
+
+def pass_time(connection: psycopg.Connection, seconds: float) -> None:
+    """As if the bucket had been looked at so much earlier."""
+    connection.execute("UPDATE pgoutbox.queue SET tokens_at = tokens_at - make_interval(secs => %s)", [seconds])
+
+
+def tokens(connection: psycopg.Connection) -> float:
+    (found,) = maintenance.list_queues(connection)
+    assert found.tokens is not None
+    return found.tokens
+
+
+def next_permit(connection: psycopg.Connection) -> float | None:
+    """Seconds until the next permit, None for now."""
+    row = connection.execute(
+        "SELECT extract(epoch FROM pgoutbox.next_permit_at('default') - clock_timestamp())::float8"
+    ).fetchone()
+    assert row is not None
+    seconds: float | None = row[0]
+    return seconds
+
+
+def next_due(connection: psycopg.Connection) -> float:
+    ((due, _),) = connection.execute(sql.NEXT_DUE, {"queues": ["default"], "since_seconds": 0}).fetchall()
+    return float(due)
+
+
+def answers_of_arm(connection: psycopg.Connection) -> Sequence[tuple[object, ...]]:
+    return connection.execute(sql.ARM, {"queues": ["default"]}).fetchall()
+
+
+def test_a_bucket_begins_full_and_is_emptied_by_claims(rolled_back: psycopg.Connection) -> None:
+    ids = enqueued(rolled_back, 8)
+    limit(rolled_back, 60, burst=5)
+    assert ids_in_flight(claim(rolled_back, total=3)) == ids[:3]
+    assert ids_in_flight(claim(rolled_back)) == ids[3:5]
+    assert claim(rolled_back) == []
+
+
+@pytest.mark.parametrize(("count", "burst"), [(3, 3), (60, 5)])
+def test_the_burst_is_five_unless_the_rate_is_smaller(rolled_back: psycopg.Connection, count: int, burst: int) -> None:
+    limit(rolled_back, count)
+    assert tokens(rolled_back) == burst
+
+
+def test_tokens_come_back_at_the_rate_and_no_further_than_the_burst(rolled_back: psycopg.Connection) -> None:
+    ids = enqueued(rolled_back, 8)
+    limit(rolled_back, 60, burst=2)
+    claim(rolled_back)
+    pass_time(rolled_back, 59)
+    assert claim(rolled_back) == []
+    pass_time(rolled_back, 1.5)
+    assert ids_in_flight(claim(rolled_back)) == [ids[2]]
+    pass_time(rolled_back, 3600)
+    assert ids_in_flight(claim(rolled_back)) == ids[3:5]
+
+
+def test_a_clock_that_went_back_takes_no_tokens_away(rolled_back: psycopg.Connection) -> None:
+    limit(rolled_back, 60, burst=2)
+    pass_time(rolled_back, -3600)
+    assert tokens(rolled_back) == 2
+
+
+def test_an_empty_look_takes_no_tokens(rolled_back: psycopg.Connection) -> None:
+    limit(rolled_back, 60, burst=2)
+    assert claim(rolled_back) == []
+    assert tokens(rolled_back) == 2
+
+
+def test_what_ends_without_an_attempt_takes_no_tokens(rolled_back: psycopg.Connection) -> None:
+    expired, due = enqueued(rolled_back, 2)
+    expire(rolled_back, expired)
+    limit(rolled_back, 60, burst=2)
+    claim(rolled_back)
+    assert (state_of(rolled_back, expired), state_of(rolled_back, due)) == ("skipped", "sending")
+    assert 1 <= tokens(rolled_back) < 1.1
+
+
+def test_claims_of_one_moment_share_the_tokens(connect: Connect) -> None:
+    """The second claim began before the first one committed, and waits for the queue's row."""
+    ours, theirs = connect(autocommit=True), connect()
+    ids = enqueued(ours, 4)
+    limit(ours, 60, burst=3)
+    assert ids_in_flight(claim(theirs, total=2)) == ids[:2]
+    ours.execute("SET lock_timeout = '50ms'")
+    with pytest.raises(Exception, match="lock timeout"):
+        claim(ours)
+    theirs.commit()
+    assert ids_in_flight(claim(ours)) == [ids[2]]
+
+
+def test_a_queue_without_limits_is_never_waited_for(connect: Connect) -> None:
+    ours, theirs = connect(autocommit=True), connect()
+    ids = enqueued(ours, 2)
+    maintenance.pause_queue(ours, "default")
+    maintenance.resume_queue(ours, "default")
+    assert ids_in_flight(claim(theirs, total=1)) == ids[:1]
+    assert ids_in_flight(claim(ours)) == ids[1:]
+
+
+def test_no_more_than_the_limit_are_in_flight(rolled_back: psycopg.Connection) -> None:
+    ids = enqueued(rolled_back, 5)
+    maintenance.limit_in_flight(rolled_back, "default", 2)
+    assert ids_in_flight(claim(rolled_back)) == ids[:2]
+    assert claim(rolled_back) == []
+    finish_sent(rolled_back, (ids[0], 1))
+    assert ids_in_flight(claim(rolled_back)) == [ids[2]]
+
+
+def test_a_lost_attempt_does_not_count_as_in_flight(rolled_back: psycopg.Connection) -> None:
+    """Else it could never be made again."""
+    first, _ = enqueued(rolled_back, 2)
+    maintenance.limit_in_flight(rolled_back, "default", 1)
+    assert ids_in_flight(claim(rolled_back)) == [first]
+    lapse(rolled_back, first)
+    assert ids_in_flight(claim(rolled_back)) == [first]
+    assert claim(rolled_back) == []
+
+
+def test_claims_of_one_moment_share_what_may_be_in_flight(connect: Connect) -> None:
+    ours, theirs = connect(autocommit=True), connect()
+    ids = enqueued(ours, 4)
+    maintenance.limit_in_flight(ours, "default", 2)
+    assert ids_in_flight(claim(theirs, total=1)) == ids[:1]
+    ours.execute("SET lock_timeout = '50ms'")
+    with pytest.raises(Exception, match="lock timeout"):
+        claim(ours)
+    theirs.commit()
+    assert ids_in_flight(claim(ours)) == [ids[1]]
+
+
+def test_under_a_limit_whoever_fell_due_first_comes_first(rolled_back: psycopg.Connection) -> None:
+    """A retry is neither starved by a backlog of fresh messages nor does it overtake those that waited longer."""
+    ids = enqueued(rolled_back, 4)
+    for age, message_id in zip((40, 30, 20, 10), ids, strict=True):
+        rolled_back.execute(
+            "UPDATE pgoutbox.message_live SET available_at = now() - make_interval(secs => %s) WHERE id = %s",
+            [age, message_id],
+        )
+    rolled_back.execute("UPDATE pgoutbox.message_live SET attempt_count = 1 WHERE id = %s", [ids[1]])
+    limit(rolled_back, 60, burst=1)
+    order: list[int] = []
+    for _ in ids:
+        order += ids_in_flight(claim(rolled_back, fresh_limit=0 if len(order) == 2 else None))
+        pass_time(rolled_back, 60)
+    assert order == ids
+
+
+def test_the_next_permit_is_when_the_bucket_holds_one(rolled_back: psycopg.Connection) -> None:
+    enqueued(rolled_back, 1)
+    assert next_permit(rolled_back) is None
+    limit(rolled_back, 60, burst=1)
+    assert next_permit(rolled_back) is None
+    claim(rolled_back)
+    seconds = next_permit(rolled_back)
+    assert seconds is not None
+    assert 50 < seconds <= 60
+
+
+def test_a_full_queue_is_looked_at_again_within_a_second(rolled_back: psycopg.Connection) -> None:
+    enqueued(rolled_back, 1)
+    maintenance.limit_in_flight(rolled_back, "default", 1)
+    claim(rolled_back)
+    seconds = next_permit(rolled_back)
+    assert seconds is not None
+    assert 0 < seconds <= 1
+
+
+def test_of_a_limited_queue_the_next_due_time_is_that_of_its_permit(rolled_back: psycopg.Connection) -> None:
+    enqueued(rolled_back, 2)
+    limit(rolled_back, 60, burst=1)
+    claim(rolled_back)
+    assert 50 < next_due(rolled_back) <= 61
+    # What could not be claimed a moment ago may be claimed now: then the worker must look again soon.
+    pass_time(rolled_back, 120)
+    assert 0 < next_due(rolled_back) <= 0.25
+
+
+def test_of_a_queue_paused_without_an_end_nothing_falls_due(rolled_back: psycopg.Connection) -> None:
+    enqueued(rolled_back, 1)
+    maintenance.pause_queue(rolled_back, "default")
+    with pytest.raises(TypeError):
+        next_due(rolled_back)
+
+
+def test_a_pause_ends_by_itself(rolled_back: psycopg.Connection) -> None:
+    ids = enqueued(rolled_back, 1)
+    rolled_back.execute(
+        "INSERT INTO pgoutbox.queue (name, paused_at, resume_at) VALUES ('default', now(), now() + interval '1 h')"
+    )
+    assert claim(rolled_back) == []
+    rolled_back.execute("UPDATE pgoutbox.queue SET resume_at = now()")
+    assert ids_in_flight(claim(rolled_back)) == ids
+
+
+def test_the_bell_of_a_queue_at_its_limit_is_not_armed(connect: Connect) -> None:
+    """Else every enqueue behind the limit would ring for nothing."""
+    db = connect(autocommit=True)
+    enqueued(db, 1)
+    limit(db, 60, burst=1)
+    ((_, answer, seconds),) = answers_of_arm(db)
+    assert (answer, seconds) == ("armed", None)
+    db.execute("SELECT pg_advisory_unlock_all()")
+    claim(db)
+    ((_, answer, seconds),) = answers_of_arm(db)
+    assert answer == "limited"
+    assert isinstance(seconds, float)
+    assert 50 < seconds <= 60
+    maintenance.pause_queue(db, "default")
+    assert answers_of_arm(db) == [("default", "limited", None)]
+
+
+def test_changing_the_rate_keeps_what_the_bucket_holds(rolled_back: psycopg.Connection) -> None:
+    enqueued(rolled_back, 3)
+    limit(rolled_back, 60, burst=5)
+    claim(rolled_back)
+    limit(rolled_back, 6, burst=10)
+    assert 2 <= tokens(rolled_back) < 2.1
+    limit(rolled_back, 6, burst=1)
+    assert tokens(rolled_back) == 1
+    maintenance.limit_rate(rolled_back, "default", None)
+    assert maintenance.list_queues(rolled_back) == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "rate_count = 5",
+        "rate_count = 5, rate_seconds = 0, burst = 1, tokens = 1, tokens_at = now()",
+        "rate_count = 5, rate_seconds = 1, burst = 1, tokens = 2, tokens_at = now()",
+        "max_in_flight = 0",
+        "resume_at = now()",
+        "name = 'Bulk'",
+    ],
+)
+def test_the_table_refuses_half_a_limit(rolled_back: psycopg.Connection, wrong: str) -> None:
+    rolled_back.execute("INSERT INTO pgoutbox.queue (name) VALUES ('default')")
+    with pytest.raises(Exception, match="queue_sound"):
+        rolled_back.execute(f"UPDATE pgoutbox.queue SET {wrong}".encode())
