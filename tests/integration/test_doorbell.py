@@ -154,7 +154,10 @@ def test_the_bells_of_two_queues_are_two_locks(connect: Connect) -> None:
     sleeper, producer = connect(autocommit=True), connect(autocommit=True)
     assert sleeper.execute(sql.ARM, {"queues": ["a", "b"]}).fetchall() == [("a", "armed", None), ("b", "armed", None)]
     assert sleeper.execute(sql.DISARM, {"queues": ["a"]}).fetchall() == [(True, "")]
-    assert producer.execute(sql.ARM, {"queues": ["a", "b"]}).fetchall() == [("a", "armed", None), ("b", "sleeper", None)]
+    assert producer.execute(sql.ARM, {"queues": ["a", "b"]}).fetchall() == [
+        ("a", "armed", None),
+        ("b", "sleeper", None),
+    ]
 
 
 def test_asking_for_a_bell_in_vain_leaves_no_lock_behind(connect: Connect) -> None:
