@@ -137,7 +137,7 @@ def _is_async(function: Callable[..., object]) -> bool:
 class Context:
     """One attempt, from its claim to its finish, as an async handler sees it."""
 
-    __slots__ = ("_connection", "_ensure", "done", "handler", "leased_at", "message", "overtaken")
+    __slots__ = ("_connection", "_ensure", "done", "handler", "leased_at", "message", "overtaken", "used_count")
 
     def __init__(
         self,
@@ -149,6 +149,8 @@ class Context:
         self.message = message
         self.handler = handler
         self.leased_at = leased_at
+        # How many attempts this one makes that were used up: snoozes, releases and what was before a redrive are not.
+        self.used_count = message.attempt_count
         self.overtaken: str | None = None
         self.done = False
         self._connection: psycopg.AsyncConnection[TupleRow] | None = None

@@ -233,7 +233,7 @@ def verdict_of(context: Context, ending: Transient | Permanent | Skip | Snooze |
     message = context.message
     match ending:
         case Transient(error=error, retry_after=retry_after):
-            delay = context.handler.retry.delay_seconds(message.attempt_count, retry_after=retry_after)
+            delay = context.handler.retry.delay_seconds(context.used_count, retry_after=retry_after)
             return Verdict(message.id, message.attempt_count, "retry", clean_text(str(error)), delay)
         case Permanent(error=error):
             return Verdict(message.id, message.attempt_count, "failed", clean_text(str(error)))

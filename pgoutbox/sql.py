@@ -515,6 +515,7 @@ RETURNING
     m.headers::text AS headers_json,
     m.attempt_count,
     m.max_attempts,
+    m.attempt_budget,
     m.created_at,
     m.available_at,
     m.coalesce_key,

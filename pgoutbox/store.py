@@ -258,6 +258,7 @@ class ClaimedRow(NamedTuple):
     headers_json: str | None
     attempt_count: int
     max_attempts: int
+    attempt_budget: int
     created_at: datetime
     available_at: datetime
     coalesce_key: str | None

@@ -492,6 +492,7 @@ class Worker:
             handler = self._handlers[row.topic]
             message, problem = _message_of(row, contents, self._keyring)
             context = Context(message, handler, leased_at, self._keeper.ensure)
+            context.used_count -= row.max_attempts - row.attempt_budget
             self._held[row.id] = context
             if row.content_id is not None and row.content_id not in contents:
                 context.done = True

@@ -71,11 +71,16 @@ def breaker_key(transport: Transport, message: Message[object], content: Content
         return transport.breaker_key(message, content)
     if message.destination is None:
         return None if content is None else content.scheme
-    scheme = scheme_of(message.destination)
+    return breaker_key_of(message.destination)
+
+
+def breaker_key_of(destination: str) -> str | None:
+    """`https:api.example.org:443` for a web address, the scheme for the rest; None for what is neither."""
+    scheme = scheme_of(destination)
     if scheme not in _WEB_PORTS:
-        return scheme
+        return scheme or None
     try:
-        parts = urlsplit(message.destination)
+        parts = urlsplit(destination)
         return f"{scheme}:{parts.hostname}:{parts.port or _WEB_PORTS[scheme]}"
     except ValueError:
         return None  # The transport will say what is wrong with it.

@@ -116,7 +116,7 @@ class KafkaTransport:
         code, said = error.code(), printable(error.str(), hide=self._secrets)
         if any(code == getattr(Code, name) for name in _UNKNOWN_OUTCOMES):
             why = f" ({printable(last_error, hide=self._secrets)})" if last_error else ""
-            return Transient(f"outcome unknown: no acknowledgement: {said}{why}")
+            return Transient(f"outcome unknown: no acknowledgement: {said}{why}", outage=True)
         # A broker says so of a whole batch, which may have others in it.
         if code == Code.MSG_SIZE_TOO_LARGE and is_local:
             return Permanent(f"event.data: {said}")

@@ -87,7 +87,7 @@ class NatsTransport:
             async with asyncio.timeout(self._seconds):
                 connection = await self._connection.get()
         except (OSError, _NatsError()) as error:
-            return Transient(f"connect: {self._said(error)}")
+            return Transient(f"connect: {self._said(error)}", outage=True)
         return await self._publish(connection, subject, event)
 
     async def aclose(self) -> None:
@@ -128,7 +128,7 @@ class NatsTransport:
         except PermissionError as error:
             return Transient(f"publish: {self._said(error)}")
         except (Error, OSError, ValueError) as error:
-            return Transient(f"outcome unknown: no acknowledgement: {self._said(error)}")
+            return Transient(f"outcome unknown: no acknowledgement: {self._said(error)}", outage=True)
         return Sent()
 
     def _said(self, error: BaseException) -> str:

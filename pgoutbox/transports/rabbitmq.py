@@ -81,7 +81,7 @@ class RabbitMQTransport:
             async with asyncio.timeout(self._seconds):
                 connection = await self._connection.get()
         except Exception as error:  # noqa: BLE001 - whatever keeps the connection from being made can be mended
-            return Transient(f"connect: {self._said(error)}")
+            return Transient(f"connect: {self._said(error)}", outage=True)
         if len(event.content) < _LARGE_BYTES:
             return await self._publish_with_others(address, event)
         return await self._publish_alone(connection, address, event)
@@ -171,9 +171,9 @@ class RabbitMQTransport:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            return Transient("outcome unknown: connection lost before the confirmation")
+            return Transient("outcome unknown: connection lost before the confirmation", outage=True)
         except Exception as error:  # noqa: BLE001 - whatever ended it, the event may have been taken
-            return Transient(f"outcome unknown: no confirmation: {self._said(error)}")
+            return Transient(f"outcome unknown: no confirmation: {self._said(error)}", outage=True)
         return Sent()
 
     def _said(self, error: BaseException) -> str:

@@ -92,7 +92,7 @@ class RedisTransport:
             async with asyncio.timeout(self._seconds):
                 connection = await self._pool.get_connection()  # type: ignore[no-untyped-call] # redis is typed in part
         except (RedisError, OSError) as error:
-            return Transient(f"connect: {self._said(error)}")
+            return Transient(f"connect: {self._said(error)}", outage=True)
         try:
             async with asyncio.timeout(self._seconds):
                 await connection.send_command("XADD", stream, "*", *fields)
@@ -101,7 +101,7 @@ class RedisTransport:
         except ResponseError as error:
             return self._refusal(error)
         except (RedisError, OSError) as error:
-            return Transient(f"outcome unknown: connection lost after XADD: {self._said(error)}")
+            return Transient(f"outcome unknown: connection lost after XADD: {self._said(error)}", outage=True)
         finally:
             await self._pool.release(connection)
         return Sent()

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 from pgoutbox.errors import ConfigurationError, MissingExtraError
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient
 from pgoutbox.telemetry import Event
+from pgoutbox.transports import breaker_key_of
 from pgoutbox.transports.request import RenderedRequest, Rules, Webhook, render
 
 if TYPE_CHECKING:
@@ -97,6 +98,11 @@ class WebhookTransport:
         async with self._slots:
             return await self._exchange(request)
 
+    def breaker_key(self, message: Message[object], content: Content | None) -> str | None:
+        """One breaker for each scheme, host and port."""
+        url = content.url if isinstance(content, Webhook) else None
+        return breaker_key_of(url or message.destination or "")
+
     async def aclose(self) -> None:
         """Close every connection."""
         idle, self._idle = self._idle, []
@@ -127,7 +133,7 @@ class WebhookTransport:
 
         if not connection.may_have_sent:
             text = str(error) or f"no connection within {self._connect_seconds:g} s"
-            return Transient(f"connect: {_printable(text)[:_MAX_ERROR_LENGTH]}")
+            return Transient(f"connect: {_printable(text)[:_MAX_ERROR_LENGTH]}", outage=True)
         # The texts of httpcore would quote what the receiver sent.
         match error:
             case httpcore.LocalProtocolError():
@@ -138,7 +144,7 @@ class WebhookTransport:
                 text = f"no answer within {self._settings.webhook_timeout_seconds:g} s"
             case _:
                 text = "the connection was lost"
-        return Transient(f"outcome unknown: {text}")
+        return Transient(f"outcome unknown: {text}", outage=True)
 
     def _classify(self, request: RenderedRequest, answer: _Answer) -> Outcome:
         status = answer.status or 0
@@ -150,7 +156,7 @@ class WebhookTransport:
         if excerpt := answer.excerpt(self._settings.webhook_excerpt_length, hide=request):
             error = f"{error}: {excerpt}"
         if status in _TRANSIENT_STATUSES or 500 <= status <= 599:
-            return Transient(error, retry_after=self._retry_after(answer))
+            return Transient(error, retry_after=self._retry_after(answer), outage=status >= 500)
         return Permanent(error)
 
     def _retry_after(self, answer: _Answer) -> float | None:

@@ -588,6 +588,46 @@ class TestDeciding:
         assert cli("resume", "default").out == "queue default: resumed\n"
         assert cli("resume", "default", "--json").json == {"queue": "default", "resumed": False}
 
+    def test_a_pause_can_have_an_end(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
+        put(database)
+        paused = cli("pause", "default", "--for", "30m", "--json").json
+        start, end = (datetime.fromisoformat(paused[name]) for name in ("paused_at", "resume_at"))
+        assert end - start == timedelta(minutes=30)
+        assert " until " in cli("stats").err
+
+    def test_limits_are_set_shown_changed_and_taken_away(self, cli: Callable[..., Done]) -> None:
+        assert cli("queues", "--json").json == []
+        (limited,) = cli("limit", "mail", "--rate", "60/hour", "--in-flight", "10", "--json").json
+        assert (limited["rate_count"], limited["rate_seconds"], limited["burst"]) == (60, 3600, 5)
+        assert (limited["tokens"], limited["max_in_flight"], limited["in_flight"]) == (5, 10, 0)
+        (limited,) = cli("limit", "mail", "--rate", "3/15m", "--json").json
+        assert (limited["rate_count"], limited["rate_seconds"], limited["burst"]) == (3, 900, 3)
+        assert limited["max_in_flight"] == 10
+        assert "mail" in cli("queues").out
+        assert cli("limit", "mail", "--rate", "none", "--in-flight", "none").out == "queue mail: no limits\n"
+
+    @pytest.mark.parametrize(
+        ("arguments", "problem"),
+        [
+            ((), "give --rate, --in-flight or both"),
+            (("--burst", "3"), "give --rate, --in-flight or both"),
+            (("--rate", "none", "--burst", "3"), "--burst"),
+            (("--rate", "fast"), "is not a rate"),
+            (("--rate", "0/s"), "is not a rate"),
+            (("--rate", "9999999/s"), "is not a rate"),
+            (("--rate", "1/31d"), "longer than 30 days"),
+            (("--in-flight", "0"), "is not a limit"),
+            (("--in-flight", "many"), "is not a limit"),
+        ],
+    )
+    def test_a_limit_that_is_none_is_refused(
+        self, cli: Callable[..., Done], arguments: tuple[str, ...], problem: str
+    ) -> None:
+        done = cli("limit", "mail", *arguments)
+        assert done.exit_code == 2
+        assert problem in done.err
+        assert cli("queues", "--json").json == []
+
     def test_pausing_a_queue_without_messages_warns(self, cli: Callable[..., Done]) -> None:
         done = cli("pause", "later")
         assert done.exit_code == 0

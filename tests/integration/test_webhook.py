@@ -607,6 +607,39 @@ async def test_a_retry_has_the_same_id_and_a_new_timestamp(dsn: str, db: psycopg
     assert len({received.headers["webhook-signature"] for received in server.received}) == 3
 
 
+@pytest.mark.parametrize(
+    ("reply", "is_outage"),
+    [(answer(503), True), (answer(500), True), (DROP, True), (answer(429), False), (answer(408), False)],
+    ids=["503", "500", "dropped", "429", "408"],
+)
+async def test_what_speaks_against_the_host_and_not_the_message_is_an_outage(
+    open_transport: Open, reply: object, is_outage: bool
+) -> None:
+    async with webhook_server(reply) as server:  # type: ignore[arg-type] # one of the kinds above
+        outcome = await open_transport(server.port).send(outgoing(destination=server.url(scheme="http")), HOOK)
+    assert isinstance(outcome, Transient)
+    assert outcome.outage is is_outage
+
+
+async def test_a_host_that_nobody_serves_is_held_to_be_dead_and_its_messages_keep_their_attempts(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    with socket.create_server((HOST, 0)) as closed:
+        port = closed.getsockname()[1]
+    settings = settings_for(port, dsn=dsn, breaker_failures=2, concurrency=1)
+    outbox = Outbox(settings)
+
+    @outbox.handler("greet", retry=FEW)
+    async def greet(message: Message, ctx: Context) -> Webhook:
+        return HOOK
+
+    ids = [enqueue(db, destination=f"http://{HOST}:{port}/hook", max_attempts=3) for _ in range(10)]
+    await Worker(outbox).run_once()
+    assert db.execute("SELECT key FROM pgoutbox.breaker").fetchall() == [(f"http:{HOST}:{port}",)]
+    left = [row.max_attempts - row.attempt_count for row in (row_of(db, message_id) for message_id in ids)]
+    assert sorted(left) == [2] + [3] * 9
+
+
 async def test_retry_after_is_the_delay_of_the_row(dsn: str, db: psycopg.Connection) -> None:
     async with webhook_server(answer(429, Retry_After="120"), answer(429)) as server:
         settings = settings_for(server.port, dsn=dsn)

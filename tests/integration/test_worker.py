@@ -1251,3 +1251,20 @@ async def test_the_roles_defaults_do_not_reach_the_workers_statements(
     await asyncio.gather(*(Worker(outbox).run_once() for _ in range(3)))
     await Worker(outbox).drain()
     assert {(row.state, row.attempt_count) for row in rows_of(db, *ids)} == {("sent", 2)}
+
+
+async def test_snoozes_and_redrives_do_not_lengthen_the_pause_after_a_failure(dsn: str, db: psycopg.Connection) -> None:
+    outbox = Outbox(settings_for(dsn))
+
+    @outbox.handler("greet", retry=RetryPolicy.steps(100, 1_000))
+    async def greet(message: Message, ctx: Context) -> None:
+        raise Snooze(0) if message.attempt_count <= 5 else Transient("busy")
+
+    message_id = enqueue(db)
+    await Worker(outbox).run_once()
+    row = row_of(db, message_id)
+    assert (row.attempt_count, row.max_attempts) == (6, 16)
+    (pause,) = db.execute(
+        "SELECT extract(epoch FROM available_at - now())::float8 FROM pgoutbox.message WHERE id = %s", [message_id]
+    ).fetchone() or (0.0,)
+    assert 0 < pause <= 100

@@ -23,6 +23,7 @@ def row(seconds: int, *, attempts: int = 0, former_state: str = "pending", state
         headers_json=None,
         attempt_count=attempts + 1,
         max_attempts=11,
+        attempt_budget=11,
         created_at=NOON,
         available_at=due_at,
         coalesce_key=None,
