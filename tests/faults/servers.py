@@ -116,7 +116,7 @@ class OwnServer:
         return [
             float(found)
             for found in re.findall(
-                r"^pgoutbox claim\|LOG: +\w{5}: +duration: ([\d.]+) ms +execute [^\n]*\n+\s*WITH fresh",
+                r"^pgoutbox claim\|LOG: +\w{5}: +duration: ([\d.]+) ms +execute [^\n]*\n+\s*WITH permit",
                 self.log.read_text(),
                 re.MULTILINE,
             )

@@ -240,7 +240,12 @@ async def test_a_claim_whose_answer_is_held_back_is_given_up_and_its_message_com
     receiver = Receiver(proxy.dsn, lease_seconds=3, **SHORT_OF_TIME)
     worker = Sleeper(receiver.outbox)
     async with running(worker):
-        await worker.asleep.wait()
+        # The first of its kind would be held up at being prepared, and take nothing.
+        await fall_asleep(worker)
+        first_id = enqueue(db)
+        await until(lambda: row_of(db, first_id).state == "sent")
+        await fall_asleep(worker)
+        receiver.delivered.clear()
         with proxy.stalled("pgoutbox claim", replies_only=True, open_connections_only=True):
             message_id = enqueue(db)
             await until(lambda: row_of(db, message_id).state == "sending")
