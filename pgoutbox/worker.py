@@ -428,7 +428,7 @@ class Worker:
 
     async def _claim_ordered(self, lanes: Lanes, room: int, *, complete: bool) -> int | None:
         """Go on behind the key where the last look ended; a complete look goes round once if it finds nothing."""
-        began_after, has_wrapped = lanes.after_key, False
+        began_after, end_count = lanes.after_key, 0
         while not self._stopping:
             began_at = elapsed_clock()
             try:
@@ -447,8 +447,9 @@ class Worker:
                 self._work_ahead = True
                 await self._take_over(rows, began_at)
                 return len(rows)
-            has_wrapped |= lanes.after_key == ""
-            if not complete or (has_wrapped and lanes.after_key >= began_after):
+            end_count += lanes.after_key == ""
+            # The keys behind which it began may be gone by now: then the second end is all there is.
+            if not complete or end_count == 2 or (end_count == 1 and lanes.after_key >= began_after):
                 break
         return 0
 

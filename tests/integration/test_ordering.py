@@ -19,6 +19,7 @@ from tests.outbox_actions import (
     PATIENCE_SECONDS,
     WatchedWorker,
     attempts_of,
+    claim_ordered,
     enqueue,
     rows_of,
     running,
@@ -142,6 +143,18 @@ async def test_more_keys_than_one_look_sees_are_all_served(dsn: str, db: psycopg
     line = Line(dsn)
     await drained(line.outbox)
     assert {row.state for row in rows_of(db, *ids)} == {"sent"}
+
+
+async def test_a_round_ends_though_the_key_where_it_began_is_gone(dsn: str, db: psycopg.Connection) -> None:
+    enqueue(db, ordering_key="a")
+    assert len(claim_ordered(db, worker="another")) == 1
+    enqueue(db, ordering_key="a")
+    line = Line(dsn)
+    worker = Worker(line.outbox)
+    worker._lanes["default"].after_key = "b"
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await worker.run_once()
+    assert line.seen == {}
 
 
 async def test_a_topic_owns_its_ordering_key(dsn: str, connect: Connect) -> None:
