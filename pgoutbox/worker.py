@@ -491,14 +491,14 @@ class Worker:
                 ended.append(row)
                 continue
             handler = self._handlers[row.topic]
-            message, problem = _message_of(row, contents, self._keyring)
+            message, problem = _message_of(row, contents or {}, self._keyring)
             context = Context(message, handler, leased_at, self._keeper.ensure)
             context.used_count -= row.max_attempts - row.attempt_budget
             self._held[row.id] = context
-            if row.content_id is not None and row.content_id not in contents:
+            if row.content_id is not None and row.content_id not in (contents or {}):
                 context.done = True
-                gone = Permanent(f"its content {row.content_id} is gone: prune and redrive met, or somebody deleted it")
-                self._finisher.collect(context, RELEASED if self._database_down else gone)
+                gone = Permanent(f"its content {row.content_id} is gone: somebody deleted it")
+                self._finisher.collect(context, RELEASED if contents is None else gone)
                 continue
             if row.former_state == _SENDING:
                 suspects.append(context)
@@ -522,23 +522,20 @@ class Worker:
         if ended:
             await self._account_for_ended(ended)
 
-    async def _contents_of(self, rows: Sequence[ClaimedRow]) -> Mapping[int, JsonValue]:
-        """The contents that these rows name, as far as they can be read now."""
+    async def _contents_of(self, rows: Sequence[ClaimedRow]) -> Mapping[int, JsonValue] | None:
+        """The contents that these rows name, those that exist; None if the database did not answer."""
         asked = {row.content_id for row in rows if row.content_id is not None and row.state == _SENDING}
-        if not asked:
-            return {}
-        missing = sorted(asked - self._contents.keys())
-        if missing:
+        contents = {content_id: self._contents[content_id] for content_id in asked & self._contents.keys()}
+        if missing := sorted(asked - contents.keys()):
             try:
                 found = await self._store.contents(missing)
             except (psycopg.Error, OSError) as error:
                 await self._endure(error)
-                found = {}
-            # What a claim needs stays, and as much of the rest as has room: a fan-out's messages come together.
-            kept = {i: self._contents[i] for i in self._contents if i in asked or len(asked) < _KEPT_CONTENTS}
-            self._contents = dict(list(kept.items())[-_KEPT_CONTENTS:])
-            self._contents.update((content_id, _read_json(text)) for content_id, text in found.items())
-        return {content_id: self._contents[content_id] for content_id in asked & self._contents.keys()}
+                return None
+            contents.update((content_id, _read_json(text)) for content_id, text in found.items())
+            # The messages of a fan-out come together: the last contents are those that are asked for next.
+            self._contents = dict(list((self._contents | contents).items())[-_KEPT_CONTENTS:])
+        return contents
 
     async def _account_for_ended(self, rows: Sequence[ClaimedRow]) -> None:
         for row in rows:

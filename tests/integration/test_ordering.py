@@ -14,6 +14,7 @@ from pgoutbox import NewMessage, Outbox, PayloadError, Topic, maintenance
 from pgoutbox.maintenance import Rate
 from pgoutbox.message import Message, Permanent, Transient
 from pgoutbox.retry import RetryPolicy
+from pgoutbox.store import Store
 from pgoutbox.worker import Worker
 from tests.outbox_actions import (
     PATIENCE_SECONDS,
@@ -29,6 +30,8 @@ from tests.outbox_actions import (
 from tests.waiting import until
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pgoutbox.dispatch import Context
     from tests.conftest import Connect
 
@@ -237,6 +240,50 @@ async def test_a_fan_out_stores_its_content_once_and_delivers_it_to_each(
     assert got == dict.fromkeys(destinations, content)
     assert len(keys) == len(rows) == 50
     assert attempts_of(db, enqueued[7].id) == [(1, "retry", "planned")]
+
+
+async def test_more_contents_than_a_worker_keeps_arrive_all_the_same(
+    dsn: str, connect: Connect, db: psycopg.Connection
+) -> None:
+    outbox = Outbox(settings_for(dsn, batch_size=30))
+    got: dict[int, object] = {}
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        got[message.id] = message.content
+
+    expected: dict[int, object] = {}
+    with connect() as connection:
+        for number in range(40):
+            for message in outbox.enqueue_fanout(connection, "greet", 1, ["a:1", "a:2", "a:3"], content=number):
+                expected[message.id] = number
+    # Each claim has the first destination of some fan-outs, and the second of others.
+    db.execute("UPDATE pgoutbox.message_live SET available_at = now() - make_interval(secs => id * 7 % 11)")
+    await drained(outbox)
+    assert got == expected
+
+
+@pytest.mark.parametrize("error", [psycopg.OperationalError("gone"), psycopg.errors.LockNotAvailable()])
+async def test_a_content_that_cannot_be_read_now_uses_up_no_attempt(
+    dsn: str, connect: Connect, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch, error: psycopg.Error
+) -> None:
+    line = Line(dsn)
+    with connect() as connection:
+        (message,) = line.outbox.enqueue_fanout(connection, "greet", 1, ["a:1"], content="shared")
+    read = Store.contents
+    trials = 0
+
+    async def fail_once(self: Store, content_ids: Sequence[int]) -> dict[int, str]:
+        nonlocal trials
+        trials += 1
+        if trials == 1:
+            raise error
+        return await read(self, content_ids)
+
+    monkeypatch.setattr(Store, "contents", fail_once)
+    await drained(line.outbox)
+    (row,) = rows_of(db, message.id)
+    assert (row.state, row.max_attempts - row.attempt_count) == ("sent", 10)
 
 
 async def test_the_content_goes_with_the_last_of_its_messages(
