@@ -349,10 +349,10 @@ class Worker:
             if room == 0:
                 await self._progress.wait()
                 continue
-            may_take_suspects = not self._suspects
+            was_idle = not self._held  # What ends during the claim may be due again, and the claim does not see it.
             found = await self._claim_round(room, from_beginning=from_beginning)
             if found == 0 and from_beginning and not self._work_ahead:
-                if may_take_suspects and not self._held:
+                if was_idle:
                     return
                 await self._progress.wait()
             from_beginning = found == 0

@@ -266,13 +266,21 @@ async def test_it_closes_by_itself_and_everything_is_delivered_once(dsn: str, db
         assert heard.events.count(Event.BREAKER_CLOSED) == heard.events.count(Event.BREAKER_OPENED) == 1
 
 
+def knows_as_open(worker: Worker, key: str) -> bool:
+    circuit = worker._breakers._circuits.get(key)
+    return circuit is not None and circuit.retry_at is not None
+
+
 async def test_one_message_of_the_whole_fleet_is_sent_as_a_probe(dsn: str, db: psycopg.Connection) -> None:
     """The host is silent: while the probe is under way, all that fall due are snoozed, whoever claims them."""
     app = App(dsn, **BRIEF, breaker_probe_seconds=HOUR)
     async with line_host(Mood.DROP) as host:
-        async with running(app.worker()), running(app.worker()), running(app.worker()):
+        workers = [app.worker() for _ in range(3)]
+        async with running(workers[0]), running(workers[1]), running(workers[2]):
             ids = [enqueue(db, destination=host.destination) for _ in range(12)]
             await until(lambda: is_open(db, host.key))
+            # A worker learns of it by a failure of its own.
+            await until(lambda: all(knows_as_open(worker, host.key) for worker in workers))
             await until(lambda: "sending" not in states_of(db, *ids))
             host.mood = Mood.HANG
             sent_count = len(host.attempts)

@@ -42,6 +42,7 @@ from tests.outbox_actions import (
     settings_for,
     state_of,
 )
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -1268,3 +1269,35 @@ async def test_snoozes_and_redrives_do_not_lengthen_the_pause_after_a_failure(ds
         "SELECT extract(epoch FROM available_at - now())::float8 FROM pgoutbox.message WHERE id = %s", [message_id]
     ).fetchone() or (0.0,)
     assert 0 < pause <= 100
+
+
+async def test_one_run_works_off_what_falls_due_again_while_it_looks_for_the_last_time(
+    dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outbox = Outbox(settings_for(dsn))
+    opened = asyncio.Event()
+
+    @outbox.handler("greet", retry=AT_ONCE)
+    async def greet(message: Message, ctx: Context) -> None:
+        await opened.wait()
+        if message.attempt_count == 1:
+            raise Transient("busy")
+
+    message_id = enqueue(db)
+    worker = Worker(outbox)
+    empty_looks = 0
+
+    class SlowStore(Store):
+        async def claim(self, *arguments: Any, **options: Any) -> list[ClaimedRow]:  # noqa: ANN401 - passed on
+            nonlocal empty_looks
+            rows = await super().claim(*arguments, **options)
+            empty_looks += not rows
+            # The second one is from the beginning: after it a run may end.
+            if empty_looks == 2:
+                opened.set()
+                await until(lambda: not worker._held)
+            return rows
+
+    monkeypatch.setattr(pgoutbox.worker, "Store", SlowStore)
+    await worker.run_once()
+    assert state_of(db, message_id) == State.SENT
