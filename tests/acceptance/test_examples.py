@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING
 
 import psycopg
 import pytest
+import redis
 from psycopg import sql as composable
 
 from examples.password_reset import hash_of
 from pgoutbox.settings import ENVIRONMENT_PREFIX
 from pgoutbox.webhooks import verify
+from tests.brokers import HOST, redis_server
 from tests.outbox_actions import make_due, row_of
 from tests.smtp_server import Inbox, Misbehaviour, accepting_server, parsed, scripted_server
 from tests.webhook_server import webhook_server
@@ -193,6 +195,27 @@ async def test_a_subscriber_gets_a_webhook_that_its_secret_verifies(shell: Shell
     assert json.loads(received.body) == {"type": "order.paid", "data": {"order_id": 7}}
     assert verify(received.body, received.headers, secret.removeprefix("secret "))
     assert states(dsn) == {"sent": 1}
+
+
+async def test_the_bookings_of_an_account_arrive_in_order(shell: Shell, dsn: str) -> None:
+    with redis_server() as broker:
+        shell.environment["PGOUTBOX_REDIS_URL"] = f"redis://{HOST}:{broker.port}/0"
+        assert await shell.example("bookings") == ["owed (5,)"]
+        await shell.deliver("bookings")
+        with redis.Redis(HOST, broker.port) as client:
+            events = [json.loads(fields[b"event"]) for _, fields in client.xrange("bookings")]
+    amounts = {name: [e["data"]["amount"] for e in events if e["subject"] == name] for name in ("ada", "bob")}
+    assert amounts == {"ada": [100, -30, 5], "bob": [20, 1]}
+    assert states(dsn) == {"sent": 5}
+
+
+async def test_every_reader_gets_the_newsletter_that_is_stored_once(shell: Shell, dsn: str, inbox: Inbox) -> None:
+    assert await shell.example("newsletter", "12") == ["messages 12", "contents 1"]
+    await shell.deliver("newsletter", "--queue", "bulk")
+    got = mails(inbox)
+    assert {recipient for recipient, _ in got} == {f"reader{n}@example.org" for n in range(12)}
+    assert len({text for _, text in got}) == 1
+    assert states(dsn) == {"sent": 12}
 
 
 def indexed_ids(shell: Shell) -> list[int]:

@@ -1,0 +1,70 @@
+"""Events in order: what happens to an account goes to a Redis stream, one booking after the other.
+
+    PGOUTBOX_REDIS_URL=redis://127.0.0.1:6379/0 python -m examples.bookings
+    PGOUTBOX_REDIS_URL=redis://127.0.0.1:6379/0 pgoutbox worker --app examples.bookings:outbox --once
+
+An account is an ordering key, so a booking is handed over only after the one before it. One that fails for good holds
+up its account, and no other, until a person has decided.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import psycopg
+from pydantic import BaseModel
+
+from pgoutbox import Context, Event, Message, Outbox, Topic
+
+
+class Booked(BaseModel):
+    """What was booked to which account."""
+
+    account: str
+    amount: int
+
+
+BOOKED: Topic[Booked] = Topic(
+    "account.booked",
+    payload=Booked,
+    destination="redis:bookings",
+    ordering_key=lambda p: p.account,
+    on_failed="halt",
+)
+
+outbox = Outbox()
+
+TABLES = "CREATE TABLE IF NOT EXISTS account (name text PRIMARY KEY, balance bigint NOT NULL)"
+
+
+@outbox.handler(BOOKED)
+async def publish(message: Message[Booked], ctx: Context) -> Event:  # noqa: ARG001
+    """The booking as an event; its id is the same at every attempt."""
+    return Event(message.payload.model_dump(), subject=message.payload.account, source="https://bank.example.org")
+
+
+def book(connection: psycopg.Connection[Any], account: str, amount: int) -> None:
+    """Change the balance and owe the event, in the caller's transaction."""
+    connection.execute(
+        """
+        INSERT INTO account AS a (name, balance) VALUES (%(name)s, %(amount)s)
+        ON CONFLICT (name) DO UPDATE SET balance = a.balance + %(amount)s
+        """,
+        {"name": account, "amount": amount},
+    )
+    outbox.enqueue(connection, BOOKED, Booked(account=account, amount=amount))
+
+
+def main() -> None:
+    """Five bookings to two accounts, each a transaction of its own."""
+    with psycopg.connect(os.environ["PGOUTBOX_DSN"], autocommit=True) as connection:
+        connection.execute(TABLES)
+        for account, amount in (("ada", 100), ("bob", 20), ("ada", -30), ("ada", 5), ("bob", 1)):
+            with connection.transaction():
+                book(connection, account, amount)
+        print("owed", connection.execute("SELECT count(*) FROM pgoutbox.message_live").fetchone())
+
+
+if __name__ == "__main__":
+    main()
