@@ -637,11 +637,13 @@ _ORDERED_LANE: Final[LiteralString] = """, candidate AS MATERIALIZED (
         AND m.available_at <= now()
         AND NOT EXISTS (
             SELECT
-            FROM pgoutbox.message_live AS other
-            WHERE other.queue = m.queue
-                AND other.ordering_key = m.ordering_key
-                AND other.id <> m.id
-                AND (other.id < m.id OR other.state = 'sending')
+            FROM pgoutbox.message_live AS earlier
+            WHERE earlier.queue = m.queue AND earlier.ordering_key = m.ordering_key AND earlier.id < m.id
+        )
+        AND NOT EXISTS (
+            SELECT
+            FROM pgoutbox.message_live AS sibling
+            WHERE sibling.queue = m.queue AND sibling.ordering_key = m.ordering_key AND sibling.state = 'sending'
         )
     LIMIT (SELECT p.count FROM permit AS p)
     FOR UPDATE OF m SKIP LOCKED
