@@ -18,8 +18,8 @@ from benchmarks.options import TOPIC, Options
 from benchmarks.processes import Child, child, wait_until
 from benchmarks.report import Result, Table, Verdict
 from benchmarks.server import Server
-from pgoutbox import maintenance
-from pgoutbox.maintenance import Rate
+from pgoutbox import maintenance, operations
+from pgoutbox.operations import Rate
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import load_settings
 
@@ -34,7 +34,7 @@ def run_limits(server: Server, options: Options) -> Result:
     """Four processes, a limit of 20 a second with a burst of 5; the receiver counts."""
     with _fleet(server, _LIMIT_PROCESSES, fail_percent=0) as fleet:
         with psycopg.connect(fleet.dsn, autocommit=True) as connection:
-            maintenance.limit_rate(connection, "default", Rate(_RATE, 1), burst=_BURST)
+            operations.limit_rate(connection, "default", Rate(_RATE, 1), burst=_BURST)
             connection.execute(
                 "SELECT count(*) FROM generate_series(1, %s) AS n, LATERAL pgoutbox.enqueue(%s, to_jsonb(n))",
                 (options.limited_messages, TOPIC),

@@ -16,8 +16,8 @@ from datetime import UTC, datetime
 import psycopg
 from pydantic import BaseModel
 
-from pgoutbox import Context, Email, Message, Outbox, Topic, maintenance
-from pgoutbox.maintenance import Rate
+from pgoutbox import Context, Email, Message, Outbox, Topic, operations
+from pgoutbox.operations import Rate
 
 
 class Issue(BaseModel):
@@ -48,7 +48,7 @@ def publish(connection: psycopg.Connection, number: int, text: str, addresses: l
 def main(recipients: int) -> None:
     """Limit the queue, and publish an issue."""
     with psycopg.connect(os.environ["PGOUTBOX_DSN"]) as connection:
-        maintenance.limit_rate(connection, "bulk", Rate(20, 1), burst=20)
+        operations.limit_rate(connection, "bulk", Rate(20, 1), burst=20)
         today = datetime.now(UTC).date().isoformat()
         count = publish(connection, 12, f"News of {today}", [f"reader{n}@example.org" for n in range(recipients)])
         print("messages", count)

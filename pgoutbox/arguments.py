@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Annotated, Final, NoReturn
 import typer
 
 from pgoutbox.errors import ConfigurationError, PayloadError, PgOutboxError
-from pgoutbox.maintenance import MAX_AGE, Rate
+from pgoutbox.maintenance import MAX_AGE
 from pgoutbox.message import FINAL_STATES, State
+from pgoutbox.operations import Rate
 from pgoutbox.outbox import Outbox
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 import psycopg
 import typer
 
-from pgoutbox import maintenance
+from pgoutbox import maintenance, operations, session
 from pgoutbox import migrate as migrations
 from pgoutbox.arguments import (
     MAX_RATE_COUNT,
@@ -217,8 +217,8 @@ def _warn_of_unknown_queues(settings: Settings, queues: list[str]) -> None:
     # A queue that is new has no messages yet, so this is no error. A server that is away is the worker's to wait for.
     if not queues:
         return
-    with contextlib.suppress(psycopg.Error), maintenance.connect(settings, read_only=True) as connection:
-        for queue in maintenance.unknown_queues(connection, queues):
+    with contextlib.suppress(psycopg.Error), session.connect(settings, read_only=True) as connection:
+        for queue in operations.unknown_queues(connection, queues):
             print_warning(f"queue {queue!r} has no messages so far; {_known_queues(connection)}")
 
 
@@ -265,8 +265,8 @@ def enqueue(
         raise typer.BadParameter("a header is given twice")
     outbox = Outbox(settings)
     definition: str | Topic[Any] = Topic(check_name("topic", topic), encrypted=True) if encrypt else topic
-    with maintenance.connect(settings) as connection:
-        receipt = maintenance.transact(
+    with session.connect(settings) as connection:
+        receipt = session.transact(
             connection,
             lambda: outbox.enqueue(
                 connection,
@@ -311,8 +311,8 @@ def list_messages(
     """
     settings = _settings(dsn, app=where)
     names_of = _redacted_names(settings)
-    with maintenance.connect(settings, read_only=True) as connection:
-        messages = maintenance.list_messages(
+    with session.connect(settings, read_only=True) as connection:
+        messages = operations.list_messages(
             connection,
             states=states or (),
             topic=topic,
@@ -323,7 +323,7 @@ def list_messages(
         )
         if not messages:
             _require_known_queue(connection, queue)
-    messages = [maintenance.redact_listed(message, names_of(message.topic)) for message in messages]
+    messages = [operations.redact_listed(message, names_of(message.topic)) for message in messages]
     if as_json:
         for message in messages:
             print_json(message._asdict())
@@ -364,11 +364,11 @@ def show(
     """
     settings = _settings(dsn, app=where)
     names_of = _redacted_names(settings)
-    with maintenance.connect(settings, read_only=True) as connection:
-        message, attempts = maintenance.show_message(connection, message_id)
+    with session.connect(settings, read_only=True) as connection:
+        message, attempts = operations.show_message(connection, message_id)
     names = names_of(message.topic)
-    fields = maintenance.redact_message(message, names)._asdict()
-    attempts = [maintenance.redact_attempt(attempt, names) for attempt in attempts]
+    fields = operations.redact_message(message, names)._asdict()
+    attempts = [operations.redact_attempt(attempt, names) for attempt in attempts]
     if as_json:
         print_json(fields | {"attempts": [attempt._asdict() for attempt in attempts]})
         return
@@ -384,9 +384,9 @@ def show(
 @app.command()
 def stats(*, queue: InQueue = None, dsn: Dsn = None, as_json: Json = False) -> None:
     """Count the messages; name the paused queues."""
-    with maintenance.connect(_settings(dsn), read_only=True) as connection:
-        counts = maintenance.count_messages(connection, queue=queue)
-        paused = [q for q in maintenance.list_queues(connection) if q.paused_at and queue in (None, q.queue)]
+    with session.connect(_settings(dsn), read_only=True) as connection:
+        counts = operations.count_messages(connection, queue=queue)
+        paused = [q for q in operations.list_queues(connection) if q.paused_at and queue in (None, q.queue)]
         if not counts:
             _require_known_queue(connection, queue)
     if as_json:
@@ -397,7 +397,7 @@ def stats(*, queue: InQueue = None, dsn: Dsn = None, as_json: Json = False) -> N
             }
         )
         return
-    print_table(maintenance.TopicCounts._fields, counts)
+    print_table(operations.TopicCounts._fields, counts)
     for controls in paused:
         print_warning(f"queue {controls.queue} is {_pause_text(controls.paused_at, controls.resume_at)}")
 
@@ -428,8 +428,8 @@ def redrive(
         _confirm("redrive every failed message", yes=yes or bool(topic or queue))
         _redrive_all_failed(settings, topic=topic, queue=queue, as_json=as_json)
         return
-    with maintenance.connect(settings) as connection:
-        answers = maintenance.redrive(connection, message_ids or ())
+    with session.connect(settings) as connection:
+        answers = operations.redrive(connection, message_ids or ())
     for answer in answers:
         if as_json:
             print_json({"id": answer.id, "redriven": answer.refusal is None, "refusal": answer.refusal})
@@ -443,12 +443,12 @@ def redrive(
 
 def _redrive_all_failed(settings: Settings, *, topic: str | None, queue: str | None, as_json: bool) -> None:
     with (
-        maintenance.connect(settings) as connection,
+        session.connect(settings) as connection,
         _interruptible("what was redriven so far stays so; run it again for the rest"),
         progress("redriving") as report,
     ):
-        totals = maintenance.redrive_failed(connection, topic=topic, queue=queue, progress=report)
-        if totals == maintenance.RedriveTotals(0, 0, 0):
+        totals = operations.redrive_failed(connection, topic=topic, queue=queue, progress=report)
+        if totals == operations.RedriveTotals(0, 0, 0):
             _require_known_queue(connection, queue)
     if as_json:
         print_json({"redriven": totals.redriven, "superseded": totals.superseded, "locked": totals.locked})
@@ -461,8 +461,8 @@ def _redrive_all_failed(settings: Settings, *, topic: str | None, queue: str | N
 @app.command()
 def resend(message_id: MessageId, *, dsn: Dsn = None, as_json: Json = False) -> None:
     """Send a copy of a sent message; print its id."""
-    with maintenance.connect(_settings(dsn)) as connection:
-        copy_id = maintenance.resend(connection, message_id)
+    with session.connect(_settings(dsn)) as connection:
+        copy_id = operations.resend(connection, message_id)
     if as_json:
         print_json({"id": copy_id, "resend_of": message_id})
     else:
@@ -486,9 +486,9 @@ def cancel(
     keys = [key for key in (coalesce_key, dedupe_key) if key is not None]
     if (message_id is None) != (topic is not None and len(keys) == 1) or (message_id is not None and (topic or keys)):
         raise typer.BadParameter("give an ID, or --topic with --coalesce-key or --dedupe-key")
-    with maintenance.connect(_settings(dsn)) as connection:
+    with session.connect(_settings(dsn)) as connection:
         if message_id is not None:
-            met = maintenance.cancel(connection, message_id)
+            met = operations.cancel(connection, message_id)
         else:
             met = _cancel_by_key(connection, str(topic), coalesce_key, dedupe_key)
     if met.result == "missing":
@@ -506,8 +506,8 @@ def cancel(
 
 def _cancel_by_key(
     connection: psycopg.Connection[TupleRow], topic: str, coalesce_key: str | None, dedupe_key: str | None
-) -> maintenance.Cancelled:
-    found = maintenance.cancel_by_key(connection, topic, coalesce_key=coalesce_key, dedupe_key=dedupe_key)
+) -> operations.Cancelled:
+    found = operations.cancel_by_key(connection, topic, coalesce_key=coalesce_key, dedupe_key=dedupe_key)
     if not found:
         raise MessageNotFoundError(f"no message of topic {topic!r} has this key")
     return found[0]
@@ -549,7 +549,7 @@ def prune(
     days = older_than / timedelta(days=1)
     action = f"delete every message that has been {' or '.join(sorted(chosen))} for {days:g} days"
     _confirm(action, yes=yes or bool(states or topic))
-    with maintenance.connect(settings) as connection, _interruptible("what was deleted so far stays deleted"):
+    with session.connect(settings) as connection, _interruptible("what was deleted so far stays deleted"):
         total = None
         if sys.stderr.isatty():
             total = sum(maintenance.count_prunable(connection, older_than, states=chosen, topic=topic).values())
@@ -562,7 +562,7 @@ def prune(
 
 
 def _prune_by_retention(settings: Settings, *, as_json: bool) -> None:
-    with maintenance.connect(settings) as connection, _interruptible("what was deleted so far stays deleted"):
+    with session.connect(settings) as connection, _interruptible("what was deleted so far stays deleted"):
         if not maintenance.retention_rules(connection):
             print_note("there are no rules, so nothing is deleted; set one with: pgoutbox retention set")
         with progress("deleting") as report:
@@ -587,7 +587,7 @@ def retention(context: typer.Context, *, dsn: Dsn = None, as_json: Json = False)
     context.obj = dsn
     if context.invoked_subcommand is not None:
         return
-    with maintenance.connect(_settings(dsn), read_only=True) as connection:
+    with session.connect(_settings(dsn), read_only=True) as connection:
         rules = maintenance.retention_rules(connection)
     if as_json:
         for rule in rules:
@@ -612,7 +612,7 @@ def set_retention(
     deleted by `pgoutbox prune`.
     """
     rule = maintenance.RetentionRule(topic, state, parse_keep(keep))
-    with maintenance.connect(_settings(dsn or context.obj)) as connection:
+    with session.connect(_settings(dsn or context.obj)) as connection:
         maintenance.set_retention(connection, *rule)
     if as_json:
         print_json(_rule_as_json(rule))
@@ -625,7 +625,7 @@ def unset_retention(
     context: typer.Context, topic: RuleTopic, state: RuleState, *, dsn: Dsn = None, as_json: Json = False
 ) -> None:
     """Take a rule back."""
-    with maintenance.connect(_settings(dsn or context.obj)) as connection:
+    with session.connect(_settings(dsn or context.obj)) as connection:
         unset = maintenance.unset_retention(connection, topic, state)
     if as_json:
         print_json({"topic": topic, "state": state, "unset": unset})
@@ -656,10 +656,10 @@ def pause(
 
     What is in flight goes on, and enqueue is not affected.
     """
-    with maintenance.connect(_settings(dsn)) as connection:
-        if maintenance.unknown_queues(connection, [queue]):
+    with session.connect(_settings(dsn)) as connection:
+        if operations.unknown_queues(connection, [queue]):
             print_warning(f"queue {queue!r} has no messages so far; {_known_queues(connection)}")
-        paused_at, resume_at = maintenance.pause_queue(connection, queue, duration=duration)
+        paused_at, resume_at = operations.pause_queue(connection, queue, duration=duration)
     if as_json:
         print_json({"queue": queue, "paused_at": paused_at, "resume_at": resume_at})
     else:
@@ -674,8 +674,8 @@ def resume(
     as_json: Json = False,
 ) -> None:
     """Allow the claims of a paused queue again."""
-    with maintenance.connect(_settings(dsn)) as connection:
-        resumed = maintenance.resume_queue(connection, queue)
+    with session.connect(_settings(dsn)) as connection:
+        resumed = operations.resume_queue(connection, queue)
         if not resumed:
             _require_known_queue(connection, queue)
     if as_json:
@@ -711,12 +711,12 @@ def limit(
     if burst is not None and new_rate is None:
         raise typer.BadParameter("--burst: only together with a --rate")
     max_in_flight = None if in_flight is None else parse_count(in_flight)
-    with maintenance.connect(_settings(dsn)) as connection:
+    with session.connect(_settings(dsn)) as connection:
         if rate is not None:
-            maintenance.limit_rate(connection, queue, new_rate, burst=burst)
+            operations.limit_rate(connection, queue, new_rate, burst=burst)
         if in_flight is not None:
-            maintenance.limit_in_flight(connection, queue, max_in_flight)
-        found = [q for q in maintenance.list_queues(connection) if q.queue == queue]
+            operations.limit_in_flight(connection, queue, max_in_flight)
+        found = [q for q in operations.list_queues(connection) if q.queue == queue]
     _print_queues(found, as_json=as_json)
     if not found and not as_json:
         print_line(f"queue {queue}: no limits")
@@ -725,16 +725,16 @@ def limit(
 @app.command()
 def queues(*, dsn: Dsn = None, as_json: Json = False) -> None:
     """List the queues that are paused or limited."""
-    with maintenance.connect(_settings(dsn), read_only=True) as connection:
-        found = maintenance.list_queues(connection)
+    with session.connect(_settings(dsn), read_only=True) as connection:
+        found = operations.list_queues(connection)
     _print_queues(found, as_json=as_json)
 
 
-def _print_queues(found: Sequence[maintenance.QueueControls], *, as_json: bool) -> None:
+def _print_queues(found: Sequence[operations.QueueControls], *, as_json: bool) -> None:
     if as_json:
         print_json([q._asdict() for q in found])
     elif found:
-        print_table(maintenance.QueueControls._fields, found)
+        print_table(operations.QueueControls._fields, found)
 
 
 def _pause_text(paused_at: datetime | None, resume_at: datetime | None) -> str:
@@ -828,12 +828,12 @@ def _interruptible(consequence: str) -> Iterator[None]:
 
 
 def _require_known_queue(connection: psycopg.Connection[TupleRow], queue: str | None) -> None:
-    if queue is not None and maintenance.unknown_queues(connection, [queue]):
+    if queue is not None and operations.unknown_queues(connection, [queue]):
         raise ConfigurationError(f"no queue {queue!r}; {_known_queues(connection)}")
 
 
 def _known_queues(connection: psycopg.Connection[TupleRow]) -> str:
-    known = maintenance.known_queues(connection)
+    known = operations.known_queues(connection)
     return f"known queues: {', '.join(known)}" if known else "there are no messages at all yet"
 
 

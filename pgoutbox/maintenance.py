@@ -1,183 +1,31 @@
-"""What an operator does to messages and queues, each a function on a connection made by `connect`.
+"""What is deleted: by age, when an operator says so, and by the rules of retention.
 
-Every call is one transaction of its own, or one for each batch of a bulk, so that an interruption loses nothing that
-was reported done. Every write is guarded in SQL by the state that it expects: what a worker or another operator did
-meanwhile is answered, never overwritten.
+In batches that are committed one by one, so that an interruption loses nothing that was reported done.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from datetime import datetime, timedelta
-from typing import Final, LiteralString, NamedTuple, TypeVar, cast
+from datetime import timedelta
+from typing import Final, LiteralString, NamedTuple, cast
 
 import psycopg
-from psycopg.errors import DeadlockDetected, SerializationFailure
 from psycopg.rows import TupleRow
-from pydantic import JsonValue
 
 from pgoutbox import sql
 from pgoutbox.drafts import check_name
-from pgoutbox.encryption import is_sealed
-from pgoutbox.errors import (
-    ConfigurationError,
-    MessageNotFoundError,
-    PayloadError,
-    StateError,
-)
+from pgoutbox.errors import ConfigurationError, PayloadError, StateError
 from pgoutbox.message import FINAL_STATES, State
-from pgoutbox.redaction import redact, redact_text
-from pgoutbox.settings import Settings
-from pgoutbox.store import ServerFacts, judge_schema, judge_server
-
-Progress = Callable[[int], object]
-"""Called after each committed batch with the number of messages done so far."""
+from pgoutbox.session import Progress, fetch, transact
 
 PRUNED_BY_DEFAULT: Final = frozenset({State.SENT, State.SKIPPED, State.CANCELLED})
 MAX_AGE: Final = timedelta(days=36_500)
 DEDUPE_KEY: Final = "dedupe_key"
 RETAINED: Final = (*(state.value for state in State if state in FINAL_STATES), DEDUPE_KEY)
 
-_REDRIVE_BATCH: Final = 500
 _PRUNE_BATCH: Final = 5_000
-_TRIALS: Final = 5
-_USUAL_BURST: Final = 5
-_ENCRYPTED: Final = "(encrypted)"
-
-_T = TypeVar("_T")
-_Parameters = Mapping[str, object] | Sequence[object]
-
-
-class ListedMessage(NamedTuple):
-    """A message as a list shows it, without payload, in the order of LIST_MESSAGES."""
-
-    id: int
-    topic: str
-    queue: str
-    destination: str | None
-    state: State
-    attempt_count: int
-    max_attempts: int
-    created_at: datetime
-    available_at: datetime
-    finished_at: datetime | None
-    coalesce_key: str | None
-    dedupe_key: str | None
-    skip_reason: str | None
-    last_error: str | None
-
-
-class ShownMessage(NamedTuple):
-    """Everything about one message, in the order of SHOW_MESSAGE."""
-
-    id: int
-    topic: str
-    queue: str
-    destination: str | None
-    state: State
-    attempt_count: int
-    max_attempts: int
-    created_at: datetime
-    available_at: datetime
-    expires_at: datetime | None
-    claimed_at: datetime | None
-    lease_expires_at: datetime | None
-    cancel_requested_at: datetime | None
-    finished_at: datetime | None
-    worker: str | None
-    coalesce_key: str | None
-    dedupe_key: str | None
-    ordering_key: str | None
-    on_failed: str | None
-    superseded_by: int | None
-    resend_of: int | None
-    content_id: int | None
-    skip_reason: str | None
-    last_error: str | None
-    headers: dict[str, JsonValue] | None
-    payload: JsonValue
-
-
-class ShownAttempt(NamedTuple):
-    """One attempt that did not end `sent`, in the order of SHOW_ATTEMPTS."""
-
-    attempt_count: int
-    outcome: str
-    worker: str
-    started_at: datetime
-    ended_at: datetime
-    error: str | None
-
-
-class TopicCounts(NamedTuple):
-    """How many messages of one topic stand where in one queue, in the order of STATS.
-
-    `due` and `scheduled` are the pending ones; `oldest_due_seconds` is how long the first of the due ones has waited.
-    """
-
-    queue: str
-    topic: str
-    due: int
-    scheduled: int
-    sending: int
-    sent: int
-    failed: int
-    skipped: int
-    cancelled: int
-    oldest_due_seconds: float | None
-
-
-class QueueControls(NamedTuple):
-    """A queue that is paused or has limits, in the order of LIST_QUEUES.
-
-    Up to `rate_count` attempts may begin in `rate_seconds`, `burst` of them at once, `tokens` of them now.
-    """
-
-    queue: str
-    paused_at: datetime | None
-    resume_at: datetime | None
-    rate_count: int | None
-    rate_seconds: float | None
-    burst: int | None
-    tokens: float | None
-    max_in_flight: int | None
-    in_flight: int
-
-
-@dataclass(frozen=True, slots=True)
-class Rate:
-    """So many attempts in a period."""
-
-    count: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Redriven:
-    """What redrive made of one message: `refusal` is None if it is pending again, or else why it is not."""
-
-    id: int
-    refusal: str | None
-    superseded_by: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RedriveTotals:
-    """What a redrive of all failed messages did. The locked ones can be tried again; the superseded ones never will."""
-
-    redriven: int
-    superseded: int
-    locked: int
-
-
-class Cancelled(NamedTuple):
-    """What cancel met: `cancelled`, `requested` (in flight, told to stop), a final state, `locked` or `missing`."""
-
-    id: int
-    result: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,235 +53,6 @@ class RetentionRule(NamedTuple):
     keep: timedelta | None
 
 
-@contextlib.contextmanager
-def connect(settings: Settings, *, read_only: bool = False) -> Iterator[psycopg.Connection[TupleRow]]:
-    """A connection for the functions of this module, for the length of the `with` block.
-
-    Transactions on it are READ COMMITTED whatever the role's default is. Works through a transaction pooler, and with
-    `read_only` on a standby too. Raises `ConfigurationError` or `SchemaError` for a server that cannot be worked with.
-
-        with connect(load_settings()) as connection:
-            redrive(connection, [17])
-    """
-    connection = psycopg.connect(
-        settings.require_dsn(),
-        autocommit=True,
-        prepare_threshold=None,
-        connect_timeout=settings.connect_timeout_seconds,
-        application_name="pgoutbox cli",
-    )
-    with contextlib.closing(connection):
-        _check_server(connection, read_only=read_only)
-        connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
-        connection.read_only = read_only
-        yield connection
-
-
-def _check_server(connection: psycopg.Connection[TupleRow], *, read_only: bool) -> None:
-    judge_server(ServerFacts._make(connection.execute(sql.SERVER_FACTS).fetchall()[0]), writes=not read_only)
-    ((found,),) = connection.execute(sql.SCHEMA_VERSION)
-    judge_schema(found)
-
-
-def transact(connection: psycopg.Connection[TupleRow], work: Callable[[], _T]) -> _T:
-    """Run `work` in a transaction, and again if it lost a race: its statements decide anew by the state they then meet.
-
-    Raises what `work` raises, and after five lost races the driver's error. A row that moves to another partition while
-    it is being locked fails with 40001, in READ COMMITTED too.
-    """
-    trial = 1
-    while True:
-        try:
-            with connection.transaction():
-                connection.execute(sql.PREPARE_OPERATION)
-                return work()
-        except (SerializationFailure, DeadlockDetected):
-            if trial == _TRIALS:
-                raise
-            trial += 1
-
-
-def _fetch(
-    connection: psycopg.Connection[TupleRow], statement: LiteralString, parameters: _Parameters
-) -> list[TupleRow]:
-    return transact(connection, lambda: connection.execute(statement, parameters).fetchall())
-
-
-def list_messages(
-    connection: psycopg.Connection[TupleRow],
-    *,
-    states: Collection[State] = (),
-    topic: str | None = None,
-    queue: str | None = None,
-    destination: str | None = None,
-    before_id: int | None = None,
-    limit: int = 50,
-) -> list[ListedMessage]:
-    """The newest messages that match, newest first. The next page has the last id of this one as `before_id`."""
-    rows = _fetch(
-        connection,
-        sql.LIST_MESSAGES,
-        {
-            "states": [state.value for state in states] or None,
-            "topic": topic,
-            "queue": queue,
-            "destination": destination,
-            "before_id": before_id,
-            "limit": limit,
-        },
-    )
-    return [ListedMessage._make(row)._replace(state=State(row[4])) for row in rows]
-
-
-def show_message(connection: psycopg.Connection[TupleRow], message_id: int) -> tuple[ShownMessage, list[ShownAttempt]]:
-    """One message and the attempts that did not end `sent`, oldest first.
-
-    Both are as they were stored: `redact_message` and `redact_attempt` make them fit for a person. Raises
-    `MessageNotFoundError`.
-    """
-    rows = _fetch(connection, sql.SHOW_MESSAGE, {"id": message_id})
-    if not rows:
-        raise _no_such_message(message_id)
-    attempts = _fetch(connection, sql.SHOW_ATTEMPTS, {"id": message_id})
-    message = ShownMessage._make(rows[0])
-    return message._replace(state=State(message.state)), [ShownAttempt._make(row) for row in attempts]
-
-
-def count_messages(connection: psycopg.Connection[TupleRow], *, queue: str | None = None) -> list[TopicCounts]:
-    """The numbers of messages by queue and topic."""
-    return [TopicCounts._make(row) for row in _fetch(connection, sql.STATS, {"queue": queue})]
-
-
-def list_queues(connection: psycopg.Connection[TupleRow]) -> list[QueueControls]:
-    """The queues that are paused or have limits, by name."""
-    return [QueueControls._make(row) for row in _fetch(connection, sql.LIST_QUEUES, {})]
-
-
-def known_queues(connection: psycopg.Connection[TupleRow]) -> list[str]:
-    """Every queue that a message or a setting names. Reads all messages."""
-    return [row[0] for row in _fetch(connection, sql.KNOWN_QUEUES, {})]
-
-
-def unknown_queues(connection: psycopg.Connection[TupleRow], queues: Sequence[str]) -> list[str]:
-    """Those of `queues` that neither a message nor a setting names: likely misspelt, or new."""
-    return [row[0] for row in _fetch(connection, sql.UNKNOWN_QUEUES, {"queues": list(queues)})]
-
-
-def redact_message(message: ShownMessage, names: Collection[str]) -> ShownMessage:
-    """The message as a person may see it: what is kept under one of `names` is replaced, and an encrypted payload."""
-    return message._replace(
-        destination=_redact_text(message.destination, names),
-        skip_reason=_redact_text(message.skip_reason, names),
-        last_error=_redact_text(message.last_error, names),
-        headers=cast("dict[str, JsonValue] | None", redact(message.headers, names)),
-        payload=_ENCRYPTED if is_sealed(message.payload) else redact(message.payload, names),
-    )
-
-
-def redact_listed(message: ListedMessage, names: Collection[str]) -> ListedMessage:
-    """The same for a message of a list."""
-    return message._replace(
-        destination=_redact_text(message.destination, names),
-        skip_reason=_redact_text(message.skip_reason, names),
-        last_error=_redact_text(message.last_error, names),
-    )
-
-
-def redact_attempt(attempt: ShownAttempt, names: Collection[str]) -> ShownAttempt:
-    """The same for an attempt."""
-    return attempt._replace(error=_redact_text(attempt.error, names))
-
-
-def _redact_text(text: str | None, names: Collection[str]) -> str | None:
-    return None if text is None else redact_text(text, names)
-
-
-def redrive(connection: psycopg.Connection[TupleRow], message_ids: Collection[int]) -> list[Redriven]:
-    """Make failed and cancelled messages pending again, each with the budget of attempts that it was enqueued with.
-
-    Refused for one that does not exist, stands in another state, or is superseded by a newer message of its key. All
-    in one transaction; the answers are ordered by id.
-    """
-    rows = _fetch(connection, sql.REDRIVE, {"ids": list(message_ids)})
-    return [_redriven(message_id, done, state, superseded_by) for message_id, done, state, superseded_by, _ in rows]
-
-
-def _redriven(message_id: int, done: bool, state: str | None, superseded_by: int | None) -> Redriven:  # noqa: FBT001
-    if done:
-        return Redriven(message_id, None)
-    if state is None:
-        return Redriven(message_id, "no such message")
-    if state not in (State.FAILED, State.CANCELLED):
-        return Redriven(message_id, f"is {state}; only failed and cancelled messages can be redriven")
-    if superseded_by is not None:
-        return Redriven(message_id, f"superseded by message {superseded_by}, which is newer", superseded_by)
-    return Redriven(message_id, "locked by another transaction; try again")
-
-
-def redrive_failed(
-    connection: psycopg.Connection[TupleRow],
-    *,
-    topic: str | None = None,
-    queue: str | None = None,
-    batch_size: int = _REDRIVE_BATCH,
-    progress: Progress | None = None,
-) -> RedriveTotals:
-    """Redrive every failed message that matches, in batches that are committed one by one, in the order of ids."""
-    redriven = superseded = locked = 0
-    after_id = 0
-    while True:
-        parameters = {"topic": topic, "queue": queue, "after_id": after_id, "limit": batch_size}
-        ids = [row[0] for row in _fetch(connection, sql.LIST_FAILED_IDS, parameters)]
-        if not ids:
-            return RedriveTotals(redriven, superseded, locked)
-        after_id = ids[-1]
-        for answer in redrive(connection, ids):
-            redriven += answer.refusal is None
-            superseded += answer.superseded_by is not None
-            locked += answer.refusal is not None and answer.superseded_by is None
-        if progress is not None:
-            progress(redriven)
-
-
-def resend(connection: psycopg.Connection[TupleRow], message_id: int) -> int:
-    """Enqueue a copy of a sent message, marked as `resend_of` it, and return the copy's id.
-
-    Refused (`StateError`) for a message in another state and for one that a newer message of its key supersedes.
-    """
-
-    def copy() -> int:
-        rows = connection.execute(sql.RESEND, {"id": message_id}).fetchall()
-        if not rows:
-            raise _no_such_message(message_id)
-        ((copy_id, state, superseded_by),) = rows
-        if state != State.SENT:
-            raise StateError(f"message {message_id} is {state}; only sent messages can be resent")
-        if superseded_by is not None:
-            raise StateError(f"message {message_id} is superseded by message {superseded_by}, which is newer")
-        connection.execute(sql.MARK_RESEND, {"id": copy_id, "source_id": message_id})
-        return int(copy_id)
-
-    return transact(connection, copy)
-
-
-def cancel(connection: psycopg.Connection[TupleRow], message_id: int) -> Cancelled:
-    """Cancel one message, as the SQL function `pgoutbox.cancel` does."""
-    (row,) = _fetch(connection, sql.CANCEL, (message_id, None, None, None, None))
-    return Cancelled._make(row)
-
-
-def cancel_by_key(
-    connection: psycopg.Connection[TupleRow],
-    topic: str,
-    *,
-    coalesce_key: str | None = None,
-    dedupe_key: str | None = None,
-) -> list[Cancelled]:
-    """Cancel the newest message of a coalesce key and the message of a dedupe key; empty if there is none."""
-    rows = _fetch(connection, sql.CANCEL, (None, topic, coalesce_key, topic, dedupe_key))
-    return [Cancelled._make(row) for row in rows]
-
-
 def count_prunable(
     connection: psycopg.Connection[TupleRow],
     older_than: timedelta,
@@ -442,7 +61,7 @@ def count_prunable(
     topic: str | None = None,
 ) -> dict[State, int]:
     """What `prune` with the same arguments would delete."""
-    rows = _fetch(connection, sql.COUNT_PRUNABLE, _prune_parameters(older_than, states, topic))
+    rows = fetch(connection, sql.COUNT_PRUNABLE, _prune_parameters(older_than, states, topic))
     return {State(state): count for state, count in rows}
 
 
@@ -497,7 +116,7 @@ def _prune_messages(
     deleted: Counter[State],
     progress: Progress | None,
 ) -> None:
-    while rows := _fetch(connection, statement, parameters):
+    while rows := fetch(connection, statement, parameters):
         deleted.update(State(state) for (state,) in rows)
         if progress is not None:
             progress(deleted.total())
@@ -523,7 +142,7 @@ def _prune_keys(
 
 def retention_rules(connection: psycopg.Connection[TupleRow]) -> list[RetentionRule]:
     """The rules of retention, by topic and state; those of all topics come last."""
-    return [RetentionRule._make(row) for row in _fetch(connection, sql.RETENTION_RULES, {})]
+    return [RetentionRule._make(row) for row in fetch(connection, sql.RETENTION_RULES, {})]
 
 
 def set_retention(connection: psycopg.Connection[TupleRow], topic: str, state: str, keep: timedelta | None) -> None:
@@ -542,12 +161,12 @@ def set_retention(connection: psycopg.Connection[TupleRow], topic: str, state: s
     if keep is not None and not timedelta() <= keep <= MAX_AGE:
         raise ConfigurationError(f"keep={keep}: must be from 0 to {MAX_AGE.days} days")
     seconds = None if keep is None else keep.total_seconds()
-    _fetch(connection, sql.SET_RETENTION, {"topic": topic, "state": state, "keep_seconds": seconds})
+    fetch(connection, sql.SET_RETENTION, {"topic": topic, "state": state, "keep_seconds": seconds})
 
 
 def unset_retention(connection: psycopg.Connection[TupleRow], topic: str, state: str) -> bool:
     """Take a rule back; False if there was none."""
-    return bool(_fetch(connection, sql.UNSET_RETENTION, {"topic": topic, "state": state}))
+    return bool(fetch(connection, sql.UNSET_RETENTION, {"topic": topic, "state": state}))
 
 
 def _prune_parameters(older_than: timedelta, states: Collection[State], topic: str | None) -> dict[str, object]:
@@ -561,51 +180,3 @@ def _prune_parameters(older_than: timedelta, states: Collection[State], topic: s
         "older_than_seconds": older_than.total_seconds(),
         "topic": topic,
     }
-
-
-def pause_queue(
-    connection: psycopg.Connection[TupleRow], queue: str, *, duration: timedelta | None = None
-) -> tuple[datetime, datetime | None]:
-    """Stop all claims of a queue, for some time or until `resume_queue`; returns since when and until when.
-
-    What is in flight goes on, and enqueue is not affected.
-    """
-    seconds = None if duration is None else duration.total_seconds()
-    ((paused_at, resume_at),) = _fetch(connection, sql.PAUSE_QUEUE, {"queue": queue, "seconds": seconds})
-    return paused_at, resume_at
-
-
-def resume_queue(connection: psycopg.Connection[TupleRow], queue: str) -> bool:
-    """Allow claims again and wake a worker; False if the queue was not paused."""
-    return bool(_fetch(connection, sql.RESUME_QUEUE, {"queue": queue}))
-
-
-def limit_rate(
-    connection: psycopg.Connection[TupleRow], queue: str, rate: Rate | None, *, burst: int | None = None
-) -> None:
-    """Let no more attempts of a queue begin in a period, in the whole fleet; None takes the limit away.
-
-    Up to `burst` of them begin at once when nothing was sent for a while; when not given, 5, or the rate's count if
-    that is smaller. Effective at the next claim of every worker.
-    """
-    parameters: dict[str, object]
-    if rate is None:
-        parameters = {"queue": queue, "count": None, "seconds": None, "burst": None}
-    else:
-        usual = min(rate.count, _USUAL_BURST)
-        parameters = {
-            "queue": queue,
-            "count": rate.count,
-            "seconds": rate.seconds,
-            "burst": usual if burst is None else burst,
-        }
-    _fetch(connection, sql.LIMIT_RATE, parameters)
-
-
-def limit_in_flight(connection: psycopg.Connection[TupleRow], queue: str, max_in_flight: int | None) -> None:
-    """Let no more attempts of a queue be in flight at once, in the whole fleet; None takes the limit away."""
-    _fetch(connection, sql.LIMIT_IN_FLIGHT, {"queue": queue, "max_in_flight": max_in_flight})
-
-
-def _no_such_message(message_id: int) -> MessageNotFoundError:
-    return MessageNotFoundError(f"no such message: {message_id}")

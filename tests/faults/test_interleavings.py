@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import psycopg
 import pytest
 
-from pgoutbox import Outbox, maintenance, sql
+from pgoutbox import Outbox, maintenance, operations, session, sql
 from pgoutbox.dispatch import Context
 from pgoutbox.errors import MessageNotFoundError, StateError
 from pgoutbox.message import FINAL_STATES, Message, Permanent, State, Transient
@@ -117,7 +117,7 @@ def build(db: psycopg.Connection, number: int, state: str) -> Scene:
         case "sent":
             finish_sent(db, (scene.message_id, 1))
         case "cancelled":
-            maintenance.cancel(db, scene.message_id)
+            operations.cancel(db, scene.message_id)
     db.execute(
         "UPDATE pgoutbox.message SET finished_at = finished_at - interval '1 day' "
         "WHERE id = %s AND finished_at IS NOT NULL",
@@ -129,7 +129,7 @@ def build(db: psycopg.Connection, number: int, state: str) -> Scene:
 def resend_if_sent(session: psycopg.Connection, scene: Scene) -> int | None:
     """An operator resends, or is told why not."""
     try:
-        return maintenance.resend(session, scene.message_id)
+        return operations.resend(session, scene.message_id)
     except (StateError, MessageNotFoundError):
         return None
 
@@ -138,12 +138,12 @@ OPERATIONS: dict[str, Callable[[psycopg.Connection, Scene], object]] = {
     "enqueue": lambda s, scene: scene.enqueue(s),
     "enqueue coalesced": lambda s, scene: scene.enqueue(s, coalesce_key="k"),
     "enqueue deduped": lambda s, scene: scene.enqueue(s, dedupe_key="d"),
-    "cancel": lambda s, scene: maintenance.cancel(s, scene.message_id),
+    "cancel": lambda s, scene: operations.cancel(s, scene.message_id),
     "claim": lambda s, scene: scene.claim(s),
     "finish sent": lambda s, scene: finish_sent(s, (scene.message_id, 1)),
     "finish retry": lambda s, scene: finish(s, Verdict(scene.message_id, 1, "retry", "busy")),
     "renew": lambda s, scene: renew(s, (scene.message_id, 1)),
-    "redrive": lambda s, scene: maintenance.redrive(s, [scene.message_id]),
+    "redrive": lambda s, scene: operations.redrive(s, [scene.message_id]),
     "resend": resend_if_sent,
     "prune": lambda s, scene: maintenance.prune(s, OLD, states=sorted(FINAL_STATES), topic=scene.name),
 }
@@ -433,24 +433,24 @@ class Storm:
 
     def cancel(self, session: psycopg.Connection, choice: random.Random) -> None:
         message_id = choice.choice(self.ids)
-        _, answer = maintenance.cancel(session, message_id)
+        _, answer = operations.cancel(session, message_id)
         self.answers[f"cancel: {answer}"] += 1
         if answer == "cancelled":
             self.cancelled[message_id] = self.cancelled.get(message_id, 0) + 1
 
     def redrive(self, session: psycopg.Connection, choice: random.Random) -> None:
-        for answer in maintenance.redrive(session, choice.sample(self.ids, 20)):
+        for answer in operations.redrive(session, choice.sample(self.ids, 20)):
             self.answers[f"redrive: {'done' if answer.refusal is None else 'refused'}"] += 1
             if answer.refusal is None:
                 self.redriven.add(answer.id)
 
     def redrive_failed(self, session: psycopg.Connection, choice: random.Random) -> None:
-        totals = maintenance.redrive_failed(session, batch_size=choice.randint(1, 30))
+        totals = operations.redrive_failed(session, batch_size=choice.randint(1, 30))
         self.answers["redrive failed: done"] += totals.redriven
 
     def resend(self, session: psycopg.Connection, choice: random.Random) -> None:
         try:
-            self.resent.append(maintenance.resend(session, choice.choice(self.ids)))
+            self.resent.append(operations.resend(session, choice.choice(self.ids)))
             self.answers["resend: done"] += 1
         except (StateError, MessageNotFoundError) as error:
             self.answers[f"resend: {type(error).__name__}"] += 1
@@ -469,9 +469,9 @@ class Storm:
         """Be one operator until the storm is over."""
         choice = random.Random(self.seed + number)
         act = (self.cancel, self.redrive, self.redrive_failed, self.resend, self.prune)[number % 5]
-        with maintenance.connect(self.settings) as session:
+        with session.connect(self.settings) as connection:
             while not self.over.is_set():
-                act(session, choice)
+                act(connection, choice)
 
 
 async def test_a_storm_of_operators_against_claiming_workers_breaks_no_rule_and_is_always_answered(

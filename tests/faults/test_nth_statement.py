@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 import psycopg
 import pytest
 
-from pgoutbox import NewMessage, Outbox, maintenance, migrate
+from pgoutbox import NewMessage, Outbox, maintenance, migrate, operations, session
 from pgoutbox.dispatch import Context, SyncContext
 from pgoutbox.message import Message, Permanent, Snooze, State, Transient
 from pgoutbox.retry import RetryPolicy
@@ -492,8 +492,8 @@ def test_a_redrive_is_done_for_all_its_messages_or_for_none_and_can_be_done_agai
     ids: list[int] = []
 
     def redrive(dsn: str) -> None:
-        with maintenance.connect(settings_for(dsn)) as connection:
-            maintenance.redrive(connection, ids)
+        with session.connect(settings_for(dsn)) as connection:
+            operations.redrive(connection, ids)
 
     def play(name: str) -> None:
         ids[:] = failed_messages(db, "mail")
@@ -516,8 +516,8 @@ def test_a_redrive_of_everything_stops_between_two_batches_and_goes_on_from_ther
     topic = ""
 
     def redrive(dsn: str) -> None:
-        with maintenance.connect(settings_for(dsn)) as connection:
-            maintenance.redrive_failed(connection, topic=topic, batch_size=1)
+        with session.connect(settings_for(dsn)) as connection:
+            operations.redrive_failed(connection, topic=topic, batch_size=1)
 
     def play(name: str) -> None:
         nonlocal topic
@@ -544,8 +544,8 @@ def test_a_resend_makes_one_copy_that_names_its_source_or_none(proxy: Proxy, db:
         nonlocal source_id
         db.execute("DELETE FROM pgoutbox.message_live")
         source_id = put(db, State.SENT, topic="mail", coalesce_key=name)
-        with maintenance.connect(settings_for(proxy.dsn)) as connection:
-            maintenance.resend(connection, source_id)
+        with session.connect(settings_for(proxy.dsn)) as connection:
+            operations.resend(connection, source_id)
 
     for cut in cuts(proxy, play):
         assert cut.error is not None, cut
@@ -562,7 +562,7 @@ def test_a_prune_takes_messages_with_all_that_belongs_to_them_and_goes_on_where_
     topic = ""
 
     def prune(dsn: str) -> None:
-        with maintenance.connect(settings_for(dsn)) as connection:
+        with session.connect(settings_for(dsn)) as connection:
             maintenance.prune(connection, timedelta(hours=1), topic=topic, batch_size=2)
 
     def play(name: str) -> None:

@@ -11,7 +11,7 @@ from cryptography.fernet import Fernet
 from pydantic import BaseModel
 from typing_extensions import Unpack
 
-from pgoutbox import Outbox, PayloadError, maintenance
+from pgoutbox import Outbox, PayloadError, operations, session
 from pgoutbox.dispatch import Context, SyncContext
 from pgoutbox.drafts import NewMessage
 from pgoutbox.encryption import SEALED
@@ -246,8 +246,8 @@ def test_a_copy_that_is_resent_is_read_like_its_source(dsn: str, db: psycopg.Con
     driver = OutboxDriver(outbox, dsn)
     message_id = put(outbox, db, dedupe_key="k").id
     driver.run_pass()
-    with maintenance.connect(settings_for(dsn)) as operator:
-        maintenance.resend(operator, message_id)
+    with session.connect(settings_for(dsn)) as operator:
+        operations.resend(operator, message_id)
     driver.run_pass()
     assert got == [Reset(user=7, code=CANARY)] * 2
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 
-from pgoutbox import NewMessage, Outbox, PayloadError, Topic, maintenance
-from pgoutbox.maintenance import Rate
+from pgoutbox import NewMessage, Outbox, PayloadError, Topic, maintenance, operations
 from pgoutbox.message import Message, Permanent, Transient
+from pgoutbox.operations import Rate
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.store import Store
 from pgoutbox.worker import Worker
@@ -136,7 +136,7 @@ async def test_what_follows_a_failure_is_the_topics_choice(dsn: str, db: psycopg
     assert {row.state for row in rows_of(db, *rest)} == {expected}
     if on_failed == "halt":
         mended = Line(dsn)
-        assert [r.refusal for r in maintenance.redrive(db, [first])] == [None]
+        assert [r.refusal for r in operations.redrive(db, [first])] == [None]
         await drained(mended.outbox)
         assert mended.seen["k"] == [first, *rest]
 
@@ -336,7 +336,7 @@ def test_a_mistake_in_a_fan_out_names_the_destination_and_leaves_nothing(dsn: st
 
 async def test_workers_together_begin_no_more_attempts_than_the_bucket_holds(dsn: str, db: psycopg.Connection) -> None:
     ids = [enqueue(db) for _ in range(20)]
-    maintenance.limit_rate(db, "default", Rate(1, 3600), burst=1)
+    operations.limit_rate(db, "default", Rate(1, 3600), burst=1)
     db.execute("UPDATE pgoutbox.queue SET burst = 7, tokens = 7")
     lines = [Line(dsn), Line(dsn)]
     workers = [WatchedWorker(line.outbox) for line in lines]
@@ -345,13 +345,13 @@ async def test_workers_together_begin_no_more_attempts_than_the_bucket_holds(dsn
             await worker.asleep.wait()
         assert sum(len(line.seen[None]) for line in lines) == 7
         # More tokens, and everybody is told.
-        maintenance.limit_rate(db, "default", None)
+        operations.limit_rate(db, "default", None)
         await until(lambda: {row.state for row in rows_of(db, *ids)} == {"sent"})
 
 
 async def test_a_worker_sleeps_until_the_next_token_and_no_longer(dsn: str, db: psycopg.Connection) -> None:
     ids = [enqueue(db) for _ in range(12)]
-    maintenance.limit_rate(db, "default", Rate(100, 1), burst=1)
+    operations.limit_rate(db, "default", Rate(100, 1), burst=1)
     line = Line(dsn)
     async with running(WatchedWorker(line.outbox)):
         await until(lambda: {row.state for row in rows_of(db, *ids)} == {"sent"})
@@ -361,7 +361,7 @@ async def test_the_end_of_an_attempt_lets_the_next_begin_where_few_may_be_in_fli
     dsn: str, db: psycopg.Connection
 ) -> None:
     ids = [enqueue(db) for _ in range(40)]
-    maintenance.limit_in_flight(db, "default", 2)
+    operations.limit_in_flight(db, "default", 2)
     outbox = Outbox(settings_for(dsn))
     in_flight = most = 0
 
@@ -379,19 +379,19 @@ async def test_the_end_of_an_attempt_lets_the_next_begin_where_few_may_be_in_fli
 
 
 async def test_a_queue_that_is_resumed_is_claimed_at_once(dsn: str, db: psycopg.Connection) -> None:
-    maintenance.pause_queue(db, "default")
+    operations.pause_queue(db, "default")
     message_id = enqueue(db)
     line = Line(dsn)
     worker = WatchedWorker(line.outbox)
     async with running(worker):
         await worker.asleep.wait()
         assert state_of(db, message_id) == "pending"
-        maintenance.resume_queue(db, "default")
+        operations.resume_queue(db, "default")
         await until(lambda: state_of(db, message_id) == "sent")
 
 
 async def test_a_pause_that_ends_by_itself_wakes_the_worker(dsn: str, db: psycopg.Connection) -> None:
-    maintenance.pause_queue(db, "default", duration=timedelta(milliseconds=300))
+    operations.pause_queue(db, "default", duration=timedelta(milliseconds=300))
     message_id = enqueue(db)
     async with running(WatchedWorker(Line(dsn).outbox)):
         await until(lambda: state_of(db, message_id) == "sent")

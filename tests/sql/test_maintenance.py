@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import psycopg
 import pytest
 
-from pgoutbox import maintenance, sql
+from pgoutbox import maintenance, operations, session, sql
 from pgoutbox.errors import ConfigurationError, MessageNotFoundError, SchemaError, StateError
 from pgoutbox.message import FINAL_STATES, State
 from pgoutbox.settings import load_settings
@@ -70,7 +70,7 @@ def sleeping_worker(connect: Connect, bell: str = "armed") -> Iterator[Callable[
 @pytest.fixture
 def operator(dsn: str) -> Iterator[psycopg.Connection]:
     """The connection of an operator to the test's own database: what is done on it is committed."""
-    with maintenance.connect(load_settings(dsn=dsn)) as connection:
+    with session.connect(load_settings(dsn=dsn)) as connection:
         yield connection
 
 
@@ -78,7 +78,7 @@ class TestConnect:
     def test_a_database_without_the_schema_is_refused_with_the_command(self, empty_dsn: str) -> None:
         with (
             pytest.raises(SchemaError, match="pgoutbox migrate"),
-            maintenance.connect(load_settings(dsn=empty_dsn)),
+            session.connect(load_settings(dsn=empty_dsn)),
         ):
             pytest.fail("connected")
 
@@ -91,7 +91,7 @@ class TestConnect:
             try:
                 with (
                     pytest.raises(ConfigurationError, match="SQL_ASCII"),
-                    maintenance.connect(load_settings(dsn=server.dsn_for(name.decode()))),
+                    session.connect(load_settings(dsn=server.dsn_for(name.decode()))),
                 ):
                     pytest.fail("connected")
             finally:
@@ -99,22 +99,22 @@ class TestConnect:
 
     def test_a_read_only_session_is_refused_for_writing_and_good_enough_for_reading(self, dsn: str) -> None:
         settings = load_settings(dsn=f"{dsn}&options=-c%20default_transaction_read_only%3Don")
-        with pytest.raises(ConfigurationError, match="default_transaction_read_only"), maintenance.connect(settings):
+        with pytest.raises(ConfigurationError, match="default_transaction_read_only"), session.connect(settings):
             pytest.fail("connected")
-        with maintenance.connect(settings, read_only=True) as connection:
-            assert maintenance.list_messages(connection) == []
+        with session.connect(settings, read_only=True) as connection:
+            assert operations.list_messages(connection) == []
 
     def test_a_connection_for_reading_cannot_write(self, dsn: str) -> None:
         with (
-            maintenance.connect(load_settings(dsn=dsn), read_only=True) as connection,
+            session.connect(load_settings(dsn=dsn), read_only=True) as connection,
             pytest.raises(psycopg.errors.ReadOnlySqlTransaction),
         ):
-            maintenance.pause_queue(connection, "default")
+            operations.pause_queue(connection, "default")
 
     def test_defaults_of_the_role_do_not_matter(self, dsn: str) -> None:
         options = "-c search_path=pg_temp -c default_transaction_isolation=serializable -c statement_timeout=1234"
         settings = load_settings(dsn=f"{dsn}&options={options.replace(' ', '%20').replace('=', '%3D')}")
-        with maintenance.connect(settings) as connection, connection.transaction():
+        with session.connect(settings) as connection, connection.transaction():
             connection.execute(sql.PREPARE_OPERATION)
             row = connection.execute(
                 """
@@ -137,10 +137,10 @@ class TestConnect:
         message_id = put(db, State.FAILED, age=2 * DAY)
         db.execute(TAKE_LONG)
         settings = load_settings(dsn=f"{dsn}&options=-c%20transaction_timeout%3D2s" if has_limit else dsn)
-        with maintenance.connect(settings) as operator:
+        with session.connect(settings) as operator:
             assert not has_limit or operator.execute("SHOW transaction_timeout").fetchone() == ("2s",)
             if state is State.PENDING:
-                maintenance.redrive(operator, [message_id])
+                operations.redrive(operator, [message_id])
             else:
                 maintenance.prune(operator, DAY, states=FINAL_STATES)
         assert state_of(db, message_id) == state
@@ -154,25 +154,25 @@ class TestConnect:
                 operator.execute("DO $$ BEGIN RAISE SQLSTATE '40001'; END $$")
             return "done"
 
-        assert maintenance.transact(operator, work) == "done"
+        assert session.transact(operator, work) == "done"
         assert len(trials) == 3
 
 
 class TestList:
     def test_messages_come_newest_first_and_page_by_id(self, rolled_back: psycopg.Connection) -> None:
         ids = [put(rolled_back, state) for state in State]
-        assert [m.id for m in maintenance.list_messages(rolled_back)] == ids[::-1]
-        assert [m.id for m in maintenance.list_messages(rolled_back, limit=2)] == ids[:3:-1]
-        assert [m.id for m in maintenance.list_messages(rolled_back, before_id=ids[1])] == [ids[0]]
+        assert [m.id for m in operations.list_messages(rolled_back)] == ids[::-1]
+        assert [m.id for m in operations.list_messages(rolled_back, limit=2)] == ids[:3:-1]
+        assert [m.id for m in operations.list_messages(rolled_back, before_id=ids[1])] == [ids[0]]
 
     def test_each_filter_leaves_what_matches(self, rolled_back: psycopg.Connection) -> None:
         wanted = put(rolled_back, State.FAILED, topic="sms", queue="bulk", destination="tel:1")
         put(rolled_back)
         for messages in (
-            maintenance.list_messages(rolled_back, states=[State.FAILED, State.SENT]),
-            maintenance.list_messages(rolled_back, topic="sms"),
-            maintenance.list_messages(rolled_back, queue="bulk"),
-            maintenance.list_messages(rolled_back, destination="tel:1"),
+            operations.list_messages(rolled_back, states=[State.FAILED, State.SENT]),
+            operations.list_messages(rolled_back, topic="sms"),
+            operations.list_messages(rolled_back, queue="bulk"),
+            operations.list_messages(rolled_back, destination="tel:1"),
         ):
             assert [m.id for m in messages] == [wanted]
         assert messages[0].state is State.FAILED
@@ -184,18 +184,18 @@ class TestShow:
         message_id = put(rolled_back, State.FAILED)
         for attempt_count in (2, 1):
             rolled_back.execute(ADD_ATTEMPT, (message_id, attempt_count))
-        message, attempts = maintenance.show_message(rolled_back, message_id)
+        message, attempts = operations.show_message(rolled_back, message_id)
         assert (message.id, message.state, message.payload) == (message_id, State.FAILED, {"to": "ada"})
         assert [(a.attempt_count, a.outcome, a.error) for a in attempts] == [(1, "retry", "busy"), (2, "retry", "busy")]
 
     def test_it_has_every_column_of_the_message(self, rolled_back: psycopg.Connection) -> None:
         cursor = rolled_back.execute("SELECT * FROM pgoutbox.message LIMIT 0")
         columns = {column.name for column in cursor.description or ()}
-        assert columns == {*maintenance.ShownMessage._fields, "attempt_budget"}
+        assert columns == {*operations.ShownMessage._fields, "attempt_budget"}
 
     def test_a_missing_message_is_named(self, rolled_back: psycopg.Connection) -> None:
         with pytest.raises(MessageNotFoundError, match=f"no such message: {UNUSED_ID}"):
-            maintenance.show_message(rolled_back, UNUSED_ID)
+            operations.show_message(rolled_back, UNUSED_ID)
 
 
 class TestCount:
@@ -207,16 +207,16 @@ class TestCount:
         rolled_back.execute(
             "UPDATE pgoutbox.message SET available_at = now() + interval '1 day' WHERE id = %s", (later,)
         )
-        bulk, default = maintenance.count_messages(rolled_back)
+        bulk, default = operations.count_messages(rolled_back)
         assert (bulk.queue, bulk.due) == ("bulk", 1)
         assert default == ("default", "mail", 1, 1, 1, 1, 1, 1, 1, 0.0)
-        assert maintenance.count_messages(rolled_back, queue="bulk") == [bulk]
+        assert operations.count_messages(rolled_back, queue="bulk") == [bulk]
 
     def test_known_queues_are_those_of_messages_and_of_settings(self, rolled_back: psycopg.Connection) -> None:
         put(rolled_back, State.SENT, queue="old")
-        maintenance.pause_queue(rolled_back, "held")
-        assert maintenance.known_queues(rolled_back) == ["held", "old"]
-        assert maintenance.unknown_queues(rolled_back, ["old", "odl", "held"]) == ["odl"]
+        operations.pause_queue(rolled_back, "held")
+        assert operations.known_queues(rolled_back) == ["held", "old"]
+        assert operations.unknown_queues(rolled_back, ["old", "odl", "held"]) == ["odl"]
 
 
 class TestRedrive:
@@ -225,8 +225,8 @@ class TestRedrive:
         self, rolled_back: psycopg.Connection, state: State
     ) -> None:
         message_id = put(rolled_back, state)
-        assert maintenance.redrive(rolled_back, [message_id]) == [maintenance.Redriven(message_id, None)]
-        message, _ = maintenance.show_message(rolled_back, message_id)
+        assert operations.redrive(rolled_back, [message_id]) == [operations.Redriven(message_id, None)]
+        message, _ = operations.show_message(rolled_back, message_id)
         assert (message.state, message.finished_at) == (State.PENDING, None)
         assert (message.attempt_count, message.max_attempts) == (3, 3 + 4)
 
@@ -234,20 +234,20 @@ class TestRedrive:
     def test_it_refuses_any_other_state_and_says_which(self, rolled_back: psycopg.Connection, state: State) -> None:
         message_id = put(rolled_back, state)
         before = row_of(rolled_back, message_id)
-        (answer,) = maintenance.redrive(rolled_back, [message_id])
+        (answer,) = operations.redrive(rolled_back, [message_id])
         assert answer.refusal == f"is {state}; only failed and cancelled messages can be redriven"
         assert row_of(rolled_back, message_id) == before
 
     def test_it_refuses_a_superseded_message_and_names_the_newer_one(self, rolled_back: psycopg.Connection) -> None:
         older = put(rolled_back, State.FAILED, coalesce_key="k")
         newer = put(rolled_back, State.SENT, coalesce_key="k")
-        (answer,) = maintenance.redrive(rolled_back, [older])
-        assert answer == maintenance.Redriven(older, f"superseded by message {newer}, which is newer", newer)
+        (answer,) = operations.redrive(rolled_back, [older])
+        assert answer == operations.Redriven(older, f"superseded by message {newer}, which is newer", newer)
         assert state_of(rolled_back, older) == State.FAILED
 
     def test_each_id_has_its_own_answer(self, rolled_back: psycopg.Connection) -> None:
         failed, sent = put(rolled_back, State.FAILED), put(rolled_back, State.SENT)
-        answers = maintenance.redrive(rolled_back, [UNUSED_ID, sent, failed, failed])
+        answers = operations.redrive(rolled_back, [UNUSED_ID, sent, failed, failed])
         assert [(a.id, a.refusal is None) for a in answers] == [(failed, True), (sent, False), (UNUSED_ID, False)]
         assert answers[2].refusal == "no such message"
 
@@ -255,13 +255,13 @@ class TestRedrive:
         message_id = put(operator, State.FAILED)
         other = connect()
         other.execute("SELECT FROM pgoutbox.message WHERE id = %s FOR UPDATE", (message_id,))
-        (answer,) = maintenance.redrive(operator, [message_id])
+        (answer,) = operations.redrive(operator, [message_id])
         assert answer.refusal == "locked by another transaction; try again"
 
     def test_it_wakes_a_sleeping_worker(self, operator: psycopg.Connection, connect: Connect) -> None:
         message_id = put(operator, State.FAILED)
         with sleeping_worker(connect) as rings:
-            maintenance.redrive(operator, [message_id])
+            operations.redrive(operator, [message_id])
             assert rings() == ["default"]
 
     def test_all_failed_are_redriven_in_batches_of_their_own(
@@ -276,19 +276,19 @@ class TestRedrive:
         seen: list[tuple[int, int]] = []
 
         def look(done: int) -> None:
-            pending = len(maintenance.list_messages(observer, states=[State.PENDING]))
+            pending = len(operations.list_messages(observer, states=[State.PENDING]))
             seen.append((done, pending))
 
-        totals = maintenance.redrive_failed(operator, batch_size=2, progress=look)
-        assert totals == maintenance.RedriveTotals(redriven=5, superseded=1, locked=0)
+        totals = operations.redrive_failed(operator, batch_size=2, progress=look)
+        assert totals == operations.RedriveTotals(redriven=5, superseded=1, locked=0)
         assert seen == [(2, 2), (4, 4), (5, 5)]
 
     def test_all_failed_can_be_narrowed(self, rolled_back: psycopg.Connection) -> None:
         sms = put(rolled_back, State.FAILED, topic="sms")
         bulk = put(rolled_back, State.FAILED, queue="bulk")
         other = put(rolled_back, State.FAILED)
-        maintenance.redrive_failed(rolled_back, topic="sms")
-        maintenance.redrive_failed(rolled_back, queue="bulk")
+        operations.redrive_failed(rolled_back, topic="sms")
+        operations.redrive_failed(rolled_back, queue="bulk")
         states = [state_of(rolled_back, message_id) for message_id in (sms, bulk, other)]
         assert states == [State.PENDING, State.PENDING, State.FAILED]
 
@@ -297,9 +297,9 @@ class TestResend:
     def test_it_enqueues_a_copy_and_leaves_the_sent_message_alone(self, rolled_back: psycopg.Connection) -> None:
         source_id = put(rolled_back, State.SENT, queue="bulk", destination="tel:1", coalesce_key="k", dedupe_key="d")
         before = row_of(rolled_back, source_id)
-        copy_id = maintenance.resend(rolled_back, source_id)
+        copy_id = operations.resend(rolled_back, source_id)
         assert row_of(rolled_back, source_id) == before
-        copy, _ = maintenance.show_message(rolled_back, copy_id)
+        copy, _ = operations.show_message(rolled_back, copy_id)
         assert (copy.id > source_id, copy.state, copy.resend_of) == (True, State.PENDING, source_id)
         assert (copy.topic, copy.queue, copy.destination, copy.payload) == ("mail", "bulk", "tel:1", {"to": "ada"})
         assert (copy.coalesce_key, copy.dedupe_key, copy.attempt_count, copy.max_attempts) == ("k", None, 0, 4)
@@ -309,14 +309,14 @@ class TestResend:
         message_id = put(rolled_back, state)
         messages = count(rolled_back, "message")
         with pytest.raises(StateError, match=f"message {message_id} is {state}"):
-            maintenance.resend(rolled_back, message_id)
+            operations.resend(rolled_back, message_id)
         assert count(rolled_back, "message") == messages
 
     def test_it_refuses_a_superseded_message(self, rolled_back: psycopg.Connection) -> None:
         older = put(rolled_back, State.SENT, coalesce_key="k")
         newer = put(rolled_back, coalesce_key="k")
         with pytest.raises(StateError, match=f"superseded by message {newer}"):
-            maintenance.resend(rolled_back, older)
+            operations.resend(rolled_back, older)
         assert count(rolled_back, "message") == 2
 
     def test_it_waits_for_a_newer_message_that_is_being_enqueued(
@@ -326,7 +326,7 @@ class TestResend:
         producer, observer = connect(), connect(autocommit=True)
         newer = put(producer, coalesce_key="k")
         with ThreadPoolExecutor(1) as threads:
-            resent = threads.submit(maintenance.resend, operator, older)
+            resent = threads.submit(operations.resend, operator, older)
             while not resent.done():
                 (waiting,) = observer.execute(
                     "SELECT count(*) FROM pg_stat_activity WHERE pid = %s AND wait_event_type = 'Lock'",
@@ -340,7 +340,7 @@ class TestResend:
 
     def test_a_missing_message_is_named(self, rolled_back: psycopg.Connection) -> None:
         with pytest.raises(MessageNotFoundError, match=str(UNUSED_ID)):
-            maintenance.resend(rolled_back, UNUSED_ID)
+            operations.resend(rolled_back, UNUSED_ID)
 
     def test_the_statement_itself_copies_nothing_else(self, rolled_back: psycopg.Connection) -> None:
         refused = [put(rolled_back, state) for state in set(State) - {State.SENT}]
@@ -363,18 +363,18 @@ class TestCancel:
     )
     def test_it_answers_what_it_met(self, rolled_back: psycopg.Connection, state: State, result: str) -> None:
         message_id = put(rolled_back, state)
-        assert maintenance.cancel(rolled_back, message_id) == (message_id, result)
+        assert operations.cancel(rolled_back, message_id) == (message_id, result)
 
     def test_a_missing_message_is_answered(self, rolled_back: psycopg.Connection) -> None:
-        assert maintenance.cancel(rolled_back, UNUSED_ID).result == "missing"
+        assert operations.cancel(rolled_back, UNUSED_ID).result == "missing"
 
     def test_a_key_stands_for_its_message(self, rolled_back: psycopg.Connection) -> None:
         put(rolled_back, State.SENT, coalesce_key="k")
         newest = put(rolled_back, coalesce_key="k")
         only = put(rolled_back, dedupe_key="k")
-        assert maintenance.cancel_by_key(rolled_back, "mail", coalesce_key="k") == [(newest, "cancelled")]
-        assert maintenance.cancel_by_key(rolled_back, "mail", dedupe_key="k") == [(only, "cancelled")]
-        assert maintenance.cancel_by_key(rolled_back, "sms", dedupe_key="k") == []
+        assert operations.cancel_by_key(rolled_back, "mail", coalesce_key="k") == [(newest, "cancelled")]
+        assert operations.cancel_by_key(rolled_back, "mail", dedupe_key="k") == [(only, "cancelled")]
+        assert operations.cancel_by_key(rolled_back, "sms", dedupe_key="k") == []
 
 
 class TestPrune:
@@ -386,20 +386,20 @@ class TestPrune:
         assert maintenance.count_prunable(rolled_back, DAY) == expected
         totals = maintenance.prune(rolled_back, DAY)
         assert (totals.messages, totals.total) == (expected, 3)
-        left = [m.state for m in maintenance.list_messages(rolled_back)]
+        left = [m.state for m in operations.list_messages(rolled_back)]
         assert left == [State.SENT, State.FAILED, State.SENDING, State.PENDING]
 
     def test_failed_messages_are_deleted_only_by_name(self, rolled_back: psycopg.Connection) -> None:
         put(rolled_back, State.FAILED, age=2 * DAY)
         put(rolled_back, State.SENT, age=2 * DAY)
         assert maintenance.prune(rolled_back, DAY, states=[State.FAILED]).messages == {State.FAILED: 1}
-        assert [m.state for m in maintenance.list_messages(rolled_back)] == [State.SENT]
+        assert [m.state for m in operations.list_messages(rolled_back)] == [State.SENT]
 
     def test_other_topics_stay(self, rolled_back: psycopg.Connection) -> None:
         put(rolled_back, State.SENT, topic="sms", age=2 * DAY)
         put(rolled_back, State.SENT, age=2 * DAY)
         maintenance.prune(rolled_back, DAY, topic="sms")
-        assert [m.topic for m in maintenance.list_messages(rolled_back)] == ["mail"]
+        assert [m.topic for m in operations.list_messages(rolled_back)] == ["mail"]
 
     @pytest.mark.parametrize("state", [State.PENDING, State.SENDING])
     def test_messages_that_are_still_owed_are_refused(self, rolled_back: psycopg.Connection, state: State) -> None:
@@ -458,35 +458,35 @@ class TestPrune:
 
 class TestQueues:
     def test_pausing_twice_keeps_the_first_time(self, operator: psycopg.Connection) -> None:
-        paused_at, resume_at = maintenance.pause_queue(operator, "bulk")
+        paused_at, resume_at = operations.pause_queue(operator, "bulk")
         assert resume_at is None
-        assert maintenance.pause_queue(operator, "bulk") == (paused_at, None)
-        assert [(q.queue, q.paused_at) for q in maintenance.list_queues(operator)] == [("bulk", paused_at)]
+        assert operations.pause_queue(operator, "bulk") == (paused_at, None)
+        assert [(q.queue, q.paused_at) for q in operations.list_queues(operator)] == [("bulk", paused_at)]
 
     def test_a_pause_with_an_end_can_be_made_longer_and_endless(self, operator: psycopg.Connection) -> None:
-        paused_at, first_end = maintenance.pause_queue(operator, "bulk", duration=timedelta(minutes=1))
-        _, second_end = maintenance.pause_queue(operator, "bulk", duration=timedelta(hours=1))
+        paused_at, first_end = operations.pause_queue(operator, "bulk", duration=timedelta(minutes=1))
+        _, second_end = operations.pause_queue(operator, "bulk", duration=timedelta(hours=1))
         assert first_end is not None
         assert second_end is not None
         assert second_end - first_end > timedelta(minutes=58)
-        assert maintenance.pause_queue(operator, "bulk") == (paused_at, None)
+        assert operations.pause_queue(operator, "bulk") == (paused_at, None)
 
     def test_a_pause_whose_end_has_passed_is_none(self, operator: psycopg.Connection) -> None:
-        former, _ = maintenance.pause_queue(operator, "bulk", duration=timedelta(minutes=1))
+        former, _ = operations.pause_queue(operator, "bulk", duration=timedelta(minutes=1))
         operator.execute("UPDATE pgoutbox.queue SET resume_at = now() - interval '1 s'")
-        assert maintenance.list_queues(operator) == []
-        again, _ = maintenance.pause_queue(operator, "bulk")
+        assert operations.list_queues(operator) == []
+        again, _ = operations.pause_queue(operator, "bulk")
         assert again > former
 
     def test_resume_tells_whether_it_was_paused(self, rolled_back: psycopg.Connection) -> None:
-        maintenance.pause_queue(rolled_back, "bulk")
-        assert maintenance.resume_queue(rolled_back, "bulk")
-        assert not maintenance.resume_queue(rolled_back, "bulk")
-        assert not maintenance.resume_queue(rolled_back, "default")
-        assert maintenance.list_queues(rolled_back) == []
+        operations.pause_queue(rolled_back, "bulk")
+        assert operations.resume_queue(rolled_back, "bulk")
+        assert not operations.resume_queue(rolled_back, "bulk")
+        assert not operations.resume_queue(rolled_back, "default")
+        assert operations.list_queues(rolled_back) == []
 
     def test_resume_wakes_a_sleeping_worker(self, operator: psycopg.Connection, connect: Connect) -> None:
-        maintenance.pause_queue(operator, "default")
+        operations.pause_queue(operator, "default")
         with sleeping_worker(connect, "limited") as rings:
-            maintenance.resume_queue(operator, "default")
+            operations.resume_queue(operator, "default")
             assert rings() == ["default"]

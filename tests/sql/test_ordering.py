@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import psycopg
 import pytest
 
-from pgoutbox import maintenance, sql
-from pgoutbox.maintenance import Rate
+from pgoutbox import operations, sql
 from pgoutbox.message import State
+from pgoutbox.operations import Rate
 from pgoutbox.store import Verdict
 from tests.outbox_actions import (
     cancel,
@@ -207,14 +207,14 @@ def test_messages_that_wait_behind_the_first_are_not_read(rolled_back: psycopg.C
 
 def test_under_a_limit_ordered_messages_take_tokens_too(rolled_back: psycopg.Connection) -> None:
     ids = [ordered(rolled_back, 1, key)[0] for key in ("a", "b", "c")]
-    maintenance.limit_rate(rolled_back, "default", Rate(60, 3600), burst=2)
+    operations.limit_rate(rolled_back, "default", Rate(60, 3600), burst=2)
     assert ids_in_flight(claim_ordered(rolled_back)) == ids[:2]
     assert claim_ordered(rolled_back) == []
 
 
 def test_a_paused_queue_is_not_claimed_in_this_lane_either(rolled_back: psycopg.Connection) -> None:
     ordered(rolled_back, 1)
-    maintenance.pause_queue(rolled_back, "default")
+    operations.pause_queue(rolled_back, "default")
     assert claim_ordered(rolled_back) == []
 
 

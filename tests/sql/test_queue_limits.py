@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pgoutbox import maintenance, sql
-from pgoutbox.maintenance import Rate
+from pgoutbox import operations, sql
+from pgoutbox.operations import Rate
 from tests.outbox_actions import claim, enqueue, expire, finish_sent, ids_in_flight, lapse, state_of
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def enqueued(connection: psycopg.Connection, count: int) -> list[int]:
 
 def limit(connection: psycopg.Connection, count: int, seconds: float = 3600, *, burst: int | None = None) -> None:
     connection.execute("SELECT")  # Begun here, so that what opens a transaction block does not commit it.
-    maintenance.limit_rate(connection, "default", Rate(count, seconds), burst=burst)
+    operations.limit_rate(connection, "default", Rate(count, seconds), burst=burst)
 
 
 def pass_time(connection: psycopg.Connection, seconds: float) -> None:
@@ -33,7 +33,7 @@ def pass_time(connection: psycopg.Connection, seconds: float) -> None:
 
 
 def tokens(connection: psycopg.Connection) -> float:
-    (found,) = maintenance.list_queues(connection)
+    (found,) = operations.list_queues(connection)
     assert found.tokens is not None
     return found.tokens
 
@@ -120,15 +120,15 @@ def test_claims_of_one_moment_share_the_tokens(connect: Connect) -> None:
 def test_a_queue_without_limits_is_never_waited_for(connect: Connect) -> None:
     ours, theirs = connect(autocommit=True), connect()
     ids = enqueued(ours, 2)
-    maintenance.pause_queue(ours, "default")
-    maintenance.resume_queue(ours, "default")
+    operations.pause_queue(ours, "default")
+    operations.resume_queue(ours, "default")
     assert ids_in_flight(claim(theirs, total=1)) == ids[:1]
     assert ids_in_flight(claim(ours)) == ids[1:]
 
 
 def test_no_more_than_the_limit_are_in_flight(rolled_back: psycopg.Connection) -> None:
     ids = enqueued(rolled_back, 5)
-    maintenance.limit_in_flight(rolled_back, "default", 2)
+    operations.limit_in_flight(rolled_back, "default", 2)
     assert ids_in_flight(claim(rolled_back)) == ids[:2]
     assert claim(rolled_back) == []
     finish_sent(rolled_back, (ids[0], 1))
@@ -138,7 +138,7 @@ def test_no_more_than_the_limit_are_in_flight(rolled_back: psycopg.Connection) -
 def test_a_lost_attempt_does_not_count_as_in_flight(rolled_back: psycopg.Connection) -> None:
     """Else it could never be made again."""
     first, _ = enqueued(rolled_back, 2)
-    maintenance.limit_in_flight(rolled_back, "default", 1)
+    operations.limit_in_flight(rolled_back, "default", 1)
     assert ids_in_flight(claim(rolled_back)) == [first]
     lapse(rolled_back, first)
     assert ids_in_flight(claim(rolled_back)) == [first]
@@ -148,7 +148,7 @@ def test_a_lost_attempt_does_not_count_as_in_flight(rolled_back: psycopg.Connect
 def test_claims_of_one_moment_share_what_may_be_in_flight(connect: Connect) -> None:
     ours, theirs = connect(autocommit=True), connect()
     ids = enqueued(ours, 4)
-    maintenance.limit_in_flight(ours, "default", 2)
+    operations.limit_in_flight(ours, "default", 2)
     assert ids_in_flight(claim(theirs, total=1)) == ids[:1]
     ours.execute("SET lock_timeout = '50ms'")
     with pytest.raises(Exception, match="lock timeout"):
@@ -187,7 +187,7 @@ def test_the_next_permit_is_when_the_bucket_holds_one(rolled_back: psycopg.Conne
 
 def test_a_full_queue_is_looked_at_again_within_a_second(rolled_back: psycopg.Connection) -> None:
     enqueued(rolled_back, 1)
-    maintenance.limit_in_flight(rolled_back, "default", 1)
+    operations.limit_in_flight(rolled_back, "default", 1)
     claim(rolled_back)
     seconds = next_permit(rolled_back)
     assert seconds is not None
@@ -206,7 +206,7 @@ def test_of_a_limited_queue_the_next_due_time_is_that_of_its_permit(rolled_back:
 
 def test_of_a_queue_paused_without_an_end_nothing_falls_due(rolled_back: psycopg.Connection) -> None:
     enqueued(rolled_back, 1)
-    maintenance.pause_queue(rolled_back, "default")
+    operations.pause_queue(rolled_back, "default")
     with pytest.raises(TypeError):
         next_due(rolled_back)
 
@@ -234,7 +234,7 @@ def test_the_bell_of_a_queue_at_its_limit_is_not_armed(connect: Connect) -> None
     assert answer == "limited"
     assert isinstance(seconds, float)
     assert 50 < seconds <= 60
-    maintenance.pause_queue(db, "default")
+    operations.pause_queue(db, "default")
     assert answers_of_arm(db) == [("default", "limited", None)]
 
 
@@ -246,8 +246,8 @@ def test_changing_the_rate_keeps_what_the_bucket_holds(rolled_back: psycopg.Conn
     assert 2 <= tokens(rolled_back) < 2.1
     limit(rolled_back, 6, burst=1)
     assert tokens(rolled_back) == 1
-    maintenance.limit_rate(rolled_back, "default", None)
-    assert maintenance.list_queues(rolled_back) == []
+    operations.limit_rate(rolled_back, "default", None)
+    assert operations.list_queues(rolled_back) == []
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import psycopg
 import pytest
 
-from pgoutbox import maintenance
+from pgoutbox import maintenance, session
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.maintenance import RetentionRule, prune_by_retention, retention_rules, set_retention, unset_retention
 from pgoutbox.message import FINAL_STATES, State
@@ -44,7 +44,7 @@ def rolled_back(rolled_back: psycopg.Connection) -> psycopg.Connection:
 @pytest.fixture
 def operator(dsn: str) -> Iterator[psycopg.Connection]:
     """The connection of an operator to the test's own database: what is done on it is committed."""
-    with maintenance.connect(load_settings(dsn=dsn)) as connection:
+    with session.connect(load_settings(dsn=dsn)) as connection:
         yield connection
 
 

@@ -1,0 +1,78 @@
+"""One operator's connection, and its transactions, each tried again when it lost a race."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final, LiteralString, TypeVar
+
+import psycopg
+from psycopg.errors import DeadlockDetected, SerializationFailure
+from psycopg.rows import TupleRow
+
+from pgoutbox import sql
+from pgoutbox.settings import Settings
+from pgoutbox.store import ServerFacts, judge_schema, judge_server
+
+Progress = Callable[[int], object]
+"""Called after each committed batch with the number of messages done so far."""
+
+_TRIALS: Final = 5
+
+_T = TypeVar("_T")
+_Parameters = Mapping[str, object] | Sequence[object]
+
+
+@contextlib.contextmanager
+def connect(settings: Settings, *, read_only: bool = False) -> Iterator[psycopg.Connection[TupleRow]]:
+    """A connection for the functions of this module, for the length of the `with` block.
+
+    Transactions on it are READ COMMITTED whatever the role's default is. Works through a transaction pooler, and with
+    `read_only` on a standby too. Raises `ConfigurationError` or `SchemaError` for a server that cannot be worked with.
+
+        with connect(load_settings()) as connection:
+            redrive(connection, [17])
+    """
+    connection = psycopg.connect(
+        settings.require_dsn(),
+        autocommit=True,
+        prepare_threshold=None,
+        connect_timeout=settings.connect_timeout_seconds,
+        application_name="pgoutbox cli",
+    )
+    with contextlib.closing(connection):
+        _check_server(connection, read_only=read_only)
+        connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
+        connection.read_only = read_only
+        yield connection
+
+
+def _check_server(connection: psycopg.Connection[TupleRow], *, read_only: bool) -> None:
+    judge_server(ServerFacts._make(connection.execute(sql.SERVER_FACTS).fetchall()[0]), writes=not read_only)
+    ((found,),) = connection.execute(sql.SCHEMA_VERSION)
+    judge_schema(found)
+
+
+def transact(connection: psycopg.Connection[TupleRow], work: Callable[[], _T]) -> _T:
+    """Run `work` in a transaction, and again if it lost a race: its statements decide anew by the state they then meet.
+
+    Raises what `work` raises, and after five lost races the driver's error. A row that moves to another partition while
+    it is being locked fails with 40001, in READ COMMITTED too.
+    """
+    trial = 1
+    while True:
+        try:
+            with connection.transaction():
+                connection.execute(sql.PREPARE_OPERATION)
+                return work()
+        except (SerializationFailure, DeadlockDetected):
+            if trial == _TRIALS:
+                raise
+            trial += 1
+
+
+def fetch(
+    connection: psycopg.Connection[TupleRow], statement: LiteralString, parameters: _Parameters
+) -> list[TupleRow]:
+    """What one statement answers, in a transaction of its own."""
+    return transact(connection, lambda: connection.execute(statement, parameters).fetchall())

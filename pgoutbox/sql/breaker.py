@@ -1,0 +1,145 @@
+"""What the fleet shares about transports and destinations that are held to be dead."""
+
+from typing import Final, LiteralString
+
+# A row that nobody has probed for long after its time has nothing to say: whatever was held back went out otherwise, or
+# is gone. It is opened anew like one that was never there.
+
+# One failure of a destination that this worker holds to be alive. `trips` says that by its own count it is dead: then
+# it is opened here, unless somebody else was first, and one answer has `opened`. No answer: it is not open, or another
+# session opened it within this very moment, which asking again would tell. The announcement is part of the statement.
+BREAKER_FAILED: Final[LiteralString] = """
+WITH opened AS (
+    INSERT INTO pgoutbox.breaker AS b (key, opened_at, retry_at, cooldown_seconds, worker, last_error)
+    SELECT
+        %(key)s::text,
+        now(),
+        now() + make_interval(secs => %(cooldown_seconds)s::float8),
+        %(cooldown_seconds)s::float8,
+        %(worker)s::text,
+        %(error)s::text
+    WHERE %(trips)s::boolean
+    ON CONFLICT ON CONSTRAINT breaker_pkey DO UPDATE
+    SET opened_at = EXCLUDED.opened_at,
+        retry_at = EXCLUDED.retry_at,
+        cooldown_seconds = EXCLUDED.cooldown_seconds,
+        probe_id = NULL,
+        probe_until = NULL,
+        worker = EXCLUDED.worker,
+        last_error = EXCLUDED.last_error
+    WHERE greatest(b.retry_at, b.probe_until) < now() - make_interval(secs => %(forget_seconds)s::float8)
+    RETURNING b.key, b.opened_at, b.retry_at, b.cooldown_seconds, b.last_error
+), announced AS MATERIALIZED (
+    SELECT pgoutbox.enqueue(
+        topic => 'pgoutbox.alert',
+        payload => jsonb_build_object(
+            'breaker', o.key, 'event', 'opened', 'opened_at', o.opened_at, 'error', o.last_error
+        ),
+        queue => %(alert_queue)s::text,
+        destination => %(alert_destination)s::text,
+        coalesce_key => left(o.key, 128)
+    ) AS id
+    FROM opened AS o
+    WHERE %(alert_queue)s::text IS NOT NULL
+)
+SELECT
+    extract(epoch FROM o.retry_at - now())::float8 AS retry_seconds,
+    o.cooldown_seconds,
+    o.last_error,
+    true AS opened,
+    NULL AS probe_id
+FROM opened AS o
+LEFT JOIN announced AS a ON a.id IS NOT NULL
+UNION ALL
+SELECT
+    extract(epoch FROM b.retry_at - now())::float8,
+    b.cooldown_seconds,
+    b.last_error,
+    false,
+    NULL
+FROM pgoutbox.breaker AS b
+WHERE b.key = %(key)s::text
+    AND greatest(b.retry_at, b.probe_until) >= now() - make_interval(secs => %(forget_seconds)s::float8)
+"""
+
+# Asks to send one message to a destination that is open, now that its time has come: one session of all gets the
+# `probe_id`. The others are told when to ask again; no answer means that it is closed.
+BREAKER_PROBE: Final[LiteralString] = """
+WITH won AS (
+    UPDATE pgoutbox.breaker AS b
+    SET probe_id = gen_random_uuid(),
+        probe_until = now() + make_interval(secs => %(probe_seconds)s::float8),
+        worker = %(worker)s::text
+    WHERE b.key = %(key)s::text
+        AND b.retry_at <= now()
+        AND (b.probe_until IS NULL OR b.probe_until <= now())
+    RETURNING b.probe_id, b.retry_at, b.cooldown_seconds, b.last_error
+)
+SELECT
+    extract(epoch FROM w.retry_at - now())::float8 AS retry_seconds,
+    w.cooldown_seconds,
+    w.last_error,
+    false AS opened,
+    w.probe_id::text AS probe_id
+FROM won AS w
+UNION ALL
+SELECT
+    extract(epoch FROM b.retry_at - now())::float8,
+    b.cooldown_seconds,
+    b.last_error,
+    false,
+    NULL
+FROM pgoutbox.breaker AS b
+WHERE b.key = %(key)s::text AND NOT EXISTS (SELECT FROM won)
+"""
+
+# The probe arrived. Its id is the fence: a probe that was given up, or whose row an operator has set back, closes
+# nothing.
+BREAKER_CLOSE_IF_PROBING: Final[LiteralString] = """
+WITH closed AS (
+    DELETE FROM pgoutbox.breaker AS b
+    WHERE b.key = %(key)s::text AND b.probe_id = %(probe_id)s::uuid
+    RETURNING b.key, b.opened_at, b.last_error
+), announced AS MATERIALIZED (
+    SELECT pgoutbox.enqueue(
+        topic => 'pgoutbox.alert',
+        payload => jsonb_build_object(
+            'breaker', c.key, 'event', 'closed', 'opened_at', c.opened_at, 'error', c.last_error, 'closed_at', now()
+        ),
+        queue => %(alert_queue)s::text,
+        destination => %(alert_destination)s::text,
+        coalesce_key => left(c.key, 128)
+    ) AS id
+    FROM closed AS c
+    WHERE %(alert_queue)s::text IS NOT NULL
+)
+SELECT extract(epoch FROM now() - c.opened_at)::float8 AS open_seconds
+FROM closed AS c
+LEFT JOIN announced AS a ON a.id IS NOT NULL
+"""
+
+# The probe failed: twice the pause, up to a limit.
+BREAKER_REOPEN_IF_PROBING: Final[LiteralString] = """
+UPDATE pgoutbox.breaker AS b
+SET retry_at = now() + make_interval(secs => least(b.cooldown_seconds * 2, %(max_cooldown_seconds)s::float8)),
+    cooldown_seconds = least(b.cooldown_seconds * 2, %(max_cooldown_seconds)s::float8),
+    probe_id = NULL,
+    probe_until = NULL,
+    last_error = %(error)s::text
+WHERE b.key = %(key)s::text AND b.probe_id = %(probe_id)s::uuid
+RETURNING
+    extract(epoch FROM b.retry_at - now())::float8 AS retry_seconds,
+    b.cooldown_seconds,
+    b.last_error,
+    false AS opened,
+    NULL AS probe_id
+"""
+
+# The probe told nothing: somebody else may try at once.
+BREAKER_RELEASE_IF_PROBING: Final[LiteralString] = """
+UPDATE pgoutbox.breaker AS b
+SET probe_id = NULL,
+    probe_until = NULL
+WHERE b.key = %(key)s::text AND b.probe_id = %(probe_id)s::uuid
+RETURNING b.key
+"""

@@ -1,0 +1,42 @@
+"""The bell that a sleeping worker has, and its listener."""
+
+from typing import Final, LiteralString
+
+LISTEN: Final[LiteralString] = "LISTEN pgoutbox"
+
+UNLISTEN: Final[LiteralString] = "UNLISTEN pgoutbox"
+
+# One answer per queue: armed; sleeper, when another worker has the bell; producers, when enqueuing transactions hold
+# it, and the worker must look again until they have committed. A queue that is paused or at its limit is not armed:
+# what is enqueued there need not ring before the next permit, in so many seconds, or before somebody resumes the queue.
+ARM: Final[LiteralString] = """
+SELECT
+    q.queue,
+    CASE
+        WHEN q.permit_at IS NOT NULL THEN 'limited'
+        WHEN pg_try_advisory_lock(1885826146, hashtext(q.queue)) THEN 'armed'
+        WHEN NOT pg_try_advisory_lock_shared(1885826146, hashtext(q.queue)) THEN 'sleeper'
+        WHEN pg_advisory_unlock_shared(1885826146, hashtext(q.queue)) THEN 'producers'
+    END,
+    extract(epoch FROM nullif(q.permit_at, 'infinity') - clock_timestamp())::float8
+FROM (
+    SELECT asked.queue, pgoutbox.next_permit_at(asked.queue) AS permit_at
+    FROM unnest(%(queues)s::text[]) AS asked(queue)
+    OFFSET 0
+) AS q
+"""
+
+# Other sleepers trust in a bell that is given up here. Each of them is woken to ask for it and to look once more: what
+# is committed before somebody has the bell again does not ring.
+DISARM: Final[LiteralString] = """
+SELECT pg_advisory_unlock(1885826146, hashtext(q.queue)), pg_notify('pgoutbox', q.queue)
+FROM unnest(%(queues)s::text[]) AS q(queue)
+"""
+
+PROBE: Final[LiteralString] = "SELECT EXISTS (SELECT FROM pg_listening_channels() AS c(name) WHERE c.name = 'pgoutbox')"
+
+# Unlike an enqueue, a worker rings whether or not somebody has the bell: the sleepers it means may have none.
+RING: Final[LiteralString] = """
+SELECT pg_notify('pgoutbox', q.queue)
+FROM unnest(%(queues)s::text[]) AS q(queue)
+"""

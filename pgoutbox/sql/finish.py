@@ -1,0 +1,220 @@
+"""How an attempt ends, and how long it is held. Every statement is fenced by the state and the attempt count."""
+
+from typing import Final, LiteralString
+
+# The common case, apart because it is the hot one. The fence is the state and the attempt count. A row that a caller's
+# transaction has locked, cancelling it, is left out and asked for again: one row never holds up a batch.
+FINISH_SENT_IF_HELD: Final[LiteralString] = """
+WITH held AS MATERIALIZED (
+    SELECT m.id, m.attempt_count
+    FROM unnest(%(ids)s::bigint[], %(attempt_counts)s::integer[]) AS o(id, attempt_count)
+    JOIN pgoutbox.message_live AS m ON m.id = o.id
+    WHERE m.state = 'sending' AND m.attempt_count = o.attempt_count
+    FOR UPDATE OF m SKIP LOCKED
+)
+UPDATE pgoutbox.message AS m
+SET state = 'sent',
+    finished_at = now(),
+    lease_expires_at = NULL
+FROM held AS h
+WHERE m.id = h.id
+    AND m.state = 'sending'
+    AND m.attempt_count = h.attempt_count
+RETURNING m.id, m.state
+"""
+
+# The same where a rule keeps nothing of what was sent: the row goes at the moment at which it would have become `sent`,
+# with the history of its attempts. The rule is asked here, for each row: whoever takes it back is obeyed at once. The
+# dedupe key stays, for as long as a rule keeps it: the message was sent, and its repetition is a duplicate.
+FINISH_SENT_AND_FORGET_IF_HELD: Final[LiteralString] = """
+WITH held AS MATERIALIZED (
+    SELECT
+        m.id,
+        m.attempt_count,
+        EXISTS (
+            SELECT
+            FROM pgoutbox.retention AS r
+            WHERE r.topic IN (m.topic, '*')
+                AND r.state = 'sent'
+                AND r.keep = interval '0'
+                AND (
+                    r.topic = m.topic
+                    OR NOT EXISTS (
+                        SELECT FROM pgoutbox.retention AS own WHERE own.topic = m.topic AND own.state = 'sent'
+                    )
+                )
+        ) AS is_forgotten
+    FROM unnest(%(ids)s::bigint[], %(attempt_counts)s::integer[]) AS o(id, attempt_count)
+    JOIN pgoutbox.message_live AS m ON m.id = o.id
+    WHERE m.state = 'sending' AND m.attempt_count = o.attempt_count
+    FOR UPDATE OF m SKIP LOCKED
+), kept AS (
+    UPDATE pgoutbox.message AS m
+    SET state = 'sent',
+        finished_at = now(),
+        lease_expires_at = NULL
+    FROM held AS h
+    WHERE m.id = h.id
+        AND m.state = 'sending'
+        AND m.attempt_count = h.attempt_count
+        AND NOT h.is_forgotten
+    RETURNING m.id, m.state
+), forgotten AS (
+    DELETE FROM pgoutbox.message_live AS m
+    USING held AS h
+    WHERE m.id = h.id
+        AND m.state = 'sending'
+        AND m.attempt_count = h.attempt_count
+        AND h.is_forgotten
+    RETURNING m.id
+), history AS (
+    DELETE FROM pgoutbox.attempt AS a
+    USING forgotten AS f
+    WHERE a.message_id = f.id
+)
+SELECT k.id, k.state FROM kept AS k
+UNION ALL
+SELECT f.id, 'sent' FROM forgotten AS f
+"""
+
+FORGETS_SENT: Final[LiteralString] = """
+SELECT EXISTS (SELECT FROM pgoutbox.retention AS r WHERE r.state = 'sent' AND r.keep = interval '0')
+"""
+
+# Every other outcome: what the attempt asks for (retry, snoozed, released, failed, skipped) meets what happened to the
+# message meanwhile. A message that would become pending again ends instead when it was cancelled, superseded or has no
+# attempt left. Snooze and release do not use up an attempt: they raise the budget, because the count never goes down.
+FINISH_IF_HELD: Final[LiteralString] = """
+WITH outcome AS (
+    SELECT o.id, o.attempt_count, o.outcome, o.reason, o.delay_seconds
+    FROM unnest(
+        %(ids)s::bigint[],
+        %(attempt_counts)s::integer[],
+        %(outcomes)s::text[],
+        %(reasons)s::text[],
+        %(delays)s::float8[]
+    ) AS o(id, attempt_count, outcome, reason, delay_seconds)
+), held AS MATERIALIZED (
+    SELECT
+        o.id,
+        o.attempt_count,
+        o.outcome,
+        o.reason,
+        o.delay_seconds,
+        head.newest_id,
+        CASE
+            WHEN o.outcome IN ('failed', 'skipped') THEN o.outcome
+            WHEN m.cancel_requested_at IS NOT NULL THEN 'cancelled'
+            WHEN head.newest_id > o.id THEN 'skipped'
+            WHEN o.outcome = 'retry' AND o.attempt_count >= m.max_attempts THEN 'failed'
+            ELSE 'pending'
+        END AS state
+    FROM outcome AS o
+    JOIN pgoutbox.message_live AS m ON m.id = o.id
+    LEFT JOIN pgoutbox.coalesce AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
+    WHERE m.state = 'sending' AND m.attempt_count = o.attempt_count
+    FOR UPDATE OF m SKIP LOCKED
+), finished AS (
+    UPDATE pgoutbox.message AS m
+    SET state = h.state,
+        available_at = CASE
+            WHEN h.state = 'pending' AND h.outcome <> 'released'
+                THEN now() + make_interval(secs => h.delay_seconds)
+            ELSE m.available_at
+        END,
+        lease_expires_at = NULL,
+        finished_at = CASE WHEN h.state <> 'pending' THEN now() END,
+        max_attempts = m.max_attempts + CASE WHEN h.outcome IN ('snoozed', 'released') THEN 1 ELSE 0 END,
+        skip_reason = CASE
+            WHEN h.state <> 'skipped' THEN NULL
+            WHEN h.outcome = 'skipped' THEN h.reason
+            ELSE 'superseded by ' || h.newest_id
+        END,
+        superseded_by = CASE WHEN h.state = 'skipped' AND h.outcome <> 'skipped' THEN h.newest_id END,
+        last_error = CASE WHEN h.outcome IN ('retry', 'failed') THEN h.reason ELSE m.last_error END
+    FROM held AS h
+    WHERE m.id = h.id
+        AND m.state = 'sending'
+        AND m.attempt_count = h.attempt_count
+    RETURNING m.id, m.state, m.attempt_count, m.worker, m.claimed_at
+), history AS (
+    INSERT INTO pgoutbox.attempt (message_id, attempt_count, outcome, worker, started_at, ended_at, error)
+    SELECT
+        f.id,
+        f.attempt_count,
+        CASE WHEN f.state = 'pending' THEN h.outcome ELSE f.state END,
+        f.worker,
+        f.claimed_at,
+        now(),
+        h.reason
+    FROM finished AS f
+    JOIN held AS h ON h.id = f.id
+    ON CONFLICT DO NOTHING
+)
+SELECT f.id, f.state
+FROM finished AS f
+"""
+
+# Where the messages of these attempts stand, unless a later attempt has begun: what a finish that wrote less than it
+# was asked to write wants to know. `sending` means that the row was locked; any other state, that an earlier try of
+# the same finish was committed and its answer lost.
+STANDING: Final[LiteralString] = """
+SELECT m.id, m.state
+FROM unnest(%(ids)s::bigint[], %(attempt_counts)s::integer[]) AS o(id, attempt_count)
+JOIN pgoutbox.message AS m ON m.id = o.id
+WHERE m.attempt_count = o.attempt_count
+"""
+
+# Newer messages of the same keys had to wait for these attempts. Asked after they are committed, because one that was
+# enqueued while they were being finished has found them still in flight.
+QUEUES_OF_SUCCESSORS: Final[LiteralString] = """
+SELECT DISTINCT m.queue
+FROM unnest(%(ids)s::bigint[], %(topics)s::text[], %(coalesce_keys)s::text[]) AS done(id, topic, coalesce_key)
+JOIN pgoutbox.coalesce AS head ON head.topic = done.topic AND head.coalesce_key = done.coalesce_key
+JOIN pgoutbox.message_live AS m ON m.id = head.newest_id
+WHERE head.newest_id > done.id AND m.state = 'pending' AND m.available_at <= now()
+"""
+
+# One row per attempt that still holds its message. A row that a caller's transaction has locked, cancelling it, is not
+# renewed; nobody else can claim it either.
+RENEW_IF_HELD: Final[LiteralString] = """
+WITH asked AS (
+    SELECT a.id, a.attempt_count
+    FROM unnest(%(ids)s::bigint[], %(attempt_counts)s::integer[]) AS a(id, attempt_count)
+), locked AS MATERIALIZED (
+    SELECT m.id, m.attempt_count
+    FROM asked AS a
+    JOIN pgoutbox.message_live AS m ON m.id = a.id
+    WHERE m.state = 'sending' AND m.attempt_count = a.attempt_count
+    FOR UPDATE OF m SKIP LOCKED
+), renewed AS (
+    UPDATE pgoutbox.message_live AS m
+    SET lease_expires_at = now() + make_interval(secs => %(lease_seconds)s::float8)
+    FROM locked AS l
+    WHERE m.id = l.id AND m.state = 'sending' AND m.attempt_count = l.attempt_count
+    RETURNING m.id
+)
+SELECT
+    m.id,
+    m.cancel_requested_at IS NOT NULL AS cancelled,
+    coalesce(head.newest_id > m.id, false) AS superseded,
+    r.id IS NOT NULL OR m.lease_expires_at > now() AS in_lease
+FROM asked AS a
+JOIN pgoutbox.message_live AS m ON m.id = a.id
+LEFT JOIN pgoutbox.coalesce AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
+LEFT JOIN renewed AS r ON r.id = m.id
+WHERE m.state = 'sending' AND m.attempt_count = a.attempt_count
+"""
+
+# The same answer without the write.
+WATCH_IF_HELD: Final[LiteralString] = """
+SELECT
+    m.id,
+    m.cancel_requested_at IS NOT NULL AS cancelled,
+    coalesce(head.newest_id > m.id, false) AS superseded,
+    m.lease_expires_at > now() AS in_lease
+FROM unnest(%(ids)s::bigint[], %(attempt_counts)s::integer[]) AS a(id, attempt_count)
+JOIN pgoutbox.message_live AS m ON m.id = a.id
+LEFT JOIN pgoutbox.coalesce AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
+WHERE m.state = 'sending' AND m.attempt_count = a.attempt_count
+"""

@@ -1,0 +1,313 @@
+"""What an operator sees and does."""
+
+from typing import Final, LiteralString
+
+# Local to the transaction, so that nothing of it stays behind in a pooler's session. A person waits for the answer and
+# can interrupt it: the time limit is only there for a terminal that was left alone.
+PREPARE_OPERATION: Final[LiteralString] = """
+SELECT
+    set_config('statement_timeout', '5min', true),
+    set_config('lock_timeout', '2s', true),
+    set_config('idle_in_transaction_session_timeout', '60s', true),
+    CASE
+        WHEN current_setting('transaction_timeout', true) IS NOT NULL THEN set_config('transaction_timeout', '0', true)
+    END,
+    set_config('search_path', 'pg_catalog, pg_temp', true)
+"""
+
+LIST_MESSAGES: Final[LiteralString] = """
+SELECT
+    m.id,
+    m.topic,
+    m.queue,
+    m.destination,
+    m.state,
+    m.attempt_count,
+    m.max_attempts,
+    m.created_at,
+    m.available_at,
+    m.finished_at,
+    m.coalesce_key,
+    m.dedupe_key,
+    m.skip_reason,
+    m.last_error
+FROM pgoutbox.message AS m
+WHERE (%(states)s::text[] IS NULL OR m.state = ANY (%(states)s::text[]))
+    AND (%(topic)s::text IS NULL OR m.topic = %(topic)s::text)
+    AND (%(queue)s::text IS NULL OR m.queue = %(queue)s::text)
+    AND (%(destination)s::text IS NULL OR m.destination = %(destination)s::text)
+    AND (%(before_id)s::bigint IS NULL OR m.id < %(before_id)s::bigint)
+ORDER BY m.id DESC
+LIMIT %(limit)s::bigint
+"""
+
+SHOW_MESSAGE: Final[LiteralString] = """
+SELECT
+    m.id,
+    m.topic,
+    m.queue,
+    m.destination,
+    m.state,
+    m.attempt_count,
+    m.max_attempts,
+    m.created_at,
+    m.available_at,
+    m.expires_at,
+    m.claimed_at,
+    m.lease_expires_at,
+    m.cancel_requested_at,
+    m.finished_at,
+    m.worker,
+    m.coalesce_key,
+    m.dedupe_key,
+    m.ordering_key,
+    m.on_failed,
+    m.superseded_by,
+    m.resend_of,
+    m.content_id,
+    m.skip_reason,
+    m.last_error,
+    m.headers,
+    m.payload
+FROM pgoutbox.message AS m
+WHERE m.id = %(id)s::bigint
+"""
+
+SHOW_ATTEMPTS: Final[LiteralString] = """
+SELECT
+    a.attempt_count,
+    a.outcome,
+    a.worker,
+    a.started_at,
+    a.ended_at,
+    a.error
+FROM pgoutbox.attempt AS a
+WHERE a.message_id = %(id)s::bigint
+ORDER BY a.attempt_count
+"""
+
+STATS: Final[LiteralString] = """
+SELECT
+    m.queue,
+    m.topic,
+    count(*) FILTER (WHERE m.state = 'pending' AND m.available_at <= now()) AS due,
+    count(*) FILTER (WHERE m.state = 'pending' AND m.available_at > now()) AS scheduled,
+    count(*) FILTER (WHERE m.state = 'sending') AS sending,
+    count(*) FILTER (WHERE m.state = 'sent') AS sent,
+    count(*) FILTER (WHERE m.state = 'failed') AS failed,
+    count(*) FILTER (WHERE m.state = 'skipped') AS skipped,
+    count(*) FILTER (WHERE m.state = 'cancelled') AS cancelled,
+    extract(
+        epoch FROM now() - min(m.available_at) FILTER (WHERE m.state = 'pending' AND m.available_at <= now())
+    )::float8 AS oldest_due_seconds
+FROM pgoutbox.message AS m
+WHERE %(queue)s::text IS NULL OR m.queue = %(queue)s::text
+GROUP BY m.queue, m.topic
+ORDER BY m.queue, m.topic
+"""
+
+# How much work is left that a drain waits for: what is in flight, due, or will be tried again. A message that was
+# scheduled for later and never attempted is not waited for.
+COUNT_OWED: Final[LiteralString] = """
+SELECT count(*)
+FROM pgoutbox.message_live AS m
+WHERE m.queue = ANY (%(queues)s::text[])
+    AND m.topic = ANY (%(topics)s::text[])
+    AND (m.attempt_count > 0 OR m.available_at <= now())
+    AND NOT EXISTS (
+        SELECT
+        FROM pgoutbox.message_failed AS f
+        WHERE f.queue = m.queue AND f.ordering_key = m.ordering_key AND f.on_failed = 'halt' AND f.id < m.id
+    )
+    AND NOT EXISTS (
+        SELECT
+        FROM pgoutbox.queue AS q
+        WHERE q.name = m.queue AND q.paused_at IS NOT NULL AND (q.resume_at > now()) IS NOT FALSE
+    )
+"""
+
+LIST_FAILED_IDS: Final[LiteralString] = """
+SELECT m.id
+FROM pgoutbox.message AS m
+WHERE m.state = 'failed'
+    AND (%(topic)s::text IS NULL OR m.topic = %(topic)s::text)
+    AND (%(queue)s::text IS NULL OR m.queue = %(queue)s::text)
+    AND m.id > %(after_id)s::bigint
+ORDER BY m.id
+LIMIT %(limit)s::bigint
+"""
+
+# The answer names what each id met: its state before, and the newer message if it was superseded.
+REDRIVE: Final[LiteralString] = """
+WITH asked AS (
+    SELECT DISTINCT a.id
+    FROM unnest(%(ids)s::bigint[]) AS a(id)
+), locked AS MATERIALIZED (
+    SELECT m.id, m.state, head.newest_id
+    FROM asked AS a
+    JOIN pgoutbox.message AS m ON m.id = a.id
+    LEFT JOIN pgoutbox.coalesce AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
+    WHERE m.state IN ('failed', 'cancelled')
+    ORDER BY m.id
+    FOR UPDATE OF m SKIP LOCKED
+), redriven AS (
+    UPDATE pgoutbox.message AS m
+    SET state = 'pending',
+        available_at = now(),
+        finished_at = NULL,
+        cancel_requested_at = NULL,
+        max_attempts = m.attempt_count + m.attempt_budget
+    FROM locked AS l
+    WHERE m.id = l.id
+        AND m.state = l.state
+        AND m.state IN ('failed', 'cancelled')
+        AND coalesce(l.newest_id <= m.id, true)
+    RETURNING m.id, m.queue
+), rung AS MATERIALIZED (
+    SELECT pgoutbox.ring(q.queue)
+    FROM (SELECT DISTINCT r.queue FROM redriven AS r) AS q
+)
+SELECT
+    a.id,
+    r.id IS NOT NULL AS redriven,
+    m.state,
+    CASE WHEN head.newest_id > a.id THEN head.newest_id END AS superseded_by,
+    (SELECT count(*) FROM rung) AS rung
+FROM asked AS a
+LEFT JOIN pgoutbox.message AS m ON m.id = a.id
+LEFT JOIN pgoutbox.coalesce AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
+LEFT JOIN redriven AS r ON r.id = a.id
+ORDER BY a.id
+"""
+
+# The head is locked first: between a look at it and the enqueue a newer message could commit, which the copy, drawing
+# its id last, would then supersede with older content.
+RESEND: Final[LiteralString] = """
+WITH head AS MATERIALIZED (
+    SELECT c.newest_id
+    FROM pgoutbox.message AS m
+    JOIN pgoutbox.coalesce AS c ON c.topic = m.topic AND c.coalesce_key = m.coalesce_key
+    WHERE m.id = %(id)s::bigint
+    FOR UPDATE OF c
+)
+SELECT
+    copy.id,
+    m.state,
+    CASE WHEN head.newest_id > m.id THEN head.newest_id END AS superseded_by
+FROM pgoutbox.message AS m
+LEFT JOIN head ON true
+LEFT JOIN LATERAL (
+    SELECT pgoutbox.enqueue(
+        topic => m.topic,
+        payload => m.payload,
+        queue => m.queue,
+        destination => m.destination,
+        coalesce_key => m.coalesce_key,
+        headers => m.headers,
+        max_attempts => m.attempt_budget,
+        ordering_key => m.ordering_key,
+        on_failed => m.on_failed
+    ) AS id
+    WHERE m.state = 'sent' AND coalesce(head.newest_id <= m.id, true)
+) AS copy ON true
+WHERE m.id = %(id)s::bigint
+"""
+
+# In the transaction that made the copy, which nobody else can see yet.
+MARK_RESEND: Final[LiteralString] = """
+UPDATE pgoutbox.message_live AS m
+SET resend_of = %(source_id)s::bigint,
+    content_id = (SELECT source.content_id FROM pgoutbox.message AS source WHERE source.id = %(source_id)s::bigint)
+WHERE m.id = %(id)s::bigint AND m.state = 'pending' AND m.resend_of IS NULL
+RETURNING m.id
+"""
+
+# Pausing twice keeps the first time, and the end that was said last.
+PAUSE_QUEUE: Final[LiteralString] = """
+INSERT INTO pgoutbox.queue AS q (name, paused_at, resume_at)
+VALUES (%(queue)s::text, now(), now() + make_interval(secs => %(seconds)s::float8))
+ON CONFLICT ON CONSTRAINT queue_pkey DO UPDATE
+SET paused_at = CASE WHEN q.resume_at <= now() THEN now() ELSE coalesce(q.paused_at, now()) END,
+    resume_at = excluded.resume_at
+RETURNING q.paused_at, q.resume_at
+"""
+
+# Here and below all sleepers are woken, whether or not somebody has the bell: of a paused queue nobody has it.
+RESUME_QUEUE: Final[LiteralString] = """
+WITH resumed AS (
+    UPDATE pgoutbox.queue AS q
+    SET paused_at = NULL, resume_at = NULL
+    WHERE q.name = %(queue)s::text AND q.paused_at IS NOT NULL
+    RETURNING q.name
+)
+SELECT r.name, pg_notify('pgoutbox', r.name)
+FROM resumed AS r
+"""
+
+# A bucket begins full. When the rate is changed it keeps what it holds, as far as there is room.
+LIMIT_RATE: Final[LiteralString] = """
+WITH limited AS (
+    INSERT INTO pgoutbox.queue AS q (name, rate_count, rate_seconds, burst, tokens, tokens_at)
+    SELECT a.name, a.rate_count, a.rate_seconds, a.burst, a.burst, CASE WHEN a.rate_count IS NOT NULL THEN now() END
+    FROM (
+        VALUES (%(queue)s::text, %(count)s::integer, %(seconds)s::float8, %(burst)s::integer)
+    ) AS a(name, rate_count, rate_seconds, burst)
+    ON CONFLICT ON CONSTRAINT queue_pkey DO UPDATE
+    SET rate_count = excluded.rate_count,
+        rate_seconds = excluded.rate_seconds,
+        burst = excluded.burst,
+        tokens = CASE
+            WHEN excluded.rate_count IS NOT NULL
+                THEN least(excluded.tokens, coalesce(pgoutbox.tokens_of(q), excluded.tokens))
+        END,
+        tokens_at = CASE WHEN excluded.rate_count IS NOT NULL THEN clock_timestamp() END
+    RETURNING q.name
+)
+SELECT l.name, pg_notify('pgoutbox', l.name)
+FROM limited AS l
+"""
+
+LIMIT_IN_FLIGHT: Final[LiteralString] = """
+WITH limited AS (
+    INSERT INTO pgoutbox.queue AS q (name, max_in_flight)
+    VALUES (%(queue)s::text, %(max_in_flight)s::integer)
+    ON CONFLICT ON CONSTRAINT queue_pkey DO UPDATE SET max_in_flight = excluded.max_in_flight
+    RETURNING q.name
+)
+SELECT l.name, pg_notify('pgoutbox', l.name)
+FROM limited AS l
+"""
+
+# The queues that are paused or have limits. A pause whose end has passed is none.
+LIST_QUEUES: Final[LiteralString] = """
+SELECT
+    q.name,
+    q.paused_at,
+    q.resume_at,
+    q.rate_count,
+    q.rate_seconds,
+    q.burst,
+    pgoutbox.tokens_of(q) AS tokens,
+    q.max_in_flight,
+    pgoutbox.in_flight_of(q.name, NULL) AS in_flight
+FROM pgoutbox.queue AS q
+WHERE (q.paused_at IS NOT NULL AND (q.resume_at > now()) IS NOT FALSE)
+    OR num_nonnulls(q.rate_count, q.max_in_flight) > 0
+ORDER BY q.name
+"""
+
+# Ends at the first message of a queue that is known, where the list of all queues reads every message.
+UNKNOWN_QUEUES: Final[LiteralString] = """
+SELECT asked.queue
+FROM unnest(%(queues)s::text[]) AS asked(queue)
+WHERE NOT EXISTS (SELECT FROM pgoutbox.queue AS q WHERE q.name = asked.queue)
+    AND NOT EXISTS (SELECT FROM pgoutbox.message AS m WHERE m.queue = asked.queue)
+ORDER BY asked.queue
+"""
+
+KNOWN_QUEUES: Final[LiteralString] = """
+SELECT DISTINCT m.queue FROM pgoutbox.message AS m
+UNION
+SELECT q.name FROM pgoutbox.queue AS q
+ORDER BY 1
+"""

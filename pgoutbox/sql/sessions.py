@@ -1,0 +1,56 @@
+"""How a session of pgoutbox is set up, whatever its role's defaults are."""
+
+from typing import Final, LiteralString
+
+# The role's or the database's defaults must not change what a statement means. The planner settings pin the one plan
+# that stays fast whatever the statistics say: nested loops over the lanes' indexes and the primary key. Sessions that
+# wait for work are idle; and PostgreSQL before version 17 does not know transaction_timeout.
+PREPARE_SESSION: Final[LiteralString] = """
+SELECT
+    set_config('default_transaction_isolation', 'read committed', false),
+    set_config('default_transaction_deferrable', 'off', false),
+    set_config('statement_timeout', %(statement_timeout)s::text, false),
+    set_config('lock_timeout', %(lock_timeout)s::text, false),
+    set_config('idle_in_transaction_session_timeout', '60s', false),
+    set_config('idle_session_timeout', '0', false),
+    CASE
+        WHEN current_setting('transaction_timeout', true) IS NOT NULL THEN set_config('transaction_timeout', '0', false)
+    END,
+    set_config('search_path', 'pg_catalog, pg_temp', false),
+    set_config('plan_cache_mode', 'force_generic_plan', false),
+    set_config('enable_seqscan', 'off', false),
+    set_config('enable_bitmapscan', 'off', false),
+    set_config('enable_hashjoin', 'off', false),
+    set_config('enable_mergejoin', 'off', false),
+    set_config('jit', 'off', false)
+"""
+
+PREPARE_TRANSACTION: Final[LiteralString] = """
+SELECT
+    set_config('statement_timeout', %(statement_timeout)s::text, true),
+    set_config('lock_timeout', %(lock_timeout)s::text, true),
+    CASE
+        WHEN current_setting('transaction_timeout', true) IS NOT NULL THEN set_config('transaction_timeout', '0', true)
+    END,
+    set_config('search_path', 'pg_catalog, pg_temp', true),
+    set_config('enable_seqscan', 'off', true),
+    set_config('enable_bitmapscan', 'off', true),
+    set_config('enable_hashjoin', 'off', true),
+    set_config('enable_mergejoin', 'off', true),
+    set_config('jit', 'off', true)
+"""
+
+BEGIN: Final[LiteralString] = "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE"
+
+BACKEND_PID: Final[LiteralString] = "SELECT pg_backend_pid()"
+
+SERVER_FACTS: Final[LiteralString] = """
+SELECT
+    current_setting('server_version_num')::integer AS server_version,
+    pg_is_in_recovery() AS in_recovery,
+    current_setting('transaction_read_only')::boolean AS read_only,
+    current_setting('server_encoding') AS encoding,
+    to_regprocedure('pgoutbox.schema_version()') IS NOT NULL AS has_schema
+"""
+
+SCHEMA_VERSION: Final[LiteralString] = "SELECT pgoutbox.schema_version()"
