@@ -5,7 +5,9 @@ The commands are in `commands`, which needs the extra `cli`; this module does no
 
 from __future__ import annotations
 
+import getpass
 import os
+import socket
 import sys
 from typing import TYPE_CHECKING, Final
 
@@ -16,6 +18,8 @@ from pgoutbox.errors import ConfigurationError, MissingExtraError, PayloadError,
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from pgoutbox.audit import Actor
 
 _DSN_VARIABLES: Final = (
     "PGOUTBOX_DSN",
@@ -67,9 +71,21 @@ def _run(arguments: list[str]) -> None:
         import typer  # noqa: F401
     except ImportError as error:
         raise MissingExtraError("the command line", "cli") from error
+    from pgoutbox.audit import acting_as
     from pgoutbox.commands import app
 
-    app(args=arguments, prog_name="pgoutbox")
+    with acting_as(_actor()):
+        app(args=arguments, prog_name="pgoutbox")
+
+
+def _actor() -> Actor:
+    from pgoutbox.audit import Actor
+
+    try:
+        name = getpass.getuser()
+    except (KeyError, OSError):
+        name = f"uid {os.getuid()}"
+    return Actor(name[:200], f"cli {socket.gethostname()}"[:200])
 
 
 def explain(error: PgOutboxError | psycopg.Error) -> tuple[str, int]:

@@ -314,10 +314,7 @@ def list_messages(
     with session.connect(settings, read_only=True) as connection:
         messages = operations.list_messages(
             connection,
-            states=states or (),
-            topic=topic,
-            queue=queue,
-            destination=destination,
+            operations.MessageFilter(states=states or (), topic=topic, queue=queue, destination=destination),
             before_id=before,
             limit=limit,
         )
@@ -442,12 +439,13 @@ def redrive(
 
 
 def _redrive_all_failed(settings: Settings, *, topic: str | None, queue: str | None, as_json: bool) -> None:
+    which = operations.MessageFilter(topic=topic, queue=queue)
     with (
         session.connect(settings) as connection,
         _interruptible("what was redriven so far stays so; run it again for the rest"),
         progress("redriving") as report,
     ):
-        totals = operations.redrive_failed(connection, topic=topic, queue=queue, progress=report)
+        totals = operations.redrive_matching(connection, which, progress=report)
         if totals == operations.RedriveTotals(0, 0, 0):
             _require_known_queue(connection, queue)
     if as_json:

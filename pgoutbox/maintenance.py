@@ -15,6 +15,7 @@ import psycopg
 from psycopg.rows import TupleRow
 
 from pgoutbox import sql
+from pgoutbox.audit import Act, Action
 from pgoutbox.drafts import check_name
 from pgoutbox.errors import ConfigurationError, PayloadError, StateError
 from pgoutbox.message import FINAL_STATES, State
@@ -82,7 +83,13 @@ def prune(
     """
     parameters = _prune_parameters(older_than, states, topic) | {"limit": batch_size}
     deleted: Counter[State] = Counter()
-    _prune_messages(connection, sql.PRUNE, parameters, deleted, progress)
+    act = Act(
+        Action.PRUNE,
+        states=[state.value for state in sorted(states)],
+        older_than_seconds=older_than.total_seconds(),
+        topic=topic,
+    )
+    _prune_messages(connection, sql.PRUNE, parameters, deleted, progress, act)
     keys = _prune_keys(connection, sql.PRUNE_DEDUPE, parameters) if State.SENT in states else 0
     return PruneTotals(dict(deleted), _prune_what_has_no_message(connection, batch_size), keys)
 
@@ -96,6 +103,7 @@ def prune_by_retention(
     free again after that, unless the rule keeps nothing: then they go by the rule for `dedupe_key`. Any number of
     sessions may do it at once. Keys and contents without a message go last.
     """
+    act = Act(Action.PRUNE)
     deleted: Counter[State] = Counter()
     keys = 0
     for rule in retention_rules(connection):
@@ -105,7 +113,7 @@ def prune_by_retention(
         if rule.state == DEDUPE_KEY:
             keys += _prune_keys(connection, sql.PRUNE_DEDUPE_BY_RULE, parameters)
         else:
-            _prune_messages(connection, sql.PRUNE_BY_RULE, parameters, deleted, progress)
+            _prune_messages(connection, sql.PRUNE_BY_RULE, parameters, deleted, progress, act)
     return PruneTotals(dict(deleted), _prune_what_has_no_message(connection, batch_size), keys)
 
 
@@ -115,8 +123,14 @@ def _prune_messages(
     parameters: Mapping[str, object],
     deleted: Counter[State],
     progress: Progress | None,
+    act: Act,
 ) -> None:
-    while rows := fetch(connection, statement, parameters):
+    def delete() -> list[TupleRow]:
+        rows = connection.execute(statement, parameters).fetchall()
+        act.record(connection, message_count=len(rows))
+        return rows
+
+    while rows := transact(connection, delete):
         deleted.update(State(state) for (state,) in rows)
         if progress is not None:
             progress(deleted.total())
@@ -161,12 +175,26 @@ def set_retention(connection: psycopg.Connection[TupleRow], topic: str, state: s
     if keep is not None and not timedelta() <= keep <= MAX_AGE:
         raise ConfigurationError(f"keep={keep}: must be from 0 to {MAX_AGE.days} days")
     seconds = None if keep is None else keep.total_seconds()
-    fetch(connection, sql.SET_RETENTION, {"topic": topic, "state": state, "keep_seconds": seconds})
+    act = Act(Action.RETENTION, topic=topic, state=state, keep_seconds="for ever" if keep is None else seconds)
+
+    def rule() -> None:
+        connection.execute(sql.SET_RETENTION, {"topic": topic, "state": state, "keep_seconds": seconds})
+        act.record(connection)
+
+    transact(connection, rule)
 
 
 def unset_retention(connection: psycopg.Connection[TupleRow], topic: str, state: str) -> bool:
     """Take a rule back; False if there was none."""
-    return bool(fetch(connection, sql.UNSET_RETENTION, {"topic": topic, "state": state}))
+    act = Act(Action.RETENTION, topic=topic, state=state, keep_seconds="no rule")
+
+    def unset() -> bool:
+        found = connection.execute(sql.UNSET_RETENTION, {"topic": topic, "state": state}).fetchall()
+        if found:
+            act.record(connection)
+        return bool(found)
+
+    return transact(connection, unset)
 
 
 def _prune_parameters(older_than: timedelta, states: Collection[State], topic: str | None) -> dict[str, object]:

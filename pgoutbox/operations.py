@@ -7,23 +7,28 @@ meanwhile is answered, never overwritten.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
-from typing import Final, NamedTuple, cast
+from typing import Final, LiteralString, NamedTuple, cast
+from uuid import UUID
 
 import psycopg
 from psycopg.rows import TupleRow
 from pydantic import JsonValue
 
 from pgoutbox import sql
+from pgoutbox.audit import Act, Action
 from pgoutbox.encryption import is_sealed
 from pgoutbox.errors import MessageNotFoundError, StateError
 from pgoutbox.message import State
 from pgoutbox.redaction import redact, redact_text
-from pgoutbox.session import Progress, fetch, transact
+from pgoutbox.session import Parameters, Progress, fetch, transact
 
-_REDRIVE_BATCH: Final = 500
+_BATCH: Final = 500
+_OWED: Final = frozenset({State.PENDING, State.SENDING})
+_STOPPED: Final = frozenset({"cancelled", "requested"})
 _USUAL_BURST: Final = 5
 _ENCRYPTED: Final = "(encrypted)"
 
@@ -124,6 +129,52 @@ class QueueControls(NamedTuple):
     in_flight: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageFilter:
+    """Which messages: those for which everything holds that is given.
+
+    `key` is a coalesce, dedupe or ordering key. `text` stands somewhere in the destination, the keys, the skip reason
+    or the last error, in whatever case, and has no wildcards; payloads are not looked into. The times are those at
+    which messages were enqueued, the first included.
+    """
+
+    states: Collection[State] = ()
+    topic: str | None = None
+    queue: str | None = None
+    destination: str | None = None
+    key: str | None = None
+    text: str | None = None
+    created_from: datetime | None = None
+    created_before: datetime | None = None
+
+    def given(self) -> dict[str, JsonValue]:
+        """What is given, for a person or the audit to read."""
+        told: dict[str, JsonValue] = {
+            "topic": self.topic,
+            "queue": self.queue,
+            "destination": self.destination,
+            "key": self.key,
+            "text": self.text,
+            "created_from": None if self.created_from is None else self.created_from.isoformat(),
+            "created_before": None if self.created_before is None else self.created_before.isoformat(),
+            "states": [state.value for state in sorted(self.states)] or None,
+        }
+        return {name: value for name, value in told.items() if value is not None}
+
+    def parameters(self) -> dict[str, object]:
+        """The parameters of the statements that take a filter."""
+        return {
+            "states": [state.value for state in self.states] or None,
+            "topic": self.topic,
+            "queue": self.queue,
+            "destination": self.destination,
+            "key": self.key,
+            "text": self.text,
+            "created_from": self.created_from,
+            "created_before": self.created_before,
+        }
+
+
 @dataclass(frozen=True, slots=True)
 class Rate:
     """So many attempts in a period."""
@@ -143,11 +194,37 @@ class Redriven:
 
 @dataclass(frozen=True, slots=True)
 class RedriveTotals:
-    """What a redrive of all failed messages did. The locked ones can be tried again; the superseded ones never will."""
+    """What a redrive of many did. Those that were locked or moved on can be tried again; the superseded never will."""
 
     redriven: int
     superseded: int
     locked: int
+
+
+@dataclass(frozen=True, slots=True)
+class CancelTotals:
+    """What a cancel of many did: ended, told to stop in flight, found locked, or final before it came."""
+
+    cancelled: int
+    requested: int
+    locked: int
+    final: int
+
+
+class AuditRow(NamedTuple):
+    """One batch of one act, in the order of LIST_ACTS. Of its messages, the first twenty are named."""
+
+    id: int
+    act_id: UUID
+    acted_at: datetime
+    actor: str
+    origin: str | None
+    db_role: str
+    action: str
+    queue: str | None
+    message_count: int | None
+    first_ids: list[int] | None
+    details: dict[str, JsonValue] | None
 
 
 class Cancelled(NamedTuple):
@@ -159,28 +236,41 @@ class Cancelled(NamedTuple):
 
 def list_messages(
     connection: psycopg.Connection[TupleRow],
+    which: MessageFilter | None = None,
     *,
-    states: Collection[State] = (),
-    topic: str | None = None,
-    queue: str | None = None,
-    destination: str | None = None,
     before_id: int | None = None,
     limit: int = 50,
 ) -> list[ListedMessage]:
     """The newest messages that match, newest first. The next page has the last id of this one as `before_id`."""
-    rows = fetch(
-        connection,
-        sql.LIST_MESSAGES,
-        {
-            "states": [state.value for state in states] or None,
-            "topic": topic,
-            "queue": queue,
-            "destination": destination,
-            "before_id": before_id,
-            "limit": limit,
-        },
-    )
+    parameters = (which or MessageFilter()).parameters() | {"before_id": before_id, "limit": limit}
+    rows = fetch(connection, sql.LIST_MESSAGES, parameters)
     return [ListedMessage._make(row)._replace(state=State(row[4])) for row in rows]
+
+
+def count_matching(connection: psycopg.Connection[TupleRow], which: MessageFilter, *, limit: int) -> int:
+    """How many messages match, counted up to `limit`."""
+    ((count,),) = fetch(connection, sql.COUNT_MATCHING, which.parameters() | {"limit": limit})
+    return int(count)
+
+
+def list_acts(
+    connection: psycopg.Connection[TupleRow],
+    *,
+    message_id: int | None = None,
+    actor: str | None = None,
+    action: Action | None = None,
+    before_id: int | None = None,
+    limit: int = 50,
+) -> list[AuditRow]:
+    """What operators did by hand, newest first; of one message, of one actor, of one kind."""
+    parameters = {
+        "message_id": message_id,
+        "actor": actor,
+        "action": None if action is None else action.value,
+        "before_id": before_id,
+        "limit": limit,
+    }
+    return [AuditRow._make(row) for row in fetch(connection, sql.LIST_ACTS, parameters)]
 
 
 def show_message(connection: psycopg.Connection[TupleRow], message_id: int) -> tuple[ShownMessage, list[ShownAttempt]]:
@@ -246,14 +336,23 @@ def _redact_text(text: str | None, names: Collection[str]) -> str | None:
     return None if text is None else redact_text(text, names)
 
 
-def redrive(connection: psycopg.Connection[TupleRow], message_ids: Collection[int]) -> list[Redriven]:
+def redrive(
+    connection: psycopg.Connection[TupleRow], message_ids: Collection[int], *, act: Act | None = None
+) -> list[Redriven]:
     """Make failed and cancelled messages pending again, each with the budget of attempts that it was enqueued with.
 
     Refused for one that does not exist, stands in another state, or is superseded by a newer message of its key. All
     in one transaction; the answers are ordered by id.
     """
-    rows = fetch(connection, sql.REDRIVE, {"ids": list(message_ids)})
-    return [_redriven(message_id, done, state, superseded_by) for message_id, done, state, superseded_by, _ in rows]
+    act = act or Act(Action.REDRIVE)
+
+    def redriven() -> list[Redriven]:
+        rows = connection.execute(sql.REDRIVE, {"ids": list(message_ids)}).fetchall()
+        answers = [_redriven(message_id, done, state, by) for message_id, done, state, by, _ in rows]
+        act.record(connection, message_ids=[answer.id for answer in answers if answer.refusal is None])
+        return answers
+
+    return transact(connection, redriven)
 
 
 def _redriven(message_id: int, done: bool, state: str | None, superseded_by: int | None) -> Redriven:  # noqa: FBT001
@@ -268,29 +367,42 @@ def _redriven(message_id: int, done: bool, state: str | None, superseded_by: int
     return Redriven(message_id, "locked by another transaction; try again")
 
 
-def redrive_failed(
+def redrive_matching(
     connection: psycopg.Connection[TupleRow],
+    which: MessageFilter,
     *,
-    topic: str | None = None,
-    queue: str | None = None,
-    batch_size: int = _REDRIVE_BATCH,
+    batch_size: int = _BATCH,
     progress: Progress | None = None,
 ) -> RedriveTotals:
-    """Redrive every failed message that matches, in batches that are committed one by one, in the order of ids."""
+    """Redrive every message that matches, in batches that are committed one by one, in the order of ids.
+
+    The failed ones; the cancelled ones when `which.states` names them.
+    """
+    states = frozenset(which.states or (State.FAILED,))
+    if not states <= {State.FAILED, State.CANCELLED}:
+        raise StateError(f"only failed and cancelled messages can be redriven, not {', '.join(sorted(states))}")
+    which = replace(which, states=states)
+    act = Act(Action.REDRIVE, **which.given())
     redriven = superseded = locked = 0
-    after_id = 0
-    while True:
-        parameters = {"topic": topic, "queue": queue, "after_id": after_id, "limit": batch_size}
-        ids = [row[0] for row in fetch(connection, sql.LIST_FAILED_IDS, parameters)]
-        if not ids:
-            return RedriveTotals(redriven, superseded, locked)
-        after_id = ids[-1]
-        for answer in redrive(connection, ids):
+    for ids in _batches(connection, which, batch_size):
+        for answer in redrive(connection, ids, act=act):
             redriven += answer.refusal is None
             superseded += answer.superseded_by is not None
             locked += answer.refusal is not None and answer.superseded_by is None
         if progress is not None:
             progress(redriven)
+    return RedriveTotals(redriven, superseded, locked)
+
+
+def _batches(connection: psycopg.Connection[TupleRow], which: MessageFilter, batch_size: int) -> Iterator[list[int]]:
+    after_id = 0
+    while True:
+        parameters = which.parameters() | {"after_id": after_id, "limit": batch_size}
+        ids: list[int] = [row[0] for row in fetch(connection, sql.LIST_MATCHING_IDS, parameters)]
+        if not ids:
+            return
+        yield ids
+        after_id = ids[-1]
 
 
 def resend(connection: psycopg.Connection[TupleRow], message_id: int) -> int:
@@ -309,6 +421,7 @@ def resend(connection: psycopg.Connection[TupleRow], message_id: int) -> int:
         if superseded_by is not None:
             raise StateError(f"message {message_id} is superseded by message {superseded_by}, which is newer")
         connection.execute(sql.MARK_RESEND, {"id": copy_id, "source_id": message_id})
+        Act(Action.RESEND, copy=copy_id).record(connection, message_ids=[message_id])
         return int(copy_id)
 
     return transact(connection, copy)
@@ -316,8 +429,15 @@ def resend(connection: psycopg.Connection[TupleRow], message_id: int) -> int:
 
 def cancel(connection: psycopg.Connection[TupleRow], message_id: int) -> Cancelled:
     """Cancel one message, as the SQL function `pgoutbox.cancel` does."""
-    (row,) = fetch(connection, sql.CANCEL, (message_id, None, None, None, None))
-    return Cancelled._make(row)
+    (met,) = cancel_each(connection, [message_id])
+    return met
+
+
+def cancel_each(
+    connection: psycopg.Connection[TupleRow], message_ids: Collection[int], *, act: Act | None = None
+) -> list[Cancelled]:
+    """Cancel these messages in one transaction; the answers are ordered by id."""
+    return _cancelled(connection, sql.CANCEL_EACH, {"ids": list(message_ids)}, act or Act(Action.CANCEL))
 
 
 def cancel_by_key(
@@ -328,8 +448,41 @@ def cancel_by_key(
     dedupe_key: str | None = None,
 ) -> list[Cancelled]:
     """Cancel the newest message of a coalesce key and the message of a dedupe key; empty if there is none."""
-    rows = fetch(connection, sql.CANCEL, (None, topic, coalesce_key, topic, dedupe_key))
-    return [Cancelled._make(row) for row in rows]
+    act = Act(Action.CANCEL, topic=topic, coalesce_key=coalesce_key, dedupe_key=dedupe_key)
+    return _cancelled(connection, sql.CANCEL, (None, topic, coalesce_key, topic, dedupe_key), act)
+
+
+def _cancelled(
+    connection: psycopg.Connection[TupleRow], statement: LiteralString, parameters: Parameters, act: Act
+) -> list[Cancelled]:
+    def cancelled() -> list[Cancelled]:
+        met = [Cancelled._make(row) for row in connection.execute(statement, parameters)]
+        act.record(connection, message_ids=[one.id for one in met if one.result in _STOPPED])
+        return met
+
+    return transact(connection, cancelled)
+
+
+def cancel_matching(
+    connection: psycopg.Connection[TupleRow],
+    which: MessageFilter,
+    *,
+    batch_size: int = _BATCH,
+    progress: Progress | None = None,
+) -> CancelTotals:
+    """Cancel every message that matches and is still owed, in batches that are committed one by one."""
+    states = frozenset(which.states or _OWED)
+    if not states <= _OWED:
+        raise StateError(f"only pending and sending messages can be cancelled, not {', '.join(sorted(states - _OWED))}")
+    which = replace(which, states=states)
+    act = Act(Action.CANCEL, **which.given())
+    results: Counter[str] = Counter()
+    for ids in _batches(connection, which, batch_size):
+        results.update(met.result for met in cancel_each(connection, ids, act=act))
+        if progress is not None:
+            progress(results["cancelled"] + results["requested"])
+    met_final = results.total() - results["cancelled"] - results["requested"] - results["locked"]
+    return CancelTotals(results["cancelled"], results["requested"], results["locked"], met_final)
 
 
 def pause_queue(
@@ -340,13 +493,14 @@ def pause_queue(
     What is in flight goes on, and enqueue is not affected.
     """
     seconds = None if duration is None else duration.total_seconds()
-    ((paused_at, resume_at),) = fetch(connection, sql.PAUSE_QUEUE, {"queue": queue, "seconds": seconds})
+    act = Act(Action.PAUSE, seconds=seconds)
+    ((paused_at, resume_at),) = _control(connection, act, sql.PAUSE_QUEUE, {"queue": queue, "seconds": seconds})
     return paused_at, resume_at
 
 
 def resume_queue(connection: psycopg.Connection[TupleRow], queue: str) -> bool:
     """Allow claims again and wake a worker; False if the queue was not paused."""
-    return bool(fetch(connection, sql.RESUME_QUEUE, {"queue": queue}))
+    return bool(_control(connection, Act(Action.RESUME), sql.RESUME_QUEUE, {"queue": queue}))
 
 
 def limit_rate(
@@ -357,23 +511,30 @@ def limit_rate(
     Up to `burst` of them begin at once when nothing was sent for a while; when not given, 5, or the rate's count if
     that is smaller. Effective at the next claim of every worker.
     """
-    parameters: dict[str, object]
-    if rate is None:
-        parameters = {"queue": queue, "count": None, "seconds": None, "burst": None}
-    else:
+    asked: dict[str, JsonValue] = {"count": None, "seconds": None, "burst": None}
+    if rate is not None:
         usual = min(rate.count, _USUAL_BURST)
-        parameters = {
-            "queue": queue,
-            "count": rate.count,
-            "seconds": rate.seconds,
-            "burst": usual if burst is None else burst,
-        }
-    fetch(connection, sql.LIMIT_RATE, parameters)
+        asked = {"count": rate.count, "seconds": rate.seconds, "burst": usual if burst is None else burst}
+    act = Act(Action.LIMIT, rate="none" if rate is None else f"{rate.count}/{rate.seconds:g}s", burst=asked["burst"])
+    _control(connection, act, sql.LIMIT_RATE, {"queue": queue, **asked})
 
 
 def limit_in_flight(connection: psycopg.Connection[TupleRow], queue: str, max_in_flight: int | None) -> None:
     """Let no more attempts of a queue be in flight at once, in the whole fleet; None takes the limit away."""
-    fetch(connection, sql.LIMIT_IN_FLIGHT, {"queue": queue, "max_in_flight": max_in_flight})
+    act = Act(Action.LIMIT, max_in_flight="none" if max_in_flight is None else max_in_flight)
+    _control(connection, act, sql.LIMIT_IN_FLIGHT, {"queue": queue, "max_in_flight": max_in_flight})
+
+
+def _control(
+    connection: psycopg.Connection[TupleRow], act: Act, statement: LiteralString, parameters: dict[str, object]
+) -> list[TupleRow]:
+    def controlled() -> list[TupleRow]:
+        rows = connection.execute(statement, parameters).fetchall()
+        if rows:
+            act.record(connection, queue=str(parameters["queue"]))
+        return rows
+
+    return transact(connection, controlled)
 
 
 def _no_such_message(message_id: int) -> MessageNotFoundError:

@@ -20,7 +20,7 @@ Progress = Callable[[int], object]
 _TRIALS: Final = 5
 
 _T = TypeVar("_T")
-_Parameters = Mapping[str, object] | Sequence[object]
+Parameters = Mapping[str, object] | Sequence[object]
 
 
 @contextlib.contextmanager
@@ -71,8 +71,6 @@ def transact(connection: psycopg.Connection[TupleRow], work: Callable[[], _T]) -
             trial += 1
 
 
-def fetch(
-    connection: psycopg.Connection[TupleRow], statement: LiteralString, parameters: _Parameters
-) -> list[TupleRow]:
+def fetch(connection: psycopg.Connection[TupleRow], statement: LiteralString, parameters: Parameters) -> list[TupleRow]:
     """What one statement answers, in a transaction of its own."""
     return transact(connection, lambda: connection.execute(statement, parameters).fetchall())

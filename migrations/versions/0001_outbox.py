@@ -400,6 +400,32 @@ CREATE TABLE pgoutbox.retention (
 )
 """
 
+# What was done by hand. A bulk is one act of several batches, a row for each.
+AUDIT = """
+CREATE TABLE pgoutbox.audit (
+    id            bigint      NOT NULL GENERATED ALWAYS AS IDENTITY,
+    acted_at      timestamptz NOT NULL DEFAULT clock_timestamp(),
+    act_id        uuid        NOT NULL,
+    message_count integer,
+    actor         text        NOT NULL,
+    db_role       text        NOT NULL DEFAULT session_user,
+    origin        text,
+    action        text        NOT NULL,
+    queue         text,
+    message_ids   bigint[],
+    details       jsonb,
+    CONSTRAINT audit_pkey PRIMARY KEY (id),
+    CONSTRAINT audit_sound CHECK (
+        action IN ('redrive', 'resend', 'cancel', 'prune', 'pause', 'resume', 'limit', 'retention')
+        AND length(actor) BETWEEN 1 AND 200
+        AND (origin IS NULL OR length(origin) BETWEEN 1 AND 200)
+        AND message_count > 0
+        AND (message_ids IS NULL OR cardinality(message_ids) = message_count)
+    )
+)
+"""
+AUDIT_MESSAGES = "CREATE INDEX audit_message_ids ON pgoutbox.audit USING gin (message_ids)"
+
 # One expression without sub-select, so that PostgreSQL folds it into its caller: the single and the bulk path check by
 # the same rules at the price of an IF. A bounded repetition in a regular expression costs ten times an unbounded one.
 ARGUMENT_ERROR = r"""
@@ -1048,6 +1074,7 @@ TABLE_COMMENTS = {
     "dedupe": "For each topic and dedupe key the one message that exists for it.",
     "content": "What the messages of a fan-out share; deleted with the last of them.",
     "breaker": "The transports and destinations that are held to be dead. One that is in order has no row.",
+    "audit": "What operators did by hand: a row for each batch that an act changed.",
 }
 
 COLUMN_COMMENTS = {
@@ -1129,6 +1156,19 @@ COLUMN_COMMENTS = {
         "created_at": "Start of the transaction that enqueued the fan-out.",
         "body": "The content, read by the handlers of its messages.",
     },
+    "audit": {
+        "id": "Grows with every row.",
+        "acted_at": "When it was written, in the transaction that did it.",
+        "act_id": "The same for all batches of one act.",
+        "message_count": "How many messages the batch changed; null for an act on a queue or a rule.",
+        "actor": "Who did it, as the command line or the dashboard knows them; else the role.",
+        "db_role": "The role of the session that did it.",
+        "origin": "From where: the command line or the dashboard, and the address.",
+        "action": "redrive, resend, cancel, prune, pause, resume, limit or retention.",
+        "queue": "The queue that was paused, resumed or limited.",
+        "message_ids": "The messages that were changed; null for prune.",
+        "details": "What was asked for: the filter, the limit or the rule.",
+    },
     "breaker": {
         "key": "What is dead, by the name that its transport gives it.",
         "opened_at": "Since when nothing but probes is sent.",
@@ -1202,6 +1242,7 @@ DOWN = (
     "DROP FUNCTION pgoutbox.raise_argument_error",
     "DROP FUNCTION pgoutbox.is_plain",
     "DROP FUNCTION pgoutbox.argument_error",
+    "DROP TABLE pgoutbox.audit",
     "DROP TABLE pgoutbox.retention",
     "DROP TABLE pgoutbox.content",
     "DROP TABLE pgoutbox.breaker",
@@ -1234,7 +1275,7 @@ def upgrade() -> None:
         SCHEMA, SCHEMA_COMMENT, SEQUENCE, MESSAGE, MESSAGE_LIVE, MESSAGE_FAILED, MESSAGE_DONE, MESSAGE_DONE_DEFAULT,
         MESSAGE_DONE_FINISHED, LIVE_FRESH, LIVE_RETRY, LIVE_LEASE, LIVE_IN_FLIGHT, LIVE_ORDERED,
         LIVE_ORDERED_DUE, LIVE_ORDERED_IN_FLIGHT, FAILED_HALTS, MESSAGE_CONTENT, ATTEMPT, QUEUE, COALESCE, ORDERING,
-        DEDUPE, CONTENT, BREAKER, RETENTION, *FUNCTIONS, REVOKE,
+        DEDUPE, CONTENT, BREAKER, RETENTION, AUDIT, AUDIT_MESSAGES, *FUNCTIONS, REVOKE,
     ):  # fmt: skip
         op.execute(statement)
     op.execute("ALTER SEQUENCE pgoutbox.message_id_seq OWNED BY pgoutbox.message.id")

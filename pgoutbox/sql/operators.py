@@ -15,7 +15,73 @@ SELECT
     set_config('search_path', 'pg_catalog, pg_temp', true)
 """
 
-LIST_MESSAGES: Final[LiteralString] = """
+RECORD_ACT: Final[LiteralString] = """
+INSERT INTO pgoutbox.audit (act_id, actor, origin, action, queue, message_count, message_ids, details)
+VALUES (
+    %(act_id)s::uuid,
+    coalesce(%(actor)s::text, session_user),
+    %(origin)s::text,
+    %(action)s::text,
+    %(queue)s::text,
+    %(message_count)s::integer,
+    %(message_ids)s::bigint[],
+    %(details)s::jsonb
+)
+"""
+
+# The newest acts first. The ids of a batch may be many: those of one message are asked for by name.
+LIST_ACTS: Final[LiteralString] = """
+SELECT
+    a.id,
+    a.act_id,
+    a.acted_at,
+    a.actor,
+    a.origin,
+    a.db_role,
+    a.action,
+    a.queue,
+    a.message_count,
+    a.message_ids[1:20] AS first_ids,
+    a.details
+FROM pgoutbox.audit AS a
+WHERE (%(message_id)s::bigint IS NULL OR a.message_ids @> ARRAY[%(message_id)s::bigint])
+    AND (%(actor)s::text IS NULL OR a.actor = %(actor)s::text)
+    AND (%(action)s::text IS NULL OR a.action = %(action)s::text)
+    AND (%(before_id)s::bigint IS NULL OR a.id < %(before_id)s::bigint)
+ORDER BY a.id DESC
+LIMIT %(limit)s::bigint
+"""
+
+# A text is looked for as it stands, without wildcards. Not in payloads: what is hidden there could be guessed letter by
+# letter.
+_MATCHES: Final[LiteralString] = """(%(states)s::text[] IS NULL OR m.state = ANY (%(states)s::text[]))
+    AND (%(topic)s::text IS NULL OR m.topic = %(topic)s::text)
+    AND (%(queue)s::text IS NULL OR m.queue = %(queue)s::text)
+    AND (%(destination)s::text IS NULL OR m.destination = %(destination)s::text)
+    AND (%(key)s::text IS NULL OR %(key)s::text IN (m.coalesce_key, m.dedupe_key, m.ordering_key))
+    AND (
+        %(text)s::text IS NULL
+        OR strpos(
+            lower(
+                concat_ws(
+                    E'\\n',
+                    m.destination,
+                    m.coalesce_key,
+                    m.dedupe_key,
+                    m.ordering_key,
+                    m.skip_reason,
+                    m.last_error
+                )
+            ),
+            lower(%(text)s::text)
+        ) > 0
+    )
+    AND (%(created_from)s::timestamptz IS NULL OR m.created_at >= %(created_from)s::timestamptz)
+    AND (%(created_before)s::timestamptz IS NULL OR m.created_at < %(created_before)s::timestamptz)
+"""
+
+LIST_MESSAGES: Final[LiteralString] = (
+    """
 SELECT
     m.id,
     m.topic,
@@ -32,13 +98,43 @@ SELECT
     m.skip_reason,
     m.last_error
 FROM pgoutbox.message AS m
-WHERE (%(states)s::text[] IS NULL OR m.state = ANY (%(states)s::text[]))
-    AND (%(topic)s::text IS NULL OR m.topic = %(topic)s::text)
-    AND (%(queue)s::text IS NULL OR m.queue = %(queue)s::text)
-    AND (%(destination)s::text IS NULL OR m.destination = %(destination)s::text)
-    AND (%(before_id)s::bigint IS NULL OR m.id < %(before_id)s::bigint)
+WHERE """
+    + _MATCHES
+    + """    AND (%(before_id)s::bigint IS NULL OR m.id < %(before_id)s::bigint)
 ORDER BY m.id DESC
 LIMIT %(limit)s::bigint
+"""
+)
+
+# In the order of ids, for a bulk that goes through them in batches.
+LIST_MATCHING_IDS: Final[LiteralString] = (
+    """
+SELECT m.id
+FROM pgoutbox.message AS m
+WHERE """
+    + _MATCHES
+    + """    AND m.id > %(after_id)s::bigint
+ORDER BY m.id
+LIMIT %(limit)s::bigint
+"""
+)
+
+COUNT_MATCHING: Final[LiteralString] = (
+    """
+SELECT count(*)
+FROM (
+    SELECT
+    FROM pgoutbox.message AS m
+    WHERE """
+    + _MATCHES
+    + """    LIMIT %(limit)s::bigint
+) AS matching
+"""
+)
+
+CANCEL_EACH: Final[LiteralString] = """
+SELECT a.id, pgoutbox.cancel(a.id) AS result
+FROM (SELECT DISTINCT asked.id FROM unnest(%(ids)s::bigint[]) AS asked(id) ORDER BY asked.id) AS a
 """
 
 SHOW_MESSAGE: Final[LiteralString] = """
@@ -124,17 +220,6 @@ WHERE m.queue = ANY (%(queues)s::text[])
         FROM pgoutbox.queue AS q
         WHERE q.name = m.queue AND q.paused_at IS NOT NULL AND (q.resume_at > now()) IS NOT FALSE
     )
-"""
-
-LIST_FAILED_IDS: Final[LiteralString] = """
-SELECT m.id
-FROM pgoutbox.message AS m
-WHERE m.state = 'failed'
-    AND (%(topic)s::text IS NULL OR m.topic = %(topic)s::text)
-    AND (%(queue)s::text IS NULL OR m.queue = %(queue)s::text)
-    AND m.id > %(after_id)s::bigint
-ORDER BY m.id
-LIMIT %(limit)s::bigint
 """
 
 # The answer names what each id met: its state before, and the newer message if it was superseded.

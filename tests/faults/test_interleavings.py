@@ -445,7 +445,7 @@ class Storm:
                 self.redriven.add(answer.id)
 
     def redrive_failed(self, session: psycopg.Connection, choice: random.Random) -> None:
-        totals = operations.redrive_failed(session, batch_size=choice.randint(1, 30))
+        totals = operations.redrive_matching(session, operations.MessageFilter(), batch_size=choice.randint(1, 30))
         self.answers["redrive failed: done"] += totals.redriven
 
     def resend(self, session: psycopg.Connection, choice: random.Random) -> None:

@@ -517,7 +517,7 @@ def test_a_redrive_of_everything_stops_between_two_batches_and_goes_on_from_ther
 
     def redrive(dsn: str) -> None:
         with session.connect(settings_for(dsn)) as connection:
-            operations.redrive_failed(connection, topic=topic, batch_size=1)
+            operations.redrive_matching(connection, operations.MessageFilter(topic=topic), batch_size=1)
 
     def play(name: str) -> None:
         nonlocal topic

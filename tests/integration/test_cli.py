@@ -527,6 +527,15 @@ class TestDeciding:
             "refusal": "is pending; only failed and cancelled messages can be redriven",
         }
 
+    def test_what_is_done_is_put_down_to_the_user_of_the_command_line(
+        self, cli: Callable[..., Done], database: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("LOGNAME", "ada")
+        message_id = put(database, State.FAILED)
+        cli("redrive", str(message_id))
+        acts = database.execute("SELECT actor, action, message_ids, origin ~ '^cli .' FROM pgoutbox.audit").fetchall()
+        assert acts == [("ada", "redrive", [message_id], True)]
+
     def test_redrive_names_the_newer_message(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
         older = put(database, State.FAILED, coalesce_key="k")
         newer = put(database, coalesce_key="k")

@@ -13,6 +13,7 @@ import pytest
 from pgoutbox import maintenance, operations, session, sql
 from pgoutbox.errors import ConfigurationError, MessageNotFoundError, SchemaError, StateError
 from pgoutbox.message import FINAL_STATES, State
+from pgoutbox.operations import MessageFilter
 from pgoutbox.settings import load_settings
 from tests.messages import ADD_ATTEMPT, put
 
@@ -169,10 +170,10 @@ class TestList:
         wanted = put(rolled_back, State.FAILED, topic="sms", queue="bulk", destination="tel:1")
         put(rolled_back)
         for messages in (
-            operations.list_messages(rolled_back, states=[State.FAILED, State.SENT]),
-            operations.list_messages(rolled_back, topic="sms"),
-            operations.list_messages(rolled_back, queue="bulk"),
-            operations.list_messages(rolled_back, destination="tel:1"),
+            operations.list_messages(rolled_back, MessageFilter(states=[State.FAILED, State.SENT])),
+            operations.list_messages(rolled_back, MessageFilter(topic="sms")),
+            operations.list_messages(rolled_back, MessageFilter(queue="bulk")),
+            operations.list_messages(rolled_back, MessageFilter(destination="tel:1")),
         ):
             assert [m.id for m in messages] == [wanted]
         assert messages[0].state is State.FAILED
@@ -276,10 +277,10 @@ class TestRedrive:
         seen: list[tuple[int, int]] = []
 
         def look(done: int) -> None:
-            pending = len(operations.list_messages(observer, states=[State.PENDING]))
+            pending = len(operations.list_messages(observer, MessageFilter(states=[State.PENDING])))
             seen.append((done, pending))
 
-        totals = operations.redrive_failed(operator, batch_size=2, progress=look)
+        totals = operations.redrive_matching(operator, MessageFilter(), batch_size=2, progress=look)
         assert totals == operations.RedriveTotals(redriven=5, superseded=1, locked=0)
         assert seen == [(2, 2), (4, 4), (5, 5)]
 
@@ -287,8 +288,8 @@ class TestRedrive:
         sms = put(rolled_back, State.FAILED, topic="sms")
         bulk = put(rolled_back, State.FAILED, queue="bulk")
         other = put(rolled_back, State.FAILED)
-        operations.redrive_failed(rolled_back, topic="sms")
-        operations.redrive_failed(rolled_back, queue="bulk")
+        operations.redrive_matching(rolled_back, MessageFilter(topic="sms"))
+        operations.redrive_matching(rolled_back, MessageFilter(queue="bulk"))
         states = [state_of(rolled_back, message_id) for message_id in (sms, bulk, other)]
         assert states == [State.PENDING, State.PENDING, State.FAILED]
 

@@ -1,0 +1,100 @@
+"""Who did what by hand: one row in `pgoutbox.audit` for each batch that an operator's act changed, in its transaction.
+
+What changed nothing leaves no row. Deliveries and the workers' own upkeep are nobody's act; `attempt` has those.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Collection, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+from uuid import UUID, uuid4
+
+from psycopg.types.json import Jsonb
+
+from pgoutbox import sql
+
+if TYPE_CHECKING:
+    import psycopg
+    from psycopg.rows import TupleRow
+    from pydantic import JsonValue
+
+
+class Action(enum.StrEnum):
+    """Everything that an operator can do."""
+
+    REDRIVE = "redrive"
+    RESEND = "resend"
+    CANCEL = "cancel"
+    PRUNE = "prune"
+    PAUSE = "pause"
+    RESUME = "resume"
+    LIMIT = "limit"
+    RETENTION = "retention"
+
+
+@dataclass(frozen=True, slots=True)
+class Actor:
+    """Who acts, and from where: `Actor("ada", "web 192.0.2.7")`. Without a name it is the role of the database."""
+
+    name: str | None = None
+    origin: str | None = None
+
+
+_NOBODY: Final = Actor()
+_actor: ContextVar[Actor | None] = ContextVar("pgoutbox_actor", default=None)
+
+
+@contextlib.contextmanager
+def acting_as(actor: Actor) -> Iterator[None]:
+    """Put the acts of the `with` block down to this actor: those of its thread or asyncio task.
+
+    with acting_as(Actor("ada", "cli")), connect(load_settings()) as connection:
+        redrive(connection, [17])
+    """
+    token = _actor.set(actor)
+    try:
+        yield
+    finally:
+        _actor.reset(token)
+
+
+class Act:
+    """One act, which may take several batches."""
+
+    def __init__(self, action: Action, **details: JsonValue) -> None:
+        self._id: UUID = uuid4()
+        self._action = action
+        self._details: Mapping[str, JsonValue] = {
+            name: value for name, value in details.items() if value not in (None, [])
+        }
+
+    def record(
+        self,
+        connection: psycopg.Connection[TupleRow],
+        *,
+        message_ids: Collection[int] | None = None,
+        message_count: int | None = None,
+        queue: str | None = None,
+    ) -> None:
+        """Write down what the open transaction changes; nothing if it changes no message."""
+        count = message_count if message_ids is None else len(message_ids)
+        if count == 0:
+            return
+        actor = _actor.get() or _NOBODY
+        connection.execute(
+            sql.RECORD_ACT,
+            {
+                "act_id": self._id,
+                "actor": actor.name,
+                "origin": actor.origin,
+                "action": self._action.value,
+                "queue": queue,
+                "message_count": count,
+                "message_ids": None if message_ids is None else list(message_ids),
+                "details": Jsonb(self._details) if self._details else None,
+            },
+        )
