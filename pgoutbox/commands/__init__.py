@@ -4,7 +4,7 @@ Data goes to stdout, everything else to stderr. What a command refuses it raises
 into one line and an exit code.
 """
 
-from pgoutbox.commands import about, deletion, messages, queues, schema, worker
+from pgoutbox.commands import about, acts, deletion, messages, queues, schema, watch, worker
 from pgoutbox.commands.program import app
 
-__all__ = ["about", "app", "deletion", "messages", "queues", "schema", "worker"]
+__all__ = ["about", "acts", "app", "deletion", "messages", "queues", "schema", "watch", "worker"]

@@ -8,7 +8,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import psycopg
 import typer
 
 from pgoutbox import operations, session
@@ -16,10 +15,15 @@ from pgoutbox.arguments import (
     App,
     Dsn,
     InQueue,
+    InStates,
     InTopic,
     Json,
     MessageId,
-    Yes,
+    Since,
+    ToDestination,
+    Until,
+    WithKey,
+    WithText,
     parse_duration,
     parse_header,
     parse_id,
@@ -27,33 +31,25 @@ from pgoutbox.arguments import (
 )
 from pgoutbox.commands.program import (
     app,
-    confirm,
     describe_pause,
-    interruptible,
+    print_messages,
     read_settings,
     redacted_names_of,
     require_known_queue,
-    shorten,
 )
 from pgoutbox.console import (
-    FAILED,
-    print_error,
     print_fields,
     print_json,
     print_line,
     print_note,
     print_table,
     print_warning,
-    progress,
 )
 from pgoutbox.drafts import Topic, check_name
-from pgoutbox.errors import MessageNotFoundError, StateError
-from pgoutbox.message import State
 from pgoutbox.outbox import Outbox
-from pgoutbox.settings import Settings
 
 if TYPE_CHECKING:
-    from psycopg.rows import TupleRow
+    pass
 
 
 @app.command()
@@ -122,12 +118,14 @@ def enqueue(
 @app.command("list")
 def list_messages(
     *,
-    states: Annotated[
-        list[State] | None, typer.Option("--state", help="Only messages in this state; may be repeated.")
-    ] = None,
+    states: InStates = None,
     topic: InTopic = None,
     queue: InQueue = None,
-    destination: Annotated[str | None, typer.Option(help="Only messages to this destination.")] = None,
+    destination: ToDestination = None,
+    key: WithKey = None,
+    text: WithText = None,
+    since: Since = None,
+    until: Until = None,
     limit: Annotated[int, typer.Option(min=1, max=10_000, help="How many, at most.")] = 50,
     before: Annotated[
         int | None, typer.Option(parser=parse_id, metavar="ID", help="Only messages older than this one.")
@@ -140,15 +138,20 @@ def list_messages(
 
     What `pgoutbox show` hides is hidden here too.
     """
+    which = operations.MessageFilter(
+        states=states or (),
+        topic=topic,
+        queue=queue,
+        destination=destination,
+        key=key,
+        text=text,
+        created_from=since,
+        created_before=until,
+    )
     settings = read_settings(dsn, app=where)
     names_of = redacted_names_of(settings)
     with session.connect(settings, read_only=True) as connection:
-        messages = operations.list_messages(
-            connection,
-            operations.MessageFilter(states=states or (), topic=topic, queue=queue, destination=destination),
-            before_id=before,
-            limit=limit,
-        )
+        messages = operations.list_messages(connection, which, before_id=before, limit=limit)
         if not messages:
             require_known_queue(connection, queue)
     messages = [operations.redact_listed(message, names_of(message.topic)) for message in messages]
@@ -156,23 +159,7 @@ def list_messages(
         for message in messages:
             print_json(message._asdict())
         return
-    print_table(
-        ("id", "state", "topic", "queue", "destination", "attempts", "created", "available", "reason"),
-        [
-            (
-                m.id,
-                m.state,
-                m.topic,
-                m.queue,
-                m.destination,
-                f"{m.attempt_count}/{m.max_attempts}",
-                m.created_at,
-                m.available_at,
-                shorten(m.skip_reason or m.last_error),
-            )
-            for m in messages
-        ],
-    )
+    print_messages(messages)
     if len(messages) == limit:
         print_note(f"there may be more: --before {messages[-1].id}")
 
@@ -228,115 +215,3 @@ def stats(*, queue: InQueue = None, dsn: Dsn = None, as_json: Json = False) -> N
     print_table(operations.TopicCounts._fields, counts)
     for controls in paused:
         print_warning(f"queue {controls.queue} is {describe_pause(controls.paused_at, controls.resume_at)}")
-
-
-@app.command()
-def redrive(
-    message_ids: Annotated[
-        list[int] | None, typer.Argument(parser=parse_id, metavar="[ID]...", help="Failed or cancelled messages.")
-    ] = None,
-    *,
-    all_failed: Annotated[bool, typer.Option("--all-failed", help="Every failed message that matches.")] = False,
-    topic: InTopic = None,
-    queue: InQueue = None,
-    yes: Yes = False,
-    dsn: Dsn = None,
-    as_json: Json = False,
-) -> None:
-    """Make failed and cancelled messages pending again.
-
-    Each gets as many attempts as it was enqueued with. Refused for one that a newer message supersedes.
-    """
-    if all_failed == bool(message_ids):
-        raise typer.BadParameter("give message ids, or --all-failed")
-    if not all_failed and (topic or queue):
-        raise typer.BadParameter("--topic and --queue select among --all-failed")
-    settings = read_settings(dsn)
-    if all_failed:
-        confirm("redrive every failed message", yes=yes or bool(topic or queue))
-        _redrive_all_failed(settings, topic=topic, queue=queue, as_json=as_json)
-        return
-    with session.connect(settings) as connection:
-        answers = operations.redrive(connection, message_ids or ())
-    for answer in answers:
-        if as_json:
-            print_json({"id": answer.id, "redriven": answer.refusal is None, "refusal": answer.refusal})
-        elif answer.refusal is None:
-            print_line(f"message {answer.id}: pending again")
-        else:
-            print_error(f"message {answer.id}: {answer.refusal}")
-    if any(answer.refusal is not None for answer in answers):
-        raise typer.Exit(FAILED)
-
-
-def _redrive_all_failed(settings: Settings, *, topic: str | None, queue: str | None, as_json: bool) -> None:
-    which = operations.MessageFilter(topic=topic, queue=queue)
-    with (
-        session.connect(settings) as connection,
-        interruptible("what was redriven so far stays so; run it again for the rest"),
-        progress("redriving") as report,
-    ):
-        totals = operations.redrive_matching(connection, which, progress=report)
-        if totals == operations.RedriveTotals(0, 0, 0):
-            require_known_queue(connection, queue)
-    if as_json:
-        print_json({"redriven": totals.redriven, "superseded": totals.superseded, "locked": totals.locked})
-    else:
-        print_line(f"{totals.redriven} redriven, {totals.superseded} left alone as superseded, {totals.locked} locked")
-    if totals.locked:
-        raise typer.Exit(FAILED)
-
-
-@app.command()
-def resend(message_id: MessageId, *, dsn: Dsn = None, as_json: Json = False) -> None:
-    """Send a copy of a sent message; print its id."""
-    with session.connect(read_settings(dsn)) as connection:
-        copy_id = operations.resend(connection, message_id)
-    if as_json:
-        print_json({"id": copy_id, "resend_of": message_id})
-    else:
-        print_line(str(copy_id))
-
-
-@app.command()
-def cancel(
-    message_id: Annotated[int | None, typer.Argument(parser=parse_id, metavar="[ID]", help="The message.")] = None,
-    *,
-    topic: Annotated[str | None, typer.Option(help="The topic of the key.")] = None,
-    coalesce_key: Annotated[str | None, typer.Option(help="Cancel the newest message of this key.")] = None,
-    dedupe_key: Annotated[str | None, typer.Option(help="Cancel the message of this key.")] = None,
-    dsn: Dsn = None,
-    as_json: Json = False,
-) -> None:
-    """Cancel a message.
-
-    One in flight is told to stop, and is not retried.
-    """
-    keys = [key for key in (coalesce_key, dedupe_key) if key is not None]
-    if (message_id is None) != (topic is not None and len(keys) == 1) or (message_id is not None and (topic or keys)):
-        raise typer.BadParameter("give an ID, or --topic with --coalesce-key or --dedupe-key")
-    with session.connect(read_settings(dsn)) as connection:
-        if message_id is not None:
-            met = operations.cancel(connection, message_id)
-        else:
-            met = _cancel_by_key(connection, str(topic), coalesce_key, dedupe_key)
-    if met.result == "missing":
-        raise MessageNotFoundError(f"no such message: {met.id}")
-    if as_json:
-        print_json(met._asdict())
-    elif met.result == "cancelled":
-        print_line(f"message {met.id}: cancelled")
-    elif met.result == "requested":
-        print_line(f"message {met.id}: in flight; it is told to stop, and is not retried")
-    if met.result not in ("cancelled", "requested"):
-        state = "locked by another transaction; try again" if met.result == "locked" else f"already {met.result}"
-        raise StateError(f"message {met.id}: {state}")
-
-
-def _cancel_by_key(
-    connection: psycopg.Connection[TupleRow], topic: str, coalesce_key: str | None, dedupe_key: str | None
-) -> operations.Cancelled:
-    found = operations.cancel_by_key(connection, topic, coalesce_key=coalesce_key, dedupe_key=dedupe_key)
-    if not found:
-        raise MessageNotFoundError(f"no message of topic {topic!r} has this key")
-    return found[0]

@@ -6,7 +6,7 @@ import contextlib
 import difflib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,7 +16,7 @@ import typer.core
 
 from pgoutbox import operations
 from pgoutbox.arguments import load_outbox
-from pgoutbox.console import FAILED, INTERRUPTED, MISUSED, print_error, print_note, print_warning
+from pgoutbox.console import FAILED, INTERRUPTED, MISUSED, print_error, print_note, print_table, print_warning
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.settings import ENVIRONMENT_PREFIX, Settings, load_settings
 
@@ -116,3 +116,24 @@ def shorten(text: str | None) -> str | None:
 def describe_pause(paused_at: datetime | None, resume_at: datetime | None) -> str:
     until = "" if resume_at is None else f" until {resume_at.isoformat(timespec='seconds')}"
     return "not paused" if paused_at is None else f"paused since {paused_at.isoformat(timespec='seconds')}{until}"
+
+
+def print_messages(messages: Sequence[operations.ListedMessage]) -> None:
+    """A table of messages that are fit to be seen."""
+    print_table(
+        ("id", "state", "topic", "queue", "destination", "attempts", "created", "available", "reason"),
+        [
+            (
+                m.id,
+                m.state,
+                m.topic,
+                m.queue,
+                m.destination,
+                f"{m.attempt_count}/{m.max_attempts}",
+                m.created_at,
+                m.available_at,
+                shorten(m.skip_reason or m.last_error),
+            )
+            for m in messages
+        ],
+    )
