@@ -390,6 +390,13 @@ async def test_a_queue_that_is_resumed_is_claimed_at_once(dsn: str, db: psycopg.
         await until(lambda: state_of(db, message_id) == "sent")
 
 
+async def test_a_drain_does_not_wait_for_what_is_due_in_a_paused_queue(dsn: str, db: psycopg.Connection) -> None:
+    message_id = enqueue(db)
+    operations.pause_queue(db, "default")
+    await drained(Line(dsn).outbox)
+    assert state_of(db, message_id) == "pending"
+
+
 async def test_a_pause_that_ends_by_itself_wakes_the_worker(dsn: str, db: psycopg.Connection) -> None:
     operations.pause_queue(db, "default", duration=timedelta(milliseconds=300))
     message_id = enqueue(db)
