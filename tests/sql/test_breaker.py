@@ -45,8 +45,9 @@ def fail(
 
 
 def probe(db: psycopg.Connection, *, key: str = KEY) -> BreakerRow | None:
-    row = db.execute(sql.BREAKER_PROBE, {"key": key, "probe_seconds": 60.0, "worker": "worker-2"}).fetchone()
-    return None if row is None else BreakerRow._make(row)
+    rows = db.execute(sql.BREAKER_PROBE, {"key": key, "probe_seconds": 60.0, "worker": "worker-2"}).fetchall()
+    assert len(rows) <= 1
+    return BreakerRow._make(rows[0]) if rows else None
 
 
 def won_probe(db: psycopg.Connection) -> str:
@@ -160,6 +161,15 @@ def test_nobody_probes_before_the_time(rolled_back: psycopg.Connection) -> None:
 
 def test_what_is_closed_needs_no_probe(rolled_back: psycopg.Connection) -> None:
     assert probe(rolled_back) is None
+
+
+def test_a_probe_is_of_one_key(rolled_back: psycopg.Connection) -> None:
+    fail(rolled_back)
+    fail(rolled_back, key="another")
+    won_probe_after_cooldown(rolled_back)
+    other = probe(rolled_back, key="another")
+    assert other is not None
+    assert other.probe_id is not None
 
 
 def test_one_session_probes_until_its_time_is_over(rolled_back: psycopg.Connection) -> None:

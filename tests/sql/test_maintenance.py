@@ -430,10 +430,16 @@ class TestPrune:
         assert put(rolled_back, dedupe_key="old") > young
 
     def test_a_coalesce_key_is_forgotten_with_its_last_message(self, rolled_back: psycopg.Connection) -> None:
-        put(rolled_back, State.SENT, coalesce_key="gone", age=2 * DAY)
-        put(rolled_back, coalesce_key="live")
+        put(rolled_back, State.SENT, topic="sms", coalesce_key="k", age=2 * DAY)
+        put(rolled_back, coalesce_key="k")
         assert maintenance.prune(rolled_back, DAY).coalesce_keys == 1
-        assert rolled_back.execute("SELECT coalesce_key FROM pgoutbox.coalesce").fetchall() == [("live",)]
+        assert rolled_back.execute("SELECT topic, coalesce_key FROM pgoutbox.coalesce").fetchall() == [("mail", "k")]
+
+    def test_an_ordering_key_is_forgotten_with_its_last_message(self, rolled_back: psycopg.Connection) -> None:
+        put(rolled_back, State.SENT, queue="bulk", ordering_key="k", age=2 * DAY)
+        put(rolled_back, ordering_key="k")
+        maintenance.prune(rolled_back, DAY)
+        assert rolled_back.execute("SELECT queue, ordering_key FROM pgoutbox.ordering").fetchall() == [("default", "k")]
 
     def test_a_locked_message_is_left(self, operator: psycopg.Connection, connect: Connect) -> None:
         message_id = put(operator, State.SENT, age=2 * DAY)
