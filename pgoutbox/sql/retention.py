@@ -53,7 +53,6 @@ WITH old AS MATERIALIZED (
     JOIN pgoutbox.message AS m ON m.state = r.state
     WHERE r.topic = %(topic)s::text
         AND r.state = %(state)s::text
-        AND m.state = %(state)s::text
         AND m.state IN ('sent', 'failed', 'skipped', 'cancelled')
         AND m.finished_at <= now() - r.keep
         AND (

@@ -218,6 +218,14 @@ def test_a_probe_that_fails_doubles_the_pause_up_to_a_limit(rolled_back: psycopg
     assert pauses == [60, 100, 100]
 
 
+def test_a_probe_that_failed_is_over(rolled_back: psycopg.Connection) -> None:
+    fail(rolled_back)
+    failed = won_probe_after_cooldown(rolled_back)
+    reopen(rolled_back, failed, max_cooldown_seconds=COOLDOWN_SECONDS)
+    assert not close(rolled_back, failed)
+    assert won_probe_after_cooldown(rolled_back) != failed  # Though the time that it had is not over.
+
+
 def test_a_probe_that_tells_nothing_lets_another_one_through(rolled_back: psycopg.Connection) -> None:
     fail(rolled_back)
     probe_id = won_probe_after_cooldown(rolled_back)

@@ -412,12 +412,14 @@ class TestPrune:
     def test_the_statement_itself_leaves_messages_that_are_still_owed(
         self, rolled_back: psycopg.Connection, state: State
     ) -> None:
-        message_id = put(rolled_back, state)
+        message_id = put(rolled_back, state, dedupe_key="k")
+        rolled_back.execute(ADD_ATTEMPT, (message_id, 1))
         rolled_back.execute("ALTER TABLE pgoutbox.message_live DROP CONSTRAINT message_live_sound")
         rolled_back.execute("UPDATE pgoutbox.message SET finished_at = '2001-01-01' WHERE id = %s", (message_id,))
         parameters = {"states": [state.value], "older_than_seconds": 1.0, "topic": None, "limit": 9}
         assert rolled_back.execute(sql.PRUNE, parameters).fetchall() == []
         assert state_of(rolled_back, message_id) == state
+        assert (count(rolled_back, "attempt"), count(rolled_back, "dedupe")) == (1, 1)
 
     def test_attempts_and_dedupe_keys_go_with_their_message(self, rolled_back: psycopg.Connection) -> None:
         old = put(rolled_back, State.SENT, dedupe_key="old", age=2 * DAY)

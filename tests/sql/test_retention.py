@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import psycopg
 import pytest
 
-from pgoutbox import maintenance, session
+from pgoutbox import maintenance, session, sql
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.maintenance import RetentionRule, prune_by_retention, retention_rules, set_retention, unset_retention
 from pgoutbox.message import FINAL_STATES, State
@@ -150,7 +150,8 @@ class TestPrune:
     def test_what_is_still_owed_stays_whatever_the_tables_say(
         self, rolled_back: psycopg.Connection, state: State
     ) -> None:
-        message_id = put(rolled_back, state)
+        message_id = put(rolled_back, state, dedupe_key="k")
+        rolled_back.execute(ADD_ATTEMPT, (message_id, 1))
         for change in (
             "ALTER TABLE pgoutbox.message_live DROP CONSTRAINT message_live_sound",
             "ALTER TABLE pgoutbox.retention DROP CONSTRAINT retention_state_known",
@@ -160,6 +161,21 @@ class TestPrune:
         rolled_back.execute("INSERT INTO pgoutbox.retention VALUES ('0', '*', %s)", [state])
         assert prune_by_retention(rolled_back).total == 0
         assert state_of(rolled_back, message_id) == state
+        assert (len(attempts_of(rolled_back, message_id)), keys_of(rolled_back)) == (1, ["k"])
+
+    def test_a_message_that_is_owed_under_the_number_of_an_old_one_stays(self, rolled_back: psycopg.Connection) -> None:
+        set_retention(rolled_back, "*", "sent", DAY)
+        old = put(rolled_back, State.SENT, age=2 * DAY)
+        rolled_back.execute("INSERT INTO pgoutbox.message_live (id, topic, payload) VALUES (%s, 'mail', '1')", (old,))
+        assert prune_by_retention(rolled_back).messages == {State.SENT: 1}
+        assert [row.state for row in rows_of(rolled_back)] == [State.PENDING]
+
+    def test_a_statement_obeys_the_one_rule_that_it_is_given(self, rolled_back: psycopg.Connection) -> None:
+        for topic in ("mail", "sms"):
+            set_retention(rolled_back, topic, "sent", DAY)
+            put(rolled_back, State.SENT, topic=topic, age=2 * DAY)
+        parameters = {"topic": "mail", "state": "sent", "limit": 9}
+        assert rolled_back.execute(sql.PRUNE_BY_RULE, parameters).fetchall() == [("sent",)]
 
     def test_attempts_and_keys_go_with_their_message(self, rolled_back: psycopg.Connection) -> None:
         set_retention(rolled_back, "*", "sent", DAY)
@@ -198,6 +214,12 @@ class TestPrune:
         assert maintenance.prune(rolled_back, DAY, topic="sms").dedupe_keys == 0
         assert maintenance.prune(rolled_back, DAY).dedupe_keys == 1
         assert keys_of(rolled_back) == ["live"]
+
+    def test_a_locked_message_is_left(self, operator: psycopg.Connection, connect: Connect) -> None:
+        set_retention(operator, "*", "sent", DAY)
+        message_id = put(operator, State.SENT, age=2 * DAY)
+        connect().execute("SELECT FROM pgoutbox.message WHERE id = %s FOR UPDATE", (message_id,))
+        assert prune_by_retention(operator).total == 0
 
     def test_each_batch_is_committed_by_itself(self, operator: psycopg.Connection, connect: Connect) -> None:
         set_retention(operator, "*", "sent", DAY)
