@@ -22,6 +22,7 @@ from pgoutbox.worker import Worker
 from tests.brokers import HOST, Broker, Forwarder, error_of, free_port, kafka_server, outbox_with
 from tests.outbox_actions import attempts_of, enqueue, make_due, state_of
 from tests.smtp_server import outgoing
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -155,7 +156,7 @@ async def test_what_was_cancelled_does_not_go_out_after_the_end(broker: Broker, 
     transport = open_transport(broker)
     with broker.frozen():
         sending = asyncio.create_task(transport.send(outgoing(destination="kafka:cancelled"), EVENT))
-        await asyncio.sleep(0)
+        await until(lambda: transport._link is not None and len(transport._link._producer) == 1)
         sending.cancel()
         with pytest.raises(asyncio.CancelledError):
             await sending

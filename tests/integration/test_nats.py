@@ -223,7 +223,7 @@ async def test_who_waits_learns_at_once_that_the_server_is_gone(open_transport: 
         assert isinstance(await transport.send(MESSAGE, EVENT), Transient)
         with broker.frozen():
             sending = asyncio.create_task(transport.send(MESSAGE, EVENT))
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # It publishes, on the connection that is there, and waits.
             broker.stop()
         async with asyncio.timeout(30):
             assert error_of(await sending, Transient).startswith("outcome unknown: no acknowledgement: ")

@@ -56,7 +56,7 @@ class Line:
             key = message.ordering_key
             self.overlaps += key is not None and key in self.in_flight
             self.in_flight.add(key)
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # Another attempt may begin here, if it is let.
             self.in_flight.discard(key)
             if message.id in ends:
                 raise Permanent("planned")
@@ -370,7 +370,7 @@ async def test_the_end_of_an_attempt_lets_the_next_begin_where_few_may_be_in_fli
         nonlocal in_flight, most
         in_flight += 1
         most = max(most, in_flight)
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # Another attempt may begin here, if it is let.
         in_flight -= 1
 
     async with running(WatchedWorker(outbox)):

@@ -227,7 +227,7 @@ async def test_who_waits_learns_at_once_that_the_connection_is_gone(
     assert await transport.send(MESSAGE, EVENT) == Sent()
     with broker.frozen():
         sending = asyncio.create_task(transport.send(MESSAGE, EVENT))
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # It publishes, on the channel that is there, and waits.
         await forwarder.cut()
         async with asyncio.timeout(30):
             assert error_of(await sending, Transient).startswith("outcome unknown: ")

@@ -164,10 +164,7 @@ async def test_a_rule_reaches_a_running_worker_which_asks_rarely(
         async def deliver() -> None:
             count = len(got)
             enqueue(db)
-            while True:
-                if len(got) > count and not worker._held:
-                    return
-                await asyncio.sleep(0)
+            await until(lambda: len(got) > count and not worker._held)
 
         for _ in range(3):
             await deliver()

@@ -414,7 +414,7 @@ async def test_a_send_that_is_cancelled_at_any_step_gives_its_place_back(
         for step_count in range(40):
             sending = asyncio.create_task(transport.send(message, HOOK))
             for _ in range(step_count):
-                await asyncio.sleep(0)
+                await asyncio.sleep(0)  # Each turn of the loop brings it one step further.
             sending.cancel()
             await asyncio.wait([sending])
         assert await transport.send(message, HOOK) == Sent()
