@@ -69,8 +69,15 @@ WITH old AS MATERIALIZED (
 )"""
 PRUNE_BY_RULE: Final[LiteralString] = _PRUNE_BY_RULE + _DELETE_OLD
 
+_DELETE_OLD_KEYS: Final[LiteralString] = """
+DELETE FROM pgoutbox.dedupe AS d
+USING old AS o
+WHERE d.topic = o.topic AND d.dedupe_key = o.dedupe_key AND d.message_id = o.message_id
+RETURNING d.message_id
+"""
+
 # Keys whose message is deleted, by a rule of their own.
-PRUNE_DEDUPE_BY_RULE: Final[LiteralString] = """
+_PRUNE_DEDUPE_BY_RULE: Final[LiteralString] = """
 WITH old AS MATERIALIZED (
     SELECT d.topic, d.dedupe_key, d.message_id
     FROM pgoutbox.retention AS r
@@ -90,15 +97,12 @@ WITH old AS MATERIALIZED (
         AND NOT EXISTS (SELECT FROM pgoutbox.message AS m WHERE m.id = d.message_id)
     LIMIT %(limit)s::bigint
     FOR UPDATE OF d SKIP LOCKED
-)
-DELETE FROM pgoutbox.dedupe AS d
-USING old AS o
-WHERE d.topic = o.topic AND d.dedupe_key = o.dedupe_key AND d.message_id = o.message_id
-RETURNING d.message_id
-"""
+)"""
+
+PRUNE_DEDUPE_BY_RULE: Final[LiteralString] = _PRUNE_DEDUPE_BY_RULE + _DELETE_OLD_KEYS
 
 # The same by age alone, for those who prune without rules.
-PRUNE_DEDUPE: Final[LiteralString] = """
+_PRUNE_DEDUPE_BY_AGE: Final[LiteralString] = """
 WITH old AS MATERIALIZED (
     SELECT d.topic, d.dedupe_key, d.message_id
     FROM pgoutbox.dedupe AS d
@@ -107,12 +111,8 @@ WITH old AS MATERIALIZED (
         AND NOT EXISTS (SELECT FROM pgoutbox.message AS m WHERE m.id = d.message_id)
     LIMIT %(limit)s::bigint
     FOR UPDATE OF d SKIP LOCKED
-)
-DELETE FROM pgoutbox.dedupe AS d
-USING old AS o
-WHERE d.topic = o.topic AND d.dedupe_key = o.dedupe_key AND d.message_id = o.message_id
-RETURNING d.message_id
-"""
+)"""
+PRUNE_DEDUPE: Final[LiteralString] = _PRUNE_DEDUPE_BY_AGE + _DELETE_OLD_KEYS
 
 RETENTION_RULES: Final[LiteralString] = """
 SELECT r.topic, r.state, r.keep
