@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pgoutbox import Context, Event, Message, Outbox, Permanent, RetryPolicy, Transient
+from pgoutbox import Context, Event, Message, Outbox, RetryPolicy
 from tests.conftest import server_missing
 from tests.outbox_actions import settings_for
 from tests.waiting import wait_until
@@ -30,7 +30,6 @@ from tests.waiting import wait_until
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from pgoutbox.message import Outcome
 
 HOST = "127.0.0.1"
 
@@ -173,12 +172,6 @@ def outbox_with(dsn: str, **settings: object) -> Outbox:
         return Event(message.payload)
 
     return outbox
-
-
-def error_of(outcome: Outcome, kind: type[Transient | Permanent]) -> str:
-    """The error of an outcome that has to be of this kind."""
-    assert isinstance(outcome, kind), outcome
-    return outcome.error
 
 
 @contextlib.contextmanager

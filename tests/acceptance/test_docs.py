@@ -34,7 +34,7 @@ from pgoutbox.settings import ENVIRONMENT_PREFIX, Settings
 from pgoutbox.testing import OutboxDriver
 from tests.messages import ADD_ATTEMPT, put
 from tests.outbox_actions import claim, enqueue, finish_sent
-from tests.smtp_server import outgoing
+from tests.sends import outgoing
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:

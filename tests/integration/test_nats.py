@@ -18,9 +18,9 @@ from pgoutbox.settings import load_settings
 from pgoutbox.transports.events import Event
 from pgoutbox.transports.nats_jetstream import NatsTransport
 from pgoutbox.worker import Worker
-from tests.brokers import HOST, Broker, error_of, free_port, nats_server, outbox_with
+from tests.brokers import HOST, Broker, free_port, nats_server, outbox_with
 from tests.outbox_actions import attempts_of, enqueue, make_due, state_of
-from tests.smtp_server import outgoing
+from tests.sends import closing, error_of, outgoing
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -87,21 +87,16 @@ async def stored(client: Client) -> list[RawStreamMsg]:
 
 @pytest.fixture
 async def open_transport() -> AsyncIterator[Open]:
-    transports: list[NatsTransport] = []
-
     def make(url: Broker | str, **overrides: object) -> NatsTransport:
         given: dict[str, object] = {
             "nats_url": url if isinstance(url, str) else url_of(url),
             "event_source": "https://club.example.org",
             "broker_timeout_seconds": 5,
         }
-        transport = NatsTransport(load_settings(**(given | overrides)))
-        transports.append(transport)
-        return transport
+        return NatsTransport(load_settings(**(given | overrides)))
 
-    yield make
-    for transport in transports:
-        await transport.aclose()
+    async with closing(make) as make_one:
+        yield make_one
 
 
 async def test_an_event_is_stored_with_its_id_and_envelope(broker: Broker, open_transport: Open) -> None:

@@ -36,12 +36,6 @@ if TYPE_CHECKING:
     from tests.conftest import Connect
 
 
-@pytest.fixture
-def db(connect: Connect) -> psycopg.Connection:
-    """An autocommit connection to the test's database."""
-    return connect(autocommit=True)
-
-
 class Line:
     """An outbox that writes down what it was given, by ordering key; some attempts fail first."""
 

@@ -22,13 +22,12 @@ from tests.brokers import (
     RABBITMQ_MAX_BYTES,
     Broker,
     Forwarder,
-    error_of,
     free_port,
     outbox_with,
     rabbitmq_server,
 )
 from tests.outbox_actions import attempts_of, enqueue, make_due, state_of
-from tests.smtp_server import outgoing
+from tests.sends import closing, error_of, outgoing
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -88,21 +87,16 @@ async def queued(channel: AbstractChannel, queue: str = "placed") -> list[Delive
 
 @pytest.fixture
 async def open_transport() -> AsyncIterator[Open]:
-    transports: list[RabbitMQTransport] = []
-
     def make(url: Broker | str, **overrides: object) -> RabbitMQTransport:
         given: dict[str, object] = {
             "rabbitmq_url": url if isinstance(url, str) else url_of(url.port),
             "event_source": "https://club.example.org",
             "broker_timeout_seconds": 10,
         }
-        transport = RabbitMQTransport(load_settings(**(given | overrides)))
-        transports.append(transport)
-        return transport
+        return RabbitMQTransport(load_settings(**(given | overrides)))
 
-    yield make
-    for transport in transports:
-        await transport.aclose()
+    async with closing(make) as make_one:
+        yield make_one
 
 
 async def test_an_event_is_queued_with_its_id_and_envelope(
