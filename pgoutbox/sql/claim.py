@@ -410,6 +410,7 @@ _ORDERED_LANE: Final[LiteralString] = """, candidate AS MATERIALIZED (
             FROM pgoutbox.message_live AS sibling
             WHERE sibling.queue = m.queue AND sibling.ordering_key = m.ordering_key AND sibling.state = 'sending'
         )
+    ORDER BY m.available_at, m.id
     LIMIT (SELECT p.count FROM permit AS p)
     FOR UPDATE OF m SKIP LOCKED
 )"""

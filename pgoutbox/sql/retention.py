@@ -69,17 +69,18 @@ WITH old AS MATERIALIZED (
 )"""
 PRUNE_BY_RULE: Final[LiteralString] = _PRUNE_BY_RULE + _DELETE_OLD
 
+# Locked, they are still those that were looked at.
 _DELETE_OLD_KEYS: Final[LiteralString] = """
 DELETE FROM pgoutbox.dedupe AS d
 USING old AS o
-WHERE d.topic = o.topic AND d.dedupe_key = o.dedupe_key AND d.message_id = o.message_id
+WHERE d.topic = o.topic AND d.dedupe_key = o.dedupe_key
 RETURNING d.message_id
 """
 
 # Keys whose message is deleted, by a rule of their own.
 _PRUNE_DEDUPE_BY_RULE: Final[LiteralString] = """
 WITH old AS MATERIALIZED (
-    SELECT d.topic, d.dedupe_key, d.message_id
+    SELECT d.topic, d.dedupe_key
     FROM pgoutbox.retention AS r
     CROSS JOIN pgoutbox.dedupe AS d
     WHERE r.topic = %(topic)s::text
@@ -104,7 +105,7 @@ PRUNE_DEDUPE_BY_RULE: Final[LiteralString] = _PRUNE_DEDUPE_BY_RULE + _DELETE_OLD
 # The same by age alone, for those who prune without rules.
 _PRUNE_DEDUPE_BY_AGE: Final[LiteralString] = """
 WITH old AS MATERIALIZED (
-    SELECT d.topic, d.dedupe_key, d.message_id
+    SELECT d.topic, d.dedupe_key
     FROM pgoutbox.dedupe AS d
     WHERE d.created_at < now() - make_interval(secs => %(older_than_seconds)s::float8)
         AND (%(topic)s::text IS NULL OR d.topic = %(topic)s::text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, LiteralString
 
 import psycopg
 import pytest
@@ -442,6 +442,30 @@ class TestPrune:
         put(rolled_back, ordering_key="k")
         maintenance.prune(rolled_back, DAY)
         assert rolled_back.execute("SELECT queue, ordering_key FROM pgoutbox.ordering").fetchall() == [("default", "k")]
+
+    @pytest.mark.parametrize("statement", [sql.PRUNE_COALESCE, sql.PRUNE_ORDERING, sql.PRUNE_CONTENT])
+    def test_keys_and_contents_go_no_more_at_once_than_is_asked_for(
+        self, rolled_back: psycopg.Connection, statement: LiteralString
+    ) -> None:
+        for key in ("a", "b"):
+            put(rolled_back, coalesce_key=key)
+            put(rolled_back, ordering_key=key)
+            rolled_back.execute("INSERT INTO pgoutbox.content (body) VALUES ('1')")
+        rolled_back.execute("DELETE FROM pgoutbox.message")
+        put(rolled_back)
+        assert [rolled_back.execute(statement, {"limit": 1}).rowcount for _ in range(3)] == [1, 1, 0]
+
+    @pytest.mark.parametrize(("name", "table"), [("coalesce_key", "coalesce"), ("ordering_key", "ordering")])
+    def test_a_key_that_a_producer_is_using_is_left(
+        self, operator: psycopg.Connection, connect: Connect, name: str, table: str
+    ) -> None:
+        producer = connect()
+        put(operator, State.SENT, age=2 * DAY, **{name: "k"})
+        put(operator)
+        put(producer, **{name: "k"})  # type: ignore[arg-type]
+        assert maintenance.prune(operator, DAY).total == 1
+        producer.commit()
+        assert count(operator, table) == 1
 
     def test_a_locked_message_is_left(self, operator: psycopg.Connection, connect: Connect) -> None:
         message_id = put(operator, State.SENT, age=2 * DAY)

@@ -171,9 +171,9 @@ class TestPrune:
         assert [row.state for row in rows_of(rolled_back)] == [State.PENDING]
 
     def test_a_statement_obeys_the_one_rule_that_it_is_given(self, rolled_back: psycopg.Connection) -> None:
-        for topic in ("mail", "sms"):
-            set_retention(rolled_back, topic, "sent", DAY)
-            put(rolled_back, State.SENT, topic=topic, age=2 * DAY)
+        for topic, state in (("mail", State.SENT), ("mail", State.FAILED), ("sms", State.SENT)):
+            set_retention(rolled_back, topic, state, DAY)
+            put(rolled_back, state, topic=topic, age=2 * DAY)
         parameters = {"topic": "mail", "state": "sent", "limit": 9}
         assert rolled_back.execute(sql.PRUNE_BY_RULE, parameters).fetchall() == [("sent",)]
 
@@ -187,6 +187,27 @@ class TestPrune:
         assert (totals.total, totals.coalesce_keys, totals.dedupe_keys) == (1, 1, 0)
         assert (attempts_of(rolled_back, old), len(attempts_of(rolled_back, young))) == ([], 1)
         assert keys_of(rolled_back) == ["young"]
+
+    def test_a_key_that_was_freed_by_hand_and_used_again_stays(self, rolled_back: psycopg.Connection) -> None:
+        set_retention(rolled_back, "*", "sent", DAY)
+        put(rolled_back, State.SENT, dedupe_key="k", age=2 * DAY)
+        rolled_back.execute("DELETE FROM pgoutbox.dedupe")
+        newer = put(rolled_back, dedupe_key="k")
+        assert prune_by_retention(rolled_back).messages == {State.SENT: 1}
+        assert put(rolled_back, dedupe_key="k") == newer
+
+    @pytest.mark.parametrize("by_rule", [True, False])
+    def test_a_locked_key_of_a_deleted_message_is_left(
+        self, operator: psycopg.Connection, connect: Connect, *, by_rule: bool
+    ) -> None:
+        set_retention(operator, "*", "sent", ZERO)
+        set_retention(operator, "*", "dedupe_key", 7 * DAY)
+        put(operator, State.SENT, dedupe_key="k")
+        prune_by_retention(operator)
+        operator.execute("UPDATE pgoutbox.dedupe SET created_at = now() - interval '9 days'")
+        connect().execute("SELECT FROM pgoutbox.dedupe FOR UPDATE")
+        totals = prune_by_retention(operator) if by_rule else maintenance.prune(operator, DAY)
+        assert totals.dedupe_keys == 0
 
     def test_keys_of_deleted_messages_go_by_a_rule_of_their_own(self, rolled_back: psycopg.Connection) -> None:
         set_retention(rolled_back, "*", "sent", ZERO)
