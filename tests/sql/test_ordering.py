@@ -210,6 +210,13 @@ async def test_the_order_is_that_of_the_commits(connect: Connect, *, key_is_new:
     assert older < drawn_meanwhile < await waiting
 
 
+def test_a_repetition_of_a_message_whose_id_was_drawn_anew_is_its_duplicate(rolled_back: psycopg.Connection) -> None:
+    ordered(rolled_back, 1)
+    (message_id,) = ordered(rolled_back, 1, dedupe_key="d")
+    assert ordered(rolled_back, 1, dedupe_key="d") == [message_id]
+    assert row_of(rolled_back, message_id).state == State.PENDING
+
+
 def test_one_look_sees_no_more_keys_than_it_was_told(rolled_back: psycopg.Connection) -> None:
     ids = [ordered(rolled_back, 2, key)[0] for key in ("a", "b", "c", "d", "e")]
     assert find_ordered(rolled_back, key_limit=2) == (ids[:2], "b", 2)

@@ -273,6 +273,7 @@ class TestFinish:
         [
             ([], True),
             ([("*", "sent", ZERO)], False),
+            ([("*", "sent", ZERO), ("greet", "failed", None)], False),
             ([("*", "sent", None), ("greet", "sent", ZERO)], False),
             ([("*", "sent", ZERO), ("greet", "sent", None)], True),
             ([("*", "sent", ZERO), ("greet", "sent", timedelta(milliseconds=1))], True),
