@@ -10,6 +10,7 @@ clock that counts while the machine is suspended.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 from collections.abc import Coroutine, Mapping
@@ -401,10 +402,10 @@ class Breakers:
             circuit.answered.clear()
             circuit.waiting_count += 1
             try:
-                async with asyncio.timeout(circuit.answered_at + _STALL_SECONDS - elapsed_clock()):
-                    await circuit.answered.wait()
-            except TimeoutError:
-                pass
+                # Without an answer until then it is stalled, which the next turn finds.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(circuit.answered_at + _STALL_SECONDS - elapsed_clock()):
+                        await circuit.answered.wait()
             finally:
                 circuit.waiting_count -= 1
         return None

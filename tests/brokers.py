@@ -19,21 +19,19 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pgoutbox import Context, Event, Message, Outbox, Permanent, RetryPolicy, Transient
+from pgoutbox import Context, Event, Message, Outbox, RetryPolicy
 from tests.conftest import server_missing
 from tests.outbox_actions import settings_for
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from pgoutbox.message import Outcome
 
 HOST = "127.0.0.1"
-START_SECONDS = 60.0
 
 
 class Broker:
@@ -71,11 +69,15 @@ class Broker:
                 group=account.pw_gid if account else None,
                 extra_groups=[] if account else None,
             )
-        deadline = time.monotonic() + START_SECONDS
-        while not self._answers():
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                raise AssertionError(f"{self._command[0]} did not start: {(self.home / 'log').read_text()[-2_000:]}")
-            time.sleep(0.01)
+        wait_until(self._has_started, lambda: f"{self._command[0]} has started\n{self._output()}")
+
+    def _has_started(self) -> bool:
+        assert self._process is not None
+        assert self._process.poll() is None, f"{self._command[0]} has ended\n{self._output()}"
+        return self._answers()
+
+    def _output(self) -> str:
+        return (self.home / "output").read_text(errors="replace")[-2_000:]
 
     def stop(self) -> None:
         """Kill the server and what it started."""
@@ -93,8 +95,8 @@ class Broker:
         assert self._process is not None
         group = self._process.pid
         os.killpg(group, signal.SIGSTOP)
-        while not _is_stopped(group):  # Its processes and their threads stop one after another.
-            time.sleep(0.001)
+        # Its processes and their threads stop one after another.
+        wait_until(lambda: _is_stopped(group), lambda: f"{self._command[0]} stands still")
         try:
             yield
         finally:
@@ -172,12 +174,6 @@ def outbox_with(dsn: str, **settings: object) -> Outbox:
     return outbox
 
 
-def error_of(outcome: Outcome, kind: type[Transient | Permanent]) -> str:
-    """The error of an outcome that has to be of this kind."""
-    assert isinstance(outcome, kind), outcome
-    return outcome.error
-
-
 @contextlib.contextmanager
 def nats_server(configuration: str = "") -> Iterator[Broker]:
     """A NATS with JetStream, which keeps its streams over a restart."""
@@ -239,8 +235,14 @@ def rabbitmq_server() -> Iterator[Broker]:
             yield broker
         finally:
             broker.stop()
-            while accepts(epmd_port):  # It stays for as long as it knows of the node.
-                subprocess.run([epmd, "-port", str(epmd_port), "-kill"], capture_output=True, check=False)
+            wait_until(lambda: _has_ended(epmd, epmd_port), lambda: "the port mapper of RabbitMQ has ended")
+
+
+def _has_ended(epmd: str, port: int) -> bool:
+    """Whether the port mapper is gone. It stays for as long as it knows of the node, so it is told each time."""
+    if accepts(port):
+        subprocess.run([epmd, "-port", str(port), "-kill"], capture_output=True, check=False)
+    return not accepts(port)
 
 
 def _rabbitmq_definitions() -> dict[str, object]:

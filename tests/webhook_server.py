@@ -12,11 +12,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from tests.dialogues import HOST, listening
+
 if TYPE_CHECKING:
     import ssl
     from collections.abc import AsyncIterator, Sequence
-
-HOST = "127.0.0.1"
 
 
 class Misbehaviour(enum.Enum):
@@ -133,17 +133,5 @@ async def webhook_server(
 ) -> AsyncIterator[WebhookServer]:
     """A server that gives these answers, or 200 when there are none."""
     server = WebhookServer(answers or (answer(200),), host)
-    dialogues: set[asyncio.Task[None]] = set()
-
-    def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        dialogues.add(asyncio.create_task(server.serve(reader, writer)))
-
-    listener = await asyncio.start_server(accept, host, port, ssl=tls)
-    server.port = listener.sockets[0].getsockname()[1]
-    try:
+    async with listening(server.serve, host=host, port=port, tls=tls) as server.port:
         yield server
-    finally:
-        listener.close()
-        for dialogue in dialogues:
-            dialogue.cancel()
-        await asyncio.gather(*dialogues, return_exceptions=True)

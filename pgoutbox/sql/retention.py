@@ -53,7 +53,6 @@ WITH old AS MATERIALIZED (
     JOIN pgoutbox.message AS m ON m.state = r.state
     WHERE r.topic = %(topic)s::text
         AND r.state = %(state)s::text
-        AND m.state = %(state)s::text
         AND m.state IN ('sent', 'failed', 'skipped', 'cancelled')
         AND m.finished_at <= now() - r.keep
         AND (
@@ -70,10 +69,18 @@ WITH old AS MATERIALIZED (
 )"""
 PRUNE_BY_RULE: Final[LiteralString] = _PRUNE_BY_RULE + _DELETE_OLD
 
+# Locked, they are still those that were looked at.
+_DELETE_OLD_KEYS: Final[LiteralString] = """
+DELETE FROM pgoutbox.dedupe AS d
+USING old AS o
+WHERE d.topic = o.topic AND d.dedupe_key = o.dedupe_key
+RETURNING d.message_id
+"""
+
 # Keys whose message is deleted, by a rule of their own.
-PRUNE_DEDUPE_BY_RULE: Final[LiteralString] = """
+_PRUNE_DEDUPE_BY_RULE: Final[LiteralString] = """
 WITH old AS MATERIALIZED (
-    SELECT d.topic, d.dedupe_key, d.message_id
+    SELECT d.topic, d.dedupe_key
     FROM pgoutbox.retention AS r
     CROSS JOIN pgoutbox.dedupe AS d
     WHERE r.topic = %(topic)s::text
@@ -91,29 +98,22 @@ WITH old AS MATERIALIZED (
         AND NOT EXISTS (SELECT FROM pgoutbox.message AS m WHERE m.id = d.message_id)
     LIMIT %(limit)s::bigint
     FOR UPDATE OF d SKIP LOCKED
-)
-DELETE FROM pgoutbox.dedupe AS d
-USING old AS o
-WHERE d.topic = o.topic AND d.dedupe_key = o.dedupe_key AND d.message_id = o.message_id
-RETURNING d.message_id
-"""
+)"""
+
+PRUNE_DEDUPE_BY_RULE: Final[LiteralString] = _PRUNE_DEDUPE_BY_RULE + _DELETE_OLD_KEYS
 
 # The same by age alone, for those who prune without rules.
-PRUNE_DEDUPE: Final[LiteralString] = """
+_PRUNE_DEDUPE_BY_AGE: Final[LiteralString] = """
 WITH old AS MATERIALIZED (
-    SELECT d.topic, d.dedupe_key, d.message_id
+    SELECT d.topic, d.dedupe_key
     FROM pgoutbox.dedupe AS d
     WHERE d.created_at < now() - make_interval(secs => %(older_than_seconds)s::float8)
         AND (%(topic)s::text IS NULL OR d.topic = %(topic)s::text)
         AND NOT EXISTS (SELECT FROM pgoutbox.message AS m WHERE m.id = d.message_id)
     LIMIT %(limit)s::bigint
     FOR UPDATE OF d SKIP LOCKED
-)
-DELETE FROM pgoutbox.dedupe AS d
-USING old AS o
-WHERE d.topic = o.topic AND d.dedupe_key = o.dedupe_key AND d.message_id = o.message_id
-RETURNING d.message_id
-"""
+)"""
+PRUNE_DEDUPE: Final[LiteralString] = _PRUNE_DEDUPE_BY_AGE + _DELETE_OLD_KEYS
 
 RETENTION_RULES: Final[LiteralString] = """
 SELECT r.topic, r.state, r.keep

@@ -94,6 +94,7 @@ class NatsTransport:
         """Close the connection."""
         connection = await self._connection.take()
         if connection is not None:
+            # All sends have ended. What is left is to say good-bye, to a server that may be gone: OSError.
             with suppress(TimeoutError, OSError):
                 async with asyncio.timeout(self._seconds):
                     await connection.client.close()

@@ -77,6 +77,8 @@ class RabbitMQTransport:
             address = _address(message, event)
         except (Permanent, Transient) as refusal:
             return refusal
+        # Here and below nothing narrower than Exception will do: what is under way when a connection ends without a
+        # reason gets a bare one from aiormq, and what its codec cannot read is of no one class.
         try:
             async with asyncio.timeout(self._seconds):
                 connection = await self._connection.get()
@@ -91,7 +93,7 @@ class RabbitMQTransport:
         connection = await self._connection.take()
         self._channels.clear()
         if connection is not None:
-            with suppress(Exception):
+            with suppress(TimeoutError):  # aiormq tells nothing else of what goes wrong while it closes.
                 async with asyncio.timeout(self._seconds):
                     await connection.close()
 
@@ -115,7 +117,7 @@ class RabbitMQTransport:
         return await self._publish(channel, address, event)
 
     async def _publish_alone(self, connection: AbstractConnection, address: _Address, event: RenderedEvent) -> Outcome:
-        from aiormq.exceptions import ChannelPreconditionFailed
+        from aiormq.exceptions import AMQPError, ChannelPreconditionFailed
 
         try:
             channel = await self._open_channel(address.exchange, connection)
@@ -126,7 +128,8 @@ class RabbitMQTransport:
         except ChannelPreconditionFailed as error:
             return Permanent(f"event.data: {self._said(error)}")
         finally:
-            with suppress(Exception):
+            # What became of the event is known by now. (A channel that is closed already is a RuntimeError.)
+            with suppress(AMQPError, OSError, RuntimeError):
                 await channel.close()
 
     async def _open_channel(self, exchange: str, connection: AbstractConnection | None = None) -> AbstractChannel:

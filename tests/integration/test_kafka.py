@@ -19,9 +19,10 @@ from pgoutbox.settings import load_settings
 from pgoutbox.transports.events import Event
 from pgoutbox.transports.kafka import KafkaTransport
 from pgoutbox.worker import Worker
-from tests.brokers import HOST, Broker, Forwarder, error_of, free_port, kafka_server, outbox_with
+from tests.brokers import HOST, Broker, Forwarder, free_port, kafka_server, outbox_with
 from tests.outbox_actions import attempts_of, enqueue, make_due, state_of
-from tests.smtp_server import outgoing
+from tests.sends import closing, error_of, outgoing
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -65,8 +66,6 @@ def headers_of(record: Record) -> dict[str, object]:
 
 @pytest.fixture
 async def open_transport() -> AsyncIterator[Open]:
-    transports: list[KafkaTransport] = []
-
     def make(servers: Broker | str, **overrides: object) -> KafkaTransport:
         given: dict[str, object] = {
             "kafka_servers": servers if isinstance(servers, str) else f"{HOST}:{servers.port}",
@@ -74,13 +73,10 @@ async def open_transport() -> AsyncIterator[Open]:
             "event_source": "https://club.example.org",
             "broker_timeout_seconds": 10,
         }
-        transport = KafkaTransport(load_settings(**(given | overrides)))
-        transports.append(transport)
-        return transport
+        return KafkaTransport(load_settings(**(given | overrides)))
 
-    yield make
-    for transport in transports:
-        await transport.aclose()
+    async with closing(make) as make_one:
+        yield make_one
 
 
 async def test_an_event_is_a_record_with_its_id_key_and_envelope(broker: Broker, open_transport: Open) -> None:
@@ -155,7 +151,7 @@ async def test_what_was_cancelled_does_not_go_out_after_the_end(broker: Broker, 
     transport = open_transport(broker)
     with broker.frozen():
         sending = asyncio.create_task(transport.send(outgoing(destination="kafka:cancelled"), EVENT))
-        await asyncio.sleep(0)
+        await until(lambda: transport._link is not None and len(transport._link._producer) == 1)
         sending.cancel()
         with pytest.raises(asyncio.CancelledError):
             await sending

@@ -18,9 +18,9 @@ from pgoutbox.settings import load_settings
 from pgoutbox.transports.events import Event
 from pgoutbox.transports.nats_jetstream import NatsTransport
 from pgoutbox.worker import Worker
-from tests.brokers import HOST, Broker, error_of, free_port, nats_server, outbox_with
+from tests.brokers import HOST, Broker, free_port, nats_server, outbox_with
 from tests.outbox_actions import attempts_of, enqueue, make_due, state_of
-from tests.smtp_server import outgoing
+from tests.sends import closing, error_of, outgoing
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -87,21 +87,16 @@ async def stored(client: Client) -> list[RawStreamMsg]:
 
 @pytest.fixture
 async def open_transport() -> AsyncIterator[Open]:
-    transports: list[NatsTransport] = []
-
     def make(url: Broker | str, **overrides: object) -> NatsTransport:
         given: dict[str, object] = {
             "nats_url": url if isinstance(url, str) else url_of(url),
             "event_source": "https://club.example.org",
             "broker_timeout_seconds": 5,
         }
-        transport = NatsTransport(load_settings(**(given | overrides)))
-        transports.append(transport)
-        return transport
+        return NatsTransport(load_settings(**(given | overrides)))
 
-    yield make
-    for transport in transports:
-        await transport.aclose()
+    async with closing(make) as make_one:
+        yield make_one
 
 
 async def test_an_event_is_stored_with_its_id_and_envelope(broker: Broker, open_transport: Open) -> None:
@@ -223,7 +218,7 @@ async def test_who_waits_learns_at_once_that_the_server_is_gone(open_transport: 
         assert isinstance(await transport.send(MESSAGE, EVENT), Transient)
         with broker.frozen():
             sending = asyncio.create_task(transport.send(MESSAGE, EVENT))
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # It publishes, on the connection that is there, and waits.
             broker.stop()
         async with asyncio.timeout(30):
             assert error_of(await sending, Transient).startswith("outcome unknown: no acknowledgement: ")

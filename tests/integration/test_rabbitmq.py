@@ -22,13 +22,12 @@ from tests.brokers import (
     RABBITMQ_MAX_BYTES,
     Broker,
     Forwarder,
-    error_of,
     free_port,
     outbox_with,
     rabbitmq_server,
 )
 from tests.outbox_actions import attempts_of, enqueue, make_due, state_of
-from tests.smtp_server import outgoing
+from tests.sends import closing, error_of, outgoing
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -88,21 +87,16 @@ async def queued(channel: AbstractChannel, queue: str = "placed") -> list[Delive
 
 @pytest.fixture
 async def open_transport() -> AsyncIterator[Open]:
-    transports: list[RabbitMQTransport] = []
-
     def make(url: Broker | str, **overrides: object) -> RabbitMQTransport:
         given: dict[str, object] = {
             "rabbitmq_url": url if isinstance(url, str) else url_of(url.port),
             "event_source": "https://club.example.org",
             "broker_timeout_seconds": 10,
         }
-        transport = RabbitMQTransport(load_settings(**(given | overrides)))
-        transports.append(transport)
-        return transport
+        return RabbitMQTransport(load_settings(**(given | overrides)))
 
-    yield make
-    for transport in transports:
-        await transport.aclose()
+    async with closing(make) as make_one:
+        yield make_one
 
 
 async def test_an_event_is_queued_with_its_id_and_envelope(
@@ -227,7 +221,7 @@ async def test_who_waits_learns_at_once_that_the_connection_is_gone(
     assert await transport.send(MESSAGE, EVENT) == Sent()
     with broker.frozen():
         sending = asyncio.create_task(transport.send(MESSAGE, EVENT))
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # It publishes, on the channel that is there, and waits.
         await forwarder.cut()
         async with asyncio.timeout(30):
             assert error_of(await sending, Transient).startswith("outcome unknown: ")

@@ -16,9 +16,9 @@ from pgoutbox.settings import load_settings
 from pgoutbox.transports.events import Event
 from pgoutbox.transports.redis_streams import RedisTransport
 from pgoutbox.worker import Worker
-from tests.brokers import HOST, Broker, error_of, outbox_with, redis_server
+from tests.brokers import HOST, Broker, outbox_with, redis_server
 from tests.outbox_actions import attempts_of, enqueue, make_due, rows_of, state_of
-from tests.smtp_server import outgoing
+from tests.sends import closing, error_of, outgoing
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -58,21 +58,16 @@ def entries(broker: Broker, stream: str = "orders") -> list[dict[bytes, bytes]]:
 
 @pytest.fixture
 async def open_transport() -> AsyncIterator[Open]:
-    transports: list[RedisTransport] = []
-
     def make(url: Broker | str, *, connection_count: int = 10, **overrides: object) -> RedisTransport:
         given: dict[str, object] = {
             "redis_url": url if isinstance(url, str) else f"redis://{HOST}:{url.port}",
             "event_source": "https://club.example.org",
             "broker_timeout_seconds": 5,
         }
-        transport = RedisTransport(load_settings(**(given | overrides)), connection_count=connection_count)
-        transports.append(transport)
-        return transport
+        return RedisTransport(load_settings(**(given | overrides)), connection_count=connection_count)
 
-    yield make
-    for transport in transports:
-        await transport.aclose()
+    async with closing(make) as make_one:
+        yield make_one
 
 
 async def test_an_event_is_an_entry_with_its_id_and_envelope(broker: Broker, open_transport: Open) -> None:

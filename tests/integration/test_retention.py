@@ -40,6 +40,8 @@ from tests.outbox_actions import (
     settings_for,
     state_of,
 )
+from tests.waiting import until
+from tests.worker_process import connection_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -162,10 +164,7 @@ async def test_a_rule_reaches_a_running_worker_which_asks_rarely(
         async def deliver() -> None:
             count = len(got)
             enqueue(db)
-            while True:
-                if len(got) > count and not worker._held:
-                    return
-                await asyncio.sleep(0)
+            await until(lambda: len(got) > count and not worker._held)
 
         for _ in range(3):
             await deliver()
@@ -283,6 +282,7 @@ async def test_a_killed_worker_has_deleted_only_what_was_sent(
     doomed.start()
     await asyncio.to_thread(doomed.join, 4 * PATIENCE_SECONDS)
     assert doomed.exitcode == 9
+    await until(lambda: connection_count(db) == 0)
     if point == "after finish":
         assert rows_of(db) == []
         return

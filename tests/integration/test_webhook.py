@@ -16,15 +16,16 @@ import standardwebhooks
 import trustme
 
 from pgoutbox import Outbox, RetryPolicy, Webhook
-from pgoutbox.message import Outcome, Permanent, Sent, Transient
+from pgoutbox.message import Permanent, Sent, Transient
 from pgoutbox.settings import Settings, load_settings
 from pgoutbox.telemetry import Event
 from pgoutbox.transports.webhook import MAX_ANSWER_BYTES, WebhookTransport, verifying_tls_context
 from pgoutbox.webhooks import verify
 from pgoutbox.worker import Worker
+from tests.dialogues import HOST
 from tests.outbox_actions import PATIENCE_SECONDS, Row, attempts_of, enqueue, make_due, row_of
-from tests.smtp_server import outgoing
-from tests.webhook_server import HOST, Misbehaviour, answer, webhook_server
+from tests.sends import closing, error_of, outgoing
+from tests.webhook_server import Misbehaviour, answer, webhook_server
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -84,21 +85,12 @@ def settings_for(port: int, **overrides: object) -> Settings:
 @pytest.fixture
 async def open_transport() -> AsyncIterator[Open]:
     """Makes transports that may reach a port of this machine, and closes them."""
-    transports: list[WebhookTransport] = []
 
     def make(port: int, **overrides: object) -> WebhookTransport:
-        transport = WebhookTransport(settings_for(port, **overrides), clock=lambda: TIMESTAMP)
-        transports.append(transport)
-        return transport
+        return WebhookTransport(settings_for(port, **overrides), clock=lambda: TIMESTAMP)
 
-    yield make
-    for transport in transports:
-        await transport.aclose()
-
-
-def error_of(outcome: Outcome, kind: type[Transient | Permanent]) -> str:
-    assert isinstance(outcome, kind), outcome
-    return outcome.error
+    async with closing(make) as make_one:
+        yield make_one
 
 
 # --- what arrives -----------------------------------------------------------------------------------------------------
@@ -414,7 +406,7 @@ async def test_a_send_that_is_cancelled_at_any_step_gives_its_place_back(
         for step_count in range(40):
             sending = asyncio.create_task(transport.send(message, HOOK))
             for _ in range(step_count):
-                await asyncio.sleep(0)
+                await asyncio.sleep(0)  # Each turn of the loop brings it one step further.
             sending.cancel()
             await asyncio.wait([sending])
         assert await transport.send(message, HOOK) == Sent()
