@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Coroutine, Mapping
+from collections.abc import Collection, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -117,7 +117,8 @@ class _Circuit:
 class Breakers:
     """The circuit breakers of one worker.
 
-    With `alert_queue` the statement that opens or closes one also enqueues an announcement there.
+    With `alert_queue` the statement that opens or closes one also enqueues an announcement there. A message of
+    `hold_topics` that may have been handed over is not held back to be sent again.
     """
 
     def __init__(
@@ -128,12 +129,14 @@ class Breakers:
         telemetry: Telemetry,
         *,
         alert_queue: str | None = None,
+        hold_topics: Collection[str] = (),
     ) -> None:
         self._store = store
         self._transports = transports
         self._settings = settings
         self._telemetry = telemetry
         self._alert_queue = alert_queue
+        self._hold_topics = frozenset(hold_topics)
         self._circuits: dict[str, _Circuit] = {}
         self._couriers: dict[int, _Circuit] = {}
         self._looked_at: dict[str, float] = {}
@@ -257,9 +260,12 @@ class Breakers:
                     self._look_for_leftover(circuit)
             case Transient(outage=True) if counts:
                 await self._note_failure(circuit, outcome.error)
-                if circuit.retry_at is not None:
+                if circuit.retry_at is not None and not self._is_on_hold(message, outcome):
                     return circuit.snooze(outcome.retry_after)
         return outcome
+
+    def _is_on_hold(self, message: Message[object], outcome: Transient) -> bool:
+        return outcome.unknown and message.topic in self._hold_topics
 
     def _note_failure(self, circuit: _Circuit, error: str) -> Coroutine[object, object, None]:
         """Count a failure at once; what is to be awaited learns whether it is open."""
@@ -329,7 +335,7 @@ class Breakers:
                 self._start(self._close(circuit.key, probe_id))
             case Transient(outage=True):
                 await self._reopen(circuit, probe_id, outcome.error)
-                return circuit.snooze(outcome.retry_after)
+                return outcome if self._is_on_hold(message, outcome) else circuit.snooze(outcome.retry_after)
             case _:
                 self._start(self._release(circuit.key, probe_id))
         return outcome

@@ -215,6 +215,7 @@ class Worker:
             settings,
             self.telemetry,
             alert_queue=self._queue_names[0] if ALERT_TOPIC in self._handlers else None,
+            hold_topics=self._hold_topics,
         )
         self._dispatcher = Dispatcher(
             self._transports,

@@ -17,7 +17,8 @@ from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import Permanent, Sent, Transient
 from pgoutbox.settings import Settings, load_settings
 from pgoutbox.transports.mail import Attachment, Email
-from pgoutbox.transports.smtp import SmtpTransport, is_transient, verifying_tls_context
+from pgoutbox.transports.smtp import SmtpTransport, is_transient
+from pgoutbox.transports.tls import verifying_context
 from tests.dialogues import HOST
 from tests.sends import closing, error_of, outgoing
 from tests.smtp_server import Misbehaviour, accepting_server, mail_settings, parsed, scripted_server
@@ -50,7 +51,7 @@ def server_tls(authority: trustme.CA) -> ssl.SSLContext:
 @pytest.fixture(scope="module")
 def client_tls(authority: trustme.CA) -> ssl.SSLContext:
     """The transport's own kind of context, which trusts the tests' authority besides."""
-    context = verifying_tls_context()
+    context = verifying_context()
     authority.configure_trust(context)
     return context
 
@@ -458,13 +459,6 @@ async def test_a_password_is_kept_from_plain_text_whatever_the_settings_say(open
         await server.was_left.wait()
     assert error == "AUTH: refused on a connection in plain text"
     assert server.verbs == ["EHLO"]
-
-
-def test_the_default_context_verifies_and_demands_tls_1_2() -> None:
-    context = verifying_tls_context()
-    assert context.minimum_version == ssl.TLSVersion.TLSv1_2
-    assert context.verify_mode == ssl.CERT_REQUIRED
-    assert context.check_hostname
 
 
 async def test_refused_credentials_are_transient_and_the_password_is_never_shown(
