@@ -13,7 +13,8 @@ GROUP BY m.state
 ORDER BY m.state
 """
 
-# What a prune deletes is locked first: a row that a redrive has is left alone, and the state is asked for twice.
+# What a prune deletes is locked first: a row that a redrive has is left alone, and the state is asked for twice. What
+# halted its ordering key does so no more: the workers of its queue are woken.
 _DELETE_OLD: Final[LiteralString] = """, history AS (
     DELETE FROM pgoutbox.attempt AS a
     USING old AS o
@@ -22,11 +23,17 @@ _DELETE_OLD: Final[LiteralString] = """, history AS (
     DELETE FROM pgoutbox.dedupe AS d
     USING old AS o
     WHERE d.topic = o.topic AND d.dedupe_key = o.dedupe_key AND d.message_id = o.id AND NOT o.keeps_dedupe_key
+), gone AS (
+    DELETE FROM pgoutbox.message AS m
+    USING old AS o
+    WHERE m.id = o.id AND m.state = o.state AND m.state IN ('sent', 'failed', 'skipped', 'cancelled')
+    RETURNING m.state, m.queue, m.on_failed
+), rung AS MATERIALIZED (
+    SELECT pgoutbox.ring(q.queue)
+    FROM (SELECT DISTINCT g.queue FROM gone AS g WHERE g.state = 'failed' AND g.on_failed = 'halt') AS q
 )
-DELETE FROM pgoutbox.message AS m
-USING old AS o
-WHERE m.id = o.id AND m.state = o.state AND m.state IN ('sent', 'failed', 'skipped', 'cancelled')
-RETURNING m.state
+SELECT g.state, (SELECT count(*) FROM rung) AS rung
+FROM gone AS g
 """
 
 _PRUNE_BY_AGE: Final[LiteralString] = """

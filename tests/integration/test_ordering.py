@@ -11,7 +11,7 @@ import psycopg
 import pytest
 
 from pgoutbox import NewMessage, Outbox, PayloadError, Topic, maintenance, operations
-from pgoutbox.message import Message, Permanent, Transient
+from pgoutbox.message import Message, Permanent, State, Transient
 from pgoutbox.operations import Rate
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.store import Store
@@ -134,6 +134,28 @@ async def test_what_follows_a_failure_is_the_topics_choice(dsn: str, db: psycopg
         assert [r.refusal for r in operations.redrive(db, [first])] == [None]
         await drained(mended.outbox)
         assert mended.seen["k"] == [first, *rest]
+
+
+@pytest.mark.parametrize("way", ["by age", "by rule"])
+async def test_a_key_that_was_halted_goes_on_as_soon_as_its_failed_message_is_pruned(
+    dsn: str, db: psycopg.Connection, way: str
+) -> None:
+    first = enqueue(db, ordering_key="k", on_failed="halt")
+    line = Line(dsn, ends=frozenset({first}))
+    await drained(line.outbox)
+    second = enqueue(db, ordering_key="k", on_failed="halt")
+    db.execute("UPDATE pgoutbox.message_failed SET finished_at = finished_at - interval '2 days'")
+    worker = WatchedWorker(line.outbox)
+    async with running(worker):
+        await worker.asleep.wait()
+        assert state_of(db, second) == "pending"
+        if way == "by age":
+            await asyncio.to_thread(maintenance.prune, db, timedelta(days=1), states=[State.FAILED])
+        else:
+            maintenance.set_retention(db, "greet", "failed", timedelta(days=1))
+            await asyncio.to_thread(maintenance.prune_by_retention, db)
+        await until(lambda: state_of(db, second) == "sent")
+    assert line.seen["k"] == [second]
 
 
 async def test_more_keys_than_one_look_sees_are_all_served(dsn: str, db: psycopg.Connection) -> None:

@@ -46,7 +46,7 @@ from tests.waiting import until
 from tests.worker_process import connection_count
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Callable, Collection, Sequence
     from multiprocessing.sharedctypes import Synchronized
     from multiprocessing.synchronize import Event as ProcessEvent
     from pathlib import Path
@@ -908,8 +908,10 @@ def deliver_and_die(dsn: str, point: str) -> None:
                 die("after claim")
             return rows
 
-        async def finish_sent(self, ids: Sequence[int], attempt_counts: Sequence[int]) -> dict[int, State]:
-            done = await super().finish_sent(ids, attempt_counts)
+        async def finish_sent(
+            self, ids: Sequence[int], attempt_counts: Sequence[int], topics: Collection[str]
+        ) -> dict[int, State]:
+            done = await super().finish_sent(ids, attempt_counts, topics)
             die("after finish")
             return done
 
