@@ -515,6 +515,11 @@ class Store:
         )
         return BreakerRow._make(rows[0]) if rows else None
 
+    async def breakers(self, keys: Sequence[str]) -> dict[str, BreakerRow]:
+        """Those of these breakers that are open."""
+        rows = await self.claims.fetch(sql.BREAKERS, {"keys": keys})
+        return {row[0]: BreakerRow._make(row[1:]) for row in rows}
+
     async def breaker_close(self, key: str, probe_id: str, *, alert_queue: str | None) -> float | None:
         """Close what this probe has found alive; for how many seconds it was open. None if the probe was given up."""
         rows = await self.claims.fetch(

@@ -766,7 +766,7 @@ class Worker:
         return await (self._run_admitted if self._breakers.watches_any else self._run)(work, watch_thread)
 
     async def _run_admitted(self, work: Work, watch_thread: ThreadWatch) -> Sequence[Ending]:
-        refusals = {c: refusal for c in work if (refusal := self._breakers.refusal(c.message)) is not None}
+        refusals = {c: refusal for c in work if (refusal := await self._breakers.refusal(c.message)) is not None}
         admitted = [context for context in work if context not in refusals]
         try:
             endings = iter(await self._run(admitted, watch_thread) if admitted else ())

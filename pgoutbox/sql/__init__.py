@@ -12,6 +12,7 @@ from pgoutbox.sql.breaker import (
     BREAKER_PROBE,
     BREAKER_RELEASE_IF_PROBING,
     BREAKER_REOPEN_IF_PROBING,
+    BREAKERS,
 )
 from pgoutbox.sql.claim import (
     CLAIM,
@@ -105,6 +106,7 @@ __all__ = [
     "ARM",
     "BACKEND_PID",
     "BEGIN",
+    "BREAKERS",
     "BREAKER_CLOSE_IF_PROBING",
     "BREAKER_FAILED",
     "BREAKER_PROBE",
