@@ -806,9 +806,13 @@ def _message_of(
     """The message, and what is wrong if its payload cannot be read: one such row must not keep the others."""
     problem: Permanent | Transient | None = None
     payload = headers = None
-    content = contents.get(row.content_id) if row.content_id is not None else None
-    if isinstance(content, (Permanent, Transient)):
-        problem, content = content, None
+    content: JsonValue = None
+    if row.content_id is not None:
+        found = contents.get(row.content_id)
+        if isinstance(found, (Permanent, Transient)):
+            problem = found
+        else:
+            content = found
     try:
         headers = None if row.headers_json is None else _read_json(row.headers_json)
         payload = _read_json(row.payload_json)
