@@ -595,6 +595,7 @@ object per line; a program of yours configures logging itself.
 """
 
 _MEANINGS: Final[Mapping[Event, str]] = {
+    Event.METRICS_SERVED: "`/metrics`, `/livez` and `/readyz` are answered at this address.",
     Event.WORKER_STARTED: "The worker is connected and begins to claim.",
     Event.WORKER_STOPPING: "It was told to stop: it claims nothing more and waits for its handlers.",
     Event.WORKER_STOPPED: "It is gone; nothing is in flight with it any more.",

@@ -80,6 +80,7 @@ class Slots:
         self._default_timeout_seconds = default_timeout_seconds
         self._on_outcome = on_outcome
         self._telemetry = telemetry
+        self._measures = telemetry.measures
         self._ready: deque[tuple[Work, float]] = deque()
         self._ready_count = 0
         self._running_count = 0
@@ -95,6 +96,16 @@ class Slots:
     def capacity(self) -> int:
         """How many attempts can run at once: slots whose threads outlived their timeouts do not count."""
         return self._concurrency - self._outlived_count
+
+    @property
+    def running_count(self) -> int:
+        """Messages that handlers are at work on."""
+        return self._running_count
+
+    @property
+    def outlived_count(self) -> int:
+        """Slots whose threads outlived their timeouts."""
+        return self._outlived_count
 
     @property
     def waiting_count(self) -> int:
@@ -162,7 +173,9 @@ class Slots:
                 self._wake_one()
                 self.longest_wait_seconds = max(self.longest_wait_seconds, now - put_at)
                 await self._attempt(slot, work)
-                now = loop.time()
+                began_at, now = now, loop.time()
+                if self._measures is not None:
+                    self._measures.attempted([context.message for context in work], began_at, now)
                 if now > turn_ends_at:
                     await asyncio.sleep(0)  # Lets claims, finishes and the doorbell have their turn.
                     now = loop.time()

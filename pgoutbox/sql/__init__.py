@@ -48,6 +48,12 @@ from pgoutbox.sql.finish import (
     STANDING,
     WATCH_IF_HELD,
 )
+from pgoutbox.sql.gauges import (
+    COUNT_BACKLOG,
+    COUNT_BREAKERS,
+    LIMIT_GAUGES,
+    PAUSED_QUEUES,
+)
 from pgoutbox.sql.operators import (
     CANCEL_EACH,
     COUNT_MATCHING,
@@ -92,6 +98,7 @@ from pgoutbox.sql.sessions import (
     PREPARE_TRANSACTION,
     SCHEMA_VERSION,
     SERVER_FACTS,
+    SERVER_TIME,
 )
 from pgoutbox.sql.watch import (
     ENDED_BY_TOPIC,
@@ -116,6 +123,8 @@ __all__ = [
     "CLAIM_FRESH",
     "CLAIM_ORDERED",
     "CONTENTS",
+    "COUNT_BACKLOG",
+    "COUNT_BREAKERS",
     "COUNT_MATCHING",
     "COUNT_OWED",
     "COUNT_PRUNABLE",
@@ -131,6 +140,7 @@ __all__ = [
     "FORGETS_SENT",
     "KNOWN_QUEUES",
     "LAST_ID",
+    "LIMIT_GAUGES",
     "LIMIT_IN_FLIGHT",
     "LIMIT_RATE",
     "LISTEN",
@@ -144,6 +154,7 @@ __all__ = [
     "NEXT_DUE",
     "NOW",
     "OWED_BY_TOPIC",
+    "PAUSED_QUEUES",
     "PAUSE_QUEUE",
     "PREPARE_OPERATION",
     "PREPARE_SESSION",
@@ -169,6 +180,7 @@ __all__ = [
     "SAVEPOINT",
     "SCHEMA_VERSION",
     "SERVER_FACTS",
+    "SERVER_TIME",
     "SET_RETENTION",
     "SHOW_ATTEMPTS",
     "SHOW_MESSAGE",
