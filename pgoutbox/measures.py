@@ -8,8 +8,8 @@ while another thread reads: what is read is a copy, which a dictionary makes in 
 from __future__ import annotations
 
 import enum
-from bisect import bisect_left
-from collections import Counter
+from bisect import bisect_right
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -128,6 +128,10 @@ OF_THE_DATABASE: Final = (
 _BUCKETS: Final = {metric.name: metric.buckets for metric in OF_WORKERS if metric.kind is Kind.HISTOGRAM}
 
 
+Attempted = tuple[Sequence["Message[object]"], float, float]
+"""The messages of an attempt, and when it began and ended."""
+
+
 class Sample(NamedTuple):
     """The value of one series."""
 
@@ -145,10 +149,19 @@ class Distribution:
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
 
-    def add(self, value: float) -> None:
-        """Count one value."""
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.sum += value
+    def add(self, values: list[float]) -> None:
+        """Count these values, and sort them. What is below zero, by clocks that differ, counts as zero."""
+        values.sort()
+        before = 0
+        for index, bound in enumerate(self.bounds):
+            up_to = bisect_right(values, bound)
+            self.counts[index] += up_to - before
+            before = up_to
+            if before == len(values):
+                break
+        else:
+            self.counts[-1] += len(values) - before
+        self.sum += sum(values[bisect_right(values, 0.0) :])
 
 
 class Names:
@@ -221,25 +234,31 @@ class Measures:
         """A message ended when it was to be claimed."""
         self._counts[UNATTEMPTED.name][self._topics.label(topic), self._queues.label(queue), outcome] += 1
 
-    def attempted(self, messages: Sequence[Message[object]], began_at: float, ended_at: float) -> None:
-        """A handler has run, for one message or a batch of one topic, between these times of the event loop."""
-        topic = self._topics.label(messages[0].topic)
-        self._add(HANDLER_SECONDS.name, topic, ended_at - began_at)
-        if self._anchor is None:
-            return
-        server_time, loop_time = self._anchor
-        since = began_at - loop_time
-        for message in messages:
-            waited = (server_time - message.available_at).total_seconds() + since
-            self._add(WAIT_SECONDS.name, topic, waited if waited > 0 else 0.0)
+    def attempted(self, attempts: Iterable[Attempted]) -> None:
+        """Count attempts that have ended, by the times of the event loop."""
+        server_time, loop_time = self._anchor or (None, 0.0)
+        took: dict[str, list[float]] = defaultdict(list)
+        waited: dict[str, list[float]] = defaultdict(list)
+        for messages, began_at, ended_at in attempts:
+            topic = messages[0].topic
+            took[topic].append(ended_at - began_at)
+            if server_time is not None:
+                since = began_at - loop_time
+                for message in messages:
+                    waited[topic].append((server_time - message.available_at).total_seconds() + since)
+        self._add(HANDLER_SECONDS.name, took)
+        self._add(WAIT_SECONDS.name, waited)
 
-    def _add(self, name: str, topic: str, seconds: float) -> None:
-        found = self._seconds[name].get(topic)
-        if found is None:
-            found = self._seconds[name][topic] = Distribution(_BUCKETS[name])
-        found.add(seconds)
-        if self.on_seconds is not None:
-            self.on_seconds(name, topic, seconds)
+    def _add(self, name: str, seconds: Mapping[str, list[float]]) -> None:
+        distributions = self._seconds[name]
+        for topic, values in seconds.items():
+            label = self._topics.label(topic)
+            if label not in distributions:
+                distributions[label] = Distribution(_BUCKETS[name])
+            distributions[label].add(values)
+            if self.on_seconds is not None:
+                for value in values:
+                    self.on_seconds(name, label, value)
 
     def sent(self, messages: Iterable[Message[object]]) -> None:
         """These were written as sent."""
