@@ -42,6 +42,11 @@ _STATE_COLOURS: Final = {
     "skipped": "bright_black",
     "cancelled": "bright_black",
 }
+# Up to the next part of the answer, the next error of a chain, or the end.
+_DETAIL: Final = re.compile(
+    r"^(\s*(?:DETAIL|CONTEXT):).*?(?=^\s*(?:DETAIL|HINT|QUERY|CONTEXT|LOCATION|LINE \d+):|^\s*$|^Traceback |\Z)",
+    re.MULTILINE | re.DOTALL,
+)
 _RECORD_ATTRIBUTES: Final = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 
 
@@ -286,9 +291,11 @@ class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """The record as text, without secrets and without control characters but the line ends of a traceback."""
         fields = "".join(f" {name}={_field(value)}" for name, value in _extra(record).items())
-        line = printable(f"{_time(record)} {record.levelname} {record.name}: {record.getMessage()}{fields}")
+        line = printable(
+            f"{_time(record)} {record.levelname} {record.name}: {_without_detail(record.getMessage())}{fields}"
+        )
         trace = self.formatException(record.exc_info) if record.exc_info else ""
-        return mask("\n".join([line, *map(printable, trace.splitlines())]), self._secrets)
+        return mask("\n".join([line, *map(printable, _without_detail(trace).splitlines())]), self._secrets)
 
 
 class JsonFormatter(logging.Formatter):
@@ -304,11 +311,18 @@ class JsonFormatter(logging.Formatter):
             "time": _time(record),
             "level": record.levelname,
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": _without_detail(record.getMessage()),
         }
         if record.exc_info:
-            entry["exception"] = self.formatException(record.exc_info)
+            entry["exception"] = _without_detail(self.formatException(record.exc_info))
         return mask(json.dumps(_extra(record) | entry, default=_json_value), self._secrets)
+
+
+def _without_detail(text: str) -> str:
+    """Without what PostgreSQL says in DETAIL and CONTEXT, which quote values of rows and parameters."""
+    if "DETAIL:" not in text and "CONTEXT:" not in text:
+        return text
+    return _DETAIL.sub(r"\1 (left out)", text)
 
 
 def _time(record: logging.LogRecord) -> str:

@@ -18,7 +18,7 @@ from pgoutbox.errors import ConfigurationError, MissingExtraError
 try:
     import h11
 except ImportError as error:
-    raise MissingExtraError("PGOUTBOX_METRICS_ADDRESS", "metrics") from error
+    raise MissingExtraError("serving metrics (PGOUTBOX_METRICS_ADDRESS)", "metrics") from error
 
 if TYPE_CHECKING:
     from pgoutbox.metrics import Page

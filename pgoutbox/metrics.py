@@ -34,7 +34,7 @@ try:
     from prometheus_client.exposition import choose_encoder
     from prometheus_client.registry import Collector
 except ImportError as error:
-    raise MissingExtraError("PGOUTBOX_METRICS_ADDRESS, or pgoutbox.metrics,", "metrics") from error
+    raise MissingExtraError("serving metrics (PGOUTBOX_METRICS_ADDRESS)", "metrics") from error
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric as Family

@@ -7,6 +7,7 @@ import os
 import socket
 from typing import Final
 
+_PATIENCE_SECONDS: Final = 0.1
 VARIABLES: Final = frozenset({"NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"})
 
 
@@ -22,7 +23,7 @@ def notify(**fields: str | int) -> bool:
         address = "\0" + address[1:]
     text = "\n".join(f"{name}={value}" for name, value in fields.items())
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
-        sender.setblocking(False)
+        sender.settimeout(_PATIENCE_SECONDS)
         sender.sendto(text.encode(), address)
         return True
     return False
