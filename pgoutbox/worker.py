@@ -244,6 +244,7 @@ class Worker:
     async def _running(self, *, listen: bool, patient: bool = False) -> AsyncIterator[None]:
         settings = self._settings
         self._store = Store(settings, worker=self.name)
+        self._run = self._run_handler
         send: Send = send_by
         if settings.otel_traces and (tracing := Tracing.at_start()) is not None:
             self._run = partial(self._run_traced, tracing)
