@@ -49,6 +49,12 @@ from pgoutbox.sql.finish import (
     STANDING,
     WATCH_IF_HELD,
 )
+from pgoutbox.sql.gauges import (
+    COUNT_BACKLOG,
+    COUNT_BREAKERS,
+    LIMIT_GAUGES,
+    PAUSED_QUEUES,
+)
 from pgoutbox.sql.operators import (
     CANCEL_EACH,
     COUNT_MATCHING,
@@ -93,6 +99,7 @@ from pgoutbox.sql.sessions import (
     PREPARE_TRANSACTION,
     SCHEMA_VERSION,
     SERVER_FACTS,
+    SERVER_TIME,
 )
 from pgoutbox.sql.watch import (
     ENDED_BY_TOPIC,
@@ -118,6 +125,8 @@ __all__ = [
     "CLAIM_FRESH",
     "CLAIM_ORDERED",
     "CONTENTS",
+    "COUNT_BACKLOG",
+    "COUNT_BREAKERS",
     "COUNT_MATCHING",
     "COUNT_OWED",
     "COUNT_PRUNABLE",
@@ -133,6 +142,7 @@ __all__ = [
     "FORGOTTEN_TOPICS",
     "KNOWN_QUEUES",
     "LAST_ID",
+    "LIMIT_GAUGES",
     "LIMIT_IN_FLIGHT",
     "LIMIT_RATE",
     "LISTEN",
@@ -146,6 +156,7 @@ __all__ = [
     "NEXT_DUE",
     "NOW",
     "OWED_BY_TOPIC",
+    "PAUSED_QUEUES",
     "PAUSE_QUEUE",
     "PREPARE_OPERATION",
     "PREPARE_SESSION",
@@ -171,6 +182,7 @@ __all__ = [
     "SAVEPOINT",
     "SCHEMA_VERSION",
     "SERVER_FACTS",
+    "SERVER_TIME",
     "SET_RETENTION",
     "SHOW_ATTEMPTS",
     "SHOW_MESSAGE",
