@@ -337,6 +337,7 @@ LEFT JOIN pg_catalog.pg_class AS parent ON parent.oid = i.inhparent
 WHERE c.relnamespace = 'pgoutbox'::regnamespace
     AND c.relkind IN ('r', 'p')
     AND c.relname <> 'alembic_version'
+    AND c.relname !~ '^message_done_[0-9]{8}$'
 ORDER BY c.oid
 """
 

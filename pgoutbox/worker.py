@@ -53,6 +53,7 @@ from pgoutbox.telemetry import Event, Telemetry, event_of_state
 from pgoutbox.transactions import Transactions
 from pgoutbox.transports import Transport
 from pgoutbox.transports.redirect import Redirect
+from pgoutbox.upkeep import Upkeep
 
 _log = logging.getLogger("pgoutbox.worker")
 
@@ -168,7 +169,10 @@ class Worker:
         A database that cannot be worked with is a `ConfigurationError` or `SchemaError`, and a refusal that is not
         going to pass, such as that of a password, is the driver's error.
         """
-        async with self._running(listen=self._settings.listen, patient=True):
+        async with (
+            self._running(listen=self._settings.listen, patient=True),
+            Upkeep(self._settings, self._store, self.telemetry),
+        ):
             await self._work()
 
     async def run_once(self) -> None:
