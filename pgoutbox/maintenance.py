@@ -177,14 +177,15 @@ def read_upkeep_facts(connection: psycopg.Connection[TupleRow]) -> UpkeepFacts:
 
 @dataclass(slots=True)
 class Memory:
-    """What turns found out about partitions whose time is over, which change no more. Good for a day and these rules.
+    """What turns found out about partitions, which is good for a day and for these rules.
 
-    `kept_until` by the partition's name; `done` are rules that have been obeyed to the end in a partition.
+    `kept_until` by the name of a partition whose time is over; `done_until` is the time up to which a rule has been
+    obeyed in a partition.
     """
 
     rules: Sequence[RetentionRule] = ()
     kept_until: dict[str, datetime] = field(default_factory=dict)
-    done: set[tuple[str, RetentionRule]] = field(default_factory=set)
+    done_until: dict[tuple[str, RetentionRule], datetime] = field(default_factory=dict)
     began_at: float = -math.inf
     keys_at: float = -math.inf
 
@@ -193,7 +194,7 @@ class Memory:
         if self.rules != rules or time.monotonic() - self.began_at > _REMEMBERED_SECONDS:
             self.rules = rules
             self.kept_until.clear()
-            self.done.clear()
+            self.done_until.clear()
             self.began_at = time.monotonic()
 
 
@@ -293,10 +294,11 @@ class Turn:
             if self._is_over():
                 break
             answer = self._patiently(connection, sql.RETIRE_PARTITION, {"name": partition.name})
-            if answer in ("retired", "missing"):
+            if answer is None or answer == "busy":
+                break  # Who is in the way of one is in the way of all.
+            if answer != "kept":
                 self._gone.add(partition.name)
-            if answer != "busy" and answer is not None:
-                self._memory.kept_until.pop(partition.name, None)  # `kept`: it is not what it was.
+            self._memory.kept_until.pop(partition.name, None)  # `kept`: it is not what it was.
 
     def _clear(self, connection: psycopg.Connection[TupleRow]) -> None:
         """Attempts and keys of what was taken out go a page at a time, and the table itself after the last page."""
@@ -343,9 +345,8 @@ class Turn:
         for rule in self._rules_by_time():
             yield from ((rule, place) for place in self._gaps() if self._facts.default_bytes)
             for partition in self._facts.partitions:
-                is_done = (partition.name, rule) in self._memory.done
-                if not is_done and partition.name not in self._gone and self._must_delete(rule, partition):
-                    yield rule, partition
+                if partition.name not in self._gone and self._must_delete(rule, partition):
+                    yield rule, partition._replace(lower_at=self._done_until(rule, partition))
 
     def _must_delete(self, rule: RetentionRule, partition: Partition) -> bool:
         if rule.keep is None:
@@ -353,6 +354,8 @@ class Turn:
         now = self._facts.asked_at
         kept_until = self._memory.kept_until.get(partition.name)
         width = partition.upper_at - partition.lower_at
+        if self._done_until(rule, partition) >= partition.upper_at:
+            return False
         if (
             kept_until is not None
             and width <= rule.keep * _LATE_BY
@@ -361,6 +364,9 @@ class Turn:
         ):
             return False
         return partition.lower_at + rule.keep <= now
+
+    def _done_until(self, rule: RetentionRule, partition: Partition) -> datetime:
+        return max(partition.lower_at, self._memory.done_until.get((partition.name, rule), partition.lower_at))
 
     def _gaps(self) -> Iterator[Partition]:
         """The times that no partition is made for."""
@@ -382,8 +388,11 @@ class Turn:
             )
             if not is_complete:
                 break
-            if place.name and rule.keep is not None and place.upper_at + rule.keep <= self._facts.asked_at:
-                self._memory.done.add((place.name, rule))
+            if place.name and rule.keep is not None:
+                # Late comers, which a transaction held back for long, are met a day later.
+                is_past = place.upper_at + rule.keep <= self._facts.asked_at
+                done_until = place.upper_at if is_past else self._facts.asked_at - rule.keep - _GRACE
+                self._memory.done_until[place.name, rule] = done_until
 
     # --- keys ---------------------------------------------------------------------------------------------------------
 
