@@ -1,7 +1,7 @@
 """What goes on while something else is measured: `enqueue` --rate messages a second on four connections, or `finish`
 what can be claimed, batch after batch. Ends when it is told to.
 
-Tells in milliseconds how long each transaction took; and, of enqueues, how long from the moment at which it was due: one
+Tells in milliseconds how long each transaction took; of enqueues also how long from the moment at which it was due: one
 that has to wait delays those behind it.
 """
 
