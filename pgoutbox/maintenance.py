@@ -201,7 +201,7 @@ class Memory:
 class Turn:
     """One turn of upkeep, from the facts to the end or until `is_over`, which is asked between two transactions.
 
-    `errors` has what PostgreSQL refused: the other steps were taken nevertheless. `act` is given for an operator's turn,
+    `errors` has what PostgreSQL refused: the other steps were taken nevertheless. With `act` it is an operator's turn,
     which is written down.
     """
 
@@ -293,7 +293,7 @@ class Turn:
         for partition in list(self._droppable()):
             if self._is_over():
                 break
-            answer = self._patiently(connection, sql.RETIRE_PARTITION, {"name": partition.name})
+            answer = self._patiently(functools.partial(self._retire_one, connection, partition.name))
             if answer is None or answer == "busy":
                 break  # Who is in the way of one is in the way of all.
             if answer != "kept":

@@ -87,6 +87,7 @@ async def test_a_turn_makes_partitions_and_obeys_the_rules(
     assert [row.id for row in rows_of(db)] == [kept]
     assert partitions_of(db)
     assert one.count_of(Event.UPKEEP_DONE) == 1
+    assert db.execute("SELECT FROM pgoutbox.audit WHERE action = 'prune'").fetchall() == []  # It is nobody's act.
     assert db.execute("SELECT worker, due_at > now() FROM pgoutbox.upkeep").fetchall() == [("a", True)]
 
 
