@@ -63,6 +63,7 @@ WITH old AS MATERIALIZED (
     JOIN pgoutbox.message AS m ON m.state = r.state
     WHERE r.topic = %(topic)s::text
         AND r.state = %(state)s::text
+        AND m.state = %(state)s::text -- Without this, each rule would have all partitions read.
         AND m.state IN ('sent', 'failed', 'skipped', 'cancelled')
         AND m.finished_at <= now() - r.keep
         AND m.finished_at >= %(since)s::timestamptz
@@ -154,6 +155,7 @@ CROSS JOIN (
     FROM pgoutbox.retention AS r
 ) AS r
 """
+
 # The turn belongs to the one whose write moves the time of the next: all others find it moved, and get no row. So one
 # statement is all that a worker runs which does not have the turn, or which has it and finds nothing to do.
 _ELECT: Final[LiteralString] = """
