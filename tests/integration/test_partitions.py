@@ -292,9 +292,9 @@ class TestRetire:
             enqueue(db, ordering_key="o"),
             enqueue(db, coalesce_key="k", max_delay=DAY),
         ]
-        assert [row.id for row in claim(db)] == ids[:2]
+        assert [row.id for row in claim(db)] == [ids[0], ids[1], ids[3]]
         retiring.commit()
-        assert [row_of(db, message_id).state for message_id in ids[2:]] == ["pending", "pending"]
+        assert row_of(db, ids[2]).state == "pending"
 
     def test_a_long_reader_puts_it_off_and_not_those_who_enqueue(
         self, operator: psycopg.Connection, connect: Connect, monkeypatch: pytest.MonkeyPatch
