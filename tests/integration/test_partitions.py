@@ -481,7 +481,7 @@ def test_a_worker_needs_no_ownership(db: psycopg.Connection, dsn: str, request: 
         "SELECT, UPDATE, DELETE ON pgoutbox.message",
         "SELECT, UPDATE, DELETE ON pgoutbox.coalesce, pgoutbox.ordering, pgoutbox.dedupe, pgoutbox.content",
         "SELECT, DELETE ON pgoutbox.attempt",
-        "EXECUTE ON FUNCTION pgoutbox.schema_version, pgoutbox.partitions, pgoutbox.kept_until",
+        "EXECUTE ON FUNCTION pgoutbox.schema_version, pgoutbox.partitions, pgoutbox.kept_until, pgoutbox.ring",
         "EXECUTE ON FUNCTION pgoutbox.make_partition, pgoutbox.retire_partition, pgoutbox.clear_retired",
     ):
         db.execute(f"GRANT {right} TO {role}".encode())
