@@ -24,7 +24,9 @@ Parameters = Mapping[str, object] | Sequence[object]
 
 
 @contextlib.contextmanager
-def connect(settings: Settings, *, read_only: bool = False) -> Iterator[psycopg.Connection[TupleRow]]:
+def connect(
+    settings: Settings, *, read_only: bool = False, purpose: str = "cli"
+) -> Iterator[psycopg.Connection[TupleRow]]:
     """A connection for the functions of this module, for the length of the `with` block.
 
     Transactions on it are READ COMMITTED whatever the role's default is. Works through a transaction pooler, and with
@@ -38,7 +40,12 @@ def connect(settings: Settings, *, read_only: bool = False) -> Iterator[psycopg.
         autocommit=True,
         prepare_threshold=None,
         connect_timeout=settings.connect_timeout_seconds,
-        application_name="pgoutbox cli",
+        application_name=f"pgoutbox {purpose}",
+        keepalives=1,
+        keepalives_idle=15,
+        keepalives_interval=5,
+        keepalives_count=3,
+        tcp_user_timeout=20_000,
     )
     with contextlib.closing(connection):
         _check_server(connection, read_only=read_only)

@@ -53,6 +53,9 @@ class Event(enum.StrEnum):
     BREAKER_REOPENED = "breaker_reopened"
     BREAKER_CLOSED = "breaker_closed"
     BREAKER_UNKNOWN = "breaker_unknown"
+    UPKEEP_DONE = "upkeep_done"
+    UPKEEP_FAILED = "upkeep_failed"
+    UPKEEP_BACK = "upkeep_back"
     SCHEMA_KEPT = "schema_kept"
 
 
