@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse
 
-from pgoutbox import Outbox, RetryPolicy
+from pgoutbox import Outbox, RetryPolicy, sql
 from pgoutbox.backlog import Backlog
 from pgoutbox.dispatch import Context, SyncContext
 from pgoutbox.errors import ConfigurationError
@@ -32,7 +32,7 @@ from pgoutbox.telemetry import Event
 from pgoutbox.worker import Worker
 from tests.http_client import ask, exchange
 from tests.messages import put
-from tests.outbox_actions import WatchedWorker, enqueue, lapse, reports, running, settings_for
+from tests.outbox_actions import PATIENCE_SECONDS, WatchedWorker, enqueue, lapse, reports, running, settings_for
 from tests.waiting import until
 
 if TYPE_CHECKING:
@@ -308,6 +308,11 @@ async def test_a_locked_table_costs_the_gauges_and_nothing_else(
     assert value(families, "pgoutbox_slots") == 4
 
 
+def test_counting_that_takes_too_long_is_given_up(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sql, "COUNT_BACKLOG", "SELECT pg_sleep(600)")
+    assert not Backlog(settings_for(dsn)).ask().result(PATIENCE_SECONDS).is_up
+
+
 async def test_the_dashboard_can_serve_the_gauges_without_a_worker(dsn: str, db: psycopg.Connection) -> None:
     enqueue(db)
     status, content_type, body = await Exposition(settings_for(dsn)).answer()
@@ -462,14 +467,14 @@ async def test_what_is_no_request_is_refused_and_harms_nobody(outbox: Outbox) ->
 async def test_slow_clients_take_no_more_connections_than_there_are(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pgoutbox.http_server._DEADLINE_SECONDS", 1.0)
+    monkeypatch.setattr("pgoutbox.http_server._DEADLINE_SECONDS", 3.0)
     monkeypatch.setattr("pgoutbox.http_server._MAX_CONNECTIONS", 3)
     async with served(outbox) as port:
         slow = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
         for _, writer in slow:
             writer.write(b"GET /livez HTTP/1.1\r\n")
         async with asyncio.timeout(30):
-            assert await exchange(port, b"") == b"", "the fourth is turned away"
+            assert await exchange(port, b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n") == b"", "the fourth is turned away"
             assert [await reader.read() for reader, _ in slow] == [b"", b"", b""], "the deadline ends them"
         for _, writer in slow:
             writer.close()

@@ -235,6 +235,7 @@ def test_headers_of_the_caller_are_kept_and_never_crowded_out(dsn: str, db: psyc
     assert headers_of(db, beside.id).keys() == {"a", "traceparent"}
     failed = traces.named("send greet")[-1]
     assert ((failed.attributes or {})["error.type"], failed.status.description) == ("PayloadError", None)
+    assert failed.events == (), "the text of an error may quote what was enqueued"
 
 
 @pytest.mark.parametrize("forbidden", [False, True])
