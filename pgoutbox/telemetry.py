@@ -49,6 +49,9 @@ class Event(enum.StrEnum):
     BREAKER_CLOSED = "breaker_closed"
     BREAKER_UNKNOWN = "breaker_unknown"
     SCHEMA_KEPT = "schema_kept"
+    DASHBOARD_UNAVAILABLE = "dashboard_unavailable"
+    DASHBOARD_READER_LOST = "dashboard_reader_lost"
+    BULK_BROKEN = "bulk_broken"
 
 
 _EVENT_OF_STATE = {
