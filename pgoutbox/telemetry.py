@@ -49,6 +49,11 @@ class Event(enum.StrEnum):
     BREAKER_CLOSED = "breaker_closed"
     BREAKER_UNKNOWN = "breaker_unknown"
     SCHEMA_KEPT = "schema_kept"
+    WEB_STARTED = "web_started"
+    WEB_SIGNED_IN = "web_signed_in"
+    WEB_SIGN_IN_REFUSED = "web_sign_in_refused"
+    WEB_SIGN_IN_BRAKED = "web_sign_in_braked"
+    WEB_PAGE_FAILED = "web_page_failed"
 
 
 _EVENT_OF_STATE = {
