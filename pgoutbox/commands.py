@@ -65,6 +65,7 @@ from pgoutbox.errors import ConfigurationError, MessageNotFoundError, StateError
 from pgoutbox.message import FINAL_STATES, State
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import ENVIRONMENT_PREFIX, Settings, load_settings
+from pgoutbox.web.command import web_app
 
 if TYPE_CHECKING:
     from psycopg.rows import TupleRow
@@ -84,6 +85,7 @@ migrate_app = typer.Typer(rich_markup_mode=None)
 app.add_typer(migrate_app, name="migrate")
 retention_app = typer.Typer(rich_markup_mode=None)
 app.add_typer(retention_app, name="retention")
+app.add_typer(web_app, name="web")
 
 
 # The schema.

@@ -49,9 +49,14 @@ class Event(enum.StrEnum):
     BREAKER_CLOSED = "breaker_closed"
     BREAKER_UNKNOWN = "breaker_unknown"
     SCHEMA_KEPT = "schema_kept"
-    DASHBOARD_UNAVAILABLE = "dashboard_unavailable"
-    DASHBOARD_READER_LOST = "dashboard_reader_lost"
-    BULK_BROKEN = "bulk_broken"
+    WEB_STARTED = "web_started"
+    WEB_SIGNED_IN = "web_signed_in"
+    WEB_SIGN_IN_REFUSED = "web_sign_in_refused"
+    WEB_SIGN_IN_BRAKED = "web_sign_in_braked"
+    WEB_PAGE_FAILED = "web_page_failed"
+    WEB_UNAVAILABLE = "web_unavailable"
+    WEB_READER_LOST = "web_reader_lost"
+    WEB_BULK_BROKEN = "web_bulk_broken"
 
 
 _EVENT_OF_STATE = {

@@ -128,7 +128,7 @@ class Bulks:
             bulk.status = "broken"
             logger.warning(
                 "a bulk of the dashboard ended early",
-                extra={"event": Event.BULK_BROKEN, "action": bulk.action, "error": type(error).__name__},
+                extra={"event": Event.WEB_BULK_BROKEN, "action": bulk.action, "error": type(error).__name__},
             )
 
     def _work(self, connection: Connection, bulk: Bulk) -> Literal["done", "stopped", "capped"]:

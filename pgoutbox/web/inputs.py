@@ -13,10 +13,12 @@ from starlette.datastructures import ImmutableMultiDict
 from pgoutbox.audit import Action
 from pgoutbox.errors import MessageNotFoundError, PgOutboxError
 from pgoutbox.message import State
-from pgoutbox.operations import MessageFilter
+from pgoutbox.operations import MessageFilter, Rate
 
 if TYPE_CHECKING:
     from starlette.requests import Request
+
+    from pgoutbox.web.bulk import BulkAction
 
     from pgoutbox.operations import Rate
 
@@ -90,7 +92,10 @@ def time_of(given: Given, name: str) -> datetime | None:
         moment = datetime.fromisoformat(value)
     except ValueError:
         raise InputError(name, "give a time such as 2026-11-21T20:15, in UTC") from None
-    moment = moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
+    try:
+        moment = (moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)).astimezone(UTC)
+    except OverflowError:
+        raise InputError(name, "give a time between the years 2000 and 9000") from None
     if not 2000 <= moment.year < 9000:
         raise InputError(name, "give a time between the years 2000 and 9000")
     return moment
@@ -140,6 +145,16 @@ def action_of(given: Given) -> Action | None:
     return Action(value)
 
 
+def bulk_action_of(given: Given) -> BulkAction:
+    """What a bulk is to do."""
+    value = given.get("do", "")
+    if value == "redrive":
+        return "redrive"
+    if value == "cancel":
+        return "cancel"
+    raise InputError("do", "give redrive or cancel")
+
+
 def message_id_of(request: Request) -> int:
     """The id in the path of a page. What no message can have is no such message."""
     value = request.path_params["message_id"]
@@ -172,8 +187,6 @@ def duration_of(form: Given) -> timedelta | None:
 
 def rate_of(form: Given) -> tuple[Rate | None, int | None]:
     """The rate and the burst of a queue; without a number there is no limit."""
-    from pgoutbox.operations import Rate
-
     count = number_of(form, "rate", at_most=1_000_000)
     burst = number_of(form, "burst", at_most=1_000_000)
     period = form.get("per", "second")

@@ -74,7 +74,7 @@ class Feed:
             except (psycopg.Error, OSError, TimeoutError) as error:
                 logger.debug(
                     "the dashboard's reader lost the database",
-                    extra={"event": Event.DASHBOARD_READER_LOST, "error": type(error).__name__},
+                    extra={"event": Event.WEB_READER_LOST, "error": type(error).__name__},
                 )
                 await asyncio.sleep(_RETRY_SECONDS)
 

@@ -82,6 +82,14 @@ class BreakerRow(NamedTuple):
     last_error: str
 
 
+class FailedMinute(NamedTuple):
+    """How many of the newest failures are of a topic and a minute, in the order of FAILED_LATELY."""
+
+    topic: str
+    minute: datetime
+    messages: int
+
+
 class FailedGroup(NamedTuple):
     """Failures of one topic whose errors differ in numbers at most, in the order of FAILED_GROUPS."""
 
@@ -167,6 +175,11 @@ def lease_holders(connection: Connection) -> list[WorkerRow]:
 def breakers(connection: Connection) -> list[BreakerRow]:
     """The breakers that are not closed, the latest first."""
     return [BreakerRow._make(row) for row in connection.execute(sql.LIST_BREAKERS)]
+
+
+def failed_lately(connection: Connection) -> list[FailedMinute]:
+    """The newest failures by topic and minute."""
+    return [FailedMinute._make(row) for row in connection.execute(sql.FAILED_LATELY, {"cap": CAP})]
 
 
 def failed_groups(connection: Connection) -> list[FailedGroup]:

@@ -21,7 +21,9 @@ ROOT: Final = "pgoutbox.root"
 VIEWER: Final = "pgoutbox.viewer"
 
 # Control characters, line separators that are none in HTML, and what turns the direction of the text around it.
-_INVISIBLE: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff]")
+_INVISIBLE: Final = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff]"
+)
 _UNITS: Final = ((86_400 * 365, "y"), (86_400, "d"), (3_600, "h"), (60, "min"))
 
 
