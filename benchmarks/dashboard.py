@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import psycopg
 
-
 # States are spread over the ids as a life leaves them: what is old is finished, mostly; what failed stands among it.
 _FILL = """
 INSERT INTO pgoutbox.message (

@@ -37,10 +37,10 @@ from pgoutbox.sql.dashboard import (
     NEWEST_ID,
     PREPARE_PAGE,
     PULSE,
-    SEARCHED,
     SEARCH_AHEAD,
     SEARCH_MESSAGES,
     SEARCH_SENDING,
+    SEARCHED,
     SUPERSEDED_BY,
 )
 from pgoutbox.sql.doorbell import (

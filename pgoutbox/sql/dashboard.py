@@ -381,7 +381,7 @@ SELECT
 FROM (
     SELECT
         m.topic,
-        """
+        """  # noqa: S608
     + _FOLDED_ERROR
     + """ AS error,
         count(*) AS messages,
@@ -501,7 +501,7 @@ FROM (
         AND (%(not_below_id)s::bigint IS NULL OR held.id >= %(not_below_id)s::bigint)
     LIMIT %(rows)s::bigint
 ) AS m
-WHERE """
+WHERE """  # noqa: S608
     + _MATCHES_TOO
     + """ORDER BY m.id DESC
 LIMIT %(limit)s::bigint
@@ -518,7 +518,7 @@ SELECT
 FROM (
     SELECT
         m.id,
-        """
+        """  # noqa: S608
     + _MATCHES_TOO
     + """ AS matches
     FROM (

@@ -49,7 +49,7 @@ async def resend(request: Request) -> Response:
     try:
         copy_id = await _act(request, lambda connection: operations.resend(connection, message_id))
     except StateError as error:
-        return await show_message(request, message_id, refusal=f"{error}.".capitalize())
+        return await show_message(request, message_id, refusal=f"Not done: {error}.")
     return _to_message(request, copy_id, done="resent")
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse, Response
-from starlette.routing import Mount, Route
+from starlette.routing import Mount
 from starlette.staticfiles import StaticFiles
 
 from pgoutbox.errors import MessageNotFoundError, StateError
@@ -94,8 +94,9 @@ class _Located:
 
 
 async def _answer_http(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return refuse(request, error.status_code, error.detail, headers=error.headers)
+    known = cast("HTTPException", error)
+    text = "there is no such page" if known.status_code == 404 else known.detail
+    return refuse(request, known.status_code, _sentence(text), headers=known.headers)
 
 
 async def _answer_input(request: Request, error: Exception) -> Response:
@@ -103,25 +104,28 @@ async def _answer_input(request: Request, error: Exception) -> Response:
 
 
 async def _answer_not_found(request: Request, error: Exception) -> Response:
-    return refuse(request, 404, str(error))
+    return refuse(request, 404, _sentence(str(error)))
 
 
 async def _answer_state(request: Request, error: Exception) -> Response:
-    return refuse(request, 409, str(error))
+    return refuse(request, 409, _sentence(str(error)))
 
 
 async def _answer_refused(request: Request, error: Exception) -> Response:
-    return refuse(request, 403, str(error))
+    return refuse(request, 403, _sentence(str(error)))
 
 
 async def _answer_unavailable(request: Request, error: Exception) -> Response:
     logger.warning("the dashboard's database is not available", extra={"event": Event.WEB_UNAVAILABLE.value})
-    return refuse(request, 503, str(error), headers={"Retry-After": "5"})
+    return refuse(request, 503, _sentence(str(error)), headers={"Retry-After": "5"})
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."
 
 
 def refuse(request: Request, status: int, text: str, *, headers: Mapping[str, str] | None = None) -> Response:
     """The answer to what is not done: a page for a browser, a line of text for everything else."""
-    text = f"{text[:1].upper()}{text[1:]}."
     if "text/html" not in request.headers.get("accept", ""):
         return PlainTextResponse(f"{text}\n", status_code=status, headers=headers)
     context = {"status": status, "heading": _HEADINGS.get(status, "Refused"), "text": text}

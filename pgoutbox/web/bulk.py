@@ -153,7 +153,9 @@ def _batches(connection: Connection, bulk: Bulk) -> Iterator[Sequence[int]]:
     rows = _ROWS if bulk.what.group is None else GROUP_ROWS
     after_id: int | None = 0
     while after_id is not None:
-        ids, last_id = search_ahead(connection, bulk.what, after_id=after_id, through_id=bulk.through_id or 0, rows=rows)
+        ids, last_id = search_ahead(
+            connection, bulk.what, after_id=after_id, through_id=bulk.through_id or 0, rows=rows
+        )
         remaining = iter(ids)
         while batch := list(islice(remaining, _BATCH)):
             yield batch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 import anyio
 
@@ -92,9 +92,7 @@ class Dashboard:
 
 def dashboard_of(request: Request) -> Dashboard:
     """The dashboard that a request is for."""
-    found = request.app.state.dashboard
-    assert isinstance(found, Dashboard)
-    return found
+    return cast("Dashboard", request.app.state.dashboard)
 
 
 def viewer_of(request: Request) -> Viewer:

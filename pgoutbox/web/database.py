@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import anyio
 import anyio.to_thread
 import psycopg
+from psycopg.rows import TupleRow
 
 from pgoutbox import session, sql
 from pgoutbox.audit import Actor, acting_as
 from pgoutbox.errors import ConfigurationError, PgOutboxError, SchemaError
 
 if TYPE_CHECKING:
-    from psycopg.rows import TupleRow
-
     from pgoutbox.settings import Settings
     from pgoutbox.web.access import Viewer
 
@@ -34,7 +33,7 @@ _CONNECT_SECONDS: Final = 3
 _AT_ONCE: Final = 4
 
 _T = TypeVar("_T")
-Connection = psycopg.Connection["TupleRow"]
+Connection = psycopg.Connection[TupleRow]
 
 
 class UnavailableError(PgOutboxError):

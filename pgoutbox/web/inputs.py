@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from pgoutbox.web.bulk import BulkAction
 
-    from pgoutbox.operations import Rate
-
 MAX_ID: Final = 2**63 - 1
 MAX_LIMIT: Final = 200
 _USUAL_LIMIT: Final = 50

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 import psycopg
-from starlette.responses import PlainTextResponse
+from starlette.responses import PlainTextResponse, Response
 
 from pgoutbox import sql
 from pgoutbox.telemetry import Event
@@ -129,10 +129,11 @@ async def _next_look(connection: psycopg.AsyncConnection[TupleRow], *, listens: 
             pass
 
 
-class EventStream:
+class EventStream(Response):
     """The answer to a browser that follows: `change` at each change, a comment while there is none."""
 
     def __init__(self, feed: Feed) -> None:
+        super().__init__()
         self._feed = feed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

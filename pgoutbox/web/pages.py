@@ -10,7 +10,7 @@ from starlette.routing import Route
 
 from pgoutbox import operations
 from pgoutbox.audit import Action
-from pgoutbox.errors import MessageNotFoundError
+from pgoutbox.errors import MessageNotFoundError, StateError
 from pgoutbox.message import State
 from pgoutbox.redaction import redact, redact_text
 from pgoutbox.web import charts, inputs, reads
@@ -106,14 +106,12 @@ async def messages(request: Request) -> Response:
 def _is_for(action: BulkAction, what: Search) -> bool:
     try:
         bulk_search(action, what)
-    except operations.StateError:
+    except StateError:
         return False
     return True
 
 
-def _listed(
-    dashboard: Dashboard, found: Sequence[operations.ListedMessage]
-) -> list[operations.ListedMessage]:
+def _listed(dashboard: Dashboard, found: Sequence[operations.ListedMessage]) -> list[operations.ListedMessage]:
     return [operations.redact_listed(message, dashboard.names_of(message.topic)) for message in found]
 
 
@@ -240,10 +238,10 @@ async def bulk_preview(request: Request) -> Response:
     def look(connection: Connection) -> dict[str, object]:
         count, is_all = reads.count_near(connection, what)
         found = reads.search(connection, what, limit=_PREVIEW)
-        return {"now": reads.now(connection), "count": count, "is_all": is_all, "found": found.messages}
+        first = _listed(dashboard, found.messages)
+        return {"now": reads.now(connection), "count": count, "is_all": is_all, "messages": first}
 
     known = await dashboard.database.read(look)
-    known["messages"] = _listed(dashboard, known.pop("found"))
     return render(
         request,
         "bulk_preview.html",

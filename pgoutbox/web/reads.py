@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, cast
 
 from pgoutbox import sql
 from pgoutbox.message import State
@@ -37,7 +37,7 @@ class StateCount(NamedTuple):
     """How many messages are in a state: counted (`exactly`), counted no further (`at least`) or estimated (`about`)."""
 
     state: State
-    count: int
+    messages: int
     kind: Literal["exactly", "at least", "about"]
 
 
@@ -139,8 +139,7 @@ class Found:
 def now(connection: Connection) -> datetime:
     """The clock of the database."""
     ((moment,),) = connection.execute(sql.CLOCK)
-    assert isinstance(moment, datetime)
-    return moment
+    return cast("datetime", moment)
 
 
 def count_states(connection: Connection) -> list[StateCount]:

@@ -41,7 +41,7 @@ def render(
     status: int = 200,
     headers: Mapping[str, str] | None = None,
 ) -> HTMLResponse:
-    """A page. The templates know, besides the context, `link`, `viewer` (None before sign-in) and `root`, the prefix."""
+    """A page. Its template knows the context, `link`, `viewer` (None before sign-in) and `root`, the prefix."""
 
     def link_here(name: str, /, **path_params: object) -> str:
         return link(request, name, **path_params)
