@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Final, LiteralString, TypeVar
 
 import psycopg
@@ -18,13 +19,18 @@ Progress = Callable[[int], object]
 """Called after each committed batch with the number of messages done so far."""
 
 _TRIALS: Final = 5
+# A person waits for the answer and can interrupt it: this is only there for a terminal that was left alone.
+_USUAL_TIME_LIMIT: Final = 300.0
+_time_limit: ContextVar[float] = ContextVar("pgoutbox_time_limit", default=_USUAL_TIME_LIMIT)
 
 _T = TypeVar("_T")
 Parameters = Mapping[str, object] | Sequence[object]
 
 
 @contextlib.contextmanager
-def connect(settings: Settings, *, read_only: bool = False) -> Iterator[psycopg.Connection[TupleRow]]:
+def connect(
+    settings: Settings, *, read_only: bool = False, application_name: str = "pgoutbox cli"
+) -> Iterator[psycopg.Connection[TupleRow]]:
     """A connection for the functions of this module, for the length of the `with` block.
 
     Transactions on it are READ COMMITTED whatever the role's default is. Works through a transaction pooler, and with
@@ -38,7 +44,7 @@ def connect(settings: Settings, *, read_only: bool = False) -> Iterator[psycopg.
         autocommit=True,
         prepare_threshold=None,
         connect_timeout=settings.connect_timeout_seconds,
-        application_name="pgoutbox cli",
+        application_name=application_name,
     )
     with contextlib.closing(connection):
         _check_server(connection, read_only=read_only)
@@ -53,6 +59,21 @@ def _check_server(connection: psycopg.Connection[TupleRow], *, read_only: bool) 
     judge_schema(found)
 
 
+@contextlib.contextmanager
+def limiting(seconds: float) -> Iterator[None]:
+    """Give each statement of the `with` block so long, in its thread or asyncio task; five minutes without it."""
+    token = _time_limit.set(seconds)
+    try:
+        yield
+    finally:
+        _time_limit.reset(token)
+
+
+def prepare(connection: psycopg.Connection[TupleRow]) -> None:
+    """Make the open transaction independent of the defaults of its role and its database."""
+    connection.execute(sql.PREPARE_OPERATION, {"statement_timeout": f"{_time_limit.get() * 1000:.0f}ms"})
+
+
 def transact(connection: psycopg.Connection[TupleRow], work: Callable[[], _T]) -> _T:
     """Run `work` in a transaction, and again if it lost a race: its statements decide anew by the state they then meet.
 
@@ -63,7 +84,7 @@ def transact(connection: psycopg.Connection[TupleRow], work: Callable[[], _T]) -
     while True:
         try:
             with connection.transaction():
-                connection.execute(sql.PREPARE_OPERATION)
+                prepare(connection)
                 return work()
         except (SerializationFailure, DeadlockDetected):
             if trial == _TRIALS:

@@ -54,6 +54,9 @@ class Event(enum.StrEnum):
     WEB_SIGN_IN_REFUSED = "web_sign_in_refused"
     WEB_SIGN_IN_BRAKED = "web_sign_in_braked"
     WEB_PAGE_FAILED = "web_page_failed"
+    WEB_UNAVAILABLE = "web_unavailable"
+    WEB_READER_LOST = "web_reader_lost"
+    WEB_BULK_BROKEN = "web_bulk_broken"
 
 
 _EVENT_OF_STATE = {

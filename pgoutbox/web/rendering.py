@@ -41,12 +41,12 @@ def render(
     status: int = 200,
     headers: Mapping[str, str] | None = None,
 ) -> HTMLResponse:
-    """A page. The templates know, besides the context, `link`, `viewer` (None before sign-in) and `path`."""
+    """A page. The templates know, besides the context, `link`, `viewer` (None before sign-in) and `root`, the prefix."""
 
     def link_here(name: str, /, **path_params: object) -> str:
         return link(request, name, **path_params)
 
-    known = {"link": link_here, "viewer": request.scope.get(VIEWER), "path": request.scope["path"]}
+    known = {"link": link_here, "viewer": request.scope.get(VIEWER), "root": request.scope[ROOT]}
     text = _environment().get_template(template).render({**known, **(context or {})})
     # A lone surrogate cannot be stored in PostgreSQL, but it can be typed into a query string.
     return HTMLResponse(text.encode("utf-8", "replace"), status_code=status, headers=headers)
