@@ -412,8 +412,10 @@ def hostile(db: psycopg.Connection) -> int:
         """,
         [message_id, HOSTILE, HOSTILE],
     )
-    held = put(db, State.SENDING)
+    held, written = put(db, State.SENDING), put(db)
     db.execute("UPDATE pgoutbox.message SET worker = %s WHERE id = %s", [HOSTILE, held])
+    db.execute("UPDATE pgoutbox.message SET topic = %s, queue = %s WHERE id = %s", [HOSTILE, HOSTILE, written])
+    db.execute("UPDATE pgoutbox.message SET topic = %s, queue = 'a/b' WHERE id = %s", [HOSTILE, held])
     db.execute(
         """
         INSERT INTO pgoutbox.breaker (key, retry_at, cooldown_seconds, worker, last_error)
