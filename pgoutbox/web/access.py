@@ -83,7 +83,7 @@ def operators_only(endpoint: Endpoint) -> Endpoint:
     @functools.wraps(endpoint)
     async def checked(request: Request) -> Response:
         if request.scope[VIEWER].role != "operator":
-            raise HTTPException(403, "This needs the role operator.")
+            raise HTTPException(403, "this needs the role operator")
         return await endpoint(request)
 
     return checked
