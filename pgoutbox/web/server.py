@@ -129,8 +129,9 @@ class Server(uvicorn.Server):
         """As uvicorn's; then says so."""
         await super().startup(sockets)
         if self.started:
-            Telemetry(_logger).report(logging.INFO, Event.WEB_STARTED, "the dashboard is served")
-            self._when_started(_url(self._listener))
+            url = _url(self._listener)
+            Telemetry(_logger).report(logging.INFO, Event.WEB_STARTED, "the dashboard is served", url=url)
+            self._when_started(url)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -12,7 +12,7 @@ import pgoutbox
 OPTIONAL = (
     "aiormq", "aiosmtplib", "alembic", "anyio", "apprise", "asyncpg", "confluent_kafka", "cryptography", "django",
     "email.mime", "httpcore", "httpx", "jinja2", "nats", "psycopg_pool", "pytest", "redis", "rich", "smtplib",
-    "sqlalchemy", "starlette", "typer",
+    "sqlalchemy", "starlette", "typer", "uvicorn",
 )  # fmt: skip
 
 
