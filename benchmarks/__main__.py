@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from benchmarks import bulk, doorbell, drain, explain, fleet, handlers, idle, latency, load, peers, single
+from benchmarks import bulk, dashboard, doorbell, drain, explain, fleet, handlers, idle, latency, load, peers, single
 from benchmarks.options import QUICK, Options
 from benchmarks.publish import TEMPLATE, publish, read_results
 from benchmarks.report import Result, document_of, machine_facts, show, write_json
@@ -32,11 +32,13 @@ SCENARIOS: Mapping[str, Scenario] = {
     "enqueue_many": bulk.run,
     "explain": explain.run,
 }
-# Not part of a run without arguments: what a fleet keeps to, and what finds the settings that the others use.
+# Not part of a run without arguments: what a fleet keeps to, what people look at, and what finds the settings that the
+# others use.
 EXTRA_SCENARIOS: Mapping[str, Scenario] = {
     "limits": fleet.run_limits,
     "ordering": fleet.run_ordering,
     "fanout": fleet.run_fanout,
+    "dashboard": dashboard.run,
     "peer-settings": peers.run_settings,
 }
 
@@ -45,7 +47,7 @@ def main() -> int:
     """Run the scenarios. 0 when they ran, whatever their verdicts; 130 when interrupted."""
     scenarios = {**SCENARIOS, **EXTRA_SCENARIOS}
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure pgoutbox beside its peers.")
-    parser.add_argument("scenario", nargs="*", help=f"{', '.join(scenarios)}; all but the last four if none is named")
+    parser.add_argument("scenario", nargs="*", help=f"{', '.join(scenarios)}; all but the last five if none is named")
     parser.add_argument("--quick", action="store_true", help="small sizes: shows that it works, not how fast")
     parser.add_argument("--rounds", type=int, help="rounds of the alternating scenarios")
     parser.add_argument("--finished", type=int, metavar="N", help="finished messages beside which drain is measured")

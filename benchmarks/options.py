@@ -43,12 +43,14 @@ class Options:
     ordered_keys: int = 20
     ordered_messages: int = 5_000
     fanout_destinations: int = 10_000
+    dashboard_messages: int = 1_000_000
 
 
 QUICK = Options(
     limited_messages=60,
     ordered_messages=50,
     fanout_destinations=500,
+    dashboard_messages=20_000,
     rounds=1,
     drain_messages=2_000,
     pgbench_seconds=2,

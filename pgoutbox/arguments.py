@@ -11,7 +11,7 @@ import math
 import re
 import sys
 import traceback
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, NoReturn
 
@@ -49,6 +49,44 @@ def parse_duration(text: str) -> timedelta:
             f"of at most {MAX_AGE.days}d"
         )
     return timedelta(seconds=seconds)
+
+
+def parse_moment(text: str) -> datetime:
+    """A time of ISO 8601 with its offset, such as 2026-11-21T10:00Z; or how long ago, such as 2h."""
+    if re.fullmatch(r"[0-9.]+[smhdw]", text):
+        return datetime.now(UTC) - parse_duration(text)
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise typer.BadParameter(
+            f"{text!r} is not a time: give one such as 2026-11-21T10:00Z, or how long ago, such as 2h"
+        ) from None
+    if moment.tzinfo is None:
+        raise typer.BadParameter(f"{text!r} has no time zone: write {text}Z for UTC, or add an offset such as +01:00")
+    return moment
+
+
+def read_ids(file: Path, *, limit: int = 1_000_000) -> list[int]:
+    """The message ids of a file, one a line. Empty lines, and what follows a `#`, do not count."""
+    try:
+        text = sys.stdin.read() if str(file) == "-" else file.read_text()
+    except FileNotFoundError:
+        raise typer.BadParameter(f"{file}: no such file") from None
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"{file}: not UTF-8 at byte {error.start}") from None
+    except OSError as error:
+        raise typer.BadParameter(f"{file}: cannot be read: {error.strerror}") from None
+    ids: list[int] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        word = line.partition("#")[0].strip()
+        if word:
+            try:
+                ids.append(parse_id(word))
+            except typer.BadParameter as error:
+                raise typer.BadParameter(f"{file}, line {number}: {error.message}") from None
+    if len(ids) > limit:
+        raise typer.BadParameter(f"{file}: {len(ids)} ids, more than {limit}; use a filter instead")
+    return ids
 
 
 def parse_keep(text: str) -> timedelta | None:
@@ -145,6 +183,31 @@ RuleState = Annotated[
     ),
 ]
 InQueue = Annotated[str | None, typer.Option("--queue", help="Only messages of this queue.")]
+InStates = Annotated[list[State] | None, typer.Option("--state", help="Only messages in this state; may be repeated.")]
+ToDestination = Annotated[str | None, typer.Option("--destination", help="Only messages to this destination.")]
+WithKey = Annotated[str | None, typer.Option("--key", help="Only messages with this coalesce, dedupe or ordering key.")]
+WithText = Annotated[
+    str | None,
+    typer.Option("--text", help="Only messages with this in the destination, a key or the error."),
+]
+Since = Annotated[
+    datetime | None,
+    typer.Option(
+        "--since",
+        parser=parse_moment,
+        metavar="TIME",
+        help="Only messages enqueued since: 2026-11-21T10:00Z say, or 2h for two hours ago.",
+    ),
+]
+Until = Annotated[
+    datetime | None,
+    typer.Option("--until", parser=parse_moment, metavar="TIME", help="Only messages enqueued before that."),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done, and do nothing.")]
+Ids = Annotated[list[int] | None, typer.Argument(parser=parse_id, metavar="[ID]...", help="The messages.")]
+IdFile = Annotated[
+    Path | None, typer.Option("--file", metavar="FILE", help="Read the ids from this file, one a line; - is stdin.")
+]
 
 
 def read_payload(argument: str | None, file: Path | None, *, limit: int) -> JsonValue:

@@ -19,7 +19,11 @@ from urllib.parse import unquote
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from rich.table import Table
+
     from pgoutbox.settings import Settings
+
+    TableContent = tuple[Sequence[str], Iterable[Sequence[object]]]
 
 # The exit codes: done, refused or failed, wrong usage or configuration, Ctrl-C.
 DONE: Final = 0
@@ -52,21 +56,44 @@ def print_line(text: str) -> None:
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """A table on a terminal; elsewhere a line of names and a line per row, with tabs between the fields."""
-    texts = [[_cell(value) for value in row] for row in rows]
-    if not sys.stdout.isatty():
-        for line in (columns, *texts):
-            sys.stdout.write("\t".join(line) + "\n")
+    if sys.stdout.isatty():
+        from rich.console import Console
+
+        Console(highlight=False).print(_rich_table(columns, rows))
         return
-    from rich.console import Console
+    for line in (columns, *([_cell(value) for value in row] for row in rows)):
+        sys.stdout.write("\t".join(line) + "\n")
+
+
+@contextlib.contextmanager
+def live_tables() -> Iterator[Callable[[Sequence[TableContent]], None]]:
+    """Yields what shows tables: on a terminal in the place of those before, elsewhere below them."""
+    if not sys.stdout.isatty():
+
+        def print_all(tables: Sequence[TableContent]) -> None:
+            for columns, rows in tables:
+                print_table(columns, rows)
+            sys.stdout.flush()
+
+        yield print_all
+        return
+    from rich.console import Console, Group
+    from rich.live import Live
+
+    with Live(console=Console(highlight=False), screen=True, auto_refresh=False) as live:
+        yield lambda tables: live.update(Group(*(_rich_table(*content) for content in tables)), refresh=True)
+
+
+def _rich_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         table.add_column(column, overflow="fold")
-    for line in texts:
-        table.add_row(*(Text(text, style=_STATE_COLOURS.get(text, "")) for text in line))
-    Console(highlight=False).print(table)
+    for row in rows:
+        table.add_row(*(Text(text, style=_STATE_COLOURS.get(text, "")) for text in map(_cell, row)))
+    return table
 
 
 def print_fields(fields: Mapping[str, object]) -> None:

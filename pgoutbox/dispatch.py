@@ -145,12 +145,13 @@ class Context:
         handler: Handler,
         leased_at: float,
         ensure: Callable[[Context], Awaitable[None]],
+        used_count: int | None = None,
     ) -> None:
         self.message = message
         self.handler = handler
         self.leased_at = leased_at
         # How many attempts this one makes that were used up: snoozes, releases and what was before a redrive are not.
-        self.used_count = message.attempt_count
+        self.used_count = message.attempt_count if used_count is None else used_count
         self.overtaken: str | None = None
         self.done = False
         self._connection: psycopg.AsyncConnection[TupleRow] | None = None

@@ -34,8 +34,8 @@ Write = Callable[[Sequence[Context]], Awaitable[Mapping[int, State]]]
 class Finisher:
     """Writes the ends of attempts and takes them out of `held`.
 
-    `on_progress` is called after every batch, `on_pending` when a message is pending again, `on_successors` with the
-    queues of messages that had to wait for one of a batch.
+    `on_ended` is called with every end that comes in, `on_written` after every batch, `on_pending` when a message is
+    pending again, `on_successors` with the queues of messages that had to wait for one of a batch.
     """
 
     def __init__(
@@ -45,7 +45,8 @@ class Finisher:
         *,
         batch_size: int,
         redacted_names: Sequence[str],
-        on_progress: Callable[[], None],
+        on_ended: Callable[[], None],
+        on_written: Callable[[], None],
         on_successors: Callable[[Sequence[str]], Awaitable[None]],
         on_pending: Callable[[], None],
         telemetry: Telemetry,
@@ -54,7 +55,8 @@ class Finisher:
         self._held = held
         self._batch_size = batch_size
         self._redacted_names = redacted_names
-        self._on_progress = on_progress
+        self._on_ended = on_ended
+        self._on_written = on_written
         self._on_successors = on_successors
         self._on_pending = on_pending
         self._telemetry = telemetry
@@ -65,7 +67,7 @@ class Finisher:
         """Take over the end of one attempt."""
         self._endings.append((context, ending))
         self._ready.set()
-        self._on_progress()
+        self._on_ended()
 
     async def run(self) -> None:
         """Write what was collected, until cancelled."""
@@ -75,7 +77,7 @@ class Finisher:
             while self._endings:
                 size = min(len(self._endings), self._batch_size)
                 await self._finish([self._endings.popleft() for _ in range(size)])
-                self._on_progress()
+                self._on_written()
 
     async def _finish(self, batch: Sequence[tuple[Context, Ending]]) -> None:
         sent = []

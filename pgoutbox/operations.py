@@ -202,6 +202,14 @@ class RedriveTotals:
 
 
 @dataclass(frozen=True, slots=True)
+class ResendTotals:
+    """What a resend of many did: copies enqueued, and messages left alone because a newer one supersedes them."""
+
+    resent: int
+    superseded: int
+
+
+@dataclass(frozen=True, slots=True)
 class CancelTotals:
     """What a cancel of many did: ended, told to stop in flight, found locked, or final before it came."""
 
@@ -396,8 +404,9 @@ def redrive_matching(
 
 def _batches(connection: psycopg.Connection[TupleRow], which: MessageFilter, batch_size: int) -> Iterator[list[int]]:
     after_id = 0
+    ((last_id,),) = fetch(connection, sql.LAST_ID, {})
     while True:
-        parameters = which.parameters() | {"after_id": after_id, "limit": batch_size}
+        parameters = which.parameters() | {"after_id": after_id, "last_id": last_id, "limit": batch_size}
         ids: list[int] = [row[0] for row in fetch(connection, sql.LIST_MATCHING_IDS, parameters)]
         if not ids:
             return
@@ -405,7 +414,7 @@ def _batches(connection: psycopg.Connection[TupleRow], which: MessageFilter, bat
         after_id = ids[-1]
 
 
-def resend(connection: psycopg.Connection[TupleRow], message_id: int) -> int:
+def resend(connection: psycopg.Connection[TupleRow], message_id: int, *, act: Act | None = None) -> int:
     """Enqueue a copy of a sent message, marked as `resend_of` it, and return the copy's id.
 
     Refused (`StateError`) for a message in another state and for one that a newer message of its key supersedes.
@@ -421,10 +430,39 @@ def resend(connection: psycopg.Connection[TupleRow], message_id: int) -> int:
         if superseded_by is not None:
             raise StateError(f"message {message_id} is superseded by message {superseded_by}, which is newer")
         connection.execute(sql.MARK_RESEND, {"id": copy_id, "source_id": message_id})
-        Act(Action.RESEND, copy=copy_id).record(connection, message_ids=[message_id])
+        (act or Act(Action.RESEND, copy=copy_id)).record(connection, message_ids=[message_id])
         return int(copy_id)
 
     return transact(connection, copy)
+
+
+def resend_matching(
+    connection: psycopg.Connection[TupleRow],
+    which: MessageFilter,
+    *,
+    batch_size: int = _BATCH,
+    progress: Progress | None = None,
+) -> ResendTotals:
+    """Send a copy of every sent message that matches, each in a transaction of its own, in the order of ids.
+
+    Copies are not copied, however soon they are sent.
+    """
+    if not frozenset(which.states) <= {State.SENT}:
+        raise StateError("only sent messages can be resent")
+    which = replace(which, states=[State.SENT])
+    act = Act(Action.RESEND, **which.given())
+    resent = superseded = 0
+    for ids in _batches(connection, which, batch_size):
+        for message_id in ids:
+            try:
+                resend(connection, message_id, act=act)
+            except (StateError, MessageNotFoundError):
+                superseded += 1  # A newer message of its key exists, or it was pruned meanwhile: nothing to send again.
+            else:
+                resent += 1
+        if progress is not None:
+            progress(resent)
+    return ResendTotals(resent, superseded)
 
 
 def cancel(connection: psycopg.Connection[TupleRow], message_id: int) -> Cancelled:

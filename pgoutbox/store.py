@@ -31,6 +31,7 @@ REQUIRED_SCHEMA_VERSION: Final = 1
 _LOCKED_PAUSE_SECONDS = 0.02
 _REFUSED_PAUSE_SECONDS = 1.0
 _RETENTION_SECONDS = 30.0
+_SHOWN_NAME_LENGTH = 48  # With "pgoutbox claim " the 63 bytes that PostgreSQL keeps of an application_name.
 MINIMUM_SERVER_VERSION: Final = 150_000
 MIGRATE_HINT: Final = "run: pgoutbox migrate (or: alembic upgrade heads, where your application's history includes it)"
 
@@ -323,7 +324,7 @@ class Store:
         dsn = settings.require_dsn()
         self.worker = worker
         self._settings = settings
-        self.claims = Link(dsn, settings, purpose="claim")
+        self.claims = Link(dsn, settings, purpose=f"claim {worker[-_SHOWN_NAME_LENGTH:]}")
         self._finishes = Link(dsn, settings, purpose="finish", spare=self.claims)
         self._forgets_sent = False
         self._retention_turn = asyncio.Lock()

@@ -229,7 +229,8 @@ class Worker:
             self._held,
             batch_size=settings.batch_size,
             redacted_names=settings.redacted_names,
-            on_progress=self._note_written,
+            on_ended=self._note_progress,
+            on_written=self._note_written,
             on_successors=self._wake_for_successors,
             on_pending=self._wake.set,
             telemetry=self.telemetry,
@@ -492,8 +493,8 @@ class Worker:
                 continue
             handler = self._handlers[row.topic]
             message, problem = _message_of(row, contents or {}, self._keyring)
-            context = Context(message, handler, leased_at, self._keeper.ensure)
-            context.used_count -= row.max_attempts - row.attempt_budget
+            used_count = row.attempt_count - row.max_attempts + row.attempt_budget
+            context = Context(message, handler, leased_at, self._keeper.ensure, used_count)
             self._held[row.id] = context
             if row.content_id is not None and row.content_id not in (contents or {}):
                 context.done = True
@@ -757,21 +758,19 @@ class Worker:
         for context in work:
             if context.leased_at < lapsing_at or context.overtaken is not None:
                 return await self._run_if_still_held(work, watch_thread)
-        return await self._run(work, watch_thread)
+        return await (self._run_admitted if self._breakers.watches_any else self._run)(work, watch_thread)
 
-    async def _run(self, work: Work, watch_thread: ThreadWatch) -> Sequence[Ending]:
-        if not self._breakers.watches_any:
-            return await self._hand_over(work, watch_thread)
+    async def _run_admitted(self, work: Work, watch_thread: ThreadWatch) -> Sequence[Ending]:
         refusals = {c: refusal for c in work if (refusal := self._breakers.refusal(c.message)) is not None}
         admitted = [context for context in work if context not in refusals]
         try:
-            endings = iter(await self._hand_over(admitted, watch_thread) if admitted else ())
+            endings = iter(await self._run(admitted, watch_thread) if admitted else ())
             return [refusals.get(context) or next(endings) for context in work]
         finally:
             for context in admitted:
                 self._breakers.let_go(context.message)
 
-    async def _hand_over(self, work: Work, watch_thread: ThreadWatch) -> Sequence[Ending]:
+    async def _run(self, work: Work, watch_thread: ThreadWatch) -> Sequence[Ending]:
         context = work[0]
         if context.handler.max_batch is not None:
             return await self._dispatcher.run_batch(work, watch_thread)
@@ -791,7 +790,7 @@ class Worker:
                 endings[context.message.id] = RELEASED
         held = [context for context in work if context.message.id not in endings]
         if held:
-            results = await self._run(held, watch_thread)
+            results = await self._run_admitted(held, watch_thread)
             endings.update((c.message.id, e) for c, e in zip(held, results, strict=True))
         return [endings[context.message.id] for context in work]
 
@@ -806,9 +805,9 @@ def _message_of(
     try:
         headers = None if row.headers_json is None else _read_json(row.headers_json)
         payload = _read_json(row.payload_json)
-        if is_sealed(payload):
+        if type(payload) is dict and is_sealed(payload):
             payload = _read_json(unseal(payload, keyring))
-        if is_sealed(content):
+        if content is not None and is_sealed(content):
             content = _read_json(unseal(content, keyring))
     except (ValueError, RecursionError) as error:
         problem = Permanent(f"payload: cannot be read as JSON: {describe(error)}")

@@ -22,7 +22,6 @@ from pgoutbox.sql.claim import (
     NEXT_DUE,
 )
 from pgoutbox.sql.dashboard import (
-    CLOCK,
     COUNT_DONE,
     COUNT_OPEN,
     COUNT_SEARCHED,
@@ -75,6 +74,7 @@ from pgoutbox.sql.operators import (
     COUNT_MATCHING,
     COUNT_OWED,
     KNOWN_QUEUES,
+    LAST_ID,
     LIMIT_IN_FLIGHT,
     LIMIT_RATE,
     LIST_ACTS,
@@ -114,6 +114,13 @@ from pgoutbox.sql.sessions import (
     SCHEMA_VERSION,
     SERVER_FACTS,
 )
+from pgoutbox.sql.watch import (
+    ENDED_BY_TOPIC,
+    LIST_OUTCOMES,
+    LIST_WORKERS,
+    NOW,
+    OWED_BY_TOPIC,
+)
 
 __all__ = [
     "ARM",
@@ -129,7 +136,6 @@ __all__ = [
     "CLAIM",
     "CLAIM_FRESH",
     "CLAIM_ORDERED",
-    "CLOCK",
     "CONTENTS",
     "COUNT_DONE",
     "COUNT_MATCHING",
@@ -138,6 +144,7 @@ __all__ = [
     "COUNT_PRUNABLE",
     "COUNT_SEARCHED",
     "DISARM",
+    "ENDED_BY_TOPIC",
     "ENQUEUE",
     "ENQUEUE_FANOUT",
     "ENQUEUE_MANY",
@@ -152,6 +159,7 @@ __all__ = [
     "FIRST_FROM",
     "FORGETS_SENT",
     "KNOWN_QUEUES",
+    "LAST_ID",
     "LEASE_HOLDERS",
     "LIMIT_IN_FLIGHT",
     "LIMIT_RATE",
@@ -160,11 +168,15 @@ __all__ = [
     "LIST_BREAKERS",
     "LIST_MATCHING_IDS",
     "LIST_MESSAGES",
+    "LIST_OUTCOMES",
     "LIST_QUEUES",
+    "LIST_WORKERS",
     "LIVE_QUEUES",
     "MARK_RESEND",
     "NEWEST_ID",
     "NEXT_DUE",
+    "NOW",
+    "OWED_BY_TOPIC",
     "PAUSE_QUEUE",
     "PREPARE_OPERATION",
     "PREPARE_PAGE",

@@ -15,8 +15,6 @@ SELECT
     set_config('jit', 'off', true)
 """
 
-CLOCK: Final[LiteralString] = "SELECT now()"
-
 # The queues that anything is owed in, found by leaps along the indexes, and those that have controls. What is due is
 # counted lane by lane up to a cap, and the first of each lane is the oldest of it.
 LIVE_QUEUES: Final[LiteralString] = """

@@ -113,10 +113,14 @@ FROM pgoutbox.message AS m
 WHERE """
     + MATCHES
     + """    AND m.id > %(after_id)s::bigint
+    AND m.id <= %(last_id)s::bigint
 ORDER BY m.id
 LIMIT %(limit)s::bigint
 """
 )
+
+# Where a bulk ends, so that it never meets what it makes itself.
+LAST_ID: Final[LiteralString] = "SELECT coalesce(max(m.id), 0) FROM pgoutbox.message AS m"
 
 COUNT_MATCHING: Final[LiteralString] = (
     """

@@ -84,6 +84,10 @@ class Dashboard:
             self._history.of_last_hour(connection, now),
         )
 
+    def forget(self) -> None:
+        """Ask anew for the numbers of the first page, however fresh they are."""
+        self._overview = None
+
     def close(self) -> None:
         """Stop what is under way and close what is idle; what was done stays done."""
         self.bulks.stop()

@@ -55,13 +55,14 @@ class History:
             counted = {at: self._minutes[at] for at in wanted if at in self._minutes}
         ends_at = time.monotonic() + _BUDGET_SECONDS
         missing = [at for at in wanted if at not in counted]
-        while missing:
+        steps = 0
+        # The newest have to be counted every time: beyond them, one step more is made however long that takes.
+        while missing and (steps < 2 or time.monotonic() < ends_at):
             newest = missing[0]
             step = [at for at in missing if newest - at < _STEP * _MINUTE]
             counted |= _count(connection, step[-1], newest)
             missing = missing[len(step) :]
-            if time.monotonic() > ends_at:
-                break
+            steps += 1
         with self._lock:
             self._minutes = {at: counted[at] for at in wanted if at in counted and at + _MINUTE + _SETTLED <= now}
         # Without a gap: what is older than a missing minute is not shown yet.

@@ -161,10 +161,15 @@ def message_id_of(request: Request) -> int:
     return int(value)
 
 
+def is_queue_name(value: str) -> bool:
+    """Whether a queue can have this name."""
+    return _NAME.fullmatch(value) is not None
+
+
 def queue_of(request: Request) -> str:
     """The queue in the path of a page."""
     value: str = request.path_params["queue"]
-    if _NAME.fullmatch(value) is None:
+    if not is_queue_name(value):
         raise InputError("queue", "1 to 63 of a-z, 0-9, underscore, dot and hyphen, the first a letter")
     return value
 

@@ -138,7 +138,7 @@ class Found:
 
 def now(connection: Connection) -> datetime:
     """The clock of the database."""
-    ((moment,),) = connection.execute(sql.CLOCK)
+    ((moment,),) = connection.execute(sql.NOW)
     return cast("datetime", moment)
 
 

@@ -14,6 +14,8 @@ import jinja2
 from markupsafe import Markup
 from starlette.responses import HTMLResponse
 
+from pgoutbox.web.inputs import is_queue_name
+
 if TYPE_CHECKING:
     from starlette.requests import Request
 
@@ -65,6 +67,7 @@ def _environment() -> jinja2.Environment:
     environment.filters.update(
         number=format_number, upto=format_upto, seconds=format_seconds, utc=format_utc, pretty=format_json
     )
+    environment.tests.update(queue_name=is_queue_name)
     environment.globals.update(query=query, ago=format_ago)
     return environment
 

@@ -391,7 +391,8 @@ class _Session:
             else:
                 words = body.split(b"\0")
                 parameters = dict(zip(words[::2], words[1::2], strict=False))
-                self.application = parameters.get(b"application_name", b"").decode()
+                name = parameters.get(b"application_name", b"").decode()
+                self.application = " ".join(name.split(" ")[:2])  # Without the worker's own name.
             up.put(head + body)
             return
 

@@ -107,7 +107,7 @@ class OwnServer:
     def errors_of(self, application: str) -> Counter[str]:
         """The SQLSTATEs of the errors that the server's log has of this application's sessions."""
         found = re.findall(
-            rf"^{re.escape(application)}\|(?:ERROR|FATAL): +(\w{{5}}):", self.log.read_text(), re.MULTILINE
+            rf"^{re.escape(application)}(?: [^|\n]*)?\|(?:ERROR|FATAL): +(\w{{5}}):", self.log.read_text(), re.MULTILINE
         )
         return Counter(found)
 
@@ -116,7 +116,7 @@ class OwnServer:
         return [
             float(found)
             for found in re.findall(
-                r"^pgoutbox claim\|LOG: +\w{5}: +duration: ([\d.]+) ms +execute [^\n]*\n+\s*WITH permit",
+                r"^pgoutbox claim [^|\n]*\|LOG: +\w{5}: +duration: ([\d.]+) ms +execute [^\n]*\n+\s*WITH permit",
                 self.log.read_text(),
                 re.MULTILINE,
             )

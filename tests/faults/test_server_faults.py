@@ -141,11 +141,12 @@ def test_terminating_any_backend_again_and_again_loses_nothing(dsn: str, connect
                 """
                 SELECT application_name, pg_terminate_backend(pid, 10000)
                 FROM pg_stat_activity
-                WHERE datname = current_database() AND pid <> pg_backend_pid() AND application_name LIKE %s
+                WHERE datname = current_database() AND pid <> pg_backend_pid()
+                    AND (application_name LIKE %s OR application_name LIKE %s)
                 """,
-                [victim],
+                [victim, f"{victim} %"],
             ).fetchall()
-            victims.update(application or "producer" for application, _ in ended)
+            victims.update(" ".join(application.split()[:2]) or "producer" for application, _ in ended)
             load.until_more_are_handed_over(random.randrange(1, 10))
         verdict = load.settle()
     _figures.info("D3: terminated %s", dict(victims))

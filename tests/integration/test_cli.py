@@ -28,6 +28,7 @@ from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import State
 from pgoutbox.settings import ENVIRONMENT_PREFIX
 from tests.messages import ADD_ATTEMPT, put
+from tests.outbox_actions import state_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,6 +51,10 @@ class Done:
     @property
     def json(self) -> Any:  # noqa: ANN401 - a test indexes into it
         return json.loads(self.out)
+
+    @property
+    def lines(self) -> list[Any]:
+        return [json.loads(line) for line in self.out.splitlines()]
 
 
 @pytest.fixture(autouse=True)
@@ -183,7 +188,7 @@ class TestOnTerminal:
     ) -> None:
         put(database, State.FAILED)
         done = run_on_terminal("redrive", "--all-failed", dsn=dsn, keys=f"{answer}\n")
-        assert (done.exit_code, "Redrive every failed message? [y/N]" in done.out) == (exit_code, True)
+        assert (done.exit_code, "Redrive 1 failed messages? [y/N]" in done.out) == (exit_code, True)
         assert database.execute("SELECT state FROM pgoutbox.message").fetchall() == [(state,)]
 
 
@@ -214,8 +219,16 @@ class TestUsage:
             ("redrive", "1", "--topic", "mail"),
             ("cancel",),
             ("cancel", "1", "--topic", "mail"),
-            ("cancel", "--topic", "mail"),
+            ("redrive", "--topic", "mail", "--state", "sent"),
+            ("resend",),
+            ("resend", "1", "--topic", "mail"),
+            ("cancel", "--topic", "mail", "--state", "failed"),
             ("cancel", "--coalesce-key", "k"),
+            ("list", "--since", "yesterday"),
+            ("list", "--until", "2026-11-21T10:00"),
+            ("tail", "--outcome", "done"),
+            ("top", "--every", "0"),
+            ("audit", "--action", "drop"),
             ("cancel", "--topic", "mail", "--coalesce-key", "k", "--dedupe-key", "d"),
             ("prune", "--topic", "mail"),
             ("prune", "--older-than", "1d", "--state", "pending"),
@@ -541,16 +554,100 @@ class TestDeciding:
         newer = put(database, coalesce_key="k")
         assert f"superseded by message {newer}" in cli("redrive", older).err
 
-    def test_redriving_everything_needs_a_yes_or_a_filter(
+    @pytest.mark.parametrize(
+        ("command", "state", "done"),
+        [
+            (("redrive", "--topic", "sms"), State.FAILED, {"redriven": 1, "superseded": 0, "locked": 0}),
+            (
+                ("redrive", "--all-failed", "--topic", "sms"),
+                State.FAILED,
+                {"redriven": 1, "superseded": 0, "locked": 0},
+            ),
+            (("resend", "--topic", "sms"), State.SENT, {"resent": 1, "superseded": 0}),
+            (("cancel", "--topic", "sms"), State.PENDING, {"cancelled": 1, "requested": 0, "locked": 0, "final": 0}),
+        ],
+    )
+    def test_what_a_filter_chooses_is_done_only_with_a_yes(
+        self,
+        cli: Callable[..., Done],
+        database: psycopg.Connection,
+        command: tuple[str, ...],
+        state: State,
+        done: dict[str, int],
+    ) -> None:
+        chosen, other = put(database, state, topic="sms", queue="bulk"), put(database, state)
+        refused = cli(*command)
+        assert (refused.exit_code, refused.err.endswith(" messages; pass --yes to do it\n")) == (2, True)
+        assert f"this would {command[0]} 1 {state} " in refused.err
+        shown = cli(*command, "--dry-run", "--json").json
+        assert shown == {"would": command[0], "count": 1, "is_all": True, "newest": [chosen]}
+        assert {state_of(database, chosen), state_of(database, other)} == {state}
+        assert cli(*command, "--yes", "--json").json == done
+        assert state_of(database, other) == state
+
+    def test_what_a_filter_chooses_is_shown(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
+        message_id = put(database, State.FAILED, topic="sms", destination="tel:1")
+        shown = cli("redrive", "--topic", "sms", "--dry-run")
+        assert shown.out.startswith("would redrive 1 messages; the newest of them:\n")
+        assert f"\n{message_id}\tfailed\tsms\t" in shown.out
+
+    def test_ids_come_from_a_file(self, cli: Callable[..., Done], database: psycopg.Connection, tmp_path: Path) -> None:
+        failed, sent = put(database, State.FAILED), put(database, State.SENT)
+        file = tmp_path / "ids"
+        file.write_text(f"# the night of the outage\n\n{failed}\n{sent} # sent after all\n")
+        done = cli("redrive", "--file", file)
+        assert (done.exit_code, done.out) == (1, f"message {failed}: pending again\n")
+        assert f"message {sent}: is sent" in done.err
+
+    @pytest.mark.parametrize(
+        ("content", "problem"), [(b"1\nabc\n", "line 2: 'abc' is not a message id"), (b"\xff", "not UTF-8 at byte 0")]
+    )
+    def test_a_file_that_holds_no_ids_is_explained(
+        self, cli: Callable[..., Done], tmp_path: Path, content: bytes, problem: str
+    ) -> None:
+        file = tmp_path / "ids"
+        file.write_bytes(content)
+        done = cli("cancel", "--file", file)
+        assert (done.exit_code, problem in " ".join(done.err.split())) == (2, True)
+
+    def test_a_file_that_is_not_there_is_named(self, cli: Callable[..., Done], tmp_path: Path) -> None:
+        done = cli("resend", "--file", tmp_path / "ids")
+        assert (done.exit_code, "no such file" in done.err) == (2, True)
+
+    @pytest.mark.parametrize(
+        ("command", "state", "told"),
+        [
+            ("redrive", State.FAILED, "would be pending again"),
+            ("resend", State.SENT, "would be resent"),
+            ("cancel", State.PENDING, "would be cancelled"),
+        ],
+    )
+    def test_a_dry_run_changes_nothing(
+        self, cli: Callable[..., Done], database: psycopg.Connection, command: str, state: State, told: str
+    ) -> None:
+        message_id = put(database, state)
+        assert cli(command, message_id, "--dry-run").out == f"message {message_id}: {told}\n"
+        assert state_of(database, message_id) == state
+        assert database.execute("SELECT FROM pgoutbox.audit").fetchall() == []
+        assert len(database.execute("SELECT FROM pgoutbox.message").fetchall()) == 1
+
+    def test_a_dry_run_refuses_what_the_act_would_refuse(
         self, cli: Callable[..., Done], database: psycopg.Connection
     ) -> None:
-        put(database, State.FAILED, topic="sms")
-        put(database, State.FAILED)
-        refused = cli("redrive", "--all-failed")
-        assert (refused.exit_code, "--yes" in refused.err) == (2, True)
-        nothing = {"redriven": 0, "superseded": 0, "locked": 0}
-        assert cli("redrive", "--all-failed", "--topic", "sms", "--json").json == nothing | {"redriven": 1}
-        assert cli("redrive", "--all-failed", "--yes").out == "1 redriven, 0 left alone as superseded, 0 locked\n"
+        old = put(database, State.FAILED, coalesce_key="k")
+        newer = put(database, coalesce_key="k")
+        done = cli("redrive", old, "--dry-run")
+        assert (done.exit_code, f"superseded by message {newer}" in done.err) == (1, True)
+
+    def test_acts_are_listed(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
+        message_id, other = put(database, State.FAILED), put(database)
+        cli("redrive", message_id)
+        cli("cancel", other)
+        assert [act["action"] for act in cli("audit", "--json").lines] == ["cancel", "redrive"]
+        (act,) = cli("audit", "--message", message_id, "--json").lines
+        assert (act["action"], act["first_ids"]) == ("redrive", [message_id])
+        assert "\tredrive\t" in cli("audit", "--action", "redrive").out
+        assert "--before" in cli("audit", "--limit", "1").err
 
     def test_resend_prints_the_new_id(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
         sent = put(database, State.SENT)

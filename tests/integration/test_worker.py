@@ -198,7 +198,7 @@ async def until_idle_in(db: psycopg.Connection, statement: str) -> None:
     """Return when a worker's claiming connection has answered a statement that begins so, as its last one."""
     asked = (
         "SELECT count(*) FILTER (WHERE ltrim(query, E'\\n') LIKE %s AND state = 'idle') FROM pg_stat_activity "
-        "WHERE datname = current_database() AND application_name = 'pgoutbox claim'"
+        "WHERE datname = current_database() AND starts_with(application_name, 'pgoutbox claim')"
     )
     async with asyncio.timeout(PATIENCE_SECONDS):
         idle_count = 0
@@ -1049,7 +1049,7 @@ def terminate(db: psycopg.Connection, purpose: str) -> int:
         db.execute(
             "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
             "WHERE datname = current_database() AND application_name LIKE %s",
-            [f"pgoutbox {purpose}"],
+            [f"pgoutbox {purpose}%"],
         ).fetchall()
     )
 

@@ -1,0 +1,190 @@
+"""What somebody sees who looks on: topics, workers, and how attempts end, as they do."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import psycopg
+import pytest
+
+from pgoutbox import Outbox, Transient, session, watch
+from pgoutbox.cli import main
+from pgoutbox.message import State
+from pgoutbox.settings import load_settings
+from pgoutbox.worker import Worker
+from tests.messages import put
+from tests.outbox_actions import enqueue, lapse
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.conftest import Connect
+
+
+@pytest.fixture
+def operator(dsn: str) -> Iterator[psycopg.Connection]:
+    with session.connect(load_settings(dsn=dsn), read_only=True) as connection:
+        yield connection
+
+
+@pytest.fixture
+def database(connect: Connect) -> psycopg.Connection:
+    return connect(autocommit=True)
+
+
+# --- topics -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_topic_tells_where_its_messages_stand(operator: psycopg.Connection, database: psycopg.Connection) -> None:
+    for state in (State.PENDING, State.SENDING, State.FAILED, State.SENT, State.SENT):
+        put(database, state)
+    put(database, State.SENT, age=timedelta(minutes=5))
+    later, again = put(database), put(database)
+    database.execute("UPDATE pgoutbox.message SET available_at = now() + interval '1 hour' WHERE id = %s", (later,))
+    database.execute("UPDATE pgoutbox.message SET attempt_count = 1 WHERE id = %s", (again,))
+    (topic,) = watch.topic_activity(operator, window_seconds=60)
+    assert (topic.queue, topic.topic) == ("default", "mail")
+    assert (topic.due, topic.retrying, topic.scheduled, topic.sending, topic.failed) == (1, 1, 1, 1, 1)
+    assert (topic.sent_per_second, topic.ended_per_second) == (2 / 60, 3 / 60)
+    assert topic.oldest_due_seconds is not None
+    assert watch.topic_activity(operator, queue="bulk") == []
+
+
+def test_a_topic_that_owes_nothing_is_seen_while_it_ends(
+    operator: psycopg.Connection, database: psycopg.Connection
+) -> None:
+    put(database, State.SENT)
+    put(database, State.SENT, topic="old", age=timedelta(minutes=5))
+    assert [(topic.topic, topic.due) for topic in watch.topic_activity(operator)] == [("mail", 0)]
+
+
+# --- workers ----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_worker_is_seen_with_what_it_holds(
+    dsn: str, operator: psycopg.Connection, db: psycopg.Connection
+) -> None:
+    outbox = Outbox(load_settings(dsn=dsn, worker_name="a-rather-long-name-of-a-pod-in-some-cluster-7d9f8b6c5d"))
+    seen: list[list[watch.WorkerActivity]] = []
+
+    @outbox.handler("greet")
+    async def greet(message: object, ctx: object) -> None:
+        seen.append(watch.list_workers(operator))
+
+    message_id = enqueue(db)
+    worker = Worker(outbox)
+    await worker.run_once()
+    ((found,),) = seen
+    assert (found.worker, found.in_flight, found.lapsed, found.queues) == (worker.name, 1, 0, ["default"])
+    assert found.connected_at is not None
+    assert found.lease_expires_at is not None
+    assert message_id
+
+
+def test_a_worker_that_is_gone_is_seen_by_what_it_left(
+    operator: psycopg.Connection, database: psycopg.Connection
+) -> None:
+    put(database, State.SENDING)
+    lapse(database, put(database, State.SENDING))
+    (found,) = watch.list_workers(operator)
+    assert (found.worker, found.in_flight, found.lapsed, found.connected_at) == ("w", 2, 1, None)
+
+
+# --- outcomes ---------------------------------------------------------------------------------------------------------
+
+
+async def test_each_end_is_told_once(dsn: str, operator: psycopg.Connection, db: psycopg.Connection) -> None:
+    outbox = Outbox(load_settings(dsn=dsn))
+
+    @outbox.handler("greet")
+    async def greet(message: object, ctx: object) -> None:
+        raise Transient("mailbox full")
+
+    follower = watch.Follower(operator)
+    assert follower.poll() == []
+    message_id = enqueue(db)
+    await Worker(outbox).run_once()
+    (told,) = follower.poll()
+    assert (told.message_id, told.attempt_count, told.outcome, told.reason) == (message_id, 1, "retry", "mailbox full")
+    assert told.worker is not None
+    assert follower.poll() == []
+
+
+def test_an_end_that_was_committed_late_is_told_too(
+    operator: psycopg.Connection, connect: Connect, database: psycopg.Connection
+) -> None:
+    late = connect(autocommit=False)
+    late_id = put(late, State.SENT)
+    follower = watch.Follower(operator, since=timedelta(hours=1))
+    first = put(database, State.SENT)
+    assert [row.message_id for row in follower.poll()] == [first]
+    late.commit()
+    assert [row.message_id for row in follower.poll()] == [late_id]
+
+
+def test_it_begins_where_it_is_told_to(operator: psycopg.Connection, database: psycopg.Connection) -> None:
+    put(database, State.SENT, age=timedelta(hours=3))
+    recent = put(database, State.SENT, age=timedelta(hours=1))
+    assert watch.Follower(operator).poll() == []
+    assert [row.message_id for row in watch.Follower(operator, since=timedelta(hours=2)).poll()] == [recent]
+
+
+def test_more_than_a_page_is_told_in_full(operator: psycopg.Connection, database: psycopg.Connection) -> None:
+    database.execute(
+        """
+        INSERT INTO pgoutbox.message (topic, payload, state, attempt_count, claimed_at, worker, finished_at)
+        SELECT 'mail', '1', 'sent', 1, now(), 'w', now() FROM generate_series(1, 2500)
+        """
+    )
+    told = watch.Follower(operator, since=timedelta(hours=1)).poll()
+    assert len({row.message_id for row in told}) == len(told) == 2500
+
+
+@pytest.mark.parametrize("chosen", [{"topic": "sms"}, {"queue": "bulk"}, {"outcomes": ["failed"]}])
+def test_each_filter_leaves_what_matches(
+    operator: psycopg.Connection, database: psycopg.Connection, chosen: dict[str, object]
+) -> None:
+    put(database, State.SENT)
+    wanted = put(database, State.FAILED, topic="sms", queue="bulk")
+    follower = watch.Follower(operator, since=timedelta(hours=1), **chosen)  # type: ignore[arg-type] # one of three
+    assert [row.message_id for row in follower.poll()] == [wanted]
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cli(dsn: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> object:
+    monkeypatch.setenv("PGOUTBOX_DSN", dsn)
+
+    def run(*arguments: str) -> str:
+        assert main(list(arguments)) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_top_prints_each_look(cli: object, database: psycopg.Connection) -> None:
+    assert callable(cli)
+    put(database, State.SENDING)
+    looks = [json.loads(line) for line in cli("top", "--count", "2", "--every", "0.2", "--json").splitlines()]
+    assert [(look["topics"][0]["sending"], look["workers"][0]["worker"]) for look in looks] == [(1, "w")] * 2
+    assert cli("top", "--count", "1").splitlines()[0].startswith("queue\ttopic\tdue\t")
+
+
+def test_workers_are_listed(cli: object, database: psycopg.Connection) -> None:
+    assert callable(cli)
+    assert cli("workers") == "no worker holds a message or is connected\n"
+    put(database, State.SENDING)
+    assert json.loads(cli("workers", "--json"))["in_flight"] == 1
+    assert cli("workers").splitlines()[1].startswith("w\t1\t0\t")
+
+
+def test_tail_hides_what_is_secret(cli: object, database: psycopg.Connection) -> None:
+    assert callable(cli)
+    message_id = put(database, State.FAILED, destination="https://example.org/hook?token=canary")
+    shown = cli("tail", "--since", "1h", "--count", "1")
+    assert f" failed    message {message_id} attempt 3 default/mail " in shown
+    assert "canary" not in shown + cli("tail", "--since", "1h", "--count", "1", "--json")
