@@ -22,6 +22,7 @@ from pgoutbox.sql.claim import (
     NEXT_DUE,
 )
 from pgoutbox.sql.dashboard import (
+    ALLOW_BITMAPS,
     COUNT_DONE,
     COUNT_OPEN,
     COUNT_SEARCHED,
@@ -123,6 +124,7 @@ from pgoutbox.sql.watch import (
 )
 
 __all__ = [
+    "ALLOW_BITMAPS",
     "ARM",
     "BACKEND_PID",
     "BEGIN",
