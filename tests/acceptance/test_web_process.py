@@ -95,6 +95,20 @@ def test_an_address_of_another_machine_is_named() -> None:
     assert "--host nowhere.invalid" in refusal("--host", "nowhere.invalid", web_viewer_token=VIEWER_TOKEN)
 
 
+def test_without_its_extra_the_command_that_installs_it_is_named() -> None:
+    program = "import sys; sys.modules['uvicorn'] = None; from pgoutbox.cli import main; sys.exit(main(['web']))"
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment_with(dsn="host=/nowhere"),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PROCESS_PATIENCE_SECONDS,
+    )
+    assert result.returncode == 2
+    assert result.stderr == "error: the dashboard needs an optional dependency: pip install 'pgoutbox[web]'\n"
+
+
 def test_it_serves_says_where_and_never_shows_a_secret(dsn: str, tmp_path: Path, started: list[WebProcess]) -> None:
     tokens = {"web_operator_token": f"ada:{OPERATOR_TOKEN}", "web_viewer_token": VIEWER_TOKEN, "web_secret": SECRET}
     process = WebProcess(tmp_path, dsn=dsn, log_level="DEBUG", **tokens)

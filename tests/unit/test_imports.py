@@ -33,6 +33,10 @@ def test_the_import_loads_no_optional_dependency() -> None:
     assert not loaded_by("import pgoutbox") & set(OPTIONAL)
 
 
+def test_the_commands_do_not_load_the_dashboard() -> None:
+    assert not loaded_by("import pgoutbox.commands") & {"starlette", "uvicorn", "jinja2", "h11", "anyio"}
+
+
 def test_an_application_with_an_outbox_can_be_imported_without_any_setting() -> None:
     program = """
 import pgoutbox
