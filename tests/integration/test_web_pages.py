@@ -909,7 +909,7 @@ def test_a_query_that_takes_too_long_is_given_up(site: Site, connect: Connect, m
 def test_a_dead_network_is_not_waited_for(
     dsn: str, tmp_path: Path, open_site: Callable[..., Site], db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(database, "_ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(database, "ANSWER_SECONDS", 0.3)
     with proxy_to(dsn, tmp_path) as proxy:
         site = open_site(proxy.dsn)
         assert site.ada.get("/messages").status_code == 200

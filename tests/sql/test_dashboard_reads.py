@@ -64,7 +64,7 @@ def most_read(connection: psycopg.Connection, name: str, parameters: dict[str, o
     statement = f"EXPLAIN (ANALYZE, FORMAT JSON, TIMING OFF) {getattr(sql, name)}"
     ((plans,),) = connection.execute(statement.encode(), parameters)
 
-    def of(plan: dict[str, Any]) -> float:
+    def of(plan: dict[str, Any]) -> Any:
         removed = plan.get("Rows Removed by Filter", 0) + plan.get("Rows Removed by Index Recheck", 0)
         return max([plan["Actual Rows"] + removed, *map(of, plan.get("Plans", ()))])
 
