@@ -913,9 +913,11 @@ def test_a_dead_network_is_not_waited_for(
     with proxy_to(dsn, tmp_path) as proxy:
         site = open_site(proxy.dsn)
         assert site.ada.get("/messages").status_code == 200
+        (kept,) = site.dashboard.database._idle
         with proxy.stalled("pgoutbox web", open_connections_only=True):
             assert "did not answer in time" in Page(site.ada.get("/messages").text).words
-            # The connection that hung is gone, and with it the thread that waited on it.
+            # It is broken, so that no thread waits on it any more.
+            wait_until(lambda: kept.connection.closed, lambda: "the connection that hung is still open")
             assert site.ada.get("/messages").status_code == 200
         site.dashboard.close()
 

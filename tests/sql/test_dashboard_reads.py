@@ -64,9 +64,9 @@ def most_read(connection: psycopg.Connection, name: str, parameters: dict[str, o
     statement = f"EXPLAIN (ANALYZE, FORMAT JSON, TIMING OFF) {getattr(sql, name)}"
     ((plans,),) = connection.execute(statement.encode(), parameters)
 
-    def of(plan: dict[str, Any]) -> Any:
+    def of(plan: dict[str, Any]) -> float:
         removed = plan.get("Rows Removed by Filter", 0) + plan.get("Rows Removed by Index Recheck", 0)
-        return max([plan["Actual Rows"] + removed, *map(of, plan.get("Plans", ()))])
+        return max([float(plan["Actual Rows"] + removed), *map(of, plan.get("Plans", ()))])
 
     return int(of(plans[0]["Plan"]))
 
