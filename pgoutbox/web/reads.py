@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 CAP: Final = 10_000
 QUEUE_CAP: Final = 1_000
-SEARCH_ROWS: Final = 50_000
+SEARCH_ROWS: Final = 25_000
 # The error of each of these is folded, which takes longer than anything else here.
 GROUP_ROWS: Final = 3_000
 _QUEUES: Final = 100
