@@ -224,7 +224,8 @@ class _Gate:
                 error_place=_place_of(error),
             )
             if answer.begun:
-                raise _AbortedError from None
+                # The server sees that the answer is not complete, and cuts the connection.
+                return
             failed = _RefusalError(500, "The dashboard failed at this. Its log says more.")
             await _refuse(request, failed)(scope, receive, answer.send)
 
@@ -512,10 +513,6 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------
-
-
-class _AbortedError(Exception):
-    """An answer broke off: the server has to cut the connection, so that it does not look complete."""
 
 
 class _Answer:

@@ -150,10 +150,12 @@ REFUSALS: Final = ("/messages/999999", "/messages?limit=x")
 def violations(page: Page, *rules: str) -> list[str]:
     """What axe finds on the page as it is shown, by these rules or all."""
     only = {"runOnly": {"type": "rule", "values": list(rules)}} if rules else {}
-    results = Axe().run(page, options={"resultTypes": ["violations"], **only})
+    if not page.evaluate("'axe' in window"):
+        page.evaluate(Axe().axe_script)
+    results = page.evaluate("(options) => axe.run(options)", {"resultTypes": ["violations"], **only})
     return [
         f"{page.url} {found['impact']} {found['id']}: {node['target']} {node['failureSummary']}"
-        for found in results.response["violations"]
+        for found in results["violations"]
         for node in found["nodes"]
     ]
 
