@@ -1,8 +1,9 @@
 """Circuit breakers: no message is sent to what is known to be dead, and one at a time finds out whether it is alive.
 
 What a transport or a host did lately is known here, by its key; that it is dead is a row that the whole fleet shares.
-The row is asked for after a failure, for leave to probe when a pause is over, and, once a minute at most, when a
-message arrives that had to wait; never for what simply works, and never while there is nothing to send. Whether a probe
+The row is asked for after a failure, for leave to probe when a pause is over, once a second at most when a message is
+to be held back, and once a minute at most when one arrives that had to wait; never for what simply works, and never
+while there is nothing to send. Whether a probe
 closes or reopens is fenced in the statement. The times are the database's: what is kept here are durations, on the
 clock that counts while the machine is suspended.
 """
@@ -10,9 +11,10 @@ clock that counts while the machine is suspended.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
-from collections.abc import Coroutine, Mapping
+from collections.abc import Collection, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -34,6 +36,7 @@ _STALL_SECONDS = 1.0  # So long a destination may answer nothing before it is he
 _STALLED_PAUSE_SECONDS = 5.0
 _SHARE = 3  # One destination gets three times as many slots as it leaves free.
 _LOOK_SECONDS = 60.0
+_NEWS_SECONDS = 1.0
 _CLOSE_SECONDS = 5.0
 _MANY = 1_000
 _TIMED_OUT = "no answer within the time limit of the handler"
@@ -55,6 +58,7 @@ class _Circuit:
     window_sent_count: int = 0
     window_failed_count: int = 0
     retry_at: float | None = None
+    known_at: float = 0.0
     pause_seconds: float = _MIN_PAUSE_SECONDS
     error: str = ""
     prober: int | None = None
@@ -87,7 +91,8 @@ class _Circuit:
         self.pause(row.retry_seconds)
 
     def pause(self, seconds: float = 0.0) -> None:
-        self.retry_at = elapsed_clock() + (seconds if seconds > 0 else self.pause_seconds)
+        self.known_at = elapsed_clock()
+        self.retry_at = self.known_at + (seconds if seconds > 0 else self.pause_seconds)
 
     def close(self) -> None:
         self.retry_at = None
@@ -116,7 +121,8 @@ class _Circuit:
 class Breakers:
     """The circuit breakers of one worker.
 
-    With `alert_queue` the statement that opens or closes one also enqueues an announcement there.
+    With `alert_queue` the statement that opens or closes one also enqueues an announcement there. A message of
+    `hold_topics` that may have been handed over is not held back to be sent again.
     """
 
     def __init__(
@@ -127,15 +133,18 @@ class Breakers:
         telemetry: Telemetry,
         *,
         alert_queue: str | None = None,
+        hold_topics: Collection[str] = (),
     ) -> None:
         self._store = store
         self._transports = transports
         self._settings = settings
         self._telemetry = telemetry
         self._alert_queue = alert_queue
+        self._hold_topics = frozenset(hold_topics)
         self._circuits: dict[str, _Circuit] = {}
         self._couriers: dict[int, _Circuit] = {}
         self._looked_at: dict[str, float] = {}
+        self._asked_for_news_at = float("-inf")
         self._rendering_topics: set[str] = set()
         self._under_way_count = 0
         self._tasks: set[asyncio.Task[object]] = set()
@@ -148,12 +157,18 @@ class Breakers:
         """Whether there is anything that a message could be refused for."""
         return bool(self._circuits)
 
-    def refusal(self, message: Message[object]) -> Snooze | None:
+    async def refusal(self, message: Message[object]) -> Snooze | None:
         """Why this message must not be attempted now, if so: then nothing is rendered and no token is minted.
 
         Only a message of a topic whose handler is known to leave the sending to a transport is refused. When the time
         to probe has come, one message passes; `let_go` tells that its attempt has ended.
         """
+        refusal = self._refusal(message)
+        if refusal is not None and await self._has_news():
+            refusal = self._refusal(message)
+        return refusal
+
+    def _refusal(self, message: Message[object]) -> Snooze | None:
         if message.destination is None or message.topic not in self._rendering_topics:
             return None
         transport = self._transports.get(scheme_of(message.destination))
@@ -199,6 +214,8 @@ class Breakers:
             if circuit.retry_at is None:
                 return await self._try(circuit, transport, message, content)
             if (refusal := self._refusal_of_open(circuit, message)) is not None:
+                if await self._has_news() and circuit.retry_at is None:
+                    return await self._try(circuit, transport, message, content)
                 return refusal
             if message.topic == ALERT_TOPIC:
                 # It speaks of this very breaker, perhaps: it neither counts nor decides.
@@ -256,9 +273,12 @@ class Breakers:
                     self._look_for_leftover(circuit)
             case Transient(outage=True) if counts:
                 await self._note_failure(circuit, outcome.error)
-                if circuit.retry_at is not None:
+                if circuit.retry_at is not None and not self._is_on_hold(message, outcome):
                     return circuit.snooze(outcome.retry_after)
         return outcome
+
+    def _is_on_hold(self, message: Message[object], outcome: Transient) -> bool:
+        return outcome.unknown and message.topic in self._hold_topics
 
     def _note_failure(self, circuit: _Circuit, error: str) -> Coroutine[object, object, None]:
         """Count a failure at once; what is to be awaited learns whether it is open."""
@@ -328,7 +348,7 @@ class Breakers:
                 self._start(self._close(circuit.key, probe_id))
             case Transient(outage=True):
                 await self._reopen(circuit, probe_id, outcome.error)
-                return circuit.snooze(outcome.retry_after)
+                return outcome if self._is_on_hold(message, outcome) else circuit.snooze(outcome.retry_after)
             case _:
                 self._start(self._release(circuit.key, probe_id))
         return outcome
@@ -381,6 +401,33 @@ class Breakers:
         elif circuit.retry_at is None:
             self._circuits.setdefault(circuit.key, circuit).open(row)
 
+    async def _has_news(self) -> bool:
+        """Learn what the fleet says of all that is held to be dead; True if something of it is closed.
+
+        Another worker's probe may have arrived, or an operator has deleted the row. Asked once a second at most, by who
+        would be held back otherwise.
+        """
+        asked_at = elapsed_clock()
+        paused = [c for c in self._circuits.values() if c.retry_at is not None and c.retry_at > asked_at]
+        if not paused or asked_at - self._asked_for_news_at < _NEWS_SECONDS:
+            return False
+        self._asked_for_news_at = asked_at
+        try:
+            rows = await self._ask(self._store.breakers([circuit.key for circuit in paused]))
+        except _UnknownError:
+            return False
+        has_news = False
+        for circuit in paused:
+            if circuit.retry_at is None or circuit.known_at > asked_at:
+                continue  # What was learned meanwhile is newer than the answer.
+            row = rows.get(circuit.key)
+            if row is None:
+                circuit.close()
+                has_news = True
+            elif row.retry_seconds > 0:
+                circuit.open(row)
+        return has_news
+
     async def _release(self, key: str, probe_id: str) -> None:
         try:
             await self._ask(self._store.breaker_release(key, probe_id))
@@ -401,10 +448,10 @@ class Breakers:
             circuit.answered.clear()
             circuit.waiting_count += 1
             try:
-                async with asyncio.timeout(circuit.answered_at + _STALL_SECONDS - elapsed_clock()):
-                    await circuit.answered.wait()
-            except TimeoutError:
-                pass
+                # Without an answer until then it is stalled, which the next turn finds.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(circuit.answered_at + _STALL_SECONDS - elapsed_clock()):
+                        await circuit.answered.wait()
             finally:
                 circuit.waiting_count -= 1
         return None

@@ -324,7 +324,7 @@ class Dispatcher:
             case None:
                 return Sent()
             case Sent() | Transient() | Permanent() | Skip() | Snooze():
-                return result
+                return _unless_on_hold(context.handler, result)
             case Content():
                 # The process may have been suspended since the handler began: ask before anything is handed over.
                 if context.overtaken is not None or context.leased_at < elapsed_clock() - self._lease_seconds / 2:
@@ -332,7 +332,7 @@ class Dispatcher:
                         await context.ensure_lease()
                     except (psycopg.Error, OSError):
                         return Snooze(0)  # Nothing was handed over, so no attempt is used up.
-                return await self.deliver(message, result)
+                return _unless_on_hold(context.handler, await self.deliver(message, result))
             case _:
                 return Permanent(
                     f"the handler returned a {type(result).__name__}; it must return None, an outcome, or a content "
@@ -358,6 +358,13 @@ class Dispatcher:
 
 async def _send(transport: Transport, message: Message[object], content: Content) -> Outcome:
     return await transport.send(message, content)
+
+
+def _unless_on_hold(handler: Handler, outcome: Outcome) -> Outcome:
+    """What may have been handed over is not tried again where that is for a person to find out."""
+    if isinstance(outcome, Transient) and outcome.unknown and handler.on_unknown == "hold":
+        return Permanent(outcome.error)
+    return outcome
 
 
 def _interrupted(handler: Handler) -> Outcome:
@@ -397,7 +404,7 @@ def outcome_of_error(handler: Handler, error: BaseException) -> Outcome:
     """What an exception means: the outcome that was raised, `Permanent` for the handler's list, else `Transient`."""
     match error:
         case Transient() | Permanent() | Skip() | Snooze():
-            return error
+            return _unless_on_hold(handler, error)
         case asyncio.CancelledError() if _is_being_cancelled():
             raise error
         case _:

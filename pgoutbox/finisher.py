@@ -109,7 +109,9 @@ class Finisher:
 
     async def _write_sent(self, contexts: Sequence[Context]) -> Mapping[int, State]:
         return await self._store.finish_sent(
-            [c.message.id for c in contexts], [c.message.attempt_count for c in contexts]
+            [c.message.id for c in contexts],
+            [c.message.attempt_count for c in contexts],
+            {c.message.topic for c in contexts},
         )
 
     async def _write(self, contexts: Sequence[Context], write: Write, verdicts: Mapping[Context, Verdict]) -> None:

@@ -78,8 +78,9 @@ def prune(
     """Delete messages that have been in one of these final states for longer than `older_than`, with their attempts.
 
     Their dedupe keys are free again after that, and with `sent` the old keys of messages that were deleted as they were
-    sent. `failed` messages wait for a person, so they are deleted only when `states` names them. In batches that are
-    committed one by one; keys and contents without a message go last.
+    sent. `failed` messages wait for a person, so they are deleted only when `states` names them; what waited behind one
+    that halted its ordering key goes on at once. In batches that are committed one by one; keys and contents without a
+    message go last.
     """
     parameters = _prune_parameters(older_than, states, topic) | {"limit": batch_size}
     deleted: Counter[State] = Counter()
@@ -131,7 +132,7 @@ def _prune_messages(
         return rows
 
     while rows := transact(connection, delete):
-        deleted.update(State(state) for (state,) in rows)
+        deleted.update(State(state) for state, _ in rows)
         if progress is not None:
             progress(deleted.total())
         if len(rows) < cast("int", parameters["limit"]):

@@ -97,14 +97,18 @@ class Transient(Exception):  # noqa: N818 - an outcome; it can be returned or ra
     """The attempt failed in a way that may pass: retry by the policy, until `max_attempts` is used up.
 
     `retry_after`, in seconds, is what the receiver asked for. A transport says `outage` when the destination, or the
-    way to it, is at fault and not this one message: such failures open a circuit breaker.
+    way to it, is at fault and not this one message: such failures open a circuit breaker. `unknown` says that the
+    message may have been handed over all the same: then the handler's `on_unknown` decides whether it is tried again.
     """
 
-    def __init__(self, error: str, retry_after: float | None = None, *, outage: bool = False) -> None:
+    def __init__(
+        self, error: str, retry_after: float | None = None, *, outage: bool = False, unknown: bool = False
+    ) -> None:
         super().__init__(error)
         self.error = error
         self.retry_after = None if retry_after is None else float(retry_after)
         self.outage = outage
+        self.unknown = unknown
 
 
 class Permanent(Exception):  # noqa: N818 - an outcome; it can be returned or raised

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Final, LiteralString, TypeVar
 
@@ -29,12 +30,17 @@ Parameters = Mapping[str, object] | Sequence[object]
 
 @contextlib.contextmanager
 def connect(
-    settings: Settings, *, read_only: bool = False, application_name: str = "pgoutbox cli"
+    settings: Settings,
+    *,
+    read_only: bool = False,
+    application_name: str = "pgoutbox cli",
+    watching: Callable[[psycopg.Connection[TupleRow]], AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> Iterator[psycopg.Connection[TupleRow]]:
     """A connection for the functions of this module, for the length of the `with` block.
 
     Transactions on it are READ COMMITTED whatever the role's default is. Works through a transaction pooler, and with
-    `read_only` on a standby too. Raises `ConfigurationError` or `SchemaError` for a server that cannot be worked with.
+    `read_only` on a standby too. While the server is asked what it is, `watching` may break the connection. Raises
+    `ConfigurationError` or `SchemaError` for a server that cannot be worked with.
 
         with connect(load_settings()) as connection:
             redrive(connection, [17])
@@ -47,7 +53,8 @@ def connect(
         application_name=application_name,
     )
     with contextlib.closing(connection):
-        _check_server(connection, read_only=read_only)
+        with watching(connection):
+            _check_server(connection, read_only=read_only)
         connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
         connection.read_only = read_only
         yield connection

@@ -82,6 +82,7 @@ class Settings(BaseSettings):
     smtp_security: Literal["starttls", "tls", "none"] = Field(
         "starttls", description="STARTTLS demanded, TLS from the first byte, or plain text (a local server only)."
     )
+    smtp_ca_file: str | None = Field(None, description="PEM file of authorities to trust besides those of the system.")
     smtp_username: str | None = Field(None, description="User name for SMTP AUTH.")
     smtp_password: SecretStr | None = Field(None, description="Password for SMTP AUTH.")
     smtp_from: str | None = Field(None, description="Sender of e-mail that names none.")
@@ -168,17 +169,25 @@ class Settings(BaseSettings):
     redis_url: SecretStr | None = Field(
         None, description="Redis of the `redis:` transport: `redis://user:password@host:6379/0`, or `rediss:` for TLS."
     )
+    redis_ca_file: str | None = Field(None, description="PEM file of authorities to trust besides those of the system.")
     nats_url: SecretStr | None = Field(
         None,
         description="NATS of the `nats:` transport: `nats://user:password@host:4222`, or `tls:`; several by commas.",
     )
+    nats_ca_file: str | None = Field(None, description="PEM file of authorities to trust besides those of the system.")
     rabbitmq_url: SecretStr | None = Field(
         None, description="Server of the `rabbitmq:` transport: `amqps://user:password@host/vhost`, or `amqp:`."
+    )
+    rabbitmq_ca_file: str | None = Field(
+        None, description="PEM file of authorities to trust besides those of the system."
     )
     kafka_servers: str | None = Field(
         None, description="Brokers of the `kafka:` transport to start from: `host:port`, several by commas."
     )
     kafka_security: Literal["tls", "none"] = Field("tls", description="TLS, or plain text (a private network only).")
+    kafka_ca_file: str | None = Field(
+        None, description="PEM file of authorities to trust instead of those of the system."
+    )
     kafka_mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"] = Field(
         "SCRAM-SHA-512", description="SASL mechanism, when there is a user name."
     )

@@ -326,7 +326,7 @@ class Store:
         self._settings = settings
         self.claims = Link(dsn, settings, purpose=f"claim {worker[-_SHOWN_NAME_LENGTH:]}")
         self._finishes = Link(dsn, settings, purpose="finish", spare=self.claims)
-        self._forgets_sent = False
+        self._forgotten_topics: frozenset[str] = frozenset()
         self._retention_turn = asyncio.Lock()
         self._retention_read_at = -math.inf
 
@@ -432,19 +432,21 @@ class Store:
         ((count,),) = await self.claims.fetch(sql.COUNT_OWED, {"queues": queues, "topics": topics})
         return int(count)
 
-    async def finish_sent(self, ids: Sequence[int], attempt_counts: Sequence[int]) -> dict[int, State]:
-        """Finish these attempts as sent; the answer holds those that still held their message.
+    async def finish_sent(
+        self, ids: Sequence[int], attempt_counts: Sequence[int], topics: Collection[str]
+    ) -> dict[int, State]:
+        """Finish these attempts, of messages of these topics, as sent; the answer holds those that held their message.
 
-        Also of a message that is deleted instead, because a rule of retention keeps nothing of what was sent.
+        Also a message that is deleted instead, because a rule of retention keeps nothing of what was sent.
         """
         rows = await self._finishes.fetch(
-            sql.FINISH_SENT_AND_FORGET_IF_HELD if await self.forgets_sent() else sql.FINISH_SENT_IF_HELD,
+            sql.FINISH_SENT_AND_FORGET_IF_HELD if await self.forgets_sent(topics) else sql.FINISH_SENT_IF_HELD,
             {"ids": _array_of(ids), "attempt_counts": _array_of(attempt_counts)},
         )
         return dict.fromkeys((row[0] for row in rows), State.SENT)
 
-    async def forgets_sent(self) -> bool:
-        """Whether there is a rule of retention that keeps nothing of what was sent, as of half a minute ago at most.
+    async def forgets_sent(self, topics: Collection[str]) -> bool:
+        """Whether a rule of retention may keep nothing of what was sent in these topics, half a minute ago at most.
 
         Read no more often than that, and only by who finishes: an idle worker does not ask. Raises what a database that
         does not answer raises.
@@ -452,9 +454,10 @@ class Store:
         if time.monotonic() - self._retention_read_at > _RETENTION_SECONDS:
             async with self._retention_turn:  # Who comes second waits for the answer.
                 if time.monotonic() - self._retention_read_at > _RETENTION_SECONDS:
-                    ((self._forgets_sent,),) = await self._finishes.fetch(sql.FORGETS_SENT, {})
+                    rows = await self._finishes.fetch(sql.FORGOTTEN_TOPICS, {})
+                    self._forgotten_topics = frozenset(topic for (topic,) in rows)
                     self._retention_read_at = time.monotonic()
-        return self._forgets_sent
+        return bool(self._forgotten_topics) and not self._forgotten_topics.isdisjoint((*topics, "*"))
 
     async def finish(self, verdicts: Sequence[Verdict]) -> dict[int, State]:
         """Finish these attempts; the answer holds the state that each message reached, if the attempt still held it."""
@@ -511,6 +514,11 @@ class Store:
             {"key": key, "probe_seconds": self._settings.breaker_probe_seconds, "worker": self.worker},
         )
         return BreakerRow._make(rows[0]) if rows else None
+
+    async def breakers(self, keys: Sequence[str]) -> dict[str, BreakerRow]:
+        """Those of these breakers that are open."""
+        rows = await self.claims.fetch(sql.BREAKERS, {"keys": keys})
+        return {row[0]: BreakerRow._make(row[1:]) for row in rows}
 
     async def breaker_close(self, key: str, probe_id: str, *, alert_queue: str | None) -> float | None:
         """Close what this probe has found alive; for how many seconds it was open. None if the probe was given up."""

@@ -66,7 +66,7 @@ class Transactions:
                 raise _NotSentError(outcome)
             _check_usable(connection)
             message = context.message
-            forgets = await self._store.forgets_sent()
+            forgets = await self._store.forgets_sent((message.topic,))
             if not await complete_within(connection, message.id, message.attempt_count, forgets=forgets):
                 raise _lost(message)
 
@@ -75,7 +75,7 @@ class Transactions:
         loop = asyncio.get_running_loop()
         handler = context.handler
         message = handler.parse(context.message)
-        forgets = await self._store.forgets_sent()
+        forgets = await self._store.forgets_sent((message.topic,))
 
         def work() -> None:
             with pool.connection() as connection:

@@ -77,6 +77,7 @@ _LOST_RACES = (
     psycopg.errors.LockNotAvailable,
 )
 _EMPTY_HEADERS: Mapping[str, str] = {}
+_Content = JsonValue | Permanent | Transient  # What a fan-out shares, or why it cannot be read.
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +144,7 @@ class Worker:
         self._transports = transports if transports is not None else outbox.transports_for(self._settings)
         self._held: dict[int, Context] = {}
         self._suspects: list[Context] = []
-        self._contents: dict[int, JsonValue] = {}
+        self._contents: dict[int, _Content] = {}
         self._prefetch = 0
         self._stopping = False
         self._work_ahead = False
@@ -215,6 +216,7 @@ class Worker:
             settings,
             self.telemetry,
             alert_queue=self._queue_names[0] if ALERT_TOPIC in self._handlers else None,
+            hold_topics=self._hold_topics,
         )
         self._dispatcher = Dispatcher(
             self._transports,
@@ -523,8 +525,11 @@ class Worker:
         if ended:
             await self._account_for_ended(ended)
 
-    async def _contents_of(self, rows: Sequence[ClaimedRow]) -> Mapping[int, JsonValue] | None:
-        """The contents that these rows name, those that exist; None if the database did not answer."""
+    async def _contents_of(self, rows: Sequence[ClaimedRow]) -> Mapping[int, _Content] | None:
+        """The contents that these rows name, those that exist, each decrypted and parsed once for all of its messages.
+
+        None if the database did not answer.
+        """
         asked = {row.content_id for row in rows if row.content_id is not None and row.state == _SENDING}
         contents = {content_id: self._contents[content_id] for content_id in asked & self._contents.keys()}
         if missing := sorted(asked - contents.keys()):
@@ -533,7 +538,7 @@ class Worker:
             except (psycopg.Error, OSError) as error:
                 await self._endure(error)
                 return None
-            contents.update((content_id, _read_json(text)) for content_id, text in found.items())
+            contents.update((content_id, _read_content(text, self._keyring)) for content_id, text in found.items())
             # The messages of a fan-out come together: the last contents are those that are asked for next.
             self._contents = dict(list((self._contents | contents).items())[-_KEPT_CONTENTS:])
         return contents
@@ -761,7 +766,7 @@ class Worker:
         return await (self._run_admitted if self._breakers.watches_any else self._run)(work, watch_thread)
 
     async def _run_admitted(self, work: Work, watch_thread: ThreadWatch) -> Sequence[Ending]:
-        refusals = {c: refusal for c in work if (refusal := self._breakers.refusal(c.message)) is not None}
+        refusals = {c: refusal for c in work if (refusal := await self._breakers.refusal(c.message)) is not None}
         admitted = [context for context in work if context not in refusals]
         try:
             endings = iter(await self._run(admitted, watch_thread) if admitted else ())
@@ -796,23 +801,27 @@ class Worker:
 
 
 def _message_of(
-    row: ClaimedRow, contents: Mapping[int, JsonValue], keyring: Keyring | None
+    row: ClaimedRow, contents: Mapping[int, _Content], keyring: Keyring | None
 ) -> tuple[Message[object], Permanent | Transient | None]:
     """The message, and what is wrong if its payload cannot be read: one such row must not keep the others."""
     problem: Permanent | Transient | None = None
     payload = headers = None
-    content = contents.get(row.content_id) if row.content_id is not None else None
+    content: JsonValue = None
+    if row.content_id is not None:
+        found = contents.get(row.content_id)
+        if isinstance(found, (Permanent, Transient)):
+            problem = found
+        else:
+            content = found
     try:
         headers = None if row.headers_json is None else _read_json(row.headers_json)
         payload = _read_json(row.payload_json)
         if type(payload) is dict and is_sealed(payload):
             payload = _read_json(unseal(payload, keyring))
-        if content is not None and is_sealed(content):
-            content = _read_json(unseal(content, keyring))
     except (ValueError, RecursionError) as error:
         problem = Permanent(f"payload: cannot be read as JSON: {describe(error)}")
     except Transient as missing_key:
-        problem, payload, content = missing_key, None, None
+        problem, payload = missing_key, None
     message: Message[object] = Message(
         row.id,
         row.topic,
@@ -829,6 +838,16 @@ def _message_of(
         content,
     )
     return message, problem
+
+
+def _read_content(text: str, keyring: Keyring | None) -> _Content:
+    try:
+        content = _read_json(text)
+        return _read_json(unseal(content, keyring)) if is_sealed(content) else content
+    except (ValueError, RecursionError) as error:
+        return Permanent(f"content: cannot be read as JSON: {describe(error)}")
+    except Transient as missing_key:
+        return missing_key
 
 
 def _read_json(text: str) -> JsonValue:

@@ -19,21 +19,25 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pgoutbox import Context, Event, Message, Outbox, Permanent, RetryPolicy, Transient
+import pytest
+import trustme
+
+from pgoutbox import Context, Event, Message, Outbox, RetryPolicy, Transient
 from tests.conftest import server_missing
 from tests.outbox_actions import settings_for
+from tests.sends import error_of
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 
     from pgoutbox.message import Outcome
 
 HOST = "127.0.0.1"
-START_SECONDS = 60.0
 
 
 class Broker:
@@ -71,11 +75,15 @@ class Broker:
                 group=account.pw_gid if account else None,
                 extra_groups=[] if account else None,
             )
-        deadline = time.monotonic() + START_SECONDS
-        while not self._answers():
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                raise AssertionError(f"{self._command[0]} did not start: {(self.home / 'log').read_text()[-2_000:]}")
-            time.sleep(0.01)
+        wait_until(self._has_started, lambda: f"{self._command[0]} has started\n{self._output()}")
+
+    def _has_started(self) -> bool:
+        assert self._process is not None
+        assert self._process.poll() is None, f"{self._command[0]} has ended\n{self._output()}"
+        return self._answers()
+
+    def _output(self) -> str:
+        return (self.home / "output").read_text(errors="replace")[-2_000:]
 
     def stop(self) -> None:
         """Kill the server and what it started."""
@@ -93,8 +101,8 @@ class Broker:
         assert self._process is not None
         group = self._process.pid
         os.killpg(group, signal.SIGSTOP)
-        while not _is_stopped(group):  # Its processes and their threads stop one after another.
-            time.sleep(0.001)
+        # Its processes and their threads stop one after another.
+        wait_until(lambda: _is_stopped(group), lambda: f"{self._command[0]} stands still")
         try:
             yield
         finally:
@@ -144,6 +152,48 @@ def accepts(port: int) -> bool:
         return client.connect_ex((HOST, port)) == 0
 
 
+# The name that certificates of brokers are for. They are not for the address behind it.
+TLS_HOST = "localhost"
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """Of a broker, for `TLS_HOST` alone: files that every account may read."""
+
+    ca_file: str
+    cert_file: str
+    key_file: str
+
+
+def issue_certificate(home: Path) -> Certificate:
+    """A certificate of an authority that nobody else knows."""
+    authority = trustme.CA()
+    issued = authority.issue_cert(TLS_HOST)
+    files = {"ca.pem": authority.cert_pem, "cert.pem": issued.cert_chain_pems[0], "key.pem": issued.private_key_pem}
+    for name, blob in files.items():
+        blob.write_to_path(home / name)
+        (home / name).chmod(0o644)
+    return Certificate(*(str(home / name) for name in files))
+
+
+@dataclass(frozen=True, slots=True)
+class TlsBroker:
+    """A broker that speaks TLS on one port and plain text on another."""
+
+    broker: Broker
+    tls_port: int
+    plain_port: int
+    certificate: Certificate
+
+
+# Which way to such a broker is refused, and why: the host, whether by the right port, whether its authority is known.
+TLS_REFUSALS = [
+    pytest.param(TLS_HOST, True, False, "the server's certificate is refused: ", id="unknown authority"),
+    pytest.param(HOST, True, True, "the server's certificate is refused: IP address mismatch", id="other host"),
+    pytest.param(TLS_HOST, False, True, "", id="plain text"),
+]
+
+
 @contextlib.contextmanager
 def redis_server(*options: str) -> Iterator[Broker]:
     """A Redis that keeps its streams over a restart."""
@@ -172,10 +222,27 @@ def outbox_with(dsn: str, **settings: object) -> Outbox:
     return outbox
 
 
-def error_of(outcome: Outcome, kind: type[Transient | Permanent]) -> str:
-    """The error of an outcome that has to be of this kind."""
-    assert isinstance(outcome, kind), outcome
-    return outcome.error
+@contextlib.contextmanager
+def tls_redis_server() -> Iterator[TlsBroker]:
+    """A Redis with a port for each."""
+    with own_home("tls") as home:
+        certificate, tls_port = issue_certificate(home), free_port()
+        options = (
+            "--tls-port", str(tls_port), "--tls-auth-clients", "no", "--tls-cert-file", certificate.cert_file,
+            "--tls-key-file", certificate.key_file, "--tls-ca-cert-file", certificate.ca_file,
+        )  # fmt: skip
+        with redis_server(*options) as broker:
+            yield TlsBroker(broker, tls_port, broker.port, certificate)
+
+
+@contextlib.contextmanager
+def tls_nats_server(configuration: str, plain: Broker) -> Iterator[TlsBroker]:
+    """A NATS that demands TLS, beside one that does not know it."""
+    with own_home("tls") as home:
+        certificate = issue_certificate(home)
+        tls = f'tls {{ cert_file: "{certificate.cert_file}", key_file: "{certificate.key_file}" }}'
+        with nats_server(f"{configuration}\n{tls}") as broker:
+            yield TlsBroker(broker, broker.port, plain.port, certificate)
 
 
 @contextlib.contextmanager
@@ -203,22 +270,26 @@ def _greets(port: int) -> bool:
 
 
 # Loaded when RabbitMQ starts: its command line takes seconds for each of them.
-_RABBITMQ_USERS = {"app": (".*", ".*", ".*"), "reader": ("", "", ".*")}
+_RABBITMQ_USERS = {"app": (".*", ".*", ".*"), "reader": ("", "", ".*"), "tls": (".*", ".*", ".*")}
+RABBITMQ_TLS_PASSWORD = "canary/password"
 RABBITMQ_MAX_BYTES = 2_000_000
 
 
 @contextlib.contextmanager
-def rabbitmq_server() -> Iterator[Broker]:
-    """A RabbitMQ with the users `app` and `reader`, who may not publish. Their password is `secret`."""
+def rabbitmq_server() -> Iterator[TlsBroker]:
+    """A RabbitMQ with a port for each, the user `app`, and `reader` who may not publish. The password is `secret`."""
     program, epmd, port, epmd_port = program_of("rabbitmq-server"), program_of("epmd"), free_port(), free_port()
     if program.startswith("/usr/sbin/"):  # Debian's wrapper insists on an account of its own.
         program = "/usr/lib/rabbitmq/bin/rabbitmq-server"
     with own_home("rabbitmq") as home:
+        certificate, tls_port = issue_certificate(home), free_port()
         (home / "definitions.json").write_text(json.dumps(_rabbitmq_definitions()))
         (home / "plugins").write_text("[].")
         (home / "rabbitmq.conf").write_text(
             f"listeners.tcp.1 = {HOST}:{port}\nload_definitions = {home}/definitions.json\n"
             f"max_message_size = {RABBITMQ_MAX_BYTES}\n"
+            f"listeners.ssl.1 = {HOST}:{tls_port}\nssl_options.cacertfile = {certificate.ca_file}\n"
+            f"ssl_options.certfile = {certificate.cert_file}\nssl_options.keyfile = {certificate.key_file}\n"
         )
         environment = {
             "ERL_EPMD_PORT": str(epmd_port),
@@ -233,25 +304,31 @@ def rabbitmq_server() -> Iterator[Broker]:
             "RABBITMQ_ENABLED_PLUGINS_FILE": f"{home}/plugins",
             "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "+S 2:2 +sbwt none",
         }
-        broker = Broker([program], home, port, answers=lambda: accepts(port), environment=environment)
+        broker = Broker(
+            [program], home, port, answers=lambda: accepts(port) and accepts(tls_port), environment=environment
+        )
         try:
             broker.start()
-            yield broker
+            yield TlsBroker(broker, tls_port, port, certificate)
         finally:
             broker.stop()
-            while accepts(epmd_port):  # It stays for as long as it knows of the node.
-                subprocess.run([epmd, "-port", str(epmd_port), "-kill"], capture_output=True, check=False)
+            wait_until(lambda: _has_ended(epmd, epmd_port), lambda: "the port mapper of RabbitMQ has ended")
+
+
+def _has_ended(epmd: str, port: int) -> bool:
+    """Whether the port mapper is gone. It stays for as long as it knows of the node, so it is told each time."""
+    if accepts(port):
+        subprocess.run([epmd, "-port", str(port), "-kill"], capture_output=True, check=False)
+    return not accepts(port)
 
 
 def _rabbitmq_definitions() -> dict[str, object]:
-    salt = b"salt"
-    password_hash = base64.b64encode(salt + hashlib.sha256(salt + b"secret").digest()).decode()
     return {
         "vhosts": [{"name": "/"}],
         "users": [
             {
                 "name": name,
-                "password_hash": password_hash,
+                "password_hash": _rabbitmq_hash(RABBITMQ_TLS_PASSWORD if name == "tls" else "secret"),
                 "hashing_algorithm": "rabbit_password_hashing_sha256",
                 "tags": [],
             }
@@ -262,6 +339,11 @@ def _rabbitmq_definitions() -> dict[str, object]:
             for name, (configure, write, read) in _RABBITMQ_USERS.items()
         ],
     }
+
+
+def _rabbitmq_hash(password: str) -> str:
+    salt = b"salt"
+    return base64.b64encode(salt + hashlib.sha256(salt + password.encode()).digest()).decode()
 
 
 _KAFKA = """
@@ -290,11 +372,34 @@ def kafka_server() -> Iterator[Broker]:
             broker.stop()
 
 
+@contextlib.asynccontextmanager
+async def forwarded(port: int) -> AsyncIterator[Forwarder]:
+    """A forwarder to a broker that is there."""
+    forwarder = Forwarder(port)
+    await forwarder.listen()
+    try:
+        yield forwarder
+    finally:
+        await forwarder.cut()
+
+
+def assert_refused(outcome: Outcome, error: str, secrets: set[str], logs: str, forwarder: Forwarder) -> None:
+    """Assert that a way to a broker was refused clearly, before anything that is secret was sent or shown."""
+    said = error_of(outcome, Transient)
+    assert isinstance(outcome, Transient)
+    assert said.startswith(error), said
+    assert (outcome.outage, outcome.unknown) == (True, False)
+    for secret in secrets:
+        assert secret not in said + logs
+        assert secret.encode() not in forwarder.said
+
+
 class Forwarder:
-    """A port that is not served until `listen`; then it leads to a broker, until `cut`."""
+    """A port that leads to a broker from `listen` to `cut`, and is not served else. `said` is what it was told."""
 
     def __init__(self, target_port: int) -> None:
         self.port = free_port()
+        self.said = bytearray()
         self._target_port = target_port
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -318,7 +423,7 @@ class Forwarder:
         self._tasks.add(task)
         far_reader, far_writer = await asyncio.open_connection(HOST, self._target_port)
         try:
-            await asyncio.gather(_pump(reader, far_writer), _pump(far_reader, writer))
+            await asyncio.gather(_pump(reader, far_writer, self.said), _pump(far_reader, writer))
         except (asyncio.CancelledError, OSError):
             pass
         finally:
@@ -327,8 +432,10 @@ class Forwarder:
                 end.transport.abort()
 
 
-async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, heard: bytearray | None = None) -> None:
     while chunk := await reader.read(65_536):
+        if heard is not None:
+            heard += chunk
         writer.write(chunk)
         await writer.drain()
     writer.close()

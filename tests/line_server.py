@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
 from pgoutbox.message import Message, Outcome, Sent, Transient
+from tests.dialogues import HOST, listening
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from pgoutbox.transports import Content
 
-HOST = "127.0.0.1"
 SCHEME = "line"
 
 
@@ -99,20 +99,8 @@ class LineHost:
 async def line_host(mood: Mood = Mood.TAKE) -> AsyncIterator[LineHost]:
     """A host in this mood, which the test may change."""
     host = LineHost(mood)
-    dialogues: set[asyncio.Task[None]] = set()
-
-    def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        dialogues.add(asyncio.create_task(host.serve(reader, writer)))
-
-    listener = await asyncio.start_server(accept, HOST, 0)
-    host.port = listener.sockets[0].getsockname()[1]
-    try:
+    async with listening(host.serve) as host.port:
         yield host
-    finally:
-        listener.close()
-        for dialogue in dialogues:
-            dialogue.cancel()
-        await asyncio.gather(*dialogues, return_exceptions=True)
 
 
 class LineTransport:

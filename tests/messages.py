@@ -45,16 +45,18 @@ def put(
     destination: str | None = None,
     coalesce_key: str | None = None,
     dedupe_key: str | None = None,
+    ordering_key: str | None = None,
     age: timedelta = timedelta(),
 ) -> int:
     """Enqueue a message and bring it to `state`, where it has been for `age`."""
     row = connection.execute(
         """
         SELECT pgoutbox.enqueue(
-            %s, '{"to": "ada"}', queue => %s, destination => %s, coalesce_key => %s, dedupe_key => %s, max_attempts => 4
+            %s, '{"to": "ada"}', queue => %s, destination => %s, coalesce_key => %s, dedupe_key => %s,
+            ordering_key => %s, max_attempts => 4
         )
         """,
-        (topic, queue, destination, coalesce_key, dedupe_key),
+        (topic, queue, destination, coalesce_key, dedupe_key, ordering_key),
     ).fetchone()
     assert row is not None
     message_id = int(row[0])

@@ -22,7 +22,8 @@ from pgoutbox.settings import load_settings
 from pgoutbox.worker import Worker
 from tests.line_server import Line, LineHost, LineTransport, Mood, line_host
 
-_TICK_SECONDS = 0.05
+_TICK_SECONDS = 0.05  # The producer's pace: what fell due since the last tick is enqueued at once.
+_LOOK_SECONDS = 0.1  # Between two looks at the table; as fine as the recovery is measured.
 _TIMEOUT_SECONDS = 3.0
 _COOLDOWN_SECONDS = 2.0
 
@@ -126,7 +127,7 @@ async def until_delivered(dsn: str, mortal: LineHost, returned_at: float) -> tup
                 first = time.monotonic() - returned_at
             if not waiting:
                 return first or 0.0, time.monotonic() - returned_at
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(_LOOK_SECONDS)
 
 
 async def times(connection: psycopg.AsyncConnection[TupleRow], good: LineHost) -> list[tuple[str, float, float, int]]:
@@ -145,7 +146,7 @@ async def times(connection: psycopg.AsyncConnection[TupleRow], good: LineHost) -
         await connection.commit()
         if len(rows) == 3:
             return [(phase, float(p50), float(p99), count) for phase, p50, p99, count in rows]
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(_LOOK_SECONDS)
 
 
 def say(text: str) -> None:

@@ -301,7 +301,7 @@ class WatchedWorker(Worker):
 async def running(worker: Worker) -> AsyncIterator[None]:
     """The worker at work. At the end it is stopped, and an error that it ended with is raised."""
     task = asyncio.create_task(worker.run())
-    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # Its first step makes what a test may ask of it.
     try:
         async with asyncio.timeout(PATIENCE_SECONDS):
             yield

@@ -11,7 +11,6 @@ import enum
 import ssl
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from email import policy
 from email.message import EmailMessage
 from email.parser import BytesParser
@@ -19,30 +18,22 @@ from typing import TYPE_CHECKING
 
 from aiosmtpd.smtp import SMTP, AuthResult, Envelope, Session
 
-from pgoutbox.message import Message
+from tests.dialogues import HOST, listening
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
 
-HOST = "127.0.0.1"
 
-
-def outgoing(*, message_id: int = 7, attempt_count: int = 1, destination: str | None = None) -> Message[object]:
-    """A claimed message, as the worker gives it to a transport."""
-    created_at = datetime(2026, 3, 1, 12, tzinfo=UTC)
-    return Message(
-        id=message_id,
-        topic="welcome",
-        queue="default",
-        destination=destination,
-        payload={},
-        headers={},
-        attempt_count=attempt_count,
-        max_attempts=11,
-        created_at=created_at,
-        available_at=created_at,
-        coalesce_key=None,
-    )
+def mail_settings(port: int) -> dict[str, object]:
+    """Settings of a transport that speaks to a server of this module, in plain text."""
+    return {
+        "smtp_host": HOST,
+        "smtp_port": port,
+        "smtp_security": "none",
+        "smtp_from": "club@example.org",
+        "smtp_hostname": "app.example.org",
+        "smtp_timeout_seconds": 5,
+    }
 
 
 def parsed(content: bytes) -> EmailMessage:
@@ -242,17 +233,5 @@ async def scripted_server(
 ) -> AsyncIterator[ScriptedServer]:
     """A server that behaves well except where `answers` says otherwise."""
     server = ScriptedServer(answers or {}, extensions=extensions, tls_context=starttls)
-    dialogues: set[asyncio.Task[None]] = set()
-
-    def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        dialogues.add(asyncio.create_task(server.serve(reader, writer)))
-
-    listener = await asyncio.start_server(accept, HOST, 0, ssl=tls)
-    server.port = listener.sockets[0].getsockname()[1]
-    try:
+    async with listening(server.serve, tls=tls) as server.port:
         yield server
-    finally:
-        listener.close()
-        for dialogue in dialogues:
-            dialogue.cancel()
-        await asyncio.gather(*dialogues, return_exceptions=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from tests.outbox_actions import PATIENCE_SECONDS
 
@@ -14,13 +14,16 @@ if TYPE_CHECKING:
 PROCESS_PATIENCE_SECONDS: Final = 60.0
 _PAUSE_SECONDS: Final = 0.01
 
+T = TypeVar("T")
 
-def wait_until(condition: Callable[[], object], what: Callable[[], str]) -> None:
-    """Return when the condition holds; fail with the answer of `what` if that never comes."""
+
+def wait_until(condition: Callable[[], T], what: Callable[[], str]) -> T:
+    """What the condition gives, when it holds; fail with the answer of `what` if that never comes."""
     deadline = time.monotonic() + PROCESS_PATIENCE_SECONDS
-    while not condition():
+    while not (answer := condition()):
         assert time.monotonic() < deadline, f"not within {PROCESS_PATIENCE_SECONDS:g} s: {what()}"
         time.sleep(_PAUSE_SECONDS)
+    return answer
 
 
 async def until(condition: Callable[[], object]) -> None:

@@ -8,15 +8,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import socket
+import struct
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from tests.dialogues import HOST, listening
+
 if TYPE_CHECKING:
     import ssl
     from collections.abc import AsyncIterator, Sequence
-
-HOST = "127.0.0.1"
 
 
 class Misbehaviour(enum.Enum):
@@ -63,6 +65,15 @@ class WebhookServer:
     is_silent: asyncio.Event = field(default_factory=asyncio.Event)
     was_left: asyncio.Event = field(default_factory=asyncio.Event)
     _answered: int = 0
+    _idle: set[asyncio.StreamWriter] = field(default_factory=set)
+
+    def close_idle(self, *, reset: bool = False) -> None:
+        """Close the connections that wait for a request; with `reset` without a goodbye."""
+        for writer in self._idle:
+            if reset:
+                linger = struct.pack("ii", 1, 0)
+                writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            writer.transport.abort()
 
     def url(self, path: str = "/hook", *, scheme: str = "https", host: str | None = None) -> str:
         """A URL that leads here."""
@@ -84,7 +95,11 @@ class WebhookServer:
         return self.answers[min(self._answered, len(self.answers) - 1)]
 
     async def _serve_request(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+        self._idle.add(writer)
+        try:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+        finally:
+            self._idle.discard(writer)
         request_line, *lines = head.rstrip("\r\n").split("\r\n")
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
         body = await reader.readexactly(int(headers.get("content-length", "0")))
@@ -133,17 +148,5 @@ async def webhook_server(
 ) -> AsyncIterator[WebhookServer]:
     """A server that gives these answers, or 200 when there are none."""
     server = WebhookServer(answers or (answer(200),), host)
-    dialogues: set[asyncio.Task[None]] = set()
-
-    def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        dialogues.add(asyncio.create_task(server.serve(reader, writer)))
-
-    listener = await asyncio.start_server(accept, host, port, ssl=tls)
-    server.port = listener.sockets[0].getsockname()[1]
-    try:
+    async with listening(server.serve, host=host, port=port, tls=tls) as server.port:
         yield server
-    finally:
-        listener.close()
-        for dialogue in dialogues:
-            dialogue.cancel()
-        await asyncio.gather(*dialogues, return_exceptions=True)

@@ -35,7 +35,11 @@ def environment_with(**settings: str) -> dict[str, str]:
 
 
 def connection_count(db: psycopg.Connection) -> int:
-    """How many connections workers have to this database. They end with their process, whoever its parent was."""
+    """How many connections workers have to this database. They end after their process, whoever its parent was.
+
+    What a killed process had sent is executed all the same, as soon as the server comes to it: a claim, above all. Who
+    ages the leases of the dead waits until nothing is left of them, or that claim may take what it finds.
+    """
     ((count,),) = db.execute(
         "SELECT count(*) FROM pg_stat_activity"
         " WHERE datname = current_database() AND application_name LIKE 'pgoutbox %'"

@@ -711,7 +711,7 @@ BEGIN
             since := NULL;
         END IF;
         since := coalesce(since, now());
-        p_available_at := least(p_available_at, since + p_max_delay);
+        p_available_at := least(coalesce(p_available_at, now()), since + p_max_delay);
     END IF;
 
     IF p_coalesce_key IS NOT NULL THEN

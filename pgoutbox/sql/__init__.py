@@ -12,6 +12,7 @@ from pgoutbox.sql.breaker import (
     BREAKER_PROBE,
     BREAKER_RELEASE_IF_PROBING,
     BREAKER_REOPEN_IF_PROBING,
+    BREAKERS,
 )
 from pgoutbox.sql.claim import (
     CLAIM,
@@ -22,6 +23,7 @@ from pgoutbox.sql.claim import (
     NEXT_DUE,
 )
 from pgoutbox.sql.dashboard import (
+    ALLOW_BITMAPS,
     COUNT_DONE,
     COUNT_OPEN,
     COUNT_SEARCHED,
@@ -63,7 +65,7 @@ from pgoutbox.sql.finish import (
     FINISH_IF_HELD,
     FINISH_SENT_AND_FORGET_IF_HELD,
     FINISH_SENT_IF_HELD,
-    FORGETS_SENT,
+    FORGOTTEN_TOPICS,
     QUEUES_OF_SUCCESSORS,
     RENEW_IF_HELD,
     STANDING,
@@ -123,9 +125,11 @@ from pgoutbox.sql.watch import (
 )
 
 __all__ = [
+    "ALLOW_BITMAPS",
     "ARM",
     "BACKEND_PID",
     "BEGIN",
+    "BREAKERS",
     "BREAKER_CLOSE_IF_PROBING",
     "BREAKER_FAILED",
     "BREAKER_PROBE",
@@ -157,7 +161,7 @@ __all__ = [
     "FINISH_SENT_AND_FORGET_IF_HELD",
     "FINISH_SENT_IF_HELD",
     "FIRST_FROM",
-    "FORGETS_SENT",
+    "FORGOTTEN_TOPICS",
     "KNOWN_QUEUES",
     "LAST_ID",
     "LEASE_HOLDERS",

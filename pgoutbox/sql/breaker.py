@@ -93,6 +93,19 @@ FROM pgoutbox.breaker AS b
 WHERE b.key = %(key)s::text AND NOT EXISTS (SELECT FROM won)
 """
 
+# What the fleet says of breakers that this worker holds to be open.
+BREAKERS: Final[LiteralString] = """
+SELECT
+    b.key,
+    extract(epoch FROM b.retry_at - now())::float8 AS retry_seconds,
+    b.cooldown_seconds,
+    b.last_error,
+    false AS opened,
+    NULL AS probe_id
+FROM pgoutbox.breaker AS b
+WHERE b.key = ANY (%(keys)s::text[])
+"""
+
 # The probe arrived. Its id is the fence: a probe that was given up, or whose row an operator has set back, closes
 # nothing.
 BREAKER_CLOSE_IF_PROBING: Final[LiteralString] = """

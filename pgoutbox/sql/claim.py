@@ -350,8 +350,7 @@ WITH RECURSIVE visited(ordering_key, number) AS (
 )
 SELECT
     array_agg(first.id) FILTER (
-        WHERE first.state = 'pending'
-            AND first.available_at <= now()
+        WHERE first.available_at <= now()
             AND first.topic = ANY (%(topics)s::text[])
             AND NOT EXISTS (
                 SELECT
@@ -373,7 +372,7 @@ SELECT
     count(*)
 FROM visited AS v
 CROSS JOIN LATERAL (
-    SELECT m.id, m.state, m.topic, m.available_at
+    SELECT m.id, m.topic, m.available_at
     FROM pgoutbox.message_live AS m
     WHERE m.queue = %(queue)s::text AND m.ordering_key = v.ordering_key
     ORDER BY m.id
@@ -381,8 +380,9 @@ CROSS JOIN LATERAL (
 ) AS first
 """
 
-# Asks once more what may have changed since they were found. Whatever two claims see, only one message of a key can be
-# in flight: message_live_ordered_in_flight.
+# Asks once more what may have changed since they were found; of a message that another claim had meanwhile, state and
+# due time are asked of its newest version. Whatever two claims see, only one message of a key can be in flight:
+# message_live_ordered_in_flight.
 _ORDERED_LANE: Final[LiteralString] = """, candidate AS MATERIALIZED (
     SELECT
         m.id,
@@ -398,8 +398,7 @@ _ORDERED_LANE: Final[LiteralString] = """, candidate AS MATERIALIZED (
         m.available_at AS due_at
     FROM unnest(%(ids)s::bigint[]) AS found(id)
     JOIN pgoutbox.message_live AS m ON m.id = found.id
-    WHERE m.queue = %(queue)s::text
-        AND m.state = 'pending'
+    WHERE m.state = 'pending'
         AND m.available_at <= now()
         AND NOT EXISTS (
             SELECT
@@ -411,6 +410,7 @@ _ORDERED_LANE: Final[LiteralString] = """, candidate AS MATERIALIZED (
             FROM pgoutbox.message_live AS sibling
             WHERE sibling.queue = m.queue AND sibling.ordering_key = m.ordering_key AND sibling.state = 'sending'
         )
+    ORDER BY m.available_at, m.id
     LIMIT (SELECT p.count FROM permit AS p)
     FOR UPDATE OF m SKIP LOCKED
 )"""

@@ -6,14 +6,18 @@ from typing import Final, LiteralString
 
 from pgoutbox.sql.operators import MATCHES
 
-# With these plans every statement here reads an index from one end, and stops. A sequential scan would only look
-# cheaper by outdated statistics; its price makes compiling the plan seem worth while, which takes longer than running
-# it.
+# Every statement here reads an index from one end, and stops at its limit. A bitmap would read all that matches before
+# the limit counts anything; a sequential scan would look cheaper by outdated statistics only, and its price would make
+# compiling the plan seem worth while, which takes longer than running it.
 PREPARE_PAGE: Final[LiteralString] = """
 SELECT
     set_config('enable_seqscan', 'off', true),
+    set_config('enable_bitmapscan', 'off', true),
     set_config('jit', 'off', true)
 """
+
+# For what cannot be read but by a bitmap: block ranges, and the messages of an act.
+ALLOW_BITMAPS: Final[LiteralString] = "SELECT set_config('enable_bitmapscan', 'on', true)"
 
 # The queues that anything is owed in, found by leaps along the indexes, and those that have controls. What is due is
 # counted lane by lane up to a cap, and the first of each lane is the oldest of it.
@@ -119,6 +123,7 @@ SELECT
                     AND m.attempt_count = 0
                     AND m.ordering_key IS NULL
                     AND m.available_at <= now()
+                ORDER BY m.available_at
                 LIMIT %(cap)s::bigint
             )
             UNION ALL
@@ -130,6 +135,7 @@ SELECT
                     AND m.state = 'pending'
                     AND m.ordering_key IS NULL
                     AND m.available_at <= now()
+                ORDER BY m.available_at
                 LIMIT %(cap)s::bigint
             )
             UNION ALL
@@ -140,6 +146,7 @@ SELECT
                     AND m.ordering_key IS NOT NULL
                     AND m.state = 'pending'
                     AND m.available_at <= now()
+                ORDER BY m.available_at
                 LIMIT %(cap)s::bigint
             )
         ) AS due
@@ -154,6 +161,7 @@ SELECT
                     AND m.attempt_count = 0
                     AND m.ordering_key IS NULL
                     AND m.available_at > now()
+                ORDER BY m.available_at
                 LIMIT %(cap)s::bigint
             )
             UNION ALL
@@ -165,6 +173,7 @@ SELECT
                     AND m.state = 'pending'
                     AND m.ordering_key IS NULL
                     AND m.available_at > now()
+                ORDER BY m.available_at
                 LIMIT %(cap)s::bigint
             )
             UNION ALL
@@ -175,6 +184,7 @@ SELECT
                     AND m.ordering_key IS NOT NULL
                     AND m.state = 'pending'
                     AND m.available_at > now()
+                ORDER BY m.available_at
                 LIMIT %(cap)s::bigint
             )
         ) AS scheduled
@@ -449,28 +459,29 @@ LIMIT %(limit)s::bigint
 """
 )
 
+# How many match of how many rows that were looked at.
 COUNT_SEARCHED: Final[LiteralString] = (
     """
-SELECT count(*)
+SELECT count(*) FILTER (
+    WHERE """
+    + _MATCHES_TOO
+    + """), count(*)
 FROM ("""
     + _NEAR_BEFORE
     + """) AS m
-WHERE """
-    + _MATCHES_TOO
+"""
 )
 
-# Where a search ended that found less than a page: the lowest id that it looked at, and how many rows that were.
+# Where a search ended that found less than a page; no answer if it went through all rows there are.
 SEARCHED: Final[LiteralString] = """
-SELECT min(looked_at.id), count(*)
-FROM (
-    SELECT near.id
-    FROM pgoutbox.message AS near
-    WHERE (%(partition_states)s::text[] IS NULL OR near.state = ANY (%(partition_states)s::text[]))
-        AND (%(before_id)s::bigint IS NULL OR near.id < %(before_id)s::bigint)
-        AND (%(not_below_id)s::bigint IS NULL OR near.id >= %(not_below_id)s::bigint)
-    ORDER BY near.id DESC
-    LIMIT %(rows)s::bigint
-) AS looked_at
+SELECT near.id
+FROM pgoutbox.message AS near
+WHERE (%(partition_states)s::text[] IS NULL OR near.state = ANY (%(partition_states)s::text[]))
+    AND (%(before_id)s::bigint IS NULL OR near.id < %(before_id)s::bigint)
+    AND (%(not_below_id)s::bigint IS NULL OR near.id >= %(not_below_id)s::bigint)
+ORDER BY near.id DESC
+OFFSET %(rows)s::bigint - 1
+LIMIT 1
 """
 
 # Messages are few in this state, and have an index of their own.

@@ -24,30 +24,31 @@ RETURNING m.id, m.state
 """
 
 # The same where a rule keeps nothing of what was sent: the row goes at the moment at which it would have become `sent`,
-# with the history of its attempts. The rule is asked here, for each row: whoever takes it back is obeyed at once. The
-# dedupe key stays, for as long as a rule keeps it: the message was sent, and its repetition is a duplicate.
+# with the history of its attempts. The rule is asked here, once for each topic: whoever takes it back is obeyed at
+# once. The dedupe key stays, for as long as a rule keeps it: the message was sent, and its repetition is a duplicate.
 FINISH_SENT_AND_FORGET_IF_HELD: Final[LiteralString] = """
 WITH held AS MATERIALIZED (
-    SELECT
-        m.id,
-        m.attempt_count,
-        EXISTS (
-            SELECT
-            FROM pgoutbox.retention AS r
-            WHERE r.topic IN (m.topic, '*')
-                AND r.state = 'sent'
-                AND r.keep = interval '0'
-                AND (
-                    r.topic = m.topic
-                    OR NOT EXISTS (
-                        SELECT FROM pgoutbox.retention AS own WHERE own.topic = m.topic AND own.state = 'sent'
-                    )
-                )
-        ) AS is_forgotten
+    SELECT m.id, m.attempt_count, m.topic
     FROM unnest(%(ids)s::bigint[], %(attempt_counts)s::integer[]) AS o(id, attempt_count)
     JOIN pgoutbox.message_live AS m ON m.id = o.id
     WHERE m.state = 'sending' AND m.attempt_count = o.attempt_count
     FOR UPDATE OF m SKIP LOCKED
+), forgetful AS MATERIALIZED (
+    SELECT t.topic
+    FROM (SELECT DISTINCT h.topic FROM held AS h) AS t
+    WHERE EXISTS (
+        SELECT
+        FROM pgoutbox.retention AS r
+        WHERE r.topic IN (t.topic, '*')
+            AND r.state = 'sent'
+            AND r.keep = interval '0'
+            AND (
+                r.topic = t.topic
+                OR NOT EXISTS (
+                    SELECT FROM pgoutbox.retention AS own WHERE own.topic = t.topic AND own.state = 'sent'
+                )
+            )
+    )
 ), kept AS (
     UPDATE pgoutbox.message AS m
     SET state = 'sent',
@@ -57,7 +58,7 @@ WITH held AS MATERIALIZED (
     WHERE m.id = h.id
         AND m.state = 'sending'
         AND m.attempt_count = h.attempt_count
-        AND NOT h.is_forgotten
+        AND h.topic <> ALL (ARRAY(SELECT f.topic FROM forgetful AS f))
     RETURNING m.id, m.state
 ), forgotten AS (
     DELETE FROM pgoutbox.message_live AS m
@@ -65,7 +66,7 @@ WITH held AS MATERIALIZED (
     WHERE m.id = h.id
         AND m.state = 'sending'
         AND m.attempt_count = h.attempt_count
-        AND h.is_forgotten
+        AND h.topic = ANY (ARRAY(SELECT f.topic FROM forgetful AS f))
     RETURNING m.id
 ), history AS (
     DELETE FROM pgoutbox.attempt AS a
@@ -77,8 +78,11 @@ UNION ALL
 SELECT f.id, 'sent' FROM forgotten AS f
 """
 
-FORGETS_SENT: Final[LiteralString] = """
-SELECT EXISTS (SELECT FROM pgoutbox.retention AS r WHERE r.state = 'sent' AND r.keep = interval '0')
+# The topics of rules that keep nothing of what was sent: as many as an operator has written.
+FORGOTTEN_TOPICS: Final[LiteralString] = """
+SELECT r.topic
+FROM pgoutbox.retention AS r
+WHERE r.state = 'sent' AND r.keep = interval '0'
 """
 
 # Every other outcome: what the attempt asks for (retry, snoozed, released, failed, skipped) meets what happened to the

@@ -13,7 +13,8 @@ GROUP BY m.state
 ORDER BY m.state
 """
 
-# What a prune deletes is locked first: a row that a redrive has is left alone, and the state is asked for twice.
+# What a prune deletes is locked first: a row that a redrive has is left alone, and the state is asked for twice. What
+# halted its ordering key does so no more: the workers of its queue are woken.
 _DELETE_OLD: Final[LiteralString] = """, history AS (
     DELETE FROM pgoutbox.attempt AS a
     USING old AS o
@@ -22,11 +23,17 @@ _DELETE_OLD: Final[LiteralString] = """, history AS (
     DELETE FROM pgoutbox.dedupe AS d
     USING old AS o
     WHERE d.topic = o.topic AND d.dedupe_key = o.dedupe_key AND d.message_id = o.id AND NOT o.keeps_dedupe_key
+), gone AS (
+    DELETE FROM pgoutbox.message AS m
+    USING old AS o
+    WHERE m.id = o.id AND m.state = o.state AND m.state IN ('sent', 'failed', 'skipped', 'cancelled')
+    RETURNING m.state, m.queue, m.on_failed
+), rung AS MATERIALIZED (
+    SELECT pgoutbox.ring(q.queue)
+    FROM (SELECT DISTINCT g.queue FROM gone AS g WHERE g.state = 'failed' AND g.on_failed = 'halt') AS q
 )
-DELETE FROM pgoutbox.message AS m
-USING old AS o
-WHERE m.id = o.id AND m.state = o.state AND m.state IN ('sent', 'failed', 'skipped', 'cancelled')
-RETURNING m.state
+SELECT g.state, (SELECT count(*) FROM rung) AS rung
+FROM gone AS g
 """
 
 _PRUNE_BY_AGE: Final[LiteralString] = """
@@ -53,7 +60,6 @@ WITH old AS MATERIALIZED (
     JOIN pgoutbox.message AS m ON m.state = r.state
     WHERE r.topic = %(topic)s::text
         AND r.state = %(state)s::text
-        AND m.state = %(state)s::text
         AND m.state IN ('sent', 'failed', 'skipped', 'cancelled')
         AND m.finished_at <= now() - r.keep
         AND (
@@ -70,10 +76,18 @@ WITH old AS MATERIALIZED (
 )"""
 PRUNE_BY_RULE: Final[LiteralString] = _PRUNE_BY_RULE + _DELETE_OLD
 
+# Locked, they are still those that were looked at.
+_DELETE_OLD_KEYS: Final[LiteralString] = """
+DELETE FROM pgoutbox.dedupe AS d
+USING old AS o
+WHERE d.topic = o.topic AND d.dedupe_key = o.dedupe_key
+RETURNING d.message_id
+"""
+
 # Keys whose message is deleted, by a rule of their own.
-PRUNE_DEDUPE_BY_RULE: Final[LiteralString] = """
+_PRUNE_DEDUPE_BY_RULE: Final[LiteralString] = """
 WITH old AS MATERIALIZED (
-    SELECT d.topic, d.dedupe_key, d.message_id
+    SELECT d.topic, d.dedupe_key
     FROM pgoutbox.retention AS r
     CROSS JOIN pgoutbox.dedupe AS d
     WHERE r.topic = %(topic)s::text
@@ -91,29 +105,22 @@ WITH old AS MATERIALIZED (
         AND NOT EXISTS (SELECT FROM pgoutbox.message AS m WHERE m.id = d.message_id)
     LIMIT %(limit)s::bigint
     FOR UPDATE OF d SKIP LOCKED
-)
-DELETE FROM pgoutbox.dedupe AS d
-USING old AS o
-WHERE d.topic = o.topic AND d.dedupe_key = o.dedupe_key AND d.message_id = o.message_id
-RETURNING d.message_id
-"""
+)"""
+
+PRUNE_DEDUPE_BY_RULE: Final[LiteralString] = _PRUNE_DEDUPE_BY_RULE + _DELETE_OLD_KEYS
 
 # The same by age alone, for those who prune without rules.
-PRUNE_DEDUPE: Final[LiteralString] = """
+_PRUNE_DEDUPE_BY_AGE: Final[LiteralString] = """
 WITH old AS MATERIALIZED (
-    SELECT d.topic, d.dedupe_key, d.message_id
+    SELECT d.topic, d.dedupe_key
     FROM pgoutbox.dedupe AS d
     WHERE d.created_at < now() - make_interval(secs => %(older_than_seconds)s::float8)
         AND (%(topic)s::text IS NULL OR d.topic = %(topic)s::text)
         AND NOT EXISTS (SELECT FROM pgoutbox.message AS m WHERE m.id = d.message_id)
     LIMIT %(limit)s::bigint
     FOR UPDATE OF d SKIP LOCKED
-)
-DELETE FROM pgoutbox.dedupe AS d
-USING old AS o
-WHERE d.topic = o.topic AND d.dedupe_key = o.dedupe_key AND d.message_id = o.message_id
-RETURNING d.message_id
-"""
+)"""
+PRUNE_DEDUPE: Final[LiteralString] = _PRUNE_DEDUPE_BY_AGE + _DELETE_OLD_KEYS
 
 RETENTION_RULES: Final[LiteralString] = """
 SELECT r.topic, r.state, r.keep

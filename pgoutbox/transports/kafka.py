@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pgoutbox.errors import ConfigurationError, MissingExtraError
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient
 from pgoutbox.transports.events import CONTENT_TYPE, Event, RenderedEvent, parse_name, printable, render
+from pgoutbox.transports.tls import demand_tls_for, verifying_context
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,6 +34,7 @@ _client_logger = getLogger("confluent_kafka")
 _SERVERS: Final = re.compile(r"[^\s,:]+:\d{1,5}(?:,[^\s,:]+:\d{1,5})*|\[[0-9a-fA-F:]+\]:\d{1,5}")
 _TOPIC: Final = re.compile(r"[A-Za-z0-9._-]{1,249}")
 _POLL_SECONDS: Final = 0.2
+_ASK_SECONDS: Final = 0.5
 # The record may have been appended all the same.
 _UNKNOWN_OUTCOMES: Final = (
     "_MSG_TIMED_OUT", "_TIMED_OUT", "_TRANSPORT", "_PURGE_INFLIGHT", "_DESTROY", "REQUEST_TIMED_OUT",
@@ -46,12 +48,13 @@ class KafkaTransport:
     The event's `key` is the key of the record, and its partition is the one that Java's clients choose for that key.
     The headers `ce_id` and `content-type` stand beside the event's own. The producer starts with the first send, and
     connects again by itself. A send that is cancelled, or whose time limit passed, may still have been produced.
-    `options` are further settings of librdkafka, `ssl.ca.location` for one.
+    `options` are further settings of librdkafka.
 
     | Kafka | outcome |
     |---|---|
     | acknowledges, all in-sync replicas having the record | sent |
-    | cannot be reached, or does not acknowledge in time | transient, "outcome unknown" |
+    | cannot be reached, is not who it has to be, or refuses the credentials | transient |
+    | does not acknowledge in time | transient, "outcome unknown" |
     | has no such topic, no right for this user, too few replicas, or a batch too large for the topic | transient |
     | the record is larger than the client's `message.max.bytes` (1 MB) | permanent |
     | calls the topic's name or the record invalid | permanent |
@@ -94,8 +97,16 @@ class KafkaTransport:
         headers = {**event.headers, "ce_id": event.id, "content-type": CONTENT_TYPE}
         try:
             if self._link is None:
-                self._link = _Link(self._configuration)
+                self._link = _Link(self._configuration, topic)
             link = self._link
+            try:
+                # What a producer has in its queue may have gone out; so it gets nothing before it has seen a broker.
+                async with asyncio.timeout(self._seconds):
+                    await link.reached.wait()
+            except TimeoutError:
+                said = link.last_error or "no answer"
+                text = f"connect: no broker within {self._seconds:g} s: {printable(said, hide=self._secrets)}"
+                return Transient(text, outage=True)
             reported = link.produce(topic, event, headers)
         except BufferError:
             return Transient("produce: the producer's queue is full")
@@ -116,7 +127,7 @@ class KafkaTransport:
         code, said = error.code(), printable(error.str(), hide=self._secrets)
         if any(code == getattr(Code, name) for name in _UNKNOWN_OUTCOMES):
             why = f" ({printable(last_error, hide=self._secrets)})" if last_error else ""
-            return Transient(f"outcome unknown: no acknowledgement: {said}{why}", outage=True)
+            return Transient(f"outcome unknown: no acknowledgement: {said}{why}", outage=True, unknown=True)
         # A broker says so of a whole batch, which may have others in it.
         if code == Code.MSG_SIZE_TOO_LARGE and is_local:
             return Permanent(f"event.data: {said}")
@@ -128,12 +139,15 @@ class KafkaTransport:
 class _Link:
     """A producer, and the thread in which it reports what became of each record."""
 
-    def __init__(self, configuration: Mapping[str, str | int | bool]) -> None:
+    def __init__(self, configuration: Mapping[str, str | int | bool], topic: str) -> None:
         from confluent_kafka import Producer
 
+        self.reached = asyncio.Event()
+        """Set for good once a broker has answered a question, about this topic."""
         self.last_error: str | None = None
         self._loop = asyncio.get_running_loop()
         self._is_closing = False
+        self._topic = topic
         self._producer: Producer = Producer({**configuration, "error_cb": self._note_error}, logger=_client_logger)
         self._thread = threading.Thread(target=self._poll, name="pgoutbox kafka", daemon=True)
         self._thread.start()
@@ -163,12 +177,27 @@ class _Link:
         self._thread.join()
 
     def _poll(self) -> None:
+        is_reached = False
         while not self._is_closing:
+            if not is_reached and (is_reached := self._has_broker()):
+                self._loop.call_soon_threadsafe(self.reached.set)
             self._producer.poll(_POLL_SECONDS)
         self._producer.poll(0)
 
+    def _has_broker(self) -> bool:
+        from confluent_kafka import KafkaException
+
+        try:
+            self._producer.list_topics(self._topic, timeout=_ASK_SECONDS)
+        except KafkaException:  # Of the connections themselves the callback is told.
+            return False
+        return True
+
     def _note_error(self, error: KafkaError) -> None:
-        self.last_error = error.str()
+        from confluent_kafka import KafkaError as Code
+
+        if error.code() != Code._ALL_BROKERS_DOWN or self.last_error is None:  # It does not say why.
+            self.last_error = error.str()
 
 
 def _set(reported: asyncio.Future[KafkaError | None], error: KafkaError | None) -> None:
@@ -190,13 +219,21 @@ def _configuration(settings: Settings) -> dict[str, Any]:
         "security.protocol": "SSL" if settings.kafka_security == "tls" else "PLAINTEXT",
         "enable.idempotence": True,
         "acks": "all",
+        "enable.ssl.certificate.verification": True,
+        "ssl.endpoint.identification.algorithm": "https",
         "message.timeout.ms": milliseconds,
         "topic.metadata.propagation.max.ms": milliseconds // 2,
         "socket.connection.setup.timeout.ms": max(1_000, milliseconds),
+        "reconnect.backoff.ms": 400,  # While it asks for a broker, it connects each time that this allows.
         "reconnect.backoff.max.ms": 1_000,
         # Like the Java clients, so that all producers of a topic agree on the partition of a key.
         "partitioner": "murmur2_random",
     }
+    has_tls, ca_file = settings.kafka_security == "tls", settings.kafka_ca_file
+    demand_tls_for("PGOUTBOX_KAFKA_CA_FILE", ca_file, "PGOUTBOX_KAFKA_SECURITY", "tls", has_tls=has_tls)
+    if ca_file is not None:
+        verifying_context(variable="PGOUTBOX_KAFKA_CA_FILE", ca_file=ca_file)  # Only to see that it can be used.
+        configuration["ssl.ca.location"] = ca_file
     if settings.kafka_username is None:
         return configuration
     if settings.kafka_password is None:

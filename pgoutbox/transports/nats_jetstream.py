@@ -11,17 +11,19 @@ import re
 import ssl
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import SplitResult, unquote, urlsplit
+from urllib.parse import ParseResult, SplitResult, unquote, urlsplit
 
 from pgoutbox.errors import ConfigurationError, MissingExtraError
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient
 from pgoutbox.transports.connections import SharedConnection
 from pgoutbox.transports.events import CONTENT_TYPE, Event, RenderedEvent, parse_name, printable, render
+from pgoutbox.transports.tls import demand_tls_for, describe_refusal, verifying_context
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from nats.aio.client import Client
+    from nats.aio.transport import Transport
 
     from pgoutbox.settings import Settings
     from pgoutbox.transports import Content
@@ -39,12 +41,13 @@ class NatsTransport:
     event loop.
 
     All sends share one connection; it is opened by the first, and replaced when it broke. The headers `Nats-Msg-Id` and
-    `Content-Type` stand beside the event's own.
+    `Content-Type` stand beside the event's own. With `tls:` in one of the URLs, or a `tls_context`, nothing leaves in
+    plain text, and the certificate and its host name are verified.
 
     | NATS | outcome |
     |---|---|
     | a stream acknowledges, as new or as a duplicate | sent |
-    | cannot be reached, or refuses the credentials | transient |
+    | cannot be reached, is not who it has to be, or refuses the credentials | transient |
     | no stream has the subject, or the account may not publish to it | transient: the operator's to repair |
     | does not acknowledge in time, or breaks off | transient, "outcome unknown" |
     | the event is larger than the server or the stream takes | permanent |
@@ -72,8 +75,12 @@ class NatsTransport:
         token = self._user if self._password is None else None
         self._secrets = tuple(filter(None, (self._password, first.password, token)))
         self._tls_context = tls_context
-        if tls_context is None and any(server.scheme == "tls" for server in self._servers):
-            self._tls_context = ssl.create_default_context()
+        # One server that is to be encrypted is enough: all of them get the same password.
+        has_tls = tls_context is not None or any(server.scheme == "tls" for server in self._servers)
+        ca_file = settings.nats_ca_file
+        demand_tls_for("PGOUTBOX_NATS_CA_FILE", ca_file, "PGOUTBOX_NATS_URL", "tls:", has_tls=has_tls)
+        if has_tls and tls_context is None:
+            self._tls_context = verifying_context(variable="PGOUTBOX_NATS_CA_FILE", ca_file=ca_file)
         self._connection: SharedConnection[_Connection] = SharedConnection(self._connect, lambda link: link.is_open)
 
     async def send(self, message: Message[object], content: Content) -> Outcome:
@@ -94,6 +101,7 @@ class NatsTransport:
         """Close the connection."""
         connection = await self._connection.take()
         if connection is not None:
+            # All sends have ended. What is left is to say good-bye, to a server that may be gone: OSError.
             with suppress(TimeoutError, OSError):
                 async with asyncio.timeout(self._seconds):
                     await connection.client.close()
@@ -128,12 +136,14 @@ class NatsTransport:
         except PermissionError as error:
             return Transient(f"publish: {self._said(error)}")
         except (Error, OSError, ValueError) as error:
-            return Transient(f"outcome unknown: no acknowledgement: {self._said(error)}", outage=True)
+            return Transient(f"outcome unknown: no acknowledgement: {self._said(error)}", outage=True, unknown=True)
         return Sent()
 
     def _said(self, error: BaseException) -> str:
         if isinstance(error, TimeoutError):
             return f"no answer within {self._seconds:g} s"
+        if refusal := describe_refusal(error):
+            return refusal
         return printable(str(error) or type(error).__name__, hide=self._secrets)
 
 
@@ -162,6 +172,8 @@ class _Connection:
         password: str | None,
     ) -> None:
         """Connect to the first of the servers that answers."""
+        if tls_context is not None:
+            self.client._transport = _encrypted_transport()
         try:
             await self.client.connect(
                 servers,
@@ -220,6 +232,41 @@ class _Connection:
     async def _note_end(self) -> None:
         if not self._lost.done():
             self._lost.set_result(None)
+
+
+def _encrypted_transport() -> Transport:
+    """What nats-py connects by, but for plain text: whether a server encrypts, nats-py leaves to the server."""
+    from nats.aio.transport import TcpTransport
+
+    class EncryptedTransport(TcpTransport):
+        _is_encrypted = False
+
+        def __bool__(self) -> bool:
+            return True  # Otherwise nats-py takes another one until this is connected.
+
+        async def connect(self, uri: ParseResult, buffer_size: int, connect_timeout: int) -> None:
+            self._is_encrypted = False
+            await super().connect(uri, buffer_size, connect_timeout)
+
+        async def connect_tls(
+            self, uri: str | ParseResult, ssl_context: ssl.SSLContext, buffer_size: int, connect_timeout: int
+        ) -> None:
+            await super().connect_tls(uri, ssl_context, buffer_size, connect_timeout)
+            self._is_encrypted = True
+
+        def write(self, payload: bytes) -> None:
+            self._refuse_plain_text()
+            super().write(payload)  # type: ignore[no-untyped-call] # nats-py is typed in part
+
+        def writelines(self, payload: list[bytes]) -> None:
+            self._refuse_plain_text()
+            super().writelines(payload)  # type: ignore[no-untyped-call] # nats-py is typed in part
+
+        def _refuse_plain_text(self) -> None:
+            if not self._is_encrypted:
+                raise ConnectionRefusedError("the server does not offer TLS, and plain text is refused")
+
+    return EncryptedTransport()  # type: ignore[no-untyped-call] # nats-py is typed in part
 
 
 def _NatsError() -> type[Exception]:  # noqa: N802 - it stands where a class does

@@ -16,6 +16,7 @@ from pgoutbox.errors import ConfigurationError, MissingExtraError
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient
 from pgoutbox.transports.connections import SharedConnection
 from pgoutbox.transports.events import CONTENT_TYPE, Event, RenderedEvent, check_name, parse_name, printable, render
+from pgoutbox.transports.tls import demand_tls_for, describe_refusal, verifying_context
 
 if TYPE_CHECKING:
     from aiormq.abc import AbstractChannel, AbstractConnection
@@ -37,12 +38,13 @@ class RabbitMQTransport:
     Without a routing key in the destination it is the event's `key`; `rabbitmq:/invoices` is the queue `invoices`, by
     way of the default exchange. An event is persistent and has the properties `message_id` and `content_type`, and the
     event's own headers. All sends share one connection, with a channel for each exchange, because RabbitMQ ends the
-    channel on which it refuses something; what broke is opened again by the next send.
+    channel on which it refuses something; what broke is opened again by the next send. With `amqps:` nothing leaves in
+    plain text, and the certificate and its host name are verified.
 
     | RabbitMQ | outcome |
     |---|---|
     | confirms | sent |
-    | cannot be reached, or refuses the credentials | transient |
+    | cannot be reached, is not who it has to be, or refuses the credentials | transient |
     | has no such exchange, no queue for the routing key, or no right for this user | transient: the operator's |
     | refuses with a nack: a full queue, for one | transient |
     | does not confirm in time (an alarm of memory or disk, too), or breaks off | transient, "outcome unknown" |
@@ -65,8 +67,10 @@ class RabbitMQTransport:
         self._seconds = settings.broker_timeout_seconds
         self._url, self._secrets = _parse_url(settings.rabbitmq_url.get_secret_value(), self._seconds)
         self._tls_context = tls_context
-        if tls_context is None and self._url.startswith("amqps:"):
-            self._tls_context = ssl.create_default_context()
+        has_tls, ca_file = self._url.startswith("amqps:"), settings.rabbitmq_ca_file
+        demand_tls_for("PGOUTBOX_RABBITMQ_CA_FILE", ca_file, "PGOUTBOX_RABBITMQ_URL", "amqps:", has_tls=has_tls)
+        if has_tls and tls_context is None:
+            self._tls_context = verifying_context(variable="PGOUTBOX_RABBITMQ_CA_FILE", ca_file=ca_file)
         self._connection: SharedConnection[AbstractConnection] = SharedConnection(self._connect, _is_open)
         self._channels: dict[str, SharedConnection[AbstractChannel]] = {}
 
@@ -77,6 +81,8 @@ class RabbitMQTransport:
             address = _address(message, event)
         except (Permanent, Transient) as refusal:
             return refusal
+        # Here and below nothing narrower than Exception will do: what is under way when a connection ends without a
+        # reason gets a bare one from aiormq, and what its codec cannot read is of no one class.
         try:
             async with asyncio.timeout(self._seconds):
                 connection = await self._connection.get()
@@ -91,7 +97,7 @@ class RabbitMQTransport:
         connection = await self._connection.take()
         self._channels.clear()
         if connection is not None:
-            with suppress(Exception):
+            with suppress(TimeoutError):  # aiormq tells nothing else of what goes wrong while it closes.
                 async with asyncio.timeout(self._seconds):
                     await connection.close()
 
@@ -115,7 +121,7 @@ class RabbitMQTransport:
         return await self._publish(channel, address, event)
 
     async def _publish_alone(self, connection: AbstractConnection, address: _Address, event: RenderedEvent) -> Outcome:
-        from aiormq.exceptions import ChannelPreconditionFailed
+        from aiormq.exceptions import AMQPError, ChannelPreconditionFailed
 
         try:
             channel = await self._open_channel(address.exchange, connection)
@@ -126,7 +132,8 @@ class RabbitMQTransport:
         except ChannelPreconditionFailed as error:
             return Permanent(f"event.data: {self._said(error)}")
         finally:
-            with suppress(Exception):
+            # What became of the event is known by now. (A channel that is closed already is a RuntimeError.)
+            with suppress(AMQPError, OSError, RuntimeError):
                 await channel.close()
 
     async def _open_channel(self, exchange: str, connection: AbstractConnection | None = None) -> AbstractChannel:
@@ -164,21 +171,23 @@ class RabbitMQTransport:
         except ChannelPreconditionFailed:
             if len(event.content) >= _LARGE_BYTES:
                 raise
-            return Transient("outcome unknown: the channel was closed: PRECONDITION_FAILED")
+            return Transient("outcome unknown: the channel was closed: PRECONDITION_FAILED", unknown=True)
         except ChannelClosed as error:
             return Transient(f"publish: {self._said(error)}")
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            return Transient("outcome unknown: connection lost before the confirmation", outage=True)
+            return Transient("outcome unknown: connection lost before the confirmation", outage=True, unknown=True)
         except Exception as error:  # noqa: BLE001 - whatever ended it, the event may have been taken
-            return Transient(f"outcome unknown: no confirmation: {self._said(error)}", outage=True)
+            return Transient(f"outcome unknown: no confirmation: {self._said(error)}", outage=True, unknown=True)
         return Sent()
 
     def _said(self, error: BaseException) -> str:
         if isinstance(error, TimeoutError):
             return f"no answer within {self._seconds:g} s"
+        if refusal := describe_refusal(error):
+            return refusal
         return printable(str(error) or type(error).__name__, hide=self._secrets)
 
 

@@ -13,6 +13,7 @@ from urllib.parse import unquote, urlsplit
 from pgoutbox.errors import ConfigurationError, MissingExtraError
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient
 from pgoutbox.transports.events import CONTENT_TYPE, Event, RenderedEvent, parse_name, printable, render
+from pgoutbox.transports.tls import IS_IT_TLS, demand_tls_for, describe_refusal, verifying_context
 
 if TYPE_CHECKING:
     from redis.asyncio import ConnectionPool
@@ -28,12 +29,13 @@ class RedisTransport:
 
     An entry has the fields `id`, `content-type` and `event`, and one for each of the event's headers. A stream that
     does not exist is created by its first entry, and none is ever trimmed. At most `connection_count` connections are
-    open at once; they are opened when they are needed, and one that broke is replaced.
+    open at once; they are opened when they are needed, and one that broke is replaced. With `rediss:` nothing leaves in
+    plain text, and the certificate and its host name are verified.
 
     | Redis | outcome |
     |---|---|
     | answers XADD with the id of the entry | sent |
-    | cannot be reached, or refuses the password | transient |
+    | cannot be reached, is not who it has to be, or refuses the password | transient |
     | does not answer XADD in time, or breaks off | transient, "outcome unknown" |
     | says that the key is no stream (WRONGTYPE) | permanent: the destination names something else |
     | refuses otherwise: memory, ACL, replica, loading, cluster | transient: the operator's to repair |
@@ -56,7 +58,6 @@ class RedisTransport:
         self._settings = settings
         self._seconds = settings.broker_timeout_seconds
         try:
-            password = urlsplit(url).password or ""
             # Connecting is tried once; whatever follows is the retry policy's. The time limits are our own.
             self._pool: ConnectionPool = ConnectionPool.from_url(
                 url, protocol=2, retry=Retry(NoBackoff(), 0), socket_timeout=None, socket_connect_timeout=None
@@ -65,7 +66,10 @@ class RedisTransport:
             raise ConfigurationError(
                 "PGOUTBOX_REDIS_URL=(hidden): is not a URL such as redis://user:password@localhost:6379/0"
             ) from None
-        self._secrets = tuple(filter(None, {password, unquote(password)}))
+        self._has_tls = _verify(self._pool, settings)
+        password = urlsplit(url).password or ""
+        given = (self._pool.connection_kwargs.get(name) for name in ("password", "ssl_password"))
+        self._secrets = tuple(filter(None, {password, unquote(password), *given}))
         self._slots = asyncio.Semaphore(connection_count)
 
     async def send(self, message: Message[object], content: Content) -> Outcome:
@@ -92,7 +96,10 @@ class RedisTransport:
             async with asyncio.timeout(self._seconds):
                 connection = await self._pool.get_connection()  # type: ignore[no-untyped-call] # redis is typed in part
         except (RedisError, OSError) as error:
-            return Transient(f"connect: {self._said(error)}", outage=True)
+            text = f"connect: {self._said(error)}"
+            if self._has_tls and isinstance(error, TimeoutError):
+                text += f"; {IS_IT_TLS}"  # A Redis without TLS waits for the end of what it takes for a command.
+            return Transient(text, outage=True)
         try:
             async with asyncio.timeout(self._seconds):
                 await connection.send_command("XADD", stream, "*", *fields)
@@ -101,7 +108,9 @@ class RedisTransport:
         except ResponseError as error:
             return self._refusal(error)
         except (RedisError, OSError) as error:
-            return Transient(f"outcome unknown: connection lost after XADD: {self._said(error)}", outage=True)
+            return Transient(
+                f"outcome unknown: connection lost after XADD: {self._said(error)}", outage=True, unknown=True
+            )
         finally:
             await self._pool.release(connection)
         return Sent()
@@ -113,4 +122,25 @@ class RedisTransport:
     def _said(self, error: Exception) -> str:
         if isinstance(error, TimeoutError):
             return f"no answer within {self._seconds:g} s"
+        if refusal := describe_refusal(error):
+            return refusal
         return printable(str(error) or type(error).__name__, hide=self._secrets)
+
+
+def _verify(pool: ConnectionPool, settings: Settings) -> bool:
+    """Have connections of `rediss:` verify the server; whether there is TLS. The client leaves that to its URL."""
+    given = pool.connection_kwargs
+    has_tls = any(scheme.__name__ == "SSLConnection" for scheme in pool.connection_class.__mro__)
+    demand_tls_for("PGOUTBOX_REDIS_CA_FILE", settings.redis_ca_file, "PGOUTBOX_REDIS_URL", "rediss:", has_tls=has_tls)
+    if not has_tls:
+        return False
+    if given.get("ssl_cert_reqs", "required") != "required" or given.get("ssl_check_hostname", True) is not True:
+        raise ConfigurationError(
+            "PGOUTBOX_REDIS_URL=(hidden): turns the verification of the server off, with ssl_cert_reqs or "
+            "ssl_check_hostname; name the server's authority by PGOUTBOX_REDIS_CA_FILE instead"
+        )
+    given |= {"ssl_cert_reqs": "required", "ssl_check_hostname": True}
+    if settings.redis_ca_file is not None:
+        verifying_context(variable="PGOUTBOX_REDIS_CA_FILE", ca_file=settings.redis_ca_file)
+        given["ssl_ca_certs"] = settings.redis_ca_file
+    return True

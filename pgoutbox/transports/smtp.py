@@ -21,6 +21,7 @@ from pgoutbox.telemetry import Event
 from pgoutbox.transports.addresses import is_host_name, parse_mailbox
 from pgoutbox.transports.mail import Attachment, Email, RenderedEmail, render
 from pgoutbox.transports.redirect import Redirect
+from pgoutbox.transports.tls import demand_tls_for, verifying_context
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -51,7 +52,7 @@ class SmtpTransport:
     At most `smtp_connections` connections are open at once. They are used again, unless they were idle for longer than
     `idle_seconds`. One that proves dead before the server accepts MAIL is replaced by a fresh one; after that nothing
     is repeated. With `starttls` and `tls` nothing, no password above all, leaves in plain text: the certificate and its
-    host name are verified against the CAs of the system, or by `tls_context` where a private CA is in use.
+    host name are verified against the CAs of the system and of `smtp_ca_file`, or by `tls_context`.
 
     Raises `ConfigurationError` when a setting is missing or unusable, `MissingExtraError` without aiosmtplib.
     """
@@ -69,8 +70,12 @@ class SmtpTransport:
         self.redirect_to = settings.redirect_to
         self._settings = settings
         self._tls_context = tls_context
-        if tls_context is None and settings.smtp_security != "none":
-            self._tls_context = verifying_tls_context()
+        has_tls = settings.smtp_security != "none"
+        demand_tls_for(
+            "PGOUTBOX_SMTP_CA_FILE", settings.smtp_ca_file, "PGOUTBOX_SMTP_SECURITY", "starttls or tls", has_tls=has_tls
+        )
+        if has_tls and tls_context is None:
+            self._tls_context = verifying_context(variable="PGOUTBOX_SMTP_CA_FILE", ca_file=settings.smtp_ca_file)
         self._idle_seconds = idle_seconds
         self._idle: list[_Connection] = []
         self._slots = asyncio.Semaphore(settings.smtp_connections)
@@ -156,13 +161,6 @@ class SmtpTransport:
         return connection
 
 
-def verifying_tls_context() -> ssl.SSLContext:
-    """TLS 1.2 or newer, with the certificate and the host name verified against the CAs of the system."""
-    context = ssl.create_default_context()
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    return context
-
-
 def _port_of(settings: Settings) -> int:
     return settings.smtp_port or _DEFAULT_PORTS[settings.smtp_security]
 
@@ -187,8 +185,9 @@ def _check_settings(settings: Settings) -> None:
 class _Failure(Exception):  # noqa: N818 - it becomes an outcome
     """A step of the dialogue that the server refused, with its code, or that broke off, without one."""
 
-    def __init__(self, step: str, code: int | None, text: str, *, transient: bool) -> None:
+    def __init__(self, step: str, code: int | None, text: str, *, transient: bool, unknown: bool = False) -> None:
         super().__init__(text)
+        self.unknown = unknown
         self.step = step
         self.code = code
         self.text = text
@@ -206,7 +205,9 @@ class _Failure(Exception):  # noqa: N818 - it becomes an outcome
         return not is_about_mail or self.ends_connection or self.code in _AUTHENTICATION_CODES
 
     def outcome(self) -> Outcome:
-        return Transient(self.text, outage=self.is_outage) if self.transient else Permanent(self.text)
+        if not self.transient:
+            return Permanent(self.text)
+        return Transient(self.text, outage=self.is_outage, unknown=self.unknown)
 
 
 def is_transient(step: str, code: int, text: str) -> bool:
@@ -352,7 +353,7 @@ class _Connection:
             if failure.code is not None:
                 raise
             text = f"outcome unknown: connection lost after {failure.text}"
-            raise _Failure("DATA", None, text, transient=True) from failure
+            raise _Failure("DATA", None, text, transient=True, unknown=True) from failure
 
     async def _reset(self) -> None:
         with suppress(_Failure):

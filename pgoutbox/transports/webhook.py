@@ -23,11 +23,12 @@ from importlib.util import find_spec
 from logging import getLogger
 from typing import TYPE_CHECKING, Protocol, cast
 
-from pgoutbox.errors import ConfigurationError, MissingExtraError
+from pgoutbox.errors import MissingExtraError
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient
 from pgoutbox.telemetry import Event
 from pgoutbox.transports import breaker_key_of
 from pgoutbox.transports.request import RenderedRequest, Rules, Webhook, render
+from pgoutbox.transports.tls import verifying_context
 
 if TYPE_CHECKING:
     import httpcore
@@ -115,7 +116,13 @@ class WebhookTransport:
         answer = _Answer()
         try:
             async with asyncio.timeout(self._settings.webhook_timeout_seconds):
-                await connection.ask(request, answer, clock=self._clock)
+                try:
+                    await connection.ask(request, answer, clock=self._clock)
+                except _DeadConnectionError:
+                    # It died while it was idle, and nothing was written: that is no attempt. A new one cannot have.
+                    await connection.close()
+                    connection = self._new_connection(request.endpoint)
+                    await connection.ask(request, answer, clock=self._clock)
         except _RefusedAddress:
             return Permanent(
                 f"{request.endpoint.host}: is not in the public internet, nor in a network that "
@@ -131,20 +138,20 @@ class WebhookTransport:
     def _broken_off(self, connection: _Connection, error: BaseException) -> Outcome:
         import httpcore
 
+        if isinstance(error, httpcore.LocalProtocolError):
+            return Permanent("the request is not valid HTTP")
         if not connection.may_have_sent:
             text = str(error) or f"no connection within {self._connect_seconds:g} s"
             return Transient(f"connect: {_printable(text)[:_MAX_ERROR_LENGTH]}", outage=True)
         # The texts of httpcore would quote what the receiver sent.
         match error:
-            case httpcore.LocalProtocolError():
-                return Permanent("the request is not valid HTTP")
             case httpcore.RemoteProtocolError():
                 text = "the connection was closed without an answer, or the answer is not HTTP"
             case httpcore.TimeoutException() | TimeoutError():
                 text = f"no answer within {self._settings.webhook_timeout_seconds:g} s"
             case _:
                 text = "the connection was lost"
-        return Transient(f"outcome unknown: {text}", outage=True)
+        return Transient(f"outcome unknown: {text}", outage=True, unknown=True)
 
     def _classify(self, request: RenderedRequest, answer: _Answer) -> Outcome:
         status = answer.status or 0
@@ -164,7 +171,10 @@ class WebhookTransport:
         return None if asked is None else min(asked, self._settings.webhook_retry_after_cap_seconds)
 
     async def _take_idle(self, endpoint: Endpoint) -> _Connection | None:
-        """The connection to this host and port that was used last. What has died meanwhile is closed."""
+        """The connection to this host and port that was used last. What has died meanwhile is closed.
+
+        It may still die before the request is written, which `_Connection.ask` looks at once more.
+        """
         dead = [connection for connection in self._idle if not connection.is_ready]
         self._idle = [connection for connection in self._idle if connection.is_ready]
         found = None
@@ -199,26 +209,15 @@ class WebhookTransport:
 
     @cached_property
     def _tls_context(self) -> ssl.SSLContext:
-        return verifying_tls_context(self._settings.webhook_ca_file)
+        context = verifying_context(variable="PGOUTBOX_WEBHOOK_CA_FILE", ca_file=self._settings.webhook_ca_file)
+        context.set_alpn_protocols(["http/1.1"])
+        return context
 
     @cached_property
     def _resolver(self) -> ThreadPoolExecutor:
         # Its own threads: a slow name server of a receiver must not hold up what else this process looks up.
         count = min(self._settings.webhook_connections, _MAX_RESOLVER_THREADS)
         return ThreadPoolExecutor(count, thread_name_prefix="pgoutbox-resolver")
-
-
-def verifying_tls_context(ca_file: str | None) -> ssl.SSLContext:
-    """TLS 1.2 or newer, the certificate and the host name verified against the CAs of the system and of this file."""
-    context = ssl.create_default_context()
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.set_alpn_protocols(["http/1.1"])
-    if ca_file is not None:
-        try:
-            context.load_verify_locations(cafile=ca_file)
-        except (OSError, ssl.SSLError) as error:
-            raise ConfigurationError(f"PGOUTBOX_WEBHOOK_CA_FILE={ca_file!r}: {error}") from None
-    return context
 
 
 class _Chunks(Protocol):
@@ -229,6 +228,10 @@ class _Chunks(Protocol):
 
 class _RefusedAddress(Exception):  # noqa: N818 - it becomes an outcome
     """A host has an address that must not be dialled."""
+
+
+class _DeadConnectionError(Exception):
+    """The other end of an idle connection was gone before anything of the request was written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,8 +292,13 @@ class _Connection:
         self._tls_context = tls_context
         self._timeout_seconds = timeout_seconds
         self._stream: httpcore.AsyncNetworkStream | None = None
+        self._wire: _Wire | None = None
         self._http: httpcore.AsyncHTTP11Connection | None = None
-        self.may_have_sent = False
+
+    @property
+    def may_have_sent(self) -> bool:
+        """Whether anything of the last request was written, so that the receiver may have it."""
+        return self._wire is not None and self._wire.may_have_written
 
     @property
     def is_ready(self) -> bool:
@@ -310,16 +318,22 @@ class _Connection:
             self._stream = await self._dialler.dial(self._endpoint, self._timeout_seconds)
             if self._tls_context is not None:
                 self._stream = await self._stream.start_tls(self._tls_context, self._endpoint.host)
-        self._http = httpcore.AsyncHTTP11Connection(_origin(self._endpoint), self._stream, _IDLE_SECONDS)
+        self._wire = _Wire(self._stream)
+        self._http = httpcore.AsyncHTTP11Connection(
+            _origin(self._endpoint), cast("httpcore.AsyncNetworkStream", self._wire), _IDLE_SECONDS
+        )
         return self._http
 
     async def ask(self, request: RenderedRequest, answer: _Answer, *, clock: Callable[[], float]) -> None:
-        """Send the request, signed for this second, and read the answer, of whose body no more than a part."""
+        """Send the request, signed for this second, and read the answer, of whose body no more than a part.
+
+        Raises `_DeadConnectionError` for a connection that was used before and cannot be used again.
+        """
         import httpcore
 
-        self.may_have_sent = False
+        if self._wire is not None:
+            self._wire.begin_again()
         http = await self._open()
-        self.may_have_sent = True
         headers = list(request.signed_headers(int(clock())))
         response = await http.handle_async_request(
             httpcore.Request(request.method, _url(request.endpoint), headers=headers, content=request.body)
@@ -340,6 +354,36 @@ class _Connection:
             await self._http.aclose()
         if self._stream is not None:
             await self._stream.aclose()
+
+
+class _Wire:
+    """The bytes of a connection, and what is known of a request's first ones: whether they may have left."""
+
+    def __init__(self, stream: httpcore.AsyncNetworkStream) -> None:
+        self._stream = stream
+        self._was_idle = False
+        self.may_have_written = False
+
+    def begin_again(self) -> None:
+        """Another request follows, on a connection that may have died while it was idle."""
+        self._was_idle = True
+        self.may_have_written = False
+
+    async def write(self, buffer: bytes, timeout: float | None = None) -> None:  # noqa: ASYNC109 - httpcore's
+        # What can be read before a request is written is no answer to it: it is the end of the connection.
+        if self._was_idle and not self.may_have_written and self._stream.get_extra_info("is_readable"):
+            raise _DeadConnectionError
+        self.may_have_written = True
+        await self._stream.write(buffer, timeout)
+
+    async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:  # noqa: ASYNC109 - httpcore's
+        return await self._stream.read(max_bytes, timeout)
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+    def get_extra_info(self, info: str) -> object:
+        return self._stream.get_extra_info(info)
 
 
 def _origin(endpoint: Endpoint) -> httpcore.Origin:

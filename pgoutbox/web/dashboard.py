@@ -10,7 +10,7 @@ import anyio
 from pgoutbox.web import reads
 from pgoutbox.web.bulk import Bulks
 from pgoutbox.web.charts import failures_by_topic
-from pgoutbox.web.database import Database
+from pgoutbox.web.database import ANSWER_SECONDS, Database, UnavailableError
 from pgoutbox.web.history import History, Minute
 from pgoutbox.web.live import Feed
 
@@ -65,12 +65,17 @@ class Dashboard:
 
     async def overview(self) -> Overview:
         """The numbers of the first page, at most a second old."""
-        async with self._one_reads:
-            known = self._overview
-            if known is None or time.monotonic() - known[0] > _FRESH_SECONDS:
-                known = (time.monotonic(), await self.database.read(self._look))
-                self._overview = known
-            return known[1]
+        try:
+            # Those who wait for another's look do not wait one after the other, if it fails, for theirs.
+            with anyio.fail_after(ANSWER_SECONDS):
+                async with self._one_reads:
+                    known = self._overview
+                    if known is None or time.monotonic() - known[0] > _FRESH_SECONDS:
+                        known = (time.monotonic(), await self.database.read(self._look))
+                        self._overview = known
+                    return known[1]
+        except TimeoutError:
+            raise UnavailableError("the database did not answer in time; try again") from None
 
     def _look(self, connection: Connection) -> Overview:
         now = reads.now(connection)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pgoutbox.web.access import Viewer
 
 STATEMENT_SECONDS: Final = 2.0
-_ANSWER_SECONDS: Final = 10.0
+ANSWER_SECONDS: Final = 10.0
 _CONNECT_SECONDS: Final = 3
 _AT_ONCE: Final = 4
 
@@ -52,7 +52,8 @@ class Database:
         self._settings = settings.model_copy(update={"connect_timeout_seconds": seconds})
         self._idle: list[_Kept] = []
         self._lock = threading.Lock()
-        self._free = threading.BoundedSemaphore(_AT_ONCE)
+        # Its own: the threads of the host application are not taken away while pages wait for a slow server.
+        self._limiter = anyio.CapacityLimiter(_AT_ONCE)
 
     async def read(self, look: Callable[[Connection], _T]) -> _T:
         """What `look` finds in a transaction that cannot write, in which every statement sees the same."""
@@ -64,9 +65,11 @@ class Database:
         return await self._answer(functools.partial(self._act, actor, do))
 
     @contextlib.contextmanager
-    def connection(self) -> Iterator[Connection]:
+    def connection(
+        self, watching: Callable[[Connection], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+    ) -> Iterator[Connection]:
         """A connection of its own, for what takes longer than a page."""
-        with session.connect(self._settings, application_name="pgoutbox web") as connection:
+        with session.connect(self._settings, application_name="pgoutbox web", watching=watching) as connection:
             yield connection
 
     def close(self) -> None:
@@ -79,40 +82,18 @@ class Database:
     async def _answer(self, work: Callable[[_Deadline], _T]) -> _T:
         deadline = _Deadline()
         try:
-            with anyio.fail_after(_ANSWER_SECONDS):
-                return await anyio.to_thread.run_sync(self._in_turn, deadline, work, abandon_on_cancel=True)
+            with anyio.fail_after(ANSWER_SECONDS):
+                return await anyio.to_thread.run_sync(
+                    _translated, deadline, work, abandon_on_cancel=True, limiter=self._limiter
+                )
         except TimeoutError:
             raise UnavailableError("the database did not answer in time; try again") from None
         finally:
             deadline.end()
 
-    def _in_turn(self, deadline: _Deadline, work: Callable[[_Deadline], _T]) -> _T:
-        if not self._free.acquire(timeout=_ANSWER_SECONDS / 2):
-            raise UnavailableError("the dashboard is busy; try again")
-        try:
-            return work(deadline)
-        except psycopg.errors.QueryCanceled:
-            raise UnavailableError(
-                f"a query took longer than {STATEMENT_SECONDS:g} s and was given up; try again, or ask for less"
-            ) from None
-        except psycopg.errors.InsufficientPrivilege:
-            raise RefusedError("the database role of this dashboard lacks the right to do this") from None
-        except psycopg.errors.ReadOnlySqlTransaction:
-            raise UnavailableError("the database is read-only now") from None
-        except psycopg.errors.LockNotAvailable:
-            raise UnavailableError("another transaction holds a lock that this needs; try again") from None
-        except (psycopg.OperationalError, psycopg.InterfaceError):
-            raise UnavailableError("the database cannot be reached") from None
-        except SchemaError:
-            raise UnavailableError("the schema pgoutbox is missing or too old: run `pgoutbox migrate`") from None
-        except ConfigurationError:
-            raise UnavailableError("the database cannot be used: see the log of `pgoutbox doctor`") from None
-        finally:
-            self._free.release()
-
     def _read(self, look: Callable[[Connection], _T], deadline: _Deadline) -> _T:
         while True:
-            kept, is_used = self._take()
+            kept, is_used = self._take(deadline)
             try:
                 with deadline.watching(kept.connection):
                     answer = _look(kept.connection, look)
@@ -131,18 +112,18 @@ class Database:
 
     def _act(self, actor: Actor, do: Callable[[Connection], _T], deadline: _Deadline) -> _T:
         with (
-            self.connection() as connection,
+            self.connection(deadline.watching) as connection,
             deadline.watching(connection),
             session.limiting(STATEMENT_SECONDS),
             acting_as(actor),
         ):
             return do(connection)
 
-    def _take(self) -> tuple[_Kept, bool]:
+    def _take(self, deadline: _Deadline) -> tuple[_Kept, bool]:
         with self._lock:
             if self._idle:
                 return self._idle.pop(), True
-        return _Kept(self._settings), False
+        return _Kept(self._settings, deadline), False
 
     def _keep(self, kept: _Kept) -> None:
         with self._lock:
@@ -150,6 +131,28 @@ class Database:
                 self._idle.append(kept)
                 return
         kept.close()
+
+
+def _translated(deadline: _Deadline, work: Callable[[_Deadline], _T]) -> _T:
+    """What the work answers; what the driver raises is told without what it knows of the server."""
+    try:
+        return work(deadline)
+    except psycopg.errors.QueryCanceled:
+        raise UnavailableError(
+            f"a query took longer than {STATEMENT_SECONDS:g} s and was given up; try again, or ask for less"
+        ) from None
+    except psycopg.errors.InsufficientPrivilege:
+        raise RefusedError("the database role of this dashboard lacks the right to do this") from None
+    except psycopg.errors.ReadOnlySqlTransaction:
+        raise UnavailableError("the database is read-only now") from None
+    except psycopg.errors.LockNotAvailable:
+        raise UnavailableError("another transaction holds a lock that this needs; try again") from None
+    except (psycopg.OperationalError, psycopg.InterfaceError):
+        raise UnavailableError("the database cannot be reached") from None
+    except SchemaError:
+        raise UnavailableError("the schema pgoutbox is missing or too old: run `pgoutbox migrate`") from None
+    except ConfigurationError:
+        raise UnavailableError("the database cannot be worked with as it is: see the log") from None
 
 
 def _look(connection: Connection, look: Callable[[Connection], _T]) -> _T:
@@ -162,9 +165,11 @@ def _look(connection: Connection, look: Callable[[Connection], _T]) -> _T:
 class _Kept:
     """An open connection, and how to close it."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, deadline: _Deadline) -> None:
         with contextlib.ExitStack() as stack:
-            opened = session.connect(settings, read_only=True, application_name="pgoutbox web")
+            opened = session.connect(
+                settings, read_only=True, application_name="pgoutbox web", watching=deadline.watching
+            )
             self.connection = stack.enter_context(opened)
             self.connection.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
             self._stack = stack.pop_all()

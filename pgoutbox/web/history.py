@@ -80,6 +80,7 @@ def _count(connection: Connection, first: datetime, last: datetime) -> dict[date
     while at <= last:
         minutes[at] = Minute(at)
         at += _MINUTE
+    connection.execute(sql.ALLOW_BITMAPS)
     rows = connection.execute(sql.FINISHED_BY_MINUTE, {"from": first, "to": last + _MINUTE})
     for at, state, bucket, count in rows:
         minute = minutes[at.astimezone(UTC)]

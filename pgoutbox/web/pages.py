@@ -132,7 +132,7 @@ async def show_message(request: Request, message_id: int, *, refusal: str | None
             "now": reads.now(connection),
             "message": operations.redact_message(shown, names),
             "attempts": [operations.redact_attempt(attempt, names) for attempt in attempts],
-            "acts": _redacted_acts(dashboard, operations.list_acts(connection, message_id=message_id)),
+            "acts": _redacted_acts(dashboard, reads.acts_on(connection, message_id)),
             "supersedes": supersedes,
         }
 
@@ -237,8 +237,8 @@ async def bulk_preview(request: Request) -> Response:
 
     def look(connection: Connection) -> dict[str, object]:
         count, is_all = reads.count_near(connection, what)
-        found = reads.search(connection, what, limit=_PREVIEW)
-        first = _listed(dashboard, found.messages)
+        found = reads.search(connection, what, limit=min(count, _PREVIEW)).messages if count else []
+        first = _listed(dashboard, found)
         return {"now": reads.now(connection), "count": count, "is_all": is_all, "messages": first}
 
     known = await dashboard.database.read(look)

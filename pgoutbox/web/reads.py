@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, cast
 
 from pgoutbox import sql
 from pgoutbox.message import State
-from pgoutbox.operations import ListedMessage, MessageFilter
+from pgoutbox.operations import AuditRow, ListedMessage, MessageFilter, list_acts
 from pgoutbox.redaction import redact_text
 
 if TYPE_CHECKING:
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 CAP: Final = 10_000
 QUEUE_CAP: Final = 1_000
-SEARCH_ROWS: Final = 50_000
+SEARCH_ROWS: Final = 25_000
 # The error of each of these is folded, which takes longer than anything else here.
-GROUP_ROWS: Final = 5_000
+GROUP_ROWS: Final = 3_000
 _QUEUES: Final = 100
 _GROUPS: Final = 100
 _SUPERSEDED: Final = 20
@@ -129,7 +129,7 @@ class Search:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One page of a search. With `next_before` there is more, or may be: `looked_at` rows did not fill the page."""
+    """One page of a search. With `next_before` there is more; or, if `looked_at` rows did not fill the page, may be."""
 
     messages: list[ListedMessage]
     next_before: int | None
@@ -193,6 +193,12 @@ def superseded_by(connection: Connection, message_id: int) -> list[int]:
     return [row[0] for row in connection.execute(sql.SUPERSEDED_BY, parameters)]
 
 
+def acts_on(connection: Connection, message_id: int) -> list[AuditRow]:
+    """What operators did to one message, newest first."""
+    connection.execute(sql.ALLOW_BITMAPS)
+    return list_acts(connection, message_id=message_id)
+
+
 def newest_id(connection: Connection) -> int:
     """The id that was drawn last."""
     ((found,),) = connection.execute(sql.NEWEST_ID)
@@ -216,8 +222,8 @@ def search(connection: Connection, what: Search, *, before_id: int | None = None
         return Found(messages[:limit], messages[limit - 1].id, None)
     if held_only:
         return Found(messages, None, None)
-    ((lowest_id, looked_at),) = connection.execute(sql.SEARCHED, parameters)
-    return Found(messages, lowest_id if looked_at == what.rows else None, looked_at)
+    ended_at = connection.execute(sql.SEARCHED, parameters).fetchone()
+    return Found(messages, None, None) if ended_at is None else Found(messages, ended_at[0], what.rows)
 
 
 def count_near(connection: Connection, what: Search) -> tuple[int, bool]:
@@ -229,8 +235,7 @@ def count_near(connection: Connection, what: Search) -> tuple[int, bool]:
         "not_below_id": not_below_id,
         "rows": what.rows,
     }
-    ((matching,),) = connection.execute(sql.COUNT_SEARCHED, parameters)
-    ((_, looked_at),) = connection.execute(sql.SEARCHED, parameters)
+    ((matching, looked_at),) = connection.execute(sql.COUNT_SEARCHED, parameters)
     return int(matching), looked_at < what.rows
 
 

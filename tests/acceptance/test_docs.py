@@ -15,7 +15,6 @@ import shlex
 import socket
 import subprocess
 import sys
-import time
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,7 +34,8 @@ from pgoutbox.settings import ENVIRONMENT_PREFIX, Settings
 from pgoutbox.testing import OutboxDriver
 from tests.messages import ADD_ATTEMPT, put
 from tests.outbox_actions import claim, enqueue, finish_sent
-from tests.smtp_server import outgoing
+from tests.sends import outgoing
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -582,11 +582,7 @@ class Terminals:
             self.wait_until(self.accepts_mail)
 
     def wait_until(self, condition: Callable[[], Any]) -> Any:  # noqa: ANN401 - whatever the condition gives
-        deadline = time.monotonic() + 30
-        while not (answer := condition()):
-            assert time.monotonic() < deadline, {name: self.output(name) for name in self.background}
-            time.sleep(0.02)
-        return answer
+        return wait_until(condition, lambda: str({name: self.output(name) for name in self.background}))
 
     def accepts_mail(self) -> bool:
         with socket.socket() as client:

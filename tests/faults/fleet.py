@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 
 from tests.faults.ledger import LEDGER_VARIABLE, read_entries
 from tests.waiting import wait_until
-from tests.worker_process import WorkerProcess
+from tests.worker_process import WorkerProcess, connection_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
+
+    import psycopg
 
 GATE_VARIABLE = "FAULTS_GATE"
 SUSPEND_VARIABLE = "FAULTS_SUSPEND"
@@ -65,6 +67,10 @@ class Fleet:
     def until(self, condition: Callable[[], object], what: str) -> None:
         """Return when the condition holds."""
         wait_until(condition, lambda: f"{what}\n{self.log}")
+
+    def until_disconnected(self, db: psycopg.Connection) -> None:
+        """Return when the server has ended all sessions of workers, and with them what they had sent."""
+        self.until(lambda: connection_count(db) == 0, "the server ends the sessions of the dead")
 
     def close(self) -> None:
         """Kill what still runs."""

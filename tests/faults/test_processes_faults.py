@@ -40,7 +40,6 @@ from tests.outbox_actions import (
     settings_for,
     state_of,
 )
-from tests.worker_process import connection_count
 
 if TYPE_CHECKING:
     from tests.conftest import Connect
@@ -156,6 +155,7 @@ def test_a_kill_before_the_commit_of_a_transactional_handler_repeats_nothing(
     db.execute("CREATE TABLE effect (message_id bigint)")
     message_id = enqueue(db, "fault.transactional")
     assert fleet.start("--drain").wait(PATIENCE_SECONDS) == 9
+    fleet.until_disconnected(db)
     assert db.execute("SELECT * FROM effect").fetchall() == []
     lapse(db, message_id)
     assert fleet.start("--drain").wait(PATIENCE_SECONDS) == 0
@@ -176,6 +176,7 @@ def test_a_message_that_ends_its_process_fails_after_exactly_its_attempts(
     while state_of(db, poison) != "failed":
         assert len(codes) < 10
         codes.append(fleet.start("--drain", concurrency="2").wait(PATIENCE_SECONDS))
+        fleet.until_disconnected(db)
         for message_id in (poison, *good):
             lapse(db, message_id)
     fleet.start("--drain").wait(PATIENCE_SECONDS)
@@ -196,6 +197,7 @@ def test_the_neighbours_of_a_message_that_ends_its_process_outlive_it(
     in_order = [poison, *good] if poison_first else [*good, poison]
     for _ in range(3):
         fleet.start("--drain", concurrency="4", lease_seconds="60").wait(PATIENCE_SECONDS)
+        fleet.until_disconnected(db)
         for message_id in in_order:
             lapse(db, message_id)
     assert {row.state for row in rows_of(db, *good)} == {"sent"}
@@ -210,6 +212,7 @@ def test_nobody_loses_more_than_two_attempts_by_a_message_that_ends_its_process(
     good = [enqueue(db, "fault.deliver", max_attempts=3) for _ in range(40)]
     for _ in range(8):
         fleet.start("--drain", concurrency="50", lease_seconds="60").wait(PATIENCE_SECONDS)
+        fleet.until_disconnected(db)
         ids = [poison, *good]
         choice.shuffle(ids)
         for message_id in ids:
@@ -285,6 +288,7 @@ def test_a_second_signal_under_load_loses_nothing(db: psycopg.Connection, fleet:
     fleet.until(lambda: "worker_stopping" in fleet.log, "the worker stops")
     worker.terminate()
     assert worker.wait(PATIENCE_SECONDS) == 128 + signal.SIGTERM
+    fleet.until_disconnected(db)
     in_flight = held_by(db, worker)
     for message_id in in_flight:
         lapse(db, message_id)
@@ -304,7 +308,7 @@ def test_processes_that_are_told_to_stop_while_they_start_stop(db: psycopg.Conne
     assert supervisor.wait(PATIENCE_SECONDS) == 0
     assert "process_died" not in fleet.log
     # Their group is the supervisor's session; its last process is gone when no connection is left.
-    fleet.until(lambda: connection_count(db) == 0, "nobody is left behind")
+    fleet.until_disconnected(db)
 
 
 def test_a_signal_that_comes_while_a_process_is_being_started_reaches_it(

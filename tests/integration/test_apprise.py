@@ -17,13 +17,13 @@ import pytest
 
 from pgoutbox import Context, Email, Message, Notification, Outbox
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.message import Outcome, Permanent, Sent, Transient
+from pgoutbox.message import Permanent, Sent, Transient
 from pgoutbox.settings import Settings, load_settings
 from pgoutbox.transports.apprise import AppriseTransport
 from pgoutbox.worker import Worker
 from tests import outbox_actions
 from tests.outbox_actions import enqueue, row_of
-from tests.smtp_server import outgoing
+from tests.sends import closing, error_of, outgoing
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -81,24 +81,16 @@ def receiver() -> Iterator[Receiver]:
 @pytest.fixture
 async def open_transport() -> AsyncIterator[Callable[..., AppriseTransport]]:
     """Makes transports for names and URLs, and closes them."""
-    transports: list[AppriseTransport] = []
 
     def make(**urls: str) -> AppriseTransport:
-        transports.append(AppriseTransport(settings_with(urls)))
-        return transports[-1]
+        return AppriseTransport(settings_with(urls))
 
-    yield make
-    for transport in transports:
-        await transport.aclose()
+    async with closing(make) as make_one:
+        yield make_one
 
 
 def settings_with(urls: object) -> Settings:
     return load_settings(apprise_urls=urls if isinstance(urls, str) else json.dumps(urls))
-
-
-def error_of(outcome: Outcome, kind: type[Transient | Permanent]) -> str:
-    assert isinstance(outcome, kind)
-    return outcome.error
 
 
 async def test_a_notification_arrives_at_the_service_that_the_destination_names(

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pgoutbox import Context, Email, Message, Outbox, RetryPolicy, Transient
+from pgoutbox import Context, Email, Message, Outbox, RetryPolicy, Transient, breaker
+from pgoutbox.store import BreakerRow, Store
 from pgoutbox.telemetry import Event
 from pgoutbox.transports.smtp import SmtpTransport
 from pgoutbox.worker import Worker
@@ -93,6 +94,43 @@ async def open_breaker(db: psycopg.Connection, app: App, host: LineHost) -> int:
         await until(lambda: is_open(db, host.key))
         await until(lambda: row_of(db, message_id).state == "pending")
     return message_id
+
+
+async def test_a_breaker_that_an_operator_closes_is_known_to_be_closed_at_the_next_message(
+    dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = App(dsn, breaker_failures=1, **LONG)
+    worker = app.worker()
+    async with line_host(Mood.DROP) as host, running(worker):
+        held = [enqueue(db, destination=host.destination) for _ in range(3)]
+        await until(lambda: all(row.due_in_seconds > HOUR / 2 for row in rows_of(db, *held)))
+        host.mood = Mood.TAKE
+        db.execute("DELETE FROM pgoutbox.breaker")
+        monkeypatch.setattr(worker._breakers, "_asked_for_news_at", -HOUR)  # As if a second had passed.
+        await until(all_sent(db, [enqueue(db, destination=host.destination)]))
+        assert {row.state for row in rows_of(db, *held)} == {"pending"}
+
+
+async def test_what_is_held_back_asks_the_fleet_once_in_a_while(
+    dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Sequence[str]] = []
+    ask = Store.breakers
+
+    async def note(self: Store, keys: Sequence[str]) -> dict[str, BreakerRow]:
+        asked.append(keys)
+        return await ask(self, keys)
+
+    monkeypatch.setattr(Store, "breakers", note)
+    monkeypatch.setattr(breaker, "_NEWS_SECONDS", HOUR)
+    app = App(dsn, breaker_failures=1, **LONG)
+    async with line_host(Mood.DROP) as host, running(app.worker()):
+        first = enqueue(db, destination=host.destination)
+        await until(lambda: row_of(db, first).due_in_seconds > 1)
+        ids = [enqueue(db, destination=host.destination) for _ in range(50)]
+        await until(lambda: all(row.due_in_seconds > HOUR / 2 for row in rows_of(db, *ids)))
+        assert asked == [[host.key]]
+        assert is_open(db, host.key)
 
 
 # --- open -------------------------------------------------------------------------------------------------------------

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 from cryptography.fernet import Fernet
-from pydantic import BaseModel
+from pydantic import BaseModel, SecretStr
 from typing_extensions import Unpack
 
 from pgoutbox import Outbox, PayloadError, operations, session
 from pgoutbox.dispatch import Context, SyncContext
 from pgoutbox.drafts import NewMessage
-from pgoutbox.encryption import SEALED
+from pgoutbox.encryption import SEALED, Keyring
 from pgoutbox.errors import ConfigurationError, DuplicateError
 from pgoutbox.message import Message
 from pgoutbox.outbox import MessageOptions
@@ -221,6 +221,47 @@ async def test_the_content_of_a_fan_out_is_encrypted_too(dsn: str, db: psycopg.C
     assert CANARY not in str(db.execute("SELECT body FROM pgoutbox.content").fetchall())
     await Worker(outbox).run_once()
     assert got == [(Reset(user=7, code=CANARY), {"x": CANARY})] * 2
+
+
+async def test_a_content_is_decrypted_once_for_all_of_its_messages(
+    dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str | None] = []
+    decrypt = Keyring.open
+
+    def note(self: Keyring, token: str) -> str | None:
+        opened.append(decrypt(self, token))
+        return opened[-1]
+
+    monkeypatch.setattr(Keyring, "open", note)
+    outbox = outbox_with(dsn, OLD)
+    got: list[object] = []
+
+    @outbox.handler("reset")
+    async def handle(message: Message, ctx: Context) -> None:
+        got.append(message.content)
+
+    addresses = [f"mailto:{number}@example.org" for number in range(20)]
+    with db.transaction():
+        outbox.enqueue_fanout(db, "reset", Reset(user=7, code=CANARY), addresses, content={"html": "x" * 1_000})
+    await Worker(outbox, settings=settings_for(dsn, encryption_keys=OLD, batch_size=5)).run_once()
+    assert got == [{"html": "x" * 1_000}] * 20
+    assert len([text for text in opened if text and "html" in text]) == 1
+
+
+async def test_a_content_that_cannot_be_read_ends_its_own_messages_only(dsn: str, db: psycopg.Connection) -> None:
+    outbox = outbox_with(dsn, OLD)
+    got = register(outbox, "async")
+    with db.transaction():
+        outbox.enqueue_fanout(db, "reset", Reset(user=7, code=CANARY), ["mailto:a@example.org"], content=1)
+    (torn,) = db.execute("SELECT max(id) FROM pgoutbox.message").fetchone() or (0,)
+    body = Keyring(SecretStr(OLD)).seal("{torn", topic="reset", dedupe_key=None)
+    db.execute("UPDATE pgoutbox.content SET body = %s", [body])
+    whole = put(outbox, db).id
+    await Worker(outbox).run_once()
+    assert [state_of(db, message_id) for message_id in (torn, whole)] == ["failed", "sent"]
+    assert (row_of(db, torn).last_error or "").startswith("content: cannot be read as JSON: ")
+    assert got == [Reset(user=7, code=CANARY)]
 
 
 def test_a_content_of_the_reserved_form_is_refused(dsn: str, db: psycopg.Connection) -> None:

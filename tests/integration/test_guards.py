@@ -409,18 +409,18 @@ def no_state_in_forget(stage: Stage, patch: pytest.MonkeyPatch) -> None:
 
 def no_look_at_the_rule_in_forget(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     statement = sql.FINISH_SENT_AND_FORGET_IF_HELD
-    assert statement.count(") AS is_forgotten") == 1
-    statement = statement.replace(") AS is_forgotten", ") OR true AS is_forgotten")
+    assert statement.count("WHERE EXISTS (") == 1
+    statement = statement.replace("WHERE EXISTS (", "WHERE true OR EXISTS (")
     patch.setattr(sql, "FINISH_SENT_AND_FORGET_IF_HELD", statement)
 
 
 OWN_RULE_IN_FORGET = """
-                AND (
-                    r.topic = m.topic
-                    OR NOT EXISTS (
-                        SELECT FROM pgoutbox.retention AS own WHERE own.topic = m.topic AND own.state = 'sent'
-                    )
-                )"""
+            AND (
+                r.topic = t.topic
+                OR NOT EXISTS (
+                    SELECT FROM pgoutbox.retention AS own WHERE own.topic = t.topic AND own.state = 'sent'
+                )
+            )"""
 
 OWN_RULE = """
                 AND NOT EXISTS (

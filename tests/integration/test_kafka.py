@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import ssl
 from typing import TYPE_CHECKING
 
 import pytest
@@ -19,12 +20,25 @@ from pgoutbox.settings import load_settings
 from pgoutbox.transports.events import Event
 from pgoutbox.transports.kafka import KafkaTransport
 from pgoutbox.worker import Worker
-from tests.brokers import HOST, Broker, Forwarder, error_of, free_port, kafka_server, outbox_with
+from tests.brokers import (
+    HOST,
+    TLS_HOST,
+    Broker,
+    Forwarder,
+    assert_refused,
+    forwarded,
+    free_port,
+    issue_certificate,
+    kafka_server,
+    outbox_with,
+)
 from tests.outbox_actions import attempts_of, enqueue, make_due, state_of
-from tests.smtp_server import outgoing
+from tests.sends import closing, error_of, outgoing
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
+    from pathlib import Path
 
     import psycopg
     from confluent_kafka import Message as Record
@@ -32,6 +46,7 @@ if TYPE_CHECKING:
     Open = Callable[..., KafkaTransport]
 
 CANARY = "canary-password"
+SECRET = "secret-payload"
 EVENT = Event({"order_id": 7})
 MESSAGE = outgoing(destination="kafka:orders")
 ID = MESSAGE.idempotency_key.encode()
@@ -65,8 +80,6 @@ def headers_of(record: Record) -> dict[str, object]:
 
 @pytest.fixture
 async def open_transport() -> AsyncIterator[Open]:
-    transports: list[KafkaTransport] = []
-
     def make(servers: Broker | str, **overrides: object) -> KafkaTransport:
         given: dict[str, object] = {
             "kafka_servers": servers if isinstance(servers, str) else f"{HOST}:{servers.port}",
@@ -74,13 +87,10 @@ async def open_transport() -> AsyncIterator[Open]:
             "event_source": "https://club.example.org",
             "broker_timeout_seconds": 10,
         }
-        transport = KafkaTransport(load_settings(**(given | overrides)))
-        transports.append(transport)
-        return transport
+        return KafkaTransport(load_settings(**(given | overrides)))
 
-    yield make
-    for transport in transports:
-        await transport.aclose()
+    async with closing(make) as make_one:
+        yield make_one
 
 
 async def test_an_event_is_a_record_with_its_id_key_and_envelope(broker: Broker, open_transport: Open) -> None:
@@ -120,8 +130,60 @@ async def test_an_unreachable_broker_is_transient(open_transport: Open, caplog: 
         f"{HOST}:{free_port()}", broker_timeout_seconds=1, kafka_username="app", kafka_password=CANARY
     )
     error = error_of(await transport.send(MESSAGE, EVENT), Transient)
-    assert error.startswith("outcome unknown: no acknowledgement: Local: Message timed out")
+    assert error.startswith("connect: no broker within 1 s: ")
     assert CANARY not in caplog.text + error
+
+
+async def test_a_broker_without_tls_gets_nothing_from_who_demands_it(
+    broker: Broker, open_transport: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    async with forwarded(broker.port) as forwarder:
+        transport = open_transport(
+            f"{HOST}:{forwarder.port}",
+            kafka_security="tls",
+            kafka_username="app",
+            kafka_password=CANARY,
+            broker_timeout_seconds=2,
+        )
+        outcome = await transport.send(outgoing(destination="kafka:refused"), Event(SECRET))
+    assert_refused(outcome, "connect: no broker within 2 s: ", {CANARY, SECRET}, caplog.text, forwarder)
+    assert "SSL handshake failed" in error_of(outcome, Transient)
+
+
+async def test_a_ca_file_is_what_the_certificate_is_judged_by(open_transport: Open, tmp_path: Path) -> None:
+    certificate = issue_certificate(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate.cert_file, certificate.key_file)
+
+    async def send_to(host: str, ca_file: str | None) -> tuple[str, bool]:
+        """What is said of a server that shakes hands and no more, and whether it was spoken to after that."""
+        heard: list[bytes] = []
+
+        async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            heard.append(await reader.read(1))
+            writer.transport.abort()
+
+        server = await asyncio.start_server(hear, HOST, 0, ssl=context)
+        transport = open_transport(
+            f"{host}:{server.sockets[0].getsockname()[1]}",
+            kafka_security="tls",
+            kafka_ca_file=ca_file,
+            broker_timeout_seconds=2,
+        )
+        outcome = await transport.send(outgoing(destination="kafka:judged"), Event(SECRET))
+        server.close()
+        return error_of(outcome, Transient), any(heard)
+
+    unknown, other_host, known = await asyncio.gather(
+        send_to(TLS_HOST, None), send_to(HOST, certificate.ca_file), send_to(TLS_HOST, certificate.ca_file)
+    )
+    for said, was_heard in (unknown, other_host):
+        assert "certificate verify failed" in said
+        assert not was_heard
+    said, was_heard = known
+    assert "certificate" not in said
+    assert was_heard
 
 
 async def test_an_event_that_is_too_large_is_permanent_and_disturbs_no_other(
@@ -155,7 +217,7 @@ async def test_what_was_cancelled_does_not_go_out_after_the_end(broker: Broker, 
     transport = open_transport(broker)
     with broker.frozen():
         sending = asyncio.create_task(transport.send(outgoing(destination="kafka:cancelled"), EVENT))
-        await asyncio.sleep(0)
+        await until(lambda: transport._link is not None and len(transport._link._producer) == 1)
         sending.cancel()
         with pytest.raises(asyncio.CancelledError):
             await sending
@@ -187,7 +249,7 @@ async def test_a_worker_delivers_when_the_server_is_back(broker: Broker, dsn: st
     assert (state_of(db, message_id), state_of(db, wrong)) == ("sent", "failed")
     ((number, outcome, error),) = attempts_of(db, message_id)
     assert (number, outcome) == (1, "retry")
-    assert (error or "").startswith("outcome unknown: ")
+    assert (error or "").startswith("connect: ")
     (record,) = records(broker, "worker", 1)
     assert str(headers_of(record)["ce_id"]).startswith(f"b'{message_id}-")
 

@@ -13,7 +13,7 @@ from pgoutbox.message import Sent
 from pgoutbox.telemetry import Event
 from pgoutbox.worker import Worker
 from tests.outbox_actions import attempts_of, enqueue, make_due, row_of, settings_for
-from tests.smtp_server import HOST, Misbehaviour, accepting_server, parsed, scripted_server
+from tests.smtp_server import Misbehaviour, accepting_server, mail_settings, parsed, scripted_server
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,15 +35,7 @@ def outbox_for(
     dsn: str, port: int, content: Content | Callable[[Message[Any]], Content], **overrides: object
 ) -> Outbox:
     """An outbox whose handler returns this content, or renders it; its e-mail goes to a server on this machine."""
-    given: dict[str, object] = {
-        "smtp_host": HOST,
-        "smtp_port": port,
-        "smtp_security": "none",
-        "smtp_from": "club@example.org",
-        "smtp_hostname": "app.example.org",
-        "smtp_timeout_seconds": 5,
-    }
-    outbox = Outbox(settings_for(dsn, **given | overrides))
+    outbox = Outbox(settings_for(dsn, **mail_settings(port) | overrides))
 
     @outbox.handler("greet", retry=MUCH_LATER)
     async def greet(message: Message, ctx: Context) -> Content:

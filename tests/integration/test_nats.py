@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import ssl
 from typing import TYPE_CHECKING
 
 import nats
@@ -18,9 +19,21 @@ from pgoutbox.settings import load_settings
 from pgoutbox.transports.events import Event
 from pgoutbox.transports.nats_jetstream import NatsTransport
 from pgoutbox.worker import Worker
-from tests.brokers import HOST, Broker, error_of, free_port, nats_server, outbox_with
+from tests.brokers import (
+    HOST,
+    TLS_HOST,
+    TLS_REFUSALS,
+    Broker,
+    TlsBroker,
+    assert_refused,
+    forwarded,
+    free_port,
+    nats_server,
+    outbox_with,
+    tls_nats_server,
+)
 from tests.outbox_actions import attempts_of, enqueue, make_due, state_of
-from tests.smtp_server import outgoing
+from tests.sends import closing, error_of, outgoing
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -32,6 +45,7 @@ if TYPE_CHECKING:
     Open = Callable[..., NatsTransport]
 
 CANARY = "canary/password"
+SECRET = "secret-payload"
 EVENT = Event({"order_id": 7})
 MESSAGE = outgoing(destination="nats:orders.placed")
 ID = MESSAGE.idempotency_key
@@ -87,21 +101,16 @@ async def stored(client: Client) -> list[RawStreamMsg]:
 
 @pytest.fixture
 async def open_transport() -> AsyncIterator[Open]:
-    transports: list[NatsTransport] = []
-
     def make(url: Broker | str, **overrides: object) -> NatsTransport:
         given: dict[str, object] = {
             "nats_url": url if isinstance(url, str) else url_of(url),
             "event_source": "https://club.example.org",
             "broker_timeout_seconds": 5,
         }
-        transport = NatsTransport(load_settings(**(given | overrides)))
-        transports.append(transport)
-        return transport
+        return NatsTransport(load_settings(**(given | overrides)))
 
-    yield make
-    for transport in transports:
-        await transport.aclose()
+    async with closing(make) as make_one:
+        yield make_one
 
 
 async def test_an_event_is_stored_with_its_id_and_envelope(broker: Broker, open_transport: Open) -> None:
@@ -223,7 +232,7 @@ async def test_who_waits_learns_at_once_that_the_server_is_gone(open_transport: 
         assert isinstance(await transport.send(MESSAGE, EVENT), Transient)
         with broker.frozen():
             sending = asyncio.create_task(transport.send(MESSAGE, EVENT))
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # It publishes, on the connection that is there, and waits.
             broker.stop()
         async with asyncio.timeout(30):
             assert error_of(await sending, Transient).startswith("outcome unknown: no acknowledgement: ")
@@ -250,6 +259,54 @@ async def test_a_subject_that_is_none_is_permanent_before_anything_is_connected(
     said = error_of(await transport.send(outgoing(destination=f"nats:{subject}"), EVENT), Permanent)
     assert said.startswith("destination: ")
     assert error in said
+
+
+@pytest.fixture(scope="module")
+def tls_broker(broker: Broker) -> Iterator[TlsBroker]:
+    with tls_nats_server(ACCOUNTS.replace("app, password: secret", f'app, password: "{CANARY}"'), broker) as tls_broker:
+        yield tls_broker
+
+
+def tls_url_of(port: int, host: str = TLS_HOST) -> str:
+    return f"tls://app:{CANARY.replace('/', '%2F')}@{host}:{port}"
+
+
+async def test_over_tls_nothing_is_sent_in_plain_text(tls_broker: TlsBroker, open_transport: Open) -> None:
+    ca_file = tls_broker.certificate.ca_file
+    context = ssl.create_default_context(cafile=ca_file)
+    port = tls_broker.tls_port
+    async with forwarded(port) as forwarder:
+        client = await nats.connect(f"tls://{TLS_HOST}:{port}", user="app", password=CANARY, tls=context)
+        await client.jetstream().add_stream(StreamConfig(name="ORDERS", subjects=["orders.>"]))
+        transport = open_transport(tls_url_of(forwarder.port), nats_ca_file=ca_file)
+        assert await transport.send(MESSAGE, Event(SECRET)) == Sent()
+        (message,) = await stored(client)
+        await client.close()
+    assert json.loads(message.data or b"")["data"] == SECRET
+    for text in (CANARY, SECRET):
+        assert text.encode() not in forwarder.said
+
+
+@pytest.mark.parametrize(("host", "is_tls", "is_known", "error"), TLS_REFUSALS)
+async def test_a_server_that_is_not_who_it_has_to_be_gets_nothing(
+    tls_broker: TlsBroker,
+    open_transport: Open,
+    caplog: pytest.LogCaptureFixture,
+    host: str,
+    is_tls: bool,
+    is_known: bool,
+    error: str,
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    async with forwarded(tls_broker.tls_port if is_tls else tls_broker.plain_port) as forwarder:
+        ca_file = tls_broker.certificate.ca_file if is_known else None
+        # A second server, whose URL does not ask for TLS, gets the same password and has to encrypt as well.
+        urls = tls_url_of(forwarder.port, host) + f",nats://{host}:{forwarder.port}"
+        outcome = await open_transport(urls, nats_ca_file=ca_file).send(MESSAGE, Event(SECRET))
+    said = error or "the server does not offer TLS, and plain text is refused"
+    assert_refused(outcome, f"connect: {said}", {CANARY, SECRET}, caplog.text, forwarder)
+    if not is_tls:
+        assert forwarder.said == b""
 
 
 async def test_a_worker_delivers_when_the_server_is_back(dsn: str, db: psycopg.Connection) -> None:

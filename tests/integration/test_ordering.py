@@ -11,7 +11,7 @@ import psycopg
 import pytest
 
 from pgoutbox import NewMessage, Outbox, PayloadError, Topic, maintenance, operations
-from pgoutbox.message import Message, Permanent, Transient
+from pgoutbox.message import Message, Permanent, State, Transient
 from pgoutbox.operations import Rate
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.store import Store
@@ -36,12 +36,6 @@ if TYPE_CHECKING:
     from tests.conftest import Connect
 
 
-@pytest.fixture
-def db(connect: Connect) -> psycopg.Connection:
-    """An autocommit connection to the test's database."""
-    return connect(autocommit=True)
-
-
 class Line:
     """An outbox that writes down what it was given, by ordering key; some attempts fail first."""
 
@@ -56,7 +50,7 @@ class Line:
             key = message.ordering_key
             self.overlaps += key is not None and key in self.in_flight
             self.in_flight.add(key)
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # Another attempt may begin here, if it is let.
             self.in_flight.discard(key)
             if message.id in ends:
                 raise Permanent("planned")
@@ -123,7 +117,8 @@ async def test_a_saturated_worker_neglects_neither_ordered_messages_nor_the_othe
     gate.set()
     await drained(outbox)
     assert order.count(None) == order.count("k") == 20
-    assert 5 <= order[:20].count("k") <= 15
+    # How many depends on how long the end of each takes to be written, for which the next of the key waits.
+    assert {None, "k"} == set(order[:20])
 
 
 @pytest.mark.parametrize("on_failed", ["continue", "halt"])
@@ -139,6 +134,28 @@ async def test_what_follows_a_failure_is_the_topics_choice(dsn: str, db: psycopg
         assert [r.refusal for r in operations.redrive(db, [first])] == [None]
         await drained(mended.outbox)
         assert mended.seen["k"] == [first, *rest]
+
+
+@pytest.mark.parametrize("way", ["by age", "by rule"])
+async def test_a_key_that_was_halted_goes_on_as_soon_as_its_failed_message_is_pruned(
+    dsn: str, db: psycopg.Connection, way: str
+) -> None:
+    first = enqueue(db, ordering_key="k", on_failed="halt")
+    line = Line(dsn, ends=frozenset({first}))
+    await drained(line.outbox)
+    second = enqueue(db, ordering_key="k", on_failed="halt")
+    db.execute("UPDATE pgoutbox.message_failed SET finished_at = finished_at - interval '2 days'")
+    worker = WatchedWorker(line.outbox)
+    async with running(worker):
+        await worker.asleep.wait()
+        assert state_of(db, second) == "pending"
+        if way == "by age":
+            await asyncio.to_thread(maintenance.prune, db, timedelta(days=1), states=[State.FAILED])
+        else:
+            maintenance.set_retention(db, "greet", "failed", timedelta(days=1))
+            await asyncio.to_thread(maintenance.prune_by_retention, db)
+        await until(lambda: state_of(db, second) == "sent")
+    assert line.seen["k"] == [second]
 
 
 async def test_more_keys_than_one_look_sees_are_all_served(dsn: str, db: psycopg.Connection) -> None:
@@ -370,7 +387,7 @@ async def test_the_end_of_an_attempt_lets_the_next_begin_where_few_may_be_in_fli
         nonlocal in_flight, most
         in_flight += 1
         most = max(most, in_flight)
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # Another attempt may begin here, if it is let.
         in_flight -= 1
 
     async with running(WatchedWorker(outbox)):
@@ -388,6 +405,13 @@ async def test_a_queue_that_is_resumed_is_claimed_at_once(dsn: str, db: psycopg.
         assert state_of(db, message_id) == "pending"
         operations.resume_queue(db, "default")
         await until(lambda: state_of(db, message_id) == "sent")
+
+
+async def test_a_drain_does_not_wait_for_what_is_due_in_a_paused_queue(dsn: str, db: psycopg.Connection) -> None:
+    message_id = enqueue(db)
+    operations.pause_queue(db, "default")
+    await drained(Line(dsn).outbox)
+    assert state_of(db, message_id) == "pending"
 
 
 async def test_a_pause_that_ends_by_itself_wakes_the_worker(dsn: str, db: psycopg.Connection) -> None:

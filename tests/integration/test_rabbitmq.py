@@ -20,15 +20,20 @@ from pgoutbox.worker import Worker
 from tests.brokers import (
     HOST,
     RABBITMQ_MAX_BYTES,
+    RABBITMQ_TLS_PASSWORD,
+    TLS_HOST,
+    TLS_REFUSALS,
     Broker,
     Forwarder,
-    error_of,
+    TlsBroker,
+    assert_refused,
+    forwarded,
     free_port,
     outbox_with,
     rabbitmq_server,
 )
 from tests.outbox_actions import attempts_of, enqueue, make_due, state_of
-from tests.smtp_server import outgoing
+from tests.sends import closing, error_of, outgoing
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -38,20 +43,30 @@ if TYPE_CHECKING:
 
     Open = Callable[..., RabbitMQTransport]
 
-CANARY = "canary/password"
+CANARY = RABBITMQ_TLS_PASSWORD
+SECRET = "secret-payload"
 EVENT = Event({"order_id": 7})
 MESSAGE = outgoing(destination="rabbitmq:orders/order.placed")
 ID = MESSAGE.idempotency_key
 
 
 @pytest.fixture(scope="module")
-def broker() -> Iterator[Broker]:
+def tls_broker() -> Iterator[TlsBroker]:
     with rabbitmq_server() as broker:
         yield broker
 
 
+@pytest.fixture(scope="module")
+def broker(tls_broker: TlsBroker) -> Broker:
+    return tls_broker.broker
+
+
 def url_of(port: int, user: str = "app", password: str = "secret") -> str:
     return f"amqp://{user}:{password}@{HOST}:{port}"
+
+
+def tls_url_of(port: int, host: str = TLS_HOST) -> str:
+    return f"amqps://tls:{CANARY.replace('/', '%2F')}@{host}:{port}"
 
 
 @contextlib.asynccontextmanager
@@ -88,21 +103,16 @@ async def queued(channel: AbstractChannel, queue: str = "placed") -> list[Delive
 
 @pytest.fixture
 async def open_transport() -> AsyncIterator[Open]:
-    transports: list[RabbitMQTransport] = []
-
     def make(url: Broker | str, **overrides: object) -> RabbitMQTransport:
         given: dict[str, object] = {
             "rabbitmq_url": url if isinstance(url, str) else url_of(url.port),
             "event_source": "https://club.example.org",
             "broker_timeout_seconds": 10,
         }
-        transport = RabbitMQTransport(load_settings(**(given | overrides)))
-        transports.append(transport)
-        return transport
+        return RabbitMQTransport(load_settings(**(given | overrides)))
 
-    yield make
-    for transport in transports:
-        await transport.aclose()
+    async with closing(make) as make_one:
+        yield make_one
 
 
 async def test_an_event_is_queued_with_its_id_and_envelope(
@@ -227,7 +237,7 @@ async def test_who_waits_learns_at_once_that_the_connection_is_gone(
     assert await transport.send(MESSAGE, EVENT) == Sent()
     with broker.frozen():
         sending = asyncio.create_task(transport.send(MESSAGE, EVENT))
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # It publishes, on the channel that is there, and waits.
         await forwarder.cut()
         async with asyncio.timeout(30):
             assert error_of(await sending, Transient).startswith("outcome unknown: ")
@@ -249,6 +259,38 @@ async def test_a_name_that_is_none_is_permanent_before_anything_is_connected(
     said = error_of(await transport.send(outgoing(destination=f"rabbitmq:{name}"), EVENT), Permanent)
     assert said.startswith("destination: ")
     assert error in said
+
+
+async def test_over_tls_nothing_is_sent_in_plain_text(
+    tls_broker: TlsBroker, channel: AbstractChannel, open_transport: Open
+) -> None:
+    async with forwarded(tls_broker.tls_port) as forwarder:
+        transport = open_transport(tls_url_of(forwarder.port), rabbitmq_ca_file=tls_broker.certificate.ca_file)
+        assert await transport.send(MESSAGE, Event(SECRET)) == Sent()
+    (message,) = await queued(channel)
+    assert json.loads(message.body)["data"] == SECRET
+    for text in (CANARY, SECRET):
+        assert text.encode() not in forwarder.said
+
+
+@pytest.mark.parametrize(("host", "is_tls", "is_known", "error"), TLS_REFUSALS)
+async def test_a_server_that_is_not_who_it_has_to_be_gets_nothing(
+    tls_broker: TlsBroker,
+    channel: AbstractChannel,
+    open_transport: Open,
+    caplog: pytest.LogCaptureFixture,
+    host: str,
+    is_tls: bool,
+    is_known: bool,
+    error: str,
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    async with forwarded(tls_broker.tls_port if is_tls else tls_broker.plain_port) as forwarder:
+        ca_file = tls_broker.certificate.ca_file if is_known else None
+        url = tls_url_of(forwarder.port, host) + "?no_verify_ssl=1"  # What the client itself would obey.
+        outcome = await open_transport(url, rabbitmq_ca_file=ca_file).send(MESSAGE, Event(SECRET))
+    assert_refused(outcome, f"connect: {error or 'TLS: '}", {CANARY, SECRET}, caplog.text, forwarder)
+    assert await queued(channel) == []
 
 
 async def test_a_worker_delivers_when_the_server_is_back(

@@ -16,9 +16,20 @@ from pgoutbox.settings import load_settings
 from pgoutbox.transports.events import Event
 from pgoutbox.transports.redis_streams import RedisTransport
 from pgoutbox.worker import Worker
-from tests.brokers import HOST, Broker, error_of, outbox_with, redis_server
+from tests.brokers import (
+    HOST,
+    TLS_HOST,
+    TLS_REFUSALS,
+    Broker,
+    TlsBroker,
+    assert_refused,
+    forwarded,
+    outbox_with,
+    redis_server,
+    tls_redis_server,
+)
 from tests.outbox_actions import attempts_of, enqueue, make_due, rows_of, state_of
-from tests.smtp_server import outgoing
+from tests.sends import closing, error_of, outgoing
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -28,6 +39,7 @@ if TYPE_CHECKING:
     Open = Callable[..., RedisTransport]
 
 CANARY = "canary-password"
+SECRET = "secret-payload"
 EVENT = Event({"order_id": 7})
 MESSAGE = outgoing(destination="redis:orders")
 ID = MESSAGE.idempotency_key.encode()
@@ -58,21 +70,16 @@ def entries(broker: Broker, stream: str = "orders") -> list[dict[bytes, bytes]]:
 
 @pytest.fixture
 async def open_transport() -> AsyncIterator[Open]:
-    transports: list[RedisTransport] = []
-
     def make(url: Broker | str, *, connection_count: int = 10, **overrides: object) -> RedisTransport:
         given: dict[str, object] = {
             "redis_url": url if isinstance(url, str) else f"redis://{HOST}:{url.port}",
             "event_source": "https://club.example.org",
             "broker_timeout_seconds": 5,
         }
-        transport = RedisTransport(load_settings(**(given | overrides)), connection_count=connection_count)
-        transports.append(transport)
-        return transport
+        return RedisTransport(load_settings(**(given | overrides)), connection_count=connection_count)
 
-    yield make
-    for transport in transports:
-        await transport.aclose()
+    async with closing(make) as make_one:
+        yield make_one
 
 
 async def test_an_event_is_an_entry_with_its_id_and_envelope(broker: Broker, open_transport: Open) -> None:
@@ -188,6 +195,84 @@ async def test_an_idle_connection_that_broke_is_replaced(broker: Broker, open_tr
     assert await open_transport(broker).send(MESSAGE, EVENT) == Sent()
     assert await transport.send(MESSAGE, EVENT) == Sent()
     assert len(entries(broker)) == 3
+
+
+@pytest.fixture(scope="module")
+def tls_broker() -> Iterator[TlsBroker]:
+    with tls_redis_server() as broker:
+        with client_of(broker.broker) as client:
+            client.execute_command("ACL", "SETUSER", "app", "on", f">{CANARY}", "~*", "+@all")
+        yield broker
+
+
+async def test_over_tls_nothing_is_sent_in_plain_text(tls_broker: TlsBroker, open_transport: Open) -> None:
+    async with forwarded(tls_broker.tls_port) as forwarder:
+        url = f"rediss://app:{CANARY}@{TLS_HOST}:{forwarder.port}"
+        transport = open_transport(url, redis_ca_file=tls_broker.certificate.ca_file)
+        assert await transport.send(outgoing(destination="redis:tls"), Event(SECRET)) == Sent()
+    (entry,) = entries(tls_broker.broker, "tls")
+    assert json.loads(entry[b"event"])["data"] == SECRET
+    for text in (CANARY, SECRET):
+        assert text.encode() not in forwarder.said
+
+
+@pytest.mark.parametrize(("host", "is_tls", "is_known", "error"), TLS_REFUSALS)
+async def test_a_server_that_is_not_who_it_has_to_be_gets_nothing(
+    tls_broker: TlsBroker,
+    open_transport: Open,
+    caplog: pytest.LogCaptureFixture,
+    host: str,
+    is_tls: bool,
+    is_known: bool,
+    error: str,
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    async with forwarded(tls_broker.tls_port if is_tls else tls_broker.plain_port) as forwarder:
+        ca_file = tls_broker.certificate.ca_file if is_known else None
+        transport = open_transport(
+            f"rediss://app:{CANARY}@{host}:{forwarder.port}",
+            redis_ca_file=ca_file,
+            broker_timeout_seconds=5 if is_tls else 0.5,
+        )
+        outcome = await transport.send(outgoing(destination="redis:refused"), Event(SECRET))
+    assert_refused(outcome, f"connect: {error}", {CANARY, SECRET}, caplog.text, forwarder)
+    if (
+        not is_tls
+    ):  # An answer, or none: that depends on whether there is an end of a line in a handshake's random bytes.
+        assert error_of(outcome, Transient).endswith("; does the server speak TLS on this port?")
+    assert entries(tls_broker.broker, "refused") == []
+
+
+@pytest.mark.parametrize("query", ["ssl_cert_reqs=none", "ssl_cert_reqs=optional", "ssl_check_hostname=false"])
+def test_an_url_cannot_turn_the_verification_off(query: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"PGOUTBOX_REDIS_URL=\(hidden\): turns the verification"):
+        RedisTransport(load_settings(redis_url=f"rediss://:{CANARY}@host?{query}"))
+
+
+async def test_what_an_operator_has_set_wrongly_costs_messages_no_attempts(
+    tls_broker: TlsBroker, dsn: str, db: psycopg.Connection
+) -> None:
+    wrong = {
+        "redis_url": f"rediss://app:{CANARY}@{TLS_HOST}:{tls_broker.tls_port}",
+        "breaker_failures": 2,
+        "concurrency": 1,
+    }
+    ids = [enqueue(db, destination="redis:mended", max_attempts=3) for _ in range(10)]
+    await Worker(outbox_with(dsn, **wrong)).run_once()
+    rows = rows_of(db, *ids)
+    assert {row.state for row in rows} == {"pending"}
+    # Only those that told that it is dead have used one up.
+    assert sorted(row.max_attempts - row.attempt_count for row in rows) == [2] + [3] * 9
+    texts = {error or "" for message_id in ids for _, _, error in attempts_of(db, message_id)}
+    assert any("the server's certificate is refused: " in text for text in texts)
+    assert not any(CANARY in text for text in texts)
+    db.execute("UPDATE pgoutbox.breaker SET retry_at = now()")
+    for _ in range(2):  # One message is the probe; the others follow.
+        for message_id in ids:
+            make_due(db, message_id)
+        await Worker(outbox_with(dsn, **wrong, redis_ca_file=tls_broker.certificate.ca_file)).run_once()
+    assert {row.state for row in rows_of(db, *ids)} == {"sent"}
+    assert len(entries(tls_broker.broker, "mended")) == len(ids)
 
 
 async def test_a_worker_delivers_when_the_server_is_back(dsn: str, db: psycopg.Connection) -> None:

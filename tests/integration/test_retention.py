@@ -40,9 +40,11 @@ from tests.outbox_actions import (
     settings_for,
     state_of,
 )
+from tests.waiting import until
+from tests.worker_process import connection_count
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
 SPAWN = multiprocessing.get_context("spawn")
 ZERO = timedelta()
@@ -157,31 +159,28 @@ async def test_a_rule_reaches_a_running_worker_which_asks_rarely(
     worker = WatchedWorker(outbox, settings=settings_for(dsn, batch_size=1))
     async with running(worker):
         await worker.asleep.wait()
-        assert asked[sql.FORGETS_SENT] == 0
+        assert asked[sql.FORGOTTEN_TOPICS] == 0
 
         async def deliver() -> None:
             count = len(got)
             enqueue(db)
-            while True:
-                if len(got) > count and not worker._held:
-                    return
-                await asyncio.sleep(0)
+            await until(lambda: len(got) > count and not worker._held)
 
         for _ in range(3):
             await deliver()
-        assert (asked[sql.FORGETS_SENT], len(rows_of(db))) == (1, 3)
+        assert (asked[sql.FORGOTTEN_TOPICS], len(rows_of(db))) == (1, 3)
         set_retention(db, "*", "sent", ZERO)
         worker._store._retention_read_at = -math.inf
         for _ in range(3):
             await deliver()
-        assert (asked[sql.FORGETS_SENT], len(rows_of(db))) == (2, 3)
+        assert (asked[sql.FORGOTTEN_TOPICS], len(rows_of(db))) == (2, 3)
 
 
 async def test_handlers_that_end_together_all_know_the_rule(dsn: str, db: psycopg.Connection) -> None:
     set_retention(db, "*", "sent", ZERO)
     store = Store(settings_for(dsn), worker="w")
     try:
-        assert await asyncio.gather(*(store.forgets_sent() for _ in range(5))) == [True] * 5
+        assert await asyncio.gather(*(store.forgets_sent(["greet"]) for _ in range(5))) == [True] * 5
     finally:
         await store.close()
 
@@ -195,7 +194,7 @@ async def test_a_rule_that_cannot_be_read_keeps_the_message_until_it_can(
     failures = [psycopg.OperationalError("gone"), psycopg.OperationalError("gone")]
 
     async def fail(self: Link, statement: Any, parameters: Any) -> Any:  # noqa: ANN401 - passed on
-        if statement == sql.FORGETS_SENT and failures:
+        if statement == sql.FORGOTTEN_TOPICS and failures:
             raise failures.pop()
         return await fetch(self, statement, parameters)
 
@@ -258,10 +257,12 @@ def deliver_and_die(dsn: str, point: str) -> None:
     outbox = Outbox(settings_for(dsn))
 
     class DoomedStore(Store):
-        async def finish_sent(self, ids: Sequence[int], attempt_counts: Sequence[int]) -> dict[int, State]:
+        async def finish_sent(
+            self, ids: Sequence[int], attempt_counts: Sequence[int], topics: Collection[str]
+        ) -> dict[int, State]:
             if point == "before finish":
                 os._exit(9)
-            await super().finish_sent(ids, attempt_counts)
+            await super().finish_sent(ids, attempt_counts, topics)
             os._exit(9)
 
     @outbox.handler("greet")
@@ -283,6 +284,7 @@ async def test_a_killed_worker_has_deleted_only_what_was_sent(
     doomed.start()
     await asyncio.to_thread(doomed.join, 4 * PATIENCE_SECONDS)
     assert doomed.exitcode == 9
+    await until(lambda: connection_count(db) == 0)
     if point == "after finish":
         assert rows_of(db) == []
         return

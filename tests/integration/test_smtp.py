@@ -14,11 +14,14 @@ import pytest
 import trustme
 
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.message import Outcome, Permanent, Sent, Transient
+from pgoutbox.message import Permanent, Sent, Transient
 from pgoutbox.settings import Settings, load_settings
 from pgoutbox.transports.mail import Attachment, Email
-from pgoutbox.transports.smtp import SmtpTransport, is_transient, verifying_tls_context
-from tests.smtp_server import HOST, Misbehaviour, accepting_server, outgoing, parsed, scripted_server
+from pgoutbox.transports.smtp import SmtpTransport, is_transient
+from pgoutbox.transports.tls import verifying_context
+from tests.dialogues import HOST
+from tests.sends import closing, error_of, outgoing
+from tests.smtp_server import Misbehaviour, accepting_server, mail_settings, parsed, scripted_server
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -48,7 +51,7 @@ def server_tls(authority: trustme.CA) -> ssl.SSLContext:
 @pytest.fixture(scope="module")
 def client_tls(authority: trustme.CA) -> ssl.SSLContext:
     """The transport's own kind of context, which trusts the tests' authority besides."""
-    context = verifying_tls_context()
+    context = verifying_context()
     authority.configure_trust(context)
     return context
 
@@ -56,35 +59,18 @@ def client_tls(authority: trustme.CA) -> ssl.SSLContext:
 @pytest.fixture
 async def open_transport() -> AsyncIterator[Open]:
     """Makes transports for a port on this machine, in plain text unless told otherwise, and closes them."""
-    transports: list[SmtpTransport] = []
 
     def make(
         port: int, *, tls_context: ssl.SSLContext | None = None, idle_seconds: float = 60.0, **overrides: object
     ) -> SmtpTransport:
-        transport = SmtpTransport(settings_for(port, **overrides), tls_context=tls_context, idle_seconds=idle_seconds)
-        transports.append(transport)
-        return transport
+        return SmtpTransport(settings_for(port, **overrides), tls_context=tls_context, idle_seconds=idle_seconds)
 
-    yield make
-    for transport in transports:
-        await transport.aclose()
+    async with closing(make) as make_one:
+        yield make_one
 
 
 def settings_for(port: int, **overrides: object) -> Settings:
-    given: dict[str, object] = {
-        "smtp_host": HOST,
-        "smtp_port": port,
-        "smtp_security": "none",
-        "smtp_from": "club@example.org",
-        "smtp_hostname": "app.example.org",
-        "smtp_timeout_seconds": 5,
-    }
-    return load_settings(**(given | overrides))
-
-
-def error_of(outcome: Outcome, kind: type[Transient | Permanent]) -> str:
-    assert isinstance(outcome, kind)
-    return outcome.error
+    return load_settings(**(mail_settings(port) | overrides))
 
 
 async def test_an_email_arrives_with_its_envelope_and_content(open_transport: Open) -> None:
@@ -473,13 +459,6 @@ async def test_a_password_is_kept_from_plain_text_whatever_the_settings_say(open
         await server.was_left.wait()
     assert error == "AUTH: refused on a connection in plain text"
     assert server.verbs == ["EHLO"]
-
-
-def test_the_default_context_verifies_and_demands_tls_1_2() -> None:
-    context = verifying_tls_context()
-    assert context.minimum_version == ssl.TLSVersion.TLSv1_2
-    assert context.verify_mode == ssl.CERT_REQUIRED
-    assert context.check_hostname
 
 
 async def test_refused_credentials_are_transient_and_the_password_is_never_shown(

@@ -35,13 +35,6 @@ if TYPE_CHECKING:
 
     from pgoutbox.dispatch import Context
     from pgoutbox.store import ClaimedRow
-    from tests.conftest import Connect
-
-
-@pytest.fixture
-def db(connect: Connect) -> psycopg.Connection:
-    """An autocommit connection to the test's database."""
-    return connect(autocommit=True)
 
 
 def lost(db: psycopg.Connection, topic: str = "greet", *, times: int = 1, max_attempts: int = 11) -> int:

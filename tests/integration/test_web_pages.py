@@ -909,13 +909,15 @@ def test_a_query_that_takes_too_long_is_given_up(site: Site, connect: Connect, m
 def test_a_dead_network_is_not_waited_for(
     dsn: str, tmp_path: Path, open_site: Callable[..., Site], db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(database, "_ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(database, "ANSWER_SECONDS", 0.3)
     with proxy_to(dsn, tmp_path) as proxy:
         site = open_site(proxy.dsn)
         assert site.ada.get("/messages").status_code == 200
+        (kept,) = site.dashboard.database._idle
         with proxy.stalled("pgoutbox web", open_connections_only=True):
             assert "did not answer in time" in Page(site.ada.get("/messages").text).words
-            # The connection that hung is gone, and with it the thread that waited on it.
+            # It is broken, so that no thread waits on it any more.
+            wait_until(lambda: kept.connection.closed, lambda: "the connection that hung is still open")
             assert site.ada.get("/messages").status_code == 200
         site.dashboard.close()
 

@@ -16,15 +16,17 @@ import standardwebhooks
 import trustme
 
 from pgoutbox import Outbox, RetryPolicy, Webhook
-from pgoutbox.message import Outcome, Permanent, Sent, Transient
+from pgoutbox.message import Permanent, Sent, Transient
 from pgoutbox.settings import Settings, load_settings
 from pgoutbox.telemetry import Event
-from pgoutbox.transports.webhook import MAX_ANSWER_BYTES, WebhookTransport, verifying_tls_context
+from pgoutbox.transports.webhook import MAX_ANSWER_BYTES, WebhookTransport
 from pgoutbox.webhooks import verify
 from pgoutbox.worker import Worker
+from tests.dialogues import HOST
 from tests.outbox_actions import PATIENCE_SECONDS, Row, attempts_of, enqueue, make_due, row_of
-from tests.smtp_server import outgoing
-from tests.webhook_server import HOST, Misbehaviour, answer, webhook_server
+from tests.sends import closing, error_of, outgoing
+from tests.waiting import until
+from tests.webhook_server import Misbehaviour, answer, webhook_server
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -84,21 +86,12 @@ def settings_for(port: int, **overrides: object) -> Settings:
 @pytest.fixture
 async def open_transport() -> AsyncIterator[Open]:
     """Makes transports that may reach a port of this machine, and closes them."""
-    transports: list[WebhookTransport] = []
 
     def make(port: int, **overrides: object) -> WebhookTransport:
-        transport = WebhookTransport(settings_for(port, **overrides), clock=lambda: TIMESTAMP)
-        transports.append(transport)
-        return transport
+        return WebhookTransport(settings_for(port, **overrides), clock=lambda: TIMESTAMP)
 
-    yield make
-    for transport in transports:
-        await transport.aclose()
-
-
-def error_of(outcome: Outcome, kind: type[Transient | Permanent]) -> str:
-    assert isinstance(outcome, kind), outcome
-    return outcome.error
+    async with closing(make) as make_one:
+        yield make_one
 
 
 # --- what arrives -----------------------------------------------------------------------------------------------------
@@ -165,6 +158,45 @@ async def test_a_connection_that_the_server_closed_is_replaced(open_transport: O
         for _ in range(3):
             assert await transport.send(outgoing(destination=server.url(scheme="http")), HOOK) == Sent()
     assert server.connection_count == 3
+
+
+@pytest.mark.parametrize("reset", [False, True], ids=["closed", "reset"])
+@pytest.mark.parametrize("is_noticed_late", [False, True], ids=["at once", "late"])
+async def test_an_idle_connection_that_died_costs_no_attempt(
+    open_transport: Open, monkeypatch: pytest.MonkeyPatch, reset: bool, is_noticed_late: bool
+) -> None:
+    async with webhook_server() as server, asyncio.timeout(PATIENCE_SECONDS):
+        transport = open_transport(server.port)
+        message = outgoing(destination=server.url(scheme="http"))
+        assert await transport.send(message, HOOK) == Sent()
+        (idle,) = transport._idle
+        server.close_idle(reset=reset)
+        await until(lambda: not idle.is_ready)
+        if is_noticed_late:  # It dies between the look at it and the first byte of the request.
+            monkeypatch.setattr(type(idle), "is_ready", property(lambda connection: connection is idle))
+        assert await transport.send(message, HOOK) == Sent()
+    assert [len(server.received), server.connection_count] == [2, 2]
+
+
+async def test_an_idle_connection_whose_end_is_not_heard_of_leaves_the_outcome_unknown(
+    open_transport: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with webhook_server() as server, asyncio.timeout(PATIENCE_SECONDS):
+        transport = open_transport(server.port)
+        message = outgoing(destination=server.url(scheme="http"))
+        assert await transport.send(message, HOOK) == Sent()
+        (idle,) = transport._idle
+        server.close_idle()
+        await until(lambda: not idle.is_ready)
+        # The end is still under way when the request is written: nobody can tell whether it was read.
+        monkeypatch.setattr(type(idle), "is_ready", property(lambda connection: connection is idle))
+        assert idle._stream is not None
+        monkeypatch.setattr(idle._stream, "get_extra_info", lambda info: False)
+        outcome = await transport.send(message, HOOK)
+    assert error_of(outcome, Transient).startswith("outcome unknown: the connection was ")
+    assert isinstance(outcome, Transient)
+    assert outcome.unknown
+    assert len(server.received) == 1
 
 
 async def test_no_more_are_under_way_than_the_setting_allows(open_transport: Open) -> None:
@@ -309,7 +341,10 @@ async def test_an_exchange_that_breaks_off_after_the_request_is_of_unknown_outco
     async with webhook_server(behaviour, answer(200)) as server, asyncio.timeout(PATIENCE_SECONDS):
         transport = open_transport(server.port, webhook_timeout_seconds=SHORT_SECONDS, webhook_connections=1)
         message = outgoing(destination=server.url(scheme="http"))
-        said = error_of(await transport.send(message, HOOK), Transient)
+        outcome = await transport.send(message, HOOK)
+        said = error_of(outcome, Transient)
+        assert isinstance(outcome, Transient)
+        assert outcome.unknown
         assert said.startswith(error)
         assert CANARY not in said
         await server.was_left.wait()
@@ -368,15 +403,6 @@ async def test_a_certificate_for_another_host_is_refused(
     assert server.received == []
 
 
-def test_the_context_verifies_and_demands_tls_1_2(ca_file: Path) -> None:
-    system, both = verifying_tls_context(None), verifying_tls_context(str(ca_file))
-    for context in (system, both):
-        assert context.minimum_version == ssl.TLSVersion.TLSv1_2
-        assert context.verify_mode == ssl.CERT_REQUIRED
-        assert context.check_hostname
-    assert len(both.get_ca_certs()) == len(system.get_ca_certs()) + 1
-
-
 async def test_a_slow_name_server_holds_up_its_own_webhooks_only(open_transport: Open) -> None:
     loop = asyncio.get_running_loop()
     answered = threading.Event()
@@ -414,7 +440,7 @@ async def test_a_send_that_is_cancelled_at_any_step_gives_its_place_back(
         for step_count in range(40):
             sending = asyncio.create_task(transport.send(message, HOOK))
             for _ in range(step_count):
-                await asyncio.sleep(0)
+                await asyncio.sleep(0)  # Each turn of the loop brings it one step further.
             sending.cancel()
             await asyncio.wait([sending])
         assert await transport.send(message, HOOK) == Sent()
@@ -605,6 +631,40 @@ async def test_a_retry_has_the_same_id_and_a_new_timestamp(dsn: str, db: psycopg
     }
     assert len(ids) == 1
     assert len({received.headers["webhook-signature"] for received in server.received}) == 3
+
+
+@pytest.mark.parametrize("breaker_failures", [5, 1], ids=["alive", "the failure that opens the breaker"])
+async def test_what_may_have_arrived_is_not_sent_again_where_that_is_for_a_person_to_find_out(
+    dsn: str, db: psycopg.Connection, breaker_failures: int
+) -> None:
+    async with webhook_server(answer(200), DROP) as server:
+        settings = settings_for(server.port, dsn=dsn, breaker_failures=breaker_failures, concurrency=1)
+        outbox = Outbox(settings)
+
+        @outbox.handler("greet", retry=FEW, on_unknown="hold")
+        async def greet(message: Message, ctx: Context) -> Webhook:
+            return HOOK
+
+        ids = [enqueue(db, destination=server.url(scheme="http")) for _ in range(2)]
+        await Worker(outbox).run_once()
+    assert [row_of(db, message_id).state for message_id in ids] == ["sent", "failed"]
+    assert (row_of(db, ids[1]).last_error or "").startswith("outcome unknown: the connection was ")
+    assert len(server.received) == 2
+
+
+async def test_what_certainly_did_not_arrive_is_tried_again_all_the_same(dsn: str, db: psycopg.Connection) -> None:
+    with socket.create_server((HOST, 0)) as closed:
+        port = closed.getsockname()[1]
+    outbox = Outbox(settings_for(port, dsn=dsn))
+
+    @outbox.handler("greet", retry=FEW, on_unknown="hold")
+    async def greet(message: Message, ctx: Context) -> Webhook:
+        return HOOK
+
+    message_id = enqueue(db, destination=f"http://{HOST}:{port}/hook")
+    await Worker(outbox).run_once()
+    row = row_of(db, message_id)
+    assert (row.state, (row.last_error or "").partition(":")[0]) == ("pending", "connect")
 
 
 @pytest.mark.parametrize(

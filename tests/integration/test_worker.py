@@ -43,9 +43,10 @@ from tests.outbox_actions import (
     state_of,
 )
 from tests.waiting import until
+from tests.worker_process import connection_count
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Callable, Collection, Sequence
     from multiprocessing.sharedctypes import Synchronized
     from multiprocessing.synchronize import Event as ProcessEvent
     from pathlib import Path
@@ -907,8 +908,10 @@ def deliver_and_die(dsn: str, point: str) -> None:
                 die("after claim")
             return rows
 
-        async def finish_sent(self, ids: Sequence[int], attempt_counts: Sequence[int]) -> dict[int, State]:
-            done = await super().finish_sent(ids, attempt_counts)
+        async def finish_sent(
+            self, ids: Sequence[int], attempt_counts: Sequence[int], topics: Collection[str]
+        ) -> dict[int, State]:
+            done = await super().finish_sent(ids, attempt_counts, topics)
             die("after finish")
             return done
 
@@ -944,6 +947,7 @@ async def test_a_killed_worker_loses_nothing_and_only_a_kill_after_the_send_dupl
     doomed.start()
     await asyncio.to_thread(doomed.join, PATIENCE_SECONDS)
     assert doomed.exitcode == 9
+    await until(lambda: connection_count(db) == 0)
     lapse(db, message_id)
 
     @outbox.handler("greet")
@@ -959,16 +963,25 @@ async def test_a_killed_worker_loses_nothing_and_only_a_kill_after_the_send_dupl
     assert row.attempt_count == (1 if point == "after finish" else 2)
 
 
-def deliver_when_told(dsn: str, in_handler: ProcessEvent, go_on: ProcessEvent, lost_count: Synchronized[int]) -> None:
-    """A worker process whose handler waits in the middle of its work."""
+def deliver_when_told(
+    dsn: str, in_handler: ProcessEvent, at_rest: ProcessEvent, go_on: ProcessEvent, lost_count: Synchronized[int]
+) -> None:
+    """A worker process whose handler waits in the middle of its work; `at_rest` when it claims nothing meanwhile."""
     outbox = Outbox(settings_for(dsn, worker_name="stale"))
+
+    class QuietWorker(Worker):
+        async def _claim_round(self, room: int, *, from_beginning: bool, fresh_only: bool = False) -> int | None:
+            found = await super()._claim_round(room, from_beginning=from_beginning, fresh_only=fresh_only)
+            if from_beginning and found == 0:
+                at_rest.set()
+            return found
 
     @outbox.handler("greet")
     def greet(message: Message, ctx: SyncContext) -> None:
         in_handler.set()
         go_on.wait(PATIENCE_SECONDS)
 
-    worker = Worker(outbox)
+    worker = QuietWorker(outbox)
     asyncio.run(worker.run_once())
     lost_count.value = worker.telemetry.counts[Event.LEASE_LOST]
 
@@ -995,11 +1008,13 @@ async def test_a_process_that_was_stopped_past_its_lease_writes_nothing_when_it_
         return [*db.execute("SELECT * FROM pgoutbox.message"), *db.execute("SELECT * FROM audit")]
 
     message_id = enqueue(db)
-    in_handler, go_on, lost_count = SPAWN.Event(), SPAWN.Event(), SPAWN.Value("i", -1)
-    stale = SPAWN.Process(target=deliver_when_told, args=(dsn, in_handler, go_on, lost_count), daemon=True)
+    in_handler, at_rest, go_on, lost_count = SPAWN.Event(), SPAWN.Event(), SPAWN.Event(), SPAWN.Value("i", -1)
+    stale = SPAWN.Process(target=deliver_when_told, args=(dsn, in_handler, at_rest, go_on, lost_count), daemon=True)
     stale.start()
     try:
         assert await asyncio.to_thread(in_handler.wait, PATIENCE_SECONDS)
+        # A claim that is on its way to the server would be executed after the lease has ended.
+        assert await asyncio.to_thread(at_rest.wait, PATIENCE_SECONDS)
         assert stale.pid is not None
         os.kill(stale.pid, signal.SIGSTOP)
         _, status = await asyncio.to_thread(os.waitpid, stale.pid, os.WUNTRACED)

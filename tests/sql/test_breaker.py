@@ -45,8 +45,9 @@ def fail(
 
 
 def probe(db: psycopg.Connection, *, key: str = KEY) -> BreakerRow | None:
-    row = db.execute(sql.BREAKER_PROBE, {"key": key, "probe_seconds": 60.0, "worker": "worker-2"}).fetchone()
-    return None if row is None else BreakerRow._make(row)
+    rows = db.execute(sql.BREAKER_PROBE, {"key": key, "probe_seconds": 60.0, "worker": "worker-2"}).fetchall()
+    assert len(rows) <= 1
+    return BreakerRow._make(rows[0]) if rows else None
 
 
 def won_probe(db: psycopg.Connection) -> str:
@@ -162,6 +163,15 @@ def test_what_is_closed_needs_no_probe(rolled_back: psycopg.Connection) -> None:
     assert probe(rolled_back) is None
 
 
+def test_a_probe_is_of_one_key(rolled_back: psycopg.Connection) -> None:
+    fail(rolled_back)
+    fail(rolled_back, key="another")
+    won_probe_after_cooldown(rolled_back)
+    other = probe(rolled_back, key="another")
+    assert other is not None
+    assert other.probe_id is not None
+
+
 def test_one_session_probes_until_its_time_is_over(rolled_back: psycopg.Connection) -> None:
     fail(rolled_back)
     first = won_probe_after_cooldown(rolled_back)
@@ -206,6 +216,14 @@ def test_a_probe_that_fails_doubles_the_pause_up_to_a_limit(rolled_back: psycopg
         refused = probe(rolled_back)
         assert refused == BreakerRow(pauses[-1], pauses[-1], "again", False, None)
     assert pauses == [60, 100, 100]
+
+
+def test_a_probe_that_failed_is_over(rolled_back: psycopg.Connection) -> None:
+    fail(rolled_back)
+    failed = won_probe_after_cooldown(rolled_back)
+    reopen(rolled_back, failed, max_cooldown_seconds=COOLDOWN_SECONDS)
+    assert not close(rolled_back, failed)
+    assert won_probe_after_cooldown(rolled_back) != failed  # Though the time that it had is not over.
 
 
 def test_a_probe_that_tells_nothing_lets_another_one_through(rolled_back: psycopg.Connection) -> None:

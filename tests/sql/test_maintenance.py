@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, LiteralString
 
 import psycopg
 import pytest
@@ -412,12 +412,14 @@ class TestPrune:
     def test_the_statement_itself_leaves_messages_that_are_still_owed(
         self, rolled_back: psycopg.Connection, state: State
     ) -> None:
-        message_id = put(rolled_back, state)
+        message_id = put(rolled_back, state, dedupe_key="k")
+        rolled_back.execute(ADD_ATTEMPT, (message_id, 1))
         rolled_back.execute("ALTER TABLE pgoutbox.message_live DROP CONSTRAINT message_live_sound")
         rolled_back.execute("UPDATE pgoutbox.message SET finished_at = '2001-01-01' WHERE id = %s", (message_id,))
         parameters = {"states": [state.value], "older_than_seconds": 1.0, "topic": None, "limit": 9}
         assert rolled_back.execute(sql.PRUNE, parameters).fetchall() == []
         assert state_of(rolled_back, message_id) == state
+        assert (count(rolled_back, "attempt"), count(rolled_back, "dedupe")) == (1, 1)
 
     def test_attempts_and_dedupe_keys_go_with_their_message(self, rolled_back: psycopg.Connection) -> None:
         old = put(rolled_back, State.SENT, dedupe_key="old", age=2 * DAY)
@@ -430,10 +432,40 @@ class TestPrune:
         assert put(rolled_back, dedupe_key="old") > young
 
     def test_a_coalesce_key_is_forgotten_with_its_last_message(self, rolled_back: psycopg.Connection) -> None:
-        put(rolled_back, State.SENT, coalesce_key="gone", age=2 * DAY)
-        put(rolled_back, coalesce_key="live")
+        put(rolled_back, State.SENT, topic="sms", coalesce_key="k", age=2 * DAY)
+        put(rolled_back, coalesce_key="k")
         assert maintenance.prune(rolled_back, DAY).coalesce_keys == 1
-        assert rolled_back.execute("SELECT coalesce_key FROM pgoutbox.coalesce").fetchall() == [("live",)]
+        assert rolled_back.execute("SELECT topic, coalesce_key FROM pgoutbox.coalesce").fetchall() == [("mail", "k")]
+
+    def test_an_ordering_key_is_forgotten_with_its_last_message(self, rolled_back: psycopg.Connection) -> None:
+        put(rolled_back, State.SENT, queue="bulk", ordering_key="k", age=2 * DAY)
+        put(rolled_back, ordering_key="k")
+        maintenance.prune(rolled_back, DAY)
+        assert rolled_back.execute("SELECT queue, ordering_key FROM pgoutbox.ordering").fetchall() == [("default", "k")]
+
+    @pytest.mark.parametrize("statement", [sql.PRUNE_COALESCE, sql.PRUNE_ORDERING, sql.PRUNE_CONTENT])
+    def test_keys_and_contents_go_no_more_at_once_than_is_asked_for(
+        self, rolled_back: psycopg.Connection, statement: LiteralString
+    ) -> None:
+        for key in ("a", "b"):
+            put(rolled_back, coalesce_key=key)
+            put(rolled_back, ordering_key=key)
+            rolled_back.execute("INSERT INTO pgoutbox.content (body) VALUES ('1')")
+        rolled_back.execute("DELETE FROM pgoutbox.message")
+        put(rolled_back)
+        assert [rolled_back.execute(statement, {"limit": 1}).rowcount for _ in range(3)] == [1, 1, 0]
+
+    @pytest.mark.parametrize(("name", "table"), [("coalesce_key", "coalesce"), ("ordering_key", "ordering")])
+    def test_a_key_that_a_producer_is_using_is_left(
+        self, operator: psycopg.Connection, connect: Connect, name: str, table: str
+    ) -> None:
+        producer = connect()
+        put(operator, State.SENT, age=2 * DAY, **{name: "k"})
+        put(operator)
+        put(producer, **{name: "k"})  # type: ignore[arg-type]
+        assert maintenance.prune(operator, DAY).total == 1
+        producer.commit()
+        assert count(operator, table) == 1
 
     def test_a_locked_message_is_left(self, operator: psycopg.Connection, connect: Connect) -> None:
         message_id = put(operator, State.SENT, age=2 * DAY)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import psycopg
@@ -13,7 +14,9 @@ from pgoutbox import operations, sql
 from pgoutbox.message import State
 from pgoutbox.operations import Rate
 from pgoutbox.store import Verdict
+from tests import races
 from tests.outbox_actions import (
+    attempts_of,
     cancel,
     claim,
     claim_ordered,
@@ -129,6 +132,44 @@ def test_a_redriven_message_waits_until_its_key_is_free(rolled_back: psycopg.Con
     assert claim_ordered(rolled_back, third) == []
 
 
+def test_what_was_found_is_not_claimed_when_one_before_it_was_redriven_meanwhile(
+    rolled_back: psycopg.Connection,
+) -> None:
+    first, second = ordered(rolled_back, 2)
+    claim_ordered(rolled_back)
+    finish(rolled_back, Verdict(first, 1, "failed", "why"))
+    found = find_ordered(rolled_back)[0]
+    assert found == [second]
+    redrive(rolled_back, first)
+    assert claim_ordered(rolled_back, *found) == []
+    assert ids_in_flight(claim_ordered(rolled_back)) == [first]
+
+
+@pytest.mark.parametrize("meanwhile", ["in flight", "waiting for its retry"])
+def test_a_claim_that_began_before_another_ended_leaves_alone_what_that_one_had(
+    connect: Connect, meanwhile: str
+) -> None:
+    """Its snapshot is older than the other claim, for which it waits because the queue has a limit."""
+    db, other, late = connect(autocommit=True), connect(), connect()
+    (message_id,) = ordered(db, 1)
+    operations.limit_rate(db, "default", Rate(60, 3600), burst=5)
+    found = find_ordered(db)[0]
+    assert ids_in_flight(claim_ordered(other, *found)) == [message_id]
+    if meanwhile == "waiting for its retry":
+        finish(other, Verdict(message_id, 1, "retry", "busy", 60.0))
+    history = attempts_of(other, message_id)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(claim_ordered, late, *found)
+        races.until_blocked(db, late, waiting)
+        other.commit()
+        assert waiting.result() == []
+    late.commit()
+    (queue,) = operations.list_queues(db)
+    assert attempts_of(db, message_id) == history
+    assert queue.tokens is not None
+    assert queue.tokens >= 4
+
+
 def test_what_was_found_is_claimed_once(connect: Connect) -> None:
     ours, theirs = connect(autocommit=True), connect()
     first, second = ordered(ours, 2)
@@ -154,16 +195,26 @@ def test_two_of_a_key_are_never_in_flight_whatever_writes_it(rolled_back: psycop
         )
 
 
-async def test_the_order_is_that_of_the_commits(connect: Connect) -> None:
+@pytest.mark.parametrize("key_is_new", [True, False])
+async def test_the_order_is_that_of_the_commits(connect: Connect, *, key_is_new: bool) -> None:
     """The second producer waits for the first one, and draws its id after it."""
     first, second, db = connect(), connect(), connect(autocommit=True)
+    if not key_is_new:
+        enqueue(db, ordering_key="k")
     older = enqueue(first, ordering_key="k")
-    other = enqueue(second, ordering_key="other")
     waiting = asyncio.create_task(asyncio.to_thread(enqueue, second, ordering_key="k"))
     await until_blocked(db, waiting)
     assert not waiting.done()
+    drawn_meanwhile = enqueue(db)
     first.commit()
-    assert older < other < await waiting
+    assert older < drawn_meanwhile < await waiting
+
+
+def test_a_repetition_of_a_message_whose_id_was_drawn_anew_is_its_duplicate(rolled_back: psycopg.Connection) -> None:
+    ordered(rolled_back, 1)
+    (message_id,) = ordered(rolled_back, 1, dedupe_key="d")
+    assert ordered(rolled_back, 1, dedupe_key="d") == [message_id]
+    assert row_of(rolled_back, message_id).state == State.PENDING
 
 
 def test_one_look_sees_no_more_keys_than_it_was_told(rolled_back: psycopg.Connection) -> None:
@@ -207,8 +258,12 @@ def test_messages_that_wait_behind_the_first_are_not_read(rolled_back: psycopg.C
 
 def test_under_a_limit_ordered_messages_take_tokens_too(rolled_back: psycopg.Connection) -> None:
     ids = [ordered(rolled_back, 1, key)[0] for key in ("a", "b", "c")]
+    rolled_back.execute(
+        "UPDATE pgoutbox.message_live SET available_at = now() - interval '1 min' WHERE id = %s", [ids[2]]
+    )
     operations.limit_rate(rolled_back, "default", Rate(60, 3600), burst=2)
-    assert ids_in_flight(claim_ordered(rolled_back)) == ids[:2]
+    # Whoever fell due first comes first.
+    assert ids_in_flight(claim_ordered(rolled_back)) == [ids[0], ids[2]]
     assert claim_ordered(rolled_back) == []
 
 

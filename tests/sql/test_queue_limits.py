@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
 
 from pgoutbox import operations, sql
 from pgoutbox.operations import Rate
-from tests.outbox_actions import claim, enqueue, expire, finish_sent, ids_in_flight, lapse, state_of
+from pgoutbox.store import Verdict
+from tests import races
+from tests.outbox_actions import claim, enqueue, expire, finish, finish_sent, ids_in_flight, lapse, state_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -117,6 +120,20 @@ def test_claims_of_one_moment_share_the_tokens(connect: Connect) -> None:
     assert ids_in_flight(claim(ours)) == [ids[2]]
 
 
+def test_a_claim_that_waited_for_a_pause_obeys_it(connect: Connect) -> None:
+    """When it began the queue was not paused; it waits for the queue's row, which the pause holds."""
+    db, operator, worker = connect(autocommit=True), connect(), connect()
+    enqueued(db, 1)
+    limit(db, 60)
+    operator.execute("SELECT")  # Begun here, so that it is committed below.
+    operations.pause_queue(operator, "default")
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(claim, worker)
+        races.until_blocked(db, worker, waiting)
+        operator.commit()
+        assert waiting.result() == []
+
+
 def test_a_queue_without_limits_is_never_waited_for(connect: Connect) -> None:
     ours, theirs = connect(autocommit=True), connect()
     ids = enqueued(ours, 2)
@@ -172,6 +189,21 @@ def test_under_a_limit_whoever_fell_due_first_comes_first(rolled_back: psycopg.C
         order += ids_in_flight(claim(rolled_back, fresh_limit=0 if len(order) == 2 else None))
         pass_time(rolled_back, 60)
     assert order == ids
+
+
+@pytest.mark.parametrize("lane", ["retries", "suspects"])
+def test_under_a_limit_fresh_messages_leave_room_for_whoever_fell_due_before_them(
+    rolled_back: psycopg.Connection, lane: str
+) -> None:
+    """A claim that has room for one message looks at one of each lane."""
+    first, _ = enqueued(rolled_back, 2)
+    claim(rolled_back, total=1)
+    if lane == "retries":
+        finish(rolled_back, Verdict(first, 1, "retry", "busy", -60.0))
+    else:
+        lapse(rolled_back, first)
+    limit(rolled_back, 60)
+    assert ids_in_flight(claim(rolled_back, total=1)) == [first]
 
 
 def test_the_next_permit_is_when_the_bucket_holds_one(rolled_back: psycopg.Connection) -> None:

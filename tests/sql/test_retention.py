@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import psycopg
 import pytest
 
-from pgoutbox import maintenance, session
+from pgoutbox import maintenance, session, sql
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.maintenance import RetentionRule, prune_by_retention, retention_rules, set_retention, unset_retention
 from pgoutbox.message import FINAL_STATES, State
@@ -150,7 +150,8 @@ class TestPrune:
     def test_what_is_still_owed_stays_whatever_the_tables_say(
         self, rolled_back: psycopg.Connection, state: State
     ) -> None:
-        message_id = put(rolled_back, state)
+        message_id = put(rolled_back, state, dedupe_key="k")
+        rolled_back.execute(ADD_ATTEMPT, (message_id, 1))
         for change in (
             "ALTER TABLE pgoutbox.message_live DROP CONSTRAINT message_live_sound",
             "ALTER TABLE pgoutbox.retention DROP CONSTRAINT retention_state_known",
@@ -160,6 +161,21 @@ class TestPrune:
         rolled_back.execute("INSERT INTO pgoutbox.retention VALUES ('0', '*', %s)", [state])
         assert prune_by_retention(rolled_back).total == 0
         assert state_of(rolled_back, message_id) == state
+        assert (len(attempts_of(rolled_back, message_id)), keys_of(rolled_back)) == (1, ["k"])
+
+    def test_a_message_that_is_owed_under_the_number_of_an_old_one_stays(self, rolled_back: psycopg.Connection) -> None:
+        set_retention(rolled_back, "*", "sent", DAY)
+        old = put(rolled_back, State.SENT, age=2 * DAY)
+        rolled_back.execute("INSERT INTO pgoutbox.message_live (id, topic, payload) VALUES (%s, 'mail', '1')", (old,))
+        assert prune_by_retention(rolled_back).messages == {State.SENT: 1}
+        assert [row.state for row in rows_of(rolled_back)] == [State.PENDING]
+
+    def test_a_statement_obeys_the_one_rule_that_it_is_given(self, rolled_back: psycopg.Connection) -> None:
+        for topic, state in (("mail", State.SENT), ("mail", State.FAILED), ("sms", State.SENT)):
+            set_retention(rolled_back, topic, state, DAY)
+            put(rolled_back, state, topic=topic, age=2 * DAY)
+        parameters = {"topic": "mail", "state": "sent", "limit": 9}
+        assert rolled_back.execute(sql.PRUNE_BY_RULE, parameters).fetchall() == [("sent",)]
 
     def test_attempts_and_keys_go_with_their_message(self, rolled_back: psycopg.Connection) -> None:
         set_retention(rolled_back, "*", "sent", DAY)
@@ -171,6 +187,27 @@ class TestPrune:
         assert (totals.total, totals.coalesce_keys, totals.dedupe_keys) == (1, 1, 0)
         assert (attempts_of(rolled_back, old), len(attempts_of(rolled_back, young))) == ([], 1)
         assert keys_of(rolled_back) == ["young"]
+
+    def test_a_key_that_was_freed_by_hand_and_used_again_stays(self, rolled_back: psycopg.Connection) -> None:
+        set_retention(rolled_back, "*", "sent", DAY)
+        put(rolled_back, State.SENT, dedupe_key="k", age=2 * DAY)
+        rolled_back.execute("DELETE FROM pgoutbox.dedupe")
+        newer = put(rolled_back, dedupe_key="k")
+        assert prune_by_retention(rolled_back).messages == {State.SENT: 1}
+        assert put(rolled_back, dedupe_key="k") == newer
+
+    @pytest.mark.parametrize("by_rule", [True, False])
+    def test_a_locked_key_of_a_deleted_message_is_left(
+        self, operator: psycopg.Connection, connect: Connect, *, by_rule: bool
+    ) -> None:
+        set_retention(operator, "*", "sent", ZERO)
+        set_retention(operator, "*", "dedupe_key", 7 * DAY)
+        put(operator, State.SENT, dedupe_key="k")
+        prune_by_retention(operator)
+        operator.execute("UPDATE pgoutbox.dedupe SET created_at = now() - interval '9 days'")
+        connect().execute("SELECT FROM pgoutbox.dedupe FOR UPDATE")
+        totals = prune_by_retention(operator) if by_rule else maintenance.prune(operator, DAY)
+        assert totals.dedupe_keys == 0
 
     def test_keys_of_deleted_messages_go_by_a_rule_of_their_own(self, rolled_back: psycopg.Connection) -> None:
         set_retention(rolled_back, "*", "sent", ZERO)
@@ -198,6 +235,12 @@ class TestPrune:
         assert maintenance.prune(rolled_back, DAY, topic="sms").dedupe_keys == 0
         assert maintenance.prune(rolled_back, DAY).dedupe_keys == 1
         assert keys_of(rolled_back) == ["live"]
+
+    def test_a_locked_message_is_left(self, operator: psycopg.Connection, connect: Connect) -> None:
+        set_retention(operator, "*", "sent", DAY)
+        message_id = put(operator, State.SENT, age=2 * DAY)
+        connect().execute("SELECT FROM pgoutbox.message WHERE id = %s FOR UPDATE", (message_id,))
+        assert prune_by_retention(operator).total == 0
 
     def test_each_batch_is_committed_by_itself(self, operator: psycopg.Connection, connect: Connect) -> None:
         set_retention(operator, "*", "sent", DAY)
@@ -230,6 +273,7 @@ class TestFinish:
         [
             ([], True),
             ([("*", "sent", ZERO)], False),
+            ([("*", "sent", ZERO), ("greet", "failed", None)], False),
             ([("*", "sent", None), ("greet", "sent", ZERO)], False),
             ([("*", "sent", ZERO), ("greet", "sent", None)], True),
             ([("*", "sent", ZERO), ("greet", "sent", timedelta(milliseconds=1))], True),

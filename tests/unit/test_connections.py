@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from dataclasses import dataclass, field
 
 import pytest
@@ -19,6 +20,7 @@ class Link:
 class Server:
     """Opens links when it is let; each attempt is kept."""
 
+    was_asked: asyncio.Event = field(default_factory=asyncio.Event)
     may_answer: asyncio.Event = field(default_factory=asyncio.Event)
     links: list[Link] = field(default_factory=list)
     attempt_count: int = 0
@@ -26,6 +28,7 @@ class Server:
 
     async def connect(self) -> Link:
         self.attempt_count += 1
+        self.was_asked.set()
         await self.may_answer.wait()
         if self.error is not None:
             raise self.error
@@ -40,7 +43,7 @@ async def test_those_who_wait_together_share_one_attempt_and_one_connection() ->
     server = Server()
     shared = server.shared()
     waiting = [asyncio.create_task(shared.get()) for _ in range(10)]
-    await asyncio.sleep(0)
+    await server.was_asked.wait()
     server.may_answer.set()
     assert len({id(link) for link in await asyncio.gather(*waiting)}) == 1
     assert server.attempt_count == 1
@@ -50,7 +53,7 @@ async def test_who_is_cancelled_leaves_the_attempt_to_the_others() -> None:
     server = Server()
     shared = server.shared()
     first, second = asyncio.create_task(shared.get()), asyncio.create_task(shared.get())
-    await asyncio.sleep(0)
+    await server.was_asked.wait()
     first.cancel()
     await asyncio.wait([first])
     server.may_answer.set()
@@ -71,7 +74,7 @@ async def test_a_failed_attempt_is_everybodys_and_the_next_starts_anew() -> None
     server = Server(error=OSError("away"))
     shared = server.shared()
     waiting = [asyncio.create_task(shared.get()) for _ in range(3)]
-    await asyncio.sleep(0)
+    await server.was_asked.wait()
     server.may_answer.set()
     assert [str(error) for error in await asyncio.gather(*waiting, return_exceptions=True)] == ["away"] * 3
     server.error = None
@@ -80,16 +83,21 @@ async def test_a_failed_attempt_is_everybodys_and_the_next_starts_anew() -> None
 
 
 async def test_an_error_that_nobody_waited_for_is_not_reported_as_lost() -> None:
+    reported: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
     server = Server(error=OSError("away"))
     shared = server.shared()
     waiting = asyncio.create_task(shared.get())
-    await asyncio.sleep(0)
+    await server.was_asked.wait()
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
+    (attempt,) = asyncio.all_tasks() - {asyncio.current_task()}
     server.may_answer.set()
-    await asyncio.sleep(0)
-    assert await shared.take() is None
+    await asyncio.wait([attempt])
+    del attempt, shared, waiting
+    gc.collect()  # An error that nobody has looked at is reported when its task goes.
+    assert reported == []
 
 
 async def test_the_connection_is_taken_once_and_an_attempt_is_ended() -> None:
@@ -97,7 +105,7 @@ async def test_the_connection_is_taken_once_and_an_attempt_is_ended() -> None:
     shared = server.shared()
     assert await shared.take() is None
     waiting = asyncio.create_task(shared.get())
-    await asyncio.sleep(0)
+    await server.was_asked.wait()
     assert await shared.take() is None
     with pytest.raises(asyncio.CancelledError):
         await waiting

@@ -20,7 +20,8 @@ from pgoutbox.message import Permanent, Transient
 from pgoutbox.settings import Settings, load_settings
 from pgoutbox.transports import Content
 from pgoutbox.transports.mail import MAX_ATTACHMENT_BYTES, MAX_RECIPIENT_COUNT, Attachment, Email, render
-from tests.smtp_server import outgoing, parsed
+from tests.sends import outgoing
+from tests.smtp_server import parsed
 
 if TYPE_CHECKING:
     from email.message import EmailMessage

@@ -14,7 +14,7 @@ from pgoutbox.message import Permanent, Transient
 from pgoutbox.settings import Settings, load_settings
 from pgoutbox.transports.events import Event, parse_name, render
 from pgoutbox.transports.mail import Email
-from tests.smtp_server import outgoing
+from tests.sends import outgoing
 
 
 class Order(BaseModel):

@@ -11,7 +11,8 @@ from pgoutbox.message import Permanent, Transient
 from pgoutbox.settings import Settings, load_settings
 from pgoutbox.transports.mail import Email, RenderedEmail, render
 from pgoutbox.transports.redirect import Redirect, Window
-from tests.smtp_server import outgoing, parsed
+from tests.sends import outgoing
+from tests.smtp_server import parsed
 
 TODAY = datetime.now(UTC).date()
 AROUND_TODAY = f"{TODAY - timedelta(days=2)}/{TODAY + timedelta(days=2)}"

@@ -17,7 +17,7 @@ from pgoutbox.transports.frontier import Frontier, parse_networks
 from pgoutbox.transports.request import MAX_BODY_BYTES, RenderedRequest, Rules, render
 from pgoutbox.transports.webhook import WebhookTransport, retry_after_seconds
 from pgoutbox.webhooks import key_of, sign
-from tests.smtp_server import outgoing
+from tests.sends import outgoing
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,0 +1,46 @@
+"""How the transports verify the server that they speak to: always, its certificate and its host name."""
+
+from __future__ import annotations
+
+import ssl
+from typing import Final
+
+from pgoutbox.errors import ConfigurationError
+
+IS_IT_TLS: Final = "does the server speak TLS on this port?"
+
+
+def verifying_context(*, variable: str | None = None, ca_file: str | None = None) -> ssl.SSLContext:
+    """TLS 1.2 or newer, the certificate and the host name verified against the CAs of the system and of `ca_file`.
+
+    Raises `ConfigurationError`, naming the `variable` that the file comes from, if it cannot be read.
+    """
+    context = ssl.create_default_context()
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    if ca_file is not None:
+        try:
+            context.load_verify_locations(cafile=ca_file)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigurationError(f"{variable}={ca_file!r}: {error}") from None
+    return context
+
+
+def demand_tls_for(variable: str, ca_file: str | None, other: str, with_tls: str, *, has_tls: bool) -> None:
+    """Refuse a CA file for a connection in plain text: who gives one believes that it is encrypted."""
+    if ca_file is not None and not has_tls:
+        raise ConfigurationError(f"{variable} is set, but {other} asks for plain text; use {with_tls}")
+
+
+def describe_refusal(error: BaseException) -> str | None:
+    """What is wrong with a certificate, in OpenSSL's words; None for an error of another kind.
+
+    Clients hide it behind errors of their own, of which some say no more than that a connection could not be made.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, ssl.SSLCertVerificationError):
+            return f"the server's certificate is refused: {seen.verify_message}"
+        if isinstance(seen, ssl.SSLError):
+            return f"TLS: {(getattr(seen, 'reason', None) or str(seen)).replace('_', ' ').lower()}; {IS_IT_TLS}"
+        seen = seen.__cause__ or seen.__context__
+    return None
