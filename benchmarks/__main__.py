@@ -10,7 +10,21 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from benchmarks import bulk, doorbell, drain, explain, fleet, handlers, idle, latency, load, peers, retention, single
+from benchmarks import (
+    bulk,
+    dashboard,
+    doorbell,
+    drain,
+    explain,
+    fleet,
+    handlers,
+    idle,
+    latency,
+    load,
+    peers,
+    retention,
+    single,
+)
 from benchmarks.options import QUICK, Options
 from benchmarks.publish import TEMPLATE, publish, read_results
 from benchmarks.report import Result, document_of, machine_facts, show, write_json
@@ -32,12 +46,14 @@ SCENARIOS: Mapping[str, Scenario] = {
     "enqueue_many": bulk.run,
     "explain": explain.run,
 }
-# Not part of a run without arguments: what a fleet keeps to, and what finds the settings that the others use.
+# Not part of a run without arguments: what a fleet keeps to, what people look at, and what finds the settings that the
+# others use.
 EXTRA_SCENARIOS: Mapping[str, Scenario] = {
     "limits": fleet.run_limits,
     "ordering": fleet.run_ordering,
     "fanout": fleet.run_fanout,
     "retention": retention.run,
+    "dashboard": dashboard.run,
     "peer-settings": peers.run_settings,
 }
 

@@ -45,6 +45,7 @@ class Options:
     fanout_destinations: int = 10_000
     retention_messages: int = 1_000_000
     retention_seconds: float = 8.0
+    dashboard_messages: int = 1_000_000
 
 
 QUICK = Options(
@@ -53,6 +54,7 @@ QUICK = Options(
     limited_messages=60,
     ordered_messages=50,
     fanout_destinations=500,
+    dashboard_messages=20_000,
     rounds=1,
     drain_messages=2_000,
     pgbench_seconds=2,

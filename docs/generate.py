@@ -92,6 +92,7 @@ Some are checked together:
 - `PGOUTBOX_REDIRECT_TO` keeps a worker from starting on a day of `PGOUTBOX_REDIRECT_FORBIDDEN`.
 - `PGOUTBOX_BREAKER_COOLDOWN_SECONDS` does not exceed `PGOUTBOX_BREAKER_MAX_COOLDOWN_SECONDS`.
 - `PGOUTBOX_SMTP_PASSWORD` needs `PGOUTBOX_SMTP_USERNAME`, and is refused with `PGOUTBOX_SMTP_SECURITY=none`.
+- `PGOUTBOX_WEB_IDLE_SECONDS` does not exceed `PGOUTBOX_WEB_SESSION_SECONDS`.
 - `PGOUTBOX_KAFKA_PASSWORD` needs `PGOUTBOX_KAFKA_USERNAME`.
 
 A wrong value ends every command with exit code 2 and one line per variable: its name, its value unless it is a secret,
@@ -638,6 +639,14 @@ _MEANINGS: Final[Mapping[Event, str]] = {
     Event.UPKEEP_BACK: "Upkeep works again.",
     Event.SCHEMA_KEPT: "The schema was not dropped because it holds what the migration did not make.",
     Event.WEBHOOK_ADDRESS_REFUSED: "A webhook's host has an address that is not public and not allowed.",
+    Event.WEB_STARTED: "The dashboard accepts connections.",
+    Event.WEB_SIGNED_IN: "Somebody has signed in to the dashboard.",
+    Event.WEB_SIGN_IN_REFUSED: "A token, or a name and a password, that nobody has.",
+    Event.WEB_SIGN_IN_BRAKED: "Too many wrong tries from this address, or from all together; nothing was compared.",
+    Event.WEB_PAGE_FAILED: "A page of the dashboard failed by a mistake of pgoutbox; `error_place` is where.",
+    Event.WEB_UNAVAILABLE: "The database did not answer the dashboard, which said so to whoever looked.",
+    Event.WEB_READER_LOST: "What tells the live pages of changes lost the database, and tries again.",
+    Event.WEB_BULK_BROKEN: "A redrive or cancel of many ended early; what was done stays done.",
 }
 
 
@@ -676,7 +685,7 @@ def _reports() -> dict[Event, _Report]:
     """Read from the source which calls report which event."""
     found: dict[Event, _Report] = defaultdict(_Report)
     package = Path(pgoutbox.__file__).parent
-    for path in sorted([*package.glob("*.py"), *package.glob("transports/*.py")]):
+    for path in sorted([*package.glob("*.py"), *package.glob("transports/*.py"), *package.glob("web/*.py")]):
         tree = ast.parse(path.read_text())
         helpers = _helpers(tree)
         for call in ast.walk(tree):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import psycopg
 
-from pgoutbox.console import DONE, FAILED, MISUSED, mask, print_error, secrets_in
+from pgoutbox.console import DONE, FAILED, MISUSED, mask, print_error, secrets_in, tokens_in
 from pgoutbox.errors import ConfigurationError, MissingExtraError, PayloadError, PgOutboxError
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ _DSN_VARIABLES: Final = (
     "PGOUTBOX_RABBITMQ_URL",
 )
 _PASSWORD_VARIABLES: Final = ("PGOUTBOX_SMTP_PASSWORD", "PGOUTBOX_KAFKA_PASSWORD", "PGPASSWORD")
+_TOKEN_VARIABLES: Final = ("PGOUTBOX_WEB_VIEWER_TOKEN", "PGOUTBOX_WEB_OPERATOR_TOKEN", "PGOUTBOX_WEB_SECRET")
 
 _BAD_DSN: Final = (
     "PGOUTBOX_DSN is not a connection string; give one such as postgresql://app@localhost/app, "
@@ -114,4 +115,6 @@ def _secrets(arguments: Sequence[str]) -> frozenset[str]:
     dsns = [os.environ.get(variable, "") for variable in _DSN_VARIABLES]
     dsns += [argument for argument in arguments if "://" in argument or "password" in argument]
     passwords = [os.environ.get(variable, "") for variable in _PASSWORD_VARIABLES]
+    for variable in _TOKEN_VARIABLES:
+        passwords += tokens_in(os.environ.get(variable, ""))
     return secrets_in(dsns, passwords + os.environ.get("PGOUTBOX_ENCRYPTION_KEYS", "").split(","))

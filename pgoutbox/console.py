@@ -199,6 +199,11 @@ def secrets_in(dsns: Iterable[str], passwords: Iterable[str] = ()) -> frozenset[
     return frozenset(text for text in found if len(text) > 2)
 
 
+def tokens_in(text: str) -> list[str]:
+    """The tokens of `name:token,name:token`, without the names, which anybody may read."""
+    return [entry.rpartition(":")[2].strip() for entry in text.split(",")]
+
+
 def mask(text: str, secrets: Iterable[str]) -> str:
     """`text` without any of `secrets`; the longest are replaced first, as some contain others."""
     for secret in sorted(secrets, key=len, reverse=True):
@@ -216,6 +221,8 @@ def configure_logging(settings: Settings) -> None:
         passwords += settings.encryption_keys.get_secret_value().split(",")
     if settings.webhook_secrets is not None:
         passwords += [part.rpartition("=whsec_")[2] for part in settings.webhook_secrets.get_secret_value().split()]
+    web = (settings.web_viewer_token, settings.web_operator_token, settings.web_secret)
+    passwords += [part for secret in web if secret is not None for part in tokens_in(secret.get_secret_value())]
     secrets = secrets_in(dsns, passwords)
     formatter = JsonFormatter(secrets) if settings.log_format == "json" else TextFormatter(secrets)
     handler: logging.Handler = logging.StreamHandler(sys.stderr)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Final, LiteralString, TypeVar
 
 import psycopg
@@ -18,6 +20,9 @@ Progress = Callable[[int], object]
 """Called after each committed batch with the number of messages done so far."""
 
 _TRIALS: Final = 5
+# A person waits for the answer and can interrupt it: this is only there for a terminal that was left alone.
+_USUAL_TIME_LIMIT: Final = 300.0
+_time_limit: ContextVar[float] = ContextVar("pgoutbox_time_limit", default=_USUAL_TIME_LIMIT)
 
 _T = TypeVar("_T")
 Parameters = Mapping[str, object] | Sequence[object]
@@ -25,12 +30,17 @@ Parameters = Mapping[str, object] | Sequence[object]
 
 @contextlib.contextmanager
 def connect(
-    settings: Settings, *, read_only: bool = False, purpose: str = "cli"
+    settings: Settings,
+    *,
+    read_only: bool = False,
+    purpose: str = "cli",
+    watching: Callable[[psycopg.Connection[TupleRow]], AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> Iterator[psycopg.Connection[TupleRow]]:
     """A connection for the functions of this module, for the length of the `with` block.
 
     Transactions on it are READ COMMITTED whatever the role's default is. Works through a transaction pooler, and with
-    `read_only` on a standby too. Raises `ConfigurationError` or `SchemaError` for a server that cannot be worked with.
+    `read_only` on a standby too. While the server is asked what it is, `watching` may break the connection. Raises
+    `ConfigurationError` or `SchemaError` for a server that cannot be worked with.
 
         with connect(load_settings()) as connection:
             redrive(connection, [17])
@@ -48,7 +58,8 @@ def connect(
         tcp_user_timeout=20_000,
     )
     with contextlib.closing(connection):
-        _check_server(connection, read_only=read_only)
+        with watching(connection):
+            _check_server(connection, read_only=read_only)
         connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
         connection.read_only = read_only
         yield connection
@@ -58,6 +69,21 @@ def _check_server(connection: psycopg.Connection[TupleRow], *, read_only: bool) 
     judge_server(ServerFacts._make(connection.execute(sql.SERVER_FACTS).fetchall()[0]), writes=not read_only)
     ((found,),) = connection.execute(sql.SCHEMA_VERSION)
     judge_schema(found)
+
+
+@contextlib.contextmanager
+def limiting(seconds: float) -> Iterator[None]:
+    """Give each statement of the `with` block so long, in its thread or asyncio task; five minutes without it."""
+    token = _time_limit.set(seconds)
+    try:
+        yield
+    finally:
+        _time_limit.reset(token)
+
+
+def prepare(connection: psycopg.Connection[TupleRow]) -> None:
+    """Make the open transaction independent of the defaults of its role and its database."""
+    connection.execute(sql.PREPARE_OPERATION, {"statement_timeout": f"{_time_limit.get() * 1000:.0f}ms"})
 
 
 def transact(connection: psycopg.Connection[TupleRow], work: Callable[[], _T]) -> _T:
@@ -70,7 +96,7 @@ def transact(connection: psycopg.Connection[TupleRow], work: Callable[[], _T]) -
     while True:
         try:
             with connection.transaction():
-                connection.execute(sql.PREPARE_OPERATION)
+                prepare(connection)
                 return work()
         except (SerializationFailure, DeadlockDetected):
             if trial == _TRIALS:

@@ -5,6 +5,7 @@ A wrong value raises `ConfigurationError` with the variable's name, the value (n
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import re
 from typing import Literal, Self, get_args
@@ -16,6 +17,7 @@ from pgoutbox.errors import ConfigurationError
 from pgoutbox.redaction import REDACTED_NAMES, check_redacted_name
 
 ENVIRONMENT_PREFIX = "PGOUTBOX_"
+_HOST_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\]")
 _FERNET_KEY = re.compile(r"\s*[A-Za-z0-9_-]{43}=\s*")
 
 
@@ -198,6 +200,41 @@ class Settings(BaseSettings):
     kafka_username: str | None = Field(None, description="User name for SASL.")
     kafka_password: SecretStr | None = Field(None, description="Password for SASL.")
 
+    web_viewer_token: SecretStr | None = Field(
+        None,
+        description="Tokens of those who may look at the dashboard: `token`, or `name:token` with commas between them. "
+        "Instead of a token what `pgoutbox web hash-password` prints.",
+    )
+    web_operator_token: SecretStr | None = Field(
+        None, description="The same for those who may act in the dashboard, too: redrive, cancel, pause."
+    )
+    web_secret: SecretStr | None = Field(
+        None,
+        min_length=32,
+        max_length=1_000,
+        description="What the dashboard signs sessions with: the same in each of its processes. Not given: a random "
+        "one, and sessions end with the process.",
+    )
+    web_hosts: str | None = Field(
+        None,
+        description="Names under which the dashboard answers, with commas between them. Not given: localhost when it "
+        "listens there, else every name.",
+    )
+    web_trusted_proxies: str | None = Field(
+        None,
+        description="Addresses or networks of proxies whose `X-Forwarded-For` and `X-Forwarded-Proto` the dashboard "
+        "believes, with commas between them. Not given: nobody's.",
+    )
+    web_idle_seconds: float = Field(
+        1_800.0, ge=60, le=604_800, description="When a session at the dashboard ends that nobody uses."
+    )
+    web_session_seconds: float = Field(
+        43_200.0, ge=60, le=2_592_000, description="When a session at the dashboard ends in any case."
+    )
+    web_connections: int = Field(
+        200, ge=2, le=10_000, description="Connections to the dashboard at once; a live page keeps one."
+    )
+
     metrics_address: str | None = Field(
         None,
         description="Where a worker answers `/metrics`, `/livez` and `/readyz`: `127.0.0.1:9187`. Port 0: any free "
@@ -259,6 +296,24 @@ class Settings(BaseSettings):
                 )
         return keys
 
+    @field_validator("web_hosts")
+    @classmethod
+    def _check_hosts(cls, hosts: str | None) -> str | None:
+        for name in hosts.split(",") if hosts is not None else ():
+            if _HOST_NAME.fullmatch(name.strip()) is None:
+                raise ValueError("give names without port or scheme, such as outbox.example.org,[::1]")
+        return hosts
+
+    @field_validator("web_trusted_proxies")
+    @classmethod
+    def _check_proxies(cls, proxies: str | None) -> str | None:
+        for place in proxies.split(",") if proxies is not None else ():
+            try:
+                ipaddress.ip_network(place.strip())
+            except ValueError:
+                raise ValueError("give addresses or networks, such as 10.0.0.7,10.1.0.0/16") from None
+        return proxies
+
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         if self.lease_seconds < 3 * self.renew_interval_seconds:
@@ -279,6 +334,11 @@ class Settings(BaseSettings):
             raise ValueError(
                 f"PGOUTBOX_BREAKER_COOLDOWN_SECONDS={self.breaker_cooldown_seconds:g} must not exceed "
                 f"PGOUTBOX_BREAKER_MAX_COOLDOWN_SECONDS={self.breaker_max_cooldown_seconds:g}"
+            )
+        if self.web_idle_seconds > self.web_session_seconds:
+            raise ValueError(
+                f"PGOUTBOX_WEB_IDLE_SECONDS={self.web_idle_seconds:g} must not exceed "
+                f"PGOUTBOX_WEB_SESSION_SECONDS={self.web_session_seconds:g}"
             )
         if self.alert_destination is not None and not re.fullmatch(
             r"mailto:[^\s\x00-\x1f\x7f]+", self.alert_destination

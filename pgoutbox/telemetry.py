@@ -57,6 +57,14 @@ class Event(enum.StrEnum):
     UPKEEP_FAILED = "upkeep_failed"
     UPKEEP_BACK = "upkeep_back"
     SCHEMA_KEPT = "schema_kept"
+    WEB_STARTED = "web_started"
+    WEB_SIGNED_IN = "web_signed_in"
+    WEB_SIGN_IN_REFUSED = "web_sign_in_refused"
+    WEB_SIGN_IN_BRAKED = "web_sign_in_braked"
+    WEB_PAGE_FAILED = "web_page_failed"
+    WEB_UNAVAILABLE = "web_unavailable"
+    WEB_READER_LOST = "web_reader_lost"
+    WEB_BULK_BROKEN = "web_bulk_broken"
 
 
 _EVENT_OF_STATE = {

@@ -6,5 +6,8 @@ into one line and an exit code.
 
 from pgoutbox.commands import about, acts, deletion, messages, queues, schema, watch, worker
 from pgoutbox.commands.program import app
+from pgoutbox.web.command import web_app
+
+app.add_typer(web_app, name="web")
 
 __all__ = ["about", "acts", "app", "deletion", "messages", "queues", "schema", "watch", "worker"]

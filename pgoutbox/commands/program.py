@@ -30,7 +30,7 @@ _TEST_PREFIX: Final = f"{ENVIRONMENT_PREFIX}TEST_"
 
 _ORDER: Final = (
     *("demo", "migrate", "worker", "enqueue", "list", "show", "stats", "top", "tail", "workers"),
-    *("redrive", "resend", "cancel", "prune", "retention", "queues", "pause", "resume", "limit", "audit"),
+    *("redrive", "resend", "cancel", "prune", "retention", "queues", "pause", "resume", "limit", "audit", "web"),
 )
 
 

@@ -2,11 +2,10 @@
 
 from typing import Final, LiteralString
 
-# Local to the transaction, so that nothing of it stays behind in a pooler's session. A person waits for the answer and
-# can interrupt it: the time limit is only there for a terminal that was left alone.
+# Local to the transaction, so that nothing of it stays behind in a pooler's session.
 PREPARE_OPERATION: Final[LiteralString] = """
 SELECT
-    set_config('statement_timeout', '5min', true),
+    set_config('statement_timeout', %(statement_timeout)s::text, true),
     set_config('lock_timeout', '2s', true),
     set_config('idle_in_transaction_session_timeout', '60s', true),
     CASE
@@ -54,7 +53,7 @@ LIMIT %(limit)s::bigint
 
 # A text is looked for as it stands, without wildcards. Not in payloads: what is hidden there could be guessed letter by
 # letter.
-_MATCHES: Final[LiteralString] = """(%(states)s::text[] IS NULL OR m.state = ANY (%(states)s::text[]))
+MATCHES: Final[LiteralString] = """(%(states)s::text[] IS NULL OR m.state = ANY (%(states)s::text[]))
     AND (%(topic)s::text IS NULL OR m.topic = %(topic)s::text)
     AND (%(queue)s::text IS NULL OR m.queue = %(queue)s::text)
     AND (%(destination)s::text IS NULL OR m.destination = %(destination)s::text)
@@ -99,7 +98,7 @@ SELECT
     m.last_error
 FROM pgoutbox.message AS m
 WHERE """
-    + _MATCHES
+    + MATCHES
     + """    AND (%(before_id)s::bigint IS NULL OR m.id < %(before_id)s::bigint)
 ORDER BY m.id DESC
 LIMIT %(limit)s::bigint
@@ -112,7 +111,7 @@ LIST_MATCHING_IDS: Final[LiteralString] = (
 SELECT m.id
 FROM pgoutbox.message AS m
 WHERE """
-    + _MATCHES
+    + MATCHES
     + """    AND m.id > %(after_id)s::bigint
     AND m.id <= %(last_id)s::bigint
 ORDER BY m.id
@@ -130,7 +129,7 @@ FROM (
     SELECT
     FROM pgoutbox.message AS m
     WHERE """
-    + _MATCHES
+    + MATCHES
     + """    LIMIT %(limit)s::bigint
 ) AS matching
 """

@@ -51,7 +51,7 @@ PAGES: Final = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "exa
 WRITTEN: Final = [page for page in PAGES if page not in GENERATED]
 
 # Used by a snippet, and needed by nothing in this repository.
-NOT_INSTALLED: Final = frozenset({"httpx"})
+NOT_INSTALLED: Final = frozenset({"fastapi"})
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 DIRECTIVE = re.compile(r"<!-- ([^\n]*) -->\n\Z")

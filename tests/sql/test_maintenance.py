@@ -116,7 +116,7 @@ class TestConnect:
         options = "-c search_path=pg_temp -c default_transaction_isolation=serializable -c statement_timeout=1234"
         settings = load_settings(dsn=f"{dsn}&options={options.replace(' ', '%20').replace('=', '%3D')}")
         with session.connect(settings) as connection, connection.transaction():
-            connection.execute(sql.PREPARE_OPERATION)
+            session.prepare(connection)
             row = connection.execute(
                 """
                 SELECT

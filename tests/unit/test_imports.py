@@ -14,7 +14,7 @@ import pgoutbox
 OPTIONAL = (
     "aiormq", "aiosmtplib", "alembic", "anyio", "apprise", "asyncpg", "confluent_kafka", "cryptography", "django",
     "email.mime", "h11", "http.server", "httpcore", "httpx", "jinja2", "nats", "opentelemetry", "prometheus_client",
-    "psycopg_pool", "pytest", "redis", "rich", "smtplib", "sqlalchemy", "starlette", "typer",
+    "psycopg_pool", "pytest", "redis", "rich", "smtplib", "sqlalchemy", "starlette", "typer", "uvicorn",
 )  # fmt: skip
 
 
@@ -33,6 +33,10 @@ def loaded_by(program: str, **environment: str) -> set[str]:
 
 def test_the_import_loads_no_optional_dependency() -> None:
     assert not loaded_by("import pgoutbox") & set(OPTIONAL)
+
+
+def test_the_commands_do_not_load_the_dashboard() -> None:
+    assert not loaded_by("import pgoutbox.commands") & {"starlette", "uvicorn", "jinja2", "h11", "anyio"}
 
 
 def test_an_application_with_an_outbox_can_be_imported_without_any_setting() -> None:

@@ -19,6 +19,9 @@ SECRET_VARIABLES = (
     "PGOUTBOX_NATS_URL",
     "PGOUTBOX_RABBITMQ_URL",
     "PGOUTBOX_KAFKA_PASSWORD",
+    "PGOUTBOX_WEB_VIEWER_TOKEN",
+    "PGOUTBOX_WEB_OPERATOR_TOKEN",
+    "PGOUTBOX_WEB_SECRET",
 )
 FERNET_KEY = "c4n4ry-s3cret_c4n4ry-s3cret_c4n4ry-s3cret_A="
 
@@ -90,6 +93,14 @@ def test_a_wrong_value_names_variable_value_and_what_is_accepted(
         ("webhook_retry_after_cap_seconds", "2592001"),
         ("webhook_excerpt_length", "501"),
         ("log_level", "loud"),
+        ("web_hosts", "https://outbox.example.org"),
+        ("web_hosts", "outbox.example.org:443"),
+        ("web_hosts", "a,,b"),
+        ("web_trusted_proxies", "proxy.example.org"),
+        ("web_trusted_proxies", "10.0.0.1/8"),
+        ("web_idle_seconds", "59"),
+        ("web_session_seconds", "2592001"),
+        ("web_connections", "1"),
         ("worker_name", "x" * 201),
     ],
 )
@@ -115,6 +126,10 @@ def test_each_wrong_variable_has_its_line(monkeypatch: pytest.MonkeyPatch) -> No
         (
             {"probe_seconds": 1.0, "probe_timeout_seconds": 2.0},
             ("PGOUTBOX_PROBE_TIMEOUT_SECONDS=2", "PGOUTBOX_PROBE_SECONDS=1"),
+        ),
+        (
+            {"web_idle_seconds": 7200.0, "web_session_seconds": 3600.0},
+            ("PGOUTBOX_WEB_IDLE_SECONDS=7200", "PGOUTBOX_WEB_SESSION_SECONDS=3600"),
         ),
         ({"kafka_password": CANARY}, ("PGOUTBOX_KAFKA_PASSWORD", "PGOUTBOX_KAFKA_USERNAME")),
         ({"smtp_password": CANARY}, ("PGOUTBOX_SMTP_PASSWORD", "PGOUTBOX_SMTP_USERNAME")),

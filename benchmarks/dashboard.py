@@ -1,0 +1,172 @@
+"""The dashboard over a million messages in mixed states: the time of each page, and the plans of its statements."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from urllib.parse import urlencode
+
+import httpx
+import psycopg
+
+from benchmarks.options import Options
+from benchmarks.report import Result, Table, Verdict, median, percentile
+from benchmarks.server import Server
+from pgoutbox import sql
+from pgoutbox.message import State
+from pgoutbox.operations import MessageFilter
+from pgoutbox.settings import load_settings
+from pgoutbox.web import create_app
+from pgoutbox.web.database import STATEMENT_SECONDS
+from pgoutbox.web.reads import CAP, GROUP_ROWS, QUEUE_CAP, SEARCH_ROWS, Search
+
+_TOKEN = "benchmark-" * 4
+_TARGET_MS = 300
+_ROUNDS = 9
+# States are spread over the ids as a life leaves them: what is old is finished, mostly; what failed stands among it.
+_FILL = """
+INSERT INTO pgoutbox.message (
+    id, topic, queue, destination, payload, headers, state, coalesce_key, dedupe_key, attempt_count, created_at,
+    available_at, claimed_at, worker, lease_expires_at, finished_at, skip_reason, superseded_by, last_error
+)
+SELECT
+    n,
+    (ARRAY['mail.welcome', 'mail.receipt', 'mail.newsletter', 'webhook.order', 'sms.code', 'event.audit'])[1 + n %% 6],
+    (ARRAY['default', 'mail', 'bulk', 'webhooks'])[1 + n %% 4],
+    'mailto:user' || n %% 50000 || '@example.org',
+    jsonb_build_object('user_id', n, 'text', repeat('x', 120)),
+    CASE WHEN n %% 3 = 0 THEN '{"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}'::jsonb END,
+    s.state,
+    CASE WHEN n %% 5 = 0 THEN 'user-' || n END,
+    CASE WHEN n %% 7 = 0 THEN 'once-' || n END,
+    CASE s.state WHEN 'pending' THEN n %% 2 WHEN 'failed' THEN 11 ELSE 1 + (n %% 20 = 0)::int END,
+    s.at,
+    CASE WHEN s.state = 'pending' AND n %% 9 = 0 THEN now() + n * interval '1 s' ELSE s.at END,
+    s.at,
+    'worker-' || n %% 8,
+    CASE WHEN s.state = 'sending' THEN now() + (n %% 60 - 5) * interval '1 s' END,
+    CASE WHEN s.state NOT IN ('pending', 'sending') THEN s.at + (n %% 1000) * interval '2 ms' END,
+    CASE WHEN s.state = 'skipped' THEN 'superseded' END,
+    CASE WHEN s.state = 'skipped' THEN n + 5 END,
+    CASE
+        WHEN s.state = 'failed' THEN (
+            ARRAY[
+                '550 5.1.1 user' || n || ' unknown', 'HTTP 503 from receiver ' || n %% 40,
+                'timed out after ' || n %% 60 || ' s', 'KeyError: ''user_' || n || ''''
+            ]
+        )[1 + n %% 4]
+    END
+FROM (
+    SELECT
+        i AS n,
+        now() - (%(count)s - i) * %(hours)s / %(count)s::float8 * interval '1 hour' AS at,
+        CASE
+            WHEN i > %(count)s - %(sending)s THEN 'sending'
+            WHEN i > %(count)s * 0.8 THEN 'pending'
+            WHEN i %% 10 = 0 THEN 'failed'
+            WHEN i %% 11 = 0 THEN 'skipped'
+            WHEN i %% 97 = 0 THEN 'cancelled'
+            ELSE 'sent'
+        END AS state
+    FROM generate_series(1, %(count)s::bigint) AS i
+) AS s
+"""
+
+
+def fill(connection: psycopg.Connection[tuple[object, ...]], count: int, *, hours: float = 3.0) -> None:
+    """Put so many messages in mixed states into the table, enqueued one after the other in these hours."""
+    connection.execute(_FILL, {"count": count, "hours": hours, "sending": min(500, count // 100)})
+    connection.execute("SELECT setval('pgoutbox.message_id_seq', %s)", [count])
+    connection.execute("VACUUM (ANALYZE) pgoutbox.message")
+
+
+def run(server: Server, options: Options) -> Result:
+    """Every page, and the dearest filters, through the application with a client, one request at a time."""
+    count = options.dashboard_messages
+    result = Result("dashboard", {"messages": count, "rounds": _ROUNDS})
+    with server.database() as dsn:
+        with psycopg.connect(dsn, autocommit=True) as connection:
+            fill(connection, count)
+        times = asyncio.run(_time_pages(dsn, count))
+        with psycopg.connect(dsn, autocommit=True, prepare_threshold=None) as connection:
+            result.texts += [(f"sql.{name}", _plan(connection, name, given)) for name, given in _looks(count).items()]
+    rows = [(what, median(taken), percentile(taken, 90), max(taken)) for what, taken in times.items()]
+    result.tables.append(Table("milliseconds of a page, in a client", ("page", "median", "p90", "max"), rows))
+    slowest = max(median(taken) for what, taken in times.items() if what != "/ at first")
+    result.verdicts.append(Verdict("slowest page, median", slowest, _TARGET_MS, "at most", "ms"))
+    result.samples = {f"{what}, ms": taken for what, taken in times.items()}
+    result.notes.append("At first the overview counts the last hour; what it has no time for it counts the next times.")
+    return result
+
+
+def _pages(count: int) -> list[str]:
+    filters: list[dict[str, object]] = [
+        {},
+        {"topic": "no.such"},
+        {"text": "stands nowhere"},
+        {"state": "sent", "text": "stands nowhere"},
+        {"state": "cancelled", "queue": "bulk"},
+        {"state": "failed", "text": "stands nowhere"},
+        {"state": "failed", "group": "0" * 32},
+        {"state": "sending"},
+        {"before": count // 2, "key": "no-such-key"},
+        {"created_before": "2020-01-01T00:00"},
+    ]
+    pages = ["/", "/queues", "/failed", "/audit", f"/messages/{count // 2}", f"/messages/{count - 1}"]
+    pages += [f"/messages?{urlencode(given)}" for given in filters]
+    return [*pages, "/bulk?do=redrive", "/bulk?do=cancel&topic=no.such"]
+
+
+async def _time_pages(dsn: str, count: int) -> dict[str, list[float]]:
+    app = create_app(load_settings(dsn=dsn, web_operator_token=f"ada:{_TOKEN}"))
+    times: dict[str, list[float]] = {}
+    headers = {"Authorization": f"Bearer {_TOKEN}", "Accept": "text/html"}
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as client:
+
+        async def get(page: str, what: str) -> None:
+            began_at = time.perf_counter()
+            answer = await client.get(page)
+            times.setdefault(what, []).append(1e3 * (time.perf_counter() - began_at))
+            if answer.status_code != 200:
+                raise SystemExit(f"{page}: {answer.status_code}")
+
+        await get("/audit", "the first page of a process")
+        await get("/", "/ at first")
+        for _ in range(_ROUNDS):
+            for page in _pages(count):
+                # The numbers of the overview hold for a second: this one asks anew.
+                app.state.dashboard.forget()
+                await get(page, page)
+    app.state.dashboard.close()
+    return times
+
+
+def _looks(count: int) -> dict[str, dict[str, object]]:
+    nowhere = Search(MessageFilter(topic="no.such"))
+    failed = Search(MessageFilter(states=(State.FAILED,)), "0" * 32)
+    search = {"before_id": None, "not_below_id": None, "limit": 51}
+    return {
+        "COUNT_OPEN": {"cap": CAP + 1},
+        "COUNT_DONE": {"cap": CAP + 1},
+        "LIVE_QUEUES": {"queues": 100, "cap": QUEUE_CAP + 1},
+        "LEASE_HOLDERS": {"cap": CAP},
+        "FAILED_LATELY": {"cap": CAP},
+        "FAILED_GROUPS": {"cap": GROUP_ROWS, "limit": 100},
+        "SEARCH_MESSAGES": {**nowhere.parameters(), **search, "rows": SEARCH_ROWS},
+        "SEARCHED": {**nowhere.parameters(), **search, "rows": SEARCH_ROWS},
+        "COUNT_SEARCHED": {**failed.parameters(), **search, "rows": GROUP_ROWS},
+        "SEARCH_SENDING": {**nowhere.parameters(), **search, "rows": SEARCH_ROWS},
+        "SEARCH_AHEAD": {**nowhere.parameters(), "after_id": 0, "through_id": count, "rows": 20_000},
+        "SUPERSEDED_BY": {"id": count // 2, "rows": SEARCH_ROWS, "limit": 20},
+        "PULSE": {},
+    }
+
+
+def _plan(connection: psycopg.Connection[tuple[object, ...]], name: str, given: dict[str, object]) -> str:
+    """EXPLAIN as a page runs it: with the parameters in place, under the settings of a page."""
+    with connection.transaction():
+        connection.execute(sql.PREPARE_OPERATION, {"statement_timeout": f"{STATEMENT_SECONDS * 5}s"})
+        connection.execute(sql.PREPARE_PAGE)
+        explain = f"EXPLAIN (ANALYZE, BUFFERS, COSTS OFF, TIMING OFF) {getattr(sql, name)}"
+        return "\n".join(str(line) for (line,) in connection.execute(explain.encode(), given))

@@ -1,0 +1,592 @@
+"""What the dashboard shows. Every look is bounded, whatever is in the tables: counts end at a cap, searches go through
+so many rows and can be continued from there, and what only statistics know cheaply is told as an estimate.
+"""
+
+from typing import Final, LiteralString
+
+from pgoutbox.sql.operators import MATCHES
+
+# Every statement here reads an index from one end, and stops at its limit. A bitmap would read all that matches before
+# the limit counts anything; a sequential scan would look cheaper by outdated statistics only, and its price would make
+# compiling the plan seem worth while, which takes longer than running it.
+PREPARE_PAGE: Final[LiteralString] = """
+SELECT
+    set_config('enable_seqscan', 'off', true),
+    set_config('enable_bitmapscan', 'off', true),
+    set_config('jit', 'off', true)
+"""
+
+# For what cannot be read but by a bitmap: block ranges, and the messages of an act.
+ALLOW_BITMAPS: Final[LiteralString] = "SELECT set_config('enable_bitmapscan', 'on', true)"
+
+# The queues that anything is owed in, found by leaps along the indexes, and those that have controls. What is due is
+# counted lane by lane up to a cap, and the first of each lane is the oldest of it.
+LIVE_QUEUES: Final[LiteralString] = """
+WITH RECURSIVE fresh(queue) AS (
+    (
+        SELECT m.queue
+        FROM pgoutbox.message_live AS m
+        WHERE m.attempt_count = 0 AND m.ordering_key IS NULL
+        ORDER BY m.queue
+        LIMIT 1
+    )
+    UNION ALL
+    SELECT (
+        SELECT m.queue
+        FROM pgoutbox.message_live AS m
+        WHERE m.attempt_count = 0 AND m.ordering_key IS NULL AND m.queue > f.queue
+        ORDER BY m.queue
+        LIMIT 1
+    )
+    FROM fresh AS f
+    WHERE f.queue IS NOT NULL
+), retried(queue) AS (
+    (
+        SELECT m.queue
+        FROM pgoutbox.message_live AS m
+        WHERE m.attempt_count > 0 AND m.state = 'pending' AND m.ordering_key IS NULL
+        ORDER BY m.queue
+        LIMIT 1
+    )
+    UNION ALL
+    SELECT (
+        SELECT m.queue
+        FROM pgoutbox.message_live AS m
+        WHERE m.attempt_count > 0 AND m.state = 'pending' AND m.ordering_key IS NULL AND m.queue > r.queue
+        ORDER BY m.queue
+        LIMIT 1
+    )
+    FROM retried AS r
+    WHERE r.queue IS NOT NULL
+), ordered(queue) AS (
+    (
+        SELECT m.queue
+        FROM pgoutbox.message_live AS m
+        WHERE m.ordering_key IS NOT NULL AND m.state = 'pending'
+        ORDER BY m.queue
+        LIMIT 1
+    )
+    UNION ALL
+    SELECT (
+        SELECT m.queue
+        FROM pgoutbox.message_live AS m
+        WHERE m.ordering_key IS NOT NULL AND m.state = 'pending' AND m.queue > o.queue
+        ORDER BY m.queue
+        LIMIT 1
+    )
+    FROM ordered AS o
+    WHERE o.queue IS NOT NULL
+), leased(queue) AS (
+    (
+        SELECT m.queue
+        FROM pgoutbox.message_live AS m
+        WHERE m.lease_expires_at IS NOT NULL
+        ORDER BY m.queue
+        LIMIT 1
+    )
+    UNION ALL
+    SELECT (
+        SELECT m.queue
+        FROM pgoutbox.message_live AS m
+        WHERE m.lease_expires_at IS NOT NULL AND m.queue > l.queue
+        ORDER BY m.queue
+        LIMIT 1
+    )
+    FROM leased AS l
+    WHERE l.queue IS NOT NULL
+), named AS (
+    SELECT queue
+    FROM (
+        (SELECT f.queue FROM fresh AS f LIMIT %(queues)s::bigint)
+        UNION
+        (SELECT r.queue FROM retried AS r LIMIT %(queues)s::bigint)
+        UNION
+        (SELECT o.queue FROM ordered AS o LIMIT %(queues)s::bigint)
+        UNION
+        (SELECT l.queue FROM leased AS l LIMIT %(queues)s::bigint)
+        UNION
+        (SELECT q.name FROM pgoutbox.queue AS q ORDER BY q.name LIMIT %(queues)s::bigint)
+    ) AS found
+    WHERE queue IS NOT NULL
+    ORDER BY queue
+    LIMIT %(queues)s::bigint
+)
+SELECT
+    n.queue,
+    (
+        SELECT count(*)
+        FROM (
+            (
+                SELECT
+                FROM pgoutbox.message_live AS m
+                WHERE m.queue = n.queue
+                    AND m.attempt_count = 0
+                    AND m.ordering_key IS NULL
+                    AND m.available_at <= now()
+                ORDER BY m.available_at
+                LIMIT %(cap)s::bigint
+            )
+            UNION ALL
+            (
+                SELECT
+                FROM pgoutbox.message_live AS m
+                WHERE m.queue = n.queue
+                    AND m.attempt_count > 0
+                    AND m.state = 'pending'
+                    AND m.ordering_key IS NULL
+                    AND m.available_at <= now()
+                ORDER BY m.available_at
+                LIMIT %(cap)s::bigint
+            )
+            UNION ALL
+            (
+                SELECT
+                FROM pgoutbox.message_live AS m
+                WHERE m.queue = n.queue
+                    AND m.ordering_key IS NOT NULL
+                    AND m.state = 'pending'
+                    AND m.available_at <= now()
+                ORDER BY m.available_at
+                LIMIT %(cap)s::bigint
+            )
+        ) AS due
+    ) AS due,
+    (
+        SELECT count(*)
+        FROM (
+            (
+                SELECT
+                FROM pgoutbox.message_live AS m
+                WHERE m.queue = n.queue
+                    AND m.attempt_count = 0
+                    AND m.ordering_key IS NULL
+                    AND m.available_at > now()
+                ORDER BY m.available_at
+                LIMIT %(cap)s::bigint
+            )
+            UNION ALL
+            (
+                SELECT
+                FROM pgoutbox.message_live AS m
+                WHERE m.queue = n.queue
+                    AND m.attempt_count > 0
+                    AND m.state = 'pending'
+                    AND m.ordering_key IS NULL
+                    AND m.available_at > now()
+                ORDER BY m.available_at
+                LIMIT %(cap)s::bigint
+            )
+            UNION ALL
+            (
+                SELECT
+                FROM pgoutbox.message_live AS m
+                WHERE m.queue = n.queue
+                    AND m.ordering_key IS NOT NULL
+                    AND m.state = 'pending'
+                    AND m.available_at > now()
+                ORDER BY m.available_at
+                LIMIT %(cap)s::bigint
+            )
+        ) AS scheduled
+    ) AS scheduled,
+    (
+        SELECT count(*)
+        FROM (
+            SELECT
+            FROM pgoutbox.message_live AS m
+            WHERE m.queue = n.queue AND m.lease_expires_at > now()
+            LIMIT %(cap)s::bigint
+        ) AS held
+    ) AS sending,
+    (
+        SELECT count(*)
+        FROM (
+            SELECT
+            FROM pgoutbox.message_live AS m
+            WHERE m.queue = n.queue AND m.lease_expires_at <= now()
+            LIMIT %(cap)s::bigint
+        ) AS lapsed
+    ) AS lapsed,
+    (
+        SELECT min(first.available_at)
+        FROM (
+            (
+                SELECT m.available_at
+                FROM pgoutbox.message_live AS m
+                WHERE m.queue = n.queue AND m.attempt_count = 0 AND m.ordering_key IS NULL
+                ORDER BY m.available_at
+                LIMIT 1
+            )
+            UNION ALL
+            (
+                SELECT m.available_at
+                FROM pgoutbox.message_live AS m
+                WHERE m.queue = n.queue
+                    AND m.attempt_count > 0
+                    AND m.state = 'pending'
+                    AND m.ordering_key IS NULL
+                ORDER BY m.available_at
+                LIMIT 1
+            )
+            UNION ALL
+            (
+                SELECT m.available_at
+                FROM pgoutbox.message_live AS m
+                WHERE m.queue = n.queue AND m.ordering_key IS NOT NULL AND m.state = 'pending'
+                ORDER BY m.available_at
+                LIMIT 1
+            )
+        ) AS first
+    ) AS next_due_at,
+    CASE WHEN (q.resume_at > now()) IS NOT FALSE THEN q.paused_at END AS paused_at,
+    q.resume_at,
+    q.rate_count,
+    q.rate_seconds,
+    q.burst,
+    pgoutbox.tokens_of(q) AS tokens,
+    q.max_in_flight
+FROM named AS n
+LEFT JOIN pgoutbox.queue AS q ON q.name = n.queue
+ORDER BY n.queue
+"""
+
+# Who holds leases. A worker that holds none is not known to the database.
+LEASE_HOLDERS: Final[LiteralString] = """
+SELECT
+    held.worker,
+    count(*) AS held,
+    count(*) FILTER (WHERE held.lease_expires_at <= now()) AS lapsed,
+    min(held.claimed_at) AS oldest_claim_at,
+    max(held.lease_expires_at) AS last_lease_at,
+    (array_agg(DISTINCT held.queue ORDER BY held.queue))[1:10] AS queues
+FROM (
+    SELECT m.worker, m.queue, m.claimed_at, m.lease_expires_at
+    FROM pgoutbox.message_live AS m
+    WHERE m.lease_expires_at IS NOT NULL
+    LIMIT %(cap)s::bigint
+) AS held
+GROUP BY held.worker
+ORDER BY held.worker
+LIMIT 200
+"""
+
+COUNT_DONE: Final[LiteralString] = """
+SELECT done.state, count(*)
+FROM (SELECT m.state FROM pgoutbox.message_done AS m LIMIT %(cap)s::bigint) AS done
+GROUP BY done.state
+"""
+
+COUNT_OPEN: Final[LiteralString] = """
+SELECT
+    (
+        SELECT count(*)
+        FROM (
+            SELECT FROM pgoutbox.message_live AS m WHERE m.state = 'pending' LIMIT %(cap)s::bigint
+        ) AS pending
+    ) AS pending,
+    (
+        SELECT count(*)
+        FROM (
+            SELECT FROM pgoutbox.message_live AS m WHERE m.lease_expires_at IS NOT NULL LIMIT %(cap)s::bigint
+        ) AS sending
+    ) AS sending,
+    (
+        SELECT count(*)
+        FROM (SELECT FROM pgoutbox.message_failed AS m LIMIT %(cap)s::bigint) AS failed
+    ) AS failed
+"""
+
+# As of the last VACUUM or ANALYZE of each partition. No answer for a partition that never had one.
+ESTIMATE_DONE: Final[LiteralString] = """
+SELECT common.state, sum(c.reltuples * common.share)::bigint AS messages
+FROM pg_partition_tree('pgoutbox.message_done') AS part
+JOIN pg_class AS c ON c.oid = part.relid
+JOIN pg_stats AS s ON s.schemaname = 'pgoutbox' AND s.tablename = c.relname AND s.attname = 'state'
+CROSS JOIN LATERAL unnest(s.most_common_vals::text::text[], s.most_common_freqs) AS common(state, share)
+WHERE part.isleaf AND c.reltuples > 0
+GROUP BY common.state
+"""
+
+LIST_BREAKERS: Final[LiteralString] = """
+SELECT
+    b.key,
+    b.opened_at,
+    b.retry_at,
+    b.probe_until,
+    b.cooldown_seconds,
+    b.worker,
+    b.last_error
+FROM pgoutbox.breaker AS b
+ORDER BY b.opened_at DESC
+LIMIT 100
+"""
+
+# Minutes by the end of the messages, read from block ranges. The latency is that of what was sent: from the time it
+# was due, or, where that is not known any more because it was tried again, from its enqueue. Its buckets grow by a
+# twelfth of a power of two.
+FINISHED_BY_MINUTE: Final[LiteralString] = """
+SELECT
+    done.minute,
+    done.state,
+    done.bucket,
+    count(*) AS messages
+FROM (
+    SELECT
+        date_bin('1 minute', m.finished_at, 'epoch') AS minute,
+        m.state,
+        CASE
+            WHEN m.state = 'sent' THEN floor(
+                12 / ln(2::float8) * ln(
+                    greatest(
+                        0.0001,
+                        date_part(
+                            'epoch',
+                            m.finished_at - CASE WHEN m.attempt_count = 1 THEN m.available_at ELSE m.created_at END
+                        )
+                    )
+                )
+            )::integer
+        END AS bucket
+    FROM pgoutbox.message_done AS m
+    WHERE m.finished_at >= %(from)s::timestamptz AND m.finished_at < %(to)s::timestamptz
+) AS done
+GROUP BY done.minute, done.state, done.bucket
+"""
+
+# The newest by id stand for all: most that fail now were enqueued lately.
+FAILED_LATELY: Final[LiteralString] = """
+SELECT
+    failed.topic,
+    date_bin('1 minute', failed.finished_at, 'epoch') AS minute,
+    count(*) AS messages
+FROM (
+    SELECT m.topic, m.finished_at
+    FROM pgoutbox.message_failed AS m
+    ORDER BY m.id DESC
+    LIMIT %(cap)s::bigint
+) AS failed
+GROUP BY 1, 2
+"""
+
+# What stays equal where only numbers differ: digits are folded, save those of an answer such as 404 or 550.
+_FOLDED_ERROR: Final[LiteralString] = (
+    r"regexp_replace(left(coalesce(m.last_error, ''), 200), '(?<!\d)(?![45]\d\d(?!\d))\d+', '#', 'g')"
+)
+_ERROR_GROUP: Final[LiteralString] = (
+    r"left(encode(sha256(convert_to(m.topic || E'\n' || " + _FOLDED_ERROR + ", 'UTF8')), 'hex'), 32)"
+)
+
+FAILED_GROUPS: Final[LiteralString] = (
+    """
+SELECT
+    grouped.topic,
+    grouped.error,
+    left(encode(sha256(convert_to(grouped.topic || E'\\n' || grouped.error, 'UTF8')), 'hex'), 32) AS error_group,
+    grouped.messages,
+    grouped.first_at,
+    grouped.last_at,
+    grouped.newest_id
+FROM (
+    SELECT
+        m.topic,
+        """  # noqa: S608
+    + _FOLDED_ERROR
+    + """ AS error,
+        count(*) AS messages,
+        min(m.finished_at) AS first_at,
+        max(m.finished_at) AS last_at,
+        max(m.id) AS newest_id
+    FROM (
+        SELECT newest.id, newest.topic, newest.last_error, newest.finished_at
+        FROM pgoutbox.message_failed AS newest
+        ORDER BY newest.id DESC
+        LIMIT %(cap)s::bigint
+    ) AS m
+    GROUP BY 1, 2
+) AS grouped
+ORDER BY grouped.messages DESC, grouped.topic, grouped.error
+LIMIT %(limit)s::bigint
+"""
+)
+
+_MATCHES_TOO: Final[LiteralString] = (
+    MATCHES
+    + """    AND (
+        %(error_group)s::text IS NULL
+        OR """
+    + _ERROR_GROUP
+    + """ = %(error_group)s::text
+    )
+"""
+)
+
+# A filter that matches little must not read millions of rows: the limit inside is on the rows looked at. Of the filter
+# only what picks whole partitions stands there, or else that limit would bound nothing.
+_NEAR_BEFORE: Final[LiteralString] = """
+    SELECT near.*
+    FROM pgoutbox.message AS near
+    WHERE (%(partition_states)s::text[] IS NULL OR near.state = ANY (%(partition_states)s::text[]))
+        AND (%(before_id)s::bigint IS NULL OR near.id < %(before_id)s::bigint)
+        AND (%(not_below_id)s::bigint IS NULL OR near.id >= %(not_below_id)s::bigint)
+    ORDER BY near.id DESC
+    LIMIT %(rows)s::bigint
+"""
+
+SEARCH_MESSAGES: Final[LiteralString] = (
+    """
+SELECT
+    m.id,
+    m.topic,
+    m.queue,
+    m.destination,
+    m.state,
+    m.attempt_count,
+    m.max_attempts,
+    m.created_at,
+    m.available_at,
+    m.finished_at,
+    m.coalesce_key,
+    m.dedupe_key,
+    m.skip_reason,
+    m.last_error
+FROM ("""
+    + _NEAR_BEFORE
+    + """) AS m
+WHERE """
+    + _MATCHES_TOO
+    + """ORDER BY m.id DESC
+LIMIT %(limit)s::bigint
+"""
+)
+
+# How many match of how many rows that were looked at.
+COUNT_SEARCHED: Final[LiteralString] = (
+    """
+SELECT count(*) FILTER (
+    WHERE """
+    + _MATCHES_TOO
+    + """), count(*)
+FROM ("""
+    + _NEAR_BEFORE
+    + """) AS m
+"""
+)
+
+# Where a search ended that found less than a page; no answer if it went through all rows there are.
+SEARCHED: Final[LiteralString] = """
+SELECT near.id
+FROM pgoutbox.message AS near
+WHERE (%(partition_states)s::text[] IS NULL OR near.state = ANY (%(partition_states)s::text[]))
+    AND (%(before_id)s::bigint IS NULL OR near.id < %(before_id)s::bigint)
+    AND (%(not_below_id)s::bigint IS NULL OR near.id >= %(not_below_id)s::bigint)
+ORDER BY near.id DESC
+OFFSET %(rows)s::bigint - 1
+LIMIT 1
+"""
+
+# Messages are few in this state, and have an index of their own.
+SEARCH_SENDING: Final[LiteralString] = (
+    """
+SELECT
+    m.id,
+    m.topic,
+    m.queue,
+    m.destination,
+    m.state,
+    m.attempt_count,
+    m.max_attempts,
+    m.created_at,
+    m.available_at,
+    m.finished_at,
+    m.coalesce_key,
+    m.dedupe_key,
+    m.skip_reason,
+    m.last_error
+FROM (
+    SELECT held.*
+    FROM pgoutbox.message_live AS held
+    WHERE held.lease_expires_at IS NOT NULL
+        AND (%(before_id)s::bigint IS NULL OR held.id < %(before_id)s::bigint)
+        AND (%(not_below_id)s::bigint IS NULL OR held.id >= %(not_below_id)s::bigint)
+    LIMIT %(rows)s::bigint
+) AS m
+WHERE """  # noqa: S608
+    + _MATCHES_TOO
+    + """ORDER BY m.id DESC
+LIMIT %(limit)s::bigint
+"""
+)
+
+# For a bulk: from the oldest on, so many rows at a time, up to the newest message of when it began.
+SEARCH_AHEAD: Final[LiteralString] = (
+    """
+SELECT
+    array_agg(looked_at.id ORDER BY looked_at.id) FILTER (WHERE looked_at.matches) AS ids,
+    max(looked_at.id) AS last_id,
+    count(*) AS row_count
+FROM (
+    SELECT
+        m.id,
+        """  # noqa: S608
+    + _MATCHES_TOO
+    + """ AS matches
+    FROM (
+        SELECT near.*
+        FROM pgoutbox.message AS near
+        WHERE (%(partition_states)s::text[] IS NULL OR near.state = ANY (%(partition_states)s::text[]))
+            AND near.id > %(after_id)s::bigint
+            AND near.id <= %(through_id)s::bigint
+        ORDER BY near.id
+        LIMIT %(rows)s::bigint
+    ) AS m
+) AS looked_at
+"""
+)
+
+NEWEST_ID: Final[LiteralString] = "SELECT s.last_value FROM pgoutbox.message_id_seq AS s"
+
+# One step of the search for the id that was enqueued at a time.
+FIRST_FROM: Final[LiteralString] = """
+SELECT m.id, m.created_at
+FROM pgoutbox.message AS m
+WHERE m.id >= %(id)s::bigint
+ORDER BY m.id
+LIMIT 1
+"""
+
+# What a message took the place of stands a little below it, if anywhere: there is no index for the way back.
+SUPERSEDED_BY: Final[LiteralString] = """
+SELECT m.id
+FROM (
+    SELECT near.id, near.superseded_by
+    FROM pgoutbox.message_done AS near
+    WHERE near.id < %(id)s::bigint
+    ORDER BY near.id DESC
+    LIMIT %(rows)s::bigint
+) AS m
+WHERE m.superseded_by = %(id)s::bigint
+ORDER BY m.id DESC
+LIMIT %(limit)s::bigint
+"""
+
+# Cheap numbers of which one changes with nearly everything that a page shows. The statistics of the tables come up to
+# a second late; what they count is the rows written, whatever was written to them.
+PULSE: Final[LiteralString] = """
+SELECT
+    (SELECT s.last_value FROM pgoutbox.message_id_seq AS s) AS last_id,
+    (SELECT max(a.id) FROM pgoutbox.audit AS a) AS last_act,
+    (
+        SELECT count(*)
+        FROM (SELECT FROM pgoutbox.message_live AS m WHERE m.lease_expires_at IS NOT NULL LIMIT 1000) AS held
+    ) AS held,
+    (SELECT count(*) FROM (SELECT FROM pgoutbox.message_live AS m LIMIT 1000) AS live) AS live,
+    (SELECT count(*) FROM (SELECT FROM pgoutbox.message_failed AS m LIMIT 1000) AS failed) AS failed,
+    (SELECT count(*) FROM (SELECT FROM pgoutbox.breaker AS b LIMIT 1000) AS breakers) AS breakers,
+    (
+        SELECT sum(
+            pg_stat_get_tuples_inserted(c.oid) + pg_stat_get_tuples_updated(c.oid) + pg_stat_get_tuples_deleted(c.oid)
+        )
+        FROM pg_class AS c
+        WHERE c.relnamespace = 'pgoutbox'::regnamespace AND c.relkind = 'r'
+    ) AS written
+"""

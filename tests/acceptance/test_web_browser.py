@@ -1,0 +1,492 @@
+"""The dashboard as people use it, in Chromium: with the keyboard alone, without scripts, in the dark, on a telephone,
+and with rows in its tables that were written to attack whoever looks at them.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+from urllib.parse import quote, urlencode, urljoin, urlsplit
+
+import psycopg
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import expect
+
+from docs import screenshots
+from pgoutbox.message import State
+from pgoutbox.web import create_app
+from pgoutbox.web.access import Access
+from tests.conftest import server_missing
+from tests.messages import put
+from tests.waiting import wait_until
+from tests.web_server import OPERATOR_TOKEN, VIEWER_TOKEN, serving, web_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Dialog, Page, Request
+    from pytest_postgresql.executors import NoopExecutor
+
+    from tests.conftest import Server
+
+pytestmark = pytest.mark.xdist_group("browser")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """One Chromium for all tests here. Not for the session: its loop would be in the way of tests with one."""
+    executable = screenshots.chromium()
+    if executable is None:
+        server_missing("chromium is not installed")
+    with screenshots.open_browser(executable) as opened:
+        yield opened
+
+
+@dataclass
+class Watch:
+    """What a browser must never have to tell."""
+
+    host: str
+    complaints: list[str] = field(default_factory=list)
+
+    def over(self, context: BrowserContext) -> None:
+        """Write down what pages of this context complain of, and what they ask of others."""
+        context.on("console", self._heed)
+        context.on("weberror", lambda error: self.complaints.append(f"error: {error.error}"))
+        context.on("dialog", self._dismiss)
+        context.on("request", self._check)
+
+    def _dismiss(self, dialog: Dialog) -> None:
+        self.complaints.append(f"dialog: {dialog.message}")
+        dialog.dismiss()
+
+    def _heed(self, message: ConsoleMessage) -> None:
+        # That an answer is a refusal is for the page to say.
+        if message.type in ("error", "warning") and "the server responded with a status of 4" not in message.text:
+            self.complaints.append(f"{message.type}: {message.text}")
+
+    def _check(self, request: Request) -> None:
+        parts = urlsplit(request.url)
+        if parts.scheme not in ("http", "data", "about") or (parts.scheme == "http" and parts.netloc != self.host):
+            self.complaints.append(f"request: {request.url}")
+
+
+@dataclass
+class Site:
+    """A dashboard that is served, the database behind it, and browsers in front of it."""
+
+    url: str
+    db: psycopg.Connection
+    browser: Browser
+    stack: ExitStack
+    watch: Watch
+
+    def visit(self, *, token: str | None = OPERATOR_TOKEN, scripts: bool = True, wide: bool = True) -> Page:
+        """A page in a browser of its own, signed in with the token if there is one."""
+        width, height = screenshots.SIZES["wide" if wide else "phone"]
+        context = self.browser.new_context(
+            base_url=self.url,
+            java_script_enabled=scripts,
+            viewport={"width": width, "height": height},
+            has_touch=not wide,
+            reduced_motion="reduce",
+        )
+        self.stack.callback(context.close)
+        self.watch.over(context)
+        page = context.new_page()
+        page.goto("/")
+        if token is not None:
+            page.get_by_label("Token").fill(token)
+            page.get_by_role("button", name="Sign in").click()
+            expect(page.get_by_role("heading", name="Overview")).to_be_visible()
+        return page
+
+    def state_of(self, message_id: int) -> str:
+        ((state,),) = self.db.execute("SELECT state FROM pgoutbox.message WHERE id = %s", (message_id,)).fetchall()
+        return str(state)
+
+
+@pytest.fixture
+def site(dsn: str, browser: Browser) -> Iterator[Site]:
+    """A dashboard over a new database."""
+    yield from open_site(dsn, browser)
+
+
+def open_site(dsn: str, browser: Browser) -> Iterator[Site]:
+    """A dashboard; whatever the browser complained of in the end fails the test."""
+    with ExitStack() as stack:
+        settings = web_settings(dsn=dsn)
+        url = stack.enter_context(serving(create_app(settings, access=Access.from_settings(settings)), settings))
+        db = stack.enter_context(psycopg.connect(dsn, autocommit=True))
+        opened = Site(url, db, browser, stack.enter_context(ExitStack()), Watch(urlsplit(url).netloc))
+        yield opened
+    assert opened.watch.complaints == []
+
+
+@pytest.fixture(scope="module")
+def shop_dsn(server: Server, migrated: NoopExecutor) -> Iterator[str]:
+    """DSN of a database with an hour of a shop that lives, to be looked at only."""
+    with server.database(template=migrated.template_dbname) as database:
+        dsn = server.dsn_for(database.dbname)
+        with psycopg.connect(dsn) as connection:
+            screenshots.fill(connection)
+        yield dsn
+
+
+@pytest.fixture
+def shop(shop_dsn: str, browser: Browser) -> Iterator[Site]:
+    """A dashboard over it."""
+    yield from open_site(shop_dsn, browser)
+
+
+# --- for everybody's eyes ---------------------------------------------------------------------------------------------
+
+REFUSALS: Final = ("/messages/999999", "/messages?limit=x")
+
+
+def violations(page: Page, *rules: str) -> list[str]:
+    """What axe finds on the page as it is shown, by these rules or all."""
+    only = {"runOnly": {"type": "rule", "values": list(rules)}} if rules else {}
+    if not page.evaluate("'axe' in window"):
+        page.evaluate(Axe().axe_script)
+    results = page.evaluate("(options) => axe.run(options)", {"resultTypes": ["violations"], **only})
+    return [
+        f"{page.url} {found['impact']} {found['id']}: {node['target']} {node['failureSummary']}"
+        for found in results["violations"]
+        for node in found["nodes"]
+    ]
+
+
+def found_in_every_way(page: Page) -> Iterator[str]:
+    """What axe finds while the page is light and dark, wide and on a telephone. In the dark only colours change."""
+    for size, (width, height) in screenshots.SIZES.items():
+        page.set_viewport_size({"width": width, "height": height})
+        for scheme in screenshots.COLOR_SCHEMES:
+            page.emulate_media(color_scheme=scheme)
+            for found in violations(page, *(["color-contrast"] if scheme == "dark" else [])):
+                yield f"{scheme} {size}: {found}"
+        if page.evaluate("document.documentElement.scrollWidth > innerWidth"):
+            yield f"{size}: {page.url} is wider than the screen"
+
+
+@pytest.mark.parametrize("path", ["/login", *screenshots.PAGES.values(), *REFUSALS])
+def test_axe_finds_nothing_light_or_dark_wide_or_on_a_telephone(shop: Site, path: str) -> None:
+    page = shop.visit(token=None if path == "/login" else OPERATOR_TOKEN)
+    page.goto(path)
+    assert list(found_in_every_way(page)) == []
+
+
+def test_axe_would_find_something(shop: Site) -> None:
+    page = shop.visit()
+    page.evaluate("document.querySelector('main').innerHTML += '<input><p id=states style=\"color:#eee\">pale</p>'")
+    assert {line.split()[2] for line in violations(page)} >= {"label:"}
+    shop.watch.complaints.clear()  # That the policy forbids this style.
+
+
+# --- with the keyboard alone ------------------------------------------------------------------------------------------
+
+FOCUSED: Final = """() => {
+    const at = document.activeElement, style = getComputedStyle(at), box = at.getBoundingClientRect();
+    const visible = style.outlineStyle !== "none" && parseFloat(style.outlineWidth) >= 2 && box.width > 0;
+    const named = at.getAttribute("aria-label") || at.innerText || at.labels?.[0]?.innerText || at.value || "";
+    return {name: named.replace(/\\s+/g, " ").trim(), tag: at.tagName, visible};
+}"""
+
+
+def tab_to(page: Page, name: str, *, most: int = 80) -> list[str]:
+    """Press Tab until this has the focus; what had it on the way. Every stop has to be seen, and to have a name."""
+    met: list[str] = []
+    while not met or met[-1] != name:
+        assert len(met) < most, f"{name!r} is not among {met}"
+        page.keyboard.press("Tab")
+        at = page.evaluate(FOCUSED)
+        assert at["visible"], f"nobody sees that {at} has the focus"
+        assert at["name"], f"{at} has no name"
+        met.append(at["name"])
+    return met
+
+
+def test_a_group_is_redriven_with_the_keyboard_alone(site: Site) -> None:
+    failed = [put(site.db, State.FAILED) for _ in range(3)]
+    page = site.visit(token=None)
+    page.keyboard.press("Tab")
+    assert page.evaluate(FOCUSED)["name"] == "Skip to the content"
+    tab_to(page, "Token")
+    page.keyboard.type(OPERATOR_TOKEN)
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", name="Overview")).to_be_visible()
+
+    way = tab_to(page, "Failed")
+    assert way == ["Skip to the content", "Overview", "Messages", "Failed"]
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", name="Failed", level=1)).to_be_visible()
+
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "main"
+    way = tab_to(page, "Redrive all that failed…")
+    assert "Overview" not in way
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", name="Redrive many")).to_be_visible()
+    expect(page.get_by_text("3 messages match")).to_be_visible()
+    assert [site.state_of(message) for message in failed] == ["failed"] * 3
+
+    tab_to(page, "Redrive them")
+    page.keyboard.press("Enter")
+    expect(page.get_by_text("Done.")).to_be_visible()
+    assert [site.state_of(message) for message in failed] == ["pending"] * 3
+
+
+# --- without scripts --------------------------------------------------------------------------------------------------
+
+
+def press(page: Page, name: str) -> None:
+    """Press the button of this name, and wait for what it answers."""
+    page.get_by_role("button", name=name, exact=True).click()
+    page.wait_for_load_state()
+
+
+def test_every_act_works_without_scripts_and_says_who_did_it(site: Site) -> None:
+    db = site.db
+    failed, sent, pending = put(db, State.FAILED), put(db, State.SENT), put(db)
+    page = site.visit(scripts=False)
+
+    page.goto(f"/messages/{failed}")
+    press(page, "Redrive")
+    assert site.state_of(failed) == "pending"
+    page.goto(f"/messages/{sent}")
+    press(page, "Resend")
+    assert db.execute("SELECT count(*) FROM pgoutbox.message WHERE resend_of = %s", (sent,)).fetchall() == [(1,)]
+    page.goto(f"/messages/{pending}")
+    press(page, "Cancel")
+    assert site.state_of(pending) == "cancelled"
+
+    page.goto("/queues")
+    press(page, "Pause default")
+    press(page, "Resume default")
+    page.get_by_role("form", name="Rate of default").get_by_label("Rate").fill("20")
+    press(page, "Limit the rate of default")
+    page.get_by_role("form", name="In flight of default").get_by_label("In flight").fill("7")
+    press(page, "Limit what is in flight of default")
+    limits = "SELECT paused_at, rate_count, max_in_flight FROM pgoutbox.queue WHERE name = 'default'"
+    assert db.execute(limits).fetchall() == [(None, 20, 7)]
+
+    page.goto("/messages?state=pending")
+    page.get_by_role("link", name="Cancel all that are owed…").click()
+    press(page, "Cancel them")
+    wait_until(lambda: site.state_of(failed) == "cancelled", lambda: "the bulk cancels what is owed")
+
+    acts = db.execute("SELECT actor, origin, action FROM pgoutbox.audit ORDER BY id").fetchall()
+    actions = ["redrive", "resend", "cancel", "pause", "resume", "limit", "limit", "cancel"]
+    assert acts == [("ada", "web 127.0.0.1", action) for action in actions]
+    page.goto("/audit")
+    expect(page.get_by_role("row").filter(has_text="ada")).to_have_count(len(actions))
+
+    press(page, "Sign out")
+    page.goto("/messages")
+    expect(page.get_by_role("heading", name="Sign in")).to_be_visible()
+
+
+def test_messages_are_found_without_scripts(site: Site) -> None:
+    put(site.db, topic="mail.welcome", destination="mailto:ada@example.org")
+    put(site.db, topic="mail.receipt", destination="mailto:grace@example.org")
+    page = site.visit(token=VIEWER_TOKEN, scripts=False)
+    page.get_by_role("link", name="Messages", exact=True).click()
+    page.get_by_label("Topic").fill("mail.receipt")
+    press(page, "Find")
+    found = page.locator("#found")
+    expect(found).to_contain_text("grace@example.org")
+    expect(found).not_to_contain_text("ada@example.org")
+
+
+def test_a_viewer_is_offered_no_act(site: Site) -> None:
+    failed, pending = put(site.db, State.FAILED), put(site.db)
+    page = site.visit(token=VIEWER_TOKEN)
+    for path in (f"/messages/{failed}", f"/messages/{pending}", "/failed", "/queues", "/messages"):
+        page.goto(path)
+        offered = set(page.get_by_role("button").all_inner_texts())
+        assert offered <= {"Sign out", "Find"}
+        assert "…" not in " ".join(page.get_by_role("link").all_inner_texts())
+
+
+# --- live -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/", "/messages", "/failed"])
+def test_what_changes_is_shown_without_loading_the_page_again(site: Site, path: str) -> None:
+    page = site.visit(token=VIEWER_TOKEN)
+    page.goto(path)
+    expect(page.get_by_role("status").filter(has_text="Live")).to_be_visible()
+    page.evaluate("window.loadedOnce = true")
+    put(site.db, State.FAILED, topic="mail.unheard.of")
+    expect(page.get_by_role("main")).to_contain_text("mail.unheard.of", timeout=30_000)
+    assert page.evaluate("window.loadedOnce") is True
+
+
+def test_a_page_that_was_signed_out_elsewhere_says_so_and_shows_nothing_more(site: Site) -> None:
+    page = site.visit()
+    page.goto("/messages")
+    expect(page.get_by_role("status").filter(has_text="Live")).to_be_visible()
+    other = page.context.new_page()
+    other.goto("/")
+    other.get_by_role("button", name="Sign out").click()
+    expect(other.get_by_role("heading", name="Sign in")).to_be_visible()
+    put(site.db, topic="mail.unheard.of")
+    expect(page.get_by_role("status").filter(has_text="Signed out")).to_be_visible(timeout=40_000)
+    expect(page.get_by_role("main")).not_to_contain_text("mail.unheard.of")
+
+
+# --- attackers --------------------------------------------------------------------------------------------------------
+
+MARK: Final = "h0stile"
+ATTACKS: Final = (
+    "<script>alert(1)</script>",
+    '"><img src=x onerror=alert(1)>',
+    "' autofocus onfocus='alert(1)",
+    "javascript:alert(1)//",
+    "data:text/html,<script>alert(1)</script>",
+    "</script><svg/onload=alert(1)>",
+    "</title></textarea></pre><iframe src=//evil.example></iframe>",
+    "<base href=//evil.example/><meta http-equiv=refresh content=0;url=//evil.example>",
+    "<form action=//evil.example><button formaction=//evil.example>",
+    "<link rel=stylesheet href=//evil.example><style>*{display:none}</style>",
+    "{{ 7 * 7 }}{% raw %}${7*7}<%= 7*7 %>",
+    "&lt;script&gt;alert(1)&#x3c;/script&#x3e;",
+    "\u2028alert(1)\u2029\u202e<b>\u2066",
+    "--><!--]]><![CDATA[<x onclick=alert(1)>",
+    "%3Cscript%3Ealert(1)%3C/script%3E/../../?a=b&state=sent#x",
+    "\r\nSet-Cookie: a=b\r\n\r\n<script>alert(1)</script>",
+)
+
+HOSTILE_MESSAGE: Final = """
+    INSERT INTO pgoutbox.message (
+        topic, queue, destination, coalesce_key, dedupe_key, ordering_key, on_failed, worker, last_error, skip_reason,
+        payload, headers, state, attempt_count, claimed_at, lease_expires_at, finished_at
+    ) VALUES (
+        %(text)s, %(text)s, %(text)s, %(text)s, %(text)s, %(text)s, %(text)s, %(text)s, %(text)s,
+        CASE WHEN %(state)s = 'skipped' THEN %(text)s END,
+        jsonb_build_object(%(text)s::text, %(text)s::text), jsonb_build_object(%(text)s::text, %(text)s::text),
+        %(state)s, 1, now(), CASE WHEN %(state)s = 'sending' THEN now() + interval '1 hour' END,
+        CASE WHEN %(state)s NOT IN ('pending', 'sending') THEN now() END
+    )
+"""
+HOSTILE_ROWS: Final = """
+    WITH attempt AS (
+        INSERT INTO pgoutbox.attempt (message_id, attempt_count, outcome, worker, started_at, ended_at, error)
+        SELECT id, 1, 'retry', %(text)s, now(), now(), %(text)s FROM pgoutbox.message WHERE topic = %(text)s
+    ), breaker AS (
+        INSERT INTO pgoutbox.breaker (key, retry_at, cooldown_seconds, worker, last_error)
+        VALUES (%(text)s, now(), 60, %(text)s, %(text)s)
+    )
+    INSERT INTO pgoutbox.audit (act_id, message_count, actor, db_role, origin, action, queue, message_ids, details)
+    VALUES (
+        gen_random_uuid(), 1, %(text)s, %(text)s, %(text)s, 'redrive', %(text)s, ARRAY[1::bigint],
+        jsonb_build_object(%(text)s::text, %(text)s::text)
+    )
+"""
+
+# What stands in a page without anybody's having put it into a template.
+INJECTED: Final = """() => {
+    const strange = [];
+    for (const element of document.querySelectorAll("*")) {
+        const tag = element.tagName.toLowerCase();
+        if (["img", "iframe", "object", "embed", "base", "style", "b", "x"].includes(tag)) strange.push(tag);
+        if (tag === "script" && !element.src.startsWith(location.origin + "/static/")) strange.push("script");
+        if (tag === "link" && !element.href.startsWith(location.origin + "/static/")) strange.push("link");
+        if (tag === "meta" && element.httpEquiv) strange.push("meta");
+        for (const {name, value} of element.attributes) {
+            if (name.startsWith("on") || name === "style" || name === "formaction") strange.push(`${tag} ${name}`);
+            if (["href", "src", "action"].includes(name) && new URL(value, location.href).origin !== location.origin)
+                strange.push(`${tag} ${name}=${value}`);
+        }
+    }
+    return strange;
+}"""
+
+
+def attack(site: Site) -> None:
+    """Put every attack into every text column of every table that the dashboard shows."""
+    for number, text in enumerate(ATTACKS):
+        told = f"{MARK}{number} {text}"
+        for state in State:
+            site.db.execute(HOSTILE_MESSAGE, {"text": told, "state": state.value})
+        site.db.execute(HOSTILE_ROWS, {"text": told})
+
+
+def shape_of(url: str) -> str:
+    """What tells one kind of page from another: not the number in it, but each kind of parameter, and each attack."""
+    parts = urlsplit(url)
+    attacks = sorted(set(re.findall(rf"{MARK}\\d+", url)))
+    return f"{re.sub(r'[0-9]+', 'n', parts.path)}?{re.sub(r'=[^&]*', '', parts.query)} {attacks[:1]}"
+
+
+def test_no_row_attacks_who_looks_at_it_on_any_page_that_a_link_leads_to(site: Site) -> None:
+    attack(site)
+    page = site.visit()
+    waiting, known = [page.url], {shape_of(page.url)}
+    loaded: dict[str, str] = {}
+    while waiting:
+        address = waiting.pop(0)
+        answer = page.goto(address, wait_until="domcontentloaded")
+        assert answer is not None
+        assert answer.status < 500, address
+        assert page.evaluate(INJECTED) == [], address
+        loaded[urlsplit(address).path] = loaded.get(urlsplit(address).path, "") + page.inner_text("main")
+        for link in page.evaluate("Array.from(document.querySelectorAll('a[href]'), (a) => a.href)"):
+            assert urljoin(site.url, urlsplit(link).path).startswith(site.url)
+            if shape_of(link) not in known:
+                known.add(shape_of(link))
+                waiting.append(link)
+    assert len(loaded) > 5
+    for path in ("/", "/messages", "/failed", "/queues", "/audit", "/bulk"):
+        assert MARK in loaded[path], f"no attack stands on {path}"
+
+
+def test_no_row_attacks_who_looks_at_it_alone(site: Site) -> None:
+    attack(site)
+    page = site.visit()
+    # Each attack, and each state twice or more.
+    query = "SELECT min(id) FROM pgoutbox.message GROUP BY topic, state ORDER BY topic, state"
+    ids = [message_id for (message_id,) in site.db.execute(query)]
+    for message_id in ids[:: len(State) + 1]:
+        page.goto(f"/messages/{message_id}", wait_until="domcontentloaded")
+        assert page.evaluate(INJECTED) == []
+        assert page.inner_text("main").count(MARK) >= 10
+
+
+def test_a_hostile_question_is_only_quoted(site: Site) -> None:
+    page = site.visit()
+    for text in ATTACKS:
+        page.goto(f"/messages?{urlencode({'topic': text, 'text': text, 'done': text})}")
+        assert page.evaluate(INJECTED) == []
+        page.goto(f"/messages?{urlencode({'limit': text})}")
+        assert page.evaluate(INJECTED) == []
+        page.goto(f"/nowhere/{quote(text, safe='')}")
+        assert page.evaluate(INJECTED) == []
+
+
+def blocked(site: Site, page: Page) -> list[str]:
+    """What the policy has kept from running, as far as the browser has told."""
+    page.evaluate("1")
+    return [text for text in site.watch.complaints if "Content Security Policy" in text]
+
+
+def test_a_script_that_got_into_a_page_all_the_same_is_not_run(site: Site) -> None:
+    page = site.visit(token=VIEWER_TOKEN)
+    page.evaluate(
+        """() => {
+            const script = document.createElement("script");
+            script.textContent = "window.ran = true";
+            document.body.append(script);
+            document.querySelector("main").innerHTML += "<img src=x onerror='window.ran = true'>";
+            const far = document.createElement("script");
+            far.src = "https://evil.example/x.js";
+            document.body.append(far);
+        }"""
+    )
+    assert page.evaluate("window.ran") is None
+    wait_until(lambda: len(blocked(site, page)) >= 3, lambda: f"three are blocked: {site.watch.complaints}")
+    site.watch.complaints.clear()

@@ -1,0 +1,165 @@
+"""`pgoutbox web` as a process: what it refuses to start with, what it says, what it never shows, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+
+from pgoutbox.web.credentials import PasswordHash
+from tests.waiting import PROCESS_PATIENCE_SECONDS, wait_until
+from tests.web_server import CANARY, OPERATOR_TOKEN, VIEWER_TOKEN
+from tests.worker_process import environment_with
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SECRET = CANARY * 3
+
+
+class WebProcess(subprocess.Popen[bytes]):
+    """`pgoutbox web` on a port of its own choice, with its output in files."""
+
+    def __init__(self, folder: Path, *arguments: str, **settings: str) -> None:
+        self._out, self._log = folder / "stdout", folder / "stderr"
+        with self._out.open("wb") as out, self._log.open("wb") as log:
+            super().__init__(
+                [sys.executable, "-m", "pgoutbox", "web", "--port", "0", *arguments],
+                env=environment_with(**settings),
+                stdout=out,
+                stderr=log,
+            )
+
+    @property
+    def output(self) -> str:
+        """Everything it has written."""
+        return self._out.read_text() + self._log.read_text()
+
+    def url(self) -> str:
+        """Where it says that it is."""
+        wait_until(lambda: self.output.rstrip().count("http://") or self.poll() is not None, lambda: self.output)
+        assert self.poll() is None, self.output
+        return self._out.read_text().split()[-1].rstrip("/")
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[list[WebProcess]]:
+    """Processes to be ended with the test."""
+    processes: list[WebProcess] = []
+    yield processes
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def refusal(*arguments: str, **settings: str) -> str:
+    """What `pgoutbox web` says when it does not start, as wrong usage or configuration."""
+    result = subprocess.run(
+        [sys.executable, "-m", "pgoutbox", "web", "--port", "0", *arguments],
+        env=environment_with(**({"dsn": "host=/nowhere"} | settings)),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PROCESS_PATIENCE_SECONDS,
+    )
+    assert (result.returncode, result.stdout) == (2, "")
+    assert CANARY not in result.stderr
+    return result.stderr
+
+
+def test_it_does_not_start_without_credentials_or_with_bad_ones() -> None:
+    assert "set PGOUTBOX_WEB_OPERATOR_TOKEN" in refusal()
+    assert "entry 1 has no token of 20" in refusal(web_operator_token=CANARY)
+    assert "PGOUTBOX_WEB_SECRET" in refusal(web_operator_token=OPERATOR_TOKEN, web_secret=CANARY)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])
+def test_it_does_not_start_open_to_all_off_loopback(host: str) -> None:
+    assert "is not a loopback address" in refusal("--insecure", "--host", host)
+
+
+def test_it_does_not_start_open_to_all_beside_credentials_or_with_an_unknown_role() -> None:
+    assert "give one or the other" in refusal("--insecure", web_viewer_token=VIEWER_TOKEN)
+    assert "viewer or operator" in refusal("--insecure", "--role", "root")
+
+
+def test_an_address_of_another_machine_is_named() -> None:
+    assert "--host 192.0.2.1" in refusal("--host", "192.0.2.1", web_viewer_token=VIEWER_TOKEN)
+    assert "--host nowhere.invalid" in refusal("--host", "nowhere.invalid", web_viewer_token=VIEWER_TOKEN)
+
+
+def test_without_its_extra_the_command_that_installs_it_is_named() -> None:
+    program = "import sys; sys.modules['uvicorn'] = None; from pgoutbox.cli import main; sys.exit(main(['web']))"
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment_with(dsn="host=/nowhere"),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PROCESS_PATIENCE_SECONDS,
+    )
+    assert result.returncode == 2
+    assert result.stderr == "error: the dashboard needs an optional dependency: pip install 'pgoutbox[web]'\n"
+
+
+def test_it_serves_says_where_and_never_shows_a_secret(dsn: str, tmp_path: Path, started: list[WebProcess]) -> None:
+    tokens = {"web_operator_token": f"ada:{OPERATOR_TOKEN}", "web_viewer_token": VIEWER_TOKEN, "web_secret": SECRET}
+    process = WebProcess(tmp_path, dsn=dsn, log_level="DEBUG", **tokens)
+    started.append(process)
+    url = process.url()
+    with httpx.Client(base_url=url, timeout=PROCESS_PATIENCE_SECONDS) as client:
+        assert url.startswith("http://127.0.0.1:")
+        assert client.get("/healthz").status_code == 200
+        assert client.get("/").status_code == 401
+        assert client.get("/", headers={"Host": "evil.example"}).status_code == 400
+        assert client.get("/", headers={"Authorization": f"Bearer wrong-{CANARY}"}).status_code == 401
+        wrong = client.post(
+            "/login", data={"name": CANARY, "secret": CANARY}, headers={"Sec-Fetch-Site": "same-origin"}
+        )
+        assert wrong.status_code == 401
+        shown = [wrong.text]
+        for token in (OPERATOR_TOKEN, VIEWER_TOKEN):
+            page = client.get("/", headers={"Authorization": f"Bearer {token}"})
+            assert page.status_code == 200
+            shown.append(page.text + str(page.headers))
+    shown.append(Path(f"/proc/{process.pid}/cmdline").read_text())
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(PROCESS_PATIENCE_SECONDS) == 0
+    assert CANARY not in "".join(shown) + process.output
+    assert "web_sign_in_refused" in process.output
+
+
+def test_open_to_all_on_loopback_everybody_may_look_and_not_act(
+    dsn: str, tmp_path: Path, started: list[WebProcess]
+) -> None:
+    process = WebProcess(tmp_path, "--insecure", dsn=dsn)
+    started.append(process)
+    with httpx.Client(base_url=process.url(), timeout=PROCESS_PATIENCE_SECONDS) as client:
+        page = client.get("/")
+        assert page.status_code == 200
+        assert "(viewer)" in page.text
+        assert client.get("/", headers={"Host": "evil.example"}).status_code == 400
+    assert "no sign-in" in process.output
+    process.send_signal(signal.SIGINT)
+    assert process.wait(PROCESS_PATIENCE_SECONDS) == 0
+
+
+def test_a_password_is_hashed_and_only_its_hash_is_printed() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "pgoutbox", "web", "hash-password"],
+        env={**os.environ},
+        input=f"{SECRET}\n",
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=PROCESS_PATIENCE_SECONDS,
+    )
+    assert PasswordHash.parse(result.stdout.strip()).matches(SECRET)
+    assert CANARY not in result.stdout + result.stderr

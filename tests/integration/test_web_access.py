@@ -1,0 +1,760 @@
+"""Nobody gets at a page of the dashboard, or makes it act, who should not: tried by HTTP and by hand on the socket."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Final
+
+import httpx
+import pytest
+
+from pgoutbox.errors import ConfigurationError
+from pgoutbox.settings import load_settings
+from pgoutbox.web.access import LOOPBACK_NAMES, Access, Authenticate, Viewer
+from pgoutbox.web.server import _ImpatientProtocol
+from tests.waiting import PROCESS_PATIENCE_SECONDS
+from tests.web_server import CANARY, OPERATOR_TOKEN, PAGE, VIEWER_TOKEN, Pages, RawConnection, serving, web_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from starlette.requests import Request
+
+    from pgoutbox.settings import Settings
+
+OURS: Final = {"Sec-Fetch-Site": "same-origin"}
+AS_BROWSER: Final = {"Accept": "text/html,application/xhtml+xml"}
+PASSWORD: Final = "correct horse battery"
+PASSWORD_HASH: Final = "scrypt$16384$8$1$MDEyMzQ1Njc4OTAxMjM0NQ==$EGJBRHHeIH-VNEvIWNTqTayYvh4boB9rLs_PHLgeoi0="
+POLICY: Final = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; form-action 'self'; "
+    "frame-ancestors 'none'; base-uri 'none'"
+)
+
+
+class Site:
+    """A dashboard that is served, and clients of it."""
+
+    def __init__(self, url: str, access: Access, pages: Pages, stack: ExitStack) -> None:
+        self.url = url
+        self.access = access
+        self.pages = pages
+        self._stack = stack
+
+    def client(self, headers: dict[str, str] | None = None, cookies: dict[str, str] | None = None) -> httpx.Client:
+        """A browser without a session, but for what is given."""
+        made = httpx.Client(base_url=self.url, timeout=PROCESS_PATIENCE_SECONDS, headers=headers)
+        for name, value in (cookies or {}).items():
+            made.cookies.set(name, value, domain="127.0.0.1", path="/")
+        return self._stack.enter_context(made)
+
+    def sign_in(self, token: str = OPERATOR_TOKEN) -> httpx.Client:
+        """A browser with a session."""
+        client = self.client()
+        assert post_sign_in(client, token).status_code == 303
+        return client
+
+    def raw(self) -> RawConnection:
+        """A connection without a client."""
+        return self._stack.enter_context(RawConnection(self.url))
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as opened:
+        yield opened
+
+
+def open_site(stack: ExitStack, access: Access, settings: Settings | None = None, *, root: str = "") -> Site:
+    pages = Pages()
+    url = stack.enter_context(serving(pages.app(access, root=root), settings))
+    # The last to be opened is the first to be closed: the clients, and with them the streams.
+    return Site(url, access, pages, stack)
+
+
+@pytest.fixture
+def site(stack: ExitStack) -> Site:
+    return open_site(stack, Access.from_settings(web_settings()))
+
+
+def post_sign_in(client: httpx.Client, token: str, **fields: str) -> httpx.Response:
+    return client.post("/login", data={"secret": token, **fields}, headers=OURS)
+
+
+def csrf_of(client: httpx.Client) -> str:
+    return str(client.get("/").json()["csrf"])
+
+
+def bearer(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"}
+
+
+def logged(caplog: pytest.LogCaptureFixture) -> str:
+    """Everything in the log, with the fields that a formatter would show."""
+    return caplog.text + str([record.__dict__ for record in caplog.records])
+
+
+def events(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.__dict__["event"] for record in caplog.records if "event" in record.__dict__]
+
+
+# --- who is let in ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/", "/messages", "/live", "/act", "/nowhere", "/static/../messages", "//messages"])
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        bearer("x" * 40),
+        {"Authorization": "Bearer"},
+        bearer(OPERATOR_TOKEN[:-1]),
+        {"Authorization": OPERATOR_TOKEN},
+        {"Authorization": f"Basic {OPERATOR_TOKEN}"},
+        {"Cookie": "pgoutbox=x; __Host-pgoutbox=x"},
+        {"X-Forwarded-User": "ada"},
+    ],
+    ids=str,
+)
+def test_nobody_unknown_sees_anything(site: Site, path: str, headers: dict[str, str]) -> None:
+    answer = site.client().get(path, headers=headers)
+    assert answer.status_code == 401
+    assert answer.headers["www-authenticate"].startswith("Bearer")
+    assert PAGE not in answer.text
+
+
+def test_a_browser_is_led_to_the_sign_in_and_back(site: Site) -> None:
+    client = site.client(headers=AS_BROWSER)
+    led = client.get("/messages?topic=a%26b&page=2")
+    assert (led.status_code, led.text) == (303, "")
+    page = client.get(led.headers["location"])
+    assert page.status_code == 200
+    assert 'name="secret"' in page.text
+    onward = re.search(r'name="next" value="([^"]*)"', page.text)
+    assert onward is not None
+    back = post_sign_in(client, OPERATOR_TOKEN, next=onward[1].replace("&amp;", "&"))
+    assert (back.status_code, back.headers["location"]) == (303, "/messages?topic=a%26b&page=2")
+    assert client.get("/messages").json()["name"] == "ada"
+
+
+def test_what_the_page_itself_asks_for_is_never_led_to_the_sign_in(site: Site) -> None:
+    client = site.client(headers=AS_BROWSER)
+    assert client.get("/", headers={"X-Pgoutbox-Live": "1"}).status_code == 401
+    assert client.get("/live").status_code == 401
+    assert client.post("/act", headers=OURS).status_code == 401
+
+
+@pytest.mark.parametrize(
+    "onward",
+    [
+        "https://evil.example/", "//evil.example/", "/\\evil.example/", "/\t/evil.example", "javascript:alert(1)",
+        "/\r\nSet-Cookie: a=b", "evil.example", "", "/login", "/logout", "/" + "a" * 3_000, "/\u2028",
+        "\\\\evil.example",
+    ],
+)  # fmt: skip
+def test_a_sign_in_leads_nowhere_else(site: Site, onward: str) -> None:
+    answer = post_sign_in(site.client(), OPERATOR_TOKEN, next=onward)
+    assert (answer.status_code, answer.headers["location"]) == (303, "/")
+    assert len(answer.headers.get_list("set-cookie")) == 1
+
+
+def test_the_roles_are_those_of_the_tokens(site: Site) -> None:
+    for token, name, role in ((OPERATOR_TOKEN, "ada", "operator"), (VIEWER_TOKEN, "vera", "viewer")):
+        for told in (site.sign_in(token).get("/").json(), site.client(headers=bearer(token)).get("/").json()):
+            assert (told["name"], told["role"], told["origin"]) == (name, role, "web 127.0.0.1")
+
+
+def test_a_viewer_cannot_act(site: Site) -> None:
+    client = site.sign_in(VIEWER_TOKEN)
+    assert client.post("/act", data={"csrf_token": csrf_of(client)}, headers=OURS).status_code == 403
+    assert site.client().post("/act", headers=bearer(VIEWER_TOKEN)).status_code == 403
+    assert site.pages.forms == []
+
+
+def test_an_operator_can_by_form_by_header_and_by_script(site: Site) -> None:
+    client = site.sign_in()
+    token = csrf_of(client)
+    by_form = client.post("/act", data={"csrf_token": token, "reason": "a & ü"}, headers=OURS)
+    by_header = client.post("/act", headers={**OURS, "X-CSRF-Token": token})
+    by_script = site.client().post("/act", data={"reason": "script"}, headers=bearer(OPERATOR_TOKEN))
+    assert [answer.status_code for answer in (by_form, by_header, by_script)] == [200, 200, 200]
+    assert site.pages.forms == [{"csrf_token": token, "reason": "a & ü"}, {}, {"reason": "script"}]
+    assert by_script.text == "reason=script"
+
+
+def test_a_password_signs_its_person_in(stack: ExitStack) -> None:
+    settings = web_settings(web_viewer_token=f"vera:{PASSWORD_HASH}")
+    site = open_site(stack, Access.from_settings(settings))
+    client = site.client()
+    assert 'name="name"' in client.get("/login").text
+    assert post_sign_in(client, PASSWORD, name="ada").status_code == 401
+    assert post_sign_in(client, f"{PASSWORD}!", name="vera").status_code == 401
+    assert client.get("/").status_code == 401
+    assert post_sign_in(client, PASSWORD, name="vera").status_code == 303
+    assert client.get("/").json()["role"] == "viewer"
+    assert site.client(headers=bearer(PASSWORD)).get("/").status_code == 401
+    assert site.client(headers=bearer(PASSWORD_HASH)).get("/").status_code == 401
+
+
+# --- sessions ---------------------------------------------------------------------------------------------------------
+
+
+def test_on_localhost_the_cookie_is_the_ports_own_and_out_of_reach_of_scripts_and_other_sites(site: Site) -> None:
+    cookie = post_sign_in(site.client(), OPERATOR_TOKEN).headers["set-cookie"]
+    name, _, attributes = cookie.partition("=")
+    assert name == f"pgoutbox-{site.url.rpartition(':')[2]}"
+    assert set(attributes.split("; ")[1:]) == {"Path=/", "HttpOnly", "SameSite=Strict"}
+    assert OPERATOR_TOKEN not in cookie
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Host": "outbox.example.org"},
+        {"Host": "127.0.0.1", "X-Forwarded-Proto": "https"},
+        {"Host": "127.0.0.1", "Forwarded": "proto=https"},
+        {"Host": "127.0.0.1.example.org"},
+        {"Host": "192.0.2.1:8400"},
+    ],
+    ids=str,
+)
+def test_everywhere_else_the_cookie_is_for_https_and_this_host_alone(site: Site, headers: dict[str, str]) -> None:
+    answer = site.client().post("/login", data={"secret": OPERATOR_TOKEN}, headers={**OURS, **headers})
+    name, _, attributes = answer.headers["set-cookie"].partition("=")
+    assert name == "__Host-pgoutbox"
+    assert set(attributes.split("; ")[1:]) == {"Path=/", "HttpOnly", "SameSite=Strict", "Secure"}
+
+
+def test_a_mounted_dashboard_keeps_its_cookie_and_its_paths_below_its_prefix(stack: ExitStack) -> None:
+    site = open_site(stack, Access.from_settings(web_settings()), root="/ops/outbox")
+    client = site.client(headers=AS_BROWSER)
+    assert client.get("/ops/outbox/failed").headers["location"] == "/ops/outbox/login?next=/failed"
+    headers = {**OURS, "Host": "outbox.example.org"}
+    secure = client.post("/ops/outbox/login", data={"secret": OPERATOR_TOKEN, "next": "/failed"}, headers=headers)
+    assert secure.headers["location"] == "/ops/outbox/failed"
+    assert secure.headers["set-cookie"].startswith("__Secure-pgoutbox=")
+    assert "; Path=/ops/outbox;" in secure.headers["set-cookie"]
+    local = client.post("/ops/outbox/login", data={"secret": OPERATOR_TOKEN}, headers=OURS)
+    assert "; Path=/ops/outbox;" in local.headers["set-cookie"]
+    assert client.get("/ops/outbox/failed").json()["name"] == "ada"
+    assert client.get("/ops/outbox/healthz").text == "ok\n"
+    csrf = {"csrf_token": client.get("/ops/outbox/").json()["csrf"]}
+    assert client.post("/ops/outbox/logout", data=csrf, headers=OURS).headers["location"] == "/ops/outbox/login"
+
+
+def test_each_sign_in_is_a_new_session_and_ends_the_one_before(site: Site) -> None:
+    client = site.client(cookies={f"pgoutbox-{site.url.rpartition(':')[2]}": "chosen-by-somebody"})
+    assert post_sign_in(client, OPERATOR_TOKEN).status_code == 303
+    first = dict(client.cookies)
+    token = csrf_of(client)
+    assert post_sign_in(client, OPERATOR_TOKEN).status_code == 303
+    assert dict(client.cookies) != first
+    assert csrf_of(client) != token
+    assert site.client(cookies=first).get("/").status_code == 401
+
+
+def test_signing_out_ends_every_copy_of_the_cookie(site: Site) -> None:
+    client = site.sign_in()
+    copy = site.client(cookies=dict(client.cookies))
+    out = client.post("/logout", data={"csrf_token": csrf_of(client)}, headers=OURS)
+    assert (out.status_code, out.headers["location"]) == (303, "/login")
+    assert "Max-Age=0" in out.headers["set-cookie"]
+    assert dict(client.cookies) == {}
+    assert [client.get("/").status_code, copy.get("/").status_code] == [401, 401]
+
+
+def test_nobody_is_signed_out_by_a_link_or_by_another_site(site: Site) -> None:
+    client = site.sign_in()
+    assert client.get("/logout").status_code == 405
+    assert client.post("/logout", headers=OURS).status_code == 403
+    token = csrf_of(client)
+    assert (
+        client.post("/logout", data={"csrf_token": token}, headers={"Sec-Fetch-Site": "cross-site"}).status_code == 403
+    )
+    assert client.get("/").status_code == 200
+
+
+def sealed(site: Site, *, begun: float, seen: float) -> dict[str, str]:
+    """The cookie of a session that began and was last used so many seconds ago."""
+    person = site.access.credentials.named("ada")
+    assert person is not None
+    now = time.time()
+    session = site.access.sessions.begin(person)._replace(begun_at=now - begun, seen_at=now - seen)
+    return {f"pgoutbox-{site.url.rpartition(':')[2]}": site.access.sessions.seal(session)}
+
+
+def test_a_session_ends_when_nobody_uses_it_and_in_any_case_after_a_while(site: Site) -> None:
+    def status(begun: float, seen: float) -> int:
+        return site.client(cookies=sealed(site, begun=begun, seen=seen)).get("/").status_code
+
+    assert [status(1_700, 1_700), status(1_900, 1_900), status(43_000, 0), status(43_300, 0)] == [200, 401, 200, 401]
+
+
+def test_use_prolongs_a_session_and_a_page_that_refreshes_itself_does_not(site: Site) -> None:
+    client = site.client(cookies=sealed(site, begun=1_000, seen=1_000))
+    assert "set-cookie" not in client.get("/", headers={"X-Pgoutbox-Live": "1"}).headers
+    with client.stream("GET", "/live") as stream:
+        assert "set-cookie" not in stream.headers
+    site.pages.next_event.set()
+    answer = client.get("/")
+    assert "HttpOnly" in answer.headers["set-cookie"]
+    assert "set-cookie" not in client.get("/").headers
+
+
+# --- forged requests --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Sec-Fetch-Site": "same-site"},
+        {"Sec-Fetch-Site": "none"},
+        {"Origin": "null"},
+        {"Origin": "https://evil.example"},
+        {"Origin": "http://127.0.0.1:1"},
+        {"Origin": "http://127.0.0.1"},
+        {"Origin": "https://evil.example", "Sec-Fetch-Site": "same-origin"},
+    ],
+    ids=str,
+)
+def test_what_another_page_sends_is_refused_whatever_it_knows(site: Site, headers: dict[str, str]) -> None:
+    client = site.sign_in()
+    data = {"csrf_token": csrf_of(client)}
+    answers = [
+        client.post("/act", data=data, headers=headers),
+        client.post("/logout", data=data, headers=headers),
+        client.post("/login", data={"secret": VIEWER_TOKEN}, headers=headers),
+    ]
+    assert [answer.status_code for answer in answers] == [403, 403, 403]
+    assert site.pages.forms == []
+    assert client.get("/").json()["name"] == "ada"
+
+
+def test_an_origin_of_ours_is_enough_where_the_browser_says_no_more(site: Site) -> None:
+    client = site.sign_in()
+    answer = client.post("/act", data={"csrf_token": csrf_of(client)}, headers={"Origin": site.url})
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize("kind", ["none", "empty", "wrong", "not ASCII", "of another session", "of another person"])
+def test_a_form_without_the_token_of_its_session_is_refused(site: Site, kind: str) -> None:
+    client = site.sign_in()
+    tokens = {
+        "empty": "",
+        "wrong": csrf_of(client)[:-1] + "!",
+        "not ASCII": "ü\ud7ff",
+        "of another session": csrf_of(site.sign_in()),
+        "of another person": csrf_of(site.sign_in(VIEWER_TOKEN)),
+    }
+    data = {"csrf_token": tokens[kind]} if kind in tokens else {"reason": "x"}
+    assert client.post("/act", data=data, headers=OURS).status_code == 403
+    assert site.pages.forms == []
+
+
+def test_a_token_of_another_page_is_no_use_to_a_page_of_another_site(site: Site) -> None:
+    headers = {**bearer(OPERATOR_TOKEN), "Sec-Fetch-Site": "cross-site"}
+    assert site.client().post("/act", headers=headers).status_code == 403
+
+
+def test_only_get_head_and_post_are_known_and_what_acts_is_a_post(site: Site) -> None:
+    client = site.sign_in()
+    assert client.get("/act").status_code == 405
+    assert client.head("/").status_code == 200
+    for method in ("PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "PROPFIND"):
+        answer = client.request(method, "/act", headers=OURS)
+        assert (answer.status_code, answer.headers["allow"]) == (405, "GET, HEAD, POST")
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    [
+        ("application/json", 415),
+        ("multipart/form-data; boundary=x", 415),
+        ("text/plain", 415),
+        ("", 415),
+        ("Application/X-WWW-Form-URLEncoded; charset=utf-8", 200),
+    ],
+)
+def test_only_forms_are_read(site: Site, kind: str, status: int) -> None:
+    headers = {**bearer(OPERATOR_TOKEN), "Content-Type": kind}
+    assert site.client().post("/act", content=b"a=b", headers=headers).status_code == status
+
+
+@pytest.mark.parametrize("body", [b"a=\xff", b"a=%FF", b"&".join([b"a=1"] * 5_001)], ids=["raw", "escaped", "many"])
+def test_a_form_that_cannot_be_read_is_refused(site: Site, body: bytes) -> None:
+    headers = {**bearer(OPERATOR_TOKEN), "Content-Type": "application/x-www-form-urlencoded"}
+    assert site.client().post("/act", content=body, headers=headers).status_code == 400
+
+
+# --- hosts and proxies ------------------------------------------------------------------------------------------------
+
+
+def test_on_loopback_no_other_name_is_answered_whoever_asks(stack: ExitStack) -> None:
+    site = open_site(stack, Access.from_settings(web_settings(), hosts=LOOPBACK_NAMES))
+    client = site.client(headers=bearer(OPERATOR_TOKEN))
+    port = site.url.rpartition(":")[2]
+    for host in ("localhost", f"LOCALHOST:{port}", "127.0.0.1", f"[::1]:{port}", "localhost."):
+        assert client.get("/", headers={"Host": host}).status_code == 200
+    for host in (
+        "evil.example",
+        f"evil.example:{port}",
+        "localhost.evil.example",
+        "localhost:80:80",
+        "a@localhost",
+        "",
+    ):
+        for path in ("/", "/login", "/static/style.css"):
+            refused = client.get(path, headers={"Host": host})
+            assert refused.status_code == 400
+            assert PAGE not in refused.text
+    assert client.get("/healthz", headers={"Host": "10.1.2.3"}).status_code == 200
+
+
+def test_names_that_the_settings_allow_are_answered(stack: ExitStack) -> None:
+    settings = web_settings(web_hosts="outbox.example.org, Other.example.org")
+    client = open_site(stack, Access.from_settings(settings)).client(headers=bearer(OPERATOR_TOKEN))
+    statuses = [
+        client.get("/", headers={"Host": host}).status_code
+        for host in ("outbox.example.org", "other.example.org:443", "127.0.0.1")
+    ]
+    assert statuses == [200, 200, 400]
+
+
+def test_nobody_is_believed_to_come_from_elsewhere_unless_a_proxy_is_trusted(stack: ExitStack) -> None:
+    headers = {**bearer(OPERATOR_TOKEN), "X-Forwarded-For": "198.51.100.7", "X-Forwarded-Proto": "https"}
+    origins = []
+    for proxies in (None, "192.0.2.0/24", "127.0.0.0/8"):
+        settings = web_settings(web_trusted_proxies=proxies)
+        site = open_site(stack, Access.from_settings(settings), settings)
+        origins.append(site.client().get("/", headers=headers).json()["origin"])
+    assert origins == ["web 127.0.0.1", "web 127.0.0.1", "web 198.51.100.7"]
+
+
+# --- guessing ---------------------------------------------------------------------------------------------------------
+
+
+def test_guessing_is_braked_for_the_address_and_even_the_right_token_waits(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "pgoutbox.web"):
+        client = site.client()
+        assert [post_sign_in(client, f"{CANARY}-{n}").status_code for n in range(5)] == [401] * 5
+        for braked in (
+            post_sign_in(client, CANARY),
+            post_sign_in(client, OPERATOR_TOKEN),
+            client.get("/", headers=bearer(OPERATOR_TOKEN)),
+        ):
+            assert braked.status_code == 429
+            assert 1 <= int(braked.headers["retry-after"]) <= 13
+            assert "set-cookie" not in braked.headers
+    assert events(caplog).count("web_sign_in_refused") == 5
+    assert events(caplog).count("web_sign_in_braked") == 3
+    assert CANARY not in logged(caplog)
+
+
+def test_who_is_signed_in_is_not_kept_out_by_those_who_guess(site: Site) -> None:
+    client = site.sign_in()
+    for n in range(7):
+        post_sign_in(site.client(), f"wrong-{n}")
+    assert client.get("/").status_code == 200
+
+
+def test_signing_in_rightly_is_never_braked(site: Site) -> None:
+    assert [post_sign_in(site.client(), OPERATOR_TOKEN).status_code for _ in range(12)] == [303] * 12
+    client = site.client(headers=bearer(VIEWER_TOKEN))
+    assert [client.get("/").status_code for _ in range(12)] == [200] * 12
+
+
+def test_guessing_from_many_addresses_is_braked_for_all_together(stack: ExitStack) -> None:
+    settings = web_settings(web_trusted_proxies="127.0.0.1")
+    site = open_site(stack, Access.from_settings(settings), settings)
+    client = site.client()
+
+    def guess(number: int) -> int:
+        headers = {**OURS, "X-Forwarded-For": f"198.51.100.{number}"}
+        return client.post("/login", data={"secret": "wrong"}, headers=headers).status_code
+
+    answers = [guess(number) for number in range(250)]
+    assert answers[:60] == [401] * 60
+    assert 429 in answers
+
+
+# --- headers, errors --------------------------------------------------------------------------------------------------
+
+
+def assert_safe(headers: httpx.Headers) -> None:
+    assert headers["content-security-policy"] == POLICY
+    assert headers["x-content-type-options"] == "nosniff"
+    assert headers["x-frame-options"] == "DENY"
+    assert headers["referrer-policy"] == "no-referrer"
+    assert headers["cross-origin-opener-policy"] == "same-origin"
+    assert headers["cross-origin-resource-policy"] == "same-origin"
+    assert "camera=()" in headers["permissions-policy"]
+    assert "server" not in headers
+    assert "x-powered-by" not in headers
+    assert all(len(headers.get_list(name)) == 1 for name in headers if name != "set-cookie")
+
+
+def test_every_answer_has_the_headers_that_protect_its_reader(site: Site) -> None:
+    client = site.sign_in()
+    answers = {
+        200: client.get("/"),
+        303: site.client(AS_BROWSER).get("/"),
+        400: client.post("/act", content=b"\xff", headers={"Content-Type": "application/x-www-form-urlencoded"}),
+        401: site.client().get("/"),
+        403: client.post("/act", headers=OURS),
+        404: client.get("/nowhere"),
+        405: client.put("/"),
+        413: client.post("/act", content=b"x" * 70_000),
+        415: client.post("/act", content=b"x"),
+        500: client.get("/broken"),
+        429: [post_sign_in(site.client(), "wrong") for _ in range(6)][-1],
+    }
+    for status, answer in answers.items():
+        assert answer.status_code == status
+        assert_safe(answer.headers)
+        assert answer.headers["cache-control"] == "no-store"
+    for path in ("/login", "/healthz"):
+        assert_safe(client.get(path).headers)
+
+
+def test_only_what_is_the_same_for_everybody_is_kept_by_a_cache(site: Site) -> None:
+    static = site.client().get("/static/style.css")
+    assert (static.status_code, static.headers["cache-control"]) == (200, "public, max-age=31536000")
+    assert_safe(static.headers)
+    assert site.client(headers=bearer(OPERATOR_TOKEN)).get("/").headers["cache-control"] == "no-store"
+    assert site.client().post("/static/style.css").status_code == 401
+
+
+@pytest.mark.parametrize("accept", ["*/*", "text/html"])
+def test_a_page_that_fails_tells_nothing_and_its_log_no_value(
+    site: Site, caplog: pytest.LogCaptureFixture, accept: str
+) -> None:
+    answer = site.client(headers=bearer(OPERATOR_TOKEN)).get("/broken", headers={"Accept": accept})
+    assert answer.status_code == 500
+    for secret in (CANARY, "Traceback", "RuntimeError", "postgresql", "starlette", "uvicorn", "db.internal"):
+        assert secret not in answer.text
+        assert secret not in str(answer.headers)
+    (record,) = [r.__dict__ for r in caplog.records if r.__dict__.get("event") == "web_page_failed"]
+    assert (record["path"], record["error_type"]) == ("/broken", "RuntimeError")
+    assert record["error_place"].startswith("tests.web_server:")
+    assert CANARY not in logged(caplog)
+
+
+def test_an_answer_that_breaks_off_does_not_look_complete(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(httpx.RemoteProtocolError):
+        site.client(headers=bearer(OPERATOR_TOKEN)).get("/cut")
+    assert "web_page_failed" in events(caplog)
+    assert CANARY not in logged(caplog)
+
+
+def test_health_is_told_to_anybody_and_nothing_else_is(site: Site) -> None:
+    answer = site.client().get("/healthz")
+    assert (answer.status_code, answer.text) == (200, "ok\n")
+
+
+# --- size, time and number --------------------------------------------------------------------------------------------
+
+
+def head_of(site: Site, *headers: str, method: str = "POST", path: str = "/act") -> bytes:
+    lines = [f"{method} {path} HTTP/1.1", f"Host: {site.url.removeprefix('http://')}", *headers, "", ""]
+    return "\r\n".join(lines).encode()
+
+
+AS_OPERATOR: Final = f"Authorization: Bearer {OPERATOR_TOKEN}"
+AS_FORM: Final = "Content-Type: application/x-www-form-urlencoded"
+
+
+@pytest.mark.parametrize("path", ["/act", "/login", "/"])
+@pytest.mark.parametrize("who", [AS_OPERATOR, "X-Nobody: 1"])
+def test_a_body_of_100_mb_is_refused_before_it_is_sent(site: Site, path: str, who: str) -> None:
+    raw = site.raw()
+    raw.send(head_of(site, who, AS_FORM, "Content-Length: 100000000", "Sec-Fetch-Site: same-origin", path=path))
+    answer = raw.head()
+    assert answer.startswith("http/1.1 413 ")
+    assert "connection: close" in answer
+    raw.rest()
+
+
+def test_a_body_that_does_not_tell_its_size_is_read_to_the_limit_and_no_further(site: Site) -> None:
+    raw = site.raw()
+    raw.send(head_of(site, AS_OPERATOR, AS_FORM, "Transfer-Encoding: chunked"))
+    chunk = b"1000\r\n" + b"x" * 4_096 + b"\r\n"
+    raw.send(chunk * 17)
+    assert raw.head().startswith("http/1.1 413 ")
+    raw.rest()
+    assert site.pages.forms == []
+
+
+def test_a_body_of_just_the_limit_is_read(site: Site) -> None:
+    client = site.client(headers=bearer(OPERATOR_TOKEN))
+    assert client.post("/act", data={"a": "x" * 65_534}).status_code == 200
+    assert client.post("/act", data={"a": "x" * 65_535}).status_code == 413
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"GET / HT",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nX-Slow: 1\r\n",
+        b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\nGET /healthz HTTP/1.1\r\nHost: loc",
+        f"POST /act HTTP/1.1\r\nHost: localhost\r\n{AS_OPERATOR}\r\n{AS_FORM}\r\nContent-Length: 9\r\n\r\na=".encode(),
+        b"POST /login HTTP/1.1\r\nHost: a\r\nOrigin: http://a\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na",
+    ],
+    ids=["nothing", "line", "head", "second head", "body", "chunk"],
+)
+def test_who_does_not_finish_a_request_in_time_is_cut_off(
+    site: Site, sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_ImpatientProtocol, "request_seconds", 0.2)
+    raw = site.raw()
+    raw.send(sent)
+    raw.rest()
+    assert site.pages.forms == []
+
+
+def test_who_sends_a_byte_now_and_then_gains_no_time(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_ImpatientProtocol, "request_seconds", 0.2)
+    raw = site.raw()
+    raw.send(b"GET / HTTP/1.1\r\nX-Slow: ")
+    raw.drip_until_closed()
+
+
+def test_a_live_page_is_no_slow_request(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_ImpatientProtocol, "request_seconds", 0.2)
+    live, slow = site.raw(), site.raw()
+    live.send(head_of(site, AS_OPERATOR, method="GET", path="/live"))
+    assert live.head().startswith("http/1.1 200 ")
+    live.read_until(b"data: first\n\n")
+    slow.rest()
+    site.pages.next_event.set()
+    live.read_until(b"data: second\n\n")
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: a\r\nX: a\x00b\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: a\r\nX: " + b"a" * 33_000,
+    ],
+    ids=["TLS", "no host", "two hosts", "NUL", "negative", "two lengths", "long head"],
+)
+def test_what_is_no_http_is_refused_with_our_headers(site: Site, sent: bytes) -> None:
+    raw = site.raw()
+    raw.send(sent)
+    answer = raw.head()
+    assert answer.startswith("http/1.1 400 ")
+    assert f"content-security-policy: {POLICY}" in answer
+    assert "server:" not in answer
+
+
+def test_connections_above_the_limit_are_turned_away_with_our_headers(stack: ExitStack) -> None:
+    settings = web_settings(web_connections=2)
+    site = open_site(stack, Access.from_settings(settings), settings)
+    kept, other = site.raw(), site.raw()
+    for raw in (kept, other):
+        raw.send(head_of(site, method="GET", path="/healthz"))
+        assert raw.head().startswith("http/1.1 200 ")
+    answer = site.raw().head()
+    assert answer.startswith("http/1.1 503 ")
+    assert f"content-security-policy: {POLICY}" in answer
+    kept.send(head_of(site, method="GET", path="/healthz"))
+    kept.read_until(b"ok\n")
+    assert kept.head().startswith("http/1.1 200 ")
+
+
+def test_websockets_are_refused(site: Site) -> None:
+    raw = site.raw()
+    upgrade = ("Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13", "Sec-WebSocket-Key: eA==")
+    raw.send(head_of(site, *upgrade, method="GET", path="/live"))
+    assert raw.head().startswith("http/1.1 401 ")
+
+
+# --- in a host application --------------------------------------------------------------------------------------------
+
+
+def by_header(request: Request) -> Viewer | None:
+    name = request.headers.get("x-user")
+    return Viewer(name, "operator" if name == "ada" else "viewer") if name else None
+
+
+async def by_header_later(request: Request) -> Viewer | None:
+    return by_header(request)
+
+
+@pytest.mark.parametrize("authenticate", [by_header, by_header_later])
+def test_a_host_application_says_who_it_is_and_forms_are_checked_all_the_same(
+    stack: ExitStack, authenticate: Authenticate
+) -> None:
+    site = open_site(stack, Access.delegated(authenticate, load_settings()), root="/outbox")
+    client = site.client()
+    ada, vera = {"X-User": "ada", **OURS}, {"X-User": "vera", **OURS}
+    assert client.get("/outbox/").status_code == 401
+    assert client.get("/outbox/", headers=AS_BROWSER).status_code == 401
+    told = client.get("/outbox/", headers=ada).json()
+    assert (told["name"], told["role"], told["origin"]) == ("ada", "operator", "web 127.0.0.1")
+    theirs = client.get("/outbox/", headers=vera).json()["csrf"]
+    statuses = [
+        client.post("/outbox/act", data={"csrf_token": token}, headers=headers).status_code
+        for token, headers in [
+            (told["csrf"], ada),
+            ("", ada),
+            (theirs, ada),
+            (theirs, vera),
+            (told["csrf"], {"X-User": "ada"}),
+            (told["csrf"], {"X-User": "ada", "Sec-Fetch-Site": "cross-site"}),
+        ]
+    ]
+    assert statuses == [200, 403, 403, 403, 403, 403]
+    assert client.get("/outbox/login", headers=ada).status_code == 404
+
+
+def test_without_a_sign_in_everybody_may_look_and_other_sites_may_not(stack: ExitStack) -> None:
+    site = open_site(stack, Access.open_to_all("viewer", load_settings()))
+    client = site.client()
+    told = client.get("/").json()
+    assert (told["name"], told["role"]) == ("anyone", "viewer")
+    assert client.post("/act", data={"csrf_token": told["csrf"]}, headers=OURS).status_code == 403
+    assert client.get("/", headers={"Host": "evil.example"}).status_code == 400
+    operators = open_site(stack, Access.open_to_all("operator", load_settings()))
+    client = operators.client()
+    data = {"csrf_token": csrf_of(client)}
+    assert client.post("/act", data=data, headers={"Origin": "https://evil.example"}).status_code == 403
+    assert client.post("/act", headers=OURS).status_code == 403
+    assert client.post("/act", data=data, headers=OURS).status_code == 200
+
+
+def test_without_any_credentials_there_is_no_access() -> None:
+    with pytest.raises(ConfigurationError, match="PGOUTBOX_WEB_OPERATOR_TOKEN"):
+        Access.from_settings(load_settings())
+
+
+def test_processes_with_one_secret_share_their_sessions(stack: ExitStack) -> None:
+    def port_of(site: Site) -> str:
+        return site.url.rpartition(":")[2]
+
+    settings = web_settings(web_secret="s" * 32)
+    first, second, other = (
+        open_site(stack, Access.from_settings(one)) for one in (settings, settings, web_settings(web_secret="t" * 32))
+    )
+    ((_, cookie),) = first.sign_in().cookies.items()
+    assert second.client(cookies={f"pgoutbox-{port_of(second)}": cookie}).get("/").status_code == 200
+    assert other.client(cookies={f"pgoutbox-{port_of(other)}": cookie}).get("/").status_code == 401
+
+
+def test_nothing_that_can_be_shown_holds_a_secret() -> None:
+    settings = web_settings(web_secret=CANARY * 3)
+    access = Access.from_settings(settings)
+    shown = f"{settings!r} {settings} {settings.model_dump()} {access!r} {access} {Viewer('a', 'viewer', CANARY)!r}"
+    assert CANARY not in shown

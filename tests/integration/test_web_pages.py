@@ -1,0 +1,1070 @@
+"""The pages of the dashboard over a real database, by HTTP: what they show, what they do, and what they refuse."""
+
+from __future__ import annotations
+
+import re
+import threading
+from contextlib import ExitStack
+from datetime import UTC, datetime, timedelta
+from html.parser import HTMLParser
+from typing import TYPE_CHECKING, Final
+from urllib.parse import urlencode
+
+import httpx
+import psycopg
+import pytest
+from cryptography.fernet import Fernet
+from fastapi import FastAPI
+from psycopg.types.json import Jsonb
+from starlette.applications import Starlette
+from starlette.routing import Mount
+
+from pgoutbox import Outbox, operations
+from pgoutbox.audit import Actor, acting_as
+from pgoutbox.message import State
+from pgoutbox.settings import load_settings
+from pgoutbox.web import bulk, create_app, database, history, live, reads
+from tests.faults.proxy import proxy_to
+from tests.messages import ADD_ATTEMPT, put
+from tests.outbox_actions import state_of
+from tests.waiting import PROCESS_PATIENCE_SECONDS, wait_until
+from tests.web_server import OPERATOR_TOKEN, VIEWER_TOKEN, serving, web_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from pgoutbox.web.dashboard import Dashboard
+    from tests.conftest import Connect
+
+CANARY: Final = "c4n4ry-s3cret"
+HOSTILE: Final = "</pre></script><script>alert(1)</script><img src=x onerror=alert(2)>'\"&\u2028\u202e{{ 7 * 7 }}"
+HOSTILE_DESTINATION: Final = "javascript:alert(3)//<b onmouseover=alert(4)>"
+AS_BROWSER: Final = {"Accept": "text/html"}
+
+
+class Site:
+    """A dashboard that is served on the test's database."""
+
+    def __init__(self, url: str, dashboard: Dashboard, stack: ExitStack) -> None:
+        self.url = url
+        self.dashboard = dashboard
+        self._stack = stack
+        self.ada = self.client(OPERATOR_TOKEN)
+        self.vera = self.client(VIEWER_TOKEN)
+
+    def client(self, token: str) -> httpx.Client:
+        """Somebody with this token, in a browser."""
+        headers = {"Authorization": f"Bearer {token}", **AS_BROWSER}
+        return self._stack.enter_context(
+            httpx.Client(base_url=self.url, timeout=PROCESS_PATIENCE_SECONDS, headers=headers)
+        )
+
+
+@pytest.fixture
+def open_site() -> Iterator[Callable[..., Site]]:
+    """Serves a dashboard; it ends with the test."""
+    with ExitStack() as stack:
+
+        def open_one(dsn: str, outbox: Outbox | None = None, **given: object) -> Site:
+            settings = web_settings(dsn=dsn, **given)
+            app = create_app(outbox or settings, settings=settings)
+            url = stack.enter_context(serving(app, settings))
+            return Site(url, app.state.dashboard, stack)
+
+        yield open_one
+
+
+@pytest.fixture
+def site(dsn: str, open_site: Callable[..., Site]) -> Site:
+    return open_site(dsn)
+
+
+@pytest.fixture
+def db(connect: Connect) -> psycopg.Connection:
+    return connect(autocommit=True)
+
+
+class Page(HTMLParser):
+    """What a browser would make of a page: its elements with their attributes, and its text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in {"a", "bdi", "small", "span", "strong"}:
+            self.text += " "
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+    @property
+    def words(self) -> str:
+        """The text with single spaces."""
+        return " ".join(self.text.split())
+
+    def values(self, tag: str, attribute: str) -> list[str]:
+        """This attribute of all such elements."""
+        return [value for name, attrs in self.elements if name == tag and (value := attrs.get(attribute)) is not None]
+
+
+def get(client: httpx.Client, path: str, status: int = 200) -> Page:
+    answer = client.get(path)
+    assert answer.status_code == status, answer.text
+    return Page(answer.text)
+
+
+def ids_on(page: Page) -> list[int]:
+    return [int(found[1]) for href in page.values("a", "href") if (found := re.fullmatch(r"/messages/(\d+)", href))]
+
+
+def audit_of(db: psycopg.Connection) -> list[tuple[object, ...]]:
+    return db.execute(
+        "SELECT actor, origin, action, queue, message_ids, details FROM pgoutbox.audit ORDER BY id"
+    ).fetchall()
+
+
+def fail_with(db: psycopg.Connection, error: str, *, topic: str = "mail", redrivable: bool = True) -> int:
+    message_id = put(db, State.FAILED, topic=topic)
+    db.execute("UPDATE pgoutbox.message_failed SET last_error = %s WHERE id = %s", [error, message_id])
+    return message_id
+
+
+# --- what they show ---------------------------------------------------------------------------------------------------
+
+
+def test_the_overview_counts_every_state(site: Site, db: psycopg.Connection) -> None:
+    for state, count in zip(State, range(1, 7), strict=True):
+        for _ in range(count):
+            put(db, state, queue=f"q-{state}")
+    page = get(site.vera, "/")
+    for state, count in zip(State, range(1, 7), strict=True):
+        assert f"{state} {count} counted" in page.words
+    assert "q-pending 1" in page.words
+    assert "q-sent" not in page.words
+    assert "w 2 0" in page.words, "the worker that holds leases"
+
+
+def test_the_overview_tells_how_long_the_oldest_due_message_has_waited(site: Site, db: psycopg.Connection) -> None:
+    assert "Oldest due message none" in get(site.vera, "/").words
+    waiting, later = put(db), put(db)
+    db.execute("UPDATE pgoutbox.message SET available_at = now() - interval '3 hours' WHERE id = %s", [waiting])
+    db.execute("UPDATE pgoutbox.message SET available_at = now() + interval '1 day' WHERE id = %s", [later])
+    site.dashboard.forget()
+    assert "Oldest due message 3 h" in get(site.vera, "/").words
+
+
+def test_the_overview_draws_the_last_hour(site: Site, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "_BUDGET_SECONDS", PROCESS_PATIENCE_SECONDS)
+    for minutes in (1, 1, 7):
+        put(db, State.SENT, age=timedelta(minutes=minutes))
+    put(db, State.SENT, age=timedelta(hours=2))
+    page = get(site.vera, "/")
+    assert "3 sent in the last 60 minutes, at most 2 in a minute" in page.values("svg", "aria-label")
+
+
+def test_a_minute_that_is_over_is_counted_once(
+    site: Site, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "_BUDGET_SECONDS", PROCESS_PATIENCE_SECONDS)
+    message_id = put(db, State.SENT, age=timedelta(minutes=10))
+    get(site.vera, "/")
+    db.execute("DELETE FROM pgoutbox.message WHERE id = %s", [message_id])
+    site.dashboard.forget()
+    assert "1 sent in the last 60 minutes, at most 1 in a minute" in get(site.vera, "/").values("svg", "aria-label")
+
+
+def test_an_hour_that_takes_long_to_count_is_counted_bit_by_bit(
+    site: Site, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "_BUDGET_SECONDS", 0)
+    put(db, State.SENT, age=timedelta(minutes=58))
+    told = []
+    for _ in range(20):
+        words = get(site.vera, "/").words
+        told.append(found[1] if (found := re.search(r"so far the last (\d+) minutes", words)) else "all")
+        site.dashboard.forget()
+        if told[-1] == "all":
+            break
+    assert told[0] == "10"
+    assert told[-1] == "all"
+    assert "1 sent in the last 60 minutes" in get(site.vera, "/").words
+
+
+def test_large_numbers_of_final_messages_are_estimates_and_say_so(
+    site: Site, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reads, "CAP", 5)
+    for _ in range(8):
+        put(db, State.SENT)
+    put(db, State.FAILED)
+    assert "at least" in get(site.vera, "/").words, "nothing has been analysed"
+    db.execute("ANALYZE pgoutbox.message")
+    site.dashboard.forget()
+    page = get(site.vera, "/")
+    assert "sent 8 about, by statistics" in page.words
+    assert "failed 1 counted" in page.words
+
+
+def test_open_breakers_are_shown_without_secrets(site: Site, db: psycopg.Connection) -> None:
+    db.execute(
+        """
+        INSERT INTO pgoutbox.breaker (key, retry_at, cooldown_seconds, worker, last_error)
+        VALUES ('smtp mail.example.org', now() + interval '1 minute', 30, 'w', %s)
+        """,
+        [f"refused password={CANARY}"],
+    )
+    page = get(site.vera, "/")
+    assert "smtp mail.example.org" in page.words
+    assert CANARY not in page.text
+
+
+@pytest.mark.parametrize(
+    ("parameters", "expected"),
+    [
+        ({}, [0, 1, 2, 3]),
+        ({"state": "failed"}, [1]),
+        ({"state": ["pending", "sent"]}, [0, 2]),
+        ({"topic": "sms"}, [2]),
+        ({"queue": "bulk"}, [1]),
+        ({"destination": "mailto:a@example.org"}, [0]),
+        ({"key": "user-7"}, [0]),
+        ({"key": "once"}, [3]),
+        ({"text": "NO SUCH mail"}, [1, 2, 3]),
+        ({"text": "%"}, []),
+        ({"text": "_"}, []),
+        ({"text": "mailto:A"}, [0]),
+        ({"created_from": "2026-01-01T00:00"}, [1, 2, 3]),
+        ({"created_before": "2026-01-01T00:00"}, [0]),
+        ({"created_before": "2025-12-31T14:01+02:00", "created_from": "2025-12-31T12:00"}, [0]),
+        ({"created_before": "2025-12-31T12:00"}, []),
+        ({"state": "sending"}, []),
+        ({"topic": "sms", "queue": "bulk"}, []),
+    ],
+)
+def test_messages_are_found_by(
+    site: Site, db: psycopg.Connection, parameters: dict[str, str], expected: list[int]
+) -> None:
+    ids = [
+        put(db, destination="mailto:a@example.org", coalesce_key="user-7"),
+        put(db, State.FAILED, queue="bulk"),
+        put(db, State.SENT, topic="sms"),
+        put(db, State.CANCELLED, dedupe_key="once"),
+    ]
+    db.execute("UPDATE pgoutbox.message SET created_at = '2025-12-31 12:00Z' WHERE id = %s", [ids[0]])
+    page = get(site.vera, f"/messages?{urlencode(parameters, doseq=True)}")
+    assert ids_on(page) == [ids[index] for index in expected][::-1]
+
+
+def test_messages_in_flight_are_found(site: Site, db: psycopg.Connection) -> None:
+    put(db)
+    sending = [put(db, State.SENDING) for _ in range(3)]
+    page = get(site.vera, "/messages?state=sending&limit=2")
+    assert ids_on(page) == sending[:0:-1]
+    (following,) = [href for href in page.values("a", "href") if "before=" in href]
+    assert ids_on(get(site.vera, following)) == sending[:1]
+
+
+def test_pages_follow_one_another_by_id(site: Site, db: psycopg.Connection) -> None:
+    ids = [put(db, State.FAILED if number % 2 else State.SENT) for number in range(7)]
+    seen, path = [], "/messages?limit=3"
+    while path:
+        page = get(site.vera, path)
+        seen.append(ids_on(page))
+        put(db)
+        path = next((href for href in page.values("a", "href") if "before=" in href), "")
+    assert seen == [ids[:3:-1], ids[3:0:-1], ids[:1]]
+
+
+def test_a_search_that_finds_little_stops_and_can_be_continued(
+    site: Site, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reads, "SEARCH_ROWS", 5)
+    rare = put(db, State.SENT, topic="rare")
+    others = [put(db, State.SENT) for _ in range(12)]
+    page = get(site.vera, "/messages?topic=rare")
+    assert ids_on(page) == []
+    assert f"Looked through 5 messages, down to number {others[-5]}" in page.words
+    steps = 0
+    while not ids_on(page):
+        (following,) = [href for href in page.values("a", "href") if "before=" in href]
+        page, steps = get(site.vera, following), steps + 1
+    assert (ids_on(page), steps) == ([rare], 2)
+
+
+def test_a_search_by_time_begins_where_that_time_is(
+    site: Site, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reads, "SEARCH_ROWS", 5)
+    old = [put(db, State.SENT) for _ in range(3)]
+    db.execute("UPDATE pgoutbox.message SET created_at = now() - interval '9 days'")
+    for _ in range(20):
+        put(db, State.SENT)
+    week_ago = (datetime.now(UTC) - timedelta(days=7)).strftime("%Y-%m-%dT%H:%M")
+    page = get(site.vera, f"/messages?created_before={week_ago}")
+    assert ids_on(page) == old[::-1]
+    assert "Looked through" not in page.words
+    assert ids_on(get(site.vera, f"/messages?created_from={week_ago}&topic=nope")) == []
+
+
+def test_an_id_leads_straight_to_its_message(site: Site, db: psycopg.Connection) -> None:
+    message_id = put(db)
+    answer = site.vera.get("/messages", params={"id": message_id})
+    assert (answer.status_code, answer.headers["location"]) == (303, f"/messages/{message_id}")
+
+
+def test_a_message_is_shown_with_all_that_happened_to_it(site: Site, db: psycopg.Connection) -> None:
+    message_id = put(db, State.FAILED, destination="mailto:ada@example.org", dedupe_key="once-7")
+    db.execute(ADD_ATTEMPT, [message_id, 1])
+    db.execute("UPDATE pgoutbox.message SET headers = %s WHERE id = %s", [Jsonb({"trace": "7"}), message_id])
+    with acting_as(Actor("grace", "cli")):
+        operations.redrive(db, [message_id])
+        operations.cancel(db, message_id)
+    page = get(site.vera, f"/messages/{message_id}")
+    for told in (
+        "cancelled",
+        "grace",
+        "mailto:ada@example.org",
+        "once-7",
+        "trace 7",
+        '"to": "ada"',
+        "no such mailbox",
+        "1 retry",
+        "busy",
+        "cli redrive",
+        "cli cancel",
+        f"SELECT * FROM pgoutbox.message WHERE id = {message_id};",
+    ):
+        assert told in page.words, told
+
+
+def test_supersession_is_shown_in_both_directions(site: Site, db: psycopg.Connection) -> None:
+    older = put(db, coalesce_key="k")
+    newer = put(db, coalesce_key="k")
+    db.execute(
+        """
+        UPDATE pgoutbox.message
+        SET state = 'skipped', skip_reason = 'superseded', superseded_by = %s, finished_at = now()
+        WHERE id = %s
+        """,
+        [newer, older],
+    )
+    assert f"Superseded by message {newer}" in get(site.vera, f"/messages/{older}").words
+    assert f"Supersedes message {older}" in get(site.vera, f"/messages/{newer}").words
+
+
+def test_errors_that_differ_in_numbers_are_one_group(site: Site, db: psycopg.Connection) -> None:
+    for number in range(3):
+        fail_with(db, f"user {number} is unknown")
+    fail_with(db, "user 1 is unknown", topic="sms")
+    fail_with(db, "HTTP 503 after 7 s")
+    fail_with(db, "HTTP 503 after 12 s")
+    fail_with(db, "HTTP 404 after 12 s")
+    words = get(site.vera, "/failed").words
+    for told in (
+        "3 messages of this group mail user # is unknown",
+        "1 messages of this group sms user # is unknown",
+        "2 messages of this group mail HTTP 503 after # s",
+        "1 messages of this group mail HTTP 404 after # s",
+    ):
+        assert told in words, told
+
+
+def test_a_group_leads_to_its_messages(site: Site, db: psycopg.Connection) -> None:
+    ids = [fail_with(db, f"user {number} is unknown") for number in range(3)]
+    fail_with(db, "other")
+    (path, _) = [href for href in get(site.vera, "/failed").values("a", "href") if "group=" in href]
+    assert ids_on(get(site.vera, path)) == ids[::-1]
+
+
+def test_the_audit_is_filtered_and_paged(site: Site, db: psycopg.Connection) -> None:
+    for name in ("ada", "grace", "ada", "ada"):
+        with acting_as(Actor(name)):
+            operations.pause_queue(db, f"queue-of-{name}")
+    operations.resume_queue(db, "queue-of-ada")
+    page = get(site.vera, "/audit?limit=2")
+    assert "resume queue queue-of-ada" in page.words
+    (following,) = [href for href in page.values("a", "href") if "before=" in href]
+    assert "grace" in get(site.vera, following).words
+    assert "grace" not in get(site.vera, "/audit?actor=ada").words
+    assert "pause queue" not in get(site.vera, "/audit?action=resume").words
+
+
+# --- what is hidden, and what is inert --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hostile(db: psycopg.Connection) -> int:
+    """A message that attacks whoever looks at it, by each of its texts."""
+    message_id = put(db, State.FAILED, destination=HOSTILE_DESTINATION, coalesce_key=HOSTILE, dedupe_key=HOSTILE)
+    db.execute(
+        "UPDATE pgoutbox.message SET payload = %s, headers = %s, last_error = %s, worker = %s WHERE id = %s",
+        [Jsonb({HOSTILE: [HOSTILE]}), Jsonb({HOSTILE: HOSTILE}), HOSTILE, HOSTILE, message_id],
+    )
+    db.execute(
+        """
+        INSERT INTO pgoutbox.attempt (message_id, attempt_count, outcome, worker, started_at, ended_at, error)
+        VALUES (%s, 1, 'retry', %s, now(), now(), %s)
+        """,
+        [message_id, HOSTILE, HOSTILE],
+    )
+    held, written = put(db, State.SENDING), put(db)
+    db.execute("UPDATE pgoutbox.message SET worker = %s WHERE id = %s", [HOSTILE, held])
+    db.execute("UPDATE pgoutbox.message SET topic = %s, queue = %s WHERE id = %s", [HOSTILE, HOSTILE, written])
+    db.execute("UPDATE pgoutbox.message SET topic = %s, queue = 'a/b' WHERE id = %s", [HOSTILE, held])
+    db.execute(
+        """
+        INSERT INTO pgoutbox.breaker (key, retry_at, cooldown_seconds, worker, last_error)
+        VALUES (%s, now(), 30, %s, %s)
+        """,
+        [HOSTILE, HOSTILE, HOSTILE],
+    )
+    with acting_as(Actor(HOSTILE, HOSTILE)):
+        operations.redrive_matching(db, operations.MessageFilter(text=HOSTILE[:20]))
+    db.execute("UPDATE pgoutbox.audit SET details = %s", [Jsonb({HOSTILE: HOSTILE})])
+    db.execute(
+        "UPDATE pgoutbox.message SET state = 'failed', finished_at = now(), last_error = %s WHERE id = %s",
+        [HOSTILE, message_id],
+    )
+    return message_id
+
+
+def test_hostile_texts_are_inert_on_every_page(site: Site, hostile: int) -> None:
+    query = urlencode({"text": HOSTILE, "topic": HOSTILE, "destination": HOSTILE_DESTINATION, "key": HOSTILE})
+    paths = ["/", "/messages", f"/messages?{query}", f"/messages/{hostile}", "/queues", "/failed", "/audit"]
+    paths += [f"/audit?{urlencode({'actor': HOSTILE})}", f"/bulk?do=redrive&{urlencode({'text': HOSTILE[:20]})}"]
+    paths += [href for href in get(site.ada, "/failed").values("a", "href") if "group=" in href]
+    shown = 0
+    for path in paths:
+        answer = site.ada.get(path)
+        assert answer.status_code == 200, path
+        page = Page(answer.text)
+        assert page.values("script", "src") == ["/static/pgoutbox.js"], path
+        assert [tag for tag, _ in page.elements].count("script") == 1, path
+        assert not {"img", "b", "iframe", "object", "style"} & {tag for tag, _ in page.elements}, path
+        names = {name for _, attributes in page.elements for name in attributes}
+        assert not {name for name in names if name.startswith("on") or name == "style"}, path
+        links = [*page.values("a", "href"), *page.values("form", "action"), *page.values("link", "href")]
+        assert all(link.startswith(("/", "#")) for link in links), path
+        assert not set("\u2028\u202e") & set(answer.text), path
+        shown += "<script>alert(1)</script>" in page.text
+    assert shown >= 7, "the texts are shown, as texts"
+
+
+def test_secrets_are_hidden_as_the_command_line_hides_them(
+    dsn: str, open_site: Callable[..., Site], db: psycopg.Connection
+) -> None:
+    outbox = Outbox(load_settings(dsn=dsn))
+    outbox.topic("mail", redact=("iban",))
+    site = open_site(dsn, outbox, redact="badge")
+    message_id = put(db, State.FAILED, destination=f"https://a:{CANARY}@example.org/?token={CANARY}")
+    db.execute(
+        "UPDATE pgoutbox.message SET payload = %s, headers = %s, last_error = %s WHERE id = %s",
+        [
+            Jsonb({"password": CANARY, "iban": CANARY, "badge": CANARY, "to": "ann"}),
+            Jsonb({"Authorization": f"Bearer {CANARY}"}),
+            f"refused: password={CANARY} iban={CANARY}",
+            message_id,
+        ],
+    )
+    db.execute(ADD_ATTEMPT, [message_id, 1])
+    db.execute("UPDATE pgoutbox.attempt SET error = %s", [f"badge={CANARY}"])
+    with acting_as(Actor("ada")):
+        operations.redrive_matching(db, operations.MessageFilter(text="refused", destination=f"token={CANARY}"))
+    db.execute("UPDATE pgoutbox.audit SET details = %s", [Jsonb({"text": f"password={CANARY}"})])
+    paths = ["/", "/messages", f"/messages/{message_id}", "/failed", "/audit", "/bulk?do=redrive"]
+    for path in paths:
+        assert CANARY not in site.ada.get(path).text, path
+    assert "(redacted)" in get(site.ada, f"/messages/{message_id}").text
+
+
+def test_an_encrypted_payload_says_that_it_is(dsn: str, open_site: Callable[..., Site], db: psycopg.Connection) -> None:
+    outbox = Outbox(load_settings(dsn=dsn, encryption_keys=Fernet.generate_key().decode()))
+    outbox.topic("sealed", encrypted=True)
+    with db.transaction():
+        message_id = outbox.enqueue(db, "sealed", {"code": CANARY}).id
+    page = get(open_site(dsn, outbox).ada, f"/messages/{message_id}")
+    assert "(encrypted)" in page.text
+    assert CANARY not in page.text
+
+
+# --- acts -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("state", "act", "becomes", "told"),
+    [
+        (State.FAILED, "redrive", "pending", "is pending again"),
+        (State.CANCELLED, "redrive", "pending", "is pending again"),
+        (State.PENDING, "cancel", "cancelled", "is cancelled"),
+        (State.SENDING, "cancel", "sending", "is told to stop"),
+    ],
+)
+def test_an_operator_acts_on_a_message(
+    site: Site, db: psycopg.Connection, state: State, act: str, becomes: str, told: str
+) -> None:
+    message_id = put(db, state)
+    assert f"/messages/{message_id}/{act}" in get(site.ada, f"/messages/{message_id}").values("form", "action")
+    answer = site.ada.post(f"/messages/{message_id}/{act}", follow_redirects=True)
+    assert (answer.status_code, answer.history[0].status_code) == (200, 303)
+    assert told in Page(answer.text).words
+    assert state_of(db, message_id) == becomes
+    assert audit_of(db) == [("ada", "web 127.0.0.1", act, None, [message_id], None)]
+
+
+def test_a_resend_leads_to_the_copy(site: Site, db: psycopg.Connection) -> None:
+    message_id = put(db, State.SENT)
+    answer = site.ada.post(f"/messages/{message_id}/resend", follow_redirects=True)
+    page = Page(answer.text)
+    assert f"Copy of message {message_id}" in page.words
+    ((_, origin, action, _, ids, details),) = audit_of(db)
+    assert (origin, action, ids) == ("web 127.0.0.1", "resend", [message_id])
+    assert isinstance(details, dict)
+    assert state_of(db, details["copy"]) == "pending"
+
+
+@pytest.mark.parametrize(
+    ("state", "act", "reason"),
+    [
+        (State.SENT, "redrive", "is sent; only failed and cancelled messages can be redriven"),
+        (State.PENDING, "redrive", "is pending"),
+        (State.SENDING, "redrive", "is sending"),
+        (State.SKIPPED, "redrive", "is skipped"),
+        (State.FAILED, "resend", "is failed; only sent messages can be resent"),
+        (State.PENDING, "resend", "is pending"),
+        (State.SENT, "cancel", "is already sent"),
+        (State.FAILED, "cancel", "is already failed"),
+    ],
+)
+def test_an_act_that_the_state_forbids_is_refused_with_the_reason(
+    site: Site, db: psycopg.Connection, state: State, act: str, reason: str
+) -> None:
+    message_id = put(db, state)
+    answer = site.ada.post(f"/messages/{message_id}/{act}")
+    assert answer.status_code == 409
+    assert reason in Page(answer.text).words
+    assert (state_of(db, message_id), audit_of(db)) == (state, [])
+
+
+def test_a_message_that_is_superseded_is_not_redriven(site: Site, db: psycopg.Connection) -> None:
+    message_id, newer = put(db, State.FAILED, coalesce_key="k"), put(db, coalesce_key="k")
+    answer = site.ada.post(f"/messages/{message_id}/redrive")
+    assert answer.status_code == 409
+    assert f"superseded by message {newer}" in Page(answer.text).words
+
+
+@pytest.mark.parametrize(
+    ("path", "form", "action", "details", "told"),
+    [
+        ("pause", {}, "pause", None, "Until somebody resumes it"),
+        ("pause", {"duration": "2", "unit": "hours"}, "pause", {"seconds": 7200.0}, "in 1 h"),
+        ("rate", {"rate": "60", "per": "hour"}, "limit", {"rate": "60/3600s", "burst": 5}, "60 in 1 h, burst 5"),
+        ("rate", {"rate": "9", "burst": "2"}, "limit", {"rate": "9/1s", "burst": 2}, "9 in 1 s, burst 2"),
+        ("rate", {"rate": ""}, "limit", {"rate": "none"}, "no limit"),
+        ("in-flight", {"in_flight": "7"}, "limit", {"max_in_flight": 7}, "of 7"),
+        ("in-flight", {"in_flight": ""}, "limit", {"max_in_flight": "none"}, "no limit"),
+    ],
+)
+def test_an_operator_controls_a_queue(
+    site: Site, db: psycopg.Connection, path: str, form: dict[str, str], action: str, details: object, told: str
+) -> None:
+    put(db, queue="bulk")
+    assert f"/queues/bulk/{path}" in get(site.ada, "/queues").values("form", "action")
+    answer = site.ada.post(f"/queues/bulk/{path}", data=form, follow_redirects=True)
+    assert answer.status_code == 200, answer.text
+    assert told in Page(answer.text).words
+    assert audit_of(db) == [("ada", "web 127.0.0.1", action, "bulk", None, details)]
+
+
+def test_a_paused_queue_is_resumed(site: Site, db: psycopg.Connection) -> None:
+    operations.pause_queue(db, "bulk")
+    assert "paused" in get(site.vera, "/").words
+    answer = site.ada.post("/queues/bulk/resume", follow_redirects=True)
+    assert "The queue is resumed" in Page(answer.text).words
+    assert site.ada.post("/queues/bulk/resume").headers["location"].startswith("/queues?done=not-paused")
+
+
+def test_a_viewer_sees_no_form_and_may_send_none(site: Site, db: psycopg.Connection) -> None:
+    message_id, failed = put(db), put(db, State.FAILED)
+    for path in (f"/messages/{message_id}", f"/messages/{failed}", "/queues", "/failed", "/messages"):
+        assert not [action for action in get(site.vera, path).values("form", "method") if action == "post"], path
+        assert "/bulk" not in "".join(get(site.vera, path).values("a", "href"))
+    forms = [f"/messages/{failed}/redrive", f"/messages/{message_id}/resend", f"/messages/{message_id}/cancel"]
+    forms += [f"/queues/bulk/{act}" for act in ("pause", "resume", "rate", "in-flight")]
+    forms += ["/bulk", "/bulk/1/stop"]
+    for path in forms:
+        assert site.vera.post(path, data={"do": "redrive"}).status_code == 403, path
+    assert site.vera.get("/bulk?do=redrive").status_code == 403
+    assert (audit_of(db), state_of(db, failed)) == ([], "failed")
+
+
+def test_nothing_is_done_by_a_get(site: Site, db: psycopg.Connection) -> None:
+    failed = put(db, State.FAILED)
+    for path in (f"/messages/{failed}/redrive", f"/messages/{failed}/cancel", "/queues/bulk/pause", "/bulk/1/stop"):
+        assert site.ada.get(path).status_code == 405, path
+    assert site.ada.get("/bulk?do=redrive").status_code == 200
+    assert (audit_of(db), state_of(db, failed)) == ([], "failed")
+
+
+# --- what they refuse -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "message_id", ["0", "-1", "abc", "1 OR 1=1", "9223372036854775808", "10" * 50, "٣", "1.5", "%00", "4711"]
+)
+def test_an_id_that_no_message_has_is_not_found(site: Site, message_id: str) -> None:
+    assert site.ada.get(f"/messages/{message_id}").status_code == 404
+    assert site.ada.post(f"/messages/{message_id}/redrive").status_code == 404
+    assert site.ada.post(f"/messages/{message_id}/resend").status_code == 404
+    assert site.ada.post(f"/messages/{message_id}/cancel").status_code == 404
+
+
+def test_a_path_does_not_lead_out(site: Site) -> None:
+    for path in (
+        "/messages/../../etc/passwd",
+        "/messages/..%2f..%2fetc",
+        "/static/../rendering.py",
+        "/static/%2e%2e/app.py",
+    ):
+        assert site.ada.get(path).status_code in (404, 405), path
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/messages?limit=1000000000", "limit"),
+        ("/messages?limit=0", "limit"),
+        ("/messages?limit=abc", "limit"),
+        ("/messages?before=-1", "before"),
+        ("/messages?before=9223372036854775808", "before"),
+        ("/messages?id=x", "id"),
+        ("/messages?state=lost", "state"),
+        ("/messages?created_from=yesterday", "created_from"),
+        ("/messages?created_before=0001-01-01T00:00%2B14:00", "created_before"),
+        ("/messages?created_before=9999-12-31T23:59", "created_before"),
+        ("/messages?text=%00", "text"),
+        (f"/messages?topic={'x' * 501}", "topic"),
+        ("/messages?group=' OR true", "group"),
+        ("/audit?limit=201", "limit"),
+        ("/audit?before=1e9", "before"),
+        ("/audit?action=drop", "action"),
+        ("/audit?actor=%00", "actor"),
+        ("/bulk", "do"),
+        ("/bulk?do=delete", "do"),
+        ("/bulk?do=redrive&state=x", "state"),
+    ],
+)
+def test_a_parameter_that_is_not_accepted_is_named(site: Site, path: str, name: str) -> None:
+    answer = site.ada.get(path)
+    assert answer.status_code == 422
+    assert re.search(rf"\b{name}: ", Page(answer.text).words)
+
+
+@pytest.mark.parametrize(
+    ("path", "form", "name"),
+    [
+        ("pause", {"duration": "-1"}, "duration"),
+        ("pause", {"duration": "9999999"}, "duration"),
+        ("pause", {"duration": "5000", "unit": "days"}, "duration"),
+        ("pause", {"unit": "years"}, "unit"),
+        ("rate", {"rate": "0"}, "rate"),
+        ("rate", {"rate": "1e3"}, "rate"),
+        ("rate", {"rate": "5", "per": "year"}, "per"),
+        ("rate", {"burst": "5"}, "burst"),
+        ("in-flight", {"in_flight": "many"}, "in_flight"),
+    ],
+)
+def test_a_field_that_is_not_accepted_is_named(
+    site: Site, db: psycopg.Connection, path: str, form: dict[str, str], name: str
+) -> None:
+    answer = site.ada.post(f"/queues/bulk/{path}", data=form)
+    assert answer.status_code == 422
+    assert f"{name}: " in Page(answer.text).words
+    assert audit_of(db) == []
+
+
+def test_a_name_that_no_queue_can_have_is_refused(site: Site) -> None:
+    for name in ("A", "1", "a b", "a'--", "x" * 64):
+        answer = site.ada.post(f"/queues/{name}/pause")
+        assert answer.status_code == 422, name
+        assert "queue: " in answer.text
+
+
+def test_what_is_no_page_is_told_in_text_to_what_is_no_browser(site: Site) -> None:
+    answer = site.ada.get("/nowhere", headers={"Accept": "*/*"})
+    assert (answer.status_code, answer.text) == (404, "There is no such page.\n")
+
+
+# --- many at once -----------------------------------------------------------------------------------------------------
+
+
+def wait_for_bulk(site: Site, path: str) -> Page:
+    (found,) = [known for known in site.dashboard.bulks.latest() if path.endswith(known.id)]
+    wait_until(lambda: not found.is_running, lambda: str(found))
+    return get(site.ada, path)
+
+
+def test_a_bulk_is_previewed_and_carried_out(site: Site, db: psycopg.Connection) -> None:
+    failed = [put(db, State.FAILED, topic="mail") for _ in range(12)]
+    other = put(db, State.FAILED, topic="sms")
+    page = get(site.ada, "/bulk?do=redrive&topic=mail")
+    assert "12 messages match" in page.words
+    assert ids_on(page) == failed[:1:-1]
+    hidden = {(a["name"], a["value"]) for tag, a in page.elements if tag == "input" and a.get("type") == "hidden"}
+    form = {str(name): str(value) for name, value in hidden if name != "csrf_token"}
+    assert form == {"do": "redrive", "topic": "mail", "state": "failed"}
+    answer = site.ada.post("/bulk", data=form)
+    assert answer.status_code == 303
+    done = wait_for_bulk(site, answer.headers["location"])
+    assert "Done." in done.words
+    assert "redriven 12" in done.words
+    assert {state_of(db, message_id) for message_id in failed} == {"pending"}
+    assert state_of(db, other) == "failed"
+    ((actor, origin, action, _, ids, details),) = audit_of(db)
+    assert (actor, origin, action, ids) == ("ada", "web 127.0.0.1", "redrive", failed)
+    assert details == {"topic": "mail", "states": ["failed"]}
+
+
+def test_a_bulk_cancels_what_is_owed(site: Site, db: psycopg.Connection) -> None:
+    pending, sending, sent = put(db), put(db, State.SENDING), put(db, State.SENT)
+    page = wait_for_bulk(site, site.ada.post("/bulk", data={"do": "cancel"}).headers["location"])
+    assert "cancelled 1" in page.words
+    assert "requested 1" in page.words
+    assert [state_of(db, message_id) for message_id in (pending, sending, sent)] == ["cancelled", "sending", "sent"]
+
+
+def test_a_group_of_failures_is_redriven_and_no_other(site: Site, db: psycopg.Connection) -> None:
+    group = [fail_with(db, f"user {number} is unknown") for number in range(3)]
+    others = [fail_with(db, "user # is not known"), fail_with(db, "user 1 is unknown", topic="sms")]
+    (path,) = [
+        href
+        for href in get(site.ada, "/failed").values("a", "href")
+        if href.startswith("/bulk") and "group=" in href and "topic=mail" in href
+        if "3 messages match" in get(site.ada, href).words
+    ]
+    page = get(site.ada, path)
+    form = {str(a["name"]): str(a["value"]) for tag, a in page.elements if tag == "input" and a.get("name")}
+    wait_for_bulk(site, site.ada.post("/bulk", data=form).headers["location"])
+    assert {state_of(db, message_id) for message_id in group} == {"pending"}
+    assert {state_of(db, message_id) for message_id in others} == {"failed"}
+
+
+def test_a_bulk_leaves_alone_what_comes_after_its_beginning(
+    site: Site, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bulk, "_BATCH", 2)
+    early = [put(db, State.FAILED) for _ in range(5)]
+    late: list[int] = []
+    original = operations.redrive
+
+    def redrive(*arguments: object, **named: object) -> object:
+        late.append(put(db, State.FAILED))
+        return original(*arguments, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(operations, "redrive", redrive)
+    wait_for_bulk(site, site.ada.post("/bulk", data={"do": "redrive"}).headers["location"])
+    assert {state_of(db, message_id) for message_id in early} == {"pending"}
+    assert {state_of(db, message_id) for message_id in late} == {"failed"}
+
+
+class Gate:
+    """Where bulks of batches of two wait before each batch."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self.opened = threading.Event()
+
+    def pass_through(self) -> None:
+        self.reached.set()
+        assert self.opened.wait(PROCESS_PATIENCE_SECONDS)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    monkeypatch.setattr(bulk, "_BATCH", 2)
+    gate, original = Gate(), operations.redrive
+
+    def redrive(*arguments: object, **named: object) -> object:
+        gate.pass_through()
+        return original(*arguments, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(operations, "redrive", redrive)
+    yield gate
+    gate.opened.set()
+
+
+def test_a_bulk_shows_how_far_it_is_and_can_be_stopped(site: Site, db: psycopg.Connection, gate: Gate) -> None:
+    ids = [put(db, State.FAILED) for _ in range(6)]
+    path = site.ada.post("/bulk", data={"do": "redrive"}).headers["location"]
+    assert gate.reached.wait(PROCESS_PATIENCE_SECONDS)
+    page = get(site.ada, path)
+    assert "Under way." in page.words
+    assert "2" in page.values("meta", "content"), "the page reloads itself without scripts"
+    assert f"{path}/stop" in page.values("form", "action")
+    assert f"{path}/stop" not in get(site.vera, path).values("form", "action")
+    assert site.ada.post(f"{path}/stop").status_code == 303
+    gate.opened.set()
+    assert "Stopped." in wait_for_bulk(site, path).words
+    assert [state_of(db, message_id) for message_id in ids] == ["pending"] * 2 + ["failed"] * 4
+
+
+def test_not_too_many_bulks_run_at_once(site: Site, db: psycopg.Connection, gate: Gate) -> None:
+    put(db, State.FAILED)
+    paths = [site.ada.post("/bulk", data={"do": "redrive"}).headers["location"] for _ in range(2)]
+    refused = site.ada.post("/bulk", data={"do": "redrive"})
+    assert refused.status_code == 409
+    assert "2 bulks are under way" in Page(refused.text).words
+    assert "Under way:" in get(site.ada, "/bulk?do=redrive").words
+    gate.opened.set()
+    for path in paths:
+        wait_for_bulk(site, path)
+    assert site.ada.post("/bulk", data={"do": "redrive"}).status_code == 303
+
+
+def test_a_bulk_ends_at_its_cap(site: Site, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(site.dashboard.bulks, "_most", 3)
+    monkeypatch.setattr(bulk, "_BATCH", 2)
+    ids = [put(db, State.FAILED) for _ in range(5)]
+    page = wait_for_bulk(site, site.ada.post("/bulk", data={"do": "redrive"}).headers["location"])
+    assert "Ended after" in page.words
+    assert [state_of(db, message_id) for message_id in ids] == ["pending"] * 3 + ["failed"] * 2
+
+
+def test_a_preview_counts_among_the_newest_only(
+    site: Site, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reads, "SEARCH_ROWS", 4)
+    for _ in range(6):
+        put(db, State.FAILED)
+    assert "4+ messages match: so many of the newest 4" in get(site.ada, "/bulk?do=redrive").words
+
+
+@pytest.mark.parametrize(("do", "state"), [("redrive", "sent"), ("cancel", "failed")])
+def test_a_bulk_for_states_that_it_cannot_change_is_refused(site: Site, do: str, state: str) -> None:
+    assert site.ada.get(f"/bulk?do={do}&state={state}").status_code == 409
+    assert site.ada.post("/bulk", data={"do": do, "state": state}).status_code == 409
+
+
+def test_a_bulk_that_loses_the_database_says_so(site: Site, db: psycopg.Connection, gate: Gate) -> None:
+    put(db, State.FAILED)
+    path = site.ada.post("/bulk", data={"do": "redrive"}).headers["location"]
+    assert gate.reached.wait(PROCESS_PATIENCE_SECONDS)
+    db.execute(
+        """
+        SELECT pg_terminate_backend(pid)
+        FROM pg_stat_activity
+        WHERE datname = current_database() AND application_name = 'pgoutbox web'
+        """
+    )
+    gate.opened.set()
+    page = wait_for_bulk(site, path)
+    assert "Ended early." in page.words
+    assert "the database failed" in page.words
+
+
+def test_a_bulk_that_is_not_known_is_not_found(site: Site) -> None:
+    assert site.ada.get("/bulk/deadbeef").status_code == 404
+    assert site.ada.post("/bulk/deadbeef/stop").status_code == 404
+
+
+# --- when the database is away ----------------------------------------------------------------------------------------
+
+PATHS: Final = ["/", "/messages", "/messages/1", "/queues", "/failed", "/audit", "/bulk?do=redrive"]
+
+
+def test_without_a_database_every_page_says_so_and_nothing_else(tmp_path: Path, open_site: Callable[..., Site]) -> None:
+    site = open_site(f"postgresql://app:{CANARY}@/nowhere?host={tmp_path}")
+    for path in PATHS:
+        answer = site.ada.get(path)
+        assert answer.status_code == 503, path
+        assert "The database cannot be reached." in Page(answer.text).words
+        assert answer.headers["retry-after"]
+        for secret in (CANARY, "Traceback", "psycopg", str(tmp_path), "nowhere"):
+            assert secret not in answer.text
+    answer = site.ada.post("/messages/1/redrive", headers={"Accept": "*/*"})
+    assert (answer.status_code, answer.text) == (503, "The database cannot be reached.\n")
+
+
+def test_without_the_schema_the_command_is_named(empty_dsn: str, open_site: Callable[..., Site]) -> None:
+    answer = open_site(empty_dsn).ada.get("/")
+    assert answer.status_code == 503
+    assert "pgoutbox migrate" in answer.text
+
+
+def test_a_query_that_takes_too_long_is_given_up(site: Site, connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database, "STATEMENT_SECONDS", 0.1)
+    blocker = connect()
+    blocker.execute("LOCK TABLE pgoutbox.message")
+    assert "was given up" in Page(site.ada.get("/messages").text).words
+    assert site.ada.get("/messages").status_code == 503
+    assert site.ada.post("/messages/1/cancel").status_code == 503
+    blocker.rollback()
+    assert site.ada.get("/messages").status_code == 200
+
+
+def test_a_dead_network_is_not_waited_for(
+    dsn: str, tmp_path: Path, open_site: Callable[..., Site], db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "ANSWER_SECONDS", 0.3)
+    with proxy_to(dsn, tmp_path) as proxy:
+        site = open_site(proxy.dsn)
+        assert site.ada.get("/messages").status_code == 200
+        (kept,) = site.dashboard.database._idle
+        with proxy.stalled("pgoutbox web", open_connections_only=True):
+            assert "did not answer in time" in Page(site.ada.get("/messages").text).words
+            # It is broken, so that no thread waits on it any more.
+            wait_until(lambda: kept.connection.closed, lambda: "the connection that hung is still open")
+            assert site.ada.get("/messages").status_code == 200
+        site.dashboard.close()
+
+
+def test_connections_that_died_while_idle_are_replaced(site: Site, db: psycopg.Connection) -> None:
+    assert site.ada.get("/messages").status_code == 200
+    (ended,) = db.execute(
+        """
+        SELECT count(pg_terminate_backend(pid))
+        FROM pg_stat_activity
+        WHERE datname = current_database() AND application_name = 'pgoutbox web'
+        """
+    ).fetchall()
+    assert ended == (1,)
+    assert site.ada.get("/messages").status_code == 200
+
+
+def test_a_role_that_may_only_look_is_told_what_it_lacks(
+    dsn: str, open_site: Callable[..., Site], db: psycopg.Connection
+) -> None:
+    message_id = put(db, State.FAILED)
+    role = f"looker_{db.info.backend_pid}"
+    db.execute(f"CREATE ROLE {role} LOGIN".encode())
+    try:
+        db.execute(f"GRANT USAGE ON SCHEMA pgoutbox TO {role}".encode())
+        db.execute(f"GRANT SELECT ON ALL TABLES IN SCHEMA pgoutbox TO {role}".encode())
+        db.execute(f"GRANT SELECT ON ALL SEQUENCES IN SCHEMA pgoutbox TO {role}".encode())
+        db.execute(f"GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA pgoutbox TO {role}".encode())
+        site = open_site(psycopg.conninfo.make_conninfo(dsn, options=f"-c role={role}"))
+        assert site.ada.get("/").status_code == 200
+        answer = site.ada.post(f"/messages/{message_id}/redrive")
+        assert answer.status_code == 403
+        assert "role" in Page(answer.text).words
+    finally:
+        db.execute(f"DROP OWNED BY {role}".encode())
+        db.execute(f"DROP ROLE {role}".encode())
+
+
+# --- live -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_change_in_the_database_is_told_to_all_who_look(site: Site, db: psycopg.Connection) -> None:
+    with site.ada.stream("GET", "/live") as ours, site.vera.stream("GET", "/live") as theirs:
+        lines = [ours.iter_lines(), theirs.iter_lines()]
+        for stream in lines:
+            assert next(line for line in stream if line.startswith("event:")) == "event: change"
+        before = site.dashboard.feed.changes
+        put(db)
+        for stream in lines:
+            told = next(int(line[6:]) for line in stream if line.startswith("data: ") and int(line[6:]) > before)
+            assert told > before
+        readers = db.execute(
+            """
+            SELECT count(*)
+            FROM pg_stat_activity
+            WHERE datname = current_database() AND application_name = 'pgoutbox web'
+            """
+        ).fetchall()
+        assert readers == [(1,)], "one connection for all"
+        assert ours.headers["content-type"].startswith("text/event-stream")
+    wait_until(lambda: site.dashboard.feed.followers == 0, lambda: "the streams are still open")
+
+
+def test_nothing_is_read_when_nobody_looks(site: Site, db: psycopg.Connection) -> None:
+    with site.ada.stream("GET", "/live") as stream:
+        next(stream.iter_lines())
+    wait_until(
+        lambda: (
+            db.execute(
+                """
+            SELECT count(*) = 0
+            FROM pg_stat_activity
+            WHERE datname = current_database() AND application_name = 'pgoutbox web'
+            """
+            ).fetchall()
+            == [(True,)]
+        ),
+        lambda: "the reader is still connected",
+    )
+
+
+def test_too_many_streams_are_refused(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(site.dashboard.feed, "_most", 1)
+    with site.ada.stream("GET", "/live") as first:
+        lines = first.iter_lines()
+        next(lines)
+        with site.vera.stream("GET", "/live") as second:
+            assert second.status_code == 503
+
+
+def test_a_stream_ends_after_a_while_so_that_people_sign_in_again(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "_LIFE_SECONDS", 0.2)
+    assert site.ada.get("/live").text.startswith("retry: ")
+
+
+def test_a_stream_outlives_the_database(
+    dsn: str, tmp_path: Path, open_site: Callable[..., Site], db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "_RETRY_SECONDS", 0.05)
+    site = open_site(dsn)
+    with site.ada.stream("GET", "/live") as stream:
+        lines = stream.iter_lines()
+        next(line for line in lines if line.startswith("event:"))
+        db.execute(
+            """
+            SELECT pg_terminate_backend(pid)
+            FROM pg_stat_activity
+            WHERE datname = current_database() AND application_name = 'pgoutbox web'
+            """
+        )
+        put(db)
+        next(line for line in lines if line.startswith("event:"))
+
+
+# --- mounted ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", ["fastapi", "starlette", "nested"])
+def test_it_can_be_mounted_anywhere(dsn: str, db: psycopg.Connection, host: str) -> None:
+    message_id = put(db, State.FAILED)
+    settings = web_settings(dsn=dsn)
+    dashboard = create_app(settings)
+    prefix, app = "/admin/outbox", Starlette(routes=[Mount("/admin/outbox", dashboard)])
+    if host == "nested":
+        app = Starlette(routes=[Mount("/admin", Starlette(routes=[Mount("/outbox", dashboard)]))])
+    if host == "fastapi":
+        served = FastAPI()
+        served.mount(prefix, dashboard)
+        app = served
+    headers = {"Authorization": f"Bearer {OPERATOR_TOKEN}", **AS_BROWSER}
+    with serving(app, settings) as url, httpx.Client(base_url=url, headers=headers) as client:
+        for path in ("/", "/messages", f"/messages/{message_id}", "/queues", "/failed", "/audit"):
+            page = get(client, f"{prefix}{path}")
+            links = [*page.values("a", "href"), *page.values("form", "action"), *page.values("link", "href")]
+            assert all(link.startswith((f"{prefix}/", "#")) for link in [*links, *page.values("script", "src")]), path
+        assert client.get(f"{prefix}/static/pgoutbox.js").status_code == 200
+        answer = client.post(f"{prefix}/messages/{message_id}/redrive")
+        assert answer.headers["location"] == f"{prefix}/messages/{message_id}?done=redriven"
+        assert "is pending again" in get(client, answer.headers["location"]).words
+    dashboard.state.dashboard.close()
+
+
+def test_a_forged_host_changes_no_link(site: Site) -> None:
+    answer = site.ada.get("/", headers={"Host": "evil.example"})
+    assert "evil.example" not in answer.text
+
+
+def test_settings_that_are_given_win_over_those_of_the_outbox(dsn: str, open_site: Callable[..., Site]) -> None:
+    site = open_site(dsn, Outbox(load_settings(dsn="postgresql://nowhere.invalid/x")))
+    assert site.ada.get("/").status_code == 200

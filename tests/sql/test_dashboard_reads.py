@@ -1,0 +1,107 @@
+"""What a page reads is bounded by what it asks for, whatever is in the tables and whatever the statistics say."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pgoutbox import session, sql
+from pgoutbox.message import State
+from pgoutbox.operations import MessageFilter
+from pgoutbox.web.history import Minute, percentiles
+from pgoutbox.web.reads import Search
+
+if TYPE_CHECKING:
+    import psycopg
+
+CAP = 20
+ROWS = 50
+
+FILL = """
+INSERT INTO pgoutbox.message (
+    topic, payload, state, attempt_count, ordering_key, available_at, claimed_at, worker, lease_expires_at,
+    finished_at, last_error
+)
+SELECT
+    'greet',
+    '{}',
+    s.state,
+    CASE WHEN s.state = 'pending' THEN i %% 2 ELSE 1 END,
+    CASE WHEN s.state = 'pending' AND i %% 3 = 0 THEN 'key-' || i END,
+    now() + (i %% 2) * interval '1 day' - interval '1 hour',
+    now(),
+    'w',
+    CASE WHEN s.state = 'sending' THEN now() + interval '1 hour' END,
+    CASE WHEN s.state NOT IN ('pending', 'sending') THEN now() END,
+    CASE WHEN s.state = 'failed' THEN 'error ' || i END
+FROM generate_series(1, 6000) AS i,
+    LATERAL (SELECT (ARRAY['pending', 'sent', 'failed', 'sending'])[1 + (i / 3) %% 4]) AS s(state)
+"""
+
+
+@pytest.fixture(params=["with statistics", "without statistics"])
+def full(rolled_back: psycopg.Connection, request: pytest.FixtureRequest) -> psycopg.Connection:
+    """Thousands of messages, in a transaction under the settings of a page."""
+    rolled_back.execute(FILL, {})
+    if request.param == "with statistics":
+        rolled_back.execute("ANALYZE pgoutbox.message")
+    with session.limiting(30):
+        session.prepare(rolled_back)
+    rolled_back.execute(sql.PREPARE_PAGE)
+    return rolled_back
+
+
+NOWHERE = Search(MessageFilter(topic="nowhere"))
+IN_FAILED = Search(MessageFilter(states=(State.FAILED,), text="nowhere"))
+IN_GROUP = Search(MessageFilter(), "0" * 32)
+NEAR = {"before_id": None, "not_below_id": None, "rows": ROWS, "limit": 11}
+
+
+def most_read(connection: psycopg.Connection, name: str, parameters: dict[str, object]) -> int:
+    """The most rows that one step of the plan read in one go, those that it threw away included."""
+    statement = f"EXPLAIN (ANALYZE, FORMAT JSON, TIMING OFF) {getattr(sql, name)}"
+    ((plans,),) = connection.execute(statement.encode(), parameters)
+
+    def of(plan: dict[str, Any]) -> float:
+        removed = plan.get("Rows Removed by Filter", 0) + plan.get("Rows Removed by Index Recheck", 0)
+        return max([float(plan["Actual Rows"] + removed), *map(of, plan.get("Plans", ()))])
+
+    return int(of(plans[0]["Plan"]))
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "bound"),
+    [
+        ("LIVE_QUEUES", {"queues": 10, "cap": CAP}, 3 * CAP),
+        ("LEASE_HOLDERS", {"cap": CAP}, CAP),
+        ("COUNT_DONE", {"cap": CAP}, CAP),
+        ("FAILED_LATELY", {"cap": CAP}, CAP),
+        ("FAILED_GROUPS", {"cap": CAP, "limit": 10}, CAP),
+        ("SEARCH_MESSAGES", {**NOWHERE.parameters(), **NEAR}, ROWS),
+        ("SEARCH_MESSAGES", {**IN_FAILED.parameters(), **NEAR}, ROWS),
+        ("SEARCH_MESSAGES", {**IN_GROUP.parameters(), **NEAR}, ROWS),
+        ("COUNT_SEARCHED", {**NOWHERE.parameters(), **NEAR}, ROWS),
+        ("SEARCHED", {**NOWHERE.parameters(), **NEAR}, ROWS),
+        ("SEARCH_SENDING", {**NOWHERE.parameters(), **NEAR}, ROWS),
+        ("SEARCH_AHEAD", {**NOWHERE.parameters(), "rows": ROWS, "after_id": 0, "through_id": 10**12}, ROWS),
+        ("SUPERSEDED_BY", {"id": 10**12, "rows": ROWS, "limit": 5}, ROWS),
+        ("FIRST_FROM", {"id": 1}, 1),
+        ("SHOW_MESSAGE", {"id": 10**12}, 1),
+    ],
+)
+def test_no_look_reads_more_rows_than_it_was_given(
+    full: psycopg.Connection, name: str, parameters: dict[str, object], bound: int
+) -> None:
+    assert most_read(full, name, parameters) <= bound
+
+
+def test_percentiles_are_a_few_per_cent_too_long_at_most() -> None:
+    minute = Minute(timedelta.max)  # type: ignore[arg-type] # the time does not matter
+    assert percentiles([minute], [0.5]) == [None]
+    minute.latencies.update({0: 98, 12: 1, 24: 1})
+    half, most, all_of_them = percentiles([minute], [0.5, 0.99, 1.0])
+    assert half == pytest.approx(2 ** (1 / 12))
+    assert most == pytest.approx(2 * 2 ** (1 / 12))
+    assert all_of_them == pytest.approx(4 * 2 ** (1 / 12))

@@ -1,0 +1,316 @@
+"""Tokens, passwords, sessions and the brake on guessing, without a server."""
+
+from __future__ import annotations
+
+import base64
+import hmac
+import json
+
+import pytest
+
+from pgoutbox.errors import ConfigurationError
+from pgoutbox.settings import load_settings
+from pgoutbox.web import credentials as module
+from pgoutbox.web.credentials import Brake, Credentials, PasswordHash, Person, Sessions, hash_password, people_of
+
+CANARY = "c4n4ry-s3cret"
+TOKEN = f"{CANARY}-{CANARY}"
+PASSWORD = "correct horse battery"
+HASH = "scrypt$16384$8$5$Z5AIgLz28VI_hNkBbdFmMA==$dibtJfgskugpwXsOEGk4_ma6xqGmw3kuxdF4cuy1VDs="
+
+
+class Clock:
+    """A clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.at = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.at
+
+
+def people(*, viewer: str | None = None, operator: str | None = None) -> tuple[Person, ...]:
+    return people_of(load_settings(web_viewer_token=viewer, web_operator_token=operator))
+
+
+# --- people -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_token_without_a_name_is_named_by_its_role() -> None:
+    assert [(p.name, p.role) for p in people(viewer=TOKEN, operator=f"x{TOKEN}")] == [
+        ("viewer", "viewer"),
+        ("operator", "operator"),
+    ]
+
+
+def test_several_people_have_a_token_each() -> None:
+    found = people(viewer=f"vera:{TOKEN}", operator=f"ada:1{TOKEN}, grace@example.org:2{TOKEN}")
+    assert [(p.name, p.role) for p in found] == [
+        ("vera", "viewer"),
+        ("ada", "operator"),
+        ("grace@example.org", "operator"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("c4n4ry-s3cret", "entry 1 has no token of 20"),
+        (f"ada:{TOKEN},grace:c4n4ry-s3cret", "entry 2 has no token of 20"),
+        (f"ada:{TOKEN},", "entry 2 has no token"),
+        (f"{TOKEN} {TOKEN}", "entry 1 has no token"),
+        (f"ada:{TOKEN}\x00", "entry 1 has no token"),
+        ("c4n4ry-s3cret-ünïcode-ünïcode", "entry 1 has no token"),
+        (f"a b:{TOKEN}", "entry 1 has no name"),
+        (f":{TOKEN}", "entry 1 has no name"),
+        (f"{'a' * 64}:{TOKEN}", "entry 1 has no name"),
+        ("x" * 1_001, "entry 1 has no token"),
+        (HASH, "without a name"),
+        (f"ada:{HASH[:-3]}", "is no hash"),
+        (f"ada:{HASH.replace('$16384$', '$1024$')}", "too weak or too costly"),
+        (f"ada:{HASH.replace('$16384$', '$16385$')}", "too weak or too costly"),
+        (f"ada:{HASH.replace('$16384$', '$8388608$')}", "too weak or too costly"),
+        (f"ada:{HASH.replace('$5$', '$999$')}", "too weak or too costly"),
+        (f"ada:{HASH.replace('$5$', '$0$')}", "too weak or too costly"),
+        ("ada:scrypt$16384$8$5$c2hvcnQ=$c2hvcnQ=", "is no hash"),
+        (f"ada:{TOKEN},ada:x{TOKEN}", "the same name"),
+        (f"ada:{TOKEN},grace:{TOKEN}", "the same token"),
+    ],
+)
+def test_what_is_no_credential_is_refused_by_variable_and_entry_and_never_shown(text: str, reason: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        people(operator=text)
+    message = str(caught.value)
+    assert "PGOUTBOX_WEB_OPERATOR_TOKEN" in message
+    assert reason in message
+    assert CANARY not in message
+    assert "$" not in message
+
+
+def test_no_secret_shows_in_a_repr_and_no_token_is_kept_in_clear() -> None:
+    everybody = people(viewer=f"vera:{HASH}", operator=f"ada:{TOKEN}")
+    shown = repr(everybody) + repr(vars(Credentials(everybody)))
+    assert TOKEN not in shown
+    assert "scrypt" not in shown
+    assert all(TOKEN.encode() not in person.proof for person in everybody)
+
+
+# --- passwords --------------------------------------------------------------------------------------------------------
+
+
+def test_a_hash_is_read_back_and_matches_its_password_only() -> None:
+    parsed = PasswordHash.parse(HASH)
+    assert str(parsed) == HASH
+    assert parsed.matches(PASSWORD)
+    assert not parsed.matches(f"{PASSWORD} ")
+
+
+def test_the_same_password_has_another_hash_each_time() -> None:
+    assert hash_password(PASSWORD) != HASH
+
+
+@pytest.mark.parametrize("password", ["", "x" * 11, "x" * 1_001])
+def test_a_password_that_is_too_short_or_too_long_is_refused(password: str) -> None:
+    with pytest.raises(ConfigurationError, match="12 to 1000 characters"):
+        hash_password(password)
+
+
+async def test_a_password_needs_its_name_and_a_token_none() -> None:
+    known = Credentials(people(viewer=f"vera:{HASH}", operator=f"ada:{TOKEN}"))
+    signed_in = [
+        await known.identify(name, secret)
+        for name, secret in [("vera", PASSWORD), ("ada", PASSWORD), ("", PASSWORD), ("", TOKEN), ("vera", HASH)]
+    ]
+    assert [person and person.name for person in signed_in] == ["vera", None, None, "ada", None]
+
+
+async def test_a_surrogate_or_an_endless_secret_is_just_wrong() -> None:
+    known = Credentials(people(viewer=f"vera:{HASH}", operator=f"ada:{TOKEN}"))
+    assert await known.identify("\ud800", "\ud800") is None
+    assert await known.identify("vera", "x" * 1_001) is None
+
+
+async def test_every_sign_in_costs_one_hash_whoever_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = Credentials(people(viewer=f"vera:{HASH}", operator=f"ada:{TOKEN}"))
+    hashed: list[str] = []
+    derive = PasswordHash.derive
+
+    def counted(self: PasswordHash, password: str) -> bytes:
+        hashed.append(password)
+        return derive(self, password)
+
+    monkeypatch.setattr(PasswordHash, "derive", counted)
+    for name, secret in [("vera", PASSWORD), ("vera", "wrong"), ("nobody", "wrong"), ("", TOKEN)]:
+        hashed.clear()
+        await known.identify(name, secret)
+        assert hashed == [secret]
+
+
+def test_a_token_is_compared_with_every_one_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = Credentials(people(operator=",".join(f"p{n}:{n}{TOKEN}" for n in range(5))))
+    compared: list[object] = []
+    compare = hmac.compare_digest
+
+    def counted(left: bytes, right: bytes) -> bool:
+        compared.append(left)
+        return compare(left, right)
+
+    monkeypatch.setattr(hmac, "compare_digest", counted)
+    for token in (f"0{TOKEN}", f"4{TOKEN}", "unknown"):
+        compared.clear()
+        known.by_token(token)
+        assert len(compared) == 5
+
+
+# --- sessions ---------------------------------------------------------------------------------------------------------
+
+
+def sessions_of(known: Credentials, clock: Clock, *, secret: bytes = b"k" * 32) -> Sessions:
+    return Sessions(known, secret=secret, idle_seconds=600, max_seconds=3_600, clock=clock)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def known() -> Credentials:
+    return Credentials(people(operator=f"ada:{TOKEN}"))
+
+
+def ada(known: Credentials) -> Person:
+    person = known.named("ada")
+    assert person is not None
+    return person
+
+
+def test_a_session_is_open_until_it_is_idle_too_long(known: Credentials, clock: Clock) -> None:
+    sessions = sessions_of(known, clock)
+    session = sessions.begin(ada(known))
+    cookie = sessions.seal(session)
+    clock.at += 599
+    assert sessions.open(cookie) == session
+    clock.at += 1
+    assert sessions.open(cookie) is None
+
+
+def test_use_prolongs_a_session_but_not_for_ever(known: Credentials, clock: Clock) -> None:
+    sessions = sessions_of(known, clock)
+    session = sessions.begin(ada(known))
+    for _ in range(7):
+        clock.at += 500
+        opened = sessions.open(sessions.seal(session))
+        assert opened is not None
+        prolonged = sessions.prolong(opened)
+        assert prolonged is not None
+        session = prolonged
+    clock.at += 100
+    assert sessions.open(sessions.seal(session)) is None
+
+
+def test_a_cookie_is_not_written_anew_at_every_page(known: Credentials, clock: Clock) -> None:
+    sessions = sessions_of(known, clock)
+    session = sessions.begin(ada(known))
+    clock.at += 29
+    assert sessions.prolong(session) is None
+    clock.at += 1
+    assert sessions.prolong(session) is not None
+
+
+def test_what_was_signed_out_stays_out_whichever_copy_of_the_cookie_comes(known: Credentials, clock: Clock) -> None:
+    sessions = sessions_of(known, clock)
+    session = sessions.begin(ada(known))
+    other = sessions.begin(ada(known))
+    clock.at += 60
+    prolonged = sessions.prolong(session)
+    assert prolonged is not None
+    sessions.end(session)
+    assert sessions.open(sessions.seal(session)) is None
+    assert sessions.open(sessions.seal(prolonged)) is None
+    assert sessions.open(sessions.seal(other)) == other
+
+
+def test_memory_of_sign_outs_is_bounded_and_never_revives_a_session(
+    known: Credentials, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_MAX_ENDED", 10)
+    sessions = sessions_of(known, clock)
+    cookies = []
+    for _ in range(25):
+        session = sessions.begin(ada(known))
+        cookies.append(sessions.seal(session))
+        sessions.end(session)
+    assert len(vars(sessions)["_ended"]) <= 10
+    assert [sessions.open(cookie) for cookie in cookies] == [None] * 25
+    clock.at += 1
+    later = sessions.begin(ada(known))
+    assert sessions.open(sessions.seal(later)) == later
+
+
+def test_a_session_ends_when_its_token_changes_or_its_role_does(known: Credentials, clock: Clock) -> None:
+    before = sessions_of(known, clock)
+    cookie = before.seal(before.begin(ada(known)))
+    for others in (people(operator=f"ada:x{TOKEN}"), people(viewer=f"ada:{TOKEN}"), people(operator=f"eve:{TOKEN}")):
+        assert sessions_of(Credentials(others), clock).open(cookie) is None
+    assert sessions_of(Credentials(people(operator=f"ada:{TOKEN}")), clock).open(cookie) is not None
+    assert sessions_of(known, clock, secret=b"x" * 32).open(cookie) is None
+
+
+def test_a_forged_cookie_is_nobodys(known: Credentials, clock: Clock) -> None:
+    sessions = sessions_of(known, clock)
+    session = sessions.begin(ada(known))
+    body, _, signature = sessions.seal(session).partition(".")
+    longer = base64.urlsafe_b64encode(json.dumps(["x", "ada", clock.at, clock.at + 1e9]).encode()).decode()
+    forged = [
+        "", ".", "a.b", f"{body}.", f"{body}.{signature[:-1]}!", f"{longer}.{signature}", f"{body}.{signature}.x",
+        f"{'A' * 2_000}.{signature}", "é.é", f"{base64.b64encode(b'[' * 700).decode()}.x",
+        f"{base64.b64encode(b'[1,[2],3,4]').decode()}.x", f"{base64.b64encode(b'null').decode()}.x",
+    ]  # fmt: skip
+    assert [sessions.open(cookie) for cookie in forged] == [None] * len(forged)
+
+
+def test_each_session_has_a_form_token_of_its_own(known: Credentials, clock: Clock) -> None:
+    sessions = sessions_of(known, clock)
+    first, second = sessions.begin(ada(known)), sessions.begin(ada(known))
+    assert sessions.csrf_token(first) != sessions.csrf_token(second)
+    assert sessions.csrf_token(first) not in sessions.seal(first)
+
+
+# --- the brake --------------------------------------------------------------------------------------------------------
+
+
+def test_tries_are_free_up_to_the_burst_and_then_come_one_by_one(clock: Clock) -> None:
+    brake = Brake(burst=3, interval_seconds=10, clock=clock)
+    assert [brake.take("192.0.2.1") for _ in range(4)] == [0, 0, 0, 10]
+    assert brake.take("192.0.2.2") == 0
+    clock.at += 10
+    assert [brake.take("192.0.2.1"), brake.take("192.0.2.1")] == [0, 10]
+    clock.at += 1_000
+    assert [brake.take("192.0.2.1") for _ in range(4)] == [0, 0, 0, 10]
+
+
+def test_a_try_that_was_right_does_not_count(clock: Clock) -> None:
+    brake = Brake(burst=1, interval_seconds=10, clock=clock)
+    for _ in range(5):
+        assert brake.take("192.0.2.1") == 0
+        brake.give_back("192.0.2.1")
+    assert [brake.take("192.0.2.1"), brake.take("192.0.2.1")] == [0, 10]
+
+
+def test_a_network_of_ipv6_counts_as_one_address(clock: Clock) -> None:
+    brake = Brake(burst=1, interval_seconds=10, clock=clock)
+    assert brake.take("2001:db8::1") == 0
+    assert brake.take("2001:db8::ffff:1%eth0") == 10
+    assert brake.take("2001:db8:0:1::1") == 0
+    assert brake.take("::ffff:192.0.2.1") == 0
+    assert brake.take("192.0.2.1") == 10
+    assert brake.take("local") == 0
+
+
+def test_the_brake_remembers_a_bounded_number_of_addresses(clock: Clock) -> None:
+    brake = Brake(burst=1, interval_seconds=10, capacity=100, clock=clock)
+    for number in range(1_000):
+        brake.take(f"10.0.{number // 256}.{number % 256}")
+    assert len(brake) == 100
+    assert brake.take("10.0.3.231") == 10
