@@ -429,6 +429,8 @@ def resend(connection: psycopg.Connection[TupleRow], message_id: int, *, act: Ac
             raise StateError(f"message {message_id} is {state}; only sent messages can be resent")
         if superseded_by is not None:
             raise StateError(f"message {message_id} is superseded by message {superseded_by}, which is newer")
+        if copy_id is None:
+            raise _no_such_message(message_id)  # A prune was faster.
         connection.execute(sql.MARK_RESEND, {"id": copy_id, "source_id": message_id})
         (act or Act(Action.RESEND, copy=copy_id)).record(connection, message_ids=[message_id])
         return int(copy_id)

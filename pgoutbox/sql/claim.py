@@ -410,6 +410,12 @@ _ORDERED_LANE: Final[LiteralString] = """, candidate AS MATERIALIZED (
             FROM pgoutbox.message_live AS sibling
             WHERE sibling.queue = m.queue AND sibling.ordering_key = m.ordering_key AND sibling.state = 'sending'
         )
+        AND NOT EXISTS (
+            -- A message that was cancelled and redriven since may have failed meanwhile.
+            SELECT
+            FROM pgoutbox.message_failed AS f
+            WHERE f.queue = m.queue AND f.ordering_key = m.ordering_key AND f.on_failed = 'halt' AND f.id < m.id
+        )
     ORDER BY m.available_at, m.id
     LIMIT (SELECT p.count FROM permit AS p)
     FOR UPDATE OF m SKIP LOCKED

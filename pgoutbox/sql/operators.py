@@ -269,9 +269,15 @@ ORDER BY a.id
 """
 
 # The head is locked first: between a look at it and the enqueue a newer message could commit, which the copy, drawing
-# its id last, would then supersede with older content.
+# its id last, would then supersede with older content. The source is locked as well: a prune that deleted it before the
+# copy commits would take its content along, which nobody else names then.
 RESEND: Final[LiteralString] = """
-WITH head AS MATERIALIZED (
+WITH source AS MATERIALIZED (
+    SELECT m.id
+    FROM pgoutbox.message AS m
+    WHERE m.id = %(id)s::bigint AND m.state = 'sent'
+    FOR KEY SHARE OF m
+), head AS MATERIALIZED (
     SELECT c.newest_id
     FROM pgoutbox.message AS m
     JOIN pgoutbox.coalesce AS c ON c.topic = m.topic AND c.coalesce_key = m.coalesce_key
@@ -296,7 +302,9 @@ LEFT JOIN LATERAL (
         ordering_key => m.ordering_key,
         on_failed => m.on_failed
     ) AS id
-    WHERE m.state = 'sent' AND coalesce(head.newest_id <= m.id, true)
+    WHERE m.state = 'sent'
+        AND coalesce(head.newest_id <= m.id, true)
+        AND EXISTS (SELECT FROM source AS s WHERE s.id = m.id)
 ) AS copy ON true
 WHERE m.id = %(id)s::bigint
 """

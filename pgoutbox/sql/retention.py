@@ -216,12 +216,16 @@ RETURNING r.topic
 """
 
 # A head can be forgotten when every message of its key is gone: ids of one key only grow, so that is certain when its
-# newest message is older than the oldest message there is. A head that an open transaction holds is left alone.
+# newest message is older than the oldest message there is. A head that an open transaction holds is left alone, and so
+# is one that was changed after this statement's snapshot: its message is not among those that there are. A row that is
+# locked is looked at as it is then; `seen` is what the snapshot held.
 PRUNE_COALESCE: Final[LiteralString] = """
 WITH forgotten AS MATERIALIZED (
     SELECT head.topic, head.coalesce_key
     FROM pgoutbox.coalesce AS head
+    JOIN pgoutbox.coalesce AS seen ON seen.topic = head.topic AND seen.coalesce_key = head.coalesce_key
     WHERE head.newest_id < coalesce((SELECT min(m.id) FROM pgoutbox.message AS m), 0)
+        AND head.newest_id = seen.newest_id
     LIMIT %(limit)s::bigint
     FOR UPDATE OF head SKIP LOCKED
 )
@@ -235,7 +239,9 @@ PRUNE_ORDERING: Final[LiteralString] = """
 WITH forgotten AS MATERIALIZED (
     SELECT tail.queue, tail.ordering_key
     FROM pgoutbox.ordering AS tail
+    JOIN pgoutbox.ordering AS seen ON seen.queue = tail.queue AND seen.ordering_key = tail.ordering_key
     WHERE tail.last_id < coalesce((SELECT min(m.id) FROM pgoutbox.message AS m), 0)
+        AND tail.last_id = seen.last_id
     LIMIT %(limit)s::bigint
     FOR UPDATE OF tail SKIP LOCKED
 )

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, LiteralString
 
 import pytest
 
-from pgoutbox import Outbox
+from pgoutbox import Outbox, operations, sql
 from pgoutbox.dispatch import Context
+from pgoutbox.errors import MessageNotFoundError
 from pgoutbox.message import Message, State, Transient
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.store import Store, Verdict
 from pgoutbox.telemetry import Event
 from pgoutbox.worker import Worker, parse_queues
+from tests import races
 from tests.outbox_actions import (
     PATIENCE_SECONDS,
     WatchedWorker,
@@ -43,6 +46,75 @@ if TYPE_CHECKING:
     import psycopg
 
     from tests.conftest import Connect
+
+
+# --- prune against producers and operators ----------------------------------------------------------------------------
+
+# The statement stops where it asks for the oldest message, when it has its snapshot and no row yet.
+_GATE: LiteralString = "SELECT min(m.id) + length(pg_advisory_lock(4711)::text) FROM pgoutbox.message AS m"
+
+
+@pytest.mark.parametrize(
+    ("statement", "arguments", "table"),
+    [
+        pytest.param(sql.PRUNE_ORDERING, {"ordering_key": "k"}, "ordering", id="ordering key"),
+        pytest.param(sql.PRUNE_COALESCE, {"coalesce_key": "k"}, "coalesce", id="coalesce key"),
+    ],
+)
+async def test_a_key_whose_next_message_commits_while_a_prune_runs_is_not_forgotten(
+    connect: Connect, db: psycopg.Connection, statement: LiteralString, arguments: dict[str, str], table: str
+) -> None:
+    stopped = statement.replace("SELECT min(m.id) FROM pgoutbox.message AS m", _GATE)
+    assert stopped != statement
+    gate, producer, pruner = connect(autocommit=True), connect(), connect(autocommit=True)
+    old = enqueue(db, **arguments)  # type: ignore[arg-type] # passed on
+    db.execute("DELETE FROM pgoutbox.message WHERE id = %s", (old,))
+    gate.execute("SELECT pg_advisory_lock(4711)")
+    enqueue(producer, **arguments)  # type: ignore[arg-type] # passed on
+    enqueue(db)  # Newer, and committed before: the oldest message that the prune sees.
+    pruning = asyncio.create_task(asyncio.to_thread(pruner.execute, stopped, {"limit": 9}))
+    await until_blocked(db, pruning)
+    producer.commit()
+    gate.execute("SELECT pg_advisory_unlock(4711)")
+    assert (await pruning).rowcount == 0
+    assert db.execute(f"SELECT count(*) FROM pgoutbox.{table}".encode()).fetchall() == [(1,)]
+
+
+def test_what_is_being_resent_is_not_pruned_and_keeps_its_content(connect: Connect, db: psycopg.Connection) -> None:
+    resending = connect()
+    ((_, source_id),) = db.execute(
+        "SELECT * FROM pgoutbox.enqueue_fanout('greet', '{}', ARRAY['mailto:a@example.org'], '\"shared\"')"
+    ).fetchall()
+    claim(db)
+    finish_sent(db, (source_id, 1))
+    db.execute("UPDATE pgoutbox.message SET finished_at = now() - interval '1 day' WHERE state = 'sent'")
+    ((copy_id, _, _),) = resending.execute(sql.RESEND, {"id": source_id}).fetchall()
+    old = {"states": ["sent"], "older_than_seconds": 1.0, "topic": None, "limit": 9}
+    assert db.execute(sql.PRUNE, old).fetchall() == []
+    db.execute(sql.PRUNE_CONTENT, {"limit": 9})
+    resending.execute(sql.MARK_RESEND, {"id": copy_id, "source_id": source_id})
+    resending.commit()
+    assert db.execute(sql.PRUNE, old).fetchall() == [("sent",)]
+    db.execute(sql.PRUNE_CONTENT, {"limit": 9})
+    body = db.execute(
+        "SELECT c.body FROM pgoutbox.message AS m JOIN pgoutbox.content AS c ON c.id = m.content_id WHERE m.id = %s",
+        (copy_id,),
+    )
+    assert body.fetchall() == [("shared",)]
+
+
+def test_what_was_pruned_before_it_could_be_resent_is_not_known(connect: Connect, db: psycopg.Connection) -> None:
+    pruning, operator = connect(), connect(autocommit=True)
+    source_id = enqueue(db)
+    claim(db)
+    finish_sent(db, (source_id, 1))
+    pruning.execute("DELETE FROM pgoutbox.message WHERE id = %s", (source_id,))
+    with ThreadPoolExecutor(1) as threads:
+        resent = threads.submit(operations.resend, operator, source_id)
+        races.until_blocked(db, operator, resent)
+        pruning.commit()
+        with pytest.raises(MessageNotFoundError):
+            resent.result()
 
 
 # --- claim against claim ----------------------------------------------------------------------------------------------

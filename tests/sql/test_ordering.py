@@ -170,6 +170,17 @@ def test_a_claim_that_began_before_another_ended_leaves_alone_what_that_one_had(
     assert queue.tokens >= 4
 
 
+def test_what_is_halted_after_it_was_found_is_not_claimed(rolled_back: psycopg.Connection) -> None:
+    first, second = ordered(rolled_back, 2, on_failed="halt")
+    cancel(rolled_back, first)
+    found = find_ordered(rolled_back)[0]
+    assert found == [second]
+    redrive(rolled_back, first)
+    claim_ordered(rolled_back)
+    finish(rolled_back, Verdict(first, 1, "failed", "why"))
+    assert claim_ordered(rolled_back, *found) == []
+
+
 def test_what_was_found_is_claimed_once(connect: Connect) -> None:
     ours, theirs = connect(autocommit=True), connect()
     first, second = ordered(ours, 2)
