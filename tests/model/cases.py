@@ -5,11 +5,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
-from tests.model import delivery, doorbell
+from tests.model import breaker, delivery, doorbell, limits, ordering, retention
+from tests.model.breaker import Breaker
 from tests.model.delivery import Delivery
 from tests.model.doorbell import Doorbell
 from tests.model.explorer import Exploration, explore
+from tests.model.limits import Limited
+from tests.model.ordering import Ordering
+from tests.model.retention import Retention
+
+Model = Delivery | Doorbell | Ordering | Limited | Breaker | Retention
+Guard = delivery.Guard | doorbell.Guard | ordering.Guard | limits.Guard | breaker.Guard | retention.Guard
 
 ATTEMPTS = Delivery(max_attempts=2, redrives=1, releases=1, renews=True)
 FEW_ATTEMPTS = replace(ATTEMPTS, max_attempts=1)
@@ -24,7 +32,27 @@ CUT_OFF = Doorbell(sends=((0,),), handles=(0b01, 0b01), breaks=1)
 SUCCESSOR = Doorbell(sends=((0, 1),), handles=(0b11,), has_key=True)
 SUCCESSOR_IN_FLEET = replace(SUCCESSOR, handles=(0b11, 0b11))
 
-NAMES: dict[Delivery | Doorbell, str] = {
+LINE = Ordering(producers=(1, 1))
+LINE_FORGOTTEN = replace(LINE, forgets=True)
+LINE_AND_OPERATOR = Ordering(messages=2, redrives=1, cancels=1)
+LINE_HALTS = replace(LINE_AND_OPERATOR, halts=True)
+LINE_AND_ALL = Ordering(producers=(1, 1), halts=True, max_attempts=2, redrives=1, cancels=1, prunes=1)
+LINE_AND_ALL_GOES_ON = replace(LINE_AND_ALL, halts=False)
+LINE_OF_THREE = Ordering(producers=(2, 1), halts=True, redrives=1, prunes=1)
+RATE = Limited(messages=2, burst=2, max_attempts=2)
+RATE_AND_PAUSE = Limited(messages=2, burst=2, pauses=1)
+IN_FLIGHT = Limited(messages=2, max_in_flight=1, max_attempts=2, pauses=1)
+IN_FLIGHT_CUT = Limited(messages=3, max_in_flight=2, cuts=1)
+RATE_AND_IN_FLIGHT = Limited(messages=2, burst=1, max_in_flight=1, max_attempts=2)
+RATE_OF_THREE = Limited(messages=3, burst=2, max_attempts=1, pauses=1)
+DESTINATION = Breaker(deaths=2)
+DESTINATION_OF_THREE = Breaker(workers=3)
+DESTINATION_AND_SURVIVORS = Breaker(may_lose=False)
+ZERO = Retention(changes=2)
+ZERO_AND_REDRIVE = Retention(changes=1, redrives=1)
+RESEND = Retention(changes=0, resends=True)
+
+NAMES: dict[Model, str] = {
     ATTEMPTS: "one message, two attempts, a release, a redrive",
     FEW_ATTEMPTS: "one message, one attempt, a release, a redrive",
     KEY: "two producers, one coalesce key",
@@ -38,6 +66,25 @@ NAMES: dict[Delivery | Doorbell, str] = {
     CUT_OFF: "one producer, two equal workers, a listener breaks",
     SUCCESSOR: "a message that waits for the one before it",
     SUCCESSOR_IN_FLEET: "a message that waits for the one before it, two equal workers",
+    LINE: "two producers, one ordering key",
+    LINE_FORGOTTEN: "two producers, one ordering key whose last message is gone",
+    LINE_AND_OPERATOR: "two messages of one ordering key, a redrive, a cancel",
+    LINE_HALTS: "two messages of one ordering key, a redrive, a cancel, a failure halts",
+    LINE_AND_ALL: "two producers, one ordering key, two attempts, an operator, a failure halts",
+    LINE_AND_ALL_GOES_ON: "two producers, one ordering key, two attempts, an operator",
+    LINE_OF_THREE: "two producers, three messages of one ordering key, an operator, a failure halts",
+    RATE: "two messages, two tokens, two attempts",
+    RATE_AND_PAUSE: "two messages, two tokens, a pause",
+    IN_FLIGHT: "two messages, one in flight, two attempts, a pause",
+    IN_FLIGHT_CUT: "three messages, two in flight, then one",
+    RATE_AND_IN_FLIGHT: "two messages, one token, one in flight, two attempts",
+    RATE_OF_THREE: "three messages, two tokens, a pause",
+    DESTINATION: "two workers, a destination that dies twice",
+    DESTINATION_OF_THREE: "three workers, a destination that dies",
+    DESTINATION_AND_SURVIVORS: "two workers that are not killed, a destination that dies",
+    ZERO: "one message, a rule that is set and unset",
+    ZERO_AND_REDRIVE: "one message, a rule that is set, a redrive",
+    RESEND: "one message, a resend, prunes",
     replace(FLEET, sends=((0,),), handles=(1, 1), deaths=1): "one producer, two equal workers, one is killed",
     replace(ROLLING, sends=((1,),), breaks=1): "one producer, two workers with a topic each, a listener breaks",
 }
@@ -51,14 +98,18 @@ ORDER = "an older message was handed over after a newer one"
 MISSED_0 = "message 0 waits, and everybody who handles it sleeps"
 MISSED_1 = "message 1 waits, and everybody who handles it sleeps"
 
-Guard = delivery.Guard | doorbell.Guard
+OVERTAKEN = "a message was handed over before one that was committed earlier"
+OVERSPENT = "more attempts began than there were tokens"
+CROWDED = "more attempts are in flight than the limit allows"
+GIVEN_UP = "a probe that was given up decides"
+USED_UP = "an attempt is used up though the breaker was open"
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
     """A model, what is taken out of it, and the fault that follows in `length` steps; without a fault it holds."""
 
-    model: Delivery | Doorbell
+    model: Model
     without: tuple[Guard, ...] = ()
     fault: str = ""
     length: int = 0
@@ -72,13 +123,33 @@ class Case:
         return f"{self.model_name}, without {', '.join(g.name for g in self.without) or 'nothing'}"
 
 
-HOLD = [Case(model) for model in (ATTEMPTS, KEY, FLEET, ROLLING, ALONE, CUT_OFF, SUCCESSOR)]
+_HOLDING: tuple[Model, ...] = (
+    ATTEMPTS, KEY, FLEET, ROLLING, ALONE, CUT_OFF, SUCCESSOR,
+    LINE_FORGOTTEN, LINE_OF_THREE, LINE_AND_ALL, LINE_AND_ALL_GOES_ON,
+    RATE, RATE_AND_PAUSE, IN_FLIGHT, IN_FLIGHT_CUT, RATE_AND_IN_FLIGHT,
+    DESTINATION, DESTINATION_OF_THREE, DESTINATION_AND_SURVIVORS,
+    ZERO, ZERO_AND_REDRIVE, RESEND,
+)  # fmt: skip
+HOLD = [Case(model) for model in _HOLDING]
 
 # They take minutes and found nothing more: `python -m tests.model --large`.
-LARGE = [Case(model) for model in (KEY_AND_REDRIVE, KEY_AND_ATTEMPTS, THREE_OF_A_KEY, SUCCESSOR_IN_FLEET)]
+_LARGE: tuple[Model, ...] = (
+    KEY_AND_REDRIVE,
+    KEY_AND_ATTEMPTS,
+    THREE_OF_A_KEY,
+    SUCCESSOR_IN_FLEET,
+    RATE_OF_THREE,
+)
+LARGE = [Case(model) for model in _LARGE]
+
+G = TypeVar("G", bound=Guard)
 
 _D = delivery.Guard
 _B = doorbell.Guard
+_O = ordering.Guard
+_L = limits.Guard
+_C = breaker.Guard
+_R = retention.Guard
 
 BREAK = [
     Case(FEW_ATTEMPTS, (_D.TOKEN_IN_SENT,), STALE, 22),
@@ -117,6 +188,48 @@ BREAK = [
     Case(ALONE, (_B.LOOK_AFTER_RECONNECT,), MISSED_0, 10),
     Case(SUCCESSOR, (_B.SUCCESSORS_ASKED_FOR,), MISSED_1, 16),
     Case(SUCCESSOR, (_B.SUCCESSORS_ASKED_LATE,), MISSED_1, 17),
+    Case(LINE, (_O.ID_UNDER_TAIL_LOCK,), OVERTAKEN, 10),
+    Case(LINE_FORGOTTEN, (_O.TAIL_UNCHANGED,), OVERTAKEN, 12),
+    Case(
+        LINE_AND_OPERATOR,
+        (_O.FIRST_IN_CLAIM,),
+        "a claim begins what its snapshot knows not to be the first of its key",
+        5,
+    ),
+    Case(
+        LINE_AND_OPERATOR,
+        (_O.SIBLINGS_IN_CLAIM,),
+        "a claim, with all that is in it, fails for a message that it could have passed over",
+        8,
+    ),
+    Case(LINE_HALTS, (_O.HALT_IN_CLAIM,), "a claim begins what its snapshot knows to be halted", 10),
+    Case(LINE_AND_OPERATOR, (_O.IN_FLIGHT_INDEX,), "two messages of one ordering key are in flight", 8),
+    Case(LINE_AND_OPERATOR, (_O.LAPSED_HAVE_KEYS,), STUCK, 4),
+    Case(RATE, (_L.ROW_LOCKED,), OVERSPENT, 10),
+    Case(IN_FLIGHT_CUT, (_L.ROW_LOCKED,), CROWDED, 4),
+    Case(IN_FLIGHT, (_L.LIMITS_ASKED_AGAIN,), "an attempt begins in a queue that is paused", 4),
+    Case(RATE, (_L.LIMITS_ASKED_AGAIN,), OVERSPENT, 10),
+    Case(IN_FLIGHT, (_L.COUNTED_AFTERWARDS,), CROWDED, 6),
+    Case(IN_FLIGHT, (_L.LAPSED_LEFT_OUT,), STUCK, 4),
+    Case(RATE, (_L.SHARED_BY_LANES,), OVERSPENT, 7),
+    Case(RATE, (_L.SPENT_FROM_THE_ROW,), OVERSPENT, 10),
+    Case(RATE, (_L.SPENT_WITH_THE_CLAIM,), OVERSPENT, 7),
+    Case(DESTINATION, (_C.ONE_PROBE,), "two probes are let through at once", 12),
+    Case(DESTINATION, (_C.PROBE_LAPSES,), STUCK, 10),
+    Case(DESTINATION, (_C.FENCE_IN_CLOSE,), GIVEN_UP, 14),
+    Case(DESTINATION, (_C.FENCE_IN_REOPEN,), GIVEN_UP, 15),
+    Case(DESTINATION, (_C.FENCE_IN_RELEASE,), GIVEN_UP, 15),
+    Case(DESTINATION, (_C.ASKED_AFTER_FAILURE,), USED_UP, 7),
+    Case(DESTINATION, (_C.ASKED_TWICE,), USED_UP, 9),
+    Case(DESTINATION, (_C.SNOOZED,), USED_UP, 9),
+    Case(DESTINATION, (_C.LEFTOVER,), STUCK, 9),
+    Case(DESTINATION_AND_SURVIVORS, (_C.CLOSED_ELSEWHERE,), STUCK, 11),
+    Case(ZERO, (_R.TOKEN_IN_FORGET,), STALE, 6),
+    Case(ZERO_AND_REDRIVE, (_R.STATE_IN_FORGET,), STALE, 10),
+    Case(ZERO, (_R.RULE_IN_FORGET,), "a message is deleted though no rule says so", 4),
+    Case(ZERO_AND_REDRIVE, (_R.STATE_IN_PRUNE,), "a prune deleted what is owed", 8),
+    Case(RESEND, (_R.SOURCE_LOCKED,), "a copy lost the content of its source", 8),
+    Case(RESEND, (_R.CONTENT_IS_NAMED,), "a message names a content that is deleted", 2),
 ]
 
 # What is guarded twice: one of the guards alone keeps what is handed over right, both gone do not.
@@ -126,6 +239,15 @@ TWICE_GUARDED = [
     Case(_HANDED_OVER, (_D.SUPERSEDED_IN_FINISH,)),
     Case(_HANDED_OVER, (_D.SUPERSEDED_IN_CLAIM, _D.SUPERSEDED_ASKED_AGAIN), ORDER, 19),
     Case(ALONE, (_B.LOOK_WHEN_LOST,)),
+    Case(LINE_AND_OPERATOR, (_O.FIRST_IN_FIND,)),
+    Case(LINE_AND_OPERATOR, (_O.SIBLINGS_IN_FIND,)),
+    Case(LINE_HALTS, (_O.HALT_IN_FIND,)),
+    Case(
+        LINE_HALTS,
+        (_O.HALT_IN_FIND, _O.HALT_IN_CLAIM),
+        "a claim begins what its snapshot knows to be halted",
+        8,
+    ),
 ]
 
 # What the sweep is for.
@@ -140,11 +262,23 @@ CASES = [*HOLD, *BREAK, *TWICE_GUARDED, *LIMITS]
 @functools.cache
 def explored(case: Case) -> Exploration:
     """What exploring a case finds; each is explored once."""
+
+    def taken_out(kind: type[G]) -> frozenset[G]:
+        return frozenset(guard for guard in case.without if isinstance(guard, kind))
+
     match case.model:
         case Delivery() as model:
-            return explore(replace(model, without=frozenset(guard for guard in case.without if isinstance(guard, _D))))
+            return explore(replace(model, without=taken_out(delivery.Guard)))
         case Doorbell() as model:
-            return explore(replace(model, without=frozenset(guard for guard in case.without if isinstance(guard, _B))))
+            return explore(replace(model, without=taken_out(doorbell.Guard)))
+        case Ordering() as model:
+            return explore(replace(model, without=taken_out(ordering.Guard)))
+        case Limited() as model:
+            return explore(replace(model, without=taken_out(limits.Guard)))
+        case Breaker() as model:
+            return explore(replace(model, without=taken_out(breaker.Guard)))
+        case Retention() as model:
+            return explore(replace(model, without=taken_out(retention.Guard)))
 
 
 def tables() -> Iterator[str]:

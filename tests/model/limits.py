@@ -1,0 +1,252 @@
+"""The model of a limited queue: claimers that ask `permits`, take tokens and count what is in flight; an operator.
+
+A claim is a snapshot with a first look at the limits, then the queue's row and a second look with a snapshot of its
+own, then the rows that the first snapshot saw and that still are what it saw, and the commit. What becomes of an
+attempt is left open: it ends, loses its worker, or its lease runs out. A token that comes is a step; the promise has a
+bucket of its own, which nobody can spend twice.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pgoutbox.message import State
+
+PENDING, SENDING = State.PENDING.value, State.SENDING.value
+SENT, FAILED = State.SENT.value, State.FAILED.value
+
+
+class Guard(enum.Enum):
+    """What can be taken out of the protocol."""
+
+    ROW_LOCKED = "permits locks the queue's row until the claim has ended"
+    LIMITS_ASKED_AGAIN = "permits reads the limits again when it has the row"
+    COUNTED_AFTERWARDS = "permits counts what is in flight when it has the row, not with the claim's snapshot"
+    LAPSED_LEFT_OUT = "an attempt whose lease has ended does not count as in flight"
+    SHARED_BY_LANES = "all lanes of a claim share its permits"
+    SPENT_FROM_THE_ROW = "the tokens are taken from what the row holds, not from what the claim's snapshot saw"
+    SPENT_WITH_THE_CLAIM = "the tokens are taken by the statement that begins the attempts"
+
+
+class Row(NamedTuple):
+    """A message of the queue."""
+
+    id: int
+    state: str = PENDING
+    attempt_count: int = 0
+    is_lapsed: bool = False
+    is_orphan: bool = False
+
+
+class Limits(NamedTuple):
+    """The queue's row. Without a rate or a number in flight these are None."""
+
+    tokens: int | None
+    max_in_flight: int | None
+    is_paused: bool = False
+
+
+class Claimer(NamedTuple):
+    """A worker that claims: what its snapshot saw, and how many attempts it may begin."""
+
+    at: str = "idle"
+    due: tuple[Row, ...] = ()
+    limits: Limits | None = None
+    in_flight: int = 0
+    permits: int = 0
+
+
+class World(NamedTuple):
+    """Everything. `granted` is what is left of the tokens by right."""
+
+    rows: tuple[Row, ...]
+    claimers: tuple[Claimer, ...]
+    limits: Limits
+    granted: int
+    pauses: int = 0
+    cuts: int = 0
+    fault: str = ""
+
+
+Step = tuple[str, World]
+_IDLE = Claimer()
+
+
+@dataclass(frozen=True, slots=True)
+class Limited:
+    """Two claimers and so many messages, in a queue with a bucket of `burst` tokens, or `max_in_flight`, or both.
+
+    `pauses` is how often the operator pauses the queue; `cuts` how often the number in flight is made one smaller.
+    """
+
+    messages: int = 3
+    burst: int | None = None
+    max_in_flight: int | None = None
+    max_attempts: int = 1
+    pauses: int = 0
+    cuts: int = 0
+    without: frozenset[Guard] = frozenset()
+
+    def initial(self) -> World:
+        rows = tuple(Row(number) for number in range(1, self.messages + 1))
+        limits = Limits(self.burst, self.max_in_flight)
+        return World(rows, (_IDLE, _IDLE), limits, self.burst or 0, self.pauses, self.cuts)
+
+    def canonical(self, state: World) -> World:
+        return state if state.claimers[0] <= state.claimers[1] else state._replace(claimers=state.claimers[::-1])
+
+    def fault(self, state: World) -> str:
+        return state.fault
+
+    def is_settled(self, state: World) -> bool:
+        return all(row.state in (SENT, FAILED) for row in state.rows) and state.claimers == (_IDLE, _IDLE)
+
+    def steps(self, state: World) -> Iterator[Step]:
+        for row in state.rows:
+            if row.state == SENDING:
+                for label, after in self._attempt(row):
+                    yield f"message {row.id} {label}", _with_row(state, after)
+        for index, claimer in enumerate(state.claimers):
+            for label, following in self._claim(state, index, claimer):
+                yield f"worker {index + 1} {label}", following
+            if claimer.at != "idle":
+                yield f"worker {index + 1} dies", _with(state, index, _IDLE)
+        if self.burst is not None and state.limits.tokens is not None:
+            tokens = min(self.burst, state.limits.tokens + 1)
+            granted = min(self.burst, state.granted + 1)
+            if (tokens, granted) != (state.limits.tokens, state.granted):
+                filled = state._replace(limits=state.limits._replace(tokens=tokens), granted=granted)
+                yield "a token comes", filled
+        if not self._is_row_locked(state):
+            yield from self._operate(state)
+
+    def _attempt(self, row: Row) -> Iterator[tuple[str, Row]]:
+        if not row.is_orphan:
+            yield "is sent", row._replace(state=SENT, is_lapsed=False)
+            if row.attempt_count < self.max_attempts:
+                yield "is to be tried again", row._replace(state=PENDING, is_lapsed=False)
+            yield "loses its worker", row._replace(is_orphan=True)
+        if not row.is_lapsed:
+            yield "loses its lease", row._replace(is_lapsed=True)
+
+    def _operate(self, state: World) -> Iterator[Step]:
+        limits = state.limits
+        if limits.is_paused:
+            yield "the queue is resumed", state._replace(limits=limits._replace(is_paused=False))
+        elif state.pauses:
+            paused = state._replace(limits=limits._replace(is_paused=True), pauses=state.pauses - 1)
+            yield "the queue is paused", paused
+        if state.cuts and limits.max_in_flight is not None and limits.max_in_flight > 1:
+            cut = limits._replace(max_in_flight=limits.max_in_flight - 1)
+            yield "one fewer may be in flight", state._replace(limits=cut, cuts=state.cuts - 1)
+
+    # --- claim --------------------------------------------------------------------------------------------------------
+
+    def _claim(self, state: World, index: int, claimer: Claimer) -> Iterator[Step]:
+        match claimer.at:
+            case "idle":
+                yield from self._look(state, index)
+            case "looked" if not self._is_row_locked(state):
+                yield from self._ask(state, index, claimer)
+            case "permitted":
+                yield from self._begin(state, index, claimer)
+            case "spends":
+                paid = state.limits._replace(tokens=max(0, (state.limits.tokens or 0) - claimer.permits))
+                yield "takes the tokens", _with(state, index, _IDLE)._replace(limits=paid)
+
+    def _is_row_locked(self, state: World) -> bool:
+        return Guard.ROW_LOCKED not in self.without and any(other.at == "permitted" for other in state.claimers)
+
+    def _look(self, state: World, index: int) -> Iterator[Step]:
+        due = tuple(row for row in state.rows if row.state == PENDING or (row.state == SENDING and row.is_lapsed))
+        in_flight = self._in_flight(state.rows)
+        if due and _permits(state.limits, in_flight) > 0:
+            looked = Claimer("looked", due, state.limits, in_flight)
+            yield f"begins a claim that sees {_names(due)}", _with(state, index, looked)
+
+    def _ask(self, state: World, index: int, claimer: Claimer) -> Iterator[Step]:
+        limits = state.limits
+        if Guard.LIMITS_ASKED_AGAIN in self.without and claimer.limits is not None:
+            limits = claimer.limits
+        in_flight = self._in_flight(state.rows)
+        if Guard.COUNTED_AFTERWARDS in self.without:
+            in_flight = claimer.in_flight
+        count = _permits(limits, in_flight)
+        if count == 0:
+            yield "gets no permit", _with(state, index, _IDLE)
+        for wanted in {1, count} if count else ():  # It has no room for more, or it has.
+            permitted = claimer._replace(at="permitted", in_flight=0, permits=wanted)
+            yield f"gets {wanted} permits", _with(state, index, permitted)
+
+    def _in_flight(self, rows: tuple[Row, ...]) -> int:
+        counts_lapsed = Guard.LAPSED_LEFT_OUT in self.without
+        return sum(row.state == SENDING and (counts_lapsed or not row.is_lapsed) for row in rows)
+
+    def _begin(self, state: World, index: int, claimer: Claimer) -> Iterator[Step]:
+        """Locks the rows that still are what the snapshot saw, begins or ends them, and commits."""
+        still = [row for row in claimer.due if row in state.rows]
+        ending = [row for row in still if row.state == SENDING and row.attempt_count >= self.max_attempts]
+        beginning = self._chosen([row for row in still if row not in ending], claimer.permits)
+        count = len(beginning)
+        for row in ending:
+            state = _with_row(state, row._replace(state=FAILED, is_lapsed=False, is_orphan=False))
+        for row in beginning:
+            state = _with_row(state, Row(row.id, SENDING, row.attempt_count + 1))
+        limits, granted, fault = state.limits, state.granted, ""
+        after = _IDLE
+        if limits.tokens is not None:
+            granted -= count
+            if granted < 0:
+                fault = "more attempts began than there were tokens"
+            if Guard.SPENT_WITH_THE_CLAIM in self.without:
+                after = Claimer("spends", permits=count)
+            else:
+                held = limits.tokens
+                if Guard.SPENT_FROM_THE_ROW in self.without and claimer.limits is not None:
+                    held = claimer.limits.tokens or 0
+                limits = limits._replace(tokens=max(0, held - count))
+        alive = sum(row.state == SENDING and not row.is_lapsed for row in state.rows)
+        if count and limits.max_in_flight is not None and alive > limits.max_in_flight:
+            fault = "more attempts are in flight than the limit allows"
+        if count and limits.is_paused:
+            fault = "an attempt begins in a queue that is paused"
+        done = _with(state, index, after)._replace(limits=limits, granted=max(granted, 0), fault=fault)
+        yield f"claims {_names(tuple(beginning))}", done
+
+    def _chosen(self, rows: list[Row], count: int) -> list[Row]:
+        """The lanes of fresh messages, lost attempts and retries, each with the limit, and the limit of all."""
+        lanes = (
+            [row for row in rows if row.state == PENDING and row.attempt_count == 0],
+            [row for row in rows if row.state == SENDING],
+            [row for row in rows if row.state == PENDING and row.attempt_count > 0],
+        )
+        found = [row for lane in lanes for row in lane[:count]]
+        return found if Guard.SHARED_BY_LANES in self.without else sorted(found)[:count]
+
+
+# --- state ------------------------------------------------------------------------------------------------------------
+
+
+def _permits(limits: Limits, in_flight: int) -> int:
+    if limits.is_paused:
+        return 0
+    counts = [] if limits.tokens is None else [limits.tokens]
+    if limits.max_in_flight is not None:
+        counts.append(limits.max_in_flight - in_flight)
+    return max(0, min(counts))
+
+
+def _names(rows: tuple[Row, ...]) -> str:
+    return ", ".join(str(row.id) for row in rows) or "nothing"
+
+
+def _with(state: World, index: int, claimer: Claimer) -> World:
+    claimers = (claimer, state.claimers[1]) if index == 0 else (state.claimers[0], claimer)
+    return state._replace(claimers=claimers)
+
+
+def _with_row(state: World, row: Row) -> World:
+    return state._replace(rows=tuple(row if old.id == row.id else old for old in state.rows))

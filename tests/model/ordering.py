@@ -1,0 +1,335 @@
+"""The model of ordering keys: who enqueues for one key, who finds and who claims, what halts it, and who forgets it.
+
+A look, FIND_ORDERED, is a snapshot of its own; the claim that follows, CLAIM_ORDERED, has another one, and a third look
+at the row that it locks and at the index. Between any two of them everything else can happen. Rows are kept in the
+order of commits, which the promise is about; the statements know ids only. What the model of delivery shows of fences
+and leases is not shown again: a finish is one step here, and so is the claim of a lapsed attempt.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pgoutbox.message import State
+
+PENDING, SENDING, SENT = State.PENDING.value, State.SENDING.value, State.SENT.value
+FAILED, CANCELLED, PRUNED = State.FAILED.value, State.CANCELLED.value, "pruned"
+_LIVE = (PENDING, SENDING)
+
+
+class Guard(enum.Enum):
+    """What can be taken out of the protocol."""
+
+    ID_UNDER_TAIL_LOCK = "enqueue draws the id while it has the key's row"
+    TAIL_UNCHANGED = "a key is forgotten only as the snapshot of the prune saw it"
+    FIRST_IN_FIND = "FIND_ORDERED takes the first of a key alone"
+    FIRST_IN_CLAIM = "CLAIM_ORDERED asks again whether it is the first of its key"
+    SIBLINGS_IN_FIND = "FIND_ORDERED passes over a key that is in flight"
+    SIBLINGS_IN_CLAIM = "CLAIM_ORDERED asks again whether the key is in flight"
+    HALT_IN_FIND = "FIND_ORDERED passes over a key that is halted"
+    HALT_IN_CLAIM = "CLAIM_ORDERED asks again whether the key is halted"
+    IN_FLIGHT_INDEX = "the unique index message_live_ordered_in_flight"
+    LAPSED_HAVE_KEYS = "lost attempts are claimed whether or not they have an ordering key"
+
+
+class Row(NamedTuple):
+    """A committed message. The last two are known to the model only: once `has_passed`, nothing waits for it again."""
+
+    id: int
+    state: str = PENDING
+    attempt_count: int = 0
+    max_attempts: int = 1
+    is_lapsed: bool = False
+    has_passed: bool = False
+
+
+class Worker(NamedTuple):
+    """A worker: what it has found, is claiming, or holds."""
+
+    at: str = "idle"
+    id: int = 0
+    attempt_count: int = 0
+    outcome: str = ""
+    has_handed_over: bool = False
+
+
+class Producer(NamedTuple):
+    """A producer: how many transactions are left, the id in the open one, and whether it made the key's row."""
+
+    left: int
+    at: str = "idle"
+    id: int = 0
+
+
+class World(NamedTuple):
+    """Everything. `tail` is whether the key has a row; `prune` what a prune of keys is doing."""
+
+    rows: tuple[Row, ...]
+    producers: tuple[Producer, ...]
+    workers: tuple[Worker, ...]
+    tail: bool = True
+    prune: str = ""
+    redrives: int = 0
+    cancels: int = 0
+    prunes: int = 0
+    fault: str = ""
+
+
+Step = tuple[str, World]
+_IDLE = Worker()
+
+
+@dataclass(frozen=True, slots=True)
+class Ordering:
+    """Two workers and one ordering key, to which each producer commits so many messages.
+
+    `halts` says what a failure does: those behind wait, or go on. `forgets` lets a prune find the key's row while no
+    message of it is left. Without producers `messages` are there from the beginning.
+    """
+
+    producers: tuple[int, ...] = ()
+    messages: int = 0
+    halts: bool = False
+    max_attempts: int = 1
+    redrives: int = 0
+    cancels: int = 0
+    prunes: int = 0
+    forgets: bool = False
+    without: frozenset[Guard] = frozenset()
+
+    def initial(self) -> World:
+        return World(
+            tuple(Row(number, max_attempts=self.max_attempts) for number in range(1, self.messages + 1)),
+            tuple(Producer(left) for left in self.producers),
+            (_IDLE, _IDLE),
+            prune="may look" if self.forgets else "",
+            redrives=self.redrives,
+            cancels=self.cancels,
+            prunes=self.prunes,
+        )
+
+    def canonical(self, state: World) -> World:
+        one, other = state.workers
+        if other < one:
+            state = state._replace(workers=(other, one))
+        if len(state.producers) > 1 and state.producers[1] < state.producers[0]:
+            state = state._replace(producers=state.producers[::-1])
+        return state
+
+    def fault(self, state: World) -> str:
+        if state.fault:
+            return state.fault
+        if sum(row.state == SENDING for row in state.rows) > 1:
+            return "two messages of one ordering key are in flight"
+        return ""
+
+    def is_settled(self, state: World) -> bool:
+        """What is pending waits behind a failure that halts, for a person."""
+        return (
+            state.workers == (_IDLE, _IDLE)
+            and all(producer.at == "idle" and not producer.left for producer in state.producers)
+            and all(
+                row.state != SENDING and (row.state != PENDING or self._is_halted(state, row)) for row in state.rows
+            )
+        )
+
+    def steps(self, state: World) -> Iterator[Step]:
+        for row in state.rows:
+            if row.state == SENDING and not row.is_lapsed:
+                yield f"the lease of message {row.id} runs out", _with_row(state, row._replace(is_lapsed=True))
+        for index, producer in enumerate(state.producers):
+            for label, following in self._enqueue(state, index, producer):
+                yield f"producer {index + 1} {label}", following
+        for index, worker in enumerate(state.workers):
+            for label, following in self._work(state, index, worker):
+                yield f"worker {index + 1} {label}", following
+            if worker.at != "idle":
+                yield f"worker {index + 1} dies", _with(state, index, _IDLE)
+        yield from self._operate(state)
+        yield from self._forget(state)
+
+    # --- enqueue ------------------------------------------------------------------------------------------------------
+
+    def _enqueue(self, state: World, index: int, producer: Producer) -> Iterator[Step]:
+        match producer.at:
+            case "idle" if producer.left:
+                drawn = producer._replace(at="drawn", id=_next_id(state))
+                yield f"begins and draws id {drawn.id}", _with_producer(state, index, drawn)
+            case "drawn" if not any(other.at == "locked" for other in state.producers):
+                # A row that is there is updated, with an id that is drawn then; one that is not is inserted.
+                draws_again = state.tail and Guard.ID_UNDER_TAIL_LOCK not in self.without
+                new_id = _next_id(state) if draws_again else producer.id
+                locked = producer._replace(at="locked", id=new_id)
+                yield f"has the key's row and inserts message {new_id}", _with_producer(state, index, locked)
+            case "locked":
+                done = Producer(producer.left - 1)
+                yield "rolls back", _with_producer(state, index, done)
+                rows = (*state.rows, Row(producer.id, max_attempts=self.max_attempts))
+                prune = "sees another" if state.prune == "has seen it" else state.prune
+                committed = _with_producer(state, index, done)._replace(rows=rows, tail=True, prune=prune)
+                yield f"commits message {producer.id}", committed
+
+    def _forget(self, state: World) -> Iterator[Step]:
+        """PRUNE_ORDERING: that no message of the key is left was true when its snapshot was taken."""
+        if state.prune == "may look" and state.tail and not any(row.state != PRUNED for row in state.rows):
+            yield "a prune sees that no message of the key is left", state._replace(prune="has seen it")
+        elif state.prune in ("has seen it", "sees another"):
+            if any(producer.at == "locked" for producer in state.producers):
+                yield "the prune passes over the key's row, which is locked", state._replace(prune="")
+            elif state.prune == "sees another" and Guard.TAIL_UNCHANGED not in self.without:
+                yield "the prune leaves the key's row, which is another one by now", state._replace(prune="")
+            else:
+                yield "the prune deletes the key's row", state._replace(prune="", tail=False)
+
+    # --- worker -------------------------------------------------------------------------------------------------------
+
+    def _work(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
+        match worker.at:
+            case "idle":
+                yield from self._find(state, index)
+                yield from self._take_lapsed(state, index)
+            case "found":
+                yield from self._look_again(state, index, worker)
+            case "claiming":
+                yield from self._commit_claim(state, index, worker)
+            case "holds":
+                yield from self._attempt(state, index, worker)
+            case _:
+                yield from self._finish(state, index, worker)
+
+    def _find(self, state: World, index: int) -> Iterator[Step]:
+        live = sorted(row for row in state.rows if row.state in _LIVE)
+        for row in live if Guard.FIRST_IN_FIND in self.without else live[:1]:
+            if row.state != PENDING:
+                continue
+            if Guard.SIBLINGS_IN_FIND not in self.without and any(other.state == SENDING for other in live):
+                continue
+            if Guard.HALT_IN_FIND not in self.without and self._is_halted(state, row):
+                continue
+            yield f"finds message {row.id}", _with(state, index, Worker("found", row.id))
+
+    def _look_again(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
+        """The snapshot of CLAIM_ORDERED. What it knows to be wrong and begins is a fault of its own."""
+        row = _row_of(state, worker.id)
+        is_first = not any(other.state in _LIVE and other.id < row.id for other in state.rows)
+        has_sibling = any(other.state == SENDING and other.id != row.id for other in state.rows)
+        is_halted = self._is_halted(state, row)
+        if row.state != PENDING:
+            yield "does not see it any more", _with(state, index, _IDLE)
+        elif not is_first and Guard.FIRST_IN_CLAIM not in self.without:
+            yield "sees one before it", _with(state, index, _IDLE)
+        elif has_sibling and Guard.SIBLINGS_IN_CLAIM not in self.without:
+            yield "sees its key in flight", _with(state, index, _IDLE)
+        elif is_halted and Guard.HALT_IN_CLAIM not in self.without:
+            yield "sees its key halted", _with(state, index, _IDLE)
+        else:
+            outcome = ""
+            if has_sibling:
+                outcome = "a claim, with all that is in it, fails for a message that it could have passed over"
+            elif is_halted:
+                outcome = "a claim begins what its snapshot knows to be halted"
+            elif not is_first:
+                outcome = "a claim begins what its snapshot knows not to be the first of its key"
+            yield "begins to claim it", _with(state, index, worker._replace(at="claiming", outcome=outcome))
+
+    def _commit_claim(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
+        row = _row_of(state, worker.id)
+        if row.state != PENDING:
+            yield "has lost it to somebody else", _with(state, index, _IDLE)
+            return
+        if Guard.IN_FLIGHT_INDEX not in self.without and any(other.state == SENDING for other in state.rows):
+            refused = _with(state, index, _IDLE)
+            fault = worker.outcome if worker.outcome.startswith("a claim, with all") else ""
+            yield "is refused by the index: its claim is rolled back", refused._replace(fault=fault)
+            return
+        begun = self._begin(row)
+        after = Worker("holds", row.id, begun.attempt_count) if begun.state == SENDING else _IDLE
+        claimed = _with(_with_row(state, begun), index, after)
+        yield f"claims message {row.id}: {begun.state}", claimed._replace(fault=worker.outcome)
+
+    def _take_lapsed(self, state: World, index: int) -> Iterator[Step]:
+        if Guard.LAPSED_HAVE_KEYS in self.without:
+            return
+        for row in state.rows:
+            if row.state == SENDING and row.is_lapsed:
+                begun = self._begin(row)
+                after = Worker("holds", row.id, begun.attempt_count) if begun.state == SENDING else _IDLE
+                yield f"takes over message {row.id}: {begun.state}", _with(_with_row(state, begun), index, after)
+
+    def _begin(self, row: Row) -> Row:
+        if row.attempt_count >= row.max_attempts:
+            return self._ended(row, FAILED)
+        return row._replace(state=SENDING, attempt_count=row.attempt_count + 1, is_lapsed=False)
+
+    def _ended(self, row: Row, final: str) -> Row:
+        passes = final != FAILED or not self.halts
+        return row._replace(state=final, is_lapsed=False, has_passed=row.has_passed or passes)
+
+    def _attempt(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
+        row = _row_of(state, worker.id)
+        is_held = row.state == SENDING and row.attempt_count == worker.attempt_count
+        earlier = state.rows[: state.rows.index(row)]
+        fault = ""
+        if is_held and not all(other.has_passed for other in earlier):
+            fault = "a message was handed over before one that was committed earlier"
+        handed = worker._replace(at="ended", outcome=SENT, has_handed_over=True)
+        yield f"HANDS OVER message {row.id}", _with(state, index, handed)._replace(fault=fault)
+        yield "fails", _with(state, index, worker._replace(at="ended", outcome="retry"))
+
+    def _finish(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
+        row = _row_of(state, worker.id)
+        if row.state != SENDING or row.attempt_count != worker.attempt_count:
+            yield "finds its lease lost", _with(state, index, _IDLE)
+            return
+        if worker.outcome == SENT:
+            after = self._ended(row, SENT)
+        elif row.attempt_count >= row.max_attempts:
+            after = self._ended(row, FAILED)
+        else:
+            after = row._replace(state=PENDING, is_lapsed=False)
+        yield f"finishes message {row.id}: {after.state}", _with(_with_row(state, after), index, _IDLE)
+
+    # --- operator -----------------------------------------------------------------------------------------------------
+
+    def _operate(self, state: World) -> Iterator[Step]:
+        for row in state.rows:
+            if state.redrives and row.state in (FAILED, CANCELLED):
+                back = row._replace(state=PENDING, max_attempts=row.attempt_count + self.max_attempts)
+                yield f"message {row.id} is redriven", _with_row(state, back)._replace(redrives=state.redrives - 1)
+            if state.cancels and row.state == PENDING:
+                gone = self._ended(row, CANCELLED)
+                yield f"message {row.id} is cancelled", _with_row(state, gone)._replace(cancels=state.cancels - 1)
+            if state.prunes and row.state == FAILED:
+                pruned = self._ended(row, PRUNED)
+                yield f"message {row.id} is pruned", _with_row(state, pruned)._replace(prunes=state.prunes - 1)
+
+    def _is_halted(self, state: World, row: Row) -> bool:
+        return self.halts and any(other.state == FAILED and other.id < row.id for other in state.rows)
+
+
+# --- state ------------------------------------------------------------------------------------------------------------
+
+
+def _next_id(state: World) -> int:
+    """The sequence. Numbers that nothing refers to are given out again, so that fewer states differ."""
+    return max([0, *(row.id for row in state.rows), *(producer.id for producer in state.producers)]) + 1
+
+
+def _row_of(state: World, message_id: int) -> Row:
+    return next(row for row in state.rows if row.id == message_id)
+
+
+def _with(state: World, index: int, worker: Worker) -> World:
+    workers = (worker, state.workers[1]) if index == 0 else (state.workers[0], worker)
+    return state._replace(workers=workers)
+
+
+def _with_producer(state: World, index: int, producer: Producer) -> World:
+    return state._replace(producers=(*state.producers[:index], producer, *state.producers[index + 1 :]))
+
+
+def _with_row(state: World, row: Row) -> World:
+    return state._replace(rows=tuple(row if old.id == row.id else old for old in state.rows))
