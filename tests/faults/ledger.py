@@ -43,7 +43,11 @@ CREATE TABLE IF NOT EXISTS public.ledger_audit (
 CREATE OR REPLACE FUNCTION public.ledger_note() RETURNS trigger LANGUAGE plpgsql AS $function$
 BEGIN
     INSERT INTO public.ledger_audit (message_id, ledger_key, state)
-    VALUES (NEW.id, NEW.payload ->> 'ledger_key', NEW.state);
+    VALUES (
+        NEW.id,
+        NEW.payload ->> 'ledger_key' || CASE WHEN NEW.content_id IS NULL THEN '' ELSE '/' || NEW.destination END,
+        NEW.state
+    );
     RETURN NULL;
 END
 $function$;
@@ -54,10 +58,17 @@ CREATE OR REPLACE TRIGGER ledger_changed AFTER UPDATE ON pgoutbox.message
     EXECUTE FUNCTION public.ledger_note();
 """
 
-_ROWS: Final = "SELECT id, payload ->> 'ledger_key', state FROM pgoutbox.message WHERE payload ? 'ledger_key'"
+# The messages of a fan-out share their payload: each has its destination in its key.
+_ROWS: Final = """
+SELECT id, payload ->> 'ledger_key' || CASE WHEN content_id IS NULL THEN '' ELSE '/' || destination END, state
+FROM pgoutbox.message
+WHERE payload ? 'ledger_key'
+"""
 _AUDITED: Final = "SELECT message_id, ledger_key, state FROM public.ledger_audit ORDER BY message_id, seq"
 _ENDED_ATTEMPTS: Final = """
-SELECT m.payload ->> 'ledger_key', a.attempt_count
+SELECT
+    m.payload ->> 'ledger_key' || CASE WHEN m.content_id IS NULL THEN '' ELSE '/' || m.destination END,
+    a.attempt_count
 FROM pgoutbox.attempt AS a
 JOIN pgoutbox.message AS m ON m.id = a.message_id
 WHERE m.payload ? 'ledger_key'

@@ -13,10 +13,12 @@ import contextlib
 import random
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Final
 
@@ -24,14 +26,17 @@ import psycopg
 from rich.console import Console
 from rich.table import Table
 
-from pgoutbox import migrate
+from pgoutbox import maintenance, migrate, operations
 from pgoutbox.embedded import EmbeddedServer, embedded_server
+from tests import line_server
 from tests.faults.judge import install_judge
 from tests.faults.ledger import LEDGER_VARIABLE, install_audit, owed_count
 from tests.faults.proxy import proxy_to
-from tests.soak.nemesis import LEASE_SECONDS, Fleet, Nemesis, Process
+from tests.soak.host import PORT_VARIABLE
+from tests.soak.nemesis import LEASE_SECONDS, Fleet, Nemesis, Process, limit
 from tests.soak.producer import DRIVERS
 from tests.soak.verdict import Balance, balance
+from tests.soak.witness import install_witness
 from tests.worker_process import environment_with, worker_command
 
 DRAIN_SECONDS: Final = 600.0
@@ -46,7 +51,11 @@ WORKERS: Final[dict[str, tuple[list[str], dict[str, str]]]] = {
 }
 
 PRODUCER: Final = [sys.executable, "-m", "tests.soak.producer"]
-QUEUES: Final = ["--queue", "default", "--queue", "bulk"]
+HOST: Final = [sys.executable, "-m", "tests.soak.host"]
+QUEUES: Final = [f"--queue={name}" for name in ("default", "bulk", "ordered", "rated", "crowded")]
+# Of these nothing is kept that was sent.
+FORGOTTEN_TOPICS: Final = ("soak.forgotten", "soak.fanout")
+REDRIVE_SECONDS: Final = 2.0
 
 console = Console(soft_wrap=True)
 
@@ -79,8 +88,13 @@ def run(server: EmbeddedServer, directory: Path, seed: int, seconds: float) -> t
     with psycopg.connect(server.dsn) as connection:
         install_audit(connection)
         install_judge(connection)
+        install_witness(connection)
         connection.execute("CREATE TABLE soak_effect (message_id bigint NOT NULL, attempt_count integer NOT NULL)")
     chance = random.Random(seed)
+    with psycopg.connect(server.dsn, autocommit=True) as connection:
+        for topic in FORGOTTEN_TOPICS:
+            maintenance.set_retention(connection, topic, "sent", timedelta())
+        limit(connection, chance)
     with fleet(server, directory, chance) as ships:
         nemesis = Nemesis(ships, chance)
         strike_for(nemesis, seconds)
@@ -90,13 +104,15 @@ def run(server: EmbeddedServer, directory: Path, seed: int, seconds: float) -> t
         for process in ships.workers:
             process.stop(seconds=STOP_SECONDS)
     console.print(f"drained {drained:.1f} s after the last fault" if drained else "[red]did not drain[/]")
-    with psycopg.connect(server.dsn) as connection:
+    with psycopg.connect(server.dsn, autocommit=True) as connection:
+        maintenance.prune_by_retention(connection)  # Contents whose last message is gone go now, if they have not yet.
         return balance(directory / "ledger", connection), nemesis
 
 
 @contextlib.contextmanager
 def fleet(server: EmbeddedServer, directory: Path, chance: random.Random) -> Iterator[Fleet]:
     """Workers and producers, started; whatever still runs at the end is killed."""
+    port = free_port()
     environment = environment_with(
         dsn=server.dsn,
         lease_seconds=str(LEASE_SECONDS),
@@ -106,7 +122,10 @@ def fleet(server: EmbeddedServer, directory: Path, chance: random.Random) -> Ite
         probe_timeout_seconds="1",
         shutdown_grace_seconds="1",
         statement_timeout_seconds="5",
-    ) | {LEDGER_VARIABLE: str(directory / "ledger")}
+        breaker_cooldown_seconds="1",
+        breaker_max_cooldown_seconds="2",
+        breaker_probe_seconds="5",
+    ) | {LEDGER_VARIABLE: str(directory / "ledger"), PORT_VARIABLE: str(port)}
     with contextlib.ExitStack() as stack:
 
         def process(name: str, command: list[str], extra: dict[str, str]) -> Process:
@@ -125,9 +144,18 @@ def fleet(server: EmbeddedServer, directory: Path, chance: random.Random) -> Ite
                 for name, (options, extra) in WORKERS.items()
             ],
             [process(f"producer-{name}", [*PRODUCER, name, str(chance.randrange(1 << 30))], {}) for name in DRIVERS],
+            process("host", [*HOST, str(port)], {}),
         )
+        ships.host.keep_alive()
         ships.keep_alive()
         yield ships
+
+
+def free_port() -> int:
+    """A port that nobody has now."""
+    with socket.create_server((line_server.HOST, 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
 
 
 def strike_for(nemesis: Nemesis, seconds: float) -> None:
@@ -146,12 +174,18 @@ def strike_for(nemesis: Nemesis, seconds: float) -> None:
 
 
 def drain(ships: Fleet) -> float | None:
-    """Keep the workers alive until nothing is owed; after how many seconds, or None if that never came."""
-    began_at = reported_at = time.monotonic()
+    """Keep the workers alive until nothing is owed; after how many seconds, or None if that never came.
+
+    What waits behind a message that halts its key is owed too: somebody redrives that.
+    """
+    began_at = reported_at = redriven_at = time.monotonic()
     with ships.connection() as connection:
         while (now := time.monotonic()) < began_at + DRAIN_SECONDS:
             for process in ships.workers:
                 process.keep_alive()
+            if now > redriven_at + REDRIVE_SECONDS:
+                redriven_at = now
+                operations.redrive_failed(connection, topic="soak.halted")
             owed = owed_count(connection)
             if owed == 0:
                 return now - began_at

@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from pgoutbox import Context, Message, Outbox, Permanent, RetryPolicy, Snooze, SyncContext, Transient
-from tests.faults.ledger import told_ledger
+from tests.faults.ledger import KEY, told_ledger
+from tests.line_server import Line
+from tests.soak.host import NotedLineTransport
 
 TOPICS = ("soak.async", "soak.sync", "soak.batch", "soak.effect")
 
-outbox = Outbox()
+outbox = Outbox(transports=[NotedLineTransport(timeout_seconds=1.0)])
 _RETRY = RetryPolicy(max_attempts=1000, base_seconds=0.05, cap_seconds=1.0)
 _TIMEOUT_SECONDS = 4.0
 
@@ -58,6 +60,9 @@ def hand_over(message: Message) -> None:
 
 
 @outbox.handler("soak.async", retry=_RETRY, timeout=_TIMEOUT_SECONDS)
+@outbox.handler("soak.ordered", retry=_RETRY, timeout=_TIMEOUT_SECONDS)
+@outbox.handler("soak.halted", retry=_RETRY, timeout=_TIMEOUT_SECONDS)
+@outbox.handler("soak.forgotten", retry=_RETRY, timeout=_TIMEOUT_SECONDS)
 async def on_async(message: Message, ctx: Context) -> Transient | Permanent | Snooze | None:
     """Wait as for a slow server, make sure of the lease, hand over."""
     await asyncio.sleep(facts(message)["seconds"])
@@ -108,3 +113,25 @@ async def on_effect(message: Message, ctx: Context) -> Transient | Permanent | S
     if outcome is None:
         hand_over(message)
     return outcome
+
+
+@outbox.handler("soak.fanout", retry=_RETRY, timeout=_TIMEOUT_SECONDS)
+async def on_fanout(message: Message, ctx: Context) -> Transient | Permanent | Snooze | None:
+    """Hand over to one destination, by the key that it has in the ledger, what all of them share."""
+    if message.content != {"of": facts(message)[KEY]}:
+        return Permanent("the content is not that of the message")
+    await ctx.ensure_lease()
+    key = fanout_key(facts(message)[KEY], str(message.destination))
+    told_ledger().hand_over({KEY: key}, message.attempt_count)
+    return None
+
+
+def fanout_key(key: str, destination: str) -> str:
+    """The messages of a fan-out share their payload, and each has a key of its own in the ledger."""
+    return f"{key}/{destination}"
+
+
+@outbox.handler("soak.line", retry=_RETRY, timeout=_TIMEOUT_SECONDS)
+async def on_line(message: Message, ctx: Context) -> Line:
+    """Leave the hand-over to the transport, and to the breaker of its destination."""
+    return Line(str(message.id))

@@ -12,12 +12,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import IO, Final
 
 import psycopg
 
+from pgoutbox import maintenance, operations
 from pgoutbox.embedded import EmbeddedServer
+from pgoutbox.message import State
+from pgoutbox.operations import Rate
 from tests.faults.proxy import Moment, Proxy
 
 LEASE_SECONDS: Final = 2.0
@@ -79,6 +83,7 @@ class Fleet:
     proxy: Proxy
     workers: list[Process]
     producers: list[Process]
+    host: Process
 
     def keep_alive(self) -> None:
         """Start again what has ended."""
@@ -225,6 +230,35 @@ class Nemesis:
         if done.returncode not in (0, 1):
             raise RuntimeError(f"redrive ended with {done.returncode}: {done.stderr}")
 
+    def pause_queue(self) -> None:
+        """An operator pauses a queue and resumes it."""
+        queue = self.chance.choice(["default", "ordered", "rated", "crowded"])
+        with self.fleet.connection() as connection:
+            # It ends by itself if the resume should be in vain.
+            operations.pause_queue(connection, queue, duration=timedelta(seconds=5))
+            self._wait(self.chance.uniform(0.2, 2.0))
+            operations.resume_queue(connection, queue)
+
+    def change_limits(self) -> None:
+        """An operator changes a rate, and how many may be in flight."""
+        with self.fleet.connection() as connection:
+            limit(connection, self.chance)
+
+    def kill_destination(self) -> None:
+        """The destination of some messages dies, or hangs, until its breaker has long been open."""
+        host = self.fleet.host
+        dies = self.chance.random() < 0.5
+        host.signal(signal.SIGKILL if dies else signal.SIGSTOP)
+        self._wait(self.chance.uniform(3.0, 6.0))
+        host.signal(signal.SIGCONT)
+        host.keep_alive()
+
+    def prune(self) -> None:
+        """An operator deletes what no rule keeps, and some of what halts its key."""
+        with self.fleet.connection() as connection:
+            maintenance.prune_by_retention(connection)
+            maintenance.prune(connection, timedelta(seconds=1), states=[State.FAILED], topic="soak.halted")
+
     def vacuum(self) -> None:
         """Vacuum in the middle of it."""
         with self.fleet.connection() as connection:
@@ -256,7 +290,17 @@ FAULTS: Final[list[tuple[Callable[[Nemesis], None], int]]] = [
     (Nemesis.cancel, 3),
     (Nemesis.redrive, 2),
     (Nemesis.vacuum, 2),
+    (Nemesis.pause_queue, 3),
+    (Nemesis.change_limits, 4),
+    (Nemesis.kill_destination, 4),
+    (Nemesis.prune, 3),
 ]
+
+
+def limit(connection: psycopg.Connection, chance: random.Random) -> None:
+    """Give the limited queues other limits, which all leave room for what the producers make."""
+    operations.limit_rate(connection, "rated", Rate(chance.choice([20, 40]), 1), burst=chance.choice([1, 5, 20]))
+    operations.limit_in_flight(connection, "crowded", chance.choice([2, 3, 6]))
 
 
 def restart(server: EmbeddedServer, mode: str) -> None:

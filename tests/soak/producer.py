@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import logging
 import os
@@ -17,7 +18,7 @@ import random
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import asyncpg
 import psycopg
@@ -26,12 +27,16 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from pgoutbox import Enqueued, NewMessage, Outbox, TransactionError
+from pgoutbox.adapters import AsyncConnection, SyncConnection
 from tests.faults.ledger import KEY, Ledger, told_ledger
-from tests.soak.app import TOPICS
+from tests.line_server import HOST, SCHEME
+from tests.soak.app import TOPICS, fanout_key
+from tests.soak.host import PORT_VARIABLE
 
 logger = logging.getLogger("tests.soak.producer")
 COALESCE_KEYS: Final = 40
 DEDUPE_KEYS: Final = 2_000
+ORDERING_KEYS: Final = 40
 # What a producer of a database that is shot at has to expect: it gives up the transaction and begins another one.
 FAILURES: Final = (
     psycopg.Error, asyncpg.PostgresError, asyncpg.InterfaceError, sqlalchemy.exc.DBAPIError, OSError, TimeoutError,
@@ -39,7 +44,34 @@ FAILURES: Final = (
 )  # fmt: skip
 
 Enqueue = Callable[[list[NewMessage[Any]]], Coroutine[Any, Any, list[Enqueued]]]
-Transaction = Callable[[], contextlib.AbstractAsyncContextManager[Enqueue]]
+
+
+@dataclasses.dataclass(frozen=True)
+class FanOut:
+    """One content for these destinations."""
+
+    key: str
+    destinations: list[str]
+
+    @property
+    def keys(self) -> list[str]:
+        """One for each message, in the ledger."""
+        return [fanout_key(self.key, destination) for destination in self.destinations]
+
+    @property
+    def call(self) -> tuple[str, dict[str, Any], list[str]]:
+        """What `enqueue_fanout` is given besides the content and the queue."""
+        return "soak.fanout", {KEY: self.key, "plan": ["ok"], "seconds": 0}, self.destinations
+
+
+class Enlist(NamedTuple):
+    """What can be done in a transaction."""
+
+    enqueue: Enqueue
+    fan_out: Callable[[FanOut], Coroutine[Any, Any, list[Enqueued]]]
+
+
+Transaction = Callable[[], contextlib.AbstractAsyncContextManager[Enlist]]
 
 
 class PlannedRollbackError(Exception):
@@ -63,6 +95,8 @@ def draw(chance: random.Random, key: str) -> NewMessage[Any]:
         chance = random.Random(number)
     elif kind < 0.5:
         coalesce_key = f"key-{chance.randrange(COALESCE_KEYS)}"
+    elif kind < 0.75:
+        return draw_special(chance, key)
     topic = chance.choice(TOPICS)
     steps = plan(chance)
     if topic == "soak.async" and chance.random() < 0.01:
@@ -80,6 +114,40 @@ def draw(chance: random.Random, key: str) -> NewMessage[Any]:
     )
 
 
+def draw_special(chance: random.Random, key: str) -> NewMessage[Any]:
+    """A message that is ordered, limited, forgotten as it is sent, or for a destination that can die."""
+    seconds = chance.choice([0, 0, 0.01, 0.1])
+    payload: dict[str, Any] = {KEY: key, "plan": plan(chance), "seconds": seconds}
+    match chance.choice(
+        ["ordered", "ordered", "halted", "halted", "rated", "crowded", "forgotten", "forgotten", "line"]
+    ):
+        case "ordered":
+            number = chance.randrange(ORDERING_KEYS)
+            return NewMessage(
+                "soak.ordered", payload, queue="ordered", ordering_key=f"go-{number}", max_attempts=10_000
+            )
+        case "halted":
+            # What failed for good succeeds when somebody has redriven it.
+            number = chance.randrange(ORDERING_KEYS)
+            if payload["plan"][-1] == "permanent" or chance.random() < 0.1:
+                payload["plan"] = ["permanent", "ok"]
+            return NewMessage(
+                "soak.halted",
+                payload,
+                queue="ordered",
+                ordering_key=f"halt-{number}",
+                on_failed="halt",
+                max_attempts=10_000,
+            )
+        case "forgotten":
+            return NewMessage("soak.forgotten", payload, max_attempts=10_000)
+        case "line":
+            destination = f"{SCHEME}://{HOST}:{os.environ[PORT_VARIABLE]}"
+            return NewMessage("soak.line", payload | {"plan": ["ok"]}, destination=destination, max_attempts=10_000)
+        case queue:
+            return NewMessage("soak.async", payload, queue=queue, max_attempts=10_000)
+
+
 def _change_mind(rolls_back: bool) -> None:
     if rolls_back:
         raise PlannedRollbackError
@@ -92,13 +160,19 @@ async def produce(transaction: Transaction, chance: random.Random, ledger: Ledge
             return
         name = f"{os.getpid()}-{number}"
         messages = [draw(chance, f"{name}-{n}") for n in range(chance.choice([1, 1, 1, 1, 2, 30]))]
-        keys = [message.payload[KEY] for message in messages]
+        fan_out = None
+        if chance.random() < 0.05:
+            fan_out = FanOut(f"{name}-all", [f"mailto:{n}@example.org" for n in range(chance.randrange(1, 8))])
+        shared_keys = [] if fan_out is None else fan_out.keys
+        keys = [message.payload[KEY] for message in messages] + shared_keys
         # What happened to a dedupe key in one transaction is not what happened to it in all.
-        own_keys = [message.payload[KEY] for message in messages if message.dedupe_key is None]
+        own_keys = [message.payload[KEY] for message in messages if message.dedupe_key is None] + shared_keys
         rolls_back = chance.random() < 0.25
         try:
-            async with transaction() as enqueue:
-                await enqueue(messages)
+            async with transaction() as enlist:
+                await enlist.enqueue(messages)
+                if fan_out is not None:
+                    await enlist.fan_out(fan_out)
                 _change_mind(rolls_back)
                 ledger.write("intended", *keys)
             ledger.write("acknowledged", *keys)
@@ -117,7 +191,7 @@ def psycopg_sync(outbox: Outbox, dsn: str) -> Transaction:
     """A connection for each transaction, as behind a pooler; single enqueues and bulks."""
 
     @contextlib.asynccontextmanager
-    async def transaction() -> AsyncIterator[Enqueue]:
+    async def transaction() -> AsyncIterator[Enlist]:
         with psycopg.connect(dsn, connect_timeout=5) as connection:
 
             async def enqueue(messages: list[NewMessage[Any]]) -> list[Enqueued]:
@@ -126,7 +200,7 @@ def psycopg_sync(outbox: Outbox, dsn: str) -> Transaction:
                 (message,) = messages
                 return [_one(outbox, connection, message)]
 
-            yield enqueue
+            yield Enlist(enqueue, _fan_out(outbox, connection))
 
     return transaction
 
@@ -138,9 +212,26 @@ def _one(outbox: Outbox, connection: psycopg.Connection, message: NewMessage[Any
         message.payload,
         coalesce_key=message.coalesce_key,
         dedupe_key=message.dedupe_key,
+        ordering_key=message.ordering_key,
+        on_failed=message.on_failed,
+        destination=message.destination,
         delay=message.delay,
         queue=message.queue,
         max_attempts=message.max_attempts,
+    )
+
+
+def _fan_out(outbox: Outbox, connection: SyncConnection) -> Callable[[FanOut], Coroutine[Any, Any, list[Enqueued]]]:
+    async def fan_out(asked: FanOut) -> list[Enqueued]:
+        return outbox.enqueue_fanout(connection, *asked.call, content={"of": asked.key}, max_attempts=10_000)
+
+    return fan_out
+
+
+def _async_enlist(outbox: Outbox, connection: AsyncConnection) -> Enlist:
+    return Enlist(
+        lambda messages: outbox.aenqueue_many(connection, messages),
+        lambda asked: outbox.aenqueue_fanout(connection, *asked.call, content={"of": asked.key}, max_attempts=10_000),
     )
 
 
@@ -148,9 +239,9 @@ def psycopg_async(outbox: Outbox, dsn: str) -> Transaction:
     """psycopg's async connection."""
 
     @contextlib.asynccontextmanager
-    async def transaction() -> AsyncIterator[Enqueue]:
+    async def transaction() -> AsyncIterator[Enlist]:
         async with await psycopg.AsyncConnection.connect(dsn, connect_timeout=5) as connection:
-            yield lambda messages: outbox.aenqueue_many(connection, messages)
+            yield _async_enlist(outbox, connection)
 
     return transaction
 
@@ -160,13 +251,13 @@ def sqlalchemy_sync(outbox: Outbox, dsn: str) -> Transaction:
     engine = sqlalchemy.create_engine(make_url(dsn).set(drivername="postgresql+psycopg"))
 
     @contextlib.asynccontextmanager
-    async def transaction() -> AsyncIterator[Enqueue]:
+    async def transaction() -> AsyncIterator[Enlist]:
         with engine.begin() as connection:
 
             async def enqueue(messages: list[NewMessage[Any]]) -> list[Enqueued]:
                 return outbox.enqueue_many(connection, messages)
 
-            yield enqueue
+            yield Enlist(enqueue, _fan_out(outbox, connection))
 
     return transaction
 
@@ -176,9 +267,9 @@ def sqlalchemy_asyncpg(outbox: Outbox, dsn: str) -> Transaction:
     engine = create_async_engine(make_url(dsn).set(drivername="postgresql+asyncpg"))
 
     @contextlib.asynccontextmanager
-    async def transaction() -> AsyncIterator[Enqueue]:
+    async def transaction() -> AsyncIterator[Enlist]:
         async with engine.begin() as connection:
-            yield lambda messages: outbox.aenqueue_many(connection, messages)
+            yield _async_enlist(outbox, connection)
 
     return transaction
 
@@ -187,11 +278,11 @@ def asyncpg_alone(outbox: Outbox, dsn: str) -> Transaction:
     """asyncpg's own connection."""
 
     @contextlib.asynccontextmanager
-    async def transaction() -> AsyncIterator[Enqueue]:
+    async def transaction() -> AsyncIterator[Enlist]:
         connection = await asyncpg.connect(dsn, timeout=5)
         try:
             async with connection.transaction():
-                yield lambda messages: outbox.aenqueue_many(connection, messages)
+                yield _async_enlist(outbox, connection)
         finally:
             connection.terminate()
 

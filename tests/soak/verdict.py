@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, LiteralString, NamedTuple
 
@@ -11,6 +11,7 @@ from psycopg.rows import class_row
 
 from tests.faults.judge import violations
 from tests.faults.ledger import judge, read_entries
+from tests.soak.witness import Flight, account, beyond_limits, brought_back, flights, out_of_turn, used_up_while_open
 
 # Every query returns the ids of the messages that break the invariant.
 INVARIANTS: Final[Mapping[str, LiteralString]] = {
@@ -69,11 +70,28 @@ INVARIANTS: Final[Mapping[str, LiteralString]] = {
         GROUP BY m.id, m.attempt_count
         HAVING count(a.message_id) <> m.attempt_count - 1
     """,
+    "a content that no message names": """
+        SELECT c.id
+        FROM pgoutbox.content AS c
+        WHERE NOT EXISTS (SELECT FROM pgoutbox.message AS m WHERE m.content_id = c.id)
+    """,
+    "a message whose content is gone": """
+        SELECT m.id
+        FROM pgoutbox.message AS m
+        WHERE NOT EXISTS (SELECT FROM pgoutbox.content AS c WHERE c.id = m.content_id) AND m.content_id IS NOT NULL
+    """,
+    "sent, and kept though a rule keeps nothing of it": """
+        SELECT m.id
+        FROM pgoutbox.message AS m
+        JOIN pgoutbox.retention AS r ON r.topic = m.topic AND r.state = m.state
+        WHERE m.state = 'sent' AND r.keep = interval '0'
+    """,
 }
 
 _MESSAGES: Final = """
 SELECT
-    payload ->> 'ledger_key' AS key, id, topic, coalesce_key, state, attempt_count,
+    payload ->> 'ledger_key' || CASE WHEN content_id IS NULL THEN '' ELSE '/' || destination END AS key,
+    id, topic, queue, coalesce_key, ordering_key, state, attempt_count,
     extract(epoch FROM finished_at)::float8 AS finished_at
 FROM pgoutbox.message
 """
@@ -93,7 +111,9 @@ class _Row(NamedTuple):
     key: str
     id: int
     topic: str
+    queue: str
     coalesce_key: str | None
+    ordering_key: str | None
     state: str
     attempt_count: int
     finished_at: float
@@ -131,20 +151,27 @@ def balance(path: Path, connection: psycopg.Connection) -> Balance:
     for invariant, query in INVARIANTS.items():
         broken = [row[0] for row in connection.execute(query)]
         lines.append(Line(invariant, len(broken), broken[:5]))
-    lines += _by_order(path, connection)
+    seen = flights(connection)
+    lines += _by_order(path, connection, brought_back(seen))
+    lines.append(_by_deletion(path, seen))
+    for invariant, broken in (out_of_turn(seen) | beyond_limits(seen, connection)).items():
+        lines.append(Line(invariant, len(broken), broken[:5]))
+    lines.append(_by_breaker(path, connection))
     forbidden = violations(connection)
     lines.append(Line("a forbidden change of a row, or rule of the tables", len(forbidden), forbidden[:5]))
-    return Balance(lines, str(verdict).split(";", maxsplit=1)[0])
+    return Balance(lines, f"{str(verdict).split(';', maxsplit=1)[0]}; {account(seen, connection)}")
 
 
-def _by_order(path: Path, connection: psycopg.Connection) -> list[Line]:
+def _by_order(path: Path, connection: psycopg.Connection, redriven: Collection[int]) -> list[Line]:
     """What the order of the hand-overs must say. An attempt known to be lost may hand over at any later time."""
     messages = {row.key: row for row in connection.cursor(row_factory=class_row(_Row)).execute(_MESSAGES)}
     uncertain = set(connection.execute(_UNCERTAIN))
     unfenced: list[int] = []
     stale: list[int] = []
     unproven = {row.id for row in messages.values() if row.state == "sent"}
+    overtaken: list[int] = []
     latest: dict[tuple[str, str], int] = {}
+    latest_in_turn: dict[tuple[str, str], int] = {}
     for hand_over in read_entries(path).hand_over_order:
         row = messages.get(hand_over.key)
         if row is None:
@@ -161,8 +188,38 @@ def _by_order(path: Path, connection: psycopg.Connection) -> list[Line]:
             if row.id < latest.get(place, 0):
                 stale.append(row.id)
             latest[place] = max(latest.get(place, 0), row.id)
+        # What came back after the later ones had passed it comes when it comes.
+        if row.ordering_key is not None and row.id not in redriven:
+            turn = (row.queue, row.ordering_key)
+            if row.id < latest_in_turn.get(turn, 0):
+                overtaken.append(row.id)
+            latest_in_turn[turn] = max(latest_in_turn.get(turn, 0), row.id)
     return [
         Line("handed over by an attempt that neither sent nor was lost", len(unfenced), unfenced[:5]),
         Line("sent, and not handed over before by that very attempt", len(unproven), sorted(unproven)[:5]),
         Line("an older message handed over after a newer one", len(stale), stale[:5]),
+        Line("an ordered message handed over after a later one of its key", len(overtaken), overtaken[:5]),
     ]
+
+
+def _by_deletion(path: Path, seen: Sequence[Flight]) -> Line:
+    """What was deleted as it was sent had been handed over by the attempt that it was deleted with."""
+    handed_over: dict[tuple[str, int], float] = {}
+    for hand_over in read_entries(path).hand_over_order:
+        handed_over.setdefault((hand_over.key, hand_over.attempt_count), hand_over.at)
+    last = {line.message_id: line for line in seen}
+    unproven = [
+        line.message_id
+        for line in last.values()
+        if line.topic == "soak.forgotten"
+        and line.what == "gone"
+        and handed_over.get((line.ledger_key, line.attempt_count), float("inf")) > line.at
+    ]
+    return Line("deleted, and not handed over before by that very attempt", len(unproven), unproven[:5])
+
+
+def _by_breaker(path: Path, connection: psycopg.Connection) -> Line:
+    """A worker that could not ask, because the database was away, says so in its log and cannot know."""
+    unknown_count = sum(log.read_bytes().count(b"breaker_unknown") for log in path.parent.glob("worker-*.log"))
+    used_up = used_up_while_open(connection)[unknown_count:]
+    return Line("an attempt used up while its breaker was open", len(used_up), used_up[:5])

@@ -1,0 +1,279 @@
+"""What the database itself saw of the run: an account of attempts, tokens and breakers, in the order of the locks.
+
+Triggers write it, in the transactions that they tell of. The number of a line is drawn before its transaction commits
+and after the snapshot on which it acted: of two of which one had to see the other, the order is right.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final, LiteralString, NamedTuple
+
+import psycopg
+from psycopg.rows import class_row
+
+# A row that moves to another partition is deleted there and inserted here, in one transaction.
+_WITNESS: Final[LiteralString] = """
+CREATE TABLE soak_flight (
+    seq           bigserial PRIMARY KEY,
+    xid           xid8    NOT NULL DEFAULT pg_current_xact_id(),
+    at            float8  NOT NULL DEFAULT extract(epoch FROM clock_timestamp()),
+    message_id    bigint  NOT NULL,
+    ledger_key    text    NOT NULL,
+    topic         text    NOT NULL,
+    queue         text    NOT NULL,
+    ordering_key  text,
+    halts         boolean NOT NULL,
+    what          text    NOT NULL,
+    attempt_count integer NOT NULL,
+    in_flight     bigint,
+    max_in_flight integer,
+    is_paused     boolean
+);
+CREATE INDEX soak_flight_attempt ON soak_flight (message_id, attempt_count);
+CREATE FUNCTION soak_note() RETURNS trigger LANGUAGE plpgsql AS $function$
+DECLARE
+    seen pgoutbox.message := CASE WHEN TG_OP = 'DELETE' THEN OLD ELSE NEW END;
+    did text := CASE WHEN TG_OP = 'DELETE' THEN 'gone' ELSE seen.state END;
+    present bigint;
+    limits pgoutbox.queue;
+BEGIN
+    IF TG_OP = 'UPDATE' AND NEW.state = 'sending' AND OLD.attempt_count = NEW.attempt_count THEN
+        IF OLD.lease_expires_at > clock_timestamp() OR NEW.lease_expires_at = OLD.lease_expires_at THEN
+            RETURN NULL;
+        END IF;
+        did := 'revived';
+    ELSIF TG_OP = 'UPDATE' AND NEW.state = 'sending' THEN
+        SELECT q.* INTO limits FROM pgoutbox.queue AS q WHERE q.name = seen.queue;
+        IF limits.max_in_flight IS NOT NULL THEN
+            -- Whose lease had ended before its worker renewed it is one too many by rights.
+            SELECT count(*) INTO present
+            FROM pgoutbox.message_live AS m
+            WHERE m.queue = seen.queue AND m.state = 'sending' AND m.lease_expires_at > clock_timestamp()
+                AND NOT EXISTS (
+                    SELECT FROM public.soak_flight AS f
+                    WHERE f.message_id = m.id AND f.attempt_count = m.attempt_count AND f.what = 'revived'
+                );
+        END IF;
+    END IF;
+    INSERT INTO public.soak_flight (
+        message_id, ledger_key, topic, queue, ordering_key, halts, what, attempt_count, in_flight, max_in_flight,
+        is_paused
+    ) VALUES (
+        seen.id, seen.payload ->> 'ledger_key', seen.topic, seen.queue, seen.ordering_key,
+        seen.on_failed IS NOT DISTINCT FROM 'halt', did, seen.attempt_count, present, limits.max_in_flight,
+        limits.paused_at IS NOT NULL AND (limits.resume_at > clock_timestamp()) IS NOT FALSE
+    );
+    RETURN NULL;
+END
+$function$;
+CREATE TRIGGER soak_entered AFTER INSERT ON pgoutbox.message FOR EACH ROW
+    WHEN (NEW.queue IN ('ordered', 'rated', 'crowded') OR NEW.topic = 'soak.forgotten') EXECUTE FUNCTION soak_note();
+CREATE TRIGGER soak_changed AFTER UPDATE ON pgoutbox.message FOR EACH ROW
+    WHEN (NEW.queue IN ('ordered', 'rated', 'crowded') OR NEW.topic = 'soak.forgotten') EXECUTE FUNCTION soak_note();
+CREATE TRIGGER soak_left AFTER DELETE ON pgoutbox.message FOR EACH ROW
+    WHEN (OLD.queue IN ('ordered', 'rated', 'crowded') OR OLD.topic = 'soak.forgotten') EXECUTE FUNCTION soak_note();
+
+CREATE TABLE soak_bucket (
+    seq   bigserial PRIMARY KEY,
+    xid   xid8   NOT NULL DEFAULT pg_current_xact_id(),
+    queue text   NOT NULL,
+    rate  float8 NOT NULL,
+    burst float8 NOT NULL,
+    at    float8 NOT NULL
+);
+CREATE FUNCTION soak_tokens() RETURNS trigger LANGUAGE plpgsql AS $function$
+BEGIN
+    INSERT INTO public.soak_bucket (queue, rate, burst, at)
+    VALUES (NEW.name, NEW.rate_count / NEW.rate_seconds, NEW.burst, extract(epoch FROM NEW.tokens_at));
+    RETURN NULL;
+END
+$function$;
+CREATE TRIGGER soak_tokens AFTER INSERT OR UPDATE ON pgoutbox.queue FOR EACH ROW
+    WHEN (NEW.rate_count IS NOT NULL) EXECUTE FUNCTION soak_tokens();
+
+CREATE TABLE soak_breaker (
+    seq  bigserial PRIMARY KEY,
+    key  text        NOT NULL,
+    what text        NOT NULL,
+    at   timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+CREATE FUNCTION soak_switch() RETURNS trigger LANGUAGE plpgsql AS $function$
+BEGIN
+    IF TG_OP = 'UPDATE' AND NEW.opened_at = OLD.opened_at THEN
+        RETURN NULL;
+    END IF;
+    INSERT INTO public.soak_breaker (key, what)
+    VALUES (coalesce(NEW.key, OLD.key), CASE WHEN TG_OP = 'DELETE' THEN 'closed' ELSE 'opened' END);
+    RETURN NULL;
+END
+$function$;
+CREATE TRIGGER soak_switch AFTER INSERT OR UPDATE OR DELETE ON pgoutbox.breaker
+    FOR EACH ROW EXECUTE FUNCTION soak_switch()
+"""
+
+_FLIGHT: Final = """
+SELECT
+    seq, xid::text, at, message_id, ledger_key, topic, queue, ordering_key, halts, what, attempt_count,
+    in_flight > max_in_flight AS is_crowded, is_paused
+FROM soak_flight
+ORDER BY seq
+"""
+_BUCKET: Final = "SELECT xid::text, queue, rate, burst, at FROM soak_bucket ORDER BY seq"
+# A worker may fail and ask in the moment in which the row is being committed: it is not told then.
+_USED_UP: Final = """
+SELECT a.message_id
+FROM pgoutbox.attempt AS a
+JOIN pgoutbox.message AS m ON m.id = a.message_id
+JOIN soak_breaker AS o ON o.what = 'opened' AND a.started_at > o.at + interval '1 s'
+WHERE m.topic = 'soak.line'
+    AND a.outcome = 'retry'
+    AND a.error ~ '^(Connection[A-Za-z]*Error|TimeoutError|no answer)'
+    AND NOT EXISTS (
+        SELECT FROM soak_breaker AS c
+        WHERE c.key = o.key AND c.what = 'closed' AND c.seq > o.seq AND c.at < a.ended_at
+    )
+ORDER BY a.message_id
+"""
+_FINAL: Final = frozenset({"sent", "skipped", "cancelled", "failed", "gone"})
+
+
+class Flight(NamedTuple):
+    """One line of the account of attempts: `what` is the state that was entered, `gone` or `revived`."""
+
+    seq: int
+    xid: str
+    at: float
+    message_id: int
+    ledger_key: str
+    topic: str
+    queue: str
+    ordering_key: str | None
+    halts: bool
+    what: str
+    attempt_count: int
+    is_crowded: bool | None
+    is_paused: bool | None
+
+
+class _Bucket(NamedTuple):
+    xid: str
+    queue: str
+    rate: float
+    burst: float
+    at: float
+
+
+def install_witness(connection: psycopg.Connection) -> None:
+    """From now on the account is written. Before the first enqueue, in a database of the run's own."""
+    connection.execute(_WITNESS)
+
+
+def flights(connection: psycopg.Connection) -> list[Flight]:
+    """The account of attempts. What left one partition for another in one transaction is not gone."""
+    lines = connection.cursor(row_factory=class_row(Flight)).execute(_FLIGHT).fetchall()
+    entered = {(line.xid, line.message_id) for line in lines if line.what != "gone"}
+    return [line for line in lines if line.what != "gone" or (line.xid, line.message_id) not in entered]
+
+
+def begun(lines: Iterable[Flight]) -> Iterator[Flight]:
+    """Each attempt that began."""
+    return (line for line in lines if line.what == "sending")
+
+
+def out_of_turn(lines: Sequence[Flight]) -> dict[str, list[int]]:
+    """Of ordered messages: begun beside another one of the key, or before an earlier one was done with."""
+    states: defaultdict[tuple[str, str], dict[int, str]] = defaultdict(dict)
+    passed: set[int] = set()
+    beside: list[int] = []
+    early: list[int] = []
+    for line in lines:
+        if line.ordering_key is None or line.what == "revived":
+            continue
+        key = states[line.queue, line.ordering_key]
+        if line.what == "sending":
+            others = {message_id: state for message_id, state in key.items() if message_id != line.message_id}
+            if "sending" in others.values():
+                beside.append(line.message_id)
+            # What is failed and not passed halts the key.
+            if any(
+                message_id < line.message_id and message_id not in passed and state in ("pending", "sending", "failed")
+                for message_id, state in others.items()
+            ):
+                early.append(line.message_id)
+        key[line.message_id] = line.what
+        if line.what in _FINAL and not (line.what == "failed" and line.halts):
+            passed.add(line.message_id)
+    return {
+        "begun while another message of its ordering key was in flight": beside,
+        "begun before an earlier message of its ordering key was done with": early,
+    }
+
+
+def brought_back(lines: Sequence[Flight]) -> set[int]:
+    """Ordered messages that let the later ones pass, and were redriven."""
+    passed: set[int] = set()
+    back: set[int] = set()
+    for line in lines:
+        if line.what in _FINAL and not (line.what == "failed" and line.halts):
+            passed.add(line.message_id)
+        elif line.what == "pending" and line.message_id in passed:
+            back.add(line.message_id)
+    return back
+
+
+def beyond_limits(lines: Sequence[Flight], connection: psycopg.Connection) -> dict[str, list[int]]:
+    """Attempts for which there was no token, no room or no leave. The bucket is filled and emptied here once more."""
+    buckets = connection.cursor(row_factory=class_row(_Bucket)).execute(_BUCKET).fetchall()
+    claims: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
+    for line in begun(lines):
+        claims[line.queue, line.xid].append(line.message_id)
+    limited = {bucket.queue for bucket in buckets}
+    spending = Counter((bucket.queue, bucket.xid) for bucket in buckets)
+    beyond = [
+        message_id
+        for claim, message_ids in claims.items()
+        if claim[0] in limited and claim not in spending
+        for message_id in message_ids
+    ]
+    for queue in limited:
+        beyond += _overspent([bucket for bucket in buckets if bucket.queue == queue], claims)
+    return {
+        "begun beyond the rate of its queue": beyond,
+        "begun beyond the number in flight of its queue": [line.message_id for line in begun(lines) if line.is_crowded],
+        "begun in a queue that was paused": [
+            line.message_id for line in begun(lines) if line.is_paused and line.queue in limited
+        ],
+    }
+
+
+def _overspent(buckets: Sequence[_Bucket], claims: dict[tuple[str, str], list[int]]) -> Iterator[int]:
+    before = buckets[0]
+    tokens = before.burst
+    for bucket in buckets:
+        tokens = min(before.burst, tokens + max(0.0, bucket.at - before.at) * before.rate, bucket.burst)
+        wanted = claims.get((bucket.queue, bucket.xid), [])
+        if len(wanted) > tokens + 0.001:
+            yield from wanted[int(tokens) :]
+        tokens = max(0.0, tokens - len(wanted))
+        before = bucket
+
+
+def used_up_while_open(connection: psycopg.Connection) -> list[int]:
+    """Messages of which an attempt was used up while the breaker of their destination was open."""
+    return [row[0] for row in connection.execute(_USED_UP)]
+
+
+def account(lines: Sequence[Flight], connection: psycopg.Connection) -> str:
+    """How much there was to judge."""
+    counts = Counter(line.queue for line in begun(lines))
+    gone = sum(line.what == "gone" and line.topic == "soak.forgotten" for line in lines)
+    halted = sum(line.what == "failed" and line.halts for line in lines)
+    opened = connection.execute("SELECT count(*) FROM soak_breaker WHERE what = 'opened'").fetchall()[0][0]
+    revived = sum(line.what == "revived" for line in lines)
+    return (
+        f"{counts['ordered']} ordered attempts ({halted} halted their key), {counts['rated']} under a rate, "
+        f"{counts['crowded']} under a number in flight, {gone} deleted as they were sent, {opened} breakers opened, "
+        f"{revived} leases renewed after their end"
+    )
