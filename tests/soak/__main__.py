@@ -122,6 +122,7 @@ def fleet(server: EmbeddedServer, directory: Path, chance: random.Random) -> Ite
         probe_timeout_seconds="1",
         shutdown_grace_seconds="1",
         statement_timeout_seconds="5",
+        breaker_failures="3",
         breaker_cooldown_seconds="1",
         breaker_max_cooldown_seconds="2",
         breaker_probe_seconds="5",
@@ -185,7 +186,7 @@ def drain(ships: Fleet) -> float | None:
                 process.keep_alive()
             if now > redriven_at + REDRIVE_SECONDS:
                 redriven_at = now
-                operations.redrive_failed(connection, topic="soak.halted")
+                operations.redrive_matching(connection, operations.MessageFilter(topic="soak.halted"))
             owed = owed_count(connection)
             if owed == 0:
                 return now - began_at

@@ -292,7 +292,7 @@ FAULTS: Final[list[tuple[Callable[[Nemesis], None], int]]] = [
     (Nemesis.vacuum, 2),
     (Nemesis.pause_queue, 3),
     (Nemesis.change_limits, 4),
-    (Nemesis.kill_destination, 4),
+    (Nemesis.kill_destination, 6),
     (Nemesis.prune, 3),
 ]
 

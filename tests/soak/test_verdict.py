@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, LiteralString
 
 import psycopg
@@ -148,7 +149,7 @@ DAMAGE: list[tuple[str, LiteralString]] = [
     ("a message whose content is gone", "DELETE FROM pgoutbox.content"),
     (
         "sent, and kept though a rule keeps nothing of it",
-        "UPDATE pgoutbox.message SET topic = 'soak.forgotten' WHERE id = 13",
+        "UPDATE soak_flight SET what = 'sent' WHERE message_id = 20 AND what = 'gone'",
     ),
     (
         "deleted, and not handed over before by that very attempt",
@@ -286,8 +287,11 @@ def test_an_attempt_that_met_an_open_breaker_may_be_used_up_by_a_worker_that_cou
 ) -> None:
     path, connection = run
     connection.execute("UPDATE pgoutbox.attempt SET outcome = 'retry', error = 'TimeoutError: ' WHERE message_id = 13")
-    (path.parent / "worker-plain.log").write_text('{"event": "breaker_unknown"}\n')
-    assert broken(path, connection) == set()
+    log = path.parent / "worker-plain.log"
+    for seconds, expected in ((60.0, {"an attempt used up while its breaker was open"}), (4.5, set())):
+        told_at = datetime.now(UTC) - timedelta(seconds=seconds)
+        log.write_text(f'{{"event": "breaker_unknown", "time": "{told_at.isoformat()}"}}\n')
+        assert broken(path, connection) == expected
 
 
 def test_the_witness_sees_what_the_workers_do(run: tuple[Path, psycopg.Connection]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, LiteralString, NamedTuple
 
@@ -80,12 +82,6 @@ INVARIANTS: Final[Mapping[str, LiteralString]] = {
         FROM pgoutbox.message AS m
         WHERE NOT EXISTS (SELECT FROM pgoutbox.content AS c WHERE c.id = m.content_id) AND m.content_id IS NOT NULL
     """,
-    "sent, and kept though a rule keeps nothing of it": """
-        SELECT m.id
-        FROM pgoutbox.message AS m
-        JOIN pgoutbox.retention AS r ON r.topic = m.topic AND r.state = m.state
-        WHERE m.state = 'sent' AND r.keep = interval '0'
-    """,
 }
 
 _MESSAGES: Final = """
@@ -153,7 +149,7 @@ def balance(path: Path, connection: psycopg.Connection) -> Balance:
         lines.append(Line(invariant, len(broken), broken[:5]))
     seen = flights(connection)
     lines += _by_order(path, connection, brought_back(seen))
-    lines.append(_by_deletion(path, seen))
+    lines += _by_deletion(path, seen)
     for invariant, broken in (out_of_turn(seen) | beyond_limits(seen, connection)).items():
         lines.append(Line(invariant, len(broken), broken[:5]))
     lines.append(_by_breaker(path, connection))
@@ -202,8 +198,11 @@ def _by_order(path: Path, connection: psycopg.Connection, redriven: Collection[i
     ]
 
 
-def _by_deletion(path: Path, seen: Sequence[Flight]) -> Line:
-    """What was deleted as it was sent had been handed over by the attempt that it was deleted with."""
+def _by_deletion(path: Path, seen: Sequence[Flight]) -> list[Line]:
+    """What was deleted as it was sent had been handed over by the attempt that it was deleted with, and was never kept.
+
+    The rule is older than every worker.
+    """
     handed_over: dict[tuple[str, int], float] = {}
     for hand_over in read_entries(path).hand_over_order:
         handed_over.setdefault((hand_over.key, hand_over.attempt_count), hand_over.at)
@@ -215,11 +214,24 @@ def _by_deletion(path: Path, seen: Sequence[Flight]) -> Line:
         and line.what == "gone"
         and handed_over.get((line.ledger_key, line.attempt_count), float("inf")) > line.at
     ]
-    return Line("deleted, and not handed over before by that very attempt", len(unproven), unproven[:5])
+    kept = [line.message_id for line in seen if line.topic == "soak.forgotten" and line.what == "sent"]
+    return [
+        Line("deleted, and not handed over before by that very attempt", len(unproven), unproven[:5]),
+        Line("sent, and kept though a rule keeps nothing of it", len(kept), kept[:5]),
+    ]
 
 
 def _by_breaker(path: Path, connection: psycopg.Connection) -> Line:
     """A worker that could not ask, because the database was away, says so in its log and cannot know."""
-    unknown_count = sum(log.read_bytes().count(b"breaker_unknown") for log in path.parent.glob("worker-*.log"))
-    used_up = used_up_while_open(connection)[unknown_count:]
+    unasked = [
+        datetime.fromisoformat(record["time"]).timestamp()
+        for log in path.parent.glob("worker-*.log")
+        for line in log.read_text(errors="replace").splitlines()
+        if '"breaker_unknown"' in line and (record := json.loads(line))
+    ]
+    used_up = [
+        message_id
+        for message_id, started_at, ended_at in used_up_while_open(connection)
+        if not any(started_at - 1 <= at <= ended_at + 1 for at in unasked)
+    ]
     return Line("an attempt used up while its breaker was open", len(used_up), used_up[:5])

@@ -123,7 +123,10 @@ ORDER BY seq
 _BUCKET: Final = "SELECT xid::text, queue, rate, burst, at FROM soak_bucket ORDER BY seq"
 # A worker may fail and ask in the moment in which the row is being committed: it is not told then.
 _USED_UP: Final = """
-SELECT a.message_id
+SELECT
+    a.message_id,
+    extract(epoch FROM a.started_at)::float8,
+    extract(epoch FROM a.ended_at)::float8
 FROM pgoutbox.attempt AS a
 JOIN pgoutbox.message AS m ON m.id = a.message_id
 JOIN soak_breaker AS o ON o.what = 'opened' AND a.started_at > o.at + interval '1 s'
@@ -260,9 +263,9 @@ def _overspent(buckets: Sequence[_Bucket], claims: dict[tuple[str, str], list[in
         before = bucket
 
 
-def used_up_while_open(connection: psycopg.Connection) -> list[int]:
-    """Messages of which an attempt was used up while the breaker of their destination was open."""
-    return [row[0] for row in connection.execute(_USED_UP)]
+def used_up_while_open(connection: psycopg.Connection) -> list[tuple[int, float, float]]:
+    """Attempts that were used up while the breaker of their destination was open: whose, from when, until when."""
+    return connection.execute(_USED_UP).fetchall()
 
 
 def account(lines: Sequence[Flight], connection: psycopg.Connection) -> str:
