@@ -36,7 +36,7 @@ from tests.soak.host import PORT_VARIABLE
 from tests.soak.nemesis import LEASE_SECONDS, Fleet, Nemesis, Process, limit
 from tests.soak.producer import DRIVERS
 from tests.soak.verdict import Balance, balance
-from tests.soak.witness import install_witness
+from tests.soak.witness import MAX_COOLDOWN_SECONDS, install_witness
 from tests.worker_process import environment_with, worker_command
 
 DRAIN_SECONDS: Final = 600.0
@@ -124,7 +124,7 @@ def fleet(server: EmbeddedServer, directory: Path, chance: random.Random) -> Ite
         statement_timeout_seconds="5",
         breaker_failures="3",
         breaker_cooldown_seconds="1",
-        breaker_max_cooldown_seconds="2",
+        breaker_max_cooldown_seconds=str(MAX_COOLDOWN_SECONDS),
         breaker_probe_seconds="5",
     ) | {LEDGER_VARIABLE: str(directory / "ledger"), PORT_VARIABLE: str(port)}
     with contextlib.ExitStack() as stack:

@@ -100,8 +100,11 @@ FROM (
 ) AS r(xid, message_id, topic, queue, ordering_key, what, in_flight);
 INSERT INTO soak_bucket (xid, queue, rate, burst, at)
 VALUES ('11', 'rated', 1, 2, 100), ('12', 'rated', 1, 2, 100), ('13', 'rated', 1, 2, 101);
-INSERT INTO soak_breaker (key, what, at)
-VALUES ('line:host', 'opened', now() - interval '10 s'), ('line:host', 'closed', now() - interval '1 s');
+INSERT INTO soak_breaker (key, what, at, until)
+VALUES
+    ('line:host', 'opened', now() - interval '10 s', now() - interval '9 s'),
+    ('line:host', 'changed', now() - interval '8 s', now()),
+    ('line:host', 'closed', now() - interval '1 s', NULL);
 INSERT INTO ledger_audit (message_id, ledger_key, state) VALUES (20, 'k20', 'pending')
 """
 
@@ -292,6 +295,23 @@ def test_an_attempt_that_met_an_open_breaker_may_be_used_up_by_a_worker_that_cou
         told_at = datetime.now(UTC) - timedelta(seconds=seconds)
         log.write_text(f'{{"event": "breaker_unknown", "time": "{told_at.isoformat()}"}}\n')
         assert broken(path, connection) == expected
+
+
+@pytest.mark.parametrize(
+    "excuse",
+    [
+        "UPDATE soak_breaker SET until = now() - interval '6.5 s' WHERE what = 'changed'",
+        "UPDATE soak_breaker SET at = now() - interval '4.5 s' WHERE what = 'closed'",
+        "UPDATE soak_breaker SET at = now() - interval '5.5 s' WHERE what <> 'closed'",
+    ],
+)
+def test_an_attempt_may_be_used_up_when_the_breaker_was_not_open_all_the_time(
+    run: tuple[Path, psycopg.Connection], excuse: LiteralString
+) -> None:
+    path, connection = run
+    connection.execute("UPDATE pgoutbox.attempt SET outcome = 'retry', error = 'TimeoutError: ' WHERE message_id = 13")
+    connection.execute(excuse)
+    assert broken(path, connection) == set()
 
 
 def test_the_witness_sees_what_the_workers_do(run: tuple[Path, psycopg.Connection]) -> None:

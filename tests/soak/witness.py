@@ -13,6 +13,9 @@ from typing import Final, LiteralString, NamedTuple
 import psycopg
 from psycopg.rows import class_row
 
+MAX_COOLDOWN_SECONDS: Final = 2.0
+"""The longest pause of a breaker in the run."""
+
 # A row that moves to another partition is deleted there and inserted here, in one transaction.
 _WITNESS: Final[LiteralString] = """
 CREATE TABLE soak_flight (
@@ -94,18 +97,22 @@ CREATE TRIGGER soak_tokens AFTER INSERT OR UPDATE ON pgoutbox.queue FOR EACH ROW
     WHEN (NEW.rate_count IS NOT NULL) EXECUTE FUNCTION soak_tokens();
 
 CREATE TABLE soak_breaker (
-    seq  bigserial PRIMARY KEY,
-    key  text        NOT NULL,
-    what text        NOT NULL,
-    at   timestamptz NOT NULL DEFAULT clock_timestamp()
+    seq   bigserial PRIMARY KEY,
+    key   text        NOT NULL,
+    what  text        NOT NULL,
+    at    timestamptz NOT NULL DEFAULT clock_timestamp(),
+    until timestamptz
 );
 CREATE FUNCTION soak_switch() RETURNS trigger LANGUAGE plpgsql AS $function$
 BEGIN
-    IF TG_OP = 'UPDATE' AND NEW.opened_at = OLD.opened_at THEN
-        RETURN NULL;
+    IF TG_OP = 'DELETE' THEN
+        INSERT INTO public.soak_breaker (key, what) VALUES (OLD.key, 'closed');
+    ELSIF TG_OP = 'UPDATE' AND NEW.opened_at = OLD.opened_at THEN
+        INSERT INTO public.soak_breaker (key, what, until)
+        VALUES (NEW.key, 'changed', greatest(NEW.retry_at, NEW.probe_until));
+    ELSE
+        INSERT INTO public.soak_breaker (key, what, until) VALUES (NEW.key, 'opened', NEW.retry_at);
     END IF;
-    INSERT INTO public.soak_breaker (key, what)
-    VALUES (coalesce(NEW.key, OLD.key), CASE WHEN TG_OP = 'DELETE' THEN 'closed' ELSE 'opened' END);
     RETURN NULL;
 END
 $function$;
@@ -121,21 +128,34 @@ FROM soak_flight
 ORDER BY seq
 """
 _BUCKET: Final = "SELECT xid::text, queue, rate, burst, at FROM soak_bucket ORDER BY seq"
-# A worker may fail and ask in the moment in which the row is being committed: it is not told then.
-_USED_UP: Final = """
+# What the row said a second before the attempt began holds to its end, unless it is changed meanwhile. A worker may
+# fail and ask in the moment in which the row is being committed: it is not told then. Nor is it told of a row whose
+# time has passed by more than the longest pause: nobody has probed for long, and it counts for nothing.
+_USED_UP: Final[LiteralString] = """
 SELECT
     a.message_id,
     extract(epoch FROM a.started_at)::float8,
     extract(epoch FROM a.ended_at)::float8
 FROM pgoutbox.attempt AS a
 JOIN pgoutbox.message AS m ON m.id = a.message_id
-JOIN soak_breaker AS o ON o.what = 'opened' AND a.started_at > o.at + interval '1 s'
-WHERE m.topic = 'soak.line'
+CROSS JOIN LATERAL (
+    SELECT b.seq, b.key, b.what, b.until
+    FROM soak_breaker AS b
+    WHERE b.at < a.started_at - interval '1 s'
+    ORDER BY b.seq DESC
+    LIMIT 1
+) AS o
+WHERE o.what <> 'closed'
+    AND o.until + make_interval(secs => %s::float8) > a.ended_at
+    AND m.topic = 'soak.line'
     AND a.outcome = 'retry'
     AND a.error ~ '^(Connection[A-Za-z]*Error|TimeoutError|no answer)'
     AND NOT EXISTS (
         SELECT FROM soak_breaker AS c
-        WHERE c.key = o.key AND c.what = 'closed' AND c.seq > o.seq AND c.at < a.ended_at
+        WHERE c.key = o.key
+            AND c.seq > o.seq
+            AND c.at < a.ended_at
+            AND (c.what <> 'changed' OR c.until + make_interval(secs => %s::float8) <= a.ended_at)
     )
 ORDER BY a.message_id
 """
@@ -265,7 +285,7 @@ def _overspent(buckets: Sequence[_Bucket], claims: dict[tuple[str, str], list[in
 
 def used_up_while_open(connection: psycopg.Connection) -> list[tuple[int, float, float]]:
     """Attempts that were used up while the breaker of their destination was open: whose, from when, until when."""
-    return connection.execute(_USED_UP).fetchall()
+    return connection.execute(_USED_UP, [MAX_COOLDOWN_SECONDS, MAX_COOLDOWN_SECONDS]).fetchall()
 
 
 def account(lines: Sequence[Flight], connection: psycopg.Connection) -> str:
