@@ -141,6 +141,8 @@ class Breaker:
                 yield "sends a message", _with(state, index, now)
             case "open":
                 yield "has waited long enough", _with(state, index, worker._replace(knows="half open"))
+                if state.row is None:
+                    yield "hears the news that it is closed", _with(state, index, Worker())
             case _:
                 yield "wants to probe", _with(state, index, worker._replace(at="asks to probe"))
 

@@ -28,7 +28,7 @@ from rich.table import Table
 
 from pgoutbox import maintenance, migrate, operations
 from pgoutbox.embedded import EmbeddedServer, embedded_server
-from tests import line_server
+from tests import dialogues
 from tests.faults.judge import install_judge
 from tests.faults.ledger import LEDGER_VARIABLE, install_audit, owed_count
 from tests.faults.proxy import proxy_to
@@ -154,7 +154,7 @@ def fleet(server: EmbeddedServer, directory: Path, chance: random.Random) -> Ite
 
 def free_port() -> int:
     """A port that nobody has now."""
-    with socket.create_server((line_server.HOST, 0)) as server:
+    with socket.create_server((dialogues.HOST, 0)) as server:
         port: int = server.getsockname()[1]
         return port
 

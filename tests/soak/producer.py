@@ -28,8 +28,9 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from pgoutbox import Enqueued, NewMessage, Outbox, TransactionError
 from pgoutbox.adapters import AsyncConnection, SyncConnection
+from tests.dialogues import HOST
 from tests.faults.ledger import KEY, Ledger, told_ledger
-from tests.line_server import HOST, SCHEME
+from tests.line_server import SCHEME
 from tests.soak.app import TOPICS, fanout_key
 from tests.soak.host import PORT_VARIABLE
 
