@@ -897,12 +897,13 @@ def test_without_the_schema_the_command_is_named(empty_dsn: str, open_site: Call
 
 
 def test_a_query_that_takes_too_long_is_given_up(site: Site, connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(database, "STATEMENT_SECONDS", 0.1)
     blocker = connect()
     blocker.execute("LOCK TABLE pgoutbox.message")
-    assert "was given up" in Page(site.ada.get("/messages").text).words
-    assert site.ada.get("/messages").status_code == 503
-    assert site.ada.post("/messages/1/cancel").status_code == 503
+    with monkeypatch.context() as impatient:
+        impatient.setattr(database, "STATEMENT_SECONDS", 0.1)
+        assert "was given up" in Page(site.ada.get("/messages").text).words
+        assert site.ada.get("/messages").status_code == 503
+        assert site.ada.post("/messages/1/cancel").status_code == 503
     blocker.rollback()
     assert site.ada.get("/messages").status_code == 200
 
@@ -910,13 +911,14 @@ def test_a_query_that_takes_too_long_is_given_up(site: Site, connect: Connect, m
 def test_a_dead_network_is_not_waited_for(
     dsn: str, tmp_path: Path, open_site: Callable[..., Site], db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(database, "ANSWER_SECONDS", 0.3)
     with proxy_to(dsn, tmp_path) as proxy:
         site = open_site(proxy.dsn)
         assert site.ada.get("/messages").status_code == 200
         (kept,) = site.dashboard.database._idle
         with proxy.stalled("pgoutbox web", open_connections_only=True):
-            assert "did not answer in time" in Page(site.ada.get("/messages").text).words
+            with monkeypatch.context() as impatient:
+                impatient.setattr(database, "ANSWER_SECONDS", 0.3)
+                assert "did not answer in time" in Page(site.ada.get("/messages").text).words
             # It is broken, so that no thread waits on it any more.
             wait_until(lambda: kept.connection.closed, lambda: "the connection that hung is still open")
             assert site.ada.get("/messages").status_code == 200
