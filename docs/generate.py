@@ -25,8 +25,9 @@ from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
 import pgoutbox
-from pgoutbox import migrate
+from pgoutbox import measures, migrate
 from pgoutbox.embedded import embedded_server
+from pgoutbox.measures import Metric
 from pgoutbox.outbox import EnqueueOptions, FanoutOptions, MessageOptions
 from pgoutbox.settings import ENVIRONMENT_PREFIX, Settings
 from pgoutbox.telemetry import Event
@@ -44,6 +45,7 @@ def pages(connection: psycopg.Connection) -> dict[str, str]:
         "schema.md": schema_page(connection),
         "api.md": api_page(),
         "events.md": events_page(),
+        "metrics.md": metrics_page(),
     }
 
 
@@ -442,6 +444,7 @@ _FURTHER_NAMES: Final = {
     "pgoutbox.transports.apprise": ("AppriseTransport",),
     "pgoutbox.transports.webhook": ("WebhookTransport",),
     "pgoutbox.webhooks": ("verify", "make_secret"),
+    "pgoutbox.metrics": ("Exposition", "Page"),
     "pgoutbox.transports.redis_streams": ("RedisTransport",),
     "pgoutbox.transports.nats_jetstream": ("NatsTransport",),
     "pgoutbox.transports.rabbitmq": ("RabbitMQTransport",),
@@ -591,11 +594,13 @@ def _fixtures(module: ModuleType) -> Iterator[str]:
 _EVENTS: Final = """
 What pgoutbox reports about itself. A log record has a constant text and, in `extra`, the field `event` with the name
 below and the fields of the last column; never a payload, a key or a secret. The loggers are called
-`pgoutbox.<module>`. `pgoutbox worker` writes them to stderr, as text or, with `PGOUTBOX_LOG_FORMAT=json`, as one JSON
-object per line; a program of yours configures logging itself.
+`pgoutbox.<module>`. `pgoutbox worker` writes them to stderr or to `PGOUTBOX_LOG_FILE`, as text or, with
+`PGOUTBOX_LOG_FORMAT=json`, as one JSON object per line; a program of yours configures logging itself. Each is counted
+in `pgoutbox_events_total`, by its name.
 """
 
 _MEANINGS: Final[Mapping[Event, str]] = {
+    Event.METRICS_SERVED: "`/metrics`, `/livez` and `/readyz` are answered at this address.",
     Event.WORKER_STARTED: "The worker is connected and begins to claim.",
     Event.WORKER_STOPPING: "It was told to stop: it claims nothing more and waits for its handlers.",
     Event.WORKER_STOPPED: "It is gone; nothing is in flight with it any more.",
@@ -615,6 +620,7 @@ _MEANINGS: Final[Mapping[Event, str]] = {
     Event.DATABASE_LOST: "The database does not answer; the worker tries again with growing pauses.",
     Event.DATABASE_BACK: "It answers again.",
     Event.LISTENER_LOST: "The listener's connection is gone; the worker looks once a second until it is back.",
+    Event.LISTENER_POOLED: "A pooler stands between the listener and PostgreSQL, and may take the LISTEN away.",
     Event.LISTENER_BACK: "The listener is connected again.",
     Event.LEASE_KEEPER_FAILED: "Leases could not be renewed; the keeper tries again.",
     Event.PROCESS_STARTED: "The supervisor started a worker process.",
@@ -625,6 +631,9 @@ _MEANINGS: Final[Mapping[Event, str]] = {
     Event.PROCESS_DIED: "A worker process died; another one is started after a pause.",
     Event.REDIRECTING: "`PGOUTBOX_REDIRECT_TO` is set: e-mail goes there, and the rest is held back.",
     Event.ENQUEUE_FAILED: "`best_effort=True` met an error; the caller's transaction goes on without the message.",
+    Event.SMTP_CONNECTION_OPENED: "A connection to the SMTP server was opened.",
+    Event.SMTP_CONNECTION_REPLACED: "An idle one had died; the e-mail went by another.",
+    Event.SCHEMA_KEPT: "The schema was not dropped because it holds what the migration did not make.",
     Event.WEBHOOK_ADDRESS_REFUSED: "A webhook's host has an address that is not public and not allowed.",
     Event.WEB_STARTED: "The dashboard accepts connections.",
     Event.WEB_SIGNED_IN: "Somebody has signed in to the dashboard.",
@@ -657,7 +666,7 @@ def events_page() -> str:
             [
                 _code(event.value),
                 ", ".join(sorted(report.levels)).lower() or "counted only",
-                _MEANINGS.get(event, ""),
+                _MEANINGS[event],
                 ", ".join(map(_code, report.fields)),
             ]
         )
@@ -725,6 +734,44 @@ def _fields_of(call: ast.Call) -> Iterator[str]:
             yield from (name for name in names if isinstance(name, str) and name != "event")
         elif keyword.arg is not None:
             yield keyword.arg
+
+
+# --- metrics ----------------------------------------------------------------------------------------------------------
+
+_METRICS: Final = """
+What `/metrics` answers, in the names of PromQL; [monitoring](../how-to/monitoring.md) says how to get and use them.
+OpenTelemetry has the same under `pgoutbox.` instead of `pgoutbox_` and without `_total`. Durations are in seconds.
+Topics and queues above `PGOUTBOX_METRICS_MAX_NAMES` are counted as `other`; no label holds a destination, a key, a
+payload or the text of an error.
+"""
+
+_HISTOGRAMS: Final = """
+Of a histogram there are the series `_bucket`, with the label `le`, `_sum` and `_count`. The bounds of the buckets are:
+"""
+
+
+def metrics_page() -> str:
+    """Every metric with its labels."""
+    columns = ["metric", "kind", "labels", "meaning"]
+
+    def table(metrics: Sequence[Metric]) -> str:
+        return _table(
+            columns,
+            [[_code(m.series), m.kind.value, ", ".join(map(_code, m.labels)), m.meaning] for m in metrics],
+        )
+
+    bounds = ", ".join(f"{bound:g}" for bound in measures.HANDLER_SECONDS.buckets)
+    return _page(
+        "Metrics",
+        _METRICS,
+        "## Of each worker",
+        table(measures.OF_WORKERS),
+        "## Of the database",
+        "The same, whoever reads them: take `max`, not `sum`, over the workers.",
+        table(measures.OF_THE_DATABASE),
+        "## Histograms",
+        f"{_HISTOGRAMS.strip()} {bounds}.",
+    )
 
 
 if __name__ == "__main__":

@@ -211,6 +211,8 @@ def main() -> None:
             _shoot(page, SIGN_IN)
             page.get_by_label("Token").fill(token)
             page.get_by_role("button", name="Sign in").click()
+            while page.get_by_text("Still counting").count():
+                page.reload()
             for name, path in PAGES.items():
                 page.goto(path)
                 _shoot(page, name)

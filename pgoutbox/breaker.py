@@ -21,7 +21,7 @@ from typing import TypeVar
 import psycopg
 
 from pgoutbox.alert import ALERT_TOPIC
-from pgoutbox.dispatch import clean_text, elapsed_clock
+from pgoutbox.dispatch import Send, clean_text, elapsed_clock, send_by
 from pgoutbox.message import Message, Outcome, Sent, Snooze, Transient
 from pgoutbox.settings import Settings
 from pgoutbox.store import BreakerRow, Store
@@ -122,7 +122,8 @@ class Breakers:
     """The circuit breakers of one worker.
 
     With `alert_queue` the statement that opens or closes one also enqueues an announcement there. A message of
-    `hold_topics` that may have been handed over is not held back to be sent again.
+    `hold_topics` that may have been handed over is not held back to be sent again. What may be sent is given to
+    `hand_over`.
     """
 
     def __init__(
@@ -134,8 +135,10 @@ class Breakers:
         *,
         alert_queue: str | None = None,
         hold_topics: Collection[str] = (),
+        hand_over: Send = send_by,
     ) -> None:
         self._store = store
+        self._send_by = hand_over
         self._transports = transports
         self._settings = settings
         self._telemetry = telemetry
@@ -156,6 +159,11 @@ class Breakers:
     def watches_any(self) -> bool:
         """Whether there is anything that a message could be refused for."""
         return bool(self._circuits)
+
+    @property
+    def open_count(self) -> int:
+        """How many are known to be open. Can be asked from another thread."""
+        return sum(circuit.retry_at is not None for circuit in self._circuits.copy().values())
 
     async def refusal(self, message: Message[object]) -> Snooze | None:
         """Why this message must not be attempted now, if so: then nothing is rendered and no token is minted.
@@ -204,7 +212,7 @@ class Breakers:
         self._rendering_topics.add(message.topic)
         key = breaker_key(transport, message, content)
         if key is None:
-            return await transport.send(message, content)
+            return await self._send_by(transport, message, content)
         circuit = self._circuits.get(key)
         if circuit is None:
             circuit = self._add(key)
@@ -249,7 +257,7 @@ class Breakers:
         circuit.under_way_count += 1
         self._under_way_count += 1
         try:
-            return await transport.send(message, content)
+            return await self._send_by(transport, message, content)
         finally:
             circuit.under_way_count -= 1
             self._under_way_count -= 1

@@ -13,6 +13,7 @@ import os
 import re
 import sys
 from datetime import UTC, datetime
+from logging.handlers import WatchedFileHandler
 from typing import TYPE_CHECKING, Final, TextIO
 from urllib.parse import unquote
 
@@ -41,6 +42,11 @@ _STATE_COLOURS: Final = {
     "skipped": "bright_black",
     "cancelled": "bright_black",
 }
+# Up to the next part of the answer, the next error of a chain, or the end.
+_DETAIL: Final = re.compile(
+    r"^(\s*(?:DETAIL|CONTEXT):).*?(?=^\s*(?:DETAIL|HINT|QUERY|CONTEXT|LOCATION|LINE \d+):|^\s*$|^Traceback |\Z)",
+    re.MULTILINE | re.DOTALL,
+)
 _RECORD_ATTRIBUTES: Final = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 
 
@@ -206,7 +212,7 @@ def mask(text: str, secrets: Iterable[str]) -> str:
 
 
 def configure_logging(settings: Settings) -> None:
-    """Send the log of the whole process to stderr, in the format and from the level that the settings name."""
+    """Send the log of the whole process where, in the format and from the level that the settings say."""
     urls = (settings.dsn, settings.listen_dsn, settings.redis_url, settings.nats_url, settings.rabbitmq_url)
     dsns = [secret.get_secret_value() for secret in urls if secret is not None]
     given = (settings.smtp_password, settings.kafka_password)
@@ -218,9 +224,68 @@ def configure_logging(settings: Settings) -> None:
     web = (settings.web_viewer_token, settings.web_operator_token, settings.web_secret)
     passwords += [part for secret in web if secret is not None for part in tokens_in(secret.get_secret_value())]
     secrets = secrets_in(dsns, passwords)
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter(secrets) if settings.log_format == "json" else TextFormatter(secrets))
+    formatter = JsonFormatter(secrets) if settings.log_format == "json" else TextFormatter(secrets)
+    handler: logging.Handler = logging.StreamHandler(sys.stderr)
+    if settings.log_file is not None:
+        handler = log_file = _LogFile(settings.log_file)
+        log_file.check()
+    handler.setFormatter(formatter)
     logging.basicConfig(level=settings.log_level, handlers=[handler], force=True)
+
+
+class _LogFile(WatchedFileHandler):
+    """Appends to a file, and to one made anew after it was moved away. Where it cannot, stderr gets the record.
+
+    A file that cannot be opened or written is no reason not to work. Each record tries it again.
+    """
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path, encoding="utf-8", errors="backslashreplace", delay=True)
+        self._spare = logging.StreamHandler(sys.stderr)
+        self._is_out_of_order = False
+
+    def setFormatter(self, formatter: logging.Formatter | None) -> None:  # noqa: N802 - the base class's name
+        """Use it for what goes to stderr too."""
+        super().setFormatter(formatter)
+        self._spare.setFormatter(formatter)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the record to the file, or else to stderr."""
+        try:
+            self._write(self.format(record) + self.terminator)
+        except OSError as error:
+            self._note(error)
+            self._spare.emit(record)
+        except Exception:  # noqa: BLE001 - as every handler: what logs is not to fail for its log
+            self.handleError(record)
+        else:
+            self._is_out_of_order = False
+
+    def check(self) -> None:
+        """Open the file before there is anything to write, so that a wrong path shows at the start."""
+        try:
+            self._write("")
+        except OSError as error:
+            self._note(error)
+
+    def _write(self, text: str) -> None:
+        # The base class's `emit` would report a full disk with a traceback for each record.
+        self.reopenIfNeeded()
+        if self.stream is None:
+            self.stream = self._open()
+            self._statstream()
+        self.stream.write(text)
+        self.stream.flush()
+
+    def _note(self, error: OSError) -> None:
+        if not self._is_out_of_order:
+            self._is_out_of_order = True
+            reason = error.strerror or type(error).__name__
+            print_warning(f"PGOUTBOX_LOG_FILE={self.baseFilename}: {reason}; the log goes to stderr")
+        stream, self.stream = self.stream, None
+        if stream is not None:
+            with contextlib.suppress(OSError):
+                stream.close()
 
 
 class TextFormatter(logging.Formatter):
@@ -233,9 +298,11 @@ class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """The record as text, without secrets and without control characters but the line ends of a traceback."""
         fields = "".join(f" {name}={_field(value)}" for name, value in _extra(record).items())
-        line = printable(f"{_time(record)} {record.levelname} {record.name}: {record.getMessage()}{fields}")
+        line = printable(
+            f"{_time(record)} {record.levelname} {record.name}: {_without_detail(record.getMessage())}{fields}"
+        )
         trace = self.formatException(record.exc_info) if record.exc_info else ""
-        return mask("\n".join([line, *map(printable, trace.splitlines())]), self._secrets)
+        return mask("\n".join([line, *map(printable, _without_detail(trace).splitlines())]), self._secrets)
 
 
 class JsonFormatter(logging.Formatter):
@@ -251,11 +318,18 @@ class JsonFormatter(logging.Formatter):
             "time": _time(record),
             "level": record.levelname,
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": _without_detail(record.getMessage()),
         }
         if record.exc_info:
-            entry["exception"] = self.formatException(record.exc_info)
+            entry["exception"] = _without_detail(self.formatException(record.exc_info))
         return mask(json.dumps(_extra(record) | entry, default=_json_value), self._secrets)
+
+
+def _without_detail(text: str) -> str:
+    """Without what PostgreSQL says in DETAIL and CONTEXT, which quote values of rows and parameters."""
+    if "DETAIL:" not in text and "CONTEXT:" not in text:
+        return text
+    return _DETAIL.sub(r"\1 (left out)", text)
 
 
 def _time(record: logging.LogRecord) -> str:

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
+from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal, cast
 
@@ -237,7 +238,7 @@ class Dispatcher:
         self._redirect_to = redirect_to
         self._threads = threads
         self._lease_seconds = lease_seconds
-        self._send = send or _send
+        self._send = send or send_by
 
     async def run(self, context: Context, watch_thread: Callable[[Future[object]], None]) -> Outcome:
         """One attempt of one message. `watch_thread` is given the future of the thread, if one is used."""
@@ -356,7 +357,8 @@ class Dispatcher:
         return await self._send(transport, message, content)
 
 
-async def _send(transport: Transport, message: Message[object], content: Content) -> Outcome:
+async def send_by(transport: Transport, message: Message[object], content: Content) -> Outcome:
+    """`transport.send`, as a function."""
     return await transport.send(message, content)
 
 
@@ -390,7 +392,8 @@ async def in_thread(
         except BaseException as error:  # noqa: BLE001 - raised again where it is awaited
             return None, error
 
-    future = threads.submit(call)
+    # The thread sees what the task sees: the current span, for one.
+    future = threads.submit(copy_context().run, call)
     watch_thread(cast("Future[object]", future))
     result, error = await asyncio.wrap_future(future)
     if isinstance(error, StopIteration):

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass, is_dataclass
+from dataclasses import KW_ONLY, dataclass, is_dataclass, replace
 from datetime import MAXYEAR, UTC, datetime, timedelta
 from functools import lru_cache
 from operator import attrgetter
@@ -224,6 +224,21 @@ _topic_options = attrgetter(
 )
 _NO_MESSAGE_OPTIONS = (None,) * 12
 _NO_TOPIC_OPTIONS = (None,) * 11
+
+
+def carrying(message: NewMessage[P], context: Mapping[str, str]) -> NewMessage[P]:
+    """The message with the headers of a trace, as far as it has none of its own and there is room for them.
+
+    Whatever is wrong with its headers is for `prepare` to say: a trace is no reason to refuse a message.
+    """
+    if not context:
+        return message
+    headers: object = message.headers
+    if headers is None:
+        return replace(message, headers=context)
+    if not isinstance(headers, Mapping) or len(headers) + len(context) > MAX_HEADER_COUNT:
+        return message
+    return replace(message, headers={**headers, **context}) if context.keys().isdisjoint(headers) else message
 
 
 def prepare(

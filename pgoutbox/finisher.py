@@ -17,7 +17,7 @@ from typing import Final, assert_never
 import psycopg
 
 from pgoutbox.dispatch import MAX_TEXT_LENGTH, Context, bounded_delay, clean_text, describe
-from pgoutbox.message import Message, Permanent, Sent, Skip, Snooze, State, Transient
+from pgoutbox.message import AttemptOutcome, Message, Permanent, Sent, Skip, Snooze, State, Transient
 from pgoutbox.redaction import redact_text
 from pgoutbox.slots import AlreadyFinished, Ending, Released
 from pgoutbox.store import Store, Verdict, is_passing
@@ -89,6 +89,8 @@ class Finisher:
                 case AlreadyFinished():
                     self._let_go(context)
                     self._telemetry.count(Event.SENT)
+                    if self._telemetry.measures is not None:
+                        self._telemetry.measures.sent([context.message])
                 case _:
                     verdicts[context] = _verdict_of_any(context, ending, self._redacted_names)
         if sent:
@@ -143,19 +145,22 @@ class Finisher:
         standing: Mapping[int, State],
         verdicts: Mapping[Context, Verdict],
     ) -> None:
-        sent_count = 0
+        measures = self._telemetry.measures
+        sent = []
         for context in contexts:
             message = context.message
             state = done.get(message.id) or standing.get(message.id)
             if state is _SENT:
                 self._let_go(context)
-                sent_count += 1
+                sent.append(message)
                 continue
             if state is State.SENDING:
                 continue  # A caller's transaction has locked the row; it is asked for again.
             self._let_go(context)
             if state is State.PENDING:
                 self._on_pending()  # It falls due at a time that a sleeping worker does not know yet.
+            if measures is not None:
+                measures.ended(message, _outcome_of(state, verdicts.get(context)))
             if state is None:
                 self._report(logging.WARNING, Event.LEASE_LOST, "lease lost, outcome not written", message)
             elif state is State.FAILED:
@@ -164,7 +169,9 @@ class Finisher:
                 self._report(logging.INFO, Event(verdict.outcome), "attempt ended, pending again", message)
             else:
                 self._report(logging.INFO, event_of_state(state), "message ended", message)
-        self._telemetry.count(Event.SENT, sent_count)
+        self._telemetry.count(Event.SENT, len(sent))
+        if measures is not None and sent:
+            measures.sent(sent)
 
     async def _write_apart(
         self, contexts: Sequence[Context], write: Write, verdicts: Mapping[Context, Verdict], error: BaseException
@@ -214,6 +221,15 @@ class Finisher:
             attempt_count=message.attempt_count,
             **fields,
         )
+
+
+def _outcome_of(state: State | None, verdict: Verdict | None) -> str:
+    """How an attempt counts that did not end sent."""
+    if state is None:
+        return AttemptOutcome.LOST
+    if state is State.PENDING:
+        return AttemptOutcome.RETRY if verdict is None else verdict.outcome
+    return state.value
 
 
 def _verdict_of_any(

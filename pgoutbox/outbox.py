@@ -31,6 +31,7 @@ from pgoutbox.drafts import (
     OnFailed,
     Serializer,
     Topic,
+    carrying,
     check_name,
     prepare,
     prepare_fanout,
@@ -56,6 +57,7 @@ from pgoutbox.steps import (
     transaction,
 )
 from pgoutbox.telemetry import Event
+from pgoutbox.tracing import Producing, producing
 from pgoutbox.transports import Content, Transport
 
 logger = logging.getLogger(__name__)
@@ -406,14 +408,17 @@ class Outbox:
                 outbox.enqueue(connection, "mail.welcome", {"user_id": 7}, dedupe_key="welcome-7")
         """
         adapter = sync_adapter(connection, function="enqueue", async_function="aenqueue")
-        steps = self._enqueue(
-            NewMessage(topic, payload, **options),
-            serializer=serializer,
-            notify=notify,
-            require_transaction=require_transaction,
-            best_effort=best_effort,
-        )
-        return run(adapter, _logged(steps, topic) if best_effort else steps)
+        with self._producing(topic) as span:
+            steps = self._enqueue(
+                carrying(NewMessage(topic, payload, **options), span.context),
+                serializer=serializer,
+                notify=notify,
+                require_transaction=require_transaction,
+                best_effort=best_effort,
+            )
+            enqueued = run(adapter, _logged(steps, topic) if best_effort else steps)
+            span.wrote([] if enqueued is None else [enqueued])
+        return enqueued
 
     @overload
     async def aenqueue(
@@ -456,14 +461,17 @@ class Outbox:
                 await outbox.aenqueue(connection, "mail.welcome", {"user_id": 7})
         """
         adapter = async_adapter(connection, function="aenqueue", sync_function="enqueue")
-        steps = self._enqueue(
-            NewMessage(topic, payload, **options),
-            serializer=serializer,
-            notify=notify,
-            require_transaction=require_transaction,
-            best_effort=best_effort,
-        )
-        return await arun(adapter, _logged(steps, topic) if best_effort else steps)
+        with self._producing(topic) as span:
+            steps = self._enqueue(
+                carrying(NewMessage(topic, payload, **options), span.context),
+                serializer=serializer,
+                notify=notify,
+                require_transaction=require_transaction,
+                best_effort=best_effort,
+            )
+            enqueued = await arun(adapter, _logged(steps, topic) if best_effort else steps)
+            span.wrote([] if enqueued is None else [enqueued])
+        return enqueued
 
     def enqueue_many(
         self,
@@ -484,8 +492,11 @@ class Outbox:
             outbox.enqueue_many(connection, [NewMessage("search.index", {"id": n}) for n in changed])
         """
         adapter = sync_adapter(connection, function="enqueue_many", async_function="aenqueue_many")
-        drafts = self._prepare_all(items, serializer)
-        return run(adapter, insert_all(drafts, notify=notify, require_transaction=require_transaction))
+        with self._producing(None) as span:
+            drafts = self._prepare_all(items, serializer, span.context)
+            enqueued = run(adapter, insert_all(drafts, notify=notify, require_transaction=require_transaction))
+            span.wrote(enqueued)
+        return enqueued
 
     async def aenqueue_many(
         self,
@@ -501,8 +512,11 @@ class Outbox:
         await outbox.aenqueue_many(connection, [NewMessage("search.index", {"id": n}) for n in changed])
         """
         adapter = async_adapter(connection, function="aenqueue_many", sync_function="enqueue_many")
-        drafts = self._prepare_all(items, serializer)
-        return await arun(adapter, insert_all(drafts, notify=notify, require_transaction=require_transaction))
+        with self._producing(None) as span:
+            drafts = self._prepare_all(items, serializer, span.context)
+            enqueued = await arun(adapter, insert_all(drafts, notify=notify, require_transaction=require_transaction))
+            span.wrote(enqueued)
+        return enqueued
 
     def enqueue_fanout(
         self,
@@ -527,8 +541,12 @@ class Outbox:
             outbox.enqueue_fanout(connection, "newsletter", {"issue": 12}, addresses, content={"html": html})
         """
         adapter = sync_adapter(connection, function="enqueue_fanout", async_function="aenqueue_fanout")
-        fanout = self._prepare_fanout(NewMessage(topic, payload, **options), destinations, content, serializer)
-        return run(adapter, insert_fanout(fanout, notify=notify, require_transaction=require_transaction))
+        with self._producing(topic) as span:
+            message = carrying(NewMessage(topic, payload, **options), span.context)
+            fanout = self._prepare_fanout(message, destinations, content, serializer)
+            enqueued = run(adapter, insert_fanout(fanout, notify=notify, require_transaction=require_transaction))
+            span.wrote(enqueued)
+        return enqueued
 
     async def aenqueue_fanout(
         self,
@@ -548,8 +566,13 @@ class Outbox:
         await outbox.aenqueue_fanout(connection, "newsletter", {"issue": 12}, addresses, content={"html": html})
         """
         adapter = async_adapter(connection, function="aenqueue_fanout", sync_function="enqueue_fanout")
-        fanout = self._prepare_fanout(NewMessage(topic, payload, **options), destinations, content, serializer)
-        return await arun(adapter, insert_fanout(fanout, notify=notify, require_transaction=require_transaction))
+        with self._producing(topic) as span:
+            message = carrying(NewMessage(topic, payload, **options), span.context)
+            fanout = self._prepare_fanout(message, destinations, content, serializer)
+            steps = insert_fanout(fanout, notify=notify, require_transaction=require_transaction)
+            enqueued = await arun(adapter, steps)
+            span.wrote(enqueued)
+        return enqueued
 
     def cancel(
         self,
@@ -629,7 +652,22 @@ class Outbox:
             keyring=self._keyring if topic.encrypted else None,
         )
 
-    def _prepare_all(self, items: Iterable[NewMessage[Any]], serializer: Serializer | None) -> list[Draft]:
+    def _producing(self, topic: str | Topic[P] | None) -> Producing:
+        """A span for enqueuing, where one is wanted."""
+        if not self._traces:
+            return Producing()
+        return producing(topic.name if isinstance(topic, Topic) else topic)
+
+    @cached_property
+    def _traces(self) -> bool:
+        try:
+            return self.settings.otel_traces
+        except ConfigurationError:
+            return False  # Whoever needs another setting is told.
+
+    def _prepare_all(
+        self, items: Iterable[NewMessage[Any]], serializer: Serializer | None, context: Mapping[str, str]
+    ) -> list[Draft]:
         max_payload_bytes = self.settings.max_payload_bytes
         routes: dict[object, tuple[Topic[Any], int | None]] = {}
         drafts = []
@@ -642,7 +680,7 @@ class Outbox:
                     routes[key] = self._route(item.topic)
                 topic, max_attempts = routes[key]
                 draft = prepare(
-                    item,
+                    carrying(item, context),
                     topic,
                     max_attempts=max_attempts,
                     max_payload_bytes=max_payload_bytes,

@@ -11,10 +11,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NoReturn, assert_never
 
+from pgoutbox import systemd
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import Settings
 from pgoutbox.telemetry import Event, Telemetry
@@ -106,18 +107,25 @@ class _Child:
     exit_code: int | None = None
 
 
-def supervise(arguments: Sequence[str], processes: int) -> int:
+def supervise(
+    arguments: Sequence[str], processes: int, *, environment_of: Callable[[int], Mapping[str, str]] = lambda _: {}
+) -> int:
     """Run `python -m pgoutbox worker ARGUMENTS` in so many processes; the exit code.
 
     A process that dies is started again, later and later while it keeps dying. SIGTERM and SIGINT are passed on, a
     second one kills. A process that ends with 0 is done; one that ends with 2, a usage or configuration error, ends
-    all. The processes stop by themselves if this one is killed.
+    all. The processes stop by themselves if this one is killed. `environment_of` gives the variables that one of them
+    has of its own, by its number from 0, which the process that takes its place inherits.
     """
-    return _Supervisor(arguments, processes).run()
+    return _Supervisor(arguments, processes, environment_of).run()
 
 
 class _Supervisor:
-    def __init__(self, arguments: Sequence[str], processes: int) -> None:
+    def __init__(
+        self, arguments: Sequence[str], processes: int, environment_of: Callable[[int], Mapping[str, str]]
+    ) -> None:
+        self._environment_of = environment_of
+        self._watchdog_seconds = systemd.watchdog_seconds()
         self._command = [sys.executable, "-m", "pgoutbox", "worker", *arguments]
         self._children = [_Child(number) for number in range(processes)]
         self._telemetry = Telemetry(_log)
@@ -131,6 +139,8 @@ class _Supervisor:
         former[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
         former_wakeup = signal.set_wakeup_fd(self._event_writer, warn_on_full_buffer=False)
         try:
+            self._start_due()
+            systemd.notify(READY=1, STATUS=f"supervises {len(self._children)} worker processes")
             while not self._is_over():
                 self._start_due()
                 self._wait_for_event()
@@ -145,6 +155,7 @@ class _Supervisor:
 
     def _on_signal(self, number: int, _frame: object) -> None:
         self._signals_seen += 1
+        systemd.notify(STOPPING=1, STATUS="stopping")
         self._signal_all(number if self._signals_seen == 1 else signal.SIGKILL)
 
     def _signal_all(self, number: int) -> None:
@@ -167,7 +178,7 @@ class _Supervisor:
                     self._command,
                     stdin=subprocess.DEVNULL,
                     pass_fds=(self._life_fd,),
-                    env={**os.environ, SUPERVISOR_FD_VARIABLE: str(self._life_fd)},
+                    env=self._environment(child),
                     start_new_session=True,
                 )
                 child.started_at = now
@@ -177,11 +188,19 @@ class _Supervisor:
                     logging.INFO, Event.PROCESS_STARTED, "worker process started", pid=child.process.pid
                 )
 
+    def _environment(self, child: _Child) -> dict[str, str]:
+        # It is this process that systemd watches: what a child said would hide what became of the others.
+        inherited = {name: value for name, value in os.environ.items() if name not in systemd.VARIABLES}
+        return {**inherited, **self._environment_of(child.number), SUPERVISOR_FD_VARIABLE: str(self._life_fd)}
+
     def _wait_for_event(self) -> None:
         import select
 
         waiting = [c.start_at for c in self._children if c.process is None and c.exit_code is None]
         timeout = max(0.0, min(waiting) - time.monotonic()) if waiting and not self._signals_seen else None
+        if (seconds := self._watchdog_seconds) is not None:
+            systemd.notify(WATCHDOG=1)
+            timeout = seconds if timeout is None else min(timeout, seconds)
         readable, _, _ = select.select([self._event_fd], [], [], timeout)
         if readable:
             os.read(self._event_fd, 4096)

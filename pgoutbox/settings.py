@@ -229,6 +229,30 @@ class Settings(BaseSettings):
         200, ge=2, le=10_000, description="Connections to the dashboard at once; a live page keeps one."
     )
 
+    metrics_address: str | None = Field(
+        None,
+        description="Where a worker answers `/metrics`, `/livez` and `/readyz`: `127.0.0.1:9187`. Port 0: any free "
+        "one.",
+    )
+    metrics_max_names: int = Field(
+        100, ge=1, le=10_000, description="How many topics, and queues, are told apart by metrics; the rest is `other`."
+    )
+    metrics_backlog: bool = Field(True, description="Count the messages in the database for `/metrics`.")
+    metrics_cache_seconds: float = Field(
+        5.0, ge=0.1, le=3_600, description="How long such a count is good for; longer where it takes long."
+    )
+    otel_traces: bool = Field(
+        True, description="Spans and trace contexts by OpenTelemetry, where the application has set it up."
+    )
+    otel_metrics: bool = Field(True, description="Metrics by OpenTelemetry, where the application has set it up.")
+    webhook_trace_context: bool = Field(
+        False, description="Send `traceparent` with webhooks: it tells receivers the id of the trace."
+    )
+
+    log_file: str | None = Field(
+        None,
+        description="File that the CLI's log is appended to instead of stderr; one that is moved away is made anew.",
+    )
     log_format: Literal["text", "json"] = Field("text", description="Format of the CLI's log.")
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Level of the CLI's log.")
 
@@ -247,6 +271,13 @@ class Settings(BaseSettings):
         for name in names.split(",") if names is not None else ():
             check_redacted_name(name)
         return names
+
+    @field_validator("metrics_address")
+    @classmethod
+    def _check_metrics_address(cls, address: str | None) -> str | None:
+        if address is not None:
+            parse_address(address)
+        return address
 
     @field_validator("encryption_keys")
     @classmethod
@@ -343,6 +374,14 @@ class Settings(BaseSettings):
     def require_listen_dsn(self) -> str:
         """The DSN of the listener in clear: `listen_dsn`, or else `dsn`."""
         return self.listen_dsn.get_secret_value() if self.listen_dsn is not None else self.require_dsn()
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Host and port of `127.0.0.1:9187`, `[::1]:9187` or `localhost:9187`; `ValueError` for anything else."""
+    match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9.-]+)):([0-9]{1,5})", text)
+    if match is None or int(match[3]) > 65_535:
+        raise ValueError("must be an address and a port, such as 127.0.0.1:9187 or [::1]:9187")
+    return match[1] or match[2], int(match[3])
 
 
 def load_settings(**overrides: object) -> Settings:

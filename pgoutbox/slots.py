@@ -17,11 +17,14 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from pgoutbox.dispatch import Context, describe
+from pgoutbox.measures import Attempted
 from pgoutbox.message import Outcome, Permanent, Transient
 from pgoutbox.telemetry import Event, Telemetry
 
 # How long attempts that end at once may follow each other before the event loop gets a turn.
 _TURN_SECONDS = 0.005
+# How long measurements collect: many together cost a fraction of what each by itself does.
+_MEASURE_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,7 @@ class Slots:
         self._default_timeout_seconds = default_timeout_seconds
         self._on_outcome = on_outcome
         self._telemetry = telemetry
+        self._measured: list[Attempted] | None = None if telemetry.measures is None else []
         self._ready: deque[tuple[Work, float]] = deque()
         self._ready_count = 0
         self._running_count = 0
@@ -95,6 +99,16 @@ class Slots:
     def capacity(self) -> int:
         """How many attempts can run at once: slots whose threads outlived their timeouts do not count."""
         return self._concurrency - self._outlived_count
+
+    @property
+    def running_count(self) -> int:
+        """Messages that handlers are at work on."""
+        return self._running_count
+
+    @property
+    def outlived_count(self) -> int:
+        """Slots whose threads outlived their timeouts."""
+        return self._outlived_count
 
     @property
     def waiting_count(self) -> int:
@@ -131,6 +145,12 @@ class Slots:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=1.0)
+        self._measure()
+
+    def _measure(self) -> None:
+        if self._measured and self._telemetry.measures is not None:
+            attempts, self._measured = self._measured, []
+            self._telemetry.measures.attempted(attempts)
 
     def _wake_one(self) -> None:
         # One slot at a time: it wakes the next one when it finds that there is more to do than it has taken.
@@ -162,7 +182,11 @@ class Slots:
                 self._wake_one()
                 self.longest_wait_seconds = max(self.longest_wait_seconds, now - put_at)
                 await self._attempt(slot, work)
-                now = loop.time()
+                began_at, now = now, loop.time()
+                if self._measured is not None:
+                    if not self._measured:
+                        loop.call_later(_MEASURE_SECONDS, self._measure)
+                    self._measured.append(([context.message for context in work], began_at, now))
                 if now > turn_ends_at:
                     await asyncio.sleep(0)  # Lets claims, finishes and the doorbell have their turn.
                     now = loop.time()

@@ -334,6 +334,12 @@ class Store:
         """Refuse a server that cannot be worked with, saying what to do about it."""
         await check_server(self.claims)
 
+    async def server_time(self) -> datetime:
+        """What the database's clock says."""
+        now: datetime
+        ((now,),) = await self.claims.fetch(sql.SERVER_TIME, {})
+        return now
+
     async def claim(
         self,
         queue: str,

@@ -8,13 +8,18 @@ from __future__ import annotations
 import enum
 import logging
 from collections import Counter
+from typing import TYPE_CHECKING
 
 from pgoutbox.message import State
+
+if TYPE_CHECKING:
+    from pgoutbox.measures import Measures
 
 
 class Event(enum.StrEnum):
     """Everything that is worth a log line or a count."""
 
+    METRICS_SERVED = "metrics_served"
     WORKER_STARTED = "worker_started"
     WORKER_STOPPING = "worker_stopping"
     WORKER_STOPPED = "worker_stopped"
@@ -74,11 +79,12 @@ def event_of_state(state: State) -> Event:
 
 
 class Telemetry:
-    """Counts events of one worker and logs them."""
+    """Counts events of one worker and logs them. Has `measures` while somebody may ask for them."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
         self.counts: Counter[Event] = Counter()
+        self.measures: Measures | None = None
 
     def count(self, event: Event, number: int = 1) -> None:
         """Count without a log line: for what happens thousands of times a second."""

@@ -23,6 +23,7 @@ import socket
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, cast
 
 import psycopg
@@ -34,9 +35,11 @@ from pgoutbox.breaker import Breakers
 from pgoutbox.dispatch import (
     Context,
     Dispatcher,
+    Send,
     describe,
     elapsed_clock,
     outcome_of_error,
+    send_by,
 )
 from pgoutbox.doorbell import Bell, Doorbell
 from pgoutbox.encryption import Keyring, is_sealed, keyring_of, unseal
@@ -44,14 +47,17 @@ from pgoutbox.errors import ConfigurationError, LeaseLostError, SchemaError
 from pgoutbox.finisher import Finisher
 from pgoutbox.lanes import Lanes
 from pgoutbox.lease import LeaseKeeper
-from pgoutbox.message import Message, Permanent, State, Transient
+from pgoutbox.measures import Vitals
+from pgoutbox.message import Message, Outcome, Permanent, State, Transient
+from pgoutbox.observer import Observer
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import Settings
-from pgoutbox.slots import RELEASED, Ending, Slots, ThreadWatch, Work
+from pgoutbox.slots import RELEASED, Ending, Runner, Slots, ThreadWatch, Work
 from pgoutbox.store import MIGRATE_HINT, ClaimedRow, Store, is_out_of_reach, is_passing
 from pgoutbox.telemetry import Event, Telemetry, event_of_state
+from pgoutbox.tracing import Tracing
 from pgoutbox.transactions import Transactions
-from pgoutbox.transports import Transport
+from pgoutbox.transports import Content, Transport, breaker_key, scheme_of
 from pgoutbox.transports.redirect import Redirect
 
 _log = logging.getLogger("pgoutbox.worker")
@@ -156,6 +162,8 @@ class Worker:
         self._conflict_count = 0
         self._looked_at = elapsed_clock()
         self._database_down = False
+        self._is_started = False
+        self._run: Runner = self._run_handler
         self._pause = 0.0
         self._wake = asyncio.Event()  # There may be something to claim, or the worker is to stop.
         self._progress = asyncio.Event()  # An attempt has ended, or its end is written.
@@ -168,7 +176,7 @@ class Worker:
         A database that cannot be worked with is a `ConfigurationError` or `SchemaError`, and a refusal that is not
         going to pass, such as that of a password, is the driver's error.
         """
-        async with self._running(listen=self._settings.listen, patient=True):
+        async with self._at_work(listen=self._settings.listen, patient=True, serves=True):
             await self._work()
 
     async def run_once(self) -> None:
@@ -176,7 +184,7 @@ class Worker:
 
         Like `drain` it waits for no server: an error of the first connection is raised.
         """
-        async with self._running(listen=False):
+        async with self._at_work(listen=False):
             await self._work_off()
 
     async def drain(self) -> None:
@@ -184,7 +192,7 @@ class Worker:
 
         Messages that were scheduled for later and never attempted are not waited for.
         """
-        async with self._running(listen=False):
+        async with self._at_work(listen=False):
             while not self._stopping:
                 self._wake.clear()
                 await self._work_off()
@@ -206,9 +214,42 @@ class Worker:
         self._progress.set()
 
     @contextlib.asynccontextmanager
+    async def _at_work(self, *, listen: bool, patient: bool = False, serves: bool = False) -> AsyncIterator[None]:
+        async with (
+            Observer(self, self._settings, self.telemetry, serves=serves) as self.observer,
+            self._running(listen=listen, patient=patient),
+            self.observer.at_work(self._store.server_time),
+        ):
+            yield
+
+    def vitals(self) -> Vitals:
+        """How the worker is. Reads what is there, so that any thread can ask."""
+        claimed_at = None if self.telemetry.measures is None else self.telemetry.measures.claimed_at
+        now = elapsed_clock()
+        is_started = self._is_started
+        return Vitals(
+            is_started=is_started,
+            is_stopping=self._stopping,
+            in_flight=len(self._held),
+            slots=self._slots.capacity if is_started else 0,
+            busy=self._slots.running_count if is_started else 0,
+            abandoned=self._slots.outlived_count if is_started else 0,
+            is_listener_up=None if not is_started or self._bell is None else self._bell.is_up,
+            is_database_up=is_started and not self._database_down,
+            looked_seconds_ago=now - self._looked_at,
+            claimed_seconds_ago=None if claimed_at is None else now - claimed_at,
+            breakers_open=self._breakers.open_count if is_started else 0,
+        )
+
+    @contextlib.asynccontextmanager
     async def _running(self, *, listen: bool, patient: bool = False) -> AsyncIterator[None]:
         settings = self._settings
         self._store = Store(settings, worker=self.name)
+        self._run = self._run_handler
+        send: Send = send_by
+        if settings.otel_traces and (tracing := Tracing.at_start()) is not None:
+            self._run = partial(self._run_traced, tracing)
+            send = partial(_send_traced, tracing)
         self._threads = ThreadPoolExecutor(settings.concurrency, thread_name_prefix="pgoutbox-handler")
         self._breakers = Breakers(
             self._store,
@@ -217,13 +258,14 @@ class Worker:
             self.telemetry,
             alert_queue=self._queue_names[0] if ALERT_TOPIC in self._handlers else None,
             hold_topics=self._hold_topics,
+            hand_over=send,
         )
         self._dispatcher = Dispatcher(
             self._transports,
             self._threads,
             lease_seconds=settings.lease_seconds,
             redirect_to=settings.redirect_to,
-            send=self._breakers.send if settings.breaker else None,
+            send=self._breakers.send if settings.breaker else send,
         )
         self._transactions = Transactions(settings, self._store, self._dispatcher, self._threads)
         self._finisher = Finisher(
@@ -257,6 +299,7 @@ class Worker:
             self.telemetry.report(
                 logging.INFO, Event.WORKER_STARTED, "worker started", worker=self.name, queues=self._queue_names
             )
+            self._is_started = True
             if self._redirect is not None:
                 self.telemetry.report(logging.WARNING, Event.REDIRECTING, "e-mail is redirected, the rest held back")
             try:
@@ -445,6 +488,7 @@ class Worker:
                 await self._endure(error)
                 return None
             self._database_is_up()
+            self._measure_claim(lanes.queue, rows)
             if rows:
                 lanes.is_limited = rows[0].is_limited
                 self._work_ahead = True
@@ -478,6 +522,7 @@ class Worker:
             await self._endure(error)
             return None
         self._database_is_up()
+        self._measure_claim(lanes.queue, rows)
         self._work_ahead |= lanes.learn(plan, rows, began_at=began_at, ended_at=elapsed_clock())
         if rows:
             await self._take_over(rows, began_at)
@@ -525,6 +570,11 @@ class Worker:
         if ended:
             await self._account_for_ended(ended)
 
+    def _measure_claim(self, queue: str, rows: Sequence[ClaimedRow]) -> None:
+        if (measures := self.telemetry.measures) is not None:
+            topics = [row.topic for row in rows if row.state == _SENDING]
+            measures.claim(queue, topics, at=elapsed_clock())
+
     async def _contents_of(self, rows: Sequence[ClaimedRow]) -> Mapping[int, _Content] | None:
         """The contents that these rows name, those that exist, each decrypted and parsed once for all of its messages.
 
@@ -548,6 +598,8 @@ class Worker:
             event = event_of_state(State(row.state))
             level = logging.WARNING if row.state == State.FAILED else logging.DEBUG
             self._report_row(level, event, "message ended without an attempt", row)
+            if self.telemetry.measures is not None:
+                self.telemetry.measures.unattempted(row.topic, row.queue, row.state)
         freed = [row for row in rows if row.former_state == _SENDING and row.coalesce_key is not None]
         if not freed:
             return
@@ -775,7 +827,11 @@ class Worker:
             for context in admitted:
                 self._breakers.let_go(context.message)
 
-    async def _run(self, work: Work, watch_thread: ThreadWatch) -> Sequence[Ending]:
+    async def _run_traced(self, tracing: Tracing, work: Work, watch_thread: ThreadWatch) -> Sequence[Ending]:
+        messages = [context.message for context in work]
+        return await tracing.attempt(messages, lambda: self._run_handler(work, watch_thread))
+
+    async def _run_handler(self, work: Work, watch_thread: ThreadWatch) -> Sequence[Ending]:
         context = work[0]
         if context.handler.max_batch is not None:
             return await self._dispatcher.run_batch(work, watch_thread)
@@ -798,6 +854,12 @@ class Worker:
             results = await self._run_admitted(held, watch_thread)
             endings.update((c.message.id, e) for c, e in zip(held, results, strict=True))
         return [endings[context.message.id] for context in work]
+
+
+async def _send_traced(tracing: Tracing, transport: Transport, message: Message[object], content: Content) -> Outcome:
+    scheme = content.scheme if message.destination is None else scheme_of(message.destination)
+    key = breaker_key(transport, message, content)
+    return await tracing.hand_over(scheme, key, lambda: transport.send(message, content))
 
 
 def _message_of(

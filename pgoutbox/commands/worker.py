@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
-from typing import Annotated, Literal
+from collections.abc import Callable, Sequence
+from typing import Annotated, Final, Literal
 
 import psycopg
 import typer
@@ -15,7 +15,9 @@ from pgoutbox.arguments import App, Dsn, load_outbox
 from pgoutbox.commands.program import app, describe_known_queues, read_settings
 from pgoutbox.console import configure_logging, print_warning
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.settings import Settings
+from pgoutbox.settings import Settings, parse_address
+
+_MAX_PORT: Final = 65_535
 
 
 @app.command()
@@ -76,7 +78,27 @@ def _supervise(settings: Settings, queues: Sequence[str], processes: int, *, dsn
         arguments.append("--no-listen")
     if settings.worker_name is not None:
         arguments += ["--name", settings.worker_name]
-    return supervise(arguments, processes)
+    return supervise(arguments, processes, environment_of=_environments(settings, processes))
+
+
+def _environments(settings: Settings, processes: int) -> Callable[[int], dict[str, str]]:
+    """Each process has a port of its own for its metrics, and the first one alone counts for the whole database."""
+    if settings.metrics_address is None:
+        return lambda _: {}
+    host, first_port = parse_address(settings.metrics_address)
+    if first_port + processes - 1 > _MAX_PORT:
+        raise ConfigurationError(
+            f"PGOUTBOX_METRICS_ADDRESS={settings.metrics_address}: "
+            f"--processes {processes} needs as many ports from this one on"
+        )
+
+    def environment(number: int) -> dict[str, str]:
+        port = first_port + number if first_port else 0
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        counts = settings.metrics_backlog and number == 0
+        return {"PGOUTBOX_METRICS_ADDRESS": address, "PGOUTBOX_METRICS_BACKLOG": str(counts).lower()}
+
+    return environment
 
 
 def _warn_of_unknown_queues(settings: Settings, queues: list[str]) -> None:

@@ -71,6 +71,12 @@ from pgoutbox.sql.finish import (
     STANDING,
     WATCH_IF_HELD,
 )
+from pgoutbox.sql.gauges import (
+    COUNT_BACKLOG,
+    COUNT_BREAKERS,
+    LIMIT_GAUGES,
+    PAUSED_QUEUES,
+)
 from pgoutbox.sql.operators import (
     CANCEL_EACH,
     COUNT_MATCHING,
@@ -115,6 +121,7 @@ from pgoutbox.sql.sessions import (
     PREPARE_TRANSACTION,
     SCHEMA_VERSION,
     SERVER_FACTS,
+    SERVER_TIME,
 )
 from pgoutbox.sql.watch import (
     ENDED_BY_TOPIC,
@@ -141,6 +148,8 @@ __all__ = [
     "CLAIM_FRESH",
     "CLAIM_ORDERED",
     "CONTENTS",
+    "COUNT_BACKLOG",
+    "COUNT_BREAKERS",
     "COUNT_DONE",
     "COUNT_MATCHING",
     "COUNT_OPEN",
@@ -165,6 +174,7 @@ __all__ = [
     "KNOWN_QUEUES",
     "LAST_ID",
     "LEASE_HOLDERS",
+    "LIMIT_GAUGES",
     "LIMIT_IN_FLIGHT",
     "LIMIT_RATE",
     "LISTEN",
@@ -181,6 +191,7 @@ __all__ = [
     "NEXT_DUE",
     "NOW",
     "OWED_BY_TOPIC",
+    "PAUSED_QUEUES",
     "PAUSE_QUEUE",
     "PREPARE_OPERATION",
     "PREPARE_PAGE",
@@ -212,6 +223,7 @@ __all__ = [
     "SEARCH_MESSAGES",
     "SEARCH_SENDING",
     "SERVER_FACTS",
+    "SERVER_TIME",
     "SET_RETENTION",
     "SHOW_ATTEMPTS",
     "SHOW_MESSAGE",

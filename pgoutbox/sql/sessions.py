@@ -42,6 +42,8 @@ SELECT
 
 BEGIN: Final[LiteralString] = "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE"
 
+SERVER_TIME: Final[LiteralString] = "SELECT clock_timestamp()"
+
 BACKEND_PID: Final[LiteralString] = "SELECT pg_backend_pid()"
 
 SERVER_FACTS: Final[LiteralString] = """

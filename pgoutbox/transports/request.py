@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Literal
 
 from pydantic import JsonValue
@@ -118,6 +118,12 @@ class RenderedRequest:
     body: bytes = field(repr=False)
     webhook_id: str
     keys: Sequence[bytes] = field(repr=False)
+
+    def with_headers(self, headers: Mapping[str, str]) -> RenderedRequest:
+        """The request with these headers too, as far as it has none of the name."""
+        names = {name.lower() for name, _ in self.headers}
+        added = [(name.encode(), text.encode()) for name, text in headers.items() if name.encode() not in names]
+        return replace(self, headers=[*self.headers, *added])
 
     def signed_headers(self, timestamp: int) -> Headers:
         """All headers, signed for this second."""

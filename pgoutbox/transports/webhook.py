@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 from pgoutbox.errors import MissingExtraError
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient
 from pgoutbox.telemetry import Event
+from pgoutbox.tracing import current_context
 from pgoutbox.transports import breaker_key_of
 from pgoutbox.transports.request import RenderedRequest, Rules, Webhook, render
 from pgoutbox.transports.tls import verifying_context
@@ -96,6 +97,8 @@ class WebhookTransport:
             request = render(content, message, self._rules)
         except (Permanent, Transient) as refusal:
             return refusal
+        if self._settings.webhook_trace_context:
+            request = request.with_headers(current_context())
         async with self._slots:
             return await self._exchange(request)
 

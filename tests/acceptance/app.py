@@ -51,6 +51,14 @@ def brief(message: Message, ctx: SyncContext) -> None:
     ALL_BRIEF.wait(timeout=60)  # So that each message has a thread of its own.
 
 
+@outbox.handler("test.blocking")
+async def blocking(message: Message, ctx: Context) -> NoReturn:
+    """Say that it runs, then never let the event loop turn again."""
+    await tell("blocking", message)
+    while True:
+        time.sleep(0.1)  # noqa: ASYNC251 - the fault that the test injects
+
+
 @outbox.handler("test.patient")
 def patient(message: Message, ctx: SyncContext) -> None:
     """Say that it runs, then run until the process ends."""

@@ -245,3 +245,18 @@ def test_every_example_is_listed_and_tested() -> None:
     for path in EXAMPLES.glob("*.py"):
         assert f"({path.name})" in listed
         assert path.stem in tested
+
+
+async def test_one_trace_leads_from_the_request_to_the_smtp_server(shell: Shell, inbox: Inbox, dsn: str) -> None:
+    printed = await shell.example("tracing")
+    assert [line.rpartition(")")[0] + ")" for line in printed[1:]] == [
+        "POST /members (server)",
+        "  business transaction (internal)",
+        "    send mail.welcome (producer)",
+        "      process mail.welcome (consumer, sent)",
+        "        render the e-mail (internal)",
+        "        hand over smtp (client, sent, 127.0.0.1)",
+    ]
+    assert printed[0] == "HTTP 201"
+    assert [recipient for recipient, _ in mails(inbox)] == ["ada@example.org"]
+    assert states(dsn) == {"sent": 1}

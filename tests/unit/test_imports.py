@@ -7,12 +7,14 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 import pgoutbox
 
 OPTIONAL = (
     "aiormq", "aiosmtplib", "alembic", "anyio", "apprise", "asyncpg", "confluent_kafka", "cryptography", "django",
-    "email.mime", "httpcore", "httpx", "jinja2", "nats", "psycopg_pool", "pytest", "redis", "rich", "smtplib",
-    "sqlalchemy", "starlette", "typer", "uvicorn",
+    "email.mime", "h11", "http.server", "httpcore", "httpx", "jinja2", "nats", "opentelemetry", "prometheus_client",
+    "psycopg_pool", "pytest", "redis", "rich", "smtplib", "sqlalchemy", "starlette", "typer", "uvicorn",
 )  # fmt: skip
 
 
@@ -50,3 +52,48 @@ async def welcome(message, context): ...
 def test_every_public_name_is_there() -> None:
     assert sorted(pgoutbox.__all__) == list(pgoutbox.__all__)
     assert all(hasattr(pgoutbox, name) for name in pgoutbox.__all__)
+
+
+def test_a_worker_whose_metrics_and_traces_nobody_asked_for_loads_neither() -> None:
+    program = """
+import asyncio
+import psycopg
+from pgoutbox import Outbox, Settings
+from pgoutbox.worker import Worker
+outbox = Outbox(Settings(dsn="host=127.0.0.1 port=1"))
+@outbox.handler("greet")
+async def greet(message, context): ...
+try:
+    asyncio.run(Worker(outbox).run_once())
+except psycopg.OperationalError:
+    pass
+"""
+    assert not loaded_by(program) & {"h11", "opentelemetry", "prometheus_client"}
+
+
+@pytest.mark.parametrize("missing", ["prometheus_client", "h11"])
+def test_metrics_without_their_extra_end_the_worker_at_the_start_with_the_command_that_helps(missing: str) -> None:
+    program = f"""
+import sys
+sys.modules["{missing}"] = None
+from pgoutbox.cli import main
+sys.exit(main(["worker", "--app", "tests.acceptance.app:outbox"]))
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env={
+            "PATH": os.environ["PATH"],
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "PGOUTBOX_DSN": "host=127.0.0.1 port=1",
+            "PGOUTBOX_METRICS_ADDRESS": "127.0.0.1:0",
+        },
+    )
+    assert result.returncode == 2
+    assert result.stderr == (
+        "error: serving metrics (PGOUTBOX_METRICS_ADDRESS) needs an optional dependency: "
+        "pip install 'pgoutbox[metrics]'\n"
+    )

@@ -1,0 +1,307 @@
+"""What a worker measures about its own work, counted in memory; the exporters read it when somebody asks.
+
+Nothing here knows Prometheus or OpenTelemetry. The labels are topic, queue, outcome and event, never what a message
+holds, and there are no more topics and queues than `max_names`: the rest is counted as `other`. The event loop writes
+while another thread reads: what is read is a copy, which a dictionary makes in one step.
+"""
+
+from __future__ import annotations
+
+import enum
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from pgoutbox.message import State
+
+if TYPE_CHECKING:
+    from pgoutbox.message import Message
+
+OTHER: Final = "other"
+
+
+class Kind(enum.StrEnum):
+    """How a metric behaves: it only grows, it goes up and down, or it is a distribution."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+class Metric(NamedTuple):
+    """One metric: its name without the prefix `pgoutbox_` and, of a counter, without `_total`."""
+
+    name: str
+    kind: Kind
+    labels: tuple[str, ...]
+    meaning: str
+    buckets: tuple[float, ...] = ()
+
+    @property
+    def series(self) -> str:
+        """Its name in PromQL; that of a histogram without `_bucket`, `_sum` and `_count`."""
+        return f"pgoutbox_{self.name}_total" if self.kind is Kind.COUNTER else f"pgoutbox_{self.name}"
+
+
+_SECONDS: Final = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0, 3600.0,
+)  # fmt: skip
+
+ATTEMPTS: Final = Metric(
+    "attempts", Kind.COUNTER, ("topic", "queue", "outcome"),
+    "Attempts that ended: sent, retry, failed, skipped, cancelled, snoozed, released, or lost to another owner.",
+)  # fmt: skip
+UNATTEMPTED: Final = Metric(
+    "unattempted", Kind.COUNTER, ("topic", "queue", "outcome"),
+    "Messages that ended when they were to be claimed: superseded, expired, cancelled, or out of attempts.",
+)  # fmt: skip
+CLAIMS: Final = Metric("claims", Kind.COUNTER, ("queue",), "Claim statements that were answered.")
+CLAIMED: Final = Metric("claimed", Kind.COUNTER, ("topic", "queue"), "Messages that were claimed for an attempt.")
+HANDLER_SECONDS: Final = Metric(
+    "handler_seconds", Kind.HISTOGRAM, ("topic",),
+    "How long an attempt took, its hand-over to the transport included; of a batch handler, one call.",
+    _SECONDS,
+)  # fmt: skip
+WAIT_SECONDS: Final = Metric(
+    "wait_seconds", Kind.HISTOGRAM, ("topic",),
+    "How long a message waited from the time it fell due until its handler began.",
+    _SECONDS,
+)  # fmt: skip
+EVENTS: Final = Metric("events", Kind.COUNTER, ("event",), "Events of the catalogue that this worker reported.")
+LEASES_LOST: Final = Metric(
+    "leases_lost", Kind.COUNTER, (), "Outcomes that were not written because the message had another owner by then."
+)
+RECONNECTS: Final = Metric(
+    "reconnects", Kind.COUNTER, ("connection",), "How often the database or the listener was lost and came back."
+)
+ABANDONED: Final = Metric(
+    "abandoned", Kind.COUNTER, (), "Attempts whose handler ran on in its thread after its time limit."
+)
+
+IN_FLIGHT: Final = Metric("in_flight", Kind.GAUGE, (), "Messages that this worker holds, claimed and not finished.")
+SLOTS: Final = Metric("slots", Kind.GAUGE, (), "Attempts that can be under way at once, less the abandoned ones.")
+SLOTS_BUSY: Final = Metric("slots_busy", Kind.GAUGE, (), "Messages that handlers are at work on.")
+SLOTS_ABANDONED: Final = Metric(
+    "slots_abandoned", Kind.GAUGE, (), "Slots that are held by a handler which runs on after its time limit."
+)
+LISTENER_UP: Final = Metric("listener_up", Kind.GAUGE, (), "1 while the listener is connected. Absent when polling.")
+DATABASE_UP: Final = Metric("database_up", Kind.GAUGE, (), "1 while the database answers this worker.")
+LAST_LOOK: Final = Metric(
+    "last_look_seconds", Kind.GAUGE, (), "How long ago the worker last looked for something to claim."
+)
+LAST_CLAIM: Final = Metric(
+    "last_claim_seconds", Kind.GAUGE, (), "How long ago it last claimed a message. Absent before the first."
+)
+BREAKERS_OPEN: Final = Metric(
+    "breakers_open", Kind.GAUGE, (), "Circuit breakers that this worker knows to be open."
+)  # fmt: skip
+
+MESSAGES: Final = Metric(
+    "messages", Kind.GAUGE, ("topic", "queue", "state"),
+    "Messages in the database that are due, scheduled, sending or failed.",
+)  # fmt: skip
+OLDEST_DUE: Final = Metric(
+    "oldest_due_seconds", Kind.GAUGE, ("topic", "queue"), "How long the message that is due longest has waited."
+)
+QUEUE_PAUSED: Final = Metric("queue_paused", Kind.GAUGE, ("queue",), "1 for each queue that is paused.")
+BREAKERS: Final = Metric(
+    "breakers", Kind.GAUGE, ("scheme", "state"),
+    "Circuit breakers of the fleet that are open, or half_open: the time to probe has come.",
+)  # fmt: skip
+BACKLOG_UP: Final = Metric(
+    "backlog_up", Kind.GAUGE, (), "1 if the gauges of the database could be read; if not, they are absent."
+)
+BACKLOG_AGE: Final = Metric("backlog_age_seconds", Kind.GAUGE, (), "How long ago the gauges of the database were read.")
+BACKLOG_READ: Final = Metric("backlog_read_seconds", Kind.GAUGE, (), "How long it took to read them.")
+
+OF_WORKERS: Final = (
+    ATTEMPTS, UNATTEMPTED, CLAIMS, CLAIMED, HANDLER_SECONDS, WAIT_SECONDS, EVENTS, LEASES_LOST, RECONNECTS, ABANDONED,
+    IN_FLIGHT, SLOTS, SLOTS_BUSY, SLOTS_ABANDONED, LISTENER_UP, DATABASE_UP, LAST_LOOK, LAST_CLAIM, BREAKERS_OPEN,
+)  # fmt: skip
+OF_THE_DATABASE: Final = (
+    MESSAGES, OLDEST_DUE, QUEUE_PAUSED, BREAKERS, BACKLOG_UP, BACKLOG_AGE, BACKLOG_READ,
+)  # fmt: skip
+
+_BUCKETS: Final = {metric.name: metric.buckets for metric in OF_WORKERS if metric.kind is Kind.HISTOGRAM}
+
+
+Attempted = tuple[Sequence["Message[object]"], float, float]
+"""The messages of an attempt, and when it began and ended."""
+
+
+class Sample(NamedTuple):
+    """The value of one series."""
+
+    labels: tuple[str, ...]
+    value: float
+
+
+class Distribution:
+    """A histogram of one series: how many values fell into each bucket, one more than there are bounds."""
+
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def add(self, values: list[float]) -> None:
+        """Count these values, and sort them. What is below zero, by clocks that differ, counts as zero."""
+        values.sort()
+        before = 0
+        for index, bound in enumerate(self.bounds):
+            up_to = bisect_right(values, bound)
+            self.counts[index] += up_to - before
+            before = up_to
+            if before == len(values):
+                break
+        else:
+            self.counts[-1] += len(values) - before
+        self.sum += sum(values[bisect_right(values, 0.0) :])
+
+
+class Names:
+    """Names that may be labels: the first `most` of them as they are, every further one as `other`."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._known: dict[str, str] = {}
+
+    def label(self, name: str) -> str:
+        """The name, or `other`."""
+        label = self._known.get(name)
+        if label is not None:
+            return label
+        if len(self._known) >= self._most:
+            return OTHER
+        return self._known.setdefault(name, name)
+
+
+@dataclass(frozen=True, slots=True)
+class Vitals:
+    """How a worker is, at this moment. Ages are in seconds; None is never, or of a listener not wanted."""
+
+    is_started: bool
+    is_stopping: bool
+    in_flight: int
+    slots: int
+    busy: int
+    abandoned: int
+    is_listener_up: bool | None
+    is_database_up: bool
+    looked_seconds_ago: float
+    claimed_seconds_ago: float | None
+    breakers_open: int
+
+
+class Measures:
+    """The counts of one worker. Every method is called on its event loop, for a batch wherever there is one."""
+
+    def __init__(self, *, max_names: int) -> None:
+        self._topics = Names(max_names)
+        self._queues = Names(max_names)
+        self._counts: dict[str, Counter[tuple[str, ...]]] = {
+            metric.name: Counter() for metric in (ATTEMPTS, UNATTEMPTED, CLAIMS, CLAIMED)
+        }
+        self._seconds: dict[str, dict[str, Distribution]] = {name: {} for name in _BUCKETS}
+        self._anchor: tuple[datetime, float] | None = None
+        self.claimed_at: float | None = None
+        # Called with the metric's name, the topic and the value, for an exporter that takes each value by itself.
+        self.on_seconds: Callable[[str, str, float], None] | None = None
+
+    def anchor(self, server_time: datetime, loop_time: float) -> None:
+        """Learn what the database's clock said at this time of the event loop."""
+        self._anchor = server_time, loop_time
+
+    @property
+    def is_anchored(self) -> bool:
+        """Whether anything is known of the database's clock; without it no wait is counted."""
+        return self._anchor is not None
+
+    def claim(self, queue: str, topics: Iterable[str], *, at: float) -> None:
+        """One claim statement was answered, with messages of these topics."""
+        label = self._queues.label(queue)
+        self._counts[CLAIMS.name][label,] += 1
+        for topic, count in Counter(topics).items():
+            self._counts[CLAIMED.name][self._topics.label(topic), label] += count
+            self.claimed_at = at
+
+    def unattempted(self, topic: str, queue: str, outcome: str) -> None:
+        """A message ended when it was to be claimed."""
+        self._counts[UNATTEMPTED.name][self._topics.label(topic), self._queues.label(queue), outcome] += 1
+
+    def attempted(self, attempts: Iterable[Attempted]) -> None:
+        """Count attempts that have ended, by the times of the event loop."""
+        server_time, loop_time = self._anchor or (None, 0.0)
+        took: dict[str, list[float]] = defaultdict(list)
+        waited: dict[str, list[float]] = defaultdict(list)
+        for messages, began_at, ended_at in attempts:
+            topic = messages[0].topic
+            took[topic].append(ended_at - began_at)
+            if server_time is not None:
+                since = began_at - loop_time
+                for message in messages:
+                    waited[topic].append((server_time - message.available_at).total_seconds() + since)
+        self._add(HANDLER_SECONDS.name, took)
+        self._add(WAIT_SECONDS.name, waited)
+
+    def _add(self, name: str, seconds: Mapping[str, list[float]]) -> None:
+        distributions = self._seconds[name]
+        for topic, values in seconds.items():
+            label = self._topics.label(topic)
+            if label not in distributions:
+                distributions[label] = Distribution(_BUCKETS[name])
+            distributions[label].add(values)
+            if self.on_seconds is not None:
+                for value in values:
+                    self.on_seconds(name, label, value)
+
+    def sent(self, messages: Iterable[Message[object]]) -> None:
+        """These were written as sent."""
+        counts = self._counts[ATTEMPTS.name]
+        for (topic, queue), count in Counter([(message.topic, message.queue) for message in messages]).items():
+            counts[self._topics.label(topic), self._queues.label(queue), State.SENT.value] += count
+
+    def ended(self, message: Message[object], outcome: str) -> None:
+        """One attempt ended otherwise."""
+        self._counts[ATTEMPTS.name][self._topics.label(message.topic), self._queues.label(message.queue), outcome] += 1
+
+    def samples(self, metric: Metric) -> list[Sample]:
+        """What was counted of one of the counters that messages are counted by."""
+        return [Sample(labels, value) for labels, value in dict(self._counts[metric.name]).items()]
+
+    def distributions(self, metric: Metric) -> Mapping[str, Distribution]:
+        """The distributions of a histogram by topic."""
+        return self._seconds[metric.name].copy()
+
+
+def samples_of_events(counts: Mapping[str, int]) -> dict[Metric, list[Sample]]:
+    """The counters that are made of what was reported."""
+    return {
+        EVENTS: [Sample((event,), count) for event, count in counts.items()],
+        LEASES_LOST: [Sample((), counts.get("lease_lost", 0))],
+        ABANDONED: [Sample((), counts.get("attempt_abandoned", 0))],
+        RECONNECTS: [
+            Sample((connection,), counts.get(f"{connection}_back", 0)) for connection in ("database", "listener")
+        ],
+    }
+
+
+def samples_of_vitals(vitals: Vitals) -> dict[Metric, list[Sample]]:
+    """The gauges of a worker."""
+    found: dict[Metric, float | None] = {
+        IN_FLIGHT: vitals.in_flight,
+        SLOTS: vitals.slots,
+        SLOTS_BUSY: vitals.busy,
+        SLOTS_ABANDONED: vitals.abandoned,
+        LISTENER_UP: None if vitals.is_listener_up is None else int(vitals.is_listener_up),
+        DATABASE_UP: int(vitals.is_database_up),
+        LAST_LOOK: vitals.looked_seconds_ago,
+        LAST_CLAIM: vitals.claimed_seconds_ago,
+        BREAKERS_OPEN: vitals.breakers_open,
+    }
+    return {metric: [] if value is None else [Sample((), value)] for metric, value in found.items()}

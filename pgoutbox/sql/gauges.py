@@ -1,0 +1,79 @@
+"""What monitoring asks of the database."""
+
+from typing import Final, LiteralString
+
+# Monitoring is not worth waiting for, and its answer may be missing.
+LIMIT_GAUGES: Final[LiteralString] = """
+SELECT set_config('statement_timeout', '2s', true), set_config('lock_timeout', '500ms', true)
+"""
+
+# How many messages are not final, or failed, by queue and topic. Of each no more than `max_names` are told apart, those
+# with the most messages. It reads them all, without a LIMIT, because a sample would be no count: the time limit above
+# bounds it, and whoever asks does so the less often the longer it takes. What is done is another partition.
+COUNT_BACKLOG: Final[LiteralString] = """
+WITH counted AS MATERIALIZED (
+    SELECT
+        m.queue,
+        m.topic,
+        count(*) AS total,
+        count(*) FILTER (WHERE m.state = 'pending' AND m.available_at <= now()) AS due,
+        count(*) FILTER (WHERE m.state = 'pending' AND m.available_at > now()) AS scheduled,
+        count(*) FILTER (WHERE m.state = 'sending') AS sending,
+        count(*) FILTER (WHERE m.state = 'failed') AS failed,
+        min(m.available_at) FILTER (WHERE m.state = 'pending' AND m.available_at <= now()) AS due_since
+    FROM pgoutbox.message AS m
+    WHERE m.state IN ('pending', 'sending', 'failed')
+    GROUP BY m.queue, m.topic
+), ranked_topic AS (
+    SELECT c.topic, row_number() OVER (ORDER BY sum(c.total) DESC, c.topic) AS place
+    FROM counted AS c
+    GROUP BY c.topic
+), ranked_queue AS (
+    SELECT c.queue, row_number() OVER (ORDER BY sum(c.total) DESC, c.queue) AS place
+    FROM counted AS c
+    GROUP BY c.queue
+), labelled AS (
+    SELECT
+        CASE WHEN t.place <= %(max_names)s::bigint THEN c.topic ELSE %(other)s::text END AS topic,
+        CASE WHEN q.place <= %(max_names)s::bigint THEN c.queue ELSE %(other)s::text END AS queue,
+        c.due,
+        c.scheduled,
+        c.sending,
+        c.failed,
+        c.due_since
+    FROM counted AS c
+    JOIN ranked_topic AS t ON t.topic = c.topic
+    JOIN ranked_queue AS q ON q.queue = c.queue
+)
+SELECT
+    l.topic,
+    l.queue,
+    sum(l.due)::bigint AS due,
+    sum(l.scheduled)::bigint AS scheduled,
+    sum(l.sending)::bigint AS sending,
+    sum(l.failed)::bigint AS failed,
+    extract(epoch FROM now() - min(l.due_since))::float8 AS oldest_due_seconds
+FROM labelled AS l
+GROUP BY l.topic, l.queue
+ORDER BY l.topic, l.queue
+"""
+
+PAUSED_QUEUES: Final[LiteralString] = """
+SELECT q.name
+FROM pgoutbox.queue AS q
+WHERE q.paused_at IS NOT NULL AND (q.resume_at > now()) IS NOT FALSE
+ORDER BY q.name
+LIMIT %(max_names)s::bigint
+"""
+
+# By scheme only: the rest of a breaker's key is a part of destinations.
+COUNT_BREAKERS: Final[LiteralString] = """
+SELECT
+    split_part(b.key, ':', 1) AS scheme,
+    CASE WHEN b.retry_at > now() THEN 'open' ELSE 'half_open' END AS state,
+    count(*) AS count
+FROM pgoutbox.breaker AS b
+GROUP BY 1, 2
+ORDER BY 1, 2
+LIMIT 100
+"""

@@ -1,0 +1,241 @@
+"""Spans by the API of OpenTelemetry, where the application has set it up. Nothing is imported before it has.
+
+The trace of the enqueuing transaction travels in the headers `traceparent` and `tracestate` (W3C Trace Context), goes
+on at every attempt, and can be passed on by webhooks. Spans tell topic, queue, id and outcome; never a destination, a
+key, a payload or the text of an error.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from pgoutbox.message import Permanent, Transient
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context as TraceContext
+    from opentelemetry.trace import Span, Tracer
+    from opentelemetry.util.types import AttributeValue
+
+    from pgoutbox.message import Message, Outcome
+
+E = TypeVar("E")
+
+SYSTEM: Final = "pgoutbox"
+_NAME_LENGTH: Final = 63
+_OUTCOMES: Final = {"AlreadyFinished": "sent"}
+_FIELDS: Final = ("traceparent", "tracestate")
+_NO_CONTEXT: Final[Mapping[str, str]] = {}
+
+
+def _is_loaded() -> bool:
+    # Where nobody has imported the API, no span can be current and no provider can be set.
+    return "opentelemetry.trace" in sys.modules
+
+
+# --- enqueue ----------------------------------------------------------------------------------------------------------
+
+
+class Producing:
+    """The enqueuing of some messages, without a trace: `context` is empty and nothing is told."""
+
+    context: Mapping[str, str] = _NO_CONTEXT
+
+    def __enter__(self) -> Producing:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        """End the span, if there is one."""
+
+    def wrote(self, enqueued: Sequence[tuple[int, bool]]) -> None:
+        """Tell which messages were written, each an id and whether it had been there before."""
+
+
+_UNTRACED: Final = Producing()
+
+
+def producing(topic: object) -> Producing:
+    """A span of the caller's trace for enqueuing messages of a topic (None: of several), current within `with`.
+
+    Without a current span in the calling context nothing is traced, and nothing is imported.
+    """
+    if not _is_loaded():
+        return _UNTRACED
+    from opentelemetry import trace
+
+    if not trace.get_current_span().get_span_context().is_valid:
+        return _UNTRACED
+    # A topic that is no text is refused by what follows.
+    return _TracedProducing(topic[:_NAME_LENGTH] if isinstance(topic, str) else None)
+
+
+class _TracedProducing(Producing):
+    def __init__(self, topic: str | None) -> None:
+        from opentelemetry import trace
+
+        attributes = _attributes("send", topic)
+        self._span = trace.get_tracer(SYSTEM).start_span(
+            _span_name("send", topic), kind=trace.SpanKind.PRODUCER, attributes=attributes
+        )
+        self._current = trace.use_span(
+            self._span, end_on_exit=True, record_exception=False, set_status_on_exception=False
+        )
+
+    def __enter__(self) -> Producing:
+        self._current.__enter__()
+        self.context = current_context()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            _mark_failed(self._span, kind.__name__)
+        self._current.__exit__(kind, error, trace)
+
+    def wrote(self, enqueued: Sequence[tuple[int, bool]]) -> None:
+        if len(enqueued) == 1:
+            ((message_id, _),) = enqueued
+            self._span.set_attribute("messaging.message.id", str(message_id))
+        else:
+            self._span.set_attribute("messaging.batch.message_count", len(enqueued))
+
+
+def current_context() -> Mapping[str, str]:
+    """`traceparent` and `tracestate` of the current span; empty without one."""
+    if not _is_loaded():
+        return _NO_CONTEXT
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    carrier: dict[str, str] = {}
+    TraceContextTextMapPropagator().inject(carrier)
+    return carrier
+
+
+# --- delivery ---------------------------------------------------------------------------------------------------------
+
+
+class Tracing:
+    """The spans of one worker: one for each attempt, and within it one for each hand-over by a transport."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self._tracer = tracer
+        self._propagator = TraceContextTextMapPropagator()
+
+    @classmethod
+    def at_start(cls) -> Tracing | None:
+        """None unless the application has set a provider of tracers by now: then attempts cost nothing more."""
+        if not _is_loaded():
+            return None
+        from opentelemetry import trace
+
+        provider = trace.get_tracer_provider()
+        if isinstance(provider, (trace.ProxyTracerProvider, trace.NoOpTracerProvider)):
+            return None
+        return cls(provider.get_tracer(SYSTEM))
+
+    async def attempt(
+        self, messages: Sequence[Message[object]], run: Callable[[], Awaitable[Sequence[E]]]
+    ) -> Sequence[E]:
+        """Run the attempt of one message, whose trace goes on, or of a batch, which is linked to the traces of all."""
+        from opentelemetry import trace
+
+        span = self._start_attempt(messages)
+        with trace.use_span(span, end_on_exit=True, record_exception=False, set_status_on_exception=False):
+            try:
+                endings = await run()
+            except BaseException as error:
+                _mark_failed(span, type(error).__name__)
+                raise
+            if len(endings) == 1:
+                _tell_outcome(span, endings[0])
+            elif any(isinstance(ending, (Transient, Permanent)) for ending in endings):
+                _mark_failed(span, "partial")
+            return endings
+
+    def _start_attempt(self, messages: Sequence[Message[object]]) -> Span:
+        from opentelemetry import trace
+        from opentelemetry.context import Context as TraceContext
+
+        first = messages[0]
+        attributes = _attributes("process", first.topic) | {"messaging.pgoutbox.queue": first.queue}
+        if len(messages) == 1:
+            attributes["messaging.message.id"] = str(first.id)
+            attributes["messaging.pgoutbox.attempt_count"] = first.attempt_count
+            parent, links = self._context_of(first), []
+        else:
+            attributes["messaging.batch.message_count"] = len(messages)
+            # Empty, so that what happens to be current where the worker was started is no parent.
+            parent = TraceContext()
+            links = [
+                trace.Link(origin, {"messaging.message.id": str(message.id)})
+                for message in messages
+                if (origin := trace.get_current_span(self._context_of(message)).get_span_context()).is_valid
+            ]
+        return self._tracer.start_span(
+            _span_name("process", first.topic),
+            context=parent,
+            kind=trace.SpanKind.CONSUMER,
+            attributes=attributes,
+            links=links,
+        )
+
+    def _context_of(self, message: Message[object]) -> TraceContext:
+        from opentelemetry.context import Context as TraceContext
+
+        # Whoever wrote the row by hand may have put anything there.
+        carrier = {name: text for name in _FIELDS if isinstance(text := message.headers.get(name), str)}
+        return self._propagator.extract(carrier, context=TraceContext())
+
+    async def hand_over(self, scheme: str, breaker_key: str | None, send: Callable[[], Awaitable[Outcome]]) -> Outcome:
+        """Send by a transport, in a span that names the server as far as the breaker's key does."""
+        from opentelemetry import trace
+
+        protocol, _, place = (breaker_key or scheme).partition(":")
+        host, colon, port = place.rpartition(":")
+        attributes: dict[str, AttributeValue] = {"messaging.pgoutbox.scheme": scheme, "network.protocol.name": protocol}
+        if colon and port.isdecimal():
+            attributes |= {"server.address": host, "server.port": int(port)}
+        span = self._tracer.start_span(f"hand over {protocol}", kind=trace.SpanKind.CLIENT, attributes=attributes)
+        with trace.use_span(span, end_on_exit=True, record_exception=False, set_status_on_exception=False):
+            try:
+                outcome = await send()
+            except BaseException as error:
+                _mark_failed(span, type(error).__name__)
+                raise
+            _tell_outcome(span, outcome)
+            return outcome
+
+
+def _span_name(operation: str, topic: str | None) -> str:
+    return operation if topic is None else f"{operation} {topic}"
+
+
+def _attributes(operation: str, topic: str | None) -> dict[str, AttributeValue]:
+    attributes: dict[str, AttributeValue] = {
+        "messaging.system": SYSTEM,
+        "messaging.operation.name": operation,
+        "messaging.operation.type": operation,
+    }
+    if topic is not None:
+        attributes["messaging.destination.name"] = topic
+    return attributes
+
+
+def _tell_outcome(span: Span, ending: object) -> None:
+    name = type(ending).__name__
+    outcome = _OUTCOMES.get(name, name.lower())
+    span.set_attribute("messaging.pgoutbox.outcome", outcome)
+    if isinstance(ending, (Transient, Permanent)):
+        _mark_failed(span, outcome)
+
+
+def _mark_failed(span: Span, error_type: str) -> None:
+    from opentelemetry.trace import StatusCode
+
+    span.set_attribute("error.type", error_type)
+    span.set_status(StatusCode.ERROR)

@@ -1,0 +1,476 @@
+"""What a worker and the database show: read as Prometheus reads it, over HTTP, while messages are delivered."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from typing import TYPE_CHECKING
+
+import psycopg
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse
+
+from pgoutbox import Outbox, RetryPolicy
+from pgoutbox.backlog import Backlog
+from pgoutbox.dispatch import Context, SyncContext
+from pgoutbox.errors import ConfigurationError
+from pgoutbox.measures import (
+    MESSAGES,
+    OF_THE_DATABASE,
+    OF_WORKERS,
+    OLDEST_DUE,
+    QUEUE_PAUSED,
+    UNATTEMPTED,
+    WAIT_SECONDS,
+    Measures,
+)
+from pgoutbox.message import Message, Permanent, Skip, Snooze, State, Transient
+from pgoutbox.metrics import Exposition
+from pgoutbox.telemetry import Event
+from pgoutbox.worker import Worker
+from tests.http_client import ask, exchange
+from tests.messages import put
+from tests.outbox_actions import WatchedWorker, enqueue, lapse, reports, running, settings_for
+from tests.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+    from prometheus_client.metrics_core import Metric as Family
+
+    from pgoutbox.message import Outcome
+    from tests.conftest import Connect
+
+OUTCOMES: dict[str, Outcome] = {
+    "transient": Transient("busy"),
+    "permanent": Permanent("refused"),
+    "skip": Skip("gone"),
+    "snooze": Snooze(3600),
+}
+
+
+@pytest.fixture
+def outbox(dsn: str) -> Outbox:
+    """An outbox whose workers serve their metrics on any free port, and count anew for each scrape."""
+    return Outbox(settings_for(dsn, metrics_address="127.0.0.1:0", metrics_cache_seconds=0.1))
+
+
+def port_of(worker: Worker) -> int:
+    port = worker.observer.port
+    assert port is not None
+    return port
+
+
+async def scrape(worker: Worker) -> dict[str, Family]:
+    answer = await ask(port_of(worker), "/metrics")
+    assert answer.status == 200
+    return {family.name: family for family in parse(answer.body)}
+
+
+def waits_of(worker: Worker, topic: str) -> int:
+    """Of how many messages it is known how long they waited. They are counted a little later than they are sent."""
+    measures = worker.telemetry.measures
+    assert measures is not None
+    found = measures.distributions(WAIT_SECONDS).get(topic)
+    return 0 if found is None else sum(found.counts)
+
+
+def value(families: dict[str, Family], sample: str, **labels: str) -> float | None:
+    """The value of one series."""
+    for family in families.values():
+        for found in family.samples:
+            if found.name == sample and found.labels == labels:
+                return float(found.value)
+    return None
+
+
+async def test_attempts_are_counted_by_topic_queue_and_outcome(outbox: Outbox, db: psycopg.Connection) -> None:
+    @outbox.handler("greet", retry=RetryPolicy.steps(3600, jitter=0))
+    async def greet(message: Message, ctx: Context) -> Outcome | None:
+        return OUTCOMES.get(str(message.payload))
+
+    @outbox.batch_handler("index")
+    async def index(messages: Sequence[Message], contexts: Sequence[Context]) -> None: ...
+
+    for name in ["sent", "sent", *OUTCOMES]:
+        enqueue(db, payload=name)
+    enqueue(db, "index")
+    enqueue(db, "index")
+    superseded = enqueue(db, coalesce_key="k")
+    enqueue(db, coalesce_key="k")
+    worker = WatchedWorker(outbox)
+    async with running(worker):
+        await until(lambda: hasattr(worker, "asleep") and worker.asleep.is_set())
+        await until(lambda: worker.vitals().in_flight == 0)
+        await until(lambda: waits_of(worker, "greet") == 7 and waits_of(worker, "index") == 2)
+        families = await scrape(worker)
+    counted = {
+        outcome: value(families, "pgoutbox_attempts_total", topic="greet", queue="default", outcome=outcome)
+        for outcome in ("sent", "retry", "failed", "skipped", "snoozed")
+    }
+    assert counted == {"sent": 3, "retry": 1, "failed": 1, "skipped": 1, "snoozed": 1}
+    labels = {"topic": "greet", "queue": "default"}
+    assert value(families, "pgoutbox_unattempted_total", **labels, outcome="skipped") == 1, superseded
+    assert value(families, "pgoutbox_claimed_total", **labels) == 7
+    assert (value(families, "pgoutbox_claims_total", queue="default") or 0) >= 2
+    assert value(families, "pgoutbox_handler_seconds_count", topic="greet") == 7
+    assert value(families, "pgoutbox_handler_seconds_count", topic="index") == 1, "one call of the batch handler"
+    assert value(families, "pgoutbox_wait_seconds_count", topic="index") == 2
+    assert value(families, "pgoutbox_events_total", event="sent") == 5
+    assert value(families, "pgoutbox_in_flight") == 0
+    assert value(families, "pgoutbox_slots") == 4
+    assert value(families, "pgoutbox_listener_up") == 1
+    assert value(families, "pgoutbox_database_up") == 1
+    assert value(families, "pgoutbox_last_claim_seconds") is not None
+    assert "process_cpu_seconds" in families, "the application's own registry comes along"
+
+
+async def test_the_wait_begins_when_a_message_falls_due(outbox: Outbox, db: psycopg.Connection) -> None:
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None: ...
+
+    message_id = enqueue(db)
+    db.execute("UPDATE pgoutbox.message SET available_at = now() - interval '200 s' WHERE id = %s", [message_id])
+    worker = Worker(outbox)
+    async with running(worker):
+        await until(lambda: worker.telemetry.counts[Event.SENT])
+        await until(lambda: waits_of(worker, "greet"))
+        families = await scrape(worker)
+    waited = value(families, "pgoutbox_wait_seconds_sum", topic="greet")
+    assert waited is not None
+    assert 200 <= waited < 260
+    assert value(families, "pgoutbox_wait_seconds_bucket", topic="greet", le="60.0") == 0
+    assert value(families, "pgoutbox_wait_seconds_bucket", topic="greet", le="300.0") == 1
+
+
+async def test_a_handler_that_outlives_its_time_limit_is_counted_as_abandoned(
+    outbox: Outbox, db: psycopg.Connection
+) -> None:
+    may_end = threading.Event()
+
+    @outbox.handler("greet", timeout=0.1, retry=RetryPolicy.steps(3600))
+    def greet(message: Message, ctx: SyncContext) -> None:
+        may_end.wait(30)
+
+    enqueue(db)
+    worker = Worker(outbox)
+    async with running(worker):
+        try:
+            await until(lambda: worker.telemetry.counts[Event.ATTEMPT_ABANDONED])
+            families = await scrape(worker)
+            assert value(families, "pgoutbox_abandoned_total") == 1
+            assert value(families, "pgoutbox_slots_abandoned") == 1
+            assert value(families, "pgoutbox_slots") == 3
+        finally:
+            may_end.set()
+        await until(lambda: worker.vitals().abandoned == 0)
+        families = await scrape(worker)
+    assert value(families, "pgoutbox_abandoned_total") == 1
+    assert value(families, "pgoutbox_slots") == 4
+
+
+async def test_a_lost_lease_and_a_reconnect_are_counted(
+    outbox: Outbox, db: psycopg.Connection, connect: Connect
+) -> None:
+    has_begun, may_end = asyncio.Event(), asyncio.Event()
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        has_begun.set()
+        await may_end.wait()
+
+    message_id = enqueue(db)
+    worker = Worker(outbox)
+    with reports() as log:
+        async with running(worker):
+            await has_begun.wait()
+            db.execute("UPDATE pgoutbox.message SET attempt_count = attempt_count + 1 WHERE id = %s", [message_id])
+            lapse(db, message_id)
+            may_end.set()
+            await log.wait_for(Event.LEASE_LOST)
+            db.execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'pgoutbox listen'"
+            )
+            await log.wait_for(Event.LISTENER_BACK)
+            families = await scrape(worker)
+    assert value(families, "pgoutbox_leases_lost_total") == 1
+    assert value(families, "pgoutbox_attempts_total", topic="greet", queue="default", outcome="lost") == 1
+    assert value(families, "pgoutbox_reconnects_total", connection="listener") == 1
+
+
+async def test_every_metric_of_the_catalogue_is_served_and_no_other(outbox: Outbox, db: psycopg.Connection) -> None:
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None: ...
+
+    worker = Worker(outbox)
+    async with running(worker):
+        families = await scrape(worker)
+    own = {name for name in families if name.startswith("pgoutbox_")}
+    assert own == {f"pgoutbox_{metric.name}" for metric in (*OF_WORKERS, *OF_THE_DATABASE)} | {"pgoutbox_build_info"}
+
+
+async def test_who_asks_for_openmetrics_gets_it(outbox: Outbox, db: psycopg.Connection) -> None:
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None: ...
+
+    worker = Worker(outbox)
+    async with running(worker):
+        answer = await ask(port_of(worker), "/metrics", accept="application/openmetrics-text; version=1.0.0")
+    assert answer.headers["content-type"].startswith("application/openmetrics-text")
+    families = parse_openmetrics(answer.body)  # type: ignore[no-untyped-call]
+    assert "pgoutbox_attempts" in {family.name for family in families}
+
+
+SECRET = "canary-8d1f"
+
+
+async def test_no_label_holds_what_a_message_holds(outbox: Outbox, db: psycopg.Connection) -> None:
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        raise Permanent(SECRET)
+
+    enqueue(db, payload=SECRET, destination=f"https://{SECRET}.example.org/", dedupe_key=SECRET, coalesce_key=SECRET)
+    db.execute(
+        "INSERT INTO pgoutbox.breaker (key, retry_at, cooldown_seconds, worker, last_error)"
+        " VALUES (%s, now() + interval '1 h', 30, 'w', %s)",
+        [f"https:{SECRET}.example.org:443", SECRET],
+    )
+    worker = Worker(outbox)
+    async with running(worker):
+        await until(lambda: worker.telemetry.counts[Event.FAILED])
+        answer = await ask(port_of(worker), "/metrics")
+    assert 'pgoutbox_breakers{scheme="https",state="open"} 1.0' in answer.body
+    assert SECRET not in answer.body
+
+
+def test_topics_and_queues_above_the_bound_are_counted_as_other(dsn: str, db: psycopg.Connection) -> None:
+    for number in range(5):
+        for _ in range(number + 1):
+            enqueue(db, f"topic{number}", queue=f"queue{number}")
+    backlog = Backlog(settings_for(dsn, metrics_max_names=2))
+    reading = backlog.ask().result()
+    due = {(s.labels[0], s.labels[1]): s.value for s in reading.samples[MESSAGES] if s.labels[2] == "due"}
+    assert due == {("topic3", "queue3"): 4, ("topic4", "queue4"): 5, ("other", "other"): 6}
+    measures = Measures(max_names=2)
+    for number in range(5):
+        measures.unattempted(f"topic{number}", "default", "failed")
+    assert {s.labels[0]: s.value for s in measures.samples(UNATTEMPTED)} == {"topic0": 1, "topic1": 1, "other": 3}
+
+
+def test_the_database_is_counted_by_state(dsn: str, db: psycopg.Connection) -> None:
+    old = enqueue(db)
+    db.execute("UPDATE pgoutbox.message SET available_at = now() - interval '100 s' WHERE id = %s", [old])
+    enqueue(db)
+    later = enqueue(db, queue="bulk")
+    db.execute("UPDATE pgoutbox.message SET available_at = now() + interval '1 h' WHERE id = %s", [later])
+    for state in (State.SENDING, State.FAILED, State.FAILED, State.SENT):
+        put(db, state)
+    db.execute("INSERT INTO pgoutbox.queue (name, paused_at) VALUES ('bulk', now()), ('open', NULL)")
+    db.execute(
+        "INSERT INTO pgoutbox.queue (name, paused_at, resume_at)"
+        " VALUES ('over', now() - interval '2 s', now() - interval '1 s')"
+    )
+    reading = Backlog(settings_for(dsn)).ask().result()
+    total: dict[str, float] = {}
+    for sample in reading.samples[MESSAGES]:
+        total[sample.labels[2]] = total.get(sample.labels[2], 0) + sample.value
+    assert total == {"due": 2, "scheduled": 1, "sending": 1, "failed": 2}
+    assert [s.labels for s in reading.samples[QUEUE_PAUSED]] == [("bulk",)]
+    oldest = {s.labels: s.value for s in reading.samples[OLDEST_DUE]}
+    assert 100 <= oldest["greet", "default"] < 160
+    assert oldest["greet", "bulk"] == 0
+
+
+def test_the_database_is_read_once_for_many_who_ask(dsn: str, db: psycopg.Connection) -> None:
+    backlog = Backlog(settings_for(dsn, metrics_cache_seconds=3600))
+    first = backlog.ask()
+    readings = {id(backlog.ask().result()) for _ in range(20)}
+    assert readings == {id(first.result())}
+
+
+async def test_a_locked_table_costs_the_gauges_and_nothing_else(
+    outbox: Outbox, db: psycopg.Connection, connect: Connect
+) -> None:
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None: ...
+
+    worker = Worker(outbox)
+    async with running(worker):
+        blocker = connect()
+        await asyncio.to_thread(blocker.execute, "LOCK TABLE pgoutbox.message IN ACCESS EXCLUSIVE MODE")
+        families = await scrape(worker)
+        blocker.rollback()
+        await until(lambda: worker.vitals().is_database_up)
+    assert value(families, "pgoutbox_backlog_up") == 0
+    assert families["pgoutbox_messages"].samples == []
+    assert value(families, "pgoutbox_slots") == 4
+
+
+async def test_the_dashboard_can_serve_the_gauges_without_a_worker(dsn: str, db: psycopg.Connection) -> None:
+    enqueue(db)
+    status, content_type, body = await Exposition(settings_for(dsn)).answer()
+    assert (status, content_type.partition(";")[0]) == (200, "text/plain")
+    names = {family.name for family in parse(body.decode())}
+    assert names == {f"pgoutbox_{metric.name}" for metric in OF_THE_DATABASE} | {"pgoutbox_build_info"}
+
+
+async def test_an_address_that_is_taken_ends_the_worker_with_its_name(outbox: Outbox, dsn: str) -> None:
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None: ...
+
+    first = Worker(outbox)
+    async with running(first):
+        await until(lambda: first.vitals().is_started)
+        taken = f"127.0.0.1:{port_of(first)}"
+        second = Worker(outbox, settings=settings_for(dsn, metrics_address=taken))
+        with pytest.raises(ConfigurationError, match=r"PGOUTBOX_METRICS_ADDRESS: cannot listen on 127\.0\.0\.1"):
+            await second.run()
+        await second.run_once()  # What cron starts beside it serves nothing.
+
+
+async def test_a_worker_without_an_address_measures_nothing(dsn: str) -> None:
+    outbox = Outbox(settings_for(dsn))
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None: ...
+
+    worker = Worker(outbox)
+    async with running(worker):
+        await until(lambda: worker.vitals().is_started)
+        assert worker.observer.port is None
+        assert worker.telemetry.measures is None
+
+
+# --- probes -----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_worker_at_work_is_alive_and_ready(outbox: Outbox, db: psycopg.Connection) -> None:
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None: ...
+
+    worker = Worker(outbox)
+    async with running(worker):
+        await until(lambda: worker.vitals().is_started)
+        answers = [await ask(port_of(worker), path) for path in ("/livez", "/readyz")]
+    assert [(a.status, a.body) for a in answers] == [(200, "ok\n"), (200, "ok\n")]
+
+
+async def test_a_worker_whose_listener_is_gone_is_alive_but_not_ready(
+    outbox: Outbox, db: psycopg.Connection, dsn: str
+) -> None:
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None: ...
+
+    worker = Worker(outbox)
+    name = psycopg.conninfo.conninfo_to_dict(dsn)["dbname"]
+    with psycopg.connect(dsn, dbname="postgres", autocommit=True) as admin, reports() as log:
+        async with running(worker):
+            await until(lambda: worker.vitals().is_started)
+            admin.execute(f'ALTER DATABASE "{name}" ALLOW_CONNECTIONS false'.encode())
+            admin.execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s"
+                " AND application_name LIKE 'pgoutbox %%'",
+                [name],
+            )
+            await log.wait_for(Event.LISTENER_LOST)
+            await log.wait_for(Event.DATABASE_LOST)
+            ready = await ask(port_of(worker), "/readyz")
+            live = await ask(port_of(worker), "/livez")
+            admin.execute(f'ALTER DATABASE "{name}" ALLOW_CONNECTIONS true'.encode())
+            await log.wait_for(Event.LISTENER_BACK)
+            await log.wait_for(Event.DATABASE_BACK)
+            again = await ask(port_of(worker), "/readyz")
+    assert (ready.status, ready.body) == (503, "the database does not answer\nthe listener is not connected\n")
+    assert (live.status, again.status) == (200, 200)
+
+
+async def test_a_worker_that_waits_for_its_database_is_alive_but_not_ready() -> None:
+    secret = "host=127.0.0.1 port=1 user=canary-user dbname=canary-db password=canary-password"
+    outbox = Outbox(settings_for(secret, metrics_address="127.0.0.1:0"))
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None: ...
+
+    worker = Worker(outbox)
+    with reports() as log:
+        async with running(worker):
+            await log.wait_for(Event.DATABASE_LOST)
+            live = await ask(port_of(worker), "/livez")
+            ready = await ask(port_of(worker), "/readyz")
+            metrics = await ask(port_of(worker), "/metrics")
+    assert live.status == 200
+    assert (ready.status, ready.body) == (503, "the worker has not started: the database was not reached yet\n")
+    assert "pgoutbox_backlog_up 0.0" in metrics.body
+    assert "pgoutbox_database_up 0.0" in metrics.body
+    assert "canary" not in ready.body + metrics.body
+
+
+async def test_a_stopping_worker_is_not_ready(outbox: Outbox, db: psycopg.Connection) -> None:
+    has_begun, may_end = asyncio.Event(), asyncio.Event()
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        has_begun.set()
+        await may_end.wait()
+
+    enqueue(db)
+    worker = Worker(outbox)
+    async with running(worker):
+        await has_begun.wait()
+        worker.stop()
+        answer = await ask(port_of(worker), "/readyz")
+        may_end.set()
+    assert (answer.status, answer.body) == (503, "the worker is stopping\n")
+
+
+# --- HTTP -------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def served(outbox: Outbox) -> AsyncIterator[int]:
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None: ...
+
+    worker = Worker(outbox)
+    async with running(worker):
+        await until(lambda: worker.vitals().is_started)
+        yield port_of(worker)
+
+
+async def test_only_get_and_head_are_answered(outbox: Outbox) -> None:
+    async with served(outbox) as port:
+        for method in ("POST", "PUT", "DELETE", "OPTIONS"):
+            answer = await ask(port, "/livez", method=method)
+            assert (answer.status, answer.headers["allow"]) == (405, "GET, HEAD")
+        head = await ask(port, "/livez", method="HEAD")
+        assert (head.status, head.headers["content-length"], head.body) == (200, "3", "")
+        assert (await ask(port, "/")).status == 404
+        assert (await ask(port, "/metrics?name=x")).status == 200
+
+
+async def test_what_is_no_request_is_refused_and_harms_nobody(outbox: Outbox) -> None:
+    async with served(outbox) as port:
+        for request in (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", b"GET\r\n\r\n"):
+            assert (await exchange(port, request)).startswith(b"HTTP/1.1 400 ")
+        endless = await exchange(port, b"GET / HTTP/1.1\r\nHost: x\r\nX-Long: " + b"a" * 100_000)
+        assert endless == b"" or endless.startswith(b"HTTP/1.1 431 ")
+        assert (await ask(port, "/livez")).status == 200
+
+
+async def test_slow_clients_take_no_more_connections_than_there_are(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pgoutbox.http_server._DEADLINE_SECONDS", 1.0)
+    monkeypatch.setattr("pgoutbox.http_server._MAX_CONNECTIONS", 3)
+    async with served(outbox) as port:
+        slow = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+        for _, writer in slow:
+            writer.write(b"GET /livez HTTP/1.1\r\n")
+        async with asyncio.timeout(30):
+            assert await exchange(port, b"") == b"", "the fourth is turned away"
+            assert [await reader.read() for reader, _ in slow] == [b"", b"", b""], "the deadline ends them"
+        for _, writer in slow:
+            writer.close()
+        assert (await ask(port, "/livez")).status == 200

@@ -1,0 +1,109 @@
+"""What systemd hears of a worker, on a real socket of its protocol."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pgoutbox import systemd
+from pgoutbox.dispatch import Context
+from pgoutbox.message import Message
+from pgoutbox.worker import Worker
+from tests.outbox_actions import running
+from tests.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from pgoutbox import Outbox
+
+
+class Systemd:
+    """The receiving end of $NOTIFY_SOCKET."""
+
+    def __init__(self, address: str) -> None:
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.socket.setblocking(False)
+        self.socket.bind(address)
+        self.heard: list[dict[str, str]] = []
+
+    def listen(self) -> list[dict[str, str]]:
+        """Everything heard so far."""
+        while True:
+            try:
+                text = self.socket.recv(4096).decode()
+            except BlockingIOError:
+                return self.heard
+            self.heard.append(dict(line.split("=", 1) for line in text.split("\n")))
+
+    def has_heard(self, name: str, value: str = "1") -> bool:
+        return any(heard.get(name) == value for heard in self.listen())
+
+
+@pytest.fixture(params=["path", "abstract"])
+def init(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Systemd]:
+    address = str(tmp_path / "notify") if request.param == "path" else f"@pgoutbox-test-{os.getpid()}"
+    monkeypatch.setenv("NOTIFY_SOCKET", address)
+    found = Systemd(address.replace("@", "\0"))
+    yield found
+    found.socket.close()
+
+
+async def test_a_worker_says_when_it_is_ready_that_it_turns_and_when_it_stops(
+    outbox: Outbox, init: Systemd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None: ...
+
+    monkeypatch.setenv("WATCHDOG_USEC", "20000")
+    monkeypatch.setenv("WATCHDOG_PID", str(os.getpid()))
+    worker = Worker(outbox)
+    async with running(worker):
+        await until(lambda: init.has_heard("READY"))
+        assert worker.vitals().is_started
+        await until(lambda: sum("WATCHDOG" in heard for heard in init.listen()) >= 3)
+        assert not init.has_heard("STOPPING")
+    assert init.has_heard("STOPPING")
+    assert next(iter(init.heard)) == {"READY": "1", "STATUS": "at work"}
+
+
+async def test_what_cron_starts_says_nothing(outbox: Outbox, init: Systemd) -> None:
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None: ...
+
+    await Worker(outbox).run_once()
+    assert init.listen() == []
+
+
+def test_without_systemd_or_with_one_that_is_gone_nothing_happens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
+    assert not systemd.notify(READY=1)
+    for address in (str(tmp_path / "gone"), "relative", "@nobody-listens-here", f"/{'x' * 200}"):
+        monkeypatch.setenv("NOTIFY_SOCKET", address)
+        assert not systemd.notify(READY=1)
+
+
+@pytest.mark.parametrize(
+    ("usec", "pid", "seconds"),
+    [
+        ("30000000", None, 15.0),
+        ("30000000", "own", 15.0),
+        ("30000000", "1", None),
+        ("0", None, None),
+        ("x", None, None),
+    ],
+)
+def test_the_watchdog_is_fed_twice_as_often_as_it_asks_if_it_watches_this_process(
+    usec: str, pid: str | None, seconds: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WATCHDOG_USEC", usec)
+    monkeypatch.delenv("WATCHDOG_PID", raising=False)
+    if pid is not None:
+        monkeypatch.setenv("WATCHDOG_PID", str(os.getpid()) if pid == "own" else pid)
+    assert systemd.watchdog_seconds() == seconds

@@ -1,0 +1,108 @@
+"""What is measured, without a worker: buckets, bounds, clocks, and verdicts about a worker's health."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pgoutbox.health import LoopWatch, reasons_not_ready
+from pgoutbox.measures import HANDLER_SECONDS, WAIT_SECONDS, Distribution, Measures, Vitals
+from tests.sends import outgoing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+NOW = datetime(2026, 3, 1, 12, tzinfo=UTC)
+WELL = Vitals(
+    is_started=True,
+    is_stopping=False,
+    in_flight=0,
+    slots=4,
+    busy=0,
+    abandoned=0,
+    is_listener_up=True,
+    is_database_up=True,
+    looked_seconds_ago=1.0,
+    claimed_seconds_ago=None,
+    breakers_open=0,
+)
+
+
+def test_a_value_on_a_bound_falls_into_its_bucket_and_one_above_all_into_the_last() -> None:
+    distribution = Distribution((1.0, 2.0))
+    distribution.add([3.0, 1.0, 2.0, 0.5, 1.5])
+    distribution.add([-0.25])
+    assert distribution.counts == [3, 2, 1]
+    assert distribution.sum == 8.0
+
+
+def test_a_wait_is_reckoned_by_the_clock_of_the_database_alone() -> None:
+    measures = Measures(max_names=10)
+    message = replace(outgoing(), available_at=NOW - timedelta(seconds=20))
+    measures.attempted([([message], 100.0, 100.5)])
+    assert measures.distributions(WAIT_SECONDS) == {}, "nothing is known of that clock yet"
+    measures.anchor(NOW, 90.0)
+    measures.attempted([([message], 100.0, 100.5)])
+    assert measures.distributions(WAIT_SECONDS)["welcome"].sum == 30.0
+    assert measures.distributions(HANDLER_SECONDS)["welcome"].sum == 1.0
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        ({"is_listener_up": None}, None),
+        ({"looked_seconds_ago": 151.0, "busy": 4}, None),
+        ({"is_listener_up": False}, "the listener is not connected"),
+        ({"is_database_up": False}, "the database does not answer"),
+        ({"looked_seconds_ago": 151.0}, "the last sweep was 151 s ago"),
+        ({"is_started": False}, "the worker has not started: the database was not reached yet"),
+        ({"is_stopping": True, "is_started": False}, "the worker is stopping"),
+    ],
+)
+def test_a_worker_is_ready_unless_there_is_a_reason(change: dict[str, object], reason: str | None) -> None:
+    vitals = replace(WELL, **change)  # type: ignore[arg-type] # the names and types are those of the fields
+    assert reasons_not_ready(vitals, sweep_seconds=60) == ([] if reason is None else [reason])
+
+
+class Loop:
+    """An event loop in a thread that can be blocked."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever)
+        self.thread.start()
+
+    def call(self, function: Callable[[], object]) -> None:
+        self.loop.call_soon_threadsafe(function)
+
+    def end(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        self.loop.close()
+
+
+async def test_an_event_loop_that_is_blocked_for_too_long_is_not_alive_until_it_turns_again() -> None:
+    watched = Loop()
+    may_go_on = threading.Event()
+    try:
+        watch = LoopWatch(watched.loop, limit_seconds=0.7)
+        assert await watch.reason_not_alive() is None
+        watched.call(may_go_on.wait)
+        assert await watch.reason_not_alive() is None, "not for that long yet"
+        began_at = time.monotonic()
+        while (reason := await watch.reason_not_alive()) is None:
+            assert time.monotonic() < began_at + 30
+        assert reason.startswith("the event loop has not turned for ")
+        may_go_on.set()
+        assert await watch.reason_not_alive() is None
+    finally:
+        may_go_on.set()
+        watched.end()
+    assert await watch.reason_not_alive() == "the event loop is closed"
