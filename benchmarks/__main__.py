@@ -10,7 +10,21 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from benchmarks import bulk, dashboard, doorbell, drain, explain, fleet, handlers, idle, latency, load, peers, single
+from benchmarks import (
+    bulk,
+    dashboard,
+    doorbell,
+    drain,
+    explain,
+    fleet,
+    handlers,
+    idle,
+    latency,
+    load,
+    peers,
+    retention,
+    single,
+)
 from benchmarks.options import QUICK, Options
 from benchmarks.publish import TEMPLATE, publish, read_results
 from benchmarks.report import Result, document_of, machine_facts, show, write_json
@@ -39,6 +53,7 @@ EXTRA_SCENARIOS: Mapping[str, Scenario] = {
     "ordering": fleet.run_ordering,
     "fanout": fleet.run_fanout,
     "dashboard": dashboard.run,
+    "retention": retention.run,
     "peer-settings": peers.run_settings,
 }
 
@@ -47,7 +62,7 @@ def main() -> int:
     """Run the scenarios. 0 when they ran, whatever their verdicts; 130 when interrupted."""
     scenarios = {**SCENARIOS, **EXTRA_SCENARIOS}
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure pgoutbox beside its peers.")
-    parser.add_argument("scenario", nargs="*", help=f"{', '.join(scenarios)}; all but the last five if none is named")
+    parser.add_argument("scenario", nargs="*", help=f"{', '.join(scenarios)}; all but the last six if none is named")
     parser.add_argument("--quick", action="store_true", help="small sizes: shows that it works, not how fast")
     parser.add_argument("--rounds", type=int, help="rounds of the alternating scenarios")
     parser.add_argument("--finished", type=int, metavar="N", help="finished messages beside which drain is measured")

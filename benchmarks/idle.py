@@ -25,8 +25,8 @@ from benchmarks.server import Server
 from pgoutbox import sql
 
 _SETTLING_SECONDS = 5.0
-# What only checks that the listener's connection lives is not work on a queue.
-_PROBES = frozenset({"PROBE"})
+# What only checks that the listener's connection lives is not work on a queue, and neither is the turn of upkeep.
+_APART = {"PROBE": "probe", "BEGIN_UPKEEP_IF_DUE": "upkeep"}
 _LINE = re.compile(r"([^|]*)\|([^|]*)\|LOG:  (?:execute [^:]*|statement): (.*)")
 
 
@@ -144,7 +144,7 @@ def _result(
     rows: list[tuple[Cell, ...]] = []
     for system, found in counts.items():
         for name, count in found.most_common():
-            kind = "probe" if name in _PROBES else "queue" if system == "pgoutbox" else "-"
+            kind = _APART.get(name, "queue") if system == "pgoutbox" else "-"
             rows.append((f"{system}: {name}", kind, count, 60 * count / seconds))
     result.tables.append(Table("statements", ("statement", "kind", "count", "per minute"), rows))
     processes: list[tuple[Cell, ...]] = []
@@ -158,7 +158,7 @@ def _result(
             result.verdicts.append(Verdict("CPU of the worker", percent, 0.5, "at most", "%"))
             result.verdicts.append(Verdict("memory of the worker", end.resident_mib, 80, "at most", "MiB"))
     result.tables.append(Table("processes", ("worker", "CPU %", "resident MiB"), processes))
-    of_queue = sum(count for name, count in counts["pgoutbox"].items() if name not in _PROBES)
+    of_queue = sum(count for name, count in counts["pgoutbox"].items() if name not in _APART)
     what = "statements per minute and queue, probes apart"
     result.verdicts.append(Verdict(what, 60 * of_queue / seconds, 2.0, "at most", "/min"))
     return result

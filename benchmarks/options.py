@@ -44,9 +44,13 @@ class Options:
     ordered_messages: int = 5_000
     fanout_destinations: int = 10_000
     dashboard_messages: int = 1_000_000
+    retention_messages: int = 1_000_000
+    retention_seconds: float = 8.0
 
 
 QUICK = Options(
+    retention_messages=20_000,
+    retention_seconds=2.0,
     limited_messages=60,
     ordered_messages=50,
     fanout_destinations=500,

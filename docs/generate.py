@@ -340,6 +340,7 @@ LEFT JOIN pg_catalog.pg_class AS parent ON parent.oid = i.inhparent
 WHERE c.relnamespace = 'pgoutbox'::regnamespace
     AND c.relkind IN ('r', 'p')
     AND c.relname <> 'alembic_version'
+    AND c.relname !~ '^message_done_[0-9]{8}$'
 ORDER BY c.oid
 """
 
@@ -633,6 +634,9 @@ _MEANINGS: Final[Mapping[Event, str]] = {
     Event.ENQUEUE_FAILED: "`best_effort=True` met an error; the caller's transaction goes on without the message.",
     Event.SMTP_CONNECTION_OPENED: "A connection to the SMTP server was opened.",
     Event.SMTP_CONNECTION_REPLACED: "An idle one had died; the e-mail went by another.",
+    Event.UPKEEP_DONE: "A worker had its turn at upkeep, and something changed.",
+    Event.UPKEEP_FAILED: "A turn at upkeep failed; it is tried again, and deliveries go on.",
+    Event.UPKEEP_BACK: "Upkeep works again.",
     Event.SCHEMA_KEPT: "The schema was not dropped because it holds what the migration did not make.",
     Event.WEBHOOK_ADDRESS_REFUSED: "A webhook's host has an address that is not public and not allowed.",
     Event.WEB_STARTED: "The dashboard accepts connections.",

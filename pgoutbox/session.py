@@ -33,7 +33,7 @@ def connect(
     settings: Settings,
     *,
     read_only: bool = False,
-    application_name: str = "pgoutbox cli",
+    purpose: str = "cli",
     watching: Callable[[psycopg.Connection[TupleRow]], AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> Iterator[psycopg.Connection[TupleRow]]:
     """A connection for the functions of this module, for the length of the `with` block.
@@ -50,7 +50,12 @@ def connect(
         autocommit=True,
         prepare_threshold=None,
         connect_timeout=settings.connect_timeout_seconds,
-        application_name=application_name,
+        application_name=f"pgoutbox {purpose}",
+        keepalives=1,
+        keepalives_idle=15,
+        keepalives_interval=5,
+        keepalives_count=3,
+        tcp_user_timeout=20_000,
     )
     with contextlib.closing(connection):
         with watching(connection):

@@ -63,6 +63,12 @@ class Settings(BaseSettings):
     lock_timeout_seconds: float = Field(
         1.0, ge=0.01, le=600, description="Longest wait of the worker's own statements for a lock."
     )
+    maintenance_interval_seconds: float = Field(
+        300.0,
+        ge=0,
+        le=86_400,
+        description="How often one worker of the fleet makes partitions and obeys the rules of retention. 0: never.",
+    )
     max_payload_bytes: int = Field(
         1_000_000, ge=1, le=200_000_000, description="Largest payload that enqueue accepts, as UTF-8 JSON."
     )
@@ -319,6 +325,10 @@ class Settings(BaseSettings):
             raise ValueError(
                 f"PGOUTBOX_PROBE_TIMEOUT_SECONDS={self.probe_timeout_seconds:g} must not exceed "
                 f"PGOUTBOX_PROBE_SECONDS={self.probe_seconds:g}"
+            )
+        if 0 < self.maintenance_interval_seconds < 1:
+            raise ValueError(
+                f"PGOUTBOX_MAINTENANCE_INTERVAL_SECONDS={self.maintenance_interval_seconds:g} must be at least 1, or 0"
             )
         if self.breaker_cooldown_seconds > self.breaker_max_cooldown_seconds:
             raise ValueError(

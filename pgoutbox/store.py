@@ -27,7 +27,7 @@ from pgoutbox.errors import ConfigurationError, SchemaError
 from pgoutbox.message import State
 from pgoutbox.settings import Settings
 
-REQUIRED_SCHEMA_VERSION: Final = 1
+REQUIRED_SCHEMA_VERSION: Final = 2
 _LOCKED_PAUSE_SECONDS = 0.02
 _REFUSED_PAUSE_SECONDS = 1.0
 _RETENTION_SECONDS = 30.0
@@ -555,6 +555,13 @@ class Store:
     async def breaker_release(self, key: str, probe_id: str) -> None:
         """Let somebody else probe."""
         await self.claims.fetch(sql.BREAKER_RELEASE_IF_PROBING, {"key": key, "probe_id": probe_id})
+
+    async def begin_upkeep_if_due(self, *, interval_seconds: float) -> TupleRow | None:
+        """The facts of `sql.UPKEEP_FACTS` if this worker has the turn: no other has it before the interval is over."""
+        rows = await self.claims.fetch(
+            sql.BEGIN_UPKEEP_IF_DUE, {"interval_seconds": interval_seconds, "worker": self.worker}
+        )
+        return rows[0] if rows else None
 
     async def close(self) -> None:
         """Close both connections."""

@@ -59,6 +59,7 @@ from pgoutbox.tracing import Tracing
 from pgoutbox.transactions import Transactions
 from pgoutbox.transports import Content, Transport, breaker_key, scheme_of
 from pgoutbox.transports.redirect import Redirect
+from pgoutbox.upkeep import Upkeep
 
 _log = logging.getLogger("pgoutbox.worker")
 
@@ -176,7 +177,10 @@ class Worker:
         A database that cannot be worked with is a `ConfigurationError` or `SchemaError`, and a refusal that is not
         going to pass, such as that of a password, is the driver's error.
         """
-        async with self._at_work(listen=self._settings.listen, patient=True, serves=True):
+        async with (
+            self._at_work(listen=self._settings.listen, patient=True, serves=True),
+            Upkeep(self._settings, self._store, self.telemetry),
+        ):
             await self._work()
 
     async def run_once(self) -> None:

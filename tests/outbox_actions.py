@@ -274,6 +274,7 @@ def settings_for(dsn: str, **overrides: object) -> Settings:
     values: dict[str, object] = {
         "dsn": dsn,
         "sweep_seconds": 3600,
+        "maintenance_interval_seconds": 0,
         "concurrency": 4,
         "batch_size": 50,
         "shutdown_grace_seconds": 5,

@@ -30,7 +30,7 @@ def environment_with(**settings: str) -> dict[str, str]:
     """This process's environment with these settings of pgoutbox and no others, but for JSON in the log and a lease
     that can be waited for."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PGOUTBOX_")}
-    told = {"lease_seconds": "2", "log_format": "json"} | settings
+    told = {"lease_seconds": "2", "log_format": "json", "maintenance_interval_seconds": "0"} | settings
     return inherited | {f"PGOUTBOX_{name.upper()}": value for name, value in told.items()}
 
 

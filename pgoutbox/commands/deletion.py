@@ -86,14 +86,16 @@ def _prune_by_retention(settings: Settings, *, as_json: bool) -> None:
         with progress("deleting") as report:
             totals = maintenance.prune_by_retention(connection, progress=report)
     if as_json:
-        _print_pruned(totals, FINAL_STATES)
-    else:
-        print_line(f"{totals.total} messages deleted")
+        _print_pruned(totals, FINAL_STATES, partitions_dropped=totals.partitions_dropped)
+        return
+    dropped = f", and {totals.partitions_dropped} whole partitions" if totals.partitions_dropped else ""
+    print_line(f"{totals.total} messages deleted{dropped}")
 
 
-def _print_pruned(totals: maintenance.PruneTotals, states: Collection[State]) -> None:
+def _print_pruned(totals: maintenance.PruneTotals, states: Collection[State], **further: int) -> None:
     deleted = {state.value: totals.messages.get(state, 0) for state in sorted(states)}
-    print_json({"deleted": deleted, "coalesce_keys": totals.coalesce_keys, "dedupe_keys": totals.dedupe_keys})
+    keys = {"coalesce_keys": totals.coalesce_keys, "dedupe_keys": totals.dedupe_keys}
+    print_json({"deleted": deleted} | keys | further)
 
 
 @retention_app.callback(invoke_without_command=True)

@@ -26,7 +26,10 @@ _DELETE_OLD: Final[LiteralString] = """, history AS (
 ), gone AS (
     DELETE FROM pgoutbox.message AS m
     USING old AS o
-    WHERE m.id = o.id AND m.state = o.state AND m.state IN ('sent', 'failed', 'skipped', 'cancelled')
+    WHERE m.id = o.id
+        AND m.finished_at = o.finished_at -- The time finds the partition.
+        AND m.state = o.state
+        AND m.state IN ('sent', 'failed', 'skipped', 'cancelled')
     RETURNING m.state, m.queue, m.on_failed
 ), rung AS MATERIALIZED (
     SELECT pgoutbox.ring(q.queue)
@@ -38,7 +41,7 @@ FROM gone AS g
 
 _PRUNE_BY_AGE: Final[LiteralString] = """
 WITH old AS MATERIALIZED (
-    SELECT m.id, m.state, m.topic, m.dedupe_key, false AS keeps_dedupe_key
+    SELECT m.id, m.finished_at, m.state, m.topic, m.dedupe_key, false AS keeps_dedupe_key
     FROM pgoutbox.message AS m
     WHERE m.state = ANY (%(states)s::text[])
         AND m.state IN ('sent', 'failed', 'skipped', 'cancelled')
@@ -52,16 +55,19 @@ WITH old AS MATERIALIZED (
 PRUNE: Final[LiteralString] = _PRUNE_BY_AGE + _DELETE_OLD
 
 # One rule, as it stands now: a rule that was changed after the list of rules was read is obeyed as it is. A topic's own
-# rule keeps its messages from that of all topics, and so does one that keeps for ever.
+# rule keeps its messages from that of all topics, and so does one that keeps for ever. The times choose a partition.
 _PRUNE_BY_RULE: Final[LiteralString] = """
 WITH old AS MATERIALIZED (
-    SELECT m.id, m.state, m.topic, m.dedupe_key, r.keep = interval '0' AS keeps_dedupe_key
+    SELECT m.id, m.finished_at, m.state, m.topic, m.dedupe_key, r.keep = interval '0' AS keeps_dedupe_key
     FROM pgoutbox.retention AS r
     JOIN pgoutbox.message AS m ON m.state = r.state
     WHERE r.topic = %(topic)s::text
         AND r.state = %(state)s::text
+        AND m.state = %(state)s::text -- Without this, each rule would have all partitions read.
         AND m.state IN ('sent', 'failed', 'skipped', 'cancelled')
         AND m.finished_at <= now() - r.keep
+        AND m.finished_at >= %(since)s::timestamptz
+        AND m.finished_at < %(until)s::timestamptz
         AND (
             m.topic = r.topic
             OR (
@@ -121,6 +127,74 @@ WITH old AS MATERIALIZED (
     FOR UPDATE OF d SKIP LOCKED
 )"""
 PRUNE_DEDUPE: Final[LiteralString] = _PRUNE_DEDUPE_BY_AGE + _DELETE_OLD_KEYS
+
+# What there is to be done is decided by these few facts; see `pgoutbox.maintenance`.
+UPKEEP_FACTS: Final[LiteralString] = """
+SELECT
+    now() AS asked_at,
+    pg_relation_size('pgoutbox.message_done_default') AS default_bytes,
+    EXISTS (SELECT FROM pgoutbox.retired) AS has_retired,
+    p.names,
+    p.lowers_at,
+    p.uppers_at,
+    r.topics,
+    r.states,
+    r.keeps_seconds
+FROM (
+    SELECT
+        array_agg(p.name ORDER BY p.lower_at) AS names,
+        array_agg(p.lower_at ORDER BY p.lower_at) AS lowers_at,
+        array_agg(p.upper_at ORDER BY p.lower_at) AS uppers_at
+    FROM pgoutbox.partitions() AS p
+) AS p
+CROSS JOIN (
+    SELECT
+        array_agg(r.topic ORDER BY r.topic = '*', r.topic, r.state) AS topics,
+        array_agg(r.state ORDER BY r.topic = '*', r.topic, r.state) AS states,
+        array_agg(extract(epoch FROM r.keep)::float8 ORDER BY r.topic = '*', r.topic, r.state) AS keeps_seconds
+    FROM pgoutbox.retention AS r
+) AS r
+"""
+
+# The turn belongs to the one whose write moves the time of the next: all others find it moved, and get no row. So one
+# statement is all that a worker runs which does not have the turn, or which has it and finds nothing to do.
+_ELECT: Final[LiteralString] = """
+WITH elected AS MATERIALIZED (
+    INSERT INTO pgoutbox.upkeep AS u (due_at, began_at, worker)
+    VALUES (
+        clock_timestamp() + make_interval(secs => %(interval_seconds)s::float8),
+        clock_timestamp(),
+        %(worker)s::text
+    )
+    ON CONFLICT ON CONSTRAINT upkeep_pkey DO UPDATE
+    SET due_at = excluded.due_at,
+        began_at = excluded.began_at,
+        worker = excluded.worker
+    WHERE u.due_at <= clock_timestamp()
+    RETURNING u.worker
+)"""
+BEGIN_UPKEEP_IF_DUE: Final[LiteralString] = _ELECT + UPKEEP_FACTS + "CROSS JOIN elected"
+
+# Transactions of their own: the locks that they need must be given back at once.
+MAKE_PARTITION: Final[LiteralString] = "SELECT pgoutbox.make_partition() AS name"
+
+# For ever is as good as for thousands of years, and Python knows that time.
+KEPT_UNTIL: Final[LiteralString] = """
+SELECT
+    greatest(
+        least(
+            pgoutbox.kept_until(%(lower_at)s::timestamptz, %(upper_at)s::timestamptz), timestamptz '9000-01-01 00:00Z'
+        ),
+        timestamptz '2000-01-01 00:00Z'
+    ) AS kept_until
+"""
+
+RETIRE_PARTITION: Final[LiteralString] = "SELECT pgoutbox.retire_partition(%(name)s::text) AS answer"
+
+CLEAR_RETIRED: Final[LiteralString] = """
+SELECT c.name, c.cleared_count, c.is_dropped
+FROM pgoutbox.clear_retired(%(limit)s::integer) AS c
+"""
 
 RETENTION_RULES: Final[LiteralString] = """
 SELECT r.topic, r.state, r.keep

@@ -69,7 +69,7 @@ class Database:
         self, watching: Callable[[Connection], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
     ) -> Iterator[Connection]:
         """A connection of its own, for what takes longer than a page."""
-        with session.connect(self._settings, application_name="pgoutbox web", watching=watching) as connection:
+        with session.connect(self._settings, purpose="web", watching=watching) as connection:
             yield connection
 
     def close(self) -> None:
@@ -167,9 +167,7 @@ class _Kept:
 
     def __init__(self, settings: Settings, deadline: _Deadline) -> None:
         with contextlib.ExitStack() as stack:
-            opened = session.connect(
-                settings, read_only=True, application_name="pgoutbox web", watching=deadline.watching
-            )
+            opened = session.connect(settings, read_only=True, purpose="web", watching=deadline.watching)
             self.connection = stack.enter_context(opened)
             self.connection.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
             self._stack = stack.pop_all()

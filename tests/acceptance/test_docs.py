@@ -208,6 +208,7 @@ FROM pg_class AS c
 WHERE c.relnamespace = 'pgoutbox'::regnamespace
     AND c.relkind IN ('r', 'p', 'i', 'I')
     AND c.relname NOT LIKE 'alembic_version%'
+    AND c.relname !~ '^message_done_[0-9]{8}'
 UNION
 SELECT k.conname
 FROM pg_constraint AS k

@@ -172,7 +172,7 @@ def test_deadlocks_and_lock_timeouts_of_the_workers_statements_are_tried_again(
             def deadlock() -> bool:
                 with db.transaction():
                     # The statements lock the table of the messages first.
-                    db.execute("LOCK TABLE pgoutbox.attempt, pgoutbox.message_done_default IN ACCESS EXCLUSIVE MODE")
+                    db.execute("LOCK TABLE pgoutbox.attempt, pgoutbox.message_done IN ACCESS EXCLUSIVE MODE")
                     for_a_while(0.03)
                     db.execute("LOCK TABLE pgoutbox.message_live IN ACCESS EXCLUSIVE MODE")
                 return worker_met("40P01")

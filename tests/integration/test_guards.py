@@ -198,7 +198,7 @@ async def pruning_leaves_a_message_that_is_being_redriven(stage: Stage) -> None:
 
 async def pruning_obeys_the_rule_as_it_stands(stage: Stage) -> None:
     message_id = put(stage.db, State.SENT, age=timedelta(days=1))
-    parameters = {"topic": "mail", "state": "sent", "limit": 9}
+    parameters = {"topic": "mail", "state": "sent", "limit": 9, "since": "-infinity", "until": "infinity"}
     keep_nothing(stage, topic="mail")
     stage.db.execute("UPDATE pgoutbox.retention SET keep = '2 days'")
     stage.db.execute(sql.PRUNE_BY_RULE, parameters)
@@ -208,7 +208,7 @@ async def pruning_obeys_the_rule_as_it_stands(stage: Stage) -> None:
 def prune_by_rules(db: psycopg.Connection) -> None:
     for topic, state in db.execute("SELECT topic, state FROM pgoutbox.retention WHERE keep IS NOT NULL").fetchall():
         statement = sql.PRUNE_DEDUPE_BY_RULE if state == "dedupe_key" else sql.PRUNE_BY_RULE
-        db.execute(statement, {"topic": topic, "state": state, "limit": 9})
+        db.execute(statement, {"topic": topic, "state": state, "limit": 9, "since": "-infinity", "until": "infinity"})
 
 
 # --- one in flight, newest wins ---------------------------------------------------------------------------------------

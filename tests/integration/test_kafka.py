@@ -215,6 +215,7 @@ async def test_after_a_lost_acknowledgement_the_repetition_has_the_same_id(
 
 async def test_what_was_cancelled_does_not_go_out_after_the_end(broker: Broker, open_transport: Open) -> None:
     transport = open_transport(broker)
+    assert await transport.send(outgoing(message_id=1, destination="kafka:warm"), EVENT) == Sent()
     with broker.frozen():
         sending = asyncio.create_task(transport.send(outgoing(destination="kafka:cancelled"), EVENT))
         await until(lambda: transport._link is not None and len(transport._link._producer) == 1)

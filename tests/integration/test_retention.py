@@ -362,6 +362,7 @@ def test_prune_without_arguments_obeys_the_rules(cli: Callable[..., str], db: ps
         "deleted": {"cancelled": 0, "failed": 0, "sent": 0, "skipped": 0},
         "coalesce_keys": 0,
         "dedupe_keys": 0,
+        "partitions_dropped": 0,
     }
 
 

@@ -101,6 +101,7 @@ def fleet(server: EmbeddedServer, directory: Path, chance: random.Random) -> Ite
         dsn=server.dsn,
         lease_seconds=str(LEASE_SECONDS),
         sweep_seconds="5",
+        maintenance_interval_seconds="1",
         probe_seconds="2",
         probe_timeout_seconds="1",
         shutdown_grace_seconds="1",

@@ -1,0 +1,96 @@
+"""What goes on while something else is measured: `enqueue` --rate messages a second on four connections, or `finish`
+what can be claimed, batch after batch. Ends when it is told to.
+
+Tells in milliseconds how long each transaction took; of enqueues also how long from the moment at which it was due: one
+that has to wait delays those behind it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import psycopg
+
+from benchmarks.options import TOPIC
+from benchmarks.programs.lifeline import hold_lifeline, say
+from pgoutbox import sql
+from pgoutbox.settings import load_settings
+from pgoutbox.store import NO_FLOOR, timeouts
+
+_PRODUCERS = 4
+
+
+def main() -> int:
+    hold_lifeline()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", choices=("enqueue", "finish"))
+    parser.add_argument("--rate", type=float, default=500.0)
+    arguments = parser.parse_args()
+    told = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: told.set())
+    times: list[tuple[float, float]] = []
+    count = _PRODUCERS if arguments.what == "enqueue" else 1
+    ready = threading.Barrier(count + 1)
+
+    def work() -> None:
+        with psycopg.connect(os.environ["PGOUTBOX_DSN"], autocommit=True) as connection:
+            connection.prepare_threshold = 1
+            steps = _enqueue(connection, arguments.rate / count) if arguments.what == "enqueue" else _finish(connection)
+            next(steps)
+            ready.wait()
+            for took in steps:
+                times.append(took)
+                if told.is_set():
+                    break
+
+    threads = [threading.Thread(target=work) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    ready.wait()
+    say(ready=True)
+    for thread in threads:
+        thread.join()
+    say(milliseconds=[took for took, _ in times], from_due=[took for _, took in times])
+    return 0
+
+
+def _enqueue(connection: psycopg.Connection[tuple[object, ...]], rate: float) -> Iterator[tuple[float, float]]:
+    statement = "SELECT pgoutbox.enqueue(%s::text, '{\"user_id\": 1}'::jsonb)"
+    connection.execute(statement, (TOPIC,))
+    yield 0.0, 0.0
+    due_at = time.monotonic()
+    while True:
+        due_at += 1 / rate
+        time.sleep(max(0.0, due_at - time.monotonic()))
+        began_at = time.monotonic()
+        connection.execute(statement, (TOPIC,))
+        ended_at = time.monotonic()
+        yield (ended_at - began_at) * 1000, (ended_at - due_at) * 1000
+
+
+def _finish(connection: psycopg.Connection[tuple[object, ...]]) -> Iterator[tuple[float, float]]:
+    connection.execute(sql.PREPARE_SESSION, timeouts(load_settings()))
+    parameters = {
+        "queue": "default", "topics": [TOPIC], "hold_topics": [], "fresh_limit": 200, "total": 200,
+        "fresh_floor": NO_FLOOR[0], "fresh_floor_id": NO_FLOOR[1], "retry_floor": NO_FLOOR[0],
+        "retry_floor_id": NO_FLOOR[1], "suspect_limit": 1, "worker": "benchmark", "lease_seconds": 60.0,
+    }  # fmt: skip
+    yield 0.0, 0.0
+    while True:
+        rows = connection.execute(sql.CLAIM, parameters).fetchall()
+        began_at = time.monotonic()
+        held = {"ids": [row[0] for row in rows], "attempt_counts": [row[6] for row in rows]}
+        connection.execute(sql.FINISH_SENT_IF_HELD, held)
+        took = (time.monotonic() - began_at) * 1000
+        yield took, took
+        time.sleep(0.02)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

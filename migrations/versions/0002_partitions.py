@@ -1,0 +1,402 @@
+"""Partitions of message_done by time: the functions that make them ahead, take them out and drop them, and what workers
+agree on about it.
+
+The functions run with the rights of the schema's owner, so that a worker needs none of them. Names in their dynamic SQL
+are made by them, or come from the catalog. As in the first revision no statement contains a percent sign, so names are
+quoted by quote_ident. Times are read and written as text there: UTC and ISO are the only unambiguous choice. The key of
+the advisory lock is that of migrations: the schema is changed by one session at a time.
+"""
+
+from __future__ import annotations
+
+from alembic import op
+
+revision = "pgoutbox_0002"
+down_revision = "pgoutbox_0001"
+branch_labels = None
+depends_on = None
+
+
+SCHEMA_VERSION = """
+CREATE OR REPLACE FUNCTION pgoutbox.schema_version()
+RETURNS integer
+LANGUAGE sql
+IMMUTABLE
+PARALLEL SAFE
+AS 'SELECT {version}'
+"""
+
+UPKEEP = """
+CREATE TABLE pgoutbox.upkeep (
+    due_at    timestamptz NOT NULL,
+    began_at  timestamptz NOT NULL,
+    is_single boolean     NOT NULL DEFAULT true,
+    worker    text        NOT NULL,
+    CONSTRAINT upkeep_pkey PRIMARY KEY (is_single),
+    CONSTRAINT upkeep_single CHECK (is_single)
+) WITH (fillfactor = 50)
+"""
+
+RETIRED = """
+CREATE TABLE pgoutbox.retired (
+    retired_at timestamptz NOT NULL DEFAULT now(),
+    cleared_id bigint      NOT NULL DEFAULT 0,
+    name       text        NOT NULL,
+    CONSTRAINT retired_pkey PRIMARY KEY (name),
+    CONSTRAINT retired_name_sound CHECK (name ~ '^message_done_[0-9]{8}$')
+)
+"""
+
+PARTITIONS = r"""
+CREATE FUNCTION pgoutbox.partitions()
+RETURNS TABLE (name text, lower_at timestamptz, upper_at timestamptz)
+LANGUAGE sql
+STABLE
+SET search_path = pg_catalog, pg_temp
+SET timezone = 'UTC'
+SET datestyle = 'ISO, YMD'
+AS $function$
+    SELECT c.relname::text, bounds[1]::timestamptz, bounds[2]::timestamptz
+    FROM pg_inherits AS i
+    JOIN pg_class AS c ON c.oid = i.inhrelid
+    CROSS JOIN LATERAL regexp_match(
+        pg_get_expr(c.relpartbound, c.oid), $pattern$^FOR VALUES FROM \('([^']+)'\) TO \('([^']+)'\)$$pattern$
+    ) AS bounds
+    WHERE i.inhparent = 'pgoutbox.message_done'::regclass AND bounds IS NOT NULL
+    ORDER BY bounds[1]::timestamptz
+$function$
+"""
+
+# When all that ends in one of these states has its end, the longest rule says when everything of a time is gone. Else
+# only the messages themselves tell.
+KEPT_UNTIL = """
+CREATE FUNCTION pgoutbox.kept_until(lower_at timestamptz, upper_at timestamptz)
+RETURNS timestamptz
+LANGUAGE plpgsql
+VOLATILE
+SECURITY DEFINER
+SET search_path = pg_catalog, pg_temp
+SET timezone = 'UTC'
+SET datestyle = 'ISO, YMD'
+AS $function$
+DECLARE
+    latest timestamptz;
+BEGIN
+    SELECT max(upper_at + r.keep)
+    INTO latest
+    FROM pgoutbox.retention AS r
+    WHERE r.state IN ('sent', 'skipped', 'cancelled')
+    HAVING bool_and(r.keep IS NOT NULL) AND count(*) FILTER (WHERE r.topic = '*') = 3;
+    IF latest IS NOT NULL THEN
+        RETURN latest;
+    END IF;
+    SELECT max(coalesce(ended.last_at + rule.keep, 'infinity'))
+    INTO latest
+    FROM (
+        SELECT m.state, m.topic, max(m.finished_at) AS last_at
+        FROM pgoutbox.message_done AS m
+        WHERE m.finished_at >= lower_at AND m.finished_at < upper_at
+        GROUP BY m.state, m.topic
+    ) AS ended
+    LEFT JOIN LATERAL (
+        SELECT r.keep
+        FROM pgoutbox.retention AS r
+        WHERE r.state = ended.state AND r.topic IN (ended.topic, '*')
+        ORDER BY r.topic = '*'
+        LIMIT 1
+    ) AS rule ON true;
+    RETURN coalesce(latest, '-infinity');
+END
+$function$
+"""
+
+# ATTACH locks message_done in a mode that neither writers nor readers mind, and the default partition against all; it
+# also reads all of the latter, hence the limit on its size. Nothing but the default partition is ever waited for.
+MAKE_PARTITION = """
+CREATE FUNCTION pgoutbox.make_partition(largest_default bigint DEFAULT 134217728)
+RETURNS text
+LANGUAGE plpgsql
+VOLATILE
+SECURITY DEFINER
+SET search_path = pg_catalog, pg_temp
+SET timezone = 'UTC'
+SET datestyle = 'ISO, YMD'
+SET lock_timeout = '100ms'
+AS $function$
+DECLARE
+    today timestamptz := date_trunc('day', now());
+    from_at timestamptz;
+    to_at timestamptz;
+    weekly boolean;
+    made text;
+BEGIN
+    IF NOT pg_try_advisory_xact_lock(8099565005103591288) THEN
+        RETURN NULL;
+    END IF;
+    SELECT greatest(today, max(p.upper_at)) INTO from_at FROM pgoutbox.partitions() AS p;
+    IF from_at >= today + interval '7 days' THEN
+        RETURN NULL;
+    END IF;
+    IF pg_relation_size('pgoutbox.message_done_default') > largest_default THEN
+        RAISE EXCEPTION 'message_done_default has more than largest_default bytes' USING
+            ERRCODE = 'object_not_in_prerequisite_state',
+            HINT = 'Delete old messages and vacuum, or give a larger limit while little is sent.';
+    END IF;
+    LOCK TABLE ONLY pgoutbox.message_done IN SHARE UPDATE EXCLUSIVE MODE;
+    LOCK TABLE ONLY pgoutbox.message_done_default IN ACCESS EXCLUSIVE MODE;
+    SELECT
+        coalesce(
+            bool_or(r.keep IS NULL)
+            OR max(r.keep) > interval '62 days'
+            OR count(*) FILTER (WHERE r.topic = '*') < 3,
+            true
+        )
+    INTO weekly
+    FROM pgoutbox.retention AS r
+    WHERE r.state IN ('sent', 'skipped', 'cancelled');
+    LOOP
+        to_at := CASE
+            WHEN weekly THEN date_trunc('week', from_at) + interval '7 days' ELSE from_at + interval '1 day'
+        END;
+        EXIT WHEN NOT EXISTS (
+            SELECT
+            FROM ONLY pgoutbox.message_done_default AS m
+            WHERE m.finished_at >= from_at AND m.finished_at < to_at
+        );
+        from_at := from_at + interval '1 day';
+        IF from_at >= today + interval '7 days' THEN
+            RETURN NULL;
+        END IF;
+    END LOOP;
+    made := 'message_done_' || to_char(from_at, 'YYYYMMDD');
+    EXECUTE 'CREATE TABLE pgoutbox.' || quote_ident(made) || ' (LIKE pgoutbox.message_done INCLUDING ALL)';
+    EXECUTE 'ALTER TABLE pgoutbox.message_done ATTACH PARTITION pgoutbox.' || quote_ident(made)
+        || ' FOR VALUES FROM (' || quote_literal(from_at) || ') TO (' || quote_literal(to_at) || ')';
+    RETURN made;
+END
+$function$
+"""
+
+# Its messages are looked at, if need be, while nobody can write in this one partition; then it is taken out, which
+# waits for all who use message_done, and has those who come after wait behind it: not for longer than this.
+RETIRE_PARTITION = """
+CREATE FUNCTION pgoutbox.retire_partition(partition_name text)
+RETURNS text
+LANGUAGE plpgsql
+VOLATILE
+SECURITY DEFINER
+SET search_path = pg_catalog, pg_temp
+SET timezone = 'UTC'
+SET datestyle = 'ISO, YMD'
+SET lock_timeout = '100ms'
+AS $function$
+DECLARE
+    found_lower_at timestamptz;
+    found_upper_at timestamptz;
+BEGIN
+    IF current_setting('transaction_isolation') <> 'read committed' THEN
+        RAISE EXCEPTION 'retire_partition must see what is committed when it has its lock' USING
+            ERRCODE = 'invalid_transaction_state',
+            HINT = 'Use READ COMMITTED.';
+    END IF;
+    IF NOT pg_try_advisory_xact_lock(8099565005103591288) THEN
+        RETURN 'busy';
+    END IF;
+    SELECT p.lower_at, p.upper_at
+    INTO found_lower_at, found_upper_at
+    FROM pgoutbox.partitions() AS p
+    WHERE p.name = partition_name AND p.name ~ '^message_done_[0-9]{8}$';
+    IF NOT FOUND THEN
+        RETURN 'missing';
+    ELSIF found_upper_at > now() THEN
+        RETURN 'kept';
+    END IF;
+    EXECUTE 'LOCK TABLE ONLY pgoutbox.' || quote_ident(partition_name) || ' IN SHARE ROW EXCLUSIVE MODE';
+    IF pgoutbox.kept_until(found_lower_at, found_upper_at) > now() THEN
+        RETURN 'kept';
+    END IF;
+    INSERT INTO pgoutbox.retired (name) VALUES (partition_name);
+    EXECUTE 'ALTER TABLE pgoutbox.message_done DETACH PARTITION pgoutbox.' || quote_ident(partition_name);
+    RETURN 'retired';
+END
+$function$
+"""
+
+# Nobody but this function uses a table that is taken out. The dedupe key of a message that a rule keeps no time at all
+# stays, as it does when such a message is deleted as it is sent.
+CLEAR_RETIRED = """
+CREATE FUNCTION pgoutbox.clear_retired(page_size integer)
+RETURNS TABLE (name text, cleared_count bigint, is_dropped boolean)
+LANGUAGE plpgsql
+VOLATILE
+SECURITY DEFINER
+SET search_path = pg_catalog, pg_temp
+SET timezone = 'UTC'
+SET datestyle = 'ISO, YMD'
+SET lock_timeout = '100ms'
+AS $function$
+DECLARE
+    chosen pgoutbox.retired;
+    first_id bigint;
+    last_id bigint;
+BEGIN
+    IF NOT pg_try_advisory_xact_lock(8099565005103591288) THEN
+        RETURN;
+    END IF;
+    SELECT r.* INTO chosen FROM pgoutbox.retired AS r ORDER BY r.name LIMIT 1 FOR UPDATE;
+    IF NOT FOUND THEN
+        RETURN;
+    END IF;
+    name := chosen.name;
+    cleared_count := 0;
+    EXECUTE 'SELECT min(m.id), max(m.id) FROM pgoutbox.' || quote_ident(chosen.name) || ' AS m WHERE m.id > $1'
+        INTO first_id, last_id
+        USING chosen.cleared_id;
+    is_dropped := first_id IS NULL
+        OR NOT EXISTS (SELECT FROM pgoutbox.dedupe)
+        AND NOT EXISTS (SELECT FROM pgoutbox.attempt AS a WHERE a.message_id BETWEEN first_id AND last_id);
+    IF NOT is_dropped THEN
+        EXECUTE '
+            WITH page AS MATERIALIZED (
+                SELECT m.id, m.topic, m.state, m.dedupe_key
+                FROM pgoutbox.' || quote_ident(chosen.name) || ' AS m
+                WHERE m.id > $1
+                ORDER BY m.id
+                LIMIT $2
+            ), history AS (
+                DELETE FROM pgoutbox.attempt AS a
+                USING page AS p
+                WHERE a.message_id = p.id
+            ), keys AS (
+                DELETE FROM pgoutbox.dedupe AS d
+                USING page AS p
+                WHERE d.topic = p.topic
+                    AND d.dedupe_key = p.dedupe_key
+                    AND d.message_id = p.id
+                    AND (
+                        SELECT r.keep
+                        FROM pgoutbox.retention AS r
+                        WHERE r.state = p.state AND r.topic IN (p.topic, ''*'')
+                        ORDER BY r.topic = ''*''
+                        LIMIT 1
+                    ) IS DISTINCT FROM interval ''0''
+            )
+            SELECT max(p.id), count(*) FROM page AS p'
+            INTO last_id, cleared_count
+            USING chosen.cleared_id, page_size;
+        is_dropped := cleared_count < page_size;
+    END IF;
+    IF is_dropped THEN
+        EXECUTE 'DROP TABLE pgoutbox.' || quote_ident(chosen.name);
+        DELETE FROM pgoutbox.retired AS r WHERE r.name = chosen.name;
+    ELSE
+        UPDATE pgoutbox.retired AS r SET cleared_id = last_id WHERE r.name = chosen.name;
+    END IF;
+    RETURN NEXT;
+END
+$function$
+"""
+
+MAKE_FIRST = """
+DO $block$
+BEGIN
+    WHILE pgoutbox.make_partition(9223372036854775807) IS NOT NULL LOOP
+    END LOOP;
+END
+$block$
+"""
+
+# Back to one partition for all times. What is not cleared yet goes: its messages are gone already.
+MERGE = """
+DO $block$
+DECLARE
+    part text;
+BEGIN
+    FOR part IN SELECT p.name FROM pgoutbox.partitions() AS p WHERE p.name ~ '^message_done_[0-9]{8}$' LOOP
+        EXECUTE 'ALTER TABLE pgoutbox.message_done DETACH PARTITION pgoutbox.' || quote_ident(part);
+        EXECUTE 'INSERT INTO pgoutbox.message_done SELECT * FROM pgoutbox.' || quote_ident(part);
+        EXECUTE 'DROP TABLE pgoutbox.' || quote_ident(part);
+    END LOOP;
+    FOR part IN SELECT r.name FROM pgoutbox.retired AS r LOOP
+        EXECUTE 'DROP TABLE pgoutbox.' || quote_ident(part);
+    END LOOP;
+END
+$block$
+"""
+
+COMMENTS = (
+    ("TABLE pgoutbox.upkeep", "One row: when workers last looked after the tables, and when they do so next."),
+    ("COLUMN pgoutbox.upkeep.due_at", "When the next turn may begin; the worker that moves it has the turn."),
+    ("COLUMN pgoutbox.upkeep.began_at", "When the last turn began."),
+    ("COLUMN pgoutbox.upkeep.is_single", "There is one row."),
+    ("COLUMN pgoutbox.upkeep.worker", "The worker that had the last turn."),
+    (
+        "TABLE pgoutbox.retired",
+        (
+            "Partitions that retention has taken out of message_done; dropped when attempts and keys of their messages "
+            "are deleted."
+        ),
+    ),
+    ("COLUMN pgoutbox.retired.retired_at", "When it was taken out."),
+    ("COLUMN pgoutbox.retired.cleared_id", "Attempts and keys of messages up to this id are deleted."),
+    ("COLUMN pgoutbox.retired.name", "Name of the table."),
+    ("FUNCTION pgoutbox.partitions", "The partitions of message_done and their times, without the default one."),
+    (
+        "FUNCTION pgoutbox.kept_until",
+        (
+            "When no rule of retention keeps anything any more that ended within this time; infinity if a message is "
+            "kept for ever, and minus infinity if there is none."
+        ),
+    ),
+    (
+        "FUNCTION pgoutbox.make_partition",
+        (
+            "Make the next partition of message_done, of a day or a week. Returns its name; null if those of the next "
+            "seven days are there, or another session is at it. Refused while the default partition is larger."
+        ),
+    ),
+    (
+        "FUNCTION pgoutbox.retire_partition",
+        (
+            "Take a partition out of message_done if no rule of retention keeps anything in it any more. Returns "
+            "retired, kept, missing or busy."
+        ),
+    ),
+    (
+        "FUNCTION pgoutbox.clear_retired",
+        (
+            "Delete attempts and dedupe keys of so many messages of a retired partition, and drop it after the last. "
+            "No row if there is none, or another session is at it."
+        ),
+    ),
+)
+
+DOWN = (
+    MERGE,
+    "DROP FUNCTION pgoutbox.clear_retired",
+    "DROP FUNCTION pgoutbox.retire_partition",
+    "DROP FUNCTION pgoutbox.make_partition",
+    "DROP FUNCTION pgoutbox.kept_until",
+    "DROP FUNCTION pgoutbox.partitions",
+    "DROP TABLE pgoutbox.retired",
+    "DROP TABLE pgoutbox.upkeep",
+    SCHEMA_VERSION.format(version=1),
+)
+
+
+def upgrade() -> None:
+    for statement in (
+        SCHEMA_VERSION.format(version=2), UPKEEP, RETIRED, PARTITIONS, KEPT_UNTIL, MAKE_PARTITION, RETIRE_PARTITION,
+        CLEAR_RETIRED,
+    ):  # fmt: skip
+        op.execute(statement)
+    for function in ("partitions", "kept_until", "make_partition", "retire_partition", "clear_retired"):
+        op.execute(f"REVOKE ALL ON FUNCTION pgoutbox.{function} FROM PUBLIC")
+    for subject, comment in COMMENTS:
+        op.execute(f"COMMENT ON {subject} IS '{comment}'")
+    op.execute(MAKE_FIRST)
+
+
+def downgrade() -> None:
+    for statement in DOWN:
+        op.execute(statement)

@@ -1,0 +1,513 @@
+"""Partitions by time: made ahead, dropped as a whole when no rule keeps anything of them, and in nobody's way."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+
+from pgoutbox import maintenance, session
+from pgoutbox.maintenance import Memory, Turn, prune_by_retention, read_upkeep_facts, set_retention
+from pgoutbox.message import State
+from pgoutbox.settings import load_settings
+from tests.messages import ADD_ATTEMPT, put
+from tests.outbox_actions import claim, enqueue, finish_sent, row_of, rows_of
+from tests.partitions import add_partition, drop_partitions, partitions_of, tables_of_partitions
+from tests.races import until_blocked
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.conftest import Connect
+
+SPAWN = multiprocessing.get_context("spawn")
+DAY = timedelta(days=1)
+MAKE = "SELECT pgoutbox.make_partition()"
+RETIRE = "SELECT pgoutbox.retire_partition(%s)"
+BY_TIME = ("sent", "skipped", "cancelled")
+
+
+@pytest.fixture
+def operator(dsn: str) -> Iterator[psycopg.Connection]:
+    """The connection of an operator, which commits."""
+    with session.connect(load_settings(dsn=dsn)) as connection:
+        yield connection
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever meets a lock tries again at once."""
+    monkeypatch.setattr(maintenance, "_LOCK_PAUSE_SECONDS", 0)
+
+
+def keep(db: psycopg.Connection, how_long: timedelta | None = 30 * DAY, topic: str = "*") -> None:
+    """A rule for all that is partitioned by time."""
+    for state in BY_TIME:
+        set_retention(db, topic, state, how_long)
+
+
+def make_all(db: psycopg.Connection) -> list[str]:
+    """Make what is missing; the names."""
+    made = []
+    while (name := db.execute(MAKE).fetchall()[0][0]) is not None:
+        made.append(name)
+    return made
+
+
+def table_of(db: psycopg.Connection, message_id: int) -> str:
+    """The partition that a message is in."""
+    ((name,),) = db.execute(
+        "SELECT relname::text FROM pgoutbox.message AS m JOIN pg_class AS c ON c.oid = m.tableoid WHERE m.id = %s",
+        [message_id],
+    ).fetchall()
+    return str(name)
+
+
+def send(db: psycopg.Connection) -> int:
+    """Enqueue a message and finish it as sent."""
+    message_id = enqueue(db)
+    claim(db)
+    assert finish_sent(db, (message_id, 1)) == {message_id}
+    return message_id
+
+
+def mutate(db: psycopg.Connection, function: str, guard: str, instead: str = "") -> None:
+    """Take a guard out of a function of the schema."""
+    ((definition,),) = db.execute("SELECT pg_get_functiondef(%s::regproc)", [f"pgoutbox.{function}"]).fetchall()
+    assert definition.count(guard) == 1
+    db.execute(definition.replace(guard, instead).encode())
+
+
+class TestAhead:
+    def test_after_migrate_the_next_days_have_their_partitions(self, db: psycopg.Connection) -> None:
+        ((is_gapless, covers_now, covers_week),) = db.execute(
+            """
+            SELECT
+                bool_and(p.lower_at = p.before_at) IS NOT FALSE,
+                bool_or(now() >= p.lower_at AND now() < p.upper_at),
+                max(p.upper_at) >= date_trunc('day', now(), 'UTC') + interval '7 days'
+            FROM (SELECT *, lag(upper_at) OVER (ORDER BY lower_at) AS before_at FROM pgoutbox.partitions()) AS p
+            """
+        ).fetchall()
+        assert (is_gapless, covers_now, covers_week) == (True, True, True)
+        assert db.execute(MAKE).fetchall() == [(None,)]
+        assert table_of(db, send(db)) == partitions_of(db)[0]
+
+    @pytest.mark.parametrize(
+        ("rules", "days"),
+        [
+            ([], 7),
+            ([(state, 62 * DAY) for state in BY_TIME], 1),
+            ([(state, 63 * DAY) for state in BY_TIME], 7),
+            ([("sent", 30 * DAY), ("skipped", 30 * DAY)], 7),
+            ([("sent", 30 * DAY), ("skipped", 30 * DAY), ("cancelled", None)], 7),
+        ],
+    )
+    def test_a_partition_is_a_day_if_all_goes_within_two_months_and_a_week_otherwise(
+        self, db: psycopg.Connection, rules: list[tuple[str, timedelta | None]], days: int
+    ) -> None:
+        drop_partitions(db)
+        for rule in rules:
+            set_retention(db, "*", *rule)
+        made = make_all(db)
+        assert made == sorted(made) == partitions_of(db)
+        widths = db.execute("SELECT upper_at - lower_at FROM pgoutbox.partitions() OFFSET 1").fetchall()
+        assert {width for (width,) in widths} == {days * DAY}
+
+    def test_times_are_utc_whatever_the_session_says(self, db: psycopg.Connection) -> None:
+        expected = partitions_of(db)
+        drop_partitions(db)
+        for setting in ("timezone = 'Pacific/Kiritimati'", "datestyle = 'German, DMY'", "search_path = pg_temp"):
+            db.execute(f"SET {setting}".encode())
+        make_all(db)
+        assert partitions_of(db) == expected
+        db.execute("RESET ALL")
+        ((is_midnight,),) = db.execute(
+            "SELECT bool_and(date_trunc('day', lower_at, 'UTC') = lower_at) FROM pgoutbox.partitions()"
+        ).fetchall()
+        assert is_midnight is True
+
+    def test_finishing_never_fails_for_lack_of_a_partition(self, db: psycopg.Connection) -> None:
+        drop_partitions(db)
+        assert table_of(db, send(db)) == "message_done_default"
+
+    def test_a_time_of_which_messages_are_in_the_default_partition_is_left_to_it(self, db: psycopg.Connection) -> None:
+        today = partitions_of(db)[0]
+        drop_partitions(db)
+        message_id = send(db)
+        made = make_all(db)
+        assert made
+        assert today not in made
+        assert table_of(db, message_id) == table_of(db, send(db)) == "message_done_default"
+
+    def test_a_default_partition_that_takes_long_to_read_is_refused(self, db: psycopg.Connection) -> None:
+        drop_partitions(db)
+        send(db)
+        with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState):
+            db.execute("SELECT pgoutbox.make_partition(0)")
+        make_all(db)
+        assert db.execute("SELECT pgoutbox.make_partition(0)").fetchall() == [(None,)]
+
+    def test_of_two_sessions_one_makes_it_and_the_other_waits_for_nothing(
+        self, db: psycopg.Connection, connect: Connect
+    ) -> None:
+        drop_partitions(db)
+        first, second = connect(), connect()
+        assert first.execute(MAKE).fetchall() != [(None,)]
+        assert second.execute(MAKE).fetchall() == [(None,)]
+        second.rollback()
+        mutate(db, "make_partition", "IF NOT pg_try_advisory_xact_lock(8099565005103591288) THEN", "IF false THEN")
+        with pytest.raises(psycopg.errors.LockNotAvailable):
+            second.execute(MAKE)
+
+    def test_nobody_who_enqueues_claims_or_finishes_waits_for_it(
+        self, db: psycopg.Connection, connect: Connect
+    ) -> None:
+        db.execute(b"DROP TABLE pgoutbox." + partitions_of(db)[-1].encode())
+        maker = connect()
+        assert maker.execute(MAKE).fetchall() != [(None,)]
+        send(db)
+        maker.commit()
+
+    def test_a_long_reader_puts_it_off(self, db: psycopg.Connection, connect: Connect) -> None:
+        drop_partitions(db)
+        reader = connect()
+        reader.execute("SELECT count(*) FROM pgoutbox.message")
+        with pytest.raises(psycopg.errors.LockNotAvailable):
+            db.execute(MAKE)
+        assert partitions_of(db) == []
+
+
+class TestRetire:
+    def test_a_partition_of_which_nothing_is_kept_goes(self, operator: psycopg.Connection) -> None:
+        keep(operator)
+        name = add_partition(operator, 40)
+        put(operator, State.SENT, age=40 * DAY)
+        totals = prune_by_retention(operator)
+        assert (totals.total, totals.partitions_dropped) == (0, 1)
+        assert rows_of(operator) == []
+        assert name not in tables_of_partitions(operator)
+        assert operator.execute("SELECT FROM pgoutbox.retired").fetchall() == []
+        acts = operator.execute("SELECT details FROM pgoutbox.audit WHERE action = 'prune'").fetchall()
+        assert acts == [({"partition": name},)]
+
+    @pytest.mark.parametrize(
+        ("rules", "answer"),
+        [
+            ([("*", "sent", 30 * DAY)], "retired"),
+            ([("mail", "sent", 30 * DAY)], "retired"),
+            ([], "kept"),
+            ([("*", "sent", 41 * DAY)], "kept"),
+            ([("*", "sent", None)], "kept"),
+            ([("*", "skipped", 30 * DAY)], "kept"),
+            ([("*", "sent", 30 * DAY), ("mail", "sent", None)], "kept"),
+            ([("*", "sent", 30 * DAY), ("mail", "sent", 60 * DAY)], "kept"),
+            ([("*", "sent", 60 * DAY), ("mail", "sent", 30 * DAY)], "retired"),
+            ([("*", "sent", None), ("mail", "sent", 30 * DAY)], "retired"),
+            ([(t, s, 30 * DAY) for t in ("*", "mail") for s in BY_TIME], "retired"),
+            ([("*", s, 30 * DAY) for s in BY_TIME] + [("sms", "sent", 60 * DAY)], "kept"),
+        ],
+    )
+    def test_the_most_specific_rules_of_what_is_in_it_decide(
+        self, db: psycopg.Connection, rules: list[tuple[str, str, timedelta | None]], answer: str
+    ) -> None:
+        for rule in rules:
+            set_retention(db, *rule)
+        name = add_partition(db, 40)
+        message_id = put(db, State.SENT, age=40 * DAY)
+        assert db.execute(RETIRE, [name]).fetchall() == [(answer,)]
+        assert [row.id for row in rows_of(db)] == ([] if answer == "retired" else [message_id])
+
+    def test_one_message_that_is_kept_keeps_its_partition(self, operator: psycopg.Connection) -> None:
+        keep(operator)
+        keep(operator, None, "audit")
+        name = add_partition(operator, 40)
+        kept = put(operator, State.SENT, topic="audit", age=40 * DAY)
+        put(operator, State.SENT, age=40 * DAY)
+        put(operator, State.SKIPPED, age=40 * DAY)
+        totals = prune_by_retention(operator)
+        assert (totals.total, totals.partitions_dropped) == (2, 0)
+        assert [row.id for row in rows_of(operator)] == [kept]
+        assert table_of(operator, kept) == name
+        mutate(operator, "retire_partition", "IF pgoutbox.kept_until(found_lower_at, found_upper_at) > now() THEN",
+               "IF false THEN")  # fmt: skip
+        operator.execute(RETIRE, [name])
+        assert rows_of(operator) == []
+
+    def test_the_partition_of_today_stays_whatever_the_rules_say(self, operator: psycopg.Connection) -> None:
+        keep(operator, timedelta())
+        put(operator, State.SENT)
+        before = partitions_of(operator)
+        assert operator.execute(RETIRE, [before[0]]).fetchall() == [("kept",)]
+        prune_by_retention(operator)
+        assert (rows_of(operator), partitions_of(operator)) == ([], before)
+
+    @pytest.mark.parametrize("name", ["message_done_default", "message_live", "message_done_20000101", "mine", "a'b"])
+    def test_nothing_else_can_be_named(self, db: psycopg.Connection, name: str) -> None:
+        assert db.execute(RETIRE, [name]).fetchall() == [("missing",)]
+
+    def test_a_snapshot_of_before_is_refused(self, connect: Connect) -> None:
+        strict = connect()
+        strict.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+        with pytest.raises(psycopg.errors.InvalidTransactionState):
+            strict.execute(RETIRE, ["message_done_20000101"])
+
+    @pytest.mark.parametrize("guarded", [True, False])
+    def test_what_is_committed_while_it_waits_is_seen(
+        self, db: psycopg.Connection, connect: Connect, guarded: bool
+    ) -> None:
+        set_retention(db, "mail", "sent", 30 * DAY)
+        name = add_partition(db, 40)
+        message_id = put(db, topic="audit")
+        db.execute("ALTER FUNCTION pgoutbox.retire_partition SET lock_timeout = '10s'")
+        if not guarded:
+            mutate(db, "retire_partition", "EXECUTE 'LOCK TABLE ONLY pgoutbox.' || quote_ident(partition_name) "
+                   "|| ' IN SHARE ROW EXCLUSIVE MODE';")  # fmt: skip
+        late, retiring = connect(), connect(autocommit=True)
+        late.execute(
+            "UPDATE pgoutbox.message SET state = 'cancelled', finished_at = now() - interval '40 days' WHERE id = %s",
+            [message_id],
+        )
+        with ThreadPoolExecutor() as threads:
+            answer = threads.submit(lambda: retiring.execute(RETIRE, [name]).fetchall())
+            until_blocked(db, retiring, answer)
+            late.commit()
+            assert answer.result() == [("kept" if guarded else "retired",)]
+        assert [row.id for row in rows_of(db)] == ([message_id] if guarded else [])
+
+    def test_nobody_who_enqueues_or_claims_waits_for_it(self, db: psycopg.Connection, connect: Connect) -> None:
+        keep(db)
+        name = add_partition(db, 40)
+        retiring = connect()
+        assert retiring.execute(RETIRE, [name]).fetchall() == [("retired",)]
+        ids = [
+            enqueue(db),
+            enqueue(db, dedupe_key="d"),
+            enqueue(db, ordering_key="o"),
+            enqueue(db, coalesce_key="k", max_delay=DAY),
+        ]
+        assert [row.id for row in claim(db)] == [ids[0], ids[1], ids[3]]
+        retiring.commit()
+        assert row_of(db, ids[2]).state == "pending"
+
+    def test_a_long_reader_puts_it_off_and_not_those_who_enqueue(
+        self, operator: psycopg.Connection, connect: Connect, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        keep(operator)
+        name = add_partition(operator, 40)
+        put(operator, State.SENT, age=40 * DAY)
+        reader, writer = connect(), connect(autocommit=True)
+        reader.execute("SELECT count(*) FROM pgoutbox.message_done")
+        turn = Turn(read_upkeep_facts(operator), Memory(), pause=lambda _: enqueue(writer))
+        turn.take(operator)
+        assert (turn.errors, turn.totals.partitions_dropped) == ([], 0)
+        assert name in partitions_of(operator)
+        assert [row.state for row in rows_of(writer)] == ["pending"] * (maintenance._LOCK_TRIALS - 1)
+        reader.rollback()
+        assert prune_by_retention(operator).partitions_dropped == 1
+
+
+class TestRows:
+    """What is deleted message by message, and what waits for its partition."""
+
+    def test_a_message_waits_for_its_partition_if_that_goes_soon(self, operator: psycopg.Connection) -> None:
+        keep(operator)
+        set_retention(operator, "sms", "sent", DAY)
+        name = add_partition(operator, 30)
+        waiting = put(operator, State.SENT, age=30 * DAY)
+        put(operator, State.SENT, topic="sms", age=30 * DAY)
+        assert prune_by_retention(operator).messages == {State.SENT: 1}
+        assert [row.id for row in rows_of(operator)] == [waiting]
+        assert name in partitions_of(operator)
+
+    def test_it_does_not_wait_for_longer_than_a_quarter_of_its_time(self, operator: psycopg.Connection) -> None:
+        keep(operator, 3 * DAY)
+        add_partition(operator, 3)
+        put(operator, State.SENT, age=3 * DAY)
+        assert prune_by_retention(operator).messages == {State.SENT: 1}
+
+    def test_it_does_not_wait_for_a_partition_that_cannot_be_dropped(
+        self, operator: psycopg.Connection, connect: Connect
+    ) -> None:
+        keep(operator)
+        name = add_partition(operator, 33)
+        put(operator, State.SENT, age=33 * DAY)
+        reader = connect()
+        reader.execute("SELECT count(*) FROM pgoutbox.message_done")
+        totals = prune_by_retention(operator)
+        assert (totals.messages, totals.partitions_dropped) == ({State.SENT: 1}, 0)
+        reader.rollback()
+        assert prune_by_retention(operator).partitions_dropped == 1
+        assert name not in partitions_of(operator)
+
+    def test_what_was_deleted_to_the_end_is_not_looked_at_again(self, operator: psycopg.Connection) -> None:
+        keep(operator, None)
+        set_retention(operator, "mail", "sent", DAY)
+        add_partition(operator, 9)
+        put(operator, State.SENT, age=9 * DAY)
+        put(operator, State.SENT, topic="audit", age=9 * DAY)
+        memory = Memory()
+        facts = read_upkeep_facts(operator)
+        turn = Turn(facts, memory)
+        turn.take(operator)
+        assert turn.totals.total == 1
+        assert not Turn(facts, memory).has_work
+        set_retention(operator, "mail", "sent", 2 * DAY)
+        assert Turn(read_upkeep_facts(operator), memory).has_work
+
+
+class TestClear:
+    def fill(self, db: psycopg.Connection, count: int = 7) -> str:
+        keep(db)
+        set_retention(db, "once", "sent", timedelta())
+        name = add_partition(db, 40)
+        for number in range(count):
+            message_id = put(db, State.SENT, topic="once" if number == 3 else "mail", dedupe_key=f"k{number}")
+            db.execute(ADD_ATTEMPT, (message_id, 1))
+        db.execute("UPDATE pgoutbox.message SET finished_at = now() - interval '40 days'")
+        young = put(db, State.SENT, dedupe_key="young")
+        db.execute(ADD_ATTEMPT, (young, 1))
+        return name
+
+    def left(self, db: psycopg.Connection) -> tuple[int, list[str]]:
+        ((attempts,),) = db.execute("SELECT count(*) FROM pgoutbox.attempt").fetchall()
+        return attempts, [key for (key,) in db.execute("SELECT dedupe_key FROM pgoutbox.dedupe ORDER BY 1")]
+
+    def test_attempts_and_keys_go_with_it_page_by_page(self, operator: psycopg.Connection) -> None:
+        name = self.fill(operator)
+        assert operator.execute(RETIRE, [name]).fetchall() == [("retired",)]
+        clear = "SELECT * FROM pgoutbox.clear_retired(3)"
+        answers = [operator.execute(clear).fetchall() for _ in range(4)]
+        assert answers == [[(name, 3, False)], [(name, 3, False)], [(name, 1, True)], []]
+        assert self.left(operator) == (1, ["k3", "young"])
+        assert name not in tables_of_partitions(operator)
+
+    def test_without_any_the_table_is_not_read(self, operator: psycopg.Connection) -> None:
+        keep(operator)
+        name = add_partition(operator, 40)
+        put(operator, State.SENT, age=40 * DAY)
+        operator.execute(RETIRE, [name])
+        assert operator.execute("SELECT * FROM pgoutbox.clear_retired(1)").fetchall() == [(name, 0, True)]
+
+    @pytest.mark.parametrize("transactions", [2, 3, 4, 5])
+    def test_whoever_is_killed_in_the_middle_leaves_nothing_that_the_next_does_not_find(
+        self, operator: psycopg.Connection, dsn: str, transactions: int
+    ) -> None:
+        name = self.fill(operator)
+        doomed = SPAWN.Process(target=prune_and_die, args=(dsn, transactions), daemon=True)
+        doomed.start()
+        doomed.join(120)
+        assert doomed.exitcode == 9
+        assert name in tables_of_partitions(operator)
+        prune_by_retention(operator)
+        assert self.left(operator) == (1, ["k3", "young"])
+        assert name not in tables_of_partitions(operator)
+        assert [row.state for row in rows_of(operator)] == ["sent"]
+
+
+def prune_and_die(dsn: str, transactions: int) -> None:
+    """Prune in pages of two, and end as kill -9 would when so many transactions have begun."""
+    connection: psycopg.Connection[Any]
+    with session.connect(load_settings(dsn=dsn)) as connection:
+        facts = read_upkeep_facts(connection)
+        count = 0
+        execute = connection.execute
+
+        def counted(query: Any, *arguments: Any, **options: Any) -> Any:  # noqa: ANN401 - passed on
+            nonlocal count
+            if "pgoutbox" in str(query):
+                count += 1
+            answer = execute(query, *arguments, **options)
+            if count == transactions:
+                os._exit(9)  # Before the commit.
+            return answer
+
+        connection.execute = counted  # type: ignore[method-assign] # it counts
+        Turn(facts, Memory(), batch_size=2).take(connection)
+
+
+def test_partitions_come_and_go_while_eight_sessions_enqueue_and_finish(
+    operator: psycopg.Connection, connect: Connect
+) -> None:
+    keep(operator)
+    over = threading.Event()
+
+    def work(connection: psycopg.Connection, number: int) -> list[int]:
+        sent: list[int] = []
+        while not over.is_set():
+            message_id = enqueue(connection, queue=f"q{number}", dedupe_key=f"{number}-{len(sent)}")
+            (row,) = claim(connection, queue=f"q{number}")
+            assert row.id == message_id
+            assert finish_sent(connection, (message_id, 1)) == {message_id}
+            sent.append(message_id)
+        return sent
+
+    connections = [connect(autocommit=True) for _ in range(8)]
+    with ThreadPoolExecutor(8) as threads:
+        works = [threads.submit(work, connection, number) for number, connection in enumerate(connections)]
+        try:
+            dropped = 0
+            for days_ago in range(40, 60):
+                for number, name in enumerate([*partitions_of(operator)[1:], add_partition(operator, days_ago)]):
+                    if number == 0:
+                        operator.execute(b"DROP TABLE pgoutbox." + name.encode())
+                dropped += prune_by_retention(operator).partitions_dropped
+        finally:
+            over.set()
+        sent = [message_id for done in works for message_id in done.result()]
+    while (further := prune_by_retention(operator).partitions_dropped) or operator.execute(
+        "SELECT FROM pgoutbox.partitions() WHERE upper_at < now()"
+    ).fetchall():
+        dropped += further
+    assert dropped == 20
+    assert len(sent) >= 8
+    assert [row.id for row in rows_of(operator) if row.state == "sent"] == sorted(sent)
+
+
+def test_a_worker_needs_no_ownership(db: psycopg.Connection, dsn: str, request: pytest.FixtureRequest) -> None:
+    ((role,),) = db.execute("SELECT 'plain_' || replace(gen_random_uuid()::text, '-', '')").fetchall()
+    db.execute(f"CREATE ROLE {role} LOGIN NOSUPERUSER".encode())
+    request.addfinalizer(lambda: [db.execute(f"{what} {role}".encode()) for what in ("DROP OWNED BY", "DROP ROLE")])
+    for right in (
+        "USAGE ON SCHEMA pgoutbox",
+        "SELECT, INSERT, UPDATE ON pgoutbox.upkeep",
+        "SELECT ON pgoutbox.retired, pgoutbox.retention",
+        "SELECT, UPDATE, DELETE ON pgoutbox.message",
+        "SELECT, UPDATE, DELETE ON pgoutbox.coalesce, pgoutbox.ordering, pgoutbox.dedupe, pgoutbox.content",
+        "SELECT, DELETE ON pgoutbox.attempt",
+        "EXECUTE ON FUNCTION pgoutbox.schema_version, pgoutbox.partitions, pgoutbox.kept_until, pgoutbox.ring",
+        "EXECUTE ON FUNCTION pgoutbox.make_partition, pgoutbox.retire_partition, pgoutbox.clear_retired",
+    ):
+        db.execute(f"GRANT {right} TO {role}".encode())
+    keep(db)
+    db.execute(b"DROP TABLE pgoutbox." + partitions_of(db)[-1].encode())
+    name = add_partition(db, 40)
+    put(db, State.SENT, age=40 * DAY, dedupe_key="k")
+    put(db, State.SENT, age=50 * DAY)
+    with session.connect(load_settings(dsn=f"{dsn}&options=-c%20role%3D{role}")) as connection:
+        with pytest.raises(psycopg.errors.InsufficientPrivilege):
+            connection.execute(b"DROP TABLE pgoutbox." + name.encode())
+        turn = Turn(read_upkeep_facts(connection), Memory())
+        turn.take(connection)
+    totals = turn.totals
+    assert turn.errors == []
+    assert (totals.total, totals.partitions_dropped) == (1, 1)
+    assert totals.partitions_made >= 1
+
+
+def test_down_and_up_again_keeps_the_messages(db: psycopg.Connection, dsn: str) -> None:
+    from pgoutbox import migrate
+
+    sent = send(db)
+    old_name, old = add_partition(db, 40), put(db, State.SENT, age=40 * DAY)
+    assert (table_of(db, sent), table_of(db, old)) == (partitions_of(db)[1], old_name)
+    migrate.downgrade(dsn, "pgoutbox_0001")
+    assert table_of(db, sent) == table_of(db, old) == "message_done_default"
+    migrate.upgrade(dsn)
+    assert [row.id for row in rows_of(db)] == [sent, old]

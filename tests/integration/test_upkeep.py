@@ -1,0 +1,234 @@
+"""Upkeep by the workers: one of a fleet has the turn, the others go on, and nothing that goes wrong in it ends one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+
+import pgoutbox.upkeep
+from pgoutbox import sql
+from pgoutbox.maintenance import set_retention
+from pgoutbox.message import State
+from pgoutbox.store import Link, Store
+from pgoutbox.telemetry import Event, Telemetry
+from pgoutbox.upkeep import Upkeep
+from pgoutbox.worker import Worker
+from tests.messages import put
+from tests.outbox_actions import WatchedWorker, enqueue, reports, row_of, rows_of, running, settings_for
+from tests.partitions import add_partition, drop_partitions, partitions_of, tables_of_partitions
+from tests.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from pgoutbox import Outbox
+    from tests.conftest import Connect
+
+DAY = timedelta(days=1)
+INTERVAL_SECONDS = 300
+
+
+class Member:
+    """A worker of a fleet, as far as its upkeep goes."""
+
+    def __init__(self, dsn: str, name: str, **settings: object) -> None:
+        self.settings = settings_for(dsn, maintenance_interval_seconds=INTERVAL_SECONDS, **settings)
+        self.store = Store(self.settings, worker=name)
+        self.telemetry = Telemetry(logging.getLogger("pgoutbox.upkeep"))
+        self.upkeep = Upkeep(self.settings, self.store, self.telemetry)
+
+    def count_of(self, event: Event) -> int:
+        """How often this was reported."""
+        return self.telemetry.counts[event]
+
+
+@pytest.fixture
+async def member(dsn: str) -> AsyncIterator[Callable[..., Member]]:
+    """Makes workers of a fleet."""
+    members: list[Member] = []
+
+    def make(name: str = "a", **settings: object) -> Member:
+        members.append(Member(dsn, name, **settings))
+        return members[-1]
+
+    yield make
+    for made in members:
+        await made.store.close()
+
+
+def make_due(db: psycopg.Connection) -> None:
+    """Age the last turn, so that the next one is due."""
+    db.execute("UPDATE pgoutbox.upkeep SET due_at = now() - interval '1 ms'")
+
+
+def keep(db: psycopg.Connection, how_long: timedelta | None = 30 * DAY) -> None:
+    """A rule for all that is partitioned by time."""
+    for state in ("sent", "skipped", "cancelled"):
+        set_retention(db, "*", state, how_long)
+
+
+async def test_a_turn_makes_partitions_and_obeys_the_rules(
+    member: Callable[..., Member], db: psycopg.Connection
+) -> None:
+    keep(db)
+    drop_partitions(db)
+    name = add_partition(db, 40)
+    put(db, State.SENT, age=40 * DAY)
+    put(db, State.SENT, age=50 * DAY)
+    kept = put(db, State.SENT)
+    one = member()
+    assert await one.upkeep.turn()
+    assert name not in tables_of_partitions(db)
+    assert [row.id for row in rows_of(db)] == [kept]
+    assert partitions_of(db)
+    assert one.count_of(Event.UPKEEP_DONE) == 1
+    assert db.execute("SELECT FROM pgoutbox.audit WHERE action = 'prune'").fetchall() == []  # It is nobody's act.
+    assert db.execute("SELECT worker, due_at > now() FROM pgoutbox.upkeep").fetchall() == [("a", True)]
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+async def test_of_many_workers_one_has_the_turn(
+    member: Callable[..., Member], db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch, guarded: bool
+) -> None:
+    if not guarded:
+        guard = "    WHERE u.due_at <= clock_timestamp()\n"
+        assert sql.BEGIN_UPKEEP_IF_DUE.count(guard) == 1
+        monkeypatch.setattr(sql, "BEGIN_UPKEEP_IF_DUE", sql.BEGIN_UPKEEP_IF_DUE.replace(guard, ""))
+    fleet = [member(f"w{number}") for number in range(5)]
+    for _ in range(2):
+        had = await asyncio.gather(*(one.upkeep.turn() for one in fleet))
+        assert sum(had) == (1 if guarded else 5)
+        if guarded:
+            make_due(db)
+
+
+async def test_one_that_died_in_its_turn_holds_up_nobody(member: Callable[..., Member], db: psycopg.Connection) -> None:
+    keep(db)
+    name = add_partition(db, 40)
+    assert await member("dead").store.begin_upkeep_if_due(interval_seconds=INTERVAL_SECONDS) is not None
+    heir = member("heir")
+    assert not await heir.upkeep.turn()
+    make_due(db)
+    assert await heir.upkeep.turn()
+    assert name not in tables_of_partitions(db)
+
+
+async def test_a_turn_with_nothing_to_do_is_one_statement(
+    member: Callable[..., Member], db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep(db)
+    one = member()
+    assert await one.upkeep.turn()
+    make_due(db)
+    statements: list[str] = []
+    fetch = Link.fetch
+
+    async def counted(self: Link, statement: Any, parameters: Any) -> Any:  # noqa: ANN401 - passed on
+        statements.append(statement)
+        return await fetch(self, statement, parameters)
+
+    monkeypatch.setattr(Link, "fetch", counted)
+    monkeypatch.delattr("pgoutbox.session.connect")
+    assert await one.upkeep.turn()
+    assert statements == [sql.BEGIN_UPKEEP_IF_DUE]
+    assert one.count_of(Event.UPKEEP_FAILED) == 0
+
+
+async def test_trouble_is_told_once_and_so_is_its_end(member: Callable[..., Member], db: psycopg.Connection) -> None:
+    keep(db)
+    drop_partitions(db)
+    put(db, State.SENT, age=40 * DAY)
+    one = member()
+    db.execute("ALTER FUNCTION pgoutbox.make_partition RENAME TO elsewhere")
+    for _ in range(3):
+        assert await one.upkeep.turn()
+        make_due(db)
+    assert (one.count_of(Event.UPKEEP_FAILED), one.count_of(Event.UPKEEP_BACK)) == (1, 0)
+    assert rows_of(db) == []  # The other steps were taken.
+    db.execute("ALTER FUNCTION pgoutbox.elsewhere RENAME TO make_partition")
+    assert await one.upkeep.turn()
+    assert (one.count_of(Event.UPKEEP_FAILED), one.count_of(Event.UPKEEP_BACK)) == (1, 1)
+    assert partitions_of(db)
+
+
+async def test_a_statement_that_takes_long_is_cancelled_when_the_worker_stops(
+    member: Callable[..., Member], db: psycopg.Connection, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pgoutbox.upkeep, "_STOP_SECONDS", 0.2)
+    monkeypatch.setattr(pgoutbox.upkeep, "_FIRST_WITHIN_SECONDS", 0)
+    set_retention(db, "*", "failed", DAY)
+    put(db, State.FAILED, age=2 * DAY)
+    db.execute("CREATE FUNCTION public.linger() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN PERFORM pg_sleep(600); END'")
+    db.execute(
+        "CREATE TRIGGER linger BEFORE DELETE ON pgoutbox.message_failed FOR EACH ROW EXECUTE FUNCTION public.linger()"
+    )
+
+    def is_deleting() -> bool:
+        return bool(
+            db.execute(
+                "SELECT FROM pg_stat_activity WHERE datname = current_database() AND state = 'active'"
+                " AND application_name = 'pgoutbox upkeep' AND wait_event = 'PgSleep'"
+            ).fetchall()
+        )
+
+    one = member()
+    async with one.upkeep:
+        await until(is_deleting)
+    assert not is_deleting()
+    assert len(rows_of(db)) == 1
+
+
+async def test_a_running_worker_takes_its_turns_and_delivers_meanwhile(
+    outbox: Outbox, dsn: str, db: psycopg.Connection, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pgoutbox.upkeep, "_FIRST_WITHIN_SECONDS", 0)
+    keep(db)
+    name = add_partition(db, 40)
+    put(db, State.SENT, age=40 * DAY)
+    got = asyncio.Event()
+
+    @outbox.handler("greet")
+    async def greet(message: object, ctx: object) -> None:
+        got.set()
+
+    reader = connect()
+    reader.execute("SELECT count(*) FROM pgoutbox.message_done")
+    worker = WatchedWorker(outbox, settings=settings_for(dsn, maintenance_interval_seconds=1))
+    with reports() as heard:
+        async with running(worker):
+            await worker.asleep.wait()
+            message_id = enqueue(db)
+            await got.wait()
+            await until(lambda: row_of(db, message_id).state == "sent")
+            reader.rollback()
+            await heard.wait_for(Event.UPKEEP_DONE)
+    assert name not in partitions_of(db)
+
+
+async def test_zero_switches_it_off(outbox: Outbox, dsn: str, db: psycopg.Connection) -> None:
+    outbox.handler("greet")(lambda message, ctx: None)
+    worker = WatchedWorker(outbox, settings=settings_for(dsn, maintenance_interval_seconds=0))
+    async with running(worker):
+        await worker.asleep.wait()
+        assert [task.get_name() for task in asyncio.all_tasks() if task.get_name() == "pgoutbox-upkeep"] == []
+    assert db.execute("SELECT FROM pgoutbox.upkeep").fetchall() == []
+
+
+async def test_a_run_that_ends_by_itself_takes_no_turn(outbox: Outbox, dsn: str, db: psycopg.Connection) -> None:
+    outbox.handler("greet")(lambda message, ctx: None)
+    await Worker(outbox, settings=settings_for(dsn, maintenance_interval_seconds=1)).run_once()
+    assert db.execute("SELECT FROM pgoutbox.upkeep").fetchall() == []
+
+
+async def test_it_works_where_nothing_of_a_session_outlives_a_transaction(
+    member: Callable[..., Member], db: psycopg.Connection
+) -> None:
+    keep(db)
+    name = add_partition(db, 40)
+    assert await member(listen=False).upkeep.turn()
+    assert name not in tables_of_partitions(db)
