@@ -222,8 +222,13 @@ def _redacted_acts(dashboard: Dashboard, found: Sequence[operations.AuditRow]) -
     hidden = dashboard.names_of(None)
     acts = []
     for act in found:
-        details = None if act.details is None else redact(act.details, hidden)
-        acts.append(act._replace(details=details if isinstance(details, dict) else None))
+        # A filter that was asked for can quote an error or a destination.
+        details = {
+            name: redact_text(value, hidden) if isinstance(value, str) else value
+            for name, value in (act.details or {}).items()
+        }
+        shown = redact(details, hidden)
+        acts.append(act._replace(details=shown if isinstance(shown, dict) else None))
     return acts
 
 
