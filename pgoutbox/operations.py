@@ -340,6 +340,16 @@ def redact_attempt(attempt: ShownAttempt, names: Collection[str]) -> ShownAttemp
     return attempt._replace(error=_redact_text(attempt.error, names))
 
 
+def redact_act(act: AuditRow, names: Collection[str]) -> AuditRow:
+    """The same for an act: a filter may quote what it looked for."""
+    if act.details is None:
+        return act
+    told: dict[str, JsonValue] = {
+        name: redact_text(value, names) if isinstance(value, str) else value for name, value in act.details.items()
+    }
+    return act._replace(details=cast("dict[str, JsonValue]", redact(told, names)))
+
+
 def _redact_text(text: str | None, names: Collection[str]) -> str | None:
     return None if text is None else redact_text(text, names)
 

@@ -260,10 +260,12 @@ def audit(
     as_json: Json = False,
 ) -> None:
     """List what operators did by hand, newest first. With --json one document per line."""
-    with session.connect(read_settings(dsn), read_only=True) as connection:
-        acts = operations.list_acts(
+    settings = read_settings(dsn)
+    with session.connect(settings, read_only=True) as connection:
+        found = operations.list_acts(
             connection, message_id=message, actor=actor, action=action, before_id=before, limit=limit
         )
+    acts = [operations.redact_act(act, settings.redacted_names) for act in found]
     if as_json:
         for act in acts:
             print_json(act._asdict() | {"act_id": str(act.act_id)})

@@ -12,7 +12,7 @@ from pgoutbox import operations
 from pgoutbox.audit import Action
 from pgoutbox.errors import MessageNotFoundError, StateError
 from pgoutbox.message import State
-from pgoutbox.redaction import redact, redact_text
+from pgoutbox.redaction import redact_text
 from pgoutbox.web import charts, inputs, reads
 from pgoutbox.web.access import operators_only
 from pgoutbox.web.bulk import MAX_MESSAGES, bulk_search
@@ -219,17 +219,8 @@ async def audit(request: Request) -> Response:
 
 
 def _redacted_acts(dashboard: Dashboard, found: Sequence[operations.AuditRow]) -> list[operations.AuditRow]:
-    hidden = dashboard.names_of(None)
-    acts = []
-    for act in found:
-        # A filter that was asked for can quote an error or a destination.
-        details = {
-            name: redact_text(value, hidden) if isinstance(value, str) else value
-            for name, value in (act.details or {}).items()
-        }
-        shown = redact(details, hidden)
-        acts.append(act._replace(details=shown if isinstance(shown, dict) else None))
-    return acts
+    names = dashboard.names_of(None)
+    return [operations.redact_act(act, names) for act in found]
 
 
 @operators_only

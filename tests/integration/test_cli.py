@@ -639,6 +639,13 @@ class TestDeciding:
         done = cli("redrive", old, "--dry-run")
         assert (done.exit_code, f"superseded by message {newer}" in done.err) == (1, True)
 
+    def test_what_an_act_looked_for_is_hidden(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
+        put(database, State.FAILED, destination=f"https://example.org/?token={CANARY}")
+        cli("redrive", "--text", f"token={CANARY}", "--yes")
+        for arguments in (("audit",), ("audit", "--json")):
+            shown = cli(*arguments)
+            assert (shown.exit_code, "redrive" in shown.out, CANARY in shown.out) == (0, True, False)
+
     def test_acts_are_listed(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
         message_id, other = put(database, State.FAILED), put(database)
         cli("redrive", message_id)
