@@ -395,6 +395,7 @@ def no_state_in_forget(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     stateless = without(sql.FINISH_SENT_AND_FORGET_IF_HELD, "m.state = 'sending' AND ")
     patch.setattr(sql, "FINISH_SENT_AND_FORGET_IF_HELD", without(stateless, "AND m.state = 'sending'\n"))
     redefine(stage, "forget_sent", "AND m.state = 'sending'\n", "\n")
+    redefine(stage, "forget_sent", "m.state = 'sending' AND ", "")
 
 
 def no_look_at_the_rule_in_forget(stage: Stage, patch: pytest.MonkeyPatch) -> None:
