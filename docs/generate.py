@@ -248,7 +248,10 @@ def _paragraphs(text: str | None) -> list[str]:
 # --- SQL functions ----------------------------------------------------------------------------------------------------
 
 _CAST: Final = re.compile(r"::[a-z ]+(?:\[\])?$")
-_PUBLIC_FUNCTIONS: Final = ("enqueue", "enqueue_many", "enqueue_receipt", "cancel", "ring", "schema_version")
+_PUBLIC_FUNCTIONS: Final = (
+    "enqueue", "enqueue_many", "enqueue_receipt", "cancel", "cancel_by_key", "redrive", "resend", "prune", "ring",
+    "schema_version", "set_up_roles",
+)  # fmt: skip
 
 _ARGUMENTS: Final = """
 SELECT
@@ -270,8 +273,9 @@ WHERE p.pronamespace = 'pgoutbox'::regnamespace
 """
 
 _SQL: Final = """
-What any client can call: another language, a trigger, psql. They run in the caller's transaction with the caller's
-rights; see [migrations](../how-to/migrations.md#rights-of-an-application-role) for the grants. Name the arguments:
+What any client can call: another language, a trigger, psql. They run in the caller's transaction, and those that write
+with the rights of the schema's owner; who may call which of them is a matter of [roles](../how-to/roles.md). Name the
+arguments:
 `SELECT pgoutbox.enqueue('mail.welcome', '{"user_id": 7}', dedupe_key => 'welcome-7')`.
 """
 
@@ -338,10 +342,10 @@ FROM pg_catalog.pg_class AS c
 LEFT JOIN pg_catalog.pg_inherits AS i ON i.inhrelid = c.oid
 LEFT JOIN pg_catalog.pg_class AS parent ON parent.oid = i.inhparent
 WHERE c.relnamespace = 'pgoutbox'::regnamespace
-    AND c.relkind IN ('r', 'p')
+    AND c.relkind IN ('r', 'p', 'v')
     AND c.relname <> 'alembic_version'
     AND c.relname !~ '^message_done_[0-9]{8}$'
-ORDER BY c.oid
+ORDER BY c.relkind = 'v', c.oid
 """
 
 _COLUMNS: Final = """
@@ -379,7 +383,7 @@ ORDER BY k.conname
 
 
 def schema_page(connection: psycopg.Connection) -> str:
-    """Every table as the catalog has it."""
+    """Every table and view as the catalog has it."""
     blocks = []
     for oid, name, parent, bound, key, comment in connection.execute(_RELATIONS).fetchall():
         blocks.append(f"## {name}")
@@ -398,7 +402,7 @@ def schema_page(connection: psycopg.Connection) -> str:
                             _code(column),
                             _short_type(kind) + (", not null" if not_null else ""),
                             _code(default) if default else "",
-                            text,
+                            text or "",
                         ]
                         for column, kind, not_null, default, text in connection.execute(_COLUMNS, [oid])
                     ],
@@ -437,7 +441,8 @@ _MODULE_TITLES: Final = {
 _FURTHER_NAMES: Final = {
     "pgoutbox.testing": ("OutboxDriver", "Row", "Delivery"),
     "pgoutbox.migrate": (
-        "upgrade", "downgrade", "current", "head", "upgrade_sql", "version_location", "include_name",
+        "upgrade", "grants", "create_roles_sql", "downgrade", "current", "head", "upgrade_sql", "version_location",
+        "include_name",
     ),
     "pgoutbox.embedded": ("embedded_server", "EmbeddedServer"),
     "pgoutbox.transports": ("Transport", "Content"),

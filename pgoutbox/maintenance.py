@@ -434,7 +434,7 @@ def _prune_messages(
 
     while not is_over():
         rows = transact(connection, delete)
-        deleted.update(State(state) for state, _ in rows)
+        deleted.update(State(state) for (state,) in rows)
         if rows and progress is not None:
             progress(deleted.total())
         if len(rows) < cast("int", parameters["limit"]):

@@ -21,7 +21,7 @@ from pgoutbox.errors import ConfigurationError, MissingExtraError, SchemaError
 from pgoutbox.telemetry import Event
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
     from alembic.config import Config
     from sqlalchemy import Connection, TextClause
@@ -64,6 +64,30 @@ def upgrade(
         if not _exists(connection, SCHEMA):
             _execute(connection, "CREATE SCHEMA pgoutbox")
         _run_alembic("upgrade", _config(connection), revision)
+        if missing := _set_up_roles(connection):
+            (report or _log.info)(
+                f"roles are missing that you may not create: {', '.join(missing)}. Have somebody who may run "
+                f"`{create_roles_sql(missing)}`, and then run `pgoutbox migrate grants`"
+            )
+
+
+def grants(dsn: str, *, lock_timeout_seconds: float = DEFAULT_LOCK_TIMEOUT_SECONDS) -> list[str]:
+    """Create the roles of pgoutbox that are missing, and grant to each what it needs in this database.
+
+    To be run by the role that owns the schema; it is harmless when repeated. Returns the roles that are still missing,
+    because this role may not create roles: what somebody has to run who may is in `create_roles_sql`. Raises
+    `SchemaError` for a database that has not been migrated as far as that.
+    """
+    with _migration(dsn, None, lock_timeout_seconds) as connection:
+        missing = _set_up_roles(connection)
+        if missing is None:
+            raise SchemaError("the schema pgoutbox has no roles yet; run: pgoutbox migrate")
+        return missing
+
+
+def create_roles_sql(missing: Collection[str]) -> str:
+    """What makes these roles, for somebody who may."""
+    return " ".join(f"CREATE ROLE {name} NOLOGIN;" for name in missing)
 
 
 def downgrade(
@@ -191,6 +215,13 @@ def _revision_of(connection: Connection) -> str | None:
 
     options = {"version_table": VERSION_TABLE, "version_table_schema": SCHEMA}
     return MigrationContext.configure(connection, opts=options).get_current_revision()
+
+
+def _set_up_roles(connection: Connection) -> list[str] | None:
+    """Those that are missing; None if the revision has none."""
+    if connection.scalar(_sql("SELECT to_regprocedure('pgoutbox.set_up_roles()')")) is None:
+        return None
+    return list(connection.scalar(_sql("SELECT pgoutbox.set_up_roles()")) or ())
 
 
 def _has_tables(connection: Connection) -> bool:

@@ -284,10 +284,11 @@ def list_acts(
 def show_message(connection: psycopg.Connection[TupleRow], message_id: int) -> tuple[ShownMessage, list[ShownAttempt]]:
     """One message and the attempts that did not end `sent`, oldest first.
 
-    Both are as they were stored: `redact_message` and `redact_attempt` make them fit for a person. Raises
-    `MessageNotFoundError`.
+    Both may be as they were stored: `redact_message` and `redact_attempt` make them fit for a person. A role that may
+    not read the table sees of payload and headers what `pgoutbox.message_view` shows. Raises `MessageNotFoundError`.
     """
-    rows = fetch(connection, sql.SHOW_MESSAGE, {"id": message_id})
+    ((reads_payloads,),) = fetch(connection, sql.READS_PAYLOADS, {})
+    rows = fetch(connection, sql.SHOW_MESSAGE if reads_payloads else sql.SHOW_MESSAGE_VIEW, {"id": message_id})
     if not rows:
         raise _no_such_message(message_id)
     attempts = fetch(connection, sql.SHOW_ATTEMPTS, {"id": message_id})
@@ -366,7 +367,7 @@ def redrive(
 
     def redriven() -> list[Redriven]:
         rows = connection.execute(sql.REDRIVE, {"ids": list(message_ids)}).fetchall()
-        answers = [_redriven(message_id, done, state, by) for message_id, done, state, by, _ in rows]
+        answers = [_redriven(message_id, done, state, by) for message_id, done, state, by in rows]
         act.record(connection, message_ids=[answer.id for answer in answers if answer.refusal is None])
         return answers
 
@@ -441,7 +442,6 @@ def resend(connection: psycopg.Connection[TupleRow], message_id: int, *, act: Ac
             raise StateError(f"message {message_id} is superseded by message {superseded_by}, which is newer")
         if copy_id is None:
             raise _no_such_message(message_id)  # A prune was faster.
-        connection.execute(sql.MARK_RESEND, {"id": copy_id, "source_id": message_id})
         (act or Act(Action.RESEND, copy=copy_id)).record(connection, message_ids=[message_id])
         return int(copy_id)
 
@@ -499,7 +499,7 @@ def cancel_by_key(
 ) -> list[Cancelled]:
     """Cancel the newest message of a coalesce key and the message of a dedupe key; empty if there is none."""
     act = Act(Action.CANCEL, topic=topic, coalesce_key=coalesce_key, dedupe_key=dedupe_key)
-    return _cancelled(connection, sql.CANCEL, (None, topic, coalesce_key, topic, dedupe_key), act)
+    return _cancelled(connection, sql.CANCEL, (None, topic, coalesce_key, dedupe_key), act)
 
 
 def _cancelled(

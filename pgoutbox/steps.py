@@ -190,8 +190,8 @@ def target_of(
             "message_id", "name the message by its id, by topic and coalesce_key, or by topic and dedupe_key"
         )
     if message_id is not None:
-        return (check_whole("message_id", message_id, most=_MAX_ID), None, None, None, None)
+        return (check_whole("message_id", message_id, most=_MAX_ID), None, None, None)
     name = check_name("topic", topic.name if isinstance(topic, Topic) else topic)
     if coalesce_key is not None:
-        return (None, name, check_key("coalesce_key", coalesce_key), None, None)
-    return (None, None, None, name, check_key("dedupe_key", dedupe_key))
+        return (None, name, check_key("coalesce_key", coalesce_key), None)
+    return (None, name, None, check_key("dedupe_key", dedupe_key))

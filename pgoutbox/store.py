@@ -27,7 +27,7 @@ from pgoutbox.errors import ConfigurationError, SchemaError
 from pgoutbox.message import State
 from pgoutbox.settings import Settings
 
-REQUIRED_SCHEMA_VERSION: Final = 2
+REQUIRED_SCHEMA_VERSION: Final = 3
 _LOCKED_PAUSE_SECONDS = 0.02
 _REFUSED_PAUSE_SECONDS = 1.0
 _RETENTION_SECONDS = 30.0

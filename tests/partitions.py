@@ -27,6 +27,8 @@ def add_partition(db: psycopg.Connection[Any], days_ago: int, *, days: int = 1) 
             sql.Identifier("pgoutbox", name), sql.Literal(lower_at), sql.Literal(upper_at)
         )
     )
+    # Those that the outbox makes belong to whom the schema belongs, and are taken out with that one's rights.
+    db.execute(sql.SQL("ALTER TABLE {} OWNER TO pgoutbox_owner").format(sql.Identifier("pgoutbox", name)))
     return str(name)
 
 

@@ -574,8 +574,8 @@ RETURN pg_catalog.num_nonnulls(
     AND max_attempts OPERATOR(pg_catalog.<=) 10000
 """
 
-# The one place that writes a new message, and the doorbell. It has no settings of its own, which would cost as much as
-# a twentieth of an INSERT: every name in it is qualified instead.
+# What has been checked and has an id is written here, and rings. It has no settings of its own: nobody but
+# enqueue_checked may call it, which has pinned them.
 WRITE_MESSAGE = """
 CREATE FUNCTION pgoutbox.write_message(
     p_id bigint,
@@ -612,8 +612,7 @@ END
 $function$
 """
 
-# What may be wrong or has a key. The answer is one number, not a row: to build a row costs as much as to call the
-# function. The id is negative when the message already existed.
+# What may be wrong or has a key. The answer is that of enqueue_receipt, which calls it with the owner's rights.
 ENQUEUE_CHECKED = """
 CREATE FUNCTION pgoutbox.enqueue_checked(
     p_topic text,
@@ -740,7 +739,10 @@ END
 $function$
 """
 
-# PostgreSQL puts the bodies of this function and the next in the place of the call, so that they cost nothing.
+# Whoever may call it needs no right on any table: it runs with the owner's rights, in a search_path of its own. Hence
+# the check stands inside, and not beside a call of what writes. What is plain is written here, because a function more
+# costs as much as a tenth of an INSERT (docs/decisions/0016). The answer is one number, not a row: to build a row costs
+# as much again. The id is negative when the message already existed.
 ENQUEUE_RECEIPT = """
 CREATE FUNCTION pgoutbox.enqueue_receipt(
     topic text,
@@ -759,22 +761,34 @@ CREATE FUNCTION pgoutbox.enqueue_receipt(
     notify boolean
 )
 RETURNS bigint
-LANGUAGE sql
-RETURN CASE
-    WHEN pgoutbox.is_plain(
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET search_path = pg_catalog, pg_temp
+AS $function$
+DECLARE
+    new_id bigint;
+BEGIN
+    IF pgoutbox.is_plain(
         topic, payload, queue, destination, coalesce_key, dedupe_key, available_at, expires_at, headers, max_attempts,
         ordering_key, on_failed, max_delay
-    ) THEN pgoutbox.write_message(
-        pg_catalog.nextval('pgoutbox.message_id_seq'), topic, payload, queue, NULL, NULL, NULL,
-        NULL, NULL, NULL, max_attempts, NULL, NULL, notify
-    )
-    ELSE pgoutbox.enqueue_checked(
+    ) THEN
+        new_id := nextval('pgoutbox.message_id_seq');
+        INSERT INTO pgoutbox.message_live (id, topic, payload, queue, max_attempts, attempt_budget)
+        VALUES (new_id, topic, payload, queue, max_attempts, max_attempts);
+        IF notify AND NOT pg_try_advisory_xact_lock_shared(1885826146, hashtext(queue)) THEN
+            PERFORM pg_notify('pgoutbox', queue);
+        END IF;
+        RETURN new_id;
+    END IF;
+    RETURN pgoutbox.enqueue_checked(
         topic, payload, queue, destination, coalesce_key, dedupe_key,
         available_at, expires_at, headers, max_attempts, ordering_key, on_failed, max_delay, notify
-    )
+    );
 END
+$function$
 """
 
+# PostgreSQL puts the body in the place of the call, so that it costs nothing.
 ENQUEUE = """
 CREATE FUNCTION pgoutbox.enqueue(
     topic text,
@@ -820,6 +834,7 @@ CREATE FUNCTION pgoutbox.enqueue_many(
 )
 RETURNS TABLE (item_index integer, id bigint, duplicate boolean)
 LANGUAGE plpgsql
+SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
 AS $function$
 #variable_conflict use_column
@@ -950,6 +965,7 @@ CREATE FUNCTION pgoutbox.enqueue_fanout(
 )
 RETURNS TABLE (item_index integer, id bigint)
 LANGUAGE plpgsql
+SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
 AS $function$
 #variable_conflict use_column
@@ -1008,6 +1024,7 @@ CANCEL = """
 CREATE FUNCTION pgoutbox.cancel(message_id bigint)
 RETURNS text
 LANGUAGE plpgsql
+SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
 AS $function$
 DECLARE
@@ -1058,6 +1075,27 @@ BEGIN
     END LOOP;
     RETURN 'locked';
 END
+$function$
+"""
+
+# Its callers may not read the keys of others' messages: they learn what became of the one that they name.
+CANCEL_BY_KEY = """
+CREATE FUNCTION pgoutbox.cancel_by_key(topic text, coalesce_key text DEFAULT NULL, dedupe_key text DEFAULT NULL)
+RETURNS TABLE (id bigint, result text)
+LANGUAGE sql
+SECURITY DEFINER
+SET search_path = pg_catalog, pg_temp
+AS $function$
+SELECT target.id, pgoutbox.cancel(target.id)
+FROM (
+    SELECT head.newest_id
+    FROM pgoutbox.coalesce AS head
+    WHERE head.topic = cancel_by_key.topic AND head.coalesce_key = cancel_by_key.coalesce_key
+    UNION ALL
+    SELECT d.message_id
+    FROM pgoutbox.dedupe AS d
+    WHERE d.topic = cancel_by_key.topic AND d.dedupe_key = cancel_by_key.dedupe_key
+) AS target(id)
 $function$
 """
 
@@ -1193,6 +1231,7 @@ FUNCTION_COMMENTS = {
     "is_plain": "Whether nothing but topic, payload, queue and max_attempts is given, and these are sound.",
     "cancel": "Cancel a message in this transaction. Returns cancelled, requested (it is in flight: told, and not "
     "retried), the final state it already has, locked (its row stayed locked: try again) or missing.",
+    "cancel_by_key": "Cancel the newest message of a coalesce key, and the message of a dedupe key, as cancel does.",
     "argument_error": "The first thing wrong with the arguments of enqueue, as name and reason; null when all is well.",
     "raise_argument_error": "Raise 22004 or 22023 with the name of the argument as column.",
     "newest_id": "The newest message of a coalesce key, as of now and not as of the calling statement.",
@@ -1221,11 +1260,13 @@ FUNCTIONS = (
     ENQUEUE_MANY,
     ENQUEUE_FANOUT,
     CANCEL,
+    CANCEL_BY_KEY,
 )
 
 REVOKE = "REVOKE ALL ON ALL FUNCTIONS IN SCHEMA pgoutbox FROM PUBLIC"
 
 DOWN = (
+    "DROP FUNCTION pgoutbox.cancel_by_key",
     "DROP FUNCTION pgoutbox.cancel",
     "DROP FUNCTION pgoutbox.enqueue_fanout",
     "DROP FUNCTION pgoutbox.enqueue_many",

@@ -69,6 +69,25 @@ def current(context: typer.Context, *, dsn: Dsn = None, as_json: Json = False) -
         print_line(f"{revision or 'not migrated'} ({'up to date' if revision == newest else f'newest: {newest}'})")
 
 
+@migrate_app.command()
+def grants(context: typer.Context, *, dsn: Dsn = None, as_json: Json = False) -> None:
+    """Create the roles that are missing, and grant each what it needs.
+
+    Run it as the owner of the schema after the roles have come to be in another way; `pgoutbox migrate` does the same.
+    Ends with 1 if roles are missing, and prints the SQL for somebody who may create them.
+    """
+    with interruptible("nothing was changed; run it again"):
+        missing = migrations.grants(read_settings(dsn or context.obj).require_dsn())
+    if as_json:
+        print_json({"missing": missing, "sql": migrations.create_roles_sql(missing)})
+    elif missing:
+        print_line(migrations.create_roles_sql(missing))
+    else:
+        print_line("roles of pgoutbox: all there, and granted what they need")
+    if missing:
+        raise typer.Exit(1)
+
+
 def _print_revision(before: str | None, after: str | None, *, as_json: bool) -> None:
     if as_json:
         print_json({"before": before, "revision": after})

@@ -150,20 +150,15 @@ CROSS JOIN LATERAL pgoutbox.enqueue_fanout(
 
 CANCEL: Final[LiteralString] = """
 SELECT target.id, pgoutbox.cancel(target.id)
-FROM (
-    SELECT %s::pg_catalog.int8 AS id
-    UNION ALL
-    SELECT head.newest_id
-    FROM pgoutbox.coalesce AS head
-    WHERE head.topic OPERATOR(pg_catalog.=) %s::pg_catalog.text
-        AND head.coalesce_key OPERATOR(pg_catalog.=) %s::pg_catalog.text
-    UNION ALL
-    SELECT d.message_id
-    FROM pgoutbox.dedupe AS d
-    WHERE d.topic OPERATOR(pg_catalog.=) %s::pg_catalog.text
-        AND d.dedupe_key OPERATOR(pg_catalog.=) %s::pg_catalog.text
-) AS target
+FROM (SELECT %s::pg_catalog.int8 AS id) AS target
 WHERE target.id IS NOT NULL
+UNION ALL
+SELECT r.id, r.result
+FROM pgoutbox.cancel_by_key(
+    topic => %s::pg_catalog.text,
+    coalesce_key => %s::pg_catalog.text,
+    dedupe_key => %s::pg_catalog.text
+) AS r
 """
 
 # The name is pgoutbox's own, so that it never hides a savepoint of the caller.

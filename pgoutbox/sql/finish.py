@@ -24,31 +24,21 @@ RETURNING m.id, m.state
 """
 
 # The same where a rule keeps nothing of what was sent: the row goes at the moment at which it would have become `sent`,
-# with the history of its attempts. The rule is asked here, once for each topic: whoever takes it back is obeyed at
-# once. The dedupe key stays, for as long as a rule keeps it: the message was sent, and its repetition is a duplicate.
+# with the history of its attempts. The rule is asked in the function, once for each topic: whoever takes it back is
+# obeyed at once, and a worker needs no right to delete. The dedupe key stays, for as long as a rule keeps it: the
+# message was sent, and its repetition is a duplicate.
 FINISH_SENT_AND_FORGET_IF_HELD: Final[LiteralString] = """
 WITH held AS MATERIALIZED (
-    SELECT m.id, m.attempt_count, m.topic
+    SELECT m.id, m.attempt_count
     FROM unnest(%(ids)s::bigint[], %(attempt_counts)s::integer[]) AS o(id, attempt_count)
     JOIN pgoutbox.message_live AS m ON m.id = o.id
     WHERE m.state = 'sending' AND m.attempt_count = o.attempt_count
     FOR UPDATE OF m SKIP LOCKED
-), forgetful AS MATERIALIZED (
-    SELECT t.topic
-    FROM (SELECT DISTINCT h.topic FROM held AS h) AS t
-    WHERE EXISTS (
-        SELECT
-        FROM pgoutbox.retention AS r
-        WHERE r.topic IN (t.topic, '*')
-            AND r.state = 'sent'
-            AND r.keep = interval '0'
-            AND (
-                r.topic = t.topic
-                OR NOT EXISTS (
-                    SELECT FROM pgoutbox.retention AS own WHERE own.topic = t.topic AND own.state = 'sent'
-                )
-            )
-    )
+), forgotten AS MATERIALIZED (
+    SELECT f.id
+    FROM pgoutbox.forget_sent(
+        ARRAY(SELECT h.id FROM held AS h), ARRAY(SELECT h.attempt_count FROM held AS h)
+    ) AS f(id)
 ), kept AS (
     UPDATE pgoutbox.message AS m
     SET state = 'sent',
@@ -58,20 +48,8 @@ WITH held AS MATERIALIZED (
     WHERE m.id = h.id
         AND m.state = 'sending'
         AND m.attempt_count = h.attempt_count
-        AND h.topic <> ALL (ARRAY(SELECT f.topic FROM forgetful AS f))
+        AND h.id <> ALL (ARRAY(SELECT f.id FROM forgotten AS f))
     RETURNING m.id, m.state
-), forgotten AS (
-    DELETE FROM pgoutbox.message_live AS m
-    USING held AS h
-    WHERE m.id = h.id
-        AND m.state = 'sending'
-        AND m.attempt_count = h.attempt_count
-        AND h.topic = ANY (ARRAY(SELECT f.topic FROM forgetful AS f))
-    RETURNING m.id
-), history AS (
-    DELETE FROM pgoutbox.attempt AS a
-    USING forgotten AS f
-    WHERE a.message_id = f.id
 )
 SELECT k.id, k.state FROM kept AS k
 UNION ALL

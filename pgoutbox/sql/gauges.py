@@ -21,7 +21,7 @@ WITH counted AS MATERIALIZED (
         count(*) FILTER (WHERE m.state = 'sending') AS sending,
         count(*) FILTER (WHERE m.state = 'failed') AS failed,
         min(m.available_at) FILTER (WHERE m.state = 'pending' AND m.available_at <= now()) AS due_since
-    FROM pgoutbox.message AS m
+    FROM pgoutbox.message_view AS m
     WHERE m.state IN ('pending', 'sending', 'failed')
     GROUP BY m.queue, m.topic
 ), ranked_topic AS (
@@ -60,8 +60,8 @@ ORDER BY l.topic, l.queue
 
 PAUSED_QUEUES: Final[LiteralString] = """
 SELECT q.name
-FROM pgoutbox.queue AS q
-WHERE q.paused_at IS NOT NULL AND (q.resume_at > now()) IS NOT FALSE
+FROM pgoutbox.queue_view AS q
+WHERE q.is_paused
 ORDER BY q.name
 LIMIT %(max_names)s::bigint
 """
@@ -72,7 +72,7 @@ SELECT
     split_part(b.key, ':', 1) AS scheme,
     CASE WHEN b.retry_at > now() THEN 'open' ELSE 'half_open' END AS state,
     count(*) AS count
-FROM pgoutbox.breaker AS b
+FROM pgoutbox.breaker_view AS b
 GROUP BY 1, 2
 ORDER BY 1, 2
 LIMIT 100

@@ -1,4 +1,4 @@
-"""What an operator sees and does."""
+"""What an operator sees and does. What is seen is read from the views, which roles may read that may read no table."""
 
 from typing import Final, LiteralString
 
@@ -96,7 +96,7 @@ SELECT
     m.dedupe_key,
     m.skip_reason,
     m.last_error
-FROM pgoutbox.message AS m
+FROM pgoutbox.message_view AS m
 WHERE """
     + MATCHES
     + """    AND (%(before_id)s::bigint IS NULL OR m.id < %(before_id)s::bigint)
@@ -109,7 +109,7 @@ LIMIT %(limit)s::bigint
 LIST_MATCHING_IDS: Final[LiteralString] = (
     """
 SELECT m.id
-FROM pgoutbox.message AS m
+FROM pgoutbox.message_view AS m
 WHERE """
     + MATCHES
     + """    AND m.id > %(after_id)s::bigint
@@ -120,14 +120,14 @@ LIMIT %(limit)s::bigint
 )
 
 # Where a bulk ends, so that it never meets what it makes itself.
-LAST_ID: Final[LiteralString] = "SELECT coalesce(max(m.id), 0) FROM pgoutbox.message AS m"
+LAST_ID: Final[LiteralString] = "SELECT coalesce(max(m.id), 0) FROM pgoutbox.message_view AS m"
 
 COUNT_MATCHING: Final[LiteralString] = (
     """
 SELECT count(*)
 FROM (
     SELECT
-    FROM pgoutbox.message AS m
+    FROM pgoutbox.message_view AS m
     WHERE """
     + MATCHES
     + """    LIMIT %(limit)s::bigint
@@ -139,6 +139,9 @@ CANCEL_EACH: Final[LiteralString] = """
 SELECT a.id, pgoutbox.cancel(a.id) AS result
 FROM (SELECT DISTINCT asked.id FROM unnest(%(ids)s::bigint[]) AS asked(id) ORDER BY asked.id) AS a
 """
+
+# Whether this role may read what messages carry, and not only of what it is made.
+READS_PAYLOADS: Final[LiteralString] = "SELECT has_column_privilege('pgoutbox.message', 'payload', 'SELECT')"
 
 SHOW_MESSAGE: Final[LiteralString] = """
 SELECT
@@ -172,6 +175,38 @@ FROM pgoutbox.message AS m
 WHERE m.id = %(id)s::bigint
 """
 
+SHOW_MESSAGE_VIEW: Final[LiteralString] = """
+SELECT
+    m.id,
+    m.topic,
+    m.queue,
+    m.destination,
+    m.state,
+    m.attempt_count,
+    m.max_attempts,
+    m.created_at,
+    m.available_at,
+    m.expires_at,
+    m.claimed_at,
+    m.lease_expires_at,
+    m.cancel_requested_at,
+    m.finished_at,
+    m.worker,
+    m.coalesce_key,
+    m.dedupe_key,
+    m.ordering_key,
+    m.on_failed,
+    m.superseded_by,
+    m.resend_of,
+    m.content_id,
+    m.skip_reason,
+    m.last_error,
+    m.headers,
+    m.payload
+FROM pgoutbox.message_view AS m
+WHERE m.id = %(id)s::bigint
+"""
+
 SHOW_ATTEMPTS: Final[LiteralString] = """
 SELECT
     a.attempt_count,
@@ -180,7 +215,7 @@ SELECT
     a.started_at,
     a.ended_at,
     a.error
-FROM pgoutbox.attempt AS a
+FROM pgoutbox.attempt_view AS a
 WHERE a.message_id = %(id)s::bigint
 ORDER BY a.attempt_count
 """
@@ -199,7 +234,7 @@ SELECT
     extract(
         epoch FROM now() - min(m.available_at) FILTER (WHERE m.state = 'pending' AND m.available_at <= now())
     )::float8 AS oldest_due_seconds
-FROM pgoutbox.message AS m
+FROM pgoutbox.message_view AS m
 WHERE %(queue)s::text IS NULL OR m.queue = %(queue)s::text
 GROUP BY m.queue, m.topic
 ORDER BY m.queue, m.topic
@@ -225,97 +260,16 @@ WHERE m.queue = ANY (%(queues)s::text[])
     )
 """
 
-# The answer names what each id met: its state before, and the newer message if it was superseded.
+# What an operator does to messages is done by functions: no operator needs a right on the tables. The answer of each id
+# names its state before, and the newer message if it was superseded.
 REDRIVE: Final[LiteralString] = """
-WITH asked AS (
-    SELECT DISTINCT a.id
-    FROM unnest(%(ids)s::bigint[]) AS a(id)
-), locked AS MATERIALIZED (
-    SELECT m.id, m.state, head.newest_id
-    FROM asked AS a
-    JOIN pgoutbox.message AS m ON m.id = a.id
-    LEFT JOIN pgoutbox.coalesce AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
-    WHERE m.state IN ('failed', 'cancelled')
-    ORDER BY m.id
-    FOR UPDATE OF m SKIP LOCKED
-), redriven AS (
-    UPDATE pgoutbox.message AS m
-    SET state = 'pending',
-        available_at = now(),
-        finished_at = NULL,
-        cancel_requested_at = NULL,
-        max_attempts = m.attempt_count + m.attempt_budget
-    FROM locked AS l
-    WHERE m.id = l.id
-        AND m.state = l.state
-        AND m.state IN ('failed', 'cancelled')
-        AND coalesce(l.newest_id <= m.id, true)
-    RETURNING m.id, m.queue
-), rung AS MATERIALIZED (
-    SELECT pgoutbox.ring(q.queue)
-    FROM (SELECT DISTINCT r.queue FROM redriven AS r) AS q
-)
-SELECT
-    a.id,
-    r.id IS NOT NULL AS redriven,
-    m.state,
-    CASE WHEN head.newest_id > a.id THEN head.newest_id END AS superseded_by,
-    (SELECT count(*) FROM rung) AS rung
-FROM asked AS a
-LEFT JOIN pgoutbox.message AS m ON m.id = a.id
-LEFT JOIN pgoutbox.coalesce AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
-LEFT JOIN redriven AS r ON r.id = a.id
-ORDER BY a.id
+SELECT r.id, r.redriven, r.state, r.superseded_by
+FROM pgoutbox.redrive(%(ids)s::bigint[]) AS r
 """
 
-# The head is locked first: between a look at it and the enqueue a newer message could commit, which the copy, drawing
-# its id last, would then supersede with older content. The source is locked as well: a prune that deleted it before the
-# copy commits would take its content along, which nobody else names then.
 RESEND: Final[LiteralString] = """
-WITH source AS MATERIALIZED (
-    SELECT m.id
-    FROM pgoutbox.message AS m
-    WHERE m.id = %(id)s::bigint AND m.state = 'sent'
-    FOR KEY SHARE OF m
-), head AS MATERIALIZED (
-    SELECT c.newest_id
-    FROM pgoutbox.message AS m
-    JOIN pgoutbox.coalesce AS c ON c.topic = m.topic AND c.coalesce_key = m.coalesce_key
-    WHERE m.id = %(id)s::bigint
-    FOR UPDATE OF c
-)
-SELECT
-    copy.id,
-    m.state,
-    CASE WHEN head.newest_id > m.id THEN head.newest_id END AS superseded_by
-FROM pgoutbox.message AS m
-LEFT JOIN head ON true
-LEFT JOIN LATERAL (
-    SELECT pgoutbox.enqueue(
-        topic => m.topic,
-        payload => m.payload,
-        queue => m.queue,
-        destination => m.destination,
-        coalesce_key => m.coalesce_key,
-        headers => m.headers,
-        max_attempts => m.attempt_budget,
-        ordering_key => m.ordering_key,
-        on_failed => m.on_failed
-    ) AS id
-    WHERE m.state = 'sent'
-        AND coalesce(head.newest_id <= m.id, true)
-        AND EXISTS (SELECT FROM source AS s WHERE s.id = m.id)
-) AS copy ON true
-WHERE m.id = %(id)s::bigint
-"""
-
-# In the transaction that made the copy, which nobody else can see yet.
-MARK_RESEND: Final[LiteralString] = """
-UPDATE pgoutbox.message_live AS m
-SET resend_of = %(source_id)s::bigint,
-    content_id = (SELECT source.content_id FROM pgoutbox.message AS source WHERE source.id = %(source_id)s::bigint)
-WHERE m.id = %(id)s::bigint AND m.state = 'pending' AND m.resend_of IS NULL
-RETURNING m.id
+SELECT r.id, r.state, r.superseded_by
+FROM pgoutbox.resend(%(id)s::bigint) AS r
 """
 
 # Pausing twice keeps the first time, and the end that was said last.
@@ -383,12 +337,11 @@ SELECT
     q.rate_count,
     q.rate_seconds,
     q.burst,
-    pgoutbox.tokens_of(q) AS tokens,
+    q.tokens,
     q.max_in_flight,
-    pgoutbox.in_flight_of(q.name, NULL) AS in_flight
-FROM pgoutbox.queue AS q
-WHERE (q.paused_at IS NOT NULL AND (q.resume_at > now()) IS NOT FALSE)
-    OR num_nonnulls(q.rate_count, q.max_in_flight) > 0
+    q.in_flight
+FROM pgoutbox.queue_view AS q
+WHERE q.is_paused OR num_nonnulls(q.rate_count, q.max_in_flight) > 0
 ORDER BY q.name
 """
 
@@ -396,14 +349,14 @@ ORDER BY q.name
 UNKNOWN_QUEUES: Final[LiteralString] = """
 SELECT asked.queue
 FROM unnest(%(queues)s::text[]) AS asked(queue)
-WHERE NOT EXISTS (SELECT FROM pgoutbox.queue AS q WHERE q.name = asked.queue)
-    AND NOT EXISTS (SELECT FROM pgoutbox.message AS m WHERE m.queue = asked.queue)
+WHERE NOT EXISTS (SELECT FROM pgoutbox.queue_view AS q WHERE q.name = asked.queue)
+    AND NOT EXISTS (SELECT FROM pgoutbox.message_view AS m WHERE m.queue = asked.queue)
 ORDER BY asked.queue
 """
 
 KNOWN_QUEUES: Final[LiteralString] = """
-SELECT DISTINCT m.queue FROM pgoutbox.message AS m
+SELECT DISTINCT m.queue FROM pgoutbox.message_view AS m
 UNION
-SELECT q.name FROM pgoutbox.queue AS q
+SELECT q.name FROM pgoutbox.queue_view AS q
 ORDER BY 1
 """

@@ -15,7 +15,7 @@ SELECT
     extract(
         epoch FROM now() - min(m.available_at) FILTER (WHERE m.state = 'pending' AND m.available_at <= now())
     )::float8 AS oldest_due_seconds
-FROM pgoutbox.message AS m
+FROM pgoutbox.message_view AS m
 WHERE m.state IN ('pending', 'sending', 'failed')
     AND (%(queue)s::text IS NULL OR m.queue = %(queue)s::text)
 GROUP BY m.queue, m.topic
@@ -28,7 +28,7 @@ SELECT
     m.topic,
     count(*) FILTER (WHERE m.state = 'sent') AS sent,
     count(*) AS ended
-FROM pgoutbox.message AS m
+FROM pgoutbox.message_view AS m
 WHERE m.state IN ('sent', 'failed', 'skipped', 'cancelled')
     AND m.finished_at > now() - make_interval(secs => %(seconds)s::float8)
     AND (%(queue)s::text IS NULL OR m.queue = %(queue)s::text)
@@ -46,7 +46,7 @@ WITH held AS (
         min(m.claimed_at) AS oldest_claimed_at,
         min(m.lease_expires_at) AS lease_expires_at,
         array_agg(DISTINCT m.queue) AS queues
-    FROM pgoutbox.message_live AS m
+    FROM pgoutbox.message_view AS m
     WHERE m.state = 'sending'
     GROUP BY m.worker
 ), connected AS (
@@ -88,7 +88,7 @@ FROM (
         m.destination,
         m.worker,
         CASE m.state WHEN 'sent' THEN NULL WHEN 'skipped' THEN m.skip_reason ELSE m.last_error END AS reason
-    FROM pgoutbox.message AS m
+    FROM pgoutbox.message_view AS m
     WHERE m.state IN ('sent', 'failed', 'skipped', 'cancelled') AND m.finished_at >= %(ended_from)s::timestamptz
     UNION ALL
     SELECT
@@ -101,11 +101,11 @@ FROM (
         m.destination,
         a.worker,
         a.error AS reason
-    FROM pgoutbox.message_live AS m
-    JOIN pgoutbox.attempt AS a
+    FROM pgoutbox.message_view AS m
+    JOIN pgoutbox.attempt_view AS a
         ON a.message_id = m.id
         AND a.attempt_count = m.attempt_count - CASE m.state WHEN 'sending' THEN 1 ELSE 0 END
-    WHERE m.attempt_count > 0 AND a.ended_at >= %(ended_from)s::timestamptz
+    WHERE m.state IN ('pending', 'sending') AND m.attempt_count > 0 AND a.ended_at >= %(ended_from)s::timestamptz
 ) AS o
 WHERE (%(topic)s::text IS NULL OR o.topic = %(topic)s::text)
     AND (%(queue)s::text IS NULL OR o.queue = %(queue)s::text)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 # A lease that has not ended belongs to its worker; an attempt's number only grows, and only by a claim.
 JUDGE = """
 CREATE TABLE violation (message_id bigint, what text);
-CREATE FUNCTION judge() RETURNS trigger LANGUAGE plpgsql AS $judge$
+CREATE FUNCTION judge() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER AS $judge$
 DECLARE
     change text := OLD.state || '>' || NEW.state;
     claims boolean := NEW.attempt_count = OLD.attempt_count + 1;

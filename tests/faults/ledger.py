@@ -40,7 +40,7 @@ CREATE TABLE IF NOT EXISTS public.ledger_audit (
     ledger_key text   NOT NULL,
     state      text   NOT NULL
 );
-CREATE OR REPLACE FUNCTION public.ledger_note() RETURNS trigger LANGUAGE plpgsql AS $function$
+CREATE OR REPLACE FUNCTION public.ledger_note() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER AS $function$
 BEGIN
     INSERT INTO public.ledger_audit (message_id, ledger_key, state)
     VALUES (

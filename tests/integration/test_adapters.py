@@ -524,7 +524,7 @@ def test_best_effort_does_not_hide_that_the_connection_is_lost_meanwhile(
 ) -> None:
     observer.execute(
         """
-        CREATE FUNCTION end_session() RETURNS trigger LANGUAGE plpgsql AS $$
+        CREATE FUNCTION end_session() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER AS $$
         BEGIN
             PERFORM pg_terminate_backend(pg_backend_pid());
             RETURN NEW;

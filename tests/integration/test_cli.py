@@ -18,6 +18,7 @@ from urllib.parse import quote
 import psycopg
 import pytest
 from cryptography.fernet import Fernet
+from psycopg.conninfo import make_conninfo
 from pydantic import SecretStr
 
 from pgoutbox import migrate
@@ -27,8 +28,10 @@ from pgoutbox.encryption import SEALED, Keyring
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import State
 from pgoutbox.settings import ENVIRONMENT_PREFIX
+from tests.integration.test_migrate import with_another_name
 from tests.messages import ADD_ATTEMPT, put
 from tests.outbox_actions import state_of
+from tests.roles import login
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -305,6 +308,22 @@ class TestMigrate:
         done = cli_anywhere("migrate", "downgrade", "base")
         assert (done.exit_code, "--yes" in done.err) == (2, True)
         assert migrate.current(empty_dsn) == migrate.head()
+
+    def test_grants_can_be_repeated_and_name_what_is_missing(
+        self, cli_anywhere: Callable[..., Done], empty_dsn: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert cli_anywhere("migrate", "grants") == Done(
+            1, "", "error: the schema pgoutbox has no roles yet; run: pgoutbox migrate\n"
+        )
+        cli_anywhere("migrate")
+        done = cli_anywhere("migrate", "grants")
+        assert done == Done(0, "roles of pgoutbox: all there, and granted what they need\n", "")
+        assert cli_anywhere("migrate", "grants", "--json").json == {"missing": [], "sql": ""}
+        with login(empty_dsn, "pgoutbox_owner") as theirs, psycopg.connect(empty_dsn, autocommit=True) as superuser:
+            with_another_name(superuser, "pgoutbox_viewer", "pgoutbox_unheard_of")
+            monkeypatch.setenv("PGOUTBOX_DSN", make_conninfo(theirs, options="-c role=pgoutbox_owner"))
+            done = cli_anywhere("migrate", "grants")
+            assert (done.exit_code, done.out) == (1, "CREATE ROLE pgoutbox_unheard_of NOLOGIN;\n")
 
     def test_the_script_needs_no_database(
         self, cli_anywhere: Callable[..., Done], monkeypatch: pytest.MonkeyPatch

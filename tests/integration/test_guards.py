@@ -386,46 +386,54 @@ NO_FENCE_IN_FINISH = no_fence_in(
 )
 
 
-def no_guard_in(name: str, *parts: str) -> Mutation:
-    """The statement of this name without these parts."""
-
-    def mutate(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(sql, name, without(getattr(sql, name), *parts))
-
-    return mutate
-
-
 def no_fence_in_forget(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    name = "FINISH_SENT_AND_FORGET_IF_HELD"
     fenced = without(sql.FINISH_SENT_AND_FORGET_IF_HELD, "AND m.attempt_count = o.attempt_count")
-    patch.setattr(sql, name, without(fenced, "AND m.attempt_count = h.attempt_count", times=2))
+    patch.setattr(sql, "FINISH_SENT_AND_FORGET_IF_HELD", without(fenced, "AND m.attempt_count = h.attempt_count"))
 
 
 def no_state_in_forget(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    name = "FINISH_SENT_AND_FORGET_IF_HELD"
     stateless = without(sql.FINISH_SENT_AND_FORGET_IF_HELD, "m.state = 'sending' AND ")
-    patch.setattr(sql, name, without(stateless, "AND m.state = 'sending'\n", times=2))
+    patch.setattr(sql, "FINISH_SENT_AND_FORGET_IF_HELD", without(stateless, "AND m.state = 'sending'\n"))
+    redefine(stage, "forget_sent", "AND m.state = 'sending'\n", "\n")
+    redefine(stage, "forget_sent", "m.state = 'sending' AND ", "")
 
 
 def no_look_at_the_rule_in_forget(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    statement = sql.FINISH_SENT_AND_FORGET_IF_HELD
-    assert statement.count("WHERE EXISTS (") == 1
-    statement = statement.replace("WHERE EXISTS (", "WHERE true OR EXISTS (")
-    patch.setattr(sql, "FINISH_SENT_AND_FORGET_IF_HELD", statement)
+    redefine(stage, "forget_sent", "WHERE EXISTS (", "WHERE true OR EXISTS (")
+
+
+def redefine(stage: Stage, name: str, part: str, instead: str) -> None:
+    """Replace one part of a function of the schema."""
+    (definition,) = stage.db.execute(
+        "SELECT pg_get_functiondef(oid) FROM pg_proc WHERE pronamespace = 'pgoutbox'::regnamespace AND proname = %s",
+        [name],
+    ).fetchone() or ("",)
+    assert definition.count(part) == 1
+    stage.db.execute(definition.replace(part, instead).encode())
 
 
 OWN_RULE_IN_FORGET = """
-            AND (
-                r.topic = t.topic
-                OR NOT EXISTS (
-                    SELECT FROM pgoutbox.retention AS own WHERE own.topic = t.topic AND own.state = 'sent'
-                )
-            )"""
+                    AND (
+                        r.topic = t.topic
+                        OR NOT EXISTS (
+                            SELECT FROM pgoutbox.retention AS own WHERE own.topic = t.topic AND own.state = 'sent'
+                        )
+                    )"""
 
 OWN_RULE = """
                 AND NOT EXISTS (
                     SELECT FROM pgoutbox.retention AS own WHERE own.topic = m.topic AND own.state = r.state
                 )"""
+
+
+def no_guard_in_function(name: str, part: str) -> Mutation:
+    """The function of this name without this part."""
+
+    def mutate(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+        redefine(stage, name, part, "")
+
+    return mutate
+
 
 SIBLING = """
         AND (
@@ -481,11 +489,9 @@ def no_memory_of_suspects(stage: Stage, patch: pytest.MonkeyPatch) -> None:
 
 def no_shared_lock(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     """An enqueue that only looks whether the bell is armed, and lets go of it before its row can be seen."""
-    (definition,) = stage.db.execute("SELECT pg_get_functiondef('pgoutbox.write_message'::regproc)").fetchone() or ("",)
-    lock = "NOT pg_catalog.pg_try_advisory_xact_lock_shared(1885826146, pg_catalog.hashtext(p_queue))"
+    lock = "NOT pg_try_advisory_xact_lock_shared(1885826146, hashtext(queue))"
     looks = "EXISTS (SELECT FROM pg_locks WHERE locktype = 'advisory' AND mode = 'ExclusiveLock')"
-    assert definition.count(lock) == 1
-    stage.db.execute(definition.replace(lock, looks).encode())
+    redefine(stage, "enqueue_receipt", lock, looks)
 
 
 def no_claim_after_arming(stage: Stage, patch: pytest.MonkeyPatch) -> None:
@@ -517,34 +523,30 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
     ("fence in forget", a_stale_owner_cannot_delete, no_fence_in_forget),
     ("state in forget", what_is_pending_again_is_not_deleted, no_state_in_forget),
     ("rule in forget", a_rule_that_was_taken_back_is_obeyed_at_once, no_look_at_the_rule_in_forget),
-    (
-        "own rule in forget",
-        a_topics_own_rule_holds,
-        no_guard_in("FINISH_SENT_AND_FORGET_IF_HELD", OWN_RULE_IN_FORGET),
-    ),
+    ("own rule in forget", a_topics_own_rule_holds, no_guard_in_function("forget_sent", OWN_RULE_IN_FORGET)),
     (
         "dedupe key outlives zero",
         a_repetition_of_a_deleted_message_is_known,
-        no_guard_in("PRUNE_BY_RULE", " AND NOT o.keeps_dedupe_key"),
+        no_guard_in_function("prune_by_rule", " AND NOT o.keeps_dedupe_key"),
     ),
     (
         "dedupe key of a message",
         a_key_that_has_a_message_is_not_pruned,
-        no_guard_in(
-            "PRUNE_DEDUPE_BY_RULE",
+        no_guard_in_function(
+            "prune_dedupe_by_rule",
             "        AND NOT EXISTS (SELECT FROM pgoutbox.message AS m WHERE m.id = d.message_id)\n",
         ),
     ),
-    ("own rule in prune", pruning_leaves_what_its_topic_keeps, no_guard_in("PRUNE_BY_RULE", OWN_RULE)),
+    ("own rule in prune", pruning_leaves_what_its_topic_keeps, no_guard_in_function("prune_by_rule", OWN_RULE)),
     (
         "locked rows in prune",
         pruning_leaves_a_message_that_is_being_redriven,
-        no_guard_in("PRUNE_BY_RULE", " SKIP LOCKED"),
+        no_guard_in_function("prune_by_rule", " SKIP LOCKED"),
     ),
     (
         "age in prune",
         pruning_obeys_the_rule_as_it_stands,
-        no_guard_in("PRUNE_BY_RULE", "        AND m.finished_at <= now() - r.keep\n"),
+        no_guard_in_function("prune_by_rule", "        AND m.finished_at <= now() - r.keep\n"),
     ),
     ("one in flight: look", a_successor_waits_for_its_predecessor, no_look_at_siblings),
     ("one in flight: index", of_two_claims_that_do_not_see_each_other_one_is_refused, no_unique_index),

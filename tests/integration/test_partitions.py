@@ -470,21 +470,8 @@ def test_partitions_come_and_go_while_eight_sessions_enqueue_and_finish(
     assert [row.id for row in rows_of(operator) if row.state == "sent"] == sorted(sent)
 
 
-def test_a_worker_needs_no_ownership(db: psycopg.Connection, dsn: str, request: pytest.FixtureRequest) -> None:
-    ((role,),) = db.execute("SELECT 'plain_' || replace(gen_random_uuid()::text, '-', '')").fetchall()
-    db.execute(f"CREATE ROLE {role} LOGIN NOSUPERUSER".encode())
-    request.addfinalizer(lambda: [db.execute(f"{what} {role}".encode()) for what in ("DROP OWNED BY", "DROP ROLE")])
-    for right in (
-        "USAGE ON SCHEMA pgoutbox",
-        "SELECT, INSERT, UPDATE ON pgoutbox.upkeep",
-        "SELECT ON pgoutbox.retired, pgoutbox.retention",
-        "SELECT, UPDATE, DELETE ON pgoutbox.message",
-        "SELECT, UPDATE, DELETE ON pgoutbox.coalesce, pgoutbox.ordering, pgoutbox.dedupe, pgoutbox.content",
-        "SELECT, DELETE ON pgoutbox.attempt",
-        "EXECUTE ON FUNCTION pgoutbox.schema_version, pgoutbox.partitions, pgoutbox.kept_until, pgoutbox.ring",
-        "EXECUTE ON FUNCTION pgoutbox.make_partition, pgoutbox.retire_partition, pgoutbox.clear_retired",
-    ):
-        db.execute(f"GRANT {right} TO {role}".encode())
+@pytest.mark.parametrize("role", ["pgoutbox_worker", "pgoutbox_operator"])
+def test_who_looks_after_the_tables_needs_no_ownership(db: psycopg.Connection, dsn: str, role: str) -> None:
     keep(db)
     db.execute(b"DROP TABLE pgoutbox." + partitions_of(db)[-1].encode())
     name = add_partition(db, 40)

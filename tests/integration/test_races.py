@@ -55,24 +55,31 @@ _GATE: LiteralString = "SELECT min(m.id) + length(pg_advisory_lock(4711)::text) 
 
 
 @pytest.mark.parametrize(
-    ("statement", "arguments", "table"),
+    ("statement", "function", "arguments", "table"),
     [
-        pytest.param(sql.PRUNE_ORDERING, {"ordering_key": "k"}, "ordering", id="ordering key"),
-        pytest.param(sql.PRUNE_COALESCE, {"coalesce_key": "k"}, "coalesce", id="coalesce key"),
+        pytest.param(sql.PRUNE_ORDERING, "prune_ordering", {"ordering_key": "k"}, "ordering", id="ordering key"),
+        pytest.param(sql.PRUNE_COALESCE, "prune_coalesce", {"coalesce_key": "k"}, "coalesce", id="coalesce key"),
     ],
 )
 async def test_a_key_whose_next_message_commits_while_a_prune_runs_is_not_forgotten(
-    connect: Connect, db: psycopg.Connection, statement: LiteralString, arguments: dict[str, str], table: str
+    connect: Connect,
+    db: psycopg.Connection,
+    statement: LiteralString,
+    function: str,
+    arguments: dict[str, str],
+    table: str,
 ) -> None:
-    stopped = statement.replace("SELECT min(m.id) FROM pgoutbox.message AS m", _GATE)
-    assert stopped != statement
+    ((definition,),) = db.execute("SELECT pg_get_functiondef(%s::regproc)", [f"pgoutbox.{function}"]).fetchall()
+    stopped = definition.replace("SELECT min(m.id) FROM pgoutbox.message AS m", _GATE)
+    assert stopped != definition
+    db.execute(stopped.encode())
     gate, producer, pruner = connect(autocommit=True), connect(), connect(autocommit=True)
     old = enqueue(db, **arguments)  # type: ignore[arg-type] # passed on
     db.execute("DELETE FROM pgoutbox.message WHERE id = %s", (old,))
     gate.execute("SELECT pg_advisory_lock(4711)")
     enqueue(producer, **arguments)  # type: ignore[arg-type] # passed on
     enqueue(db)  # Newer, and committed before: the oldest message that the prune sees.
-    pruning = asyncio.create_task(asyncio.to_thread(pruner.execute, stopped, {"limit": 9}))
+    pruning = asyncio.create_task(asyncio.to_thread(pruner.execute, statement, {"limit": 9}))
     await until_blocked(db, pruning)
     producer.commit()
     gate.execute("SELECT pg_advisory_unlock(4711)")
@@ -92,7 +99,6 @@ def test_what_is_being_resent_is_not_pruned_and_keeps_its_content(connect: Conne
     old = {"states": ["sent"], "older_than_seconds": 1.0, "topic": None, "limit": 9}
     assert db.execute(sql.PRUNE, old).fetchall() == []
     db.execute(sql.PRUNE_CONTENT, {"limit": 9})
-    resending.execute(sql.MARK_RESEND, {"id": copy_id, "source_id": source_id})
     resending.commit()
     assert [state for state, _ in db.execute(sql.PRUNE, old)] == ["sent"]
     db.execute(sql.PRUNE_CONTENT, {"limit": 9})

@@ -988,7 +988,7 @@ def deliver_when_told(
 
 AUDIT = """
 CREATE TABLE audit (at bigserial, message_id bigint, state text, attempt_count integer, worker text, writer text);
-CREATE FUNCTION note() RETURNS trigger LANGUAGE plpgsql AS $$
+CREATE FUNCTION note() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER AS $$
 BEGIN
     INSERT INTO public.audit (message_id, state, attempt_count, worker, writer)
     VALUES (NEW.id, NEW.state, NEW.attempt_count, NEW.worker, pg_backend_pid()::text);

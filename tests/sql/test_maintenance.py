@@ -351,11 +351,6 @@ class TestResend:
             ((copy_id, *_),) = rolled_back.execute(sql.RESEND, {"id": message_id}).fetchall()
             assert copy_id is None
 
-    def test_only_a_fresh_copy_is_marked(self, rolled_back: psycopg.Connection) -> None:
-        for state in set(State) - {State.PENDING}:
-            message_id = put(rolled_back, state)
-            assert rolled_back.execute(sql.MARK_RESEND, {"id": message_id, "source_id": 1}).fetchall() == []
-
 
 class TestCancel:
     @pytest.mark.parametrize(

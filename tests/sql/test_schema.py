@@ -235,7 +235,7 @@ def test_public_may_execute_no_function(rolled_back: psycopg.Connection) -> None
     assert [name for name, executable in functions if executable] == []
 
 
-# Its names are qualified instead: tests/sql/test_enqueue_function.py calls it with a hostile search_path.
+# Nobody but its owner may call it, and only enqueue_checked does, which has pinned them.
 WRITES_WITHOUT_SETTINGS = "write_message"
 
 

@@ -1,0 +1,911 @@
+"""Who may do what: the views for people, the functions for operators, and the roles `pgoutbox_producer`, `_worker`,
+`_operator` and `_viewer` with their rights.
+
+Roles belong to the whole cluster and may be made by few. What is here makes them where it may, grants in this database
+what they need as soon as they exist, and can be called again at any time: `pgoutbox.set_up_roles()`.
+"""
+
+from __future__ import annotations
+
+from alembic import op
+
+revision = "pgoutbox_0003"
+down_revision = "pgoutbox_0002"
+branch_labels = None
+depends_on = None
+
+SCHEMA_VERSION = """
+CREATE OR REPLACE FUNCTION pgoutbox.schema_version()
+RETURNS integer
+LANGUAGE sql
+IMMUTABLE
+PARALLEL SAFE
+AS 'SELECT 3'
+"""
+
+FORMER_SCHEMA_VERSION = SCHEMA_VERSION.replace("SELECT 3", "SELECT 2")
+
+# --- what people see --------------------------------------------------------------------------------------------------
+
+# Too much is hidden rather than too little: from a telling name with its value on to the end of the text. Most texts
+# have none, and are looked through once.
+REDACTED_TEXT = r"""
+CREATE FUNCTION pgoutbox.redacted_text(value text)
+RETURNS text
+LANGUAGE sql
+IMMUTABLE
+PARALLEL SAFE
+RETURN CASE
+    WHEN pg_catalog.strpos(value, '://') OPERATOR(pg_catalog.=) 0
+        AND value OPERATOR(pg_catalog.!~*) 'pass|secret|token|authoriz|cookie|credential|key|value|bearer|basic|digest'
+        THEN value
+    ELSE pg_catalog.regexp_replace(
+        pg_catalog.regexp_replace(
+            pg_catalog.regexp_replace(
+                value,
+                '(://)[^\s/?#"''<>]*@',
+                '\1(redacted)@',
+                'g'
+            ),
+            '\m(bearer|basic|digest)\s+[\w.~+/=-]{6,}',
+            '\1 (redacted)',
+            'gi'
+        ),
+        '((pass[-_]*w[-_]*o?[-_]*r?[-_]*d|pass[-_]*phrase|secret|token|authorization|cookie|credential'
+            '|api[-_]*key|access[-_]*key|private[-_]*key|input[-_]*value)[\w.-]*[\\"'')\]\s]*[=:]+>?).*',
+        '\1(redacted)',
+        'i'
+    )
+END
+"""
+
+# What a payload is made of, without what it says: the names of its members stay if they look like names, and how many
+# there are. Deeper levels are left out, so that no message can be built that nobody can look at.
+REDACTED_JSON = """
+CREATE FUNCTION pgoutbox.redacted_json(value jsonb, levels integer DEFAULT 8)
+RETURNS jsonb
+LANGUAGE plpgsql
+IMMUTABLE
+PARALLEL SAFE
+SET search_path = pg_catalog, pg_temp
+AS $function$
+BEGIN
+    RETURN CASE
+        WHEN value IS NULL THEN NULL
+        WHEN levels > 0 AND jsonb_typeof(value) = 'object' THEN (
+            SELECT coalesce(
+                jsonb_object_agg(
+                    CASE WHEN member.key ~ '^[A-Za-z_][A-Za-z0-9_.-]{0,39}$' THEN member.key ELSE '(redacted)' END,
+                    pgoutbox.redacted_json(member.value, levels - 1)
+                ),
+                '{}'
+            )
+            FROM jsonb_each(value) AS member
+        )
+        WHEN levels > 0 AND jsonb_typeof(value) = 'array' THEN (
+            SELECT coalesce(jsonb_agg(pgoutbox.redacted_json(e.element, levels - 1) ORDER BY e.number), '[]')
+            FROM jsonb_array_elements(value) WITH ORDINALITY AS e(element, number)
+        )
+        ELSE to_jsonb('(redacted)'::text)
+    END;
+END
+$function$
+"""
+
+# The views read with their owner's rights, so that nobody who looks needs a right on a table: hence not
+# `security_invoker`. They leave no rows out which somebody must not know of, so that `security_barrier`, which keeps
+# conditions away from indexes, would protect nothing.
+MESSAGE_VIEW = """
+CREATE VIEW pgoutbox.message_view AS
+SELECT
+    m.id,
+    m.topic,
+    m.queue,
+    pgoutbox.redacted_text(m.destination) AS destination,
+    m.state,
+    m.attempt_count,
+    m.max_attempts,
+    m.attempt_budget,
+    m.created_at,
+    m.available_at,
+    m.expires_at,
+    m.claimed_at,
+    m.lease_expires_at,
+    m.cancel_requested_at,
+    m.finished_at,
+    m.worker,
+    m.coalesce_key,
+    m.dedupe_key,
+    m.ordering_key,
+    m.on_failed,
+    m.superseded_by,
+    m.resend_of,
+    m.content_id,
+    pgoutbox.redacted_text(m.skip_reason) AS skip_reason,
+    pgoutbox.redacted_text(m.last_error) AS last_error,
+    pgoutbox.redacted_json(m.headers) AS headers,
+    pgoutbox.redacted_json(m.payload) AS payload
+FROM pgoutbox.message AS m
+"""
+
+ATTEMPT_VIEW = """
+CREATE VIEW pgoutbox.attempt_view AS
+SELECT
+    a.message_id,
+    a.attempt_count,
+    a.outcome,
+    a.worker,
+    a.started_at,
+    a.ended_at,
+    pgoutbox.redacted_text(a.error) AS error
+FROM pgoutbox.attempt AS a
+"""
+
+QUEUE_VIEW = """
+CREATE VIEW pgoutbox.queue_view AS
+SELECT
+    q.name,
+    q.paused_at IS NOT NULL AND (q.resume_at > now()) IS NOT FALSE AS is_paused,
+    q.paused_at,
+    q.resume_at,
+    q.rate_count,
+    q.rate_seconds,
+    q.burst,
+    pgoutbox.tokens_of(q) AS tokens,
+    q.max_in_flight,
+    (
+        SELECT count(*)
+        FROM pgoutbox.message_live AS m
+        WHERE m.queue = q.name AND m.state = 'sending' AND m.lease_expires_at > clock_timestamp()
+    ) AS in_flight
+FROM pgoutbox.queue AS q
+"""
+
+BREAKER_VIEW = """
+CREATE VIEW pgoutbox.breaker_view AS
+SELECT
+    b.key,
+    b.opened_at,
+    b.retry_at,
+    b.cooldown_seconds,
+    b.probe_until,
+    b.worker,
+    pgoutbox.redacted_text(b.last_error) AS last_error
+FROM pgoutbox.breaker AS b
+"""
+
+RETENTION_VIEW = """
+CREATE VIEW pgoutbox.retention_view AS
+SELECT
+    r.topic,
+    r.state,
+    r.keep
+FROM pgoutbox.retention AS r
+"""
+
+# The reasons in the order in which a claim meets them. What a breaker held back was snoozed by its worker, which said
+# so in the history; the rest can be seen in the rows.
+WAITING_VIEW = """
+CREATE VIEW pgoutbox.waiting_view AS
+WITH control AS MATERIALIZED (
+    SELECT q.name, q.is_paused, q.resume_at, q.rate_count, q.rate_seconds, q.tokens, q.max_in_flight, q.in_flight
+    FROM pgoutbox.queue_view AS q
+)
+SELECT
+    m.id,
+    m.topic,
+    m.queue,
+    pgoutbox.redacted_text(m.destination) AS destination,
+    m.attempt_count,
+    m.created_at,
+    m.available_at,
+    why.reason,
+    CASE why.reason
+        WHEN 'superseded' THEN head.newest_id
+        WHEN 'halted' THEN halt.id
+        WHEN 'in order' THEN earlier.id
+        WHEN 'in flight' THEN sibling.id
+    END AS waits_for,
+    CASE why.reason
+        WHEN 'paused' THEN control.resume_at
+        WHEN 'scheduled' THEN m.available_at
+        WHEN 'retry' THEN m.available_at
+        WHEN 'breaker' THEN m.available_at
+        WHEN 'rate' THEN now() + make_interval(
+            secs => (1 - control.tokens) * control.rate_seconds / control.rate_count
+        )
+    END AS until
+FROM pgoutbox.message_live AS m
+LEFT JOIN control ON control.name = m.queue
+LEFT JOIN pgoutbox.coalesce AS head
+    ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key AND head.newest_id > m.id
+LEFT JOIN LATERAL (
+    SELECT f.id
+    FROM pgoutbox.message_failed AS f
+    WHERE f.queue = m.queue AND f.ordering_key = m.ordering_key AND f.on_failed = 'halt' AND f.id < m.id
+    ORDER BY f.id
+    LIMIT 1
+) AS halt ON m.ordering_key IS NOT NULL
+LEFT JOIN LATERAL (
+    SELECT e.id
+    FROM pgoutbox.message_live AS e
+    WHERE e.queue = m.queue AND e.ordering_key = m.ordering_key AND e.id < m.id
+    ORDER BY e.id
+    LIMIT 1
+) AS earlier ON m.ordering_key IS NOT NULL
+LEFT JOIN LATERAL (
+    SELECT s.id
+    FROM pgoutbox.message_live AS s
+    WHERE s.topic = m.topic AND s.coalesce_key = m.coalesce_key AND s.state = 'sending' AND s.id <> m.id
+    LIMIT 1
+) AS sibling ON m.coalesce_key IS NOT NULL
+LEFT JOIN LATERAL (
+    SELECT a.error LIKE 'held back, %' AS by_breaker
+    FROM pgoutbox.attempt AS a
+    WHERE a.message_id = m.id AND a.attempt_count = m.attempt_count AND a.outcome = 'snoozed'
+) AS held ON m.attempt_count > 0
+CROSS JOIN LATERAL (
+    SELECT CASE
+        WHEN control.is_paused THEN 'paused'
+        WHEN m.available_at > now() AND held.by_breaker THEN 'breaker'
+        WHEN m.available_at > now() AND m.attempt_count > 0 THEN 'retry'
+        WHEN m.available_at > now() THEN 'scheduled'
+        WHEN head.newest_id IS NOT NULL THEN 'superseded'
+        WHEN halt.id IS NOT NULL THEN 'halted'
+        WHEN earlier.id IS NOT NULL THEN 'in order'
+        WHEN sibling.id IS NOT NULL THEN 'in flight'
+        WHEN control.tokens < 1 THEN 'rate'
+        WHEN control.in_flight >= control.max_in_flight THEN 'max_in_flight'
+        ELSE 'due'
+    END AS reason
+) AS why
+WHERE m.state = 'pending'
+"""
+
+VIEWS = {
+    "message_view": MESSAGE_VIEW,
+    "attempt_view": ATTEMPT_VIEW,
+    "queue_view": QUEUE_VIEW,
+    "breaker_view": BREAKER_VIEW,
+    "retention_view": RETENTION_VIEW,
+    "waiting_view": WAITING_VIEW,
+}
+
+# --- what others do by functions alone --------------------------------------------------------------------------------
+
+# A worker has no right to delete: what goes as it is sent is named by its attempt, and a rule says so.
+FORGET_SENT = """
+CREATE FUNCTION pgoutbox.forget_sent(ids bigint[], attempt_counts integer[])
+RETURNS SETOF bigint
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET search_path = pg_catalog, pg_temp
+AS $function$
+BEGIN
+    RETURN QUERY
+    WITH asked AS MATERIALIZED (
+        SELECT m.id, m.attempt_count, m.topic
+        FROM unnest(ids, attempt_counts) AS o(id, attempt_count)
+        JOIN pgoutbox.message_live AS m ON m.id = o.id
+        WHERE m.state = 'sending' AND m.attempt_count = o.attempt_count
+    ), forgetful AS MATERIALIZED (
+        SELECT t.topic
+        FROM (SELECT DISTINCT a.topic FROM asked AS a) AS t
+        WHERE EXISTS (
+                SELECT
+                FROM pgoutbox.retention AS r
+                WHERE r.topic IN (t.topic, '*')
+                    AND r.state = 'sent'
+                    AND r.keep = interval '0'
+                    AND (
+                        r.topic = t.topic
+                        OR NOT EXISTS (
+                            SELECT FROM pgoutbox.retention AS own WHERE own.topic = t.topic AND own.state = 'sent'
+                        )
+                    )
+            )
+    ), forgotten AS (
+        DELETE FROM pgoutbox.message_live AS m
+        USING asked AS a
+        WHERE m.id = a.id
+            AND m.state = 'sending'
+            AND m.attempt_count = a.attempt_count
+            AND a.topic = ANY (ARRAY(SELECT f.topic FROM forgetful AS f))
+        RETURNING m.id
+    ), history AS (
+        DELETE FROM pgoutbox.attempt AS a
+        USING forgotten AS f
+        WHERE a.message_id = f.id
+    )
+    SELECT f.id
+    FROM forgotten AS f;
+END
+$function$
+"""
+
+# The answer names what each id met: its state before, and the newer message if it was superseded.
+REDRIVE = """
+CREATE FUNCTION pgoutbox.redrive(ids bigint[])
+RETURNS TABLE (id bigint, redriven boolean, state text, superseded_by bigint)
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET search_path = pg_catalog, pg_temp
+AS $function$
+#variable_conflict use_column
+BEGIN
+    RETURN QUERY
+    WITH asked AS (
+        SELECT DISTINCT a.id
+        FROM unnest(ids) AS a(id)
+    ), locked AS MATERIALIZED (
+        SELECT m.id, m.state, head.newest_id
+        FROM asked AS a
+        JOIN pgoutbox.message AS m ON m.id = a.id
+        LEFT JOIN pgoutbox.coalesce AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
+        WHERE m.state IN ('failed', 'cancelled')
+        ORDER BY m.id
+        FOR UPDATE OF m SKIP LOCKED
+    ), redriven AS (
+        UPDATE pgoutbox.message AS m
+        SET state = 'pending',
+            available_at = now(),
+            finished_at = NULL,
+            cancel_requested_at = NULL,
+            max_attempts = m.attempt_count + m.attempt_budget
+        FROM locked AS l
+        WHERE m.id = l.id
+            AND m.state = l.state
+            AND m.state IN ('failed', 'cancelled')
+            AND coalesce(l.newest_id <= m.id, true)
+        RETURNING m.id, m.queue
+    ), rung AS MATERIALIZED (
+        SELECT pgoutbox.ring(q.queue)
+        FROM (SELECT DISTINCT r.queue FROM redriven AS r) AS q
+    )
+    SELECT
+        a.id,
+        r.id IS NOT NULL AND (SELECT count(*) FROM rung) >= 0,
+        m.state,
+        CASE WHEN head.newest_id > a.id THEN head.newest_id END
+    FROM asked AS a
+    LEFT JOIN pgoutbox.message AS m ON m.id = a.id
+    LEFT JOIN pgoutbox.coalesce AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
+    LEFT JOIN redriven AS r ON r.id = a.id
+    ORDER BY a.id;
+END
+$function$
+"""
+
+# The head is locked first: between a look at it and the enqueue a newer message could commit, which the copy, drawing
+# its id last, would then supersede with older content. The source is locked as well: a prune that deleted it before the
+# copy commits would take its content along, which nobody else names then.
+RESEND = """
+CREATE FUNCTION pgoutbox.resend(message_id bigint)
+RETURNS TABLE (id bigint, state text, superseded_by bigint)
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET search_path = pg_catalog, pg_temp
+AS $function$
+#variable_conflict use_column
+DECLARE
+    shared_id bigint;
+BEGIN
+    WITH source AS MATERIALIZED (
+        SELECT m.id
+        FROM pgoutbox.message AS m
+        WHERE m.id = resend.message_id AND m.state = 'sent'
+        FOR KEY SHARE OF m
+    ), head AS MATERIALIZED (
+        SELECT c.newest_id
+        FROM pgoutbox.message AS m
+        JOIN pgoutbox.coalesce AS c ON c.topic = m.topic AND c.coalesce_key = m.coalesce_key
+        WHERE m.id = resend.message_id
+        FOR UPDATE OF c
+    )
+    SELECT copy.id, m.state, CASE WHEN head.newest_id > m.id THEN head.newest_id END, m.content_id
+    INTO resend.id, resend.state, resend.superseded_by, shared_id
+    FROM pgoutbox.message AS m
+    LEFT JOIN head ON true
+    LEFT JOIN LATERAL (
+        SELECT pgoutbox.enqueue(
+            topic => m.topic,
+            payload => m.payload,
+            queue => m.queue,
+            destination => m.destination,
+            coalesce_key => m.coalesce_key,
+            headers => m.headers,
+            max_attempts => m.attempt_budget,
+            ordering_key => m.ordering_key,
+            on_failed => m.on_failed
+        ) AS id
+        WHERE m.state = 'sent'
+            AND coalesce(head.newest_id <= m.id, true)
+            AND EXISTS (SELECT FROM source AS s WHERE s.id = m.id)
+    ) AS copy ON true
+    WHERE m.id = resend.message_id;
+    IF NOT FOUND THEN
+        RETURN;
+    END IF;
+    -- In the transaction that made the copy, which nobody else can see yet.
+    UPDATE pgoutbox.message_live AS m
+    SET resend_of = resend.message_id,
+        content_id = shared_id
+    WHERE m.id = resend.id AND m.state = 'pending' AND m.resend_of IS NULL;
+    RETURN NEXT;
+END
+$function$
+"""
+
+# What is pruned is locked first: a row that a redrive has is left alone, and the state is asked for twice. Its dedupe
+# key goes with it, unless a rule keeps nothing: then the key has a rule of its own. What halted its ordering key does
+# so no more: the workers of its queue are woken.
+_DELETE_OLD = """, history AS (
+    DELETE FROM pgoutbox.attempt AS a
+    USING old AS o
+    WHERE a.message_id = o.id
+), keys AS (
+    DELETE FROM pgoutbox.dedupe AS d
+    USING old AS o
+    WHERE d.topic = o.topic AND d.dedupe_key = o.dedupe_key AND d.message_id = o.id AND NOT o.keeps_dedupe_key
+), gone AS (
+    DELETE FROM pgoutbox.message AS m
+    USING old AS o
+    WHERE m.id = o.id
+        AND m.finished_at = o.finished_at -- The time finds the partition.
+        AND m.state = o.state
+        AND m.state IN ('sent', 'failed', 'skipped', 'cancelled')
+    RETURNING m.state, m.queue, m.on_failed
+), rung AS MATERIALIZED (
+    SELECT pgoutbox.ring(q.queue)
+    FROM (SELECT DISTINCT g.queue FROM gone AS g WHERE g.state = 'failed' AND g.on_failed = 'halt') AS q
+)
+SELECT g.state
+FROM gone AS g
+WHERE (SELECT count(*) FROM rung) >= 0
+$function$
+"""
+
+PRUNE = """
+CREATE FUNCTION pgoutbox.prune(states text[], older_than interval, only_topic text, at_most bigint)
+RETURNS SETOF text
+LANGUAGE sql
+SECURITY DEFINER
+SET search_path = pg_catalog, pg_temp
+AS $function$
+WITH old AS MATERIALIZED (
+    SELECT m.id, m.finished_at, m.state, m.topic, m.dedupe_key, false AS keeps_dedupe_key
+    FROM pgoutbox.message AS m
+    WHERE m.state = ANY (states)
+        AND m.state IN ('sent', 'failed', 'skipped', 'cancelled')
+        AND m.finished_at < now() - older_than
+        AND (only_topic IS NULL OR m.topic = only_topic)
+    LIMIT at_most
+    FOR UPDATE OF m SKIP LOCKED
+)DELETE_OLD""".replace("DELETE_OLD", _DELETE_OLD)
+
+# One rule, as it stands now: a rule that was changed after the list of rules was read is obeyed as it is. A topic's own
+# rule keeps its messages from that of all topics, and so does one that keeps for ever. The times choose a partition.
+PRUNE_BY_RULE = """
+CREATE FUNCTION pgoutbox.prune_by_rule(
+    rule_topic text, rule_state text, since timestamptz, until timestamptz, at_most bigint
+)
+RETURNS SETOF text
+LANGUAGE sql
+SECURITY DEFINER
+SET search_path = pg_catalog, pg_temp
+AS $function$
+WITH old AS MATERIALIZED (
+    SELECT m.id, m.finished_at, m.state, m.topic, m.dedupe_key, r.keep = interval '0' AS keeps_dedupe_key
+    FROM pgoutbox.retention AS r
+    JOIN pgoutbox.message AS m ON m.state = r.state
+    WHERE r.topic = rule_topic
+        AND r.state = rule_state
+        AND m.state = rule_state -- Without this, each rule would have all partitions read.
+        AND m.state IN ('sent', 'failed', 'skipped', 'cancelled')
+        AND m.finished_at <= now() - r.keep
+        AND m.finished_at >= since
+        AND m.finished_at < until
+        AND (
+            m.topic = r.topic
+            OR (
+                r.topic = '*'
+                AND NOT EXISTS (
+                    SELECT FROM pgoutbox.retention AS own WHERE own.topic = m.topic AND own.state = r.state
+                )
+            )
+        )
+    LIMIT at_most
+    FOR UPDATE OF m SKIP LOCKED
+)DELETE_OLD""".replace("DELETE_OLD", _DELETE_OLD)
+
+# Keys whose message is deleted, by a rule of their own.
+PRUNE_DEDUPE_BY_RULE = """
+CREATE FUNCTION pgoutbox.prune_dedupe_by_rule(rule_topic text, at_most bigint)
+RETURNS SETOF bigint
+LANGUAGE sql
+SECURITY DEFINER
+SET search_path = pg_catalog, pg_temp
+AS $function$
+WITH old AS MATERIALIZED (
+    SELECT d.topic, d.dedupe_key
+    FROM pgoutbox.retention AS r
+    CROSS JOIN pgoutbox.dedupe AS d
+    WHERE r.topic = rule_topic
+        AND r.state = 'dedupe_key'
+        AND d.created_at <= now() - r.keep
+        AND (
+            d.topic = r.topic
+            OR (
+                r.topic = '*'
+                AND NOT EXISTS (
+                    SELECT FROM pgoutbox.retention AS own WHERE own.topic = d.topic AND own.state = r.state
+                )
+            )
+        )
+        AND NOT EXISTS (SELECT FROM pgoutbox.message AS m WHERE m.id = d.message_id)
+    LIMIT at_most
+    FOR UPDATE OF d SKIP LOCKED
+)
+DELETE FROM pgoutbox.dedupe AS d
+USING old AS o
+WHERE d.topic = o.topic AND d.dedupe_key = o.dedupe_key -- Locked, they are still those that were looked at.
+RETURNING d.message_id
+$function$
+"""
+
+# The same by age alone, for those who prune without rules.
+PRUNE_DEDUPE = """
+CREATE FUNCTION pgoutbox.prune_dedupe(older_than interval, only_topic text, at_most bigint)
+RETURNS SETOF bigint
+LANGUAGE sql
+SECURITY DEFINER
+SET search_path = pg_catalog, pg_temp
+AS $function$
+WITH old AS MATERIALIZED (
+    SELECT d.topic, d.dedupe_key
+    FROM pgoutbox.dedupe AS d
+    WHERE d.created_at < now() - older_than
+        AND (only_topic IS NULL OR d.topic = only_topic)
+        AND NOT EXISTS (SELECT FROM pgoutbox.message AS m WHERE m.id = d.message_id)
+    LIMIT at_most
+    FOR UPDATE OF d SKIP LOCKED
+)
+DELETE FROM pgoutbox.dedupe AS d
+USING old AS o
+WHERE d.topic = o.topic AND d.dedupe_key = o.dedupe_key -- Locked, they are still those that were looked at.
+RETURNING d.message_id
+$function$
+"""
+
+# A head can be forgotten when every message of its key is gone: ids of one key only grow, so that is certain when its
+# newest message is older than the oldest message there is. A head that an open transaction holds is left alone, and so
+# is one that was changed after this statement's snapshot: its message is not among those that there are. A row that is
+# locked is looked at as it is then; `seen` is what the snapshot held.
+PRUNE_COALESCE = """
+CREATE FUNCTION pgoutbox.prune_coalesce(at_most bigint)
+RETURNS SETOF bigint
+LANGUAGE sql
+SECURITY DEFINER
+SET search_path = pg_catalog, pg_temp
+AS $function$
+WITH forgotten AS MATERIALIZED (
+    SELECT head.topic, head.coalesce_key
+    FROM pgoutbox.coalesce AS head
+    JOIN pgoutbox.coalesce AS seen ON seen.topic = head.topic AND seen.coalesce_key = head.coalesce_key
+    WHERE head.newest_id < coalesce((SELECT min(m.id) FROM pgoutbox.message AS m), 0)
+        AND head.newest_id = seen.newest_id
+    LIMIT at_most
+    FOR UPDATE OF head SKIP LOCKED
+)
+DELETE FROM pgoutbox.coalesce AS head
+USING forgotten AS f
+WHERE head.topic = f.topic AND head.coalesce_key = f.coalesce_key
+RETURNING head.newest_id
+$function$
+"""
+
+# The same of ordering keys.
+PRUNE_ORDERING = """
+CREATE FUNCTION pgoutbox.prune_ordering(at_most bigint)
+RETURNS SETOF bigint
+LANGUAGE sql
+SECURITY DEFINER
+SET search_path = pg_catalog, pg_temp
+AS $function$
+WITH forgotten AS MATERIALIZED (
+    SELECT tail.queue, tail.ordering_key
+    FROM pgoutbox.ordering AS tail
+    JOIN pgoutbox.ordering AS seen ON seen.queue = tail.queue AND seen.ordering_key = tail.ordering_key
+    WHERE tail.last_id < coalesce((SELECT min(m.id) FROM pgoutbox.message AS m), 0)
+        AND tail.last_id = seen.last_id
+    LIMIT at_most
+    FOR UPDATE OF tail SKIP LOCKED
+)
+DELETE FROM pgoutbox.ordering AS tail
+USING forgotten AS f
+WHERE tail.queue = f.queue AND tail.ordering_key = f.ordering_key
+RETURNING tail.last_id
+$function$
+"""
+
+# A content goes with the last message that names it.
+PRUNE_CONTENT = """
+CREATE FUNCTION pgoutbox.prune_content(at_most bigint)
+RETURNS SETOF bigint
+LANGUAGE sql
+SECURITY DEFINER
+SET search_path = pg_catalog, pg_temp
+AS $function$
+DELETE FROM pgoutbox.content AS c
+WHERE c.id IN (
+    SELECT unused.id
+    FROM pgoutbox.content AS unused
+    WHERE NOT EXISTS (SELECT FROM pgoutbox.message AS m WHERE m.content_id = unused.id)
+    LIMIT at_most
+)
+RETURNING c.id
+$function$
+"""
+
+# --- the roles --------------------------------------------------------------------------------------------------------
+
+# One role for each way of using the outbox, and one that owns everything where a superuser has migrated, so that no
+# function runs with a superuser's rights. All that is granted stands here. Whoever may make no roles is told which ones
+# are missing, and calls it again when they are there.
+SET_UP_ROLES = """
+CREATE FUNCTION pgoutbox.set_up_roles()
+RETURNS text[]
+LANGUAGE plpgsql
+SET search_path = pg_catalog, pg_temp
+AS $function$
+DECLARE
+    is_superuser constant boolean := (SELECT r.rolsuper FROM pg_roles AS r WHERE r.rolname = current_user);
+    -- An earlier revision may be an ordinary role's: then what a superuser has added becomes that one's.
+    heir constant name := (
+        SELECT CASE WHEN o.rolsuper THEN 'pgoutbox_owner' ELSE o.rolname END
+        FROM pg_class AS c
+        JOIN pg_roles AS o ON o.oid = c.relowner
+        WHERE c.oid = 'pgoutbox.message'::regclass
+    );
+    missing text[] := '{}';
+    wanted text;
+    owned record;
+BEGIN
+    FOREACH wanted IN ARRAY
+        ARRAY['pgoutbox_producer', 'pgoutbox_worker', 'pgoutbox_operator', 'pgoutbox_viewer']
+        || CASE WHEN is_superuser THEN ARRAY[heir::text] ELSE '{}' END
+    LOOP
+        IF to_regrole(wanted) IS NULL THEN
+            BEGIN
+                EXECUTE format('CREATE ROLE %I NOLOGIN', wanted);
+            EXCEPTION
+                WHEN insufficient_privilege THEN
+                    missing := missing || wanted;
+                WHEN duplicate_object OR unique_violation THEN
+                    NULL; -- The migration of another database was faster.
+            END;
+        END IF;
+    END LOOP;
+
+    REVOKE ALL ON SCHEMA pgoutbox FROM PUBLIC;
+    REVOKE ALL ON ALL TABLES IN SCHEMA pgoutbox FROM PUBLIC;
+    REVOKE ALL ON ALL SEQUENCES IN SCHEMA pgoutbox FROM PUBLIC;
+    REVOKE ALL ON ALL FUNCTIONS IN SCHEMA pgoutbox FROM PUBLIC;
+
+    IF is_superuser THEN
+        IF (SELECT n.nspowner FROM pg_namespace AS n WHERE n.nspname = 'pgoutbox') = current_user::regrole THEN
+            EXECUTE format('ALTER SCHEMA pgoutbox OWNER TO %I', heir);
+        END IF;
+        FOR owned IN
+            SELECT format('ALTER TABLE pgoutbox.%I OWNER TO %I', c.relname, heir) AS command
+            FROM pg_class AS c
+            WHERE c.relnamespace = 'pgoutbox'::regnamespace
+                AND c.relkind IN ('r', 'p', 'v')
+                AND c.relowner = current_user::regrole
+            UNION ALL
+            SELECT format('ALTER ROUTINE %s OWNER TO %I', p.oid::regprocedure, heir)
+            FROM pg_proc AS p
+            WHERE p.pronamespace = 'pgoutbox'::regnamespace
+                AND p.proowner = current_user::regrole
+        LOOP
+            EXECUTE owned.command;
+        END LOOP;
+    END IF;
+
+    IF to_regrole('pgoutbox_producer') IS NOT NULL THEN
+        GRANT USAGE ON SCHEMA pgoutbox TO pgoutbox_producer;
+        GRANT EXECUTE ON FUNCTION
+            pgoutbox.enqueue, pgoutbox.enqueue_receipt, pgoutbox.enqueue_many, pgoutbox.enqueue_fanout,
+            pgoutbox.cancel, pgoutbox.cancel_by_key
+        TO pgoutbox_producer;
+    END IF;
+
+    IF to_regrole('pgoutbox_worker') IS NOT NULL THEN
+        GRANT USAGE ON SCHEMA pgoutbox TO pgoutbox_worker;
+        GRANT EXECUTE ON FUNCTION
+            pgoutbox.enqueue, pgoutbox.enqueue_receipt, pgoutbox.enqueue_many, pgoutbox.enqueue_fanout,
+            pgoutbox.cancel, pgoutbox.cancel_by_key,
+            pgoutbox.schema_version, pgoutbox.permits, pgoutbox.next_permit_at, pgoutbox.tokens_of,
+            pgoutbox.in_flight_of, pgoutbox.newest_id, pgoutbox.forget_sent,
+            pgoutbox.prune_by_rule, pgoutbox.prune_dedupe_by_rule, pgoutbox.prune_coalesce, pgoutbox.prune_ordering,
+            pgoutbox.prune_content,
+            pgoutbox.partitions, pgoutbox.kept_until, pgoutbox.make_partition, pgoutbox.retire_partition,
+            pgoutbox.clear_retired
+        TO pgoutbox_worker;
+        GRANT SELECT ON
+            pgoutbox.message, pgoutbox.message_live, pgoutbox.coalesce, pgoutbox.content, pgoutbox.queue,
+            pgoutbox.breaker, pgoutbox.retention
+        TO pgoutbox_worker;
+        GRANT SELECT (id, queue, ordering_key, on_failed) ON pgoutbox.message_failed TO pgoutbox_worker;
+        GRANT SELECT ON
+            pgoutbox.message_view, pgoutbox.queue_view, pgoutbox.breaker_view, pgoutbox.retention_view,
+            pgoutbox.upkeep, pgoutbox.retired
+        TO pgoutbox_worker;
+        GRANT INSERT (due_at, began_at, worker), UPDATE (due_at, began_at, worker) ON pgoutbox.upkeep
+        TO pgoutbox_worker;
+        GRANT UPDATE (
+            state, attempt_count, max_attempts, available_at, claimed_at, worker, lease_expires_at, finished_at,
+            skip_reason, superseded_by, last_error
+        ) ON pgoutbox.message TO pgoutbox_worker;
+        GRANT UPDATE (lease_expires_at) ON pgoutbox.message_live TO pgoutbox_worker;
+        GRANT INSERT ON pgoutbox.attempt TO pgoutbox_worker;
+        GRANT UPDATE (tokens, tokens_at) ON pgoutbox.queue TO pgoutbox_worker;
+        GRANT INSERT, UPDATE, DELETE ON pgoutbox.breaker TO pgoutbox_worker;
+    END IF;
+
+    IF to_regrole('pgoutbox_viewer') IS NOT NULL THEN
+        GRANT USAGE ON SCHEMA pgoutbox TO pgoutbox_viewer;
+        GRANT SELECT ON
+            pgoutbox.message_view, pgoutbox.attempt_view, pgoutbox.queue_view, pgoutbox.breaker_view,
+            pgoutbox.retention_view, pgoutbox.waiting_view
+        TO pgoutbox_viewer;
+        GRANT EXECUTE ON FUNCTION
+            pgoutbox.schema_version, pgoutbox.redacted_text, pgoutbox.redacted_json, pgoutbox.tokens_of
+        TO pgoutbox_viewer;
+    END IF;
+
+    IF to_regrole('pgoutbox_operator') IS NOT NULL THEN
+        GRANT USAGE ON SCHEMA pgoutbox TO pgoutbox_operator;
+        GRANT SELECT ON
+            pgoutbox.message_view, pgoutbox.attempt_view, pgoutbox.queue_view, pgoutbox.breaker_view,
+            pgoutbox.retention_view, pgoutbox.waiting_view
+        TO pgoutbox_operator;
+        GRANT EXECUTE ON FUNCTION
+            pgoutbox.schema_version, pgoutbox.redacted_text, pgoutbox.redacted_json, pgoutbox.tokens_of,
+            pgoutbox.cancel, pgoutbox.cancel_by_key, pgoutbox.redrive, pgoutbox.resend,
+            pgoutbox.prune, pgoutbox.prune_dedupe, pgoutbox.prune_by_rule, pgoutbox.prune_dedupe_by_rule,
+            pgoutbox.prune_coalesce, pgoutbox.prune_ordering, pgoutbox.prune_content,
+            pgoutbox.partitions, pgoutbox.kept_until, pgoutbox.make_partition, pgoutbox.retire_partition,
+            pgoutbox.clear_retired
+        TO pgoutbox_operator;
+        GRANT SELECT ON pgoutbox.retired TO pgoutbox_operator;
+        GRANT SELECT, INSERT, UPDATE ON pgoutbox.queue TO pgoutbox_operator;
+        GRANT SELECT, INSERT, UPDATE, DELETE ON pgoutbox.retention TO pgoutbox_operator;
+        GRANT SELECT (key), DELETE ON pgoutbox.breaker TO pgoutbox_operator;
+        -- Not who it was by the server's word, nor when.
+        GRANT SELECT ON pgoutbox.audit TO pgoutbox_operator;
+        GRANT INSERT (act_id, actor, origin, action, queue, message_count, message_ids, details) ON pgoutbox.audit
+        TO pgoutbox_operator;
+    END IF;
+    RETURN missing;
+END
+$function$
+"""
+
+# What others granted to these roles in this schema goes as well. A role that is granted to somebody, or that has rights
+# in another database, stays.
+TAKE_DOWN_ROLES = """
+DO $block$
+DECLARE
+    known text;
+BEGIN
+    IF to_regrole('pgoutbox_owner') IS NOT NULL
+        AND (SELECT r.rolsuper FROM pg_catalog.pg_roles AS r WHERE r.rolname = current_user)
+    THEN
+        REASSIGN OWNED BY pgoutbox_owner TO CURRENT_USER;
+    END IF;
+    FOREACH known IN ARRAY
+        ARRAY['pgoutbox_producer', 'pgoutbox_worker', 'pgoutbox_operator', 'pgoutbox_viewer', 'pgoutbox_owner']
+    LOOP
+        CONTINUE WHEN to_regrole(known) IS NULL OR known = current_user;
+        EXECUTE format('REVOKE ALL ON ALL TABLES IN SCHEMA pgoutbox FROM %I', known);
+        EXECUTE format('REVOKE ALL ON ALL SEQUENCES IN SCHEMA pgoutbox FROM %I', known);
+        EXECUTE format('REVOKE ALL ON ALL FUNCTIONS IN SCHEMA pgoutbox FROM %I', known);
+        EXECUTE format('REVOKE ALL ON SCHEMA pgoutbox FROM %I', known);
+        IF NOT EXISTS (
+            SELECT
+            FROM pg_catalog.pg_auth_members AS m
+            WHERE m.roleid = to_regrole(known) AND m.member <> current_user::regrole
+        ) THEN
+            BEGIN
+                EXECUTE format('DROP ROLE %I', known);
+            EXCEPTION WHEN dependent_objects_still_exist OR insufficient_privilege OR undefined_object THEN
+                NULL;
+            END;
+        END IF;
+    END LOOP;
+END
+$block$
+"""
+
+# Of the four roles alone: without the owner's everything stays as it is, with the rights of whoever migrated.
+SET_UP = """
+DO $block$
+DECLARE
+    missing constant text[] := pgoutbox.set_up_roles();
+BEGIN
+    IF cardinality(missing) > 0 THEN
+        RAISE WARNING USING
+            MESSAGE = 'pgoutbox: the migrating role may not create roles: ' || array_to_string(missing, ', '),
+            HINT = 'Have somebody who may run: CREATE ROLE ' || array_to_string(missing, ' NOLOGIN; CREATE ROLE ')
+                || ' NOLOGIN; and then run as the owner: SELECT pgoutbox.set_up_roles();';
+    END IF;
+END
+$block$
+"""
+
+FUNCTIONS = (
+    REDACTED_TEXT, REDACTED_JSON, FORGET_SENT, REDRIVE, RESEND, PRUNE, PRUNE_BY_RULE, PRUNE_DEDUPE,
+    PRUNE_DEDUPE_BY_RULE, PRUNE_COALESCE, PRUNE_ORDERING, PRUNE_CONTENT, SET_UP_ROLES,
+)  # fmt: skip
+
+COMMENTS = {
+    "FUNCTION pgoutbox.redacted_text": "A text without what stands in it next to a name such as password or token.",
+    "FUNCTION pgoutbox.redacted_json": "What a JSON value is made of: the names of its members, without their values.",
+    "FUNCTION pgoutbox.forget_sent": "Delete messages as they are sent, where retention keeps nothing of them, each "
+    "named by the attempt in flight. Returns the ids of those that are gone.",
+    "FUNCTION pgoutbox.redrive": "Make failed and cancelled messages pending again. Says of each whether it was done, "
+    "which state it had, and the newer message if it is superseded.",
+    "FUNCTION pgoutbox.resend": "Enqueue a copy of a sent message. Returns its id, or null with the state or the newer "
+    "message because of which there is none; no row if there is no such message.",
+    "FUNCTION pgoutbox.prune": "Delete a batch of messages that have been final for longer than an interval, with "
+    "attempts and dedupe keys. Returns the state that each had.",
+    "FUNCTION pgoutbox.prune_by_rule": "Delete a batch of what a rule of retention no longer keeps, of those that "
+    "ended within a time. Returns the state that each had.",
+    "FUNCTION pgoutbox.prune_dedupe": "Delete a batch of old dedupe keys whose message is gone.",
+    "FUNCTION pgoutbox.prune_dedupe_by_rule": "Delete a batch of the dedupe keys that their rule no longer keeps.",
+    "FUNCTION pgoutbox.prune_coalesce": "Forget a batch of the coalesce keys that are older than every message.",
+    "FUNCTION pgoutbox.prune_ordering": "Forget a batch of the ordering keys that are older than every message.",
+    "FUNCTION pgoutbox.prune_content": "Delete a batch of the contents that no message names.",
+    "FUNCTION pgoutbox.set_up_roles": "Create the roles that are missing, if the caller may, and grant to those that "
+    "exist what they need in this database. Returns the ones that are still missing. Harmless when repeated.",
+    "VIEW pgoutbox.message_view": "Every message, fit for people: payload and headers without values, and texts "
+    "without what stands next to a name such as password.",
+    "VIEW pgoutbox.attempt_view": "The attempts that did not end sent, with their errors as people may see them.",
+    "VIEW pgoutbox.queue_view": "The queues that have or had a limit or a pause, with what is in flight.",
+    "VIEW pgoutbox.breaker_view": "The transports and destinations that are held to be dead.",
+    "VIEW pgoutbox.retention_view": "How long final messages are kept.",
+    "VIEW pgoutbox.waiting_view": "Every pending message, and why it is not claimed: paused, scheduled, retry, "
+    "breaker, superseded, halted, in order, in flight, rate, max_in_flight, or due when nothing is in its way.",
+}
+
+DOWN = (
+    "DROP FUNCTION pgoutbox.set_up_roles",
+    "DROP FUNCTION pgoutbox.prune_content",
+    "DROP FUNCTION pgoutbox.prune_ordering",
+    "DROP FUNCTION pgoutbox.prune_coalesce",
+    "DROP FUNCTION pgoutbox.prune_dedupe_by_rule",
+    "DROP FUNCTION pgoutbox.prune_dedupe",
+    "DROP FUNCTION pgoutbox.prune_by_rule",
+    "DROP FUNCTION pgoutbox.prune",
+    "DROP FUNCTION pgoutbox.resend",
+    "DROP FUNCTION pgoutbox.redrive",
+    "DROP FUNCTION pgoutbox.forget_sent",
+    *(f"DROP VIEW pgoutbox.{name}" for name in reversed(VIEWS)),
+    "DROP FUNCTION pgoutbox.redacted_json",
+    "DROP FUNCTION pgoutbox.redacted_text",
+)
+
+
+def upgrade() -> None:
+    for statement in (SCHEMA_VERSION, *FUNCTIONS, *VIEWS.values()):
+        op.execute(statement)
+    for name, comment in COMMENTS.items():
+        op.execute(f"COMMENT ON {name} IS '{comment}'")
+    op.execute(SET_UP)
+
+
+def downgrade() -> None:
+    op.execute(TAKE_DOWN_ROLES)
+    for statement in (*DOWN, FORMER_SCHEMA_VERSION):
+        op.execute(statement)

@@ -1,0 +1,215 @@
+"""Every query of the page "SQL queries" answers what it promises, on rows of which the answer is known, to a viewer."""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime, timedelta
+from decimal import Decimal
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, LiteralString
+
+import pytest
+
+if TYPE_CHECKING:
+    import psycopg
+
+PAGE: Final = Path(__file__).parents[2] / "docs/how-to/sql-queries.md"
+ADA: Final = "mailto:ada@example.org"
+
+# The clock of a transaction stands still, so ages are exact.
+ROWS: Final[LiteralString] = """
+INSERT INTO pgoutbox.message (
+    id, topic, state, destination, payload, coalesce_key, ordering_key, on_failed, attempt_count,
+    created_at, available_at, claimed_at, finished_at, lease_expires_at, worker, superseded_by, skip_reason, last_error
+)
+SELECT
+    r.id, r.topic, r.state, r.destination, r.payload::jsonb, r.coalesce_key, r.ordering_key, r.on_failed,
+    r.attempt_count, now() - r.created, now() - r.available, now() - r.claimed, now() - r.finished, now() + r.lease,
+    CASE WHEN r.attempt_count > 0 THEN 'w' END, r.superseded_by, r.skip_reason, r.last_error
+FROM (
+    VALUES
+        (1, 'mail.welcome', 'sent', 'mailto:ada@example.org', '{"user_id": 7}', NULL, NULL, NULL, 1,
+            interval '100 s', interval '100 s', interval '99 s', interval '98 s', NULL::interval,
+            NULL::bigint, NULL, NULL),
+        (2, 'mail.welcome', 'pending', 'mailto:ada@example.org', '{"user_id": 7}', NULL, NULL, NULL, 0,
+            '30 s', '30 s', NULL, NULL, NULL, NULL, NULL, NULL),
+        (3, 'mail.welcome', 'sent', 'mailto:eve@example.org', '{}', NULL, NULL, NULL, 2,
+            '200 s', '150 s', '140 s', '138 s', NULL, NULL, NULL, NULL),
+        (4, 'mail.order', 'failed', 'mailto:eve@example.org', '{}', NULL, 'o', 'halt', 2,
+            '2 h', '2 h', '61 min', '1 h', NULL, NULL, NULL, '550 no such mailbox 17'),
+        (5, 'mail.order', 'pending', NULL, '{}', NULL, 'o', NULL, 0,
+            '20 s', '20 s', NULL, NULL, NULL, NULL, NULL, NULL),
+        (6, 'mail.digest', 'pending', NULL, '{}', NULL, NULL, NULL, 0,
+            '10 s', '-1 h', NULL, NULL, NULL, NULL, NULL, NULL),
+        (7, 'mail.password_reset', 'skipped', NULL, '{}', 'ada@example.org', NULL, NULL, 0,
+            '60 s', '60 s', NULL, '50 s', NULL, 8, 'superseded by 8', NULL),
+        (8, 'mail.password_reset', 'skipped', NULL, '{}', 'ada@example.org', NULL, NULL, 0,
+            '55 s', '55 s', NULL, '50 s', NULL, 9, 'superseded by 9', NULL),
+        (9, 'mail.password_reset', 'sent', NULL, '{}', 'ada@example.org', NULL, NULL, 1,
+            '52 s', '52 s', '50 s', '49 s', NULL, NULL, NULL, NULL),
+        (10, 'mail.password_reset', 'pending', NULL, '{}', 'ada@example.org', NULL, NULL, 0,
+            '5 s', '5 s', NULL, NULL, NULL, NULL, NULL, NULL),
+        (11, 'mail.digest', 'sending', NULL, '{}', NULL, NULL, NULL, 1,
+            '40 s', '40 s', '6 s', NULL, '54 s', NULL, NULL, NULL),
+        (12, 'mail.digest', 'cancelled', NULL, '{}', NULL, NULL, NULL, 0,
+            '9 s', '9 s', NULL, '8 s', NULL, NULL, NULL, NULL),
+        (13, 'mail.order', 'failed', NULL, '{}', NULL, NULL, NULL, 1,
+            '3 days', '3 days', '3 days', '2 days', NULL, NULL, NULL, 'long ago')
+) AS r(
+    id, topic, state, destination, payload, coalesce_key, ordering_key, on_failed, attempt_count,
+    created, available, claimed, finished, lease, superseded_by, skip_reason, last_error
+)
+"""
+OTHERS: Final[LiteralString] = """
+INSERT INTO pgoutbox.attempt (message_id, attempt_count, outcome, worker, started_at, ended_at, error)
+VALUES
+    (3, 1, 'lost', 'v', now() - interval '190 s', now() - interval '160 s', 'lease expired, outcome unknown'),
+    (4, 1, 'retry', 'w', now() - interval '110 min', now() - interval '109 min', '451 busy 4'),
+    (4, 2, 'failed', 'w', now() - interval '61 min', now() - interval '1 h', '550 no such mailbox 17');
+INSERT INTO pgoutbox.coalesce (newest_id, topic, coalesce_key) VALUES (10, 'mail.password_reset', 'ada@example.org');
+INSERT INTO pgoutbox.queue (name, paused_at) VALUES ('bulk', now());
+INSERT INTO pgoutbox.breaker (key, opened_at, retry_at, cooldown_seconds, worker, last_error)
+VALUES ('smtp:mail', now() - interval '20 s', now() + interval '10 s', 30, 'w', 'refused, password=hunter2')
+"""
+
+TIME: Final = "a time"
+
+
+def seconds(count: float) -> timedelta:
+    return timedelta(seconds=count)
+
+
+# By heading, in the order of the page.
+ANSWERS: Final[dict[str, list[list[tuple[object, ...]]]]] = {
+    "What is owed to this user": [
+        [(2, "mail.welcome", "pending", 0, TIME, None)],
+        [(2, "mail.welcome", "pending", 0, None)],
+    ],
+    "How many, by topic and state": [
+        [
+            ("mail.digest", "cancelled", 1, TIME),
+            ("mail.digest", "pending", 1, TIME),
+            ("mail.digest", "sending", 1, TIME),
+            ("mail.order", "failed", 2, TIME),
+            ("mail.order", "pending", 1, TIME),
+            ("mail.password_reset", "pending", 1, TIME),
+            ("mail.password_reset", "sent", 1, TIME),
+            ("mail.password_reset", "skipped", 2, TIME),
+            ("mail.welcome", "pending", 1, TIME),
+            ("mail.welcome", "sent", 2, TIME),
+        ]
+    ],
+    "What is due and waits": [
+        [
+            ("default", "mail.welcome", 1, seconds(30)),
+            ("default", "mail.order", 1, seconds(20)),
+            ("default", "mail.password_reset", 1, seconds(5)),
+        ]
+    ],
+    "What waits, and why": [
+        [
+            ("default", "mail.digest", "scheduled", 1, TIME),
+            ("default", "mail.order", "halted", 1, None),
+            ("default", "mail.password_reset", "due", 1, None),
+            ("default", "mail.welcome", "due", 1, None),
+        ],
+        [("halted", 4, None)],
+    ],
+    "What comes later": [[(6, "mail.digest", None, timedelta(hours=1), 0)]],
+    "What is in flight, and who has it": [[(11, "mail.digest", "w", 1, seconds(6), seconds(54))]],
+    "Failures of the last day, by topic and error": [
+        [("mail.order", "N no such mailbox N", 1, TIME)],
+        [
+            ("mail.order", "N busy N", "retry", 1),
+            ("mail.order", "N no such mailbox N", "failed", 1),
+            ("mail.welcome", "lease expired, outcome unknown", "lost", 1),
+        ],
+    ],
+    "The attempts of a message, with their errors": [
+        [
+            (1, "lost", "v", TIME, seconds(30), "lease expired, outcome unknown"),
+            (2, "sent", "w", TIME, seconds(2), None),
+        ]
+    ],
+    "Messages that needed more than one attempt": [
+        [(3, "mail.welcome", "sent", 2, ["lost"]), (4, "mail.order", "failed", 2, ["retry", "failed"])]
+    ],
+    "Hand-overs that may have happened twice": [[(3, "mail.welcome", "mailto:eve@example.org", 1, "v", TIME)]],
+    "What was skipped, and why": [[("mail.password_reset", "superseded", 2)]],
+    "What took the place of what": [
+        [(1, 7, "skipped", 8, TIME), (2, 8, "skipped", 9, TIME), (3, 9, "sent", None, TIME)],
+        [
+            (7, "skipped", 8, TIME, TIME),
+            (8, "skipped", 9, TIME, TIME),
+            (9, "sent", None, TIME, TIME),
+            (10, "pending", None, TIME, None),
+        ],
+        [("mail.password_reset", "ada@example.org", 10, "pending", TIME)],
+    ],
+    "How long it takes": [
+        [
+            ("mail.password_reset", 1, [3.0, 3.0, 3.0], seconds(3)),
+            ("mail.welcome", 2, [32.0, 59.0, 61.4], seconds(62)),
+        ],
+        [
+            ("mail.password_reset", 1, 2.0, 2.0, 1.0, 1.0),
+            ("mail.welcome", 2, 5.5, 9.91, 1.5, 1.99),
+        ],
+        [(1, TIME, seconds(0), seconds(1), seconds(1))],
+    ],
+    "How much is sent": [[(3, 1, 3)]],
+    "Which queues are paused or limited": [[("bulk", True, TIME, None, None, None, None, None, 0)]],
+    "What is held to be dead": [[("smtp:mail", seconds(20), seconds(10), "refused, password=(redacted)")]],
+}
+# Neither is a question to the views.
+NOT_FOR_VIEWERS: Final = ("payload @>", "pg_stat_activity")
+
+
+def queries() -> list[tuple[str, int, str]]:
+    """Heading, number below it, and text of every query."""
+    found = []
+    for section in re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE)[1:]:
+        heading = section.partition("\n")[0]
+        blocks = re.findall(r"^```sql\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+        found += [(heading, number, text) for number, text in enumerate(blocks)]
+    return found
+
+
+def settled(value: object) -> object:
+    """What does not change from run to run."""
+    if isinstance(value, datetime):
+        return TIME
+    if isinstance(value, float | Decimal):
+        return round(float(value), 3)
+    return [settled(one) for one in value] if isinstance(value, list) else value
+
+
+@pytest.fixture
+def known(rolled_back: psycopg.Connection) -> psycopg.Connection:
+    rolled_back.execute(ROWS)
+    rolled_back.execute(OTHERS)
+    return rolled_back
+
+
+def test_every_answer_belongs_to_a_query() -> None:
+    asked = {heading: number + 1 for heading, number, _ in queries()}
+    assert {heading: len(answers) for heading, answers in ANSWERS.items()} == {
+        heading: count for heading, count in asked.items() if heading != "Is anything in the way of vacuum"
+    }
+
+
+@pytest.mark.parametrize(
+    ("heading", "number", "text"), [pytest.param(*query, id=f"{query[0]} {query[1]}") for query in queries()]
+)
+def test_a_query_answers_what_it_promises(known: psycopg.Connection, heading: str, number: int, text: str) -> None:
+    if not any(part in text for part in NOT_FOR_VIEWERS):
+        known.execute("SET LOCAL ROLE pgoutbox_viewer")
+    rows = [tuple(map(settled, row)) for row in known.execute(text.encode()).fetchall()]
+    if heading == "Is anything in the way of vacuum":
+        assert rows != []
+    elif heading == "How much is sent":
+        # The hour may change between two of the seeded times.
+        totals = zip(*[[count for count in row if isinstance(count, int)] for row in rows], strict=True)
+        assert tuple(map(sum, totals)) == ANSWERS[heading][number][0]
+    else:
+        assert rows == ANSWERS[heading][number]
