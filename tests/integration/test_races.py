@@ -100,7 +100,7 @@ def test_what_is_being_resent_is_not_pruned_and_keeps_its_content(connect: Conne
     assert db.execute(sql.PRUNE, old).fetchall() == []
     db.execute(sql.PRUNE_CONTENT, {"limit": 9})
     resending.commit()
-    assert [state for state, _ in db.execute(sql.PRUNE, old)] == ["sent"]
+    assert db.execute(sql.PRUNE, old).fetchall() == [("sent",)]
     db.execute(sql.PRUNE_CONTENT, {"limit": 9})
     body = db.execute(
         "SELECT c.body FROM pgoutbox.message AS m JOIN pgoutbox.content AS c ON c.id = m.content_id WHERE m.id = %s",
