@@ -12,9 +12,11 @@ from urllib.parse import urlencode
 
 import httpx
 import psycopg
+import psycopg.sql
 import pytest
 from cryptography.fernet import Fernet
 from fastapi import FastAPI
+from psycopg.conninfo import conninfo_to_dict
 from psycopg.types.json import Jsonb
 from starlette.applications import Starlette
 from starlette.routing import Mount
@@ -27,6 +29,7 @@ from pgoutbox.web import bulk, create_app, database, history, live, reads
 from tests.faults.proxy import proxy_to
 from tests.messages import ADD_ATTEMPT, put
 from tests.outbox_actions import state_of
+from tests.roles import login
 from tests.waiting import PROCESS_PATIENCE_SECONDS, wait_until
 from tests.web_server import OPERATOR_TOKEN, VIEWER_TOKEN, serving, web_settings
 
@@ -1071,3 +1074,37 @@ def test_a_forged_host_changes_no_link(site: Site) -> None:
 def test_settings_that_are_given_win_over_those_of_the_outbox(dsn: str, open_site: Callable[..., Site]) -> None:
     site = open_site(dsn, Outbox(load_settings(dsn="postgresql://nowhere.invalid/x")))
     assert site.ada.get("/").status_code == 200
+
+
+# --- rights -----------------------------------------------------------------------------------------------------------
+
+READ_THE_TABLES: Final = """
+    GRANT SELECT ON pgoutbox.message, pgoutbox.message_live, pgoutbox.message_failed, pgoutbox.message_done TO {role};
+    GRANT SELECT ON pgoutbox.attempt, pgoutbox.coalesce, pgoutbox.queue, pgoutbox.breaker, pgoutbox.audit TO {role};
+    GRANT SELECT ON SEQUENCE pgoutbox.message_id_seq TO {role}
+"""
+
+
+def test_a_login_with_an_operators_role_that_may_read_the_tables_is_enough(
+    dsn: str, db: psycopg.Connection, open_site: Callable[..., Site]
+) -> None:
+    message_id = put(db, State.FAILED)
+    with login(dsn, "pgoutbox_operator") as its_dsn:
+        role = psycopg.sql.Identifier(str(conninfo_to_dict(its_dsn)["user"]))
+        db.execute(psycopg.sql.SQL(READ_THE_TABLES).format(role=role))
+        site = open_site(its_dsn)
+        for path in ("/", "/messages", f"/messages/{message_id}", "/queues", "/failed", "/audit"):
+            get(site.ada, path)
+        redrive = site.ada.post(f"/messages/{message_id}/redrive")
+        assert (redrive.status_code, state_of(db, message_id)) == (303, State.PENDING)
+        pause = site.ada.post("/queues/default/pause")
+        assert (pause.status_code, db.execute("SELECT name FROM pgoutbox.queue").fetchall()) == (303, [("default",)])
+
+
+def test_a_login_without_rights_is_told_so_and_sees_nothing(
+    dsn: str, db: psycopg.Connection, open_site: Callable[..., Site]
+) -> None:
+    put(db, State.FAILED)
+    with login(dsn, "pgoutbox_producer") as its_dsn:
+        site = open_site(its_dsn)
+        assert "mail" not in get(site.ada, "/messages", 403).words
