@@ -130,12 +130,13 @@ def print_note(text: str) -> None:
 def _print_message(kind: str, colour: str, text: str) -> None:
     for line in text.splitlines():
         shown = f"{kind}: {printable(line)}"
-        sys.stderr.write((f"\x1b[{colour}m{shown}\x1b[0m" if _is_colourful(sys.stderr) else shown) + "\n")
+        sys.stderr.write(coloured(shown, colour, sys.stderr) + "\n")
     sys.stderr.flush()
 
 
-def _is_colourful(stream: TextIO) -> bool:
-    return stream.isatty() and not os.environ.get("NO_COLOR")
+def coloured(text: str, colour: str, stream: TextIO) -> str:
+    """The text in a colour of ANSI, if the stream is a terminal and nobody minds."""
+    return f"\x1b[{colour}m{text}\x1b[0m" if stream.isatty() and not os.environ.get("NO_COLOR") else text
 
 
 @contextlib.contextmanager
@@ -211,8 +212,8 @@ def mask(text: str, secrets: Iterable[str]) -> str:
     return text
 
 
-def configure_logging(settings: Settings) -> None:
-    """Send the log of the whole process where, in the format and from the level that the settings say."""
+def secrets_of(settings: Settings) -> frozenset[str]:
+    """Every secret of the settings, in the forms in which an error could quote it."""
     urls = (settings.dsn, settings.listen_dsn, settings.redis_url, settings.nats_url, settings.rabbitmq_url)
     dsns = [secret.get_secret_value() for secret in urls if secret is not None]
     given = (settings.smtp_password, settings.kafka_password)
@@ -223,7 +224,12 @@ def configure_logging(settings: Settings) -> None:
         passwords += [part.rpartition("=whsec_")[2] for part in settings.webhook_secrets.get_secret_value().split()]
     web = (settings.web_viewer_token, settings.web_operator_token, settings.web_secret)
     passwords += [part for secret in web if secret is not None for part in tokens_in(secret.get_secret_value())]
-    secrets = secrets_in(dsns, passwords)
+    return secrets_in(dsns, passwords)
+
+
+def configure_logging(settings: Settings) -> None:
+    """Send the log of the whole process where, in the format and from the level that the settings say."""
+    secrets = secrets_of(settings)
     formatter = JsonFormatter(secrets) if settings.log_format == "json" else TextFormatter(secrets)
     handler: logging.Handler = logging.StreamHandler(sys.stderr)
     if settings.log_file is not None:

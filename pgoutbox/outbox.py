@@ -310,6 +310,11 @@ class Outbox:
             redact=definition.redact,
         )
 
+    @property
+    def own_transports(self) -> Mapping[str, Transport]:
+        """The transports that were given, by scheme."""
+        return MappingProxyType(self._transports)
+
     def transports_for(self, settings: Settings) -> dict[str, Transport]:
         """The transports by scheme: those given, those whose servers the settings name, and `https`.
 

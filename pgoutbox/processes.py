@@ -17,7 +17,7 @@ from typing import Literal, NoReturn, assert_never
 
 from pgoutbox import systemd
 from pgoutbox.outbox import Outbox
-from pgoutbox.settings import Settings
+from pgoutbox.settings import SUPERVISOR_FD_VARIABLE, Settings
 from pgoutbox.telemetry import Event, Telemetry
 from pgoutbox.worker import QueueShare, Worker
 
@@ -25,7 +25,6 @@ _log = logging.getLogger("pgoutbox.processes")
 
 Mode = Literal["run", "once", "drain"]
 
-SUPERVISOR_FD_VARIABLE = "PGOUTBOX_SUPERVISOR_FD"
 _FIRST_PAUSE_SECONDS = 0.5
 _MAX_PAUSE_SECONDS = 30.0
 _STEADY_SECONDS = 60.0

@@ -5,9 +5,11 @@ A wrong value raises `ConfigurationError` with the variable's name, the value (n
 
 from __future__ import annotations
 
+import difflib
 import ipaddress
 import math
 import re
+from collections.abc import Iterable
 from typing import Literal, Self, get_args
 
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
@@ -17,6 +19,9 @@ from pgoutbox.errors import ConfigurationError
 from pgoutbox.redaction import REDACTED_NAMES, check_redacted_name
 
 ENVIRONMENT_PREFIX = "PGOUTBOX_"
+# What is no setting and yet means something: to those who run pgoutbox's own tests, and to supervised processes.
+_TEST_PREFIX = f"{ENVIRONMENT_PREFIX}TEST_"
+SUPERVISOR_FD_VARIABLE = f"{ENVIRONMENT_PREFIX}SUPERVISOR_FD"
 _HOST_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\]")
 _FERNET_KEY = re.compile(r"\s*[A-Za-z0-9_-]{43}=\s*")
 
@@ -404,6 +409,19 @@ def load_settings(**overrides: object) -> Settings:
         return Settings(**given)  # type: ignore[arg-type] # pydantic checks the values that the caller passes by name
     except ValidationError as error:
         raise ConfigurationError(_explain(error, given)) from None
+
+
+def unknown_variables(environment: Iterable[str]) -> list[tuple[str, str]]:
+    """The variables that look like a setting and are none, each with the setting that was likely meant."""
+    known = [f"{ENVIRONMENT_PREFIX}{field.upper()}" for field in Settings.model_fields]
+    return [
+        (variable, difflib.get_close_matches(variable.upper(), known, n=1, cutoff=0.0)[0])
+        for variable in sorted(environment)
+        if variable.upper().startswith(ENVIRONMENT_PREFIX)
+        and not variable.startswith(_TEST_PREFIX)
+        and variable != SUPERVISOR_FD_VARIABLE
+        and variable.upper() not in known
+    ]
 
 
 def _explain(error: ValidationError, given: dict[str, object]) -> str:

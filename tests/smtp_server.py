@@ -94,7 +94,7 @@ async def accepting_server(
     def authenticate(server: SMTP, session: Session, envelope: Envelope, mechanism: str, data: object) -> AuthResult:
         login, given = getattr(data, "login", b""), getattr(data, "password", b"")
         inbox.logins.append((login, given))
-        return AuthResult(success=given == password)
+        return AuthResult(success=given == password, handled=False)
 
     def connect() -> SMTP:
         inbox.connection_count += 1

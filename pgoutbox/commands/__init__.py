@@ -4,10 +4,10 @@ Data goes to stdout, everything else to stderr. What a command refuses it raises
 into one line and an exit code.
 """
 
-from pgoutbox.commands import about, acts, deletion, messages, queues, schema, watch, worker
+from pgoutbox.commands import about, acts, deletion, doctor, messages, queues, schema, watch, worker
 from pgoutbox.commands.program import app
 from pgoutbox.web.command import web_app
 
 app.add_typer(web_app, name="web")
 
-__all__ = ["about", "acts", "app", "deletion", "messages", "queues", "schema", "watch", "worker"]
+__all__ = ["about", "acts", "app", "deletion", "doctor", "messages", "queues", "schema", "watch", "worker"]

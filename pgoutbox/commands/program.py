@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,19 +17,16 @@ from pgoutbox import operations
 from pgoutbox.arguments import load_outbox
 from pgoutbox.console import FAILED, INTERRUPTED, MISUSED, print_error, print_note, print_table, print_warning
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.settings import ENVIRONMENT_PREFIX, Settings, load_settings
+from pgoutbox.settings import SUPERVISOR_FD_VARIABLE, Settings, load_settings, unknown_variables
 
 if TYPE_CHECKING:
     from psycopg.rows import TupleRow
 
 
-# Set by the supervisor of worker processes, which has warned already, and by those who run pgoutbox's own tests.
-_SUPERVISED: Final = f"{ENVIRONMENT_PREFIX}SUPERVISOR_FD"
-_TEST_PREFIX: Final = f"{ENVIRONMENT_PREFIX}TEST_"
-
 _ORDER: Final = (
     *("demo", "migrate", "worker", "enqueue", "list", "show", "stats", "top", "tail", "workers"),
-    *("redrive", "resend", "cancel", "prune", "retention", "queues", "pause", "resume", "limit", "audit", "web"),
+    *("redrive", "resend", "cancel", "prune", "retention", "queues", "pause", "resume", "limit", "audit"),
+    *("doctor", "web"),
 )
 
 
@@ -59,15 +55,10 @@ def read_settings(dsn: str | None, **overrides: object) -> Settings:
 
 def warn_of_unknown_variables(environment: Mapping[str, str]) -> None:
     """Name every variable that looks like a setting and is none, with the setting that was likely meant."""
-    if _SUPERVISED in environment:
+    if SUPERVISOR_FD_VARIABLE in environment:  # It has warned already.
         return
-    known = [f"{ENVIRONMENT_PREFIX}{field.upper()}" for field in Settings.model_fields]
-    for variable in sorted(environment):
-        if not variable.upper().startswith(ENVIRONMENT_PREFIX) or variable.startswith(_TEST_PREFIX):
-            continue
-        if variable.upper() not in known:
-            nearest = difflib.get_close_matches(variable.upper(), known, n=1, cutoff=0.0)[0]
-            print_warning(f"{variable} is no setting of pgoutbox; did you mean {nearest}?")
+    for variable, nearest in unknown_variables(environment):
+        print_warning(f"{variable} is no setting of pgoutbox; did you mean {nearest}?")
 
 
 def redacted_names_of(settings: Settings) -> Callable[[str], tuple[str, ...]]:

@@ -62,6 +62,18 @@ class NamesBreaker(Protocol):
         ...
 
 
+@runtime_checkable
+class ChecksItself(Protocol):
+    """A transport that `pgoutbox doctor` can try; it need not."""
+
+    async def check(self) -> str | None:
+        """Open what a send needs, hand nothing over, and say what is wrong, in one line without a secret.
+
+        None when nothing is. Nobody sends meanwhile, and `aclose` follows.
+        """
+        ...
+
+
 def breaker_key(transport: Transport, message: Message[object], content: Content | None) -> str | None:
     """The transport's own answer, or else `https:api.example.org:443` for a web address and the scheme for the rest.
 

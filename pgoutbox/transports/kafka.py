@@ -85,6 +85,26 @@ class KafkaTransport:
             return refusal
         return await self._produce(topic, event)
 
+    async def check(self) -> str | None:
+        """Connect and sign in as for an event, and say what went wrong; None if nothing did."""
+        return await asyncio.to_thread(self._ask_for_brokers)
+
+    def _ask_for_brokers(self) -> str | None:
+        from confluent_kafka import KafkaException, Producer
+
+        said: list[str] = []
+        configuration = {**self._configuration, "error_cb": lambda error: said.append(error.str())}
+        try:
+            producer = Producer(configuration, logger=_client_logger)
+            try:
+                producer.list_topics(timeout=self._seconds)
+            finally:
+                producer.poll(0)  # It tells only now what its connections met with.
+        except KafkaException as error:
+            why = printable(": ".join([error.args[0].str(), *said[:1]]), hide=self._secrets)
+            return f"connect: no broker within {self._seconds:g} s: {why}"
+        return None
+
     async def aclose(self) -> None:
         """Stop the producer; what it still has in its queue, of sends that were cancelled, is dropped."""
         link, self._link = self._link, None

@@ -97,6 +97,16 @@ class NatsTransport:
             return Transient(f"connect: {self._said(error)}", outage=True)
         return await self._publish(connection, subject, event)
 
+    async def check(self) -> str | None:
+        """Connect and sign in as for an event, and say what went wrong; None if nothing did."""
+        try:
+            async with asyncio.timeout(self._seconds):
+                connection = await self._connection.get()
+                await connection.client.flush(timeout=max(1, int(self._seconds)))
+        except (OSError, _NatsError()) as error:
+            return f"connect: {self._said(error)}"
+        return None
+
     async def aclose(self) -> None:
         """Close the connection."""
         connection = await self._connection.take()

@@ -92,6 +92,15 @@ class RabbitMQTransport:
             return await self._publish_with_others(address, event)
         return await self._publish_alone(connection, address, event)
 
+    async def check(self) -> str | None:
+        """Connect, sign in and open a channel as for an event, and say what went wrong; None if nothing did."""
+        try:
+            async with asyncio.timeout(self._seconds):
+                await self._open_channel("")
+        except Exception as error:  # noqa: BLE001 - as when a connection is made for an event
+            return f"connect: {self._said(error)}"
+        return None
+
     async def aclose(self) -> None:
         """Close the connection and its channels."""
         connection = await self._connection.take()

@@ -82,6 +82,25 @@ class RedisTransport:
         async with self._slots:
             return await self._append(stream, event)
 
+    async def check(self) -> str | None:
+        """Connect and sign in as for an event, and say what went wrong; None if nothing did."""
+        from redis.exceptions import RedisError
+
+        try:
+            async with asyncio.timeout(self._seconds):
+                connection = await self._pool.get_connection()  # type: ignore[no-untyped-call] # redis is typed in part
+        except (RedisError, OSError) as error:
+            return f"connect: {self._said(error)}"
+        try:
+            async with asyncio.timeout(self._seconds):
+                await connection.send_command("PING")
+                await connection.read_response(disconnect_on_error=True)
+        except (RedisError, OSError) as error:
+            return f"PING: {self._said(error)}"
+        finally:
+            await self._pool.release(connection)
+        return None
+
     async def aclose(self) -> None:
         """Close every connection."""
         await self._pool.disconnect()

@@ -106,6 +106,15 @@ class SmtpTransport:
         """The server, whoever the recipients are."""
         return self._breaker_key
 
+    async def check(self) -> str | None:
+        """Connect, encrypt and sign in as for an e-mail, and say what went wrong; None if nothing did."""
+        try:
+            connection = await self._open()
+        except _Failure as failure:
+            return failure.text
+        await connection.quit()
+        return None
+
     async def aclose(self) -> None:
         """Take leave of the server on every open connection."""
         idle, self._idle = self._idle, []

@@ -1,0 +1,793 @@
+"""The doctor on databases that are broken, each in one way, and on one that is in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import psycopg
+import pytest
+import typer
+from cryptography.fernet import Fernet
+from psycopg import sql
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from pydantic import SecretStr
+
+from pgoutbox import Outbox, migrate
+from pgoutbox.commands import app
+from pgoutbox.doctor import Finding, Level, Limits, examine
+from pgoutbox.encryption import Keyring
+from pgoutbox.message import Message, State
+from pgoutbox.settings import Settings, load_settings
+from tests.faults.proxy import proxy_to
+from tests.faults.servers import OwnServer, Workshop, open_workshop
+from tests.integration import test_regressions
+from tests.messages import put
+from tests.outbox_actions import WatchedWorker, enqueue, running
+from tests.smtp_server import accepting_server
+from tests.waiting import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pgoutbox.dispatch import Context
+    from tests.conftest import Connect, Server
+
+pooled_dsn = test_regressions.pooled_dsn
+
+ROOT: Final = Path(__file__).parents[2]
+CANARY: Final = "c4n4ry-s3cret"
+HOUR_AGO: Final = "UPDATE pgoutbox.message SET available_at = now() - interval '1 hour'"
+
+
+def settings_of(dsn: str, **overrides: object) -> Settings:
+    given: dict[str, object] = {"dsn": dsn, "connect_timeout_seconds": 5}
+    return load_settings(**given | overrides)
+
+
+def found(
+    settings: Settings | str,
+    check: str,
+    *,
+    outbox: Outbox | None = None,
+    limits: Limits | None = None,
+    environment: dict[str, str] | None = None,
+    ahead_seconds: float = 0.0,
+) -> list[Finding]:
+    """What one check says."""
+    if isinstance(settings, str):
+        settings = settings_of(settings)
+    findings = examine(
+        settings,
+        outbox,
+        environment=environment,
+        limits=limits,
+        clock=lambda: time.time() + ahead_seconds,
+    )
+    return [finding for finding in findings if finding.check == check]
+
+
+def expect(findings: list[Finding], level: Level, *words: str) -> Finding:
+    """The one finding of this level, in which these words are; it says why and how to mend it."""
+    matching = [finding for finding in findings if finding.level is level]
+    assert len(matching) == 1, findings
+    (finding,) = matching
+    for word in words:
+        assert word in f"{finding.what}\n{finding.why}\n{finding.mend}"
+    if level in (Level.WARNING, Level.PROBLEM):
+        assert finding.why
+        assert finding.mend
+    return finding
+
+
+def levels(findings: list[Finding]) -> list[str]:
+    return [finding.level.value for finding in findings]
+
+
+@pytest.fixture(scope="module")
+def workshop() -> Iterator[Workshop]:
+    with open_workshop(os.environ) as workshop:
+        yield workshop
+
+
+@pytest.fixture(scope="module")
+def own(workshop: Workshop) -> Iterator[OwnServer]:
+    """A durable server whose slots, prepared transactions and roles are the tests' own."""
+    with workshop.server() as server:
+        server.start(max_prepared_transactions="5", wal_level="replica")
+        yield server
+
+
+@pytest.fixture(scope="module")
+def reckless(workshop: Workshop) -> Iterator[OwnServer]:
+    """A server that is set up to lose and to rot."""
+    with workshop.server() as server:
+        server.start(fsync="off", full_page_writes="off", autovacuum="off")
+        yield server
+
+
+@pytest.fixture
+def role(server: Server, dsn: str) -> Iterator[tuple[str, str]]:
+    """A role without any right, and the DSN that signs it in."""
+    database = conninfo_to_dict(dsn)["dbname"]
+    name = f"doctor_{database}"
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute(sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(name)))
+        try:
+            yield name, make_conninfo(dsn, user=name)
+        finally:
+            connection.execute(sql.SQL("DROP OWNED BY {} CASCADE").format(sql.Identifier(name)))
+            connection.execute(sql.SQL("DROP ROLE {}").format(sql.Identifier(name)))
+
+
+@pytest.fixture
+def handled() -> Outbox:
+    """An application that handles `greet`."""
+    outbox = Outbox()
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None: ...
+
+    return outbox
+
+
+@pytest.fixture
+def posing(dsn: str) -> Iterator[psycopg.Connection]:
+    """A connection that looks like a worker's, and claims nothing."""
+    with psycopg.connect(dsn, application_name="pgoutbox claim w1") as connection:
+        yield connection
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_misspelt_variable_is_named_with_the_setting_that_was_meant(dsn: str) -> None:
+    findings = found(dsn, "settings", environment={"PGOUTBOX_SMTP_HSOT": "x", "PGOUTBOX_TEST_DSN": "x", "PATH": "x"})
+    expect(findings, Level.WARNING, "PGOUTBOX_SMTP_HSOT", "did you mean PGOUTBOX_SMTP_HOST?")
+
+
+def test_a_redirect_is_warned_of_and_a_forbidden_one_is_a_problem(dsn: str) -> None:
+    redirect = settings_of(dsn, redirect_to="tester@club.org", redirect_except="@club.org")
+    expect(found(redirect, "settings"), Level.WARNING, "tester@club.org", "your users get none", "unset")
+    forbidden = settings_of(dsn, redirect_to="tester@club.org", redirect_forbidden="2020-01-01/2199-01-01")
+    expect(found(forbidden, "settings"), Level.PROBLEM, "PGOUTBOX_REDIRECT_FORBIDDEN", "does not start")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"log_level": "DEBUG"}, "PGOUTBOX_LOG_LEVEL=DEBUG"),
+        ({"webhook_excerpt_length": 80}, "PGOUTBOX_WEBHOOK_EXCERPT_LENGTH=80"),
+        ({"breaker": False}, "PGOUTBOX_BREAKER=false"),
+    ],
+)
+def test_settings_for_testing_are_warned_of(dsn: str, given: dict[str, object], words: str) -> None:
+    expect(found(settings_of(dsn, **given), "settings"), Level.WARNING, words)
+
+
+@pytest.mark.parametrize(
+    ("dsn", "level"),
+    [
+        ("host=db.invalid", Level.WARNING),
+        ("host=db.invalid sslmode=require", Level.WARNING),
+        ("host=localhost,db.invalid", Level.WARNING),
+        ("postgresql://app@db.invalid/app?sslmode=verify-ca", Level.WARNING),
+        ("host=db.invalid sslmode=verify-full", Level.OK),
+        ("host=127.0.0.1 port=1", Level.OK),
+        ("host=/nowhere", Level.OK),
+    ],
+)
+def test_a_dsn_that_leaves_the_machine_has_to_verify_the_server(dsn: str, level: Level) -> None:
+    finding = expect(found(dsn, "tls"), level)
+    assert level is Level.OK or "sslmode=verify-full" in str(finding.mend)
+
+
+def test_the_listeners_dsn_has_to_verify_the_server_too(dsn: str) -> None:
+    settings = settings_of(dsn, listen_dsn="host=db.invalid sslmode=prefer")
+    expect(found(settings, "tls"), Level.WARNING, "PGOUTBOX_LISTEN_DSN", "sslmode=prefer")
+
+
+# --- the server -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dsn", "words"),
+    [
+        (f"postgresql://app:{CANARY}@127.0.0.1:1/app", "port 1 failed"),
+        (f"postgresql://app:p@{CANARY}#x@127.0.0.1:1/app", ""),
+        (f"host=127.0.0.1 password={CANARY} nonsense", "is not a connection string"),
+    ],
+)
+def test_a_database_out_of_reach_is_a_problem_and_the_ways_out_are_examined_all_the_same(dsn: str, words: str) -> None:
+    findings = list(examine(load_settings(dsn=dsn, connect_timeout_seconds=1)))
+    expect([finding for finding in findings if finding.check == "database"], Level.PROBLEM, "PGOUTBOX_DSN", words)
+    assert {"smtp", "webhooks", "kafka"} <= {finding.check for finding in findings}
+
+
+def test_a_database_of_another_encoding_is_a_problem(server: Server) -> None:
+    with server.database() as janitor:
+        dsn = server.dsn_for("postgres")
+        name = sql.Identifier(f"{janitor.dbname}_ascii")
+        with psycopg.connect(dsn, autocommit=True) as connection:
+            connection.execute(
+                sql.SQL("CREATE DATABASE {} ENCODING 'SQL_ASCII' LOCALE 'C' TEMPLATE template0").format(name)
+            )
+            try:
+                expect(found(server.dsn_for(f"{janitor.dbname}_ascii"), "server"), Level.PROBLEM, "SQL_ASCII", "UTF8")
+            finally:
+                connection.execute(sql.SQL("DROP DATABASE {} WITH (FORCE)").format(name))
+
+
+def test_a_read_only_session_is_a_problem(dsn: str, db: psycopg.Connection) -> None:
+    database = sql.Identifier(str(conninfo_to_dict(dsn)["dbname"]))
+    db.execute(sql.SQL("ALTER DATABASE {} SET default_transaction_read_only = on").format(database))
+    expect(found(dsn, "server"), Level.PROBLEM, "read-only", "default_transaction_read_only")
+
+
+def test_a_standby_is_a_problem_and_its_feedback_and_its_slot_are_found_on_the_primary(
+    own: OwnServer, workshop: Workshop
+) -> None:
+    limits = Limits(transactions=0)
+    reporting = {
+        "hot_standby_feedback": "on",
+        "wal_receiver_status_interval": "1",
+        "max_prepared_transactions": "5",
+    }
+    with own.connect() as db, workshop.standby_of(own, "reports") as standby:
+        standby.start(**reporting)
+        expect(found(standby.dsn, "server"), Level.PROBLEM, "leads to a standby", "target_session_attrs=read-write")
+        feedback = "SELECT FROM pg_stat_replication WHERE backend_xmin IS NOT NULL"
+        wait_until(lambda: db.execute(feedback).fetchall(), lambda: "the standby tells what it reads")
+        expect(
+            found(own.dsn, "transactions", limits=limits),
+            Level.WARNING,
+            "standby reports",
+            "hot_standby_feedback=off",
+        )
+        standby.stop()
+        db.execute("SELECT pg_create_physical_replication_slot('for_reports')")
+        try:
+            standby.start(**reporting, primary_slot_name="for_reports")
+            held = "SELECT FROM pg_replication_slots WHERE xmin IS NOT NULL"
+            wait_until(lambda: db.execute(held).fetchall(), lambda: "the slot holds what the standby reads")
+            standby.stop("immediate")
+            expect(
+                found(own.dsn, "transactions", limits=limits),
+                Level.WARNING,
+                "replication slot for_reports",
+                "pg_drop_replication_slot('for_reports')",
+            )
+        finally:
+            standby.stop("immediate")
+            unused = "SELECT FROM pg_replication_slots WHERE NOT active"
+            wait_until(lambda: db.execute(unused).fetchall(), lambda: "the slot is free")
+            db.execute("SELECT pg_drop_replication_slot('for_reports')")
+
+
+def test_a_pooler_by_transaction_before_the_listener_is_a_problem(pooled_dsn: str) -> None:
+    expect(found(pooled_dsn, "pooler"), Level.PROBLEM, "transaction pooler", "PGOUTBOX_LISTEN_DSN")
+    assert levels(found(pooled_dsn, "listener")) == ["skipped"]
+
+
+def test_a_pooler_is_no_problem_for_those_who_go_around_it_or_do_without(dsn: str, pooled_dsn: str) -> None:
+    around = settings_of(pooled_dsn, listen_dsn=dsn)
+    expect(found(around, "pooler"), Level.OK, "a connection of its own")
+    expect(found(around, "listener"), Level.OK, "came through")
+    without = settings_of(pooled_dsn, listen=False)
+    expect(found(without, "pooler"), Level.OK, "PGOUTBOX_LISTEN=false")
+    assert levels(found(without, "listener")) == ["skipped"]
+    through = settings_of(dsn, listen_dsn=pooled_dsn)
+    expect(found(through, "listener"), Level.PROBLEM, "PGOUTBOX_LISTEN_DSN leads through a pooler")
+
+
+def test_a_listener_on_another_database_hears_nothing(dsn: str, empty_dsn: str) -> None:
+    settings = settings_of(dsn, listen_dsn=empty_dsn)
+    findings = found(settings, "listener", limits=Limits(round_trip_seconds=0.2))
+    expect(findings, Level.PROBLEM, "did not come through", "the same database")
+
+
+def test_a_listener_that_cannot_connect_is_a_problem(dsn: str) -> None:
+    settings = settings_of(dsn, listen_dsn=f"postgresql://app:{CANARY}@127.0.0.1:1/app", connect_timeout_seconds=1)
+    finding = expect(found(settings, "listener"), Level.PROBLEM, "PGOUTBOX_LISTEN_DSN", "waits for the sweep")
+    assert CANARY not in str(finding)
+
+
+def test_a_server_that_does_not_answer_is_given_up(dsn: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pgoutbox.doctor.patient.STATEMENT_SECONDS", 0)
+    monkeypatch.setattr("pgoutbox.doctor.patient.ANSWER_SECONDS", 0.3)
+    with proxy_to(dsn, tmp_path) as proxy:
+        findings = examine(settings_of(proxy.dsn))
+        while next(findings).check != "database":
+            pass
+        with proxy.stalled():
+            expect([next(findings)], Level.PROBLEM, "cannot be checked: no answer within 0.3 s")
+            assert {finding.check for finding in findings} >= {"slots", "schema", "smtp"}
+
+
+@pytest.mark.parametrize(("ahead", "word"), [(60.0, "behind"), (-60.0, "ahead of")])
+def test_clocks_that_differ_are_warned_of(dsn: str, ahead: float, word: str) -> None:
+    expect(found(dsn, "clock", ahead_seconds=ahead), Level.WARNING, "60 s", word, "NTP")
+
+
+def test_a_server_that_does_not_write_to_disk_is_a_problem(reckless: OwnServer) -> None:
+    findings = found(reckless.dsn, "durability")
+    assert [(finding.level, finding.what) for finding in findings] == [
+        (Level.PROBLEM, "fsync=off"),
+        (Level.PROBLEM, "full_page_writes=off"),
+    ]
+
+
+def test_commits_that_do_not_wait_are_warned_of_whoever_has_them(own: OwnServer) -> None:
+    with own.connect() as db:
+        db.execute("CREATE ROLE hasty_app LOGIN")
+        db.execute("ALTER ROLE hasty_app SET synchronous_commit = off")
+        try:
+            expect(found(own.dsn, "durability"), Level.WARNING, "synchronous_commit=off for role hasty_app")
+        finally:
+            db.execute("DROP ROLE hasty_app")
+        assert levels(found(own.dsn, "durability")) == ["ok"]
+        hasty = make_conninfo(own.dsn, options="-c synchronous_commit=off")
+        expect(found(hasty, "durability"), Level.WARNING, "this session")
+
+
+def test_an_unlogged_table_is_a_problem(own: OwnServer) -> None:
+    with own.connect() as db:
+        db.execute("ALTER TABLE pgoutbox.message_live SET UNLOGGED")
+        try:
+            finding = expect(found(own.dsn, "durability"), Level.PROBLEM, "UNLOGGED: message_live")
+        finally:
+            db.execute(str(finding.mend).encode())
+    assert levels(found(own.dsn, "durability")) == ["ok"]
+
+
+def test_a_session_that_stays_in_its_transaction_is_named(dsn: str) -> None:
+    with psycopg.connect(dsn, application_name="month-end report") as reader:
+        reader.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+        reader.execute("SELECT count(*) FROM pgoutbox.message")
+        pid = reader.info.backend_pid
+        findings = [
+            finding
+            for finding in found(dsn, "transactions", limits=Limits(transaction_seconds=0))
+            if f"session {pid} " in finding.what
+        ]
+        user = reader.info.user
+    expect(
+        findings,
+        Level.WARNING,
+        f"user {user}",
+        "application month-end report",
+        "idle in transaction",
+        f"pg_terminate_backend({pid})",
+    )
+
+
+def test_a_forgotten_prepared_transaction_is_named_and_its_mend_mends_it(own: OwnServer) -> None:
+    limits = Limits(transaction_seconds=0)
+    with own.connect() as db:
+        db.execute("BEGIN")
+        enqueue(db)
+        db.execute("PREPARE TRANSACTION 'order 7''s payment'")
+        finding = expect(
+            found(own.dsn, "transactions", limits=limits), Level.WARNING, "prepared transaction order 7's payment"
+        )
+        db.execute(str(finding.mend).partition(" or ")[2].encode())
+    assert levels(found(own.dsn, "transactions", limits=limits)) == ["ok"]
+
+
+def test_a_role_that_does_not_see_others_says_so_instead_of_that_all_is_well(role: tuple[str, str]) -> None:
+    name, role_dsn = role
+    expect(found(role_dsn, "transactions"), Level.SKIPPED, f"GRANT pg_read_all_stats TO {name}")
+
+
+def test_a_slot_that_nobody_reads_is_named(own: OwnServer) -> None:
+    with own.connect() as db:
+        db.execute("SELECT pg_create_physical_replication_slot('forgotten', true)")
+        try:
+            expect(
+                found(own.dsn, "slots", limits=Limits(retained_bytes=0)),
+                Level.WARNING,
+                "replication slot forgotten (unused, reserved) holds back",
+                "pg_drop_replication_slot('forgotten')",
+            )
+            assert levels(found(own.dsn, "slots")) == ["ok"]
+        finally:
+            db.execute("SELECT pg_drop_replication_slot('forgotten')")
+
+
+def test_notifications_that_a_listener_keeps_in_the_queue_are_found(own: OwnServer) -> None:
+    with own.connect() as sleeper, own.connect() as db:
+        sleeper.execute("LISTEN anything")
+        sleeper.execute("BEGIN")
+        sleeper.execute("SELECT 1")
+        for number in range(20):
+            db.execute("SELECT pg_notify('anything', %s)", (f"{number} {'x' * 7_000}",))
+        findings = found(own.dsn, "notify", limits=Limits(notify_warning=1e-9))
+        expect(findings, Level.WARNING, "queue of notifications", "in a transaction for long")
+        findings = found(own.dsn, "notify", limits=Limits(notify_warning=1e-9, notify_problem=1e-9))
+        expect(findings, Level.PROBLEM, "fails at its COMMIT")
+
+
+def test_autovacuum_that_is_off_is_found_for_the_server_and_for_a_table(reckless: OwnServer) -> None:
+    expect(found(reckless.dsn, "vacuum"), Level.PROBLEM, "autovacuum is off", "set autovacuum=on")
+    with reckless.connect() as db:
+        db.execute("ALTER TABLE pgoutbox.message_live SET (autovacuum_enabled = off)")
+        finding = expect(found(reckless.dsn, "vacuum"), Level.WARNING, "autovacuum is off for message_live")
+        db.execute(str(finding.mend).encode())
+    assert levels(found(reckless.dsn, "vacuum")) == ["problem"]
+
+
+def test_more_dead_rows_than_live_ones_are_found(reckless: OwnServer) -> None:
+    with reckless.connect() as db:
+        for _ in range(20):
+            enqueue(db)
+        db.execute("DELETE FROM pgoutbox.message")
+        db.execute("SELECT pg_stat_force_next_flush()")
+        findings = found(reckless.dsn, "vacuum", limits=Limits(dead_rows=10))
+    expect(findings, Level.WARNING, "message_live has 20 dead rows and 0 live ones", "never been there")
+
+
+# --- the schema -------------------------------------------------------------------------------------------------------
+
+
+def test_a_database_without_the_schema_is_a_problem_and_spares_the_questions_to_it(empty_dsn: str) -> None:
+    findings = list(examine(settings_of(empty_dsn)))
+    expect([finding for finding in findings if finding.check == "schema"], Level.PROBLEM, "pgoutbox migrate")
+    assert levels([finding for finding in findings if finding.check in ("rights", "due", "failed")]) == ["skipped"] * 3
+
+
+def test_a_schema_that_is_too_old_is_a_problem(dsn: str, db: psycopg.Connection) -> None:
+    db.execute("CREATE OR REPLACE FUNCTION pgoutbox.schema_version() RETURNS integer LANGUAGE sql AS 'SELECT 0'")
+    expect(found(dsn, "schema"), Level.PROBLEM, "has version 0", "pgoutbox migrate")
+
+
+def test_a_role_without_rights_is_a_problem_and_is_told_what_it_needs(
+    db: psycopg.Connection, role: tuple[str, str]
+) -> None:
+    name, role_dsn = role
+    expect(
+        found(role_dsn, "schema"), Level.PROBLEM, "may not use the schema", f"GRANT USAGE ON SCHEMA pgoutbox TO {name}"
+    )
+    db.execute(sql.SQL("GRANT USAGE ON SCHEMA pgoutbox TO {}").format(sql.Identifier(name)))
+    expect(found(role_dsn, "rights"), Level.PROBLEM, "may neither enqueue nor work nor operate")
+    assert levels(found(role_dsn, "due")) == ["skipped"]
+
+
+def test_what_a_role_may_do_is_told(db: psycopg.Connection, role: tuple[str, str]) -> None:
+    name, role_dsn = role
+    who = sql.Identifier(name)
+    db.execute(sql.SQL("GRANT USAGE ON SCHEMA pgoutbox TO {}").format(who))
+    db.execute(sql.SQL("GRANT SELECT ON ALL TABLES IN SCHEMA pgoutbox TO {}").format(who))
+    expect(found(role_dsn, "rights"), Level.OK, f"{name} may look")
+    db.execute(sql.SQL("GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA pgoutbox TO {}").format(who))
+    db.execute(sql.SQL("GRANT INSERT ON pgoutbox.message_live TO {}").format(who))
+    expect(found(role_dsn, "rights"), Level.OK, "may look, enqueue")
+    db.execute(sql.SQL("GRANT INSERT, UPDATE ON ALL TABLES IN SCHEMA pgoutbox TO {}").format(who))
+    assert found(role_dsn, "rights")[0].what == f"{name} may look, enqueue, work, operate"
+
+
+def test_a_superuser_is_warned_of(dsn: str) -> None:
+    expect(found(dsn, "rights"), Level.WARNING, "is a superuser")
+
+
+@pytest.mark.parametrize(
+    ("grant", "what"),
+    [
+        ("GRANT CREATE ON SCHEMA pgoutbox TO PUBLIC", "the schema, to create in it"),
+        ("GRANT EXECUTE ON FUNCTION pgoutbox.cancel TO PUBLIC", "function cancel"),
+        ("GRANT SELECT ON pgoutbox.message TO PUBLIC", "table message"),
+        ("GRANT SELECT (topic) ON pgoutbox.message TO PUBLIC", "table message"),
+        ("GRANT DELETE ON pgoutbox.audit TO PUBLIC", "table audit"),
+    ],
+)
+def test_rights_of_public_are_a_problem_and_the_mend_takes_them(
+    dsn: str, db: psycopg.Connection, grant: str, what: str
+) -> None:
+    assert levels(found(dsn, "rights")) == ["warning"]
+    db.execute(grant.encode())
+    finding = expect(found(dsn, "rights"), Level.PROBLEM, f"PUBLIC has rights: {what}")
+    db.execute(str(finding.mend).encode())
+    assert levels(found(dsn, "rights")) == ["warning"]
+
+
+# --- what is owed -----------------------------------------------------------------------------------------------------
+
+DROP_DATED: Final = """
+DO $$
+DECLARE
+    dated regclass;
+BEGIN
+    FOR dated IN
+        SELECT i.inhrelid::regclass
+        FROM pg_inherits AS i
+        JOIN pg_class AS c ON c.oid = i.inhrelid
+        WHERE i.inhparent = 'pgoutbox.message_done'::regclass AND pg_get_expr(c.relpartbound, c.oid) <> 'DEFAULT'
+    LOOP
+        EXECUTE 'DROP TABLE ' || dated;
+    END LOOP;
+END
+$$
+"""
+ADD_DATED: Final = """
+DO $$
+BEGIN
+    EXECUTE format(
+        'CREATE TABLE pgoutbox.message_done_20200101 PARTITION OF pgoutbox.message_done FOR VALUES FROM (%L) TO (%L)',
+        now() - interval '100 days',
+        now() + interval '{days} days 1 hour'
+    );
+END
+$$
+"""
+
+
+@pytest.mark.parametrize(
+    ("days", "level", "words"),
+    [(-50, Level.WARNING, "ended 50 days ago"), (0, Level.WARNING, "ends in 60 min"), (9, Level.OK, "for 9 days")],
+)
+def test_partitions_that_end_soon_are_warned_of(
+    dsn: str, db: psycopg.Connection, days: int, level: Level, words: str
+) -> None:
+    db.execute(DROP_DATED)
+    assert levels(found(dsn, "partitions")) == ["skipped"]
+    db.execute(ADD_DATED.replace("{days}", str(days)).encode())
+    expect(found(dsn, "partitions"), level, words)
+
+
+def test_a_rule_that_nobody_keeps_is_warned_of(dsn: str, db: psycopg.Connection) -> None:
+    put(db, State.SENT, age=timedelta(days=9))
+    put(db, State.SENT, topic="kept", age=timedelta(days=9))
+    db.execute("INSERT INTO pgoutbox.retention VALUES ('5 days', '*', 'sent'), ('90 days', 'kept', 'sent')")
+    expect(found(dsn, "retention"), Level.WARNING, "messages of * that ended sent", "4 days ago")
+    db.execute("UPDATE pgoutbox.retention SET keep = '10 days' WHERE topic = '*'")
+    expect(found(dsn, "retention"), Level.OK, "2 rules of retention")
+
+
+def test_many_messages_that_no_rule_deletes_are_warned_of(dsn: str, db: psycopg.Connection) -> None:
+    put(db, State.SENT)
+    db.execute("ANALYZE pgoutbox.message_done")
+    findings = found(dsn, "retention", limits=Limits(done_without_rules=1))
+    expect(findings, Level.WARNING, "no rule says when they go", "pgoutbox retention set")
+    assert levels(found(dsn, "retention")) == ["ok"]
+
+
+def test_that_no_worker_is_connected_is_warned_of(dsn: str) -> None:
+    expect(found(dsn, "workers"), Level.WARNING, "no worker is connected", "pgoutbox worker")
+    with psycopg.connect(dsn, application_name="pgoutbox claim w1"):
+        expect(found(dsn, "workers"), Level.OK, "1 worker connected")
+
+
+def test_who_does_not_see_other_roles_does_not_say_that_no_worker_is_connected(
+    db: psycopg.Connection, role: tuple[str, str]
+) -> None:
+    name, role_dsn = role
+    db.execute(sql.SQL("GRANT USAGE ON SCHEMA pgoutbox TO {}").format(sql.Identifier(name)))
+    db.execute(sql.SQL("GRANT EXECUTE ON FUNCTION pgoutbox.schema_version TO {}").format(sql.Identifier(name)))
+    expect(found(role_dsn, "workers"), Level.SKIPPED, "GRANT pg_read_all_stats")
+
+
+def test_topics_without_a_handler_are_named(dsn: str, db: psycopg.Connection, handled: Outbox) -> None:
+    assert levels(found(dsn, "handlers")) == ["skipped"]
+    assert levels(found(dsn, "handlers", outbox=handled)) == ["ok"]
+    handled.topic("later.perhaps")
+    enqueue(db, "mail.lost")
+    enqueue(db, "mail.lost")
+    findings = found(dsn, "handlers", outbox=handled)
+    expect(findings, Level.PROBLEM, "topic mail.lost has no handler, and it has 2 messages waiting")
+    expect(findings, Level.WARNING, "defined without a handler: later.perhaps")
+
+
+def test_attempts_that_outlast_their_lease_are_warned_of(dsn: str, db: psycopg.Connection) -> None:
+    for _ in range(20):
+        put(db, State.SENT)
+    assert levels(found(dsn, "leases")) == ["ok"]
+    db.execute("UPDATE pgoutbox.message SET claimed_at = finished_at - interval '10 minutes'")
+    expect(found(dsn, "leases"), Level.WARNING, "attempts of mail take 10 min", "PGOUTBOX_LEASE_SECONDS above 600")
+
+
+def test_a_failed_area_that_grows_is_warned_of_without_the_errors_secrets(dsn: str, db: psycopg.Connection) -> None:
+    for _ in range(9):
+        put(db, State.FAILED)
+    expect(found(dsn, "failed"), Level.OK, "failed and waiting for a person: 9")
+    put(db, State.FAILED)
+    db.execute("UPDATE pgoutbox.message SET last_error = %s", (f"refused: password={CANARY}",))
+    finding = expect(
+        found(dsn, "failed"), Level.WARNING, "10 messages of mail failed", "redrive --all-failed --topic mail"
+    )
+    assert CANARY not in str(finding)
+    for _ in range(6):
+        put(db, State.FAILED, age=timedelta(hours=30))
+    assert levels(found(dsn, "failed")) == ["ok"]
+
+
+def test_an_open_breaker_is_named_with_its_error_but_no_secret(dsn: str, db: psycopg.Connection) -> None:
+    db.execute(
+        """
+        INSERT INTO pgoutbox.breaker (key, opened_at, retry_at, cooldown_seconds, worker, last_error)
+        VALUES ('smtp:mx.club.org:587', now() - interval '3 hours', now(), 60, 'w', %s)
+        """,
+        (f"AUTH: 535 token={CANARY}",),
+    )
+    finding = expect(found(dsn, "breakers"), Level.WARNING, "smtp:mx.club.org:587", "open for 3 h", "AUTH: 535")
+    assert CANARY not in str(finding)
+
+
+class TestDue:
+    """Messages that are due and that nobody claims, and why."""
+
+    def test_no_worker(self, dsn: str, db: psycopg.Connection) -> None:
+        enqueue(db)
+        assert levels(found(dsn, "due")) == ["ok"]
+        db.execute(HOUR_AGO)
+        expect(found(dsn, "due"), Level.PROBLEM, "queue default: 1 message due, the oldest for 60 min", "no worker")
+
+    def test_a_pause(self, dsn: str, db: psycopg.Connection) -> None:
+        enqueue(db)
+        db.execute(HOUR_AGO)
+        db.execute("INSERT INTO pgoutbox.queue (name, paused_at) VALUES ('default', now())")
+        expect(found(dsn, "due"), Level.WARNING, "it is paused", "pgoutbox resume default")
+
+    def test_a_pause_that_is_over_is_no_reason(self, dsn: str, db: psycopg.Connection) -> None:
+        enqueue(db)
+        db.execute(HOUR_AGO)
+        db.execute(
+            "INSERT INTO pgoutbox.queue (name, paused_at, resume_at) VALUES ('default', now(), now() - interval '1 s')"
+        )
+        expect(found(dsn, "due"), Level.PROBLEM, "no worker")
+
+    def test_a_rate_that_is_used_up(self, dsn: str, db: psycopg.Connection) -> None:
+        enqueue(db)
+        db.execute(HOUR_AGO)
+        db.execute(
+            "INSERT INTO pgoutbox.queue (name, rate_count, rate_seconds, burst, tokens, tokens_at) "
+            "VALUES ('default', 1, 86400, 1, 0, now())"
+        )
+        expect(found(dsn, "due"), Level.WARNING, "its rate limit of 1 in 86400 s is used up", "--rate none")
+
+    def test_a_limit_in_flight_that_is_reached(self, dsn: str, db: psycopg.Connection) -> None:
+        enqueue(db, "mail")
+        db.execute(HOUR_AGO)
+        put(db, State.SENDING)
+        db.execute("INSERT INTO pgoutbox.queue (name, max_in_flight) VALUES ('default', 1)")
+        expect(found(dsn, "due"), Level.WARNING, "its limit of 1 allows", "--in-flight none")
+
+    def test_a_failed_message_that_halts_its_key(self, dsn: str, db: psycopg.Connection) -> None:
+        first = put(db, State.FAILED, ordering_key="order-7")
+        db.execute("UPDATE pgoutbox.message SET on_failed = 'halt' WHERE id = %s", (first,))
+        enqueue(db, "mail", ordering_key="order-7")
+        db.execute(HOUR_AGO + " WHERE state = 'pending'")
+        expect(found(dsn, "due"), Level.WARNING, "1 wait behind a failed message of their ordering key", "redrive")
+
+    def test_an_earlier_message_of_the_key(self, dsn: str, db: psycopg.Connection) -> None:
+        enqueue(db, "mail", ordering_key="order-7")
+        second = enqueue(db, "mail", ordering_key="order-7")
+        db.execute((HOUR_AGO + " WHERE id = %s").encode(), (second,))
+        expect(found(dsn, "due"), Level.WARNING, "all wait for an earlier message")
+
+    def test_no_handler(self, dsn: str, db: psycopg.Connection, handled: Outbox, posing: psycopg.Connection) -> None:
+        enqueue(db, "mail.lost")
+        db.execute(HOUR_AGO)
+        expect(found(dsn, "due", outbox=handled), Level.PROBLEM, "no handler for mail.lost")
+
+    def test_a_worker_of_other_queues(
+        self, dsn: str, db: psycopg.Connection, handled: Outbox, posing: psycopg.Connection
+    ) -> None:
+        enqueue(db, queue="bulk")
+        db.execute(HOUR_AGO)
+        expect(found(dsn, "due", outbox=handled), Level.PROBLEM, "does not claim them", "--queue bulk")
+
+    def test_workers_that_do_not_keep_up(self, dsn: str, db: psycopg.Connection, posing: psycopg.Connection) -> None:
+        enqueue(db)
+        db.execute(HOUR_AGO)
+        put(db, State.SENDING)
+        expect(found(dsn, "due"), Level.WARNING, "do not keep up", "PGOUTBOX_CONCURRENCY")
+
+
+def test_encrypted_topics_without_keys_and_payloads_that_no_key_opens_are_problems(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    outbox = Outbox()
+    outbox.topic("mail.secret", encrypted=True)
+    expect(found(dsn, "encryption", outbox=outbox), Level.PROBLEM, "encrypted topics without keys: mail.secret")
+    mine, lost = (Fernet.generate_key().decode() for _ in range(2))
+    settings = settings_of(dsn, encryption_keys=mine)
+    assert levels(found(settings, "encryption", outbox=outbox)) == ["ok"]
+    for key, level in ((mine, "ok"), (lost, "problem")):
+        payload = Keyring(SecretStr(key)).seal('{"a": 1}', topic="mail.secret", dedupe_key=None)
+        enqueue(db, "mail.secret", json.loads(payload))
+        assert levels(found(settings, "encryption", outbox=outbox)) == [level]
+    finding = expect(found(settings, "encryption"), Level.PROBLEM, "opens 1 payload of mail.secret")
+    assert mine not in str(finding)
+
+
+def test_destinations_without_a_transport_and_webhooks_without_secrets_are_warned_of(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    enqueue(db, destination="kafka:orders")
+    expect(found(dsn, "destinations"), Level.WARNING, "waiting for destinations kafka: 1 message")
+    db.execute("DELETE FROM pgoutbox.message")
+    enqueue(db, destination="https://hooks.club.org/x")
+    expect(found(dsn, "destinations"), Level.WARNING, "PGOUTBOX_WEBHOOK_SECRETS is not set", "forger")
+    signed = settings_of(dsn, webhook_secrets="whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw")
+    assert levels(found(signed, "destinations")) == ["ok"]
+
+
+# --- all of it --------------------------------------------------------------------------------------------------------
+
+
+async def test_an_installation_in_order_has_nothing_to_mend(own: OwnServer, handled: Outbox) -> None:
+    """A database that belongs to an ordinary role, a worker at work, and a mail server that takes e-mail."""
+    with own.connect() as db:
+        db.execute("CREATE ROLE club LOGIN IN ROLE pg_read_all_stats")
+        db.execute("CREATE DATABASE club OWNER club")
+    dsn = make_conninfo(own.dsn_for("club"), user="club")
+    await asyncio.to_thread(migrate.upgrade, dsn)
+    async with accepting_server() as inbox:
+        settings = settings_of(
+            dsn, smtp_host="127.0.0.1", smtp_port=inbox.port, smtp_security="none", smtp_from="Club <club@club.org>"
+        )
+        worker = WatchedWorker(handled, settings=settings)
+        async with running(worker):
+            await worker.asleep.wait()
+            findings = await asyncio.to_thread(lambda: list(examine(settings, handled, environment=os.environ)))
+    assert [finding for finding in findings if finding.level not in (Level.OK, Level.SKIPPED)] == []
+    assert all(finding.what and finding.why is None for finding in findings)
+    assert len(findings) == len({finding.check for finding in findings})
+    in_order = {finding.check for finding in findings if finding.level is Level.OK}
+    assert in_order >= {"listener", "rights", "transactions", "workers", "handlers", "due", "smtp", "webhooks"}
+    assert (inbox.received, inbox.connection_count) == ([], 1)
+
+
+def test_every_check_is_in_the_documentation(dsn: str) -> None:
+    page = (ROOT / "docs" / "how-to" / "doctor.md").read_text()
+    rows = re.findall(r"^\| (`[^|]+) \|", page, re.MULTILINE)
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == {
+        finding.check for finding in examine(settings_of(dsn))
+    }
+
+
+def test_the_commands_that_the_doctor_names_exist() -> None:
+    commands = cast("Any", typer.main.get_command(app)).commands
+    named = [
+        (name, set(re.findall(r"--[a-z-]+", rest)))
+        for module in (ROOT / "pgoutbox" / "doctor").glob("*.py")
+        for name, rest in re.findall(r"pgoutbox ([a-z]+)([^\"`;,]*)", module.read_text())
+        if name not in ("doctor", "claim", "import")
+    ]
+    assert len(named) > 8
+    for name, options in named:
+        assert options <= {option for parameter in commands[name].params for option in parameter.opts}
+
+
+def test_nothing_is_changed(dsn: str, db: psycopg.Connection) -> None:
+    put(db, State.FAILED)
+    enqueue(db, destination="kafka:orders")
+    tables = "SELECT sum(n_tup_ins + n_tup_upd + n_tup_del) FROM pg_stat_user_tables"
+    snapshot = "SELECT m::text FROM pgoutbox.message AS m ORDER BY id"
+    db.execute("SELECT pg_stat_force_next_flush()")
+    before = db.execute(tables).fetchall(), db.execute(snapshot).fetchall()
+    with contextlib.closing(psycopg.connect(dsn, autocommit=True)) as listener:
+        listener.execute("LISTEN pgoutbox")
+        assert list(examine(settings_of(dsn)))
+        assert list(listener.notifies(timeout=0)) == []
+    assert (db.execute(tables).fetchall(), db.execute(snapshot).fetchall()) == before
+
+
+def test_what_fails_in_one_check_keeps_no_other_from_being_made(dsn: str, db: psycopg.Connection) -> None:
+    db.execute("DROP TABLE pgoutbox.breaker")
+    findings = list(examine(settings_of(dsn)))
+    broken = [finding for finding in findings if finding.check == "breakers"]
+    expect(broken, Level.PROBLEM, "cannot be checked", "[42P01]")
+    assert [finding.check for finding in findings].index("failed") > findings.index(broken[0])
+
+
+def test_a_check_that_would_wait_for_a_lock_is_given_up(dsn: str, connect: Connect) -> None:
+    blocker = connect()
+    blocker.execute("LOCK TABLE pgoutbox.breaker")
+    expect(found(dsn, "breakers"), Level.PROBLEM, "cannot be checked", "[55P03]")
