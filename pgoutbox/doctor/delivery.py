@@ -243,9 +243,10 @@ def check_failed(patient: Patient) -> Iterator[Note]:
     topics = patient.ask(sql.FAILING_TOPICS)
     growing = [row for row in topics if row["today"] >= max(patient.limits.failed_a_day, 2 * row["yesterday"])]
     for row in growing:
+        today = counted(row["today"], "message")
         yield warning(
-            f"{counted(row['today'], 'message')} of {row['topic']} failed in the last day, {row['yesterday']} in the one "
-            f"before; the last one: {_quoted(patient, row['last_error'])}",
+            f"{today} of {row['topic']} failed in the last day, {row['yesterday']} in the one before; the last one: "
+            f"{_quoted(patient, row['last_error'])}",
             "they are not tried again: people do not get what they are owed",
             f"mend the cause, then pgoutbox redrive --all-failed --topic {row['topic']}",
         )
