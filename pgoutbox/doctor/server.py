@@ -60,7 +60,7 @@ def check_schema(patient: Patient) -> Iterator[Note]:
         yield problem(
             f"the role {facts['role']} may not use the schema pgoutbox",
             "it can neither enqueue nor work nor look",
-            f"as the owner: GRANT USAGE ON SCHEMA pgoutbox TO {facts['role']}, and what its part needs",
+            f"grant it the role of its part, say GRANT pgoutbox_worker TO {facts['role']}; see docs/how-to/roles.md",
         )
         return
     ((version,),) = (row.values() for row in patient.ask(sql.SCHEMA_VERSION))
@@ -81,13 +81,13 @@ def check_rights(patient: Patient) -> Iterator[Note]:
         yield warning(
             f"{user} is a superuser",
             "a mistake in the application, or a stolen password, costs the whole server",
-            "use a role with the rights of its part alone; see docs/how-to/migrations.md",
+            "use a role with the rights of its part alone; see docs/how-to/roles.md",
         )
     elif not parts:
         yield problem(
             f"{user} may neither enqueue nor work nor operate, nor look",
             "with this role nothing is enqueued and nothing delivered",
-            "as the owner, grant what its part needs; see docs/how-to/migrations.md",
+            f"grant it the role of its part, such as GRANT pgoutbox_worker TO {user}; see docs/how-to/roles.md",
         )
     else:
         member = f"; it has the rights of {listed(rights['granted_roles'])}" if rights["granted_roles"] else ""

@@ -33,7 +33,8 @@ FROM (VALUES (1)) AS always(one)
 LEFT JOIN pg_catalog.pg_namespace AS n ON n.nspname = 'pgoutbox'
 """
 
-# What the role may do, and whether everybody may. A function that runs with its owner's rights needs nothing else.
+# What the role may do, and whether everybody may. `enqueue` writes with its owner's rights,
+# or by `enqueue_receipt` with that one's, or else with the role's own.
 RIGHTS: Final[LiteralString] = """
 WITH schema AS (
     SELECT n.oid, has_schema_privilege(n.oid, 'USAGE') AS may_use
@@ -52,15 +53,14 @@ SELECT
     r.rolsuper AS is_superuser,
     s.may_use AND coalesce(
         (
-            SELECT bool_and(
-                has_function_privilege(f.oid, 'EXECUTE')
+            SELECT
+                bool_and(has_function_privilege(f.oid, 'EXECUTE')) FILTER (WHERE f.proname = 'enqueue')
                 AND (
-                    f.prosecdef
+                    bool_or(f.prosecdef AND has_function_privilege(f.oid, 'EXECUTE'))
                     OR (SELECT has_table_privilege(t.oid, 'INSERT') FROM relation AS t WHERE t.relname = 'message_live')
                 )
-            )
             FROM function AS f
-            WHERE f.proname = 'enqueue'
+            WHERE f.proname IN ('enqueue', 'enqueue_receipt')
         ),
         false
     ) AS may_enqueue,

@@ -451,9 +451,7 @@ def test_a_role_without_rights_is_a_problem_and_is_told_what_it_needs(
     db: psycopg.Connection, role: tuple[str, str]
 ) -> None:
     name, role_dsn = role
-    expect(
-        found(role_dsn, "schema"), Level.PROBLEM, "may not use the schema", f"GRANT USAGE ON SCHEMA pgoutbox TO {name}"
-    )
+    expect(found(role_dsn, "schema"), Level.PROBLEM, "may not use the schema", f"GRANT pgoutbox_worker TO {name}")
     db.execute(sql.SQL("GRANT USAGE ON SCHEMA pgoutbox TO {}").format(sql.Identifier(name)))
     expect(found(role_dsn, "rights"), Level.PROBLEM, "may neither enqueue nor work nor operate")
     assert levels(found(role_dsn, "due")) == ["skipped"]
@@ -470,6 +468,36 @@ def test_what_a_role_may_do_is_told(db: psycopg.Connection, role: tuple[str, str
     expect(found(role_dsn, "rights"), Level.OK, "may look, enqueue")
     db.execute(sql.SQL("GRANT INSERT, UPDATE ON ALL TABLES IN SCHEMA pgoutbox TO {}").format(who))
     assert found(role_dsn, "rights")[0].what == f"{name} may look, enqueue, work, operate"
+
+
+@pytest.mark.parametrize(
+    ("part", "may"),
+    [
+        ("producer", "enqueue"),
+        ("worker", "look, enqueue, work"),
+        ("operator", "look, operate"),
+        ("viewer", "look"),
+    ],
+)
+def test_the_roles_of_the_parts_may_do_their_part(
+    db: psycopg.Connection, role: tuple[str, str], part: str, may: str
+) -> None:
+    name, role_dsn = role
+    db.execute(sql.SQL("GRANT {} TO {}").format(sql.Identifier(f"pgoutbox_{part}"), sql.Identifier(name)))
+    expect(found(role_dsn, "rights"), Level.OK, f"{name} may {may}; it has the rights of pgoutbox_{part}")
+
+
+def test_a_worker_role_is_enough_for_every_check_of_what_is_owed(
+    db: psycopg.Connection, role: tuple[str, str], handled: Outbox
+) -> None:
+    name, role_dsn = role
+    db.execute(sql.SQL("GRANT pgoutbox_worker, pg_read_all_stats TO {}").format(sql.Identifier(name)))
+    findings = [
+        finding for finding in examine(settings_of(role_dsn), handled) if finding.check not in ("durability", "workers")
+    ]
+    assert {finding.level for finding in findings} == {Level.OK, Level.SKIPPED}
+    skipped = {finding.check for finding in findings if finding.level is Level.SKIPPED}
+    assert skipped <= {"partitions", "smtp", "apprise", "redis", "nats", "rabbitmq", "kafka"}
 
 
 def test_a_superuser_is_warned_of(dsn: str) -> None:
@@ -780,7 +808,7 @@ def test_nothing_is_changed(dsn: str, db: psycopg.Connection) -> None:
 
 
 def test_what_fails_in_one_check_keeps_no_other_from_being_made(dsn: str, db: psycopg.Connection) -> None:
-    db.execute("DROP TABLE pgoutbox.breaker")
+    db.execute("DROP TABLE pgoutbox.breaker CASCADE")
     findings = list(examine(settings_of(dsn)))
     broken = [finding for finding in findings if finding.check == "breakers"]
     expect(broken, Level.PROBLEM, "cannot be checked", "[42P01]")
