@@ -81,7 +81,7 @@ def check_workers(patient: Patient) -> Iterator[Note]:
     elif not facts["sees_all"]:
         yield skipped(
             f"no worker is connected as {patient.connection.info.user}; of other roles this role sees nothing",
-            f"GRANT pg_read_all_stats TO {patient.connection.info.user}",
+            f"let it see them: GRANT pg_read_all_stats TO {patient.connection.info.user}",
         )
     else:
         yield warning("no worker is connected", "nothing is delivered", "start one: pgoutbox worker")
