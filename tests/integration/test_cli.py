@@ -659,8 +659,8 @@ class TestDeciding:
         assert (done.exit_code, f"superseded by message {newer}" in done.err) == (1, True)
 
     def test_what_an_act_looked_for_is_hidden(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
-        put(database, State.FAILED, destination=f"https://example.org/?token={CANARY}")
-        cli("redrive", "--text", f"token={CANARY}", "--yes")
+        put(database, State.FAILED, coalesce_key=f"token={CANARY}")
+        cli("redrive", "--key", f"token={CANARY}", "--yes")
         for arguments in (("audit",), ("audit", "--json")):
             shown = cli(*arguments)
             assert (shown.exit_code, "redrive" in shown.out, CANARY in shown.out) == (0, True, False)

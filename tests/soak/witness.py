@@ -35,7 +35,7 @@ CREATE TABLE soak_flight (
     is_paused     boolean
 );
 CREATE INDEX soak_flight_attempt ON soak_flight (message_id, attempt_count);
-CREATE FUNCTION soak_note() RETURNS trigger LANGUAGE plpgsql AS $function$
+CREATE FUNCTION soak_note() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER AS $function$
 DECLARE
     seen pgoutbox.message := CASE WHEN TG_OP = 'DELETE' THEN OLD ELSE NEW END;
     did text := CASE WHEN TG_OP = 'DELETE' THEN 'gone' ELSE seen.state END;
@@ -86,7 +86,7 @@ CREATE TABLE soak_bucket (
     burst float8 NOT NULL,
     at    float8 NOT NULL
 );
-CREATE FUNCTION soak_tokens() RETURNS trigger LANGUAGE plpgsql AS $function$
+CREATE FUNCTION soak_tokens() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER AS $function$
 BEGIN
     INSERT INTO public.soak_bucket (queue, rate, burst, at)
     VALUES (NEW.name, NEW.rate_count / NEW.rate_seconds, NEW.burst, extract(epoch FROM NEW.tokens_at));
@@ -103,7 +103,7 @@ CREATE TABLE soak_breaker (
     at    timestamptz NOT NULL DEFAULT clock_timestamp(),
     until timestamptz
 );
-CREATE FUNCTION soak_switch() RETURNS trigger LANGUAGE plpgsql AS $function$
+CREATE FUNCTION soak_switch() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER AS $function$
 BEGIN
     IF TG_OP = 'DELETE' THEN
         INSERT INTO public.soak_breaker (key, what) VALUES (OLD.key, 'closed');
