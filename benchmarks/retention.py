@@ -35,6 +35,7 @@ BEGIN
         'CREATE TABLE pgoutbox.message_done_20260101 PARTITION OF pgoutbox.message_done FOR VALUES FROM (%L) TO (%L)',
         date_trunc('day', now(), 'UTC') - interval '40 days', date_trunc('day', now(), 'UTC') - interval '39 days'
     );
+    ALTER TABLE pgoutbox.message_done_20260101 OWNER TO pgoutbox_owner; -- As are those that the outbox makes.
 END
 $$
 """
