@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -128,8 +128,11 @@ OF_THE_DATABASE: Final = (
 _BUCKETS: Final = {metric.name: metric.buckets for metric in OF_WORKERS if metric.kind is Kind.HISTOGRAM}
 
 
-Attempted = tuple[Sequence["Message[object]"], float, float]
-"""The messages of an attempt, and when it began and ended."""
+Attempted = tuple[str, tuple[datetime, ...], float, float]
+"""An attempt: its topic, since when its messages were available, and when it began and ended.
+
+It refers to nothing that the garbage collector has to visit: thousands of messages that wait to be counted would be.
+"""
 
 
 class Sample(NamedTuple):
@@ -239,13 +242,12 @@ class Measures:
         server_time, loop_time = self._anchor or (None, 0.0)
         took: dict[str, list[float]] = defaultdict(list)
         waited: dict[str, list[float]] = defaultdict(list)
-        for messages, began_at, ended_at in attempts:
-            topic = messages[0].topic
+        for topic, available, began_at, ended_at in attempts:
             took[topic].append(ended_at - began_at)
             if server_time is not None:
                 since = began_at - loop_time
-                for message in messages:
-                    waited[topic].append((server_time - message.available_at).total_seconds() + since)
+                for available_at in available:
+                    waited[topic].append((server_time - available_at).total_seconds() + since)
         self._add(HANDLER_SECONDS.name, took)
         self._add(WAIT_SECONDS.name, waited)
 

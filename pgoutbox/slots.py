@@ -186,7 +186,8 @@ class Slots:
                 if self._measured is not None:
                     if not self._measured:
                         loop.call_later(_MEASURE_SECONDS, self._measure)
-                    self._measured.append(([context.message for context in work], began_at, now))
+                    available = tuple([context.message.available_at for context in work])
+                    self._measured.append((work[0].message.topic, available, began_at, now))
                 if now > turn_ends_at:
                     await asyncio.sleep(0)  # Lets claims, finishes and the doorbell have their turn.
                     now = loop.time()

@@ -45,10 +45,10 @@ def test_a_value_on_a_bound_falls_into_its_bucket_and_one_above_all_into_the_las
 def test_a_wait_is_reckoned_by_the_clock_of_the_database_alone() -> None:
     measures = Measures(max_names=10)
     message = replace(outgoing(), available_at=NOW - timedelta(seconds=20))
-    measures.attempted([([message], 100.0, 100.5)])
+    measures.attempted([(message.topic, (message.available_at,), 100.0, 100.5)])
     assert measures.distributions(WAIT_SECONDS) == {}, "nothing is known of that clock yet"
     measures.anchor(NOW, 90.0)
-    measures.attempted([([message], 100.0, 100.5)])
+    measures.attempted([(message.topic, (message.available_at,), 100.0, 100.5)])
     assert measures.distributions(WAIT_SECONDS)["welcome"].sum == 30.0
     assert measures.distributions(HANDLER_SECONDS)["welcome"].sum == 1.0
 
