@@ -229,12 +229,16 @@ def _tried(
         fault = asyncio.run(_fault(make, settings, connects=connects))
     except ConfigurationError as error:
         yield problem(one_line(str(error)), "a worker with these settings does not start", mend)
-    except NotImplementedError:
+    except _UntriableError:
         yield skipped("the application's own transport cannot be tried", "give it a method `check`")
     except Exception as error:  # noqa: BLE001 - the application's own transport may raise anything; so may a client
         yield problem(f"the check failed: {one_line(str(error)) or type(error).__name__}", why, mend)
     else:
         yield ok(in_order) if fault is None else problem(one_line(fault), why, mend)
+
+
+class _UntriableError(Exception):
+    """The transport has no way to be tried without sending."""
 
 
 async def _fault(make: Callable[[Settings], Transport], settings: Settings, *, connects: bool) -> str | None:
@@ -243,7 +247,7 @@ async def _fault(make: Callable[[Settings], Transport], settings: Settings, *, c
         await transport.aclose()
         return None
     if not isinstance(transport, ChecksItself):
-        raise NotImplementedError
+        raise _UntriableError
     try:
         async with asyncio.timeout(_PATIENCE_SECONDS):
             return await transport.check()

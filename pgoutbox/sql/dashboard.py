@@ -4,7 +4,7 @@ so many rows and can be continued from there, and what only statistics know chea
 
 from typing import Final, LiteralString
 
-from pgoutbox.sql.operators import MATCHES
+from pgoutbox.sql.operators import LISTED, MATCHES
 
 # Every statement here reads an index from one end, and stops at its limit. A bitmap would read all that matches before
 # the limit counts anything; a sequential scan would look cheaper by outdated statistics only, and its price would make
@@ -433,23 +433,8 @@ _NEAR_BEFORE: Final[LiteralString] = """
 """
 
 SEARCH_MESSAGES: Final[LiteralString] = (
-    """
-SELECT
-    m.id,
-    m.topic,
-    m.queue,
-    m.destination,
-    m.state,
-    m.attempt_count,
-    m.max_attempts,
-    m.created_at,
-    m.available_at,
-    m.finished_at,
-    m.coalesce_key,
-    m.dedupe_key,
-    m.skip_reason,
-    m.last_error
-FROM ("""
+    LISTED
+    + """FROM ("""
     + _NEAR_BEFORE
     + """) AS m
 WHERE """
@@ -485,32 +470,21 @@ LIMIT 1
 """
 
 # Messages are few in this state, and have an index of their own.
-SEARCH_SENDING: Final[LiteralString] = (
-    """
-SELECT
-    m.id,
-    m.topic,
-    m.queue,
-    m.destination,
-    m.state,
-    m.attempt_count,
-    m.max_attempts,
-    m.created_at,
-    m.available_at,
-    m.finished_at,
-    m.coalesce_key,
-    m.dedupe_key,
-    m.skip_reason,
-    m.last_error
-FROM (
+_SENDING_BEFORE: Final[LiteralString] = """
     SELECT held.*
     FROM pgoutbox.message_live AS held
     WHERE held.lease_expires_at IS NOT NULL
         AND (%(before_id)s::bigint IS NULL OR held.id < %(before_id)s::bigint)
         AND (%(not_below_id)s::bigint IS NULL OR held.id >= %(not_below_id)s::bigint)
     LIMIT %(rows)s::bigint
-) AS m
-WHERE """  # noqa: S608
+"""
+
+SEARCH_SENDING: Final[LiteralString] = (
+    LISTED
+    + "FROM ("
+    + _SENDING_BEFORE
+    + """) AS m
+WHERE """
     + _MATCHES_TOO
     + """ORDER BY m.id DESC
 LIMIT %(limit)s::bigint

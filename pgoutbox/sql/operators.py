@@ -79,8 +79,8 @@ MATCHES: Final[LiteralString] = """(%(states)s::text[] IS NULL OR m.state = ANY 
     AND (%(created_before)s::timestamptz IS NULL OR m.created_at < %(created_before)s::timestamptz)
 """
 
-LIST_MESSAGES: Final[LiteralString] = (
-    """
+# What lists show of a message, in the order of `operations.ListedMessage`.
+LISTED: Final[LiteralString] = """
 SELECT
     m.id,
     m.topic,
@@ -96,7 +96,11 @@ SELECT
     m.dedupe_key,
     m.skip_reason,
     m.last_error
-FROM pgoutbox.message_view AS m
+"""
+
+LIST_MESSAGES: Final[LiteralString] = (
+    LISTED
+    + """FROM pgoutbox.message_view AS m
 WHERE """
     + MATCHES
     + """    AND (%(before_id)s::bigint IS NULL OR m.id < %(before_id)s::bigint)
@@ -143,7 +147,7 @@ FROM (SELECT DISTINCT asked.id FROM unnest(%(ids)s::bigint[]) AS asked(id) ORDER
 # Whether this role may read what messages carry, and not only of what it is made.
 READS_PAYLOADS: Final[LiteralString] = "SELECT has_column_privilege('pgoutbox.message', 'payload', 'SELECT')"
 
-SHOW_MESSAGE: Final[LiteralString] = """
+_SHOWN: Final[LiteralString] = """
 SELECT
     m.id,
     m.topic,
@@ -171,41 +175,11 @@ SELECT
     m.last_error,
     m.headers,
     m.payload
-FROM pgoutbox.message AS m
-WHERE m.id = %(id)s::bigint
 """
+_OF_ID: Final[LiteralString] = "WHERE m.id = %(id)s::bigint"
 
-SHOW_MESSAGE_VIEW: Final[LiteralString] = """
-SELECT
-    m.id,
-    m.topic,
-    m.queue,
-    m.destination,
-    m.state,
-    m.attempt_count,
-    m.max_attempts,
-    m.created_at,
-    m.available_at,
-    m.expires_at,
-    m.claimed_at,
-    m.lease_expires_at,
-    m.cancel_requested_at,
-    m.finished_at,
-    m.worker,
-    m.coalesce_key,
-    m.dedupe_key,
-    m.ordering_key,
-    m.on_failed,
-    m.superseded_by,
-    m.resend_of,
-    m.content_id,
-    m.skip_reason,
-    m.last_error,
-    m.headers,
-    m.payload
-FROM pgoutbox.message_view AS m
-WHERE m.id = %(id)s::bigint
-"""
+SHOW_MESSAGE: Final[LiteralString] = _SHOWN + "FROM pgoutbox.message AS m\n" + _OF_ID
+SHOW_MESSAGE_VIEW: Final[LiteralString] = _SHOWN + "FROM pgoutbox.message_view AS m\n" + _OF_ID
 
 SHOW_ATTEMPTS: Final[LiteralString] = """
 SELECT
