@@ -406,7 +406,7 @@ class Breakers:
             return
         if row.probe_id is not None:
             await self._close(circuit.key, row.probe_id)
-        elif circuit.retry_at is None:
+        else:
             self._circuits.setdefault(circuit.key, circuit).open(row)
 
     async def _has_news(self) -> bool:
@@ -432,7 +432,7 @@ class Breakers:
             if row is None:
                 circuit.close()
                 has_news = True
-            elif row.retry_seconds > 0:
+            else:
                 circuit.open(row)
         return has_news
 
@@ -450,7 +450,7 @@ class Breakers:
         A destination that hangs must not hold every slot of the process until its time limit. Each gets three times as
         many as are free of sends: three quarters if it is the only one, and there is always a slot left for another.
         """
-        while circuit.retry_at is None and not self._has_room(circuit):
+        while not self._has_room(circuit):
             if (stalled := self._stalled(circuit)) is not None:
                 return stalled
             circuit.answered.clear()

@@ -20,27 +20,16 @@ import psycopg
 from psycopg.rows import TupleRow
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from pgoutbox.errors import ConfigurationError
+from pgoutbox.errors import ConfigurationError, LeaseLostError
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Skip, Snooze, Transient
 from pgoutbox.retry import MAX_DELAY_SECONDS, RetryPolicy
 from pgoutbox.transports import Content, Transport, scheme_of
+from pgoutbox.transports.configured import hint_for
 
 MAX_TEXT_LENGTH = 4_000
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 _NOT_TRANSACTIONAL = "ctx.connection is for transactional handlers: register this one with transactional=True"
-
-# What makes the transport of a scheme appear.
-_MISSING_TRANSPORTS: Final = {
-    "mailto": "; set PGOUTBOX_SMTP_HOST",
-    "apprise": "; set PGOUTBOX_APPRISE_URLS",
-    "https": "; pip install 'pgoutbox[webhook]'",
-    "http": "; use https, or set PGOUTBOX_WEBHOOK_ALLOW_HTTP",
-    "redis": "; set PGOUTBOX_REDIS_URL",
-    "nats": "; set PGOUTBOX_NATS_URL",
-    "rabbitmq": "; set PGOUTBOX_RABBITMQ_URL",
-    "kafka": "; set PGOUTBOX_KAFKA_SERVERS",
-}
 
 OnUnknown = Literal["retry", "hold"]
 Send = Callable[[Transport, Message[object], Content], Awaitable[Outcome]]
@@ -138,7 +127,17 @@ def _is_async(function: Callable[..., object]) -> bool:
 class Context:
     """One attempt, from its claim to its finish, as an async handler sees it."""
 
-    __slots__ = ("_connection", "_ensure", "done", "handler", "leased_at", "message", "overtaken", "used_count")
+    __slots__ = (
+        "_connection",
+        "_ensure",
+        "done",
+        "expiring_at",
+        "handler",
+        "leased_at",
+        "message",
+        "overtaken",
+        "used_count",
+    )
 
     def __init__(
         self,
@@ -155,6 +154,7 @@ class Context:
         self.used_count = message.attempt_count if used_count is None else used_count
         self.overtaken: str | None = None
         self.done = False
+        self.expiring_at = math.inf  # On `elapsed_clock`, as `leased_at`: what begins later is too late.
         self._connection: psycopg.AsyncConnection[TupleRow] | None = None
         self._ensure = ensure
 
@@ -349,8 +349,9 @@ class Dispatcher:
         if transport is None:
             # Settings can be mended: then the message goes out without anybody's help.
             known = ", ".join(sorted(self._transports)) or "none"
-            hint = _MISSING_TRANSPORTS.get(scheme, "")
-            return Transient(f"this worker has no transport for the scheme {scheme!r} (it has: {known}){hint}")
+            return Transient(
+                f"this worker has no transport for the scheme {scheme!r} (it has: {known}){hint_for(scheme)}"
+            )
         if getattr(transport, "redirect_to", None) != self._redirect_to:
             # Kept, not skipped: should the redirect be a mistake, everything goes out once it is taken away.
             return Transient(f"held back: the transport of {scheme!r} does not follow PGOUTBOX_REDIRECT_TO")
@@ -410,6 +411,8 @@ def outcome_of_error(handler: Handler, error: BaseException) -> Outcome:
             return _unless_on_hold(handler, error)
         case asyncio.CancelledError() if _is_being_cancelled():
             raise error
+        case LeaseLostError():
+            return Transient(describe(error))  # What overtook it decides, not the handler's list.
         case _:
             text = describe(error)
             return Permanent(text) if isinstance(error, handler.permanent_errors) else Transient(text)

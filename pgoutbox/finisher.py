@@ -17,10 +17,11 @@ from typing import Final, assert_never
 import psycopg
 
 from pgoutbox.dispatch import MAX_TEXT_LENGTH, Context, bounded_delay, clean_text, describe
+from pgoutbox.link import is_passing
 from pgoutbox.message import AttemptOutcome, Message, Permanent, Sent, Skip, Snooze, State, Transient
 from pgoutbox.redaction import redact_text
 from pgoutbox.slots import AlreadyFinished, Ending, Released
-from pgoutbox.store import Store, Verdict, is_passing
+from pgoutbox.store import ClaimedRow, Store, Verdict
 from pgoutbox.telemetry import Event, Telemetry, event_of_state
 
 _FIRST_PAUSE_SECONDS = 0.05
@@ -68,6 +69,18 @@ class Finisher:
         self._endings.append((context, ending))
         self._ready.set()
         self._on_ended()
+
+    async def note_unattempted(self, rows: Sequence[ClaimedRow]) -> None:
+        """Account for messages that a claim has ended: they have no attempt, and others may have waited for them."""
+        for row in rows:
+            level = logging.WARNING if row.state == State.FAILED else logging.DEBUG
+            event = event_of_state(State(row.state))
+            self._report(level, event, "message ended without an attempt", row, state=row.state)
+            if self._telemetry.measures is not None:
+                self._telemetry.measures.unattempted(row.topic, row.queue, row.state)
+        freed = [row for row in rows if row.former_state == State.SENDING and row.coalesce_key is not None]
+        if freed:
+            await self._wake_successors(freed)
 
     async def run(self) -> None:
         """Write what was collected, until cancelled."""
@@ -197,7 +210,7 @@ class Finisher:
         if self._held.get(context.message.id) is context:
             del self._held[context.message.id]
 
-    async def _wake_successors(self, messages: Sequence[Message[object]]) -> None:
+    async def _wake_successors(self, messages: Sequence[Message[object] | ClaimedRow]) -> None:
         try:
             queues = await self._store.queues_of_successors(
                 [m.id for m in messages], [m.topic for m in messages], [m.coalesce_key or "" for m in messages]
@@ -210,7 +223,9 @@ class Finisher:
         if queues:
             await self._on_successors(queues)
 
-    def _report(self, level: int, event: Event, text: str, message: Message[object], **fields: object) -> None:
+    def _report(
+        self, level: int, event: Event, text: str, message: Message[object] | ClaimedRow, **fields: object
+    ) -> None:
         self._telemetry.report(
             level,
             event,

@@ -1,4 +1,5 @@
-"""What the next claim of a queue asks for: which lane first, and from where. Pure arithmetic on what claims found.
+"""What the next claim asks for: which queue first, which of its lanes, and from where. Pure arithmetic on what claims
+found.
 
 Dead index entries at the head of a queue make every claim slower than the one before, above all while an old
 transaction keeps vacuum away. So a claim starts where the last one ended, the floor. Messages below the floor exist (a
@@ -11,9 +12,11 @@ the others. So few of them are in flight at once, and more only as those before 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import State
 from pgoutbox.store import ClaimedRow, Floor
 
@@ -22,6 +25,80 @@ FULL_CLAIM_SECONDS = 0.25
 FULL_CLAIM_SHARE = 0.05
 MAX_SUSPECTS = 32
 _GROUPED_SUSPECTS = 8 * MAX_SUSPECTS
+
+
+@dataclass(frozen=True, slots=True)
+class QueueShare:
+    """A queue that a worker serves. Without weights, queues are served strictly in the order given."""
+
+    name: str
+    weight: int | None = None
+
+
+def parse_queues(values: Sequence[str]) -> tuple[QueueShare, ...]:
+    """Read `name` or `name:weight` from the command line; all or none have a weight. Nothing given means `default`.
+
+    >>> parse_queues(["critical:6", "bulk:1"])
+    (QueueShare(name='critical', weight=6), QueueShare(name='bulk', weight=1))
+    """
+    shares = []
+    for value in values:
+        match = re.fullmatch(r"([a-z][a-z0-9_.-]{0,62})(?::([1-9][0-9]{0,3}))?", value)
+        if match is None:
+            raise ConfigurationError(
+                f"queue {value!r}: give NAME or NAME:WEIGHT, the name of a-z, 0-9, underscore, dot and hyphen, "
+                "the weight from 1 to 9999"
+            )
+        shares.append(QueueShare(match[1], int(match[2]) if match[2] else None))
+    if len({share.name for share in shares}) < len(shares):
+        raise ConfigurationError(f"queues {', '.join(values)}: each may be named once")
+    if len({share.weight is None for share in shares}) > 1:
+        raise ConfigurationError(f"queues {', '.join(values)}: give all of them a weight, or none")
+    return tuple(shares) or (QueueShare("default"),)
+
+
+class Queues:
+    """The queues that one worker serves, and what it remembers of them. `now` is any clock that never goes back."""
+
+    def __init__(self, shares: Sequence[QueueShare], *, now: float) -> None:
+        self._shares = tuple(shares)
+        self.names = [share.name for share in shares]
+        self._credits = {share.name: 0 for share in shares}
+        self._lanes = {share.name: Lanes(share.name) for share in shares}
+        self.looked_at = now  # When the last look at them began.
+
+    def __contains__(self, queue: str) -> bool:
+        return queue in self._lanes
+
+    def __getitem__(self, queue: str) -> Lanes:
+        return self._lanes[queue]
+
+    def in_turn(self) -> list[Lanes]:
+        """All of them, in the order in which the next look claims from them."""
+        if self._shares[0].weight is None:
+            return list(self._lanes.values())
+        # Smooth weighted round robin: who is owed most goes first, and pays for it.
+        for share in self._shares:
+            self._credits[share.name] += share.weight or 0
+        order = sorted(self.names, key=lambda name: -self._credits[name])
+        self._credits[order[0]] -= sum(share.weight or 0 for share in self._shares)
+        return [self._lanes[name] for name in order]
+
+    def note_ordered(self, queues: Collection[str]) -> bool:
+        """Remember which queues hold messages with an ordering key. Returns whether one was not known to."""
+        is_news = any(not self._lanes[queue].has_ordered for queue in queues)
+        for lanes in self._lanes.values():
+            lanes.has_ordered = lanes.queue in queues
+        return is_news
+
+    @property
+    def may_wait_for_ends(self) -> bool:
+        """Whether the end of an attempt may be what the next one waits for."""
+        return any(lanes.is_limited or lanes.has_ordered for lanes in self._lanes.values())
+
+    def may_take_suspects(self, in_flight: int) -> bool:
+        """Whether more suspects may be claimed from one of them while so many are in flight."""
+        return any(lanes.may_take_suspects(in_flight) for lanes in self._lanes.values())
 
 
 @dataclass(frozen=True, slots=True)

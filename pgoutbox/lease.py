@@ -17,8 +17,9 @@ from collections.abc import Mapping
 
 from pgoutbox.dispatch import Context, elapsed_clock
 from pgoutbox.errors import LeaseLostError
+from pgoutbox.link import Link, is_passing
 from pgoutbox.settings import Settings
-from pgoutbox.store import HeldRow, Link, is_passing, renew, watch
+from pgoutbox.store import HeldRow, renew, watch
 from pgoutbox.telemetry import Event, Telemetry
 
 _WATCH_SECONDS = 1.0

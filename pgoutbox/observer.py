@@ -18,9 +18,9 @@ import psycopg
 
 from pgoutbox import systemd
 from pgoutbox.health import LoopWatch, reasons_not_ready
+from pgoutbox.link import is_passing
 from pgoutbox.measures import Measures, Vitals
 from pgoutbox.settings import Settings, parse_address
-from pgoutbox.store import is_passing
 from pgoutbox.telemetry import Event, Telemetry
 
 if TYPE_CHECKING:

@@ -281,14 +281,26 @@ def list_acts(
     return [AuditRow._make(row) for row in fetch(connection, sql.LIST_ACTS, parameters)]
 
 
+def reads_payloads(connection: psycopg.Connection[TupleRow]) -> bool:
+    """Whether the connection's role may read what messages carry, and not only the views, which hide all values."""
+    ((may,),) = fetch(connection, sql.READS_PAYLOADS, {})
+    return bool(may)
+
+
+def reads_audit(connection: psycopg.Connection[TupleRow]) -> bool:
+    """Whether the connection's role may read what operators did."""
+    ((may,),) = fetch(connection, sql.READS_AUDIT, {})
+    return bool(may)
+
+
 def show_message(connection: psycopg.Connection[TupleRow], message_id: int) -> tuple[ShownMessage, list[ShownAttempt]]:
     """One message and the attempts that did not end `sent`, oldest first.
 
     Both may be as they were stored: `redact_message` and `redact_attempt` make them fit for a person. A role that may
     not read the table sees of payload and headers what `pgoutbox.message_view` shows. Raises `MessageNotFoundError`.
     """
-    ((reads_payloads,),) = fetch(connection, sql.READS_PAYLOADS, {})
-    rows = fetch(connection, sql.SHOW_MESSAGE if reads_payloads else sql.SHOW_MESSAGE_VIEW, {"id": message_id})
+    statement = sql.SHOW_MESSAGE if reads_payloads(connection) else sql.SHOW_MESSAGE_VIEW
+    rows = fetch(connection, statement, {"id": message_id})
     if not rows:
         raise _no_such_message(message_id)
     attempts = fetch(connection, sql.SHOW_ATTEMPTS, {"id": message_id})
@@ -544,7 +556,7 @@ def pause_queue(
     """
     seconds = None if duration is None else duration.total_seconds()
     act = Act(Action.PAUSE, seconds=seconds)
-    ((paused_at, resume_at),) = _control(connection, act, sql.PAUSE_QUEUE, {"queue": queue, "seconds": seconds})
+    ((paused_at, resume_at, _),) = _control(connection, act, sql.PAUSE_QUEUE, {"queue": queue, "seconds": seconds})
     return paused_at, resume_at
 
 

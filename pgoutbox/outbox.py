@@ -29,7 +29,6 @@ from pgoutbox.drafts import (
     Fanout,
     NewMessage,
     OnFailed,
-    Serializer,
     Topic,
     carrying,
     check_name,
@@ -39,6 +38,7 @@ from pgoutbox.drafts import (
 from pgoutbox.encryption import Keyring, keyring_of
 from pgoutbox.errors import ConfigurationError, PayloadError, UnknownTopicError
 from pgoutbox.message import Message, Outcome, P
+from pgoutbox.payloads import Serializer
 from pgoutbox.retry import DEFAULT_MAX_ATTEMPTS, RetryPolicy
 from pgoutbox.settings import Settings, load_settings
 from pgoutbox.steps import (
@@ -59,6 +59,7 @@ from pgoutbox.steps import (
 from pgoutbox.telemetry import Event
 from pgoutbox.tracing import Producing, producing
 from pgoutbox.transports import Content, Transport
+from pgoutbox.transports.configured import complete
 
 logger = logging.getLogger(__name__)
 
@@ -320,39 +321,7 @@ class Outbox:
 
         Webhooks need the extra `webhook`; `http` is served where the settings allow it.
         """
-        transports = dict(self._transports)
-        if "mailto" not in transports and settings.smtp_host is not None:
-            from pgoutbox.transports.smtp import SmtpTransport
-
-            transports["mailto"] = SmtpTransport(settings)
-        if "apprise" not in transports and settings.apprise_urls is not None:
-            from pgoutbox.transports.apprise import AppriseTransport
-
-            transports["apprise"] = AppriseTransport(settings)
-        if "https" not in transports:
-            from pgoutbox.transports.webhook import WebhookTransport, is_installed
-
-            # Who set secrets means to send webhooks: a missing extra must not go unnoticed then.
-            if is_installed() or settings.webhook_secrets is not None:
-                webhook = WebhookTransport(settings)
-                transports = dict.fromkeys(webhook.schemes, webhook) | transports
-        if "redis" not in transports and settings.redis_url is not None:
-            from pgoutbox.transports.redis_streams import RedisTransport
-
-            transports["redis"] = RedisTransport(settings)
-        if "nats" not in transports and settings.nats_url is not None:
-            from pgoutbox.transports.nats_jetstream import NatsTransport
-
-            transports["nats"] = NatsTransport(settings)
-        if "rabbitmq" not in transports and settings.rabbitmq_url is not None:
-            from pgoutbox.transports.rabbitmq import RabbitMQTransport
-
-            transports["rabbitmq"] = RabbitMQTransport(settings)
-        if "kafka" not in transports and settings.kafka_servers is not None:
-            from pgoutbox.transports.kafka import KafkaTransport
-
-            transports["kafka"] = KafkaTransport(settings)
-        return transports
+        return complete(self._transports, settings)
 
     # --- enqueue ------------------------------------------------------------------------------------------------------
 

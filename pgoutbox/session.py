@@ -13,6 +13,7 @@ from psycopg.errors import DeadlockDetected, SerializationFailure
 from psycopg.rows import TupleRow
 
 from pgoutbox import sql
+from pgoutbox.link import conninfo_for
 from pgoutbox.settings import Settings
 from pgoutbox.store import ServerFacts, judge_schema, judge_server
 
@@ -46,16 +47,7 @@ def connect(
             redrive(connection, [17])
     """
     connection = psycopg.connect(
-        settings.require_dsn(),
-        autocommit=True,
-        prepare_threshold=None,
-        connect_timeout=settings.connect_timeout_seconds,
-        application_name=f"pgoutbox {purpose}",
-        keepalives=1,
-        keepalives_idle=15,
-        keepalives_interval=5,
-        keepalives_count=3,
-        tcp_user_timeout=20_000,
+        conninfo_for(settings.require_dsn(), settings, purpose=purpose), autocommit=True, prepare_threshold=None
     )
     with contextlib.closing(connection):
         with watching(connection):

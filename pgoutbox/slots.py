@@ -206,17 +206,18 @@ class Slots:
             endings = await self._run(work, slot.watch_thread)
         except asyncio.CancelledError:
             if not slot.timed_out:
-                self._end(work, _unless_on_hold(work, RELEASED, "stopped with its worker"), was_running=True)
+                self._end(work, unless_on_hold(work, RELEASED, "stopped with its worker"), was_running=True)
                 raise
             reason = f"timed out after {timeout:g} s"
-            self._end(work, _unless_on_hold(work, Transient(reason), reason), was_running=True)
+            self._end(work, unless_on_hold(work, Transient(reason), reason), was_running=True)
         except Exception as error:  # noqa: BLE001 - the slot serves other messages too
             self._end(work, Transient(describe(error)), was_running=True)
         else:
             self._running_count -= len(work)
             for context, ending in zip(work, endings, strict=True):
-                context.done = True
-                self._on_outcome(context, ending)
+                if not context.done:
+                    context.done = True
+                    self._on_outcome(context, ending)
         slot.deadline = None
         if slot.timed_out:
             await self._outlive(slot)
@@ -227,8 +228,9 @@ class Slots:
         else:
             self._ready_count -= len(work)
         for context in work:
-            context.done = True
-            self._on_outcome(context, ending)
+            if not context.done:
+                context.done = True
+                self._on_outcome(context, ending)
 
     async def _outlive(self, slot: _Slot) -> None:
         slot.timed_out = False
@@ -271,7 +273,7 @@ class Slots:
         self._timer = None if earliest is None else loop.call_at(earliest, self._end_overdue)
 
 
-def _unless_on_hold(work: Work, ending: Ending, reason: str) -> Ending:
+def unless_on_hold(work: Work, ending: Ending, reason: str) -> Ending:
     """A handler that was stopped may have handed its message over: where that is for a person to find out, it ends."""
     if work[0].handler.on_unknown == "hold":
         return Permanent(f"outcome unknown: {reason}")

@@ -21,9 +21,10 @@ import psycopg
 from psycopg.rows import TupleRow
 
 from pgoutbox import session
+from pgoutbox.link import is_passing
 from pgoutbox.maintenance import Memory, Turn, UpkeepFacts
 from pgoutbox.settings import Settings
-from pgoutbox.store import Store, is_passing
+from pgoutbox.store import Store
 from pgoutbox.telemetry import Event, Telemetry
 
 _FIRST_WITHIN_SECONDS: Final = 60.0

@@ -16,7 +16,7 @@ from psycopg.rows import class_row
 from psycopg.types.json import Jsonb
 
 from pgoutbox import sql
-from pgoutbox.message import State
+from pgoutbox.message import Message, Permanent, State, Transient
 from pgoutbox.settings import Settings, load_settings
 from pgoutbox.store import NO_FLOOR, ClaimedRow, Floor, HeldRow, Verdict
 from pgoutbox.worker import Worker
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     import psycopg
 
+    from pgoutbox import Outbox
     from pgoutbox.telemetry import Event
 
 LEASE_SECONDS = 60.0
@@ -283,19 +284,44 @@ def settings_for(dsn: str, **overrides: object) -> Settings:
 
 
 class WatchedWorker(Worker):
-    """A worker that tells when it has nothing left to do: `asleep` is set when nothing has woken it yet."""
+    """A worker that tells when it has nothing left to do: `asleep` is set when nothing has woken it yet.
+
+    `sleeping` is set when, besides, it has asked until when it may sleep. What comes then has to wake it.
+    """
 
     asleep: asyncio.Event
+    sleeping: asyncio.Event
 
     async def run(self) -> None:
-        """Run, with a new event."""
+        """Run, with new events."""
         self.asleep = asyncio.Event()
+        self.sleeping = asyncio.Event()
         await super().run()
+
+    async def falls_asleep(self) -> None:
+        """Return when it sleeps anew."""
+        self.asleep.clear()
+        self.sleeping.clear()
+        await self.sleeping.wait()
 
     async def _sleep_long(self) -> None:
         if not self._wake.is_set():
             self.asleep.set()
         await super()._sleep_long()
+
+    async def _sleep(self, seconds: float) -> bool:
+        if self.asleep.is_set() and not self._wake.is_set():
+            self.sleeping.set()
+        return await super()._sleep(seconds)
+
+
+def stumble(message: Message) -> None:
+    """Fail now and then, at another attempt of each message: for good twice in ten, for a while once."""
+    match (message.id * 7 + message.attempt_count) % 10:
+        case 0 | 1:
+            raise Permanent("no")
+        case 2:
+            raise Transient("busy")
 
 
 @contextlib.asynccontextmanager
@@ -310,6 +336,12 @@ async def running(worker: Worker) -> AsyncIterator[None]:
         worker.stop()
         async with asyncio.timeout(PATIENCE_SECONDS):
             await task
+
+
+async def drained(*outboxes: Outbox) -> None:
+    """Workers of these have nothing left to do, all at once."""
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await asyncio.gather(*(Worker(outbox).drain() for outbox in outboxes))
 
 
 class Reports(logging.Handler):

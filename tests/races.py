@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Final, LiteralString, TypeVar
 
 R = TypeVar("R")
+
+ADVISORY_LOCKS: Final[LiteralString] = (
+    "(SELECT l.* FROM pg_locks AS l JOIN pg_database AS d ON d.oid = l.database"
+    " WHERE d.datname = current_database() AND l.locktype = 'advisory') AS l"
+)
+"""Those of this database: tests of other databases may use the same server."""
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

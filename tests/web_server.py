@@ -18,9 +18,11 @@ from starlette.responses import JSONResponse, PlainTextResponse, StreamingRespon
 from starlette.routing import Mount, Route
 
 from pgoutbox.settings import load_settings
+from pgoutbox.web import dashboard, database
 from pgoutbox.web.access import FORM, Access, operators_only, protect
 from pgoutbox.web.rendering import ROOT, VIEWER
 from pgoutbox.web.server import Server
+from tests import outbox_actions
 from tests.waiting import PROCESS_PATIENCE_SECONDS
 
 if TYPE_CHECKING:
@@ -137,6 +139,14 @@ def serving(app: ASGIApp, settings: Settings | None = None) -> Iterator[str]:
         server.should_exit = True
         thread.join(PROCESS_PATIENCE_SECONDS)
         assert not thread.is_alive()
+
+
+def be_patient(patch: pytest.MonkeyPatch) -> None:
+    """Let the dashboard wait for its database, and the test for its worker, however slow the machine is."""
+    for module in (database, dashboard):
+        patch.setattr(module, "ANSWER_SECONDS", PROCESS_PATIENCE_SECONDS)
+    patch.setattr(database, "STATEMENT_SECONDS", PROCESS_PATIENCE_SECONDS)
+    patch.setattr(outbox_actions, "PATIENCE_SECONDS", 3 * PROCESS_PATIENCE_SECONDS)
 
 
 class RawConnection:

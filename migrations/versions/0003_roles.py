@@ -141,6 +141,7 @@ SELECT
 FROM pgoutbox.attempt AS a
 """
 
+# By `now()`, so that what is in flight is counted only where somebody asks for it: a volatile column always is.
 QUEUE_VIEW = """
 CREATE VIEW pgoutbox.queue_view AS
 SELECT
@@ -156,7 +157,7 @@ SELECT
     (
         SELECT count(*)
         FROM pgoutbox.message_live AS m
-        WHERE m.queue = q.name AND m.state = 'sending' AND m.lease_expires_at > clock_timestamp()
+        WHERE m.queue = q.name AND m.state = 'sending' AND m.lease_expires_at > now()
     ) AS in_flight
 FROM pgoutbox.queue AS q
 """
@@ -262,6 +263,29 @@ CROSS JOIN LATERAL (
 WHERE m.state = 'pending'
 """
 
+# What tells a dashboard that something has changed, and where the newest message stands: numbers that hide nothing, of
+# what no role but its owner may read. They are cheap together, and each costs nothing where it is not asked for.
+PULSE_VIEW = """
+CREATE VIEW pgoutbox.pulse_view AS
+SELECT
+    (SELECT s.last_value FROM pgoutbox.message_id_seq AS s) AS last_id,
+    (SELECT max(a.id) FROM pgoutbox.audit AS a) AS last_act,
+    (
+        SELECT count(*)
+        FROM (SELECT FROM pgoutbox.message_live AS m WHERE m.lease_expires_at IS NOT NULL LIMIT 1000) AS held
+    ) AS held,
+    (SELECT count(*) FROM (SELECT FROM pgoutbox.message_live AS m LIMIT 1000) AS live) AS live,
+    (SELECT count(*) FROM (SELECT FROM pgoutbox.message_failed AS m LIMIT 1000) AS failed) AS failed,
+    (SELECT count(*) FROM (SELECT FROM pgoutbox.breaker AS b LIMIT 1000) AS breakers) AS breakers,
+    (
+        SELECT sum(
+            pg_stat_get_tuples_inserted(c.oid) + pg_stat_get_tuples_updated(c.oid) + pg_stat_get_tuples_deleted(c.oid)
+        )
+        FROM pg_catalog.pg_class AS c
+        WHERE c.relnamespace = 'pgoutbox'::regnamespace AND c.relkind = 'r'
+    ) AS written
+"""
+
 VIEWS = {
     "message_view": MESSAGE_VIEW,
     "attempt_view": ATTEMPT_VIEW,
@@ -269,9 +293,29 @@ VIEWS = {
     "breaker_view": BREAKER_VIEW,
     "retention_view": RETENTION_VIEW,
     "waiting_view": WAITING_VIEW,
+    "pulse_view": PULSE_VIEW,
 }
 
 # --- what others do by functions alone --------------------------------------------------------------------------------
+
+# PostgreSQL shows the statistics of a column to those who may read it, in a view of another's too: hence a function.
+DONE_ESTIMATE = """
+CREATE FUNCTION pgoutbox.done_estimate()
+RETURNS TABLE (state text, messages bigint)
+LANGUAGE sql
+STABLE
+SECURITY DEFINER
+SET search_path = pg_catalog, pg_temp
+AS $function$
+SELECT common.state, sum(c.reltuples * common.share)::bigint
+FROM pg_partition_tree('pgoutbox.message_done') AS part
+JOIN pg_class AS c ON c.oid = part.relid
+JOIN pg_stats AS s ON s.schemaname = 'pgoutbox' AND s.tablename = c.relname AND s.attname = 'state'
+CROSS JOIN LATERAL unnest(s.most_common_vals::text::text[], s.most_common_freqs) AS common(state, share)
+WHERE part.isleaf AND c.reltuples > 0
+GROUP BY common.state
+$function$
+"""
 
 # A worker has no right to delete: what goes as it is sent is named by its attempt, and a rule says so.
 FORGET_SENT = """
@@ -287,7 +331,7 @@ BEGIN
         SELECT m.id, m.attempt_count, m.topic
         FROM unnest(ids, attempt_counts) AS o(id, attempt_count)
         JOIN pgoutbox.message_live AS m ON m.id = o.id
-        WHERE m.state = 'sending' AND m.attempt_count = o.attempt_count
+        WHERE m.attempt_count = o.attempt_count
     ), forgetful AS MATERIALIZED (
         SELECT t.topic
         FROM (SELECT DISTINCT a.topic FROM asked AS a) AS t
@@ -726,7 +770,7 @@ BEGIN
             pgoutbox.enqueue, pgoutbox.enqueue_receipt, pgoutbox.enqueue_many, pgoutbox.enqueue_fanout,
             pgoutbox.cancel, pgoutbox.cancel_by_key,
             pgoutbox.schema_version, pgoutbox.permits, pgoutbox.next_permit_at, pgoutbox.tokens_of,
-            pgoutbox.in_flight_of, pgoutbox.newest_id, pgoutbox.forget_sent,
+            pgoutbox.in_flight_of, pgoutbox.newest_id, pgoutbox.forget_sent, pgoutbox.redacted_text,
             pgoutbox.prune_by_rule, pgoutbox.prune_dedupe_by_rule, pgoutbox.prune_coalesce, pgoutbox.prune_ordering,
             pgoutbox.prune_content,
             pgoutbox.partitions, pgoutbox.kept_until, pgoutbox.make_partition, pgoutbox.retire_partition,
@@ -757,10 +801,11 @@ BEGIN
         GRANT USAGE ON SCHEMA pgoutbox TO pgoutbox_viewer;
         GRANT SELECT ON
             pgoutbox.message_view, pgoutbox.attempt_view, pgoutbox.queue_view, pgoutbox.breaker_view,
-            pgoutbox.retention_view, pgoutbox.waiting_view
+            pgoutbox.retention_view, pgoutbox.waiting_view, pgoutbox.pulse_view
         TO pgoutbox_viewer;
         GRANT EXECUTE ON FUNCTION
-            pgoutbox.schema_version, pgoutbox.redacted_text, pgoutbox.redacted_json, pgoutbox.tokens_of
+            pgoutbox.schema_version, pgoutbox.redacted_text, pgoutbox.redacted_json, pgoutbox.tokens_of,
+            pgoutbox.done_estimate
         TO pgoutbox_viewer;
     END IF;
 
@@ -768,11 +813,11 @@ BEGIN
         GRANT USAGE ON SCHEMA pgoutbox TO pgoutbox_operator;
         GRANT SELECT ON
             pgoutbox.message_view, pgoutbox.attempt_view, pgoutbox.queue_view, pgoutbox.breaker_view,
-            pgoutbox.retention_view, pgoutbox.waiting_view
+            pgoutbox.retention_view, pgoutbox.waiting_view, pgoutbox.pulse_view
         TO pgoutbox_operator;
         GRANT EXECUTE ON FUNCTION
             pgoutbox.schema_version, pgoutbox.redacted_text, pgoutbox.redacted_json, pgoutbox.tokens_of,
-            pgoutbox.cancel, pgoutbox.cancel_by_key, pgoutbox.redrive, pgoutbox.resend,
+            pgoutbox.done_estimate, pgoutbox.cancel, pgoutbox.cancel_by_key, pgoutbox.redrive, pgoutbox.resend,
             pgoutbox.prune, pgoutbox.prune_dedupe, pgoutbox.prune_by_rule, pgoutbox.prune_dedupe_by_rule,
             pgoutbox.prune_coalesce, pgoutbox.prune_ordering, pgoutbox.prune_content,
             pgoutbox.partitions, pgoutbox.kept_until, pgoutbox.make_partition, pgoutbox.retire_partition,
@@ -845,13 +890,14 @@ $block$
 """
 
 FUNCTIONS = (
-    REDACTED_TEXT, REDACTED_JSON, FORGET_SENT, REDRIVE, RESEND, PRUNE, PRUNE_BY_RULE, PRUNE_DEDUPE,
+    REDACTED_TEXT, REDACTED_JSON, DONE_ESTIMATE, FORGET_SENT, REDRIVE, RESEND, PRUNE, PRUNE_BY_RULE, PRUNE_DEDUPE,
     PRUNE_DEDUPE_BY_RULE, PRUNE_COALESCE, PRUNE_ORDERING, PRUNE_CONTENT, SET_UP_ROLES,
 )  # fmt: skip
 
 COMMENTS = {
     "FUNCTION pgoutbox.redacted_text": "A text without what stands in it next to a name such as password or token.",
     "FUNCTION pgoutbox.redacted_json": "What a JSON value is made of: the names of its members, without their values.",
+    "FUNCTION pgoutbox.done_estimate": "How many messages ended in which state, by the last ANALYZE.",
     "FUNCTION pgoutbox.forget_sent": "Delete messages as they are sent, where retention keeps nothing of them, each "
     "named by the attempt in flight. Returns the ids of those that are gone.",
     "FUNCTION pgoutbox.redrive": "Make failed and cancelled messages pending again. Says of each whether it was done, "
@@ -877,6 +923,8 @@ COMMENTS = {
     "VIEW pgoutbox.retention_view": "How long final messages are kept.",
     "VIEW pgoutbox.waiting_view": "Every pending message, and why it is not claimed: paused, scheduled, retry, "
     "breaker, superseded, halted, in order, in flight, rate, max_in_flight, or due when nothing is in its way.",
+    "VIEW pgoutbox.pulse_view": "Numbers of which one changes with nearly everything that happens: for programs that "
+    "follow the outbox.",
 }
 
 DOWN = (
@@ -891,6 +939,7 @@ DOWN = (
     "DROP FUNCTION pgoutbox.resend",
     "DROP FUNCTION pgoutbox.redrive",
     "DROP FUNCTION pgoutbox.forget_sent",
+    "DROP FUNCTION pgoutbox.done_estimate",
     *(f"DROP VIEW pgoutbox.{name}" for name in reversed(VIEWS)),
     "DROP FUNCTION pgoutbox.redacted_json",
     "DROP FUNCTION pgoutbox.redacted_text",

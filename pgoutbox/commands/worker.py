@@ -46,8 +46,8 @@ def worker(
         raise typer.BadParameter("--once and --drain exclude each other")
     if processes > 1 and (once or drain):
         raise typer.BadParameter("--processes supervises workers that run on; it excludes --once and --drain")
+    from pgoutbox.lanes import parse_queues
     from pgoutbox.processes import run_worker
-    from pgoutbox.worker import parse_queues
 
     settings = read_settings(
         dsn, app=where, concurrency=concurrency, listen=False if no_listen else None, worker_name=name

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from psycopg.errors import InsufficientPrivilege
+
 from pgoutbox import sql
 from pgoutbox.doctor.findings import (
     MAX_QUOTE_LENGTH,
@@ -78,6 +80,8 @@ def check_workers(patient: Patient) -> Iterator[Note]:
     facts = patient.ask_one(sql.CONNECTED_WORKERS)
     if facts["workers"]:
         yield ok(f"{counted(facts['workers'], 'worker')} connected")
+    elif not facts["sees_all"] and (holders := _lease_holders(patient)):
+        yield ok(f"{counted(holders, 'worker')} at work: leases are held")
     elif not facts["sees_all"]:
         yield skipped(
             f"no worker is connected as {patient.connection.info.user}; of other roles this role sees nothing",
@@ -85,6 +89,14 @@ def check_workers(patient: Patient) -> Iterator[Note]:
         )
     else:
         yield warning("no worker is connected", "nothing is delivered", "start one: pgoutbox worker")
+
+
+def _lease_holders(patient: Patient) -> int:
+    """How many workers hold leases, as far as this role may know."""
+    try:
+        return int(patient.ask_one(sql.LEASE_HOLDING_WORKERS)["workers"])
+    except InsufficientPrivilege:
+        return 0
 
 
 def check_handlers(patient: Patient) -> Iterator[Note]:
@@ -145,14 +157,17 @@ def check_encryption(patient: Patient) -> Iterator[Note]:
             "nothing can be enqueued with them, nor delivered",
             "set PGOUTBOX_ENCRYPTION_KEYS, the same for producers and workers",
         )
-    keyring = keyring_of(keys)
-    closed: dict[str, int] = {}
-    sealed = patient.ask(sql.SEALED_PAYLOADS, {"member": SEALED})
-    for row in sealed:
-        try:
-            unseal(row["payload"], keyring)
-        except Transient:
-            closed[row["topic"]] = closed.get(row["topic"], 0) + 1
+    reads_payloads = patient.ask_one(sql.READS_PAYLOADS)["reads_payloads"]
+    sealed = _sealed(patient) if reads_payloads else _seen_sealed(patient)
+    if sealed and keys is not None and not reads_payloads:
+        user = patient.connection.info.user
+        yield skipped(
+            f"encrypted payloads wait of {listed(sorted(sealed))}; {user} may not read them to see whether a key opens "
+            "them",
+            f"run the doctor as the worker, or: GRANT SELECT ON pgoutbox.message TO {user}",
+        )
+        return
+    closed = {topic: count for topic, count in sealed.items() if count}
     for topic, count in closed.items():
         yield problem(
             f"no key of PGOUTBOX_ENCRYPTION_KEYS opens {counted(count, 'payload')} of {topic}",
@@ -161,6 +176,24 @@ def check_encryption(patient: Patient) -> Iterator[Note]:
         )
     if not closed and not (encrypted and keys is None):
         yield ok("every encrypted payload that waits can be opened" if sealed else "no encrypted payload waits")
+
+
+def _sealed(patient: Patient) -> dict[str, int]:
+    """The topics of which encrypted payloads wait, with the number of those that no key opens."""
+    keyring = keyring_of(patient.settings.encryption_keys)
+    closed: dict[str, int] = {}
+    for row in patient.ask(sql.SEALED_PAYLOADS, {"member": SEALED}):
+        closed.setdefault(row["topic"], 0)
+        try:
+            unseal(row["payload"], keyring)
+        except Transient:
+            closed[row["topic"]] += 1
+    return closed
+
+
+def _seen_sealed(patient: Patient) -> dict[str, int]:
+    """The same for a role that may not read payloads: without a key none is opened, and with one nobody knows."""
+    return {row["topic"]: row["messages"] for row in patient.ask(sql.SEALED_TOPICS, {"member": SEALED})}
 
 
 def check_due(patient: Patient) -> Iterator[Note]:

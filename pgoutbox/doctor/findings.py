@@ -71,7 +71,13 @@ def examined(check: str, ask: Callable[[], Notes]) -> Iterator[Finding]:
         for note in ask():
             yield Finding(check, *note)
     except InsufficientPrivilege as error:
-        yield Finding(check, Level.SKIPPED, said(error), None, "run the doctor with a role that may read the tables")
+        yield Finding(
+            check,
+            Level.SKIPPED,
+            said(error),
+            None,
+            "run the doctor with a role that may look: GRANT pgoutbox_viewer, or pgoutbox_worker, to it",
+        )
     except Exception as error:  # noqa: BLE001 - whatever keeps one check from its answer, the others are to be made
         hint = "the server is busy: try again" if isinstance(error, QueryCanceled) else "mend that first, and try again"
         yield Finding(check, Level.PROBLEM, f"cannot be checked: {said(error)}", "what cannot be asked may be so", hint)

@@ -54,7 +54,10 @@ _FRESH_LANE: Final[LiteralString] = """, fresh AS MATERIALIZED (
             )
         )
     ORDER BY m.available_at, m.id
-    LIMIT (SELECT CASE WHEN p.is_limited THEN p.count ELSE %(fresh_limit)s::bigint END FROM permit AS p)
+    LIMIT (
+        SELECT CASE WHEN p.is_limited THEN p.count ELSE least(%(fresh_limit)s::bigint, p.count) END
+        FROM permit AS p
+    )
     FOR UPDATE OF m SKIP LOCKED
 )"""
 
@@ -291,6 +294,7 @@ RETURNING
     j.former_state,
     j.former_attempt_count,
     j.due_at,
+    extract(epoch FROM m.expires_at - now())::float8 AS expires_in_seconds,
     (SELECT p.is_limited FROM permit AS p) AS is_limited,
     EXISTS (
         SELECT FROM pgoutbox.message_live AS o WHERE o.queue = %(queue)s::text AND o.ordering_key IS NOT NULL
@@ -318,8 +322,12 @@ RETURNING
 # statement: what crashes between here and the sending has used them up.
 CLAIM: Final[LiteralString] = _PERMIT + _FRESH_LANE + _OTHER_LANES + _JUDGE
 
-# The first lane alone, for a worker that was rung: its small plan has a handler start 0.3 ms earlier.
-_FRESH_ALONE: Final[LiteralString] = ", candidate AS (SELECT * FROM fresh)"
+# The first lane alone, for a worker that was rung: its small plan has a handler start 0.3 ms earlier. A queue with a
+# limit is left to the claim of all lanes, where whoever fell due first comes first.
+_FRESH_ALONE: Final[LiteralString] = """
+, candidate AS (
+    SELECT f.* FROM fresh AS f JOIN permit AS p ON NOT p.is_limited
+)"""
 CLAIM_FRESH: Final[LiteralString] = _PERMIT + _FRESH_LANE + _FRESH_ALONE + _JUDGE
 
 # Messages with an ordering key. Only the first of each key is looked at, key by key from `after_key` on, at most

@@ -1,5 +1,8 @@
 """What the dashboard shows. Every look is bounded, whatever is in the tables: counts end at a cap, searches go through
 so many rows and can be continued from there, and what only statistics know cheaply is told as an estimate.
+
+All is read from the views, which every role may read that may look at all. A state that is named there chooses the
+partition, as the table would; what they redact is asked for only of rows that are few, or where it is looked for.
 """
 
 from typing import Final, LiteralString
@@ -8,33 +11,34 @@ from pgoutbox.sql.operators import LISTED, MATCHES
 
 # Every statement here reads an index from one end, and stops at its limit. A bitmap would read all that matches before
 # the limit counts anything; a sequential scan would look cheaper by outdated statistics only, and its price would make
-# compiling the plan seem worth while, which takes longer than running it.
+# compiling the plan, or starting parallel workers, seem worth while, which takes longer than running it.
 PREPARE_PAGE: Final[LiteralString] = """
 SELECT
     set_config('enable_seqscan', 'off', true),
     set_config('enable_bitmapscan', 'off', true),
+    set_config('max_parallel_workers_per_gather', '0', true),
     set_config('jit', 'off', true)
 """
 
 # For what cannot be read but by a bitmap: block ranges, and the messages of an act.
 ALLOW_BITMAPS: Final[LiteralString] = "SELECT set_config('enable_bitmapscan', 'on', true)"
 
-# The queues that anything is owed in, found by leaps along the indexes, and those that have controls. What is due is
-# counted lane by lane up to a cap, and the first of each lane is the oldest of it.
+# The queues that anything is owed in, found by leaps along the indexes, and those that have controls; or the one asked
+# for. What is due is counted lane by lane up to a cap, and the first of each lane is the oldest of it.
 LIVE_QUEUES: Final[LiteralString] = """
 WITH RECURSIVE fresh(queue) AS (
     (
         SELECT m.queue
-        FROM pgoutbox.message_live AS m
-        WHERE m.attempt_count = 0 AND m.ordering_key IS NULL
+        FROM pgoutbox.message_view AS m
+        WHERE m.state = 'pending' AND m.attempt_count = 0 AND m.ordering_key IS NULL
         ORDER BY m.queue
         LIMIT 1
     )
     UNION ALL
     SELECT (
         SELECT m.queue
-        FROM pgoutbox.message_live AS m
-        WHERE m.attempt_count = 0 AND m.ordering_key IS NULL AND m.queue > f.queue
+        FROM pgoutbox.message_view AS m
+        WHERE m.state = 'pending' AND m.attempt_count = 0 AND m.ordering_key IS NULL AND m.queue > f.queue
         ORDER BY m.queue
         LIMIT 1
     )
@@ -43,7 +47,7 @@ WITH RECURSIVE fresh(queue) AS (
 ), retried(queue) AS (
     (
         SELECT m.queue
-        FROM pgoutbox.message_live AS m
+        FROM pgoutbox.message_view AS m
         WHERE m.attempt_count > 0 AND m.state = 'pending' AND m.ordering_key IS NULL
         ORDER BY m.queue
         LIMIT 1
@@ -51,7 +55,7 @@ WITH RECURSIVE fresh(queue) AS (
     UNION ALL
     SELECT (
         SELECT m.queue
-        FROM pgoutbox.message_live AS m
+        FROM pgoutbox.message_view AS m
         WHERE m.attempt_count > 0 AND m.state = 'pending' AND m.ordering_key IS NULL AND m.queue > r.queue
         ORDER BY m.queue
         LIMIT 1
@@ -61,7 +65,7 @@ WITH RECURSIVE fresh(queue) AS (
 ), ordered(queue) AS (
     (
         SELECT m.queue
-        FROM pgoutbox.message_live AS m
+        FROM pgoutbox.message_view AS m
         WHERE m.ordering_key IS NOT NULL AND m.state = 'pending'
         ORDER BY m.queue
         LIMIT 1
@@ -69,7 +73,7 @@ WITH RECURSIVE fresh(queue) AS (
     UNION ALL
     SELECT (
         SELECT m.queue
-        FROM pgoutbox.message_live AS m
+        FROM pgoutbox.message_view AS m
         WHERE m.ordering_key IS NOT NULL AND m.state = 'pending' AND m.queue > o.queue
         ORDER BY m.queue
         LIMIT 1
@@ -79,22 +83,26 @@ WITH RECURSIVE fresh(queue) AS (
 ), leased(queue) AS (
     (
         SELECT m.queue
-        FROM pgoutbox.message_live AS m
-        WHERE m.lease_expires_at IS NOT NULL
+        FROM pgoutbox.message_view AS m
+        WHERE m.state = 'sending' AND m.lease_expires_at IS NOT NULL
         ORDER BY m.queue
         LIMIT 1
     )
     UNION ALL
     SELECT (
         SELECT m.queue
-        FROM pgoutbox.message_live AS m
-        WHERE m.lease_expires_at IS NOT NULL AND m.queue > l.queue
+        FROM pgoutbox.message_view AS m
+        WHERE m.state = 'sending' AND m.lease_expires_at IS NOT NULL AND m.queue > l.queue
         ORDER BY m.queue
         LIMIT 1
     )
     FROM leased AS l
     WHERE l.queue IS NOT NULL
 ), named AS (
+    SELECT asked.queue
+    FROM (VALUES (%(queue)s::text)) AS asked(queue)
+    WHERE asked.queue IS NOT NULL
+    UNION ALL
     SELECT queue
     FROM (
         (SELECT f.queue FROM fresh AS f LIMIT %(queues)s::bigint)
@@ -105,9 +113,9 @@ WITH RECURSIVE fresh(queue) AS (
         UNION
         (SELECT l.queue FROM leased AS l LIMIT %(queues)s::bigint)
         UNION
-        (SELECT q.name FROM pgoutbox.queue AS q ORDER BY q.name LIMIT %(queues)s::bigint)
+        (SELECT q.name FROM pgoutbox.queue_view AS q ORDER BY q.name LIMIT %(queues)s::bigint)
     ) AS found
-    WHERE queue IS NOT NULL
+    WHERE queue IS NOT NULL AND %(queue)s::text IS NULL
     ORDER BY queue
     LIMIT %(queues)s::bigint
 )
@@ -118,9 +126,10 @@ SELECT
         FROM (
             (
                 SELECT
-                FROM pgoutbox.message_live AS m
+                FROM pgoutbox.message_view AS m
                 WHERE m.queue = n.queue
                     AND m.attempt_count = 0
+                    AND m.state = 'pending'
                     AND m.ordering_key IS NULL
                     AND m.available_at <= now()
                 ORDER BY m.available_at
@@ -129,7 +138,7 @@ SELECT
             UNION ALL
             (
                 SELECT
-                FROM pgoutbox.message_live AS m
+                FROM pgoutbox.message_view AS m
                 WHERE m.queue = n.queue
                     AND m.attempt_count > 0
                     AND m.state = 'pending'
@@ -141,7 +150,7 @@ SELECT
             UNION ALL
             (
                 SELECT
-                FROM pgoutbox.message_live AS m
+                FROM pgoutbox.message_view AS m
                 WHERE m.queue = n.queue
                     AND m.ordering_key IS NOT NULL
                     AND m.state = 'pending'
@@ -156,9 +165,10 @@ SELECT
         FROM (
             (
                 SELECT
-                FROM pgoutbox.message_live AS m
+                FROM pgoutbox.message_view AS m
                 WHERE m.queue = n.queue
                     AND m.attempt_count = 0
+                    AND m.state = 'pending'
                     AND m.ordering_key IS NULL
                     AND m.available_at > now()
                 ORDER BY m.available_at
@@ -167,7 +177,7 @@ SELECT
             UNION ALL
             (
                 SELECT
-                FROM pgoutbox.message_live AS m
+                FROM pgoutbox.message_view AS m
                 WHERE m.queue = n.queue
                     AND m.attempt_count > 0
                     AND m.state = 'pending'
@@ -179,7 +189,7 @@ SELECT
             UNION ALL
             (
                 SELECT
-                FROM pgoutbox.message_live AS m
+                FROM pgoutbox.message_view AS m
                 WHERE m.queue = n.queue
                     AND m.ordering_key IS NOT NULL
                     AND m.state = 'pending'
@@ -193,8 +203,8 @@ SELECT
         SELECT count(*)
         FROM (
             SELECT
-            FROM pgoutbox.message_live AS m
-            WHERE m.queue = n.queue AND m.lease_expires_at > now()
+            FROM pgoutbox.message_view AS m
+            WHERE m.queue = n.queue AND m.state = 'sending' AND m.lease_expires_at > now()
             LIMIT %(cap)s::bigint
         ) AS held
     ) AS sending,
@@ -202,8 +212,8 @@ SELECT
         SELECT count(*)
         FROM (
             SELECT
-            FROM pgoutbox.message_live AS m
-            WHERE m.queue = n.queue AND m.lease_expires_at <= now()
+            FROM pgoutbox.message_view AS m
+            WHERE m.queue = n.queue AND m.state = 'sending' AND m.lease_expires_at <= now()
             LIMIT %(cap)s::bigint
         ) AS lapsed
     ) AS lapsed,
@@ -212,15 +222,18 @@ SELECT
         FROM (
             (
                 SELECT m.available_at
-                FROM pgoutbox.message_live AS m
-                WHERE m.queue = n.queue AND m.attempt_count = 0 AND m.ordering_key IS NULL
+                FROM pgoutbox.message_view AS m
+                WHERE m.queue = n.queue
+                    AND m.attempt_count = 0
+                    AND m.state = 'pending'
+                    AND m.ordering_key IS NULL
                 ORDER BY m.available_at
                 LIMIT 1
             )
             UNION ALL
             (
                 SELECT m.available_at
-                FROM pgoutbox.message_live AS m
+                FROM pgoutbox.message_view AS m
                 WHERE m.queue = n.queue
                     AND m.attempt_count > 0
                     AND m.state = 'pending'
@@ -231,22 +244,22 @@ SELECT
             UNION ALL
             (
                 SELECT m.available_at
-                FROM pgoutbox.message_live AS m
+                FROM pgoutbox.message_view AS m
                 WHERE m.queue = n.queue AND m.ordering_key IS NOT NULL AND m.state = 'pending'
                 ORDER BY m.available_at
                 LIMIT 1
             )
         ) AS first
     ) AS next_due_at,
-    CASE WHEN (q.resume_at > now()) IS NOT FALSE THEN q.paused_at END AS paused_at,
+    CASE WHEN q.is_paused THEN q.paused_at END AS paused_at,
     q.resume_at,
     q.rate_count,
     q.rate_seconds,
     q.burst,
-    pgoutbox.tokens_of(q) AS tokens,
+    q.tokens,
     q.max_in_flight
 FROM named AS n
-LEFT JOIN pgoutbox.queue AS q ON q.name = n.queue
+LEFT JOIN pgoutbox.queue_view AS q ON q.name = n.queue
 ORDER BY n.queue
 """
 
@@ -261,8 +274,8 @@ SELECT
     (array_agg(DISTINCT held.queue ORDER BY held.queue))[1:10] AS queues
 FROM (
     SELECT m.worker, m.queue, m.claimed_at, m.lease_expires_at
-    FROM pgoutbox.message_live AS m
-    WHERE m.lease_expires_at IS NOT NULL
+    FROM pgoutbox.message_view AS m
+    WHERE m.state = 'sending' AND m.lease_expires_at IS NOT NULL
     LIMIT %(cap)s::bigint
 ) AS held
 GROUP BY held.worker
@@ -272,7 +285,12 @@ LIMIT 200
 
 COUNT_DONE: Final[LiteralString] = """
 SELECT done.state, count(*)
-FROM (SELECT m.state FROM pgoutbox.message_done AS m LIMIT %(cap)s::bigint) AS done
+FROM (
+    SELECT m.state
+    FROM pgoutbox.message_view AS m
+    WHERE m.state IN ('sent', 'skipped', 'cancelled')
+    LIMIT %(cap)s::bigint
+) AS done
 GROUP BY done.state
 """
 
@@ -281,31 +299,26 @@ SELECT
     (
         SELECT count(*)
         FROM (
-            SELECT FROM pgoutbox.message_live AS m WHERE m.state = 'pending' LIMIT %(cap)s::bigint
+            SELECT FROM pgoutbox.message_view AS m WHERE m.state = 'pending' LIMIT %(cap)s::bigint
         ) AS pending
     ) AS pending,
     (
         SELECT count(*)
         FROM (
-            SELECT FROM pgoutbox.message_live AS m WHERE m.lease_expires_at IS NOT NULL LIMIT %(cap)s::bigint
+            SELECT
+            FROM pgoutbox.message_view AS m
+            WHERE m.state = 'sending' AND m.lease_expires_at IS NOT NULL
+            LIMIT %(cap)s::bigint
         ) AS sending
     ) AS sending,
     (
         SELECT count(*)
-        FROM (SELECT FROM pgoutbox.message_failed AS m LIMIT %(cap)s::bigint) AS failed
+        FROM (SELECT FROM pgoutbox.message_view AS m WHERE m.state = 'failed' LIMIT %(cap)s::bigint) AS failed
     ) AS failed
 """
 
 # As of the last VACUUM or ANALYZE of each partition. No answer for a partition that never had one.
-ESTIMATE_DONE: Final[LiteralString] = """
-SELECT common.state, sum(c.reltuples * common.share)::bigint AS messages
-FROM pg_partition_tree('pgoutbox.message_done') AS part
-JOIN pg_class AS c ON c.oid = part.relid
-JOIN pg_stats AS s ON s.schemaname = 'pgoutbox' AND s.tablename = c.relname AND s.attname = 'state'
-CROSS JOIN LATERAL unnest(s.most_common_vals::text::text[], s.most_common_freqs) AS common(state, share)
-WHERE part.isleaf AND c.reltuples > 0
-GROUP BY common.state
-"""
+ESTIMATE_DONE: Final[LiteralString] = "SELECT e.state, e.messages FROM pgoutbox.done_estimate() AS e"
 
 LIST_BREAKERS: Final[LiteralString] = """
 SELECT
@@ -316,7 +329,7 @@ SELECT
     b.cooldown_seconds,
     b.worker,
     b.last_error
-FROM pgoutbox.breaker AS b
+FROM pgoutbox.breaker_view AS b
 ORDER BY b.opened_at DESC
 LIMIT 100
 """
@@ -347,8 +360,10 @@ FROM (
                 )
             )::integer
         END AS bucket
-    FROM pgoutbox.message_done AS m
-    WHERE m.finished_at >= %(from)s::timestamptz AND m.finished_at < %(to)s::timestamptz
+    FROM pgoutbox.message_view AS m
+    WHERE m.state IN ('sent', 'skipped', 'cancelled')
+        AND m.finished_at >= %(from)s::timestamptz
+        AND m.finished_at < %(to)s::timestamptz
 ) AS done
 GROUP BY done.minute, done.state, done.bucket
 """
@@ -361,7 +376,8 @@ SELECT
     count(*) AS messages
 FROM (
     SELECT m.topic, m.finished_at
-    FROM pgoutbox.message_failed AS m
+    FROM pgoutbox.message_view AS m
+    WHERE m.state = 'failed'
     ORDER BY m.id DESC
     LIMIT %(cap)s::bigint
 ) AS failed
@@ -398,7 +414,8 @@ FROM (
         max(m.id) AS newest_id
     FROM (
         SELECT newest.id, newest.topic, newest.last_error, newest.finished_at
-        FROM pgoutbox.message_failed AS newest
+        FROM pgoutbox.message_view AS newest
+        WHERE newest.state = 'failed'
         ORDER BY newest.id DESC
         LIMIT %(cap)s::bigint
     ) AS m
@@ -424,7 +441,7 @@ _MATCHES_TOO: Final[LiteralString] = (
 # only what picks whole partitions stands there, or else that limit would bound nothing.
 _NEAR_BEFORE: Final[LiteralString] = """
     SELECT near.*
-    FROM pgoutbox.message AS near
+    FROM pgoutbox.message_view AS near
     WHERE (%(partition_states)s::text[] IS NULL OR near.state = ANY (%(partition_states)s::text[]))
         AND (%(before_id)s::bigint IS NULL OR near.id < %(before_id)s::bigint)
         AND (%(not_below_id)s::bigint IS NULL OR near.id >= %(not_below_id)s::bigint)
@@ -432,17 +449,31 @@ _NEAR_BEFORE: Final[LiteralString] = """
     LIMIT %(rows)s::bigint
 """
 
-SEARCH_MESSAGES: Final[LiteralString] = (
-    LISTED
-    + """FROM ("""
-    + _NEAR_BEFORE
-    + """) AS m
-WHERE """
+# The view redacts what a list shows; beside the rows looked at, those of a page are few, so each is read again for it.
+_LIST_FOUND_OF: Final[LiteralString] = (
+    LISTED  # noqa: S608
+    + """FROM (
+    SELECT m.id, m.state
+    FROM ("""
+)
+_THAT_MATCH: Final[LiteralString] = (
+    """    ) AS m
+    WHERE """  # noqa: S608
     + _MATCHES_TOO
-    + """ORDER BY m.id DESC
-LIMIT %(limit)s::bigint
+    + """    ORDER BY m.id DESC
+    LIMIT %(limit)s::bigint
+) AS found
+CROSS JOIN LATERAL (
+    SELECT listed.*
+    FROM pgoutbox.message_view AS listed
+    WHERE listed.id = found.id AND listed.state = found.state
+    LIMIT 1
+) AS m
+ORDER BY m.id DESC
 """
 )
+
+SEARCH_MESSAGES: Final[LiteralString] = _LIST_FOUND_OF + _NEAR_BEFORE + _THAT_MATCH
 
 # How many match of how many rows that were looked at.
 COUNT_SEARCHED: Final[LiteralString] = (
@@ -460,7 +491,7 @@ FROM ("""
 # Where a search ended that found less than a page; no answer if it went through all rows there are.
 SEARCHED: Final[LiteralString] = """
 SELECT near.id
-FROM pgoutbox.message AS near
+FROM pgoutbox.message_view AS near
 WHERE (%(partition_states)s::text[] IS NULL OR near.state = ANY (%(partition_states)s::text[]))
     AND (%(before_id)s::bigint IS NULL OR near.id < %(before_id)s::bigint)
     AND (%(not_below_id)s::bigint IS NULL OR near.id >= %(not_below_id)s::bigint)
@@ -472,24 +503,15 @@ LIMIT 1
 # Messages are few in this state, and have an index of their own.
 _SENDING_BEFORE: Final[LiteralString] = """
     SELECT held.*
-    FROM pgoutbox.message_live AS held
-    WHERE held.lease_expires_at IS NOT NULL
+    FROM pgoutbox.message_view AS held
+    WHERE held.state = 'sending'
+        AND held.lease_expires_at IS NOT NULL
         AND (%(before_id)s::bigint IS NULL OR held.id < %(before_id)s::bigint)
         AND (%(not_below_id)s::bigint IS NULL OR held.id >= %(not_below_id)s::bigint)
     LIMIT %(rows)s::bigint
 """
 
-SEARCH_SENDING: Final[LiteralString] = (
-    LISTED
-    + "FROM ("
-    + _SENDING_BEFORE
-    + """) AS m
-WHERE """
-    + _MATCHES_TOO
-    + """ORDER BY m.id DESC
-LIMIT %(limit)s::bigint
-"""
-)
+SEARCH_SENDING: Final[LiteralString] = _LIST_FOUND_OF + _SENDING_BEFORE + _THAT_MATCH
 
 # For a bulk: from the oldest on, so many rows at a time, up to the newest message of when it began.
 SEARCH_AHEAD: Final[LiteralString] = (
@@ -506,7 +528,7 @@ FROM (
     + """ AS matches
     FROM (
         SELECT near.*
-        FROM pgoutbox.message AS near
+        FROM pgoutbox.message_view AS near
         WHERE (%(partition_states)s::text[] IS NULL OR near.state = ANY (%(partition_states)s::text[]))
             AND near.id > %(after_id)s::bigint
             AND near.id <= %(through_id)s::bigint
@@ -517,12 +539,12 @@ FROM (
 """
 )
 
-NEWEST_ID: Final[LiteralString] = "SELECT s.last_value FROM pgoutbox.message_id_seq AS s"
+NEWEST_ID: Final[LiteralString] = "SELECT p.last_id FROM pgoutbox.pulse_view AS p"
 
 # One step of the search for the id that was enqueued at a time.
 FIRST_FROM: Final[LiteralString] = """
 SELECT m.id, m.created_at
-FROM pgoutbox.message AS m
+FROM pgoutbox.message_view AS m
 WHERE m.id >= %(id)s::bigint
 ORDER BY m.id
 LIMIT 1
@@ -533,8 +555,8 @@ SUPERSEDED_BY: Final[LiteralString] = """
 SELECT m.id
 FROM (
     SELECT near.id, near.superseded_by
-    FROM pgoutbox.message_done AS near
-    WHERE near.id < %(id)s::bigint
+    FROM pgoutbox.message_view AS near
+    WHERE near.state IN ('sent', 'skipped', 'cancelled') AND near.id < %(id)s::bigint
     ORDER BY near.id DESC
     LIMIT %(rows)s::bigint
 ) AS m
@@ -546,21 +568,6 @@ LIMIT %(limit)s::bigint
 # Cheap numbers of which one changes with nearly everything that a page shows. The statistics of the tables come up to
 # a second late; what they count is the rows written, whatever was written to them.
 PULSE: Final[LiteralString] = """
-SELECT
-    (SELECT s.last_value FROM pgoutbox.message_id_seq AS s) AS last_id,
-    (SELECT max(a.id) FROM pgoutbox.audit AS a) AS last_act,
-    (
-        SELECT count(*)
-        FROM (SELECT FROM pgoutbox.message_live AS m WHERE m.lease_expires_at IS NOT NULL LIMIT 1000) AS held
-    ) AS held,
-    (SELECT count(*) FROM (SELECT FROM pgoutbox.message_live AS m LIMIT 1000) AS live) AS live,
-    (SELECT count(*) FROM (SELECT FROM pgoutbox.message_failed AS m LIMIT 1000) AS failed) AS failed,
-    (SELECT count(*) FROM (SELECT FROM pgoutbox.breaker AS b LIMIT 1000) AS breakers) AS breakers,
-    (
-        SELECT sum(
-            pg_stat_get_tuples_inserted(c.oid) + pg_stat_get_tuples_updated(c.oid) + pg_stat_get_tuples_deleted(c.oid)
-        )
-        FROM pg_class AS c
-        WHERE c.relnamespace = 'pgoutbox'::regnamespace AND c.relkind = 'r'
-    ) AS written
+SELECT p.last_id, p.last_act, p.held, p.live, p.failed, p.breakers, p.written
+FROM pgoutbox.pulse_view AS p
 """

@@ -1,4 +1,8 @@
-"""What the doctor asks. Every statement reads only, and looks at a bounded number of messages."""
+"""What the doctor asks. Every statement reads only, and looks at a bounded number of messages.
+
+What is owed is asked of the views, which every role may read but the producers'; the tables only for payloads, which
+no view shows. Without those rights a check says what to grant.
+"""
 
 from typing import Final, LiteralString
 
@@ -260,10 +264,10 @@ WHERE i.inhparent = 'pgoutbox.message_done'::regclass
 # Rules that should have deleted something long ago, with one message each that should be gone.
 OVERDUE_RETENTION: Final[LiteralString] = """
 SELECT r.topic, r.state, extract(epoch FROM now() - old.finished_at - r.keep)::float8 AS overdue_seconds
-FROM pgoutbox.retention AS r
+FROM pgoutbox.retention_view AS r
 CROSS JOIN LATERAL (
     SELECT m.finished_at
-    FROM pgoutbox.message AS m
+    FROM pgoutbox.message_view AS m
     WHERE m.state = r.state
         AND m.state IN ('sent', 'failed', 'skipped', 'cancelled')
         AND m.finished_at < now() - r.keep - make_interval(secs => %(seconds)s::float8)
@@ -272,7 +276,7 @@ CROSS JOIN LATERAL (
             OR (
                 r.topic = '*'
                 AND NOT EXISTS (
-                    SELECT FROM pgoutbox.retention AS own WHERE own.topic = m.topic AND own.state = m.state
+                    SELECT FROM pgoutbox.retention_view AS own WHERE own.topic = m.topic AND own.state = m.state
                 )
             )
         )
@@ -285,7 +289,7 @@ LIMIT 20
 
 RETENTION_NEED: Final[LiteralString] = """
 SELECT
-    (SELECT count(*) FROM pgoutbox.retention AS r WHERE r.keep IS NOT NULL) AS rules,
+    (SELECT count(*) FROM pgoutbox.retention_view AS r WHERE r.keep IS NOT NULL) AS rules,
     (
         SELECT coalesce(sum(greatest(c.reltuples, 0)), 0)::bigint
         FROM pg_catalog.pg_inherits AS i
@@ -302,7 +306,7 @@ SELECT
     count(*) AS messages
 FROM (
     SELECT live.topic, live.destination
-    FROM pgoutbox.message_live AS live
+    FROM pgoutbox.message_view AS live
     WHERE live.state = 'pending'
     LIMIT 100000
 ) AS m
@@ -316,11 +320,26 @@ SEALED_PAYLOADS: Final[LiteralString] = """
 SELECT m.topic, m.payload
 FROM (
     SELECT live.topic, live.payload
-    FROM pgoutbox.message_live AS live
+    FROM pgoutbox.message AS live
     WHERE live.state = 'pending'
     LIMIT 1000
 ) AS m
 WHERE jsonb_typeof(m.payload) = 'object' AND m.payload ? %(member)s::text
+LIMIT 100
+"""
+
+# The same for those who may not read payloads: the views show that one is encrypted, and not what is.
+SEALED_TOPICS: Final[LiteralString] = """
+SELECT m.topic, count(*) AS messages
+FROM (
+    SELECT live.topic, live.payload
+    FROM pgoutbox.message_view AS live
+    WHERE live.state = 'pending'
+    LIMIT 1000
+) AS m
+WHERE jsonb_typeof(m.payload) = 'object' AND m.payload ? %(member)s::text
+GROUP BY m.topic
+ORDER BY m.topic
 LIMIT 100
 """
 
@@ -334,7 +353,7 @@ SELECT
     ) AS p99_seconds
 FROM (
     SELECT done.topic, done.finished_at, done.claimed_at
-    FROM pgoutbox.message AS done
+    FROM pgoutbox.message_view AS done
     WHERE done.state = 'sent'
     ORDER BY done.id DESC
     LIMIT 20000
@@ -346,22 +365,36 @@ ORDER BY m.topic
 LIMIT 100
 """
 
+# The view redacts an error each time that it is read: only those that are told are.
 FAILING_TOPICS: Final[LiteralString] = """
-SELECT
-    m.topic,
-    count(*) AS failed,
-    count(*) FILTER (WHERE m.finished_at > now() - interval '1 day') AS today,
-    count(*) FILTER (WHERE m.finished_at BETWEEN now() - interval '2 days' AND now() - interval '1 day') AS yesterday,
-    (array_agg(m.last_error ORDER BY m.finished_at DESC))[1] AS last_error
-FROM (
-    SELECT held.topic, held.finished_at, left(held.last_error, 300) AS last_error
-    FROM pgoutbox.message AS held
-    WHERE held.state = 'failed'
-    LIMIT 100000
-) AS m
-GROUP BY m.topic
-ORDER BY today DESC, m.topic
-LIMIT 20
+WITH counted AS MATERIALIZED (
+    SELECT
+        m.topic,
+        count(*) AS failed,
+        count(*) FILTER (WHERE m.finished_at > now() - interval '1 day') AS today,
+        count(*) FILTER (
+            WHERE m.finished_at BETWEEN now() - interval '2 days' AND now() - interval '1 day'
+        ) AS yesterday,
+        (array_agg(m.id ORDER BY m.finished_at DESC))[1] AS last_id
+    FROM (
+        SELECT held.id, held.topic, held.finished_at
+        FROM pgoutbox.message_view AS held
+        WHERE held.state = 'failed'
+        LIMIT 100000
+    ) AS m
+    GROUP BY m.topic
+    ORDER BY today DESC, m.topic
+    LIMIT 20
+)
+SELECT c.topic, c.failed, c.today, c.yesterday, last.error AS last_error
+FROM counted AS c
+LEFT JOIN LATERAL (
+    SELECT left(f.last_error, 300) AS error
+    FROM pgoutbox.message_view AS f
+    WHERE f.state = 'failed' AND f.id = c.last_id
+    LIMIT 1
+) AS last ON true
+ORDER BY c.today DESC, c.topic
 """
 
 # Messages that have been due for long, by queue, and everything that may be the reason.
@@ -373,15 +406,22 @@ WITH late AS (
         m.available_at,
         m.ordering_key IS NOT NULL AND EXISTS (
             SELECT
-            FROM pgoutbox.message_failed AS f
-            WHERE f.queue = m.queue AND f.ordering_key = m.ordering_key AND f.on_failed = 'halt' AND f.id < m.id
+            FROM pgoutbox.message_view AS f
+            WHERE f.state = 'failed'
+                AND f.queue = m.queue
+                AND f.ordering_key = m.ordering_key
+                AND f.on_failed = 'halt'
+                AND f.id < m.id
         ) AS is_halted,
         m.ordering_key IS NOT NULL AND EXISTS (
             SELECT
-            FROM pgoutbox.message_live AS earlier
-            WHERE earlier.queue = m.queue AND earlier.ordering_key = m.ordering_key AND earlier.id < m.id
+            FROM pgoutbox.message_view AS earlier
+            WHERE earlier.state IN ('pending', 'sending')
+                AND earlier.queue = m.queue
+                AND earlier.ordering_key = m.ordering_key
+                AND earlier.id < m.id
         ) AS is_behind
-    FROM pgoutbox.message_live AS m
+    FROM pgoutbox.message_view AS m
     WHERE m.state = 'pending' AND m.available_at < now() - make_interval(secs => %(seconds)s::float8)
     LIMIT 10000
 ), counted AS (
@@ -402,17 +442,19 @@ SELECT
     c.topics,
     c.halted,
     c.behind,
-    q.paused_at IS NOT NULL AND (q.resume_at > now()) IS NOT FALSE AS is_paused,
+    q.is_paused,
     q.rate_count,
     q.rate_seconds,
     EXISTS (
-        SELECT FROM pgoutbox.message_live AS held WHERE held.queue = c.queue AND held.lease_expires_at > now()
+        SELECT
+        FROM pgoutbox.message_view AS held
+        WHERE held.state = 'sending' AND held.queue = c.queue AND held.lease_expires_at > now()
     ) AS is_worked,
-    CASE WHEN q.rate_count IS NOT NULL THEN pgoutbox.tokens_of(q) END AS tokens,
+    q.tokens,
     q.max_in_flight,
-    CASE WHEN q.max_in_flight IS NOT NULL THEN pgoutbox.in_flight_of(c.queue, q.max_in_flight) END AS in_flight
+    CASE WHEN q.max_in_flight IS NOT NULL THEN q.in_flight END AS in_flight
 FROM counted AS c
-LEFT JOIN pgoutbox.queue AS q ON q.name = c.queue
+LEFT JOIN pgoutbox.queue_view AS q ON q.name = c.queue
 ORDER BY c.queue
 LIMIT 50
 """
@@ -422,16 +464,26 @@ SELECT
     b.key,
     extract(epoch FROM now() - b.opened_at)::float8 AS open_seconds,
     left(b.last_error, 300) AS last_error
-FROM pgoutbox.breaker AS b
+FROM pgoutbox.breaker_view AS b
 ORDER BY b.opened_at
 LIMIT 20
 """
 
-# The connections of workers that this role may see: of others it is not told the application.
+# The connections of workers that this role may see: of others it is not told the application. Who holds leases works.
 CONNECTED_WORKERS: Final[LiteralString] = """
 SELECT
     count(DISTINCT a.application_name) FILTER (WHERE starts_with(a.application_name, 'pgoutbox claim ')) AS workers,
     pg_has_role('pg_read_all_stats', 'USAGE') AS sees_all
 FROM pg_catalog.pg_stat_activity AS a
 WHERE a.datname = current_database()
+"""
+
+LEASE_HOLDING_WORKERS: Final[LiteralString] = """
+SELECT count(DISTINCT held.worker) AS workers
+FROM (
+    SELECT m.worker
+    FROM pgoutbox.message_view AS m
+    WHERE m.state = 'sending' AND m.lease_expires_at > now()
+    LIMIT 10000
+) AS held
 """

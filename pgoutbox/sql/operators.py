@@ -145,7 +145,11 @@ FROM (SELECT DISTINCT asked.id FROM unnest(%(ids)s::bigint[]) AS asked(id) ORDER
 """
 
 # Whether this role may read what messages carry, and not only of what it is made.
-READS_PAYLOADS: Final[LiteralString] = "SELECT has_column_privilege('pgoutbox.message', 'payload', 'SELECT')"
+READS_PAYLOADS: Final[LiteralString] = (
+    "SELECT has_column_privilege('pgoutbox.message', 'payload', 'SELECT') AS reads_payloads"
+)
+
+READS_AUDIT: Final[LiteralString] = "SELECT has_table_privilege('pgoutbox.audit', 'SELECT') AS reads_audit"
 
 _SHOWN: Final[LiteralString] = """
 SELECT
@@ -228,6 +232,15 @@ WHERE m.queue = ANY (%(queues)s::text[])
         WHERE f.queue = m.queue AND f.ordering_key = m.ordering_key AND f.on_failed = 'halt' AND f.id < m.id
     )
     AND NOT EXISTS (
+        -- Nor is what has its turn after a message that is not waited for.
+        SELECT
+        FROM pgoutbox.message_live AS e
+        WHERE e.queue = m.queue
+            AND e.ordering_key = m.ordering_key
+            AND e.id < m.id
+            AND (e.topic <> ALL (%(topics)s::text[]) OR (e.attempt_count = 0 AND e.available_at > now()))
+    )
+    AND NOT EXISTS (
         SELECT
         FROM pgoutbox.queue AS q
         WHERE q.name = m.queue AND q.paused_at IS NOT NULL AND (q.resume_at > now()) IS NOT FALSE
@@ -246,17 +259,21 @@ SELECT r.id, r.state, r.superseded_by
 FROM pgoutbox.resend(%(id)s::bigint) AS r
 """
 
-# Pausing twice keeps the first time, and the end that was said last.
+# Pausing twice keeps the first time, and the end that was said last. Here and below all sleepers are woken, whether or
+# not somebody has the bell: of a paused queue nobody has it. They may sleep until an end that was later, or until none.
 PAUSE_QUEUE: Final[LiteralString] = """
-INSERT INTO pgoutbox.queue AS q (name, paused_at, resume_at)
-VALUES (%(queue)s::text, now(), now() + make_interval(secs => %(seconds)s::float8))
-ON CONFLICT ON CONSTRAINT queue_pkey DO UPDATE
-SET paused_at = CASE WHEN q.resume_at <= now() THEN now() ELSE coalesce(q.paused_at, now()) END,
-    resume_at = excluded.resume_at
-RETURNING q.paused_at, q.resume_at
+WITH paused AS (
+    INSERT INTO pgoutbox.queue AS q (name, paused_at, resume_at)
+    VALUES (%(queue)s::text, now(), now() + make_interval(secs => %(seconds)s::float8))
+    ON CONFLICT ON CONSTRAINT queue_pkey DO UPDATE
+    SET paused_at = CASE WHEN q.resume_at <= now() THEN now() ELSE coalesce(q.paused_at, now()) END,
+        resume_at = excluded.resume_at
+    RETURNING q.name, q.paused_at, q.resume_at
+)
+SELECT p.paused_at, p.resume_at, CASE WHEN p.resume_at IS NOT NULL THEN pg_notify('pgoutbox', p.name) END
+FROM paused AS p
 """
 
-# Here and below all sleepers are woken, whether or not somebody has the bell: of a paused queue nobody has it.
 RESUME_QUEUE: Final[LiteralString] = """
 WITH resumed AS (
     UPDATE pgoutbox.queue AS q

@@ -22,6 +22,7 @@ from pgoutbox.audit import Act, Action, Actor, acting_as
 from pgoutbox.errors import PgOutboxError, StateError
 from pgoutbox.message import State
 from pgoutbox.telemetry import Event
+from pgoutbox.web.database import RefusedError
 from pgoutbox.web.reads import GROUP_ROWS, Search, newest_id, search_ahead
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ class Bulks:
                 bulk.status = self._work(connection, bulk)
         except (psycopg.Error, PgOutboxError) as error:
             # The driver's text can quote what it was sent.
-            bulk.error = str(error) if isinstance(error, PgOutboxError) else "the database failed"
+            bulk.error = _told(error)
             bulk.status = "broken"
             logger.warning(
                 "a bulk of the dashboard ended early",
@@ -146,6 +147,12 @@ class Bulks:
                 bulk.results.update(_do(connection, bulk.action, chosen, act))
                 bulk.reached_id = chosen[-1]
         return "done"
+
+
+def _told(error: Exception) -> str:
+    if isinstance(error, psycopg.errors.InsufficientPrivilege):
+        return str(RefusedError("do this", "pgoutbox_operator"))
+    return str(error) if isinstance(error, PgOutboxError) else "the database failed"
 
 
 def _batches(connection: Connection, bulk: Bulk) -> Iterator[Sequence[int]]:

@@ -41,7 +41,10 @@ class UnavailableError(PgOutboxError):
 
 
 class RefusedError(PgOutboxError):
-    """The database role of the dashboard lacks a right."""
+    """The database role of the dashboard lacks a right; the text names what to grant."""
+
+    def __init__(self, what: str, *roles: str) -> None:
+        super().__init__(f"the database role of this dashboard may not {what}: grant it {' or '.join(roles)}")
 
 
 class Database:
@@ -57,12 +60,18 @@ class Database:
 
     async def read(self, look: Callable[[Connection], _T]) -> _T:
         """What `look` finds in a transaction that cannot write, in which every statement sees the same."""
-        return await self._answer(functools.partial(self._read, look))
+        try:
+            return await self._answer(functools.partial(self._read, look))
+        except psycopg.errors.InsufficientPrivilege:
+            raise RefusedError("read what this page shows", "pgoutbox_viewer", "pgoutbox_operator") from None
 
     async def act(self, viewer: Viewer, do: Callable[[Connection], _T]) -> _T:
         """What `do` answers, put down to this viewer in the audit."""
         actor = Actor(viewer.name, viewer.origin or None)
-        return await self._answer(functools.partial(self._act, actor, do))
+        try:
+            return await self._answer(functools.partial(self._act, actor, do))
+        except psycopg.errors.InsufficientPrivilege:
+            raise RefusedError("do this", "pgoutbox_operator") from None
 
     @contextlib.contextmanager
     def connection(
@@ -104,6 +113,10 @@ class Database:
                 if is_used and is_lost and not deadline.is_over:
                     continue
                 raise
+            except PgOutboxError:
+                # What a page does not find, or refuses, is no fault of the connection.
+                self._keep(kept)
+                raise
             except BaseException:
                 kept.close()
                 raise
@@ -134,15 +147,16 @@ class Database:
 
 
 def _translated(deadline: _Deadline, work: Callable[[_Deadline], _T]) -> _T:
-    """What the work answers; what the driver raises is told without what it knows of the server."""
+    """What the work answers; what the driver raises is told without what it knows of the server.
+
+    A right that is missing is left as it is: which one, only the caller knows.
+    """
     try:
         return work(deadline)
     except psycopg.errors.QueryCanceled:
         raise UnavailableError(
             f"a query took longer than {STATEMENT_SECONDS:g} s and was given up; try again, or ask for less"
         ) from None
-    except psycopg.errors.InsufficientPrivilege:
-        raise RefusedError("the database role of this dashboard lacks the right to do this") from None
     except psycopg.errors.ReadOnlySqlTransaction:
         raise UnavailableError("the database is read-only now") from None
     except psycopg.errors.LockNotAvailable:

@@ -168,7 +168,16 @@ def is_queue_name(value: str) -> bool:
 
 def queue_of(request: Request) -> str:
     """The queue in the path of a page."""
-    value: str = request.path_params["queue"]
+    return _queue(request.path_params["queue"])
+
+
+def asked_queue_of(given: Given) -> str | None:
+    """The queue that an address asks for; None when it is left empty."""
+    value = given.get("queue", "").strip()
+    return _queue(value) if value else None
+
+
+def _queue(value: str) -> str:
     if not is_queue_name(value):
         raise InputError("queue", "1 to 63 of a-z, 0-9, underscore, dot and hyphen, the first a letter")
     return value

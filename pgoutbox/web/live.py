@@ -51,14 +51,16 @@ class Feed:
 
     @contextlib.contextmanager
     def following(self) -> Iterator[asyncio.Event | None]:
-        """An event that is set at each change; None when there are too many streams already."""
+        """An event that is set at each change, and at first; None when there are too many streams already."""
         if len(self._followers) >= self._most:
             yield None
             return
         told = asyncio.Event()
         self._followers.add(told)
         if self._reader is None:
-            self._reader = asyncio.create_task(self._watch())
+            self._reader = asyncio.create_task(self._watch())  # Its first look is a change.
+        else:
+            told.set()  # The page may be older than the reader's last look.
         try:
             yield told
         finally:

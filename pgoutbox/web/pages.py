@@ -17,6 +17,7 @@ from pgoutbox.web import charts, inputs, reads
 from pgoutbox.web.access import operators_only
 from pgoutbox.web.bulk import MAX_MESSAGES, bulk_search
 from pgoutbox.web.dashboard import Dashboard, dashboard_of, viewer_of
+from pgoutbox.web.database import RefusedError
 from pgoutbox.web.history import MINUTES, percentiles
 from pgoutbox.web.live import EventStream
 from pgoutbox.web.reads import Search
@@ -127,13 +128,15 @@ async def show_message(request: Request, message_id: int, *, refusal: str | None
     def look(connection: Connection) -> dict[str, object]:
         shown, attempts = operations.show_message(connection, message_id)
         names = dashboard.names_of(shown.topic)
+        acts = reads.acts_on(connection, message_id)
         supersedes = reads.superseded_by(connection, message_id) if shown.coalesce_key is not None else []
         return {
             "now": reads.now(connection),
             "message": operations.redact_message(shown, names),
             "attempts": [operations.redact_attempt(attempt, names) for attempt in attempts],
-            "acts": _redacted_acts(dashboard, reads.acts_on(connection, message_id)),
+            "acts": None if acts is None else _redacted_acts(dashboard, acts),
             "supersedes": supersedes,
+            "has_values": operations.reads_payloads(connection),
         }
 
     known = await dashboard.database.read(look)
@@ -146,26 +149,24 @@ def _notice(request: Request) -> str | None:
 
 
 async def queues(request: Request) -> Response:
-    """The queues, what they owe and their controls."""
-    return await show_queues(request)
+    """The queues, what they owe and their controls; or the one that is asked for, whether or not it is used so far."""
+    asked = inputs.asked_queue_of(request.query_params)
 
+    def look(connection: Connection) -> dict[str, object]:
+        found = reads.live_queues(connection, asked)
+        unused = asked is not None and not reads.is_used(connection, found[0])
+        return {"now": reads.now(connection), "queues": found, "is_unused": unused}
 
-async def show_queues(request: Request, *, refusal: str | None = None) -> Response:
-    """The page of the queues, perhaps with the reason why something was not done."""
-    dashboard = dashboard_of(request)
-    now, found = await dashboard.database.read(
-        lambda connection: (reads.now(connection), reads.live_queues(connection))
-    )
+    known = await dashboard_of(request).database.read(look)
     context = {
         "page": "queues",
-        "now": now,
-        "queues": found,
+        "asked": asked,
         "cap": reads.QUEUE_CAP,
+        "looked_at": reads.SEARCH_ROWS,
         "periods": inputs.PERIODS,
-        "refusal": refusal,
         "notice": _notice(request),
     }
-    return render(request, "queues.html", context, status=200 if refusal is None else 409)
+    return render(request, "queues.html", {**context, **known})
 
 
 async def failed(request: Request) -> Response:
@@ -196,6 +197,8 @@ async def audit(request: Request) -> Response:
     dashboard = dashboard_of(request)
 
     def look(connection: Connection) -> list[operations.AuditRow]:
+        if not operations.reads_audit(connection):
+            raise RefusedError("read the audit", "pgoutbox_operator")
         return operations.list_acts(connection, actor=actor, action=action, before_id=before_id, limit=limit + 1)
 
     now, found = await dashboard.database.read(lambda connection: (reads.now(connection), look(connection)))

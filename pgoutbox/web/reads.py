@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, cast
 
 from pgoutbox import sql
 from pgoutbox.message import State
-from pgoutbox.operations import AuditRow, ListedMessage, MessageFilter, list_acts
+from pgoutbox.operations import AuditRow, ListedMessage, MessageFilter, list_acts, reads_audit
 from pgoutbox.redaction import redact_text
 
 if TYPE_CHECKING:
@@ -160,9 +160,9 @@ def count_states(connection: Connection) -> list[StateCount]:
     return sorted(counts, key=lambda counted: list(State).index(counted.state))
 
 
-def live_queues(connection: Connection) -> list[QueueRow]:
-    """The queues in which anything is owed, and those with controls, by name; a hundred at most."""
-    rows = connection.execute(sql.LIVE_QUEUES, {"queues": _QUEUES, "cap": QUEUE_CAP + 1})
+def live_queues(connection: Connection, queue: str | None = None) -> list[QueueRow]:
+    """The queues in which anything is owed, and those with controls, by name, a hundred at most; or this one alone."""
+    rows = connection.execute(sql.LIVE_QUEUES, {"queue": queue, "queues": _QUEUES, "cap": QUEUE_CAP + 1})
     return [QueueRow._make(row) for row in rows]
 
 
@@ -193,8 +193,18 @@ def superseded_by(connection: Connection, message_id: int) -> list[int]:
     return [row[0] for row in connection.execute(sql.SUPERSEDED_BY, parameters)]
 
 
-def acts_on(connection: Connection, message_id: int) -> list[AuditRow]:
-    """What operators did to one message, newest first."""
+def is_used(connection: Connection, queue: QueueRow) -> bool:
+    """Whether the queue owes anything, has controls, or is that of one of the newest messages: if not, it may be
+    misspelt."""
+    owes = queue.due or queue.scheduled or queue.sending or queue.lapsed
+    has_controls = queue.paused_at or queue.rate_count or queue.max_in_flight
+    return bool(owes or has_controls or search(connection, Search(MessageFilter(queue=queue.queue)), limit=1).messages)
+
+
+def acts_on(connection: Connection, message_id: int) -> list[AuditRow] | None:
+    """What operators did to one message, newest first; None if the dashboard's role may not read it."""
+    if not reads_audit(connection):
+        return None
     connection.execute(sql.ALLOW_BITMAPS)
     return list_acts(connection, message_id=message_id)
 

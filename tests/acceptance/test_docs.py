@@ -428,6 +428,63 @@ def test_plain_sql_enqueues(rolled_back: psycopg.Connection) -> None:
     assert count == 1
 
 
+CAP: Final = 1_000
+
+
+@pytest.fixture
+def capped(rolled_back: psycopg.Connection) -> psycopg.Connection:
+    """Full up to the cap of the page, but for two messages; its trigger is gone with the transaction."""
+    (block,) = [block for block in all_blocks("sql") if block.directive == "run as the owner: cap"]
+    assert f"refuse_above_cap({CAP})" in block.text
+    for number in range(6):  # Each part of the count has its share.
+        enqueue(rolled_back, queue="import", ordering_key=str(number) if number % 2 else None)
+    rolled_back.execute("UPDATE pgoutbox.message_live SET attempt_count = 1 WHERE id % 3 = 0")
+    for _ in range(CAP - 8):
+        enqueue(rolled_back, queue="import")
+    rolled_back.execute(block.text.encode())
+    return rolled_back
+
+
+def refused(connection: psycopg.Connection, statement: str) -> bool:
+    try:
+        with connection.transaction():
+            connection.execute(statement.encode())
+    except psycopg.errors.ConfigurationLimitExceeded:
+        return True
+    return False
+
+
+def test_a_capped_queue_is_full_at_its_cap_and_no_other_is(capped: psycopg.Connection) -> None:
+    one = "SELECT pgoutbox.enqueue('greet', '1', 'import')"
+    bulk = "SELECT pgoutbox.enqueue_many({0}, {1}, {2})"
+    three = bulk.format("ARRAY['a', 'a', 'a']", "ARRAY['1', '1', '1']::jsonb[]", "array_fill('import'::text, ARRAY[3])")
+    capped.execute("SET LOCAL ROLE pgoutbox_producer")
+    assert refused(capped, three)
+    assert [refused(capped, one) for _ in range(4)] == [False, False, True, True]
+    assert not refused(capped, three.replace("'import'", "'mail'"))
+    with (
+        pytest.raises(
+            psycopg.errors.ConfigurationLimitExceeded, match="queue import is full: 1000 messages are pending"
+        ),
+        capped.transaction(),
+    ):
+        capped.execute(one.encode())
+    with_fallback = Outbox()
+    assert with_fallback.enqueue(capped, "greet", 1, queue="import", best_effort=True) is None
+    assert with_fallback.enqueue(capped, "greet", 1, queue="mail") is not None
+
+
+def test_a_full_queue_takes_back_what_is_redriven_or_retried(capped: psycopg.Connection) -> None:
+    failed = put(capped, State.FAILED, queue="import")
+    capped.execute("UPDATE pgoutbox.message_failed SET created_at = now() - interval '1 day'")
+    for _ in range(2):
+        enqueue(capped, queue="import")
+    assert refused(capped, "SELECT pgoutbox.enqueue('greet', '1', 'import')")
+    (claimed,) = claim(capped, queue="import", total=1)
+    capped.execute("UPDATE pgoutbox.message SET state = 'pending', lease_expires_at = NULL WHERE id = %s", [claimed.id])
+    assert capped.execute("SELECT r.redriven FROM pgoutbox.redrive(%s) AS r", [[failed]]).fetchall() == [(True,)]
+
+
 @pytest.fixture
 def roles(rolled_back: psycopg.Connection) -> psycopg.Connection:
     """The roles of the page, granted what it says; gone with the transaction."""

@@ -106,7 +106,7 @@ async def test_a_breaker_that_an_operator_closes_is_known_to_be_closed_at_the_ne
         await until(lambda: all(row.due_in_seconds > HOUR / 2 for row in rows_of(db, *held)))
         host.mood = Mood.TAKE
         db.execute("DELETE FROM pgoutbox.breaker")
-        monkeypatch.setattr(worker._breakers, "_asked_for_news_at", -HOUR)  # As if a second had passed.
+        monkeypatch.setattr(worker._attempts.breakers, "_asked_for_news_at", -HOUR)  # As if a second had passed.
         await until(all_sent(db, [enqueue(db, destination=host.destination)]))
         assert {row.state for row in rows_of(db, *held)} == {"pending"}
 
@@ -305,7 +305,7 @@ async def test_it_closes_by_itself_and_everything_is_delivered_once(dsn: str, db
 
 
 def knows_as_open(worker: Worker, key: str) -> bool:
-    circuit = worker._breakers._circuits.get(key)
+    circuit = worker._attempts.breakers._circuits.get(key)
     return circuit is not None and circuit.retry_at is not None
 
 

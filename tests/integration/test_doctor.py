@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -498,6 +499,98 @@ def test_a_worker_role_is_enough_for_every_check_of_what_is_owed(
     assert {finding.level for finding in findings} == {Level.OK, Level.SKIPPED}
     skipped = {finding.check for finding in findings if finding.level is Level.SKIPPED}
     assert skipped <= {"partitions", "smtp", "apprise", "redis", "nats", "rabbitmq", "kafka"}
+
+
+OWED: Final = {"retention", "handlers", "leases", "encryption", "due", "breakers", "failed", "destinations"}
+
+
+@pytest.fixture
+def troubled(db: psycopg.Connection) -> Outbox:
+    """Something to find for every check of what is owed, and the application that it is owed by."""
+    outbox = Outbox()
+    outbox.topic("mail")
+    for queue, control in (("full", "max_in_flight = 1"), ("paused", "paused_at = now()")):
+        enqueue(db, queue=queue, destination="kafka:orders")
+        db.execute(f"INSERT INTO pgoutbox.queue (name) VALUES ('{queue}')".encode())
+        db.execute(f"UPDATE pgoutbox.queue SET {control} WHERE name = '{queue}'".encode())
+    put(db, State.SENDING, queue="full")
+    for _ in range(20):
+        put(db, State.SENT)
+        put(db, State.FAILED)
+    db.execute(HOUR_AGO)
+    db.execute("UPDATE pgoutbox.message SET claimed_at = finished_at - interval '10 minutes' WHERE state = 'sent'")
+    db.execute("UPDATE pgoutbox.message SET last_error = %s WHERE state = 'failed'", [f"550 token={CANARY}"])
+    put(db, State.SENT, age=timedelta(days=9))
+    sealed = Keyring(SecretStr(Fernet.generate_key().decode())).seal("{}", topic="mail.secret", dedupe_key=None)
+    enqueue(db, "mail.secret", json.loads(sealed))
+    db.execute("INSERT INTO pgoutbox.retention VALUES ('1 day', '*', 'sent')")
+    db.execute(
+        "INSERT INTO pgoutbox.breaker (key, retry_at, cooldown_seconds, worker, last_error) "
+        "VALUES ('smtp mail.club.org', now(), 30, 'w', %s)",
+        [f"refused: password={CANARY}"],
+    )
+    return outbox
+
+
+def told(findings: list[Finding]) -> list[Finding]:
+    """What is said of what is owed, without the numbers, which grow from one examination to the next."""
+    return [
+        dataclasses.replace(finding, what=re.sub(r"\d+(\.\d+)?", "#", finding.what))
+        for finding in findings
+        if finding.check in OWED | {"vacuum", "partitions", "workers", "transactions"}
+    ]
+
+
+@pytest.mark.parametrize("part", ["worker", "operator", "viewer"])
+def test_who_may_look_gets_every_answer_that_the_owner_gets(
+    dsn: str, role: tuple[str, str], db: psycopg.Connection, troubled: Outbox, part: str
+) -> None:
+    name, role_dsn = role
+    grant = sql.SQL("GRANT {}, pg_read_all_stats TO {}")
+    db.execute(grant.format(sql.Identifier(f"pgoutbox_{part}"), sql.Identifier(name)))
+    owners, theirs = (list(examine(settings_of(one), troubled)) for one in (dsn, role_dsn))
+    assert told(theirs) == told(owners)
+    assert {finding.check for finding in theirs if finding.level in (Level.WARNING, Level.PROBLEM)} >= OWED
+    assert CANARY not in str(theirs)
+
+
+@pytest.mark.parametrize(
+    ("part", "skipped"),
+    [
+        ("worker", {"transactions"}),
+        ("operator", {"transactions"}),
+        ("viewer", {"transactions"}),
+        ("producer", {"transactions", "schema", "workers", *OWED}),
+    ],
+)
+def test_what_a_role_may_not_know_is_skipped_with_what_to_grant(
+    role: tuple[str, str], db: psycopg.Connection, troubled: Outbox, part: str, skipped: set[str]
+) -> None:
+    name, role_dsn = role
+    db.execute(sql.SQL("GRANT {} TO {}").format(sql.Identifier(f"pgoutbox_{part}"), sql.Identifier(name)))
+    findings = [
+        finding
+        for finding in examine(settings_of(role_dsn, encryption_keys=Fernet.generate_key().decode()), troubled)
+        if finding.level is Level.SKIPPED
+        and finding.check not in ("smtp", "apprise", "redis", "nats", "rabbitmq", "kafka")
+    ]
+    assert {finding.check for finding in findings} == skipped | ({"encryption"} if part != "worker" else set())
+    assert all("GRANT " in str(finding.mend) for finding in findings)
+
+
+def test_who_may_not_read_payloads_says_that_it_does_not_know_whether_a_key_opens_them(
+    db: psycopg.Connection, role: tuple[str, str]
+) -> None:
+    name, role_dsn = role
+    db.execute(sql.SQL("GRANT pgoutbox_viewer TO {}").format(sql.Identifier(name)))
+    key = Fernet.generate_key().decode()
+    settings = settings_of(role_dsn, encryption_keys=key)
+    expect(found(settings, "encryption"), Level.OK, "no encrypted payload waits")
+    enqueue(db, "mail.secret", json.loads(Keyring(SecretStr(key)).seal("{}", topic="mail.secret", dedupe_key=None)))
+    expect(found(settings, "encryption"), Level.SKIPPED, "mail.secret", f"GRANT SELECT ON pgoutbox.message TO {name}")
+    expect(found(role_dsn, "encryption"), Level.PROBLEM, "opens 1 payload of mail.secret")
+    db.execute(sql.SQL("GRANT SELECT ON pgoutbox.message TO {}").format(sql.Identifier(name)))
+    expect(found(settings, "encryption"), Level.OK, "can be opened")
 
 
 def test_a_superuser_is_warned_of(dsn: str) -> None:

@@ -14,11 +14,12 @@ import pytest
 from pgoutbox import Outbox, sql
 from pgoutbox.dispatch import Context
 from pgoutbox.doorbell import Bell, Doorbell
+from pgoutbox.lanes import parse_queues
 from pgoutbox.message import Message, State, Transient
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.store import Store
 from pgoutbox.telemetry import Event, Telemetry
-from pgoutbox.worker import Worker, parse_queues
+from pgoutbox.worker import Worker
 from tests.outbox_actions import (
     PATIENCE_SECONDS,
     WatchedWorker,
@@ -30,6 +31,7 @@ from tests.outbox_actions import (
     state_of,
     until_blocked,
 )
+from tests.races import ADVISORY_LOCKS
 from tests.waiting import until
 
 if TYPE_CHECKING:
@@ -453,7 +455,7 @@ async def test_a_worker_that_only_polls_arms_no_bell(dsn: str, db: psycopg.Conne
     worker = WatchedWorker(receiver.outbox, settings=settings_for(dsn, listen=False, sweep_seconds=0.1))
     async with running(worker):
         await worker.asleep.wait()
-        held = db.execute("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND classid = 1885826146")
+        held = db.execute(f"SELECT count(*) FROM {ADVISORY_LOCKS} WHERE l.classid = 1885826146")
         assert held.fetchone() == (0,)
         message_id = enqueue(db)
         await receiver.heard.wait()

@@ -62,6 +62,16 @@ def test_server_speaks_utf8_and_is_durable_unless_told_otherwise() -> None:
     assert row == ("UTF8", "on", "200")
 
 
+def test_data_that_need_not_be_durable_is_in_memory_where_that_has_room(
+    open_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pgoutbox.embedded._MEMORY", open_directory)
+    for room, durable, in_memory in [(0, False, True), (0, True, False), (1 << 60, False, False)]:
+        monkeypatch.setattr("pgoutbox.embedded._ROOM", room)
+        with embedded_server(durable=durable) as server:
+            assert server.data_directory.is_relative_to(open_directory) == in_memory
+
+
 async def test_asyncpg_understands_the_dsn_of_another_database() -> None:
     with embedded_server(durable=False) as server:
         with psycopg.connect(server.dsn, autocommit=True) as connection:

@@ -191,7 +191,8 @@ async def test_a_lost_lease_and_a_reconnect_are_counted(
             may_end.set()
             await log.wait_for(Event.LEASE_LOST)
             db.execute(
-                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'pgoutbox listen'"
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+                " WHERE datname = current_database() AND application_name = 'pgoutbox listen'"
             )
             await log.wait_for(Event.LISTENER_BACK)
             families = await scrape(worker)

@@ -21,6 +21,7 @@ from tests.outbox_actions import (
     WatchedWorker,
     attempts_of,
     claim_ordered,
+    drained,
     enqueue,
     rows_of,
     running,
@@ -59,11 +60,6 @@ class Line:
             self.seen[key].append(message.id)
 
 
-async def drained(*outboxes: Outbox) -> None:
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        await asyncio.gather(*(Worker(outbox).drain() for outbox in outboxes))
-
-
 async def test_two_workers_deliver_each_key_in_order_though_attempts_fail(dsn: str, db: psycopg.Connection) -> None:
     ids: dict[str, list[int]] = defaultdict(list)
     for number in range(60):
@@ -94,7 +90,7 @@ async def test_a_worker_that_sleeps_learns_of_the_first_ordering_key_ever(dsn: s
     worker = WatchedWorker(line.outbox)
     async with running(worker):
         await worker.asleep.wait()
-        await until(lambda: not worker._lanes["default"].has_ordered)
+        await until(lambda: not worker._queues["default"].has_ordered)
         message_id = enqueue(db, ordering_key="k")
         await until(lambda: state_of(db, message_id) == "sent")
 
@@ -171,7 +167,7 @@ async def test_a_round_ends_though_the_key_where_it_began_is_gone(dsn: str, db: 
     enqueue(db, ordering_key="a")
     line = Line(dsn)
     worker = Worker(line.outbox)
-    worker._lanes["default"].after_key = "b"
+    worker._queues["default"].after_key = "b"
     async with asyncio.timeout(PATIENCE_SECONDS):
         await worker.run_once()
     assert line.seen == {}
@@ -405,6 +401,18 @@ async def test_a_queue_that_is_resumed_is_claimed_at_once(dsn: str, db: psycopg.
         assert state_of(db, message_id) == "pending"
         operations.resume_queue(db, "default")
         await until(lambda: state_of(db, message_id) == "sent")
+
+
+async def test_a_ring_does_not_open_a_paused_queue(dsn: str, db: psycopg.Connection) -> None:
+    """The worker sleeps beside its bell when the queue is paused, and the next enqueue rings it."""
+    worker = WatchedWorker(Line(dsn).outbox)
+    async with running(worker):
+        await worker.asleep.wait()
+        operations.pause_queue(db, "default")
+        worker.asleep.clear()
+        message_id = enqueue(db)
+        await worker.asleep.wait()
+        assert state_of(db, message_id) == "pending"
 
 
 async def test_a_drain_does_not_wait_for_what_is_due_in_a_paused_queue(dsn: str, db: psycopg.Connection) -> None:

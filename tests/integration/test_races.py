@@ -11,11 +11,12 @@ import pytest
 from pgoutbox import Outbox, operations, sql
 from pgoutbox.dispatch import Context
 from pgoutbox.errors import MessageNotFoundError
+from pgoutbox.lanes import parse_queues
 from pgoutbox.message import Message, State, Transient
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.store import Store, Verdict
 from pgoutbox.telemetry import Event
-from pgoutbox.worker import Worker, parse_queues
+from pgoutbox.worker import Worker
 from tests import races
 from tests.outbox_actions import (
     PATIENCE_SECONDS,
@@ -354,6 +355,34 @@ async def test_a_successor_is_delivered_as_soon_as_its_predecessor_has_ended(
     else:
         assert row.state == State.SENT
     assert state_of(db, newer) == State.SENT
+
+
+async def test_a_successor_is_delivered_as_soon_as_another_workers_claim_has_ended_its_lost_predecessor(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    delivered: list[int] = []
+    newer_delivered = asyncio.Event()
+
+    def outbox() -> Outbox:
+        made = Outbox(settings_for(dsn))
+
+        @made.handler("greet")
+        async def greet(message: Message, ctx: Context) -> None:
+            delivered.append(message.id)
+            newer_delivered.set()
+
+        return made
+
+    older = enqueue(db, coalesce_key="k")
+    assert ids_in_flight(claim(db, worker="lost")) == [older]
+    newer = enqueue(db, coalesce_key="k", queue="bulk")
+    async with running(sleeper := WatchedWorker(outbox(), queues=parse_queues(["bulk"]))):
+        await sleeper.asleep.wait()
+        lapse(db, older)
+        async with running(Worker(outbox())):
+            await newer_delivered.wait()
+    assert delivered == [newer]
+    assert (row_of(db, older).state, row_of(db, older).superseded_by) == ("skipped", newer)
 
 
 async def test_a_successor_is_delivered_though_its_predecessor_ended_while_the_worker_looked(

@@ -19,6 +19,7 @@ import pytest
 
 import pgoutbox.worker
 from pgoutbox import Outbox
+from pgoutbox.claims import Claims
 from pgoutbox.dispatch import Context, SyncContext
 from pgoutbox.message import Message, Outcome, Permanent, Sent, State, Transient
 from pgoutbox.retry import RetryPolicy
@@ -58,11 +59,10 @@ class SleepingWorker(Worker):
         super().__init__(outbox)
         self.sleeping = asyncio.Event()
 
-    async def _next_due_seconds(self) -> float | None:
-        due = await super()._next_due_seconds()
+    async def _sleep(self, seconds: float) -> bool:
         if not self._wake.is_set():
             self.sleeping.set()
-        return due
+        return await super()._sleep(seconds)
 
 
 class Receiver:
@@ -114,21 +114,22 @@ async def test_without_a_listener_a_backlog_is_worked_off_without_waiting_for_a_
 
 
 async def test_what_falls_due_between_the_last_claim_and_the_question_for_the_next_due_time_is_delivered(
-    outbox: Outbox, db: psycopg.Connection
+    outbox: Outbox, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ten seconds pass between the two, and the message falls due in the middle of them."""
+    ask = Claims.next_due_seconds
 
-    class SlowWorker(Worker):
-        async def _next_due_seconds(self) -> float | None:
-            if not receiver.has_all.is_set():
-                db.execute("UPDATE pgoutbox.message_live SET available_at = now() - interval '5 s'")
-                self._looked_at -= 10
-            return await super()._next_due_seconds()
+    async def ask_late(self: Claims) -> float | None:
+        if not receiver.has_all.is_set():
+            db.execute("UPDATE pgoutbox.message_live SET available_at = now() - interval '5 s'")
+            worker._queues.looked_at -= 10
+        return await ask(self)
 
+    monkeypatch.setattr(Claims, "next_due_seconds", ask_late)
     receiver = Receiver(outbox)
     message_id = enqueue(db)
     db.execute("UPDATE pgoutbox.message_live SET available_at = now() + interval '1 h'")
-    async with running(SlowWorker(outbox)):
+    async with running(worker := Worker(outbox)):
         await receiver.has_all.wait()
     assert receiver.delivered == [message_id]
 

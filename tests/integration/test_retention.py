@@ -18,11 +18,12 @@ import pgoutbox.worker
 from pgoutbox import Outbox, sql
 from pgoutbox.cli import main
 from pgoutbox.dispatch import Context, SyncContext
+from pgoutbox.link import Link
 from pgoutbox.maintenance import set_retention
 from pgoutbox.message import Message, Outcome, Permanent, Skip, State, Transient
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.settings import ENVIRONMENT_PREFIX
-from pgoutbox.store import Link, Store
+from pgoutbox.store import Store
 from pgoutbox.telemetry import Event
 from pgoutbox.worker import Worker
 from tests.messages import put

@@ -21,15 +21,16 @@ from pgoutbox import (
     Snooze,
     Transient,
     maintenance,
+    migrate,
     operations,
     session,
     sql,
 )
 from pgoutbox.cli import main
+from pgoutbox.link import Link
 from pgoutbox.message import State
 from pgoutbox.operations import MessageFilter, Rate
 from pgoutbox.settings import load_settings
-from pgoutbox.store import Link
 from pgoutbox.worker import QueueShare, Worker
 from tests.line_server import Line, LineTransport, Mood, line_host
 from tests.messages import ADD_ATTEMPT, put
@@ -44,7 +45,9 @@ PRODUCER, WORKER, OPERATOR, VIEWER = ROLES
 
 # --- the catalog ------------------------------------------------------------------------------------------------------
 
-VIEWS: Final = ("attempt_view", "breaker_view", "message_view", "queue_view", "retention_view", "waiting_view")
+VIEWS: Final = (
+    "attempt_view", "breaker_view", "message_view", "pulse_view", "queue_view", "retention_view", "waiting_view",
+)  # fmt: skip
 
 TABLE_RIGHTS: Final[dict[str, dict[str, str]]] = {
     PRODUCER: {},
@@ -100,13 +103,22 @@ PRUNE_BY_RULES: Final = {
     "prune_by_rule", "prune_coalesce", "prune_content", "prune_dedupe_by_rule", "prune_ordering",
 }  # fmt: skip
 UPKEEP_FUNCTIONS: Final = {"clear_retired", "kept_until", "make_partition", "partitions", "retire_partition"}
-LOOK_FUNCTIONS: Final = {"redacted_json", "redacted_text", "schema_version", "tokens_of"}
+LOOK_FUNCTIONS: Final = {"done_estimate", "redacted_json", "redacted_text", "schema_version", "tokens_of"}
 FUNCTION_RIGHTS: Final[dict[str, set[str]]] = {
     PRODUCER: ENQUEUE_FUNCTIONS,
     WORKER: ENQUEUE_FUNCTIONS
     | PRUNE_BY_RULES
     | UPKEEP_FUNCTIONS
-    | {"forget_sent", "in_flight_of", "newest_id", "next_permit_at", "permits", "schema_version", "tokens_of"},
+    | {
+        "forget_sent",
+        "in_flight_of",
+        "newest_id",
+        "next_permit_at",
+        "permits",
+        "redacted_text",
+        "schema_version",
+        "tokens_of",
+    },
     OPERATOR: LOOK_FUNCTIONS
     | PRUNE_BY_RULES
     | UPKEEP_FUNCTIONS
@@ -199,6 +211,58 @@ def test_the_public_has_no_right_at_all(rolled_back: psycopg.Connection) -> None
     assert rolled_back.execute(GRANTED_TO_PUBLIC).fetchall() == [("open_to_all", "EXECUTE")]
 
 
+def test_default_privileges_of_whoever_migrates_leave_the_public_nothing(empty_dsn: str) -> None:
+    with psycopg.connect(empty_dsn) as connection:
+        for objects in ("SCHEMAS", "TABLES", "SEQUENCES", "FUNCTIONS"):
+            connection.execute(f"ALTER DEFAULT PRIVILEGES GRANT ALL ON {objects} TO PUBLIC".encode())
+    migrate.upgrade(empty_dsn)
+    with psycopg.connect(empty_dsn) as connection:
+        assert connection.execute(GRANTED_TO_PUBLIC).fetchall() == []
+
+
+def test_nothing_of_the_schema_belongs_to_a_superuser(rolled_back: psycopg.Connection) -> None:
+    theirs = """
+        SELECT o.name
+        FROM (
+            SELECT nspname, nspowner FROM pg_namespace WHERE nspname = 'pgoutbox'
+            UNION ALL
+            SELECT relname, relowner FROM pg_class WHERE relnamespace = 'pgoutbox'::regnamespace
+            UNION ALL
+            SELECT proname, proowner FROM pg_proc WHERE pronamespace = 'pgoutbox'::regnamespace
+        ) AS o(name, owner)
+        JOIN pg_roles AS r ON r.oid = o.owner
+        WHERE r.rolsuper
+    """
+    assert rolled_back.execute(theirs).fetchall() == []
+    rolled_back.execute("ALTER SCHEMA pgoutbox OWNER TO CURRENT_USER")
+    assert rolled_back.execute(theirs).fetchall() == [("pgoutbox",)]
+
+
+def test_a_superuser_hands_over_nothing_that_is_somebody_elses(rolled_back: psycopg.Connection) -> None:
+    rolled_back.execute("CREATE ROLE pgoutbox_test_somebody")
+    rolled_back.execute("CREATE FUNCTION pgoutbox.theirs() RETURNS integer LANGUAGE sql AS 'SELECT 1'")
+    rolled_back.execute("CREATE TABLE pgoutbox.theirs (id integer)")
+    for thing in ("FUNCTION pgoutbox.theirs()", "TABLE pgoutbox.theirs", "SCHEMA pgoutbox"):
+        rolled_back.execute(f"ALTER {thing} OWNER TO pgoutbox_test_somebody".encode())
+    rolled_back.execute("CREATE FUNCTION pgoutbox.ours() RETURNS integer LANGUAGE sql AS 'SELECT 1'")
+    rolled_back.execute("SELECT pgoutbox.set_up_roles()")
+    owners = rolled_back.execute(
+        """
+        SELECT proname, proowner::regrole::text FROM pg_proc WHERE proname IN ('theirs', 'ours')
+        UNION ALL
+        SELECT relname, relowner::regrole::text FROM pg_class WHERE relname = 'theirs'
+        UNION ALL
+        SELECT nspname, nspowner::regrole::text FROM pg_namespace WHERE nspname = 'pgoutbox'
+        """
+    ).fetchall()
+    assert sorted(owners) == [
+        ("ours", "pgoutbox_owner"),
+        ("pgoutbox", "pgoutbox_test_somebody"),
+        ("theirs", "pgoutbox_test_somebody"),
+        ("theirs", "pgoutbox_test_somebody"),
+    ]
+
+
 UNSAFE_DEFINERS: Final = """
     SELECT p.proname
     FROM pg_proc AS p
@@ -207,6 +271,7 @@ UNSAFE_DEFINERS: Final = """
         AND p.prosecdef
         AND (
             NOT coalesce(p.proconfig @> ARRAY['search_path=pg_catalog, pg_temp'], false)
+            AND p.proname <> 'enqueue_receipt' -- tests/sql/test_schema.py looks at every name in it.
             OR o.rolsuper
             OR o.rolcanlogin
         )
@@ -266,6 +331,7 @@ WRITES: Final = (
     "TRUNCATE pgoutbox.attempt",
     "DO 'BEGIN LOCK TABLE pgoutbox.message_live IN ACCESS EXCLUSIVE MODE; END'",
     "SELECT nextval('pgoutbox.message_id_seq')",
+    "SELECT s.last_value FROM pgoutbox.message_id_seq AS s",
     "SELECT setval('pgoutbox.message_id_seq', 1)",
     "CREATE TABLE pgoutbox.mine (id integer)",
     "CREATE FUNCTION pgoutbox.mine() RETURNS integer LANGUAGE sql AS 'SELECT 1'",
@@ -751,6 +817,7 @@ CALLS: Final[tuple[tuple[str, LiteralString], ...]] = (
     (OPERATOR, "SELECT FROM pgoutbox.resend(2)"),
     (OPERATOR, "SELECT pgoutbox.prune('{sent}', '1 day', NULL, 10)"),
     (OPERATOR, "SELECT pgoutbox.prune_dedupe('1 day', NULL, 10)"),
+    (VIEWER, "SELECT FROM pgoutbox.done_estimate()"),
     *((VIEWER, f"SELECT * FROM pgoutbox.{view}") for view in VIEWS),
 )
 
@@ -785,6 +852,21 @@ def test_the_traps_of_the_test_before_are_sprung_by_a_function_that_is_not_pinne
     trapped.execute(f"SET LOCAL ROLE {PRODUCER}".encode())
     with pytest.raises(psycopg.errors.RaiseException, match="trapped as pgoutbox_owner"):
         trapped.execute("SELECT pgoutbox.cancel(1)")
+
+
+@pytest.mark.parametrize("name", ["nextval", "pg_try_advisory_xact_lock_shared", "hashtext"])
+def test_the_traps_are_sprung_by_each_name_of_enqueue_that_forgets_its_schema(
+    trapped: psycopg.Connection, name: str
+) -> None:
+    row = trapped.execute("SELECT pg_get_functiondef('pgoutbox.enqueue_receipt'::regproc)").fetchone()
+    assert row is not None
+    forgetful = row[0].replace(f"pg_catalog.{name}(", f"{name}(")
+    assert forgetful != row[0]
+    trapped.execute(forgetful)
+    trapped.execute("SET LOCAL search_path = evil, pg_temp, pg_catalog")
+    trapped.execute(f"SET LOCAL ROLE {PRODUCER}".encode())
+    with pytest.raises(psycopg.errors.RaiseException, match="trapped as pgoutbox_owner"):
+        trapped.execute("SELECT pgoutbox.enqueue('mail', '{}')")
 
 
 # --- the bell ---------------------------------------------------------------------------------------------------------

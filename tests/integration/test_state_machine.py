@@ -24,6 +24,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from pgoutbox import operations
 from pgoutbox.message import FINAL_STATES, TRANSITIONS, State
 from pgoutbox.store import Verdict
 from tests.outbox_actions import (
@@ -82,7 +83,10 @@ class Outboxes(RuleBasedStateMachine):
         super().__init__()
         self.db = psycopg.connect(self.dsn, autocommit=True)
         self.producer = psycopg.connect(self.dsn)
-        self.db.execute("TRUNCATE pgoutbox.message, pgoutbox.attempt, pgoutbox.coalesce, pgoutbox.dedupe")
+        self.db.execute(
+            "TRUNCATE pgoutbox.message, pgoutbox.attempt, pgoutbox.coalesce, pgoutbox.dedupe, pgoutbox.queue"
+        )
+        self.is_paused = False
         self.messages: dict[int, Model] = {}
         self.newest: dict[str, int] = {}
         self.uncommitted: list[Model] = []
@@ -149,7 +153,9 @@ class Outboxes(RuleBasedStateMachine):
         return multiple(*(Attempt(row.id, row.attempt_count) for row in rows if row.state == State.SENDING))
 
     def _claimable(self) -> list[Model]:
-        found = []
+        found: list[Model] = []
+        if self.is_paused:
+            return found
         for message in self.messages.values():
             waiting = message.state is State.PENDING and message.due
             if not waiting and not (message.state is State.SENDING and message.lapsed):
@@ -291,6 +297,15 @@ class Outboxes(RuleBasedStateMachine):
             message.due = True
             message.cancel_requested = False
             message.max_attempts = message.attempt_count + MAX_ATTEMPTS
+
+    @rule()
+    def pause_or_resume(self) -> None:
+        """An operator pauses the queue, or resumes it."""
+        if self.is_paused:
+            assert operations.resume_queue(self.db, "default")
+        else:
+            operations.pause_queue(self.db, "default")
+        self.is_paused = not self.is_paused
 
     # --- what always holds --------------------------------------------------------------------------------------------
 

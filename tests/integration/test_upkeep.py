@@ -12,15 +12,26 @@ import pytest
 
 import pgoutbox.upkeep
 from pgoutbox import sql
+from pgoutbox.link import Link
 from pgoutbox.maintenance import set_retention
 from pgoutbox.message import State
-from pgoutbox.store import Link, Store
+from pgoutbox.store import Store
 from pgoutbox.telemetry import Event, Telemetry
 from pgoutbox.upkeep import Upkeep
 from pgoutbox.worker import Worker
 from tests.messages import put
-from tests.outbox_actions import WatchedWorker, enqueue, reports, row_of, rows_of, running, settings_for
+from tests.outbox_actions import (
+    PATIENCE_SECONDS,
+    WatchedWorker,
+    enqueue,
+    reports,
+    row_of,
+    rows_of,
+    running,
+    settings_for,
+)
 from tests.partitions import add_partition, drop_partitions, partitions_of, tables_of_partitions
+from tests.races import ADVISORY_LOCKS
 from tests.waiting import until
 
 if TYPE_CHECKING:
@@ -52,8 +63,8 @@ async def member(dsn: str) -> AsyncIterator[Callable[..., Member]]:
     """Makes workers of a fleet."""
     members: list[Member] = []
 
-    def make(name: str = "a", **settings: object) -> Member:
-        members.append(Member(dsn, name, **settings))
+    def make(name: str = "a", *, at: str = dsn, **settings: object) -> Member:
+        members.append(Member(at, name, **settings))
         return members[-1]
 
     yield make
@@ -70,6 +81,24 @@ def keep(db: psycopg.Connection, how_long: timedelta | None = 30 * DAY) -> None:
     """A rule for all that is partitioned by time."""
     for state in ("sent", "skipped", "cancelled"):
         set_retention(db, "*", state, how_long)
+
+
+def held_back_deletes(db: psycopg.Connection, connect: Connect) -> psycopg.Connection:
+    """Three messages that a rule no longer keeps; none of them can go until this connection rolls back."""
+    set_retention(db, "*", "failed", DAY)
+    for _ in range(3):
+        put(db, State.FAILED, age=2 * DAY)
+    db.execute(
+        "CREATE FUNCTION public.wait_first() RETURNS trigger LANGUAGE plpgsql"
+        " AS 'BEGIN PERFORM pg_advisory_xact_lock_shared(7); RETURN OLD; END'"
+    )
+    db.execute(
+        "CREATE TRIGGER wait_first BEFORE DELETE ON pgoutbox.message_failed"
+        " FOR EACH ROW EXECUTE FUNCTION public.wait_first()"
+    )
+    holder = connect()
+    holder.execute("SELECT pg_advisory_xact_lock(7)")
+    return holder
 
 
 async def test_a_turn_makes_partitions_and_obeys_the_rules(
@@ -181,6 +210,75 @@ async def test_a_statement_that_takes_long_is_cancelled_when_the_worker_stops(
         await until(is_deleting)
     assert not is_deleting()
     assert len(rows_of(db)) == 1
+
+
+async def test_the_next_turn_is_due_a_little_before_whoever_asks_once_in_each_interval_asks(
+    member: Callable[..., Member], db: psycopg.Connection
+) -> None:
+    assert await member().upkeep.turn()
+    ((seconds,),) = db.execute("SELECT extract(epoch FROM due_at - began_at)::float8 FROM pgoutbox.upkeep").fetchall()
+    assert 0.7 * INTERVAL_SECONDS < seconds < 0.9 * INTERVAL_SECONDS
+
+
+@pytest.mark.parametrize("passes", [True, False])
+async def test_only_what_does_not_pass_is_told_of_asking_for_the_turn(
+    member: Callable[..., Member], db: psycopg.Connection, passes: bool
+) -> None:
+    """Of a database that cannot be reached the worker tells itself."""
+    if passes:
+        one = member(at="postgresql://nobody@127.0.0.1:1/nothing")
+    else:
+        one = member()
+        db.execute("ALTER TABLE pgoutbox.upkeep RENAME TO elsewhere")
+    assert not await one.upkeep.turn()
+    assert one.count_of(Event.UPKEEP_FAILED) == (0 if passes else 1)
+
+
+async def test_a_turn_that_cannot_connect_is_told_and_ends_nothing(
+    member: Callable[..., Member], db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep(db)
+    drop_partitions(db)
+    one = member()
+    monkeypatch.delattr("pgoutbox.session.connect")
+    assert await one.upkeep.turn()
+    assert one.count_of(Event.UPKEEP_FAILED) == 1
+
+
+async def test_a_statement_that_takes_longer_than_any_turn_may_is_cancelled(
+    member: Callable[..., Member],
+    db: psycopg.Connection,
+    connect: Connect,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(pgoutbox.upkeep, "_TURN_SECONDS", 0.2)
+    holder = held_back_deletes(db, connect)
+    one = member()
+    with caplog.at_level(logging.WARNING, logger="pgoutbox.upkeep"):
+        assert await one.upkeep.turn()
+    assert [getattr(record, "detail", "") for record in caplog.records] == [
+        "canceling statement due to user request"
+    ], "and not because the session's own patience is over"
+    assert len(rows_of(db)) == 3
+    holder.rollback()
+
+
+async def test_the_end_of_the_worker_waits_for_the_batch_under_way_and_for_no_other(
+    member: Callable[..., Member], db: psycopg.Connection, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pgoutbox.upkeep, "_BATCH", 1)
+    monkeypatch.setattr(pgoutbox.upkeep, "_STOP_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr(pgoutbox.upkeep, "_FIRST_WITHIN_SECONDS", 0)
+    holder = held_back_deletes(db, connect)
+    one = member()
+    await one.upkeep.__aenter__()
+    await until(lambda: db.execute(f"SELECT FROM {ADVISORY_LOCKS} WHERE NOT l.granted").fetchall())
+    ending = asyncio.create_task(one.upkeep.__aexit__(None, None, None))
+    await until(one.upkeep._stopping.is_set)
+    holder.rollback()
+    await ending
+    assert len(rows_of(db)) == 2
 
 
 async def test_a_running_worker_takes_its_turns_and_delivers_meanwhile(

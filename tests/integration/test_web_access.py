@@ -14,6 +14,7 @@ import pytest
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.settings import load_settings
 from pgoutbox.web.access import LOOPBACK_NAMES, Access, Authenticate, Viewer
+from pgoutbox.web.credentials import Brake
 from pgoutbox.web.server import _ImpatientProtocol
 from tests.waiting import PROCESS_PATIENCE_SECONDS
 from tests.web_server import CANARY, OPERATOR_TOKEN, PAGE, VIEWER_TOKEN, Pages, RawConnection, serving, web_settings
@@ -165,6 +166,10 @@ def test_the_roles_are_those_of_the_tokens(site: Site) -> None:
     for token, name, role in ((OPERATOR_TOKEN, "ada", "operator"), (VIEWER_TOKEN, "vera", "viewer")):
         for told in (site.sign_in(token).get("/").json(), site.client(headers=bearer(token)).get("/").json()):
             assert (told["name"], told["role"], told["origin"]) == (name, role, "web 127.0.0.1")
+
+
+def test_the_name_of_the_scheme_may_be_written_in_any_case(site: Site) -> None:
+    assert site.client(headers={"Authorization": f"bEARER {OPERATOR_TOKEN}"}).get("/").status_code == 200
 
 
 def test_a_viewer_cannot_act(site: Site) -> None:
@@ -470,6 +475,11 @@ def test_signing_in_rightly_is_never_braked(site: Site) -> None:
     assert [client.get("/").status_code for _ in range(12)] == [200] * 12
 
 
+def test_signing_in_rightly_brakes_nobody_else_either(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(site.access, "common_brake", Brake(burst=2, interval_seconds=3600, capacity=1))
+    assert [post_sign_in(site.client(), OPERATOR_TOKEN).status_code for _ in range(4)] == [303] * 4
+
+
 def test_guessing_from_many_addresses_is_braked_for_all_together(stack: ExitStack) -> None:
     settings = web_settings(web_trusted_proxies="127.0.0.1")
     site = open_site(stack, Access.from_settings(settings), settings)
@@ -717,6 +727,8 @@ def test_a_host_application_says_who_it_is_and_forms_are_checked_all_the_same(
         ]
     ]
     assert statuses == [200, 403, 403, 403, 403, 403]
+    script = client.post("/outbox/act", headers={"X-User": "ada", "Authorization": "Bearer the application's own"})
+    assert script.status_code == 200, "no browser sends this by itself"
     assert client.get("/outbox/login", headers=ada).status_code == 404
 
 

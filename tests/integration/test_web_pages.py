@@ -16,7 +16,6 @@ import psycopg.sql
 import pytest
 from cryptography.fernet import Fernet
 from fastapi import FastAPI
-from psycopg.conninfo import conninfo_to_dict
 from psycopg.types.json import Jsonb
 from starlette.applications import Starlette
 from starlette.routing import Mount
@@ -592,9 +591,45 @@ def test_a_paused_queue_is_resumed(site: Site, db: psycopg.Connection) -> None:
     assert site.ada.post("/queues/bulk/resume").headers["location"].startswith("/queues?done=not-paused")
 
 
+def test_a_queue_that_owes_nothing_can_be_controlled_by_its_name(site: Site, db: psycopg.Connection) -> None:
+    page = get(site.ada, "/queues")
+    assert "Name of the queue" in page.words
+    assert ("get", "/queues") in {(a.get("method"), a.get("action")) for tag, a in page.elements if tag == "form"}
+    assert {"name": "queue", "required": None, "maxlength": "63"}.items() <= dict(
+        next(a for tag, a in page.elements if tag == "input" and a.get("name") == "queue")
+    ).items()
+    page = get(site.ada, "/queues?queue=bulk")
+    assert "Queue bulk owes nothing, has no controls, and none of the newest 25,000 messages was in it." in page.words
+    assert {f"/queues/bulk/{act}" for act in ("pause", "rate", "in-flight")} <= set(page.values("form", "action"))
+    answer = site.ada.post("/queues/bulk/pause", data={"duration": "1", "unit": "hours"}, follow_redirects=True)
+    assert "bulk paused" in Page(answer.text).words
+    assert audit_of(db) == [("ada", "web 127.0.0.1", "pause", "bulk", None, {"seconds": 3600.0})]
+    assert "Queue bulk owes nothing" not in get(site.ada, "/queues?queue=bulk").words
+
+
+@pytest.mark.parametrize("state", list(State))
+def test_a_queue_that_a_message_names_is_not_taken_for_misspelt(
+    site: Site, db: psycopg.Connection, state: State
+) -> None:
+    put(db, state, queue="bulk")
+    put(db, queue="other")
+    page = get(site.ada, "/queues?queue=bulk")
+    assert "Queue bulk owes nothing" not in page.words
+    assert page.values("section", "id") == ["queue-bulk"]
+
+
+def test_a_name_that_is_asked_for_is_checked_as_the_command_line_checks_it(site: Site) -> None:
+    for name in ("A", "1", "a b", "a'--", "x" * 64, "<script>"):
+        answer = site.ada.get("/queues", params={"queue": name})
+        assert answer.status_code == 422, name
+        assert "queue: 1 to 63 of a-z, 0-9, underscore, dot and hyphen, the first a letter" in answer.text
+    assert get(site.ada, "/queues?queue=").words == get(site.ada, "/queues").words
+
+
 def test_a_viewer_sees_no_form_and_may_send_none(site: Site, db: psycopg.Connection) -> None:
     message_id, failed = put(db), put(db, State.FAILED)
-    for path in (f"/messages/{message_id}", f"/messages/{failed}", "/queues", "/failed", "/messages"):
+    assert "Another queue" not in get(site.vera, "/queues").words
+    for path in (f"/messages/{message_id}", f"/messages/{failed}", "/queues?queue=bulk", "/failed", "/messages"):
         assert not [action for action in get(site.vera, path).values("form", "method") if action == "post"], path
         assert "/bulk" not in "".join(get(site.vera, path).values("a", "href"))
     forms = [f"/messages/{failed}/redrive", f"/messages/{message_id}/resend", f"/messages/{message_id}/cancel"]
@@ -987,6 +1022,15 @@ def test_a_change_in_the_database_is_told_to_all_who_look(site: Site, db: psycop
     wait_until(lambda: site.dashboard.feed.followers == 0, lambda: "the streams are still open")
 
 
+def test_who_comes_later_is_told_of_what_changed_since_the_page_was_made(site: Site) -> None:
+    with site.ada.stream("GET", "/live") as ours:
+        lines = ours.iter_lines()  # An iterator that nobody keeps closes its stream.
+        assert next(line for line in lines if line.startswith("event:")) == "event: change"
+        with site.vera.stream("GET", "/live") as theirs:
+            told = next(line for line in theirs.iter_lines() if line.startswith(("event:", ":")))
+            assert told == "event: change", "not before the first heartbeat"
+
+
 def test_nothing_is_read_when_nobody_looks(site: Site, db: psycopg.Connection) -> None:
     with site.ada.stream("GET", "/live") as stream:
         next(stream.iter_lines())
@@ -1078,33 +1122,122 @@ def test_settings_that_are_given_win_over_those_of_the_outbox(dsn: str, open_sit
 
 # --- rights -----------------------------------------------------------------------------------------------------------
 
-READ_THE_TABLES: Final = """
-    GRANT SELECT ON pgoutbox.message, pgoutbox.message_live, pgoutbox.message_failed, pgoutbox.message_done TO {role};
-    GRANT SELECT ON pgoutbox.attempt, pgoutbox.coalesce, pgoutbox.queue, pgoutbox.breaker, pgoutbox.audit TO {role};
-    GRANT SELECT ON SEQUENCE pgoutbox.message_id_seq TO {role}
-"""
+PAGES: Final = ("/", "/messages", "/queues", "/queues?queue=bulk", "/failed", "/messages?text=no+such&state=failed")
+OPERATORS_PAGES: Final = ("/audit", "/bulk?do=redrive")
 
 
-def test_a_login_with_an_operators_role_that_may_read_the_tables_is_enough(
+@pytest.mark.parametrize("role", ["pgoutbox_viewer", "pgoutbox_operator"])
+def test_a_login_with_one_role_sees_what_the_owner_sees(
+    dsn: str, db: psycopg.Connection, open_site: Callable[..., Site], role: str
+) -> None:
+    older = put(db, coalesce_key="k")
+    message_id = put(db, State.FAILED, destination="mailto:ada@example.org", coalesce_key="k")
+    db.execute(
+        "UPDATE pgoutbox.message SET state = 'skipped', finished_at = now(), skip_reason = 'superseded', "
+        "superseded_by = %s WHERE id = %s",
+        [message_id, older],
+    )
+    db.execute(ADD_ATTEMPT, [message_id, 1])
+    put(db, State.SENDING, queue="bulk")
+    put(db, State.PENDING, ordering_key="o")
+    put(db, State.SENT)
+    operations.limit_rate(db, "limited", operations.Rate(60, 60))
+    db.execute("ANALYZE pgoutbox.message")
+    with login(dsn, role) as its_dsn:
+        site, owners = open_site(its_dsn), open_site(dsn)
+        for path in PAGES:
+            assert told_on(site, path) == told_on(owners, path), path
+        page = get(site.ada, f"/messages/{message_id}")
+        group = next(href for href in get(site.ada, "/failed").values("a", "href") if "group=" in href)
+        assert ids_on(get(site.ada, group)) == [message_id]
+    assert f"Supersedes message {older}" in page.words
+    assert all(told in page.words for told in ("mailto:ada@example.org", "no such mailbox", "retry", "busy"))
+    assert '"to": "(redacted)"' in page.words
+    assert "may not read the values" in page.words
+    assert "ada@" in get(owners.ada, f"/messages/{message_id}").text
+
+
+def told_on(site: Site, path: str) -> list[str]:
+    """The words of a page when its hour is counted, without numbers that grow while one looks."""
+
+    def look() -> str | None:
+        site.dashboard.forget()
+        words = get(site.ada, path).words
+        return None if "Still counting" in words else words
+
+    words = wait_until(look, lambda: "the last hour is not counted")
+    assert words is not None
+    return re.sub(r"\d+(\.\d+)? (ms|s|tokens)\b( ago)?|just now|\d\d:\d\d(:\d\d)?", "-", words).split()
+
+
+def test_statistics_are_known_to_who_may_only_look(
+    dsn: str, db: psycopg.Connection, open_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reads, "CAP", 5)
+    for _ in range(8):
+        put(db, State.SENT)
+    db.execute("ANALYZE pgoutbox.message")
+    with login(dsn, "pgoutbox_viewer") as its_dsn:
+        assert "sent 8 about, by statistics" in get(open_site(its_dsn).ada, "/").words
+
+
+@pytest.mark.parametrize(("role", "acts"), [("pgoutbox_operator", True), ("pgoutbox_viewer", False)])
+def test_a_login_with_one_role_does_what_that_may_or_is_told_which_to_grant(
+    dsn: str, db: psycopg.Connection, open_site: Callable[..., Site], role: str, acts: bool
+) -> None:
+    failed, owed, sent, many = (put(db, state) for state in (State.FAILED, State.PENDING, State.SENT, State.FAILED))
+    forms: list[tuple[str, dict[str, str]]] = [
+        (f"/messages/{failed}/redrive", {}),
+        (f"/messages/{owed}/cancel", {}),
+        (f"/messages/{sent}/resend", {}),
+        ("/queues/default/pause", {}),
+        ("/queues/default/resume", {}),
+        ("/queues/default/rate", {"rate": "60"}),
+        ("/queues/default/in-flight", {"in_flight": "7"}),
+    ]
+    with login(dsn, role) as its_dsn:
+        site = open_site(its_dsn)
+        answers = [site.ada.post(path, data=form) for path, form in forms]
+        audit = site.ada.get("/audit")
+        shown = get(site.ada, f"/messages/{failed}").words
+        bulk_page = wait_for_bulk(site, site.ada.post("/bulk", data={"do": "redrive"}).headers["location"]).words
+    if acts:
+        assert [answer.status_code for answer in answers] == [303] * len(forms)
+        assert audit.status_code == 200
+        assert "redrive" in shown
+        assert [row[2] for row in audit_of(db)][:3] == ["redrive", "cancel", "resend"]
+        assert state_of(db, many) == "pending"
+    else:
+        wanted = "The database role of this dashboard may not {}: grant it pgoutbox_operator."
+        assert {(answer.status_code, wanted.format("do this") in answer.text) for answer in answers} == {(403, True)}
+        assert (audit.status_code, wanted.format("read the audit") in audit.text) == (403, True)
+        assert "may not read the audit: grant it pgoutbox_operator" in shown
+        assert "grant it pgoutbox_operator" in bulk_page
+        assert (audit_of(db), state_of(db, many)) == ([], "failed")
+
+
+def test_a_login_with_a_viewers_role_is_told_of_acts_that_it_may_not_read(
     dsn: str, db: psycopg.Connection, open_site: Callable[..., Site]
 ) -> None:
-    message_id = put(db, State.FAILED)
-    with login(dsn, "pgoutbox_operator") as its_dsn:
-        role = psycopg.sql.Identifier(str(conninfo_to_dict(its_dsn)["user"]))
-        db.execute(psycopg.sql.SQL(READ_THE_TABLES).format(role=role))
+    with login(dsn, "pgoutbox_viewer") as its_dsn:
         site = open_site(its_dsn)
-        for path in ("/", "/messages", f"/messages/{message_id}", "/queues", "/failed", "/audit"):
-            get(site.ada, path)
-        redrive = site.ada.post(f"/messages/{message_id}/redrive")
-        assert (redrive.status_code, state_of(db, message_id)) == (303, State.PENDING)
-        pause = site.ada.post("/queues/default/pause")
-        assert (pause.status_code, db.execute("SELECT name FROM pgoutbox.queue").fetchall()) == (303, [("default",)])
+        with site.vera.stream("GET", "/live") as stream:
+            lines = stream.iter_lines()
+            next(line for line in lines if line.startswith("event:"))
+            before = site.dashboard.feed.changes
+            with acting_as(Actor("ada")):
+                operations.pause_queue(db, "bulk")
+            wait_until(lambda: site.dashboard.feed.changes > before, lambda: "nobody is told of the pause")
 
 
+@pytest.mark.parametrize("roles", [(), ("pgoutbox_producer",)])
 def test_a_login_without_rights_is_told_so_and_sees_nothing(
-    dsn: str, db: psycopg.Connection, open_site: Callable[..., Site]
+    dsn: str, db: psycopg.Connection, open_site: Callable[..., Site], roles: tuple[str, ...]
 ) -> None:
     put(db, State.FAILED)
-    with login(dsn, "pgoutbox_producer") as its_dsn:
+    with login(dsn, *roles) as its_dsn:
         site = open_site(its_dsn)
-        assert "mail" not in get(site.ada, "/messages", 403).words
+        for path in (*PAGES, *OPERATORS_PAGES, "/messages/1"):
+            words = get(site.ada, path, 403).words
+            assert "grant it pgoutbox_" in words, path
+            assert "mail" not in words, path

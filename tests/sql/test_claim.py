@@ -157,6 +157,7 @@ def test_a_paused_queue_is_not_claimed_in_either_lane(rolled_back: psycopg.Conne
     retried(rolled_back)
     rolled_back.execute("INSERT INTO pgoutbox.queue (name, paused_at) VALUES ('default', now())")
     assert claim(rolled_back) == []
+    assert claim(rolled_back, fresh_only=True) == []
     rolled_back.execute("UPDATE pgoutbox.queue SET paused_at = NULL")
     assert len(ids_in_flight(claim(rolled_back))) == 2
 

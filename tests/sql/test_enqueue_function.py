@@ -364,6 +364,22 @@ def test_a_dedupe_key_stays_taken_in_whatever_state_its_message_is(
     assert rolled_back.execute(ENQUEUE, arguments).fetchone() == first
 
 
+def test_a_dedupe_key_that_is_pruned_while_it_is_met_is_taken_anew(rolled_back: psycopg.Connection) -> None:
+    """A trigger deletes the row between the INSERT that meets it and the look at it, as another session may."""
+    arguments = {**SOUND, "dedupe_key": "k"}
+    first = rolled_back.execute(ENQUEUE, arguments).fetchone()
+    rolled_back.execute(
+        "CREATE FUNCTION public.prune_it() RETURNS trigger LANGUAGE plpgsql AS"
+        f" 'BEGIN DELETE FROM pgoutbox.dedupe WHERE message_id = {(first or (0,))[0]}; RETURN NULL; END'".encode()
+    )
+    rolled_back.execute(
+        "CREATE TRIGGER prune_it AFTER INSERT ON pgoutbox.dedupe FOR EACH STATEMENT EXECUTE FUNCTION public.prune_it()"
+    )
+    second = rolled_back.execute(ENQUEUE, {**arguments, "payload": '"another"'}).fetchone()
+    assert second != first
+    assert rolled_back.execute("SELECT message_id FROM pgoutbox.dedupe").fetchall() == [second]
+
+
 def test_a_bulk_answers_which_items_were_duplicates(rolled_back: psycopg.Connection) -> None:
     rows = rolled_back.execute(
         "SELECT * FROM pgoutbox.enqueue_many(ARRAY['a', 'a', 'a'], ARRAY['1', '1', '1'::jsonb], dedupe_keys => %s)",

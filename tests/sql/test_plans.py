@@ -16,8 +16,8 @@ import pytest
 from pydantic import BaseModel, Field
 
 from pgoutbox import sql
+from pgoutbox.link import timeouts
 from pgoutbox.settings import load_settings
-from pgoutbox.store import timeouts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

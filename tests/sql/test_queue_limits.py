@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from tests.conftest import Connect
 
 
+# A worker that was rung claims what is fresh with a statement of its own.
+either_claim = pytest.mark.parametrize("fresh_only", [False, True], ids=["all lanes", "fresh"])
+
+
 def enqueued(connection: psycopg.Connection, count: int) -> list[int]:
     return [enqueue(connection) for _ in range(count)]
 
@@ -66,6 +70,19 @@ def test_a_bucket_begins_full_and_is_emptied_by_claims(rolled_back: psycopg.Conn
     assert ids_in_flight(claim(rolled_back, total=3)) == ids[:3]
     assert ids_in_flight(claim(rolled_back)) == ids[3:5]
     assert claim(rolled_back) == []
+
+
+def test_a_claim_of_fresh_messages_alone_leaves_those_of_a_limited_queue_to_the_claim_of_all(
+    rolled_back: psycopg.Connection,
+) -> None:
+    """Else a ring would let them overtake a retry that fell due before them."""
+    (message_id,) = enqueued(rolled_back, 1)
+    limit(rolled_back, 60, burst=5)
+    assert claim(rolled_back, fresh_only=True) == []
+    operations.limit_rate(rolled_back, "default", None)
+    operations.limit_in_flight(rolled_back, "default", 2)
+    assert claim(rolled_back, fresh_only=True) == []
+    assert ids_in_flight(claim(rolled_back)) == [message_id]
 
 
 @pytest.mark.parametrize(("count", "burst"), [(3, 3), (60, 5)])
@@ -120,7 +137,8 @@ def test_claims_of_one_moment_share_the_tokens(connect: Connect) -> None:
     assert ids_in_flight(claim(ours)) == [ids[2]]
 
 
-def test_a_claim_that_waited_for_a_pause_obeys_it(connect: Connect) -> None:
+@either_claim
+def test_a_claim_that_waited_for_a_pause_obeys_it(connect: Connect, fresh_only: bool) -> None:
     """When it began the queue was not paused; it waits for the queue's row, which the pause holds."""
     db, operator, worker = connect(autocommit=True), connect(), connect()
     enqueued(db, 1)
@@ -128,7 +146,7 @@ def test_a_claim_that_waited_for_a_pause_obeys_it(connect: Connect) -> None:
     operator.execute("SELECT")  # Begun here, so that it is committed below.
     operations.pause_queue(operator, "default")
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(claim, worker)
+        waiting = pool.submit(claim, worker, fresh_only=fresh_only)
         races.until_blocked(db, worker, waiting)
         operator.commit()
         assert waiting.result() == []
@@ -243,14 +261,15 @@ def test_of_a_queue_paused_without_an_end_nothing_falls_due(rolled_back: psycopg
         next_due(rolled_back)
 
 
-def test_a_pause_ends_by_itself(rolled_back: psycopg.Connection) -> None:
+@either_claim
+def test_a_pause_ends_by_itself(rolled_back: psycopg.Connection, fresh_only: bool) -> None:
     ids = enqueued(rolled_back, 1)
     rolled_back.execute(
         "INSERT INTO pgoutbox.queue (name, paused_at, resume_at) VALUES ('default', now(), now() + interval '1 h')"
     )
-    assert claim(rolled_back) == []
+    assert claim(rolled_back, fresh_only=fresh_only) == []
     rolled_back.execute("UPDATE pgoutbox.queue SET resume_at = now()")
-    assert ids_in_flight(claim(rolled_back)) == ids
+    assert ids_in_flight(claim(rolled_back, fresh_only=fresh_only)) == ids
 
 
 def test_the_bell_of_a_queue_at_its_limit_is_not_armed(connect: Connect) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, LiteralString
 
 import psycopg
 import pytest
@@ -13,6 +14,7 @@ from pgoutbox.errors import ConfigurationError
 from pgoutbox.maintenance import RetentionRule, prune_by_retention, retention_rules, set_retention, unset_retention
 from pgoutbox.message import FINAL_STATES, State
 from pgoutbox.settings import load_settings
+from tests import races
 from tests.messages import ADD_ATTEMPT, put
 from tests.outbox_actions import (
     attempts_of,
@@ -320,3 +322,35 @@ class TestFinish:
         assert finish_sent_and_forget(operator, (first, 1), (locked, 1)) == {first}
         caller.rollback()
         assert finish_sent_and_forget(operator, (locked, 1)) == {locked}
+
+    @pytest.mark.parametrize(
+        "change", ["attempt_count = 2", "state = 'pending', worker = NULL, lease_expires_at = NULL"]
+    )
+    def test_what_changes_hands_while_the_function_waits_for_it_stays(
+        self, operator: psycopg.Connection, connect: Connect, change: LiteralString
+    ) -> None:
+        """A worker may call the function by itself, without the lock that the statement takes."""
+        set_retention(operator, "*", "sent", ZERO)
+        message_id = self.sending(operator)
+        other, stale = connect(), connect()
+        other.execute(f"UPDATE pgoutbox.message SET {change}")
+        forget = "SELECT pgoutbox.forget_sent(%s, %s)"
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(lambda: stale.execute(forget, ([message_id], [1])).fetchall())
+            races.until_blocked(operator, stale, waiting)
+            other.commit()
+            assert waiting.result() == []
+        stale.commit()
+        assert [row.id for row in rows_of(operator)] == [message_id]
+
+    def test_only_what_is_in_flight_is_forgotten(self, operator: psycopg.Connection) -> None:
+        set_retention(operator, "*", "sent", ZERO)
+        message_id = self.sending(operator)
+        operator.execute("UPDATE pgoutbox.message SET state = 'pending', lease_expires_at = NULL")
+        assert operator.execute("SELECT pgoutbox.forget_sent(%s, %s)", ([message_id], [1])).fetchall() == []
+
+    def test_a_message_is_finished_once_however_often_it_is_named(self, operator: psycopg.Connection) -> None:
+        set_retention(operator, "other", "sent", ZERO)
+        message_id = self.sending(operator)
+        assert finish_sent_and_forget(operator, (message_id, 1), (message_id, 1)) == {message_id}
+        assert state_of(operator, message_id) == "sent"

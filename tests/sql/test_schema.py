@@ -235,8 +235,9 @@ def test_public_may_execute_no_function(rolled_back: psycopg.Connection) -> None
     assert [name for name, executable in functions if executable] == []
 
 
-# Nobody but its owner may call it, and only enqueue_checked does, which has pinned them.
-WRITES_WITHOUT_SETTINGS = "write_message"
+# Only its owner may call the second, and only enqueue_checked does, which has pinned its path. The first is what every
+# producer calls, so that the tests below look at each name in it.
+WRITES_WITHOUT_SETTINGS = ["enqueue_receipt", "write_message"]
 
 
 def test_functions_that_write_pin_their_search_path(rolled_back: psycopg.Connection) -> None:
@@ -247,9 +248,44 @@ def test_functions_that_write_pin_their_search_path(rolled_back: psycopg.Connect
         WHERE p.pronamespace = 'pgoutbox'::regnamespace
             AND p.prosrc ~* '(insert into|update pgoutbox)'
             AND NOT coalesce(p.proconfig @> ARRAY['search_path=pg_catalog, pg_temp'], false)
+        ORDER BY 1
         """
     ).fetchall()
-    assert unpinned == [(WRITES_WITHOUT_SETTINGS,)]
+    assert [name for (name,) in unpinned] == WRITES_WITHOUT_SETTINGS
+
+
+@pytest.mark.parametrize("name", WRITES_WITHOUT_SETTINGS)
+def test_what_writes_without_a_path_of_its_own_has_no_name_that_a_path_could_find(
+    rolled_back: psycopg.Connection, name: str
+) -> None:
+    row = rolled_back.execute("SELECT prosrc FROM pg_proc WHERE oid = %s::regproc", [f"pgoutbox.{name}"]).fetchone()
+    assert row is not None
+    assert open_names(row[0]) == []
+
+
+def open_names(body: str) -> list[str]:
+    """The operators, and the functions, tables and types without a schema, that stand in a body of PL/pgSQL."""
+    body = re.sub(r"'[^']*'|--[^\n]*", "''", body).replace(":=", " ").replace("OPERATOR(pg_catalog.=)", " ")
+    operators = re.findall(r"[-+*/<>=~!@#%^&|`?:]+", body)
+    # What the grammar itself knows is looked up nowhere: no schema can hold another greatest or bigint.
+    known = {"greatest", "bigint", "boolean", "integer"}
+    functions = set(re.findall(r"(?<![.\w])(\w+)\(", body)) - known
+    tables = re.findall(r"\b(?:FROM|JOIN|INTO|UPDATE)\s+(?!pgoutbox\.)(\w+)", body)
+    types = set(re.findall(r"^    \w+ (\w+);$", body.partition("BEGIN")[0], re.MULTILINE)) - known
+    return [*operators, *sorted(functions), *tables, *sorted(types)]
+
+
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        ("BEGIN a := abs(1); END", "abs"),
+        ("BEGIN a := pg_catalog.abs(1 + 2); END", "+"),
+        ("BEGIN INSERT INTO message_live (id) VALUES (1); END", "message_live"),
+        ("DECLARE\n    a text;\nBEGIN RETURN a; END", "text"),
+    ],
+)
+def test_the_test_before_finds_each_kind_of_name(body: str, found: str) -> None:
+    assert open_names(body) == [found]
 
 
 def test_the_live_part_has_no_more_indexes_than_claims_need(rolled_back: psycopg.Connection) -> None:

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 
-from pgoutbox.lanes import FULL_CLAIM_SECONDS, FULL_CLAIM_SHARE, MAX_SUSPECTS, ClaimPlan, Lanes
+import pytest
+
+from pgoutbox.errors import ConfigurationError
+from pgoutbox.lanes import (
+    FULL_CLAIM_SECONDS,
+    FULL_CLAIM_SHARE,
+    MAX_SUSPECTS,
+    ClaimPlan,
+    Lanes,
+    Queues,
+    QueueShare,
+    parse_queues,
+)
 from pgoutbox.store import ClaimedRow
 
 NOON = datetime(2024, 1, 1, 12, tzinfo=UTC)
@@ -33,6 +45,7 @@ def row(seconds: int, *, attempts: int = 0, former_state: str = "pending", state
         former_state=former_state,
         former_attempt_count=attempts,
         due_at=due_at,
+        expires_in_seconds=None,
         is_limited=False,
         has_ordered=False,
         superseded=False,
@@ -272,3 +285,71 @@ def test_lost_attempts_that_end_are_no_suspects() -> None:
     clock = Clock()
     clock.claim(lost(1, state="failed"))
     assert clock.plan().suspect_limit == 1
+
+
+# --- queues -----------------------------------------------------------------------------------------------------------
+
+
+def test_queues_are_read_with_and_without_weights() -> None:
+    assert parse_queues([]) == (QueueShare("default"),)
+    assert parse_queues(["a", "b"]) == (QueueShare("a"), QueueShare("b"))
+    assert parse_queues(["critical:6", "bulk:1"]) == (QueueShare("critical", 6), QueueShare("bulk", 1))
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        (["a:1", "b"], "all of them a weight, or none"),
+        (["a", "a"], "each may be named once"),
+        (["a:0"], "'a:0'"),
+        (["a:-1"], "'a:-1'"),
+        (["a:10000"], "'a:10000'"),
+        (["A"], "'A'"),
+        ([""], "''"),
+        (["a b"], "'a b'"),
+        (["a:"], "'a:'"),
+    ],
+)
+def test_a_wrong_list_of_queues_is_refused(values: list[str], problem: str) -> None:
+    with pytest.raises(ConfigurationError, match=problem):
+        parse_queues(values)
+
+
+def queues_of(*values: str) -> Queues:
+    return Queues(parse_queues(values), now=0.0)
+
+
+def test_queues_without_weights_come_in_the_order_given() -> None:
+    queues = queues_of("b", "a")
+    assert [[lanes.queue for lanes in queues.in_turn()] for _ in range(2)] == [["b", "a"]] * 2
+
+
+def test_queues_with_weights_are_first_in_their_proportion_and_evenly_spread() -> None:
+    queues = queues_of("a:3", "b:1", "c:2")
+    first = [queues.in_turn()[0].queue for _ in range(12)]
+    assert first == ["a", "c", "a", "b", "c", "a"] * 2
+
+
+def test_every_queue_is_in_each_look_once() -> None:
+    queues = queues_of("a:3", "b:1")
+    assert all(sorted(lanes.queue for lanes in queues.in_turn()) == ["a", "b"] for _ in range(4))
+
+
+def test_a_queue_that_turns_out_to_be_ordered_is_news_once() -> None:
+    queues = queues_of("a", "b")
+    assert not queues.note_ordered(["b"])  # All are taken to be until the database has said otherwise.
+    assert not queues["a"].has_ordered
+    assert queues.note_ordered(["a"])
+    assert not queues.note_ordered(["a"])
+    assert (queues["a"].has_ordered, queues["b"].has_ordered) == (True, False)
+
+
+def test_an_end_is_waited_for_where_a_queue_is_limited_or_ordered() -> None:
+    queues = queues_of("a", "b")
+    queues.note_ordered([])
+    assert not queues.may_wait_for_ends
+    queues["b"].is_limited = True
+    assert queues.may_wait_for_ends
+    queues["b"].is_limited = False
+    queues.note_ordered(["a"])
+    assert queues.may_wait_for_ends

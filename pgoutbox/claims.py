@@ -1,0 +1,184 @@
+"""From room for so many messages to their rows: which queue, which lane and which ordering key have their turn.
+
+What a claim returned goes to `take_over` before the next one begins, so that the first messages are on their way while
+the rest is claimed. Where two workers meet at one coalesce key, one of them has its message and the other claims again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import Final
+
+import psycopg
+
+from pgoutbox.dispatch import elapsed_clock
+from pgoutbox.lanes import Lanes, Queues
+from pgoutbox.message import State
+from pgoutbox.outage import Outage
+from pgoutbox.store import ClaimedRow, Store
+from pgoutbox.telemetry import Telemetry
+
+_ROUND_TRIP_SECONDS: Final = 0.002
+_STUBBORN_CONFLICTS: Final = 3
+_IN_FLIGHT_CONSTRAINTS: Final = {"message_live_in_flight", "message_live_ordered_in_flight"}
+_SENDING: Final = State.SENDING  # To look a member up costs more than to compare with it.
+
+
+class Claims:
+    """Claims for one worker. `suspects` are those in flight, which the worker fills and empties."""
+
+    def __init__(
+        self,
+        store: Store,
+        queues: Queues,
+        outage: Outage,
+        *,
+        topics: Sequence[str],
+        hold_topics: Sequence[str],
+        suspects: Collection[object],
+        take_over: Callable[[Sequence[ClaimedRow], float], Awaitable[None]],
+        stopping: asyncio.Event,
+        telemetry: Telemetry,
+    ) -> None:
+        self._store = store
+        self._queues = queues
+        self._outage = outage
+        self._topics = topics
+        self._hold_topics = hold_topics
+        self._suspects = suspects
+        self._take_over = take_over
+        self._stopping = stopping
+        self._telemetry = telemetry
+        self._conflict_count = 0
+        self.work_ahead = False
+
+    async def look(self, room: int, *, from_beginning: bool, fresh_only: bool = False) -> int | None:
+        """Claim from the queues in their order until the room is used up. None if the database did not let us.
+
+        How many rows were claimed, those counted that ended thereby. Whether more is likely to wait for the next look
+        is then in `work_ahead`. `from_beginning` looks at everything that is due, `fresh_only` at fresh messages alone.
+        """
+        found = 0
+        self.work_ahead = False
+        self._queues.looked_at = elapsed_clock()
+        if self._conflict_count > _STUBBORN_CONFLICTS:
+            room = 1  # Claims of several rows meet at one coalesce key again and again: one row cannot.
+        for lanes in self._queues.in_turn():
+            count = await self._claim(lanes, room, from_beginning=from_beginning, fresh_only=fresh_only)
+            if count is None:
+                return None
+            self._conflict_count = 0
+            found += count
+            room -= count
+            if room <= 0:
+                break
+        return found
+
+    async def next_due_seconds(self) -> float | None:
+        """How long until a look finds something that the last one could not; None if nothing is scheduled.
+
+        Raises what a database that does not answer raises.
+        """
+        # What fell due since the last claim began is in neither answer unless it is asked for; and the question may
+        # reach the server later than it was asked.
+        slack = _ROUND_TRIP_SECONDS
+        while True:
+            asked_at = elapsed_clock()
+            due, ordered = await self._store.next_due_seconds(
+                self._queues.names, since_seconds=asked_at - self._queues.looked_at + slack
+            )
+            if self._queues.note_ordered(ordered):
+                return 0.0
+            took = elapsed_clock() - asked_at
+            if took <= slack or (due is not None and due <= 0):
+                return due
+            slack = 2 * took
+
+    async def _claim(self, lanes: Lanes, room: int, *, from_beginning: bool, fresh_only: bool) -> int | None:
+        """Claim from one queue. Messages with an ordering key and the others take turns at being first."""
+        if fresh_only or not lanes.has_ordered:
+            return await self._claim_unordered(lanes, room, from_beginning=from_beginning, fresh_only=fresh_only)
+        lanes.ordered_first = not lanes.ordered_first
+        found = 0
+        for ordered in (lanes.ordered_first, not lanes.ordered_first):
+            if room - found <= 0:
+                self.work_ahead = True
+                break
+            if ordered:
+                count = await self._claim_ordered(lanes, room - found, complete=from_beginning)
+            else:
+                count = await self._claim_unordered(
+                    lanes, room - found, from_beginning=from_beginning, fresh_only=False
+                )
+            if count is None:
+                return None
+            found += count
+        return found
+
+    async def _claim_ordered(self, lanes: Lanes, room: int, *, complete: bool) -> int | None:
+        """Go on behind the key where the last look ended; a complete look goes round once if it finds nothing."""
+        began_after, end_count = lanes.after_key, 0
+        while not self._stopping.is_set():
+            began_at = elapsed_clock()
+            try:
+                message_ids, lanes.after_key = await self._store.find_ordered(
+                    lanes.queue, topics=self._topics, after_key=lanes.after_key, key_limit=room
+                )
+                rows = []
+                if message_ids:
+                    rows = await self._store.claim_ordered(lanes.queue, message_ids, hold_topics=self._hold_topics)
+            except (psycopg.Error, OSError) as error:
+                await self._endure(error)
+                return None
+            self._outage.end()
+            self._measure(lanes.queue, rows)
+            if rows:
+                lanes.is_limited = rows[0].is_limited
+                self.work_ahead = True
+                await self._take_over(rows, began_at)
+                return len(rows)
+            end_count += lanes.after_key == ""
+            # The keys behind which it began may be gone by now: then the second end is all there is.
+            if not complete or end_count == 2 or (end_count == 1 and lanes.after_key >= began_after):
+                break
+        return 0
+
+    async def _claim_unordered(self, lanes: Lanes, room: int, *, from_beginning: bool, fresh_only: bool) -> int | None:
+        began_at = elapsed_clock()
+        if fresh_only:
+            plan = lanes.plan_fresh(room)
+        else:
+            plan = lanes.plan(room, now=began_at, from_beginning=from_beginning, suspects_in_flight=len(self._suspects))
+        try:
+            rows = await self._store.claim(
+                lanes.queue,
+                topics=self._topics,
+                hold_topics=self._hold_topics,
+                fresh_limit=plan.fresh_limit,
+                total=plan.total,
+                fresh_floor=plan.fresh_floor,
+                retry_floor=plan.retry_floor,
+                suspect_limit=plan.suspect_limit,
+                fresh_only=plan.fresh_only,
+            )
+        except (psycopg.Error, OSError) as error:
+            await self._endure(error)
+            return None
+        self._outage.end()
+        self._measure(lanes.queue, rows)
+        self.work_ahead |= lanes.learn(plan, rows, began_at=began_at, ended_at=elapsed_clock())
+        if rows:
+            await self._take_over(rows, began_at)
+        return len(rows)
+
+    async def _endure(self, error: psycopg.Error | OSError) -> None:
+        if isinstance(error, psycopg.errors.UniqueViolation) and error.diag.constraint_name in _IN_FLIGHT_CONSTRAINTS:
+            self._conflict_count += 1
+            return  # Two workers met at one coalesce key; the other one has it.
+        await self._outage.endure(error)
+
+    def _measure(self, queue: str, rows: Sequence[ClaimedRow]) -> None:
+        if (measures := self._telemetry.measures) is not None:
+            topics = [row.topic for row in rows if row.state == _SENDING]
+            measures.claim(queue, topics, at=elapsed_clock())

@@ -1,0 +1,196 @@
+"""From claimed rows to work for the slots: payloads and contents are read and decrypted, and batches put together.
+
+Whatever is wrong with one row (a payload that cannot be read, a key that is missing, a content that is gone) is the
+outcome of its own attempt and keeps none of the others.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from typing import Final, NamedTuple, cast
+
+import psycopg
+from pydantic import JsonValue
+from pydantic_core import from_json
+
+from pgoutbox.dispatch import Context, Handler, describe
+from pgoutbox.encryption import Keyring, is_sealed, unseal
+from pgoutbox.message import Message, Permanent, State, Transient
+from pgoutbox.outage import Outage
+from pgoutbox.slots import RELEASED, Ending, Work
+from pgoutbox.store import ClaimedRow, Store
+from pgoutbox.telemetry import Event, Telemetry
+
+_SENDING: Final = State.SENDING  # To look a member up costs more than to compare with it.
+_KEPT_CONTENTS: Final = 16
+_EMPTY_HEADERS: Final[Mapping[str, str]] = {}
+_Content = JsonValue | Permanent | Transient  # What a fan-out shares, or why it cannot be read.
+
+
+class Taken(NamedTuple):
+    """What became of the rows of one claim: each is in exactly one of `works`, `endings` and `ended`."""
+
+    works: list[Work]
+    endings: list[tuple[Context, Ending]]
+    """Attempts that end before they begin."""
+    ended: list[ClaimedRow]
+    """Messages that the claim itself has ended."""
+    suspects: list[Context]
+    """Those in flight whose attempt before was lost."""
+
+
+class Intake:
+    """Takes claimed rows over for one worker, and puts their attempts into `held`."""
+
+    def __init__(
+        self,
+        store: Store,
+        handlers: Mapping[str, Handler],
+        held: MutableMapping[int, Context],
+        outage: Outage,
+        *,
+        keyring: Keyring | None,
+        ensure_lease: Callable[[Context], Awaitable[None]],
+        telemetry: Telemetry,
+    ) -> None:
+        self._store = store
+        self._handlers = handlers
+        self._held = held
+        self._outage = outage
+        self._keyring = keyring
+        self._ensure_lease = ensure_lease
+        self._telemetry = telemetry
+        self._contents: dict[int, _Content] = {}
+
+    async def take(self, rows: Sequence[ClaimedRow], leased_at: float) -> Taken:
+        """Take over what one claim returned. `leased_at` is when that claim began, on `elapsed_clock`."""
+        contents = await self._contents_of(rows)
+        works: list[Work] = []
+        endings: list[tuple[Context, Ending]] = []
+        ended = []
+        suspects = []
+        batches: dict[str, list[Context]] = {}
+        for row in rows:
+            if row.state != _SENDING:
+                ended.append(row)
+                continue
+            handler = self._handlers[row.topic]
+            message, problem = _message_of(row, contents or {}, self._keyring)
+            used_count = row.attempt_count - row.max_attempts + row.attempt_budget
+            context = Context(message, handler, leased_at, self._ensure_lease, used_count)
+            if row.expires_in_seconds is not None:
+                context.expiring_at = leased_at + row.expires_in_seconds
+            self._held[row.id] = context
+            if row.content_id is not None and row.content_id not in (contents or {}):
+                context.done = True
+                gone = Permanent(f"its content {row.content_id} is gone: somebody deleted it")
+                endings.append((context, RELEASED if contents is None else gone))
+                continue
+            if row.former_state == _SENDING:
+                suspects.append(context)
+            if problem is not None or row.superseded:
+                context.done = True
+                # Superseded since the claim began: a retry is what the finish turns into `skipped`.
+                endings.append((context, problem or Transient("superseded")))
+                continue
+            if handler.max_batch is None:
+                works.append((context,))
+            else:
+                batches.setdefault(row.topic, []).append(context)
+            if row.former_state == _SENDING:
+                self._report_lost(row)
+        for contexts in batches.values():
+            size = contexts[0].handler.max_batch or 1
+            works.extend(contexts[start : start + size] for start in range(0, len(contexts), size))
+        self._telemetry.count(Event.CLAIMED, len(rows) - len(ended))
+        return Taken(works, endings, ended, suspects)
+
+    def _report_lost(self, row: ClaimedRow) -> None:
+        self._telemetry.report(
+            logging.WARNING,
+            Event.LEASE_EXPIRED,
+            "lease expired, trying again",
+            message_id=row.id,
+            topic=row.topic,
+            queue=row.queue,
+            attempt_count=row.attempt_count,
+            state=row.state,
+        )
+
+    async def _contents_of(self, rows: Sequence[ClaimedRow]) -> Mapping[int, _Content] | None:
+        """The contents that these rows name, those that exist, each decrypted and parsed once for all of its messages.
+
+        None if the database did not answer.
+        """
+        asked = {row.content_id for row in rows if row.content_id is not None and row.state == _SENDING}
+        contents = {content_id: self._contents[content_id] for content_id in asked & self._contents.keys()}
+        if missing := sorted(asked - contents.keys()):
+            try:
+                found = await self._store.contents(missing)
+            except (psycopg.Error, OSError) as error:
+                await self._outage.endure(error)
+                return None
+            contents.update((content_id, _read_content(text, self._keyring)) for content_id, text in found.items())
+            # The messages of a fan-out come together: the last contents are those that are asked for next.
+            self._contents = dict(list((self._contents | contents).items())[-_KEPT_CONTENTS:])
+        return contents
+
+
+def _message_of(
+    row: ClaimedRow, contents: Mapping[int, _Content], keyring: Keyring | None
+) -> tuple[Message[object], Permanent | Transient | None]:
+    """The message, and what is wrong if its payload cannot be read: one such row must not keep the others."""
+    problem: Permanent | Transient | None = None
+    payload = headers = None
+    content: JsonValue = None
+    if row.content_id is not None:
+        found = contents.get(row.content_id)
+        if isinstance(found, (Permanent, Transient)):
+            problem = found
+        else:
+            content = found
+    try:
+        headers = None if row.headers_json is None else _read_json(row.headers_json)
+        payload = _read_json(row.payload_json)
+        if type(payload) is dict and is_sealed(payload):
+            payload = _read_json(unseal(payload, keyring))
+    except (ValueError, RecursionError) as error:
+        problem = Permanent(f"payload: cannot be read as JSON: {describe(error)}")
+    except Transient as missing_key:
+        problem, payload = missing_key, None
+    message: Message[object] = Message(
+        row.id,
+        row.topic,
+        row.queue,
+        row.destination,
+        payload,
+        cast("Mapping[str, str]", headers) if headers is not None else _EMPTY_HEADERS,
+        row.attempt_count,
+        row.max_attempts,
+        row.created_at,
+        row.available_at,
+        row.coalesce_key,
+        row.ordering_key,
+        content,
+    )
+    return message, problem
+
+
+def _read_content(text: str, keyring: Keyring | None) -> _Content:
+    try:
+        content = _read_json(text)
+        return _read_json(unseal(content, keyring)) if is_sealed(content) else content
+    except (ValueError, RecursionError) as error:
+        return Permanent(f"content: cannot be read as JSON: {describe(error)}")
+    except Transient as missing_key:
+        return missing_key
+
+
+def _read_json(text: str) -> JsonValue:
+    try:
+        return cast("JsonValue", from_json(text))
+    except ValueError:
+        # The fast reader has a limit of its own on nesting.
+        return cast("JsonValue", json.loads(text))

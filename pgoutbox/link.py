@@ -1,0 +1,265 @@
+"""Connections to PostgreSQL that mend themselves, and what is known of the errors that they meet.
+
+A session has pgoutbox's own settings, whatever the role's are, and works through a pooler as well. Nobody waits for a
+dead network: each statement has a deadline on this side, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import socket
+import time
+from collections.abc import AsyncIterator, Mapping
+from typing import Final, LiteralString
+
+import psycopg
+from psycopg import pq
+from psycopg.conninfo import make_conninfo
+from psycopg.rows import TupleRow
+
+from pgoutbox import sql
+from pgoutbox.settings import Settings
+
+_REFUSED_PAUSE_SECONDS: Final = 1.0
+
+# What passes: serialization, deadlock, lock timeout, cancelled statement, session out of its time, server going down or
+# full, broken connection.
+_PASSING_SQLSTATES = frozenset({"40001", "40P01", "55P03", "57014", "25006", "25P03", "25P04"})
+_PASSING_CLASSES = ("08", "53", "57P", "58")
+_FULL: Final = ("too many clients", "too many connections", "remaining connection slots", "no more connections allowed")
+
+
+class Link:
+    """One connection, opened on first use and replaced after it broke; statements take turns on it.
+
+    Each statement has a deadline on this side too, because a server behind a dead network never answers. While the
+    server refuses this connection, what `spare` has open is used, which may belong to another thread's event loop.
+    """
+
+    def __init__(self, dsn: str, settings: Settings, *, purpose: str, spare: Link | None = None) -> None:
+        self._dsn = dsn
+        self._settings = settings
+        self._purpose = purpose
+        self._spare = spare
+        self._refused_at = -math.inf
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._connection: psycopg.AsyncConnection[TupleRow] | None = None
+        self._pooled = settings.pooled
+        self._turn = asyncio.Lock()
+        self._deadline_seconds = settings.statement_timeout_seconds + settings.connect_timeout_seconds
+
+    async def fetch(self, statement: LiteralString, parameters: Mapping[str, object]) -> list[TupleRow]:
+        """Run one statement in a transaction of its own and return its rows.
+
+        After an error that broke the connection, or when the deadline passed, the next call opens another one.
+        """
+        if self._spare is not None and self._spare.is_open and not await self._can_open():
+            return await self._spare.fetch_from_anywhere(statement, parameters)
+        async with self._turn:
+            connection = await self._open()
+            try:
+                async with deadline(connection, self._deadline_seconds):
+                    if self._pooled:
+                        return await self._fetch_through_pooler(connection, statement, parameters)
+                    cursor = await connection.execute(statement, parameters, prepare=True, binary=True)
+                    return await cursor.fetchall() if cursor.description is not None else []
+            except BaseException as error:
+                # A session that has become read-only is a server that has become a standby: connect anew.
+                keeps = isinstance(error, psycopg.Error) and not connection.closed and error.sqlstate != "25006"
+                if not keeps:
+                    await self.close()
+                raise
+
+    async def fetch_from_anywhere(self, statement: LiteralString, parameters: Mapping[str, object]) -> list[TupleRow]:
+        """`fetch`, on whichever event loop it is awaited: the connection stays with the one that opened it."""
+        if self._loop is None or self._loop is asyncio.get_running_loop():
+            return await self.fetch(statement, parameters)
+        return await asyncio.wrap_future(
+            asyncio.run_coroutine_threadsafe(self.fetch(statement, parameters), self._loop)
+        )
+
+    async def _can_open(self) -> bool:
+        if self.is_open:
+            return True
+        if time.monotonic() - self._refused_at < _REFUSED_PAUSE_SECONDS:
+            return False
+        try:
+            await self.open()
+        except (psycopg.OperationalError, OSError):
+            self._refused_at = time.monotonic()
+            return False
+        return True
+
+    async def _fetch_through_pooler(
+        self,
+        connection: psycopg.AsyncConnection[TupleRow],
+        statement: LiteralString,
+        parameters: Mapping[str, object],
+    ) -> list[TupleRow]:
+        # A transaction pooler gives each transaction another server session: settings must travel with it.
+        try:
+            await connection.execute(sql.BEGIN)
+            await connection.execute(sql.PREPARE_TRANSACTION, timeouts(self._settings))
+            cursor = await connection.execute(statement, parameters, prepare=False, binary=True)
+            rows = await cursor.fetchall() if cursor.description is not None else []
+        except psycopg.Error:
+            if not connection.closed:
+                await connection.execute("ROLLBACK")
+            raise
+        await connection.execute("COMMIT")
+        return rows
+
+    async def _open(self) -> psycopg.AsyncConnection[TupleRow]:
+        if self._connection is not None and not self._connection.closed:
+            return self._connection
+        connection, is_direct = await connect(self._dsn, self._settings, purpose=self._purpose)
+        self._pooled = self._settings.pooled or not is_direct
+        if self._pooled:
+            connection.prepare_threshold = None
+        else:
+            await prepare_session(connection, self._settings)
+        self._connection = connection
+        self._loop = asyncio.get_running_loop()
+        return connection
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a connection, as far as is known."""
+        return self._connection is not None and not self._connection.closed
+
+    async def open(self) -> None:
+        """Open the connection before it is needed, if there is none."""
+        async with self._turn:
+            await self._open()
+
+    async def close(self) -> None:
+        """Close the connection; the next fetch opens another."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with contextlib.suppress(psycopg.Error, OSError):
+                await connection.close()
+
+
+def conninfo_for(dsn: str, settings: Settings, *, purpose: str) -> str:
+    """`dsn` with what every connection of pgoutbox has: a name that tells its purpose, and a peer that is looked after.
+
+    A peer that is gone without a word is noticed after half a minute. Raises `psycopg.ProgrammingError` for what is no
+    DSN.
+    """
+    return make_conninfo(
+        dsn,
+        connect_timeout=settings.connect_timeout_seconds,
+        application_name=f"pgoutbox {purpose}",
+        keepalives=1,
+        keepalives_idle=15,
+        keepalives_interval=5,
+        keepalives_count=3,
+        tcp_user_timeout=20_000,
+    )
+
+
+async def connect(dsn: str, settings: Settings, *, purpose: str) -> tuple[psycopg.AsyncConnection[TupleRow], bool]:
+    """Open an autocommit connection; with it, whether it leads to the server directly.
+
+    A pooler makes up the process number that it tells its clients. It may give each transaction another session: then
+    a session's settings, prepared statements and LISTEN are lost, or worse, met by others.
+    """
+    connection = await psycopg.AsyncConnection.connect(conninfo_for(dsn, settings, purpose=purpose), autocommit=True)
+    try:
+        async with deadline(connection, settings.connect_timeout_seconds):
+            cursor = await connection.execute(sql.BACKEND_PID, prepare=False)
+            ((pid,),) = await cursor.fetchall()
+    except BaseException:
+        await connection.close()
+        raise
+    return connection, pid == connection.info.backend_pid
+
+
+async def prepare_session(connection: psycopg.AsyncConnection[TupleRow], settings: Settings) -> None:
+    """Give a direct connection pgoutbox's own settings, whatever the role's defaults are; closes it on failure."""
+    connection.prepare_threshold = 1
+    try:
+        async with deadline(connection, settings.connect_timeout_seconds):
+            await connection.execute(sql.PREPARE_SESSION, timeouts(settings), prepare=False)
+    except BaseException:
+        await connection.close()
+        raise
+
+
+@contextlib.asynccontextmanager
+async def deadline(connection: psycopg.AsyncConnection[TupleRow], seconds: float) -> AsyncIterator[None]:
+    """Break the connection when the time is up, so that what waits for it fails at once: `TimeoutError`.
+
+    Cancelling the task instead, as `asyncio.timeout` does, would have the driver ask the server to cancel the statement
+    first, and wait for that for up to ten seconds more, on the same dead network.
+    """
+    is_over = False
+
+    def end() -> None:
+        nonlocal is_over
+        is_over = True
+        if not connection.closed:
+            # The socket itself stays libpq's, which finds it at its end.
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as broken:
+                broken.shutdown(socket.SHUT_RDWR)
+
+    timer = asyncio.get_running_loop().call_later(seconds, end)
+    try:
+        yield
+    except psycopg.Error as error:
+        if is_over:
+            raise TimeoutError(f"no answer within {seconds:g} s") from error
+        raise
+    finally:
+        timer.cancel()
+
+
+def timeouts(settings: Settings) -> dict[str, object]:
+    """The time limits of the worker's statements, as PostgreSQL reads them."""
+    return {
+        "statement_timeout": f"{int(settings.statement_timeout_seconds * 1000)}ms",
+        "lock_timeout": f"{int(settings.lock_timeout_seconds * 1000)}ms",
+    }
+
+
+def is_passing(error: BaseException) -> bool:
+    """Whether the same statement may succeed later: the server or the connection is at fault, not the statement."""
+    if isinstance(error, (TimeoutError, ConnectionError, psycopg.InterfaceError)):
+        return True
+    if not isinstance(error, psycopg.Error):
+        return False
+    if error.sqlstate is None:
+        return isinstance(error, psycopg.OperationalError)
+    return error.sqlstate in _PASSING_SQLSTATES or error.sqlstate.startswith(_PASSING_CLASSES)
+
+
+async def is_out_of_reach(error: psycopg.Error | OSError, dsn: str, settings: Settings) -> bool:
+    """Whether a first connection failed because the server is down, starting or full, and not for a lasting reason.
+
+    The driver gives no SQLSTATE for a connection that was refused. That a server is down or starting is what libpq
+    finds out by a ping. That it is full stands only in its words: one that speaks another language is taken for one
+    that has refused for good.
+    """
+    if not is_passing(error):
+        return False
+    if not isinstance(error, psycopg.OperationalError) or error.sqlstate is not None:
+        return True
+    if _says_full(error):
+        return True
+    conninfo = make_conninfo(dsn, connect_timeout=math.ceil(settings.connect_timeout_seconds))
+    if await asyncio.to_thread(pq.PGconn.ping, conninfo.encode()) in (pq.Ping.REJECT, pq.Ping.NO_RESPONSE):
+        return True
+    # It is up: for longer than since it refused, only if it refuses again.
+    try:
+        connection, _ = await connect(dsn, settings, purpose="start")
+    except psycopg.OperationalError as again:
+        return _says_full(again)
+    await connection.close()
+    return True
+
+
+def _says_full(error: psycopg.OperationalError) -> bool:
+    return any(words in str(error) for words in _FULL)

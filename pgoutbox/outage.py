@@ -1,0 +1,71 @@
+"""What a worker does while its database does not answer: it tells so once, and tries again with growing pauses.
+
+Only what passes is endured. An error that time will not mend ends the worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from typing import Final
+
+import psycopg
+
+from pgoutbox.errors import SchemaError
+from pgoutbox.link import is_passing
+from pgoutbox.store import MIGRATE_HINT
+from pgoutbox.telemetry import Event, Telemetry
+
+_FIRST_PAUSE_SECONDS: Final = 0.05
+_MAX_PAUSE_SECONDS: Final = 5.0
+_LOST_RACES: Final = (
+    psycopg.errors.SerializationFailure,
+    psycopg.errors.DeadlockDetected,
+    psycopg.errors.LockNotAvailable,
+)
+
+
+class Outage:
+    """Whether the database answers, as the statements of one worker find out."""
+
+    def __init__(self, telemetry: Telemetry, *, stopping: asyncio.Event) -> None:
+        self._telemetry = telemetry
+        self._stopping = stopping
+        self._pause = _FIRST_PAUSE_SECONDS
+        self.is_on = False
+
+    async def endure(self, error: BaseException) -> None:
+        """Pause after an error of the database that will pass, but not beyond `stopping`; raise one that will not."""
+        if isinstance(error, _LOST_RACES):
+            return  # Two claims met at one row; the next one sees how it ended.
+        if isinstance(error, (psycopg.errors.UndefinedTable, psycopg.errors.UndefinedFunction)):
+            raise SchemaError(f"the schema pgoutbox is gone; {MIGRATE_HINT}") from error
+        if not is_passing(error):
+            raise error
+        if not self.is_on:
+            self.is_on = True
+            self._pause = _FIRST_PAUSE_SECONDS
+            self._telemetry.report(
+                logging.WARNING, Event.DATABASE_LOST, "database does not answer, trying again", reason=_name_of(error)
+            )
+        # Rings, which are many while the database restarts, do not cut it short.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._pause * (0.5 + random.random() / 2)):  # noqa: S311 - jitter guards nothing
+                await self._stopping.wait()
+        self._pause = min(self._pause * 2, _MAX_PAUSE_SECONDS)
+
+    def end(self) -> None:
+        """The database has answered."""
+        if self.is_on:
+            self.is_on = False
+            self._telemetry.report(logging.INFO, Event.DATABASE_BACK, "database answers again")
+
+
+def _name_of(error: BaseException) -> str:
+    name = type(error).__name__
+    if isinstance(error, psycopg.OperationalError) and error.sqlstate is None:
+        return f"{name}: {' '.join(str(error).split())[:300]}"  # Of a connection: only the words tell what is wrong.
+    sqlstate = getattr(error, "sqlstate", None)
+    return name if sqlstate is None else f"{name} {sqlstate}"

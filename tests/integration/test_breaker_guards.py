@@ -1,0 +1,941 @@
+"""What a worker knows of breakers, one send at a time: who counts, who probes, what is shared, and what is forgotten.
+
+The database is real; the clock that breakers pause by is the test's, and so are the answers of the destinations.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pgoutbox import Message, Permanent, Transient, breaker
+from pgoutbox.alert import ALERT_TOPIC
+from pgoutbox.breaker import Breakers
+from pgoutbox.message import Outcome, Sent, Snooze
+from pgoutbox.store import Store
+from pgoutbox.telemetry import Event, Telemetry
+from tests.line_server import Line
+from tests.outbox_actions import PATIENCE_SECONDS, settings_for
+from tests.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+
+    import psycopg
+
+    from pgoutbox.transports import Content
+    from tests.conftest import Connect
+
+HOUR = 3600.0
+COOLDOWN_SECONDS = 100.0
+PAUSE_SECONDS = 10.0  # A tenth of it.
+KEY = "line://a"
+SENT = Sent()
+DEAD = Transient("no answer", outage=True)
+
+
+class Clock:
+    """Time that passes when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Destination:
+    """What one destination answers: the outcome, or what waits for it to be set."""
+
+    def __init__(self) -> None:
+        self.answer: Outcome | BaseException = SENT
+        self.received: list[int] = []
+        self.silent: set[int] = set()
+        self._answers: dict[int, asyncio.Future[Outcome]] = {}
+
+    async def take(self, message: Message[object]) -> Outcome:
+        self.received.append(message.id)
+        if message.id in self.silent:
+            return await self._answers.setdefault(message.id, asyncio.get_running_loop().create_future())
+        if isinstance(self.answer, BaseException) and not isinstance(self.answer, (Transient, Permanent)):
+            raise self.answer
+        return self.answer
+
+    def end(self, message_id: int, outcome: Outcome = SENT) -> None:
+        """Answer what has waited in silence."""
+        self._answers[message_id].set_result(outcome)
+
+
+class Destinations:
+    """A transport with a breaker for each destination, whose answers the test decides."""
+
+    schemes = ("line",)
+
+    def __init__(self) -> None:
+        self.of: dict[str, Destination] = {}
+
+    def __getitem__(self, key: str) -> Destination:
+        return self.of.setdefault(key, Destination())
+
+    def breaker_key(self, message: Message[object], content: Content | None) -> str | None:
+        return message.destination
+
+    async def send(self, message: Message[object], content: Content) -> Outcome:
+        return await self[message.destination or ""].take(message)
+
+    async def aclose(self) -> None: ...
+
+
+class Member:
+    """A worker of a fleet, as far as its breakers go."""
+
+    def __init__(self, dsn: str, name: str, hold_topics: Sequence[str], **settings: object) -> None:
+        values = {
+            "breaker_failures": 1,
+            "breaker_cooldown_seconds": COOLDOWN_SECONDS,
+            "breaker_max_cooldown_seconds": 8 * COOLDOWN_SECONDS,
+            "breaker_probe_seconds": 60.0,
+        }
+        self.settings = settings_for(dsn, **values | settings)
+        self.store = Store(self.settings, worker=name)
+        self.telemetry = Telemetry(logging.getLogger("pgoutbox.worker"))
+        self.at = Destinations()
+        self.breakers = Breakers(
+            self.store, {"line": self.at}, self.settings, self.telemetry, hold_topics=frozenset(hold_topics)
+        )
+
+    async def send(self, message_id: int, key: str = KEY, *, topic: str = "greet", attempt_count: int = 1) -> Outcome:
+        sent = message(message_id, key, topic=topic, attempt_count=attempt_count)
+        return await self.breakers.send(self.at, sent, Line("hello"))
+
+    async def refusal(self, message_id: int, key: str | None = KEY, *, topic: str = "greet") -> Snooze | None:
+        return await self.breakers.refusal(message(message_id, key, topic=topic))
+
+    @asynccontextmanager
+    async def sending(
+        self, message_id: int, key: str = KEY, *, topic: str = "greet"
+    ) -> AsyncIterator[asyncio.Task[Outcome]]:
+        """A send that has reached its destination, which says nothing until `end`."""
+        self.at[key].silent.add(message_id)
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(self.send(message_id, key, topic=topic))
+            await until(lambda: message_id in self.at[key].received or task.done())
+            yield task
+
+    def count_of(self, event: Event) -> int:
+        return self.telemetry.counts[event]
+
+
+def message(message_id: int, key: str | None = KEY, *, topic: str = "greet", attempt_count: int = 1) -> Message[object]:
+    now = datetime.now(UTC)
+    return Message(message_id, topic, "default", key, None, {}, attempt_count, 11, now, now, None)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(breaker, "elapsed_clock", clock)
+    return clock
+
+
+@pytest.fixture
+async def member(dsn: str, clock: Clock) -> AsyncIterator[Callable[..., Member]]:
+    """Makes workers of a fleet."""
+    members: list[Member] = []
+
+    def make(name: str = "a", *, hold_topics: Sequence[str] = (), **settings: object) -> Member:
+        members.append(Member(dsn, name, hold_topics, **settings))
+        return members[-1]
+
+    yield make
+    for made in members:
+        await made.breakers.close()
+        await made.store.close()
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The questions about breakers that the database was asked, by the name of the store's method."""
+    asked: list[str] = []
+
+    def note(name: str) -> None:
+        method = getattr(Store, name)
+
+        async def noted(self: Store, *arguments: Any, **options: Any) -> Any:  # noqa: ANN401 - passed on
+            asked.append(name)
+            return await method(self, *arguments, **options)
+
+        monkeypatch.setattr(Store, name, noted)
+
+    for name in ("breaker_failed", "breaker_probe", "breakers", "breaker_close", "breaker_reopen", "breaker_release"):
+        note(name)
+    return asked
+
+
+class Gate:
+    """Holds the answer to one question back."""
+
+    def __init__(self) -> None:
+        self.reached = asyncio.Event()
+        self.opened = asyncio.Event()
+
+
+def hold_back(monkeypatch: pytest.MonkeyPatch, name: str) -> Gate:
+    """What the database answers to this question is known to the worker when the gate is opened."""
+    gate, method = Gate(), getattr(Store, name)
+
+    async def held(self: Store, *arguments: Any, **options: Any) -> Any:  # noqa: ANN401 - passed on
+        answer = await method(self, *arguments, **options)
+        gate.reached.set()
+        await gate.opened.wait()
+        return answer
+
+    monkeypatch.setattr(Store, name, held)
+    return gate
+
+
+def open_elsewhere(
+    db: psycopg.Connection, key: str = KEY, *, retry_seconds: float = HOUR, cooldown_seconds: float = COOLDOWN_SECONDS
+) -> None:
+    """Another worker has opened it; it is being probed if its time has come."""
+    db.execute(
+        "INSERT INTO pgoutbox.breaker AS b"
+        " (key, opened_at, retry_at, cooldown_seconds, worker, last_error, probe_id, probe_until)"
+        " SELECT %(key)s, now(), now() + make_interval(secs => %(retry)s), %(cooldown)s, 'another', 'refused', p.id,"
+        " CASE WHEN p.id IS NOT NULL THEN now() + interval '1 hour' END"
+        " FROM (SELECT CASE WHEN %(retry)s <= 0 THEN gen_random_uuid() END) AS p(id)",
+        {"key": key, "retry": retry_seconds, "cooldown": cooldown_seconds},
+    )
+
+
+def let_probe(db: psycopg.Connection, clock: Clock) -> None:
+    """The time to probe has come, by the database's clock and by the worker's."""
+    db.execute("UPDATE pgoutbox.breaker SET retry_at = now()")
+    clock.now += 10 * COOLDOWN_SECONDS
+
+
+def row_of(db: psycopg.Connection, key: str = KEY) -> tuple[float, bool] | None:
+    """The pause, and whether it is being probed."""
+    return db.execute(
+        "SELECT cooldown_seconds, probe_id IS NOT NULL FROM pgoutbox.breaker WHERE key = %s", [key]
+    ).fetchone()
+
+
+def is_open(db: psycopg.Connection, key: str = KEY) -> bool:
+    return row_of(db, key) is not None
+
+
+def is_waited_for(db: psycopg.Connection, holder: psycopg.Connection) -> bool:
+    """Whether a session waits for a lock that `holder` has."""
+    waiting = "SELECT FROM pg_stat_activity WHERE %s = ANY (pg_blocking_pids(pid)) LIMIT 1"
+    return bool(db.execute(waiting, [holder.info.backend_pid]).fetchall())
+
+
+async def opened(one: Member, db: psycopg.Connection, key: str = KEY) -> None:
+    """Let one failure open it."""
+    one.at[key].answer = DEAD
+    assert isinstance(await one.send(1, key), Snooze)
+    assert is_open(db, key)
+
+
+# --- what counts ------------------------------------------------------------------------------------------------------
+
+
+async def test_failures_in_a_row_count_however_far_apart(
+    member: Callable[..., Member], db: psycopg.Connection, clock: Clock
+) -> None:
+    one = member(breaker_failures=3)
+    one.at[KEY].answer = DEAD
+    for number in range(3):
+        assert not is_open(db)
+        await one.send(number)
+        clock.now += HOUR
+        if number == 1:
+            one.at[KEY].answer = Permanent("no such address")  # Which says nothing of the destination.
+            await one.send(number)
+            one.at[KEY].answer = DEAD
+    assert is_open(db)
+
+
+async def test_the_rate_is_that_of_one_minute(
+    member: Callable[..., Member], db: psycopg.Connection, clock: Clock
+) -> None:
+    one = member(breaker_failures=1_000)
+    one.at[KEY].answer = DEAD
+    for seconds, count in ((61, 19), (61, 19), (0, 1)):
+        assert not is_open(db)
+        clock.now += seconds
+        for number in range(count):
+            await one.send(number)
+    assert is_open(db)
+
+
+async def test_what_arrives_counts_for_the_rate(member: Callable[..., Member], db: psycopg.Connection) -> None:
+    one = member(breaker_failures=1_000, breaker_error_rate=0.5)
+    for number in range(60):
+        one.at[KEY].answer = DEAD if number % 3 == 0 else SENT
+        await one.send(number)
+    assert not is_open(db)
+
+
+async def test_one_arrival_ends_a_row_of_failures(member: Callable[..., Member], db: psycopg.Connection) -> None:
+    one = member(breaker_failures=2)
+    answers: list[Outcome] = [DEAD, SENT, DEAD, SENT]
+    for number, answer in enumerate(answers):
+        one.at[KEY].answer = answer
+        await one.send(number)
+    assert not is_open(db)
+
+
+async def test_a_failure_whose_text_no_database_can_store_counts(
+    member: Callable[..., Member], db: psycopg.Connection, clock: Clock
+) -> None:
+    one = member()
+    one.at[KEY].answer = Transient("no \x00 answer", outage=True)
+    await one.send(1)
+    assert is_open(db)
+    let_probe(db, clock)
+    await one.send(2)
+    assert row_of(db) == (2 * COOLDOWN_SECONDS, False)
+
+
+@pytest.mark.parametrize(("topic", "counts"), [("greet", True), (ALERT_TOPIC, False)])
+async def test_a_send_that_is_cut_off_counts_unless_it_is_an_alert(
+    member: Callable[..., Member], db: psycopg.Connection, topic: str, counts: bool
+) -> None:
+    one = member()
+    async with one.sending(1, topic=topic) as task:
+        task.cancel()
+    await one.breakers.close()
+    assert is_open(db) is counts
+
+
+async def test_what_the_end_of_the_worker_cuts_off_does_not_count(
+    member: Callable[..., Member], db: psycopg.Connection
+) -> None:
+    one = member()
+    async with one.sending(1) as task:
+        one.breakers.stop()
+        task.cancel()
+    await one.breakers.close()
+    assert not is_open(db)
+
+
+@pytest.mark.parametrize("by_probe", [False, True], ids=["first failure", "probe"])
+@pytest.mark.parametrize(
+    ("hold_topics", "unknown", "is_held_back"), [(["greet"], True, False), (["greet"], False, True), ([], True, True)]
+)
+async def test_only_what_may_have_been_handed_over_and_is_on_hold_keeps_its_own_outcome(
+    member: Callable[..., Member],
+    db: psycopg.Connection,
+    clock: Clock,
+    hold_topics: list[str],
+    unknown: bool,
+    is_held_back: bool,
+    by_probe: bool,
+) -> None:
+    one = member(hold_topics=hold_topics)
+    if by_probe:
+        await opened(one, db)
+        let_probe(db, clock)
+    answer = Transient("no answer to the last line", outage=True, unknown=unknown)
+    one.at[KEY].answer = answer
+    outcome = await one.send(2)
+    assert isinstance(outcome, Snooze) if is_held_back else outcome is answer
+    assert is_open(db)
+
+
+@pytest.mark.parametrize("by_probe", [False, True], ids=["first failure", "probe"])
+async def test_what_is_held_back_waits_as_long_as_the_receiver_asks(
+    member: Callable[..., Member], db: psycopg.Connection, clock: Clock, by_probe: bool
+) -> None:
+    one = member()
+    if by_probe:
+        await opened(one, db)
+        let_probe(db, clock)
+    one.at[KEY].answer = Transient("come back tomorrow", 24 * HOUR, outage=True)
+    outcome = await one.send(2)
+    assert isinstance(outcome, Snooze)
+    assert 24 * HOUR <= outcome.delay_seconds <= 24 * HOUR + 2 * PAUSE_SECONDS
+
+
+async def test_a_failure_that_the_database_cannot_be_told_keeps_its_own_outcome(
+    member: Callable[..., Member], db: psycopg.Connection
+) -> None:
+    one = member()
+    one.at[KEY].answer = DEAD
+    db.execute("ALTER TABLE pgoutbox.breaker RENAME TO elsewhere")
+    assert await one.send(1) is DEAD
+    assert one.count_of(Event.BREAKER_UNKNOWN) == 1
+    db.execute("ALTER TABLE pgoutbox.elsewhere RENAME TO breaker")
+    assert isinstance(await one.send(2), Snooze)
+
+
+# --- what is asked ----------------------------------------------------------------------------------------------------
+
+
+async def test_what_simply_works_asks_nothing(member: Callable[..., Member], asked: list[str], clock: Clock) -> None:
+    one = member()
+    for number in range(5):
+        assert await one.send(number) is SENT
+        clock.now += HOUR
+    await one.breakers.close()
+    assert asked == []
+
+
+async def test_a_failure_after_it_was_opened_asks_nothing(member: Callable[..., Member], asked: list[str]) -> None:
+    one = member()
+    async with one.sending(1), one.sending(2) as second:
+        one.at[KEY].end(1, DEAD)
+        await until(lambda: asked)
+        await until(lambda: one.breakers.open_count)
+        one.at[KEY].end(2, DEAD)
+        assert isinstance(await second, Snooze)
+    assert asked == ["breaker_failed"]
+
+
+async def test_whoever_loses_the_race_to_open_it_learns_that_it_is_open(
+    member: Callable[..., Member], db: psycopg.Connection, connect: Connect, asked: list[str]
+) -> None:
+    one, other = member(), connect()
+    one.at[KEY].answer = DEAD
+    open_elsewhere(other)
+    async with asyncio.TaskGroup() as group:
+        failing = group.create_task(one.send(1))
+        await until(lambda: is_waited_for(db, other))
+        other.commit()
+    outcome = failing.result()
+    assert isinstance(outcome, Snooze)
+    assert HOUR - 60 <= outcome.delay_seconds <= HOUR + PAUSE_SECONDS
+    assert asked == ["breaker_failed"] * 2
+    assert one.count_of(Event.BREAKER_OPENED) == 0  # It was another one.
+
+
+async def test_what_had_to_wait_looks_once_a_minute_for_what_somebody_left_open(
+    member: Callable[..., Member], asked: list[str], clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = member()
+    for _ in range(3):
+        assert await one.send(1, attempt_count=2) is SENT
+    assert asked.count("breaker_probe") <= 1
+    clock.now += 61
+    await one.send(1, attempt_count=2)
+    await one.breakers.close()
+    assert asked == ["breaker_probe"] * 2
+    monkeypatch.setattr(breaker, "_MANY", 3)
+    for number in range(10):
+        await one.send(1, f"line://{number}", attempt_count=2)
+    assert len(one.breakers._looked_at) <= 3
+
+
+async def test_what_is_open_elsewhere_is_known_after_that_look_and_stays_known(
+    member: Callable[..., Member], db: psycopg.Connection
+) -> None:
+    """Though this worker has seen no failure of its own."""
+    one = member()
+    open_elsewhere(db)
+    assert await one.send(1, attempt_count=2) is SENT
+    await until(lambda: one.breakers.open_count)
+    for number in (2, 3):
+        assert isinstance(await one.send(number), Snooze)
+    assert one.at[KEY].received == [1]
+    assert is_open(db)
+
+
+async def test_a_look_that_the_database_does_not_answer_changes_nothing(
+    member: Callable[..., Member], db: psycopg.Connection
+) -> None:
+    one = member()
+    open_elsewhere(db)
+    db.execute("ALTER TABLE pgoutbox.breaker RENAME TO elsewhere")
+    assert await one.send(1, attempt_count=2) is SENT
+    await one.breakers.close()
+    assert not one.breakers.watches_any
+    assert one.count_of(Event.BREAKER_UNKNOWN) == 1
+
+
+async def test_a_send_that_is_cut_off_while_it_asks_leaves_the_connection_whole(
+    member: Callable[..., Member], db: psycopg.Connection, connect: Connect, clock: Clock
+) -> None:
+    one, other = member(), connect()
+    await opened(one, db)
+    let_probe(db, clock)
+    claims = (
+        "SELECT pid FROM pg_stat_activity WHERE application_name = 'pgoutbox claim a' AND datname = current_database()"
+    )
+    before = db.execute(claims).fetchall()
+    other.execute("SELECT FROM pgoutbox.breaker FOR UPDATE")
+    async with asyncio.TaskGroup() as group:
+        asking = group.create_task(one.send(2))
+        await until(lambda: is_waited_for(db, other))
+        asking.cancel()
+    other.rollback()
+    await one.breakers.close()
+    assert asking.cancelled()
+    await one.send(3)  # On a connection of its own, if that one were broken.
+    assert db.execute(claims).fetchall() == before
+    assert len(before) == 1
+
+
+# --- how long it pauses -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("cooldown_seconds", "pause_seconds"), [(0.001, 0.05), (20.0, 2.0), (HOUR, 10.0)])
+async def test_what_meets_another_ones_probe_asks_again_after_a_tenth_of_the_pause_within_bounds(
+    member: Callable[..., Member],
+    db: psycopg.Connection,
+    clock: Clock,
+    asked: list[str],
+    cooldown_seconds: float,
+    pause_seconds: float,
+) -> None:
+    one = member()
+    one.at[KEY].answer = DEAD
+    open_elsewhere(db, retry_seconds=-1, cooldown_seconds=cooldown_seconds)
+    delays = []
+    for number in range(20):
+        outcome = await one.send(number)
+        assert isinstance(outcome, Snooze)
+        delays.append(outcome.delay_seconds)
+    assert pause_seconds * 0.99 <= min(delays) < max(delays) <= 2 * pause_seconds
+    assert one.at[KEY].received == [0]
+    assert asked.count("breaker_probe") == 0
+    clock.now += pause_seconds
+    for number in range(5):
+        assert isinstance(await one.send(number), Snooze)
+    assert asked.count("breaker_probe") == 1
+    assert one.at[KEY].received == [0]
+
+
+async def test_what_waits_for_a_probe_of_this_process_waits_a_little(
+    member: Callable[..., Member], db: psycopg.Connection, clock: Clock
+) -> None:
+    one = member()
+    await opened(one, db)
+    let_probe(db, clock)
+    async with one.sending(2):
+        for held in (await one.send(3), await one.refusal(3)):
+            assert isinstance(held, Snooze)
+            assert PAUSE_SECONDS <= held.delay_seconds <= 2 * PAUSE_SECONDS
+        one.at[KEY].end(2)
+
+
+async def test_a_probe_that_failed_makes_this_process_wait_for_the_longer_time(
+    member: Callable[..., Member], db: psycopg.Connection, clock: Clock, asked: list[str]
+) -> None:
+    one = member()
+    await opened(one, db)
+    let_probe(db, clock)
+    assert isinstance(await one.send(2), Snooze)
+    held = await one.send(3)
+    assert isinstance(held, Snooze)
+    assert 2 * COOLDOWN_SECONDS - 1 <= held.delay_seconds <= 2 * COOLDOWN_SECONDS + 2 * PAUSE_SECONDS
+    assert asked.count("breaker_probe") == 1
+
+
+# --- probe ------------------------------------------------------------------------------------------------------------
+
+
+async def test_what_is_closed_meanwhile_is_sent_and_counts_from_nothing(
+    member: Callable[..., Member], db: psycopg.Connection, clock: Clock
+) -> None:
+    for settings in ({"breaker_failures": 3}, {"breaker_failures": 1_000}):
+        one = member(breaker_cooldown_seconds=10, **settings)
+        one.at[KEY].answer = DEAD
+        while not is_open(db):
+            await one.send(1)
+        db.execute("DELETE FROM pgoutbox.breaker")
+        clock.now += 11  # Within the minute of the rate.
+        assert await one.send(2) is DEAD
+        assert not is_open(db)
+
+
+async def test_a_probe_that_arrived_lets_everything_through_before_the_row_is_gone(
+    member: Callable[..., Member],
+    db: psycopg.Connection,
+    clock: Clock,
+    asked: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one = member()
+    await opened(one, db)
+    let_probe(db, clock)
+    one.at[KEY].answer = SENT
+    gate = hold_back(monkeypatch, "breaker_close")
+    assert await one.send(2) is SENT
+    assert await one.send(3) is SENT
+    assert asked.count("breaker_probe") == 1
+    gate.opened.set()
+    await one.breakers.close()
+    assert not is_open(db)
+    assert one.count_of(Event.BREAKER_CLOSED) == 1
+
+
+@pytest.mark.parametrize("answer", [Permanent("no such address"), Transient("mailbox full"), RuntimeError("a mistake")])
+async def test_a_probe_that_says_nothing_of_the_destination_is_given_back(
+    member: Callable[..., Member], db: psycopg.Connection, clock: Clock, answer: Outcome | BaseException
+) -> None:
+    one = member()
+    await opened(one, db)
+    let_probe(db, clock)
+    one.at[KEY].answer = answer
+    if isinstance(answer, RuntimeError):
+        with pytest.raises(RuntimeError):
+            await one.send(2)
+    else:
+        assert await one.send(2) is answer
+    await one.breakers.close()
+    assert row_of(db) == (COOLDOWN_SECONDS, False)
+    one.at[KEY].answer = SENT
+    assert await one.send(3) is SENT
+
+
+@pytest.mark.parametrize(("is_stopping", "cooldown_seconds"), [(True, COOLDOWN_SECONDS), (False, 2 * COOLDOWN_SECONDS)])
+async def test_a_probe_that_is_cut_off_has_failed_unless_the_worker_stops(
+    member: Callable[..., Member],
+    db: psycopg.Connection,
+    clock: Clock,
+    asked: list[str],
+    is_stopping: bool,
+    cooldown_seconds: float,
+) -> None:
+    one = member()
+    await opened(one, db)
+    let_probe(db, clock)
+    async with one.sending(2) as probe:
+        if is_stopping:
+            one.breakers.stop()
+        probe.cancel()
+    assert isinstance(await one.send(3), Snooze)  # Whatever the database knows of it yet.
+    assert asked.count("breaker_probe") == 1
+    await one.breakers.close()
+    assert row_of(db) == (cooldown_seconds, False)
+
+
+@pytest.mark.parametrize("when", ["asking for leave", "writing that it failed"])
+async def test_while_the_database_does_not_answer_nobody_here_probes(
+    member: Callable[..., Member], db: psycopg.Connection, clock: Clock, asked: list[str], when: str
+) -> None:
+    one = member()
+    await opened(one, db)
+    let_probe(db, clock)
+    rename = "ALTER TABLE pgoutbox.breaker RENAME TO elsewhere"
+    if when == "asking for leave":
+        db.execute(rename)
+        assert isinstance(await one.send(2), Snooze)
+        assert one.at[KEY].received == [1]
+    else:
+        async with one.sending(2) as probe:
+            db.execute(rename)
+            one.at[KEY].end(2, DEAD)
+            assert isinstance(await probe, Snooze)
+    received = list(one.at[KEY].received)
+    for number in (3, 4):
+        assert isinstance(await one.send(number), Snooze)
+    assert one.at[KEY].received == received
+    assert asked.count("breaker_probe") == 1
+
+
+async def test_who_was_let_through_and_sent_nothing_leaves_anothers_probe_alone(
+    member: Callable[..., Member], db: psycopg.Connection, clock: Clock
+) -> None:
+    one = member()
+    await opened(one, db)
+    let_probe(db, clock)
+    assert await one.refusal(2) is None
+    assert await one.refusal(3) is not None
+    one.at[KEY].answer = Permanent("no such address")
+    assert await one.send(2) is one.at[KEY].answer  # Its probe is over; its attempt is not.
+    assert await one.refusal(4) is None
+    one.breakers.let_go(message(2))
+    assert await one.refusal(5) is not None
+    one.breakers.let_go(message(4))
+    assert await one.refusal(5) is None
+
+
+async def test_an_alert_neither_probes_nor_waits_for_a_probe_nor_decides(
+    member: Callable[..., Member], db: psycopg.Connection, clock: Clock, asked: list[str]
+) -> None:
+    one = member()
+    one.at[KEY].answer = DEAD
+    assert await one.send(1, topic=ALERT_TOPIC) is DEAD
+    assert not is_open(db)
+    await opened(one, db)
+    assert isinstance(await one.send(2, topic=ALERT_TOPIC), Snooze)
+    let_probe(db, clock)
+    one.at[KEY].answer = SENT
+    async with one.sending(3):
+        assert await one.refusal(4, topic=ALERT_TOPIC) is None
+        assert await one.send(4, topic=ALERT_TOPIC) is SENT
+        one.at[KEY].end(3, Permanent("no such address"))
+    assert await one.refusal(5, topic=ALERT_TOPIC) is None
+    assert await one.refusal(6) is None, "an alert is nobody's probe"
+    assert await one.send(5, topic=ALERT_TOPIC) is SENT
+    one.breakers.let_go(message(6))
+    one.at[KEY].answer = DEAD
+    assert await one.send(7, topic=ALERT_TOPIC) is DEAD
+    await one.breakers.close()
+    assert is_open(db)
+    assert asked.count("breaker_probe") == 1
+
+
+async def test_only_what_a_destination_of_a_rendering_topic_stands_for_is_refused(
+    member: Callable[..., Member], db: psycopg.Connection
+) -> None:
+    one = member()
+    await opened(one, db)
+    assert await one.refusal(2) is not None
+    assert await one.refusal(2, topic="own") is None
+    assert await one.refusal(2, None) is None
+    assert await one.refusal(2, "tel:1") is None
+
+
+# --- news -------------------------------------------------------------------------------------------------------------
+
+
+async def test_news_of_one_destination_opens_no_other(
+    member: Callable[..., Member], db: psycopg.Connection, clock: Clock
+) -> None:
+    one = member()
+    await opened(one, db)
+    await opened(one, db, "line://b")
+    db.execute("DELETE FROM pgoutbox.breaker WHERE key = 'line://b'")
+    assert isinstance(await one.send(2), Snooze)
+    assert one.at[KEY].received == [1]
+    one.at["line://b"].answer = SENT
+    assert await one.send(3, "line://b") is SENT
+
+
+async def test_what_another_one_has_learned_about_the_time_is_news(
+    member: Callable[..., Member], db: psycopg.Connection
+) -> None:
+    one = member()
+    await opened(one, db)
+    db.execute("UPDATE pgoutbox.breaker SET retry_at = now() + interval '1 day'")
+    await one.send(2)
+    held = await one.send(3)
+    assert isinstance(held, Snooze)
+    assert held.delay_seconds > 23 * HOUR
+
+
+async def test_a_row_that_an_operator_sets_back_is_known_at_the_next_message(
+    member: Callable[..., Member], db: psycopg.Connection, clock: Clock
+) -> None:
+    one = member()
+    await opened(one, db)
+    one.at[KEY].answer = SENT
+    db.execute("UPDATE pgoutbox.breaker SET retry_at = now()")
+    held = await one.send(2)
+    assert isinstance(held, Snooze)
+    assert await one.send(3) is not SENT
+    clock.now += PAUSE_SECONDS
+    assert await one.send(4) is SENT
+
+
+async def test_while_this_process_probes_nothing_is_asked_about_it(
+    member: Callable[..., Member], db: psycopg.Connection, clock: Clock, asked: list[str]
+) -> None:
+    one = member()
+    await opened(one, db)
+    let_probe(db, clock)
+    async with one.sending(2):
+        assert isinstance(await one.send(3), Snooze)
+        assert await one.refusal(4) is not None
+        one.at[KEY].end(2)
+    assert "breakers" not in asked
+
+
+@pytest.mark.parametrize("is_open_again", [True, False])
+async def test_what_was_learned_while_the_fleet_was_asked_is_newer_than_its_answer(
+    member: Callable[..., Member],
+    db: psycopg.Connection,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    is_open_again: bool,
+) -> None:
+    one = member()
+    await opened(one, db)
+    gate = hold_back(monkeypatch, "breakers")
+    if is_open_again:
+        db.execute("DELETE FROM pgoutbox.breaker")
+    asking = asyncio.create_task(one.send(2))
+    await gate.reached.wait()
+    db.execute("DELETE FROM pgoutbox.breaker")
+    clock.now += 10 * COOLDOWN_SECONDS
+    async with one.sending(3):
+        if is_open_again:
+            one.at[KEY].end(3, DEAD)
+            await until(lambda: is_open(db) and one.breakers.open_count)
+        gate.opened.set()
+        outcome = await asking
+        if is_open_again:
+            assert isinstance(outcome, Snooze)
+            assert isinstance(await one.send(4), Snooze)
+            assert one.at[KEY].received == [1, 3]
+        else:
+            assert one.breakers.open_count == 0
+            one.at[KEY].answer = SENT
+            assert await one.send(4) is SENT
+            one.at[KEY].end(3)
+
+
+# --- room -------------------------------------------------------------------------------------------------------------
+
+
+async def test_what_waits_for_room_goes_on_with_the_first_answer(
+    member: Callable[..., Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(breaker, "_STALL_SECONDS", HOUR)
+    one = member(concurrency=1)
+    async with asyncio.timeout(PATIENCE_SECONDS), one.sending(1), asyncio.TaskGroup() as group:
+        waiting = group.create_task(one.send(2))
+        await until(lambda: one.breakers._circuits[KEY].waiting_count)
+        assert one.at[KEY].received == [1]
+        one.at[KEY].end(1)
+        assert await waiting is SENT
+
+
+async def test_a_destination_is_silent_since_its_last_answer_or_its_first_send_after_a_rest(
+    member: Callable[..., Member], clock: Clock
+) -> None:
+    one = member(concurrency=4, breaker_failures=5)
+    one.at[KEY].answer = DEAD
+    await one.send(0)  # So that it is not forgotten.
+    one.at[KEY].answer = SENT
+    clock.now += HOUR
+    async with one.sending(1), one.sending(2), one.sending(3), asyncio.TaskGroup() as group:
+        waiting = group.create_task(one.send(4))
+        await until(lambda: waiting.done() or one.breakers._circuits[KEY].waiting_count)
+        assert not waiting.done(), "it has only just begun"
+        clock.now += 0.9
+        one.at[KEY].end(1)
+        assert await waiting is SENT
+        async with one.sending(5):
+            clock.now += 0.9
+            waiting = group.create_task(one.send(6))
+            await until(lambda: waiting.done() or one.breakers._circuits[KEY].waiting_count)
+            assert not waiting.done(), "it has answered not long ago"
+            assert await one.refusal(7) is None
+            clock.now += 0.2
+            refused = await one.refusal(7)
+            assert refused is not None
+            assert "answers none of 3 sends" in (refused.reason or "")
+            assert isinstance(await one.send(7), Snooze)
+            one.at[KEY].end(5)
+            await waiting
+        one.at[KEY].end(2)
+        one.at[KEY].end(3)
+
+
+# --- what is forgotten ------------------------------------------------------------------------------------------------
+
+
+async def test_what_works_is_forgotten_and_what_failed_once_is_after_a_minute(
+    member: Callable[..., Member], clock: Clock
+) -> None:
+    one = member(breaker_failures=5)
+    await one.send(1)
+    assert not one.breakers.watches_any
+    one.at[KEY].answer = DEAD
+    await one.send(2)
+    one.at[KEY].answer = SENT
+    await one.send(3)
+    assert one.breakers.watches_any
+    clock.now += 61
+    await one.send(4)
+    assert not one.breakers.watches_any
+
+
+@pytest.mark.parametrize("first_is", ["under way", "waiting for room"])
+async def test_what_somebody_else_needs_is_not_forgotten(
+    member: Callable[..., Member], db: psycopg.Connection, first_is: str
+) -> None:
+    one = member(concurrency=1 if first_is == "waiting for room" else 4)
+    async with asyncio.TaskGroup() as group, one.sending(1):
+        one.at[KEY].silent.add(2)
+        second = group.create_task(one.send(2))
+        await until(lambda: 2 in one.at[KEY].received or one.breakers._circuits[KEY].waiting_count)
+        one.at[KEY].end(1)
+        await until(lambda: 2 in one.at[KEY].received)
+        one.at[KEY].end(2, DEAD)
+        assert isinstance(await second, Snooze)
+    assert isinstance(await one.send(3), Snooze)
+    assert one.at[KEY].received == [1, 2]
+
+
+async def test_of_very_many_those_go_that_nobody_has_needed_for_long(
+    member: Callable[..., Member], db: psycopg.Connection, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(breaker, "_MANY", 4)
+    one = member()
+    keys = [f"line://{number}" for number in range(3)]
+    for key in keys[:2]:
+        await opened(one, db, key)
+    async with one.sending(1, "line://busy"):
+        db.execute("UPDATE pgoutbox.breaker SET retry_at = now() + interval '1 day' WHERE key = 'line://1'")
+        one.breakers._asked_for_news_at = float("-inf")
+        await one.send(1, "line://1")  # It learns the longer time.
+        clock.now += 12 * HOUR
+        await opened(one, db, keys[2])
+        await one.send(1, "line://new")
+        assert set(one.breakers._circuits) == {"line://1", "line://2", "line://busy"}
+        one.at["line://busy"].end(1)
+
+
+async def test_what_has_gone_while_it_was_asked_about_is_not_missed(
+    member: Callable[..., Member], db: psycopg.Connection, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(breaker, "_MANY", 1)
+    one = member()
+    await opened(one, db)
+    db.execute("DELETE FROM pgoutbox.breaker")
+    clock.now += HOUR
+    gate = hold_back(monkeypatch, "breaker_probe")
+    one.at[KEY].answer = SENT
+    asking = asyncio.create_task(one.send(2))
+    await gate.reached.wait()
+    await one.send(3, "line://new")
+    gate.opened.set()
+    assert await asking is SENT
+
+
+# --- the end ----------------------------------------------------------------------------------------------------------
+
+
+async def test_the_end_waits_for_what_is_being_written_and_then_for_nothing(
+    member: Callable[..., Member], db: psycopg.Connection, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(breaker, "_CLOSE_SECONDS", HOUR)
+    one = member()
+    await opened(one, db)
+    let_probe(db, clock)
+    one.at[KEY].answer = SENT
+    await one.send(2)
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await one.breakers.close()
+    assert not is_open(db)
+
+
+async def test_the_end_waits_for_a_database_that_does_not_answer_no_longer_than_it_may(
+    member: Callable[..., Member],
+    db: psycopg.Connection,
+    clock: Clock,
+    connect: Connect,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(breaker, "_CLOSE_SECONDS", 0.05)
+    one, other = member(), connect()
+    await opened(one, db)
+    let_probe(db, clock)
+    async with one.sending(2):
+        other.execute("SELECT FROM pgoutbox.breaker FOR UPDATE")
+        one.at[KEY].end(2)
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await one.breakers.close()
+    assert one.breakers._tasks
+    assert all(task.cancelling() for task in one.breakers._tasks)

@@ -1,0 +1,359 @@
+"""Promises and controls on the paths where they are easily forgotten: batches, rings, wind-downs, drains."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING
+
+import psycopg
+import pytest
+
+from pgoutbox import Context, Message, Outbox, RetryPolicy, Sent, Transient, operations
+from pgoutbox.operations import Rate
+from pgoutbox.store import Verdict
+from pgoutbox.worker import QueueShare, Worker
+from tests.integration.test_breaker import LONG
+from tests.line_server import Line, LineTransport, Mood, line_host
+from tests.outbox_actions import (
+    WatchedWorker,
+    attempts_of,
+    cancel,
+    claim,
+    drained,
+    enqueue,
+    finish,
+    row_of,
+    rows_of,
+    running,
+    settings_for,
+    state_of,
+)
+from tests.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pgoutbox.message import Outcome
+
+
+def quick(dsn: str, *topics: str, **settings: object) -> Outbox:
+    """An outbox whose handlers send at once."""
+    outbox = Outbox(settings_for(dsn, **settings))
+    for topic in topics or ("greet",):
+
+        @outbox.handler(topic)
+        async def send(message: Message, ctx: Context) -> None: ...
+
+    return outbox
+
+
+# --- endings of stopped handlers --------------------------------------------------------------------------------------
+
+
+async def test_what_is_held_on_an_unknown_outcome_is_held_though_its_handler_outlives_the_worker(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    outbox = Outbox(settings_for(dsn, shutdown_grace_seconds=0))
+    has_begun, may_end = asyncio.Event(), asyncio.Event()
+
+    @outbox.handler("greet", on_unknown="hold")
+    async def greet(message: Message, ctx: Context) -> None:
+        has_begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await may_end.wait()
+
+    message_id = enqueue(db)
+    try:
+        async with running(Worker(outbox)):
+            await has_begun.wait()
+    finally:
+        may_end.set()
+    assert (state_of(db, message_id), row_of(db, message_id).attempt_count) == ("failed", 1)
+
+
+async def test_a_batch_that_timed_out_is_held_where_its_handler_asks_for_it(dsn: str, db: psycopg.Connection) -> None:
+    outbox = Outbox(settings_for(dsn))
+
+    @outbox.batch_handler("greet", on_unknown="hold", timeout=0.1)
+    async def greet(messages: Sequence[Message], contexts: Sequence[Context]) -> None:
+        await asyncio.Event().wait()
+
+    with db.transaction():
+        ids = [enqueue(db) for _ in range(2)]
+    await Worker(outbox).run_once()
+    assert {row.state for row in rows_of(db, *ids)} == {"failed"}
+
+
+@pytest.mark.parametrize("on_unknown", ["retry", "hold"])
+async def test_what_a_breaker_held_back_keeps_its_attempt_though_its_batch_times_out(
+    dsn: str, db: psycopg.Connection, on_unknown: str
+) -> None:
+    settings = settings_for(dsn, breaker_failures=1, **LONG)
+    outbox = Outbox(settings, transports=[LineTransport(timeout_seconds=60)])
+    hangs = False
+
+    @outbox.batch_handler("greet", retry=RetryPolicy.steps(3600), timeout=0.5, on_unknown=on_unknown)  # type: ignore[arg-type]
+    async def greet(messages: Sequence[Message], contexts: Sequence[Context]) -> list[Outcome | Line]:
+        if hangs:
+            await asyncio.Event().wait()
+        return [Line(str(message.id)) for message in messages]
+
+    async with line_host(Mood.DROP) as dead, line_host() as alive, running(Worker(outbox)):
+        opener = enqueue(db, destination=dead.destination)
+        await until(lambda: [outcome for _, outcome, _ in attempts_of(db, opener)] == ["snoozed"])
+        hangs = True
+        with db.transaction():
+            held_back = enqueue(db, destination=dead.destination)
+            other = enqueue(db, destination=alive.destination)
+        await until(
+            lambda: all(row.attempt_count == 1 and row.state != "sending" for row in rows_of(db, held_back, other))
+        )
+    assert [outcome for _, outcome, _ in attempts_of(db, held_back)] == ["snoozed"]
+    assert [outcome for _, outcome, _ in attempts_of(db, other)] == ["retry" if on_unknown == "retry" else "failed"]
+
+
+@pytest.mark.parametrize("how", ["cancelled", "superseded"])
+async def test_what_was_overtaken_has_not_failed_whatever_its_handler_holds_for_permanent(
+    dsn: str, db: psycopg.Connection, how: str
+) -> None:
+    outbox = Outbox(settings_for(dsn))
+
+    @outbox.handler("greet", permanent=[Exception])
+    async def greet(message: Message, ctx: Context) -> None:
+        if message.payload == "newer":
+            return
+        if how == "cancelled":
+            assert cancel(db, message.id) == "requested"
+        else:
+            enqueue(db, payload="newer", coalesce_key="k")
+        await ctx.ensure_lease()
+
+    message_id = enqueue(db, coalesce_key="k")
+    await Worker(outbox).run_once()
+    assert state_of(db, message_id) == {"cancelled": "cancelled", "superseded": "skipped"}[how]
+
+
+# --- expiry -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", [False, True], ids=["one by one", "batch"])
+async def test_what_expires_while_it_waits_for_a_slot_is_not_handed_over(
+    dsn: str, db: psycopg.Connection, batch: bool
+) -> None:
+    outbox = Outbox(settings_for(dsn, concurrency=1))
+    expires_at = datetime.now(UTC) + timedelta(seconds=2)
+    seen: list[object] = []
+    are_claimed = False
+
+    @outbox.handler("slow")
+    async def slow(message: Message, ctx: Context) -> None:
+        nonlocal are_claimed
+        await until(lambda: {row.state for row in rows_of(db, *brief)} == {"sending"})
+        are_claimed = True
+        await until(lambda: db.execute("SELECT WHERE clock_timestamp() > %s", [expires_at]).fetchall())
+
+    if batch:
+
+        @outbox.batch_handler("greet")
+        async def greet_many(messages: Sequence[Message], contexts: Sequence[Context]) -> None:
+            seen.extend(message.payload for message in messages)
+
+    else:
+
+        @outbox.handler("greet")
+        async def greet(message: Message, ctx: Context) -> None:
+            seen.append(message.payload)
+
+    with db.transaction():
+        enqueue(db, "slow")
+        brief = [enqueue(db, payload="brief", expires_at=expires_at) for _ in range(3)]
+        lasting = enqueue(db, payload="lasting", expires_at=expires_at + timedelta(hours=1))
+    worker = Worker(outbox)
+    worker._prefetch = 10  # As it is when a backlog was worked off quickly.
+    await worker.drain()
+    assert are_claimed
+    assert seen == ["lasting"]
+    assert {(row.state, row.skip_reason) for row in rows_of(db, *brief)} == {("skipped", "expired")}
+    assert state_of(db, lasting) == "sent"
+
+
+# --- rings ------------------------------------------------------------------------------------------------------------
+
+
+async def test_under_a_limit_a_ring_lets_nobody_overtake_who_fell_due_first(dsn: str, db: psycopg.Connection) -> None:
+    outbox = Outbox(settings_for(dsn))
+    seen: list[int] = []
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        seen.append(message.id)
+
+    late = enqueue(db)
+    claim(db)
+    finish(db, Verdict(late, 1, "retry", "later", -3600.0))
+    operations.limit_in_flight(db, "default", 1)
+    operations.pause_queue(db, "default")
+    worker = WatchedWorker(outbox)
+    async with running(worker):
+        await worker.asleep.wait()
+        fresh = [enqueue(db) for _ in range(3)]
+        operations.resume_queue(db, "default")
+        await until(lambda: len(seen) == 4)
+    assert seen == [late, *fresh]
+
+
+async def test_a_pause_whose_end_is_brought_forward_ends_then(dsn: str, db: psycopg.Connection) -> None:
+    operations.pause_queue(db, "default")
+    message_id = enqueue(db)
+    worker = WatchedWorker(quick(dsn))
+    async with running(worker):
+        await worker.falls_asleep()
+        operations.pause_queue(db, "default", duration=timedelta(milliseconds=100))
+        await until(lambda: state_of(db, message_id) == "sent")
+
+
+async def test_a_rate_that_is_taken_away_wakes_who_sleeps_until_the_next_token(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    operations.limit_rate(db, "default", Rate(1, 3600), burst=1)
+    db.execute("UPDATE pgoutbox.queue SET tokens = 0, tokens_at = now()")
+    message_id = enqueue(db)
+    worker = WatchedWorker(quick(dsn))
+    async with running(worker):
+        await worker.falls_asleep()
+        operations.limit_rate(db, "default", None)
+        await until(lambda: state_of(db, message_id) == "sent")
+
+
+@pytest.mark.parametrize("transactional", [False, True])
+async def test_what_waited_in_another_queue_for_its_predecessor_is_told(
+    dsn: str, db: psycopg.Connection, transactional: bool
+) -> None:
+    slow = Outbox(settings_for(dsn, lease_seconds=300))
+    has_begun, may_end = asyncio.Event(), asyncio.Event()
+
+    @slow.handler("greet", transactional=transactional)
+    async def greet(message: Message, ctx: Context) -> None:
+        has_begun.set()
+        await may_end.wait()
+
+    enqueue(db, coalesce_key="k", queue="slow")
+    other = WatchedWorker(quick(dsn))
+    async with running(Worker(slow, queues=[QueueShare("slow")])), running(other):
+        await has_begun.wait()
+        await other.asleep.wait()
+        newer = enqueue(db, coalesce_key="k")
+        await other.falls_asleep()
+        may_end.set()
+        await until(lambda: state_of(db, newer) == "sent")
+
+
+# --- what a worker leaves ---------------------------------------------------------------------------------------------
+
+
+class Leaver:
+    """A worker that is stopped while it has the message `first`, which ends in its grace time."""
+
+    def __init__(self, dsn: str, first: Outcome) -> None:
+        outbox = Outbox(settings_for(dsn, lease_seconds=300, shutdown_grace_seconds=20))
+        self._has_begun, self._may_end = asyncio.Event(), asyncio.Event()
+
+        @outbox.handler("greet", retry=RetryPolicy.steps(0.05, jitter=0))
+        async def greet(message: Message, ctx: Context) -> Outcome:
+            self._has_begun.set()
+            await self._may_end.wait()
+            return first
+
+        self.worker = Worker(outbox)
+
+    async def begin(self) -> None:
+        """Return when the message is in its handler."""
+        self._working = asyncio.create_task(self.worker.run())
+        await self._has_begun.wait()
+
+    async def leave(self) -> None:
+        """Stop, end the attempt, be gone."""
+        self.worker.stop()
+        self._may_end.set()
+        await self._working
+
+
+@pytest.mark.parametrize("key", ["coalesce_key", "ordering_key"])
+async def test_a_worker_that_leaves_tells_of_what_waited_for_its_last_message(
+    dsn: str, db: psycopg.Connection, key: str
+) -> None:
+    leaver, stayer = Leaver(dsn, Sent()), WatchedWorker(quick(dsn))
+    first = enqueue(db, **{key: "k"})  # type: ignore[arg-type] # one of both
+    await leaver.begin()
+    async with running(stayer):
+        await stayer.asleep.wait()
+        second = enqueue(db, **{key: "k"})  # type: ignore[arg-type]
+        await stayer.falls_asleep()
+        await leaver.leave()
+        assert state_of(db, first) == "sent"
+        await until(lambda: state_of(db, second) == "sent")
+
+
+async def test_a_worker_that_leaves_tells_of_its_retries(dsn: str, db: psycopg.Connection) -> None:
+    leaver, stayer = Leaver(dsn, Transient("busy")), WatchedWorker(quick(dsn))
+    message_id = enqueue(db)
+    await leaver.begin()
+    async with running(stayer):
+        await stayer.falls_asleep()
+        await leaver.leave()
+        await until(lambda: state_of(db, message_id) == "sent")
+
+
+async def test_a_worker_that_ran_once_tells_of_its_retries(dsn: str, db: psycopg.Connection) -> None:
+    once = Outbox(settings_for(dsn))
+
+    @once.handler("greet", retry=RetryPolicy.steps(0.5, jitter=0))
+    async def greet(message: Message, ctx: Context) -> Outcome:
+        return Transient("busy")
+
+    stayer = WatchedWorker(quick(dsn))
+    async with running(stayer):
+        await stayer.falls_asleep()
+        message_id = enqueue(db, notify=False)  # So that it is not the stayer's first.
+        await Worker(once).run_once()
+        await until(lambda: state_of(db, message_id) == "sent")
+
+
+# --- drains -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", ["scheduled", "of a topic that nobody here knows"])
+async def test_a_drain_does_not_wait_for_what_has_its_turn_after_what_it_does_not_wait_for(
+    dsn: str, db: psycopg.Connection, first: str
+) -> None:
+    if first == "scheduled":
+        enqueue(db, ordering_key="k", available_at=datetime.now(UTC) + timedelta(hours=1))
+    else:
+        enqueue(db, "unknown", ordering_key="k")
+    waits = enqueue(db, ordering_key="k")
+    free = enqueue(db, ordering_key="another")
+    await drained(quick(dsn))
+    assert (state_of(db, waits), state_of(db, free)) == ("pending", "sent")
+
+
+async def test_a_drain_waits_behind_a_retry(dsn: str, db: psycopg.Connection) -> None:
+    outbox = Outbox(settings_for(dsn))
+
+    @outbox.handler("greet", retry=RetryPolicy.steps(0.2, jitter=0))
+    async def greet(message: Message, ctx: Context) -> Outcome:
+        return Transient("busy") if message.attempt_count == 1 else Sent()
+
+    ids = [enqueue(db, ordering_key="k") for _ in range(2)]
+    await drained(outbox)
+    assert {row.state for row in rows_of(db, *ids)} == {"sent"}
+
+
+async def test_a_drain_waits_for_the_tokens_of_a_queue_whose_pause_is_over(dsn: str, db: psycopg.Connection) -> None:
+    operations.limit_rate(db, "default", Rate(10, 1), burst=1)
+    db.execute("UPDATE pgoutbox.queue SET paused_at = now() - interval '1 h', resume_at = now() - interval '1 s'")
+    ids = [enqueue(db) for _ in range(3)]
+    await drained(quick(dsn))
+    assert {row.state for row in rows_of(db, *ids)} == {"sent"}

@@ -1,0 +1,86 @@
+"""How long an error of the database is endured, and which."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Literal
+
+import psycopg
+import pytest
+
+from pgoutbox.errors import SchemaError
+from pgoutbox.outage import Outage
+from pgoutbox.telemetry import Event, Telemetry
+from tests.outbox_actions import PATIENCE_SECONDS
+
+AWAY = psycopg.OperationalError("connection refused")
+
+
+class AwaitedEvent(asyncio.Event):
+    """An event that tells when somebody waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_awaited = asyncio.Event()
+
+    async def wait(self) -> Literal[True]:
+        self.is_awaited.set()
+        return await super().wait()
+
+
+def outage_of() -> tuple[Outage, Telemetry]:
+    """An outage of a worker that is to stop: its pauses end at once."""
+    telemetry = Telemetry(logging.getLogger("tests.outage"))
+    stopping = asyncio.Event()
+    stopping.set()
+    return Outage(telemetry, stopping=stopping), telemetry
+
+
+async def test_an_outage_is_told_once_and_so_is_its_end() -> None:
+    outage, telemetry = outage_of()
+    for _ in range(3):
+        await outage.endure(AWAY)
+        assert outage.is_on
+    outage.end()
+    outage.end()
+    assert not outage.is_on
+    assert (telemetry.counts[Event.DATABASE_LOST], telemetry.counts[Event.DATABASE_BACK]) == (1, 1)
+
+
+async def test_a_worker_that_is_told_to_stop_does_not_sit_an_outage_out() -> None:
+    stopping = AwaitedEvent()
+    outage = Outage(Telemetry(logging.getLogger("tests.outage")), stopping=stopping)
+    outage._pause = 3_600.0
+    outage.is_on = True
+    async with asyncio.timeout(PATIENCE_SECONDS), asyncio.TaskGroup() as group:
+        group.create_task(outage.endure(AWAY))
+        await stopping.is_awaited.wait()
+        stopping.set()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [psycopg.errors.SerializationFailure(), psycopg.errors.DeadlockDetected(), psycopg.errors.LockNotAvailable()],
+    ids=lambda error: type(error).__name__,
+)
+async def test_a_race_that_was_lost_is_no_outage(error: psycopg.Error) -> None:
+    outage, _ = outage_of()
+    await outage.endure(error)
+    assert not outage.is_on
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (psycopg.errors.UndefinedTable(), SchemaError),
+        (psycopg.errors.UndefinedFunction(), SchemaError),
+        (psycopg.errors.InsufficientPrivilege(), psycopg.errors.InsufficientPrivilege),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+async def test_what_time_will_not_mend_is_raised(error: psycopg.Error, expected: type[Exception]) -> None:
+    outage, _ = outage_of()
+    with pytest.raises(expected):
+        await outage.endure(error)
+    assert not outage.is_on
