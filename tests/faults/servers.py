@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 DATABASE: Final = "outbox"
 _PORT: Final = 5432
 _START_SECONDS: Final = 60
-_MEMORY: Final = Path("/dev/shm")
-_ENOUGH_BYTES: Final = 2_000_000_000
 
 _GUARD = """
 read -r _
@@ -250,7 +248,7 @@ def open_workshop(environment: Mapping[str, str]) -> Iterator[Workshop]:
     """A workshop with the binaries of the server that `environment` asks for; everything is removed at the end."""
     # How to run PostgreSQL as root, and from a directory that only root can read, is known there.
     account = embedded._unprivileged_account(None) if os.geteuid() == 0 else None
-    base = Path(tempfile.mkdtemp(prefix="pgoutbox-", dir=_base_directory(account)))
+    base = Path(tempfile.mkdtemp(prefix="pgoutbox-", dir=embedded._base_directory(account, in_memory=True)))
     base.chmod(0o755)
     guard = subprocess.Popen(
         ["/bin/sh", "-c", _GUARD, "guard", str(base)],
@@ -262,13 +260,6 @@ def open_workshop(environment: Mapping[str, str]) -> Iterator[Workshop]:
         yield Workshop(binaries, base, account)
     finally:
         guard.communicate(b"end\n")
-
-
-def _base_directory(account: pwd.struct_passwd | None) -> str:
-    """Memory, where there is enough of it: a crash of the server is the same there, and dozens of files are synced."""
-    if _MEMORY.is_dir() and os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free > _ENOUGH_BYTES:
-        return str(_MEMORY)
-    return embedded._base_directory(account)
 
 
 def _installed_binaries(dsn: str | None) -> Path | None:

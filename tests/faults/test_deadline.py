@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import psycopg
 import pytest
 
-from pgoutbox.store import Link, deadline
+from pgoutbox.link import Link, deadline
 from tests.outbox_actions import PATIENCE_SECONDS, settings_for
 
 if TYPE_CHECKING:

@@ -22,9 +22,10 @@ import psycopg
 import pytest
 
 from pgoutbox import Outbox, maintenance, operations, session, sql
+from pgoutbox.claims import Claims
 from pgoutbox.dispatch import Context
 from pgoutbox.errors import MessageNotFoundError, StateError
-from pgoutbox.message import FINAL_STATES, Message, Permanent, State, Transient
+from pgoutbox.message import FINAL_STATES, Message, State
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.store import Store, Verdict
 from pgoutbox.worker import Worker
@@ -47,6 +48,7 @@ from tests.outbox_actions import (
     running,
     settings_for,
     state_of,
+    stumble,
 )
 from tests.waiting import until
 
@@ -485,11 +487,7 @@ async def test_a_storm_of_operators_against_claiming_workers_breaks_no_rule_and_
     @outbox.handler("greet", retry=RetryPolicy.steps(0, jitter=0))
     async def greet(message: Message, ctx: Context) -> None:
         delivered[message.id] += 1
-        match (message.id * 7 + message.attempt_count) % 10:
-            case 0 | 1:
-                raise Permanent("no")
-            case 2:
-                raise Transient("busy")
+        stumble(message)
 
     ids = [
         row[0]
@@ -620,7 +618,7 @@ async def test_what_falls_due_while_the_question_for_the_next_due_time_is_on_its
     """The question reaches the server late. By then the message is due for longer than the question looks back."""
     outbox = Outbox(settings_for(dsn))
     delivered, overslept = asyncio.Event(), asyncio.Event()
-    ask = Store.next_due_seconds
+    ask, sum_up = Store.next_due_seconds, Claims.next_due_seconds
     questions: list[float] = []
 
     @outbox.handler("greet")
@@ -636,17 +634,17 @@ async def test_what_falls_due_while_the_question_for_the_next_due_time_is_on_its
             db.execute("SELECT pg_sleep(%s)", [since_seconds + 0.1])  # The slow network.
         return await ask(self, queues, since_seconds=since_seconds)
 
-    class DrowsyWorker(Worker):
-        async def _next_due_seconds(self) -> float | None:
-            due = await super()._next_due_seconds()
-            if due is None:
-                overslept.set()
-            return due
+    async def note_oversleeping(self: Claims) -> float | None:
+        due = await sum_up(self)
+        if due is None:
+            overslept.set()
+        return due
 
     monkeypatch.setattr(Store, "next_due_seconds", ask_late)
+    monkeypatch.setattr(Claims, "next_due_seconds", note_oversleeping)
     message_id = enqueue(db)
     db.execute("UPDATE pgoutbox.message_live SET available_at = now() + interval '1 h'")
-    async with running(DrowsyWorker(outbox)):
+    async with running(Worker(outbox)):
         await first_of(delivered, overslept)
         assert delivered.is_set()
     assert state_of(db, message_id) == State.SENT

@@ -18,9 +18,10 @@ import pytest
 
 from pgoutbox import NewMessage, Outbox, maintenance, migrate, operations, session
 from pgoutbox.dispatch import Context, SyncContext
+from pgoutbox.link import Link
 from pgoutbox.message import Message, Permanent, Snooze, State, Transient
 from pgoutbox.retry import RetryPolicy
-from pgoutbox.store import Link, renew
+from pgoutbox.store import renew
 from pgoutbox.telemetry import Event
 from pgoutbox.worker import Worker
 from tests.faults.proxy import Moment, Proxy, proxy_to
@@ -59,17 +60,18 @@ class Cut:
         return self.moment is Moment.REPLY_LOST and self.is_last
 
 
-def cuts(proxy: Proxy, play: Callable[[str], object]) -> Iterator[Cut]:
+def cuts(proxy: Proxy, play: Callable[[str], object], *, at_most: int | None = None) -> Iterator[Cut]:
     """Play the scene once without a cut to count its statements, then with a cut at each of them, in every way.
 
-    `play` gets a name of its own each time.
+    `play` gets a name of its own each time. Of a long scene that repeats itself, `at_most` so many statements are cut:
+    the first and the last, where its transactions begin and end, and others in equal steps.
     """
     begun_at = len(proxy.statements)
     play("uncut")
     statement_count = len(proxy.statements) - begun_at
     assert statement_count > 0
     for moment in Moment:
-        for number in count(1):
+        for number in count(1) if at_most is None else spread(statement_count, at_most):
             proxy.cut_at(number, moment)
             begun_at = len(proxy.statements)
             error = None
@@ -83,6 +85,25 @@ def cuts(proxy: Proxy, play: Callable[[str], object]) -> Iterator[Cut]:
                 break
             proxy.wait_for_cut()
             yield Cut(moment, number, number == statement_count, proxy.statements[begun_at + number - 1], error)
+
+
+def spread(length: int, at_most: int) -> list[int]:
+    """So many of 1 to `length`: a quarter from each end, the others in equal steps between."""
+    end = at_most // 4
+    if length <= at_most:
+        return list(range(1, length + 1))
+    inside = length - 2 * end
+    steps = at_most - 2 * end
+    between = [end + 1 + inside * step // steps for step in range(steps)]
+    return [*range(1, end + 1), *between, *range(length - end + 1, length + 1)]
+
+
+@pytest.mark.parametrize("length", [1, 12, 13, 300])
+def test_the_statements_of_a_long_scene_that_are_cut_are_its_ends_and_some_between(length: int) -> None:
+    numbers = spread(length, 12)
+    assert numbers == sorted(set(numbers))
+    assert len(numbers) == min(length, 12)
+    assert {1, length} <= set(numbers) <= set(range(1, length + 1))
 
 
 # --- producers --------------------------------------------------------------------------------------------------------
@@ -640,7 +661,7 @@ def test_a_migration_leaves_the_old_schema_or_the_new_one_and_can_be_run_again(
             assert new
         else:
             old = catalog()
-        for cut in cuts(proxy, play):
+        for cut in cuts(proxy, play, at_most=24):
             found = catalog()
             assert cut.error is not None, cut
             assert found in (old, new), cut

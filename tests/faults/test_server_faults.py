@@ -22,7 +22,7 @@ import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
 
-from pgoutbox.store import is_out_of_reach
+from pgoutbox.link import is_out_of_reach
 from tests.faults.fleet import fleet_on
 from tests.faults.ledger import install_audit
 from tests.faults.load import Load, start_worker

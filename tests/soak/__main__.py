@@ -177,19 +177,19 @@ def strike_for(nemesis: Nemesis, seconds: float) -> None:
 def drain(ships: Fleet) -> float | None:
     """Keep the workers alive until nothing is owed; after how many seconds, or None if that never came.
 
-    What waits behind a message that halts its key is owed too: somebody redrives that.
+    What waits behind a message that halts its key is owed too, and so is that message: somebody redrives it.
     """
     began_at = reported_at = redriven_at = time.monotonic()
     with ships.connection() as connection:
         while (now := time.monotonic()) < began_at + DRAIN_SECONDS:
             for process in ships.workers:
                 process.keep_alive()
-            if now > redriven_at + REDRIVE_SECONDS:
-                redriven_at = now
-                operations.redrive_matching(connection, operations.MessageFilter(topic="soak.halted"))
             owed = owed_count(connection)
-            if owed == 0:
-                return now - began_at
+            if owed == 0 or now > redriven_at + REDRIVE_SECONDS:
+                redriven_at = now
+                done = operations.redrive_matching(connection, operations.MessageFilter(topic="soak.halted"))
+                if owed == done.redriven == done.locked == 0:
+                    return now - began_at
             if now > reported_at + 10:
                 reported_at = now
                 console.print(f"{now - began_at:6.0f} s  {owed:5} messages owed")

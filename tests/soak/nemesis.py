@@ -231,11 +231,12 @@ class Nemesis:
             raise RuntimeError(f"redrive ended with {done.returncode}: {done.stderr}")
 
     def pause_queue(self) -> None:
-        """An operator pauses a queue and resumes it."""
+        """An operator pauses a queue, somebody rings for it all the same, and it is resumed."""
         queue = self.chance.choice(["default", "ordered", "rated", "crowded"])
         with self.fleet.connection() as connection:
             # It ends by itself if the resume should be in vain.
             operations.pause_queue(connection, queue, duration=timedelta(seconds=5))
+            connection.execute("SELECT pg_notify('pgoutbox', %s)", [queue])
             self._wait(self.chance.uniform(0.2, 2.0))
             operations.resume_queue(connection, queue)
 

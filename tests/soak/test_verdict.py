@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, LiteralString
 
@@ -10,9 +11,10 @@ import pytest
 
 from pgoutbox import operations
 from pgoutbox.operations import Rate
+from tests import races
 from tests.faults.judge import install_judge
 from tests.faults.ledger import KEY, Ledger, install_audit
-from tests.outbox_actions import claim, enqueue, finish_sent
+from tests.outbox_actions import claim, enqueue, finish_sent, state_of
 from tests.soak.verdict import balance
 from tests.soak.witness import beyond_limits, flights, install_witness
 
@@ -179,6 +181,7 @@ DAMAGE: list[tuple[str, LiteralString]] = [
     ("begun beyond the rate of its queue", "DELETE FROM soak_bucket WHERE xid = '13'"),
     ("begun beyond the number in flight of its queue", "UPDATE soak_flight SET in_flight = 3 WHERE message_id = 41"),
     ("begun in a queue that was paused", "UPDATE soak_flight SET is_paused = true WHERE message_id = 33"),
+    ("begun in a queue that was paused", "INSERT INTO soak_trespass VALUES (4)"),
     (
         "an attempt used up while its breaker was open",
         "UPDATE pgoutbox.attempt SET outcome = 'retry', error = 'ConnectionRefusedError: no' WHERE message_id = 13",
@@ -199,6 +202,7 @@ def run(connect: Connect, tmp_path: Path) -> tuple[Path, psycopg.Connection]:
     connection.execute(GOOD_RUN)
     connection.execute(HEADS)
     connection.execute(MORE_MESSAGES)
+    connection.execute("ALTER SEQUENCE pgoutbox.message_id_seq RESTART WITH 50")
     install_witness(connection)
     connection.execute(ACCOUNT)
     path = tmp_path / "ledger"
@@ -328,6 +332,58 @@ def test_the_witness_sees_what_the_workers_do(run: tuple[Path, psycopg.Connectio
         (message_id, "sent"),
     ]
     assert not any(beyond_limits(flights(connection), connection).values())
+
+
+def begin(connection: psycopg.Connection, message_id: int) -> None:
+    """An attempt, whether or not the queue is paused."""
+    connection.execute(
+        """
+        UPDATE pgoutbox.message
+        SET state = 'sending', attempt_count = 1, worker = 'w', claimed_at = now(), lease_expires_at = now()
+        WHERE id = %s
+        """,
+        [message_id],
+    )
+
+
+def trespasses(connection: psycopg.Connection) -> list[int]:
+    return beyond_limits(flights(connection), connection)["begun in a queue that was paused"]
+
+
+@pytest.mark.parametrize(
+    ("pause", "is_trespass"),
+    [
+        ("INSERT INTO pgoutbox.queue (name, paused_at) VALUES ('default', now())", True),
+        ("INSERT INTO pgoutbox.queue (name, paused_at, resume_at) VALUES ('default', now(), now())", False),
+        ("INSERT INTO pgoutbox.queue (name, paused_at) VALUES ('bulk', now())", False),
+    ],
+    ids=["paused", "the pause is over", "another queue"],
+)
+def test_the_witness_sees_who_begins_in_a_paused_queue(
+    run: tuple[Path, psycopg.Connection], pause: LiteralString, is_trespass: bool
+) -> None:
+    _, connection = run
+    message_id = enqueue(connection, payload={KEY: "k50", "plan": ["ok"]})
+    connection.execute(pause)
+    begin(connection, message_id)
+    assert trespasses(connection) == ([message_id] if is_trespass else [])
+
+
+def test_who_began_before_the_pause_may_go_on(run: tuple[Path, psycopg.Connection], connect: Connect) -> None:
+    """The claim has its snapshot and waits for a row when the operator pauses the queue."""
+    _, connection = run
+    message_id = enqueue(connection, payload={KEY: "k50", "plan": ["ok"]})
+    connection.commit()
+    operator, worker = connect(), connect(autocommit=True)
+    operator.execute("SELECT FROM pgoutbox.message WHERE id = %s FOR UPDATE", [message_id])
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(begin, worker, message_id)
+        races.until_blocked(connection, worker, waiting)
+        operator.execute("INSERT INTO pgoutbox.queue (name, paused_at) VALUES ('default', now())")
+        operator.commit()
+        waiting.result()
+    assert state_of(connection, message_id) == "sending"
+    assert trespasses(connection) == []
 
 
 def test_what_was_rolled_back_and_delivered_is_seen(run: tuple[Path, psycopg.Connection]) -> None:

@@ -78,6 +78,27 @@ CREATE TRIGGER soak_changed AFTER UPDATE ON pgoutbox.message FOR EACH ROW
 CREATE TRIGGER soak_left AFTER DELETE ON pgoutbox.message FOR EACH ROW
     WHEN (OLD.queue IN ('ordered', 'rated', 'crowded') OR OLD.topic = 'soak.forgotten') EXECUTE FUNCTION soak_note();
 
+-- Of a queue without limits a claim may begin just before the pause and commit after it. What the claim's own snapshot
+-- holds, and what holds still, it was told of: the condition of a trigger is judged with that snapshot.
+CREATE TABLE soak_trespass (message_id bigint NOT NULL);
+CREATE FUNCTION soak_is_paused(p_queue text) RETURNS boolean LANGUAGE plpgsql STABLE SECURITY DEFINER AS $function$
+BEGIN
+    RETURN EXISTS (
+        SELECT FROM pgoutbox.queue AS q
+        WHERE q.name = p_queue AND q.paused_at IS NOT NULL AND (q.resume_at > clock_timestamp()) IS NOT FALSE
+    );
+END
+$function$;
+CREATE FUNCTION soak_trespass() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER AS $function$
+BEGIN
+    INSERT INTO public.soak_trespass (message_id) SELECT NEW.id WHERE public.soak_is_paused(NEW.queue);
+    RETURN NULL;
+END
+$function$;
+CREATE TRIGGER soak_trespass AFTER UPDATE ON pgoutbox.message FOR EACH ROW
+    WHEN (NEW.state = 'sending' AND NEW.attempt_count > OLD.attempt_count AND public.soak_is_paused(NEW.queue))
+    EXECUTE FUNCTION soak_trespass();
+
 CREATE TABLE soak_bucket (
     seq   bigserial PRIMARY KEY,
     xid   xid8   NOT NULL DEFAULT pg_current_xact_id(),
@@ -266,7 +287,8 @@ def beyond_limits(lines: Sequence[Flight], connection: psycopg.Connection) -> di
         "begun beyond the rate of its queue": beyond,
         "begun beyond the number in flight of its queue": [line.message_id for line in begun(lines) if line.is_crowded],
         "begun in a queue that was paused": [
-            line.message_id for line in begun(lines) if line.is_paused and line.queue in limited
+            *(line.message_id for line in begun(lines) if line.is_paused and line.queue in limited),
+            *(message_id for (message_id,) in connection.execute("SELECT t.message_id FROM soak_trespass AS t")),
         ],
     }
 

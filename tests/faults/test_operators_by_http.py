@@ -1,0 +1,169 @@
+"""Operators at the dashboard and at the command line, all at once, on messages that two workers are delivering."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+from collections import Counter, defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Final
+from urllib.parse import parse_qs, urlsplit
+
+import httpx
+import psycopg
+
+from pgoutbox import Outbox, RetryPolicy, operations
+from pgoutbox.message import FINAL_STATES, Message, State
+from pgoutbox.web import create_app
+from pgoutbox.worker import Worker
+from tests.faults.judge import violations
+from tests.outbox_actions import rows_of, running, settings_for, stumble
+from tests.waiting import PROCESS_PATIENCE_SECONDS, wait_until
+from tests.web_server import OPERATOR_TOKEN, be_patient, serving, web_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import pytest
+
+    from pgoutbox.dispatch import Context
+
+# Everything that operators are answered, and nothing else: done, what the message is already, and what was pruned.
+ANSWERS: Final = {
+    *(("cancel", status) for status in (303, 404, 409)),
+    *(("redrive", status) for status in (303, 404, 409)),
+    *(("resend", status) for status in (303, 404, 409)),
+    ("bulk", 303),
+    ("bulk", 409),  # Two are under way.
+    ("pause", 303),
+    ("resume", 303),
+}
+
+MORE: Final = "SELECT pgoutbox.enqueue('greet', 'null') FROM generate_series(1, 10)"
+BACKLOG: Final = 50
+RECENT: Final = 300
+
+
+class Operators:
+    """Those who act, and what they were answered."""
+
+    def __init__(self, url: str, dsn: str, seed: int) -> None:
+        self.answers: Counter[tuple[str, int]] = Counter()
+        self.told: defaultdict[str, list[int]] = defaultdict(list)
+        self.pruned = 0
+        self.over = threading.Event()
+        self._url = url
+        self._dsn = dsn
+        self._ids: list[int] = []
+        self._seed = seed
+
+    def acts(self) -> list[Callable[[], None]]:
+        """What each of them does until it is over. One enqueues what the others meet."""
+        on_one = [lambda act=act: self._act_on_one(act) for act in ("cancel", "redrive", "resend")]
+        return [self._enqueue, *on_one, self._redrive_many, self._redrive_many, self._pause_and_resume, self._prune]
+
+    def have_met_everything(self) -> bool:
+        """Whether each of the answers was given, and something was pruned."""
+        return set(self.answers) >= ANSWERS and self.pruned > 0
+
+    def _client(self) -> httpx.Client:
+        headers = {"Authorization": f"Bearer {OPERATOR_TOKEN}", "Accept": "text/html"}
+        return httpx.Client(base_url=self._url, headers=headers, timeout=PROCESS_PATIENCE_SECONDS)
+
+    def _enqueue(self) -> None:
+        with psycopg.connect(self._dsn, autocommit=True) as db:
+            while not self.over.is_set():
+                ((owed,),) = db.execute("SELECT count(*) FROM pgoutbox.message_live").fetchall()
+                if owed < BACKLOG:
+                    self._ids += [row[0] for row in db.execute(MORE)]
+
+    def _act_on_one(self, act: str) -> None:
+        choice = random.Random(f"{self._seed} {act}")
+        with self._client() as client:
+            while not self.over.is_set():
+                recent = self._ids[-RECENT:] or [1]
+                if act == "redrive" and choice.random() < 0.5:
+                    recent = self.told["cancelled"][-RECENT:] or recent  # What failed, the bulks mostly have.
+                message_id = choice.choice(recent)
+                answer = client.post(f"/messages/{message_id}/{act}")
+                self.answers[act, answer.status_code] += 1
+                if answer.status_code == 303:
+                    (done,) = parse_qs(urlsplit(answer.headers["location"]).query)["done"]
+                    self.told[done].append(message_id)
+
+    def _redrive_many(self) -> None:
+        with self._client() as client:
+            while not self.over.is_set():
+                answer = client.post("/bulk", data={"do": "redrive"})
+                self.answers["bulk", answer.status_code] += 1
+
+    def _pause_and_resume(self) -> None:
+        with self._client() as client:
+            while not self.over.is_set():
+                for act in ("pause", "resume"):
+                    answer = client.post(f"/queues/default/{act}")
+                    self.answers[act, answer.status_code] += 1
+
+    def _prune(self) -> None:
+        command = [sys.executable, "-m", "pgoutbox", "prune", "--older-than", "1s", "--yes", "--json"]
+        while not self.over.is_set():
+            done = subprocess.run(
+                command, env=os.environ | {"PGOUTBOX_DSN": self._dsn}, capture_output=True, text=True, check=True
+            )
+            self.pruned += sum(json.loads(done.stdout)["deleted"].values())
+
+
+async def test_operators_are_always_answered_and_break_no_rule(
+    dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    be_patient(monkeypatch)  # An answer that is late would be 503.
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")  # noqa: T201 - shown when the test fails
+    outbox = Outbox(settings_for(dsn, batch_size=20, concurrency=10))
+    handed_over: Counter[int] = Counter()
+
+    @outbox.handler("greet", retry=RetryPolicy.steps(0, jitter=0))
+    async def greet(message: Message, ctx: Context) -> None:
+        stumble(message)
+        handed_over[message.id] += 1
+
+    settings = web_settings(dsn=dsn)
+    with serving(create_app(settings), settings) as url:
+        operators = Operators(url, dsn, seed)
+        acts = operators.acts()
+        with ThreadPoolExecutor(len(acts)) as threads:
+            working = [threads.submit(act) for act in acts]
+            try:
+                async with running(Worker(outbox)), running(Worker(outbox)):
+                    await asyncio.to_thread(
+                        wait_until,
+                        lambda: any(act.done() for act in working) or operators.have_met_everything(),
+                        lambda: str(operators.answers),
+                    )
+            finally:
+                operators.over.set()
+            for future in working:
+                future.result(PROCESS_PATIENCE_SECONDS)  # An error that an operator met is raised here.
+
+    operations.resume_queue(db, "default")
+    await Worker(outbox).drain()
+    assert set(operators.answers) == ANSWERS
+    assert violations(db) == []
+    states = {row.id: row.state for row in rows_of(db)}
+    assert set(states.values()) <= {str(state) for state in FINAL_STATES}
+    # Whoever was told `cancelled` was right, until somebody brought the message back.
+    for message_id in set(operators.told["cancelled"]) - set(operators.told["redriven"]):
+        assert states.get(message_id, State.CANCELLED) == State.CANCELLED
+        assert message_id not in handed_over
+    # Who did what is on record, once for each answer.
+    on_record: dict[str, int] = dict(
+        db.execute("SELECT action, count(*) FROM pgoutbox.audit WHERE actor = 'ada' GROUP BY action").fetchall()
+    )
+    answered = Counter({act: count for (act, status), count in operators.answers.items() if status == 303})
+    for act in ("cancel", "resend", "pause", "resume"):
+        assert on_record[act] == answered[act], act
