@@ -3,6 +3,9 @@
 Measured without any worker, and while a worker delivers a backlog of older messages, as fast as it can or as fast as
 handlers that wait let it. The backlog outlasts the measurement, so that the worker never gets as far as the measured
 rows and never sleeps.
+
+All variants run as one role that may do all of them and is no superuser, as applications are: a superuser's INSERT is
+spared the questions for rights.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import psycopg
+from psycopg.conninfo import make_conninfo
 
 from benchmarks.options import TOPIC, Options, rotated
 from benchmarks.processes import child, run_tool, wait_until
@@ -38,6 +42,7 @@ SCRIPTS: Mapping[str, str] = {
 # The mode in which `deliver` runs.
 CONDITIONS: Mapping[str, str | None] = {"no worker": None, "worker busy": "run", "worker busy, waiting": "wait"}
 _THREADS = 2
+_APPLICATION = "pgoutbox_benchmark"
 
 _Key = tuple[int, str, str]
 
@@ -55,6 +60,7 @@ def run(server: Server, options: Options) -> Result:
         server.database() as dsn,
         psycopg.connect(dsn, autocommit=True) as connection,
         tempfile.TemporaryDirectory(prefix="pgoutbox-bench-") as directory,
+        _application_role(connection),
     ):
         for variant, script in SCRIPTS.items():
             (Path(directory) / variant).write_text(script + "\n")
@@ -71,6 +77,21 @@ def run(server: Server, options: Options) -> Result:
                             delivered[key].append((_sent_count(connection) - before) / seconds)
                         ran_dry += CONDITIONS[condition] is not None and _backlog_is_gone(connection)
     return _result(rates, delivered, ran_dry, options)
+
+
+@contextlib.contextmanager
+def _application_role(connection: psycopg.Connection[tuple[object, ...]]) -> Iterator[None]:
+    connection.execute(
+        f"""
+        CREATE ROLE {_APPLICATION} IN ROLE pgoutbox_producer;
+        GRANT INSERT, SELECT ON ALL TABLES IN SCHEMA pgoutbox TO {_APPLICATION};
+        GRANT USAGE ON ALL SEQUENCES IN SCHEMA pgoutbox TO {_APPLICATION};
+        """
+    )
+    try:
+        yield
+    finally:
+        connection.execute(f"DROP OWNED BY {_APPLICATION}; DROP ROLE {_APPLICATION}")
 
 
 @contextlib.contextmanager
@@ -120,7 +141,7 @@ def _pgbench(dsn: str, script: Path, clients: int, options: Options) -> float:
             f"--define=payload={_PAYLOAD}",
             f"--file={script}",
         ],
-        dsn=dsn,
+        dsn=make_conninfo(dsn, options=f"-c role={_APPLICATION}"),
         timeout=options.pgbench_seconds + 60,
     )
     per_second = [float(found) for found in re.findall(r"^progress: .*? ([0-9.]+) tps", output, re.MULTILINE)]

@@ -13,8 +13,9 @@ from benchmarks.options import TOPIC, Options
 from benchmarks.report import Result, Table, median, percentile
 from benchmarks.server import Server, load_pending, load_sent, settle
 from pgoutbox import sql
+from pgoutbox.link import timeouts
 from pgoutbox.settings import load_settings
-from pgoutbox.store import NO_FLOOR, ClaimedRow, timeouts
+from pgoutbox.store import NO_FLOOR, ClaimedRow
 
 _BATCH_SIZE = 200
 _CLAIM_PARAMETERS: dict[str, object] = {

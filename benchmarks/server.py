@@ -31,6 +31,7 @@ _ENVIRONMENT = {
     "password": "PGPASSWORD",
     "dbname": "PGDATABASE",
     "sslmode": "PGSSLMODE",
+    "options": "PGOPTIONS",
 }
 _database_numbers = itertools.count(1)
 

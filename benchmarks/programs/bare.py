@@ -15,8 +15,9 @@ import psycopg
 from benchmarks.options import TOPIC
 from benchmarks.programs.lifeline import Meter, hold_lifeline
 from pgoutbox import sql
+from pgoutbox.link import timeouts
 from pgoutbox.settings import load_settings
-from pgoutbox.store import NO_FLOOR, ClaimedRow, timeouts
+from pgoutbox.store import NO_FLOOR, ClaimedRow
 
 DUE_AT = ClaimedRow._fields.index("due_at")
 

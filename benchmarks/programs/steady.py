@@ -20,8 +20,9 @@ import psycopg
 from benchmarks.options import TOPIC
 from benchmarks.programs.lifeline import hold_lifeline, say
 from pgoutbox import sql
+from pgoutbox.link import timeouts
 from pgoutbox.settings import load_settings
-from pgoutbox.store import NO_FLOOR, timeouts
+from pgoutbox.store import NO_FLOOR
 
 _PRODUCERS = 4
 
