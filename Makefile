@@ -20,12 +20,11 @@ demo: $(STAMP) ## Play a sign-up service against an embedded PostgreSQL and a lo
 test: $(STAMP) ## Run the tests on the embedded PostgreSQL, or on PGOUTBOX_TEST_DSN
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
-check: $(STAMP) ## Format, lint, types, layers, and every state of the protocol's model
+check: $(STAMP) ## Format, lint, types, layers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m tests.model
 
 bench: $(STAMP) ## Measure, side by side, and print ratios
 	$(BIN)/python -m benchmarks
