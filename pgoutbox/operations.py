@@ -27,8 +27,10 @@ from pgoutbox.redaction import redact, redact_text
 from pgoutbox.session import Parameters, Progress, fetch, transact
 
 _BATCH: Final = 500
-_OWED: Final = frozenset({State.PENDING, State.SENDING})
+_OWED: Final = (State.PENDING, State.SENDING)
+_REDRIVABLE: Final = (State.FAILED, State.CANCELLED)
 _STOPPED: Final = frozenset({"cancelled", "requested"})
+_LOCKED: Final = "locked by another transaction; try again"
 _USUAL_BURST: Final = 5
 _ENCRYPTED: Final = "(encrypted)"
 
@@ -194,11 +196,12 @@ class Redriven:
 
 @dataclass(frozen=True, slots=True)
 class RedriveTotals:
-    """What a redrive of many did. Those that were locked or moved on can be tried again; the superseded never will."""
+    """What a redrive of many did. `locked` can be tried again; `moved_on` matched no more when their turn came."""
 
     redriven: int
     superseded: int
     locked: int
+    moved_on: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,12 +214,12 @@ class ResendTotals:
 
 @dataclass(frozen=True, slots=True)
 class CancelTotals:
-    """What a cancel of many did: ended, told to stop in flight, found locked, or final before it came."""
+    """What a cancel of many did: ended, told to stop in flight, found locked, or in another state when it came."""
 
     cancelled: int
     requested: int
     locked: int
-    final: int
+    moved_on: int
 
 
 class AuditRow(NamedTuple):
@@ -368,34 +371,44 @@ def _redact_text(text: str | None, names: Collection[str]) -> str | None:
 
 
 def redrive(
-    connection: psycopg.Connection[TupleRow], message_ids: Collection[int], *, act: Act | None = None
+    connection: psycopg.Connection[TupleRow],
+    message_ids: Collection[int],
+    *,
+    states: Collection[State] = _REDRIVABLE,
+    act: Act | None = None,
 ) -> list[Redriven]:
     """Make failed and cancelled messages pending again, each with the budget of attempts that it was enqueued with.
 
-    Refused for one that does not exist, stands in another state, or is superseded by a newer message of its key. All
+    Refused for one that does not exist, stands in none of `states`, or is superseded by a newer message of its key. All
     in one transaction; the answers are ordered by id.
     """
     act = act or Act(Action.REDRIVE)
 
     def redriven() -> list[Redriven]:
-        rows = connection.execute(sql.REDRIVE, {"ids": list(message_ids)}).fetchall()
-        answers = [_redriven(message_id, done, state, by) for message_id, done, state, by in rows]
+        rows = connection.execute(sql.REDRIVE, {"ids": list(message_ids), "states": list(states)}).fetchall()
+        answers = [_redriven(message_id, done, state, by, states) for message_id, done, state, by in rows]
         act.record(connection, message_ids=[answer.id for answer in answers if answer.refusal is None])
         return answers
 
     return transact(connection, redriven)
 
 
-def _redriven(message_id: int, done: bool, state: str | None, superseded_by: int | None) -> Redriven:  # noqa: FBT001
+def _redriven(
+    message_id: int,
+    done: bool,  # noqa: FBT001
+    state: str | None,
+    superseded_by: int | None,
+    states: Collection[State],
+) -> Redriven:
     if done:
         return Redriven(message_id, None)
     if state is None:
         return Redriven(message_id, "no such message")
-    if state not in (State.FAILED, State.CANCELLED):
-        return Redriven(message_id, f"is {state}; only failed and cancelled messages can be redriven")
+    if state not in states:
+        return Redriven(message_id, f"is {state}; only {' and '.join(states)} messages can be redriven")
     if superseded_by is not None:
         return Redriven(message_id, f"superseded by message {superseded_by}, which is newer", superseded_by)
-    return Redriven(message_id, "locked by another transaction; try again")
+    return Redriven(message_id, _LOCKED)
 
 
 def redrive_matching(
@@ -410,19 +423,20 @@ def redrive_matching(
     The failed ones; the cancelled ones when `which.states` names them.
     """
     states = frozenset(which.states or (State.FAILED,))
-    if not states <= {State.FAILED, State.CANCELLED}:
+    if not states.issubset(_REDRIVABLE):
         raise StateError(f"only failed and cancelled messages can be redriven, not {', '.join(sorted(states))}")
     which = replace(which, states=states)
     act = Act(Action.REDRIVE, **which.given())
-    redriven = superseded = locked = 0
+    redriven = superseded = locked = moved_on = 0
     for ids in _batches(connection, which, batch_size):
-        for answer in redrive(connection, ids, act=act):
+        for answer in redrive(connection, ids, states=states, act=act):
             redriven += answer.refusal is None
             superseded += answer.superseded_by is not None
-            locked += answer.refusal is not None and answer.superseded_by is None
+            locked += answer.refusal == _LOCKED
+            moved_on += answer.refusal not in (None, _LOCKED) and answer.superseded_by is None
         if progress is not None:
             progress(redriven)
-    return RedriveTotals(redriven, superseded, locked)
+    return RedriveTotals(redriven, superseded, locked, moved_on)
 
 
 def _batches(connection: psycopg.Connection[TupleRow], which: MessageFilter, batch_size: int) -> Iterator[list[int]]:
@@ -496,10 +510,15 @@ def cancel(connection: psycopg.Connection[TupleRow], message_id: int) -> Cancell
 
 
 def cancel_each(
-    connection: psycopg.Connection[TupleRow], message_ids: Collection[int], *, act: Act | None = None
+    connection: psycopg.Connection[TupleRow],
+    message_ids: Collection[int],
+    *,
+    states: Collection[State] = _OWED,
+    act: Act | None = None,
 ) -> list[Cancelled]:
-    """Cancel these messages in one transaction; the answers are ordered by id."""
-    return _cancelled(connection, sql.CANCEL_EACH, {"ids": list(message_ids)}, act or Act(Action.CANCEL))
+    """Cancel those that stand in one of `states`, all in one transaction; the answers are ordered by id."""
+    parameters = {"ids": list(message_ids), "states": list(states)}
+    return _cancelled(connection, sql.CANCEL_EACH, parameters, act or Act(Action.CANCEL))
 
 
 def cancel_by_key(
@@ -534,17 +553,18 @@ def cancel_matching(
 ) -> CancelTotals:
     """Cancel every message that matches and is still owed, in batches that are committed one by one."""
     states = frozenset(which.states or _OWED)
-    if not states <= _OWED:
-        raise StateError(f"only pending and sending messages can be cancelled, not {', '.join(sorted(states - _OWED))}")
+    if not states.issubset(_OWED):
+        others = ", ".join(sorted(states.difference(_OWED)))
+        raise StateError(f"only pending and sending messages can be cancelled, not {others}")
     which = replace(which, states=states)
     act = Act(Action.CANCEL, **which.given())
     results: Counter[str] = Counter()
     for ids in _batches(connection, which, batch_size):
-        results.update(met.result for met in cancel_each(connection, ids, act=act))
+        results.update(met.result for met in cancel_each(connection, ids, states=states, act=act))
         if progress is not None:
             progress(results["cancelled"] + results["requested"])
-    met_final = results.total() - results["cancelled"] - results["requested"] - results["locked"]
-    return CancelTotals(results["cancelled"], results["requested"], results["locked"], met_final)
+    moved_on = results.total() - results["cancelled"] - results["requested"] - results["locked"]
+    return CancelTotals(results["cancelled"], results["requested"], results["locked"], moved_on)
 
 
 def pause_queue(

@@ -191,7 +191,7 @@ def cancel(connection: psycopg.Connection, message_id: int) -> str:
 
 def redrive(connection: psycopg.Connection, message_id: int) -> bool:
     """Redrive one message; whether it was."""
-    rows = connection.execute(sql.REDRIVE, {"ids": [message_id]}).fetchall()
+    rows = connection.execute(sql.REDRIVE, {"ids": [message_id], "states": ["failed", "cancelled"]}).fetchall()
     return bool(rows[0][1])
 
 

@@ -1018,7 +1018,7 @@ $function$
 """
 
 CANCEL = """
-CREATE FUNCTION pgoutbox.cancel(message_id bigint)
+CREATE FUNCTION pgoutbox.cancel(message_id bigint, states text[] DEFAULT '{pending,sending}')
 RETURNS text
 LANGUAGE plpgsql
 SECURITY DEFINER
@@ -1040,7 +1040,7 @@ BEGIN
             SELECT m.state
             INTO found_state
             FROM pgoutbox.message AS m
-            WHERE m.id = message_id AND m.state IN ('pending', 'sending')
+            WHERE m.id = message_id AND m.state IN ('pending', 'sending') AND m.state = ANY (states)
             FOR UPDATE SKIP LOCKED;
             IF found_state = 'pending' THEN
                 UPDATE pgoutbox.message AS m
@@ -1065,7 +1065,7 @@ BEGIN
         SELECT m.state INTO found_state FROM pgoutbox.message AS m WHERE m.id = message_id;
         IF NOT FOUND THEN
             RETURN 'missing';
-        ELSIF found_state NOT IN ('pending', 'sending') THEN
+        ELSIF (found_state IN ('pending', 'sending') AND found_state = ANY (states)) IS NOT TRUE THEN
             RETURN found_state;
         END IF;
         PERFORM pg_sleep(0.002);
@@ -1226,8 +1226,9 @@ FUNCTION_COMMENTS = {
     "enqueue_checked": "enqueue_receipt for what has keys, options or mistakes.",
     "write_message": "Insert one sound message and wake a sleeping worker when the transaction commits.",
     "is_plain": "Whether nothing but topic, payload, queue and max_attempts is given, and these are sound.",
-    "cancel": "Cancel a message in this transaction. Returns cancelled, requested (it is in flight: told, and not "
-    "retried), the final state it already has, locked (its row stayed locked: try again) or missing.",
+    "cancel": "Cancel a message in this transaction, if it stands in one of the states. Returns cancelled, requested "
+    "(it is in flight: told, and not retried), the other state that it has, locked (its row stayed locked: try again) "
+    "or missing.",
     "cancel_by_key": "Cancel the newest message of a coalesce key, and the message of a dedupe key, as cancel does.",
     "argument_error": "The first thing wrong with the arguments of enqueue, as name and reason; null when all is well.",
     "raise_argument_error": "Raise 22004 or 22023 with the name of the argument as column.",

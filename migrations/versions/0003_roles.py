@@ -367,9 +367,10 @@ END
 $function$
 """
 
-# The answer names what each id met: its state before, and the newer message if it was superseded.
+# The answer names what each id met: its state before, and the newer message if it was superseded. Between the look at a
+# filter and this, somebody may have cancelled what was failed: who asked for failed messages does not want it back.
 REDRIVE = """
-CREATE FUNCTION pgoutbox.redrive(ids bigint[])
+CREATE FUNCTION pgoutbox.redrive(ids bigint[], states text[] DEFAULT '{failed,cancelled}')
 RETURNS TABLE (id bigint, redriven boolean, state text, superseded_by bigint)
 LANGUAGE plpgsql
 SECURITY DEFINER
@@ -386,7 +387,7 @@ BEGIN
         FROM asked AS a
         JOIN pgoutbox.message AS m ON m.id = a.id
         LEFT JOIN pgoutbox.coalesce AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
-        WHERE m.state IN ('failed', 'cancelled')
+        WHERE m.state IN ('failed', 'cancelled') AND m.state = ANY (redrive.states)
         ORDER BY m.id
         FOR UPDATE OF m SKIP LOCKED
     ), redriven AS (
@@ -900,8 +901,8 @@ COMMENTS = {
     "FUNCTION pgoutbox.done_estimate": "How many messages ended in which state, by the last ANALYZE.",
     "FUNCTION pgoutbox.forget_sent": "Delete messages as they are sent, where retention keeps nothing of them, each "
     "named by the attempt in flight. Returns the ids of those that are gone.",
-    "FUNCTION pgoutbox.redrive": "Make failed and cancelled messages pending again. Says of each whether it was done, "
-    "which state it had, and the newer message if it is superseded.",
+    "FUNCTION pgoutbox.redrive": "Make failed and cancelled messages pending again, if they stand in one of the "
+    "states. Says of each whether it was done, which state it had, and the newer message if it is superseded.",
     "FUNCTION pgoutbox.resend": "Enqueue a copy of a sent message. Returns its id, or null with the state or the newer "
     "message because of which there is none; no row if there is no such message.",
     "FUNCTION pgoutbox.prune": "Delete a batch of messages that have been final for longer than an interval, with "

@@ -96,7 +96,11 @@ def redrive(
         act = _Bulk("redrive", settings, chosen, dry_run=dry_run, yes=yes, as_json=as_json)
         totals = act.run(operations.redrive_matching)
         if totals is not None:
-            act.tell(totals, f"{totals.redriven} redriven, {totals.superseded} left alone as superseded", totals.locked)
+            text_of = (
+                f"{totals.redriven} redriven, {totals.superseded} left alone as superseded, "
+                f"{totals.moved_on} had moved on"
+            )
+            act.tell(totals, text_of, totals.locked)
         return
     refused = 0
     for answer in _each(settings, chosen, operations.redrive, dry_run=dry_run):
@@ -217,7 +221,8 @@ def cancel(
         totals = act.run(operations.cancel_matching)
         if totals is not None:
             text_of = (
-                f"{totals.cancelled} cancelled, {totals.requested} in flight told to stop, {totals.final} had ended"
+                f"{totals.cancelled} cancelled, {totals.requested} in flight told to stop, "
+                f"{totals.moved_on} had moved on"
             )
             act.tell(totals, text_of, totals.locked)
         return

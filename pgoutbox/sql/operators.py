@@ -140,7 +140,7 @@ FROM (
 )
 
 CANCEL_EACH: Final[LiteralString] = """
-SELECT a.id, pgoutbox.cancel(a.id) AS result
+SELECT a.id, pgoutbox.cancel(a.id, %(states)s::text[]) AS result
 FROM (SELECT DISTINCT asked.id FROM unnest(%(ids)s::bigint[]) AS asked(id) ORDER BY asked.id) AS a
 """
 
@@ -251,7 +251,7 @@ WHERE m.queue = ANY (%(queues)s::text[])
 # names its state before, and the newer message if it was superseded.
 REDRIVE: Final[LiteralString] = """
 SELECT r.id, r.redriven, r.state, r.superseded_by
-FROM pgoutbox.redrive(%(ids)s::bigint[]) AS r
+FROM pgoutbox.redrive(%(ids)s::bigint[], %(states)s::text[]) AS r
 """
 
 RESEND: Final[LiteralString] = """

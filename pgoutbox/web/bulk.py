@@ -144,7 +144,7 @@ class Bulks:
             chosen = ids[:left]
             left -= len(chosen)
             if chosen:
-                bulk.results.update(_do(connection, bulk.action, chosen, act))
+                bulk.results.update(_do(connection, bulk, chosen, act))
                 bulk.reached_id = chosen[-1]
         return "done"
 
@@ -172,11 +172,12 @@ def _batches(connection: Connection, bulk: Bulk) -> Iterator[Sequence[int]]:
             yield []
 
 
-def _do(connection: Connection, action: BulkAction, ids: Sequence[int], act: Act) -> Iterator[str]:
-    if action == "cancel":
-        yield from (met.result for met in operations.cancel_each(connection, ids, act=act))
+def _do(connection: Connection, bulk: Bulk, ids: Sequence[int], act: Act) -> Iterator[str]:
+    states = bulk.what.which.states
+    if bulk.action == "cancel":
+        yield from (met.result for met in operations.cancel_each(connection, ids, states=states, act=act))
         return
-    for answer in operations.redrive(connection, ids, act=act):
+    for answer in operations.redrive(connection, ids, states=states, act=act):
         if answer.refusal is None:
             yield "redriven"
         else:

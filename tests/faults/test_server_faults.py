@@ -46,6 +46,7 @@ _figures = logging.getLogger(__name__)
 
 ROUNDS = int(os.environ.get("PGOUTBOX_TEST_ROUNDS", "2"))
 MEMORY_SECONDS = float(os.environ.get("PGOUTBOX_TEST_MEMORY_SECONDS", "2"))
+KEPT_SESSIONS = ("pgoutbox claim", "pgoutbox finish", "pgoutbox listen")
 
 
 # What a worker must not use of one processor while the database is away; it uses a hundredth of it.
@@ -303,12 +304,15 @@ def test_a_worker_that_has_to_connect_again_and_again_does_not_grow(dsn: str, co
             load.until_more_are_handed_over()
             return ended
 
+        def all_are_back() -> bool:
+            names = sessions(db)
+            return all(sum(name.startswith(kept) for name in names) == 1 for kept in KEPT_SESSIONS)
+
         reconnect_for(max(2.0, MEMORY_SECONDS / 4))
-        wait_until(lambda: "pgoutbox listen" in sessions(db), lambda: "the listener is back")
+        wait_until(all_are_back, lambda: f"{KEPT_SESSIONS} each once: {sessions(db)}")
         before = Footprint.of(worker.pid)
         ended_count = reconnect_for(MEMORY_SECONDS)
-        load.stop_producers()
-        wait_until(lambda: "pgoutbox listen" in sessions(db), lambda: "the listener is back")
+        wait_until(all_are_back, lambda: f"{KEPT_SESSIONS} each once: {sessions(db)}")
         wait_until(
             lambda: Footprint.of(worker.pid).is_within(before), lambda: f"{before} becomes {Footprint.of(worker.pid)}"
         )

@@ -284,7 +284,7 @@ def test_what_runs_with_its_owners_rights_is_pinned_and_no_superusers(rolled_bac
     ).fetchone() or (0,)
     assert count >= 15
     assert rolled_back.execute(UNSAFE_DEFINERS).fetchall() == []
-    rolled_back.execute("ALTER FUNCTION pgoutbox.cancel(bigint) RESET search_path")
+    rolled_back.execute("ALTER FUNCTION pgoutbox.cancel RESET search_path")
     rolled_back.execute("ALTER FUNCTION pgoutbox.resend(bigint) OWNER TO CURRENT_USER")
     assert sorted(rolled_back.execute(UNSAFE_DEFINERS).fetchall()) == [("cancel",), ("resend",)]
 
@@ -336,7 +336,7 @@ WRITES: Final = (
     "CREATE TABLE pgoutbox.mine (id integer)",
     "CREATE FUNCTION pgoutbox.mine() RETURNS integer LANGUAGE sql AS 'SELECT 1'",
     "ALTER TABLE pgoutbox.message ADD COLUMN mine integer",
-    "ALTER FUNCTION pgoutbox.cancel(bigint) SECURITY INVOKER",
+    "ALTER FUNCTION pgoutbox.cancel SECURITY INVOKER",
     "DROP TABLE pgoutbox.attempt",
     (
         "CREATE TRIGGER mine BEFORE UPDATE ON pgoutbox.attempt FOR EACH ROW "
@@ -847,7 +847,7 @@ def test_no_name_of_the_callers_is_used(
 
 
 def test_the_traps_of_the_test_before_are_sprung_by_a_function_that_is_not_pinned(trapped: psycopg.Connection) -> None:
-    trapped.execute("ALTER FUNCTION pgoutbox.cancel(bigint) RESET search_path")
+    trapped.execute("ALTER FUNCTION pgoutbox.cancel RESET search_path")
     trapped.execute("SET LOCAL search_path = evil, pg_temp, pg_catalog")
     trapped.execute(f"SET LOCAL ROLE {PRODUCER}".encode())
     with pytest.raises(psycopg.errors.RaiseException, match="trapped as pgoutbox_owner"):

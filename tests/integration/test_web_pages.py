@@ -26,7 +26,7 @@ from pgoutbox.message import State
 from pgoutbox.settings import load_settings
 from pgoutbox.web import bulk, create_app, database, history, live, reads
 from tests.faults.proxy import proxy_to
-from tests.messages import ADD_ATTEMPT, put
+from tests.messages import ADD_ATTEMPT, PUT_SENDING, put
 from tests.outbox_actions import state_of
 from tests.roles import login
 from tests.waiting import PROCESS_PATIENCE_SECONDS, wait_until
@@ -774,6 +774,41 @@ def test_a_bulk_cancels_what_is_owed(site: Site, db: psycopg.Connection) -> None
     assert "cancelled 1" in page.words
     assert "requested 1" in page.words
     assert [state_of(db, message_id) for message_id in (pending, sending, sent)] == ["cancelled", "sending", "sent"]
+
+
+@pytest.mark.parametrize(
+    ("action", "do", "wanted", "meanwhile", "told"),
+    [
+        ("redrive", "redrive", State.FAILED, State.CANCELLED, "left alone 1"),
+        ("cancel", "cancel_each", State.PENDING, State.SENDING, "sending 1"),
+    ],
+)
+def test_a_bulk_leaves_alone_what_has_left_the_states_of_its_filter(
+    site: Site,
+    db: psycopg.Connection,
+    monkeypatch: pytest.MonkeyPatch,
+    action: str,
+    do: str,
+    wanted: State,
+    meanwhile: State,
+    told: str,
+) -> None:
+    message_id, act = put(db, wanted), getattr(operations, do)
+
+    def act_late(connection: psycopg.Connection, ids: list[int], **which: object) -> object:
+        if meanwhile is State.SENDING:
+            db.execute(PUT_SENDING, [message_id])
+        else:
+            db.execute("UPDATE pgoutbox.message SET state = 'cancelled' WHERE id = %s", [message_id])
+        return act(connection, ids, **which)
+
+    monkeypatch.setattr(operations, do, act_late)
+    page = wait_for_bulk(site, site.ada.post("/bulk", data={"do": action, "state": wanted}).headers["location"])
+    assert told in page.words
+    assert state_of(db, message_id) == meanwhile
+    (asked,) = db.execute("SELECT m.cancel_requested_at FROM pgoutbox.message AS m WHERE m.id = %s", [message_id])
+    assert asked == (None,)
+    assert audit_of(db) == []
 
 
 def test_a_group_of_failures_is_redriven_and_no_other(site: Site, db: psycopg.Connection) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import TYPE_CHECKING, LiteralString
+from typing import TYPE_CHECKING, Any, LiteralString
 
 import psycopg
 import pytest
@@ -15,7 +15,7 @@ from pgoutbox.errors import ConfigurationError, MessageNotFoundError, SchemaErro
 from pgoutbox.message import FINAL_STATES, State
 from pgoutbox.operations import MessageFilter
 from pgoutbox.settings import load_settings
-from tests.messages import ADD_ATTEMPT, put
+from tests.messages import ADD_ATTEMPT, PUT_SENDING, put
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -281,8 +281,35 @@ class TestRedrive:
             seen.append((done, pending))
 
         totals = operations.redrive_matching(operator, MessageFilter(), batch_size=2, progress=look)
-        assert totals == operations.RedriveTotals(redriven=5, superseded=1, locked=0)
+        assert totals == operations.RedriveTotals(redriven=5, superseded=1, locked=0, moved_on=0)
         assert seen == [(2, 2), (4, 4), (5, 5)]
+
+    def test_what_is_cancelled_while_all_failed_are_redriven_stays_cancelled(
+        self, operator: psycopg.Connection, connect: Connect, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        message_id = put(operator, State.FAILED)
+        other, redrive = connect(autocommit=True), operations.redrive
+
+        def redrive_late(
+            connection: psycopg.Connection,
+            ids: list[int],
+            **which: Any,  # noqa: ANN401 - passed on
+        ) -> list[operations.Redriven]:
+            assert ids == [message_id]
+            redrive(other, ids)
+            assert operations.cancel(other, message_id).result == "cancelled"
+            return redrive(connection, ids, **which)
+
+        monkeypatch.setattr(operations, "redrive", redrive_late)
+        totals = operations.redrive_matching(operator, MessageFilter())
+        assert totals == operations.RedriveTotals(redriven=0, superseded=0, locked=0, moved_on=1)
+        assert state_of(operator, message_id) == State.CANCELLED
+
+    def test_it_says_which_states_were_asked_for(self, rolled_back: psycopg.Connection) -> None:
+        message_id = put(rolled_back, State.CANCELLED)
+        (answer,) = operations.redrive(rolled_back, [message_id], states=[State.FAILED])
+        assert answer == operations.Redriven(message_id, "is cancelled; only failed messages can be redriven")
+        assert state_of(rolled_back, message_id) == State.CANCELLED
 
     def test_all_failed_can_be_narrowed(self, rolled_back: psycopg.Connection) -> None:
         sms = put(rolled_back, State.FAILED, topic="sms")
@@ -360,6 +387,39 @@ class TestCancel:
     def test_it_answers_what_it_met(self, rolled_back: psycopg.Connection, state: State, result: str) -> None:
         message_id = put(rolled_back, state)
         assert operations.cancel(rolled_back, message_id) == (message_id, result)
+
+    @pytest.mark.parametrize(("state", "asked_for"), [(State.PENDING, State.SENDING), (State.SENDING, State.PENDING)])
+    def test_it_leaves_alone_what_is_in_another_state_than_asked_for(
+        self, rolled_back: psycopg.Connection, state: State, asked_for: State
+    ) -> None:
+        message_id = put(rolled_back, state)
+        before = row_of(rolled_back, message_id)
+        (met,) = operations.cancel_each(rolled_back, [message_id], states=[asked_for])
+        assert met == (message_id, state)
+        assert row_of(rolled_back, message_id) == before
+
+    def test_what_is_claimed_while_all_pending_are_cancelled_is_not_stopped(
+        self, operator: psycopg.Connection, connect: Connect, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        message_id = put(operator, State.PENDING)
+        other, cancel_each = connect(autocommit=True), operations.cancel_each
+
+        def cancel_late(
+            connection: psycopg.Connection,
+            ids: list[int],
+            **which: Any,  # noqa: ANN401 - passed on
+        ) -> list[operations.Cancelled]:
+            other.execute(PUT_SENDING, (message_id,))
+            return cancel_each(connection, ids, **which)
+
+        monkeypatch.setattr(operations, "cancel_each", cancel_late)
+        totals = operations.cancel_matching(operator, MessageFilter(states=[State.PENDING]))
+        assert totals == operations.CancelTotals(cancelled=0, requested=0, locked=0, moved_on=1)
+        (asked,) = other.execute(
+            "SELECT m.cancel_requested_at FROM pgoutbox.message AS m WHERE m.id = %s AND m.state = 'sending'",
+            [message_id],
+        )
+        assert asked == (None,)
 
     def test_a_missing_message_is_answered(self, rolled_back: psycopg.Connection) -> None:
         assert operations.cancel(rolled_back, UNUSED_ID).result == "missing"
