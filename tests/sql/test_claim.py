@@ -9,6 +9,7 @@ import pytest
 from pgoutbox import sql
 from pgoutbox.message import State
 from pgoutbox.store import ClaimedRow, Verdict
+from tests.messages import PUT_FINAL
 from tests.outbox_actions import (
     LEASE_SECONDS,
     Options,
@@ -488,6 +489,12 @@ def test_what_fell_due_since_the_last_claim_began_is_not_slept_over(rolled_back:
     assert rolled_back.execute(sql.NEXT_DUE, parameters | {"since_seconds": 2}).fetchone() == (None, None)
 
 
+def owed(connection: psycopg.Connection) -> int:
+    parameters = {"queues": ["default"], "topics": ["greet"]}
+    (count,) = connection.execute(sql.COUNT_OWED, parameters).fetchone() or (-1,)
+    return int(count)
+
+
 def test_what_a_drain_waits_for_is_due_in_flight_or_to_be_retried(rolled_back: psycopg.Connection) -> None:
     in_flight(rolled_back)
     due_earlier(rolled_back, retried(rolled_back), -30)
@@ -496,11 +503,66 @@ def test_what_a_drain_waits_for_is_due_in_flight_or_to_be_retried(rolled_back: p
     enqueue(rolled_back, topic="unknown")
     enqueue(rolled_back, queue="bulk")
 
-    def owed() -> int:
-        parameters = {"queues": ["default"], "topics": ["greet"]}
-        (count,) = rolled_back.execute(sql.COUNT_OWED, parameters).fetchone() or (-1,)
-        return int(count)
-
-    assert owed() == 3
+    assert owed(rolled_back) == 3
     rolled_back.execute("INSERT INTO pgoutbox.queue (name, paused_at) VALUES ('default', now())")
-    assert owed() == 0
+    assert owed(rolled_back) == 0
+
+
+@pytest.mark.parametrize(
+    ("other", "comes_first", "scheduled", "waited_for"),
+    [
+        ({"ordering_key": "k"}, True, True, False),
+        ({"ordering_key": "k"}, False, True, True),
+        ({"ordering_key": "other"}, True, True, True),
+        ({"ordering_key": "k", "queue": "bulk"}, True, True, True),
+        ({"ordering_key": "k", "topic": "unknown"}, True, False, False),
+        ({"ordering_key": "k", "topic": "unknown"}, False, False, True),
+        ({"ordering_key": "other", "topic": "unknown"}, True, False, True),
+    ],
+)
+def test_a_drain_waits_behind_what_it_waits_for_alone(
+    rolled_back: psycopg.Connection,
+    other: Options,
+    comes_first: bool,
+    scheduled: bool,
+    waited_for: bool,
+) -> None:
+    if not comes_first:
+        enqueue(rolled_back, ordering_key="k")
+    other_id = enqueue(rolled_back, **other)
+    if scheduled:
+        due_earlier(rolled_back, other_id, -30)
+    if comes_first:
+        enqueue(rolled_back, ordering_key="k")
+    assert owed(rolled_back) == waited_for
+
+
+def test_a_drain_waits_behind_a_retry_that_is_not_yet_due(rolled_back: psycopg.Connection) -> None:
+    due_earlier(rolled_back, retried(rolled_back, ordering_key="k"), -30)
+    enqueue(rolled_back, ordering_key="k")
+    assert owed(rolled_back) == 2
+
+
+@pytest.mark.parametrize(
+    ("other", "comes_first", "waited_for"),
+    [
+        ({"ordering_key": "k", "on_failed": "halt"}, True, False),
+        ({"ordering_key": "k", "on_failed": "halt"}, False, True),
+        ({"ordering_key": "k", "on_failed": "continue"}, True, True),
+        ({"ordering_key": "other", "on_failed": "halt"}, True, True),
+        ({"ordering_key": "k", "on_failed": "halt", "queue": "bulk"}, True, True),
+    ],
+)
+def test_a_drain_does_not_wait_behind_what_halts_its_key(
+    rolled_back: psycopg.Connection,
+    other: Options,
+    comes_first: bool,
+    waited_for: bool,
+) -> None:
+    if not comes_first:
+        enqueue(rolled_back, ordering_key="k")
+    failed = enqueue(rolled_back, **other)
+    rolled_back.execute(PUT_FINAL, {"id": failed, "state": "failed", "age": "0"})
+    if comes_first:
+        enqueue(rolled_back, ordering_key="k")
+    assert owed(rolled_back) == waited_for
