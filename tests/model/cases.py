@@ -281,28 +281,38 @@ def explored(case: Case) -> Exploration:
             return explore(replace(model, without=taken_out(retention.Guard)))
 
 
+# The tables of the documentation: what they show, and how they begin.
+TABLES = [
+    (HOLD, ["| explored in full | states | steps |", "| --- | --- | --- |"]),
+    (BREAK, ["| taken out | in the model | what follows | in steps |", "| --- | --- | --- | --- |"]),
+    (
+        TWICE_GUARDED,
+        [
+            "| taken out, where another guard stands behind | in the model | what follows | in steps |",
+            "| --- | --- | --- | --- |",
+        ],
+    ),
+    (LIMITS, ["| without the sweep | what follows | in steps |", "| --- | --- | --- |"]),
+]
+
+
 def tables() -> Iterator[str]:
     """The results as the documentation shows them, line by line."""
-    yield "| explored in full | states | steps |"
-    yield "| --- | --- | --- |"
-    for case in HOLD:
-        found = explored(case)
-        yield f"| {case.model_name} | {found.state_count:,} | {found.step_count:,} |"
-    for title, cases in (("taken out", BREAK), ("taken out, where another guard stands behind", TWICE_GUARDED)):
-        yield ""
-        yield f"| {title} | in the model | what follows | in steps |"
-        yield "| --- | --- | --- | --- |"
-        for case in cases:
-            found = explored(case)
-            guards = "; and ".join(guard.value for guard in case.without)
-            result = found.fault or f"nothing, in all {found.state_count:,} states"
-            yield f"| {guards} | {case.model_name} | {result} | {len(found.trace) or '-'} |"
-    yield ""
-    yield "| without the sweep | what follows | in steps |"
-    yield "| --- | --- | --- |"
-    for case in LIMITS:
-        found = explored(case)
-        yield f"| {case.model_name} | {found.fault} | {len(found.trace)} |"
+    for number, (cases, head) in enumerate(TABLES):
+        yield from head if number == 0 else ["", *head]
+        yield from (row_of(case) for case in cases)
+
+
+def row_of(case: Case) -> str:
+    """The result of one case, as the documentation shows it."""
+    found = explored(case)
+    if case.without:
+        guards = "; and ".join(guard.value for guard in case.without)
+        result = found.fault or f"nothing, in all {found.state_count:,} states"
+        return f"| {guards} | {case.model_name} | {result} | {len(found.trace) or '-'} |"
+    if found.fault:
+        return f"| {case.model_name} | {found.fault} | {len(found.trace)} |"
+    return f"| {case.model_name} | {found.state_count:,} | {found.step_count:,} |"
 
 
 def trace_of(case: Case) -> str:
