@@ -86,11 +86,15 @@ class Doorbell:
         self._task = asyncio.create_task(self._keep_alive(), name="pgoutbox-doorbell")
 
     async def stop(self) -> None:
-        """Close the connection, which gives up the bells."""
+        """Give up the bells, so that other sleepers take them over, and close the connection. Twice is not wrong."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
+        if self.is_up:
+            await self.disarm()
+        if self.is_up:
+            await self._ask(sql.UNLISTEN, {})  # A ring that finds nobody is an error in the server's log.
         await self._disconnect()
 
     async def arm(self, queues: Sequence[str]) -> Bell:

@@ -275,6 +275,8 @@ class Worker:
     async def _wind_down(self) -> None:
         self._slots.give_back()
         deadline = asyncio.get_running_loop().time() + self._settings.shutdown_grace_seconds
+        if self._bell is not None:
+            await self._bell.stop()  # Who stays has to be rung from now on.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(deadline):
                 await self._until_idle(finished=False)

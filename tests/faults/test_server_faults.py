@@ -8,6 +8,7 @@ hand-over is one that the fault made unavoidable. PGOUTBOX_TEST_ROUNDS repeats t
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -22,7 +23,9 @@ import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
 
+from pgoutbox.doorbell import Doorbell
 from pgoutbox.link import is_out_of_reach
+from pgoutbox.telemetry import Telemetry
 from tests.faults.fleet import fleet_on
 from tests.faults.ledger import install_audit
 from tests.faults.load import Load, start_worker
@@ -231,6 +234,30 @@ def test_the_time_limits_of_the_role_end_the_producers_statements_and_not_the_wo
     assert_agree(verdict)
     assert load.errors["57014"] > 0
     assert worker_errors(own_server).keys() <= {"40001"}
+
+
+async def test_a_listener_that_leaves_while_bells_ring_is_no_error_in_the_servers_log(own_server: OwnServer) -> None:
+    over = threading.Event()
+
+    def ring() -> None:
+        with own_server.connect() as db:
+            while not over.is_set():
+                db.execute("SELECT pg_notify('pgoutbox', n::text) FROM generate_series(1, 100) AS n")
+
+    rung = asyncio.Event()
+    settings = settings_for(own_server.dsn)
+    ringing = asyncio.create_task(asyncio.to_thread(ring))
+    try:
+        for _ in range(30):
+            bell = Doorbell(settings, lambda _: rung.set(), Telemetry(_figures))
+            rung.clear()
+            await bell.start()
+            await rung.wait()
+            await bell.stop()
+    finally:
+        over.set()
+        await ringing
+    assert own_server.errors_of("pgoutbox listen") == {}
 
 
 def test_a_long_transaction_holds_up_nothing_and_what_it_enqueued_is_delivered_when_it_commits(

@@ -322,6 +322,20 @@ async def test_a_worker_that_ran_once_tells_of_its_retries(dsn: str, db: psycopg
         await until(lambda: state_of(db, message_id) == "sent")
 
 
+async def test_a_worker_that_leaves_gives_its_bell_to_who_stays(dsn: str, db: psycopg.Connection) -> None:
+    # The stayer would look whether the bell is still another's, but not before the test is over.
+    leaver, stayer = (WatchedWorker(quick(dsn, probe_seconds=600)) for _ in range(2))
+    leaving = asyncio.create_task(leaver.run())
+    await asyncio.sleep(0)
+    await leaver.falls_asleep()
+    async with running(stayer):
+        await stayer.falls_asleep()
+        leaver.stop()
+        await leaving
+        message_id = enqueue(db)
+        await until(lambda: state_of(db, message_id) == "sent")
+
+
 # --- drains -----------------------------------------------------------------------------------------------------------
 
 
