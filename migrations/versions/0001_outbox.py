@@ -696,7 +696,11 @@ BEGIN
     END IF;
 
     IF p_max_delay IS NOT NULL THEN
-        -- A delay begins anew with each newer message, but not for longer than this since the first that waits.
+        -- A delay begins anew with each newer message, but not for longer than this since the first that waits. Of two
+        -- that are the first of their key, the one that comes second finds a row to wait for.
+        INSERT INTO pgoutbox.coalesce (newest_id, topic, coalesce_key)
+        VALUES (new_id, p_topic, p_coalesce_key)
+        ON CONFLICT ON CONSTRAINT coalesce_pkey DO NOTHING;
         SELECT head.newest_id, head.waiting_since
         INTO known_id, since
         FROM pgoutbox.coalesce AS head
