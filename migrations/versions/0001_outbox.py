@@ -280,6 +280,7 @@ SET search_path = pg_catalog, pg_temp
 AS $function$
 DECLARE
     limits pgoutbox.queue;
+    had_rate boolean;
 BEGIN
     SELECT q.* INTO limits FROM pgoutbox.queue AS q WHERE q.name = p_queue;
     IF NOT FOUND THEN
@@ -291,9 +292,13 @@ BEGIN
     IF num_nonnulls(limits.rate_count, limits.max_in_flight) = 0 THEN
         RETURN wanted;
     END IF;
+    had_rate := limits.rate_count IS NOT NULL;
     SELECT q.* INTO limits FROM pgoutbox.queue AS q WHERE q.name = p_queue FOR UPDATE;
     IF limits.paused_at IS NOT NULL AND (limits.resume_at > clock_timestamp()) IS NOT FALSE THEN
         RETURN 0;
+    END IF;
+    IF limits.rate_count IS NOT NULL AND NOT had_rate THEN
+        RETURN 0; -- The claim does not see a rate that is newer than its statement, and would take no tokens.
     END IF;
     RETURN greatest(0, least(
         wanted,

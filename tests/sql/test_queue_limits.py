@@ -152,6 +152,21 @@ def test_a_claim_that_waited_for_a_pause_obeys_it(connect: Connect, fresh_only: 
         assert waiting.result() == []
 
 
+def test_a_claim_that_waited_for_a_first_rate_takes_nothing_without_its_tokens(connect: Connect) -> None:
+    """Its statement began before there was a bucket, which it could not write."""
+    db, operator, worker = connect(autocommit=True), connect(), connect(autocommit=True)
+    ids = enqueued(db, 4)
+    operations.limit_in_flight(db, "default", 100)
+    operator.execute("SELECT")  # Begun here, so that it is committed below.
+    limit(operator, 60, burst=2)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(claim, worker)
+        races.until_blocked(db, worker, waiting)
+        operator.commit()
+        begun = ids_in_flight(waiting.result())
+    assert begun + ids_in_flight(claim(worker)) == ids[:2]
+
+
 def test_a_queue_without_limits_is_never_waited_for(connect: Connect) -> None:
     ours, theirs = connect(autocommit=True), connect()
     ids = enqueued(ours, 2)
