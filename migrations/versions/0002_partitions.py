@@ -177,8 +177,9 @@ END
 $function$
 """
 
-# Its messages are looked at, if need be, while nobody can write in this one partition; then it is taken out, which
-# waits for all who use message_done, and has those who come after wait behind it: not for longer than this.
+# Its messages are looked at, if need be, while nobody can write in this one partition nor change a rule; then it is
+# taken out, which waits for all who use message_done, and has those who come after wait behind it: not for longer than
+# this.
 RETIRE_PARTITION = """
 CREATE FUNCTION pgoutbox.retire_partition(partition_name text)
 RETURNS text
@@ -211,6 +212,7 @@ BEGIN
     ELSIF found_upper_at > now() THEN
         RETURN 'kept';
     END IF;
+    LOCK TABLE pgoutbox.retention IN SHARE MODE;
     EXECUTE 'LOCK TABLE ONLY pgoutbox.' || quote_ident(partition_name) || ' IN SHARE ROW EXCLUSIVE MODE';
     IF pgoutbox.kept_until(found_lower_at, found_upper_at) > now() THEN
         RETURN 'kept';

@@ -528,8 +528,9 @@ WITH old AS MATERIALIZED (
     FOR UPDATE OF m SKIP LOCKED
 )DELETE_OLD""".replace("DELETE_OLD", _DELETE_OLD)
 
-# One rule, as it stands now: a rule that was changed after the list of rules was read is obeyed as it is. A topic's own
-# rule keeps its messages from that of all topics, and so does one that keeps for ever. The times choose a partition.
+# One rule, as it stands now: a rule that was changed after the list of rules was read is obeyed as it is. Whoever changes
+# one waits for the batch, so that nothing goes by the old rule after that. A topic's own rule keeps its messages from
+# that of all topics, and so does one that keeps for ever. The times choose a partition.
 PRUNE_BY_RULE = """
 CREATE FUNCTION pgoutbox.prune_by_rule(
     rule_topic text, rule_state text, since timestamptz, until timestamptz, at_most bigint
@@ -539,6 +540,7 @@ LANGUAGE sql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
 AS $function$
+LOCK TABLE pgoutbox.retention IN SHARE MODE;
 WITH old AS MATERIALIZED (
     SELECT m.id, m.finished_at, m.state, m.topic, m.dedupe_key, r.keep = interval '0' AS keeps_dedupe_key
     FROM pgoutbox.retention AS r
@@ -571,6 +573,7 @@ LANGUAGE sql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
 AS $function$
+LOCK TABLE pgoutbox.retention IN SHARE MODE;
 WITH old AS MATERIALIZED (
     SELECT d.topic, d.dedupe_key
     FROM pgoutbox.retention AS r

@@ -281,6 +281,20 @@ class TestRetire:
             assert answer.result() == [("kept" if guarded else "retired",)]
         assert [row.id for row in rows_of(db)] == ([message_id] if guarded else [])
 
+    def test_whoever_changes_a_rule_knows_what_is_gone_by_the_old_one(
+        self, db: psycopg.Connection, connect: Connect, operator: psycopg.Connection
+    ) -> None:
+        keep(db)
+        name = add_partition(db, 40)
+        retiring = connect()
+        assert retiring.execute(RETIRE, [name]).fetchall() == [("retired",)]
+        with ThreadPoolExecutor() as threads:
+            changed = threads.submit(set_retention, operator, "mail", "sent", None)
+            until_blocked(db, operator, changed)
+            retiring.commit()
+            changed.result()
+        assert name not in partitions_of(db)
+
     def test_nobody_who_enqueues_or_claims_waits_for_it(self, db: psycopg.Connection, connect: Connect) -> None:
         keep(db)
         name = add_partition(db, 40)

@@ -179,6 +179,38 @@ class TestPrune:
         parameters = {"topic": "mail", "state": "sent", "limit": 9, "since": "-infinity", "until": "infinity"}
         assert rolled_back.execute(sql.PRUNE_BY_RULE, parameters).fetchall() == [("sent",)]
 
+    @pytest.mark.parametrize("topic", ["*", "mail"])
+    @pytest.mark.parametrize(
+        ("statement", "state", "what"),
+        [
+            pytest.param(sql.PRUNE_BY_RULE, "sent", "message", id="messages"),
+            pytest.param(sql.PRUNE_DEDUPE_BY_RULE, "dedupe_key", "dedupe", id="dedupe keys"),
+        ],
+    )
+    def test_nothing_goes_by_the_old_rule_when_it_is_changed(
+        self,
+        operator: psycopg.Connection,
+        connect: Connect,
+        statement: LiteralString,
+        state: str,
+        what: LiteralString,
+        topic: str,
+    ) -> None:
+        db, pruning = connect(autocommit=True), connect()
+        set_retention(db, "*", state, DAY)
+        old, _ = put(db, State.SENT, dedupe_key="a", age=2 * DAY), put(db, State.SENT, dedupe_key="b", age=2 * DAY)
+        if what == "dedupe":
+            db.execute("UPDATE pgoutbox.dedupe SET created_at = created_at - interval '2 days'")
+            db.execute("DELETE FROM pgoutbox.message WHERE id = %s", [old])
+        parameters = {"topic": "*", "state": state, "limit": 1, "since": "-infinity", "until": "infinity"}
+        assert pruning.execute(statement, parameters).rowcount == 1
+        with ThreadPoolExecutor(1) as threads:
+            changed = threads.submit(set_retention, operator, topic, state, None)
+            races.until_blocked(db, operator, changed)
+            pruning.commit()
+            changed.result()
+        assert db.execute(b"SELECT count(*) FROM pgoutbox." + what.encode()).fetchall() == [(1,)]
+
     def test_attempts_and_keys_go_with_their_message(self, rolled_back: psycopg.Connection) -> None:
         set_retention(rolled_back, "*", "sent", DAY)
         old = put(rolled_back, State.SENT, dedupe_key="old", coalesce_key="old", age=2 * DAY)
