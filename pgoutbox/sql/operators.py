@@ -278,7 +278,9 @@ RESUME_QUEUE: Final[LiteralString] = """
 WITH resumed AS (
     UPDATE pgoutbox.queue AS q
     SET paused_at = NULL, resume_at = NULL
-    WHERE q.name = %(queue)s::text AND q.paused_at IS NOT NULL
+    WHERE q.name = %(queue)s::text
+        AND q.paused_at IS NOT NULL
+        AND (q.resume_at > now()) IS NOT FALSE -- A pause whose end has passed is none.
     RETURNING q.name
 )
 SELECT r.name, pg_notify('pgoutbox', r.name)

@@ -570,6 +570,9 @@ class TestQueues:
         operations.pause_queue(rolled_back, "bulk")
         assert operations.resume_queue(rolled_back, "bulk")
         assert not operations.resume_queue(rolled_back, "bulk")
+        operations.pause_queue(rolled_back, "bulk", duration=DAY)
+        rolled_back.execute("UPDATE pgoutbox.queue SET paused_at = now() - interval '2 days', resume_at = now()")
+        assert not operations.resume_queue(rolled_back, "bulk")  # The pause has ended by itself.
         assert not operations.resume_queue(rolled_back, "default")
         assert operations.list_queues(rolled_back) == []
 
