@@ -206,10 +206,12 @@ class RedriveTotals:
 
 @dataclass(frozen=True, slots=True)
 class ResendTotals:
-    """What a resend of many did: copies enqueued, and messages left alone because a newer one supersedes them."""
+    """What a resend of many did: copies enqueued, messages left alone because a newer one supersedes them, and such as
+    were deleted when their turn came."""
 
     resent: int
     superseded: int
+    moved_on: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +241,8 @@ class AuditRow(NamedTuple):
 
 
 class Cancelled(NamedTuple):
-    """What cancel met: `cancelled`, `requested` (in flight, told to stop), a final state, `locked` or `missing`."""
+    """What cancel met: `cancelled`, `requested` (in flight, told to stop), `already cancelled`, another state, `locked`
+    or `missing`."""
 
     id: int
     result: str
@@ -489,18 +492,20 @@ def resend_matching(
         raise StateError("only sent messages can be resent")
     which = replace(which, states=[State.SENT])
     act = Act(Action.RESEND, **which.given())
-    resent = superseded = 0
+    resent = superseded = moved_on = 0
     for ids in _batches(connection, which, batch_size):
         for message_id in ids:
             try:
                 resend(connection, message_id, act=act)
-            except (StateError, MessageNotFoundError):
-                superseded += 1  # A newer message of its key exists, or it was pruned meanwhile: nothing to send again.
+            except StateError:
+                superseded += 1
+            except MessageNotFoundError:
+                moved_on += 1
             else:
                 resent += 1
         if progress is not None:
             progress(resent)
-    return ResendTotals(resent, superseded)
+    return ResendTotals(resent, superseded, moved_on)
 
 
 def cancel(connection: psycopg.Connection[TupleRow], message_id: int) -> Cancelled:
@@ -529,8 +534,9 @@ def cancel_by_key(
     dedupe_key: str | None = None,
 ) -> list[Cancelled]:
     """Cancel the newest message of a coalesce key and the message of a dedupe key; empty if there is none."""
+    parameters = {"topic": topic, "coalesce_key": coalesce_key, "dedupe_key": dedupe_key}
     act = Act(Action.CANCEL, topic=topic, coalesce_key=coalesce_key, dedupe_key=dedupe_key)
-    return _cancelled(connection, sql.CANCEL, (None, topic, coalesce_key, dedupe_key), act)
+    return _cancelled(connection, sql.CANCEL_BY_KEY, parameters, act)
 
 
 def _cancelled(

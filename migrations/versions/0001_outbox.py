@@ -1027,7 +1027,9 @@ $function$
 """
 
 CANCEL = """
-CREATE FUNCTION pgoutbox.cancel(message_id bigint, states text[] DEFAULT '{pending,sending}')
+CREATE FUNCTION pgoutbox.cancel(
+    message_id bigint, states text[] DEFAULT '{pending,sending}', repeated text DEFAULT 'cancelled'
+)
 RETURNS text
 LANGUAGE plpgsql
 SECURITY DEFINER
@@ -1074,6 +1076,8 @@ BEGIN
         SELECT m.state INTO found_state FROM pgoutbox.message AS m WHERE m.id = message_id;
         IF NOT FOUND THEN
             RETURN 'missing';
+        ELSIF found_state = 'cancelled' THEN
+            RETURN repeated; -- Who writes down what he did must know that another did it.
         ELSIF (found_state IN ('pending', 'sending') AND found_state = ANY (states)) IS NOT TRUE THEN
             RETURN found_state;
         END IF;
@@ -1086,13 +1090,15 @@ $function$
 
 # Its callers may not read the keys of others' messages: they learn what became of the one that they name.
 CANCEL_BY_KEY = """
-CREATE FUNCTION pgoutbox.cancel_by_key(topic text, coalesce_key text DEFAULT NULL, dedupe_key text DEFAULT NULL)
+CREATE FUNCTION pgoutbox.cancel_by_key(
+    topic text, coalesce_key text DEFAULT NULL, dedupe_key text DEFAULT NULL, repeated text DEFAULT 'cancelled'
+)
 RETURNS TABLE (id bigint, result text)
 LANGUAGE sql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
 AS $function$
-SELECT target.id, pgoutbox.cancel(target.id)
+SELECT target.id, pgoutbox.cancel(target.id, repeated => cancel_by_key.repeated)
 FROM (
     SELECT head.newest_id
     FROM pgoutbox.coalesce AS head
@@ -1237,7 +1243,7 @@ FUNCTION_COMMENTS = {
     "is_plain": "Whether nothing but topic, payload, queue and max_attempts is given, and these are sound.",
     "cancel": "Cancel a message in this transaction, if it stands in one of the states. Returns cancelled, requested "
     "(it is in flight: told, and not retried), the other state that it has, locked (its row stayed locked: try again) "
-    "or missing.",
+    "or missing. For one that was cancelled before, returns what is given as repeated.",
     "cancel_by_key": "Cancel the newest message of a coalesce key, and the message of a dedupe key, as cancel does.",
     "argument_error": "The first thing wrong with the arguments of enqueue, as name and reason; null when all is well.",
     "raise_argument_error": "Raise 22004 or 22023 with the name of the argument as column.",

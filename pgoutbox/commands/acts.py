@@ -145,7 +145,10 @@ def resend(
         act = _Bulk("resend", settings, chosen, dry_run=dry_run, yes=yes, as_json=as_json)
         totals = act.run(operations.resend_matching)
         if totals is not None:
-            act.tell(totals, f"{totals.resent} resent, {totals.superseded} left alone as superseded", 0)
+            text_of = (
+                f"{totals.resent} resent, {totals.superseded} left alone as superseded, {totals.moved_on} had moved on"
+            )
+            act.tell(totals, text_of, 0)
         return
     refused = 0
     for answer in _each(settings, chosen, _resend_each, dry_run=dry_run):
@@ -240,6 +243,9 @@ def _tell_cancelled(answers: Sequence[operations.Cancelled], *, dry_run: bool, a
         elif met.result == "requested":
             if not as_json:
                 print_line(f"message {met.id}: in flight; it is told to stop, and is not retried")
+        elif met.result == "already cancelled":
+            if not as_json:
+                print_line(f"message {met.id}: {met.result}")
         else:
             refused += 1
             told = {"missing": "no such message", "locked": "locked by another transaction; try again"}

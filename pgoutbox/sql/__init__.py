@@ -105,6 +105,7 @@ from pgoutbox.sql.gauges import (
     PAUSED_QUEUES,
 )
 from pgoutbox.sql.operators import (
+    CANCEL_BY_KEY,
     CANCEL_EACH,
     COUNT_MATCHING,
     COUNT_OWED,
@@ -179,6 +180,7 @@ __all__ = [
     "BREAKER_RELEASE_IF_PROBING",
     "BREAKER_REOPEN_IF_PROBING",
     "CANCEL",
+    "CANCEL_BY_KEY",
     "CANCEL_EACH",
     "CLAIM",
     "CLAIM_FRESH",

@@ -139,9 +139,20 @@ FROM (
 """
 )
 
+# What was cancelled before is told apart: the audit does not put it down to whoever comes second.
 CANCEL_EACH: Final[LiteralString] = """
-SELECT a.id, pgoutbox.cancel(a.id, %(states)s::text[]) AS result
+SELECT a.id, pgoutbox.cancel(a.id, %(states)s::text[], 'already cancelled') AS result
 FROM (SELECT DISTINCT asked.id FROM unnest(%(ids)s::bigint[]) AS asked(id) ORDER BY asked.id) AS a
+"""
+
+CANCEL_BY_KEY: Final[LiteralString] = """
+SELECT r.id, r.result
+FROM pgoutbox.cancel_by_key(
+    topic => %(topic)s::text,
+    coalesce_key => %(coalesce_key)s::text,
+    dedupe_key => %(dedupe_key)s::text,
+    repeated => 'already cancelled'
+) AS r
 """
 
 # Whether this role may read what messages carry, and not only of what it is made.

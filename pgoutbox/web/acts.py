@@ -62,7 +62,9 @@ async def cancel(request: Request) -> Response:
         raise MessageNotFoundError(f"no such message: {message_id}")
     if met.result in ("cancelled", "requested"):
         return _to_message(request, message_id, done=met.result)
-    reason = "is locked by another transaction; try again" if met.result == "locked" else f"is already {met.result}"
+    reason = f"is already {met.result.removeprefix('already ')}"
+    if met.result == "locked":
+        reason = "is locked by another transaction; try again"
     return await show_message(request, message_id, refusal=f"Message {message_id} {reason}.")
 
 

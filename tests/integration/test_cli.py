@@ -582,7 +582,7 @@ class TestDeciding:
         [
             (("redrive", "--topic", "sms"), State.FAILED, REDRIVEN),
             (("redrive", "--all-failed", "--topic", "sms"), State.FAILED, REDRIVEN),
-            (("resend", "--topic", "sms"), State.SENT, {"resent": 1, "superseded": 0}),
+            (("resend", "--topic", "sms"), State.SENT, {"resent": 1, "superseded": 0, "moved_on": 0}),
             (("cancel", "--topic", "sms"), State.PENDING, CANCELLED),
         ],
     )
@@ -686,6 +686,7 @@ class TestDeciding:
     def test_cancel_tells_what_it_met(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
         pending, sending, sent = put(database), put(database, State.SENDING), put(database, State.SENT)
         assert cli("cancel", pending) == Done(0, f"message {pending}: cancelled\n", "")
+        assert cli("cancel", pending) == Done(0, f"message {pending}: already cancelled\n", "")
         assert cli("cancel", sending, "--json").json == {"id": sending, "result": "requested"}
         assert cli("cancel", sent) == Done(1, "", f"error: message {sent}: already sent\n")
         assert cli("cancel", 999_999) == Done(1, "", "error: no such message: 999999\n")

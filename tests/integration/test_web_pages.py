@@ -541,6 +541,7 @@ def test_a_resend_leads_to_the_copy(site: Site, db: psycopg.Connection) -> None:
         (State.PENDING, "resend", "is pending"),
         (State.SENT, "cancel", "is already sent"),
         (State.FAILED, "cancel", "is already failed"),
+        (State.CANCELLED, "cancel", "is already cancelled"),
     ],
 )
 def test_an_act_that_the_state_forbids_is_refused_with_the_reason(

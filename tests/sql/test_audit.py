@@ -87,6 +87,7 @@ def test_what_changed_nothing_leaves_no_row(rolled_back: psycopg.Connection) -> 
     sent = put(rolled_back, State.SENT)
     operations.redrive(rolled_back, [sent])
     operations.cancel(rolled_back, sent)
+    operations.cancel(rolled_back, put(rolled_back, State.CANCELLED))
     operations.resume_queue(rolled_back, "mail")
     maintenance.unset_retention(rolled_back, "greet", "sent")
     maintenance.prune(rolled_back, timedelta(days=300))

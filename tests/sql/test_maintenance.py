@@ -378,11 +378,30 @@ class TestResend:
             ((copy_id, *_),) = rolled_back.execute(sql.RESEND, {"id": message_id}).fetchall()
             assert copy_id is None
 
+    def test_what_is_deleted_before_its_turn_is_not_counted_as_superseded(
+        self, operator: psycopg.Connection, connect: Connect, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        message_id = put(operator, State.SENT)
+        other, resend = connect(autocommit=True), operations.resend
+
+        def resend_late(connection: psycopg.Connection, asked: int, **act: Any) -> int:  # noqa: ANN401 - passed on
+            other.execute("DELETE FROM pgoutbox.message WHERE id = %s", (message_id,))
+            return resend(connection, asked, **act)
+
+        monkeypatch.setattr(operations, "resend", resend_late)
+        totals = operations.resend_matching(operator, MessageFilter())
+        assert totals == operations.ResendTotals(resent=0, superseded=0, moved_on=1)
+
 
 class TestCancel:
     @pytest.mark.parametrize(
         ("state", "result"),
-        [(State.PENDING, "cancelled"), (State.SENDING, "requested"), *((state, str(state)) for state in FINAL_STATES)],
+        [
+            (State.PENDING, "cancelled"),
+            (State.SENDING, "requested"),
+            (State.CANCELLED, "already cancelled"),
+            *((state, str(state)) for state in FINAL_STATES - {State.CANCELLED}),
+        ],
     )
     def test_it_answers_what_it_met(self, rolled_back: psycopg.Connection, state: State, result: str) -> None:
         message_id = put(rolled_back, state)
@@ -420,6 +439,41 @@ class TestCancel:
             [message_id],
         )
         assert asked == (None,)
+
+    def test_of_two_who_cancel_the_same_messages_one_has_done_it(
+        self, operator: psycopg.Connection, connect: Connect, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        message_id = put(operator, State.PENDING)
+        other, cancel_each = connect(autocommit=True), operations.cancel_each
+
+        def cancel_late(
+            connection: psycopg.Connection,
+            ids: list[int],
+            **which: Any,  # noqa: ANN401 - passed on
+        ) -> list[operations.Cancelled]:
+            assert cancel_each(other, ids) == [(message_id, "cancelled")]
+            return cancel_each(connection, ids, **which)
+
+        monkeypatch.setattr(operations, "cancel_each", cancel_late)
+        totals = operations.cancel_matching(operator, MessageFilter())
+        assert totals == operations.CancelTotals(cancelled=0, requested=0, locked=0, moved_on=1)
+        (act,) = operations.list_acts(operator)
+        assert (act.first_ids, act.details) == ([message_id], None)
+
+    def test_a_message_that_both_keys_name_is_cancelled_once(self, rolled_back: psycopg.Connection) -> None:
+        message_id = put(rolled_back, coalesce_key="k", dedupe_key="d")
+        met = operations.cancel_by_key(rolled_back, "mail", coalesce_key="k", dedupe_key="d")
+        assert met == [(message_id, "cancelled"), (message_id, "already cancelled")]
+        (act,) = operations.list_acts(rolled_back, message_id=message_id)
+        assert act.first_ids == [message_id]
+
+    def test_an_application_that_cancels_again_is_answered_the_same(self, rolled_back: psycopg.Connection) -> None:
+        message_id = put(rolled_back, State.PENDING, coalesce_key="k")
+        for _ in range(2):
+            row = rolled_back.execute("SELECT pgoutbox.cancel(%s)", (message_id,)).fetchone()
+            assert row == ("cancelled",)
+        by_key = rolled_back.execute("SELECT * FROM pgoutbox.cancel_by_key('mail', coalesce_key => 'k')")
+        assert by_key.fetchall() == [(message_id, "cancelled")]
 
     def test_a_missing_message_is_answered(self, rolled_back: psycopg.Connection) -> None:
         assert operations.cancel(rolled_back, UNUSED_ID).result == "missing"
