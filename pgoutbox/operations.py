@@ -378,18 +378,25 @@ def redrive(
     message_ids: Collection[int],
     *,
     states: Collection[State] = _REDRIVABLE,
+    attempt_counts: Sequence[int] | None = None,
     act: Act | None = None,
 ) -> list[Redriven]:
     """Make failed and cancelled messages pending again, each with the budget of attempts that it was enqueued with.
 
-    Refused for one that does not exist, stands in none of `states`, or is superseded by a newer message of its key. All
-    in one transaction; the answers are ordered by id.
+    Refused for one that does not exist, stands in none of `states`, or is superseded by a newer message of its key; and
+    with `attempt_counts`, one for each of the ids, for one that was attempted again. All in one transaction; the
+    answers are ordered by id.
     """
     act = act or Act(Action.REDRIVE)
+    known = {} if attempt_counts is None else dict(zip(message_ids, attempt_counts, strict=True))
+    parameters = {"ids": list(message_ids), "states": list(states), "attempt_counts": attempt_counts}
 
     def redriven() -> list[Redriven]:
-        rows = connection.execute(sql.REDRIVE, {"ids": list(message_ids), "states": list(states)}).fetchall()
-        answers = [_redriven(message_id, done, state, by, states) for message_id, done, state, by in rows]
+        rows = connection.execute(sql.REDRIVE, parameters).fetchall()
+        answers = [
+            _redriven(message_id, done, state, by, states, is_same=known.get(message_id, count) == count)
+            for message_id, done, state, by, count in rows
+        ]
         act.record(connection, message_ids=[answer.id for answer in answers if answer.refusal is None])
         return answers
 
@@ -402,6 +409,8 @@ def _redriven(
     state: str | None,
     superseded_by: int | None,
     states: Collection[State],
+    *,
+    is_same: bool,
 ) -> Redriven:
     if done:
         return Redriven(message_id, None)
@@ -409,6 +418,8 @@ def _redriven(
         return Redriven(message_id, "no such message")
     if state not in states:
         return Redriven(message_id, f"is {state}; only {' and '.join(states)} messages can be redriven")
+    if not is_same:
+        return Redriven(message_id, "was attempted again")
     if superseded_by is not None:
         return Redriven(message_id, f"superseded by message {superseded_by}, which is newer", superseded_by)
     return Redriven(message_id, _LOCKED)
@@ -431,8 +442,8 @@ def redrive_matching(
     which = replace(which, states=states)
     act = Act(Action.REDRIVE, **which.given())
     redriven = superseded = locked = moved_on = 0
-    for ids in _batches(connection, which, batch_size):
-        for answer in redrive(connection, ids, states=states, act=act):
+    for found in _batches(connection, which, batch_size):
+        for answer in redrive(connection, list(found), states=states, attempt_counts=list(found.values()), act=act):
             redriven += answer.refusal is None
             superseded += answer.superseded_by is not None
             locked += answer.refusal == _LOCKED
@@ -442,16 +453,19 @@ def redrive_matching(
     return RedriveTotals(redriven, superseded, locked, moved_on)
 
 
-def _batches(connection: psycopg.Connection[TupleRow], which: MessageFilter, batch_size: int) -> Iterator[list[int]]:
+def _batches(
+    connection: psycopg.Connection[TupleRow], which: MessageFilter, batch_size: int
+) -> Iterator[dict[int, int]]:
+    """The ids that match, each with the number of its attempts."""
     after_id = 0
     ((last_id,),) = fetch(connection, sql.LAST_ID, {})
     while True:
         parameters = which.parameters() | {"after_id": after_id, "last_id": last_id, "limit": batch_size}
-        ids: list[int] = [row[0] for row in fetch(connection, sql.LIST_MATCHING_IDS, parameters)]
-        if not ids:
+        found: dict[int, int] = dict(fetch(connection, sql.LIST_MATCHING_IDS, parameters))
+        if not found:
             return
-        yield ids
-        after_id = ids[-1]
+        yield found
+        after_id = max(found)
 
 
 def resend(connection: psycopg.Connection[TupleRow], message_id: int, *, act: Act | None = None) -> int:
@@ -566,7 +580,7 @@ def cancel_matching(
     act = Act(Action.CANCEL, **which.given())
     results: Counter[str] = Counter()
     for ids in _batches(connection, which, batch_size):
-        results.update(met.result for met in cancel_each(connection, ids, states=states, act=act))
+        results.update(met.result for met in cancel_each(connection, list(ids), states=states, act=act))
         if progress is not None:
             progress(results["cancelled"] + results["requested"])
     moved_on = results.total() - results["cancelled"] - results["requested"] - results["locked"]

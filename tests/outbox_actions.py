@@ -191,7 +191,8 @@ def cancel(connection: psycopg.Connection, message_id: int) -> str:
 
 def redrive(connection: psycopg.Connection, message_id: int) -> bool:
     """Redrive one message; whether it was."""
-    rows = connection.execute(sql.REDRIVE, {"ids": [message_id], "states": ["failed", "cancelled"]}).fetchall()
+    parameters = {"ids": [message_id], "states": ["failed", "cancelled"], "attempt_counts": None}
+    rows = connection.execute(sql.REDRIVE, parameters).fetchall()
     return bool(rows[0][1])
 
 

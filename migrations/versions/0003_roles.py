@@ -368,10 +368,13 @@ $function$
 """
 
 # The answer names what each id met: its state before, and the newer message if it was superseded. Between the look at a
-# filter and this, somebody may have cancelled what was failed: who asked for failed messages does not want it back.
+# filter and this, somebody may have cancelled what was failed: who asked for failed messages does not want it back. Or
+# it was tried again and failed by another error, perhaps with an unknown outcome: that nobody has asked for either.
 REDRIVE = """
-CREATE FUNCTION pgoutbox.redrive(ids bigint[], states text[] DEFAULT '{failed,cancelled}')
-RETURNS TABLE (id bigint, redriven boolean, state text, superseded_by bigint)
+CREATE FUNCTION pgoutbox.redrive(
+    ids bigint[], states text[] DEFAULT '{failed,cancelled}', attempt_counts integer[] DEFAULT NULL
+)
+RETURNS TABLE (id bigint, redriven boolean, state text, superseded_by bigint, attempt_count integer)
 LANGUAGE plpgsql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
@@ -380,14 +383,17 @@ AS $function$
 BEGIN
     RETURN QUERY
     WITH asked AS (
-        SELECT DISTINCT a.id
-        FROM unnest(ids) AS a(id)
+        SELECT DISTINCT ON (a.id) a.id, a.attempt_count
+        FROM unnest(ids, attempt_counts) AS a(id, attempt_count)
+        ORDER BY a.id
     ), locked AS MATERIALIZED (
         SELECT m.id, m.state, head.newest_id
         FROM asked AS a
         JOIN pgoutbox.message AS m ON m.id = a.id
         LEFT JOIN pgoutbox.coalesce AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
-        WHERE m.state IN ('failed', 'cancelled') AND m.state = ANY (redrive.states)
+        WHERE m.state IN ('failed', 'cancelled')
+            AND m.state = ANY (redrive.states)
+            AND m.attempt_count = coalesce(a.attempt_count, m.attempt_count)
         ORDER BY m.id
         FOR UPDATE OF m SKIP LOCKED
     ), redriven AS (
@@ -411,7 +417,8 @@ BEGIN
         a.id,
         r.id IS NOT NULL AND (SELECT count(*) FROM rung) >= 0,
         m.state,
-        CASE WHEN head.newest_id > a.id THEN head.newest_id END
+        CASE WHEN head.newest_id > a.id THEN head.newest_id END,
+        m.attempt_count
     FROM asked AS a
     LEFT JOIN pgoutbox.message AS m ON m.id = a.id
     LEFT JOIN pgoutbox.coalesce AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
@@ -528,9 +535,9 @@ WITH old AS MATERIALIZED (
     FOR UPDATE OF m SKIP LOCKED
 )DELETE_OLD""".replace("DELETE_OLD", _DELETE_OLD)
 
-# One rule, as it stands now: a rule that was changed after the list of rules was read is obeyed as it is. Whoever changes
-# one waits for the batch, so that nothing goes by the old rule after that. A topic's own rule keeps its messages from
-# that of all topics, and so does one that keeps for ever. The times choose a partition.
+# One rule, as it stands now: a rule that was changed after the list of rules was read is obeyed as it is. Whoever
+# changes one waits for the batch, so that nothing goes by the old rule after that. A topic's own rule keeps its messages
+# from that of all topics, and so does one that keeps for ever. The times choose a partition.
 PRUNE_BY_RULE = """
 CREATE FUNCTION pgoutbox.prune_by_rule(
     rule_topic text, rule_state text, since timestamptz, until timestamptz, at_most bigint
@@ -905,7 +912,8 @@ COMMENTS = {
     "FUNCTION pgoutbox.forget_sent": "Delete messages as they are sent, where retention keeps nothing of them, each "
     "named by the attempt in flight. Returns the ids of those that are gone.",
     "FUNCTION pgoutbox.redrive": "Make failed and cancelled messages pending again, if they stand in one of the "
-    "states. Says of each whether it was done, which state it had, and the newer message if it is superseded.",
+    "states, and where they are given at these attempts. Says of each whether it was done, which state it had, the "
+    "newer message if it is superseded, and at which attempt it stands.",
     "FUNCTION pgoutbox.resend": "Enqueue a copy of a sent message. Returns its id, or null with the state or the newer "
     "message because of which there is none; no row if there is no such message.",
     "FUNCTION pgoutbox.prune": "Delete a batch of messages that have been final for longer than an interval, with "

@@ -518,11 +518,13 @@ SEARCH_AHEAD: Final[LiteralString] = (
     """
 SELECT
     array_agg(looked_at.id ORDER BY looked_at.id) FILTER (WHERE looked_at.matches) AS ids,
+    array_agg(looked_at.attempt_count ORDER BY looked_at.id) FILTER (WHERE looked_at.matches) AS attempt_counts,
     max(looked_at.id) AS last_id,
     count(*) AS row_count
 FROM (
     SELECT
         m.id,
+        m.attempt_count,
         """  # noqa: S608
     + _MATCHES_TOO
     + """ AS matches

@@ -109,10 +109,10 @@ LIMIT %(limit)s::bigint
 """
 )
 
-# In the order of ids, for a bulk that goes through them in batches.
+# In the order of ids, for a bulk that goes through them in batches. The attempt tells what failed anew since.
 LIST_MATCHING_IDS: Final[LiteralString] = (
     """
-SELECT m.id
+SELECT m.id, m.attempt_count
 FROM pgoutbox.message_view AS m
 WHERE """
     + MATCHES
@@ -261,8 +261,8 @@ WHERE m.queue = ANY (%(queues)s::text[])
 # What an operator does to messages is done by functions: no operator needs a right on the tables. The answer of each id
 # names its state before, and the newer message if it was superseded.
 REDRIVE: Final[LiteralString] = """
-SELECT r.id, r.redriven, r.state, r.superseded_by
-FROM pgoutbox.redrive(%(ids)s::bigint[], %(states)s::text[]) AS r
+SELECT r.id, r.redriven, r.state, r.superseded_by, r.attempt_count
+FROM pgoutbox.redrive(%(ids)s::bigint[], %(states)s::text[], %(attempt_counts)s::integer[]) AS r
 """
 
 RESEND: Final[LiteralString] = """

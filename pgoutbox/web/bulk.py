@@ -136,16 +136,16 @@ class Bulks:
         act = Act(Action(bulk.action), **bulk.what.which.given(), error_group=bulk.what.group)
         bulk.through_id = newest_id(connection)
         left = self._most
-        for ids in _batches(connection, bulk):
+        for found in _batches(connection, bulk):
             if bulk.stop.is_set():
                 return "stopped"
             if left <= 0:
                 return "capped"
-            chosen = ids[:left]
+            chosen = found[:left]
             left -= len(chosen)
             if chosen:
                 bulk.results.update(_do(connection, bulk, chosen, act))
-                bulk.reached_id = chosen[-1]
+                bulk.reached_id = chosen[-1][0]
         return "done"
 
 
@@ -155,29 +155,33 @@ def _told(error: Exception) -> str:
     return str(error) if isinstance(error, PgOutboxError) else "the database failed"
 
 
-def _batches(connection: Connection, bulk: Bulk) -> Iterator[Sequence[int]]:
-    """The ids that match, some at a time; an empty batch where nothing matched for long, so that it can be stopped."""
+def _batches(connection: Connection, bulk: Bulk) -> Iterator[Sequence[tuple[int, int]]]:
+    """The ids that match, some at a time, each with the number of its attempts.
+
+    An empty batch where nothing matched for long, so that it can be stopped.
+    """
     rows = _ROWS if bulk.what.group is None else GROUP_ROWS
     after_id: int | None = 0
     while after_id is not None:
-        ids, last_id = search_ahead(
+        found, last_id = search_ahead(
             connection, bulk.what, after_id=after_id, through_id=bulk.through_id or 0, rows=rows
         )
-        remaining = iter(ids)
+        remaining = iter(found)
         while batch := list(islice(remaining, _BATCH)):
             yield batch
         bulk.reached_id = last_id or bulk.reached_id
         after_id = last_id
-        if not ids:
+        if not found:
             yield []
 
 
-def _do(connection: Connection, bulk: Bulk, ids: Sequence[int], act: Act) -> Iterator[str]:
+def _do(connection: Connection, bulk: Bulk, chosen: Sequence[tuple[int, int]], act: Act) -> Iterator[str]:
     states = bulk.what.which.states
+    ids, attempt_counts = [message_id for message_id, _ in chosen], [count for _, count in chosen]
     if bulk.action == "cancel":
         yield from (met.result for met in operations.cancel_each(connection, ids, states=states, act=act))
         return
-    for answer in operations.redrive(connection, ids, states=states, act=act):
+    for answer in operations.redrive(connection, ids, states=states, attempt_counts=attempt_counts, act=act):
         if answer.refusal is None:
             yield "redriven"
         else:

@@ -251,11 +251,12 @@ def count_near(connection: Connection, what: Search) -> tuple[int, bool]:
 
 def search_ahead(
     connection: Connection, what: Search, *, after_id: int, through_id: int, rows: int
-) -> tuple[list[int], int | None]:
-    """The ids that match among the next rows, and where those end; None when there are no more."""
+) -> tuple[list[tuple[int, int]], int | None]:
+    """The ids that match among the next rows, each with the number of its attempts, and where those rows end; None when
+    there are no more."""
     parameters = {**what.parameters(), "after_id": after_id, "through_id": through_id, "rows": rows}
-    ((ids, last_id, _),) = connection.execute(sql.SEARCH_AHEAD, parameters)
-    return ids or [], last_id
+    ((ids, attempt_counts, last_id, _),) = connection.execute(sql.SEARCH_AHEAD, parameters)
+    return list(zip(ids or (), attempt_counts or (), strict=True)), last_id
 
 
 def _bounds(connection: Connection, which: MessageFilter, before_id: int | None) -> tuple[int | None, int | None]:

@@ -7,7 +7,7 @@ import threading
 from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
 from html.parser import HTMLParser
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlencode
 
 import httpx
@@ -810,6 +810,26 @@ def test_a_bulk_leaves_alone_what_has_left_the_states_of_its_filter(
     (asked,) = db.execute("SELECT m.cancel_requested_at FROM pgoutbox.message AS m WHERE m.id = %s", [message_id])
     assert asked == (None,)
     assert audit_of(db) == []
+
+
+def test_a_bulk_leaves_alone_what_has_failed_anew(
+    site: Site, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message_id, redrive = put(db, State.FAILED), operations.redrive
+
+    def redrive_late(connection: psycopg.Connection, ids: list[int], **which: Any) -> object:  # noqa: ANN401
+        db.execute(
+            "UPDATE pgoutbox.message SET attempt_count = attempt_count + 1, last_error = 'outcome unknown' "
+            "WHERE id = %s",
+            [message_id],
+        )
+        return redrive(connection, ids, **which)
+
+    monkeypatch.setattr(operations, "redrive", redrive_late)
+    form = {"do": "redrive", "state": "failed", "text": "no such mailbox"}
+    page = wait_for_bulk(site, site.ada.post("/bulk", data=form).headers["location"])
+    assert "left alone 1" in page.words
+    assert (state_of(db, message_id), audit_of(db)) == ("failed", [])
 
 
 def test_a_group_of_failures_is_redriven_and_no_other(site: Site, db: psycopg.Connection) -> None:

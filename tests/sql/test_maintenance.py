@@ -15,7 +15,9 @@ from pgoutbox.errors import ConfigurationError, MessageNotFoundError, SchemaErro
 from pgoutbox.message import FINAL_STATES, State
 from pgoutbox.operations import MessageFilter
 from pgoutbox.settings import load_settings
+from pgoutbox.store import Verdict
 from tests.messages import ADD_ATTEMPT, PUT_SENDING, put
+from tests.outbox_actions import claim, finish
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -304,6 +306,34 @@ class TestRedrive:
         totals = operations.redrive_matching(operator, MessageFilter())
         assert totals == operations.RedriveTotals(redriven=0, superseded=0, locked=0, moved_on=1)
         assert state_of(operator, message_id) == State.CANCELLED
+
+    def test_what_fails_anew_while_those_with_an_error_are_redriven_stays_failed(
+        self, operator: psycopg.Connection, connect: Connect, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It may have been handed over this time: whoever looked at the error of before did not decide on that."""
+        message_id = put(operator, State.FAILED)
+        other, redrive = connect(autocommit=True), operations.redrive
+
+        def redrive_late(
+            connection: psycopg.Connection,
+            ids: list[int],
+            **which: Any,  # noqa: ANN401 - passed on
+        ) -> list[operations.Redriven]:
+            redrive(other, ids)
+            (row,) = claim(other, topics=["mail"])
+            finish(other, Verdict(row.id, row.attempt_count, "failed", "outcome unknown"))
+            return redrive(connection, ids, **which)
+
+        monkeypatch.setattr(operations, "redrive", redrive_late)
+        totals = operations.redrive_matching(operator, MessageFilter(text="no such mailbox"))
+        assert totals == operations.RedriveTotals(redriven=0, superseded=0, locked=0, moved_on=1)
+        assert state_of(operator, message_id) == State.FAILED
+
+    def test_it_says_which_attempt_was_asked_for(self, rolled_back: psycopg.Connection) -> None:
+        same, other = put(rolled_back, State.FAILED), put(rolled_back, State.FAILED)
+        answers = operations.redrive(rolled_back, [other, same], attempt_counts=[2, 3])
+        assert answers == [operations.Redriven(same, None), operations.Redriven(other, "was attempted again")]
+        assert state_of(rolled_back, other) == State.FAILED
 
     def test_it_says_which_states_were_asked_for(self, rolled_back: psycopg.Connection) -> None:
         message_id = put(rolled_back, State.CANCELLED)
