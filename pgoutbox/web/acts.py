@@ -12,6 +12,7 @@ from starlette.routing import Route
 
 from pgoutbox import operations
 from pgoutbox.errors import MessageNotFoundError, StateError
+from pgoutbox.message import State
 from pgoutbox.web import inputs
 from pgoutbox.web.access import operators_only
 from pgoutbox.web.dashboard import dashboard_of, viewer_of
@@ -32,9 +33,10 @@ if TYPE_CHECKING:
 
 @operators_only
 async def redrive(request: Request) -> Response:
-    """Make one message pending again."""
+    """Make one message pending again, if it still stands in the state that its page showed."""
     message_id = inputs.message_id_of(request)
-    (answer,) = await _act(request, lambda connection: operations.redrive(connection, [message_id]))
+    states = inputs.filter_of(await inputs.read_form(request)).states or (State.FAILED, State.CANCELLED)
+    (answer,) = await _act(request, lambda connection: operations.redrive(connection, [message_id], states=states))
     if answer.refusal == "no such message":
         raise MessageNotFoundError(f"no such message: {message_id}")
     if answer.refusal is not None:

@@ -832,6 +832,20 @@ def test_a_bulk_leaves_alone_what_has_failed_anew(
     assert (state_of(db, message_id), audit_of(db)) == ("failed", [])
 
 
+def test_a_redrive_is_of_the_state_that_the_page_showed(site: Site, db: psycopg.Connection) -> None:
+    message_id = put(db, State.FAILED)
+    shown = get(site.ada, f"/messages/{message_id}")
+    (action,) = [path for path in shown.values("form", "action") if path.endswith("/redrive")]
+    (state,) = [field for field in shown.values("input", "value") if field == "failed"]
+    with psycopg.connect(db.info.dsn, password=db.info.password, autocommit=True) as other:
+        operations.redrive(other, [message_id])
+        assert operations.cancel(other, message_id).result == "cancelled"
+    answer = site.ada.post(action, data={"state": state})
+    assert answer.status_code == 409
+    assert "is cancelled; only failed messages can be redriven" in Page(answer.text).words
+    assert state_of(db, message_id) == "cancelled"
+
+
 def test_a_group_of_failures_is_redriven_and_no_other(site: Site, db: psycopg.Connection) -> None:
     group = [fail_with(db, f"user {number} is unknown") for number in range(3)]
     others = [fail_with(db, "user # is not known"), fail_with(db, "user 1 is unknown", topic="sms")]
