@@ -536,8 +536,8 @@ WITH old AS MATERIALIZED (
 )DELETE_OLD""".replace("DELETE_OLD", _DELETE_OLD)
 
 # One rule, as it stands now: a rule that was changed after the list of rules was read is obeyed as it is. Whoever
-# changes one waits for the batch, so that nothing goes by the old rule after that. A topic's own rule keeps its messages
-# from that of all topics, and so does one that keeps for ever. The times choose a partition.
+# changes one waits for the batch, so that nothing goes by the old rule after that. A topic's own rule keeps its
+# messages from that of all topics, and so does one that keeps for ever. The times choose a partition.
 PRUNE_BY_RULE = """
 CREATE FUNCTION pgoutbox.prune_by_rule(
     rule_topic text, rule_state text, since timestamptz, until timestamptz, at_most bigint
