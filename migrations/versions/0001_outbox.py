@@ -1076,7 +1076,14 @@ BEGIN
         SELECT m.state INTO found_state FROM pgoutbox.message AS m WHERE m.id = message_id;
         IF NOT FOUND THEN
             RETURN 'missing';
-        ELSIF found_state = 'cancelled' THEN
+        END IF;
+        IF found_state NOT IN ('pending', 'sending') AND current_setting('transaction_isolation') <> 'read committed'
+        THEN
+            -- The snapshot may be of before a redrive. Then the lock is refused, and the caller has to ask anew.
+            PERFORM FROM pgoutbox.message AS m WHERE m.id = message_id AND m.state = found_state
+            FOR KEY SHARE SKIP LOCKED;
+        END IF;
+        IF found_state = 'cancelled' THEN
             RETURN repeated; -- Who writes down what he did must know that another did it.
         ELSIF (found_state IN ('pending', 'sending') AND found_state = ANY (states)) IS NOT TRUE THEN
             RETURN found_state;

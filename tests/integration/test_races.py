@@ -6,6 +6,7 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, LiteralString
 
+import psycopg
 import pytest
 
 from pgoutbox import Outbox, operations, sql
@@ -43,8 +44,6 @@ from tests.outbox_actions import (
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    import psycopg
 
     from tests.conftest import Connect
 
@@ -251,6 +250,24 @@ def test_a_cancel_tells_what_became_of_the_message(connect: Connect, db: psycopg
     finish_sent(db, (message_id, 1))
     assert cancel(db, message_id) == "sent"
     assert cancel(db, 4711) == "missing"
+
+
+@pytest.mark.parametrize("level", [psycopg.IsolationLevel.REPEATABLE_READ, psycopg.IsolationLevel.SERIALIZABLE])
+def test_a_cancel_with_an_old_snapshot_does_not_tell_what_the_message_was_before_a_redrive(
+    connect: Connect, db: psycopg.Connection, level: psycopg.IsolationLevel
+) -> None:
+    application = connect()
+    application.isolation_level = level
+    message_id = enqueue(db)
+    claim(db)
+    finish(db, Verdict(message_id, 1, "failed", "no"))
+    application.execute("SELECT FROM pgoutbox.message")
+    assert cancel(application, message_id) == "failed"
+    application.rollback()
+    application.execute("SELECT FROM pgoutbox.message")
+    redrive(db, message_id)
+    with pytest.raises(psycopg.errors.SerializationFailure):
+        cancel(application, message_id)
 
 
 def test_a_renewal_goes_round_a_row_that_is_being_cancelled(connect: Connect, db: psycopg.Connection) -> None:
