@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 STATEMENT_SECONDS: Final = 2.0
 ANSWER_SECONDS: Final = 10.0
+_LOOK_FIRST: Final = "this may have been done: look before you do it again"
 _CONNECT_SECONDS: Final = 3
 _AT_ONCE: Final = 4
 
@@ -69,7 +70,7 @@ class Database:
         """What `do` answers, put down to this viewer in the audit."""
         actor = Actor(viewer.name, viewer.origin or None)
         try:
-            return await self._answer(functools.partial(self._act, actor, do))
+            return await self._answer(functools.partial(self._act, actor, do), advice=_LOOK_FIRST)
         except psycopg.errors.InsufficientPrivilege:
             raise RefusedError("do this", "pgoutbox_operator") from None
 
@@ -88,7 +89,7 @@ class Database:
         for kept in idle:
             kept.close()
 
-    async def _answer(self, work: Callable[[_Deadline], _T]) -> _T:
+    async def _answer(self, work: Callable[[_Deadline], _T], *, advice: str = "try again") -> _T:
         deadline = _Deadline()
         try:
             with anyio.fail_after(ANSWER_SECONDS):
@@ -96,7 +97,7 @@ class Database:
                     _translated, deadline, work, abandon_on_cancel=True, limiter=self._limiter
                 )
         except TimeoutError:
-            raise UnavailableError("the database did not answer in time; try again") from None
+            raise UnavailableError(f"the database did not answer in time; {advice}") from None
         finally:
             deadline.end()
 
@@ -130,7 +131,12 @@ class Database:
             session.limiting(STATEMENT_SECONDS),
             acting_as(actor),
         ):
-            return do(connection)
+            try:
+                return do(connection)
+            except (psycopg.OperationalError, psycopg.InterfaceError):
+                if connection.broken or connection.closed:  # Perhaps with the answer to the commit.
+                    raise UnavailableError(f"the connection to the database was lost; {_LOOK_FIRST}") from None
+                raise
 
     def _take(self, deadline: _Deadline) -> tuple[_Kept, bool]:
         with self._lock:

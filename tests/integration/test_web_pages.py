@@ -25,7 +25,7 @@ from pgoutbox.audit import Actor, acting_as
 from pgoutbox.message import State
 from pgoutbox.settings import load_settings
 from pgoutbox.web import bulk, create_app, database, history, live, reads
-from tests.faults.proxy import proxy_to
+from tests.faults.proxy import Moment, proxy_to
 from tests.messages import ADD_ATTEMPT, PUT_SENDING, put
 from tests.outbox_actions import state_of
 from tests.roles import login
@@ -1031,6 +1031,34 @@ def test_a_dead_network_is_not_waited_for(
             wait_until(lambda: kept.connection.closed, lambda: "the connection that hung is still open")
             assert site.ada.get("/messages").status_code == 200
         site.dashboard.close()
+
+
+def test_an_act_whose_commit_is_not_answered_may_have_been_done(
+    dsn: str, tmp_path: Path, open_site: Callable[..., Site], db: psycopg.Connection
+) -> None:
+    counted, message_id = put(db, State.SENT), put(db, State.SENT)
+    with proxy_to(dsn, tmp_path) as proxy:
+        site = open_site(proxy.dsn)
+        begun_at = len(proxy.statements)
+        assert site.ada.post(f"/messages/{counted}/resend").status_code == 303
+        proxy.cut_at(proxy.statements[begun_at:].index("COMMIT") + 1, Moment.REPLY_LOST)
+        answer = site.ada.post(f"/messages/{message_id}/resend")
+        proxy.wait_for_cut()
+        site.dashboard.close()
+    assert answer.status_code == 503
+    assert "this may have been done: look before you do it again" in Page(answer.text).words
+    copies = db.execute("SELECT count(*) FROM pgoutbox.message WHERE resend_of = %s", [message_id])
+    assert copies.fetchall() == [(1,)]
+
+
+def test_an_act_that_is_not_waited_for_any_more_may_be_done(
+    site: Site, db: psycopg.Connection, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message_id = put(db)
+    connect().execute("LOCK TABLE pgoutbox.message")
+    monkeypatch.setattr(database, "ANSWER_SECONDS", 0.1)
+    words = Page(site.ada.post(f"/messages/{message_id}/cancel").text).words
+    assert "did not answer in time; this may have been done: look before you do it again" in words
 
 
 def test_connections_that_died_while_idle_are_replaced(site: Site, db: psycopg.Connection) -> None:
