@@ -726,6 +726,7 @@ DECLARE
     wanted text;
     owned record;
 BEGIN
+    PERFORM pg_advisory_xact_lock(8099565005103591288); -- That of migrations: two who grant at once fail.
     FOREACH wanted IN ARRAY
         ARRAY['pgoutbox_producer', 'pgoutbox_worker', 'pgoutbox_operator', 'pgoutbox_viewer']
         || CASE WHEN is_superuser THEN ARRAY[heir::text] ELSE '{}' END

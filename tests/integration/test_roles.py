@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, LiteralString
 
@@ -32,6 +33,7 @@ from pgoutbox.message import State
 from pgoutbox.operations import MessageFilter, Rate
 from pgoutbox.settings import load_settings
 from pgoutbox.worker import QueueShare, Worker
+from tests import races
 from tests.line_server import Line, LineTransport, Mood, line_host
 from tests.messages import ADD_ATTEMPT, put
 from tests.outbox_actions import WatchedWorker, enqueue, lapse, row_of, running, settings_for
@@ -40,6 +42,8 @@ from tests.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from tests.conftest import Connect
 
 PRODUCER, WORKER, OPERATOR, VIEWER = ROLES
 
@@ -236,6 +240,17 @@ def test_nothing_of_the_schema_belongs_to_a_superuser(rolled_back: psycopg.Conne
     assert rolled_back.execute(theirs).fetchall() == []
     rolled_back.execute("ALTER SCHEMA pgoutbox OWNER TO CURRENT_USER")
     assert rolled_back.execute(theirs).fetchall() == [("pgoutbox",)]
+
+
+def test_of_two_who_set_up_the_roles_at_once_both_do(connect: Connect) -> None:
+    db, first, second = connect(autocommit=True), connect(), connect(autocommit=True)
+    statement: LiteralString = "SELECT pgoutbox.set_up_roles()"
+    first.execute(statement)
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(lambda: second.execute(statement).fetchall())
+        races.until_blocked(db, second, waiting)
+        first.commit()
+        assert waiting.result() == [([],)]
 
 
 def test_a_superuser_hands_over_nothing_that_is_somebody_elses(rolled_back: psycopg.Connection) -> None:
