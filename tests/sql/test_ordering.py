@@ -243,23 +243,25 @@ def test_a_topic_that_the_worker_does_not_know_holds_up_its_key(rolled_back: psy
     assert find_ordered(rolled_back)[0] == [other]
 
 
-def test_messages_that_wait_behind_the_first_are_not_read(rolled_back: psycopg.Connection) -> None:
+def test_messages_that_wait_behind_the_first_are_not_read(connect: Connect) -> None:
     """A few index tuples for each key, not one for each message."""
-    rolled_back.execute(
+    db = connect(autocommit=True)
+    db.execute(
         """
         INSERT INTO pgoutbox.message_live (topic, payload, ordering_key)
         SELECT 'greet', '1', 'key-' || n % 5
         FROM generate_series(1, 20000) AS n
         """
     )
-    rolled_back.execute("SET LOCAL enable_seqscan = off")
-    rolled_back.execute("SET LOCAL enable_bitmapscan = off")
+    db.execute("ANALYZE pgoutbox.message_live")
+    db.execute("SET enable_seqscan = off")
+    db.execute("SET enable_bitmapscan = off")
     parameters = {
         "queue": "default", "topics": ["greet"], "after_key": "", "key_limit": 100,
-        "ids": find_ordered(rolled_back)[0], "total": 100, "hold_topics": [], "worker": "w", "lease_seconds": 60,
+        "ids": find_ordered(db)[0], "total": 100, "hold_topics": [], "worker": "w", "lease_seconds": 60,
     }  # fmt: skip
     for statement in (sql.FIND_ORDERED, sql.CLAIM_ORDERED):
-        lines: Sequence[tuple[str]] = rolled_back.execute(
+        lines: Sequence[tuple[str]] = db.execute(
             f"EXPLAIN (ANALYZE, BUFFERS, COSTS OFF, TIMING OFF) {statement}".encode(), parameters
         ).fetchall()
         read = [int(rows) for (line,) in lines for rows in re.findall(r"Rows Removed by Filter: (\d+)", line)]
