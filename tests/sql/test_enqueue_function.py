@@ -17,6 +17,7 @@ from psycopg.rows import namedtuple_row
 
 from pgoutbox import CancelResult, Enqueued, NewMessage, Outbox, migrate, sql
 from pgoutbox.embedded import embedded_server
+from tests.outbox_actions import enqueue
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -398,9 +399,9 @@ def newest(connection: psycopg.Connection, key: str) -> object:
 
 
 def test_the_head_names_the_newest_message_of_its_key(rolled_back: psycopg.Connection) -> None:
-    ids = [scalar(rolled_back, "SELECT pgoutbox.enqueue('mail', '1', coalesce_key => 'k')") for _ in range(3)]
-    other = scalar(rolled_back, "SELECT pgoutbox.enqueue('mail', '1', coalesce_key => '')")
-    assert ids == sorted(ids, key=str)
+    ids = [enqueue(rolled_back, coalesce_key="k") for _ in range(3)]
+    other = enqueue(rolled_back, coalesce_key="")
+    assert ids == sorted(ids)
     assert newest(rolled_back, "k") == ids[-1]
     assert newest(rolled_back, "") == other
 
