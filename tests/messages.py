@@ -5,10 +5,14 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from pgoutbox import operations
 from pgoutbox.message import State
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import psycopg
+    import pytest
 
 PUT_SENDING = """
     UPDATE pgoutbox.message
@@ -65,3 +69,15 @@ def put(
     elif state is not State.PENDING:
         connection.execute(PUT_FINAL, {"id": message_id, "state": state.value, "age": age})
     return message_id
+
+
+def meanwhile(patch: pytest.MonkeyPatch, name: str, do: Callable[[], object]) -> None:
+    """Have somebody else do this between the look at a filter and what the operation of this name does, once."""
+    operation = getattr(operations, name)
+
+    def operate_late(*arguments: object, **named: object) -> object:
+        patch.setattr(operations, name, operation)
+        do()
+        return operation(*arguments, **named)
+
+    patch.setattr(operations, name, operate_late)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
@@ -325,15 +326,14 @@ async def test_a_worker_that_ran_once_tells_of_its_retries(dsn: str, db: psycopg
 async def test_a_worker_that_leaves_gives_its_bell_to_who_stays(dsn: str, db: psycopg.Connection) -> None:
     # The stayer would look whether the bell is still another's, but not before the test is over.
     leaver, stayer = (WatchedWorker(quick(dsn, probe_seconds=600)) for _ in range(2))
-    leaving = asyncio.create_task(leaver.run())
-    await asyncio.sleep(0)
-    await leaver.falls_asleep()
-    async with running(stayer):
-        await stayer.falls_asleep()
-        leaver.stop()
-        await leaving
-        message_id = enqueue(db)
-        await until(lambda: state_of(db, message_id) == "sent")
+    async with AsyncExitStack() as leaving:
+        await leaving.enter_async_context(running(leaver))
+        await leaver.falls_asleep()
+        async with running(stayer):
+            await stayer.falls_asleep()
+            await leaving.aclose()
+            message_id = enqueue(db)
+            await until(lambda: state_of(db, message_id) == "sent")
 
 
 # --- drains -----------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import threading
 from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
 from html.parser import HTMLParser
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final, LiteralString
 from urllib.parse import urlencode
 
 import httpx
@@ -26,7 +26,7 @@ from pgoutbox.message import State
 from pgoutbox.settings import load_settings
 from pgoutbox.web import bulk, create_app, database, history, live, reads
 from tests.faults.proxy import Moment, proxy_to
-from tests.messages import ADD_ATTEMPT, PUT_SENDING, put
+from tests.messages import ADD_ATTEMPT, PUT_SENDING, meanwhile, put
 from tests.outbox_actions import state_of
 from tests.roles import login
 from tests.waiting import PROCESS_PATIENCE_SECONDS, wait_until
@@ -778,7 +778,7 @@ def test_a_bulk_cancels_what_is_owed(site: Site, db: psycopg.Connection) -> None
 
 
 @pytest.mark.parametrize(
-    ("action", "do", "wanted", "meanwhile", "told"),
+    ("action", "do", "wanted", "found", "told"),
     [
         ("redrive", "redrive", State.FAILED, State.CANCELLED, "left alone 1"),
         ("cancel", "cancel_each", State.PENDING, State.SENDING, "sending 1"),
@@ -791,22 +791,16 @@ def test_a_bulk_leaves_alone_what_has_left_the_states_of_its_filter(
     action: str,
     do: str,
     wanted: State,
-    meanwhile: State,
+    found: State,
     told: str,
 ) -> None:
-    message_id, act = put(db, wanted), getattr(operations, do)
-
-    def act_late(connection: psycopg.Connection, ids: list[int], **which: object) -> object:
-        if meanwhile is State.SENDING:
-            db.execute(PUT_SENDING, [message_id])
-        else:
-            db.execute("UPDATE pgoutbox.message SET state = 'cancelled' WHERE id = %s", [message_id])
-        return act(connection, ids, **which)
-
-    monkeypatch.setattr(operations, do, act_late)
+    message_id = put(db, wanted)
+    cancelled: LiteralString = "UPDATE pgoutbox.message SET state = 'cancelled' WHERE id = %s"
+    statement = PUT_SENDING if found is State.SENDING else cancelled
+    meanwhile(monkeypatch, do, lambda: db.execute(statement, [message_id]))
     page = wait_for_bulk(site, site.ada.post("/bulk", data={"do": action, "state": wanted}).headers["location"])
     assert told in page.words
-    assert state_of(db, message_id) == meanwhile
+    assert state_of(db, message_id) == found
     (asked,) = db.execute("SELECT m.cancel_requested_at FROM pgoutbox.message AS m WHERE m.id = %s", [message_id])
     assert asked == (None,)
     assert audit_of(db) == []
@@ -815,17 +809,11 @@ def test_a_bulk_leaves_alone_what_has_left_the_states_of_its_filter(
 def test_a_bulk_leaves_alone_what_has_failed_anew(
     site: Site, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    message_id, redrive = put(db, State.FAILED), operations.redrive
-
-    def redrive_late(connection: psycopg.Connection, ids: list[int], **which: Any) -> object:  # noqa: ANN401
-        db.execute(
-            "UPDATE pgoutbox.message SET attempt_count = attempt_count + 1, last_error = 'outcome unknown' "
-            "WHERE id = %s",
-            [message_id],
-        )
-        return redrive(connection, ids, **which)
-
-    monkeypatch.setattr(operations, "redrive", redrive_late)
+    message_id = put(db, State.FAILED)
+    failed_anew: LiteralString = (
+        "UPDATE pgoutbox.message SET attempt_count = attempt_count + 1, last_error = 'outcome unknown' WHERE id = %s"
+    )
+    meanwhile(monkeypatch, "redrive", lambda: db.execute(failed_anew, [message_id]))
     form = {"do": "redrive", "state": "failed", "text": "no such mailbox"}
     page = wait_for_bulk(site, site.ada.post("/bulk", data=form).headers["location"])
     assert "left alone 1" in page.words

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, LiteralString
+from typing import TYPE_CHECKING, LiteralString
 
 import psycopg
 import pytest
@@ -16,7 +16,7 @@ from pgoutbox.message import FINAL_STATES, State
 from pgoutbox.operations import MessageFilter
 from pgoutbox.settings import load_settings
 from pgoutbox.store import Verdict
-from tests.messages import ADD_ATTEMPT, PUT_SENDING, put
+from tests.messages import ADD_ATTEMPT, PUT_SENDING, meanwhile, put
 from tests.outbox_actions import claim, finish
 
 if TYPE_CHECKING:
@@ -290,19 +290,13 @@ class TestRedrive:
         self, operator: psycopg.Connection, connect: Connect, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         message_id = put(operator, State.FAILED)
-        other, redrive = connect(autocommit=True), operations.redrive
+        other = connect(autocommit=True)
 
-        def redrive_late(
-            connection: psycopg.Connection,
-            ids: list[int],
-            **which: Any,  # noqa: ANN401 - passed on
-        ) -> list[operations.Redriven]:
-            assert ids == [message_id]
-            redrive(other, ids)
+        def redrive_and_cancel() -> None:
+            operations.redrive(other, [message_id])
             assert operations.cancel(other, message_id).result == "cancelled"
-            return redrive(connection, ids, **which)
 
-        monkeypatch.setattr(operations, "redrive", redrive_late)
+        meanwhile(monkeypatch, "redrive", redrive_and_cancel)
         totals = operations.redrive_matching(operator, MessageFilter())
         assert totals == operations.RedriveTotals(redriven=0, superseded=0, locked=0, moved_on=1)
         assert state_of(operator, message_id) == State.CANCELLED
@@ -312,19 +306,14 @@ class TestRedrive:
     ) -> None:
         """It may have been handed over this time: whoever looked at the error of before did not decide on that."""
         message_id = put(operator, State.FAILED)
-        other, redrive = connect(autocommit=True), operations.redrive
+        other = connect(autocommit=True)
 
-        def redrive_late(
-            connection: psycopg.Connection,
-            ids: list[int],
-            **which: Any,  # noqa: ANN401 - passed on
-        ) -> list[operations.Redriven]:
-            redrive(other, ids)
+        def fail_anew() -> None:
+            operations.redrive(other, [message_id])
             (row,) = claim(other, topics=["mail"])
             finish(other, Verdict(row.id, row.attempt_count, "failed", "outcome unknown"))
-            return redrive(connection, ids, **which)
 
-        monkeypatch.setattr(operations, "redrive", redrive_late)
+        meanwhile(monkeypatch, "redrive", fail_anew)
         totals = operations.redrive_matching(operator, MessageFilter(text="no such mailbox"))
         assert totals == operations.RedriveTotals(redriven=0, superseded=0, locked=0, moved_on=1)
         assert state_of(operator, message_id) == State.FAILED
@@ -412,13 +401,9 @@ class TestResend:
         self, operator: psycopg.Connection, connect: Connect, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         message_id = put(operator, State.SENT)
-        other, resend = connect(autocommit=True), operations.resend
-
-        def resend_late(connection: psycopg.Connection, asked: int, **act: Any) -> int:  # noqa: ANN401 - passed on
-            other.execute("DELETE FROM pgoutbox.message WHERE id = %s", (message_id,))
-            return resend(connection, asked, **act)
-
-        monkeypatch.setattr(operations, "resend", resend_late)
+        other = connect(autocommit=True)
+        delete: LiteralString = "DELETE FROM pgoutbox.message WHERE id = %s"
+        meanwhile(monkeypatch, "resend", lambda: other.execute(delete, (message_id,)))
         totals = operations.resend_matching(operator, MessageFilter())
         assert totals == operations.ResendTotals(resent=0, superseded=0, moved_on=1)
 
@@ -451,17 +436,8 @@ class TestCancel:
         self, operator: psycopg.Connection, connect: Connect, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         message_id = put(operator, State.PENDING)
-        other, cancel_each = connect(autocommit=True), operations.cancel_each
-
-        def cancel_late(
-            connection: psycopg.Connection,
-            ids: list[int],
-            **which: Any,  # noqa: ANN401 - passed on
-        ) -> list[operations.Cancelled]:
-            other.execute(PUT_SENDING, (message_id,))
-            return cancel_each(connection, ids, **which)
-
-        monkeypatch.setattr(operations, "cancel_each", cancel_late)
+        other = connect(autocommit=True)
+        meanwhile(monkeypatch, "cancel_each", lambda: other.execute(PUT_SENDING, (message_id,)))
         totals = operations.cancel_matching(operator, MessageFilter(states=[State.PENDING]))
         assert totals == operations.CancelTotals(cancelled=0, requested=0, locked=0, moved_on=1)
         (asked,) = other.execute(
@@ -474,17 +450,8 @@ class TestCancel:
         self, operator: psycopg.Connection, connect: Connect, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         message_id = put(operator, State.PENDING)
-        other, cancel_each = connect(autocommit=True), operations.cancel_each
-
-        def cancel_late(
-            connection: psycopg.Connection,
-            ids: list[int],
-            **which: Any,  # noqa: ANN401 - passed on
-        ) -> list[operations.Cancelled]:
-            assert cancel_each(other, ids) == [(message_id, "cancelled")]
-            return cancel_each(connection, ids, **which)
-
-        monkeypatch.setattr(operations, "cancel_each", cancel_late)
+        other = connect(autocommit=True)
+        meanwhile(monkeypatch, "cancel_each", lambda: operations.cancel_each(other, [message_id]))
         totals = operations.cancel_matching(operator, MessageFilter())
         assert totals == operations.CancelTotals(cancelled=0, requested=0, locked=0, moved_on=1)
         (act,) = operations.list_acts(operator)
