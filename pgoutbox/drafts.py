@@ -376,9 +376,9 @@ def chunks(drafts: Sequence[Draft]) -> Iterator[list[int]]:
 
 def _lock_order(draft: Draft) -> tuple[bool, str, str, str, bool, str]:
     # As in pgoutbox.enqueue_many: PostgreSQL sorts nulls last, and text of the collation "C" by code point, as Python
-    # does. Messages of one coalesce key keep their order, so that the last one is the newest.
+    # does. Messages of one coalesce or ordering key keep their order, whatever the topics of an ordering key.
     if draft.ordering_key is not None:
-        return (False, draft.queue or "default", draft.ordering_key, draft.topic, True, "")
+        return (False, draft.queue or "default", draft.ordering_key, "", True, "")
     key = draft.coalesce_key if draft.coalesce_key is not None else draft.dedupe_key
     return (True, "", "", draft.topic, draft.coalesce_key is None, key or "")
 

@@ -912,9 +912,10 @@ BEGIN
     SELECT (i.ordinality - 1)::integer, i.id, false
     FROM item AS i;
 
-    -- Messages of one coalesce key keep their order, so that the last one is the newest. Every transaction takes the
-    -- keys in one order, so that two bulks do not wait for each other in a circle (unless messages with both keys
-    -- combine them differently; then PostgreSQL ends one of the two).
+    -- Messages of one coalesce or ordering key keep the order of the items. The topic sorts coalesce and dedupe keys,
+    -- which belong to it, and no ordering keys, which belong to the queue. Every transaction takes the keys in one
+    -- order, so that two bulks do not wait for each other in a circle (unless messages with two keys combine them
+    -- differently; then PostgreSQL ends one of the two).
     FOR item IN
         SELECT a.*
         FROM unnest(
@@ -928,7 +929,7 @@ BEGIN
         ORDER BY
             CASE WHEN a.ordering_key IS NOT NULL THEN coalesce(a.queue, 'default') END COLLATE "C",
             a.ordering_key COLLATE "C",
-            a.topic COLLATE "C",
+            CASE WHEN a.ordering_key IS NULL THEN a.topic END COLLATE "C",
             a.coalesce_key COLLATE "C",
             CASE WHEN num_nonnulls(a.coalesce_key, a.ordering_key) = 0 THEN a.dedupe_key END COLLATE "C",
             a.ordinality

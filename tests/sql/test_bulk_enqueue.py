@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING, Final, LiteralString, NamedTuple
 
 import psycopg
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from pgoutbox import NewMessage, Outbox
 from tests import races
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from tests.conftest import Connect
 
@@ -103,6 +106,43 @@ def test_messages_of_one_key_keep_the_order_of_the_items_whatever_dedupe_keys_th
         assert ids == sorted(ids)
     deduped = rolled_back.execute("SELECT d.message_id FROM pgoutbox.dedupe AS d").fetchall()
     assert {message_id for (message_id,) in deduped} == {message_id for _, message_id, _ in answers}
+
+
+def enqueue_by_python(connection: psycopg.Connection, items: Sequence[Item]) -> list[tuple[int, int, bool]]:
+    messages = [
+        NewMessage(i.topic, 1, queue=i.queue, coalesce_key=i.coalesce_key, ordering_key=i.ordering_key) for i in items
+    ]
+    answers = Outbox().enqueue_many(connection, messages)
+    return [(index, message_id, duplicate) for index, (message_id, duplicate) in enumerate(answers)]
+
+
+TOPICS: Final = st.sampled_from("cab")
+KEYS: Final = st.sampled_from("yx")
+ORDERED_ITEMS: Final = st.tuples(TOPICS, st.sampled_from((None, "default", "bulk")), KEYS).map(
+    lambda drawn: Item(drawn[0], drawn[1], ordering_key=drawn[2])
+)
+COALESCED_ITEMS: Final = st.tuples(TOPICS, KEYS).map(lambda drawn: Item(drawn[0], coalesce_key=drawn[1]))
+
+
+@pytest.mark.parametrize("enqueue_all", [enqueue, enqueue_by_python])
+@given(items=st.lists(ORDERED_ITEMS | COALESCED_ITEMS | st.just(Item()), min_size=1, max_size=12))
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_messages_of_one_key_have_ids_in_the_order_of_the_items_whatever_their_topics(
+    rolled_back: psycopg.Connection,
+    monkeypatch: pytest.MonkeyPatch,
+    enqueue_all: Callable[[psycopg.Connection, Sequence[Item]], list[tuple[int, int, bool]]],
+    items: list[Item],
+) -> None:
+    """An ordering key belongs to its queue, a coalesce key to its topic. Python sends several statements."""
+    monkeypatch.setattr("pgoutbox.drafts.CHUNK_ROWS", 5)
+    ids_by_key: dict[tuple[str | None, ...], list[int]] = {}
+    for index, message_id, _ in sorted(enqueue_all(rolled_back, items)):
+        item = items[index]
+        ordered = (item.queue or "default", item.ordering_key) if item.ordering_key else ()
+        coalesced = (item.topic, item.coalesce_key) if item.coalesce_key else ()
+        ids_by_key.setdefault((*ordered, "", *coalesced), []).append(message_id)
+    for ids in ids_by_key.values():
+        assert ids == sorted(ids)
 
 
 @pytest.mark.parametrize(

@@ -325,8 +325,9 @@ def test_unkeyed_messages_come_first_in_their_order_and_keyed_ones_after_them_in
         draft_of("a", ordering_key="z", queue="bulk"),
         draft_of("b", ordering_key="a"),
         draft_of("a", ordering_key="a", queue="bulk"),
+        draft_of("a", ordering_key="a"),
     ]
-    assert list(chunks(drafts)) == [[1, 4, 10, 8, 9, 5, 3, 7, 2, 0, 6]]
+    assert list(chunks(drafts)) == [[1, 4, 10, 8, 9, 11, 5, 3, 7, 2, 0, 6]]
 
 
 def test_a_chunk_is_bounded_in_rows_and_in_characters(monkeypatch: pytest.MonkeyPatch) -> None:
