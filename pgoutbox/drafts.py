@@ -404,9 +404,11 @@ def check_name(field: str, value: object) -> str:
 
 
 def check_key(field: str, value: object) -> str:
-    """A coalesce or dedupe key. The empty text is a key like any other."""
+    """A coalesce, dedupe or ordering key. An empty one is a mistake: strangers' messages would share it."""
     if not isinstance(value, str):
         raise PayloadError(field, f"must be text, not {type(value).__name__}")
+    if not value:
+        raise PayloadError(field, "must not be empty; pass None for no key")
     check_storable(field, value)
     size = len(value.encode())
     if size > MAX_KEY_BYTES:

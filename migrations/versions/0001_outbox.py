@@ -352,7 +352,8 @@ CREATE TABLE pgoutbox.coalesce (
     waiting_since timestamptz,
     topic         text   NOT NULL,
     coalesce_key  text   NOT NULL,
-    CONSTRAINT coalesce_pkey PRIMARY KEY (topic, coalesce_key)
+    CONSTRAINT coalesce_pkey PRIMARY KEY (topic, coalesce_key),
+    CONSTRAINT coalesce_sound CHECK (coalesce_key <> '')
 ) WITH (fillfactor = 70)
 """
 
@@ -361,7 +362,8 @@ CREATE TABLE pgoutbox.ordering (
     last_id      bigint NOT NULL,
     queue        text   NOT NULL,
     ordering_key text   COLLATE "C" NOT NULL,
-    CONSTRAINT ordering_pkey PRIMARY KEY (queue, ordering_key)
+    CONSTRAINT ordering_pkey PRIMARY KEY (queue, ordering_key),
+    CONSTRAINT ordering_sound CHECK (ordering_key <> '')
 ) WITH (fillfactor = 70)
 """
 
@@ -372,7 +374,8 @@ CREATE TABLE pgoutbox.dedupe (
     topic          text        NOT NULL,
     dedupe_key     text        NOT NULL,
     payload_digest bytea       NOT NULL,
-    CONSTRAINT dedupe_pkey PRIMARY KEY (topic, dedupe_key)
+    CONSTRAINT dedupe_pkey PRIMARY KEY (topic, dedupe_key),
+    CONSTRAINT dedupe_sound CHECK (dedupe_key <> '')
 )
 """
 
@@ -464,6 +467,9 @@ SELECT CASE
         THEN 'queue: must be 1 to 63 of a-z, 0-9, underscore, dot and hyphen, the first a letter'
     WHEN max_attempts IS NULL THEN 'max_attempts: must not be null'
     WHEN max_attempts NOT BETWEEN 1 AND 10000 THEN 'max_attempts: must be from 1 to 10000'
+    WHEN coalesce_key = '' THEN 'coalesce_key: must not be empty; pass NULL for no key'
+    WHEN dedupe_key = '' THEN 'dedupe_key: must not be empty; pass NULL for no key'
+    WHEN ordering_key = '' THEN 'ordering_key: must not be empty; pass NULL for no key'
     WHEN octet_length(coalesce_key) > 512 THEN 'coalesce_key: must not be longer than 512 bytes'
     WHEN octet_length(dedupe_key) > 512 THEN 'dedupe_key: must not be longer than 512 bytes'
     WHEN octet_length(ordering_key) > 512 THEN 'ordering_key: must not be longer than 512 bytes'

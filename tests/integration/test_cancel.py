@@ -58,8 +58,8 @@ def test_cancelling_twice_gives_the_same_answer(outbox: Outbox, rolled_back: psy
 
 def test_a_message_that_does_not_exist_is_missing(outbox: Outbox, rolled_back: psycopg.Connection) -> None:
     assert outbox.cancel(rolled_back, 2**63 - 1) is CancelResult.MISSING
-    assert outbox.cancel(rolled_back, topic="mail", coalesce_key="") is CancelResult.MISSING
-    assert outbox.cancel(rolled_back, topic="mail", dedupe_key="") is CancelResult.MISSING
+    assert outbox.cancel(rolled_back, topic="mail", coalesce_key="none") is CancelResult.MISSING
+    assert outbox.cancel(rolled_back, topic="mail", dedupe_key="none") is CancelResult.MISSING
 
 
 def test_by_coalesce_key_the_newest_message_is_cancelled_and_no_older_one_is_delivered(
@@ -137,6 +137,8 @@ async def test_acancel_has_the_same_contract(outbox: Outbox, aconnect: AsyncConn
         ({"topic": "Mail", "coalesce_key": "c"}, "topic"),
         ({"topic": "mail", "coalesce_key": "\0"}, "coalesce_key"),
         ({"topic": "mail", "dedupe_key": 7}, "dedupe_key"),
+        ({"topic": "mail", "coalesce_key": ""}, "coalesce_key"),
+        ({"topic": "mail", "dedupe_key": ""}, "dedupe_key"),
     ],
 )
 def test_a_message_is_named_in_exactly_one_way(

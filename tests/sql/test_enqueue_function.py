@@ -35,7 +35,8 @@ SELECT pgoutbox.enqueue(
     available_at => %(available_at)s::text::timestamptz,
     expires_at => %(expires_at)s::text::timestamptz,
     headers => %(headers)s::jsonb,
-    max_attempts => %(max_attempts)s::integer
+    max_attempts => %(max_attempts)s::integer,
+    ordering_key => %(ordering_key)s::text
 )
 """
 
@@ -52,7 +53,8 @@ FROM pgoutbox.enqueue_many(
     available_ats => ARRAY[NULL, %(available_at)s::text::timestamptz],
     expires_ats => ARRAY[NULL, %(expires_at)s::text::timestamptz],
     headers => ARRAY[NULL, %(headers)s::jsonb],
-    max_attempts => ARRAY[NULL, %(max_attempts)s::integer]
+    max_attempts => ARRAY[NULL, %(max_attempts)s::integer],
+    ordering_keys => ARRAY[NULL, %(ordering_key)s::text]
 )
 """
 
@@ -67,6 +69,7 @@ SOUND: Mapping[str, object] = {
     "expires_at": None,
     "headers": None,
     "max_attempts": 11,
+    "ordering_key": None,
 }
 
 BAD_NAMES = (
@@ -82,8 +85,7 @@ BAD_ARGUMENTS: list[tuple[str, object, str]] = [
     ("payload", None, "22004"),
     *(("topic", name, "22023") for name in BAD_NAMES),
     *(("queue", name, "22023") for name in BAD_NAMES),
-    ("coalesce_key", "é" * 257, "22023"),
-    ("dedupe_key", "é" * 257, "22023"),
+    *((key, text, "22023") for key in ("coalesce_key", "dedupe_key", "ordering_key") for text in ("", "é" * 257)),
     *(
         ("destination", uri, "22023")
         for uri in ("", "a@b", ":x", "mailto:", "1x:y", "mailto:a\n", "m:a\r\nBcc: b", "m:\x7f", "m:" + "x" * 2047)
@@ -157,6 +159,21 @@ def test_both_functions_refuse_the_same_arguments_with_sqlstate_and_name(
         assert (diag.sqlstate, diag.schema_name, diag.column_name) == (sqlstate, "pgoutbox", argument)
         assert text in (diag.message_primary or "")
     assert count(rolled_back) == 0
+
+
+@pytest.mark.parametrize(
+    ("table", "row"),
+    [
+        ("coalesce", "(newest_id, topic, coalesce_key) VALUES (1, 'mail', '')"),
+        ("dedupe", "(message_id, topic, dedupe_key, payload_digest) VALUES (1, 'mail', '', '')"),
+        ("ordering", "(last_id, queue, ordering_key) VALUES (1, 'default', '')"),
+    ],
+)
+def test_no_table_of_keys_holds_an_empty_one(
+    rolled_back: psycopg.Connection, table: LiteralString, row: LiteralString
+) -> None:
+    with pytest.raises(errors.CheckViolation, match=f"{table}_sound"):
+        rolled_back.execute(f"INSERT INTO pgoutbox.{table} {row}")
 
 
 JUDGED: LiteralString = """
@@ -283,7 +300,7 @@ def test_two_arguments_are_enough(rolled_back: psycopg.Connection) -> None:
 
 @pytest.mark.parametrize("statement", [ENQUEUE, ENQUEUE_MANY])
 @pytest.mark.parametrize(
-    "keys", [{}, {"coalesce_key": "c"}, {"dedupe_key": ""}, {"coalesce_key": "", "dedupe_key": "d"}]
+    "keys", [{}, {"coalesce_key": "c"}, {"dedupe_key": " "}, {"coalesce_key": " ", "dedupe_key": "d"}]
 )
 def test_every_argument_reaches_its_column(
     rolled_back: psycopg.Connection, statement: LiteralString, keys: dict[str, str]
@@ -400,10 +417,10 @@ def newest(connection: psycopg.Connection, key: str) -> object:
 
 def test_the_head_names_the_newest_message_of_its_key(rolled_back: psycopg.Connection) -> None:
     ids = [enqueue(rolled_back, coalesce_key="k") for _ in range(3)]
-    other = enqueue(rolled_back, coalesce_key="")
+    other = enqueue(rolled_back, coalesce_key="K")
     assert ids == sorted(ids)
     assert newest(rolled_back, "k") == ids[-1]
-    assert newest(rolled_back, "") == other
+    assert newest(rolled_back, "K") == other
 
 
 def test_no_key_coalesces_with_nothing(rolled_back: psycopg.Connection) -> None:

@@ -64,7 +64,7 @@ def test_a_topic_settles_what_it_defines() -> None:
         ({"queue": "bulk"}, {"queue": "bulk"}),
         ({"destination": "mailto:a@b"}, {"destination": "mailto:c@d"}),
         ({"destination": lambda _: None}, {"destination": "mailto:c@d"}),
-        ({"coalesce_key": lambda _: None}, {"coalesce_key": ""}),
+        ({"coalesce_key": lambda _: None}, {"coalesce_key": "x"}),
         ({"dedupe_key": str}, {"dedupe_key": "x"}),
         ({"delay": 0}, {"delay": 1}),
         ({"delay": 1}, {"available_at": NOW}),
@@ -140,7 +140,7 @@ def test_the_queue_obeys_the_same_rule(name: object) -> None:
         assert refusal(queue=name).startswith("queue: must be 1 to 63")
 
 
-@pytest.mark.parametrize("key", ["", " ", "a\nb", "é" * 256, "'; drop", "\u202e"])
+@pytest.mark.parametrize("key", [" ", "a\nb", "é" * 256, "'; drop", "\u202e"])
 def test_a_key_is_any_text_of_up_to_512_bytes(key: str) -> None:
     assert check_key("dedupe_key", key) == key
 
@@ -148,6 +148,7 @@ def test_a_key_is_any_text_of_up_to_512_bytes(key: str) -> None:
 @pytest.mark.parametrize(
     ("key", "problem"),
     [
+        ("", "must not be empty; pass None for no key"),
         ("é" * 257, "has 514 bytes, the limit is 512"),
         ("x" * 10_000, "has 10000 bytes, the limit is 512"),
         ("a\0", "NUL at character 1 is not storable"),
@@ -156,9 +157,11 @@ def test_a_key_is_any_text_of_up_to_512_bytes(key: str) -> None:
         (b"a", "must be text, not bytes"),
     ],
 )
-@pytest.mark.parametrize("field", ["coalesce_key", "dedupe_key"])
-def test_any_other_key_is_refused(field: str, key: object, problem: str) -> None:
+@pytest.mark.parametrize("field", ["coalesce_key", "dedupe_key", "ordering_key"])
+def test_any_other_key_is_refused_whether_given_or_computed_by_the_topic(field: str, key: object, problem: str) -> None:
     assert refusal(**{field: key}) == f"{field}: {problem}"
+    computed: dict[str, Any] = {field: lambda _: key}
+    assert refusal(Topic("mail", **computed)) == f"{field}: {problem}"
 
 
 @pytest.mark.parametrize(
@@ -321,7 +324,7 @@ def test_unkeyed_messages_come_first_in_their_order_and_keyed_ones_after_them_in
         draft_of("a"),
         draft_of("a", coalesce_key="z"),
         draft_of("b", coalesce_key="z"),
-        draft_of("b", coalesce_key=""),
+        draft_of("b", coalesce_key=" "),
         draft_of("a", ordering_key="z", queue="bulk"),
         draft_of("b", ordering_key="a"),
         draft_of("a", ordering_key="a", queue="bulk"),
