@@ -10,7 +10,7 @@ import asyncio
 import logging
 import random
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Final, assert_never
 
@@ -20,7 +20,7 @@ from pgoutbox.dispatch import MAX_TEXT_LENGTH, Context, bounded_delay, clean_tex
 from pgoutbox.link import is_passing
 from pgoutbox.message import AttemptOutcome, Message, Permanent, Sent, Skip, Snooze, State, Transient
 from pgoutbox.redaction import redact_text
-from pgoutbox.slots import AlreadyFinished, Ending, Released
+from pgoutbox.slots import RELEASED, AlreadyFinished, Ending, Released
 from pgoutbox.store import ClaimedRow, Store, Verdict
 from pgoutbox.telemetry import Event, Telemetry, event_of_state
 
@@ -36,7 +36,8 @@ class Finisher:
     """Writes the ends of attempts and takes them out of `held`.
 
     `on_ended` is called with every end that comes in, `on_written` after every batch, `on_pending` when a message is
-    pending again, `on_successors` with the queues of messages that had to wait for one of a batch.
+    pending again, `on_released` with the queues of messages that went back without an attempt, `on_successors` with the
+    queues of messages that had to wait for one of a batch.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Finisher:
         redacted_names: Sequence[str],
         on_ended: Callable[[], None],
         on_written: Callable[[], None],
+        on_released: Callable[[Collection[str]], Awaitable[None]],
         on_successors: Callable[[Sequence[str]], Awaitable[None]],
         on_pending: Callable[[], None],
         telemetry: Telemetry,
@@ -58,6 +60,7 @@ class Finisher:
         self._redacted_names = redacted_names
         self._on_ended = on_ended
         self._on_written = on_written
+        self._on_released = on_released
         self._on_successors = on_successors
         self._on_pending = on_pending
         self._telemetry = telemetry
@@ -110,6 +113,9 @@ class Finisher:
             await self._write(sent, self._write_sent, {})
         if verdicts:
             await self._write(list(verdicts), lambda part: self._store.finish([verdicts[c] for c in part]), verdicts)
+        released = {c.message.queue for c, ending in batch if ending is RELEASED}
+        if released:
+            await self._on_released(released)
         locked = [(c, ending) for c, ending in batch if self._held.get(c.message.id) is c]
         if locked:
             # Whoever holds these rows may hold them for long: what ends meanwhile does not wait for them.

@@ -120,6 +120,11 @@ class Slots:
         """Messages that were put in and have no outcome yet."""
         return self._ready_count + self._running_count
 
+    @property
+    def oldest_wait_seconds(self) -> float:
+        """How long the message has waited that a handler takes next."""
+        return asyncio.get_running_loop().time() - self._ready[0][1] if self._ready else 0.0
+
     def put(self, works: Sequence[Work]) -> None:
         """Hand over work; it starts as soon as a slot is free."""
         now = asyncio.get_running_loop().time()
@@ -128,11 +133,14 @@ class Slots:
             self._ready_count += len(work)
         self._wake_one()
 
-    def give_back(self) -> None:
-        """Release what no handler has taken yet."""
-        while self._ready:
-            work, _ = self._ready.popleft()
-            self._end(work, RELEASED, was_running=False)
+    def give_back(self, may_go: Callable[[Context], bool] | None = None) -> None:
+        """Release messages that no handler has taken yet; with `may_go`, pieces of work whose messages all may go."""
+        waiting, self._ready = self._ready, deque()
+        for work, put_at in waiting:
+            if may_go is None or all(map(may_go, work)):
+                self._end(work, RELEASED, was_running=False)
+            else:
+                self._ready.append((work, put_at))
 
     async def stop(self) -> None:
         """Cancel what is running, which releases it, and end the slots."""

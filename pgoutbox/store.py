@@ -223,6 +223,11 @@ class Store:
         )
         return seconds if seconds is None else float(seconds), ordered or ()
 
+    async def idle_queues(self, queues: Sequence[str]) -> list[str]:
+        """Those of these queues whose messages an idle worker may take; without a listener, all without a rate."""
+        rows = await self.claims.fetch(sql.IDLE_QUEUES, {"queues": queues, "is_unknown": not self._settings.listen})
+        return [queue for (queue,) in rows]
+
     async def ring(self, queues: Sequence[str]) -> None:
         """Wake all sleeping workers of these queues, whoever has the bell."""
         await self.claims.fetch(sql.RING, {"queues": queues})

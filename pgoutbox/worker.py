@@ -18,7 +18,7 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Literal
 
 import psycopg
@@ -58,6 +58,7 @@ _LISTENER_DOWN_SWEEP_SECONDS = 1.0
 _FOREIGN_WORK_SECONDS = 1.0
 _PATIENCE_SECONDS = 0.1
 _RING_SECONDS = 1.0
+_HOARD_SECONDS = 1.0
 _FRUITLESS_WAKES = 20
 _FRUITLESS_PAUSE_SECONDS = 0.05
 
@@ -98,6 +99,7 @@ class Worker:
         self._ring_is_unanswered = False
         self._was_rung = False
         self._rang_at = 0.0
+        self._asked_for_idle_at = 0.0
         self._fruitless_count = 0
         self._is_started = False
         self._stopping = asyncio.Event()
@@ -217,6 +219,7 @@ class Worker:
             redacted_names=settings.redacted_names,
             on_ended=self._note_progress,
             on_written=self._note_written,
+            on_released=self._ring_all,
             on_successors=self._wake_for_successors,
             on_pending=self._wake.set,
             telemetry=self.telemetry,
@@ -318,7 +321,7 @@ class Worker:
             room = self._room()
             if room == 0:
                 await self._ring_if_saturated()
-                await self._progress.wait()
+                await self._until_progress()
                 continue
             # A ring speaks of a fresh message. Between two such looks all lanes have their turn.
             fresh_only = may_leave_out_others and self._ring_is_unanswered
@@ -342,14 +345,14 @@ class Worker:
             self._progress.clear()
             room = self._room()
             if room == 0:
-                await self._progress.wait()
+                await self._until_progress()
                 continue
             was_idle = not self._held  # What ends during the claim may be due again, and the claim does not see it.
             found = await self._claims.look(room, from_beginning=from_beginning)
             if found == 0 and from_beginning and not self._claims.work_ahead:
                 if was_idle:
                     return
-                await self._progress.wait()
+                await self._until_progress()
             from_beginning = found == 0
 
     def _room(self) -> int:
@@ -370,6 +373,35 @@ class Worker:
             return 0
         held_limit = open_limit + 2 * settings.batch_size
         return max(0, min(settings.batch_size, open_limit - slots.open_count, held_limit - len(self._held)))
+
+    async def _until_progress(self) -> None:
+        """Wait until an attempt has ended; messages that wait for a handler for long go to idle workers meanwhile."""
+        while True:
+            await self._give_back_hoard()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_HOARD_SECONDS if self._slots.waiting_count else None):
+                    await self._progress.wait()
+                    return
+
+    async def _give_back_hoard(self) -> None:
+        """Give back messages that wait too long if another worker is idle. The finisher rings when they are written.
+
+        Suspects stay: a message that was given back is not known as one any more.
+        """
+        now = elapsed_clock()
+        if self._slots.oldest_wait_seconds < _HOARD_SECONDS or now - self._asked_for_idle_at < _HOARD_SECONDS:
+            return
+        self._asked_for_idle_at = now
+        try:
+            idle_queues = set(await self._store.idle_queues(self._queues.names))
+        except (psycopg.Error, OSError) as error:
+            await self._outage.endure(error)
+            return
+        if idle_queues:
+            suspects = set(self._suspects)
+            self._slots.give_back(lambda c: c.message.queue in idle_queues and c not in suspects)
+            self._prefetch = 0
+            self._claims.work_ahead = False  # The surplus does not grow until a look finds more than has gone back.
 
     async def _take_over(self, rows: Sequence[ClaimedRow], leased_at: float) -> None:
         taken = await self._intake.take(rows, leased_at)
@@ -441,12 +473,13 @@ class Worker:
             await self._bell.disarm()  # The queue may be paused, or at its limit: then nobody needs to ring.
         pause = 0.001
         while not self._stopping.is_set():
-            bell = Bell.DOWN if self._bell is None else await self._bell.arm(self._queues.names)
-            if bell in (Bell.DOWN, Bell.STILL_ARMED):
-                break
+            # A worker with messages that wait for a handler is not idle, and its bell must not tell others that it is.
             room = self._room()
             if room == 0:
                 return
+            bell = Bell.DOWN if self._bell is None else await self._bell.arm(self._queues.names)
+            if bell in (Bell.DOWN, Bell.STILL_ARMED):
+                break
             # What woke the worker since it asked for the bell is not forgotten: it may say that this bell was given up.
             if self._stopping.is_set():
                 return
@@ -499,9 +532,9 @@ class Worker:
         if self._claims.work_ahead and now - self._rang_at >= _RING_SECONDS:
             await self._ring_all(self._queues.names)
 
-    async def _ring_all(self, queues: Sequence[str]) -> None:
+    async def _ring_all(self, queues: Collection[str]) -> None:
         self._rang_at = elapsed_clock()
         try:
-            await self._store.ring(queues)
+            await self._store.ring(sorted(queues))
         except (psycopg.Error, OSError) as error:
             await self._outage.endure(error)

@@ -74,6 +74,7 @@ from pgoutbox.sql.doctor import (
 from pgoutbox.sql.doorbell import (
     ARM,
     DISARM,
+    IDLE_QUEUES,
     LISTEN,
     PROBE,
     RING,
@@ -218,6 +219,7 @@ __all__ = [
     "FIRST_FROM",
     "FORGOTTEN_TOPICS",
     "HANDLER_SECONDS",
+    "IDLE_QUEUES",
     "KEPT_UNTIL",
     "KNOWN_QUEUES",
     "LAST_ID",

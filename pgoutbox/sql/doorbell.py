@@ -35,6 +35,18 @@ FROM unnest(%(queues)s::text[]) AS q(queue)
 
 PROBE: Final[LiteralString] = "SELECT EXISTS (SELECT FROM pg_listening_channels() AS c(name) WHERE c.name = 'pgoutbox')"
 
+# Which of these queues have an idle worker: a sleeping worker holds the bell. With `is_unknown` all of them, because
+# the idle workers of a fleet that does not listen hold none. A queue with a rate is left out: each claim takes a token,
+# so a message that goes back needs two.
+IDLE_QUEUES: Final[LiteralString] = """
+SELECT asked.queue
+FROM unnest(%(queues)s::text[]) AS asked(queue)
+WHERE NOT EXISTS (
+        SELECT FROM pgoutbox.queue AS limited WHERE limited.name = asked.queue AND limited.rate_count IS NOT NULL
+    )
+    AND (%(is_unknown)s::boolean OR NOT pg_try_advisory_xact_lock_shared(1885826146, hashtext(asked.queue)))
+"""
+
 # Unlike an enqueue, a worker rings whether or not somebody has the bell: the sleepers it means may have none.
 RING: Final[LiteralString] = """
 SELECT pg_notify('pgoutbox', q.queue)

@@ -17,13 +17,14 @@ import psycopg.sql
 import pytest
 
 import pgoutbox.worker
-from pgoutbox import Outbox
+from pgoutbox import Outbox, operations
 from pgoutbox.claims import Claims
 from pgoutbox.dispatch import Context, SyncContext
 from pgoutbox.errors import ConfigurationError, LeaseLostError
 from pgoutbox.lanes import parse_queues
 from pgoutbox.link import Link
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Skip, Snooze, State, Transient
+from pgoutbox.operations import Rate
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.store import Store
 from pgoutbox.telemetry import Event
@@ -268,6 +269,55 @@ async def test_two_runs_at_once_share_the_work(outbox: Outbox, db: psycopg.Conne
     ids = [enqueue(db) for _ in range(200)]
     await asyncio.gather(*(Worker(outbox).run_once() for _ in range(3)))
     assert sorted(delivered) == ids
+
+
+async def test_messages_that_wait_for_slow_handlers_go_to_an_idle_worker(dsn: str, db: psycopg.Connection) -> None:
+    first, second = Outbox(settings_for(dsn, concurrency=2)), Outbox(settings_for(dsn, concurrency=50))
+    may_end = asyncio.Event()
+    kept: set[int] = set()
+    helped: set[int] = set()
+
+    @first.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        if message.payload == "slow":
+            kept.add(message.id)
+            await may_end.wait()
+
+    @second.handler("greet")
+    async def help_out(message: Message, ctx: Context) -> None:
+        helped.add(message.id)
+
+    with db.transaction():
+        for _ in range(500):
+            enqueue(db, payload="fast")
+        slow = [enqueue(db, payload="slow") for _ in range(40)]
+    hoarder = Worker(first)
+    async with running(hoarder):
+        await until(lambda: len(kept) == 2 and sum(row.state == "sending" for row in rows_of(db, *slow)) > 2)
+        hoarded = sum(row.state == "sending" for row in rows_of(db, *slow)) - 2
+        async with running(Worker(second)):
+            await until(lambda: len(helped) == 38)
+        assert (kept | helped, len(kept)) == ({*slow}, 2)
+        assert hoarder.telemetry.counts[Event.RELEASED] >= hoarded
+        may_end.set()
+        await until(lambda: {row.state for row in rows_of(db, *slow)} == {"sent"})
+
+
+async def test_a_worker_whose_messages_nobody_else_can_take_keeps_them(dsn: str, db: psycopg.Connection) -> None:
+    store = Store(settings_for(dsn), worker="busy")
+    unheard = Store(settings_for(dsn, listen=False), worker="busy")
+    operations.limit_rate(db, "limited", Rate(10, 60))
+    queues = ["default", "limited"]
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(store.close)
+        stack.push_async_callback(unheard.close)
+        assert await store.idle_queues(queues) == []
+        assert await unheard.idle_queues(queues) == ["default"]
+        db.execute("SELECT pg_advisory_lock_shared(1885826146, hashtext(q)) FROM unnest(%s::text[]) AS q", [queues])
+        assert await store.idle_queues(queues) == []
+        db.execute("SELECT pg_advisory_unlock_all()")
+        db.execute("SELECT pg_advisory_lock(1885826146, hashtext(q)) FROM unnest(%s::text[]) AS q", [queues])
+        assert await store.idle_queues(queues) == ["default"]
 
 
 def test_a_worker_without_handlers_is_refused(outbox: Outbox) -> None:

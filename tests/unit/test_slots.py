@@ -133,6 +133,21 @@ async def test_what_waits_can_be_given_back() -> None:
     assert stand.outcomes[1] is RELEASED
 
 
+async def test_messages_that_must_stay_are_not_given_back_and_keep_their_order() -> None:
+    stand = Stand(concurrency=1)
+    stand.slots.put(
+        [[context_of(1)], [context_of(2)], [context_of(3), context_of(4)], [context_of(5)], [context_of(6)]]
+    )
+    await stand.until(lambda: 1 in stand.running)
+    stand.slots.give_back(lambda context: context.message.id not in (2, 4, 6))
+    assert stand.outcomes == {5: RELEASED}
+    assert stand.slots.waiting_count == 4
+    stand.running[1].set_result(Sent())
+    await stand.until(lambda: 2 in stand.running)
+    assert stand.slots.oldest_wait_seconds > 0
+    await stand.slots.stop()
+
+
 async def test_an_error_of_the_runner_is_the_outcome_and_the_slot_serves_on() -> None:
     stand = Stand(concurrency=1)
     stand.put(1, 2)
