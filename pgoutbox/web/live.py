@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import psycopg
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from pgoutbox.settings import Settings
+    from pgoutbox.web.access import Viewer
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +34,23 @@ _HEARTBEAT_SECONDS: Final = 15.0
 # A stream ends after this time and the browser opens another, which has to show again who it is.
 _LIFE_SECONDS: Final = 300.0
 MAX_STREAMS: Final = 100
+# A browser opens six connections to a server over HTTP/1.1: its pages need some of them.
+_STREAMS_OF_A_BROWSER: Final = 4
+_STREAMS_OF_A_NAME: Final = 25
+
+
+@dataclass(slots=True, eq=False)
+class Follower:
+    """One open stream. `told` is set at each change, and when a newer stream takes its place."""
+
+    viewer: Viewer
+    told: asyncio.Event = field(default_factory=asyncio.Event)
+    is_replaced: bool = False
+
+    @property
+    def browser(self) -> tuple[str, str, str]:
+        """The session, or else the name and the address."""
+        return self.viewer.name, self.viewer.csrf_token, self.viewer.origin
 
 
 class Feed:
@@ -40,7 +59,7 @@ class Feed:
     def __init__(self, settings: Settings, *, most: int = MAX_STREAMS) -> None:
         self._settings = settings
         self._most = most
-        self._followers: set[asyncio.Event] = set()
+        self._followers: list[Follower] = []
         self._reader: asyncio.Task[None] | None = None
         self.changes = 0
 
@@ -50,24 +69,38 @@ class Feed:
         return len(self._followers)
 
     @contextlib.contextmanager
-    def following(self) -> Iterator[asyncio.Event | None]:
-        """An event that is set at each change, and at first; None when there are too many streams already."""
+    def following(self, viewer: Viewer) -> Iterator[Follower | None]:
+        """A new follower, told of a change at first; None when there are too many streams already.
+
+        Closes the oldest streams of the same browser and of the same name that exceed their share.
+        """
+        follower = Follower(viewer)
+        self._make_room(
+            [other for other in self._followers if other.browser == follower.browser], _STREAMS_OF_A_BROWSER
+        )
+        self._make_room([other for other in self._followers if other.viewer.name == viewer.name], _STREAMS_OF_A_NAME)
         if len(self._followers) >= self._most:
             yield None
             return
-        told = asyncio.Event()
-        self._followers.add(told)
+        self._followers.append(follower)
         if self._reader is None:
             self._reader = asyncio.create_task(self._watch())  # Its first look is a change.
         else:
-            told.set()  # The page may be older than the reader's last look.
+            follower.told.set()  # The page may be older than the reader's last look.
         try:
-            yield told
+            yield follower
         finally:
-            self._followers.discard(told)
-            if not self._followers:
+            if follower in self._followers:
+                self._followers.remove(follower)
+            if not self._followers and self._reader is not None:
                 reader, self._reader = self._reader, None
                 reader.cancel()
+
+    def _make_room(self, oldest_first: list[Follower], most: int) -> None:
+        for follower in oldest_first[: max(0, len(oldest_first) - most + 1)]:
+            self._followers.remove(follower)
+            follower.is_replaced = True
+            follower.told.set()
 
     async def _watch(self) -> None:
         while True:
@@ -106,8 +139,8 @@ class Feed:
 
     def _tell(self) -> None:
         self.changes += 1
-        for told in self._followers:
-            told.set()
+        for follower in self._followers:
+            follower.told.set()
 
 
 async def _pulse(connection: psycopg.AsyncConnection[TupleRow]) -> tuple[object, ...]:
@@ -132,23 +165,27 @@ async def _next_look(connection: psycopg.AsyncConnection[TupleRow], *, listens: 
 
 
 class EventStream(Response):
-    """The answer to a browser that follows: `change` at each change, a comment while there is none."""
+    """The answer to a browser that follows: `change` at each change, a comment while there is none.
 
-    def __init__(self, feed: Feed) -> None:
+    Ends with `replaced` when newer streams of the same viewer take its place. The browser does not open it again then.
+    """
+
+    def __init__(self, feed: Feed, viewer: Viewer) -> None:
         super().__init__()
         self._feed = feed
+        self._viewer = viewer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._feed.following() as told:
-            if told is None:
+        with self._feed.following(self._viewer) as follower:
+            if follower is None:
                 refusal = PlainTextResponse("too many open streams", status_code=503, headers={"Retry-After": "30"})
                 await refusal(scope, receive, send)
                 return
-            streaming = asyncio.create_task(_stream(self._feed, told, send))
+            streaming = asyncio.create_task(_stream(self._feed, follower, send))
             leaving = asyncio.create_task(_until_disconnected(receive))
             try:
                 await asyncio.wait((streaming, leaving), timeout=_LIFE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-                is_gone = leaving.done() or streaming.done()
+                is_gone = leaving.done() or (streaming.done() and not follower.is_replaced)
             finally:
                 streaming.cancel()
                 leaving.cancel()
@@ -157,7 +194,7 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _stream(feed: Feed, told: asyncio.Event, send: Send) -> None:
+async def _stream(feed: Feed, follower: Follower, send: Send) -> None:
     headers = [
         (b"content-type", b"text/event-stream; charset=utf-8"),
         (b"cache-control", b"no-store"),
@@ -168,11 +205,14 @@ async def _stream(feed: Feed, told: asyncio.Event, send: Send) -> None:
     while True:
         try:
             async with asyncio.timeout(_HEARTBEAT_SECONDS):
-                await told.wait()
+                await follower.told.wait()
         except TimeoutError:
             await _write(send, ": still here\n\n")
             continue
-        told.clear()
+        follower.told.clear()
+        if follower.is_replaced:
+            await _write(send, "event: replaced\ndata:\n\n")
+            return
         await _write(send, f"event: change\ndata: {feed.changes}\n\n")
 
 

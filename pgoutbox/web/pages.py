@@ -275,7 +275,7 @@ async def bulk(request: Request) -> Response:
 
 async def live(request: Request) -> Response:
     """The stream of changes."""
-    return EventStream(dashboard_of(request).feed)
+    return EventStream(dashboard_of(request).feed, viewer_of(request))
 
 
 ROUTES: Final = [

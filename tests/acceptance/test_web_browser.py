@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Dialog, Page, Request
     from pytest_postgresql.executors import NoopExecutor
 
+    from pgoutbox.web.dashboard import Dashboard
     from tests.conftest import Server
 
 pytestmark = pytest.mark.xdist_group("browser")
@@ -83,6 +84,7 @@ class Site:
     browser: Browser
     stack: ExitStack
     watch: Watch
+    dashboard: Dashboard
 
     def visit(self, *, token: str | None = OPERATOR_TOKEN, scripts: bool = True, wide: bool = True) -> Page:
         """A page in a browser of its own, signed in with the token if there is one."""
@@ -119,9 +121,11 @@ def open_site(dsn: str, browser: Browser) -> Iterator[Site]:
     """A dashboard; whatever the browser complained of in the end fails the test."""
     with ExitStack() as stack:
         settings = web_settings(dsn=dsn)
-        url = stack.enter_context(serving(create_app(settings, access=Access.from_settings(settings)), settings))
+        app = create_app(settings, access=Access.from_settings(settings))
+        url = stack.enter_context(serving(app, settings))
         db = stack.enter_context(psycopg.connect(dsn, autocommit=True))
-        opened = Site(url, db, browser, stack.enter_context(ExitStack()), Watch(urlsplit(url).netloc))
+        visits = stack.enter_context(ExitStack())
+        opened = Site(url, db, browser, visits, Watch(urlsplit(url).netloc), app.state.dashboard)
         yield opened
     assert opened.watch.complaints == []
 
@@ -337,6 +341,33 @@ def test_a_page_that_was_signed_out_elsewhere_says_so_and_shows_nothing_more(sit
     put(site.db, topic="mail.unheard.of")
     expect(page.get_by_role("status").filter(has_text="Signed out")).to_be_visible(timeout=40_000)
     expect(page.get_by_role("main")).not_to_contain_text("mail.unheard.of")
+
+
+def test_the_twentieth_tab_of_one_browser_loads(site: Site) -> None:
+    page = site.visit(token=VIEWER_TOKEN)
+    tabs = [page]
+    for _ in range(19):
+        tabs.append(page.context.new_page())
+        tabs[-1].goto("/")
+        expect(tabs[-1].get_by_role("status")).to_have_text("Live")
+    for followed in tabs[-4:]:
+        expect(followed.get_by_role("status")).to_have_text("Live")
+    expect(tabs[0].get_by_role("status")).to_have_text("Every 20 s")
+    assert site.dashboard.feed.followers == 4
+
+
+def test_a_hidden_tab_holds_no_connection_and_follows_again_when_it_is_seen(site: Site) -> None:
+    page = site.visit(token=VIEWER_TOKEN)
+    expect(page.get_by_role("status")).to_have_text("Live")
+    # No tab of a headless browser is ever hidden.
+    hide = "(hidden) => { Object.defineProperty(document, 'hidden', {value: hidden, configurable: true}); "
+    hide += "document.dispatchEvent(new Event('visibilitychange')); }"
+    page.evaluate(hide, True)
+    wait_until(lambda: site.dashboard.feed.followers == 0, lambda: "the hidden tab still follows")
+    put(site.db, State.FAILED, topic="mail.unheard.of")
+    page.evaluate(hide, False)
+    expect(page.get_by_role("main")).to_contain_text("mail.unheard.of", timeout=30_000)
+    assert site.dashboard.feed.followers == 1
 
 
 # --- attackers --------------------------------------------------------------------------------------------------------

@@ -1144,6 +1144,27 @@ def test_too_many_streams_are_refused(site: Site, monkeypatch: pytest.MonkeyPatc
             assert second.status_code == 503
 
 
+def test_a_newer_stream_of_the_same_browser_takes_the_place_of_its_oldest(site: Site) -> None:
+    with ExitStack() as stack:
+        theirs = stack.enter_context(site.vera.stream("GET", "/live")).iter_lines()
+        ours = [stack.enter_context(site.ada.stream("GET", "/live")).iter_lines() for _ in range(6)]
+        assert [[line for line in lines if line.startswith("event:")][-1] for lines in ours[:2]] == [
+            "event: replaced"
+        ] * 2
+        assert next(line for line in theirs if line.startswith("event:")) == "event: change"
+        assert site.dashboard.feed.followers == 5
+
+
+def test_one_name_cannot_take_all_streams(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "_STREAMS_OF_A_BROWSER", 100)
+    monkeypatch.setattr(live, "_STREAMS_OF_A_NAME", 2)
+    monkeypatch.setattr(site.dashboard.feed, "_most", 3)
+    with ExitStack() as stack:
+        for _ in range(5):
+            assert stack.enter_context(site.ada.stream("GET", "/live")).status_code == 200
+        assert stack.enter_context(site.vera.stream("GET", "/live")).status_code == 200
+
+
 def test_a_stream_ends_after_a_while_so_that_people_sign_in_again(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "_LIFE_SECONDS", 0.2)
     assert site.ada.get("/live").text.startswith("retry: ")

@@ -47,7 +47,7 @@
         if (isInUse(part)) stale = true;
         else part.replaceWith(document.importNode(other, true));
       }
-      tell("Live", false);
+      tell(...(source === null ? ["Every 20 s", true] : ["Live", false]));
     } catch {
       tell("No answer", true);
       stale = true;
@@ -58,21 +58,34 @@
 
   let source = null;
 
+  function leave() {
+    if (source !== null) source.close();
+    source = null;
+  }
+
   function stop(text) {
     stopped = true;
-    if (source !== null) source.close();
+    leave();
     tell(text, true);
   }
 
+  // A browser has six connections to a server over HTTP/1.1. A hidden page must not keep one of them.
   function follow() {
-    if (stopped) return;
-    source = new EventSource(document.body.dataset.live);
-    source.addEventListener("open", () => tell("Live", false));
-    source.addEventListener("change", () => { stale = true; });
-    source.addEventListener("error", () => {
+    if (stopped || document.hidden || source !== null) return;
+    const opened = new EventSource(document.body.dataset.live);
+    source = opened;
+    opened.addEventListener("open", () => tell("Live", false));
+    opened.addEventListener("change", () => { stale = true; });
+    opened.addEventListener("replaced", () => {
+      leave();
+      tell("Every 20 s", true);
+    });
+    opened.addEventListener("error", () => {
       tell("Not live", true);
       // After an answer other than a stream the browser does not try again by itself.
-      if (source.readyState === EventSource.CLOSED) setTimeout(follow, RETRY);
+      if (opened.readyState !== EventSource.CLOSED) return;
+      leave();
+      setTimeout(follow, RETRY);
     });
   }
 
@@ -86,9 +99,14 @@
   if (parts().length > 0) {
     follow();
     setInterval(look, 500);
-    document.addEventListener("visibilitychange", look);
+    document.addEventListener("visibilitychange", () => {
+      if (document.hidden) leave();
+      follow();
+      look();
+    });
+    addEventListener("focus", follow);
     // Else going back finds a page that thinks it is still connected.
-    addEventListener("pagehide", () => { if (source !== null) source.close(); });
-    addEventListener("pageshow", (event) => { if (event.persisted) follow(); });
+    addEventListener("pagehide", leave);
+    addEventListener("pageshow", follow);
   }
 })();
