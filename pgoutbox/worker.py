@@ -27,6 +27,7 @@ from pgoutbox.alert import ALERT_TOPIC, alert_handler
 from pgoutbox.attempts import Attempts
 from pgoutbox.claims import Claims
 from pgoutbox.dispatch import Context, elapsed_clock
+from pgoutbox.django_orm import DjangoConnections
 from pgoutbox.doorbell import Bell, Doorbell
 from pgoutbox.encryption import keyring_of
 from pgoutbox.errors import ConfigurationError
@@ -210,6 +211,10 @@ class Worker:
     def _assemble(self, *, listen: bool) -> None:
         """Make the parts of one run. What leads from one to the other goes through here."""
         settings = self._settings
+        handlers = self._handlers
+        self._django = DjangoConnections.in_use()
+        if self._django is not None:
+            handlers = {topic: self._django.around(handler) for topic, handler in handlers.items()}
         self._store = Store(settings, worker=self.name)
         self._keeper = LeaseKeeper(settings, self._held, self.telemetry, spare=self._store.claims)
         self._finisher = Finisher(
@@ -243,7 +248,7 @@ class Worker:
         )
         self._intake = Intake(
             self._store,
-            self._handlers,
+            handlers,
             self._held,
             self._outage,
             keyring=self._keyring,
@@ -303,6 +308,8 @@ class Worker:
             await self._bell.stop()
         await self._keeper.stop()
         await self._attempts.close()
+        if self._django is not None:
+            await self._django.close()
         await self._store.close()
 
     async def _until_idle(self, *, finished: bool) -> None:

@@ -1,0 +1,14 @@
+"""The database that Django is connected to, for what connects by itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from psycopg.conninfo import make_conninfo
+
+
+def dsn_of(connection: Any) -> str:  # noqa: ANN401 - Django ships no types
+    """The DSN of a connection of Django."""
+    connection.ensure_connection()
+    info = connection.connection.info
+    return make_conninfo(info.dsn, password=info.password)

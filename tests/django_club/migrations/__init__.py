@@ -1,0 +1,1 @@
+"""The tables of the club and the schema of pgoutbox."""
