@@ -130,6 +130,7 @@ class Context:
     __slots__ = (
         "_connection",
         "_ensure",
+        "attempt_count",
         "done",
         "expiring_at",
         "handler",
@@ -148,6 +149,8 @@ class Context:
         used_count: int | None = None,
     ) -> None:
         self.message = message
+        # The fencing token. The message keeps the number that its handler was given: see `take_over`.
+        self.attempt_count = message.attempt_count
         self.handler = handler
         self.leased_at = leased_at
         # How many attempts this one makes that were used up: snoozes, releases and what was before a redrive are not.
@@ -179,6 +182,12 @@ class Context:
     def join(self, connection: psycopg.AsyncConnection[TupleRow]) -> None:
         """Give the handler its transaction. For the worker."""
         self._connection = connection
+
+    def take_over(self, attempt_count: int, leased_at: float) -> None:
+        """Go on under another claim by the same worker, after the server has lost the first one. For the worker."""
+        self.attempt_count = attempt_count
+        self.leased_at = leased_at
+        self.overtaken = None
 
     async def ensure_lease(self) -> None:
         """Make sure of the lease right before a side effect, or raise `LeaseLostError`.

@@ -131,7 +131,7 @@ class Finisher:
     async def _write_sent(self, contexts: Sequence[Context]) -> Mapping[int, State]:
         return await self._store.finish_sent(
             [c.message.id for c in contexts],
-            [c.message.attempt_count for c in contexts],
+            [c.attempt_count for c in contexts],
             {c.message.topic for c in contexts},
         )
 
@@ -155,7 +155,7 @@ class Finisher:
     async def _standing_of(self, contexts: Sequence[Context]) -> Mapping[int, State]:
         if not contexts:
             return {}
-        return await self._store.standing([c.message.id for c in contexts], [c.message.attempt_count for c in contexts])
+        return await self._store.standing([c.message.id for c in contexts], [c.attempt_count for c in contexts])
 
     def _settle(
         self,
@@ -262,7 +262,7 @@ def _verdict_of_any(
         return verdict if verdict.reason is None else replace(verdict, reason=_redacted(verdict.reason, names))
     except Exception as error:  # noqa: BLE001 - an outcome that cannot be read ends its own message, not the worker
         message = context.message
-        return Verdict(message.id, message.attempt_count, "failed", f"the outcome cannot be read: {describe(error)}")
+        return Verdict(message.id, context.attempt_count, "failed", f"the outcome cannot be read: {describe(error)}")
 
 
 def _redacted(text: str, names: Sequence[str]) -> str:
@@ -275,16 +275,16 @@ def verdict_of(context: Context, ending: Transient | Permanent | Skip | Snooze |
     match ending:
         case Transient(error=error, retry_after=retry_after):
             delay = context.handler.retry.delay_seconds(context.used_count, retry_after=retry_after)
-            return Verdict(message.id, message.attempt_count, "retry", clean_text(str(error)), delay)
+            return Verdict(message.id, context.attempt_count, "retry", clean_text(str(error)), delay)
         case Permanent(error=error):
-            return Verdict(message.id, message.attempt_count, "failed", clean_text(str(error)))
+            return Verdict(message.id, context.attempt_count, "failed", clean_text(str(error)))
         case Skip(reason=reason):
             text = clean_text(str(reason)) or "skipped by its handler"
-            return Verdict(message.id, message.attempt_count, "skipped", text)
+            return Verdict(message.id, context.attempt_count, "skipped", text)
         case Snooze(delay_seconds=delay, reason=reason):
             why = None if reason is None else clean_text(str(reason))
-            return Verdict(message.id, message.attempt_count, "snoozed", why, bounded_delay(delay))
+            return Verdict(message.id, context.attempt_count, "snoozed", why, bounded_delay(delay))
         case Released():
-            return Verdict(message.id, message.attempt_count, "released")
+            return Verdict(message.id, context.attempt_count, "released")
         case _:
             assert_never(ending)

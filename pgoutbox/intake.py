@@ -30,7 +30,10 @@ _Content = JsonValue | Permanent | Transient  # What a fan-out shares, or why it
 
 
 class Taken(NamedTuple):
-    """What became of the rows of one claim: each is in exactly one of `works`, `endings` and `ended`."""
+    """What became of the rows of one claim: each is in one of `works`, `endings` and `ended`.
+
+    A row whose message is in flight already is in none of them.
+    """
 
     works: list[Work]
     endings: list[tuple[Context, Ending]]
@@ -76,26 +79,18 @@ class Intake:
             if row.state != _SENDING:
                 ended.append(row)
                 continue
-            handler = self._handlers[row.topic]
-            message, problem = _message_of(row, contents or {}, self._keyring)
-            used_count = row.attempt_count - row.max_attempts + row.attempt_budget
-            context = Context(message, handler, leased_at, self._ensure_lease, used_count)
-            if row.expires_in_seconds is not None:
-                context.expiring_at = leased_at + row.expires_in_seconds
-            self._held[row.id] = context
-            if row.content_id is not None and row.content_id not in (contents or {}):
-                context.done = True
-                gone = Permanent(f"its content {row.content_id} is gone: somebody deleted it")
-                endings.append((context, RELEASED if contents is None else gone))
+            if (in_flight := self._held.get(row.id)) is not None:
+                # The server has lost the commit of its first claim: its handler runs, or has ended already.
+                in_flight.take_over(row.attempt_count, leased_at)
                 continue
+            context, ending = self._accept(row, contents, leased_at)
             if row.former_state == _SENDING:
                 suspects.append(context)
-            if problem is not None or row.superseded:
+            if ending is not None:
                 context.done = True
-                # Superseded since the claim began: a retry is what the finish turns into `skipped`.
-                endings.append((context, problem or Transient("superseded")))
+                endings.append((context, ending))
                 continue
-            if handler.max_batch is None:
+            if context.handler.max_batch is None:
                 works.append((context,))
             else:
                 batches.setdefault(row.topic, []).append(context)
@@ -106,6 +101,23 @@ class Intake:
             works.extend(contexts[start : start + size] for start in range(0, len(contexts), size))
         self._telemetry.count(Event.CLAIMED, len(rows) - len(ended))
         return Taken(works, endings, ended, suspects)
+
+    def _accept(
+        self, row: ClaimedRow, contents: Mapping[int, _Content] | None, leased_at: float
+    ) -> tuple[Context, Ending | None]:
+        """The attempt that a row begins, and its ending if it must end before it begins."""
+        message, problem = _message_of(row, contents or {}, self._keyring)
+        used_count = row.attempt_count - row.max_attempts + row.attempt_budget
+        context = Context(message, self._handlers[row.topic], leased_at, self._ensure_lease, used_count)
+        if row.expires_in_seconds is not None:
+            context.expiring_at = leased_at + row.expires_in_seconds
+        self._held[row.id] = context
+        if row.content_id is not None and contents is None:
+            return context, RELEASED
+        if row.content_id is not None and row.content_id not in (contents or {}):
+            return context, Permanent(f"its content {row.content_id} is gone: somebody deleted it")
+        # Superseded since the claim began: a retry is what the finish turns into `skipped`.
+        return context, problem or (Transient("superseded") if row.superseded else None)
 
     def _report_lost(self, row: ClaimedRow) -> None:
         self._telemetry.report(

@@ -29,8 +29,15 @@ class LeaseKeeper:
     """Keeps the leases of the attempts in `held`, which the worker fills and empties on its own thread."""
 
     def __init__(
-        self, settings: Settings, held: Mapping[int, Context], telemetry: Telemetry, *, spare: Link | None = None
+        self,
+        settings: Settings,
+        held: Mapping[int, Context],
+        telemetry: Telemetry,
+        *,
+        worker: str,
+        spare: Link | None = None,
     ) -> None:
+        self._worker = worker
         self._spare = spare
         self._settings = settings
         self._held = held
@@ -61,15 +68,17 @@ class LeaseKeeper:
         """
         asked_at = elapsed_clock()
         message = context.message
-        ids, attempt_counts = [message.id], [message.attempt_count]
+        ids, attempt_counts = _ids_and_counts([context])
         if asked_at - context.leased_at < self._settings.renew_interval_seconds:
-            rows = await watch(self._link, ids, attempt_counts)
+            rows = await watch(self._link, ids, attempt_counts, worker=self._worker)
             asked_at = context.leased_at
         else:
-            rows = await renew(self._link, ids, attempt_counts, lease_seconds=self._settings.lease_seconds)
+            rows = await renew(
+                self._link, ids, attempt_counts, worker=self._worker, lease_seconds=self._settings.lease_seconds
+            )
         self._tell(context, rows.get(message.id), asked_at)
         if context.overtaken is not None:
-            raise LeaseLostError(f"message {message.id}, attempt {message.attempt_count}: {context.overtaken}")
+            raise LeaseLostError(f"message {message.id}, attempt {context.attempt_count}: {context.overtaken}")
 
     def _run(self) -> None:
         asyncio.run(self._keep())
@@ -115,12 +124,14 @@ class LeaseKeeper:
         for start in range(0, len(renewable), size):
             part = renewable[start : start + size]
             asked_at = elapsed_clock()
-            rows = await renew(link, *_ids_and_counts(part), lease_seconds=self._settings.lease_seconds)
+            rows = await renew(
+                link, *_ids_and_counts(part), worker=self._worker, lease_seconds=self._settings.lease_seconds
+            )
             for context in part:
                 self._tell(context, rows.get(context.message.id), asked_at)
         for start in range(0, len(watchable), size):
             part = watchable[start : start + size]
-            rows = await watch(link, *_ids_and_counts(part))
+            rows = await watch(link, *_ids_and_counts(part), worker=self._worker)
             for context in part:
                 self._tell(context, rows.get(context.message.id), context.leased_at)
 
@@ -144,10 +155,10 @@ class LeaseKeeper:
                 Event.ATTEMPT_OVERTAKEN,
                 "attempt in flight overtaken",
                 message_id=context.message.id,
-                attempt_count=context.message.attempt_count,
+                attempt_count=context.attempt_count,
                 reason=reason,
             )
 
 
 def _ids_and_counts(contexts: list[Context]) -> tuple[list[int], list[int]]:
-    return [c.message.id for c in contexts], [c.message.attempt_count for c in contexts]
+    return [c.message.id for c in contexts], [c.attempt_count for c in contexts]

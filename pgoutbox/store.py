@@ -246,7 +246,7 @@ class Store:
         """
         rows = await self._finishes.fetch(
             sql.FINISH_SENT_AND_FORGET_IF_HELD if await self.forgets_sent(topics) else sql.FINISH_SENT_IF_HELD,
-            {"ids": _array_of(ids), "attempt_counts": _array_of(attempt_counts)},
+            {"ids": _array_of(ids), "attempt_counts": _array_of(attempt_counts), "worker": self.worker},
         )
         return dict.fromkeys((row[0] for row in rows), State.SENT)
 
@@ -274,14 +274,16 @@ class Store:
                 "outcomes": [v.outcome for v in verdicts],
                 "reasons": [v.reason for v in verdicts],
                 "delays": [v.delay_seconds for v in verdicts],
+                "worker": self.worker,
             },
         )
         return {row[0]: State(row[1]) for row in rows}
 
     async def standing(self, ids: Sequence[int], attempt_counts: Sequence[int]) -> dict[int, State]:
-        """The states of these messages, those left out to which a later attempt belongs."""
+        """The states of these messages, except those that another attempt has taken over."""
         rows = await self._finishes.fetch(
-            sql.STANDING, {"ids": _array_of(ids), "attempt_counts": _array_of(attempt_counts)}
+            sql.STANDING,
+            {"ids": _array_of(ids), "attempt_counts": _array_of(attempt_counts), "worker": self.worker},
         )
         return {row[0]: State(row[1]) for row in rows}
 
@@ -369,14 +371,14 @@ class Store:
 
 
 async def complete_within(
-    connection: psycopg.AsyncConnection[TupleRow], message_id: int, attempt_count: int, *, forgets: bool
+    connection: psycopg.AsyncConnection[TupleRow], message_id: int, attempt_count: int, *, worker: str, forgets: bool
 ) -> bool:
     """Finish one attempt as sent in the open transaction of `connection`; False if it does not hold its message.
 
     `forgets` is what `Store.forgets_sent` answers.
     """
     statement = sql.FINISH_SENT_AND_FORGET_IF_HELD if forgets else sql.FINISH_SENT_IF_HELD
-    parameters = {"ids": [message_id], "attempt_counts": [attempt_count]}
+    parameters = {"ids": [message_id], "attempt_counts": [attempt_count], "worker": worker}
     while True:
         cursor = await connection.execute(statement, parameters)
         if await cursor.fetchone() is not None:
@@ -388,11 +390,11 @@ async def complete_within(
 
 
 def complete_within_sync(
-    connection: psycopg.Connection[TupleRow], message_id: int, attempt_count: int, *, forgets: bool
+    connection: psycopg.Connection[TupleRow], message_id: int, attempt_count: int, *, worker: str, forgets: bool
 ) -> bool:
     """The same on a sync connection, for handlers in threads."""
     statement = sql.FINISH_SENT_AND_FORGET_IF_HELD if forgets else sql.FINISH_SENT_IF_HELD
-    parameters = {"ids": [message_id], "attempt_counts": [attempt_count]}
+    parameters = {"ids": [message_id], "attempt_counts": [attempt_count], "worker": worker}
     while True:
         if connection.execute(statement, parameters).fetchone() is not None:
             return True
@@ -437,19 +439,26 @@ def judge_schema(version: int) -> None:
 
 
 async def renew(
-    link: Link, ids: Sequence[int], attempt_counts: Sequence[int], *, lease_seconds: float
+    link: Link, ids: Sequence[int], attempt_counts: Sequence[int], *, worker: str, lease_seconds: float
 ) -> dict[int, HeldRow]:
     """Prolong the leases of these attempts; the answer holds those that still hold their message."""
     rows = await link.fetch(
         sql.RENEW_IF_HELD,
-        {"ids": _array_of(ids), "attempt_counts": _array_of(attempt_counts), "lease_seconds": lease_seconds},
+        {
+            "ids": _array_of(ids),
+            "attempt_counts": _array_of(attempt_counts),
+            "worker": worker,
+            "lease_seconds": lease_seconds,
+        },
     )
     return {row[0]: HeldRow._make(row) for row in rows}
 
 
-async def watch(link: Link, ids: Sequence[int], attempt_counts: Sequence[int]) -> dict[int, HeldRow]:
+async def watch(link: Link, ids: Sequence[int], attempt_counts: Sequence[int], *, worker: str) -> dict[int, HeldRow]:
     """Look at these attempts without writing."""
-    rows = await link.fetch(sql.WATCH_IF_HELD, {"ids": _array_of(ids), "attempt_counts": _array_of(attempt_counts)})
+    rows = await link.fetch(
+        sql.WATCH_IF_HELD, {"ids": _array_of(ids), "attempt_counts": _array_of(attempt_counts), "worker": worker}
+    )
     return {row[0]: HeldRow._make(row) for row in rows}
 
 

@@ -67,7 +67,9 @@ class Transactions:
             _check_usable(connection)
             message = context.message
             forgets = await self._store.forgets_sent((message.topic,))
-            if not await complete_within(connection, message.id, message.attempt_count, forgets=forgets):
+            if not await complete_within(
+                connection, message.id, context.attempt_count, worker=self._store.worker, forgets=forgets
+            ):
                 raise _lost(message)
 
     async def _run_in_thread(self, context: Context, watch_thread: ThreadWatch) -> None:
@@ -85,7 +87,9 @@ class Transactions:
                 if not isinstance(outcome, Sent):
                     raise _NotSentError(outcome)
                 _check_usable(connection)
-                if not complete_within_sync(connection, message.id, message.attempt_count, forgets=forgets):
+                if not complete_within_sync(
+                    connection, message.id, context.attempt_count, worker=self._store.worker, forgets=forgets
+                ):
                     raise _lost(message)
 
         await in_thread(self._threads, watch_thread, work)

@@ -216,7 +216,7 @@ class Worker:
         if self._django is not None:
             handlers = {topic: self._django.around(handler) for topic, handler in handlers.items()}
         self._store = Store(settings, worker=self.name)
-        self._keeper = LeaseKeeper(settings, self._held, self.telemetry, spare=self._store.claims)
+        self._keeper = LeaseKeeper(settings, self._held, self.telemetry, worker=self.name, spare=self._store.claims)
         self._finisher = Finisher(
             self._store,
             self._held,

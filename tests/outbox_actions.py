@@ -143,19 +143,21 @@ def ids_in_flight(rows: Sequence[ClaimedRow]) -> list[int]:
     return [row.id for row in rows if row.state == State.SENDING]
 
 
-def finish_sent(connection: psycopg.Connection, *attempts: tuple[int, int]) -> set[int]:
+def finish_sent(connection: psycopg.Connection, *attempts: tuple[int, int], worker: str = "worker-1") -> set[int]:
     """Finish attempts, each an id and its attempt count, as sent; the ids that were written."""
-    parameters = {"ids": [a[0] for a in attempts], "attempt_counts": [a[1] for a in attempts]}
+    parameters = {"ids": [a[0] for a in attempts], "attempt_counts": [a[1] for a in attempts], "worker": worker}
     return {row[0] for row in connection.execute(sql.FINISH_SENT_IF_HELD, parameters).fetchall()}
 
 
-def finish_sent_and_forget(connection: psycopg.Connection, *attempts: tuple[int, int]) -> set[int]:
+def finish_sent_and_forget(
+    connection: psycopg.Connection, *attempts: tuple[int, int], worker: str = "worker-1"
+) -> set[int]:
     """The same by the statement that also deletes, where a rule of retention says so."""
-    parameters = {"ids": [a[0] for a in attempts], "attempt_counts": [a[1] for a in attempts]}
+    parameters = {"ids": [a[0] for a in attempts], "attempt_counts": [a[1] for a in attempts], "worker": worker}
     return {row[0] for row in connection.execute(sql.FINISH_SENT_AND_FORGET_IF_HELD, parameters).fetchall()}
 
 
-def finish(connection: psycopg.Connection, *verdicts: Verdict) -> dict[int, State]:
+def finish(connection: psycopg.Connection, *verdicts: Verdict, worker: str = "worker-1") -> dict[int, State]:
     """Finish attempts with other outcomes; the states that were reached."""
     parameters = {
         "ids": [v.id for v in verdicts],
@@ -163,23 +165,25 @@ def finish(connection: psycopg.Connection, *verdicts: Verdict) -> dict[int, Stat
         "outcomes": [v.outcome for v in verdicts],
         "reasons": [v.reason for v in verdicts],
         "delays": [v.delay_seconds for v in verdicts],
+        "worker": worker,
     }
     return {row[0]: State(row[1]) for row in connection.execute(sql.FINISH_IF_HELD, parameters).fetchall()}
 
 
-def renew(connection: psycopg.Connection, *attempts: tuple[int, int]) -> dict[int, HeldRow]:
+def renew(connection: psycopg.Connection, *attempts: tuple[int, int], worker: str = "worker-1") -> dict[int, HeldRow]:
     """Renew the leases of attempts."""
     parameters = {
         "ids": [a[0] for a in attempts],
         "attempt_counts": [a[1] for a in attempts],
+        "worker": worker,
         "lease_seconds": LEASE_SECONDS,
     }
     return {row[0]: HeldRow._make(row) for row in connection.execute(sql.RENEW_IF_HELD, parameters).fetchall()}
 
 
-def watch(connection: psycopg.Connection, *attempts: tuple[int, int]) -> dict[int, HeldRow]:
+def watch(connection: psycopg.Connection, *attempts: tuple[int, int], worker: str = "worker-1") -> dict[int, HeldRow]:
     """Look at attempts without writing."""
-    parameters = {"ids": [a[0] for a in attempts], "attempt_counts": [a[1] for a in attempts]}
+    parameters = {"ids": [a[0] for a in attempts], "attempt_counts": [a[1] for a in attempts], "worker": worker}
     return {row[0]: HeldRow._make(row) for row in connection.execute(sql.WATCH_IF_HELD, parameters).fetchall()}
 
 

@@ -55,7 +55,11 @@ def main(batch_size: int) -> int:
                 break
             floor = max((row[DUE_AT], row[0]) for row in rows) if len(rows) == batch_size else NO_FLOOR
             if rows:
-                parameters = {"ids": [row[0] for row in rows], "attempt_counts": [row[6] for row in rows]}
+                parameters = {
+                    "ids": [row[0] for row in rows],
+                    "attempt_counts": [row[6] for row in rows],
+                    "worker": "bare",
+                }
                 cursor.execute(sql.FINISH_SENT_IF_HELD, parameters, prepare=True)
                 meter.handled_count += len(cursor.fetchall())
                 meter.end()

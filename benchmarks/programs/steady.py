@@ -86,7 +86,7 @@ def _finish(connection: psycopg.Connection[tuple[object, ...]]) -> Iterator[tupl
     while True:
         rows = connection.execute(sql.CLAIM, parameters).fetchall()
         began_at = time.monotonic()
-        held = {"ids": [row[0] for row in rows], "attempt_counts": [row[6] for row in rows]}
+        held = {"ids": [row[0] for row in rows], "attempt_counts": [row[6] for row in rows], "worker": "benchmark"}
         connection.execute(sql.FINISH_SENT_IF_HELD, held)
         took = (time.monotonic() - began_at) * 1000
         yield took, took

@@ -319,7 +319,7 @@ $function$
 
 # A worker has no right to delete: what goes as it is sent is named by its attempt, and a rule says so.
 FORGET_SENT = """
-CREATE FUNCTION pgoutbox.forget_sent(ids bigint[], attempt_counts integer[])
+CREATE FUNCTION pgoutbox.forget_sent(ids bigint[], attempt_counts integer[], worker text)
 RETURNS SETOF bigint
 LANGUAGE plpgsql
 SECURITY DEFINER
@@ -331,7 +331,7 @@ BEGIN
         SELECT m.id, m.attempt_count, m.topic
         FROM unnest(ids, attempt_counts) AS o(id, attempt_count)
         JOIN pgoutbox.message_live AS m ON m.id = o.id
-        WHERE m.attempt_count = o.attempt_count
+        WHERE m.attempt_count = o.attempt_count AND m.worker = forget_sent.worker
     ), forgetful AS MATERIALIZED (
         SELECT t.topic
         FROM (SELECT DISTINCT a.topic FROM asked AS a) AS t
@@ -354,6 +354,7 @@ BEGIN
         WHERE m.id = a.id
             AND m.state = 'sending'
             AND m.attempt_count = a.attempt_count
+            AND m.worker = forget_sent.worker
             AND a.topic = ANY (ARRAY(SELECT f.topic FROM forgetful AS f))
         RETURNING m.id
     ), history AS (

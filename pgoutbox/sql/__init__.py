@@ -90,6 +90,7 @@ from pgoutbox.sql.enqueue import (
     SAVEPOINT,
 )
 from pgoutbox.sql.finish import (
+    ATTEMPTS_OF_WORKER,
     FINISH_IF_HELD,
     FINISH_SENT_AND_FORGET_IF_HELD,
     FINISH_SENT_IF_HELD,
@@ -171,6 +172,7 @@ from pgoutbox.sql.watch import (
 __all__ = [
     "ALLOW_BITMAPS",
     "ARM",
+    "ATTEMPTS_OF_WORKER",
     "BACKEND_PID",
     "BEGIN",
     "BEGIN_UPKEEP_IF_DUE",

@@ -73,7 +73,8 @@ _OTHER_LANES: Final[LiteralString] = """, first_lapsed AS MATERIALIZED (
     LIMIT 1
 ), ending AS MATERIALIZED (
     -- Lost attempts whose message is not tried again. Apart, because nothing that ends waits for suspects: a
-    -- newer message of its key may wait for it.
+    -- newer message of its key may wait for it. A worker never takes over its own attempts: after a suspension or an
+    -- outage it has lost only their leases, which it renews.
     SELECT
         m.id,
         m.topic,
@@ -93,6 +94,7 @@ _OTHER_LANES: Final[LiteralString] = """, first_lapsed AS MATERIALIZED (
         AND (m.lease_expires_at, m.id)
             >= ((SELECT f.lease_expires_at FROM first_lapsed AS f), (SELECT f.id FROM first_lapsed AS f))
         AND m.topic = ANY (%(topics)s::text[])
+        AND m.worker <> %(worker)s::text
         AND (
             m.attempt_count >= m.max_attempts
             OR m.cancel_requested_at IS NOT NULL
@@ -131,6 +133,7 @@ _OTHER_LANES: Final[LiteralString] = """, first_lapsed AS MATERIALIZED (
         AND (m.lease_expires_at, m.id)
             >= ((SELECT f.lease_expires_at FROM first_lapsed AS f), (SELECT f.id FROM first_lapsed AS f))
         AND m.topic = ANY (%(topics)s::text[])
+        AND m.worker <> %(worker)s::text
         AND m.id <> ALL (ARRAY(SELECT e.id FROM ending AS e))
         AND (
             %(suspect_limit)s::bigint = 1

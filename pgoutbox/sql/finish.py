@@ -1,15 +1,19 @@
-"""How an attempt ends, and how long it is held. Every statement is fenced by the state and the attempt count."""
+"""How an attempt ends, and how long it is held.
+
+Every statement is fenced by the state, the attempt count and the worker. The count alone is not enough: a failover or a
+crash that loses commits gives the same attempt number out a second time, to another worker.
+"""
 
 from typing import Final, LiteralString
 
-# The common case, apart because it is the hot one. The fence is the state and the attempt count. A row that a caller's
-# transaction has locked, cancelling it, is left out and asked for again: one row never holds up a batch.
+# The common case, apart because it is the hot one. A row that a caller's transaction has locked, cancelling it, is left
+# out and asked for again: one row never holds up a batch.
 FINISH_SENT_IF_HELD: Final[LiteralString] = """
 WITH held AS MATERIALIZED (
     SELECT m.id, m.attempt_count
     FROM unnest(%(ids)s::bigint[], %(attempt_counts)s::integer[]) AS o(id, attempt_count)
     JOIN pgoutbox.message_live AS m ON m.id = o.id
-    WHERE m.state = 'sending' AND m.attempt_count = o.attempt_count
+    WHERE m.state = 'sending' AND m.attempt_count = o.attempt_count AND m.worker = %(worker)s::text
     FOR UPDATE OF m SKIP LOCKED
 )
 UPDATE pgoutbox.message AS m
@@ -32,12 +36,12 @@ WITH held AS MATERIALIZED (
     SELECT m.id, m.attempt_count
     FROM unnest(%(ids)s::bigint[], %(attempt_counts)s::integer[]) AS o(id, attempt_count)
     JOIN pgoutbox.message_live AS m ON m.id = o.id
-    WHERE m.state = 'sending' AND m.attempt_count = o.attempt_count
+    WHERE m.state = 'sending' AND m.attempt_count = o.attempt_count AND m.worker = %(worker)s::text
     FOR UPDATE OF m SKIP LOCKED
 ), forgotten AS MATERIALIZED (
     SELECT f.id
     FROM pgoutbox.forget_sent(
-        ARRAY(SELECT h.id FROM held AS h), ARRAY(SELECT h.attempt_count FROM held AS h)
+        ARRAY(SELECT h.id FROM held AS h), ARRAY(SELECT h.attempt_count FROM held AS h), %(worker)s::text
     ) AS f(id)
 ), kept AS (
     UPDATE pgoutbox.message AS m
@@ -94,7 +98,7 @@ WITH outcome AS (
     FROM outcome AS o
     JOIN pgoutbox.message_live AS m ON m.id = o.id
     LEFT JOIN pgoutbox.coalesce AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
-    WHERE m.state = 'sending' AND m.attempt_count = o.attempt_count
+    WHERE m.state = 'sending' AND m.attempt_count = o.attempt_count AND m.worker = %(worker)s::text
     FOR UPDATE OF m SKIP LOCKED
 ), finished AS (
     UPDATE pgoutbox.message AS m
@@ -137,14 +141,24 @@ SELECT f.id, f.state
 FROM finished AS f
 """
 
-# Where the messages of these attempts stand, unless a later attempt has begun: what a finish that wrote less than it
+# Where the messages of these attempts stand, unless another attempt has begun: what a finish that wrote less than it
 # was asked to write wants to know. `sending` means that the row was locked; any other state, that an earlier try of
 # the same finish was committed and its answer lost.
 STANDING: Final[LiteralString] = """
 SELECT m.id, m.state
 FROM unnest(%(ids)s::bigint[], %(attempt_counts)s::integer[]) AS o(id, attempt_count)
 JOIN pgoutbox.message AS m ON m.id = o.id
-WHERE m.attempt_count = o.attempt_count
+WHERE m.attempt_count = o.attempt_count AND m.worker = %(worker)s::text
+"""
+
+# What a worker has in flight as far as the database knows. It differs from what the worker knows when the answer to a
+# claim was lost.
+ATTEMPTS_OF_WORKER: Final[LiteralString] = """
+SELECT m.id, m.attempt_count
+FROM pgoutbox.message_live AS m
+WHERE m.queue = ANY (%(queues)s::text[])
+    AND m.state = 'sending'
+    AND m.worker = %(worker)s::text
 """
 
 # Newer messages of the same keys had to wait for these attempts. Asked after they are committed, because one that was
@@ -167,7 +181,7 @@ WITH asked AS (
     SELECT m.id, m.attempt_count
     FROM asked AS a
     JOIN pgoutbox.message_live AS m ON m.id = a.id
-    WHERE m.state = 'sending' AND m.attempt_count = a.attempt_count
+    WHERE m.state = 'sending' AND m.attempt_count = a.attempt_count AND m.worker = %(worker)s::text
     FOR UPDATE OF m SKIP LOCKED
 ), renewed AS (
     UPDATE pgoutbox.message_live AS m
@@ -185,7 +199,7 @@ FROM asked AS a
 JOIN pgoutbox.message_live AS m ON m.id = a.id
 LEFT JOIN pgoutbox.coalesce AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
 LEFT JOIN renewed AS r ON r.id = m.id
-WHERE m.state = 'sending' AND m.attempt_count = a.attempt_count
+WHERE m.state = 'sending' AND m.attempt_count = a.attempt_count AND m.worker = %(worker)s::text
 """
 
 # The same answer without the write.
@@ -198,5 +212,5 @@ SELECT
 FROM unnest(%(ids)s::bigint[], %(attempt_counts)s::integer[]) AS a(id, attempt_count)
 JOIN pgoutbox.message_live AS m ON m.id = a.id
 LEFT JOIN pgoutbox.coalesce AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
-WHERE m.state = 'sending' AND m.attempt_count = a.attempt_count
+WHERE m.state = 'sending' AND m.attempt_count = a.attempt_count AND m.worker = %(worker)s::text
 """

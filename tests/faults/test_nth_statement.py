@@ -468,7 +468,7 @@ def test_a_renewal_that_is_cut_off_leaves_the_lease_as_it_was_or_prolonged_and_c
 
     async def ask() -> None:
         try:
-            held = await renew(link, [message_id], [1], lease_seconds=600)
+            held = await renew(link, [message_id], [1], worker="worker-1", lease_seconds=600)
         finally:
             # Each play has an event loop, and therefore a connection, of its own.
             await link.close()

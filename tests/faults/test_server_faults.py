@@ -23,15 +23,18 @@ import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
 
+from pgoutbox import Context, Message, Outbox, Permanent, Sent
 from pgoutbox.doorbell import Doorbell
 from pgoutbox.link import is_out_of_reach
-from pgoutbox.telemetry import Telemetry
+from pgoutbox.message import Outcome, State
+from pgoutbox.telemetry import Event, Telemetry
+from pgoutbox.worker import Worker
 from tests.faults.fleet import fleet_on
 from tests.faults.ledger import install_audit
 from tests.faults.load import Load, start_worker
 from tests.faults.servers import DATABASE, OwnServer, Workshop, open_workshop
-from tests.outbox_actions import claim, enqueue, row_of, settings_for, state_of
-from tests.waiting import wait_until
+from tests.outbox_actions import attempts_of, claim, enqueue, reports, row_of, running, settings_for, state_of
+from tests.waiting import until, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -514,9 +517,7 @@ def test_after_a_failover_to_a_synchronous_standby_nothing_is_lost(
             lambda: db.execute("SELECT sync_state FROM pg_stat_replication").fetchall() == [("sync",)],
             lambda: "the standby replicates synchronously",
         )
-        hosts, ports = f"{own_server.home},{heir.home}", "5432,5432"
-        dsn = f"host={hosts} port={ports} user=postgres dbname={DATABASE} target_session_attrs=read-write"
-        with Load(dsn, tmp_path) as load:
+        with Load(dsn_of_either(own_server, heir), tmp_path) as load:
             worker = load.start_worker()
             load.until_more_are_handed_over()
             with watched(worker, "D15"):
@@ -524,6 +525,89 @@ def test_after_a_failover_to_a_synchronous_standby_nothing_is_lost(
                 heir.promote()
             _figures.info("D15: resumed %.2f s after the promotion", load.until_more_are_handed_over())
             assert_agree(load.settle())
+
+
+async def test_after_a_failover_that_lost_a_claim_its_worker_cannot_end_the_attempt_of_another(
+    workshop: Workshop, own_server: OwnServer
+) -> None:
+    """Both workers hold attempt 1 of the message: the count alone does not tell them apart."""
+    with own_server.connect() as db, workshop.standby_of(own_server, "heir") as heir:
+        heir.start()
+        message_id = enqueue(db)
+        await cut_off(heir, message_id)
+        dsn = dsn_of_either(own_server, heir)
+        stale, owner = HeldWorker(dsn), HeldWorker(dsn)
+        with reports() as heard:
+            async with running(stale.worker):
+                await stale.begun.wait()
+                own_server.stop("immediate")
+                heir.promote()
+                with heir.connect() as db_after:
+                    assert state_of(db_after, message_id) == State.PENDING
+                    async with running(owner.worker):
+                        await owner.begun.wait()
+                        stale.ends_with.set_result(Permanent("refused on the lost timeline"))
+                        await heard.wait_for(Event.LEASE_LOST)
+                        row = row_of(db_after, message_id)
+                        assert (row.state, row.attempt_count, row.worker) == (State.SENDING, 1, owner.worker.name)
+                        owner.ends_with.set_result(Sent())
+                        await until(lambda: state_of(db_after, message_id) == State.SENT)
+                    assert attempts_of(db_after, message_id) == []
+
+
+async def test_a_worker_goes_on_with_an_attempt_whose_claim_a_failover_lost(
+    workshop: Workshop, own_server: OwnServer
+) -> None:
+    """The message is pending on the heir. The worker claims it again and starts no second attempt beside the first."""
+    with own_server.connect() as db, workshop.standby_of(own_server, "heir") as heir:
+        heir.start()
+        message_id = enqueue(db)
+        await cut_off(heir, message_id)
+        dsn = dsn_of_either(own_server, heir)
+        held = HeldWorker(dsn, concurrency=2)
+        async with running(held.worker):
+            await held.begun.wait()
+            own_server.stop("immediate")
+            heir.promote()
+            with heir.connect() as db_after:
+                await until(lambda: state_of(db_after, message_id) == State.SENDING)
+                held.ends_with.set_result(Sent())
+                await until(lambda: state_of(db_after, message_id) == State.SENT)
+                row = row_of(db_after, message_id)
+                assert (row.attempt_count, held.begun_count) == (1, 1)
+
+
+def dsn_of_either(first: OwnServer, second: OwnServer) -> str:
+    """DSN of whichever of two servers is the primary."""
+    hosts = f"{first.home},{second.home}"
+    return f"host={hosts} port=5432,5432 user=postgres dbname={DATABASE} target_session_attrs=read-write"
+
+
+async def cut_off(heir: OwnServer, message_id: int) -> None:
+    """Stop the replication to a standby once the message has reached it."""
+    with heir.connect() as replica:
+        await until(lambda: replica.execute("SELECT id FROM pgoutbox.message").fetchall() == [(message_id,)])
+        replica.execute("ALTER SYSTEM SET primary_conninfo = ''")
+        replica.execute("SELECT pg_reload_conf()")
+        await until(lambda: replica.execute("SELECT pid FROM pg_stat_wal_receiver").fetchall() == [])
+
+
+class HeldWorker:
+    """A worker whose handler waits for its outcome."""
+
+    def __init__(self, dsn: str, *, concurrency: int = 1) -> None:
+        outbox = Outbox(settings_for(dsn, concurrency=concurrency, sweep_seconds=1))
+        self.begun = asyncio.Event()
+        self.begun_count = 0
+        self.ends_with: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+
+        @outbox.handler("greet")
+        async def greet(message: Message, ctx: Context) -> Outcome:
+            self.begun_count += 1
+            self.begun.set()
+            return await asyncio.shield(self.ends_with)
+
+        self.worker = Worker(outbox)
 
 
 @pytest.fixture

@@ -46,6 +46,7 @@ from tests.outbox_actions import (
     settings_for,
     state_of,
     until_blocked,
+    watch,
 )
 from tests.races import ADVISORY_LOCKS
 
@@ -77,30 +78,94 @@ def stage(dsn: str, connect: Connect) -> Stage:
 # --- the fence --------------------------------------------------------------------------------------------------------
 
 
-def lost_to_another(stage: Stage) -> int:
-    """A message in its second attempt, whose first owner is stale."""
+def attempted_again(stage: Stage) -> int:
+    """A message in its second attempt, by the worker that made the first one."""
     message_id = enqueue(stage.db)
-    claim(stage.db, worker="stale")
-    lapse(stage.db, message_id)
-    assert ids_in_flight(claim(stage.db, worker="owner")) == [message_id]
+    claim(stage.db)
+    finish(stage.db, Verdict(message_id, 1, "released"))
+    assert ids_in_flight(claim(stage.db)) == [message_id]
     return message_id
 
 
-async def a_stale_owner_cannot_write_sent(stage: Stage) -> None:
-    message_id = lost_to_another(stage)
+def claimed_on_both_timelines(stage: Stage) -> int:
+    """A message in its first attempt by worker-1. The server has lost the commit of another worker's first attempt."""
+    message_id = enqueue(stage.db)
+    lost = stage.connect()
+    assert ids_in_flight(claim(lost, worker="stale")) == [message_id]
+    lost.rollback()
+    assert ids_in_flight(claim(stage.db)) == [message_id]
+    return message_id
+
+
+async def a_stale_attempt_cannot_write_sent(stage: Stage) -> None:
+    message_id = attempted_again(stage)
     finish_sent(stage.db, (message_id, 1))
     assert row_of(stage.db, message_id).state == "sending"
 
 
-async def a_stale_owner_cannot_write_another_end(stage: Stage) -> None:
-    message_id = lost_to_another(stage)
+async def a_stale_attempt_cannot_write_another_end(stage: Stage) -> None:
+    message_id = attempted_again(stage)
     finish(stage.db, Verdict(message_id, 1, "failed", "stale"))
     assert row_of(stage.db, message_id).state == "sending"
 
 
-async def a_stale_owner_cannot_renew(stage: Stage) -> None:
-    message_id = lost_to_another(stage)
+async def a_stale_attempt_cannot_renew(stage: Stage) -> None:
+    message_id = attempted_again(stage)
     assert renew(stage.db, (message_id, 1)) == {}
+
+
+async def a_stale_attempt_cannot_watch(stage: Stage) -> None:
+    message_id = attempted_again(stage)
+    assert watch(stage.db, (message_id, 1)) == {}
+
+
+async def a_worker_of_a_lost_timeline_cannot_write_sent(stage: Stage) -> None:
+    message_id = claimed_on_both_timelines(stage)
+    finish_sent(stage.db, (message_id, 1), worker="stale")
+    assert row_of(stage.db, message_id).state == "sending"
+
+
+async def a_worker_of_a_lost_timeline_cannot_write_another_end(stage: Stage) -> None:
+    message_id = claimed_on_both_timelines(stage)
+    finish(stage.db, Verdict(message_id, 1, "failed", "stale"), worker="stale")
+    assert row_of(stage.db, message_id).state == "sending"
+
+
+async def a_worker_of_a_lost_timeline_cannot_renew(stage: Stage) -> None:
+    message_id = claimed_on_both_timelines(stage)
+    assert renew(stage.db, (message_id, 1), worker="stale") == {}
+
+
+async def a_worker_of_a_lost_timeline_cannot_watch(stage: Stage) -> None:
+    message_id = claimed_on_both_timelines(stage)
+    assert watch(stage.db, (message_id, 1), worker="stale") == {}
+
+
+async def a_worker_of_a_lost_timeline_is_not_told_that_its_attempt_stands(stage: Stage) -> None:
+    message_id = claimed_on_both_timelines(stage)
+    parameters = {"ids": [message_id], "attempt_counts": [1], "worker": "stale"}
+    assert stage.db.execute(sql.STANDING, parameters).fetchall() == []
+
+
+async def a_worker_of_a_lost_timeline_cannot_delete(stage: Stage) -> None:
+    keep_nothing(stage)
+    message_id = claimed_on_both_timelines(stage)
+    finish_sent_and_forget(stage.db, (message_id, 1), worker="stale")
+    assert [row.state for row in rows_of(stage.db, message_id)] == ["sending"]
+
+
+async def a_worker_leaves_its_own_lapsed_attempt(stage: Stage) -> None:
+    message_id = enqueue(stage.db)
+    claim(stage.db)
+    lapse(stage.db, message_id)
+    assert claim(stage.db) == []
+
+
+async def a_worker_does_not_end_its_own_lapsed_attempt(stage: Stage) -> None:
+    message_id = enqueue(stage.db, max_attempts=1)
+    claim(stage.db)
+    lapse(stage.db, message_id)
+    assert claim(stage.db) == []
 
 
 async def an_attempt_from_before_a_redrive_cannot_write(stage: Stage) -> None:
@@ -129,9 +194,9 @@ def keep_nothing(stage: Stage, topic: str = "*", state: str = "sent") -> None:
     stage.db.execute("INSERT INTO pgoutbox.retention (topic, state, keep) VALUES (%s, %s, '0')", [topic, state])
 
 
-async def a_stale_owner_cannot_delete(stage: Stage) -> None:
+async def a_stale_attempt_cannot_delete(stage: Stage) -> None:
     keep_nothing(stage)
-    message_id = lost_to_another(stage)
+    message_id = attempted_again(stage)
     finish_sent_and_forget(stage.db, (message_id, 1))
     assert [row.state for row in rows_of(stage.db, message_id)] == ["sending"]
 
@@ -258,7 +323,7 @@ async def an_older_attempt_is_not_retried_after_a_newer_message(stage: Stage) ->
 def lost_together(stage: Stage, count: int, *, max_attempts: int = 11) -> list[int]:
     """Messages whose process has ended, and one of them may have ended it."""
     ids = [enqueue(stage.db, max_attempts=max_attempts) for _ in range(count)]
-    assert ids_in_flight(claim(stage.db)) == ids
+    assert ids_in_flight(claim(stage.db, worker="dead")) == ids
     for message_id in ids:
         lapse(stage.db, message_id)
     return ids
@@ -378,6 +443,19 @@ def no_fence_in(name: str, *conditions: str) -> Mutation:
         patch.setattr(sql, name, without(getattr(sql, name), *conditions))
 
     return mutate
+
+
+def no_worker_in(name: str, *, times: int = 1) -> Mutation:
+    """The statement of this name without its condition on the worker."""
+
+    def mutate(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(sql, name, without(getattr(sql, name), "AND m.worker = %(worker)s::text", times=times))
+
+    return mutate
+
+
+def no_look_at_the_owner(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sql, "CLAIM", without(sql.CLAIM, "AND m.worker <> %(worker)s::text", times=2))
 
 
 NO_FENCE_IN_SENT = no_fence_in(
@@ -510,18 +588,39 @@ def no_pinned_isolation(stage: Stage, patch: pytest.MonkeyPatch) -> None:
 
 
 GUARDED: list[tuple[str, Scenario, Mutation]] = [
-    ("fence in finish sent", a_stale_owner_cannot_write_sent, NO_FENCE_IN_SENT),
+    ("fence in finish sent", a_stale_attempt_cannot_write_sent, NO_FENCE_IN_SENT),
     ("fence after redrive", an_attempt_from_before_a_redrive_cannot_write, NO_FENCE_IN_SENT),
     ("fence after release", a_released_attempt_cannot_write, NO_FENCE_IN_SENT),
-    ("fence in finish", a_stale_owner_cannot_write_another_end, NO_FENCE_IN_FINISH),
+    ("fence in finish", a_stale_attempt_cannot_write_another_end, NO_FENCE_IN_FINISH),
     (
         "fence in renew",
-        a_stale_owner_cannot_renew,
+        a_stale_attempt_cannot_renew,
         lambda stage, patch: patch.setattr(
             sql, "RENEW_IF_HELD", without(sql.RENEW_IF_HELD, "AND m.attempt_count = a.attempt_count", times=2)
         ),
     ),
-    ("fence in forget", a_stale_owner_cannot_delete, no_fence_in_forget),
+    (
+        "fence in watch",
+        a_stale_attempt_cannot_watch,
+        no_fence_in("WATCH_IF_HELD", "AND m.attempt_count = a.attempt_count"),
+    ),
+    ("fence in forget", a_stale_attempt_cannot_delete, no_fence_in_forget),
+    ("worker in finish sent", a_worker_of_a_lost_timeline_cannot_write_sent, no_worker_in("FINISH_SENT_IF_HELD")),
+    ("worker in finish", a_worker_of_a_lost_timeline_cannot_write_another_end, no_worker_in("FINISH_IF_HELD")),
+    ("worker in renew", a_worker_of_a_lost_timeline_cannot_renew, no_worker_in("RENEW_IF_HELD", times=2)),
+    ("worker in watch", a_worker_of_a_lost_timeline_cannot_watch, no_worker_in("WATCH_IF_HELD")),
+    (
+        "worker in standing",
+        a_worker_of_a_lost_timeline_is_not_told_that_its_attempt_stands,
+        no_worker_in("STANDING"),
+    ),
+    (
+        "worker in forget",
+        a_worker_of_a_lost_timeline_cannot_delete,
+        no_worker_in("FINISH_SENT_AND_FORGET_IF_HELD"),
+    ),
+    ("own attempts: suspects", a_worker_leaves_its_own_lapsed_attempt, no_look_at_the_owner),
+    ("own attempts: ending", a_worker_does_not_end_its_own_lapsed_attempt, no_look_at_the_owner),
     ("state in forget", what_is_pending_again_is_not_deleted, no_state_in_forget),
     ("rule in forget", a_rule_that_was_taken_back_is_obeyed_at_once, no_look_at_the_rule_in_forget),
     ("own rule in forget", a_topics_own_rule_holds, no_guard_in_function("forget_sent", OWN_RULE_IN_FORGET)),

@@ -240,7 +240,7 @@ async def test_the_writes_of_a_handler_whose_message_another_has_sent_are_rolled
         await ctx.connection.execute("INSERT INTO written VALUES (1)")
         lapse(db, message.id)
         claim(db, worker="another")
-        assert finish_sent_and_forget(db, (message.id, 2)) == {message.id}
+        assert finish_sent_and_forget(db, (message.id, 2), worker="another") == {message.id}
 
     enqueue(db)
     worker = Worker(outbox)

@@ -386,7 +386,7 @@ CONTROLS: Final = (
     "INSERT INTO pgoutbox.audit (act_id, actor, action) VALUES (gen_random_uuid(), 'a', 'pause')",
 )
 DELIVERS: Final = (
-    "SELECT pgoutbox.forget_sent(ARRAY[1::bigint], ARRAY[1])",
+    "SELECT pgoutbox.forget_sent(ARRAY[1::bigint], ARRAY[1], 'w')",
     "UPDATE pgoutbox.message SET state = 'sent'",
     "INSERT INTO pgoutbox.attempt VALUES (1, 1, 'retry', 'w', now(), now())",
     (
@@ -435,9 +435,10 @@ def test_a_worker_cannot_delete_a_message_that_no_rule_forgets_nor_one_that_anot
     kept, held = put(connection, State.SENDING), put(connection, State.SENDING, topic="other")
     connection.execute("INSERT INTO pgoutbox.retention VALUES ('0 s', 'other', 'sent')")
     connection.commit()
-    forget = "SELECT pgoutbox.forget_sent(%s, %s)"
+    forget = "SELECT pgoutbox.forget_sent(%s, %s, 'w')"
     with login(dsn, WORKER) as their_dsn, psycopg.connect(their_dsn, autocommit=True) as worker:
         assert worker.execute(forget, ([kept, held], [1, 2])).fetchall() == []
+        assert worker.execute(forget.replace("'w'", "'another'"), ([kept, held], [1, 1])).fetchall() == []
         assert worker.execute(forget, ([kept, held], [1, 1])).fetchall() == [(held,)]
 
 
@@ -820,7 +821,7 @@ CALLS: Final[tuple[tuple[str, LiteralString], ...]] = (
     (PRODUCER, "SELECT FROM pgoutbox.enqueue_fanout('mail', '{}', '{tel:1,tel:2}', content => '{}')"),
     (PRODUCER, "SELECT pgoutbox.cancel(1)"),
     (PRODUCER, "SELECT FROM pgoutbox.cancel_by_key('mail', coalesce_key => 'k', dedupe_key => 'd')"),
-    (WORKER, "SELECT pgoutbox.forget_sent('{1}', '{1}')"),
+    (WORKER, "SELECT pgoutbox.forget_sent('{1}', '{1}', 'w')"),
     (WORKER, "SELECT pgoutbox.permits('limited', 5)"),
     (WORKER, "SELECT pgoutbox.newest_id('mail', 'k')"),
     (WORKER, "SELECT pgoutbox.prune_by_rule('*', 'sent', '-infinity', 'infinity', 10)"),

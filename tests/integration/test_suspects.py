@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 def lost(db: psycopg.Connection, topic: str = "greet", *, times: int = 1, max_attempts: int = 11) -> int:
     """A message whose worker died, so many times in a row."""
     message_id = enqueue(db, topic, max_attempts=max_attempts)
-    for _ in range(times):
-        assert [row.id for row in claim(db, topics=[topic])] == [message_id]
+    for number in range(times):
+        assert [row.id for row in claim(db, topics=[topic], worker=f"dead-{number}")] == [message_id]
         lapse(db, message_id)
     # The next one's claim does not find it here.
     db.execute("UPDATE pgoutbox.message_live SET queue = 'apart' WHERE id = %s", [message_id])

@@ -222,7 +222,7 @@ def test_a_message_waits_while_its_predecessor_is_in_flight(rolled_back: psycopg
     successor = enqueue(rolled_back, coalesce_key="k")
     other = enqueue(rolled_back, coalesce_key="other")
     assert ids_in_flight(claim(rolled_back)) == [other]
-    finish(rolled_back, Verdict(predecessor, 1, "failed", "no"))
+    finish(rolled_back, Verdict(predecessor, 1, "failed", "no"), worker="first")
     assert ids_in_flight(claim(rolled_back)) == [successor]
 
 
@@ -434,15 +434,15 @@ def test_a_suspect_behind_one_of_a_foreign_topic_is_found(rolled_back: psycopg.C
 @pytest.mark.parametrize("claims", [1, 2, 5])
 def test_every_claim_counts_one_attempt_more(rolled_back: psycopg.Connection, claims: int) -> None:
     message_id = in_flight(rolled_back)
-    for _ in range(claims - 1):
+    for number in range(claims - 1):
         lapse(rolled_back, message_id)
-        claim(rolled_back)
+        claim(rolled_back, worker=f"successor-{number}")
     assert row_of(rolled_back, message_id).attempt_count == claims
 
 
 def test_a_snoozed_message_keeps_counting_where_it_stood(rolled_back: psycopg.Connection) -> None:
     message_id = in_flight(rolled_back)
-    finish(rolled_back, Verdict(message_id, 1, "snoozed", None, 0.0))
+    finish(rolled_back, Verdict(message_id, 1, "snoozed", None, 0.0), worker="first")
     assert claim(rolled_back)[0].attempt_count == 2
 
 

@@ -275,7 +275,7 @@ def test_a_locked_row_is_left_out_and_the_others_are_finished(connect: Connect) 
 
 
 def standing(connection: psycopg.Connection, *attempts: tuple[int, int]) -> dict[int, str]:
-    parameters = {"ids": [a[0] for a in attempts], "attempt_counts": [a[1] for a in attempts]}
+    parameters = {"ids": [a[0] for a in attempts], "attempt_counts": [a[1] for a in attempts], "worker": "worker-1"}
     return {row[0]: row[1] for row in connection.execute(sql.STANDING, parameters).fetchall()}
 
 
@@ -289,7 +289,7 @@ def test_an_attempt_stands_where_its_message_stands(rolled_back: psycopg.Connect
 def test_an_attempt_that_another_one_followed_stands_nowhere(rolled_back: psycopg.Connection) -> None:
     message_id = in_flight(rolled_back)
     lapse(rolled_back, message_id)
-    claim(rolled_back)
+    claim(rolled_back, worker="successor")
     assert standing(rolled_back, (message_id, 1)) == {}
 
 

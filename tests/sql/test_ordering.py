@@ -93,7 +93,7 @@ def test_a_lost_attempt_is_made_again_before_the_next(rolled_back: psycopg.Conne
     claim_ordered(rolled_back)
     lapse(rolled_back, first)
     assert find_ordered(rolled_back)[0] == []
-    assert ids_in_flight(claim(rolled_back)) == [first]
+    assert ids_in_flight(claim(rolled_back, worker="successor")) == [first]
 
 
 def test_a_message_that_failed_and_halts_holds_up_those_behind_it(rolled_back: psycopg.Connection) -> None:

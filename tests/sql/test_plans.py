@@ -71,6 +71,7 @@ CLAIM_PARAMETERS: Mapping[str, object] = {
     "lease_seconds": 60.0,
 }
 HELD_PARAMETERS: Mapping[str, object] = {
+    "worker": "w",
     "ids": list(range(DONE_COUNT, DONE_COUNT + 200)),
     "attempt_counts": [1] * 200,
     "lease_seconds": 60.0,
