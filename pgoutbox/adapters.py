@@ -19,7 +19,14 @@ import psycopg
 from psycopg.pq import PipelineStatus, TransactionStatus
 from psycopg.rows import tuple_row
 
-from pgoutbox.errors import DuplicateError, PayloadError, PgOutboxError, SchemaError, TransactionError
+from pgoutbox.errors import (
+    ConfigurationError,
+    DuplicateError,
+    PayloadError,
+    PgOutboxError,
+    SchemaError,
+    TransactionError,
+)
 from pgoutbox.store import MIGRATE_HINT
 
 if TYPE_CHECKING:
@@ -381,6 +388,11 @@ def translated_errors() -> Iterator[None]:
 def _own_error(error: Exception) -> PgOutboxError | None:
     if "sqlalchemy.exc.PendingRollbackError" in _type_names(error):
         return _aborted()
+    if isinstance(error, UnicodeEncodeError):
+        return ConfigurationError(
+            f"client_encoding: the connection's encoding {error.encoding} lacks {error.object[error.start]!a};"
+            " set client_encoding to UTF8 for the role or the connection"
+        )
     match _answer_of(error):
         case Answer(sqlstate="25P02"):
             return _aborted()

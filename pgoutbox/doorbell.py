@@ -19,7 +19,8 @@ import psycopg
 from psycopg.rows import TupleRow
 
 from pgoutbox import sql
-from pgoutbox.link import connect, deadline, is_out_of_reach, prepare_session
+from pgoutbox.connections import deadline
+from pgoutbox.link import connect, is_out_of_reach, prepare_session
 from pgoutbox.settings import Settings
 from pgoutbox.telemetry import Event, Telemetry
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import os
-import socket
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from typing import Final, LiteralString
 
 import psycopg
@@ -20,7 +18,8 @@ from psycopg import pq
 from psycopg.conninfo import make_conninfo
 from psycopg.rows import TupleRow
 
-from pgoutbox import sql
+from pgoutbox import connections, sql
+from pgoutbox.connections import deadline
 from pgoutbox.settings import Settings
 
 _REFUSED_PAUSE_SECONDS: Final = 1.0
@@ -143,31 +142,15 @@ class Link:
                 await connection.close()
 
 
-def conninfo_for(dsn: str, settings: Settings, *, purpose: str) -> str:
-    """`dsn` with what every connection of pgoutbox has: a name that tells its purpose, and a peer that is looked after.
-
-    A peer that is gone without a word is noticed after half a minute. Raises `psycopg.ProgrammingError` for what is no
-    DSN.
-    """
-    return make_conninfo(
-        dsn,
-        connect_timeout=settings.connect_timeout_seconds,
-        application_name=f"pgoutbox {purpose}",
-        keepalives=1,
-        keepalives_idle=15,
-        keepalives_interval=5,
-        keepalives_count=3,
-        tcp_user_timeout=20_000,
-    )
-
-
 async def connect(dsn: str, settings: Settings, *, purpose: str) -> tuple[psycopg.AsyncConnection[TupleRow], bool]:
     """Open an autocommit connection; with it, whether it leads to the server directly.
 
     A pooler makes up the process number that it tells its clients. It may give each transaction another session: then
     a session's settings, prepared statements and LISTEN are lost, or worse, met by others.
     """
-    connection = await psycopg.AsyncConnection.connect(conninfo_for(dsn, settings, purpose=purpose), autocommit=True)
+    connection = await connections.connect_async(
+        dsn, purpose=purpose, connect_timeout_seconds=settings.connect_timeout_seconds, answer_seconds=None
+    )
     try:
         async with deadline(connection, settings.connect_timeout_seconds):
             cursor = await connection.execute(sql.BACKEND_PID, prepare=False)
@@ -187,34 +170,6 @@ async def prepare_session(connection: psycopg.AsyncConnection[TupleRow], setting
     except BaseException:
         await connection.close()
         raise
-
-
-@contextlib.asynccontextmanager
-async def deadline(connection: psycopg.AsyncConnection[TupleRow], seconds: float) -> AsyncIterator[None]:
-    """Break the connection when the time is up, so that what waits for it fails at once: `TimeoutError`.
-
-    Cancelling the task instead, as `asyncio.timeout` does, would have the driver ask the server to cancel the statement
-    first, and wait for that for up to ten seconds more, on the same dead network.
-    """
-    is_over = False
-
-    def end() -> None:
-        nonlocal is_over
-        is_over = True
-        if not connection.closed:
-            # The socket itself stays libpq's, which finds it at its end.
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as broken:
-                broken.shutdown(socket.SHUT_RDWR)
-
-    timer = asyncio.get_running_loop().call_later(seconds, end)
-    try:
-        yield
-    except psycopg.Error as error:
-        if is_over:
-            raise TimeoutError(f"no answer within {seconds:g} s") from error
-        raise
-    finally:
-        timer.cancel()
 
 
 def timeouts(settings: Settings) -> dict[str, object]:
@@ -245,7 +200,7 @@ async def is_out_of_reach(error: psycopg.Error | OSError, dsn: str, settings: Se
     """
     if not is_passing(error):
         return False
-    if not isinstance(error, psycopg.OperationalError) or error.sqlstate is not None:
+    if isinstance(error, TimeoutError) or not isinstance(error, psycopg.OperationalError) or error.sqlstate is not None:
         return True
     if _says_full(error):
         return True

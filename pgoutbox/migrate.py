@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import psycopg
 from psycopg.errors import LockNotAvailable
 
+from pgoutbox import connections
 from pgoutbox.errors import ConfigurationError, MissingExtraError, SchemaError
 from pgoutbox.telemetry import Event
 
@@ -173,8 +174,13 @@ def _transaction(dsn: str) -> Iterator[Connection]:
     from sqlalchemy.pool import NullPool
 
     def connect() -> psycopg.Connection[tuple[object, ...]]:
-        # Prepared statements would not survive a transaction pooler.
-        return psycopg.connect(dsn, application_name="pgoutbox migrate", prepare_threshold=None)
+        # A migration takes as long as its tables are large: only keepalives tell that the server is gone.
+        return connections.connect(
+            dsn,
+            purpose="migrate",
+            answer_seconds=None,
+            autocommit=False,
+        )
 
     engine = create_engine("postgresql+psycopg://", creator=connect, poolclass=NullPool)
     try:

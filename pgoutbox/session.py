@@ -12,8 +12,7 @@ import psycopg
 from psycopg.errors import DeadlockDetected, SerializationFailure
 from psycopg.rows import TupleRow
 
-from pgoutbox import sql
-from pgoutbox.link import conninfo_for
+from pgoutbox import connections, sql
 from pgoutbox.settings import Settings
 from pgoutbox.store import ServerFacts, judge_schema, judge_server
 
@@ -23,6 +22,7 @@ Progress = Callable[[int], object]
 _TRIALS: Final = 5
 # A person waits for the answer and can interrupt it: this is only there for a terminal that was left alone.
 _USUAL_TIME_LIMIT: Final = 300.0
+_ANSWER_SECONDS: Final = 5.0  # Time that the server has to report that a statement reached its time limit.
 _time_limit: ContextVar[float] = ContextVar("pgoutbox_time_limit", default=_USUAL_TIME_LIMIT)
 
 _T = TypeVar("_T")
@@ -46,8 +46,11 @@ def connect(
         with connect(load_settings()) as connection:
             redrive(connection, [17])
     """
-    connection = psycopg.connect(
-        conninfo_for(settings.require_dsn(), settings, purpose=purpose), autocommit=True, prepare_threshold=None
+    connection = connections.connect(
+        settings.require_dsn(),
+        purpose=purpose,
+        connect_timeout_seconds=settings.connect_timeout_seconds,
+        answer_seconds=settings.connect_timeout_seconds,
     )
     with contextlib.closing(connection):
         with watching(connection):
@@ -74,7 +77,9 @@ def limiting(seconds: float) -> Iterator[None]:
 
 
 def prepare(connection: psycopg.Connection[TupleRow]) -> None:
-    """Make the open transaction independent of the defaults of its role and its database."""
+    """Make the open transaction independent of the defaults of its role and its database, and limit its statements."""
+    if isinstance(connection, connections.Connection):
+        connection.answer_seconds = _time_limit.get() + _ANSWER_SECONDS
     connection.execute(sql.PREPARE_OPERATION, {"statement_timeout": f"{_time_limit.get() * 1000:.0f}ms"})
 
 

@@ -28,6 +28,7 @@ from psycopg import sql as composable
 from psycopg.rows import class_row
 from pydantic import JsonValue
 
+from pgoutbox import connections
 from pgoutbox.encryption import is_sealed, keyring_of, unseal
 from pgoutbox.message import Message, Outcome, Sent, State
 from pgoutbox.outbox import Outbox
@@ -208,7 +209,7 @@ class OutboxDriver:
         await worker.run_once()
 
     def _connect(self) -> psycopg.Connection:
-        return psycopg.connect(self._dsn)
+        return connections.connect(self._dsn, purpose="testing", answer_seconds=None, autocommit=False)
 
 
 def _contains(actual: JsonValue, expected: object) -> bool:
@@ -256,7 +257,7 @@ def pgoutbox_dsn(pgoutbox_server_dsn: str) -> Iterator[str]:
 
     name = f"pgoutbox_test_{os.getpid()}_{next(_database_numbers)}"
     identifier = composable.Identifier(name)
-    with psycopg.connect(pgoutbox_server_dsn, autocommit=True) as connection:
+    with connections.connect(pgoutbox_server_dsn, purpose="testing", answer_seconds=None) as connection:
         connection.execute(composable.SQL("CREATE DATABASE {} TEMPLATE template0 ENCODING 'UTF8'").format(identifier))
         try:
             dsn = psycopg.conninfo.make_conninfo(pgoutbox_server_dsn, dbname=name)

@@ -7,6 +7,8 @@ holds its message, everything the handler wrote is rolled back.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Iterator
 from concurrent.futures import Executor
 from typing import Final, LiteralString
 
@@ -14,6 +16,7 @@ import psycopg
 import psycopg_pool
 from psycopg.rows import TupleRow
 
+from pgoutbox.connections import AsyncConnection, Connection, conninfo_for
 from pgoutbox.dispatch import Context, Dispatcher, SyncContext, in_thread, outcome_of_error
 from pgoutbox.errors import LeaseLostError
 from pgoutbox.message import Message, Outcome, Sent, Transient
@@ -23,6 +26,8 @@ from pgoutbox.store import Store, complete_within, complete_within_sync
 
 # What one handler sets in its session is not to reach the next one.
 _FORGET: Final[LiteralString] = "RESET ROLE; RESET ALL"
+# A statement that is cancelled because its handler's time is over has so long to end before its connection is broken.
+_CANCEL_SECONDS: Final = 1.0
 
 
 class _NotSentError(Exception):
@@ -41,8 +46,10 @@ class Transactions:
         self._store = store
         self._dispatcher = dispatcher
         self._threads = threads
-        self._pool: psycopg_pool.AsyncConnectionPool[psycopg.AsyncConnection[TupleRow]] | None = None
-        self._sync_pool: psycopg_pool.ConnectionPool[psycopg.Connection[TupleRow]] | None = None
+        self._pool: psycopg_pool.AsyncConnectionPool[AsyncConnection[TupleRow]] | None = None
+        self._sync_pool: psycopg_pool.ConnectionPool[Connection[TupleRow]] | None = None
+        # An answer to a statement of ours; a statement of a handler has as long as its handler.
+        self._answer_seconds = settings.statement_timeout_seconds + settings.connect_timeout_seconds
 
     async def run(self, context: Context, watch_thread: ThreadWatch) -> Ending:
         """One attempt in a transaction of its own. Whatever is not `Sent` rolls it back."""
@@ -61,7 +68,8 @@ class Transactions:
         pool = await self._open_pool()
         async with pool.connection() as connection:
             context.join(connection)
-            outcome = await self._dispatcher.run(context, watch_thread)
+            with self._lent(connection, context):
+                outcome = await self._dispatcher.run(context, watch_thread)
             if not isinstance(outcome, Sent):
                 raise _NotSentError(outcome)
             _check_usable(connection)
@@ -81,7 +89,8 @@ class Transactions:
 
         def work() -> None:
             with pool.connection() as connection:
-                result = handler.function(message, SyncContext(context, loop, connection))
+                with self._lent(connection, context):
+                    result = handler.function(message, SyncContext(context, loop, connection))
                 sending = asyncio.run_coroutine_threadsafe(self._dispatcher.conclude(context, message, result), loop)
                 outcome = sending.result()
                 if not isinstance(outcome, Sent):
@@ -94,19 +103,35 @@ class Transactions:
 
         await in_thread(self._threads, watch_thread, work)
 
-    async def _open_pool(self) -> psycopg_pool.AsyncConnectionPool[psycopg.AsyncConnection[TupleRow]]:
+    @contextlib.contextmanager
+    def _lent(self, connection: AsyncConnection[TupleRow] | Connection[TupleRow], context: Context) -> Iterator[None]:
+        """Let the handler's own statements take as long as the handler may, and ours what they may."""
+        limit = context.handler.timeout_seconds or self._settings.handler_timeout_seconds
+        connection.answer_seconds = None if limit is None else limit + _CANCEL_SECONDS
+        try:
+            yield
+        finally:
+            connection.answer_seconds = self._answer_seconds
+
+    async def _open_pool(self) -> psycopg_pool.AsyncConnectionPool[AsyncConnection[TupleRow]]:
         if self._pool is None:
 
-            async def reset(connection: psycopg.AsyncConnection[TupleRow]) -> None:
+            async def reset(connection: AsyncConnection[TupleRow]) -> None:
                 await connection.set_autocommit(True)
                 await connection.execute(_FORGET)
                 await connection.set_autocommit(False)
 
-            async def configure(connection: psycopg.AsyncConnection[TupleRow]) -> None:
+            async def configure(connection: AsyncConnection[TupleRow]) -> None:
+                connection.answer_seconds = self._answer_seconds
                 await connection.set_isolation_level(psycopg.IsolationLevel.READ_COMMITTED)
 
             self._pool = psycopg_pool.AsyncConnectionPool(
-                self._settings.require_dsn(),
+                conninfo_for(
+                    self._settings.require_dsn(),
+                    purpose="handler",
+                    connect_timeout_seconds=self._settings.connect_timeout_seconds,
+                ),
+                connection_class=AsyncConnection[TupleRow],
                 kwargs=_connection_options(self._settings),
                 configure=configure,
                 reset=reset,
@@ -119,19 +144,25 @@ class Transactions:
             await self._pool.open()
         return self._pool
 
-    def _open_sync_pool(self) -> psycopg_pool.ConnectionPool[psycopg.Connection[TupleRow]]:
+    def _open_sync_pool(self) -> psycopg_pool.ConnectionPool[Connection[TupleRow]]:
         if self._sync_pool is None:
 
-            def reset(connection: psycopg.Connection[TupleRow]) -> None:
+            def reset(connection: Connection[TupleRow]) -> None:
                 connection.autocommit = True
                 connection.execute(_FORGET)
                 connection.autocommit = False
 
-            def configure(connection: psycopg.Connection[TupleRow]) -> None:
+            def configure(connection: Connection[TupleRow]) -> None:
+                connection.answer_seconds = self._answer_seconds
                 connection.set_isolation_level(psycopg.IsolationLevel.READ_COMMITTED)
 
             self._sync_pool = psycopg_pool.ConnectionPool(
-                self._settings.require_dsn(),
+                conninfo_for(
+                    self._settings.require_dsn(),
+                    purpose="handler",
+                    connect_timeout_seconds=self._settings.connect_timeout_seconds,
+                ),
+                connection_class=Connection[TupleRow],
                 kwargs=_connection_options(self._settings),
                 configure=configure,
                 reset=reset,
@@ -152,10 +183,7 @@ class Transactions:
 
 
 def _connection_options(settings: Settings) -> dict[str, object]:
-    options: dict[str, object] = {"application_name": "pgoutbox handler"}
-    if settings.pooled:
-        options["prepare_threshold"] = None
-    return options
+    return {"prepare_threshold": None} if settings.pooled else {}
 
 
 def _check_usable(connection: psycopg.AsyncConnection[TupleRow] | psycopg.Connection[TupleRow]) -> None:

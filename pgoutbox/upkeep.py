@@ -65,7 +65,7 @@ class Upkeep:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
         if self._taking is not None and not await self._is_over_within(self._taking, _STOP_SECONDS):
-            self._cancel_statement()
+            await self._cancel_statement()
             await self._is_over_within(
                 self._taking, _STOP_SECONDS
             )  # The thread is a daemon: a dead network does not keep us.
@@ -109,7 +109,7 @@ class Upkeep:
             taking.set_running_or_notify_cancel()  # A turn that is not awaited any more goes on to its next pause.
             threading.Thread(target=self._work, args=(turn, taking), name="pgoutbox-upkeep", daemon=True).start()
             if not await self._is_over_within(taking, 2 * _TURN_SECONDS):
-                self._cancel_statement()
+                await self._cancel_statement()
             error = await asyncio.wrap_future(taking)
             if error is not None:
                 raise error
@@ -137,11 +137,12 @@ class Upkeep:
         await asyncio.wait([asyncio.wrap_future(taking)], timeout=seconds)
         return taking.done()
 
-    def _cancel_statement(self) -> None:
+    async def _cancel_statement(self) -> None:
         connection = self._connection
         if connection is not None:
             with contextlib.suppress(psycopg.Error):
-                connection.cancel()
+                # In a thread: a server behind a dead network keeps who asks it waiting.
+                await asyncio.to_thread(connection.cancel_safe, timeout=_STOP_SECONDS)
 
     def _report(self, turn: Turn) -> None:
         totals = turn.totals

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +11,7 @@ from typing import Final, LiteralString
 import psycopg
 from psycopg.rows import DictRow, dict_row
 
-from pgoutbox import sql
+from pgoutbox import connections, sql
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import Settings
 
@@ -54,7 +51,7 @@ class Patient:
 
     def ask(self, statement: LiteralString, parameters: Mapping[str, object] | None = None) -> list[DictRow]:
         """What one statement answers, in a read-only transaction of its own."""
-        with _bounded(self.connection), self.connection.transaction():
+        with self.connection.transaction():
             self.connection.execute(sql.PREPARE_EXAMINATION, {"seconds": STATEMENT_SECONDS})
             return self.connection.execute(statement, parameters).fetchall()
 
@@ -68,45 +65,18 @@ def run(
     connection: psycopg.Connection[DictRow], statement: LiteralString, parameters: Mapping[str, object] | None = None
 ) -> list[DictRow]:
     """What one statement answers that needs no transaction of its own."""
-    with _bounded(connection):
-        cursor = connection.execute(statement, parameters)
-        return cursor.fetchall() if cursor.description is not None else []
-
-
-@contextlib.contextmanager
-def _bounded(connection: psycopg.Connection[DictRow]) -> Iterator[None]:
-    """Break the connection when the server does not answer: its own time limit is not kept behind a dead network."""
-    is_over = threading.Event()
-
-    def end() -> None:
-        is_over.set()
-        # The socket itself stays libpq's, which finds it at its end.
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as broken:
-            broken.shutdown(socket.SHUT_RDWR)
-
-    timer = threading.Timer(STATEMENT_SECONDS + ANSWER_SECONDS, end)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    except psycopg.Error as error:
-        if is_over.is_set():
-            raise TimeoutError(f"no answer within {STATEMENT_SECONDS + ANSWER_SECONDS:g} s") from error
-        raise
-    finally:
-        timer.cancel()
+    cursor = connection.execute(statement, parameters)
+    return cursor.fetchall() if cursor.description is not None else []
 
 
 @contextlib.contextmanager
 def connected(dsn: str, settings: Settings) -> Iterator[psycopg.Connection[DictRow]]:
     """A connection whose transactions only read. Works through a transaction pooler and on a standby."""
-    connection = psycopg.connect(
+    connection = connections.connect(
         dsn,
-        autocommit=True,
-        prepare_threshold=None,
-        connect_timeout=settings.connect_timeout_seconds,
-        application_name="pgoutbox doctor",
-        client_encoding="utf8",
+        purpose="doctor",
+        connect_timeout_seconds=settings.connect_timeout_seconds,
+        answer_seconds=STATEMENT_SECONDS + ANSWER_SECONDS,
         row_factory=dict_row,
     )
     with contextlib.closing(connection):

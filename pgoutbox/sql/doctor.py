@@ -6,10 +6,15 @@ no view shows. Without those rights a check says what to grant.
 
 from typing import Final, LiteralString
 
+from pgoutbox.sql.sessions import TRANSACTION_FORMATS
+
 # Local to the transaction, so that nothing of it stays behind in a pooler's session. A check that would take long is
 # given up: a server in trouble is not to get more of it.
-PREPARE_EXAMINATION: Final[LiteralString] = """
-SELECT
+PREPARE_EXAMINATION: Final[LiteralString] = (
+    """
+SELECT"""
+    + TRANSACTION_FORMATS
+    + """
     set_config('statement_timeout', %(seconds)s::text || 's', true),
     set_config('lock_timeout', '1s', true),
     set_config('idle_in_transaction_session_timeout', '60s', true),
@@ -18,6 +23,7 @@ SELECT
     END,
     set_config('search_path', 'pg_catalog, pg_temp', true)
 """
+)
 
 # By the catalog alone: a role without rights in the schema is to learn that it has none.
 EXAMINED_SERVER: Final[LiteralString] = """

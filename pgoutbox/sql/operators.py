@@ -2,9 +2,14 @@
 
 from typing import Final, LiteralString
 
+from pgoutbox.sql.sessions import TRANSACTION_FORMATS
+
 # Local to the transaction, so that nothing of it stays behind in a pooler's session.
-PREPARE_OPERATION: Final[LiteralString] = """
-SELECT
+PREPARE_OPERATION: Final[LiteralString] = (
+    """
+SELECT"""
+    + TRANSACTION_FORMATS
+    + """
     set_config('statement_timeout', %(statement_timeout)s::text, true),
     set_config('lock_timeout', '2s', true),
     set_config('idle_in_transaction_session_timeout', '60s', true),
@@ -13,6 +18,7 @@ SELECT
     END,
     set_config('search_path', 'pg_catalog, pg_temp', true)
 """
+)
 
 RECORD_ACT: Final[LiteralString] = """
 INSERT INTO pgoutbox.audit (act_id, actor, origin, action, queue, message_count, message_ids, details)

@@ -2,6 +2,16 @@
 
 from typing import Final, LiteralString
 
+# The driver reads times and intervals in these formats only. Whatever the formats of the role are, they end with the
+# transaction, so that nothing of ours stays behind in a pooler's session.
+TRANSACTION_FORMATS: Final[LiteralString] = """
+    set_config('datestyle', 'ISO, MDY', true),
+    set_config('intervalstyle', 'postgres', true),
+    set_config('timezone', 'UTC', true),
+    set_config('bytea_output', 'hex', true),
+    set_config('extra_float_digits', '1', true),
+"""
+
 # The role's or the database's defaults must not change what a statement means. The planner settings pin the one plan
 # that stays fast whatever the statistics say: nested loops over the lanes' indexes and the primary key. Sessions that
 # wait for work are idle; and PostgreSQL before version 17 does not know transaction_timeout.

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -21,6 +19,7 @@ from psycopg.rows import TupleRow
 
 from pgoutbox import session, sql
 from pgoutbox.audit import Actor, acting_as
+from pgoutbox.connections import break_socket
 from pgoutbox.errors import ConfigurationError, PgOutboxError, SchemaError
 
 if TYPE_CHECKING:
@@ -220,8 +219,5 @@ class _Deadline:
     def end(self) -> None:
         with self._lock:
             self.is_over = True
-            connection = self._connection
-            if connection is not None and not connection.closed:
-                # The socket itself stays libpq's, which finds it at its end.
-                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as broken:
-                    broken.shutdown(socket.SHUT_RDWR)
+            if self._connection is not None:
+                break_socket(self._connection)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 import psycopg
 from starlette.responses import PlainTextResponse, Response
 
-from pgoutbox import sql
+from pgoutbox import connections, sql
 from pgoutbox.telemetry import Event
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class Feed:
         while True:
             try:
                 await self._watch_connection()
-            except (psycopg.Error, OSError, TimeoutError) as error:
+            except (psycopg.Error, OSError) as error:
                 logger.debug(
                     "the dashboard's reader lost the database",
                     extra={"event": Event.WEB_READER_LOST, "error": type(error).__name__},
@@ -117,18 +117,16 @@ class Feed:
         settings = self._settings
         listens = settings.listen and (settings.listen_dsn is not None or not settings.pooled)
         dsn = settings.require_listen_dsn() if listens else settings.require_dsn()
-        connection = await psycopg.AsyncConnection.connect(
+        connection = await connections.connect_async(
             dsn,
-            autocommit=True,
-            prepare_threshold=None,
-            connect_timeout=settings.connect_timeout_seconds,
-            application_name="pgoutbox web",
+            purpose="web",
+            connect_timeout_seconds=settings.connect_timeout_seconds,
+            answer_seconds=_ANSWER_SECONDS,
         )
         async with connection:
             await connection.set_read_only(True)
             if listens:
-                async with asyncio.timeout(_ANSWER_SECONDS):
-                    await connection.execute(sql.LISTEN)
+                await connection.execute(sql.LISTEN)
             last: tuple[object, ...] | None = None
             while True:
                 pulse = await _pulse(connection)
@@ -144,7 +142,7 @@ class Feed:
 
 
 async def _pulse(connection: psycopg.AsyncConnection[TupleRow]) -> tuple[object, ...]:
-    async with asyncio.timeout(_ANSWER_SECONDS), connection.transaction():
+    async with connection.transaction():
         await connection.execute(sql.PREPARE_OPERATION, {"statement_timeout": "2s"})
         rows = await (await connection.execute(sql.PULSE)).fetchall()
         return tuple(rows[0])

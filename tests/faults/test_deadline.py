@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import psycopg
 import pytest
 
-from pgoutbox.link import Link, deadline
-from tests.outbox_actions import PATIENCE_SECONDS, settings_for
+from pgoutbox import Message, Outbox, RetryPolicy, connections, session
+from pgoutbox.connections import deadline
+from pgoutbox.dispatch import Context, SyncContext
+from pgoutbox.link import Link
+from pgoutbox.message import State
+from pgoutbox.worker import Worker
+from tests.faults.proxy import Proxy, proxy_to
+from tests.outbox_actions import PATIENCE_SECONDS, enqueue, row_of, running, settings_for
+from tests.waiting import until
 
 if TYPE_CHECKING:
-    from tests.faults.proxy import Proxy
+    from pathlib import Path
 
 
 async def test_a_deadline_ends_a_connection_that_does_not_answer_without_asking_the_server_to_cancel(
@@ -49,3 +57,67 @@ async def test_a_link_whose_statement_is_not_answered_opens_another_connection(p
     finally:
         await link.close()
     assert proxy.cancel_request_count == 0
+
+
+@pytest.mark.parametrize("is_async", [True, False], ids=["on the event loop", "in a thread"])
+@pytest.mark.parametrize("stage", ["in the handler", "at its completion"])
+async def test_a_dead_network_under_a_transactional_handler_costs_it_one_attempt_and_no_slot(
+    dsn: str, db: psycopg.Connection, tmp_path: Path, is_async: bool, stage: str
+) -> None:
+    with proxy_to(dsn, tmp_path) as proxy, ExitStack() as network:
+        outbox = Outbox(settings_for(proxy.dsn, concurrency=1, statement_timeout_seconds=1, connect_timeout_seconds=1))
+        attempts: list[int] = []
+        limit = 1.0 if stage == "in the handler" else None
+        at_once = RetryPolicy(base_seconds=0.01, cap_seconds=0.01)
+
+        def dies(message: Message) -> bool:
+            attempts.append(message.attempt_count)
+            if message.attempt_count == 1:
+                network.enter_context(proxy.stalled("pgoutbox handler", open_connections_only=True))
+            return message.attempt_count == 1 and stage == "in the handler"
+
+        if is_async:
+
+            @outbox.handler("greet", transactional=True, retry=at_once, timeout=limit)
+            async def greet(message: Message, ctx: Context) -> None:
+                await ctx.connection.execute("SELECT 1")
+                if dies(message):
+                    await ctx.connection.execute("SELECT 2")
+        else:
+
+            @outbox.handler("greet", transactional=True, retry=at_once, timeout=limit)
+            def greet_in_thread(message: Message, ctx: SyncContext) -> None:
+                ctx.connection.execute("SELECT 1")
+                if dies(message):
+                    ctx.connection.execute("SELECT 2")
+
+        message_id = enqueue(db)
+        async with running(Worker(outbox)):
+            await until(lambda: row_of(db, message_id).is_finished)
+    assert attempts == [1, 2]
+    assert row_of(db, message_id).state == State.SENT
+
+
+def test_a_sync_connection_that_gets_no_answer_breaks_without_asking_the_server_to_cancel(proxy: Proxy) -> None:
+    with connections.connect(proxy.dsn, purpose="cli", answer_seconds=0.2) as connection:
+        with proxy.stalled(), pytest.raises(TimeoutError, match=r"no answer within 0\.2 s"):
+            connection.execute("SELECT 1")
+        assert connection.closed
+        assert proxy.cancel_request_count == 0
+
+
+def test_a_sync_connection_waits_for_each_answer_anew(proxy: Proxy) -> None:
+    with connections.connect(proxy.dsn, purpose="cli", answer_seconds=0.4) as connection:
+        for _ in range(3):
+            connection.execute("SELECT pg_sleep(0.2)")
+
+
+def test_an_operators_command_gives_up_on_a_dead_network(proxy: Proxy) -> None:
+    with (
+        session.connect(settings_for(proxy.dsn)) as connection,
+        session.limiting(-4.5),
+        pytest.raises(TimeoutError, match=r"no answer within 0\.5 s"),
+        connection.transaction(),
+        proxy.stalled(),
+    ):
+        session.prepare(connection)

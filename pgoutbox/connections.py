@@ -1,0 +1,189 @@
+"""The one place that opens connections to PostgreSQL, for every part of the package.
+
+Every connection speaks UTF-8 whatever the role, the database or PGCLIENTENCODING say, notices a dead peer, and has a
+time limit for opening. A server behind a dead network never answers, so each wait for an answer has a deadline on this
+side too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import time
+from collections.abc import AsyncIterator
+from typing import Any, Final, TypeVar, overload
+
+import psycopg
+from psycopg.abc import PQGen
+from psycopg.conninfo import make_conninfo
+from psycopg.rows import Row, RowFactory, TupleRow, tuple_row
+
+_KEEPALIVE: Final = {
+    "keepalives": 1,
+    "keepalives_idle": 15,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 20_000,
+}
+_WAIT_INTERVAL_SECONDS: Final = 0.1
+DEFAULT_CONNECT_TIMEOUT_SECONDS: Final = 10
+
+RV = TypeVar("RV")
+
+
+class AnswerTimeoutError(psycopg.OperationalError, TimeoutError):
+    """The server has not answered in time, and the connection is broken."""
+
+
+def conninfo_for(dsn: str, *, purpose: str, connect_timeout_seconds: int) -> str:
+    """Return `dsn` with the options that every connection of pgoutbox has, and its purpose in the application's name.
+
+    Half a minute after a peer has vanished without a word the connection is broken. Raises `psycopg.ProgrammingError`
+    if `dsn` is not a connection string.
+    """
+    return make_conninfo(
+        dsn,
+        application_name=f"pgoutbox {purpose}",
+        client_encoding="UTF8",
+        connect_timeout=connect_timeout_seconds,
+        **_KEEPALIVE,
+    )
+
+
+class Connection(psycopg.Connection[Row]):
+    """A connection that breaks when an answer takes longer than `answer_seconds`; None: wait without a limit.
+
+    The call that waited then raises `AnswerTimeoutError`.
+    """
+
+    answer_seconds: float | None = None
+
+    def wait(self, gen: PQGen[RV], interval: float = _WAIT_INTERVAL_SECONDS, timeout: float | None = None) -> RV:
+        """Wait for the server, up to the limit."""
+        if self.answer_seconds is not None:
+            gen = self._limited(gen, self.answer_seconds)
+        return super().wait(gen, interval) if timeout is None else super().wait(gen, interval, timeout)
+
+    def _limited(self, gen: PQGen[RV], seconds: float) -> PQGen[RV]:
+        ends_at = time.monotonic() + seconds
+        try:
+            wanted = next(gen)
+            while True:
+                ready = yield wanted
+                # The driver resumes us at each interval, with nothing ready if nothing has come.
+                if not ready and time.monotonic() > ends_at:
+                    self.pgconn.finish()
+                    raise _no_answer_within(seconds)
+                wanted = gen.send(ready)
+        except StopIteration as end:
+            answer: RV = end.value
+            return answer
+
+
+class AsyncConnection(psycopg.AsyncConnection[Row]):
+    """The same for an event loop."""
+
+    answer_seconds: float | None = None
+
+    async def wait(self, gen: PQGen[RV], interval: float = _WAIT_INTERVAL_SECONDS, timeout: float | None = None) -> RV:  # noqa: ASYNC109 - the driver's signature
+        """Wait for the server, up to the limit."""
+        limit = contextlib.nullcontext() if self.answer_seconds is None else deadline(self, self.answer_seconds)
+        async with limit:
+            if timeout is None:
+                return await super().wait(gen, interval)
+            return await super().wait(gen, interval, timeout)
+
+
+@overload
+def connect(
+    dsn: str,
+    *,
+    purpose: str,
+    connect_timeout_seconds: int = DEFAULT_CONNECT_TIMEOUT_SECONDS,
+    answer_seconds: float | None,
+    autocommit: bool = True,
+) -> Connection[TupleRow]: ...
+
+
+@overload
+def connect(
+    dsn: str,
+    *,
+    purpose: str,
+    connect_timeout_seconds: int = DEFAULT_CONNECT_TIMEOUT_SECONDS,
+    answer_seconds: float | None,
+    autocommit: bool = True,
+    row_factory: RowFactory[Row],
+) -> Connection[Row]: ...
+
+
+def connect(
+    dsn: str,
+    *,
+    purpose: str,
+    connect_timeout_seconds: int = DEFAULT_CONNECT_TIMEOUT_SECONDS,
+    answer_seconds: float | None,
+    autocommit: bool = True,
+    row_factory: RowFactory[Any] = tuple_row,
+) -> Connection[Any]:
+    """Open a connection without prepared statements, which works through a transaction pooler too."""
+    connection = Connection.connect(
+        conninfo_for(dsn, purpose=purpose, connect_timeout_seconds=connect_timeout_seconds),
+        autocommit=autocommit,
+        prepare_threshold=None,
+        row_factory=row_factory,
+    )
+    connection.answer_seconds = answer_seconds
+    return connection
+
+
+async def connect_async(
+    dsn: str, *, purpose: str, connect_timeout_seconds: int, answer_seconds: float | None
+) -> AsyncConnection[TupleRow]:
+    """Open an autocommit connection without prepared statements, for the running event loop."""
+    connection = await AsyncConnection.connect(
+        conninfo_for(dsn, purpose=purpose, connect_timeout_seconds=connect_timeout_seconds),
+        autocommit=True,
+        prepare_threshold=None,
+    )
+    connection.answer_seconds = answer_seconds
+    return connection
+
+
+@contextlib.asynccontextmanager
+async def deadline(connection: psycopg.AsyncConnection[Any], seconds: float) -> AsyncIterator[None]:
+    """Break the connection when the time is up, so that the statement that waits for it fails: `AnswerTimeoutError`.
+
+    Cancelling the task instead, as `asyncio.timeout` does, would have the driver ask the server to cancel the statement
+    first, and wait for that for up to ten seconds more, on the same dead network.
+    """
+    is_over = False
+
+    def end() -> None:
+        nonlocal is_over
+        is_over = True
+        break_socket(connection)
+
+    timer = asyncio.get_running_loop().call_later(seconds, end)
+    try:
+        yield
+    except psycopg.Error as error:
+        if is_over:
+            raise _no_answer_within(seconds) from error
+        raise
+    finally:
+        timer.cancel()
+
+
+def break_socket(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> None:
+    """Shut the socket of a connection, from any thread; the thread or task that waits for an answer gets an error."""
+    if not connection.closed:
+        # The socket itself stays libpq's, which finds it at its end.
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as broken:
+            broken.shutdown(socket.SHUT_RDWR)
+
+
+def _no_answer_within(seconds: float) -> AnswerTimeoutError:
+    return AnswerTimeoutError(f"no answer within {seconds:g} s")

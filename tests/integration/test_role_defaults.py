@@ -1,0 +1,172 @@
+"""Whatever a role, a database or the environment sets for sessions, pgoutbox's own connections work as they must."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+import httpx
+import psycopg
+import pytest
+from psycopg import sql as composable
+from psycopg.conninfo import conninfo_to_dict
+from psycopg.types.json import Jsonb
+
+from pgoutbox import Message, Outbox, migrate
+from pgoutbox.cli import main
+from pgoutbox.dispatch import Context, SyncContext
+from pgoutbox.doctor import Level, examine
+from pgoutbox.errors import ConfigurationError
+from pgoutbox.message import State
+from pgoutbox.settings import load_settings
+from pgoutbox.web import create_app
+from pgoutbox.worker import Worker
+from tests.messages import put
+from tests.outbox_actions import enqueue, row_of, rows_of, running, settings_for
+from tests.roles import ROLES, login
+from tests.waiting import PROCESS_PATIENCE_SECONDS, until
+from tests.web_server import VIEWER_TOKEN, serving, web_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+UNSPEAKABLE: Final = "5 € 🎉"  # LATIN1 has neither.
+HOSTILE: Final = {
+    "German dates": {"datestyle": "German, DMY"},
+    "SQL dates": {"datestyle": "SQL"},
+    "Postgres dates": {"datestyle": "Postgres, MDY"},
+    "standard intervals": {"intervalstyle": "sql_standard"},
+    "ISO intervals": {"intervalstyle": "iso_8601"},
+    "a time zone without a name": {"timezone": "<+03:30>-03:30"},
+    "escaped bytes and short floats": {"bytea_output": "escape", "extra_float_digits": "-15"},
+    "LATIN1": {"client_encoding": "LATIN1"},
+    "SQL_ASCII": {"client_encoding": "SQL_ASCII"},
+}
+
+
+@contextmanager
+def login_with(dsn: str, *roles: str, **defaults: str) -> Iterator[str]:
+    """The DSN of a new login role whose sessions begin with these settings."""
+    with login(dsn, *roles) as own_dsn, psycopg.connect(dsn, autocommit=True) as superuser:
+        role = composable.Identifier(str(conninfo_to_dict(own_dsn)["user"]))
+        for name, value in defaults.items():
+            statement = composable.SQL("ALTER ROLE {} SET {} = {}")
+            superuser.execute(statement.format(role, composable.Identifier(name), composable.Literal(value)))
+        yield own_dsn
+
+
+@pytest.fixture(params=["of the role", "of the environment"])
+def latin_dsn(request: pytest.FixtureRequest, dsn: str, db: psycopg.Connection) -> Iterator[str]:
+    """A DSN whose sessions speak LATIN1 unless they ask for something else. The test's own is open already."""
+    with login_with(dsn, *ROLES, client_encoding="LATIN1") as own_dsn, pytest.MonkeyPatch.context() as monkeypatch:
+        if request.param == "of the environment":
+            monkeypatch.setenv("PGCLIENTENCODING", "LATIN1")
+            yield dsn
+        else:
+            yield own_dsn
+
+
+async def test_a_worker_delivers_what_the_encoding_of_its_sessions_cannot_express(
+    latin_dsn: str, db: psycopg.Connection
+) -> None:
+    outbox = Outbox(settings_for(latin_dsn))
+    got: list[object] = []
+
+    @outbox.handler("plain")
+    async def plain(message: Message, ctx: Context) -> None:
+        got.append(message.payload)
+
+    @outbox.handler("written", transactional=True)
+    async def written(message: Message, ctx: Context) -> None:
+        cursor = await ctx.connection.execute("SELECT %s::text", [message.payload])
+        got.append((await cursor.fetchone() or ("",))[0])
+
+    @outbox.handler("threaded", transactional=True)
+    def threaded(message: Message, ctx: SyncContext) -> None:
+        got.append((ctx.connection.execute("SELECT %s::text", [message.payload]).fetchone() or ("",))[0])
+
+    ids = [enqueue(db, topic, UNSPEAKABLE) for topic in ("plain", "written", "threaded")]
+    async with running(Worker(outbox)):
+        await until(lambda: all(row.is_finished for row in rows_of(db, *ids)))
+    assert {row.state for row in rows_of(db, *ids)} == {State.SENT}
+    assert got == [UNSPEAKABLE] * 3
+
+
+def test_an_enqueue_on_a_latin1_connection_names_the_encoding_that_lacks_a_character(dsn: str) -> None:
+    outbox = Outbox(settings_for(dsn))
+    with psycopg.connect(dsn, client_encoding="LATIN1") as connection:
+        with pytest.raises(ConfigurationError, match=r"client_encoding: .* lacks '\\u20ac'.* UTF8"):
+            outbox.enqueue(connection, "greet", UNSPEAKABLE)
+        outbox.enqueue(connection, "greet", "für alle")
+        assert connection.execute("SELECT payload #>> '{}' FROM pgoutbox.message").fetchall() == [("für alle",)]
+
+
+def test_an_enqueue_on_a_connection_without_an_encoding_writes_utf8(dsn: str, db: psycopg.Connection) -> None:
+    outbox = Outbox(settings_for(dsn))
+    with psycopg.connect(dsn, client_encoding="SQL_ASCII") as connection:
+        enqueued = outbox.enqueue(connection, "greet", UNSPEAKABLE, dedupe_key="once")
+        again = outbox.enqueue(connection, "greet", UNSPEAKABLE, dedupe_key="once")
+    assert again == (enqueued.id, True)
+    assert db.execute("SELECT payload #>> '{}' FROM pgoutbox.message").fetchall() == [(UNSPEAKABLE,)]
+
+
+def put_unspeakable(db: psycopg.Connection) -> int:
+    """A failed message with a payload and an error that need UTF-8."""
+    message_id = put(db, State.FAILED)
+    values = [Jsonb(UNSPEAKABLE), UNSPEAKABLE, message_id]
+    db.execute("UPDATE pgoutbox.message SET payload = %s, last_error = %s WHERE id = %s", values)
+    return message_id
+
+
+@pytest.mark.parametrize("name", ["German dates", "SQL_ASCII"])
+def test_no_default_of_a_role_disturbs_the_doctor(dsn: str, db: psycopg.Connection, name: str) -> None:
+    put_unspeakable(db)
+    with login_with(dsn, *ROLES, **HOSTILE[name]) as own_dsn, login(dsn, *ROLES) as plain_dsn:
+        assert levels(own_dsn) == levels(plain_dsn)
+
+
+def levels(dsn: str) -> dict[str, Level]:
+    """What the doctor finds, by check."""
+    return {finding.check: finding.level for finding in examine(load_settings(dsn=dsn))}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_default_of_a_role_disturbs_an_operators_commands(
+    dsn: str, db: psycopg.Connection, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    message_id = put_unspeakable(db)
+    with login_with(dsn, *ROLES, **HOSTILE[name]) as own_dsn:
+        monkeypatch.setenv("PGOUTBOX_DSN", own_dsn)
+        for command in (
+            ["list"], ["show", str(message_id)], ["workers"], ["stats"], ["queues"], ["audit"], ["retention"],
+            ["redrive", str(message_id)],
+        ):  # fmt: skip
+            assert main(command) == 0, capsys.readouterr().err
+    assert row_of(db, message_id).state == State.PENDING
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_default_of_a_role_disturbs_the_dashboard(dsn: str, db: psycopg.Connection, name: str) -> None:
+    message_id = put_unspeakable(db)
+    with login_with(dsn, *ROLES, **HOSTILE[name]) as own_dsn:
+        settings = web_settings(dsn=own_dsn)
+        headers = {"Authorization": f"Bearer {VIEWER_TOKEN}", "Accept": "text/html"}
+        with (
+            serving(create_app(settings, settings=settings), settings) as url,
+            httpx.Client(base_url=url, headers=headers, timeout=PROCESS_PATIENCE_SECONDS) as vera,
+        ):
+            for path in ("/", "/messages", f"/messages/{message_id}", "/failed", "/queues"):
+                answer = vera.get(path)
+                assert answer.status_code == 200, (path, answer.text[-500:])
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_default_of_a_database_disturbs_a_migration(empty_dsn: str, name: str) -> None:
+    with psycopg.connect(empty_dsn, autocommit=True) as superuser:
+        database = composable.Identifier(superuser.info.dbname)
+        for setting, value in HOSTILE[name].items():
+            statement = composable.SQL("ALTER DATABASE {} SET {} = {}")
+            superuser.execute(statement.format(database, composable.Identifier(setting), composable.Literal(value)))
+    migrate.upgrade(empty_dsn)
+    assert migrate.current(empty_dsn) == migrate.head()
