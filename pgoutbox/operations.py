@@ -7,6 +7,8 @@ meanwhile is answered, never overwritten.
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +22,7 @@ from pydantic import JsonValue
 
 from pgoutbox import sql
 from pgoutbox.audit import Act, Action
-from pgoutbox.encryption import is_sealed
+from pgoutbox.encryption import SEALED, is_sealed
 from pgoutbox.errors import MessageNotFoundError, StateError
 from pgoutbox.message import State
 from pgoutbox.redaction import redact, redact_text
@@ -33,6 +35,17 @@ _STOPPED: Final = frozenset({"cancelled", "requested"})
 _LOCKED: Final = "locked by another transaction; try again"
 _USUAL_BURST: Final = 5
 _ENCRYPTED: Final = "(encrypted)"
+_SHOWN_ATTEMPTS: Final = 100
+_SHOWN_CHARACTERS: Final = 65_536
+_ALL: Final = 2**31 - 1
+# Far below the depth at which Python gives up, whoever calls.
+_MOST_LEVELS: Final = 100
+
+
+class JsonText(str):
+    """JSON that is shown as it stands: cut off, nested too deeply for Python, or with a number too long for it."""
+
+    __slots__ = ()
 
 
 class ListedMessage(NamedTuple):
@@ -55,7 +68,11 @@ class ListedMessage(NamedTuple):
 
 
 class ShownMessage(NamedTuple):
-    """Everything about one message, in the order of SHOW_MESSAGE."""
+    """Everything about one message, in the order of SHOW_MESSAGE.
+
+    `attempt_rows` counts its rows in `attempt`, up to 10,001. Headers and payload can be a `JsonText`; their sizes are
+    those of the whole JSON text.
+    """
 
     id: int
     topic: str
@@ -81,8 +98,11 @@ class ShownMessage(NamedTuple):
     content_id: int | None
     skip_reason: str | None
     last_error: str | None
-    headers: dict[str, JsonValue] | None
+    attempt_rows: int
+    headers: JsonValue
+    headers_bytes: int | None
     payload: JsonValue
+    payload_bytes: int
 
 
 class ShownAttempt(NamedTuple):
@@ -299,19 +319,52 @@ def reads_audit(connection: psycopg.Connection[TupleRow]) -> bool:
     return bool(may)
 
 
-def show_message(connection: psycopg.Connection[TupleRow], message_id: int) -> tuple[ShownMessage, list[ShownAttempt]]:
-    """One message and the attempts that did not end `sent`, oldest first.
+def show_message(
+    connection: psycopg.Connection[TupleRow], message_id: int, *, whole: bool = False
+) -> tuple[ShownMessage, list[ShownAttempt]]:
+    """One message and the attempts that did not end `sent`, newest first.
+
+    Without `whole`: the newest 100 attempts, and of headers, payload and each error the first 65,536 characters.
 
     Both may be as they were stored: `redact_message` and `redact_attempt` make them fit for a person. A role that may
     not read the table sees of payload and headers what `pgoutbox.message_view` shows. Raises `MessageNotFoundError`.
     """
     statement = sql.SHOW_MESSAGE if reads_payloads(connection) else sql.SHOW_MESSAGE_VIEW
-    rows = fetch(connection, statement, {"id": message_id})
+    bounds = (_ALL, _ALL) if whole else (_SHOWN_CHARACTERS, _SHOWN_ATTEMPTS)
+    parameters = {"id": message_id, "characters": bounds[0], "limit": bounds[1]}
+    rows = fetch(connection, statement, parameters)
     if not rows:
         raise _no_such_message(message_id)
-    attempts = fetch(connection, sql.SHOW_ATTEMPTS, {"id": message_id})
+    attempts = fetch(connection, sql.SHOW_ATTEMPTS, parameters)
     message = ShownMessage._make(rows[0])
-    return message._replace(state=State(message.state)), [ShownAttempt._make(row) for row in attempts]
+    message = message._replace(
+        state=State(message.state),
+        headers=_json_of(message.headers, message.headers_bytes),
+        payload=_json_of(message.payload, message.payload_bytes),
+    )
+    return message, [ShownAttempt._make(row) for row in attempts]
+
+
+def _json_of(text: JsonValue, size: int | None) -> JsonValue:
+    if not isinstance(text, str):
+        return None
+    if len(text.encode()) == size:
+        with contextlib.suppress(ValueError, RecursionError):
+            value = cast("JsonValue", json.loads(text))
+            if not _is_deep(value):
+                return value
+    return JsonText(text)
+
+
+def _is_deep(value: JsonValue) -> bool:
+    level = [value]
+    for _ in range(_MOST_LEVELS):
+        level = [item for one in level if isinstance(one, dict | list) for item in _items(one)]
+    return bool(level)
+
+
+def _items(value: dict[str, JsonValue] | list[JsonValue]) -> Collection[JsonValue]:
+    return value.values() if isinstance(value, dict) else value
 
 
 def count_messages(connection: psycopg.Connection[TupleRow], *, queue: str | None = None) -> list[TopicCounts]:
@@ -340,9 +393,15 @@ def redact_message(message: ShownMessage, names: Collection[str]) -> ShownMessag
         destination=_redact_text(message.destination, names),
         skip_reason=_redact_text(message.skip_reason, names),
         last_error=_redact_text(message.last_error, names),
-        headers=cast("dict[str, JsonValue] | None", redact(message.headers, names)),
-        payload=_ENCRYPTED if is_sealed(message.payload) else redact(message.payload, names),
+        headers=_redact_json(message.headers, names),
+        payload=_redact_json(message.payload, names),
     )
+
+
+def _redact_json(value: JsonValue, names: Collection[str]) -> JsonValue:
+    if isinstance(value, JsonText):
+        return _ENCRYPTED if f'"{SEALED}"' in value else JsonText(redact_text(value, names))
+    return _ENCRYPTED if is_sealed(value) else redact(value, names)
 
 
 def redact_listed(message: ListedMessage, names: Collection[str]) -> ListedMessage:

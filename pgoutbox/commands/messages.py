@@ -168,28 +168,42 @@ def list_messages(
 def show(
     message_id: MessageId,
     *,
+    whole: Annotated[
+        bool, typer.Option("--whole", help="Show all attempts, and payload, headers and errors in full.")
+    ] = False,
     where: App = None,
     dsn: Dsn = None,
     as_json: Json = False,
 ) -> None:
     """Show one message, its payload and its attempts.
 
-    Of the attempts, those that did not end sent. Hidden are encrypted payloads, values under names such as password or
-    token, those that PGOUTBOX_REDACT names, and with --app or PGOUTBOX_APP those that the topic names.
+    Of the attempts, the newest 100 that did not end sent; of payload, headers and each error the first 65,536
+    characters. --whole and --json show all. JSON that Python cannot read is shown as text.
+
+    Hidden are encrypted payloads, values under names such as password or token, those that PGOUTBOX_REDACT names, and
+    with --app or PGOUTBOX_APP those that the topic names.
     """
     settings = read_settings(dsn, app=where)
     names_of = redacted_names_of(settings)
     with session.connect(settings, read_only=True) as connection:
-        message, attempts = operations.show_message(connection, message_id)
+        message, attempts = operations.show_message(connection, message_id, whole=whole or as_json)
     names = names_of(message.topic)
     fields = operations.redact_message(message, names)._asdict()
     attempts = [operations.redact_attempt(attempt, names) for attempt in attempts]
     if as_json:
         print_json(fields | {"attempts": [attempt._asdict() for attempt in attempts]})
         return
-    if fields["headers"] is not None:
-        fields["headers"] = json.dumps(fields["headers"], ensure_ascii=False)
-    fields["payload"] = json.dumps(fields["payload"], ensure_ascii=False, indent=2 if sys.stdout.isatty() else None)
+    for name in ("headers", "payload"):
+        value, size = fields[name], fields.pop(f"{name}_bytes")
+        if isinstance(value, operations.JsonText):
+            if len(value) < size:
+                print_note(f"{name}: the first {len(value):,} characters of {size:,} bytes; --whole shows all")
+        elif name == "payload" or value is not None:
+            fields[name] = json.dumps(
+                value, ensure_ascii=False, indent=2 if name == "payload" and sys.stdout.isatty() else None
+            )
+    if (older := fields.pop("attempt_rows") - len(attempts)) > 0:
+        print_note(f"{older:,} older attempts are left out; --whole shows all")
     print_fields(fields)
     if attempts:
         print_line("")

@@ -193,14 +193,24 @@ SELECT
     m.resend_of,
     m.content_id,
     m.skip_reason,
-    m.last_error,
-    m.headers,
-    m.payload
+    left(m.last_error, %(characters)s::integer) AS last_error,
+    (
+        SELECT count(*)
+        FROM (SELECT FROM pgoutbox.attempt_view AS a WHERE a.message_id = m.id LIMIT 10001) AS kept
+    ) AS attempt_rows,
+    left(as_text.headers, %(characters)s::integer) AS headers,
+    octet_length(as_text.headers) AS headers_bytes,
+    left(as_text.payload, %(characters)s::integer) AS payload,
+    octet_length(as_text.payload) AS payload_bytes
 """
-_OF_ID: Final[LiteralString] = "WHERE m.id = %(id)s::bigint"
 
-SHOW_MESSAGE: Final[LiteralString] = _SHOWN + "FROM pgoutbox.message AS m\n" + _OF_ID
-SHOW_MESSAGE_VIEW: Final[LiteralString] = _SHOWN + "FROM pgoutbox.message_view AS m\n" + _OF_ID
+# As text, because Python does not read all JSON that PostgreSQL does. OFFSET 0 keeps the text from being made twice.
+_AS_TEXT: Final[LiteralString] = """
+CROSS JOIN LATERAL (SELECT m.headers::text AS headers, m.payload::text AS payload OFFSET 0) AS as_text
+WHERE m.id = %(id)s::bigint"""
+
+SHOW_MESSAGE: Final[LiteralString] = _SHOWN + "FROM pgoutbox.message AS m" + _AS_TEXT
+SHOW_MESSAGE_VIEW: Final[LiteralString] = _SHOWN + "FROM pgoutbox.message_view AS m" + _AS_TEXT
 
 SHOW_ATTEMPTS: Final[LiteralString] = """
 SELECT
@@ -209,10 +219,11 @@ SELECT
     a.worker,
     a.started_at,
     a.ended_at,
-    a.error
+    left(a.error, %(characters)s::integer) AS error
 FROM pgoutbox.attempt_view AS a
 WHERE a.message_id = %(id)s::bigint
-ORDER BY a.attempt_count
+ORDER BY a.attempt_count DESC
+LIMIT %(limit)s::bigint
 """
 
 STATS: Final[LiteralString] = """

@@ -21,7 +21,7 @@ from pgoutbox.web.database import RefusedError
 from pgoutbox.web.history import MINUTES, percentiles
 from pgoutbox.web.live import EventStream
 from pgoutbox.web.reads import Search
-from pgoutbox.web.rendering import link, render
+from pgoutbox.web.rendering import link, render_page
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -50,7 +50,7 @@ async def overview(request: Request) -> Response:
     found = await dashboard.overview()
     due = [queue.next_due_at for queue in found.queues if queue.next_due_at and queue.next_due_at <= found.now]
     hidden = dashboard.names_of(None)
-    return render(
+    return await render_page(
         request,
         "overview.html",
         {
@@ -85,7 +85,7 @@ async def messages(request: Request) -> Response:
     now, found = await dashboard.database.read(
         lambda connection: (reads.now(connection), reads.search(connection, what, before_id=before_id, limit=limit))
     )
-    return render(
+    return await render_page(
         request,
         "messages.html",
         {
@@ -141,7 +141,7 @@ async def show_message(request: Request, message_id: int, *, refusal: str | None
 
     known = await dashboard.database.read(look)
     context = {"page": "messages", "refusal": refusal, "notice": _notice(request), **known}
-    return render(request, "message.html", context, status=200 if refusal is None else 409)
+    return await render_page(request, "message.html", context, status=200 if refusal is None else 409)
 
 
 def _notice(request: Request) -> str | None:
@@ -166,7 +166,7 @@ async def queues(request: Request) -> Response:
         "periods": inputs.PERIODS,
         "notice": _notice(request),
     }
-    return render(request, "queues.html", {**context, **known})
+    return await render_page(request, "queues.html", {**context, **known})
 
 
 async def failed(request: Request) -> Response:
@@ -176,7 +176,7 @@ async def failed(request: Request) -> Response:
         lambda connection: (reads.now(connection), reads.failed_groups(connection))
     )
     groups = [reads.redact_group(group, dashboard.names_of(group.topic)) for group in groups]
-    return render(
+    return await render_page(
         request,
         "failed.html",
         {
@@ -203,7 +203,7 @@ async def audit(request: Request) -> Response:
 
     now, found = await dashboard.database.read(lambda connection: (reads.now(connection), look(connection)))
     shown = found[:limit]
-    return render(
+    return await render_page(
         request,
         "audit.html",
         {
@@ -241,7 +241,7 @@ async def bulk_preview(request: Request) -> Response:
         return {"now": reads.now(connection), "count": count, "is_all": is_all, "messages": first}
 
     known = await dashboard.database.read(look)
-    return render(
+    return await render_page(
         request,
         "bulk_preview.html",
         {
@@ -270,7 +270,7 @@ async def bulk(request: Request) -> Response:
         "may_stop": is_own and found.is_running,
         "most": MAX_MESSAGES,
     }
-    return render(request, "bulk.html", context)
+    return await render_page(request, "bulk.html", context)
 
 
 async def live(request: Request) -> Response:

@@ -10,10 +10,12 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlencode
 
+import anyio.to_thread
 import jinja2
 from markupsafe import Markup
 from starlette.responses import HTMLResponse
 
+from pgoutbox.operations import JsonText
 from pgoutbox.web.inputs import is_queue_name
 
 if TYPE_CHECKING:
@@ -54,6 +56,13 @@ def render(
     return HTMLResponse(text.encode("utf-8", "replace"), status_code=status, headers=headers)
 
 
+async def render_page(
+    request: Request, template: str, context: Mapping[str, object] | None = None, *, status: int = 200
+) -> HTMLResponse:
+    """A page of rows, rendered in a thread: other requests do not wait while a long one is written."""
+    return await anyio.to_thread.run_sync(lambda: render(request, template, context, status=status))
+
+
 @lru_cache(maxsize=1)
 def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
@@ -65,9 +74,14 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     environment.filters.update(
-        number=format_number, upto=format_upto, seconds=format_seconds, utc=format_utc, pretty=format_json
+        number=format_number,
+        upto=format_upto,
+        seconds=format_seconds,
+        utc=format_utc,
+        pretty=format_json,
+        size=format_bytes,
     )
-    environment.tests.update(queue_name=is_queue_name)
+    environment.tests.update(queue_name=is_queue_name, json_text=lambda value: isinstance(value, JsonText))
     environment.globals.update(query=query, ago=format_ago)
     return environment
 
@@ -127,6 +141,18 @@ def format_ago(moment: datetime, now: datetime) -> str:
     return f"{told} ago" if seconds > 0 else f"in {told}"
 
 
+def format_bytes(size: int) -> str:
+    """A size in the unit that a person would use.
+
+    >>> [format_bytes(size) for size in (0, 1023, 65536, 157286400)]
+    ['0 bytes', '1,023 bytes', '64 KiB', '150 MiB']
+    """
+    for unit, name in ((2**20, "MiB"), (2**10, "KiB")):
+        if size >= unit:
+            return f"{size / unit:,.0f} {name}"
+    return f"{size:,} bytes"
+
+
 def format_utc(moment: datetime) -> str:
     """A time of day in UTC."""
     return moment.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
@@ -134,4 +160,6 @@ def format_utc(moment: datetime) -> str:
 
 def format_json(value: object) -> str:
     """JSON for a person to read."""
+    if isinstance(value, JsonText):
+        return value
     return json.dumps(value, ensure_ascii=False, indent=2)

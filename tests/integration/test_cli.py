@@ -493,6 +493,35 @@ class TestLooking:
         assert (attempt["outcome"], attempt["error"]) == ("retry", "busy")
         assert "\tretry\t" in cli("show", message_id).out
 
+    def test_show_is_bounded_and_says_how_to_see_the_whole(
+        self, cli: Callable[..., Done], database: psycopg.Connection
+    ) -> None:
+        message_id = put(database, State.FAILED)
+        database.execute("UPDATE pgoutbox.message SET payload = to_jsonb(repeat('x', 1000000))")
+        for attempt_count in range(1, 103):
+            database.execute(ADD_ATTEMPT, (message_id, attempt_count))
+        done = cli("show", message_id)
+        assert len(done.out) < 100_000
+        assert done.err == (
+            "payload: the first 65,536 characters of 1,000,002 bytes; --whole shows all\n"
+            "2 older attempts are left out; --whole shows all\n"
+        )
+        whole = cli("show", message_id, "--whole")
+        assert ("x" * 1_000_000 in whole.out, whole.out.count("\tretry\t"), whole.err) == (True, 102, "")
+        shown = cli("show", message_id, "--json").json
+        assert (shown["payload"], len(shown["attempts"])) == ("x" * 1_000_000, 102)
+
+    @pytest.mark.parametrize("payload", ['{"x": 1e131071}', "[" * 3000 + "]" * 3000])
+    def test_show_does_not_fail_at_json_that_python_cannot_read(
+        self, cli: Callable[..., Done], database: psycopg.Connection, payload: str
+    ) -> None:
+        message_id = put(database)
+        database.execute("UPDATE pgoutbox.message SET payload = %s::jsonb, headers = %s::jsonb", [payload, payload])
+        for done in (cli("show", message_id), cli("show", message_id, "--whole")):
+            assert (done.exit_code, "[" * 100 in done.out or "0" * 1000 in done.out) == (0, True)
+        shown = cli("show", message_id, "--json").json
+        assert len(shown["payload"]) == shown["payload_bytes"] == shown["headers_bytes"] == len(shown["headers"])
+
     def test_show_hides_what_looks_like_a_secret(self, cli: Callable[..., Done]) -> None:
         message_id = cli("enqueue", "mail", json.dumps({"reset_token": CANARY})).out.strip()
         assert CANARY not in cli("show", message_id).out

@@ -24,7 +24,7 @@ from pgoutbox import Outbox, operations
 from pgoutbox.audit import Actor, acting_as
 from pgoutbox.message import State
 from pgoutbox.settings import load_settings
-from pgoutbox.web import bulk, create_app, database, history, live, reads
+from pgoutbox.web import bulk, create_app, database, history, live, reads, rendering
 from tests.faults.proxy import Moment, proxy_to
 from tests.messages import ADD_ATTEMPT, PUT_SENDING, meanwhile, put
 from tests.outbox_actions import state_of
@@ -1081,6 +1081,52 @@ def test_a_role_that_may_only_look_is_told_what_it_lacks(
     finally:
         db.execute(f"DROP OWNED BY {role}".encode())
         db.execute(f"DROP ROLE {role}".encode())
+
+
+# --- more than a page holds ------------------------------------------------------------------------------------------
+
+
+def test_a_page_shows_a_bounded_part_of_a_message(site: Site, db: psycopg.Connection) -> None:
+    message_id = put(db, State.FAILED)
+    db.execute(
+        """
+        UPDATE pgoutbox.message
+        SET payload = to_jsonb(repeat('p', 3000000)),
+            headers = jsonb_build_object('note', repeat('h', 3000000)),
+            last_error = repeat('e', 3000000)
+        """
+    )
+    for attempt_count in range(1, 103):
+        db.execute(ADD_ATTEMPT, (message_id, attempt_count))
+    page = get(site.ada, f"/messages/{message_id}")
+    assert len(page.text) < 300_000
+    assert page.words.count(f"pgoutbox show {message_id} --whole") == 3
+    assert "3 MiB, shown as text: the first 64 KiB." in page.words
+    assert "2 older attempts are not shown." in page.words
+    assert page.words.index(" 102 retry") < page.words.index(" 101 retry")
+
+
+@pytest.mark.parametrize("payload", ['{"x": 1e131071}', "[" * 3000 + "]" * 3000, '{"a":' * 999 + "1" + "}" * 999])
+def test_json_that_python_cannot_read_is_shown_as_text(site: Site, db: psycopg.Connection, payload: str) -> None:
+    message_id = put(db)
+    db.execute("UPDATE pgoutbox.message SET payload = %s::jsonb, headers = %s::jsonb", [payload, payload])
+    assert get(site.ada, f"/messages/{message_id}").words.count("shown as text") == 2
+
+
+def test_others_are_answered_while_a_page_is_rendered(
+    site: Site, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message_id = put(db)
+    answers: list[int] = []
+
+    def pretty(value: object) -> str:
+        answers.append(httpx.get(f"{site.url}/healthz", timeout=PROCESS_PATIENCE_SECONDS).status_code)
+        return str(value)
+
+    get(site.ada, "/")
+    monkeypatch.setitem(rendering._environment().filters, "pretty", pretty)
+    get(site.ada, f"/messages/{message_id}")
+    assert answers == [200]
 
 
 # --- live -------------------------------------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ def most_read(plan: dict[str, Any]) -> int:
         ("SEARCH_AHEAD", {**NOWHERE.parameters(), "rows": ROWS, "after_id": 0, "through_id": 10**12}, ROWS),
         ("SUPERSEDED_BY", {"id": 10**12, "rows": ROWS, "limit": 5}, ROWS),
         ("FIRST_FROM", {"id": 1}, 1),
-        ("SHOW_MESSAGE", {"id": 10**12}, 1),
+        ("SHOW_MESSAGE", {"id": 10**12, "characters": 10}, 1),
     ],
 )
 def test_no_look_reads_more_rows_than_it_was_given(

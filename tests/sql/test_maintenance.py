@@ -183,18 +183,57 @@ class TestList:
 
 
 class TestShow:
-    def test_it_has_the_message_and_its_attempts_in_order(self, rolled_back: psycopg.Connection) -> None:
+    def test_it_has_the_message_and_its_attempts_newest_first(self, rolled_back: psycopg.Connection) -> None:
         message_id = put(rolled_back, State.FAILED)
         for attempt_count in (2, 1):
             rolled_back.execute(ADD_ATTEMPT, (message_id, attempt_count))
         message, attempts = operations.show_message(rolled_back, message_id)
         assert (message.id, message.state, message.payload) == (message_id, State.FAILED, {"to": "ada"})
-        assert [(a.attempt_count, a.outcome, a.error) for a in attempts] == [(1, "retry", "busy"), (2, "retry", "busy")]
+        assert [(a.attempt_count, a.outcome, a.error) for a in attempts] == [(2, "retry", "busy"), (1, "retry", "busy")]
 
     def test_it_has_every_column_of_the_message(self, rolled_back: psycopg.Connection) -> None:
         cursor = rolled_back.execute("SELECT * FROM pgoutbox.message LIMIT 0")
         columns = {column.name for column in cursor.description or ()}
-        assert columns == {*operations.ShownMessage._fields, "attempt_budget"}
+        counts = {"attempt_rows", "headers_bytes", "payload_bytes"}
+        assert columns == {*operations.ShownMessage._fields, "attempt_budget"} - counts
+
+    def test_it_reads_a_bounded_part_unless_the_whole_is_asked_for(self, rolled_back: psycopg.Connection) -> None:
+        message_id = put(rolled_back, State.FAILED)
+        rolled_back.execute(
+            """
+            UPDATE pgoutbox.message
+            SET payload = jsonb_build_object('secret', 'hidden', 'a long text', repeat('x', 100000)),
+                last_error = repeat('e', 100000)
+            WHERE id = %s
+            """,
+            (message_id,),
+        )
+        for attempt_count in range(1, 131):
+            rolled_back.execute(ADD_ATTEMPT, (message_id, attempt_count))
+        message, attempts = operations.show_message(rolled_back, message_id)
+        assert (message.attempt_rows, len(attempts), attempts[0].attempt_count) == (130, 100, 130)
+        assert message.payload_bytes > 100_000
+        assert (len(str(message.payload)), len(message.last_error or "")) == (65_536, 65_536)
+        shown = operations.redact_message(message, ["secret"]).payload
+        assert isinstance(shown, operations.JsonText)
+        assert shown.startswith('{"secret": (redacted), "a long text": "xxx')
+        message, attempts = operations.show_message(rolled_back, message_id, whole=True)
+        assert len(attempts) == 130
+        assert message.payload == {"secret": "hidden", "a long text": "x" * 100_000}
+
+    @pytest.mark.parametrize(
+        "payload",
+        ['{"x": 1e131071}', "[" * 3000 + "]" * 3000, '{"x":' * 500 + '{"token": "hidden"}' + "}" * 500],
+        ids=["a long number", "deep lists", "deep objects"],
+    )
+    def test_json_that_python_cannot_read_is_shown_as_text(self, rolled_back: psycopg.Connection, payload: str) -> None:
+        message_id = put(rolled_back)
+        rolled_back.execute("UPDATE pgoutbox.message SET payload = %s::jsonb WHERE id = %s", (payload, message_id))
+        message, _ = operations.show_message(rolled_back, message_id, whole=True)
+        shown = operations.redact_message(message, ["token"]).payload
+        assert isinstance(shown, operations.JsonText)
+        assert len(shown) >= len(payload) - 100
+        assert "hidden" not in shown
 
     def test_a_missing_message_is_named(self, rolled_back: psycopg.Connection) -> None:
         with pytest.raises(MessageNotFoundError, match=f"no such message: {UNUSED_ID}"):
