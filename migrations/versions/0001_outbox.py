@@ -1125,6 +1125,102 @@ FROM (
 $function$
 """
 
+# Functions run with their owner's rights, so a superuser must not own them. Each revision calls this for its own new
+# objects, which no other session can see yet: a migration locks no table that an enqueue uses. Only after a restore
+# without the roles are the objects in use. Then it takes the locks in the order of an enqueue (sequence, keys, message,
+# message_live), and releases all of them unless it has the last within 200 ms. PostgreSQL looks for a deadlock after
+# deadlock_timeout, one second by default, so no business transaction becomes the victim of one.
+HAND_OVER = """
+CREATE FUNCTION pgoutbox.hand_over()
+RETURNS void
+LANGUAGE plpgsql
+SET search_path = pg_catalog, pg_temp
+AS $function$
+DECLARE
+    heir constant name := (
+        SELECT CASE WHEN o.rolsuper THEN 'pgoutbox_owner' ELSE o.rolname END
+        FROM pg_class AS c
+        JOIN pg_roles AS o ON o.oid = c.relowner
+        WHERE c.oid = 'pgoutbox.message'::regclass
+    );
+    lock_timeout_ms constant integer := (SELECT s.setting FROM pg_settings AS s WHERE s.name = 'lock_timeout');
+    began_at constant timestamptz := clock_timestamp();
+    trial_ends_at timestamptz;
+    owned record;
+BEGIN
+    IF NOT (SELECT r.rolsuper FROM pg_roles AS r WHERE r.rolname = current_user) THEN
+        RETURN;
+    END IF;
+    IF to_regrole(heir) IS NULL THEN
+        BEGIN
+            EXECUTE 'CREATE ROLE ' || quote_ident(heir) || ' NOLOGIN';
+        EXCEPTION WHEN duplicate_object OR unique_violation THEN
+            NULL; -- The migration of another database was faster.
+        END;
+    END IF;
+    IF (SELECT n.nspowner FROM pg_namespace AS n WHERE n.nspname = 'pgoutbox') = current_user::regrole THEN
+        EXECUTE 'ALTER SCHEMA pgoutbox OWNER TO ' || quote_ident(heir);
+    END IF;
+    LOOP
+        trial_ends_at := clock_timestamp() + interval '200 ms';
+        BEGIN
+            FOR owned IN
+                SELECT o.command
+                FROM (
+                    SELECT
+                        1 AS part,
+                        CASE WHEN c.relkind = 'v' THEN 0 ELSE array_position(
+                            '{message_id_seq,dedupe,ordering,coalesce,message,message_live}'::name[], c.relname
+                        ) END AS place,
+                        c.oid,
+                        CASE c.relkind
+                            -- It belongs to the table message and follows it. This does nothing but lock it.
+                            WHEN 'S' THEN 'ALTER SEQUENCE pgoutbox.message_id_seq SET LOGGED'
+                            ELSE 'ALTER TABLE pgoutbox.' || quote_ident(c.relname) || ' OWNER TO ' || quote_ident(heir)
+                        END AS command
+                    FROM pg_class AS c
+                    WHERE c.relnamespace = 'pgoutbox'::regnamespace
+                        AND (c.relkind IN ('r', 'p', 'v') OR c.oid = 'pgoutbox.message_id_seq'::regclass)
+                        AND c.relowner = current_user::regrole
+                    UNION ALL
+                    SELECT
+                        2,
+                        NULL,
+                        p.oid,
+                        'ALTER ROUTINE ' || p.oid::regprocedure::text || ' OWNER TO ' || quote_ident(heir)
+                    FROM pg_proc AS p
+                    WHERE p.pronamespace = 'pgoutbox'::regnamespace AND p.proowner = current_user::regrole
+                ) AS o
+                ORDER BY o.part, o.place NULLS LAST, o.oid
+            LOOP
+                PERFORM set_config(
+                    'lock_timeout',
+                    greatest(1, ceil(extract(epoch FROM trial_ends_at - clock_timestamp()) * 1000))::text,
+                    true
+                );
+                EXECUTE owned.command;
+            END LOOP;
+            EXIT;
+        EXCEPTION WHEN lock_not_available THEN
+            IF lock_timeout_ms > 0 AND clock_timestamp() > began_at + make_interval(secs => lock_timeout_ms / 1000.0)
+            THEN
+                RAISE;
+            END IF;
+        END;
+        PERFORM pg_sleep(0.05); -- Now the others go on.
+    END LOOP;
+    PERFORM set_config('lock_timeout', lock_timeout_ms::text, true);
+END
+$function$
+"""
+HAND_OVER_NOW = """
+DO $block$
+BEGIN
+    PERFORM pgoutbox.hand_over();
+END
+$block$
+"""
+
 TABLE_COMMENTS = {
     "message": "One row per message, partitioned by state: live (pending, sending), failed, done (the others).",
     "message_live": "Messages still owed: pending and sending.",
@@ -1267,6 +1363,8 @@ FUNCTION_COMMENTS = {
     "permits": "How many attempts of a queue may begin now, as many as wanted at most. Locks a queue with limits.",
     "next_permit_at": "When the next attempt of a queue may begin: null now, infinity while paused without an end.",
     "ring": "Wake the sleeping workers of a queue when this transaction commits.",
+    "hand_over": "Make the owner of the tables the owner of everything that belongs to the superuser who calls it; "
+    "pgoutbox_owner if that is a superuser as well. Does nothing for others.",
 }
 
 FUNCTIONS = (
@@ -1288,11 +1386,13 @@ FUNCTIONS = (
     ENQUEUE_FANOUT,
     CANCEL,
     CANCEL_BY_KEY,
+    HAND_OVER,
 )
 
 REVOKE = "REVOKE ALL ON ALL FUNCTIONS IN SCHEMA pgoutbox FROM PUBLIC"
 
 DOWN = (
+    "DROP FUNCTION pgoutbox.hand_over",
     "DROP FUNCTION pgoutbox.cancel_by_key",
     "DROP FUNCTION pgoutbox.cancel",
     "DROP FUNCTION pgoutbox.enqueue_fanout",
@@ -1337,6 +1437,31 @@ END
 $block$
 """
 
+# The schema and the version table may remain. The role remains if it has rights in another database.
+TAKE_DOWN_OWNER = """
+DO $block$
+BEGIN
+    IF to_regrole('pgoutbox_owner') IS NULL
+        OR NOT (SELECT r.rolsuper FROM pg_catalog.pg_roles AS r WHERE r.rolname = current_user)
+    THEN
+        RETURN;
+    END IF;
+    REASSIGN OWNED BY pgoutbox_owner TO CURRENT_USER;
+    IF NOT EXISTS (
+        SELECT
+        FROM pg_catalog.pg_auth_members AS m
+        WHERE m.roleid = 'pgoutbox_owner'::regrole AND m.member <> current_user::regrole
+    ) THEN
+        BEGIN
+            DROP ROLE pgoutbox_owner;
+        EXCEPTION WHEN dependent_objects_still_exist OR undefined_object THEN
+            NULL;
+        END;
+    END IF;
+END
+$block$
+"""
+
 
 def upgrade() -> None:
     for statement in (
@@ -1354,9 +1479,9 @@ def upgrade() -> None:
             op.execute(f"COMMENT ON COLUMN pgoutbox.{table}.{column} IS '{comment}'")
     for function, comment in FUNCTION_COMMENTS.items():
         op.execute(f"COMMENT ON FUNCTION pgoutbox.{function} IS '{comment}'")
+    op.execute(HAND_OVER_NOW)
 
 
 def downgrade() -> None:
-    for statement in DOWN:
+    for statement in (*DOWN, DROP_SCHEMA_IF_EMPTY, TAKE_DOWN_OWNER):
         op.execute(statement)
-    op.execute(DROP_SCHEMA_IF_EMPTY)

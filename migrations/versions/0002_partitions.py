@@ -308,6 +308,17 @@ END
 $block$
 """
 
+HAND_OVER_NOW = """
+DO $block$
+BEGIN
+    PERFORM pgoutbox.hand_over();
+END
+$block$
+"""
+
+# A turn of maintenance locks upkeep before it reads the partitions. The opposite order would be a deadlock.
+LOCK_MAINTENANCE = "LOCK TABLE pgoutbox.upkeep, pgoutbox.retired IN ACCESS EXCLUSIVE MODE"
+
 # Back to one partition for all times. What is not cleared yet goes: its messages are gone already.
 MERGE = """
 DO $block$
@@ -374,6 +385,7 @@ COMMENTS = (
 )
 
 DOWN = (
+    LOCK_MAINTENANCE,
     MERGE,
     "DROP FUNCTION pgoutbox.clear_retired",
     "DROP FUNCTION pgoutbox.retire_partition",
@@ -397,6 +409,7 @@ def upgrade() -> None:
     for subject, comment in COMMENTS:
         op.execute(f"COMMENT ON {subject} IS '{comment}'")
     op.execute(MAKE_FIRST)
+    op.execute(HAND_OVER_NOW)
 
 
 def downgrade() -> None:

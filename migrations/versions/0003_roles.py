@@ -705,9 +705,8 @@ $function$
 
 # --- the roles --------------------------------------------------------------------------------------------------------
 
-# One role for each way of using the outbox, and one that owns everything where a superuser has migrated, so that no
-# function runs with a superuser's rights. All that is granted stands here. Whoever may make no roles is told which ones
-# are missing, and calls it again when they are there.
+# One role for each way of using the outbox. All grants stand here. A caller that may not create roles is told which
+# ones are missing, and calls it again when they exist.
 SET_UP_ROLES = """
 CREATE FUNCTION pgoutbox.set_up_roles()
 RETURNS text[]
@@ -715,23 +714,12 @@ LANGUAGE plpgsql
 SET search_path = pg_catalog, pg_temp
 AS $function$
 DECLARE
-    is_superuser constant boolean := (SELECT r.rolsuper FROM pg_roles AS r WHERE r.rolname = current_user);
-    -- An earlier revision may be an ordinary role's: then what a superuser has added becomes that one's.
-    heir constant name := (
-        SELECT CASE WHEN o.rolsuper THEN 'pgoutbox_owner' ELSE o.rolname END
-        FROM pg_class AS c
-        JOIN pg_roles AS o ON o.oid = c.relowner
-        WHERE c.oid = 'pgoutbox.message'::regclass
-    );
     missing text[] := '{}';
     wanted text;
-    owned record;
 BEGIN
     PERFORM pg_advisory_xact_lock(8099565005103591288); -- That of migrations: two who grant at once fail.
-    FOREACH wanted IN ARRAY
-        ARRAY['pgoutbox_producer', 'pgoutbox_worker', 'pgoutbox_operator', 'pgoutbox_viewer']
-        || CASE WHEN is_superuser THEN ARRAY[heir::text] ELSE '{}' END
-    LOOP
+    PERFORM pgoutbox.hand_over();
+    FOREACH wanted IN ARRAY ARRAY['pgoutbox_producer', 'pgoutbox_worker', 'pgoutbox_operator', 'pgoutbox_viewer'] LOOP
         IF to_regrole(wanted) IS NULL THEN
             BEGIN
                 EXECUTE format('CREATE ROLE %I NOLOGIN', wanted);
@@ -748,26 +736,6 @@ BEGIN
     REVOKE ALL ON ALL TABLES IN SCHEMA pgoutbox FROM PUBLIC;
     REVOKE ALL ON ALL SEQUENCES IN SCHEMA pgoutbox FROM PUBLIC;
     REVOKE ALL ON ALL FUNCTIONS IN SCHEMA pgoutbox FROM PUBLIC;
-
-    IF is_superuser THEN
-        IF (SELECT n.nspowner FROM pg_namespace AS n WHERE n.nspname = 'pgoutbox') = current_user::regrole THEN
-            EXECUTE format('ALTER SCHEMA pgoutbox OWNER TO %I', heir);
-        END IF;
-        FOR owned IN
-            SELECT format('ALTER TABLE pgoutbox.%I OWNER TO %I', c.relname, heir) AS command
-            FROM pg_class AS c
-            WHERE c.relnamespace = 'pgoutbox'::regnamespace
-                AND c.relkind IN ('r', 'p', 'v')
-                AND c.relowner = current_user::regrole
-            UNION ALL
-            SELECT format('ALTER ROUTINE %s OWNER TO %I', p.oid::regprocedure, heir)
-            FROM pg_proc AS p
-            WHERE p.pronamespace = 'pgoutbox'::regnamespace
-                AND p.proowner = current_user::regrole
-        LOOP
-            EXECUTE owned.command;
-        END LOOP;
-    END IF;
 
     IF to_regrole('pgoutbox_producer') IS NOT NULL THEN
         GRANT USAGE ON SCHEMA pgoutbox TO pgoutbox_producer;
@@ -850,21 +818,14 @@ END
 $function$
 """
 
-# What others granted to these roles in this schema goes as well. A role that is granted to somebody, or that has rights
-# in another database, stays.
+# Grants of others to these roles in this schema go as well. A role that is granted to somebody, or has rights in
+# another database, remains. So does the owner: a running enqueue has its rights, and would lose them halfway.
 TAKE_DOWN_ROLES = """
 DO $block$
 DECLARE
     known text;
 BEGIN
-    IF to_regrole('pgoutbox_owner') IS NOT NULL
-        AND (SELECT r.rolsuper FROM pg_catalog.pg_roles AS r WHERE r.rolname = current_user)
-    THEN
-        REASSIGN OWNED BY pgoutbox_owner TO CURRENT_USER;
-    END IF;
-    FOREACH known IN ARRAY
-        ARRAY['pgoutbox_producer', 'pgoutbox_worker', 'pgoutbox_operator', 'pgoutbox_viewer', 'pgoutbox_owner']
-    LOOP
+    FOREACH known IN ARRAY ARRAY['pgoutbox_producer', 'pgoutbox_worker', 'pgoutbox_operator', 'pgoutbox_viewer'] LOOP
         CONTINUE WHEN to_regrole(known) IS NULL OR known = current_user;
         EXECUTE format('REVOKE ALL ON ALL TABLES IN SCHEMA pgoutbox FROM %I', known);
         EXECUTE format('REVOKE ALL ON ALL SEQUENCES IN SCHEMA pgoutbox FROM %I', known);
@@ -886,7 +847,6 @@ END
 $block$
 """
 
-# Of the four roles alone: without the owner's everything stays as it is, with the rights of whoever migrated.
 SET_UP = """
 DO $block$
 DECLARE

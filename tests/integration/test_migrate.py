@@ -307,17 +307,7 @@ class TestRoles:
             superuser.execute("DROP ROLE pgoutbox_unheard_of")
 
     def test_a_superuser_hands_everything_to_a_role_that_nobody_logs_in_as(self, dsn: str) -> None:
-        with psycopg.connect(dsn) as connection:
-            left = connection.execute(
-                """
-                SELECT relname FROM pg_class
-                WHERE relnamespace = 'pgoutbox'::regnamespace AND relowner <> 'pgoutbox_owner'::regrole
-                UNION ALL
-                SELECT proname FROM pg_proc
-                WHERE pronamespace = 'pgoutbox'::regnamespace AND proowner <> 'pgoutbox_owner'::regrole
-                """
-            ).fetchall()
-        assert left == []
+        assert not_of("pgoutbox_owner", dsn) == []
 
     def test_an_ordinary_role_migrates_for_the_role_that_a_superuser_has_handed_everything_to(self, dsn: str) -> None:
         once = catalog(dsn)
@@ -344,7 +334,7 @@ class TestRoles:
         with login(empty_dsn, "pgoutbox_producer") as theirs, psycopg.connect(theirs) as producer:
             producer.execute("SELECT pgoutbox.enqueue('mail', '1', dedupe_key => 'd')")
 
-    def test_a_downgrade_takes_the_rights_and_the_ownership_back(self, dsn: str) -> None:
+    def test_a_downgrade_takes_the_rights_back_and_leaves_the_owner(self, dsn: str) -> None:
         migrate.downgrade(dsn, REVISION_BEFORE_ROLES)
         with psycopg.connect(dsn) as connection:
             granted = connection.execute(
@@ -358,7 +348,7 @@ class TestRoles:
                 WHERE p.pronamespace = 'pgoutbox'::regnamespace AND acl.grantee <> p.proowner
                 UNION ALL
                 SELECT c.relname, c.relowner::regrole FROM pg_class AS c
-                WHERE c.relnamespace = 'pgoutbox'::regnamespace AND c.relowner <> current_user::regrole
+                WHERE c.relnamespace = 'pgoutbox'::regnamespace AND c.relowner <> 'pgoutbox_owner'::regrole
                 """
             ).fetchall()
             assert granted == []
@@ -389,6 +379,46 @@ class TestRoles:
     def test_without_the_revision_grants_names_the_command(self, empty_dsn: str) -> None:
         with pytest.raises(SchemaError, match="run: pgoutbox migrate"):
             migrate.grants(empty_dsn)
+
+
+class TestBesideTheApplication:
+    """A transaction that has enqueued stays open throughout, so a lock that it is in the way of is not to be had."""
+
+    def test_an_upgrade_waits_for_no_transaction_that_has_enqueued(self, empty_dsn: str) -> None:
+        migrate.upgrade(empty_dsn, "pgoutbox_0001")
+        with psycopg.connect(empty_dsn) as producer:
+            producer.execute("SELECT pgoutbox.enqueue('mail', '1', coalesce_key => 'a')")
+            migrate.upgrade(empty_dsn, lock_timeout_seconds=1)
+            producer.execute("SELECT pgoutbox.enqueue('mail', '2', coalesce_key => 'a')")
+        assert not_of("pgoutbox_owner", empty_dsn) == []
+
+    def test_a_downgrade_waits_for_no_transaction_that_has_enqueued_and_takes_no_right_from_it(self, dsn: str) -> None:
+        with psycopg.connect(dsn) as producer:
+            producer.execute("SELECT pgoutbox.enqueue('mail', '1', coalesce_key => 'a')")
+            migrate.downgrade(dsn, "pgoutbox_0001", lock_timeout_seconds=1)
+            producer.execute("SELECT pgoutbox.enqueue('mail', '2', coalesce_key => 'a')")
+        assert not_of("pgoutbox_owner", dsn) == [], "an enqueue that is running would be refused"
+
+    def test_a_superuser_owns_nothing_at_any_revision(self, empty_dsn: str) -> None:
+        for revision in ("pgoutbox_0001", "pgoutbox_0002"):
+            migrate.upgrade(empty_dsn, revision)
+            assert not_of("pgoutbox_owner", empty_dsn) == []
+
+
+def not_of(owner: str, dsn: str) -> list[str]:
+    """Names of what another role owns in the schema; Alembic makes its table before the first revision."""
+    with psycopg.connect(dsn) as connection:
+        rows = connection.execute(
+            """
+            SELECT relname::text FROM pg_class
+            WHERE relnamespace = 'pgoutbox'::regnamespace AND relowner <> %(owner)s::regrole
+            UNION ALL
+            SELECT proname::text FROM pg_proc
+            WHERE pronamespace = 'pgoutbox'::regnamespace AND proowner <> %(owner)s::regrole
+            """,
+            {"owner": owner},
+        )
+        return [name for (name,) in rows]
 
 
 def with_another_name(connection: psycopg.Connection, role: str, name: str) -> None:

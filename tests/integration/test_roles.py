@@ -278,6 +278,65 @@ def test_a_superuser_hands_over_nothing_that_is_somebody_elses(rolled_back: psyc
     ]
 
 
+@pytest.fixture
+def of_a_superuser(connect: Connect) -> psycopg.Connection:
+    """An autocommit connection to a schema that was restored on a server without the roles."""
+    db = connect(autocommit=True)
+    db.execute("REASSIGN OWNED BY pgoutbox_owner TO CURRENT_USER")
+    return db
+
+
+def owners_of(db: psycopg.Connection) -> set[str]:
+    rows = db.execute("SELECT relowner::regrole::text FROM pg_class WHERE relnamespace = 'pgoutbox'::regnamespace")
+    return {owner for (owner,) in rows}
+
+
+def test_a_superuser_who_hands_over_holds_no_lock_while_it_waits_for_a_transaction_that_has_enqueued(
+    of_a_superuser: psycopg.Connection, connect: Connect
+) -> None:
+    producer, superuser = connect(), connect(autocommit=True)
+    (first,) = producer.execute("SELECT pgoutbox.enqueue('mail', '0')").fetchone() or (0,)
+    producer.commit()  # A session that knows the tables locks fewer of them from now on.
+    producer.execute("SELECT pgoutbox.enqueue('mail', '1')")
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(lambda: superuser.execute("SELECT pgoutbox.set_up_roles()").fetchall())
+        races.until_blocked(of_a_superuser, superuser, waiting)
+        producer.execute("SELECT pgoutbox.enqueue('mail', '2', dedupe_key => 'b', ordering_key => 'c')")
+        producer.execute("SELECT pgoutbox.enqueue('mail', '2', coalesce_key => 'd')")
+        assert producer.execute("SELECT pgoutbox.cancel(%s)", [first]).fetchone() == ("cancelled",)
+        producer.execute("SELECT FROM pgoutbox.waiting_view, pgoutbox.message_view")
+        producer.commit()
+        assert waiting.result() == [([],)]
+    assert owners_of(of_a_superuser) == {"pgoutbox_owner"}
+
+
+def test_a_superuser_who_hands_over_gives_its_locks_back_before_a_deadlock_is_looked_for(
+    of_a_superuser: psycopg.Connection, connect: Connect
+) -> None:
+    producer, superuser = connect(), connect(autocommit=True)
+    (first,) = of_a_superuser.execute("SELECT pgoutbox.enqueue('mail', '1')").fetchone() or (0,)
+    producer.execute("SELECT pgoutbox.cancel(%s)", [first])
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(lambda: superuser.execute("SELECT pgoutbox.set_up_roles()").fetchall())
+        # It has the sequence, and the transaction that has cancelled keeps it from the messages.
+        races.until_blocked(of_a_superuser, superuser, waiting)
+        producer.execute("SELECT pgoutbox.enqueue('mail', '2')")
+        producer.commit()
+        assert waiting.result() == [([],)]
+    assert owners_of(of_a_superuser) == {"pgoutbox_owner"}
+
+
+def test_a_superuser_who_hands_over_gives_up_after_the_lock_timeout(
+    of_a_superuser: psycopg.Connection, connect: Connect
+) -> None:
+    producer, superuser = connect(), connect()
+    producer.execute("SELECT pgoutbox.enqueue('mail', '1')")
+    superuser.execute("SET LOCAL lock_timeout = '300ms'")
+    with pytest.raises(psycopg.errors.LockNotAvailable):
+        superuser.execute("SELECT pgoutbox.set_up_roles()")
+    assert "pgoutbox_owner" not in owners_of(of_a_superuser)
+
+
 UNSAFE_DEFINERS: Final = """
     SELECT p.proname
     FROM pg_proc AS p

@@ -1,0 +1,67 @@
+"""Migrations up and down beside business transactions that enqueue and cancel: none of these fails."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Final
+
+import psycopg
+
+from pgoutbox import migrate
+from pgoutbox.errors import SchemaError
+from tests.waiting import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+FIRST: Final = "pgoutbox_0001"
+ROUNDS: Final = 3
+
+BUSINESS: Final = (
+    "SELECT pgoutbox.enqueue('mail', '1')",
+    "SELECT pgoutbox.enqueue('mail', '1', coalesce_key => 'c')",
+    "SELECT pgoutbox.enqueue('mail', '1', ordering_key => 'o')",
+    "SELECT pgoutbox.cancel((SELECT max(id) FROM pgoutbox.message_live))",
+)
+
+
+def test_no_business_transaction_fails_beside_a_migration_up_or_down(empty_dsn: str) -> None:
+    migrate.upgrade(empty_dsn, FIRST)
+    stopping = threading.Event()
+
+    def produce() -> int:
+        done = 0
+        with psycopg.connect(empty_dsn) as connection:
+            while not stopping.is_set():
+                for statement in BUSINESS:
+                    connection.execute(statement.encode())
+                connection.commit()
+                done += 1
+        return done
+
+    with ThreadPoolExecutor(3) as threads:
+        producers = [threads.submit(produce) for _ in range(3)]
+        try:
+            for _ in range(ROUNDS):
+                patiently(lambda: migrate.upgrade(empty_dsn))
+                patiently(lambda: migrate.downgrade(empty_dsn, FIRST))
+        finally:
+            stopping.set()
+        done = sum(producer.result() for producer in producers)
+    assert done > 0
+    with psycopg.connect(empty_dsn) as connection:
+        assert connection.execute("SELECT count(*) FROM pgoutbox.message").fetchone() == (3 * done,)
+
+
+def patiently(run: Callable[[], None]) -> None:
+    """Run it again, as it says, while it does not get a lock."""
+
+    def succeeds() -> bool:
+        with contextlib.suppress(SchemaError):
+            run()
+            return True
+        return False
+
+    wait_until(succeeds, lambda: "the migration never got its locks")
