@@ -442,9 +442,9 @@ def redrive(
 ) -> list[Redriven]:
     """Make failed and cancelled messages pending again, each with the budget of attempts that it was enqueued with.
 
-    Refused for one that does not exist, stands in none of `states`, or is superseded by a newer message of its key; and
-    with `attempt_counts`, one for each of the ids, for one that was attempted again. All in one transaction; the
-    answers are ordered by id.
+    Refused for one that does not exist, stands in none of `states`, or is superseded by a newer message of its key; for
+    a cancelled one whose dedupe key a later message has; and with `attempt_counts`, one for each of the ids, for one
+    that was attempted again. All in one transaction; the answers are ordered by id.
     """
     act = act or Act(Action.REDRIVE)
     known = {} if attempt_counts is None else dict(zip(message_ids, attempt_counts, strict=True))
@@ -453,8 +453,8 @@ def redrive(
     def redriven() -> list[Redriven]:
         rows = connection.execute(sql.REDRIVE, parameters).fetchall()
         answers = [
-            _redriven(message_id, done, state, by, states, is_same=known.get(message_id, count) == count)
-            for message_id, done, state, by, count in rows
+            _redriven(message_id, done, state, by, key_of, states, is_same=known.get(message_id, count) == count)
+            for message_id, done, state, by, count, key_of in rows
         ]
         act.record(connection, message_ids=[answer.id for answer in answers if answer.refusal is None])
         return answers
@@ -467,6 +467,7 @@ def _redriven(
     done: bool,  # noqa: FBT001
     state: str | None,
     superseded_by: int | None,
+    dedupe_key_of: int | None,
     states: Collection[State],
     *,
     is_same: bool,
@@ -481,6 +482,8 @@ def _redriven(
         return Redriven(message_id, "was attempted again")
     if superseded_by is not None:
         return Redriven(message_id, f"superseded by message {superseded_by}, which is newer", superseded_by)
+    if dedupe_key_of is not None:
+        return Redriven(message_id, f"message {dedupe_key_of} has its dedupe key now", dedupe_key_of)
     return Redriven(message_id, _LOCKED)
 
 

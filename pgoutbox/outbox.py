@@ -362,9 +362,10 @@ class Outbox:
         Takes a psycopg `Connection`, SQLAlchemy's `Connection` or `Session` (on psycopg), or Django's `connection`.
         Never commits, and makes no savepoint unless `best_effort`. Of the messages with one topic and `coalesce_key`
         only the newest committed one is delivered. With a `dedupe_key` that is taken, the existing message's id comes
-        back as a duplicate: calling again, after a lost reply to COMMIT say, is harmless. Without either key each call
-        is a message of its own. Messages with one queue and `ordering_key` are delivered one after the other, in the
-        order of their commits; of others the order of delivery is not promised.
+        back as a duplicate: calling again, after a lost reply to COMMIT say, is harmless. A cancelled or skipped
+        message gives its key to the next. Without either key each call is a message of its own. Messages with one queue
+        and `ordering_key` are delivered one after the other, in the order of their commits; of others the order of
+        delivery is not promised.
 
         `delay` (seconds or a timedelta) counts on PostgreSQL's clock; `available_at` and `expires_at` are datetimes
         with a time zone. A pydantic model is dumped as JSON; `serializer` is called with whatever else is not JSON.

@@ -623,6 +623,56 @@ END
 $function$
 """
 
+# The same payload is encrypted to another text each time. It brings digests of its own, one for each key of its
+# producer; any of them tells a repetition, so that keys can be exchanged.
+PAYLOAD_DIGESTS = """
+CREATE FUNCTION pgoutbox.payload_digests(p_payload jsonb)
+RETURNS bytea[]
+LANGUAGE plpgsql
+STABLE
+AS $function$
+DECLARE
+    digests bytea[];
+BEGIN
+    IF p_payload -> 'pgoutbox.encrypted' IS NOT NULL THEN
+        SELECT array_agg(sha256(convert_to('digest ' || (d.digest #>> '{}'), 'UTF8')) ORDER BY d.ordinality)
+        INTO digests
+        FROM jsonb_path_query(
+            p_payload, 'strict $."pgoutbox.encrypted"."digests"[*] ? (@.type() == "string")', '{}', true
+        ) WITH ORDINALITY AS d(digest, ordinality);
+    END IF;
+    RETURN coalesce(digests, ARRAY[sha256(convert_to(p_payload::text, 'UTF8'))]);
+END
+$function$
+"""
+
+# A superseded message keeps its key: the newer message stands for it. Of a deleted message nobody knows how it ended.
+# Volatile, so that each look sees what was committed before it.
+HAS_FREED_KEY = """
+CREATE FUNCTION pgoutbox.has_freed_key(p_id bigint)
+RETURNS boolean
+LANGUAGE plpgsql
+VOLATILE
+AS $function$
+BEGIN
+    -- Apart, because most messages are found here: the look below locks every partition against its retirement.
+    IF EXISTS (SELECT FROM pgoutbox.message_live AS m WHERE m.id = p_id) THEN
+        RETURN false;
+    END IF;
+    IF current_setting('transaction_isolation') <> 'read committed' THEN
+        -- The snapshot may be older than a redrive of the message. Then the lock is refused with 40001.
+        PERFORM FROM pgoutbox.message AS m WHERE m.id = p_id AND m.state IN ('cancelled', 'skipped')
+        FOR KEY SHARE SKIP LOCKED;
+    END IF;
+    RETURN EXISTS (
+        SELECT
+        FROM pgoutbox.message AS m
+        WHERE m.id = p_id AND m.state IN ('cancelled', 'skipped') AND m.superseded_by IS NULL
+    );
+END
+$function$
+"""
+
 # What may be wrong or has a key. The answer is that of enqueue_receipt, which calls it with the owner's rights.
 ENQUEUE_CHECKED = """
 CREATE FUNCTION pgoutbox.enqueue_checked(
@@ -663,16 +713,7 @@ BEGIN
     new_id := nextval('pgoutbox.message_id_seq');
 
     IF p_dedupe_key IS NOT NULL THEN
-        IF p_payload -> 'pgoutbox.encrypted' IS NOT NULL THEN
-            -- The same payload is encrypted to another text each time. It brings digests of its own, one for each key
-            -- of its producer; any of them tells a repetition, so that keys can be exchanged.
-            SELECT array_agg(sha256(convert_to('digest ' || (d.digest #>> '{}'), 'UTF8')) ORDER BY d.ordinality)
-            INTO digests
-            FROM jsonb_path_query(
-                p_payload, 'strict $."pgoutbox.encrypted"."digests"[*] ? (@.type() == "string")', '{}', true
-            ) WITH ORDINALITY AS d(digest, ordinality);
-        END IF;
-        digests := coalesce(digests, ARRAY[sha256(convert_to(p_payload::text, 'UTF8'))]);
+        digests := pgoutbox.payload_digests(p_payload);
         LOOP
             -- Waits for a transaction that is inserting the same key; inserts after all if that one rolls back.
             INSERT INTO pgoutbox.dedupe (message_id, topic, dedupe_key, payload_digest)
@@ -683,9 +724,22 @@ BEGIN
             INTO known_id, known_digest
             FROM pgoutbox.dedupe AS d
             WHERE d.topic = p_topic AND d.dedupe_key = p_dedupe_key;
-            IF FOUND AND known_digest = ANY (digests) THEN
+            CONTINUE WHEN NOT FOUND;
+            IF pgoutbox.has_freed_key(known_id) THEN
+                -- Of several that want the key only one gets this lock while the message of before has it; a redrive of
+                -- that message holds it until its commit. So the state is asked for again.
+                PERFORM FROM pgoutbox.dedupe AS d
+                WHERE d.topic = p_topic AND d.dedupe_key = p_dedupe_key AND d.message_id = known_id
+                FOR UPDATE;
+                CONTINUE WHEN NOT FOUND;
+                CONTINUE WHEN NOT pgoutbox.has_freed_key(known_id);
+                UPDATE pgoutbox.dedupe AS d
+                SET message_id = new_id, payload_digest = digests[1], created_at = now()
+                WHERE d.topic = p_topic AND d.dedupe_key = p_dedupe_key;
+                EXIT;
+            ELSIF known_digest = ANY (digests) THEN
                 RETURN -known_id;
-            ELSIF FOUND THEN
+            ELSE
                 RAISE EXCEPTION USING
                     ERRCODE = 'unique_violation',
                     SCHEMA = 'pgoutbox',
@@ -1231,7 +1285,7 @@ TABLE_COMMENTS = {
     "retention": "How long final messages are kept, by topic and state. Without a rule they are kept for ever.",
     "coalesce": "For each topic and coalesce key the newest message; an older one is superseded.",
     "ordering": "For each queue and ordering key the last message; locked while enqueue draws the next id.",
-    "dedupe": "For each topic and dedupe key the one message that exists for it.",
+    "dedupe": "For each topic and dedupe key the message that has it.",
     "content": "What the messages of a fan-out share; deleted with the last of them.",
     "breaker": "The transports and destinations that are held to be dead. One that is in order has no row.",
     "audit": "What operators did by hand: a row for each batch that an act changed.",
@@ -1258,7 +1312,7 @@ COLUMN_COMMENTS = {
         "queue": "Who works on it, in which order and within which limits.",
         "destination": "Where it goes, as a URI.",
         "coalesce_key": "Of the messages with one topic and coalesce key only the newest committed one is delivered.",
-        "dedupe_key": "There is at most one message with one topic and dedupe key.",
+        "dedupe_key": "There is one message with one topic and dedupe key, besides cancelled and skipped ones.",
         "ordering_key": "Messages of one queue and ordering key are delivered one after the other, in order of ids.",
         "on_failed": "halt: if this message fails, those of its ordering key that follow wait for redrive or prune.",
         "worker": "The worker that holds or last held the message.",
@@ -1304,8 +1358,8 @@ COLUMN_COMMENTS = {
         "ordering_key": "The key.",
     },
     "dedupe": {
-        "message_id": "The message that exists for the key.",
-        "created_at": "When the key was first used.",
+        "message_id": "The message that has the key. A cancelled or skipped one gives it to the next.",
+        "created_at": "When that message was enqueued.",
         "topic": "The topic.",
         "dedupe_key": "The key.",
         "payload_digest": "SHA-256 of the payload, or of the digest in an encrypted one, to tell a repetition from a "
@@ -1351,6 +1405,8 @@ FUNCTION_COMMENTS = {
     "enqueue_checked": "enqueue_receipt for what has keys, options or mistakes.",
     "write_message": "Insert one sound message and wake a sleeping worker when the transaction commits.",
     "is_plain": "Whether nothing but topic, payload, queue and max_attempts is given, and these are sound.",
+    "payload_digests": "Digests by which enqueue recognizes a repeated payload; several for an encrypted one.",
+    "has_freed_key": "Whether a message was cancelled or skipped, so that its dedupe key goes to the next one.",
     "cancel": "Cancel a message in this transaction, if it stands in one of the states. Returns cancelled, requested "
     "(it is in flight: told, and not retried), the other state that it has, locked (its row stayed locked: try again) "
     "or missing. For one that was cancelled before, returns what is given as repeated.",
@@ -1379,6 +1435,8 @@ FUNCTIONS = (
     NEXT_PERMIT_AT,
     PERMITS,
     WRITE_MESSAGE,
+    PAYLOAD_DIGESTS,
+    HAS_FREED_KEY,
     ENQUEUE_CHECKED,
     ENQUEUE_RECEIPT,
     ENQUEUE,
@@ -1400,6 +1458,8 @@ DOWN = (
     "DROP FUNCTION pgoutbox.enqueue",
     "DROP FUNCTION pgoutbox.enqueue_receipt",
     "DROP FUNCTION pgoutbox.enqueue_checked",
+    "DROP FUNCTION pgoutbox.has_freed_key",
+    "DROP FUNCTION pgoutbox.payload_digests",
     "DROP FUNCTION pgoutbox.write_message",
     "DROP FUNCTION pgoutbox.permits",
     "DROP FUNCTION pgoutbox.next_permit_at",

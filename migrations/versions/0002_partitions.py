@@ -224,8 +224,8 @@ END
 $function$
 """
 
-# Nobody but this function uses a table that is taken out. The dedupe key of a message that a rule keeps no time at all
-# stays, as it does when such a message is deleted as it is sent.
+# Nobody but this function uses a table that is taken out. The dedupe key of a sent message that a rule keeps no time at
+# all stays, as it does when such a message is deleted as it is sent.
 CLEAR_RETIRED = """
 CREATE FUNCTION pgoutbox.clear_retired(page_size integer)
 RETURNS TABLE (name text, cleared_count bigint, is_dropped boolean)
@@ -278,7 +278,7 @@ BEGIN
                     AND (
                         SELECT r.keep
                         FROM pgoutbox.retention AS r
-                        WHERE r.state = p.state AND r.topic IN (p.topic, ''*'')
+                        WHERE r.state = p.state AND r.state = ''sent'' AND r.topic IN (p.topic, ''*'')
                         ORDER BY r.topic = ''*''
                         LIMIT 1
                     ) IS DISTINCT FROM interval ''0''

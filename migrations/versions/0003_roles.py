@@ -368,14 +368,17 @@ END
 $function$
 """
 
-# The answer names what each id met: its state before, and the newer message if it was superseded. Between the look at a
+# The answer names what each id met: its state before, the newer message if it was superseded, and the message that has
+# its dedupe key if another one has it. Between the look at a
 # filter and this, somebody may have cancelled what was failed: who asked for failed messages does not want it back. Or
 # it was tried again and failed by another error, perhaps with an unknown outcome: that nobody has asked for either.
 REDRIVE = """
 CREATE FUNCTION pgoutbox.redrive(
     ids bigint[], states text[] DEFAULT '{failed,cancelled}', attempt_counts integer[] DEFAULT NULL
 )
-RETURNS TABLE (id bigint, redriven boolean, state text, superseded_by bigint, attempt_count integer)
+RETURNS TABLE (
+    id bigint, redriven boolean, state text, superseded_by bigint, attempt_count integer, dedupe_key_of bigint
+)
 LANGUAGE plpgsql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
@@ -388,7 +391,7 @@ BEGIN
         FROM unnest(ids, attempt_counts) AS a(id, attempt_count)
         ORDER BY a.id
     ), locked AS MATERIALIZED (
-        SELECT m.id, m.state, head.newest_id
+        SELECT m.id, m.state, m.topic, m.dedupe_key, head.newest_id
         FROM asked AS a
         JOIN pgoutbox.message AS m ON m.id = a.id
         LEFT JOIN pgoutbox.coalesce AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
@@ -397,6 +400,26 @@ BEGIN
             AND m.attempt_count = coalesce(a.attempt_count, m.attempt_count)
         ORDER BY m.id
         FOR UPDATE OF m SKIP LOCKED
+    ), keyed AS MATERIALIZED (
+        -- enqueue gives the dedupe key of a cancelled message to the next one while it holds this lock.
+        SELECT l.id
+        FROM locked AS l
+        JOIN pgoutbox.dedupe AS d ON d.topic = l.topic AND d.dedupe_key = l.dedupe_key
+        WHERE d.message_id = l.id
+        FOR UPDATE OF d SKIP LOCKED
+    ), rekeyed AS (
+        -- The message that took the key over may be deleted, and the key with it.
+        INSERT INTO pgoutbox.dedupe (message_id, topic, dedupe_key, payload_digest)
+        SELECT l.id, l.topic, l.dedupe_key, (pgoutbox.payload_digests(m.payload))[1]
+        FROM locked AS l
+        JOIN pgoutbox.message AS m ON m.id = l.id AND m.state = l.state
+        WHERE l.dedupe_key IS NOT NULL
+            AND NOT EXISTS (
+                SELECT FROM pgoutbox.dedupe AS d WHERE d.topic = l.topic AND d.dedupe_key = l.dedupe_key
+            )
+        ORDER BY l.id DESC
+        ON CONFLICT ON CONSTRAINT dedupe_pkey DO NOTHING
+        RETURNING message_id
     ), redriven AS (
         UPDATE pgoutbox.message AS m
         SET state = 'pending',
@@ -409,6 +432,11 @@ BEGIN
             AND m.state = l.state
             AND m.state IN ('failed', 'cancelled')
             AND coalesce(l.newest_id <= m.id, true)
+            AND (
+                l.dedupe_key IS NULL
+                OR EXISTS (SELECT FROM keyed AS k WHERE k.id = l.id)
+                OR EXISTS (SELECT FROM rekeyed AS k WHERE k.message_id = l.id)
+            )
         RETURNING m.id, m.queue
     ), rung AS MATERIALIZED (
         SELECT pgoutbox.ring(q.queue)
@@ -419,10 +447,12 @@ BEGIN
         r.id IS NOT NULL AND (SELECT count(*) FROM rung) >= 0,
         m.state,
         CASE WHEN head.newest_id > a.id THEN head.newest_id END,
-        m.attempt_count
+        m.attempt_count,
+        CASE WHEN d.message_id <> a.id THEN d.message_id END
     FROM asked AS a
     LEFT JOIN pgoutbox.message AS m ON m.id = a.id
     LEFT JOIN pgoutbox.coalesce AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
+    LEFT JOIN pgoutbox.dedupe AS d ON d.topic = m.topic AND d.dedupe_key = m.dedupe_key
     LEFT JOIN redriven AS r ON r.id = a.id
     ORDER BY a.id;
 END
@@ -490,8 +520,8 @@ $function$
 """
 
 # What is pruned is locked first: a row that a redrive has is left alone, and the state is asked for twice. Its dedupe
-# key goes with it, unless a rule keeps nothing: then the key has a rule of its own. What halted its ordering key does
-# so no more: the workers of its queue are woken.
+# key goes with it, unless a rule keeps nothing of what was sent: then the key has a rule of its own. What halted its
+# ordering key does so no more: the workers of its queue are woken.
 _DELETE_OLD = """, history AS (
     DELETE FROM pgoutbox.attempt AS a
     USING old AS o
@@ -550,7 +580,8 @@ SET search_path = pg_catalog, pg_temp
 AS $function$
 LOCK TABLE pgoutbox.retention IN SHARE MODE;
 WITH old AS MATERIALIZED (
-    SELECT m.id, m.finished_at, m.state, m.topic, m.dedupe_key, r.keep = interval '0' AS keeps_dedupe_key
+    SELECT m.id, m.finished_at, m.state, m.topic, m.dedupe_key,
+        r.state = 'sent' AND r.keep = interval '0' AS keeps_dedupe_key
     FROM pgoutbox.retention AS r
     JOIN pgoutbox.message AS m ON m.state = r.state
     WHERE r.topic = rule_topic

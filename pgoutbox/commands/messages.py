@@ -65,7 +65,9 @@ def enqueue(
     queue: Annotated[str | None, typer.Option(help="Who works on it; `default` if not given.")] = None,
     destination: Annotated[str | None, typer.Option(help="Where it goes, as a URI.")] = None,
     coalesce_key: Annotated[str | None, typer.Option(help="Only the newest message of a key is delivered.")] = None,
-    dedupe_key: Annotated[str | None, typer.Option(help="There is at most one message of a key.")] = None,
+    dedupe_key: Annotated[
+        str | None, typer.Option(help="At most one message of a key is owed, sent or failed.")
+    ] = None,
     delay: Annotated[
         timedelta | None, typer.Option(parser=parse_duration, metavar="DURATION", help="Not before, such as 15m.")
     ] = None,

@@ -276,9 +276,9 @@ WHERE m.queue = ANY (%(queues)s::text[])
 """
 
 # What an operator does to messages is done by functions: no operator needs a right on the tables. The answer of each id
-# names its state before, and the newer message if it was superseded.
+# names its state before, the newer message if it was superseded, and the other message that has its dedupe key.
 REDRIVE: Final[LiteralString] = """
-SELECT r.id, r.redriven, r.state, r.superseded_by, r.attempt_count
+SELECT r.id, r.redriven, r.state, r.superseded_by, r.attempt_count, r.dedupe_key_of
 FROM pgoutbox.redrive(%(ids)s::bigint[], %(states)s::text[], %(attempt_counts)s::integer[]) AS r
 """
 

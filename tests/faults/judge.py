@@ -55,7 +55,9 @@ RULES = {
     "a dedupe key does not lead to its message": """
         SELECT m.id FROM pgoutbox.message AS m
         LEFT JOIN pgoutbox.dedupe AS d USING (topic, dedupe_key)
-        WHERE m.dedupe_key IS NOT NULL AND d.message_id IS DISTINCT FROM m.id
+        WHERE m.dedupe_key IS NOT NULL
+            AND d.message_id IS DISTINCT FROM m.id
+            AND (m.state NOT IN ('cancelled', 'skipped') OR m.superseded_by IS NOT NULL)
     """,
     "a dedupe key leads nowhere": """
         SELECT d.message_id FROM pgoutbox.dedupe AS d

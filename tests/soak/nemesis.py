@@ -216,9 +216,17 @@ class Nemesis:
             self._wait(self.chance.uniform(1.0, 5.0))
 
     def cancel(self) -> None:
-        """An operator cancels some of what is owed."""
+        """An operator cancels some of what is owed.
+
+        Not what has a dedupe key: it would go to another message, and the ledger has one message for each.
+        """
         with self.fleet.connection() as connection:
-            ids = [i for (i,) in connection.execute("SELECT id FROM pgoutbox.message_live ORDER BY id DESC LIMIT 200")]
+            ids = [
+                message_id
+                for (message_id,) in connection.execute(
+                    "SELECT id FROM pgoutbox.message_live WHERE dedupe_key IS NULL ORDER BY id DESC LIMIT 200"
+                )
+            ]
             for message_id in self.chance.sample(ids, min(len(ids), 5)):
                 connection.execute("SELECT pgoutbox.cancel(%s)", (message_id,))
 

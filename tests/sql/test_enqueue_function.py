@@ -17,6 +17,8 @@ from psycopg.rows import namedtuple_row
 
 from pgoutbox import CancelResult, Enqueued, NewMessage, Outbox, migrate, sql
 from pgoutbox.embedded import embedded_server
+from pgoutbox.message import State
+from tests.messages import put
 from tests.outbox_actions import enqueue
 
 if TYPE_CHECKING:
@@ -367,19 +369,50 @@ def test_a_dedupe_key_with_another_payload_is_a_conflict(
     assert (diag.schema_name, diag.constraint_name, diag.column_name) == ("pgoutbox", "dedupe_payload", "dedupe_key")
 
 
-@pytest.mark.parametrize("state", ["sent", "failed", "cancelled"])
-def test_a_dedupe_key_stays_taken_in_whatever_state_its_message_is(
-    rolled_back: psycopg.Connection, state: LiteralString
+@pytest.mark.parametrize("state", [State.PENDING, State.SENDING, State.SENT, State.FAILED])
+def test_a_message_that_is_owed_or_sent_or_failed_keeps_its_dedupe_key(
+    rolled_back: psycopg.Connection, state: State
 ) -> None:
-    arguments = {**SOUND, "dedupe_key": "k"}
-    first = rolled_back.execute(ENQUEUE, arguments).fetchone()
+    first = put(rolled_back, state, dedupe_key="k")
+    assert put(rolled_back, dedupe_key="k") == first
+
+
+@pytest.mark.parametrize("statement", [ENQUEUE, ENQUEUE_MANY])
+@pytest.mark.parametrize("state", [State.CANCELLED, State.SKIPPED])
+def test_a_cancelled_or_skipped_message_gives_its_dedupe_key_to_the_next_whatever_its_payload(
+    rolled_back: psycopg.Connection, state: State, statement: LiteralString
+) -> None:
+    first = put(rolled_back, state, dedupe_key="k", age=timedelta(days=1))
+    arguments = {**SOUND, "dedupe_key": "k", "payload": '"another"'}
+    *_, second = rolled_back.execute(statement, arguments).fetchall()
+    *_, repeated = rolled_back.execute(statement, arguments).fetchall()
+    second_id = second[0] if statement is ENQUEUE else second[1]
+    assert second_id > first
+    assert second[1:] == (() if statement is ENQUEUE else (second_id, False))
+    assert repeated == (second_id,) if statement is ENQUEUE else (1, second_id, True)
+    keys = rolled_back.execute("SELECT message_id, created_at = now() FROM pgoutbox.dedupe")
+    assert keys.fetchall() == [(second_id, True)]
+
+
+def test_a_key_that_was_given_on_names_the_message_with_the_id_of_its_other_key(
+    rolled_back: psycopg.Connection,
+) -> None:
+    put(rolled_back, State.CANCELLED, dedupe_key="k", coalesce_key="c")
+    second = put(rolled_back, dedupe_key="k", coalesce_key="c")
+    assert scalar(rolled_back, "SELECT message_id FROM pgoutbox.dedupe") == second == newest(rolled_back, "c")
+
+
+def test_a_superseded_message_keeps_its_dedupe_key_because_the_newer_one_stands_for_it(
+    rolled_back: psycopg.Connection,
+) -> None:
+    older = put(rolled_back, coalesce_key="c", dedupe_key="k")
+    newer = put(rolled_back, coalesce_key="c")
     rolled_back.execute(
-        f"""
-        UPDATE pgoutbox.message
-        SET state = '{state}', finished_at = now(), attempt_count = 1, worker = 'w', claimed_at = now()
-        """
+        "UPDATE pgoutbox.message SET state = 'skipped', skip_reason = 'superseded', superseded_by = %s,"
+        " finished_at = now() WHERE id = %s",
+        [newer, older],
     )
-    assert rolled_back.execute(ENQUEUE, arguments).fetchone() == first
+    assert put(rolled_back, coalesce_key="c", dedupe_key="k") == older
 
 
 def test_a_dedupe_key_that_is_pruned_while_it_is_met_is_taken_anew(rolled_back: psycopg.Connection) -> None:

@@ -306,6 +306,27 @@ class TestRedrive:
             operations.redrive(operator, [message_id])
             assert rings() == ["default"]
 
+    def test_a_cancelled_message_whose_dedupe_key_another_has_is_refused(self, rolled_back: psycopg.Connection) -> None:
+        first = put(rolled_back, State.CANCELLED, dedupe_key="k")
+        second = put(rolled_back, State.CANCELLED, dedupe_key="k")
+        third = put(rolled_back, dedupe_key="k")
+        reason = f"message {third} has its dedupe key now"
+        answers = operations.redrive(rolled_back, [first, second])
+        assert answers == [operations.Redriven(n, reason, third) for n in (first, second)]
+        cancelled = MessageFilter(states=(State.CANCELLED,))
+        totals = operations.redrive_matching(rolled_back, cancelled)
+        assert totals == operations.RedriveTotals(redriven=0, superseded=2, locked=0, moved_on=0)
+
+    def test_a_redriven_message_has_its_dedupe_key_again_when_the_one_that_took_it_is_deleted(
+        self, rolled_back: psycopg.Connection
+    ) -> None:
+        first = put(rolled_back, State.CANCELLED, dedupe_key="k")
+        put(rolled_back, State.SENT, dedupe_key="k", age=2 * DAY)
+        maintenance.prune(rolled_back, states=[State.SENT], older_than=DAY)
+        assert count(rolled_back, "dedupe") == 0
+        assert operations.redrive(rolled_back, [first]) == [operations.Redriven(first, None)]
+        assert put(rolled_back, dedupe_key="k") == first
+
     def test_all_failed_are_redriven_in_batches_of_their_own(
         self, operator: psycopg.Connection, connect: Connect
     ) -> None:
