@@ -7,8 +7,8 @@ of the five outcomes. Only a genuine cancellation by the worker passes through.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import math
+import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
@@ -23,6 +23,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pgoutbox.errors import ConfigurationError, LeaseLostError
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Skip, Snooze, Transient
 from pgoutbox.retry import MAX_DELAY_SECONDS, RetryPolicy
+from pgoutbox.signatures import check_handler, is_async
 from pgoutbox.transports import Content, Transport, scheme_of
 from pgoutbox.transports.configured import hint_for
 
@@ -74,18 +75,24 @@ class Handler:
         redact: tuple[str, ...] = (),
     ) -> Handler:
         """Check a registration: a mistake is a `ConfigurationError` at start-up, not a failed attempt."""
-        name = getattr(function, "__qualname__", repr(function))
-        _check_signature(function, name, topic)
-        if timeout_seconds is not None and not (math.isfinite(timeout_seconds) and timeout_seconds > 0):
-            raise ConfigurationError(f"handler {name} of topic {topic!r}: timeout={timeout_seconds}: must be positive")
+        place = f"handler {getattr(function, '__qualname__', repr(function))} of topic {topic!r}"
+        check_handler(
+            function, place=place, contexts=(Context, SyncContext), is_batch=max_batch is not None, model=payload_model
+        )
+        if not _is_policy(retry):
+            raise ConfigurationError(f"{place}: retry={retry!r}: must be a RetryPolicy")
+        if timeout_seconds is not None and not _is_between(timeout_seconds, 1e-9, sys.float_info.max):
+            raise ConfigurationError(f"{place}: timeout={timeout_seconds!r}: must be positive seconds")
         if on_unknown not in ("retry", "hold"):
-            raise ConfigurationError(f"handler {name} of topic {topic!r}: on_unknown={on_unknown!r}: retry or hold")
-        if max_batch is not None and not 1 <= max_batch <= 5_000:
-            raise ConfigurationError(f"handler {name} of topic {topic!r}: max_batch={max_batch}: must be 1 to 5000")
+            raise ConfigurationError(f"{place}: on_unknown={on_unknown!r}: must be 'retry' or 'hold'")
+        if max_batch is not None and not _is_between(max_batch, 1, 5_000):
+            raise ConfigurationError(f"{place}: max_size={max_batch!r}: must be 1 to 5000")
+        if not _are_exceptions(permanent_errors):
+            raise ConfigurationError(f"{place}: permanent={permanent_errors!r}: must be a list of exception classes")
         return cls(
             topic=topic,
             function=function,
-            is_async=_is_async(function),
+            is_async=is_async(function),
             retry=retry,
             timeout_seconds=timeout_seconds,
             on_unknown=on_unknown,
@@ -111,17 +118,16 @@ class Handler:
         return replace(message, payload=payload)
 
 
-def _check_signature(function: Callable[..., object], name: str, topic: str) -> None:
-    try:
-        inspect.signature(function).bind(object(), object())
-    except TypeError:
-        raise ConfigurationError(
-            f"handler {name} of topic {topic!r}: must take two arguments, the message and the context"
-        ) from None
+def _is_between(value: object, low: float, high: float) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
 
 
-def _is_async(function: Callable[..., object]) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004 - a callable object may have an async __call__
+def _are_exceptions(kinds: object) -> bool:
+    return isinstance(kinds, Sequence) and all(isinstance(k, type) and issubclass(k, BaseException) for k in kinds)
+
+
+def _is_policy(retry: object) -> bool:
+    return isinstance(retry, RetryPolicy)
 
 
 class Context:

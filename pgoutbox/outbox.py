@@ -125,12 +125,26 @@ class Outbox:
     def __init__(
         self, settings: Settings | None = None, *, transports: Sequence[Transport] = (), strict: bool = False
     ) -> None:
+        if settings is not None and not isinstance(settings, Settings):
+            # The value is not shown: it may be a DSN with a password.
+            raise ConfigurationError(
+                f"settings: must be Settings, not {type(settings).__name__}; "
+                "set PGOUTBOX_DSN, or pass Outbox(Settings(dsn=...))"
+            )
+        if isinstance(transports, (str, Mapping)) or not isinstance(transports, Iterable):
+            raise ConfigurationError(f"transports: must be a list of transports, not {type(transports).__name__}")
+        if not isinstance(strict, bool):
+            raise ConfigurationError(f"strict: must be True or False, got {strict!r}")
         self._settings = settings
         self._strict = strict
         self._topics: dict[str, Topic[Any]] = {}
         self._handlers: dict[str, Handler] = {}
         self._transports: dict[str, Transport] = {}
-        for transport in transports:
+        for index, transport in enumerate(transports):
+            if isinstance(transport, type) or not hasattr(transport, "schemes") or not hasattr(transport, "send"):
+                raise ConfigurationError(
+                    f"transports[{index}]: must be an object with `schemes` and `send`, got {transport!r}"
+                )
             for scheme in transport.schemes:
                 if self._transports.setdefault(scheme, transport) is not transport:
                     raise ConfigurationError(f"transports: two serve the scheme {scheme!r}")
@@ -228,11 +242,13 @@ class Outbox:
         with `ctx.connection`, and its writes and the completion commit together. Exceptions of the `permanent` types
         are not retried.
 
-        Raises `ConfigurationError` for a second handler of a topic and for a function of another signature.
+        Raises `ConfigurationError` for a second handler of a topic, for a function of another signature, for a
+        generator, and for annotations that contradict what a worker passes.
 
             @outbox.handler(activation, retry=RetryPolicy.steps(60, 300, 900, 3600))
             async def activate(message: Message[Activation], ctx: Context) -> Email: ...
         """
+        _check_topic(topic, "handler")
         return HandlerDecorator(
             lambda function: self._register(
                 topic,
@@ -264,6 +280,7 @@ class Outbox:
             @outbox.batch_handler("search.index", max_size=500)
             async def index(messages: Sequence[Message], contexts: Sequence[Context]) -> None: ...
         """
+        _check_topic(topic, "batch_handler")
         return BatchHandlerDecorator(
             lambda function: self._register(
                 topic,
@@ -691,6 +708,14 @@ class Outbox:
         if known is not None and known != topic:
             raise ConfigurationError(f"topic {name!r} is defined otherwise in this outbox")
         return topic
+
+
+def _check_topic(topic: object, decorator: str) -> None:
+    if isinstance(topic, (str, Topic)):
+        return
+    named = getattr(topic, "__qualname__", None) if callable(topic) else None
+    got = repr(topic) if named is None else f"the function {named}"
+    raise ConfigurationError(f'{decorator}: needs a topic, as in @outbox.{decorator}("mail.welcome"); got {got}')
 
 
 def _logged(steps: Steps[R], topic: str | Topic[P]) -> Steps[R | None]:

@@ -267,6 +267,18 @@ class Settings(BaseSettings):
     log_format: Literal["text", "json"] = Field("text", description="Format of the CLI's log.")
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Level of the CLI's log.")
 
+    def __init__(self, **values: object) -> None:
+        """Read the environment; `values`, by field name, win over it.
+
+        Raises `ConfigurationError` for an unknown name, and pydantic's `ValidationError` for a wrong value.
+        """
+        unknown = [name for name in values if not name.startswith("_") and name not in type(self).model_fields]
+        if unknown:
+            raise ConfigurationError(
+                "\n".join(f"unknown setting {n!r}; did you mean {_nearest(n)!r}?" for n in unknown)
+            )
+        super().__init__(**values)  # type: ignore[arg-type] # pydantic checks the values
+
     @field_validator("*", mode="before")
     @classmethod
     def _no_empty_text(cls, value: object) -> object:
@@ -406,22 +418,26 @@ def load_settings(**overrides: object) -> Settings:
     """
     given = {name: value for name, value in overrides.items() if value is not None}
     try:
-        return Settings(**given)  # type: ignore[arg-type] # pydantic checks the values that the caller passes by name
+        return Settings(**given)
     except ValidationError as error:
         raise ConfigurationError(_explain(error, given)) from None
 
 
 def unknown_variables(environment: Iterable[str]) -> list[tuple[str, str]]:
     """The variables that look like a setting and are none, each with the setting that was likely meant."""
-    known = [f"{ENVIRONMENT_PREFIX}{field.upper()}" for field in Settings.model_fields]
+    known = {f"{ENVIRONMENT_PREFIX}{field.upper()}" for field in Settings.model_fields}
     return [
-        (variable, difflib.get_close_matches(variable.upper(), known, n=1, cutoff=0.0)[0])
+        (variable, f"{ENVIRONMENT_PREFIX}{_nearest(variable[len(ENVIRONMENT_PREFIX) :]).upper()}")
         for variable in sorted(environment)
         if variable.upper().startswith(ENVIRONMENT_PREFIX)
         and not variable.startswith(_TEST_PREFIX)
         and variable != SUPERVISOR_FD_VARIABLE
         and variable.upper() not in known
     ]
+
+
+def _nearest(name: str) -> str:
+    return difflib.get_close_matches(name.lower(), Settings.model_fields, n=1, cutoff=0.0)[0]
 
 
 def _explain(error: ValidationError, given: dict[str, object]) -> str:

@@ -214,7 +214,7 @@ def test_a_call_site_with_another_definition_of_the_topic_is_refused(
 def test_a_mistake_is_found_before_any_sql(
     rolled_back: psycopg.Connection, payload: object, options: dict[str, Any], field: str
 ) -> None:
-    outbox = Outbox(Settings(max_payload_bytes=1000))  # type: ignore[call-arg] # the rest has defaults
+    outbox = Outbox(Settings(max_payload_bytes=1000))
     with pytest.raises(PayloadError) as caught:
         outbox.enqueue(rolled_back, "mail", payload, **options)
     assert caught.value.field == field

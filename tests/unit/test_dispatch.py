@@ -131,7 +131,7 @@ def test_an_unknown_rule_for_unknown_outcomes_is_refused() -> None:
 
 @pytest.mark.parametrize("size", [0, 5001])
 def test_a_batch_size_out_of_bounds_is_refused(size: int) -> None:
-    with pytest.raises(ConfigurationError, match=f"max_batch={size}"):
+    with pytest.raises(ConfigurationError, match=f"max_size={size}: must be 1 to 5000"):
         handler_of(lambda message, ctx: None, max_batch=size)
 
 

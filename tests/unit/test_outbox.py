@@ -149,7 +149,11 @@ def test_a_handler_cannot_have_a_policy_where_the_topic_has_one(outbox: Outbox) 
         ("Mail", {}, "topic 'Mail': name: must be 1 to 63"),
         ("mail", {"timeout": 0}, "timeout=0: must be positive"),
         ("mail", {"timeout": float("nan")}, "timeout=nan: must be positive"),
-        ("mail", {"on_unknown": "drop"}, "on_unknown='drop': retry or hold"),
+        ("mail", {"timeout": "5"}, "timeout='5': must be positive seconds"),
+        ("mail", {"on_unknown": "drop"}, "on_unknown='drop': must be 'retry' or 'hold'"),
+        ("mail", {"retry": 3}, "retry=3: must be a RetryPolicy"),
+        ("mail", {"permanent": ValueError}, "permanent=<class 'ValueError'>: must be a list of exception classes"),
+        ("mail", {"permanent": ["ValueError"]}, "must be a list of exception classes"),
     ],
 )
 def test_a_wrong_registration_is_refused_and_leaves_nothing_behind(
@@ -164,6 +168,37 @@ def test_a_function_that_does_not_take_message_and_context_is_refused(outbox: Ou
     register: Any = outbox.handler("mail")
     with pytest.raises(ConfigurationError, match="must take two arguments, the message and the context"):
         register(lambda message: None)
+
+
+@pytest.mark.parametrize("decorator", ["handler", "batch_handler"])
+def test_a_decorator_without_parentheses_is_refused_with_the_way_to_write_it(outbox: Outbox, decorator: str) -> None:
+    register: Any = getattr(outbox, decorator)
+    with pytest.raises(ConfigurationError) as refusal:
+        register(handle)
+    assert str(refusal.value) == (
+        f'{decorator}: needs a topic, as in @outbox.{decorator}("mail.welcome"); got the function handle'
+    )
+    with pytest.raises(ConfigurationError, match=f"{decorator}: needs a topic, .*; got 7"):
+        register(7)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "problem"),
+    [
+        (("postgresql://app:s3cret@localhost/app",), {}, r"settings: must be Settings, not str; .*Settings\(dsn="),
+        ((), {"transports": Nowhere("sms")}, "transports: must be a list of transports, not Nowhere"),
+        ((), {"transports": {"sms": Nowhere("sms")}}, "transports: must be a list of transports, not dict"),
+        ((), {"transports": [Nowhere("sms"), "tel"]}, r"transports\[1\]: must be an object with .*, got 'tel'"),
+        ((), {"transports": [Nowhere]}, r"transports\[0\]: must be an object with"),
+        ((), {"strict": "yes"}, "strict: must be True or False, got 'yes'"),
+    ],
+)
+def test_an_outbox_refuses_arguments_of_another_type(
+    arguments: tuple[Any, ...], options: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=problem) as refusal:
+        Outbox(*arguments, **options)
+    assert "s3cret" not in str(refusal.value)
 
 
 def test_a_topic_is_defined_once_and_before_its_handler(outbox: Outbox) -> None:

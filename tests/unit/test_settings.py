@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.settings import Settings, load_settings
+from pgoutbox.settings import Settings, load_settings, unknown_variables
 
 CANARY = "c4n4ry-s3cret"
 SECRET_VARIABLES = (
@@ -187,3 +189,25 @@ def test_what_is_no_key_is_refused_by_its_number(keys: str) -> None:
     message = refusal(encryption_keys=keys)
     assert message.startswith(f"PGOUTBOX_ENCRYPTION_KEYS=(hidden): key {number} is no Fernet key")
     assert CANARY not in message
+
+
+def test_an_unknown_setting_is_refused_with_the_nearest_one() -> None:
+    with pytest.raises(ConfigurationError) as failure:
+        Settings(lease_second=3, Dsn="postgresql://app:s3cret@localhost/app")
+    assert str(failure.value) == (
+        "unknown setting 'lease_second'; did you mean 'lease_seconds'?\nunknown setting 'Dsn'; did you mean 'dsn'?"
+    )
+    with pytest.raises(ConfigurationError, match="unknown setting 'smtp_hosts'; did you mean 'smtp_host'"):
+        load_settings(smtp_hosts="mx.test")
+
+
+def test_a_dsn_without_its_name_is_no_argument_of_settings() -> None:
+    make: Any = Settings
+    with pytest.raises(TypeError, match="positional argument"):
+        make("postgresql://app:s3cret@localhost/app")
+
+
+def test_an_unknown_variable_does_not_keep_settings_from_being_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PGOUTBOX_LEASE_SECOND", "3")
+    assert Settings().lease_seconds == 60
+    assert unknown_variables(["PGOUTBOX_LEASE_SECOND"]) == [("PGOUTBOX_LEASE_SECOND", "PGOUTBOX_LEASE_SECONDS")]
