@@ -274,19 +274,20 @@ WHERE p.pronamespace = 'pgoutbox'::regnamespace
 
 _SQL: Final = """
 What any client can call: another language, a trigger, psql. They run in the caller's transaction, and those that write
-with the rights of the schema's owner; who may call which of them is a matter of [roles](../how-to/roles.md). Name the
-arguments:
+with the rights of the schema's owner; who may call which of them is a matter of [roles](../how-to/roles.md).
+`notify => false` leaves it to the workers' sweep to find the messages; null means true. Name the arguments:
 `SELECT pgoutbox.enqueue('mail.welcome', '{"user_id": 7}', dedupe_key => 'welcome-7')`.
 """
 
 _ERRORS: Final = """
-Every error names its argument in the field COLUMN of PostgreSQL's answer, and `pgoutbox` in the field SCHEMA.
+Every error about an argument names it in the field COLUMN of PostgreSQL's answer, and `pgoutbox` in the field SCHEMA.
 
 | SQLSTATE | when |
 | --- | --- |
 | 22004 | an argument is null that must not be |
 | 22023 | an argument is not accepted, by one of the rules below |
 | 23505, constraint `dedupe_payload` | the dedupe key is taken by a message with another payload |
+| 55000 | the sequence of ids is behind the messages; the error has the command that fixes it |
 
 `enqueue_many` names the element too, counted from 0: `items[4711].topic`.
 """

@@ -400,6 +400,8 @@ def _own_error(error: Exception) -> PgOutboxError | None:
             return _refused(column, message)
         case Answer(schema="pgoutbox", constraint="dedupe_payload", message=message):
             return DuplicateError(message.removeprefix("pgoutbox.enqueue: "))
+        case Answer(sqlstate="55000", schema="pgoutbox", message=message):
+            return SchemaError(message.removeprefix("pgoutbox.enqueue: "))
         case Answer(sqlstate="42883" | "42P01" | "3F000", context=None):
             # Without a context the missing name is one in our statement, and those are all pgoutbox's.
             return SchemaError(f"the schema pgoutbox is missing or older than this package needs; {MIGRATE_HINT}")

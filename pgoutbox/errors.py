@@ -3,7 +3,7 @@
     PgOutboxError
     ├── ConfigurationError      a setting or a registration is wrong; names it
     │   └── MissingExtraError   an optional dependency is not installed; names the command
-    ├── SchemaError             the schema is missing or too old; names the command
+    ├── SchemaError             the schema is missing, too old or damaged; names the command
     ├── TransactionError        the caller's connection is not in a usable transaction
     ├── PayloadError            an argument of enqueue is wrong; names the field
     ├── DuplicateError          a dedupe key was used again with another payload

@@ -390,11 +390,12 @@ class Outbox:
 
         Raises `PayloadError` naming the field, as a rule before any SQL; `DuplicateError` when the dedupe key is taken
         by another payload; `UnknownTopicError` from a strict outbox; `TransactionError` outside a transaction, or in
-        an aborted one; `SchemaError` without the schema; `ConfigurationError` when the connection's encoding lacks a
-        character; `TypeError` for another kind of connection. The driver's own errors pass through. With `best_effort`
-        all but the `TypeError` are logged instead, rolled back to a savepoint, and None is returned: the caller's
-        transaction stays usable. What takes the whole transaction along, such as a lost connection, is raised all the
-        same: None never hides that the caller's own writes are gone.
+        an aborted one; `SchemaError` without the schema, or with a sequence of ids that is behind the messages;
+        `ConfigurationError` when the connection's encoding lacks a character; `TypeError` for another kind of
+        connection. The driver's own errors pass through. With `best_effort` all but the `TypeError` are logged instead,
+        rolled back to a savepoint, and None is returned: the caller's transaction stays usable. What takes the whole
+        transaction along, such as a lost connection, is raised all the same: None never hides that the caller's own
+        writes are gone.
 
             with psycopg.connect(dsn) as connection:
                 connection.execute("INSERT INTO account ...")

@@ -615,7 +615,9 @@ BEGIN
         p_id, p_topic, p_payload, p_queue, p_destination, p_coalesce_key, p_dedupe_key, p_ordering_key, p_on_failed,
         greatest(p_available_at, pg_catalog.now()), p_expires_at, p_headers, p_max_attempts, p_max_attempts
     );
-    IF p_notify AND NOT pg_catalog.pg_try_advisory_xact_lock_shared(1885826146, pg_catalog.hashtext(p_queue)) THEN
+    IF p_notify IS NOT FALSE
+        AND NOT pg_catalog.pg_try_advisory_xact_lock_shared(1885826146, pg_catalog.hashtext(p_queue))
+    THEN
         PERFORM pg_catalog.pg_notify('pgoutbox', p_queue);
     END IF;
     RETURN p_id;
@@ -669,6 +671,31 @@ BEGIN
         FROM pgoutbox.message AS m
         WHERE m.id = p_id AND m.state IN ('cancelled', 'skipped') AND m.superseded_by IS NULL
     );
+END
+$function$
+"""
+
+# The next id of a key whose newest message has this one. A sequence that was set back, was not restored with the data,
+# or hands out ids from sessions' caches would reverse newest-wins and the order of a key.
+NEXT_ID = """
+CREATE FUNCTION pgoutbox.next_id(newest_id bigint)
+RETURNS bigint
+LANGUAGE plpgsql
+AS $function$
+DECLARE
+    new_id constant bigint := nextval('pgoutbox.message_id_seq');
+BEGIN
+    IF new_id <= newest_id THEN
+        RAISE EXCEPTION USING
+            ERRCODE = 'object_not_in_prerequisite_state',
+            SCHEMA = 'pgoutbox',
+            MESSAGE = 'pgoutbox.enqueue: sequence pgoutbox.message_id_seq is behind the messages: it gave ' || new_id
+                || ', and the newest message of this key is ' || newest_id || '; run: ALTER SEQUENCE '
+                'pgoutbox.message_id_seq CACHE 1; SELECT setval(''pgoutbox.message_id_seq'', greatest('
+                '(SELECT max(id) FROM pgoutbox.message), (SELECT max(newest_id) FROM pgoutbox.coalesce), '
+                '(SELECT max(last_id) FROM pgoutbox.ordering))); and reconnect';
+    END IF;
+    RETURN new_id;
 END
 $function$
 """
@@ -756,7 +783,7 @@ BEGIN
         -- As below: the order of ids is the order of commits.
         INSERT INTO pgoutbox.ordering AS tail (last_id, queue, ordering_key)
         VALUES (new_id, p_queue, p_ordering_key)
-        ON CONFLICT ON CONSTRAINT ordering_pkey DO UPDATE SET last_id = nextval('pgoutbox.message_id_seq')
+        ON CONFLICT ON CONSTRAINT ordering_pkey DO UPDATE SET last_id = pgoutbox.next_id(tail.last_id)
         RETURNING tail.last_id INTO new_id;
     END IF;
 
@@ -788,7 +815,7 @@ BEGIN
         INSERT INTO pgoutbox.coalesce AS head (newest_id, waiting_since, topic, coalesce_key)
         VALUES (new_id, since, p_topic, p_coalesce_key)
         ON CONFLICT ON CONSTRAINT coalesce_pkey DO UPDATE
-        SET newest_id = nextval('pgoutbox.message_id_seq'),
+        SET newest_id = pgoutbox.next_id(head.newest_id),
             waiting_since = coalesce(excluded.waiting_since, head.waiting_since)
         RETURNING head.newest_id INTO new_id;
     END IF;
@@ -843,7 +870,9 @@ BEGIN
         new_id := pg_catalog.nextval('pgoutbox.message_id_seq');
         INSERT INTO pgoutbox.message_live (id, topic, payload, queue, max_attempts, attempt_budget)
         VALUES (new_id, topic, payload, queue, max_attempts, max_attempts);
-        IF notify AND NOT pg_catalog.pg_try_advisory_xact_lock_shared(1885826146, pg_catalog.hashtext(queue)) THEN
+        IF notify IS NOT FALSE
+            AND NOT pg_catalog.pg_try_advisory_xact_lock_shared(1885826146, pg_catalog.hashtext(queue))
+        THEN
             PERFORM pg_catalog.pg_notify('pgoutbox', queue);
         END IF;
         RETURN new_id;
@@ -1006,7 +1035,7 @@ BEGIN
         RETURN NEXT;
     END LOOP;
 
-    IF notify THEN
+    IF notify IS NOT FALSE THEN
         PERFORM pgoutbox.ring(r.queue)
         FROM (
             SELECT DISTINCT coalesce(q.queue, 'default') AS queue
@@ -1080,7 +1109,7 @@ BEGIN
     )
     SELECT (i.ordinality - 1)::integer, i.id
     FROM item AS i;
-    IF notify AND cardinality(destinations) > 0 THEN
+    IF notify IS NOT FALSE AND cardinality(destinations) > 0 THEN
         PERFORM pgoutbox.ring(enqueue_fanout.queue);
     END IF;
 END
@@ -1406,6 +1435,7 @@ FUNCTION_COMMENTS = {
     "write_message": "Insert one sound message and wake a sleeping worker when the transaction commits.",
     "is_plain": "Whether nothing but topic, payload, queue and max_attempts is given, and these are sound.",
     "payload_digests": "Digests by which enqueue recognizes a repeated payload; several for an encrypted one.",
+    "next_id": "The next id, for a key whose newest message has this one. Raises 55000 if it is not greater.",
     "has_freed_key": "Whether a message was cancelled or skipped, so that its dedupe key goes to the next one.",
     "cancel": "Cancel a message in this transaction, if it stands in one of the states. Returns cancelled, requested "
     "(it is in flight: told, and not retried), the other state that it has, locked (its row stayed locked: try again) "
@@ -1437,6 +1467,7 @@ FUNCTIONS = (
     WRITE_MESSAGE,
     PAYLOAD_DIGESTS,
     HAS_FREED_KEY,
+    NEXT_ID,
     ENQUEUE_CHECKED,
     ENQUEUE_RECEIPT,
     ENQUEUE,
@@ -1458,6 +1489,7 @@ DOWN = (
     "DROP FUNCTION pgoutbox.enqueue",
     "DROP FUNCTION pgoutbox.enqueue_receipt",
     "DROP FUNCTION pgoutbox.enqueue_checked",
+    "DROP FUNCTION pgoutbox.next_id",
     "DROP FUNCTION pgoutbox.has_freed_key",
     "DROP FUNCTION pgoutbox.payload_digests",
     "DROP FUNCTION pgoutbox.write_message",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, LiteralString, NamedTuple
+from typing import TYPE_CHECKING, Any, LiteralString, NamedTuple
 
 import psycopg
 import pytest
@@ -16,13 +17,15 @@ from psycopg import errors
 from psycopg.rows import namedtuple_row
 
 from pgoutbox import CancelResult, Enqueued, NewMessage, Outbox, migrate, sql
+from pgoutbox.adapters import sqlstate_of
 from pgoutbox.embedded import embedded_server
+from pgoutbox.errors import SchemaError
 from pgoutbox.message import State
 from tests.messages import put
 from tests.outbox_actions import enqueue
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from tests.conftest import Connect
 
@@ -647,6 +650,67 @@ def test_an_enqueue_that_is_rolled_back_or_told_not_to_does_not_ring(
     connection.execute("SELECT pgoutbox.enqueue_many(ARRAY['mail'], ARRAY['1'::jsonb], notify => false)")
     connection.commit()
     assert rings(sleeper) == []
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "pgoutbox.enqueue('mail', '1', notify => NULL)",
+        "pgoutbox.enqueue('mail', '1', coalesce_key => 'k', notify => NULL)",
+        "pgoutbox.enqueue_many(ARRAY['mail'], ARRAY['1'::jsonb], notify => NULL)",
+        "pgoutbox.enqueue_fanout('mail', '1', ARRAY['tel:1'], notify => NULL)",
+    ],
+)
+def test_notify_of_null_means_true(
+    sleeper: psycopg.Connection, connection: psycopg.Connection, call: LiteralString
+) -> None:
+    connection.execute(f"SELECT {call}")
+    connection.commit()
+    assert rings(sleeper) == ["default"]
+
+
+# --- the sequence of ids ----------------------------------------------------------------------------------------------
+
+SEQUENCE_IS_BEHIND = (
+    r"sequence pgoutbox\.message_id_seq is behind the messages: it gave \d+, .* run: (.*); and reconnect"
+)
+
+
+def set_back(first: psycopg.Connection, second: psycopg.Connection) -> None:
+    """As a restore of the data without the sequence leaves it."""
+    first.execute("SELECT setval('pgoutbox.message_id_seq', 1000)")
+    enqueue_keyed(second)
+    first.execute("SELECT setval('pgoutbox.message_id_seq', 7)")
+
+
+def hand_out_in_stocks(first: psycopg.Connection, second: psycopg.Connection) -> None:
+    """Each session has ids of its own in stock; the second one has the greater ones."""
+    first.execute("ALTER SEQUENCE pgoutbox.message_id_seq CACHE 100")
+    enqueue(first)
+    enqueue_keyed(second)
+
+
+def enqueue_keyed(connection: psycopg.Connection) -> None:
+    enqueue(connection, coalesce_key="k")
+    enqueue(connection, ordering_key="k")
+
+
+@pytest.mark.parametrize("damage", [set_back, hand_out_in_stocks])
+@pytest.mark.parametrize("key", ["coalesce_key", "ordering_key"])
+def test_an_id_that_is_not_the_greatest_of_its_key_is_refused_with_the_command_that_mends_the_sequence(
+    connect: Connect, key: str, damage: Callable[[psycopg.Connection, psycopg.Connection], None]
+) -> None:
+    first, second = connect(autocommit=True), connect(autocommit=True)
+    damage(first, second)
+    keyed: dict[str, Any] = {key: "k"}
+    with pytest.raises(SchemaError, match=SEQUENCE_IS_BEHIND) as caught:
+        Outbox().enqueue(first, "greet", 1, require_transaction=False, **keyed)
+    assert sqlstate_of(caught.value) == "55000"
+    ((before,),) = second.execute("SELECT max(id) FROM pgoutbox.message").fetchall()
+    fix = re.search(SEQUENCE_IS_BEHIND, str(caught.value))
+    assert fix is not None
+    second.execute(fix[1].encode())
+    assert Outbox().enqueue(connect(autocommit=True), "greet", 1, require_transaction=False, **keyed).id > before
 
 
 @pytest.fixture
