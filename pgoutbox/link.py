@@ -20,6 +20,7 @@ from psycopg.rows import TupleRow
 
 from pgoutbox import connections, sql
 from pgoutbox.connections import deadline
+from pgoutbox.round_trip import Step, fetch_in_one_trip
 from pgoutbox.settings import Settings
 
 _REFUSED_PAUSE_SECONDS: Final = 1.0
@@ -98,18 +99,20 @@ class Link:
         statement: LiteralString,
         parameters: Mapping[str, object],
     ) -> list[TupleRow]:
-        # A transaction pooler gives each transaction another server session: settings must travel with it.
+        # A transaction pooler gives each transaction another server session: settings must travel with it. And they
+        # travel together: a process that is suspended in between would keep its locks, lease or not.
+        steps: list[Step] = [
+            (sql.BEGIN, {}),
+            (sql.PREPARE_TRANSACTION, timeouts(self._settings)),
+            (statement, parameters),
+            (sql.COMMIT, {}),
+        ]
         try:
-            await connection.execute(sql.BEGIN)
-            await connection.execute(sql.PREPARE_TRANSACTION, timeouts(self._settings))
-            cursor = await connection.execute(statement, parameters, prepare=False, binary=True)
-            rows = await cursor.fetchall() if cursor.description is not None else []
+            return await fetch_in_one_trip(connection, steps, index=2)
         except psycopg.Error:
             if not connection.closed:
                 await connection.execute("ROLLBACK")
             raise
-        await connection.execute("COMMIT")
-        return rows
 
     async def _open(self) -> psycopg.AsyncConnection[TupleRow]:
         if self._connection is not None and not self._connection.closed:

@@ -155,6 +155,7 @@ from pgoutbox.sql.retention import (
 from pgoutbox.sql.sessions import (
     BACKEND_PID,
     BEGIN,
+    COMMIT,
     PREPARE_SESSION,
     PREPARE_TRANSACTION,
     SCHEMA_VERSION,
@@ -189,6 +190,7 @@ __all__ = [
     "CLAIM_FRESH",
     "CLAIM_ORDERED",
     "CLEAR_RETIRED",
+    "COMMIT",
     "CONNECTED_WORKERS",
     "CONTENTS",
     "COUNT_BACKLOG",

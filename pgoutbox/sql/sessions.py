@@ -39,6 +39,7 @@ PREPARE_TRANSACTION: Final[LiteralString] = """
 SELECT
     set_config('statement_timeout', %(statement_timeout)s::text, true),
     set_config('lock_timeout', %(lock_timeout)s::text, true),
+    set_config('idle_in_transaction_session_timeout', '10s', true),
     CASE
         WHEN current_setting('transaction_timeout', true) IS NOT NULL THEN set_config('transaction_timeout', '0', true)
     END,
@@ -51,6 +52,8 @@ SELECT
 """
 
 BEGIN: Final[LiteralString] = "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE"
+
+COMMIT: Final[LiteralString] = "COMMIT"
 
 SERVER_TIME: Final[LiteralString] = "SELECT clock_timestamp()"
 

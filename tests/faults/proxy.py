@@ -85,6 +85,8 @@ class Proxy:
         self.cancel_request_count = 0
         self.delay_seconds = 0.0
         self.bytes_per_second: float | None = None
+        # Called in the proxy's thread with each statement, before any of it is forwarded.
+        self.on_statement: Callable[[str, str], None] = lambda application, text: None
         self._listening = listening
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="proxy", daemon=True)
@@ -163,8 +165,9 @@ class Proxy:
 
     # --- what a session asks ------------------------------------------------------------------------------------------
 
-    def begin_statement(self, text: str) -> Moment | None:
+    def begin_statement(self, application: str, text: str) -> Moment | None:
         """Count one more; what is to happen to it."""
+        self.on_statement(application, text)
         self.statements.append(text)
         if self._cut is not None and self._cut[0] == len(self.statements):
             return self._cut[1]
@@ -361,7 +364,7 @@ class _Session:
                 kind, body, message = await self._read(self._client)
                 if kind in _WORK and not in_statement:
                     in_statement = True
-                    moment = self._proxy.begin_statement(self._text_of(kind, body))
+                    moment = self._proxy.begin_statement(self.application, self._text_of(kind, body))
                     if moment is Moment.BEFORE:
                         self._proxy.note_cut(self)
                         return

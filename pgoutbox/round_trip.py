@@ -1,0 +1,98 @@
+"""A whole transaction in one message to the server: no process that is suspended can leave its locks behind.
+
+The driver's own pipeline sends each statement by itself. Here everything up to COMMIT leaves in one piece, so that the
+server never waits for this process while it holds a lock.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from typing import LiteralString
+
+import psycopg
+from psycopg import abc, pq
+from psycopg.adapt import PyFormat, Transformer
+from psycopg.errors import error_from_result
+from psycopg.rows import TupleRow
+from psycopg.waiting import Ready, Wait
+
+Step = tuple[LiteralString, Mapping[str, object]]
+
+_PLACEHOLDER = re.compile(r"%%|%\((\w+)\)s")
+_REFUSED = (pq.ExecStatus.FATAL_ERROR, pq.ExecStatus.BAD_RESPONSE)
+
+
+async def fetch_in_one_trip(
+    connection: psycopg.AsyncConnection[TupleRow], steps: Sequence[Step], *, index: int
+) -> list[TupleRow]:
+    """Run all steps, without waiting between them, and return the rows of step number `index`.
+
+    Raises the first error that a step met. Those behind it have not run then, and the transaction that one of the
+    steps began is still open. Nothing else may use the connection meanwhile.
+    """
+    pgconn = connection.pgconn
+    transformer: abc.Transformer = Transformer(connection)
+    prepared = [_adapted(transformer, *step) for step in steps]
+    pgconn.enter_pipeline_mode()
+    for text, values, types, formats in prepared:
+        pgconn.send_query_params(text, values, types, formats, pq.Format.BINARY)
+    pgconn.pipeline_sync()
+    results: list[pq.abc.PGresult] = []
+    encoding = connection.info.encoding
+    try:
+        await connection.wait(_receive(pgconn, results))
+    except psycopg.OperationalError:
+        _check(results, encoding)  # The server may have said why it ends the session.
+        raise
+    pgconn.exit_pipeline_mode()
+    _check(results, encoding)
+    answer = results[index]
+    transformer.set_pgresult(answer)
+    return transformer.load_rows(0, answer.ntuples, tuple)
+
+
+def _adapted(
+    transformer: abc.Transformer, statement: LiteralString, parameters: Mapping[str, object]
+) -> tuple[bytes, Sequence[pq.abc.Buffer | None], Sequence[int], Sequence[pq.Format]]:
+    text, names = _numbered(statement)
+    values = transformer.dump_sequence([parameters[name] for name in names], [PyFormat.AUTO] * len(names))
+    return text, values, tuple(transformer.types or ()), tuple(transformer.formats or ())
+
+
+@functools.cache
+def _numbered(statement: str) -> tuple[bytes, tuple[str, ...]]:
+    """The statement with PostgreSQL's own placeholders, and the names that they stand for."""
+    numbers: dict[str, int] = {}
+
+    def number(found: re.Match[str]) -> str:
+        name = found[1]
+        return "%" if name is None else f"${numbers.setdefault(name, len(numbers) + 1)}"
+
+    text = _PLACEHOLDER.sub(number, statement).encode()
+    return text, tuple(numbers)
+
+
+def _receive(pgconn: pq.abc.PGconn, results: list[pq.abc.PGresult]) -> abc.PQGen[None]:
+    """Send what is queued, and receive one result for each step."""
+    while pgconn.flush():
+        if (yield Wait.RW) & Ready.R:
+            pgconn.consume_input()
+    while True:
+        while pgconn.is_busy():
+            if (yield Wait.R) & Ready.R:
+                pgconn.consume_input()
+        result = pgconn.get_result()  # None stands between the results of two steps.
+        if result is not None and result.status == pq.ExecStatus.PIPELINE_SYNC:
+            return
+        if result is not None:
+            results.append(result)
+        elif pgconn.status == pq.ConnStatus.BAD:
+            raise psycopg.OperationalError("the connection is lost")
+
+
+def _check(results: Sequence[pq.abc.PGresult], encoding: str) -> None:
+    for result in results:
+        if result.status in _REFUSED:
+            raise error_from_result(result, encoding=encoding)

@@ -1,0 +1,86 @@
+"""A worker behind a pooler whose process is suspended: its transaction ends without it, so only its lease is in the
+way of the others.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pgoutbox import Outbox, operations, session, sql
+from pgoutbox.dispatch import Context
+from pgoutbox.link import Link
+from pgoutbox.message import Message, State
+from pgoutbox.worker import Worker
+from tests.faults.fleet import fleet_on
+from tests.faults.proxy import Proxy
+from tests.outbox_actions import enqueue, lapse, row_of, settings_for, state_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import psycopg
+
+CLAIM = " ".join(sql.CLAIM.split())[:30]
+
+
+class Freezer:
+    """Suspends a process as soon as the proxy sees a statement of its claim, before that reaches the server."""
+
+    def __init__(self, proxy: Proxy, statement: str) -> None:
+        self.frozen = threading.Event()
+        self.pid = 0
+        self._statement = statement
+        self._has_claimed = False
+        proxy.on_statement = self._look
+
+    def _look(self, application: str, text: str) -> None:
+        if application != "pgoutbox claim" or not self.pid or self.frozen.is_set():
+            return
+        self._has_claimed |= text.startswith(CLAIM)
+        if self._has_claimed and text.startswith(self._statement):
+            os.kill(self.pid, signal.SIGSTOP)
+            os.waitpid(self.pid, os.WUNTRACED)
+            self.frozen.set()
+
+
+@pytest.mark.parametrize("is_limited", [False, True], ids=["unlimited", "limited"])
+@pytest.mark.parametrize("statement", [CLAIM, "COMMIT"], ids=["the claim is sent", "the commit is sent"])
+async def test_a_pooled_worker_that_is_suspended_after_its_claim_leaves_no_locks_behind(
+    dsn: str, db: psycopg.Connection, proxy: Proxy, tmp_path: Path, statement: str, is_limited: bool
+) -> None:
+    delivered: list[tuple[int, int]] = []
+    outbox = Outbox(settings_for(dsn))
+
+    @outbox.handler("fault.deliver")
+    async def deliver(message: Message, ctx: Context) -> None:
+        delivered.append((message.id, message.attempt_count))
+
+    if is_limited:
+        with session.connect(settings_for(dsn)) as connection:
+            operations.limit_in_flight(connection, "default", 100)
+    message_id = enqueue(db, "fault.deliver")
+    freezer = Freezer(proxy, statement)
+    with fleet_on(proxy.dsn, tmp_path) as fleet:
+        worker = fleet.start(listen="false", lease_seconds="3600")
+        freezer.pid = worker.pid
+        fleet.until(freezer.frozen.is_set, "the worker is suspended")
+        # Its claim takes effect without it.
+        fleet.until(lambda: state_of(db, message_id) == State.SENDING, "the claim is committed")
+        late_id = enqueue(db, "fault.deliver")
+        lapse(db, message_id)
+        await Worker(outbox).run_once()
+    assert sorted(delivered) == [(message_id, 2), (late_id, 1)]
+    assert row_of(db, message_id).state == State.SENT
+
+
+async def test_a_transaction_through_a_pooler_would_end_by_itself_if_it_were_left_open(dsn: str) -> None:
+    link = Link(dsn, settings_for(dsn, listen=False), purpose="claim")
+    asked = "SELECT current_setting('idle_in_transaction_session_timeout'), %(percent)s::text || '%%'"
+    assert await link.fetch(asked, {"percent": "100"}) == [("10s", "100%")]
+    assert await link.fetch("SELECT current_setting('idle_in_transaction_session_timeout')", {}) == [("10s",)]
+    await link.close()
