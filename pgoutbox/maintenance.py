@@ -41,6 +41,7 @@ _LOCK_TRIALS: Final = 5
 _LOCK_PAUSE_SECONDS: Final = 1.0
 _KEYS_EVERY_SECONDS: Final = 3_600.0
 _REMEMBERED_SECONDS: Final = 86_400.0
+_CLOCK_TOLERANCE_DAYS: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +165,12 @@ class UpkeepFacts(NamedTuple):
 
     @property
     def lacks_partition(self) -> bool:
-        """Whether one of the next days has no partition yet."""
-        today = self.asked_at.astimezone(UTC).replace(hour=0, minute=0, second=0, microsecond=0)
-        return all(partition.upper_at < today + _DAYS_AHEAD for partition in self.partitions)
+        """Whether one of the next days has no partition yet, wherever the last partition ends."""
+        covered_until = today = self.asked_at.astimezone(UTC).replace(hour=0, minute=0, second=0, microsecond=0)
+        for partition in self.partitions:
+            if partition.lower_at <= covered_until:
+                covered_until = max(covered_until, partition.upper_at)
+        return covered_until < today + _DAYS_AHEAD
 
 
 def read_upkeep_facts(connection: psycopg.Connection[TupleRow]) -> UpkeepFacts:
@@ -201,8 +205,9 @@ class Memory:
 class Turn:
     """One turn of upkeep, from the facts to the end or until `is_over`, which is asked between two transactions.
 
-    `errors` has what PostgreSQL refused: the other steps were taken nevertheless. With `act` it is an operator's turn,
-    which is written down.
+    If the database's clock is more than a day ahead of this machine's, the turn deletes nothing: messages may look old
+    that are not. `errors` has that, and what PostgreSQL refused: the other steps were taken nevertheless. With `act` it
+    is an operator's turn, which is written down.
     """
 
     def __init__(
@@ -216,7 +221,7 @@ class Turn:
         progress: Progress | None = None,
         act: Act | None = None,
     ) -> None:
-        self.errors: list[psycopg.Error] = []
+        self.errors: list[psycopg.Error | ConfigurationError] = []
         self._facts = facts
         self._memory = memory
         self._limit = {"limit": batch_size}
@@ -247,7 +252,17 @@ class Turn:
 
     def take(self, connection: psycopg.Connection[TupleRow]) -> None:
         """Take the turn. Raises only what ended the connection."""
-        for step in (self._make, self._look, self._retire, self._clear, self._delete, self._forget_keys):
+        steps = [self._make, self._look, self._retire, self._clear, self._delete, self._forget_keys]
+        days_ahead = (self._facts.asked_at - datetime.now(UTC)) / timedelta(days=1)
+        if days_ahead > _CLOCK_TOLERANCE_DAYS:
+            steps = steps[:1]
+            self.errors.append(
+                ConfigurationError(
+                    f"the database's clock is {days_ahead:.0f} days ahead of this machine's, so nothing is deleted; "
+                    "synchronise both by NTP"
+                )
+            )
+        for step in steps:
             if self._is_over():
                 return
             try:

@@ -110,8 +110,10 @@ END
 $function$
 """
 
-# ATTACH locks message_done in a mode that neither writers nor readers mind, and the default partition against all; it
-# also reads all of the latter, hence the limit on its size. Nothing but the default partition is ever waited for.
+# The first day without a partition is looked for from today on, not after the last partition: a clock that was ahead
+# for a moment leaves partitions weeks ahead. ATTACH locks message_done in a mode that neither writers nor readers mind,
+# and the default partition against all; it also reads all of the latter, hence the limit on its size. Nothing but the
+# default partition is ever waited for, and only if there is something to make.
 MAKE_PARTITION = """
 CREATE FUNCTION pgoutbox.make_partition(largest_default bigint DEFAULT 134217728)
 RETURNS text
@@ -124,26 +126,16 @@ SET datestyle = 'ISO, YMD'
 SET lock_timeout = '100ms'
 AS $function$
 DECLARE
-    today timestamptz := date_trunc('day', now());
-    from_at timestamptz;
+    from_at timestamptz := date_trunc('day', now());
+    horizon constant timestamptz := from_at + interval '7 days';
     to_at timestamptz;
+    covered_until timestamptz;
     weekly boolean;
     made text;
 BEGIN
     IF NOT pg_try_advisory_xact_lock(8099565005103591288) THEN
         RETURN NULL;
     END IF;
-    SELECT greatest(today, max(p.upper_at)) INTO from_at FROM pgoutbox.partitions() AS p;
-    IF from_at >= today + interval '7 days' THEN
-        RETURN NULL;
-    END IF;
-    IF pg_relation_size('pgoutbox.message_done_default') > largest_default THEN
-        RAISE EXCEPTION 'message_done_default has more than largest_default bytes' USING
-            ERRCODE = 'object_not_in_prerequisite_state',
-            HINT = 'Delete old messages and vacuum, or give a larger limit while little is sent.';
-    END IF;
-    LOCK TABLE ONLY pgoutbox.message_done IN SHARE UPDATE EXCLUSIVE MODE;
-    LOCK TABLE ONLY pgoutbox.message_done_default IN ACCESS EXCLUSIVE MODE;
     SELECT
         coalesce(
             bool_or(r.keep IS NULL)
@@ -155,20 +147,43 @@ BEGIN
     FROM pgoutbox.retention AS r
     WHERE r.state IN ('sent', 'skipped', 'cancelled');
     LOOP
-        to_at := CASE
-            WHEN weekly THEN date_trunc('week', from_at) + interval '7 days' ELSE from_at + interval '1 day'
-        END;
-        EXIT WHEN NOT EXISTS (
-            SELECT
-            FROM ONLY pgoutbox.message_done_default AS m
-            WHERE m.finished_at >= from_at AND m.finished_at < to_at
-        );
-        from_at := from_at + interval '1 day';
-        IF from_at >= today + interval '7 days' THEN
+        IF from_at >= horizon THEN
             RETURN NULL;
         END IF;
+        SELECT
+            max(p.upper_at) FILTER (WHERE p.lower_at <= from_at AND p.upper_at > from_at),
+            least(
+                CASE WHEN weekly THEN date_trunc('week', from_at) ELSE from_at END
+                    + CASE WHEN weekly THEN interval '7 days' ELSE interval '1 day' END,
+                min(p.lower_at) FILTER (WHERE p.lower_at > from_at)
+            )
+        INTO covered_until, to_at
+        FROM pgoutbox.partitions() AS p;
+        made := 'message_done_' || to_char(from_at, 'YYYYMMDD');
+        -- A table of this name may be retired and not dropped yet.
+        EXIT WHEN covered_until IS NULL
+            AND to_regclass('pgoutbox.' || made) IS NULL
+            AND NOT EXISTS (
+                SELECT
+                FROM ONLY pgoutbox.message_done_default AS m
+                WHERE m.finished_at >= from_at AND m.finished_at < to_at
+            );
+        from_at := coalesce(covered_until, from_at + interval '1 day');
     END LOOP;
-    made := 'message_done_' || to_char(from_at, 'YYYYMMDD');
+    IF pg_relation_size('pgoutbox.message_done_default') > largest_default THEN
+        RAISE EXCEPTION 'message_done_default has more than largest_default bytes' USING
+            ERRCODE = 'object_not_in_prerequisite_state',
+            HINT = 'Delete old messages and vacuum, or give a larger limit while little is sent.';
+    END IF;
+    LOCK TABLE ONLY pgoutbox.message_done IN SHARE UPDATE EXCLUSIVE MODE;
+    LOCK TABLE ONLY pgoutbox.message_done_default IN ACCESS EXCLUSIVE MODE;
+    IF EXISTS (
+        SELECT
+        FROM ONLY pgoutbox.message_done_default AS m
+        WHERE m.finished_at >= from_at AND m.finished_at < to_at
+    ) THEN
+        RETURN NULL; -- It came before the lock.
+    END IF;
     EXECUTE 'CREATE TABLE pgoutbox.' || quote_ident(made) || ' (LIKE pgoutbox.message_done INCLUDING ALL)';
     EXECUTE 'ALTER TABLE pgoutbox.message_done ATTACH PARTITION pgoutbox.' || quote_ident(made)
         || ' FOR VALUES FROM (' || quote_literal(from_at) || ') TO (' || quote_literal(to_at) || ')';

@@ -39,10 +39,14 @@ def check_partitions(patient: Patient) -> Iterator[Note]:
     if not facts["dated"]:
         yield skipped("message_done has no partitions by date")
     elif facts["ahead_seconds"] < patient.limits.partition_seconds:
+        if facts["ahead_seconds"] > 0:
+            what = f"in {duration(facts['ahead_seconds'])} message_done has no partition"
+        elif facts["last_seconds"] > 0:
+            what = "message_done has no partition for today, though it has later ones"
+        else:
+            what = f"the last partition of message_done ended {duration(-facts['last_seconds'])} ago"
         yield warning(
-            f"the last partition of message_done ends in {duration(max(0.0, facts['ahead_seconds']))}"
-            if facts["ahead_seconds"] > 0
-            else f"the last partition of message_done ended {duration(-facts['ahead_seconds'])} ago",
+            what,
             "what is finished later goes to the default partition, from which retention deletes row by row",
             "workers make partitions ahead: see that one runs, with a role that may",
         )

@@ -254,17 +254,30 @@ SERVER_CLOCK: Final[LiteralString] = "SELECT extract(epoch FROM clock_timestamp(
 LISTEN_FOR_ITSELF: Final[LiteralString] = "LISTEN pgoutbox_doctor"
 NOTIFY_ITSELF: Final[LiteralString] = "SELECT pg_notify('pgoutbox_doctor', %(payload)s::text)"
 
-# The bounds of a partition are read in the session's own spelling of times.
+# The bounds of a partition are read in the session's own spelling of times. Partitions may lie far ahead after the
+# clock was wrong, so the end of the last one says nothing: the first time without a partition counts.
 DONE_PARTITIONS: Final[LiteralString] = """
+WITH dated AS MATERIALIZED (
+    SELECT bounds[1]::timestamptz AS lower_at, bounds[2]::timestamptz AS upper_at
+    FROM pg_catalog.pg_inherits AS i
+    JOIN pg_catalog.pg_class AS c ON c.oid = i.inhrelid
+    CROSS JOIN LATERAL regexp_match(
+        pg_get_expr(c.relpartbound, c.oid), 'FROM \\(''([^'']+)''\\) TO \\(''([^'']+)''\\)$'
+    ) AS bounds
+    WHERE i.inhparent = 'pgoutbox.message_done'::regclass AND bounds IS NOT NULL
+)
 SELECT
-    count(bounds.upper_at) AS dated,
-    extract(epoch FROM max(bounds.upper_at) - now())::float8 AS ahead_seconds
-FROM pg_catalog.pg_inherits AS i
-JOIN pg_catalog.pg_class AS c ON c.oid = i.inhrelid
-CROSS JOIN LATERAL (
-    SELECT (regexp_match(pg_get_expr(c.relpartbound, c.oid), 'TO \\(''([^'']+)''\\)$'))[1]::timestamptz AS upper_at
-) AS bounds
-WHERE i.inhparent = 'pgoutbox.message_done'::regclass
+    (SELECT count(*) FROM dated) AS dated,
+    (SELECT extract(epoch FROM max(d.upper_at) - now())::float8 FROM dated AS d) AS last_seconds,
+    extract(epoch FROM min(covered.until) - now())::float8 AS ahead_seconds
+FROM (
+    SELECT now() AS until
+    UNION ALL
+    SELECT d.upper_at
+    FROM dated AS d
+    WHERE d.upper_at > now()
+) AS covered
+WHERE NOT EXISTS (SELECT FROM dated AS d WHERE d.lower_at <= covered.until AND d.upper_at > covered.until)
 """
 
 # Rules that should have deleted something long ago, with one message each that should be gone.

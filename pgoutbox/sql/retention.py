@@ -81,7 +81,8 @@ CROSS JOIN (
 """
 
 # The turn belongs to the one whose write moves the time of the next: all others find it moved, and get no row. So one
-# statement is all that a worker runs which does not have the turn, or which has it and finds nothing to do.
+# statement is all that a worker runs which does not have the turn, or which has it and finds nothing to do. A turn that
+# began in the future is one of a clock that was ahead: the next is due at once, and not when that time comes.
 _ELECT: Final[LiteralString] = """
 WITH elected AS MATERIALIZED (
     INSERT INTO pgoutbox.upkeep AS u (due_at, began_at, worker)
@@ -94,7 +95,7 @@ WITH elected AS MATERIALIZED (
     SET due_at = excluded.due_at,
         began_at = excluded.began_at,
         worker = excluded.worker
-    WHERE u.due_at <= clock_timestamp()
+    WHERE u.due_at <= clock_timestamp() OR u.began_at > clock_timestamp()
     RETURNING u.worker
 )"""
 BEGIN_UPKEEP_IF_DUE: Final[LiteralString] = _ELECT + UPKEEP_FACTS + "CROSS JOIN elected"

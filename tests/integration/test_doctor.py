@@ -32,6 +32,7 @@ from tests.faults.servers import OwnServer, Workshop, open_workshop
 from tests.integration import test_regressions
 from tests.messages import put
 from tests.outbox_actions import WatchedWorker, enqueue, running
+from tests.partitions import add_partition
 from tests.smtp_server import accepting_server
 from tests.waiting import wait_until
 
@@ -650,7 +651,11 @@ $$
 
 @pytest.mark.parametrize(
     ("days", "level", "words"),
-    [(-50, Level.WARNING, "ended 50 days ago"), (0, Level.WARNING, "ends in 60 min"), (9, Level.OK, "for 9 days")],
+    [
+        (-50, Level.WARNING, "ended 50 days ago"),
+        (0, Level.WARNING, "in 60 min message_done has no partition"),
+        (9, Level.OK, "for 9 days"),
+    ],
 )
 def test_partitions_that_end_soon_are_warned_of(
     dsn: str, db: psycopg.Connection, days: int, level: Level, words: str
@@ -659,6 +664,12 @@ def test_partitions_that_end_soon_are_warned_of(
     assert levels(found(dsn, "partitions")) == ["skipped"]
     db.execute(ADD_DATED.replace("{days}", str(days)).encode())
     expect(found(dsn, "partitions"), level, words)
+
+
+def test_partitions_that_a_wrong_clock_made_do_not_hide_that_today_has_none(dsn: str, db: psycopg.Connection) -> None:
+    db.execute(DROP_DATED)
+    add_partition(db, -40, days=7)
+    expect(found(dsn, "partitions"), Level.WARNING, "no partition for today, though it has later ones")
 
 
 def test_a_rule_that_nobody_keeps_is_warned_of(dsn: str, db: psycopg.Connection) -> None:

@@ -146,6 +146,34 @@ class TestAhead:
         assert today not in made
         assert table_of(db, message_id) == table_of(db, send(db)) == "message_done_default"
 
+    @pytest.mark.parametrize("days", [3, 30])
+    def test_after_a_clock_was_ahead_the_days_before_its_partitions_get_theirs(
+        self, db: psycopg.Connection, days: int
+    ) -> None:
+        drop_partitions(db)
+        add_partition(db, -days, days=7)
+        assert read_upkeep_facts(db).lacks_partition
+        make_all(db)
+        assert not read_upkeep_facts(db).lacks_partition
+        ((covered,),) = db.execute(
+            """
+            SELECT count(*)
+            FROM generate_series(now(), now() + interval '6 days', interval '1 day') AS day
+            JOIN pgoutbox.partitions() AS p ON p.lower_at <= day AND day < p.upper_at
+            """
+        ).fetchall()
+        assert covered == 7
+
+    def test_a_retired_table_of_the_same_name_holds_up_no_other_day(self, db: psycopg.Connection) -> None:
+        keep(db)  # A partition is a day.
+        drop_partitions(db)
+        today = db.execute(MAKE).fetchall()[0][0]
+        db.execute(f"ALTER TABLE pgoutbox.message_done DETACH PARTITION pgoutbox.{today}".encode())
+        db.execute("INSERT INTO pgoutbox.retired (name) VALUES (%s)", [today])
+        assert len(make_all(db)) == 6
+        db.execute("SELECT pgoutbox.clear_retired(10)")
+        assert make_all(db) == [today]
+
     def test_a_default_partition_that_takes_long_to_read_is_refused(self, db: psycopg.Connection) -> None:
         drop_partitions(db)
         send(db)
@@ -223,6 +251,23 @@ class TestRetire:
         message_id = put(db, State.SENT, age=40 * DAY)
         assert db.execute(RETIRE, [name]).fetchall() == [(answer,)]
         assert [row.id for row in rows_of(db)] == ([] if answer == "retired" else [message_id])
+
+    def test_a_clock_that_is_days_ahead_deletes_nothing(self, operator: psycopg.Connection) -> None:
+        keep(operator)
+        set_retention(operator, "*", "failed", 30 * DAY)
+        name = add_partition(operator, 40)
+        ids = [put(operator, state, age=40 * DAY) for state in (State.SENT, State.FAILED)]
+        ids.append(put(operator, State.SENT, age=50 * DAY))
+        facts = read_upkeep_facts(operator)
+        turn = Turn(facts._replace(asked_at=facts.asked_at + 3 * DAY), Memory())
+        turn.take(operator)
+        assert sorted(row.id for row in rows_of(operator)) == ids
+        assert name in partitions_of(operator)
+        assert [str(error) for error in turn.errors] == [
+            "the database's clock is 3 days ahead of this machine's, so nothing is deleted; synchronise both by NTP"
+        ]
+        Turn(facts, Memory()).take(operator)
+        assert rows_of(operator) == []
 
     def test_one_message_that_is_kept_keeps_its_partition(self, operator: psycopg.Connection) -> None:
         keep(operator)

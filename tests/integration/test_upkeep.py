@@ -125,7 +125,7 @@ async def test_of_many_workers_one_has_the_turn(
     member: Callable[..., Member], db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch, guarded: bool
 ) -> None:
     if not guarded:
-        guard = "    WHERE u.due_at <= clock_timestamp()\n"
+        guard = "    WHERE u.due_at <= clock_timestamp() OR u.began_at > clock_timestamp()\n"
         assert sql.BEGIN_UPKEEP_IF_DUE.count(guard) == 1
         monkeypatch.setattr(sql, "BEGIN_UPKEEP_IF_DUE", sql.BEGIN_UPKEEP_IF_DUE.replace(guard, ""))
     fleet = [member(f"w{number}") for number in range(5)]
@@ -145,6 +145,16 @@ async def test_one_that_died_in_its_turn_holds_up_nobody(member: Callable[..., M
     make_due(db)
     assert await heir.upkeep.turn()
     assert name not in tables_of_partitions(db)
+
+
+async def test_after_a_clock_was_ahead_the_next_turn_is_due_at_once(
+    member: Callable[..., Member], db: psycopg.Connection
+) -> None:
+    one = member()
+    assert await one.upkeep.turn()
+    db.execute("UPDATE pgoutbox.upkeep SET began_at = now() + interval '30 d', due_at = now() + interval '30 d'")
+    assert await one.upkeep.turn()
+    assert not await one.upkeep.turn()
 
 
 async def test_a_turn_with_nothing_to_do_is_one_statement(
