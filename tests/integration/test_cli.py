@@ -28,6 +28,7 @@ from pgoutbox.encryption import SEALED, Keyring
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import State
 from pgoutbox.settings import ENVIRONMENT_PREFIX
+from tests.foreground import in_foreground
 from tests.integration.test_migrate import with_another_name
 from tests.messages import ADD_ATTEMPT, put
 from tests.outbox_actions import state_of
@@ -353,7 +354,7 @@ class TestMigrate:
         with psycopg.connect(empty_dsn) as gate:
             gate.execute("SELECT pg_advisory_xact_lock(%s)", (migrate._LOCK_KEY,))
             process = subprocess.Popen(
-                [sys.executable, "-m", "pgoutbox", "migrate"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+                in_foreground("-m", "pgoutbox", "migrate"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
             )
             assert process.stderr is not None
             assert process.stderr.readline() == "another migration is running; waiting\n"

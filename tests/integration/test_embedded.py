@@ -18,6 +18,7 @@ import pytest
 
 from pgoutbox.embedded import EmbeddedServer, embedded_server
 from pgoutbox.errors import ConfigurationError
+from tests.foreground import in_foreground
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -129,7 +130,7 @@ def test_variables_about_another_server_are_ignored(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_the_server_ends_with_its_owner(ending: signal.Signals) -> None:
-    command = [sys.executable, "-c", OWNER]
+    command = in_foreground("-c", OWNER)
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as owner:
