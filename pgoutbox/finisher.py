@@ -1,12 +1,14 @@
 """From outcomes to rows: collects what attempts end with and writes it in batches, fenced, as often as it takes.
 
 A row that is locked, a row that PostgreSQL refuses and a database that is away hold up nothing but themselves. What was
-not written because a later attempt owns the message is reported as a lost lease.
+not written because a later attempt owns the message is reported as a lost lease. A message whose outcome is refused
+stays in `held`, so its lease is renewed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 from collections import deque
@@ -20,6 +22,7 @@ from pgoutbox.dispatch import MAX_TEXT_LENGTH, Context, bounded_delay, clean_tex
 from pgoutbox.link import is_passing
 from pgoutbox.message import AttemptOutcome, Message, Permanent, Sent, Skip, Snooze, State, Transient
 from pgoutbox.redaction import redact_text
+from pgoutbox.refusals import Refusals
 from pgoutbox.slots import RELEASED, AlreadyFinished, Ending, Released
 from pgoutbox.store import ClaimedRow, Store, Verdict
 from pgoutbox.telemetry import Event, Telemetry, event_of_state
@@ -27,6 +30,7 @@ from pgoutbox.telemetry import Event, Telemetry, event_of_state
 _FIRST_PAUSE_SECONDS = 0.05
 _MAX_PAUSE_SECONDS = 5.0
 _LOCKED_PAUSE_SECONDS = 0.1
+_PENDING_AGAIN: Final = {"retry", "snoozed", "released"}
 _SENT: Final = State.SENT  # To look a member up costs more than to compare with it.
 
 Write = Callable[[Sequence[Context]], Awaitable[Mapping[int, State]]]
@@ -37,7 +41,8 @@ class Finisher:
 
     `on_ended` is called with every end that comes in, `on_written` after every batch, `on_pending` when a message is
     pending again, `on_released` with the queues of messages that went back without an attempt, `on_successors` with the
-    queues of messages that had to wait for one of a batch.
+    queues of messages that had to wait for one of a batch, `on_halted` and `on_resumed` with a topic whose outcomes the
+    database refuses.
     """
 
     def __init__(
@@ -52,6 +57,8 @@ class Finisher:
         on_released: Callable[[Collection[str]], Awaitable[None]],
         on_successors: Callable[[Sequence[str]], Awaitable[None]],
         on_pending: Callable[[], None],
+        on_halted: Callable[[str], None],
+        on_resumed: Callable[[str], None],
         telemetry: Telemetry,
     ) -> None:
         self._store = store
@@ -64,7 +71,11 @@ class Finisher:
         self._on_successors = on_successors
         self._on_pending = on_pending
         self._telemetry = telemetry
+        self.refusals = Refusals(
+            write_again=self._collect_refused, on_halted=on_halted, on_resumed=on_resumed, telemetry=telemetry
+        )
         self._endings: deque[tuple[Context, Ending]] = deque()
+        self._refused: deque[Context] = deque()
         self._ready = asyncio.Event()
 
     def collect(self, context: Context, ending: Ending) -> None:
@@ -90,10 +101,36 @@ class Finisher:
         while True:
             await self._ready.wait()
             self._ready.clear()
-            while self._endings:
+            while self._endings or self._refused:
                 size = min(len(self._endings), self._batch_size)
                 await self._finish([self._endings.popleft() for _ in range(size)])
+                if self._refused:
+                    await self._finish_refused(self._refused.popleft())
                 self._on_written()
+
+    async def give_up(self) -> None:
+        """Write the plainest end there is for each outcome that is refused: the worker is about to stop."""
+        for context, refusal in self.refusals.stop().items():
+            for verdict in (refusal.verdict, _plain_verdict(context, refusal.verdict, refusal.reason)):
+                with contextlib.suppress(psycopg.Error, OSError):
+                    done = await self._write_one(context, verdict)
+                    if done:
+                        verdicts = {} if verdict is None else {context: verdict}
+                        self._settle([context], done, {}, verdicts)
+                        break
+
+    def report_unwritten(self) -> None:
+        """Name the messages whose outcome is refused still."""
+        for context, refusal in self.refusals.stop().items():
+            self._let_go(context)
+            self._report(
+                logging.ERROR,
+                Event.OUTCOME_UNWRITTEN,
+                "stopped with an outcome that the database refuses; the lease will run out",
+                context.message,
+                outcome="sent" if refusal.verdict is None else refusal.verdict.outcome,
+                reason=refusal.reason,
+            )
 
     async def _finish(self, batch: Sequence[tuple[Context, Ending]]) -> None:
         sent = []
@@ -116,7 +153,7 @@ class Finisher:
         released = {c.message.queue for c, ending in batch if ending is RELEASED}
         if released:
             await self._on_released(released)
-        locked = [(c, ending) for c, ending in batch if self._held.get(c.message.id) is c]
+        locked = [(c, ending) for c, ending in batch if self._held.get(c.message.id) is c and c not in self.refusals]
         if locked:
             # Whoever holds these rows may hold them for long: what ends meanwhile does not wait for them.
             asyncio.get_running_loop().call_later(_LOCKED_PAUSE_SECONDS, self._collect_again, locked)
@@ -127,6 +164,25 @@ class Finisher:
     def _collect_again(self, locked: Sequence[tuple[Context, Ending]]) -> None:
         self._endings.extend(locked)
         self._ready.set()
+
+    def _collect_refused(self, context: Context) -> None:
+        self._refused.append(context)
+        self._ready.set()
+
+    async def _finish_refused(self, context: Context) -> None:
+        """Write a refused outcome again, by itself: a batch with it would be refused."""
+        verdict = self.refusals.verdict_of(context)
+        verdicts = {} if verdict is None else {context: verdict}
+        await self._write([context], lambda _: self._write_one(context, verdict), verdicts)
+        if self._held.get(context.message.id) is context:
+            self.refusals.wait(context)
+        elif context.message.coalesce_key is not None:
+            await self._wake_successors([context.message])
+
+    async def _write_one(self, context: Context, verdict: Verdict | None) -> Mapping[int, State]:
+        if verdict is None:
+            return await self._write_sent([context])
+        return await self._store.finish([replace(verdict, attempt_count=context.attempt_count)])
 
     async def _write_sent(self, contexts: Sequence[Context]) -> Mapping[int, State]:
         return await self._store.finish_sent(
@@ -188,6 +244,7 @@ class Finisher:
                 self._report(logging.INFO, Event(verdict.outcome), "attempt ended, pending again", message)
             else:
                 self._report(logging.INFO, event_of_state(state), "message ended", message)
+        self.refusals.forget(c for c in contexts if self._held.get(c.message.id) is not c)
         self._telemetry.count(Event.SENT, len(sent))
         if measures is not None and sent:
             measures.sent(sent)
@@ -202,14 +259,7 @@ class Finisher:
             await self._write(contexts[middle:], write, verdicts)
             return
         (context,) = contexts
-        self._let_go(context)
-        self._report(
-            logging.ERROR,
-            Event.FINISH_REFUSED,
-            "the database refused the outcome; the lease will run out",
-            context.message,
-            reason=getattr(error, "sqlstate", None) or type(error).__name__,
-        )
+        self.refusals.note(context, verdicts.get(context), error)
 
     def _let_go(self, context: Context) -> None:
         # This process may have claimed the message again meanwhile, after the lease of this attempt ran out.
@@ -263,6 +313,16 @@ def _verdict_of_any(
     except Exception as error:  # noqa: BLE001 - an outcome that cannot be read ends its own message, not the worker
         message = context.message
         return Verdict(message.id, context.attempt_count, "failed", f"the outcome cannot be read: {describe(error)}")
+
+
+def _plain_verdict(context: Context, verdict: Verdict | None, reason: str) -> Verdict:
+    """An end of the attempt with as little as possible that the database can refuse; failed if it was handed over."""
+    message = context.message
+    if verdict is not None and verdict.outcome in _PENDING_AGAIN:
+        return replace(verdict, reason=f"the database refused to write its outcome ({reason})")
+    outcome = "sent" if verdict is None else verdict.outcome
+    text = f"it was handed over and ended {outcome}, which the database refused to write ({reason})"
+    return Verdict(message.id, context.attempt_count, "failed", text)
 
 
 def _redacted(text: str, names: Sequence[str]) -> str:

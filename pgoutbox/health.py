@@ -31,6 +31,8 @@ def reasons_not_ready(vitals: Vitals, *, sweep_seconds: float) -> list[str]:
         reasons.append("the database does not answer")
     if vitals.is_listener_up is False:
         reasons.append("the listener is not connected")
+    if vitals.topics_halted:
+        reasons.append(f"the database refuses the outcomes of {vitals.topics_halted} topic(s)")
     # Who has no slot free does not look, and need not.
     limit = _STALE_FACTOR * sweep_seconds + _STALE_SLACK_SECONDS
     if vitals.looked_seconds_ago > limit and vitals.busy < vitals.slots:

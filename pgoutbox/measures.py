@@ -95,6 +95,9 @@ LAST_LOOK: Final = Metric(
 LAST_CLAIM: Final = Metric(
     "last_claim_seconds", Kind.GAUGE, (), "How long ago it last claimed a message. Absent before the first."
 )
+OUTCOMES_REFUSED: Final = Metric(
+    "outcomes_refused", Kind.GAUGE, (), "Messages whose outcome the database refuses to write; the worker tries again."
+)
 BREAKERS_OPEN: Final = Metric(
     "breakers_open", Kind.GAUGE, (), "Circuit breakers that this worker knows to be open."
 )  # fmt: skip
@@ -119,7 +122,8 @@ BACKLOG_READ: Final = Metric("backlog_read_seconds", Kind.GAUGE, (), "How long i
 
 OF_WORKERS: Final = (
     ATTEMPTS, UNATTEMPTED, CLAIMS, CLAIMED, HANDLER_SECONDS, WAIT_SECONDS, EVENTS, LEASES_LOST, RECONNECTS, ABANDONED,
-    IN_FLIGHT, SLOTS, SLOTS_BUSY, SLOTS_ABANDONED, LISTENER_UP, DATABASE_UP, LAST_LOOK, LAST_CLAIM, BREAKERS_OPEN,
+    IN_FLIGHT, SLOTS, SLOTS_BUSY, SLOTS_ABANDONED, LISTENER_UP, DATABASE_UP, LAST_LOOK, LAST_CLAIM,
+    OUTCOMES_REFUSED, BREAKERS_OPEN,
 )  # fmt: skip
 OF_THE_DATABASE: Final = (
     MESSAGES, OLDEST_DUE, QUEUE_PAUSED, BREAKERS, BACKLOG_UP, BACKLOG_AGE, BACKLOG_READ,
@@ -198,6 +202,8 @@ class Vitals:
     is_database_up: bool
     looked_seconds_ago: float
     claimed_seconds_ago: float | None
+    outcomes_refused: int
+    topics_halted: int
     breakers_open: int
 
 
@@ -304,6 +310,7 @@ def samples_of_vitals(vitals: Vitals) -> dict[Metric, list[Sample]]:
         DATABASE_UP: int(vitals.is_database_up),
         LAST_LOOK: vitals.looked_seconds_ago,
         LAST_CLAIM: vitals.claimed_seconds_ago,
+        OUTCOMES_REFUSED: vitals.outcomes_refused,
         BREAKERS_OPEN: vitals.breakers_open,
     }
     return {metric: [] if value is None else [Sample((), value)] for metric, value in found.items()}

@@ -60,6 +60,7 @@ _FOREIGN_WORK_SECONDS = 1.0
 _PATIENCE_SECONDS = 0.1
 _RING_SECONDS = 1.0
 _HOARD_SECONDS = 1.0
+_GIVE_UP_SECONDS = 5.0
 _FRUITLESS_WAKES = 20
 _FRUITLESS_PAUSE_SECONDS = 0.05
 
@@ -93,6 +94,7 @@ class Worker:
         self._redirect = Redirect.at_start(self._settings)
         self._keyring = keyring_of(self._settings.encryption_keys)
         self._transports = transports if transports is not None else outbox.transports_for(self._settings)
+        self._open_topics = list(self._topics)  # Those whose outcomes the database does not refuse.
         self._held: dict[int, Context] = {}
         self._suspects: list[Context] = []
         self._prefetch = 0
@@ -139,7 +141,8 @@ class Worker:
             while not self._stopping.is_set():
                 self._wake.clear()
                 await self._work_off()
-                if not await self._store.count_owed(self._queues.names, self._topics):
+                refused_count = self._finisher.refusals.count_of_open_topics
+                if await self._store.count_owed(self._queues.names, self._open_topics) <= refused_count:
                     return
                 due = await self._claims.next_due_seconds()
                 # What another worker has may come back at any time, and nobody rings for a drain.
@@ -181,6 +184,8 @@ class Worker:
             is_database_up=is_started and not self._outage.is_on,
             looked_seconds_ago=now - self._queues.looked_at,
             claimed_seconds_ago=None if claimed_at is None else now - claimed_at,
+            outcomes_refused=self._finisher.refusals.count if is_started else 0,
+            topics_halted=len(self._finisher.refusals.halted_topics) if is_started else 0,
             breakers_open=self._attempts.breakers.open_count if is_started else 0,
         )
 
@@ -227,6 +232,8 @@ class Worker:
             on_released=self._ring_all,
             on_successors=self._wake_for_successors,
             on_pending=self._wake.set,
+            on_halted=self._halt_topic,
+            on_resumed=self._resume_topic,
             telemetry=self.telemetry,
         )
         self._attempts = Attempts(
@@ -259,7 +266,7 @@ class Worker:
             self._store,
             self._queues,
             self._outage,
-            topics=self._topics,
+            topics=self._open_topics,
             hold_topics=self._hold_topics,
             suspects=self._suspects,
             take_over=self._take_over,
@@ -302,6 +309,10 @@ class Worker:
         self._finishing.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._finishing  # An error that ended it ends the worker.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_GIVE_UP_SECONDS):
+                await self._finisher.give_up()
+        self._finisher.report_unwritten()
 
     async def _close(self) -> None:
         if self._bell is not None:
@@ -312,9 +323,14 @@ class Worker:
             await self._django.close()
         await self._store.close()
 
+    @property
+    def _unwritten_count(self) -> int:
+        """Messages in flight, less those whose outcome the database refuses."""
+        return max(0, len(self._held) - self._finisher.refusals.count)
+
     async def _until_idle(self, *, finished: bool) -> None:
-        """Wait until no handler runs, or with `finished` until every outcome is written."""
-        while (self._held and not self._finishing.done()) if finished else self._slots.open_count:
+        """Wait until no handler runs, or with `finished` until every outcome is written that is not refused."""
+        while (self._unwritten_count and not self._finishing.done()) if finished else self._slots.open_count:
             self._progress.clear()
             await self._progress.wait()
 
@@ -354,7 +370,9 @@ class Worker:
             if room == 0:
                 await self._until_progress()
                 continue
-            was_idle = not self._held  # What ends during the claim may be due again, and the claim does not see it.
+            was_idle = (
+                not self._unwritten_count
+            )  # What ends during the claim may be due again, and the claim does not see it.
             found = await self._claims.look(room, from_beginning=from_beginning)
             if found == 0 and from_beginning and not self._claims.work_ahead:
                 if was_idle:
@@ -379,7 +397,7 @@ class Worker:
         if slots.capacity == 0 or (slots.open_count >= slots.capacity and slots.waiting_count > self._prefetch // 2):
             return 0
         held_limit = open_limit + 2 * settings.batch_size
-        return max(0, min(settings.batch_size, open_limit - slots.open_count, held_limit - len(self._held)))
+        return max(0, min(settings.batch_size, open_limit - slots.open_count, held_limit - self._unwritten_count))
 
     async def _until_progress(self) -> None:
         """Wait until an attempt has ended; messages that wait for a handler for long go to idle workers meanwhile."""
@@ -409,6 +427,16 @@ class Worker:
             self._slots.give_back(lambda c: c.message.queue in idle_queues and c not in suspects)
             self._prefetch = 0
             self._claims.work_ahead = False  # The surplus does not grow until a look finds more than has gone back.
+
+    def _halt_topic(self, topic: str) -> None:
+        """Claim no more of a topic whose outcomes the database refuses; its messages that wait here go back."""
+        self._open_topics.remove(topic)
+        self._slots.give_back(lambda c: c.message.topic == topic)
+
+    def _resume_topic(self, topic: str) -> None:
+        self._open_topics.append(topic)
+        self._look_from_beginning = True
+        self._wake.set()
 
     async def _take_over(self, rows: Sequence[ClaimedRow], leased_at: float) -> None:
         taken = await self._intake.take(rows, leased_at)

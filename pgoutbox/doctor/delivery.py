@@ -146,7 +146,16 @@ def check_leases(patient: Patient) -> Iterator[Note]:
             "they live by its renewal: where that fails, a second worker starts before the first has ended",
             f"make the handler quicker, or set PGOUTBOX_LEASE_SECONDS above {row['p99_seconds']:.0f}",
         )
-    if not slow:
+    lasting = patient.ask(sql.LONG_IN_FLIGHT, {"seconds": patient.limits.in_flight_seconds})
+    for row in lasting:
+        yield warning(
+            f"topic {row['topic']} has had {counted(row['messages'], 'message')} in flight for up to "
+            f"{duration(row['longest_seconds'])}, message {row['first_id']} first",
+            "the handler takes that long, or the database refuses to write the outcome",
+            "search the worker's log for finish_refused: it names the SQLSTATE; look for triggers and constraints that "
+            "were added to the tables of pgoutbox",
+        )
+    if not slow and not lasting:
         yield ok(f"no topic's attempts are known to take longer than the lease of {duration(lease)}")
 
 

@@ -35,6 +35,7 @@ class Limits:
     overdue_seconds: float = 86_400.0
     done_without_rules: int = 5_000_000
     late_seconds: float = 60.0
+    in_flight_seconds: float = 900.0
     attempts: int = 20
     failed_a_day: int = 10
 

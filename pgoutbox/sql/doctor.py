@@ -384,6 +384,21 @@ ORDER BY m.topic
 LIMIT 100
 """
 
+LONG_IN_FLIGHT: Final[LiteralString] = """
+SELECT
+    m.topic,
+    count(*) AS messages,
+    min(m.id) AS first_id,
+    max(extract(epoch FROM now() - m.claimed_at)::float8) AS longest_seconds
+FROM pgoutbox.message_view AS m
+WHERE m.state = 'sending'
+    AND m.lease_expires_at > now()
+    AND m.claimed_at < now() - make_interval(secs => %(seconds)s::float8)
+GROUP BY m.topic
+ORDER BY m.topic
+LIMIT 100
+"""
+
 # The view redacts an error each time that it is read: only those that are told are.
 FAILING_TOPICS: Final[LiteralString] = """
 WITH counted AS MATERIALIZED (

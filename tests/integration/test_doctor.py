@@ -31,7 +31,7 @@ from tests.faults.proxy import proxy_to
 from tests.faults.servers import OwnServer, Workshop, open_workshop
 from tests.integration import test_regressions
 from tests.messages import put
-from tests.outbox_actions import WatchedWorker, enqueue, running
+from tests.outbox_actions import WatchedWorker, claim, enqueue, lapse, running
 from tests.partitions import add_partition
 from tests.smtp_server import accepting_server
 from tests.waiting import wait_until
@@ -721,6 +721,17 @@ def test_attempts_that_outlast_their_lease_are_warned_of(dsn: str, db: psycopg.C
     assert levels(found(dsn, "leases")) == ["ok"]
     db.execute("UPDATE pgoutbox.message SET claimed_at = finished_at - interval '10 minutes'")
     expect(found(dsn, "leases"), Level.WARNING, "attempts of mail take 10 min", "PGOUTBOX_LEASE_SECONDS above 600")
+
+
+def test_messages_in_flight_for_long_are_warned_of(dsn: str, db: psycopg.Connection) -> None:
+    message_id = enqueue(db)
+    claim(db)
+    assert levels(found(dsn, "leases")) == ["ok"]
+    db.execute("UPDATE pgoutbox.message_live SET claimed_at = now() - interval '20 minutes'")
+    says = f"topic greet has had 1 message in flight for up to 20 min, message {message_id} first"
+    expect(found(dsn, "leases"), Level.WARNING, says, "search the worker's log for finish_refused")
+    lapse(db, message_id)
+    assert levels(found(dsn, "leases")) == ["ok"]
 
 
 def test_a_failed_area_that_grows_is_warned_of_without_the_errors_secrets(dsn: str, db: psycopg.Connection) -> None:

@@ -30,6 +30,8 @@ WELL = Vitals(
     is_database_up=True,
     looked_seconds_ago=1.0,
     claimed_seconds_ago=None,
+    outcomes_refused=0,
+    topics_halted=0,
     breakers_open=0,
 )
 

@@ -1,0 +1,190 @@
+"""Outcomes that the database refuses: no message is handed over again, and the topic halts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pgoutbox import Context, Message, Outbox, Transient
+from pgoutbox.health import reasons_not_ready
+from pgoutbox.message import Outcome
+from pgoutbox.telemetry import Event
+from pgoutbox.worker import Worker
+from tests.outbox_actions import attempts_of, claim, enqueue, lapse, row_of, rows_of, running, settings_for, state_of
+from tests.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import psycopg
+
+
+PARTITIONED_TABLES = {"sent": "message_done", "failed": "message_failed"}
+
+
+def refuse(db: psycopg.Connection, state: str, *, ids: Sequence[int] = ()) -> None:
+    """Have a trigger of the user's refuse this state of topic `greet`, of these messages or of all."""
+    db.execute(
+        f"""
+        CREATE FUNCTION refuse_{state}() RETURNS trigger LANGUAGE plpgsql AS $$
+        BEGIN
+            IF NEW.topic = 'greet' AND (NEW.id = ANY ('{{{",".join(map(str, ids))}}}') OR {not ids}) THEN
+                RAISE EXCEPTION 'no room in the audit table' USING ERRCODE = 'P0001';
+            END IF;
+            RETURN NEW;
+        END
+        $$;
+        CREATE TRIGGER refuse_{state} BEFORE INSERT OR UPDATE ON pgoutbox.{PARTITIONED_TABLES[state]}
+            FOR EACH ROW EXECUTE FUNCTION refuse_{state}();
+        """.encode()
+    )
+
+
+def allow(db: psycopg.Connection, state: str) -> None:
+    db.execute(f"DROP FUNCTION refuse_{state} CASCADE".encode())
+
+
+def counting(outbox: Outbox, *topics: str) -> Counter[int]:
+    """Handlers that count how often each message is handed over."""
+    handed_over: Counter[int] = Counter()
+    for topic in topics or ("greet",):
+
+        @outbox.handler(topic)
+        async def greet(message: Message, ctx: Context) -> None:
+            handed_over[message.id] += 1
+
+    return handed_over
+
+
+async def test_a_message_whose_outcome_is_refused_is_handed_over_once_and_ends_sent_when_it_can(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    outbox = Outbox(settings_for(dsn))
+    handed_over = counting(outbox)
+    ids = [enqueue(db) for _ in range(12)]
+    refused = ids[3:12:4]
+    refuse(db, "sent", ids=refused)
+    worker = Worker(outbox)
+    async with running(worker):
+        await until(lambda: [row.state for row in rows_of(db)].count("sent") == 9)
+        await until(lambda: worker.vitals().outcomes_refused == 3)
+        assert {row.state for row in rows_of(db, *refused)} == {"sending"}
+        assert worker.telemetry.counts[Event.FINISH_REFUSED] == 3
+        allow(db, "sent")
+        await until(lambda: {row.state for row in rows_of(db)} == {"sent"})
+        await until(lambda: worker.vitals().outcomes_refused == 0)
+    assert handed_over == dict.fromkeys(ids, 1)
+    assert worker.telemetry.counts[Event.OUTCOME_UNWRITTEN] == 0
+
+
+async def test_a_topic_whose_outcomes_are_refused_is_halted_until_one_is_written_and_others_go_on(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    outbox = Outbox(settings_for(dsn))
+    handed_over = counting(outbox, "greet", "other")
+    refuse(db, "sent")
+    with db.transaction():
+        ids = [enqueue(db) for _ in range(400)]
+    worker = Worker(outbox)
+    async with running(worker):
+        await until(lambda: worker.vitals().topics_halted == 1)
+        assert reasons_not_ready(worker.vitals(), sweep_seconds=3600) == [
+            "the database refuses the outcomes of 1 topic(s)"
+        ]
+        # Messages that waited in the process have gone back; the others were never claimed.
+        await until(lambda: [row.state for row in rows_of(db)].count("sending") == len(handed_over))
+        assert len(handed_over) < len(ids)
+        others = [enqueue(db, "other") for _ in range(3)]
+        await until(lambda: {row.state for row in rows_of(db, *others)} == {"sent"})
+        assert [row.state for row in rows_of(db, *ids)].count("sending") == len(handed_over) - len(others)
+        allow(db, "sent")
+        await until(lambda: {row.state for row in rows_of(db)} == {"sent"})
+        await until(lambda: reasons_not_ready(worker.vitals(), sweep_seconds=3600) == [])
+    assert handed_over == dict.fromkeys([*ids, *others], 1)
+    assert worker.telemetry.counts[Event.TOPIC_HALTED] == worker.telemetry.counts[Event.TOPIC_RESUMED] == 1
+
+
+async def test_another_worker_does_not_get_a_message_whose_outcome_is_refused(dsn: str, db: psycopg.Connection) -> None:
+    outbox = Outbox(settings_for(dsn, lease_seconds=2))
+    handed_over = counting(outbox)
+    message_id = enqueue(db)
+    refuse(db, "sent")
+    (leased_until,) = db.execute("SELECT now() + interval '2 s'").fetchone() or (None,)
+    worker = Worker(outbox)
+    async with running(worker):
+        await until(lambda: worker.vitals().outcomes_refused == 1)
+        # The first lease is over, and the message is not to be had.
+        renewed = "SELECT lease_expires_at > %s AND now() > %s FROM pgoutbox.message_live WHERE id = %s"
+        await until(lambda: db.execute(renewed, [leased_until, leased_until, message_id]).fetchone() == (True,))
+        assert claim(db) == []
+        allow(db, "sent")
+        await until(lambda: state_of(db, message_id) == "sent")
+    assert handed_over == {message_id: 1}
+
+
+async def test_a_worker_that_stops_fails_a_message_that_it_handed_over_and_could_not_finish(
+    outbox: Outbox, db: psycopg.Connection
+) -> None:
+    handed_over = counting(outbox)
+    message_id = enqueue(db)
+    refuse(db, "sent")
+    worker = Worker(outbox)
+    await worker.run_once()
+    row = row_of(db, message_id)
+    assert (row.state, row.last_error) == (
+        "failed",
+        "it was handed over and ended sent, which the database refused to write (P0001)",
+    )
+    assert handed_over == {message_id: 1}
+    assert (worker.telemetry.counts[Event.FAILED], worker.telemetry.counts[Event.OUTCOME_UNWRITTEN]) == (1, 0)
+
+
+async def test_a_worker_that_stops_names_a_message_that_it_can_end_in_no_way(
+    outbox: Outbox, db: psycopg.Connection
+) -> None:
+    handed_over = counting(outbox)
+    message_id = enqueue(db)
+    refuse(db, "sent")
+    refuse(db, "failed")
+    worker = Worker(outbox)
+    await worker.run_once()
+    assert state_of(db, message_id) == "sending"
+    assert worker.telemetry.counts[Event.OUTCOME_UNWRITTEN] == 1
+    allow(db, "sent")
+    lapse(db, message_id)
+    await Worker(outbox).run_once()
+    assert (state_of(db, message_id), handed_over) == ("sent", {message_id: 2})
+
+
+@pytest.mark.parametrize("ends", ["drain", "run_once"])
+async def test_a_run_ends_though_outcomes_are_refused(outbox: Outbox, db: psycopg.Connection, ends: str) -> None:
+    handed_over = counting(outbox)
+    refuse(db, "sent")
+    ids = [enqueue(db) for _ in range(20)]
+    worker = Worker(outbox)
+    await (worker.drain() if ends == "drain" else worker.run_once())
+    assert set(handed_over.values()) == {1}
+    assert {row.state for row in rows_of(db, *handed_over)} == {"failed"}
+    assert {row.state for row in rows_of(db, *ids)} <= {"failed", "pending"}
+
+
+async def test_a_retry_whose_error_is_refused_is_kept_too(dsn: str, db: psycopg.Connection) -> None:
+    outbox = Outbox(settings_for(dsn))
+    handed_over: Counter[int] = Counter()
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> Outcome | None:
+        handed_over[message.id] += 1
+        return Transient("secret") if message.attempt_count == 1 else None
+
+    db.execute("ALTER TABLE pgoutbox.message_live ADD CONSTRAINT no_secret CHECK (last_error <> 'secret')")
+    message_id = enqueue(db)
+    worker = Worker(outbox)
+    async with running(worker):
+        await until(lambda: worker.vitals().outcomes_refused == 1)
+        assert (state_of(db, message_id), handed_over) == ("sending", {message_id: 1})
+    row = row_of(db, message_id)
+    assert (row.state, row.last_error) == ("pending", "the database refused to write its outcome (23514)")
+    assert [outcome for _, outcome, _ in attempts_of(db, message_id)] == ["retry"]
