@@ -795,7 +795,7 @@ BEGIN
         GRANT SELECT (id, queue, ordering_key, on_failed) ON pgoutbox.message_failed TO pgoutbox_worker;
         GRANT SELECT ON
             pgoutbox.message_view, pgoutbox.queue_view, pgoutbox.breaker_view, pgoutbox.retention_view,
-            pgoutbox.upkeep, pgoutbox.retired
+            pgoutbox.pulse_view, pgoutbox.upkeep, pgoutbox.retired
         TO pgoutbox_worker;
         GRANT INSERT (due_at, began_at, worker), UPDATE (due_at, began_at, worker) ON pgoutbox.upkeep
         TO pgoutbox_worker;

@@ -31,6 +31,7 @@ _OF_THE_SERVER: Final[Mapping[str, Check]] = {
 
 _OF_THE_SCHEMA: Final[Mapping[str, Check]] = {
     "rights": server.check_rights,
+    "sequence": server.check_sequence,
     "vacuum": server.check_vacuum,
     "partitions": delivery.check_partitions,
     "retention": delivery.check_retention,

@@ -95,6 +95,33 @@ def check_rights(patient: Patient) -> Iterator[Note]:
     yield from _public(rights)
 
 
+def check_sequence(patient: Patient) -> Iterator[Note]:
+    """Whether a newer message always has a greater id."""
+    facts = patient.ask_one(sql.ID_SEQUENCE)
+    why = "enqueue fails for keys whose newest message has a greater id, and other messages get ids out of order"
+    found = []
+    if facts["newest_id"] is not None and facts["last_id"] < facts["newest_id"]:
+        found.append(
+            problem(
+                f"pgoutbox.message_id_seq is at {facts['last_id']}, and message {facts['newest_id']} exists",
+                why,
+                "a restore or a replica without the sequence leaves this; as the schema's owner, before anything is "
+                "enqueued: SELECT setval('pgoutbox.message_id_seq', greatest((SELECT max(id) FROM pgoutbox.message), "
+                "(SELECT max(newest_id) FROM pgoutbox.coalesce), (SELECT max(last_id) FROM pgoutbox.ordering)));",
+            )
+        )
+    if facts["cache_size"] != 1:
+        found.append(
+            problem(
+                f"pgoutbox.message_id_seq has CACHE {facts['cache_size']}: each session draws ids in advance",
+                why,
+                "as the schema's owner: ALTER SEQUENCE pgoutbox.message_id_seq CACHE 1; then have every producer "
+                "connect again",
+            )
+        )
+    yield from found or [ok(f"ids grow one by one, the last is {facts['last_id']}")]
+
+
 def _public(rights: DictRow) -> Iterator[Note]:
     open_to_all = [f"table {name}" for name in rights["public_tables"]]
     open_to_all += [f"function {name}" for name in rights["public_functions"]]

@@ -561,7 +561,7 @@ def test_who_may_look_gets_every_answer_that_the_owner_gets(
         ("worker", {"transactions"}),
         ("operator", {"transactions"}),
         ("viewer", {"transactions"}),
-        ("producer", {"transactions", "schema", "workers", *OWED}),
+        ("producer", {"transactions", "schema", "sequence", "workers", *OWED}),
     ],
 )
 def test_what_a_role_may_not_know_is_skipped_with_what_to_grant(
@@ -664,6 +664,32 @@ def test_partitions_that_end_soon_are_warned_of(
     assert levels(found(dsn, "partitions")) == ["skipped"]
     db.execute(ADD_DATED.replace("{days}", str(days)).encode())
     expect(found(dsn, "partitions"), level, words)
+
+
+def test_a_sequence_behind_the_messages_is_a_problem_that_the_named_statement_fixes(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    newest = [enqueue(db) for _ in range(3)][-1]
+    expect(found(dsn, "sequence"), Level.OK, f"the last is {newest}")
+    db.execute("SELECT setval('pgoutbox.message_id_seq', 1)")
+    finding = expect(found(dsn, "sequence"), Level.PROBLEM, f"is at 1, and message {newest} exists")
+    db.execute(statement_of(finding))
+    assert levels(found(dsn, "sequence")) == ["ok"]
+    assert enqueue(db) == newest + 1
+
+
+def test_a_sequence_with_a_cache_is_a_problem_that_the_named_statement_fixes(dsn: str, db: psycopg.Connection) -> None:
+    db.execute("ALTER SEQUENCE pgoutbox.message_id_seq CACHE 100")
+    finding = expect(found(dsn, "sequence"), Level.PROBLEM, "has CACHE 100")
+    db.execute(statement_of(finding))
+    assert levels(found(dsn, "sequence")) == ["ok"]
+
+
+def statement_of(finding: Finding) -> bytes:
+    """The SQL that the finding says to run."""
+    statement = re.search(r"(SELECT|ALTER) [^;]*;", str(finding.mend))
+    assert statement is not None
+    return statement[0].encode()
 
 
 def test_partitions_that_a_wrong_clock_made_do_not_hide_that_today_has_none(dsn: str, db: psycopg.Connection) -> None:

@@ -64,6 +64,7 @@ TABLE_RIGHTS: Final[dict[str, dict[str, str]]] = {
         "message": "SELECT",
         "message_live": "SELECT",
         "message_view": "SELECT",
+        "pulse_view": "SELECT",
         "queue": "SELECT",
         "queue_view": "SELECT",
         "retention": "SELECT",
