@@ -16,7 +16,7 @@ from pgoutbox.errors import (
     TransactionError,
     UnknownTopicError,
 )
-from pgoutbox.message import Message, Permanent, Sent, Skip, Snooze, State, Transient
+from pgoutbox.message import Message, Permanent, Sent, Skip, Snooze, State, Transient, Unavailable
 from pgoutbox.outbox import Outbox
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.settings import Settings
@@ -62,6 +62,7 @@ __all__ = [
     "Topic",
     "TransactionError",
     "Transient",
+    "Unavailable",
     "UnknownTopicError",
     "Webhook",
 ]

@@ -14,19 +14,21 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Collection, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 import psycopg
 
 from pgoutbox.alert import ALERT_TOPIC
 from pgoutbox.dispatch import Send, clean_text, elapsed_clock, send_by
-from pgoutbox.message import Message, Outcome, Sent, Snooze, Transient
+from pgoutbox.message import Message, Outcome, Sent, Snooze, Transient, Unavailable
 from pgoutbox.settings import Settings
 from pgoutbox.store import BreakerRow, Store
 from pgoutbox.telemetry import Event, Telemetry
-from pgoutbox.transports import Content, Transport, breaker_key, scheme_of
+from pgoutbox.transports import Content, Transport, breaker_key, part_key, scheme_of
+from pgoutbox.transports.configured import MissingTransport, missing_key
 
 _WINDOW_SECONDS = 60.0
 _WINDOW_MIN_COUNT = 20
@@ -42,6 +44,7 @@ _MANY = 1_000
 _TIMED_OUT = "no answer within the time limit of the handler"
 
 T = TypeVar("T")
+HandOver = Callable[[], Awaitable[Outcome]]
 
 
 class _UnknownError(Exception):
@@ -50,9 +53,14 @@ class _UnknownError(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Circuit:
-    """What this process knows of one key. It is open while `retry_at` is set, and half open once that has passed."""
+    """What this process knows of one key. It is open while `retry_at` is set, and half open once that has passed.
+
+    A part of a transport, a sender for one, is open or not, and no more: failures count for the transport, which also
+    shares the slots out.
+    """
 
     key: str
+    is_part: bool = False
     failure_count: int = 0
     window_began_at: float = 0.0
     window_sent_count: int = 0
@@ -118,6 +126,17 @@ class _Circuit:
         )
 
 
+def _failure_of(circuit: _Circuit, outcome: Outcome) -> Transient | Unavailable | None:
+    """The outcome, if it is a failure of what this circuit stands for."""
+    match outcome:
+        case Unavailable(breaker=key) if key == circuit.key or (key is None and not circuit.is_part):
+            return outcome
+        case Transient(outage=True) if not circuit.is_part:
+            return outcome
+        case _:
+            return None
+
+
 class Breakers:
     """The circuit breakers of one worker.
 
@@ -179,8 +198,8 @@ class Breakers:
     def _refusal(self, message: Message[object]) -> Snooze | None:
         if message.destination is None or message.topic not in self._rendering_topics:
             return None
-        transport = self._transports.get(scheme_of(message.destination))
-        key = None if transport is None else breaker_key(transport, message, None)
+        scheme = scheme_of(message.destination)
+        key = breaker_key(self._transports.get(scheme) or MissingTransport(scheme), message, None)
         circuit = None if key is None else self._circuits.get(key)
         if circuit is None:
             return None
@@ -210,34 +229,47 @@ class Breakers:
     async def send(self, transport: Transport, message: Message[object], content: Content) -> Outcome:
         """`transport.send`, unless what it depends on is dead. An attempt that meets a dead one is not used up."""
         self._rendering_topics.add(message.topic)
+        hand_over: HandOver = partial(self._send_by, transport, message, content)
+        part = part_key(transport, message, content)
+        if part is not None:
+            hand_over = partial(self._send_through, part, message, hand_over, is_part=True)
         key = breaker_key(transport, message, content)
-        if key is None:
-            return await self._send_by(transport, message, content)
+        outcome = await (hand_over() if key is None else self._send_through(key, message, hand_over))
+        if message.attempt_count > 1 and isinstance(outcome, Sent):
+            # It may have waited for a worker that has this transport.
+            scheme = content.scheme if message.destination is None else scheme_of(message.destination)
+            self._look_for_leftover(missing_key(scheme), None)
+        return outcome
+
+    async def _send_through(
+        self, key: str, message: Message[object], hand_over: HandOver, *, is_part: bool = False
+    ) -> Outcome:
+        """Hand over by way of what has this key, unless that is dead."""
         circuit = self._circuits.get(key)
         if circuit is None:
-            circuit = self._add(key)
+            circuit = self._add(key, is_part=is_part)
         try:
             if circuit.retry_at is None and (refusal := await self._wait_for_room(circuit)) is not None:
                 return refusal
             if circuit.retry_at is None:
-                return await self._try(circuit, transport, message, content)
+                return await self._try(circuit, message, hand_over)
             if (refusal := self._refusal_of_open(circuit, message)) is not None:
                 if await self._has_news() and circuit.retry_at is None:
-                    return await self._try(circuit, transport, message, content)
+                    return await self._try(circuit, message, hand_over)
                 return refusal
             if message.topic == ALERT_TOPIC:
                 # It speaks of this very breaker, perhaps: it neither counts nor decides.
-                return await self._hand_over(circuit, transport, message, content)
+                return await self._hand_over(circuit, hand_over)
             circuit.prober = message.id
             try:
-                return await self._ask_and_probe(circuit, transport, message, content)
+                return await self._ask_and_probe(circuit, message, hand_over)
             finally:
                 circuit.prober = None
         finally:
             if circuit.is_forgettable and self._circuits.get(key) is circuit:
                 del self._circuits[key]
 
-    def _add(self, key: str) -> _Circuit:
+    def _add(self, key: str, *, is_part: bool) -> _Circuit:
         if len(self._circuits) >= _MANY:
             long_ago = elapsed_clock() - self._settings.breaker_max_cooldown_seconds - _WINDOW_SECONDS
             for circuit in list(self._circuits.values()):
@@ -246,47 +278,45 @@ class Breakers:
                     and max(circuit.retry_at or 0.0, circuit.answered_at) < long_ago
                 ):
                     del self._circuits[circuit.key]
-        circuit = self._circuits[key] = _Circuit(key)
+        circuit = self._circuits[key] = _Circuit(key, is_part)
         return circuit
 
-    async def _hand_over(
-        self, circuit: _Circuit, transport: Transport, message: Message[object], content: Content
-    ) -> Outcome:
+    async def _hand_over(self, circuit: _Circuit, hand_over: HandOver) -> Outcome:
         if not circuit.under_way_count:
             circuit.answered_at = elapsed_clock()
         circuit.under_way_count += 1
-        self._under_way_count += 1
+        self._under_way_count += not circuit.is_part
         try:
-            return await self._send_by(transport, message, content)
+            return await hand_over()
         finally:
             circuit.under_way_count -= 1
-            self._under_way_count -= 1
+            self._under_way_count -= not circuit.is_part
             circuit.answered_at = elapsed_clock()
             circuit.answered.set()
 
-    async def _try(
-        self, circuit: _Circuit, transport: Transport, message: Message[object], content: Content
-    ) -> Outcome:
+    async def _try(self, circuit: _Circuit, message: Message[object], hand_over: HandOver) -> Outcome:
         counts = message.topic != ALERT_TOPIC
         try:
-            outcome = await self._hand_over(circuit, transport, message, content)
+            outcome = await self._hand_over(circuit, hand_over)
         except asyncio.CancelledError:
-            if counts and not self._is_stopping:
+            if counts and not circuit.is_part and not self._is_stopping:
                 self._start(self._note_failure(circuit, _TIMED_OUT))
             raise
-        match outcome:
-            case Sent():
-                circuit.note_success()
-                if message.attempt_count > 1:
-                    self._look_for_leftover(circuit)
-            case Transient(outage=True) if counts:
-                await self._note_failure(circuit, outcome.error)
-                if circuit.retry_at is not None and not self._is_on_hold(message, outcome):
-                    return circuit.snooze(outcome.retry_after)
+        if isinstance(outcome, Sent):
+            circuit.note_success()
+            if message.attempt_count > 1:
+                self._look_for_leftover(circuit.key, circuit)
+        elif counts and (failure := _failure_of(circuit, outcome)) is not None:
+            if isinstance(failure, Unavailable):
+                await self._learn(circuit, clean_text(failure.error), trips=True)
+            else:
+                await self._note_failure(circuit, failure.error)
+            if circuit.retry_at is not None and not self._is_on_hold(message, failure):
+                return circuit.snooze(failure.retry_after)
         return outcome
 
-    def _is_on_hold(self, message: Message[object], outcome: Transient) -> bool:
-        return outcome.unknown and message.topic in self._hold_topics
+    def _is_on_hold(self, message: Message[object], failure: Transient | Unavailable) -> bool:
+        return isinstance(failure, Transient) and failure.unknown and message.topic in self._hold_topics
 
     def _note_failure(self, circuit: _Circuit, error: str) -> Coroutine[object, object, None]:
         """Count a failure at once; what is to be awaited learns whether it is open."""
@@ -319,9 +349,7 @@ class Breakers:
 
     # --- probe --------------------------------------------------------------------------------------------------------
 
-    async def _ask_and_probe(
-        self, circuit: _Circuit, transport: Transport, message: Message[object], content: Content
-    ) -> Outcome:
+    async def _ask_and_probe(self, circuit: _Circuit, message: Message[object], hand_over: HandOver) -> Outcome:
         try:
             row = await self._ask(self._store.breaker_probe(circuit.key))
         except _UnknownError:
@@ -329,17 +357,15 @@ class Breakers:
             return circuit.snooze()
         if row is None:
             circuit.close()  # Another worker's probe has arrived, or an operator says so.
-            return await self._try(circuit, transport, message, content)
+            return await self._try(circuit, message, hand_over)
         if row.probe_id is None:
             circuit.open(row)
             return circuit.snooze()
-        return await self._probe(circuit, row.probe_id, transport, message, content)
+        return await self._probe(circuit, row.probe_id, message, hand_over)
 
-    async def _probe(
-        self, circuit: _Circuit, probe_id: str, transport: Transport, message: Message[object], content: Content
-    ) -> Outcome:
+    async def _probe(self, circuit: _Circuit, probe_id: str, message: Message[object], hand_over: HandOver) -> Outcome:
         try:
-            outcome = await self._hand_over(circuit, transport, message, content)
+            outcome = await self._hand_over(circuit, hand_over)
         except asyncio.CancelledError:
             circuit.pause()
             if self._is_stopping:
@@ -350,15 +376,14 @@ class Breakers:
         except BaseException:
             self._start(self._release(circuit.key, probe_id))
             raise
-        match outcome:
-            case Sent():
-                circuit.close()
-                self._start(self._close(circuit.key, probe_id))
-            case Transient(outage=True):
-                await self._reopen(circuit, probe_id, outcome.error)
-                return outcome if self._is_on_hold(message, outcome) else circuit.snooze(outcome.retry_after)
-            case _:
-                self._start(self._release(circuit.key, probe_id))
+        if isinstance(outcome, Sent):
+            circuit.close()
+            self._start(self._close(circuit.key, probe_id))
+        elif (failure := _failure_of(circuit, outcome)) is not None:
+            await self._reopen(circuit, probe_id, failure.error)
+            return outcome if self._is_on_hold(message, failure) else circuit.snooze(failure.retry_after)
+        else:
+            self._start(self._release(circuit.key, probe_id))
         return outcome
 
     async def _close(self, key: str, probe_id: str) -> None:
@@ -387,27 +412,30 @@ class Breakers:
                 retry_seconds=row.retry_seconds,
             )
 
-    def _look_for_leftover(self, circuit: _Circuit) -> None:
-        """What arrived may have been held back by a worker that is gone: then nobody else closes what it opened."""
+    def _look_for_leftover(self, key: str, circuit: _Circuit | None) -> None:
+        """Close the breaker if a worker that is gone opened it for what arrived now; nobody else would.
+
+        One that is not to be probed yet opens the `circuit`, if there is one that sends look at.
+        """
         now = elapsed_clock()
-        if now < self._looked_at.get(circuit.key, 0.0) + _LOOK_SECONDS:
+        if now < self._looked_at.get(key, 0.0) + _LOOK_SECONDS:
             return
         if len(self._looked_at) >= _MANY:
             self._looked_at.clear()
-        self._looked_at[circuit.key] = now
-        self._start(self._close_leftover(circuit))
+        self._looked_at[key] = now
+        self._start(self._close_leftover(key, circuit))
 
-    async def _close_leftover(self, circuit: _Circuit) -> None:
+    async def _close_leftover(self, key: str, circuit: _Circuit | None) -> None:
         try:
-            row = await self._ask(self._store.breaker_probe(circuit.key))
+            row = await self._ask(self._store.breaker_probe(key))
         except _UnknownError:
             return
         if row is None:
             return
         if row.probe_id is not None:
-            await self._close(circuit.key, row.probe_id)
-        else:
-            self._circuits.setdefault(circuit.key, circuit).open(row)
+            await self._close(key, row.probe_id)
+        elif circuit is not None:
+            self._circuits.setdefault(key, circuit).open(row)
 
     async def _has_news(self) -> bool:
         """Learn what the fleet says of all that is held to be dead; True if something of it is closed.
@@ -465,7 +493,8 @@ class Breakers:
         return None
 
     def _has_room(self, circuit: _Circuit) -> bool:
-        return circuit.under_way_count < _SHARE * (self._settings.concurrency - self._under_way_count)
+        free_count = self._settings.concurrency - self._under_way_count
+        return circuit.is_part or circuit.under_way_count < _SHARE * free_count
 
     def _stalled(self, circuit: _Circuit) -> Snooze | None:
         if self._has_room(circuit) or elapsed_clock() < circuit.answered_at + _STALL_SECONDS:

@@ -1,7 +1,7 @@
 """From a claimed message and its handler to an outcome. No SQL: what an outcome does to the row is not known here.
 
 Whatever a handler does (return nonsense, raise an exception that cannot be printed, exit the interpreter) becomes one
-of the five outcomes. Only a genuine cancellation by the worker passes through.
+of the six outcomes. Only a genuine cancellation by the worker passes through.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from psycopg.rows import TupleRow
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from pgoutbox.errors import ConfigurationError, LeaseLostError
-from pgoutbox.message import Message, Outcome, Permanent, Sent, Skip, Snooze, Transient
+from pgoutbox.message import Message, Outcome, Permanent, Sent, Skip, Snooze, Transient, Unavailable
 from pgoutbox.retry import MAX_DELAY_SECONDS, RetryPolicy
 from pgoutbox.signatures import check_handler, is_async
 from pgoutbox.transports import Content, Transport, scheme_of
-from pgoutbox.transports.configured import hint_for
+from pgoutbox.transports.configured import MissingTransport
 
 MAX_TEXT_LENGTH = 4_000
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
@@ -339,7 +339,7 @@ class Dispatcher:
         match result:
             case None:
                 return Sent()
-            case Sent() | Transient() | Permanent() | Skip() | Snooze():
+            case Sent() | Transient() | Unavailable() | Permanent() | Skip() | Snooze():
                 return _unless_on_hold(context.handler, result)
             case Content():
                 # The process may have been suspended since the handler began: ask before anything is handed over.
@@ -362,14 +362,10 @@ class Dispatcher:
             return Permanent(f"destination: the message has none, and its {type(content).__name__} needs one")
         transport = self._transports.get(scheme)
         if transport is None:
-            # Settings can be mended: then the message goes out without anybody's help.
-            known = ", ".join(sorted(self._transports)) or "none"
-            return Transient(
-                f"this worker has no transport for the scheme {scheme!r} (it has: {known}){hint_for(scheme)}"
-            )
+            return await self._send(MissingTransport(scheme, self._transports), message, content)
         if getattr(transport, "redirect_to", None) != self._redirect_to:
             # Kept, not skipped: should the redirect be a mistake, everything goes out once it is taken away.
-            return Transient(f"held back: the transport of {scheme!r} does not follow PGOUTBOX_REDIRECT_TO")
+            return Unavailable(f"held back: the transport of {scheme!r} does not follow PGOUTBOX_REDIRECT_TO")
         return await self._send(transport, message, content)
 
 
@@ -422,7 +418,7 @@ async def in_thread(
 def outcome_of_error(handler: Handler, error: BaseException) -> Outcome:
     """What an exception means: the outcome that was raised, `Permanent` for the handler's list, else `Transient`."""
     match error:
-        case Transient() | Permanent() | Skip() | Snooze():
+        case Transient() | Unavailable() | Permanent() | Skip() | Snooze():
             return _unless_on_hold(handler, error)
         case asyncio.CancelledError() if _is_being_cancelled():
             raise error

@@ -20,7 +20,7 @@ import psycopg
 
 from pgoutbox.dispatch import MAX_TEXT_LENGTH, Context, bounded_delay, clean_text, describe
 from pgoutbox.link import is_passing
-from pgoutbox.message import AttemptOutcome, Message, Permanent, Sent, Skip, Snooze, State, Transient
+from pgoutbox.message import AttemptOutcome, Message, Permanent, Sent, Skip, Snooze, State, Transient, Unavailable
 from pgoutbox.redaction import redact_text
 from pgoutbox.refusals import Refusals
 from pgoutbox.slots import RELEASED, AlreadyFinished, Ending, Released
@@ -304,7 +304,9 @@ def _outcome_of(state: State | None, verdict: Verdict | None) -> str:
 
 
 def _verdict_of_any(
-    context: Context, ending: Transient | Permanent | Skip | Snooze | Released, redacted_names: Sequence[str]
+    context: Context,
+    ending: Transient | Unavailable | Permanent | Skip | Snooze | Released,
+    redacted_names: Sequence[str],
 ) -> Verdict:
     try:
         verdict = verdict_of(context, ending)
@@ -329,13 +331,17 @@ def _redacted(text: str, names: Sequence[str]) -> str:
     return redact_text(text, names)[:MAX_TEXT_LENGTH]
 
 
-def verdict_of(context: Context, ending: Transient | Permanent | Skip | Snooze | Released) -> Verdict:
+def verdict_of(context: Context, ending: Transient | Unavailable | Permanent | Skip | Snooze | Released) -> Verdict:
     """What an ending other than sent asks the row to become."""
     message = context.message
     match ending:
         case Transient(error=error, retry_after=retry_after):
             delay = context.handler.retry.delay_seconds(context.used_count, retry_after=retry_after)
             return Verdict(message.id, context.attempt_count, "retry", clean_text(str(error)), delay)
+        case Unavailable(error=error, retry_after=retry_after):
+            # The count of claims: it grows with each of them, the count of attempts that were used up does not.
+            delay = max(context.handler.retry.delay_seconds(context.attempt_count), retry_after or 0.0)
+            return Verdict(message.id, context.attempt_count, "snoozed", clean_text(str(error)), bounded_delay(delay))
         case Permanent(error=error):
             return Verdict(message.id, context.attempt_count, "failed", clean_text(str(error)))
         case Skip(reason=reason):

@@ -111,6 +111,22 @@ class Transient(Exception):  # noqa: N818 - an outcome; it can be returned or ra
         self.unknown = unknown
 
 
+class Unavailable(Exception):  # noqa: N818 - an outcome; it can be returned or raised
+    """The way out is out of order, not this message: a server, a sender, a password or a setting has to be repaired.
+
+    Nothing was handed over. The message stays pending and uses up no attempt, however often this happens. A transport
+    that returns it opens a circuit breaker at once: that of `breaker`, one of the transport's own keys, or else that of
+    the whole transport. Without a breaker the delay grows by the handler's retry policy; `retry_after`, in seconds, is
+    the least that the message waits.
+    """
+
+    def __init__(self, error: str, retry_after: float | None = None, *, breaker: str | None = None) -> None:
+        super().__init__(error)
+        self.error = error
+        self.retry_after = None if retry_after is None else float(retry_after)
+        self.breaker = breaker
+
+
 class Permanent(Exception):  # noqa: N818 - an outcome; it can be returned or raised
     """The attempt failed for good: the message ends `failed` and waits for a person."""
 
@@ -140,4 +156,4 @@ class Snooze(Exception):  # noqa: N818 - an outcome; it can be returned or raise
         self.reason = reason
 
 
-Outcome = Sent | Transient | Permanent | Skip | Snooze
+Outcome = Sent | Transient | Unavailable | Permanent | Skip | Snooze

@@ -306,6 +306,7 @@ class Store:
                 "trips": trips,
                 "error": error,
                 "cooldown_seconds": settings.breaker_cooldown_seconds,
+                "max_cooldown_seconds": settings.breaker_max_cooldown_seconds,
                 "forget_seconds": settings.breaker_max_cooldown_seconds,
                 "worker": self.worker,
                 "alert_queue": alert_queue,

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from pgoutbox.message import Permanent, Transient
+from pgoutbox.message import Permanent, Transient, Unavailable
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context as TraceContext
@@ -153,7 +153,7 @@ class Tracing:
                 raise
             if len(endings) == 1:
                 _tell_outcome(span, endings[0])
-            elif any(isinstance(ending, (Transient, Permanent)) for ending in endings):
+            elif any(isinstance(ending, (Transient, Unavailable, Permanent)) for ending in endings):
                 _mark_failed(span, "partial")
             return endings
 
@@ -230,7 +230,7 @@ def _tell_outcome(span: Span, ending: object) -> None:
     name = type(ending).__name__
     outcome = _OUTCOMES.get(name, name.lower())
     span.set_attribute("messaging.pgoutbox.outcome", outcome)
-    if isinstance(ending, (Transient, Permanent)):
+    if isinstance(ending, (Transient, Unavailable, Permanent)):
         _mark_failed(span, outcome)
 
 

@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from pgoutbox.message import Message, Permanent, Transient
+from pgoutbox.message import Message, Permanent, Transient, Unavailable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -49,7 +49,7 @@ async def closing(make: Callable[P, T]) -> AsyncIterator[Callable[P, T]]:
         yield make_one
 
 
-def error_of(outcome: Outcome, kind: type[Transient | Permanent]) -> str:
+def error_of(outcome: Outcome, kind: type[Transient | Unavailable | Permanent]) -> str:
     """The error of an outcome that has to be of this kind."""
     assert isinstance(outcome, kind), outcome
     return outcome.error

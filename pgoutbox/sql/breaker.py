@@ -8,8 +8,24 @@ from typing import Final, LiteralString
 # One failure of a destination that this worker holds to be alive. `trips` says that by its own count it is dead: then
 # it is opened here, unless somebody else was first, and one answer has `opened`. No answer: it is not open, or another
 # session opened it within this very moment, which asking again would tell. The announcement is part of the statement.
+# A worker that was started after the opening sends without leave. Once the pause is over its failure counts as that of
+# a probe: otherwise the pause would never grow where every worker is new, as those that cron starts are.
 BREAKER_FAILED: Final[LiteralString] = """
-WITH opened AS (
+WITH reopened AS (
+    UPDATE pgoutbox.breaker AS b
+    SET retry_at = now() + make_interval(secs => least(b.cooldown_seconds * 2, %(max_cooldown_seconds)s::float8)),
+        cooldown_seconds = least(b.cooldown_seconds * 2, %(max_cooldown_seconds)s::float8),
+        probe_id = NULL,
+        probe_until = NULL,
+        worker = %(worker)s::text,
+        last_error = %(error)s::text
+    WHERE %(trips)s::boolean
+        AND b.key = %(key)s::text
+        AND b.retry_at <= now()
+        AND (b.probe_until IS NULL OR b.probe_until <= now())
+        AND greatest(b.retry_at, b.probe_until) >= now() - make_interval(secs => %(forget_seconds)s::float8)
+    RETURNING b.retry_at, b.cooldown_seconds, b.last_error
+), opened AS (
     INSERT INTO pgoutbox.breaker AS b (key, opened_at, retry_at, cooldown_seconds, worker, last_error)
     SELECT
         %(key)s::text,
@@ -18,7 +34,7 @@ WITH opened AS (
         %(cooldown_seconds)s::float8,
         %(worker)s::text,
         %(error)s::text
-    WHERE %(trips)s::boolean
+    WHERE %(trips)s::boolean AND NOT EXISTS (SELECT FROM reopened)
     ON CONFLICT ON CONSTRAINT breaker_pkey DO UPDATE
     SET opened_at = EXCLUDED.opened_at,
         retry_at = EXCLUDED.retry_at,
@@ -52,6 +68,14 @@ FROM opened AS o
 LEFT JOIN announced AS a ON a.id IS NOT NULL
 UNION ALL
 SELECT
+    extract(epoch FROM r.retry_at - now())::float8,
+    r.cooldown_seconds,
+    r.last_error,
+    false,
+    NULL
+FROM reopened AS r
+UNION ALL
+SELECT
     extract(epoch FROM b.retry_at - now())::float8,
     b.cooldown_seconds,
     b.last_error,
@@ -59,6 +83,7 @@ SELECT
     NULL
 FROM pgoutbox.breaker AS b
 WHERE b.key = %(key)s::text
+    AND NOT EXISTS (SELECT FROM reopened)
     AND greatest(b.retry_at, b.probe_until) >= now() - make_interval(secs => %(forget_seconds)s::float8)
 """
 

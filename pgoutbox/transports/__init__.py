@@ -3,7 +3,8 @@
 A handler returns a content (an `Email`, say). The transport registered for the scheme of the message's destination, or
 for the content's own scheme where the message names no destination, sends it and classifies the answer as an outcome.
 A transport never raises for what the receiver said: it returns `Transient` or `Permanent`. Where the destination or the
-way to it is at fault, and not the one message, it says so: `Transient(..., outage=True)`.
+way to it is at fault, and not the one message, it says so: `Transient(..., outage=True)`, or `Unavailable` where a
+setting, an account or a sender has to be repaired before anything can be handed over.
 """
 
 from __future__ import annotations
@@ -63,6 +64,18 @@ class NamesBreaker(Protocol):
 
 
 @runtime_checkable
+class NamesPart(Protocol):
+    """A transport of which a part can be out of order while the rest works; it need not have one."""
+
+    def part_key(self, message: Message[object], content: Content) -> str | None:
+        """The part that this delivery depends on, such as the sender at a mail server: a breaker beside that of all.
+
+        It opens only when `send` returns `Unavailable(..., breaker=...)` with this key. Holds no secret.
+        """
+        ...
+
+
+@runtime_checkable
 class ChecksItself(Protocol):
     """A transport that `pgoutbox doctor` can try; it need not."""
 
@@ -84,6 +97,11 @@ def breaker_key(transport: Transport, message: Message[object], content: Content
     if message.destination is None:
         return None if content is None else content.scheme
     return breaker_key_of(message.destination)
+
+
+def part_key(transport: Transport, message: Message[object], content: Content) -> str | None:
+    """The transport's own answer; None for one that has no parts."""
+    return transport.part_key(message, content) if isinstance(transport, NamesPart) else None
 
 
 def breaker_key_of(destination: str) -> str | None:

@@ -1,15 +1,17 @@
 """Which transports there are without anybody making one: those whose settings name a server, and the web's.
 
-What each needs is imported when it is asked for, so that a worker without Kafka's settings needs no Kafka client.
+What each needs is imported when it is asked for, so that a worker without Kafka's settings needs no Kafka client. A
+transport that nothing configures is a `MissingTransport`, so that its messages wait as for one that is down.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
+from pgoutbox.message import Message, Outcome, Unavailable
 from pgoutbox.settings import Settings
-from pgoutbox.transports import Transport
+from pgoutbox.transports import Content, Transport
 
 _HINTS: Final = {
     "mailto": "; set PGOUTBOX_SMTP_HOST",
@@ -26,6 +28,37 @@ _HINTS: Final = {
 def hint_for(scheme: str) -> str:
     """What makes the transport of a scheme appear, as the end of a sentence that says it is missing."""
     return _HINTS.get(scheme, "")
+
+
+class MissingTransport:
+    """Stands for the transport of a scheme that a worker has none for. It hands nothing over.
+
+    Settings, or the application of another release, add the transport; a misspelt scheme is for a person to cancel.
+    """
+
+    def __init__(self, scheme: str, known: Iterable[str] = ()) -> None:
+        self.schemes = (scheme,)
+        self._known = known
+
+    def breaker_key(self, message: Message[object], content: Content | None) -> str:  # noqa: ARG002 - one for all
+        """A breaker of its own for each scheme: `mailto:no-transport`."""
+        return missing_key(self.schemes[0])
+
+    async def send(self, message: Message[object], content: Content) -> Outcome:  # noqa: ARG002 - nothing is sent
+        """`Unavailable`, with the schemes that the worker has transports for."""
+        scheme = self.schemes[0]
+        known = ", ".join(sorted(self._known)) or "none"
+        return Unavailable(
+            f"this worker has no transport for the scheme {scheme!r} (it has: {known}){hint_for(scheme)}"
+        )
+
+    async def aclose(self) -> None:
+        """Nothing is open."""
+
+
+def missing_key(scheme: str) -> str:
+    """The key of the breaker that workers without a transport for this scheme open."""
+    return f"{scheme}:no-transport"
 
 
 def complete(given: Mapping[str, Transport], settings: Settings) -> dict[str, Transport]:

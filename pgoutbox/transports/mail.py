@@ -18,7 +18,7 @@ from email.utils import format_datetime
 from typing import TYPE_CHECKING, Self, cast
 from urllib.parse import unquote
 
-from pgoutbox.message import Message, Permanent, Transient
+from pgoutbox.message import Message, Permanent, Unavailable
 from pgoutbox.transports import scheme_of
 from pgoutbox.transports.addresses import Mailbox, header_text, parse_mailbox
 from pgoutbox.transports.redirect import Redirect
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 MAX_RECIPIENT_COUNT = 1_000
 MAX_ATTACHMENT_BYTES = 25 * 1024 * 1024
+NO_SENDER = "email.sender: none is given, and PGOUTBOX_SMTP_FROM is not set"
 
 # RFC 5322 allows 998 characters in a line. A longer word cannot be folded, only encoded.
 _MAX_WORD_LENGTH = 900
@@ -134,8 +135,8 @@ class RenderedEmail:
 def render(email: Email, message: Message[object], settings: Settings) -> RenderedEmail:
     """The envelope and the bytes that would be sent for this message; connects to nothing.
 
-    Raises `Permanent`, naming the field, for what no server should see. A missing sender is `Transient`, because the
-    setting `smtp_from` mends it, and so is a redirect on a day that is forbidden to it.
+    Raises `Permanent`, naming the field, for what no server should see. A missing sender is `Unavailable`, because the
+    setting `smtp_from` adds it, and so is a redirect on a day that is forbidden to it.
     """
     sender = _sender(email, settings)
     to, cc, bcc = _recipients(email, message)
@@ -172,7 +173,7 @@ def _sender(email: Email, settings: Settings) -> Mailbox:
     if email.sender is not None:
         return parse_mailbox("email.sender", email.sender)
     if settings.smtp_from is None:
-        raise Transient("email.sender: none is given, and PGOUTBOX_SMTP_FROM is not set")
+        raise Unavailable(NO_SENDER)
     return parse_mailbox("PGOUTBOX_SMTP_FROM", settings.smtp_from)
 
 

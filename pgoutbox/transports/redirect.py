@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Self
 from zoneinfo import ZoneInfo
 
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.message import Permanent, Transient
+from pgoutbox.message import Permanent, Unavailable
 from pgoutbox.transports.addresses import Mailbox, parse_mailbox
 
 if TYPE_CHECKING:
@@ -93,9 +93,9 @@ class Redirect:
         return redirect
 
     def require_allowed(self) -> None:
-        """Raise `Transient` while a redirect is forbidden: neither the users nor the testers get anything."""
+        """Raise `Unavailable` while a redirect is forbidden: neither the users nor the testers get anything."""
         if (window := self._window()) is not None:
-            raise Transient(f"refuses to redirect within {window.text} ({_FORBIDDEN}): unset {_TO} and restart")
+            raise Unavailable(f"refuses to redirect within {window.text} ({_FORBIDDEN}): unset {_TO} and restart")
 
     def _window(self) -> Window | None:
         now = datetime.now(UTC)

@@ -13,13 +13,13 @@ import re
 import ssl
 from contextlib import contextmanager, suppress
 from logging import getLogger
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 from pgoutbox.errors import ConfigurationError, MissingExtraError
-from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient
+from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient, Unavailable
 from pgoutbox.telemetry import Event
 from pgoutbox.transports.addresses import is_host_name, parse_mailbox
-from pgoutbox.transports.mail import Attachment, Email, RenderedEmail, render
+from pgoutbox.transports.mail import NO_SENDER, Attachment, Email, RenderedEmail, render
 from pgoutbox.transports.redirect import Redirect
 from pgoutbox.transports.tls import demand_tls_for, verifying_context
 
@@ -41,9 +41,14 @@ _ENHANCED_CODE = re.compile(r"([245])\.(\d{1,3})\.(\d{1,3})\b")
 
 # Refusals that somebody repairs without touching the message: an account, a DNS record, a full disk or mailbox.
 _AUTHENTICATION_CODES = frozenset({530, 534, 535, 538})
-_REPAIRABLE_CODES = frozenset(
-    {"2.2", "3.1", "3.2", "3.5", "4.5", "7.8", "7.9", "7.11", "7.13"} | {f"7.{detail}" for detail in range(20, 27)}
-)
+_ACCOUNT_CODES = frozenset({"7.8", "7.9", "7.11", "7.13"})
+_REPAIRABLE_CODES = _ACCOUNT_CODES | {"2.2", "3.1", "3.2", "3.5", "4.5"} | {f"7.{detail}" for detail in range(20, 27)}
+# About the sender by RFC 3463, and the two by which Exchange says that this account may not send as that sender.
+_SENDER_CODES = frozenset({"1.7", "1.8", "7.60", "2.252"})
+# What MAIL can be refused for that is about this e-mail: its size.
+_SIZE_CODES = frozenset({"2.3", "3.4"})
+
+Fault = Literal["server", "sender"]
 
 
 class SmtpTransport:
@@ -86,25 +91,40 @@ class SmtpTransport:
         """Hand the e-mail over to the server, for all of its recipients or for none.
 
         `Sent` means that the server has taken it. `Permanent` names the field that is wrong or the server's refusal;
-        everything that time or the operator can mend is `Transient`. When the connection breaks after the content went
-        out, the outcome is unknown: the next attempt may be a duplicate, with the same Message-ID.
+        everything that time or the operator can mend is `Transient`. A refused sender or password is `Unavailable`.
+        When the connection breaks after the content went out, the outcome is unknown: the next attempt may be a
+        duplicate, with the same Message-ID.
         """
         if not isinstance(content, Email):
             return Permanent(f"content: the SMTP transport sends an Email, not {type(content).__name__}")
+        sender_key = self.part_key(message, content)
+        if content.sender is None and self._settings.smtp_from is None:
+            return Unavailable(NO_SENDER, breaker=sender_key)
         try:
             if content.attachments:
                 # Encoding many megabytes takes long enough to hold up every other handler.
                 mail = await asyncio.to_thread(render, content, message, self._settings)
             else:
                 mail = render(content, message, self._settings)
-        except (Permanent, Transient) as refusal:
+        except (Permanent, Unavailable) as refusal:
             return refusal
         async with self._slots:
-            return await self._hand_over(mail)
+            try:
+                return await self._hand_over(mail)
+            except _Failure as failure:
+                return failure.outcome(sender_key)
 
     def breaker_key(self, message: Message[object], content: Content | None) -> str:  # noqa: ARG002 - one server for all
         """The server, whoever the recipients are."""
         return self._breaker_key
+
+    def part_key(self, message: Message[object], content: Content) -> str | None:  # noqa: ARG002 - the content has it
+        """The sender at this server: that of the settings, whatever it is, or the e-mail's own."""
+        if not isinstance(content, Email):
+            return None
+        if content.sender in (None, self._settings.smtp_from):
+            return f"{self._breaker_key} sender PGOUTBOX_SMTP_FROM"
+        return f"{self._breaker_key} sender {_address_in(content.sender)}"
 
     async def check(self) -> str | None:
         """Connect, encrypt and sign in as for an e-mail, and say what went wrong; None if nothing did."""
@@ -121,19 +141,17 @@ class SmtpTransport:
         await asyncio.gather(*(connection.quit() for connection in idle))
 
     async def _hand_over(self, mail: RenderedEmail) -> Outcome:
+        """Hand the e-mail over on a connection that is open, or a new one. Raises `_Failure`."""
         idle = self._take_idle()
-        try:
-            if idle is not None:
-                try:
-                    return await self._transact(idle, mail)
-                except _Failure as failure:
-                    # Once MAIL was accepted, only the retry policy may start over.
-                    if failure.step != "MAIL" or not failure.ends_connection:
-                        raise
-                    logger.debug("an idle connection had died", extra={"event": Event.SMTP_CONNECTION_REPLACED.value})
-            return await self._transact(await self._open(), mail)
-        except _Failure as failure:
-            return failure.outcome()
+        if idle is not None:
+            try:
+                return await self._transact(idle, mail)
+            except _Failure as failure:
+                # Once MAIL was accepted, only the retry policy may start over.
+                if failure.step != "MAIL" or not failure.ends_connection:
+                    raise
+                logger.debug("an idle connection had died", extra={"event": Event.SMTP_CONNECTION_REPLACED.value})
+        return await self._transact(await self._open(), mail)
 
     async def _transact(self, connection: _Connection, mail: RenderedEmail) -> Outcome:
         """One mail transaction. Only a connection whose state is known afterwards is kept, cancelled or not."""
@@ -174,6 +192,11 @@ def _port_of(settings: Settings) -> int:
     return settings.smtp_port or _DEFAULT_PORTS[settings.smtp_security]
 
 
+def _address_in(sender: object) -> str:
+    """The address of `Ann Lee <ann@example.com>`. An unsound one is refused before it is sent."""
+    return str(sender).rpartition("<")[2].rstrip("> ").lower()
+
+
 def _check_settings(settings: Settings) -> None:
     if settings.smtp_host is None:
         raise ConfigurationError("no SMTP server given: set PGOUTBOX_SMTP_HOST")
@@ -192,11 +215,24 @@ def _check_settings(settings: Settings) -> None:
 
 
 class _Failure(Exception):  # noqa: N818 - it becomes an outcome
-    """A step of the dialogue that the server refused, with its code, or that broke off, without one."""
+    """A step of the dialogue that the server refused, with its code, or that broke off, without one.
 
-    def __init__(self, step: str, code: int | None, text: str, *, transient: bool, unknown: bool = False) -> None:
+    `fault` says what has to be repaired before any e-mail is accepted, or any of this sender.
+    """
+
+    def __init__(
+        self,
+        step: str,
+        code: int | None,
+        text: str,
+        *,
+        transient: bool,
+        unknown: bool = False,
+        fault: Fault | None = None,
+    ) -> None:
         super().__init__(text)
         self.unknown = unknown
+        self.fault = fault
         self.step = step
         self.code = code
         self.text = text
@@ -209,18 +245,50 @@ class _Failure(Exception):  # noqa: N818 - it becomes an outcome
 
     @property
     def is_outage(self) -> bool:
-        """The next e-mail would meet with the same: the server, the way to it or the account is at fault."""
-        is_about_mail = self.step in {"MAIL", "RCPT", "DATA"}
-        return not is_about_mail or self.ends_connection or self.code in _AUTHENTICATION_CODES
+        """The next e-mail may meet with the same: the server or the way to it is at fault."""
+        return self.step not in {"MAIL", "RCPT", "DATA"} or self.ends_connection
 
-    def outcome(self) -> Outcome:
+    def outcome(self, sender_key: str | None) -> Outcome:
+        """What it makes of the attempt. `sender_key`: the breaker of the e-mail's sender."""
+        if self.fault is not None:
+            return Unavailable(self.text, breaker=sender_key if self.fault == "sender" else None)
         if not self.transient:
             return Permanent(self.text)
         return Transient(self.text, outage=self.is_outage, unknown=self.unknown)
 
 
+def fault_of(step: str, code: int, text: str) -> Fault | None:
+    """What a refusal says has to be repaired: the server's settings and account, or the sender. None for the rest.
+
+    `text` starts with the enhanced code, if any. No repetition helps before that, and every other e-mail meets the
+    same. RCPT and DATA speak of one e-mail, unless their code is about the account or, by RFC 3463, about the sender.
+
+    | step | reply | |
+    |---|---|---|
+    | AUTH | 5xx | server: the password is wrong, or there is no way to give it |
+    | MAIL, RCPT, DATA | 530, 534, 535, 538; 5xx with 5.7.8, 5.7.9, 5.7.11, 5.7.13 | server: its account |
+    | MAIL | 503 | server: another spelling of 530, on a connection that is new |
+    | MAIL, RCPT, DATA | x.1.7, x.1.8, x.7.60, x.2.252 | sender |
+    | MAIL | 552, 555, or 5xx with 5.2.3, 5.3.4 or 5.6.x | none: this e-mail's size, encoding or options |
+    | | any other 5xx that is not 4.x.x, 550 5.7.1 and a bare 553 among them | sender |
+    """
+    is_refused = 500 <= code <= 599
+    if step not in {"MAIL", "RCPT", "DATA"}:
+        return "server" if step == "AUTH" and is_refused else None
+    enhanced = _ENHANCED_CODE.match(text)
+    status = "" if enhanced is None else f"{enhanced[2]}.{enhanced[3]}"
+    if status in _SENDER_CODES:
+        return "sender"
+    if not is_refused or (enhanced is not None and enhanced[1] == "4"):
+        return None
+    if code in _AUTHENTICATION_CODES or status in _ACCOUNT_CODES or (step == "MAIL" and code == 503):
+        return "server"
+    is_about_mail = code in {552, 555} or status in _SIZE_CODES or status.startswith("6.")
+    return None if step != "MAIL" or is_about_mail else "sender"
+
+
 def is_transient(step: str, code: int, text: str) -> bool:
-    """Whether a refusal can pass without a change to the message. `text` starts with the enhanced code, if any.
+    """Whether a refusal that is nobody's `fault_of` can pass without a change to the message.
 
     RFC 3463 gives the enhanced code its class (4: trying again later may succeed, 5: it will not in this form), and
     RFC 2034 demands the same class of the basic code. Some servers say two things all the same: greylisting answers
@@ -229,20 +297,15 @@ def is_transient(step: str, code: int, text: str) -> bool:
 
     | step | reply | |
     |---|---|---|
-    | greeting, EHLO, STARTTLS, AUTH | any | transient: the server or its account is the operator's to repair |
+    | greeting, EHLO, STARTTLS, AUTH | any | transient: the server is the operator's to repair |
     | MAIL, RCPT, DATA | 4xx, with 5.x.x too, and whatever is no refusal at all | transient |
-    | | 530, 534, 535, 538 | transient: authentication or encryption demanded, a matter of configuration |
-    | MAIL | 503 | transient: the state of the connection, or another spelling of 530 |
     | RCPT | 552 without an enhanced code | transient: too many recipients (RFC 5321, 4.5.3.1.10) |
     | MAIL, RCPT, DATA | 5xx with 4.x.x | transient: the finer code is believed |
     | | 5xx with 5.2.2, 5.3.1, 5.3.2, 5.3.5, 5.4.5 | transient: full, not accepting, misconfigured, congested |
-    | | 5xx with 5.7.8, 5.7.9, 5.7.11, 5.7.13 | transient: credentials, mechanism, encryption, account disabled |
     | | 5xx with 5.7.20 to 5.7.26 | transient: DKIM, SPF or reverse DNS of the sender (RFC 7372) |
     | | any other 5xx, 554 5.7.1 among them | permanent |
     """
-    if step not in {"MAIL", "RCPT", "DATA"} or not 500 <= code <= 599 or code in _AUTHENTICATION_CODES:
-        return True
-    if step == "MAIL" and code == 503:
+    if step not in {"MAIL", "RCPT", "DATA"} or not 500 <= code <= 599:
         return True
     enhanced = _ENHANCED_CODE.match(text)
     if enhanced is None:
@@ -289,7 +352,7 @@ class _Connection:
         if self._settings.smtp_security == "starttls":
             if not self._client.supports_extension("starttls"):
                 text = "STARTTLS: the server does not offer it, and plain text is refused"
-                raise _Failure("STARTTLS", None, text, transient=True)
+                raise _Failure("STARTTLS", None, text, transient=True, fault="server")
             with self._step("STARTTLS"):
                 await self._client.starttls()
             with self._step("EHLO"):
@@ -303,7 +366,11 @@ class _Connection:
         if username is None or password is None:
             return
         if self._settings.smtp_security == "none":
-            raise _Failure("AUTH", None, "AUTH: refused on a connection in plain text", transient=True)
+            text = "AUTH: refused on a connection in plain text"
+            raise _Failure("AUTH", None, text, transient=True, fault="server")
+        if not self._client.supported_auth_methods:
+            text = "AUTH: the server offers no way to sign in that is known here"
+            raise _Failure("AUTH", None, text, transient=True, fault="server")
         secret = password.get_secret_value()
         with self._step("AUTH", hide=_spellings(username, secret)):
             await self._client.login(username, secret)
@@ -352,6 +419,7 @@ class _Connection:
                 refusals[0].code,
                 f"{named}; and {rest} more" if rest > 0 else named,
                 transient=any(refusal.transient for refusal in refusals),
+                fault=next((refusal.fault for refusal in refusals if refusal.fault is not None), None),
             )
 
     async def _data(self, mail: RenderedEmail) -> None:
@@ -399,7 +467,13 @@ class _Connection:
             reply = _printable(error.message, hide)
             text = f"{where}: {error.code} {reply}".rstrip()
             code = error.code if 200 <= error.code <= 599 else None
-            raise _Failure(step, code, text, transient=is_transient(step, error.code, reply)) from error
+            raise _Failure(
+                step,
+                code,
+                text,
+                transient=is_transient(step, error.code, reply),
+                fault=fault_of(step, error.code, reply),
+            ) from error
         except aiosmtplib.SMTPReadTimeoutError as error:
             text = f"{where}: no answer within {self._settings.smtp_timeout_seconds:g} s"
             raise _Failure(step, None, text, transient=True) from error

@@ -194,8 +194,10 @@ async def test_a_running_worker_that_enters_forbidden_days_hands_nothing_over(
         monkeypatch.setattr("pgoutbox.worker.Redirect.at_start", lambda settings: None)
         await Worker(outbox).run_once()
     row = row_of(db, message_id)
-    assert (row.state, server.connection_count) == ("pending", 0)
-    assert (row.last_error or "").startswith(f"refuses to redirect within {AROUND_TODAY}")
+    assert (row.state, server.connection_count, row.max_attempts - row.attempt_count) == ("pending", 0, 11)
+    ((_, outcome, error),) = attempts_of(db, message_id)
+    assert outcome == "snoozed"
+    assert f"refuses to redirect within {AROUND_TODAY}" in (error or "")
 
 
 async def test_with_a_redirect_what_cannot_be_redirected_is_held_back_until_it_is_taken_away(
@@ -210,12 +212,13 @@ async def test_with_a_redirect_what_cannot_be_redirected_is_held_back_until_it_i
 
     await worker(redirect_to="tester@example.org").run_once()
     row = row_of(db, message_id)
-    assert (row.state, sink.sent) == ("pending", [])
-    assert row.last_error == "held back: the transport of 'https' does not follow PGOUTBOX_REDIRECT_TO"
+    assert (row.state, sink.sent, row.max_attempts - row.attempt_count) == ("pending", [], 11)
+    ((_, outcome, error),) = attempts_of(db, message_id)
+    assert (outcome, error) == ("snoozed", "held back: the transport of 'https' does not follow PGOUTBOX_REDIRECT_TO")
     make_due(db, message_id)
     await worker().run_once()
     assert (row_of(db, message_id).state, len(sink.sent)) == ("sent", 1)
-    assert [outcome for _, outcome, _ in attempts_of(db, message_id)] == ["retry"]
+    assert [outcome for _, outcome, _ in attempts_of(db, message_id)] == ["snoozed"]
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ import pytest
 import trustme
 
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.message import Permanent, Sent, Transient
+from pgoutbox.message import Permanent, Sent, Transient, Unavailable
 from pgoutbox.settings import Settings, load_settings
 from pgoutbox.transports.mail import Attachment, Email
-from pgoutbox.transports.smtp import SmtpTransport, is_transient
+from pgoutbox.transports.smtp import Fault, SmtpTransport, fault_of, is_transient
 from pgoutbox.transports.tls import verifying_context
 from tests.dialogues import HOST
 from tests.sends import closing, error_of, outgoing
@@ -217,8 +217,8 @@ async def test_a_content_of_another_transport_is_permanent(open_transport: Open)
         ("connect", "554 mx.test no service", Transient, "connect: 554 mx.test no service"),
         ("EHLO", "550 5.7.1 who are you", Transient, "EHLO: 550 5.7.1 who are you"),
         ("MAIL", "451 4.3.0 try later", Transient, "MAIL: 451 4.3.0 try later"),
-        ("MAIL", "530 5.7.0 authenticate first", Transient, "MAIL: 530 5.7.0 authenticate first"),
-        ("MAIL", "550 5.7.1 not from you", Permanent, "MAIL: 550 5.7.1 not from you"),
+        ("MAIL", "530 5.7.0 authenticate first", Unavailable, "MAIL: 530 5.7.0 authenticate first"),
+        ("MAIL", "550 5.7.1 not from you", Unavailable, "MAIL: 550 5.7.1 not from you"),
         ("MAIL", "552 5.3.4 too big", Permanent, "MAIL: 552 5.3.4 too big"),
         ("RCPT", "421 4.4.5 busy", Transient, "RCPT ann@example.com: 421 4.4.5 busy"),
         ("RCPT", "451 4.7.1 greylisted", Transient, "RCPT ann@example.com: 451 4.7.1 greylisted"),
@@ -239,16 +239,50 @@ async def test_a_content_of_another_transport_is_permanent(open_transport: Open)
     ],
 )
 async def test_a_refusal_is_classified_and_quoted(
-    open_transport: Open, step: str, answer: str, kind: type[Transient | Permanent], error: str
+    open_transport: Open, step: str, answer: str, kind: type[Transient | Unavailable | Permanent], error: str
 ) -> None:
     async with scripted_server({step: answer}) as server:
         assert error_of(await open_transport(server.port).send(outgoing(), EMAIL), kind) == error
 
 
 @pytest.mark.parametrize(
+    ("step", "code", "text", "fault"),
+    [
+        ("AUTH", 535, "5.7.8 bad credentials", "server"),
+        ("AUTH", 454, "4.7.0 the directory does not answer", None),
+        ("EHLO", 550, "5.7.1 not for you", None),
+        ("MAIL", 534, "5.7.9 too weak", "server"),
+        ("MAIL", 538, "encrypt first", "server"),
+        ("MAIL", 503, "5.5.4 AUTH first", "server"),
+        ("RCPT", 503, "5.5.1 MAIL first", None),
+        ("RCPT", 530, "5.7.0 authentication required", "server"),
+        ("DATA", 550, "5.7.13 account disabled", "server"),
+        ("MAIL", 451, "4.7.8 later", None),
+        ("MAIL", 451, "5.7.3 STARTTLS is required", None),
+        ("MAIL", 553, "sorry", "sender"),
+        ("MAIL", 550, "5.4.5 daily quota used up", "sender"),
+        ("MAIL", 550, "4.7.1 says two things", None),
+        ("MAIL", 552, "too big", None),
+        ("MAIL", 550, "5.2.3 too big", None),
+        ("MAIL", 550, "5.6.7 not in this encoding", None),
+        ("MAIL", 555, "5.5.4 unknown option", None),
+        ("MAIL", 450, "4.1.8 no such domain", "sender"),
+        ("RCPT", 450, "4.1.8 the sender has no such domain", "sender"),
+        ("RCPT", 550, "5.1.7 the sender is no address", "sender"),
+        ("RCPT", 550, "5.7.1 not to this recipient", None),
+        ("DATA", 554, "5.2.252 SendAsDenied", "sender"),
+        ("DATA", 554, "5.7.1 spam", None),
+    ],
+)
+def test_what_has_to_be_repaired_is_told_by_the_step_and_the_code(
+    step: str, code: int, text: str, fault: Fault | None
+) -> None:
+    assert fault_of(step, code, text) == fault
+
+
+@pytest.mark.parametrize(
     ("step", "code", "text", "transient"),
     [
-        ("AUTH", 535, "5.7.8 bad credentials", True),
         ("STARTTLS", 502, "not implemented", True),
         ("RCPT", 450, "5.2.1 says two things", True),
         ("MAIL", 451, "5.7.3 STARTTLS is required", True),
@@ -258,9 +292,6 @@ async def test_a_refusal_is_classified_and_quoted(
         ("RCPT", 552, "too many recipients", True),
         ("DATA", 552, "too big", False),
         ("RCPT", 550, "5.2.21 not the code of a full mailbox", False),
-        ("MAIL", 534, "5.7.9 too weak", True),
-        ("MAIL", 538, "encrypt first", True),
-        ("MAIL", 503, "5.5.4 AUTH first", True),
         ("RCPT", 503, "5.5.1 MAIL first", False),
         ("DATA", 550, "5.7.25 no reverse DNS", True),
         ("DATA", 550, "5.7.27 null MX", False),
@@ -378,7 +409,7 @@ async def test_without_starttls_nothing_is_sent_in_plain_text(open_transport: Op
         transport = open_transport(
             server.port, smtp_security="starttls", smtp_username="app", smtp_password=CANARY, tls_context=client_tls
         )
-        error = error_of(await transport.send(outgoing(), EMAIL), Transient)
+        error = error_of(await transport.send(outgoing(), EMAIL), Unavailable)
         await server.was_left.wait()
     assert error == "STARTTLS: the server does not offer it, and plain text is refused"
     assert server.verbs == ["EHLO"]
@@ -445,7 +476,7 @@ async def test_an_answer_that_is_slipped_in_before_tls_is_not_believed(
         transport = open_transport(
             server.port, smtp_security="starttls", smtp_username="app", smtp_password=CANARY, tls_context=client_tls
         )
-        error_of(await transport.send(outgoing(), EMAIL), Transient)
+        error_of(await transport.send(outgoing(), EMAIL), Unavailable)
     assert not {"AUTH", "MAIL"} & set(server.verbs)
 
 
@@ -454,14 +485,14 @@ async def test_a_password_is_kept_from_plain_text_whatever_the_settings_say(open
     async with scripted_server(extensions=["AUTH PLAIN LOGIN"]) as server:
         forced = encrypted.model_copy(update={"smtp_security": "none", "smtp_port": server.port})
         transport = SmtpTransport(forced)
-        error = error_of(await transport.send(outgoing(), EMAIL), Transient)
+        error = error_of(await transport.send(outgoing(), EMAIL), Unavailable)
         await transport.aclose()
         await server.was_left.wait()
     assert error == "AUTH: refused on a connection in plain text"
     assert server.verbs == ["EHLO"]
 
 
-async def test_refused_credentials_are_transient_and_the_password_is_never_shown(
+async def test_refused_credentials_are_an_outage_and_the_password_is_never_shown(
     open_transport: Open, server_tls: ssl.SSLContext, client_tls: ssl.SSLContext, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -471,7 +502,7 @@ async def test_refused_credentials_are_transient_and_the_password_is_never_shown
         transport = open_transport(
             server.port, smtp_security="starttls", smtp_username="app", smtp_password=CANARY, tls_context=client_tls
         )
-        error = error_of(await transport.send(outgoing(), EMAIL), Transient)
+        error = error_of(await transport.send(outgoing(), EMAIL), Unavailable)
     assert f"AUTH PLAIN {encoded}" in server.commands
     assert error == "AUTH: 535 5.7.8 wrong: (hidden) (hidden)"
     assert CANARY not in caplog.text

@@ -164,13 +164,17 @@ class Breaker:
     def _learn(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
         """BREAKER_FAILED: its insert meets the row as it is, its answer says what its snapshot held."""
         idle = Worker(knows="open")
-        if worker.saw:
+        row = state.row
+        is_free = row is not None and not row.is_waiting and (not row.probe or row.is_lapsed)
+        if worker.saw and worker.trips and is_free:
+            yield "prolongs the pause without having asked for leave", _with(state, index, idle)._replace(row=Shared())
+        elif worker.saw:
             fault = self._used_up(worker) if Guard.SNOOZED in self.without else ""
             yield "hears that it is open", _with(state, index, idle)._replace(fault=fault)
         elif not worker.trips:
             unaware = _with(state, index, Worker(knows=worker.knows))
             yield "hears of no row: its attempt is used up", unaware._replace(fault=self._used_up(worker))
-        elif state.row is None:
+        elif row is None:
             yield "opens it", _with(state, index, idle)._replace(row=Shared())
         elif worker.at == "asks, saw" and Guard.ASKED_TWICE not in self.without:
             again = worker._replace(at="asks again", was_open=True)

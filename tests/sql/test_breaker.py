@@ -35,6 +35,7 @@ def fail(
             "trips": trips,
             "error": error,
             "cooldown_seconds": COOLDOWN_SECONDS,
+            "max_cooldown_seconds": FORGET_SECONDS,
             "forget_seconds": FORGET_SECONDS,
             "worker": "worker-1",
             "alert_queue": alert_queue,
@@ -126,6 +127,42 @@ def test_a_row_whose_probe_is_under_way_is_not_forgotten(rolled_back: psycopg.Co
     assert answer is not None
     assert not answer.opened
     assert close(rolled_back, probe_id)
+
+
+def test_a_failure_without_leave_counts_as_that_of_a_probe_once_the_pause_is_over(
+    rolled_back: psycopg.Connection,
+) -> None:
+    """The worker was started after the opening, and does not know of it."""
+    fail(rolled_back, alert_queue="default")
+    for pause in (2, 4):
+        age(rolled_back, 8 * COOLDOWN_SECONDS)
+        assert fail(rolled_back, error="again", alert_queue="default") == BreakerRow(
+            pause * COOLDOWN_SECONDS, pause * COOLDOWN_SECONDS, "again", False, None
+        )
+    age(rolled_back, 8 * COOLDOWN_SECONDS)
+    learned = fail(rolled_back, trips=False)
+    assert learned is not None
+    assert learned.cooldown_seconds == 4 * COOLDOWN_SECONDS, "one failure among others is no probe"
+    assert len(alerts(rolled_back)) == 1
+
+
+def test_a_failure_without_leave_leaves_a_probe_that_is_under_way_alone(rolled_back: psycopg.Connection) -> None:
+    fail(rolled_back)
+    probe_id = won_probe_after_cooldown(rolled_back)
+    answer = fail(rolled_back, error="other")
+    assert answer is not None
+    assert (answer.cooldown_seconds, answer.last_error) == (COOLDOWN_SECONDS, "refused")
+    assert close(rolled_back, probe_id)
+
+
+def test_a_failure_without_leave_ends_a_probe_that_counts_as_lost(rolled_back: psycopg.Connection) -> None:
+    fail(rolled_back)
+    lost = won_probe_after_cooldown(rolled_back)
+    age(rolled_back, 60)
+    answer = fail(rolled_back)
+    assert answer is not None
+    assert answer.cooldown_seconds == 2 * COOLDOWN_SECONDS
+    assert not close(rolled_back, lost)
 
 
 def test_of_two_sessions_that_open_at_once_one_has_opened(connect: Connect) -> None:

@@ -22,7 +22,7 @@ from pgoutbox.dispatch import (
     elapsed_clock,
 )
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.message import Message, Outcome, Permanent, Sent, Skip, Transient
+from pgoutbox.message import Message, Outcome, Permanent, Sent, Skip, Transient, Unavailable
 from pgoutbox.retry import MAX_DELAY_SECONDS, RetryPolicy
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ async def test_the_destination_decides_over_the_content(dispatcher: Dispatcher, 
         return Card()
 
     outcome = await outcome_of(dispatcher, handler_of(greet), message_of(destination="fax:1"))
-    assert isinstance(outcome, Transient), "settings can be mended, and then it goes out"
+    assert isinstance(outcome, Unavailable), "settings can be mended, and then it goes out"
     assert "'fax'" in outcome.error
     assert "it has: post" in outcome.error
     assert post.sent == []
@@ -224,7 +224,7 @@ async def test_a_missing_transport_is_named_with_what_brings_it(
         return Card()
 
     outcome = await outcome_of(dispatcher, handler_of(greet), message_of(destination=destination))
-    assert isinstance(outcome, Transient)
+    assert isinstance(outcome, Unavailable)
     assert outcome.error.endswith(f"(it has: post){hint}")
 
 

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pgoutbox.message import Permanent, Transient
+from pgoutbox.message import Permanent, Unavailable
 from pgoutbox.settings import Settings, load_settings
 from pgoutbox.transports import Content
 from pgoutbox.transports.mail import MAX_ATTACHMENT_BYTES, MAX_RECIPIENT_COUNT, Attachment, Email, render
@@ -165,8 +165,8 @@ def test_to_wins_over_the_destination() -> None:
     assert render(email, outgoing(destination="mailto:bob@example.com"), SETTINGS).recipients == ("ann@example.com",)
 
 
-def test_a_missing_sender_is_transient_because_the_operator_can_set_one() -> None:
-    with pytest.raises(Transient, match="PGOUTBOX_SMTP_FROM is not set"):
+def test_a_missing_sender_costs_no_attempt_because_the_operator_can_set_one() -> None:
+    with pytest.raises(Unavailable, match="PGOUTBOX_SMTP_FROM is not set"):
         render(Email(to="ann@example.com", subject="Hello", text="Hi"), outgoing(), load_settings())
 
 

@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.message import Permanent, Transient
+from pgoutbox.message import Permanent, Unavailable
 from pgoutbox.settings import Settings, load_settings
 from pgoutbox.transports.mail import Email, RenderedEmail, render
 from pgoutbox.transports.redirect import Redirect, Window
@@ -123,7 +123,7 @@ def test_without_a_redirect_the_list_and_the_days_change_nothing() -> None:
 
 def test_within_forbidden_days_nobody_gets_anything_not_even_those_on_the_list() -> None:
     overrides = {"redirect_except": "@example.com,@example.net", "redirect_forbidden": f"{LONG_AGO},{AROUND_TODAY}"}
-    with pytest.raises(Transient) as caught:
+    with pytest.raises(Unavailable) as caught:
         redirected(EMAIL, "tester@example.org", **overrides)
     assert caught.value.error == (
         f"refuses to redirect within {AROUND_TODAY} (PGOUTBOX_REDIRECT_FORBIDDEN): "

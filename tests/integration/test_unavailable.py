@@ -1,0 +1,407 @@
+"""Refused senders, wrong passwords and missing settings: messages wait without using up attempts, and go out later.
+
+The mail servers are real, and so are the workers; the repair is a server that accepts again or a worker with other
+settings. Nobody touches the messages.
+"""
+
+from __future__ import annotations
+
+import ssl
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import trustme
+
+from pgoutbox import Context, Email, Message, Outbox, RetryPolicy, Unavailable
+from pgoutbox.message import Outcome, Sent
+from pgoutbox.transports.smtp import SmtpTransport
+from pgoutbox.worker import Worker
+from tests.dialogues import HOST
+from tests.outbox_actions import attempts_of, enqueue, make_due, row_of, rows_of, running, settings_for
+from tests.smtp_server import accepting_server, mail_settings, scripted_server
+from tests.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import psycopg
+
+    from pgoutbox.transports import Content
+
+HOUR = 3600.0
+SOON = RetryPolicy.steps(0.02)
+BRIEF: dict[str, Any] = {"breaker_cooldown_seconds": 0.1, "breaker_max_cooldown_seconds": 0.4}
+LONG: dict[str, Any] = {"breaker_cooldown_seconds": HOUR, "breaker_max_cooldown_seconds": 8 * HOUR}
+BUDGET = 11
+ANN = "mailto:ann@example.com"
+ALERT = "mailto:ops@example.org"
+
+
+def outbox_for(
+    dsn: str,
+    settings: Mapping[str, object],
+    *,
+    sender: str | None = None,
+    retry: RetryPolicy = SOON,
+    tls_context: ssl.SSLContext | None = None,
+) -> Outbox:
+    """An outbox whose messages are e-mails; one with the payload "own" names its sender itself."""
+    values = settings_for(dsn, **settings)
+    transports = [] if tls_context is None else [SmtpTransport(values, tls_context=tls_context)]
+    outbox = Outbox(values, transports=transports)
+
+    @outbox.handler("greet", retry=retry)
+    async def greet(message: Message, ctx: Context) -> Email:
+        return Email(subject="Hello", text="Hi", sender=sender if message.payload == "own" else None)
+
+    return outbox
+
+
+def open_breakers(db: psycopg.Connection) -> list[str]:
+    return [key for (key,) in db.execute("SELECT key FROM pgoutbox.breaker ORDER BY key").fetchall()]
+
+
+def opening_alerts(db: psycopg.Connection) -> list[str]:
+    """The keys of the breakers whose opening was announced."""
+    rows = db.execute(
+        "SELECT payload ->> 'breaker' FROM pgoutbox.message"
+        " WHERE topic = 'pgoutbox.alert' AND payload ->> 'event' = 'opened' ORDER BY id"
+    ).fetchall()
+    return [key for (key,) in rows]
+
+
+def are_held(db: psycopg.Connection, ids: Sequence[int]) -> bool:
+    """Each of them was tried or held back, and none is in flight."""
+    rows = rows_of(db, *ids)
+    return all(row.attempt_count > 0 and row.state == "pending" for row in rows)
+
+
+def are_sent(db: psycopg.Connection, ids: Sequence[int]) -> bool:
+    return {row.state for row in rows_of(db, *ids)} == {"sent"}
+
+
+def attempts_left(db: psycopg.Connection, ids: Sequence[int]) -> set[int]:
+    """Of each message that is not sent. An attempt under way is not used up yet."""
+    rows = rows_of(db, *ids)
+    return {row.max_attempts - row.attempt_count + (row.state == "sending") for row in rows if row.state != "sent"}
+
+
+def outcomes_of(db: psycopg.Connection, ids: Sequence[int]) -> set[str]:
+    return {outcome for one in ids for _, outcome, _ in attempts_of(db, one)}
+
+
+def error_of(db: psycopg.Connection, message_id: int) -> str:
+    """Why the latest attempt of this message did not send it."""
+    return attempts_of(db, message_id)[-1][2] or ""
+
+
+# --- the mail server refuses ------------------------------------------------------------------------------------------
+
+OF_SENDER = [
+    "553 5.1.8 sender's domain does not exist",
+    "550 5.7.1 not from you",
+    "501 5.1.7 bad sender address",
+    "550 5.7.60 may not send as this sender",
+    "553 sorry",
+    "450 4.1.8 sender's domain not found",
+]
+OF_ACCOUNT = ["530 5.7.0 authentication required", "535 5.7.8 authentication failed", "503 authenticate first"]
+
+
+@pytest.mark.parametrize("answer", OF_SENDER + OF_ACCOUNT)
+async def test_a_hundred_messages_outlast_a_refusal_at_mail_and_are_delivered_once_the_server_accepts(
+    dsn: str, db: psycopg.Connection, answer: str
+) -> None:
+    async with scripted_server({"MAIL": answer}) as server:
+        settings = mail_settings(server.port) | BRIEF | {"alert_destination": ALERT}
+        ids = [enqueue(db, destination=ANN) for _ in range(100)]
+        async with running(Worker(outbox_for(dsn, settings))):
+            await until(lambda: are_held(db, ids))
+            key = f"smtp:{HOST}:{server.port}" + (" sender PGOUTBOX_SMTP_FROM" if answer in OF_SENDER else "")
+            assert open_breakers(db) == [key]
+            assert opening_alerts(db) == [key]
+            assert attempts_left(db, ids) == {BUDGET}
+            assert answer in error_of(db, ids[0])
+            server.answers = {}
+            await until(lambda: are_sent(db, ids))
+            await until(lambda: not open_breakers(db))
+        assert outcomes_of(db, ids) == {"snoozed"}
+        assert len(opening_alerts(db)) == 1
+
+
+@pytest.mark.parametrize(
+    ("step", "answer", "state"),
+    [
+        ("RCPT", "550 5.1.1 no such user", "failed"),
+        ("RCPT", "550 5.7.1 not to this recipient", "failed"),
+        ("DATA", "554 5.7.1 refused by policy", "failed"),
+        ("MAIL", "552 5.3.4 too big", "failed"),
+        ("MAIL", "553 5.6.7 not in this encoding", "failed"),
+        ("MAIL", "451 4.7.1 this sender must wait", "pending"),
+    ],
+)
+async def test_a_refusal_of_one_email_uses_up_its_attempt_and_holds_no_other_back(
+    dsn: str, db: psycopg.Connection, step: str, answer: str, state: str
+) -> None:
+    async with scripted_server({step: [answer]}) as server:
+        outbox = outbox_for(dsn, mail_settings(server.port) | {"concurrency": 1}, retry=RetryPolicy.steps(HOUR))
+        refused, other = (enqueue(db, destination=ANN) for _ in range(2))
+        await Worker(outbox).run_once()
+    assert row_of(db, refused).state == state
+    assert attempts_left(db, [refused]) == {BUDGET - 1}
+    assert row_of(db, other).state == "sent"
+    assert open_breakers(db) == []
+
+
+@pytest.mark.parametrize("step", ["RCPT", "."])
+async def test_a_sender_that_is_refused_behind_mail_is_known_by_its_code(
+    dsn: str, db: psycopg.Connection, step: str
+) -> None:
+    """Postfix checks the sender when it is given the recipient, Exchange when it has the content."""
+    async with scripted_server({step: "550 5.7.60 may not send as this sender"}) as server:
+        ids = [enqueue(db, destination=ANN) for _ in range(5)]
+        outbox = outbox_for(dsn, mail_settings(server.port) | LONG)
+        await Worker(outbox).run_once()
+    assert open_breakers(db) == [f"smtp:{HOST}:{server.port} sender PGOUTBOX_SMTP_FROM"]
+    assert attempts_left(db, ids) == {BUDGET}
+
+
+async def test_a_refused_sender_of_an_email_holds_back_the_emails_of_that_sender_alone(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    refused = "MAIL FROM:<tenant@example.net>"
+    async with scripted_server({refused: "553 5.1.8 unknown"}) as server:
+        outbox = outbox_for(dsn, mail_settings(server.port) | BRIEF, sender="A tenant <tenant@example.net>")
+        own = [enqueue(db, payload="own", destination=ANN) for _ in range(10)]
+        async with running(Worker(outbox)):
+            await until(lambda: are_held(db, own))
+            assert open_breakers(db) == [f"smtp:{HOST}:{server.port} sender tenant@example.net"]
+            others = [enqueue(db, destination=ANN) for _ in range(10)]
+            await until(lambda: are_sent(db, others))
+            assert attempts_left(db, own) == {BUDGET}
+            server.answers = {}
+            await until(lambda: are_sent(db, own))
+            await until(lambda: not open_breakers(db))
+
+
+async def test_a_refused_sender_is_tried_by_one_message_and_not_by_all_of_them(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    async with scripted_server({"MAIL": "553 5.1.8 unknown"}) as server:
+        outbox = outbox_for(dsn, mail_settings(server.port) | LONG | {"concurrency": 1})
+        ids = [enqueue(db, destination=ANN) for _ in range(20)]
+        await Worker(outbox).run_once()
+    assert server.verbs.count("MAIL") == 1
+    assert are_held(db, ids)
+    assert all(row.due_in_seconds > HOUR / 2 for row in rows_of(db, *ids))
+
+
+async def test_a_refusal_at_mail_is_known_not_to_be_a_delivery_and_no_person_has_to_find_out(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    async with scripted_server({"MAIL": "530 5.7.0 authentication required"}) as server:
+        outbox = Outbox(settings_for(dsn, **mail_settings(server.port) | BRIEF))
+
+        @outbox.handler("greet", on_unknown="hold")
+        async def greet(message: Message, ctx: Context) -> Email:
+            return Email(subject="Hello", text="Hi")
+
+        ids = [enqueue(db, destination=ANN, max_attempts=1) for _ in range(5)]
+        async with running(Worker(outbox)):
+            await until(lambda: are_held(db, ids))
+            server.answers = {}
+            await until(lambda: are_sent(db, ids))
+
+
+async def test_workers_that_cron_starts_hold_back_at_the_first_failure_and_pause_ever_longer(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    """Each is a new process: what the one before has counted is gone."""
+    async with scripted_server({"MAIL": "553 5.1.8 unknown"}) as server:
+        settings = mail_settings(server.port) | LONG | {"alert_destination": ALERT, "concurrency": 1}
+        ids = [enqueue(db, destination=ANN) for _ in range(3)]
+        pauses = []
+        for _ in range(5):
+            await Worker(outbox_for(dsn, settings)).run_once()
+            pauses += [pause for (pause,) in db.execute("SELECT cooldown_seconds FROM pgoutbox.breaker").fetchall()]
+            db.execute("UPDATE pgoutbox.breaker SET retry_at = now()")
+            for message_id in ids:
+                make_due(db, message_id)
+        assert pauses == [HOUR, 2 * HOUR, 4 * HOUR, 8 * HOUR, 8 * HOUR]
+        assert len(opening_alerts(db)) == 1
+        assert attempts_left(db, ids) == {BUDGET}
+        server.answers = {}
+        await Worker(outbox_for(dsn, settings)).run_once()
+        assert are_sent(db, ids)
+
+
+async def test_without_breakers_messages_wait_ever_longer_and_none_fails(dsn: str, db: psycopg.Connection) -> None:
+    retry = RetryPolicy(base_seconds=10, cap_seconds=HOUR, jitter=0)
+    async with scripted_server({"MAIL": "553 5.1.8 unknown"}) as server:
+        outbox = outbox_for(dsn, mail_settings(server.port) | {"breaker": False}, retry=retry)
+        message_id = enqueue(db, destination=ANN, max_attempts=2)
+        for delay in (10, 20, 40, 80):
+            await Worker(outbox).run_once()
+            row = row_of(db, message_id)
+            assert (row.state, row.max_attempts - row.attempt_count) == ("pending", 2)
+            assert delay - 5 < row.due_in_seconds <= delay
+            make_due(db, message_id)
+        assert open_breakers(db) == []
+        assert error_of(db, message_id) == "MAIL: 553 5.1.8 unknown"
+        server.answers = {}
+        await Worker(outbox).run_once()
+    assert row_of(db, message_id).state == "sent"
+
+
+# --- what is not configured -------------------------------------------------------------------------------------------
+
+
+async def held_by(db: psycopg.Connection, ids: Sequence[int], outbox: Outbox) -> None:
+    """Have a worker hold all of them back, without using up an attempt and with one alert."""
+    await Worker(outbox).run_once()
+    assert are_held(db, ids)
+    assert attempts_left(db, ids) == {BUDGET}
+    assert len(open_breakers(db)) == 1
+    assert opening_alerts(db) == open_breakers(db)
+
+
+async def delivered_by(db: psycopg.Connection, ids: Sequence[int], outbox: Outbox) -> None:
+    """Have a worker that was started after the repair deliver them, when their time has come."""
+    db.execute("UPDATE pgoutbox.breaker SET retry_at = now()")
+    for message_id in ids:
+        make_due(db, message_id)
+    async with running(Worker(outbox)):
+        await until(lambda: are_sent(db, ids))
+        await until(lambda: not open_breakers(db))
+
+
+async def test_messages_wait_for_a_worker_that_knows_a_mail_server(dsn: str, db: psycopg.Connection) -> None:
+    ids = [enqueue(db, destination=ANN) for _ in range(100)]
+    await held_by(db, ids, outbox_for(dsn, LONG | {"alert_destination": ALERT}))
+    assert open_breakers(db) == ["mailto:no-transport"]
+    assert "set PGOUTBOX_SMTP_HOST" in error_of(db, ids[0])
+    async with accepting_server() as inbox:
+        await delivered_by(db, ids, outbox_for(dsn, mail_settings(inbox.port)))
+
+
+async def test_messages_without_a_sender_wait_for_the_setting_and_those_with_one_do_not(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    ids = [enqueue(db, destination=ANN) for _ in range(100)]
+    own = enqueue(db, payload="own", destination=ANN)
+    async with accepting_server() as inbox:
+        settings = mail_settings(inbox.port)
+        lacking = settings | LONG | {"smtp_from": None, "alert_destination": ALERT}
+        await held_by(db, ids, outbox_for(dsn, lacking, sender="own@example.org"))
+        assert open_breakers(db) == [f"smtp:{HOST}:{inbox.port} sender PGOUTBOX_SMTP_FROM"]
+        assert "PGOUTBOX_SMTP_FROM is not set" in error_of(db, ids[0])
+        assert row_of(db, own).state == "sent"
+        await delivered_by(db, ids, outbox_for(dsn, settings))
+
+
+async def test_a_misspelt_scheme_waits_and_shows(dsn: str, db: psycopg.Connection) -> None:
+    ids = [enqueue(db, destination="mial:ann@example.com") for _ in range(100)]
+    async with accepting_server() as inbox:
+        await held_by(db, ids, outbox_for(dsn, mail_settings(inbox.port) | LONG | {"alert_destination": ALERT}))
+        assert open_breakers(db) == ["mial:no-transport"]
+        assert "no transport for the scheme 'mial'" in error_of(db, ids[0])
+        ((reasons,),) = db.execute(
+            "SELECT array_agg(DISTINCT reason) FROM pgoutbox.waiting_view WHERE id = ANY (%s)", [ids]
+        )
+        assert reasons == ["breaker"]
+
+
+async def test_held_back_messages_for_a_missing_transport_are_not_rendered(dsn: str, db: psycopg.Connection) -> None:
+    outbox = Outbox(settings_for(dsn, concurrency=1, **LONG))
+    rendered: list[int] = []
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> Email:
+        rendered.append(message.id)
+        return Email(subject="Hello", text="Hi")
+
+    first, *_ = [enqueue(db, destination=ANN) for _ in range(20)]
+    await Worker(outbox).run_once()
+    assert rendered == [first]
+
+
+async def test_messages_wait_for_the_right_password(dsn: str, db: psycopg.Connection) -> None:
+    authority = trustme.CA()
+    server_tls, client_tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()
+    authority.issue_cert(HOST).configure_cert(server_tls)
+    authority.configure_trust(client_tls)
+    ids = [enqueue(db, destination=ANN) for _ in range(100)]
+    async with accepting_server(starttls=server_tls, password=b"right") as inbox:
+
+        def with_password(password: str, **overrides: object) -> Outbox:
+            settings = mail_settings(inbox.port) | {"smtp_security": "starttls", "smtp_username": "club"}
+            return outbox_for(dsn, settings | {"smtp_password": password} | overrides, tls_context=client_tls)
+
+        await held_by(db, ids, with_password("wrong", **LONG, alert_destination=ALERT))
+        assert open_breakers(db) == [f"smtp:{HOST}:{inbox.port}"]
+        assert "AUTH: 535" in error_of(db, ids[0])
+        await delivered_by(db, ids, with_password("right"))
+
+
+async def test_an_alert_by_a_way_that_does_not_exist_waits_and_makes_no_other(dsn: str, db: psycopg.Connection) -> None:
+    outbox = outbox_for(dsn, LONG | {"alert_destination": ALERT})
+    enqueue(db, destination=ANN)
+    for _ in range(3):
+        await Worker(outbox).run_once()
+        db.execute("UPDATE pgoutbox.message_live SET available_at = now() - interval '1 ms' WHERE state = 'pending'")
+    assert opening_alerts(db) == ["mailto:no-transport"]
+    (alert,) = (row for row in rows_of(db) if row.id == max(row.id for row in rows_of(db)))
+    assert (alert.state, alert.max_attempts - alert.attempt_count) == ("pending", BUDGET)
+
+
+# --- what handlers and transports of one's own say --------------------------------------------------------------------
+
+
+async def test_a_handler_that_says_so_waits_without_using_up_attempts_and_opens_nothing(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    outbox = Outbox(settings_for(dsn))
+    answers: list[Exception | None] = [Unavailable("the token is refused"), Unavailable("busy", 60), None]
+
+    @outbox.handler("greet", retry=RetryPolicy.steps(HOUR, 1))
+    async def greet(message: Message, ctx: Context) -> None:
+        if (answer := answers.pop(0)) is not None:
+            raise answer
+
+    message_id = enqueue(db, max_attempts=1)
+    for delay in (HOUR, 60):
+        await Worker(outbox).run_once()
+        row = row_of(db, message_id)
+        assert (row.state, row.max_attempts - row.attempt_count) == ("pending", 1)
+        assert delay - 5 < row.due_in_seconds <= delay
+        make_due(db, message_id)
+    await Worker(outbox).run_once()
+    assert row_of(db, message_id).state == "sent"
+    assert open_breakers(db) == []
+
+
+async def test_a_key_that_the_transport_does_not_name_beforehand_opens_nothing(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    """Nobody would look at that breaker, so nobody would close it."""
+
+    class Pager:
+        schemes = ("pager",)
+
+        async def send(self, message: Message[object], content: Content) -> Outcome:
+            return Unavailable("the token is refused", breaker="pager:token") if message.payload else Sent()
+
+        async def aclose(self) -> None: ...
+
+    outbox = Outbox(settings_for(dsn), transports=[Pager()])
+
+    @outbox.handler("greet", retry=SOON)
+    async def greet(message: Message, ctx: Context) -> Email:
+        return Email(subject="Hello", text="Hi")
+
+    refused = enqueue(db, payload="refused", destination="pager:1")
+    other = enqueue(db, destination="pager:1")
+    await Worker(outbox).run_once()
+    assert row_of(db, other).state == "sent"
+    assert attempts_left(db, [refused]) == {BUDGET}
+    assert open_breakers(db) == []
