@@ -60,6 +60,11 @@ def print_line(text: str) -> None:
     sys.stdout.write(printable(text) + "\n")
 
 
+def counted(count: int, noun: str) -> str:
+    """`1 message`, `2 messages`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """A table on a terminal; elsewhere a line of names and a line per row, with tabs between the fields."""
     if sys.stdout.isatty():

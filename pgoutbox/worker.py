@@ -199,12 +199,9 @@ class Worker:
                 await self._bell.start()
             self._finishing = asyncio.create_task(self._finisher.run(), name="pgoutbox-finisher")
             self._finishing.add_done_callback(lambda task: None if task.cancelled() else self.stop())
-            self.telemetry.report(
-                logging.INFO, Event.WORKER_STARTED, "worker started", worker=self.name, queues=self._queues.names
-            )
             self._is_started = True
-            if self._redirect is not None:
-                self.telemetry.report(logging.WARNING, Event.REDIRECTING, "e-mail is redirected, the rest held back")
+            if not self._stopping.is_set():
+                self._report_start()
             try:
                 yield
             finally:
@@ -212,6 +209,13 @@ class Worker:
         finally:
             await self._close()
             self.telemetry.report(logging.INFO, Event.WORKER_STOPPED, "worker stopped", worker=self.name)
+
+    def _report_start(self) -> None:
+        self.telemetry.report(
+            logging.INFO, Event.WORKER_STARTED, "worker started", worker=self.name, queues=self._queues.names
+        )
+        if self._redirect is not None:
+            self.telemetry.report(logging.WARNING, Event.REDIRECTING, "e-mail is redirected, the rest held back")
 
     def _assemble(self, *, listen: bool) -> None:
         """Make the parts of one run. What leads from one to the other goes through here."""

@@ -46,7 +46,7 @@ from pgoutbox.commands.program import (
     redacted_names_of,
     require_known_queue,
 )
-from pgoutbox.console import FAILED, print_error, print_json, print_line, print_note, print_table, progress
+from pgoutbox.console import FAILED, counted, print_error, print_json, print_line, print_note, print_table, progress
 from pgoutbox.errors import MessageNotFoundError, StateError
 from pgoutbox.message import State
 from pgoutbox.operations import MessageFilter
@@ -400,9 +400,10 @@ class _Bulk:
                 self._show(connection, count)
                 return None
             if count:
-                number = f"{_COUNTED:,} or more" if count == _COUNTED else str(count)
                 states = " and ".join(sorted(state.value for state in self._which.states))
-                confirm(f"{self._verb} {number} {states} messages", yes=self._yes)
+                several = f"{_COUNTED:,} or more {states} messages"
+                what = several if count == _COUNTED else counted(count, f"{states} message")
+                confirm(f"{self._verb} {what}", yes=self._yes)
             total = count if count < _COUNTED else None
             with (
                 interruptible("what was done so far stays so; run it again for the rest"),

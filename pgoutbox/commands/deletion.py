@@ -23,7 +23,7 @@ from pgoutbox.arguments import (
     parse_keep,
 )
 from pgoutbox.commands.program import app, confirm, interruptible, read_settings
-from pgoutbox.console import print_json, print_line, print_note, print_table, progress
+from pgoutbox.console import counted, print_json, print_line, print_note, print_table, progress
 from pgoutbox.message import FINAL_STATES, State
 from pgoutbox.settings import Settings
 
@@ -76,7 +76,7 @@ def prune(
     if as_json:
         _print_pruned(totals, chosen)
     else:
-        print_line(f"{totals.total} messages deleted")
+        print_line(f"{counted(totals.total, 'message')} deleted")
 
 
 def _prune_by_retention(settings: Settings, *, as_json: bool) -> None:
@@ -88,8 +88,8 @@ def _prune_by_retention(settings: Settings, *, as_json: bool) -> None:
     if as_json:
         _print_pruned(totals, FINAL_STATES, partitions_dropped=totals.partitions_dropped)
         return
-    dropped = f", and {totals.partitions_dropped} whole partitions" if totals.partitions_dropped else ""
-    print_line(f"{totals.total} messages deleted{dropped}")
+    dropped = f", and {counted(totals.partitions_dropped, 'whole partition')}" if totals.partitions_dropped else ""
+    print_line(f"{counted(totals.total, 'message')} deleted{dropped}")
 
 
 def _print_pruned(totals: maintenance.PruneTotals, states: Collection[State], **further: int) -> None:

@@ -196,7 +196,7 @@ class TestOnTerminal:
     ) -> None:
         put(database, State.FAILED)
         done = run_on_terminal("redrive", "--all-failed", dsn=dsn, keys=f"{answer}\n")
-        assert (done.exit_code, "Redrive 1 failed messages? [y/N]" in done.out) == (exit_code, True)
+        assert (done.exit_code, "Redrive 1 failed message? [y/N]" in done.out) == (exit_code, True)
         assert database.execute("SELECT state FROM pgoutbox.message").fetchall() == [(state,)]
 
 
@@ -735,14 +735,14 @@ class TestDeciding:
             put(database, state, age=old)
         refused = cli("prune", "--older-than", "30d")
         assert (refused.exit_code, "--yes" in refused.err) == (2, True)
-        assert cli("prune", "--older-than", "30d", "--state", "sent").out == "1 messages deleted\n"
+        assert cli("prune", "--older-than", "30d", "--state", "sent").out == "1 message deleted\n"
         assert cli("prune", "--older-than", "30d", "--yes", "--json").json["deleted"] == {
             "cancelled": 1,
             "sent": 0,
             "skipped": 0,
         }
         assert cli("prune", "--older-than", "30d", "--state", "failed", "--topic", "sms").out == "0 messages deleted\n"
-        assert cli("prune", "--older-than", "30d", "--state", "failed").out == "1 messages deleted\n"
+        assert cli("prune", "--older-than", "30d", "--state", "failed").out == "1 message deleted\n"
 
     def test_pause_and_resume(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
         put(database)

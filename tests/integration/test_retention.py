@@ -357,7 +357,7 @@ def test_prune_without_arguments_obeys_the_rules(cli: Callable[..., str], db: ps
     kept = put(db, State.SENT, age=DAY / 2)
     assert cli("prune") == "0 messages deleted\n"
     cli("retention", "set", "*", "sent", "1d")
-    assert cli("prune") == "1 messages deleted\n"
+    assert cli("prune") == "1 message deleted\n"
     assert [row.id for row in rows_of(db)] == [kept]
     assert json.loads(cli("prune", "--json")) == {
         "deleted": {"cancelled": 0, "failed": 0, "sent": 0, "skipped": 0},

@@ -829,6 +829,19 @@ async def test_a_running_handler_is_told_that_it_was_cancelled(outbox: Outbox, d
 # --- stopping ---------------------------------------------------------------------------------------------------------
 
 
+async def test_a_worker_that_is_stopped_before_it_reached_the_database_does_not_say_that_it_started() -> None:
+    outbox = Outbox(settings_for("postgresql://nobody@127.0.0.1:1/nowhere"))
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None: ...
+
+    with reports() as heard:
+        async with running(Worker(outbox)):
+            await heard.wait_for(Event.DATABASE_LOST)
+    lifecycle = [event for event in heard.events if event.startswith("worker_")]
+    assert lifecycle == [Event.WORKER_STOPPING, Event.WORKER_STOPPED]
+
+
 async def test_stopping_releases_what_did_not_run_or_did_not_end_without_using_up_an_attempt(
     dsn: str, db: psycopg.Connection
 ) -> None:
