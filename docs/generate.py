@@ -632,6 +632,11 @@ _MEANINGS: Final[Mapping[Event, str]] = {
     Event.LISTENER_LOST: "The listener's connection is gone; the worker looks once a second until it is back.",
     Event.LISTENER_POOLED: "A pooler stands between the listener and PostgreSQL, and may take the LISTEN away.",
     Event.LISTENER_BACK: "The listener is connected again.",
+    Event.NOTIFY_QUEUE_FILLING: (
+        "The server's notification queue is a tenth full or more: a session that listens, of any database, stays in a "
+        "transaction. From half full on workers poll."
+    ),
+    Event.NOTIFY_QUEUE_DRAINED: "The notification queue has drained; workers are rung again.",
     Event.LEASE_KEEPER_FAILED: "Leases could not be renewed; the keeper tries again.",
     Event.PROCESS_STARTED: "The supervisor started a worker process.",
     Event.BREAKER_OPENED: "A transport or host is held to be dead: its messages wait, and use up no attempts.",

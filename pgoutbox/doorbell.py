@@ -28,6 +28,14 @@ CHANNEL = "pgoutbox"
 _MAX_PAUSE_SECONDS = 5.0
 
 
+# How full the server's notification queue is: from where on it is reported, and until where; from where on bells are
+# given up, and until where.
+_FILLING = 0.1
+_CALM = 0.05
+_FULL = 0.5
+_ROOM_AGAIN = 0.25
+
+
 class Bell(enum.Enum):
     """How the try to arm the bells of some queues went, worst case first."""
 
@@ -57,11 +65,18 @@ class Doorbell:
         self._task: asyncio.Task[None] | None = None
         self._watched_fd: int | None = None
         self._is_pooled = False
+        self._is_filling = False
+        self._is_full = False
 
     @property
     def is_up(self) -> bool:
         """Whether the listener is connected."""
         return self._connection is not None and not self._lost.is_set()
+
+    @property
+    def is_reliable(self) -> bool:
+        """Whether the bell rings for what is committed: the listener is connected, and NOTIFY has room to spare."""
+        return self.is_up and not self._is_full
 
     @property
     def is_armed(self) -> bool:
@@ -102,7 +117,7 @@ class Doorbell:
         """Ask for the bells of these queues. After `ARMED` the caller must claim once more before it sleeps."""
         async with self._bells:
             unarmed = [queue for queue in queues if queue not in self._armed]
-            if self._connection is None:
+            if self._connection is None or self._is_full:
                 return Bell.DOWN
             if not unarmed:
                 return Bell.STILL_ARMED
@@ -154,6 +169,8 @@ class Doorbell:
                 ):
                     cursor = await connection.execute(statement, parameters)
                     return await cursor.fetchall() if cursor.description is not None else []
+            except psycopg.errors.ProgramLimitExceeded:
+                return []  # The server has no room to tell others. What this session holds or gave up stays so.
             except (psycopg.Error, OSError) as error:
                 self._lose(error)
                 return None
@@ -253,8 +270,37 @@ class Doorbell:
     async def _probe(self) -> None:
         # Keepalives do not see a stalled middlebox, and a pooler may have taken the LISTEN away: only an answer counts.
         rows = await self._ask(sql.PROBE, {})
-        if rows is not None and rows[0][0] is not True:
+        if not rows:
+            return
+        ((is_listening, usage),) = rows
+        if not is_listening:
             self._lose(ConnectionError("the session does not listen any more"))
+            return
+        await self._judge_usage(usage)
+
+    async def _judge_usage(self, usage: float) -> None:
+        """Do without bells while the notification queue is filling up: once it is full, COMMIT fails for who rings.
+
+        Some session that listens stays in a transaction then. What it holds back is shared by all databases.
+        """
+        is_full = usage >= (_ROOM_AGAIN if self._is_full else _FULL)
+        if is_full != self._is_full:
+            self._is_full = is_full
+            if is_full:
+                await self.disarm()
+            self._on_ring(None)  # From now on it polls, or is rung again: either way it looks first.
+        is_filling = usage >= (_CALM if self._is_filling else _FILLING)
+        if is_filling != self._is_filling:
+            self._is_filling = is_filling
+            if is_filling:
+                self._telemetry.report(
+                    logging.WARNING,
+                    Event.NOTIFY_QUEUE_FILLING,
+                    "the server's notification queue is filling up: a session that listens stays in a transaction",
+                    usage=round(usage, 3),
+                )
+            else:
+                self._telemetry.report(logging.INFO, Event.NOTIFY_QUEUE_DRAINED, "the notification queue has drained")
 
     async def _reconnect(self) -> None:
         async with self._turn:

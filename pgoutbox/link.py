@@ -26,9 +26,9 @@ from pgoutbox.settings import Settings
 _REFUSED_PAUSE_SECONDS: Final = 1.0
 
 # What passes: serialization, deadlock, lock timeout, cancelled statement, session out of its time, server going down or
-# full, broken connection.
+# full, broken connection, a limit of the server such as a full notification queue or no transaction numbers.
 _PASSING_SQLSTATES = frozenset({"40001", "40P01", "55P03", "57014", "25006", "25P03", "25P04"})
-_PASSING_CLASSES = ("08", "53", "57P", "58")
+_PASSING_CLASSES = ("08", "53", "54", "57P", "58")
 _FULL: Final = ("too many clients", "too many connections", "remaining connection slots", "no more connections allowed")
 
 

@@ -44,6 +44,8 @@ class Event(enum.StrEnum):
     LISTENER_LOST = "listener_lost"
     LISTENER_POOLED = "listener_pooled"
     LISTENER_BACK = "listener_back"
+    NOTIFY_QUEUE_FILLING = "notify_queue_filling"
+    NOTIFY_QUEUE_DRAINED = "notify_queue_drained"
     LEASE_KEEPER_FAILED = "lease_keeper_failed"
     PROCESS_STARTED = "process_started"
     PROCESS_DIED = "process_died"

@@ -544,7 +544,7 @@ class Worker:
             # Anyone may send a NOTIFY: a flood of rings that lead nowhere costs so many claims a second and no more.
             await asyncio.sleep(_FRUITLESS_PAUSE_SECONDS)
         limit = self._settings.sweep_seconds
-        if self._bell is not None and not self._bell.is_up:
+        if self._bell is not None and not self._bell.is_reliable:
             limit = min(limit, _LISTENER_DOWN_SWEEP_SECONDS)
         if self._bell is not None and self._bell.unarmed_seconds is not None:
             limit = min(limit, self._bell.unarmed_seconds)
@@ -575,5 +575,7 @@ class Worker:
         self._rang_at = elapsed_clock()
         try:
             await self._store.ring(sorted(queues))
+        except psycopg.errors.ProgramLimitExceeded:
+            pass  # The notification queue is full. A ring is only a hint, and sleepers poll then.
         except (psycopg.Error, OSError) as error:
             await self._outage.endure(error)

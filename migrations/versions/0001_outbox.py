@@ -520,14 +520,18 @@ $function$
 
 # NOTIFY takes a database-wide lock at commit, so an enqueue rings only while a sleeping worker has the bell armed, that
 # is, holds this advisory lock exclusively. An enqueue that does not ring holds the lock shared until its row is
-# visible; the worker gets it only after that, and looks once more before it sleeps. 1885826146 is "pgob" in ASCII.
+# visible; the worker gets it only after that, and looks once more before it sleeps. 1885826146 is "pgob" in ASCII. When
+# the server's notification queue is full, COMMIT fails for whoever notifies: an enqueue stops ringing before that, and
+# workers have begun to poll by then.
 RING = """
 CREATE FUNCTION pgoutbox.ring(queue text)
 RETURNS void
 LANGUAGE plpgsql
 AS $function$
 BEGIN
-    IF NOT pg_catalog.pg_try_advisory_xact_lock_shared(1885826146, pg_catalog.hashtext(queue)) THEN
+    IF NOT pg_catalog.pg_try_advisory_xact_lock_shared(1885826146, pg_catalog.hashtext(queue))
+        AND pg_catalog.pg_notification_queue_usage() OPERATOR(pg_catalog.<) 0.9
+    THEN
         PERFORM pg_catalog.pg_notify('pgoutbox', queue);
     END IF;
 END
@@ -617,6 +621,7 @@ BEGIN
     );
     IF p_notify IS NOT FALSE
         AND NOT pg_catalog.pg_try_advisory_xact_lock_shared(1885826146, pg_catalog.hashtext(p_queue))
+        AND pg_catalog.pg_notification_queue_usage() OPERATOR(pg_catalog.<) 0.9
     THEN
         PERFORM pg_catalog.pg_notify('pgoutbox', p_queue);
     END IF;
@@ -872,6 +877,7 @@ BEGIN
         VALUES (new_id, topic, payload, queue, max_attempts, max_attempts);
         IF notify IS NOT FALSE
             AND NOT pg_catalog.pg_try_advisory_xact_lock_shared(1885826146, pg_catalog.hashtext(queue))
+            AND pg_catalog.pg_notification_queue_usage() OPERATOR(pg_catalog.<) 0.9
         THEN
             PERFORM pg_catalog.pg_notify('pgoutbox', queue);
         END IF;

@@ -27,13 +27,20 @@ FROM (
 """
 
 # Other sleepers trust in a bell that is given up here. Each of them is woken to ask for it and to look once more: what
-# is committed before somebody has the bell again does not ring.
+# is committed before somebody has the bell again does not ring. Above half of the notification queue all sleepers poll.
 DISARM: Final[LiteralString] = """
-SELECT pg_advisory_unlock(1885826146, hashtext(q.queue)), pg_notify('pgoutbox', q.queue)
+SELECT
+    pg_advisory_unlock(1885826146, hashtext(q.queue)),
+    CASE WHEN pg_notification_queue_usage() < 0.5 THEN pg_notify('pgoutbox', q.queue) END
 FROM unnest(%(queues)s::text[]) AS q(queue)
 """
 
-PROBE: Final[LiteralString] = "SELECT EXISTS (SELECT FROM pg_listening_channels() AS c(name) WHERE c.name = 'pgoutbox')"
+# To ask how full the notification queue is also moves its tail, which nobody else may do for long.
+PROBE: Final[LiteralString] = """
+SELECT
+    EXISTS (SELECT FROM pg_listening_channels() AS c(name) WHERE c.name = 'pgoutbox') AS is_listening,
+    pg_notification_queue_usage()::float8 AS notify_usage
+"""
 
 # Which of these queues have an idle worker: a sleeping worker holds the bell. With `is_unknown` all of them, because
 # the idle workers of a fleet that does not listen hold none. A queue with a rate is left out: each claim takes a token,
@@ -51,4 +58,5 @@ WHERE NOT EXISTS (
 RING: Final[LiteralString] = """
 SELECT pg_notify('pgoutbox', q.queue)
 FROM unnest(%(queues)s::text[]) AS q(queue)
+WHERE pg_notification_queue_usage() < 0.5
 """

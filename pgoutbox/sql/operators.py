@@ -298,7 +298,13 @@ WITH paused AS (
         resume_at = excluded.resume_at
     RETURNING q.name, q.paused_at, q.resume_at
 )
-SELECT p.paused_at, p.resume_at, CASE WHEN p.resume_at IS NOT NULL THEN pg_notify('pgoutbox', p.name) END
+SELECT
+    p.paused_at,
+    p.resume_at,
+    CASE
+        WHEN p.resume_at IS NOT NULL AND pg_notification_queue_usage() < 0.9
+        THEN pg_notify('pgoutbox', p.name)
+    END
 FROM paused AS p
 """
 
@@ -311,7 +317,7 @@ WITH resumed AS (
         AND (q.resume_at > now()) IS NOT FALSE -- A pause whose end has passed is none.
     RETURNING q.name
 )
-SELECT r.name, pg_notify('pgoutbox', r.name)
+SELECT r.name, CASE WHEN pg_notification_queue_usage() < 0.9 THEN pg_notify('pgoutbox', r.name) END
 FROM resumed AS r
 """
 
@@ -334,7 +340,7 @@ WITH limited AS (
         tokens_at = CASE WHEN excluded.rate_count IS NOT NULL THEN clock_timestamp() END
     RETURNING q.name
 )
-SELECT l.name, pg_notify('pgoutbox', l.name)
+SELECT l.name, CASE WHEN pg_notification_queue_usage() < 0.9 THEN pg_notify('pgoutbox', l.name) END
 FROM limited AS l
 """
 
@@ -345,7 +351,7 @@ WITH limited AS (
     ON CONFLICT ON CONSTRAINT queue_pkey DO UPDATE SET max_in_flight = excluded.max_in_flight
     RETURNING q.name
 )
-SELECT l.name, pg_notify('pgoutbox', l.name)
+SELECT l.name, CASE WHEN pg_notification_queue_usage() < 0.9 THEN pg_notify('pgoutbox', l.name) END
 FROM limited AS l
 """
 

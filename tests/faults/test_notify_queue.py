@@ -1,0 +1,194 @@
+"""The server's notification queue is filling up, because a session that listens stays in a transaction: enqueuing never
+fails for that, workers go on without bells, and all is as before when it has drained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from typing import TYPE_CHECKING
+
+import psycopg
+import pytest
+
+from pgoutbox import Outbox, operations, session
+from pgoutbox.dispatch import Context
+from pgoutbox.message import Message, State
+from pgoutbox.telemetry import Event
+from pgoutbox.worker import Worker
+from tests.conftest import server_missing
+from tests.faults.servers import OwnServer, open_workshop
+from tests.outbox_actions import WatchedWorker, enqueue, reports, rows_of, running, settings_for
+from tests.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+QUICK = {"probe_seconds": 0.5, "probe_timeout_seconds": 0.5}
+
+
+@pytest.fixture(scope="module")
+def small_server() -> Iterator[OwnServer]:
+    """A server with the smallest notification queue there is."""
+    with open_workshop(os.environ) as workshop, workshop.server() as server:
+        if not server.try_start(max_notify_queue_pages="64", fsync="off"):
+            server_missing("the notification queue has a fixed size before PostgreSQL 17")
+        yield server
+
+
+@pytest.fixture
+def db(small_server: OwnServer) -> Iterator[psycopg.Connection]:
+    """A connection to an empty outbox on the small server."""
+    with contextlib.closing(small_server.connect()) as connection:
+        connection.execute("TRUNCATE pgoutbox.message_live, pgoutbox.message_done, pgoutbox.queue CASCADE")
+        yield connection
+
+
+class Culprit:
+    """A session that listens and stays in a transaction, and what others notify meanwhile."""
+
+    def __init__(self, server: OwnServer) -> None:
+        self._listener = server.connect("postgres")
+        self._filler = server.connect("postgres")
+        self._listener.execute("LISTEN filler")
+        self._listener.execute("BEGIN")
+        self._listener.execute("SELECT 1")
+
+    @property
+    def usage(self) -> float:
+        """How full the queue is."""
+        ((usage,),) = self._filler.execute("SELECT pg_notification_queue_usage()").fetchall()
+        return float(usage)
+
+    def fill(self, share: float) -> None:
+        """Notify until the queue is so full, or has no room for one more."""
+        with contextlib.suppress(psycopg.errors.ProgramLimitExceeded):
+            while self.usage < share:
+                self._filler.execute("SELECT pg_notify('filler', repeat('x', 7000))")
+
+    def end(self) -> None:
+        """Leave."""
+        self._listener.close()
+        self._filler.close()
+
+
+@pytest.fixture
+def culprit(small_server: OwnServer) -> Iterator[Culprit]:
+    """A session that keeps the server from forgetting notifications."""
+    found = Culprit(small_server)
+    yield found
+    found.end()
+
+
+def outbox_on(server: OwnServer, delivered: list[int], **settings: object) -> Outbox:
+    """An outbox that notes what it delivers."""
+    outbox = Outbox(settings_for(server.dsn, **settings))
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        delivered.append(message.id)
+
+    return outbox
+
+
+async def test_while_the_notification_queue_is_full_workers_poll_and_enqueuing_goes_on(
+    small_server: OwnServer, db: psycopg.Connection, culprit: Culprit
+) -> None:
+    delivered: list[int] = []
+    worker = WatchedWorker(outbox_on(small_server, delivered, **QUICK))
+    with reports() as heard:
+        async with running(worker):
+            await worker.sleeping.wait()
+            bell = worker._bell
+            assert bell is not None
+            assert bell.is_armed
+            culprit.fill(0.2)
+            await heard.wait_for(Event.NOTIFY_QUEUE_FILLING)
+            assert bell.is_armed
+            culprit.fill(0.6)
+            await until(lambda: not bell.is_armed)
+            culprit.fill(1.0)
+            ids = [enqueue(db), enqueue(db)]
+            await until(lambda: delivered == ids)
+            assert not bell.is_armed
+            culprit.end()
+            await heard.wait_for(Event.NOTIFY_QUEUE_DRAINED)
+            await until(lambda: bell.is_armed)
+            worker._wake.set()
+            await worker.falls_asleep()
+            rung = enqueue(db)
+            await until(lambda: delivered == [*ids, rung])
+    assert worker.telemetry.counts[Event.LISTENER_LOST] == 0
+
+
+async def test_an_enqueue_commits_though_the_notification_queue_is_full_before_any_worker_has_noticed(
+    small_server: OwnServer, db: psycopg.Connection, culprit: Culprit
+) -> None:
+    delivered: list[int] = []
+    worker = WatchedWorker(outbox_on(small_server, delivered, probe_seconds=600))
+    async with running(worker):
+        await worker.sleeping.wait()
+        culprit.fill(1.0)
+        assert worker._bell is not None
+        assert worker._bell.is_armed
+        ids = [enqueue(db)]
+        ids += [
+            row[0] for row in db.execute("SELECT pgoutbox.enqueue('greet', to_jsonb(n)) FROM generate_series(1, 3) n")
+        ]
+        with session.connect(settings_for(small_server.dsn)) as connection:
+            operations.limit_in_flight(connection, "default", 100)
+            operations.limit_in_flight(connection, "default", None)
+        worker._wake.set()
+        await until(lambda: sorted(delivered) == ids)
+
+
+async def test_a_saturated_worker_neither_ends_nor_stops_with_an_error_when_the_notification_queue_is_full(
+    small_server: OwnServer, db: psycopg.Connection, culprit: Culprit
+) -> None:
+    culprit.fill(1.0)
+    outbox = Outbox(settings_for(small_server.dsn, concurrency=1, batch_size=1))
+    go = asyncio.Event()
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        await go.wait()
+
+    ids = [enqueue(db) for _ in range(6)]
+    worker = Worker(outbox)
+    async with running(worker):
+        rang_at = worker._rang_at
+        await until(lambda: worker._rang_at != rang_at)
+        go.set()
+        await until(lambda: all(row.is_finished for row in rows_of(db, *ids)))
+    assert {row.state for row in rows_of(db, *ids)} == {State.SENT}
+
+
+async def test_a_limit_of_the_server_is_waited_for_and_no_outcome_is_dropped(
+    small_server: OwnServer, db: psycopg.Connection
+) -> None:
+    """What a server says that is about to run out of transaction numbers: it refuses every write."""
+    delivered: list[int] = []
+    worker = Worker(outbox_on(small_server, delivered, lease_seconds=600))
+    db.execute(
+        """
+        CREATE SEQUENCE public.refusals;
+        CREATE FUNCTION public.refuse() RETURNS trigger LANGUAGE plpgsql AS $$
+        BEGIN
+            PERFORM nextval('public.refusals');
+            RAISE EXCEPTION 'no transaction numbers' USING ERRCODE = '54000';
+        END $$;
+        CREATE TRIGGER refuse BEFORE DELETE OR UPDATE OF state ON pgoutbox.message_live
+            FOR EACH ROW WHEN (OLD.state = 'sending') EXECUTE FUNCTION public.refuse()
+        """
+    )
+    try:
+        async with running(worker):
+            ids = [enqueue(db), enqueue(db)]
+            await until(lambda: db.execute("SELECT 1 FROM public.refusals WHERE last_value > 2").fetchone())
+            db.execute("DROP TRIGGER refuse ON pgoutbox.message_live")
+            await until(lambda: all(row.is_finished for row in rows_of(db, *ids)))
+    finally:
+        db.execute("DROP FUNCTION public.refuse() CASCADE; DROP SEQUENCE public.refusals")
+    assert sorted(delivered) == ids
+    assert {(row.state, row.attempt_count) for row in rows_of(db, *ids)} == {(State.SENT, 1)}
