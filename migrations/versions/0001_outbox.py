@@ -59,12 +59,12 @@ CREATE TABLE pgoutbox.message (
     max_attempts        integer     NOT NULL DEFAULT 11,
     attempt_budget      integer     NOT NULL DEFAULT 11,
     state               text        NOT NULL DEFAULT 'pending',
-    topic               text        NOT NULL,
-    queue               text        NOT NULL DEFAULT 'default',
+    topic               text COLLATE "C" NOT NULL,
+    queue               text COLLATE "C" NOT NULL DEFAULT 'default',
     destination         text,
-    coalesce_key        text,
-    dedupe_key          text,
-    ordering_key        text        COLLATE "C",
+    coalesce_key        text COLLATE "C",
+    dedupe_key          text COLLATE "C",
+    ordering_key        text COLLATE "C",
     on_failed           text,
     worker              text,
     skip_reason         text,
@@ -206,7 +206,7 @@ CREATE TABLE pgoutbox.attempt (
 
 QUEUE = """
 CREATE TABLE pgoutbox.queue (
-    name          text        NOT NULL,
+    name          text COLLATE "C" NOT NULL,
     paused_at     timestamptz,
     resume_at     timestamptz,
     tokens_at     timestamptz,
@@ -350,8 +350,8 @@ COALESCE = """
 CREATE TABLE pgoutbox.coalesce (
     newest_id     bigint NOT NULL,
     waiting_since timestamptz,
-    topic         text   NOT NULL,
-    coalesce_key  text   NOT NULL,
+    topic         text COLLATE "C" NOT NULL,
+    coalesce_key  text COLLATE "C" NOT NULL,
     CONSTRAINT coalesce_pkey PRIMARY KEY (topic, coalesce_key),
     CONSTRAINT coalesce_sound CHECK (coalesce_key <> '')
 ) WITH (fillfactor = 70)
@@ -360,8 +360,8 @@ CREATE TABLE pgoutbox.coalesce (
 ORDERING = """
 CREATE TABLE pgoutbox.ordering (
     last_id      bigint NOT NULL,
-    queue        text   NOT NULL,
-    ordering_key text   COLLATE "C" NOT NULL,
+    queue        text COLLATE "C" NOT NULL,
+    ordering_key text COLLATE "C" NOT NULL,
     CONSTRAINT ordering_pkey PRIMARY KEY (queue, ordering_key),
     CONSTRAINT ordering_sound CHECK (ordering_key <> '')
 ) WITH (fillfactor = 70)
@@ -371,8 +371,8 @@ DEDUPE = """
 CREATE TABLE pgoutbox.dedupe (
     message_id     bigint      NOT NULL,
     created_at     timestamptz NOT NULL DEFAULT now(),
-    topic          text        NOT NULL,
-    dedupe_key     text        NOT NULL,
+    topic          text COLLATE "C" NOT NULL,
+    dedupe_key     text COLLATE "C" NOT NULL,
     payload_digest bytea       NOT NULL,
     CONSTRAINT dedupe_pkey PRIMARY KEY (topic, dedupe_key),
     CONSTRAINT dedupe_sound CHECK (dedupe_key <> '')
@@ -382,7 +382,7 @@ CREATE TABLE pgoutbox.dedupe (
 # A destination that is in order has no row. The fence of a probe is its id: whoever closes or reopens names it.
 BREAKER = """
 CREATE TABLE pgoutbox.breaker (
-    key              text             NOT NULL,
+    key              text COLLATE "C" NOT NULL,
     opened_at        timestamptz      NOT NULL DEFAULT now(),
     retry_at         timestamptz      NOT NULL,
     cooldown_seconds double precision NOT NULL,
@@ -399,8 +399,8 @@ CREATE TABLE pgoutbox.breaker (
 RETENTION = """
 CREATE TABLE pgoutbox.retention (
     keep  interval,
-    topic text     NOT NULL,
-    state text     NOT NULL,
+    topic text COLLATE "C" NOT NULL,
+    state text COLLATE "C" NOT NULL,
     CONSTRAINT retention_pkey PRIMARY KEY (topic, state),
     CONSTRAINT retention_topic_sound CHECK (topic = '*' OR (length(topic) <= 63 AND topic ~ '^[a-z][a-z0-9_.-]*$')),
     CONSTRAINT retention_state_known CHECK (state IN ('sent', 'failed', 'skipped', 'cancelled', 'dedupe_key')),

@@ -41,7 +41,7 @@ RETIRED = """
 CREATE TABLE pgoutbox.retired (
     retired_at timestamptz NOT NULL DEFAULT now(),
     cleared_id bigint      NOT NULL DEFAULT 0,
-    name       text        NOT NULL,
+    name       text COLLATE "C" NOT NULL,
     CONSTRAINT retired_pkey PRIMARY KEY (name),
     CONSTRAINT retired_name_sound CHECK (name ~ '^message_done_[0-9]{8}$')
 )

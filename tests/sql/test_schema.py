@@ -303,3 +303,39 @@ def test_the_live_part_has_no_more_indexes_than_claims_need(rolled_back: psycopg
         "message_live_pkey",
         "message_live_retry",
     ]
+
+
+def test_every_text_that_an_index_holds_has_the_collation_c(rolled_back: psycopg.Connection) -> None:
+    """The order of any other collation changes with the server's libraries, and indexes then hold keys twice."""
+    rows = rolled_back.execute(
+        """
+        SELECT format('%s.%s', c.relname, a.attname), a.attcollation = '"C"'::regcollation
+        FROM pg_index AS i
+        JOIN pg_class AS c ON c.oid = i.indrelid
+        CROSS JOIN unnest(i.indkey::smallint[]) AS key(number)
+        JOIN pg_attribute AS a ON a.attrelid = c.oid AND a.attnum = key.number
+        WHERE c.relnamespace = 'pgoutbox'::regnamespace AND a.attcollation <> 0 AND c.relname <> 'alembic_version'
+        """
+    ).fetchall()
+    columns: dict[str, bool] = dict(rows)
+    assert [column for column, is_c in columns.items() if not is_c] == []
+    assert {
+        "coalesce.topic", "coalesce.coalesce_key", "dedupe.topic", "dedupe.dedupe_key", "ordering.queue",
+        "ordering.ordering_key", "message_live.topic", "message_live.coalesce_key", "message_live.queue",
+        "message_live.ordering_key", "message_failed.queue", "message_failed.ordering_key", "queue.name",
+        "retention.topic", "breaker.key",
+    } <= columns.keys()  # fmt: skip
+    kept: dict[str, bool] = dict(
+        rolled_back.execute(
+            """
+            SELECT a.attname, bool_and(a.attcollation = '"C"'::regcollation)
+            FROM pg_attribute AS a
+            JOIN pg_class AS c ON c.oid = a.attrelid
+            WHERE c.relnamespace = 'pgoutbox'::regnamespace AND c.relkind IN ('r', 'p')
+                AND a.attname IN ('coalesce_key', 'dedupe_key', 'ordering_key', 'topic', 'queue')
+                AND c.relname <> 'audit'
+            GROUP BY a.attname
+            """
+        ).fetchall()
+    )
+    assert kept == dict.fromkeys(["coalesce_key", "dedupe_key", "ordering_key", "topic", "queue"], True)
