@@ -386,7 +386,8 @@ class Outbox:
 
         `delay` (seconds or a timedelta) counts on PostgreSQL's clock; `available_at` and `expires_at` are datetimes
         with a time zone. A pydantic model is dumped as JSON; `serializer` is called with whatever else is not JSON.
-        `notify=False` leaves it to the sweep to find the message. `require_transaction=False` accepts autocommit.
+        `notify=False` leaves it to the sweep to find the message; a transaction for `PREPARE TRANSACTION` needs it.
+        `require_transaction=False` accepts autocommit.
 
         Raises `PayloadError` naming the field, as a rule before any SQL; `DuplicateError` when the dedupe key is taken
         by another payload; `UnknownTopicError` from a strict outbox; `TransactionError` outside a transaction, or in

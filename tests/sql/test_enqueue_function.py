@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import tempfile
@@ -22,11 +23,12 @@ from pgoutbox.embedded import embedded_server
 from pgoutbox.errors import SchemaError
 from pgoutbox.message import State
 from tests.messages import put
-from tests.outbox_actions import enqueue
+from tests.outbox_actions import WatchedWorker, enqueue, running, settings_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    from pgoutbox import Context, Message
     from tests.conftest import Connect
 
 ENQUEUE: LiteralString = """
@@ -721,22 +723,37 @@ def open_directory() -> Iterator[Path]:
         yield Path(directory)
 
 
-@pytest.mark.slow
-def test_a_transaction_that_rang_cannot_be_prepared(open_directory: Path) -> None:
+@pytest.fixture
+def preparing_dsn(open_directory: Path) -> Iterator[str]:
+    """DSN of a migrated database on a server that takes prepared transactions."""
     data = open_directory / "data"
     with embedded_server(data, durable=False) as server, psycopg.connect(server.dsn, autocommit=True) as connection:
         migrate.upgrade(server.dsn)
         connection.execute("ALTER SYSTEM SET max_prepared_transactions = 2")
-    with embedded_server(data, durable=False) as server, psycopg.connect(server.dsn, autocommit=True) as connection:
-        connection.execute(sql.LISTEN)
-        connection.execute(sql.ARM, {"queues": ["default"]})
-        with psycopg.connect(server.dsn, autocommit=True) as producer:
+    with embedded_server(data, durable=False) as server:
+        yield server.dsn
+
+
+@pytest.mark.slow
+async def test_a_prepared_transaction_must_not_ring_and_its_message_is_found_by_the_sweep(preparing_dsn: str) -> None:
+    outbox = Outbox(settings_for(preparing_dsn, sweep_seconds=0.1))
+    seen: asyncio.Queue[object] = asyncio.Queue()
+
+    @outbox.handler("mail")
+    async def send(message: Message, ctx: Context) -> None:
+        seen.put_nowait(message.payload)
+
+    worker = WatchedWorker(outbox)
+    with psycopg.connect(preparing_dsn, autocommit=True) as producer:
+        async with running(worker):
+            await worker.sleeping.wait()
             producer.execute("BEGIN")
-            producer.execute(ENQUEUE, SOUND)
+            outbox.enqueue(producer, "mail", "rings")
             with pytest.raises(errors.FeatureNotSupported, match="NOTIFY"):
-                producer.execute("PREPARE TRANSACTION 'rang'")
+                producer.execute("PREPARE TRANSACTION 'rings'")
             producer.execute("BEGIN")
-            producer.execute("SELECT pgoutbox.enqueue('mail', '1', notify => false)")
+            outbox.enqueue(producer, "mail", "silent", notify=False)
             producer.execute("PREPARE TRANSACTION 'silent'")
             producer.execute("COMMIT PREPARED 'silent'")
-            assert count(producer) == 1
+            assert await seen.get() == "silent"
+        assert scalar(producer, "SELECT string_agg(state, ' ') FROM pgoutbox.message") == "sent"
