@@ -265,7 +265,8 @@ def test_what_writes_without_a_path_of_its_own_has_no_name_that_a_path_could_fin
 
 def open_names(body: str) -> list[str]:
     """The operators, and the functions, tables and types without a schema, that stand in a body of PL/pgSQL."""
-    body = re.sub(r"'[^']*'|--[^\n]*", "''", body).replace(":=", " ").replace("OPERATOR(pg_catalog.=)", " ")
+    body = re.sub(r"'[^']*'|--[^\n]*", "''", body).replace(":=", " ")
+    body = re.sub(r"OPERATOR\(pg_catalog\.[^)]+\)", " ", body)
     operators = re.findall(r"[-+*/<>=~!@#%^&|`?:]+", body)
     # What the grammar itself knows is looked up nowhere: no schema can hold another greatest or bigint.
     known = {"greatest", "bigint", "boolean", "integer"}
