@@ -645,6 +645,7 @@ _MEANINGS: Final[Mapping[Event, str]] = {
     Event.BREAKER_UNKNOWN: "The database did not say whether a breaker is open; the next failure asks again.",
     Event.PROCESS_DIED: "A worker process died; another one is started after a pause.",
     Event.REDIRECTING: "`PGOUTBOX_REDIRECT_TO` is set: e-mail goes there, and the rest is held back.",
+    Event.MAIL_NOT_READY: "At the start: this setting is missing or an example, so e-mail waits or is refused.",
     Event.ENQUEUE_FAILED: "`best_effort=True` met an error; the caller's transaction goes on without the message.",
     Event.SMTP_CONNECTION_OPENED: "A connection to the SMTP server was opened.",
     Event.SMTP_CONNECTION_REPLACED: "An idle one had died; the e-mail went by another.",

@@ -51,6 +51,7 @@ class Event(enum.StrEnum):
     PROCESS_DIED = "process_died"
     ENQUEUE_FAILED = "enqueue_failed"
     REDIRECTING = "redirecting"
+    MAIL_NOT_READY = "mail_not_ready"
     SMTP_CONNECTION_OPENED = "smtp_connection_opened"
     SMTP_CONNECTION_REPLACED = "smtp_connection_replaced"
     WEBHOOK_ADDRESS_REFUSED = "webhook_address_refused"

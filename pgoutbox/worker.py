@@ -45,6 +45,7 @@ from pgoutbox.slots import RELEASED, Slots, unless_on_hold
 from pgoutbox.store import ClaimedRow, Store
 from pgoutbox.telemetry import Event, Telemetry
 from pgoutbox.transports import Transport
+from pgoutbox.transports.readiness import lacks_of_mail
 from pgoutbox.transports.redirect import Redirect
 from pgoutbox.upkeep import Upkeep
 
@@ -216,6 +217,16 @@ class Worker:
         )
         if self._redirect is not None:
             self.telemetry.report(logging.WARNING, Event.REDIRECTING, "e-mail is redirected, the rest held back")
+        functions = {topic: handler.function for topic, handler in self._handlers.items()}
+        for lack in lacks_of_mail(self._settings, self._transports, functions):
+            self.telemetry.report(
+                logging.WARNING,
+                Event.MAIL_NOT_READY,
+                "e-mail cannot go out with these settings",
+                setting=lack.variable,
+                reason=lack.reason,
+                topics=lack.topics,
+            )
 
     def _assemble(self, *, listen: bool) -> None:
         """Make the parts of one run. What leads from one to the other goes through here."""

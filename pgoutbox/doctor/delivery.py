@@ -24,6 +24,7 @@ from pgoutbox.doctor.transports import is_served
 from pgoutbox.encryption import SEALED, keyring_of, unseal
 from pgoutbox.message import Transient
 from pgoutbox.redaction import redact_text
+from pgoutbox.transports.configured import hint_for
 
 if TYPE_CHECKING:
     from psycopg.rows import DictRow
@@ -312,8 +313,9 @@ def check_destinations(patient: Patient) -> Iterator[Note]:
     for scheme, count in missing.items():
         yield warning(
             f"waiting for destinations {scheme}: {counted(count, 'message')}, and these settings have no transport",
-            "unless their handlers send by themselves, the attempts fail",
-            "set the transport's server where workers run; see docs/reference/settings.md",
+            "unless their handlers send by themselves, they wait until there is one",
+            f"{hint_for(scheme).removeprefix('; ') or 'check how the scheme is spelt, or add its transport'}, "
+            "where workers run",
         )
     if waiting.keys() & {"https", "http"} and settings.webhook_secrets is None:
         yield warning(

@@ -6,7 +6,6 @@ Servers are connected and signed in to as for a send, and left again. Nothing is
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
@@ -15,6 +14,7 @@ from pgoutbox.doctor.findings import Level, Note, Notes, ok, one_line, problem, 
 from pgoutbox.doctor.surroundings import LOOPBACK
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.transports import ChecksItself
+from pgoutbox.transports.readiness import is_example, is_reserved
 
 if TYPE_CHECKING:
     from pgoutbox.outbox import Outbox
@@ -22,10 +22,6 @@ if TYPE_CHECKING:
     from pgoutbox.transports import Transport
 
 _PATIENCE_SECONDS: Final = 60.0
-# The names that documentation uses (RFC 2606, RFC 6761): nobody has them.
-_EXAMPLE: Final = re.compile(
-    r"(?:^|[@.])(?:example(?:\.(?:com|org|net|edu))?|test|invalid|localhost|localdomain)\.?>?\s*$", re.IGNORECASE
-)
 _PLAIN_SCHEMES: Final = frozenset({"redis", "nats", "amqp"})
 
 
@@ -53,7 +49,7 @@ def check_smtp(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
         return
     yield from _sender(settings)
     host = settings.smtp_host or ""
-    if _EXAMPLE.search(host) and host.lower() not in LOOPBACK:
+    if is_example(host) and host.lower() not in LOOPBACK:
         yield _never_edited("PGOUTBOX_SMTP_HOST", host, "it does not exist, and no e-mail goes out")
     if settings.smtp_host is not None and settings.smtp_security == "none" and host.lower() not in LOOPBACK:
         yield problem(
@@ -67,7 +63,7 @@ def check_smtp(settings: Settings, outbox: Outbox | None) -> Iterator[Note]:
         in_order=f"{host or 'the server'} takes e-mail: {_SECURITY[settings.smtp_security]}"
         + (", signed in" if settings.smtp_username else ""),
         why="no e-mail goes out; it waits, and is tried again",
-        mend="check PGOUTBOX_SMTP_HOST, _PORT, _SECURITY, _USERNAME and _PASSWORD; see docs/how-to/email.md",
+        mend="check PGOUTBOX_SMTP_HOST, _PORT, _SECURITY, _USERNAME, _PASSWORD and _FROM; see docs/how-to/email.md",
     )
 
 
@@ -78,17 +74,23 @@ def _sender(settings: Settings) -> Iterator[Note]:
     if settings.smtp_from is None:
         yield warning(
             "PGOUTBOX_SMTP_FROM is not set",
-            "an e-mail that names no sender itself fails",
+            "e-mails that name no sender themselves wait until it is",
             "set it to an address of yours",
         )
-    elif _EXAMPLE.search(settings.smtp_from):
+    elif is_reserved(settings.smtp_from):
+        yield warning(
+            f"the domain of PGOUTBOX_SMTP_FROM={settings.smtp_from} is reserved for tests (RFC 6761)",
+            "it suits a test system; elsewhere mail servers refuse it, and neither answers nor bounces reach you",
+            "set it to an address of yours before this system sends to anybody",
+        )
+    elif is_example(settings.smtp_from):
         yield _never_edited(
             "PGOUTBOX_SMTP_FROM",
             settings.smtp_from,
             "every e-mail claims to come from a domain that is not yours: it is refused or taken for spam, and "
             "neither answers nor bounces reach you",
         )
-    if settings.alert_destination is not None and _EXAMPLE.search(settings.alert_destination):
+    if settings.alert_destination is not None and is_example(settings.alert_destination):
         yield _never_edited(
             "PGOUTBOX_ALERT_DESTINATION", settings.alert_destination, "no alert of a dead server reaches you"
         )

@@ -127,12 +127,23 @@ class SmtpTransport:
         return f"{self._breaker_key} sender {_address_in(content.sender)}"
 
     async def check(self) -> str | None:
-        """Connect, encrypt and sign in as for an e-mail, and say what went wrong; None if nothing did."""
+        """Connect, encrypt, sign in and name the sender as for an e-mail, and say what went wrong; None if nothing did.
+
+        No recipient and no content follow.
+        """
         try:
             connection = await self._open()
         except _Failure as failure:
             return failure.text
-        await connection.quit()
+        try:
+            if self._settings.smtp_from is not None:
+                sender = parse_mailbox("PGOUTBOX_SMTP_FROM", self._settings.smtp_from).address.addr_spec
+                if sender.isascii():  # Another one needs what only an e-mail of it would ask for.
+                    await connection.offer(sender)
+        except _Failure as failure:
+            return failure.text
+        finally:
+            await connection.quit()
         return None
 
     async def aclose(self) -> None:
@@ -397,8 +408,12 @@ class _Connection:
             options.append(f"SIZE={len(mail.content)}")
         if mail.smtputf8_field is not None:
             options += ["BODY=8BITMIME", "SMTPUTF8"]
+        await self.offer(mail.sender, options)
+
+    async def offer(self, sender: str, options: Sequence[str] = ()) -> None:
+        """Name the sender of an e-mail."""
         with self._step("MAIL"):
-            await self._client.mail(mail.sender, options=options, encoding="utf-8")
+            await self._client.mail(sender, options=options, encoding="utf-8")
 
     async def _rcpt(self, mail: RenderedEmail) -> None:
         """Name the recipients. One refusal refuses all: a retry would be a duplicate for those already served."""

@@ -19,7 +19,7 @@ from pgoutbox.settings import load_settings
 from pgoutbox.transports.smtp import SmtpTransport
 from tests.brokers import HOST, kafka_server, nats_server, rabbitmq_server, redis_server
 from tests.integration import test_cli
-from tests.smtp_server import accepting_server, mail_settings
+from tests.smtp_server import accepting_server, mail_settings, scripted_server
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,13 +72,30 @@ def expect(findings: list[Finding], level: Level, *words: str) -> Finding:
 
 @pytest.mark.parametrize(
     "sender",
-    ["club@example.org", "Club <no-reply@mail.example.com>", "root@localhost", "a@shop.test", "a@b.EXAMPLE"],
+    ["club@example.org", "Club <no-reply@mail.example.com>", "a@b.EXAMPLE"],
 )
 async def test_an_example_sender_that_was_never_edited_is_objected_to_strenuously(sender: str) -> None:
     async with accepting_server() as inbox:
         findings = await afound("smtp", **mail_settings(inbox.port) | {"smtp_from": sender})
     expect(findings, Level.PROBLEM, f"PGOUTBOX_SMTP_FROM={sender} IS THE EXAMPLE", "never edited", "not yours")
     expect(findings, Level.OK, "takes e-mail")
+
+
+@pytest.mark.parametrize("sender", ["root@localhost", "Shop <a@shop.test>", "a@club.invalid"])
+async def test_a_sender_of_a_test_system_is_warned_of_and_called_what_it_is(sender: str) -> None:
+    async with accepting_server() as inbox:
+        findings = await afound("smtp", **mail_settings(inbox.port) | {"smtp_from": sender})
+    warned = expect(findings, Level.WARNING, f"PGOUTBOX_SMTP_FROM={sender} is reserved for tests")
+    assert "EXAMPLE" not in warned.what
+    expect(findings, Level.OK, "takes e-mail")
+
+
+async def test_a_server_that_refuses_the_sender_is_a_problem() -> None:
+    async with scripted_server({"MAIL": "553 5.1.8 unknown"}) as server:
+        given = mail_settings(server.port) | {"smtp_from": "Club <a@club.org>"}
+        expect(await afound("smtp", **given), Level.PROBLEM, "MAIL: 553 5.1.8 unknown", "_FROM")
+    assert "MAIL FROM:<a@club.org>" in server.commands
+    assert "RCPT" not in server.verbs
 
 
 async def test_an_example_server_and_an_example_of_who_is_alerted_are_problems() -> None:

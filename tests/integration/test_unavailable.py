@@ -14,6 +14,7 @@ import trustme
 
 from pgoutbox import Context, Email, Message, Outbox, RetryPolicy, Unavailable
 from pgoutbox.message import Outcome, Sent
+from pgoutbox.telemetry import Event
 from pgoutbox.transports.smtp import SmtpTransport
 from pgoutbox.worker import Worker
 from tests.dialogues import HOST
@@ -405,3 +406,42 @@ async def test_a_key_that_the_transport_does_not_name_beforehand_opens_nothing(
     assert row_of(db, other).state == "sent"
     assert attempts_left(db, [refused]) == {BUDGET}
     assert open_breakers(db) == []
+
+
+# --- what a worker says when it starts --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "setting", "reason", "topics"),
+    [
+        ({}, "PGOUTBOX_SMTP_HOST", "is not set", ("greet",)),
+        ({"smtp_host": "mail.club.org"}, "PGOUTBOX_SMTP_FROM", "is not set", ()),
+        (
+            {"smtp_host": "mail.club.org", "smtp_from": "you@example.org"},
+            "PGOUTBOX_SMTP_FROM",
+            "is an example of the documentation",
+            (),
+        ),
+    ],
+)
+async def test_a_worker_warns_at_its_start_of_e_mail_that_cannot_go_out(
+    dsn: str,
+    db: psycopg.Connection,
+    caplog: pytest.LogCaptureFixture,
+    settings: dict[str, object],
+    setting: str,
+    reason: str,
+    topics: tuple[str, ...],
+) -> None:
+    worker = Worker(outbox_for(dsn, settings))
+    await worker.run_once()
+    (record,) = (record for record in caplog.records if getattr(record, "event", "") == Event.MAIL_NOT_READY)
+    assert record.levelname == "WARNING"
+    assert (vars(record)["setting"], vars(record)["reason"], vars(record)["topics"]) == (setting, reason, topics)
+
+
+async def test_a_worker_whose_e_mail_can_go_out_warns_of_nothing(
+    dsn: str, db: psycopg.Connection, caplog: pytest.LogCaptureFixture
+) -> None:
+    await Worker(outbox_for(dsn, {"smtp_host": "mail.club.org", "smtp_from": "a@club.org"})).run_once()
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []
