@@ -28,6 +28,7 @@ from pgoutbox.retry import RetryPolicy
 MAX_KEY_BYTES: Final = 512
 MAX_DESTINATION_BYTES: Final = 2_048
 MAX_HEADER_COUNT: Final = 64
+MAX_HEADER_BYTES: Final = 65_536
 MAX_ATTEMPTS_BOUND: Final = 10_000
 MAX_DELAY: Final = timedelta(days=3_650)
 CHUNK_ROWS: Final = 5_000
@@ -220,6 +221,8 @@ def carrying(message: NewMessage[P], context: Mapping[str, str]) -> NewMessage[P
     if headers is None:
         return replace(message, headers=context)
     if not isinstance(headers, Mapping) or len(headers) + len(context) > MAX_HEADER_COUNT:
+        return message
+    if len(repr(headers)) > MAX_HEADER_BYTES // 2:
         return message
     return replace(message, headers={**headers, **context}) if context.keys().isdisjoint(headers) else message
 
@@ -440,7 +443,11 @@ def _check_headers(field: str, value: object) -> str:
             raise PayloadError(member(field, name), "a name must be text, not empty and without control characters")
         if not isinstance(text, str) or _UNSAFE.search(text):
             raise PayloadError(member(field, name), "must be text without control characters")
-    return encode_json(dict(value)).decode()
+    text = encode_json(dict(value)).decode()
+    size = len(text.encode())
+    if size > MAX_HEADER_BYTES:
+        raise PayloadError(field, f"has {size} bytes as JSON, the limit is {MAX_HEADER_BYTES}")
+    return text
 
 
 def check_whole(field: str, value: object, *, most: int) -> int:

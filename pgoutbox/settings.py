@@ -75,7 +75,7 @@ class Settings(BaseSettings):
         description="How often one worker of the fleet makes partitions and obeys the rules of retention. 0: never.",
     )
     max_payload_bytes: int = Field(
-        1_000_000, ge=1, le=200_000_000, description="Largest payload that enqueue accepts, as UTF-8 JSON."
+        1_000_000, ge=1, le=16_777_216, description="Largest payload that enqueue accepts, in bytes of UTF-8 JSON."
     )
     encryption_keys: SecretStr | None = Field(
         None,

@@ -85,13 +85,14 @@ BAD_NAMES = (
 )  # fmt: skip
 BAD_HEADERS: tuple[object, ...] = (
     None, [], "a", 1, {"a": 1}, {"a": None}, {"a": {"b": "c"}}, {"": "a"}, {"a\n": "b"}, {"a": "b\r\nBcc: c"},
-    {"a": "\x7f"}, {f"h{n}": "" for n in range(65)},
+    {"a": "\x7f"}, {f"h{n}": "" for n in range(65)}, {"a": "x" * 65_536},
 )  # fmt: skip
 BAD_ARGUMENTS: list[tuple[str, object, str]] = [
     ("topic", None, "22004"),
     ("payload", None, "22004"),
     *(("topic", name, "22023") for name in BAD_NAMES),
     *(("queue", name, "22023") for name in BAD_NAMES),
+    ("payload", json.dumps("x" * 2**24), "22023"),
     *((key, text, "22023") for key in ("coalesce_key", "dedupe_key", "ordering_key") for text in ("", "é" * 257)),
     *(
         ("destination", uri, "22023")
@@ -198,7 +199,7 @@ FROM (
 NAMES = st.sampled_from((None, "a" * 63, "a" * 64)) | st.text("aZ9_.- \né", max_size=4)
 ANY: Mapping[str, st.SearchStrategy[object]] = {
     "topic": NAMES,
-    "payload": st.sampled_from((None, "null", "{}")),
+    "payload": st.sampled_from((None, "null", "{}", json.dumps("x" * 65_000))),
     "queue": NAMES,
     "max_attempts": st.sampled_from((None, 0, 1, 10_000, 10_001)),
 }
@@ -292,6 +293,27 @@ def test_no_items_are_no_rows(rolled_back: psycopg.Connection) -> None:
     assert (
         rolled_back.execute("SELECT * FROM pgoutbox.enqueue_many(ARRAY[]::text[], ARRAY[]::jsonb[])").fetchall() == []
     )
+
+
+def test_a_large_payload_is_accepted_up_to_its_limit(rolled_back: psycopg.Connection) -> None:
+    for statement in (ENQUEUE, ENQUEUE_MANY):
+        rolled_back.execute(statement, {**SOUND, "payload": json.dumps("x" * (2**24 - 2))})
+    sizes = rolled_back.execute("SELECT octet_length(payload::text) FROM pgoutbox.message WHERE topic = 'mail'")
+    assert sizes.fetchall() == [(2**24,), (2**24,)]
+
+
+def test_a_payload_that_a_table_holds_compressed_is_measured_by_its_text(rolled_back: psycopg.Connection) -> None:
+    rolled_back.execute("CREATE TEMP TABLE source AS SELECT to_jsonb(repeat('x', 17000000)) AS payload")
+    assert scalar(rolled_back, "SELECT pg_column_size(payload) < 1000000 FROM source")
+    with pytest.raises(errors.InvalidParameterValue, match="payload: must not have more than 16777216 bytes"):
+        rolled_back.execute("SELECT pgoutbox.enqueue('mail', payload) FROM source")
+
+
+def test_the_content_of_a_fan_out_has_the_limit_of_a_payload(rolled_back: psycopg.Connection) -> None:
+    with pytest.raises(errors.InvalidParameterValue, match="content: must not have more than 16777216 bytes"):
+        rolled_back.execute(
+            "SELECT pgoutbox.enqueue_fanout('mail', '1', ARRAY['tel:1'], content => to_jsonb(repeat('x', 17000000)))"
+        )
 
 
 # --- what is written --------------------------------------------------------------------------------------------------

@@ -13,7 +13,9 @@ import pytest
 from pgoutbox.drafts import (
     CHUNK_ROWS,
     Draft,
+    NewMessage,
     Topic,
+    carrying,
     check_key,
     check_name,
     check_whole,
@@ -196,10 +198,17 @@ def test_any_other_destination_is_refused(uri: object) -> None:
         ({"a": "\0"}, "headers.a: must be text without control characters"),
         ({"a": "\udc80"}, "headers.a: must be text without control characters"),
         ({f"h{n}": "" for n in range(65)}, "headers: has 65 entries, the limit is 64"),
+        ({"a": "é" * 32_768}, "headers: has 65544 bytes as JSON, the limit is 65536"),
     ],
 )
 def test_headers_that_are_not_plain_texts_are_refused(headers: object, problem: str) -> None:
     assert refusal(headers=headers) == problem
+
+
+def test_a_trace_does_not_push_large_headers_over_their_limit() -> None:
+    headers = {"a": "x" * 65_520}
+    message = carrying(NewMessage("mail", 1, headers=headers), {"traceparent": "00-1-2-01"})
+    assert draft_of("mail", 1, headers=message.headers).headers == json.dumps(headers, separators=(",", ":"))
 
 
 def test_sixty_four_headers_are_accepted() -> None:
