@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psycopg
-from psycopg.errors import LockNotAvailable
+from psycopg.errors import (
+    DuplicateSchema,
+    DuplicateTable,
+    InvalidSchemaName,
+    LockNotAvailable,
+    UndefinedTable,
+    UniqueViolation,
+)
 
 from pgoutbox import connections
 from pgoutbox.errors import ConfigurationError, MissingExtraError, SchemaError
@@ -35,7 +42,30 @@ DEFAULT_LOCK_TIMEOUT_SECONDS = 5.0
 
 _MIGRATIONS = Path(__file__).parent / "migrations"
 _MINIMUM_SERVER_VERSION = 150000
-_LOCK_KEY = int.from_bytes(b"pgoutbox")  # The one-argument key space; the doorbell's keys are in the other one.
+_NOTICED_AFTER_MS = 100  # So long another run may have the lock before it is reported.
+
+# As Alembic makes it. Only its owner may lock it; an advisory lock would be free for every login of the database.
+_CREATE_VERSION_TABLE = """
+CREATE TABLE pgoutbox.alembic_version (
+    version_num varchar(32) NOT NULL,
+    CONSTRAINT alembic_version_pkc PRIMARY KEY (version_num)
+)
+"""
+_LOCK_VERSION_TABLE = "LOCK TABLE pgoutbox.alembic_version IN SHARE ROW EXCLUSIVE MODE"
+_LOCK_HOLDER = """
+SELECT concat_ws(', ', 'process ' || a.pid, 'user ' || a.usename, 'application ' || nullif(a.application_name, ''))
+FROM pg_catalog.pg_locks AS l
+JOIN pg_catalog.pg_database AS d ON d.oid = l.database AND d.datname = current_database()
+JOIN pg_catalog.pg_stat_activity AS a ON a.pid = l.pid
+WHERE l.relation = to_regclass('pgoutbox.alembic_version')
+    AND l.granted
+    AND l.mode <> 'AccessShareLock'
+LIMIT 1
+"""
+
+_LOST_TO_ANOTHER_RUN = (
+    LockNotAvailable, UniqueViolation, DuplicateSchema, DuplicateTable, UndefinedTable, InvalidSchemaName,
+)  # fmt: skip
 
 # Alembic keeps the revision that runs in module-level state, so within a process only one may run at a time.
 _alembic_state = threading.Lock()
@@ -56,14 +86,12 @@ def upgrade(
 
         upgrade("postgresql://app@localhost/app", report=print)
     """
-    with _migration(dsn, report, lock_timeout_seconds) as connection:
+    with _migration(dsn, report, lock_timeout_seconds, creates=True) as connection:
         if _revision_of(connection) is None and _has_tables(connection):
             raise SchemaError(
                 f"the tables in schema {SCHEMA} belong to another Alembic history; "
                 "run `alembic upgrade heads` in the application that created them"
             )
-        if not _exists(connection, SCHEMA):
-            _execute(connection, "CREATE SCHEMA pgoutbox")
         _run_alembic("upgrade", _config(connection), revision)
         if missing := _set_up_roles(connection):
             (report or _log.info)(
@@ -156,11 +184,13 @@ def include_name(name: str | None, type_: str, parent_names: Mapping[str, str | 
 
 
 @contextlib.contextmanager
-def _migration(dsn: str, report: Callable[[str], None] | None, lock_timeout_seconds: float) -> Iterator[Connection]:
+def _migration(
+    dsn: str, report: Callable[[str], None] | None, lock_timeout_seconds: float, *, creates: bool = False
+) -> Iterator[Connection]:
     """The one transaction of a run, with the lock that keeps other runs out until it ends."""
     with _transaction(dsn) as connection:
         _require_server_version(connection)
-        _lock_out_other_migrations(connection, report or _log.info)
+        _lock_out_other_migrations(connection, report or _log.info, creates=creates)
         _execute(connection, f"SET LOCAL lock_timeout = '{max(1, round(lock_timeout_seconds * 1000))}ms'")
         with _alembic_state:
             yield connection
@@ -201,13 +231,40 @@ def _transaction(dsn: str) -> Iterator[Connection]:
         engine.dispose()
 
 
-def _lock_out_other_migrations(connection: Connection, report: Callable[[str], None]) -> None:
+def _lock_out_other_migrations(connection: Connection, report: Callable[[str], None], *, creates: bool) -> None:
     # The lock belongs to the transaction rather than the session, so it also works through a transaction pooler and
     # cannot outlive the run.
-    key = {"key": _LOCK_KEY}
-    if not connection.scalar(_sql("SELECT pg_try_advisory_xact_lock(CAST(:key AS bigint))"), key):
-        report("another migration is running; waiting")
-        connection.execute(_sql("SELECT pg_advisory_xact_lock(CAST(:key AS bigint))"), key)
+    _execute(connection, f"SET LOCAL lock_timeout = {_NOTICED_AFTER_MS}")
+    if _has_version_table_locked(connection, creates=creates):
+        return
+    holder = connection.scalar(_sql(_LOCK_HOLDER))
+    report("another migration is running" + (f" ({holder})" if holder else "") + "; waiting")
+    _execute(connection, "SET LOCAL lock_timeout = 0")
+    while not _has_version_table_locked(connection, creates=creates):
+        pass  # Each time another run has just made or dropped it, and has ended.
+
+
+def _has_version_table_locked(connection: Connection, *, creates: bool) -> bool:
+    """Lock the version table, and make it first with `creates`; False if another run was faster or is at work.
+
+    Without `creates` nothing is locked where there is no table, and never in a schema of a host's history.
+    """
+    from sqlalchemy.exc import DBAPIError
+
+    try:
+        with connection.begin_nested():
+            if creates and not _exists(connection, SCHEMA):
+                _execute(connection, "CREATE SCHEMA pgoutbox")
+            has_versions = _has_table(connection, VERSION_TABLE)
+            if creates and not has_versions and not _has_tables(connection):
+                _execute(connection, _CREATE_VERSION_TABLE)
+            elif has_versions:
+                _execute(connection, _LOCK_VERSION_TABLE)
+    except DBAPIError as error:
+        if isinstance(error.orig, _LOST_TO_ANOTHER_RUN):
+            return False
+        raise
+    return True
 
 
 def _require_server_version(connection: Connection) -> None:
@@ -231,9 +288,12 @@ def _set_up_roles(connection: Connection) -> list[str] | None:
 
 
 def _has_tables(connection: Connection) -> bool:
-    return _exists(connection, SCHEMA) and bool(
-        connection.scalar(_sql("SELECT to_regclass('pgoutbox.message') IS NOT NULL"))
-    )
+    return _has_table(connection, "message")
+
+
+def _has_table(connection: Connection, name: str) -> bool:
+    query = _sql("SELECT to_regclass('pgoutbox.' || :name) IS NOT NULL")
+    return bool(connection.scalar(query, {"name": name}))
 
 
 def _exists(connection: Connection, schema: str) -> bool:

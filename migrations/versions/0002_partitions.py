@@ -3,8 +3,8 @@ agree on about it.
 
 The functions run with the rights of the schema's owner, so that a worker needs none of them. Names in their dynamic SQL
 are made by them, or come from the catalog. As in the first revision no statement contains a percent sign, so names are
-quoted by quote_ident. Times are read and written as text there: UTC and ISO are the only unambiguous choice. The key of
-the advisory lock is that of migrations: the schema is changed by one session at a time.
+quoted by quote_ident. Times are read and written as text there: UTC and ISO are the only unambiguous choice. Each of
+them locks the table retired first, which only the owner may. An advisory lock would be free for every login.
 """
 
 from __future__ import annotations
@@ -133,9 +133,11 @@ DECLARE
     weekly boolean;
     made text;
 BEGIN
-    IF NOT pg_try_advisory_xact_lock(8099565005103591288) THEN
+    BEGIN
+        LOCK TABLE pgoutbox.retired IN SHARE ROW EXCLUSIVE MODE NOWAIT;
+    EXCEPTION WHEN lock_not_available THEN
         RETURN NULL;
-    END IF;
+    END;
     SELECT
         coalesce(
             bool_or(r.keep IS NULL)
@@ -215,9 +217,11 @@ BEGIN
             ERRCODE = 'invalid_transaction_state',
             HINT = 'Use READ COMMITTED.';
     END IF;
-    IF NOT pg_try_advisory_xact_lock(8099565005103591288) THEN
+    BEGIN
+        LOCK TABLE pgoutbox.retired IN SHARE ROW EXCLUSIVE MODE NOWAIT;
+    EXCEPTION WHEN lock_not_available THEN
         RETURN 'busy';
-    END IF;
+    END;
     SELECT p.lower_at, p.upper_at
     INTO found_lower_at, found_upper_at
     FROM pgoutbox.partitions() AS p
@@ -257,9 +261,11 @@ DECLARE
     first_id bigint;
     last_id bigint;
 BEGIN
-    IF NOT pg_try_advisory_xact_lock(8099565005103591288) THEN
+    BEGIN
+        LOCK TABLE pgoutbox.retired IN SHARE ROW EXCLUSIVE MODE NOWAIT;
+    EXCEPTION WHEN lock_not_available THEN
         RETURN;
-    END IF;
+    END;
     SELECT r.* INTO chosen FROM pgoutbox.retired AS r ORDER BY r.name LIMIT 1 FOR UPDATE;
     IF NOT FOUND THEN
         RETURN;

@@ -748,7 +748,7 @@ DECLARE
     missing text[] := '{}';
     wanted text;
 BEGIN
-    PERFORM pg_advisory_xact_lock(8099565005103591288); -- That of migrations: two who grant at once fail.
+    LOCK TABLE pgoutbox.retired IN SHARE ROW EXCLUSIVE MODE; -- Of two who grant at once one would fail.
     PERFORM pgoutbox.hand_over();
     FOREACH wanted IN ARRAY ARRAY['pgoutbox_producer', 'pgoutbox_worker', 'pgoutbox_operator', 'pgoutbox_viewer'] LOOP
         IF to_regrole(wanted) IS NULL THEN

@@ -326,8 +326,17 @@ def check_slots(patient: Patient) -> Iterator[Note]:
 
 
 def check_notify(patient: Patient) -> Iterator[Note]:
-    """How full the server's queue of notifications is."""
+    """How full the server's queue of notifications is, and whether a stranger holds a bell."""
     usage = patient.ask_one(sql.NOTIFY_QUEUE_USAGE)["usage"]
+    for holder in patient.ask(sql.FOREIGN_BELL_HOLDERS):
+        yield warning(
+            f"a session that is no listener of pgoutbox holds the bell of a queue: {holder['name']}",
+            "workers poll instead of being woken"
+            if holder["is_shared"]
+            else "every enqueue in that queue notifies, which takes a lock of the whole server",
+            "it may be a pooled session that a listener left behind; as its role or a superuser: "
+            f"SELECT pg_terminate_backend({holder['pid']});",
+        )
     if usage < patient.limits.notify_warning:
         yield ok(f"the queue of notifications is {usage:.1%} full")
         return

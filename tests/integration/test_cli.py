@@ -352,7 +352,7 @@ class TestMigrate:
 
     def test_ctrl_c_leaves_nothing_behind(self, empty_dsn: str, connect: Connect) -> None:
         with psycopg.connect(empty_dsn) as gate:
-            gate.execute("SELECT pg_advisory_xact_lock(%s)", (migrate._LOCK_KEY,))
+            gate.execute("CREATE SCHEMA pgoutbox")
             process = subprocess.Popen(
                 in_foreground("-m", "pgoutbox", "migrate"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
             )

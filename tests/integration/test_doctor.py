@@ -11,7 +11,7 @@ import re
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, LiteralString, cast
 
 import psycopg
 import pytest
@@ -676,6 +676,30 @@ def test_a_sequence_behind_the_messages_is_a_problem_that_the_named_statement_fi
     db.execute(statement_of(finding))
     assert levels(found(dsn, "sequence")) == ["ok"]
     assert enqueue(db) == newest + 1
+
+
+@pytest.mark.parametrize(
+    ("lock", "why"),
+    [("pg_advisory_lock_shared", "workers poll"), ("pg_advisory_lock", "every enqueue in that queue notifies")],
+)
+def test_a_stranger_who_holds_a_bell_is_named(dsn: str, connect: Connect, lock: LiteralString, why: str) -> None:
+    assert levels(found(dsn, "notify")) == ["ok"]
+    stranger = connect(autocommit=True)
+    stranger.execute("SET application_name = 'stranger'")
+    stranger.execute(sql.SQL("SELECT {}(1885826146, hashtext('default'))").format(sql.SQL(lock)))
+    pid = stranger.info.backend_pid
+    expect(
+        found(dsn, "notify"),
+        Level.WARNING,
+        f"holds the bell of a queue: process {pid}, user {stranger.info.user}, application stranger",
+        f"pg_terminate_backend({pid})",
+        why,
+    )
+
+
+def test_a_producer_who_shares_a_bell_in_a_transaction_is_no_stranger(dsn: str, connect: Connect) -> None:
+    enqueue(connect())
+    assert levels(found(dsn, "notify")) == ["ok"]
 
 
 def test_a_sequence_with_a_cache_is_a_problem_that_the_named_statement_fixes(dsn: str, db: psycopg.Connection) -> None:

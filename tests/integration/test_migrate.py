@@ -20,6 +20,7 @@ from psycopg import sql as composable
 from pgoutbox import migrate
 from pgoutbox.embedded import embedded_server
 from pgoutbox.errors import SchemaError
+from tests.partitions import drop_partitions
 from tests.roles import login
 
 if TYPE_CHECKING:
@@ -173,23 +174,57 @@ class TestAlone:
         migrate.upgrade(f"{empty_dsn}&options={quote(options)}")
         assert catalog(empty_dsn) == catalog(dsn)
 
-    def test_of_two_upgrades_at_once_one_says_that_it_waits(self, empty_dsn: str) -> None:
+    @pytest.mark.parametrize("has_schema", [False, True])
+    def test_of_upgrades_at_once_the_others_say_that_they_wait(self, empty_dsn: str, has_schema: bool) -> None:
         reports: queue.Queue[str] = queue.Queue()
-        with ThreadPoolExecutor() as threads, psycopg.connect(empty_dsn) as gate:
-            # Whichever run comes first waits here for the name, and the other one waits for the first.
-            gate.execute("CREATE SCHEMA pgoutbox")
+        with psycopg.connect(empty_dsn) as gate, ThreadPoolExecutor() as threads:
+            # As a run that has just begun.
+            if has_schema:
+                gate.execute("CREATE SCHEMA pgoutbox")
+                gate.commit()
+            gate.execute((b"" if has_schema else b"CREATE SCHEMA pgoutbox; ") + migrate._CREATE_VERSION_TABLE.encode())
             runs = [
                 threads.submit(migrate.upgrade, empty_dsn, report=reports.put, lock_timeout_seconds=60)
                 for _ in range(2)
             ]
             try:
-                assert reports.get(timeout=50) == "another migration is running; waiting"
+                for _ in runs:
+                    assert reports.get(timeout=50) == "another migration is running; waiting"
             finally:
                 gate.rollback()
             for run in runs:
                 run.result()
         assert reports.empty()
         assert migrate.current(empty_dsn) == migrate.head()
+
+    def test_who_waits_for_a_migration_names_the_session_that_runs_it(self, dsn: str) -> None:
+        reports: queue.Queue[str] = queue.Queue()
+        with psycopg.connect(dsn, application_name="deploy") as gate, ThreadPoolExecutor() as threads:
+            gate.execute(migrate._LOCK_VERSION_TABLE.encode())
+            run = threads.submit(migrate.downgrade, dsn, "base", report=reports.put)
+            try:
+                assert reports.get(timeout=50) == (
+                    f"another migration is running (process {gate.info.backend_pid}, user {gate.info.user}, "
+                    "application deploy); waiting"
+                )
+                gate.execute("DROP TABLE pgoutbox.alembic_version")  # As one that goes down to base.
+            finally:
+                gate.commit()
+            run.result()
+        assert migrate.current(dsn) is None
+
+    def test_no_lock_of_a_login_without_rights_holds_up_a_migration_or_a_partition(self, dsn: str) -> None:
+        with login(dsn) as theirs, psycopg.connect(theirs, autocommit=True) as stranger:
+            stranger.execute("SELECT pg_advisory_lock(%s)", [int.from_bytes(b"pgoutbox")])
+            for table in ("alembic_version", "retired"):
+                with pytest.raises(psycopg.errors.InsufficientPrivilege), stranger.transaction():
+                    stranger.execute(f"LOCK TABLE pgoutbox.{table} IN SHARE ROW EXCLUSIVE MODE".encode())
+            reports: list[str] = []
+            migrate.upgrade(dsn, report=reports.append)
+            assert reports == []
+            with psycopg.connect(dsn, autocommit=True) as db:
+                drop_partitions(db)
+                assert db.execute("SELECT pgoutbox.make_partition() IS NOT NULL").fetchone() == (True,)
 
     def test_a_lock_held_by_the_application_ends_the_run_and_changes_nothing(self, dsn: str) -> None:
         before = catalog(dsn)

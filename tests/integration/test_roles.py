@@ -405,6 +405,8 @@ WRITES: Final = (
     "TRUNCATE pgoutbox.message_live",
     "TRUNCATE pgoutbox.attempt",
     "DO 'BEGIN LOCK TABLE pgoutbox.message_live IN ACCESS EXCLUSIVE MODE; END'",
+    "DO 'BEGIN LOCK TABLE pgoutbox.retired IN SHARE ROW EXCLUSIVE MODE; END'",
+    "DO 'BEGIN LOCK TABLE pgoutbox.alembic_version IN SHARE ROW EXCLUSIVE MODE; END'",
     "SELECT nextval('pgoutbox.message_id_seq')",
     "SELECT s.last_value FROM pgoutbox.message_id_seq AS s",
     "SELECT setval('pgoutbox.message_id_seq', 1)",
