@@ -23,7 +23,7 @@ from pgoutbox.link import is_passing
 from pgoutbox.message import AttemptOutcome, Message, Permanent, Sent, Skip, Snooze, State, Transient, Unavailable
 from pgoutbox.redaction import redact_text
 from pgoutbox.refusals import Refusals
-from pgoutbox.slots import RELEASED, AlreadyFinished, Ending, Released
+from pgoutbox.slots import RELEASED, Abandoned, AlreadyFinished, Ending, Released
 from pgoutbox.store import ClaimedRow, Store, Verdict
 from pgoutbox.telemetry import Event, Telemetry, event_of_state
 
@@ -139,11 +139,9 @@ class Finisher:
             match ending:
                 case Sent():
                     sent.append(context)
-                case AlreadyFinished():
+                case AlreadyFinished() | Abandoned():
                     self._let_go(context)
-                    self._telemetry.count(Event.SENT)
-                    if self._telemetry.measures is not None:
-                        self._telemetry.measures.sent([context.message])
+                    self._note_unwritten(context.message, ending)
                 case _:
                     verdicts[context] = _verdict_of_any(context, ending, self._redacted_names)
         if sent:
@@ -160,6 +158,15 @@ class Finisher:
         keyed = [c.message for c, _ in batch if c.message.coalesce_key is not None]
         if keyed:
             await self._wake_successors(keyed)
+
+    def _note_unwritten(self, message: Message[object], ending: AlreadyFinished | Abandoned) -> None:
+        if isinstance(ending, Abandoned):
+            text = "worker stopped and the handler runs on; the lease is left to expire"
+            self._report(logging.WARNING, Event.ATTEMPT_ABANDONED, text, message)
+            return
+        self._telemetry.count(Event.SENT)
+        if self._telemetry.measures is not None:
+            self._telemetry.measures.sent([message])
 
     def _collect_again(self, locked: Sequence[tuple[Context, Ending]]) -> None:
         self._endings.extend(locked)

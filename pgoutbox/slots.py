@@ -1,9 +1,12 @@
 """Runs attempts, so many at a time. A slot is a task that takes one attempt after the other: a handler that returns at
 once costs no task, no timer and no turn of the event loop.
 
-What came out of an attempt goes to `on_outcome`, exactly once for each attempt that was put in. A thread that outlives
-its timeout keeps its slot, so that the number of running handlers is never more than was asked for; `on_free` tells
-that it has ended.
+Each attempt that was put in has one ending, which goes to `on_outcome`.
+
+A handler that cannot be stopped (in a thread, or ignoring its cancellation) keeps its message after its timeout: while
+it may still succeed, no other attempt begins, and its real outcome counts. After `overtime_seconds` more the attempt
+ends as timed out. The handler then keeps its slot, so that no more handlers run than were asked for, until it ends,
+which `on_free` tells.
 """
 
 from __future__ import annotations
@@ -37,9 +40,15 @@ class AlreadyFinished:
     """The attempt wrote its own end, in the handler's transaction, or has no message any more."""
 
 
+@dataclass(frozen=True, slots=True)
+class Abandoned:
+    """The worker ends and the handler runs on: nobody may write an outcome, and the lease is left to expire."""
+
+
 RELEASED: Final = Released()
 ALREADY_FINISHED: Final = AlreadyFinished()
-Ending = Outcome | Released | AlreadyFinished
+ABANDONED: Final = Abandoned()
+Ending = Outcome | Released | AlreadyFinished | Abandoned
 
 Work = Sequence[Context]
 ThreadWatch = Callable[[Future[object]], None]
@@ -52,13 +61,20 @@ class Runner(Protocol):
 
 
 class _Slot:
-    __slots__ = ("deadline", "task", "thread", "timed_out")
+    __slots__ = ("deadline", "is_abandoned", "is_overdue", "task", "thread", "timed_out", "work")
 
     def __init__(self, task: asyncio.Task[None]) -> None:
         self.task = task
         self.deadline: float | None = None
-        self.timed_out = False
+        self.is_overdue = False  # The attempt has passed its timeout.
+        self.timed_out = False  # It was cancelled because of that.
+        self.is_abandoned = False  # It has its ending, and its handler runs on.
         self.thread: Future[object] | None = None
+        self.work: Work = ()  # Its messages, until they have an ending.
+
+    @property
+    def runs_in_thread(self) -> bool:
+        return self.thread is not None and not self.thread.done()
 
     def watch_thread(self, thread: Future[object]) -> None:
         self.thread = thread
@@ -73,6 +89,7 @@ class Slots:
         *,
         concurrency: int,
         default_timeout_seconds: float | None,
+        overtime_seconds: float,
         on_outcome: Callable[[Context, Ending], None],
         on_free: Callable[[], None],
         telemetry: Telemetry,
@@ -81,6 +98,7 @@ class Slots:
         self._on_free = on_free
         self._concurrency = concurrency
         self._default_timeout_seconds = default_timeout_seconds
+        self._overtime_seconds = overtime_seconds
         self._on_outcome = on_outcome
         self._telemetry = telemetry
         self._measured: list[Attempted] | None = None if telemetry.measures is None else []
@@ -97,7 +115,7 @@ class Slots:
 
     @property
     def capacity(self) -> int:
-        """How many attempts can run at once: slots whose threads outlived their timeouts do not count."""
+        """How many attempts can run at once: slots of handlers that outlived their attempts do not count."""
         return self._concurrency - self._outlived_count
 
     @property
@@ -107,7 +125,7 @@ class Slots:
 
     @property
     def outlived_count(self) -> int:
-        """Slots whose threads outlived their timeouts."""
+        """Slots of handlers that outlived their attempts."""
         return self._outlived_count
 
     @property
@@ -138,12 +156,17 @@ class Slots:
         waiting, self._ready = self._ready, deque()
         for work, put_at in waiting:
             if may_go is None or all(map(may_go, work)):
-                self._end(work, RELEASED, was_running=False)
+                self._ready_count -= len(work)
+                for context in work:
+                    self._end(context, RELEASED)
             else:
                 self._ready.append((work, put_at))
 
     async def stop(self) -> None:
-        """Cancel what is running, which releases it, and end the slots."""
+        """Cancel running handlers and end the slots.
+
+        Handlers that can be cancelled release their messages; the others are abandoned.
+        """
         self._stopping = True
         if self._timer is not None:
             self._timer.cancel()
@@ -207,55 +230,68 @@ class Slots:
 
     async def _attempt(self, slot: _Slot, work: Work) -> None:
         timeout = work[0].handler.timeout_seconds or self._default_timeout_seconds
+        slot.work = work
+        slot.thread = None
         if timeout is not None:
             self._set_deadline(slot, timeout)
-        slot.thread = None
         try:
             endings = await self._run(work, slot.watch_thread)
         except asyncio.CancelledError:
-            if not slot.timed_out:
-                self._end(work, unless_on_hold(work, RELEASED, "stopped with its worker"), was_running=True)
+            if slot.timed_out:
+                self._end_running(slot, self._timed_out(work))
+            else:
+                stopped = unless_on_hold(work, RELEASED, "stopped with its worker")
+                self._end_running(slot, ABANDONED if slot.runs_in_thread else stopped)
                 raise
-            reason = f"timed out after {timeout:g} s"
-            self._end(work, unless_on_hold(work, Transient(reason), reason), was_running=True)
         except Exception as error:  # noqa: BLE001 - the slot serves other messages too
-            self._end(work, Transient(describe(error)), was_running=True)
+            self._end_running(slot, Transient(describe(error)))
         else:
-            self._running_count -= len(work)
-            for context, ending in zip(work, endings, strict=True):
-                if not context.done:
-                    context.done = True
-                    self._on_outcome(context, ending)
+            if slot.work:
+                self._running_count -= len(work)
+                for context, ending in zip(work, endings, strict=True):
+                    self._end(context, ending)
         slot.deadline = None
-        if slot.timed_out:
-            await self._outlive(slot)
+        if slot.is_overdue:
+            await self._outlive(slot, work)
 
-    def _end(self, work: Work, ending: Ending, *, was_running: bool) -> None:
-        if was_running:
-            self._running_count -= len(work)
-        else:
-            self._ready_count -= len(work)
+    def _end_running(self, slot: _Slot, ending: Ending) -> None:
+        work, slot.work = slot.work, ()
+        self._running_count -= len(work)
         for context in work:
-            if not context.done:
-                context.done = True
-                self._on_outcome(context, ending)
+            self._end(context, ending)
 
-    async def _outlive(self, slot: _Slot) -> None:
-        slot.timed_out = False
+    def _end(self, context: Context, ending: Ending) -> None:
+        if not context.done:
+            context.done = True
+            self._on_outcome(context, ending)
+
+    def _timed_out(self, work: Work) -> Ending:
+        timeout = work[0].handler.timeout_seconds or self._default_timeout_seconds
+        reason = f"timed out after {timeout:g} s"
+        return unless_on_hold(work, Transient(reason), reason)
+
+    async def _outlive(self, slot: _Slot, work: Work) -> None:
+        """Make the slot ready for the next attempt, once the handler that passed its timeout has ended."""
+        slot.is_overdue = slot.timed_out = False
         while slot.task.uncancel():
             pass
-        if slot.thread is not None and not slot.thread.done():
-            self._telemetry.report(
-                logging.ERROR, Event.ATTEMPT_ABANDONED, "handler runs on in its thread after its timeout"
-            )
-            self._outlived_count += 1
+        if slot.runs_in_thread:
+            self._abandon(slot, work)
+        if slot.is_abandoned:
             try:
-                if self.capacity == 0:
-                    self.give_back()
-                await asyncio.wait([asyncio.wrap_future(_end_of(slot.thread))])
+                if slot.thread is not None:
+                    await asyncio.wait([asyncio.wrap_future(_end_of(slot.thread))])
             finally:
+                slot.is_abandoned = False
                 self._outlived_count -= 1
                 self._on_free()
+
+    def _abandon(self, slot: _Slot, work: Work) -> None:
+        slot.is_abandoned = True
+        self._outlived_count += 1
+        self._report(logging.ERROR, Event.ATTEMPT_ABANDONED, "attempt timed out, its handler runs on", work)
+        if self.capacity == 0:
+            self.give_back()
 
     def _set_deadline(self, slot: _Slot, timeout: float) -> None:
         loop = asyncio.get_running_loop()
@@ -266,19 +302,35 @@ class Slots:
             self._timer = loop.call_at(slot.deadline, self._end_overdue)
 
     def _end_overdue(self) -> None:
-        loop = asyncio.get_running_loop()
-        now = loop.time()
-        earliest: float | None = None
+        now = asyncio.get_running_loop().time()
         for slot in self._slots:
-            if slot.deadline is None:
-                continue
-            if slot.deadline <= now:
-                slot.deadline = None
-                slot.timed_out = True
-                slot.task.cancel()
-            elif earliest is None or slot.deadline < earliest:
-                earliest = slot.deadline
-        self._timer = None if earliest is None else loop.call_at(earliest, self._end_overdue)
+            if slot.deadline is not None and slot.deadline <= now:
+                slot.deadline = None if slot.is_abandoned else now + self._overtime_seconds
+                self._overrun(slot)
+        deadlines = [slot.deadline for slot in self._slots if slot.deadline is not None]
+        self._timer = asyncio.get_running_loop().call_at(min(deadlines), self._end_overdue) if deadlines else None
+
+    def _overrun(self, slot: _Slot) -> None:
+        """A deadline has passed: at first that of the attempt, then that of its overtime."""
+        work = slot.work
+        if slot.runs_in_thread and not slot.is_overdue:
+            slot.is_overdue = True
+            self._report(
+                logging.WARNING, Event.ATTEMPT_OVERDUE, "handler runs on in its thread after its timeout", work
+            )
+        elif not slot.timed_out:
+            slot.is_overdue = slot.timed_out = True
+            slot.task.cancel()
+        elif work:
+            self._end_running(slot, self._timed_out(work))  # It ignores its cancellation.
+            self._abandon(slot, work)
+
+    def _report(self, level: int, event: Event, text: str, work: Work) -> None:
+        for context in work:
+            message = context.message
+            self._telemetry.report(
+                level, event, text, message_id=message.id, topic=message.topic, attempt_count=context.attempt_count
+            )
 
 
 def unless_on_hold(work: Work, ending: Ending, reason: str) -> Ending:

@@ -34,6 +34,7 @@ class Event(enum.StrEnum):
     LEASE_EXPIRED = "lease_expired"
     LEASE_LOST = "lease_lost"
     ATTEMPT_OVERTAKEN = "attempt_overtaken"
+    ATTEMPT_OVERDUE = "attempt_overdue"
     ATTEMPT_ABANDONED = "attempt_abandoned"
     FINISH_REFUSED = "finish_refused"
     TOPIC_HALTED = "topic_halted"

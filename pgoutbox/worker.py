@@ -41,7 +41,7 @@ from pgoutbox.observer import Observer
 from pgoutbox.outage import Outage
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import Settings
-from pgoutbox.slots import RELEASED, Slots, unless_on_hold
+from pgoutbox.slots import ABANDONED, Slots
 from pgoutbox.store import ClaimedRow, Store
 from pgoutbox.telemetry import Event, Telemetry
 from pgoutbox.transports import Transport
@@ -264,6 +264,7 @@ class Worker:
             self._attempts.run,
             concurrency=settings.concurrency,
             default_timeout_seconds=settings.handler_timeout_seconds,
+            overtime_seconds=settings.lease_seconds,
             on_outcome=self._finisher.collect,
             on_free=self._note_progress,
             telemetry=self.telemetry,
@@ -314,7 +315,7 @@ class Worker:
         await self._slots.stop()
         for context in [context for context in self._held.values() if not context.done]:
             context.done = True  # Its handler has ignored its cancellation.
-            self._finisher.collect(context, unless_on_hold((context,), RELEASED, "stopped with its worker"))
+            self._finisher.collect(context, ABANDONED)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(5.0, deadline - asyncio.get_running_loop().time())):
                 await self._until_idle(finished=True)

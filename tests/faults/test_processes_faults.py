@@ -337,7 +337,7 @@ def test_a_signal_that_comes_while_a_process_is_being_started_reaches_it(
 async def test_a_message_whose_handler_hangs_in_its_thread_is_delivered_by_another_worker(
     dsn: str, db: psycopg.Connection
 ) -> None:
-    outbox = Outbox(settings_for(dsn, concurrency=1))
+    outbox = Outbox(settings_for(dsn, concurrency=1, lease_seconds=2))
     let_go, late_delivered = threading.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     delivered: list[tuple[int, int]] = []

@@ -11,6 +11,7 @@ import psycopg
 import pytest
 
 from pgoutbox import Context, Message, Outbox, RetryPolicy, Sent, Transient, operations
+from pgoutbox.message import State
 from pgoutbox.operations import Rate
 from pgoutbox.store import Verdict
 from pgoutbox.worker import QueueShare, Worker
@@ -24,7 +25,7 @@ from tests.outbox_actions import (
     drained,
     enqueue,
     finish,
-    row_of,
+    lapse,
     rows_of,
     running,
     settings_for,
@@ -35,6 +36,7 @@ from tests.waiting import until
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pgoutbox.dispatch import OnUnknown
     from pgoutbox.message import Outcome
 
 
@@ -52,13 +54,14 @@ def quick(dsn: str, *topics: str, **settings: object) -> Outbox:
 # --- endings of stopped handlers --------------------------------------------------------------------------------------
 
 
-async def test_what_is_held_on_an_unknown_outcome_is_held_though_its_handler_outlives_the_worker(
-    dsn: str, db: psycopg.Connection
+@pytest.mark.parametrize(("on_unknown", "ends"), [("hold", State.FAILED), ("retry", State.SENDING)])
+async def test_a_message_whose_handler_outlives_the_worker_waits_for_the_end_of_its_lease(
+    dsn: str, db: psycopg.Connection, on_unknown: OnUnknown, ends: State
 ) -> None:
     outbox = Outbox(settings_for(dsn, shutdown_grace_seconds=0))
     has_begun, may_end = asyncio.Event(), asyncio.Event()
 
-    @outbox.handler("greet", on_unknown="hold")
+    @outbox.handler("greet", on_unknown=on_unknown)
     async def greet(message: Message, ctx: Context) -> None:
         has_begun.set()
         try:
@@ -72,7 +75,10 @@ async def test_what_is_held_on_an_unknown_outcome_is_held_though_its_handler_out
             await has_begun.wait()
     finally:
         may_end.set()
-    assert (state_of(db, message_id), row_of(db, message_id).attempt_count) == ("failed", 1)
+    hold_topics = ["greet"] if on_unknown == "hold" else []
+    assert claim(db, hold_topics=hold_topics) == []
+    lapse(db, message_id)
+    assert [row.state for row in claim(db, hold_topics=hold_topics)] == [ends]
 
 
 async def test_a_batch_that_timed_out_is_held_where_its_handler_asks_for_it(dsn: str, db: psycopg.Connection) -> None:

@@ -145,9 +145,8 @@ async def test_the_wait_begins_when_a_message_falls_due(outbox: Outbox, db: psyc
     assert value(families, "pgoutbox_wait_seconds_bucket", topic="greet", le="300.0") == 1
 
 
-async def test_a_handler_that_outlives_its_time_limit_is_counted_as_abandoned(
-    outbox: Outbox, db: psycopg.Connection
-) -> None:
+async def test_a_handler_that_outlives_its_attempt_is_counted_as_abandoned(dsn: str, db: psycopg.Connection) -> None:
+    outbox = Outbox(settings_for(dsn, lease_seconds=1))
     may_end = threading.Event()
 
     @outbox.handler("greet", timeout=0.1, retry=RetryPolicy.steps(3600))

@@ -31,6 +31,7 @@ from pgoutbox.telemetry import Event
 from pgoutbox.worker import Worker
 from tests.outbox_actions import (
     PATIENCE_SECONDS,
+    Options,
     WatchedWorker,
     attempts_of,
     cancel,
@@ -396,8 +397,107 @@ async def test_an_async_handler_is_cancelled_at_its_timeout_and_retried(outbox: 
     assert attempts_of(db, message_id) == [(1, "retry", "timed out after 0.05 s")]
 
 
-async def test_a_thread_that_outlives_its_timeout_keeps_its_slot(dsn: str, db: psycopg.Connection) -> None:
-    outbox = Outbox(settings_for(dsn, concurrency=1))
+@dataclass(frozen=True, slots=True)
+class Stuck:
+    """An outbox whose handler for `greet` stays in its thread, past its timeout, for messages with this payload."""
+
+    outbox: Outbox
+    let_go: threading.Event
+    calls: list[int]
+
+
+def stuck(dsn: str, **settings: object) -> Stuck:
+    """See `Stuck`."""
+    made = Stuck(Outbox(settings_for(dsn, **settings)), threading.Event(), [])
+
+    @made.outbox.handler("greet", timeout=0.05, retry=MUCH_LATER)
+    def greet(message: Message, ctx: SyncContext) -> None:
+        made.calls.append(message.id)
+        if message.payload == "stuck":
+            made.let_go.wait(PATIENCE_SECONDS)
+
+    return made
+
+
+async def test_a_late_success_of_a_thread_past_its_timeout_is_recorded_as_sent(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    made = stuck(dsn)
+    message_id = enqueue(db, payload="stuck")
+    worker = Worker(made.outbox)
+    with reports() as heard:
+        async with running(worker):
+            await heard.wait_for(Event.ATTEMPT_OVERDUE)
+            made.let_go.set()
+            await until(lambda: state_of(db, message_id) == State.SENT)
+    assert (attempts_of(db, message_id), made.calls) == ([], [message_id])
+    assert worker.telemetry.counts[Event.ATTEMPT_ABANDONED] == 0
+
+
+@pytest.mark.parametrize("keyed", [Options(coalesce_key="k"), Options(ordering_key="k")], ids=["coalesce", "order"])
+async def test_nothing_newer_of_its_key_starts_beside_a_thread_past_its_timeout(
+    dsn: str, db: psycopg.Connection, keyed: Options
+) -> None:
+    made = stuck(dsn)
+    older = enqueue(db, payload="stuck", **keyed)
+    with reports() as heard:
+        async with running(Worker(made.outbox)):
+            await heard.wait_for(Event.ATTEMPT_OVERDUE)
+            newer = enqueue(db, **keyed)
+            other = enqueue(db)
+            await until(lambda: state_of(db, other) == State.SENT)
+            assert [row.state for row in rows_of(db, older, newer)] == [State.SENDING, State.PENDING]
+            made.let_go.set()
+            await until(lambda: state_of(db, newer) == State.SENT)
+    assert state_of(db, older) == State.SENT
+    assert [i for i in made.calls if i != other] == [older, newer]
+
+
+async def test_a_message_whose_thread_outlives_the_grace_time_goes_to_nobody_before_its_lease_has_ended(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    made = stuck(dsn, shutdown_grace_seconds=0)
+    message_id = enqueue(db, payload="stuck")
+    worker = Worker(made.outbox)
+    try:
+        with reports() as heard:
+            async with running(worker):
+                await heard.wait_for(Event.ATTEMPT_OVERDUE)
+            assert heard.events.count(Event.ATTEMPT_ABANDONED) == 1
+        assert claim(db) == []
+        assert (state_of(db, message_id), attempts_of(db, message_id)) == (State.SENDING, [])
+        lapse(db, message_id)
+        assert ids_in_flight(claim(db)) == [message_id]
+    finally:
+        made.let_go.set()
+
+
+async def test_an_attempt_ends_though_its_handler_ignores_that_it_is_cancelled(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    outbox = Outbox(settings_for(dsn, lease_seconds=1))
+    may_end = asyncio.Event()
+
+    @outbox.handler("greet", timeout=0.05, retry=MUCH_LATER)
+    async def greet(message: Message, ctx: Context) -> None:
+        while not may_end.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await may_end.wait()
+
+    message_id = enqueue(db)
+    worker = Worker(outbox)
+    with reports() as heard:
+        async with running(worker):
+            await heard.wait_for(Event.RETRY)
+            assert attempts_of(db, message_id) == [(1, "retry", "timed out after 0.05 s")]
+            assert worker.vitals().abandoned == 1
+            may_end.set()
+            await until(lambda: worker.vitals().abandoned == 0)
+    assert state_of(db, message_id) == State.PENDING
+
+
+async def test_a_thread_that_outlives_its_attempt_keeps_its_slot(dsn: str, db: psycopg.Connection) -> None:
+    outbox = Outbox(settings_for(dsn, concurrency=1, lease_seconds=1))
     let_go, second_ran = threading.Event(), threading.Event()
 
     @outbox.handler("stuck", timeout=0.05, retry=MUCH_LATER)
@@ -884,32 +984,6 @@ async def test_a_handler_that_ends_within_the_grace_time_is_not_interrupted(
         worker.stop()
         finish_now.set()
     assert state_of(db, message_id) == State.SENT
-
-
-async def test_a_handler_that_ignores_its_cancellation_is_released_all_the_same(
-    dsn: str, db: psycopg.Connection
-) -> None:
-    outbox = Outbox(settings_for(dsn, shutdown_grace_seconds=0))
-    started, end_now = asyncio.Event(), asyncio.Event()
-
-    @outbox.handler("greet")
-    async def greet(message: Message, ctx: Context) -> None:
-        started.set()
-        while not end_now.is_set():
-            with contextlib.suppress(asyncio.CancelledError):
-                await end_now.wait()
-
-    async def end_when_released() -> None:
-        await heard.wait_for(Event.RELEASED)
-        end_now.set()
-
-    message_id = enqueue(db)
-    with reports() as heard:
-        ending = asyncio.create_task(end_when_released())
-        async with running(Worker(outbox)):
-            await started.wait()
-        await ending
-    assert (row_of(db, message_id).state, row_of(db, message_id).max_attempts) == ("pending", 12)
 
 
 @pytest.fixture

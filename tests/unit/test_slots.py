@@ -37,6 +37,7 @@ class Stand:
             self.run,
             concurrency=concurrency,
             default_timeout_seconds=timeout_seconds,
+            overtime_seconds=timeout_seconds or 0,
             on_outcome=self.note,
             on_free=self.changed.set,
             telemetry=self.telemetry,
