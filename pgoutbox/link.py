@@ -32,6 +32,10 @@ _PASSING_CLASSES = ("08", "53", "54", "57P", "58")
 _FULL: Final = ("too many clients", "too many connections", "remaining connection slots", "no more connections allowed")
 
 
+class StrandedError(psycopg.OperationalError):
+    """A statement that was given up still runs on the server: to run another one like it would only add to it."""
+
+
 class Link:
     """One connection, opened on first use and replaced after it broke; statements take turns on it.
 
@@ -48,13 +52,16 @@ class Link:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._connection: psycopg.AsyncConnection[TupleRow] | None = None
         self._pooled = settings.pooled
+        self._pid: int | None = None
+        self._stranded_pid: int | None = None
         self._turn = asyncio.Lock()
         self._deadline_seconds = settings.statement_timeout_seconds + settings.connect_timeout_seconds
 
     async def fetch(self, statement: LiteralString, parameters: Mapping[str, object]) -> list[TupleRow]:
         """Run one statement in a transaction of its own and return its rows.
 
-        After an error that broke the connection, or when the deadline passed, the next call opens another one.
+        After an error that broke the connection, or when the deadline passed, the next call opens another one. It
+        raises `StrandedError` while the session that was given up at the deadline still hangs in its COMMIT.
         """
         if self._spare is not None and self._spare.is_open and not await self._can_open():
             return await self._spare.fetch_from_anywhere(statement, parameters)
@@ -62,6 +69,8 @@ class Link:
             connection = await self._open()
             try:
                 async with deadline(connection, self._deadline_seconds):
+                    if self._stranded_pid is not None:
+                        await self._end_stranded(connection, self._stranded_pid)
                     if self._pooled:
                         return await self._fetch_through_pooler(connection, statement, parameters)
                     cursor = await connection.execute(statement, parameters, prepare=True, binary=True)
@@ -70,6 +79,8 @@ class Link:
                 # A session that has become read-only is a server that has become a standby: connect anew.
                 keeps = isinstance(error, psycopg.Error) and not connection.closed and error.sqlstate != "25006"
                 if not keeps:
+                    if isinstance(error, TimeoutError) and not self._pooled:
+                        self._stranded_pid = self._pid
                     await self.close()
                 raise
 
@@ -80,6 +91,14 @@ class Link:
         return await asyncio.wrap_future(
             asyncio.run_coroutine_threadsafe(self.fetch(statement, parameters), self._loop)
         )
+
+    async def _end_stranded(self, connection: psycopg.AsyncConnection[TupleRow], pid: int) -> None:
+        """End the session that was given up; one whose COMMIT waits for a standby is left to it."""
+        cursor = await connection.execute(sql.END_STRANDED, {"pid": pid}, binary=True)
+        for has_ended, waits_for in await cursor.fetchall():
+            if not has_ended:
+                raise StrandedError(f"the session of a statement that was given up is still there: {waits_for}")
+        self._stranded_pid = None
 
     async def _can_open(self) -> bool:
         if self.is_open:
@@ -123,6 +142,7 @@ class Link:
             connection.prepare_threshold = None
         else:
             await prepare_session(connection, self._settings)
+        self._pid = connection.info.backend_pid
         self._connection = connection
         self._loop = asyncio.get_running_loop()
         return connection

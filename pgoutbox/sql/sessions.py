@@ -59,6 +59,18 @@ SERVER_TIME: Final[LiteralString] = "SELECT clock_timestamp()"
 
 BACKEND_PID: Final[LiteralString] = "SELECT pg_backend_pid()"
 
+# The session of a statement that got no answer. Its process number may be a stranger's by now. Whatever it does, nobody
+# waits for its answer; but to end a wait for a synchronous standby would show a commit that a failover may lose.
+END_STRANDED: Final[LiteralString] = """
+SELECT
+    CASE WHEN a.wait_event IS NOT DISTINCT FROM 'SyncRep' THEN false ELSE pg_terminate_backend(a.pid, 1000) END,
+    coalesce(a.wait_event, a.state, 'no state')
+FROM pg_stat_activity AS a
+WHERE a.pid = %(pid)s::integer
+    AND a.usename = current_user
+    AND a.application_name = current_setting('application_name')
+"""
+
 SERVER_FACTS: Final[LiteralString] = """
 SELECT
     current_setting('server_version_num')::integer AS server_version,

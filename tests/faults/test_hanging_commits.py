@@ -1,0 +1,118 @@
+"""Commits hang because a synchronous standby is away: a worker waits with one session and does not pile up more."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+from psycopg.conninfo import make_conninfo
+
+from pgoutbox import Outbox
+from pgoutbox.dispatch import Context
+from pgoutbox.link import Link, StrandedError
+from pgoutbox.message import Message, State
+from pgoutbox.worker import Worker
+from tests.faults.servers import OwnServer, open_workshop
+from tests.outbox_actions import enqueue, lapse, rows_of, running, settings_for
+from tests.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+IMPATIENT = {"statement_timeout_seconds": 0.5, "connect_timeout_seconds": 1, "lease_seconds": 3}
+SESSIONS_OF_CLAIMS = "SELECT FROM pg_stat_activity WHERE application_name LIKE 'pgoutbox claim%'"
+
+
+@pytest.fixture
+def own_server() -> Iterator[OwnServer]:
+    """A server whose commits wait for nobody unless they ask for it."""
+    with open_workshop(os.environ) as workshop, workshop.server() as server:
+        server.start(synchronous_commit="local", fsync="off")
+        yield server
+
+
+def patient_dsn(server: OwnServer) -> str:
+    """A DSN whose commits wait for the standby."""
+    return make_conninfo(server.dsn, options="-c synchronous_commit=on")
+
+
+def miss_a_standby(server: OwnServer, *, missing: bool = True) -> None:
+    """Have the server wait for a standby that is not there, or not any more."""
+    with server.connect() as superuser:
+        if missing:
+            superuser.execute("ALTER SYSTEM SET synchronous_standby_names = 'missing'")
+        else:
+            superuser.execute("ALTER SYSTEM RESET synchronous_standby_names")
+        superuser.execute("SELECT pg_reload_conf()")
+
+
+class CountingWorker(Worker):
+    """A worker that counts how often it met trouble."""
+
+    trouble_count = 0
+
+    def _assemble(self, *, listen: bool) -> None:
+        super()._assemble(listen=listen)
+        endure = self._outage.endure
+
+        async def counted(error: BaseException) -> None:
+            self.trouble_count += 1
+            await endure(error)
+
+        self._outage.endure = counted  # type: ignore[method-assign] # counted, and otherwise the same
+
+
+async def test_while_commits_hang_a_worker_keeps_to_one_session_and_delivers_everything_afterwards(
+    own_server: OwnServer,
+) -> None:
+    outbox = Outbox(settings_for(patient_dsn(own_server), batch_size=2, **IMPATIENT))
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        """It is sent by that."""
+
+    with own_server.connect() as db:
+        worker = CountingWorker(outbox)
+        async with running(worker):
+            miss_a_standby(own_server)
+            ids = [enqueue(db) for _ in range(12)]
+            await until(lambda: worker.trouble_count >= 6)
+            # One hangs, and one asks whether it still does.
+            assert len(db.execute(SESSIONS_OF_CLAIMS).fetchall()) <= 2
+            miss_a_standby(own_server, missing=False)
+            # Of the one claim that hung, nobody has seen the messages.
+            await until(lambda: sum(not row.is_finished for row in rows_of(db, *ids)) <= 2)
+        for message_id in ids:
+            lapse(db, message_id)
+        await Worker(outbox).run_once()
+        assert {row.state for row in rows_of(db, *ids)} == {State.SENT}
+
+
+async def test_a_session_that_was_given_up_for_another_reason_is_ended(own_server: OwnServer) -> None:
+    settings = settings_for(own_server.dsn, statement_timeout_seconds=0.5, connect_timeout_seconds=1)
+    link = Link(own_server.dsn, settings, purpose="claim")
+    with own_server.connect() as db:
+        await link.fetch("SELECT set_config('statement_timeout', '0', false)", {})
+        with pytest.raises(TimeoutError):
+            await link.fetch("SELECT pg_sleep(600)", {})
+        await link.fetch("SELECT 1", {})
+        assert len(db.execute(SESSIONS_OF_CLAIMS).fetchall()) == 1
+    await link.close()
+
+
+async def test_a_session_that_waits_for_a_standby_is_left_alone_until_it_has_ended(own_server: OwnServer) -> None:
+    link = Link(patient_dsn(own_server), settings_for(own_server.dsn, **IMPATIENT), purpose="claim")
+    miss_a_standby(own_server)
+    with own_server.connect() as db:
+        await link.open()
+        with pytest.raises(TimeoutError):
+            await link.fetch("SELECT pg_logical_emit_message(true, 'test', 'a commit'), txid_current()", {})
+        for _ in range(3):
+            with pytest.raises(StrandedError, match="SyncRep"):
+                await link.fetch("SELECT 1", {})
+        assert len(db.execute(SESSIONS_OF_CLAIMS).fetchall()) == 2
+        miss_a_standby(own_server, missing=False)
+        await until(lambda: len(db.execute(SESSIONS_OF_CLAIMS).fetchall()) == 1)
+        assert await link.fetch("SELECT 1", {}) == [(1,)]
+    await link.close()
