@@ -1,13 +1,14 @@
 """Who did what by hand: one row in `pgoutbox.audit` for each batch that an operator's act changed, in its transaction.
 
-What changed nothing leaves no row. Deliveries and the workers' own upkeep are nobody's act; `attempt` has those.
+The schema records acts itself, those by SQL too; here it is told who acts and what was asked for. An act that changed
+nothing leaves no row. Deliveries and the workers' own upkeep are nobody's act; `attempt` has those.
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -34,6 +35,7 @@ class Action(enum.StrEnum):
     RESUME = "resume"
     LIMIT = "limit"
     RETENTION = "retention"
+    BREAKER = "breaker"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,38 +65,23 @@ def acting_as(actor: Actor) -> Iterator[None]:
 
 
 class Act:
-    """One act, which may take several batches."""
+    """One act, which may take several batches. Without details the schema records its own."""
 
-    def __init__(self, action: Action, **details: JsonValue) -> None:
+    def __init__(self, **details: JsonValue) -> None:
         self._id: UUID = uuid4()
-        self._action = action
         self._details: Mapping[str, JsonValue] = {
             name: value for name, value in details.items() if value not in (None, [])
         }
 
-    def record(
-        self,
-        connection: psycopg.Connection[TupleRow],
-        *,
-        message_ids: Collection[int] | None = None,
-        message_count: int | None = None,
-        queue: str | None = None,
-    ) -> None:
-        """Write down what the open transaction changes; nothing if it changes no message."""
-        count = message_count if message_ids is None else len(message_ids)
-        if count == 0:
-            return
+    def announce(self, connection: psycopg.Connection[TupleRow]) -> None:
+        """Have the schema record what the open transaction does next as this act."""
         actor = _actor.get() or _NOBODY
         connection.execute(
-            sql.RECORD_ACT,
+            sql.ANNOUNCE_ACT,
             {
                 "act_id": self._id,
                 "actor": actor.name,
                 "origin": actor.origin,
-                "action": self._action.value,
-                "queue": queue,
-                "message_count": count,
-                "message_ids": None if message_ids is None else list(message_ids),
                 "details": Jsonb(self._details) if self._details else None,
             },
         )

@@ -21,7 +21,7 @@ from psycopg.errors import LockNotAvailable
 from psycopg.rows import TupleRow
 
 from pgoutbox import sql
-from pgoutbox.audit import Act, Action
+from pgoutbox.audit import Act
 from pgoutbox.drafts import check_name
 from pgoutbox.errors import ConfigurationError, PayloadError, StateError
 from pgoutbox.message import FINAL_STATES, State
@@ -105,7 +105,6 @@ def prune(
     parameters = _prune_parameters(older_than, states, topic) | {"limit": batch_size}
     deleted: Counter[State] = Counter()
     act = Act(
-        Action.PRUNE,
         states=[state.value for state in sorted(states)],
         older_than_seconds=older_than.total_seconds(),
         topic=topic,
@@ -125,7 +124,7 @@ def prune_by_retention(
     stands. The dedupe keys of the messages are free again after that, unless the rule keeps nothing: then they go by
     the rule for `dedupe_key`. Any number of sessions may do it at once. Keys and contents without a message go last.
     """
-    act = Act(Action.PRUNE)
+    act = Act()
     turn = Turn(read_upkeep_facts(connection), Memory(), batch_size=batch_size, progress=progress, act=act)
     turn.take(connection)
     if turn.errors:
@@ -323,9 +322,9 @@ class Turn:
 
     def _retire_one(self, connection: psycopg.Connection[TupleRow], name: str) -> str:
         def retire() -> str:
+            if self._act is not None:
+                self._act.announce(connection)
             ((answer,),) = connection.execute(sql.RETIRE_PARTITION, {"name": name}).fetchall()
-            if self._act is not None and answer == "retired":
-                Act(Action.PRUNE, partition=name).record(connection)
             return str(answer)
 
         return transact(connection, retire)
@@ -442,10 +441,9 @@ def _prune_messages(
     """Delete batch by batch; whether to the end."""
 
     def delete() -> list[TupleRow]:
-        rows = connection.execute(statement, parameters).fetchall()
         if act is not None:
-            act.record(connection, message_count=len(rows))
-        return rows
+            act.announce(connection)
+        return connection.execute(statement, parameters).fetchall()
 
     while not is_over():
         rows = transact(connection, delete)
@@ -502,24 +500,22 @@ def set_retention(connection: psycopg.Connection[TupleRow], topic: str, state: s
     if keep is not None and not timedelta() <= keep <= MAX_AGE:
         raise ConfigurationError(f"keep={keep}: must be from 0 to {MAX_AGE.days} days")
     seconds = None if keep is None else keep.total_seconds()
-    act = Act(Action.RETENTION, topic=topic, state=state, keep_seconds="for ever" if keep is None else seconds)
+    act = Act()
 
     def rule() -> None:
+        act.announce(connection)
         connection.execute(sql.SET_RETENTION, {"topic": topic, "state": state, "keep_seconds": seconds})
-        act.record(connection)
 
     transact(connection, rule)
 
 
 def unset_retention(connection: psycopg.Connection[TupleRow], topic: str, state: str) -> bool:
     """Take a rule back; False if there was none."""
-    act = Act(Action.RETENTION, topic=topic, state=state, keep_seconds="no rule")
+    act = Act()
 
     def unset() -> bool:
-        found = connection.execute(sql.UNSET_RETENTION, {"topic": topic, "state": state}).fetchall()
-        if found:
-            act.record(connection)
-        return bool(found)
+        act.announce(connection)
+        return bool(connection.execute(sql.UNSET_RETENTION, {"topic": topic, "state": state}).fetchall())
 
     return transact(connection, unset)
 

@@ -31,7 +31,6 @@ from pgoutbox.session import Parameters, Progress, fetch, transact
 _BATCH: Final = 500
 _OWED: Final = (State.PENDING, State.SENDING)
 _REDRIVABLE: Final = (State.FAILED, State.CANCELLED)
-_STOPPED: Final = frozenset({"cancelled", "requested"})
 _LOCKED: Final = "locked by another transaction; try again"
 _USUAL_BURST: Final = 5
 _ENCRYPTED: Final = "(encrypted)"
@@ -446,18 +445,17 @@ def redrive(
     a cancelled one whose dedupe key a later message has; and with `attempt_counts`, one for each of the ids, for one
     that was attempted again. All in one transaction; the answers are ordered by id.
     """
-    act = act or Act(Action.REDRIVE)
+    act = act or Act()
     known = {} if attempt_counts is None else dict(zip(message_ids, attempt_counts, strict=True))
     parameters = {"ids": list(message_ids), "states": list(states), "attempt_counts": attempt_counts}
 
     def redriven() -> list[Redriven]:
+        act.announce(connection)
         rows = connection.execute(sql.REDRIVE, parameters).fetchall()
-        answers = [
+        return [
             _redriven(message_id, done, state, by, key_of, states, is_same=known.get(message_id, count) == count)
             for message_id, done, state, by, count, key_of in rows
         ]
-        act.record(connection, message_ids=[answer.id for answer in answers if answer.refusal is None])
-        return answers
 
     return transact(connection, redriven)
 
@@ -502,7 +500,7 @@ def redrive_matching(
     if not states.issubset(_REDRIVABLE):
         raise StateError(f"only failed and cancelled messages can be redriven, not {', '.join(sorted(states))}")
     which = replace(which, states=states)
-    act = Act(Action.REDRIVE, **which.given())
+    act = Act(**which.given())
     redriven = superseded = locked = moved_on = 0
     for found in _batches(connection, which, batch_size):
         for answer in redrive(connection, list(found), states=states, attempt_counts=list(found.values()), act=act):
@@ -536,7 +534,10 @@ def resend(connection: psycopg.Connection[TupleRow], message_id: int, *, act: Ac
     Refused (`StateError`) for a message in another state and for one that a newer message of its key supersedes.
     """
 
+    act = act or Act()
+
     def copy() -> int:
+        act.announce(connection)
         rows = connection.execute(sql.RESEND, {"id": message_id}).fetchall()
         if not rows:
             raise _no_such_message(message_id)
@@ -547,7 +548,6 @@ def resend(connection: psycopg.Connection[TupleRow], message_id: int, *, act: Ac
             raise StateError(f"message {message_id} is superseded by message {superseded_by}, which is newer")
         if copy_id is None:
             raise _no_such_message(message_id)  # A prune was faster.
-        (act or Act(Action.RESEND, copy=copy_id)).record(connection, message_ids=[message_id])
         return int(copy_id)
 
     return transact(connection, copy)
@@ -567,7 +567,7 @@ def resend_matching(
     if not frozenset(which.states) <= {State.SENT}:
         raise StateError("only sent messages can be resent")
     which = replace(which, states=[State.SENT])
-    act = Act(Action.RESEND, **which.given())
+    act = Act(**which.given())
     resent = superseded = moved_on = 0
     for ids in _batches(connection, which, batch_size):
         for message_id in ids:
@@ -599,7 +599,7 @@ def cancel_each(
 ) -> list[Cancelled]:
     """Cancel those that stand in one of `states`, all in one transaction; the answers are ordered by id."""
     parameters = {"ids": list(message_ids), "states": list(states)}
-    return _cancelled(connection, sql.CANCEL_EACH, parameters, act or Act(Action.CANCEL))
+    return _cancelled(connection, sql.CANCEL_EACH, parameters, act or Act())
 
 
 def cancel_by_key(
@@ -611,7 +611,7 @@ def cancel_by_key(
 ) -> list[Cancelled]:
     """Cancel the newest message of a coalesce key and the message of a dedupe key; empty if there is none."""
     parameters = {"topic": topic, "coalesce_key": coalesce_key, "dedupe_key": dedupe_key}
-    act = Act(Action.CANCEL, topic=topic, coalesce_key=coalesce_key, dedupe_key=dedupe_key)
+    act = Act(topic=topic, coalesce_key=coalesce_key, dedupe_key=dedupe_key)
     return _cancelled(connection, sql.CANCEL_BY_KEY, parameters, act)
 
 
@@ -619,9 +619,8 @@ def _cancelled(
     connection: psycopg.Connection[TupleRow], statement: LiteralString, parameters: Parameters, act: Act
 ) -> list[Cancelled]:
     def cancelled() -> list[Cancelled]:
-        met = [Cancelled._make(row) for row in connection.execute(statement, parameters)]
-        act.record(connection, message_ids=[one.id for one in met if one.result in _STOPPED])
-        return met
+        act.announce(connection)
+        return [Cancelled._make(row) for row in connection.execute(statement, parameters)]
 
     return transact(connection, cancelled)
 
@@ -639,7 +638,7 @@ def cancel_matching(
         others = ", ".join(sorted(states.difference(_OWED)))
         raise StateError(f"only pending and sending messages can be cancelled, not {others}")
     which = replace(which, states=states)
-    act = Act(Action.CANCEL, **which.given())
+    act = Act(**which.given())
     results: Counter[str] = Counter()
     for ids in _batches(connection, which, batch_size):
         results.update(met.result for met in cancel_each(connection, list(ids), states=states, act=act))
@@ -657,14 +656,14 @@ def pause_queue(
     What is in flight goes on, and enqueue is not affected.
     """
     seconds = None if duration is None else duration.total_seconds()
-    act = Act(Action.PAUSE, seconds=seconds)
+    act = Act(seconds=seconds)
     ((paused_at, resume_at, _),) = _control(connection, act, sql.PAUSE_QUEUE, {"queue": queue, "seconds": seconds})
     return paused_at, resume_at
 
 
 def resume_queue(connection: psycopg.Connection[TupleRow], queue: str) -> bool:
     """Allow claims again and wake a worker; False if the queue was not paused."""
-    return bool(_control(connection, Act(Action.RESUME), sql.RESUME_QUEUE, {"queue": queue}))
+    return bool(_control(connection, Act(), sql.RESUME_QUEUE, {"queue": queue}))
 
 
 def limit_rate(
@@ -679,13 +678,13 @@ def limit_rate(
     if rate is not None:
         usual = min(rate.count, _USUAL_BURST)
         asked = {"count": rate.count, "seconds": rate.seconds, "burst": usual if burst is None else burst}
-    act = Act(Action.LIMIT, rate="none" if rate is None else f"{rate.count}/{rate.seconds:g}s", burst=asked["burst"])
+    act = Act(rate="none" if rate is None else f"{rate.count}/{rate.seconds:g}s", burst=asked["burst"])
     _control(connection, act, sql.LIMIT_RATE, {"queue": queue, **asked})
 
 
 def limit_in_flight(connection: psycopg.Connection[TupleRow], queue: str, max_in_flight: int | None) -> None:
     """Let no more attempts of a queue be in flight at once, in the whole fleet; None takes the limit away."""
-    act = Act(Action.LIMIT, max_in_flight="none" if max_in_flight is None else max_in_flight)
+    act = Act(max_in_flight="none" if max_in_flight is None else max_in_flight)
     _control(connection, act, sql.LIMIT_IN_FLIGHT, {"queue": queue, "max_in_flight": max_in_flight})
 
 
@@ -693,10 +692,8 @@ def _control(
     connection: psycopg.Connection[TupleRow], act: Act, statement: LiteralString, parameters: dict[str, object]
 ) -> list[TupleRow]:
     def controlled() -> list[TupleRow]:
-        rows = connection.execute(statement, parameters).fetchall()
-        if rows:
-            act.record(connection, queue=str(parameters["queue"]))
-        return rows
+        act.announce(connection)
+        return connection.execute(statement, parameters).fetchall()
 
     return transact(connection, controlled)
 

@@ -424,7 +424,7 @@ CREATE TABLE pgoutbox.audit (
     details       jsonb,
     CONSTRAINT audit_pkey PRIMARY KEY (id),
     CONSTRAINT audit_sound CHECK (
-        action IN ('redrive', 'resend', 'cancel', 'prune', 'pause', 'resume', 'limit', 'retention')
+        action IN ('redrive', 'resend', 'cancel', 'prune', 'pause', 'resume', 'limit', 'retention', 'breaker')
         AND length(actor) BETWEEN 1 AND 200
         AND (origin IS NULL OR length(origin) BETWEEN 1 AND 200)
         AND message_count > 0
@@ -433,6 +433,151 @@ CREATE TABLE pgoutbox.audit (
 )
 """
 AUDIT_MESSAGES = "CREATE INDEX audit_message_ids ON pgoutbox.audit USING gin (message_ids)"
+
+# The database records each act itself, with the role of the session, so that none goes without a row. Command line and
+# dashboard name the person, and what was asked for, in settings of the transaction.
+RECORD_ACT = """
+CREATE FUNCTION pgoutbox.record_act(
+    action text,
+    message_ids bigint[] DEFAULT NULL,
+    message_count integer DEFAULT NULL,
+    queue text DEFAULT NULL,
+    details jsonb DEFAULT NULL
+)
+RETURNS void
+LANGUAGE sql
+SET search_path = pg_catalog, pg_temp
+AS $function$
+INSERT INTO pgoutbox.audit (act_id, actor, origin, action, queue, message_count, message_ids, details)
+SELECT
+    coalesce(nullif(current_setting('pgoutbox.act_id', true), '')::uuid, gen_random_uuid()),
+    coalesce(nullif(current_setting('pgoutbox.act_actor', true), ''), session_user),
+    nullif(current_setting('pgoutbox.act_origin', true), ''),
+    record_act.action,
+    record_act.queue,
+    coalesce(cardinality(record_act.message_ids), record_act.message_count),
+    record_act.message_ids,
+    coalesce(nullif(current_setting('pgoutbox.act_details', true), '')::jsonb, record_act.details)
+WHERE coalesce(cardinality(record_act.message_ids), record_act.message_count, 1) > 0
+$function$
+"""
+
+# For what applications and workers do as well. A login that can also enqueue or deliver is theirs, as is that of the
+# owner: it acts only if the transaction says so.
+IS_ACT = """
+CREATE FUNCTION pgoutbox.is_act()
+RETURNS boolean
+LANGUAGE sql
+STABLE
+SET search_path = pg_catalog, pg_temp
+AS $function$
+SELECT (current_setting('pgoutbox.act_id', true) <> '') IS TRUE
+    OR (
+        pg_has_role(session_user, to_regrole('pgoutbox_operator'), 'USAGE') IS TRUE
+        AND pg_has_role(session_user, to_regrole('pgoutbox_producer'), 'USAGE') IS NOT TRUE
+        AND pg_has_role(session_user, to_regrole('pgoutbox_worker'), 'USAGE') IS NOT TRUE
+    )
+$function$
+"""
+
+RECORD_QUEUE_ACT = """
+CREATE FUNCTION pgoutbox.record_queue_act()
+RETURNS trigger
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET search_path = pg_catalog, pg_temp
+AS $function$
+BEGIN
+    IF (NEW.paused_at, NEW.resume_at) IS DISTINCT FROM (OLD.paused_at, OLD.resume_at) THEN
+        PERFORM pgoutbox.record_act(
+            CASE WHEN NEW.paused_at IS NULL THEN 'resume' ELSE 'pause' END,
+            queue => NEW.name,
+            details => CASE WHEN NEW.resume_at IS NOT NULL THEN jsonb_build_object('resume_at', NEW.resume_at) END
+        );
+    END IF;
+    IF (NEW.rate_count, NEW.rate_seconds, NEW.burst, NEW.max_in_flight)
+        IS DISTINCT FROM (OLD.rate_count, OLD.rate_seconds, OLD.burst, OLD.max_in_flight)
+    THEN
+        PERFORM pgoutbox.record_act(
+            'limit',
+            queue => NEW.name,
+            details => jsonb_build_object(
+                'rate', coalesce(NEW.rate_count || '/' || NEW.rate_seconds || 's', 'none'),
+                'burst', NEW.burst,
+                'max_in_flight', NEW.max_in_flight
+            )
+        );
+    END IF;
+    RETURN NULL;
+END
+$function$
+"""
+
+# Claims write tokens alone, which does not fire it.
+QUEUE_ACTS = """
+CREATE TRIGGER queue_acts
+AFTER INSERT OR UPDATE OF paused_at, resume_at, rate_count, rate_seconds, burst, max_in_flight ON pgoutbox.queue
+FOR EACH ROW
+EXECUTE FUNCTION pgoutbox.record_queue_act()
+"""
+
+RECORD_RETENTION_ACT = """
+CREATE FUNCTION pgoutbox.record_retention_act()
+RETURNS trigger
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET search_path = pg_catalog, pg_temp
+AS $function$
+DECLARE
+    rule constant pgoutbox.retention := CASE WHEN TG_OP = 'DELETE' THEN OLD ELSE NEW END;
+BEGIN
+    PERFORM pgoutbox.record_act(
+        'retention',
+        details => jsonb_build_object(
+            'topic', rule.topic,
+            'state', rule.state,
+            'keep_seconds', CASE
+                WHEN TG_OP = 'DELETE' THEN '"no rule"'::jsonb
+                WHEN rule.keep IS NULL THEN '"for ever"'::jsonb
+                ELSE to_jsonb(extract(epoch FROM rule.keep)::float8)
+            END
+        )
+    );
+    RETURN NULL;
+END
+$function$
+"""
+
+RETENTION_ACTS = """
+CREATE TRIGGER retention_acts
+AFTER INSERT OR UPDATE OR DELETE ON pgoutbox.retention
+FOR EACH ROW
+EXECUTE FUNCTION pgoutbox.record_retention_act()
+"""
+
+# Workers close breakers too, when a probe gets through.
+RECORD_BREAKER_ACT = """
+CREATE FUNCTION pgoutbox.record_breaker_act()
+RETURNS trigger
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET search_path = pg_catalog, pg_temp
+AS $function$
+BEGIN
+    IF pgoutbox.is_act() THEN
+        PERFORM pgoutbox.record_act('breaker', details => jsonb_build_object('key', OLD.key));
+    END IF;
+    RETURN NULL;
+END
+$function$
+"""
+
+BREAKER_ACTS = """
+CREATE TRIGGER breaker_acts
+AFTER DELETE ON pgoutbox.breaker
+FOR EACH ROW
+EXECUTE FUNCTION pgoutbox.record_breaker_act()
+"""
 
 # One expression without sub-select, so that PostgreSQL folds it into its caller: the single and the bulk path check by
 # the same rules at the price of an IF. A bounded repetition in a regular expression costs ten times an unbounded one.
@@ -1130,10 +1275,8 @@ END
 $function$
 """
 
-CANCEL = """
-CREATE FUNCTION pgoutbox.cancel(
-    message_id bigint, states text[] DEFAULT '{pending,sending}', repeated text DEFAULT 'cancelled'
-)
+CANCEL_UNRECORDED = """
+CREATE FUNCTION pgoutbox.cancel_unrecorded(message_id bigint, states text[])
 RETURNS text
 LANGUAGE plpgsql
 SECURITY DEFINER
@@ -1188,13 +1331,58 @@ BEGIN
             FOR KEY SHARE SKIP LOCKED;
         END IF;
         IF found_state = 'cancelled' THEN
-            RETURN repeated; -- Who writes down what he did must know that another did it.
+            RETURN 'already cancelled'; -- The audit names only those who cancelled it.
         ELSIF (found_state IN ('pending', 'sending') AND found_state = ANY (states)) IS NOT TRUE THEN
             RETURN found_state;
         END IF;
         PERFORM pg_sleep(0.002);
     END LOOP;
     RETURN 'locked';
+END
+$function$
+"""
+
+# Applications cancel in their business transactions, which `is_act` tells apart.
+CANCEL = """
+CREATE FUNCTION pgoutbox.cancel(
+    message_id bigint, states text[] DEFAULT '{pending,sending}', repeated text DEFAULT 'cancelled'
+)
+RETURNS text
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET search_path = pg_catalog, pg_temp
+AS $function$
+DECLARE
+    result constant text := pgoutbox.cancel_unrecorded(message_id, states);
+BEGIN
+    IF result IN ('cancelled', 'requested') AND pgoutbox.is_act() THEN
+        PERFORM pgoutbox.record_act('cancel', message_ids => ARRAY[message_id]);
+    END IF;
+    RETURN CASE result WHEN 'already cancelled' THEN repeated ELSE result END;
+END
+$function$
+"""
+
+# One row of the audit for all of them.
+CANCEL_EACH = """
+CREATE FUNCTION pgoutbox.cancel_each(message_ids bigint[], states text[])
+RETURNS TABLE (id bigint, result text)
+LANGUAGE plpgsql
+SECURITY DEFINER
+SET search_path = pg_catalog, pg_temp
+AS $function$
+#variable_conflict use_column
+DECLARE
+    stopped bigint[] := '{}';
+BEGIN
+    FOR id IN SELECT DISTINCT asked.id FROM unnest(message_ids) AS asked(id) ORDER BY asked.id LOOP
+        result := pgoutbox.cancel_unrecorded(id, states);
+        IF result IN ('cancelled', 'requested') THEN
+            stopped := stopped || id;
+        END IF;
+        RETURN NEXT;
+    END LOOP;
+    PERFORM pgoutbox.record_act('cancel', message_ids => stopped);
 END
 $function$
 """
@@ -1454,6 +1642,13 @@ FUNCTION_COMMENTS = {
     "cancel": "Cancel a message in this transaction, if it stands in one of the states. Returns cancelled, requested "
     "(it is in flight: told, and not retried), the other state that it has, locked (its row stayed locked: try again) "
     "or missing. For one that was cancelled before, returns what is given as repeated.",
+    "cancel_each": "Cancel messages as cancel does, and record it as one act of an operator.",
+    "cancel_unrecorded": "What cancel does, without the audit.",
+    "record_act": "Add a row to the audit, under the name that the transaction was given, or else that of the session.",
+    "is_act": "Whether this session or transaction is that of an operator, and not of an application or a worker.",
+    "record_queue_act": "Record a pause, its end, or other limits of a queue in the audit.",
+    "record_retention_act": "Record another rule of retention in the audit.",
+    "record_breaker_act": "Record in the audit that an operator closed a breaker.",
     "cancel_by_key": "Cancel the newest message of a coalesce key, and the message of a dedupe key, as cancel does.",
     "argument_error": "The first thing wrong with the arguments of enqueue, as name and reason; null when all is well.",
     "raise_argument_error": "Raise 22004 or 22023 with the name of the argument as column.",
@@ -1487,7 +1682,17 @@ FUNCTIONS = (
     ENQUEUE,
     ENQUEUE_MANY,
     ENQUEUE_FANOUT,
+    RECORD_ACT,
+    IS_ACT,
+    RECORD_QUEUE_ACT,
+    QUEUE_ACTS,
+    RECORD_RETENTION_ACT,
+    RETENTION_ACTS,
+    RECORD_BREAKER_ACT,
+    BREAKER_ACTS,
+    CANCEL_UNRECORDED,
     CANCEL,
+    CANCEL_EACH,
     CANCEL_BY_KEY,
     HAND_OVER,
 )
@@ -1497,7 +1702,14 @@ REVOKE = "REVOKE ALL ON ALL FUNCTIONS IN SCHEMA pgoutbox FROM PUBLIC"
 DOWN = (
     "DROP FUNCTION pgoutbox.hand_over",
     "DROP FUNCTION pgoutbox.cancel_by_key",
+    "DROP FUNCTION pgoutbox.cancel_each",
     "DROP FUNCTION pgoutbox.cancel",
+    "DROP FUNCTION pgoutbox.cancel_unrecorded",
+    "DROP FUNCTION pgoutbox.record_breaker_act CASCADE",
+    "DROP FUNCTION pgoutbox.record_retention_act CASCADE",
+    "DROP FUNCTION pgoutbox.record_queue_act CASCADE",
+    "DROP FUNCTION pgoutbox.is_act",
+    "DROP FUNCTION pgoutbox.record_act",
     "DROP FUNCTION pgoutbox.enqueue_fanout",
     "DROP FUNCTION pgoutbox.enqueue_many",
     "DROP FUNCTION pgoutbox.enqueue",

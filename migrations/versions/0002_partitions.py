@@ -238,6 +238,9 @@ BEGIN
     END IF;
     INSERT INTO pgoutbox.retired (name) VALUES (partition_name);
     EXECUTE 'ALTER TABLE pgoutbox.message_done DETACH PARTITION pgoutbox.' || quote_ident(partition_name);
+    IF pgoutbox.is_act() THEN
+        PERFORM pgoutbox.record_act('prune', details => jsonb_build_object('partition', partition_name));
+    END IF;
     RETURN 'retired';
 END
 $function$

@@ -441,10 +441,14 @@ BEGIN
     ), rung AS MATERIALIZED (
         SELECT pgoutbox.ring(q.queue)
         FROM (SELECT DISTINCT r.queue FROM redriven AS r) AS q
+    ), recorded AS MATERIALIZED (
+        SELECT pgoutbox.record_act('redrive', message_ids => array_agg(r.id ORDER BY r.id))
+        FROM redriven AS r
+        HAVING count(*) > 0
     )
     SELECT
         a.id,
-        r.id IS NOT NULL AND (SELECT count(*) FROM rung) >= 0,
+        r.id IS NOT NULL AND (SELECT count(*) FROM rung) >= 0 AND (SELECT count(*) FROM recorded) >= 0,
         m.state,
         CASE WHEN head.newest_id > a.id THEN head.newest_id END,
         m.attempt_count,
@@ -514,6 +518,11 @@ BEGIN
     SET resend_of = resend.message_id,
         content_id = shared_id
     WHERE m.id = resend.id AND m.state = 'pending' AND m.resend_of IS NULL;
+    IF resend.id IS NOT NULL THEN
+        PERFORM pgoutbox.record_act(
+            'resend', message_ids => ARRAY[resend.message_id], details => jsonb_build_object('copy', resend.id)
+        );
+    END IF;
     RETURN NEXT;
 END
 $function$
@@ -541,10 +550,14 @@ _DELETE_OLD = """, history AS (
 ), rung AS MATERIALIZED (
     SELECT pgoutbox.ring(q.queue)
     FROM (SELECT DISTINCT g.queue FROM gone AS g WHERE g.state = 'failed' AND g.on_failed = 'halt') AS q
+), recorded AS MATERIALIZED (
+    SELECT pgoutbox.record_act('prune', message_count => count(*)::integer)
+    FROM gone AS g
+    HAVING count(*) > 0 AND pgoutbox.is_act()
 )
 SELECT g.state
 FROM gone AS g
-WHERE (SELECT count(*) FROM rung) >= 0
+WHERE (SELECT count(*) FROM rung) >= 0 AND (SELECT count(*) FROM recorded) >= 0
 $function$
 """
 
@@ -829,8 +842,9 @@ BEGIN
         TO pgoutbox_operator;
         GRANT EXECUTE ON FUNCTION
             pgoutbox.schema_version, pgoutbox.redacted_text, pgoutbox.redacted_json, pgoutbox.tokens_of,
-            pgoutbox.done_estimate, pgoutbox.cancel, pgoutbox.cancel_by_key, pgoutbox.redrive, pgoutbox.resend,
-            pgoutbox.prune, pgoutbox.prune_dedupe, pgoutbox.prune_by_rule, pgoutbox.prune_dedupe_by_rule,
+            pgoutbox.done_estimate, pgoutbox.cancel, pgoutbox.cancel_each, pgoutbox.cancel_by_key,
+            pgoutbox.redrive, pgoutbox.resend, pgoutbox.prune, pgoutbox.prune_dedupe, pgoutbox.prune_by_rule,
+            pgoutbox.prune_dedupe_by_rule,
             pgoutbox.prune_coalesce, pgoutbox.prune_ordering, pgoutbox.prune_content,
             pgoutbox.partitions, pgoutbox.kept_until, pgoutbox.make_partition, pgoutbox.retire_partition,
             pgoutbox.clear_retired
@@ -839,10 +853,7 @@ BEGIN
         GRANT SELECT, INSERT, UPDATE ON pgoutbox.queue TO pgoutbox_operator;
         GRANT SELECT, INSERT, UPDATE, DELETE ON pgoutbox.retention TO pgoutbox_operator;
         GRANT SELECT (key), DELETE ON pgoutbox.breaker TO pgoutbox_operator;
-        -- Not who it was by the server's word, nor when.
         GRANT SELECT ON pgoutbox.audit TO pgoutbox_operator;
-        GRANT INSERT (act_id, actor, origin, action, queue, message_count, message_ids, details) ON pgoutbox.audit
-        TO pgoutbox_operator;
     END IF;
     RETURN missing;
 END

@@ -110,6 +110,7 @@ from pgoutbox.sql.gauges import (
     PAUSED_QUEUES,
 )
 from pgoutbox.sql.operators import (
+    ANNOUNCE_ACT,
     CANCEL_BY_KEY,
     CANCEL_EACH,
     COUNT_MATCHING,
@@ -126,7 +127,6 @@ from pgoutbox.sql.operators import (
     PREPARE_OPERATION,
     READS_AUDIT,
     READS_PAYLOADS,
-    RECORD_ACT,
     REDRIVE,
     RESEND,
     RESUME_QUEUE,
@@ -176,6 +176,7 @@ from pgoutbox.sql.watch import (
 
 __all__ = [
     "ALLOW_BITMAPS",
+    "ANNOUNCE_ACT",
     "ARM",
     "ATTEMPTS_OF_WORKER",
     "BACKEND_PID",
@@ -279,7 +280,6 @@ __all__ = [
     "QUEUES_OF_SUCCESSORS",
     "READS_AUDIT",
     "READS_PAYLOADS",
-    "RECORD_ACT",
     "REDRIVE",
     "RELEASE_SAVEPOINT",
     "RENEW_IF_HELD",

@@ -89,7 +89,7 @@ SELECT
         false
     ) AS may_work,
     s.may_use AND coalesce(
-        (SELECT has_any_column_privilege(t.oid, 'INSERT') FROM relation AS t WHERE t.relname = 'audit'),
+        (SELECT bool_and(has_function_privilege(f.oid, 'EXECUTE')) FROM function AS f WHERE f.proname = 'redrive'),
         false
     ) AS may_operate,
     s.may_use AND coalesce(

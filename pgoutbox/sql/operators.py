@@ -20,18 +20,13 @@ SELECT"""
 """
 )
 
-RECORD_ACT: Final[LiteralString] = """
-INSERT INTO pgoutbox.audit (act_id, actor, origin, action, queue, message_count, message_ids, details)
-VALUES (
-    %(act_id)s::uuid,
-    coalesce(%(actor)s::text, session_user),
-    %(origin)s::text,
-    %(action)s::text,
-    %(queue)s::text,
-    %(message_count)s::integer,
-    %(message_ids)s::bigint[],
-    %(details)s::jsonb
-)
+# The functions and triggers of the schema record an act under these names, until the transaction ends.
+ANNOUNCE_ACT: Final[LiteralString] = """
+SELECT
+    set_config('pgoutbox.act_id', %(act_id)s::text, true),
+    set_config('pgoutbox.act_actor', coalesce(%(actor)s::text, ''), true),
+    set_config('pgoutbox.act_origin', coalesce(%(origin)s::text, ''), true),
+    set_config('pgoutbox.act_details', coalesce(%(details)s::jsonb::text, ''), true)
 """
 
 # The newest acts first. The ids of a batch may be many: those of one message are asked for by name.
@@ -145,10 +140,10 @@ FROM (
 """
 )
 
-# What was cancelled before is told apart: the audit does not put it down to whoever comes second.
+# Messages that somebody cancelled before have a result of their own.
 CANCEL_EACH: Final[LiteralString] = """
-SELECT a.id, pgoutbox.cancel(a.id, %(states)s::text[], 'already cancelled') AS result
-FROM (SELECT DISTINCT asked.id FROM unnest(%(ids)s::bigint[]) AS asked(id) ORDER BY asked.id) AS a
+SELECT r.id, r.result
+FROM pgoutbox.cancel_each(%(ids)s::bigint[], %(states)s::text[]) AS r
 """
 
 CANCEL_BY_KEY: Final[LiteralString] = """

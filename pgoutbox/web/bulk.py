@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, Literal
 import psycopg
 
 from pgoutbox import operations
-from pgoutbox.audit import Act, Action, Actor, acting_as
+from pgoutbox.audit import Act, Actor, acting_as
 from pgoutbox.errors import PgOutboxError, StateError
 from pgoutbox.message import State
 from pgoutbox.telemetry import Event
@@ -133,7 +133,7 @@ class Bulks:
             )
 
     def _work(self, connection: Connection, bulk: Bulk) -> Literal["done", "stopped", "capped"]:
-        act = Act(Action(bulk.action), **bulk.what.which.given(), error_group=bulk.what.group)
+        act = Act(**bulk.what.which.given(), error_group=bulk.what.group)
         bulk.through_id = newest_id(connection)
         left = self._most
         for found in _batches(connection, bulk):

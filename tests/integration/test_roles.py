@@ -95,7 +95,6 @@ COLUMN_RIGHTS: Final[dict[str, dict[str, str]]] = {
         "upkeep UPDATE": "began_at due_at worker",
     },
     OPERATOR: {
-        "audit INSERT": "act_id action actor details message_count message_ids origin queue",
         "breaker SELECT": "key",
     },
     VIEWER: {},
@@ -127,7 +126,7 @@ FUNCTION_RIGHTS: Final[dict[str, set[str]]] = {
     OPERATOR: LOOK_FUNCTIONS
     | PRUNE_BY_RULES
     | UPKEEP_FUNCTIONS
-    | {"cancel", "cancel_by_key", "prune", "prune_dedupe", "redrive", "resend"},
+    | {"cancel", "cancel_by_key", "cancel_each", "prune", "prune_dedupe", "redrive", "resend"},
     VIEWER: LOOK_FUNCTIONS,
 }
 
@@ -724,7 +723,7 @@ def test_an_operator_does_everything_that_operators_do(
     assert maintenance.prune(operator, timedelta(microseconds=1)).total == 7
     operator.execute("DELETE FROM pgoutbox.breaker WHERE key = 'k'")
     acts = {act.action for act in operations.list_acts(operator)}
-    assert acts == {"redrive", "resend", "cancel", "pause", "resume", "limit", "retention", "prune"}
+    assert acts == {"redrive", "resend", "cancel", "pause", "resume", "limit", "retention", "prune", "breaker"}
     assert {act.db_role for act in operations.list_acts(operator)} == {operator.info.user}
 
 

@@ -10,16 +10,18 @@ import pytest
 from psycopg.errors import CheckViolation
 
 from pgoutbox import maintenance, operations, session
-from pgoutbox.audit import Act, Action, Actor, acting_as
+from pgoutbox.audit import Action, Actor, acting_as
 from pgoutbox.errors import StateError
 from pgoutbox.message import State
 from pgoutbox.operations import MessageFilter
 from pgoutbox.settings import load_settings
 from tests.messages import put
 from tests.outbox_actions import state_of
+from tests.roles import login
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from typing import LiteralString
 
 ADA = Actor("ada", "web 192.0.2.7")
 
@@ -69,6 +71,8 @@ def test_acts_on_queues_and_rules_name_what_was_asked(rolled_back: psycopg.Conne
     operations.pause_queue(rolled_back, "mail", duration=timedelta(minutes=5))
     operations.resume_queue(rolled_back, "mail")
     operations.limit_rate(rolled_back, "mail", operations.Rate(20, 60))
+    operations.limit_in_flight(rolled_back, "mail", 7)
+    operations.limit_in_flight(rolled_back, "mail", None)
     operations.limit_in_flight(rolled_back, "mail", None)
     maintenance.set_retention(rolled_back, "greet", "sent", None)
     maintenance.unset_retention(rolled_back, "greet", "sent")
@@ -77,6 +81,7 @@ def test_acts_on_queues_and_rules_name_what_was_asked(rolled_back: psycopg.Conne
         ("pause", "mail", {"seconds": 300.0}),
         ("resume", "mail", None),
         ("limit", "mail", {"rate": "20/60s", "burst": 5}),
+        ("limit", "mail", {"max_in_flight": 7}),
         ("limit", "mail", {"max_in_flight": "none"}),
         ("retention", None, {"topic": "greet", "state": "sent", "keep_seconds": "for ever"}),
         ("retention", None, {"topic": "greet", "state": "sent", "keep_seconds": "no rule"}),
@@ -158,8 +163,81 @@ def test_a_row_that_says_nothing_is_refused(rolled_back: psycopg.Connection, cha
 
 def test_every_action_may_be_written(rolled_back: psycopg.Connection) -> None:
     for action in Action:
-        Act(action).record(rolled_back, message_count=1)
+        rolled_back.execute("SELECT pgoutbox.record_act(%s)", [action.value])
     assert {act.action for act in operations.list_acts(rolled_back)} == {action.value for action in Action}
+
+
+# --- by SQL -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("act", "told"),
+    [
+        ("SELECT pgoutbox.redrive(%(failed)s, '{failed}', NULL)", ("redrive", None, 2, "failed", None)),
+        ("SELECT pgoutbox.resend(%(sent)s)", ("resend", None, 1, "sent", {"copy": 5})),
+        ("SELECT pgoutbox.cancel(%(pending)s)", ("cancel", None, 1, "pending", None)),
+        ("SELECT pgoutbox.cancel_by_key('mail', 'k')", ("cancel", None, 1, "pending", None)),
+        ("SELECT pgoutbox.cancel_each(ARRAY[%(pending)s], '{pending}')", ("cancel", None, 1, "pending", None)),
+        ("SELECT pgoutbox.prune('{sent}', '1 day', NULL, 10)", ("prune", None, 1, None, None)),
+        ("INSERT INTO pgoutbox.queue (name, paused_at) VALUES ('mail', now())", ("pause", "mail", None, None, None)),
+        ("UPDATE pgoutbox.queue SET paused_at = NULL WHERE name = 'bulk'", ("resume", "bulk", None, None, None)),
+        (
+            "UPDATE pgoutbox.queue SET max_in_flight = 3 WHERE name = 'bulk'",
+            ("limit", "bulk", None, None, {"rate": "none", "burst": None, "max_in_flight": 3}),
+        ),
+        (
+            "INSERT INTO pgoutbox.retention (topic, state, keep) VALUES ('mail', 'sent', '1 hour')",
+            ("retention", None, None, None, {"topic": "mail", "state": "sent", "keep_seconds": 3600}),
+        ),
+        (
+            "DELETE FROM pgoutbox.retention WHERE topic = '*'",
+            ("retention", None, None, None, {"topic": "*", "state": "sent", "keep_seconds": "no rule"}),
+        ),
+        ("DELETE FROM pgoutbox.breaker WHERE key = 'smtp'", ("breaker", None, None, None, {"key": "smtp"})),
+    ],
+)  # fmt: skip
+def test_an_operators_act_by_sql_is_recorded(dsn: str, act: LiteralString, told: tuple[object, ...]) -> None:
+    with psycopg.connect(dsn, autocommit=True) as owner:
+        ids = {
+            "failed": [put(owner, State.FAILED) for _ in range(2)],
+            "sent": put(owner, State.SENT, age=timedelta(days=2)),
+            "pending": put(owner, coalesce_key="k"),
+        }
+        owner.execute("INSERT INTO pgoutbox.queue (name, paused_at) VALUES ('bulk', now())")
+        owner.execute("INSERT INTO pgoutbox.retention (topic, state) VALUES ('*', 'sent')")
+        owner.execute(
+            """
+            INSERT INTO pgoutbox.breaker (key, retry_at, cooldown_seconds, worker, last_error)
+            VALUES ('smtp', now(), 1, 'w', 'dead')
+            """
+        )
+        owner.execute("TRUNCATE pgoutbox.audit")
+        with login(dsn, "pgoutbox_operator") as its_dsn:
+            with psycopg.connect(its_dsn, autocommit=True) as person:
+                person.execute(act, ids)
+            (row,) = operations.list_acts(owner)
+            which = ids.get(str(told[3]))
+            assert (row.action, row.queue, row.message_count, row.first_ids, row.details) == (
+                *told[:3], [which] if isinstance(which, int) else which, told[4],
+            )  # fmt: skip
+            assert row.actor == row.db_role == psycopg.conninfo.conninfo_to_dict(its_dsn)["user"]
+
+
+def test_an_operator_by_sql_can_be_named(rolled_back: psycopg.Connection) -> None:
+    rolled_back.execute("SET LOCAL pgoutbox.act_actor = 'ada'")
+    rolled_back.execute("SELECT pgoutbox.redrive(ARRAY[%s], '{failed}', NULL)", [put(rolled_back, State.FAILED)])
+    ((actor, role, me),) = rolled_back.execute("SELECT actor, db_role, session_user FROM pgoutbox.audit").fetchall()
+    assert (actor, role) == ("ada", me)
+
+
+@pytest.mark.parametrize("role", ["pgoutbox_producer", "pgoutbox_worker", None])
+def test_an_applications_cancel_is_not_an_operators_act(dsn: str, role: str | None) -> None:
+    with psycopg.connect(dsn, autocommit=True) as owner:
+        message_id = put(owner)
+        with login(dsn, *([role, "pgoutbox_operator"] if role else [])) as its_dsn:
+            with psycopg.connect(its_dsn if role else dsn) as application:
+                answer = application.execute("SELECT pgoutbox.cancel(%s)", [message_id]).fetchall()
+            assert (answer, operations.list_acts(owner)) == ([("cancelled",)], [])
 
 
 # --- which messages ---------------------------------------------------------------------------------------------------
