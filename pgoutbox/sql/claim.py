@@ -137,7 +137,7 @@ _OTHER_LANES: Final[LiteralString] = """, first_lapsed AS MATERIALIZED (
         AND m.id <> ALL (ARRAY(SELECT e.id FROM ending AS e))
         AND (
             %(suspect_limit)s::bigint = 1
-            OR (m.max_attempts - m.attempt_count) * 2 > m.attempt_budget
+            OR m.max_attempts - m.attempt_count > m.attempt_budget / 2
         )
     ORDER BY m.lease_expires_at, m.id
     LIMIT (
@@ -296,8 +296,9 @@ RETURNING
     m.state,
     j.former_state,
     j.former_attempt_count,
-    j.due_at,
-    extract(epoch FROM m.expires_at - now())::float8 AS expires_in_seconds,
+    -- Python has no infinite time, and PostgreSQL before 17 no infinite interval.
+    greatest(j.due_at, '2000-01-01 00:00Z') AS due_at,
+    CASE WHEN isfinite(m.expires_at) THEN extract(epoch FROM m.expires_at - now())::float8 END AS expires_in_seconds,
     (SELECT p.is_limited FROM permit AS p) AS is_limited,
     EXISTS (
         SELECT FROM pgoutbox.message_live AS o WHERE o.queue = %(queue)s::text AND o.ordering_key IS NOT NULL
