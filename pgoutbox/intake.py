@@ -79,7 +79,9 @@ class Intake:
             if row.state != _SENDING:
                 ended.append(row)
                 continue
-            if (in_flight := self._held.get(row.id)) is not None:
+            in_flight = self._held.get(row.id)
+            # A message that was finished and claimed again, before the answer to the finish was read, is a new attempt.
+            if in_flight is not None and not (in_flight.done and row.attempt_count > in_flight.attempt_count):
                 # The server has lost the commit of its first claim: its handler runs, or has ended already.
                 in_flight.take_over(row.attempt_count, leased_at)
                 continue

@@ -26,7 +26,7 @@ from pgoutbox.link import Link
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Skip, Snooze, State, Transient
 from pgoutbox.operations import Rate
 from pgoutbox.retry import RetryPolicy
-from pgoutbox.store import Store
+from pgoutbox.store import Store, Verdict
 from pgoutbox.telemetry import Event
 from pgoutbox.worker import Worker
 from tests.outbox_actions import (
@@ -158,6 +158,32 @@ async def test_a_message_is_retried_until_its_attempts_are_used_up(outbox: Outbo
     assert seen == [1, 2, 3]
     assert state_of(db, message_id) == State.FAILED
     assert attempts_of(db, message_id) == [(1, "retry", "busy 1"), (2, "retry", "busy 2"), (3, "failed", "busy 3")]
+
+
+async def test_a_message_that_is_claimed_again_before_its_finish_is_answered_is_handed_over_again(
+    outbox: Outbox, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    @outbox.handler("greet", retry=AT_ONCE)
+    async def greet(message: Message, ctx: Context) -> Outcome:
+        seen.append(message.attempt_count)
+        return Transient("busy") if message.attempt_count == 1 else Sent()
+
+    finish = Store.finish
+
+    async def finish_slowly(store: Store, verdicts: Sequence[Verdict]) -> dict[int, State]:
+        written = await finish(store, verdicts)
+        worker._wake.set()
+        await until(lambda: row_of(db, message_id).attempt_count == 2)
+        return written
+
+    monkeypatch.setattr(Store, "finish", finish_slowly)
+    message_id = enqueue(db)
+    worker = Worker(outbox)
+    async with running(worker):
+        await until(lambda: state_of(db, message_id) == State.SENT)
+    assert seen == [1, 2]
 
 
 async def test_a_drain_waits_for_retries_and_not_for_what_is_scheduled(outbox: Outbox, db: psycopg.Connection) -> None:
