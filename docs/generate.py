@@ -638,6 +638,7 @@ _MEANINGS: Final[Mapping[Event, str]] = {
         "transaction. From half full on workers poll."
     ),
     Event.NOTIFY_QUEUE_DRAINED: "The notification queue has drained; workers are rung again.",
+    Event.LOOP_BLOCKED: "A handler has blocked the event loop for two seconds: nothing else in its process gets on.",
     Event.LEASE_KEEPER_FAILED: "Leases could not be renewed; the keeper tries again.",
     Event.PROCESS_STARTED: "The supervisor started a worker process.",
     Event.BREAKER_OPENED: "A transport or host is held to be dead: its messages wait, and use up no attempts.",

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import random
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from pgoutbox.dispatch import Context, elapsed_clock
 from pgoutbox.errors import LeaseLostError
@@ -26,7 +26,10 @@ _WATCH_SECONDS = 1.0
 
 
 class LeaseKeeper:
-    """Keeps the leases of the attempts in `held`, which the worker fills and empties on its own thread."""
+    """Keeps the leases of the attempts in `held`, which the worker fills and empties on its own thread.
+
+    `on_tick` is called about once a second while there are any, on the keeper's thread.
+    """
 
     def __init__(
         self,
@@ -35,8 +38,10 @@ class LeaseKeeper:
         telemetry: Telemetry,
         *,
         worker: str,
+        on_tick: Callable[[], None],
         spare: Link | None = None,
     ) -> None:
+        self._on_tick = on_tick
         self._worker = worker
         self._spare = spare
         self._settings = settings
@@ -96,6 +101,8 @@ class LeaseKeeper:
                 async with asyncio.timeout(pause):
                     await self._stopped.wait()
             pause = tick
+            if self._held:
+                self._on_tick()
             try:
                 await self._keep_once(link)
                 failing = False

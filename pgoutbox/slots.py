@@ -143,6 +143,10 @@ class Slots:
         """How long the message has waited that a handler takes next."""
         return asyncio.get_running_loop().time() - self._ready[0][1] if self._ready else 0.0
 
+    def work_of(self, task: asyncio.Task[object]) -> Work:
+        """The messages whose handler runs in this task; any thread may ask."""
+        return next((slot.work for slot in self._slots if slot.task is task), ())
+
     def put(self, works: Sequence[Work]) -> None:
         """Hand over work; it starts as soon as a slot is free."""
         now = asyncio.get_running_loop().time()

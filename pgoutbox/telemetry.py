@@ -47,6 +47,7 @@ class Event(enum.StrEnum):
     LISTENER_BACK = "listener_back"
     NOTIFY_QUEUE_FILLING = "notify_queue_filling"
     NOTIFY_QUEUE_DRAINED = "notify_queue_drained"
+    LOOP_BLOCKED = "loop_blocked"
     LEASE_KEEPER_FAILED = "lease_keeper_failed"
     PROCESS_STARTED = "process_started"
     PROCESS_DIED = "process_died"

@@ -42,6 +42,7 @@ from pgoutbox.outage import Outage
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import Settings
 from pgoutbox.slots import ABANDONED, Slots
+from pgoutbox.stall import StallWatch
 from pgoutbox.store import ClaimedRow, Store
 from pgoutbox.telemetry import Event, Telemetry
 from pgoutbox.transports import Transport
@@ -236,7 +237,6 @@ class Worker:
         if self._django is not None:
             handlers = {topic: self._django.around(handler) for topic, handler in handlers.items()}
         self._store = Store(settings, worker=self.name)
-        self._keeper = LeaseKeeper(settings, self._held, self.telemetry, worker=self.name, spare=self._store.claims)
         self._finisher = Finisher(
             self._store,
             self._held,
@@ -268,6 +268,14 @@ class Worker:
             on_outcome=self._finisher.collect,
             on_free=self._note_progress,
             telemetry=self.telemetry,
+        )
+        self._keeper = LeaseKeeper(
+            settings,
+            self._held,
+            self.telemetry,
+            worker=self.name,
+            on_tick=StallWatch(self.telemetry, work_of=self._slots.work_of).look,
+            spare=self._store.claims,
         )
         self._intake = Intake(
             self._store,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import linecache
+import logging
 import multiprocessing
 import os
 import signal
@@ -563,6 +565,58 @@ async def test_the_timeout_of_the_settings_is_for_handlers_without_their_own(dsn
 
 
 # --- misbehaviour -----------------------------------------------------------------------------------------------------
+
+
+class LetGo(logging.Handler):
+    """Hears from another thread that the event loop is blocked, and ends that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+        self.event = threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Note the record and let the handler go."""
+        if getattr(record, "event", None) == Event.LOOP_BLOCKED:
+            self.records.append(record)
+            self.event.set()
+
+
+@pytest.mark.parametrize("is_batch", [False, True], ids=["single", "batch"])
+async def test_a_handler_that_blocks_the_event_loop_is_named_in_the_log_while_it_does(
+    outbox: Outbox, db: psycopg.Connection, is_batch: bool
+) -> None:
+    heard = LetGo()
+
+    def block() -> None:
+        assert heard.event.wait(PATIENCE_SECONDS)
+
+    if is_batch:
+
+        @outbox.batch_handler("greet")
+        async def greet_all(messages: Sequence[Message], contexts: Sequence[Context]) -> None:
+            block()
+
+    else:
+
+        @outbox.handler("greet")
+        async def greet(message: Message, ctx: Context) -> None:
+            block()
+
+    message_id = enqueue(db)
+    worker = Worker(outbox)
+    logger = logging.getLogger("pgoutbox")
+    logger.addHandler(heard)
+    try:
+        await worker.run_once()
+    finally:
+        logger.removeHandler(heard)
+    assert state_of(db, message_id) == State.SENT
+    assert worker.telemetry.counts[Event.LOOP_BLOCKED] == 1
+    (record,) = heard.records
+    assert (vars(record)["topic"], vars(record)["message_id"]) == ("greet", message_id)
+    module, line = vars(record)["place"].split(":")
+    assert (module, linecache.getline(__file__, int(line)).strip()) == (__name__, "block()")
 
 
 class UnprintableError(Exception):
