@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from pydantic_core import to_json as encode_json
 from typing_extensions import TypeVar
 
-from pgoutbox.encryption import Keyring
+from pgoutbox.encryption import Identity, Keyring
 from pgoutbox.errors import ConfigurationError, PayloadError
 from pgoutbox.message import P
 from pgoutbox.payloads import Serializer, check_model, check_storable, fit, member, shown, to_json
@@ -235,6 +235,7 @@ def prepare(
     max_payload_bytes: int,
     serializer: Serializer | None,
     keyring: Keyring | None = None,
+    is_fanout: bool = False,
 ) -> Draft:
     """Check a message against its topic's definition, which wins. `max_attempts` is what it gets unless it asks.
 
@@ -273,13 +274,16 @@ def prepare(
     )
     _check_times(draft)
     _check_together(draft)
-    return _seal(draft, keyring, max_payload_bytes) if topic.encrypted else draft
+    return _seal(draft, keyring, max_payload_bytes, is_fanout=is_fanout) if topic.encrypted else draft
 
 
-def _seal(draft: Draft, keyring: Keyring | None, max_payload_bytes: int) -> Draft:
+def _seal(draft: Draft, keyring: Keyring | None, max_payload_bytes: int, *, is_fanout: bool) -> Draft:
     if keyring is None:
         raise ConfigurationError(f"topic {draft.topic!r} is encrypted: set PGOUTBOX_ENCRYPTION_KEYS")
-    sealed = keyring.seal(draft.payload, topic=draft.topic, dedupe_key=draft.dedupe_key)
+    identity = Identity(
+        "fan-out" if is_fanout else "payload", draft.topic, draft.destination, draft.coalesce_key, draft.ordering_key
+    )
+    sealed = keyring.seal(draft.payload, identity, dedupe_key=draft.dedupe_key)
     _check_sealed("payload", sealed, max_payload_bytes)
     return draft._replace(payload=sealed)
 
@@ -315,6 +319,7 @@ def prepare_fanout(
         max_payload_bytes=max_payload_bytes,
         serializer=serializer,
         keyring=keyring,
+        is_fanout=True,
     )
     for field in ("coalesce_key", "dedupe_key", "ordering_key"):
         if getattr(draft, field) is not None:
@@ -323,7 +328,7 @@ def prepare_fanout(
         raise PayloadError("destinations", "must be several texts, not one")
     shared = to_json(content, max_bytes=max_payload_bytes, serializer=serializer, field="content")
     if topic.encrypted and keyring is not None:
-        shared = keyring.seal(shared, topic=topic.name, dedupe_key=None)
+        shared = keyring.seal(shared, Identity("content", topic.name), dedupe_key=None)
         _check_sealed("content", shared, max_payload_bytes)
     return Fanout(
         topic=draft.topic,

@@ -16,7 +16,7 @@ from pydantic import JsonValue
 from pydantic_core import from_json
 
 from pgoutbox.dispatch import Context, Handler, describe
-from pgoutbox.encryption import Keyring, is_sealed, unseal
+from pgoutbox.encryption import Identity, Keyring, is_sealed, unseal
 from pgoutbox.message import Message, Permanent, State, Transient
 from pgoutbox.outage import Outage
 from pgoutbox.slots import RELEASED, Ending, Work
@@ -138,15 +138,15 @@ class Intake:
 
         None if the database did not answer.
         """
-        asked = {row.content_id for row in rows if row.content_id is not None and row.state == _SENDING}
-        contents = {content_id: self._contents[content_id] for content_id in asked & self._contents.keys()}
-        if missing := sorted(asked - contents.keys()):
+        topics = {row.content_id: row.topic for row in rows if row.content_id is not None and row.state == _SENDING}
+        contents = {content_id: self._contents[content_id] for content_id in topics.keys() & self._contents.keys()}
+        if missing := sorted(topics.keys() - contents.keys()):
             try:
                 found = await self._store.contents(missing)
             except (psycopg.Error, OSError) as error:
                 await self._outage.endure(error)
                 return None
-            contents.update((content_id, _read_content(text, self._keyring)) for content_id, text in found.items())
+            contents.update((n, _read_content(text, topics[n], self._keyring)) for n, text in found.items())
             # The messages of a fan-out come together: the last contents are those that are asked for next.
             self._contents = dict(list((self._contents | contents).items())[-_KEPT_CONTENTS:])
         return contents
@@ -169,11 +169,12 @@ def _message_of(
         headers = None if row.headers_json is None else _read_json(row.headers_json)
         payload = _read_json(row.payload_json)
         if type(payload) is dict and is_sealed(payload):
-            payload = _read_json(unseal(payload, keyring))
+            identity = Identity("payload", row.topic, row.destination, row.coalesce_key, row.ordering_key)
+            payload = _read_json(unseal(payload, keyring, identity))
     except (ValueError, RecursionError) as error:
         problem = Permanent(f"payload: cannot be read as JSON: {describe(error)}")
-    except Transient as missing_key:
-        problem, payload = missing_key, None
+    except (Transient, Permanent) as sealed:
+        problem, payload = sealed, None
     message: Message[object] = Message(
         row.id,
         row.topic,
@@ -192,14 +193,14 @@ def _message_of(
     return message, problem
 
 
-def _read_content(text: str, keyring: Keyring | None) -> _Content:
+def _read_content(text: str, topic: str, keyring: Keyring | None) -> _Content:
     try:
         content = _read_json(text)
-        return _read_json(unseal(content, keyring)) if is_sealed(content) else content
+        return _read_json(unseal(content, keyring, Identity("content", topic))) if is_sealed(content) else content
     except (ValueError, RecursionError) as error:
         return Permanent(f"content: cannot be read as JSON: {describe(error)}")
-    except Transient as missing_key:
-        return missing_key
+    except (Transient, Permanent) as sealed:
+        return sealed
 
 
 def _read_json(text: str) -> JsonValue:

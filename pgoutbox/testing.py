@@ -29,7 +29,7 @@ from psycopg.rows import class_row
 from pydantic import JsonValue
 
 from pgoutbox import connections
-from pgoutbox.encryption import is_sealed, keyring_of, unseal
+from pgoutbox.encryption import decrypted, is_sealed, keyring_of
 from pgoutbox.message import Message, Outcome, Sent, State
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import load_settings
@@ -199,7 +199,7 @@ class OutboxDriver:
     def _decrypted(self, row: Row) -> Row:
         if self._keyring is None or not is_sealed(row.payload):
             return row
-        return replace(row, payload=json.loads(unseal(row.payload, self._keyring)))
+        return replace(row, payload=json.loads(decrypted(row.payload, self._keyring)[1]))
 
     async def _run_once(self) -> None:
         with self._connect() as connection:

@@ -21,7 +21,7 @@ from pgoutbox.doctor.findings import (
     warning,
 )
 from pgoutbox.doctor.transports import is_served
-from pgoutbox.encryption import SEALED, keyring_of, unseal
+from pgoutbox.encryption import SEALED, decrypted, keyring_of
 from pgoutbox.message import Transient
 from pgoutbox.redaction import redact_text
 from pgoutbox.transports.configured import hint_for
@@ -199,7 +199,7 @@ def _sealed(patient: Patient) -> dict[str, int]:
     for row in patient.ask(sql.SEALED_PAYLOADS, {"member": SEALED}):
         closed.setdefault(row["topic"], 0)
         try:
-            unseal(row["payload"], keyring)
+            decrypted(row["payload"], keyring)
         except Transient:
             closed[row["topic"]] += 1
     return closed

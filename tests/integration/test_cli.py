@@ -24,7 +24,7 @@ from pydantic import SecretStr
 from pgoutbox import migrate
 from pgoutbox.cli import explain, main
 from pgoutbox.console import JsonFormatter, TextFormatter, mask, printable, secrets_in
-from pgoutbox.encryption import SEALED, Keyring
+from pgoutbox.encryption import Keyring, decrypted
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import State
 from pgoutbox.settings import ENVIRONMENT_PREFIX
@@ -538,7 +538,7 @@ class TestLooking:
         message_id = cli("enqueue", "mail", f'"{CANARY}"', "--encrypt").out.strip()
         (stored,) = database.execute("SELECT payload::text FROM pgoutbox.message").fetchone() or ("",)
         assert CANARY not in stored
-        assert Keyring(SecretStr(key)).open(json.loads(stored)[SEALED]["token"]) == f'"{CANARY}"'
+        assert decrypted(json.loads(stored), Keyring(SecretStr(key)))[1] == f'"{CANARY}"'
         assert cli("show", message_id, "--json").json["payload"] == "(encrypted)"
 
     def test_stats_counts_and_names_paused_queues(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:

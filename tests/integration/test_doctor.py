@@ -24,7 +24,7 @@ from pydantic import SecretStr
 from pgoutbox import Outbox, migrate
 from pgoutbox.commands import app
 from pgoutbox.doctor import Finding, Level, Limits, examine
-from pgoutbox.encryption import Keyring
+from pgoutbox.encryption import Identity, Keyring
 from pgoutbox.message import Message, State
 from pgoutbox.settings import Settings, load_settings
 from tests.faults.proxy import proxy_to
@@ -522,7 +522,9 @@ def troubled(db: psycopg.Connection) -> Outbox:
     db.execute("UPDATE pgoutbox.message SET claimed_at = finished_at - interval '10 minutes' WHERE state = 'sent'")
     db.execute("UPDATE pgoutbox.message SET last_error = %s WHERE state = 'failed'", [f"550 token={CANARY}"])
     put(db, State.SENT, age=timedelta(days=9))
-    sealed = Keyring(SecretStr(Fernet.generate_key().decode())).seal("{}", topic="mail.secret", dedupe_key=None)
+    sealed = Keyring(SecretStr(Fernet.generate_key().decode())).seal(
+        "{}", Identity("payload", "mail.secret"), dedupe_key=None
+    )
     enqueue(db, "mail.secret", json.loads(sealed))
     db.execute("INSERT INTO pgoutbox.retention VALUES ('1 day', '*', 'sent')")
     db.execute(
@@ -587,7 +589,11 @@ def test_who_may_not_read_payloads_says_that_it_does_not_know_whether_a_key_open
     key = Fernet.generate_key().decode()
     settings = settings_of(role_dsn, encryption_keys=key)
     expect(found(settings, "encryption"), Level.OK, "no encrypted payload waits")
-    enqueue(db, "mail.secret", json.loads(Keyring(SecretStr(key)).seal("{}", topic="mail.secret", dedupe_key=None)))
+    enqueue(
+        db,
+        "mail.secret",
+        json.loads(Keyring(SecretStr(key)).seal("{}", Identity("payload", "mail.secret"), dedupe_key=None)),
+    )
     expect(found(settings, "encryption"), Level.SKIPPED, "mail.secret", f"GRANT SELECT ON pgoutbox.message TO {name}")
     expect(found(role_dsn, "encryption"), Level.PROBLEM, "opens 1 payload of mail.secret")
     db.execute(sql.SQL("GRANT SELECT ON pgoutbox.message TO {}").format(sql.Identifier(name)))
@@ -892,7 +898,7 @@ def test_encrypted_topics_without_keys_and_payloads_that_no_key_opens_are_proble
     settings = settings_of(dsn, encryption_keys=mine)
     assert levels(found(settings, "encryption", outbox=outbox)) == ["ok"]
     for key, level in ((mine, "ok"), (lost, "problem")):
-        payload = Keyring(SecretStr(key)).seal('{"a": 1}', topic="mail.secret", dedupe_key=None)
+        payload = Keyring(SecretStr(key)).seal('{"a": 1}', Identity("payload", "mail.secret"), dedupe_key=None)
         enqueue(db, "mail.secret", json.loads(payload))
         assert levels(found(settings, "encryption", outbox=outbox)) == [level]
     finding = expect(found(settings, "encryption"), Level.PROBLEM, "opens 1 payload of mail.secret")

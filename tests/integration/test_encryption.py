@@ -14,7 +14,7 @@ from typing_extensions import Unpack
 from pgoutbox import Outbox, PayloadError, operations, session
 from pgoutbox.dispatch import Context, SyncContext
 from pgoutbox.drafts import NewMessage
-from pgoutbox.encryption import SEALED, Keyring
+from pgoutbox.encryption import SEALED, Identity, Keyring
 from pgoutbox.errors import ConfigurationError, DuplicateError
 from pgoutbox.message import Message
 from pgoutbox.outbox import MessageOptions
@@ -226,10 +226,10 @@ async def test_the_content_of_a_fan_out_is_encrypted_too(dsn: str, db: psycopg.C
 async def test_a_content_is_decrypted_once_for_all_of_its_messages(
     dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened: list[str | None] = []
+    opened: list[tuple[Identity, str] | None] = []
     decrypt = Keyring.open
 
-    def note(self: Keyring, token: str) -> str | None:
+    def note(self: Keyring, token: str) -> tuple[Identity, str] | None:
         opened.append(decrypt(self, token))
         return opened[-1]
 
@@ -246,7 +246,63 @@ async def test_a_content_is_decrypted_once_for_all_of_its_messages(
         outbox.enqueue_fanout(db, "reset", Reset(user=7, code=CANARY), addresses, content={"html": "x" * 1_000})
     await Worker(outbox, settings=settings_for(dsn, encryption_keys=OLD, batch_size=5)).run_once()
     assert got == [{"html": "x" * 1_000}] * 20
-    assert len([text for text in opened if text and "html" in text]) == 1
+    assert len([found for found in opened if found and "html" in found[1]]) == 1
+
+
+@pytest.mark.parametrize(
+    ("topic", "destination", "problem"),
+    [
+        ("public.hook", "mailto:a@example.org", "topic"),
+        ("reset", "https://attacker.example/", "destination"),
+        ("reset", "mailto:a@example.org", None),
+    ],
+)
+async def test_what_somebody_enqueues_again_elsewhere_by_sql_is_not_opened(
+    dsn: str, db: psycopg.Connection, topic: str, destination: str, problem: str | None
+) -> None:
+    outbox = outbox_with(dsn, OLD)
+    got = register(outbox, "async")
+
+    @outbox.handler("public.hook")
+    async def post(message: Message, ctx: Context) -> None:
+        got.append(message.payload)
+
+    put(outbox, db, destination="mailto:a@example.org")
+    ((copy_id,),) = db.execute(
+        "SELECT pgoutbox.enqueue(%s, m.payload, destination => %s) FROM pgoutbox.message AS m", [topic, destination]
+    ).fetchall()
+    await Worker(outbox).run_once()
+    if problem is None:
+        assert state_of(db, copy_id) == "sent"
+    else:
+        assert state_of(db, copy_id) == "failed"
+        assert row_of(db, copy_id).last_error == f"the payload was encrypted for another message: its {problem} differs"
+        assert got == [Reset(user=7, code=CANARY)]
+
+
+async def test_payload_and_content_of_a_fan_out_do_not_open_in_another_topic(dsn: str, db: psycopg.Connection) -> None:
+    outbox = outbox_with(dsn, OLD)
+    got = register(outbox, "async")
+
+    @outbox.handler("public.hook")
+    async def post(message: Message, ctx: Context) -> None:
+        got.append((message.payload, message.content))
+
+    with db.transaction():
+        outbox.enqueue_fanout(db, "reset", Reset(user=7, code=CANARY), ["mailto:a@example.org"], content=CANARY)
+    for payload in ("m.payload", "'1'"):
+        db.execute(
+            "SELECT f.id FROM pgoutbox.message AS m JOIN pgoutbox.content AS c ON c.id = m.content_id"
+            " CROSS JOIN LATERAL pgoutbox.enqueue_fanout("
+            f"'public.hook', {payload}, ARRAY['mailto:b@example.org'], content => c.body) AS f"
+            " WHERE m.topic = 'reset'".encode()
+        )
+    await Worker(outbox).run_once()
+    assert got == [Reset(user=7, code=CANARY)]
+    errors = db.execute("SELECT last_error FROM pgoutbox.message WHERE state = 'failed' ORDER BY id").fetchall()
+    assert errors == [
+        (f"the {what} was encrypted for another message: its topic differs",) for what in ("payload", "content")
+    ]
 
 
 async def test_a_content_that_cannot_be_read_ends_its_own_messages_only(dsn: str, db: psycopg.Connection) -> None:
@@ -255,7 +311,7 @@ async def test_a_content_that_cannot_be_read_ends_its_own_messages_only(dsn: str
     with db.transaction():
         outbox.enqueue_fanout(db, "reset", Reset(user=7, code=CANARY), ["mailto:a@example.org"], content=1)
     (torn,) = db.execute("SELECT max(id) FROM pgoutbox.message").fetchone() or (0,)
-    body = Keyring(SecretStr(OLD)).seal("{torn", topic="reset", dedupe_key=None)
+    body = Keyring(SecretStr(OLD)).seal("{torn", Identity("content", "reset"), dedupe_key=None)
     db.execute("UPDATE pgoutbox.content SET body = %s", [body])
     whole = put(outbox, db).id
     await Worker(outbox).run_once()

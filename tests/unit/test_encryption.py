@@ -12,13 +12,14 @@ from pydantic import JsonValue, SecretStr
 from typing_extensions import Unpack
 
 from pgoutbox.drafts import Draft, NewMessage, Topic, prepare
-from pgoutbox.encryption import SEALED, Keyring, is_sealed, unseal
+from pgoutbox.encryption import SEALED, Identity, Keyring, is_sealed, unseal
 from pgoutbox.errors import ConfigurationError, MissingExtraError, PayloadError
-from pgoutbox.message import Transient
+from pgoutbox.message import Permanent, Transient
 from pgoutbox.outbox import MessageOptions
 
 CANARY = "c4n4ry-s3cret"
 OLD, NEW = Fernet.generate_key().decode(), Fernet.generate_key().decode()
+MAIL = Identity("payload", "mail")
 
 
 def keyring(*keys: str) -> Keyring:
@@ -52,7 +53,29 @@ def sealed_payload(payload: object, *keys: str, dedupe_key: str | None = None) -
 def test_a_sealed_payload_is_unsealed_to_what_it_was(payload: JsonValue) -> None:
     sealed = sealed_payload(payload, OLD)
     assert is_sealed(sealed)
-    assert json.loads(unseal(sealed, keyring(OLD))) == payload
+    assert json.loads(unseal(sealed, keyring(OLD), MAIL)) == payload
+
+
+@pytest.mark.parametrize(
+    ("actual", "field"),
+    [
+        (Identity("payload", "public.hook", "mailto:a@example.org", "c"), "topic"),
+        (Identity("payload", "mail", "https://attacker.example/", "c"), "destination"),
+        (Identity("payload", "mail", None, "c"), "destination"),
+        (Identity("payload", "mail", "mailto:a@example.org", "another"), "coalesce_key"),
+        (Identity("payload", "mail", "mailto:a@example.org", "c", "o"), "ordering_key"),
+        (Identity("content", "mail"), "kind"),
+    ],
+)
+def test_a_token_that_was_copied_into_another_message_does_not_open_and_fails_for_good(
+    actual: Identity, field: str
+) -> None:
+    draft = draft_of(CANARY, keys=keyring(OLD), destination="mailto:a@example.org", coalesce_key="c")
+    sealed = json.loads(draft.payload)
+    assert unseal(sealed, keyring(OLD), Identity("payload", "mail", "mailto:a@example.org", "c")) == f'"{CANARY}"'
+    with pytest.raises(Permanent) as caught:
+        unseal(sealed, keyring(OLD), actual)
+    assert caught.value.error == f"the {actual.kind} was encrypted for another message: its {field} differs"
 
 
 def test_nothing_of_the_payload_can_be_read_in_the_draft() -> None:
@@ -61,10 +84,10 @@ def test_nothing_of_the_payload_can_be_read_in_the_draft() -> None:
 
 def test_the_first_key_encrypts_and_each_decrypts() -> None:
     sealed = sealed_payload(CANARY, NEW, OLD)
-    assert unseal(sealed, keyring(NEW)) == f'"{CANARY}"'
-    assert unseal(sealed, keyring(OLD, NEW)) == f'"{CANARY}"'
+    assert unseal(sealed, keyring(NEW), MAIL) == f'"{CANARY}"'
+    assert unseal(sealed, keyring(OLD, NEW), MAIL) == f'"{CANARY}"'
     with pytest.raises(Transient):
-        unseal(sealed, keyring(OLD))
+        unseal(sealed, keyring(OLD), MAIL)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +100,7 @@ def test_without_the_right_key_the_outcome_is_transient_and_shows_neither_text_n
 ) -> None:
     sealed = sealed_payload(CANARY, OLD)
     with pytest.raises(Transient) as caught:
-        unseal(sealed, keys)
+        unseal(sealed, keys, MAIL)
     error = caught.value
     assert named in error.error
     assert error.__cause__ is None
@@ -87,7 +110,7 @@ def test_without_the_right_key_the_outcome_is_transient_and_shows_neither_text_n
 @pytest.mark.parametrize("sealed", [{SEALED: None}, {SEALED: {}}, {SEALED: {"token": 7}}, {SEALED: {"token": "käse"}}])
 def test_what_only_claims_to_be_sealed_is_transient_too(sealed: JsonValue) -> None:
     with pytest.raises(Transient):
-        unseal(sealed, keyring(OLD))
+        unseal(sealed, keyring(OLD), MAIL)
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
