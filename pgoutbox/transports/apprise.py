@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from urllib.parse import unquote
 
 from pgoutbox.errors import ConfigurationError, MissingExtraError
-from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient
+from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient, Unavailable
 from pgoutbox.transports.addresses import header_text
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ _VARIABLE = "PGOUTBOX_APPRISE_URLS"
 _NAME = re.compile(r"[a-z][a-z0-9_.-]{0,62}")
 _MIN_SECRET_LENGTH = 3
 _MAX_REASON_LENGTH = 500
+# The status of the service, as the plugins of Apprise log it.
+_REFUSED_CREDENTIALS = re.compile(r"\berror=40[13]\b")
 
 # The warnings of the call under way. Apprise has threads of its own, and hands its context on to them.
 _reasons: ContextVar[list[str] | None] = ContextVar("pgoutbox_apprise_reasons", default=None)
@@ -90,7 +92,8 @@ class AppriseTransport:
         """Hand the notification over once.
 
         Apprise says whether it succeeded, and no more: whatever else is `Transient`, with what Apprise logged. A
-        destination that is not in the setting is `Transient` too, because the setting can be mended.
+        service that refuses the credentials of its URL (401, 403) is `Unavailable`, and so is a name that is not in the
+        setting.
         """
         if not isinstance(content, Notification):
             return Permanent(f"content: the notification transport sends a Notification, not {type(content).__name__}")
@@ -104,8 +107,13 @@ class AppriseTransport:
         service = self._services.get(name)
         if service is None:
             known = ", ".join(sorted(self._services)) or "none"
-            return Transient(f"destination: {_VARIABLE} has no {name!r} (it has: {known})")
+            return Unavailable(f"destination: {_VARIABLE} has no {name!r} (it has: {known})")
         return await service.send(content)
+
+    def breaker_key(self, message: Message[object], content: Content | None) -> str:  # noqa: ARG002 - a name is enough
+        """One breaker for each name of the setting, which is a service with credentials of its own."""
+        name = (message.destination or "").partition(":")[2]
+        return f"apprise:{name}" if _NAME.fullmatch(name) else "apprise"
 
     async def aclose(self) -> None:
         """Let go of the threads; one that waits for a service ends when the service or its time limit does."""
@@ -183,7 +191,8 @@ class _Service:
                 reasons.append(f"{type(error).__name__}: {error}")
         if result:
             return Sent()
-        return Transient(f"apprise:{self._name}: {self._explain(reasons, 'Apprise gave no reason')}")
+        text = f"apprise:{self._name}: {self._explain(reasons, 'Apprise gave no reason')}"
+        return Unavailable(text) if any(map(_REFUSED_CREDENTIALS.search, reasons)) else Transient(text)
 
     def _explain(self, reasons: list[str], otherwise: str) -> str:
         text = " ".join(reasons)

@@ -17,7 +17,7 @@ from urllib.parse import unquote
 
 from pydantic import BaseModel, JsonValue
 
-from pgoutbox.message import Message, Permanent, Transient
+from pgoutbox.message import Message, Permanent, Unavailable
 
 if TYPE_CHECKING:
     from pgoutbox.settings import Settings
@@ -28,6 +28,7 @@ CONTENT_TYPE: Final = "application/cloudevents+json; charset=UTF-8"
 MAX_NAME_BYTES: Final = 255
 MAX_HEADER_COUNT: Final = 64
 MAX_HEADER_BYTES: Final = 1_024
+_SOURCE_KEY: Final = "event:PGOUTBOX_EVENT_SOURCE"
 
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _EXTENSION_NAME = re.compile(r"[a-z0-9]{1,20}")
@@ -87,8 +88,8 @@ class RenderedEvent:
 def render(event: Content, message: Message[object], settings: Settings) -> RenderedEvent:
     """The bytes that would be sent for this message; connects to nothing.
 
-    Raises `Permanent`, naming the field, for what no broker should see. A missing source is `Transient`, because the
-    setting `event_source` mends it.
+    Raises `Permanent`, naming the field, for what no broker should see. A missing source is `Unavailable`, because the
+    setting `event_source` adds it.
     """
     if not isinstance(event, Event):
         raise Permanent(f"content: a broker's transport sends an Event, not {type(event).__name__}")
@@ -111,6 +112,11 @@ def render(event: Content, message: Message[object], settings: Settings) -> Rend
     except (TypeError, ValueError, RecursionError) as error:
         raise Permanent(f"event.data: is not a JSON value: {error}") from None
     return RenderedEvent(message.idempotency_key, event.key, _headers(event.headers), content)
+
+
+def part_key(event: Content) -> str | None:
+    """The breaker of events that name no source, which opens while the setting is missing."""
+    return _SOURCE_KEY if isinstance(event, Event) and event.source is None else None
 
 
 def parse_name(message: Message[object]) -> str:
@@ -148,7 +154,7 @@ def _source(event: Event, settings: Settings) -> str:
     if event.source is not None:
         return _text("event.source", event.source)
     if settings.event_source is None:
-        raise Transient("event.source: none is given, and PGOUTBOX_EVENT_SOURCE is not set")
+        raise Unavailable("event.source: none is given, and PGOUTBOX_EVENT_SOURCE is not set", breaker=_SOURCE_KEY)
     return _text("PGOUTBOX_EVENT_SOURCE", settings.event_source)
 
 

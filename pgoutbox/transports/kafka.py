@@ -14,8 +14,8 @@ from logging import getLogger
 from typing import TYPE_CHECKING, Any, Final
 
 from pgoutbox.errors import ConfigurationError, MissingExtraError
-from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient
-from pgoutbox.transports.events import CONTENT_TYPE, Event, RenderedEvent, parse_name, printable, render
+from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient, Unavailable
+from pgoutbox.transports.events import CONTENT_TYPE, Event, RenderedEvent, parse_name, part_key, printable, render
 from pgoutbox.transports.tls import demand_tls_for, verifying_context
 
 if TYPE_CHECKING:
@@ -81,9 +81,13 @@ class KafkaTransport:
         try:
             event = render(content, message, self._settings)
             topic = _topic(message)
-        except (Permanent, Transient) as refusal:
+        except (Permanent, Unavailable) as refusal:
             return refusal
         return await self._produce(topic, event)
+
+    def part_key(self, message: Message[object], content: Content) -> str | None:  # noqa: ARG002 - the content has it
+        """What events without a source of their own depend on."""
+        return part_key(content)
 
     async def check(self) -> str | None:
         """Connect and sign in as for an event, and say what went wrong; None if nothing did."""

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import ParseResult, SplitResult, unquote, urlsplit
 
 from pgoutbox.errors import ConfigurationError, MissingExtraError
-from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient
+from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient, Unavailable
 from pgoutbox.transports.connections import SharedConnection
-from pgoutbox.transports.events import CONTENT_TYPE, Event, RenderedEvent, parse_name, printable, render
+from pgoutbox.transports.events import CONTENT_TYPE, Event, RenderedEvent, parse_name, part_key, printable, render
 from pgoutbox.transports.tls import demand_tls_for, describe_refusal, verifying_context
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ __all__ = ["Event", "NatsTransport"]
 _SCHEMES: Final = frozenset({"nats", "tls"})
 # Errors of the JetStream API that are about the message: larger than the stream takes, and headers too large.
 _MESSAGE_ERRORS: Final = frozenset({10054, 10097})
+# What nats-py raises for refused credentials is told from other errors by its text alone.
+_AUTHORIZATION: Final = re.compile(r"authori[sz]ation|authentication", re.IGNORECASE)
 _REFUSED_SUBJECT: Final = re.compile(r'publish to "([^"]*)"', re.IGNORECASE)
 
 
@@ -47,7 +49,8 @@ class NatsTransport:
     | NATS | outcome |
     |---|---|
     | a stream acknowledges, as new or as a duplicate | sent |
-    | cannot be reached, is not who it has to be, or refuses the credentials | transient |
+    | cannot be reached, or is not who it has to be | transient |
+    | refuses the credentials | unavailable |
     | no stream has the subject, or the account may not publish to it | transient: the operator's to repair |
     | does not acknowledge in time, or breaks off | transient, "outcome unknown" |
     | the event is larger than the server or the stream takes | permanent |
@@ -88,14 +91,19 @@ class NatsTransport:
         try:
             event = render(content, message, self._settings)
             subject = _subject(message)
-        except (Permanent, Transient) as refusal:
+        except (Permanent, Unavailable) as refusal:
             return refusal
         try:
             async with asyncio.timeout(self._seconds):
                 connection = await self._connection.get()
         except (OSError, _NatsError()) as error:
-            return Transient(f"connect: {self._said(error)}", outage=True)
+            text = f"connect: {self._said(error)}"
+            return Unavailable(text) if _AUTHORIZATION.search(str(error)) else Transient(text, outage=True)
         return await self._publish(connection, subject, event)
+
+    def part_key(self, message: Message[object], content: Content) -> str | None:  # noqa: ARG002 - the content has it
+        """What events without a source of their own depend on."""
+        return part_key(content)
 
     async def check(self) -> str | None:
         """Connect and sign in as for an event, and say what went wrong; None if nothing did."""

@@ -13,9 +13,18 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from pgoutbox.errors import ConfigurationError, MissingExtraError
-from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient
+from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient, Unavailable
 from pgoutbox.transports.connections import SharedConnection
-from pgoutbox.transports.events import CONTENT_TYPE, Event, RenderedEvent, check_name, parse_name, printable, render
+from pgoutbox.transports.events import (
+    CONTENT_TYPE,
+    Event,
+    RenderedEvent,
+    check_name,
+    parse_name,
+    part_key,
+    printable,
+    render,
+)
 from pgoutbox.transports.tls import demand_tls_for, describe_refusal, verifying_context
 
 if TYPE_CHECKING:
@@ -44,7 +53,8 @@ class RabbitMQTransport:
     | RabbitMQ | outcome |
     |---|---|
     | confirms | sent |
-    | cannot be reached, is not who it has to be, or refuses the credentials | transient |
+    | cannot be reached, or is not who it has to be | transient |
+    | refuses the credentials, or has no such virtual host for them | unavailable |
     | has no such exchange, no queue for the routing key, or no right for this user | transient: the operator's |
     | refuses with a nack: a full queue, for one | transient |
     | does not confirm in time (an alarm of memory or disk, too), or breaks off | transient, "outcome unknown" |
@@ -79,7 +89,7 @@ class RabbitMQTransport:
         try:
             event = render(content, message, self._settings)
             address = _address(message, event)
-        except (Permanent, Transient) as refusal:
+        except (Permanent, Unavailable) as refusal:
             return refusal
         # Here and below nothing narrower than Exception will do: what is under way when a connection ends without a
         # reason gets a bare one from aiormq, and what its codec cannot read is of no one class.
@@ -87,10 +97,15 @@ class RabbitMQTransport:
             async with asyncio.timeout(self._seconds):
                 connection = await self._connection.get()
         except Exception as error:  # noqa: BLE001 - whatever keeps the connection from being made can be mended
-            return Transient(f"connect: {self._said(error)}", outage=True)
+            text = f"connect: {self._said(error)}"
+            return Unavailable(text) if isinstance(error, _refused_credentials()) else Transient(text, outage=True)
         if len(event.content) < _LARGE_BYTES:
             return await self._publish_with_others(address, event)
         return await self._publish_alone(connection, address, event)
+
+    def part_key(self, message: Message[object], content: Content) -> str | None:  # noqa: ARG002 - the content has it
+        """What events without a source of their own depend on."""
+        return part_key(content)
 
     async def check(self) -> str | None:
         """Connect, sign in and open a channel as for an event, and say what went wrong; None if nothing did."""
@@ -198,6 +213,12 @@ class RabbitMQTransport:
         if refusal := describe_refusal(error):
             return refusal
         return printable(str(error) or type(error).__name__, hide=self._secrets)
+
+
+def _refused_credentials() -> tuple[type[Exception], ...]:
+    from aiormq.exceptions import AuthenticationError, ConnectionNotAllowed, ProbableAuthenticationError
+
+    return AuthenticationError, ConnectionNotAllowed, ProbableAuthenticationError
 
 
 class _Address(NamedTuple):

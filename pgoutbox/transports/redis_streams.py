@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from pgoutbox.errors import ConfigurationError, MissingExtraError
-from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient
-from pgoutbox.transports.events import CONTENT_TYPE, Event, RenderedEvent, parse_name, printable, render
+from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient, Unavailable
+from pgoutbox.transports.events import CONTENT_TYPE, Event, RenderedEvent, parse_name, part_key, printable, render
 from pgoutbox.transports.tls import IS_IT_TLS, demand_tls_for, describe_refusal, verifying_context
 
 if TYPE_CHECKING:
@@ -35,7 +35,8 @@ class RedisTransport:
     | Redis | outcome |
     |---|---|
     | answers XADD with the id of the entry | sent |
-    | cannot be reached, is not who it has to be, or refuses the password | transient |
+    | cannot be reached, or is not who it has to be | transient |
+    | refuses the password, or demands one | unavailable |
     | does not answer XADD in time, or breaks off | transient, "outcome unknown" |
     | says that the key is no stream (WRONGTYPE) | permanent: the destination names something else |
     | refuses otherwise: memory, ACL, replica, loading, cluster | transient: the operator's to repair |
@@ -77,10 +78,14 @@ class RedisTransport:
         try:
             event = render(content, message, self._settings)
             stream = parse_name(message)
-        except (Permanent, Transient) as refusal:
+        except (Permanent, Unavailable) as refusal:
             return refusal
         async with self._slots:
             return await self._append(stream, event)
+
+    def part_key(self, message: Message[object], content: Content) -> str | None:  # noqa: ARG002 - the content has it
+        """What events without a source of their own depend on."""
+        return part_key(content)
 
     async def check(self) -> str | None:
         """Connect and sign in as for an event, and say what went wrong; None if nothing did."""
@@ -106,7 +111,7 @@ class RedisTransport:
         await self._pool.disconnect()
 
     async def _append(self, stream: str, event: RenderedEvent) -> Outcome:
-        from redis.exceptions import RedisError, ResponseError
+        from redis.exceptions import AuthenticationError, RedisError, ResponseError
 
         fields: list[str | bytes] = ["id", event.id, "content-type", CONTENT_TYPE, "event", event.content]
         for name, value in event.headers.items():
@@ -114,6 +119,8 @@ class RedisTransport:
         try:
             async with asyncio.timeout(self._seconds):
                 connection = await self._pool.get_connection()  # type: ignore[no-untyped-call] # redis is typed in part
+        except AuthenticationError as error:
+            return Unavailable(f"connect: {self._said(error)}")
         except (RedisError, OSError) as error:
             text = f"connect: {self._said(error)}"
             if self._has_tls and isinstance(error, TimeoutError):
@@ -124,6 +131,8 @@ class RedisTransport:
                 await connection.send_command("XADD", stream, "*", *fields)
                 # Without an answer it closes the connection, so that a late one is not taken for that of the next.
                 await connection.read_response(disconnect_on_error=True)
+        except AuthenticationError as error:  # Redis demands a password, and none is set.
+            return Unavailable(f"XADD: {self._said(error)}")
         except ResponseError as error:
             return self._refusal(error)
         except (RedisError, OSError) as error:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from pydantic import JsonValue
 
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.message import Message, Permanent, Transient
+from pgoutbox.message import Message, Permanent, Unavailable
 from pgoutbox.transports import scheme_of
 from pgoutbox.transports.frontier import Endpoint, Frontier, parse_networks, parse_ports
 from pgoutbox.webhooks import Secret, key_of, sign
@@ -234,8 +234,15 @@ def _keys(webhook: Webhook, rules: Rules) -> Sequence[bytes]:
     keys = rules.keys.get(webhook.secret_name or "")
     if keys is None:
         which = "one without a name" if webhook.secret_name is None else f"one named {webhook.secret_name!r}"
-        raise Transient(f"webhook.secret_name: {_SECRETS} does not have {which}")
+        raise Unavailable(f"webhook.secret_name: {_SECRETS} does not have {which}", breaker=secret_key(webhook))
     return keys
+
+
+def secret_key(webhook: Webhook) -> str | None:
+    """The breaker of webhooks that are signed with this secret of the setting, which opens while it is missing."""
+    if not webhook.signed or webhook.secrets:
+        return None
+    return f"webhook:{_SECRETS}" + (f" {webhook.secret_name}" if webhook.secret_name is not None else "")
 
 
 def _given_keys(webhook: Webhook) -> Sequence[bytes]:

@@ -24,11 +24,11 @@ from logging import getLogger
 from typing import TYPE_CHECKING, Protocol, cast
 
 from pgoutbox.errors import MissingExtraError
-from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient
+from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient, Unavailable
 from pgoutbox.telemetry import Event
 from pgoutbox.tracing import current_context
 from pgoutbox.transports import breaker_key_of
-from pgoutbox.transports.request import RenderedRequest, Rules, Webhook, render
+from pgoutbox.transports.request import RenderedRequest, Rules, Webhook, render, secret_key
 from pgoutbox.transports.tls import verifying_context
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class WebhookTransport:
             return Permanent(f"content: the webhook transport sends a Webhook, not {type(content).__name__}")
         try:
             request = render(content, message, self._rules)
-        except (Permanent, Transient) as refusal:
+        except (Permanent, Unavailable) as refusal:
             return refusal
         if self._settings.webhook_trace_context:
             request = request.with_headers(current_context())
@@ -106,6 +106,10 @@ class WebhookTransport:
         """One breaker for each scheme, host and port."""
         url = content.url if isinstance(content, Webhook) else None
         return breaker_key_of(url or message.destination or "")
+
+    def part_key(self, message: Message[object], content: Content) -> str | None:  # noqa: ARG002 - the content has it
+        """The secret of the settings that signs it."""
+        return secret_key(content) if isinstance(content, Webhook) else None
 
     async def aclose(self) -> None:
         """Close every connection."""

@@ -17,12 +17,12 @@ import pytest
 
 from pgoutbox import Context, Email, Message, Notification, Outbox
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.message import Permanent, Sent, Transient
+from pgoutbox.message import Permanent, Sent, Transient, Unavailable
 from pgoutbox.settings import Settings, load_settings
 from pgoutbox.transports.apprise import AppriseTransport
 from pgoutbox.worker import Worker
 from tests import outbox_actions
-from tests.outbox_actions import enqueue, row_of
+from tests.outbox_actions import attempts_of, enqueue, row_of
 from tests.sends import closing, error_of, outgoing
 
 if TYPE_CHECKING:
@@ -189,12 +189,42 @@ async def test_a_destination_that_is_no_name_is_permanent(
     assert error == "destination: must be apprise:NAME, with a NAME of PGOUTBOX_APPRISE_URLS"
 
 
-async def test_a_name_that_the_setting_lacks_is_transient(
+async def test_a_name_that_the_setting_lacks_costs_no_attempt(
     open_transport: Callable[..., AppriseTransport], receiver: Receiver
 ) -> None:
     transport = open_transport(ops=receiver.url(), sales=receiver.url())
-    error = error_of(await transport.send(outgoing(destination="apprise:opps"), BACKUP), Transient)
+    error = error_of(await transport.send(outgoing(destination="apprise:opps"), BACKUP), Unavailable)
     assert error == "destination: PGOUTBOX_APPRISE_URLS has no 'opps' (it has: ops, sales)"
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"), [(401, Unavailable), (403, Unavailable), (404, Transient), (500, Transient)]
+)
+async def test_a_service_that_refuses_its_credentials_costs_no_attempt(
+    open_transport: Callable[..., AppriseTransport],
+    receiver: Receiver,
+    status: int,
+    kind: type[Transient | Unavailable],
+) -> None:
+    receiver.status = status
+    outcome = await open_transport(ops=receiver.url()).send(outgoing(destination="apprise:ops"), BACKUP)
+    assert f"error={status}" in error_of(outcome, kind)
+
+
+async def test_each_service_has_a_breaker_of_its_own(dsn: str, db: psycopg.Connection, receiver: Receiver) -> None:
+    urls = json.dumps({"ops": receiver.url()})
+    outbox = Outbox(outbox_actions.settings_for(dsn, apprise_urls=urls))
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> Notification:
+        return BACKUP
+
+    misspelt, sound = enqueue(db, destination="apprise:opps"), enqueue(db, destination="apprise:ops")
+    await Worker(outbox).run_once()
+    row = row_of(db, misspelt)
+    assert (row.state, row.max_attempts - row.attempt_count) == ("pending", 11)
+    assert row_of(db, sound).state == "sent"
+    assert db.execute("SELECT key FROM pgoutbox.breaker").fetchall() == [("apprise:opps",)]
 
 
 WRONG_KIND = Notification("a", "b", kind="bad")  # type: ignore[arg-type] # the mistake under test
@@ -248,8 +278,9 @@ async def test_without_the_setting_the_worker_says_which_one_is_missing(outbox: 
     message_id = enqueue(db, destination="apprise:ops")
     await Worker(outbox).run_once()
     row = row_of(db, message_id)
-    assert row.state == "pending"
-    assert (row.last_error or "").endswith("; set PGOUTBOX_APPRISE_URLS")
+    assert (row.state, row.max_attempts - row.attempt_count) == ("pending", 11)
+    ((_, _, error),) = attempts_of(db, message_id)
+    assert (error or "").endswith("; set PGOUTBOX_APPRISE_URLS")
 
 
 def test_without_apprise_the_command_to_install_it_is_named() -> None:

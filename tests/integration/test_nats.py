@@ -14,7 +14,7 @@ import pytest
 from nats.js.api import StreamConfig
 
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.message import Permanent, Sent, Transient
+from pgoutbox.message import Permanent, Sent, Transient, Unavailable
 from pgoutbox.settings import load_settings
 from pgoutbox.transports.events import Event
 from pgoutbox.transports.nats_jetstream import NatsTransport
@@ -150,7 +150,7 @@ async def test_all_sends_share_one_connection(broker: Broker, open_transport: Op
             assert (later.client_id or 0) - before == 2
 
 
-async def test_an_unreachable_server_is_transient_and_the_password_is_never_shown(
+async def test_an_unreachable_server_is_transient_a_refused_password_is_not_and_neither_shows_it(
     broker: Broker, open_transport: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -158,7 +158,7 @@ async def test_an_unreachable_server_is_transient_and_the_password_is_never_show
     transport = open_transport(f"nats://app:{quoted}@{HOST}:{free_port()}")
     assert error_of(await transport.send(MESSAGE, EVENT), Transient).startswith("connect: ")
     transport = open_transport(url_of(broker, password=quoted))
-    error = error_of(await transport.send(MESSAGE, EVENT), Transient)
+    error = error_of(await transport.send(MESSAGE, EVENT), Unavailable)
     assert error == "connect: nats: 'Authorization Violation'"
     for text in (CANARY, quoted):
         assert text not in caplog.text

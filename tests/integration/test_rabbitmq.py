@@ -12,7 +12,7 @@ import aiormq
 import pytest
 
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.message import Permanent, Sent, Transient
+from pgoutbox.message import Permanent, Sent, Transient, Unavailable
 from pgoutbox.settings import load_settings
 from pgoutbox.transports.events import Event
 from pgoutbox.transports.rabbitmq import RabbitMQTransport
@@ -203,13 +203,14 @@ async def test_an_event_that_is_too_large_is_permanent_and_disturbs_no_other(
     assert outcomes == [Sent()] * 4
 
 
-async def test_credentials_that_are_refused_are_transient_and_never_shown(
+async def test_credentials_that_are_refused_cost_no_attempt_and_are_never_shown(
     broker: Broker, open_transport: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
     quoted = CANARY.replace("/", "%2F")
-    for port in (broker.port, free_port()):
-        error = error_of(await open_transport(url_of(port, password=quoted)).send(MESSAGE, EVENT), Transient)
+    kinds: dict[int, type[Transient | Unavailable]] = {broker.port: Unavailable, free_port(): Transient}
+    for port, kind in kinds.items():
+        error = error_of(await open_transport(url_of(port, password=quoted)).send(MESSAGE, EVENT), kind)
         assert error.startswith("connect: ")
         for text in (CANARY, quoted):
             assert text not in caplog.text + error

@@ -11,7 +11,7 @@ import pytest
 import redis
 
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.message import Permanent, Sent, Transient
+from pgoutbox.message import Permanent, Sent, Transient, Unavailable
 from pgoutbox.settings import load_settings
 from pgoutbox.transports.events import Event
 from pgoutbox.transports.redis_streams import RedisTransport
@@ -119,14 +119,24 @@ async def test_an_unreachable_server_is_transient_and_the_password_is_never_show
     assert CANARY not in caplog.text
 
 
-async def test_a_refused_password_is_transient_and_never_shown(
+async def test_a_refused_password_costs_no_attempt_and_is_never_shown(
     broker: Broker, open_transport: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
     transport = open_transport(f"redis://app:{CANARY}@{HOST}:{broker.port}/0")
-    error = error_of(await transport.send(MESSAGE, EVENT), Transient)
+    error = error_of(await transport.send(MESSAGE, EVENT), Unavailable)
     assert error.startswith("connect: invalid username-password pair")
     assert CANARY not in caplog.text + error
+
+
+async def test_a_password_that_is_demanded_and_not_set_costs_no_attempt(broker: Broker, open_transport: Open) -> None:
+    with client_of(broker) as client:
+        client.execute_command("CONFIG", "SET", "requirepass", "secret")
+        try:
+            outcome = await open_transport(f"redis://{HOST}:{broker.port}").send(MESSAGE, EVENT)
+        finally:
+            client.execute_command("CONFIG", "SET", "requirepass", "")
+    assert error_of(outcome, Unavailable) == "XADD: Authentication required."
 
 
 async def test_a_key_that_is_no_stream_is_permanent(broker: Broker, open_transport: Open) -> None:

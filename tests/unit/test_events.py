@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from pgoutbox.message import Permanent, Transient
+from pgoutbox.message import Permanent, Unavailable
 from pgoutbox.settings import Settings, load_settings
-from pgoutbox.transports.events import Event, parse_name, render
+from pgoutbox.transports.events import Event, parse_name, part_key, render
 from pgoutbox.transports.mail import Email
 from tests.sends import outgoing
 
@@ -112,9 +112,11 @@ def test_what_no_broker_should_see_is_refused_by_name(event: dict[str, Any], err
     assert caught.value.error.startswith(error)
 
 
-def test_a_missing_source_is_transient_because_a_setting_mends_it() -> None:
-    with pytest.raises(Transient, match="PGOUTBOX_EVENT_SOURCE is not set"):
+def test_a_missing_source_costs_no_attempt_because_a_setting_adds_it() -> None:
+    with pytest.raises(Unavailable, match="PGOUTBOX_EVENT_SOURCE is not set") as caught:
         render(Event(), outgoing(), load_settings())
+    assert caught.value.breaker == part_key(Event()) == "event:PGOUTBOX_EVENT_SOURCE"
+    assert part_key(Event(source="shop")) is None
     with pytest.raises(Permanent, match="PGOUTBOX_EVENT_SOURCE: contains"):
         render(Event(), outgoing(), load_settings(event_source="a\tb"))
 

@@ -11,10 +11,10 @@ from pydantic import SecretStr
 
 from pgoutbox import Webhook
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.message import Permanent, Transient
+from pgoutbox.message import Permanent, Unavailable
 from pgoutbox.settings import Settings, load_settings
 from pgoutbox.transports.frontier import Frontier, parse_networks
-from pgoutbox.transports.request import MAX_BODY_BYTES, RenderedRequest, Rules, render
+from pgoutbox.transports.request import MAX_BODY_BYTES, RenderedRequest, Rules, render, secret_key
 from pgoutbox.transports.webhook import WebhookTransport, retry_after_seconds
 from pgoutbox.webhooks import key_of, sign
 from tests.sends import outgoing
@@ -106,14 +106,17 @@ def test_who_signs(changes: dict[str, Any], keys: list[str]) -> None:
         assert len(signature.split(" ")) == len(keys)
 
 
-def test_a_secret_that_the_settings_lack_is_transient() -> None:
-    for webhook, which in (
-        (Webhook(body=1), "one without a name"),
-        (Webhook(body=1, secret_name="crm"), "one named 'crm'"),
+def test_a_secret_that_the_settings_lack_costs_no_attempt() -> None:
+    for webhook, which, key in (
+        (Webhook(body=1), "one without a name", "webhook:PGOUTBOX_WEBHOOK_SECRETS"),
+        (Webhook(body=1, secret_name="crm"), "one named 'crm'", "webhook:PGOUTBOX_WEBHOOK_SECRETS crm"),
     ):
-        with pytest.raises(Transient) as caught:
+        with pytest.raises(Unavailable) as caught:
             rendered(webhook, webhook_secrets=f"shop={SHOP}")
         assert caught.value.error == f"webhook.secret_name: PGOUTBOX_WEBHOOK_SECRETS does not have {which}"
+        assert caught.value.breaker == secret_key(webhook) == key
+    assert secret_key(Webhook(body=1, secrets=[FIRST])) is None
+    assert secret_key(Webhook(body=1, signed=False)) is None
 
 
 @pytest.mark.parametrize(
