@@ -27,7 +27,7 @@ from pgoutbox.errors import (
     SchemaError,
     TransactionError,
 )
-from pgoutbox.store import MIGRATE_HINT
+from pgoutbox.store import missing_object
 
 if TYPE_CHECKING:
     import sqlalchemy
@@ -402,9 +402,8 @@ def _own_error(error: Exception) -> PgOutboxError | None:
             return DuplicateError(message.removeprefix("pgoutbox.enqueue: "))
         case Answer(sqlstate="55000", schema="pgoutbox", message=message):
             return SchemaError(message.removeprefix("pgoutbox.enqueue: "))
-        case Answer(sqlstate="42883" | "42P01" | "3F000", context=None):
-            # Without a context the missing name is one in our statement, and those are all pgoutbox's.
-            return SchemaError(f"the schema pgoutbox is missing or older than this package needs; {MIGRATE_HINT}")
+        case Answer(sqlstate="42883" | "42P01" | "3F000", message=message):
+            return missing_object(message)
         case _:
             return None
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import getpass
 import os
+import re
 import socket
 import sys
 from typing import TYPE_CHECKING, Final
@@ -15,6 +16,7 @@ import psycopg
 
 from pgoutbox.console import DONE, FAILED, MISUSED, mask, print_error, secrets_in, tokens_in
 from pgoutbox.errors import ConfigurationError, MissingExtraError, PayloadError, PgOutboxError
+from pgoutbox.store import missing_object
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,12 +43,22 @@ _NEXT_STEPS: Final = {
     "28000": "check the user in PGOUTBOX_DSN",
     "28P01": "check the password in PGOUTBOX_DSN",
     "3D000": "check the database in PGOUTBOX_DSN",
-    "42501": "ask the schema's owner to grant the right, or use another role in PGOUTBOX_DSN",
     "53300": "the server has no connection left; try again",
     "55P03": "another transaction holds the lock; try again",
     "57014": "the statement took too long; try again with a narrower filter",
     "25006": "the session is read-only; check that PGOUTBOX_DSN leads to the primary",
 }
+
+_MISSING: Final = ("42P01", "42883", "3F000")
+
+# The role that has the right on an object of pgoutbox; the first that matches.
+_ROLES: Final = (
+    (r"enqueue\w*", "pgoutbox_producer"),
+    (r"\w+_view|done_estimate|redacted_\w+", "pgoutbox_viewer or pgoutbox_operator"),
+    (r"redrive|resend|prune\w*|cancel\w*|queue|retention|audit", "pgoutbox_operator"),
+    (r"message\w*|attempt|upkeep|content|coalesce|permits|\w+_partition|clear_retired", "pgoutbox_worker"),
+    (r"pgoutbox|schema_version", "pgoutbox_worker, pgoutbox_operator or pgoutbox_viewer"),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -102,9 +114,23 @@ def explain(error: PgOutboxError | psycopg.Error) -> tuple[str, int]:
         return _BAD_DSN, MISUSED
     if error.diag.message_primary is None:
         return f"{_one_line(str(error))}; check PGOUTBOX_DSN and that the server is running", FAILED
-    step = _NEXT_STEPS.get(error.sqlstate or "")
+    if error.sqlstate in _MISSING and (lacking := missing_object(error.diag.message_primary)):
+        return str(lacking), FAILED
+    step = _grant(error.diag.message_primary) if error.sqlstate == "42501" else _NEXT_STEPS.get(error.sqlstate or "")
     text = f"PostgreSQL: {_one_line(error.diag.message_primary)} [{error.sqlstate}]"
     return (f"{text}; {step}" if step else text), FAILED
+
+
+def _grant(message: str) -> str:
+    """What to do about a missing right; the object is the last word, in many languages of the server."""
+    named = message.rsplit(maxsplit=1)[-1].strip('"')
+    role = next((role for pattern, role in _ROLES if re.fullmatch(pattern, named)), None)
+    if role is None:
+        return "ask the owner to grant the right, or use another role in PGOUTBOX_DSN"
+    return (
+        f"the user in PGOUTBOX_DSN needs the role {role}: GRANT it. If the user has it, have the schema's owner run: "
+        "pgoutbox migrate grants"
+    )
 
 
 def _one_line(text: str) -> str:

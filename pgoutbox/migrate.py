@@ -42,7 +42,9 @@ DEFAULT_LOCK_TIMEOUT_SECONDS = 5.0
 
 _MIGRATIONS = Path(__file__).parent / "migrations"
 _MINIMUM_SERVER_VERSION = 150000
-_NOTICED_AFTER_MS = 100  # So long another run may have the lock before it is reported.
+# So long another run may have the lock before it is reported.
+_WAIT_BRIEFLY = "SET LOCAL lock_timeout = '100ms'"
+_WAIT = "SET LOCAL lock_timeout = 0"
 
 # As Alembic makes it. Only its owner may lock it; an advisory lock would be free for every login of the database.
 _CREATE_VERSION_TABLE = """
@@ -234,12 +236,12 @@ def _transaction(dsn: str) -> Iterator[Connection]:
 def _lock_out_other_migrations(connection: Connection, report: Callable[[str], None], *, creates: bool) -> None:
     # The lock belongs to the transaction rather than the session, so it also works through a transaction pooler and
     # cannot outlive the run.
-    _execute(connection, f"SET LOCAL lock_timeout = {_NOTICED_AFTER_MS}")
+    _execute(connection, _WAIT_BRIEFLY)
     if _has_version_table_locked(connection, creates=creates):
         return
     holder = connection.scalar(_sql(_LOCK_HOLDER))
     report("another migration is running" + (f" ({holder})" if holder else "") + "; waiting")
-    _execute(connection, "SET LOCAL lock_timeout = 0")
+    _execute(connection, _WAIT)
     while not _has_version_table_locked(connection, creates=creates):
         pass  # Each time another run has just made or dropped it, and has ended.
 

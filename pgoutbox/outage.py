@@ -13,9 +13,8 @@ from typing import Final
 
 import psycopg
 
-from pgoutbox.errors import SchemaError
 from pgoutbox.link import is_passing
-from pgoutbox.store import MIGRATE_HINT
+from pgoutbox.store import missing_object
 from pgoutbox.telemetry import Event, Telemetry
 
 _FIRST_PAUSE_SECONDS: Final = 0.05
@@ -24,6 +23,11 @@ _LOST_RACES: Final = (
     psycopg.errors.SerializationFailure,
     psycopg.errors.DeadlockDetected,
     psycopg.errors.LockNotAvailable,
+)
+_MISSING: Final = (
+    psycopg.errors.UndefinedTable,
+    psycopg.errors.UndefinedFunction,
+    psycopg.errors.InvalidSchemaName,
 )
 
 
@@ -40,10 +44,9 @@ class Outage:
         """Pause after an error of the database that will pass, but not beyond `stopping`; raise one that will not."""
         if isinstance(error, _LOST_RACES):
             return  # Two claims met at one row; the next one sees how it ended.
-        if isinstance(error, (psycopg.errors.UndefinedTable, psycopg.errors.UndefinedFunction)):
-            raise SchemaError(f"the schema pgoutbox is gone; {MIGRATE_HINT}") from error
         if not is_passing(error):
-            raise error
+            lacking = missing_object(str(error).partition("\n")[0]) if isinstance(error, _MISSING) else None
+            raise lacking or error from (error if lacking else None)
         if not self.is_on:
             self.is_on = True
             self._pause = _FIRST_PAUSE_SECONDS

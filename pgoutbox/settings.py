@@ -396,11 +396,18 @@ class Settings(BaseSettings):
                 "no database given: set PGOUTBOX_DSN, for example "
                 "PGOUTBOX_DSN=postgresql://app@localhost/app, or pass --dsn"
             )
-        return self.dsn.get_secret_value()
+        return _plain(self.dsn, "PGOUTBOX_DSN")
 
     def require_listen_dsn(self) -> str:
         """The DSN of the listener in clear: `listen_dsn`, or else `dsn`."""
-        return self.listen_dsn.get_secret_value() if self.listen_dsn is not None else self.require_dsn()
+        return _plain(self.listen_dsn, "PGOUTBOX_LISTEN_DSN") if self.listen_dsn is not None else self.require_dsn()
+
+
+def _plain(dsn: SecretStr, variable: str) -> str:
+    """The DSN in clear. SQLAlchemy's URLs name a driver, which no connection string does."""
+    if driver := re.match(r"postgres(?:ql)?(\+\w+)://", dsn.get_secret_value()):
+        raise ConfigurationError(f"{variable}: is a URL of SQLAlchemy; remove {driver[1]} before ://")
+    return dsn.get_secret_value()
 
 
 def parse_address(text: str) -> tuple[str, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -437,6 +438,20 @@ def judge_schema(version: int) -> None:
         raise SchemaError(
             f"the schema pgoutbox has version {version}, this package needs {REQUIRED_SCHEMA_VERSION}; {MIGRATE_HINT}"
         )
+
+
+def missing_object(message: str) -> SchemaError | None:
+    """The error for what PostgreSQL says of a relation, function or schema of pgoutbox that does not exist.
+
+    None if the name is not one of pgoutbox. The name is in the message whatever the server's language is.
+    """
+    name = re.search(r"\bpgoutbox(\.\w+)?", message)
+    if name is None:
+        return None
+    return SchemaError(
+        f"{name[0]} does not exist: if the schema is missing or too old, {MIGRATE_HINT}; "
+        "if only a part of it is missing, restore that from a backup. `pgoutbox doctor` lists what is missing"
+    )
 
 
 async def renew(

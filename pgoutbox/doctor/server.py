@@ -68,6 +68,13 @@ def check_schema(patient: Patient) -> Iterator[Note]:
         judge_schema(version)
     except SchemaError as error:
         yield problem(str(error), "workers and commands refuse it", MIGRATE_HINT)
+        return
+    if missing := [f"pgoutbox.{row['name']}" for row in patient.ask(sql.MISSING_RELATIONS)]:
+        yield problem(
+            f"{listed(missing, most=30)}: missing",
+            "every statement that uses it fails, and `pgoutbox migrate` makes nothing that a revision made before",
+            "restore it from a backup; or, if nothing is owed, run: pgoutbox migrate downgrade base; pgoutbox migrate",
+        )
     else:
         yield ok(f"the schema has version {version}")
 

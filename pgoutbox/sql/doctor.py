@@ -43,6 +43,25 @@ FROM (VALUES (1)) AS always(one)
 LEFT JOIN pg_catalog.pg_namespace AS n ON n.nspname = 'pgoutbox'
 """
 
+MISSING_RELATIONS: Final[LiteralString] = """
+SELECT needed.name
+FROM unnest(
+    ARRAY[
+        'attempt', 'attempt_view', 'audit', 'breaker', 'breaker_view', 'coalesce', 'content', 'dedupe', 'message',
+        'message_done', 'message_done_default', 'message_failed', 'message_id_seq', 'message_live', 'message_view',
+        'ordering', 'pulse_view', 'queue', 'queue_view', 'retention', 'retention_view', 'retired', 'upkeep',
+        'waiting_view'
+    ]
+) AS needed(name)
+WHERE NOT EXISTS (
+    SELECT
+    FROM pg_catalog.pg_class AS c
+    JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace
+    WHERE n.nspname = 'pgoutbox' AND c.relname = needed.name
+)
+ORDER BY needed.name
+"""
+
 # What the role may do, and whether everybody may. `enqueue` writes with its owner's rights,
 # or by `enqueue_receipt` with that one's, or else with the role's own.
 RIGHTS: Final[LiteralString] = """

@@ -975,7 +975,47 @@ class TestSecrets:
         monkeypatch.setenv("PGOUTBOX_DSN", f"{dsn}&options={quote('-c role=pg_read_all_stats')}")
         done = cli("list")
         assert done.exit_code == 1
-        assert "[42501]; ask the schema's owner" in done.err
+        assert "[42501]; the user in PGOUTBOX_DSN needs the role pgoutbox_worker, pgoutbox_operator or" in done.err
+        assert done.err.endswith("have the schema's owner run: pgoutbox migrate grants\n")
+
+    @pytest.mark.parametrize(
+        ("role", "arguments", "needed"),
+        [
+            ("pgoutbox_viewer", ("redrive", "1"), "pgoutbox_operator"),
+            ("pgoutbox_viewer", ("enqueue", "mail", "1"), "pgoutbox_producer"),
+            ("pgoutbox_operator", ("enqueue", "mail", "1"), "pgoutbox_producer"),
+            ("pgoutbox_viewer", ("pause", "default"), "pgoutbox_operator"),
+            ("pgoutbox_producer", ("list",), "pgoutbox_worker, pgoutbox_operator or pgoutbox_viewer"),
+        ],
+    )
+    def test_a_missing_right_names_the_role_that_has_it(
+        self,
+        cli: Callable[..., Done],
+        monkeypatch: pytest.MonkeyPatch,
+        dsn: str,
+        role: str,
+        arguments: tuple[str, ...],
+        needed: str,
+    ) -> None:
+        monkeypatch.setenv("PGOUTBOX_DSN", f"{dsn}&options={quote(f'-c role={role}')}")
+        assert f"needs the role {needed}: GRANT it." in cli(*arguments).err
+
+    def test_a_missing_relation_is_named_and_not_taken_for_the_whole_schema(
+        self, cli: Callable[..., Done], database: psycopg.Connection
+    ) -> None:
+        database.execute("ALTER VIEW pgoutbox.message_view RENAME TO elsewhere")
+        done = cli("list")
+        assert done.exit_code == 1
+        assert "pgoutbox.message_view does not exist: if the schema is missing or too old, run: pgoutbox" in done.err
+        assert "if only a part of it is missing, restore that from a backup" in done.err
+
+    def test_a_url_of_sqlalchemy_is_told_what_to_remove(
+        self, cli_anywhere: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("PGOUTBOX_DSN", "postgresql+psycopg://app:c4n4ry@localhost/app")
+        for command in (("list",), ("migrate",)):
+            done = cli_anywhere(*command)
+            assert done.err == "error: PGOUTBOX_DSN: is a URL of SQLAlchemy; remove +psycopg before ://\n"
 
     def test_short_passwords_are_not_masked(self) -> None:
         assert mask("a host", secrets_in(["postgresql://u:a@h/d"])) == "a host"

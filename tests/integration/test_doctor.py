@@ -27,6 +27,7 @@ from pgoutbox.doctor import Finding, Level, Limits, examine
 from pgoutbox.encryption import Identity, Keyring
 from pgoutbox.message import Message, State
 from pgoutbox.settings import Settings, load_settings
+from pgoutbox.sql import MISSING_RELATIONS
 from tests.faults.proxy import proxy_to
 from tests.faults.servers import OwnServer, Workshop, open_workshop
 from tests.integration import test_regressions
@@ -447,6 +448,24 @@ def test_a_database_without_the_schema_is_a_problem_and_spares_the_questions_to_
 def test_a_schema_that_is_too_old_is_a_problem(dsn: str, db: psycopg.Connection) -> None:
     db.execute("CREATE OR REPLACE FUNCTION pgoutbox.schema_version() RETURNS integer LANGUAGE sql AS 'SELECT 0'")
     expect(found(dsn, "schema"), Level.PROBLEM, "has version 0", "pgoutbox migrate")
+
+
+def test_a_relation_that_is_missing_is_a_problem(dsn: str, db: psycopg.Connection) -> None:
+    db.execute("ALTER TABLE pgoutbox.audit RENAME TO elsewhere")
+    expect(found(dsn, "schema"), Level.PROBLEM, "pgoutbox.audit: missing", "restore it from a backup")
+
+
+def test_every_relation_of_the_schema_is_looked_for(dsn: str, db: psycopg.Connection) -> None:
+    relations = db.execute(
+        """
+        SELECT relname::text FROM pg_class
+        WHERE relnamespace = 'pgoutbox'::regnamespace AND (relkind IN ('r', 'p', 'v') OR relname = 'message_id_seq')
+            AND relname <> 'alembic_version' AND relname !~ '[0-9]{8}$'
+        """
+    ).fetchall()
+    assert db.execute(MISSING_RELATIONS).fetchall() == []
+    db.execute("ALTER SCHEMA pgoutbox RENAME TO elsewhere")
+    assert sorted(db.execute(MISSING_RELATIONS).fetchall()) == sorted(relations)
 
 
 def test_a_role_without_rights_is_a_problem_and_is_told_what_it_needs(

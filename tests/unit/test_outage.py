@@ -73,8 +73,9 @@ async def test_a_race_that_was_lost_is_no_outage(error: psycopg.Error) -> None:
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
-        (psycopg.errors.UndefinedTable(), SchemaError),
-        (psycopg.errors.UndefinedFunction(), SchemaError),
+        (psycopg.errors.UndefinedTable('relation "pgoutbox.message_live" does not exist'), SchemaError),
+        (psycopg.errors.UndefinedFunction("function pgoutbox.permits(text, bigint) does not exist"), SchemaError),
+        (psycopg.errors.UndefinedTable('relation "club.audit" does not exist'), psycopg.errors.UndefinedTable),
         (psycopg.errors.InsufficientPrivilege(), psycopg.errors.InsufficientPrivilege),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
