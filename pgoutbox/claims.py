@@ -2,11 +2,16 @@
 
 What a claim returned goes to `take_over` before the next one begins, so that the first messages are on their way while
 the rest is claimed. Where two workers meet at one coalesce key, one of them has its message and the other claims again.
+
+A claim whose answer was lost may have been committed. Its attempts have the worker's name and no handler: they are
+released before anything else is claimed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Final
 
@@ -14,10 +19,11 @@ import psycopg
 
 from pgoutbox.dispatch import elapsed_clock
 from pgoutbox.lanes import Lanes, Queues
+from pgoutbox.link import is_refusal
 from pgoutbox.message import State
 from pgoutbox.outage import Outage
 from pgoutbox.store import ClaimedRow, Store
-from pgoutbox.telemetry import Telemetry
+from pgoutbox.telemetry import Event, Telemetry
 
 _ROUND_TRIP_SECONDS: Final = 0.002
 _STUBBORN_CONFLICTS: Final = 3
@@ -26,7 +32,7 @@ _SENDING: Final = State.SENDING  # To look a member up costs more than to compar
 
 
 class Claims:
-    """Claims for one worker. `suspects` are those in flight, which the worker fills and empties."""
+    """Claims for one worker. `held` and `suspects` are what is in flight, which the worker fills and empties."""
 
     def __init__(
         self,
@@ -36,6 +42,7 @@ class Claims:
         *,
         topics: Sequence[str],
         hold_topics: Sequence[str],
+        held: Collection[int],
         suspects: Collection[object],
         take_over: Callable[[Sequence[ClaimedRow], float], Awaitable[None]],
         stopping: asyncio.Event,
@@ -46,11 +53,14 @@ class Claims:
         self._outage = outage
         self._topics = topics
         self._hold_topics = hold_topics
+        self._held = held
         self._suspects = suspects
         self._take_over = take_over
         self._stopping = stopping
         self._telemetry = telemetry
         self._conflict_count = 0
+        self._is_in_doubt = False  # Whether a claim may have been committed without our knowing.
+        self._doubt_again_at = math.inf
         self.work_ahead = False
 
     async def look(self, room: int, *, from_beginning: bool, fresh_only: bool = False) -> int | None:
@@ -62,6 +72,8 @@ class Claims:
         found = 0
         self.work_ahead = False
         self._queues.looked_at = elapsed_clock()
+        if not await self.release_lost():
+            return None
         if self._conflict_count > _STUBBORN_CONFLICTS:
             room = 1  # Claims of several rows meet at one coalesce key again and again: one row cannot.
         for lanes in self._queues.in_turn():
@@ -74,6 +86,27 @@ class Claims:
             if room <= 0:
                 break
         return found
+
+    async def release_lost(self) -> bool:
+        """Release attempts that a claim began and whose rows never arrived. False if the database did not let us.
+
+        A server that is slow to commit may do so after we have asked: one lease later we ask again.
+        """
+        now = elapsed_clock()
+        if not self._is_in_doubt and now < self._doubt_again_at:
+            return True
+        try:
+            count = await self._store.release_lost(self._queues.names, self._held)
+        except (psycopg.Error, OSError) as error:
+            await self._outage.endure(error)
+            return False
+        self._doubt_again_at = now + self._store.lease_seconds if self._is_in_doubt else math.inf
+        self._is_in_doubt = False
+        if count:
+            self._telemetry.report(
+                logging.WARNING, Event.CLAIM_LOST, "claim whose answer was lost, released", released_count=count
+            )
+        return True
 
     async def next_due_seconds(self) -> float | None:
         """How long until a look finds something that the last one could not; None if nothing is scheduled.
@@ -127,6 +160,7 @@ class Claims:
                 )
                 rows = []
                 if message_ids:
+                    self._is_in_doubt = True
                     rows = await self._store.claim_ordered(lanes.queue, message_ids, hold_topics=self._hold_topics)
             except (psycopg.Error, OSError) as error:
                 await self._endure(error)
@@ -137,7 +171,9 @@ class Claims:
                 lanes.is_limited = rows[0].is_limited
                 self.work_ahead = True
                 await self._take_over(rows, began_at)
+                self._is_in_doubt = False
                 return len(rows)
+            self._is_in_doubt = False
             end_count += lanes.after_key == ""
             # The keys behind which it began may be gone by now: then the second end is all there is.
             if not complete or end_count == 2 or (end_count == 1 and lanes.after_key >= began_after):
@@ -150,6 +186,7 @@ class Claims:
             plan = lanes.plan_fresh(room)
         else:
             plan = lanes.plan(room, now=began_at, from_beginning=from_beginning, suspects_in_flight=len(self._suspects))
+        self._is_in_doubt = True
         try:
             rows = await self._store.claim(
                 lanes.queue,
@@ -170,9 +207,11 @@ class Claims:
         self.work_ahead |= lanes.learn(plan, rows, began_at=began_at, ended_at=elapsed_clock())
         if rows:
             await self._take_over(rows, began_at)
+        self._is_in_doubt = False
         return len(rows)
 
     async def _endure(self, error: psycopg.Error | OSError) -> None:
+        self._is_in_doubt &= not is_refusal(error)
         if isinstance(error, psycopg.errors.UniqueViolation) and error.diag.constraint_name in _IN_FLIGHT_CONSTRAINTS:
             self._conflict_count += 1
             return  # Two workers met at one coalesce key; the other one has it.

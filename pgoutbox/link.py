@@ -214,6 +214,15 @@ def is_passing(error: BaseException) -> bool:
     return error.sqlstate in _PASSING_SQLSTATES or error.sqlstate.startswith(_PASSING_CLASSES)
 
 
+def is_refusal(error: BaseException) -> bool:
+    """Whether the server has answered with this error, and so has rolled the statement back.
+
+    A session that is terminated while it waits for a standby has committed all the same.
+    """
+    sqlstate = error.sqlstate if isinstance(error, psycopg.Error) else None
+    return sqlstate is not None and not sqlstate.startswith(("08", "57P"))
+
+
 async def is_out_of_reach(error: psycopg.Error | OSError, dsn: str, settings: Settings) -> bool:
     """Whether a first connection failed because the server is down, starting or full, and not for a lasting reason.
 

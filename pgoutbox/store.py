@@ -118,6 +118,7 @@ class Store:
     def __init__(self, settings: Settings, *, worker: str) -> None:
         dsn = settings.require_dsn()
         self.worker = worker
+        self.lease_seconds = settings.lease_seconds
         self._settings = settings
         self.claims = Link(dsn, settings, purpose=f"claim {worker[-_SHOWN_NAME_LENGTH:]}")
         self._finishes = Link(dsn, settings, purpose="finish", spare=self.claims)
@@ -206,6 +207,12 @@ class Store:
         claimed = [ClaimedRow._make(row) for row in rows]
         claimed.sort(key=_by_due_time)
         return claimed
+
+    async def release_lost(self, queues: Sequence[str], held: Collection[int]) -> int:
+        """Release what this worker has in flight in these queues by the database, but not in `held`; how many."""
+        rows = await self.claims.fetch(sql.ATTEMPTS_OF_WORKER, {"queues": queues, "worker": self.worker})
+        lost = [Verdict(row[0], row[1], "released") for row in rows if row[0] not in held]
+        return len(await self.finish(lost)) if lost else 0
 
     async def contents(self, content_ids: Sequence[int]) -> dict[int, str]:
         """The contents of fan-outs as JSON texts, by id."""

@@ -31,6 +31,7 @@ class Event(enum.StrEnum):
     CANCELLED = "cancelled"
     SNOOZED = "snoozed"
     RELEASED = "released"
+    CLAIM_LOST = "claim_lost"
     LEASE_EXPIRED = "lease_expired"
     LEASE_LOST = "lease_lost"
     ATTEMPT_OVERTAKEN = "attempt_overtaken"

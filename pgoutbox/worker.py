@@ -292,6 +292,7 @@ class Worker:
             self._outage,
             topics=self._open_topics,
             hold_topics=self._hold_topics,
+            held=self._held,
             suspects=self._suspects,
             take_over=self._take_over,
             stopping=self._stopping,
@@ -318,6 +319,7 @@ class Worker:
             await self._bell.stop()  # Who stays has to be rung from now on.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(deadline):
+                await self._claims.release_lost()  # The task may have been cancelled during a claim.
                 await self._until_idle(finished=False)
         self._attempts.breakers.stop()
         await self._slots.stop()

@@ -48,6 +48,7 @@ from tests.outbox_actions import (
     running,
     settings_for,
     state_of,
+    until_blocked,
 )
 from tests.waiting import until
 from tests.worker_process import connection_count
@@ -1064,6 +1065,26 @@ async def test_a_handler_that_ends_within_the_grace_time_is_not_interrupted(
         worker.stop()
         finish_now.set()
     assert state_of(db, message_id) == State.SENT
+
+
+async def test_a_worker_that_is_cancelled_before_a_handler_has_seen_its_claim_gives_the_messages_back(
+    dsn: str, connect: Connect
+) -> None:
+    outbox = Outbox(settings_for(dsn))
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None: ...
+
+    db, locker = connect(autocommit=True), connect()
+    db.execute("SELECT pgoutbox.enqueue_fanout('greet', '{}', ARRAY['tel:1', 'tel:2'], content => '1')")
+    locker.execute("LOCK TABLE pgoutbox.content IN ACCESS EXCLUSIVE MODE")
+    work: asyncio.Task[object] = asyncio.create_task(Worker(outbox).run())
+    await until_blocked(db, work)
+    assert {row.state for row in rows_of(db)} == {State.SENDING}
+    work.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await work
+    assert {row.state for row in rows_of(db)} == {State.PENDING}
 
 
 @pytest.fixture
