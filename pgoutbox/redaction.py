@@ -1,7 +1,8 @@
 """What nobody should read by accident: values kept under names such as `password`, wherever people look. Pure.
 
 A name matches a member whose own name contains it, without regard to case, hyphens and underscores: `token` matches
-`Access-Token`. A name with dots is a path that a member's path ends with, lists left out: `user.email` matches the
+`Access-Token`. Short words such as `pass` count only as a whole word of a name: in `smtp_pass`, not in `passenger`. A
+name with dots is a path that a member's path ends with, lists left out: `user.email` matches the
 `email` of each of `users`. Too much is hidden rather than too little.
 """
 
@@ -29,13 +30,32 @@ REDACTED_NAMES: Final = (
     "private_key",
 )
 
+REDACTED_WORDS: Final = frozenset({"pass", "pwd", "jwt", "sig", "signature"})
+
 _NOT_IN_NAMES = str.maketrans("", "", "-_")
 # What stands before a value: `key=`, `"key": ` and `'key': `, the quotes with any backslashes, and PostgreSQL's
 # `(key)=`. The look-behind keeps a long text from being read once for each of its characters.
 _BEFORE_VALUE = re.compile(r"""(?<![\w.-])(?P<key>[\w.-]++)(?:\\*["']\]?\s*(?:=+>?|:)|\)?\s*=+)\s*""")
 _HEADER = re.compile(r"(?i)\b((?:proxy-)?authorization|(?:set-)?cookie): *[^\r\n\"']+")
 _BEARER = re.compile(r"(?i)\b(bearer|basic) +(?:(?=[\w.~+/-]*\d)[\w.~+/-]{6,}|[\w.~+/-]{20,})=*")
-_USERINFO = re.compile(r"(?<=://)[^\s/?#\"'<>]*@")
+_WORD = re.compile(r"[A-Z]++(?![a-z])|[A-Z]?[a-z]++|[A-Z]")
+# A password that was not percent-encoded can hold what ends the host of a URL: then it lasts until the `@`. All are
+# bounded, so that each URL of a text is read once.
+_USERINFO = re.compile(r"[^\s/?#\"'<>]{0,500}@")
+_USERINFO_UNQUOTED = re.compile(
+    r"""[^\s/?#"'<>:@]{0,200}:(?:(?!\d{1,5}(?:[\s,;.)\]}]|$))[^\s"'<>]{0,200}@|(?![\s]|\d{1,5}(?!\w))[^\r\n"'<>@]{0,200}@)"""
+)
+_USERINFO_OF_HTTP = re.compile(
+    r"""[^\s/?#"'<>:@]{0,200}:(?![\s]|\d{1,5}(?:[\s/?#,;.)\]}]|$))(?:[^\s"'<>]{0,200}@|[^\r\n"'<>@]{0,200}@)"""
+)
+_QUERY_KEY = re.compile(r"(?<=[?&])key=[^\s&#\"'<>]+")
+_SPOKEN = re.compile(r"(?i)\b(passw(?:or)?d|passphrase|pwd)([ \t]++(?:is[ \t]++)?)(?=[^\s\d]{0,100}\d)\S+")
+# Tokens that tell by themselves what they are: JSON Web Tokens, keys of AWS and Google, private keys.
+_TOKENS = re.compile(
+    r"(?<![\w-])eyJ[\w-]++\.[\w-]++\.[\w-]*+|\bA[KS]IA[A-Z0-9]{16}\b|\bAIza[\w-]{30,}+"
+    r"|-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----(?:(?!-----END ).)*+(?:-----END [A-Z ]{0,40}PRIVATE KEY-----)?",
+    re.DOTALL,
+)
 _QUOTE = re.compile(r"""[bBrRuUfF]{0,2}(\\*["'])""")
 _STRUCTURE = re.compile(r"""\\*["']|[\s,;&()\[\]{}]""")
 _AFTER_VALUE = re.compile(r"[\s,;&)\]}]|$")
@@ -59,7 +79,8 @@ def _redact(value: JsonValue, names: Sequence[Sequence[str]], path: tuple[str, .
             members: dict[str, JsonValue] = {}
             for key, item in value.items():
                 here = (*path, _normal(key))
-                members[key] = REDACTED if any(_matches(here, name) for name in names) else _redact(item, names, here)
+                is_hidden = _has_telling_word(key) or any(_matches(here, name) for name in names)
+                members[key] = REDACTED if is_hidden else _redact(item, names, here)
             return members
         case list():
             return [_redact(item, names, path) for item in value]
@@ -80,7 +101,7 @@ def redact_text(text: str, names: Iterable[str] = REDACTED_NAMES) -> str:
     pieces = []
     done = 0
     for found in _BEFORE_VALUE.finditer(text):
-        if found.start() < done or not any(part in _normal(found["key"]) for part in last_parts):
+        if found.start() < done or not _is_telling(found["key"], last_parts):
             continue
         end = _end_of_value(text, found.end())
         pieces += [text[done : found.end()], REDACTED if end > found.end() else ""]
@@ -88,7 +109,32 @@ def redact_text(text: str, names: Iterable[str] = REDACTED_NAMES) -> str:
     text = "".join([*pieces, text[done:]])
     text = _HEADER.sub(rf"\1: {REDACTED}", text)
     text = _BEARER.sub(rf"\1 {REDACTED}", text)
-    return _USERINFO.sub(f"{REDACTED}@", text)
+    text = _SPOKEN.sub(rf"\1\2{REDACTED}", text)
+    text = _QUERY_KEY.sub(f"key={REDACTED}", text)
+    return _without_userinfo(_TOKENS.sub(REDACTED, text))
+
+
+def _is_telling(key: str, last_parts: Sequence[str]) -> bool:
+    return _has_telling_word(key) or any(part in _normal(key) for part in last_parts)
+
+
+def _has_telling_word(key: str) -> bool:
+    return any(word.lower() in REDACTED_WORDS for word in _WORD.findall(key))
+
+
+def _without_userinfo(text: str) -> str:
+    pieces, done = [], 0
+    while (found := text.find("://", done)) != -1:
+        start = found + 3
+        is_http = text[max(0, found - 5) : found].lower().endswith(("http", "https"))
+        userinfo = _USERINFO.match(text, start)
+        if not is_http:
+            userinfo = _USERINFO_UNQUOTED.match(text, start) or userinfo
+        elif userinfo is None:
+            userinfo = _USERINFO_OF_HTTP.match(text, start)
+        pieces += [text[done:start], "" if userinfo is None else f"{REDACTED}@"]
+        done = start if userinfo is None else userinfo.end()
+    return "".join([*pieces, text[done:]])
 
 
 def _end_of_value(text: str, start: int) -> int:

@@ -178,6 +178,20 @@ SECRETS = [
     "DETAIL: Key (token)=(s3cret) already exists.",
     "line one\npassword=line\ntwo s3cret",
     'nested \\"password\\": \\"s3cret\\"',
+    "smtp_pass=s3cret",
+    "{'pass': 's3cret'}",
+    "Pwd=s3cret",
+    "passwd s3cret",
+    "https://example.org/maps?key=s3cret",
+    "https://example.org/a?X-Amz-Signature=s3cret",
+    "https://example.org/a?sv=1&sig=s3cret",
+    "https://example.org/a?jwt=s3cret",
+    "eyJhbGciOiJub25lIn0.s3cret.s3cret is expired",
+    "key AIzaSyA-s3cret-1234567890",
+    "-----BEGIN RSA PRIVATE KEY-----\ns3cret\n-----END RSA PRIVATE KEY-----",
+    "amqp://user:pa/s3cret@h",
+    "redis://:p#s3cret@h",
+    "amqp://user:pa s3cret@h",
 ]
 
 
@@ -196,6 +210,10 @@ def test_a_text_is_shown_without_secrets(rolled_back: psycopg.Connection, text: 
         "connection refused: 10.0.0.7:25",
         "tel:1",
         "timed out after 3 s",
+        "https://example.org:8443/users/ada@example.org",
+        "cannot reach nats://example.org:4222, asked ada@example.org",
+        'password authentication failed for user "ada"',
+        "3 passengers=3, compass=4, design=5",
     ],
 )
 def test_a_text_without_secrets_is_left_alone(rolled_back: psycopg.Connection, text: str) -> None:

@@ -97,6 +97,27 @@ QUOTING = {
     "bearer": f"ann sent Bearer {CANARY}",
     "cookie": f"ann sent Cookie: a=1; session={CANARY}",
     "digits": f'ann: api-key="{CANARY}"',
+    "an abbreviation": f"ann: smtp_pass={CANARY}",
+    "an abbreviation in a repr": repr({"to": "ann", "pass": CANARY}),
+    "an abbreviation of conninfo": f"Uid=ann;Pwd={CANARY};",
+    "camel case": repr({"to": "ann", "smtpPass": CANARY}),
+    "no equals sign": f"ann: passwd {CANARY}",
+    "no equals sign in a sentence": f"ann: the password is {CANARY}!",
+    "key of a query": f"https://ann.example.org/maps?key={CANARY}&page=2",
+    "signed URL": f"https://ann.example.org/a?X-Amz-Signature={CANARY}&page=2",
+    "short signature": f"https://ann.example.org/a?sv=1&sig={CANARY}",
+    "jwt by name": f"https://ann.example.org/a?jwt={CANARY}",
+    "bare JWT": f"ann: eyJhbGciOiJub25lIn0.{CANARY}.{CANARY} is expired",
+    "bare JWT without signature": f"ann: eyJhbGciOiJub25lIn0.{CANARY}.",
+    "bare key of AWS": "ann: AKIAIOSFODNN7EXAMPLE".replace("IOSFODNN7EXAMPLE", "C4N4RYS3CRETXXXX"),
+    "bare key of Google": f"ann: AIzaSyA-{CANARY}-{CANARY}-1234567890",
+    "private key": f"ann: -----BEGIN RSA PRIVATE KEY-----\nMIIE{CANARY}\n-----END RSA PRIVATE KEY-----",
+    "private key that is cut off": f"ann: -----BEGIN PRIVATE KEY-----\\nMIIE{CANARY}",
+    "URL with a slash in its password": f"ann: amqp://user:pa/{CANARY}@host",
+    "URL with a hash in its password": f"ann: redis://:p#{CANARY}@host",
+    "URL with a blank in its password": f"ann: amqp://user:pa {CANARY}@host",
+    "URL with a question mark in its password": f"ann: https://user:pa?{CANARY}@host/",
+    "URL with a slash and an at sign": f"ann: amqp://user:p@a/{CANARY}@host",
 }
 
 
@@ -121,6 +142,13 @@ def test_a_text_that_quotes_a_value_under_a_telling_name_is_masked(text: str) ->
         "https://example.org/a@b?x=1",
         "mailto:ann@example.org",
         'WWW-Authenticate: Bearer realm="x"',
+        "3 passengers=3, compass=4, design=5, assignature=6",
+        "Key (id)=(7) already exists",
+        'password authentication failed for user "ann"',
+        "https://example.org:8443/users/ann@example.org",
+        "cannot reach nats://example.org:4222, asked ann@example.org",
+        "cannot reach https://example.org:443 for ann@example.org",
+        "eyJ is how a JSON Web Token begins",
     ],
 )
 def test_a_text_without_values_stays_as_it_is(text: str) -> None:
@@ -141,7 +169,14 @@ def test_in_a_text_the_last_part_of_a_path_counts() -> None:
     assert redact_text(f"email={CANARY}", ("user.email",)) == f"email={REDACTED}"
 
 
-@pytest.mark.parametrize("piece", ["a", "a=", "'", "password=", "\\", "://", "password=[", '"password": "', "x@"])
+@pytest.mark.parametrize(
+    "piece",
+    [
+        "a", "a=", "'", "password=", "\\", "://", "password=[", '"password": "', "x@", "eyJ", "eyJa.", "eyJa.b", "AKIA",
+        "AIza", "-----BEGIN ", "-----BEGIN PRIVATE KEY-----", "-----END ", "://a:", "://a:b ", "redis://:a/", "passwd ",
+        "pwd\t", "?key", "&key=", "pass", "aB", "AB",
+    ],
+)  # fmt: skip
 def test_a_long_text_takes_no_long_time(piece: str) -> None:
     # The count of steps grows with the length, not with its square: at this length the difference is one of minutes.
     assert isinstance(redact_text(piece * 40_000), str)
