@@ -432,6 +432,10 @@ def _check_destination(field: str, value: object) -> str:
         raise PayloadError(
             field, f"must be a URI such as mailto:a@example.org, without control characters, not {shown(value)}"
         )
+    if "," in value and value[:7].lower() == "mailto:":
+        raise PayloadError(
+            field, "must name one recipient, without a comma; enqueue one message for each, or render Email(to=[...])"
+        )
     size = len(value.encode())
     if size > MAX_DESTINATION_BYTES:
         raise PayloadError(field, f"has {size} bytes, the limit is {MAX_DESTINATION_BYTES}")

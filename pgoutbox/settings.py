@@ -358,9 +358,9 @@ class Settings(BaseSettings):
                 f"PGOUTBOX_WEB_SESSION_SECONDS={self.web_session_seconds:g}"
             )
         if self.alert_destination is not None and not re.fullmatch(
-            r"mailto:[^\s\x00-\x1f\x7f]+", self.alert_destination
+            r"mailto:[^\s,\x00-\x1f\x7f]+", self.alert_destination
         ):
-            raise ValueError("PGOUTBOX_ALERT_DESTINATION must be an address such as mailto:ops@example.org")
+            raise ValueError("PGOUTBOX_ALERT_DESTINATION must be one address such as mailto:ops@example.org")
         if self.smtp_password is not None and self.smtp_username is None:
             raise ValueError("PGOUTBOX_SMTP_PASSWORD is set, PGOUTBOX_SMTP_USERNAME is not")
         if self.smtp_password is not None and self.smtp_security == "none":

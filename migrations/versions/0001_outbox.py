@@ -631,6 +631,8 @@ SELECT CASE
     WHEN octet_length(destination) > 2048 OR destination !~ '^[A-Za-z][A-Za-z0-9+.-]*:[^[:cntrl:]]+$'
         THEN 'destination: must be a URI such as mailto:a@example.org, without control characters, of at most 2048 '
             'bytes'
+    WHEN strpos(destination, ',') > 0 AND lower(left(destination, 7)) = 'mailto:'
+        THEN 'destination: must name one recipient, without a comma; enqueue one message for each'
     WHEN available_at IS NOT NULL AND NOT isfinite(available_at) THEN 'available_at: must be finite'
     WHEN available_at > now() + interval '10 years' THEN 'available_at: must not be more than 10 years ahead'
     WHEN expires_at IS NOT NULL AND (NOT isfinite(expires_at) OR expires_at > now() + interval '20 years')

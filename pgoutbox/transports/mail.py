@@ -62,9 +62,9 @@ class Email:
     """An e-mail to be sent: return it from a handler.
 
     An address is one mailbox, `ann@example.com` or `Ann Lee <ann@example.com>`; several are a sequence, never one text
-    with commas. Without `to` the message's `mailto:` destination is the recipient; without `sender` it is the setting
-    `smtp_from`. `bcc` goes into the envelope alone. With both `text` and `html` the reader's program chooses.
-    `headers` adds headers that pgoutbox does not set itself, `List-Unsubscribe` for one.
+    with commas. Without `to` the message's `mailto:` destination, one address, is the recipient; without `sender` it is
+    the setting `smtp_from`. `bcc` goes into the envelope alone. With both `text` and `html` the reader's program
+    chooses. `headers` adds headers that pgoutbox does not set itself, `List-Unsubscribe` for one.
 
     Either all recipients get it or, if the server refuses one of them, none does.
 
@@ -178,7 +178,7 @@ def _sender(email: Email, settings: Settings) -> Mailbox:
 
 
 def _recipients(email: Email, message: Message[object]) -> tuple[list[Mailbox], list[Mailbox], list[Mailbox]]:
-    to = _mailboxes("email.to", email.to) if email.to is not None else _mailboxes("destination", _destinations(message))
+    to = _mailboxes("email.to", email.to) if email.to is not None else _destination(message)
     cc = _mailboxes("email.cc", email.cc)
     bcc = _mailboxes("email.bcc", email.bcc)
     count = len(to) + len(cc) + len(bcc)
@@ -205,14 +205,19 @@ def _redirected(
     return to, cc, bcc, originals
 
 
-def _destinations(message: Message[object]) -> list[str]:
-    """The addresses of a `mailto:` URI (RFC 6068), whose header fields are nothing that a destination may set."""
+def _destination(message: Message[object]) -> list[Mailbox]:
+    """The address of a `mailto:` URI, if the destination is one.
+
+    RFC 6068 allows several addresses and header fields. Both would let the text of an address add recipients.
+    """
     if message.destination is None or scheme_of(message.destination) != "mailto":
         return []
-    addresses, question_mark, _ = message.destination.partition(":")[2].partition("?")
+    address, question_mark, _ = message.destination.partition(":")[2].partition("?")
     if question_mark:
         raise Permanent("destination: header fields after ? are not accepted")
-    return [unquote(address, errors="surrogateescape") for address in addresses.split(",")]
+    if "," in address:
+        raise Permanent("destination: must name one recipient, without a comma; render Email(to=[...]) for several")
+    return [parse_mailbox("destination", unquote(address, errors="surrogateescape"))]
 
 
 def _mailboxes(name: str, value: object) -> list[Mailbox]:

@@ -98,6 +98,7 @@ BAD_ARGUMENTS: list[tuple[str, object, str]] = [
         ("destination", uri, "22023")
         for uri in ("", "a@b", ":x", "mailto:", "1x:y", "mailto:a\n", "m:a\r\nBcc: b", "m:\x7f", "m:" + "x" * 2047)
     ),
+    ("destination", "MailTo:a@b,c@d", "22023"),
     ("available_at", "infinity", "22023"),
     ("available_at", "-infinity", "22023"),
     ("available_at", "9999-12-31 23:59:59+00", "22023"),

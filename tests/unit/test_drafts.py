@@ -184,6 +184,15 @@ def test_any_other_destination_is_refused(uri: object) -> None:
     assert refusal(destination=uri).startswith("destination: ")
 
 
+@pytest.mark.parametrize("uri", ["mailto:a@example.org,b@example.org", "MAILTO:a@example.org,"])
+def test_a_mailto_destination_names_one_recipient(uri: str) -> None:
+    problem = "must name one recipient, without a comma; enqueue one message for each, or render Email(to=[...])"
+    assert refusal(destination=uri) == f"destination: {problem}"
+    topic = Topic("mail", destination=lambda _: uri)
+    assert refusal(topic) == f"destination: {problem}"
+    assert draft_of(destination="https://example.org/?a=1,2").destination == "https://example.org/?a=1,2"
+
+
 @pytest.mark.parametrize(
     ("headers", "problem"),
     [

@@ -152,12 +152,25 @@ def test_a_recipient_named_twice_is_in_the_envelope_once() -> None:
     [
         ("mailto:ann@example.com", ("ann@example.com",)),
         ("MAILTO:ann%2Bnews@example.com", ("ann+news@example.com",)),
-        ("mailto:ann@example.com,bob@example.com", ("ann@example.com", "bob@example.com")),
     ],
 )
 def test_without_to_the_destination_is_the_recipient(destination: str, recipients: tuple[str, ...]) -> None:
     mail = render(Email(subject="Hello", text="Hi"), outgoing(destination=destination), SETTINGS)
     assert mail.recipients == recipients
+
+
+@pytest.mark.parametrize(
+    ("destination", "problem"),
+    [
+        ("mailto:ann@example.com,bob@example.com", "must name one recipient, without a comma"),
+        ("mailto:ann@example.com%2Cbob@example.com", "has more than one @"),
+    ],
+)
+def test_a_destination_with_several_addresses_is_refused_because_a_user_may_have_typed_it(
+    destination: str, problem: str
+) -> None:
+    with pytest.raises(Permanent, match=rf"^destination: {problem}"):
+        render(Email(subject="Hello", text="Hi"), outgoing(destination=destination), SETTINGS)
 
 
 def test_to_wins_over_the_destination() -> None:
@@ -334,10 +347,10 @@ def test_a_wrong_address_is_refused_with_the_reason(address: str, reason: str) -
     [
         (None, "email.to: no recipient, and the message has no mailto: destination"),
         ("https://example.com", "email.to: no recipient, and the message has no mailto: destination"),
-        ("mailto:", "destination[0]: is empty"),
+        ("mailto:", "destination: is empty"),
         ("mailto:ann@example.com?bcc=eve@example.com", "destination: header fields after ? are not accepted"),
-        ("mailto:ann%0D%0A@example.com", "destination[0]: contains CR, LF or NUL"),
-        ("mailto:ann%FF@example.com", "destination[0]: contains the character U+DCFF"),
+        ("mailto:ann%0D%0A@example.com", "destination: contains CR, LF or NUL"),
+        ("mailto:ann%FF@example.com", "destination: contains the character U+DCFF"),
     ],
 )
 def test_without_to_the_destination_must_be_an_address(destination: str | None, error: str) -> None:
