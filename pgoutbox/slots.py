@@ -26,6 +26,8 @@ from pgoutbox.telemetry import Event, Telemetry
 
 # How long attempts that end at once may follow each other before the event loop gets a turn.
 _TURN_SECONDS = 0.005
+# How long the result of a thread may take to reach its task, and what follows it may take at least.
+_RETURN_SECONDS = 0.1
 # How long measurements collect: many together cost a fraction of what each by itself does.
 _MEASURE_SECONDS = 0.1
 
@@ -61,13 +63,14 @@ class Runner(Protocol):
 
 
 class _Slot:
-    __slots__ = ("deadline", "is_abandoned", "is_overdue", "task", "thread", "timed_out", "work")
+    __slots__ = ("deadline", "has_returned", "is_abandoned", "is_overdue", "task", "thread", "timed_out", "work")
 
     def __init__(self, task: asyncio.Task[None]) -> None:
         self.task = task
         self.deadline: float | None = None
         self.is_overdue = False  # The attempt has passed its timeout.
         self.timed_out = False  # It was cancelled because of that.
+        self.has_returned = False  # Its thread had ended when a deadline passed.
         self.is_abandoned = False  # It has its ending, and its handler runs on.
         self.thread: Future[object] | None = None
         self.work: Work = ()  # Its messages, until they have an ending.
@@ -236,6 +239,7 @@ class Slots:
         timeout = work[0].handler.timeout_seconds or self._default_timeout_seconds
         slot.work = work
         slot.thread = None
+        slot.has_returned = False
         if timeout is not None:
             self._set_deadline(slot, timeout)
         try:
@@ -317,7 +321,11 @@ class Slots:
     def _overrun(self, slot: _Slot) -> None:
         """A deadline has passed: at first that of the attempt, then that of its overtime."""
         work = slot.work
-        if slot.runs_in_thread and not slot.is_overdue:
+        if slot.thread is not None and slot.thread.done() and not slot.has_returned:
+            # After a blocked event loop the result of the thread may still be on its way to the task.
+            slot.has_returned = slot.is_overdue = True
+            slot.deadline = asyncio.get_running_loop().time() + _RETURN_SECONDS
+        elif slot.runs_in_thread and not slot.is_overdue:
             slot.is_overdue = True
             self._report(
                 logging.WARNING, Event.ATTEMPT_OVERDUE, "handler runs on in its thread after its timeout", work

@@ -14,6 +14,7 @@ from pgoutbox.dispatch import Context, Handler, elapsed_clock
 from pgoutbox.message import Message, Sent, Transient
 from pgoutbox.slots import RELEASED, Ending, Slots, ThreadWatch, Work
 from pgoutbox.telemetry import Event, Telemetry
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -197,6 +198,38 @@ async def test_a_thread_that_runs_on_keeps_its_slot_and_what_waits_for_it_is_rel
     stand.put(3)
     await stand.until(lambda: 3 in stand.outcomes)
     assert stand.outcomes[3] == Sent()
+    await stand.slots.stop()
+
+
+@pytest.mark.parametrize("passed", [Event.ATTEMPT_OVERDUE, None], ids=["in its overtime", "in its time"])
+async def test_a_thread_that_returned_while_the_event_loop_was_blocked_past_its_deadline_has_not_timed_out(
+    passed: Event | None,
+) -> None:
+    stand = Stand(concurrency=1, timeout_seconds=0.02)
+    thread: Future[object] = Future()
+    thread.set_running_or_notify_cancel()
+    has_begun = asyncio.Event()
+
+    async def run_in_thread(work: Work, watch_thread: ThreadWatch) -> Sequence[Ending]:
+        watch_thread(thread)
+        has_begun.set()
+        await asyncio.wrap_future(thread)
+        return [Sent()]
+
+    stand.attempt = run_in_thread
+    stand.put(1)
+    await has_begun.wait()
+    if passed is not None:
+        await until(lambda: stand.telemetry.counts[passed])
+    (slot,) = stand.slots._slots
+    assert slot.deadline is not None
+    loop = asyncio.get_running_loop()
+    while loop.time() < slot.deadline:
+        pass  # Another handler blocks the event loop.
+    thread.set_result(None)
+    await stand.until(lambda: 1 in stand.outcomes)
+    assert stand.outcomes[1] == Sent()
+    assert stand.slots.capacity == 1
     await stand.slots.stop()
 
 
