@@ -150,6 +150,14 @@ class QueueControls(NamedTuple):
     in_flight: int
 
 
+class OpenBreaker(NamedTuple):
+    """A circuit breaker that holds messages back, in the order of OPEN_BREAKERS."""
+
+    key: str
+    open_seconds: float
+    last_error: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageFilter:
     """Which messages: those for which everything holds that is given.
@@ -374,6 +382,12 @@ def count_messages(connection: psycopg.Connection[TupleRow], *, queue: str | Non
 def list_queues(connection: psycopg.Connection[TupleRow]) -> list[QueueControls]:
     """The queues that are paused or have limits, by name."""
     return [QueueControls._make(row) for row in fetch(connection, sql.LIST_QUEUES, {})]
+
+
+def list_open_breakers(connection: psycopg.Connection[TupleRow], *, names: Collection[str]) -> list[OpenBreaker]:
+    """The circuit breakers that are open, the oldest 20 at most. Errors are redacted by `names`."""
+    found = [OpenBreaker._make(row) for row in fetch(connection, sql.OPEN_BREAKERS, {})]
+    return [breaker._replace(last_error=redact_text(breaker.last_error, names)) for breaker in found]
 
 
 def known_queues(connection: psycopg.Connection[TupleRow]) -> list[str]:

@@ -214,8 +214,10 @@ def show(
 
 @app.command()
 def stats(*, queue: InQueue = None, dsn: Dsn = None, as_json: Json = False) -> None:
-    """Count the messages; name the paused queues."""
-    with session.connect(read_settings(dsn), read_only=True) as connection:
+    """Count the messages; name the paused queues and the open circuit breakers."""
+    settings = read_settings(dsn)
+    with session.connect(settings, read_only=True) as connection:
+        breakers = operations.list_open_breakers(connection, names=settings.redacted_names)
         counts = operations.count_messages(connection, queue=queue)
         paused = [q for q in operations.list_queues(connection) if q.paused_at and queue in (None, q.queue)]
         if not counts:
@@ -225,9 +227,14 @@ def stats(*, queue: InQueue = None, dsn: Dsn = None, as_json: Json = False) -> N
             {
                 "topics": [c._asdict() for c in counts],
                 "paused": [{"queue": q.queue, "paused_at": q.paused_at, "resume_at": q.resume_at} for q in paused],
+                "breakers": [breaker._asdict() for breaker in breakers],
             }
         )
         return
     print_table(operations.TopicCounts._fields, counts)
     for controls in paused:
         print_warning(f"queue {controls.queue} is {describe_pause(controls.paused_at, controls.resume_at)}")
+    for breaker in breakers:
+        print_warning(
+            f"{breaker.key} is out of order for {breaker.open_seconds:.0f} s, its messages wait: {breaker.last_error}"
+        )

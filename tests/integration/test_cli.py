@@ -551,6 +551,19 @@ class TestLooking:
         assert [paused["queue"] for paused in stats["paused"]] == ["default"]
         assert "queue default is paused since" in cli("stats").err
 
+    def test_stats_names_open_breakers(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
+        """Messages that they hold back never fail, so nothing else would draw attention to them."""
+        put(database)
+        database.execute(
+            "INSERT INTO pgoutbox.breaker (key, retry_at, cooldown_seconds, worker, last_error)"
+            " VALUES ('mial:no-transport', now(), 30, 'w', 'this worker has no transport: password=hunter2')"
+        )
+        (breaker,) = cli("stats", "--json").json["breakers"]
+        assert breaker["key"] == "mial:no-transport"
+        error = cli("stats").err
+        assert "mial:no-transport is out of order for 0 s, its messages wait: this worker has no transport" in error
+        assert "hunter2" not in error + str(breaker)
+
     @pytest.mark.parametrize("command", [("list",), ("stats",), ("redrive", "--all-failed"), ("resume",)])
     def test_an_unknown_queue_is_answered_with_the_known_ones(
         self, cli: Callable[..., Done], database: psycopg.Connection, command: tuple[str, ...]
