@@ -1067,6 +1067,32 @@ async def test_a_handler_that_ends_within_the_grace_time_is_not_interrupted(
     assert state_of(db, message_id) == State.SENT
 
 
+@pytest.mark.parametrize("max_attempts", [1, 11])
+async def test_a_worker_whose_lease_has_lapsed_goes_on_with_its_attempt_and_starts_no_second_one(
+    dsn: str, db: psycopg.Connection, max_attempts: int
+) -> None:
+    """As after a suspension, or an outage of the database, that was longer than a lease."""
+    outbox = Outbox(settings_for(dsn))
+    may_end = asyncio.Event()
+    calls: list[int] = []
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        calls.append(message.id)
+        if message.id == held:
+            await may_end.wait()
+
+    held = enqueue(db, max_attempts=max_attempts)
+    async with running(Worker(outbox)):
+        await until(lambda: calls == [held])
+        lapse(db, held)
+        other = enqueue(db)
+        await until(lambda: state_of(db, other) == State.SENT)
+        may_end.set()
+        await until(lambda: state_of(db, held) == State.SENT)
+    assert (calls, attempts_of(db, held)) == ([held, other], [])
+
+
 async def test_a_worker_that_is_cancelled_before_a_handler_has_seen_its_claim_gives_the_messages_back(
     dsn: str, connect: Connect
 ) -> None:
