@@ -1,11 +1,10 @@
 """Circuit breakers: no message is sent to what is known to be dead, and one at a time finds out whether it is alive.
 
-What a transport or a host did lately is known here, by its key; that it is dead is a row that the whole fleet shares.
-The row is asked for after a failure, for leave to probe when a pause is over, once a second at most when a message is
-to be held back, and once a minute at most when one arrives that had to wait; never for what simply works, and never
-while there is nothing to send. Whether a probe
-closes or reopens is fenced in the statement. The times are the database's: what is kept here are durations, on the
-clock that counts while the machine is suspended.
+The recent failures of a transport or a host are known here, by its key. An open breaker is a row that the whole fleet
+shares. The row is read after a failure, before a probe when a pause is over, at most once a second while messages are
+held back, and at most once a minute when a message arrives that had to wait. It is not read for a send that succeeds at
+once, nor while there is nothing to send. The statement fences whether a probe closes or reopens the breaker. The times
+are the database's: this module keeps durations, on the clock that counts while the machine is suspended.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every statement that pgoutbox runs, named. Nothing here is built at run time, and `store` alone runs it.
+"""The statements of workers, producers, commands, dashboard and doctor, named. None is built at run time.
 
 Rules that hold in every statement: all names are qualified; time is the database's `now()`; whoever writes about a
 message names the state and the attempt it expects; a row that another session has locked is skipped, not waited for,
