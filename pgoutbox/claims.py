@@ -27,7 +27,7 @@ from pgoutbox.telemetry import Event, Telemetry
 
 _ROUND_TRIP_SECONDS: Final = 0.002
 _STUBBORN_CONFLICTS: Final = 3
-_IN_FLIGHT_CONSTRAINTS: Final = {"message_live_in_flight", "message_live_ordered_in_flight"}
+_CONFLICT_PAUSE_SECONDS: Final = 0.01
 _SENDING: Final = State.SENDING  # To look a member up costs more than to compare with it.
 
 
@@ -212,8 +212,11 @@ class Claims:
 
     async def _endure(self, error: psycopg.Error | OSError) -> None:
         self._is_in_doubt &= not is_refusal(error)
-        if isinstance(error, psycopg.errors.UniqueViolation) and error.diag.constraint_name in _IN_FLIGHT_CONSTRAINTS:
+        # While an index is being rebuilt beside the work, or by a tool, another one of any name stands in for it.
+        if isinstance(error, psycopg.errors.UniqueViolation) and error.diag.table_name == "message_live":
             self._conflict_count += 1
+            if self._conflict_count > _STUBBORN_CONFLICTS:
+                await asyncio.sleep(_CONFLICT_PAUSE_SECONDS)
             return  # Two workers met at one coalesce key; the other one has it.
         await self._outage.endure(error)
 

@@ -41,6 +41,7 @@ from tests.outbox_actions import (
     state_of,
     until_blocked,
 )
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -476,3 +477,20 @@ def test_a_redrive_does_not_bring_back_what_was_superseded(db: psycopg.Connectio
     enqueue(db, coalesce_key="k")
     assert not redrive(db, older)
     assert state_of(db, older) == State.FAILED
+
+
+async def test_a_claim_that_a_unique_index_of_any_name_refuses_is_a_lost_race(db: psycopg.Connection, dsn: str) -> None:
+    """REINDEX CONCURRENTLY and its like enforce the same with an index whose name nobody knows beforehand."""
+    db.execute(
+        "CREATE UNIQUE INDEX message_live_in_flight_ccold ON pgoutbox.message_live (topic) WHERE state = 'sending'"
+    )
+    outbox = Outbox(settings_for(dsn))
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        """It is sent by that."""
+
+    ids = [enqueue(db) for _ in range(5)]
+    async with running(Worker(outbox)):
+        await until(lambda: all(row.is_finished for row in rows_of(db, *ids)))
+    assert {row.state for row in rows_of(db, *ids)} == {State.SENT}
