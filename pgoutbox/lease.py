@@ -15,8 +15,8 @@ import random
 import threading
 from collections.abc import Callable, Mapping
 
-from pgoutbox.dispatch import Context, elapsed_clock
-from pgoutbox.errors import LeaseLostError
+from pgoutbox.dispatch import Context, describe, elapsed_clock
+from pgoutbox.errors import LeaseLostError, PgOutboxError
 from pgoutbox.link import Link, is_passing
 from pgoutbox.settings import Settings
 from pgoutbox.store import HeldRow, renew, watch
@@ -51,20 +51,49 @@ class LeaseKeeper:
         self._stopping = threading.Event()
         self._stopped: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = threading.Thread(target=self._run, name="pgoutbox-lease", daemon=True)
+        self._thread: threading.Thread | None = None
+        self._ended = asyncio.Event()
+        self._error: BaseException | None = None
 
-    def start(self) -> None:
-        """Start the thread."""
+    def start(self, on_death: Callable[[], None]) -> None:
+        """Start the thread. `on_death` is called on this event loop if it ends before `stop`: leases lapse then."""
+        loop = asyncio.get_running_loop()
+
+        def note_end() -> None:
+            self._ended.set()
+            if self._error is not None:
+                on_death()
+
+        def run() -> None:
+            try:
+                with asyncio.Runner() as runner:
+                    runner.get_loop()
+                    runner.run(self._keep())
+            except BaseException as error:  # noqa: BLE001 - whatever it is, `check` raises it
+                self._error = error
+            with contextlib.suppress(RuntimeError):  # The event loop is closed: nobody waits any more.
+                loop.call_soon_threadsafe(note_end)
+
+        self._thread = threading.Thread(target=run, name="pgoutbox-lease", daemon=True)
         self._thread.start()
 
     async def stop(self) -> None:
         """End the thread and close both connections."""
         self._stopping.set()
         if self._loop is not None and self._stopped is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._stopped.set)
-        if self._thread.is_alive():
-            await asyncio.to_thread(self._thread.join)
+            with contextlib.suppress(RuntimeError):  # The thread has closed its event loop by itself.
+                self._loop.call_soon_threadsafe(self._stopped.set)
+        if self._thread is not None and self._thread.is_alive():
+            await self._ended.wait()
+            self._thread.join()
         await self._link.close()
+
+    def check(self) -> None:
+        """Raise `PgOutboxError` if the thread has ended by an error."""
+        if self._error is not None:
+            raise PgOutboxError(
+                f"leases are not renewed any more, and the worker has stopped: {describe(self._error)}"
+            ) from self._error
 
     async def ensure(self, context: Context) -> None:
         """Make sure of one lease at once, on the event loop; `LeaseLostError` if it is not held any more.
@@ -84,9 +113,6 @@ class LeaseKeeper:
         self._tell(context, rows.get(message.id), asked_at)
         if context.overtaken is not None:
             raise LeaseLostError(f"message {message.id}, attempt {context.attempt_count}: {context.overtaken}")
-
-    def _run(self) -> None:
-        asyncio.run(self._keep())
 
     async def _keep(self) -> None:
         settings = self._settings

@@ -196,7 +196,7 @@ class Worker:
         self._assemble(listen=listen)
         try:
             await self._check_server(patient=patient)
-            self._keeper.start()
+            self._keeper.start(on_death=self.stop)
             if self._bell is not None and not self._stopping.is_set():
                 await self._bell.start()
             self._finishing = asyncio.create_task(self._finisher.run(), name="pgoutbox-finisher")
@@ -211,6 +211,7 @@ class Worker:
         finally:
             await self._close()
             self.telemetry.report(logging.INFO, Event.WORKER_STOPPED, "worker stopped", worker=self.name)
+        self._keeper.check()
 
     def _report_start(self) -> None:
         self.telemetry.report(
