@@ -54,8 +54,8 @@ class _UnknownError(Exception):
 class _Circuit:
     """What this process knows of one key. It is open while `retry_at` is set, and half open once that has passed.
 
-    A part of a transport, a sender for one, is open or not, and no more: failures count for the transport, which also
-    shares the slots out.
+    The circuit of a part, such as a sender, opens by `Unavailable` alone. Other failures count for the transport, and
+    so do slots.
     """
 
     key: str
@@ -243,7 +243,7 @@ class Breakers:
     async def _send_through(
         self, key: str, message: Message[object], hand_over: HandOver, *, is_part: bool = False
     ) -> Outcome:
-        """Hand over by way of what has this key, unless that is dead."""
+        """Hand over, unless the circuit of this key is open."""
         circuit = self._circuits.get(key)
         if circuit is None:
             circuit = self._add(key, is_part=is_part)

@@ -8,8 +8,8 @@ from typing import Final, LiteralString
 # One failure of a destination that this worker holds to be alive. `trips` says that by its own count it is dead: then
 # it is opened here, unless somebody else was first, and one answer has `opened`. No answer: it is not open, or another
 # session opened it within this very moment, which asking again would tell. The announcement is part of the statement.
-# A worker that was started after the opening sends without leave. Once the pause is over its failure counts as that of
-# a probe: otherwise the pause would never grow where every worker is new, as those that cron starts are.
+# A worker that was started after the opening does not know of it, and sends. Once the pause is over, its failure counts
+# as that of a probe. Otherwise the pause would never grow where cron starts every worker.
 BREAKER_FAILED: Final[LiteralString] = """
 WITH reopened AS (
     UPDATE pgoutbox.breaker AS b

@@ -33,7 +33,8 @@ def hint_for(scheme: str) -> str:
 class MissingTransport:
     """Stands for the transport of a scheme that a worker has none for. It hands nothing over.
 
-    Settings, or the application of another release, add the transport; a misspelt scheme is for a person to cancel.
+    Settings or another release of the application add the transport. Messages with a misspelt scheme wait until a
+    person cancels them.
     """
 
     def __init__(self, scheme: str, known: Iterable[str] = ()) -> None:

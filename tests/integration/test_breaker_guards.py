@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pgoutbox import Message, Permanent, Transient, breaker
+from pgoutbox import Message, Permanent, Transient, Unavailable, breaker
 from pgoutbox.alert import ALERT_TOPIC
 from pgoutbox.breaker import Breakers
 from pgoutbox.message import Outcome, Sent, Snooze
@@ -35,8 +35,11 @@ HOUR = 3600.0
 COOLDOWN_SECONDS = 100.0
 PAUSE_SECONDS = 10.0  # A tenth of it.
 KEY = "line://a"
+PART = "line://a sender x"
 SENT = Sent()
 DEAD = Transient("no answer", outage=True)
+REFUSED = Unavailable("the password is refused")
+SENDER_REFUSED = Unavailable("the sender is refused", breaker=PART)
 
 
 class Clock:
@@ -62,7 +65,7 @@ class Destination:
         self.received.append(message.id)
         if message.id in self.silent:
             return await self._answers.setdefault(message.id, asyncio.get_running_loop().create_future())
-        if isinstance(self.answer, BaseException) and not isinstance(self.answer, (Transient, Permanent)):
+        if isinstance(self.answer, BaseException) and not isinstance(self.answer, (Transient, Unavailable, Permanent)):
             raise self.answer
         return self.answer
 
@@ -78,12 +81,16 @@ class Destinations:
 
     def __init__(self) -> None:
         self.of: dict[str, Destination] = {}
+        self.parts: dict[int, str] = {}
 
     def __getitem__(self, key: str) -> Destination:
         return self.of.setdefault(key, Destination())
 
     def breaker_key(self, message: Message[object], content: Content | None) -> str | None:
         return message.destination
+
+    def part_key(self, message: Message[object], content: Content) -> str | None:
+        return self.parts.get(message.id)
 
     async def send(self, message: Message[object], content: Content) -> Outcome:
         return await self[message.destination or ""].take(message)
@@ -374,6 +381,129 @@ async def test_a_failure_that_the_database_cannot_be_told_keeps_its_own_outcome(
     assert one.count_of(Event.BREAKER_UNKNOWN) == 1
     db.execute("ALTER TABLE pgoutbox.elsewhere RENAME TO breaker")
     assert isinstance(await one.send(2), Snooze)
+
+
+# --- faults that need a repair ----------------------------------------------------------------------------------------
+
+
+async def test_a_fault_that_needs_a_repair_opens_at_the_first_failure_whatever_else_counts(
+    member: Callable[..., Member], db: psycopg.Connection, clock: Clock
+) -> None:
+    one = member(breaker_failures=1_000)
+    one.at[KEY].answer = Unavailable("the \x00 password is refused", 24 * HOUR)
+    outcome = await one.send(1)
+    assert isinstance(outcome, Snooze)
+    assert outcome.delay_seconds >= 24 * HOUR
+    assert is_open(db)
+    let_probe(db, clock)
+    one.at[KEY].answer = REFUSED
+    assert isinstance(await one.send(2), Snooze)
+    assert row_of(db) == (2 * COOLDOWN_SECONDS, False)
+    let_probe(db, clock)
+    one.at[KEY].answer = SENT
+    assert await one.send(3) is SENT
+    await one.breakers.close()
+    assert not is_open(db)
+
+
+async def test_an_alert_that_meets_such_a_fault_opens_nothing(
+    member: Callable[..., Member], db: psycopg.Connection
+) -> None:
+    one = member()
+    one.at[KEY].answer = REFUSED
+    assert await one.send(1, topic=ALERT_TOPIC) is REFUSED
+    assert not is_open(db)
+
+
+async def test_such_a_fault_that_the_database_cannot_be_told_keeps_its_own_outcome(
+    member: Callable[..., Member], db: psycopg.Connection
+) -> None:
+    one = member()
+    one.at[KEY].answer = REFUSED
+    db.execute("ALTER TABLE pgoutbox.breaker RENAME TO elsewhere")
+    assert await one.send(1) is REFUSED
+    one.at[KEY].answer, one.at.parts = SENDER_REFUSED, {2: PART}
+    assert await one.send(2) is SENDER_REFUSED
+    assert one.breakers.open_count == 0
+
+
+async def test_a_part_that_is_out_of_order_holds_back_its_own_messages_alone(
+    member: Callable[..., Member], db: psycopg.Connection, clock: Clock
+) -> None:
+    one = member()
+    one.at.parts = {1: PART, 3: PART, 4: PART, 5: PART}
+    one.at[KEY].answer = SENDER_REFUSED
+    assert isinstance(await one.send(1), Snooze)
+    assert (is_open(db), is_open(db, PART)) == (False, True)
+    one.at[KEY].answer = SENT
+    assert await one.send(2) is SENT
+    assert isinstance(await one.send(3), Snooze)
+    let_probe(db, clock)
+    one.at[KEY].answer = SENDER_REFUSED
+    assert isinstance(await one.send(4), Snooze)
+    assert row_of(db, PART) == (2 * COOLDOWN_SECONDS, False)
+    let_probe(db, clock)
+    one.at[KEY].answer = SENT
+    assert await one.send(5) is SENT
+    assert one.at[KEY].received == [1, 2, 4, 5]
+    await one.breakers.close()
+    assert not is_open(db, PART)
+
+
+async def test_failures_of_the_transport_do_not_count_for_its_parts(
+    member: Callable[..., Member], db: psycopg.Connection
+) -> None:
+    one = member()
+    one.at.parts = {1: PART}
+    await opened(one, db)
+    assert not is_open(db, PART)
+
+
+async def test_a_send_by_a_part_takes_one_slot(member: Callable[..., Member]) -> None:
+    one = member(concurrency=4)
+    one.at.parts = {1: PART, 2: PART}
+    async with one.sending(1), one.sending(2):
+        assert await one.send(3, "line://b") is SENT
+        for number in (1, 2):
+            one.at[KEY].end(number)
+
+
+async def test_a_probe_of_the_transport_that_meets_a_refused_part_is_given_back(
+    member: Callable[..., Member], db: psycopg.Connection, clock: Clock
+) -> None:
+    one = member()
+    await opened(one, db)
+    let_probe(db, clock)
+    one.at.parts, one.at[KEY].answer = {2: PART}, SENDER_REFUSED
+    assert isinstance(await one.send(2), Snooze)
+    await one.breakers.close()
+    assert row_of(db) == (COOLDOWN_SECONDS, False)
+    assert is_open(db, PART)
+
+
+@pytest.mark.parametrize("key", [PART, "line:no-transport"])
+async def test_what_arrives_closes_what_a_worker_that_is_gone_left_open(
+    member: Callable[..., Member], db: psycopg.Connection, key: str
+) -> None:
+    one = member()
+    one.at.parts = {1: PART}
+    open_elsewhere(db, key)
+    db.execute("UPDATE pgoutbox.breaker SET retry_at = now()")
+    assert await one.send(1, attempt_count=2) is SENT
+    await one.breakers.close()
+    assert not is_open(db, key)
+
+
+async def test_a_worker_with_the_transport_is_not_held_back_by_workers_without_it(
+    member: Callable[..., Member], db: psycopg.Connection
+) -> None:
+    one = member()
+    open_elsewhere(db, "line:no-transport")
+    for number in (1, 2):
+        assert await one.send(number, attempt_count=2) is SENT
+        await until(lambda: not one.breakers._tasks)
+    assert not one.breakers.watches_any
+    assert await one.refusal(3) is None
 
 
 # --- what is asked ----------------------------------------------------------------------------------------------------
