@@ -343,6 +343,19 @@ def test_a_page_that_was_signed_out_elsewhere_says_so_and_shows_nothing_more(sit
     expect(page.get_by_role("main")).not_to_contain_text("mail.unheard.of")
 
 
+def test_a_part_in_use_says_that_it_is_paused_and_the_others_go_on(site: Site) -> None:
+    page = site.visit(token=VIEWER_TOKEN)
+    expect(page.get_by_role("status")).to_have_text("Live")
+    page.locator("#part-states").get_by_role("link", name="failed").focus()
+    put(site.db, State.FAILED, topic="mail.unheard.of")
+    expect(page.get_by_role("status")).to_have_text("Paused where you are", timeout=30_000)
+    expect(page.locator("#part-failures")).to_contain_text("mail.unheard.of")
+    expect(page.locator("#part-states").get_by_role("link", name="failed")).to_contain_text("0")
+    page.evaluate("document.activeElement.blur()")
+    expect(page.get_by_role("status")).to_have_text("Live", timeout=30_000)
+    expect(page.locator("#part-states").get_by_role("link", name="failed")).to_contain_text("1")
+
+
 def test_the_twentieth_tab_of_one_browser_loads(site: Site) -> None:
     page = site.visit(token=VIEWER_TOKEN)
     tabs = [page]

@@ -40,14 +40,17 @@
         return;
       }
       if (!answer.ok) throw new Error(String(answer.status));
+      let isPaused = false;
       const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
       for (const part of parts()) {
         const other = fresh.getElementById(part.id);
         if (other === null || part.isEqualNode(other)) continue;
-        if (isInUse(part)) stale = true;
+        if (isInUse(part)) isPaused = true;
         else part.replaceWith(document.importNode(other, true));
       }
-      tell(...(source === null ? ["Every 20 s", true] : ["Live", false]));
+      stale ||= isPaused;
+      if (isPaused) tell("Paused where you are", true);
+      else tell(...(source === null ? ["Every 20 s", true] : ["Live", false]));
     } catch {
       tell("No answer", true);
       stale = true;
