@@ -303,13 +303,12 @@ class _Gate:
         return _Pass(known, None, by_browser)
 
     def _viewer_by_token(self, request: Request, token: str, origin: str) -> Viewer:
-        address = _address(request)
-        self._brake(request, self._access.brake.take(address))
+        # The right token is never braked: it is too long to be guessed, and others may share its address.
         person = self._access.credentials.by_token(token)
         if person is None:
+            self._brake(request, self._access.brake.take(_address(request)))
             self._report_refused(request)
             raise _RefusalError(401, "This token is not known.", {"WWW-Authenticate": 'Bearer error="invalid_token"'})
-        self._access.brake.give_back(address)
         return Viewer(person.name, person.role, origin=origin)
 
     def _brake(self, request: Request, wait_seconds: float) -> None:
@@ -355,20 +354,22 @@ class _Gate:
         _check_origin(request, required=True)
         form = _parse_form(request, await _read_body(request))
         onward = form.get("next", "")
-        try:
-            self._brake(request, access.brake.take(address))
-            self._brake(request, access.common_brake.take("all"))
-        except _RefusalError as refusal:
-            return self._sign_in_page(
-                request, onward=onward, error=refusal.text, status=refusal.status, headers=refusal.headers
-            )
-        person = await access.credentials.identify(form.get("name", "").strip(), form.get("secret", ""))
+        person = access.credentials.by_token(form.get("secret", ""))
         if person is None:
-            self._report_refused(request)
-            error = "That is not right. Check the token, or the name and the password."
-            return self._sign_in_page(request, onward=onward, error=error, status=401)
-        access.brake.give_back(address)
-        access.common_brake.give_back("all")
+            try:
+                self._brake(request, access.brake.take(address))
+                self._brake(request, access.common_brake.take("all"))
+            except _RefusalError as refusal:
+                return self._sign_in_page(
+                    request, onward=onward, error=refusal.text, status=refusal.status, headers=refusal.headers
+                )
+            person = await access.credentials.identify(form.get("name", "").strip(), form.get("secret", ""))
+            if person is None:
+                self._report_refused(request)
+                error = "That is not right. Check the token, or the name and the password."
+                return self._sign_in_page(request, onward=onward, error=error, status=401)
+            access.brake.give_back(address)
+            access.common_brake.give_back("all")
         cookie = _Cookie.of(request)
         before = access.sessions.open(request.cookies.get(cookie.name, ""))
         if before is not None:
