@@ -231,14 +231,16 @@ def _reason(patient: Patient, queue: DictRow, connected: DictRow, what: str) -> 
     name, why = queue["queue"], "they are late for as long as this lasts"
     if queue["is_paused"]:
         return warning(f"{what}: it is paused", why, f"pgoutbox resume {name}")
-    if queue["halted"] + queue["behind"] == queue["messages"]:
-        if queue["halted"]:
-            return warning(
-                f"{what}: {queue['halted']} wait behind a failed message of their ordering key, which is halted",
-                "on_failed=halt: nothing of that key goes out before it",
-                f"pgoutbox list --state failed --queue {name}, then redrive or prune what failed first",
-            )
+    if queue["free"] == 0 and not queue["halted"]:
         return warning(f"{what}: all wait for an earlier message of their ordering key", why, "see how that one fares")
+    if queue["free"] == 0:
+        return warning(
+            f"{what}: {queue['halted']} wait behind a failed message of their ordering key, which is halted",
+            "on_failed=halt: nothing of that key goes out before it",
+            f"pgoutbox list --state failed --queue {name}, then redrive or prune what failed first",
+        )
+    if queue["halted"]:
+        what = f"{what}, {queue['halted']} of them halted behind a failed message of their ordering key"
     if queue["tokens"] is not None and queue["tokens"] < 1:
         rate = f"{queue['rate_count']} in {queue['rate_seconds']:g} s"
         return warning(f"{what}: its rate limit of {rate} is used up", why, f"pgoutbox limit {name} --rate none")

@@ -519,9 +519,9 @@ WITH late AS (
         l.queue,
         count(*) AS messages,
         extract(epoch FROM now() - min(l.available_at))::float8 AS oldest_seconds,
-        array_agg(DISTINCT l.topic) AS topics,
+        coalesce(array_agg(DISTINCT l.topic) FILTER (WHERE NOT l.is_halted AND NOT l.is_behind), '{}') AS topics,
         count(*) FILTER (WHERE l.is_halted) AS halted,
-        count(*) FILTER (WHERE l.is_behind AND NOT l.is_halted) AS behind
+        count(*) FILTER (WHERE NOT l.is_halted AND NOT l.is_behind) AS free
     FROM late AS l
     GROUP BY l.queue
 )
@@ -531,7 +531,7 @@ SELECT
     c.oldest_seconds,
     c.topics,
     c.halted,
-    c.behind,
+    c.free,
     q.is_paused,
     q.rate_count,
     q.rate_seconds,

@@ -893,6 +893,17 @@ class TestDue:
         db.execute(HOUR_AGO)
         expect(found(dsn, "due", outbox=handled), Level.PROBLEM, "no handler for mail.lost")
 
+    def test_halted_messages_do_not_hide_that_the_others_have_no_handler(
+        self, dsn: str, db: psycopg.Connection, handled: Outbox, posing: psycopg.Connection
+    ) -> None:
+        first = put(db, State.FAILED, ordering_key="order-7")
+        db.execute("UPDATE pgoutbox.message SET on_failed = 'halt' WHERE id = %s", (first,))
+        for _ in range(2):
+            enqueue(db, "mail", ordering_key="order-7")
+        enqueue(db, "mail.lost")
+        db.execute(HOUR_AGO + " WHERE state = 'pending'")
+        expect(found(dsn, "due", outbox=handled), Level.PROBLEM, "2 of them halted", "no handler for mail.lost")
+
     def test_a_worker_of_other_queues(
         self, dsn: str, db: psycopg.Connection, handled: Outbox, posing: psycopg.Connection
     ) -> None:
