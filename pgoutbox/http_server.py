@@ -1,7 +1,8 @@
 """A small HTTP server in a thread, for probes and scrapes: it answers while the application's event loop is blocked.
 
 GET and HEAD only, one request for each connection, no bodies, so many connections at once, and one deadline for the
-whole exchange, so that nobody who is slow keeps anything. HTTP is parsed by h11. Needs the extra `metrics`.
+whole exchange. When all are taken, the connection that has owed its request for longest gives way: slow clients
+never keep a probe out. HTTP is parsed by h11. Needs the extra `metrics`.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ class HttpServer:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped = asyncio.Event()
         self._open_count = 0
+        # Those whose request has not arrived, oldest first.
+        self._waiting: dict[asyncio.StreamWriter, None] = {}
         self._thread = threading.Thread(target=self._run, name="pgoutbox-http", daemon=True)
 
     @property
@@ -90,10 +93,11 @@ class HttpServer:
                 server.close()
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._open_count >= _MAX_CONNECTIONS:
+        if self._open_count >= _MAX_CONNECTIONS and not self._make_room():
             writer.transport.abort()
             return
         self._open_count += 1
+        self._waiting[writer] = None
         try:
             async with asyncio.timeout(_DEADLINE_SECONDS):
                 await self._exchange(reader, writer)
@@ -103,7 +107,16 @@ class HttpServer:
             pass
         finally:
             self._open_count -= 1
+            self._waiting.pop(writer, None)
             writer.transport.abort()
+
+    def _make_room(self) -> bool:
+        oldest = next(iter(self._waiting), None)
+        if oldest is None:
+            return False
+        del self._waiting[oldest]
+        oldest.transport.abort()
+        return True
 
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = h11.Connection(h11.SERVER, max_incomplete_event_size=_MAX_HEAD_BYTES)
@@ -115,6 +128,7 @@ class HttpServer:
         else:
             if request is None:
                 return
+            self._waiting.pop(writer, None)
             has_body = request.method != b"HEAD"
             if request.method in (b"GET", b"HEAD"):
                 status, content_type, body = await self._page(request)
