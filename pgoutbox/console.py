@@ -108,11 +108,13 @@ def _rich_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Tab
 
 
 def print_fields(fields: Mapping[str, object]) -> None:
-    """One line for each field that has a value."""
-    width, gap = (max(map(len, fields)), "  ") if sys.stdout.isatty() else (0, "\t")
+    """One line for each field that has a value. On a terminal further lines of a text stand below its first one."""
+    is_terminal = sys.stdout.isatty()
+    width, gap = (max(map(len, fields)), "  ") if is_terminal else (0, "\t")
     for name, value in fields.items():
         if value is not None:
-            text = "\n".join(printable(line) for line in value.split("\n")) if isinstance(value, str) else _cell(value)
+            lines = value.split("\n") if isinstance(value, str) and is_terminal else [_cell(value)]
+            text = f"\n{'':<{width}}{gap}".join(map(printable, lines))
             sys.stdout.write(f"{name:<{width}}{gap}{text}\n")
 
 

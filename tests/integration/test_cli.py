@@ -494,6 +494,16 @@ class TestLooking:
         assert (attempt["outcome"], attempt["error"]) == ("retry", "busy")
         assert "\tretry\t" in cli("show", message_id).out
 
+    def test_a_key_forges_no_line_of_show(
+        self, dsn: str, cli: Callable[..., Done], database: psycopg.Connection
+    ) -> None:
+        message_id = put(database, State.FAILED, coalesce_key="k\nstate\tsent")
+        assert "\ncoalesce_key\tk\\nstate\\tsent\n" in cli("show", message_id).out
+        on_terminal = run_on_terminal("show", str(message_id), dsn=dsn).out
+        assert [line.split()[:2] for line in on_terminal.splitlines() if line.startswith("state")] == [
+            ["state", "failed"]
+        ]
+
     def test_show_is_bounded_and_says_how_to_see_the_whole(
         self, cli: Callable[..., Done], database: psycopg.Connection
     ) -> None:
