@@ -28,6 +28,7 @@ from pgoutbox.transports import Content, Transport, scheme_of
 from pgoutbox.transports.configured import MissingTransport
 
 MAX_TEXT_LENGTH = 4_000
+MIN_SNOOZE_SECONDS = 1.0
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 _NOT_TRANSACTIONAL = "ctx.connection is for transactional handlers: register this one with transactional=True"
@@ -339,7 +340,9 @@ class Dispatcher:
         match result:
             case None:
                 return Sent()
-            case Sent() | Transient() | Unavailable() | Permanent() | Skip() | Snooze():
+            case Snooze():
+                return _with_a_pause(result)
+            case Sent() | Transient() | Unavailable() | Permanent() | Skip():
                 return _unless_on_hold(context.handler, result)
             case Content():
                 # The process may have been suspended since the handler began: ask before anything is handed over.
@@ -418,7 +421,9 @@ async def in_thread(
 def outcome_of_error(handler: Handler, error: BaseException) -> Outcome:
     """What an exception means: the outcome that was raised, `Permanent` for the handler's list, else `Transient`."""
     match error:
-        case Transient() | Unavailable() | Permanent() | Skip() | Snooze():
+        case Snooze():
+            return _with_a_pause(error)
+        case Transient() | Unavailable() | Permanent() | Skip():
             return _unless_on_hold(handler, error)
         case asyncio.CancelledError() if _is_being_cancelled():
             raise error
@@ -427,6 +432,11 @@ def outcome_of_error(handler: Handler, error: BaseException) -> Outcome:
         case _:
             text = describe(error)
             return Permanent(text) if isinstance(error, handler.permanent_errors) else Transient(text)
+
+
+def _with_a_pause(asked: Snooze) -> Snooze:
+    # A message that is due again at once would be claimed a thousand times a second, with a row for each attempt.
+    return asked if asked.delay_seconds >= MIN_SNOOZE_SECONDS else Snooze(MIN_SNOOZE_SECONDS, asked.reason)
 
 
 def _is_being_cancelled() -> bool:

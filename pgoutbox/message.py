@@ -7,6 +7,7 @@ are compared with it by tests.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -146,11 +147,14 @@ class Skip(Exception):  # noqa: N818 - an outcome; it can be returned or raised
 class Snooze(Exception):  # noqa: N818 - an outcome; it can be returned or raised
     """Not yet: pending again after `delay` (seconds or a timedelta), without using up an attempt of the budget.
 
+    A delay below one second, or a moment in the past, counts as one second. Raises `ValueError` for NaN and infinity.
     The `reason` goes into the history of the message's attempts.
     """
 
     def __init__(self, delay: float | timedelta, reason: str | None = None) -> None:
         seconds = delay.total_seconds() if isinstance(delay, timedelta) else float(delay)
+        if not math.isfinite(seconds):
+            raise ValueError(f"Snooze: delay must be a finite number of seconds, got {seconds}")
         super().__init__(f"snoozed for {seconds} s")
         self.delay_seconds = seconds
         self.reason = reason

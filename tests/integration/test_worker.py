@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
 import psycopg
@@ -721,17 +722,39 @@ async def test_a_delay_that_is_no_time_is_kept_within_bounds(outbox: Outbox, db:
 
     @outbox.handler("snooze")
     async def snooze(message: Message, ctx: Context) -> Snooze:
-        return Snooze(delays[int(str(message.payload))])
+        return Snooze(1e300)
 
     @outbox.handler("greet", retry=RetryPolicy(base_seconds=1, cap_seconds=60))
     async def greet(message: Message, ctx: Context) -> Transient:
         return Transient("busy", retry_after=delays[int(str(message.payload))])
 
-    snoozed = [enqueue(db, topic="snooze", payload=i) for i in range(len(delays))]
+    snoozed = [enqueue(db, topic="snooze")]
     retried = [enqueue(db, payload=i) for i in range(len(delays))]
     await Worker(outbox).run_once()
-    assert [round(row.due_in_seconds / 86_400) for row in rows_of(db, *snoozed)] == [30] * 3
+    assert [round(row.due_in_seconds / 86_400) for row in rows_of(db, *snoozed)] == [30]
     assert [round(row.due_in_seconds / 60) for row in rows_of(db, *retried)] == [1] * 3
+
+
+@pytest.mark.parametrize("raised", [False, True])
+@pytest.mark.parametrize("delay", [0, -1, 0.001, timedelta(days=-1)])
+async def test_a_snooze_without_a_pause_lasts_a_second(
+    outbox: Outbox, db: psycopg.Connection, delay: float | timedelta, raised: bool
+) -> None:
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> Snooze:
+        if raised:
+            raise Snooze(delay)
+        return Snooze(delay)
+
+    message_id = enqueue(db)
+    await Worker(outbox).run_once()
+    attempts = """
+        SELECT a.outcome, m.available_at - a.ended_at >= '0.9 seconds'
+        FROM pgoutbox.attempt AS a
+        JOIN pgoutbox.message AS m ON m.id = a.message_id
+        WHERE m.id = %s
+    """
+    assert db.execute(attempts, [message_id]).fetchall() == [("snoozed", True)]
 
 
 # --- batches ----------------------------------------------------------------------------------------------------------
@@ -1522,7 +1545,9 @@ async def test_snoozes_and_redrives_do_not_lengthen_the_pause_after_a_failure(ds
         raise Snooze(0) if message.attempt_count <= 5 else Transient("busy")
 
     message_id = enqueue(db)
-    await Worker(outbox).run_once()
+    for _ in range(6):
+        await Worker(outbox).run_once()
+        db.execute("UPDATE pgoutbox.message SET available_at = now() WHERE id = %s AND attempt_count < 6", [message_id])
     row = row_of(db, message_id)
     assert (row.attempt_count, row.max_attempts) == (6, 16)
     (pause,) = db.execute(

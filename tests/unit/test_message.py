@@ -58,6 +58,12 @@ def test_a_snooze_takes_seconds_or_a_timedelta(delay: float | timedelta, seconds
     assert Snooze(delay).delay_seconds == seconds
 
 
+@pytest.mark.parametrize("delay", [float("nan"), float("inf"), float("-inf")])
+def test_a_snooze_refuses_a_delay_that_is_not_finite(delay: float) -> None:
+    with pytest.raises(ValueError, match=f"delay must be a finite number of seconds, got {delay}"):
+        Snooze(delay)
+
+
 def test_an_outcome_that_is_raised_says_what_it_is() -> None:
     assert [str(error) for error in (Transient("busy", 3), Permanent("no"), Skip("why"), Snooze(5))] == [
         "busy",
