@@ -213,10 +213,15 @@ UNION
 SELECT k.conname
 FROM pg_constraint AS k
 WHERE k.connamespace = 'pgoutbox'::regnamespace AND k.contype = 'c'
+UNION
+SELECT t.tgname
+FROM pg_trigger AS t
+JOIN pg_class AS c ON c.oid = t.tgrelid
+WHERE c.relnamespace = 'pgoutbox'::regnamespace AND NOT t.tgisinternal
 """
 
 
-def test_why_the_tables_are_so_is_told_of_every_table_index_and_check(rolled_back: psycopg.Connection) -> None:
+def test_the_page_on_the_schema_explains_every_table_index_check_and_trigger(rolled_back: psycopg.Connection) -> None:
     in_catalog = {name for (name,) in rolled_back.execute(NAMES)}
     told = set(re.findall(r"`(\w+)`", (DOCS / "explanation/schema.md").read_text()))
     assert in_catalog - told == set()
