@@ -148,7 +148,7 @@ class Snooze(Exception):  # noqa: N818 - an outcome; it can be returned or raise
     """Not yet: pending again after `delay` (seconds or a timedelta), without using up an attempt of the budget.
 
     A delay below one second, or a moment in the past, counts as one second. Raises `ValueError` for NaN and infinity.
-    The `reason` goes into the history of the message's attempts.
+    The `reason` goes into the history of the message's attempts and into `last_error`.
     """
 
     def __init__(self, delay: float | timedelta, reason: str | None = None) -> None:

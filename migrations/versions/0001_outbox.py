@@ -1550,7 +1550,7 @@ COLUMN_COMMENTS = {
         "on_failed": "halt: if this message fails, those of its ordering key that follow wait for redrive or prune.",
         "worker": "The worker that holds or last held the message.",
         "skip_reason": "Why a skipped message was skipped.",
-        "last_error": "The error of the last attempt that failed, cut at 4000 characters.",
+        "last_error": "Why the last attempt sent nothing: its error or its reason to snooze, cut at 4000 characters.",
         "payload": "What the handler needs to render and send. Holds no usable secret.",
         "headers": "Texts that travel with the message, for example a trace context.",
     },

@@ -117,7 +117,11 @@ WITH outcome AS (
             ELSE 'superseded by ' || h.newest_id
         END,
         superseded_by = CASE WHEN h.state = 'skipped' AND h.outcome <> 'skipped' THEN h.newest_id END,
-        last_error = CASE WHEN h.outcome IN ('retry', 'failed') THEN h.reason ELSE m.last_error END
+        last_error = CASE
+            WHEN h.outcome IN ('retry', 'failed') THEN h.reason
+            WHEN h.outcome = 'snoozed' THEN coalesce(h.reason, m.last_error)
+            ELSE m.last_error
+        END
     FROM held AS h
     WHERE m.id = h.id
         AND m.state = 'sending'

@@ -92,8 +92,10 @@ def outcomes_of(db: psycopg.Connection, ids: Sequence[int]) -> set[str]:
 
 
 def error_of(db: psycopg.Connection, message_id: int) -> str:
-    """Why the latest attempt of this message did not send it."""
-    return attempts_of(db, message_id)[-1][2] or ""
+    """Why the latest attempt of this message did not send it, as its row and its history say."""
+    error = attempts_of(db, message_id)[-1][2]
+    assert row_of(db, message_id).last_error == error
+    return error or ""
 
 
 # --- the mail server refuses ------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from tests.outbox_actions import (
     finish_sent,
     ids_in_flight,
     lapse,
+    make_due,
     redrive,
     row_of,
     state_of,
@@ -168,6 +169,20 @@ def test_the_last_retry_fails_with_its_error(rolled_back: psycopg.Connection) ->
     row = row_of(rolled_back, message_id)
     assert (row.last_error, row.is_finished) == ("because retry", True)
     assert attempts_of(rolled_back, message_id) == [(1, "failed", "because retry")]
+
+
+def test_a_reason_to_snooze_replaces_the_last_error_and_none_leaves_it(rolled_back: psycopg.Connection) -> None:
+    message_id = enqueue(rolled_back)
+    for asked, reason, shown in (
+        ("retry", "refused", "refused"),
+        ("snoozed", None, "refused"),
+        ("snoozed", "held back", "held back"),
+        ("released", None, "held back"),
+    ):
+        make_due(rolled_back, message_id)
+        (row,) = claim(rolled_back)
+        finish(rolled_back, Verdict(message_id, row.attempt_count, asked, reason))
+        assert row_of(rolled_back, message_id).last_error == shown
 
 
 @pytest.mark.parametrize("outcome", ["snoozed", "released"])
