@@ -18,7 +18,7 @@ from typing import Final, assert_never
 
 import psycopg
 
-from pgoutbox.dispatch import MAX_TEXT_LENGTH, Context, bounded_delay, clean_text, describe
+from pgoutbox.dispatch import MAX_TEXT_LENGTH, MIN_SNOOZE_SECONDS, Context, bounded_delay, clean_text, describe
 from pgoutbox.link import is_passing
 from pgoutbox.message import AttemptOutcome, Message, Permanent, Sent, Skip, Snooze, State, Transient, Unavailable
 from pgoutbox.redaction import redact_text
@@ -347,7 +347,8 @@ def verdict_of(context: Context, ending: Transient | Unavailable | Permanent | S
             return Verdict(message.id, context.attempt_count, "retry", clean_text(str(error)), delay)
         case Unavailable(error=error, retry_after=retry_after):
             # The count of claims: it grows with each of them, the count of attempts that were used up does not.
-            delay = max(context.handler.retry.delay_seconds(context.attempt_count), retry_after or 0.0)
+            pause = context.handler.retry.delay_seconds(context.attempt_count)
+            delay = max(pause, retry_after or 0.0, MIN_SNOOZE_SECONDS)  # No budget bounds the attempts of a tight loop.
             return Verdict(message.id, context.attempt_count, "snoozed", clean_text(str(error)), bounded_delay(delay))
         case Permanent(error=error):
             return Verdict(message.id, context.attempt_count, "failed", clean_text(str(error)))

@@ -117,8 +117,8 @@ class Unavailable(Exception):  # noqa: N818 - an outcome; it can be returned or 
 
     Nothing was handed over. The message stays pending and uses up no attempt, however often this happens. A transport
     that returns it opens a circuit breaker at once: that of `breaker`, one of the transport's own keys, or else that of
-    the whole transport. Without a breaker the delay grows by the handler's retry policy; `retry_after`, in seconds, is
-    the least that the message waits.
+    the whole transport. Without a breaker the delay grows by the handler's retry policy, from one second on;
+    `retry_after`, in seconds, is the least that the message waits.
     """
 
     def __init__(self, error: str, retry_after: float | None = None, *, breaker: str | None = None) -> None:
