@@ -21,6 +21,11 @@ Guard = delivery.Guard | doorbell.Guard | ordering.Guard | limits.Guard | breake
 
 ATTEMPTS = Delivery(max_attempts=2, redrives=1, releases=1, renews=True)
 FEW_ATTEMPTS = replace(ATTEMPTS, max_attempts=1)
+FAILOVER = Delivery(renews=True, failovers=1)
+FAILOVER_OF_ONE = replace(FAILOVER, share_process=True)
+SUSPENDED = Delivery(max_attempts=2, renews=True, share_process=True)
+UNANSWERED = Delivery(releases=2, lose_answers=True)
+THREADS = replace(FEW_ATTEMPTS, have_threads=True)
 KEY = Delivery(producers=(1, 1))
 KEY_AND_REDRIVE = replace(KEY, redrives=1)
 KEY_AND_ATTEMPTS = replace(KEY, max_attempts=2)
@@ -33,6 +38,7 @@ SUCCESSOR = Doorbell(sends=((0, 1),), handles=(0b11,), has_key=True)
 SUCCESSOR_IN_FLEET = replace(SUCCESSOR, handles=(0b11, 0b11))
 
 LINE = Ordering(producers=(1, 1))
+LINE_OF_BULKS = replace(LINE, bulk=2)
 LINE_FORGOTTEN = replace(LINE, forgets=True)
 LINE_AND_OPERATOR = Ordering(messages=2, redrives=1, cancels=1)
 LINE_HALTS = replace(LINE_AND_OPERATOR, halts=True)
@@ -55,6 +61,11 @@ RESEND = Retention(changes=0, resends=True)
 NAMES: dict[Model, str] = {
     ATTEMPTS: "one message, two attempts, a release, a redrive",
     FEW_ATTEMPTS: "one message, one attempt, a release, a redrive",
+    FAILOVER: "one message, one attempt, a failover that loses commits",
+    FAILOVER_OF_ONE: "one message, one attempt, one process, a failover that loses commits",
+    SUSPENDED: "one message, two attempts, one process",
+    UNANSWERED: "one message, one attempt, answers to claims are lost",
+    THREADS: "one message, one attempt, a thread",
     KEY: "two producers, one coalesce key",
     replace(KEY, is_strict=False): "two producers, one coalesce key, only what is handed over counts",
     KEY_AND_REDRIVE: "two producers, one coalesce key, a redrive",
@@ -67,6 +78,7 @@ NAMES: dict[Model, str] = {
     SUCCESSOR: "a message that waits for the one before it",
     SUCCESSOR_IN_FLEET: "a message that waits for the one before it, two equal workers",
     LINE: "two producers, one ordering key",
+    LINE_OF_BULKS: "two producers, one ordering key, two messages at once",
     LINE_FORGOTTEN: "two producers, one ordering key whose last message is gone",
     LINE_AND_OPERATOR: "two messages of one ordering key, a redrive, a cancel",
     LINE_HALTS: "two messages of one ordering key, a redrive, a cancel, a failure halts",
@@ -92,6 +104,8 @@ NAMES: dict[Model, str] = {
 STALE = "the write of a stale owner took effect"
 STALE_RENEWAL = "a stale owner renewed the lease of another"
 TWICE = "a message was handed over twice, and nothing made it necessary"
+IN_HAND_TWICE = "a process has one message in its hands twice"
+OUTLIVED = "a thread handed over a message whose attempt had ended"
 STUCK = "nothing that can happen from here ends it"
 TWO = "two messages of one key are in flight"
 ORDER = "an older message was handed over after a newer one"
@@ -124,8 +138,8 @@ class Case:
 
 
 _HOLDING: tuple[Model, ...] = (
-    ATTEMPTS, KEY, FLEET, ROLLING, ALONE, CUT_OFF, SUCCESSOR,
-    LINE_FORGOTTEN, LINE_OF_THREE, LINE_AND_ALL, LINE_AND_ALL_GOES_ON,
+    ATTEMPTS, FAILOVER, FAILOVER_OF_ONE, SUSPENDED, UNANSWERED, KEY, FLEET, ROLLING, ALONE, CUT_OFF, SUCCESSOR,
+    LINE_OF_BULKS, LINE_FORGOTTEN, LINE_OF_THREE, LINE_AND_ALL, LINE_AND_ALL_GOES_ON,
     RATE, RATE_AND_PAUSE, IN_FLIGHT, IN_FLIGHT_CUT, RATE_AND_IN_FLIGHT,
     DESTINATION, DESTINATION_OF_THREE, DESTINATION_AND_SURVIVORS,
     ZERO, ZERO_AND_REDRIVE, RESEND,
@@ -162,6 +176,16 @@ BREAK = [
     Case(FEW_ATTEMPTS, (_D.COUNT_KEPT_BY_RELEASE,), STALE_RENEWAL, 16),
     Case(FEW_ATTEMPTS, (_D.EXPIRED_LEASES,), STUCK, 6),
     Case(FEW_ATTEMPTS, (_D.SECOND_LOOK,), TWICE, 12),
+    Case(FAILOVER, (_D.WORKER_IN_SENT,), STALE, 17),
+    Case(FAILOVER, (_D.WORKER_IN_FINISH,), STALE, 16),
+    Case(FAILOVER, (_D.WORKER_IN_RENEW,), STALE_RENEWAL, 14),
+    Case(FAILOVER_OF_ONE, (_D.OWN_TAKEN_OVER,), IN_HAND_TWICE, 12),
+    Case(FAILOVER_OF_ONE, (_D.FOUND_BY_NAME,), STUCK, 11),
+    Case(SUSPENDED, (_D.OWN_LEFT_ALONE,), "a process gives up what it has in its hands", 15),
+    Case(SUSPENDED, (_D.ENDS_NOT_REPEATED,), "an attempt that no handler began ends as retry", 14),
+    Case(UNANSWERED, (_D.FOUND_BY_NAME,), "a message fails that no handler ever had", 9),
+    Case(THREADS, (_D.TIMEOUT_KEEPS_THREAD,), OUTLIVED, 10),
+    Case(THREADS, (_D.STOP_KEEPS_THREAD,), OUTLIVED, 10),
     Case(KEY, (_D.IN_FLIGHT_INDEX,), TWO, 16),
     Case(
         KEY, (_D.SIBLINGS,), "a claim, with all that is in it, fails for a message that it could have passed over", 14
@@ -189,6 +213,7 @@ BREAK = [
     Case(SUCCESSOR, (_B.SUCCESSORS_ASKED_FOR,), MISSED_1, 16),
     Case(SUCCESSOR, (_B.SUCCESSORS_ASKED_LATE,), MISSED_1, 17),
     Case(LINE, (_O.ID_UNDER_TAIL_LOCK,), OVERTAKEN, 10),
+    Case(LINE_OF_BULKS, (_O.ITEMS_IN_ORDER,), OVERTAKEN, 7),
     Case(LINE_FORGOTTEN, (_O.TAIL_UNCHANGED,), OVERTAKEN, 12),
     Case(
         LINE_AND_OPERATOR,
@@ -238,6 +263,8 @@ TWICE_GUARDED = [
     Case(_HANDED_OVER, (_D.SUPERSEDED_IN_CLAIM,)),
     Case(_HANDED_OVER, (_D.SUPERSEDED_IN_FINISH,)),
     Case(_HANDED_OVER, (_D.SUPERSEDED_IN_CLAIM, _D.SUPERSEDED_ASKED_AGAIN), ORDER, 19),
+    Case(SUSPENDED, (_D.OWN_TAKEN_OVER,)),
+    Case(SUSPENDED, (_D.OWN_LEFT_ALONE, _D.OWN_TAKEN_OVER), IN_HAND_TWICE, 11),
     Case(ALONE, (_B.LOOK_WHEN_LOST,)),
     Case(LINE_AND_OPERATOR, (_O.FIRST_IN_FIND,)),
     Case(LINE_AND_OPERATOR, (_O.SIBLINGS_IN_FIND,)),

@@ -25,6 +25,9 @@ class Guard(enum.Enum):
     TOKEN_IN_SENT = "the attempt count in FINISH_SENT_IF_HELD"
     TOKEN_IN_FINISH = "the attempt count in FINISH_IF_HELD"
     TOKEN_IN_RENEW = "the attempt count in RENEW_IF_HELD"
+    WORKER_IN_SENT = "the worker's name in FINISH_SENT_IF_HELD"
+    WORKER_IN_FINISH = "the worker's name in FINISH_IF_HELD"
+    WORKER_IN_RENEW = "the worker's name in RENEW_IF_HELD"
     STATE_IN_SENT = "the state in FINISH_SENT_IF_HELD"
     STATE_IN_FINISH = "the state in FINISH_IF_HELD"
     COUNT_KEPT_BY_REDRIVE = "redrive leaves attempt_count alone"
@@ -38,19 +41,30 @@ class Guard(enum.Enum):
     SUPERSEDED_IN_FINISH = "FINISH_IF_HELD ends what is superseded"
     SUPERSEDED_IN_REDRIVE = "a redrive refuses what is superseded"
     ID_UNDER_HEAD_LOCK = "enqueue draws the id while it has the head row"
+    OWN_LEFT_ALONE = "a claim passes over the lost attempts of its own worker"
+    OWN_TAKEN_OVER = "a worker that claims what it has in its hands goes on with that"
+    ENDS_NOT_REPEATED = "it begins again with what has ended to be tried again"
+    FOUND_BY_NAME = "a worker that lost the answer to a claim finds its attempts by its name"
+    TIMEOUT_KEEPS_THREAD = "an attempt whose thread outlives its timeout lasts as long as the thread"
+    STOP_KEEPS_THREAD = "a stop leaves an attempt whose thread still runs alone"
 
 
 class Row(NamedTuple):
-    """A committed message. The last three are known to the model only."""
+    """A committed message. What follows `worker` is known to the model only.
+
+    `claim_count` tells claims apart, also those of which a failover has lost the commit.
+    """
 
     id: int
     state: str
     attempt_count: int
     max_attempts: int
     is_lapsed: bool = False
+    worker: int = 0
     claim_count: int = 0
     handed_over: int = 0
     is_unknown: bool = False
+    has_no_handler: bool = False
 
 
 class Candidate(NamedTuple):
@@ -63,7 +77,10 @@ class Candidate(NamedTuple):
 
 
 class Worker(NamedTuple):
-    """A worker, its open transaction and the attempt that it believes to hold."""
+    """A worker, its open transaction and the attempt that it believes to hold.
+
+    `has_thread` says that it has ended an attempt whose thread goes on.
+    """
 
     at: str = "idle"
     id: int = 0
@@ -72,6 +89,7 @@ class Worker(NamedTuple):
     outcome: str = ""
     has_handed_over: bool = False
     is_superseded: bool = False
+    has_thread: bool = False
     head: int = 0
     candidates: tuple[Candidate, ...] = ()
     writes: tuple[Row, ...] = ()
@@ -94,7 +112,7 @@ class Operator(NamedTuple):
 
 
 class World(NamedTuple):
-    """Everything: `head` is the committed newest id of the key."""
+    """Everything: `head` is the committed newest id of the key, `standby` what a standby has heard of the rows."""
 
     rows: tuple[Row, ...]
     producers: tuple[Producer, ...]
@@ -102,11 +120,14 @@ class World(NamedTuple):
     operator: Operator
     releases: int
     head: int = 0
+    failovers: int = 0
+    standby: tuple[Row, ...] = ()
     fault: str = ""
 
 
 Step = tuple[str, World]
 _IDLE = Worker()
+_IN_HAND = ("holds", "handed over", "ended", "finishing", "written")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +135,9 @@ class Delivery:
     """Two workers; `producers` gives the number of transactions of each producer, all for one coalesce key.
 
     Without producers there is one message without a key. `is_strict` also calls it a fault when a statement that knows
-    a message to be superseded does not end it.
+    a message to be superseded does not end it. With `failovers` commits are lost. Two workers are two slots of one
+    process with one name if `share_process` says so; otherwise, where the name counts, they are not replaced by others.
+    Where answers to claims are lost, `releases` says how many.
     """
 
     producers: tuple[int, ...] = ()
@@ -123,16 +146,20 @@ class Delivery:
     releases: int = 0
     renews: bool = False
     is_strict: bool = True
+    failovers: int = 0
+    share_process: bool = False
+    lose_answers: bool = False
+    have_threads: bool = False
     without: frozenset[Guard] = frozenset()
 
     def initial(self) -> World:
         rows = () if self.producers else (Row(1, PENDING, 0, self.max_attempts),)
         producers = tuple(Producer(left) for left in self.producers)
-        return World(rows, producers, (_IDLE, _IDLE), Operator(self.redrives), self.releases)
+        return World(rows, producers, (_IDLE, _IDLE), Operator(self.redrives), self.releases, failovers=self.failovers)
 
     def canonical(self, state: World) -> World:
         one, other = state.workers
-        if other < one:
+        if other < one and (self.share_process or not self._has_names):
             state = state._replace(workers=(other, one))
         if len(state.producers) > 1 and state.producers[1] < state.producers[0]:
             state = state._replace(producers=state.producers[::-1])
@@ -143,6 +170,10 @@ class Delivery:
             return state.fault
         if sum(row.state == SENDING for row in state.rows) > 1:
             return "two messages of one key are in flight"
+        if self.share_process and all(worker.at in _IN_HAND for worker in state.workers):
+            one, other = state.workers
+            if one.id == other.id:
+                return "a process has one message in its hands twice"
         if state.rows and state.rows[-1].state == SKIPPED:
             return "the newest committed message was skipped"
         return ""
@@ -156,7 +187,9 @@ class Delivery:
 
     def steps(self, state: World) -> Iterator[Step]:
         for row in state.rows:
-            if row.state == SENDING and not row.is_lapsed:
+            # That a worker asks for its attempts while their leases last is taken for granted.
+            is_asked_for = row.has_no_handler and Guard.FOUND_BY_NAME not in self.without
+            if row.state == SENDING and not row.is_lapsed and not is_asked_for:
                 yield (
                     f"the lease of message {row.id} runs out",
                     _with_row(state, row._replace(is_lapsed=True, is_unknown=True)),
@@ -167,7 +200,39 @@ class Delivery:
         for index, worker in enumerate(state.workers):
             for label, following in self._work(state, index, worker):
                 yield f"worker {index + 1} {label}", following
+        if self.share_process and state.workers != (_IDLE, _IDLE):
+            # The process that is started for it has another name.
+            died = state._replace(workers=(_IDLE, _IDLE), rows=_disowned(state.rows), standby=_disowned(state.standby))
+            for worker in state.workers:
+                died = _with_unknown(died, worker)
+            yield "the process dies", died
         yield from self._redrive(state)
+        yield from self._fail_over(state)
+
+    def _fail_over(self, state: World) -> Iterator[Step]:
+        """What was committed after the standby heard the last of it is gone. What was handed over is not."""
+        if not state.failovers:
+            return
+        if not state.standby:
+            yield "the standby hears of no more commits", state._replace(standby=state.rows)
+            return
+        rows = []
+        for row in state.standby:
+            now = _row_of(state, row.id)
+            rows.append(row._replace(handed_over=now.handed_over, is_unknown=now.is_unknown or now.handed_over > 0))
+        yield (
+            "the standby takes over",
+            state._replace(
+                rows=tuple(rows),
+                standby=(),
+                failovers=state.failovers - 1,
+                workers=(_cut_off(state.workers[0]), _cut_off(state.workers[1])),
+                operator=Operator(state.operator.left),
+            ),
+        )
+
+    def _name_of(self, index: int) -> int:
+        return 1 if self.share_process else index + 1
 
     # --- enqueue ------------------------------------------------------------------------------------------------------
 
@@ -194,17 +259,23 @@ class Delivery:
     def _work(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
         if worker.at == "idle":
             yield from self._begin_claim(state, index)
+            yield from self._find_by_name(state, index)
             return
         match worker.at:
             case "looked" | "locked" | "entered" | "asked":
                 yield from self._claim(state, index, worker)
             case "holds" | "handed over":
                 yield from self._attempt(state, index, worker)
+            case "outlived":
+                fault = "a thread handed over a message whose attempt had ended"
+                yield f"HANDS OVER message {worker.id}", _with(state, index, _IDLE)._replace(fault=fault)
+                yield "ends the thread", _with(state, index, _IDLE)
             case _:
                 yield from self._finish(state, index, worker)
         if self.renews and worker.at in ("holds", "handed over", "ended", "finishing"):
             yield from self._renew(state, index, worker)
-        yield "dies", _with_unknown(_with(state, index, _IDLE), worker)
+        if not self._has_names:
+            yield "dies", _with_unknown(_with(state, index, _IDLE), worker)
 
     # --- claim --------------------------------------------------------------------------------------------------------
 
@@ -222,7 +293,7 @@ class Delivery:
     def _begin_claim(self, state: World, index: int) -> Iterator[Step]:
         found = []
         for row in state.rows:
-            if not self._is_due(row):
+            if not self._is_due(row) or self._is_own(row, index):
                 continue
             has_sibling = any(other.state == SENDING and other.id != row.id for other in state.rows)
             waits = has_sibling and state.head <= row.id
@@ -240,6 +311,15 @@ class Delivery:
             row.state == SENDING and row.is_lapsed and Guard.EXPIRED_LEASES not in self.without
         )
 
+    def _is_own(self, row: Row, index: int) -> bool:
+        is_own = row.state == SENDING and row.worker == self._name_of(index)
+        return is_own and self._has_names and Guard.OWN_LEFT_ALONE not in self.without
+
+    @property
+    def _has_names(self) -> bool:
+        """Whether names tell anything here. Where they do not, workers may be slots of one process."""
+        return self.failovers > 0 or self.share_process or self.lose_answers
+
     def _lock(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
         """FOR UPDATE SKIP LOCKED: the row as it is now, if it still is what was looked for."""
         held: list[tuple[Candidate, Row]] = []
@@ -252,7 +332,7 @@ class Delivery:
             elif row.state not in (PENDING, SENDING):
                 yield "loses its claim: a row has moved to another partition", _with(state, index, _IDLE)
                 return
-            elif self._is_due(row) and candidate.is_fresh == (row.attempt_count == 0):
+            elif self._is_due(row) and not self._is_own(row, index) and candidate.is_fresh == (row.attempt_count == 0):
                 held.append((candidate, row))
         if not held:
             yield "finds nothing that it can lock", _with(state, index, _IDLE)
@@ -265,7 +345,17 @@ class Delivery:
 
     def _enter(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
         """Judges by the snapshot's head row, and enters the index of what is in flight."""
-        writes = tuple(self._judge(row, worker.head) for row in worker.writes)
+        writes = tuple(self._judge(state, index, row, worker.head) for row in worker.writes)
+        if any(row.state == FAILED and row.has_no_handler for row in writes):
+            fault = "a message fails that no handler ever had"
+            yield "ends what was never attempted", _with(state, index, _IDLE)._replace(fault=fault)
+            return
+        other = state.workers[1 - index]
+        is_in_hand = self.share_process and other.at in _IN_HAND and other.outcome not in ("retry", "released")
+        if is_in_hand and any(row.state != SENDING and row.id == other.id for row in writes):
+            fault = "a process gives up what it has in its hands"
+            yield "ends what this process has in its hands", _with(state, index, _IDLE)._replace(fault=fault)
+            return
         starting = [row for row in writes if row.state == SENDING]
         if not starting:
             ended = ", ".join(f"{row.id} {row.state}" for row in writes)
@@ -289,13 +379,18 @@ class Delivery:
             return
         yield f"is in the index with {_names(starting)}", _with(state, index, entered)
 
-    def _judge(self, row: Row, head: int) -> Row:
+    def _judge(self, state: World, index: int, row: Row, head: int) -> Row:
         if head > row.id and Guard.SUPERSEDED_IN_CLAIM not in self.without:
             return row._replace(state=SKIPPED, is_lapsed=False)
         if row.attempt_count >= row.max_attempts:
             return row._replace(state=FAILED, is_lapsed=False)
         return row._replace(
-            state=SENDING, is_lapsed=False, attempt_count=row.attempt_count + 1, claim_count=row.claim_count + 1
+            state=SENDING,
+            is_lapsed=False,
+            attempt_count=row.attempt_count + 1,
+            worker=self._name_of(index) if self._has_names else 0,
+            claim_count=_next_claim(state, row),
+            has_no_handler=False,
         )
 
     def _must_wait(self, state: World, index: int) -> bool:
@@ -326,7 +421,40 @@ class Delivery:
             if row.state == SENDING:
                 after = Worker("holds", row.id, row.attempt_count, row.claim_count, is_superseded=worker.is_superseded)
         label = ", ".join(f"{row.id} {row.state} ({row.attempt_count})" for row in rows)
-        yield f"commits its claim: {label}", _with(_commit(state, rows), index, after)
+        committed = _commit(state, rows)
+        other = state.workers[1 - index]
+        is_in_hand = self.share_process and after is not _IDLE and other.id == after.id and other.at in _IN_HAND
+        if is_in_hand and other.outcome in ("retry", "released") and Guard.ENDS_NOT_REPEATED not in self.without:
+            committed = _with(committed, 1 - index, _IDLE)
+        elif is_in_hand and Guard.OWN_TAKEN_OVER not in self.without:
+            # Its finish, if one is under way, finds nothing, and is repeated with the new number.
+            at = "ended" if other.at == "finishing" else other.at
+            taken = other._replace(at=at, attempt_count=after.attempt_count, claim=after.claim)
+            fault = ""
+            if other.outcome in ("retry", "released"):
+                fault = f"an attempt that no handler began ends as {other.outcome}"
+            state = _with(_with(committed, index, _IDLE), 1 - index, taken)._replace(fault=fault)
+            yield f"commits its claim: {label}, and goes on with what it has in its hands", state
+            return
+        yield f"commits its claim: {label}", _with(committed, index, after)
+        if self.lose_answers and state.releases and after is not _IDLE:
+            unheard = _with_row(committed, _row_of(committed, after.id)._replace(has_no_handler=True))
+            lost = _with(unheard, index, _IDLE)._replace(releases=state.releases - 1)
+            yield f"commits its claim and never hears of it: {label}", lost
+
+    def _find_by_name(self, state: World, index: int) -> Iterator[Step]:
+        """What has the worker's name in the database and is in none of its slots was lost on the way."""
+        if not self._has_names or Guard.FOUND_BY_NAME in self.without:
+            return
+        slots = state.workers if self.share_process else (state.workers[index],)
+        for row in state.rows:
+            is_own = row.state == SENDING and row.worker == self._name_of(index)
+            is_in_hand = any(slot.id == row.id and slot.at in _IN_HAND for slot in slots)
+            if is_own and not is_in_hand and not _is_locked(state, row.id, index):
+                back = row._replace(
+                    state=PENDING, is_lapsed=False, max_attempts=row.max_attempts + 1, has_no_handler=False
+                )
+                yield f"finds message {row.id} by its name and gives it back", _commit(state, (back,))
 
     # --- attempt ------------------------------------------------------------------------------------------------------
 
@@ -346,10 +474,19 @@ class Delivery:
             yield "fails for good", ended("failed")
             if state.releases:
                 yield "gives the message back", ended("released")._replace(releases=state.releases - 1)
+            # Where its thread goes on, nothing else happens at a timeout or a stop.
+            if self.have_threads and Guard.TIMEOUT_KEEPS_THREAD in self.without:
+                timed_out = worker._replace(at="ended", outcome="retry", has_thread=True)
+                yield "times out, and its thread goes on", _with(state, index, timed_out)
+            if self.have_threads and Guard.STOP_KEEPS_THREAD in self.without:
+                stopped = worker._replace(at="ended", outcome="released", has_thread=True)
+                yield "is told to stop, and its thread goes on", _with(state, index, stopped)
 
     def _renew(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
         row = _row_of(state, worker.id)
-        fits = row.attempt_count == worker.attempt_count or Guard.TOKEN_IN_RENEW in self.without
+        fits = (row.attempt_count == worker.attempt_count or Guard.TOKEN_IN_RENEW in self.without) and (
+            not self._has_names or row.worker == self._name_of(index) or Guard.WORKER_IN_RENEW in self.without
+        )
         if row.state == SENDING and row.is_lapsed and fits and not _is_locked(state, row.id, index):
             fault = "" if row.claim_count == worker.claim else "a stale owner renewed the lease of another"
             renewed = _with_row(state, row._replace(is_lapsed=False))._replace(fault=fault)
@@ -371,7 +508,7 @@ class Delivery:
         row = _row_of(state, worker.id)
         if _is_locked(state, row.id, index):
             return  # Left out, and asked for again.
-        if not self._is_held(row, worker):
+        if not self._is_held(row, worker, index):
             yield "finds its lease lost", _with(state, index, _IDLE)
             return
         written = self._end(row, worker)
@@ -382,14 +519,16 @@ class Delivery:
             fault = f"a message that its finish knows to be superseded becomes {written.state}"
         yield f"writes {written.state}", _with(state, index, now)._replace(fault=fault)
 
-    def _is_held(self, row: Row, worker: Worker) -> bool:
+    def _is_held(self, row: Row, worker: Worker, index: int) -> bool:
         is_sent = worker.outcome == "sent"
+        name = Guard.WORKER_IN_SENT if is_sent else Guard.WORKER_IN_FINISH
         token = Guard.TOKEN_IN_SENT if is_sent else Guard.TOKEN_IN_FINISH
         states = Guard.STATE_IN_SENT if is_sent else Guard.STATE_IN_FINISH
         return (
             row.state in (PENDING, SENDING)
             and (row.state == SENDING or states in self.without)
             and (row.attempt_count == worker.attempt_count or token in self.without)
+            and (not self._has_names or row.worker == self._name_of(index) or name in self.without)
         )
 
     def _end(self, row: Row, worker: Worker) -> Row:
@@ -414,7 +553,8 @@ class Delivery:
             done = done._replace(fault="the write of a stale owner took effect")
         elif written.state == SENT and not row.handed_over:
             done = done._replace(fault="a message is sent that nobody handed over")
-        yield f"commits: {row.id} {written.state}", _with(done, index, _IDLE)
+        after = worker._replace(at="outlived", outcome="", writes=(), head=0) if worker.has_thread else _IDLE
+        yield f"commits: {row.id} {written.state}", _with(done, index, after)
         yield f"commits and never hears of it: {row.id} {written.state}", _with(done, index, again)
 
     # --- operator -----------------------------------------------------------------------------------------------------
@@ -441,6 +581,26 @@ class Delivery:
 
 
 # --- state ------------------------------------------------------------------------------------------------------------
+
+
+def _cut_off(worker: Worker) -> Worker:
+    """What is left of a worker when its connection breaks: what it was about to claim is gone, a finish is repeated."""
+    match worker.at:
+        case "looked" | "locked" | "entered" | "asked":
+            return _IDLE
+        case "finishing" | "written":
+            return worker._replace(at="ended", head=0, writes=())
+        case _:
+            return worker
+
+
+def _disowned(rows: tuple[Row, ...]) -> tuple[Row, ...]:
+    return tuple(row._replace(worker=0) for row in rows)
+
+
+def _next_claim(state: World, row: Row) -> int:
+    """A number for a claim which nothing remembers of another claim of this message."""
+    return max(row.claim_count, *(worker.claim for worker in state.workers if worker.id == row.id), 0) + 1
 
 
 def _names(things: list[Candidate] | list[Row] | tuple[Row, ...]) -> str:

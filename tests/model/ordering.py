@@ -2,8 +2,9 @@
 
 A look, FIND_ORDERED, is a snapshot of its own; the claim that follows, CLAIM_ORDERED, has another one, and a third look
 at the row that it locks and at the index. Between any two of them everything else can happen. Rows are kept in the
-order of commits, which the promise is about; the statements know ids only. What the model of delivery shows of fences
-and leases is not shown again: a finish is one step here, and so is the claim of a lapsed attempt.
+order of commits and of the items of a bulk, which the promise is about; the statements know ids only. What the model
+of delivery shows of fences and leases is not shown again: a finish is one step here, and so is the claim of a lapsed
+attempt.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ class Guard(enum.Enum):
     """What can be taken out of the protocol."""
 
     ID_UNDER_TAIL_LOCK = "enqueue draws the id while it has the key's row"
+    ITEMS_IN_ORDER = "a bulk enqueue draws the ids of a key in the order of its items"
     TAIL_UNCHANGED = "a key is forgotten only as the snapshot of the prune saw it"
     FIRST_IN_FIND = "FIND_ORDERED takes the first of a key alone"
     FIRST_IN_CLAIM = "CLAIM_ORDERED asks again whether it is the first of its key"
@@ -57,7 +59,7 @@ class Worker(NamedTuple):
 
 
 class Producer(NamedTuple):
-    """A producer: how many transactions are left, the id in the open one, and whether it made the key's row."""
+    """A producer: how many transactions are left, and the last id in the open one."""
 
     left: int
     at: str = "idle"
@@ -84,7 +86,7 @@ _IDLE = Worker()
 
 @dataclass(frozen=True, slots=True)
 class Ordering:
-    """Two workers and one ordering key, to which each producer commits so many messages.
+    """Two workers and one ordering key, to which each producer commits so many messages, or bulks of messages.
 
     `halts` says what a failure does: those behind wait, or go on. `forgets` lets a prune find the key's row while no
     message of it is left. Without producers `messages` are there from the beginning.
@@ -92,6 +94,7 @@ class Ordering:
 
     producers: tuple[int, ...] = ()
     messages: int = 0
+    bulk: int = 1
     halts: bool = False
     max_attempts: int = 1
     redrives: int = 0
@@ -156,18 +159,20 @@ class Ordering:
     def _enqueue(self, state: World, index: int, producer: Producer) -> Iterator[Step]:
         match producer.at:
             case "idle" if producer.left:
-                drawn = producer._replace(at="drawn", id=_next_id(state))
+                drawn = producer._replace(at="drawn", id=_next_id(state) + self.bulk - 1)
                 yield f"begins and draws id {drawn.id}", _with_producer(state, index, drawn)
             case "drawn" if not any(other.at == "locked" for other in state.producers):
                 # A row that is there is updated, with an id that is drawn then; one that is not is inserted.
                 draws_again = state.tail and Guard.ID_UNDER_TAIL_LOCK not in self.without
-                new_id = _next_id(state) if draws_again else producer.id
+                new_id = _next_id(state) + self.bulk - 1 if draws_again else producer.id
                 locked = producer._replace(at="locked", id=new_id)
                 yield f"has the key's row and inserts message {new_id}", _with_producer(state, index, locked)
             case "locked":
                 done = Producer(producer.left - 1)
                 yield "rolls back", _with_producer(state, index, done)
-                rows = (*state.rows, Row(producer.id, max_attempts=self.max_attempts))
+                ids = range(producer.id - self.bulk + 1, producer.id + 1)
+                items = reversed(ids) if Guard.ITEMS_IN_ORDER in self.without else ids
+                rows = (*state.rows, *(Row(item, max_attempts=self.max_attempts) for item in items))
                 prune = "sees another" if state.prune == "has seen it" else state.prune
                 committed = _with_producer(state, index, done)._replace(rows=rows, tail=True, prune=prune)
                 yield f"commits message {producer.id}", committed
