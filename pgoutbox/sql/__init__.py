@@ -19,7 +19,6 @@ from pgoutbox.sql.claim import (
     CLAIM_FRESH,
     CLAIM_ORDERED,
     CONTENTS,
-    END_SUPERSEDED_ELSEWHERE,
     FIND_ORDERED,
     NEXT_DUE,
 )
@@ -215,7 +214,6 @@ __all__ = [
     "DURABILITY",
     "ENDED_BY_TOPIC",
     "END_STRANDED",
-    "END_SUPERSEDED_ELSEWHERE",
     "ENQUEUE",
     "ENQUEUE_FANOUT",
     "ENQUEUE_MANY",

@@ -13,6 +13,7 @@ import contextlib
 import functools
 import json
 import os
+import secrets
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +30,7 @@ LEDGER_VARIABLE: Final = "LEDGER"
 KEY: Final = "ledger_key"
 """The name under which a message's payload, a JSON object, has its key in the ledger."""
 
-Entry = Literal["intended", "acknowledged", "rolled_back", "handed_over"]
+Entry = Literal["intended", "acknowledged", "rolled_back", "refused", "began", "handed_over", "ended"]
 
 # What moves between partitions fires as an insert; what stays in its partition as an update. The table is the
 # database's own account of final states, and outlives the messages that retention deletes.
@@ -88,6 +89,7 @@ class Ledger:
     def __init__(self, path: Path, *, fsync: bool = True) -> None:
         self.path = path
         self._fsync = fsync
+        self._token = secrets.token_hex(4)
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def __enter__(self) -> Self:
@@ -132,20 +134,37 @@ class Ledger:
 
     def hand_over(self, payload: object, attempt_count: int) -> None:
         """Note that a handler is about to deliver the message with this payload."""
-        assert isinstance(payload, Mapping), f"not a payload with a ledger key: {payload!r}"
-        self.write("handed_over", str(payload[KEY]), attempt_count=attempt_count)
+        self.write("handed_over", _key_of(payload), attempt_count=attempt_count)
+
+    @contextlib.contextmanager
+    def running(self, payload: object, attempt_count: int) -> Iterator[None]:
+        """Note when a handler begins and ends an attempt. A killed process leaves an attempt without an end."""
+        key = _key_of(payload)
+        self._append("began", key, attempt_count=attempt_count)
+        try:
+            yield
+        finally:
+            self._append("ended", key, attempt_count=attempt_count)
 
     def write(self, entry: Entry, *keys: str, attempt_count: int | None = None) -> None:
         """Append one record; on return it is on the disk."""
+        self._append(entry, *keys, attempt_count=attempt_count)
+        if self._fsync:
+            os.fsync(self._fd)
+
+    def _append(self, entry: Entry, *keys: str, attempt_count: int | None) -> None:
         record: dict[str, object] = {"entry": entry, "keys": keys, "at": time.time()}
         if attempt_count is not None:
-            record["attempt_count"] = attempt_count
+            record |= {"attempt_count": attempt_count, "process": f"{os.getpid()}-{self._token}"}
         # The newline comes first, so that half a line of a killed process does not swallow this one.
         line = b"\n" + json.dumps(record).encode()
         if os.write(self._fd, line) != len(line):
             raise OSError(f"could not append to {self.path}")
-        if self._fsync:
-            os.fsync(self._fd)
+
+
+def _key_of(payload: object) -> str:
+    assert isinstance(payload, Mapping), f"not a payload with a ledger key: {payload!r}"
+    return str(payload[KEY])
 
 
 @functools.cache
@@ -160,19 +179,35 @@ class HandOver(NamedTuple):
     key: str
     attempt_count: int
     at: float
+    process: str
+
+
+class Run(NamedTuple):
+    """One attempt while its handler ran. The end of a process that was killed is not known."""
+
+    key: str
+    attempt_count: int
+    process: str
+    began_at: float
+    ended_at: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class Entries:
     """What a ledger's file says. Keys in none of the three sets were never about to be committed."""
 
-    acknowledged: frozenset[str]
+    acknowledged: Mapping[str, float]
+    """When each was told."""
     unknown: frozenset[str]
     rolled_back: frozenset[str]
+    refused: frozenset[str]
+    """Their transaction failed because the server's queue of notifications was full."""
     hand_overs: Mapping[str, Sequence[int]]
     """For each key the attempts that handed it over, in the order of the file."""
     hand_over_order: Sequence[HandOver]
     """Every hand-over, in the order of the file, which is that of the appends."""
+    runs: Sequence[Run]
+    """Every attempt whose handler says when it begins and ends, in the order of the beginnings."""
 
 
 def read_entries(path: Path) -> Entries:
@@ -180,23 +215,40 @@ def read_entries(path: Path) -> Entries:
     keys_of: defaultdict[str, set[str]] = defaultdict(set)
     hand_overs: defaultdict[str, list[int]] = defaultdict(list)
     order: list[HandOver] = []
+    acknowledged: dict[str, float] = {}
+    runs: list[Run] = []
+    open_runs: dict[tuple[str, int, str], int] = {}
     for line in path.read_bytes().split(b"\n"):
         try:
             record = json.loads(line)
         except ValueError:
             continue  # Half a line, or the empty one before the first record.
-        if record["entry"] == "handed_over":
-            hand_overs[record["keys"][0]].append(record["attempt_count"])
-            order.append(HandOver(record["keys"][0], record["attempt_count"], record["at"]))
-        else:
-            keys_of[record["entry"]].update(record["keys"])
+        if "attempt_count" not in record:
+            if record["entry"] == "acknowledged":
+                acknowledged |= dict.fromkeys(record["keys"], record["at"])
+            else:
+                keys_of[record["entry"]].update(record["keys"])
+            continue
+        attempt = record["keys"][0], record["attempt_count"], record["process"]
+        match record["entry"]:
+            case "handed_over":
+                hand_overs[record["keys"][0]].append(record["attempt_count"])
+                order.append(HandOver(*attempt[:2], record["at"], record["process"]))
+            case "began":
+                open_runs[attempt] = len(runs)
+                runs.append(Run(*attempt, record["at"], None))
+            case "ended":
+                number = open_runs[attempt]
+                runs[number] = runs[number]._replace(ended_at=record["at"])
     rolled_back = keys_of["rolled_back"]
     return Entries(
-        acknowledged=frozenset(keys_of["acknowledged"]),
-        unknown=frozenset(keys_of["intended"] - keys_of["acknowledged"] - rolled_back),
+        acknowledged=acknowledged,
+        unknown=frozenset(keys_of["intended"] - acknowledged.keys() - rolled_back),
         rolled_back=frozenset(rolled_back),
+        refused=frozenset(keys_of["refused"]),
         hand_overs=dict(hand_overs),
         hand_over_order=order,
+        runs=runs,
     )
 
 
@@ -277,7 +329,7 @@ def judge(path: Path, connection: psycopg.Connection) -> Verdict:
         ended[key].add(attempt_count)
 
     row_counts = Counter(key for key, _ in states)
-    committed = entries.acknowledged | entries.unknown
+    committed = entries.acknowledged.keys() | entries.unknown
     present = set(ids_of)
     return Verdict(
         acknowledged_count=len(entries.acknowledged),
@@ -287,7 +339,7 @@ def judge(path: Path, connection: psycopg.Connection) -> Verdict:
         hand_over_count=sum(map(len, entries.hand_overs.values())),
         duplicate_count=sum(len(attempts) - 1 for attempts in entries.hand_overs.values()),
         states=Counter(state for _, state in states),
-        lost=sorted(entries.acknowledged - present),
+        lost=sorted(entries.acknowledged.keys() - present),
         rolled_back_delivered=sorted((present | set(entries.hand_overs)) - committed),
         two_final_states=sorted(
             {key for key, count in row_counts.items() if count > 1}

@@ -306,12 +306,15 @@ class _Session:
         self._lost = asyncio.Event()
 
     async def run(self, target: Mapping[str, object]) -> None:
-        """Forward both ways until one side, or a cut, ends it."""
+        """Forward both ways until one side, or a cut, ends it; to a server that is down, nothing."""
         host, port = str(target["host"]), str(target.get("port", 5432))
-        if host.startswith("/"):
-            server, server_writer = await asyncio.open_unix_connection(f"{host}/.s.PGSQL.{port}")
-        else:
-            server, server_writer = await asyncio.open_connection(host, int(port))
+        try:
+            if host.startswith("/"):
+                server, server_writer = await asyncio.open_unix_connection(f"{host}/.s.PGSQL.{port}")
+            else:
+                server, server_writer = await asyncio.open_connection(host, int(port))
+        except OSError:
+            return  # The client loses its connection.
         self._server_writer = server_writer
         up = _Lane(self._proxy, self, Direction.TO_SERVER, server_writer)
         down = _Lane(self._proxy, self, Direction.TO_CLIENT, self._client_writer)

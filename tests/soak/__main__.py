@@ -10,70 +10,58 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import random
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from datetime import timedelta
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Final
 
 import psycopg
-from rich.console import Console
+from psycopg.conninfo import make_conninfo
 from rich.table import Table
 
-from pgoutbox import maintenance, migrate, operations
+from pgoutbox import maintenance, migrate
 from pgoutbox.embedded import EmbeddedServer, embedded_server
-from tests import dialogues
-from tests.faults.judge import install_judge
-from tests.faults.ledger import LEDGER_VARIABLE, install_audit, owed_count
+from tests.faults.ledger import Ledger
 from tests.faults.proxy import proxy_to
-from tests.soak.host import PORT_VARIABLE
-from tests.soak.nemesis import LEASE_SECONDS, Fleet, Nemesis, Process, limit
+from tests.soak.books import console, drain, open_books
+from tests.soak.crew import LONELY_WORKER, WORKER_ROLE, WORKERS, crew_in
+from tests.soak.failover import fail_over
+from tests.soak.nemesis import Fleet, Nemesis, chosen_faults, restart
 from tests.soak.producer import DRIVERS
 from tests.soak.verdict import Balance, balance
-from tests.soak.witness import MAX_COOLDOWN_SECONDS, install_witness
-from tests.worker_process import environment_with, worker_command
 
-DRAIN_SECONDS: Final = 600.0
-STOP_SECONDS: Final = 60.0
-# The last one polls, as if it were behind a pooler, and takes over what the others cannot finish.
-BEHIND_PROXY: Final = frozenset({"plain", "narrow", "supervised"})
-WORKERS: Final[dict[str, tuple[list[str], dict[str, str]]]] = {
-    "plain": ([], {}),
-    "narrow": ([], {"PGOUTBOX_CONCURRENCY": "3", "PGOUTBOX_BATCH_SIZE": "7"}),
-    "supervised": (["--processes", "2"], {}),
-    "polling": ([], {"PGOUTBOX_LISTEN": "false", "PGOUTBOX_SWEEP_SECONDS": "0.5"}),
-}
-
-PRODUCER: Final = [sys.executable, "-m", "tests.soak.producer"]
-HOST: Final = [sys.executable, "-m", "tests.soak.host"]
-QUEUES: Final = [f"--queue={name}" for name in ("default", "bulk", "ordered", "rated", "crowded")]
-# Of these nothing is kept that was sent.
-FORGOTTEN_TOPICS: Final = ("soak.forgotten", "soak.fanout")
-REDRIVE_SECONDS: Final = 2.0
-
-console = Console(soft_wrap=True)
+BEHIND_PROXY: Final = frozenset({"plain", "narrow", "supervised", LONELY_WORKER})
+# The polling one is as if behind a pooler, and takes over what the others cannot finish. The lonely one has a queue of
+# its own.
 
 
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=5.0, help="length of the phase with faults (default: 5)")
+    parser.add_argument("--fault", action="append", default=[], help="inject this fault alone (may be repeated)")
+    parser.add_argument("--failovers", type=int, default=0, help="failovers that lose commits, afterwards (default: 0)")
     parser.add_argument("--seed", type=int, default=None, help="draws faults and messages; printed when not given")
     arguments = parser.parse_args()
     seed = arguments.seed if arguments.seed is not None else random.SystemRandom().randrange(1_000_000)
     directory = Path(tempfile.mkdtemp(prefix="pgoutbox-soak-"))
     directory.chmod(0o711)  # PostgreSQL's account has to pass.
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # The proxy's clients are killed while it writes to them.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     console.print(f"seed {seed}, {arguments.minutes:g} minutes of faults, then everything has to drain")
     with embedded_server(directory / "data") as server:
-        result, nemesis = run(server, directory, seed, arguments.minutes * 60)
+        result, nemesis = run(server, directory, seed, arguments.minutes * 60, arguments.fault)
         holds = report(result, nemesis)
+    chance = random.Random(seed)
+    for number in range(arguments.failovers):
+        console.print(f"failover {number + 1} of {arguments.failovers}: its standby has not heard of all commits")
+        holds &= report_verdict(fail_over(directory / f"failover-{number + 1}", chance))
     if holds:
         shutil.rmtree(directory)
         return 0
@@ -82,81 +70,54 @@ def main() -> int:
     return 1
 
 
-def run(server: EmbeddedServer, directory: Path, seed: int, seconds: float) -> tuple[Balance, Nemesis]:
+def run(
+    server: EmbeddedServer, directory: Path, seed: int, seconds: float, faults: Collection[str]
+) -> tuple[Balance, Nemesis]:
     """Faults for so many seconds, then healing and draining, then the balance."""
+    with psycopg.connect(server.dsn, autocommit=True) as connection:
+        connection.execute(f"CREATE ROLE {WORKER_ROLE} SUPERUSER LOGIN".encode())
+        if connection.info.server_version >= 170_000:
+            connection.execute("ALTER SYSTEM SET max_notify_queue_pages = 64")
+    restart(server, "fast")
     migrate.upgrade(server.dsn)
-    with psycopg.connect(server.dsn) as connection:
-        install_audit(connection)
-        install_judge(connection)
-        install_witness(connection)
-        connection.execute("CREATE TABLE soak_effect (message_id bigint NOT NULL, attempt_count integer NOT NULL)")
     chance = random.Random(seed)
     with psycopg.connect(server.dsn, autocommit=True) as connection:
-        for topic in FORGOTTEN_TOPICS:
-            maintenance.set_retention(connection, topic, "sent", timedelta())
-        limit(connection, chance)
+        open_books(connection, chance)
     with fleet(server, directory, chance) as ships:
-        nemesis = Nemesis(ships, chance)
+        nemesis = Nemesis(ships, chance, chosen_faults(faults))
         strike_for(nemesis, seconds)
         for process in ships.producers:
-            process.stop(seconds=STOP_SECONDS)
-        drained = drain(ships)
+            process.stop()
+        with ships.connection() as connection, Ledger(directory / "ledger") as ledger:
+            drained = drain(connection, ledger, ships.workers)
         for process in ships.workers:
-            process.stop(seconds=STOP_SECONDS)
+            process.stop()
     console.print(f"drained {drained:.1f} s after the last fault" if drained else "[red]did not drain[/]")
     with psycopg.connect(server.dsn, autocommit=True) as connection:
         maintenance.prune_by_retention(connection)  # Contents whose last message is gone go now, if they have not yet.
-        return balance(directory / "ledger", connection), nemesis
+        ends = {process.name: process.ends for process in ships.workers}
+        return balance(directory / "ledger", connection, ends), nemesis
 
 
 @contextlib.contextmanager
 def fleet(server: EmbeddedServer, directory: Path, chance: random.Random) -> Iterator[Fleet]:
     """Workers and producers, started; whatever still runs at the end is killed."""
-    port = free_port()
-    environment = environment_with(
-        dsn=server.dsn,
-        lease_seconds=str(LEASE_SECONDS),
-        sweep_seconds="5",
-        maintenance_interval_seconds="1",
-        probe_seconds="2",
-        probe_timeout_seconds="1",
-        shutdown_grace_seconds="1",
-        statement_timeout_seconds="5",
-        breaker_failures="3",
-        breaker_cooldown_seconds="1",
-        breaker_max_cooldown_seconds=str(MAX_COOLDOWN_SECONDS),
-        breaker_probe_seconds="5",
-    ) | {LEDGER_VARIABLE: str(directory / "ledger"), PORT_VARIABLE: str(port)}
-    with contextlib.ExitStack() as stack:
+    (directory / "proxy").mkdir()
+    with crew_in(directory) as crew, proxy_to(server.dsn, directory / "proxy") as proxy:
 
-        def process(name: str, command: list[str], extra: dict[str, str]) -> Process:
-            log = stack.enter_context((directory / f"{name}.log").open("ab"))
-            made = Process(name, command, environment | extra, log)
-            stack.callback(made.signal, signal.SIGKILL)
-            return made
+        def dsn_of(worker: str) -> str:
+            return make_conninfo(proxy.dsn if worker in BEHIND_PROXY else server.dsn, user=WORKER_ROLE)
 
-        (directory / "proxy").mkdir()
-        proxy = stack.enter_context(proxy_to(server.dsn, directory / "proxy"))
         ships = Fleet(
             server,
             proxy,
-            [
-                process(f"worker-{name}", worker_command("tests.soak.app:outbox", *QUEUES, *options), extra)
-                for name, (options, extra) in WORKERS.items()
-            ],
-            [process(f"producer-{name}", [*PRODUCER, name, str(chance.randrange(1 << 30))], {}) for name in DRIVERS],
-            process("host", [*HOST, str(port)], {}),
+            [crew.worker(name, dsn_of(name)) for name in WORKERS],
+            [crew.producer(driver, chance.randrange(1 << 30), server.dsn) for driver in DRIVERS],
+            crew.host(),
         )
         ships.host.keep_alive()
         ships.keep_alive()
         yield ships
-
-
-def free_port() -> int:
-    """A port that nobody has now."""
-    with socket.create_server((dialogues.HOST, 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 def strike_for(nemesis: Nemesis, seconds: float) -> None:
@@ -174,31 +135,8 @@ def strike_for(nemesis: Nemesis, seconds: float) -> None:
             console.print(f"{now - began_at:6.0f} s  {nemesis.injected.total():5} faults, the last: {fault}")
 
 
-def drain(ships: Fleet) -> float | None:
-    """Keep the workers alive until nothing is owed; after how many seconds, or None if that never came.
-
-    What waits behind a message that halts its key is owed too, and so is that message: somebody redrives it.
-    """
-    began_at = reported_at = redriven_at = time.monotonic()
-    with ships.connection() as connection:
-        while (now := time.monotonic()) < began_at + DRAIN_SECONDS:
-            for process in ships.workers:
-                process.keep_alive()
-            owed = owed_count(connection)
-            if owed == 0 or now > redriven_at + REDRIVE_SECONDS:
-                redriven_at = now
-                done = operations.redrive_matching(connection, operations.MessageFilter(topic="soak.halted"))
-                if owed == done.redriven == done.locked == 0:
-                    return now - began_at
-            if now > reported_at + 10:
-                reported_at = now
-                console.print(f"{now - began_at:6.0f} s  {owed:5} messages owed")
-            time.sleep(0.1)
-    return None
-
-
 def report(result: Balance, nemesis: Nemesis) -> bool:
-    """Print both tables; whether every invariant holds."""
+    """Print what was injected and the verdict; whether every invariant holds."""
     faults = Table("fault", "times", title="injected")
     for name, count in sorted(nemesis.injected.items()):
         faults.add_row(name.replace("_", " "), str(count))
@@ -207,6 +145,11 @@ def report(result: Balance, nemesis: Nemesis) -> bool:
         f"{process.name} {process.starts}" for process in nemesis.fleet.workers + nemesis.fleet.producers
     )
     console.print(f"starts: {starts}")
+    return report_verdict(result)
+
+
+def report_verdict(result: Balance) -> bool:
+    """Print the table of the invariants; whether all of them hold."""
     verdict = Table("invariant", "broken", "examples", title="verdict")
     for line in result.lines:
         verdict.add_row(

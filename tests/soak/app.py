@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import Sequence
@@ -14,8 +15,14 @@ from tests.line_server import Line
 from tests.soak.host import NotedLineTransport
 
 TOPICS = ("soak.async", "soak.sync", "soak.batch", "soak.effect")
+ORDERED_TOPICS = ("soak.ordered", "soak.arranged")
+LONELY_QUEUE = "lonely"
+"""Its messages are served by one process alone."""
+THREAD_TIMEOUT_SECONDS = 1.0
 
 outbox = Outbox(transports=[NotedLineTransport(timeout_seconds=1.0)])
+TEXT = "5 € für 漢字 🙂"
+"""Is in payloads and in errors. No encoding but Unicode has all of it."""
 _RETRY = RetryPolicy(max_attempts=1000, base_seconds=0.05, cap_seconds=1.0)
 _TIMEOUT_SECONDS = 4.0
 
@@ -44,7 +51,7 @@ def answer(message: Message) -> Transient | Permanent | Snooze | None:
         case "snooze":
             return Snooze(0.1)
         case "error":
-            raise RuntimeError("planned: \x00 \ud800")
+            raise RuntimeError(f"planned: \x00 \ud800 {TEXT}")
         case "die":
             os._exit(137)
         case "die_after":
@@ -59,30 +66,49 @@ def hand_over(message: Message) -> None:
     told_ledger().hand_over(message.payload, message.attempt_count)
 
 
+def running(message: Message) -> contextlib.AbstractContextManager[None]:
+    """Note how long the handler runs."""
+    return told_ledger().running(message.payload, message.attempt_count)
+
+
 @outbox.handler("soak.async", retry=_RETRY, timeout=_TIMEOUT_SECONDS)
 @outbox.handler("soak.ordered", retry=_RETRY, timeout=_TIMEOUT_SECONDS)
+@outbox.handler("soak.arranged", retry=_RETRY, timeout=_TIMEOUT_SECONDS)
 @outbox.handler("soak.halted", retry=_RETRY, timeout=_TIMEOUT_SECONDS)
 @outbox.handler("soak.forgotten", retry=_RETRY, timeout=_TIMEOUT_SECONDS)
 async def on_async(message: Message, ctx: Context) -> Transient | Permanent | Snooze | None:
     """Wait as for a slow server, make sure of the lease, hand over."""
-    await asyncio.sleep(facts(message)["seconds"])
-    if step(message) == "hang":
-        await asyncio.sleep(3600)
-    outcome = answer(message)
-    if outcome is None:
-        await ctx.ensure_lease()
-        hand_over(message)
-    return outcome
+    with running(message):
+        await asyncio.sleep(facts(message)["seconds"])
+        if step(message) == "hang":
+            await asyncio.sleep(3600)
+        outcome = answer(message)
+        if outcome is None:
+            await ctx.ensure_lease()
+            hand_over(message)
+        return outcome
 
 
 @outbox.handler("soak.sync", retry=_RETRY)
 def on_sync(message: Message, ctx: SyncContext) -> Transient | Permanent | Snooze | None:
     """Block a thread, hand over."""
-    time.sleep(facts(message)["seconds"])
-    outcome = answer(message)
-    if outcome is None:
-        hand_over(message)
-    return outcome
+    with running(message):
+        time.sleep(facts(message)["seconds"])
+        outcome = answer(message)
+        if outcome is None:
+            hand_over(message)
+        return outcome
+
+
+@outbox.handler("soak.thread", retry=_RETRY, timeout=THREAD_TIMEOUT_SECONDS)
+def on_thread(message: Message, ctx: SyncContext) -> Transient | Permanent | Snooze | None:
+    """Block a thread, every second attempt for longer than the timeout, and hand over all the same."""
+    with running(message):
+        time.sleep(facts(message)["seconds"] if message.attempt_count % 2 else 0.1)
+        outcome = answer(message)
+        if outcome is None:
+            hand_over(message)
+        return outcome
 
 
 @outbox.batch_handler("soak.batch", max_size=20, retry=_RETRY, timeout=_TIMEOUT_SECONDS)
@@ -92,27 +118,29 @@ async def on_batch(
     """Hand over those whose plan says so; the others have outcomes of their own."""
     outcomes = []
     for message in messages:
-        try:
-            outcome = answer(message)
-        except RuntimeError as error:
-            outcome = Transient(str(error))
-        if outcome is None:
-            hand_over(message)
-        outcomes.append(outcome)
+        with running(message):
+            try:
+                outcome = answer(message)
+            except RuntimeError as error:
+                outcome = Transient(str(error))
+            if outcome is None:
+                hand_over(message)
+            outcomes.append(outcome)
     return outcomes
 
 
 @outbox.handler("soak.effect", retry=_RETRY, transactional=True, timeout=_TIMEOUT_SECONDS)
 async def on_effect(message: Message, ctx: Context) -> Transient | Permanent | Snooze | None:
     """Write the effect in the transaction that ends the attempt: exactly once, whatever happens."""
-    await ctx.connection.execute(
-        "INSERT INTO soak_effect (message_id, attempt_count) VALUES (%s, %s)", (message.id, message.attempt_count)
-    )
-    await asyncio.sleep(facts(message)["seconds"])
-    outcome = answer(message)
-    if outcome is None:
-        hand_over(message)
-    return outcome
+    with running(message):
+        await ctx.connection.execute(
+            "INSERT INTO soak_effect (message_id, attempt_count) VALUES (%s, %s)", (message.id, message.attempt_count)
+        )
+        await asyncio.sleep(facts(message)["seconds"])
+        outcome = answer(message)
+        if outcome is None:
+            hand_over(message)
+        return outcome
 
 
 @outbox.handler("soak.fanout", retry=_RETRY, timeout=_TIMEOUT_SECONDS)
@@ -120,10 +148,11 @@ async def on_fanout(message: Message, ctx: Context) -> Transient | Permanent | S
     """Hand over to one destination, by the key that it has in the ledger, what all of them share."""
     if message.content != {"of": facts(message)[KEY]}:
         return Permanent("the content is not that of the message")
-    await ctx.ensure_lease()
-    key = fanout_key(facts(message)[KEY], str(message.destination))
-    told_ledger().hand_over({KEY: key}, message.attempt_count)
-    return None
+    payload = {KEY: fanout_key(facts(message)[KEY], str(message.destination))}
+    with told_ledger().running(payload, message.attempt_count):
+        await ctx.ensure_lease()
+        told_ledger().hand_over(payload, message.attempt_count)
+        return None
 
 
 def fanout_key(key: str, destination: str) -> str:

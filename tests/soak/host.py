@@ -26,10 +26,11 @@ class NotedLineTransport(LineTransport):
 
     async def send(self, message: Message[object], content: Content) -> Outcome:
         """Hand the line over."""
-        outcome = await super().send(message, content)
-        if isinstance(outcome, Sent):
-            told_ledger().hand_over(message.payload, message.attempt_count)
-        return outcome
+        with told_ledger().running(message.payload, message.attempt_count):
+            outcome = await super().send(message, content)
+            if isinstance(outcome, Sent):
+                told_ledger().hand_over(message.payload, message.attempt_count)
+            return outcome
 
 
 async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

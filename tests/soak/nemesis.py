@@ -10,69 +10,42 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, Final
+from typing import Final
 
 import psycopg
 
 from pgoutbox import maintenance, operations
 from pgoutbox.embedded import EmbeddedServer
 from pgoutbox.message import State
-from pgoutbox.operations import Rate
 from tests.faults.proxy import Moment, Proxy
+from tests.soak.app import LONELY_QUEUE
+from tests.soak.books import limit
+from tests.soak.crew import LEASE_SECONDS, LONELY_WORKER, WORKER_ROLE, Process
 
-LEASE_SECONDS: Final = 2.0
+UNDO_SECONDS: Final = 30.0
+NOTIFY_WARNING: Final = 0.8
+NOTIFY_NOTICED_SECONDS: Final = 4.0
+"""How long a queue of notifications is nearly full before it is full: workers have probed meanwhile."""
 # Those whose handler takes long enough for something to meet it.
 _IN_FLIGHT: Final = """
 SELECT id, attempt_count FROM pgoutbox.message_live
 WHERE state = 'sending' AND (payload ->> 'seconds')::float8 >= 0.5
 """
+_IN_FLIGHT_OF_LONELY: Final = f"""
+SELECT FROM pgoutbox.message_live
+WHERE state = 'sending' AND queue = '{LONELY_QUEUE}' AND claimed_at < now() - interval '50 ms'
+"""
+_TERMINATE_WORKERS: Final = f"""
+SELECT pg_terminate_backend(a.pid) FROM pg_stat_activity AS a WHERE a.usename = '{WORKER_ROLE}'
+"""
 # A lock that the nemesis does not get is no fault: the row has moved to another partition, or somebody was faster.
 _IN_VAIN: Final = (
     psycopg.errors.SerializationFailure, psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected
 )  # fmt: skip
-
-
-@dataclass(slots=True)
-class Process:
-    """A process that is started again whenever it has ended."""
-
-    name: str
-    command: list[str]
-    environment: Mapping[str, str]
-    log: IO[bytes]
-    starts: int = 0
-    running: subprocess.Popen[bytes] | None = None
-
-    def keep_alive(self) -> None:
-        """Start it unless it runs."""
-        if self.running is None or self.running.poll() is not None:
-            self.running = subprocess.Popen(
-                self.command, env=self.environment, stdout=self.log, stderr=self.log, start_new_session=True
-            )
-            self.starts += 1
-
-    def signal(self, number: int) -> None:
-        """Send a signal to it and its children, if it runs."""
-        if self.running is not None and self.running.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.running.pid, number)
-
-    def stop(self, *, seconds: float) -> None:
-        """Tell it to stop, and wait; kill it, and say so, if it does not."""
-        if self.running is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            self.running.send_signal(signal.SIGTERM)
-        try:
-            self.running.wait(timeout=seconds)
-        except subprocess.TimeoutExpired as error:
-            raise RuntimeError(f"{self.name} did not stop within {seconds:g} s of SIGTERM") from error
-        finally:
-            self.signal(signal.SIGKILL)
 
 
 @dataclass(slots=True)
@@ -103,11 +76,12 @@ class Nemesis:
 
     fleet: Fleet
     chance: random.Random
+    faults: list[tuple[Callable[[Nemesis], None], int]]
     injected: Counter[str] = field(default_factory=Counter)
 
     def strike(self) -> str:
         """Inject one fault and undo it; its name."""
-        fault = self.chance.choices([fault for fault, _ in FAULTS], [weight for _, weight in FAULTS])[0]
+        fault = self.chance.choices([fault for fault, _ in self.faults], [weight for _, weight in self.faults])[0]
         name = fault.__name__
         try:
             fault(self)
@@ -115,6 +89,10 @@ class Nemesis:
             name += "_in_vain"
         self.injected[name] += 1
         return name
+
+    def worker(self, name: str) -> Process:
+        """The worker of this name."""
+        return next(process for process in self.fleet.workers if process.name == f"worker-{name}")
 
     def kill_worker(self) -> None:
         """Kill -9 of a worker and its children."""
@@ -136,6 +114,17 @@ class Nemesis:
         """SIGSTOP for longer than a lease, so that another worker takes over, then SIGCONT."""
         victim = self.chance.choice(self.fleet.workers)
         victim.signal(signal.SIGSTOP)
+        self._wait(LEASE_SECONDS * self.chance.uniform(1.1, 2.0))
+        victim.signal(signal.SIGCONT)
+
+    def suspend_only_worker(self) -> None:
+        """SIGSTOP for longer than a lease of the only worker of a queue, while it handles a message of it."""
+        victim = self.worker(LONELY_WORKER)
+        with self.fleet.connection() as connection:
+            until = time.monotonic() + LEASE_SECONDS
+            while connection.execute(_IN_FLIGHT_OF_LONELY).fetchone() is None and time.monotonic() < until:
+                self._wait(0.02)
+            victim.signal(signal.SIGSTOP)
         self._wait(LEASE_SECONDS * self.chance.uniform(1.1, 2.0))
         victim.signal(signal.SIGCONT)
 
@@ -200,6 +189,47 @@ class Nemesis:
                 "SELECT FROM pgoutbox.message_live ORDER BY available_at LIMIT 200 FOR UPDATE SKIP LOCKED"
             )
             self._wait(self.chance.uniform(0.2, 2.0))
+
+    def refuse_finishes(self) -> None:
+        """A trigger of the user refuses some of the messages that are finished, for several leases."""
+        modulus = self.chance.choice([2, 5, 20])
+        remainder = self.chance.randrange(modulus)
+        with self.fleet.connection() as connection:
+            connection.execute("INSERT INTO soak_refusal (modulus, remainder) VALUES (%s, %s)", [modulus, remainder])
+            self._wait(LEASE_SECONDS * self.chance.uniform(4.0, 5.0))
+        self._try_until_done("UPDATE soak_refusal SET until_at = clock_timestamp() WHERE until_at IS NULL")
+
+    def change_encoding(self) -> None:
+        """An administrator gives the workers' role an encoding that has not every character, and takes it back."""
+        encoding = self.chance.choice(["LATIN1", "SQL_ASCII", "EUC_JP"])
+        with self.fleet.connection() as connection:
+            connection.execute(f"ALTER ROLE {WORKER_ROLE} SET client_encoding = '{encoding}'".encode())
+            connection.execute(_TERMINATE_WORKERS)
+            self._wait(self.chance.uniform(2.0, 6.0))
+        self._try_until_done(f"ALTER ROLE {WORKER_ROLE} RESET client_encoding")
+        self._try_until_done(_TERMINATE_WORKERS)
+
+    def fill_notify_queue(self) -> None:
+        """A listener of another database stays in its transaction, and the queue of notifications is full."""
+        dsn = self.fleet.server.dsn_for("postgres")
+        with (
+            psycopg.connect(dsn, application_name="nemesis", autocommit=True) as listener,
+            psycopg.connect(dsn, application_name="nemesis", autocommit=True) as notifier,
+        ):
+            listener.execute("LISTEN soak_full")
+            with listener.transaction():
+                listener.execute("SELECT 1")
+                self._fill_to(notifier, NOTIFY_WARNING)
+                self._wait(NOTIFY_NOTICED_SECONDS)
+                self._fill_to(notifier, 1.0)
+                self._wait(self.chance.uniform(1.0, 5.0))
+
+    def _fill_to(self, connection: psycopg.Connection, usage: float) -> None:
+        while connection.execute("SELECT pg_notification_queue_usage()").fetchall()[0][0] < usage:
+            try:
+                connection.execute("SELECT pg_notify('soak_full', repeat('x', 7000))")
+            except psycopg.errors.ProgramLimitExceeded:
+                return
 
     def lock_table(self) -> None:
         """Another session holds the whole table, as a migration would."""
@@ -273,6 +303,20 @@ class Nemesis:
         with self.fleet.connection() as connection:
             connection.execute("VACUUM (ANALYZE) pgoutbox.message_live, pgoutbox.message_done, pgoutbox.attempt")
 
+    def _try_until_done(self, statement: str) -> None:
+        """What undoes a fault has to succeed: what an earlier fault has left behind may still be in its way."""
+        until = time.monotonic() + UNDO_SECONDS
+        while True:
+            try:
+                with self.fleet.connection() as connection:
+                    connection.execute(statement.encode())
+            except psycopg.Error:
+                if time.monotonic() > until:
+                    raise
+                self._wait(0.1)
+            else:
+                return
+
     def _wait(self, seconds: float) -> None:
         until = time.monotonic() + seconds
         while time.monotonic() < until:
@@ -285,6 +329,10 @@ FAULTS: Final[list[tuple[Callable[[Nemesis], None], int]]] = [
     (Nemesis.kill_supervisor, 2),
     (Nemesis.stop_worker, 4),
     (Nemesis.suspend_worker, 8),
+    (Nemesis.suspend_only_worker, 4),
+    (Nemesis.refuse_finishes, 2),
+    (Nemesis.change_encoding, 2),
+    (Nemesis.fill_notify_queue, 2),
     (Nemesis.stall_network, 6),
     (Nemesis.stall_finishes, 8),
     (Nemesis.lose_replies, 4),
@@ -306,10 +354,12 @@ FAULTS: Final[list[tuple[Callable[[Nemesis], None], int]]] = [
 ]
 
 
-def limit(connection: psycopg.Connection, chance: random.Random) -> None:
-    """Give the limited queues other limits, which all leave room for what the producers make."""
-    operations.limit_rate(connection, "rated", Rate(chance.choice([20, 40]), 1), burst=chance.choice([1, 5, 20]))
-    operations.limit_in_flight(connection, "crowded", chance.choice([2, 3, 6]))
+def chosen_faults(names: Collection[str]) -> list[tuple[Callable[[Nemesis], None], int]]:
+    """Those of these names, each as often as the others; all that are on by default if none is named."""
+    if not names:
+        return FAULTS
+    known = {fault.__name__: fault for fault, _ in FAULTS}
+    return [(known[name], 1) for name in names]
 
 
 def restart(server: EmbeddedServer, mode: str) -> None:

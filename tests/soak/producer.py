@@ -31,13 +31,17 @@ from pgoutbox.adapters import AsyncConnection, SyncConnection
 from tests.dialogues import HOST
 from tests.faults.ledger import KEY, Ledger, told_ledger
 from tests.line_server import SCHEME
-from tests.soak.app import TOPICS, fanout_key
+from tests.soak.app import LONELY_QUEUE, ORDERED_TOPICS, TEXT, TOPICS, fanout_key
 from tests.soak.host import PORT_VARIABLE
 
 logger = logging.getLogger("tests.soak.producer")
 COALESCE_KEYS: Final = 40
 DEDUPE_KEYS: Final = 2_000
 ORDERING_KEYS: Final = 40
+THREAD_KEYS: Final = 20
+SPECIAL: Final = [
+    "ordered", "ordered", "halted", "halted", "rated", "crowded", "forgotten", "forgotten", "line", "lonely",
+]  # fmt: skip
 # What a producer of a database that is shot at has to expect: it gives up the transaction and begins another one.
 FAILURES: Final = (
     psycopg.Error, asyncpg.PostgresError, asyncpg.InterfaceError, sqlalchemy.exc.DBAPIError, OSError, TimeoutError,
@@ -106,7 +110,7 @@ def draw(chance: random.Random, key: str) -> NewMessage[Any]:
         delay = chance.choice([0.2, 1.0, 3.0])
     return NewMessage(
         topic,
-        {KEY: key, "plan": steps, "seconds": chance.choice([0, 0, 0.01, 0.1, 0.5, 2.0])},
+        {KEY: key, "plan": steps, "seconds": chance.choice([0, 0, 0.01, 0.1, 0.5, 2.0]), "text": TEXT},
         coalesce_key=coalesce_key,
         dedupe_key=dedupe_key,
         delay=delay,
@@ -116,12 +120,11 @@ def draw(chance: random.Random, key: str) -> NewMessage[Any]:
 
 
 def draw_special(chance: random.Random, key: str) -> NewMessage[Any]:
-    """A message that is ordered, limited, forgotten as it is sent, or for a destination that can die."""
+    """A message that is ordered, limited, forgotten as it is sent, for a destination that can die, for a worker that is
+    alone, or for a thread that outlives its timeout."""
     seconds = chance.choice([0, 0, 0.01, 0.1])
-    payload: dict[str, Any] = {KEY: key, "plan": plan(chance), "seconds": seconds}
-    match chance.choice(
-        ["ordered", "ordered", "halted", "halted", "rated", "crowded", "forgotten", "forgotten", "line"]
-    ):
+    payload: dict[str, Any] = {KEY: key, "plan": plan(chance), "seconds": seconds, "text": TEXT}
+    match chance.choice(SPECIAL):
         case "ordered":
             number = chance.randrange(ORDERING_KEYS)
             return NewMessage(
@@ -145,8 +148,51 @@ def draw_special(chance: random.Random, key: str) -> NewMessage[Any]:
         case "line":
             destination = f"{SCHEME}://{HOST}:{os.environ[PORT_VARIABLE]}"
             return NewMessage("soak.line", payload | {"plan": ["ok"]}, destination=destination, max_attempts=10_000)
+        case "lonely":
+            topic = chance.choice(["soak.sync", "soak.async", "soak.batch"])
+            payload["seconds"] = chance.choice([0.1, 0.5, 1.0])
+            return NewMessage(topic, payload, queue=LONELY_QUEUE, max_attempts=10_000)
+        case "thread":
+            # Up to twice the timeout, and beyond the grace time of a stop.
+            payload["seconds"] = chance.choice([0.1, 1.5, 2.0])
+            return draw_threaded(chance, payload)
         case queue:
             return NewMessage("soak.async", payload, queue=queue, max_attempts=10_000)
+
+
+def draw_threaded(chance: random.Random, payload: dict[str, Any]) -> NewMessage[Any]:
+    """A message whose thread blocks: alone, one of which the newest counts, or one of a line."""
+    number = chance.randrange(THREAD_KEYS)
+    match chance.choice(["alone", "coalesced", "ordered"]):
+        case "coalesced":
+            return NewMessage("soak.thread", payload, coalesce_key=f"thread-{number}", max_attempts=10_000)
+        case "ordered":
+            return NewMessage(
+                "soak.thread", payload, queue="ordered", ordering_key=f"thread-{number}", max_attempts=10_000
+            )
+        case _:
+            return NewMessage("soak.thread", payload, max_attempts=10_000)
+
+
+def draw_line(chance: random.Random, name: str) -> list[NewMessage[Any]]:
+    """Messages of one ordering key and of several topics, enqueued at once."""
+    ordering_key = f"go-{chance.randrange(ORDERING_KEYS)}"
+    return [
+        NewMessage(
+            chance.choice(ORDERED_TOPICS),
+            {KEY: f"{name}-{n}", "plan": plan(chance), "seconds": 0, "text": TEXT, "bulk": name, "item": n},
+            queue="ordered",
+            ordering_key=ordering_key,
+            max_attempts=10_000,
+        )
+        for n in range(chance.randrange(2, 7))
+    ]
+
+
+def _sqlstate(error: BaseException) -> str | None:
+    """The SQLSTATE of a driver's error, or of the one inside SQLAlchemy's."""
+    state = getattr(getattr(error, "orig", error), "sqlstate", None)
+    return None if state is None else str(state)
 
 
 def _change_mind(rolls_back: bool) -> None:
@@ -160,7 +206,10 @@ async def produce(transaction: Transaction, chance: random.Random, ledger: Ledge
         if stop.is_set():
             return
         name = f"{os.getpid()}-{number}"
-        messages = [draw(chance, f"{name}-{n}") for n in range(chance.choice([1, 1, 1, 1, 2, 30]))]
+        if chance.random() < 0.05:
+            messages = draw_line(chance, name)
+        else:
+            messages = [draw(chance, f"{name}-{n}") for n in range(chance.choice([1, 1, 1, 1, 2, 30]))]
         fan_out = None
         if chance.random() < 0.05:
             fan_out = FanOut(f"{name}-all", [f"mailto:{n}@example.org" for n in range(chance.randrange(1, 8))])
@@ -180,6 +229,8 @@ async def produce(transaction: Transaction, chance: random.Random, ledger: Ledge
         except PlannedRollbackError:
             ledger.write("rolled_back", *own_keys)
         except FAILURES as error:
+            if _sqlstate(error) == "54000":
+                ledger.write("refused", *keys)
             logger.warning("%s", f"{type(error).__name__}: {error}".splitlines()[0])
             await asyncio.sleep(chance.uniform(0.05, 0.5))
         await asyncio.sleep(chance.expovariate(20))

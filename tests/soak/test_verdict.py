@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, LiteralString
+from typing import TYPE_CHECKING, LiteralString, cast
 
 import psycopg
 import pytest
+from psycopg import sql
+from psycopg.types.json import Jsonb
 
 from pgoutbox import operations
 from pgoutbox.operations import Rate
@@ -15,6 +19,7 @@ from tests import races
 from tests.faults.judge import install_judge
 from tests.faults.ledger import KEY, Ledger, install_audit
 from tests.outbox_actions import claim, enqueue, finish_sent, state_of
+from tests.soak.runs import Lost, install_refusals
 from tests.soak.verdict import balance
 from tests.soak.witness import beyond_limits, flights, install_witness
 
@@ -204,19 +209,22 @@ def run(connect: Connect, tmp_path: Path) -> tuple[Path, psycopg.Connection]:
     connection.execute(MORE_MESSAGES)
     connection.execute("ALTER SEQUENCE pgoutbox.message_id_seq RESTART WITH 50")
     install_witness(connection)
+    install_refusals(connection)
     connection.execute(ACCOUNT)
     path = tmp_path / "ledger"
     with Ledger(path, fsync=False) as ledger:
         for key in (*(f"k{number}" for number in (1, 2, 3, 4, 11, 12, 13, 20)), "k14/mailto:a@example.org"):
             ledger.write("intended", key)
             ledger.write("acknowledged", key)
-        for number, attempt_count in ((2, 1), (2, 2), (3, 1), (11, 1), (12, 1), (13, 2), (20, 1)):
-            ledger.hand_over({KEY: f"k{number}"}, attempt_count)
+        ledger.hand_over({KEY: "k2"}, 1)
+    with Ledger(path, fsync=False) as another_process:
+        for number, attempt_count in ((2, 2), (3, 1), (11, 1), (12, 1), (13, 2), (20, 1)):
+            another_process.hand_over({KEY: f"k{number}"}, attempt_count)
     return path, connection
 
 
 def broken(path: Path, connection: psycopg.Connection) -> set[str]:
-    return {line.invariant for line in balance(path, connection).lines if line.broken}
+    return {line.invariant for line in balance(path, connection, {"worker-plain": {0: 1, -9: 2}}).lines if line.broken}
 
 
 def test_a_good_run_balances(run: tuple[Path, psycopg.Connection]) -> None:
@@ -384,6 +392,240 @@ def test_who_began_before_the_pause_may_go_on(run: tuple[Path, psycopg.Connectio
         waiting.result()
     assert state_of(connection, message_id) == "sending"
     assert trespasses(connection) == []
+
+
+# --- what the handlers say --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Handlers:
+    """Handlers that began and ended at these seconds of a run, in processes of these names."""
+
+    path: Path
+    connection: psycopg.Connection
+
+    def message(self, message_id: int, **columns: object) -> None:
+        """A message of a good run, which was sent by the last of its attempts."""
+        finished_at = datetime.now(UTC) + timedelta(minutes=1)
+        defaults = {"topic": "soak.sync", "queue": "default", "attempt_count": 1, "payload": {}}
+        columns = defaults | {"worker": "w", "finished_at": finished_at} | columns
+        payload = {KEY: f"k{message_id}", "plan": ["ok"]} | cast("dict[str, object]", columns.pop("payload"))
+        names = sql.SQL(", ").join(map(sql.Identifier, columns))
+        self.connection.execute(
+            sql.SQL(
+                "INSERT INTO pgoutbox.message (id, state, claimed_at, payload, {}) VALUES (%s, 'sent', now(), %s, {})"
+            ).format(names, sql.SQL(", ").join([sql.Placeholder()] * len(columns))),
+            [message_id, Jsonb(payload), *columns.values()],
+        )
+        with Ledger(self.path, fsync=False) as ledger:
+            ledger.write("acknowledged", f"k{message_id}")
+
+    def ended(
+        self, message_id: int, attempt_count: int, outcome: str, *, worker: str = "w", ended_at: datetime | None = None
+    ) -> None:
+        """What the history says of an attempt that was not the last one."""
+        at = ended_at or datetime.now(UTC)
+        self.connection.execute(
+            "INSERT INTO pgoutbox.attempt (message_id, attempt_count, outcome, worker, started_at, ended_at) "
+            "VALUES (%s, %s, %s, %s, %s, %s)",
+            [message_id, attempt_count, outcome, worker, at, at],
+        )
+
+    def ran(self, message_id: int, attempt_count: int, process: str, from_at: float, to_at: float | None) -> None:
+        """An attempt that handed its message over at its end, or was killed."""
+        entries = [("began", from_at)] + ([("handed_over", to_at), ("ended", to_at)] if to_at is not None else [])
+        with self.path.open("a") as file:
+            for entry, at in entries:
+                record = {"entry": entry, "keys": [f"k{message_id}"], "at": at, "attempt_count": attempt_count}
+                file.write("\n" + json.dumps(record | {"process": process}))
+
+    @property
+    def broken(self) -> set[str]:
+        return broken(self.path, self.connection)
+
+
+@pytest.fixture
+def handlers(run: tuple[Path, psycopg.Connection]) -> Handlers:
+    return Handlers(*run)
+
+
+TWICE_AT_ONCE = "in flight twice at once, though its lease had not lapsed"
+BESIDE = "in flight beside another message of its key, whose lease had not lapsed"
+AGAIN = "handed over again by the process that had handed it over"
+LATE = "succeeded after its timeout, and was not recorded as sent"
+OUT_OF_LINE = "handed over after a later item of its bulk"
+BY_ANOTHER = "ended by another than the process that handled it"
+AGAIN_AND_AGAIN = "handed over again and again while its finish was refused"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "processes", "began_at", "expected"),
+    [
+        ("lost", "pq", 105.0, set()),
+        ("lost", "pp", 105.0, {TWICE_AT_ONCE, AGAIN}),
+        ("lost", "pp", 111.0, {AGAIN}),
+        ("released", "pq", 105.0, {TWICE_AT_ONCE}),
+        ("retry", "pq", 105.0, {TWICE_AT_ONCE, "handed over by an attempt that neither sent nor was lost"}),
+    ],
+    ids=["lapsed", "its own", "its own, one after the other", "released too early", "ended too early"],
+)
+def test_two_attempts_of_a_message_run_at_once_only_where_the_first_had_lapsed_elsewhere(
+    handlers: Handlers, outcome: str, processes: str, began_at: float, expected: set[str]
+) -> None:
+    handlers.message(21, attempt_count=2)
+    handlers.ended(21, 1, outcome)
+    handlers.ran(21, 1, processes[0], 100.0, 110.0)
+    handlers.ran(21, 2, processes[1], began_at, 112.0)
+    assert handlers.broken == expected
+
+
+def test_of_an_attempt_whose_process_was_killed_nothing_is_said(handlers: Handlers) -> None:
+    handlers.message(21, attempt_count=2)
+    handlers.ended(21, 1, "lost")
+    handlers.ran(21, 1, "p", 100.0, None)
+    handlers.ran(21, 2, "q", 105.0, 112.0)
+    assert handlers.broken == set()
+
+
+@pytest.mark.parametrize(
+    "key", [{"coalesce_key": "c"}, {"ordering_key": "o", "queue": "ordered"}], ids=["coalesce", "ordering"]
+)
+@pytest.mark.parametrize(("began_at", "expected"), [(105.0, {BESIDE}), (111.0, set())], ids=["beside", "after"])
+def test_two_messages_of_a_key_that_run_at_once_are_seen(
+    handlers: Handlers, key: dict[str, object], began_at: float, expected: set[str]
+) -> None:
+    handlers.message(21, **key)
+    handlers.message(22, **key)
+    handlers.connection.execute(
+        "INSERT INTO pgoutbox.coalesce (topic, coalesce_key, newest_id) VALUES ('soak.sync', 'c', 22)"
+    )
+    handlers.ran(21, 1, "p", 100.0, 110.0)
+    handlers.ran(22, 1, "p", began_at, 112.0)
+    assert handlers.broken == expected
+
+
+@pytest.mark.parametrize(
+    ("outcome", "handed_over_at", "expected"),
+    [("lost", 101.5, set()), ("released", 101.5, {LATE}), ("released", 100.9, set())],
+    ids=["lapsed", "late", "in time"],
+)
+def test_a_late_success_that_is_not_sent_is_seen(
+    handlers: Handlers, outcome: str, handed_over_at: float, expected: set[str]
+) -> None:
+    handlers.message(21, topic="soak.thread", attempt_count=2)
+    handlers.ended(21, 1, outcome)
+    handlers.ran(21, 1, "p", 100.0, handed_over_at)
+    handlers.ran(21, 2, "q", 120.0, 121.5)
+    assert handlers.broken == expected
+
+
+@pytest.mark.parametrize(("first", "expected"), [(0, set()), (1, {OUT_OF_LINE})], ids=["in order", "not in order"])
+def test_items_of_a_bulk_that_are_handed_over_in_another_order_are_seen(
+    handlers: Handlers, first: int, expected: set[str]
+) -> None:
+    for message_id, item in ((21, first), (22, 1 - first)):
+        place = {"queue": "ordered", "ordering_key": "o"}
+        handlers.message(message_id, payload={"bulk": "b", "item": item}, **place)
+        handlers.ran(message_id, 1, "p", 100.0 + message_id, 100.5 + message_id)
+    assert handlers.broken == expected
+
+
+@pytest.mark.parametrize(
+    ("modulus", "until_at", "expected"),
+    [(7, 200.0, {AGAIN_AND_AGAIN}), (7, 102.8, set()), (5, 200.0, set())],
+    ids=["refused", "no longer refused", "others are refused"],
+)
+def test_a_message_that_is_handed_over_as_often_as_its_finish_is_refused_is_seen(
+    handlers: Handlers, modulus: int, until_at: float, expected: set[str]
+) -> None:
+    handlers.connection.execute(
+        "INSERT INTO soak_refusal VALUES (%s, 0, to_timestamp(99), to_timestamp(%s))", [modulus, until_at]
+    )
+    handlers.message(21, attempt_count=3)
+    for count, process in enumerate("pqr", 1):
+        handlers.ran(21, count, process, 100.0 + count, 100.5 + count)
+        if count < 3:
+            handlers.ended(21, count, "lost")
+    assert handlers.broken == expected
+
+
+def test_the_trigger_refuses_the_finishes_that_it_is_told_to(run: tuple[Path, psycopg.Connection]) -> None:
+    _, connection = run
+    refused, accepted = (enqueue(connection, payload={KEY: key, "plan": ["ok"]}) for key in ("k50", "k51"))
+    claim(connection)
+    connection.execute("INSERT INTO soak_refusal VALUES (2, %s)", [refused % 2])
+    assert finish_sent(connection, (accepted, 1)) == {accepted}
+    with pytest.raises(psycopg.errors.CheckViolation), connection.transaction():
+        finish_sent(connection, (refused, 1))
+    connection.execute("UPDATE soak_refusal SET until_at = now()")
+    assert finish_sent(connection, (refused, 1)) == {refused}
+
+
+@pytest.mark.parametrize(
+    ("state", "finished_at", "process", "expected"),
+    [
+        ("sent", 110.5, "41", set()),
+        ("sent", 110.5, "42", {BY_ANOTHER}),
+        ("sent", 109.0, "41", {BY_ANOTHER, "sent, and not handed over before by that very attempt"}),
+        ("retry", 110.5, "41", set()),
+        ("retry", 109.0, "41", {BY_ANOTHER}),
+        ("retry", 109.0, "42", set()),
+    ],
+    ids=["sent", "sent by another", "sent too early", "ended", "ended while it runs", "ended for another"],
+)
+def test_an_attempt_that_another_process_has_ended_is_seen(
+    handlers: Handlers, state: str, finished_at: float, process: str, expected: set[str]
+) -> None:
+    """What a stale owner writes of an attempt is in the row of the owner, whose handler still runs."""
+    ended_at = datetime.fromtimestamp(finished_at, UTC)
+    handlers.ran(21, 1, process, 100.0, 110.0)
+    if state == "sent":
+        handlers.message(21, worker="host:41:abc", finished_at=ended_at)
+    else:
+        handlers.message(21, attempt_count=2)
+        handlers.ran(21, 2, "43", 120.0, 121.0)
+        handlers.ended(21, 1, "retry", worker="host:41:abc", ended_at=ended_at)
+        expected = expected | {"handed over by an attempt that neither sent nor was lost"}
+    assert handlers.broken == expected
+
+
+def test_messages_that_were_acknowledged_and_lost_by_a_failover_are_told_apart(handlers: Handlers) -> None:
+    with handlers.path.open("a") as file:
+        for key, at in (("k91", 103.0), ("k92", 106.0)):
+            file.write("\n" + json.dumps({"entry": "acknowledged", "keys": [key], "at": at}))
+    result = balance(handlers.path, handlers.connection, {}, Lost(102.0, 105.0))
+    assert [line for line in result.lines if line.broken] == [("lost", 1, ["k92"])]
+    assert result.summary.endswith("; 1 lost by a failover")
+
+
+@pytest.mark.parametrize(
+    ("processes", "began_at", "expected"),
+    [("pq", 108.0, set()), ("pp", 108.0, {TWICE_AT_ONCE}), ("pp", 111.0, set())],
+    ids=["elsewhere", "in one process at once", "in one process again"],
+)
+def test_an_attempt_whose_claim_a_failover_lost_may_be_repeated_but_not_beside_itself(
+    handlers: Handlers, processes: str, began_at: float, expected: set[str]
+) -> None:
+    handlers.message(21)
+    handlers.ran(21, 1, processes[0], 103.0, 110.0)
+    handlers.ran(21, 1, processes[1], began_at, 112.0)
+    lines = balance(handlers.path, handlers.connection, {}, Lost(102.0, 105.0)).lines
+    assert {line.invariant for line in lines if line.broken} == expected
+
+
+def test_a_transaction_that_failed_for_want_of_room_for_a_notification_is_seen(
+    run: tuple[Path, psycopg.Connection],
+) -> None:
+    path, connection = run
+    with Ledger(path, fsync=False) as ledger:
+        ledger.write("refused", "k99")
+    assert broken(path, connection) == {"a producer's transaction failed for want of room for a notification"}
+
+
+def test_a_worker_that_ended_by_itself_is_seen(run: tuple[Path, psycopg.Connection]) -> None:
+    path, connection = run
+    lines = balance(path, connection, {"worker-plain": {1: 1}}).lines
+    assert [line for line in lines if line.broken] == [("a worker ended by itself", 1, ["worker-plain: 1"])]
 
 
 def test_what_was_rolled_back_and_delivered_is_seen(run: tuple[Path, psycopg.Connection]) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+import signal
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, LiteralString, NamedTuple
@@ -12,7 +15,8 @@ import psycopg
 from psycopg.rows import class_row
 
 from tests.faults.judge import violations
-from tests.faults.ledger import judge, read_entries
+from tests.faults.ledger import Entries, judge, read_entries
+from tests.soak.runs import Lost, by_runs
 from tests.soak.witness import Flight, account, beyond_limits, brought_back, flights, out_of_turn, used_up_while_open
 
 # Every query returns the ids of the messages that break the invariant.
@@ -101,6 +105,8 @@ WHERE a.outcome IN ('lost', 'released')
     OR m.topic = 'soak.effect'
     OR (m.topic = 'soak.sync' AND a.outcome IN ('skipped', 'cancelled'))
 """
+# Told to stop, before or after it could listen; killed; and the plan of a message.
+_ENDS: Final = frozenset({0, -signal.SIGTERM, -signal.SIGKILL, 137})
 
 
 class _Row(NamedTuple):
@@ -130,9 +136,18 @@ class Balance(NamedTuple):
     summary: str
 
 
-def balance(path: Path, connection: psycopg.Connection) -> Balance:
-    """Judge a run whose producers and workers have stopped."""
+def balance(
+    path: Path, connection: psycopg.Connection, ends: Mapping[str, Mapping[int, int]], lost: Lost | None = None
+) -> Balance:
+    """Judge a run whose producers and workers have stopped; `ends` counts each worker's exit codes, `lost` says when
+    commits were lost."""
+    lost = lost or Lost()
+    entries = read_entries(path)
     verdict = judge(path, connection)
+    gone = {key for key in verdict.lost if lost.covers(entries.acknowledged[key])}
+    uncertain_keys = lost.keys(entries)
+    verdict.lost = [key for key in verdict.lost if key not in gone]
+    verdict.unexplained_duplicates = [key for key in verdict.unexplained_duplicates if key not in uncertain_keys]
     lines = [
         Line(name.replace("_", " "), len(getattr(verdict, name)), getattr(verdict, name)[:5])
         for name in (
@@ -148,36 +163,43 @@ def balance(path: Path, connection: psycopg.Connection) -> Balance:
         broken = [row[0] for row in connection.execute(query)]
         lines.append(Line(invariant, len(broken), broken[:5]))
     seen = flights(connection)
-    lines += _by_order(path, connection, brought_back(seen))
-    lines += _by_deletion(path, seen)
+    lines += _by_order(entries, connection, brought_back(seen), lost)
+    lines += _by_deletion(entries, seen)
     for invariant, broken in (out_of_turn(seen) | beyond_limits(seen, connection)).items():
         lines.append(Line(invariant, len(broken), broken[:5]))
     lines.append(_by_breaker(path, connection))
+    for invariant, broken in by_runs(entries, connection, lost).items():
+        lines.append(Line(invariant, len(broken), broken[:5]))
+    refused = sorted(entries.refused)
+    lines.append(Line("a producer's transaction failed for want of room for a notification", len(refused), refused[:5]))
+    by_itself = [
+        f"{name}: {code}" for name, codes in ends.items() for code in Counter(codes).elements() if code not in _ENDS
+    ]
+    lines.append(Line("a worker ended by itself", len(by_itself), by_itself[:5]))
     forbidden = violations(connection)
     lines.append(Line("a forbidden change of a row, or rule of the tables", len(forbidden), forbidden[:5]))
-    return Balance(lines, f"{str(verdict).split(';', maxsplit=1)[0]}; {account(seen, connection)}")
+    summary = f"{str(verdict).split(';', maxsplit=1)[0]}; {account(seen, connection)}"
+    return Balance(lines, f"{summary}; {len(gone)} lost by a failover" if gone else summary)
 
 
-def _by_order(path: Path, connection: psycopg.Connection, redriven: Collection[int]) -> list[Line]:
+def _by_order(entries: Entries, connection: psycopg.Connection, redriven: Collection[int], lost: Lost) -> list[Line]:
     """What the order of the hand-overs must say. An attempt known to be lost may hand over at any later time."""
     messages = {row.key: row for row in connection.cursor(row_factory=class_row(_Row)).execute(_MESSAGES)}
+    # A failover gives numbers out twice: such hand-overs are judged by their process.
+    uncertain_keys = lost.keys(entries)
     uncertain = set(connection.execute(_UNCERTAIN))
+    unproven = _unproven(entries, messages.values(), uncertain_keys)
     unfenced: list[int] = []
     stale: list[int] = []
-    unproven = {row.id for row in messages.values() if row.state == "sent"}
     overtaken: list[int] = []
     latest: dict[tuple[str, str], int] = {}
     latest_in_turn: dict[tuple[str, str], int] = {}
-    for hand_over in read_entries(path).hand_over_order:
+    for hand_over in entries.hand_over_order:
         row = messages.get(hand_over.key)
-        if row is None:
-            continue  # Counted as rolled back, and delivered.
-        is_last = row.state == "sent" and hand_over.attempt_count == row.attempt_count
-        if is_last and (row.topic == "soak.effect" or hand_over.at <= row.finished_at):
-            unproven.discard(row.id)
-        if (row.id, hand_over.attempt_count) in uncertain:
+        # Without a row it is counted as rolled back, and delivered.
+        if row is None or (row.id, hand_over.attempt_count) in uncertain or hand_over.key in uncertain_keys:
             continue
-        if not is_last:
+        if row.state != "sent" or hand_over.attempt_count != row.attempt_count:
             unfenced.append(row.id)
         if row.coalesce_key is not None:
             place = (row.topic, row.coalesce_key)
@@ -198,13 +220,27 @@ def _by_order(path: Path, connection: psycopg.Connection, redriven: Collection[i
     ]
 
 
-def _by_deletion(path: Path, seen: Sequence[Flight]) -> list[Line]:
+def _unproven(entries: Entries, rows: Iterable[_Row], uncertain_keys: Collection[str]) -> set[int]:
+    """Sent messages that the attempt which sent them had not handed over before."""
+    handed_over_at: dict[tuple[str, int], float] = {}
+    for hand_over in entries.hand_over_order:
+        handed_over_at.setdefault((hand_over.key, hand_over.attempt_count), hand_over.at)
+    unproven = set()
+    for row in rows:
+        at = handed_over_at.get((row.key, row.attempt_count), float("inf"))
+        latest = time.time() if row.topic == "soak.effect" else row.finished_at
+        if row.state == "sent" and at > latest and row.key not in uncertain_keys:
+            unproven.add(row.id)
+    return unproven
+
+
+def _by_deletion(entries: Entries, seen: Sequence[Flight]) -> list[Line]:
     """What was deleted as it was sent had been handed over by the attempt that it was deleted with, and was never kept.
 
     The rule is older than every worker.
     """
     handed_over: dict[tuple[str, int], float] = {}
-    for hand_over in read_entries(path).hand_over_order:
+    for hand_over in entries.hand_over_order:
         handed_over.setdefault((hand_over.key, hand_over.attempt_count), hand_over.at)
     last = {line.message_id: line for line in seen}
     unproven = [

@@ -1,0 +1,71 @@
+"""The books of a run: what the database has to note from the beginning, and when everything is delivered."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Final
+
+import psycopg
+from rich.console import Console
+
+from pgoutbox import maintenance, operations
+from pgoutbox.operations import Rate
+from tests.faults.judge import install_judge
+from tests.faults.ledger import Ledger, install_audit, owed_count
+from tests.soak.crew import Process
+from tests.soak.runs import install_refusals
+from tests.soak.witness import install_witness
+
+DRAIN_SECONDS: Final = 600.0
+REDRIVE_SECONDS: Final = 2.0
+# Of these nothing is kept that was sent.
+FORGOTTEN_TOPICS: Final = ("soak.forgotten", "soak.fanout")
+
+console = Console(soft_wrap=True)
+
+
+def open_books(connection: psycopg.Connection, chance: random.Random) -> None:
+    """From now on the database keeps its account. Before the first enqueue, on an autocommit connection."""
+    install_audit(connection)
+    install_judge(connection)
+    install_witness(connection)
+    install_refusals(connection)
+    connection.execute("CREATE TABLE soak_effect (message_id bigint NOT NULL, attempt_count integer NOT NULL)")
+    for topic in FORGOTTEN_TOPICS:
+        maintenance.set_retention(connection, topic, "sent", timedelta())
+    limit(connection, chance)
+
+
+def limit(connection: psycopg.Connection, chance: random.Random) -> None:
+    """Give the limited queues other limits, which all leave room for what the producers make."""
+    operations.limit_rate(connection, "rated", Rate(chance.choice([20, 40]), 1), burst=chance.choice([1, 5, 20]))
+    operations.limit_in_flight(connection, "crowded", chance.choice([2, 3, 6]))
+
+
+def drain(connection: psycopg.Connection, ledger: Ledger, workers: Sequence[Process]) -> float | None:
+    """Keep the workers alive until nothing is owed; after how many seconds, or None if that never came.
+
+    What waits behind a message that halts its key is owed too, and so is that message: somebody redrives it.
+    """
+    began_at = reported_at = redriven_at = time.monotonic()
+    while (now := time.monotonic()) < began_at + DRAIN_SECONDS:
+        for process in workers:
+            process.keep_alive()
+        owed = owed_count(connection)
+        if owed == 0 or now > redriven_at + REDRIVE_SECONDS:
+            redriven_at = now
+            try:
+                done = operations.redrive_matching(connection, operations.MessageFilter(topic="soak.halted"))
+            except psycopg.errors.ProgramLimitExceeded:
+                ledger.write("refused", "a redrive")
+                continue
+            if owed == done.redriven == done.locked == 0:
+                return now - began_at
+        if now > reported_at + 10:
+            reported_at = now
+            console.print(f"{now - began_at:6.0f} s  {owed:5} messages owed")
+        time.sleep(0.1)
+    return None

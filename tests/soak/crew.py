@@ -1,0 +1,138 @@
+"""The processes of a run: workers, producers and the host of a destination, started again whenever they have ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Final
+
+from tests import dialogues
+from tests.faults.ledger import LEDGER_VARIABLE
+from tests.soak.app import LONELY_QUEUE
+from tests.soak.host import PORT_VARIABLE
+from tests.soak.witness import MAX_COOLDOWN_SECONDS
+from tests.worker_process import environment_with, worker_command
+
+LEASE_SECONDS: Final = 2.0
+STOP_SECONDS: Final = 60.0
+LONELY_WORKER: Final = "lonely"
+WORKER_ROLE: Final = "soak_worker"
+"""The role of every worker. What is said in a role's defaults is said of them alone."""
+QUEUES: Final = [f"--queue={name}" for name in ("default", "bulk", "ordered", "rated", "crowded")]
+WORKERS: Final[dict[str, tuple[list[str], dict[str, str]]]] = {
+    "plain": (QUEUES, {}),
+    "narrow": (QUEUES, {"PGOUTBOX_CONCURRENCY": "3", "PGOUTBOX_BATCH_SIZE": "7"}),
+    "supervised": ([*QUEUES, "--processes", "2"], {}),
+    "polling": (QUEUES, {"PGOUTBOX_LISTEN": "false", "PGOUTBOX_SWEEP_SECONDS": "0.5"}),
+    LONELY_WORKER: ([f"--queue={LONELY_QUEUE}"], {}),
+}
+
+
+@dataclass(slots=True)
+class Process:
+    """A process that is started again whenever it has ended."""
+
+    name: str
+    command: list[str]
+    environment: Mapping[str, str]
+    log: IO[bytes]
+    starts: int = 0
+    ends: Counter[int] = field(default_factory=Counter)
+    """Its exit codes, but for the last one."""
+    running: subprocess.Popen[bytes] | None = None
+
+    def keep_alive(self) -> None:
+        """Start it unless it runs."""
+        if self.running is None or self.running.poll() is not None:
+            if self.running is not None:
+                self.ends[self.running.returncode] += 1
+            self.running = subprocess.Popen(
+                self.command, env=self.environment, stdout=self.log, stderr=self.log, start_new_session=True
+            )
+            self.starts += 1
+
+    def signal(self, number: int) -> None:
+        """Send a signal to it and its children, if it runs."""
+        if self.running is not None and self.running.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.running.pid, number)
+
+    def stop(self, *, seconds: float = STOP_SECONDS) -> None:
+        """Tell it to stop, and wait; kill it, and say so, if it does not."""
+        if self.running is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            self.running.send_signal(signal.SIGTERM)
+        try:
+            self.running.wait(timeout=seconds)
+        except subprocess.TimeoutExpired as error:
+            raise RuntimeError(f"{self.name} did not stop within {seconds:g} s of SIGTERM") from error
+        finally:
+            self.signal(signal.SIGKILL)
+
+
+class Crew:
+    """Makes the processes of one run, whose logs and ledger are in `directory`."""
+
+    def __init__(self, stack: contextlib.ExitStack, directory: Path) -> None:
+        self._stack = stack
+        self._directory = directory
+        self._port = free_port()
+        self._environment = environment_with(
+            lease_seconds=str(LEASE_SECONDS),
+            sweep_seconds="5",
+            maintenance_interval_seconds="1",
+            probe_seconds="2",
+            probe_timeout_seconds="1",
+            shutdown_grace_seconds="1",
+            statement_timeout_seconds="5",
+            breaker_failures="3",
+            breaker_cooldown_seconds="1",
+            breaker_max_cooldown_seconds=str(MAX_COOLDOWN_SECONDS),
+            breaker_probe_seconds="5",
+        ) | {LEDGER_VARIABLE: str(directory / "ledger"), PORT_VARIABLE: str(self._port)}
+
+    def worker(self, name: str, dsn: str) -> Process:
+        """One of `WORKERS`."""
+        options, extra = WORKERS[name]
+        return self._process(f"worker-{name}", worker_command("tests.soak.app:outbox", *options), dsn, extra)
+
+    def producer(self, driver: str, seed: int, dsn: str) -> Process:
+        """A producer on this driver."""
+        return self._process(f"producer-{driver}", _module("producer", driver, str(seed)), dsn, {})
+
+    def host(self) -> Process:
+        """The destination that can die."""
+        return self._process("host", _module("host", str(self._port)), "", {})
+
+    def _process(self, name: str, command: list[str], dsn: str, extra: Mapping[str, str]) -> Process:
+        log = self._stack.enter_context((self._directory / f"{name}.log").open("ab"))
+        made = Process(name, command, {**self._environment, "PGOUTBOX_DSN": dsn, **extra}, log)
+        self._stack.callback(made.signal, signal.SIGKILL)
+        return made
+
+
+@contextlib.contextmanager
+def crew_in(directory: Path) -> Iterator[Crew]:
+    """A crew; whatever still runs at the end is killed."""
+    with contextlib.ExitStack() as stack:
+        yield Crew(stack, directory)
+
+
+def _module(name: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", f"tests.soak.{name}", *arguments]
+
+
+def free_port() -> int:
+    """A port that nobody has now."""
+    with socket.create_server((dialogues.HOST, 0)) as server:
+        port: int = server.getsockname()[1]
+        return port

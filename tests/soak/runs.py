@@ -1,0 +1,252 @@
+"""What the handlers' own account says: when each attempt ran and in which process, beside what became of it.
+
+A handler notes its beginning, its hand-over and its end in the ledger. An attempt without an end is that of a process
+that was killed: when it ended is not known, and nothing is said of it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Final, LiteralString, NamedTuple
+
+from tests.faults.ledger import Entries, HandOver, Run
+from tests.soak.app import THREAD_TIMEOUT_SECONDS
+
+if TYPE_CHECKING:
+    import psycopg
+
+REFUSED_HAND_OVERS: Final = 2
+"""How often a message may be handed over while its finish is refused: once, and again if its process was killed."""
+
+# A transaction of the handler's own may roll back after its hand-over, and a transport hears of a cancel after it.
+_MAY_REPEAT: Final = ("soak.effect", "soak.line")
+
+REFUSALS: Final[LiteralString] = """
+CREATE TABLE soak_refusal (
+    modulus   integer NOT NULL,
+    remainder integer NOT NULL,
+    from_at   timestamptz NOT NULL DEFAULT clock_timestamp(),
+    until_at  timestamptz
+);
+CREATE FUNCTION soak_refuse() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER AS $function$
+BEGIN
+    IF EXISTS (
+        SELECT FROM public.soak_refusal AS r WHERE r.until_at IS NULL AND NEW.id % r.modulus = r.remainder
+    ) THEN
+        RAISE EXCEPTION 'a trigger of the user refuses message %', NEW.id USING ERRCODE = 'check_violation';
+    END IF;
+    RETURN NEW;
+END
+$function$;
+CREATE TRIGGER soak_refuse BEFORE INSERT ON pgoutbox.message_done FOR EACH ROW
+    WHEN (NEW.state = 'sent') EXECUTE FUNCTION soak_refuse()
+"""
+_REFUSALS: Final = """
+SELECT
+    modulus, remainder, extract(epoch FROM from_at)::float8,
+    extract(epoch FROM coalesce(until_at, clock_timestamp()))::float8
+FROM soak_refusal
+"""
+_MESSAGES: Final = """
+SELECT
+    payload ->> 'ledger_key' || CASE WHEN content_id IS NULL THEN '' ELSE '/' || destination END AS key,
+    id, topic, queue, coalesce_key, ordering_key, state, attempt_count, payload ->> 'bulk' AS bulk,
+    (payload ->> 'item')::integer AS item
+FROM pgoutbox.message
+"""
+_ENDED: Final = """
+SELECT message_id, attempt_count, split_part(worker, ':', 2), extract(epoch FROM ended_at)::float8
+FROM pgoutbox.attempt
+WHERE outcome IN ('retry', 'snoozed', 'released', 'failed')
+"""
+# The transaction of a transactional handler is older than its hand-over.
+_SENT: Final = """
+SELECT id, attempt_count, split_part(worker, ':', 2), extract(epoch FROM finished_at)::float8
+FROM pgoutbox.message
+WHERE state = 'sent' AND topic <> 'soak.effect' AND worker LIKE '%:%:%'
+"""
+_OUTCOMES: Final = "SELECT message_id, attempt_count, outcome FROM pgoutbox.attempt"
+
+
+class _Message(NamedTuple):
+    key: str
+    id: int
+    topic: str
+    queue: str
+    coalesce_key: str | None
+    ordering_key: str | None
+    state: str
+    attempt_count: int
+    bulk: str | None
+    item: int | None
+
+
+class Lost(NamedTuple):
+    """What a failover lost: every commit of these seconds. A run without a failover lost nothing."""
+
+    from_at: float = float("inf")
+    until_at: float = float("-inf")
+
+    def covers(self, at: float) -> bool:
+        """Whether what was committed then is gone."""
+        return self.from_at <= at <= self.until_at
+
+    def keys(self, entries: Entries) -> set[str]:
+        """Messages of which an attempt began or ended then. What the database says of it may be what came later."""
+        return {run.key for run in entries.runs if self.touches(run)}
+
+    def touches(self, run: Run) -> bool:
+        """Whether the beginning or the end of an attempt may be gone."""
+        return run.began_at <= self.until_at and (run.ended_at is None or run.ended_at >= self.from_at)
+
+
+class _Account(NamedTuple):
+    messages: Mapping[str, _Message]
+    outcomes: Mapping[tuple[int, int], str]
+    lost: Lost
+
+    def is_lost(self, run: Run) -> bool:
+        """Whether the attempt's lease lapsed, or a failover lost it."""
+        outcome = self.outcomes.get((self.messages[run.key].id, run.attempt_count))
+        return outcome == "lost" or self.lost.touches(run)
+
+
+def install_refusals(connection: psycopg.Connection) -> None:
+    """From now on the finishes of messages are refused whose number a row of `soak_refusal` names."""
+    connection.execute(REFUSALS)
+
+
+def by_runs(entries: Entries, connection: psycopg.Connection, lost: Lost) -> dict[str, list[int]]:
+    """The invariants of this account, each with the messages that break it."""
+    account = _Account(
+        {message.key: message for message in map(_Message._make, connection.execute(_MESSAGES))},
+        {(message_id, count): outcome for message_id, count, outcome in connection.execute(_OUTCOMES)},
+        lost,
+    )
+    runs = [run for run in entries.runs if run.key in account.messages]
+    hand_overs = [hand_over for hand_over in entries.hand_over_order if hand_over.key in account.messages]
+    return {
+        "in flight twice at once, though its lease had not lapsed": list(_twice_at_once(runs, account)),
+        "in flight beside another message of its key, whose lease had not lapsed": list(_beside(runs, account)),
+        "handed over again by the process that had handed it over": list(_by_itself(hand_overs, account)),
+        "succeeded after its timeout, and was not recorded as sent": list(_late(runs, hand_overs, account)),
+        "handed over after a later item of its bulk": list(_out_of_line(hand_overs, account)),
+        "handed over again and again while its finish was refused": list(
+            _again_and_again(hand_overs, account, connection.execute(_REFUSALS).fetchall())
+        ),
+        "ended by another than the process that handled it": list(
+            _ended_by_others(runs, hand_overs, account, connection)
+        ),
+    }
+
+
+def _overlaps(runs: Iterable[tuple[Hashable, Run]]) -> Iterator[tuple[Run, Run]]:
+    """The pairs of one group that ran at the same time, of which the first one began first."""
+    open_runs: defaultdict[Hashable, list[Run]] = defaultdict(list)
+    for group, run in sorted(runs, key=lambda pair: pair[1].began_at):
+        still_open = [earlier for earlier in open_runs[group] if (earlier.ended_at or 0.0) > run.began_at]
+        for earlier in still_open:
+            yield earlier, run
+        open_runs[group] = [*still_open, run]
+
+
+def _twice_at_once(runs: Sequence[Run], account: _Account) -> Iterator[int]:
+    """An attempt that lapsed may still run, elsewhere: a process knows what it runs itself."""
+    for earlier, later in _overlaps((run.key, run) for run in runs):
+        is_own = earlier.process == later.process and later.attempt_count - earlier.attempt_count in (0, 1)
+        if is_own or not account.is_lost(earlier):
+            yield account.messages[later.key].id
+
+
+def _beside(runs: Sequence[Run], account: _Account) -> Iterator[int]:
+    def groups() -> Iterator[tuple[Hashable, Run]]:
+        for run in runs:
+            message = account.messages[run.key]
+            if message.coalesce_key is not None:
+                yield ("coalesce", message.topic, message.coalesce_key), run
+            if message.ordering_key is not None:
+                yield ("ordering", message.queue, message.ordering_key), run
+
+    for earlier, later in _overlaps(groups()):
+        if earlier.key != later.key and not account.is_lost(earlier):
+            yield account.messages[later.key].id
+
+
+def _by_itself(hand_overs: Sequence[HandOver], account: _Account) -> Iterator[int]:
+    process_of: dict[tuple[str, int], str] = {}
+    for hand_over in hand_overs:
+        message = account.messages[hand_over.key]
+        former = process_of.get((hand_over.key, hand_over.attempt_count - 1))
+        if former == hand_over.process and message.topic not in _MAY_REPEAT:
+            yield message.id
+        if not account.lost.covers(hand_over.at):
+            process_of[hand_over.key, hand_over.attempt_count] = hand_over.process
+
+
+def _late(runs: Sequence[Run], hand_overs: Sequence[HandOver], account: _Account) -> Iterator[int]:
+    handed_over_at = {(h.key, h.attempt_count, h.process): h.at for h in hand_overs}
+    for run in runs:
+        message = account.messages[run.key]
+        at = handed_over_at.get(run[:3], 0.0)
+        if (
+            message.topic == "soak.thread"
+            and run.ended_at is not None
+            and at > run.began_at + THREAD_TIMEOUT_SECONDS
+            and (message.state, message.attempt_count) != ("sent", run.attempt_count)
+            and not account.is_lost(run)
+        ):
+            yield message.id
+
+
+def _out_of_line(hand_overs: Sequence[HandOver], account: _Account) -> Iterator[int]:
+    """An attempt known to be lost may hand over at any later time."""
+    latest: dict[str, int] = {}
+    for hand_over in hand_overs:
+        message = account.messages[hand_over.key]
+        outcome = account.outcomes.get((message.id, hand_over.attempt_count))
+        if message.bulk is None or message.item is None or outcome == "lost" or account.lost.covers(hand_over.at):
+            continue
+        if message.item < latest.get(message.bulk, 0):
+            yield message.id
+        latest[message.bulk] = max(message.item, latest.get(message.bulk, 0))
+
+
+def _ended_by_others(
+    runs: Sequence[Run], hand_overs: Sequence[HandOver], account: _Account, connection: psycopg.Connection
+) -> Iterator[int]:
+    """A worker's name has the number of its process. What is written of an attempt that has not ended, or sent by a
+    process that had not handed it over, was written by somebody else."""
+    ended_at = {(message_id, count, pid): at for message_id, count, pid, at in connection.execute(_ENDED).fetchall()}
+    for run in runs:
+        message_id = account.messages[run.key].id
+        at = ended_at.get((message_id, run.attempt_count, _pid_of(run)))
+        if at is not None and run.ended_at is not None and run.began_at <= at < run.ended_at:
+            yield message_id
+    proven: defaultdict[int, list[tuple[str, int, float]]] = defaultdict(list)
+    for hand_over in hand_overs:
+        proof = _pid_of(hand_over), hand_over.attempt_count, hand_over.at
+        proven[account.messages[hand_over.key].id].append(proof)
+    for message_id, count, pid, at in connection.execute(_SENT).fetchall():
+        if not any(
+            # A worker goes on under the next number with an attempt of which a failover lost the claim.
+            who == pid and when <= at and (number == count or account.lost.from_at < when)
+            for who, number, when in proven[message_id]
+        ):
+            yield message_id
+
+
+def _pid_of(entry: Run | HandOver) -> str:
+    return entry.process.partition("-")[0]
+
+
+def _again_and_again(
+    hand_overs: Sequence[HandOver], account: _Account, refusals: Sequence[tuple[int, int, float, float]]
+) -> Iterator[int]:
+    for modulus, remainder, from_at, until_at in refusals:
+        counts = Counter(
+            account.messages[hand_over.key].id for hand_over in hand_overs if from_at < hand_over.at < until_at
+        )
+        for message_id, count in counts.items():
+            if message_id % modulus == remainder and count > REFUSED_HAND_OVERS:
+                yield message_id
