@@ -421,6 +421,8 @@ class Turn:
             if rule.state == DEDUPE_KEY and rule.keep is not None:
                 parameters = {"topic": rule.topic} | self._limit
                 dedupe_keys += _prune_keys(connection, sql.PRUNE_DEDUPE_BY_RULE, parameters, self._is_over)
+        if self._act is None:  # Only workers may write what is theirs.
+            transact(connection, lambda: connection.execute(sql.FORGET_RENEWALS))
         coalesce_keys = _prune_what_has_no_message(connection, self._limit["limit"], self._is_over)
         self._totals = replace(self._totals, coalesce_keys=coalesce_keys, dedupe_keys=dedupe_keys)
         self._memory.keys_at = time.monotonic()

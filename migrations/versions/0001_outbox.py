@@ -204,6 +204,18 @@ CREATE TABLE pgoutbox.attempt (
 )
 """
 
+# A transaction that cancels an attempt in flight keeps its row locked until it ends, perhaps for longer than the lease.
+# Its worker renews the lease here meanwhile, and the claim of lapsed attempts looks here.
+RENEWAL = """
+CREATE TABLE pgoutbox.renewal (
+    message_id       bigint      NOT NULL,
+    lease_expires_at timestamptz NOT NULL,
+    attempt_count    integer     NOT NULL,
+    worker           text        NOT NULL,
+    CONSTRAINT renewal_pkey PRIMARY KEY (message_id)
+)
+"""
+
 QUEUE = """
 CREATE TABLE pgoutbox.queue (
     name          text COLLATE "C" NOT NULL,
@@ -1514,6 +1526,7 @@ TABLE_COMMENTS = {
     "message_failed": "Messages that failed for good; they wait for a person (redrive or prune).",
     "message_done": "Messages that need nothing more: sent, skipped, cancelled. Partitioned by time for retention.",
     "attempt": "The attempts that did not end sent, with their errors. A sent message carries its own last attempt.",
+    "renewal": "Leases that workers renewed while a transaction had the message locked, cancelling it.",
     "queue": "Settings of a queue. A queue without a row has no limits.",
     "retention": "How long final messages are kept, by topic and state. Without a rule they are kept for ever.",
     "coalesce": "For each topic and coalesce key the newest message; an older one is superseded.",
@@ -1562,6 +1575,12 @@ COLUMN_COMMENTS = {
         "started_at": "When it was claimed.",
         "ended_at": "When its outcome was written.",
         "error": "What went wrong, cut at 4000 characters.",
+    },
+    "renewal": {
+        "message_id": "The message.",
+        "lease_expires_at": "When the attempt counts as lost; the lease in the message ends earlier.",
+        "attempt_count": "The attempt in flight.",
+        "worker": "The worker that holds it.",
     },
     "queue": {
         "name": "The name that messages carry in the column queue.",
@@ -1738,6 +1757,7 @@ DOWN = (
     "DROP TABLE pgoutbox.ordering",
     "DROP TABLE pgoutbox.coalesce",
     "DROP TABLE pgoutbox.queue",
+    "DROP TABLE pgoutbox.renewal",
     "DROP TABLE pgoutbox.attempt",
     "DROP TABLE pgoutbox.message",
     "DROP FUNCTION pgoutbox.schema_version",
@@ -1787,8 +1807,8 @@ def upgrade() -> None:
     for statement in (
         SCHEMA, SCHEMA_COMMENT, SEQUENCE, MESSAGE, MESSAGE_LIVE, MESSAGE_FAILED, MESSAGE_DONE, MESSAGE_DONE_DEFAULT,
         MESSAGE_DONE_FINISHED, LIVE_FRESH, LIVE_RETRY, LIVE_LEASE, LIVE_IN_FLIGHT, LIVE_ORDERED,
-        LIVE_ORDERED_DUE, LIVE_ORDERED_IN_FLIGHT, FAILED_HALTS, MESSAGE_CONTENT, ATTEMPT, QUEUE, COALESCE, ORDERING,
-        DEDUPE, CONTENT, BREAKER, RETENTION, AUDIT, AUDIT_MESSAGES, *FUNCTIONS, REVOKE,
+        LIVE_ORDERED_DUE, LIVE_ORDERED_IN_FLIGHT, FAILED_HALTS, MESSAGE_CONTENT, ATTEMPT, RENEWAL, QUEUE, COALESCE,
+        ORDERING, DEDUPE, CONTENT, BREAKER, RETENTION, AUDIT, AUDIT_MESSAGES, *FUNCTIONS, REVOKE,
     ):  # fmt: skip
         op.execute(statement)
     op.execute("ALTER SEQUENCE pgoutbox.message_id_seq OWNED BY pgoutbox.message.id")

@@ -832,6 +832,7 @@ BEGIN
         ) ON pgoutbox.message TO pgoutbox_worker;
         GRANT UPDATE (lease_expires_at) ON pgoutbox.message_live TO pgoutbox_worker;
         GRANT INSERT ON pgoutbox.attempt TO pgoutbox_worker;
+        GRANT SELECT, INSERT, UPDATE, DELETE ON pgoutbox.renewal TO pgoutbox_worker;
         GRANT UPDATE (tokens, tokens_at) ON pgoutbox.queue TO pgoutbox_worker;
         GRANT INSERT, UPDATE, DELETE ON pgoutbox.breaker TO pgoutbox_worker;
     END IF;

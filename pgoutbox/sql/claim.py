@@ -74,7 +74,7 @@ _OTHER_LANES: Final[LiteralString] = """, first_lapsed AS MATERIALIZED (
 ), ending AS MATERIALIZED (
     -- Lost attempts whose message is not tried again. Apart, because nothing that ends waits for suspects: a
     -- newer message of its key may wait for it. A worker never takes over its own attempts: after a suspension or an
-    -- outage it has lost only their leases, which it renews.
+    -- outage it has lost only their leases, which it renews. A lease may have been renewed beside a locked row.
     SELECT
         m.id,
         m.topic,
@@ -95,6 +95,14 @@ _OTHER_LANES: Final[LiteralString] = """, first_lapsed AS MATERIALIZED (
             >= ((SELECT f.lease_expires_at FROM first_lapsed AS f), (SELECT f.id FROM first_lapsed AS f))
         AND m.topic = ANY (%(topics)s::text[])
         AND m.worker <> %(worker)s::text
+        AND coalesce(
+            (
+                SELECT r.lease_expires_at
+                FROM pgoutbox.renewal AS r
+                WHERE r.message_id = m.id AND r.attempt_count = m.attempt_count AND r.worker = m.worker
+            ) <= now(),
+            true
+        )
         AND (
             m.attempt_count >= m.max_attempts
             OR m.cancel_requested_at IS NOT NULL
@@ -134,6 +142,14 @@ _OTHER_LANES: Final[LiteralString] = """, first_lapsed AS MATERIALIZED (
             >= ((SELECT f.lease_expires_at FROM first_lapsed AS f), (SELECT f.id FROM first_lapsed AS f))
         AND m.topic = ANY (%(topics)s::text[])
         AND m.worker <> %(worker)s::text
+        AND coalesce(
+            (
+                SELECT r.lease_expires_at
+                FROM pgoutbox.renewal AS r
+                WHERE r.message_id = m.id AND r.attempt_count = m.attempt_count AND r.worker = m.worker
+            ) <= now(),
+            true
+        )
         AND m.id <> ALL (ARRAY(SELECT e.id FROM ending AS e))
         AND (
             %(suspect_limit)s::bigint = 1

@@ -49,7 +49,7 @@ FROM unnest(
     ARRAY[
         'attempt', 'attempt_view', 'audit', 'breaker', 'breaker_view', 'coalesce', 'content', 'dedupe', 'message',
         'message_done', 'message_done_default', 'message_failed', 'message_id_seq', 'message_live', 'message_view',
-        'ordering', 'pulse_view', 'queue', 'queue_view', 'retention', 'retention_view', 'retired', 'upkeep',
+        'ordering', 'pulse_view', 'queue', 'queue_view', 'renewal', 'retention', 'retention_view', 'retired', 'upkeep',
         'waiting_view'
     ]
 ) AS needed(name)

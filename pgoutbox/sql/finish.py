@@ -175,8 +175,9 @@ JOIN pgoutbox.message_live AS m ON m.id = head.newest_id
 WHERE head.newest_id > done.id AND m.state = 'pending' AND m.available_at <= now()
 """
 
-# One row per attempt that still holds its message. A row that a caller's transaction has locked, cancelling it, is not
-# renewed; nobody else can claim it either.
+# One row per attempt that still holds its message. A transaction that cancels the message keeps its row locked. Then
+# the lease is renewed beside the row, unless it has ended: when the transaction ends, another worker's claim might come
+# before this worker writes the outcome.
 RENEW_IF_HELD: Final[LiteralString] = """
 WITH asked AS (
     SELECT a.id, a.attempt_count
@@ -193,16 +194,37 @@ WITH asked AS (
     FROM locked AS l
     WHERE m.id = l.id AND m.state = 'sending' AND m.attempt_count = l.attempt_count
     RETURNING m.id
+), beside AS (
+    INSERT INTO pgoutbox.renewal (message_id, attempt_count, worker, lease_expires_at)
+    SELECT m.id, m.attempt_count, m.worker, now() + make_interval(secs => %(lease_seconds)s::float8)
+    FROM asked AS a
+    JOIN pgoutbox.message_live AS m ON m.id = a.id
+    WHERE m.state = 'sending' AND m.attempt_count = a.attempt_count AND m.worker = %(worker)s::text
+        AND m.id <> ALL (ARRAY(SELECT l.id FROM locked AS l))
+        AND (
+            m.lease_expires_at > now()
+            OR (
+                SELECT r.lease_expires_at
+                FROM pgoutbox.renewal AS r
+                WHERE r.message_id = m.id AND r.attempt_count = m.attempt_count AND r.worker = m.worker
+            ) > now()
+        )
+    ON CONFLICT ON CONSTRAINT renewal_pkey DO UPDATE
+    SET attempt_count = excluded.attempt_count,
+        worker = excluded.worker,
+        lease_expires_at = excluded.lease_expires_at
+    RETURNING message_id
 )
 SELECT
     m.id,
     m.cancel_requested_at IS NOT NULL AS cancelled,
     coalesce(head.newest_id > m.id, false) AS superseded,
-    r.id IS NOT NULL OR m.lease_expires_at > now() AS in_lease
+    r.id IS NOT NULL OR b.message_id IS NOT NULL OR m.lease_expires_at > now() AS in_lease
 FROM asked AS a
 JOIN pgoutbox.message_live AS m ON m.id = a.id
 LEFT JOIN pgoutbox.coalesce AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
 LEFT JOIN renewed AS r ON r.id = m.id
+LEFT JOIN beside AS b ON b.message_id = m.id
 WHERE m.state = 'sending' AND m.attempt_count = a.attempt_count AND m.worker = %(worker)s::text
 """
 
@@ -212,7 +234,14 @@ SELECT
     m.id,
     m.cancel_requested_at IS NOT NULL AS cancelled,
     coalesce(head.newest_id > m.id, false) AS superseded,
-    m.lease_expires_at > now() AS in_lease
+    m.lease_expires_at > now() OR coalesce(
+        (
+            SELECT r.lease_expires_at
+            FROM pgoutbox.renewal AS r
+            WHERE r.message_id = m.id AND r.attempt_count = m.attempt_count AND r.worker = m.worker
+        ) > now(),
+        false
+    ) AS in_lease
 FROM unnest(%(ids)s::bigint[], %(attempt_counts)s::integer[]) AS a(id, attempt_count)
 JOIN pgoutbox.message_live AS m ON m.id = a.id
 LEFT JOIN pgoutbox.coalesce AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key

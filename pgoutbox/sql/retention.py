@@ -144,4 +144,10 @@ PRUNE_COALESCE: Final[LiteralString] = "SELECT p.id FROM pgoutbox.prune_coalesce
 
 PRUNE_ORDERING: Final[LiteralString] = "SELECT p.id FROM pgoutbox.prune_ordering(%(limit)s::bigint) AS p(id)"
 
+# A renewal beside a locked row is good for a lease, which is a day at most.
+FORGET_RENEWALS: Final[LiteralString] = """
+DELETE FROM pgoutbox.renewal AS r
+WHERE r.lease_expires_at < now() - interval '1 day'
+"""
+
 PRUNE_CONTENT: Final[LiteralString] = "SELECT p.id FROM pgoutbox.prune_content(%(limit)s::bigint) AS p(id)"

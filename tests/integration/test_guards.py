@@ -596,7 +596,7 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
         "fence in renew",
         a_stale_attempt_cannot_renew,
         lambda stage, patch: patch.setattr(
-            sql, "RENEW_IF_HELD", without(sql.RENEW_IF_HELD, "AND m.attempt_count = a.attempt_count", times=2)
+            sql, "RENEW_IF_HELD", without(sql.RENEW_IF_HELD, "AND m.attempt_count = a.attempt_count", times=3)
         ),
     ),
     (
@@ -607,7 +607,7 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
     ("fence in forget", a_stale_attempt_cannot_delete, no_fence_in_forget),
     ("worker in finish sent", a_worker_of_a_lost_timeline_cannot_write_sent, no_worker_in("FINISH_SENT_IF_HELD")),
     ("worker in finish", a_worker_of_a_lost_timeline_cannot_write_another_end, no_worker_in("FINISH_IF_HELD")),
-    ("worker in renew", a_worker_of_a_lost_timeline_cannot_renew, no_worker_in("RENEW_IF_HELD", times=2)),
+    ("worker in renew", a_worker_of_a_lost_timeline_cannot_renew, no_worker_in("RENEW_IF_HELD", times=3)),
     ("worker in watch", a_worker_of_a_lost_timeline_cannot_watch, no_worker_in("WATCH_IF_HELD")),
     (
         "worker in standing",

@@ -236,6 +236,31 @@ def test_a_cancel_that_comes_after_the_claim_is_a_request(connect: Connect, db: 
     assert finish(db, Verdict(message_id, 1, "retry", "busy")) == {message_id: State.CANCELLED}
 
 
+async def test_a_worker_keeps_the_lease_of_a_message_that_a_long_transaction_cancels_and_rolls_back(
+    dsn: str, connect: Connect, db: psycopg.Connection
+) -> None:
+    outbox = Outbox(settings_for(dsn, lease_seconds=1))
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    @outbox.handler("mail")
+    async def send(message: Message, ctx: Context) -> None:
+        begun.set()
+        await go_on.wait()
+
+    message_id, business = enqueue(db, "mail"), connect()
+    worker = WatchedWorker(outbox)
+    async with running(worker):
+        await begun.wait()
+        assert await asyncio.to_thread(cancel, business, message_id) == "requested"
+        go_on.set()
+        lapsed = "SELECT FROM pgoutbox.message_live WHERE lease_expires_at < now() - interval '1 s'"
+        await until(lambda: db.execute(lapsed).fetchall())
+        business.rollback()
+        assert claim(db, worker="second", topics=["mail"]) == []
+        await until(lambda: state_of(db, message_id) == State.SENT)
+    assert attempts_of(db, message_id) == []
+
+
 def test_a_cancel_does_not_wait_for_a_claim_that_is_not_committed(connect: Connect, db: psycopg.Connection) -> None:
     worker, business = connect(), connect()
     message_id = enqueue(db)

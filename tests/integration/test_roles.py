@@ -67,6 +67,7 @@ TABLE_RIGHTS: Final[dict[str, dict[str, str]]] = {
         "pulse_view": "SELECT",
         "queue": "SELECT",
         "queue_view": "SELECT",
+        "renewal": "DELETE INSERT SELECT UPDATE",
         "retention": "SELECT",
         "retention_view": "SELECT",
         "retired": "SELECT",

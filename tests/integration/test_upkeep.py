@@ -147,6 +147,16 @@ async def test_one_that_died_in_its_turn_holds_up_nobody(member: Callable[..., M
     assert name not in tables_of_partitions(db)
 
 
+async def test_a_turn_forgets_renewals_that_ended_a_day_ago(
+    member: Callable[..., Member], db: psycopg.Connection
+) -> None:
+    for days in (0, 2):
+        db.execute("INSERT INTO pgoutbox.renewal VALUES (%(days)s, now() - %(days)s * interval '1 d', 1, 'w')",
+                   {"days": days})  # fmt: skip
+    assert await member().upkeep.turn()
+    assert db.execute("SELECT message_id FROM pgoutbox.renewal").fetchall() == [(0,)]
+
+
 async def test_after_a_clock_was_ahead_the_next_turn_is_due_at_once(
     member: Callable[..., Member], db: psycopg.Connection
 ) -> None:

@@ -93,3 +93,57 @@ def test_a_row_that_a_caller_is_cancelling_is_not_waited_for(connect: Connect) -
     assert answer == {locked: HeldRow(locked, False, False, False), free: HeldRow(free, False, False, True)}
     theirs.commit()
     assert renew(ours, (locked, 1)) == {locked: HeldRow(locked, True, False, True)}
+
+
+def test_the_lease_of_a_row_that_is_locked_is_renewed_beside_it_and_its_claim_is_left_to_the_holder(
+    connect: Connect,
+) -> None:
+    ours, theirs, others = connect(autocommit=True), connect(), connect(autocommit=True)
+    message_id = in_flight(ours)
+    cancel(theirs, message_id)
+    assert renew(ours, (message_id, 1)) == {message_id: HeldRow(message_id, False, False, True)}
+    theirs.rollback()  # After longer than a lease:
+    lapse(ours, message_id)
+    assert claim(others, worker="second") == []
+    assert watch(ours, (message_id, 1)) == {message_id: HeldRow(message_id, False, False, True)}
+    assert finish_sent(ours, (message_id, 1)) == {message_id}
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_a_lease_that_was_renewed_beside_its_row_ends_too(connect: Connect, cancelled: bool) -> None:
+    ours, theirs, others = connect(autocommit=True), connect(), connect(autocommit=True)
+    message_id = in_flight(ours)
+    cancel(theirs, message_id)
+    renew(ours, (message_id, 1))
+    theirs.commit() if cancelled else theirs.rollback()
+    lapse(ours, message_id)
+    assert claim(others, worker="second") == []
+    ours.execute("UPDATE pgoutbox.renewal SET lease_expires_at = now()")
+    (claimed,) = claim(others, worker="second")
+    assert (claimed.state, claimed.attempt_count) == (("cancelled", 1) if cancelled else ("sending", 2))
+    assert renew(ours, (message_id, 1)) == {}
+
+
+def test_a_lease_renewed_beside_its_row_is_that_of_one_attempt_and_one_worker(connect: Connect) -> None:
+    ours, theirs, others = connect(autocommit=True), connect(), connect(autocommit=True)
+    message_id = in_flight(ours)
+    cancel(theirs, message_id)
+    renew(ours, (message_id, 1))
+    theirs.rollback()
+    lapse(ours, message_id)
+    for change, back in (("attempt_count = 7", "attempt_count = 1"), ("worker = 'x'", "worker = m.worker")):
+        ours.execute(f"UPDATE pgoutbox.renewal SET {change}".encode())
+        with others.transaction(force_rollback=True):
+            assert len(claim(others, worker="second")) == 1
+        joined = "FROM pgoutbox.message_live AS m WHERE m.id = r.message_id"
+        ours.execute(f"UPDATE pgoutbox.renewal AS r SET {back} {joined}".encode())
+        assert claim(others, worker="second") == []
+
+
+def test_a_lease_that_has_ended_is_not_renewed_beside_a_locked_row(connect: Connect) -> None:
+    ours, theirs = connect(autocommit=True), connect()
+    message_id = in_flight(ours)
+    lapse(ours, message_id)
+    cancel(theirs, message_id)
+    assert renew(ours, (message_id, 1)) == {message_id: HeldRow(message_id, False, False, False)}
+    assert ours.execute("SELECT FROM pgoutbox.renewal").fetchall() == []

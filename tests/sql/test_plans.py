@@ -56,6 +56,11 @@ INSERT INTO pgoutbox.coalesce (newest_id, topic, coalesce_key)
 SELECT m.id, m.topic, m.coalesce_key FROM pgoutbox.message AS m WHERE m.coalesce_key IS NOT NULL
 """
 
+RENEWALS: LiteralString = """
+INSERT INTO pgoutbox.renewal (message_id, lease_expires_at, attempt_count, worker)
+SELECT i, now(), 1, 'w' FROM generate_series(1, 2000) AS i
+"""
+
 CLAIM_PARAMETERS: Mapping[str, object] = {
     "queue": "default",
     "topics": ["greet", "bill"],
@@ -136,6 +141,8 @@ def filled(server: Server, migrated: NoopExecutor, request: pytest.FixtureReques
             connection.execute("ALTER TABLE pgoutbox.coalesce SET (autovacuum_enabled = off)")
             connection.execute(FILL, {"done": DONE_COUNT, "pending": PENDING_COUNT})
             connection.execute(HEADS)
+            connection.execute("ALTER TABLE pgoutbox.renewal SET (autovacuum_enabled = off)")
+            connection.execute(RENEWALS)
             if request.param == "analyzed":
                 connection.execute("ANALYZE")
             connection.execute(sql.PREPARE_SESSION, timeouts(load_settings()))
@@ -263,4 +270,4 @@ def test_statements_of_the_live_part_never_touch_finished_rows(
     filled: psycopg.Connection, statement: LiteralString, parameters: Mapping[str, object]
 ) -> None:
     plan = plan_of(filled, statement, parameters)
-    assert plan.relations() <= {"message_live", "coalesce", "queue"}
+    assert plan.relations() <= {"message_live", "coalesce", "queue", "renewal"}
