@@ -184,7 +184,9 @@ RuleState = Annotated[
 ]
 InQueue = Annotated[str | None, typer.Option("--queue", help="Only messages of this queue.")]
 InStates = Annotated[list[State] | None, typer.Option("--state", help="Only messages in this state; may be repeated.")]
-ToDestination = Annotated[str | None, typer.Option("--destination", help="Only messages to this destination.")]
+ToDestination = Annotated[
+    str | None, typer.Option("--destination", help="Only messages to this URI or e-mail address.")
+]
 WithKey = Annotated[str | None, typer.Option("--key", help="Only messages with this coalesce, dedupe or ordering key.")]
 WithText = Annotated[
     str | None,

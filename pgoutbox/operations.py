@@ -162,9 +162,9 @@ class OpenBreaker(NamedTuple):
 class MessageFilter:
     """Which messages: those for which everything holds that is given.
 
-    `key` is a coalesce, dedupe or ordering key. `text` stands somewhere in the destination, the keys, the skip reason
-    or the last error, in whatever case, and has no wildcards; payloads are not looked into. The times are those at
-    which messages were enqueued, the first included.
+    `destination` may leave out `mailto:`. `key` is a coalesce, dedupe or ordering key. `text` stands somewhere in the
+    destination, the keys, the skip reason or the last error, in whatever case, and has no wildcards; payloads are not
+    looked into. The times are those at which messages were enqueued, the first included.
     """
 
     states: Collection[State] = ()

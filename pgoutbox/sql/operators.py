@@ -57,7 +57,10 @@ LIMIT %(limit)s::bigint
 MATCHES: Final[LiteralString] = """(%(states)s::text[] IS NULL OR m.state = ANY (%(states)s::text[]))
     AND (%(topic)s::text IS NULL OR m.topic = %(topic)s::text)
     AND (%(queue)s::text IS NULL OR m.queue = %(queue)s::text)
-    AND (%(destination)s::text IS NULL OR m.destination = %(destination)s::text)
+    AND (
+        %(destination)s::text IS NULL
+        OR m.destination IN (%(destination)s::text, 'mailto:' || %(destination)s::text)
+    )
     AND (%(key)s::text IS NULL OR %(key)s::text IN (m.coalesce_key, m.dedupe_key, m.ordering_key))
     AND (
         %(text)s::text IS NULL

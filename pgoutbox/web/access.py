@@ -263,7 +263,7 @@ class _Gate:
                 raise _RefusalError(405, "Signing out is a POST.", {"Allow": "POST"})
             await self._sign_out(request, passed.session)(scope, receive, answer.send)
             return
-        if passed.session is not None and not _is_live(request):
+        if passed.session is not None and not is_live(request):
             prolonged = self._access.sessions.prolong(passed.session)
             if prolonged is not None:
                 answer.cookie = _Cookie.of(request).set(self._access.sessions.seal(prolonged))
@@ -400,7 +400,7 @@ def _is_static(request: Request) -> bool:
     return _path_of(request).startswith("/static/") and request.method in ("GET", "HEAD")
 
 
-def _is_live(request: Request) -> bool:
+def is_live(request: Request) -> bool:
     """Whether it is the page that asks, not the person in front of it."""
     return _LIVE_HEADER in request.headers or _path_of(request) == "/live"
 
@@ -434,7 +434,7 @@ def _local_path(text: str) -> str:
 
 
 def _not_signed_in(request: Request) -> _RefusalError:
-    by_person = request.method == "GET" and "text/html" in request.headers.get("accept", "") and not _is_live(request)
+    by_person = request.method == "GET" and "text/html" in request.headers.get("accept", "") and not is_live(request)
     if not by_person:
         return _RefusalError(401, "Not signed in.", {"WWW-Authenticate": "Bearer"})
     query = request.scope["query_string"].decode("ascii", "replace")

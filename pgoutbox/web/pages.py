@@ -14,7 +14,7 @@ from pgoutbox.errors import MessageNotFoundError, StateError
 from pgoutbox.message import State
 from pgoutbox.redaction import redact_text
 from pgoutbox.web import charts, inputs, reads
-from pgoutbox.web.access import operators_only
+from pgoutbox.web.access import is_live, operators_only
 from pgoutbox.web.bulk import MAX_MESSAGES, bulk_search
 from pgoutbox.web.dashboard import Dashboard, dashboard_of, viewer_of
 from pgoutbox.web.database import RefusedError
@@ -24,6 +24,8 @@ from pgoutbox.web.reads import Search
 from pgoutbox.web.rendering import link, render_page
 
 if TYPE_CHECKING:
+    from datetime import datetime
+
     from starlette.requests import Request
 
     from pgoutbox.web.bulk import BulkAction
@@ -82,9 +84,14 @@ async def messages(request: Request) -> Response:
     what = Search(inputs.filter_of(given), inputs.group_of(given))
     limit, before_id = inputs.limit_of(given), inputs.before_of(given)
     dashboard = dashboard_of(request)
-    now, found = await dashboard.database.read(
-        lambda connection: (reads.now(connection), reads.search(connection, what, before_id=before_id, limit=limit))
-    )
+    # A page that follows the database looks among the newest rows only, however often it is fetched.
+    seconds = 0.0 if is_live(request) else reads.SEARCH_SECONDS
+
+    def look(connection: Connection) -> tuple[datetime, reads.Found]:
+        found = reads.search(connection, what, before_id=before_id, limit=limit, seconds=seconds)
+        return reads.now(connection), found
+
+    now, found = await dashboard.database.read(look)
     return await render_page(
         request,
         "messages.html",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -20,6 +21,7 @@ QUEUE_CAP: Final = 1_000
 SEARCH_ROWS: Final = 25_000
 # The error of each of these is folded, which takes longer than anything else here.
 GROUP_ROWS: Final = 3_000
+SEARCH_SECONDS: Final = 3.0
 _QUEUES: Final = 100
 _GROUPS: Final = 100
 _SUPERSEDED: Final = 20
@@ -129,11 +131,15 @@ class Search:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One page of a search. With `next_before` there is more; or, if `looked_at` rows did not fill the page, may be."""
+    """One page of a search. With `next_before` there is more; or, if `looked_at` rows did not fill the page, may be.
+
+    A search `is_deep` if it looked through more than the newest rows.
+    """
 
     messages: list[ListedMessage]
     next_before: int | None
     looked_at: int | None
+    is_deep: bool = False
 
 
 def now(connection: Connection) -> datetime:
@@ -215,25 +221,33 @@ def newest_id(connection: Connection) -> int:
     return int(found)
 
 
-def search(connection: Connection, what: Search, *, before_id: int | None = None, limit: int) -> Found:
-    """The newest messages that match, newest first, of so many rows below `before_id`; a page is never dear."""
+def search(
+    connection: Connection, what: Search, *, before_id: int | None = None, limit: int, seconds: float = 0.0
+) -> Found:
+    """The newest messages that match, newest first, of so many rows below `before_id`.
+
+    Looks through as many rows again, until the page is full or `seconds` have passed.
+    """
     before_id, not_below_id = _bounds(connection, what.which, before_id)
-    parameters = {
-        **what.parameters(),
-        "before_id": before_id,
-        "not_below_id": not_below_id,
-        "rows": what.rows,
-        "limit": limit + 1,
-    }
+    over_at = time.monotonic() + seconds
+    parameters = {**what.parameters(), "not_below_id": not_below_id, "rows": what.rows}
     held_only = set(what.which.states) == {State.SENDING} and what.group is None
-    rows = connection.execute(sql.SEARCH_SENDING if held_only else sql.SEARCH_MESSAGES, parameters).fetchall()
-    messages = [ListedMessage._make(row)._replace(state=State(row[4])) for row in rows]
-    if len(messages) > limit:
-        return Found(messages[:limit], messages[limit - 1].id, None)
-    if held_only:
-        return Found(messages, None, None)
-    ended_at = connection.execute(sql.SEARCHED, parameters).fetchone()
-    return Found(messages, None, None) if ended_at is None else Found(messages, ended_at[0], what.rows)
+    statement = sql.SEARCH_SENDING if held_only else sql.SEARCH_MESSAGES
+    messages: list[ListedMessage] = []
+    looked_at = 0
+    while True:
+        parameters |= {"before_id": before_id, "limit": limit + 1 - len(messages)}
+        rows = connection.execute(statement, parameters)
+        messages += [ListedMessage._make(row)._replace(state=State(row[4])) for row in rows]
+        if len(messages) > limit:
+            return Found(messages[:limit], messages[limit - 1].id, None, is_deep=looked_at > 0)
+        ended_at = None if held_only else connection.execute(sql.SEARCHED, parameters).fetchone()
+        if ended_at is None:
+            return Found(messages, None, None, is_deep=looked_at > 0)
+        looked_at += what.rows
+        before_id = ended_at[0]
+        if time.monotonic() >= over_at:
+            return Found(messages, before_id, looked_at, is_deep=looked_at > what.rows)
 
 
 def count_near(connection: Connection, what: Search) -> tuple[int, bool]:

@@ -481,6 +481,13 @@ class TestLooking:
         ):
             assert json.loads(cli("list", "--json", option, value).out)["id"] == failed
 
+    def test_a_bare_address_finds_the_messages_to_it(
+        self, cli: Callable[..., Done], database: psycopg.Connection
+    ) -> None:
+        wanted = put(database, destination="mailto:ada@example.org")
+        put(database, destination="mailto:grace@example.org")
+        assert json.loads(cli("list", "--json", "--destination", "ada@example.org").out)["id"] == wanted
+
     def test_a_full_page_names_the_next_one(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
         first, second = put(database), put(database)
         done = cli("list", "--limit", 1)

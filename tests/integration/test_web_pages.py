@@ -286,6 +286,7 @@ def test_a_search_that_finds_little_stops_and_can_be_continued(
     site: Site, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reads, "SEARCH_ROWS", 5)
+    monkeypatch.setattr(reads, "SEARCH_SECONDS", 0.0)
     rare = put(db, State.SENT, topic="rare")
     others = [put(db, State.SENT) for _ in range(12)]
     page = get(site.vera, "/messages?topic=rare")
@@ -296,6 +297,24 @@ def test_a_search_that_finds_little_stops_and_can_be_continued(
         (following,) = [href for href in page.values("a", "href") if "before=" in href]
         page, steps = get(site.vera, following), steps + 1
     assert (ids_on(page), steps) == ([rare], 2)
+
+
+def test_a_bare_address_finds_all_messages_to_it_however_old_they_are(
+    site: Site, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reads, "SEARCH_ROWS", 5)
+    monkeypatch.setattr(reads, "SEARCH_SECONDS", PROCESS_PATIENCE_SECONDS)
+    old = [put(db, State.SENT, destination="mailto:ada@example.org") for _ in range(2)]
+    for _ in range(17):
+        put(db, State.SENT, destination="mailto:grace@example.org")
+    page = get(site.vera, "/messages?destination=ada@example.org")
+    assert ids_on(page) == old[::-1]
+    assert "Looked through" not in page.words
+    assert ("div", {"id": "found"}) in page.elements, "it is not fetched again and again"
+    assert (
+        ids_on(Page(site.vera.get("/messages?destination=ada@example.org", headers={"X-Pgoutbox-Live": "1"}).text))
+        == []
+    )
 
 
 def test_a_search_by_time_begins_where_that_time_is(
