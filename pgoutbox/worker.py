@@ -91,7 +91,7 @@ class Worker:
         self._topics = sorted(self._handlers)
         self._hold_topics = sorted(t for t, h in self._handlers.items() if h.on_unknown == "hold")
         self._queues = Queues(queues, now=elapsed_clock())
-        self.name = f"{self._settings.worker_name or socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
+        self.name = _name_for(self._settings)
         self.telemetry = Telemetry(_log)
         self._redirect = Redirect.at_start(self._settings)
         self._keyring = keyring_of(self._settings.encryption_keys)
@@ -233,6 +233,8 @@ class Worker:
     def _assemble(self, *, listen: bool) -> None:
         """Make the parts of one run. What leads from one to the other goes through here."""
         settings = self._settings
+        if self._is_started:
+            self.name = _name_for(settings)  # Handlers of the former run may still hold messages in its name.
         handlers = self._handlers
         self._django = DjangoConnections.in_use()
         if self._django is not None:
@@ -602,3 +604,8 @@ class Worker:
             pass  # The notification queue is full. A ring is only a hint, and sleepers poll then.
         except (psycopg.Error, OSError) as error:
             await self._outage.endure(error)
+
+
+def _name_for(settings: Settings) -> str:
+    """A name that no other run of a worker has: it is part of the fence."""
+    return f"{settings.worker_name or socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"

@@ -1090,6 +1090,17 @@ async def test_a_handler_that_ends_within_the_grace_time_is_not_interrupted(
     assert state_of(db, message_id) == State.SENT
 
 
+async def test_each_run_of_a_worker_has_a_name_of_its_own(outbox: Outbox, db: psycopg.Connection) -> None:
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None: ...
+
+    worker = Worker(outbox)
+    for _ in range(2):
+        enqueue(db)
+        await worker.run_once()
+    assert len({row.worker for row in rows_of(db)}) == 2
+
+
 @pytest.mark.parametrize("max_attempts", [1, 11])
 async def test_a_worker_whose_lease_has_lapsed_goes_on_with_its_attempt_and_starts_no_second_one(
     dsn: str, db: psycopg.Connection, max_attempts: int
