@@ -15,6 +15,8 @@ import random
 import threading
 from collections.abc import Callable, Mapping
 
+import psycopg
+
 from pgoutbox.dispatch import Context, describe, elapsed_clock
 from pgoutbox.errors import LeaseLostError, PgOutboxError
 from pgoutbox.link import Link, is_passing
@@ -154,19 +156,35 @@ class LeaseKeeper:
             elif age >= _WATCH_SECONDS and context.overtaken is None and not context.done:
                 watchable.append(context)
         size = self._settings.batch_size
+        refusal: psycopg.Error | None = None
         for start in range(0, len(renewable), size):
-            part = renewable[start : start + size]
-            asked_at = elapsed_clock()
-            rows = await renew(
-                link, *_ids_and_counts(part), worker=self._worker, lease_seconds=self._settings.lease_seconds
-            )
-            for context in part:
-                self._tell(context, rows.get(context.message.id), asked_at)
+            refusal = await self._renew(link, renewable[start : start + size]) or refusal
         for start in range(0, len(watchable), size):
             part = watchable[start : start + size]
             rows = await watch(link, *_ids_and_counts(part), worker=self._worker)
             for context in part:
                 self._tell(context, rows.get(context.message.id), context.leased_at)
+        if refusal is not None:
+            raise refusal
+
+    async def _renew(self, link: Link, contexts: list[Context]) -> psycopg.Error | None:
+        """Renew these leases, and return the error of one that the database refuses: it costs no other lease."""
+        asked_at = elapsed_clock()
+        try:
+            rows = await renew(
+                link, *_ids_and_counts(contexts), worker=self._worker, lease_seconds=self._settings.lease_seconds
+            )
+        except psycopg.Error as error:
+            if is_passing(error):
+                raise
+            if len(contexts) == 1:
+                return error
+            middle = len(contexts) // 2
+            first = await self._renew(link, contexts[:middle])
+            return await self._renew(link, contexts[middle:]) or first
+        for context in contexts:
+            self._tell(context, rows.get(context.message.id), asked_at)
+        return None
 
     def _tell(self, context: Context, row: HeldRow | None, asked_at: float) -> None:
         if row is not None and row.in_lease:

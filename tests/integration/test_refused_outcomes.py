@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -122,6 +123,39 @@ async def test_another_worker_does_not_get_a_message_whose_outcome_is_refused(ds
         allow(db, "sent")
         await until(lambda: state_of(db, message_id) == "sent")
     assert handed_over == {message_id: 1}
+
+
+async def test_a_lease_whose_renewal_is_refused_costs_no_other_lease(dsn: str, db: psycopg.Connection) -> None:
+    outbox = Outbox(settings_for(dsn, lease_seconds=2))
+    begun: set[int] = set()
+    may_end = asyncio.Event()
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        begun.add(message.id)
+        await may_end.wait()
+
+    refused, *others = [enqueue(db) for _ in range(3)]
+    worker = Worker(outbox)
+    async with running(worker):
+        await until(lambda: len(begun) == 3)
+        db.execute(
+            f"""
+            CREATE FUNCTION refuse_renewal() RETURNS trigger LANGUAGE plpgsql AS $$
+            BEGIN
+                RAISE EXCEPTION 'not this one';
+            END
+            $$;
+            CREATE TRIGGER refuse_renewal BEFORE UPDATE ON pgoutbox.message_live
+                FOR EACH ROW WHEN (NEW.id = {refused} AND NEW.state = 'sending') EXECUTE FUNCTION refuse_renewal();
+            """.encode()
+        )
+        live = "SELECT array_agg(id ORDER BY id) FROM pgoutbox.message_live WHERE lease_expires_at {} now()"
+        await until(lambda: db.execute(live.format("<=").encode()).fetchone() == ([refused],))
+        assert db.execute(live.format(">").encode()).fetchone() == (others,)
+        may_end.set()
+        await until(lambda: {row.state for row in rows_of(db)} == {"sent"})
+    assert worker.telemetry.counts[Event.LEASE_KEEPER_FAILED] == 1
 
 
 async def test_a_worker_that_stops_fails_a_message_that_it_handed_over_and_could_not_finish(
