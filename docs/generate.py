@@ -631,8 +631,9 @@ _MEANINGS: Final[Mapping[Event, str]] = {
     Event.OUTCOME_UNWRITTEN: "The worker stopped with a refused outcome: the lease runs out, the message is retried.",
     Event.DATABASE_LOST: "The database does not answer; the worker tries again with growing pauses.",
     Event.DATABASE_BACK: "It answers again.",
+    Event.SERVER_CLOCK_STEPPED: "The server's clock was set forward; lapsed leases are left alone for a lease.",
     Event.LISTENER_LOST: "The listener's connection is gone; the worker looks once a second until it is back.",
-    Event.LISTENER_POOLED: "A pooler stands between the listener and PostgreSQL, and may take the LISTEN away.",
+    Event.LISTENER_POOLED: "A pooler stands between the listener and PostgreSQL. `polls`: whether it shares sessions.",
     Event.LISTENER_BACK: "The listener is connected again.",
     Event.NOTIFY_QUEUE_FILLING: (
         "The server's notification queue is a tenth full or more: a session that listens, of any database, stays in a "

@@ -13,6 +13,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from datetime import datetime
 from typing import Final
 
 import psycopg
@@ -22,12 +23,15 @@ from pgoutbox.lanes import Lanes, Queues
 from pgoutbox.link import is_refusal
 from pgoutbox.message import State
 from pgoutbox.outage import Outage
+from pgoutbox.server_clock import ServerClock
 from pgoutbox.store import ClaimedRow, Store
 from pgoutbox.telemetry import Event, Telemetry
 
 _ROUND_TRIP_SECONDS: Final = 0.002
 _STUBBORN_CONFLICTS: Final = 3
 _CONFLICT_PAUSE_SECONDS: Final = 0.01
+_ENDED_ELSEWHERE: Final = 100
+_ELSEWHERE_SECONDS: Final = 300.0
 _SENDING: Final = State.SENDING  # To look a member up costs more than to compare with it.
 
 
@@ -58,6 +62,8 @@ class Claims:
         self._take_over = take_over
         self._stopping = stopping
         self._telemetry = telemetry
+        self._clock = ServerClock(store.lease_seconds)
+        self._elsewhere_due_at = -math.inf
         self._conflict_count = 0
         self._is_in_doubt = False  # Whether a claim may have been committed without our knowing.
         self._doubt_again_at = math.inf
@@ -73,6 +79,8 @@ class Claims:
         self.work_ahead = False
         self._queues.looked_at = elapsed_clock()
         if not await self.release_lost():
+            return None
+        if self._is_check_due(self._queues.looked_at) and not await self._check():
             return None
         if self._conflict_count > _STUBBORN_CONFLICTS:
             room = 1  # Claims of several rows meet at one coalesce key again and again: one row cannot.
@@ -118,15 +126,50 @@ class Claims:
         slack = _ROUND_TRIP_SECONDS
         while True:
             asked_at = elapsed_clock()
-            due, ordered = await self._store.next_due_seconds(
+            due, ordered, now = await self._store.next_due_seconds(
                 self._queues.names, since_seconds=asked_at - self._queues.looked_at + slack
             )
             if self._queues.note_ordered(ordered):
                 return 0.0
-            took = elapsed_clock() - asked_at
+            answered_at = elapsed_clock()
+            self._note_server_time(now, asked_at, answered_at)
+            took = answered_at - asked_at
             if took <= slack or (due is not None and due <= 0):
                 return due
             slack = 2 * took
+
+    def _is_check_due(self, at: float) -> bool:
+        return self._clock.is_due(at) or at >= self._elsewhere_due_at
+
+    async def _check(self) -> bool:
+        """Compare the clocks, and now and then end what blocks a key from other queues. False after an error."""
+        try:
+            if self._clock.is_due(asked_at := elapsed_clock()):
+                self._note_server_time(await self._store.server_time(), asked_at, elapsed_clock())
+            if (began_at := elapsed_clock()) >= self._elsewhere_due_at:
+                rows = await self._store.end_superseded_elsewhere(
+                    self._queues.names,
+                    topics=self._topics,
+                    total=_ENDED_ELSEWHERE,
+                    clock_limit=self._clock.limit(began_at),
+                )
+                self._elsewhere_due_at = began_at + _ELSEWHERE_SECONDS
+                if rows:
+                    await self._take_over(rows, began_at)
+        except (psycopg.Error, OSError) as error:
+            await self._outage.endure(error)
+            return False
+        return True
+
+    def _note_server_time(self, now: datetime, asked_at: float, answered_at: float) -> None:
+        stepped = self._clock.note(now, asked_at=asked_at, answered_at=answered_at)
+        if stepped is not None:
+            self._telemetry.report(
+                logging.WARNING,
+                Event.SERVER_CLOCK_STEPPED,
+                "server clock stepped forward, lapsed leases left alone for a lease",
+                seconds=round(stepped),
+            )
 
     async def _claim(self, lanes: Lanes, room: int, *, from_beginning: bool, fresh_only: bool) -> int | None:
         """Claim from one queue. Messages with an ordering key and the others take turns at being first."""
@@ -197,6 +240,7 @@ class Claims:
                 fresh_floor=plan.fresh_floor,
                 retry_floor=plan.retry_floor,
                 suspect_limit=plan.suspect_limit,
+                clock_limit=self._clock.limit(began_at),
                 fresh_only=plan.fresh_only,
             )
         except (psycopg.Error, OSError) as error:

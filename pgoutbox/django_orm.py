@@ -12,7 +12,7 @@ import contextlib
 import logging
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, Final, cast
 
@@ -58,7 +58,11 @@ class DjangoConnections:
 
     async def close(self) -> None:
         """Close what handlers left open. A thread that is still in a handler closes its own at the end of it."""
-        await asyncio.to_thread(self._close_left_open)
+        with self._lock:
+            self._is_closed = True
+            left_open, self._left_open = self._left_open, set()
+        if left_open:
+            await asyncio.to_thread(_close_of_idle_threads, left_open)
         if self._async_was_used:
             await self._finish_tidying()
             self._tidying = asyncio.create_task(self._run_in_shared_thread(self._close_all))
@@ -85,15 +89,6 @@ class DjangoConnections:
                 self._left_open.update(c for c in self._of_this_thread() if c.connection is not None)
                 return
         self._close_all()
-
-    def _close_left_open(self) -> None:
-        with self._lock:
-            self._is_closed = True
-            left_open, self._left_open = self._left_open, set()
-        for connection in left_open:
-            with _logged():
-                connection.inc_thread_sharing()  # Its own thread does nothing any more.
-                connection.close()
 
     # --- async --------------------------------------------------------------------------------------------------------
 
@@ -151,6 +146,13 @@ class DjangoConnections:
         for connection in self._of_this_thread():
             with _logged():
                 connection.close()
+
+
+def _close_of_idle_threads(left_open: Iterable[Any]) -> None:
+    for connection in left_open:
+        with _logged():
+            connection.inc_thread_sharing()  # Its own thread does nothing any more.
+            connection.close()
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from psycopg.rows import TupleRow
 
 from pgoutbox import sql
 from pgoutbox.connections import deadline
-from pgoutbox.link import connect, is_out_of_reach, prepare_session
+from pgoutbox.link import connect, is_out_of_reach, keeps_session, prepare_session
 from pgoutbox.settings import Settings
 from pgoutbox.telemetry import Event, Telemetry
 
@@ -65,6 +65,7 @@ class Doorbell:
         self._task: asyncio.Task[None] | None = None
         self._watched_fd: int | None = None
         self._is_pooled = False
+        self._has_no_session = False
         self._is_filling = False
         self._is_full = False
 
@@ -99,7 +100,8 @@ class Doorbell:
             if not await is_out_of_reach(error, self._dsn, self._settings):
                 raise
             self._lose(error)
-        self._task = asyncio.create_task(self._keep_alive(), name="pgoutbox-doorbell")
+        if not self._has_no_session:
+            self._task = asyncio.create_task(self._keep_alive(), name="pgoutbox-doorbell")
 
     async def stop(self) -> None:
         """Give up the bells, so that other sleepers take them over, and close the connection. Twice is not wrong."""
@@ -222,14 +224,8 @@ class Doorbell:
         connection, is_direct = await connect(self._dsn, self._settings, purpose="listen")
         if is_direct:
             await prepare_session(connection, self._settings)
-        elif not self._is_pooled:
-            self._is_pooled = True
-            self._telemetry.report(
-                logging.WARNING,
-                Event.LISTENER_POOLED,
-                "a pooler stands between the listener and PostgreSQL: unless it pools by session, name a direct "
-                "connection in PGOUTBOX_LISTEN_DSN or set PGOUTBOX_LISTEN=false",
-            )
+        elif await self._is_without_session(connection):
+            return
         connection.add_notify_handler(lambda notify: self._hear(connection, notify.pid, notify.payload))
         try:
             async with deadline(connection, self._settings.connect_timeout_seconds):
@@ -243,6 +239,29 @@ class Doorbell:
         self._trusted.clear()
         self._connection = connection
         self._start_reading(connection)
+
+    async def _is_without_session(self, connection: psycopg.AsyncConnection[TupleRow]) -> bool:
+        """Whether a pooler takes the session away after each transaction; closes the connection then.
+
+        A LISTEN and a bell would stay behind in the pool, and nobody could end them: producers would ring for nobody.
+        """
+        try:
+            self._has_no_session = not await keeps_session(connection, self._dsn, self._settings)
+        except BaseException:
+            await connection.close()
+            raise
+        if self._has_no_session:
+            await connection.close()
+        if not self._is_pooled:
+            self._is_pooled = True
+            self._telemetry.report(
+                logging.WARNING,
+                Event.LISTENER_POOLED,
+                "a pooler stands between the listener and PostgreSQL: name a direct connection in PGOUTBOX_LISTEN_DSN "
+                "or set PGOUTBOX_LISTEN=false",
+                polls=self._has_no_session,
+            )
+        return self._has_no_session
 
     async def _disconnect(self) -> None:
         self._stop_reading()
@@ -266,6 +285,8 @@ class Doorbell:
                 await self._doubt()
             if self._lost.is_set():
                 await self._reconnect()
+            if self._has_no_session:
+                return  # From now on it polls.
 
     async def _probe(self) -> None:
         # Keepalives do not see a stalled middlebox, and a pooler may have taken the LISTEN away: only an answer counts.
@@ -315,6 +336,7 @@ class Doorbell:
                 pause = min(pause * 2, _MAX_PAUSE_SECONDS)
             else:
                 break
-        self._telemetry.report(logging.INFO, Event.LISTENER_BACK, "listener back")
+        if not self._has_no_session:
+            self._telemetry.report(logging.INFO, Event.LISTENER_BACK, "listener back")
         # What was committed in between has rung for nobody.
         self._on_ring(None)

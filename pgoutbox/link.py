@@ -24,6 +24,7 @@ from pgoutbox.round_trip import Step, fetch_in_one_trip
 from pgoutbox.settings import Settings
 
 _REFUSED_PAUSE_SECONDS: Final = 1.0
+_POOLER_TRIALS: Final = 3
 
 # What passes: serialization, deadlock, lock timeout, cancelled statement, session out of its time, server going down or
 # full, broken connection, a limit of the server such as a full notification queue or no transaction numbers.
@@ -182,6 +183,27 @@ async def connect(dsn: str, settings: Settings, *, purpose: str) -> tuple[psycop
         await connection.close()
         raise
     return connection, pid == connection.info.backend_pid
+
+
+async def keeps_session(connection: psycopg.AsyncConnection[TupleRow], dsn: str, settings: Settings) -> bool:
+    """Whether a pooler that stands in between leaves this connection one session, as far as can be found out.
+
+    Two connections that are both open never meet in one session then. If the second is refused, the answer is no.
+    """
+    try:
+        other, _ = await connect(dsn, settings, purpose="listen")
+    except (psycopg.OperationalError, OSError):
+        return False
+    try:
+        async with deadline(connection, settings.connect_timeout_seconds):
+            pids: list[set[int]] = [set(), set()]
+            for _ in range(_POOLER_TRIALS):
+                for mine, met in zip((connection, other), pids, strict=True):
+                    cursor = await mine.execute(sql.BACKEND_PID, prepare=False)
+                    met.update(pid for (pid,) in await cursor.fetchall())
+    finally:
+        await other.close()
+    return len(pids[0]) == len(pids[1]) == 1 and pids[0] != pids[1]
 
 
 async def prepare_session(connection: psycopg.AsyncConnection[TupleRow], settings: Settings) -> None:

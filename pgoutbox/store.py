@@ -147,12 +147,14 @@ class Store:
         fresh_floor: Floor | None,
         retry_floor: Floor | None,
         suspect_limit: int,
+        clock_limit: datetime | None = None,
         fresh_only: bool = False,
     ) -> list[ClaimedRow]:
         """Claim up to `total` messages, ordered by due time within each lane, those beyond the floors.
 
-        Among them at most `suspect_limit` whose last attempt was lost and that are tried again. `fresh_only` is for a
-        worker that was rung: the others are left out, and `suspect_limit` and the floor of retries say nothing.
+        Among them at most `suspect_limit` whose last attempt was lost and that are tried again. No lease counts as
+        lapsed while the server's clock is beyond `clock_limit`. `fresh_only` is for a worker that was rung: the others
+        are left out, and `suspect_limit` and the floor of retries say nothing.
         """
         fresh_floor_at, fresh_floor_id = fresh_floor or NO_FLOOR
         retry_floor_at, retry_floor_id = retry_floor or NO_FLOOR
@@ -169,6 +171,7 @@ class Store:
                 "retry_floor": retry_floor_at,
                 "retry_floor_id": retry_floor_id,
                 "suspect_limit": suspect_limit,
+                "clock_limit": clock_limit,
                 "worker": self.worker,
                 "lease_seconds": self._settings.lease_seconds,
             },
@@ -176,6 +179,25 @@ class Store:
         claimed = [ClaimedRow._make(row) for row in rows]
         claimed.sort(key=_by_due_time)
         return claimed
+
+    async def end_superseded_elsewhere(
+        self, queues: Sequence[str], *, topics: Sequence[str], total: int, clock_limit: datetime | None
+    ) -> list[ClaimedRow]:
+        """End up to `total` superseded messages of other queues than these whose attempt was lost."""
+        rows = await self.claims.fetch(
+            sql.END_SUPERSEDED_ELSEWHERE,
+            {
+                "queue": "",
+                "queues": queues,
+                "topics": topics,
+                "hold_topics": [],
+                "total": total,
+                "clock_limit": clock_limit,
+                "worker": self.worker,
+                "lease_seconds": self._settings.lease_seconds,
+            },
+        )
+        return [ClaimedRow._make(row) for row in rows]
 
     async def find_ordered(
         self, queue: str, *, topics: Sequence[str], after_key: str, key_limit: int
@@ -220,16 +242,16 @@ class Store:
 
     async def next_due_seconds(
         self, queues: Sequence[str], *, since_seconds: float
-    ) -> tuple[float | None, Collection[str]]:
+    ) -> tuple[float | None, Collection[str], datetime]:
         """Seconds until the next message of these queues falls due, None if nothing is scheduled.
 
         Not more than zero if one fell due within the last `since_seconds`. Also those of the queues that hold messages
-        with an ordering key.
+        with an ordering key, and what the database's clock says.
         """
-        ((seconds, ordered),) = await self.claims.fetch(
+        ((seconds, ordered, now),) = await self.claims.fetch(
             sql.NEXT_DUE, {"queues": queues, "since_seconds": since_seconds}
         )
-        return seconds if seconds is None else float(seconds), ordered or ()
+        return seconds if seconds is None else float(seconds), ordered or (), now
 
     async def idle_queues(self, queues: Sequence[str]) -> list[str]:
         """Those of these queues whose messages an idle worker may take; without a listener, all without a rate."""

@@ -43,6 +43,7 @@ class Event(enum.StrEnum):
     OUTCOME_UNWRITTEN = "outcome_unwritten"
     DATABASE_LOST = "database_lost"
     DATABASE_BACK = "database_back"
+    SERVER_CLOCK_STEPPED = "server_clock_stepped"
     LISTENER_LOST = "listener_lost"
     LISTENER_POOLED = "listener_pooled"
     LISTENER_BACK = "listener_back"

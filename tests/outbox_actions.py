@@ -89,6 +89,7 @@ def claim(
     fresh_floor: Floor | None = None,
     retry_floor: Floor | None = None,
     suspect_limit: int = 1,
+    clock_limit: datetime | None = None,
     fresh_only: bool = False,
     worker: str = "worker-1",
 ) -> list[ClaimedRow]:
@@ -104,6 +105,7 @@ def claim(
         "retry_floor": (retry_floor or NO_FLOOR)[0],
         "retry_floor_id": (retry_floor or NO_FLOOR)[1],
         "suspect_limit": suspect_limit,
+        "clock_limit": clock_limit,
         "worker": worker,
         "lease_seconds": LEASE_SECONDS,
     }

@@ -922,8 +922,8 @@ BEGIN
             WHERE d.topic = p_topic AND d.dedupe_key = p_dedupe_key;
             CONTINUE WHEN NOT FOUND;
             IF pgoutbox.has_freed_key(known_id) THEN
-                -- Of several that want the key only one gets this lock while the message of before has it; a redrive of
-                -- that message holds it until its commit. So the state is asked for again.
+                -- Concurrent callers get this lock one after the other, and the first one changes message_id. A redrive
+                -- of the cancelled message holds it until its commit, so look at the message again.
                 PERFORM FROM pgoutbox.dedupe AS d
                 WHERE d.topic = p_topic AND d.dedupe_key = p_dedupe_key AND d.message_id = known_id
                 FOR UPDATE;

@@ -155,13 +155,13 @@ def check_pooler(patient: Patient) -> Iterator[Note]:
     elif _shares_sessions(patient):
         yield problem(
             "a transaction pooler stands between the worker and PostgreSQL, and the listener has no way around it",
-            "LISTEN is lost with each transaction: messages wait for the sweep, and others' sessions get the bells",
+            "workers cannot listen there: they look once a second",
             "name a direct connection in PGOUTBOX_LISTEN_DSN, or set PGOUTBOX_LISTEN=false",
         )
     else:
         yield warning(
             "a pooler stands between the listener and PostgreSQL",
-            "if it pools by transaction, LISTEN is lost and messages wait for the sweep",
+            "if it pools by transaction, workers cannot listen and look once a second",
             "unless it pools by session: name a direct connection in PGOUTBOX_LISTEN_DSN, or set PGOUTBOX_LISTEN=false",
         )
 

@@ -19,6 +19,7 @@ from pgoutbox.sql.claim import (
     CLAIM_FRESH,
     CLAIM_ORDERED,
     CONTENTS,
+    END_SUPERSEDED_ELSEWHERE,
     FIND_ORDERED,
     NEXT_DUE,
 )
@@ -215,6 +216,7 @@ __all__ = [
     "DURABILITY",
     "ENDED_BY_TOPIC",
     "END_STRANDED",
+    "END_SUPERSEDED_ELSEWHERE",
     "ENQUEUE",
     "ENQUEUE_FANOUT",
     "ENQUEUE_MANY",

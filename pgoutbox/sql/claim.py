@@ -66,9 +66,12 @@ _OTHER_LANES: Final[LiteralString] = """, first_lapsed AS MATERIALIZED (
     -- Where two scans begin that would each wade through the dead index entries before it; mostly there is none.
     SELECT m.lease_expires_at, m.id
     FROM pgoutbox.message_live AS m
+    -- None either, after the server's clock has stepped forward: leases that lapse by a step are held by live workers,
+    -- which renew them soon.
     WHERE m.queue = %(queue)s::text
         AND m.state = 'sending'
         AND m.lease_expires_at <= now()
+        AND now() <= coalesce(%(clock_limit)s::timestamptz, 'infinity')
     ORDER BY m.lease_expires_at, m.id
     LIMIT 1
 ), ending AS MATERIALIZED (
@@ -350,6 +353,44 @@ _FRESH_ALONE: Final[LiteralString] = """
 )"""
 CLAIM_FRESH: Final[LiteralString] = _PERMIT + _FRESH_LANE + _FRESH_ALONE + _JUDGE
 
+# Ends attempts of other queues whose lease has lapsed and whose message is superseded. Nobody may serve their queue any
+# more, and a newer message of their key cannot be claimed before they end. `message_live_in_flight` has only attempts
+# in flight.
+_ELSEWHERE: Final[LiteralString] = """
+WITH permit AS MATERIALIZED (
+    SELECT 0 AS count, false AS is_limited
+), candidate AS MATERIALIZED (
+    SELECT
+        m.id,
+        m.topic,
+        m.coalesce_key,
+        m.state,
+        m.attempt_count,
+        m.max_attempts,
+        m.expires_at,
+        m.cancel_requested_at,
+        m.claimed_at,
+        m.worker,
+        m.lease_expires_at AS due_at
+    FROM pgoutbox.message_live AS m
+    WHERE m.state = 'sending'
+        AND m.coalesce_key IS NOT NULL
+        AND m.topic = ANY (%(topics)s::text[])
+        AND m.queue <> ALL (%(queues)s::text[])
+        AND m.lease_expires_at <= now()
+        AND now() <= coalesce(%(clock_limit)s::timestamptz, 'infinity')
+        AND m.worker <> %(worker)s::text
+        AND EXISTS (
+            SELECT
+            FROM pgoutbox.coalesce AS head
+            WHERE head.topic = m.topic AND head.coalesce_key = m.coalesce_key AND head.newest_id > m.id
+        )
+    ORDER BY m.lease_expires_at, m.id
+    LIMIT %(total)s::bigint
+    FOR UPDATE OF m SKIP LOCKED
+)"""
+END_SUPERSEDED_ELSEWHERE: Final[LiteralString] = _ELSEWHERE + _JUDGE
+
 # Messages with an ordering key. Only the first of each key is looked at, key by key from `after_key` on, at most
 # `key_limit` keys: what it costs does not depend on how many messages wait behind it. The first of a key can be claimed
 # if it is due, none of its key is in flight, and none before it has failed and halts the key. One row: what can be
@@ -453,7 +494,8 @@ CLAIM_ORDERED: Final[LiteralString] = _PERMIT + _ORDERED_LANE + _JUDGE
 # When the first message of these queues falls due that was not due `since_seconds` ago, in seconds from now; null if
 # there is none. What fell due between the snapshots of the last claim and of this statement is in neither of them. In a
 # queue with limits messages may be due for long: they are looked at again with the next permit, or soon when there is
-# one, because others have the messages or the limit has moved since the claim. Also the queues with ordering keys.
+# one, because others have the messages or the limit has moved since the claim. Also the queues with ordering keys,
+# and the time.
 NEXT_DUE: Final[LiteralString] = """
 SELECT
     extract(
@@ -470,7 +512,8 @@ SELECT
         WHERE EXISTS (
             SELECT FROM pgoutbox.message_live AS o WHERE o.queue = asked.name AND o.ordering_key IS NOT NULL
         )
-    )
+    ),
+    now()
 FROM (
     SELECT
         q.name,

@@ -16,6 +16,7 @@ import tempfile
 from collections import Counter
 from itertools import count
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Literal
 from urllib.parse import quote
 
@@ -59,6 +60,8 @@ class OwnServer:
         self.home = home
         self.data = home / "data"
         self.log = home / "log"
+        self.environment: dict[str, str] = {}
+        """Variables that its processes have besides the usual ones."""
 
     @property
     def dsn(self) -> str:
@@ -125,7 +128,8 @@ class OwnServer:
         self._pg_ctl("promote", "-w", "-t", str(_START_SECONDS)).check_returncode()
 
     def _pg_ctl(self, command: str, *words: str) -> subprocess.CompletedProcess[str]:
-        return self._workshop.run("pg_ctl", command, "-s", "-D", str(self.data), *words)
+        words = ("pg_ctl", command, "-s", "-D", str(self.data), *words)
+        return self._workshop.run(*words, environment=self.environment)
 
 
 class Workshop:
@@ -197,7 +201,9 @@ class Workshop:
         finally:
             subprocess.run(["umount", "-l", str(mount_point)], check=True)
 
-    def run(self, program: str, *words: str) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, program: str, *words: str, environment: Mapping[str, str] = MappingProxyType({})
+    ) -> subprocess.CompletedProcess[str]:
         """Run one of PostgreSQL's programs as the servers' account; what it says goes to a file of its own, because
         the servers that it starts keep its output open."""
         with tempfile.TemporaryFile("w+") as output:
@@ -207,7 +213,7 @@ class Workshop:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd="/",
-                env={"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C"},
+                env={"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C", **environment},
                 start_new_session=True,
                 user=self._account.pw_uid if self._account else None,
                 group=self._account.pw_gid if self._account else None,

@@ -4,11 +4,13 @@ hands over as any other; and a time zone changes no instant.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import signal
 import subprocess
 import time
+from collections import Counter
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 from zoneinfo import ZoneInfo
@@ -20,20 +22,25 @@ from pgoutbox import Outbox
 from pgoutbox.dispatch import Context
 from pgoutbox.message import Message, Snooze
 from pgoutbox.retry import RetryPolicy
+from pgoutbox.telemetry import Event
 from pgoutbox.worker import Worker
 from tests.conftest import server_missing
 from tests.faults.fleet import SUSPEND_VARIABLE
 from tests.faults.judge import violations
+from tests.faults.servers import Workshop, open_workshop
 from tests.outbox_actions import (
     PATIENCE_SECONDS,
+    WatchedWorker,
     attempts_of,
     claim,
     enqueue,
     lapse,
     row_of,
+    running,
     settings_for,
     state_of,
 )
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -72,11 +79,17 @@ static int slept(void)
     return token != NULL && access(token, F_OK) == 0;
 }
 
+static long step(void)
+{
+    const char *token = getenv("FAULTS_STEPPED");
+    return token != NULL && access(token, F_OK) == 0 ? 3600 : 0;
+}
+
 int clock_gettime(clockid_t clock, struct timespec *now)
 {
     int failed = (int)syscall(SYS_clock_gettime, clock, now);
     if (!failed && (clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE))
-        now->tv_sec += skew();
+        now->tv_sec += skew() + step();
     if (!failed && clock == CLOCK_BOOTTIME && slept())
         now->tv_sec += 3600;
     return failed;
@@ -86,7 +99,7 @@ int gettimeofday(struct timeval *restrict now, void *restrict zone)
 {
     int failed = (int)syscall(SYS_gettimeofday, now, zone);
     if (!failed)
-        now->tv_sec += skew();
+        now->tv_sec += skew() + step();
     return failed;
 }
 
@@ -261,6 +274,60 @@ def test_a_worker_in_a_container_whose_clocks_began_elsewhere_works_as_any_other
     assert worker.wait(PATIENCE_SECONDS) == 0, fleet.log
     assert fleet.deliveries() == {sent: 1, gated: 1}
     assert violations(db) == []
+
+
+# --- the server's clock -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def workshop() -> Iterator[Workshop]:
+    """A place for servers of the test's own."""
+    with open_workshop(os.environ) as workshop:
+        yield workshop
+
+
+async def test_a_step_forward_of_the_servers_clock_hands_nothing_over_twice(workshop: Workshop, shim: Path) -> None:
+    seen: Counter[int] = Counter()
+    may_end = asyncio.Event()
+
+    def outbox(dsn: str) -> Outbox:
+        made = Outbox(settings_for(dsn, lease_seconds=6, sweep_seconds=0.2))
+
+        @made.handler("greet")
+        async def greet(message: Message, ctx: Context) -> None:
+            seen[message.id] += 1
+            if message.payload == "slow":
+                await may_end.wait()
+
+        return made
+
+    with workshop.server() as server:
+        stepped = server.home / "stepped"
+        shutil.copy(shim, server.home / "clock.so")
+        server.environment = {"LD_PRELOAD": str(server.home / "clock.so"), "FAULTS_STEPPED": str(stepped)}
+        server.start()
+        with server.connect() as db:
+            slow = [enqueue(db, payload="slow") for _ in range(3)]
+            holder, other = Worker(outbox(server.dsn)), WatchedWorker(outbox(server.dsn))
+            async with running(holder):
+                await until(lambda: len(seen) == 3)
+                async with running(other):
+                    await other.asleep.wait()
+                    stepped.touch()
+                    in_lease = "SELECT count(*) FROM pgoutbox.message_live WHERE lease_expires_at > now()"
+                    assert db.execute(in_lease).fetchone() == (0,)
+                    await until(lambda: other.telemetry.counts[Event.SERVER_CLOCK_STEPPED] == 1)
+                    await until(lambda: db.execute(in_lease).fetchone() == (3,))
+                    # Attempts that are lost after the step are found, as soon as the clock is trusted again.
+                    lost = enqueue(db, queue="lost")
+                    claim(db, queue="lost", worker="gone")
+                    lapse(db, lost)
+                    db.execute("UPDATE pgoutbox.message_live SET queue = 'default' WHERE id = %s", [lost])
+                    await until(lambda: state_of(db, lost) == "sent")
+                    assert {seen[message_id] for message_id in slow} == {1}
+                    may_end.set()
+                    await until(lambda: {state_of(db, message_id) for message_id in slow} == {"sent"})
+    assert set(seen.values()) == {1}
 
 
 # --- time zones -------------------------------------------------------------------------------------------------------

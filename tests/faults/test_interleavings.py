@@ -15,7 +15,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
 import psycopg
@@ -627,7 +627,7 @@ async def test_what_falls_due_while_the_question_for_the_next_due_time_is_on_its
 
     async def ask_late(
         self: Store, queues: Sequence[str], *, since_seconds: float
-    ) -> tuple[float | None, Collection[str]]:
+    ) -> tuple[float | None, Collection[str], datetime]:
         questions.append(since_seconds)
         if len(questions) == 1:
             db.execute("UPDATE pgoutbox.message_live SET available_at = clock_timestamp()")

@@ -1,4 +1,4 @@
-"""Who gets the dedupe key of a cancelled message: two real connections, and a gate where an order needs one."""
+"""Races for the dedupe key of a cancelled message: two real connections, and a gate where an order needs one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def live_count(db: psycopg.Connection) -> int:
 
 
 @pytest.mark.parametrize("way", BOTH)
-def test_of_two_that_enqueue_a_freed_key_at_once_one_makes_the_message(
+def test_concurrent_enqueues_of_a_freed_key_make_one_message(
     outbox: Outbox, connect: Connect, db: psycopg.Connection, way: str
 ) -> None:
     winner, waiting = connect(), connect()
@@ -50,7 +50,7 @@ def test_of_two_that_enqueue_a_freed_key_at_once_one_makes_the_message(
     assert live_count(db) == 1
 
 
-def test_who_waits_for_a_freed_key_gets_it_when_the_first_rolls_back(
+def test_a_waiting_enqueue_gets_a_freed_key_when_the_first_rolls_back(
     outbox: Outbox, connect: Connect, db: psycopg.Connection
 ) -> None:
     winner, waiting = connect(), connect()

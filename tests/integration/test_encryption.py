@@ -257,7 +257,7 @@ async def test_a_content_is_decrypted_once_for_all_of_its_messages(
         ("reset", "mailto:a@example.org", None),
     ],
 )
-async def test_what_somebody_enqueues_again_elsewhere_by_sql_is_not_opened(
+async def test_a_payload_that_is_enqueued_again_elsewhere_by_sql_is_not_opened(
     dsn: str, db: psycopg.Connection, topic: str, destination: str, problem: str | None
 ) -> None:
     outbox = outbox_with(dsn, OLD)

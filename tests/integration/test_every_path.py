@@ -187,6 +187,27 @@ async def test_what_expires_while_it_waits_for_a_slot_is_not_handed_over(
     assert state_of(db, lasting) == "sent"
 
 
+async def test_a_lost_attempt_of_a_queue_that_nobody_serves_does_not_block_the_newest_message_of_its_key(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    older = enqueue(db, coalesce_key="k", queue="decommissioned")
+    other = enqueue(db, coalesce_key="other", queue="decommissioned")
+    foreign = [enqueue(db, "bill", coalesce_key="k", queue=queue) for queue in ("decommissioned", "default")]
+    claim(db, queue="decommissioned", topics=["greet"], worker="gone")
+    db.execute("DELETE FROM pgoutbox.coalesce WHERE topic = 'bill'")
+    claim(db, queue="decommissioned", topics=["bill"], worker="gone")
+    newer = enqueue(db, coalesce_key="k")
+    await Worker(quick(dsn)).run_once()
+    assert [row.state for row in rows_of(db, older, newer)] == ["sending", "pending"]
+    for message_id in (older, other, foreign[0]):
+        lapse(db, message_id)
+    await Worker(quick(dsn)).run_once()
+    assert [(row.state, row.superseded_by) for row in rows_of(db, older, newer)] == [("skipped", newer), ("sent", None)]
+    assert [(number, outcome) for number, outcome, _ in attempts_of(db, older)] == [(1, "lost")]
+    # A message that is not superseded, and those of other topics, wait for their own workers.
+    assert [row.state for row in rows_of(db, other, *foreign)] == ["sending", "sending", "pending"]
+
+
 # --- rings ------------------------------------------------------------------------------------------------------------
 
 

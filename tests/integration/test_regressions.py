@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Final, cast
 from urllib.parse import quote, urlencode
 
 import psycopg
@@ -511,9 +511,9 @@ def test_a_row_that_no_worker_could_read_is_refused_though_it_is_written_by_hand
     assert caught.value.diag.constraint_name == "message_live_sound"
 
 
-@pytest.fixture
-def pooled_dsn(dsn: str, server: Server) -> Iterator[str]:
-    """DSN of the test's database through pgbouncer, which gives every transaction the same one session."""
+@contextlib.contextmanager
+def pooled(dsn: str, server: Server, *, mode: str, size: int) -> Iterator[str]:
+    """The DSN of the test's database through pgbouncer, which has so many sessions."""
     program = shutil.which("pgbouncer", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
     if program is None:
         server_missing("no pgbouncer")
@@ -536,8 +536,8 @@ unix_socket_dir = {directory}
 listen_port = 6432
 auth_type = any
 auth_file = {directory}/users.txt
-pool_mode = transaction
-default_pool_size = 1
+pool_mode = {mode}
+default_pool_size = {size}
 log_connections = 0
 log_disconnections = 0
 log_stats = 0
@@ -560,6 +560,21 @@ log_stats = 0
                 bouncer.terminate()
 
 
+@pytest.fixture
+def pooled_dsn(dsn: str, server: Server) -> Iterator[str]:
+    """DSN of the test's database through pgbouncer, which gives every transaction the same one session."""
+    with pooled(dsn, server, mode="transaction", size=1) as pooled_dsn:
+        yield pooled_dsn
+
+
+BELLS: Final = """
+    SELECT l.pid
+    FROM pg_locks AS l
+    JOIN pg_database AS d ON d.oid = l.database AND d.datname = current_database()
+    WHERE l.locktype = 'advisory' AND l.classid = 1885826146 AND l.mode = 'ExclusiveLock'
+"""
+
+
 def session_of_pool(pooled_dsn: str) -> tuple[int, list[tuple[str, str]], list[tuple[str]]]:
     """The pool's one session: its process number, what is set in it and what is prepared in it."""
     with psycopg.connect(pooled_dsn, prepare_threshold=None, application_name="pgoutbox test") as connection:
@@ -580,12 +595,30 @@ async def test_a_listener_behind_a_pooler_is_warned_of_and_leaves_no_settings_in
         await worker.sleeping.wait()
         message_id = enqueue(db)
         await receiver.has_all.wait()
-        assert worker._bell is not None
-        for _ in range(6):  # By default the driver prepares what it has run five times.
-            await worker._bell._probe()
+        # A bell in a session of the pool would outlive a worker that is killed.
+        assert db.execute(BELLS).fetchall() == []
     assert session_of_pool(pooled_dsn) == before
     assert state_of(db, message_id) == State.SENT
     assert worker.telemetry.counts[Event.LISTENER_POOLED] == 1
+
+
+async def test_through_a_pooler_by_session_a_worker_listens_and_prepares_no_statements(
+    dsn: str, server: Server, db: psycopg.Connection
+) -> None:
+    with pooled(dsn, server, mode="session", size=10) as pooled_dsn:
+        outbox = Outbox(settings_for(pooled_dsn))
+        receiver, worker = Receiver(outbox), SleepingWorker(outbox)
+        async with running(worker):
+            await worker.sleeping.wait()
+            assert worker._bell is not None
+            assert worker._bell.is_armed
+            for _ in range(6):  # By default the driver prepares what it has run five times.
+                await worker._bell._probe()
+            prepared = await worker._bell._ask("SELECT name FROM pg_prepared_statements", {})
+            assert prepared == []
+            message_id = enqueue(db)
+            await receiver.has_all.wait()
+    assert state_of(db, message_id) == State.SENT
 
 
 async def test_with_a_listener_of_its_own_a_worker_behind_a_pooler_is_woken_by_a_commit(

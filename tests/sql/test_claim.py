@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING, LiteralString, Unpack
 
 import pytest
@@ -95,6 +96,7 @@ def test_the_answer_lists_what_the_dataclass_reads_in_its_order(
         "retry_floor": None,
         "retry_floor_id": 0,
         "suspect_limit": 1,
+        "clock_limit": None,
         "worker": "w",
         "lease_seconds": 1,
     }
@@ -381,6 +383,16 @@ def test_a_lost_attempt_that_ends_does_not_wait_for_a_suspects_turn(rolled_back:
     assert ids_in_flight(claim(rolled_back)) == suspects[:1]
 
 
+def test_no_lease_counts_as_lapsed_beyond_the_limit_of_the_clock(rolled_back: psycopg.Connection) -> None:
+    (ends,) = lost_one_after_the_other(rolled_back, 1, max_attempts=1)
+    (suspect,) = lost_one_after_the_other(rolled_back, 1)
+    fresh = enqueue(rolled_back)
+    (now,) = rolled_back.execute("SELECT now()").fetchone() or (None,)
+    assert now is not None
+    assert [row.id for row in claim(rolled_back, clock_limit=now - timedelta(seconds=1))] == [fresh]
+    assert [row.id for row in claim(rolled_back, clock_limit=now)] == [ends, suspect]
+
+
 def test_a_suspect_that_another_session_has_locked_is_passed_over(connect: Connect) -> None:
     ours, theirs = connect(autocommit=True), connect()
     first, second = lost_one_after_the_other(ours, 2)
@@ -461,7 +473,7 @@ def test_the_next_due_time_looks_at_both_lanes_and_at_leases(rolled_back: psycop
     parameters = {"queues": ["default", "bulk"], "since_seconds": 0}
 
     def next_due() -> float | None:
-        ((seconds, _),) = rolled_back.execute(sql.NEXT_DUE, parameters).fetchall()
+        ((seconds, *_),) = rolled_back.execute(sql.NEXT_DUE, parameters).fetchall()
         return None if seconds is None else float(seconds)
 
     assert next_due() is None
@@ -478,15 +490,16 @@ def test_what_is_due_already_is_not_the_next_to_fall_due(rolled_back: psycopg.Co
     message_id = retried(rolled_back)
     make_due(rolled_back, message_id)
     parameters = {"queues": ["default"], "since_seconds": 0}
-    assert rolled_back.execute(sql.NEXT_DUE, parameters).fetchone() == (None, None)
+    assert (rolled_back.execute(sql.NEXT_DUE, parameters).fetchone() or ())[:2] == (None, None)
 
 
 def test_what_fell_due_since_the_last_claim_began_is_not_slept_over(rolled_back: psycopg.Connection) -> None:
     message_id = enqueue(rolled_back)
     due_earlier(rolled_back, message_id, 3)
     parameters = {"queues": ["default"], "since_seconds": 5}
-    assert rolled_back.execute(sql.NEXT_DUE, parameters).fetchone() == (-3.0, None)
-    assert rolled_back.execute(sql.NEXT_DUE, parameters | {"since_seconds": 2}).fetchone() == (None, None)
+    assert (rolled_back.execute(sql.NEXT_DUE, parameters).fetchone() or ())[:2] == (-3.0, None)
+    parameters |= {"since_seconds": 2}
+    assert (rolled_back.execute(sql.NEXT_DUE, parameters).fetchone() or ())[:2] == (None, None)
 
 
 def owed(connection: psycopg.Connection) -> int:

@@ -72,8 +72,20 @@ CLAIM_PARAMETERS: Mapping[str, object] = {
     "retry_floor": None,
     "retry_floor_id": 0,
     "suspect_limit": 1,
+    "clock_limit": None,
     "worker": "w",
     "lease_seconds": 60.0,
+}
+
+ELSEWHERE_PARAMETERS: Mapping[str, object] = {
+    "queue": "",
+    "queues": ["default"],
+    "topics": ["greet"],
+    "hold_topics": [],
+    "total": 100,
+    "clock_limit": None,
+    "worker": "w",
+    "lease_seconds": 60,
 }
 HELD_PARAMETERS: Mapping[str, object] = {
     "worker": "w",
@@ -240,6 +252,7 @@ def test_attempts_in_flight_are_found_by_primary_key(
     [
         pytest.param(sql.CLAIM, CLAIM_PARAMETERS, id="claim"),
         pytest.param(sql.CLAIM_FRESH, CLAIM_PARAMETERS, id="claim fresh"),
+        pytest.param(sql.END_SUPERSEDED_ELSEWHERE, ELSEWHERE_PARAMETERS, id="end superseded elsewhere"),
         pytest.param(sql.NEXT_DUE, {"queues": ["default"], "since_seconds": 0}, id="next due"),
         pytest.param(sql.FINISH_SENT_IF_HELD, HELD_PARAMETERS, id="finish sent"),
         pytest.param(sql.FINISH_SENT_AND_FORGET_IF_HELD, HELD_PARAMETERS, id="finish sent and forget"),

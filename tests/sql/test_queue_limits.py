@@ -56,7 +56,7 @@ def next_permit(connection: psycopg.Connection) -> float | None:
 
 
 def next_due(connection: psycopg.Connection) -> float:
-    ((due, _),) = connection.execute(sql.NEXT_DUE, {"queues": ["default"], "since_seconds": 0}).fetchall()
+    ((due, *_),) = connection.execute(sql.NEXT_DUE, {"queues": ["default"], "since_seconds": 0}).fetchall()
     return float(due)
 
 

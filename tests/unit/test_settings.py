@@ -147,6 +147,12 @@ def test_values_that_contradict_each_other_are_both_named(given: dict[str, objec
     assert CANARY not in message
 
 
+@pytest.mark.parametrize("destination", ["mailto:a@example.org,b@example.org", "ops@example.org", "https://x/"])
+def test_alerts_go_to_one_address(monkeypatch: pytest.MonkeyPatch, destination: str) -> None:
+    monkeypatch.setenv("PGOUTBOX_ALERT_DESTINATION", destination)
+    assert "PGOUTBOX_ALERT_DESTINATION must be one address such as mailto:ops@example.org" in refusal()
+
+
 def test_leases_are_renewed_three_times_while_they_last_unless_told_otherwise() -> None:
     assert load_settings(lease_seconds=30.0).renew_interval_seconds == 10.0
     assert load_settings(lease_seconds=30.0, renew_seconds=5.0).renew_interval_seconds == 5.0
