@@ -558,7 +558,7 @@ def no_look_at_the_budget_of_a_suspect(stage: Stage, patch: pytest.MonkeyPatch) 
     patch.setattr(
         sql,
         "CLAIM",
-        without(sql.CLAIM, " > m.attempt_budget").replace("m.attempt_count) * 2\n", "m.attempt_count) * 2 > 0\n"),
+        without(sql.CLAIM, "m.attempt_budget / 2\n").replace("- m.attempt_count > ", "- m.attempt_count > 0\n"),
     )
 
 
