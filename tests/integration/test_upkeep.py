@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +13,7 @@ import psycopg
 import pytest
 
 import pgoutbox.upkeep
-from pgoutbox import sql
+from pgoutbox import connections, sql
 from pgoutbox.link import Link
 from pgoutbox.maintenance import set_retention
 from pgoutbox.message import State
@@ -19,6 +21,7 @@ from pgoutbox.store import Store
 from pgoutbox.telemetry import Event, Telemetry
 from pgoutbox.upkeep import Upkeep
 from pgoutbox.worker import Worker
+from tests.faults.proxy import proxy_to
 from tests.messages import put
 from tests.outbox_actions import (
     PATIENCE_SECONDS,
@@ -36,6 +39,7 @@ from tests.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
 
     from pgoutbox import Outbox
     from tests.conftest import Connect
@@ -350,3 +354,21 @@ async def test_it_works_where_nothing_of_a_session_outlives_a_transaction(
     name = add_partition(db, 40)
     assert await member(listen=False).upkeep.turn()
     assert name not in tables_of_partitions(db)
+
+
+async def test_a_turn_that_is_cancelled_over_a_dead_network_does_not_hold_up_the_event_loop(
+    dsn: str, tmp_path: Path, member: Callable[..., Member]
+) -> None:
+    with proxy_to(dsn, tmp_path) as proxy, ExitStack() as network:
+        upkeep = member(at=proxy.dsn).upkeep
+        upkeep._connection = connections.connect(proxy.dsn, purpose="upkeep", answer_seconds=None)
+        network.callback(upkeep._connection.close)
+        network.enter_context(proxy.stalled())
+        # What waits on the event loop would wait for this: the network comes back for it, much too late.
+        rescue = threading.Timer(PATIENCE_SECONDS, network.close)
+        rescue.start()
+        cancelling = asyncio.create_task(upkeep._cancel_statement())
+        await until(lambda: proxy.cancel_request_count)
+        assert not cancelling.done()
+        rescue.cancel()
+        await cancelling
