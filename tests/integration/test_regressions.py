@@ -171,7 +171,7 @@ async def test_a_drain_that_waits_for_another_workers_message_does_not_spin_afte
             was_woken = await super()._sleep(seconds)
             naps.append(was_woken)
             if len(naps) == 10:
-                finish_sent(db, (foreign, 1))
+                finish_sent(db, (foreign, 1), worker="another")
             return was_woken
 
     @outbox.handler("greet")
@@ -378,7 +378,7 @@ class Overtaking:
             await until_blocked(self._db, cast("asyncio.Task[object]", claiming))
         self.newer = enqueue(self._db, coalesce_key="m")
         assert ids_in_flight(claim(self._db, worker="another")) == [self.newer]
-        assert finish_sent(self._db, (self.newer, 1)) == {self.newer}
+        assert finish_sent(self._db, (self.newer, 1), worker="another") == {self.newer}
         self._gate.rollback()
 
 
