@@ -83,11 +83,11 @@ async def test_a_message_whose_outcome_is_refused_is_handed_over_once_and_ends_s
 async def test_a_topic_whose_outcomes_are_refused_is_halted_until_one_is_written_and_others_go_on(
     dsn: str, db: psycopg.Connection
 ) -> None:
-    outbox = Outbox(settings_for(dsn))
+    outbox = Outbox(settings_for(dsn, concurrency=1, batch_size=5))
     handed_over = counting(outbox, "greet", "other")
     refuse(db, "sent")
     with db.transaction():
-        ids = [enqueue(db) for _ in range(400)]
+        ids = [enqueue(db) for _ in range(100)]
     worker = Worker(outbox)
     async with running(worker):
         await until(lambda: worker.vitals().topics_halted == 1)
