@@ -19,6 +19,14 @@ from tests.soak.crew import Process
 from tests.soak.runs import install_refusals
 from tests.soak.witness import install_witness
 
+_OWED: Final = """
+SELECT id, topic, queue, state, attempt_count, worker, lease_expires_at - now(), available_at - now(), coalesce_key,
+    ordering_key
+FROM pgoutbox.message_live
+WHERE state IN ('pending', 'sending')
+ORDER BY id
+LIMIT 5
+"""
 DRAIN_SECONDS: Final = 600.0
 REDRIVE_SECONDS: Final = 2.0
 # Of these nothing is kept that was sent.
@@ -68,4 +76,6 @@ def drain(connection: psycopg.Connection, ledger: Ledger, workers: Sequence[Proc
             reported_at = now
             console.print(f"{now - began_at:6.0f} s  {owed:5} messages owed")
         time.sleep(0.1)
+    for row in connection.execute(_OWED):
+        console.print(f"owed: {row}")
     return None

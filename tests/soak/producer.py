@@ -40,7 +40,7 @@ DEDUPE_KEYS: Final = 2_000
 ORDERING_KEYS: Final = 40
 THREAD_KEYS: Final = 20
 SPECIAL: Final = [
-    "ordered", "ordered", "halted", "halted", "rated", "crowded", "forgotten", "forgotten", "line", "lonely",
+    "ordered", "ordered", "halted", "halted", "rated", "crowded", "forgotten", "forgotten", "line", "lonely", "thread",
 ]  # fmt: skip
 # What a producer of a database that is shot at has to expect: it gives up the transaction and begins another one.
 FAILURES: Final = (

@@ -243,9 +243,11 @@ def _pid_of(entry: Run | HandOver) -> str:
 def _again_and_again(
     hand_overs: Sequence[HandOver], account: _Account, refusals: Sequence[tuple[int, int, float, float]]
 ) -> Iterator[int]:
+    """With the finish of a transactional handler its effect is rolled back: it has to be tried again."""
+    others = [hand_over for hand_over in hand_overs if account.messages[hand_over.key].topic != "soak.effect"]
     for modulus, remainder, from_at, until_at in refusals:
         counts = Counter(
-            account.messages[hand_over.key].id for hand_over in hand_overs if from_at < hand_over.at < until_at
+            account.messages[hand_over.key].id for hand_over in others if from_at < hand_over.at < until_at
         )
         for message_id, count in counts.items():
             if message_id % modulus == remainder and count > REFUSED_HAND_OVERS:

@@ -531,17 +531,24 @@ def test_items_of_a_bulk_that_are_handed_over_in_another_order_are_seen(
 
 
 @pytest.mark.parametrize(
-    ("modulus", "until_at", "expected"),
-    [(7, 200.0, {AGAIN_AND_AGAIN}), (7, 102.8, set()), (5, 200.0, set())],
-    ids=["refused", "no longer refused", "others are refused"],
+    ("topic", "modulus", "until_at", "expected"),
+    [
+        ("soak.sync", 7, 200.0, {AGAIN_AND_AGAIN}),
+        ("soak.sync", 7, 102.8, set()),
+        ("soak.sync", 5, 200.0, set()),
+        ("soak.effect", 7, 200.0, set()),
+    ],
+    ids=["refused", "no longer refused", "others are refused", "rolled back with its effect"],
 )
 def test_a_message_that_is_handed_over_as_often_as_its_finish_is_refused_is_seen(
-    handlers: Handlers, modulus: int, until_at: float, expected: set[str]
+    handlers: Handlers, topic: str, modulus: int, until_at: float, expected: set[str]
 ) -> None:
     handlers.connection.execute(
         "INSERT INTO soak_refusal VALUES (%s, 0, to_timestamp(99), to_timestamp(%s))", [modulus, until_at]
     )
-    handlers.message(21, attempt_count=3)
+    handlers.message(21, topic=topic, attempt_count=3)
+    if topic == "soak.effect":
+        handlers.connection.execute("INSERT INTO soak_effect VALUES (21, 3)")
     for count, process in enumerate("pqr", 1):
         handlers.ran(21, count, process, 100.0 + count, 100.5 + count)
         if count < 3:
