@@ -656,7 +656,7 @@ class TestDeciding:
     ) -> None:
         chosen, other = put(database, state, topic="sms", queue="bulk"), put(database, state)
         refused = cli(*command)
-        assert (refused.exit_code, refused.err.endswith(" messages; pass --yes to do it\n")) == (2, True)
+        assert (refused.exit_code, refused.err.endswith(" message; pass --yes to do it\n")) == (2, True)
         assert f"this would {command[0]} 1 {state} " in refused.err
         shown = cli(*command, "--dry-run", "--json").json
         assert shown == {"would": command[0], "count": 1, "is_all": True, "newest": [chosen]}
