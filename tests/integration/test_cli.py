@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -578,7 +579,9 @@ class TestLooking:
         (breaker,) = cli("stats", "--json").json["breakers"]
         assert breaker["key"] == "mial:no-transport"
         error = cli("stats").err
-        assert "mial:no-transport is out of order for 0 s, its messages wait: this worker has no transport" in error
+        assert re.search(
+            r"mial:no-transport is out of order for \d+ s, its messages wait: this worker has no transport", error
+        )
         assert "hunter2" not in error + str(breaker)
 
     @pytest.mark.parametrize("command", [("list",), ("stats",), ("redrive", "--all-failed"), ("resume",)])

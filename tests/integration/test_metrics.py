@@ -146,7 +146,7 @@ async def test_the_wait_begins_when_a_message_falls_due(outbox: Outbox, db: psyc
 
 
 async def test_a_handler_that_outlives_its_attempt_is_counted_as_abandoned(dsn: str, db: psycopg.Connection) -> None:
-    outbox = Outbox(settings_for(dsn, lease_seconds=1))
+    outbox = Outbox(settings_for(dsn, metrics_address="127.0.0.1:0", metrics_cache_seconds=0.1, lease_seconds=1))
     may_end = threading.Event()
 
     @outbox.handler("greet", timeout=0.1, retry=RetryPolicy.steps(3600))

@@ -56,6 +56,7 @@ class Model:
     key: str | None
     state: State = State.PENDING
     attempt_count: int = 0
+    worker: str = ""
     max_attempts: int = MAX_ATTEMPTS
     cancel_requested: bool = False
     expired: bool = False
@@ -71,6 +72,7 @@ class Attempt:
 
     message_id: int
     attempt_count: int
+    worker: str
 
 
 class Outboxes(RuleBasedStateMachine):
@@ -143,22 +145,22 @@ class Outboxes(RuleBasedStateMachine):
     def claim(self, worker: str, total: int, suspect_limit: int, fresh_only: bool) -> MultipleResults[Attempt]:
         """One worker claims."""
         rows = claim(self.db, worker=worker, total=total, suspect_limit=suspect_limit, fresh_only=fresh_only)
-        expected = [message for message in self._claimable() if not fresh_only or message.attempt_count == 0]
+        expected = [message for message in self._claimable(worker) if not fresh_only or message.attempt_count == 0]
         suspects = {message.id for message in expected if self._is_suspect(message)}
         assert {row.id for row in rows} <= {message.id for message in expected}
         assert len(suspects & {row.id for row in rows}) <= suspect_limit
         assert len(rows) == min(total, len(expected) - len(suspects) + min(suspect_limit, len(suspects)))
         for row in rows:
-            self._judge(self.messages[row.id])
-        return multiple(*(Attempt(row.id, row.attempt_count) for row in rows if row.state == State.SENDING))
+            self._judge(self.messages[row.id], worker)
+        return multiple(*(Attempt(row.id, row.attempt_count, worker) for row in rows if row.state == State.SENDING))
 
-    def _claimable(self) -> list[Model]:
+    def _claimable(self, worker: str) -> list[Model]:
         found: list[Model] = []
         if self.is_paused:
             return found
         for message in self.messages.values():
             waiting = message.state is State.PENDING and message.due
-            if not waiting and not (message.state is State.SENDING and message.lapsed):
+            if not waiting and not (message.state is State.SENDING and message.lapsed and message.worker != worker):
                 continue
             in_flight = any(
                 other.state is State.SENDING and other.key == message.key and other.id != message.id
@@ -173,7 +175,7 @@ class Outboxes(RuleBasedStateMachine):
         ends = message.cancel_requested or message.expired or self._is_superseded(message)
         return message.state is State.SENDING and not ends and message.attempt_count < message.max_attempts
 
-    def _judge(self, message: Model) -> None:
+    def _judge(self, message: Model, worker: str) -> None:
         if message.state is State.SENDING:
             message.history.append("lost")
         if message.cancel_requested:
@@ -187,6 +189,7 @@ class Outboxes(RuleBasedStateMachine):
             self._end(message, State.FAILED)
         else:
             message.state = State.SENDING
+            message.worker = worker
             message.attempt_count += 1
             message.lapsed = False
 
@@ -200,14 +203,15 @@ class Outboxes(RuleBasedStateMachine):
 
     def _held(self, attempt: Attempt) -> Model | None:
         message = self.messages[attempt.message_id]
-        holds = message.state is State.SENDING and message.attempt_count == attempt.attempt_count
+        fence = (message.attempt_count, message.worker)
+        holds = message.state is State.SENDING and fence == (attempt.attempt_count, attempt.worker)
         return message if holds else None
 
     @rule(attempt=attempts)
     def finish_sent(self, attempt: Attempt) -> None:
         """A worker, which may be stale, reports a hand-over."""
         message = self._held(attempt)
-        written = finish_sent(self.db, (attempt.message_id, attempt.attempt_count))
+        written = finish_sent(self.db, (attempt.message_id, attempt.attempt_count), worker=attempt.worker)
         assert written == (set() if message is None else {message.id})
         if message is not None:
             self._end(message, State.SENT)
@@ -217,7 +221,8 @@ class Outboxes(RuleBasedStateMachine):
     def finish(self, attempt: Attempt, outcome: str) -> None:
         """A worker, which may be stale, reports another outcome."""
         message = self._held(attempt)
-        written = finish(self.db, Verdict(attempt.message_id, attempt.attempt_count, outcome, "why", 3600.0))
+        verdict = Verdict(attempt.message_id, attempt.attempt_count, outcome, "why", 3600.0)
+        written = finish(self.db, verdict, worker=attempt.worker)
         if message is None:
             assert written == {}
             return
