@@ -136,6 +136,8 @@ class Finisher:
         sent = []
         verdicts: dict[Context, Verdict] = {}
         for context, ending in batch:
+            if self._held.get(context.message.id) is not context:
+                continue  # A failover lost its message, and another one has the id.
             match ending:
                 case Sent():
                     sent.append(context)

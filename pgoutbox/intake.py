@@ -80,10 +80,7 @@ class Intake:
                 ended.append(row)
                 continue
             in_flight = self._held.get(row.id)
-            # A message that was finished and claimed again, before the answer to the finish was read, is a new attempt.
-            if in_flight is not None and not (in_flight.done and row.attempt_count > in_flight.attempt_count):
-                # The server has lost the commit of its first claim: its handler runs, or has ended already.
-                in_flight.take_over(row.attempt_count, leased_at)
+            if in_flight is not None and _goes_on(in_flight, row, leased_at):
                 continue
             context, ending = self._accept(row, contents, leased_at)
             if row.former_state == _SENDING:
@@ -150,6 +147,19 @@ class Intake:
             # The messages of a fan-out come together: the last contents are those that are asked for next.
             self._contents = dict(list((self._contents | contents).items())[-_KEPT_CONTENTS:])
         return contents
+
+
+def _goes_on(in_flight: Context, row: ClaimedRow, leased_at: float) -> bool:
+    """Whether an attempt goes on under this claim, because the server has lost the commit of the first one."""
+    if in_flight.message.created_at != row.created_at:
+        # The server has lost that message, and has given its id to another one.
+        in_flight.done = True
+        in_flight.overtaken = "lease lost"
+        return False
+    if in_flight.done and row.attempt_count > in_flight.attempt_count:
+        return False  # It was finished and claimed again before the answer to the finish was read.
+    in_flight.take_over(row.attempt_count, leased_at)
+    return True
 
 
 def _message_of(

@@ -74,6 +74,8 @@ class Transactions:
                 raise _NotSentError(outcome)
             _check_usable(connection)
             message = context.message
+            if context.done:
+                raise _lost(message)
             forgets = await self._store.forgets_sent((message.topic,))
             if not await complete_within(
                 connection, message.id, context.attempt_count, worker=self._store.worker, forgets=forgets
@@ -96,6 +98,8 @@ class Transactions:
                 if not isinstance(outcome, Sent):
                     raise _NotSentError(outcome)
                 _check_usable(connection)
+                if context.done:
+                    raise _lost(message)
                 if not complete_within_sync(
                     connection, message.id, context.attempt_count, worker=self._store.worker, forgets=forgets
                 ):

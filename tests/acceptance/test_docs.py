@@ -580,7 +580,7 @@ def test_the_alembic_configuration_runs_both_histories(block: Block, tmp_path: P
 SMTP_PORT: Final = "8025"
 VOLATILE: Final = [
     (re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|\+00:00)"), "TIME"),
-    (re.compile(r"\b[\w.-]+:\d+:[0-9a-f]{6}\b"), "WORKER"),
+    (re.compile(r"\b[\w.-]+:\d+:[0-9a-f]{8}\b"), "WORKER"),
     (re.compile(r"^Date: .*", re.MULTILINE), "Date: TIME"),
     (re.compile(r"^(Message-ID: <\d+)-[0-9a-f]+@", re.MULTILINE), r"\1-MICROSECOND@"),
     (re.compile(r"^X-Peer: .*", re.MULTILINE), "X-Peer: PEER"),

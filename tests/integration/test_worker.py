@@ -1090,6 +1090,37 @@ async def test_a_handler_that_ends_within_the_grace_time_is_not_interrupted(
     assert state_of(db, message_id) == State.SENT
 
 
+async def test_an_attempt_of_a_message_that_a_failover_lost_does_not_end_the_message_that_has_its_id(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    outbox = Outbox(settings_for(dsn))
+    may_end = {"lost": asyncio.Event(), "found": asyncio.Event()}
+    begun: list[object] = []
+    ended: list[object] = []
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        name = str(message.payload)
+        begun.append(name)
+        await may_end[name].wait()
+        ended.append(name)
+
+    lost = enqueue(db, payload="lost")
+    async with running(Worker(outbox)):
+        await until(lambda: begun == ["lost"])
+        with db.transaction():
+            db.execute("DELETE FROM pgoutbox.message_live WHERE id = %s", [lost])
+            db.execute("SELECT setval('pgoutbox.message_id_seq', %s, false)", [lost])
+            assert enqueue(db, payload="found") == lost
+        await until(lambda: begun == ["lost", "found"])
+        may_end["lost"].set()
+        other = enqueue(db, payload="found")
+        await until(lambda: ended == ["lost"] and len(begun) == 3)
+        assert state_of(db, lost) == State.SENDING
+        may_end["found"].set()
+        await until(lambda: {row.state for row in rows_of(db, lost, other)} == {State.SENT})
+
+
 async def test_each_run_of_a_worker_has_a_name_of_its_own(outbox: Outbox, db: psycopg.Connection) -> None:
     @outbox.handler("greet")
     async def greet(message: Message, ctx: Context) -> None: ...
