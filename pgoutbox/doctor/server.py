@@ -337,7 +337,7 @@ def check_notify(patient: Patient) -> Iterator[Note]:
     usage = patient.ask_one(sql.NOTIFY_QUEUE_USAGE)["usage"]
     for holder in patient.ask(sql.FOREIGN_BELL_HOLDERS):
         yield warning(
-            f"a session that is no listener of pgoutbox holds the bell of a queue: {holder['name']}",
+            f"a session other than a worker's holds the bell of a queue: {holder['name']}",
             "workers poll instead of being woken"
             if holder["is_shared"]
             else "every enqueue in that queue notifies, which takes a lock of the whole server",
