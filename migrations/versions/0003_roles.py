@@ -865,6 +865,7 @@ BEGIN
             pgoutbox.clear_retired
         TO pgoutbox_operator;
         GRANT SELECT ON pgoutbox.retired TO pgoutbox_operator;
+        GRANT SELECT (lease_expires_at), DELETE ON pgoutbox.renewal TO pgoutbox_operator;
         GRANT SELECT, INSERT, UPDATE ON pgoutbox.queue TO pgoutbox_operator;
         GRANT SELECT, INSERT, UPDATE, DELETE ON pgoutbox.retention TO pgoutbox_operator;
         GRANT SELECT (key), DELETE ON pgoutbox.breaker TO pgoutbox_operator;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import os
 import sys
@@ -57,6 +58,17 @@ async def blocking(message: Message, ctx: Context) -> NoReturn:
     await tell("blocking", message)
     while True:
         time.sleep(0.1)  # noqa: ASYNC251 - the fault that the test injects
+
+
+@outbox.handler("test.endless")
+async def endless(message: Message, ctx: Context) -> None:
+    """Say that it runs, then run until it is cancelled."""
+    dsn = outbox.settings.require_dsn()
+    async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as connection:
+        await connection.execute(
+            "SELECT pg_notify(%s, %s)", (CHANNEL, f"endless {message.id} {message.attempt_count} {os.getpid()}")
+        )
+    await asyncio.Event().wait()
 
 
 @outbox.handler("test.patient")

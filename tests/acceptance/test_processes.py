@@ -82,11 +82,21 @@ def test_a_worker_that_is_told_to_stop_releases_what_is_in_flight_without_using_
     database: psycopg.Connection, progress: Progress, start_worker: StartWorker
 ) -> None:
     process = start_worker(shutdown_grace_seconds="0")
-    message = enqueue(database, "test.patient")
-    progress.wait_for("patient")
+    message = enqueue(database, "test.endless")
+    progress.wait_for("endless")
     assert process.stop() == 0
     state, attempt_count, max_attempts = standing(database, message)
     assert (state, max_attempts - attempt_count) == ("pending", 11)
+
+
+def test_a_worker_that_is_told_to_stop_leaves_the_message_of_a_thread_to_its_lease(
+    database: psycopg.Connection, progress: Progress, start_worker: StartWorker
+) -> None:
+    process = start_worker(shutdown_grace_seconds="0")
+    message = enqueue(database, "test.patient")
+    progress.wait_for("patient")
+    assert process.stop() == 0
+    assert standing(database, message)[:2] == ("sending", 1)
 
 
 def test_a_second_signal_ends_a_worker_that_still_waits_for_its_handlers(
@@ -104,10 +114,10 @@ def test_a_supervised_process_that_is_killed_is_started_again_and_all_end_togeth
     database: psycopg.Connection, progress: Progress, start_worker: StartWorker
 ) -> None:
     supervisor = start_worker("--processes", "2", shutdown_grace_seconds="0")
-    message = enqueue(database, "test.patient")
-    _, _, pid = progress.wait_for("patient")
+    message = enqueue(database, "test.endless")
+    _, _, pid = progress.wait_for("endless")
     os.kill(pid, signal.SIGKILL)
-    again, attempt_count, other = progress.wait_for("patient")
+    again, attempt_count, other = progress.wait_for("endless")
     assert (again, attempt_count) == (message, 2)
     assert other != pid
     wait_until(lambda: "process_died" in supervisor.events(), lambda: f"a death is told\n{supervisor.log}")
@@ -119,8 +129,8 @@ def test_workers_stop_when_their_supervisor_is_killed(
     database: psycopg.Connection, progress: Progress, start_worker: StartWorker
 ) -> None:
     supervisor = start_worker("--processes", "2", shutdown_grace_seconds="0")
-    message = enqueue(database, "test.patient")
-    progress.wait_for("patient")
+    message = enqueue(database, "test.endless")
+    progress.wait_for("endless")
     wait_until(lambda: supervisor.events().count("worker_started") == 2, lambda: f"both work\n{supervisor.log}")
     supervisor.kill()
     wait_until(lambda: connection_count(database) == 0, lambda: f"both have ended\n{supervisor.log}")

@@ -83,6 +83,7 @@ class Scene:
 
     number: int
     message_id: int
+    worker: str = ""
     enqueued: set[int] = field(default_factory=set)
     claimed: list[int] = field(default_factory=list)
     lost_races: Counter[str] = field(default_factory=Counter)
@@ -96,15 +97,16 @@ class Scene:
         """Enqueue one more message here."""
         return enqueue(session, self.name, queue=self.name, **keys)  # type: ignore[arg-type] # keys alone are given
 
-    def claim(self, session: psycopg.Connection) -> list[int]:
+    def claim(self, session: psycopg.Connection, worker: str | None = None) -> list[int]:
         """Claim here; what would be handed over, in its order."""
-        rows = claim(session, queue=self.name, topics=[self.name], worker=f"worker-{session.info.backend_pid}")
+        name = worker or f"worker-{session.info.backend_pid}"
+        rows = claim(session, queue=self.name, topics=[self.name], worker=name)
         return [row.id for row in rows if row.state == State.SENDING and not row.superseded]
 
 
 def build(db: psycopg.Connection, number: int, state: str) -> Scene:
     """A scene, made by the package's own statements."""
-    scene = Scene(number, 0)
+    scene = Scene(number, 0, f"worker-{db.info.backend_pid}")
     scene.message_id = scene.enqueue(db, coalesce_key="k", dedupe_key="d")
     scene.enqueued.add(scene.message_id)
     if state not in {"pending", "cancelled"}:
@@ -113,11 +115,11 @@ def build(db: psycopg.Connection, number: int, state: str) -> Scene:
         case "lapsed":
             lapse(db, scene.message_id)
         case "retried":
-            finish(db, Verdict(scene.message_id, 1, "retry", "busy"))
+            finish(db, Verdict(scene.message_id, 1, "retry", "busy"), worker=scene.worker)
         case "failed":
-            finish(db, Verdict(scene.message_id, 1, "failed", "no"))
+            finish(db, Verdict(scene.message_id, 1, "failed", "no"), worker=scene.worker)
         case "sent":
-            finish_sent(db, (scene.message_id, 1))
+            finish_sent(db, (scene.message_id, 1), worker=scene.worker)
         case "cancelled":
             operations.cancel(db, scene.message_id)
     db.execute(
@@ -142,9 +144,9 @@ OPERATIONS: dict[str, Callable[[psycopg.Connection, Scene], object]] = {
     "enqueue deduped": lambda s, scene: scene.enqueue(s, dedupe_key="d"),
     "cancel": lambda s, scene: operations.cancel(s, scene.message_id),
     "claim": lambda s, scene: scene.claim(s),
-    "finish sent": lambda s, scene: finish_sent(s, (scene.message_id, 1)),
-    "finish retry": lambda s, scene: finish(s, Verdict(scene.message_id, 1, "retry", "busy")),
-    "renew": lambda s, scene: renew(s, (scene.message_id, 1)),
+    "finish sent": lambda s, scene: finish_sent(s, (scene.message_id, 1), worker=scene.worker),
+    "finish retry": lambda s, scene: finish(s, Verdict(scene.message_id, 1, "retry", "busy"), worker=scene.worker),
+    "renew": lambda s, scene: renew(s, (scene.message_id, 1), worker=scene.worker),
     "redrive": lambda s, scene: operations.redrive(s, [scene.message_id]),
     "resend": resend_if_sent,
     "prune": lambda s, scene: maintenance.prune(s, OLD, states=sorted(FINAL_STATES), topic=scene.name),
@@ -209,15 +211,17 @@ class Sessions:
 
     def drain(self, scene: Scene) -> None:
         """Let all leases end and everything fall due, and deliver what is owed."""
-        for _ in range(20):
+        for number in range(20):
+            self.db.execute("DELETE FROM pgoutbox.renewal")
             self.db.execute(
                 "UPDATE pgoutbox.message_live SET available_at = now() - interval '1 s', "
                 "lease_expires_at = CASE WHEN state = 'sending' THEN now() - interval '1 s' END WHERE topic = %s",
                 [scene.name],
             )
-            claimed = scene.claim(self.db)
+            worker = f"drain-{number}"  # A worker leaves lapsed attempts of its own alone.
+            claimed = scene.claim(self.db, worker)
             scene.claimed += claimed
-            finish_sent(self.db, *((i, row_of(self.db, i).attempt_count) for i in claimed))
+            finish_sent(self.db, *((i, row_of(self.db, i).attempt_count) for i in claimed), worker=worker)
             (owed,) = self.db.execute(
                 "SELECT count(*) FROM pgoutbox.message_live WHERE topic = %s", [scene.name]
             ).fetchone() or (0,)
@@ -318,10 +322,11 @@ def test_of_a_crowd_of_producers_at_one_key_the_last_one_that_commits_is_deliver
     def deliver_what_is_due() -> None:
         rows = [row for row in claim_again(db) if row.state == State.SENDING]
         overtaken = [row for row in rows if row.superseded]
-        finish(db, *(Verdict(row.id, row.attempt_count, "retry", "superseded") for row in overtaken))
+        worker = f"worker-{db.info.backend_pid}"
+        finish(db, *(Verdict(row.id, row.attempt_count, "retry", "superseded") for row in overtaken), worker=worker)
         sent = [row for row in rows if not row.superseded]
         delivered.extend(row.id for row in sent)
-        finish_sent(db, *((row.id, row.attempt_count) for row in sent))
+        finish_sent(db, *((row.id, row.attempt_count) for row in sent), worker=worker)
 
     with crowd(connect, PRODUCERS) as (threads, connections), ThreadPoolExecutor(1) as worker:
         futures = [threads.submit(produce, c, number) for number, c in enumerate(connections)]
@@ -519,12 +524,14 @@ async def test_a_storm_of_operators_against_claiming_workers_breaks_no_rule_and_
 
 TRIALS = 1000
 STALE_WRITES: tuple[Callable[[psycopg.Connection, Sequence[int]], object], ...] = (
-    lambda s, ids: finish_sent(s, *((i, 1) for i in ids)),
+    lambda s, ids: finish_sent(s, *((i, 1) for i in ids), worker="first"),
     *(
-        lambda s, ids, outcome=outcome: finish(s, *(Verdict(i, 1, outcome, "stale", 3600.0) for i in ids))
+        lambda s, ids, outcome=outcome: finish(
+            s, *(Verdict(i, 1, outcome, "stale", 3600.0) for i in ids), worker="first"
+        )
         for outcome in ("retry", "snoozed", "released", "failed", "skipped")
     ),
-    lambda s, ids: renew(s, *((i, 1) for i in ids)),
+    lambda s, ids: renew(s, *((i, 1) for i in ids), worker="first"),
 )
 
 
@@ -535,15 +542,15 @@ def lose(db: psycopg.Connection, ids: Sequence[int], how: str) -> None:
             for message_id in ids:
                 lapse(db, message_id)
         case "redrive":
-            finish(db, *(Verdict(i, 1, "failed", "no") for i in ids))
+            finish(db, *(Verdict(i, 1, "failed", "no") for i in ids), worker="first")
             for message_id in ids:
                 assert redrive(db, message_id)
         case "snooze":
-            finish(db, *(Verdict(i, 1, "snoozed", None, 0.0) for i in ids))
+            finish(db, *(Verdict(i, 1, "snoozed", None, 0.0) for i in ids), worker="first")
         case "release":
-            finish(db, *(Verdict(i, 1, "released") for i in ids))
+            finish(db, *(Verdict(i, 1, "released") for i in ids), worker="first")
         case _:
-            finish(db, *(Verdict(i, 1, "retry", "busy", 0.0) for i in ids))
+            finish(db, *(Verdict(i, 1, "retry", "busy", 0.0) for i in ids), worker="first")
 
 
 @pytest.mark.parametrize("again", ["pending again", "in flight again", "sent"])
@@ -558,12 +565,14 @@ def test_a_stale_owner_changes_nothing_whatever_became_of_its_message(
             "SELECT pgoutbox.enqueue('greet', 'null') FROM generate_series(1, %s)", [-(-TRIALS // (3 * 5 * 7))]
         ).fetchall()
     ]
-    assert ids_in_flight(claim(db, worker="stale")) == ids
+    assert ids_in_flight(claim(db, worker="first")) == ids
     lose(db, ids, how)
+    # Where it can, the same worker makes the next attempt too, so that the number alone tells them apart.
+    owner = "second" if how == "lease" else "first"
     if again != "pending again":
-        assert ids_in_flight(claim(db, worker="owner", suspect_limit=len(ids))) == ids
+        assert ids_in_flight(claim(db, worker=owner, suspect_limit=len(ids))) == ids
     if again == "sent":
-        assert finish_sent(db, *((i, 2) for i in ids)) == set(ids)
+        assert finish_sent(db, *((i, 2) for i in ids), worker=owner) == set(ids)
 
     def everything() -> list[tuple[object, ...]]:
         return [
@@ -573,7 +582,7 @@ def test_a_stale_owner_changes_nothing_whatever_became_of_its_message(
 
     # A lapsed attempt that nobody else has claimed is still its owner's.
     if (how, again) == ("lease", "pending again"):
-        assert finish_sent(db, *((i, 1) for i in ids)) == set(ids)
+        assert finish_sent(db, *((i, 1) for i in ids), worker="first") == set(ids)
     before = everything()
     for write in STALE_WRITES:
         assert not write(db, ids)
@@ -607,7 +616,7 @@ def test_a_message_that_was_put_back_by_hand_does_not_hold_up_the_others(db: psy
     else:
         lapse(db, message_id)
         lapse(db, other)
-    assert ids_in_flight(claim(db, suspect_limit=2)) == [message_id, other]
+    assert ids_in_flight(claim(db, suspect_limit=2, worker="successor")) == [message_id, other]
     assert attempts_of(db, message_id) == [(1, "failed", "first")]
     assert [row.attempt_count for row in rows_of(db)] == [2, 2]
 
@@ -673,6 +682,6 @@ async def test_a_listener_behind_a_pooler_leaves_no_listen_in_the_pools_session(
     enqueue(db)
     async with running(Worker(outbox)):
         await delivered.wait()
-        assert await asyncio.to_thread(session_of_pool) == (pid, 1)
+        assert await asyncio.to_thread(session_of_pool) == (pid, 0)
     assert session_of_pool() == (pid, 0)
     assert sql.UNLISTEN == "UNLISTEN pgoutbox"

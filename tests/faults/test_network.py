@@ -234,10 +234,10 @@ async def test_a_listener_in_a_black_hole_is_given_up_and_the_work_goes_on_witho
 # --- claims and finishes ----------------------------------------------------------------------------------------------
 
 
-async def test_a_claim_whose_answer_is_held_back_is_given_up_and_its_message_comes_back_after_the_lease(
+async def test_a_claim_whose_answer_is_held_back_is_given_up_and_its_message_is_released(
     proxy: Proxy, db: psycopg.Connection
 ) -> None:
-    receiver = Receiver(proxy.dsn, lease_seconds=3, **SHORT_OF_TIME)
+    receiver = Receiver(proxy.dsn, **SHORT_OF_TIME)
     worker = Sleeper(receiver.outbox)
     async with running(worker):
         # The first of its kind would be held up at being prepared, and take nothing.
@@ -254,7 +254,7 @@ async def test_a_claim_whose_answer_is_held_back_is_given_up_and_its_message_com
         await until(lambda: proxy.open_count("pgoutbox claim") == 1)
     assert receiver.delivered == [message_id]
     assert row_of(db, message_id).attempt_count == 2
-    assert attempts_of(db, message_id) == [(1, "lost", "lease expired, outcome unknown")]
+    assert attempts_of(db, message_id) == [(1, "released", None)]
     assert proxy.cancel_request_count == 0
 
 

@@ -77,6 +77,7 @@ TABLE_RIGHTS: Final[dict[str, dict[str, str]]] = {
         "audit": "SELECT",
         "breaker": "DELETE",
         "queue": "INSERT SELECT UPDATE",
+        "renewal": "DELETE",
         "retention": "DELETE INSERT SELECT UPDATE",
         "retired": "SELECT",
         **dict.fromkeys(VIEWS, "SELECT"),
@@ -97,6 +98,7 @@ COLUMN_RIGHTS: Final[dict[str, dict[str, str]]] = {
     },
     OPERATOR: {
         "breaker SELECT": "key",
+        "renewal SELECT": "lease_expires_at",
     },
     VIEWER: {},
 }
