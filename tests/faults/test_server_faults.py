@@ -37,7 +37,7 @@ from tests.outbox_actions import attempts_of, claim, enqueue, reports, row_of, r
 from tests.waiting import until, wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import AsyncIterator, Iterator
 
     from psycopg.rows import TupleRow
 
@@ -531,10 +531,7 @@ async def test_after_a_failover_that_lost_a_claim_its_worker_cannot_end_the_atte
     workshop: Workshop, own_server: OwnServer
 ) -> None:
     """Both workers hold attempt 1 of the message: the count alone does not tell them apart."""
-    with own_server.connect() as db, workshop.standby_of(own_server, "heir") as heir:
-        heir.start()
-        message_id = enqueue(db)
-        await cut_off(heir, message_id)
+    async with heir_cut_off(workshop, own_server) as (heir, message_id):
         dsn = dsn_of_either(own_server, heir)
         stale, owner = HeldWorker(dsn), HeldWorker(dsn)
         with reports() as heard:
@@ -559,10 +556,7 @@ async def test_a_worker_goes_on_with_an_attempt_whose_claim_a_failover_lost(
     workshop: Workshop, own_server: OwnServer
 ) -> None:
     """The message is pending on the heir. The worker claims it again and starts no second attempt beside the first."""
-    with own_server.connect() as db, workshop.standby_of(own_server, "heir") as heir:
-        heir.start()
-        message_id = enqueue(db)
-        await cut_off(heir, message_id)
+    async with heir_cut_off(workshop, own_server) as (heir, message_id):
         dsn = dsn_of_either(own_server, heir)
         held = HeldWorker(dsn, concurrency=2)
         async with running(held.worker):
@@ -583,13 +577,18 @@ def dsn_of_either(first: OwnServer, second: OwnServer) -> str:
     return f"host={hosts} port=5432,5432 user=postgres dbname={DATABASE} target_session_attrs=read-write"
 
 
-async def cut_off(heir: OwnServer, message_id: int) -> None:
-    """Stop the replication to a standby once the message has reached it."""
-    with heir.connect() as replica:
-        await until(lambda: replica.execute("SELECT id FROM pgoutbox.message").fetchall() == [(message_id,)])
-        replica.execute("ALTER SYSTEM SET primary_conninfo = ''")
-        replica.execute("SELECT pg_reload_conf()")
-        await until(lambda: replica.execute("SELECT pid FROM pg_stat_wal_receiver").fetchall() == [])
+@contextlib.asynccontextmanager
+async def heir_cut_off(workshop: Workshop, primary: OwnServer) -> AsyncIterator[tuple[OwnServer, int]]:
+    """A standby that has one pending message and nothing of what happens to it on the primary."""
+    with primary.connect() as db, workshop.standby_of(primary, "heir") as heir:
+        heir.start()
+        message_id = enqueue(db)
+        with heir.connect() as replica:
+            await until(lambda: replica.execute("SELECT id FROM pgoutbox.message").fetchall() == [(message_id,)])
+            replica.execute("ALTER SYSTEM SET primary_conninfo = ''")
+            replica.execute("SELECT pg_reload_conf()")
+            await until(lambda: replica.execute("SELECT pid FROM pg_stat_wal_receiver").fetchall() == [])
+        yield heir, message_id
 
 
 class HeldWorker:
