@@ -39,8 +39,6 @@ from tests.waiting import until, wait_until
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
-    from psycopg.rows import TupleRow
-
     from tests.conftest import Connect
     from tests.faults.ledger import Verdict
     from tests.worker_process import WorkerProcess
@@ -52,8 +50,6 @@ _figures = logging.getLogger(__name__)
 
 ROUNDS = int(os.environ.get("PGOUTBOX_TEST_ROUNDS", "2"))
 MEMORY_SECONDS = float(os.environ.get("PGOUTBOX_TEST_MEMORY_SECONDS", "2"))
-KEPT_SESSIONS = ("pgoutbox claim", "pgoutbox finish", "pgoutbox listen")
-
 
 # What a worker must not use of one processor while the database is away; it uses a hundredth of it.
 IDLE_CPU_SHARE: Final = 0.5
@@ -334,15 +330,9 @@ def test_a_worker_that_has_to_connect_again_and_again_does_not_grow(dsn: str, co
             load.until_more_are_handed_over()
             return ended
 
-        def all_are_back() -> bool:
-            names = sessions(db)
-            return all(sum(name.startswith(kept) for name in names) == 1 for kept in KEPT_SESSIONS)
-
         reconnect_for(max(2.0, MEMORY_SECONDS / 4))
-        wait_until(all_are_back, lambda: f"{KEPT_SESSIONS} each once: {sessions(db)}")
         before = Footprint.of(worker.pid)
         ended_count = reconnect_for(MEMORY_SECONDS)
-        wait_until(all_are_back, lambda: f"{KEPT_SESSIONS} each once: {sessions(db)}")
         wait_until(
             lambda: Footprint.of(worker.pid).is_within(before), lambda: f"{before} becomes {Footprint.of(worker.pid)}"
         )
@@ -352,7 +342,7 @@ def test_a_worker_that_has_to_connect_again_and_again_does_not_grow(dsn: str, co
     grown_by = after.kilobytes - before.kilobytes
     _figures.info("P9: %d sessions ended, %d handed over: %+d kB", ended_count, handed_over_count, grown_by)
     _figures.info("P9: %s becomes %s", before, after)
-    assert ended_count > 0
+    assert ended_count > 2 * len(WORKERS_SESSIONS)  # So a file left behind by each is seen.
     if "PGOUTBOX_TEST_MEMORY_SECONDS" in os.environ:
         assert grown_by < 5_000
 
@@ -373,14 +363,8 @@ class Footprint(NamedTuple):
         )
 
     def is_within(self, other: Footprint) -> bool:
-        """Whether this has no more files and threads."""
-        return self.files <= other.files and self.threads <= other.threads
-
-
-def sessions(db: psycopg.Connection[TupleRow]) -> list[str]:
-    """The application names of all who are connected."""
-    rows = db.execute("SELECT application_name FROM pg_stat_activity WHERE datname = current_database()").fetchall()
-    return [row[0] for row in rows]
+        """Whether this has no more threads, and no more files than its sessions, which the other may not have had."""
+        return self.files <= other.files + len(WORKERS_SESSIONS) and self.threads <= other.threads
 
 
 # --- full disks -------------------------------------------------------------------------------------------------------
