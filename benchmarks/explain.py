@@ -9,7 +9,7 @@ from datetime import datetime
 import psycopg
 from psycopg import sql as composing
 
-from benchmarks.options import TOPIC, Options
+from benchmarks.options import CLAIM_PARAMETERS, TOPIC, Options
 from benchmarks.report import Result, Table, median, percentile
 from benchmarks.server import Server, load_pending, load_sent, settle
 from pgoutbox import sql
@@ -17,21 +17,7 @@ from pgoutbox.link import timeouts
 from pgoutbox.settings import load_settings
 from pgoutbox.store import NO_FLOOR, ClaimedRow
 
-_BATCH_SIZE = 200
-_CLAIM_PARAMETERS: dict[str, object] = {
-    "queue": "default",
-    "topics": [TOPIC],
-    "hold_topics": [],
-    "fresh_limit": _BATCH_SIZE,
-    "total": _BATCH_SIZE,
-    "fresh_floor": None,
-    "fresh_floor_id": 0,
-    "retry_floor": None,
-    "retry_floor_id": 0,
-    "suspect_limit": 1,
-    "worker": "explain",
-    "lease_seconds": 60.0,
-}
+_BATCH_SIZE = CLAIM_PARAMETERS["total"]
 
 
 def run(server: Server, options: Options) -> Result:
@@ -78,7 +64,7 @@ def _plan_of_claim(connection: psycopg.Connection[tuple[object, ...]]) -> str:
         return f"${names.index(match[1]) + 1}"
 
     statement = re.sub(r"%\((\w+)\)s", number, sql.CLAIM)
-    values = composing.SQL(", ").join(composing.Literal(_CLAIM_PARAMETERS[name]) for name in names)
+    values = composing.SQL(", ").join(composing.Literal(CLAIM_PARAMETERS[name]) for name in names)
     connection.execute(composing.SQL("PREPARE claim AS {}").format(composing.SQL(statement)))
     connection.execute("BEGIN")
     try:
@@ -98,7 +84,7 @@ def _time_claims(connection: psycopg.Connection[tuple[object, ...]], count: int,
     for _ in range(count + 1):
         began_at = time.perf_counter()
         cursor.execute(
-            sql.CLAIM, {**_CLAIM_PARAMETERS, "fresh_floor": floor[0], "fresh_floor_id": floor[1]}, prepare=True
+            sql.CLAIM, {**CLAIM_PARAMETERS, "fresh_floor": floor[0], "fresh_floor_id": floor[1]}, prepare=True
         )
         rows = cursor.fetchall()
         times.append(1e3 * (time.perf_counter() - began_at))

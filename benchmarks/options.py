@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Final, TypeVar
 
 _T = TypeVar("_T")
 
-TOPIC = "mail.activation"
+TOPIC: Final = "mail.activation"
+
+CLAIM_PARAMETERS: Final[Mapping[str, object]] = {
+    "queue": "default",
+    "topics": [TOPIC],
+    "hold_topics": [],
+    "fresh_limit": 200,
+    "total": 200,
+    "fresh_floor": None,
+    "fresh_floor_id": 0,
+    "retry_floor": None,
+    "retry_floor_id": 0,
+    "suspect_limit": 1,
+    "clock_limit": None,
+    "worker": "benchmark",
+    "lease_seconds": 60.0,
+}
+"""A claim as a worker with default settings makes it, from the beginning."""
 # In the payload of a message that is a retry.
 RETRY_NUMBER = -1
 

@@ -12,7 +12,7 @@ from datetime import datetime
 
 import psycopg
 
-from benchmarks.options import TOPIC
+from benchmarks.options import CLAIM_PARAMETERS
 from benchmarks.programs.lifeline import Meter, hold_lifeline
 from pgoutbox import sql
 from pgoutbox.link import timeouts
@@ -35,18 +35,11 @@ def main(batch_size: int) -> int:
             cursor.execute(
                 sql.CLAIM,
                 {
-                    "queue": "default",
-                    "topics": [TOPIC],
-                    "hold_topics": [],
+                    **CLAIM_PARAMETERS,
                     "fresh_limit": batch_size,
                     "total": batch_size,
                     "fresh_floor": floor[0],
                     "fresh_floor_id": floor[1],
-                    "retry_floor": None,
-                    "retry_floor_id": 0,
-                    "suspect_limit": 1,
-                    "worker": "bare",
-                    "lease_seconds": settings.lease_seconds,
                 },
                 prepare=True,
             )
@@ -58,7 +51,7 @@ def main(batch_size: int) -> int:
                 parameters = {
                     "ids": [row[0] for row in rows],
                     "attempt_counts": [row[6] for row in rows],
-                    "worker": "bare",
+                    "worker": CLAIM_PARAMETERS["worker"],
                 }
                 cursor.execute(sql.FINISH_SENT_IF_HELD, parameters, prepare=True)
                 meter.handled_count += len(cursor.fetchall())

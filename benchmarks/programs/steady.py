@@ -17,12 +17,11 @@ from collections.abc import Iterator
 
 import psycopg
 
-from benchmarks.options import TOPIC
+from benchmarks.options import CLAIM_PARAMETERS, TOPIC
 from benchmarks.programs.lifeline import hold_lifeline, say
 from pgoutbox import sql
 from pgoutbox.link import timeouts
 from pgoutbox.settings import load_settings
-from pgoutbox.store import NO_FLOOR
 
 _PRODUCERS = 4
 
@@ -77,14 +76,9 @@ def _enqueue(connection: psycopg.Connection[tuple[object, ...]], rate: float) ->
 
 def _finish(connection: psycopg.Connection[tuple[object, ...]]) -> Iterator[tuple[float, float]]:
     connection.execute(sql.PREPARE_SESSION, timeouts(load_settings()))
-    parameters = {
-        "queue": "default", "topics": [TOPIC], "hold_topics": [], "fresh_limit": 200, "total": 200,
-        "fresh_floor": NO_FLOOR[0], "fresh_floor_id": NO_FLOOR[1], "retry_floor": NO_FLOOR[0],
-        "retry_floor_id": NO_FLOOR[1], "suspect_limit": 1, "worker": "benchmark", "lease_seconds": 60.0,
-    }  # fmt: skip
     yield 0.0, 0.0
     while True:
-        rows = connection.execute(sql.CLAIM, parameters).fetchall()
+        rows = connection.execute(sql.CLAIM, CLAIM_PARAMETERS).fetchall()
         began_at = time.monotonic()
         held = {"ids": [row[0] for row in rows], "attempt_counts": [row[6] for row in rows], "worker": "benchmark"}
         connection.execute(sql.FINISH_SENT_IF_HELD, held)
