@@ -30,9 +30,10 @@ bench: $(STAMP) ## Measure, side by side, and print ratios
 	$(BIN)/python -m benchmarks
 
 MINUTES ?= 20
+FAILOVERS ?= 3
 EXAMPLES ?= 300
-soak: $(STAMP) ## Shoot at producers, workers and PostgreSQL for MINUTES (SEED=n to choose the shots), then EXAMPLES random histories
-	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
+soak: $(STAMP) ## Shoot at producers, workers and PostgreSQL for MINUTES (SEED=n to choose the shots), then FAILOVERS, then EXAMPLES random histories
+	$(BIN)/python -m tests.soak --minutes $(MINUTES) --failovers $(FAILOVERS) $(if $(SEED),--seed $(SEED))
 	PGOUTBOX_TEST_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -q tests/integration/test_state_machine.py
 
 docs: $(STAMP) ## Bring the generated pages of docs/reference up to date
