@@ -620,6 +620,7 @@ _MEANINGS: Final[Mapping[Event, str]] = {
     Event.SNOOZED: "An attempt ended with a snooze, and its message is pending again. Logged at info level, too.",
     Event.RELEASED: "A message went back without an attempt. Logged at info level, too.",
     Event.CLAIM_LOST: "The answer to a claim was lost. Its messages, which no handler has seen, were released.",
+    Event.CLAIM_REFUSED: "PostgreSQL refused to let a message be claimed. The worker tries it again once a minute.",
     Event.LEASE_EXPIRED: "The lease of another attempt ran out, its outcome is unknown, and the next attempt begins.",
     Event.LEASE_LOST: "An attempt ended after its message had gone to another owner; its outcome was not written.",
     Event.ATTEMPT_OVERTAKEN: "One in flight became pointless: cancelled, superseded or lost. Its handler is told.",

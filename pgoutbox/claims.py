@@ -20,11 +20,12 @@ import psycopg
 
 from pgoutbox.dispatch import elapsed_clock
 from pgoutbox.lanes import Lanes, Queues
-from pgoutbox.link import is_refusal
+from pgoutbox.link import is_lost_key, is_of_a_row, is_refusal
 from pgoutbox.message import State
 from pgoutbox.outage import Outage
 from pgoutbox.server_clock import ServerClock
-from pgoutbox.store import ClaimedRow, Store
+from pgoutbox.set_aside import SetAside
+from pgoutbox.store import ClaimedRow, ClaimRefusedError, Store
 from pgoutbox.telemetry import Event, Telemetry
 
 _ROUND_TRIP_SECONDS: Final = 0.002
@@ -63,6 +64,7 @@ class Claims:
         self._stopping = stopping
         self._telemetry = telemetry
         self._clock = ServerClock(store.lease_seconds)
+        self._set_aside = SetAside(telemetry)
         self._elsewhere_due_at = -math.inf
         self._conflict_count = 0
         self._is_in_doubt = False  # Whether a claim may have been committed without our knowing.
@@ -157,6 +159,15 @@ class Claims:
                 if rows:
                     await self._take_over(rows, began_at)
         except (psycopg.Error, OSError) as error:
+            if is_of_a_row(error):
+                self._elsewhere_due_at = elapsed_clock() + _ELSEWHERE_SECONDS
+                self._telemetry.report(
+                    logging.ERROR,
+                    Event.CLAIM_REFUSED,
+                    "the database refuses to end superseded messages of other queues; they are tried again later",
+                    reason=getattr(error, "sqlstate", None),
+                )
+                return True
             await self._outage.endure(error)
             return False
         return True
@@ -195,22 +206,29 @@ class Claims:
     async def _claim_ordered(self, lanes: Lanes, room: int, *, complete: bool) -> int | None:
         """Go on behind the key where the last look ended; a complete look goes round once if it finds nothing."""
         began_after, end_count = lanes.after_key, 0
+        kind = f"{lanes.queue} ordered"
+        room = self._set_aside.within(kind, room)
         while not self._stopping.is_set():
-            began_at = elapsed_clock()
+            began_at, began_here = elapsed_clock(), lanes.after_key
+            set_aside = self._set_aside.ids(began_at)
+            message_ids: Sequence[int] = ()
             try:
-                message_ids, lanes.after_key = await self._store.find_ordered(
+                found, lanes.after_key = await self._store.find_ordered(
                     lanes.queue, topics=self._topics, after_key=lanes.after_key, key_limit=room
                 )
+                message_ids = [message_id for message_id in found if message_id not in set_aside]
                 rows = []
                 if message_ids:
                     self._is_in_doubt = True
                     rows = await self._store.claim_ordered(lanes.queue, message_ids, hold_topics=self._hold_topics)
             except (psycopg.Error, OSError) as error:
-                await self._endure(error)
+                lanes.after_key = began_here
+                await self._endure(error, lanes.queue, kind, len(message_ids))
                 return None
             self._outage.end()
             self._measure(lanes.queue, rows)
             if rows:
+                self._set_aside.note_claimed(kind, room)
                 lanes.is_limited = rows[0].is_limited
                 self.work_ahead = True
                 await self._take_over(rows, began_at)
@@ -225,6 +243,8 @@ class Claims:
 
     async def _claim_unordered(self, lanes: Lanes, room: int, *, from_beginning: bool, fresh_only: bool) -> int | None:
         began_at = elapsed_clock()
+        kind = f"{lanes.queue} fresh" if fresh_only else lanes.queue
+        room = self._set_aside.within(kind, room)
         if fresh_only:
             plan = lanes.plan_fresh(room)
         else:
@@ -242,11 +262,13 @@ class Claims:
                 suspect_limit=plan.suspect_limit,
                 clock_limit=self._clock.limit(began_at),
                 fresh_only=plan.fresh_only,
+                set_aside=self._set_aside.ids(began_at),
             )
         except (psycopg.Error, OSError) as error:
-            await self._endure(error)
+            await self._endure(error, lanes.queue, kind, plan.total)
             return None
         self._outage.end()
+        self._set_aside.note_claimed(kind, plan.total)
         self._measure(lanes.queue, rows)
         self.work_ahead |= lanes.learn(plan, rows, began_at=began_at, ended_at=elapsed_clock())
         if rows:
@@ -254,15 +276,20 @@ class Claims:
         self._is_in_doubt = False
         return len(rows)
 
-    async def _endure(self, error: psycopg.Error | OSError) -> None:
+    async def _endure(self, error: psycopg.Error | OSError, queue: str, kind: str, total: int) -> None:
         self._is_in_doubt &= not is_refusal(error)
-        # While an index is being rebuilt beside the work, or by a tool, another one of any name stands in for it.
-        if isinstance(error, psycopg.errors.UniqueViolation) and error.diag.table_name == "message_live":
+        if is_lost_key(error):
             self._conflict_count += 1
             if self._conflict_count > _STUBBORN_CONFLICTS:
                 await asyncio.sleep(_CONFLICT_PAUSE_SECONDS)
-            return  # Two workers met at one coalesce key; the other one has it.
-        await self._outage.endure(error)
+        elif is_of_a_row(error) and (total > 1 or isinstance(error, ClaimRefusedError)):
+            self._set_aside.note_refused(kind, total)
+            if self._set_aside.is_hopeless(kind):
+                raise error
+            if isinstance(error, ClaimRefusedError):
+                self._set_aside.add(error.message_ids, queue, error.sqlstate or "", elapsed_clock())
+        else:
+            await self._outage.endure(error)
 
     def _measure(self, queue: str, rows: Sequence[ClaimedRow]) -> None:
         if (measures := self._telemetry.measures) is not None:

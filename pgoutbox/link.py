@@ -30,6 +30,8 @@ _POOLER_TRIALS: Final = 3
 # full, broken connection, a limit of the server such as a full notification queue or no transaction numbers.
 _PASSING_SQLSTATES = frozenset({"40001", "40P01", "55P03", "57014", "25006", "25P03", "25P04"})
 _PASSING_CLASSES = ("08", "53", "54", "57P", "58")
+# Data, constraints, check options, what triggers raise, damage.
+_OF_A_ROW_CLASSES: Final = ("22", "23", "44", "P0", "XX")
 _FULL: Final = ("too many clients", "too many connections", "remaining connection slots", "no more connections allowed")
 
 
@@ -243,6 +245,23 @@ def is_refusal(error: BaseException) -> bool:
     """
     sqlstate = error.sqlstate if isinstance(error, psycopg.Error) else None
     return sqlstate is not None and not sqlstate.startswith(("08", "57P"))
+
+
+def is_of_a_row(error: BaseException) -> bool:
+    """Whether the server refused a statement for what is in a row, as triggers, constraints and damaged values do.
+
+    A lost race is not meant.
+    """
+    sqlstate = error.sqlstate if isinstance(error, psycopg.Error) else None
+    return sqlstate is not None and sqlstate.startswith(_OF_A_ROW_CLASSES) and not is_lost_key(error)
+
+
+def is_lost_key(error: BaseException) -> bool:
+    """Whether two workers met at one key, and the other one has it.
+
+    While an index is being rebuilt beside the work, or by a tool, another one of any name stands in for it.
+    """
+    return isinstance(error, psycopg.errors.UniqueViolation) and error.diag.table_name == "message_live"
 
 
 async def is_out_of_reach(error: psycopg.Error | OSError, dsn: str, settings: Settings) -> bool:

@@ -20,7 +20,7 @@ from psycopg.rows import TupleRow
 
 from pgoutbox import sql
 from pgoutbox.errors import ConfigurationError, SchemaError
-from pgoutbox.link import Link
+from pgoutbox.link import Link, is_of_a_row
 from pgoutbox.message import State
 from pgoutbox.settings import Settings
 
@@ -78,6 +78,15 @@ class Verdict:
     outcome: str
     reason: str | None = None
     delay_seconds: float = 0.0
+
+
+class ClaimRefusedError(psycopg.DatabaseError):
+    """The database refuses to let these messages be claimed: a trigger, a constraint or a damaged value."""
+
+    def __init__(self, message_ids: Sequence[int], cause: psycopg.Error) -> None:
+        super().__init__(str(cause))
+        self.message_ids = message_ids
+        self.sqlstate = cause.sqlstate
 
 
 Floor = tuple[datetime, int]
@@ -149,33 +158,44 @@ class Store:
         suspect_limit: int,
         clock_limit: datetime | None = None,
         fresh_only: bool = False,
+        set_aside: Sequence[int] = (),
     ) -> list[ClaimedRow]:
         """Claim up to `total` messages, ordered by due time within each lane, those beyond the floors.
 
         Among them at most `suspect_limit` whose last attempt was lost and that are tried again. No lease counts as
         lapsed while the server's clock is beyond `clock_limit`. `fresh_only` is for a worker that was rung: the others
-        are left out, and `suspect_limit` and the floor of retries say nothing.
+        are left out, and `suspect_limit` and the floor of retries say nothing. Messages in `set_aside` are passed over.
+
+        Raises `ClaimRefusedError` if the database refuses a claim of a single message for what is in its row.
         """
         fresh_floor_at, fresh_floor_id = fresh_floor or NO_FLOOR
         retry_floor_at, retry_floor_id = retry_floor or NO_FLOOR
-        rows = await self.claims.fetch(
-            sql.CLAIM_FRESH if fresh_only else sql.CLAIM,
-            {
-                "queue": queue,
-                "topics": topics,
-                "hold_topics": hold_topics,
-                "fresh_limit": fresh_limit,
-                "total": total,
-                "fresh_floor": fresh_floor_at,
-                "fresh_floor_id": fresh_floor_id,
-                "retry_floor": retry_floor_at,
-                "retry_floor_id": retry_floor_id,
-                "suspect_limit": suspect_limit,
-                "clock_limit": clock_limit,
-                "worker": self.worker,
-                "lease_seconds": self._settings.lease_seconds,
-            },
-        )
+        statement = sql.CLAIM_FRESH if fresh_only else sql.CLAIM
+        if set_aside:
+            statement = sql.CLAIM_FRESH_WITHOUT if fresh_only else sql.CLAIM_WITHOUT
+        parameters = {
+            "queue": queue,
+            "topics": topics,
+            "hold_topics": hold_topics,
+            "fresh_limit": fresh_limit,
+            "total": total,
+            "fresh_floor": fresh_floor_at,
+            "fresh_floor_id": fresh_floor_id,
+            "retry_floor": retry_floor_at,
+            "retry_floor_id": retry_floor_id,
+            "suspect_limit": suspect_limit,
+            "clock_limit": clock_limit,
+            "set_aside": set_aside,
+            "worker": self.worker,
+            "lease_seconds": self._settings.lease_seconds,
+        }
+        try:
+            rows = await self.claims.fetch(statement, parameters)
+        except psycopg.Error as error:
+            if total > 1 or not is_of_a_row(error):
+                raise
+            candidates = await self.claims.fetch(sql.CANDIDATES, parameters)
+            raise ClaimRefusedError([row[0] for row in candidates], error) from error
         claimed = [ClaimedRow._make(row) for row in rows]
         claimed.sort(key=_by_due_time)
         return claimed
@@ -214,18 +234,24 @@ class Store:
     async def claim_ordered(
         self, queue: str, message_ids: Sequence[int], *, hold_topics: Sequence[str]
     ) -> list[ClaimedRow]:
-        """Claim messages that `find_ordered` found, as far as nothing has changed."""
-        rows = await self.claims.fetch(
-            sql.CLAIM_ORDERED,
-            {
-                "queue": queue,
-                "ids": message_ids,
-                "total": len(message_ids),
-                "hold_topics": hold_topics,
-                "worker": self.worker,
-                "lease_seconds": self._settings.lease_seconds,
-            },
-        )
+        """Claim messages that `find_ordered` found, as far as nothing has changed.
+
+        Raises `ClaimRefusedError` if the database refuses a claim of a single message for what is in its row.
+        """
+        parameters = {
+            "queue": queue,
+            "ids": message_ids,
+            "total": len(message_ids),
+            "hold_topics": hold_topics,
+            "worker": self.worker,
+            "lease_seconds": self._settings.lease_seconds,
+        }
+        try:
+            rows = await self.claims.fetch(sql.CLAIM_ORDERED, parameters)
+        except psycopg.Error as error:
+            if len(message_ids) > 1 or not is_of_a_row(error):
+                raise
+            raise ClaimRefusedError(message_ids, error) from error
         claimed = [ClaimedRow._make(row) for row in rows]
         claimed.sort(key=_by_due_time)
         return claimed

@@ -32,6 +32,7 @@ class Event(enum.StrEnum):
     SNOOZED = "snoozed"
     RELEASED = "released"
     CLAIM_LOST = "claim_lost"
+    CLAIM_REFUSED = "claim_refused"
     LEASE_EXPIRED = "lease_expired"
     LEASE_LOST = "lease_lost"
     ATTEMPT_OVERTAKEN = "attempt_overtaken"

@@ -353,6 +353,22 @@ _FRESH_ALONE: Final[LiteralString] = """
 )"""
 CLAIM_FRESH: Final[LiteralString] = _PERMIT + _FRESH_LANE + _FRESH_ALONE + _JUDGE
 
+# The same two without the messages that a worker has set aside, and which messages the first would claim.
+_TOPICS: Final[LiteralString] = "AND m.topic = ANY (%(topics)s::text[])"
+_NOT_ASIDE: Final[LiteralString] = (
+    _TOPICS
+    + """
+        AND m.id <> ALL (%(set_aside)s::bigint[])"""
+)
+CLAIM_WITHOUT: Final[LiteralString] = CLAIM.replace(_TOPICS, _NOT_ASIDE)
+CLAIM_FRESH_WITHOUT: Final[LiteralString] = CLAIM_FRESH.replace(_TOPICS, _NOT_ASIDE)
+CANDIDATES: Final[LiteralString] = (
+    (_PERMIT + _FRESH_LANE + _OTHER_LANES).replace(_TOPICS, _NOT_ASIDE)
+    + """
+SELECT c.id
+FROM candidate AS c"""
+)
+
 # Ends attempts of other queues whose lease has lapsed and whose message is superseded. Nobody may serve their queue any
 # more, and a newer message of their key cannot be claimed before they end. `message_live_in_flight` has only attempts
 # in flight.

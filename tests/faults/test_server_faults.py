@@ -13,6 +13,7 @@ import contextlib
 import logging
 import os
 import random
+import secrets
 import threading
 import time
 from collections import Counter
@@ -409,6 +410,34 @@ def test_a_disk_that_is_full_refuses_enqueues_and_loses_nothing(
             assert_agree(verdict)
         finally:
             own_server.stop("immediate")  # It uses the disk that is about to go.
+
+
+async def test_a_message_whose_payload_is_damaged_on_the_disk_keeps_no_others(own_server: OwnServer) -> None:
+    with own_server.connect() as db:
+        before = enqueue(db, payload={})
+        damaged = enqueue(db, payload={"text": secrets.token_hex(20_000)})
+        behind = [enqueue(db, payload={}) for _ in range(20)]
+        row = db.execute(
+            "SELECT pg_relation_filepath(reltoastrelid) FROM pg_class WHERE oid = 'pgoutbox.message_live'::regclass"
+        ).fetchone()
+        assert row is not None
+    own_server.stop()
+    os.truncate(own_server.data / row[0], 0)
+    own_server.start()
+    outbox = Outbox(settings_for(own_server.dsn))
+    handed_over = []
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        handed_over.append(message.id)
+
+    worker = Worker(outbox)
+    async with running(worker):
+        await until(lambda: worker.telemetry.counts[Event.CLAIM_REFUSED] == 1)
+        await until(lambda: set(handed_over) == {before, *behind})
+    with own_server.connect() as db:
+        found = db.execute("SELECT state FROM pgoutbox.message_live WHERE id = %s", [damaged]).fetchall()
+    assert found == [("pending",)]
 
 
 def test_a_disk_that_is_full_of_wal_crashes_the_server_and_loses_nothing(workshop: Workshop, tmp_path: Path) -> None:
