@@ -27,11 +27,11 @@ from pgoutbox.telemetry import Event, Telemetry
 CHANNEL = "pgoutbox"
 _MAX_PAUSE_SECONDS = 5.0
 
-
 # How full the server's notification queue is: from where on it is reported, and until where; from where on bells are
-# given up, and until where.
+# given up, and until where. PostgreSQL lets an idle listener stay four pages behind until somebody notifies again, and
+# the smallest queue has 64 pages: below that share it may never come.
 _FILLING = 0.1
-_CALM = 0.05
+_CALM = 0.08
 _FULL = 0.5
 _ROOM_AGAIN = 0.25
 
