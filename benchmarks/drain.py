@@ -14,6 +14,7 @@ import psycopg
 
 from benchmarks.options import TOPIC, Options, rotated
 from benchmarks.processes import answer_of
+from benchmarks.programs.floor import TABLES as FLOOR_TABLES
 from benchmarks.report import Result, Table, Verdict, median, ratio_of_rounds
 from benchmarks.server import Server, empty_outbox, load_keyed, load_pending, load_scheduled, load_sent, settle
 from pgoutbox.settings import load_settings
@@ -39,6 +40,7 @@ class _Runs:
     cpu_microseconds: list[float] = field(default_factory=list)
     claims: list[float] = field(default_factory=list)
     finishes: list[float] = field(default_factory=list)
+    server_microseconds: list[float] = field(default_factory=list)
 
     def add(self, answer: Mapping[str, object], count: int, handled: int) -> None:
         numbers = {name: float(value) for name, value in answer.items() if isinstance(value, (int, float))}
@@ -48,6 +50,8 @@ class _Runs:
         self.cpu_microseconds.append(1e6 * numbers["cpu_seconds"] / count)
         self.claims.append(numbers["claim_count"])
         self.finishes.append(numbers["finish_count"])
+        if "server_cpu_seconds" in numbers:
+            self.server_microseconds.append(1e6 * numbers["server_cpu_seconds"] / count)
 
 
 def run(server: Server, options: Options) -> Result:
@@ -58,7 +62,10 @@ def run(server: Server, options: Options) -> Result:
         server.database(migrated=False) as theirs,
         server.database() as aged,
         server.database() as booked,
+        server.database(migrated=False) as floor,
     ):
+        with _session(floor) as connection:
+            connection.execute(FLOOR_TABLES)
         answer_of("peer", "install", dsn=theirs)
         with _session(aged) as connection:
             load_sent(connection, options.finished_messages, topic=TOPIC)
@@ -72,18 +79,23 @@ def run(server: Server, options: Options) -> Result:
             _session(booked) as booked_connection,
         ):
             variants: dict[str, Callable[[], Mapping[str, object]]] = {
-                "pgoutbox": lambda: _drain(ours, connection, count),
-                "pgqueuer": lambda: _drain_pgqueuer(theirs, count, PGQUEUER_BATCH_SIZE, PGQUEUER_DRIVER),
-                "bare loop": lambda: _drain(ours, connection, count, "bare", str(load_settings().batch_size)),
-                "pgoutbox, pinned horizon": lambda: _drain_pinned(ours, connection, count, one_bulk=False),
-                "pgoutbox, pinned horizon, one bulk": lambda: _drain_pinned(ours, connection, count, one_bulk=True),
-                f"pgoutbox, {options.finished_messages:,} finished": lambda: _drain_aged(aged, aged_connection, count),
-                f"pgoutbox, {options.scheduled_messages:,} scheduled": lambda: _drain_booked(
-                    booked, booked_connection, count
+                "pgoutbox": lambda: _drain(server, ours, connection, count),
+                "pgqueuer": lambda: _drain_pgqueuer(server, theirs, count, PGQUEUER_BATCH_SIZE, PGQUEUER_DRIVER),
+                "bare loop": lambda: _drain(server, ours, connection, count, "bare", str(load_settings().batch_size)),
+                "floor loop": lambda: _drain_floor(server, floor, count),
+                "pgoutbox, pinned horizon": lambda: _drain_pinned(server, ours, connection, count, one_bulk=False),
+                "pgoutbox, pinned horizon, one bulk": lambda: _drain_pinned(
+                    server, ours, connection, count, one_bulk=True
                 ),
-                f"pgoutbox, {count:,} coalesce keys": lambda: _drain_keyed(ours, connection, count, per_key=1),
+                f"pgoutbox, {options.finished_messages:,} finished": lambda: _drain_aged(
+                    server, aged, aged_connection, count
+                ),
+                f"pgoutbox, {options.scheduled_messages:,} scheduled": lambda: _drain_booked(
+                    server, booked, booked_connection, count
+                ),
+                f"pgoutbox, {count:,} coalesce keys": lambda: _drain_keyed(server, ours, connection, count, per_key=1),
                 f"pgoutbox, {_PER_KEY} of each coalesce key": lambda: _drain_keyed(
-                    ours, connection, count, per_key=_PER_KEY
+                    server, ours, connection, count, per_key=_PER_KEY
                 ),
             }
             runs = {name: _Runs() for name in variants}
@@ -95,19 +107,31 @@ def run(server: Server, options: Options) -> Result:
     return _result(runs, options)
 
 
+def _measured(server: Server, dsn: str, program: str, *arguments: str) -> Mapping[str, object]:
+    """What a program answers, and the CPU time of its sessions on the server where that can be seen."""
+    with server.cpu_of_sessions(dsn) as seconds:
+        answer = answer_of(program, *arguments, dsn=dsn)
+    return {**answer, "server_cpu_seconds": seconds[0]} if seconds else answer
+
+
 def _drain(
-    dsn: str, connection: psycopg.Connection[tuple[object, ...]], count: int, program: str = "deliver", *arguments: str
+    server: Server,
+    dsn: str,
+    connection: psycopg.Connection[tuple[object, ...]],
+    count: int,
+    program: str = "deliver",
+    *arguments: str,
 ) -> Mapping[str, object]:
     empty_outbox(connection)
     load_pending(connection, count, topic=TOPIC)
     settle(connection, *_MESSAGE_TABLES)
-    answer = answer_of(program, *(arguments or ("drain",)), dsn=dsn)
+    answer = _measured(server, dsn, program, *(arguments or ("drain",)))
     _check_sent(connection, count)
     return answer
 
 
 def _drain_pinned(
-    dsn: str, connection: psycopg.Connection[tuple[object, ...]], count: int, *, one_bulk: bool
+    server: Server, dsn: str, connection: psycopg.Connection[tuple[object, ...]], count: int, *, one_bulk: bool
 ) -> Mapping[str, object]:
     empty_outbox(connection)
     with _pinned_horizon(dsn):
@@ -115,50 +139,66 @@ def _drain_pinned(
         with connection.transaction() if one_bulk else contextlib.nullcontext():
             load_pending(connection, count, topic=TOPIC)
         settle(connection, *_MESSAGE_TABLES)
-        answer = answer_of("deliver", "drain", dsn=dsn)
+        answer = _measured(server, dsn, "deliver", "drain")
     _check_sent(connection, count)
     return answer
 
 
-def _drain_aged(dsn: str, connection: psycopg.Connection[tuple[object, ...]], count: int) -> Mapping[str, object]:
+def _drain_aged(
+    server: Server, dsn: str, connection: psycopg.Connection[tuple[object, ...]], count: int
+) -> Mapping[str, object]:
     # The history stays, and what the round adds to it is removed.
     connection.execute("DELETE FROM pgoutbox.message WHERE worker IS DISTINCT FROM 'benchmark'")
     load_pending(connection, count, topic=TOPIC)
     settle(connection, "pgoutbox.message")
-    return answer_of("deliver", "drain", dsn=dsn)
+    return _measured(server, dsn, "deliver", "drain")
 
 
-def _drain_booked(dsn: str, connection: psycopg.Connection[tuple[object, ...]], count: int) -> Mapping[str, object]:
+def _drain_booked(
+    server: Server, dsn: str, connection: psycopg.Connection[tuple[object, ...]], count: int
+) -> Mapping[str, object]:
     # What is scheduled stays, and the round before it is removed.
     connection.execute("DELETE FROM pgoutbox.message WHERE state = 'sent'")
     load_pending(connection, count, topic=TOPIC)
     settle(connection, "pgoutbox.message")
-    return answer_of("deliver", "drain", dsn=dsn)
+    return _measured(server, dsn, "deliver", "drain")
 
 
 def _drain_keyed(
-    dsn: str, connection: psycopg.Connection[tuple[object, ...]], count: int, *, per_key: int
+    server: Server, dsn: str, connection: psycopg.Connection[tuple[object, ...]], count: int, *, per_key: int
 ) -> Mapping[str, object]:
     empty_outbox(connection)
     load_keyed(connection, count, topic=TOPIC, per_key=per_key)
     settle(connection, *_MESSAGE_TABLES)
-    answer = answer_of("deliver", "drain", dsn=dsn)
+    answer = _measured(server, dsn, "deliver", "drain")
     _check_sent(connection, count // per_key)
     return answer
 
 
-def _drain_pgqueuer(dsn: str, count: int, batch_size: int, driver: str) -> Mapping[str, object]:
+def _drain_pgqueuer(server: Server, dsn: str, count: int, batch_size: int, driver: str) -> Mapping[str, object]:
     """Let PgQueuer deliver so many jobs."""
     with _session(dsn) as connection:
         connection.execute("TRUNCATE pgqueuer, pgqueuer_log, pgqueuer_statistics")
         answer_of("peer", "enqueue", "--count", str(count), dsn=dsn)
         settle(connection, "pgqueuer", "pgqueuer_log")
-        answer = answer_of("peer", "drain", "--batch-size", str(batch_size), "--driver", driver, dsn=dsn)
+        answer = _measured(server, dsn, "peer", "drain", "--batch-size", str(batch_size), "--driver", driver)
         row = connection.execute("SELECT count(*) FROM pgqueuer_log WHERE status = 'successful'").fetchone()
         assert row is not None
         if row[0] != count:
             raise RuntimeError(f"pgqueuer finished {row[0]} of {count} jobs")
     return answer
+
+
+def _drain_floor(server: Server, dsn: str, count: int) -> Mapping[str, object]:
+    with _session(dsn) as connection:
+        connection.execute("TRUNCATE floor.live, floor.done")
+        connection.execute(
+            "INSERT INTO floor.live (topic, queue, payload)"
+            " SELECT %s, 'default', jsonb_build_object('user_id', n) FROM generate_series(1, %s) AS n",
+            [TOPIC, count],
+        )
+        settle(connection, "floor.live", "floor.done")
+    return _measured(server, dsn, "floor", str(load_settings().batch_size))
 
 
 def _check_sent(connection: psycopg.Connection[tuple[object, ...]], count: int) -> None:
@@ -191,7 +231,7 @@ def _result(runs: Mapping[str, _Runs], options: Options) -> Result:
     result.tables.append(
         Table(
             "one process, one async handler call per message",
-            ("variant", "messages/s", "slowest", "fastest", "CPU us/message", "claims", "finishes"),
+            ("variant", "messages/s", "slowest", "fastest", "CPU us/message", "server's", "claims", "finishes"),
             [
                 (
                     name,
@@ -199,6 +239,7 @@ def _result(runs: Mapping[str, _Runs], options: Options) -> Result:
                     min(r.rates),
                     max(r.rates),
                     median(r.cpu_microseconds),
+                    median(r.server_microseconds) if r.server_microseconds else None,
                     median(r.claims),
                     median(r.finishes),
                 )
@@ -211,9 +252,16 @@ def _result(runs: Mapping[str, _Runs], options: Options) -> Result:
         ("pgoutbox / bare loop", "bare loop", 0.7),
     ):
         result.verdicts.append(Verdict(name, ratio_of_rounds(ours, runs[other].rates), target, "at least"))
+    floor = runs["floor loop"].server_microseconds
+    if floor:
+        ratio = ratio_of_rounds(runs["pgoutbox"].server_microseconds, floor)
+        result.verdicts.append(Verdict("CPU of the server, pgoutbox / floor loop", ratio, 1.1, "at most"))
     # A key costs a look at its newest message at the claim: there is no target for that.
-    for name, r in [(name, r) for name, r in list(runs.items())[3:] if "coalesce" not in name]:
+    for name, r in [(name, r) for name, r in list(runs.items())[4:] if "coalesce" not in name]:
         result.verdicts.append(Verdict(f"{name} / pgoutbox", ratio_of_rounds(r.rates, ours), 0.9, "at least"))
     result.samples = {name: r.rates for name, r in runs.items()}
-    result.notes.append("CPU is that of the measured Python process alone, between first claim and last finish.")
+    result.notes.append(
+        "CPU is that of the measured Python process, between first claim and last finish; the server's is that of its "
+        "sessions, from their beginning to their end."
+    )
     return result

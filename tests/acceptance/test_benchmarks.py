@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.options import CLAIM_PARAMETERS, TOPIC
 from benchmarks.processes import answer_of
+from benchmarks.programs.floor import TABLES
 from pgoutbox import sql
 from tests.outbox_actions import enqueue, rows_of
 
@@ -24,3 +25,11 @@ def test_the_bare_loop_delivers_everything(dsn: str, connect: Connect) -> None:
         enqueue(db, TOPIC)
     answer_of("bare", "10", dsn=dsn)
     assert {row.state for row in rows_of(db)} == {"sent"}
+
+
+def test_the_floor_loop_delivers_everything(dsn: str, connect: Connect) -> None:
+    db = connect(autocommit=True)
+    db.execute(TABLES)
+    db.execute("INSERT INTO floor.live (topic, queue, payload) SELECT 't', 'default', '{}' FROM generate_series(1, 25)")
+    assert answer_of("floor", "10", dsn=dsn)["handled_count"] == 25
+    assert db.execute("SELECT count(*) FROM floor.done WHERE attempt_count = 1").fetchall() == [(25,)]
