@@ -5,8 +5,8 @@ Each attempt that was put in has one ending, which goes to `on_outcome`.
 
 A handler that cannot be stopped (in a thread, or ignoring its cancellation) keeps its message after its timeout: while
 it may still succeed, no other attempt begins, and its real outcome counts. After `overtime_seconds` more the attempt
-ends as timed out. The handler then keeps its slot, so that no more handlers run than were asked for, until it ends,
-which `on_free` tells.
+ends as timed out; a process that was suspended meanwhile begins that time once more. The handler then keeps its slot,
+so that no more handlers run than were asked for, until it ends, which `on_free` tells.
 """
 
 from __future__ import annotations
@@ -63,7 +63,17 @@ class Runner(Protocol):
 
 
 class _Slot:
-    __slots__ = ("deadline", "has_returned", "is_abandoned", "is_overdue", "task", "thread", "timed_out", "work")
+    __slots__ = (
+        "deadline",
+        "has_overtime_again",
+        "has_returned",
+        "is_abandoned",
+        "is_overdue",
+        "task",
+        "thread",
+        "timed_out",
+        "work",
+    )
 
     def __init__(self, task: asyncio.Task[None]) -> None:
         self.task = task
@@ -71,6 +81,7 @@ class _Slot:
         self.is_overdue = False  # The attempt has passed its timeout.
         self.timed_out = False  # It was cancelled because of that.
         self.has_returned = False  # Its thread had ended when a deadline passed.
+        self.has_overtime_again = False  # The process was suspended during its overtime.
         self.is_abandoned = False  # It has its ending, and its handler runs on.
         self.thread: Future[object] | None = None
         self.work: Work = ()  # Its messages, until they have an ending.
@@ -239,7 +250,7 @@ class Slots:
         timeout = work[0].handler.timeout_seconds or self._default_timeout_seconds
         slot.work = work
         slot.thread = None
-        slot.has_returned = False
+        slot.has_returned = slot.has_overtime_again = False
         if timeout is not None:
             self._set_deadline(slot, timeout)
         try:
@@ -313,13 +324,17 @@ class Slots:
         now = asyncio.get_running_loop().time()
         for slot in self._slots:
             if slot.deadline is not None and slot.deadline <= now:
+                was_away = now - slot.deadline > _RETURN_SECONDS
                 slot.deadline = None if slot.is_abandoned else now + self._overtime_seconds
-                self._overrun(slot)
+                self._overrun(slot, was_away=was_away)
         deadlines = [slot.deadline for slot in self._slots if slot.deadline is not None]
         self._timer = asyncio.get_running_loop().call_at(min(deadlines), self._end_overdue) if deadlines else None
 
-    def _overrun(self, slot: _Slot) -> None:
-        """A deadline has passed: at first that of the attempt, then that of its overtime."""
+    def _overrun(self, slot: _Slot, *, was_away: bool) -> None:
+        """A deadline has passed: at first that of the attempt, then that of its overtime.
+
+        `was_away` says that it passed unseen, because the process was suspended: its threads had no time either.
+        """
         work = slot.work
         if slot.thread is not None and slot.thread.done() and not slot.has_returned:
             # After a blocked event loop the result of the thread may still be on its way to the task.
@@ -330,6 +345,8 @@ class Slots:
             self._report(
                 logging.WARNING, Event.ATTEMPT_OVERDUE, "handler runs on in its thread after its timeout", work
             )
+        elif slot.runs_in_thread and was_away and not slot.has_overtime_again:
+            slot.has_overtime_again = True
         elif not slot.timed_out:
             slot.is_overdue = slot.timed_out = True
             slot.task.cancel()

@@ -17,9 +17,9 @@ import psycopg_pool
 from psycopg.rows import TupleRow
 
 from pgoutbox.connections import AsyncConnection, Connection, conninfo_for
-from pgoutbox.dispatch import Context, Dispatcher, SyncContext, in_thread, outcome_of_error
+from pgoutbox.dispatch import Context, Dispatcher, SyncContext, elapsed_clock, in_thread, outcome_of_error
 from pgoutbox.errors import LeaseLostError
-from pgoutbox.message import Message, Outcome, Sent, Transient
+from pgoutbox.message import Message, Outcome, Sent, Snooze, Transient
 from pgoutbox.settings import Settings
 from pgoutbox.slots import ALREADY_FINISHED, Ending, ThreadWatch
 from pgoutbox.store import Store, complete_within, complete_within_sync
@@ -67,6 +67,8 @@ class Transactions:
     async def _run_async(self, context: Context, watch_thread: ThreadWatch) -> None:
         pool = await self._open_pool()
         async with pool.connection() as connection:
+            if self._may_have_lapsed(context):
+                await _make_sure(context)
             context.join(connection)
             with self._lent(connection, context):
                 outcome = await self._dispatcher.run(context, watch_thread)
@@ -91,6 +93,8 @@ class Transactions:
 
         def work() -> None:
             with pool.connection() as connection:
+                if self._may_have_lapsed(context):
+                    asyncio.run_coroutine_threadsafe(_make_sure(context), loop).result()
                 with self._lent(connection, context):
                     result = handler.function(message, SyncContext(context, loop, connection))
                 sending = asyncio.run_coroutine_threadsafe(self._dispatcher.conclude(context, message, result), loop)
@@ -106,6 +110,10 @@ class Transactions:
                     raise _lost(message)
 
         await in_thread(self._threads, watch_thread, work)
+
+    def _may_have_lapsed(self, context: Context) -> bool:
+        """Whether the wait for a connection was long enough for the lease to end."""
+        return context.overtaken is not None or context.leased_at < elapsed_clock() - self._settings.lease_seconds / 2
 
     @contextlib.contextmanager
     def _lent(self, connection: AsyncConnection[TupleRow] | Connection[TupleRow], context: Context) -> Iterator[None]:
@@ -184,6 +192,13 @@ class Transactions:
             await self._pool.close()
         if self._sync_pool is not None:
             await asyncio.to_thread(self._sync_pool.close)
+
+
+async def _make_sure(context: Context) -> None:
+    try:
+        await context.ensure_lease()
+    except (psycopg.Error, OSError) as error:
+        raise _NotSentError(Snooze(0)) from error  # No handler has begun, so no attempt is used up.
 
 
 def _connection_options(settings: Settings) -> dict[str, object]:

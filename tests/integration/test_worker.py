@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import psycopg
 import psycopg.sql
+import psycopg_pool
 import pytest
 
 import pgoutbox.worker
@@ -462,6 +463,65 @@ async def test_a_late_success_of_a_thread_past_its_timeout_is_recorded_as_sent(
             await until(lambda: state_of(db, message_id) == State.SENT)
     assert (attempts_of(db, message_id), made.calls) == ([], [message_id])
     assert worker.telemetry.counts[Event.ATTEMPT_ABANDONED] == 0
+
+
+async def test_a_thread_whose_process_was_suspended_in_its_overtime_may_still_succeed(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    made = stuck(dsn)
+    message_id = enqueue(db, payload="stuck")
+    worker = Worker(made.outbox)
+    with reports() as heard:
+        async with running(worker):
+            await heard.wait_for(Event.ATTEMPT_OVERDUE)
+            (slot,) = worker._slots._slots
+            assert slot.deadline is not None
+            slot.deadline -= 3600  # It passed long ago, and nobody was there to see it.
+            worker._slots._end_overdue()
+            made.let_go.set()
+            await until(lambda: state_of(db, message_id) != State.SENDING)
+    assert (state_of(db, message_id), attempts_of(db, message_id)) == (State.SENT, [])
+
+
+@pytest.mark.parametrize("is_sync", [False, True], ids=["async", "sync"])
+async def test_a_transactional_handler_that_waited_for_its_connection_past_its_lease_does_not_begin(
+    dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch, *, is_sync: bool
+) -> None:
+    outbox = Outbox(settings_for(dsn))
+    calls: list[int] = []
+    if is_sync:
+
+        @outbox.handler("greet", transactional=True)
+        def greet(message: Message, ctx: SyncContext) -> None:
+            calls.append(message.id)
+    else:
+
+        @outbox.handler("greet", transactional=True)
+        async def agreet(message: Message, ctx: Context) -> None:
+            calls.append(message.id)
+
+    message_id = enqueue(db)
+    worker = Worker(outbox)
+
+    def pass_the_lease() -> None:
+        worker._held[message_id].leased_at -= 3600
+        lapse(db, message_id)
+        claim(db, worker="another")
+
+    async def check(_: object) -> None:
+        pass_the_lease()
+
+    def check_sync(_: object) -> None:
+        pass_the_lease()
+
+    monkeypatch.setattr(psycopg_pool.AsyncConnectionPool, "check_connection", staticmethod(check))
+    monkeypatch.setattr(psycopg_pool.ConnectionPool, "check_connection", staticmethod(check_sync))
+    with reports() as heard:
+        async with running(worker):
+            await heard.wait_for(Event.LEASE_LOST)
+    assert calls == []
+    row = row_of(db, message_id)
+    assert (row.state, row.attempt_count, row.worker) == (State.SENDING, 2, "another")
 
 
 @pytest.mark.parametrize("keyed", [Options(coalesce_key="k"), Options(ordering_key="k")], ids=["coalesce", "order"])

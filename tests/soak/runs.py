@@ -158,11 +158,13 @@ def _overlaps(runs: Iterable[tuple[Hashable, Run]]) -> Iterator[tuple[Run, Run]]
 
 
 def _twice_at_once(runs: Sequence[Run], account: _Account) -> Iterator[int]:
-    """An attempt that lapsed may still run, elsewhere: a process knows what it runs itself."""
-    for earlier, later in _overlaps((run.key, run) for run in runs):
-        is_own = earlier.process == later.process and later.attempt_count - earlier.attempt_count in (0, 1)
-        if is_own or not account.is_lost(earlier):
-            yield account.messages[later.key].id
+    """An attempt that lapsed may still run, or begin if its process was suspended: elsewhere, because a process knows
+    what it runs itself."""
+    for pair in _overlaps((run.key, run) for run in runs):
+        former, latter = sorted(pair, key=lambda run: run.attempt_count)
+        is_own = former.process == latter.process and latter.attempt_count - former.attempt_count in (0, 1)
+        if is_own or not account.is_lost(former):
+            yield account.messages[latter.key].id
 
 
 def _beside(runs: Sequence[Run], account: _Account) -> Iterator[int]:

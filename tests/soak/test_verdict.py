@@ -556,6 +556,18 @@ def test_a_message_that_is_handed_over_as_often_as_its_finish_is_refused_is_seen
     assert handlers.broken == expected
 
 
+@pytest.mark.parametrize(("outcome", "expected"), [("lost", set()), ("retry", {TWICE_AT_ONCE})])
+def test_a_lost_attempt_may_begin_beside_the_next_one_and_no_other_may(
+    handlers: Handlers, outcome: str, expected: set[str]
+) -> None:
+    """A process that is suspended between the last question for its lease and its handler begins late."""
+    handlers.message(21, attempt_count=2)
+    handlers.ran(21, 2, "q", 101.0, 103.0)
+    handlers.ran(21, 1, "p", 102.0, None)
+    handlers.ended(21, 1, outcome)
+    assert handlers.broken & {TWICE_AT_ONCE} == expected
+
+
 def test_the_trigger_refuses_the_finishes_that_it_is_told_to(run: tuple[Path, psycopg.Connection]) -> None:
     _, connection = run
     refused, accepted = (enqueue(connection, payload={KEY: key, "plan": ["ok"]}) for key in ("k50", "k51"))
