@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, LiteralString, NamedTuple
 
 from tests.faults.ledger import Entries, HandOver, Run
 from tests.soak.app import THREAD_TIMEOUT_SECONDS
+from tests.soak.crew import LEASE_SECONDS
 
 if TYPE_CHECKING:
     import psycopg
@@ -98,6 +99,10 @@ class Lost(NamedTuple):
         """Whether what was committed then is gone."""
         return self.from_at <= at <= self.until_at
 
+    def may_hide_end_of(self, hand_over: HandOver) -> bool:
+        """Whether the outcome of this hand-over may be gone: it is written later, within a lease."""
+        return self.from_at - LEASE_SECONDS <= hand_over.at <= self.until_at
+
     def keys(self, entries: Entries) -> set[str]:
         """Messages of which an attempt began or ended then. What the database says of it may be what came later."""
         return {run.key for run in entries.runs if self.touches(run)}
@@ -159,11 +164,11 @@ def _overlaps(runs: Iterable[tuple[Hashable, Run]]) -> Iterator[tuple[Run, Run]]
 
 def _twice_at_once(runs: Sequence[Run], account: _Account) -> Iterator[int]:
     """An attempt that lapsed may still run, or begin if its process was suspended: elsewhere, because a process knows
-    what it runs itself."""
+    what it runs itself. After a failover numbers are given out again, so an earlier one may begin later."""
     for pair in _overlaps((run.key, run) for run in runs):
         former, latter = sorted(pair, key=lambda run: run.attempt_count)
         is_own = former.process == latter.process and latter.attempt_count - former.attempt_count in (0, 1)
-        if is_own or not account.is_lost(former):
+        if is_own or not (account.is_lost(former) or account.lost.touches(pair[0])):
             yield account.messages[latter.key].id
 
 
@@ -188,7 +193,7 @@ def _by_itself(hand_overs: Sequence[HandOver], account: _Account) -> Iterator[in
         former = process_of.get((hand_over.key, hand_over.attempt_count - 1))
         if former == hand_over.process and message.topic not in _MAY_REPEAT:
             yield message.id
-        if not account.lost.covers(hand_over.at):
+        if not account.lost.may_hide_end_of(hand_over):
             process_of[hand_over.key, hand_over.attempt_count] = hand_over.process
 
 
