@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import psycopg
 
+from benchmarks.cpu import cpu_of_sessions
 from benchmarks.options import TOPIC, Options, rotated
 from benchmarks.processes import answer_of
 from benchmarks.programs.floor import TABLES as FLOOR_TABLES
@@ -109,7 +110,7 @@ def run(server: Server, options: Options) -> Result:
 
 def _measured(server: Server, dsn: str, program: str, *arguments: str) -> Mapping[str, object]:
     """What a program answers, and the CPU time of its sessions on the server where that can be seen."""
-    with server.cpu_of_sessions(dsn) as seconds:
+    with cpu_of_sessions(server, dsn) as seconds:
         answer = answer_of(program, *arguments, dsn=dsn)
     return {**answer, "server_cpu_seconds": seconds[0]} if seconds else answer
 

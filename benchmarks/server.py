@@ -11,7 +11,6 @@ import itertools
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,12 +34,6 @@ _ENVIRONMENT = {
     "options": "PGOPTIONS",
 }
 _database_numbers = itertools.count(1)
-_PAUSE_SECONDS = 0.05
-_SESSIONS = """
-SELECT a.pid
-FROM pg_stat_activity AS a
-WHERE a.datname = current_database() AND a.backend_type = 'client backend' AND a.pid <> ALL (%s::integer[])
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,29 +44,6 @@ class Server:
     version: str
     log: Path | None
     postmaster: int | None = None
-
-    @contextlib.contextmanager
-    def cpu_of_sessions(self, dsn: str) -> Iterator[list[float]]:
-        """Append the CPU seconds of the sessions in this database that end within the `with` block.
-
-        Nothing is appended for a server whose processes cannot be seen. What autovacuum's workers use that end
-        meanwhile is part of it.
-        """
-        found: list[float] = []
-        if self.postmaster is None:
-            yield found
-            return
-        with psycopg.connect(dsn, autocommit=True) as connection:
-            known = [pid for (pid,) in connection.execute(_SESSIONS, [[]])]
-            before = after = _cpu_seconds_of_children(self.postmaster)
-            yield found
-            while connection.execute(_SESSIONS, [known]).fetchall():
-                time.sleep(_PAUSE_SECONDS)
-            # The process ends a moment after its session.
-            while (now := _cpu_seconds_of_children(self.postmaster)) > after or now == before:
-                after = now
-                time.sleep(_PAUSE_SECONDS)
-        found.append(after - before)
 
     @contextlib.contextmanager
     def database(self, *, migrated: bool = True) -> Iterator[str]:
@@ -108,12 +78,6 @@ def running_server(dsn: str | None) -> Iterator[Server]:
             yield Server(server.dsn, _version_of(server.dsn), server.socket_directory / "log", postmaster)
     finally:
         shutil.rmtree(data, ignore_errors=True)
-
-
-def _cpu_seconds_of_children(pid: int) -> float:
-    """The CPU seconds of the children of a process that have ended."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[13]) + int(fields[14])) / os.sysconf("SC_CLK_TCK")
 
 
 def _version_of(dsn: str) -> str:

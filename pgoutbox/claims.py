@@ -30,7 +30,7 @@ from pgoutbox.telemetry import Event, Telemetry
 
 _ROUND_TRIP_SECONDS: Final = 0.002
 _STUBBORN_CONFLICTS: Final = 3
-_CONFLICT_PAUSE_SECONDS: Final = 0.01
+_CONFLICT_PAUSE_SECONDS: Final = 0.01  # Until then the other claim commits, which has the key and fails ours.
 _ENDED_ELSEWHERE: Final = 100
 _ELSEWHERE_SECONDS: Final = 300.0
 _SENDING: Final = State.SENDING  # To look a member up costs more than to compare with it.

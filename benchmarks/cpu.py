@@ -1,0 +1,54 @@
+"""The CPU time that sessions use on the server, where its processes can be seen."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import psycopg
+
+from benchmarks.processes import wait_until
+from benchmarks.server import Server
+
+_KNOWN_PROCESSES = "SELECT a.pid FROM pg_stat_activity AS a"
+_SESSIONS = """
+SELECT a.pid
+FROM pg_stat_activity AS a
+WHERE a.datname = current_database() AND a.backend_type = 'client backend'
+"""
+
+
+@contextlib.contextmanager
+def cpu_of_sessions(server: Server, dsn: str) -> Iterator[list[float]]:
+    """Append the CPU seconds of the sessions in this database that begin and end within the `with` block.
+
+    Nothing is appended for a server whose processes cannot be seen. Workers of autovacuum that end meanwhile count too.
+    """
+    found: list[float] = []
+    postmaster = server.postmaster
+    if postmaster is None:
+        yield found
+        return
+    with psycopg.connect(dsn, autocommit=True) as connection:
+
+        def pids(query: str) -> set[int]:
+            return {pid for (pid,) in connection.execute(query.encode()).fetchall()}
+
+        lasting = pids(_SESSIONS)
+        before = _cpu_seconds_of_ended_children(postmaster)
+        yield found
+        wait_until(lambda: pids(_SESSIONS) <= lasting, what="the measured sessions have ended")
+        # A process ends a moment after its session, and only then its time is its parent's.
+        wait_until(lambda: _children(postmaster) <= pids(_KNOWN_PROCESSES), what="their processes have ended")
+        found.append(_cpu_seconds_of_ended_children(postmaster) - before)
+
+
+def _children(pid: int) -> set[int]:
+    return {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
+
+
+def _cpu_seconds_of_ended_children(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[13]) + int(fields[14])) / os.sysconf("SC_CLK_TCK")
