@@ -13,8 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-import psycopg
-
 from benchmarks.processes import Child, ChildError, running
 from benchmarks.programs.lifeline import Tally
 
@@ -54,21 +52,17 @@ def seconds_to_drain(
     *,
     dsn: str,
     count: int,
-    unfinished: str,
+    is_unfinished: Callable[[], bool],
     processes: int = 1,
     environment: Mapping[str, str] | None = None,
 ) -> float:
     """Let so many processes deliver a backlog of `count`, which is in the database already.
 
-    `unfinished` is a query whose answer is true while something is left to do. `ChildError` if the handlers were not
-    called exactly `count` times.
+    `is_unfinished` says whether something is left to do. `ChildError` if the handlers were not called exactly `count`
+    times.
     """
     progress = _Progress()
-    with (
-        psycopg.connect(dsn, autocommit=True) as connection,
-        ThreadPoolExecutor(processes) as threads,
-        contextlib.ExitStack() as stack,
-    ):
+    with ThreadPoolExecutor(processes) as threads, contextlib.ExitStack() as stack:
         workers = [
             stack.enter_context(running(command[0], command, dsn=dsn, environment=environment))
             for _ in range(processes)
@@ -81,7 +75,7 @@ def seconds_to_drain(
                 worker.go()
             ask_from = min(_NEARLY_ALL * count, count - processes * Tally.STEP)
             _wait(followers, lambda: progress.handled_count >= ask_from)
-            _wait(followers, lambda: not _answer(connection, unfinished))
+            _wait(followers, lambda: not is_unfinished())
             ended_at = time.monotonic()
         finally:
             for worker in workers:
@@ -103,9 +97,3 @@ def _wait(followers: Sequence[Future[None]], condition: Callable[[], bool]) -> N
         if time.monotonic() > deadline:
             raise ChildError(f"the backlog was not delivered within {_DEADLINE_SECONDS:g} s")
         time.sleep(_ASK_EVERY_SECONDS)
-
-
-def _answer(connection: psycopg.Connection[tuple[object, ...]], query: str) -> bool:
-    row = connection.execute(query.encode()).fetchone()
-    assert row is not None
-    return bool(row[0])

@@ -16,6 +16,7 @@ from benchmarks.options import RETRY_NUMBER, TOPIC, Options, rotated
 from benchmarks.processes import answer_of, program_command
 from benchmarks.report import Result, Table, Verdict, median, ratio_of_rounds
 from benchmarks.server import Server, empty_outbox, load_due_retries, load_pending, settle
+from benchmarks.systems import asking
 from pgoutbox.settings import load_settings
 
 # The mode of `deliver` and what it stands for.
@@ -45,7 +46,9 @@ def run(server: Server, options: Options) -> Result:
                 load_pending(connection, count, topic=TOPIC)
                 settle(connection, *_TABLES)
                 command = program_command("deliver", "work", kind)
-                rates[kind].append(count / seconds_to_drain(command, dsn=dsn, count=count, unfinished=_UNFINISHED))
+                with asking(dsn, _UNFINISHED) as is_unfinished:
+                    seconds = seconds_to_drain(command, dsn=dsn, count=count, is_unfinished=is_unfinished)
+                rates[kind].append(count / seconds)
     rows = [
         (KINDS[kind], median(values), min(values), max(values), ratio_of_rounds(values, rates["noop"]))
         for kind, values in rates.items()

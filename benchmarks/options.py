@@ -22,6 +22,7 @@ CLAIM_PARAMETERS: Final[Mapping[str, object]] = {
     "retry_floor_id": 0,
     "suspect_limit": 1,
     "clock_limit": None,
+    "held": "{}",
     "worker": "benchmark",
     "lease_seconds": 60.0,
 }

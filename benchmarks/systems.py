@@ -1,4 +1,5 @@
-"""pgoutbox and its peers: how each is started, with which settings, and when its work is finished.
+"""pgoutbox and its peers, on PostgreSQL and on Redis: how each is started, with which settings, and when its work is
+finished.
 
 The settings are the best that each documentation recommends, or that `peer-settings` found; the README says which.
 A peer that cannot run here is left out, with the reason.
@@ -14,12 +15,16 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.processes import Child, program_command, running
+import psycopg
+
+from benchmarks.processes import Child, program_command, running, wait_until
 from benchmarks.server import Server, libpq_environment
 
 PROGRAMS = Path(__file__).parent / "programs" / "node"
@@ -35,6 +40,7 @@ _DONE = "installed-lock.json"
 class System:
     """A queue that can be measured. `worker` are the arguments behind the mode `work` or `stamp`.
 
+    `unfinished` is a query that is true while something is left to do; on Redis, the keys that are gone afterwards.
     `share` makes a slow system's backlog smaller, so that the run ends; a rate does not depend on it much.
     """
 
@@ -48,6 +54,7 @@ class System:
     candidates: tuple[tuple[str, ...], ...] = ()
     share: float = 1.0
     node: bool = False
+    redis: bool = False
     migrated: bool = False
 
     def command(self, mode: str, *arguments: str) -> list[str]:
@@ -78,8 +85,13 @@ class System:
             return started.read()
 
     @contextlib.contextmanager
-    def database(self, server: Server) -> Iterator[str]:
-        """A new database with the system's tables."""
+    def database(self, server: Server | None) -> Iterator[str]:
+        """The DSN of a new database with the system's tables, or the URL of a new Redis."""
+        if self.redis:
+            with redis_server() as url:
+                yield url
+            return
+        assert server is not None, "this system needs PostgreSQL"
         with server.database(migrated=self.migrated) as dsn:
             if not self.migrated:
                 self.answer("install", dsn=dsn)
@@ -98,6 +110,18 @@ class System:
         assert isinstance(seconds, float)
         return seconds
 
+    @contextlib.contextmanager
+    def asking(self, dsn: str) -> Iterator[Callable[[], bool]]:
+        """A function that tells whether something is left to do."""
+        if self.redis:
+            import redis
+
+            with redis.Redis.from_url(dsn) as client:
+                yield lambda: bool(client.exists(*self.unfinished.split()))
+        else:
+            with asking(dsn, self.unfinished) as is_unfinished:
+                yield is_unfinished
+
     def version(self) -> str:
         """The installed version."""
         if self.node:
@@ -113,6 +137,8 @@ class System:
             importlib.metadata.version(self.package)
         except importlib.metadata.PackageNotFoundError:
             return f"the package {self.package} is not installed: pip install -e '.[bench]'"
+        if self.redis and shutil.which("redis-server") is None:
+            return "redis-server is not installed"
         return None
 
 
@@ -189,11 +215,88 @@ SYSTEMS: Sequence[System] = (
 )
 
 
-def available_systems() -> tuple[list[System], list[str]]:
+# Their messages are not part of a business transaction. They promise less, and many applications use them.
+REDIS_SYSTEMS: Sequence[System] = (
+    System(
+        name="Celery",
+        settings="Redis, solo pool, acks_late, no results, prefetch 128; apply_async with one producer",
+        program="celery_peer",
+        package="celery",
+        unfinished="celery unacked",
+        worker=("--prefetch", "128"),
+        candidates=(("--prefetch", "4"), ("--prefetch", "32"), ("--prefetch", "128"), ("--prefetch", "512")),
+        share=0.1,
+        redis=True,
+    ),
+    System(
+        name="RQ",
+        settings="Redis, SimpleWorker, no results; enqueue_many of 1,000 at once",
+        program="rq_peer",
+        package="rq",
+        unfinished="rq:queue:default rq:wip:default",
+        share=0.05,
+        redis=True,
+    ),
+    System(
+        name="Dramatiq",
+        settings="Redis, 8 threads; one enqueue for each message",
+        program="dramatiq_peer",
+        package="dramatiq",
+        unfinished="dramatiq:default dramatiq:default.msgs",
+        worker=("--threads", "8"),
+        candidates=(("--threads", "1"), ("--threads", "8"), ("--threads", "32")),
+        share=0.1,
+        redis=True,
+    ),
+)
+
+
+def available_systems(*, on_redis: bool = False) -> tuple[list[System], list[str]]:
     """The systems that can be measured here, and for each of the others the reason why not."""
-    reasons = {system.name: system.reason_to_skip() for system in SYSTEMS}
+    systems = (*SYSTEMS, *REDIS_SYSTEMS) if on_redis else SYSTEMS
+    reasons = {system.name: system.reason_to_skip() for system in systems}
     notes = [f"{name} is left out: {reason}" for name, reason in reasons.items() if reason is not None]
-    return [system for system in SYSTEMS if reasons[system.name] is None], notes
+    return [system for system in systems if reasons[system.name] is None], notes
+
+
+@contextlib.contextmanager
+def asking(dsn: str, query: str) -> Iterator[Callable[[], bool]]:
+    """Whether a query is true, as often as it is called."""
+    with psycopg.connect(dsn, autocommit=True) as connection:
+
+        def ask() -> bool:
+            row = connection.execute(query.encode()).fetchone()
+            assert row is not None
+            return bool(row[0])
+
+        yield ask
+
+
+@contextlib.contextmanager
+def redis_server() -> Iterator[str]:
+    """The URL of a Redis that writes what it is told to its disk, and flushes once a second as it does by default."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory(prefix="pgoutbox-bench-redis-") as home:
+        options = ["--bind", "127.0.0.1", "--dir", home, "--appendonly", "yes", "--save", "", "--daemonize", "no"]
+        process = subprocess.Popen(
+            ["redis-server", "--port", str(port), *options],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            wait_until(lambda: _accepts(port), what="Redis to start")
+            yield f"redis://127.0.0.1:{port}/0"
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def _accepts(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+        return True
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +365,7 @@ def versions() -> dict[str, str]:
     installed = _is_installed()
     found = {
         system.name: system.version()
-        for system in SYSTEMS
+        for system in (*SYSTEMS, *REDIS_SYSTEMS)
         if (installed or not system.node) and system.reason_to_skip() is None
     }
     for package in ("psycopg", "asyncpg", "uvloop"):

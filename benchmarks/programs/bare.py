@@ -1,7 +1,7 @@
 """The limit of the drain: pgoutbox's own claim and finish statements in a loop on one connection, nothing else.
 
-No handler is called and no outcome collected. Like the worker, it claims from the due time it has reached, and from the
-beginning when a claim comes back short.
+No handler is called and no outcome collected. Like the worker under load, it claims fresh messages from the due time it
+has reached, and from the beginning when a claim comes back short.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pgoutbox.link import timeouts
 from pgoutbox.settings import load_settings
 from pgoutbox.store import NO_FLOOR, ClaimedRow
 
-DUE_AT = ClaimedRow._fields.index("due_at")
+AVAILABLE_AT = ClaimedRow._fields.index("available_at")
 
 
 def main(batch_size: int) -> int:
@@ -33,7 +33,7 @@ def main(batch_size: int) -> int:
         while True:
             meter.begin()
             cursor.execute(
-                sql.CLAIM,
+                sql.CLAIM_FRESH,
                 {
                     **CLAIM_PARAMETERS,
                     "fresh_limit": batch_size,
@@ -46,7 +46,7 @@ def main(batch_size: int) -> int:
             rows = cursor.fetchall()
             if not rows and floor == NO_FLOOR:
                 break
-            floor = max((row[DUE_AT], row[0]) for row in rows) if len(rows) == batch_size else NO_FLOOR
+            floor = max((row[AVAILABLE_AT], row[0]) for row in rows) if len(rows) == batch_size else NO_FLOOR
             if rows:
                 parameters = {
                     "ids": [row[0] for row in rows],

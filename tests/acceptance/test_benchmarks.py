@@ -5,10 +5,15 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+import pytest
+
+from benchmarks.clock import seconds_to_drain
 from benchmarks.options import CLAIM_PARAMETERS, TOPIC
 from benchmarks.processes import answer_of
 from benchmarks.programs.floor import TABLES
+from benchmarks.systems import REDIS_SYSTEMS, System
 from pgoutbox import sql
+from tests.brokers import program_of
 from tests.outbox_actions import enqueue, rows_of
 
 if TYPE_CHECKING:
@@ -33,3 +38,13 @@ def test_the_floor_loop_delivers_everything(dsn: str, connect: Connect) -> None:
     db.execute("INSERT INTO floor.live (topic, queue, payload) SELECT 't', 'default', '{}' FROM generate_series(1, 25)")
     assert answer_of("floor", "10", dsn=dsn)["handled_count"] == 25
     assert db.execute("SELECT count(*) FROM floor.done WHERE attempt_count = 1").fetchall() == [(25,)]
+
+
+@pytest.mark.parametrize("system", [pytest.param(system, id=system.name) for system in REDIS_SYSTEMS])
+def test_a_peer_on_redis_handles_every_message_once(system: System) -> None:
+    program_of("redis-server")
+    assert system.reason_to_skip() is None
+    with system.database(None) as url, system.asking(url) as is_unfinished:
+        system.load(50, dsn=url)
+        assert is_unfinished()
+        assert seconds_to_drain(system.command("work"), dsn=url, count=50, is_unfinished=is_unfinished) > 0
