@@ -27,6 +27,7 @@ from pgoutbox.server_clock import ServerClock
 from pgoutbox.set_aside import SetAside
 from pgoutbox.store import ClaimedRow, ClaimRefusedError, Store
 from pgoutbox.telemetry import Event, Telemetry
+from pgoutbox.unanswered import UnansweredClaims
 
 _ROUND_TRIP_SECONDS: Final = 0.002
 _STUBBORN_CONFLICTS: Final = 3
@@ -67,8 +68,7 @@ class Claims:
         self._set_aside = SetAside(telemetry)
         self._elsewhere_due_at = -math.inf
         self._conflict_count = 0
-        self._is_in_doubt = False  # Whether a claim may have been committed without our knowing.
-        self._doubt_again_at = math.inf
+        self._unanswered = UnansweredClaims(again_seconds=store.lease_seconds)
         self.work_ahead = False
 
     async def look(self, room: int, *, from_beginning: bool, fresh_only: bool = False) -> int | None:
@@ -80,7 +80,7 @@ class Claims:
         found = 0
         self.work_ahead = False
         self._queues.looked_at = elapsed_clock()
-        if not await self.release_lost():
+        if not await self.release_unanswered():
             return None
         if self._is_check_due(self._queues.looked_at) and not await self._check():
             return None
@@ -97,25 +97,22 @@ class Claims:
                 break
         return found
 
-    async def release_lost(self) -> bool:
-        """Release attempts that a claim began and whose rows never arrived. False if the database did not let us.
-
-        A server that is slow to commit may do so after we have asked: one lease later we ask again.
-        """
+    async def release_unanswered(self) -> bool:
+        """Release attempts that a claim began and whose rows never arrived. False if the database did not let us."""
         now = elapsed_clock()
-        if not self._is_in_doubt and now < self._doubt_again_at:
-            return True
-        try:
-            count = await self._store.release_lost(self._queues.names, self._held)
-        except (psycopg.Error, OSError) as error:
-            await self._outage.endure(error)
-            return False
-        self._doubt_again_at = now + self._store.lease_seconds if self._is_in_doubt else math.inf
-        self._is_in_doubt = False
-        if count:
-            self._telemetry.report(
-                logging.WARNING, Event.CLAIM_LOST, "claim whose answer was lost, released", released_count=count
-            )
+        for span in self._unanswered.due(now):
+            try:
+                count = await self._store.release_unanswered(
+                    self._queues.names, self._held, after=span.after, before=span.before
+                )
+            except (psycopg.Error, OSError) as error:
+                await self._outage.endure(error)
+                return False
+            self._unanswered.note_looked(span, now)
+            if count:
+                self._telemetry.report(
+                    logging.WARNING, Event.CLAIM_LOST, "claim whose answer was lost, released", released_count=count
+                )
         return True
 
     async def next_due_seconds(self) -> float | None:
@@ -219,7 +216,7 @@ class Claims:
                 message_ids = [message_id for message_id in found if message_id not in set_aside]
                 rows = []
                 if message_ids:
-                    self._is_in_doubt = True
+                    self._unanswered.begin()
                     rows = await self._store.claim_ordered(lanes.queue, message_ids, hold_topics=self._hold_topics)
             except (psycopg.Error, OSError) as error:
                 lanes.after_key = began_here
@@ -232,9 +229,9 @@ class Claims:
                 lanes.is_limited = rows[0].is_limited
                 self.work_ahead = True
                 await self._take_over(rows, began_at)
-                self._is_in_doubt = False
+                self._unanswered.end(_time_of(rows))
                 return len(rows)
-            self._is_in_doubt = False
+            self._unanswered.end()
             end_count += lanes.after_key == ""
             # The keys behind which it began may be gone by now: then the second end is all there is.
             if not complete or end_count == 2 or (end_count == 1 and lanes.after_key >= began_after):
@@ -243,13 +240,14 @@ class Claims:
 
     async def _claim_unordered(self, lanes: Lanes, room: int, *, from_beginning: bool, fresh_only: bool) -> int | None:
         began_at = elapsed_clock()
-        kind = f"{lanes.queue} fresh" if fresh_only else lanes.queue
+        leaves_out_others = fresh_only or (not from_beginning and lanes.is_for_fresh_alone(began_at))
+        kind = f"{lanes.queue} fresh" if leaves_out_others else lanes.queue
         room = self._set_aside.within(kind, room)
-        if fresh_only:
-            plan = lanes.plan_fresh(room)
+        if leaves_out_others:
+            plan = lanes.plan_fresh(room, from_beginning=fresh_only)
         else:
             plan = lanes.plan(room, now=began_at, from_beginning=from_beginning, suspects_in_flight=len(self._suspects))
-        self._is_in_doubt = True
+        self._unanswered.begin()
         try:
             rows = await self._store.claim(
                 lanes.queue,
@@ -262,6 +260,7 @@ class Claims:
                 suspect_limit=plan.suspect_limit,
                 clock_limit=self._clock.limit(began_at),
                 fresh_only=plan.fresh_only,
+                held=self._held if plan.is_full else None,
                 set_aside=self._set_aside.ids(began_at),
             )
         except (psycopg.Error, OSError) as error:
@@ -273,11 +272,12 @@ class Claims:
         self.work_ahead |= lanes.learn(plan, rows, began_at=began_at, ended_at=elapsed_clock())
         if rows:
             await self._take_over(rows, began_at)
-        self._is_in_doubt = False
+        self._unanswered.end(_time_of(rows))
         return len(rows)
 
     async def _endure(self, error: psycopg.Error | OSError, queue: str, kind: str, total: int) -> None:
-        self._is_in_doubt &= not is_refusal(error)
+        if is_refusal(error):
+            self._unanswered.end()
         if is_lost_key(error):
             self._conflict_count += 1
             if self._conflict_count > _STUBBORN_CONFLICTS:
@@ -295,3 +295,8 @@ class Claims:
         if (measures := self._telemetry.measures) is not None:
             topics = [row.topic for row in rows if row.state == _SENDING]
             measures.claim(queue, topics, at=elapsed_clock())
+
+
+def _time_of(rows: Sequence[ClaimedRow]) -> datetime | None:
+    """When the attempts that a claim began were claimed, by the server's clock."""
+    return next((row.claimed_at for row in rows if row.state == _SENDING), None)

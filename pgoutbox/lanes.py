@@ -4,7 +4,8 @@ found.
 Dead index entries at the head of a queue make every claim slower than the one before, above all while an old
 transaction keeps vacuum away. So a claim starts where the last one ended, the floor. Messages below the floor exist (a
 transaction that committed late, a lease that ran out), so it starts from the beginning again whenever a claim came back
-short, whenever a bell rang, and a few times a second under load.
+short, whenever a bell rang, and a few times a second under load. In between, while fresh messages wait and nothing else
+does, claims look at their lane alone: that statement costs a third less.
 
 Messages whose attempt was lost are suspects: one of them may have ended its process, and with it the attempts of all
 the others. So few of them are in flight at once, and more only as those before them end and the process lives.
@@ -144,11 +145,7 @@ class Lanes:
         """
         if from_beginning or now >= self._full_due_at:
             self._fresh_floor = self._retry_floor = None
-        retry_turn = (
-            not from_beginning
-            and not self._retries_had_turn
-            and (self._retries_waiting or now >= self._retry_due_at)
-        )  # fmt: skip
+        retry_turn = not from_beginning and self._is_retry_turn(now)
         return ClaimPlan(
             fresh_limit=0 if retry_turn else room,
             total=room,
@@ -159,21 +156,38 @@ class Lanes:
             is_full=self._fresh_floor is None,
         )
 
-    def plan_fresh(self, room: int) -> ClaimPlan:
-        """Ask for fresh messages alone, from the beginning."""
-        return ClaimPlan(room, room, None, None, 0, 0, is_full=False, fresh_only=True)
+    def is_for_fresh_alone(self, now: float) -> bool:
+        """Whether the next claim may leave out the other lanes: fresh messages wait, and it is nobody else's turn."""
+        return (
+            self._fresh_floor is not None
+            and now < self._full_due_at
+            and not self._is_retry_turn(now)
+            and not self.is_limited
+            and not self._has_suspects
+        )
+
+    def plan_fresh(self, room: int, *, from_beginning: bool) -> ClaimPlan:
+        """Ask for fresh messages alone."""
+        floor = None if from_beginning else self._fresh_floor
+        return ClaimPlan(room, room, floor, None, 0, 0, is_full=False, fresh_only=True)
+
+    def _is_retry_turn(self, now: float) -> bool:
+        return not self._retries_had_turn and (self._retries_waiting or now >= self._retry_due_at)
 
     def learn(self, plan: ClaimPlan, rows: Sequence[ClaimedRow], *, began_at: float, ended_at: float) -> bool:
         """Remember where a claim ended. Returns whether more is likely to wait."""
+        if plan.fresh_only:
+            is_filled = len(rows) == plan.total
+            self._fresh_floor = max((row.available_at, row.id) for row in rows) if is_filled else None
+            self._retries_had_turn = False
+            return is_filled
         if rows:
             self.is_limited = rows[0].is_limited
             self.has_ordered = rows[0].has_ordered
-        if plan.fresh_only:
-            return len(rows) == plan.total
-        fresh = [(row.due_at, row.id) for row in rows if row.former_attempt_count == 0]
+        fresh = [(row.available_at, row.id) for row in rows if row.former_attempt_count == 0]
         again = [row for row in rows if row.former_attempt_count > 0]
         lost = [row for row in again if row.former_state == State.SENDING]
-        retries = [(row.due_at, row.id) for row in again if row.former_state == State.PENDING]
+        retries = [(row.available_at, row.id) for row in again if row.former_state == State.PENDING]
         retry_room = plan.total - len(fresh) - len(lost)
         self._retries_had_turn = plan.fresh_limit == 0
         if plan.fresh_limit > 0:
@@ -190,6 +204,11 @@ class Lanes:
             self._pace_suspects(plan, found, is_filled=is_filled)
         # A group that finds nobody leaves out those that come one by one.
         return is_filled or (plan.suspect_limit > 1 and found == 0)
+
+    @property
+    def _has_suspects(self) -> bool:
+        """Whether the last look at the suspects found some, and more may wait."""
+        return not self._next_is_alone or self._group_size > 1
 
     def may_take_suspects(self, in_flight: int) -> bool:
         """Whether more suspects may be claimed while so many are in flight."""

@@ -26,6 +26,7 @@ from pgoutbox.settings import Settings
 
 REQUIRED_SCHEMA_VERSION: Final = 3
 _LOCKED_PAUSE_SECONDS = 0.02
+_PASS_OVER_SECONDS = 1.0
 _RETENTION_SECONDS = 30.0
 _SHOWN_NAME_LENGTH = 48  # With "pgoutbox claim " the 63 bytes that PostgreSQL keeps of an application_name.
 MINIMUM_SERVER_VERSION: Final = 150_000
@@ -59,19 +60,20 @@ class ClaimedRow(NamedTuple):
     coalesce_key: str | None
     ordering_key: str | None
     content_id: int | None
+    claimed_at: datetime | None
     state: str
-    former_state: str
-    former_attempt_count: int
-    due_at: datetime
     expires_in_seconds: float | None
-    is_limited: bool
-    has_ordered: bool
     superseded: bool
+    # A claim of fresh messages leaves these out.
+    former_state: str = State.PENDING
+    former_attempt_count: int = 0
+    is_limited: bool = False
+    has_ordered: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """An outcome other than sent, on its way to the row."""
+    """An outcome on its way to the row."""
 
     id: int
     attempt_count: int
@@ -131,6 +133,7 @@ class Store:
         self._settings = settings
         self.claims = Link(dsn, settings, purpose=f"claim {worker[-_SHOWN_NAME_LENGTH:]}")
         self._finishes = Link(dsn, settings, purpose="finish", spare=self.claims)
+        self._passes_over_until = -math.inf  # Until then finishes pass over locked rows instead of waiting for them.
         self._forgotten_topics: frozenset[str] = frozenset()
         self._retention_turn = asyncio.Lock()
         self._retention_read_at = -math.inf
@@ -158,13 +161,15 @@ class Store:
         suspect_limit: int,
         clock_limit: datetime | None = None,
         fresh_only: bool = False,
+        held: Collection[int] | None = None,
         set_aside: Sequence[int] = (),
     ) -> list[ClaimedRow]:
         """Claim up to `total` messages, ordered by due time within each lane, those beyond the floors.
 
         Among them at most `suspect_limit` whose last attempt was lost and that are tried again. No lease counts as
         lapsed while the server's clock is beyond `clock_limit`. `fresh_only` is for a worker that was rung: the others
-        are left out, and `suspect_limit` and the floor of retries say nothing. Messages in `set_aside` are passed over.
+        are left out, and `suspect_limit` and the floor of retries say nothing. Of the attempts in this worker's own
+        name none is taken that is in `held`, and without `held` none at all. Messages in `set_aside` are passed over.
 
         Raises `ClaimRefusedError` if the database refuses a claim of a single message for what is in its row.
         """
@@ -185,6 +190,7 @@ class Store:
             "retry_floor_id": retry_floor_id,
             "suspect_limit": suspect_limit,
             "clock_limit": clock_limit,
+            "held": None if held is None else _array_of(held),
             "set_aside": set_aside,
             "worker": self.worker,
             "lease_seconds": self._settings.lease_seconds,
@@ -196,7 +202,7 @@ class Store:
                 raise
             candidates = await self.claims.fetch(sql.CANDIDATES, parameters)
             raise ClaimRefusedError([row[0] for row in candidates], error) from error
-        claimed = [ClaimedRow._make(row) for row in rows]
+        claimed = [ClaimedRow(*row) for row in rows]
         claimed.sort(key=_by_due_time)
         return claimed
 
@@ -217,7 +223,7 @@ class Store:
                 "lease_seconds": self._settings.lease_seconds,
             },
         )
-        return [ClaimedRow._make(row) for row in rows]
+        return [ClaimedRow(*row) for row in rows]
 
     async def find_ordered(
         self, queue: str, *, topics: Sequence[str], after_key: str, key_limit: int
@@ -252,13 +258,20 @@ class Store:
             if len(message_ids) > 1 or not is_of_a_row(error):
                 raise
             raise ClaimRefusedError(message_ids, error) from error
-        claimed = [ClaimedRow._make(row) for row in rows]
+        claimed = [ClaimedRow(*row) for row in rows]
         claimed.sort(key=_by_due_time)
         return claimed
 
-    async def release_lost(self, queues: Sequence[str], held: Collection[int]) -> int:
-        """Release what this worker has in flight in these queues by the database, but not in `held`; how many."""
-        rows = await self.claims.fetch(sql.ATTEMPTS_OF_WORKER, {"queues": queues, "worker": self.worker})
+    async def release_unanswered(
+        self, queues: Sequence[str], held: Collection[int], *, after: datetime | None, before: datetime | None
+    ) -> int:
+        """Release what this worker's claims between two times began in these queues, but nothing in `held`; how many.
+
+        `after` and `before` are times of claims by the server's clock; None for no bound.
+        """
+        rows = await self.claims.fetch(
+            sql.UNANSWERED_ATTEMPTS, {"queues": queues, "worker": self.worker, "after": after, "before": before}
+        )
         lost = [Verdict(row[0], row[1], "released") for row in rows if row[0] not in held]
         return len(await self.finish(lost)) if lost else 0
 
@@ -298,13 +311,21 @@ class Store:
     ) -> dict[int, State]:
         """Finish these attempts, of messages of these topics, as sent; the answer holds those that held their message.
 
-        Also a message that is deleted instead, because a rule of retention keeps nothing of what was sent.
+        Also a message that is deleted instead, because a rule of retention keeps nothing of what was sent. A row that
+        somebody has locked is left out after a short wait.
         """
-        rows = await self._finishes.fetch(
-            sql.FINISH_SENT_AND_FORGET_IF_HELD if await self.forgets_sent(topics) else sql.FINISH_SENT_IF_HELD,
-            {"ids": _array_of(ids), "attempt_counts": _array_of(attempt_counts), "worker": self.worker},
-        )
-        return dict.fromkeys((row[0] for row in rows), State.SENT)
+        held = {"ids": _array_of(ids), "attempt_counts": _array_of(attempt_counts), "worker": self.worker}
+        if await self.forgets_sent(topics):
+            rows = await self._finishes.fetch(sql.FINISH_SENT_AND_FORGET_IF_HELD, held)
+            return dict.fromkeys((row[0] for row in rows), State.SENT)
+        if time.monotonic() >= self._passes_over_until:
+            try:
+                rows = await self._finishes.fetch(sql.FINISH_SENT_IF_HELD, held)
+                return dict.fromkeys((row[0] for row in rows), State.SENT)
+            except (psycopg.errors.LockNotAvailable, psycopg.errors.SerializationFailure):
+                # A row is locked, or went to another partition while this statement waited for it.
+                self._passes_over_until = time.monotonic() + _PASS_OVER_SECONDS
+        return await self.finish([_sent(*attempt) for attempt in zip(ids, attempt_counts, strict=True)])
 
     async def forgets_sent(self, topics: Collection[str]) -> bool:
         """Whether a rule of retention may keep nothing of what was sent in these topics, half a minute ago at most.
@@ -322,17 +343,7 @@ class Store:
 
     async def finish(self, verdicts: Sequence[Verdict]) -> dict[int, State]:
         """Finish these attempts; the answer holds the state that each message reached, if the attempt still held it."""
-        rows = await self._finishes.fetch(
-            sql.FINISH_IF_HELD,
-            {
-                "ids": _array_of(v.id for v in verdicts),
-                "attempt_counts": _array_of(v.attempt_count for v in verdicts),
-                "outcomes": [v.outcome for v in verdicts],
-                "reasons": [v.reason for v in verdicts],
-                "delays": [v.delay_seconds for v in verdicts],
-                "worker": self.worker,
-            },
-        )
+        rows = await self._finishes.fetch(sql.FINISH_IF_HELD, _finish_parameters(verdicts, worker=self.worker))
         return {row[0]: State(row[1]) for row in rows}
 
     async def standing(self, ids: Sequence[int], attempt_counts: Sequence[int]) -> dict[int, State]:
@@ -434,8 +445,8 @@ async def complete_within(
 
     `forgets` is what `Store.forgets_sent` answers.
     """
-    statement = sql.FINISH_SENT_AND_FORGET_IF_HELD if forgets else sql.FINISH_SENT_IF_HELD
-    parameters = {"ids": [message_id], "attempt_counts": [attempt_count], "worker": worker}
+    statement = sql.FINISH_SENT_AND_FORGET_IF_HELD if forgets else sql.FINISH_IF_HELD
+    parameters = _finish_parameters([_sent(message_id, attempt_count)], worker=worker)
     while True:
         cursor = await connection.execute(statement, parameters)
         if await cursor.fetchone() is not None:
@@ -450,8 +461,8 @@ def complete_within_sync(
     connection: psycopg.Connection[TupleRow], message_id: int, attempt_count: int, *, worker: str, forgets: bool
 ) -> bool:
     """The same on a sync connection, for handlers in threads."""
-    statement = sql.FINISH_SENT_AND_FORGET_IF_HELD if forgets else sql.FINISH_SENT_IF_HELD
-    parameters = {"ids": [message_id], "attempt_counts": [attempt_count], "worker": worker}
+    statement = sql.FINISH_SENT_AND_FORGET_IF_HELD if forgets else sql.FINISH_IF_HELD
+    parameters = _finish_parameters([_sent(message_id, attempt_count)], worker=worker)
     while True:
         if connection.execute(statement, parameters).fetchone() is not None:
             return True
@@ -533,10 +544,25 @@ async def watch(link: Link, ids: Sequence[int], attempt_counts: Sequence[int], *
     return {row[0]: HeldRow._make(row) for row in rows}
 
 
+def _sent(message_id: int, attempt_count: int) -> Verdict:
+    return Verdict(message_id, attempt_count, "sent")
+
+
+def _finish_parameters(verdicts: Sequence[Verdict], *, worker: str) -> dict[str, object]:
+    return {
+        "ids": _array_of(v.id for v in verdicts),
+        "attempt_counts": _array_of(v.attempt_count for v in verdicts),
+        "outcomes": [v.outcome for v in verdicts],
+        "reasons": [v.reason for v in verdicts],
+        "delays": [v.delay_seconds for v in verdicts],
+        "worker": worker,
+    }
+
+
 def _array_of(numbers: Iterable[int]) -> str:
     """An array as PostgreSQL reads it. The driver's own way to write one takes forty times as long."""
     return f"{{{','.join(map(str, numbers))}}}"
 
 
 def _by_due_time(row: ClaimedRow) -> tuple[bool, datetime, int]:
-    return (row.former_attempt_count > 0, row.due_at, row.id)
+    return (row.former_attempt_count > 0, row.available_at, row.id)

@@ -322,7 +322,7 @@ class Worker:
             await self._bell.stop()  # Who stays has to be rung from now on.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(deadline):
-                await self._claims.release_lost()  # The task may have been cancelled during a claim.
+                await self._claims.release_unanswered()  # The task may have been cancelled during a claim.
                 await self._until_idle(finished=False)
         self._attempts.breakers.stop()
         await self._slots.stop()

@@ -92,6 +92,7 @@ def claim(
     clock_limit: datetime | None = None,
     fresh_only: bool = False,
     worker: str = "worker-1",
+    held: Sequence[int] | None = None,
 ) -> list[ClaimedRow]:
     """Claim, and give the rows in the order of their ids."""
     parameters = {
@@ -106,11 +107,12 @@ def claim(
         "retry_floor_id": (retry_floor or NO_FLOOR)[1],
         "suspect_limit": suspect_limit,
         "clock_limit": clock_limit,
+        "held": None if held is None else list(held),
         "worker": worker,
         "lease_seconds": LEASE_SECONDS,
     }
     statement = sql.CLAIM_FRESH if fresh_only else sql.CLAIM
-    rows = [ClaimedRow._make(row) for row in connection.execute(statement, parameters).fetchall()]
+    rows = [ClaimedRow(*row) for row in connection.execute(statement, parameters).fetchall()]
     return sorted(rows, key=lambda row: row.id)
 
 
@@ -136,7 +138,7 @@ def claim_ordered(
         "worker": worker,
         "lease_seconds": LEASE_SECONDS,
     }
-    rows = [ClaimedRow._make(row) for row in connection.execute(sql.CLAIM_ORDERED, parameters).fetchall()]
+    rows = [ClaimedRow(*row) for row in connection.execute(sql.CLAIM_ORDERED, parameters).fetchall()]
     return sorted(rows, key=lambda row: row.id)
 
 

@@ -1777,7 +1777,8 @@ END
 $block$
 """
 
-# The schema and the version table may remain. The role remains if it has rights in another database.
+# The schema and the version table may remain. The role remains if it has rights in another database. PostgreSQL fails
+# with an internal error where that database is dropped at the same moment.
 TAKE_DOWN_OWNER = """
 DO $block$
 BEGIN
@@ -1794,7 +1795,7 @@ BEGIN
     ) THEN
         BEGIN
             DROP ROLE pgoutbox_owner;
-        EXCEPTION WHEN dependent_objects_still_exist OR undefined_object THEN
+        EXCEPTION WHEN dependent_objects_still_exist OR undefined_object OR internal_error THEN
             NULL;
         END;
     END IF;

@@ -877,7 +877,8 @@ $function$
 """
 
 # Grants of others to these roles in this schema go as well. A role that is granted to somebody, or has rights in
-# another database, remains. So does the owner: a running enqueue has its rights, and would lose them halfway.
+# another database, remains; an internal error says that such a database is dropped at this moment. The owner remains,
+# too: a running enqueue has its rights, and would lose them halfway.
 TAKE_DOWN_ROLES = """
 DO $block$
 DECLARE
@@ -896,7 +897,8 @@ BEGIN
         ) THEN
             BEGIN
                 EXECUTE format('DROP ROLE %I', known);
-            EXCEPTION WHEN dependent_objects_still_exist OR insufficient_privilege OR undefined_object THEN
+            EXCEPTION
+                WHEN dependent_objects_still_exist OR insufficient_privilege OR undefined_object OR internal_error THEN
                 NULL;
             END;
         END IF;

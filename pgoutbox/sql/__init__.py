@@ -98,7 +98,6 @@ from pgoutbox.sql.enqueue import (
     SAVEPOINT,
 )
 from pgoutbox.sql.finish import (
-    ATTEMPTS_OF_WORKER,
     FINISH_IF_HELD,
     FINISH_SENT_AND_FORGET_IF_HELD,
     FINISH_SENT_IF_HELD,
@@ -106,6 +105,7 @@ from pgoutbox.sql.finish import (
     QUEUES_OF_SUCCESSORS,
     RENEW_IF_HELD,
     STANDING,
+    UNANSWERED_ATTEMPTS,
     WATCH_IF_HELD,
 )
 from pgoutbox.sql.gauges import (
@@ -184,7 +184,6 @@ __all__ = [
     "ALLOW_BITMAPS",
     "ANNOUNCE_ACT",
     "ARM",
-    "ATTEMPTS_OF_WORKER",
     "BACKEND_PID",
     "BEGIN",
     "BEGIN_UPKEEP_IF_DUE",
@@ -323,6 +322,7 @@ __all__ = [
     "STANDING",
     "STATS",
     "SUPERSEDED_BY",
+    "UNANSWERED_ATTEMPTS",
     "UNKNOWN_QUEUES",
     "UNLISTEN",
     "UNSET_RETENTION",

@@ -76,8 +76,9 @@ _OTHER_LANES: Final[LiteralString] = """, first_lapsed AS MATERIALIZED (
     LIMIT 1
 ), ending AS MATERIALIZED (
     -- Lost attempts whose message is not tried again. Apart, because nothing that ends waits for suspects: a
-    -- newer message of its key may wait for it. A worker never takes over its own attempts: after a suspension or an
-    -- outage it has lost only their leases, which it renews. A lease may have been renewed beside a locked row.
+    -- newer message of its key may wait for it. What this worker holds is left alone: after a suspension or an outage
+    -- only the leases are lost, and it renews them. Its other attempts are those whose outcome the server has lost.
+    -- Where `held` is NULL, no attempt of its own is looked at. A lease may have been renewed beside a locked row.
     SELECT
         m.id,
         m.topic,
@@ -97,7 +98,7 @@ _OTHER_LANES: Final[LiteralString] = """, first_lapsed AS MATERIALIZED (
         AND (m.lease_expires_at, m.id)
             >= ((SELECT f.lease_expires_at FROM first_lapsed AS f), (SELECT f.id FROM first_lapsed AS f))
         AND m.topic = ANY (%(topics)s::text[])
-        AND m.worker <> %(worker)s::text
+        AND (m.worker <> %(worker)s::text OR m.id <> ALL (%(held)s::bigint[]))
         AND coalesce(
             (
                 SELECT r.lease_expires_at
@@ -144,7 +145,7 @@ _OTHER_LANES: Final[LiteralString] = """, first_lapsed AS MATERIALIZED (
         AND (m.lease_expires_at, m.id)
             >= ((SELECT f.lease_expires_at FROM first_lapsed AS f), (SELECT f.id FROM first_lapsed AS f))
         AND m.topic = ANY (%(topics)s::text[])
-        AND m.worker <> %(worker)s::text
+        AND (m.worker <> %(worker)s::text OR m.id <> ALL (%(held)s::bigint[]))
         AND coalesce(
             (
                 SELECT r.lease_expires_at
@@ -231,8 +232,36 @@ _OTHER_LANES: Final[LiteralString] = """, first_lapsed AS MATERIALIZED (
     )
 )"""
 
+# The columns of every claim.
+_COLUMNS: Final[LiteralString] = """    m.id,
+    m.topic,
+    m.queue,
+    m.destination,
+    m.payload::text AS payload_json,
+    m.headers::text AS headers_json,
+    m.attempt_count,
+    m.max_attempts,
+    m.attempt_budget,
+    m.created_at,
+    m.available_at,
+    m.coalesce_key,
+    m.ordering_key,
+    m.content_id,
+    m.claimed_at,
+    m.state,
+    -- Python has no infinite time, and PostgreSQL before 17 no infinite interval.
+    CASE WHEN isfinite(m.expires_at) THEN extract(epoch FROM m.expires_at - now())::float8 END AS expires_in_seconds,
+    -- Asked again with a snapshot of its own, when nothing newer can be claimed any more: since this statement began,
+    -- another worker may have claimed, delivered and finished a newer message.
+    coalesce(
+        m.coalesce_key IS NOT NULL
+            AND m.state = 'sending'
+            AND pgoutbox.newest_id(m.topic, m.coalesce_key) > m.id,
+        false
+    ) AS superseded"""
+
 # What becomes of each: an attempt with a lease, or its end.
-_JUDGE: Final[LiteralString] = """, judged AS MATERIALIZED (
+_JUDGEMENT: Final[LiteralString] = """, judged AS MATERIALIZED (
     SELECT
         l.id,
         l.due_at,
@@ -298,39 +327,16 @@ WHERE m.id = j.id
     AND m.state IN ('pending', 'sending')
     AND m.attempt_count = j.former_attempt_count
 RETURNING
-    m.id,
-    m.topic,
-    m.queue,
-    m.destination,
-    m.payload::text AS payload_json,
-    m.headers::text AS headers_json,
-    m.attempt_count,
-    m.max_attempts,
-    m.attempt_budget,
-    m.created_at,
-    m.available_at,
-    m.coalesce_key,
-    m.ordering_key,
-    m.content_id,
-    m.state,
+"""
+_FORMER: Final[LiteralString] = """,
     j.former_state,
     j.former_attempt_count,
-    -- Python has no infinite time, and PostgreSQL before 17 no infinite interval.
-    greatest(j.due_at, '2000-01-01 00:00Z') AS due_at,
-    CASE WHEN isfinite(m.expires_at) THEN extract(epoch FROM m.expires_at - now())::float8 END AS expires_in_seconds,
     (SELECT p.is_limited FROM permit AS p) AS is_limited,
     EXISTS (
         SELECT FROM pgoutbox.message_live AS o WHERE o.queue = %(queue)s::text AND o.ordering_key IS NOT NULL
-    ) AS has_ordered,
-    -- Asked again with a snapshot of its own, when nothing newer can be claimed any more: since this statement began,
-    -- another worker may have claimed, delivered and finished a newer message.
-    coalesce(
-        m.coalesce_key IS NOT NULL
-            AND m.state = 'sending'
-            AND pgoutbox.newest_id(m.topic, m.coalesce_key) > m.id,
-        false
-    ) AS superseded
+    ) AS has_ordered
 """
+_JUDGE: Final[LiteralString] = _JUDGEMENT + _COLUMNS + _FORMER
 
 # Takes up to `total` messages of one queue: first up to `fresh_limit` that were never attempted, then, as far as there
 # is room, attempts whose lease has ended, and retries. What must not be delivered any more ends here too: one that was
@@ -345,13 +351,71 @@ RETURNING
 # statement: what crashes between here and the sending has used them up.
 CLAIM: Final[LiteralString] = _PERMIT + _FRESH_LANE + _OTHER_LANES + _JUDGE
 
-# The first lane alone, for a worker that was rung: its small plan has a handler start 0.3 ms earlier. A queue with a
-# limit is left to the claim of all lanes, where whoever fell due first comes first.
-_FRESH_ALONE: Final[LiteralString] = """
-, candidate AS (
-    SELECT f.* FROM fresh AS f JOIN permit AS p ON NOT p.is_limited
-)"""
-CLAIM_FRESH: Final[LiteralString] = _PERMIT + _FRESH_LANE + _FRESH_ALONE + _JUDGE
+# The first lane alone, of a queue without limits. A worker asks for it when it was rung, and under load between its
+# looks at all lanes. A superseded or expired message ends here, too.
+_FRESH: Final[LiteralString] = """
+WITH due AS MATERIALIZED (
+    SELECT
+        m.id,
+        m.topic,
+        m.coalesce_key,
+        CASE WHEN head.newest_id > m.id OR m.expires_at <= now() THEN 'skipped' ELSE 'sending' END AS state,
+        CASE WHEN head.newest_id > m.id THEN head.newest_id END AS superseded_by
+    FROM pgoutbox.message_live AS m
+    LEFT JOIN pgoutbox.coalesce AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
+    WHERE m.queue = %(queue)s::text
+        AND m.attempt_count = 0
+        AND m.ordering_key IS NULL
+        AND m.available_at <= now()
+        AND (m.available_at, m.id) > (coalesce(%(fresh_floor)s::timestamptz, '-infinity'), %(fresh_floor_id)s::bigint)
+        AND m.topic = ANY (%(topics)s::text[])
+        -- One in flight for each key: what is not superseded waits until its predecessor is done with.
+        AND (
+            m.coalesce_key IS NULL
+            OR head.newest_id > m.id
+            OR NOT EXISTS (
+                SELECT
+                FROM pgoutbox.message_live AS sibling
+                WHERE sibling.topic = m.topic
+                    AND sibling.coalesce_key = m.coalesce_key
+                    AND sibling.state = 'sending'
+                    AND sibling.id <> m.id
+            )
+        )
+        AND NOT EXISTS (
+            SELECT
+            FROM pgoutbox.queue AS q
+            WHERE q.name = %(queue)s::text
+                AND (
+                    num_nonnulls(q.rate_count, q.max_in_flight) > 0
+                    OR (q.paused_at IS NOT NULL AND (q.resume_at > now()) IS NOT FALSE)
+                )
+        )
+    ORDER BY m.available_at, m.id
+    LIMIT %(total)s::bigint
+    FOR UPDATE OF m SKIP LOCKED
+), in_order_of_keys AS MATERIALIZED (
+    -- The update below enters keys into the index of what is in flight: two claims enter them in one order.
+    SELECT d.id, d.state, d.superseded_by
+    FROM due AS d
+    ORDER BY d.coalesce_key COLLATE "C", CASE WHEN d.coalesce_key IS NOT NULL THEN d.topic END COLLATE "C"
+)
+UPDATE pgoutbox.message AS m
+SET state = d.state,
+    attempt_count = CASE WHEN d.state = 'sending' THEN 1 ELSE 0 END,
+    claimed_at = CASE WHEN d.state = 'sending' THEN now() END,
+    worker = CASE WHEN d.state = 'sending' THEN %(worker)s::text END,
+    lease_expires_at = CASE WHEN d.state = 'sending' THEN now() + make_interval(secs => %(lease_seconds)s::float8) END,
+    finished_at = CASE WHEN d.state = 'skipped' THEN now() END,
+    skip_reason = CASE
+        WHEN d.state = 'skipped' THEN coalesce('superseded by ' || d.superseded_by, 'expired')
+    END,
+    superseded_by = d.superseded_by
+FROM in_order_of_keys AS d
+WHERE m.id = d.id AND m.state = 'pending' AND m.attempt_count = 0
+RETURNING
+"""
+CLAIM_FRESH: Final[LiteralString] = _FRESH + _COLUMNS
 
 # The same two without the messages that a worker has set aside, and which messages the first would claim.
 _TOPICS: Final[LiteralString] = "AND m.topic = ANY (%(topics)s::text[])"

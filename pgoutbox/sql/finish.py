@@ -6,25 +6,21 @@ crash that loses commits gives the same attempt number out a second time, to ano
 
 from typing import Final, LiteralString
 
-# The common case, apart because it is the hot one. A row that a caller's transaction has locked, cancelling it, is left
-# out and asked for again: one row never holds up a batch.
+# The common case, apart because it is the hot one. A row that a caller's transaction has locked, to cancel it, ends the
+# statement after a short wait: `FINISH_IF_HELD` passes over such a row.
 FINISH_SENT_IF_HELD: Final[LiteralString] = """
-WITH held AS MATERIALIZED (
-    SELECT m.id, m.attempt_count
-    FROM unnest(%(ids)s::bigint[], %(attempt_counts)s::integer[]) AS o(id, attempt_count)
-    JOIN pgoutbox.message_live AS m ON m.id = o.id
-    WHERE m.state = 'sending' AND m.attempt_count = o.attempt_count AND m.worker = %(worker)s::text
-    FOR UPDATE OF m SKIP LOCKED
-)
 UPDATE pgoutbox.message AS m
 SET state = 'sent',
     finished_at = now(),
     lease_expires_at = NULL
-FROM held AS h
-WHERE m.id = h.id
+FROM unnest(%(ids)s::bigint[], %(attempt_counts)s::integer[]) AS o(id, attempt_count)
+WHERE m.id = o.id
     AND m.state = 'sending'
-    AND m.attempt_count = h.attempt_count
-RETURNING m.id, m.state
+    AND m.attempt_count = o.attempt_count
+    AND m.worker = %(worker)s::text
+    -- Once, before the first row, and until the end of this transaction.
+    AND (SELECT set_config('lock_timeout', '20ms', true)) IS NOT NULL
+RETURNING m.id
 """
 
 # The same where a rule keeps nothing of what was sent: the row goes at the moment at which it would have become `sent`,
@@ -67,8 +63,9 @@ FROM pgoutbox.retention AS r
 WHERE r.state = 'sent' AND r.keep = interval '0'
 """
 
-# Every other outcome: what the attempt asks for (retry, snoozed, released, failed, skipped) meets what happened to the
-# message meanwhile. A message that would become pending again ends instead when it was cancelled, superseded or has no
+# Every outcome: what the attempt asks for (sent, retry, snoozed, released, failed, skipped) meets what happened to the
+# message meanwhile. A row that a caller's transaction has locked is left out and asked for again: one row never holds
+# up a batch. A message that would become pending again ends instead when it was cancelled, superseded or has no
 # attempt left. Snooze and release do not use up an attempt: they raise the budget, because the count never goes down.
 FINISH_IF_HELD: Final[LiteralString] = """
 WITH outcome AS (
@@ -89,7 +86,7 @@ WITH outcome AS (
         o.delay_seconds,
         head.newest_id,
         CASE
-            WHEN o.outcome IN ('failed', 'skipped') THEN o.outcome
+            WHEN o.outcome IN ('sent', 'failed', 'skipped') THEN o.outcome
             WHEN m.cancel_requested_at IS NOT NULL THEN 'cancelled'
             WHEN head.newest_id > o.id THEN 'skipped'
             WHEN o.outcome = 'retry' AND o.attempt_count >= m.max_attempts THEN 'failed'
@@ -139,6 +136,7 @@ WITH outcome AS (
         h.reason
     FROM finished AS f
     JOIN held AS h ON h.id = f.id
+    WHERE f.state <> 'sent'
     ON CONFLICT DO NOTHING
 )
 SELECT f.id, f.state
@@ -155,14 +153,16 @@ JOIN pgoutbox.message AS m ON m.id = o.id
 WHERE m.attempt_count = o.attempt_count AND m.worker = %(worker)s::text
 """
 
-# What a worker has in flight as far as the database knows. It differs from what the worker knows when the answer to a
-# claim was lost.
-ATTEMPTS_OF_WORKER: Final[LiteralString] = """
+# Attempts of this worker whose claim was not answered. Such a row has the worker's name, and its time of claim lies
+# between those of the claims before and after that were answered.
+UNANSWERED_ATTEMPTS: Final[LiteralString] = """
 SELECT m.id, m.attempt_count
 FROM pgoutbox.message_live AS m
 WHERE m.queue = ANY (%(queues)s::text[])
     AND m.state = 'sending'
     AND m.worker = %(worker)s::text
+    AND m.claimed_at > coalesce(%(after)s::timestamptz, '-infinity')
+    AND m.claimed_at < coalesce(%(before)s::timestamptz, 'infinity')
 """
 
 # Newer messages of the same keys had to wait for these attempts. Asked after they are committed, because one that was

@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final
 
 import psycopg
+import pytest
 
 from pgoutbox import migrate
 from pgoutbox.errors import SchemaError
+from tests.faults.servers import open_workshop
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 FIRST: Final = "pgoutbox_0001"
+ROLES: Final = (
+    "pgoutbox_owner",
+    "pgoutbox_producer",
+    "pgoutbox_worker",
+    "pgoutbox_operator",
+    "pgoutbox_viewer",
+)
+RIGHTS_IN_A_DATABASE_THAT_IS_GONE: Final = """
+CREATE ROLE pgoutbox_gone;
+INSERT INTO pg_shdepend (dbid, classid, objid, objsubid, refclassid, refobjid, deptype)
+SELECT 4000000000, 'pg_namespace'::regclass, 1, 0, 'pg_authid'::regclass, r.oid, 'a'
+FROM pg_roles AS r
+WHERE r.rolname LIKE 'pgoutbox\\_%'
+"""
 ROUNDS: Final = 3
 
 BUSINESS: Final = (
@@ -53,6 +70,20 @@ def test_no_business_transaction_fails_beside_a_migration_up_or_down(empty_dsn: 
     assert done > 0
     with psycopg.connect(empty_dsn) as connection:
         assert connection.execute("SELECT count(*) FROM pgoutbox.message").fetchone() == (3 * done,)
+
+
+def test_roles_remain_where_another_database_of_theirs_is_dropped_at_the_same_moment() -> None:
+    """Played by rights in a database that is not there any more: what DROP ROLE meets then is the same error."""
+    with open_workshop(os.environ) as workshop, workshop.server() as server:
+        server.start()
+        with server.connect() as db:
+            db.execute("SET allow_system_table_mods = on")
+            db.execute(RIGHTS_IN_A_DATABASE_THAT_IS_GONE)
+            with pytest.raises(psycopg.errors.InternalError_, match="cache lookup failed for database"):
+                db.execute("DROP ROLE pgoutbox_gone")
+            migrate.downgrade(server.dsn, "base")
+            roles = db.execute("SELECT rolname FROM pg_roles WHERE rolname LIKE 'pgoutbox\\_%' ORDER BY 1").fetchall()
+    assert [name for (name,) in roles] == ["pgoutbox_gone", *sorted(ROLES)]
 
 
 def patiently(run: Callable[[], None]) -> None:

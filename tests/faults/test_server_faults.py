@@ -34,12 +34,13 @@ from tests.faults.fleet import fleet_on
 from tests.faults.ledger import install_audit
 from tests.faults.load import Load, start_worker
 from tests.faults.servers import DATABASE, OwnServer, Workshop, open_workshop
-from tests.outbox_actions import attempts_of, claim, enqueue, reports, row_of, running, settings_for, state_of
+from tests.outbox_actions import attempts_of, claim, enqueue, lapse, reports, row_of, running, settings_for, state_of
 from tests.waiting import until, wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
+    from pgoutbox.dispatch import OnUnknown
     from tests.conftest import Connect
     from tests.faults.ledger import Verdict
     from tests.worker_process import WorkerProcess
@@ -584,6 +585,30 @@ async def test_a_worker_goes_on_with_an_attempt_whose_claim_a_failover_lost(
                 assert (row.attempt_count, held.begun_count) == (1, 1)
 
 
+@pytest.mark.parametrize(("on_unknown", "ends"), [("retry", State.SENT), ("hold", State.FAILED)])
+async def test_an_outcome_that_a_failover_lost_is_unknown_to_the_worker_that_had_it(
+    workshop: Workshop, own_server: OwnServer, on_unknown: OnUnknown, ends: State
+) -> None:
+    """On the heir the attempt is in flight. Its worker, which lives and does not hold it any more, is the only one."""
+    async with standby_that_hears(workshop, own_server) as (heir, message_id, cut_off):
+        dsn = dsn_of_either(own_server, heir)
+        held = HeldWorker(dsn, on_unknown=on_unknown)
+        async with running(held.worker):
+            await held.begun.wait()
+            with own_server.connect() as db:
+                await cut_off(State.SENDING)
+                held.ends_with.set_result(Sent())
+                await until(lambda: state_of(db, message_id) == State.SENT)
+            own_server.stop("immediate")
+            heir.promote()
+            with heir.connect() as db_after:
+                assert state_of(db_after, message_id) == State.SENDING
+                lapse(db_after, message_id)
+                await until(lambda: state_of(db_after, message_id) == ends)
+                assert [outcome for _, outcome, _ in attempts_of(db_after, message_id)] == ["lost"]
+    assert held.begun_count == (2 if ends == State.SENT else 1)
+
+
 def dsn_of_either(first: OwnServer, second: OwnServer) -> str:
     """DSN of whichever of two servers is the primary."""
     hosts = f"{first.home},{second.home}"
@@ -593,27 +618,44 @@ def dsn_of_either(first: OwnServer, second: OwnServer) -> str:
 @contextlib.asynccontextmanager
 async def heir_cut_off(workshop: Workshop, primary: OwnServer) -> AsyncIterator[tuple[OwnServer, int]]:
     """A standby that has one pending message and nothing of what happens to it on the primary."""
+    async with standby_that_hears(workshop, primary) as (heir, message_id, cut_off):
+        await cut_off(State.PENDING)
+        yield heir, message_id
+
+
+@contextlib.asynccontextmanager
+async def standby_that_hears(
+    workshop: Workshop, primary: OwnServer
+) -> AsyncIterator[tuple[OwnServer, int, Callable[[State], Awaitable[None]]]]:
+    """A standby, one message, and what cuts the standby off when it has heard that the message has a state."""
     with primary.connect() as db, workshop.standby_of(primary, "heir") as heir:
         heir.start()
         message_id = enqueue(db)
         with heir.connect() as replica:
-            await until(lambda: replica.execute("SELECT id FROM pgoutbox.message").fetchall() == [(message_id,)])
-            replica.execute("ALTER SYSTEM SET primary_conninfo = ''")
-            replica.execute("SELECT pg_reload_conf()")
-            await until(lambda: replica.execute("SELECT pid FROM pg_stat_wal_receiver").fetchall() == [])
-        yield heir, message_id
+
+            async def cut_off(state: State) -> None:
+                await until(
+                    lambda: (
+                        replica.execute("SELECT id, state FROM pgoutbox.message").fetchall() == [(message_id, state)]
+                    )
+                )
+                replica.execute("ALTER SYSTEM SET primary_conninfo = ''")
+                replica.execute("SELECT pg_reload_conf()")
+                await until(lambda: replica.execute("SELECT pid FROM pg_stat_wal_receiver").fetchall() == [])
+
+            yield heir, message_id, cut_off
 
 
 class HeldWorker:
     """A worker whose handler waits for its outcome."""
 
-    def __init__(self, dsn: str, *, concurrency: int = 1) -> None:
+    def __init__(self, dsn: str, *, concurrency: int = 1, on_unknown: OnUnknown = "retry") -> None:
         outbox = Outbox(settings_for(dsn, concurrency=concurrency, sweep_seconds=1))
         self.begun = asyncio.Event()
         self.begun_count = 0
         self.ends_with: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
 
-        @outbox.handler("greet")
+        @outbox.handler("greet", on_unknown=on_unknown)
         async def greet(message: Message, ctx: Context) -> Outcome:
             self.begun_count += 1
             self.begun.set()

@@ -154,18 +154,37 @@ async def a_worker_of_a_lost_timeline_cannot_delete(stage: Stage) -> None:
     assert [row.state for row in rows_of(stage.db, message_id)] == ["sending"]
 
 
-async def a_worker_leaves_its_own_lapsed_attempt(stage: Stage) -> None:
+async def a_worker_leaves_the_lapsed_attempt_that_it_holds(stage: Stage) -> None:
     message_id = enqueue(stage.db)
     claim(stage.db)
     lapse(stage.db, message_id)
     assert claim(stage.db) == []
+    assert claim(stage.db, held=[message_id]) == []
 
 
-async def a_worker_does_not_end_its_own_lapsed_attempt(stage: Stage) -> None:
+async def a_worker_does_not_end_the_lapsed_attempt_that_it_holds(stage: Stage) -> None:
     message_id = enqueue(stage.db, max_attempts=1)
     claim(stage.db)
     lapse(stage.db, message_id)
     assert claim(stage.db) == []
+    assert claim(stage.db, held=[message_id]) == []
+
+
+async def a_worker_takes_over_an_attempt_in_its_name_that_it_does_not_hold(stage: Stage) -> None:
+    held, forgotten = enqueue(stage.db), enqueue(stage.db)
+    claim(stage.db)
+    lapse(stage.db, held)
+    lapse(stage.db, forgotten)
+    assert ids_in_flight(claim(stage.db, held=[held])) == [forgotten]
+
+
+async def a_worker_ends_an_attempt_in_its_name_that_it_does_not_hold(stage: Stage) -> None:
+    held, forgotten = enqueue(stage.db, max_attempts=1), enqueue(stage.db, max_attempts=1)
+    claim(stage.db)
+    lapse(stage.db, held)
+    lapse(stage.db, forgotten)
+    claim(stage.db, held=[held])
+    assert [row.state for row in rows_of(stage.db, held, forgotten)] == ["sending", "failed"]
 
 
 async def an_attempt_from_before_a_redrive_cannot_write(stage: Stage) -> None:
@@ -288,6 +307,13 @@ async def a_successor_waits_for_its_predecessor(stage: Stage) -> None:
     assert claim(stage.db) == []
 
 
+async def a_fresh_successor_waits_for_its_predecessor(stage: Stage) -> None:
+    enqueue(stage.db, coalesce_key="k")
+    claim(stage.db, fresh_only=True)
+    enqueue(stage.db, coalesce_key="k")
+    assert claim(stage.db, fresh_only=True) == []
+
+
 async def of_two_claims_that_do_not_see_each_other_one_is_refused(stage: Stage) -> None:
     """The gate is an open transaction: neither claim sees the other's, and both have chosen when the first commits."""
     first, second = stage.connect(), stage.connect(autocommit=True)
@@ -306,6 +332,13 @@ async def an_older_message_is_not_delivered_after_a_newer_one(stage: Stage) -> N
     older = enqueue(stage.db, coalesce_key="k")
     newer = enqueue(stage.db, coalesce_key="k")
     assert ids_in_flight(claim(stage.db)) == [newer]
+    assert state_of(stage.db, older) == "skipped"
+
+
+async def an_older_message_is_not_delivered_by_a_claim_of_fresh_ones(stage: Stage) -> None:
+    older = enqueue(stage.db, coalesce_key="k")
+    newer = enqueue(stage.db, coalesce_key="k")
+    assert ids_in_flight(claim(stage.db, fresh_only=True)) == [newer]
     assert state_of(stage.db, older) == "skipped"
 
 
@@ -454,13 +487,18 @@ def no_worker_in(name: str, *, times: int = 1) -> Mutation:
     return mutate
 
 
+OWN = " AND (m.worker <> %(worker)s::text OR m.id <> ALL (%(held)s::bigint[]))"
+
+
 def no_look_at_the_owner(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sql, "CLAIM", without(sql.CLAIM, "AND m.worker <> %(worker)s::text", times=2))
+    patch.setattr(sql, "CLAIM", without(sql.CLAIM, OWN, times=2))
 
 
-NO_FENCE_IN_SENT = no_fence_in(
-    "FINISH_SENT_IF_HELD", "AND m.attempt_count = o.attempt_count", "AND m.attempt_count = h.attempt_count"
-)
+def no_look_at_what_is_held(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sql, "CLAIM", without(sql.CLAIM, " OR m.id <> ALL (%(held)s::bigint[])", times=2))
+
+
+NO_FENCE_IN_SENT = no_fence_in("FINISH_SENT_IF_HELD", "AND m.attempt_count = o.attempt_count")
 NO_FENCE_IN_FINISH = no_fence_in(
     "FINISH_IF_HELD", "AND m.attempt_count = o.attempt_count", "AND m.attempt_count = h.attempt_count"
 )
@@ -537,12 +575,35 @@ def no_look_at_siblings(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sql, "CLAIM", without(sql.CLAIM, SIBLING, times=2))
 
 
+FRESH_SIBLING = """
+        AND (
+            m.coalesce_key IS NULL
+            OR head.newest_id > m.id
+            OR NOT EXISTS (
+                SELECT
+                FROM pgoutbox.message_live AS sibling
+                WHERE sibling.topic = m.topic
+                    AND sibling.coalesce_key = m.coalesce_key
+                    AND sibling.state = 'sending'
+                    AND sibling.id <> m.id
+            )
+        )"""
+
+
+def no_look_at_siblings_of_fresh(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sql, "CLAIM_FRESH", without(sql.CLAIM_FRESH, FRESH_SIBLING))
+
+
 def no_unique_index(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     stage.db.execute("DROP INDEX pgoutbox.message_live_in_flight")
 
 
 def no_supersession_in_claim(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sql, "CLAIM", without(sql.CLAIM, "WHEN head.newest_id > l.id THEN 'skipped'\n"))
+
+
+def no_supersession_in_claim_of_fresh(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sql, "CLAIM_FRESH", without(sql.CLAIM_FRESH, "head.newest_id > m.id OR "))
 
 
 def no_supersession_in_finish(stage: Stage, patch: pytest.MonkeyPatch) -> None:
@@ -619,8 +680,18 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
         a_worker_of_a_lost_timeline_cannot_delete,
         no_worker_in("FINISH_SENT_AND_FORGET_IF_HELD"),
     ),
-    ("own attempts: suspects", a_worker_leaves_its_own_lapsed_attempt, no_look_at_the_owner),
-    ("own attempts: ending", a_worker_does_not_end_its_own_lapsed_attempt, no_look_at_the_owner),
+    ("own attempts: suspects", a_worker_leaves_the_lapsed_attempt_that_it_holds, no_look_at_the_owner),
+    ("own attempts: ending", a_worker_does_not_end_the_lapsed_attempt_that_it_holds, no_look_at_the_owner),
+    (
+        "forgotten attempts: suspects",
+        a_worker_takes_over_an_attempt_in_its_name_that_it_does_not_hold,
+        no_look_at_what_is_held,
+    ),
+    (
+        "forgotten attempts: ending",
+        a_worker_ends_an_attempt_in_its_name_that_it_does_not_hold,
+        no_look_at_what_is_held,
+    ),
     ("state in forget", what_is_pending_again_is_not_deleted, no_state_in_forget),
     ("rule in forget", a_rule_that_was_taken_back_is_obeyed_at_once, no_look_at_the_rule_in_forget),
     ("own rule in forget", a_topics_own_rule_holds, no_guard_in_function("forget_sent", OWN_RULE_IN_FORGET)),
@@ -649,8 +720,14 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
         no_guard_in_function("prune_by_rule", "        AND m.finished_at <= now() - r.keep\n"),
     ),
     ("one in flight: look", a_successor_waits_for_its_predecessor, no_look_at_siblings),
+    ("one in flight: look at fresh", a_fresh_successor_waits_for_its_predecessor, no_look_at_siblings_of_fresh),
     ("one in flight: index", of_two_claims_that_do_not_see_each_other_one_is_refused, no_unique_index),
     ("supersession in claim", an_older_message_is_not_delivered_after_a_newer_one, no_supersession_in_claim),
+    (
+        "supersession in claim of fresh",
+        an_older_message_is_not_delivered_by_a_claim_of_fresh_ones,
+        no_supersession_in_claim_of_fresh,
+    ),
     ("supersession in finish", an_older_attempt_is_not_retried_after_a_newer_message, no_supersession_in_finish),
     ("suspects: limit", suspects_are_claimed_one_by_one, no_limit_of_suspects),
     (

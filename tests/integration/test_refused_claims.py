@@ -113,6 +113,24 @@ async def test_lost_attempts_whose_claim_is_refused_keep_no_others(dsn: str, db:
     assert {row.state for row in rows_of(db, *refused)} == {"sending"}
 
 
+async def test_a_superseded_message_of_another_queue_that_cannot_be_ended_stops_no_worker(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    outbox = Outbox(settings_for(dsn))
+    handed_over = greeting(outbox)
+    old = enqueue(db, queue="abandoned", coalesce_key="profile:7")
+    assert len(claim(db, queue="abandoned")) == 1
+    lapse(db, old)
+    enqueue(db, coalesce_key="profile:7")
+    refuse_claims(db, {old}, REFUSALS["a trigger"])
+    plain = enqueue(db)
+    worker = Worker(outbox)
+    async with running(worker):
+        await until(lambda: handed_over == [plain])
+    assert worker.telemetry.counts[Event.CLAIM_REFUSED] == 1
+    assert row_of(db, old).state == "sending"
+
+
 async def test_a_message_whose_claim_is_refused_is_delivered_when_it_is_allowed(
     dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -382,7 +382,10 @@ class Overtaking:
         self._gate.rollback()
 
 
-async def test_a_claim_tells_of_an_older_message_that_a_newer_one_has_overtaken(dsn: str, connect: Connect) -> None:
+@pytest.mark.parametrize("fresh_only", [False, True], ids=["all lanes", "fresh"])
+async def test_a_claim_tells_of_an_older_message_that_a_newer_one_has_overtaken(
+    dsn: str, connect: Connect, fresh_only: bool
+) -> None:
     overtaking = Overtaking(connect)
     store = Store(settings_for(dsn, lock_timeout_seconds=PATIENCE_SECONDS), worker="slow")
     claiming = asyncio.create_task(
@@ -395,6 +398,7 @@ async def test_a_claim_tells_of_an_older_message_that_a_newer_one_has_overtaken(
             fresh_floor=None,
             retry_floor=None,
             suspect_limit=1,
+            fresh_only=fresh_only,
         )
     )
     try:

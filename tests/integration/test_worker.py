@@ -1218,6 +1218,27 @@ async def test_a_worker_whose_lease_has_lapsed_goes_on_with_its_attempt_and_star
     assert (calls, attempts_of(db, held)) == ([held, other], [])
 
 
+async def test_a_worker_takes_an_attempt_in_its_own_name_for_lost_if_it_does_not_hold_it(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    """As after a failover to a standby that knows of the claim and not of the outcome."""
+    outbox = Outbox(settings_for(dsn))
+    calls: list[tuple[int, int]] = []
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        calls.append((message.id, message.attempt_count))
+
+    worker = Worker(outbox)
+    forgotten = enqueue(db)
+    claim(db, worker=worker.name)
+    lapse(db, forgotten)
+    async with running(worker):
+        await until(lambda: state_of(db, forgotten) == State.SENT)
+    assert calls == [(forgotten, 2)]
+    assert [outcome for _, outcome, _ in attempts_of(db, forgotten)] == ["lost"]
+
+
 async def test_a_worker_that_is_cancelled_before_a_handler_has_seen_its_claim_gives_the_messages_back(
     dsn: str, connect: Connect
 ) -> None:

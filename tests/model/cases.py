@@ -23,6 +23,7 @@ ATTEMPTS = Delivery(max_attempts=2, redrives=1, releases=1, renews=True)
 FEW_ATTEMPTS = replace(ATTEMPTS, max_attempts=1)
 FAILOVER = Delivery(renews=True, failovers=1)
 FAILOVER_OF_ONE = replace(FAILOVER, share_process=True)
+FAILOVER_UNANSWERED = replace(FAILOVER_OF_ONE, releases=1, lose_answers=True)
 SUSPENDED = Delivery(max_attempts=2, renews=True, share_process=True)
 UNANSWERED = Delivery(releases=2, lose_answers=True)
 THREADS = replace(FEW_ATTEMPTS, have_threads=True)
@@ -63,6 +64,7 @@ NAMES: dict[Model, str] = {
     FEW_ATTEMPTS: "one message, one attempt, a release, a redrive",
     FAILOVER: "one message, one attempt, a failover that loses commits",
     FAILOVER_OF_ONE: "one message, one attempt, one process, a failover that loses commits",
+    FAILOVER_UNANSWERED: "one message, one attempt, one process, a failover and an answer to a claim is lost",
     SUSPENDED: "one message, two attempts, one process",
     UNANSWERED: "one message, one attempt, answers to claims are lost",
     THREADS: "one message, one attempt, a thread",
@@ -138,7 +140,8 @@ class Case:
 
 
 _HOLDING: tuple[Model, ...] = (
-    ATTEMPTS, FAILOVER, FAILOVER_OF_ONE, SUSPENDED, UNANSWERED, KEY, FLEET, ROLLING, ALONE, CUT_OFF, SUCCESSOR,
+    ATTEMPTS, FAILOVER, FAILOVER_OF_ONE, FAILOVER_UNANSWERED, SUSPENDED, UNANSWERED,
+    KEY, FLEET, ROLLING, ALONE, CUT_OFF, SUCCESSOR,
     LINE_OF_BULKS, LINE_FORGOTTEN, LINE_OF_THREE, LINE_AND_ALL, LINE_AND_ALL_GOES_ON,
     RATE, RATE_AND_PAUSE, IN_FLIGHT, IN_FLIGHT_CUT, RATE_AND_IN_FLIGHT,
     DESTINATION, DESTINATION_OF_THREE, DESTINATION_AND_SURVIVORS,
@@ -180,7 +183,13 @@ BREAK = [
     Case(FAILOVER, (_D.WORKER_IN_FINISH,), STALE, 16),
     Case(FAILOVER, (_D.WORKER_IN_RENEW,), STALE_RENEWAL, 14),
     Case(FAILOVER_OF_ONE, (_D.OWN_TAKEN_OVER,), IN_HAND_TWICE, 12),
-    Case(FAILOVER_OF_ONE, (_D.FOUND_BY_NAME,), STUCK, 11),
+    Case(FAILOVER_OF_ONE, (_D.FORGOTTEN_CLAIMED,), STUCK, 11),
+    Case(
+        FAILOVER_OF_ONE,
+        (_D.FOUND_BY_TIME,),
+        "an attempt that had a handler is given back as if it had none",
+        12,
+    ),
     Case(SUSPENDED, (_D.OWN_LEFT_ALONE,), "a process gives up what it has in its hands", 15),
     Case(SUSPENDED, (_D.ENDS_NOT_REPEATED,), "an attempt that no handler began ends as retry", 14),
     Case(UNANSWERED, (_D.FOUND_BY_NAME,), "a message fails that no handler ever had", 9),

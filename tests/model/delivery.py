@@ -41,10 +41,12 @@ class Guard(enum.Enum):
     SUPERSEDED_IN_FINISH = "FINISH_IF_HELD ends what is superseded"
     SUPERSEDED_IN_REDRIVE = "a redrive refuses what is superseded"
     ID_UNDER_HEAD_LOCK = "enqueue draws the id while it has the head row"
-    OWN_LEFT_ALONE = "a claim passes over the lost attempts of its own worker"
+    OWN_LEFT_ALONE = "a claim passes over the lost attempts that its own worker holds"
+    FORGOTTEN_CLAIMED = "a claim finds the lost attempts in its worker's name that the worker does not hold"
     OWN_TAKEN_OVER = "a worker that claims what it has in its hands goes on with that"
     ENDS_NOT_REPEATED = "it begins again with what has ended to be tried again"
     FOUND_BY_NAME = "a worker that lost the answer to a claim finds its attempts by its name"
+    FOUND_BY_TIME = "it leaves alone the attempts that it claimed before or since"
     TIMEOUT_KEEPS_THREAD = "an attempt whose thread outlives its timeout lasts as long as the thread"
     STOP_KEEPS_THREAD = "a stop leaves an attempt whose thread still runs alone"
 
@@ -293,7 +295,7 @@ class Delivery:
     def _begin_claim(self, state: World, index: int) -> Iterator[Step]:
         found = []
         for row in state.rows:
-            if not self._is_due(row) or self._is_own(row, index):
+            if not self._is_due(row) or self._is_own(state, row, index):
                 continue
             has_sibling = any(other.state == SENDING and other.id != row.id for other in state.rows)
             waits = has_sibling and state.head <= row.id
@@ -311,9 +313,16 @@ class Delivery:
             row.state == SENDING and row.is_lapsed and Guard.EXPIRED_LEASES not in self.without
         )
 
-    def _is_own(self, row: Row, index: int) -> bool:
-        is_own = row.state == SENDING and row.worker == self._name_of(index)
-        return is_own and self._has_names and Guard.OWN_LEFT_ALONE not in self.without
+    def _is_own(self, state: World, row: Row, index: int) -> bool:
+        """Whether a claim of this worker leaves the attempt to it."""
+        if not self._has_names or row.state != SENDING or row.worker != self._name_of(index):
+            return False
+        guard = Guard.OWN_LEFT_ALONE if self._is_in_hand(state, row, index) else Guard.FORGOTTEN_CLAIMED
+        return (guard is Guard.OWN_LEFT_ALONE) == (guard not in self.without)
+
+    def _is_in_hand(self, state: World, row: Row, index: int) -> bool:
+        slots = state.workers if self.share_process else (state.workers[index],)
+        return any(slot.id == row.id and slot.at in _IN_HAND for slot in slots)
 
     @property
     def _has_names(self) -> bool:
@@ -332,7 +341,11 @@ class Delivery:
             elif row.state not in (PENDING, SENDING):
                 yield "loses its claim: a row has moved to another partition", _with(state, index, _IDLE)
                 return
-            elif self._is_due(row) and not self._is_own(row, index) and candidate.is_fresh == (row.attempt_count == 0):
+            elif (
+                self._is_due(row)
+                and not self._is_own(state, row, index)
+                and candidate.is_fresh == (row.attempt_count == 0)
+            ):
                 held.append((candidate, row))
         if not held:
             yield "finds nothing that it can lock", _with(state, index, _IDLE)
@@ -352,7 +365,10 @@ class Delivery:
             return
         other = state.workers[1 - index]
         is_in_hand = self.share_process and other.at in _IN_HAND and other.outcome not in ("retry", "released")
-        if is_in_hand and any(row.state != SENDING and row.id == other.id for row in writes):
+        is_own = any(
+            row.id == other.id and row.state != SENDING and row.worker == self._name_of(index) for row in writes
+        )
+        if is_in_hand and is_own:
             fault = "a process gives up what it has in its hands"
             yield "ends what this process has in its hands", _with(state, index, _IDLE)._replace(fault=fault)
             return
@@ -443,18 +459,30 @@ class Delivery:
             yield f"commits its claim and never hears of it: {label}", lost
 
     def _find_by_name(self, state: World, index: int) -> Iterator[Step]:
-        """What has the worker's name in the database and is in none of its slots was lost on the way."""
+        """What has the worker's name in the database and is in none of its slots was lost on the way.
+
+        By its time of claim it is told from an attempt whose end a failover has lost.
+        """
         if not self._has_names or Guard.FOUND_BY_NAME in self.without:
             return
-        slots = state.workers if self.share_process else (state.workers[index],)
         for row in state.rows:
             is_own = row.state == SENDING and row.worker == self._name_of(index)
-            is_in_hand = any(slot.id == row.id and slot.at in _IN_HAND for slot in slots)
-            if is_own and not is_in_hand and not _is_locked(state, row.id, index):
+            is_asked_for = row.has_no_handler or Guard.FOUND_BY_TIME in self.without
+            if (
+                is_own
+                and is_asked_for
+                and not self._is_in_hand(state, row, index)
+                and not _is_locked(state, row.id, index)
+            ):
                 back = row._replace(
                     state=PENDING, is_lapsed=False, max_attempts=row.max_attempts + 1, has_no_handler=False
                 )
-                yield f"finds message {row.id} by its name and gives it back", _commit(state, (back,))
+                fault = "" if row.has_no_handler else "an attempt that had a handler is given back as if it had none"
+                found = _commit(state, (back,))
+                yield (
+                    f"finds message {row.id} by its name and gives it back",
+                    found._replace(fault=found.fault or fault),
+                )
 
     # --- attempt ------------------------------------------------------------------------------------------------------
 
@@ -595,7 +623,8 @@ def _cut_off(worker: Worker) -> Worker:
 
 
 def _disowned(rows: tuple[Row, ...]) -> tuple[Row, ...]:
-    return tuple(row._replace(worker=0) for row in rows)
+    """Of a process that is gone: nobody can tell any more which of them had no handler."""
+    return tuple(row._replace(worker=0, has_no_handler=False) for row in rows)
 
 
 def _next_claim(state: World, row: Row) -> int:

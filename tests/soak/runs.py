@@ -7,7 +7,7 @@ that was killed: when it ended is not known, and nothing is said of it.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, LiteralString, NamedTuple
 
 from tests.faults.ledger import Entries, HandOver, Run
@@ -73,6 +73,12 @@ SELECT id, attempt_count, split_part(worker, ':', 2), extract(epoch FROM finishe
 FROM pgoutbox.message
 WHERE state = 'sent' AND topic <> 'soak.effect' AND worker LIKE '%:%:%'
 """
+# Every attempt that the database knows of: it is over, or the last one of its message.
+_KNOWN: Final = """
+SELECT id, attempt_count, split_part(worker, ':', 2) FROM pgoutbox.message WHERE worker IS NOT NULL
+UNION ALL
+SELECT message_id, attempt_count, split_part(worker, ':', 2) FROM pgoutbox.attempt
+"""
 _OUTCOMES: Final = "SELECT message_id, attempt_count, outcome FROM pgoutbox.attempt"
 
 
@@ -103,24 +109,25 @@ class Lost(NamedTuple):
         """Whether the outcome of this hand-over may be gone: it is written later, within a lease."""
         return self.from_at - LEASE_SECONDS <= hand_over.at <= self.until_at
 
-    def keys(self, entries: Entries) -> set[str]:
-        """Messages of which an attempt began or ended then. What the database says of it may be what came later."""
-        return {run.key for run in entries.runs if self.touches(run)}
-
     def touches(self, run: Run) -> bool:
         """Whether the beginning or the end of an attempt may be gone."""
         return run.began_at <= self.until_at and (run.ended_at is None or run.ended_at >= self.from_at)
+
+    def may_hide_claim_of(self, run: Run) -> bool:
+        """Whether its claim may be gone: what was claimed waits for its handler, for less than a lease."""
+        return self.from_at <= run.began_at <= self.until_at + LEASE_SECONDS
 
 
 class _Account(NamedTuple):
     messages: Mapping[str, _Message]
     outcomes: Mapping[tuple[int, int], str]
     lost: Lost
+    lost_runs: Collection[Run]
 
     def is_lost(self, run: Run) -> bool:
         """Whether the attempt's lease lapsed, or a failover lost it."""
         outcome = self.outcomes.get((self.messages[run.key].id, run.attempt_count))
-        return outcome == "lost" or self.lost.touches(run)
+        return outcome == "lost" or run in self.lost_runs
 
 
 def install_refusals(connection: psycopg.Connection) -> None:
@@ -128,12 +135,30 @@ def install_refusals(connection: psycopg.Connection) -> None:
     connection.execute(REFUSALS)
 
 
-def by_runs(entries: Entries, connection: psycopg.Connection, lost: Lost) -> dict[str, list[int]]:
+def lost_by_failover(entries: Entries, connection: psycopg.Connection, lost: Lost) -> set[Run]:
+    """The attempts whose claim or outcome the failover may have lost. What the database says of one may be of another.
+
+    One that was claimed on the lost timeline may begin on the new one, where the database knows nothing of it.
+    """
+    id_of = {message.key: message.id for message in map(_Message._make, connection.execute(_MESSAGES))}
+    known = set(connection.execute(_KNOWN).fetchall())
+    return {
+        run
+        for run in entries.runs
+        if lost.touches(run)
+        or (lost.may_hide_claim_of(run) and (id_of.get(run.key), run.attempt_count, _pid_of(run)) not in known)
+    }
+
+
+def by_runs(
+    entries: Entries, connection: psycopg.Connection, lost: Lost, lost_runs: Collection[Run]
+) -> dict[str, list[int]]:
     """The invariants of this account, each with the messages that break it."""
     account = _Account(
         {message.key: message for message in map(_Message._make, connection.execute(_MESSAGES))},
         {(message_id, count): outcome for message_id, count, outcome in connection.execute(_OUTCOMES)},
         lost,
+        lost_runs,
     )
     runs = [run for run in entries.runs if run.key in account.messages]
     hand_overs = [hand_over for hand_over in entries.hand_over_order if hand_over.key in account.messages]
@@ -168,7 +193,7 @@ def _twice_at_once(runs: Sequence[Run], account: _Account) -> Iterator[int]:
     for pair in _overlaps((run.key, run) for run in runs):
         former, latter = sorted(pair, key=lambda run: run.attempt_count)
         is_own = former.process == latter.process and latter.attempt_count - former.attempt_count in (0, 1)
-        if is_own or not (account.is_lost(former) or account.lost.touches(pair[0])):
+        if is_own or not (account.is_lost(former) or pair[0] in account.lost_runs):
             yield account.messages[latter.key].id
 
 

@@ -449,6 +449,7 @@ def handlers(run: tuple[Path, psycopg.Connection]) -> Handlers:
     return Handlers(*run)
 
 
+DUPLICATE = "unexplained duplicates"
 TWICE_AT_ONCE = "in flight twice at once, though its lease had not lapsed"
 BESIDE = "in flight beside another message of its key, whose lease had not lapsed"
 AGAIN = "handed over again by the process that had handed it over"
@@ -638,6 +639,22 @@ def test_an_attempt_whose_claim_a_failover_lost_may_be_repeated_but_not_beside_i
     handlers.message(21)
     handlers.ran(21, 1, processes[0], 103.0, 110.0)
     handlers.ran(21, 1, processes[1], began_at, 112.0)
+    lines = balance(handlers.path, handlers.connection, {}, Lost(102.0, 105.0)).lines
+    assert {line.invariant for line in lines if line.broken} == expected
+
+
+@pytest.mark.parametrize(
+    ("owner", "began_at", "expected"),
+    [("42", 106.0, set()), ("41", 106.0, {TWICE_AT_ONCE, DUPLICATE}), ("42", 107.5, {TWICE_AT_ONCE, DUPLICATE})],
+    ids=["waited for its handler", "is the one that the database knows", "waited for longer than a lease"],
+)
+def test_an_attempt_that_was_claimed_before_a_failover_may_begin_after_it(
+    handlers: Handlers, owner: str, began_at: float, expected: set[str]
+) -> None:
+    """The process 41 has its claim from the lost timeline, if the database knows only of that of the process 42."""
+    handlers.message(21, worker=f"host:{owner}:abc")
+    handlers.ran(21, 1, "41", began_at, 110.0)
+    handlers.ran(21, 1, owner, began_at + 0.5, 112.0)
     lines = balance(handlers.path, handlers.connection, {}, Lost(102.0, 105.0)).lines
     assert {line.invariant for line in lines if line.broken} == expected
 

@@ -16,7 +16,7 @@ from psycopg.rows import class_row
 
 from tests.faults.judge import violations
 from tests.faults.ledger import Entries, judge, read_entries
-from tests.soak.runs import Lost, by_runs
+from tests.soak.runs import Lost, by_runs, lost_by_failover
 from tests.soak.witness import Flight, account, beyond_limits, brought_back, flights, out_of_turn, used_up_while_open
 
 # Every query returns the ids of the messages that break the invariant.
@@ -145,7 +145,8 @@ def balance(
     entries = read_entries(path)
     verdict = judge(path, connection)
     gone = {key for key in verdict.lost if lost.covers(entries.acknowledged[key])}
-    uncertain_keys = lost.keys(entries)
+    lost_runs = lost_by_failover(entries, connection, lost)
+    uncertain_keys = {run.key for run in lost_runs}
     verdict.lost = [key for key in verdict.lost if key not in gone]
     verdict.unexplained_duplicates = [key for key in verdict.unexplained_duplicates if key not in uncertain_keys]
     lines = [
@@ -163,12 +164,12 @@ def balance(
         broken = [row[0] for row in connection.execute(query)]
         lines.append(Line(invariant, len(broken), broken[:5]))
     seen = flights(connection)
-    lines += _by_order(entries, connection, brought_back(seen), lost)
+    lines += _by_order(entries, connection, brought_back(seen), uncertain_keys)
     lines += _by_deletion(entries, seen)
     for invariant, broken in (out_of_turn(seen) | beyond_limits(seen, connection)).items():
         lines.append(Line(invariant, len(broken), broken[:5]))
     lines.append(_by_breaker(path, connection))
-    for invariant, broken in by_runs(entries, connection, lost).items():
+    for invariant, broken in by_runs(entries, connection, lost, lost_runs).items():
         lines.append(Line(invariant, len(broken), broken[:5]))
     refused = sorted(entries.refused)
     lines.append(Line("a producer's transaction failed for want of room for a notification", len(refused), refused[:5]))
@@ -182,11 +183,12 @@ def balance(
     return Balance(lines, f"{summary}; {len(gone)} lost by a failover" if gone else summary)
 
 
-def _by_order(entries: Entries, connection: psycopg.Connection, redriven: Collection[int], lost: Lost) -> list[Line]:
+def _by_order(
+    entries: Entries, connection: psycopg.Connection, redriven: Collection[int], uncertain_keys: Collection[str]
+) -> list[Line]:
     """What the order of the hand-overs must say. An attempt known to be lost may hand over at any later time."""
     messages = {row.key: row for row in connection.cursor(row_factory=class_row(_Row)).execute(_MESSAGES)}
     # A failover gives numbers out twice: such hand-overs are judged by their process.
-    uncertain_keys = lost.keys(entries)
     uncertain = set(connection.execute(_UNCERTAIN))
     unproven = _unproven(entries, messages.values(), uncertain_keys)
     unfenced: list[int] = []

@@ -97,12 +97,14 @@ def test_the_answer_lists_what_the_dataclass_reads_in_its_order(
         "retry_floor_id": 0,
         "suspect_limit": 1,
         "clock_limit": None,
+        "held": None,
         "worker": "w",
         "lease_seconds": 1,
     }
     cursor = rolled_back.execute(statement, parameters)
     assert cursor.description is not None
-    assert tuple(column.name for column in cursor.description) == ClaimedRow._fields
+    assert tuple(column.name for column in cursor.description) == ClaimedRow._fields[: len(cursor.description)]
+    assert set(ClaimedRow._fields[len(cursor.description) :]) <= ClaimedRow._field_defaults.keys()
 
 
 def test_a_claim_of_fresh_messages_leaves_out_the_others(rolled_back: psycopg.Connection) -> None:
@@ -244,10 +246,11 @@ def test_a_lost_attempt_that_was_superseded_ends_skipped_and_frees_its_key(rolle
     assert ids_in_flight(claim(rolled_back)) == [newer]
 
 
-def test_an_expired_message_ends_skipped(rolled_back: psycopg.Connection) -> None:
+@pytest.mark.parametrize("fresh_only", [False, True], ids=["all lanes", "fresh"])
+def test_an_expired_message_ends_skipped(rolled_back: psycopg.Connection, fresh_only: bool) -> None:
     message_id = enqueue(rolled_back)
     expire(rolled_back, message_id)
-    assert ids_in_flight(claim(rolled_back)) == []
+    assert ids_in_flight(claim(rolled_back, fresh_only=fresh_only)) == []
     row = row_of(rolled_back, message_id)
     assert (row.state, row.skip_reason, row.superseded_by, row.attempt_count) == ("skipped", "expired", None, 0)
 

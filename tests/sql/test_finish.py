@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Unpack
 
+import psycopg
 import pytest
 
 from pgoutbox import sql
@@ -26,8 +27,6 @@ from tests.outbox_actions import (
 )
 
 if TYPE_CHECKING:
-    import psycopg
-
     from tests.conftest import Connect
 
 ASKED = ["retry", "snoozed", "released", "failed", "skipped"]
@@ -273,9 +272,23 @@ def test_a_locked_row_is_left_out_and_the_others_are_sent(connect: Connect) -> N
     ours, theirs = connect(autocommit=True), connect()
     first, locked, last = (in_flight(ours) for _ in range(3))
     assert cancel(theirs, locked) == "requested"
-    assert finish_sent(ours, (first, 1), (locked, 1), (last, 1)) == {first, last}
+    asked = [verdict(i, "sent") for i in (first, locked, last)]
+    assert finish(ours, *asked) == {first: State.SENT, last: State.SENT}
+    assert attempts_of(ours, first) == []
     theirs.commit()
-    assert finish_sent(ours, (locked, 1)) == {locked}
+    assert finish(ours, *asked) == {locked: State.SENT}
+
+
+def test_the_common_finish_gives_up_at_a_locked_row_and_changes_nothing_of_its_session(connect: Connect) -> None:
+    ours, theirs = connect(autocommit=True), connect()
+    ours.execute("SET lock_timeout = '1h'; SET statement_timeout = '5s'")
+    first, locked, other = (in_flight(ours) for _ in range(3))
+    assert finish_sent(ours, (other, 1)) == {other}
+    assert ours.execute("SHOW lock_timeout").fetchall() == [("1h",)]
+    assert cancel(theirs, locked) == "requested"
+    with pytest.raises(psycopg.errors.LockNotAvailable):
+        finish_sent(ours, (first, 1), (locked, 1))
+    assert [state_of(ours, i) for i in (first, locked)] == ["sending"] * 2
 
 
 def test_a_locked_row_is_left_out_and_the_others_are_finished(connect: Connect) -> None:

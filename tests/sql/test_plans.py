@@ -73,6 +73,7 @@ CLAIM_PARAMETERS: Mapping[str, object] = {
     "retry_floor_id": 0,
     "suspect_limit": 1,
     "clock_limit": None,
+    "held": "{}",
     "worker": "w",
     "lease_seconds": 60.0,
 }
@@ -200,10 +201,17 @@ def test_a_claim_reads_each_lane_from_its_own_index(filled: psycopg.Connection) 
 def test_a_claim_of_fresh_messages_reads_no_other_lane(filled: psycopg.Connection) -> None:
     plan = plan_of(filled, sql.CLAIM_FRESH, CLAIM_PARAMETERS)
     assert [node.index for node in plan.reads("message_live", "m")] == ["message_live_fresh", "message_live_pkey"]
+    (lane, _) = plan.reads("message_live", "m")
+    assert re.search(r"> ROW\(COALESCE\(\$\d", lane.condition), "the floor is no index condition"
+    (keys,) = (node for node in plan.nodes if node.type == "Sort")
+    assert all(below.type == "CTE Scan" for below in keys.children), "more than the locked batch is sorted"
 
 
-def test_a_claim_looks_up_siblings_in_flight_and_heads_by_their_keys(filled: psycopg.Connection) -> None:
-    plan = plan_of(filled, sql.CLAIM, CLAIM_PARAMETERS)
+@pytest.mark.parametrize("statement", [sql.CLAIM, sql.CLAIM_FRESH], ids=["all lanes", "fresh"])
+def test_a_claim_looks_up_siblings_in_flight_and_heads_by_their_keys(
+    filled: psycopg.Connection, statement: LiteralString
+) -> None:
+    plan = plan_of(filled, statement, CLAIM_PARAMETERS)
     assert {node.index for node in plan.reads("message_live", "sibling")} == {"message_live_in_flight"}
     assert {node.index for node in plan.reads("coalesce", "head")} == {"coalesce_pkey"}
 

@@ -137,8 +137,7 @@ def test_claims_of_one_moment_share_the_tokens(connect: Connect) -> None:
     assert ids_in_flight(claim(ours)) == [ids[2]]
 
 
-@either_claim
-def test_a_claim_that_waited_for_a_pause_obeys_it(connect: Connect, fresh_only: bool) -> None:
+def test_a_claim_that_waited_for_a_pause_obeys_it(connect: Connect) -> None:
     """When it began the queue was not paused; it waits for the queue's row, which the pause holds."""
     db, operator, worker = connect(autocommit=True), connect(), connect()
     enqueued(db, 1)
@@ -146,7 +145,7 @@ def test_a_claim_that_waited_for_a_pause_obeys_it(connect: Connect, fresh_only: 
     operator.execute("SELECT")  # Begun here, so that it is committed below.
     operations.pause_queue(operator, "default")
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(claim, worker, fresh_only=fresh_only)
+        waiting = pool.submit(claim, worker)
         races.until_blocked(db, worker, waiting)
         operator.commit()
         assert waiting.result() == []

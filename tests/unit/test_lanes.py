@@ -41,10 +41,10 @@ def row(seconds: int, *, attempts: int = 0, former_state: str = "pending", state
         coalesce_key=None,
         ordering_key=None,
         content_id=None,
+        claimed_at=NOON,
         state=state,
         former_state=former_state,
         former_attempt_count=attempts,
-        due_at=due_at,
         expires_in_seconds=None,
         is_limited=False,
         has_ordered=False,
@@ -175,10 +175,60 @@ def test_a_look_at_fresh_messages_alone_changes_nothing_for_the_others() -> None
     clock.claim([*fresh(1, 2, 3, 4)], from_beginning=True)
     clock.claim(again(1, 2, 3, 4))
     before = clock.plan()
-    look = clock.lanes.plan_fresh(ROOM)
+    look = clock.lanes.plan_fresh(ROOM, from_beginning=True)
     assert clock.lanes.learn(look, fresh(1, 2, 3, 4), began_at=clock.now, ended_at=clock.now)
+    after = clock.plan()
+    assert (after.retry_floor, after.suspect_limit) == (before.retry_floor, before.suspect_limit)
     assert not clock.lanes.learn(look, [], began_at=clock.now, ended_at=clock.now)
-    assert clock.plan() == before
+
+
+def busy() -> Clock:
+    """More fresh messages wait, and every other lane has just had its turn."""
+    clock = Clock()
+    clock.claim(fresh(1, 2, 3, 4), from_beginning=True)
+    clock.claim([])
+    assert clock.lanes.is_for_fresh_alone(clock.now)
+    return clock
+
+
+def test_while_fresh_messages_wait_claims_leave_out_the_other_lanes_and_go_on_where_the_last_ended() -> None:
+    clock = busy()
+    look = clock.lanes.plan_fresh(ROOM, from_beginning=False)
+    assert look.fresh_floor == (NOON + timedelta(seconds=4), 4)
+    clock.lanes.learn(look, fresh(5, 6, 7, 8), began_at=clock.now, ended_at=clock.now)
+    assert clock.lanes.plan_fresh(ROOM, from_beginning=False).fresh_floor == (NOON + timedelta(seconds=8), 8)
+    clock.lanes.learn(look, fresh(9), began_at=clock.now, ended_at=clock.now)
+    assert not clock.lanes.is_for_fresh_alone(clock.now)
+
+
+def test_the_other_lanes_have_their_turn_a_few_times_a_second() -> None:
+    clock = busy()
+    assert not clock.lanes.is_for_fresh_alone(clock.now + FULL_CLAIM_SECONDS)
+
+
+def test_no_lane_is_left_out_of_a_limited_queue() -> None:
+    clock = busy()
+    clock.lanes.is_limited = True
+    assert not clock.lanes.is_for_fresh_alone(clock.now)
+
+
+def test_no_lane_is_left_out_while_retries_wait() -> None:
+    clock = Clock()
+    clock.claim(fresh(1, 2, 3, 4), from_beginning=True)
+    clock.claim(again(1, 2, 3, 4))
+    clock.lanes.learn(
+        clock.lanes.plan_fresh(ROOM, from_beginning=False), fresh(5, 6, 7, 8), began_at=clock.now, ended_at=clock.now
+    )
+    assert not clock.lanes.is_for_fresh_alone(clock.now)
+
+
+def test_no_lane_is_left_out_while_suspects_wait() -> None:
+    clock = Clock()
+    clock.claim([*fresh(1, 2, 3), *lost(1)], from_beginning=True)
+    clock.lanes.learn(
+        clock.lanes.plan_fresh(ROOM, from_beginning=True), fresh(4, 5, 6, 7), began_at=clock.now, ended_at=clock.now
+    )
+    assert not clock.lanes.is_for_fresh_alone(clock.now)
 
 
 def test_an_answer_that_fills_the_room_means_that_more_is_likely_to_wait() -> None:
