@@ -17,6 +17,7 @@ from pgoutbox.link import timeouts
 from pgoutbox.settings import load_settings
 from pgoutbox.store import NO_FLOOR, ClaimedRow
 
+_AVAILABLE_AT = ClaimedRow._fields.index("available_at")
 _BATCH_SIZE = CLAIM_PARAMETERS["total"]
 
 
@@ -37,7 +38,7 @@ def run(server: Server, options: Options) -> Result:
             settle(connection, "pgoutbox.message")
         with psycopg.connect(dsn, autocommit=True) as connection:
             connection.execute(sql.PREPARE_SESSION, timeouts(load_settings()), prepare=False)
-            result.texts.append(("sql.CLAIM, rolled back", _plan_of_claim(connection)))
+            result.texts.append(("sql.CLAIM_FRESH, rolled back", _plan_of_claim(connection)))
             from_beginning = _time_claims(connection, options.claims, with_floor=False)
             with_floor = _time_claims(connection, options.claims, with_floor=True)
     result.tables.append(
@@ -63,7 +64,7 @@ def _plan_of_claim(connection: psycopg.Connection[tuple[object, ...]]) -> str:
             names.append(match[1])
         return f"${names.index(match[1]) + 1}"
 
-    statement = re.sub(r"%\((\w+)\)s", number, sql.CLAIM)
+    statement = re.sub(r"%\((\w+)\)s", number, sql.CLAIM_FRESH)
     values = composing.SQL(", ").join(composing.Literal(CLAIM_PARAMETERS[name]) for name in names)
     connection.execute(composing.SQL("PREPARE claim AS {}").format(composing.SQL(statement)))
     connection.execute("BEGIN")
@@ -83,12 +84,10 @@ def _time_claims(connection: psycopg.Connection[tuple[object, ...]], count: int,
     floor: tuple[datetime | None, int] = NO_FLOOR
     for _ in range(count + 1):
         began_at = time.perf_counter()
-        cursor.execute(
-            sql.CLAIM, {**CLAIM_PARAMETERS, "fresh_floor": floor[0], "fresh_floor_id": floor[1]}, prepare=True
-        )
+        cursor.execute(sql.CLAIM_FRESH, {**CLAIM_PARAMETERS, "floor_at": floor[0], "floor_id": floor[1]}, prepare=True)
         rows = cursor.fetchall()
         times.append(1e3 * (time.perf_counter() - began_at))
         if with_floor and rows:
-            last = max(map(ClaimedRow._make, rows), key=lambda row: (row.due_at, row.id))
-            floor = (last.due_at, last.id)
+            last = max(rows, key=lambda row: (row[_AVAILABLE_AT], row[0]))
+            floor = (last[_AVAILABLE_AT], last[0])
     return times[1:]

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 _T = TypeVar("_T")
 
 TOPIC: Final = "mail.activation"
 
-CLAIM_PARAMETERS: Final[Mapping[str, object]] = {
+CLAIM_PARAMETERS: Final[Mapping[str, Any]] = {
     "queue": "default",
     "topics": [TOPIC],
-    "hold_topics": [],
-    "fresh_limit": 200,
     "total": 200,
-    "fresh_floor": None,
-    "fresh_floor_id": 0,
-    "retry_floor": None,
-    "retry_floor_id": 0,
-    "suspect_limit": 1,
-    "clock_limit": None,
-    "held": "{}",
+    "floor_at": None,
+    "floor_id": 0,
+    "set_aside": [],
     "worker": "benchmark",
     "lease_seconds": 60.0,
 }

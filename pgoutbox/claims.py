@@ -19,13 +19,13 @@ from typing import Final
 import psycopg
 
 from pgoutbox.dispatch import elapsed_clock
-from pgoutbox.lanes import Lanes, Queues
+from pgoutbox.lanes import Cursor, Lane, Lanes, Queues
 from pgoutbox.link import is_lost_key, is_of_a_row, is_refusal
 from pgoutbox.message import State
 from pgoutbox.outage import Outage
 from pgoutbox.server_clock import ServerClock
 from pgoutbox.set_aside import SetAside
-from pgoutbox.store import ClaimedRow, ClaimRefusedError, Store
+from pgoutbox.store import ClaimedRow, ClaimRefusedError, Floor, LapsedOptions, Store
 from pgoutbox.telemetry import Event, Telemetry
 from pgoutbox.unanswered import UnansweredClaims
 
@@ -34,6 +34,8 @@ _STUBBORN_CONFLICTS: Final = 3
 _CONFLICT_PAUSE_SECONDS: Final = 0.01  # Until then the other claim commits, which has the key and fails ours.
 _ENDED_ELSEWHERE: Final = 100
 _ELSEWHERE_SECONDS: Final = 300.0
+_SURVEY_SECONDS: Final = 1.0
+_LONG_AGO_SECONDS: Final = 1e9
 _SENDING: Final = State.SENDING  # To look a member up costs more than to compare with it.
 
 
@@ -68,6 +70,8 @@ class Claims:
         self._set_aside = SetAside(telemetry)
         self._elsewhere_due_at = -math.inf
         self._conflict_count = 0
+        self._searched_count = 0  # Queues where the look under way has left no fresh message behind.
+        self._busy_since = -math.inf  # When a look found something for the first time since the last survey.
         self._unanswered = UnansweredClaims(again_seconds=store.lease_seconds)
         self.work_ahead = False
 
@@ -82,8 +86,9 @@ class Claims:
         self._queues.looked_at = elapsed_clock()
         if not await self.release_unanswered():
             return None
-        if self._is_check_due(self._queues.looked_at) and not await self._check():
+        if not fresh_only and self._is_check_due(self._queues.looked_at) and not await self._check():
             return None
+        visible_id, self._searched_count = self._queues.arrivals.visible_id, 0
         if self._conflict_count > _STUBBORN_CONFLICTS:
             room = 1  # Claims of several rows meet at one coalesce key again and again: one row cannot.
         for lanes in self._queues.in_turn():
@@ -95,6 +100,10 @@ class Claims:
             room -= count
             if room <= 0:
                 break
+        if self._searched_count == len(self._queues.names):
+            self._queues.arrivals.note_searched(visible_id)
+        if found:
+            self._busy_since = min(self._busy_since, self._queues.looked_at)
         return found
 
     async def release_unanswered(self) -> bool:
@@ -120,29 +129,44 @@ class Claims:
 
         Raises what a database that does not answer raises.
         """
-        # What fell due since the last claim began is in neither answer unless it is asked for; and the question may
-        # reach the server later than it was asked.
+        # Messages that fell due since the last claim began are in neither answer unless the question includes them; and
+        # it may reach the server later than it was asked.
         slack = _ROUND_TRIP_SECONDS
         while True:
             asked_at = elapsed_clock()
-            due, ordered, now = await self._store.next_due_seconds(
-                self._queues.names, since_seconds=asked_at - self._queues.looked_at + slack
+            rows, now, horizon = await self._store.next_due(
+                self._queues.names,
+                since_seconds=min(asked_at - self._queues.searched_at + slack, _LONG_AGO_SECONDS),
+                others_since_seconds=min(asked_at - self._queues.others_searched_at + slack, _LONG_AGO_SECONDS),
+                floor_id=self._queues.arrivals.floor_id,
             )
-            if self._queues.note_ordered(ordered):
-                return 0.0
+            self._queues.arrivals.learn(horizon)
             answered_at = elapsed_clock()
-            self._note_server_time(now, asked_at, answered_at)
             took = answered_at - asked_at
+            self._busy_since = math.inf
+            self._note_server_time(now, asked_at, answered_at)
+            # A late question says nothing of the time before it came.
+            if self._queues.learn_due(rows, asked_at=asked_at if took <= slack else None, now=answered_at):
+                return 0.0
+            due = min(
+                (seconds for row in rows for seconds in (row.first_seconds, row.other_seconds) if seconds is not None),
+                default=None,
+            )
             if took <= slack or (due is not None and due <= 0):
                 return due
             slack = 2 * took
 
     def _is_check_due(self, at: float) -> bool:
-        return self._clock.is_due(at) or at >= self._elsewhere_due_at
+        return self._clock.is_due(at) or at >= self._elsewhere_due_at or at >= self._busy_since + _SURVEY_SECONDS
 
     async def _check(self) -> bool:
-        """Compare the clocks, and now and then end what blocks a key from other queues. False after an error."""
+        """Survey the queues and compare the clocks; now and then end attempts of other queues that block a key.
+
+        False after an error.
+        """
         try:
+            if elapsed_clock() >= self._busy_since + _SURVEY_SECONDS:
+                await self.next_due_seconds()
             if self._clock.is_due(asked_at := elapsed_clock()):
                 self._note_server_time(await self._store.server_time(), asked_at, elapsed_clock())
             if (began_at := elapsed_clock()) >= self._elsewhere_due_at:
@@ -180,25 +204,133 @@ class Claims:
             )
 
     async def _claim(self, lanes: Lanes, room: int, *, from_beginning: bool, fresh_only: bool) -> int | None:
-        """Claim from one queue. Messages with an ordering key and the others take turns at being first."""
-        if fresh_only or not lanes.has_ordered:
-            return await self._claim_unordered(lanes, room, from_beginning=from_beginning, fresh_only=fresh_only)
-        lanes.ordered_first = not lanes.ordered_first
+        """Claim from the lanes of one queue in their order."""
         found = 0
-        for ordered in (lanes.ordered_first, not lanes.ordered_first):
+        lapsed_began_at = elapsed_clock()
+        for lane in lanes.turns(elapsed_clock(), fresh_only=fresh_only):
             if room - found <= 0:
                 self.work_ahead = True
                 break
-            if ordered:
-                count = await self._claim_ordered(lanes, room - found, complete=from_beginning)
-            else:
-                count = await self._claim_unordered(
-                    lanes, room - found, from_beginning=from_beginning, fresh_only=False
-                )
+            count: int | None
+            match lane:
+                case Lane.ENDING:
+                    lapsed_began_at = elapsed_clock()
+                    count = await self._end_lapsed(lanes, room)
+                case Lane.LAPSED:
+                    count = await self._claim_lapsed(lanes, room - found)
+                    if count is not None:
+                        lanes.learn_lapsed(began_at=lapsed_began_at, ended_at=elapsed_clock())
+                case Lane.ORDERED:
+                    count = await self._claim_ordered(lanes, room - found, complete=from_beginning)
+                case Lane.RETRIES:
+                    count = await self._claim_due(lanes, lanes.retries, room - found, from_beginning=False)
+                case Lane.FRESH:
+                    from_start = from_beginning or fresh_only
+                    count = await self._claim_due(lanes, lanes.fresh, room - found, from_beginning=from_start)
             if count is None:
                 return None
             found += count
         return found
+
+    async def _claim_due(self, lanes: Lanes, cursor: Cursor, room: int, *, from_beginning: bool) -> int | None:
+        """Claim fresh messages or retries."""
+        began_at = elapsed_clock()
+        is_retries = cursor is lanes.retries
+        floor_id = self._queues.arrivals.floor_id
+        floor: Floor | int | None
+        if from_beginning and floor_id is not None and lanes.is_for_new_alone(began_at):
+            floor = floor_id
+        else:
+            floor = cursor.start(began_at, from_beginning=from_beginning)
+        kind = f"{lanes.queue} {'retries' if is_retries else 'fresh'}"
+        total = self._set_aside.within(kind, room)
+        rows = await self._run(
+            lanes.queue,
+            kind,
+            total,
+            self._store.claim(
+                lanes.queue,
+                topics=self._topics,
+                total=total,
+                floor=floor,
+                retries=is_retries,
+                by_permits=lanes.is_limited,
+                set_aside=self._set_aside.ids(began_at),
+            ),
+        )
+        if rows is None:
+            return None
+        if isinstance(floor, int):
+            cursor.learn_new(rows, total)
+        else:
+            cursor.learn(rows, total, began_at=began_at, ended_at=elapsed_clock())
+            if not is_retries and floor is None:
+                lanes.learn_searched()
+        self._searched_count += not is_retries and not isinstance(floor, tuple) and not cursor.is_waiting
+        self.work_ahead |= cursor.is_waiting
+        await self._hand_over(rows, began_at)
+        return len(rows)
+
+    async def _end_lapsed(self, lanes: Lanes, room: int) -> int | None:
+        """End lapsed attempts whose message is not tried again."""
+        began_at = elapsed_clock()
+        kind = f"{lanes.queue} ending"
+        total = self._set_aside.within(kind, room)
+        rows = await self._run(
+            lanes.queue, kind, total, self._store.end_lapsed(lanes.queue, **self._lapsed(total, began_at))
+        )
+        if rows is None:
+            return None
+        self.work_ahead |= len(rows) == total
+        await self._hand_over(rows, began_at)
+        return len(rows)
+
+    async def _claim_lapsed(self, lanes: Lanes, room: int) -> int | None:
+        """Take over some of the other lapsed attempts."""
+        began_at = elapsed_clock()
+        kind = f"{lanes.queue} lapsed"
+        in_flight = len(self._suspects)
+        total = lanes.suspects.limit(self._set_aside.within(kind, room), in_flight)
+        if total == 0:
+            return 0
+        rows = await self._run(
+            lanes.queue, kind, total, self._store.claim_lapsed(lanes.queue, **self._lapsed(total, began_at))
+        )
+        if rows is None:
+            return None
+        self.work_ahead |= lanes.suspects.learn(total, len(rows), in_flight=in_flight, is_filled=len(rows) == room)
+        await self._hand_over(rows, began_at)
+        return len(rows)
+
+    def _lapsed(self, total: int, now: float) -> LapsedOptions:
+        return {
+            "topics": self._topics,
+            "hold_topics": self._hold_topics,
+            "total": total,
+            "held": self._held,
+            "clock_limit": self._clock.limit(now),
+            "set_aside": self._set_aside.ids(now),
+        }
+
+    async def _run(
+        self, queue: str, kind: str, total: int, claim: Awaitable[list[ClaimedRow]]
+    ) -> list[ClaimedRow] | None:
+        """The rows of a claim of up to `total` messages; None if the database did not let us."""
+        self._unanswered.begin()
+        try:
+            rows = await claim
+        except (psycopg.Error, OSError) as error:
+            await self._endure(error, queue, kind, total)
+            return None
+        self._outage.end()
+        self._set_aside.note_claimed(kind, total)
+        self._measure(queue, rows)
+        return rows
+
+    async def _hand_over(self, rows: Sequence[ClaimedRow], began_at: float) -> None:
+        if rows:
+            await self._take_over(rows, began_at)
+        self._unanswered.end(_time_of(rows))
 
     async def _claim_ordered(self, lanes: Lanes, room: int, *, complete: bool) -> int | None:
         """Go on behind the key where the last look ended; a complete look goes round once if it finds nothing."""
@@ -217,7 +349,7 @@ class Claims:
                 rows = []
                 if message_ids:
                     self._unanswered.begin()
-                    rows = await self._store.claim_ordered(lanes.queue, message_ids, hold_topics=self._hold_topics)
+                    rows = await self._store.claim_ordered(lanes.queue, message_ids)
             except (psycopg.Error, OSError) as error:
                 lanes.after_key = began_here
                 await self._endure(error, lanes.queue, kind, len(message_ids))
@@ -226,7 +358,6 @@ class Claims:
             self._measure(lanes.queue, rows)
             if rows:
                 self._set_aside.note_claimed(kind, room)
-                lanes.is_limited = rows[0].is_limited
                 self.work_ahead = True
                 await self._take_over(rows, began_at)
                 self._unanswered.end(_time_of(rows))
@@ -237,43 +368,6 @@ class Claims:
             if not complete or end_count == 2 or (end_count == 1 and lanes.after_key >= began_after):
                 break
         return 0
-
-    async def _claim_unordered(self, lanes: Lanes, room: int, *, from_beginning: bool, fresh_only: bool) -> int | None:
-        began_at = elapsed_clock()
-        leaves_out_others = fresh_only or (not from_beginning and lanes.is_for_fresh_alone(began_at))
-        kind = f"{lanes.queue} fresh" if leaves_out_others else lanes.queue
-        room = self._set_aside.within(kind, room)
-        if leaves_out_others:
-            plan = lanes.plan_fresh(room, from_beginning=fresh_only)
-        else:
-            plan = lanes.plan(room, now=began_at, from_beginning=from_beginning, suspects_in_flight=len(self._suspects))
-        self._unanswered.begin()
-        try:
-            rows = await self._store.claim(
-                lanes.queue,
-                topics=self._topics,
-                hold_topics=self._hold_topics,
-                fresh_limit=plan.fresh_limit,
-                total=plan.total,
-                fresh_floor=plan.fresh_floor,
-                retry_floor=plan.retry_floor,
-                suspect_limit=plan.suspect_limit,
-                clock_limit=self._clock.limit(began_at),
-                fresh_only=plan.fresh_only,
-                held=self._held if plan.is_full else None,
-                set_aside=self._set_aside.ids(began_at),
-            )
-        except (psycopg.Error, OSError) as error:
-            await self._endure(error, lanes.queue, kind, plan.total)
-            return None
-        self._outage.end()
-        self._set_aside.note_claimed(kind, plan.total)
-        self._measure(lanes.queue, rows)
-        self.work_ahead |= lanes.learn(plan, rows, began_at=began_at, ended_at=elapsed_clock())
-        if rows:
-            await self._take_over(rows, began_at)
-        self._unanswered.end(_time_of(rows))
-        return len(rows)
 
     async def _endure(self, error: psycopg.Error | OSError, queue: str, kind: str, total: int) -> None:
         if is_refusal(error):

@@ -92,7 +92,7 @@ class Finisher:
             self._report(level, event, "message ended without an attempt", row, state=row.state)
             if self._telemetry.measures is not None:
                 self._telemetry.measures.unattempted(row.topic, row.queue, row.state)
-        freed = [row for row in rows if row.former_state == State.SENDING and row.coalesce_key is not None]
+        freed = [row for row in rows if row.was_lapsed and row.coalesce_key is not None]
         if freed:
             await self._wake_successors(freed)
 

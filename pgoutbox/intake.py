@@ -83,7 +83,7 @@ class Intake:
             if in_flight is not None and _goes_on(in_flight, row, leased_at):
                 continue
             context, ending = self._accept(row, contents, leased_at)
-            if row.former_state == _SENDING:
+            if row.was_lapsed:
                 suspects.append(context)
             if ending is not None:
                 context.done = True
@@ -93,7 +93,7 @@ class Intake:
                 works.append((context,))
             else:
                 batches.setdefault(row.topic, []).append(context)
-            if row.former_state == _SENDING:
+            if row.was_lapsed:
                 self._report_lost(row)
         for contexts in batches.values():
             size = contexts[0].handler.max_batch or 1

@@ -1,31 +1,44 @@
-"""What the next claim asks for: which queue first, which of its lanes, and from where. Pure arithmetic on what claims
-found.
+"""Which queue, which lane of it, and from where: what the next claim asks for. Pure arithmetic on what claims found.
 
-Dead index entries at the head of a queue make every claim slower than the one before, above all while an old
+A queue has four lanes: messages never attempted, retries, messages with an ordering key, and lapsed attempts. Fresh
+messages are in every look. The other lanes are in a look when something there is due, by what the database said before
+the worker slept, and a few times a second under load. Lanes with a backlog take turns at being first.
+
+Dead index entries at the head of a lane make every claim slower than the one before, above all while an old
 transaction keeps vacuum away. So a claim starts where the last one ended, the floor. Messages below the floor exist (a
-transaction that committed late, a lease that ran out), so it starts from the beginning again whenever a claim came back
-short, whenever a bell rang, and a few times a second under load. In between, while fresh messages wait and nothing else
-does, claims look at their lane alone: that statement costs a third less.
-
-Messages whose attempt was lost are suspects: one of them may have ended its process, and with it the attempts of all
-the others. So few of them are in flight at once, and more only as those before them end and the process lives.
+transaction that committed late, a released message), so it starts from the beginning again whenever a claim came back
+short, whenever a worker was notified, and a few times a second under load.
 """
 
 from __future__ import annotations
 
+import enum
+import math
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Final
 
+from pgoutbox.arrivals import Arrivals
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.message import State
-from pgoutbox.store import ClaimedRow, Floor
+from pgoutbox.store import ClaimedRow, DueRow, Floor
+from pgoutbox.suspects import Suspects
 
-FULL_CLAIM_SECONDS = 0.25
+FULL_CLAIM_SECONDS: Final = 0.25
 # A claim from the beginning may be slow; then it comes as much more rarely as keeps its share of the time small.
-FULL_CLAIM_SHARE = 0.05
-MAX_SUSPECTS = 32
-_GROUPED_SUSPECTS = 8 * MAX_SUSPECTS
+FULL_CLAIM_SHARE: Final = 0.05
+
+
+class Lane(enum.Enum):
+    """The parts of a queue that are claimed by statements of their own."""
+
+    FRESH = "fresh"
+    RETRIES = "retries"
+    ORDERED = "ordered"
+    ENDING = "ending"
+    """Lapsed attempts whose message is not tried again."""
+    LAPSED = "lapsed"
+    """The other lapsed attempts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +80,7 @@ class Queues:
         self._credits = {share.name: 0 for share in shares}
         self._lanes = {share.name: Lanes(share.name) for share in shares}
         self.looked_at = now  # When the last look at them began.
+        self.arrivals = Arrivals()
 
     def __contains__(self, queue: str) -> bool:
         return queue in self._lanes
@@ -85,158 +99,145 @@ class Queues:
         self._credits[order[0]] -= sum(share.weight or 0 for share in self._shares)
         return [self._lanes[name] for name in order]
 
-    def note_ordered(self, queues: Collection[str]) -> bool:
-        """Remember which queues hold messages with an ordering key. Returns whether one was not known to."""
-        is_news = any(not self._lanes[queue].has_ordered for queue in queues)
+    @property
+    def searched_at(self) -> float:
+        """When the last search for fresh messages began, in the queue where that was longest ago."""
+        return min(lanes.fresh.searched_at for lanes in self._lanes.values())
+
+    @property
+    def others_searched_at(self) -> float:
+        """The same of the other lanes."""
+        return min(lanes.others_searched_at for lanes in self._lanes.values())
+
+    def learn_due(self, rows: Collection[DueRow], *, asked_at: float | None, now: float) -> bool:
+        """Remember what the database says of each queue. Returns whether a look finds something because of it.
+
+        `asked_at` is when the question was asked, None if its answer does not reach back to the last search.
+        """
+        news = [self._lanes[row.queue].learn_due(row, asked_at=asked_at, now=now) for row in rows]
+        return any(news)
+
+    def search(self) -> None:
+        """Let the next look from the beginning claim from all lanes: something has become claimable there."""
         for lanes in self._lanes.values():
-            lanes.has_ordered = lanes.queue in queues
-        return is_news
+            lanes.search()
 
     @property
     def may_wait_for_ends(self) -> bool:
-        """Whether the end of an attempt may be what the next one waits for."""
+        """Whether the end of an attempt may make another message claimable."""
         return any(lanes.is_limited or lanes.has_ordered for lanes in self._lanes.values())
 
     def may_take_suspects(self, in_flight: int) -> bool:
         """Whether more suspects may be claimed from one of them while so many are in flight."""
-        return any(lanes.may_take_suspects(in_flight) for lanes in self._lanes.values())
+        return any(lanes.suspects.may_come(in_flight) for lanes in self._lanes.values())
 
 
-@dataclass(frozen=True, slots=True)
-class ClaimPlan:
-    """The parameters of one claim."""
+class Cursor:
+    """How far the claims of one lane have come."""
 
-    fresh_limit: int
-    total: int
-    fresh_floor: Floor | None
-    retry_floor: Floor | None
-    suspect_limit: int
-    suspects_in_flight: int
-    is_full: bool
-    fresh_only: bool = False
+    def __init__(self) -> None:
+        self.floor: Floor | None = None
+        self.searched_at = -math.inf
+        self.is_waiting = False
+        """Whether the last claim was filled, so that more is likely to wait."""
+        self.search_due_at = -math.inf
+
+    def start(self, now: float, *, from_beginning: bool) -> Floor | None:
+        """The place from which to claim now; None for the beginning."""
+        if from_beginning or now >= self.search_due_at:
+            self.floor = None
+        return self.floor
+
+    def learn(self, rows: Sequence[ClaimedRow], limit: int, *, began_at: float, ended_at: float) -> None:
+        """Remember where a claim of up to `limit` messages ended that started at the floor."""
+        self.is_waiting = len(rows) == limit
+        if self.floor is None:
+            self.searched_at = began_at
+            self.search_due_at = _due_after(began_at, ended_at)
+        self.floor = max((row.available_at, row.id) for row in rows) if self.is_waiting else None
+
+    def learn_new(self, rows: Sequence[ClaimedRow], limit: int) -> None:
+        """Remember a claim of new messages, which says nothing of the others."""
+        self.is_waiting = len(rows) == limit
 
 
 class Lanes:
-    """The lanes of one queue, as one worker remembers them."""
+    """The lanes of one queue, as one worker remembers them. Times are seconds of a clock that never goes back."""
 
     def __init__(self, queue: str) -> None:
         self.queue = queue
-        self.is_limited = False
-        self.has_ordered = True  # Until the database has said otherwise.
-        self.ordered_first = False
+        # Until the database has said otherwise.
+        self.is_limited = True
+        self.has_ordered = True
+        self.fresh = Cursor()
+        self.retries = Cursor()
+        self.suspects = Suspects()
         self.after_key = ""
-        self._fresh_floor: Floor | None = None
-        self._retry_floor: Floor | None = None
-        self._full_due_at = 0.0
-        self._retry_due_at = 0.0
-        self._retries_waiting = False
-        self._retries_had_turn = False
-        self._group_size = 1
-        self._grouped_count = 0
-        self._next_is_alone = True
+        self._lapsed_searched_at = -math.inf
+        self._lapsed_due_at = -math.inf
+        self._scheduled_due_at = -math.inf  # When a message falls due that is not a new one.
+        self._is_known = False
+        self._first = Lane.RETRIES
 
-    def plan(self, room: int, *, now: float, from_beginning: bool, suspects_in_flight: int) -> ClaimPlan:
-        """Ask for up to `room` messages. `now` is any clock that never goes back, in seconds.
+    def is_for_new_alone(self, now: float) -> bool:
+        """Whether a claim of new messages finds everything that is due in the lane of fresh ones."""
+        return now < self._scheduled_due_at and not self.fresh.is_waiting and not self.is_limited
 
-        Lanes take turns while both have work: fresh messages first, retries in what room is left, then the reverse.
-        The oldest suspect comes alone, when none is in flight. Then those that can afford a loss come in a group: when
-        half of it has ended it is filled up, to twice its size. When nobody is left for it, or now and then so that
-        those outside it are not starved, the oldest comes alone again.
-        """
-        if from_beginning or now >= self._full_due_at:
-            self._fresh_floor = self._retry_floor = None
-        retry_turn = not from_beginning and self._is_retry_turn(now)
-        return ClaimPlan(
-            fresh_limit=0 if retry_turn else room,
-            total=room,
-            fresh_floor=self._fresh_floor,
-            retry_floor=self._retry_floor,
-            suspect_limit=self._suspect_limit(room, suspects_in_flight),
-            suspects_in_flight=suspects_in_flight,
-            is_full=self._fresh_floor is None,
-        )
-
-    def is_for_fresh_alone(self, now: float) -> bool:
-        """Whether the next claim may leave out the other lanes: fresh messages wait, and it is nobody else's turn."""
-        return (
-            self._fresh_floor is not None
-            and now < self._full_due_at
-            and not self._is_retry_turn(now)
-            and not self.is_limited
-            and not self._has_suspects
-        )
-
-    def plan_fresh(self, room: int, *, from_beginning: bool) -> ClaimPlan:
-        """Ask for fresh messages alone."""
-        floor = None if from_beginning else self._fresh_floor
-        return ClaimPlan(room, room, floor, None, 0, 0, is_full=False, fresh_only=True)
-
-    def _is_retry_turn(self, now: float) -> bool:
-        return not self._retries_had_turn and (self._retries_waiting or now >= self._retry_due_at)
-
-    def learn(self, plan: ClaimPlan, rows: Sequence[ClaimedRow], *, began_at: float, ended_at: float) -> bool:
-        """Remember where a claim ended. Returns whether more is likely to wait."""
-        if plan.fresh_only:
-            is_filled = len(rows) == plan.total
-            self._fresh_floor = max((row.available_at, row.id) for row in rows) if is_filled else None
-            self._retries_had_turn = False
-            return is_filled
-        if rows:
-            self.is_limited = rows[0].is_limited
-            self.has_ordered = rows[0].has_ordered
-        fresh = [(row.available_at, row.id) for row in rows if row.former_attempt_count == 0]
-        again = [row for row in rows if row.former_attempt_count > 0]
-        lost = [row for row in again if row.former_state == State.SENDING]
-        retries = [(row.available_at, row.id) for row in again if row.former_state == State.PENDING]
-        retry_room = plan.total - len(fresh) - len(lost)
-        self._retries_had_turn = plan.fresh_limit == 0
-        if plan.fresh_limit > 0:
-            self._fresh_floor = max(fresh) if len(fresh) == plan.fresh_limit else None
-        if retry_room > 0:
-            self._retry_due_at = ended_at + FULL_CLAIM_SECONDS
-            self._retries_waiting = len(retries) == retry_room
-            self._retry_floor = max(retries) if retries and self._retries_waiting else None
-        if plan.is_full:
-            self._full_due_at = ended_at + max(FULL_CLAIM_SECONDS, (ended_at - began_at) / FULL_CLAIM_SHARE)
-        is_filled = len(rows) == plan.total
-        found = sum(row.state == State.SENDING for row in lost)
-        if plan.suspect_limit > 0:
-            self._pace_suspects(plan, found, is_filled=is_filled)
-        # A group that finds nobody leaves out those that come one by one.
-        return is_filled or (plan.suspect_limit > 1 and found == 0)
+    def learn_searched(self) -> None:
+        """Remember that all fresh messages were searched: the database will say when the next one falls due."""
+        self._scheduled_due_at = math.inf
 
     @property
-    def _has_suspects(self) -> bool:
-        """Whether the last look at the suspects found some, and more may wait."""
-        return not self._next_is_alone or self._group_size > 1
+    def others_searched_at(self) -> float:
+        """When the older one of the last searches for retries and for lapsed attempts began."""
+        return min(self.retries.searched_at, self._lapsed_searched_at)
 
-    def may_take_suspects(self, in_flight: int) -> bool:
-        """Whether more suspects may be claimed while so many are in flight."""
-        if self._next_is_alone or self._grouped_count == 0:
-            return in_flight == 0
-        return 2 * in_flight <= self._group_size
+    def turns(self, now: float, *, fresh_only: bool = False) -> list[Lane]:
+        """The lanes of the next look, in their order."""
+        if fresh_only and not self.is_limited:  # Under a limit a fresh message must not overtake the other lanes.
+            return [Lane.FRESH]
+        lanes = [Lane.FRESH]
+        if self.has_ordered:
+            lanes.append(Lane.ORDERED)
+        if self.retries.is_waiting or now >= self.retries.search_due_at:
+            lanes.append(Lane.RETRIES)
+        # The lane behind the one that was first goes first.
+        order = (Lane.FRESH, Lane.ORDERED, Lane.RETRIES)
+        place = order.index(self._first) + 1
+        lanes.sort(key=lambda lane: (order.index(lane) - place) % len(order))
+        self._first = lanes[0]
+        if self.suspects.are_waiting or now >= self._lapsed_due_at:
+            lanes[:0] = [Lane.ENDING, Lane.LAPSED]
+        return lanes
 
-    def _suspect_limit(self, room: int, in_flight: int) -> int:
-        if not self.may_take_suspects(in_flight):
-            return 0
-        if self._next_is_alone:
-            return 1
-        limit = min(2 * self._group_size, MAX_SUSPECTS) - in_flight
-        if room >= limit:
-            return limit
-        # A limit of 1 is for the one that comes alone.
-        return room if room > 1 or in_flight == 0 else 0
+    def learn_lapsed(self, *, began_at: float, ended_at: float) -> None:
+        """Remember when both kinds of lapsed attempts were looked at."""
+        self._lapsed_searched_at = began_at
+        self._lapsed_due_at = _due_after(began_at, ended_at)
 
-    def _pace_suspects(self, plan: ClaimPlan, found: int, *, is_filled: bool) -> None:
-        if plan.suspect_limit == 1:
-            if found:
-                self._next_is_alone = False
-                self._grouped_count = 0
-            elif not is_filled:
-                self._next_is_alone = True
-                self._group_size = 1
-            return
-        self._group_size = max(self._group_size, plan.suspects_in_flight + found)
-        self._grouped_count += found
-        if (found < plan.suspect_limit and not is_filled) or self._grouped_count >= _GROUPED_SUSPECTS:
-            self._next_is_alone = True
+    def learn_due(self, row: DueRow, *, asked_at: float | None, now: float) -> bool:
+        """Remember what the database says of the queue. Returns whether a look finds something because of it."""
+        is_news = (row.has_ordered and not self.has_ordered) or (self._is_known and row.is_limited != self.is_limited)
+        self._is_known = True
+        self.is_limited, self.has_ordered = row.is_limited, row.has_ordered
+        self._scheduled_due_at = math.inf if row.first_seconds is None else now + row.first_seconds
+        due_at = math.inf if row.other_seconds is None else now + row.other_seconds
+        self.retries.search_due_at = self._lapsed_due_at = due_at
+        if asked_at is not None:
+            # Nothing fell due in a lane until the question was asked.
+            if self._scheduled_due_at > now:
+                self.fresh.searched_at = max(asked_at, self.fresh.searched_at)
+            if due_at > now:
+                self.retries.searched_at = self._lapsed_searched_at = asked_at
+        if is_news:
+            self.search()
+        return is_news
+
+    def search(self) -> None:
+        """Let the next look claim from all lanes, from the beginning."""
+        self.fresh.search_due_at = self.retries.search_due_at = -math.inf
+        self._scheduled_due_at = self._lapsed_due_at = -math.inf
+
+
+def _due_after(began_at: float, ended_at: float) -> float:
+    return ended_at + max(FULL_CLAIM_SECONDS, (ended_at - began_at) / FULL_CLAIM_SHARE)

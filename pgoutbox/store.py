@@ -13,7 +13,7 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Final, NamedTuple
+from typing import Final, LiteralString, NamedTuple, TypedDict, Unpack
 
 import psycopg
 from psycopg.rows import TupleRow
@@ -27,6 +27,8 @@ from pgoutbox.settings import Settings
 REQUIRED_SCHEMA_VERSION: Final = 3
 _LOCKED_PAUSE_SECONDS = 0.02
 _PASS_OVER_SECONDS = 1.0
+_PERMIT_PAUSE_SECONDS = 0.25
+_MAX_ID = 2**63 - 1
 _RETENTION_SECONDS = 30.0
 _SHOWN_NAME_LENGTH = 48  # With "pgoutbox claim " the 63 bytes that PostgreSQL keeps of an application_name.
 MINIMUM_SERVER_VERSION: Final = 150_000
@@ -44,11 +46,10 @@ class ServerFacts(NamedTuple):
 
 
 class ClaimedRow(NamedTuple):
-    """What the claim returns for each message it touched, in the order of the statement's RETURNING list."""
+    """One message that a claim touched, in the order of the statement's RETURNING list. `Store` adds the queue."""
 
     id: int
     topic: str
-    queue: str
     destination: str | None
     payload_json: str
     headers_json: str | None
@@ -63,12 +64,69 @@ class ClaimedRow(NamedTuple):
     claimed_at: datetime | None
     state: str
     expires_in_seconds: float | None
-    superseded: bool
-    # A claim of fresh messages leaves these out.
-    former_state: str = State.PENDING
-    former_attempt_count: int = 0
-    is_limited: bool = False
-    has_ordered: bool = False
+    superseded: bool | None
+    queue: str
+    was_lapsed: bool = False
+    """Whether the attempt before was lost. Set by `Store`."""
+
+
+class Horizon(NamedTuple):
+    """What a snapshot of the database covers: see `NEXT_DUE`."""
+
+    started_at: datetime
+    """Of the server: transactions and ids of another server say nothing of each other."""
+    xmin: int
+    """All transactions before this one have ended."""
+    xmax: int
+    """No transaction from this one on had begun to write."""
+    last_id: int
+
+
+class DueRow(NamedTuple):
+    """One queue as `NEXT_DUE` describes it, in the order of its columns. Seconds count from the question."""
+
+    queue: str
+    has_ordered: bool
+    permit_seconds: float | None
+    """When the next attempt may begin, infinity for a pause without an end; None for a queue without limits."""
+    first_due_seconds: float | None
+    other_due_seconds: float | None
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether the queue is paused or has limits."""
+        return self.permit_seconds is not None
+
+    @property
+    def first_seconds(self) -> float | None:
+        """When to claim fresh and ordered messages; None if nothing is scheduled."""
+        return self._with_permit(self.first_due_seconds)
+
+    @property
+    def other_seconds(self) -> float | None:
+        """When to claim retries and lapsed attempts; None if nothing is scheduled."""
+        return self._with_permit(self.other_due_seconds)
+
+    def _with_permit(self, seconds: float | None) -> float | None:
+        # A message that is due although there is a permit is in another worker's hands: look again soon.
+        if seconds is None or self.permit_seconds is None:
+            return seconds
+        return None if math.isinf(self.permit_seconds) else max(seconds, self.permit_seconds, _PERMIT_PAUSE_SECONDS)
+
+
+class LapsedOptions(TypedDict):
+    """Which lapsed attempts to end or to take over.
+
+    No lease counts as lapsed while the server's clock is beyond `clock_limit`. Of the attempts in this worker's name
+    those in `held` are passed over: the worker renews their leases.
+    """
+
+    topics: Sequence[str]
+    hold_topics: Sequence[str]
+    total: int
+    held: Collection[int]
+    clock_limit: datetime | None
+    set_aside: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,77 +211,78 @@ class Store:
         queue: str,
         *,
         topics: Sequence[str],
-        hold_topics: Sequence[str],
-        fresh_limit: int,
         total: int,
-        fresh_floor: Floor | None,
-        retry_floor: Floor | None,
-        suspect_limit: int,
-        clock_limit: datetime | None = None,
-        fresh_only: bool = False,
-        held: Collection[int] | None = None,
+        floor: Floor | int | None,
+        retries: bool = False,
+        by_permits: bool = False,
         set_aside: Sequence[int] = (),
     ) -> list[ClaimedRow]:
-        """Claim up to `total` messages, ordered by due time within each lane, those beyond the floors.
+        """Claim up to `total` due messages beyond the floor, fresh ones or with `retries` those attempted before.
 
-        Among them at most `suspect_limit` whose last attempt was lost and that are tried again. No lease counts as
-        lapsed while the server's clock is beyond `clock_limit`. `fresh_only` is for a worker that was rung: the others
-        are left out, and `suspect_limit` and the floor of retries say nothing. Of the attempts in this worker's own
-        name none is taken that is in `held`, and without `held` none at all. Messages in `set_aside` are passed over.
-
-        Raises `ClaimRefusedError` if the database refuses a claim of a single message for what is in its row.
+        A floor that is an id claims new messages, those with a greater id.
+        A queue that is paused or has limits yields messages only with `by_permits`. Messages in `set_aside` are passed
+        over. Rows come in the order of their due times. Raises `ClaimRefusedError` if the database refuses a claim of a
+        single message for a fault of its row.
         """
-        fresh_floor_at, fresh_floor_id = fresh_floor or NO_FLOOR
-        retry_floor_at, retry_floor_id = retry_floor or NO_FLOOR
-        statement = sql.CLAIM_FRESH if fresh_only else sql.CLAIM
-        if set_aside:
-            statement = sql.CLAIM_FRESH_WITHOUT if fresh_only else sql.CLAIM_WITHOUT
+        if retries:
+            statement, find = sql.CLAIM_RETRIES_BY_PERMITS if by_permits else sql.CLAIM_RETRIES, sql.FIND_RETRIES
+        else:
+            statement, find = sql.CLAIM_FRESH_BY_PERMITS if by_permits else sql.CLAIM_FRESH, sql.FIND_FRESH
+        if isinstance(floor, int):
+            statement, find = sql.CLAIM_NEW, sql.FIND_NEW
+        floor_at, floor_id = (None, floor) if isinstance(floor, int) else floor or NO_FLOOR
         parameters = {
             "queue": queue,
             "topics": topics,
-            "hold_topics": hold_topics,
-            "fresh_limit": fresh_limit,
             "total": total,
-            "fresh_floor": fresh_floor_at,
-            "fresh_floor_id": fresh_floor_id,
-            "retry_floor": retry_floor_at,
-            "retry_floor_id": retry_floor_id,
-            "suspect_limit": suspect_limit,
-            "clock_limit": clock_limit,
-            "held": None if held is None else _array_of(held),
-            "set_aside": set_aside,
-            "worker": self.worker,
-            "lease_seconds": self._settings.lease_seconds,
+            "floor_at": floor_at,
+            "floor_id": floor_id,
+            "set_aside": _array_of(set_aside),
         }
-        try:
-            rows = await self.claims.fetch(statement, parameters)
-        except psycopg.Error as error:
-            if total > 1 or not is_of_a_row(error):
-                raise
-            candidates = await self.claims.fetch(sql.CANDIDATES, parameters)
-            raise ClaimRefusedError([row[0] for row in candidates], error) from error
-        claimed = [ClaimedRow(*row) for row in rows]
-        claimed.sort(key=_by_due_time)
-        return claimed
+        rows = await self._claim(statement, find, parameters)
+        return sorted((ClaimedRow._make((*row, queue, False)) for row in rows), key=_by_due_time)
+
+    async def end_lapsed(self, queue: str, **options: Unpack[LapsedOptions]) -> list[ClaimedRow]:
+        """End up to `total` lapsed attempts whose message is not tried again. Raises like `claim`."""
+        rows = await self._claim(sql.END_LAPSED, sql.FIND_ENDING, _lapsed_parameters(queue, options))
+        return [ClaimedRow._make((*row, True)) for row in rows]
+
+    async def claim_lapsed(self, queue: str, **options: Unpack[LapsedOptions]) -> list[ClaimedRow]:
+        """Take over up to `total` lapsed attempts whose message is tried again. Raises like `claim`.
+
+        A total of 1 takes the oldest one, a greater total only messages with more than half of their attempts left.
+        """
+        rows = await self._claim(sql.CLAIM_LAPSED, sql.FIND_LAPSED, _lapsed_parameters(queue, options))
+        return sorted((ClaimedRow._make((*row, queue, True)) for row in rows), key=_by_due_time)
 
     async def end_superseded_elsewhere(
         self, queues: Sequence[str], *, topics: Sequence[str], total: int, clock_limit: datetime | None
     ) -> list[ClaimedRow]:
         """End up to `total` superseded messages of other queues than these whose attempt was lost."""
-        rows = await self.claims.fetch(
-            sql.END_SUPERSEDED_ELSEWHERE,
-            {
-                "queue": "",
-                "queues": queues,
-                "topics": topics,
-                "hold_topics": [],
-                "total": total,
-                "clock_limit": clock_limit,
-                "worker": self.worker,
-                "lease_seconds": self._settings.lease_seconds,
-            },
-        )
-        return [ClaimedRow(*row) for row in rows]
+        parameters = {
+            "queues": queues,
+            "topics": topics,
+            "hold_topics": [],
+            "total": total,
+            "held": "{}",
+            "clock_limit": clock_limit,
+            "set_aside": "{}",
+            "worker": self.worker,
+        }
+        rows = await self.claims.fetch(sql.END_SUPERSEDED_ELSEWHERE, parameters)
+        return [ClaimedRow._make((*row, True)) for row in rows]
+
+    async def _claim(
+        self, statement: LiteralString, find: LiteralString, parameters: dict[str, object]
+    ) -> list[TupleRow]:
+        parameters |= {"worker": self.worker, "lease_seconds": self.lease_seconds}
+        try:
+            return await self.claims.fetch(statement, parameters)
+        except psycopg.Error as error:
+            if parameters["total"] != 1 or not is_of_a_row(error):
+                raise
+            refused = await self.claims.fetch(find, parameters)
+            raise ClaimRefusedError([row[0] for row in refused], error) from error
 
     async def find_ordered(
         self, queue: str, *, topics: Sequence[str], after_key: str, key_limit: int
@@ -237,20 +296,17 @@ class Store:
         )
         return message_ids or (), last_key if count == key_limit else ""
 
-    async def claim_ordered(
-        self, queue: str, message_ids: Sequence[int], *, hold_topics: Sequence[str]
-    ) -> list[ClaimedRow]:
+    async def claim_ordered(self, queue: str, message_ids: Sequence[int]) -> list[ClaimedRow]:
         """Claim messages that `find_ordered` found, as far as nothing has changed.
 
-        Raises `ClaimRefusedError` if the database refuses a claim of a single message for what is in its row.
+        Raises `ClaimRefusedError` if the database refuses a claim of a single message for a fault of its row.
         """
         parameters = {
             "queue": queue,
             "ids": message_ids,
             "total": len(message_ids),
-            "hold_topics": hold_topics,
             "worker": self.worker,
-            "lease_seconds": self._settings.lease_seconds,
+            "lease_seconds": self.lease_seconds,
         }
         try:
             rows = await self.claims.fetch(sql.CLAIM_ORDERED, parameters)
@@ -258,9 +314,7 @@ class Store:
             if len(message_ids) > 1 or not is_of_a_row(error):
                 raise
             raise ClaimRefusedError(message_ids, error) from error
-        claimed = [ClaimedRow(*row) for row in rows]
-        claimed.sort(key=_by_due_time)
-        return claimed
+        return sorted((ClaimedRow._make((*row, queue, False)) for row in rows), key=_by_due_time)
 
     async def release_unanswered(
         self, queues: Sequence[str], held: Collection[int], *, after: datetime | None, before: datetime | None
@@ -279,18 +333,22 @@ class Store:
         """The contents of fan-outs as JSON texts, by id."""
         return dict(await self.claims.fetch(sql.CONTENTS, {"ids": content_ids}))
 
-    async def next_due_seconds(
-        self, queues: Sequence[str], *, since_seconds: float
-    ) -> tuple[float | None, Collection[str], datetime]:
-        """Seconds until the next message of these queues falls due, None if nothing is scheduled.
+    async def next_due(
+        self, queues: Sequence[str], *, since_seconds: float, others_since_seconds: float, floor_id: int | None
+    ) -> tuple[list[DueRow], datetime, Horizon]:
+        """Describe each of these queues, and tell the time of the database's clock and what the answer covers.
 
-        Not more than zero if one fell due within the last `since_seconds`. Also those of the queues that hold messages
-        with an ordering key, and what the database's clock says.
+        Messages that fell due within the last `since_seconds` are due, `others_since_seconds` for retries and leases:
+        their seconds are zero or negative. Fresh messages beyond `floor_id` do not count.
         """
-        ((seconds, ordered, now),) = await self.claims.fetch(
-            sql.NEXT_DUE, {"queues": queues, "since_seconds": since_seconds}
-        )
-        return seconds if seconds is None else float(seconds), ordered or (), now
+        parameters = {
+            "queues": queues,
+            "since_seconds": since_seconds,
+            "others_since_seconds": others_since_seconds,
+            "floor_id": _MAX_ID if floor_id is None else floor_id,
+        }
+        rows = await self.claims.fetch(sql.NEXT_DUE, parameters)
+        return [DueRow(*row[:5]) for row in rows], rows[0][5], Horizon(*rows[0][6:])
 
     async def idle_queues(self, queues: Sequence[str]) -> list[str]:
         """Those of these queues whose messages an idle worker may take; without a listener, all without a rate."""
@@ -564,5 +622,10 @@ def _array_of(numbers: Iterable[int]) -> str:
     return f"{{{','.join(map(str, numbers))}}}"
 
 
-def _by_due_time(row: ClaimedRow) -> tuple[bool, datetime, int]:
-    return (row.former_attempt_count > 0, row.available_at, row.id)
+def _lapsed_parameters(queue: str, options: LapsedOptions) -> dict[str, object]:
+    arrays = {"held": _array_of(options["held"]), "set_aside": _array_of(options["set_aside"])}
+    return {**options, **arrays, "queue": queue}
+
+
+def _by_due_time(row: ClaimedRow) -> tuple[datetime, int]:
+    return (row.available_at, row.id)

@@ -399,9 +399,10 @@ class Worker:
             if room == 0:
                 await self._until_progress()
                 continue
-            was_idle = (
-                not self._unwritten_count
-            )  # What ends during the claim may be due again, and the claim does not see it.
+            # A message whose attempt ends during the claim may be due again, and the claim does not see it.
+            was_idle = not self._unwritten_count
+            if from_beginning:
+                self._queues.search()
             found = await self._claims.look(room, from_beginning=from_beginning)
             if found == 0 and from_beginning and not self._claims.work_ahead:
                 if was_idle:
@@ -464,8 +465,7 @@ class Worker:
 
     def _resume_topic(self, topic: str) -> None:
         self._open_topics.append(topic)
-        self._look_from_beginning = True
-        self._wake.set()
+        self._search()
 
     async def _take_over(self, rows: Sequence[ClaimedRow], leased_at: float) -> None:
         taken = await self._intake.take(rows, leased_at)
@@ -488,7 +488,7 @@ class Worker:
         self._suspects[:] = [context for context in self._suspects if context not in suspects]
         if self._queues.may_take_suspects(len(self._suspects)):
             self._progress.set()
-            self._wake.set()
+            self._search()
 
     def _note_progress(self) -> None:
         """An attempt has ended, or its end is written."""
@@ -501,20 +501,25 @@ class Worker:
     def _note_written(self) -> None:
         self._note_progress()
         if self._queues.may_wait_for_ends:
-            self._wake.set()
+            self._search()
 
     # --- sleep --------------------------------------------------------------------------------------------------------
 
     def _on_ring(self, queue: str | None) -> None:
         if queue is None or queue in self._queues:
             self._ring_is_unanswered = self._was_rung = True
-            self._wake.set()
+            self._search()
+
+    def _search(self) -> None:
+        """Look at everything: messages may have become claimable in any lane."""
+        self._queues.search()
+        self._look_from_beginning = True
+        self._wake.set()
 
     async def _wake_for_successors(self, queues: Sequence[str]) -> None:
         """Messages that had to wait for some of ours can be claimed now, here or by the workers of their queues."""
         if any(queue in self._queues for queue in queues):
-            self._look_from_beginning = True
-            self._wake.set()
+            self._search()
         foreign = [queue for queue in queues if queue not in self._queues]
         if foreign:
             await self._ring_all(foreign)
@@ -579,7 +584,8 @@ class Worker:
         except (psycopg.Error, OSError) as error:
             await self._outage.endure(error)
         else:
-            await self._sleep(limit if due is None else min(limit, due))
+            if not await self._sleep(limit if due is None else min(limit, due)):
+                self._queues.search()
 
     async def _sleep(self, seconds: float) -> bool:
         """Sleep until woken; False if the time ran out before that."""

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING, LiteralString, TypedDict, Unpack
 
 from psycopg.rows import class_row
 from psycopg.types.json import Jsonb
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from pgoutbox.telemetry import Event
 
 LEASE_SECONDS = 60.0
+ROW_LENGTH = len(ClaimedRow._fields) - 2  # Store adds the last two.
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,28 +92,48 @@ def claim(
     suspect_limit: int = 1,
     clock_limit: datetime | None = None,
     fresh_only: bool = False,
+    by_permits: bool = False,
     worker: str = "worker-1",
-    held: Sequence[int] | None = None,
+    held: Sequence[int] = (),
+    again_on: tuple[type[psycopg.Error], ...] = (),
 ) -> list[ClaimedRow]:
-    """Claim, and give the rows in the order of their ids."""
-    parameters = {
+    """Claim from all lanes but the ordered one, or from the first alone; the rows in the order of their ids.
+
+    After an error in `again_on` the same statement is run again.
+    """
+    parameters: dict[str, object] = {
         "queue": queue,
         "topics": list(topics),
         "hold_topics": list(hold_topics),
-        "total": total,
-        "fresh_limit": total if fresh_limit is None else fresh_limit,
-        "fresh_floor": (fresh_floor or NO_FLOOR)[0],
-        "fresh_floor_id": (fresh_floor or NO_FLOOR)[1],
-        "retry_floor": (retry_floor or NO_FLOOR)[0],
-        "retry_floor_id": (retry_floor or NO_FLOOR)[1],
-        "suspect_limit": suspect_limit,
         "clock_limit": clock_limit,
-        "held": None if held is None else list(held),
+        "held": list(held),
+        "set_aside": [],
         "worker": worker,
         "lease_seconds": LEASE_SECONDS,
     }
-    statement = sql.CLAIM_FRESH if fresh_only else sql.CLAIM
-    rows = [ClaimedRow(*row) for row in connection.execute(statement, parameters).fetchall()]
+    rows: list[ClaimedRow] = []
+
+    def run(statement: LiteralString, limit: int, floor: Floor | None = None, *, was_lapsed: bool = False) -> None:
+        if limit <= 0:
+            return
+        floor_at, floor_id = floor or NO_FLOOR
+        while True:
+            try:
+                answer = connection.execute(
+                    statement, {**parameters, "total": limit, "floor_at": floor_at, "floor_id": floor_id}
+                )
+                break
+            except again_on:
+                continue
+        rows.extend(ClaimedRow._make((*row[:ROW_LENGTH], queue, was_lapsed)) for row in answer.fetchall())
+
+    if not fresh_only:
+        run(sql.END_LAPSED, total, was_lapsed=True)
+        run(sql.CLAIM_LAPSED, min(suspect_limit, total - len(rows)), was_lapsed=True)
+    fresh = total - len(rows) if fresh_limit is None else min(fresh_limit, total - len(rows))
+    run(sql.CLAIM_FRESH_BY_PERMITS if by_permits else sql.CLAIM_FRESH, fresh, fresh_floor)
+    if not fresh_only:
+        run(sql.CLAIM_RETRIES_BY_PERMITS if by_permits else sql.CLAIM_RETRIES, total - len(rows), retry_floor)
     return sorted(rows, key=lambda row: row.id)
 
 
@@ -134,11 +155,11 @@ def claim_ordered(
         "queue": "default",
         "ids": found,
         "total": len(found) if total is None else total,
-        "hold_topics": [],
         "worker": worker,
         "lease_seconds": LEASE_SECONDS,
     }
-    rows = [ClaimedRow(*row) for row in connection.execute(sql.CLAIM_ORDERED, parameters).fetchall()]
+    answer = connection.execute(sql.CLAIM_ORDERED, parameters)
+    rows = [ClaimedRow._make((*row, "default", False)) for row in answer.fetchall()]
     return sorted(rows, key=lambda row: row.id)
 
 

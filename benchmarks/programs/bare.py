@@ -36,10 +36,9 @@ def main(batch_size: int) -> int:
                 sql.CLAIM_FRESH,
                 {
                     **CLAIM_PARAMETERS,
-                    "fresh_limit": batch_size,
                     "total": batch_size,
-                    "fresh_floor": floor[0],
-                    "fresh_floor_id": floor[1],
+                    "floor_at": floor[0],
+                    "floor_id": floor[1],
                 },
                 prepare=True,
             )
@@ -50,7 +49,7 @@ def main(batch_size: int) -> int:
             if rows:
                 parameters = {
                     "ids": [row[0] for row in rows],
-                    "attempt_counts": [row[6] for row in rows],
+                    "attempt_counts": [row[5] for row in rows],
                     "worker": CLAIM_PARAMETERS["worker"],
                 }
                 cursor.execute(sql.FINISH_SENT_IF_HELD, parameters, prepare=True)

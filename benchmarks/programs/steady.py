@@ -78,9 +78,9 @@ def _finish(connection: psycopg.Connection[tuple[object, ...]]) -> Iterator[tupl
     connection.execute(sql.PREPARE_SESSION, timeouts(load_settings()))
     yield 0.0, 0.0
     while True:
-        rows = connection.execute(sql.CLAIM, CLAIM_PARAMETERS).fetchall()
+        rows = connection.execute(sql.CLAIM_FRESH, CLAIM_PARAMETERS).fetchall()
         began_at = time.monotonic()
-        held = {"ids": [row[0] for row in rows], "attempt_counts": [row[6] for row in rows], "worker": "benchmark"}
+        held = {"ids": [row[0] for row in rows], "attempt_counts": [row[5] for row in rows], "worker": "benchmark"}
         connection.execute(sql.FINISH_SENT_IF_HELD, held)
         took = (time.monotonic() - began_at) * 1000
         yield took, took

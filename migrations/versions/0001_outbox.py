@@ -81,7 +81,8 @@ CREATE TABLE pgoutbox.message_live PARTITION OF pgoutbox.message (
     CONSTRAINT message_live_pkey PRIMARY KEY (id),
     CONSTRAINT message_live_sound CHECK (
         CASE state
-            WHEN 'pending' THEN lease_expires_at IS NULL
+            WHEN 'pending'
+                THEN lease_expires_at IS NULL AND cancel_requested_at IS NULL AND attempt_count < max_attempts
             ELSE lease_expires_at IS NOT NULL AND claimed_at IS NOT NULL AND worker IS NOT NULL AND attempt_count > 0
         END
         AND finished_at IS NULL
@@ -213,6 +214,21 @@ CREATE TABLE pgoutbox.renewal (
     attempt_count    integer     NOT NULL,
     worker           text        NOT NULL,
     CONSTRAINT renewal_pkey PRIMARY KEY (message_id)
+)
+"""
+
+# Until when an attempt's lease was renewed beside its row; null for most.
+RENEWED_UNTIL = """
+CREATE FUNCTION pgoutbox.renewed_until(p_message_id bigint, p_attempt_count integer, p_worker text)
+RETURNS timestamptz
+LANGUAGE sql
+STABLE
+RETURN (
+    SELECT r.lease_expires_at
+    FROM pgoutbox.renewal AS r
+    WHERE r.message_id OPERATOR(pg_catalog.=) p_message_id
+        AND r.attempt_count OPERATOR(pg_catalog.=) p_attempt_count
+        AND r.worker OPERATOR(pg_catalog.=) p_worker
 )
 """
 
@@ -892,6 +908,8 @@ LANGUAGE plpgsql
 SET search_path = pg_catalog, pg_temp
 AS $function$
 DECLARE
+    -- The transaction has its id before its messages have theirs: CLAIM_NEW of the worker relies on it.
+    own_xid constant xid8 := pg_catalog.pg_current_xact_id();
     new_id bigint;
     since timestamptz;
     problem text;
@@ -1030,6 +1048,8 @@ LANGUAGE plpgsql
 SECURITY DEFINER
 AS $function$
 DECLARE
+    -- The transaction has its id before its messages have theirs: CLAIM_NEW of the worker relies on it.
+    own_xid constant xid8 := pg_catalog.pg_current_xact_id();
     new_id bigint;
 BEGIN
     IF pgoutbox.is_plain(
@@ -1106,6 +1126,8 @@ SET search_path = pg_catalog, pg_temp
 AS $function$
 #variable_conflict use_column
 DECLARE
+    -- The transaction has its id before its messages have theirs: CLAIM_NEW of the worker relies on it.
+    own_xid constant xid8 := pg_catalog.pg_current_xact_id();
     item record;
     bad record;
     receipt bigint;
@@ -1237,6 +1259,8 @@ SET search_path = pg_catalog, pg_temp
 AS $function$
 #variable_conflict use_column
 DECLARE
+    -- The transaction has its id before its messages have theirs: CLAIM_NEW of the worker relies on it.
+    own_xid constant xid8 := pg_catalog.pg_current_xact_id();
     shared_id bigint;
     bad record;
 BEGIN
@@ -1675,6 +1699,7 @@ FUNCTION_COMMENTS = {
     "raise_argument_error": "Raise 22004 or 22023 with the name of the argument as column.",
     "newest_id": "The newest message of a coalesce key, as of now and not as of the calling statement.",
     "tokens_of": "How many attempts of a limited queue may begin now, as a fraction; null without a rate.",
+    "renewed_until": "Until when the lease of an attempt was renewed beside its locked row; null for most attempts.",
     "in_flight_of": "How many attempts of a queue are in flight, counted up to at_most.",
     "permits": "How many attempts of a queue may begin now, as many as wanted at most. Locks a queue with limits.",
     "next_permit_at": "When the next attempt of a queue may begin: null now, infinity while paused without an end.",
@@ -1691,6 +1716,7 @@ FUNCTIONS = (
     RING,
     NEWEST_ID,
     TOKENS_OF,
+    RENEWED_UNTIL,
     IN_FLIGHT_OF,
     NEXT_PERMIT_AT,
     PERMITS,
@@ -1743,6 +1769,7 @@ DOWN = (
     "DROP FUNCTION pgoutbox.permits",
     "DROP FUNCTION pgoutbox.next_permit_at",
     "DROP FUNCTION pgoutbox.in_flight_of",
+    "DROP FUNCTION pgoutbox.renewed_until",
     "DROP FUNCTION pgoutbox.tokens_of",
     "DROP FUNCTION pgoutbox.ring",
     "DROP FUNCTION pgoutbox.newest_id",

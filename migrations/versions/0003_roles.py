@@ -809,7 +809,8 @@ BEGIN
             pgoutbox.enqueue, pgoutbox.enqueue_receipt, pgoutbox.enqueue_many, pgoutbox.enqueue_fanout,
             pgoutbox.cancel, pgoutbox.cancel_by_key,
             pgoutbox.schema_version, pgoutbox.permits, pgoutbox.next_permit_at, pgoutbox.tokens_of,
-            pgoutbox.in_flight_of, pgoutbox.newest_id, pgoutbox.forget_sent, pgoutbox.redacted_text,
+            pgoutbox.in_flight_of, pgoutbox.newest_id, pgoutbox.renewed_until, pgoutbox.forget_sent,
+            pgoutbox.redacted_text,
             pgoutbox.prune_by_rule, pgoutbox.prune_dedupe_by_rule, pgoutbox.prune_coalesce, pgoutbox.prune_ordering,
             pgoutbox.prune_content,
             pgoutbox.partitions, pgoutbox.kept_until, pgoutbox.make_partition, pgoutbox.retire_partition,
@@ -819,6 +820,7 @@ BEGIN
             pgoutbox.message, pgoutbox.message_live, pgoutbox.coalesce, pgoutbox.content, pgoutbox.queue,
             pgoutbox.breaker, pgoutbox.retention
         TO pgoutbox_worker;
+        GRANT SELECT ON SEQUENCE pgoutbox.message_id_seq TO pgoutbox_worker;
         GRANT SELECT (id, queue, ordering_key, on_failed) ON pgoutbox.message_failed TO pgoutbox_worker;
         GRANT SELECT ON
             pgoutbox.message_view, pgoutbox.queue_view, pgoutbox.breaker_view, pgoutbox.retention_view,

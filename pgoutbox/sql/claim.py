@@ -1,475 +1,235 @@
-"""Which messages a worker takes, and when it looks again."""
+"""Which messages a worker claims, and when it looks again.
+
+A worker reads a queue lane by lane: messages never attempted, retries, the first message of each ordering key, and
+attempts whose lease has lapsed. Each lane has a statement of its own, composed of the parts below. Every claim checks
+state and attempt count once more in its UPDATE.
+"""
 
 from typing import Final, LiteralString
 
-# A claim in its parts, of which three statements are made. How many attempts may begin:
+# Claims of a queue with limits happen one after the other: this locks the queue's row.
 _PERMIT: Final[LiteralString] = """
 WITH permit AS MATERIALIZED (
-    SELECT
-        p.count,
-        EXISTS (
-            SELECT
-            FROM pgoutbox.queue AS q
-            WHERE q.name = %(queue)s::text AND num_nonnulls(q.rate_count, q.max_in_flight) > 0
-        ) AS is_limited
-    FROM pgoutbox.permits(%(queue)s::text, %(total)s::bigint) AS p(count)
-)"""
+    SELECT pgoutbox.permits(%(queue)s::text, %(total)s::bigint) AS count
+), """
 
-# What was never attempted:
-_FRESH_LANE: Final[LiteralString] = """, fresh AS MATERIALIZED (
-    SELECT
-        m.id,
-        m.topic,
-        m.coalesce_key,
-        m.state,
-        m.attempt_count,
-        m.max_attempts,
-        m.expires_at,
-        m.cancel_requested_at,
-        m.claimed_at,
-        m.worker,
-        m.available_at AS due_at
+# Due messages without an ordering key. `now()` can be an index condition; clock_timestamp(), which is volatile, cannot.
+_DUE: Final[LiteralString] = """due AS MATERIALIZED (
+    SELECT m.id, m.topic, m.coalesce_key, m.attempt_count, m.expires_at, head.newest_id
     FROM pgoutbox.message_live AS m
+    LEFT JOIN pgoutbox.coalesce AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
     WHERE m.queue = %(queue)s::text
+        AND m.ordering_key IS NULL
+        AND m.available_at <= now()
+        AND m.topic = ANY (%(topics)s::text[])
+        AND m.id <> ALL (%(set_aside)s::bigint[])
+        -- Two messages of one key are never in flight: a message waits for its predecessor unless it is superseded.
+        AND (
+            m.coalesce_key IS NULL
+            OR head.newest_id > m.id
+            OR NOT EXISTS (
+                SELECT FROM pgoutbox.message_live AS sibling
+                WHERE sibling.topic = m.topic AND sibling.coalesce_key = m.coalesce_key AND sibling.state = 'sending'
+                    AND sibling.id <> m.id -- So that PostgreSQL looks the key up and does not hash all of them.
+            )
+        )"""
+
+# The lanes, each from its floor on. Each has an index of its own, so that a backlog of retries never delays fresh
+# messages. New messages are the fresh ones that were enqueued since the worker has seen all messages up to an id.
+_FRESH: Final[LiteralString] = """
         AND m.attempt_count = 0
-        AND m.ordering_key IS NULL
-        AND m.available_at <= now()
-        AND (m.available_at, m.id) > (coalesce(%(fresh_floor)s::timestamptz, '-infinity'), %(fresh_floor_id)s::bigint)
-        AND m.topic = ANY (%(topics)s::text[])
-        -- One in flight for each key: what is not superseded waits until its predecessor is done with.
-        AND (
-            m.coalesce_key IS NULL
-            OR NOT EXISTS (
-                SELECT
-                FROM pgoutbox.message_live AS sibling
-                WHERE sibling.topic = m.topic
-                    AND sibling.coalesce_key = m.coalesce_key
-                    AND sibling.state = 'sending'
-                    AND sibling.id <> m.id
-            )
-            OR EXISTS (
-                SELECT
-                FROM pgoutbox.coalesce AS head
-                WHERE head.topic = m.topic AND head.coalesce_key = m.coalesce_key AND head.newest_id > m.id
-            )
-        )
+        AND (m.available_at, m.id) > (coalesce(%(floor_at)s::timestamptz, '-infinity'), %(floor_id)s::bigint)"""
+_RETRIES: Final[LiteralString] = """
+        AND m.attempt_count > 0 AND m.state = 'pending'
+        AND (m.available_at, m.id) > (coalesce(%(floor_at)s::timestamptz, '-infinity'), %(floor_id)s::bigint)"""
+_NEW: Final[LiteralString] = """
+        AND m.attempt_count = 0
+        AND m.id > %(floor_id)s::bigint"""
+
+# Claims without permits exclude queues that are paused or have limits.
+_WITHOUT_PERMITS: Final[LiteralString] = """
+        AND NOT EXISTS (
+            SELECT FROM pgoutbox.queue AS q
+            WHERE q.name = %(queue)s::text AND num_nonnulls(q.paused_at, q.rate_count, q.max_in_flight) > 0
+        )"""
+_BY_DUE_TIME: Final[LiteralString] = """
     ORDER BY m.available_at, m.id
-    LIMIT (
-        SELECT CASE WHEN p.is_limited THEN p.count ELSE least(%(fresh_limit)s::bigint, p.count) END
-        FROM permit AS p
-    )
+    LIMIT %(total)s::bigint
+    FOR UPDATE OF m SKIP LOCKED
+)"""
+_BY_ID: Final[LiteralString] = """
+    ORDER BY m.id
+    LIMIT %(total)s::bigint
+    FOR UPDATE OF m SKIP LOCKED
+)"""
+_BY_PERMITS: Final[LiteralString] = """
+    ORDER BY m.available_at, m.id
+    LIMIT (SELECT p.count FROM permit AS p)
     FOR UPDATE OF m SKIP LOCKED
 )"""
 
-# Lost attempts and retries, as far as there is room.
-_OTHER_LANES: Final[LiteralString] = """, first_lapsed AS MATERIALIZED (
-    -- Where two scans begin that would each wade through the dead index entries before it; mostly there is none.
-    SELECT m.lease_expires_at, m.id
-    FROM pgoutbox.message_live AS m
-    -- None either, after the server's clock has stepped forward: leases that lapse by a step are held by live workers,
-    -- which renew them soon.
-    WHERE m.queue = %(queue)s::text
-        AND m.state = 'sending'
-        AND m.lease_expires_at <= now()
-        AND now() <= coalesce(%(clock_limit)s::timestamptz, 'infinity')
-    ORDER BY m.lease_expires_at, m.id
-    LIMIT 1
-), ending AS MATERIALIZED (
-    -- Lost attempts whose message is not tried again. Apart, because nothing that ends waits for suspects: a
-    -- newer message of its key may wait for it. What this worker holds is left alone: after a suspension or an outage
-    -- only the leases are lost, and it renews them. Its other attempts are those whose outcome the server has lost.
-    -- Where `held` is NULL, no attempt of its own is looked at. A lease may have been renewed beside a locked row.
+# An attempt begins, or the message ends here because it is superseded or has expired.
+_JUDGED: Final[LiteralString] = """, judged AS MATERIALIZED (
     SELECT
-        m.id,
-        m.topic,
-        m.coalesce_key,
-        m.state,
-        m.attempt_count,
-        m.max_attempts,
-        m.expires_at,
-        m.cancel_requested_at,
-        m.claimed_at,
-        m.worker,
-        m.lease_expires_at AS due_at
-    FROM pgoutbox.message_live AS m
-    WHERE m.queue = %(queue)s::text
-        AND m.state = 'sending'
-        AND m.lease_expires_at <= now()
-        AND (m.lease_expires_at, m.id)
-            >= ((SELECT f.lease_expires_at FROM first_lapsed AS f), (SELECT f.id FROM first_lapsed AS f))
-        AND m.topic = ANY (%(topics)s::text[])
-        AND (m.worker <> %(worker)s::text OR m.id <> ALL (%(held)s::bigint[]))
-        AND coalesce(
-            (
-                SELECT r.lease_expires_at
-                FROM pgoutbox.renewal AS r
-                WHERE r.message_id = m.id AND r.attempt_count = m.attempt_count AND r.worker = m.worker
-            ) <= now(),
-            true
-        )
-        AND (
-            m.attempt_count >= m.max_attempts
-            OR m.cancel_requested_at IS NOT NULL
-            OR m.expires_at <= now()
-            OR m.topic = ANY (%(hold_topics)s::text[])
-            OR EXISTS (
-                SELECT
-                FROM pgoutbox.coalesce AS head
-                WHERE head.topic = m.topic AND head.coalesce_key = m.coalesce_key AND head.newest_id > m.id
-            )
-        )
-    ORDER BY m.lease_expires_at, m.id
-    LIMIT (
-        SELECT CASE WHEN p.count > 0 THEN %(total)s::bigint - (SELECT count(*) FROM fresh) ELSE 0 END
-        FROM permit AS p
-    )
-    FOR UPDATE OF m SKIP LOCKED
-), suspects AS MATERIALIZED (
-    -- The others may have ended their process: they come by `suspect_limit`, alone or with such as can afford it.
-    SELECT
-        m.id,
-        m.topic,
-        m.coalesce_key,
-        m.state,
-        m.attempt_count,
-        m.max_attempts,
-        m.expires_at,
-        m.cancel_requested_at,
-        m.claimed_at,
-        m.worker,
-        m.lease_expires_at AS due_at
-    FROM pgoutbox.message_live AS m
-    WHERE m.queue = %(queue)s::text
-        AND m.state = 'sending'
-        AND m.lease_expires_at <= now()
-        AND (m.lease_expires_at, m.id)
-            >= ((SELECT f.lease_expires_at FROM first_lapsed AS f), (SELECT f.id FROM first_lapsed AS f))
-        AND m.topic = ANY (%(topics)s::text[])
-        AND (m.worker <> %(worker)s::text OR m.id <> ALL (%(held)s::bigint[]))
-        AND coalesce(
-            (
-                SELECT r.lease_expires_at
-                FROM pgoutbox.renewal AS r
-                WHERE r.message_id = m.id AND r.attempt_count = m.attempt_count AND r.worker = m.worker
-            ) <= now(),
-            true
-        )
-        AND m.id <> ALL (ARRAY(SELECT e.id FROM ending AS e))
-        AND (
-            %(suspect_limit)s::bigint = 1
-            OR m.max_attempts - m.attempt_count > m.attempt_budget / 2
-        )
-    ORDER BY m.lease_expires_at, m.id
-    LIMIT (
-        SELECT least(
-            %(suspect_limit)s::bigint,
-            CASE
-                WHEN p.is_limited THEN p.count
-                ELSE %(total)s::bigint - (SELECT count(*) FROM fresh) - (SELECT count(*) FROM ending)
-            END
-        )
-        FROM permit AS p
-    )
-    FOR UPDATE OF m SKIP LOCKED
-), retries AS MATERIALIZED (
-    SELECT
-        m.id,
-        m.topic,
-        m.coalesce_key,
-        m.state,
-        m.attempt_count,
-        m.max_attempts,
-        m.expires_at,
-        m.cancel_requested_at,
-        m.claimed_at,
-        m.worker,
-        m.available_at AS due_at
-    FROM pgoutbox.message_live AS m
-    WHERE m.queue = %(queue)s::text
-        AND m.state = 'pending'
-        AND m.attempt_count > 0
-        AND m.ordering_key IS NULL
-        AND m.available_at <= now()
-        AND (m.available_at, m.id) > (coalesce(%(retry_floor)s::timestamptz, '-infinity'), %(retry_floor_id)s::bigint)
-        AND m.topic = ANY (%(topics)s::text[])
-        AND (
-            m.coalesce_key IS NULL
-            OR NOT EXISTS (
-                SELECT
-                FROM pgoutbox.message_live AS sibling
-                WHERE sibling.topic = m.topic
-                    AND sibling.coalesce_key = m.coalesce_key
-                    AND sibling.state = 'sending'
-                    AND sibling.id <> m.id
-            )
-            OR EXISTS (
-                SELECT
-                FROM pgoutbox.coalesce AS head
-                WHERE head.topic = m.topic AND head.coalesce_key = m.coalesce_key AND head.newest_id > m.id
-            )
-        )
-    ORDER BY m.available_at, m.id
-    LIMIT (
-        SELECT CASE
-            WHEN p.is_limited THEN p.count
-            ELSE %(total)s::bigint
-                - (SELECT count(*) FROM fresh) - (SELECT count(*) FROM ending) - (SELECT count(*) FROM suspects)
-        END
-        FROM permit AS p
-    )
-    FOR UPDATE OF m SKIP LOCKED
-), candidate AS (
-    SELECT * FROM ending
-    UNION ALL (
-        SELECT *
-        FROM (
-            SELECT * FROM fresh
-            UNION ALL SELECT * FROM suspects
-            UNION ALL SELECT * FROM retries
-        ) AS c
-        ORDER BY c.due_at, c.id
-        LIMIT (SELECT p.count FROM permit AS p)
-    )
+        d.id,
+        d.attempt_count,
+        CASE WHEN d.newest_id > d.id THEN d.newest_id END AS superseded_by,
+        CASE WHEN d.newest_id > d.id OR d.expires_at <= now() THEN 'skipped' ELSE 'sending' END AS state
+    FROM due AS d
+    -- The update enters keys into the unique index of attempts in flight. All claims do so in one order, or two of them
+    -- could deadlock.
+    ORDER BY d.coalesce_key, CASE WHEN d.coalesce_key IS NOT NULL THEN d.topic END
 )"""
 
-# The columns of every claim.
-_COLUMNS: Final[LiteralString] = """    m.id,
-    m.topic,
-    m.queue,
-    m.destination,
-    m.payload::text AS payload_json,
-    m.headers::text AS headers_json,
-    m.attempt_count,
-    m.max_attempts,
-    m.attempt_budget,
-    m.created_at,
-    m.available_at,
-    m.coalesce_key,
-    m.ordering_key,
-    m.content_id,
-    m.claimed_at,
-    m.state,
-    -- Python has no infinite time, and PostgreSQL before 17 no infinite interval.
-    CASE WHEN isfinite(m.expires_at) THEN extract(epoch FROM m.expires_at - now())::float8 END AS expires_in_seconds,
-    -- Asked again with a snapshot of its own, when nothing newer can be claimed any more: since this statement began,
-    -- another worker may have claimed, delivered and finished a newer message.
-    coalesce(
-        m.coalesce_key IS NOT NULL
-            AND m.state = 'sending'
-            AND pgoutbox.newest_id(m.topic, m.coalesce_key) > m.id,
-        false
-    ) AS superseded"""
-
-# What becomes of each: an attempt with a lease, or its end.
-_JUDGEMENT: Final[LiteralString] = """, judged AS MATERIALIZED (
-    SELECT
-        l.id,
-        l.due_at,
-        l.state AS former_state,
-        l.attempt_count AS former_attempt_count,
-        l.worker AS former_worker,
-        l.claimed_at AS former_claimed_at,
-        head.newest_id,
-        CASE
-            WHEN l.cancel_requested_at IS NOT NULL THEN 'cancelled'
-            WHEN head.newest_id > l.id THEN 'skipped'
-            WHEN l.expires_at <= now() THEN 'skipped'
-            WHEN l.attempt_count >= l.max_attempts THEN 'failed'
-            WHEN l.state = 'sending' AND l.topic = ANY (%(hold_topics)s::text[]) THEN 'failed'
-            ELSE 'sending'
-        END AS state
-    FROM candidate AS l
-    LEFT JOIN pgoutbox.coalesce AS head ON head.topic = l.topic AND head.coalesce_key = l.coalesce_key
-    -- The update below enters keys into the index of what is in flight: two claims enter them in one order.
-    ORDER BY l.coalesce_key COLLATE "C", l.topic COLLATE "C", l.due_at, l.id
-), spent AS (
+# A crash between the claim and the delivery uses up the tokens.
+_SPENT: Final[LiteralString] = """, spent AS (
     UPDATE pgoutbox.queue AS q
-    SET tokens = greatest(0, pgoutbox.tokens_of(q) - begun.count),
-        tokens_at = clock_timestamp()
+    SET tokens = greatest(0, pgoutbox.tokens_of(q) - begun.count), tokens_at = clock_timestamp()
     FROM (SELECT count(*) AS count FROM judged AS j WHERE j.state = 'sending') AS begun
     WHERE q.name = %(queue)s::text AND q.rate_count IS NOT NULL AND begun.count > 0
-), lost AS (
-    INSERT INTO pgoutbox.attempt (message_id, attempt_count, outcome, worker, started_at, ended_at, error)
-    SELECT
-        j.id,
-        j.former_attempt_count,
-        'lost',
-        j.former_worker,
-        j.former_claimed_at,
-        now(),
-        'lease expired, outcome unknown'
-    FROM judged AS j
-    WHERE j.former_state = 'sending'
-    ON CONFLICT DO NOTHING
-)
+)"""
+
+_BEGIN: Final[LiteralString] = """
 UPDATE pgoutbox.message AS m
 SET state = j.state,
     attempt_count = m.attempt_count + CASE WHEN j.state = 'sending' THEN 1 ELSE 0 END,
     claimed_at = CASE WHEN j.state = 'sending' THEN now() ELSE m.claimed_at END,
     worker = CASE WHEN j.state = 'sending' THEN %(worker)s::text ELSE m.worker END,
-    lease_expires_at = CASE
-        WHEN j.state = 'sending' THEN now() + make_interval(secs => %(lease_seconds)s::float8)
-    END,
-    finished_at = CASE WHEN j.state <> 'sending' THEN now() END,
-    skip_reason = CASE
-        WHEN j.state <> 'skipped' THEN NULL
-        WHEN j.newest_id > m.id THEN 'superseded by ' || j.newest_id
-        ELSE 'expired'
-    END,
-    superseded_by = CASE WHEN j.state = 'skipped' AND j.newest_id > m.id THEN j.newest_id END,
-    last_error = CASE
-        WHEN j.former_state = 'sending'
-            THEN 'attempt ' || j.former_attempt_count || ': lease of ' || j.former_worker || ' expired, outcome unknown'
-        ELSE m.last_error
-    END
+    lease_expires_at = CASE WHEN j.state = 'sending' THEN now() + make_interval(secs => %(lease_seconds)s::float8) END,
+    finished_at = CASE WHEN j.state = 'skipped' THEN now() END,
+    skip_reason = CASE WHEN j.state = 'skipped' THEN coalesce('superseded by ' || j.superseded_by, 'expired') END,
+    superseded_by = j.superseded_by
 FROM judged AS j
-WHERE m.id = j.id
-    AND m.state IN ('pending', 'sending')
-    AND m.attempt_count = j.former_attempt_count
+WHERE m.id = j.id AND m.state = 'pending' AND m.attempt_count = j.attempt_count"""
+
+# The last column looks with a snapshot of its own, after this claim has the key: another worker may have claimed,
+# delivered and finished a newer message since this statement began.
+_ROWS: Final[LiteralString] = """
 RETURNING
-"""
-_FORMER: Final[LiteralString] = """,
-    j.former_state,
-    j.former_attempt_count,
-    (SELECT p.is_limited FROM permit AS p) AS is_limited,
-    EXISTS (
-        SELECT FROM pgoutbox.message_live AS o WHERE o.queue = %(queue)s::text AND o.ordering_key IS NOT NULL
-    ) AS has_ordered
-"""
-_JUDGE: Final[LiteralString] = _JUDGEMENT + _COLUMNS + _FORMER
+    m.id, m.topic, m.destination, m.payload::text AS payload_json, m.headers::text AS headers_json,
+    m.attempt_count, m.max_attempts, m.attempt_budget, m.created_at, m.available_at,
+    m.coalesce_key, m.ordering_key, m.content_id, m.claimed_at, m.state,
+    extract(epoch FROM CASE WHEN isfinite(m.expires_at) THEN m.expires_at - now() END)::float8 AS expires_in_seconds,
+    m.coalesce_key IS NOT NULL AND m.state = 'sending' AND pgoutbox.newest_id(m.topic, m.coalesce_key) > m.id
+        AS superseded"""
+_ENDED_ROWS: Final[LiteralString] = (
+    _ROWS
+    + """,
+    m.queue"""
+)
 
-# Takes up to `total` messages of one queue: first up to `fresh_limit` that were never attempted, then, as far as there
-# is room, attempts whose lease has ended, and retries. What must not be delivered any more ends here too: one that was
-# superseded, cancelled or has expired, and one whose attempts are used up. `now()` and not clock_timestamp(), which,
-# being volatile, could not be an index condition.
-#
-# Of what was lost and is tried again, the suspects, no more than `suspect_limit` come. A limit of 1 takes the one that
-# has waited longest. A greater one takes only those that can afford another loss: more than half of the attempts that
-# they were granted is left.
-#
-# Of a queue with a limit, whoever fell due first comes first, from whichever lane, and the tokens are taken in the same
-# statement: what crashes between here and the sending has used them up.
-CLAIM: Final[LiteralString] = _PERMIT + _FRESH_LANE + _OTHER_LANES + _JUDGE
+_FOUND_DUE: Final[LiteralString] = """
+SELECT d.id
+FROM due AS d"""
+_FOUND_LAPSED: Final[LiteralString] = """
+SELECT j.id
+FROM judged AS j"""
 
-# The first lane alone, of a queue without limits. A worker asks for it when it was rung, and under load between its
-# looks at all lanes. A superseded or expired message ends here, too.
-_FRESH: Final[LiteralString] = """
-WITH due AS MATERIALIZED (
-    SELECT
-        m.id,
-        m.topic,
-        m.coalesce_key,
-        CASE WHEN head.newest_id > m.id OR m.expires_at <= now() THEN 'skipped' ELSE 'sending' END AS state,
-        CASE WHEN head.newest_id > m.id THEN head.newest_id END AS superseded_by
+# Claims up to `total` due messages of one lane, those with the earliest due time first.
+_DUE_FRESH: Final[LiteralString] = "WITH " + _DUE + _FRESH + _WITHOUT_PERMITS + _BY_DUE_TIME
+_DUE_NEW: Final[LiteralString] = "WITH " + _DUE + _NEW + _WITHOUT_PERMITS + _BY_ID
+_DUE_RETRIES: Final[LiteralString] = "WITH " + _DUE + _RETRIES + _WITHOUT_PERMITS + _BY_DUE_TIME
+_PERMITTED_FRESH: Final[LiteralString] = _PERMIT + _DUE + _FRESH + _BY_PERMITS
+_PERMITTED_RETRIES: Final[LiteralString] = _PERMIT + _DUE + _RETRIES + _BY_PERMITS
+
+CLAIM_FRESH: Final[LiteralString] = _DUE_FRESH + _JUDGED + _BEGIN + _ROWS
+CLAIM_NEW: Final[LiteralString] = _DUE_NEW + _JUDGED + _BEGIN + _ROWS
+CLAIM_RETRIES: Final[LiteralString] = _DUE_RETRIES + _JUDGED + _BEGIN + _ROWS
+CLAIM_FRESH_BY_PERMITS: Final[LiteralString] = _PERMITTED_FRESH + _JUDGED + _SPENT + _BEGIN + _ROWS
+CLAIM_RETRIES_BY_PERMITS: Final[LiteralString] = _PERMITTED_RETRIES + _JUDGED + _SPENT + _BEGIN + _ROWS
+
+# The messages that these statements would claim.
+FIND_FRESH: Final[LiteralString] = _PERMITTED_FRESH + _FOUND_DUE
+FIND_NEW: Final[LiteralString] = _DUE_NEW + _FOUND_DUE
+FIND_RETRIES: Final[LiteralString] = _PERMITTED_RETRIES + _FOUND_DUE
+
+# Attempts whose lease has lapsed. `held` lists the attempts that this worker still holds: after a suspension or an
+# outage it renews their leases. Beyond `clock_limit` no lease counts as lapsed: after the server's clock has stepped
+# forward, live workers renew their leases soon.
+_LAPSED: Final[LiteralString] = """judged AS MATERIALIZED (
+    SELECT m.id, m.attempt_count, m.worker, m.claimed_at, head.newest_id, coalesce(ending.state, 'sending') AS state
     FROM pgoutbox.message_live AS m
     LEFT JOIN pgoutbox.coalesce AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
-    WHERE m.queue = %(queue)s::text
-        AND m.attempt_count = 0
-        AND m.ordering_key IS NULL
-        AND m.available_at <= now()
-        AND (m.available_at, m.id) > (coalesce(%(fresh_floor)s::timestamptz, '-infinity'), %(fresh_floor_id)s::bigint)
-        AND m.topic = ANY (%(topics)s::text[])
-        -- One in flight for each key: what is not superseded waits until its predecessor is done with.
-        AND (
-            m.coalesce_key IS NULL
-            OR head.newest_id > m.id
-            OR NOT EXISTS (
-                SELECT
-                FROM pgoutbox.message_live AS sibling
-                WHERE sibling.topic = m.topic
-                    AND sibling.coalesce_key = m.coalesce_key
-                    AND sibling.state = 'sending'
-                    AND sibling.id <> m.id
-            )
-        )
-        AND NOT EXISTS (
-            SELECT
-            FROM pgoutbox.queue AS q
-            WHERE q.name = %(queue)s::text
-                AND (
-                    num_nonnulls(q.rate_count, q.max_in_flight) > 0
-                    OR (q.paused_at IS NOT NULL AND (q.resume_at > now()) IS NOT FALSE)
-                )
-        )
-    ORDER BY m.available_at, m.id
-    LIMIT %(total)s::bigint
-    FOR UPDATE OF m SKIP LOCKED
-), in_order_of_keys AS MATERIALIZED (
-    -- The update below enters keys into the index of what is in flight: two claims enter them in one order.
-    SELECT d.id, d.state, d.superseded_by
-    FROM due AS d
-    ORDER BY d.coalesce_key COLLATE "C", CASE WHEN d.coalesce_key IS NOT NULL THEN d.topic END COLLATE "C"
-)
-UPDATE pgoutbox.message AS m
-SET state = d.state,
-    attempt_count = CASE WHEN d.state = 'sending' THEN 1 ELSE 0 END,
-    claimed_at = CASE WHEN d.state = 'sending' THEN now() END,
-    worker = CASE WHEN d.state = 'sending' THEN %(worker)s::text END,
-    lease_expires_at = CASE WHEN d.state = 'sending' THEN now() + make_interval(secs => %(lease_seconds)s::float8) END,
-    finished_at = CASE WHEN d.state = 'skipped' THEN now() END,
-    skip_reason = CASE
-        WHEN d.state = 'skipped' THEN coalesce('superseded by ' || d.superseded_by, 'expired')
-    END,
-    superseded_by = d.superseded_by
-FROM in_order_of_keys AS d
-WHERE m.id = d.id AND m.state = 'pending' AND m.attempt_count = 0
-RETURNING
-"""
-CLAIM_FRESH: Final[LiteralString] = _FRESH + _COLUMNS
-
-# The same two without the messages that a worker has set aside, and which messages the first would claim.
-_TOPICS: Final[LiteralString] = "AND m.topic = ANY (%(topics)s::text[])"
-_NOT_ASIDE: Final[LiteralString] = (
-    _TOPICS
-    + """
-        AND m.id <> ALL (%(set_aside)s::bigint[])"""
-)
-CLAIM_WITHOUT: Final[LiteralString] = CLAIM.replace(_TOPICS, _NOT_ASIDE)
-CLAIM_FRESH_WITHOUT: Final[LiteralString] = CLAIM_FRESH.replace(_TOPICS, _NOT_ASIDE)
-CANDIDATES: Final[LiteralString] = (
-    (_PERMIT + _FRESH_LANE + _OTHER_LANES).replace(_TOPICS, _NOT_ASIDE)
-    + """
-SELECT c.id
-FROM candidate AS c"""
-)
-
-# Ends attempts of other queues whose lease has lapsed and whose message is superseded. Nobody may serve their queue any
-# more, and a newer message of their key cannot be claimed before they end. `message_live_in_flight` has only attempts
-# in flight.
-_ELSEWHERE: Final[LiteralString] = """
-WITH permit AS MATERIALIZED (
-    SELECT 0 AS count, false AS is_limited
-), candidate AS MATERIALIZED (
-    SELECT
-        m.id,
-        m.topic,
-        m.coalesce_key,
-        m.state,
-        m.attempt_count,
-        m.max_attempts,
-        m.expires_at,
-        m.cancel_requested_at,
-        m.claimed_at,
-        m.worker,
-        m.lease_expires_at AS due_at
-    FROM pgoutbox.message_live AS m
+    CROSS JOIN LATERAL (
+        SELECT CASE
+            WHEN m.cancel_requested_at IS NOT NULL THEN 'cancelled'
+            WHEN head.newest_id > m.id OR m.expires_at <= now() THEN 'skipped'
+            WHEN m.attempt_count >= m.max_attempts OR m.topic = ANY (%(hold_topics)s::text[]) THEN 'failed'
+        END
+    ) AS ending(state)
     WHERE m.state = 'sending'
-        AND m.coalesce_key IS NOT NULL
-        AND m.topic = ANY (%(topics)s::text[])
-        AND m.queue <> ALL (%(queues)s::text[])
         AND m.lease_expires_at <= now()
         AND now() <= coalesce(%(clock_limit)s::timestamptz, 'infinity')
-        AND m.worker <> %(worker)s::text
-        AND EXISTS (
-            SELECT
-            FROM pgoutbox.coalesce AS head
-            WHERE head.topic = m.topic AND head.coalesce_key = m.coalesce_key AND head.newest_id > m.id
-        )
+        AND greatest(m.lease_expires_at, pgoutbox.renewed_until(m.id, m.attempt_count, m.worker)) <= now()
+        AND m.topic = ANY (%(topics)s::text[])
+        AND m.id <> ALL (%(set_aside)s::bigint[])
+        AND (m.worker <> %(worker)s::text OR m.id <> ALL (%(held)s::bigint[]))"""
+
+_IN_QUEUE: Final[LiteralString] = """
+        AND m.queue = %(queue)s::text"""
+
+_LOST: Final[LiteralString] = """, lost AS (
+    INSERT INTO pgoutbox.attempt (message_id, attempt_count, outcome, worker, started_at, ended_at, error)
+    SELECT j.id, j.attempt_count, 'lost', j.worker, j.claimed_at, now(), 'lease expired, outcome unknown'
+    FROM judged AS j
+    ON CONFLICT DO NOTHING
+)"""
+
+# Lapsed attempts whose message is not tried again end here. This statement is apart from the next one because these
+# attempts wait for no limit: a newer message of their key may wait for them.
+_ENDING: Final[LiteralString] = """
+        AND ending.state IS NOT NULL
     ORDER BY m.lease_expires_at, m.id
     LIMIT %(total)s::bigint
     FOR UPDATE OF m SKIP LOCKED
 )"""
-END_SUPERSEDED_ELSEWHERE: Final[LiteralString] = _ELSEWHERE + _JUDGE
+_END: Final[LiteralString] = """
+UPDATE pgoutbox.message AS m
+SET state = j.state,
+    lease_expires_at = NULL,
+    finished_at = now(),
+    skip_reason = CASE
+        WHEN j.state = 'skipped' AND j.newest_id > m.id THEN 'superseded by ' || j.newest_id
+        WHEN j.state = 'skipped' THEN 'expired'
+    END,
+    superseded_by = CASE WHEN j.state = 'skipped' AND j.newest_id > m.id THEN j.newest_id END,
+    last_error = 'attempt ' || j.attempt_count || ': lease of ' || j.worker || ' expired, outcome unknown'
+FROM judged AS j
+WHERE m.id = j.id AND m.state = 'sending' AND m.attempt_count = j.attempt_count"""
+_DUE_TO_END: Final[LiteralString] = "WITH " + _LAPSED + _IN_QUEUE + _ENDING
+END_LAPSED: Final[LiteralString] = _DUE_TO_END + _LOST + _END + _ENDED_ROWS
+FIND_ENDING: Final[LiteralString] = _DUE_TO_END + _FOUND_LAPSED
+
+# The other lapsed attempts are made again. They are suspects: one of them may have ended its process. So no more than
+# `total` are claimed. A total of 1 takes the suspect that has waited longest. A greater one takes only suspects that
+# can afford another loss: those with more than half of their granted attempts left.
+_SUSPECTS: Final[LiteralString] = """
+        AND ending.state IS NULL
+        AND (%(total)s::bigint = 1 OR m.max_attempts - m.attempt_count > m.attempt_budget / 2)
+    ORDER BY m.lease_expires_at, m.id
+    LIMIT (SELECT p.count FROM permit AS p)
+    FOR UPDATE OF m SKIP LOCKED
+)"""
+_BEGIN_AGAIN: Final[LiteralString] = """
+UPDATE pgoutbox.message_live AS m
+SET attempt_count = m.attempt_count + 1,
+    claimed_at = now(),
+    worker = %(worker)s::text,
+    lease_expires_at = now() + make_interval(secs => %(lease_seconds)s::float8),
+    last_error = 'attempt ' || j.attempt_count || ': lease of ' || j.worker || ' expired, outcome unknown'
+FROM judged AS j
+WHERE m.id = j.id AND m.state = 'sending' AND m.attempt_count = j.attempt_count"""
+_DUE_AGAIN: Final[LiteralString] = _PERMIT + _LAPSED + _IN_QUEUE + _SUSPECTS
+CLAIM_LAPSED: Final[LiteralString] = _DUE_AGAIN + _SPENT + _LOST + _BEGIN_AGAIN + _ROWS
+FIND_LAPSED: Final[LiteralString] = _DUE_AGAIN + _FOUND_LAPSED
+
+# Ends superseded lapsed attempts of other queues: a newer message of their key cannot be claimed before they end, and
+# their own queue may have no worker any more. The index message_live_in_flight holds only keys in flight.
+_ELSEWHERE: Final[LiteralString] = """
+        AND m.coalesce_key IS NOT NULL
+        AND m.queue <> ALL (%(queues)s::text[])
+        AND head.newest_id > m.id"""
+END_SUPERSEDED_ELSEWHERE: Final[LiteralString] = "WITH " + _LAPSED + _ELSEWHERE + _ENDING + _LOST + _END + _ENDED_ROWS
 
 # Messages with an ordering key. Only the first of each key is looked at, key by key from `after_key` on, at most
 # `key_limit` keys: what it costs does not depend on how many messages wait behind it. The first of a key can be claimed
@@ -502,15 +262,13 @@ SELECT
         WHERE first.available_at <= now()
             AND first.topic = ANY (%(topics)s::text[])
             AND NOT EXISTS (
-                SELECT
-                FROM pgoutbox.message_live AS sibling
+                SELECT FROM pgoutbox.message_live AS sibling
                 WHERE sibling.queue = %(queue)s::text
                     AND sibling.ordering_key = v.ordering_key
                     AND sibling.state = 'sending'
             )
             AND NOT EXISTS (
-                SELECT
-                FROM pgoutbox.message_failed AS f
+                SELECT FROM pgoutbox.message_failed AS f
                 WHERE f.queue = %(queue)s::text
                     AND f.ordering_key = v.ordering_key
                     AND f.on_failed = 'halt'
@@ -529,132 +287,96 @@ CROSS JOIN LATERAL (
 ) AS first
 """
 
-# Asks once more what may have changed since they were found; of a message that another claim had meanwhile, state and
-# due time are asked of its newest version. Whatever two claims see, only one message of a key can be in flight:
-# message_live_ordered_in_flight.
-_ORDERED_LANE: Final[LiteralString] = """, candidate AS MATERIALIZED (
-    SELECT
-        m.id,
-        m.topic,
-        m.coalesce_key,
-        m.state,
-        m.attempt_count,
-        m.max_attempts,
-        m.expires_at,
-        m.cancel_requested_at,
-        m.claimed_at,
-        m.worker,
-        m.available_at AS due_at
+# Claims the messages that `FIND_ORDERED` found, and checks again the conditions that may have changed since then. Of a
+# message that another worker claimed meanwhile, PostgreSQL checks state and due time on the newest version. The index
+# message_live_ordered_in_flight guards "one message of a key in flight".
+_DUE_ORDERED: Final[LiteralString] = """due AS MATERIALIZED (
+    SELECT m.id, m.topic, m.coalesce_key, m.attempt_count, m.expires_at, NULL::bigint AS newest_id
     FROM unnest(%(ids)s::bigint[]) AS found(id)
     JOIN pgoutbox.message_live AS m ON m.id = found.id
     WHERE m.state = 'pending'
         AND m.available_at <= now()
         AND NOT EXISTS (
-            SELECT
-            FROM pgoutbox.message_live AS earlier
+            SELECT FROM pgoutbox.message_live AS earlier
             WHERE earlier.queue = m.queue AND earlier.ordering_key = m.ordering_key AND earlier.id < m.id
         )
         AND NOT EXISTS (
-            SELECT
-            FROM pgoutbox.message_live AS sibling
-            WHERE sibling.queue = m.queue AND sibling.ordering_key = m.ordering_key AND sibling.state = 'sending'
+            SELECT FROM pgoutbox.message_live AS other
+            WHERE other.queue = m.queue AND other.ordering_key = m.ordering_key AND other.state = 'sending'
         )
         AND NOT EXISTS (
-            -- A message that was cancelled and redriven since may have failed meanwhile.
-            SELECT
-            FROM pgoutbox.message_failed AS f
+            -- An operator may have redriven a cancelled message that has failed since.
+            SELECT FROM pgoutbox.message_failed AS f
             WHERE f.queue = m.queue AND f.ordering_key = m.ordering_key AND f.on_failed = 'halt' AND f.id < m.id
-        )
-    ORDER BY m.available_at, m.id
-    LIMIT (SELECT p.count FROM permit AS p)
-    FOR UPDATE OF m SKIP LOCKED
-)"""
-CLAIM_ORDERED: Final[LiteralString] = _PERMIT + _ORDERED_LANE + _JUDGE
+        )"""
+CLAIM_ORDERED: Final[LiteralString] = _PERMIT + _DUE_ORDERED + _BY_PERMITS + _JUDGED + _SPENT + _BEGIN + _ROWS
 
-# When the first message of these queues falls due that was not due `since_seconds` ago, in seconds from now; null if
-# there is none. What fell due between the snapshots of the last claim and of this statement is in neither of them. In a
-# queue with limits messages may be due for long: they are looked at again with the next permit, or soon when there is
-# one, because others have the messages or the limit has moved since the claim. Also the queues with ordering keys,
-# and the time.
+# For each queue: whether it holds messages with an ordering key; in how many seconds the next attempt may begin, null
+# for a queue that is not paused and has no limits; and in how many seconds the next message falls due, null if there is
+# none, first of the fresh and ordered messages, then of retries and leases. Messages that were due when the worker last
+# looked, so many seconds ago, do not count. In a queue with limits they count, because the worker may have had no
+# permit for them. Fresh messages beyond `floor_id` do not count either: the worker claims them as new ones.
+#
+# Then the time, the server, its snapshot and the last id. Whoever enqueues has a transaction id before it draws the id
+# of a message. So a message up to this id is in the next snapshot, unless its transaction is older than `xmax` and
+# still open.
 NEXT_DUE: Final[LiteralString] = """
 SELECT
-    extract(
-        epoch FROM min(nullif(
-            greatest(
-                next.due_at,
-                asked.permit_at,
-                CASE WHEN asked.is_limited AND next.due_at <= asked.looked_at THEN now() + interval '0.25 s' END
-            ),
-            'infinity'
-        )) - now()
-    )::float8,
-    array_agg(asked.name) FILTER (
-        WHERE EXISTS (
-            SELECT FROM pgoutbox.message_live AS o WHERE o.queue = asked.name AND o.ordering_key IS NOT NULL
-        )
-    ),
-    now()
+    asked.name,
+    EXISTS (SELECT FROM pgoutbox.message_live AS o WHERE o.queue = asked.name AND o.ordering_key IS NOT NULL),
+    CASE WHEN asked.permit_at = 'infinity' THEN 'infinity' ELSE extract(epoch FROM asked.permit_at - now())::float8 END,
+    extract(epoch FROM due.first_at - now())::float8,
+    extract(epoch FROM due.other_at - now())::float8,
+    now(),
+    pg_postmaster_start_time(),
+    pg_snapshot_xmin(asked.snapshot)::text::bigint,
+    pg_snapshot_xmax(asked.snapshot)::text::bigint,
+    coalesce(pg_sequence_last_value('pgoutbox.message_id_seq'), 0)
 FROM (
     SELECT
-        q.name,
-        limited.name IS NOT NULL AS is_limited,
-        now() - make_interval(secs => %(since_seconds)s::float8) AS looked_at,
-        CASE WHEN limited.name IS NOT NULL THEN pgoutbox.next_permit_at(q.name) END AS permit_at,
-        CASE
-            WHEN limited.name IS NULL THEN now() - make_interval(secs => %(since_seconds)s::float8)
-            ELSE '-infinity'
-        END AS since
-    FROM unnest(%(queues)s::text[]) AS q(name)
-    LEFT JOIN pgoutbox.queue AS limited
-        ON limited.name = q.name
-        AND num_nonnulls(limited.paused_at, limited.rate_count, limited.max_in_flight) > 0
+        served.name,
+        CASE WHEN q.name IS NOT NULL THEN coalesce(pgoutbox.next_permit_at(q.name), now()) END AS permit_at,
+        now() - make_interval(secs => CASE WHEN q.name IS NULL THEN %(since_seconds)s::float8 ELSE 1e9 END) AS since,
+        now() - make_interval(secs => CASE WHEN q.name IS NULL THEN %(others_since_seconds)s::float8 ELSE 1e9 END)
+            AS others_since,
+        pg_current_snapshot() AS snapshot
+    FROM unnest(%(queues)s::text[]) AS served(name)
+    LEFT JOIN pgoutbox.queue AS q
+        ON q.name = served.name AND num_nonnulls(q.paused_at, q.rate_count, q.max_in_flight) > 0
     OFFSET 0
 ) AS asked
 CROSS JOIN LATERAL (
-    SELECT least(
-        (
-            SELECT m.available_at
-            FROM pgoutbox.message_live AS m
-            WHERE m.queue = asked.name
-                AND m.attempt_count = 0
-                AND m.ordering_key IS NULL
-                AND m.available_at > asked.since
-            ORDER BY m.available_at
-            LIMIT 1
-        ),
-        (
-            SELECT m.available_at
-            FROM pgoutbox.message_live AS m
-            WHERE m.queue = asked.name
-                AND m.state = 'pending'
-                AND m.attempt_count > 0
-                AND m.ordering_key IS NULL
-                AND m.available_at > asked.since
-            ORDER BY m.available_at
-            LIMIT 1
-        ),
-        (
-            -- Of those that wait for their turn, too: at worst a look that finds nothing.
-            SELECT m.available_at
-            FROM pgoutbox.message_live AS m
-            WHERE m.queue = asked.name
-                AND m.state = 'pending'
-                AND m.ordering_key IS NOT NULL
-                AND m.available_at > asked.since
-            ORDER BY m.available_at
-            LIMIT 1
-        ),
-        (
-            SELECT m.lease_expires_at
-            FROM pgoutbox.message_live AS m
-            WHERE m.queue = asked.name
-                AND m.state = 'sending'
-                AND m.lease_expires_at > asked.since
-            ORDER BY m.lease_expires_at
-            LIMIT 1
-        )
-    ) AS due_at
-) AS next
+    SELECT
+        least(
+            (
+                SELECT min(m.available_at)
+                FROM pgoutbox.message_live AS m
+                WHERE m.queue = asked.name AND m.attempt_count = 0 AND m.ordering_key IS NULL
+                    AND m.available_at > asked.since
+                    AND (m.id <= %(floor_id)s::bigint OR asked.permit_at IS NOT NULL)
+            ),
+            (
+                -- Also messages that wait for their turn: at worst one look finds nothing.
+                SELECT min(m.available_at)
+                FROM pgoutbox.message_live AS m
+                WHERE m.queue = asked.name AND m.state = 'pending' AND m.ordering_key IS NOT NULL
+                    AND m.available_at > asked.since
+            )
+        ) AS first_at,
+        least(
+            (
+                SELECT min(m.available_at)
+                FROM pgoutbox.message_live AS m
+                WHERE m.queue = asked.name AND m.state = 'pending' AND m.attempt_count > 0 AND m.ordering_key IS NULL
+                    AND m.available_at > asked.others_since
+            ),
+            (
+                SELECT min(m.lease_expires_at)
+                FROM pgoutbox.message_live AS m
+                WHERE m.queue = asked.name AND m.state = 'sending' AND m.lease_expires_at > asked.others_since
+            )
+        ) AS other_at
+) AS due
 """
 
 CONTENTS: Final[LiteralString] = """

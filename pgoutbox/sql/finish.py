@@ -68,23 +68,9 @@ WHERE r.state = 'sent' AND r.keep = interval '0'
 # up a batch. A message that would become pending again ends instead when it was cancelled, superseded or has no
 # attempt left. Snooze and release do not use up an attempt: they raise the budget, because the count never goes down.
 FINISH_IF_HELD: Final[LiteralString] = """
-WITH outcome AS (
-    SELECT o.id, o.attempt_count, o.outcome, o.reason, o.delay_seconds
-    FROM unnest(
-        %(ids)s::bigint[],
-        %(attempt_counts)s::integer[],
-        %(outcomes)s::text[],
-        %(reasons)s::text[],
-        %(delays)s::float8[]
-    ) AS o(id, attempt_count, outcome, reason, delay_seconds)
-), held AS MATERIALIZED (
+WITH held AS MATERIALIZED (
     SELECT
-        o.id,
-        o.attempt_count,
-        o.outcome,
-        o.reason,
-        o.delay_seconds,
-        head.newest_id,
+        o.id, o.attempt_count, o.outcome, o.reason, o.delay_seconds, head.newest_id,
         CASE
             WHEN o.outcome IN ('sent', 'failed', 'skipped') THEN o.outcome
             WHEN m.cancel_requested_at IS NOT NULL THEN 'cancelled'
@@ -92,7 +78,10 @@ WITH outcome AS (
             WHEN o.outcome = 'retry' AND o.attempt_count >= m.max_attempts THEN 'failed'
             ELSE 'pending'
         END AS state
-    FROM outcome AS o
+    FROM unnest(
+        %(ids)s::bigint[], %(attempt_counts)s::integer[], %(outcomes)s::text[], %(reasons)s::text[],
+        %(delays)s::float8[]
+    ) AS o(id, attempt_count, outcome, reason, delay_seconds)
     JOIN pgoutbox.message_live AS m ON m.id = o.id
     LEFT JOIN pgoutbox.coalesce AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
     WHERE m.state = 'sending' AND m.attempt_count = o.attempt_count AND m.worker = %(worker)s::text
@@ -101,8 +90,7 @@ WITH outcome AS (
     UPDATE pgoutbox.message AS m
     SET state = h.state,
         available_at = CASE
-            WHEN h.state = 'pending' AND h.outcome <> 'released'
-                THEN now() + make_interval(secs => h.delay_seconds)
+            WHEN h.state = 'pending' AND h.outcome <> 'released' THEN now() + make_interval(secs => h.delay_seconds)
             ELSE m.available_at
         END,
         lease_expires_at = NULL,
@@ -120,22 +108,14 @@ WITH outcome AS (
             ELSE m.last_error
         END
     FROM held AS h
-    WHERE m.id = h.id
-        AND m.state = 'sending'
-        AND m.attempt_count = h.attempt_count
-    RETURNING m.id, m.state, m.attempt_count, m.worker, m.claimed_at
+    WHERE m.id = h.id AND m.state = 'sending' AND m.attempt_count = h.attempt_count
+    RETURNING
+        m.id, m.state, m.attempt_count, m.worker, m.claimed_at,
+        CASE WHEN h.state = 'pending' THEN h.outcome ELSE h.state END AS outcome, h.reason
 ), history AS (
     INSERT INTO pgoutbox.attempt (message_id, attempt_count, outcome, worker, started_at, ended_at, error)
-    SELECT
-        f.id,
-        f.attempt_count,
-        CASE WHEN f.state = 'pending' THEN h.outcome ELSE f.state END,
-        f.worker,
-        f.claimed_at,
-        now(),
-        h.reason
+    SELECT f.id, f.attempt_count, f.outcome, f.worker, f.claimed_at, now(), f.reason
     FROM finished AS f
-    JOIN held AS h ON h.id = f.id
     WHERE f.state <> 'sent'
     ON CONFLICT DO NOTHING
 )
@@ -179,9 +159,8 @@ WHERE head.newest_id > done.id AND m.state = 'pending' AND m.available_at <= now
 # the lease is renewed beside the row, unless it has ended: when the transaction ends, another worker's claim might come
 # before this worker writes the outcome.
 RENEW_IF_HELD: Final[LiteralString] = """
-WITH asked AS (
-    SELECT a.id, a.attempt_count
-    FROM unnest(%(ids)s::bigint[], %(attempt_counts)s::integer[]) AS a(id, attempt_count)
+WITH asked(id, attempt_count) AS (
+    SELECT * FROM unnest(%(ids)s::bigint[], %(attempt_counts)s::integer[])
 ), locked AS MATERIALIZED (
     SELECT m.id, m.attempt_count
     FROM asked AS a
@@ -201,14 +180,7 @@ WITH asked AS (
     JOIN pgoutbox.message_live AS m ON m.id = a.id
     WHERE m.state = 'sending' AND m.attempt_count = a.attempt_count AND m.worker = %(worker)s::text
         AND m.id <> ALL (ARRAY(SELECT l.id FROM locked AS l))
-        AND (
-            m.lease_expires_at > now()
-            OR (
-                SELECT r.lease_expires_at
-                FROM pgoutbox.renewal AS r
-                WHERE r.message_id = m.id AND r.attempt_count = m.attempt_count AND r.worker = m.worker
-            ) > now()
-        )
+        AND greatest(m.lease_expires_at, pgoutbox.renewed_until(m.id, m.attempt_count, m.worker)) > now()
     ON CONFLICT ON CONSTRAINT renewal_pkey DO UPDATE
     SET attempt_count = excluded.attempt_count,
         worker = excluded.worker,
@@ -234,14 +206,7 @@ SELECT
     m.id,
     m.cancel_requested_at IS NOT NULL AS cancelled,
     coalesce(head.newest_id > m.id, false) AS superseded,
-    m.lease_expires_at > now() OR coalesce(
-        (
-            SELECT r.lease_expires_at
-            FROM pgoutbox.renewal AS r
-            WHERE r.message_id = m.id AND r.attempt_count = m.attempt_count AND r.worker = m.worker
-        ) > now(),
-        false
-    ) AS in_lease
+    greatest(m.lease_expires_at, pgoutbox.renewed_until(m.id, m.attempt_count, m.worker)) > now() AS in_lease
 FROM unnest(%(ids)s::bigint[], %(attempt_counts)s::integer[]) AS a(id, attempt_count)
 JOIN pgoutbox.message_live AS m ON m.id = a.id
 LEFT JOIN pgoutbox.coalesce AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key

@@ -13,7 +13,8 @@ TRANSACTION_FORMATS: Final[LiteralString] = """
 """
 
 # The role's or the database's defaults must not change what a statement means. The planner settings pin the one plan
-# that stays fast whatever the statistics say: nested loops over the lanes' indexes and the primary key. Sessions that
+# that stays fast whatever the statistics say: nested loops over the lanes' indexes and the primary key, each in the
+# order of its index. Sessions that
 # wait for work are idle; and PostgreSQL before version 17 does not know transaction_timeout.
 PREPARE_SESSION: Final[LiteralString] = """
 SELECT
@@ -32,6 +33,7 @@ SELECT
     set_config('enable_bitmapscan', 'off', false),
     set_config('enable_hashjoin', 'off', false),
     set_config('enable_mergejoin', 'off', false),
+    set_config('enable_sort', 'off', false),
     set_config('jit', 'off', false)
 """
 
@@ -48,6 +50,7 @@ SELECT
     set_config('enable_bitmapscan', 'off', true),
     set_config('enable_hashjoin', 'off', true),
     set_config('enable_mergejoin', 'off', true),
+    set_config('enable_sort', 'off', true),
     set_config('jit', 'off', true)
 """
 

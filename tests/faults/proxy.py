@@ -467,7 +467,7 @@ class _Session:
 
 
 def _one_line(text: bytes) -> str:
-    return " ".join(text.decode().split())[:60]
+    return " ".join(text.decode().split())[:120]
 
 
 @contextlib.contextmanager

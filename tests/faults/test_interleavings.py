@@ -53,10 +53,10 @@ from tests.outbox_actions import (
 from tests.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from concurrent.futures import Future
 
-    from pgoutbox.store import ClaimedRow
+    from pgoutbox.store import ClaimedRow, DueRow, Horizon
     from tests.conftest import Connect
 
 pooled_dsn = test_regressions.pooled_dsn
@@ -291,11 +291,7 @@ def crowd(connect: Connect, size: int) -> Iterator[tuple[ThreadPoolExecutor, lis
 
 def claim_again(session: psycopg.Connection, total: int = 100) -> list[ClaimedRow]:
     """Claim as a worker does: again, when the claim met another one at a row that was moved to another partition."""
-    while True:
-        try:
-            return claim(session, total=total, worker=f"worker-{session.info.backend_pid}")
-        except LOST_RACES:
-            continue
+    return claim(session, total=total, worker=f"worker-{session.info.backend_pid}", again_on=LOST_RACES)
 
 
 def test_of_a_crowd_of_producers_at_one_key_the_last_one_that_commits_is_delivered(
@@ -627,7 +623,7 @@ async def test_what_falls_due_while_the_question_for_the_next_due_time_is_on_its
     """The question reaches the server late. By then the message is due for longer than the question looks back."""
     outbox = Outbox(settings_for(dsn))
     delivered, overslept = asyncio.Event(), asyncio.Event()
-    ask, sum_up = Store.next_due_seconds, Claims.next_due_seconds
+    ask, sum_up = Store.next_due, Claims.next_due_seconds
     questions: list[float] = []
 
     @outbox.handler("greet")
@@ -635,13 +631,20 @@ async def test_what_falls_due_while_the_question_for_the_next_due_time_is_on_its
         delivered.set()
 
     async def ask_late(
-        self: Store, queues: Sequence[str], *, since_seconds: float
-    ) -> tuple[float | None, Collection[str], datetime]:
-        questions.append(since_seconds)
+        self: Store, queues: Sequence[str], *, since_seconds: float, others_since_seconds: float, floor_id: int | None
+    ) -> tuple[list[DueRow], datetime, Horizon]:
+        if since_seconds < PATIENCE_SECONDS:  # The first question, before any claim, looks back without an end.
+            questions.append(since_seconds)
         if len(questions) == 1:
             db.execute("UPDATE pgoutbox.message_live SET available_at = clock_timestamp()")
             db.execute("SELECT pg_sleep(%s)", [since_seconds + 0.1])  # The slow network.
-        return await ask(self, queues, since_seconds=since_seconds)
+        return await ask(
+            self,
+            queues,
+            since_seconds=since_seconds,
+            others_since_seconds=others_since_seconds,
+            floor_id=floor_id,
+        )
 
     async def note_oversleeping(self: Claims) -> float | None:
         due = await sum_up(self)
@@ -649,7 +652,7 @@ async def test_what_falls_due_while_the_question_for_the_next_due_time_is_on_its
             overslept.set()
         return due
 
-    monkeypatch.setattr(Store, "next_due_seconds", ask_late)
+    monkeypatch.setattr(Store, "next_due", ask_late)
     monkeypatch.setattr(Claims, "next_due_seconds", note_oversleeping)
     message_id = enqueue(db)
     db.execute("UPDATE pgoutbox.message_live SET available_at = now() + interval '1 h'")

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
 import psycopg
@@ -49,6 +50,7 @@ from tests.outbox_actions import (
     watch,
 )
 from tests.races import ADVISORY_LOCKS
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -158,7 +160,6 @@ async def a_worker_leaves_the_lapsed_attempt_that_it_holds(stage: Stage) -> None
     message_id = enqueue(stage.db)
     claim(stage.db)
     lapse(stage.db, message_id)
-    assert claim(stage.db) == []
     assert claim(stage.db, held=[message_id]) == []
 
 
@@ -166,7 +167,6 @@ async def a_worker_does_not_end_the_lapsed_attempt_that_it_holds(stage: Stage) -
     message_id = enqueue(stage.db, max_attempts=1)
     claim(stage.db)
     lapse(stage.db, message_id)
-    assert claim(stage.db) == []
     assert claim(stage.db, held=[message_id]) == []
 
 
@@ -307,13 +307,6 @@ async def a_successor_waits_for_its_predecessor(stage: Stage) -> None:
     assert claim(stage.db) == []
 
 
-async def a_fresh_successor_waits_for_its_predecessor(stage: Stage) -> None:
-    enqueue(stage.db, coalesce_key="k")
-    claim(stage.db, fresh_only=True)
-    enqueue(stage.db, coalesce_key="k")
-    assert claim(stage.db, fresh_only=True) == []
-
-
 async def of_two_claims_that_do_not_see_each_other_one_is_refused(stage: Stage) -> None:
     """The gate is an open transaction: neither claim sees the other's, and both have chosen when the first commits."""
     first, second = stage.connect(), stage.connect(autocommit=True)
@@ -335,11 +328,37 @@ async def an_older_message_is_not_delivered_after_a_newer_one(stage: Stage) -> N
     assert state_of(stage.db, older) == "skipped"
 
 
-async def an_older_message_is_not_delivered_by_a_claim_of_fresh_ones(stage: Stage) -> None:
+async def a_lapsed_attempt_is_not_made_again_after_a_newer_message(stage: Stage) -> None:
     older = enqueue(stage.db, coalesce_key="k")
+    claim(stage.db, worker="dead")
+    lapse(stage.db, older)
     newer = enqueue(stage.db, coalesce_key="k")
-    assert ids_in_flight(claim(stage.db, fresh_only=True)) == [newer]
+    assert ids_in_flight(claim(stage.db)) == [newer]
     assert state_of(stage.db, older) == "skipped"
+
+
+async def two_claims_enter_their_keys_in_one_order(stage: Stage) -> None:
+    """The gate has the key b. A claim that meets it there has the key a by then, though b was due first."""
+    gate, other = stage.connect(), stage.connect(autocommit=True)
+    enqueue(stage.db, coalesce_key="b")
+    claim(gate)
+    # Without an order the claim takes them as they fell due.
+    enqueue(stage.db, coalesce_key="b")
+    enqueue(stage.db, coalesce_key="a")
+    blocked: asyncio.Task[object] = asyncio.create_task(asyncio.to_thread(claim, stage.connect(autocommit=True)))
+    await until_blocked(stage.db, blocked)
+    enqueue(stage.db, coalesce_key="a")
+    other.execute("SET lock_timeout = '50ms'")
+    with pytest.raises(psycopg.errors.LockNotAvailable):
+        other.execute(
+            """
+            UPDATE pgoutbox.message_live
+            SET state = 'sending', claimed_at = now(), lease_expires_at = now(), worker = 'w', attempt_count = 1
+            WHERE id = (SELECT max(id) FROM pgoutbox.message_live WHERE coalesce_key = 'a')
+            """
+        )
+    gate.rollback()
+    await blocked
 
 
 async def an_older_attempt_is_not_retried_after_a_newer_message(stage: Stage) -> None:
@@ -423,6 +442,32 @@ async def a_commit_between_the_claim_and_arming_is_not_missed(stage: Stage) -> N
             assert delivered.is_set()
 
 
+async def a_message_that_commits_late_is_not_missed_by_claims_of_new_ones(stage: Stage) -> None:
+    """Its id is smaller than those of messages that the worker has delivered since."""
+    outbox = Outbox(settings_for(stage.dsn))
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        """Deliver."""
+
+    writer = stage.connect()
+    worker = WatchedWorker(outbox)
+    async with running(worker):
+        await worker.sleeping.wait()
+        late = enqueue(writer)
+        for _ in range(5):
+            worker.sleeping.clear()
+            message_id = enqueue(stage.db)
+            await until(partial(is_sent, stage.db, message_id))
+            await worker.sleeping.wait()
+        writer.commit()
+        await until(partial(is_sent, stage.db, late))
+
+
+def is_sent(db: psycopg.Connection, message_id: int) -> bool:
+    return state_of(db, message_id) == "sent"
+
+
 @contextmanager
 def enqueued_before_arming(db: psycopg.Connection) -> Iterator[None]:
     """A message commits after the worker's claim found nothing, and before it arms the bell."""
@@ -490,12 +535,16 @@ def no_worker_in(name: str, *, times: int = 1) -> Mutation:
 OWN = " AND (m.worker <> %(worker)s::text OR m.id <> ALL (%(held)s::bigint[]))"
 
 
-def no_look_at_the_owner(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sql, "CLAIM", without(sql.CLAIM, OWN, times=2))
+def no_part_in_claims(part: str, *, instead: str = "") -> Mutation:
+    """The claims of all lanes without a part that they share."""
 
+    def mutate(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+        names = [name for name in sql.__all__ if part in getattr(sql, name)]
+        assert names
+        for name in names:
+            patch.setattr(sql, name, getattr(sql, name).replace(part, instead))
 
-def no_look_at_what_is_held(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sql, "CLAIM", without(sql.CLAIM, " OR m.id <> ALL (%(held)s::bigint[])", times=2))
+    return mutate
 
 
 NO_FENCE_IN_SENT = no_fence_in("FINISH_SENT_IF_HELD", "AND m.attempt_count = o.attempt_count")
@@ -552,58 +601,22 @@ def no_guard_in_function(name: str, part: str) -> Mutation:
     return mutate
 
 
+KEYS_IN_ORDER = "ORDER BY d.coalesce_key, CASE WHEN d.coalesce_key IS NOT NULL THEN d.topic END"
+
 SIBLING = """
-        AND (
-            m.coalesce_key IS NULL
-            OR NOT EXISTS (
-                SELECT
-                FROM pgoutbox.message_live AS sibling
-                WHERE sibling.topic = m.topic
-                    AND sibling.coalesce_key = m.coalesce_key
-                    AND sibling.state = 'sending'
-                    AND sibling.id <> m.id
-            )
-            OR EXISTS (
-                SELECT
-                FROM pgoutbox.coalesce AS head
-                WHERE head.topic = m.topic AND head.coalesce_key = m.coalesce_key AND head.newest_id > m.id
-            )
-        )"""
-
-
-def no_look_at_siblings(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sql, "CLAIM", without(sql.CLAIM, SIBLING, times=2))
-
-
-FRESH_SIBLING = """
         AND (
             m.coalesce_key IS NULL
             OR head.newest_id > m.id
             OR NOT EXISTS (
-                SELECT
-                FROM pgoutbox.message_live AS sibling
-                WHERE sibling.topic = m.topic
-                    AND sibling.coalesce_key = m.coalesce_key
-                    AND sibling.state = 'sending'
-                    AND sibling.id <> m.id
+                SELECT FROM pgoutbox.message_live AS sibling
+                WHERE sibling.topic = m.topic AND sibling.coalesce_key = m.coalesce_key AND sibling.state = 'sending'
+                    AND sibling.id <> m.id -- So that PostgreSQL looks the key up and does not hash all of them.
             )
         )"""
 
 
-def no_look_at_siblings_of_fresh(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sql, "CLAIM_FRESH", without(sql.CLAIM_FRESH, FRESH_SIBLING))
-
-
 def no_unique_index(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     stage.db.execute("DROP INDEX pgoutbox.message_live_in_flight")
-
-
-def no_supersession_in_claim(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sql, "CLAIM", without(sql.CLAIM, "WHEN head.newest_id > l.id THEN 'skipped'\n"))
-
-
-def no_supersession_in_claim_of_fresh(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sql, "CLAIM_FRESH", without(sql.CLAIM_FRESH, "head.newest_id > m.id OR "))
 
 
 def no_supersession_in_finish(stage: Stage, patch: pytest.MonkeyPatch) -> None:
@@ -611,16 +624,13 @@ def no_supersession_in_finish(stage: Stage, patch: pytest.MonkeyPatch) -> None:
 
 
 def no_limit_of_suspects(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    limit = "%(suspect_limit)s::bigint,\n"
-    patch.setattr(sql, "CLAIM", without(sql.CLAIM, limit))
+    limit = "LIMIT (SELECT p.count FROM permit AS p)\n"
+    patch.setattr(sql, "CLAIM_LAPSED", without(sql.CLAIM_LAPSED, limit))
 
 
 def no_look_at_the_budget_of_a_suspect(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(
-        sql,
-        "CLAIM",
-        without(sql.CLAIM, "m.attempt_budget / 2\n").replace("- m.attempt_count > ", "- m.attempt_count > 0\n"),
-    )
+    budget = "AND (%(total)s::bigint = 1 OR m.max_attempts - m.attempt_count > m.attempt_budget / 2)"
+    patch.setattr(sql, "CLAIM_LAPSED", without(sql.CLAIM_LAPSED, budget))
 
 
 def no_memory_of_suspects(stage: Stage, patch: pytest.MonkeyPatch) -> None:
@@ -641,6 +651,10 @@ def no_claim_after_arming(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     scope = dict(vars(pgoutbox.worker))
     exec(source.replace(guard, "if True:"), scope)
     patch.setattr(pgoutbox.worker.Worker, "_rest", scope["_rest"])
+
+
+def no_look_at_open_writers(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sql, "NEXT_DUE", sql.NEXT_DUE.replace("pg_snapshot_xmin", "pg_snapshot_xmax"))
 
 
 def no_pinned_isolation(stage: Stage, patch: pytest.MonkeyPatch) -> None:
@@ -680,17 +694,17 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
         a_worker_of_a_lost_timeline_cannot_delete,
         no_worker_in("FINISH_SENT_AND_FORGET_IF_HELD"),
     ),
-    ("own attempts: suspects", a_worker_leaves_the_lapsed_attempt_that_it_holds, no_look_at_the_owner),
-    ("own attempts: ending", a_worker_does_not_end_the_lapsed_attempt_that_it_holds, no_look_at_the_owner),
+    ("own attempts: suspects", a_worker_leaves_the_lapsed_attempt_that_it_holds, no_part_in_claims(OWN)),
+    ("own attempts: ending", a_worker_does_not_end_the_lapsed_attempt_that_it_holds, no_part_in_claims(OWN)),
     (
         "forgotten attempts: suspects",
         a_worker_takes_over_an_attempt_in_its_name_that_it_does_not_hold,
-        no_look_at_what_is_held,
+        no_part_in_claims(" OR m.id <> ALL (%(held)s::bigint[])"),
     ),
     (
         "forgotten attempts: ending",
         a_worker_ends_an_attempt_in_its_name_that_it_does_not_hold,
-        no_look_at_what_is_held,
+        no_part_in_claims(" OR m.id <> ALL (%(held)s::bigint[])"),
     ),
     ("state in forget", what_is_pending_again_is_not_deleted, no_state_in_forget),
     ("rule in forget", a_rule_that_was_taken_back_is_obeyed_at_once, no_look_at_the_rule_in_forget),
@@ -719,15 +733,21 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
         pruning_obeys_the_rule_as_it_stands,
         no_guard_in_function("prune_by_rule", "        AND m.finished_at <= now() - r.keep\n"),
     ),
-    ("one in flight: look", a_successor_waits_for_its_predecessor, no_look_at_siblings),
-    ("one in flight: look at fresh", a_fresh_successor_waits_for_its_predecessor, no_look_at_siblings_of_fresh),
+    ("one in flight: look", a_successor_waits_for_its_predecessor, no_part_in_claims(SIBLING)),
     ("one in flight: index", of_two_claims_that_do_not_see_each_other_one_is_refused, no_unique_index),
-    ("supersession in claim", an_older_message_is_not_delivered_after_a_newer_one, no_supersession_in_claim),
     (
-        "supersession in claim of fresh",
-        an_older_message_is_not_delivered_by_a_claim_of_fresh_ones,
-        no_supersession_in_claim_of_fresh,
+        "supersession in claim",
+        an_older_message_is_not_delivered_after_a_newer_one,
+        no_part_in_claims(
+            "WHEN d.newest_id > d.id OR d.expires_at <= now() THEN 'skipped'", instead="WHEN false THEN ''"
+        ),
     ),
+    (
+        "supersession of a lapsed attempt",
+        a_lapsed_attempt_is_not_made_again_after_a_newer_message,
+        no_part_in_claims("WHEN head.newest_id > m.id OR m.expires_at <= now() THEN 'skipped'\n"),
+    ),
+    ("order of keys", two_claims_enter_their_keys_in_one_order, no_part_in_claims(KEYS_IN_ORDER)),
     ("supersession in finish", an_older_attempt_is_not_retried_after_a_newer_message, no_supersession_in_finish),
     ("suspects: limit", suspects_are_claimed_one_by_one, no_limit_of_suspects),
     (
@@ -738,6 +758,11 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
     ("suspects: memory", while_a_suspect_is_in_flight_its_worker_claims_no_other, no_memory_of_suspects),
     ("shared doorbell lock", an_enqueue_under_way_is_not_missed_by_arming, no_shared_lock),
     ("claim after arming", a_commit_between_the_claim_and_arming_is_not_missed, no_claim_after_arming),
+    (
+        "transactions still open",
+        a_message_that_commits_late_is_not_missed_by_claims_of_new_ones,
+        no_look_at_open_writers,
+    ),
     ("read committed", two_workers_claims_do_not_fail_under_a_strict_default_isolation, no_pinned_isolation),
 ]
 

@@ -224,7 +224,7 @@ async def test_a_drain_does_not_sleep_through_what_another_worker_gives_back(dsn
     async with running(worker):
         await claimed.wait()
         drain = asyncio.create_task(Worker(outbox(gives_back=False)).drain())
-        await until_idle_in(db, "SELECT\n    extract(")
+        await until_idle_in(db, "SELECT\n    asked.name")
         give_back.set()
         async with asyncio.timeout(PATIENCE_SECONDS / 2):
             await drain

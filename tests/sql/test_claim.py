@@ -64,15 +64,23 @@ def lost(connection: psycopg.Connection, **arguments: Unpack[Options]) -> int:
     return message_id
 
 
+def claim_new(connection: psycopg.Connection, *, floor_id: int, total: int = 100) -> list[int]:
+    parameters = {
+        "queue": "default",
+        "topics": ["greet"],
+        "total": total,
+        "floor_id": floor_id,
+        "set_aside": [],
+        "worker": "w",
+        "lease_seconds": LEASE_SECONDS,
+    }
+    return sorted(row[0] for row in connection.execute(sql.CLAIM_NEW, parameters).fetchall())
+
+
 def test_a_claim_leases_the_message_and_counts_the_attempt(rolled_back: psycopg.Connection) -> None:
     message_id = enqueue(rolled_back, payload={"name": "Ann"}, destination="mailto:ann@example.org")
     (claimed,) = claim(rolled_back, worker="w")
-    assert (claimed.id, claimed.state, claimed.former_state, claimed.attempt_count) == (
-        message_id,
-        "sending",
-        "pending",
-        1,
-    )
+    assert (claimed.id, claimed.state, claimed.attempt_count) == (message_id, "sending", 1)
     assert (claimed.payload_json, claimed.headers_json) == ('{"name": "Ann"}', None)
     assert (claimed.destination, claimed.topic) == ("mailto:ann@example.org", "greet")
     assert row_of(rolled_back, message_id).worker == "w"
@@ -80,31 +88,42 @@ def test_a_claim_leases_the_message_and_counts_the_attempt(rolled_back: psycopg.
     assert lease.fetchone() == (LEASE_SECONDS,)
 
 
-@pytest.mark.parametrize("statement", [sql.CLAIM, sql.CLAIM_FRESH], ids=["all lanes", "fresh only"])
-def test_the_answer_lists_what_the_dataclass_reads_in_its_order(
-    rolled_back: psycopg.Connection, statement: LiteralString
+@pytest.mark.parametrize(
+    ("statement", "is_end"),
+    [
+        pytest.param(sql.CLAIM_FRESH, False, id="fresh"),
+        pytest.param(sql.CLAIM_FRESH_BY_PERMITS, False, id="fresh by permits"),
+        pytest.param(sql.CLAIM_NEW, False, id="new"),
+        pytest.param(sql.CLAIM_RETRIES, False, id="retries"),
+        pytest.param(sql.CLAIM_RETRIES_BY_PERMITS, False, id="retries by permits"),
+        pytest.param(sql.CLAIM_ORDERED, False, id="ordered"),
+        pytest.param(sql.CLAIM_LAPSED, False, id="lapsed"),
+        pytest.param(sql.END_LAPSED, True, id="end lapsed"),
+        pytest.param(sql.END_SUPERSEDED_ELSEWHERE, True, id="end superseded elsewhere"),
+    ],
+)
+def test_every_claim_returns_the_columns_of_the_row_in_their_order(
+    rolled_back: psycopg.Connection, statement: LiteralString, is_end: bool
 ) -> None:
-    enqueue(rolled_back)
     parameters = {
         "queue": "default",
+        "queues": ["default"],
         "topics": ["greet"],
         "hold_topics": [],
         "total": 1,
-        "fresh_limit": 1,
-        "fresh_floor": None,
-        "fresh_floor_id": 0,
-        "retry_floor": None,
-        "retry_floor_id": 0,
-        "suspect_limit": 1,
+        "floor_at": None,
+        "floor_id": 0,
+        "ids": [1],
         "clock_limit": None,
-        "held": None,
+        "held": [],
+        "set_aside": [],
         "worker": "w",
         "lease_seconds": 1,
     }
     cursor = rolled_back.execute(statement, parameters)
     assert cursor.description is not None
-    assert tuple(column.name for column in cursor.description) == ClaimedRow._fields[: len(cursor.description)]
-    assert set(ClaimedRow._fields[len(cursor.description) :]) <= ClaimedRow._field_defaults.keys()
+    names = [*ClaimedRow._fields[:-2], *(["queue"] if is_end else [])]
+    assert [column.name for column in cursor.description] == names
 
 
 def test_a_claim_of_fresh_messages_leaves_out_the_others(rolled_back: psycopg.Connection) -> None:
@@ -241,9 +260,8 @@ def test_a_superseded_retry_is_skipped_though_its_successor_is_in_flight(rolled_
 def test_a_lost_attempt_that_was_superseded_ends_skipped_and_frees_its_key(rolled_back: psycopg.Connection) -> None:
     older = lost(rolled_back, coalesce_key="k")
     newer = enqueue(rolled_back, coalesce_key="k")
-    assert ids_in_flight(claim(rolled_back)) == []
-    assert state_of(rolled_back, older) == State.SKIPPED
     assert ids_in_flight(claim(rolled_back)) == [newer]
+    assert state_of(rolled_back, older) == State.SKIPPED
 
 
 @pytest.mark.parametrize("fresh_only", [False, True], ids=["all lanes", "fresh"])
@@ -264,7 +282,7 @@ def test_a_retry_that_has_expired_ends_skipped(rolled_back: psycopg.Connection) 
 def test_a_lost_attempt_is_recorded_and_made_again(rolled_back: psycopg.Connection) -> None:
     message_id = lost(rolled_back)
     (again,) = claim(rolled_back, worker="second")
-    assert (again.state, again.former_state, again.attempt_count) == ("sending", "sending", 2)
+    assert (again.state, again.was_lapsed, again.attempt_count) == ("sending", True, 2)
     assert attempts_of(rolled_back, message_id) == [(1, "lost", "lease expired, outcome unknown")]
     worker = rolled_back.execute("SELECT worker FROM pgoutbox.attempt").fetchone()
     assert worker == ("first",)
@@ -331,7 +349,8 @@ def test_of_what_was_lost_no_more_is_tried_again_than_the_limit_says(rolled_back
 def test_suspects_take_no_more_than_the_room(rolled_back: psycopg.Connection) -> None:
     ids = lost_one_after_the_other(rolled_back, 5)
     fresh = enqueue(rolled_back)
-    assert ids_in_flight(claim(rolled_back, total=3, suspect_limit=5)) == [*ids[:2], fresh]
+    assert ids_in_flight(claim(rolled_back, total=3, suspect_limit=5)) == ids[:3]
+    assert ids_in_flight(claim(rolled_back, total=3, suspect_limit=5)) == [*ids[3:], fresh]
 
 
 def test_suspects_beyond_the_limit_hold_up_neither_fresh_messages_nor_retries(rolled_back: psycopg.Connection) -> None:
@@ -379,10 +398,9 @@ def test_a_lost_attempt_that_ends_does_not_wait_for_a_suspects_turn(rolled_back:
         case "on hold":
             rolled_back.execute("UPDATE pgoutbox.message_live SET topic = 'bill' WHERE id = %s", [ends])
     rows = claim(rolled_back, topics=["greet", "bill"], hold_topics=["bill"], suspect_limit=0)
-    assert [row.id for row in rows] == [ends]
-    assert ids_in_flight(rows) == []
+    assert [row.id for row in rows if row.was_lapsed] == [ends]
+    assert ids_in_flight(rows) == successors
     assert [outcome for _, outcome, _ in attempts_of(rolled_back, ends)] == ["lost"]
-    assert ids_in_flight(claim(rolled_back, suspect_limit=0)) == successors
     assert ids_in_flight(claim(rolled_back)) == suspects[:1]
 
 
@@ -429,11 +447,11 @@ def test_what_ends_of_a_topic_that_the_worker_does_not_know_is_left_alone(rolled
     assert state_of(rolled_back, lost_last) == State.SENDING
 
 
-def test_a_paused_queue_leaves_its_suspects_alone(rolled_back: psycopg.Connection) -> None:
+def test_in_a_paused_queue_lost_attempts_end_and_are_not_made_again(rolled_back: psycopg.Connection) -> None:
     (suspect,) = lost_one_after_the_other(rolled_back, 1)
-    lost_one_after_the_other(rolled_back, 1, max_attempts=1)
+    (ending,) = lost_one_after_the_other(rolled_back, 1, max_attempts=1)
     rolled_back.execute("INSERT INTO pgoutbox.queue (name, paused_at) VALUES ('default', now())")
-    assert claim(rolled_back) == []
+    assert [(row.id, row.state) for row in claim(rolled_back)] == [(ending, "failed")]
     rolled_back.execute("UPDATE pgoutbox.queue SET paused_at = NULL")
     assert ids_in_flight(claim(rolled_back)) == [suspect]
 
@@ -472,37 +490,61 @@ def test_rows_that_another_session_has_locked_are_passed_over(connect: Connect) 
     assert ids_in_flight(claim(ours)) == locked
 
 
+def due_of(connection: psycopg.Connection, *, since_seconds: float, floor_id: int | None = None) -> float | None:
+    parameters = {
+        "queues": ["default", "bulk"],
+        "since_seconds": since_seconds,
+        "others_since_seconds": since_seconds,
+        "floor_id": 2**63 - 1 if floor_id is None else floor_id,
+    }
+    rows = connection.execute(sql.NEXT_DUE, parameters).fetchall()
+    return min((float(seconds) for row in rows for seconds in row[3:5] if seconds is not None), default=None)
+
+
 def test_the_next_due_time_looks_at_both_lanes_and_at_leases(rolled_back: psycopg.Connection) -> None:
-    parameters = {"queues": ["default", "bulk"], "since_seconds": 0}
-
-    def next_due() -> float | None:
-        ((seconds, *_),) = rolled_back.execute(sql.NEXT_DUE, parameters).fetchall()
-        return None if seconds is None else float(seconds)
-
-    assert next_due() is None
+    assert due_of(rolled_back, since_seconds=0) is None
     in_flight(rolled_back)
-    assert next_due() == LEASE_SECONDS
+    assert due_of(rolled_back, since_seconds=0) == LEASE_SECONDS
     due_earlier(rolled_back, retried(rolled_back, queue="bulk"), -30)
-    assert next_due() == 30
+    assert due_of(rolled_back, since_seconds=0) == 30
     due_earlier(rolled_back, enqueue(rolled_back), -10)
-    assert next_due() == 10
+    assert due_of(rolled_back, since_seconds=0) == 10
 
 
 def test_what_is_due_already_is_not_the_next_to_fall_due(rolled_back: psycopg.Connection) -> None:
     enqueue(rolled_back)
     message_id = retried(rolled_back)
     make_due(rolled_back, message_id)
-    parameters = {"queues": ["default"], "since_seconds": 0}
-    assert (rolled_back.execute(sql.NEXT_DUE, parameters).fetchone() or ())[:2] == (None, None)
+    assert due_of(rolled_back, since_seconds=0) is None
 
 
 def test_what_fell_due_since_the_last_claim_began_is_not_slept_over(rolled_back: psycopg.Connection) -> None:
     message_id = enqueue(rolled_back)
     due_earlier(rolled_back, message_id, 3)
-    parameters = {"queues": ["default"], "since_seconds": 5}
-    assert (rolled_back.execute(sql.NEXT_DUE, parameters).fetchone() or ())[:2] == (-3.0, None)
-    parameters |= {"since_seconds": 2}
-    assert (rolled_back.execute(sql.NEXT_DUE, parameters).fetchone() or ())[:2] == (None, None)
+    assert due_of(rolled_back, since_seconds=5) == -3.0
+    assert due_of(rolled_back, since_seconds=2) is None
+
+
+def test_new_messages_do_not_count_as_due_because_they_are_claimed_without_being_asked_for(
+    rolled_back: psycopg.Connection,
+) -> None:
+    old, new = enqueue(rolled_back), enqueue(rolled_back)
+    due_earlier(rolled_back, old, 3)
+    due_earlier(rolled_back, new, 4)
+    assert due_of(rolled_back, since_seconds=5, floor_id=old) == -3.0
+    rolled_back.execute("INSERT INTO pgoutbox.queue (name, max_in_flight) VALUES ('default', 1)")
+    assert due_of(rolled_back, since_seconds=5, floor_id=old) == -4.0
+
+
+def test_a_claim_of_new_messages_takes_the_fresh_ones_beyond_an_id(rolled_back: psycopg.Connection) -> None:
+    old, first, retry, second = enqueue(rolled_back), enqueue(rolled_back), retried(rolled_back), enqueue(rolled_back)
+    scheduled = enqueue(rolled_back)
+    due_earlier(rolled_back, scheduled, -60)
+    due_earlier(rolled_back, second, 60)
+    assert claim_new(rolled_back, floor_id=old, total=1) == [first]
+    assert claim_new(rolled_back, floor_id=old) == [second]
+    assert claim_new(rolled_back, floor_id=0) == [old]
+    assert state_of(rolled_back, retry) == "pending"
 
 
 def owed(connection: psycopg.Connection) -> int:

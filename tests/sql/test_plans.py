@@ -65,15 +65,12 @@ CLAIM_PARAMETERS: Mapping[str, object] = {
     "queue": "default",
     "topics": ["greet", "bill"],
     "hold_topics": [],
-    "fresh_limit": 200,
     "total": 200,
-    "fresh_floor": None,
-    "fresh_floor_id": 0,
-    "retry_floor": None,
-    "retry_floor_id": 0,
-    "suspect_limit": 1,
+    "floor_at": None,
+    "floor_id": 0,
     "clock_limit": None,
     "held": "{}",
+    "set_aside": [],
     "worker": "w",
     "lease_seconds": 60.0,
 }
@@ -85,6 +82,8 @@ ELSEWHERE_PARAMETERS: Mapping[str, object] = {
     "hold_topics": [],
     "total": 100,
     "clock_limit": None,
+    "held": "{}",
+    "set_aside": [],
     "worker": "w",
     "lease_seconds": 60,
 }
@@ -182,51 +181,58 @@ def plan_of(connection: psycopg.Connection, statement: LiteralString, parameters
     return Plan(tuple(Node.model_validate(plans[0]["Plan"]).walk()))
 
 
-def test_a_claim_reads_each_lane_from_its_own_index(filled: psycopg.Connection) -> None:
-    plan = plan_of(filled, sql.CLAIM, CLAIM_PARAMETERS)
-    fresh, first_lapsed, ending, suspects, retries, *updated = plan.reads("message_live", "m")
-    assert (fresh.index, retries.index) == ("message_live_fresh", "message_live_retry")
-    assert {lane.index for lane in (first_lapsed, ending, suspects)} == {"message_live_lease"}
-    for lane in (fresh, first_lapsed, ending, suspects, retries):
-        # A dollar sign shows that this is the generic plan, as the worker runs it.
-        assert re.search(r"queue = \$\d", lane.condition)
-        assert "<= now()" in lane.condition
-    for lane in (fresh, retries):
-        assert re.search(r"> ROW\(COALESCE\(\$\d", lane.condition), "the floor is no index condition"
-    for lane in (ending, suspects):
-        assert re.search(r">= ROW\(", lane.condition), "the first that has lapsed is no index condition"
-    assert [node.index for node in updated] == ["message_live_pkey"]
+LANES = [
+    pytest.param(sql.CLAIM_FRESH, "message_live_fresh", id="fresh"),
+    pytest.param(sql.CLAIM_FRESH_BY_PERMITS, "message_live_fresh", id="fresh by permits"),
+    pytest.param(sql.CLAIM_NEW, "message_live_pkey", id="new"),
+    pytest.param(sql.CLAIM_RETRIES, "message_live_retry", id="retries"),
+    pytest.param(sql.CLAIM_RETRIES_BY_PERMITS, "message_live_retry", id="retries by permits"),
+    pytest.param(sql.CLAIM_LAPSED, "message_live_lease", id="lapsed"),
+    pytest.param(sql.END_LAPSED, "message_live_lease", id="end lapsed"),
+]
 
 
-def test_a_claim_of_fresh_messages_reads_no_other_lane(filled: psycopg.Connection) -> None:
-    plan = plan_of(filled, sql.CLAIM_FRESH, CLAIM_PARAMETERS)
-    assert [node.index for node in plan.reads("message_live", "m")] == ["message_live_fresh", "message_live_pkey"]
-    (lane, _) = plan.reads("message_live", "m")
-    assert re.search(r"> ROW\(COALESCE\(\$\d", lane.condition), "the floor is no index condition"
-    (keys,) = (node for node in plan.nodes if node.type == "Sort")
-    assert all(below.type == "CTE Scan" for below in keys.children), "more than the locked batch is sorted"
-
-
-@pytest.mark.parametrize("statement", [sql.CLAIM, sql.CLAIM_FRESH], ids=["all lanes", "fresh"])
-def test_a_claim_looks_up_siblings_in_flight_and_heads_by_their_keys(
-    filled: psycopg.Connection, statement: LiteralString
+@pytest.mark.parametrize(("statement", "index"), LANES)
+def test_a_claim_reads_its_lane_alone_and_from_its_own_index(
+    filled: psycopg.Connection, statement: LiteralString, index: str
 ) -> None:
     plan = plan_of(filled, statement, CLAIM_PARAMETERS)
-    assert {node.index for node in plan.reads("message_live", "sibling")} == {"message_live_in_flight"}
+    lane, updated = plan.reads("message_live", "m")
+    assert (lane.index, updated.index) == (index, "message_live_pkey")
+    # A dollar sign shows that this is the generic plan, as the worker runs it.
+    assert re.search(r"id > \$\d" if index == "message_live_pkey" else r"queue = \$\d", lane.condition)
+    assert "<= now()" in lane.condition or index == "message_live_pkey"
+    if index in ("message_live_fresh", "message_live_retry"):
+        assert re.search(r"> ROW\(COALESCE\(\$\d", lane.condition), "the floor is no index condition"
+
+
+@pytest.mark.parametrize(("statement", "index"), LANES)
+def test_a_claim_looks_up_siblings_in_flight_and_heads_by_their_keys(
+    filled: psycopg.Connection, statement: LiteralString, index: str
+) -> None:
+    plan = plan_of(filled, statement, CLAIM_PARAMETERS)
+    if index != "message_live_lease":
+        assert {node.index for node in plan.reads("message_live", "sibling")} == {"message_live_in_flight"}
     assert {node.index for node in plan.reads("coalesce", "head")} == {"coalesce_pkey"}
 
 
-def test_a_claim_sorts_nothing_but_the_batch_that_it_has_locked(filled: psycopg.Connection) -> None:
-    plan = plan_of(filled, sql.CLAIM, CLAIM_PARAMETERS)
+@pytest.mark.parametrize(("statement", "index"), LANES)
+def test_a_claim_sorts_nothing_but_the_batch_that_it_has_locked(
+    filled: psycopg.Connection, statement: LiteralString, index: str
+) -> None:
+    plan = plan_of(filled, statement, CLAIM_PARAMETERS)
     sorts = [node for node in plan.nodes if node.type in {"Sort", "Incremental Sort"}]
-    assert len(sorts) == 2
-    for node in plan.nodes:
-        if node.type == "LockRows":
-            assert not any(below.type == "Sort" for below in node.children)
+    assert len(sorts) == (index != "message_live_lease")
+    for node in sorts:
+        assert all(below.type == "CTE Scan" for below in node.children), "more than the locked batch is sorted"
 
 
 def test_the_next_due_time_is_read_from_the_head_of_each_lane(filled: psycopg.Connection) -> None:
-    plan = plan_of(filled, sql.NEXT_DUE, {"queues": ["default", "bulk"], "since_seconds": 0})
+    plan = plan_of(
+        filled,
+        sql.NEXT_DUE,
+        {"queues": ["default", "bulk"], "since_seconds": 0, "others_since_seconds": 0, "floor_id": 1000},
+    )
     assert {node.index for node in plan.reads("message_live")} == {
         "message_live_fresh",
         "message_live_lease",
@@ -258,10 +264,16 @@ def test_attempts_in_flight_are_found_by_primary_key(
 @pytest.mark.parametrize(
     ("statement", "parameters"),
     [
-        pytest.param(sql.CLAIM, CLAIM_PARAMETERS, id="claim"),
         pytest.param(sql.CLAIM_FRESH, CLAIM_PARAMETERS, id="claim fresh"),
+        pytest.param(sql.CLAIM_RETRIES_BY_PERMITS, CLAIM_PARAMETERS, id="claim retries by permits"),
+        pytest.param(sql.CLAIM_LAPSED, CLAIM_PARAMETERS, id="claim lapsed"),
+        pytest.param(sql.END_LAPSED, CLAIM_PARAMETERS, id="end lapsed"),
         pytest.param(sql.END_SUPERSEDED_ELSEWHERE, ELSEWHERE_PARAMETERS, id="end superseded elsewhere"),
-        pytest.param(sql.NEXT_DUE, {"queues": ["default"], "since_seconds": 0}, id="next due"),
+        pytest.param(
+            sql.NEXT_DUE,
+            {"queues": ["default"], "since_seconds": 0, "others_since_seconds": 0, "floor_id": 1000},
+            id="next due",
+        ),
         pytest.param(sql.FINISH_SENT_IF_HELD, HELD_PARAMETERS, id="finish sent"),
         pytest.param(sql.FINISH_SENT_AND_FORGET_IF_HELD, HELD_PARAMETERS, id="finish sent and forget"),
         pytest.param(sql.FINISH_IF_HELD, FINISH_PARAMETERS, id="finish"),
@@ -281,8 +293,10 @@ def test_no_hot_statement_reads_a_whole_table(
 @pytest.mark.parametrize(
     ("statement", "parameters"),
     [
-        pytest.param(sql.CLAIM, CLAIM_PARAMETERS, id="claim"),
         pytest.param(sql.CLAIM_FRESH, CLAIM_PARAMETERS, id="claim fresh"),
+        pytest.param(sql.CLAIM_RETRIES_BY_PERMITS, CLAIM_PARAMETERS, id="claim retries by permits"),
+        pytest.param(sql.CLAIM_LAPSED, CLAIM_PARAMETERS, id="claim lapsed"),
+        pytest.param(sql.END_LAPSED, CLAIM_PARAMETERS, id="end lapsed"),
         pytest.param(sql.FINISH_SENT_IF_HELD, HELD_PARAMETERS, id="finish sent"),
         pytest.param(sql.FINISH_IF_HELD, FINISH_PARAMETERS, id="finish"),
     ],

@@ -1,0 +1,67 @@
+"""How many lapsed attempts of one queue a worker takes over at once. Pure arithmetic.
+
+Messages whose attempt was lost are suspects: one of them may have ended its process, and with it the attempts of all
+the others. So few of them are in flight at once, and more only as the ones before them end and the process lives.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+MAX_SUSPECTS: Final = 32
+_GROUPED_SUSPECTS: Final = 8 * MAX_SUSPECTS
+
+
+class Suspects:
+    """The pace at which one worker takes over the suspects of one queue.
+
+    The oldest suspect comes alone, when none is in flight. Then suspects that can afford a loss come in a group: when
+    half of it has ended it is filled up, to twice its size. When no such suspect is left, or now and then so that the
+    others are not starved, the oldest comes alone again.
+    """
+
+    def __init__(self) -> None:
+        self._group_size = 1
+        self._grouped_count = 0
+        self._next_is_alone = True
+
+    @property
+    def are_waiting(self) -> bool:
+        """Whether the last claim found suspects, so that more may wait."""
+        return not self._next_is_alone or self._group_size > 1
+
+    def may_come(self, in_flight: int) -> bool:
+        """Whether more of them may be claimed while so many are in flight."""
+        if self._next_is_alone or self._grouped_count == 0:
+            return in_flight == 0
+        return 2 * in_flight <= self._group_size
+
+    def limit(self, room: int, in_flight: int) -> int:
+        """How many the next claim may take. 1 is for the suspect that comes alone, whatever its history."""
+        if not self.may_come(in_flight):
+            return 0
+        if self._next_is_alone:
+            return 1
+        limit = min(2 * self._group_size, MAX_SUSPECTS) - in_flight
+        if room >= limit:
+            return limit
+        return room if room > 1 or in_flight == 0 else 0
+
+    def learn(self, limit: int, found: int, *, in_flight: int, is_filled: bool) -> bool:
+        """Remember what a claim of up to `limit` found; `is_filled` says that it used up the room.
+
+        Returns whether another look is likely to find more: a group without members says nothing of the oldest one.
+        """
+        if limit == 1:
+            if found:
+                self._next_is_alone = False
+                self._grouped_count = 0
+            elif not is_filled:
+                self._next_is_alone = True
+                self._group_size = 1
+            return False
+        self._group_size = max(self._group_size, in_flight + found)
+        self._grouped_count += found
+        if (found < limit and not is_filled) or self._grouped_count >= _GROUPED_SUSPECTS:
+            self._next_is_alone = True
+        return found == 0
