@@ -333,41 +333,32 @@ class Claims:
         self._unanswered.end(_time_of(rows))
 
     async def _claim_ordered(self, lanes: Lanes, room: int, *, complete: bool) -> int | None:
-        """Go on behind the key where the last look ended; a complete look goes round once if it finds nothing."""
-        began_after, end_count = lanes.after_key, 0
+        """Claim from the next page of ordering keys. A complete look has more ahead until it went round all keys."""
         kind = f"{lanes.queue} ordered"
         room = self._set_aside.within(kind, room)
-        while not self._stopping.is_set():
-            began_at, began_here = elapsed_clock(), lanes.after_key
-            set_aside = self._set_aside.ids(began_at)
-            message_ids: Sequence[int] = ()
-            try:
-                found, lanes.after_key = await self._store.find_ordered(
-                    lanes.queue, topics=self._topics, after_key=lanes.after_key, key_limit=room
-                )
-                message_ids = [message_id for message_id in found if message_id not in set_aside]
-                rows = []
-                if message_ids:
-                    self._unanswered.begin()
-                    rows = await self._store.claim_ordered(lanes.queue, message_ids)
-            except (psycopg.Error, OSError) as error:
-                lanes.after_key = began_here
-                await self._endure(error, lanes.queue, kind, len(message_ids))
-                return None
-            self._outage.end()
-            self._measure(lanes.queue, rows)
-            if rows:
-                self._set_aside.note_claimed(kind, room)
-                self.work_ahead = True
-                await self._take_over(rows, began_at)
-                self._unanswered.end(_time_of(rows))
-                return len(rows)
-            self._unanswered.end()
-            end_count += lanes.after_key == ""
-            # The keys behind which it began may be gone by now: then the second end is all there is.
-            if not complete or end_count == 2 or (end_count == 1 and lanes.after_key >= began_after):
-                break
-        return 0
+        began_at = elapsed_clock()
+        set_aside = self._set_aside.ids(began_at)
+        message_ids: Sequence[int] = ()
+        rows: Sequence[ClaimedRow] = ()
+        try:
+            found, last_key = await self._store.find_ordered(
+                lanes.queue, topics=self._topics, after_key=lanes.after_key, key_limit=room
+            )
+            message_ids = [message_id for message_id in found if message_id not in set_aside]
+            if message_ids:
+                self._unanswered.begin()
+                rows = await self._store.claim_ordered(lanes.queue, message_ids)
+        except (psycopg.Error, OSError) as error:
+            await self._endure(error, lanes.queue, kind, len(message_ids))
+            return None
+        self._outage.end()
+        self._measure(lanes.queue, rows)
+        if rows:
+            self._set_aside.note_claimed(kind, room)
+        is_round_over = lanes.turn_page(last_key, found=len(rows))
+        self.work_ahead |= bool(rows) or (complete and not is_round_over)
+        await self._hand_over(rows, began_at)
+        return len(rows)
 
     async def _endure(self, error: psycopg.Error | OSError, queue: str, kind: str, total: int) -> None:
         if is_refusal(error):

@@ -172,7 +172,9 @@ class Lanes:
         self.fresh = Cursor()
         self.retries = Cursor()
         self.suspects = Suspects()
-        self.after_key = ""
+        self.after_key = ""  # The last ordering key that was looked at.
+        self._round_began_after: str | None = None
+        self._round_has_wrapped = False
         self._lapsed_searched_at = -math.inf
         self._lapsed_due_at = -math.inf
         self._scheduled_due_at = -math.inf  # When a message falls due that is not a new one.
@@ -233,8 +235,25 @@ class Lanes:
             self.search()
         return is_news
 
+    def turn_page(self, last_key: str, *, found: int) -> bool:
+        """Remember the page of ordering keys that was read. Returns whether a round over all keys found nothing.
+
+        `last_key` is empty if no key follows the page.
+        """
+        if self._round_began_after is None:
+            self._round_began_after = self.after_key
+        self.after_key = last_key
+        # The keys behind which the round began may be gone by now: then its second end is all there is.
+        is_over = last_key == "" and (self._round_has_wrapped or self._round_began_after == "")
+        is_over |= self._round_has_wrapped and last_key >= self._round_began_after
+        self._round_has_wrapped |= last_key == ""
+        if found or is_over:
+            self._round_began_after, self._round_has_wrapped = None, False
+        return is_over and not found
+
     def search(self) -> None:
         """Let the next look claim from all lanes, from the beginning."""
+        self._round_began_after, self._round_has_wrapped = None, False
         self.fresh.search_due_at = self.retries.search_due_at = -math.inf
         self._scheduled_due_at = self._lapsed_due_at = -math.inf
 

@@ -191,6 +191,33 @@ def test_new_messages_are_not_enough_under_a_backlog_or_a_limit() -> None:
     assert not lanes.is_for_new_alone(1000.0)  # Messages may wait for which there was no permit.
 
 
+def test_a_round_ends_where_it_began() -> None:
+    lanes = plain()
+    assert [lanes.turn_page(last, found=0) for last in ("b", "d", "")] == [False, False, True]
+    assert lanes.turn_page("b", found=2) is False
+    # From here on it goes round once more.
+    assert [lanes.turn_page(last, found=0) for last in ("d", "", "a", "b")] == [False, False, False, True]
+
+
+def test_a_round_ends_at_its_second_end_if_the_key_where_it_began_is_gone() -> None:
+    lanes = plain()
+    lanes.turn_page("m", found=1)
+    assert [lanes.turn_page(last, found=0) for last in ("", "c", "")] == [False, False, True]
+
+
+def test_a_round_of_a_single_page_ends_at_once() -> None:
+    lanes = plain()
+    assert [lanes.turn_page("", found=0) for _ in range(2)] == [True, True]
+    assert lanes.turn_page("", found=1) is False
+
+
+def test_a_search_begins_another_round() -> None:
+    lanes = plain()
+    assert [lanes.turn_page(last, found=0) for last in ("b", "d")] == [False, False]
+    lanes.search()
+    assert [lanes.turn_page(last, found=0) for last in ("", "b", "d")] == [False, False, True]
+
+
 def test_a_search_claims_from_all_lanes_once() -> None:
     lanes = plain()
     lanes.search()
