@@ -110,8 +110,11 @@ def prune(
         topic=topic,
     )
     _prune_messages(connection, sql.PRUNE, parameters, deleted, progress, act)
-    keys = _prune_keys(connection, sql.PRUNE_DEDUPE, parameters) if State.SENT in states else 0
-    return PruneTotals(dict(deleted), _prune_what_has_no_message(connection, batch_size), keys)
+    passes = dict.fromkeys(_PASSES, _FIRST_PAGE)
+    if State.SENT in states:
+        passes[KeyPass(sql.PRUNE_DEDUPE)] = _FIRST_PAGE
+    forgotten = _take_passes(connection, passes, parameters)
+    return PruneTotals(dict(deleted), forgotten[sql.PRUNE_COALESCE], forgotten[sql.PRUNE_DEDUPE])
 
 
 def prune_by_retention(
@@ -178,12 +181,20 @@ def read_upkeep_facts(connection: psycopg.Connection[TupleRow]) -> UpkeepFacts:
     return UpkeepFacts.of_row(row)
 
 
+class KeyPass(NamedTuple):
+    """A pass over a table of keys, page by page. The topic is that of a rule for dedupe keys."""
+
+    statement: LiteralString
+    topic: str | None = None
+
+
 @dataclass(slots=True)
 class Memory:
     """What turns found out about partitions, which is good for a day and for these rules.
 
     `kept_until` by the name of a partition whose time is over; `done_until` is the time up to which a rule has been
-    obeyed in a partition.
+    obeyed in a partition. `passes` holds the passes over tables of keys that are not finished, with the last key that
+    each has read. A lost place costs another pass and breaks nothing.
     """
 
     rules: Sequence[RetentionRule] = ()
@@ -191,6 +202,7 @@ class Memory:
     done_until: dict[tuple[str, RetentionRule], datetime] = field(default_factory=dict)
     began_at: float = -math.inf
     keys_at: float = -math.inf
+    passes: dict[KeyPass, tuple[str, str]] = field(default_factory=dict)
 
     def refresh(self, rules: Sequence[RetentionRule]) -> None:
         """Forget what may be wrong by now."""
@@ -411,21 +423,26 @@ class Turn:
     # --- keys ---------------------------------------------------------------------------------------------------------
 
     def _keys_are_due(self) -> bool:
-        return time.monotonic() - self._memory.keys_at > _KEYS_EVERY_SECONDS
+        return bool(self._memory.passes) or time.monotonic() - self._memory.keys_at > _KEYS_EVERY_SECONDS
 
     def _forget_keys(self, connection: psycopg.Connection[TupleRow]) -> None:
-        if not (self._keys_are_due() or self._deleted or self._gone):
+        if not self._keys_are_due():
             return
-        dedupe_keys = 0
-        for rule in self._facts.rules:
-            if rule.state == DEDUPE_KEY and rule.keep is not None:
-                parameters = {"topic": rule.topic} | self._limit
-                dedupe_keys += _prune_keys(connection, sql.PRUNE_DEDUPE_BY_RULE, parameters, self._is_over)
-        if self._act is None:  # Only workers may write what is theirs.
-            transact(connection, lambda: connection.execute(sql.FORGET_RENEWALS))
-        coalesce_keys = _prune_what_has_no_message(connection, self._limit["limit"], self._is_over)
-        self._totals = replace(self._totals, coalesce_keys=coalesce_keys, dedupe_keys=dedupe_keys)
-        self._memory.keys_at = time.monotonic()
+        passes = self._memory.passes
+        if not passes:
+            if self._act is None:  # Only workers may write what is theirs.
+                transact(connection, lambda: connection.execute(sql.FORGET_RENEWALS))
+            for rule in self._facts.rules:
+                if rule.state == DEDUPE_KEY and rule.keep is not None:
+                    passes[KeyPass(sql.PRUNE_DEDUPE_BY_RULE, rule.topic)] = _FIRST_PAGE
+            passes.update(dict.fromkeys(_PASSES, _FIRST_PAGE))
+            self._memory.keys_at = time.monotonic()
+        forgotten = _take_passes(connection, passes, self._limit, self._is_over)
+        self._totals = replace(
+            self._totals,
+            coalesce_keys=forgotten[sql.PRUNE_COALESCE],
+            dedupe_keys=forgotten[sql.PRUNE_DEDUPE_BY_RULE],
+        )
 
 
 _EVERYWHERE: Final = Partition("", datetime(1, 1, 1, tzinfo=UTC), datetime(9999, 1, 1, tzinfo=UTC))
@@ -457,28 +474,42 @@ def _prune_messages(
     return False
 
 
-def _prune_what_has_no_message(
-    connection: psycopg.Connection[TupleRow], batch_size: int, is_over: Callable[[], bool] = lambda: False
-) -> int:
-    """Forget keys and contents without a message; returns how many coalesce keys."""
-    for statement in (sql.PRUNE_ORDERING, sql.PRUNE_CONTENT):
-        _prune_keys(connection, statement, {"limit": batch_size}, is_over)
-    return _prune_keys(connection, sql.PRUNE_COALESCE, {"limit": batch_size}, is_over)
-
-
-def _prune_keys(
+def _take_passes(
     connection: psycopg.Connection[TupleRow],
-    statement: LiteralString,
+    passes: dict[KeyPass, tuple[str, str]],
     parameters: Mapping[str, object],
     is_over: Callable[[], bool] = lambda: False,
-) -> int:
-    total = 0
-    while not is_over():
-        count = transact(connection, lambda: connection.execute(statement, parameters).rowcount)
-        total += count
-        if count < cast("int", parameters["limit"]):
-            break
-    return total
+) -> Counter[LiteralString]:
+    """Take each pass page by page, until it ends or `is_over`. Return how many keys were forgotten, by statement.
+
+    A pass that ends is removed from `passes`. Each page is committed by itself.
+    """
+    forgotten: Counter[LiteralString] = Counter()
+    while passes and not is_over():
+        one, (scope, key) = next(iter(passes.items()))
+        arguments = {**parameters, "after_scope": scope, "after_key": key}
+        if one.topic is not None:
+            arguments["topic"] = one.topic
+        rows = transact(connection, functools.partial(_fetch_page, connection, one.statement, arguments))
+        if not rows:
+            del passes[one]
+            continue
+        ((last_scope, last_key, key_count, forgotten_count),) = rows
+        forgotten[one.statement] += forgotten_count
+        passes[one] = last_scope, last_key
+        if key_count < cast("int", parameters["limit"]):
+            del passes[one]
+    return forgotten
+
+
+def _fetch_page(
+    connection: psycopg.Connection[TupleRow], statement: LiteralString, arguments: Mapping[str, object]
+) -> list[TupleRow]:
+    return connection.execute(statement, arguments).fetchall()
+
+
+_FIRST_PAGE: Final = ("", "")
+_PASSES: Final = (KeyPass(sql.PRUNE_ORDERING), KeyPass(sql.PRUNE_CONTENT), KeyPass(sql.PRUNE_COALESCE))
 
 
 def retention_rules(connection: psycopg.Connection[TupleRow]) -> list[RetentionRule]:

@@ -561,7 +561,7 @@ def resend(connection: psycopg.Connection[TupleRow], message_id: int, *, act: Ac
         if superseded_by is not None:
             raise StateError(f"message {message_id} is superseded by message {superseded_by}, which is newer")
         if copy_id is None:
-            raise _no_such_message(message_id)  # A prune was faster.
+            raise StateError(f"message {message_id} is superseded by a newer message, which is deleted")
         return int(copy_id)
 
     return transact(connection, copy)

@@ -176,6 +176,28 @@ CREATE INDEX message_failed_halts ON pgoutbox.message_failed (queue, ordering_ke
 WHERE on_failed = 'halt'
 """
 
+# Maintenance asks by key whether a message is left that a redrive can make pending again. Only failed and cancelled
+# messages are in these indexes, so that enqueue, claim and a finish as sent never write them.
+FAILED_COALESCED = """
+CREATE INDEX message_failed_coalesced ON pgoutbox.message_failed (topic, coalesce_key)
+WHERE coalesce_key IS NOT NULL
+"""
+
+FAILED_ORDERED = """
+CREATE INDEX message_failed_ordered ON pgoutbox.message_failed (queue, ordering_key)
+WHERE ordering_key IS NOT NULL
+"""
+
+CANCELLED_COALESCED = """
+CREATE INDEX message_done_coalesced ON pgoutbox.message_done (topic, coalesce_key)
+WHERE state = 'cancelled' AND coalesce_key IS NOT NULL
+"""
+
+CANCELLED_ORDERED = """
+CREATE INDEX message_done_ordered ON pgoutbox.message_done (queue, ordering_key)
+WHERE state = 'cancelled' AND ordering_key IS NOT NULL
+"""
+
 MESSAGE_CONTENT = "CREATE INDEX message_content ON pgoutbox.message (content_id) WHERE content_id IS NOT NULL"
 
 # What many messages share is stored once, and goes with the last of them.
@@ -1808,8 +1830,9 @@ def upgrade() -> None:
     for statement in (
         SCHEMA, SCHEMA_COMMENT, SEQUENCE, MESSAGE, MESSAGE_LIVE, MESSAGE_FAILED, MESSAGE_DONE, MESSAGE_DONE_DEFAULT,
         MESSAGE_DONE_FINISHED, LIVE_FRESH, LIVE_RETRY, LIVE_LEASE, LIVE_IN_FLIGHT, LIVE_ORDERED,
-        LIVE_ORDERED_DUE, LIVE_ORDERED_IN_FLIGHT, FAILED_HALTS, MESSAGE_CONTENT, ATTEMPT, RENEWAL, QUEUE, COALESCE,
-        ORDERING, DEDUPE, CONTENT, BREAKER, RETENTION, AUDIT, AUDIT_MESSAGES, *FUNCTIONS, REVOKE,
+        LIVE_ORDERED_DUE, LIVE_ORDERED_IN_FLIGHT, FAILED_HALTS, FAILED_COALESCED, FAILED_ORDERED,
+        CANCELLED_COALESCED, CANCELLED_ORDERED, MESSAGE_CONTENT, ATTEMPT, RENEWAL, QUEUE, COALESCE, ORDERING,
+        DEDUPE, CONTENT, BREAKER, RETENTION, AUDIT, AUDIT_MESSAGES, *FUNCTIONS, REVOKE,
     ):  # fmt: skip
         op.execute(statement)
     op.execute("ALTER SEQUENCE pgoutbox.message_id_seq OWNED BY pgoutbox.message.id")

@@ -479,7 +479,9 @@ $function$
 
 # The head is locked first: between a look at it and the enqueue a newer message could commit, which the copy, drawing
 # its id last, would then supersede with older content. The source is locked as well: a prune that deleted it before the
-# copy commits would take its content along, which nobody else names then.
+# copy commits would take its content along, which nobody else names then. Only the message that the head names is the
+# newest of its key. A head that is missing was forgotten after its newest message was deleted, and one that names a
+# smaller id was inserted later by a transaction that had drawn its id before.
 RESEND = """
 CREATE FUNCTION pgoutbox.resend(message_id bigint)
 RETURNS TABLE (id bigint, state text, superseded_by bigint)
@@ -503,7 +505,8 @@ BEGIN
         WHERE m.id = resend.message_id
         FOR UPDATE OF c
     )
-    SELECT copy.id, m.state, CASE WHEN head.newest_id > m.id THEN head.newest_id END, m.content_id
+    SELECT
+        copy.id, m.state, CASE WHEN copy.id IS NULL AND head.newest_id <> m.id THEN head.newest_id END, m.content_id
     INTO resend.id, resend.state, resend.superseded_by, shared_id
     FROM pgoutbox.message AS m
     LEFT JOIN head ON true
@@ -519,11 +522,10 @@ BEGIN
             ordering_key => m.ordering_key,
             on_failed => m.on_failed
         ) AS id
-        WHERE m.state = 'sent'
-            AND coalesce(head.newest_id <= m.id, true)
-            AND EXISTS (SELECT FROM source AS s WHERE s.id = m.id)
+        WHERE m.state = 'sent' AND (m.coalesce_key IS NULL OR head.newest_id = m.id)
     ) AS copy ON true
-    WHERE m.id = resend.message_id;
+    WHERE m.id = resend.message_id
+        AND (m.state <> 'sent' OR EXISTS (SELECT FROM source AS s WHERE s.id = m.id));
     IF NOT FOUND THEN
         RETURN;
     END IF;
@@ -631,133 +633,235 @@ WITH old AS MATERIALIZED (
     FOR UPDATE OF m SKIP LOCKED
 )DELETE_OLD""".replace("DELETE_OLD", _DELETE_OLD)
 
-# Keys whose message is deleted, by a rule of their own.
+# The functions below delete unneeded keys from one page of their table, in the order of the primary key, and return
+# where the page ended. Their cost depends on the size of the page, not on the size of the table. Each question about a
+# key is a scalar subquery, because the planner could turn an EXISTS into a hash of all messages. Without sequential
+# scans, it reads no small partition as a whole, once for each key.
+
+# Keys whose message is deleted, by a rule of their own. No other message can take such a key over, so it is the same
+# when it is locked. Topics begin with a letter, so a brace follows the last of them.
+_DEDUPE_PAGE = """WITH page AS MATERIALIZED (
+    SELECT d.topic, d.dedupe_key, d.message_id
+    FROM pgoutbox.dedupe AS d
+    WHERE (d.topic, d.dedupe_key) > (after_topic, after_key)
+        AND d.topic >= coalesce(nullif(PAGE_TOPIC, '*'), '')
+        AND d.topic <= coalesce(nullif(PAGE_TOPIC, '*'), '{')
+    ORDER BY d.topic, d.dedupe_key
+    LIMIT at_most
+), locked AS MATERIALIZED (
+    SELECT d.topic, d.dedupe_key
+    FROM page AS p
+    JOIN pgoutbox.dedupe AS d ON d.topic = p.topic AND d.dedupe_key = p.dedupe_key
+    WHERE IS_OLD
+        AND (SELECT m.id FROM pgoutbox.message AS m WHERE m.id = p.message_id LIMIT 1) IS NULL
+    FOR UPDATE OF d SKIP LOCKED
+), forgotten AS (
+    DELETE FROM pgoutbox.dedupe AS d
+    USING locked AS l
+    WHERE d.topic = l.topic AND d.dedupe_key = l.dedupe_key
+    RETURNING d.message_id
+)
+SELECT p.topic, p.dedupe_key, (SELECT count(*) FROM page), (SELECT count(*) FROM forgotten)
+FROM page AS p
+ORDER BY p.topic DESC, p.dedupe_key DESC
+LIMIT 1
+$function$
+"""
+
 PRUNE_DEDUPE_BY_RULE = """
-CREATE FUNCTION pgoutbox.prune_dedupe_by_rule(rule_topic text, at_most bigint)
-RETURNS SETOF bigint
+CREATE FUNCTION pgoutbox.prune_dedupe_by_rule(
+    rule_topic text, at_most bigint, after_topic text DEFAULT '', after_key text DEFAULT ''
+)
+RETURNS TABLE (last_topic text, last_key text, key_count bigint, forgotten_count bigint)
 LANGUAGE sql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
+SET enable_seqscan = off
 AS $function$
 LOCK TABLE pgoutbox.retention IN SHARE MODE;
-WITH old AS MATERIALIZED (
-    SELECT d.topic, d.dedupe_key
-    FROM pgoutbox.retention AS r
-    CROSS JOIN pgoutbox.dedupe AS d
-    WHERE r.topic = rule_topic
-        AND r.state = 'dedupe_key'
-        AND d.created_at <= now() - r.keep
-        AND (
-            d.topic = r.topic
-            OR (
-                r.topic = '*'
-                AND NOT EXISTS (
-                    SELECT FROM pgoutbox.retention AS own WHERE own.topic = d.topic AND own.state = r.state
-                )
-            )
+DEDUPE_PAGE""".replace("DEDUPE_PAGE", _DEDUPE_PAGE.replace("PAGE_TOPIC", "rule_topic")).replace(
+    "IS_OLD",
+    """d.created_at <= now() - (
+            SELECT r.keep FROM pgoutbox.retention AS r WHERE r.topic = rule_topic AND r.state = 'dedupe_key'
         )
-        AND NOT EXISTS (SELECT FROM pgoutbox.message AS m WHERE m.id = d.message_id)
-    LIMIT at_most
-    FOR UPDATE OF d SKIP LOCKED
+        AND (
+            rule_topic <> '*'
+            OR NOT EXISTS (
+                SELECT FROM pgoutbox.retention AS own WHERE own.topic = d.topic AND own.state = 'dedupe_key'
+            )
+        )""",
 )
-DELETE FROM pgoutbox.dedupe AS d
-USING old AS o
-WHERE d.topic = o.topic AND d.dedupe_key = o.dedupe_key -- Locked, they are still those that were looked at.
-RETURNING d.message_id
-$function$
-"""
 
 # The same by age alone, for those who prune without rules.
 PRUNE_DEDUPE = """
-CREATE FUNCTION pgoutbox.prune_dedupe(older_than interval, only_topic text, at_most bigint)
-RETURNS SETOF bigint
+CREATE FUNCTION pgoutbox.prune_dedupe(
+    older_than interval, only_topic text, at_most bigint, after_topic text DEFAULT '', after_key text DEFAULT ''
+)
+RETURNS TABLE (last_topic text, last_key text, key_count bigint, forgotten_count bigint)
 LANGUAGE sql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
+SET enable_seqscan = off
 AS $function$
-WITH old AS MATERIALIZED (
-    SELECT d.topic, d.dedupe_key
-    FROM pgoutbox.dedupe AS d
-    WHERE d.created_at < now() - older_than
-        AND (only_topic IS NULL OR d.topic = only_topic)
-        AND NOT EXISTS (SELECT FROM pgoutbox.message AS m WHERE m.id = d.message_id)
-    LIMIT at_most
-    FOR UPDATE OF d SKIP LOCKED
+DEDUPE_PAGE""".replace("DEDUPE_PAGE", _DEDUPE_PAGE.replace("PAGE_TOPIC", "only_topic")).replace(
+    "IS_OLD", "d.created_at < now() - older_than"
 )
-DELETE FROM pgoutbox.dedupe AS d
-USING old AS o
-WHERE d.topic = o.topic AND d.dedupe_key = o.dedupe_key -- Locked, they are still those that were looked at.
-RETURNING d.message_id
-$function$
-"""
 
-# A head can be forgotten when every message of its key is gone: ids of one key only grow, so that is certain when its
-# newest message is older than the oldest message there is. A head that an open transaction holds is left alone, and so
-# is one that was changed after this statement's snapshot: its message is not among those that there are. A row that is
-# locked is looked at as it is then; `seen` is what the snapshot held.
+# The head of a coalesce key is unneeded if no message of the key can become pending again or supersede another one:
+#
+# - No message of the key is live, failed or cancelled. Only these can be delivered or redriven. No index of live
+#   messages by key exists, which every enqueue would have to write: the oldest live messages are read instead. If more
+#   of them exist than are read, heads that are newer than those stay.
+# - The newest message is deleted. While it exists, `resend` and `cancel_by_key` need the head. Without a head `resend`
+#   refuses an older message that was sent.
+#
+# Both come from one snapshot, which contains the newest message of each head in it. The head is locked after that and
+# compared: an enqueue that committed in between has changed it. An open enqueue has it locked, so it is passed over.
 PRUNE_COALESCE = """
-CREATE FUNCTION pgoutbox.prune_coalesce(at_most bigint)
-RETURNS SETOF bigint
+CREATE FUNCTION pgoutbox.prune_coalesce(at_most bigint, after_topic text DEFAULT '', after_key text DEFAULT '')
+RETURNS TABLE (last_topic text, last_key text, key_count bigint, forgotten_count bigint)
 LANGUAGE sql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
+SET enable_seqscan = off
 AS $function$
-WITH forgotten AS MATERIALIZED (
-    SELECT head.topic, head.coalesce_key
+WITH page AS MATERIALIZED (
+    SELECT head.topic, head.coalesce_key, head.newest_id
     FROM pgoutbox.coalesce AS head
-    JOIN pgoutbox.coalesce AS seen ON seen.topic = head.topic AND seen.coalesce_key = head.coalesce_key
-    WHERE head.newest_id < coalesce((SELECT min(m.id) FROM pgoutbox.message AS m), 0)
-        AND head.newest_id = seen.newest_id
+    WHERE (head.topic, head.coalesce_key) > (after_topic, after_key)
+    ORDER BY head.topic, head.coalesce_key
     LIMIT at_most
+), ended AS MATERIALIZED (
+    SELECT p.topic, p.coalesce_key, p.newest_id
+    FROM page AS p
+    WHERE (SELECT m.id FROM pgoutbox.message_done AS m WHERE m.id = p.newest_id LIMIT 1) IS NULL
+        AND (
+            SELECT m.id
+            FROM pgoutbox.message_done AS m
+            WHERE m.topic = p.topic AND m.coalesce_key = p.coalesce_key AND m.state = 'cancelled'
+            LIMIT 1
+        ) IS NULL
+        AND (
+            SELECT m.id
+            FROM pgoutbox.message_failed AS m
+            WHERE m.topic = p.topic AND m.coalesce_key = p.coalesce_key
+            LIMIT 1
+        ) IS NULL
+), oldest AS MATERIALIZED (
+    SELECT m.id, m.topic, m.coalesce_key
+    FROM pgoutbox.message_live AS m
+    WHERE m.id <= (SELECT max(e.newest_id) FROM ended AS e)
+    ORDER BY m.id
+    LIMIT 10 * at_most
+), locked AS MATERIALIZED (
+    SELECT head.topic, head.coalesce_key
+    FROM ended AS e
+    JOIN pgoutbox.coalesce AS head ON head.topic = e.topic AND head.coalesce_key = e.coalesce_key
+    WHERE head.newest_id = e.newest_id
+        AND e.newest_id <= coalesce(
+            (SELECT max(o.id) FROM oldest AS o HAVING count(*) = 10 * at_most), e.newest_id
+        )
+        AND (e.topic, e.coalesce_key) NOT IN (
+            SELECT o.topic, o.coalesce_key FROM oldest AS o WHERE o.coalesce_key IS NOT NULL
+        )
     FOR UPDATE OF head SKIP LOCKED
+), forgotten AS (
+    DELETE FROM pgoutbox.coalesce AS head
+    USING locked AS l
+    WHERE head.topic = l.topic AND head.coalesce_key = l.coalesce_key
+    RETURNING head.newest_id
 )
-DELETE FROM pgoutbox.coalesce AS head
-USING forgotten AS f
-WHERE head.topic = f.topic AND head.coalesce_key = f.coalesce_key
-RETURNING head.newest_id
+SELECT p.topic, p.coalesce_key, (SELECT count(*) FROM page), (SELECT count(*) FROM forgotten)
+FROM page AS p
+ORDER BY p.topic DESC, p.coalesce_key DESC
+LIMIT 1
 $function$
 """
 
-# The same of ordering keys.
+# The row of an ordering key makes an enqueue draw its id after those of the earlier messages. It is unneeded if none of
+# these is live, failed or cancelled: a message that was sent or skipped has no successors that wait for it. The row
+# also stays while its last message exists: a key that is used now and then keeps its row.
 PRUNE_ORDERING = """
-CREATE FUNCTION pgoutbox.prune_ordering(at_most bigint)
-RETURNS SETOF bigint
+CREATE FUNCTION pgoutbox.prune_ordering(at_most bigint, after_queue text DEFAULT '', after_key text DEFAULT '')
+RETURNS TABLE (last_queue text, last_key text, key_count bigint, forgotten_count bigint)
 LANGUAGE sql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
+SET enable_seqscan = off
 AS $function$
-WITH forgotten AS MATERIALIZED (
-    SELECT tail.queue, tail.ordering_key
+WITH page AS MATERIALIZED (
+    SELECT tail.queue, tail.ordering_key, tail.last_id
     FROM pgoutbox.ordering AS tail
-    JOIN pgoutbox.ordering AS seen ON seen.queue = tail.queue AND seen.ordering_key = tail.ordering_key
-    WHERE tail.last_id < coalesce((SELECT min(m.id) FROM pgoutbox.message AS m), 0)
-        AND tail.last_id = seen.last_id
+    WHERE (tail.queue, tail.ordering_key) > (after_queue, after_key)
+    ORDER BY tail.queue, tail.ordering_key
     LIMIT at_most
+), ended AS MATERIALIZED (
+    SELECT p.queue, p.ordering_key, p.last_id
+    FROM page AS p
+    WHERE (SELECT m.id FROM pgoutbox.message_done AS m WHERE m.id = p.last_id LIMIT 1) IS NULL
+        AND (
+            SELECT m.id
+            FROM pgoutbox.message_done AS m
+            WHERE m.queue = p.queue AND m.ordering_key = p.ordering_key AND m.state = 'cancelled'
+            LIMIT 1
+        ) IS NULL
+        AND (
+            SELECT m.id
+            FROM pgoutbox.message_failed AS m
+            WHERE m.queue = p.queue AND m.ordering_key = p.ordering_key
+            LIMIT 1
+        ) IS NULL
+        AND (
+            SELECT m.id
+            FROM pgoutbox.message_live AS m
+            WHERE m.queue = p.queue AND m.ordering_key = p.ordering_key
+            LIMIT 1
+        ) IS NULL
+), locked AS MATERIALIZED (
+    SELECT tail.queue, tail.ordering_key
+    FROM ended AS e
+    JOIN pgoutbox.ordering AS tail ON tail.queue = e.queue AND tail.ordering_key = e.ordering_key
+    WHERE tail.last_id = e.last_id
+        AND (SELECT count(*) FROM ended) > 0 -- Producers wait for these locks: look everything up before the first one.
     FOR UPDATE OF tail SKIP LOCKED
+), forgotten AS (
+    DELETE FROM pgoutbox.ordering AS tail
+    USING locked AS l
+    WHERE tail.queue = l.queue AND tail.ordering_key = l.ordering_key
+    RETURNING tail.last_id
 )
-DELETE FROM pgoutbox.ordering AS tail
-USING forgotten AS f
-WHERE tail.queue = f.queue AND tail.ordering_key = f.ordering_key
-RETURNING tail.last_id
+SELECT p.queue, p.ordering_key, (SELECT count(*) FROM page), (SELECT count(*) FROM forgotten)
+FROM page AS p
+ORDER BY p.queue DESC, p.ordering_key DESC
+LIMIT 1
 $function$
 """
 
 # A content goes with the last message that names it.
 PRUNE_CONTENT = """
-CREATE FUNCTION pgoutbox.prune_content(at_most bigint)
-RETURNS SETOF bigint
+CREATE FUNCTION pgoutbox.prune_content(at_most bigint, after_id bigint DEFAULT 0)
+RETURNS TABLE (last_id bigint, content_count bigint, forgotten_count bigint)
 LANGUAGE sql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
+SET enable_seqscan = off
 AS $function$
-DELETE FROM pgoutbox.content AS c
-WHERE c.id IN (
-    SELECT unused.id
-    FROM pgoutbox.content AS unused
-    WHERE NOT EXISTS (SELECT FROM pgoutbox.message AS m WHERE m.content_id = unused.id)
+WITH page AS MATERIALIZED (
+    SELECT c.id
+    FROM pgoutbox.content AS c
+    WHERE c.id > after_id
+    ORDER BY c.id
     LIMIT at_most
+), forgotten AS (
+    DELETE FROM pgoutbox.content AS c
+    USING page AS p
+    WHERE c.id = p.id AND (SELECT m.id FROM pgoutbox.message AS m WHERE m.content_id = p.id LIMIT 1) IS NULL
+    RETURNING c.id
 )
-RETURNING c.id
+SELECT p.id, (SELECT count(*) FROM page), (SELECT count(*) FROM forgotten)
+FROM page AS p
+ORDER BY p.id DESC
+LIMIT 1
 $function$
 """
 
@@ -937,16 +1041,19 @@ COMMENTS = {
     "states, and where they are given at these attempts. Says of each whether it was done, which state it had, the "
     "newer message if it is superseded, and at which attempt it stands.",
     "FUNCTION pgoutbox.resend": "Enqueue a copy of a sent message. Returns its id, or null with the state or the newer "
-    "message because of which there is none; no row if there is no such message.",
+    "message because of which there is none; all but the state are null if that one is deleted. No row if there is no "
+    "such message.",
     "FUNCTION pgoutbox.prune": "Delete a batch of messages that have been final for longer than an interval, with "
     "attempts and dedupe keys. Returns the state that each had.",
     "FUNCTION pgoutbox.prune_by_rule": "Delete a batch of what a rule of retention no longer keeps, of those that "
     "ended within a time. Returns the state that each had.",
-    "FUNCTION pgoutbox.prune_dedupe": "Delete a batch of old dedupe keys whose message is gone.",
-    "FUNCTION pgoutbox.prune_dedupe_by_rule": "Delete a batch of the dedupe keys that their rule no longer keeps.",
-    "FUNCTION pgoutbox.prune_coalesce": "Forget a batch of the coalesce keys that are older than every message.",
-    "FUNCTION pgoutbox.prune_ordering": "Forget a batch of the ordering keys that are older than every message.",
-    "FUNCTION pgoutbox.prune_content": "Delete a batch of the contents that no message names.",
+    "FUNCTION pgoutbox.prune_dedupe": "Delete the old dedupe keys of one page whose message is deleted.",
+    "FUNCTION pgoutbox.prune_dedupe_by_rule": "Delete the dedupe keys of one page that their rule no longer keeps.",
+    "FUNCTION pgoutbox.prune_coalesce": "Delete the unneeded coalesce keys of one page, in the order of "
+    "the primary key. Returns the last key of the page, and how many it had and lost.",
+    "FUNCTION pgoutbox.prune_ordering": "Delete the unneeded ordering keys of one page, in the order of "
+    "the primary key. Returns the last key of the page, and how many it had and lost.",
+    "FUNCTION pgoutbox.prune_content": "Delete the contents of one page that no message names.",
     "FUNCTION pgoutbox.set_up_roles": "Create the roles that are missing, if the caller may, and grant to those that "
     "exist what they need in this database. Returns the ones that are still missing. Harmless when repeated.",
     "VIEW pgoutbox.message_view": "Every message, fit for people: payload and headers without values, and texts "

@@ -35,23 +35,6 @@ FROM pgoutbox.prune_by_rule(
 ) AS p(state)
 """
 
-PRUNE_DEDUPE_BY_RULE: Final[LiteralString] = """
-SELECT p.message_id
-FROM pgoutbox.prune_dedupe_by_rule(
-    rule_topic => %(topic)s::text,
-    at_most => %(limit)s::bigint
-) AS p(message_id)
-"""
-
-PRUNE_DEDUPE: Final[LiteralString] = """
-SELECT p.message_id
-FROM pgoutbox.prune_dedupe(
-    older_than => make_interval(secs => %(older_than_seconds)s::float8),
-    only_topic => %(topic)s::text,
-    at_most => %(limit)s::bigint
-) AS p(message_id)
-"""
-
 # What there is to be done is decided by these few facts; see `pgoutbox.maintenance`.
 UPKEEP_FACTS: Final[LiteralString] = """
 SELECT
@@ -140,14 +123,57 @@ WHERE r.topic = %(topic)s::text AND r.state = %(state)s::text
 RETURNING r.topic
 """
 
-PRUNE_COALESCE: Final[LiteralString] = "SELECT p.id FROM pgoutbox.prune_coalesce(%(limit)s::bigint) AS p(id)"
+# One page of a table of keys: the last key of the page, how many keys it had, and how many were forgotten. No row if no
+# key follows.
+PRUNE_COALESCE: Final[LiteralString] = """
+SELECT p.last_topic, p.last_key, p.key_count, p.forgotten_count
+FROM pgoutbox.prune_coalesce(
+    at_most => %(limit)s::bigint,
+    after_topic => %(after_scope)s::text,
+    after_key => %(after_key)s::text
+) AS p
+"""
 
-PRUNE_ORDERING: Final[LiteralString] = "SELECT p.id FROM pgoutbox.prune_ordering(%(limit)s::bigint) AS p(id)"
+PRUNE_ORDERING: Final[LiteralString] = """
+SELECT p.last_queue, p.last_key, p.key_count, p.forgotten_count
+FROM pgoutbox.prune_ordering(
+    at_most => %(limit)s::bigint,
+    after_queue => %(after_scope)s::text,
+    after_key => %(after_key)s::text
+) AS p
+"""
+
+PRUNE_DEDUPE_BY_RULE: Final[LiteralString] = """
+SELECT p.last_topic, p.last_key, p.key_count, p.forgotten_count
+FROM pgoutbox.prune_dedupe_by_rule(
+    rule_topic => %(topic)s::text,
+    at_most => %(limit)s::bigint,
+    after_topic => %(after_scope)s::text,
+    after_key => %(after_key)s::text
+) AS p
+"""
+
+PRUNE_DEDUPE: Final[LiteralString] = """
+SELECT p.last_topic, p.last_key, p.key_count, p.forgotten_count
+FROM pgoutbox.prune_dedupe(
+    older_than => make_interval(secs => %(older_than_seconds)s::float8),
+    only_topic => %(topic)s::text,
+    at_most => %(limit)s::bigint,
+    after_topic => %(after_scope)s::text,
+    after_key => %(after_key)s::text
+) AS p
+"""
+
+PRUNE_CONTENT: Final[LiteralString] = """
+SELECT '', p.last_id::text, p.content_count, p.forgotten_count
+FROM pgoutbox.prune_content(
+    at_most => %(limit)s::bigint,
+    after_id => coalesce(nullif(%(after_key)s::text, '')::bigint, 0)
+) AS p
+"""
 
 # A renewal beside a locked row is good for a lease, which is a day at most.
 FORGET_RENEWALS: Final[LiteralString] = """
 DELETE FROM pgoutbox.renewal AS r
 WHERE r.lease_expires_at < now() - interval '1 day'
 """
-
-PRUNE_CONTENT: Final[LiteralString] = "SELECT p.id FROM pgoutbox.prune_content(%(limit)s::bigint) AS p(id)"

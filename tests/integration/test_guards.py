@@ -294,7 +294,8 @@ async def pruning_obeys_the_rule_as_it_stands(stage: Stage) -> None:
 def prune_by_rules(db: psycopg.Connection) -> None:
     for topic, state in db.execute("SELECT topic, state FROM pgoutbox.retention WHERE keep IS NOT NULL").fetchall():
         statement = sql.PRUNE_DEDUPE_BY_RULE if state == "dedupe_key" else sql.PRUNE_BY_RULE
-        db.execute(statement, {"topic": topic, "state": state, "limit": 9, "since": "-infinity", "until": "infinity"})
+        parameters = {"topic": topic, "state": state, "limit": 9, "since": "-infinity", "until": "infinity"}
+        db.execute(statement, parameters | {"after_scope": "", "after_key": ""})
 
 
 # --- one in flight, newest wins ---------------------------------------------------------------------------------------
@@ -705,7 +706,7 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
         a_key_that_has_a_message_is_not_pruned,
         no_guard_in_function(
             "prune_dedupe_by_rule",
-            "        AND NOT EXISTS (SELECT FROM pgoutbox.message AS m WHERE m.id = d.message_id)\n",
+            "        AND (SELECT m.id FROM pgoutbox.message AS m WHERE m.id = p.message_id LIMIT 1) IS NULL\n",
         ),
     ),
     ("own rule in prune", pruning_leaves_what_its_topic_keeps, no_guard_in_function("prune_by_rule", OWN_RULE)),

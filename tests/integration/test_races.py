@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, LiteralString
+from typing import TYPE_CHECKING
 
 import psycopg
 import pytest
@@ -51,42 +51,6 @@ if TYPE_CHECKING:
 
 # --- prune against producers and operators ----------------------------------------------------------------------------
 
-# The statement stops where it asks for the oldest message, when it has its snapshot and no row yet.
-_GATE: LiteralString = "SELECT min(m.id) + length(pg_advisory_lock(4711)::text) FROM pgoutbox.message AS m"
-
-
-@pytest.mark.parametrize(
-    ("statement", "function", "arguments", "table"),
-    [
-        pytest.param(sql.PRUNE_ORDERING, "prune_ordering", {"ordering_key": "k"}, "ordering", id="ordering key"),
-        pytest.param(sql.PRUNE_COALESCE, "prune_coalesce", {"coalesce_key": "k"}, "coalesce", id="coalesce key"),
-    ],
-)
-async def test_a_key_whose_next_message_commits_while_a_prune_runs_is_not_forgotten(
-    connect: Connect,
-    db: psycopg.Connection,
-    statement: LiteralString,
-    function: str,
-    arguments: dict[str, str],
-    table: str,
-) -> None:
-    ((definition,),) = db.execute("SELECT pg_get_functiondef(%s::regproc)", [f"pgoutbox.{function}"]).fetchall()
-    stopped = definition.replace("SELECT min(m.id) FROM pgoutbox.message AS m", _GATE)
-    assert stopped != definition
-    db.execute(stopped.encode())
-    gate, producer, pruner = connect(autocommit=True), connect(), connect(autocommit=True)
-    old = enqueue(db, **arguments)  # type: ignore[arg-type] # passed on
-    db.execute("DELETE FROM pgoutbox.message WHERE id = %s", (old,))
-    gate.execute("SELECT pg_advisory_lock(4711)")
-    enqueue(producer, **arguments)  # type: ignore[arg-type] # passed on
-    enqueue(db)  # Newer, and committed before: the oldest message that the prune sees.
-    pruning = asyncio.create_task(asyncio.to_thread(pruner.execute, statement, {"limit": 9}))
-    await until_blocked(db, pruning)
-    producer.commit()
-    gate.execute("SELECT pg_advisory_unlock(4711)")
-    assert (await pruning).rowcount == 0
-    assert db.execute(f"SELECT count(*) FROM pgoutbox.{table}".encode()).fetchall() == [(1,)]
-
 
 def test_what_is_being_resent_is_not_pruned_and_keeps_its_content(connect: Connect, db: psycopg.Connection) -> None:
     resending = connect()
@@ -99,10 +63,10 @@ def test_what_is_being_resent_is_not_pruned_and_keeps_its_content(connect: Conne
     ((copy_id, _, _),) = resending.execute(sql.RESEND, {"id": source_id}).fetchall()
     old = {"states": ["sent"], "older_than_seconds": 1.0, "topic": None, "limit": 9}
     assert db.execute(sql.PRUNE, old).fetchall() == []
-    db.execute(sql.PRUNE_CONTENT, {"limit": 9})
+    db.execute(sql.PRUNE_CONTENT, {"limit": 9, "after_key": ""})
     resending.commit()
     assert db.execute(sql.PRUNE, old).fetchall() == [("sent",)]
-    db.execute(sql.PRUNE_CONTENT, {"limit": 9})
+    db.execute(sql.PRUNE_CONTENT, {"limit": 9, "after_key": ""})
     body = db.execute(
         "SELECT c.body FROM pgoutbox.message AS m JOIN pgoutbox.content AS c ON c.id = m.content_id WHERE m.id = %s",
         (copy_id,),

@@ -677,7 +677,10 @@ def test_a_worker_looks_after_the_tables_by_the_rules(
     connection.execute("INSERT INTO pgoutbox.retention VALUES ('1 day', '*', 'sent'), ('1 day', '*', 'dedupe_key')")
     connection.commit()
     with psycopg.connect(worker_dsn, autocommit=True) as worker:
-        rule = {"topic": "*", "state": "sent", "since": "-infinity", "until": "infinity", "limit": 10}
+        rule = {
+            "topic": "*", "state": "sent", "since": "-infinity", "until": "infinity", "limit": 10, "after_scope": "",
+            "after_key": "",
+        }  # fmt: skip
         assert worker.execute(sql.PRUNE_BY_RULE, rule).fetchall() == [("sent",)]
         for statement in (sql.PRUNE_DEDUPE_BY_RULE, sql.PRUNE_COALESCE, sql.PRUNE_ORDERING, sql.PRUNE_CONTENT):
             worker.execute(statement, rule)

@@ -40,7 +40,7 @@ SUCCESSOR_IN_FLEET = replace(SUCCESSOR, handles=(0b11, 0b11))
 
 LINE = Ordering(producers=(1, 1))
 LINE_OF_BULKS = replace(LINE, bulk=2)
-LINE_FORGOTTEN = replace(LINE, forgets=True)
+LINE_FORGOTTEN = replace(LINE, halts=True, forgets=True)
 LINE_AND_OPERATOR = Ordering(messages=2, redrives=1, cancels=1)
 LINE_HALTS = replace(LINE_AND_OPERATOR, halts=True)
 LINE_AND_ALL = Ordering(producers=(1, 1), halts=True, max_attempts=2, redrives=1, cancels=1, prunes=1)
@@ -81,7 +81,7 @@ NAMES: dict[Model, str] = {
     SUCCESSOR_IN_FLEET: "a message that waits for the one before it, two equal workers",
     LINE: "two producers, one ordering key",
     LINE_OF_BULKS: "two producers, one ordering key, two messages at once",
-    LINE_FORGOTTEN: "two producers, one ordering key whose last message is gone",
+    LINE_FORGOTTEN: "two producers, one ordering key, a prune of keys",
     LINE_AND_OPERATOR: "two messages of one ordering key, a redrive, a cancel",
     LINE_HALTS: "two messages of one ordering key, a redrive, a cancel, a failure halts",
     LINE_AND_ALL: "two producers, one ordering key, two attempts, an operator, a failure halts",
@@ -224,6 +224,7 @@ BREAK = [
     Case(LINE, (_O.ID_UNDER_TAIL_LOCK,), OVERTAKEN, 10),
     Case(LINE_OF_BULKS, (_O.ITEMS_IN_ORDER,), OVERTAKEN, 7),
     Case(LINE_FORGOTTEN, (_O.TAIL_UNCHANGED,), OVERTAKEN, 12),
+    Case(LINE_FORGOTTEN, (_O.TAIL_UNNEEDED,), OVERTAKEN, 12),
     Case(
         LINE_AND_OPERATOR,
         (_O.FIRST_IN_CLAIM,),

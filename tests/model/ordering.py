@@ -27,6 +27,7 @@ class Guard(enum.Enum):
     ID_UNDER_TAIL_LOCK = "enqueue draws the id while it has the key's row"
     ITEMS_IN_ORDER = "a bulk enqueue draws the ids of a key in the order of its items"
     TAIL_UNCHANGED = "a key is forgotten only as the snapshot of the prune saw it"
+    TAIL_UNNEEDED = "a key with a live, failed or cancelled message is not forgotten"
     FIRST_IN_FIND = "FIND_ORDERED takes the first of a key alone"
     FIRST_IN_CLAIM = "CLAIM_ORDERED asks again whether it is the first of its key"
     SIBLINGS_IN_FIND = "FIND_ORDERED passes over a key that is in flight"
@@ -88,8 +89,8 @@ _IDLE = Worker()
 class Ordering:
     """Two workers and one ordering key, to which each producer commits so many messages, or bulks of messages.
 
-    `halts` says what a failure does: those behind wait, or go on. `forgets` lets a prune find the key's row while no
-    message of it is left. Without producers `messages` are there from the beginning.
+    `halts` says what a failure does: those behind wait, or go on. `forgets` lets a prune delete the key's row while it
+    is unneeded. Without producers `messages` are there from the beginning.
     """
 
     producers: tuple[int, ...] = ()
@@ -178,9 +179,10 @@ class Ordering:
                 yield f"commits message {producer.id}", committed
 
     def _forget(self, state: World) -> Iterator[Step]:
-        """PRUNE_ORDERING: that no message of the key is left was true when its snapshot was taken."""
-        if state.prune == "may look" and state.tail and not any(row.state != PRUNED for row in state.rows):
-            yield "a prune sees that no message of the key is left", state._replace(prune="has seen it")
+        """PRUNE_ORDERING: the key was unneeded when its snapshot was taken."""
+        is_unneeded = all(row.state in (SENT, PRUNED) for row in state.rows)
+        if state.prune == "may look" and state.tail and (is_unneeded or Guard.TAIL_UNNEEDED in self.without):
+            yield "a prune sees that no message needs the key", state._replace(prune="has seen it")
         elif state.prune in ("has seen it", "sees another"):
             if any(producer.at == "locked" for producer in state.producers):
                 yield "the prune passes over the key's row, which is locked", state._replace(prune="")

@@ -203,7 +203,8 @@ class TestPrune:
             db.execute("UPDATE pgoutbox.dedupe SET created_at = created_at - interval '2 days'")
             db.execute("DELETE FROM pgoutbox.message WHERE id = %s", [old])
         parameters = {"topic": "*", "state": state, "limit": 1, "since": "-infinity", "until": "infinity"}
-        assert pruning.execute(statement, parameters).rowcount == 1
+        place = {"after_scope": "", "after_key": ""}
+        assert pruning.execute(statement, parameters | place).rowcount == 1
         with ThreadPoolExecutor(1) as threads:
             changed = threads.submit(set_retention, operator, topic, state, None)
             races.until_blocked(db, operator, changed)
