@@ -65,6 +65,7 @@ class Options(TypedDict, total=False):
     ordering_key: str | None
     on_failed: str | None
     max_delay: timedelta | None
+    coalesce_rule: str | None
 
 
 def enqueue(

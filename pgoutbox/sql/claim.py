@@ -2,6 +2,17 @@
 
 from typing import Final, LiteralString
 
+# A message is superseded by the rule `pending` only if this claim can lock the newer one while it is pending: whatever
+# the snapshot saw, an attempt for the key begins after this claim (docs/decisions/0021).
+_NEWER_LOCKED: Final[LiteralString] = """, newer AS MATERIALIZED (
+    SELECT m.id
+    FROM pgoutbox.message_live AS m
+    WHERE m.id = ANY (ARRAY(SELECT c.newer_id FROM candidate AS c WHERE c.newer_id IS NOT NULL))
+        AND m.state = 'pending'
+        AND m.available_at <= now()
+    FOR SHARE OF m SKIP LOCKED
+)"""
+
 # A claim in its parts, of which three statements are made. How many attempts may begin:
 _PERMIT: Final[LiteralString] = """
 WITH permit AS MATERIALIZED (
@@ -28,7 +39,10 @@ _FRESH_LANE: Final[LiteralString] = """, fresh AS MATERIALIZED (
         m.cancel_requested_at,
         m.claimed_at,
         m.worker,
-        m.available_at AS due_at
+        m.available_at AS due_at,
+        CASE
+            WHEN m.coalesces_pending THEN pgoutbox.newer_pending(m.topic, m.coalesce_key, m.queue, m.id)
+        END AS newer_id
     FROM pgoutbox.message_live AS m
     WHERE m.queue = %(queue)s::text
         AND m.attempt_count = 0
@@ -39,14 +53,22 @@ _FRESH_LANE: Final[LiteralString] = """, fresh AS MATERIALIZED (
         -- One in flight for each key: what is not superseded waits until its predecessor is done with.
         AND (
             m.coalesce_key IS NULL
-            OR NOT EXISTS (
-                SELECT
-                FROM pgoutbox.message_live AS sibling
-                WHERE sibling.topic = m.topic
-                    AND sibling.coalesce_key = m.coalesce_key
-                    AND sibling.state = 'sending'
-                    AND sibling.id <> m.id
+            OR (
+                NOT EXISTS (
+                    SELECT
+                    FROM pgoutbox.message_live AS sibling
+                    WHERE sibling.topic = m.topic
+                        AND sibling.coalesce_key = m.coalesce_key
+                        AND sibling.state = 'sending'
+                        AND sibling.id <> m.id
+                )
+                AND CASE
+                    WHEN m.coalesces_pending THEN pgoutbox.has_strict_due(m.topic, m.coalesce_key, m.queue)
+                END IS NOT TRUE
             )
+            OR CASE
+                WHEN m.coalesces_pending THEN pgoutbox.newer_pending(m.topic, m.coalesce_key, m.queue, m.id)
+            END IS NOT NULL
             OR EXISTS (
                 SELECT
                 FROM pgoutbox.coalesce AS head
@@ -90,7 +112,10 @@ _OTHER_LANES: Final[LiteralString] = """, first_lapsed AS MATERIALIZED (
         m.cancel_requested_at,
         m.claimed_at,
         m.worker,
-        m.lease_expires_at AS due_at
+        m.lease_expires_at AS due_at,
+        CASE
+            WHEN m.coalesces_pending THEN pgoutbox.newer_pending(m.topic, m.coalesce_key, m.queue, m.id)
+        END AS newer_id
     FROM pgoutbox.message_live AS m
     WHERE m.queue = %(queue)s::text
         AND m.state = 'sending'
@@ -112,6 +137,9 @@ _OTHER_LANES: Final[LiteralString] = """, first_lapsed AS MATERIALIZED (
             OR m.cancel_requested_at IS NOT NULL
             OR m.expires_at <= now()
             OR m.topic = ANY (%(hold_topics)s::text[])
+            OR CASE
+                WHEN m.coalesces_pending THEN pgoutbox.newer_pending(m.topic, m.coalesce_key, m.queue, m.id)
+            END IS NOT NULL
             OR EXISTS (
                 SELECT
                 FROM pgoutbox.coalesce AS head
@@ -137,7 +165,10 @@ _OTHER_LANES: Final[LiteralString] = """, first_lapsed AS MATERIALIZED (
         m.cancel_requested_at,
         m.claimed_at,
         m.worker,
-        m.lease_expires_at AS due_at
+        m.lease_expires_at AS due_at,
+        CASE
+            WHEN m.coalesces_pending THEN pgoutbox.newer_pending(m.topic, m.coalesce_key, m.queue, m.id)
+        END AS newer_id
     FROM pgoutbox.message_live AS m
     WHERE m.queue = %(queue)s::text
         AND m.state = 'sending'
@@ -183,7 +214,10 @@ _OTHER_LANES: Final[LiteralString] = """, first_lapsed AS MATERIALIZED (
         m.cancel_requested_at,
         m.claimed_at,
         m.worker,
-        m.available_at AS due_at
+        m.available_at AS due_at,
+        CASE
+            WHEN m.coalesces_pending THEN pgoutbox.newer_pending(m.topic, m.coalesce_key, m.queue, m.id)
+        END AS newer_id
     FROM pgoutbox.message_live AS m
     WHERE m.queue = %(queue)s::text
         AND m.state = 'pending'
@@ -194,14 +228,22 @@ _OTHER_LANES: Final[LiteralString] = """, first_lapsed AS MATERIALIZED (
         AND m.topic = ANY (%(topics)s::text[])
         AND (
             m.coalesce_key IS NULL
-            OR NOT EXISTS (
-                SELECT
-                FROM pgoutbox.message_live AS sibling
-                WHERE sibling.topic = m.topic
-                    AND sibling.coalesce_key = m.coalesce_key
-                    AND sibling.state = 'sending'
-                    AND sibling.id <> m.id
+            OR (
+                NOT EXISTS (
+                    SELECT
+                    FROM pgoutbox.message_live AS sibling
+                    WHERE sibling.topic = m.topic
+                        AND sibling.coalesce_key = m.coalesce_key
+                        AND sibling.state = 'sending'
+                        AND sibling.id <> m.id
+                )
+                AND CASE
+                    WHEN m.coalesces_pending THEN pgoutbox.has_strict_due(m.topic, m.coalesce_key, m.queue)
+                END IS NOT TRUE
             )
+            OR CASE
+                WHEN m.coalesces_pending THEN pgoutbox.newer_pending(m.topic, m.coalesce_key, m.queue, m.id)
+            END IS NOT NULL
             OR EXISTS (
                 SELECT
                 FROM pgoutbox.coalesce AS head
@@ -269,10 +311,10 @@ _JUDGEMENT: Final[LiteralString] = """, judged AS MATERIALIZED (
         l.attempt_count AS former_attempt_count,
         l.worker AS former_worker,
         l.claimed_at AS former_claimed_at,
-        head.newest_id,
+        CASE WHEN head.newest_id > l.id THEN head.newest_id ELSE l.newer_id END AS newer_id,
         CASE
             WHEN l.cancel_requested_at IS NOT NULL THEN 'cancelled'
-            WHEN head.newest_id > l.id THEN 'skipped'
+            WHEN head.newest_id > l.id OR l.newer_id IS NOT NULL THEN 'skipped'
             WHEN l.expires_at <= now() THEN 'skipped'
             WHEN l.attempt_count >= l.max_attempts THEN 'failed'
             WHEN l.state = 'sending' AND l.topic = ANY (%(hold_topics)s::text[]) THEN 'failed'
@@ -280,6 +322,11 @@ _JUDGEMENT: Final[LiteralString] = """, judged AS MATERIALIZED (
         END AS state
     FROM candidate AS l
     LEFT JOIN pgoutbox.coalesce AS head ON head.topic = l.topic AND head.coalesce_key = l.coalesce_key
+    -- While this one is in flight, no other claim can begin the newer one.
+    WHERE l.newer_id IS NULL
+        OR l.state = 'sending'
+        OR head.newest_id > l.id
+        OR l.newer_id = ANY (ARRAY(SELECT n.id FROM newer AS n))
     -- The update below enters keys into the index of what is in flight: two claims enter them in one order.
     ORDER BY l.coalesce_key COLLATE "C", l.topic COLLATE "C", l.due_at, l.id
 ), spent AS (
@@ -313,10 +360,9 @@ SET state = j.state,
     finished_at = CASE WHEN j.state <> 'sending' THEN now() END,
     skip_reason = CASE
         WHEN j.state <> 'skipped' THEN NULL
-        WHEN j.newest_id > m.id THEN 'superseded by ' || j.newest_id
-        ELSE 'expired'
+        ELSE coalesce('superseded by ' || j.newer_id, 'expired')
     END,
-    superseded_by = CASE WHEN j.state = 'skipped' AND j.newest_id > m.id THEN j.newest_id END,
+    superseded_by = CASE WHEN j.state = 'skipped' THEN j.newer_id END,
     last_error = CASE
         WHEN j.former_state = 'sending'
             THEN 'attempt ' || j.former_attempt_count || ': lease of ' || j.former_worker || ' expired, outcome unknown'
@@ -336,7 +382,7 @@ _FORMER: Final[LiteralString] = """,
         SELECT FROM pgoutbox.message_live AS o WHERE o.queue = %(queue)s::text AND o.ordering_key IS NOT NULL
     ) AS has_ordered
 """
-_JUDGE: Final[LiteralString] = _JUDGEMENT + _COLUMNS + _FORMER
+_JUDGE: Final[LiteralString] = _NEWER_LOCKED + _JUDGEMENT + _COLUMNS + _FORMER
 
 # Takes up to `total` messages of one queue: first up to `fresh_limit` that were never attempted, then, as far as there
 # is room, attempts whose lease has ended, and retries. What must not be delivered any more ends here too: one that was
@@ -354,13 +400,16 @@ CLAIM: Final[LiteralString] = _PERMIT + _FRESH_LANE + _OTHER_LANES + _JUDGE
 # The first lane alone, of a queue without limits. A worker asks for it when it was rung, and under load between its
 # looks at all lanes. A superseded or expired message ends here, too.
 _FRESH: Final[LiteralString] = """
-WITH due AS MATERIALIZED (
+WITH candidate AS MATERIALIZED (
     SELECT
         m.id,
         m.topic,
         m.coalesce_key,
-        CASE WHEN head.newest_id > m.id OR m.expires_at <= now() THEN 'skipped' ELSE 'sending' END AS state,
-        CASE WHEN head.newest_id > m.id THEN head.newest_id END AS superseded_by
+        m.expires_at <= now() AS has_expired,
+        CASE WHEN head.newest_id > m.id THEN head.newest_id END AS newest_id,
+        CASE
+            WHEN m.coalesces_pending THEN pgoutbox.newer_pending(m.topic, m.coalesce_key, m.queue, m.id)
+        END AS newer_id
     FROM pgoutbox.message_live AS m
     LEFT JOIN pgoutbox.coalesce AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
     WHERE m.queue = %(queue)s::text
@@ -373,13 +422,21 @@ WITH due AS MATERIALIZED (
         AND (
             m.coalesce_key IS NULL
             OR head.newest_id > m.id
-            OR NOT EXISTS (
-                SELECT
-                FROM pgoutbox.message_live AS sibling
-                WHERE sibling.topic = m.topic
-                    AND sibling.coalesce_key = m.coalesce_key
-                    AND sibling.state = 'sending'
-                    AND sibling.id <> m.id
+            OR CASE
+                WHEN m.coalesces_pending THEN pgoutbox.newer_pending(m.topic, m.coalesce_key, m.queue, m.id)
+            END IS NOT NULL
+            OR (
+                NOT EXISTS (
+                    SELECT
+                    FROM pgoutbox.message_live AS sibling
+                    WHERE sibling.topic = m.topic
+                        AND sibling.coalesce_key = m.coalesce_key
+                        AND sibling.state = 'sending'
+                        AND sibling.id <> m.id
+                )
+                AND CASE
+                    WHEN m.coalesces_pending THEN pgoutbox.has_strict_due(m.topic, m.coalesce_key, m.queue)
+                END IS NOT TRUE
             )
         )
         AND NOT EXISTS (
@@ -394,11 +451,19 @@ WITH due AS MATERIALIZED (
     ORDER BY m.available_at, m.id
     LIMIT %(total)s::bigint
     FOR UPDATE OF m SKIP LOCKED
-), in_order_of_keys AS MATERIALIZED (
+)"""
+_BEGIN_FRESH: Final[LiteralString] = """, in_order_of_keys AS MATERIALIZED (
     -- The update below enters keys into the index of what is in flight: two claims enter them in one order.
-    SELECT d.id, d.state, d.superseded_by
-    FROM due AS d
-    ORDER BY d.coalesce_key COLLATE "C", CASE WHEN d.coalesce_key IS NOT NULL THEN d.topic END COLLATE "C"
+    SELECT
+        c.id,
+        coalesce(c.newest_id, c.newer_id) AS superseded_by,
+        CASE
+            WHEN c.newest_id IS NOT NULL OR c.newer_id IS NOT NULL OR c.has_expired THEN 'skipped'
+            ELSE 'sending'
+        END AS state
+    FROM candidate AS c
+    WHERE c.newer_id IS NULL OR c.newest_id IS NOT NULL OR c.newer_id = ANY (ARRAY(SELECT n.id FROM newer AS n))
+    ORDER BY c.coalesce_key COLLATE "C", CASE WHEN c.coalesce_key IS NOT NULL THEN c.topic END COLLATE "C"
 )
 UPDATE pgoutbox.message AS m
 SET state = d.state,
@@ -415,7 +480,7 @@ FROM in_order_of_keys AS d
 WHERE m.id = d.id AND m.state = 'pending' AND m.attempt_count = 0
 RETURNING
 """
-CLAIM_FRESH: Final[LiteralString] = _FRESH + _COLUMNS
+CLAIM_FRESH: Final[LiteralString] = _FRESH + _NEWER_LOCKED + _BEGIN_FRESH + _COLUMNS
 
 # The same two without the messages that a worker has set aside, and which messages the first would claim.
 _TOPICS: Final[LiteralString] = "AND m.topic = ANY (%(topics)s::text[])"
@@ -451,8 +516,14 @@ WITH permit AS MATERIALIZED (
         m.cancel_requested_at,
         m.claimed_at,
         m.worker,
-        m.lease_expires_at AS due_at
+        m.lease_expires_at AS due_at,
+        newer.id AS newer_id
     FROM pgoutbox.message_live AS m
+    CROSS JOIN LATERAL (
+        SELECT max(pgoutbox.newer_pending(m.topic, m.coalesce_key, q.name, m.id)) AS id
+        FROM unnest(%(queues)s::text[]) AS q(name)
+        WHERE m.coalesces_pending
+    ) AS newer
     WHERE m.state = 'sending'
         AND m.coalesce_key IS NOT NULL
         AND m.topic = ANY (%(topics)s::text[])
@@ -460,10 +531,13 @@ WITH permit AS MATERIALIZED (
         AND m.lease_expires_at <= now()
         AND now() <= coalesce(%(clock_limit)s::timestamptz, 'infinity')
         AND m.worker <> %(worker)s::text
-        AND EXISTS (
-            SELECT
-            FROM pgoutbox.coalesce AS head
-            WHERE head.topic = m.topic AND head.coalesce_key = m.coalesce_key AND head.newest_id > m.id
+        AND (
+            newer.id IS NOT NULL
+            OR EXISTS (
+                SELECT
+                FROM pgoutbox.coalesce AS head
+                WHERE head.topic = m.topic AND head.coalesce_key = m.coalesce_key AND head.newest_id > m.id
+            )
         )
     ORDER BY m.lease_expires_at, m.id
     LIMIT %(total)s::bigint
@@ -544,7 +618,8 @@ _ORDERED_LANE: Final[LiteralString] = """, candidate AS MATERIALIZED (
         m.cancel_requested_at,
         m.claimed_at,
         m.worker,
-        m.available_at AS due_at
+        m.available_at AS due_at,
+        NULL::bigint AS newer_id
     FROM unnest(%(ids)s::bigint[]) AS found(id)
     JOIN pgoutbox.message_live AS m ON m.id = found.id
     WHERE m.state = 'pending'

@@ -84,17 +84,26 @@ WITH outcome AS (
         o.outcome,
         o.reason,
         o.delay_seconds,
-        head.newest_id,
+        newer.id AS newer_id,
         CASE
             WHEN o.outcome IN ('sent', 'failed', 'skipped') THEN o.outcome
             WHEN m.cancel_requested_at IS NOT NULL THEN 'cancelled'
-            WHEN head.newest_id > o.id THEN 'skipped'
+            WHEN newer.id IS NOT NULL THEN 'skipped'
             WHEN o.outcome = 'retry' AND o.attempt_count >= m.max_attempts THEN 'failed'
             ELSE 'pending'
         END AS state
     FROM outcome AS o
     JOIN pgoutbox.message_live AS m ON m.id = o.id
     LEFT JOIN pgoutbox.coalesce AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
+    CROSS JOIN LATERAL (
+        -- By the rule `pending`: one that is due when this one would be. It cannot begin before this attempt has ended.
+        SELECT CASE
+            WHEN head.newest_id > m.id THEN head.newest_id
+            WHEN m.coalesces_pending THEN pgoutbox.newer_pending(
+                m.topic, m.coalesce_key, m.queue, m.id, now() + make_interval(secs => coalesce(o.delay_seconds, 0))
+            )
+        END AS id
+    ) AS newer
     WHERE m.state = 'sending' AND m.attempt_count = o.attempt_count AND m.worker = %(worker)s::text
     FOR UPDATE OF m SKIP LOCKED
 ), finished AS (
@@ -111,9 +120,9 @@ WITH outcome AS (
         skip_reason = CASE
             WHEN h.state <> 'skipped' THEN NULL
             WHEN h.outcome = 'skipped' THEN h.reason
-            ELSE 'superseded by ' || h.newest_id
+            ELSE 'superseded by ' || h.newer_id
         END,
-        superseded_by = CASE WHEN h.state = 'skipped' AND h.outcome <> 'skipped' THEN h.newest_id END,
+        superseded_by = CASE WHEN h.state = 'skipped' AND h.outcome <> 'skipped' THEN h.newer_id END,
         last_error = CASE
             WHEN h.outcome IN ('retry', 'failed') THEN h.reason
             WHEN h.outcome = 'snoozed' THEN coalesce(h.reason, m.last_error)
@@ -165,14 +174,23 @@ WHERE m.queue = ANY (%(queues)s::text[])
     AND m.claimed_at < coalesce(%(before)s::timestamptz, 'infinity')
 """
 
-# Newer messages of the same keys had to wait for these attempts. Asked after they are committed, because one that was
-# enqueued while they were being finished has found them still in flight.
+# Other messages of the same keys had to wait for these attempts. Asked after they are committed, because one that was
+# enqueued while they were being finished has found them still in flight. By the rule `pending` an older one may wait.
 QUEUES_OF_SUCCESSORS: Final[LiteralString] = """
-SELECT DISTINCT m.queue
-FROM unnest(%(ids)s::bigint[], %(topics)s::text[], %(coalesce_keys)s::text[]) AS done(id, topic, coalesce_key)
-JOIN pgoutbox.coalesce AS head ON head.topic = done.topic AND head.coalesce_key = done.coalesce_key
+WITH done AS (
+    SELECT d.id, d.topic, d.coalesce_key
+    FROM unnest(%(ids)s::bigint[], %(topics)s::text[], %(coalesce_keys)s::text[]) AS d(id, topic, coalesce_key)
+)
+SELECT m.queue
+FROM done AS d
+JOIN pgoutbox.coalesce AS head ON head.topic = d.topic AND head.coalesce_key = d.coalesce_key
 JOIN pgoutbox.message_live AS m ON m.id = head.newest_id
-WHERE head.newest_id > done.id AND m.state = 'pending' AND m.available_at <= now()
+WHERE head.newest_id <> d.id AND m.state = 'pending' AND m.available_at <= now()
+UNION
+SELECT m.queue
+FROM done AS d
+JOIN pgoutbox.message_live AS m ON m.topic = d.topic AND m.coalesce_key = d.coalesce_key
+WHERE m.coalesces_pending AND m.state = 'pending' AND m.available_at <= now() AND m.id <> d.id
 """
 
 # One row per attempt that still holds its message. A transaction that cancels the message keeps its row locked. Then

@@ -552,46 +552,23 @@ def no_guard_in_function(name: str, part: str) -> Mutation:
     return mutate
 
 
-SIBLING = """
-        AND (
-            m.coalesce_key IS NULL
-            OR NOT EXISTS (
-                SELECT
-                FROM pgoutbox.message_live AS sibling
-                WHERE sibling.topic = m.topic
-                    AND sibling.coalesce_key = m.coalesce_key
-                    AND sibling.state = 'sending'
-                    AND sibling.id <> m.id
-            )
-            OR EXISTS (
-                SELECT
-                FROM pgoutbox.coalesce AS head
-                WHERE head.topic = m.topic AND head.coalesce_key = m.coalesce_key AND head.newest_id > m.id
-            )
-        )"""
+SIBLING = """NOT EXISTS (
+                    SELECT
+                    FROM pgoutbox.message_live AS sibling
+                    WHERE sibling.topic = m.topic
+                        AND sibling.coalesce_key = m.coalesce_key
+                        AND sibling.state = 'sending'
+                        AND sibling.id <> m.id
+                )
+                AND """
 
 
 def no_look_at_siblings(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sql, "CLAIM", without(sql.CLAIM, SIBLING, times=2))
 
 
-FRESH_SIBLING = """
-        AND (
-            m.coalesce_key IS NULL
-            OR head.newest_id > m.id
-            OR NOT EXISTS (
-                SELECT
-                FROM pgoutbox.message_live AS sibling
-                WHERE sibling.topic = m.topic
-                    AND sibling.coalesce_key = m.coalesce_key
-                    AND sibling.state = 'sending'
-                    AND sibling.id <> m.id
-            )
-        )"""
-
-
 def no_look_at_siblings_of_fresh(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sql, "CLAIM_FRESH", without(sql.CLAIM_FRESH, FRESH_SIBLING))
+    patch.setattr(sql, "CLAIM_FRESH", without(sql.CLAIM_FRESH, SIBLING))
 
 
 def no_unique_index(stage: Stage, patch: pytest.MonkeyPatch) -> None:
@@ -599,15 +576,16 @@ def no_unique_index(stage: Stage, patch: pytest.MonkeyPatch) -> None:
 
 
 def no_supersession_in_claim(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sql, "CLAIM", without(sql.CLAIM, "WHEN head.newest_id > l.id THEN 'skipped'\n"))
+    guard = "WHEN head.newest_id > l.id OR l.newer_id IS NOT NULL THEN 'skipped'\n"
+    patch.setattr(sql, "CLAIM", without(sql.CLAIM, guard))
 
 
 def no_supersession_in_claim_of_fresh(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sql, "CLAIM_FRESH", without(sql.CLAIM_FRESH, "head.newest_id > m.id OR "))
+    patch.setattr(sql, "CLAIM_FRESH", without(sql.CLAIM_FRESH, "c.newest_id IS NOT NULL OR c.newer_id IS NOT NULL OR "))
 
 
 def no_supersession_in_finish(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sql, "FINISH_IF_HELD", without(sql.FINISH_IF_HELD, "WHEN head.newest_id > o.id THEN 'skipped'\n"))
+    patch.setattr(sql, "FINISH_IF_HELD", without(sql.FINISH_IF_HELD, "WHEN newer.id IS NOT NULL THEN 'skipped'\n"))
 
 
 def no_limit_of_suspects(stage: Stage, patch: pytest.MonkeyPatch) -> None:

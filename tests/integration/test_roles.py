@@ -120,6 +120,8 @@ FUNCTION_RIGHTS: Final[dict[str, set[str]]] = {
         "forget_sent",
         "in_flight_of",
         "newest_id",
+        "newer_pending",
+        "has_strict_due",
         "next_permit_at",
         "permits",
         "redacted_text",
