@@ -270,8 +270,6 @@ class Claims:
         self._set_aside.note_claimed(kind, plan.total)
         self._measure(lanes.queue, rows)
         self.work_ahead |= lanes.learn(plan, rows, began_at=began_at, ended_at=elapsed_clock())
-        # This claim had the newer message locked, perhaps while another claim passed it over.
-        self.work_ahead |= any(row.state == State.SKIPPED and row.coalesce_key is not None for row in rows)
         if rows:
             await self._take_over(rows, began_at)
         self._unanswered.end(_time_of(rows))

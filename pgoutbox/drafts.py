@@ -67,8 +67,8 @@ class Topic(Generic[T]):
     `max_delay` since the first that waits. `coalesce_rule="pending"` coalesces without locks, for messages that say
     "look again": of the messages of a key that are due, the newest is delivered. The payloads of an `encrypted` topic,
     and the contents of its fan-outs, are stored encrypted with PGOUTBOX_ENCRYPTION_KEYS; its keys, destinations and
-    headers stay readable. `redact` names what is hidden from people besides passwords and the like: names, or paths such as `user.email`. Raises
-    `ConfigurationError` for a mistake.
+    headers stay readable. `redact` names what is hidden from people besides passwords and the like: names, or paths
+    such as `user.email`. Raises `ConfigurationError` for a mistake.
 
         activation = Topic(
             "mail.activation",

@@ -5,12 +5,12 @@ from typing import Final, LiteralString
 # A message is superseded by the rule `pending` only if this claim can lock the newer one while it is pending: whatever
 # the snapshot saw, an attempt for the key begins after this claim (docs/decisions/0021).
 _NEWER_LOCKED: Final[LiteralString] = """, newer AS MATERIALIZED (
-    SELECT m.id
-    FROM pgoutbox.message_live AS m
-    WHERE m.id = ANY (ARRAY(SELECT c.newer_id FROM candidate AS c WHERE c.newer_id IS NOT NULL))
-        AND m.state = 'pending'
-        AND m.available_at <= now()
-    FOR SHARE OF m SKIP LOCKED
+    SELECT n.id
+    FROM pgoutbox.message_live AS n
+    WHERE n.id = ANY (ARRAY(SELECT c.newer_id FROM candidate AS c WHERE c.newer_id IS NOT NULL))
+        AND n.state = 'pending'
+        AND n.available_at <= now()
+    FOR SHARE OF n SKIP LOCKED
 )"""
 
 # A claim in its parts, of which three statements are made. How many attempts may begin:

@@ -329,7 +329,7 @@ def test_columns_are_lines_for_what_every_message_has_and_arrays_for_what_some_h
     drafts = [draft_of("a", {"x": "1\n2"}), draft_of("b", None, coalesce_key="k\n", delay=2)]
     assert columns(drafts) == (
         "a\nb", '{"x":"1\\n2"}\nnull', None, None, [None, "k\n"], None, None, [None, 2.0], None, None, None,
-        [DEFAULT, DEFAULT], None, None, None,
+        [DEFAULT, DEFAULT], None, None, None, None,
     )  # fmt: skip
 
 
