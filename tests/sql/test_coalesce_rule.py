@@ -127,6 +127,21 @@ def test_a_bulk_has_messages_of_both_rules(rolled_back: psycopg.Connection) -> N
     assert len(rolled_back.execute("SELECT FROM pgoutbox.coalesce").fetchall()) == 1
 
 
+def test_a_bulk_takes_dedupe_keys_in_one_order_whatever_the_coalesce_keys(rolled_back: psycopg.Connection) -> None:
+    """The rows come in the order in which the keys were locked."""
+    rows = rolled_back.execute(
+        """
+        SELECT r.item_index
+        FROM pgoutbox.enqueue_many(
+            '{greet,greet,greet}', %s,
+            coalesce_keys => '{x,y,z}', coalesce_rules => '{pending,pending,pending}', dedupe_keys => '{c,a,b}'
+        ) AS r
+        """,
+        [[Jsonb(None)] * 3],
+    ).fetchall()
+    assert rows == [(1,), (2,), (0,)]
+
+
 def test_a_mistake_in_a_bulk_is_refused_by_its_item(rolled_back: psycopg.Connection) -> None:
     with pytest.raises(errors.InvalidParameterValue, match=r"items\[1\]\.coalesce_rule"):
         rolled_back.execute(
