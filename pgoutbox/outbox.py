@@ -589,8 +589,9 @@ class Outbox:
 
         Name it by id, by topic and coalesce key (the newest one), or by topic and dedupe key: exactly one of the three,
         `PayloadError` otherwise. A pending message is not delivered once the transaction commits. One in flight is told
-        (`ctx.cancelled`, `ctx.ensure_lease()`) and is not retried, but may be handed over all the same. Cancelling
-        again is harmless. Waits for no lock. Raises as `enqueue` does.
+        (`ctx.cancelled`, `ctx.ensure_lease()`) and is not retried, but may be handed over all the same. A coalesce key
+        of the rule `pending` cancels all its pending messages and tells the one in flight; the result is that of the
+        newest. Cancelling again is harmless. Waits for no lock. Raises as `enqueue` does.
 
             outbox.cancel(connection, topic="mail.reminder", coalesce_key="event-7")
         """

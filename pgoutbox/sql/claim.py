@@ -422,9 +422,6 @@ WITH candidate AS MATERIALIZED (
         AND (
             m.coalesce_key IS NULL
             OR head.newest_id > m.id
-            OR CASE
-                WHEN m.coalesces_pending THEN pgoutbox.newer_pending(m.topic, m.coalesce_key, m.queue, m.id)
-            END IS NOT NULL
             OR (
                 NOT EXISTS (
                     SELECT
@@ -435,9 +432,13 @@ WITH candidate AS MATERIALIZED (
                         AND sibling.id <> m.id
                 )
                 AND CASE
-                    WHEN m.coalesces_pending THEN pgoutbox.has_strict_due(m.topic, m.coalesce_key, m.queue)
+                    WHEN m.coalesces_pending AND head.newest_id IS NOT NULL
+                        THEN pgoutbox.has_strict_due(m.topic, m.coalesce_key, m.queue)
                 END IS NOT TRUE
             )
+            OR CASE
+                WHEN m.coalesces_pending THEN pgoutbox.newer_pending(m.topic, m.coalesce_key, m.queue, m.id)
+            END IS NOT NULL
         )
         AND NOT EXISTS (
             SELECT

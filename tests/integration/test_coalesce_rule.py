@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pgoutbox.dispatch import Context
+    from pgoutbox.drafts import CoalesceRule
     from pgoutbox.message import Message
     from tests.conftest import Connect
 
@@ -108,9 +109,11 @@ def test_a_topic_that_has_the_rule_refuses_it_at_the_call(outbox: Outbox, connec
 # --- locks ------------------------------------------------------------------------------------------------------------
 
 
-def one_by_one(outbox: Outbox, connection: psycopg.Connection, keys: Sequence[str], rule: str = "newest") -> None:
+def one_by_one(
+    outbox: Outbox, connection: psycopg.Connection, keys: Sequence[str], rule: CoalesceRule = "newest"
+) -> None:
     for key in keys:
-        outbox.enqueue(connection, "greet", None, coalesce_key=key, coalesce_rule=rule)  # type: ignore[arg-type]
+        outbox.enqueue(connection, "greet", None, coalesce_key=key, coalesce_rule=rule)
 
 
 def in_different_order(connect: Connect, enqueue: Callable[[psycopg.Connection, str], object]) -> None:
@@ -281,6 +284,6 @@ async def test_workers_and_producers_of_one_key_leave_no_commit_without_a_delive
         await asyncio.gather(*(asyncio.to_thread(produce, Outbox(settings_for(dsn))) for _ in range(3)))
         await until(lambda: db.execute("SELECT FROM pgoutbox.message_live").fetchone() is None)
     assert max(read) == 120
-    states = dict(db.execute("SELECT state, count(*) FROM pgoutbox.message GROUP BY 1").fetchall())
-    assert states.keys() == {"sent", "skipped"}
-    assert sum(states.values()) == 120
+    rows = db.execute("SELECT state FROM pgoutbox.message").fetchall()
+    assert len(rows) == 120
+    assert set(rows) == {("sent",), ("skipped",)}

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING
 
 import psycopg
 import pytest
@@ -29,7 +29,6 @@ from pgoutbox.store import Verdict
 from pgoutbox.telemetry import Telemetry
 from tests.messages import put
 from tests.outbox_actions import (
-    Options,
     WatchedWorker,
     claim,
     enqueue,
@@ -355,9 +354,9 @@ async def an_older_attempt_is_not_retried_after_a_newer_message(stage: Stage) ->
 # --- the rule `pending` -----------------------------------------------------------------------------------------------
 
 
-def look_again(connection: psycopg.Connection, **options: Unpack[Options]) -> int:
+def look_again(connection: psycopg.Connection, *, queue: str = "default", available_at: datetime | None = None) -> int:
     """A message of the rule `pending`."""
-    return enqueue(connection, coalesce_key="k", coalesce_rule="pending", **options)
+    return enqueue(connection, coalesce_key="k", coalesce_rule="pending", queue=queue, available_at=available_at)
 
 
 async def an_attempt_begins_after_every_commit(stage: Stage) -> None:
@@ -720,7 +719,8 @@ def newer_in(statement: str, *parts: tuple[str, str]) -> Mutation:
 
 STRICT_DUE = """
                 AND CASE
-                    WHEN m.coalesces_pending THEN pgoutbox.has_strict_due(m.topic, m.coalesce_key, m.queue)
+                    WHEN m.coalesces_pending AND head.newest_id IS NOT NULL
+                        THEN pgoutbox.has_strict_due(m.topic, m.coalesce_key, m.queue)
                 END IS NOT TRUE"""
 NEWER_BY_RETRY = "now() + make_interval(secs => coalesce(o.delay_seconds, 0))"
 PENDING_SUCCESSORS = """UNION

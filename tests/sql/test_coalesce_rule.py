@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING
 
 import psycopg
 import pytest
@@ -36,8 +36,10 @@ if TYPE_CHECKING:
     from tests.conftest import Connect
 
 
-def look_again(connection: psycopg.Connection, key: str = "k", **options: Unpack[Options]) -> int:
-    return enqueue(connection, coalesce_key=key, coalesce_rule="pending", **options)
+def look_again(
+    connection: psycopg.Connection, key: str = "k", *, queue: str = "default", available_at: datetime | None = None
+) -> int:
+    return enqueue(connection, coalesce_key=key, coalesce_rule="pending", queue=queue, available_at=available_at)
 
 
 def in_an_hour() -> datetime:
@@ -335,7 +337,7 @@ def test_an_attempt_that_would_be_made_again_ends_if_a_newer_message_waits(
     older = look_again(rolled_back)
     claim(rolled_back)
     newer = look_again(rolled_back)
-    finish(rolled_back, Verdict(older, 1, outcome, "busy", None if outcome == "released" else 60.0))
+    finish(rolled_back, Verdict(older, 1, outcome, "busy", 0.0 if outcome == "released" else 60.0))
     row = row_of(rolled_back, older)
     assert (row.state, row.superseded_by) == ("skipped", newer)
     assert ids_in_flight(claim(rolled_back)) == [newer]
