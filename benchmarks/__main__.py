@@ -18,6 +18,7 @@ from benchmarks import (
     explain,
     fleet,
     handlers,
+    hot_key,
     idle,
     latency,
     load,
@@ -35,6 +36,7 @@ Scenario = Callable[[Server, Options], Result]
 
 SCENARIOS: Mapping[str, Scenario] = {
     "doorbell": doorbell.run,
+    "hot_key": hot_key.run,
     "drain": drain.run,
     "handlers": handlers.run,
     "lanes": handlers.run_lanes,

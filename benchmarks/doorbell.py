@@ -60,7 +60,7 @@ def run(server: Server, options: Options) -> Result:
         server.database() as dsn,
         psycopg.connect(dsn, autocommit=True) as connection,
         tempfile.TemporaryDirectory(prefix="pgoutbox-bench-") as directory,
-        _application_role(connection),
+        application_role(connection),
     ):
         for variant, script in SCRIPTS.items():
             (Path(directory) / variant).write_text(script + "\n")
@@ -72,7 +72,7 @@ def run(server: Server, options: Options) -> Result:
                             key = (clients, condition, variant)
                             before = _sent_count(connection)
                             began_at = time.monotonic()
-                            rates[key].append(_pgbench(dsn, Path(directory) / variant, clients, options))
+                            rates[key].append(pgbench(dsn, Path(directory) / variant, clients, options))
                             seconds = time.monotonic() - began_at
                             delivered[key].append((_sent_count(connection) - before) / seconds)
                         ran_dry += CONDITIONS[condition] is not None and _backlog_is_gone(connection)
@@ -80,7 +80,8 @@ def run(server: Server, options: Options) -> Result:
 
 
 @contextlib.contextmanager
-def _application_role(connection: psycopg.Connection[tuple[object, ...]]) -> Iterator[None]:
+def application_role(connection: psycopg.Connection[tuple[object, ...]]) -> Iterator[None]:
+    """A role that may enqueue and insert, for as long as it is needed."""
     connection.execute(
         f"""
         CREATE ROLE {_APPLICATION} IN ROLE pgoutbox_producer;
@@ -127,7 +128,8 @@ def _backlog_is_gone(connection: psycopg.Connection[tuple[object, ...]]) -> bool
     return bool(row[0])
 
 
-def _pgbench(dsn: str, script: Path, clients: int, options: Options) -> float:
+def pgbench(dsn: str, script: Path, clients: int, options: Options) -> float:
+    """Transactions per second of the script, by the role `application_role`."""
     output = run_tool(
         [
             pgbench_program(),

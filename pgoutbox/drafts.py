@@ -35,6 +35,7 @@ CHUNK_ROWS: Final = 5_000
 CHUNK_CHARACTERS: Final = 16_000_000
 
 OnFailed = Literal["continue", "halt"]
+CoalesceRule = Literal["newest", "pending"]
 V = TypeVar("V")
 # Without a model any payload will do; a call site's `dict[str, int]` is no `dict[str, JsonValue]` to a type checker.
 T = TypeVar("T", default=Any)
@@ -43,6 +44,7 @@ _NAME = re.compile(r"[a-z][a-z0-9_.-]{0,62}")
 _DESTINATION = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:[^\x00-\x1f\x7f-\x9f\u2028\u2029]+")
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
+_NO_DEBOUNCE = 'not together with coalesce_rule="pending": its messages keep their own delay'
 _NOT_BOTH = "give ordering_key or coalesce_key, not both: newer messages replace older ones, or follow them"
 
 # The application's clock may be hours wrong, and PostgreSQL's decides. Only what is wrong by more than a day is refused
@@ -62,10 +64,11 @@ class Topic(Generic[T]):
     `expires_after` counts from when the message falls due. Messages of one queue and `ordering_key` are delivered one
     after the other, in the order of their commits; with `on_failed="halt"` those behind one that failed wait until a
     person has redriven or pruned it. Of coalesced messages each newer one begins the `delay` anew, for no longer than
-    `max_delay` since the first that waits. The payloads of an `encrypted` topic, and the contents of its fan-outs, are
-    stored encrypted with PGOUTBOX_ENCRYPTION_KEYS; its keys, destinations and headers stay readable. `redact` names
-    what is hidden from people besides passwords and the like: names, or paths such as `user.email`. Raises
-    `ConfigurationError` for a mistake.
+    `max_delay` since the first that waits. `coalesce_rule="pending"` coalesces without locks, for messages that say
+    "look again": of the messages of a key that are due, the newest is delivered. The payloads of an `encrypted` topic,
+    and the contents of its fan-outs, are stored encrypted with PGOUTBOX_ENCRYPTION_KEYS; its keys, destinations and
+    headers stay readable. `redact` names what is hidden from people besides passwords and the like: names, or paths
+    such as `user.email`. Raises `ConfigurationError` for a mistake.
 
         activation = Topic(
             "mail.activation",
@@ -89,6 +92,7 @@ class Topic(Generic[T]):
     ordering_key: Callable[[T], str | None] | None = None
     on_failed: OnFailed | None = None
     max_delay: float | timedelta | None = None
+    coalesce_rule: CoalesceRule | None = None
     encrypted: bool = False
     redact: tuple[str, ...] = ()
 
@@ -99,8 +103,11 @@ class Topic(Generic[T]):
             _if_given(_check_delay, "delay", self.delay)
             _if_given(_check_delay, "max_delay", self.max_delay)
             _if_given(_check_on_failed, "on_failed", self.on_failed)
+            _if_given(_check_coalesce_rule, "coalesce_rule", self.coalesce_rule)
             if self.ordering_key is not None and self.coalesce_key is not None:
                 raise PayloadError("ordering_key", _NOT_BOTH)  # noqa: TRY301 - leaves as the others do
+            if self.max_delay is not None and self.coalesce_rule == "pending":
+                raise PayloadError("max_delay", _NO_DEBOUNCE)  # noqa: TRY301 - leaves as the others do
             if _if_given(_check_delay, "expires_after", self.expires_after) == 0:
                 raise PayloadError("expires_after", "must be more than 0")  # noqa: TRY301 - leaves as the others do
             if not callable(self.destination):
@@ -141,6 +148,7 @@ class NewMessage(Generic[P]):
     ordering_key: str | None = None
     on_failed: OnFailed | None = None
     max_delay: float | timedelta | None = None
+    coalesce_rule: CoalesceRule | None = None
 
 
 class Draft(NamedTuple):
@@ -161,6 +169,7 @@ class Draft(NamedTuple):
     ordering_key: str | None = None
     on_failed: str | None = None
     max_delay_seconds: float | None = None
+    coalesce_rule: str | None = None
 
 
 class Fanout(NamedTuple):
@@ -192,6 +201,7 @@ _message_options = attrgetter(
     "ordering_key",
     "on_failed",
     "max_delay",
+    "coalesce_rule",
 )
 _topic_options = attrgetter(
     "payload",
@@ -205,9 +215,10 @@ _topic_options = attrgetter(
     "ordering_key",
     "on_failed",
     "max_delay",
+    "coalesce_rule",
 )
-_NO_MESSAGE_OPTIONS = (None,) * 12
-_NO_TOPIC_OPTIONS = (None,) * 11
+_NO_MESSAGE_OPTIONS = (None,) * 13
+_NO_TOPIC_OPTIONS = (None,) * 12
 
 
 def carrying(message: NewMessage[P], context: Mapping[str, str]) -> NewMessage[P]:
@@ -271,6 +282,9 @@ def prepare(
         ordering_key=_if_given(check_key, "ordering_key", _settle(topic, "ordering_key", message, payload)),
         on_failed=_if_given(_check_on_failed, "on_failed", _settle(topic, "on_failed", message, payload)),
         max_delay_seconds=_if_given(_check_delay, "max_delay", _settle(topic, "max_delay", message, payload)),
+        coalesce_rule=_if_given(
+            _check_coalesce_rule, "coalesce_rule", _settle(topic, "coalesce_rule", message, payload)
+        ),
     )
     _check_times(draft)
     _check_together(draft)
@@ -361,13 +375,14 @@ def _owned(topic: Topic[P], field: str) -> PayloadError:
 def chunks(drafts: Sequence[Draft]) -> Iterator[list[int]]:
     """Positions of the drafts, in pieces that one statement takes.
 
-    All keyed drafts come last, sorted over the whole call as `pgoutbox.enqueue_many` sorts within one: every
-    transaction then takes the keys in the same order, and two bulks never wait for each other in a circle.
+    All drafts with keys that enqueue locks come last, sorted over the whole call as `pgoutbox.enqueue_many` sorts
+    within one: every transaction then takes the keys in the same order, and two bulks never wait for each other in a
+    circle.
     """
     unkeyed: list[int] = []
     keyed: list[int] = []
     for position, draft in enumerate(drafts):
-        is_keyed = (draft.coalesce_key, draft.dedupe_key, draft.ordering_key) != (None, None, None)
+        is_keyed = (_locked_coalesce_key(draft), draft.dedupe_key, draft.ordering_key) != (None, None, None)
         (keyed if is_keyed else unkeyed).append(position)
     keyed.sort(key=lambda position: _lock_order(drafts[position]))
     chunk: list[int] = []
@@ -387,8 +402,14 @@ def _lock_order(draft: Draft) -> tuple[bool, str, str, str, bool, str]:
     # does. Messages of one coalesce or ordering key keep their order, whatever the topics of an ordering key.
     if draft.ordering_key is not None:
         return (False, draft.queue or "default", draft.ordering_key, "", True, "")
-    key = draft.coalesce_key if draft.coalesce_key is not None else draft.dedupe_key
-    return (True, "", "", draft.topic, draft.coalesce_key is None, key or "")
+    locked_key = _locked_coalesce_key(draft)
+    key = locked_key if locked_key is not None else draft.dedupe_key
+    return (True, "", "", draft.topic, locked_key is None, key or "")
+
+
+def _locked_coalesce_key(draft: Draft) -> str | None:
+    """The coalesce key if enqueue locks it."""
+    return None if draft.coalesce_rule == "pending" else draft.coalesce_key
 
 
 def columns(drafts: Sequence[Draft]) -> tuple[object, ...]:
@@ -538,6 +559,12 @@ def _check_on_failed(field: str, value: object) -> str:
     return str(value)
 
 
+def _check_coalesce_rule(field: str, value: object) -> str:
+    if value not in get_args(CoalesceRule):
+        raise PayloadError(field, f"must be newest or pending, not {shown(value)}")
+    return str(value)
+
+
 def _check_together(draft: Draft) -> None:
     if draft.ordering_key is not None and draft.coalesce_key is not None:
         raise PayloadError("ordering_key", _NOT_BOTH)
@@ -545,6 +572,10 @@ def _check_together(draft: Draft) -> None:
         raise PayloadError("on_failed", "only together with ordering_key")
     if draft.max_delay_seconds is not None and draft.coalesce_key is None:
         raise PayloadError("max_delay", "only together with coalesce_key")
+    if draft.coalesce_rule is not None and draft.coalesce_key is None:
+        raise PayloadError("coalesce_rule", "only together with coalesce_key")
+    if draft.max_delay_seconds is not None and draft.coalesce_rule == "pending":
+        raise PayloadError("max_delay", _NO_DEBOUNCE)
 
 
 def _if_given(check: Callable[[str, object], V], field: str, value: object) -> V | None:

@@ -89,6 +89,7 @@ class ShownMessage(NamedTuple):
     finished_at: datetime | None
     worker: str | None
     coalesce_key: str | None
+    coalesces_pending: bool | None
     dedupe_key: str | None
     ordering_key: str | None
     on_failed: str | None
@@ -623,7 +624,10 @@ def cancel_by_key(
     coalesce_key: str | None = None,
     dedupe_key: str | None = None,
 ) -> list[Cancelled]:
-    """Cancel the newest message of a coalesce key and the message of a dedupe key; empty if there is none."""
+    """Cancel the newest message of a coalesce key and the message of a dedupe key; empty if there is none.
+
+    By the rule `pending`, cancel every pending message of the coalesce key and the one in flight, newest first.
+    """
     parameters = {"topic": topic, "coalesce_key": coalesce_key, "dedupe_key": dedupe_key}
     act = Act(topic=topic, coalesce_key=coalesce_key, dedupe_key=dedupe_key)
     return _cancelled(connection, sql.CANCEL_BY_KEY, parameters, act)

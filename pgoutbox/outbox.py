@@ -25,6 +25,7 @@ from pgoutbox.adapters import (
 )
 from pgoutbox.dispatch import Context, Handler, OnUnknown, SyncContext
 from pgoutbox.drafts import (
+    CoalesceRule,
     Draft,
     Fanout,
     NewMessage,
@@ -84,6 +85,7 @@ class MessageOptions(TypedDict, total=False):
     ordering_key: str | None
     on_failed: OnFailed | None
     max_delay: float | timedelta | None
+    coalesce_rule: CoalesceRule | None
 
 
 class FanoutOptions(TypedDict, total=False):
@@ -196,6 +198,7 @@ class Outbox:
         ordering_key: Callable[[P], str | None] | None = None,
         on_failed: OnFailed | None = None,
         max_delay: float | timedelta | None = None,
+        coalesce_rule: CoalesceRule | None = None,
         encrypted: bool = False,
         redact: tuple[str, ...] = (),
     ) -> Topic[P]:
@@ -218,6 +221,7 @@ class Outbox:
                 ordering_key=ordering_key,
                 on_failed=on_failed,
                 max_delay=max_delay,
+                coalesce_rule=coalesce_rule,
                 encrypted=encrypted,
                 redact=redact,
             )
@@ -378,11 +382,13 @@ class Outbox:
 
         Takes a psycopg `Connection`, SQLAlchemy's `Connection` or `Session` (on psycopg), or Django's `connection`.
         Never commits, and makes no savepoint unless `best_effort`. Of the messages with one topic and `coalesce_key`
-        only the newest committed one is delivered. With a `dedupe_key` that is taken, the existing message's id comes
-        back as a duplicate: calling again, after a lost reply to COMMIT say, is harmless. A cancelled or skipped
-        message gives its key to the next. Without either key each call is a message of its own. Messages with one queue
-        and `ordering_key` are delivered one after the other, in the order of their commits; of others the order of
-        delivery is not promised.
+        only the newest committed one is delivered; transactions that enqueue for one key wait for each other. With
+        `coalesce_rule="pending"` they do not wait: of the due messages of a key that a claim sees, the newest is
+        delivered, and at least one delivery begins after each commit. With a `dedupe_key` that is taken, the existing
+        message's id comes back as a duplicate: calling again, after a lost reply to COMMIT say, is harmless. A
+        cancelled or skipped message gives its key to the next. Without either key each call is a message of its own.
+        Messages with one queue and `ordering_key` are delivered one after the other, in the order of their commits; of
+        others the order of delivery is not promised.
 
         `delay` (seconds or a timedelta) counts on PostgreSQL's clock; `available_at` and `expires_at` are datetimes
         with a time zone. A pydantic model is dumped as JSON; `serializer` is called with whatever else is not JSON.
@@ -583,8 +589,9 @@ class Outbox:
 
         Name it by id, by topic and coalesce key (the newest one), or by topic and dedupe key: exactly one of the three,
         `PayloadError` otherwise. A pending message is not delivered once the transaction commits. One in flight is told
-        (`ctx.cancelled`, `ctx.ensure_lease()`) and is not retried, but may be handed over all the same. Cancelling
-        again is harmless. Waits for no lock. Raises as `enqueue` does.
+        (`ctx.cancelled`, `ctx.ensure_lease()`) and is not retried, but may be handed over all the same. A coalesce key
+        of the rule `pending` cancels all its pending messages and tells the one in flight; the result is that of the
+        newest. Cancelling again is harmless. Waits for no lock. Raises as `enqueue` does.
 
             outbox.cancel(connection, topic="mail.reminder", coalesce_key="event-7")
         """

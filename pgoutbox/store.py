@@ -624,7 +624,7 @@ def _array_of(numbers: Iterable[int]) -> str:
 
 def _lapsed_parameters(queue: str, options: LapsedOptions) -> dict[str, object]:
     arrays = {"held": _array_of(options["held"]), "set_aside": _array_of(options["set_aside"])}
-    return {**options, **arrays, "queue": queue}
+    return {**options, **arrays, "queue": queue, "queues": [queue]}
 
 
 def _by_due_time(row: ClaimedRow) -> tuple[datetime, int]:

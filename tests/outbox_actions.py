@@ -66,6 +66,7 @@ class Options(TypedDict, total=False):
     ordering_key: str | None
     on_failed: str | None
     max_delay: timedelta | None
+    coalesce_rule: str | None
 
 
 def enqueue(
@@ -103,6 +104,7 @@ def claim(
     """
     parameters: dict[str, object] = {
         "queue": queue,
+        "queues": [queue],
         "topics": list(topics),
         "hold_topics": list(hold_topics),
         "clock_limit": clock_limit,

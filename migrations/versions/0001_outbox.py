@@ -58,6 +58,7 @@ CREATE TABLE pgoutbox.message (
     attempt_count       integer     NOT NULL DEFAULT 0,
     max_attempts        integer     NOT NULL DEFAULT 11,
     attempt_budget      integer     NOT NULL DEFAULT 11,
+    coalesces_pending   boolean,
     state               text        NOT NULL DEFAULT 'pending',
     topic               text COLLATE "C" NOT NULL,
     queue               text COLLATE "C" NOT NULL DEFAULT 'default',
@@ -153,6 +154,12 @@ WHERE lease_expires_at IS NOT NULL
 LIVE_IN_FLIGHT = """
 CREATE UNIQUE INDEX message_live_in_flight ON pgoutbox.message_live (topic, coalesce_key)
 WHERE state = 'sending' AND coalesce_key IS NOT NULL
+"""
+
+# Where a claim looks for the message that supersedes another by the rule `pending`: the one that fell due last.
+LIVE_NEWER = """
+CREATE INDEX message_live_newer ON pgoutbox.message_live (topic, coalesce_key, queue, available_at, id)
+WHERE coalesces_pending AND state = 'pending'
 """
 
 # Messages with an ordering key have a lane of their own, in which only the first of each key is looked at: however many
@@ -278,6 +285,23 @@ CREATE TABLE pgoutbox.queue (
         AND max_in_flight BETWEEN 1 AND 1000000
     )
 )
+"""
+
+IS_LIMITED = """
+CREATE FUNCTION pgoutbox.is_limited(p_queue text)
+RETURNS boolean
+LANGUAGE plpgsql
+STABLE
+SET search_path = pg_catalog, pg_temp
+AS $function$
+BEGIN
+    RETURN EXISTS (
+        SELECT
+        FROM pgoutbox.queue AS q
+        WHERE q.name = p_queue AND num_nonnulls(q.paused_at, q.rate_count, q.max_in_flight) > 0
+    );
+END
+$function$
 """
 
 # What the bucket holds now. A clock that went back, by a failover say, takes no tokens away.
@@ -646,7 +670,8 @@ CREATE FUNCTION pgoutbox.argument_error(
     max_attempts integer,
     ordering_key text,
     on_failed text,
-    max_delay interval
+    max_delay interval,
+    coalesce_rule text
 )
 RETURNS text
 LANGUAGE sql
@@ -678,6 +703,11 @@ SELECT CASE
     WHEN max_delay IS NOT NULL AND coalesce_key IS NULL THEN 'max_delay: must not be given without coalesce_key'
     WHEN max_delay NOT BETWEEN interval '0' AND interval '3650 days'
         THEN 'max_delay: must not be negative nor longer than 3650 days'
+    WHEN coalesce_rule NOT IN ('newest', 'pending') THEN 'coalesce_rule: must be newest or pending'
+    WHEN coalesce_rule IS NOT NULL AND coalesce_key IS NULL
+        THEN 'coalesce_rule: must not be given without coalesce_key'
+    WHEN max_delay IS NOT NULL AND coalesce_rule = 'pending'
+        THEN 'max_delay: must not be given together with coalesce_rule pending'
     WHEN octet_length(destination) > 2048 OR destination !~ '^[A-Za-z][A-Za-z0-9+.-]*:[^[:cntrl:]]+$'
         THEN 'destination: must be a URI such as mailto:a@example.org, without control characters, of at most 2048 '
             'bytes'
@@ -757,6 +787,83 @@ END
 $function$
 """
 
+# What supersedes a message by the rule `pending`: a newer one that falls due no later, as the calling statement's
+# snapshot sees it (hence STABLE). The one that fell due last, because the messages that are not due yet may be many. An
+# expired message supersedes nothing.
+NEWER_PENDING = """
+CREATE FUNCTION pgoutbox.newer_pending(
+    p_topic text, p_coalesce_key text, p_queue text, p_id bigint, due_by timestamptz DEFAULT now()
+)
+RETURNS bigint
+LANGUAGE plpgsql
+STABLE
+AS $function$
+BEGIN
+    RETURN (
+        SELECT m.id
+        FROM pgoutbox.message_live AS m
+        WHERE m.coalesces_pending
+            AND m.state OPERATOR(pg_catalog.=) 'pending'
+            AND m.topic OPERATOR(pg_catalog.=) p_topic
+            AND m.coalesce_key OPERATOR(pg_catalog.=) p_coalesce_key
+            AND m.queue OPERATOR(pg_catalog.=) p_queue
+            AND m.available_at OPERATOR(pg_catalog.<=) due_by
+            AND m.id OPERATOR(pg_catalog.>) p_id
+            AND (m.expires_at OPERATOR(pg_catalog.>) pg_catalog.now()) IS NOT FALSE
+        ORDER BY m.available_at DESC, m.id DESC
+        LIMIT 1
+    );
+END
+$function$
+"""
+
+# The same in a claim, which keeps the newer message pending until it commits: so an attempt for the key begins after
+# this claim, whatever its snapshot saw (docs/decisions/0021). Zero if another session has the newer message now.
+LOCK_NEWER_PENDING = """
+CREATE FUNCTION pgoutbox.lock_newer_pending(p_topic text, p_coalesce_key text, p_queue text, p_id bigint)
+RETURNS bigint
+LANGUAGE plpgsql
+VOLATILE
+AS $function$
+DECLARE
+    newer_id constant bigint := pgoutbox.newer_pending(p_topic, p_coalesce_key, p_queue, p_id);
+BEGIN
+    IF newer_id IS NULL THEN
+        RETURN NULL;
+    END IF;
+    PERFORM
+    FROM pgoutbox.message_live AS m
+    WHERE m.id OPERATOR(pg_catalog.=) newer_id
+        AND m.state OPERATOR(pg_catalog.=) 'pending'
+        AND m.available_at OPERATOR(pg_catalog.<=) pg_catalog.now()
+    FOR SHARE SKIP LOCKED;
+    RETURN CASE WHEN FOUND THEN newer_id ELSE 0 END;
+END
+$function$
+"""
+
+# A message of the rule `pending` waits for it: of two of a key that one claim would begin, the index refuses one.
+HAS_STRICT_DUE = """
+CREATE FUNCTION pgoutbox.has_strict_due(p_topic text, p_coalesce_key text, p_queue text)
+RETURNS boolean
+LANGUAGE plpgsql
+STABLE
+AS $function$
+BEGIN
+    RETURN EXISTS (
+        SELECT
+        FROM pgoutbox.coalesce AS head
+        JOIN pgoutbox.message_live AS m ON m.id OPERATOR(pg_catalog.=) head.newest_id
+        WHERE head.topic OPERATOR(pg_catalog.=) p_topic
+            AND head.coalesce_key OPERATOR(pg_catalog.=) p_coalesce_key
+            AND m.queue OPERATOR(pg_catalog.=) p_queue
+            AND m.state OPERATOR(pg_catalog.=) 'pending'
+            AND m.available_at OPERATOR(pg_catalog.<=) pg_catalog.now()
+    );
+END
+$function$
+"""
+
 # What most messages are. Enough, because what is not plain here is judged by argument_error. The body is bound when the
 # function is made, and PostgreSQL puts it in the place of the call.
 IS_PLAIN = """
@@ -773,14 +880,16 @@ CREATE FUNCTION pgoutbox.is_plain(
     max_attempts integer,
     ordering_key text,
     on_failed text,
-    max_delay interval
+    max_delay interval,
+    coalesce_rule text
 )
 RETURNS boolean
 LANGUAGE sql
 IMMUTABLE
 PARALLEL SAFE
 RETURN pg_catalog.num_nonnulls(
-        destination, coalesce_key, dedupe_key, available_at, expires_at, headers, ordering_key, on_failed, max_delay
+        destination, coalesce_key, dedupe_key, available_at, expires_at, headers, ordering_key, on_failed, max_delay,
+        coalesce_rule
     ) OPERATOR(pg_catalog.=) 0
     AND topic OPERATOR(pg_catalog.~) '^[a-z][a-z0-9_.-]*$'
     AND queue OPERATOR(pg_catalog.~) '^[a-z][a-z0-9_.-]*$'
@@ -808,6 +917,7 @@ CREATE FUNCTION pgoutbox.write_message(
     p_max_attempts integer,
     p_ordering_key text,
     p_on_failed text,
+    p_coalesces_pending boolean,
     p_notify boolean
 )
 RETURNS bigint
@@ -816,10 +926,11 @@ AS $function$
 BEGIN
     INSERT INTO pgoutbox.message_live (
         id, topic, payload, queue, destination, coalesce_key, dedupe_key, ordering_key, on_failed,
-        available_at, expires_at, headers, max_attempts, attempt_budget
+        available_at, expires_at, headers, max_attempts, attempt_budget, coalesces_pending
     ) VALUES (
         p_id, p_topic, p_payload, p_queue, p_destination, p_coalesce_key, p_dedupe_key, p_ordering_key, p_on_failed,
-        greatest(p_available_at, pg_catalog.now()), p_expires_at, p_headers, p_max_attempts, p_max_attempts
+        greatest(p_available_at, pg_catalog.now()), p_expires_at, p_headers, p_max_attempts, p_max_attempts,
+        p_coalesces_pending
     );
     IF p_notify IS NOT FALSE
         AND NOT pg_catalog.pg_try_advisory_xact_lock_shared(1885826146, pg_catalog.hashtext(p_queue))
@@ -923,6 +1034,7 @@ CREATE FUNCTION pgoutbox.enqueue_checked(
     p_ordering_key text,
     p_on_failed text,
     p_max_delay interval,
+    p_coalesce_rule text,
     p_notify boolean
 )
 RETURNS bigint
@@ -932,6 +1044,8 @@ AS $function$
 DECLARE
     -- The transaction has its id before its messages have theirs: CLAIM_NEW of the worker relies on it.
     own_xid constant xid8 := pg_catalog.pg_current_xact_id();
+    -- True or null: a message of this rule has no head, and its enqueue takes no lock.
+    coalesces_pending constant boolean := nullif(p_coalesce_rule = 'pending', false);
     new_id bigint;
     since timestamptz;
     problem text;
@@ -941,7 +1055,8 @@ DECLARE
 BEGIN
     problem := pgoutbox.argument_error(
         p_topic, p_payload, p_queue, p_destination, p_coalesce_key, p_dedupe_key,
-        p_available_at, p_expires_at, p_headers, p_max_attempts, p_ordering_key, p_on_failed, p_max_delay
+        p_available_at, p_expires_at, p_headers, p_max_attempts, p_ordering_key, p_on_failed, p_max_delay,
+        p_coalesce_rule
     );
     IF problem IS NOT NULL THEN
         PERFORM pgoutbox.raise_argument_error(problem);
@@ -1018,7 +1133,7 @@ BEGIN
         p_available_at := least(coalesce(p_available_at, now()), since + p_max_delay);
     END IF;
 
-    IF p_coalesce_key IS NOT NULL THEN
+    IF p_coalesce_key IS NOT NULL AND coalesces_pending IS NULL THEN
         -- The id is drawn while the head row is locked: among the messages of one key, the order of ids is the
         -- order of commits, and "superseded" is the question whether the head names a greater id.
         INSERT INTO pgoutbox.coalesce AS head (newest_id, waiting_since, topic, coalesce_key)
@@ -1038,7 +1153,7 @@ BEGIN
     RETURN pgoutbox.write_message(
         new_id, p_topic, p_payload, p_queue, p_destination, p_coalesce_key, p_dedupe_key,
         p_available_at, p_expires_at, p_headers, p_max_attempts, p_ordering_key, nullif(p_on_failed, 'continue'),
-        p_notify
+        coalesces_pending, p_notify
     );
 END
 $function$
@@ -1063,6 +1178,7 @@ CREATE FUNCTION pgoutbox.enqueue_receipt(
     ordering_key text,
     on_failed text,
     max_delay interval,
+    coalesce_rule text,
     notify boolean
 )
 RETURNS bigint
@@ -1076,7 +1192,7 @@ DECLARE
 BEGIN
     IF pgoutbox.is_plain(
         topic, payload, queue, destination, coalesce_key, dedupe_key, available_at, expires_at, headers, max_attempts,
-        ordering_key, on_failed, max_delay
+        ordering_key, on_failed, max_delay, coalesce_rule
     ) THEN
         new_id := pg_catalog.nextval('pgoutbox.message_id_seq');
         INSERT INTO pgoutbox.message_live (id, topic, payload, queue, max_attempts, attempt_budget)
@@ -1091,7 +1207,7 @@ BEGIN
     END IF;
     RETURN pgoutbox.enqueue_checked(
         topic, payload, queue, destination, coalesce_key, dedupe_key,
-        available_at, expires_at, headers, max_attempts, ordering_key, on_failed, max_delay, notify
+        available_at, expires_at, headers, max_attempts, ordering_key, on_failed, max_delay, coalesce_rule, notify
     );
 END
 $function$
@@ -1113,13 +1229,14 @@ CREATE FUNCTION pgoutbox.enqueue(
     notify boolean DEFAULT true,
     ordering_key text DEFAULT NULL,
     on_failed text DEFAULT NULL,
-    max_delay interval DEFAULT NULL
+    max_delay interval DEFAULT NULL,
+    coalesce_rule text DEFAULT NULL
 )
 RETURNS bigint
 LANGUAGE sql
 RETURN pg_catalog.abs(pgoutbox.enqueue_receipt(
     topic, payload, queue, destination, coalesce_key, dedupe_key,
-    available_at, expires_at, headers, max_attempts, ordering_key, on_failed, max_delay, notify
+    available_at, expires_at, headers, max_attempts, ordering_key, on_failed, max_delay, coalesce_rule, notify
 ))
 """
 
@@ -1139,7 +1256,8 @@ CREATE FUNCTION pgoutbox.enqueue_many(
     notify boolean DEFAULT true,
     ordering_keys text[] DEFAULT NULL,
     on_failed text[] DEFAULT NULL,
-    max_delays double precision[] DEFAULT NULL
+    max_delays double precision[] DEFAULT NULL,
+    coalesce_rules text[] DEFAULT NULL
 )
 RETURNS TABLE (item_index integer, id bigint, duplicate boolean)
 LANGUAGE plpgsql
@@ -1163,7 +1281,8 @@ BEGIN
     IF greatest(
         cardinality(queues), cardinality(destinations), cardinality(coalesce_keys), cardinality(dedupe_keys),
         cardinality(available_ats), cardinality(delays), cardinality(expires_ats), cardinality(headers),
-        cardinality(max_attempts), cardinality(ordering_keys), cardinality(on_failed), cardinality(max_delays)
+        cardinality(max_attempts), cardinality(ordering_keys), cardinality(on_failed), cardinality(max_delays),
+        cardinality(coalesce_rules)
     ) > cardinality(topics) THEN
         PERFORM pgoutbox.raise_argument_error('topics: no other array may have more elements');
     END IF;
@@ -1174,14 +1293,17 @@ BEGIN
         SELECT a.ordinality, pgoutbox.argument_error(
             a.topic, a.payload, coalesce(a.queue, 'default'), a.destination, a.coalesce_key, a.dedupe_key,
             coalesce(a.available_at, now() + make_interval(secs => a.delay)), a.expires_at, a.headers,
-            coalesce(a.max_attempts, 11), a.ordering_key, a.on_failed, make_interval(secs => a.max_delay)
+            coalesce(a.max_attempts, 11), a.ordering_key, a.on_failed, make_interval(secs => a.max_delay),
+            a.coalesce_rule
         ) AS problem
         FROM unnest(
             topics, payloads, queues, destinations, coalesce_keys, dedupe_keys,
-            available_ats, delays, expires_ats, headers, max_attempts, ordering_keys, on_failed, max_delays
+            available_ats, delays, expires_ats, headers, max_attempts, ordering_keys, on_failed, max_delays,
+            coalesce_rules
         ) WITH ORDINALITY AS a(
             topic, payload, queue, destination, coalesce_key, dedupe_key,
-            available_at, delay, expires_at, headers, max_attempts, ordering_key, on_failed, max_delay, ordinality
+            available_at, delay, expires_at, headers, max_attempts, ordering_key, on_failed, max_delay,
+            coalesce_rule, ordinality
         )
     ) AS i
     WHERE i.problem IS NOT NULL
@@ -1196,20 +1318,25 @@ BEGIN
         SELECT a.*, nextval('pgoutbox.message_id_seq') AS id
         FROM unnest(
             topics, payloads, queues, destinations, coalesce_keys, dedupe_keys,
-            available_ats, delays, expires_ats, headers, max_attempts, ordering_keys, on_failed, max_delays
+            available_ats, delays, expires_ats, headers, max_attempts, ordering_keys, on_failed, max_delays,
+            coalesce_rules
         ) WITH ORDINALITY AS a(
             topic, payload, queue, destination, coalesce_key, dedupe_key,
-            available_at, delay, expires_at, headers, max_attempts, ordering_key, on_failed, max_delay, ordinality
+            available_at, delay, expires_at, headers, max_attempts, ordering_key, on_failed, max_delay,
+            coalesce_rule, ordinality
         )
-        WHERE num_nonnulls(a.coalesce_key, a.dedupe_key, a.ordering_key) = 0
+        WHERE num_nonnulls(a.dedupe_key, a.ordering_key) = 0
+            AND (a.coalesce_key IS NULL OR a.coalesce_rule = 'pending')
     ), inserted AS (
         INSERT INTO pgoutbox.message_live (
-            id, topic, payload, queue, destination, available_at, expires_at, headers, max_attempts, attempt_budget
+            id, topic, payload, queue, destination, available_at, expires_at, headers, max_attempts, attempt_budget,
+            coalesce_key, coalesces_pending
         )
         SELECT
             i.id, i.topic, i.payload, coalesce(i.queue, 'default'), i.destination,
             greatest(i.available_at, now() + make_interval(secs => i.delay), now()), i.expires_at, i.headers,
-            coalesce(i.max_attempts, 11), coalesce(i.max_attempts, 11)
+            coalesce(i.max_attempts, 11), coalesce(i.max_attempts, 11),
+            i.coalesce_key, nullif(i.coalesce_key IS NOT NULL, false)
         FROM item AS i
     )
     SELECT (i.ordinality - 1)::integer, i.id, false
@@ -1223,25 +1350,31 @@ BEGIN
         SELECT a.*
         FROM unnest(
             topics, payloads, queues, destinations, coalesce_keys, dedupe_keys,
-            available_ats, delays, expires_ats, headers, max_attempts, ordering_keys, on_failed, max_delays
+            available_ats, delays, expires_ats, headers, max_attempts, ordering_keys, on_failed, max_delays,
+            coalesce_rules
         ) WITH ORDINALITY AS a(
             topic, payload, queue, destination, coalesce_key, dedupe_key,
-            available_at, delay, expires_at, headers, max_attempts, ordering_key, on_failed, max_delay, ordinality
+            available_at, delay, expires_at, headers, max_attempts, ordering_key, on_failed, max_delay,
+            coalesce_rule, ordinality
         )
-        WHERE num_nonnulls(a.coalesce_key, a.dedupe_key, a.ordering_key) > 0
+        WHERE num_nonnulls(a.dedupe_key, a.ordering_key) > 0
+            OR (a.coalesce_key IS NOT NULL AND a.coalesce_rule IS DISTINCT FROM 'pending')
         ORDER BY
             CASE WHEN a.ordering_key IS NOT NULL THEN coalesce(a.queue, 'default') END COLLATE "C",
             a.ordering_key COLLATE "C",
             CASE WHEN a.ordering_key IS NULL THEN a.topic END COLLATE "C",
-            a.coalesce_key COLLATE "C",
-            CASE WHEN num_nonnulls(a.coalesce_key, a.ordering_key) = 0 THEN a.dedupe_key END COLLATE "C",
+            CASE WHEN a.coalesce_rule IS DISTINCT FROM 'pending' THEN a.coalesce_key END COLLATE "C",
+            CASE
+                WHEN a.ordering_key IS NULL AND (a.coalesce_key IS NULL OR a.coalesce_rule = 'pending')
+                    THEN a.dedupe_key
+            END COLLATE "C",
             a.ordinality
     LOOP
         receipt := pgoutbox.enqueue_checked(
             item.topic, item.payload, coalesce(item.queue, 'default'), item.destination,
             item.coalesce_key, item.dedupe_key, coalesce(item.available_at, now() + make_interval(secs => item.delay)),
             item.expires_at, item.headers, coalesce(item.max_attempts, 11),
-            item.ordering_key, item.on_failed, make_interval(secs => item.max_delay), false
+            item.ordering_key, item.on_failed, make_interval(secs => item.max_delay), item.coalesce_rule, false
         );
         item_index := item.ordinality - 1;
         id := abs(receipt);
@@ -1295,7 +1428,7 @@ BEGIN
         SELECT d.ordinality, pgoutbox.argument_error(
             enqueue_fanout.topic, enqueue_fanout.payload, enqueue_fanout.queue, d.destination, NULL, NULL,
             enqueue_fanout.available_at, enqueue_fanout.expires_at, enqueue_fanout.headers,
-            enqueue_fanout.max_attempts, NULL, NULL, NULL
+            enqueue_fanout.max_attempts, NULL, NULL, NULL, NULL
         ) AS problem
         FROM unnest(destinations) WITH ORDINALITY AS d(destination, ordinality)
     ) AS i
@@ -1466,7 +1599,23 @@ FROM (
     SELECT d.message_id
     FROM pgoutbox.dedupe AS d
     WHERE d.topic = cancel_by_key.topic AND d.dedupe_key = cancel_by_key.dedupe_key
+    UNION ALL
+    -- By the rule `pending` an older message would be delivered in place of a newer one that is cancelled alone.
+    SELECT m.id
+    FROM pgoutbox.message_live AS m
+    WHERE m.topic = cancel_by_key.topic
+        AND m.coalesce_key = cancel_by_key.coalesce_key
+        AND m.coalesces_pending
+        AND m.state = 'pending'
+    UNION ALL
+    SELECT m.id
+    FROM pgoutbox.message_live AS m
+    WHERE m.topic = cancel_by_key.topic
+        AND m.coalesce_key = cancel_by_key.coalesce_key
+        AND m.coalesces_pending
+        AND m.state = 'sending'
 ) AS target(id)
+ORDER BY target.id DESC
 $function$
 """
 
@@ -1604,6 +1753,7 @@ COLUMN_COMMENTS = {
         "queue": "Who works on it, in which order and within which limits.",
         "destination": "Where it goes, as a URI.",
         "coalesce_key": "Of the messages with one topic and coalesce key only the newest committed one is delivered.",
+        "coalesces_pending": "True: the rule pending. Of the due messages of a key, a claim delivers the newest.",
         "dedupe_key": "There is one message with one topic and dedupe key, besides cancelled and skipped ones.",
         "ordering_key": "Messages of one queue and ordering key are delivered one after the other, in order of ids.",
         "on_failed": "halt: if this message fails, those of its ordering key that follow wait for redrive or prune.",
@@ -1716,12 +1866,18 @@ FUNCTION_COMMENTS = {
     "record_queue_act": "Record a pause, its end, or other limits of a queue in the audit.",
     "record_retention_act": "Record another rule of retention in the audit.",
     "record_breaker_act": "Record in the audit that an operator closed a breaker.",
-    "cancel_by_key": "Cancel the newest message of a coalesce key, and the message of a dedupe key, as cancel does.",
+    "cancel_by_key": "Cancel the newest message of a coalesce key (by the rule pending, every pending one and the one "
+    "in flight), and the message of a dedupe key, as cancel does. The newest message comes first.",
     "argument_error": "The first thing wrong with the arguments of enqueue, as name and reason; null when all is well.",
     "raise_argument_error": "Raise 22004 or 22023 with the name of the argument as column.",
     "newest_id": "The newest message of a coalesce key, as of now and not as of the calling statement.",
+    "newer_pending": "A newer pending message of a coalesce key that supersedes this one by the rule pending; null if "
+    "there is none that falls due by then.",
+    "lock_newer_pending": "The same for a claim, locked and still pending; zero if another session has it now.",
+    "has_strict_due": "Whether the newest message of a coalesce key by the rule newest is due in this queue.",
     "tokens_of": "How many attempts of a limited queue may begin now, as a fraction; null without a rate.",
     "renewed_until": "Until when the lease of an attempt was renewed beside its locked row; null for most attempts.",
+    "is_limited": "Whether a queue is paused or has limits, so that it is claimed by permits.",
     "in_flight_of": "How many attempts of a queue are in flight, counted up to at_most.",
     "permits": "How many attempts of a queue may begin now, as many as wanted at most. Locks a queue with limits.",
     "next_permit_at": "When the next attempt of a queue may begin: null now, infinity while paused without an end.",
@@ -1737,8 +1893,12 @@ FUNCTIONS = (
     RAISE_ARGUMENT_ERROR,
     RING,
     NEWEST_ID,
+    NEWER_PENDING,
+    LOCK_NEWER_PENDING,
+    HAS_STRICT_DUE,
     TOKENS_OF,
     RENEWED_UNTIL,
+    IS_LIMITED,
     IN_FLIGHT_OF,
     NEXT_PERMIT_AT,
     PERMITS,
@@ -1792,8 +1952,12 @@ DOWN = (
     "DROP FUNCTION pgoutbox.next_permit_at",
     "DROP FUNCTION pgoutbox.in_flight_of",
     "DROP FUNCTION pgoutbox.renewed_until",
+    "DROP FUNCTION pgoutbox.is_limited",
     "DROP FUNCTION pgoutbox.tokens_of",
     "DROP FUNCTION pgoutbox.ring",
+    "DROP FUNCTION pgoutbox.has_strict_due",
+    "DROP FUNCTION pgoutbox.lock_newer_pending",
+    "DROP FUNCTION pgoutbox.newer_pending",
     "DROP FUNCTION pgoutbox.newest_id",
     "DROP FUNCTION pgoutbox.raise_argument_error",
     "DROP FUNCTION pgoutbox.is_plain",
@@ -1856,7 +2020,7 @@ $block$
 def upgrade() -> None:
     for statement in (
         SCHEMA, SCHEMA_COMMENT, SEQUENCE, MESSAGE, MESSAGE_LIVE, MESSAGE_FAILED, MESSAGE_DONE, MESSAGE_DONE_DEFAULT,
-        MESSAGE_DONE_FINISHED, LIVE_FRESH, LIVE_RETRY, LIVE_LEASE, LIVE_IN_FLIGHT, LIVE_ORDERED,
+        MESSAGE_DONE_FINISHED, LIVE_FRESH, LIVE_RETRY, LIVE_LEASE, LIVE_IN_FLIGHT, LIVE_NEWER, LIVE_ORDERED,
         LIVE_ORDERED_DUE, LIVE_ORDERED_IN_FLIGHT, FAILED_HALTS, FAILED_COALESCED, FAILED_ORDERED,
         CANCELLED_COALESCED, CANCELLED_ORDERED, MESSAGE_CONTENT, ATTEMPT, RENEWAL, QUEUE, COALESCE, ORDERING,
         DEDUPE, CONTENT, BREAKER, RETENTION, AUDIT, AUDIT_MESSAGES, *FUNCTIONS, REVOKE,

@@ -129,6 +129,7 @@ SELECT
     m.finished_at,
     m.worker,
     m.coalesce_key,
+    m.coalesces_pending,
     m.dedupe_key,
     m.ordering_key,
     m.on_failed,
@@ -517,12 +518,17 @@ BEGIN
             queue => m.queue,
             destination => m.destination,
             coalesce_key => m.coalesce_key,
+            coalesce_rule => CASE WHEN m.coalesces_pending THEN 'pending' END,
             headers => m.headers,
             max_attempts => m.attempt_budget,
             ordering_key => m.ordering_key,
             on_failed => m.on_failed
         ) AS id
-        WHERE m.state = 'sent' AND (m.coalesce_key IS NULL OR head.newest_id = m.id)
+        WHERE m.state = 'sent' AND (
+                m.coalesce_key IS NULL
+                OR head.newest_id = m.id
+                OR (m.coalesces_pending AND coalesce(head.newest_id < m.id, true))
+            )
     ) AS copy ON true
     WHERE m.id = resend.message_id
         AND (m.state <> 'sent' OR EXISTS (SELECT FROM source AS s WHERE s.id = m.id));
@@ -913,7 +919,8 @@ BEGIN
             pgoutbox.enqueue, pgoutbox.enqueue_receipt, pgoutbox.enqueue_many, pgoutbox.enqueue_fanout,
             pgoutbox.cancel, pgoutbox.cancel_by_key,
             pgoutbox.schema_version, pgoutbox.permits, pgoutbox.next_permit_at, pgoutbox.tokens_of,
-            pgoutbox.in_flight_of, pgoutbox.newest_id, pgoutbox.renewed_until, pgoutbox.forget_sent,
+            pgoutbox.in_flight_of, pgoutbox.newest_id, pgoutbox.newer_pending, pgoutbox.lock_newer_pending,
+            pgoutbox.has_strict_due, pgoutbox.renewed_until, pgoutbox.is_limited, pgoutbox.forget_sent,
             pgoutbox.redacted_text,
             pgoutbox.prune_by_rule, pgoutbox.prune_dedupe_by_rule, pgoutbox.prune_coalesce, pgoutbox.prune_ordering,
             pgoutbox.prune_content,

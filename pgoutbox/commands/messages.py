@@ -45,7 +45,7 @@ from pgoutbox.console import (
     print_table,
     print_warning,
 )
-from pgoutbox.drafts import Topic, check_name
+from pgoutbox.drafts import CoalesceRule, Topic, check_name
 from pgoutbox.outbox import Outbox
 
 if TYPE_CHECKING:
@@ -65,6 +65,10 @@ def enqueue(
     queue: Annotated[str | None, typer.Option(help="Who works on it; `default` if not given.")] = None,
     destination: Annotated[str | None, typer.Option(help="Where it goes, as a URI.")] = None,
     coalesce_key: Annotated[str | None, typer.Option(help="Only the newest message of a key is delivered.")] = None,
+    coalesce_rule: Annotated[
+        CoalesceRule | None,
+        typer.Option(help="`pending` locks nothing and delivers the newest due message; default `newest`."),
+    ] = None,
     dedupe_key: Annotated[
         str | None, typer.Option(help="At most one message of a key is owed, sent or failed.")
     ] = None,
@@ -104,6 +108,7 @@ def enqueue(
                 queue=queue,
                 destination=destination,
                 coalesce_key=coalesce_key,
+                coalesce_rule=coalesce_rule,
                 dedupe_key=dedupe_key,
                 delay=delay,
                 headers=dict(headers or []) or None,

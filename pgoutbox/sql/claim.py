@@ -7,15 +7,13 @@ state and attempt count once more in its UPDATE.
 
 from typing import Final, LiteralString
 
-# Claims of a queue with limits happen one after the other: this locks the queue's row.
-_PERMIT: Final[LiteralString] = """
-WITH permit AS MATERIALIZED (
-    SELECT pgoutbox.permits(%(queue)s::text, %(total)s::bigint) AS count
-), """
-
 # Due messages without an ordering key. `now()` can be an index condition; clock_timestamp(), which is volatile, cannot.
+#
+# Two messages of one key are never in flight: a message waits for its predecessor unless it is superseded. The
+# condition on the sibling's id makes PostgreSQL look the key up; without it, it hashes all attempts in flight. A
+# message of the rule `pending` also waits for a strict one of its key: the unique index would refuse one of them.
 _DUE: Final[LiteralString] = """due AS MATERIALIZED (
-    SELECT m.id, m.topic, m.coalesce_key, m.attempt_count, m.expires_at, head.newest_id
+    SELECT m.id, m.topic, m.coalesce_key, m.coalesces_pending, m.attempt_count, m.expires_at, head.newest_id
     FROM pgoutbox.message_live AS m
     LEFT JOIN pgoutbox.coalesce AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
     WHERE m.queue = %(queue)s::text
@@ -23,16 +21,16 @@ _DUE: Final[LiteralString] = """due AS MATERIALIZED (
         AND m.available_at <= now()
         AND m.topic = ANY (%(topics)s::text[])
         AND m.id <> ALL (%(set_aside)s::bigint[])
-        -- Two messages of one key are never in flight: a message waits for its predecessor unless it is superseded.
         AND (
             m.coalesce_key IS NULL
             OR head.newest_id > m.id
             OR NOT EXISTS (
                 SELECT FROM pgoutbox.message_live AS sibling
                 WHERE sibling.topic = m.topic AND sibling.coalesce_key = m.coalesce_key AND sibling.state = 'sending'
-                    AND sibling.id <> m.id -- So that PostgreSQL looks the key up and does not hash all of them.
+                    AND sibling.id <> m.id
             )
-        )"""
+        )
+        AND (m.coalesces_pending IS NOT TRUE OR NOT pgoutbox.has_strict_due(m.topic, m.coalesce_key, m.queue))"""
 
 # The lanes, each from its floor on. Each has an index of its own, so that a backlog of retries never delays fresh
 # messages. New messages are the fresh ones that were enqueued since the worker has seen all messages up to an id.
@@ -46,12 +44,10 @@ _NEW: Final[LiteralString] = """
         AND m.attempt_count = 0
         AND m.id > %(floor_id)s::bigint"""
 
-# Claims without permits exclude queues that are paused or have limits.
+# Claims without permits exclude queues that are paused or have limits. Claims by permits lock the row of such a queue,
+# so that they happen one after the other.
 _WITHOUT_PERMITS: Final[LiteralString] = """
-        AND NOT EXISTS (
-            SELECT FROM pgoutbox.queue AS q
-            WHERE q.name = %(queue)s::text AND num_nonnulls(q.paused_at, q.rate_count, q.max_in_flight) > 0
-        )"""
+        AND NOT pgoutbox.is_limited(%(queue)s::text)"""
 _BY_DUE_TIME: Final[LiteralString] = """
     ORDER BY m.available_at, m.id
     LIMIT %(total)s::bigint
@@ -64,20 +60,24 @@ _BY_ID: Final[LiteralString] = """
 )"""
 _BY_PERMITS: Final[LiteralString] = """
     ORDER BY m.available_at, m.id
-    LIMIT (SELECT p.count FROM permit AS p)
+    LIMIT pgoutbox.permits(%(queue)s::text, %(total)s::bigint)
     FOR UPDATE OF m SKIP LOCKED
 )"""
 
-# An attempt begins, or the message ends here because it is superseded or has expired.
+# An attempt begins, or the message ends here because it is superseded or has expired. The update enters keys into the
+# unique index of attempts in flight. All claims do so in one order, or two of them could deadlock.
 _JUDGED: Final[LiteralString] = """, judged AS MATERIALIZED (
-    SELECT
-        d.id,
-        d.attempt_count,
-        CASE WHEN d.newest_id > d.id THEN d.newest_id END AS superseded_by,
-        CASE WHEN d.newest_id > d.id OR d.expires_at <= now() THEN 'skipped' ELSE 'sending' END AS state
+    SELECT d.id, d.attempt_count, newer.id AS superseded_by,
+        CASE WHEN newer.id IS NOT NULL OR d.expires_at <= now() THEN 'skipped' ELSE 'sending' END AS state
     FROM due AS d
-    -- The update enters keys into the unique index of attempts in flight. All claims do so in one order, or two of them
-    -- could deadlock.
+    CROSS JOIN LATERAL (
+        SELECT CASE
+            WHEN d.newest_id > d.id THEN d.newest_id
+            WHEN d.coalesces_pending
+                THEN pgoutbox.lock_newer_pending(d.topic, d.coalesce_key, %(queue)s::text, d.id)
+        END
+    ) AS newer(id)
+    WHERE newer.id IS DISTINCT FROM 0
     ORDER BY d.coalesce_key, CASE WHEN d.coalesce_key IS NOT NULL THEN d.topic END
 )"""
 
@@ -105,8 +105,7 @@ WHERE m.id = j.id AND m.state = 'pending' AND m.attempt_count = j.attempt_count"
 # The last column looks with a snapshot of its own, after this claim has the key: another worker may have claimed,
 # delivered and finished a newer message since this statement began.
 _ROWS: Final[LiteralString] = """
-RETURNING
-    m.id, m.topic, m.destination, m.payload::text AS payload_json, m.headers::text AS headers_json,
+RETURNING m.id, m.topic, m.destination, m.payload::text AS payload_json, m.headers::text AS headers_json,
     m.attempt_count, m.max_attempts, m.attempt_budget, m.created_at, m.available_at,
     m.coalesce_key, m.ordering_key, m.content_id, m.claimed_at, m.state,
     extract(epoch FROM CASE WHEN isfinite(m.expires_at) THEN m.expires_at - now() END)::float8 AS expires_in_seconds,
@@ -129,8 +128,8 @@ FROM judged AS j"""
 _DUE_FRESH: Final[LiteralString] = "WITH " + _DUE + _FRESH + _WITHOUT_PERMITS + _BY_DUE_TIME
 _DUE_NEW: Final[LiteralString] = "WITH " + _DUE + _NEW + _WITHOUT_PERMITS + _BY_ID
 _DUE_RETRIES: Final[LiteralString] = "WITH " + _DUE + _RETRIES + _WITHOUT_PERMITS + _BY_DUE_TIME
-_PERMITTED_FRESH: Final[LiteralString] = _PERMIT + _DUE + _FRESH + _BY_PERMITS
-_PERMITTED_RETRIES: Final[LiteralString] = _PERMIT + _DUE + _RETRIES + _BY_PERMITS
+_PERMITTED_FRESH: Final[LiteralString] = "WITH " + _DUE + _FRESH + _BY_PERMITS
+_PERMITTED_RETRIES: Final[LiteralString] = "WITH " + _DUE + _RETRIES + _BY_PERMITS
 
 CLAIM_FRESH: Final[LiteralString] = _DUE_FRESH + _JUDGED + _BEGIN + _ROWS
 CLAIM_NEW: Final[LiteralString] = _DUE_NEW + _JUDGED + _BEGIN + _ROWS
@@ -147,13 +146,23 @@ FIND_RETRIES: Final[LiteralString] = _PERMITTED_RETRIES + _FOUND_DUE
 # outage it renews their leases. Beyond `clock_limit` no lease counts as lapsed: after the server's clock has stepped
 # forward, live workers renew their leases soon.
 _LAPSED: Final[LiteralString] = """judged AS MATERIALIZED (
-    SELECT m.id, m.attempt_count, m.worker, m.claimed_at, head.newest_id, coalesce(ending.state, 'sending') AS state
+    SELECT
+        m.id, m.attempt_count, m.worker, m.claimed_at, newer.id AS newer_id, coalesce(ending.state, 'sending') AS state
     FROM pgoutbox.message_live AS m
     LEFT JOIN pgoutbox.coalesce AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
     CROSS JOIN LATERAL (
         SELECT CASE
+            WHEN head.newest_id > m.id THEN head.newest_id
+            WHEN m.coalesces_pending THEN (
+                SELECT max(pgoutbox.newer_pending(m.topic, m.coalesce_key, served.name, m.id))
+                FROM unnest(%(queues)s::text[]) AS served(name)
+            )
+        END
+    ) AS newer(id)
+    CROSS JOIN LATERAL (
+        SELECT CASE
             WHEN m.cancel_requested_at IS NOT NULL THEN 'cancelled'
-            WHEN head.newest_id > m.id OR m.expires_at <= now() THEN 'skipped'
+            WHEN newer.id IS NOT NULL OR m.expires_at <= now() THEN 'skipped'
             WHEN m.attempt_count >= m.max_attempts OR m.topic = ANY (%(hold_topics)s::text[]) THEN 'failed'
         END
     ) AS ending(state)
@@ -188,11 +197,8 @@ UPDATE pgoutbox.message AS m
 SET state = j.state,
     lease_expires_at = NULL,
     finished_at = now(),
-    skip_reason = CASE
-        WHEN j.state = 'skipped' AND j.newest_id > m.id THEN 'superseded by ' || j.newest_id
-        WHEN j.state = 'skipped' THEN 'expired'
-    END,
-    superseded_by = CASE WHEN j.state = 'skipped' AND j.newest_id > m.id THEN j.newest_id END,
+    skip_reason = CASE WHEN j.state = 'skipped' THEN coalesce('superseded by ' || j.newer_id, 'expired') END,
+    superseded_by = CASE WHEN j.state = 'skipped' THEN j.newer_id END,
     last_error = 'attempt ' || j.attempt_count || ': lease of ' || j.worker || ' expired, outcome unknown'
 FROM judged AS j
 WHERE m.id = j.id AND m.state = 'sending' AND m.attempt_count = j.attempt_count"""
@@ -207,7 +213,7 @@ _SUSPECTS: Final[LiteralString] = """
         AND ending.state IS NULL
         AND (%(total)s::bigint = 1 OR m.max_attempts - m.attempt_count > m.attempt_budget / 2)
     ORDER BY m.lease_expires_at, m.id
-    LIMIT (SELECT p.count FROM permit AS p)
+    LIMIT pgoutbox.permits(%(queue)s::text, %(total)s::bigint)
     FOR UPDATE OF m SKIP LOCKED
 )"""
 _BEGIN_AGAIN: Final[LiteralString] = """
@@ -219,7 +225,7 @@ SET attempt_count = m.attempt_count + 1,
     last_error = 'attempt ' || j.attempt_count || ': lease of ' || j.worker || ' expired, outcome unknown'
 FROM judged AS j
 WHERE m.id = j.id AND m.state = 'sending' AND m.attempt_count = j.attempt_count"""
-_DUE_AGAIN: Final[LiteralString] = _PERMIT + _LAPSED + _IN_QUEUE + _SUSPECTS
+_DUE_AGAIN: Final[LiteralString] = "WITH " + _LAPSED + _IN_QUEUE + _SUSPECTS
 CLAIM_LAPSED: Final[LiteralString] = _DUE_AGAIN + _SPENT + _LOST + _BEGIN_AGAIN + _ROWS
 FIND_LAPSED: Final[LiteralString] = _DUE_AGAIN + _FOUND_LAPSED
 
@@ -228,7 +234,7 @@ FIND_LAPSED: Final[LiteralString] = _DUE_AGAIN + _FOUND_LAPSED
 _ELSEWHERE: Final[LiteralString] = """
         AND m.coalesce_key IS NOT NULL
         AND m.queue <> ALL (%(queues)s::text[])
-        AND head.newest_id > m.id"""
+        AND newer.id IS NOT NULL"""
 END_SUPERSEDED_ELSEWHERE: Final[LiteralString] = "WITH " + _LAPSED + _ELSEWHERE + _ENDING + _LOST + _END + _ENDED_ROWS
 
 # Messages with an ordering key. Only the first of each key is looked at, key by key from `after_key` on, at most
@@ -291,7 +297,8 @@ CROSS JOIN LATERAL (
 # message that another worker claimed meanwhile, PostgreSQL checks state and due time on the newest version. The index
 # message_live_ordered_in_flight guards "one message of a key in flight".
 _DUE_ORDERED: Final[LiteralString] = """due AS MATERIALIZED (
-    SELECT m.id, m.topic, m.coalesce_key, m.attempt_count, m.expires_at, NULL::bigint AS newest_id
+    SELECT
+        m.id, m.topic, m.coalesce_key, m.coalesces_pending, m.attempt_count, m.expires_at, NULL::bigint AS newest_id
     FROM unnest(%(ids)s::bigint[]) AS found(id)
     JOIN pgoutbox.message_live AS m ON m.id = found.id
     WHERE m.state = 'pending'
@@ -309,7 +316,7 @@ _DUE_ORDERED: Final[LiteralString] = """due AS MATERIALIZED (
             SELECT FROM pgoutbox.message_failed AS f
             WHERE f.queue = m.queue AND f.ordering_key = m.ordering_key AND f.on_failed = 'halt' AND f.id < m.id
         )"""
-CLAIM_ORDERED: Final[LiteralString] = _PERMIT + _DUE_ORDERED + _BY_PERMITS + _JUDGED + _SPENT + _BEGIN + _ROWS
+CLAIM_ORDERED: Final[LiteralString] = "WITH " + _DUE_ORDERED + _BY_PERMITS + _JUDGED + _SPENT + _BEGIN + _ROWS
 
 # For each queue: whether it holds messages with an ordering key; in how many seconds the next attempt may begin, null
 # for a queue that is not paused and has no limits; and in how many seconds the next message falls due, null if there is

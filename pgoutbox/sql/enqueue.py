@@ -25,6 +25,7 @@ FROM (
         ordering_key => draft.ordering_key,
         on_failed => draft.on_failed,
         max_delay => draft.max_delay,
+        coalesce_rule => draft.coalesce_rule,
         notify => draft.notify
     ) AS receipt
     FROM (
@@ -46,6 +47,7 @@ FROM (
             %s::pg_catalog.text AS ordering_key,
             %s::pg_catalog.text AS on_failed,
             pg_catalog.make_interval(secs => %s::pg_catalog.float8) AS max_delay,
+            %s::pg_catalog.text AS coalesce_rule,
             %s::pg_catalog.bool AS notify
         OFFSET 0
     ) AS draft
@@ -73,6 +75,7 @@ FROM (
         %s::pg_catalog.text[] AS ordering_keys,
         %s::pg_catalog.text[] AS on_failed,
         %s::pg_catalog.float8[] AS max_delays,
+        %s::pg_catalog.text[] AS coalesce_rules,
         %s::pg_catalog.bool AS notify
 ) AS draft
 CROSS JOIN LATERAL pgoutbox.enqueue_many(
@@ -107,6 +110,7 @@ CROSS JOIN LATERAL pgoutbox.enqueue_many(
     ordering_keys => draft.ordering_keys,
     on_failed => draft.on_failed,
     max_delays => draft.max_delays,
+    coalesce_rules => draft.coalesce_rules,
     notify => draft.notify
 ) AS r
 """

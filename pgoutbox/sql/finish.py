@@ -66,15 +66,17 @@ WHERE r.state = 'sent' AND r.keep = interval '0'
 # Every outcome: what the attempt asks for (sent, retry, snoozed, released, failed, skipped) meets what happened to the
 # message meanwhile. A row that a caller's transaction has locked is left out and asked for again: one row never holds
 # up a batch. A message that would become pending again ends instead when it was cancelled, superseded or has no
-# attempt left. Snooze and release do not use up an attempt: they raise the budget, because the count never goes down.
+# attempt left. By the rule `pending` it is superseded by a message that is due when it would be, and that cannot begin
+# before this attempt has ended. Snooze and release do not use up an attempt: they raise the budget, because the count
+# never goes down.
 FINISH_IF_HELD: Final[LiteralString] = """
 WITH held AS MATERIALIZED (
     SELECT
-        o.id, o.attempt_count, o.outcome, o.reason, o.delay_seconds, head.newest_id,
+        o.id, o.attempt_count, o.outcome, o.reason, o.delay_seconds, newer.id AS newer_id,
         CASE
             WHEN o.outcome IN ('sent', 'failed', 'skipped') THEN o.outcome
             WHEN m.cancel_requested_at IS NOT NULL THEN 'cancelled'
-            WHEN head.newest_id > o.id THEN 'skipped'
+            WHEN newer.id IS NOT NULL THEN 'skipped'
             WHEN o.outcome = 'retry' AND o.attempt_count >= m.max_attempts THEN 'failed'
             ELSE 'pending'
         END AS state
@@ -84,6 +86,14 @@ WITH held AS MATERIALIZED (
     ) AS o(id, attempt_count, outcome, reason, delay_seconds)
     JOIN pgoutbox.message_live AS m ON m.id = o.id
     LEFT JOIN pgoutbox.coalesce AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
+    CROSS JOIN LATERAL (
+        SELECT CASE
+            WHEN head.newest_id > m.id THEN head.newest_id
+            WHEN m.coalesces_pending THEN pgoutbox.newer_pending(
+                m.topic, m.coalesce_key, m.queue, m.id, now() + make_interval(secs => coalesce(o.delay_seconds, 0))
+            )
+        END AS id
+    ) AS newer
     WHERE m.state = 'sending' AND m.attempt_count = o.attempt_count AND m.worker = %(worker)s::text
     FOR UPDATE OF m SKIP LOCKED
 ), finished AS (
@@ -99,9 +109,9 @@ WITH held AS MATERIALIZED (
         skip_reason = CASE
             WHEN h.state <> 'skipped' THEN NULL
             WHEN h.outcome = 'skipped' THEN h.reason
-            ELSE 'superseded by ' || h.newest_id
+            ELSE 'superseded by ' || h.newer_id
         END,
-        superseded_by = CASE WHEN h.state = 'skipped' AND h.outcome <> 'skipped' THEN h.newest_id END,
+        superseded_by = CASE WHEN h.state = 'skipped' AND h.outcome <> 'skipped' THEN h.newer_id END,
         last_error = CASE
             WHEN h.outcome IN ('retry', 'failed') THEN h.reason
             WHEN h.outcome = 'snoozed' THEN coalesce(h.reason, m.last_error)
@@ -109,8 +119,7 @@ WITH held AS MATERIALIZED (
         END
     FROM held AS h
     WHERE m.id = h.id AND m.state = 'sending' AND m.attempt_count = h.attempt_count
-    RETURNING
-        m.id, m.state, m.attempt_count, m.worker, m.claimed_at,
+    RETURNING m.id, m.state, m.attempt_count, m.worker, m.claimed_at,
         CASE WHEN h.state = 'pending' THEN h.outcome ELSE h.state END AS outcome, h.reason
 ), history AS (
     INSERT INTO pgoutbox.attempt (message_id, attempt_count, outcome, worker, started_at, ended_at, error)
@@ -145,14 +154,23 @@ WHERE m.queue = ANY (%(queues)s::text[])
     AND m.claimed_at < coalesce(%(before)s::timestamptz, 'infinity')
 """
 
-# Newer messages of the same keys had to wait for these attempts. Asked after they are committed, because one that was
-# enqueued while they were being finished has found them still in flight.
+# Other messages of the same keys had to wait for these attempts. Asked after they are committed, because one that was
+# enqueued while they were being finished has found them still in flight. By the rule `pending` an older one may wait.
 QUEUES_OF_SUCCESSORS: Final[LiteralString] = """
-SELECT DISTINCT m.queue
-FROM unnest(%(ids)s::bigint[], %(topics)s::text[], %(coalesce_keys)s::text[]) AS done(id, topic, coalesce_key)
-JOIN pgoutbox.coalesce AS head ON head.topic = done.topic AND head.coalesce_key = done.coalesce_key
+WITH done AS (
+    SELECT d.id, d.topic, d.coalesce_key
+    FROM unnest(%(ids)s::bigint[], %(topics)s::text[], %(coalesce_keys)s::text[]) AS d(id, topic, coalesce_key)
+)
+SELECT m.queue
+FROM done AS d
+JOIN pgoutbox.coalesce AS head ON head.topic = d.topic AND head.coalesce_key = d.coalesce_key
 JOIN pgoutbox.message_live AS m ON m.id = head.newest_id
-WHERE head.newest_id > done.id AND m.state = 'pending' AND m.available_at <= now()
+WHERE head.newest_id <> d.id AND m.state = 'pending' AND m.available_at <= now()
+UNION
+SELECT m.queue
+FROM done AS d
+JOIN pgoutbox.message_live AS m ON m.topic = d.topic AND m.coalesce_key = d.coalesce_key
+WHERE m.coalesces_pending AND m.state = 'pending' AND m.available_at <= now() AND m.id <> d.id
 """
 
 # One row per attempt that still holds its message. A transaction that cancels the message keeps its row locked. Then

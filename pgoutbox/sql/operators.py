@@ -184,6 +184,7 @@ SELECT
     m.finished_at,
     m.worker,
     m.coalesce_key,
+    m.coalesces_pending,
     m.dedupe_key,
     m.ordering_key,
     m.on_failed,

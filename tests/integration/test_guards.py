@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Awaitable, Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -33,6 +33,7 @@ from tests.outbox_actions import (
     WatchedWorker,
     claim,
     enqueue,
+    expire,
     finish,
     finish_sent,
     finish_sent_and_forget,
@@ -370,6 +371,121 @@ async def an_older_attempt_is_not_retried_after_a_newer_message(stage: Stage) ->
     assert state_of(stage.db, older) == "skipped"
 
 
+# --- the rule `pending` -----------------------------------------------------------------------------------------------
+
+
+def look_again(connection: psycopg.Connection, *, queue: str = "default", available_at: datetime | None = None) -> int:
+    """A message of the rule `pending`."""
+    return enqueue(connection, coalesce_key="k", coalesce_rule="pending", queue=queue, available_at=available_at)
+
+
+async def an_attempt_begins_after_every_commit(stage: Stage) -> None:
+    """An older id commits late, while a claim skips the next one for a third that another claim would deliver."""
+    late, skipping = stage.connect(), stage.connect()
+    oldest = look_again(late)
+    look_again(stage.db)
+    newest = look_again(stage.db)
+    claim(skipping, total=1, fresh_only=True)
+    for row in claim(stage.db, fresh_only=True):
+        finish_sent(stage.db, (row.id, row.attempt_count))
+    late.commit()
+    begun = ids_in_flight(claim(stage.db, fresh_only=True))
+    skipping.commit()
+    begun += ids_in_flight(claim(stage.db, fresh_only=True))
+    assert begun in ([oldest], [newest])
+
+
+async def an_attempt_of_any_lane_begins_after_every_commit(stage: Stage) -> None:
+    """The same with the claim that looks at all lanes."""
+    late, skipping = stage.connect(), stage.connect()
+    oldest = look_again(late)
+    look_again(stage.db)
+    newest = look_again(stage.db)
+    claim(skipping, total=1)
+    for row in claim(stage.db):
+        finish_sent(stage.db, (row.id, row.attempt_count))
+    late.commit()
+    begun = ids_in_flight(claim(stage.db))
+    skipping.commit()
+    begun += ids_in_flight(claim(stage.db))
+    assert begun in ([oldest], [newest])
+
+
+async def a_scheduled_message_supersedes_nothing(stage: Stage) -> None:
+    due = look_again(stage.db)
+    look_again(stage.db, available_at=datetime.now(UTC) + timedelta(hours=1))
+    assert ids_in_flight(claim(stage.db)) == [due]
+
+
+async def a_message_that_has_ended_supersedes_nothing(stage: Stage) -> None:
+    late = stage.connect()
+    older = look_again(late)
+    newer = look_again(stage.db)
+    assert ids_in_flight(claim(stage.db)) == [newer]
+    finish(stage.db, Verdict(newer, 1, "failed", "no"))
+    late.commit()
+    assert ids_in_flight(claim(stage.db)) == [older]
+
+
+async def a_message_of_another_queue_supersedes_nothing(stage: Stage) -> None:
+    older = look_again(stage.db)
+    look_again(stage.db, queue="bulk")
+    assert ids_in_flight(claim(stage.db)) == [older]
+
+
+async def an_expired_message_supersedes_nothing(stage: Stage) -> None:
+    older = look_again(stage.db)
+    expire(stage.db, look_again(stage.db))
+    assert ids_in_flight(claim(stage.db)) == [older]
+
+
+async def a_message_waits_for_a_strict_one_of_its_key(stage: Stage) -> None:
+    strict = enqueue(stage.db, coalesce_key="k")
+    look_again(stage.db)
+    assert ids_in_flight(claim(stage.db, fresh_only=True)) == [strict]
+
+
+async def a_retry_ends_if_a_newer_message_waits(stage: Stage) -> None:
+    older = look_again(stage.db)
+    claim(stage.db)
+    look_again(stage.db)
+    finish(stage.db, Verdict(older, 1, "retry", "busy", 60.0))
+    assert state_of(stage.db, older) == "skipped"
+
+
+async def a_retry_waits_for_no_message_that_is_due_later(stage: Stage) -> None:
+    older = look_again(stage.db)
+    claim(stage.db)
+    look_again(stage.db, available_at=datetime.now(UTC) + timedelta(hours=1))
+    finish(stage.db, Verdict(older, 1, "retry", "busy", 60.0))
+    assert state_of(stage.db, older) == "pending"
+
+
+async def a_message_that_waits_for_an_attempt_is_found_when_that_ends(stage: Stage) -> None:
+    """The older of two ids commits while the newer one is in flight: no head names it."""
+    late = stage.connect()
+    look_again(late)
+    newer = look_again(stage.db)
+    claim(stage.db)
+    late.commit()
+    assert claim(stage.db) == []
+    finish_sent(stage.db, (newer, 1))
+    done = {"ids": [newer], "topics": ["greet"], "coalesce_keys": ["k"]}
+    assert stage.db.execute(sql.QUEUES_OF_SUCCESSORS, done).fetchall() == [("default",)]
+
+
+async def a_strict_message_that_waits_for_a_newer_attempt_is_found_when_that_ends(stage: Stage) -> None:
+    late = stage.connect()
+    enqueue(late, coalesce_key="k")
+    newer = look_again(stage.db)
+    claim(stage.db)
+    late.commit()
+    assert claim(stage.db) == []
+    finish_sent(stage.db, (newer, 1))
+    done = {"ids": [newer], "topics": ["greet"], "coalesce_keys": ["k"]}
+    assert stage.db.execute(sql.QUEUES_OF_SUCCESSORS, done).fetchall() == [("default",)]
+
+
 # --- suspects ---------------------------------------------------------------------------------------------------------
 
 
@@ -611,7 +727,7 @@ SIBLING = """
             OR NOT EXISTS (
                 SELECT FROM pgoutbox.message_live AS sibling
                 WHERE sibling.topic = m.topic AND sibling.coalesce_key = m.coalesce_key AND sibling.state = 'sending'
-                    AND sibling.id <> m.id -- So that PostgreSQL looks the key up and does not hash all of them.
+                    AND sibling.id <> m.id
             )
         )"""
 
@@ -621,11 +737,51 @@ def no_unique_index(stage: Stage, patch: pytest.MonkeyPatch) -> None:
 
 
 def no_supersession_in_finish(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sql, "FINISH_IF_HELD", without(sql.FINISH_IF_HELD, "WHEN head.newest_id > o.id THEN 'skipped'\n"))
+    patch.setattr(sql, "FINISH_IF_HELD", without(sql.FINISH_IF_HELD, "WHEN newer.id IS NOT NULL THEN 'skipped'\n"))
+
+
+def newer_in(statement: str, *parts: tuple[str, str]) -> Mutation:
+    """The statement of this name with other parts in the place of these."""
+
+    def mutate(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+        text = getattr(sql, statement)
+        for part, instead in parts:
+            assert part in text
+            text = text.replace(part, instead)
+        patch.setattr(sql, statement, text)
+
+    return mutate
+
+
+STRICT_DUE = (
+    "AND CASE WHEN m.coalesces_pending THEN NOT pgoutbox.has_strict_due(m.topic, m.coalesce_key, m.queue) ELSE true END"
+)
+NEWER_BY_RETRY = "now() + make_interval(secs => coalesce(o.delay_seconds, 0))"
+PENDING_SUCCESSORS = """UNION
+SELECT m.queue
+FROM done AS d
+JOIN pgoutbox.message_live AS m ON m.topic = d.topic AND m.coalesce_key = d.coalesce_key
+WHERE m.coalesces_pending AND m.state = 'pending' AND m.available_at <= now() AND m.id <> d.id"""
+
+
+def no_lock_on_the_newer(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    redefine(stage, "lock_newer_pending", "CASE WHEN FOUND THEN newer_id ELSE 0 END", "newer_id")
+
+
+def ended_supersede(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    """Messages in any state supersede, and no lock is asked for."""
+    state = "m.state OPERATOR(pg_catalog.=) 'pending'"
+    redefine(stage, "newer_pending", state, "true")
+    redefine(stage, "newer_pending", "pgoutbox.message_live", "pgoutbox.message")
+    no_lock_on_the_newer(stage, patch)
+
+
+def no_rule_in_finish(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sql, "FINISH_IF_HELD", sql.FINISH_IF_HELD.replace("WHEN m.coalesces_pending THEN", "WHEN false THEN"))
 
 
 def no_limit_of_suspects(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    limit = "LIMIT (SELECT p.count FROM permit AS p)\n"
+    limit = "LIMIT pgoutbox.permits(%(queue)s::text, %(total)s::bigint)\n"
     patch.setattr(sql, "CLAIM_LAPSED", without(sql.CLAIM_LAPSED, limit))
 
 
@@ -740,16 +896,65 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
         "supersession in claim",
         an_older_message_is_not_delivered_after_a_newer_one,
         no_part_in_claims(
-            "WHEN d.newest_id > d.id OR d.expires_at <= now() THEN 'skipped'", instead="WHEN false THEN ''"
+            "WHEN newer.id IS NOT NULL OR d.expires_at <= now() THEN 'skipped'", instead="WHEN false THEN ''"
         ),
     ),
     (
         "supersession of a lapsed attempt",
         a_lapsed_attempt_is_not_made_again_after_a_newer_message,
-        no_part_in_claims("WHEN head.newest_id > m.id OR m.expires_at <= now() THEN 'skipped'\n"),
+        no_part_in_claims("WHEN newer.id IS NOT NULL OR m.expires_at <= now() THEN 'skipped'\n"),
     ),
     ("order of keys", two_claims_enter_their_keys_in_one_order, no_part_in_claims(KEYS_IN_ORDER)),
     ("supersession in finish", an_older_attempt_is_not_retried_after_a_newer_message, no_supersession_in_finish),
+    ("rule pending: lock on the newer message", an_attempt_begins_after_every_commit, no_lock_on_the_newer),
+    (
+        "rule pending: lock on the newer message, all lanes",
+        an_attempt_of_any_lane_begins_after_every_commit,
+        no_lock_on_the_newer,
+    ),
+    (
+        "rule pending: due",
+        a_scheduled_message_supersedes_nothing,
+        no_guard_in_function("newer_pending", "AND m.available_at OPERATOR(pg_catalog.<=) due_by\n"),
+    ),
+    (
+        "rule pending: state",
+        a_message_that_has_ended_supersedes_nothing,
+        ended_supersede,
+    ),
+    (
+        "rule pending: queue",
+        a_message_of_another_queue_supersedes_nothing,
+        no_guard_in_function("newer_pending", "AND m.queue OPERATOR(pg_catalog.=) p_queue\n"),
+    ),
+    (
+        "rule pending: expiry",
+        an_expired_message_supersedes_nothing,
+        no_guard_in_function(
+            "newer_pending", "AND (m.expires_at OPERATOR(pg_catalog.>) pg_catalog.now()) IS NOT FALSE\n"
+        ),
+    ),
+    (
+        "rule pending: strict message",
+        a_message_waits_for_a_strict_one_of_its_key,
+        no_part_in_claims(STRICT_DUE),
+    ),
+    ("rule pending: retry", a_retry_ends_if_a_newer_message_waits, no_rule_in_finish),
+    (
+        "rule pending: retry that comes first",
+        a_retry_waits_for_no_message_that_is_due_later,
+        newer_in("FINISH_IF_HELD", (NEWER_BY_RETRY, "'infinity'")),
+    ),
+    (
+        "rule pending: successors",
+        a_message_that_waits_for_an_attempt_is_found_when_that_ends,
+        newer_in("QUEUES_OF_SUCCESSORS", (PENDING_SUCCESSORS, "")),
+    ),
+    (
+        "rule pending: strict successors",
+        a_strict_message_that_waits_for_a_newer_attempt_is_found_when_that_ends,
+        newer_in("QUEUES_OF_SUCCESSORS", ("head.newest_id <> d.id", "head.newest_id > d.id")),
+    ),
     ("suspects: limit", suspects_are_claimed_one_by_one, no_limit_of_suspects),
     (
         "suspects: last attempt",

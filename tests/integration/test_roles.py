@@ -120,6 +120,8 @@ FUNCTION_RIGHTS: Final[dict[str, set[str]]] = {
         "forget_sent",
         "in_flight_of",
         "newest_id",
+        "newer_pending",
+        "has_strict_due",
         "next_permit_at",
         "permits",
         "redacted_text",
@@ -382,7 +384,7 @@ def test_dynamic_sql_quotes_every_name(rolled_back: psycopg.Connection) -> None:
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 ENQUEUE_UNCHECKED: Final = (
-    "SELECT pgoutbox.write_message(1, 't', '1', 'q', NULL, NULL, NULL, NULL, NULL, NULL, 1, NULL, NULL, true)"
+    "SELECT pgoutbox.write_message(1, 't', '1', 'q', NULL, NULL, NULL, NULL, NULL, NULL, 1, NULL, NULL, NULL, true)"
 )
 WRITES: Final = (
     "INSERT INTO pgoutbox.message (topic, payload) VALUES ('t', '1')",
@@ -423,7 +425,7 @@ WRITES: Final = (
     ),
     "SELECT pgoutbox.set_up_roles()",
     ENQUEUE_UNCHECKED,
-    "SELECT pgoutbox.enqueue_checked('t', '1', 'q', NULL, NULL, NULL, NULL, NULL, NULL, 1, NULL, NULL, NULL, true)",
+    "SELECT pgoutbox.enqueue_checked('t','1','q',NULL,NULL,NULL,NULL,NULL,NULL,1,NULL,NULL,NULL,NULL,true)",
     "SET ROLE pgoutbox_owner",
     "SET SESSION AUTHORIZATION pgoutbox_owner",
     "SELECT d.payload_digest FROM pgoutbox.dedupe AS d",
@@ -881,6 +883,7 @@ CALLS: Final[tuple[tuple[str, LiteralString], ...]] = (
         "SELECT pgoutbox.enqueue('mail', '{\"pgoutbox.encrypted\": {\"digests\": [\"a\"]}}', dedupe_key => 'e')",
     ),
     (PRODUCER, "SELECT pgoutbox.enqueue('mail', '{}', ordering_key => 'o', on_failed => 'halt')"),
+    (PRODUCER, "SELECT pgoutbox.enqueue('mail', '{}', coalesce_key => 'k', coalesce_rule => 'pending')"),
     (
         PRODUCER,
         "SELECT FROM pgoutbox.enqueue_many('{mail,mail}', '{1,2}', coalesce_keys => '{NULL,k}', delays => '{1,NULL}')",
@@ -891,6 +894,8 @@ CALLS: Final[tuple[tuple[str, LiteralString], ...]] = (
     (WORKER, "SELECT pgoutbox.forget_sent('{1}', '{1}', 'w')"),
     (WORKER, "SELECT pgoutbox.permits('limited', 5)"),
     (WORKER, "SELECT pgoutbox.newest_id('mail', 'k')"),
+    (WORKER, "SELECT pgoutbox.newer_pending('mail', 'k', 'default', 1)"),
+    (WORKER, "SELECT pgoutbox.has_strict_due('mail', 'k', 'default')"),
     (WORKER, "SELECT pgoutbox.prune_by_rule('*', 'sent', '-infinity', 'infinity', 10)"),
     (WORKER, "SELECT pgoutbox.prune_dedupe_by_rule('*', 10)"),
     (WORKER, "SELECT pgoutbox.prune_coalesce(10)"),

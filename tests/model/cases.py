@@ -7,17 +7,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from tests.model import breaker, delivery, doorbell, limits, ordering, retention
+from tests.model import breaker, delivery, doorbell, limits, ordering, pending, retention
 from tests.model.breaker import Breaker
 from tests.model.delivery import Delivery
 from tests.model.doorbell import Doorbell
 from tests.model.explorer import Exploration, explore
 from tests.model.limits import Limited
 from tests.model.ordering import Ordering
+from tests.model.pending import PendingRule
 from tests.model.retention import Retention
 
-Model = Delivery | Doorbell | Ordering | Limited | Breaker | Retention
-Guard = delivery.Guard | doorbell.Guard | ordering.Guard | limits.Guard | breaker.Guard | retention.Guard
+Model = Delivery | Doorbell | Ordering | Limited | Breaker | Retention | PendingRule
+Guard = (
+    delivery.Guard | doorbell.Guard | ordering.Guard | limits.Guard | breaker.Guard | retention.Guard | pending.Guard
+)
 
 ATTEMPTS = Delivery(max_attempts=2, redrives=1, releases=1, renews=True)
 FEW_ATTEMPTS = replace(ATTEMPTS, max_attempts=1)
@@ -58,6 +61,8 @@ DESTINATION_AND_SURVIVORS = Breaker(may_lose=False)
 ZERO = Retention(changes=2)
 ZERO_AND_REDRIVE = Retention(changes=1, redrives=1)
 RESEND = Retention(changes=0, resends=True)
+LOOK_AGAIN = PendingRule()
+LOOK_AGAIN_LATER = PendingRule(messages=2, scheduled=1, max_attempts=2)
 
 NAMES: dict[Model, str] = {
     ATTEMPTS: "one message, two attempts, a release, a redrive",
@@ -99,6 +104,8 @@ NAMES: dict[Model, str] = {
     ZERO: "one message, a rule that is set and unset",
     ZERO_AND_REDRIVE: "one message, a rule that is set, a redrive",
     RESEND: "one message, a resend, prunes",
+    LOOK_AGAIN: "three messages of the rule pending",
+    LOOK_AGAIN_LATER: "two messages of the rule pending, one is scheduled, two attempts",
     replace(FLEET, sends=((0,),), handles=(1, 1), deaths=1): "one producer, two equal workers, one is killed",
     replace(ROLLING, sends=((1,),), breaks=1): "one producer, two workers with a topic each, a listener breaks",
 }
@@ -118,6 +125,7 @@ OVERTAKEN = "a message was handed over before one that was committed earlier"
 OVERSPENT = "more attempts began than there were tokens"
 CROWDED = "more attempts are in flight than the limit allows"
 GIVEN_UP = "a probe that was given up decides"
+NOT_AGAIN = "a message was committed, and no attempt began after that"
 USED_UP = "an attempt is used up though the breaker was open"
 
 
@@ -146,6 +154,7 @@ _HOLDING: tuple[Model, ...] = (
     RATE, RATE_AND_PAUSE, IN_FLIGHT, IN_FLIGHT_CUT, RATE_AND_IN_FLIGHT,
     DESTINATION, DESTINATION_OF_THREE, DESTINATION_AND_SURVIVORS,
     ZERO, ZERO_AND_REDRIVE, RESEND,
+    LOOK_AGAIN, LOOK_AGAIN_LATER,
 )  # fmt: skip
 HOLD = [Case(model) for model in _HOLDING]
 
@@ -167,6 +176,7 @@ _O = ordering.Guard
 _L = limits.Guard
 _C = breaker.Guard
 _R = retention.Guard
+_P = pending.Guard
 
 BREAK = [
     Case(FEW_ATTEMPTS, (_D.TOKEN_IN_SENT,), STALE, 22),
@@ -265,6 +275,28 @@ BREAK = [
     Case(ZERO_AND_REDRIVE, (_R.STATE_IN_PRUNE,), "a prune deleted what is owed", 8),
     Case(RESEND, (_R.SOURCE_LOCKED,), "a copy lost the content of its source", 8),
     Case(RESEND, (_R.CONTENT_IS_NAMED,), "a message names a content that is deleted", 2),
+    Case(LOOK_AGAIN, (_P.NEWER_LOCKED,), NOT_AGAIN, 19),
+    Case(LOOK_AGAIN, (_P.NEWER_IS_PENDING,), NOT_AGAIN, 13),
+    Case(LOOK_AGAIN_LATER, (_P.NEWER_IS_DUE,), "a message that is due waits for one that is not", 5),
+    Case(LOOK_AGAIN, (_P.IN_FLIGHT_INDEX,), TWO, 12),
+    Case(
+        LOOK_AGAIN,
+        (_P.SIBLINGS,),
+        "a claim, with all that is in it, fails for a message that it could have passed over",
+        11,
+    ),
+    Case(
+        LOOK_AGAIN,
+        (_P.LOST_SUPERSEDED,),
+        "a lost attempt is made again although a newer message was pending",
+        11,
+    ),
+    Case(
+        LOOK_AGAIN_LATER,
+        (_P.RETRY_SUPERSEDED,),
+        "an attempt is made again although a newer message was pending",
+        10,
+    ),
 ]
 
 # What is guarded twice: one of the guards alone keeps what is handed over right, both gone do not.
@@ -316,6 +348,8 @@ def explored(case: Case) -> Exploration:
             return explore(replace(model, without=taken_out(breaker.Guard)))
         case Retention() as model:
             return explore(replace(model, without=taken_out(retention.Guard)))
+        case PendingRule() as model:
+            return explore(replace(model, without=taken_out(pending.Guard)))
 
 
 # The tables of the documentation: what they show, and how they begin.

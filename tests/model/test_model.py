@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.model import breaker, cases, delivery, doorbell, limits, ordering, retention
+from tests.model import breaker, cases, delivery, doorbell, limits, ordering, pending, retention
 from tests.model.cases import Case, explored, row_of, trace_of
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "explanation" / "model.md"
@@ -45,7 +45,15 @@ def test_a_wake_up_is_missed_where_only_the_sweep_can_help(case: Case) -> None:
 
 def test_every_guard_is_taken_out_once() -> None:
     taken_out = {guard for case in cases.CASES for guard in case.without}
-    every = (delivery.Guard, doorbell.Guard, ordering.Guard, limits.Guard, breaker.Guard, retention.Guard)
+    every = (
+        delivery.Guard,
+        doorbell.Guard,
+        ordering.Guard,
+        limits.Guard,
+        breaker.Guard,
+        retention.Guard,
+        pending.Guard,
+    )
     assert taken_out == {guard for guards in every for guard in guards}
 
 

@@ -188,10 +188,10 @@ def test_no_table_of_keys_holds_an_empty_one(
 JUDGED: LiteralString = """
 SELECT
     pgoutbox.is_plain(
-        a.topic, a.payload, a.queue, NULL, NULL, NULL, NULL, NULL, NULL, a.max_attempts, NULL, NULL, NULL
+        a.topic, a.payload, a.queue, NULL, NULL, NULL, NULL, NULL, NULL, a.max_attempts, NULL, NULL, NULL, NULL
     ),
     pgoutbox.argument_error(
-        a.topic, a.payload, a.queue, NULL, NULL, NULL, NULL, NULL, NULL, a.max_attempts, NULL, NULL, NULL
+        a.topic, a.payload, a.queue, NULL, NULL, NULL, NULL, NULL, NULL, a.max_attempts, NULL, NULL, NULL, NULL
     )
 FROM (
     VALUES (%(topic)s::text, %(payload)s::text::jsonb, %(queue)s::text, %(max_attempts)s::integer)
@@ -232,7 +232,8 @@ def test_what_is_optional_is_left_to_the_long_check(rolled_back: psycopg.Connect
             topic => draft.topic, payload => draft.payload, queue => draft.queue, destination => draft.destination,
             coalesce_key => draft.coalesce_key, dedupe_key => draft.dedupe_key, available_at => draft.available_at,
             expires_at => draft.expires_at, headers => draft.headers, max_attempts => draft.max_attempts,
-            ordering_key => draft.ordering_key, on_failed => draft.on_failed, max_delay => NULL
+            ordering_key => draft.ordering_key, on_failed => draft.on_failed, max_delay => NULL,
+            coalesce_rule => NULL
         )
         FROM jsonb_populate_record(
             NULL::pgoutbox.message,

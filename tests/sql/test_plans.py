@@ -71,6 +71,7 @@ CLAIM_PARAMETERS: Mapping[str, object] = {
     "clock_limit": None,
     "held": "{}",
     "set_aside": [],
+    "queues": ["default"],
     "worker": "w",
     "lease_seconds": 60.0,
 }
@@ -214,6 +215,27 @@ def test_a_claim_looks_up_siblings_in_flight_and_heads_by_their_keys(
     if index != "message_live_lease":
         assert {node.index for node in plan.reads("message_live", "sibling")} == {"message_live_in_flight"}
     assert {node.index for node in plan.reads("coalesce", "head")} == {"coalesce_pkey"}
+
+
+def test_a_claim_looks_up_newer_messages_by_their_key_from_the_one_that_fell_due_last(
+    filled: psycopg.Connection,
+) -> None:
+    """The query of `newer_pending`."""
+    plan = plan_of(
+        filled,
+        """
+        SELECT m.id
+        FROM pgoutbox.message_live AS m
+        WHERE m.coalesces_pending AND m.state = 'pending' AND m.topic = %(topic)s::text
+            AND m.coalesce_key = %(key)s::text AND m.queue = %(queue)s::text AND m.available_at <= now()
+            AND m.id > %(id)s::bigint
+        ORDER BY m.available_at DESC, m.id DESC
+        LIMIT 1
+        """,
+        {"topic": "greet", "key": "k", "queue": "default", "id": 1},
+    )
+    assert [node.index for node in plan.reads("message_live")] == ["message_live_newer"]
+    assert plan.types().isdisjoint({"Sort", "Seq Scan"})
 
 
 @pytest.mark.parametrize(("statement", "index"), LANES)

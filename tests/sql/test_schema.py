@@ -298,6 +298,7 @@ def test_the_live_part_has_no_more_indexes_than_claims_need(rolled_back: psycopg
         "message_live_fresh",
         "message_live_in_flight",
         "message_live_lease",
+        "message_live_newer",
         "message_live_ordered",
         "message_live_ordered_due",
         "message_live_ordered_in_flight",

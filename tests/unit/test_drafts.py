@@ -329,7 +329,7 @@ def test_columns_are_lines_for_what_every_message_has_and_arrays_for_what_some_h
     drafts = [draft_of("a", {"x": "1\n2"}), draft_of("b", None, coalesce_key="k\n", delay=2)]
     assert columns(drafts) == (
         "a\nb", '{"x":"1\\n2"}\nnull', None, None, [None, "k\n"], None, None, [None, 2.0], None, None, None,
-        [DEFAULT, DEFAULT], None, None, None,
+        [DEFAULT, DEFAULT], None, None, None, None,
     )  # fmt: skip
 
 
@@ -357,3 +357,13 @@ def test_a_chunk_is_bounded_in_rows_and_in_characters(monkeypatch: pytest.Monkey
     monkeypatch.setattr("pgoutbox.drafts.CHUNK_CHARACTERS", 10)
     large = [draft_of("a", "x" * size) for size in (3, 3, 3, 30, 3)]
     assert list(chunks(large)) == [[0, 1], [2], [3], [4]]
+
+
+def test_messages_of_the_rule_pending_are_sorted_by_what_enqueue_locks() -> None:
+    drafts = [
+        draft_of("a", None, coalesce_key="x", coalesce_rule="pending", dedupe_key="b"),
+        draft_of("a", None, coalesce_key="y", coalesce_rule="pending", dedupe_key="a"),
+        draft_of("a", None, coalesce_key="a", coalesce_rule="pending"),
+        draft_of("a", None),
+    ]
+    assert list(chunks(drafts)) == [[2, 3, 1, 0]]
