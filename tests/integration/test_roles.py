@@ -425,7 +425,8 @@ WRITES: Final = (
     ),
     "SELECT pgoutbox.set_up_roles()",
     ENQUEUE_UNCHECKED,
-    "SELECT pgoutbox.enqueue_checked('t', '1', 'q', NULL, NULL, NULL, NULL, NULL, NULL, 1, NULL, NULL, NULL, NULL, true)",
+    "SELECT pgoutbox.enqueue_checked("
+    "'t', '1', 'q', NULL, NULL, NULL, NULL, NULL, NULL, 1, NULL, NULL, NULL, NULL, true)",
     "SET ROLE pgoutbox_owner",
     "SET SESSION AUTHORIZATION pgoutbox_owner",
     "SELECT d.payload_digest FROM pgoutbox.dedupe AS d",
