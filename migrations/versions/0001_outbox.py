@@ -789,7 +789,8 @@ $function$
 
 # What supersedes a message by the rule `pending`: a newer one that falls due no later, as the calling statement's
 # snapshot sees it (hence STABLE). The one that fell due last, because the messages that are not due yet may be many. An
-# expired message supersedes nothing.
+# expired message supersedes nothing. The planner must read them in this order, and stop at the first one. The id plus 0
+# keeps it from the primary key, and IS NOT FALSE would make it expect no row.
 NEWER_PENDING = """
 CREATE FUNCTION pgoutbox.newer_pending(
     p_topic text, p_coalesce_key text, p_queue text, p_id bigint, due_by timestamptz DEFAULT now()
@@ -808,8 +809,8 @@ BEGIN
             AND m.coalesce_key OPERATOR(pg_catalog.=) p_coalesce_key
             AND m.queue OPERATOR(pg_catalog.=) p_queue
             AND m.available_at OPERATOR(pg_catalog.<=) due_by
-            AND m.id OPERATOR(pg_catalog.>) p_id
-            AND (m.expires_at OPERATOR(pg_catalog.>) pg_catalog.now()) IS NOT FALSE
+            AND m.id OPERATOR(pg_catalog.+) 0 OPERATOR(pg_catalog.>) p_id
+            AND (m.expires_at IS NULL OR m.expires_at OPERATOR(pg_catalog.>) pg_catalog.now())
         ORDER BY m.available_at DESC, m.id DESC
         LIMIT 1
     );

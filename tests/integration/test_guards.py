@@ -931,7 +931,8 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
         "rule pending: expiry",
         an_expired_message_supersedes_nothing,
         no_guard_in_function(
-            "newer_pending", "AND (m.expires_at OPERATOR(pg_catalog.>) pg_catalog.now()) IS NOT FALSE\n"
+            "newer_pending",
+            "AND (m.expires_at IS NULL OR m.expires_at OPERATOR(pg_catalog.>) pg_catalog.now())\n",
         ),
     ),
     (

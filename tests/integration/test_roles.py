@@ -386,6 +386,10 @@ def test_dynamic_sql_quotes_every_name(rolled_back: psycopg.Connection) -> None:
 ENQUEUE_UNCHECKED: Final = (
     "SELECT pgoutbox.write_message(1, 't', '1', 'q', NULL, NULL, NULL, NULL, NULL, NULL, 1, NULL, NULL, NULL, true)"
 )
+ENQUEUE_CHECKED: Final = (
+    "SELECT pgoutbox.enqueue_checked"
+    "('t', '1', 'q', NULL, NULL, NULL, NULL, NULL, NULL, 1, NULL, NULL, NULL, NULL, true)"
+)
 WRITES: Final = (
     "INSERT INTO pgoutbox.message (topic, payload) VALUES ('t', '1')",
     "INSERT INTO pgoutbox.message_live (topic, payload) VALUES ('t', '1')",
@@ -425,7 +429,7 @@ WRITES: Final = (
     ),
     "SELECT pgoutbox.set_up_roles()",
     ENQUEUE_UNCHECKED,
-    "SELECT pgoutbox.enqueue_checked('t','1','q',NULL,NULL,NULL,NULL,NULL,NULL,1,NULL,NULL,NULL,NULL,true)",
+    ENQUEUE_CHECKED,
     "SET ROLE pgoutbox_owner",
     "SET SESSION AUTHORIZATION pgoutbox_owner",
     "SELECT d.payload_digest FROM pgoutbox.dedupe AS d",

@@ -231,6 +231,20 @@ def test_a_message_whose_newer_one_is_locked_waits(connect: Connect) -> None:
     assert ids_in_flight(claim(db)) == [older]
 
 
+@pytest.mark.parametrize("is_analyzed", [False, True])
+def test_the_newer_message_of_a_hot_key_is_one_row_away(rolled_back: psycopg.Connection, is_analyzed: bool) -> None:
+    fetched = "SELECT idx_tup_fetch + seq_tup_read FROM pg_stat_xact_user_tables WHERE relname = 'message_live'"
+    ids = [look_again(rolled_back) for _ in range(300)]
+    look_again(rolled_back, available_at=in_an_hour())
+    if is_analyzed:
+        rolled_back.execute("ANALYZE pgoutbox.message_live")
+    before = rolled_back.execute(fetched).fetchone() or (0,)
+    newer = rolled_back.execute("SELECT pgoutbox.newer_pending('greet', 'k', 'default', %s)", [ids[0]]).fetchone()
+    after = rolled_back.execute(fetched).fetchone() or (0,)
+    assert newer == (ids[-1],)
+    assert after[0] - before[0] == 1
+
+
 def test_claims_of_two_workers_skip_for_one_newer_message(connect: Connect) -> None:
     """The lock on the newer message is shared, and nobody waits for it."""
     first, second = connect(), connect()

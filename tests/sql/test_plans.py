@@ -217,27 +217,6 @@ def test_a_claim_looks_up_siblings_in_flight_and_heads_by_their_keys(
     assert {node.index for node in plan.reads("coalesce", "head")} == {"coalesce_pkey"}
 
 
-def test_a_claim_looks_up_newer_messages_by_their_key_from_the_one_that_fell_due_last(
-    filled: psycopg.Connection,
-) -> None:
-    """The query of `newer_pending`."""
-    plan = plan_of(
-        filled,
-        """
-        SELECT m.id
-        FROM pgoutbox.message_live AS m
-        WHERE m.coalesces_pending AND m.state = 'pending' AND m.topic = %(topic)s::text
-            AND m.coalesce_key = %(key)s::text AND m.queue = %(queue)s::text AND m.available_at <= now()
-            AND m.id > %(id)s::bigint
-        ORDER BY m.available_at DESC, m.id DESC
-        LIMIT 1
-        """,
-        {"topic": "greet", "key": "k", "queue": "default", "id": 1},
-    )
-    assert [node.index for node in plan.reads("message_live")] == ["message_live_newer"]
-    assert plan.types().isdisjoint({"Sort", "Seq Scan"})
-
-
 @pytest.mark.parametrize(("statement", "index"), LANES)
 def test_a_claim_sorts_nothing_but_the_batch_that_it_has_locked(
     filled: psycopg.Connection, statement: LiteralString, index: str
