@@ -156,7 +156,7 @@ CREATE UNIQUE INDEX message_live_in_flight ON pgoutbox.message_live (topic, coal
 WHERE state = 'sending' AND coalesce_key IS NOT NULL
 """
 
-# Where a claim looks for the message that supersedes another by the rule `pending`: the one that fell due last.
+# A claim looks here for the message that supersedes another by the rule `pending`: the one that fell due last.
 LIVE_NEWER = """
 CREATE INDEX message_live_newer ON pgoutbox.message_live (topic, coalesce_key, queue, available_at, id)
 WHERE coalesces_pending AND state = 'pending'
@@ -787,10 +787,10 @@ END
 $function$
 """
 
-# What supersedes a message by the rule `pending`: a newer one that falls due no later, as the calling statement's
-# snapshot sees it (hence STABLE). The one that fell due last, because the messages that are not due yet may be many. An
-# expired message supersedes nothing. The planner must read them in this order, and stop at the first one. The id plus 0
-# keeps it from the primary key, and IS NOT FALSE would make it expect no row.
+# The message that supersedes another by the rule `pending`: a newer one that falls due no later, in the snapshot of the
+# calling statement (hence STABLE). The one that fell due last, because many messages may not be due yet. An expired
+# message supersedes nothing. The planner must read them in this order, and stop at the first one. The id plus 0 keeps
+# it from the primary key, and IS NOT FALSE would make it expect no row.
 NEWER_PENDING = """
 CREATE FUNCTION pgoutbox.newer_pending(
     p_topic text, p_coalesce_key text, p_queue text, p_id bigint, due_by timestamptz DEFAULT now()

@@ -117,7 +117,7 @@ def one_by_one(
 
 
 def in_different_order(connect: Connect, enqueue: Callable[[psycopg.Connection, str], object]) -> None:
-    """Two transactions enqueue for two keys, each in its own order. Raises what ends one of them."""
+    """Two transactions enqueue for two keys, each in its own order. Raises the error that ends one of them."""
     first, second, observer = connect(), connect(), connect(autocommit=True)
     for connection in (first, second):
         connection.execute("SET LOCAL lock_timeout = 0; SET LOCAL deadlock_timeout = '10ms'")
@@ -257,7 +257,7 @@ async def test_a_failed_attempt_is_not_repeated_beside_a_newer_message(outbox: O
 
 
 async def test_workers_and_producers_of_one_key_leave_no_commit_without_a_delivery(dsn: str, connect: Connect) -> None:
-    """Each handler reads what is committed. At the end, what the last of them has read is all that there is."""
+    """Each handler counts the committed rows. At the end, one of them has counted all rows."""
     db = connect(autocommit=True)
     db.execute("CREATE TABLE total (number integer)")
     read = [0]

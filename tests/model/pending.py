@@ -20,7 +20,7 @@ OPEN, GONE = "open", "gone"  # Before the commit, and after a rollback.
 
 
 class Guard(enum.Enum):
-    """What can be taken out of the protocol."""
+    """The guards of the protocol; a model can leave out any of them."""
 
     NEWER_LOCKED = "a claim locks the newer message for which it skips, and finds it pending"
     NEWER_IS_DUE = "a message that is not due yet supersedes nothing"
