@@ -24,13 +24,13 @@ _DUE: Final[LiteralString] = """due AS MATERIALIZED (
         AND (
             m.coalesce_key IS NULL
             OR head.newest_id > m.id
+            OR (m.coalesces_pending AND pgoutbox.newer_pending(m.topic, m.coalesce_key, m.queue, m.id) IS NOT NULL)
             OR NOT EXISTS (
                 SELECT FROM pgoutbox.message_live AS sibling
                 WHERE sibling.topic = m.topic AND sibling.coalesce_key = m.coalesce_key AND sibling.state = 'sending'
                     AND sibling.id <> m.id
-            )
-        )
-        AND (m.coalesces_pending IS NOT TRUE OR NOT pgoutbox.has_strict_due(m.topic, m.coalesce_key, m.queue))"""
+            ) AND (m.coalesces_pending IS NOT TRUE OR NOT pgoutbox.has_strict_due(m.topic, m.coalesce_key, m.queue))
+        )"""
 
 # The lanes, each from its floor on. Each has an index of its own, so that a backlog of retries never delays fresh
 # messages. New messages are the fresh ones that were enqueued since the worker has seen all messages up to an id.

@@ -720,16 +720,11 @@ def no_guard_in_function(name: str, part: str) -> Mutation:
 
 KEYS_IN_ORDER = "ORDER BY d.coalesce_key, CASE WHEN d.coalesce_key IS NOT NULL THEN d.topic END"
 
-SIBLING = """
-        AND (
-            m.coalesce_key IS NULL
-            OR head.newest_id > m.id
-            OR NOT EXISTS (
+SIBLING = """NOT EXISTS (
                 SELECT FROM pgoutbox.message_live AS sibling
                 WHERE sibling.topic = m.topic AND sibling.coalesce_key = m.coalesce_key AND sibling.state = 'sending'
                     AND sibling.id <> m.id
-            )
-        )"""
+            ) AND """
 
 
 def no_unique_index(stage: Stage, patch: pytest.MonkeyPatch) -> None:
@@ -753,9 +748,7 @@ def newer_in(statement: str, *parts: tuple[str, str]) -> Mutation:
     return mutate
 
 
-STRICT_DUE = (
-    "AND CASE WHEN m.coalesces_pending THEN NOT pgoutbox.has_strict_due(m.topic, m.coalesce_key, m.queue) ELSE true END"
-)
+STRICT_DUE = " AND (m.coalesces_pending IS NOT TRUE OR NOT pgoutbox.has_strict_due(m.topic, m.coalesce_key, m.queue))"
 NEWER_BY_RETRY = "now() + make_interval(secs => coalesce(o.delay_seconds, 0))"
 PENDING_SUCCESSORS = """UNION
 SELECT m.queue
@@ -765,6 +758,7 @@ WHERE m.coalesces_pending AND m.state = 'pending' AND m.available_at <= now() AN
 
 
 def no_lock_on_the_newer(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    redefine(stage, "lock_newer_pending", "FOR SHARE SKIP LOCKED", "")
     redefine(stage, "lock_newer_pending", "CASE WHEN FOUND THEN newer_id ELSE 0 END", "newer_id")
 
 

@@ -225,7 +225,7 @@ def test_a_claim_sorts_nothing_but_the_batch_that_it_has_locked(
     sorts = [node for node in plan.nodes if node.type in {"Sort", "Incremental Sort"}]
     assert len(sorts) == (index != "message_live_lease")
     for node in sorts:
-        assert all(below.type == "CTE Scan" for below in node.children), "more than the locked batch is sorted"
+        assert all(below.relation is None for below in node.walk()), "more than the locked batch is sorted"
 
 
 def test_the_next_due_time_is_read_from_the_head_of_each_lane(filled: psycopg.Connection) -> None:
