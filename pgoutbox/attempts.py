@@ -6,7 +6,7 @@ watched. What remains is a handler to run: alone, with a batch, or in a transact
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -70,14 +70,14 @@ class Attempts:
         )
         self._transactions = Transactions(settings, store, self._dispatcher, self._threads)
 
-    async def run(self, work: Work, watch_thread: ThreadWatch) -> Sequence[Ending]:
+    def run(self, work: Work, watch_thread: ThreadWatch) -> Awaitable[Sequence[Ending]]:
         """One attempt for each message of the work; their endings, in its order."""
         now = elapsed_clock()
         lapsing_at = now - self._stale_seconds
         for context in work:
             if context.leased_at < lapsing_at or context.overtaken is not None or context.expiring_at <= now:
-                return await self._run_if_still_to_be_sent(work, watch_thread)
-        return await (self._run_admitted if self.breakers.watches_any else self._run)(work, watch_thread)
+                return self._run_if_still_to_be_sent(work, watch_thread)
+        return (self._run_admitted if self.breakers.watches_any else self._run)(work, watch_thread)
 
     async def close(self) -> None:
         """Close connections, transports and threads; call it when no attempt runs any more."""
@@ -100,13 +100,13 @@ class Attempts:
         messages = [context.message for context in work]
         return await tracing.attempt(messages, lambda: self._run_handler(work, watch_thread))
 
-    async def _run_handler(self, work: Work, watch_thread: ThreadWatch) -> Sequence[Ending]:
-        context = work[0]
-        if context.handler.max_batch is not None:
-            return await self._dispatcher.run_batch(work, watch_thread)
-        if context.handler.transactional:
-            return (await self._transactions.run(context, watch_thread),)
-        return (await self._dispatcher.run(context, watch_thread),)
+    def _run_handler(self, work: Work, watch_thread: ThreadWatch) -> Awaitable[Sequence[Ending]]:
+        handler = work[0].handler
+        if handler.max_batch is not None:
+            return self._dispatcher.run_batch(work, watch_thread)
+        if handler.transactional:
+            return self._transactions.run(work, watch_thread)
+        return self._dispatcher.run(work, watch_thread)
 
     async def _run_if_still_to_be_sent(self, work: Work, watch_thread: ThreadWatch) -> Sequence[Ending]:
         """The process was suspended between the claim and now, or had too much to do: ask before anything is sent."""

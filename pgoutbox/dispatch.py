@@ -36,7 +36,7 @@ _NOT_TRANSACTIONAL = "ctx.connection is for transactional handlers: register thi
 OnUnknown = Literal["retry", "hold"]
 Send = Callable[[Transport, Message[object], Content], Awaitable[Outcome]]
 
-_SENT: Final = Sent()
+_SENT_ALONE: Final = (Sent(),)
 
 
 def elapsed_clock() -> float:
@@ -256,20 +256,26 @@ class Dispatcher:
         self._lease_seconds = lease_seconds
         self._send = send or send_by
 
-    async def run(self, context: Context, watch_thread: Callable[[Future[object]], None]) -> Outcome:
-        """One attempt of one message. `watch_thread` is given the future of the thread, if one is used."""
+    async def run(
+        self, contexts: Sequence[Context], watch_thread: Callable[[Future[object]], None]
+    ) -> Sequence[Outcome]:
+        """One attempt of one message, its outcome alone in the answer.
+
+        `watch_thread` is given the future of the thread, if one is used.
+        """
+        (context,) = contexts
         handler = context.handler
         try:
-            message = handler.parse(context.message)
+            message = context.message if handler.payload_adapter is None else handler.parse(context.message)
             if handler.is_async:
                 result = await cast("Awaitable[object]", handler.function(message, context))
             else:
                 result = await self._run_in_thread(handler, message, context, watch_thread)
             if result is None:
-                return _SENT
-            return await self.conclude(context, message, result)
+                return _SENT_ALONE
+            return (await self.conclude(context, message, result),)
         except BaseException as error:  # noqa: BLE001 - whatever a handler raises is the outcome of its attempt
-            return outcome_of_error(handler, error)
+            return (outcome_of_error(handler, error),)
 
     async def run_batch(
         self, contexts: Sequence[Context], watch_thread: Callable[[Future[object]], None]

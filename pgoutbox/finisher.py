@@ -39,7 +39,7 @@ Write = Callable[[Sequence[Context]], Awaitable[Mapping[int, State]]]
 class Finisher:
     """Writes the ends of attempts and takes them out of `held`.
 
-    `on_ended` is called with every end that comes in, `on_written` after every batch, `on_pending` when a message is
+    `on_ended` is called after ends have come in, `on_written` after every batch, `on_pending` when a message is
     pending again, `on_released` with the queues of messages that went back without an attempt, `on_successors` with the
     queues of messages that had to wait for one of a batch, `on_halted` and `on_resumed` with a topic whose outcomes the
     database refuses.
@@ -77,10 +77,18 @@ class Finisher:
         self._endings: deque[tuple[Context, Ending]] = deque()
         self._refused: deque[Context] = deque()
         self._ready = asyncio.Event()
+        self._is_announced = False
 
     def collect(self, context: Context, ending: Ending) -> None:
         """Take over the end of one attempt."""
         self._endings.append((context, ending))
+        if not self._is_announced:
+            # Once for all attempts that end within one turn of the event loop.
+            self._is_announced = True
+            asyncio.get_running_loop().call_soon(self._announce)
+
+    def _announce(self) -> None:
+        self._is_announced = False
         self._ready.set()
         self._on_ended()
 
@@ -102,11 +110,18 @@ class Finisher:
             await self._ready.wait()
             self._ready.clear()
             while self._endings or self._refused:
-                size = min(len(self._endings), self._batch_size)
-                await self._finish([self._endings.popleft() for _ in range(size)])
+                await self._finish(self._next_batch())
                 if self._refused:
                     await self._finish_refused(self._refused.popleft())
                 self._on_written()
+
+    def _next_batch(self) -> list[tuple[Context, Ending]]:
+        endings = self._endings
+        if len(endings) <= self._batch_size:
+            batch = list(endings)
+            endings.clear()
+            return batch
+        return [endings.popleft() for _ in range(self._batch_size)]
 
     async def give_up(self) -> None:
         """Write the plainest end there is for each outcome that is refused: the worker is about to stop."""
@@ -133,31 +148,36 @@ class Finisher:
             )
 
     async def _finish(self, batch: Sequence[tuple[Context, Ending]]) -> None:
+        held = self._held
         sent = []
         verdicts: dict[Context, Verdict] = {}
+        keyed = []
+        released = set()
         for context, ending in batch:
-            if self._held.get(context.message.id) is not context:
+            message = context.message
+            if message.coalesce_key is not None:
+                keyed.append(message)
+            if held.get(message.id) is not context:
                 continue  # A failover lost its message, and another one has the id.
-            match ending:
-                case Sent():
-                    sent.append(context)
-                case AlreadyFinished() | Abandoned():
-                    self._let_go(context)
-                    self._note_unwritten(context.message, ending)
-                case _:
-                    verdicts[context] = _verdict_of_any(context, ending, self._redacted_names)
+            if isinstance(ending, Sent):
+                sent.append(context)
+            elif isinstance(ending, (AlreadyFinished, Abandoned)):
+                self._let_go(context)
+                self._note_unwritten(message, ending)
+            else:
+                verdicts[context] = _verdict_of_any(context, ending, self._redacted_names)
+                if ending is RELEASED:
+                    released.add(message.queue)
         if sent:
             await self._write(sent, self._write_sent, {})
         if verdicts:
             await self._write(list(verdicts), lambda part: self._store.finish([verdicts[c] for c in part]), verdicts)
-        released = {c.message.queue for c, ending in batch if ending is RELEASED}
         if released:
             await self._on_released(released)
-        locked = [(c, ending) for c, ending in batch if self._held.get(c.message.id) is c and c not in self.refusals]
+        locked = [(c, ending) for c, ending in batch if held.get(c.message.id) is c and c not in self.refusals]
         if locked:
             # Whoever holds these rows may hold them for long: what ends meanwhile does not wait for them.
             asyncio.get_running_loop().call_later(_LOCKED_PAUSE_SECONDS, self._collect_again, locked)
-        keyed = [c.message for c, _ in batch if c.message.coalesce_key is not None]
         if keyed:
             await self._wake_successors(keyed)
 
@@ -230,12 +250,16 @@ class Finisher:
         verdicts: Mapping[Context, Verdict],
     ) -> None:
         measures = self._telemetry.measures
+        held = self._held
         sent = []
         for context in contexts:
             message = context.message
-            state = done.get(message.id) or standing.get(message.id)
+            message_id = message.id
+            state = done.get(message_id) or standing.get(message_id)
             if state is _SENT:
-                self._let_go(context)
+                # This process may have claimed the message again meanwhile, after the lease of this attempt ran out.
+                if held.get(message_id) is context:
+                    del held[message_id]
                 sent.append(message)
                 continue
             if state is State.SENDING:

@@ -17,7 +17,7 @@ from pydantic_core import from_json
 
 from pgoutbox.dispatch import Context, Handler, describe
 from pgoutbox.encryption import Identity, Keyring, is_sealed, unseal
-from pgoutbox.message import Message, Permanent, State, Transient
+from pgoutbox.message import Message, Permanent, State, Transient, new_message
 from pgoutbox.outage import Outage
 from pgoutbox.slots import RELEASED, Ending, Work
 from pgoutbox.store import ClaimedRow, Store
@@ -75,14 +75,16 @@ class Intake:
         ended = []
         suspects = []
         batches: dict[str, list[Context]] = {}
+        held = self._held
         for row in rows:
             if row.state != _SENDING:
                 ended.append(row)
                 continue
-            in_flight = self._held.get(row.id)
-            if in_flight is not None and _goes_on(in_flight, row, leased_at):
+            message_id = row.id
+            if message_id in held and _goes_on(held[message_id], row, leased_at):
                 continue
             context, ending = self._accept(row, contents, leased_at)
+            held[message_id] = context
             if row.was_lapsed:
                 suspects.append(context)
             if ending is not None:
@@ -105,18 +107,32 @@ class Intake:
         self, row: ClaimedRow, contents: Mapping[int, _Content] | None, leased_at: float
     ) -> tuple[Context, Ending | None]:
         """The attempt that a row begins, and its ending if it must end before it begins."""
-        message, problem = _message_of(row, contents or {}, self._keyring)
+        ending: Ending | None = None
+        content: JsonValue = None
+        if row.content_id is not None:
+            content, ending = _find_content(row.content_id, contents)
+        payload, headers, problem = _read_payload(row, self._keyring)
+        message = new_message(
+            row.id,
+            row.topic,
+            row.queue,
+            row.destination,
+            payload,
+            headers,
+            row.attempt_count,
+            row.max_attempts,
+            row.created_at,
+            row.available_at,
+            row.coalesce_key,
+            row.ordering_key,
+            content,
+        )
         used_count = row.attempt_count - row.max_attempts + row.attempt_budget
         context = Context(message, self._handlers[row.topic], leased_at, self._ensure_lease, used_count)
         if row.expires_in_seconds is not None:
             context.expiring_at = leased_at + row.expires_in_seconds
-        self._held[row.id] = context
-        if row.content_id is not None and contents is None:
-            return context, RELEASED
-        if row.content_id is not None and row.content_id not in (contents or {}):
-            return context, Permanent(f"its content {row.content_id} is gone: somebody deleted it")
         # Superseded since the claim began: a retry is what the finish turns into `skipped`.
-        return context, problem or (Transient("superseded") if row.superseded else None)
+        return context, problem or ending or (Transient("superseded") if row.superseded else None)
 
     def _report_lost(self, row: ClaimedRow) -> None:
         self._telemetry.report(
@@ -162,45 +178,33 @@ def _goes_on(in_flight: Context, row: ClaimedRow, leased_at: float) -> bool:
     return True
 
 
-def _message_of(
-    row: ClaimedRow, contents: Mapping[int, _Content], keyring: Keyring | None
-) -> tuple[Message[object], Permanent | Transient | None]:
-    """The message, and what is wrong if its payload cannot be read: one such row must not keep the others."""
-    problem: Permanent | Transient | None = None
-    payload = headers = None
-    content: JsonValue = None
-    if row.content_id is not None:
-        found = contents.get(row.content_id)
-        if isinstance(found, (Permanent, Transient)):
-            problem = found
-        else:
-            content = found
+def _find_content(content_id: int, contents: Mapping[int, _Content] | None) -> tuple[JsonValue, Ending | None]:
+    """The content of a fan-out, or how the attempt of a message must end that has none."""
+    if contents is None:
+        return None, RELEASED
+    if content_id not in contents:
+        return None, Permanent(f"its content {content_id} is gone: somebody deleted it")
+    found = contents[content_id]
+    return (None, found) if isinstance(found, (Permanent, Transient)) else (found, None)
+
+
+def _read_payload(
+    row: ClaimedRow, keyring: Keyring | None
+) -> tuple[JsonValue, Mapping[str, str], Permanent | Transient | None]:
+    """Payload and headers, and what is wrong if they cannot be read: one such row must not keep the others."""
+    headers = _EMPTY_HEADERS
     try:
-        headers = None if row.headers_json is None else _read_json(row.headers_json)
+        if row.headers_json is not None:
+            headers = cast("Mapping[str, str]", _read_json(row.headers_json)) or _EMPTY_HEADERS
         payload = _read_json(row.payload_json)
-        if type(payload) is dict and is_sealed(payload):
+        if is_sealed(payload):
             identity = Identity("payload", row.topic, row.destination, row.coalesce_key, row.ordering_key)
             payload = _read_json(unseal(payload, keyring, identity))
     except (ValueError, RecursionError) as error:
-        problem = Permanent(f"payload: cannot be read as JSON: {describe(error)}")
+        return None, headers, Permanent(f"payload: cannot be read as JSON: {describe(error)}")
     except (Transient, Permanent) as sealed:
-        problem, payload = sealed, None
-    message: Message[object] = Message(
-        row.id,
-        row.topic,
-        row.queue,
-        row.destination,
-        payload,
-        cast("Mapping[str, str]", headers) if headers is not None else _EMPTY_HEADERS,
-        row.attempt_count,
-        row.max_attempts,
-        row.created_at,
-        row.available_at,
-        row.coalesce_key,
-        row.ordering_key,
-        content,
-    )
-    return message, problem
+        return None, headers, sealed
+    return payload, headers, None
 
 
 def _read_content(text: str, topic: str, keyring: Keyring | None) -> _Content:
@@ -215,7 +219,8 @@ def _read_content(text: str, topic: str, keyring: Keyring | None) -> _Content:
 
 def _read_json(text: str) -> JsonValue:
     try:
-        return cast("JsonValue", from_json(text))
+        value: JsonValue = from_json(text)
     except ValueError:
         # The fast reader has a limit of its own on nesting.
-        return cast("JsonValue", json.loads(text))
+        value = json.loads(text)
+    return value

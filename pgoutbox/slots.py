@@ -226,10 +226,13 @@ class Slots:
             turn_ends_at = now + _TURN_SECONDS
             while self._ready:
                 work, put_at = self._ready.popleft()
-                self._ready_count -= len(work)
-                self._running_count += len(work)
-                self._wake_one()
-                self.longest_wait_seconds = max(self.longest_wait_seconds, now - put_at)
+                size = len(work)
+                self._ready_count -= size
+                self._running_count += size
+                if not self._waking:
+                    self._wake_one()
+                if now - put_at > self.longest_wait_seconds:
+                    self.longest_wait_seconds = now - put_at
                 await self._attempt(slot, work)
                 began_at, now = now, loop.time()
                 if self._measured is not None:

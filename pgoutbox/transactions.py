@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from typing import Final, LiteralString
 
@@ -21,7 +21,7 @@ from pgoutbox.dispatch import Context, Dispatcher, SyncContext, elapsed_clock, i
 from pgoutbox.errors import LeaseLostError
 from pgoutbox.message import Message, Outcome, Sent, Snooze, Transient
 from pgoutbox.settings import Settings
-from pgoutbox.slots import ALREADY_FINISHED, Ending, ThreadWatch
+from pgoutbox.slots import ALREADY_FINISHED, Ending, ThreadWatch, Work
 from pgoutbox.store import Store, complete_within, complete_within_sync
 
 # What one handler sets in its session is not to reach the next one.
@@ -51,18 +51,19 @@ class Transactions:
         # An answer to a statement of ours; a statement of a handler has as long as its handler.
         self._answer_seconds = settings.statement_timeout_seconds + settings.connect_timeout_seconds
 
-    async def run(self, context: Context, watch_thread: ThreadWatch) -> Ending:
-        """One attempt in a transaction of its own. Whatever is not `Sent` rolls it back."""
+    async def run(self, work: Work, watch_thread: ThreadWatch) -> Sequence[Ending]:
+        """One attempt of one message in a transaction of its own. Whatever is not `Sent` rolls it back."""
+        (context,) = work
         try:
             if context.handler.is_async:
                 await self._run_async(context, watch_thread)
             else:
                 await self._run_in_thread(context, watch_thread)
         except _NotSentError as not_sent:
-            return not_sent.outcome
+            return (not_sent.outcome,)
         except BaseException as error:  # noqa: BLE001 - a refused commit is the outcome of this attempt
-            return outcome_of_error(context.handler, error)
-        return ALREADY_FINISHED
+            return (outcome_of_error(context.handler, error),)
+        return (ALREADY_FINISHED,)
 
     async def _run_async(self, context: Context, watch_thread: ThreadWatch) -> None:
         pool = await self._open_pool()
@@ -71,7 +72,7 @@ class Transactions:
                 await _make_sure(context)
             context.join(connection)
             with self._lent(connection, context):
-                outcome = await self._dispatcher.run(context, watch_thread)
+                (outcome,) = await self._dispatcher.run((context,), watch_thread)
             if not isinstance(outcome, Sent):
                 raise _NotSentError(outcome)
             _check_usable(connection)

@@ -105,7 +105,8 @@ def dispatcher(post: Post) -> Iterator[Dispatcher]:
 
 
 async def outcome_of(dispatcher: Dispatcher, handler: Handler, message: Message[object]) -> Outcome:
-    return await dispatcher.run(Context(message, handler, elapsed_clock(), hold), lambda _: None)
+    (outcome,) = await dispatcher.run([Context(message, handler, elapsed_clock(), hold)], lambda _: None)
+    return outcome
 
 
 # --- registration -----------------------------------------------------------------------------------------------------
@@ -236,7 +237,7 @@ async def test_a_sync_handler_runs_in_a_thread_that_is_told_of(dispatcher: Dispa
         return Skip("why")
 
     context = Context(message_of(), handler_of(greet), elapsed_clock(), hold)
-    outcome = await dispatcher.run(context, threads.append)
+    (outcome,) = await dispatcher.run([context], threads.append)
     assert isinstance(outcome, Skip)
     assert len(threads) == 1
 
