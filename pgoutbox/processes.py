@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -39,6 +40,8 @@ def run_worker(outbox: Outbox, settings: Settings, *, queues: Sequence[QueueShar
     grace time is over does not keep the process alive.
     """
     worker = Worker(outbox, settings=settings, queues=queues)
+    # What was imported stays until the end: the garbage collector need not visit it again and again.
+    gc.freeze()
     asyncio.run(_run(worker, mode))
     if _handlers_still_run():
         _leave(0)

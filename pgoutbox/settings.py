@@ -54,7 +54,7 @@ class Settings(BaseSettings):
     concurrency: int = Field(
         50, ge=1, le=5_000, description="Attempts under way at once in one process; sync handlers get a thread each."
     )
-    batch_size: int = Field(200, ge=1, le=5_000, description="Messages per claim or finish statement, at most.")
+    batch_size: int = Field(500, ge=1, le=5_000, description="Messages per claim or finish statement, at most.")
     handler_timeout_seconds: float | None = Field(
         None, gt=0, le=86_400, description="Time limit of one attempt, unless the handler has its own. None: no limit."
     )
