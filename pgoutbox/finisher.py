@@ -23,7 +23,7 @@ from pgoutbox.link import is_passing
 from pgoutbox.message import AttemptOutcome, Message, Permanent, Sent, Skip, Snooze, State, Transient, Unavailable
 from pgoutbox.redaction import redact_text
 from pgoutbox.refusals import Refusals
-from pgoutbox.slots import RELEASED, Abandoned, AlreadyFinished, Ending, Released
+from pgoutbox.slots import Abandoned, AlreadyFinished, Ending, Released
 from pgoutbox.store import ClaimedRow, Store, Verdict
 from pgoutbox.telemetry import Event, Telemetry, event_of_state
 
@@ -148,38 +148,39 @@ class Finisher:
             )
 
     async def _finish(self, batch: Sequence[tuple[Context, Ending]]) -> None:
+        sent, verdicts = self._sort(batch)
+        if sent:
+            await self._write(sent, self._write_sent, {})
+        if verdicts:
+            await self._write(list(verdicts), lambda part: self._store.finish([verdicts[c] for c in part]), verdicts)
+            released = {c.message.queue for c, verdict in verdicts.items() if verdict.outcome == "released"}
+            if released:
+                await self._on_released(released)
         held = self._held
+        locked = [(c, ending) for c, ending in batch if held.get(c.message.id) is c and c not in self.refusals]
+        if locked:
+            # Whoever holds these rows may hold them for long: what ends meanwhile does not wait for them.
+            asyncio.get_running_loop().call_later(_LOCKED_PAUSE_SECONDS, self._collect_again, locked)
+        keyed = [c.message for c, _ in batch if c.message.coalesce_key is not None]
+        if keyed:
+            await self._wake_successors(keyed)
+
+    def _sort(self, batch: Sequence[tuple[Context, Ending]]) -> tuple[list[Context], dict[Context, Verdict]]:
+        """The attempts that were sent, and what the others ask their rows to become."""
         sent = []
         verdicts: dict[Context, Verdict] = {}
-        keyed = []
-        released = set()
+        held = self._held
         for context, ending in batch:
-            message = context.message
-            if message.coalesce_key is not None:
-                keyed.append(message)
-            if held.get(message.id) is not context:
+            if held.get(context.message.id) is not context:
                 continue  # A failover lost its message, and another one has the id.
             if isinstance(ending, Sent):
                 sent.append(context)
             elif isinstance(ending, (AlreadyFinished, Abandoned)):
                 self._let_go(context)
-                self._note_unwritten(message, ending)
+                self._note_unwritten(context.message, ending)
             else:
                 verdicts[context] = _verdict_of_any(context, ending, self._redacted_names)
-                if ending is RELEASED:
-                    released.add(message.queue)
-        if sent:
-            await self._write(sent, self._write_sent, {})
-        if verdicts:
-            await self._write(list(verdicts), lambda part: self._store.finish([verdicts[c] for c in part]), verdicts)
-        if released:
-            await self._on_released(released)
-        locked = [(c, ending) for c, ending in batch if held.get(c.message.id) is c and c not in self.refusals]
-        if locked:
-            # Whoever holds these rows may hold them for long: what ends meanwhile does not wait for them.
-            asyncio.get_running_loop().call_later(_LOCKED_PAUSE_SECONDS, self._collect_again, locked)
-        if keyed:
-            await self._wake_successors(keyed)
+        return sent, verdicts
 
     def _note_unwritten(self, message: Message[object], ending: AlreadyFinished | Abandoned) -> None:
         if isinstance(ending, Abandoned):
@@ -265,22 +266,26 @@ class Finisher:
             if state is State.SENDING:
                 continue  # A caller's transaction has locked the row; it is asked for again.
             self._let_go(context)
-            if state is State.PENDING:
-                self._on_pending()  # It falls due at a time that a sleeping worker does not know yet.
-            if measures is not None:
-                measures.ended(message, _outcome_of(state, verdicts.get(context)))
-            if state is None:
-                self._report(logging.WARNING, Event.LEASE_LOST, "lease lost, outcome not written", message)
-            elif state is State.FAILED:
-                self._report(logging.WARNING, Event.FAILED, "message failed", message)
-            elif state is State.PENDING and (verdict := verdicts.get(context)) is not None:
-                self._report(logging.INFO, Event(verdict.outcome), "attempt ended, pending again", message)
-            else:
-                self._report(logging.INFO, event_of_state(state), "message ended", message)
+            self._note_end(message, state, verdicts.get(context))
         self.refusals.forget(c for c in contexts if self._held.get(c.message.id) is not c)
         self._telemetry.count(Event.SENT, len(sent))
         if measures is not None and sent:
             measures.sent(sent)
+
+    def _note_end(self, message: Message[object], state: State | None, verdict: Verdict | None) -> None:
+        """An attempt has ended otherwise than sent; without a state it has lost its message."""
+        if state is State.PENDING:
+            self._on_pending()  # It falls due at a time that a sleeping worker does not know yet.
+        if self._telemetry.measures is not None:
+            self._telemetry.measures.ended(message, _outcome_of(state, verdict))
+        if state is None:
+            self._report(logging.WARNING, Event.LEASE_LOST, "lease lost, outcome not written", message)
+        elif state is State.FAILED:
+            self._report(logging.WARNING, Event.FAILED, "message failed", message)
+        elif state is State.PENDING and verdict is not None:
+            self._report(logging.INFO, Event(verdict.outcome), "attempt ended, pending again", message)
+        else:
+            self._report(logging.INFO, event_of_state(state), "message ended", message)
 
     async def _write_apart(
         self, contexts: Sequence[Context], write: Write, verdicts: Mapping[Context, Verdict], error: BaseException

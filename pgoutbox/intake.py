@@ -17,7 +17,7 @@ from pydantic_core import from_json
 
 from pgoutbox.dispatch import Context, Handler, describe
 from pgoutbox.encryption import Identity, Keyring, is_sealed, unseal
-from pgoutbox.message import Message, Permanent, State, Transient, new_message
+from pgoutbox.message import Permanent, State, Transient, new_message
 from pgoutbox.outage import Outage
 from pgoutbox.slots import RELEASED, Ending, Work
 from pgoutbox.store import ClaimedRow, Store

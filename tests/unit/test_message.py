@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import pickle
+from dataclasses import FrozenInstanceError, fields, replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from pgoutbox.message import FINAL_STATES, TRANSITIONS, Message, Permanent, Skip, Snooze, State, Transient
+from pgoutbox.message import FINAL_STATES, TRANSITIONS, Message, Permanent, Skip, Snooze, State, Transient, new_message
 from pgoutbox.telemetry import Event, event_of_state
 
 MESSAGE: Message[object] = Message(
@@ -36,6 +37,20 @@ def test_every_state_can_be_reached_and_a_message_can_always_end() -> None:
         reached = more
     assert reached == set(State)
     assert all(TRANSITIONS[state] & FINAL_STATES for state in set(State) - FINAL_STATES)
+
+
+def test_a_message_of_all_its_values_is_like_any_other() -> None:
+    values = [f"value of {field.name}" for field in fields(Message)]
+    message = new_message(*values)
+    assert type(message) is Message
+    assert [getattr(message, field.name) for field in fields(Message)] == values
+    assert message == Message(*values)  # type: ignore[arg-type]
+    assert hash(message) == hash(Message(*values))  # type: ignore[arg-type]
+    assert repr(message) == repr(Message(*values))  # type: ignore[arg-type]
+    assert pickle.loads(pickle.dumps(message)) == message
+    assert replace(message, id=8).id == 8
+    with pytest.raises(FrozenInstanceError):
+        message.id = 8  # type: ignore[misc]
 
 
 def test_the_idempotency_key_is_the_same_at_every_attempt() -> None:
