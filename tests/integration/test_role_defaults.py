@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from datetime import UTC
 from typing import TYPE_CHECKING, Final
 
 import httpx
@@ -65,6 +66,20 @@ def latin_dsn(request: pytest.FixtureRequest, dsn: str, db: psycopg.Connection) 
             yield dsn
         else:
             yield own_dsn
+
+
+async def test_a_worker_reads_times_in_utc(dsn: str, db: psycopg.Connection) -> None:
+    with login_with(dsn, *ROLES, timezone="Europe/Berlin") as own_dsn:
+        outbox = Outbox(settings_for(own_dsn))
+        zones: list[object] = []
+
+        @outbox.handler("greet")
+        async def greet(message: Message, ctx: Context) -> None:
+            zones.extend([message.created_at.tzinfo, message.available_at.tzinfo])
+
+        enqueue(db)
+        await Worker(outbox).run_once()
+    assert zones == [UTC, UTC], "the driver reads times of other zones three times as slowly"
 
 
 async def test_a_worker_delivers_what_the_encoding_of_its_sessions_cannot_express(
