@@ -233,6 +233,33 @@ async def test_a_thread_that_returned_while_the_event_loop_was_blocked_past_its_
     await stand.slots.stop()
 
 
+async def test_each_thread_of_a_slot_may_return_while_the_event_loop_is_blocked_past_its_deadline() -> None:
+    stand = Stand(concurrency=1, timeout_seconds=0.02)
+    begun: list[Future[object]] = []
+
+    async def run_in_thread(work: Work, watch_thread: ThreadWatch) -> Sequence[Ending]:
+        thread: Future[object] = Future()
+        thread.set_running_or_notify_cancel()
+        watch_thread(thread)
+        begun.append(thread)
+        await asyncio.wrap_future(thread)
+        return [Sent()]
+
+    stand.attempt = run_in_thread
+    loop = asyncio.get_running_loop()
+    for message_id in (1, 2):
+        stand.put(message_id)
+        await until(lambda: any(not thread.done() for thread in begun))
+        (slot,) = stand.slots._slots
+        assert slot.deadline is not None
+        while loop.time() < slot.deadline:
+            pass  # Another handler blocks the event loop.
+        begun[-1].set_result(None)
+        await stand.until(lambda: stand.slots.open_count == 0)
+    assert stand.outcomes == {1: Sent(), 2: Sent()}
+    await stand.slots.stop()
+
+
 @pytest.mark.parametrize("count", [1, 5])
 async def test_stopping_releases_what_runs_and_what_waits(count: int) -> None:
     stand = Stand(concurrency=2)
