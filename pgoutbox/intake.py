@@ -191,7 +191,7 @@ def _find_content(content_id: int, contents: Mapping[int, _Content] | None) -> t
 def _read_payload(
     row: ClaimedRow, keyring: Keyring | None
 ) -> tuple[JsonValue, Mapping[str, str], Permanent | Transient | None]:
-    """Payload and headers, and what is wrong if they cannot be read: one such row must not keep the others."""
+    """Payload and headers, and the problem of a row that cannot be read: it must not keep the other rows."""
     headers = _EMPTY_HEADERS
     try:
         if row.headers_json is not None:

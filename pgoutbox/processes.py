@@ -40,7 +40,7 @@ def run_worker(outbox: Outbox, settings: Settings, *, queues: Sequence[QueueShar
     grace time is over does not keep the process alive.
     """
     worker = Worker(outbox, settings=settings, queues=queues)
-    # What was imported stays until the end: the garbage collector need not visit it again and again.
+    # Imported modules stay until the end: the garbage collector does not visit them again.
     gc.freeze()
     asyncio.run(_run(worker, mode))
     if _handlers_still_run():
