@@ -217,7 +217,7 @@ _SUSPECTS: Final[LiteralString] = """
     FOR UPDATE OF m SKIP LOCKED
 )"""
 _BEGIN_AGAIN: Final[LiteralString] = """
-UPDATE pgoutbox.message_live AS m
+UPDATE pgoutbox.message AS m
 SET attempt_count = m.attempt_count + 1,
     claimed_at = now(),
     worker = %(worker)s::text,
