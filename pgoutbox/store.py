@@ -292,9 +292,12 @@ class Store:
         )
         return seconds if seconds is None else float(seconds), ordered or (), now
 
-    async def idle_queues(self, queues: Sequence[str]) -> list[str]:
+    async def idle_queues(self, queues: Sequence[str], watch_keys: Sequence[int]) -> list[str]:
         """Those of these queues whose messages an idle worker may take; without a listener, all without a rate."""
-        rows = await self.claims.fetch(sql.IDLE_QUEUES, {"queues": queues, "is_unknown": not self._settings.listen})
+        rows = await self.claims.fetch(
+            sql.IDLE_QUEUES,
+            {"queues": queues, "watch_keys": watch_keys, "is_unknown": not self._settings.listen},
+        )
         return [queue for (queue,) in rows]
 
     async def ring(self, queues: Sequence[str]) -> None:

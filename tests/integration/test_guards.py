@@ -397,7 +397,13 @@ async def an_enqueue_under_way_is_not_missed_by_arming(stage: Stage) -> None:
     producer = stage.connect()
     enqueue(producer)
     rings: list[str | None] = []
-    doorbell = Doorbell(settings_for(stage.dsn), rings.append, Telemetry(pgoutbox.worker._log))
+    doorbell = Doorbell(
+        settings_for(stage.dsn),
+        ["greet"],
+        on_ring=rings.append,
+        on_check=lambda: None,
+        telemetry=Telemetry(pgoutbox.worker._log),
+    )
     await doorbell.start()
     try:
         armed = await doorbell.arm(["default"])
@@ -635,12 +641,12 @@ def no_shared_lock(stage: Stage, patch: pytest.MonkeyPatch) -> None:
 
 
 def no_claim_after_arming(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    source = textwrap.dedent(inspect.getsource(pgoutbox.worker.Worker._rest))
+    source = textwrap.dedent(inspect.getsource(pgoutbox.worker.Worker._arm_and_look))
     guard = "if bell in (Bell.DOWN, Bell.STILL_ARMED):"
     assert source.count(guard) == 1
     scope = dict(vars(pgoutbox.worker))
     exec(source.replace(guard, "if True:"), scope)
-    patch.setattr(pgoutbox.worker.Worker, "_rest", scope["_rest"])
+    patch.setattr(pgoutbox.worker.Worker, "_arm_and_look", scope["_arm_and_look"])
 
 
 def no_pinned_isolation(stage: Stage, patch: pytest.MonkeyPatch) -> None:
