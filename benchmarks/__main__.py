@@ -25,6 +25,7 @@ from benchmarks import (
     peers,
     retention,
     single,
+    waking,
 )
 from benchmarks.options import QUICK, Options
 from benchmarks.publish import TEMPLATE, publish, read_results
@@ -44,6 +45,7 @@ SCENARIOS: Mapping[str, Scenario] = {
     "latency": latency.run,
     "load": load.run,
     "idle": idle.run,
+    "waking": waking.run,
     "enqueue_one": single.run,
     "enqueue_many": bulk.run,
     "explain": explain.run,

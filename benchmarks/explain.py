@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from datetime import datetime
+from typing import Any
 
 import psycopg
 from psycopg import sql as composing
@@ -81,7 +81,7 @@ def _plan_of_claim(connection: psycopg.Connection[tuple[object, ...]]) -> str:
 def _time_claims(connection: psycopg.Connection[tuple[object, ...]], count: int, *, with_floor: bool) -> list[float]:
     cursor = connection.cursor(binary=True)
     times = []
-    floor: tuple[datetime | None, int] = NO_FLOOR
+    floor: tuple[Any, Any] = NO_FLOOR
     for _ in range(count + 1):
         began_at = time.perf_counter()
         cursor.execute(sql.CLAIM_FRESH, {**CLAIM_PARAMETERS, "floor_at": floor[0], "floor_id": floor[1]}, prepare=True)

@@ -49,7 +49,7 @@ def run(server: Server, options: Options) -> Result:
         with (
             child("deliver", "run", dsn=ours) as worker,
             child("peer", "run", *arguments, dsn=theirs) as peer,
-            _logging(server),
+            logging_statements(server),
         ):
             time.sleep(_SETTLING_SECONDS)
             workers = {"pgoutbox": worker, "pgqueuer": peer}
@@ -59,7 +59,7 @@ def run(server: Server, options: Options) -> Result:
             time.sleep(seconds)
             after = {system: _sample(w) for system, w in workers.items()}
             if server.log is not None:
-                counts = {system: _count_statements(server.log, mark, name) for system, name in names.items()}
+                counts = {system: count_statements(server.log, mark, name) for system, name in names.items()}
             else:
                 counts = {
                     system: Counter({"transactions": _transaction_count(server, name) - transactions[system]})
@@ -74,7 +74,8 @@ def _name_of(dsn: str) -> str:
 
 
 @contextlib.contextmanager
-def _logging(server: Server) -> Iterator[None]:
+def logging_statements(server: Server) -> Iterator[None]:
+    """Have a server whose log is ours to see log every statement, for the length of the `with` block."""
     if server.log is None:
         yield
         return
@@ -98,7 +99,7 @@ def _transaction_count(server: Server, database: str) -> int:
     return int(row[0])
 
 
-def _count_statements(log: Path, mark: int, database: str) -> Counter[str]:
+def count_statements(log: Path, mark: int, database: str) -> Counter[str]:
     """The statements of one database, by their names in `pgoutbox.sql` where they are known there."""
     known = {_normalised(text): name for name, text in vars(sql).items() if name.isupper() and isinstance(text, str)}
     found: Counter[str] = Counter()

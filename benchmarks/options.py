@@ -38,6 +38,7 @@ class Options:
     latency_seconds: float = 20.0
     latency_phases: int = 4
     load_seconds: float = 15.0
+    waking_seconds: float = 20.0
     idle_seconds: float = 60.0
     bulk_messages: int = 100_000
     finished_messages: int = 5_000_000
@@ -75,6 +76,7 @@ QUICK = Options(
     latency_seconds=2.0,
     latency_phases=1,
     load_seconds=2.0,
+    waking_seconds=3.0,
     idle_seconds=8.0,
     bulk_messages=20_000,
     finished_messages=50_000,

@@ -1,6 +1,10 @@
 """The doorbell: how a sleeping worker learns of a commit, and how producers learn that nobody sleeps.
 
-One connection listens and holds the bells (session-level advisory locks), so that both end together. Nothing else runs
+One worker of a queue is on watch: an enqueue wakes it and nobody else. It arms the bell, so that producers notify, or
+polls while work comes fast, so that they need not. Its deputy looks a little later, in case the watch does not answer.
+The other sleepers trust in the watch until it says that it ends.
+
+One connection listens and holds the locks (session-level advisory locks), so that all end together. Nothing else runs
 on it, and its socket is read at all times, so that it never holds back the server's notification queue. The bell only
 saves time: a worker whose listener is gone works on by its sweep.
 """
@@ -13,7 +17,8 @@ import enum
 import logging
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import LiteralString
+from hashlib import blake2b
+from typing import Literal, LiteralString, Protocol
 
 import psycopg
 from psycopg.rows import TupleRow
@@ -26,6 +31,7 @@ from pgoutbox.telemetry import Event, Telemetry
 
 CHANNEL = "pgoutbox"
 _MAX_PAUSE_SECONDS = 5.0
+_ANSWER_SECONDS = 0.25  # A watch has answered a ring by then, or its deputy looks.
 
 # How full the server's notification queue is: from where on it is reported, and until where; from where on bells are
 # given up, and until where. PostgreSQL lets an idle listener stay four pages behind until somebody notifies again, and
@@ -40,26 +46,55 @@ class Bell(enum.Enum):
     """How the try to arm the bells of some queues went, worst case first."""
 
     PRODUCERS = "producers"  # Enqueuing transactions are open: look again when they have committed.
-    ARMED = "armed"  # From now on every commit rings, by this bell or another sleeper's: look once more.
+    ARMED = "armed"  # From now on every commit wakes this worker or the one on watch: look once more.
     STILL_ARMED = "still armed"  # As it was before the last claim.
     DOWN = "down"  # No listener: only the sweep is left.
 
 
-class Doorbell:
-    """Listens and arms. `on_ring` is called on the event loop with the queue's name, and with None when any queue may
-    have work: after the listener was lost and is back."""
+class OnRing(Protocol):
+    """Told of the queue that may have work, or of None when any queue may: after the listener was lost and is back.
 
-    def __init__(self, settings: Settings, on_ring: Callable[[str | None], None], telemetry: Telemetry) -> None:
+    `is_new` says that a new message has been enqueued there, and nothing else.
+    """
+
+    def __call__(self, queue: str | None, /, *, is_new: bool = False) -> None: ...
+
+
+class Doorbell:
+    """Listens and arms.
+
+    `on_ring` is called on the event loop. `on_check` is called when the watch has had its time to answer, or polls.
+    Workers of the same `topics`, which may change, have a watch in common.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        topics: Sequence[str],
+        *,
+        on_ring: OnRing,
+        on_check: Callable[[], None],
+        telemetry: Telemetry,
+    ) -> None:
         self._dsn = settings.require_listen_dsn()
         self._settings = settings
+        self._topics = topics
         self._on_ring = on_ring
+        self._on_check = on_check
         self._telemetry = telemetry
         self._connection: psycopg.AsyncConnection[TupleRow] | None = None
         self._turn = asyncio.Lock()
-        # Held over question and answer: to take a bell twice would need giving it up twice.
+        # Held over question and answer: a lock that is taken twice has to be released twice.
         self._bells = asyncio.Lock()
+        self._on_watch: set[str] = set()
         self._armed: set[str] = set()
-        self._trusted: set[str] = set()  # Another sleeper has these.
+        self._deputy_of: set[str] = set()
+        self._trusted: set[str] = set()  # Another session has the watch or the bell of these, until it says otherwise.
+        self._polled: set[str] = set()  # This is the deputy of a watch that polls.
+        self._asking: set[str] = set()
+        self._news: set[str] = set()  # Another session has given up something while this one asked for it.
+        self._topics_on_watch: tuple[str, ...] = ()
+        self._check: asyncio.TimerHandle | None = None
         self._permit_seconds: dict[str, float] = {}  # Of queues at their limit, when they were asked for.
         self._lost = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -85,9 +120,23 @@ class Doorbell:
         return bool(self._armed)
 
     @property
+    def is_on_watch(self) -> bool:
+        """Whether this worker is the one that others rely on, for one of its queues."""
+        return bool(self._on_watch)
+
+    @property
+    def is_on_duty(self) -> bool:
+        """Whether others rely on this worker, as watch or as deputy."""
+        return bool(self._on_watch or self._deputy_of)
+
+    @property
     def unarmed_seconds(self) -> float | None:
-        """How long the caller may sleep at most since it asked: then a queue without a bell has its next permit."""
-        return min(self._permit_seconds.values(), default=None)
+        """How long the caller may sleep at most since it asked.
+
+        Then a queue without a bell has its next permit, or the watch that polls has had its time to answer.
+        """
+        polled = [_ANSWER_SECONDS] if self._polled else []
+        return min([*self._permit_seconds.values(), *polled], default=None)
 
     async def start(self) -> None:
         """Connect and listen before the first claim; from then on the connection mends itself.
@@ -116,47 +165,85 @@ class Doorbell:
         await self._disconnect()
 
     async def arm(self, queues: Sequence[str]) -> Bell:
-        """Ask for the bells of these queues. After `ARMED` the caller must claim once more before it sleeps."""
+        """Ask for watch and bell of these queues. After `ARMED` the caller must claim once more before it sleeps."""
         async with self._bells:
-            unarmed = [queue for queue in queues if queue not in self._armed]
             if self._connection is None or self._is_full:
                 return Bell.DOWN
-            if not unarmed:
+            if self._topics_on_watch != (topics := tuple(self._topics)):
+                await self._give_up()  # The former watch does not answer for these topics.
+                self._topics_on_watch = topics
+            unasked = [queue for queue in queues if queue not in self._armed and queue not in self._trusted]
+            if not unasked:
                 return Bell.STILL_ARMED
-            answers = await self._ask_for(unarmed)
+            answers = await self._ask_for(unasked)
             if answers is None:
                 return Bell.DOWN
             return Bell.PRODUCERS if "producers" in answers.values() else Bell.ARMED
 
-    async def disarm(self) -> None:
-        """Give up the bells: the worker is awake, and producers need not ring. Another sleeper takes them over."""
+    async def lower(self) -> None:
+        """Release the bells and stay on watch: the worker polls, and producers need not ring."""
         async with self._bells:
-            self._trusted.clear()
             if self._armed:
                 queues, self._armed = sorted(self._armed), set()
-                await self._ask(sql.DISARM, {"queues": queues})
+                await self._ask(sql.LOWER, {"queues": queues})
+
+    async def disarm(self) -> None:
+        """Release all locks and trust nobody: the worker is busy. Another sleeper takes over."""
+        async with self._bells:
+            await self._give_up()
+
+    async def _give_up(self) -> None:
+        held = self._on_watch | self._deputy_of | self._armed
+        self._forget_locks()
+        if held:
+            await self._ask(sql.DISARM, {"queues": sorted(held)})
+
+    def _forget_locks(self) -> None:
+        for queues in (self._on_watch, self._armed, self._deputy_of, self._trusted, self._polled):
+            queues.clear()
+        if self._check is not None:
+            self._check.cancel()
+            self._check = None
 
     async def _ask_for(self, queues: Sequence[str]) -> dict[str, str] | None:
-        rows = await self._ask(sql.ARM, {"queues": queues})
+        self._asking, self._news = set(queues), set()
+        rows = await self._ask(
+            sql.ARM,
+            {
+                "queues": queues,
+                "watch_keys": post_keys("watch", queues, self._topics_on_watch),
+                "deputy_keys": post_keys("deputy", queues, self._topics_on_watch),
+                "deputy_of": sorted(self._deputy_of),
+            },
+        )
+        self._asking = set()
         if rows is None:
             return None
-        answers: dict[str, str] = {queue: answer for queue, answer, _ in rows}
-        for queue, _, permit_seconds in rows:
+        for queue, answer, permit_seconds in rows:
             self._permit_seconds.pop(queue, None)
             if permit_seconds is not None:
                 self._permit_seconds[queue] = permit_seconds
-        self._armed.update(queue for queue, answer in answers.items() if answer == "armed")
-        self._trusted.difference_update(answers)
-        self._trusted.update(queue for queue, answer in answers.items() if answer == "sleeper")
-        return answers
+            self._note(queue, answer)
+        return {queue: answer for queue, answer, _ in rows}
+
+    def _note(self, queue: str, answer: str) -> None:
+        has_news = queue in self._news
+        if answer != "limited":  # Then the session keeps what it has.
+            _put(self._on_watch, queue, is_in=answer in ("armed", "rung", "producers"))
+            _put(self._armed, queue, is_in=answer == "armed")
+            _put(self._deputy_of, queue, is_in=answer in ("deputy", "polled"))
+        _put(self._polled, queue, is_in=answer == "polled")
+        _put(self._trusted, queue, is_in=answer in ("rung", "deputy", "sleeper") and not has_news)
+        if has_news:
+            self._on_ring(queue)  # The news may be later than the answer: ask again.
 
     async def _doubt(self) -> None:
-        """Ask again for the bells that another sleeper has: one that ends with its session is announced to nobody."""
+        """Ask again for the locks that others have: one that ends with its session is announced to nobody."""
         async with self._bells:
             answers = await self._ask_for(sorted(self._trusted)) if self._trusted else None
         for queue, answer in (answers or {}).items():
-            if answer != "sleeper":
-                self._on_ring(queue)  # Nobody rang for what was committed since.
+            if answer not in ("rung", "deputy", "sleeper"):
+                self._on_ring(queue)  # Messages committed since rang for nobody.
 
     async def _ask(self, statement: LiteralString, parameters: dict[str, object]) -> list[TupleRow] | None:
         """Rows, or None when the listener did not answer in time and is therefore given up."""
@@ -215,10 +302,24 @@ class Doorbell:
         self._lost.set()
         self._on_ring(None)
 
-    def _hear(self, connection: psycopg.AsyncConnection[TupleRow], sender: int, queue: str) -> None:
-        # What this session says when it gives up a bell is meant for the others.
-        if sender != connection.pgconn.backend_pid:
-            self._on_ring(queue)
+    def _hear(self, connection: psycopg.AsyncConnection[TupleRow], sender: int, message: str) -> None:
+        """Producers say the name of the queue, which is for its watch; workers and operators say more."""
+        if sender == connection.pgconn.backend_pid:
+            return  # What this session says when it gives up a lock is meant for the others.
+        kind, _, queue = message.rpartition(" ")
+        is_for_all = kind == "all"
+        if kind and queue in self._asking:
+            self._news.add(queue)
+        if is_for_all or (kind and queue in self._on_watch | self._deputy_of):
+            self._trusted.discard(queue)
+        if is_for_all or queue in self._on_watch:
+            self._on_ring(queue, is_new=not is_for_all)
+        elif queue in self._deputy_of and self._check is None:
+            self._check = asyncio.get_running_loop().call_later(_ANSWER_SECONDS, self._look_after_the_watch)
+
+    def _look_after_the_watch(self) -> None:
+        self._check = None
+        self._on_check()
 
     async def _connect(self) -> None:
         connection, is_direct = await connect(self._dsn, self._settings, purpose="listen")
@@ -235,8 +336,7 @@ class Doorbell:
             raise
         self._lost.clear()
         self._permit_seconds.clear()
-        self._armed.clear()
-        self._trusted.clear()
+        self._forget_locks()
         self._connection = connection
         self._start_reading(connection)
 
@@ -266,7 +366,7 @@ class Doorbell:
     async def _disconnect(self) -> None:
         self._stop_reading()
         connection, self._connection = self._connection, None
-        self._armed.clear()
+        self._forget_locks()
         if connection is not None:
             with contextlib.suppress(psycopg.Error, OSError):
                 if self._is_pooled and not connection.closed:
@@ -338,5 +438,18 @@ class Doorbell:
                 break
         if not self._has_no_session:
             self._telemetry.report(logging.INFO, Event.LISTENER_BACK, "listener back")
-        # What was committed in between has rung for nobody.
+        # Messages committed in between rang for nobody.
         self._on_ring(None)
+
+
+def post_keys(post: Literal["watch", "deputy"], queues: Sequence[str], topics: Sequence[str]) -> list[int]:
+    """Return the key of the advisory lock of a post for each queue. Workers of other topics have posts of their own."""
+    texts = [" ".join([post, queue, *sorted(topics)]) for queue in queues]
+    return [int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big", signed=True) for text in texts]
+
+
+def _put(queues: set[str], queue: str, *, is_in: bool) -> None:
+    if is_in:
+        queues.add(queue)
+    else:
+        queues.discard(queue)

@@ -350,9 +350,12 @@ class Store:
         rows = await self.claims.fetch(sql.NEXT_DUE, parameters)
         return [DueRow(*row[:5]) for row in rows], rows[0][5], Horizon(*rows[0][6:])
 
-    async def idle_queues(self, queues: Sequence[str]) -> list[str]:
+    async def idle_queues(self, queues: Sequence[str], watch_keys: Sequence[int]) -> list[str]:
         """Those of these queues whose messages an idle worker may take; without a listener, all without a rate."""
-        rows = await self.claims.fetch(sql.IDLE_QUEUES, {"queues": queues, "is_unknown": not self._settings.listen})
+        rows = await self.claims.fetch(
+            sql.IDLE_QUEUES,
+            {"queues": queues, "watch_keys": watch_keys, "is_unknown": not self._settings.listen},
+        )
         return [queue for (queue,) in rows]
 
     async def ring(self, queues: Sequence[str]) -> None:

@@ -18,6 +18,7 @@ import logging
 import os
 import secrets
 import socket
+from collections import deque
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Literal
 
@@ -28,7 +29,7 @@ from pgoutbox.attempts import Attempts
 from pgoutbox.claims import Claims
 from pgoutbox.dispatch import Context, elapsed_clock
 from pgoutbox.django_orm import DjangoConnections
-from pgoutbox.doorbell import Bell, Doorbell
+from pgoutbox.doorbell import Bell, Doorbell, post_keys
 from pgoutbox.encryption import keyring_of
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.finisher import Finisher
@@ -65,6 +66,11 @@ _HOARD_SECONDS = 1.0
 _GIVE_UP_SECONDS = 5.0
 _FRUITLESS_WAKES = 20
 _FRUITLESS_PAUSE_SECONDS = 0.05
+# A worker on watch that was woken eight times within this time polls, until nothing has come for a while.
+_BRISK_WAKES = 8
+_BRISK_SECONDS = 0.25
+_LULL_SECONDS = 0.1
+_POLL_SECONDS = 0.008
 
 
 class Worker:
@@ -106,6 +112,7 @@ class Worker:
         self._rang_at = 0.0
         self._asked_for_idle_at = 0.0
         self._fruitless_count = 0
+        self._woken_at: deque[float] = deque(maxlen=_BRISK_WAKES)
         self._is_started = False
         self._stopping = asyncio.Event()
         self._outage = Outage(self.telemetry, stopping=self._stopping)
@@ -301,7 +308,15 @@ class Worker:
             stopping=self._stopping,
             telemetry=self.telemetry,
         )
-        self._bell = Doorbell(settings, self._on_ring, self.telemetry) if listen else None
+        self._bell = None
+        if listen:
+            self._bell = Doorbell(
+                settings,
+                self._open_topics,
+                on_ring=self._on_ring,
+                on_check=self._look_again,
+                telemetry=self.telemetry,
+            )
 
     async def _check_server(self, *, patient: bool) -> None:
         while not self._stopping.is_set():
@@ -372,6 +387,7 @@ class Worker:
             self._progress.clear()
             room = self._room()
             if room == 0:
+                await self._stand_down()
                 await self._ring_if_saturated()
                 await self._until_progress()
                 continue
@@ -387,7 +403,7 @@ class Worker:
             # Only a look at everything that is due may end in sleep.
             self._look_from_beginning |= not (found and self._claims.work_ahead)
             if found:
-                await self._stay_awake()
+                await self._note_found()
             elif found == 0 and from_beginning and not self._claims.work_ahead:
                 await self._rest()
 
@@ -448,7 +464,8 @@ class Worker:
             return
         self._asked_for_idle_at = now
         try:
-            idle_queues = set(await self._store.idle_queues(self._queues.names))
+            watch_keys = post_keys("watch", self._queues.names, self._open_topics)
+            idle_queues = set(await self._store.idle_queues(self._queues.names, watch_keys))
         except (psycopg.Error, OSError) as error:
             await self._outage.endure(error)
             return
@@ -461,11 +478,12 @@ class Worker:
     def _halt_topic(self, topic: str) -> None:
         """Claim no more of a topic whose outcomes the database refuses; its messages that wait here go back."""
         self._open_topics.remove(topic)
+        self._look_at_everything()  # It is on watch for these topics together.
         self._slots.give_back(lambda c: c.message.topic == topic)
 
     def _resume_topic(self, topic: str) -> None:
         self._open_topics.append(topic)
-        self._search()
+        self._look_at_everything()
 
     async def _take_over(self, rows: Sequence[ClaimedRow], leased_at: float) -> None:
         taken = await self._intake.take(rows, leased_at)
@@ -488,7 +506,7 @@ class Worker:
         self._suspects[:] = [context for context in self._suspects if context not in suspects]
         if self._queues.may_take_suspects(len(self._suspects)):
             self._progress.set()
-            self._search()
+            self._look_at_everything()
 
     def _note_progress(self) -> None:
         """An attempt has ended, or its end is written."""
@@ -501,79 +519,114 @@ class Worker:
     def _note_written(self) -> None:
         self._note_progress()
         if self._queues.may_wait_for_ends:
-            self._search()
+            self._look_at_everything()
 
     # --- sleep --------------------------------------------------------------------------------------------------------
 
-    def _on_ring(self, queue: str | None) -> None:
+    def _on_ring(self, queue: str | None, /, *, is_new: bool = False) -> None:
+        """Look at a queue, None for all of them. `is_new` says that a new message has been enqueued there."""
         if queue is None or queue in self._queues:
             self._ring_is_unanswered = self._was_rung = True
-            self._search()
+            if is_new:
+                self._wake.set()
+            else:
+                self._look_at_everything()
 
-    def _search(self) -> None:
-        """Look at everything: messages may have become claimable in any lane."""
-        self._queues.search()
+    def _look_again(self) -> None:
         self._look_from_beginning = True
         self._wake.set()
+
+    def _look_at_everything(self) -> None:
+        """Look at all lanes: messages may have become claimable in any of them."""
+        self._queues.search()
+        self._look_again()
 
     async def _wake_for_successors(self, queues: Sequence[str]) -> None:
         """Messages that had to wait for some of ours can be claimed now, here or by the workers of their queues."""
         if any(queue in self._queues for queue in queues):
-            self._search()
+            self._look_at_everything()
         foreign = [queue for queue in queues if queue not in self._queues]
         if foreign:
             await self._ring_all(foreign)
 
-    async def _stay_awake(self) -> None:
-        """Give up the bells, so that producers need not ring while this worker looks by itself."""
+    async def _note_found(self) -> None:
+        """Stay on watch after a claim that took all there was; where more waits, let others help."""
+        self._note_woken()
         self._fruitless_count = 0
         self._was_rung = False
+        if self._claims.work_ahead:
+            await self._stand_down()
+
+    async def _stand_down(self) -> None:
+        """Wake other sleepers, one of whom goes on watch. Producers need not ring for a worker that looks by itself."""
         if self._bell is not None:
-            if self._bell.is_armed:
-                await asyncio.sleep(0)  # The handlers of what was claimed start first.
+            if self._bell.is_on_duty:
+                await asyncio.sleep(0)  # Handlers of claimed messages start first.
             await self._bell.disarm()
 
+    def _note_woken(self) -> None:
+        self._woken_at.append(elapsed_clock())
+
+    @property
+    def _is_brisk(self) -> bool:
+        """Whether something has woken this worker time and again lately."""
+        woken_at = self._woken_at
+        return (
+            len(woken_at) == _BRISK_WAKES
+            and woken_at[-1] - woken_at[0] < _BRISK_SECONDS
+            and elapsed_clock() - woken_at[-1] < _LULL_SECONDS
+        )
+
     async def _rest(self) -> None:
-        """Sleep until a bell rings, a message falls due or the sweep; but look once more after arming the bell."""
+        """Sleep until a bell rings, a message falls due or the sweep. While work comes fast, poll instead."""
         self._prefetch = 0
         self._fruitless_count = self._fruitless_count + 1 if self._was_rung else 0
+        if self._was_rung:
+            self._note_woken()
         self._was_rung = False
-        if self._fruitless_count == _FRUITLESS_WAKES and self._bell is not None:
-            await self._bell.disarm()  # The queue may be paused, or at its limit: then nobody needs to ring.
+        if self._fruitless_count == _FRUITLESS_WAKES:
+            await self._stand_down()  # The queue may be paused, or at its limit: then nobody needs to ring.
+        if self._bell is not None and self._bell.is_on_watch and self._is_brisk and self._room():
+            await self._bell.lower()
+            await self._sleep_long(_POLL_SECONDS)
+        elif await self._arm_and_look():
+            await self._sleep_long(self._settings.sweep_seconds)
+
+    async def _arm_and_look(self) -> bool:
+        """Arm the bell and look once more. False if there is something to do before this worker may sleep."""
         pause = 0.001
         while not self._stopping.is_set():
-            # A worker with messages that wait for a handler is not idle, and its bell must not tell others that it is.
+            # A worker with messages that wait for a handler is not idle, and must not tell others that it is.
             room = self._room()
             if room == 0:
-                return
+                return False
             bell = Bell.DOWN if self._bell is None else await self._bell.arm(self._queues.names)
             if bell in (Bell.DOWN, Bell.STILL_ARMED):
-                break
+                return True
             # What woke the worker since it asked for the bell is not forgotten: it may say that this bell was given up.
             if self._stopping.is_set():
-                return
+                return False
             found = await self._claims.look(room, from_beginning=True)
             if found is None:
                 self._look_from_beginning = True
-                return
+                return False
             if found or self._claims.work_ahead:
-                await self._stay_awake()
-                return
+                await self._note_found()
+                return False
             if bell is Bell.ARMED:
-                break
+                return True
             # Open transactions may have enqueued something, and no ring will tell when they commit.
             await self._sleep(pause)
             if self._stopping.is_set():
-                return
+                return False
             self._wake.clear()  # The claim that follows the next answer sees what this was about.
             pause = min(pause * 2, _MAX_PRODUCERS_PAUSE_SECONDS)
-        await self._sleep_long()
+        return False
 
-    async def _sleep_long(self) -> None:
+    async def _sleep_long(self, limit: float) -> None:
         if self._fruitless_count > _FRUITLESS_WAKES:
             # Anyone may send a NOTIFY: a flood of rings that lead nowhere costs so many claims a second and no more.
             await asyncio.sleep(_FRUITLESS_PAUSE_SECONDS)
-        limit = self._settings.sweep_seconds
         if self._bell is not None and not self._bell.is_reliable:
             limit = min(limit, _LISTENER_DOWN_SWEEP_SECONDS)
         if self._bell is not None and self._bell.unarmed_seconds is not None:
@@ -584,7 +637,8 @@ class Worker:
         except (psycopg.Error, OSError) as error:
             await self._outage.endure(error)
         else:
-            if not await self._sleep(limit if due is None else min(limit, due)):
+            seconds = limit if due is None else min(limit, due)
+            if not await self._sleep(seconds) and seconds > _POLL_SECONDS:
                 self._queues.search()
 
     async def _sleep(self, seconds: float) -> bool:

@@ -16,6 +16,7 @@ from psycopg.rows import class_row
 from psycopg.types.json import Jsonb
 
 from pgoutbox import sql
+from pgoutbox.doorbell import post_keys
 from pgoutbox.message import Message, Permanent, State, Transient
 from pgoutbox.settings import Settings, load_settings
 from pgoutbox.store import NO_FLOOR, ClaimedRow, Floor, HeldRow, Verdict
@@ -336,10 +337,10 @@ class WatchedWorker(Worker):
         self.sleeping.clear()
         await self.sleeping.wait()
 
-    async def _sleep_long(self) -> None:
+    async def _sleep_long(self, limit: float) -> None:
         if not self._wake.is_set():
             self.asleep.set()
-        await super()._sleep_long()
+        await super()._sleep_long(limit)
 
     async def _sleep(self, seconds: float) -> bool:
         if self.asleep.is_set() and not self._wake.is_set():
@@ -419,6 +420,24 @@ async def first_of(*events: asyncio.Event) -> None:
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:
         task.cancel()
+
+
+def ask_for_bells(
+    connection: psycopg.Connection,
+    *queues: str,
+    topics: Sequence[str] = ("greet",),
+    deputy_of: Sequence[str] = (),
+) -> list[tuple[str, str, float | None]]:
+    """Ask as the listener of a worker of these topics does, which is deputy of some queues."""
+    return connection.execute(
+        sql.ARM,
+        {
+            "queues": list(queues),
+            "watch_keys": post_keys("watch", queues, topics),
+            "deputy_keys": post_keys("deputy", queues, topics),
+            "deputy_of": list(deputy_of),
+        },
+    ).fetchall()
 
 
 async def until_blocked(db: psycopg.Connection, work: asyncio.Task[object]) -> None:

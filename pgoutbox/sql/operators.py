@@ -302,7 +302,7 @@ SELECT
     p.resume_at,
     CASE
         WHEN p.resume_at IS NOT NULL AND pg_notification_queue_usage() < 0.9
-        THEN pg_notify('pgoutbox', p.name)
+        THEN pg_notify('pgoutbox', 'all ' || p.name)
     END
 FROM paused AS p
 """
@@ -316,7 +316,7 @@ WITH resumed AS (
         AND (q.resume_at > now()) IS NOT FALSE -- A pause whose end has passed is none.
     RETURNING q.name
 )
-SELECT r.name, CASE WHEN pg_notification_queue_usage() < 0.9 THEN pg_notify('pgoutbox', r.name) END
+SELECT r.name, CASE WHEN pg_notification_queue_usage() < 0.9 THEN pg_notify('pgoutbox', 'all ' || r.name) END
 FROM resumed AS r
 """
 
@@ -339,7 +339,7 @@ WITH limited AS (
         tokens_at = CASE WHEN excluded.rate_count IS NOT NULL THEN clock_timestamp() END
     RETURNING q.name
 )
-SELECT l.name, CASE WHEN pg_notification_queue_usage() < 0.9 THEN pg_notify('pgoutbox', l.name) END
+SELECT l.name, CASE WHEN pg_notification_queue_usage() < 0.9 THEN pg_notify('pgoutbox', 'all ' || l.name) END
 FROM limited AS l
 """
 
@@ -350,7 +350,7 @@ WITH limited AS (
     ON CONFLICT ON CONSTRAINT queue_pkey DO UPDATE SET max_in_flight = excluded.max_in_flight
     RETURNING q.name
 )
-SELECT l.name, CASE WHEN pg_notification_queue_usage() < 0.9 THEN pg_notify('pgoutbox', l.name) END
+SELECT l.name, CASE WHEN pg_notification_queue_usage() < 0.9 THEN pg_notify('pgoutbox', 'all ' || l.name) END
 FROM limited AS l
 """
 

@@ -250,7 +250,13 @@ async def test_a_listener_that_leaves_while_bells_ring_is_no_error_in_the_server
     ringing = asyncio.create_task(asyncio.to_thread(ring))
     try:
         for _ in range(30):
-            bell = Doorbell(settings, lambda _: rung.set(), Telemetry(_figures))
+            bell = Doorbell(
+                settings,
+                ["greet"],
+                on_ring=lambda _, *, is_new=False: rung.set(),
+                on_check=lambda: None,
+                telemetry=Telemetry(_figures),
+            )
             rung.clear()
             await bell.start()
             await rung.wait()

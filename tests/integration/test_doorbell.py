@@ -12,7 +12,7 @@ import psycopg.sql
 import pytest
 
 from pgoutbox import Outbox, sql
-from pgoutbox.dispatch import Context
+from pgoutbox.dispatch import Context, elapsed_clock
 from pgoutbox.doorbell import Bell, Doorbell
 from pgoutbox.lanes import parse_queues
 from pgoutbox.message import Message, State, Transient
@@ -23,6 +23,7 @@ from pgoutbox.worker import Worker
 from tests.outbox_actions import (
     PATIENCE_SECONDS,
     WatchedWorker,
+    ask_for_bells,
     enqueue,
     first_of,
     reports,
@@ -40,16 +41,31 @@ if TYPE_CHECKING:
     from tests.conftest import Connect, Server
 
 
-class Bellman:
-    """A doorbell and what it rang."""
+# It answers when nobody has the lock, but as it was before.
+GATED_ARM = f"""
+    WITH answer(queue, bell, permit_seconds) AS MATERIALIZED ({sql.ARM})
+    SELECT queue, bell, permit_seconds FROM answer WHERE pg_advisory_lock_shared(1) IS NOT NULL
+"""
 
-    def __init__(self, dsn: str) -> None:
+
+class Bellman:
+    """A doorbell and what it rang; `checked` is set when a deputy should look."""
+
+    def __init__(self, dsn: str, topics: Sequence[str]) -> None:
         self.rings: list[str | None] = []
         self.rang = asyncio.Event()
+        self.checked = asyncio.Event()
         self.telemetry = Telemetry(logging.getLogger("pgoutbox.test"))
-        self.bell = Doorbell(settings_for(dsn), self._on_ring, self.telemetry)
+        self.topics = list(topics)
+        self.bell = Doorbell(
+            settings_for(dsn),
+            self.topics,
+            on_ring=self._on_ring,
+            on_check=self.checked.set,
+            telemetry=self.telemetry,
+        )
 
-    def _on_ring(self, queue: str | None) -> None:
+    def _on_ring(self, queue: str | None, /, *, is_new: bool = False) -> None:
         self.rings.append(queue)
         self.rang.set()
 
@@ -60,12 +76,12 @@ class Bellman:
 
 
 @pytest.fixture
-async def bellmen(dsn: str) -> AsyncIterator[Callable[[], Bellman]]:
+async def bellmen(dsn: str) -> AsyncIterator[Callable[..., Bellman]]:
     """Makes doorbells; they are stopped when the test ends. Start them in the test."""
     made: list[Bellman] = []
 
-    def make() -> Bellman:
-        made.append(Bellman(dsn))
+    def make(*topics: str) -> Bellman:
+        made.append(Bellman(dsn, topics or ["greet"]))
         return made[-1]
 
     yield make
@@ -73,14 +89,14 @@ async def bellmen(dsn: str) -> AsyncIterator[Callable[[], Bellman]]:
         await bellman.bell.stop()
 
 
-async def started(bellmen: Callable[[], Bellman]) -> Bellman:
-    bellman = bellmen()
+async def started(bellmen: Callable[..., Bellman], *topics: str) -> Bellman:
+    bellman = bellmen(*topics)
     await bellman.bell.start()
     return bellman
 
 
 async def test_while_nobody_sleeps_an_enqueue_does_not_ring(
-    bellmen: Callable[[], Bellman], db: psycopg.Connection
+    bellmen: Callable[..., Bellman], db: psycopg.Connection
 ) -> None:
     bellman = await started(bellmen)
     enqueue(db)
@@ -88,7 +104,7 @@ async def test_while_nobody_sleeps_an_enqueue_does_not_ring(
 
 
 async def test_while_the_bell_is_armed_every_commit_rings(
-    bellmen: Callable[[], Bellman], connect: Connect, db: psycopg.Connection
+    bellmen: Callable[..., Bellman], connect: Connect, db: psycopg.Connection
 ) -> None:
     bellman, rolling_back = await started(bellmen), connect()
     assert await bellman.bell.arm(["default"]) is Bell.ARMED
@@ -100,7 +116,7 @@ async def test_while_the_bell_is_armed_every_commit_rings(
 
 
 async def test_the_ring_names_the_queue_and_nothing_else(
-    bellmen: Callable[[], Bellman], db: psycopg.Connection
+    bellmen: Callable[..., Bellman], db: psycopg.Connection
 ) -> None:
     bellman = await started(bellmen)
     await bellman.bell.arm(["default", "bulk"])
@@ -109,7 +125,7 @@ async def test_the_ring_names_the_queue_and_nothing_else(
     assert await bellman.rings_so_far() == ["bulk"]
 
 
-async def test_an_enqueue_may_ask_not_to_ring(bellmen: Callable[[], Bellman], db: psycopg.Connection) -> None:
+async def test_an_enqueue_may_ask_not_to_ring(bellmen: Callable[..., Bellman], db: psycopg.Connection) -> None:
     bellman = await started(bellmen)
     await bellman.bell.arm(["default"])
     enqueue(db, notify=False)
@@ -117,7 +133,7 @@ async def test_an_enqueue_may_ask_not_to_ring(bellmen: Callable[[], Bellman], db
 
 
 async def test_arming_tells_of_enqueues_under_way_until_they_have_committed(
-    bellmen: Callable[[], Bellman], connect: Connect
+    bellmen: Callable[..., Bellman], connect: Connect
 ) -> None:
     bellman, producer = await started(bellmen), connect()
     enqueue(producer)
@@ -127,24 +143,124 @@ async def test_arming_tells_of_enqueues_under_way_until_they_have_committed(
     assert await bellman.bell.arm(["default"]) is Bell.STILL_ARMED
 
 
-async def test_a_second_sleeper_trusts_in_the_bell_of_the_first(
-    bellmen: Callable[[], Bellman], db: psycopg.Connection
+async def test_of_two_sleepers_the_one_on_watch_is_rung(
+    bellmen: Callable[..., Bellman], db: psycopg.Connection
 ) -> None:
     first, second = await started(bellmen), await started(bellmen)
     assert await first.bell.arm(["default"]) is Bell.ARMED
     assert await second.bell.arm(["default"]) is Bell.ARMED
     enqueue(db)
+    assert (await first.rings_so_far(), await second.rings_so_far()) == (["default"], [])
+    assert await second.bell.arm(["default"]) is Bell.STILL_ARMED
+
+
+async def test_of_the_other_sleepers_one_looks_after_the_watch_had_its_time_to_answer(
+    bellmen: Callable[..., Bellman], db: psycopg.Connection
+) -> None:
+    watch, deputy, sleeper = [await started(bellmen) for _ in range(3)]
+    for bellman in (watch, deputy, sleeper):
+        await bellman.bell.arm(["default"])
+    enqueue(db)
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await deputy.checked.wait()
+    assert not watch.checked.is_set()
+    assert not sleeper.checked.is_set()
+    assert (await watch.rings_so_far(), await deputy.rings_so_far(), await sleeper.rings_so_far()) == (
+        ["default"],
+        [],
+        [],
+    )
+
+
+async def test_the_watches_of_different_topics_are_both_rung(
+    bellmen: Callable[..., Bellman], db: psycopg.Connection
+) -> None:
+    first, second = await started(bellmen, "greet"), await started(bellmen, "greet", "bill")
+    await first.bell.arm(["default"])
+    await second.bell.arm(["default"])
+    enqueue(db)
     assert (await first.rings_so_far(), await second.rings_so_far()) == (["default"], ["default"])
 
 
+async def test_while_the_watch_polls_an_enqueue_does_not_ring(
+    bellmen: Callable[..., Bellman], db: psycopg.Connection
+) -> None:
+    watch, deputy = await started(bellmen), await started(bellmen)
+    await watch.bell.arm(["default"])
+    await deputy.bell.arm(["default"])
+    await watch.bell.lower()
+    assert watch.bell.is_on_watch
+    enqueue(db)
+    assert (await watch.rings_so_far(), await deputy.rings_so_far()) == ([], [])
+    # The deputy has heard of it, and looks while the other one polls.
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await deputy.checked.wait()
+    assert await deputy.bell.arm(["default"]) is Bell.ARMED
+    assert deputy.bell.unarmed_seconds is not None
+    enqueue(db)
+    assert (await watch.rings_so_far(), await deputy.rings_so_far()) == ([], [])
+    assert await watch.bell.arm(["default"]) is Bell.ARMED
+    assert await deputy.bell.arm(["default"]) is Bell.ARMED
+    assert deputy.bell.unarmed_seconds is None
+
+
+async def test_a_bell_that_is_lowered_while_a_deputy_asks_for_it_makes_it_ask_again(
+    bellmen: Callable[..., Bellman], db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The news comes with the answer that the watch has armed the bell."""
+    watch, deputy = await started(bellmen), await started(bellmen)
+    await watch.bell.arm(["default"])
+    monkeypatch.setattr(sql, "ARM", GATED_ARM)
+    db.execute("SELECT pg_advisory_lock(1)")
+    asking: asyncio.Task[object] = asyncio.create_task(deputy.bell.arm(["default"]))
+    await until_blocked(db, asking)
+    await watch.bell.lower()
+    db.execute("SELECT pg_advisory_unlock(1)")
+    await asking
+    assert deputy.rings == ["default"]
+    assert deputy.bell.unarmed_seconds is None
+    assert await deputy.bell.arm(["default"]) is Bell.ARMED
+    assert deputy.bell.unarmed_seconds is not None
+
+
+async def test_a_lowered_bell_is_taken_over_by_the_watch_of_other_topics(
+    bellmen: Callable[..., Bellman], db: psycopg.Connection
+) -> None:
+    first, second = await started(bellmen, "greet"), await started(bellmen, "bill")
+    await first.bell.arm(["default"])
+    await second.bell.arm(["default"])
+    assert (first.bell.is_armed, second.bell.is_armed) == (True, False)
+    await first.bell.lower()
+    assert await second.rings_so_far() == ["default"]
+    assert await second.bell.arm(["default"]) is Bell.ARMED
+    assert second.bell.is_armed
+    enqueue(db)
+    assert await second.rings_so_far() == ["default", "default"]
+
+
+async def test_a_worker_whose_topics_change_leaves_its_watch_to_others(
+    bellmen: Callable[..., Bellman], db: psycopg.Connection
+) -> None:
+    first, second = await started(bellmen, "greet", "bill"), await started(bellmen, "greet", "bill")
+    await first.bell.arm(["default"])
+    await second.bell.arm(["default"])
+    first.topics.remove("greet")
+    assert await first.bell.arm(["default"]) is Bell.ARMED
+    assert await second.rings_so_far() == ["default"]
+    assert await second.bell.arm(["default"]) is Bell.ARMED
+    enqueue(db)
+    assert await second.rings_so_far() == ["default", "default"]
+
+
 async def test_a_bell_that_is_given_up_wakes_the_other_sleepers_and_rings_no_more(
-    bellmen: Callable[[], Bellman], db: psycopg.Connection
+    bellmen: Callable[..., Bellman], db: psycopg.Connection
 ) -> None:
     first, second = await started(bellmen), await started(bellmen)
     await first.bell.arm(["default"])
     await second.bell.arm(["default"])
     await first.bell.disarm()
     assert (await first.rings_so_far(), await second.rings_so_far()) == ([], ["default"])
+    assert not second.bell.is_armed
     enqueue(db)
     assert (await first.rings_so_far(), await second.rings_so_far()) == ([], ["default"])
     assert await second.bell.arm(["default"]) is Bell.ARMED
@@ -153,28 +269,39 @@ async def test_a_bell_that_is_given_up_wakes_the_other_sleepers_and_rings_no_mor
 
 
 def test_the_bells_of_two_queues_are_two_locks(connect: Connect) -> None:
-    sleeper, producer = connect(autocommit=True), connect(autocommit=True)
-    assert sleeper.execute(sql.ARM, {"queues": ["a", "b"]}).fetchall() == [("a", "armed", None), ("b", "armed", None)]
-    assert sleeper.execute(sql.DISARM, {"queues": ["a"]}).fetchall() == [(True, "")]
-    assert producer.execute(sql.ARM, {"queues": ["a", "b"]}).fetchall() == [
-        ("a", "armed", None),
-        ("b", "sleeper", None),
-    ]
+    sleeper, other = connect(autocommit=True), connect(autocommit=True)
+    assert ask_for_bells(sleeper, "a") == [("a", "armed", None)]
+    assert ask_for_bells(other, "a", "b") == [("a", "deputy", None), ("b", "armed", None)]
 
 
-def test_asking_for_a_bell_in_vain_leaves_no_lock_behind(connect: Connect) -> None:
+def test_each_post_is_given_to_one_session(connect: Connect) -> None:
+    sessions = [connect(autocommit=True) for _ in range(4)]
+    assert [ask_for_bells(session, "a")[0][1] for session in sessions] == ["armed", "deputy", "sleeper", "sleeper"]
+    sessions[0].execute(sql.LOWER, {"queues": ["a"]})
+    assert ask_for_bells(sessions[1], "a", deputy_of=["a"]) == [("a", "polled", None)]
+    assert ask_for_bells(sessions[2], "a") == [("a", "sleeper", None)]
+    assert ask_for_bells(sessions[0], "a") == [("a", "armed", None)]
+    sessions[0].execute(sql.DISARM, {"queues": ["a"]})
+    # The deputy that goes on watch leaves its post to the next one.
+    assert ask_for_bells(sessions[1], "a", deputy_of=["a"]) == [("a", "armed", None)]
+    assert ask_for_bells(sessions[3], "a") == [("a", "deputy", None)]
+    assert ask_for_bells(sessions[2], "a", topics=["bill"]) == [("a", "rung", None)]
+
+
+def test_asking_for_a_bell_while_producers_have_it_leaves_no_share_of_it_behind(connect: Connect) -> None:
     sleeper, producer, other = connect(autocommit=True), connect(), connect(autocommit=True)
     enqueue(producer)
-    assert sleeper.execute(sql.ARM, {"queues": ["default"]}).fetchall() == [("default", "producers", None)]
+    assert ask_for_bells(sleeper, "default") == [("default", "producers", None)]
+    assert ask_for_bells(other, "default") == [("default", "polled", None)]
     producer.commit()
-    assert other.execute(sql.ARM, {"queues": ["default"]}).fetchall() == [("default", "armed", None)]
-    assert sleeper.execute(sql.ARM, {"queues": ["default"]}).fetchall() == [("default", "sleeper", None)]
+    assert ask_for_bells(other, "default", topics=["bill"]) == [("default", "armed", None)]
+    assert ask_for_bells(sleeper, "default") == [("default", "rung", None)]
     other.execute("SELECT pg_advisory_unlock_all()")
-    assert sleeper.execute(sql.ARM, {"queues": ["default"]}).fetchall() == [("default", "armed", None)]
+    assert ask_for_bells(sleeper, "default") == [("default", "armed", None)]
 
 
 async def test_a_bell_that_ended_with_its_session_is_missed_by_the_next_probe(
-    bellmen: Callable[[], Bellman], db: psycopg.Connection
+    bellmen: Callable[..., Bellman], db: psycopg.Connection
 ) -> None:
     second, first = await started(bellmen), await started(bellmen)
     assert await first.bell.arm(["default"]) is Bell.ARMED
@@ -199,31 +326,34 @@ async def test_a_bell_that_ended_with_its_session_is_missed_by_the_next_probe(
     assert third.bell._armed == {"default"}
 
 
-@pytest.mark.parametrize("doubts_first", [True, False])
 async def test_a_bell_that_is_asked_for_twice_at_once_is_taken_once(
-    bellmen: Callable[[], Bellman], connect: Connect, *, doubts_first: bool
+    bellmen: Callable[..., Bellman], connect: Connect
 ) -> None:
     sleeper, bell = connect(autocommit=True), (await started(bellmen)).bell
-    assert sleeper.execute(sql.ARM, {"queues": ["default"]}).fetchall() == [("default", "armed", None)]
+    assert ask_for_bells(sleeper, "default") == [("default", "armed", None)]
     assert await bell.arm(["default"]) is Bell.ARMED
     assert bell._trusted == {"default"}
     sleeper.execute("SELECT pg_advisory_unlock_all()")
-    both = (bell._doubt(), bell.arm(["default"]))
-    await asyncio.gather(*both if doubts_first else reversed(both))
+
+    async def arm_after_news() -> None:
+        bell._trusted.clear()
+        await bell.arm(["default"])
+
+    await asyncio.gather(bell._doubt(), arm_after_news())
     assert bell._armed == {"default"}
     # A session that has a lock twice keeps it when it gives it up once.
-    await bell.disarm()
-    assert sleeper.execute(sql.ARM, {"queues": ["default"]}).fetchall() == [("default", "armed", None)]
+    await bell.lower()
+    assert ask_for_bells(sleeper, "default", topics=["bill"]) == [("default", "armed", None)]
 
 
-async def test_without_a_listener_arming_says_so(bellmen: Callable[[], Bellman]) -> None:
+async def test_without_a_listener_arming_says_so(bellmen: Callable[..., Bellman]) -> None:
     bellman = bellmen()
     assert await bellman.bell.arm(["default"]) is Bell.DOWN
     assert not bellman.bell.is_up
 
 
 async def test_a_lost_listener_comes_back_without_its_bells_and_rings_for_what_it_missed(
-    bellmen: Callable[[], Bellman], db: psycopg.Connection
+    bellmen: Callable[..., Bellman], db: psycopg.Connection
 ) -> None:
     bellman = await started(bellmen)
     await bellman.bell.arm(["default"])
@@ -241,7 +371,7 @@ async def test_a_lost_listener_comes_back_without_its_bells_and_rings_for_what_i
 
 
 async def test_a_session_that_no_longer_listens_is_given_up(
-    bellmen: Callable[[], Bellman], db: psycopg.Connection
+    bellmen: Callable[..., Bellman], db: psycopg.Connection
 ) -> None:
     bellman = await started(bellmen)
     connection = bellman.bell._connection
@@ -365,8 +495,8 @@ async def test_a_ring_that_comes_while_the_worker_looks_in_vain_is_not_forgotten
             await rung.wait()
         return rows
 
-    def note_ring(self: Worker, queue: str | None) -> None:
-        on_ring(self, queue)
+    def note_ring(self: Worker, queue: str | None, /, *, is_new: bool = False) -> None:
+        on_ring(self, queue, is_new=is_new)
         rung.set()
 
     monkeypatch.setattr(Store, "claim", claim_and_miss)
@@ -412,7 +542,7 @@ async def test_a_bell_that_is_given_up_while_a_sleeper_asks_for_it_is_not_truste
     dsn: str,
     connect: Connect,
     db: psycopg.Connection,
-    bellmen: Callable[[], Bellman],
+    bellmen: Callable[..., Bellman],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The news that the bell was given up comes with the answer that there is one; an enqueue is open meanwhile."""
@@ -430,11 +560,7 @@ async def test_a_bell_that_is_given_up_while_a_sleeper_asks_for_it_is_not_truste
             asked_again.set()
         return answers[-1]
 
-    gated = f"""
-        WITH answer(queue, bell, permit_seconds) AS MATERIALIZED ({sql.ARM})
-        SELECT queue, bell, permit_seconds FROM answer WHERE pg_advisory_lock_shared(1) IS NOT NULL
-    """
-    monkeypatch.setattr(sql, "ARM", gated)
+    monkeypatch.setattr(sql, "ARM", GATED_ARM)
     monkeypatch.setattr(Doorbell, "arm", arm_and_note)
     db.execute("SELECT pg_advisory_lock(1)")
     async with running(worker):
@@ -462,44 +588,138 @@ async def test_a_worker_that_only_polls_arms_no_bell(dsn: str, db: psycopg.Conne
     assert receiver.delivered == [message_id]
 
 
-@pytest.mark.parametrize("order", ["sleeper first", "busy first"])
-async def test_a_worker_that_is_busy_leaves_the_bell_to_the_sleepers(
-    dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch, order: str
+@pytest.mark.parametrize("surplus", [0, 8])
+async def test_a_worker_without_room_leaves_its_watch_to_a_sleeper(
+    dsn: str, connect: Connect, db: psycopg.Connection, surplus: int
 ) -> None:
-    """One ring wakes both. Whoever of them is first, the one that goes back to sleep is woken by the next commit."""
-    go_on, disarmed = asyncio.Event(), asyncio.Event()
-    disarm = Doorbell.disarm
+    """Its claim filled the room, or took so many that they wait for their handlers."""
+    go_on = asyncio.Event()
     busy_outbox = Outbox(settings_for(dsn, concurrency=1))
 
-    @busy_outbox.handler("long")
-    async def long(message: Message, ctx: Context) -> None:
+    @busy_outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
         await go_on.wait()
 
-    async def disarm_in_order(self: Doorbell) -> object:
-        gives_up = self is busy._bell and bool(self._armed)
-        if gives_up and order == "sleeper first":
-            await sleeper.asleep.wait()
-        answer: object = await disarm(self)  # type: ignore[func-returns-value] # passed on, whatever it is
-        if gives_up:
-            disarmed.set()
-        return answer
-
-    receiver = Receiver(dsn)
+    receiver, producer = Receiver(dsn), connect()
     busy, sleeper = WatchedWorker(busy_outbox), WatchedWorker(receiver.outbox)
     async with running(busy):
-        await busy.asleep.wait()
+        await busy.sleeping.wait()
         async with running(sleeper):
-            await sleeper.asleep.wait()
-            sleeper.asleep.clear()
-            monkeypatch.setattr(Doorbell, "disarm", disarm_in_order)
-            enqueue(db, topic="long")
-            await disarmed.wait()
-            await sleeper.asleep.wait()
-            enqueue(db)
+            await sleeper.sleeping.wait()
+            watch, successor = busy._bell, sleeper._bell
+            assert watch is not None
+            assert successor is not None
+            assert (watch.is_armed, successor.is_armed) == (True, False)
+            busy._prefetch = surplus
+            for _ in range(1 + surplus * 3 // 4):
+                enqueue(producer)
+            producer.commit()
+            await until(lambda: successor.is_armed)
+            message_id = enqueue(db)
             try:
-                await receiver.heard.wait()
+                await until(lambda: message_id in receiver.delivered)
             finally:
                 go_on.set()
+
+
+async def test_a_worker_without_room_does_not_go_on_watch_when_the_watch_dies(
+    dsn: str, db: psycopg.Connection, bellmen: Callable[..., Bellman]
+) -> None:
+    """It has no post of its own, so nobody would be told that it gives one up."""
+    go_on = asyncio.Event()
+    outbox = Outbox(settings_for(dsn, concurrency=1, probe_seconds=600))
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        await go_on.wait()
+
+    for _ in range(2):
+        await (await started(bellmen)).bell.arm(["default"])
+    worker = WatchedWorker(outbox)
+    async with running(worker):
+        await worker.sleeping.wait()
+        bell = worker._bell
+        assert bell is not None
+        assert not bell.is_on_duty
+        enqueue(db, notify=False)
+        worker._rang_at = elapsed_clock() + 3600  # Its own call for help would end the trust as well.
+        worker._look_at_everything()
+        await until(lambda: len(worker._held) == 1 and not bell._trusted)
+        db.execute("SELECT pg_terminate_backend(pid, 10000) FROM pg_locks WHERE locktype = 'advisory'")
+        await bell._doubt()
+        assert not bell.is_on_duty
+        go_on.set()
+
+
+async def test_a_worker_that_halts_a_topic_leaves_its_watch_to_a_sleeper(dsn: str) -> None:
+    watch, sleeper = [WatchedWorker(Receiver(dsn).outbox) for _ in range(2)]
+    async with running(watch):
+        await watch.sleeping.wait()
+        async with running(sleeper):
+            await sleeper.sleeping.wait()
+            successor = sleeper._bell
+            assert successor is not None
+            assert not successor.is_on_watch
+            watch._halt_topic("greet")
+            await until(lambda: successor.is_on_watch)
+
+
+async def test_one_message_wakes_one_worker_and_its_deputy(dsn: str, db: psycopg.Connection) -> None:
+    receiver = Receiver(dsn)
+    watch, deputy, sleeper = [WatchedWorker(receiver.outbox) for _ in range(3)]
+    async with contextlib.AsyncExitStack() as stack:
+        for worker in (watch, deputy, sleeper):
+            await stack.enter_async_context(running(worker))
+            await worker.sleeping.wait()
+        looked_at = [worker._queues.looked_at for worker in (watch, deputy, sleeper)]
+        enqueue(db)
+        await receiver.heard.wait()
+        await until(lambda: deputy._queues.looked_at > looked_at[1])
+        assert watch._queues.looked_at > looked_at[0]
+        assert sleeper._queues.looked_at == looked_at[2]
+        assert watch.telemetry.counts[Event.CLAIMED] == 1
+
+
+@pytest.mark.parametrize("polls", [False, True])
+async def test_what_the_watch_does_not_answer_is_found_by_its_deputy(
+    dsn: str, db: psycopg.Connection, bellmen: Callable[..., Bellman], *, polls: bool
+) -> None:
+    watch, receiver = await started(bellmen), Receiver(dsn)
+    await watch.bell.arm(["default"])
+    worker = WatchedWorker(receiver.outbox)
+    async with running(worker):
+        await worker.sleeping.wait()
+        if polls:
+            await watch.bell.lower()
+            # It looks once because of that, and again and again because it is told that nobody has the bell.
+            await until(lambda: worker._bell is not None and bool(worker._bell._polled))
+            await worker.falls_asleep()
+        message_id = enqueue(db)
+        await receiver.heard.wait()
+    assert receiver.delivered == [message_id]
+
+
+async def test_while_work_comes_fast_producers_need_not_ring(
+    dsn: str, db: psycopg.Connection, connect: Connect
+) -> None:
+    receiver, listener = Receiver(dsn), connect(autocommit=True)
+    listener.execute(sql.LISTEN)
+    worker = WatchedWorker(receiver.outbox)
+    async with running(worker):
+        bell = worker._bell
+        assert bell is not None
+        await until(lambda: bell.is_armed)
+        worker._woken_at.extend([elapsed_clock() + 3600] * 8)
+        worker._wake.set()
+        await until(lambda: not bell.is_armed)
+        assert bell.is_on_watch
+        message_id = enqueue(db)
+        await receiver.heard.wait()
+        listener.execute("SELECT")
+        assert [notify.payload for notify in listener.notifies(timeout=0)] == ["lowered default"]
+        worker._woken_at.clear()
+        await until(lambda: bell.is_armed)
+    assert receiver.delivered == [message_id]
 
 
 async def test_a_flood_of_rings_for_other_queues_does_not_wake_a_worker(dsn: str, db: psycopg.Connection) -> None:

@@ -532,8 +532,14 @@ async def while_a_suspect_is_in_flight_its_worker_claims_no_other(stage: Stage) 
 async def an_enqueue_under_way_is_not_missed_by_arming(stage: Stage) -> None:
     producer = stage.connect()
     enqueue(producer)
-    rings: list[str | None] = []
-    doorbell = Doorbell(settings_for(stage.dsn), rings.append, Telemetry(pgoutbox.worker._log))
+    rings: list[tuple[str | None, bool]] = []
+    doorbell = Doorbell(
+        settings_for(stage.dsn),
+        ["greet"],
+        on_ring=lambda queue, *, is_new=False: rings.append((queue, is_new)),
+        on_check=lambda: None,
+        telemetry=Telemetry(pgoutbox.worker._log),
+    )
     await doorbell.start()
     try:
         armed = await doorbell.arm(["default"])
@@ -541,7 +547,7 @@ async def an_enqueue_under_way_is_not_missed_by_arming(stage: Stage) -> None:
         await doorbell._probe()  # Its answer comes after every ring that is on the way.
     finally:
         await doorbell.stop()
-    assert armed is Bell.PRODUCERS or rings == ["default"]
+    assert armed is Bell.PRODUCERS or rings == [("default", True)]
 
 
 async def a_commit_between_the_claim_and_arming_is_not_missed(stage: Stage) -> None:
@@ -796,12 +802,12 @@ def no_shared_lock(stage: Stage, patch: pytest.MonkeyPatch) -> None:
 
 
 def no_claim_after_arming(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    source = textwrap.dedent(inspect.getsource(pgoutbox.worker.Worker._rest))
+    source = textwrap.dedent(inspect.getsource(pgoutbox.worker.Worker._arm_and_look))
     guard = "if bell in (Bell.DOWN, Bell.STILL_ARMED):"
     assert source.count(guard) == 1
     scope = dict(vars(pgoutbox.worker))
     exec(source.replace(guard, "if True:"), scope)
-    patch.setattr(pgoutbox.worker.Worker, "_rest", scope["_rest"])
+    patch.setattr(pgoutbox.worker.Worker, "_arm_and_look", scope["_arm_and_look"])
 
 
 def no_look_at_open_writers(stage: Stage, patch: pytest.MonkeyPatch) -> None:

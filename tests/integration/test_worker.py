@@ -21,9 +21,10 @@ import psycopg_pool
 import pytest
 
 import pgoutbox.worker
-from pgoutbox import Outbox, operations
+from pgoutbox import Outbox, operations, sql
 from pgoutbox.claims import Claims
 from pgoutbox.dispatch import Context, SyncContext
+from pgoutbox.doorbell import post_keys
 from pgoutbox.errors import ConfigurationError, LeaseLostError
 from pgoutbox.lanes import parse_queues
 from pgoutbox.link import Link
@@ -37,6 +38,7 @@ from tests.outbox_actions import (
     PATIENCE_SECONDS,
     Options,
     WatchedWorker,
+    ask_for_bells,
     attempts_of,
     cancel,
     claim,
@@ -343,13 +345,20 @@ async def test_a_worker_whose_messages_nobody_else_can_take_keeps_them(dsn: str,
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(store.close)
         stack.push_async_callback(unheard.close)
-        assert await store.idle_queues(queues) == []
-        assert await unheard.idle_queues(queues) == ["default"]
+        keys = post_keys("watch", queues, ["greet"])
+        assert await store.idle_queues(queues, keys) == []
+        assert await unheard.idle_queues(queues, keys) == ["default"]
         db.execute("SELECT pg_advisory_lock_shared(1885826146, hashtext(q)) FROM unnest(%s::text[]) AS q", [queues])
-        assert await store.idle_queues(queues) == []
+        assert await store.idle_queues(queues, keys) == []
         db.execute("SELECT pg_advisory_unlock_all()")
         db.execute("SELECT pg_advisory_lock(1885826146, hashtext(q)) FROM unnest(%s::text[]) AS q", [queues])
-        assert await store.idle_queues(queues) == ["default"]
+        assert await store.idle_queues(queues, keys) == ["default"]
+        db.execute("SELECT pg_advisory_unlock_all()")
+        # The worker on watch polls, so nobody has the bell.
+        assert ask_for_bells(db, "default")[0][1] == "armed"
+        db.execute(sql.LOWER, {"queues": ["default"]})
+        assert await store.idle_queues(queues, keys) == ["default"]
+        assert await store.idle_queues(queues, post_keys("watch", queues, ["bill"])) == []
 
 
 def test_a_worker_without_handlers_is_refused(outbox: Outbox) -> None:

@@ -1,4 +1,5 @@
-"""The model of the doorbell: enqueue, arm, claim, sleep, ring, disarm; listeners that break, workers that die.
+"""The model of the doorbell: enqueue, arm, claim, sleep, ring, disarm, poll; listeners that break, workers that die or
+stop to answer.
 
 There is no sweep and nothing falls due, so a wake-up that is missed is missed for good. What the event loop does
 without a pause is one step; a statement is two, its effect on locks and its commit. A message is a bit of a mask.
@@ -22,7 +23,14 @@ class Guard(enum.Enum):
     PRODUCERS_AWAITED = "a worker that met producers at the bell looks again until they have ended"
     WAKE_CLEARED_FIRST = "a worker forgets the rings that it heard before its claim, not after it"
     RINGS_KEPT_WHILE_ARMING = "what a worker hears while it arms is not forgotten by the claim that follows"
-    DISARM_ANNOUNCED = "a bell that is given up is announced"
+    DISARM_ANNOUNCED = "a watch that ends is announced"
+    LOWERED_ANNOUNCED = "a bell that is lowered is announced"
+    NEWS_KEPT_WHILE_ASKING = "an announcement that comes before the answer makes the worker ask again"
+    FULL_STANDS_DOWN = "a worker without room gives up its watch"
+    WATCH_OF_TOPICS = "workers of other topics have a watch of their own"
+    RING_FOR_EVERY_WATCH = "a watch answers rings whether or not it has the bell itself"
+    DEPUTY_CHECKS = "a deputy looks some time after each ring"
+    DEPUTY_POLLS = "a deputy looks now and then while the bell is not armed"
     LISTEN_FIRST = "a listener that reconnects listens before its worker looks"
     LOOK_AFTER_RECONNECT = "a worker looks when its listener is back"
     LOOK_WHEN_LOST = "a worker looks when its listener is lost"
@@ -40,18 +48,27 @@ class Producer(NamedTuple):
 
 
 class Worker(NamedTuple):
-    """A worker: where its main task is, its wake-up event, its listener, its claim and what it has in flight.
+    """A worker: where its main task is, its wake-up event, its listener, its locks, its claim and messages in flight.
 
-    `believes` is what the worker thinks of the bell, `has_bell` what the server knows. `link` is up, broken (and nobody
-    has noticed), lost (noticed), gone (closed) or deaf (connected, but not listening yet).
+    The locks of a worker end with its link, which is up, broken (and nobody has noticed), lost (noticed), gone (closed)
+    or deaf (connected, but not listening yet). `knows_watch` and `news` are about the answer to its question for them.
+    `rings`, `calls` and `lowerings` are notifications on their way: of producers, to all, and for watches and deputies.
     """
 
     at: str = "looks"
     wake: bool = False
     link: str = "up"
     rings: int = 0
-    believes: bool = False
-    has_bell: bool = False
+    calls: int = 0
+    lowerings: int = 0
+    bell: bool = False
+    watch: bool = False
+    deputy: bool = False
+    knows_watch: bool = False
+    trusts: bool = False
+    is_polled: bool = False
+    news: bool = False
+    checks: bool = False
     answer: str = ""
     seen: int = 0
     locked: int = 0
@@ -67,6 +84,7 @@ class World(NamedTuple):
     workers: tuple[Worker, ...]
     breaks: int
     deaths: int
+    freezes: int
 
 
 Step = tuple[str, World]
@@ -77,18 +95,24 @@ _SWAPPED = (0b00, 0b10, 0b01, 0b11)
 class Doorbell:
     """`sends` names the messages of each producer, one transaction each; `handles` is each worker's mask of messages.
 
-    With `has_key`, message 1 supersedes message 0 and has to wait while that one is in flight.
+    With `has_key`, message 1 supersedes message 0 and has to wait while that one is in flight. With `polls`, a worker
+    on watch may poll instead of sleeping; with `fills`, it may have no room after a claim. A worker that freezes keeps
+    its locks and does nothing more.
     """
 
     sends: tuple[tuple[int, ...], ...]
     handles: tuple[int, ...]
     has_key: bool = False
+    polls: bool = False
+    fills: bool = False
     breaks: int = 0
     deaths: int = 0
+    freezes: int = 0
     without: frozenset[Guard] = frozenset()
 
     def initial(self) -> World:
-        return World(0, (Producer(),) * len(self.sends), (Worker(),) * len(self.handles), self.breaks, self.deaths)
+        workers = (Worker(),) * len(self.handles)
+        return World(0, (Producer(),) * len(self.sends), workers, self.breaks, self.deaths, self.freezes)
 
     def canonical(self, state: World) -> World:
         if len(set(self.handles)) > 1:
@@ -102,17 +126,19 @@ class Doorbell:
         return state
 
     def fault(self, state: World) -> str:
-        """A message that can be claimed while all who could claim it sleep and nothing is on its way to wake them."""
+        """A message that can be claimed while a worker of it with room sleeps, and nobody is on the way to look."""
         if not state.due or any(producer.at == "visible" and producer.rings for producer in state.producers):
             return ""
-        if any(worker.at == "disarmed" or worker.asks for worker in state.workers):
+        if any(worker.at in ("disarmed", "lowered") or worker.asks for worker in state.workers):
             return ""
         claimed = _union(worker.locked for worker in state.workers) | self._waiting(state)
         for message in _bits(state.due & ~claimed):
-            if not any(
-                handled >> message & 1 and _may_look(worker)
+            able = [
+                worker
                 for handled, worker in zip(self.handles, state.workers, strict=True)
-            ):
+                if handled >> message & 1 and worker.at != "full"
+            ]
+            if able and not any(_may_look(worker) for worker in able):
                 return f"message {message} waits, and everybody who handles it sleeps"
         return ""
 
@@ -120,11 +146,7 @@ class Doorbell:
         return (
             not state.due
             and all(producer.done == len(sends) for producer, sends in zip(state.producers, self.sends, strict=True))
-            and all(
-                worker.at == "dead"
-                or (worker.at == "sleeps" and worker.link == "up" and not (worker.wake or worker.rings or worker.held))
-                for worker in state.workers
-            )
+            and all(worker.at in ("dead", "frozen") or _is_at_rest(worker) for worker in state.workers)
         )
 
     def steps(self, state: World) -> Iterator[Step]:
@@ -132,7 +154,7 @@ class Doorbell:
             for label, following in self._produce(state, index, producer):
                 yield f"producer {index + 1} {label}", following
         for index, worker in enumerate(state.workers):
-            if worker.at != "dead":
+            if worker.at not in ("dead", "frozen"):
                 for label, following in self._live(state, index, worker):
                     yield f"worker {index + 1} {label}", following
 
@@ -143,6 +165,9 @@ class Doorbell:
         if state.deaths:
             dead = _with(state, index, Worker("dead", link="gone"))
             yield "is killed", dead._replace(deaths=state.deaths - 1)
+        if state.freezes and worker.at in ("sleeps", "polls", "pauses"):
+            frozen = _with(state, index, worker._replace(at="frozen", rings=0, calls=0, lowerings=0, wake=False))
+            yield "freezes", frozen._replace(freezes=state.freezes - 1)
 
     # --- producer -----------------------------------------------------------------------------------------------------
 
@@ -155,7 +180,7 @@ class Doorbell:
         match producer.at:
             case "idle" if producer.done < len(self.sends[index]):
                 message = self.sends[index][producer.done]
-                if any(worker.has_bell for worker in state.workers):
+                if any(_has_bell(worker) for worker in state.workers):
                     rings = Guard.RING not in self.without
                     yield f"enqueues message {message} and is to ring", now(at="open", rings=rings)
                 else:
@@ -168,13 +193,15 @@ class Doorbell:
                 message = self.sends[index][producer.done]
                 yield f"commits message {message}", now(at="visible")._replace(due=state.due | 1 << message)
             case "visible" if producer.rings:
-                yield "rings", _notify(now(**done._asdict()), -1)
+                yield "rings", _notify(now(**done._asdict()), -1, "rings")
             case "visible":
                 yield "lets go of the bell", now(**done._asdict())
 
     # --- worker -------------------------------------------------------------------------------------------------------
 
-    def _work(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
+    def _work(  # noqa: C901 - one clause for each place
+        self, state: World, index: int, worker: Worker
+    ) -> Iterator[Step]:
         match worker.at:
             case "looks":
                 yield from self._look(state, index, worker)
@@ -182,10 +209,19 @@ class Doorbell:
                 yield from self._take(state, index, worker)
             case "takes":
                 yield from self._commit_claim(state, index, worker)
+            case "full":
+                yield "has room again", _with(state, index, worker._replace(at="looks"))
             case "disarms" | "disarmed":
                 yield from self._disarm(state, index, worker)
-            case "arms" | "asks" | "unlocks":
+            case "lowers" | "lowered":
+                yield from self._lower(state, index, worker)
+            case "arms":
+                yield from self._poll(state, index, worker)
                 yield from self._arm(state, index, worker)
+            case "tries" | "asks" | "unlocks" | "told":
+                yield from self._ask(state, index, worker)
+            case "polls":
+                yield "polls", _with(state, index, worker._replace(at="looks"))
             case "pauses":
                 yield "ends its short pause", _with(state, index, worker._replace(at="arms", wake=False))
             case "falls asleep":
@@ -197,6 +233,10 @@ class Doorbell:
                 )
             case "sleeps" if worker.wake:
                 yield "wakes", _with(state, index, worker._replace(at="looks"))
+            case "sleeps" if worker.is_polled:
+                yield "looks while the watch polls", _with(state, index, worker._replace(at="looks"))
+            case "sleeps" if self.polls and worker.knows_watch:
+                yield "wakes for another message", _with(state, index, worker._replace(at="looks"))
             case "naps":
                 yield "wakes by itself", _with(state, index, worker._replace(at="looks"))
 
@@ -227,12 +267,17 @@ class Doorbell:
         held = 0
         if self.has_key:
             held = 0b10 if worker.locked & 0b10 else 0b01  # Both at once: the older one is superseded.
-        after = "disarms" if worker.believes else "looks"
-        now = worker._replace(at=after, locked=0, answer="", held=worker.held | held)
+        now = worker._replace(at="looks", locked=0, answer="", held=worker.held | held)
         if Guard.WAKE_CLEARED_FIRST in self.without:
             now = now._replace(wake=False)
-        taken = _with(state, index, now)._replace(due=state.due & ~worker.locked)
-        yield f"has claimed message {_names(worker.locked)}", taken
+        label = f"has claimed message {_names(worker.locked)}"
+        taken = state._replace(due=state.due & ~worker.locked)
+        yield label, _with(taken, index, now)
+        is_on_duty = worker.bell or worker.watch or worker.deputy
+        if is_on_duty:
+            yield f"{label}, and more may wait", _with(taken, index, now._replace(at="disarms"))
+        if self.fills and (not is_on_duty or Guard.FULL_STANDS_DOWN in self.without):
+            yield f"{label}, and is full", _with(taken, index, now._replace(at="full"))
 
     def _fail_claim(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
         now = worker._replace(at="looks", seen=0, locked=0, answer="")
@@ -240,58 +285,113 @@ class Doorbell:
 
     def _disarm(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
         if worker.link != "up":
-            yield "cannot disarm", _with(state, index, self._lost(worker._replace(at="looks", believes=False)))
+            yield "cannot disarm", _with(state, index, self._lost(_without_locks(worker)._replace(at="looks")))
         elif worker.at == "disarms":
-            now = worker._replace(at="disarmed", believes=False, has_bell=False)
-            yield "gives up the bell", _with(state, index, now)
+            yield "gives up its watch", _with(state, index, _without_locks(worker)._replace(at="disarmed"))
         else:
-            after = _with(state, index, worker._replace(at="looks"))
-            if Guard.DISARM_ANNOUNCED in self.without:
-                yield "says nothing of it", after
-            else:
-                yield "tells the other sleepers", _notify(after, index)
+            for after, how in (("looks", ""), ("full", ", and is full"))[: 1 + self.fills]:
+                now = _with(state, index, worker._replace(at=after))
+                if Guard.DISARM_ANNOUNCED in self.without:
+                    yield f"says nothing of it{how}", now
+                else:
+                    yield f"tells the other sleepers{how}", _notify(now, index, "calls")
+
+    def _poll(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
+        """A worker on watch may poll instead of sleeping, whenever it likes."""
+        if not self.polls:
+            return
+        if worker.knows_watch and worker.bell:
+            yield "is about to poll", _with(state, index, worker._replace(at="lowers"))
+        elif worker.knows_watch:
+            yield "polls on", _with(state, index, worker._replace(at="polls"))
+
+    def _lower(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
+        if worker.link != "up":
+            yield "cannot lower its bell", _with(state, index, self._lost(worker._replace(at="polls", bell=False)))
+        elif worker.at == "lowers":
+            yield "lowers its bell", _with(state, index, worker._replace(at="lowered", bell=False))
+        else:
+            now = _with(state, index, worker._replace(at="polls"))
+            announced = Guard.LOWERED_ANNOUNCED not in self.without
+            yield "tells of it", _notify(now, index, "lowerings") if announced else now
 
     def _arm(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
-        """The two tries of ARM are two steps, and so is the end of a shared lock that was only tried."""
-        if worker.at == "arms" and worker.believes:
+        """What ARM tries one after the other are steps of their own, and so is its answer."""
+        if worker.bell or worker.trusts:
             yield "is still armed", _with(state, index, worker._replace(at="falls asleep"))
         elif worker.link not in ("up", "deaf"):
             lost = worker if worker.link == "gone" else self._lost(worker)
             yield "has no listener to arm with", _with(state, index, lost._replace(at="falls asleep"))
-        elif worker.at == "arms":
-            if _is_free(state):
-                armed = self._after_arming(worker._replace(believes=True, has_bell=True), "armed")
-                yield "arms the bell", _with(state, index, armed)
-            else:
-                yield "cannot have the bell alone", _with(state, index, worker._replace(at="asks"))
-        elif worker.at == "asks" and not any(other.has_bell for other in state.workers):
-            yield "can have the bell shared", _with(state, index, worker._replace(at="unlocks"))
-        elif worker.at == "asks":
-            yield "trusts in the bell of another", _with(state, index, self._after_arming(worker, "armed"))
+        elif worker.watch or not self._has_other_watch(state, index):
+            now = worker._replace(at="tries", watch=True, deputy=False, is_polled=False, news=False)
+            yield "is on watch", _with(state, index, now)
         else:
-            yield "knows that producers are under way", _with(state, index, self._after_arming(worker, "producers"))
+            is_first = not any(_is_up(other) and other.deputy for other in state.workers)
+            deputy = worker.deputy or (self.freezes > 0 and is_first)
+            is_armed = any(_has_bell(other) for other in state.workers)
+            is_polled = deputy and not is_armed and Guard.DEPUTY_POLLS not in self.without
+            now = worker._replace(at="told", deputy=deputy, is_polled=is_polled, news=False, answer="trust")
+            yield "finds another one on watch", _with(state, index, now)
 
-    def _after_arming(self, worker: Worker, answer: str) -> Worker:
+    def _ask(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
+        if worker.link not in ("up", "deaf"):
+            lost = self._lost(_without_locks(worker)._replace(at="falls asleep", answer=""))
+            yield "has no listener to arm with", _with(state, index, lost)
+            return
+        match worker.at:
+            case "tries" if _is_free(state):
+                now = worker._replace(at="told", bell=True, answer="armed")
+                yield "arms the bell", _with(state, index, now)
+            case "tries":
+                yield "cannot have the bell alone", _with(state, index, worker._replace(at="asks"))
+            case "asks" if any(_has_bell(other) for other in state.workers):
+                now = worker._replace(at="told", answer="trust")
+                yield "finds that another one has the bell", _with(state, index, now)
+            case "asks":
+                yield "can have the bell shared", _with(state, index, worker._replace(at="unlocks"))
+            case "unlocks":
+                now = worker._replace(at="told", answer="producers")
+                yield "knows that producers are under way", _with(state, index, now)
+            case "told":
+                yield "has the answer", _with(state, index, self._after_arming(worker))
+
+    def _after_arming(self, worker: Worker) -> Worker:
+        has_news = worker.news and Guard.NEWS_KEPT_WHILE_ASKING not in self.without
+        trusts = worker.answer == "trust" and not worker.is_polled and not has_news
+        answer = "producers" if worker.answer == "producers" else "armed"
         if answer == "producers" and Guard.PRODUCERS_AWAITED in self.without:
             answer = "armed"
+        told = worker._replace(
+            knows_watch=worker.watch, trusts=trusts, wake=worker.wake or has_news, news=False, answer=answer
+        )
         if Guard.CLAIM_AFTER_ARMING in self.without:
-            return worker._replace(at="falls asleep" if answer == "armed" else "pauses")
-        return worker._replace(at="looks", answer=answer)
+            return told._replace(at="falls asleep" if answer == "armed" else "pauses", answer="")
+        return told._replace(at="looks")
+
+    def _has_other_watch(self, state: World, index: int) -> bool:
+        return any(
+            _is_up(other) and other.watch
+            for number, other in enumerate(state.workers)
+            if number != index
+            and (self.handles[number] == self.handles[index] or Guard.WATCH_OF_TOPICS in self.without)
+        )
 
     # --- listener -----------------------------------------------------------------------------------------------------
 
     def _listen(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
         # One thing at a time is done with the connection; what it does next comes after the answer is dealt with.
-        is_asking = worker.at in ("asks", "unlocks", "disarmed") or (worker.at == "looks" and worker.answer != "")
+        is_asking = worker.at in ("tries", "asks", "unlocks", "told", "disarmed", "lowered") or (
+            worker.at == "looks" and worker.answer != ""
+        )
+        if worker.link == "up":
+            yield from self._hear(state, index, worker)
         match worker.link:
-            case "up" if worker.rings:
-                yield "hears a ring", _with(state, index, worker._replace(rings=worker.rings - 1, wake=True))
             case "broken" | "lost" | "gone" if is_asking:
                 pass
             case "broken":
                 yield "notices that its listener is lost", _with(state, index, self._lost(worker))
             case "lost":
-                yield "closes its listener", _with(state, index, worker._replace(link="gone", believes=False))
+                yield "closes its listener", _with(state, index, _without_locks(worker)._replace(link="gone"))
             case "gone":
                 wake = worker.wake or Guard.LOOK_AFTER_RECONNECT not in self.without
                 link = "deaf" if Guard.LISTEN_FIRST in self.without else "up"
@@ -299,8 +399,34 @@ class Doorbell:
             case "deaf":
                 yield "listens", _with(state, index, worker._replace(link="up"))
         if worker.link in ("up", "deaf") and state.breaks:
-            broken = _with(state, index, worker._replace(link="broken", rings=0, has_bell=False))
+            broken = _with(state, index, worker._replace(link="broken", rings=0, calls=0, lowerings=0))
             yield "has its listener cut off, and the bell with it", broken._replace(breaks=state.breaks - 1)
+
+    def _hear(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
+        """Notifications are heard between any two steps, also before the answer to what the worker asks."""
+        answers = worker.knows_watch and (worker.bell or Guard.RING_FOR_EVERY_WATCH not in self.without)
+        is_asking = worker.at in ("tries", "asks", "unlocks", "told")
+        if worker.rings:
+            heard = worker._replace(rings=worker.rings - 1)
+            if answers:
+                heard = heard._replace(wake=True)
+            elif worker.deputy and Guard.DEPUTY_CHECKS not in self.without:
+                heard = heard._replace(checks=True)
+            yield "hears a ring", _with(state, index, heard)
+        if worker.calls:
+            heard = worker._replace(calls=0, trusts=False, wake=True, news=is_asking)
+            yield "hears that a watch has ended", _with(state, index, heard)
+        if worker.lowerings:
+            heard = worker._replace(lowerings=0, news=worker.news or is_asking)
+            if worker.knows_watch or worker.deputy:
+                heard = heard._replace(trusts=False)
+            if worker.knows_watch:
+                heard = heard._replace(wake=True)
+            elif worker.deputy and Guard.DEPUTY_CHECKS not in self.without:
+                heard = heard._replace(checks=True)
+            yield "hears that a bell was lowered", _with(state, index, heard)
+        if worker.checks:
+            yield "looks after the watch", _with(state, index, worker._replace(checks=False, wake=True))
 
     def _lost(self, worker: Worker) -> Worker:
         wake = worker.wake or Guard.LOOK_WHEN_LOST not in self.without
@@ -362,28 +488,55 @@ def _with(state: World, index: int, worker: Worker) -> World:
     return state._replace(workers=(*state.workers[:index], worker, *state.workers[index + 1 :]))
 
 
-def _notify(state: World, sender: int) -> World:
-    """A ring is on its way to every session that listens, but for what a session says to itself."""
+def _notify(state: World, sender: int, kind: str) -> World:
+    """A notification is on its way to every session that listens, but for what a session says to itself."""
+    limit = 2 if kind == "rings" else 1
     return state._replace(
         workers=tuple(
-            worker._replace(rings=min(worker.rings + 1, 2)) if worker.link == "up" and index != sender else worker
+            worker._replace(**{kind: min(getattr(worker, kind) + 1, limit)})
+            if worker.link == "up" and worker.at != "frozen" and index != sender
+            else worker
             for index, worker in enumerate(state.workers)
         )
     )
 
 
+def _without_locks(worker: Worker) -> Worker:
+    return worker._replace(
+        bell=False, watch=False, deputy=False, knows_watch=False, trusts=False, is_polled=False, checks=False
+    )
+
+
+def _is_up(worker: Worker) -> bool:
+    return worker.link in ("up", "deaf")
+
+
+def _has_bell(worker: Worker) -> bool:
+    return worker.bell and _is_up(worker)
+
+
 def _is_free(state: World) -> bool:
     return not (
         any(producer.is_shared for producer in state.producers)
-        or any(worker.has_bell or worker.at == "unlocks" for worker in state.workers)
+        or any(_has_bell(worker) or worker.at == "unlocks" for worker in state.workers)
     )
+
+
+def _is_at_rest(worker: Worker) -> bool:
+    is_pending = worker.wake or worker.rings or worker.calls or worker.lowerings or worker.checks or worker.held
+    return worker.at == "sleeps" and worker.link == "up" and not is_pending
 
 
 def _may_look(worker: Worker) -> bool:
     """Whether a worker is awake or something is on its way that wakes it."""
-    if worker.at == "dead":
+    if worker.at in ("dead", "frozen"):
         return False
-    return worker.at != "sleeps" or worker.wake or worker.rings > 0 or worker.link in ("broken", "lost", "gone")
+    if worker.at != "sleeps" or worker.link in ("broken", "lost", "gone"):
+        return True
+    # Nobody but its watch and its deputy heeds a ring.
+    heeds = worker.knows_watch or worker.deputy
+    is_called = heeds and (worker.rings or worker.lowerings)
+    return bool(worker.wake or worker.calls or worker.is_polled or worker.checks or is_called)
 
 
 def _has_successor(state: World, done: int) -> bool:

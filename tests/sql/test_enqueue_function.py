@@ -23,7 +23,7 @@ from pgoutbox.embedded import embedded_server
 from pgoutbox.errors import SchemaError
 from pgoutbox.message import State
 from tests.messages import put
-from tests.outbox_actions import WatchedWorker, enqueue, running, settings_for
+from tests.outbox_actions import WatchedWorker, ask_for_bells, enqueue, running, settings_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -646,7 +646,7 @@ def sleeper(connect: Connect) -> psycopg.Connection:
     """A session that listens, and has the bells of two queues armed."""
     session = connect(autocommit=True)
     session.execute(sql.LISTEN)
-    session.execute(sql.ARM, {"queues": ["default", "bulk"]})
+    ask_for_bells(session, "default", "bulk")
     return session
 
 

@@ -12,7 +12,7 @@ from pgoutbox import operations, sql
 from pgoutbox.operations import Rate
 from pgoutbox.store import DueRow
 from tests import outbox_actions, races
-from tests.outbox_actions import enqueue, expire, finish_sent, ids_in_flight, lapse, state_of
+from tests.outbox_actions import ask_for_bells, enqueue, expire, finish_sent, ids_in_flight, lapse, state_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,7 +63,7 @@ def next_due(connection: psycopg.Connection) -> float | None:
 
 
 def answers_of_arm(connection: psycopg.Connection) -> Sequence[tuple[object, ...]]:
-    return connection.execute(sql.ARM, {"queues": ["default"]}).fetchall()
+    return ask_for_bells(connection, "default")
 
 
 def test_a_bucket_begins_full_and_is_emptied_by_claims(rolled_back: psycopg.Connection) -> None:
