@@ -37,8 +37,8 @@ class Arrivals:
             self.floor_id = self._visible_id = None  # Another server may give out the same ids again.
             self._marks.clear()
             return
-        # The id was read before this snapshot was taken.
-        mark = (last.last_id, horizon.xmax)
+        # This message id was read before that transaction id.
+        mark = (last.last_id, horizon.next_xid)
         if len(self._marks) == _MAX_MARKS:
             self._marks[-1] = mark
         else:

@@ -77,7 +77,7 @@ class Horizon(NamedTuple):
     """Of the server: transactions and ids of another server say nothing of each other."""
     xmin: int
     """All transactions before this one have ended."""
-    xmax: int
+    next_xid: int
     """No transaction from this one on had begun to write."""
     last_id: int
 

@@ -324,9 +324,10 @@ CLAIM_ORDERED: Final[LiteralString] = "WITH " + _DUE_ORDERED + _BY_PERMITS + _JU
 # looked, so many seconds ago, do not count. In a queue with limits they count, because the worker may have had no
 # permit for them. Fresh messages beyond `floor_id` do not count either: the worker claims them as new ones.
 #
-# Then the time, the server, its snapshot and the last id. Whoever enqueues has a transaction id before it draws the id
-# of a message. So a message up to this id is in the next snapshot, unless its transaction is older than `xmax` and
-# still open.
+# Then the time, the server, the oldest open transaction, the next transaction id and the last message id. The xmax of a
+# snapshot is not the next transaction id, because it counts completed transactions only; age() counts from the next
+# one, modulo 2^32. Every transaction that enqueues has its id before it draws those of its messages. So all messages up
+# to this id are visible to any later snapshot in which no transaction before that next one is open.
 NEXT_DUE: Final[LiteralString] = """
 SELECT
     asked.name,
@@ -336,8 +337,8 @@ SELECT
     extract(epoch FROM due.other_at - now())::float8,
     now(),
     pg_postmaster_start_time(),
-    pg_snapshot_xmin(asked.snapshot)::text::bigint,
-    pg_snapshot_xmax(asked.snapshot)::text::bigint,
+    asked.xmin,
+    asked.xmin + ((3 + age('3'::xid) - asked.xmin) & 4294967295),
     coalesce(pg_sequence_last_value('pgoutbox.message_id_seq'), 0)
 FROM (
     SELECT
@@ -346,7 +347,7 @@ FROM (
         now() - make_interval(secs => CASE WHEN q.name IS NULL THEN %(since_seconds)s::float8 ELSE 1e9 END) AS since,
         now() - make_interval(secs => CASE WHEN q.name IS NULL THEN %(others_since_seconds)s::float8 ELSE 1e9 END)
             AS others_since,
-        pg_current_snapshot() AS snapshot
+        pg_snapshot_xmin(pg_current_snapshot())::text::bigint AS xmin
     FROM unnest(%(queues)s::text[]) AS served(name)
     LEFT JOIN pgoutbox.queue AS q
         ON q.name = served.name AND num_nonnulls(q.paused_at, q.rate_count, q.max_in_flight) > 0

@@ -10,9 +10,9 @@ from pgoutbox.store import Horizon
 START = datetime(2024, 1, 1, tzinfo=UTC)
 
 
-def quiet(xmax: int, last_id: int) -> Horizon:
+def quiet(next_xid: int, last_id: int) -> Horizon:
     """A snapshot beside which no transaction writes."""
-    return Horizon(START, xmax, xmax, last_id)
+    return Horizon(START, next_xid, next_xid, last_id)
 
 
 def after(*horizons: Horizon) -> Arrivals:
