@@ -117,7 +117,7 @@ class OwnServer:
         return [
             float(found)
             for found in re.findall(
-                r"^pgoutbox claim [^|\n]*\|LOG: +\w{5}: +duration: ([\d.]+) ms +execute [^\n]*\n+\s*WITH permit",
+                r"^pgoutbox claim [^|\n]*\|LOG: +\w{5}: +duration: ([\d.]+) ms +execute [^\n]*\n*\s*WITH due AS",
                 self.log.read_text(),
                 re.MULTILINE,
             )

@@ -133,7 +133,7 @@ def test_a_kill_while_the_finish_is_on_its_way_repeats_nothing(db: psycopg.Conne
     def finishing() -> list[tuple[str | None, bool]]:
         """What the session waits for, and whether it runs the statement that waits for longer than 20 ms."""
         return db.execute(
-            "SELECT wait_event_type, query LIKE '%WITH outcome AS%' FROM pg_stat_activity "
+            "SELECT wait_event_type, query LIKE '%WITH held AS%' FROM pg_stat_activity "
             "WHERE datname = current_database() AND application_name = 'pgoutbox finish'"
         ).fetchall()
 

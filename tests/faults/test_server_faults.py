@@ -243,7 +243,7 @@ async def test_a_listener_that_leaves_while_bells_ring_is_no_error_in_the_server
     def ring() -> None:
         with own_server.connect() as db:
             while not over.is_set():
-                db.execute("SELECT pg_notify('pgoutbox', n::text) FROM generate_series(1, 100) AS n")
+                db.execute("SELECT pg_notify('pgoutbox', 'all ' || n) FROM generate_series(1, 100) AS n")
 
     rung = asyncio.Event()
     settings = settings_for(own_server.dsn)
