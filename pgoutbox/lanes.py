@@ -178,6 +178,7 @@ class Lanes:
         self._lapsed_searched_at = -math.inf
         self._lapsed_due_at = -math.inf
         self._scheduled_due_at = -math.inf  # When a message falls due that is not a new one.
+        self._others_are_older = False  # Whether a retry fell due before all fresh messages, in a queue with limits.
         self._is_known = False
         self._first = Lane.RETRIES
 
@@ -195,7 +196,7 @@ class Lanes:
         return min(self.retries.searched_at, self._lapsed_searched_at)
 
     def turns(self, now: float, *, fresh_only: bool = False) -> list[Lane]:
-        """The lanes of the next look, in their order."""
+        """The lanes of the next look, in their order. Under a limit the lane with the oldest message comes first."""
         if fresh_only and not self.is_limited:  # Under a limit a fresh message must not overtake the other lanes.
             return [Lane.FRESH]
         lanes = [Lane.FRESH]
@@ -208,6 +209,9 @@ class Lanes:
         place = order.index(self._first) + 1
         lanes.sort(key=lambda lane: (order.index(lane) - place) % len(order))
         self._first = lanes[0]
+        if self.is_limited and Lane.RETRIES in lanes:
+            lanes.remove(Lane.RETRIES)
+            lanes.insert(0 if self._others_are_older else len(lanes), Lane.RETRIES)
         if self.suspects.are_waiting or now >= self._lapsed_due_at:
             lanes[:0] = [Lane.ENDING, Lane.LAPSED]
         return lanes
@@ -221,6 +225,8 @@ class Lanes:
         """Remember what the database says of the queue. Returns whether a look finds something because of it."""
         is_news = (row.has_ordered and not self.has_ordered) or (self._is_known and row.is_limited != self.is_limited)
         self._is_known = True
+        first, other = row.first_due_seconds, row.other_due_seconds
+        self._others_are_older = other is not None and (first is None or other < first)
         self.is_limited, self.has_ordered = row.is_limited, row.has_ordered
         self._scheduled_due_at = math.inf if row.first_seconds is None else now + row.first_seconds
         due_at = math.inf if row.other_seconds is None else now + row.other_seconds

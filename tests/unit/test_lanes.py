@@ -239,11 +239,19 @@ def test_a_notified_worker_claims_fresh_messages_alone() -> None:
     assert lanes.turns(1000.1, fresh_only=True) == [FRESH]
 
 
-def test_in_a_queue_with_limits_a_fresh_message_overtakes_no_other_lane() -> None:
+@pytest.mark.parametrize(
+    ("first_seconds", "other_seconds", "first"),
+    [(-2.0, -1.0, FRESH), (-1.0, -2.0, RETRIES), (None, -1.0, RETRIES), (-1.0, None, FRESH)],
+)
+def test_in_a_queue_with_limits_the_lane_of_the_oldest_message_comes_first(
+    first_seconds: float | None, other_seconds: float | None, first: Lane
+) -> None:
     lanes = plain()
-    lanes.is_limited = True
     fill(lanes.retries, 1000.0)
-    assert [lanes.turns(1000.1, fresh_only=True)[0] for _ in range(4)] == [FRESH, RETRIES] * 2
+    lanes.learn_due(DueRow("default", False, 0.0, first_seconds, other_seconds), asked_at=1000.0, now=1000.0)
+    for _ in range(3):
+        turns = lanes.turns(1000.1, fresh_only=True)
+        assert next(lane for lane in turns if lane in (FRESH, RETRIES)) is first
 
 
 def test_lapsed_attempts_are_in_every_look_while_suspects_wait() -> None:
