@@ -229,7 +229,9 @@ class Lanes:
         self._others_are_older = other is not None and (first is None or other < first)
         self.is_limited, self.has_ordered = row.is_limited, row.has_ordered
         self._scheduled_due_at = math.inf if row.first_seconds is None else now + row.first_seconds
-        due_at = math.inf if row.other_seconds is None else now + row.other_seconds
+        # Under a limit they are in every look, because the next permit may come at any time.
+        other_seconds = row.other_due_seconds if row.is_limited else row.other_seconds
+        due_at = math.inf if other_seconds is None else now + other_seconds
         self.retries.search_due_at = self._lapsed_due_at = due_at
         if asked_at is not None:
             # Nothing fell due in a lane until the question was asked.

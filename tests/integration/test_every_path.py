@@ -224,10 +224,10 @@ async def test_under_a_limit_a_ring_lets_nobody_overtake_who_fell_due_first(dsn:
     finish(db, Verdict(late, 1, "retry", "later", -3600.0))
     operations.limit_in_flight(db, "default", 1)
     operations.pause_queue(db, "default")
+    fresh = [enqueue(db) for _ in range(3)]
     worker = WatchedWorker(outbox)
     async with running(worker):
-        await worker.asleep.wait()
-        fresh = [enqueue(db) for _ in range(3)]
+        await worker.sleeping.wait()
         operations.resume_queue(db, "default")
         await until(lambda: len(seen) == 4)
     assert seen == [late, *fresh]

@@ -332,7 +332,7 @@ def test_the_witness_sees_what_the_workers_do(run: tuple[Path, psycopg.Connectio
     operations.limit_rate(connection, "rated", Rate(1, 1), burst=1)
     connection.commit()  # With it ends what is local to an operator's transaction.
     message_id = enqueue(connection, payload={KEY: "k50", "plan": ["ok"]}, queue="rated")
-    claim(connection, queue="rated")
+    claim(connection, queue="rated", by_permits=True)
     finish_sent(connection, (message_id, 1))
     assert [(line.message_id, line.what) for line in flights(connection)] == [
         (message_id, "pending"),
