@@ -241,7 +241,7 @@ class Claims:
         if from_beginning and floor_id is not None and lanes.is_for_new_alone(began_at):
             floor = floor_id
         else:
-            floor = cursor.start(began_at, from_beginning=from_beginning)
+            floor = cursor.start(began_at, from_beginning=from_beginning, wanted_at=lanes.wanted_at)
         kind = f"{lanes.queue} {'retries' if is_retries else 'fresh'}"
         total = self._set_aside.within(kind, room)
         rows = await self._run(

@@ -117,10 +117,10 @@ class Queues:
         news = [self._lanes[row.queue].learn_due(row, asked_at=asked_at, now=now) for row in rows]
         return any(news)
 
-    def search(self) -> None:
+    def search(self, *, now: float) -> None:
         """Let the next look from the beginning claim from all lanes: something has become claimable there."""
         for lanes in self._lanes.values():
-            lanes.search()
+            lanes.search(now=now)
 
     @property
     def may_wait_for_ends(self) -> bool:
@@ -137,14 +137,17 @@ class Cursor:
 
     def __init__(self) -> None:
         self.floor: Floor | None = None
+        self.looked_at = -math.inf
+        """When the last claim from the beginning began."""
         self.searched_at = -math.inf
+        """Until when nothing has fallen due that was not claimed: by that claim, or by the database's answer."""
         self.is_waiting = False
         """Whether the last claim was filled, so that more is likely to wait."""
         self.search_due_at = -math.inf
 
-    def start(self, now: float, *, from_beginning: bool) -> Floor | None:
-        """The place from which to claim now; None for the beginning."""
-        if from_beginning or now >= self.search_due_at:
+    def start(self, now: float, *, from_beginning: bool, wanted_at: float = -math.inf) -> Floor | None:
+        """The place from which to claim now; None for the beginning, also if that was wanted since the last time."""
+        if from_beginning or now >= self.search_due_at or self.looked_at <= wanted_at:
             self.floor = None
         return self.floor
 
@@ -152,7 +155,7 @@ class Cursor:
         """Remember where a claim of up to `limit` messages ended that started at the floor."""
         self.is_waiting = len(rows) == limit
         if self.floor is None:
-            self.searched_at = began_at
+            self.looked_at = self.searched_at = began_at
             self.search_due_at = _due_after(began_at, ended_at)
         self.floor = max((row.available_at, row.id) for row in rows) if self.is_waiting else None
 
@@ -175,6 +178,9 @@ class Lanes:
         self.after_key = ""  # The last ordering key that was looked at.
         self._round_began_after: str | None = None
         self._round_has_wrapped = False
+        self.wanted_at = -math.inf
+        """When a search of all lanes was asked for. Only searches that begin later answer it."""
+        self._lapsed_looked_at = -math.inf
         self._lapsed_searched_at = -math.inf
         self._lapsed_due_at = -math.inf
         self._scheduled_due_at = -math.inf  # When a message falls due that is not a new one.
@@ -184,7 +190,12 @@ class Lanes:
 
     def is_for_new_alone(self, now: float) -> bool:
         """Whether a claim of new messages finds everything that is due in the lane of fresh ones."""
-        return now < self._scheduled_due_at and not self.fresh.is_waiting and not self.is_limited
+        return (
+            now < self._scheduled_due_at
+            and self.fresh.looked_at > self.wanted_at
+            and not self.fresh.is_waiting
+            and not self.is_limited
+        )
 
     def learn_searched(self) -> None:
         """Remember that all fresh messages were searched: the database will say when the next one falls due."""
@@ -202,7 +213,8 @@ class Lanes:
         lanes = [Lane.FRESH]
         if self.has_ordered:
             lanes.append(Lane.ORDERED)
-        if self.retries.is_waiting or now >= self.retries.search_due_at:
+        retries = self.retries
+        if retries.is_waiting or now >= retries.search_due_at or retries.looked_at <= self.wanted_at:
             lanes.append(Lane.RETRIES)
         # The lane behind the one that was first goes first.
         order = (Lane.FRESH, Lane.ORDERED, Lane.RETRIES)
@@ -212,13 +224,13 @@ class Lanes:
         if self.is_limited and Lane.RETRIES in lanes:
             lanes.remove(Lane.RETRIES)
             lanes.insert(0 if self._others_are_older else len(lanes), Lane.RETRIES)
-        if self.suspects.are_waiting or now >= self._lapsed_due_at:
+        if self.suspects.are_waiting or now >= self._lapsed_due_at or self._lapsed_looked_at <= self.wanted_at:
             lanes[:0] = [Lane.ENDING, Lane.LAPSED]
         return lanes
 
     def learn_lapsed(self, *, began_at: float, ended_at: float) -> None:
         """Remember when both kinds of lapsed attempts were looked at."""
-        self._lapsed_searched_at = began_at
+        self._lapsed_looked_at = self._lapsed_searched_at = began_at
         self._lapsed_due_at = _due_after(began_at, ended_at)
 
     def learn_due(self, row: DueRow, *, asked_at: float | None, now: float) -> bool:
@@ -240,7 +252,7 @@ class Lanes:
             if due_at > now:
                 self.retries.searched_at = self._lapsed_searched_at = asked_at
         if is_news:
-            self.search()
+            self.search(now=now)
         return is_news
 
     def turn_page(self, last_key: str, *, found: int) -> bool:
@@ -259,11 +271,10 @@ class Lanes:
             self._round_began_after, self._round_has_wrapped = None, False
         return is_over and not found
 
-    def search(self) -> None:
+    def search(self, *, now: float) -> None:
         """Let the next look claim from all lanes, from the beginning."""
         self._round_began_after, self._round_has_wrapped = None, False
-        self.fresh.search_due_at = self.retries.search_due_at = -math.inf
-        self._scheduled_due_at = self._lapsed_due_at = -math.inf
+        self.wanted_at = now
 
 
 def _due_after(began_at: float, ended_at: float) -> float:

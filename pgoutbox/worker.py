@@ -418,7 +418,7 @@ class Worker:
             # A message whose attempt ends during the claim may be due again, and the claim does not see it.
             was_idle = not self._unwritten_count
             if from_beginning:
-                self._queues.search()
+                self._queues.search(now=elapsed_clock())
             found = await self._claims.look(room, from_beginning=from_beginning)
             if found == 0 and from_beginning and not self._claims.work_ahead:
                 if was_idle:
@@ -538,7 +538,7 @@ class Worker:
 
     def _look_at_everything(self) -> None:
         """Look at all lanes: messages may have become claimable in any of them."""
-        self._queues.search()
+        self._queues.search(now=elapsed_clock())
         self._look_again()
 
     async def _wake_for_successors(self, queues: Sequence[str]) -> None:
@@ -639,7 +639,7 @@ class Worker:
         else:
             seconds = limit if due is None else min(limit, due)
             if not await self._sleep(seconds) and seconds > _POLL_SECONDS:
-                self._queues.search()
+                self._queues.search(now=elapsed_clock())
 
     async def _sleep(self, seconds: float) -> bool:
         """Sleep until woken; False if the time ran out before that."""

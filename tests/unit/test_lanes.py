@@ -127,6 +127,9 @@ def due(queue: str, *, is_limited: bool = False, has_ordered: bool = False, seco
 def plain(now: float = 1000.0) -> Lanes:
     """The lanes of a queue without limits and ordering keys, where nothing is due."""
     lanes = Lanes("default")
+    for cursor in (lanes.fresh, lanes.retries):
+        cursor.learn([], LIMIT, began_at=now - 1, ended_at=now - 1)
+    lanes.learn_lapsed(began_at=now - 1, ended_at=now - 1)
     lanes.learn_due(due("default"), asked_at=now, now=now)
     return lanes
 
@@ -175,7 +178,7 @@ def test_new_messages_are_enough_until_another_one_falls_due() -> None:
     assert not lanes.is_for_new_alone(1003.1)
     lanes.learn_searched()
     assert lanes.is_for_new_alone(1e6)
-    lanes.search()
+    lanes.search(now=1000.0)
     assert not lanes.is_for_new_alone(1000.0)
 
 
@@ -214,13 +217,28 @@ def test_a_round_of_a_single_page_ends_at_once() -> None:
 def test_a_search_begins_another_round() -> None:
     lanes = plain()
     assert [lanes.turn_page(last, found=0) for last in ("b", "d")] == [False, False]
-    lanes.search()
+    lanes.search(now=1000.0)
     assert [lanes.turn_page(last, found=0) for last in ("", "b", "d")] == [False, False, True]
+
+
+def test_a_search_that_began_before_it_was_asked_for_is_not_enough() -> None:
+    """The claims were under way when something became claimable: their snapshots may not show it."""
+    lanes = plain()
+    lanes.search(now=1000.0)
+    for began_at, is_enough in ((999.9, False), (1000.1, True)):
+        for cursor in (lanes.fresh, lanes.retries):
+            cursor.start(began_at, from_beginning=True)
+            cursor.learn([], LIMIT, began_at=began_at, ended_at=1000.2)
+        lanes.learn_searched()
+        lanes.learn_lapsed(began_at=began_at, ended_at=1000.2)
+        lanes.learn_due(due("default"), asked_at=1000.2, now=1000.2)
+        assert lanes.is_for_new_alone(1000.2) is is_enough
+        assert (set(lanes.turns(1000.2)) == {FRESH}) is is_enough
 
 
 def test_a_search_claims_from_all_lanes_once() -> None:
     lanes = plain()
-    lanes.search()
+    lanes.search(now=1000.0)
     assert set(lanes.turns(1000.0)) == {ENDING, LAPSED, FRESH, RETRIES}
     assert lanes.fresh.start(1000.0, from_beginning=False) is None
 
