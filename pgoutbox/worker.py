@@ -519,7 +519,7 @@ class Worker:
     def _note_written(self) -> None:
         self._note_progress()
         if self._queues.may_wait_for_ends:
-            self._look_at_everything()
+            self._wake.set()
 
     # --- sleep --------------------------------------------------------------------------------------------------------
 
