@@ -40,7 +40,7 @@ _DONE = "installed-lock.json"
 class System:
     """A queue that can be measured. `worker` are the arguments behind the mode `work` or `stamp`.
 
-    `unfinished` is a query that is true while something is left to do; on Redis, the keys that are gone afterwards.
+    `unfinished` is a query that is true while something is left to do; on Redis, patterns of the keys that are gone afterwards.
     `share` makes a slow system's backlog smaller, so that the run ends; a rate does not depend on it much.
     """
 
@@ -117,7 +117,8 @@ class System:
             import redis
 
             with redis.Redis.from_url(dsn) as client:
-                yield lambda: bool(client.exists(*self.unfinished.split()))
+                patterns = self.unfinished.split()
+                yield lambda: any(True for pattern in patterns for _ in client.scan_iter(match=pattern, count=1000))
         else:
             with asking(dsn, self.unfinished) as is_unfinished:
                 yield is_unfinished
@@ -233,7 +234,7 @@ REDIS_SYSTEMS: Sequence[System] = (
         settings="Redis, SimpleWorker, no results; enqueue_many of 1,000 at once",
         program="rq_peer",
         package="rq",
-        unfinished="rq:queue:default rq:wip:default",
+        unfinished="rq:job:*",  # A job that was taken from its queue is in no other list for a moment.
         share=0.05,
         redis=True,
     ),

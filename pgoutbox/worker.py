@@ -256,7 +256,7 @@ class Worker:
             on_written=self._note_written,
             on_released=self._ring_all,
             on_successors=self._wake_for_successors,
-            on_pending=self._wake.set,
+            on_pending=self._look_at_everything,
             on_halted=self._halt_topic,
             on_resumed=self._resume_topic,
             telemetry=self.telemetry,
