@@ -40,7 +40,8 @@ _DONE = "installed-lock.json"
 class System:
     """A queue that can be measured. `worker` are the arguments behind the mode `work` or `stamp`.
 
-    `unfinished` is a query that is true while something is left to do; on Redis, patterns of the keys that are gone afterwards.
+    `unfinished` is a query that is true while something is left to do; on Redis, patterns of the keys that are gone
+    afterwards.
     `share` makes a slow system's backlog smaller, so that the run ends; a rate does not depend on it much.
     """
 
