@@ -322,7 +322,7 @@ CLAIM_ORDERED: Final[LiteralString] = "WITH " + _DUE_ORDERED + _BY_PERMITS + _JU
 # for a queue that is not paused and has no limits; and in how many seconds the next message falls due, null if there is
 # none, first of the fresh and ordered messages, then of retries and leases. Messages that were due when the worker last
 # looked, so many seconds ago, do not count. In a queue with limits they count, because the worker may have had no
-# permit for them. Fresh messages beyond `floor_id` do not count either: the worker claims them as new ones.
+# permit for them. Nor do fresh messages beyond `floor_id` that are due by now: the worker claims them as new ones.
 #
 # Then the time, the server, the oldest open transaction, the next transaction id and the last message id. The xmax of a
 # snapshot is not the next transaction id, because it counts completed transactions only; age() counts from the next
@@ -361,7 +361,7 @@ CROSS JOIN LATERAL (
                 FROM pgoutbox.message_live AS m
                 WHERE m.queue = asked.name AND m.attempt_count = 0 AND m.ordering_key IS NULL
                     AND m.available_at > asked.since
-                    AND (m.id <= %(floor_id)s::bigint OR asked.permit_at IS NOT NULL)
+                    AND (m.id <= %(floor_id)s::bigint OR m.available_at > now() OR asked.permit_at IS NOT NULL)
             ),
             (
                 -- Also messages that wait for their turn: at worst one look finds nothing.

@@ -591,6 +591,32 @@ async def a_message_that_commits_late_is_not_missed_by_claims_of_new_ones(stage:
         assert delivered.is_set()
 
 
+async def a_scheduled_message_is_not_slept_over_by_a_worker_that_claims_new_ones(stage: Stage) -> None:
+    outbox = Outbox(settings_for(stage.dsn))
+    delivered = asyncio.Event()
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        if message.payload == "scheduled":
+            delivered.set()
+
+    worker = WatchedWorker(outbox)
+    async with running(worker):
+        await worker.sleeping.wait()
+        for _ in range(3):  # Now it knows which messages are new.
+            worker.sleeping.clear()
+            message_id = enqueue(stage.db)
+            await until(partial(is_sent, stage.db, message_id))
+            await worker.sleeping.wait()
+        assert worker._queues.arrivals.floor_id is not None
+        enqueue(stage.db, payload="scheduled", available_at=datetime.now(UTC) + timedelta(seconds=0.5))
+        try:
+            async with asyncio.timeout(10):  # A sixth of the time until the sweep.
+                await delivered.wait()
+        except TimeoutError:
+            pytest.fail("the worker sleeps until the sweep")
+
+
 def is_sent(db: psycopg.Connection, message_id: int) -> bool:
     return state_of(db, message_id) == "sent"
 
@@ -814,6 +840,10 @@ def no_claim_after_arming(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(pgoutbox.worker.Worker, "_arm_and_look", scope["_arm_and_look"])
 
 
+def no_look_at_scheduled_messages(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sql, "NEXT_DUE", without(sql.NEXT_DUE, " OR m.available_at > now()"))
+
+
 def no_look_at_open_writers(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sql, "NEXT_DUE", sql.NEXT_DUE.replace("asked.xmin,\n", "1 << 62,\n"))
 
@@ -973,6 +1003,11 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
         "transactions still open",
         a_message_that_commits_late_is_not_missed_by_claims_of_new_ones,
         no_look_at_open_writers,
+    ),
+    (
+        "scheduled messages beyond the floor",
+        a_scheduled_message_is_not_slept_over_by_a_worker_that_claims_new_ones,
+        no_look_at_scheduled_messages,
     ),
     ("read committed", two_workers_claims_do_not_fail_under_a_strict_default_isolation, no_pinned_isolation),
 ]

@@ -536,6 +536,12 @@ def test_new_messages_do_not_count_as_due_because_they_are_claimed_without_being
     assert due_of(rolled_back, since_seconds=5, floor_id=old) == -4.0
 
 
+def test_a_new_message_that_is_not_due_yet_is_the_next_to_fall_due(rolled_back: psycopg.Connection) -> None:
+    old, scheduled = enqueue(rolled_back), enqueue(rolled_back)
+    due_earlier(rolled_back, scheduled, -60)
+    assert due_of(rolled_back, since_seconds=0, floor_id=old) == 60
+
+
 def test_a_claim_of_new_messages_takes_the_fresh_ones_beyond_an_id(rolled_back: psycopg.Connection) -> None:
     old, first, retry, second = enqueue(rolled_back), enqueue(rolled_back), retried(rolled_back), enqueue(rolled_back)
     scheduled = enqueue(rolled_back)
