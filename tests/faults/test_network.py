@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import ipaddress
 import os
 import select
 import shutil
@@ -161,7 +162,9 @@ async def test_a_session_that_another_client_of_a_pooler_has_reset_listens_again
 
 # --- a network of its own ---------------------------------------------------------------------------------------------
 
-HERE, THERE = "198.51.100.1", "198.51.100.2"  # Reserved for documentation: no network has them.
+# A network of four addresses for this process, of those reserved for benchmarks (RFC 2544): no other network has them.
+_NETWORK = ipaddress.ip_address("198.18.0.0") + os.getpid() % 2**15 * 4
+HERE, THERE = str(_NETWORK + 1), str(_NETWORK + 2)
 _NEW_NETWORK = 0x40000000
 
 

@@ -17,6 +17,7 @@ import secrets
 import threading
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -163,7 +164,7 @@ def test_terminating_any_backend_again_and_again_loses_nothing(dsn: str, connect
 def test_deadlocks_and_lock_timeouts_of_the_workers_statements_are_tried_again(
     own_server: OwnServer, tmp_path: Path
 ) -> None:
-    with own_server.connect() as db:
+    with own_server.connect() as db, own_server.connect() as monitor:
         # The disturber never gives way, so the others are the victims. Each looks once, so long after it began to wait.
         db.execute("ALTER ROLE postgres SET deadlock_timeout = '100ms'")
         db.execute("SET deadlock_timeout = '1min'")
@@ -171,25 +172,32 @@ def test_deadlocks_and_lock_timeouts_of_the_workers_statements_are_tried_again(
             worker = load.start_worker(lock_timeout_seconds="0.3")
             load.until_more_are_handed_over()
 
-            def worker_met(sqlstate: str) -> bool:
-                return all(own_server.errors_of(f"pgoutbox {link}")[sqlstate] for link in ("claim", "finish"))
+            def waits(link: str) -> bool:
+                # The first try of a finish waits for 20 ms, which is too short for a deadlock.
+                sessions = monitor.execute(
+                    "SELECT FROM pg_stat_activity WHERE application_name LIKE %s AND wait_event_type = 'Lock' "
+                    "AND clock_timestamp() - query_start > '50 ms'",
+                    [f"pgoutbox {link}%"],
+                )
+                return sessions.rowcount > 0
 
-            def deadlock() -> bool:
+            def deadlock(link: str) -> bool:
                 with db.transaction():
                     # The statements lock the table of the messages first.
                     db.execute("LOCK TABLE pgoutbox.attempt, pgoutbox.message_done IN ACCESS EXCLUSIVE MODE")
-                    for_a_while(0.03)
+                    wait_until(partial(waits, link), lambda: f"a {link} that waits")
                     db.execute("LOCK TABLE pgoutbox.message_live IN ACCESS EXCLUSIVE MODE")
-                return worker_met("40P01")
+                return own_server.errors_of(f"pgoutbox {link}")["40P01"] > 0
 
-            def outlast() -> bool:
+            def outlast(link: str) -> bool:
                 with db.transaction():
                     db.execute("LOCK TABLE pgoutbox.message_live IN ACCESS EXCLUSIVE MODE")
                     for_a_while(0.5)
-                return worker_met("55P03")
+                return own_server.errors_of(f"pgoutbox {link}")["55P03"] > 0
 
-            wait_until(deadlock, lambda: "a deadlock of a claim and of a finish")
-            wait_until(outlast, lambda: "a lock timeout of a claim and of a finish")
+            for link in ("claim", "finish"):
+                wait_until(partial(deadlock, link), lambda link=link: f"a deadlock of a {link}")
+                wait_until(partial(outlast, link), lambda link=link: f"a lock timeout of a {link}")
             verdict = load.settle()
             # A renewal may have met a lock too; claims and finishes that are tried again are not worth a warning.
             assert set(worker.events("WARNING", "ERROR")) <= {"lease_keeper_failed"}
