@@ -158,7 +158,7 @@ def _drain_aged(
 def _drain_booked(
     server: Server, dsn: str, connection: psycopg.Connection[tuple[object, ...]], count: int
 ) -> Mapping[str, object]:
-    # What is scheduled stays, and the round before it is removed.
+    # Scheduled messages stay, and those of the round before are removed.
     connection.execute("DELETE FROM pgoutbox.message WHERE state = 'sent'")
     load_pending(connection, count, topic=TOPIC)
     settle(connection, "pgoutbox.message")

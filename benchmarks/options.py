@@ -27,7 +27,7 @@ RETRY_NUMBER = -1
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Sizes. Rounds alternate between what is compared, so that a slow spell of the machine meets all alike."""
+    """Sizes. Rounds alternate between the variants, so that a slow spell of the machine meets all alike."""
 
     rounds: int = 5
     drain_messages: int = 50_000
