@@ -13,7 +13,7 @@ TOPIC: Final = "mail.activation"
 CLAIM_PARAMETERS: Final[Mapping[str, Any]] = {
     "queue": "default",
     "topics": [TOPIC],
-    "total": 200,
+    "total": 500,
     "floor_at": None,
     "floor_id": 0,
     "set_aside": [],
