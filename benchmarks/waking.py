@@ -97,7 +97,7 @@ def _measure(server: Server, rate: float, worker_count: int, seconds: float) -> 
 def _is_quiet(connection: psycopg.Connection[TupleRow], worker_count: int) -> bool:
     (unfinished_count,) = connection.execute(_UNFINISHED).fetchone() or (None,)
     (quiet_count,) = connection.execute(_QUIET_WORKERS).fetchone() or (None,)
-    return unfinished_count == 0 and quiet_count == worker_count
+    return (unfinished_count, quiet_count) == (0, worker_count)
 
 
 def _worker_statements(server: Server, mark: int, database: str) -> float:

@@ -770,23 +770,6 @@ END
 $function$
 """
 
-# Volatile, so that it sees what was committed after the statement began that calls it.
-NEWEST_ID = """
-CREATE FUNCTION pgoutbox.newest_id(p_topic text, p_coalesce_key text)
-RETURNS bigint
-LANGUAGE plpgsql
-VOLATILE
-AS $function$
-BEGIN
-    RETURN (
-        SELECT head.newest_id
-        FROM pgoutbox.coalesce AS head
-        WHERE head.topic OPERATOR(pg_catalog.=) p_topic AND head.coalesce_key OPERATOR(pg_catalog.=) p_coalesce_key
-    );
-END
-$function$
-"""
-
 # The message that supersedes another by the rule `pending`: a newer one that falls due no later, in the snapshot of the
 # calling statement (hence STABLE). The one that fell due last, because many messages may not be due yet. An expired
 # message supersedes nothing. The planner must read them in this order, and stop at the first one. The id plus 0 keeps
@@ -1871,7 +1854,6 @@ FUNCTION_COMMENTS = {
     "in flight), and the message of a dedupe key, as cancel does. The newest message comes first.",
     "argument_error": "The first thing wrong with the arguments of enqueue, as name and reason; null when all is well.",
     "raise_argument_error": "Raise 22004 or 22023 with the name of the argument as column.",
-    "newest_id": "The newest message of a coalesce key, as of now and not as of the calling statement.",
     "newer_pending": "A newer pending message of a coalesce key that supersedes this one by the rule pending; null if "
     "there is none that falls due by then.",
     "lock_newer_pending": "The same for a claim, locked and still pending; zero if another session has it now.",
@@ -1893,7 +1875,6 @@ FUNCTIONS = (
     IS_PLAIN,
     RAISE_ARGUMENT_ERROR,
     RING,
-    NEWEST_ID,
     NEWER_PENDING,
     LOCK_NEWER_PENDING,
     HAS_STRICT_DUE,
@@ -1959,7 +1940,6 @@ DOWN = (
     "DROP FUNCTION pgoutbox.has_strict_due",
     "DROP FUNCTION pgoutbox.lock_newer_pending",
     "DROP FUNCTION pgoutbox.newer_pending",
-    "DROP FUNCTION pgoutbox.newest_id",
     "DROP FUNCTION pgoutbox.raise_argument_error",
     "DROP FUNCTION pgoutbox.is_plain",
     "DROP FUNCTION pgoutbox.argument_error",
