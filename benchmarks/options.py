@@ -49,6 +49,7 @@ class Options:
     peer_rounds: int = 3
     peer_messages: int = 50_000
     peer_processes: tuple[int, ...] = (1, 2, 4)
+    own_processes: tuple[int, ...] = (1, 2, 4, 8)
     explain_finished_messages: int = 1_000_000
     pending_messages: int = 100_000
     claims: int = 50
@@ -87,6 +88,7 @@ QUICK = Options(
     peer_rounds=1,
     peer_messages=2_000,
     peer_processes=(1, 2),
+    own_processes=(1, 2, 4),
     explain_finished_messages=50_000,
     pending_messages=10_000,
     claims=10,
