@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Final, LiteralString, NamedTuple
 
 import psycopg
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, settings
+from hypothesis import given as drawing
 from hypothesis import strategies as st
 
 from pgoutbox import NewMessage, Outbox
@@ -54,16 +55,21 @@ class Item(NamedTuple):
     payload: str = "1"
 
 
+def given(column: list[str | None]) -> list[str | None] | None:
+    """None for an array that no item uses, as Python sends it. A bulk with one kind of key has a statement of its own."""
+    return None if column.count(None) == len(column) else column
+
+
 def enqueue(connection: psycopg.Connection, items: Sequence[Item]) -> list[tuple[int, int, bool]]:
     """The answers, in the order in which they come."""
     topics, queues, coalesce_keys, dedupe_keys, ordering_keys, payloads = map(list, zip(*items, strict=True))
     parameters = {
         "topics": topics,
         "payloads": payloads,
-        "queues": queues,
-        "coalesce_keys": coalesce_keys,
-        "dedupe_keys": dedupe_keys,
-        "ordering_keys": ordering_keys,
+        "queues": given(queues),
+        "coalesce_keys": given(coalesce_keys),
+        "dedupe_keys": given(dedupe_keys),
+        "ordering_keys": given(ordering_keys),
     }
     return connection.execute(ENQUEUE_MANY, parameters).fetchall()
 
@@ -125,7 +131,7 @@ COALESCED_ITEMS: Final = st.tuples(TOPICS, KEYS).map(lambda drawn: Item(drawn[0]
 
 
 @pytest.mark.parametrize("enqueue_all", [enqueue, enqueue_by_python])
-@given(items=st.lists(ORDERED_ITEMS | COALESCED_ITEMS | st.just(Item()), min_size=1, max_size=12))
+@drawing(items=st.lists(ORDERED_ITEMS | COALESCED_ITEMS | st.just(Item()), min_size=1, max_size=12))
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_messages_of_one_key_have_ids_in_the_order_of_the_items_whatever_their_topics(
     rolled_back: psycopg.Connection,
@@ -152,6 +158,8 @@ def test_messages_of_one_key_have_ids_in_the_order_of_the_items_whatever_their_t
         pytest.param(Item("a", coalesce_key="k"), Item("b", coalesce_key="k"), id="topics of coalesce keys"),
         pytest.param(Item(dedupe_key="a"), Item(dedupe_key="b"), id="dedupe keys"),
         pytest.param(Item("a", dedupe_key="k"), Item("b", dedupe_key="k"), id="topics of dedupe keys"),
+        pytest.param(Item("b", coalesce_key="k"), Item("a", dedupe_key="k"), id="coalesce keys, then dedupe keys"),
+        pytest.param(Item("b", ordering_key="k"), Item("a", coalesce_key="k"), id="ordering keys, then coalesce keys"),
         pytest.param(Item(ordering_key="a"), Item(ordering_key="b"), id="ordering keys"),
         pytest.param(Item("b", "q", ordering_key="a"), Item("a", "q", ordering_key="b"), id="ordering keys, topics"),
         pytest.param(Item(queue="a", ordering_key="k"), Item(queue="b", ordering_key="k"), id="queues"),
@@ -175,6 +183,39 @@ def test_every_bulk_takes_the_keys_in_one_order(connect: Connect, first: Item, s
             other.rollback()
             holder.rollback()
         assert sorted(index for index, _, _ in waiting.result()) == [0, 1]
+
+
+def test_a_bulk_with_a_freed_dedupe_key_takes_all_keys_in_one_order(connect: Connect) -> None:
+    holder, bulk, other, observer = connect(), connect(), connect(), connect(autocommit=True)
+    ((_, freed_id, _),) = enqueue(observer, [Item(dedupe_key="a")])
+    observer.execute("SELECT pgoutbox.cancel(%s)", [freed_id])
+    enqueue(holder, [Item(dedupe_key="a")])
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(enqueue, bulk, [Item(dedupe_key="b"), Item(dedupe_key="a")])
+        races.until_blocked(observer, bulk, waiting)
+        try:
+            other.execute("SET LOCAL lock_timeout = '200ms'")
+            enqueue(other, [Item(dedupe_key="b")])
+        finally:
+            other.rollback()
+            holder.rollback()
+        assert not any(duplicate for _, _, duplicate in waiting.result())
+
+
+def test_a_bulk_that_waited_for_a_coalesce_key_has_a_newer_id(connect: Connect) -> None:
+    """The bulk has drawn its ids, and waits for the head. Its holder writes a greater id meanwhile."""
+    holder, bulk, observer = connect(), connect(), connect(autocommit=True)
+    enqueue(observer, [Item(coalesce_key="k")])
+    holder.execute("SELECT FROM pgoutbox.coalesce AS c WHERE c.coalesce_key = 'k' FOR UPDATE")
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(enqueue, bulk, [Item(coalesce_key="k"), Item(coalesce_key="k")])
+        races.until_blocked(observer, bulk, waiting)
+        ((_, held_id, _),) = enqueue(holder, [Item(coalesce_key="k")])
+        holder.commit()
+        (_, older_id, _), (_, newest_id, _) = sorted(waiting.result())
+    bulk.commit()
+    assert newest_id > max(held_id, older_id)
+    assert observer.execute("SELECT c.newest_id FROM pgoutbox.coalesce AS c").fetchone() == (newest_id,)
 
 
 @pytest.mark.parametrize("queues", [None, [], [None, "bulk"]])
