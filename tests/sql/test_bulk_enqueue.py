@@ -56,7 +56,7 @@ class Item(NamedTuple):
 
 
 def given(column: list[str | None]) -> list[str | None] | None:
-    """None for an array that no item uses, as Python sends it. A bulk with one kind of key has a statement of its own."""
+    """None for an array that no item uses, as Python sends it. Bulks with one kind of key have their own statement."""
     return None if column.count(None) == len(column) else column
 
 
@@ -183,39 +183,6 @@ def test_every_bulk_takes_the_keys_in_one_order(connect: Connect, first: Item, s
             other.rollback()
             holder.rollback()
         assert sorted(index for index, _, _ in waiting.result()) == [0, 1]
-
-
-def test_a_bulk_with_a_freed_dedupe_key_takes_all_keys_in_one_order(connect: Connect) -> None:
-    holder, bulk, other, observer = connect(), connect(), connect(), connect(autocommit=True)
-    ((_, freed_id, _),) = enqueue(observer, [Item(dedupe_key="a")])
-    observer.execute("SELECT pgoutbox.cancel(%s)", [freed_id])
-    enqueue(holder, [Item(dedupe_key="a")])
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(enqueue, bulk, [Item(dedupe_key="b"), Item(dedupe_key="a")])
-        races.until_blocked(observer, bulk, waiting)
-        try:
-            other.execute("SET LOCAL lock_timeout = '200ms'")
-            enqueue(other, [Item(dedupe_key="b")])
-        finally:
-            other.rollback()
-            holder.rollback()
-        assert not any(duplicate for _, _, duplicate in waiting.result())
-
-
-def test_a_bulk_that_waited_for_a_coalesce_key_has_a_newer_id(connect: Connect) -> None:
-    """The bulk has drawn its ids, and waits for the head. Its holder writes a greater id meanwhile."""
-    holder, bulk, observer = connect(), connect(), connect(autocommit=True)
-    enqueue(observer, [Item(coalesce_key="k")])
-    holder.execute("SELECT FROM pgoutbox.coalesce AS c WHERE c.coalesce_key = 'k' FOR UPDATE")
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(enqueue, bulk, [Item(coalesce_key="k"), Item(coalesce_key="k")])
-        races.until_blocked(observer, bulk, waiting)
-        ((_, held_id, _),) = enqueue(holder, [Item(coalesce_key="k")])
-        holder.commit()
-        (_, older_id, _), (_, newest_id, _) = sorted(waiting.result())
-    bulk.commit()
-    assert newest_id > max(held_id, older_id)
-    assert observer.execute("SELECT c.newest_id FROM pgoutbox.coalesce AS c").fetchone() == (newest_id,)
 
 
 @pytest.mark.parametrize("queues", [None, [], [None, "bulk"]])
