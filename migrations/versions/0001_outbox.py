@@ -865,8 +865,8 @@ END
 $function$
 """
 
-# What most messages are. Enough, because what is not plain here is judged by argument_error. The body is bound when the
-# function is made, and PostgreSQL puts it in the place of the call.
+# The short check, for most messages. argument_error judges all others. PostgreSQL puts the body in the place of the call,
+# but only if the function is as volatile as pg_column_size: STABLE.
 IS_PLAIN = """
 CREATE FUNCTION pgoutbox.is_plain(
     topic text,
@@ -1476,6 +1476,9 @@ BEGIN
         RETURN QUERY
         SELECT w.item_index, w.id, false
         FROM unnest(written_indexes, written_ids) AS w(item_index, id);
+        IF cardinality(written_indexes) = cardinality(array_remove(dedupe_keys, NULL)) THEN
+            RETURN;
+        END IF;
     END IF;
     FOR item IN
         SELECT a.*
