@@ -865,8 +865,8 @@ END
 $function$
 """
 
-# The short check, for most messages. argument_error judges all others. PostgreSQL puts the body in the place of the call,
-# but only if the function is as volatile as pg_column_size: STABLE.
+# The short check, for most messages. argument_error judges all others. PostgreSQL puts the body in the place of the
+# call, but only if the function is as volatile as pg_column_size: STABLE.
 IS_PLAIN = """
 CREATE FUNCTION pgoutbox.is_plain(
     topic text,
@@ -1305,50 +1305,54 @@ CREATE FUNCTION pgoutbox.enqueue_coalesced(
     coalesce_rules text[]
 )
 RETURNS TABLE (item_index integer, id bigint)
-LANGUAGE sql
+LANGUAGE plpgsql
 SET search_path = pg_catalog, pg_temp
 SET enable_nestloop = off
 AS $function$
-WITH item AS MATERIALIZED (
-    SELECT s.*, nextval('pgoutbox.message_id_seq') AS drawn_id
-    FROM (
-        SELECT a.*, lead(a.item_index) OVER (
-            PARTITION BY a.topic COLLATE "C", a.coalesce_key COLLATE "C" ORDER BY a.item_index
-        ) IS NULL AS is_newest
-        FROM pgoutbox.bulk_items(
-            topics, payloads, queues, destinations, coalesce_keys, NULL, available_ats, delays, expires_ats, headers,
-            max_attempts, NULL, NULL, NULL, coalesce_rules
-        ) AS a
-        WHERE a.coalesce_key IS NOT NULL AND a.coalesce_rule IS DISTINCT FROM 'pending'
-        ORDER BY a.topic COLLATE "C", a.coalesce_key COLLATE "C", a.item_index
-    ) AS s
-), head AS (
-    INSERT INTO pgoutbox.coalesce AS head (newest_id, topic, coalesce_key)
-    SELECT i.drawn_id, i.topic, i.coalesce_key
-    FROM item AS i
-    WHERE i.is_newest
-    ON CONFLICT ON CONSTRAINT coalesce_pkey DO UPDATE
-    SET newest_id = CASE
-        WHEN excluded.newest_id > head.newest_id THEN excluded.newest_id
-        ELSE pgoutbox.next_id(head.newest_id)
-    END
-    RETURNING head.newest_id, head.topic, head.coalesce_key
-), numbered AS MATERIALIZED (
-    SELECT i.*, CASE WHEN i.is_newest THEN h.newest_id ELSE i.drawn_id END AS id
-    FROM item AS i
-    JOIN head AS h ON h.topic = i.topic AND h.coalesce_key = i.coalesce_key
-), inserted AS (
-    INSERT INTO pgoutbox.message_live (
-        id, topic, payload, queue, destination, coalesce_key, available_at, expires_at, headers, max_attempts,
-        attempt_budget
+#variable_conflict use_column
+BEGIN
+    RETURN QUERY
+    WITH item AS MATERIALIZED (
+        SELECT s.*, nextval('pgoutbox.message_id_seq') AS drawn_id
+        FROM (
+            SELECT a.*, lead(a.item_index) OVER (
+                PARTITION BY a.topic COLLATE "C", a.coalesce_key COLLATE "C" ORDER BY a.item_index
+            ) IS NULL AS is_newest
+            FROM pgoutbox.bulk_items(
+                topics, payloads, queues, destinations, coalesce_keys, NULL, available_ats, delays, expires_ats,
+                headers, max_attempts, NULL, NULL, NULL, coalesce_rules
+            ) AS a
+            WHERE a.coalesce_key IS NOT NULL AND a.coalesce_rule IS DISTINCT FROM 'pending'
+            ORDER BY a.topic COLLATE "C", a.coalesce_key COLLATE "C", a.item_index
+        ) AS s
+    ), head AS (
+        INSERT INTO pgoutbox.coalesce AS head (newest_id, topic, coalesce_key)
+        SELECT i.drawn_id, i.topic, i.coalesce_key
+        FROM item AS i
+        WHERE i.is_newest
+        ON CONFLICT ON CONSTRAINT coalesce_pkey DO UPDATE
+        SET newest_id = CASE
+            WHEN excluded.newest_id > head.newest_id THEN excluded.newest_id
+            ELSE pgoutbox.next_id(head.newest_id)
+        END
+        RETURNING head.newest_id, head.topic, head.coalesce_key
+    ), numbered AS MATERIALIZED (
+        SELECT i.*, CASE WHEN i.is_newest THEN h.newest_id ELSE i.drawn_id END AS id
+        FROM item AS i
+        JOIN head AS h ON h.topic = i.topic AND h.coalesce_key = i.coalesce_key
+    ), inserted AS (
+        INSERT INTO pgoutbox.message_live (
+            id, topic, payload, queue, destination, coalesce_key, available_at, expires_at, headers, max_attempts,
+            attempt_budget
+        )
+        SELECT
+            n.id, n.topic, n.payload, n.queue, n.destination, n.coalesce_key, greatest(n.available_at, now()),
+            n.expires_at, n.headers, n.max_attempts, n.max_attempts
+        FROM numbered AS n
     )
-    SELECT
-        n.id, n.topic, n.payload, n.queue, n.destination, n.coalesce_key, greatest(n.available_at, now()),
-        n.expires_at, n.headers, n.max_attempts, n.max_attempts
-    FROM numbered AS n
-)
-SELECT n.item_index, n.id
-FROM numbered AS n
+    SELECT n.item_index, n.id
+    FROM numbered AS n;
+END
 $function$
 """
 
@@ -1367,41 +1371,45 @@ CREATE FUNCTION pgoutbox.enqueue_deduped(
     max_attempts integer[]
 )
 RETURNS TABLE (item_index integer, id bigint)
-LANGUAGE sql
+LANGUAGE plpgsql
 SET search_path = pg_catalog, pg_temp
 SET enable_nestloop = off
 AS $function$
-WITH item AS MATERIALIZED (
-    SELECT s.*, nextval('pgoutbox.message_id_seq') AS id
-    FROM (
-        SELECT a.*
-        FROM pgoutbox.bulk_items(
-            topics, payloads, queues, destinations, NULL, dedupe_keys, available_ats, delays, expires_ats, headers,
-            max_attempts, NULL, NULL, NULL, NULL
-        ) AS a
-        WHERE a.dedupe_key IS NOT NULL
-        ORDER BY a.topic COLLATE "C", a.dedupe_key COLLATE "C", a.item_index
-    ) AS s
-), taken AS (
-    INSERT INTO pgoutbox.dedupe AS d (message_id, topic, dedupe_key, payload_digest)
-    SELECT i.id, i.topic, i.dedupe_key, (pgoutbox.payload_digests(i.payload))[1]
-    FROM item AS i
-    ON CONFLICT ON CONSTRAINT dedupe_pkey DO NOTHING
-    RETURNING d.message_id
-), inserted AS (
-    INSERT INTO pgoutbox.message_live (
-        id, topic, payload, queue, destination, dedupe_key, available_at, expires_at, headers, max_attempts,
-        attempt_budget
+#variable_conflict use_column
+BEGIN
+    RETURN QUERY
+    WITH item AS MATERIALIZED (
+        SELECT s.*, nextval('pgoutbox.message_id_seq') AS id
+        FROM (
+            SELECT a.*
+            FROM pgoutbox.bulk_items(
+                topics, payloads, queues, destinations, NULL, dedupe_keys, available_ats, delays, expires_ats, headers,
+                max_attempts, NULL, NULL, NULL, NULL
+            ) AS a
+            WHERE a.dedupe_key IS NOT NULL
+            ORDER BY a.topic COLLATE "C", a.dedupe_key COLLATE "C", a.item_index
+        ) AS s
+    ), taken AS (
+        INSERT INTO pgoutbox.dedupe AS d (message_id, topic, dedupe_key, payload_digest)
+        SELECT i.id, i.topic, i.dedupe_key, (pgoutbox.payload_digests(i.payload))[1]
+        FROM item AS i
+        ON CONFLICT ON CONSTRAINT dedupe_pkey DO NOTHING
+        RETURNING d.message_id
+    ), inserted AS (
+        INSERT INTO pgoutbox.message_live (
+            id, topic, payload, queue, destination, dedupe_key, available_at, expires_at, headers, max_attempts,
+            attempt_budget
+        )
+        SELECT
+            i.id, i.topic, i.payload, i.queue, i.destination, i.dedupe_key, greatest(i.available_at, now()),
+            i.expires_at, i.headers, i.max_attempts, i.max_attempts
+        FROM item AS i
+        JOIN taken AS t ON t.message_id = i.id
     )
-    SELECT
-        i.id, i.topic, i.payload, i.queue, i.destination, i.dedupe_key, greatest(i.available_at, now()),
-        i.expires_at, i.headers, i.max_attempts, i.max_attempts
+    SELECT i.item_index, i.id
     FROM item AS i
-    JOIN taken AS t ON t.message_id = i.id
-)
-SELECT i.item_index, i.id
-FROM item AS i
-JOIN taken AS t ON t.message_id = i.id
+    JOIN taken AS t ON t.message_id = i.id;
+END
 $function$
 """
 
