@@ -80,7 +80,6 @@ _COALESCED: Final = """
 SELECT
     id,
     payload ->> 'ledger_key' AS key,
-    (topic, queue, coalesce_key)::text AS place,
     coalesces_pending IS TRUE AS is_of_rule_pending,
     state IN ('pending', 'sending') AS is_open,
     state = 'cancelled' OR skip_reason IS NOT DISTINCT FROM 'expired' AS is_excused,
@@ -299,7 +298,7 @@ class Verdict:
     undrained: list[str] = field(default_factory=list)
     """In the database and in no final state."""
     no_attempt_after_commit: list[str] = field(default_factory=list)
-    """Of the rule `pending`, and no attempt of the key began after the commit."""
+    """Of the rule `pending`, and after the commit neither an attempt of it began nor one of what superseded it."""
 
     @property
     def violations(self) -> dict[str, list[str]]:
@@ -386,7 +385,6 @@ def judge(path: Path, connection: psycopg.Connection) -> Verdict:
 class _Coalesced(NamedTuple):
     id: int
     key: str
-    place: str
     is_of_rule_pending: bool
     is_open: bool
     is_excused: bool
@@ -396,19 +394,16 @@ class _Coalesced(NamedTuple):
 def _without_attempt(entries: Entries, connection: psycopg.Connection) -> Iterator[str]:
     """The keys of messages of the rule `pending` for which no attempt began after their commit.
 
-    The attempt is of the message's topic, queue and coalesce key. It may also be of the message that superseded it in
-    the end: a lost attempt may be superseded by a message of another queue.
+    A superseded message counts on the message at the end of its chain. Another attempt of the key is no excuse: it
+    would not have begun if this message had been the last one.
     """
-    messages = connection.cursor(row_factory=class_row(_Coalesced)).execute(_COALESCED).fetchall()
-    place_of = {message.key: message.place for message in messages}
     latest: dict[str, float] = {}
     for key, at in _beginnings(entries):
-        if key in place_of:
-            latest[place_of[key]] = max(at, latest.get(place_of[key], at))
+        latest[key] = max(at, latest.get(key, at))
     last_of: dict[int | None, _Coalesced] = {}
-    for message in messages:
+    for message in connection.cursor(row_factory=class_row(_Coalesced)).execute(_COALESCED):
         last = last_of[message.id] = last_of.get(message.superseded_by, message)
-        began_at = max(latest.get(place, float("-inf")) for place in (message.place, last.place))
+        began_at = max(latest.get(key, float("-inf")) for key in (message.key, last.key))
         is_owed = message.is_of_rule_pending and not last.is_open and not last.is_excused
         if is_owed and began_at < entries.intended.get(message.key, float("-inf")):
             yield message.key

@@ -125,7 +125,8 @@ class Late:
         """End a message like this, whether or not that is right."""
         self.db.execute(
             "UPDATE pgoutbox.message "
-            "SET state = %s, superseded_by = %s, skip_reason = %s, finished_at = now() WHERE id = %s",
+            "SET state = %s, superseded_by = %s, skip_reason = %s, finished_at = now(), lease_expires_at = NULL "
+            "WHERE id = %s",
             [state, superseded_by, skip_reason, message_id],
         )
 
@@ -184,10 +185,17 @@ def is_skipped_by_nobody(late: Late) -> None:
     late.end(late.id, "skipped", skip_reason="not wanted")
 
 
-def is_passed_in_another_queue(late: Late) -> None:
-    newest(late.db, late.ledger, queue="bulk")
-    deliver(late.db, late.ledger, queue="bulk")
+def is_passed_by_one_that_did_not_supersede_it(late: Late) -> None:
+    newest(late.db, late.ledger)
     late.supersede(late.newer)
+    deliver(late.db, late.ledger)
+
+
+def is_tried_and_then_superseded(late: Late) -> None:
+    """Its own attempt began after its commit."""
+    claim(late.db)
+    with late.ledger.running({KEY: "late"}, 1):
+        late.supersede(late.newer)
 
 
 @pytest.mark.parametrize(
@@ -195,13 +203,14 @@ def is_passed_in_another_queue(late: Late) -> None:
     [
         (is_delivered, False),
         (is_superseded_by_one_that_is_delivered, False),
+        (is_tried_and_then_superseded, False),
         (is_superseded_in_another_queue, False),
         (is_cancelled, False),
         (is_expired, False),
         (is_superseded_by_one_that_is_cancelled, False),
         (is_superseded_by_one_that_was_delivered_before, True),
         (is_skipped_by_nobody, True),
-        (is_passed_in_another_queue, True),
+        (is_passed_by_one_that_did_not_supersede_it, True),
     ],
 )
 def test_after_each_commit_of_the_rule_pending_an_attempt_begins(

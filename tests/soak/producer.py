@@ -31,7 +31,7 @@ from pgoutbox.adapters import AsyncConnection, SyncConnection
 from tests.dialogues import HOST
 from tests.faults.ledger import KEY, Ledger, told_ledger
 from tests.line_server import SCHEME
-from tests.soak.app import LONELY_QUEUE, ORDERED_TOPICS, TEXT, TOPICS, fanout_key
+from tests.soak.app import LONELY_QUEUE, ORDERED_TOPICS, SWIFT_QUEUE, TEXT, TOPICS, fanout_key
 from tests.soak.host import PORT_VARIABLE
 
 logger = logging.getLogger("tests.soak.producer")
@@ -39,7 +39,7 @@ COALESCE_KEYS: Final = 40
 DEDUPE_KEYS: Final = 2_000
 ORDERING_KEYS: Final = 40
 THREAD_KEYS: Final = 20
-PENDING_KEYS: Final = 5
+PENDING_KEYS: Final = 4
 """Few, so that several producers at once enqueue for one key."""
 SPECIAL: Final = [
     "ordered", "ordered", "halted", "halted", "rated", "crowded", "forgotten", "forgotten", "line", "lonely", "thread",
@@ -124,15 +124,16 @@ def draw(chance: random.Random, key: str) -> NewMessage[Any]:
 
 
 def draw_pending(chance: random.Random, key: str) -> NewMessage[Any]:
-    """A message of the rule `pending`, of which a few keys are hot. One of them is in two queues."""
+    """A message of the rule `pending`, with one of a few hot keys. Each has its queues and its topic."""
     number = chance.randrange(PENDING_KEYS)
+    queues = [[SWIFT_QUEUE], [SWIFT_QUEUE], ["default", "bulk"], ["default"]]
     return NewMessage(
-        TOPICS[number % len(TOPICS)],
+        TOPICS[number],
         {KEY: key, "plan": plan(chance), "seconds": chance.choice([0, 0, 0, 0.01, 0.1]), "text": TEXT},
         coalesce_key=f"again-{number}",
         coalesce_rule="pending",
         delay=chance.choice([0.2, 1.0]) if chance.random() < 0.1 else None,
-        queue=chance.choice(["default", "bulk"]) if number == 0 else ["default", "bulk"][number % 2],
+        queue=chance.choice(queues[number]),
         max_attempts=10_000,
     )
 
@@ -252,7 +253,7 @@ async def produce(transaction: Transaction, chance: random.Random, ledger: Ledge
                     await enlist.fan_out(fan_out)
                 if any(message.coalesce_rule == "pending" for message in messages):
                     # Messages with greater ids commit, and are delivered, before these.
-                    await asyncio.sleep(chance.choice([0, 0, 0.02, 0.1]))
+                    await asyncio.sleep(chance.choice([0, 0, 0.1, 0.5]))
                 _change_mind(rolls_back)
                 ledger.write("intended", *keys)
             ledger.write("acknowledged", *keys)

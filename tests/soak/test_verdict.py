@@ -730,8 +730,9 @@ def test_a_transaction_that_failed_for_want_of_room_for_a_notification_is_seen(
 
 
 def test_a_worker_that_ended_by_itself_is_seen(run: tuple[Path, psycopg.Connection]) -> None:
+    """The exit code 143 is that of a worker that was told to stop twice."""
     path, connection = run
-    lines = balance(path, connection, {"worker-plain": {1: 1}}).lines
+    lines = balance(path, connection, {"worker-plain": {1: 1, 143: 1}}).lines
     assert [line for line in lines if line.broken] == [("a worker ended by itself", 1, ["worker-plain: 1"])]
 
 

@@ -109,8 +109,8 @@ WHERE a.outcome IN ('lost', 'released')
     OR m.topic = 'soak.effect'
     OR (m.topic = 'soak.sync' AND a.outcome IN ('skipped', 'cancelled'))
 """
-# Told to stop, before or after it could listen; killed; and the plan of a message.
-_ENDS: Final = frozenset({0, -signal.SIGTERM, -signal.SIGKILL, 137})
+# Told to stop, before or after it could listen, or twice; killed; and the plan of a message.
+_ENDS: Final = frozenset({0, -signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGKILL, 137})
 
 
 class _Row(NamedTuple):
