@@ -104,10 +104,10 @@ def look_again(db: psycopg.Connection, key: str, *, queue: str = "default") -> i
     return enqueue(db, payload={KEY: key}, queue=queue, coalesce_key="c", coalesce_rule="pending")
 
 
-def newest(db: psycopg.Connection, ledger: Ledger, *, queue: str = "default") -> int:
-    """One more message of the key, whose commit is acknowledged."""
-    with ledger.committing(db, "newest"):
-        return look_again(db, "newest", queue=queue)
+def newest(db: psycopg.Connection, ledger: Ledger, key: str = "newest", *, queue: str = "default") -> int:
+    """One more message, whose commit is acknowledged."""
+    with ledger.committing(db, key):
+        return look_again(db, key, queue=queue)
 
 
 @dataclass
@@ -191,6 +191,12 @@ def is_passed_by_one_that_did_not_supersede_it(late: Late) -> None:
     deliver(late.db, late.ledger)
 
 
+def is_superseded_by_one_that_is_superseded(late: Late) -> None:
+    late.supersede(newest(late.db, late.ledger, "between"))
+    newest(late.db, late.ledger)
+    deliver(late.db, late.ledger)
+
+
 def is_tried_and_then_superseded(late: Late) -> None:
     """Its own attempt began after its commit."""
     claim(late.db)
@@ -203,6 +209,7 @@ def is_tried_and_then_superseded(late: Late) -> None:
     [
         (is_delivered, False),
         (is_superseded_by_one_that_is_delivered, False),
+        (is_superseded_by_one_that_is_superseded, False),
         (is_tried_and_then_superseded, False),
         (is_superseded_in_another_queue, False),
         (is_cancelled, False),
@@ -219,6 +226,16 @@ def test_after_each_commit_of_the_rule_pending_an_attempt_begins(
     end(late)
     expected = {"no_attempt_after_commit": ["late"]} if is_broken else {}
     assert judge(late.ledger.path, late.db).violations == expected
+
+
+def test_of_several_transactions_for_one_record_the_first_may_be_the_one_that_committed(
+    db: psycopg.Connection, ledger: Ledger
+) -> None:
+    """As a dedupe key has it: later transactions find the message, and write nothing."""
+    newest(db, ledger)
+    deliver(db, ledger)
+    ledger.write("intended", "newest")
+    assert judge(ledger.path, db).violations == {}
 
 
 def test_an_attempt_that_hands_over_after_the_commit_may_have_begun_before_it(
