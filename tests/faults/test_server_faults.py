@@ -197,8 +197,8 @@ def test_deadlocks_and_lock_timeouts_of_the_workers_statements_are_tried_again(
                 return own_server.errors_of(f"pgoutbox {link}")["55P03"] > 0
 
             for link in ("claim", "finish"):
-                wait_until(partial(deadlock, link), lambda link=link: f"a deadlock of a {link}")
-                wait_until(partial(outlast, link), lambda link=link: f"a lock timeout of a {link}")
+                wait_until(partial(deadlock, link), partial("a deadlock of a {}".format, link))
+                wait_until(partial(outlast, link), partial("a lock timeout of a {}".format, link))
             verdict = load.settle()
             # A renewal may have met a lock too; claims and finishes that are tried again are not worth a warning.
             assert set(worker.events("WARNING", "ERROR")) <= {"lease_keeper_failed"}
