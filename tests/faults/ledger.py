@@ -80,8 +80,6 @@ _COALESCED: Final = """
 SELECT
     id,
     payload ->> 'ledger_key' AS key,
-    coalesces_pending IS TRUE AS is_of_rule_pending,
-    state IN ('pending', 'sending') AS is_open,
     state = 'cancelled' OR skip_reason IS NOT DISTINCT FROM 'expired' AS is_excused,
     superseded_by
 FROM pgoutbox.message
@@ -298,7 +296,7 @@ class Verdict:
     undrained: list[str] = field(default_factory=list)
     """In the database and in no final state."""
     no_attempt_after_commit: list[str] = field(default_factory=list)
-    """Of the rule `pending`, and after the commit neither an attempt of it began nor one of what superseded it."""
+    """With a coalesce key, and after the commit neither an attempt of it began nor one of what superseded it."""
 
     @property
     def violations(self) -> dict[str, list[str]]:
@@ -385,17 +383,16 @@ def judge(path: Path, connection: psycopg.Connection) -> Verdict:
 class _Coalesced(NamedTuple):
     id: int
     key: str
-    is_of_rule_pending: bool
-    is_open: bool
     is_excused: bool
     superseded_by: int | None
 
 
 def _without_attempt(entries: Entries, connection: psycopg.Connection) -> Iterator[str]:
-    """The keys of messages of the rule `pending` for which no attempt began after their commit.
+    """The keys of messages with a coalesce key for which no attempt began after their commit.
 
     A superseded message counts on the message at the end of its chain. Another attempt of the key is no excuse: it
-    would not have begun if this message had been the last one.
+    would not have begun if this message had been the last one. The rule `newest` keeps this promise by its locks, and
+    the rule `pending` without them.
     """
     latest: dict[str, float] = {}
     for key, at in _beginnings(entries):
@@ -404,8 +401,7 @@ def _without_attempt(entries: Entries, connection: psycopg.Connection) -> Iterat
     for message in connection.cursor(row_factory=class_row(_Coalesced)).execute(_COALESCED):
         last = last_of[message.id] = last_of.get(message.superseded_by, message)
         began_at = max(latest.get(key, float("-inf")) for key in (message.key, last.key))
-        is_owed = message.is_of_rule_pending and not last.is_open and not last.is_excused
-        if is_owed and began_at < entries.intended.get(message.key, float("-inf")):
+        if began_at < entries.intended.get(message.key, float("-inf")) and not last.is_excused:
             yield message.key
 
 

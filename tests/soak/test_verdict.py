@@ -281,6 +281,17 @@ def test_an_older_message_after_a_newer_one_is_seen_unless_its_rule_is_pending(
     assert ("an older message handed over after a newer one" in broken(path, connection)) is is_seen
 
 
+@pytest.mark.parametrize(("message_id", "attempt_count"), [(1, 0), (7, 1)], ids=["rule newest", "lost attempt"])
+def test_a_message_may_be_superseded_by_one_of_another_queue(
+    run: tuple[Path, psycopg.Connection], message_id: int, attempt_count: int
+) -> None:
+    path, connection = run
+    connection.execute(
+        "UPDATE pgoutbox.message SET queue = 'bulk', attempt_count = %s WHERE id = %s", [attempt_count, message_id]
+    )
+    assert "superseded by nothing newer that exists" not in broken(path, connection)
+
+
 @pytest.mark.parametrize(("rule", "is_violation"), [("newest", True), ("pending", False)])
 def test_a_pending_message_needs_the_head_of_its_key_unless_its_rule_is_pending(
     run: tuple[Path, psycopg.Connection], rule: str, is_violation: bool
