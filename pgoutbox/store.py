@@ -321,15 +321,11 @@ class Store:
     async def _judged(self, rows: Iterable[TupleRow], queue: str, *, was_lapsed: bool = False) -> list[ClaimedRow]:
         """The rows of a claim by their due time; whether those with a coalesce key are superseded is asked again."""
         claimed = sorted((ClaimedRow._make((*row, False, queue, was_lapsed)) for row in rows), key=_by_due_time)
-        keyed = [row for row in claimed if row.coalesce_key is not None and row.state == _SENDING]
+        keyed = [row.id for row in claimed if row.coalesce_key is not None and row.state == _SENDING]
         if not keyed:
             return claimed
-        parameters = {
-            "ids": _array_of(row.id for row in keyed),
-            "topics": [row.topic for row in keyed],
-            "coalesce_keys": [row.coalesce_key for row in keyed],
-        }
-        overtaken = {message_id for (message_id,) in await self.claims.fetch(sql.OVERTAKEN, parameters)}
+        rows = await self.claims.fetch(sql.OVERTAKEN, {"ids": _array_of(keyed)})
+        overtaken = {message_id for (message_id,) in rows}
         return [row._replace(superseded=True) if row.id in overtaken else row for row in claimed]
 
     async def release_unanswered(

@@ -142,13 +142,8 @@ def claim(
 
 def judged(connection: psycopg.Connection, rows: Sequence[ClaimedRow]) -> list[ClaimedRow]:
     """The rows of a claim, with the answer whether a newer message has overtaken theirs."""
-    keyed = [row for row in rows if row.coalesce_key is not None and row.state == State.SENDING]
-    parameters = {
-        "ids": [row.id for row in keyed],
-        "topics": [row.topic for row in keyed],
-        "coalesce_keys": [row.coalesce_key for row in keyed],
-    }
-    overtaken = {row[0] for row in connection.execute(sql.OVERTAKEN, parameters).fetchall()}
+    keyed = [row.id for row in rows if row.coalesce_key is not None and row.state == State.SENDING]
+    overtaken = {row[0] for row in connection.execute(sql.OVERTAKEN, {"ids": keyed}).fetchall()}
     return [row._replace(superseded=row.id in overtaken) for row in rows]
 
 

@@ -15,7 +15,8 @@ from typing import Final, LiteralString
 _DUE: Final[LiteralString] = """due AS MATERIALIZED (
     SELECT m.id, m.topic, m.coalesce_key, m.coalesces_pending, m.attempt_count, m.expires_at, head.newest_id
     FROM pgoutbox.message_live AS m
-    LEFT JOIN pgoutbox.coalesce AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
+    LEFT JOIN pgoutbox.coalesce AS head
+        ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key AND m.coalesces_pending IS NOT TRUE
     LEFT JOIN pgoutbox.message_live AS sibling
         ON sibling.topic = m.topic AND sibling.coalesce_key = m.coalesce_key AND sibling.state = 'sending'
     WHERE m.queue = %(queue)s::text
@@ -137,10 +138,10 @@ CLAIM_RETRIES_BY_PERMITS: Final[LiteralString] = _PERMITTED_RETRIES + _JUDGED + 
 # Which of the messages that were just claimed are superseded: another worker may have claimed, delivered and finished a
 # newer one since the claim's snapshot. The claim has the keys by now, so that nothing newer can begin.
 OVERTAKEN: Final[LiteralString] = """
-SELECT o.id
-FROM unnest(%(ids)s::bigint[], %(topics)s::text[], %(coalesce_keys)s::text[]) AS o(id, topic, coalesce_key)
-JOIN pgoutbox.coalesce AS head ON head.topic = o.topic AND head.coalesce_key = o.coalesce_key
-WHERE head.newest_id > o.id
+SELECT m.id
+FROM pgoutbox.message_live AS m
+JOIN pgoutbox.coalesce AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
+WHERE m.id = ANY (%(ids)s::bigint[]) AND m.coalesces_pending IS NOT TRUE AND head.newest_id > m.id
 """
 
 # The messages that these statements would claim.
@@ -155,7 +156,8 @@ _LAPSED: Final[LiteralString] = """judged AS MATERIALIZED (
     SELECT
         m.id, m.attempt_count, m.worker, m.claimed_at, newer.id AS newer_id, coalesce(ending.state, 'sending') AS state
     FROM pgoutbox.message_live AS m
-    LEFT JOIN pgoutbox.coalesce AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
+    LEFT JOIN pgoutbox.coalesce AS head
+        ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key AND m.coalesces_pending IS NOT TRUE
     CROSS JOIN LATERAL (
         SELECT CASE
             WHEN head.newest_id > m.id THEN head.newest_id

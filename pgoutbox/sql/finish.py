@@ -85,7 +85,8 @@ WITH held AS MATERIALIZED (
         %(delays)s::float8[]
     ) AS o(id, attempt_count, outcome, reason, delay_seconds)
     JOIN pgoutbox.message_live AS m ON m.id = o.id
-    LEFT JOIN pgoutbox.coalesce AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
+    LEFT JOIN pgoutbox.coalesce AS head
+        ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key AND m.coalesces_pending IS NOT TRUE
     CROSS JOIN LATERAL (
         SELECT CASE
             WHEN head.newest_id > m.id THEN head.newest_id
@@ -128,8 +129,7 @@ WITH held AS MATERIALIZED (
     WHERE f.state <> 'sent'
     ON CONFLICT DO NOTHING
 )
-SELECT f.id, f.state
-FROM finished AS f
+SELECT f.id, f.state FROM finished AS f
 """
 
 # Where the messages of these attempts stand, unless another attempt has begun: what a finish that wrote less than it
@@ -212,7 +212,8 @@ SELECT
     r.id IS NOT NULL OR b.message_id IS NOT NULL OR m.lease_expires_at > now() AS in_lease
 FROM asked AS a
 JOIN pgoutbox.message_live AS m ON m.id = a.id
-LEFT JOIN pgoutbox.coalesce AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
+LEFT JOIN pgoutbox.coalesce AS head
+    ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key AND m.coalesces_pending IS NOT TRUE
 LEFT JOIN renewed AS r ON r.id = m.id
 LEFT JOIN beside AS b ON b.message_id = m.id
 WHERE m.state = 'sending' AND m.attempt_count = a.attempt_count AND m.worker = %(worker)s::text
@@ -227,6 +228,7 @@ SELECT
     greatest(m.lease_expires_at, pgoutbox.renewed_until(m.id, m.attempt_count, m.worker)) > now() AS in_lease
 FROM unnest(%(ids)s::bigint[], %(attempt_counts)s::integer[]) AS a(id, attempt_count)
 JOIN pgoutbox.message_live AS m ON m.id = a.id
-LEFT JOIN pgoutbox.coalesce AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
+LEFT JOIN pgoutbox.coalesce AS head
+    ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key AND m.coalesces_pending IS NOT TRUE
 WHERE m.state = 'sending' AND m.attempt_count = a.attempt_count AND m.worker = %(worker)s::text
 """

@@ -306,11 +306,23 @@ def test_a_lost_attempt_in_a_queue_that_nobody_serves_blocks_no_newer_message(ro
 # --- beside the strict rule -------------------------------------------------------------------------------------------
 
 
-def test_a_newer_strict_message_supersedes(rolled_back: psycopg.Connection) -> None:
+def test_a_newer_strict_message_supersedes_nothing(rolled_back: psycopg.Connection) -> None:
     older = look_again(rolled_back)
     strict = enqueue(rolled_back, coalesce_key="k")
     assert ids_in_flight(claim(rolled_back)) == [strict]
-    assert row_of(rolled_back, older).superseded_by == strict
+    finish_sent(rolled_back, (strict, 1))
+    (row,) = claim(rolled_back)
+    assert (row.id, row.state, row.superseded) == (older, "sending", False)
+
+
+def test_a_message_that_commits_after_a_newer_strict_one_was_delivered_is_delivered(connect: Connect) -> None:
+    producer, other, worker = connect(), connect(autocommit=True), connect(autocommit=True)
+    late = look_again(producer)
+    strict = enqueue(other, coalesce_key="k")
+    assert ids_in_flight(claim(worker)) == [strict]
+    finish_sent(worker, (strict, 1))
+    producer.commit()
+    assert ids_in_flight(claim(worker)) == [late]
 
 
 @pytest.mark.parametrize("fresh_only", [False, True])
