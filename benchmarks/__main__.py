@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from benchmarks import (
+    beside,
     bulk,
     dashboard,
     doorbell,
@@ -46,6 +47,7 @@ SCENARIOS: Mapping[str, Scenario] = {
     "load": load.run,
     "idle": idle.run,
     "waking": waking.run,
+    "beside": beside.run,
     "enqueue_one": single.run,
     "enqueue_many": bulk.run,
     "explain": explain.run,

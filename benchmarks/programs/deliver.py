@@ -3,7 +3,7 @@
 drain: work off what is due, then tell how long it took. lanes: the same, and when the last fresh message was handled.
 work KIND: work until SIGTERM with a handler of that kind, counting its calls. run: work until SIGTERM. wait: the same
 with a handler that waits for 20 ms, as one that sends something does. stamp: the same with a handler that notes when
-its calls start, which is told at the end.
+its calls start, which is told at the end. The last three take the queues to serve; `default` if none is named.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pydantic import JsonValue
 from benchmarks.options import RETRY_NUMBER, TOPIC
 from benchmarks.programs.lifeline import Meter, Tally, after, before, hold_lifeline, replace_method, say, wait_for_go
 from pgoutbox.dispatch import Context, SyncContext
+from pgoutbox.lanes import parse_queues
 from pgoutbox.message import Message
 from pgoutbox.outbox import Outbox
 from pgoutbox.processes import run_worker
@@ -32,15 +33,15 @@ _WAIT_SECONDS = 0.02
 QUEUES = (QueueShare("default"),)
 
 
-def main(mode: str, kind: str = "noop") -> int:
+def main(mode: str, *arguments: str) -> int:
     hold_lifeline()
     match mode:
         case "drain" | "lanes":
             return _drain(mode)
         case "work":
-            return _work(kind)
+            return _work(*arguments)
         case _:
-            return _run(mode)
+            return _run(mode, arguments)
 
 
 def _drain(mode: str) -> int:
@@ -70,7 +71,7 @@ def _drain(mode: str) -> int:
     return code
 
 
-def _work(kind: str) -> int:
+def _work(kind: str = "noop") -> int:
     settings = load_settings()
     outbox = Outbox(settings)
     tally = Tally()
@@ -128,7 +129,7 @@ def _register(outbox: Outbox, kind: str, count: Callable[[], None]) -> None:  # 
             raise SystemExit(f"unknown kind of handler: {kind}")
 
 
-def _run(mode: str) -> int:
+def _run(mode: str, queues: Sequence[str]) -> int:
     settings = load_settings()
     outbox = Outbox(settings)
     started_at: list[tuple[int, float]] = []
@@ -150,7 +151,7 @@ def _run(mode: str) -> int:
         async def noop(message: Message[JsonValue], context: Context) -> None:
             pass
 
-    code = run_worker(outbox, settings, queues=QUEUES, mode="run")
+    code = run_worker(outbox, settings, queues=parse_queues(queues), mode="run")
     say(started_at=started_at)
     return code
 

@@ -25,29 +25,36 @@ def main() -> int:
     parser.add_argument("system", choices=("pgoutbox", "pgqueuer", "procrastinate", "awa", "graphile-worker"))
     parser.add_argument("--rate", type=float, required=True)
     parser.add_argument("--count", type=int, required=True)
+    parser.add_argument("--first", type=int, default=0, help="the number of the first message")
+    parser.add_argument("--queue", default="default", help="of pgoutbox")
+    parser.add_argument("--ordering-key", help="of pgoutbox: give each message a key that begins so")
     arguments = parser.parse_args()
     # Transactions are begun and ended by statements, because PgQueuer's driver insists on an autocommit connection.
     with psycopg.connect(os.environ["PGOUTBOX_DSN"], autocommit=True) as connection:
         connection.prepare_threshold = 0
         makers = {
-            "pgoutbox": _pgoutbox,
+            "pgoutbox": lambda connection: _pgoutbox(connection, arguments.queue, arguments.ordering_key),
             "pgqueuer": _pgqueuer,
             "procrastinate": _procrastinate,
             "awa": _awa,
             "graphile-worker": _graphile_worker,
         }
         enqueue = makers[arguments.system](connection)
-        say(produced=_produce(connection, enqueue, arguments.rate, arguments.count))
+        say(
+            produced=_produce(
+                connection, enqueue, arguments.rate, range(arguments.first, arguments.first + arguments.count)
+            )
+        )
     return 0
 
 
 def _produce(
-    connection: psycopg.Connection[tuple[object, ...]], enqueue: Callable[[int], None], rate: float, count: int
+    connection: psycopg.Connection[tuple[object, ...]], enqueue: Callable[[int], None], rate: float, numbers: range
 ) -> list[tuple[int, float, float]]:
     times = []
     start = time.monotonic() + 1 / rate
-    for number in range(count):
-        due_at = start + (number + random.random()) / rate
+    for place, number in enumerate(numbers):
+        due_at = start + (place + random.random()) / rate
         time.sleep(max(0.0, due_at - time.monotonic()))
         connection.execute("BEGIN")
         enqueue(number)
@@ -57,10 +64,17 @@ def _produce(
     return times
 
 
-def _pgoutbox(connection: psycopg.Connection[tuple[object, ...]]) -> Callable[[int], None]:
+def _pgoutbox(connection: psycopg.Connection[tuple[object, ...]], queue: str, key: str | None) -> Callable[[int], None]:
     def enqueue(number: int) -> None:
         payload = json.dumps({"user_id": number})
-        connection.execute("SELECT pgoutbox.enqueue(%s::text, %s::jsonb)", (TOPIC, payload))
+        if key is None and queue == "default":
+            connection.execute("SELECT pgoutbox.enqueue(%s::text, %s::jsonb)", (TOPIC, payload))
+            return
+        ordering_key = None if key is None else f"{key}{number}"
+        connection.execute(
+            "SELECT pgoutbox.enqueue(%s::text, %s::jsonb, queue => %s::text, ordering_key => %s::text)",
+            (TOPIC, payload, queue, ordering_key),
+        )
 
     return enqueue
 
