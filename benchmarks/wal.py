@@ -44,9 +44,7 @@ _RECORD = re.compile(
 def run(server: Server, options: Options) -> Result:
     """Measure each payload size, enqueued one by one and in bulk."""
     count = options.wal_messages
-    result = Result(
-        "wal", settings={"messages": count, "messages of one claim and finish": load_settings().batch_size}
-    )
+    result = Result("wal", settings={"messages": count, "messages of one claim and finish": load_settings().batch_size})
     rows: list[tuple[str | float, ...]] = []
     with server.database() as dsn, psycopg.connect(dsn, autocommit=True) as connection, _quiet(server, connection):
         connection.execute(sql.PREPARE_SESSION, timeouts(load_settings()), prepare=False)
@@ -152,7 +150,14 @@ def _parts(connection: _Connection, first: str, last: str) -> Counter[str]:
     row = connection.execute("SELECT current_setting('data_directory'), pg_switch_wal()").fetchone()
     assert row is not None
     answer = subprocess.run(
-        [str(Path(pgbench_program()).with_name("pg_waldump")), "--start", first, "--end", last, f"--path={row[0]}/pg_wal"],
+        [
+            str(Path(pgbench_program()).with_name("pg_waldump")),
+            "--start",
+            first,
+            "--end",
+            last,
+            f"--path={row[0]}/pg_wal",
+        ],
         check=True,
         capture_output=True,
         text=True,

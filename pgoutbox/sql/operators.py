@@ -161,7 +161,8 @@ FROM pgoutbox.cancel_by_key(
 
 # Whether this role may read what messages carry, and not only of what it is made.
 READS_PAYLOADS: Final[LiteralString] = (
-    "SELECT has_column_privilege('pgoutbox.message', 'payload', 'SELECT') AS reads_payloads"
+    "SELECT has_column_privilege('pgoutbox.message', 'payload', 'SELECT')"
+    " AND has_table_privilege('pgoutbox.large_payload', 'SELECT') AS reads_payloads"
 )
 
 READS_AUDIT: Final[LiteralString] = "SELECT has_table_privilege('pgoutbox.audit', 'SELECT') AS reads_audit"
@@ -208,8 +209,13 @@ _AS_TEXT: Final[LiteralString] = """
 CROSS JOIN LATERAL (SELECT m.headers::text AS headers, m.payload::text AS payload OFFSET 0) AS as_text
 WHERE m.id = %(id)s::bigint"""
 
-SHOW_MESSAGE: Final[LiteralString] = _SHOWN + "FROM pgoutbox.message AS m" + _AS_TEXT
 SHOW_MESSAGE_VIEW: Final[LiteralString] = _SHOWN + "FROM pgoutbox.message_view AS m" + _AS_TEXT
+SHOW_MESSAGE: Final[LiteralString] = (
+    _SHOWN
+    + """FROM pgoutbox.message AS m
+CROSS JOIN LATERAL (SELECT m.headers::text AS headers, pgoutbox.payload_of(m)::text AS payload OFFSET 0) AS as_text
+WHERE m.id = %(id)s::bigint"""
+)
 
 SHOW_ATTEMPTS: Final[LiteralString] = """
 SELECT
