@@ -933,7 +933,7 @@ BEGIN
             pgoutbox.schema_version, pgoutbox.permits, pgoutbox.next_permit_at, pgoutbox.tokens_of,
             pgoutbox.in_flight_of, pgoutbox.newest_id, pgoutbox.newer_pending, pgoutbox.lock_newer_pending,
             pgoutbox.has_strict_due, pgoutbox.renewed_until, pgoutbox.is_limited, pgoutbox.forget_sent,
-            pgoutbox.redacted_text, pgoutbox.payload_of,
+            pgoutbox.redacted_text,
             pgoutbox.prune_by_rule, pgoutbox.prune_dedupe_by_rule, pgoutbox.prune_coalesce, pgoutbox.prune_ordering,
             pgoutbox.prune_content,
             pgoutbox.partitions, pgoutbox.kept_until, pgoutbox.make_partition, pgoutbox.retire_partition,

@@ -394,8 +394,9 @@ LIMIT 1000
 SEALED_PAYLOADS: Final[LiteralString] = """
 SELECT m.topic, m.payload
 FROM (
-    SELECT live.topic, pgoutbox.payload_of(live) AS payload
+    SELECT live.topic, coalesce(live.payload, large.body) AS payload
     FROM pgoutbox.message AS live
+    LEFT JOIN pgoutbox.large_payload AS large ON large.message_id = live.id
     WHERE live.state = 'pending'
     LIMIT 1000
 ) AS m

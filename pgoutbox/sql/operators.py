@@ -205,16 +205,22 @@ SELECT
 """
 
 # As text, because Python does not read all JSON that PostgreSQL does. OFFSET 0 keeps the text from being made twice.
-_AS_TEXT: Final[LiteralString] = """
-CROSS JOIN LATERAL (SELECT m.headers::text AS headers, m.payload::text AS payload OFFSET 0) AS as_text
-WHERE m.id = %(id)s::bigint"""
-
-SHOW_MESSAGE_VIEW: Final[LiteralString] = _SHOWN + "FROM pgoutbox.message_view AS m" + _AS_TEXT
 SHOW_MESSAGE: Final[LiteralString] = (
     _SHOWN
     + """FROM pgoutbox.message AS m
-CROSS JOIN LATERAL (SELECT m.headers::text AS headers, pgoutbox.payload_of(m)::text AS payload OFFSET 0) AS as_text
-WHERE m.id = %(id)s::bigint"""
+LEFT JOIN pgoutbox.large_payload AS large ON large.message_id = m.id
+CROSS JOIN LATERAL (
+    SELECT m.headers::text AS headers, coalesce(m.payload, large.body)::text AS payload OFFSET 0
+) AS as_text
+WHERE m.id = %(id)s::bigint
+"""
+)
+SHOW_MESSAGE_VIEW: Final[LiteralString] = (
+    _SHOWN
+    + """FROM pgoutbox.message_view AS m
+CROSS JOIN LATERAL (SELECT m.headers::text AS headers, m.payload::text AS payload OFFSET 0) AS as_text
+WHERE m.id = %(id)s::bigint
+"""
 )
 
 SHOW_ATTEMPTS: Final[LiteralString] = """

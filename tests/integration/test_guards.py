@@ -28,7 +28,7 @@ from pgoutbox.link import Link
 from pgoutbox.message import Message, State
 from pgoutbox.store import Verdict
 from pgoutbox.telemetry import Telemetry
-from tests.messages import LARGE, put
+from tests.messages import LARGE, PUT_FINAL, put
 from tests.outbox_actions import (
     WatchedWorker,
     claim,
@@ -318,6 +318,18 @@ async def a_retired_partition_leaves_the_large_payload_of_another_message(stage:
     stage.db.execute("SELECT pgoutbox.retire_partition(%s)", [name])
     assert stage.db.execute("SELECT * FROM pgoutbox.clear_retired(9)").fetchall() == [(name, 1, True)]
     assert large_payloads(stage.db) == [message_id]
+
+
+async def a_retired_partition_takes_its_large_payloads(stage: Stage) -> None:
+    name = add_partition(stage.db, 40)
+    message_id = enqueue(stage.db, "mail", LARGE)
+    stage.db.execute(PUT_FINAL, {"id": message_id, "state": "sent", "age": timedelta(days=40)})
+    for state in ("sent", "skipped", "cancelled"):
+        keep_nothing(stage, state=state)
+    stage.db.execute("SELECT pgoutbox.retire_partition(%s)", [name])
+    stage.db.execute("SELECT pgoutbox.clear_retired(9)")
+    assert stage.db.execute("SELECT name FROM pgoutbox.retired").fetchall() == []
+    assert large_payloads(stage.db) == []
 
 
 async def a_message_that_is_sent_keeps_its_large_payload(stage: Stage) -> None:
@@ -974,6 +986,15 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
         "large payload of its message in a retired partition",
         a_retired_partition_leaves_the_large_payload_of_another_message,
         no_guard_in_function("clear_retired", " AND p.has_large_payload"),
+    ),
+    (
+        "large payloads of a retired partition",
+        a_retired_partition_takes_its_large_payloads,
+        no_guard_in_function(
+            "clear_retired",
+            "\n        AND NOT EXISTS (SELECT FROM pgoutbox.large_payload AS l"
+            " WHERE l.message_id BETWEEN first_id AND last_id)",
+        ),
     ),
     (
         "large payload of what is forgotten",
