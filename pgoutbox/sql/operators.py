@@ -201,7 +201,7 @@ SELECT
     left(as_text.headers, %(characters)s::integer) AS headers,
     octet_length(as_text.headers) AS headers_bytes,
     left(as_text.payload, %(characters)s::integer) AS payload,
-    octet_length(as_text.payload) AS payload_bytes
+    coalesce(octet_length(as_text.payload), 0) AS payload_bytes
 """
 
 # As text, because Python does not read all JSON that PostgreSQL does. OFFSET 0 keeps the text from being made twice.

@@ -39,7 +39,7 @@ def committed(db: psycopg.Connection, ledger: Ledger, key: str) -> int:
 def deliver(db: psycopg.Connection, ledger: Ledger) -> None:
     """Hand over and finish whatever is due, as another worker than the one whose lease may have lapsed."""
     for row in claim(db, worker="worker-2"):
-        ledger.hand_over({KEY: row.payload_json.split('"')[3]}, row.attempt_count)
+        ledger.hand_over({KEY: (row.payload_json or "").split('"')[3]}, row.attempt_count)
         assert finish_sent(db, (row.id, row.attempt_count), worker="worker-2") == {row.id}
 
 

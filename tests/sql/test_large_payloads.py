@@ -92,7 +92,7 @@ class TestStored:
 class TestRead:
     def test_a_claim_returns_it(self, rolled_back: psycopg.Connection) -> None:
         large, small = enqueue(rolled_back, payload=LARGE), enqueue(rolled_back, payload={"user_id": 7})
-        assert {row.id: json.loads(row.payload_json) for row in claim(rolled_back)} == {
+        assert {row.id: json.loads(row.payload_json or "") for row in claim(rolled_back)} == {
             large: LARGE,
             small: {"user_id": 7},
         }
@@ -103,6 +103,12 @@ class TestRead:
         assert message.payload == LARGE
         shown = rolled_back.execute("SELECT payload FROM pgoutbox.message_view").fetchall()
         assert shown == [({"text": "(redacted)"},)]
+
+    def test_a_message_whose_payload_is_gone_can_be_shown(self, rolled_back: psycopg.Connection) -> None:
+        message_id = enqueue(rolled_back, payload=LARGE)
+        rolled_back.execute("DELETE FROM pgoutbox.large_payload")
+        message, _ = operations.show_message(rolled_back, message_id)
+        assert message.payload is None
 
     def test_the_doctor_sees_that_it_is_encrypted(self, rolled_back: psycopg.Connection) -> None:
         enqueue(rolled_back, payload={"sealed": "x" * 5_000})
