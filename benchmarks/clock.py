@@ -17,7 +17,7 @@ from benchmarks.processes import Child, ChildError, running
 from benchmarks.programs.lifeline import Tally
 
 _DEADLINE_SECONDS = 600.0
-# From here on the database is asked; it must not cost what is measured.
+# From here on the database is asked; the questions must not change the measurement.
 _NEARLY_ALL = 0.97
 _ASK_EVERY_SECONDS = 0.004
 

@@ -22,7 +22,7 @@ _WARM_UP_SECONDS = 1.0
 
 
 def run(server: Server, options: Options) -> Result:
-    """Measure what is possible, then the delays at 70 % of it."""
+    """Measure the greatest possible rate, then the delays at 70 % of it."""
     with server.database() as dsn, psycopg.connect(dsn, autocommit=True) as connection:
         capacity, _ = _phase(dsn, connection, options.load_seconds, rate=None)
         rate = _SHARE * capacity

@@ -13,7 +13,7 @@ TOPIC: Final = "mail.activation"
 CLAIM_PARAMETERS: Final[Mapping[str, Any]] = {
     "queue": "default",
     "topics": [TOPIC],
-    "total": 200,
+    "total": 500,
     "floor_at": None,
     "floor_id": 0,
     "set_aside": [],
@@ -27,7 +27,7 @@ RETRY_NUMBER = -1
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Sizes. Rounds alternate between what is compared, so that a slow spell of the machine meets all alike."""
+    """Sizes. Rounds alternate between the variants, so that a slow spell of the machine meets all alike."""
 
     rounds: int = 5
     drain_messages: int = 50_000
@@ -49,6 +49,7 @@ class Options:
     peer_rounds: int = 3
     peer_messages: int = 50_000
     peer_processes: tuple[int, ...] = (1, 2, 4)
+    own_processes: tuple[int, ...] = (1, 2, 4, 8)
     explain_finished_messages: int = 1_000_000
     pending_messages: int = 100_000
     claims: int = 50
@@ -89,6 +90,7 @@ QUICK = Options(
     peer_rounds=1,
     peer_messages=2_000,
     peer_processes=(1, 2),
+    own_processes=(1, 2, 4),
     explain_finished_messages=50_000,
     pending_messages=10_000,
     claims=10,

@@ -6,6 +6,7 @@ messages as finished, each time in a new database. Those on Redis, which come la
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 
 import psycopg
@@ -22,7 +23,7 @@ def run(server: Server, options: Options) -> Result:
     systems, notes = available_systems(on_redis=True)
     rates: dict[tuple[str, int], list[float]] = defaultdict(list)
     enqueued: dict[str, list[float]] = defaultdict(list)
-    cases = [(system, processes) for system in systems for processes in options.peer_processes]
+    cases = [(system, processes) for system in systems for processes in _processes(system, options)]
     for round_number in range(options.peer_rounds):
         for system, processes in rotated(cases, round_number * len(options.peer_processes)):
             count = _count(system, options)
@@ -55,6 +56,11 @@ def run(server: Server, options: Options) -> Result:
     return result
 
 
+def _processes(system: System, options: Options) -> tuple[int, ...]:
+    # pgoutbox's own throughput must not fall when more processes are started than the peers are measured with.
+    return options.own_processes if system.migrated else options.peer_processes
+
+
 def _count(system: System, options: Options) -> int:
     return max(1000, int(options.peer_messages * system.share))
 
@@ -83,20 +89,28 @@ def _measure(
 def _add_drain(
     result: Result, systems: list[System], rates: dict[tuple[str, int], list[float]], options: Options
 ) -> None:
-    many = options.peer_processes
+    many = options.own_processes
     rows: list[tuple[Cell, ...]] = []
     for system in systems:
         values = rates[system.name, many[0]]
         ratio = ratio_of_rounds(values, rates["pgoutbox", many[0]])
-        rows.append((system.name, *(median(rates[system.name, number]) for number in many), ratio))
+        medians = [median(rates[system.name, number]) if rates[system.name, number] else None for number in many]
+        rows.append((system.name, *medians, ratio))
     columns = ("system", *(f"{number} process{'es' * (number > 1)}" for number in many), "of pgoutbox")
     result.tables.append(Table("messages delivered per second, one handler call that does nothing each", columns, rows))
-    ours = rates["pgoutbox", many[0]]
-    for name, target in (("pgqueuer", 2.0), ("graphile-worker", 1.5)):
-        if rates[name, many[0]]:
-            ratio = ratio_of_rounds(ours, rates[name, many[0]])
-            result.verdicts.append(Verdict(f"pgoutbox / {name}, one process", ratio, target, "at least"))
-    result.samples |= {f"drain, {name}, {number} processes": values for (name, number), values in rates.items()}
+    for name, target, numbers in (("pgqueuer", 3.0, many[:1]), ("graphile-worker", 1.5, options.peer_processes)):
+        for number in numbers:
+            if theirs := rates[name, number]:
+                what = f"pgoutbox / {name}, {number} process{'es' * (number > 1)}"
+                result.verdicts.append(
+                    Verdict(what, ratio_of_rounds(rates["pgoutbox", number], theirs), target, "at least")
+                )
+    for fewer, more in itertools.pairwise(many):
+        ratio = ratio_of_rounds(rates["pgoutbox", more], rates["pgoutbox", fewer])
+        result.verdicts.append(Verdict(f"pgoutbox, {more} processes / {fewer}", ratio, 1.0, "at least"))
+    result.samples |= {
+        f"drain, {name}, {number} processes": values for (name, number), values in rates.items() if values
+    }
 
 
 def run_settings(server: Server, options: Options) -> Result:

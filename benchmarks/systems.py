@@ -147,7 +147,7 @@ class System:
 SYSTEMS: Sequence[System] = (
     System(
         name="pgoutbox",
-        settings="defaults: batch 200, 50 at once; one call of enqueue_many",
+        settings="defaults: batch 500, 50 at once; one call of enqueue_many",
         program="deliver",
         package="pgoutbox",
         unfinished="SELECT EXISTS (SELECT FROM pgoutbox.message_live)",

@@ -8,10 +8,10 @@ server's log: the statistics also count an empty transaction of every listening 
 from __future__ import annotations
 
 import contextlib
-import time
 from dataclasses import dataclass
 
 import psycopg
+from psycopg.rows import TupleRow
 
 from benchmarks.idle import count_statements, logging_statements
 from benchmarks.latency import Delays, is_armed, pairs
@@ -22,8 +22,14 @@ from benchmarks.server import Server, settle
 from pgoutbox import sql
 
 _RATES_AND_WORKERS = ((8.0, 1), (8.0, 8), (100.0, 1), (100.0, 2), (350.0, 4))
-_SETTLING_SECONDS = 2.0
 _NOT_FOR_MESSAGES = ("BEGIN", "COMMIT", "PROBE", "BEGIN_UPKEEP_IF_DUE")
+# Neither watch nor deputy changes while no worker has asked anything for a second. Probes come later, one at a time.
+_QUIET_WORKERS = """
+SELECT count(*) FROM pg_stat_activity
+WHERE datname = current_database() AND application_name = 'pgoutbox listen' AND state = 'idle'
+    AND state_change < clock_timestamp() - interval '1 second'
+"""
+_UNFINISHED = "SELECT count(*) FROM pgoutbox.message_live WHERE state IN ('pending', 'sending')"
 _WORKER_PIDS = "SELECT pid FROM pg_stat_activity WHERE application_name LIKE 'pgoutbox %'"
 
 
@@ -68,14 +74,14 @@ def _measure(server: Server, rate: float, worker_count: int, seconds: float) -> 
         settle(connection, "pgoutbox.message_live")
         workers = [stack.enter_context(child("deliver", "stamp", dsn=dsn)) for _ in range(worker_count)]
         wait_until(lambda: is_armed(dsn), what="a worker to arm its bell")
-        time.sleep(_SETTLING_SECONDS + worker_count / 2)
+        wait_until(lambda: _is_quiet(connection, worker_count), what="the workers to fall asleep")
         senders: list[int] = []
         connection.add_notify_handler(lambda notify: senders.append(notify.pid))
         connection.execute("LISTEN pgoutbox")
         with logging_statements(server):
             mark = server.log.stat().st_size if server.log is not None else 0
             produced = answer_of("produce", "pgoutbox", "--rate", str(rate), "--count", str(count), dsn=dsn)["produced"]
-            time.sleep(_SETTLING_SECONDS)
+            wait_until(lambda: _is_quiet(connection, worker_count), what="the workers to fall asleep again")
             statements = _worker_statements(server, mark, connection.info.dbname)
         own = {pid for (pid,) in connection.execute(_WORKER_PIDS).fetchall()}
         delays = Delays()
@@ -86,6 +92,12 @@ def _measure(server: Server, rate: float, worker_count: int, seconds: float) -> 
         assert isinstance(produced, list)
         delays.add(started, ((int(number), float(sent), float(answered)) for number, sent, answered in produced))
     return _Measured(sum(pid not in own for pid in senders) / count, statements / count, delays)
+
+
+def _is_quiet(connection: psycopg.Connection[TupleRow], worker_count: int) -> bool:
+    (unfinished_count,) = connection.execute(_UNFINISHED).fetchone() or (None,)
+    (quiet_count,) = connection.execute(_QUIET_WORKERS).fetchone() or (None,)
+    return (unfinished_count, quiet_count) == (0, worker_count)
 
 
 def _worker_statements(server: Server, mark: int, database: str) -> float:

@@ -111,7 +111,7 @@ class Doorbell:
 
     @property
     def is_reliable(self) -> bool:
-        """Whether the bell rings for what is committed: the listener is connected, and NOTIFY has room to spare."""
+        """Whether the bell rings for every commit: the listener is connected, and NOTIFY has room to spare."""
         return self.is_up and not self._is_full
 
     @property
@@ -277,7 +277,7 @@ class Doorbell:
     def _start_reading(self, connection: psycopg.AsyncConnection[TupleRow]) -> None:
         self._watched_fd = connection.fileno()
         asyncio.get_running_loop().add_reader(self._watched_fd, self._read, connection)
-        # What came in behind the last answer is in libpq's buffer already, and the socket says nothing of it.
+        # Notifications behind the last answer are in libpq's buffer already, and the socket says nothing of them.
         self._read(connection)
 
     def _stop_reading(self) -> None:

@@ -6,10 +6,12 @@ is accepted comes back from PostgreSQL with the same value; only a tuple comes b
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import field as dataclass_field
 from datetime import MAXYEAR, UTC, datetime, timedelta
 from operator import attrgetter
 from typing import Any, Final, Generic, Literal, NamedTuple, cast, get_args
@@ -95,8 +97,10 @@ class Topic(Generic[T]):
     coalesce_rule: CoalesceRule | None = None
     encrypted: bool = False
     redact: tuple[str, ...] = ()
+    has_options: bool = dataclass_field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "has_options", _topic_options(self) != _NO_TOPIC_OPTIONS)
         try:
             check_name("name", self.name)
             _if_given(check_name, "queue", self.queue)
@@ -123,7 +127,8 @@ class Topic(Generic[T]):
         return cast("type[BaseModel] | None", self.payload)
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen: a frozen dataclass sets its 15 fields one call at a time, which takes five times as long.
+@dataclass(slots=True)
 class NewMessage(Generic[P]):
     """A message to enqueue: topic, payload, and whatever the topic's definition leaves open.
 
@@ -204,7 +209,6 @@ _message_options = attrgetter(
     "coalesce_rule",
 )
 _topic_options = attrgetter(
-    "payload",
     "queue",
     "destination",
     "coalesce_key",
@@ -218,7 +222,8 @@ _topic_options = attrgetter(
     "coalesce_rule",
 )
 _NO_MESSAGE_OPTIONS = (None,) * 13
-_NO_TOPIC_OPTIONS = (None,) * 12
+_NO_TOPIC_OPTIONS = (None,) * 11
+_NO_CHECKED_OPTIONS = (None,) * 9
 
 
 def carrying(message: NewMessage[P], context: Mapping[str, str]) -> NewMessage[P]:
@@ -255,37 +260,17 @@ def prepare(
     """
     payload = message.payload if topic.payload is None else fit(topic.payload, message.payload)
     text = to_json(payload, max_bytes=max_payload_bytes, serializer=serializer)
-    is_plain = _message_options(message) == _NO_MESSAGE_OPTIONS and _topic_options(topic) == _NO_TOPIC_OPTIONS
-    if is_plain and not topic.encrypted:
-        return Draft(topic.name, text, None, None, None, None, None, None, None, None, None, max_attempts)
+    given = _message_options(message)
+    if given == _NO_MESSAGE_OPTIONS and not topic.has_options and not topic.encrypted:
+        return Draft._make((topic.name, text, *_NO_CHECKED_OPTIONS, max_attempts, None, None, None, None))
 
-    for field, owner in (
-        ("available_at", topic.delay),
-        ("expires_at", topic.expires_after),
-        ("max_attempts", topic.retry),
-    ):
-        if owner is not None and getattr(message, field) is not None:
-            raise _owned(topic, field)
-    draft = Draft(
-        topic=topic.name,
-        payload=text,
-        queue=_if_given(check_name, "queue", _settle(topic, "queue", message, payload)),
-        destination=_if_given(_check_destination, "destination", _settle(topic, "destination", message, payload)),
-        coalesce_key=_if_given(check_key, "coalesce_key", _settle(topic, "coalesce_key", message, payload)),
-        dedupe_key=_if_given(check_key, "dedupe_key", _settle(topic, "dedupe_key", message, payload)),
-        available_at=_if_given(_check_available_at, "available_at", message.available_at),
-        delay_seconds=_if_given(_check_delay, "delay", _settle(topic, "delay", message, payload)),
-        expires_at=_if_given(_check_expires_at, "expires_at", message.expires_at),
-        expires_after_seconds=_if_given(_check_delay, "expires_after", topic.expires_after),
-        headers=_if_given(_check_headers, "headers", message.headers),
-        max_attempts=_if_given(_check_max_attempts, "max_attempts", message.max_attempts) or max_attempts,
-        ordering_key=_if_given(check_key, "ordering_key", _settle(topic, "ordering_key", message, payload)),
-        on_failed=_if_given(_check_on_failed, "on_failed", _settle(topic, "on_failed", message, payload)),
-        max_delay_seconds=_if_given(_check_delay, "max_delay", _settle(topic, "max_delay", message, payload)),
-        coalesce_rule=_if_given(
-            _check_coalesce_rule, "coalesce_rule", _settle(topic, "coalesce_rule", message, payload)
-        ),
-    )
+    options = _settled(topic, message, payload) if topic.has_options else (*given[:7], None, *given[7:])
+    checked = [
+        None if value is None else rule.check(rule.field, value) for rule, value in zip(_RULES, options, strict=True)
+    ]
+    draft = Draft._make((topic.name, text, *checked))
+    if max_attempts is not None and draft.max_attempts is None:
+        draft = draft._replace(max_attempts=max_attempts)
     _check_times(draft)
     _check_together(draft)
     return _seal(draft, keyring, max_payload_bytes, is_fanout=is_fanout) if topic.encrypted else draft
@@ -359,64 +344,117 @@ def prepare_fanout(
     )
 
 
-def _settle(topic: Topic[P], field: str, message: NewMessage[P], payload: P) -> object:
-    owner, given = getattr(topic, field), getattr(message, field)
-    if owner is None:
-        return given
-    if given is not None:
-        raise _owned(topic, field)
-    return owner(payload) if callable(owner) else owner
+def _settled(topic: Topic[P], message: NewMessage[P], payload: P) -> Iterator[object]:
+    """The options in the order of `_RULES`. What the topic's definition says must not be given again."""
+    for field, owner in (
+        ("available_at", topic.delay),
+        ("expires_at", topic.expires_after),
+        ("max_attempts", topic.retry),
+    ):
+        if owner is not None and getattr(message, field) is not None:
+            raise _owned(topic, field)
+    for rule in _RULES:
+        owner, given = getattr(topic, rule.field, None), getattr(message, rule.field, None)
+        if owner is not None and given is not None:
+            raise _owned(topic, rule.field)
+        yield given if owner is None else owner(payload) if callable(owner) else owner
 
 
 def _owned(topic: Topic[P], field: str) -> PayloadError:
     return PayloadError(field, f"belongs to the definition of topic {topic.name!r}; do not pass it")
 
 
-def chunks(drafts: Sequence[Draft]) -> Iterator[list[int]]:
-    """Positions of the drafts, in pieces that one statement takes.
+class Chunk(NamedTuple):
+    """The positions of some drafts, and the parameters of `sql.ENQUEUE_MANY` for them, but for the last."""
+
+    positions: Sequence[int]
+    parameters: tuple[object, ...]
+
+
+def chunks(drafts: Sequence[tuple[object, ...]]) -> Iterator[Chunk]:
+    """The drafts, in pieces that one statement takes.
 
     All drafts with keys that enqueue locks come last, sorted over the whole call as `pgoutbox.enqueue_many` sorts
     within one: every transaction then takes the keys in the same order, and two bulks never wait for each other in a
-    circle.
+    circle. An array that no draft of the call uses is None.
     """
-    unkeyed: list[int] = []
-    keyed: list[int] = []
-    for position, draft in enumerate(drafts):
-        is_keyed = (_locked_coalesce_key(draft), draft.dedupe_key, draft.ordering_key) != (None, None, None)
-        (keyed if is_keyed else unkeyed).append(position)
-    keyed.sort(key=lambda position: _lock_order(drafts[position]))
-    chunk: list[int] = []
-    characters = 0
-    for position in unkeyed + keyed:
-        characters += len(drafts[position].payload)
-        if chunk and (len(chunk) == CHUNK_ROWS or characters > CHUNK_CHARACTERS):
-            yield chunk
-            chunk, characters = [], len(drafts[position].payload)
-        chunk.append(position)
-    if chunk:
-        yield chunk
+    if not drafts:
+        return
+    # A draft whose fields are columns.
+    columns = Draft._make(None if column.count(None) == len(column) else column for column in zip(*drafts, strict=True))
+    order = _locking_order(columns)
+    start = characters = 0
+    for end, position in enumerate(order):
+        size = len(columns.payload[position])
+        characters += size
+        if end > start and (end - start == CHUNK_ROWS or characters > CHUNK_CHARACTERS):
+            yield Chunk(order[start:end], _parameters(columns, order[start:end]))
+            start, characters = end, size
+    yield Chunk(order[start:], _parameters(columns, order[start:]))
 
 
-def _lock_order(draft: Draft) -> tuple[bool, str, str, str, bool, str]:
-    # As in pgoutbox.enqueue_many: PostgreSQL sorts nulls last, and text of the collation "C" by code point, as Python
-    # does. Messages of one coalesce or ordering key keep their order, whatever the topics of an ordering key.
-    if draft.ordering_key is not None:
-        return (False, draft.queue or "default", draft.ordering_key, "", True, "")
-    locked_key = _locked_coalesce_key(draft)
-    key = locked_key if locked_key is not None else draft.dedupe_key
-    return (True, "", "", draft.topic, locked_key is None, key or "")
+def _locking_order(columns: Draft) -> Sequence[int]:
+    everything = range(len(columns.topic))
+    if columns.coalesce_key is None and columns.dedupe_key is None and columns.ordering_key is None:
+        return everything
+    names = (
+        columns.topic,
+        columns.queue,
+        columns.coalesce_key,
+        columns.dedupe_key,
+        columns.ordering_key,
+        columns.coalesce_rule,
+    )
+    locks = list(map(_lock, *(itertools.repeat(None) if column is None else column for column in names)))
+    return sorted(everything, key=locks.__getitem__)
 
 
-def _locked_coalesce_key(draft: Draft) -> str | None:
-    """The coalesce key if enqueue locks it."""
-    return None if draft.coalesce_rule == "pending" else draft.coalesce_key
+def _lock(
+    topic: str,
+    queue: str | None,
+    coalesce_key: str | None,
+    dedupe_key: str | None,
+    ordering_key: str | None,
+    coalesce_rule: str | None,
+) -> str:
+    """The place of a draft in the order in which keys are locked, empty for a draft without such a key.
+
+    As in pgoutbox.enqueue_many: ordering keys, coalesce keys, dedupe keys. PostgreSQL sorts text of the collation "C"
+    by code point, as Python does. NUL, which no key holds, sorts before all others. Messages of one coalesce or
+    ordering key keep their order.
+    """
+    if ordering_key is not None:
+        return f"1{queue or 'default'}\0{ordering_key}"
+    if coalesce_key is not None and coalesce_rule != "pending":
+        return f"2{topic}\0{coalesce_key}"
+    return "" if dedupe_key is None else f"3{topic}\0{dedupe_key}"
 
 
-def columns(drafts: Sequence[Draft]) -> tuple[object, ...]:
-    """The parameters of `sql.ENQUEUE_MANY`: two texts of lines, then arrays, None for one that no draft uses."""
-    topics, payloads, *rest = zip(*drafts, strict=True)
-    arrays = [None if column.count(None) == len(column) else list(column) for column in rest]
-    return ("\n".join(topics), "\n".join(payloads), *arrays)
+def _parameters(columns: Draft, positions: Sequence[int]) -> tuple[object, ...]:
+    """Two texts of lines, then arrays. An array of texts is written here, because drivers are slow at that."""
+    parameters: list[object] = []
+    for field, column in zip(Draft._fields, cast("Sequence[Sequence[Any] | None]", columns), strict=True):
+        if column is None:
+            parameters.append(None)
+            continue
+        values = [column[position] for position in positions]
+        if field in _LINES:
+            parameters.append("\n".join(values))
+        else:
+            parameters.append(values if field in _NOT_TEXTS else text_array(values))
+    return tuple(parameters)
+
+
+def text_array(texts: Sequence[str | None]) -> str:
+    """Return the array in PostgreSQL's text form. No element holds NUL, because PostgreSQL cannot store it."""
+    if None in texts:
+        return "{" + ",".join(["NULL" if text is None else _quoted(text) for text in texts]) + "}"
+    # Escaped all at once: NUL stands between the elements.
+    return "{" + _quoted("\0".join(cast("Sequence[str]", texts))).replace("\0", '","') + "}"
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 # --- options ----------------------------------------------------------------------------------------------------------
@@ -438,6 +476,8 @@ def check_key(field: str, value: object) -> str:
         raise PayloadError(field, f"must be text, not {type(value).__name__}")
     if not value:
         raise PayloadError(field, "must not be empty; pass None for no key")
+    if len(value) <= MAX_KEY_BYTES and value.isascii() and "\0" not in value:
+        return value
     check_storable(field, value)
     size = len(value.encode())
     if size > MAX_KEY_BYTES:
@@ -576,6 +616,38 @@ def _check_together(draft: Draft) -> None:
         raise PayloadError("coalesce_rule", "only together with coalesce_key")
     if draft.max_delay_seconds is not None and draft.coalesce_rule == "pending":
         raise PayloadError("max_delay", _NO_DEBOUNCE)
+
+
+_LINES: Final = frozenset({"topic", "payload"})
+_NOT_TEXTS: Final = frozenset(
+    {"available_at", "delay_seconds", "expires_at", "expires_after_seconds", "max_attempts", "max_delay_seconds"}
+)
+
+
+class _Rule(NamedTuple):
+    """An option and what checks it."""
+
+    field: str
+    check: Callable[[str, object], object]
+
+
+# In the order of the fields of `Draft`.
+_RULES: Final = (
+    _Rule("queue", check_name),
+    _Rule("destination", _check_destination),
+    _Rule("coalesce_key", check_key),
+    _Rule("dedupe_key", check_key),
+    _Rule("available_at", _check_available_at),
+    _Rule("delay", _check_delay),
+    _Rule("expires_at", _check_expires_at),
+    _Rule("expires_after", _check_delay),
+    _Rule("headers", _check_headers),
+    _Rule("max_attempts", _check_max_attempts),
+    _Rule("ordering_key", check_key),
+    _Rule("on_failed", _check_on_failed),
+    _Rule("max_delay", _check_delay),
+    _Rule("coalesce_rule", _check_coalesce_rule),
+)
 
 
 def _if_given(check: Callable[[str, object], V], field: str, value: object) -> V | None:

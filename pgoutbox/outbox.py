@@ -26,7 +26,6 @@ from pgoutbox.adapters import (
 from pgoutbox.dispatch import Context, Handler, OnUnknown, SyncContext
 from pgoutbox.drafts import (
     CoalesceRule,
-    Draft,
     Fanout,
     NewMessage,
     OnFailed,
@@ -669,10 +668,10 @@ class Outbox:
 
     def _prepare_all(
         self, items: Iterable[NewMessage[Any]], serializer: Serializer | None, context: Mapping[str, str]
-    ) -> list[Draft]:
+    ) -> list[tuple[object, ...]]:
         max_payload_bytes = self.settings.max_payload_bytes
         routes: dict[object, tuple[Topic[Any], int | None]] = {}
-        drafts = []
+        drafts: list[tuple[object, ...]] = []
         for index, item in enumerate(items):
             try:
                 if not isinstance(item, NewMessage):
@@ -682,7 +681,7 @@ class Outbox:
                     routes[key] = self._route(item.topic)
                 topic, max_attempts = routes[key]
                 draft = prepare(
-                    carrying(item, context),
+                    carrying(item, context) if context else item,
                     topic,
                     max_attempts=max_attempts,
                     max_payload_bytes=max_payload_bytes,
@@ -691,7 +690,7 @@ class Outbox:
                 )
             except PayloadError as error:
                 raise PayloadError(f"items[{index}].{error.field}", error.reason) from error.__cause__
-            drafts.append(draft)
+            drafts.append(tuple(draft))  # The garbage collector passes over tuples of texts, and not over Drafts.
         return drafts
 
     @cached_property

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple, TypeAlias, TypeVar, cast
 
 from pgoutbox import sql
 from pgoutbox.adapters import AsyncAdapter, Call, ItemRefusedError, Rows, SyncAdapter
-from pgoutbox.drafts import Draft, Fanout, Topic, check_key, check_name, check_whole, chunks, columns
+from pgoutbox.drafts import Draft, Fanout, Topic, check_key, check_name, check_whole, chunks
 from pgoutbox.errors import PayloadError, TransactionError
 
 R = TypeVar("R")
@@ -106,15 +106,17 @@ def insert(draft: Draft, *, notify: bool) -> Steps[Enqueued]:
     return Enqueued(message_id, duplicate)
 
 
-def insert_all(drafts: Sequence[Draft], *, notify: bool, require_transaction: bool) -> Steps[list[Enqueued]]:
+def insert_all(
+    drafts: Sequence[tuple[object, ...]], *, notify: bool, require_transaction: bool
+) -> Steps[list[Enqueued]]:
     """Write many messages; the answers are in the order of the drafts."""
     if not drafts:
         return []
     yield from transaction(required=require_transaction)
     enqueued = [Enqueued(0, False)] * len(drafts)
-    for positions in chunks(drafts):
+    for positions, parameters in chunks(drafts):
         try:
-            rows = yield Call(sql.ENQUEUE_MANY, (*columns([drafts[position] for position in positions]), notify))
+            rows = yield Call(sql.ENQUEUE_MANY, (*parameters, notify))
         except ItemRefusedError as error:
             raise PayloadError(f"items[{positions[error.index]}].{error.field}", error.reason) from error.__cause__
         for index, message_id, duplicate in rows:

@@ -29,6 +29,7 @@ _LOCKED_PAUSE_SECONDS = 0.02
 _PASS_OVER_SECONDS = 1.0
 _PERMIT_PAUSE_SECONDS = 0.25
 _MAX_ID = 2**63 - 1
+_SENDING: Final = State.SENDING  # To look a member up costs more than to compare with it.
 _RETENTION_SECONDS = 30.0
 _SHOWN_NAME_LENGTH = 48  # With "pgoutbox claim " the 63 bytes that PostgreSQL keeps of an application_name.
 MINIMUM_SERVER_VERSION: Final = 150_000
@@ -46,7 +47,7 @@ class ServerFacts(NamedTuple):
 
 
 class ClaimedRow(NamedTuple):
-    """One message that a claim touched, in the order of the statement's RETURNING list. `Store` adds the queue."""
+    """One message that a claim touched, in the order of the statement's RETURNING list."""
 
     id: int
     topic: str
@@ -64,10 +65,11 @@ class ClaimedRow(NamedTuple):
     claimed_at: datetime | None
     state: str
     expires_in_seconds: float | None
-    superseded: bool | None
+    superseded: bool
+    """Whether a newer message has overtaken it. This and the rest is set by `Store`."""
     queue: str
     was_lapsed: bool = False
-    """Whether the attempt before was lost. Set by `Store`."""
+    """Whether the attempt before was lost."""
 
 
 class Horizon(NamedTuple):
@@ -240,12 +242,12 @@ class Store:
             "set_aside": _array_of(set_aside),
         }
         rows = await self._claim(statement, find, parameters)
-        return sorted((ClaimedRow._make((*row, queue, False)) for row in rows), key=_by_due_time)
+        return await self._judged(rows, queue)
 
     async def end_lapsed(self, queue: str, **options: Unpack[LapsedOptions]) -> list[ClaimedRow]:
         """End up to `total` lapsed attempts whose message is not tried again. Raises like `claim`."""
         rows = await self._claim(sql.END_LAPSED, sql.FIND_ENDING, _lapsed_parameters(queue, options))
-        return [ClaimedRow._make((*row, True)) for row in rows]
+        return [_ended(row) for row in rows]
 
     async def claim_lapsed(self, queue: str, **options: Unpack[LapsedOptions]) -> list[ClaimedRow]:
         """Take over up to `total` lapsed attempts whose message is tried again. Raises like `claim`.
@@ -253,7 +255,7 @@ class Store:
         A total of 1 takes the oldest one, a greater total only messages with more than half of their attempts left.
         """
         rows = await self._claim(sql.CLAIM_LAPSED, sql.FIND_LAPSED, _lapsed_parameters(queue, options))
-        return sorted((ClaimedRow._make((*row, queue, True)) for row in rows), key=_by_due_time)
+        return await self._judged(rows, queue, was_lapsed=True)
 
     async def end_superseded_elsewhere(
         self, queues: Sequence[str], *, topics: Sequence[str], total: int, clock_limit: datetime | None
@@ -270,7 +272,7 @@ class Store:
             "worker": self.worker,
         }
         rows = await self.claims.fetch(sql.END_SUPERSEDED_ELSEWHERE, parameters)
-        return [ClaimedRow._make((*row, True)) for row in rows]
+        return [_ended(row) for row in rows]
 
     async def _claim(
         self, statement: LiteralString, find: LiteralString, parameters: dict[str, object]
@@ -314,7 +316,21 @@ class Store:
             if len(message_ids) > 1 or not is_of_a_row(error):
                 raise
             raise ClaimRefusedError(message_ids, error) from error
-        return sorted((ClaimedRow._make((*row, queue, False)) for row in rows), key=_by_due_time)
+        return await self._judged(rows, queue)
+
+    async def _judged(self, rows: Iterable[TupleRow], queue: str, *, was_lapsed: bool = False) -> list[ClaimedRow]:
+        """The rows of a claim by their due time; whether those with a coalesce key are superseded is asked again."""
+        claimed = sorted((ClaimedRow._make((*row, False, queue, was_lapsed)) for row in rows), key=_by_due_time)
+        keyed = [row for row in claimed if row.coalesce_key is not None and row.state == _SENDING]
+        if not keyed:
+            return claimed
+        parameters = {
+            "ids": _array_of(row.id for row in keyed),
+            "topics": [row.topic for row in keyed],
+            "coalesce_keys": [row.coalesce_key for row in keyed],
+        }
+        overtaken = {message_id for (message_id,) in await self.claims.fetch(sql.OVERTAKEN, parameters)}
+        return [row._replace(superseded=True) if row.id in overtaken else row for row in claimed]
 
     async def release_unanswered(
         self, queues: Sequence[str], held: Collection[int], *, after: datetime | None, before: datetime | None
@@ -628,6 +644,11 @@ def _array_of(numbers: Iterable[int]) -> str:
 def _lapsed_parameters(queue: str, options: LapsedOptions) -> dict[str, object]:
     arrays = {"held": _array_of(options["held"]), "set_aside": _array_of(options["set_aside"])}
     return {**options, **arrays, "queue": queue, "queues": [queue]}
+
+
+def _ended(row: TupleRow) -> ClaimedRow:
+    *columns, queue = row
+    return ClaimedRow._make((*columns, False, queue, True))
 
 
 def _by_due_time(row: ClaimedRow) -> tuple[datetime, int]:

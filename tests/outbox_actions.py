@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pgoutbox.telemetry import Event
 
 LEASE_SECONDS = 60.0
-ROW_LENGTH = len(ClaimedRow._fields) - 2  # Store adds the last two.
+ROW_LENGTH = len(ClaimedRow._fields) - 3  # Store adds the last three.
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ def claim(
                 break
             except again_on:
                 continue
-        rows.extend(ClaimedRow._make((*row[:ROW_LENGTH], queue, was_lapsed)) for row in answer.fetchall())
+        rows.extend(ClaimedRow._make((*row[:ROW_LENGTH], False, queue, was_lapsed)) for row in answer.fetchall())
 
     if not fresh_only:
         run(sql.END_LAPSED, total, was_lapsed=True)
@@ -137,7 +137,19 @@ def claim(
     run(sql.CLAIM_FRESH_BY_PERMITS if by_permits else sql.CLAIM_FRESH, fresh, fresh_floor)
     if not fresh_only:
         run(sql.CLAIM_RETRIES_BY_PERMITS if by_permits else sql.CLAIM_RETRIES, total - len(rows), retry_floor)
-    return sorted(rows, key=lambda row: row.id)
+    return sorted(judged(connection, rows), key=lambda row: row.id)
+
+
+def judged(connection: psycopg.Connection, rows: Sequence[ClaimedRow]) -> list[ClaimedRow]:
+    """The rows of a claim, with the answer whether a newer message has overtaken theirs."""
+    keyed = [row for row in rows if row.coalesce_key is not None and row.state == State.SENDING]
+    parameters = {
+        "ids": [row.id for row in keyed],
+        "topics": [row.topic for row in keyed],
+        "coalesce_keys": [row.coalesce_key for row in keyed],
+    }
+    overtaken = {row[0] for row in connection.execute(sql.OVERTAKEN, parameters).fetchall()}
+    return [row._replace(superseded=row.id in overtaken) for row in rows]
 
 
 def find_ordered(
@@ -162,8 +174,8 @@ def claim_ordered(
         "lease_seconds": LEASE_SECONDS,
     }
     answer = connection.execute(sql.CLAIM_ORDERED, parameters)
-    rows = [ClaimedRow._make((*row, "default", False)) for row in answer.fetchall()]
-    return sorted(rows, key=lambda row: row.id)
+    rows = [ClaimedRow._make((*row, False, "default", False)) for row in answer.fetchall()]
+    return sorted(judged(connection, rows), key=lambda row: row.id)
 
 
 def ids_in_flight(rows: Sequence[ClaimedRow]) -> list[int]:

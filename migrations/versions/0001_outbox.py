@@ -807,23 +807,6 @@ END
 $function$
 """
 
-# Volatile, so that it sees what was committed after the statement began that calls it.
-NEWEST_ID = """
-CREATE FUNCTION pgoutbox.newest_id(p_topic text, p_coalesce_key text)
-RETURNS bigint
-LANGUAGE plpgsql
-VOLATILE
-AS $function$
-BEGIN
-    RETURN (
-        SELECT head.newest_id
-        FROM pgoutbox.coalesce AS head
-        WHERE head.topic OPERATOR(pg_catalog.=) p_topic AND head.coalesce_key OPERATOR(pg_catalog.=) p_coalesce_key
-    );
-END
-$function$
-"""
-
 # The message that supersedes another by the rule `pending`: a newer one that falls due no later, in the snapshot of the
 # calling statement (hence STABLE). The one that fell due last, because many messages may not be due yet. An expired
 # message supersedes nothing. The planner must read them in this order, and stop at the first one. The id plus 0 keeps
@@ -902,8 +885,8 @@ END
 $function$
 """
 
-# What most messages are. Enough, because what is not plain here is judged by argument_error. The body is bound when the
-# function is made. PostgreSQL puts it in the place of the call, unless it is marked as less volatile than its parts.
+# The short check, for most messages. argument_error judges all others. PostgreSQL puts the body in the place of the
+# call, but only if the function is as volatile as pg_column_size: STABLE.
 IS_PLAIN = """
 CREATE FUNCTION pgoutbox.is_plain(
     topic text,
@@ -1282,6 +1265,304 @@ RETURN pg_catalog.abs(pgoutbox.enqueue_receipt(
 ))
 """
 
+# The items of a bulk as rows, with the defaults filled in. PostgreSQL puts the query in the place of the call.
+BULK_ITEMS = """
+CREATE FUNCTION pgoutbox.bulk_items(
+    topics text[],
+    payloads jsonb[],
+    queues text[],
+    destinations text[],
+    coalesce_keys text[],
+    dedupe_keys text[],
+    available_ats timestamptz[],
+    delays double precision[],
+    expires_ats timestamptz[],
+    headers jsonb[],
+    max_attempts integer[],
+    ordering_keys text[],
+    on_failed text[],
+    max_delays double precision[],
+    coalesce_rules text[]
+)
+RETURNS TABLE (
+    item_index integer, topic text, payload jsonb, queue text, destination text, coalesce_key text, dedupe_key text,
+    available_at timestamptz, expires_at timestamptz, headers jsonb, max_attempts integer, ordering_key text,
+    on_failed text, max_delay interval, coalesce_rule text
+)
+LANGUAGE sql
+STABLE
+BEGIN ATOMIC
+    SELECT
+        a.ordinality::integer OPERATOR(pg_catalog.-) 1, a.topic, a.payload, coalesce(a.queue, 'default'),
+        a.destination, a.coalesce_key, a.dedupe_key,
+        greatest(
+            a.available_at, pg_catalog.now() OPERATOR(pg_catalog.+) pg_catalog.make_interval(secs => a.delay)
+        ),
+        a.expires_at, a.headers, coalesce(a.max_attempts, 11), a.ordering_key, a.on_failed,
+        pg_catalog.make_interval(secs => a.max_delay), a.coalesce_rule
+    FROM unnest(
+        topics, payloads, queues, destinations, coalesce_keys, dedupe_keys, available_ats, delays, expires_ats,
+        headers, max_attempts, ordering_keys, on_failed, max_delays, coalesce_rules
+    ) WITH ORDINALITY AS a(
+        topic, payload, queue, destination, coalesce_key, dedupe_key, available_at, delay, expires_at,
+        headers, max_attempts, ordering_key, on_failed, max_delay, coalesce_rule, ordinality
+    );
+END
+"""
+
+# Items whose only key is a coalesce key of the rule `newest`. The ids are drawn first. If another transaction has
+# written a greater id into the head meanwhile, a new id is drawn while the head is locked. So the order of the newest
+# ids of a key is the order of commits. Earlier items of the same key are superseded at once. The planner does not know
+# how long the arrays are, and would join them row by row.
+ENQUEUE_COALESCED = """
+CREATE FUNCTION pgoutbox.enqueue_coalesced(
+    topics text[],
+    payloads jsonb[],
+    queues text[],
+    destinations text[],
+    coalesce_keys text[],
+    available_ats timestamptz[],
+    delays double precision[],
+    expires_ats timestamptz[],
+    headers jsonb[],
+    max_attempts integer[],
+    coalesce_rules text[]
+)
+RETURNS TABLE (item_index integer, id bigint)
+LANGUAGE plpgsql
+SET search_path = pg_catalog, pg_temp
+SET enable_nestloop = off
+AS $function$
+#variable_conflict use_column
+BEGIN
+    RETURN QUERY
+    WITH item AS MATERIALIZED (
+        SELECT s.*, nextval('pgoutbox.message_id_seq') AS drawn_id
+        FROM (
+            SELECT a.*, lead(a.item_index) OVER (
+                PARTITION BY a.topic COLLATE "C", a.coalesce_key COLLATE "C" ORDER BY a.item_index
+            ) IS NULL AS is_newest
+            FROM pgoutbox.bulk_items(
+                topics, payloads, queues, destinations, coalesce_keys, NULL, available_ats, delays, expires_ats,
+                headers, max_attempts, NULL, NULL, NULL, coalesce_rules
+            ) AS a
+            WHERE a.coalesce_key IS NOT NULL AND a.coalesce_rule IS DISTINCT FROM 'pending'
+            ORDER BY a.topic COLLATE "C", a.coalesce_key COLLATE "C", a.item_index
+        ) AS s
+    ), head AS (
+        INSERT INTO pgoutbox.coalesce AS head (newest_id, topic, coalesce_key)
+        SELECT i.drawn_id, i.topic, i.coalesce_key
+        FROM item AS i
+        WHERE i.is_newest
+        ON CONFLICT ON CONSTRAINT coalesce_pkey DO UPDATE
+        SET newest_id = CASE
+            WHEN excluded.newest_id > head.newest_id THEN excluded.newest_id
+            ELSE pgoutbox.next_id(head.newest_id)
+        END
+        RETURNING head.newest_id, head.topic, head.coalesce_key
+    ), numbered AS MATERIALIZED (
+        SELECT i.*, CASE WHEN i.is_newest THEN h.newest_id ELSE i.drawn_id END AS id
+        FROM item AS i
+        JOIN head AS h ON h.topic = i.topic AND h.coalesce_key = i.coalesce_key
+    ), large AS (
+        INSERT INTO pgoutbox.large_payload (message_id, body)
+        SELECT n.id, n.payload
+        FROM numbered AS n
+        WHERE pgoutbox.is_large(n.payload)
+    ), inserted AS (
+        INSERT INTO pgoutbox.message_live (
+            id, topic, payload, queue, destination, coalesce_key, available_at, expires_at, headers, max_attempts,
+            attempt_budget
+        )
+        SELECT
+            n.id, n.topic, CASE WHEN NOT pgoutbox.is_large(n.payload) THEN n.payload END, n.queue, n.destination,
+            n.coalesce_key, greatest(n.available_at, now()),
+            n.expires_at, n.headers, n.max_attempts, n.max_attempts
+        FROM numbered AS n
+    )
+    SELECT n.item_index, n.id
+    FROM numbered AS n;
+END
+$function$
+"""
+
+# Items whose only key is a dedupe key that nobody has yet. enqueue_checked judges the others.
+ENQUEUE_DEDUPED = """
+CREATE FUNCTION pgoutbox.enqueue_deduped(
+    topics text[],
+    payloads jsonb[],
+    queues text[],
+    destinations text[],
+    dedupe_keys text[],
+    available_ats timestamptz[],
+    delays double precision[],
+    expires_ats timestamptz[],
+    headers jsonb[],
+    max_attempts integer[]
+)
+RETURNS TABLE (item_index integer, id bigint)
+LANGUAGE plpgsql
+SET search_path = pg_catalog, pg_temp
+SET enable_nestloop = off
+AS $function$
+#variable_conflict use_column
+BEGIN
+    RETURN QUERY
+    WITH item AS MATERIALIZED (
+        SELECT s.*, nextval('pgoutbox.message_id_seq') AS id
+        FROM (
+            SELECT a.*
+            FROM pgoutbox.bulk_items(
+                topics, payloads, queues, destinations, NULL, dedupe_keys, available_ats, delays, expires_ats, headers,
+                max_attempts, NULL, NULL, NULL, NULL
+            ) AS a
+            WHERE a.dedupe_key IS NOT NULL
+            ORDER BY a.topic COLLATE "C", a.dedupe_key COLLATE "C", a.item_index
+        ) AS s
+    ), taken AS (
+        INSERT INTO pgoutbox.dedupe AS d (message_id, topic, dedupe_key, payload_digest)
+        SELECT i.id, i.topic, i.dedupe_key, (pgoutbox.payload_digests(i.payload))[1]
+        FROM item AS i
+        ON CONFLICT ON CONSTRAINT dedupe_pkey DO NOTHING
+        RETURNING d.message_id
+    ), large AS (
+        INSERT INTO pgoutbox.large_payload (message_id, body)
+        SELECT i.id, i.payload
+        FROM item AS i
+        JOIN taken AS t ON t.message_id = i.id
+        WHERE pgoutbox.is_large(i.payload)
+    ), inserted AS (
+        INSERT INTO pgoutbox.message_live (
+            id, topic, payload, queue, destination, dedupe_key, available_at, expires_at, headers, max_attempts,
+            attempt_budget
+        )
+        SELECT
+            i.id, i.topic, CASE WHEN NOT pgoutbox.is_large(i.payload) THEN i.payload END, i.queue, i.destination,
+            i.dedupe_key, greatest(i.available_at, now()),
+            i.expires_at, i.headers, i.max_attempts, i.max_attempts
+        FROM item AS i
+        JOIN taken AS t ON t.message_id = i.id
+    )
+    SELECT i.item_index, i.id
+    FROM item AS i
+    JOIN taken AS t ON t.message_id = i.id;
+END
+$function$
+"""
+
+# Whether a cancelled or skipped message gives one of the keys to the next.
+HAS_FREED_KEYS = """
+CREATE FUNCTION pgoutbox.has_freed_keys(topics text[], dedupe_keys text[])
+RETURNS boolean
+LANGUAGE plpgsql
+SET search_path = pg_catalog, pg_temp
+AS $function$
+BEGIN
+    RETURN EXISTS (
+        SELECT
+        FROM unnest(topics, dedupe_keys) AS k(topic, dedupe_key)
+        JOIN pgoutbox.dedupe AS d ON d.topic = k.topic AND d.dedupe_key = k.dedupe_key
+        WHERE pgoutbox.has_freed_key(d.message_id)
+    );
+END
+$function$
+"""
+
+# Items with keys that enqueue locks. Every transaction locks ordering keys first, then coalesce keys, then dedupe keys,
+# and keys of one kind in their order. So two bulks do not wait for each other in a circle. (Messages with two keys that
+# combine them differently can; then PostgreSQL ends one of the two.) Messages of one coalesce or ordering key keep the
+# order of the items. A bulk that has only coalesce keys, or only dedupe keys, is written by one statement. A freed
+# dedupe key is locked by a statement of its own, so then all keys of the bulk are taken one by one.
+ENQUEUE_KEYED = """
+CREATE FUNCTION pgoutbox.enqueue_keyed(
+    topics text[],
+    payloads jsonb[],
+    queues text[],
+    destinations text[],
+    coalesce_keys text[],
+    dedupe_keys text[],
+    available_ats timestamptz[],
+    delays double precision[],
+    expires_ats timestamptz[],
+    headers jsonb[],
+    max_attempts integer[],
+    ordering_keys text[],
+    on_failed text[],
+    max_delays double precision[],
+    coalesce_rules text[]
+)
+RETURNS TABLE (item_index integer, id bigint, duplicate boolean)
+LANGUAGE plpgsql
+SET search_path = pg_catalog, pg_temp
+AS $function$
+#variable_conflict use_column
+DECLARE
+    item record;
+    receipt bigint;
+    written_indexes integer[];
+    written_ids bigint[];
+BEGIN
+    IF num_nonnulls(dedupe_keys, ordering_keys, max_delays) = 0 THEN
+        RETURN QUERY
+        SELECT c.item_index, c.id, false
+        FROM pgoutbox.enqueue_coalesced(
+            topics, payloads, queues, destinations, coalesce_keys, available_ats, delays, expires_ats, headers,
+            max_attempts, coalesce_rules
+        ) AS c;
+        RETURN;
+    END IF;
+    IF num_nonnulls(coalesce_keys, ordering_keys) = 0 AND NOT pgoutbox.has_freed_keys(topics, dedupe_keys) THEN
+        SELECT array_agg(d.item_index), array_agg(d.id)
+        INTO written_indexes, written_ids
+        FROM pgoutbox.enqueue_deduped(
+            topics, payloads, queues, destinations, dedupe_keys, available_ats, delays, expires_ats, headers,
+            max_attempts
+        ) AS d;
+        RETURN QUERY
+        SELECT w.item_index, w.id, false
+        FROM unnest(written_indexes, written_ids) AS w(item_index, id);
+        IF cardinality(written_indexes) = cardinality(array_remove(dedupe_keys, NULL)) THEN
+            RETURN;
+        END IF;
+    END IF;
+    FOR item IN
+        SELECT a.*
+        FROM pgoutbox.bulk_items(
+            topics, payloads, queues, destinations, coalesce_keys, dedupe_keys, available_ats, delays, expires_ats,
+            headers, max_attempts, ordering_keys, on_failed, max_delays, coalesce_rules
+        ) AS a
+        WHERE (
+                num_nonnulls(a.dedupe_key, a.ordering_key) > 0
+                OR (a.coalesce_key IS NOT NULL AND a.coalesce_rule IS DISTINCT FROM 'pending')
+            )
+            AND a.item_index NOT IN (SELECT unnest(written_indexes))
+        ORDER BY
+            CASE WHEN a.ordering_key IS NOT NULL THEN a.queue END COLLATE "C",
+            a.ordering_key COLLATE "C",
+            CASE WHEN a.coalesce_key IS NOT NULL AND a.coalesce_rule IS DISTINCT FROM 'pending' THEN a.topic END
+                COLLATE "C",
+            CASE WHEN a.coalesce_rule IS DISTINCT FROM 'pending' THEN a.coalesce_key END COLLATE "C",
+            CASE WHEN a.ordering_key IS NULL THEN a.topic END COLLATE "C",
+            CASE
+                WHEN a.ordering_key IS NULL AND (a.coalesce_key IS NULL OR a.coalesce_rule = 'pending')
+                    THEN a.dedupe_key
+            END COLLATE "C",
+            a.item_index
+    LOOP
+        receipt := pgoutbox.enqueue_checked(
+            item.topic, item.payload, item.queue, item.destination, item.coalesce_key, item.dedupe_key,
+            item.available_at, item.expires_at, item.headers, item.max_attempts, item.ordering_key, item.on_failed,
+            item.max_delay, item.coalesce_rule, false
+        );
+        item_index := item.item_index;
+        id := abs(receipt);
+        duplicate := receipt < 0;
+        RETURN NEXT;
+    END LOOP;
+END
+$function$
+"""
+
 ENQUEUE_MANY = """
 CREATE FUNCTION pgoutbox.enqueue_many(
     topics text[],
@@ -1310,9 +1591,7 @@ AS $function$
 DECLARE
     -- The transaction has its id before its messages have theirs: CLAIM_NEW of the worker relies on it.
     own_xid constant xid8 := pg_catalog.pg_current_xact_id();
-    item record;
     bad record;
-    receipt bigint;
 BEGIN
     IF topics IS NULL THEN
         PERFORM pgoutbox.raise_argument_error('topics: must not be null');
@@ -1329,108 +1608,88 @@ BEGIN
         PERFORM pgoutbox.raise_argument_error('topics: no other array may have more elements');
     END IF;
 
-    SELECT (i.ordinality - 1)::integer AS item_index, i.problem
+    SELECT i.item_index, i.problem
     INTO bad
     FROM (
-        SELECT a.ordinality, pgoutbox.argument_error(
-            a.topic, a.payload, coalesce(a.queue, 'default'), a.destination, a.coalesce_key, a.dedupe_key,
-            coalesce(a.available_at, now() + make_interval(secs => a.delay)), a.expires_at, a.headers,
-            coalesce(a.max_attempts, 11), a.ordering_key, a.on_failed, make_interval(secs => a.max_delay),
-            a.coalesce_rule
-        ) AS problem
-        FROM unnest(
-            topics, payloads, queues, destinations, coalesce_keys, dedupe_keys,
-            available_ats, delays, expires_ats, headers, max_attempts, ordering_keys, on_failed, max_delays,
-            coalesce_rules
-        ) WITH ORDINALITY AS a(
-            topic, payload, queue, destination, coalesce_key, dedupe_key,
-            available_at, delay, expires_at, headers, max_attempts, ordering_key, on_failed, max_delay,
-            coalesce_rule, ordinality
-        )
+        SELECT a.item_index, CASE
+            WHEN pgoutbox.is_plain(
+                a.topic, a.payload, a.queue, a.destination, a.coalesce_key, a.dedupe_key, a.available_at,
+                a.expires_at, a.headers, a.max_attempts, a.ordering_key, a.on_failed, a.max_delay, a.coalesce_rule
+            ) THEN NULL
+            ELSE pgoutbox.argument_error(
+                a.topic, a.payload, a.queue, a.destination, a.coalesce_key, a.dedupe_key, a.available_at,
+                a.expires_at, a.headers, a.max_attempts, a.ordering_key, a.on_failed, a.max_delay, a.coalesce_rule
+            )
+        END AS problem
+        FROM pgoutbox.bulk_items(
+            topics, payloads, queues, destinations, coalesce_keys, dedupe_keys, available_ats, delays, expires_ats,
+            headers, max_attempts, ordering_keys, on_failed, max_delays, coalesce_rules
+        ) AS a
     ) AS i
     WHERE i.problem IS NOT NULL
-    ORDER BY i.ordinality
+    ORDER BY i.item_index
     LIMIT 1;
     IF FOUND THEN
         PERFORM pgoutbox.raise_argument_error(bad.problem, bad.item_index);
     END IF;
 
-    RETURN QUERY
-    WITH item AS MATERIALIZED (
-        SELECT a.*, nextval('pgoutbox.message_id_seq') AS id
-        FROM unnest(
-            topics, payloads, queues, destinations, coalesce_keys, dedupe_keys,
-            available_ats, delays, expires_ats, headers, max_attempts, ordering_keys, on_failed, max_delays,
-            coalesce_rules
-        ) WITH ORDINALITY AS a(
-            topic, payload, queue, destination, coalesce_key, dedupe_key,
-            available_at, delay, expires_at, headers, max_attempts, ordering_key, on_failed, max_delay,
-            coalesce_rule, ordinality
+    IF num_nonnulls(coalesce_keys, dedupe_keys, ordering_keys) = 0
+        AND NOT EXISTS (SELECT FROM unnest(payloads) AS p(payload) WHERE pgoutbox.is_large(p.payload))
+    THEN
+        -- The ids are drawn in the order of the items.
+        RETURN QUERY
+        WITH inserted AS (
+            INSERT INTO pgoutbox.message_live AS m (
+                topic, payload, queue, destination, available_at, expires_at, headers, max_attempts, attempt_budget
+            )
+            SELECT
+                a.topic, a.payload, a.queue, a.destination, greatest(a.available_at, now()), a.expires_at, a.headers,
+                a.max_attempts, a.max_attempts
+            FROM pgoutbox.bulk_items(
+                topics, payloads, queues, destinations, coalesce_keys, dedupe_keys, available_ats, delays, expires_ats,
+                headers, max_attempts, ordering_keys, on_failed, max_delays, coalesce_rules
+            ) AS a
+            RETURNING m.id
         )
-        WHERE num_nonnulls(a.dedupe_key, a.ordering_key) = 0
-            AND (a.coalesce_key IS NULL OR a.coalesce_rule = 'pending')
-    ), large AS (
-        INSERT INTO pgoutbox.large_payload (message_id, body)
-        SELECT i.id, i.payload
-        FROM item AS i
-        WHERE pgoutbox.is_large(i.payload)
-    ), inserted AS (
-        INSERT INTO pgoutbox.message_live (
-            id, topic, payload, queue, destination, available_at, expires_at, headers, max_attempts, attempt_budget,
-            coalesce_key, coalesces_pending
+        SELECT (row_number() OVER (ORDER BY i.id) - 1)::integer, i.id, false
+        FROM inserted AS i;
+    ELSE
+        RETURN QUERY
+        WITH item AS MATERIALIZED (
+            SELECT a.*, nextval('pgoutbox.message_id_seq') AS id
+            FROM pgoutbox.bulk_items(
+                topics, payloads, queues, destinations, coalesce_keys, dedupe_keys, available_ats, delays, expires_ats,
+                headers, max_attempts, ordering_keys, on_failed, max_delays, coalesce_rules
+            ) AS a
+            WHERE num_nonnulls(a.dedupe_key, a.ordering_key) = 0
+                AND (a.coalesce_key IS NULL OR a.coalesce_rule = 'pending')
+        ), large AS (
+            INSERT INTO pgoutbox.large_payload (message_id, body)
+            SELECT i.id, i.payload
+            FROM item AS i
+            WHERE pgoutbox.is_large(i.payload)
+        ), inserted AS (
+            INSERT INTO pgoutbox.message_live (
+                id, topic, payload, queue, destination, available_at, expires_at, headers, max_attempts,
+                attempt_budget, coalesce_key, coalesces_pending
+            )
+            SELECT
+                i.id, i.topic, CASE WHEN NOT pgoutbox.is_large(i.payload) THEN i.payload END, i.queue, i.destination,
+                greatest(i.available_at, now()), i.expires_at,
+                i.headers, i.max_attempts, i.max_attempts, i.coalesce_key, nullif(i.coalesce_key IS NOT NULL, false)
+            FROM item AS i
         )
-        SELECT
-            i.id, i.topic, CASE WHEN NOT pgoutbox.is_large(i.payload) THEN i.payload END,
-            coalesce(i.queue, 'default'), i.destination,
-            greatest(i.available_at, now() + make_interval(secs => i.delay), now()), i.expires_at, i.headers,
-            coalesce(i.max_attempts, 11), coalesce(i.max_attempts, 11),
-            i.coalesce_key, nullif(i.coalesce_key IS NOT NULL, false)
-        FROM item AS i
-    )
-    SELECT (i.ordinality - 1)::integer, i.id, false
-    FROM item AS i;
+        SELECT i.item_index, i.id, false
+        FROM item AS i;
+        RETURN QUERY
+        SELECT k.item_index, k.id, k.duplicate
+        FROM pgoutbox.enqueue_keyed(
+            topics, payloads, queues, destinations, coalesce_keys, dedupe_keys, available_ats, delays, expires_ats,
+            headers, max_attempts, ordering_keys, on_failed, max_delays, coalesce_rules
+        ) AS k;
+    END IF;
 
-    -- Messages of one coalesce or ordering key keep the order of the items. The topic sorts coalesce and dedupe keys,
-    -- which belong to it, and no ordering keys, which belong to the queue. Every transaction takes the keys in one
-    -- order, so that two bulks do not wait for each other in a circle (unless messages with two keys combine them
-    -- differently; then PostgreSQL ends one of the two).
-    FOR item IN
-        SELECT a.*
-        FROM unnest(
-            topics, payloads, queues, destinations, coalesce_keys, dedupe_keys,
-            available_ats, delays, expires_ats, headers, max_attempts, ordering_keys, on_failed, max_delays,
-            coalesce_rules
-        ) WITH ORDINALITY AS a(
-            topic, payload, queue, destination, coalesce_key, dedupe_key,
-            available_at, delay, expires_at, headers, max_attempts, ordering_key, on_failed, max_delay,
-            coalesce_rule, ordinality
-        )
-        WHERE num_nonnulls(a.dedupe_key, a.ordering_key) > 0
-            OR (a.coalesce_key IS NOT NULL AND a.coalesce_rule IS DISTINCT FROM 'pending')
-        ORDER BY
-            CASE WHEN a.ordering_key IS NOT NULL THEN coalesce(a.queue, 'default') END COLLATE "C",
-            a.ordering_key COLLATE "C",
-            CASE WHEN a.ordering_key IS NULL THEN a.topic END COLLATE "C",
-            CASE WHEN a.coalesce_rule IS DISTINCT FROM 'pending' THEN a.coalesce_key END COLLATE "C",
-            CASE
-                WHEN a.ordering_key IS NULL AND (a.coalesce_key IS NULL OR a.coalesce_rule = 'pending')
-                    THEN a.dedupe_key
-            END COLLATE "C",
-            a.ordinality
-    LOOP
-        receipt := pgoutbox.enqueue_checked(
-            item.topic, item.payload, coalesce(item.queue, 'default'), item.destination,
-            item.coalesce_key, item.dedupe_key, coalesce(item.available_at, now() + make_interval(secs => item.delay)),
-            item.expires_at, item.headers, coalesce(item.max_attempts, 11),
-            item.ordering_key, item.on_failed, make_interval(secs => item.max_delay), item.coalesce_rule, false
-        );
-        item_index := item.ordinality - 1;
-        id := abs(receipt);
-        duplicate := receipt < 0;
-        RETURN NEXT;
-    END LOOP;
-
-    IF notify IS NOT FALSE THEN
+    IF notify IS NOT FALSE AND cardinality(topics) > 0 THEN
         PERFORM pgoutbox.ring(r.queue)
         FROM (
             SELECT DISTINCT coalesce(q.queue, 'default') AS queue
@@ -1910,6 +2169,10 @@ FUNCTION_COMMENTS = {
     "with a dedupe key that is taken, the id of the existing message.",
     "enqueue_many": "Enqueue arrays of messages in this transaction; a null array or element means the default.",
     "enqueue_fanout": "Enqueue one message for each destination in this transaction; what they share is stored once.",
+    "bulk_items": "The items of enqueue_many as rows, with their defaults.",
+    "enqueue_keyed": "Enqueue the items of enqueue_many that have keys which are locked, in the order of the keys.",
+    "enqueue_coalesced": "Enqueue the items of enqueue_many that have only a coalesce key of the rule newest.",
+    "enqueue_deduped": "Enqueue the items of enqueue_many that have only a dedupe key, if nobody has the key yet.",
     "enqueue_receipt": "What enqueue does, without defaults. The id is negative when the message already existed.",
     "enqueue_checked": "enqueue_receipt for what has keys, options or mistakes.",
     "write_message": "Insert one sound message and wake a sleeping worker when the transaction commits.",
@@ -1918,6 +2181,7 @@ FUNCTION_COMMENTS = {
     "is_plain": "Whether nothing but topic, payload, queue and max_attempts is given, and these are sound.",
     "payload_digests": "Digests by which enqueue recognizes a repeated payload; several for an encrypted one.",
     "next_id": "The next id, for a key whose newest message has this one. Raises 55000 if it is not greater.",
+    "has_freed_keys": "Whether has_freed_key holds for a message that has one of these dedupe keys.",
     "has_freed_key": "Whether a message was cancelled or skipped, so that its dedupe key goes to the next one.",
     "cancel": "Cancel a message in this transaction, if it stands in one of the states. Returns cancelled, requested "
     "(it is in flight: told, and not retried), the other state that it has, locked (its row stayed locked: try again) "
@@ -1933,7 +2197,6 @@ FUNCTION_COMMENTS = {
     "in flight), and the message of a dedupe key, as cancel does. The newest message comes first.",
     "argument_error": "The first thing wrong with the arguments of enqueue, as name and reason; null when all is well.",
     "raise_argument_error": "Raise 22004 or 22023 with the name of the argument as column.",
-    "newest_id": "The newest message of a coalesce key, as of now and not as of the calling statement.",
     "newer_pending": "A newer pending message of a coalesce key that supersedes this one by the rule pending; null if "
     "there is none that falls due by then.",
     "lock_newer_pending": "The same for a claim, locked and still pending; zero if another session has it now.",
@@ -1957,7 +2220,6 @@ FUNCTIONS = (
     IS_PLAIN,
     RAISE_ARGUMENT_ERROR,
     RING,
-    NEWEST_ID,
     NEWER_PENDING,
     LOCK_NEWER_PENDING,
     HAS_STRICT_DUE,
@@ -1974,6 +2236,11 @@ FUNCTIONS = (
     ENQUEUE_CHECKED,
     ENQUEUE_RECEIPT,
     ENQUEUE,
+    BULK_ITEMS,
+    ENQUEUE_COALESCED,
+    ENQUEUE_DEDUPED,
+    HAS_FREED_KEYS,
+    ENQUEUE_KEYED,
     ENQUEUE_MANY,
     ENQUEUE_FANOUT,
     RECORD_ACT,
@@ -2006,6 +2273,11 @@ DOWN = (
     "DROP FUNCTION pgoutbox.record_act",
     "DROP FUNCTION pgoutbox.enqueue_fanout",
     "DROP FUNCTION pgoutbox.enqueue_many",
+    "DROP FUNCTION pgoutbox.enqueue_keyed",
+    "DROP FUNCTION pgoutbox.has_freed_keys",
+    "DROP FUNCTION pgoutbox.enqueue_deduped",
+    "DROP FUNCTION pgoutbox.enqueue_coalesced",
+    "DROP FUNCTION pgoutbox.bulk_items",
     "DROP FUNCTION pgoutbox.enqueue",
     "DROP FUNCTION pgoutbox.enqueue_receipt",
     "DROP FUNCTION pgoutbox.enqueue_checked",
@@ -2023,7 +2295,6 @@ DOWN = (
     "DROP FUNCTION pgoutbox.has_strict_due",
     "DROP FUNCTION pgoutbox.lock_newer_pending",
     "DROP FUNCTION pgoutbox.newer_pending",
-    "DROP FUNCTION pgoutbox.newest_id",
     "DROP FUNCTION pgoutbox.raise_argument_error",
     "DROP FUNCTION pgoutbox.is_plain",
     "DROP FUNCTION pgoutbox.payload_of",

@@ -931,7 +931,7 @@ BEGIN
             pgoutbox.enqueue, pgoutbox.enqueue_receipt, pgoutbox.enqueue_many, pgoutbox.enqueue_fanout,
             pgoutbox.cancel, pgoutbox.cancel_by_key,
             pgoutbox.schema_version, pgoutbox.permits, pgoutbox.next_permit_at, pgoutbox.tokens_of,
-            pgoutbox.in_flight_of, pgoutbox.newest_id, pgoutbox.newer_pending, pgoutbox.lock_newer_pending,
+            pgoutbox.in_flight_of, pgoutbox.newer_pending, pgoutbox.lock_newer_pending,
             pgoutbox.has_strict_due, pgoutbox.renewed_until, pgoutbox.is_limited, pgoutbox.forget_sent,
             pgoutbox.redacted_text,
             pgoutbox.prune_by_rule, pgoutbox.prune_dedupe_by_rule, pgoutbox.prune_coalesce, pgoutbox.prune_ordering,

@@ -32,6 +32,7 @@ from pgoutbox.sql.claim import (
     FIND_ORDERED,
     FIND_RETRIES,
     NEXT_DUE,
+    OVERTAKEN,
 )
 from pgoutbox.sql.dashboard import (
     ALLOW_BITMAPS,
@@ -286,6 +287,7 @@ __all__ = [
     "NOW",
     "OPEN_BREAKERS",
     "OVERDUE_RETENTION",
+    "OVERTAKEN",
     "OWED_BY_TOPIC",
     "PAUSED_QUEUES",
     "PAUSE_QUEUE",

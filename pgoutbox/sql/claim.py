@@ -9,13 +9,15 @@ from typing import Final, LiteralString
 
 # Due messages without an ordering key. `now()` can be an index condition; clock_timestamp(), which is volatile, cannot.
 #
-# Two messages of one key are never in flight: a message waits for its predecessor unless it is superseded. The
-# condition on the sibling's id makes PostgreSQL look the key up; without it, it hashes all attempts in flight. A
-# message of the rule `pending` also waits for a strict one of its key: the unique index would refuse one of them.
+# Two messages of one key are never in flight: a message waits for its predecessor unless it is superseded. A message of
+# the rule `pending` also waits for a strict one of its key: the unique index would refuse one of them. The predecessor
+# is joined, because a subquery that looks it up costs twice as much.
 _DUE: Final[LiteralString] = """due AS MATERIALIZED (
     SELECT m.id, m.topic, m.coalesce_key, m.coalesces_pending, m.attempt_count, m.expires_at, head.newest_id
     FROM pgoutbox.message_live AS m
     LEFT JOIN pgoutbox.coalesce AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
+    LEFT JOIN pgoutbox.message_live AS sibling
+        ON sibling.topic = m.topic AND sibling.coalesce_key = m.coalesce_key AND sibling.state = 'sending'
     WHERE m.queue = %(queue)s::text
         AND m.ordering_key IS NULL
         AND m.available_at <= now()
@@ -25,11 +27,10 @@ _DUE: Final[LiteralString] = """due AS MATERIALIZED (
             m.coalesce_key IS NULL
             OR head.newest_id > m.id
             OR (m.coalesces_pending AND pgoutbox.newer_pending(m.topic, m.coalesce_key, m.queue, m.id) IS NOT NULL)
-            OR NOT EXISTS (
-                SELECT FROM pgoutbox.message_live AS sibling
-                WHERE sibling.topic = m.topic AND sibling.coalesce_key = m.coalesce_key AND sibling.state = 'sending'
-                    AND sibling.id <> m.id
-            ) AND (m.coalesces_pending IS NOT TRUE OR NOT pgoutbox.has_strict_due(m.topic, m.coalesce_key, m.queue))
+            OR (
+                sibling.id IS NULL
+                AND (m.coalesces_pending IS NOT TRUE OR NOT pgoutbox.has_strict_due(m.topic, m.coalesce_key, m.queue))
+            )
         )"""
 
 # The lanes, each from its floor on. Each has an index of its own, so that a backlog of retries never delays fresh
@@ -102,8 +103,6 @@ SET state = j.state,
 FROM judged AS j
 WHERE m.id = j.id AND m.state = 'pending' AND m.attempt_count = j.attempt_count"""
 
-# The last column looks with a snapshot of its own, after this claim has the key: another worker may have claimed,
-# delivered and finished a newer message since this statement began.
 _ROWS: Final[LiteralString] = """
 RETURNING m.id, m.topic, m.destination,
     coalesce(m.payload, (SELECT l.body FROM pgoutbox.large_payload AS l WHERE l.message_id = m.id))::text
@@ -111,9 +110,7 @@ RETURNING m.id, m.topic, m.destination,
     m.headers::text AS headers_json,
     m.attempt_count, m.max_attempts, m.attempt_budget, m.created_at, m.available_at,
     m.coalesce_key, m.ordering_key, m.content_id, m.claimed_at, m.state,
-    extract(epoch FROM CASE WHEN isfinite(m.expires_at) THEN m.expires_at - now() END)::float8 AS expires_in_seconds,
-    m.coalesce_key IS NOT NULL AND m.state = 'sending' AND pgoutbox.newest_id(m.topic, m.coalesce_key) > m.id
-        AS superseded"""
+    extract(epoch FROM CASE WHEN isfinite(m.expires_at) THEN m.expires_at - now() END)::float8 AS expires_in_seconds"""
 _ENDED_ROWS: Final[LiteralString] = (
     _ROWS
     + """,
@@ -139,6 +136,15 @@ CLAIM_NEW: Final[LiteralString] = _DUE_NEW + _JUDGED + _BEGIN + _ROWS
 CLAIM_RETRIES: Final[LiteralString] = _DUE_RETRIES + _JUDGED + _BEGIN + _ROWS
 CLAIM_FRESH_BY_PERMITS: Final[LiteralString] = _PERMITTED_FRESH + _JUDGED + _SPENT + _BEGIN + _ROWS
 CLAIM_RETRIES_BY_PERMITS: Final[LiteralString] = _PERMITTED_RETRIES + _JUDGED + _SPENT + _BEGIN + _ROWS
+
+# Which of the messages that were just claimed are superseded: another worker may have claimed, delivered and finished a
+# newer one since the claim's snapshot. The claim has the keys by now, so that nothing newer can begin.
+OVERTAKEN: Final[LiteralString] = """
+SELECT o.id
+FROM unnest(%(ids)s::bigint[], %(topics)s::text[], %(coalesce_keys)s::text[]) AS o(id, topic, coalesce_key)
+JOIN pgoutbox.coalesce AS head ON head.topic = o.topic AND head.coalesce_key = o.coalesce_key
+WHERE head.newest_id > o.id
+"""
 
 # The messages that these statements would claim.
 FIND_FRESH: Final[LiteralString] = _PERMITTED_FRESH + _FOUND_DUE

@@ -54,28 +54,28 @@ FROM (
 ) AS r
 """
 
-# Topics and payloads, which every message has, travel as lines of one text: neither can hold a line feed, and drivers
-# are slow at writing arrays.
+# Arrays of texts travel as one text, because drivers are slow at writing arrays. Topics and payloads, which every
+# message has, are the lines of theirs: neither can hold a line feed.
 ENQUEUE_MANY: Final[LiteralString] = """
 SELECT r.item_index, r.id, r.duplicate
 FROM (
     SELECT
         pg_catalog.string_to_array(%s::pg_catalog.text, pg_catalog.chr(10)) AS topics,
         pg_catalog.string_to_array(%s::pg_catalog.text, pg_catalog.chr(10))::pg_catalog.jsonb[] AS payloads,
-        %s::pg_catalog.text[] AS queues,
-        %s::pg_catalog.text[] AS destinations,
-        %s::pg_catalog.text[] AS coalesce_keys,
-        %s::pg_catalog.text[] AS dedupe_keys,
+        %s::pg_catalog.text::pg_catalog.text[] AS queues,
+        %s::pg_catalog.text::pg_catalog.text[] AS destinations,
+        %s::pg_catalog.text::pg_catalog.text[] AS coalesce_keys,
+        %s::pg_catalog.text::pg_catalog.text[] AS dedupe_keys,
         %s::pg_catalog.timestamptz[] AS available_ats,
         %s::pg_catalog.float8[] AS delays,
         %s::pg_catalog.timestamptz[] AS expires_ats,
         %s::pg_catalog.float8[] AS expires_afters,
-        %s::pg_catalog.text[]::pg_catalog.jsonb[] AS headers,
+        %s::pg_catalog.text::pg_catalog.text[]::pg_catalog.jsonb[] AS headers,
         %s::pg_catalog.int4[] AS max_attempts,
-        %s::pg_catalog.text[] AS ordering_keys,
-        %s::pg_catalog.text[] AS on_failed,
+        %s::pg_catalog.text::pg_catalog.text[] AS ordering_keys,
+        %s::pg_catalog.text::pg_catalog.text[] AS on_failed,
         %s::pg_catalog.float8[] AS max_delays,
-        %s::pg_catalog.text[] AS coalesce_rules,
+        %s::pg_catalog.text::pg_catalog.text[] AS coalesce_rules,
         %s::pg_catalog.bool AS notify
 ) AS draft
 CROSS JOIN LATERAL pgoutbox.enqueue_many(

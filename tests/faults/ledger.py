@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Final, Literal, NamedTuple, Self
 
 import psycopg
+from psycopg.rows import class_row
 
 LEDGER_VARIABLE: Final = "LEDGER"
 """Which file the processes of a test write to."""
@@ -83,6 +84,17 @@ SELECT
 FROM pgoutbox.attempt AS a
 JOIN pgoutbox.message AS m ON m.id = a.message_id
 WHERE pgoutbox.payload_of(m) ? 'ledger_key'
+"""
+# A message that is cancelled or has expired owes no attempt.
+_COALESCED: Final = """
+SELECT
+    id,
+    pgoutbox.payload_of(message) ->> 'ledger_key' AS key,
+    state = 'cancelled' OR skip_reason IS NOT DISTINCT FROM 'expired' AS is_excused,
+    superseded_by
+FROM pgoutbox.message
+WHERE pgoutbox.payload_of(message) ? 'ledger_key' AND coalesce_key IS NOT NULL
+ORDER BY id DESC
 """
 _OWED: Final = """
 SELECT count(*)
@@ -208,6 +220,8 @@ class Run(NamedTuple):
 class Entries:
     """What a ledger's file says. Keys in none of the three sets were never about to be committed."""
 
+    intended: Mapping[str, float]
+    """When each was first about to be committed: its commit was not before that."""
     acknowledged: Mapping[str, float]
     """When each was told."""
     unknown: frozenset[str]
@@ -227,6 +241,7 @@ def read_entries(path: Path) -> Entries:
     keys_of: defaultdict[str, set[str]] = defaultdict(set)
     hand_overs: defaultdict[str, list[int]] = defaultdict(list)
     order: list[HandOver] = []
+    intended: dict[str, float] = {}
     acknowledged: dict[str, float] = {}
     runs: list[Run] = []
     open_runs: dict[tuple[str, int, str], int] = {}
@@ -236,10 +251,13 @@ def read_entries(path: Path) -> Entries:
         except ValueError:
             continue  # Half a line, or the empty one before the first record.
         if "attempt_count" not in record:
-            if record["entry"] == "acknowledged":
-                acknowledged |= dict.fromkeys(record["keys"], record["at"])
-            else:
-                keys_of[record["entry"]].update(record["keys"])
+            match record["entry"]:
+                case "intended":
+                    intended = dict.fromkeys(record["keys"], record["at"]) | intended
+                case "acknowledged":
+                    acknowledged |= dict.fromkeys(record["keys"], record["at"])
+                case entry:
+                    keys_of[entry].update(record["keys"])
             continue
         attempt = record["keys"][0], record["attempt_count"], record["process"]
         match record["entry"]:
@@ -254,8 +272,9 @@ def read_entries(path: Path) -> Entries:
                 runs[number] = runs[number]._replace(ended_at=record["at"])
     rolled_back = keys_of["rolled_back"]
     return Entries(
+        intended=intended,
         acknowledged=acknowledged,
-        unknown=frozenset(keys_of["intended"] - acknowledged.keys() - rolled_back),
+        unknown=frozenset(intended.keys() - acknowledged.keys() - rolled_back),
         rolled_back=frozenset(rolled_back),
         refused=frozenset(keys_of["refused"]),
         hand_overs=dict(hand_overs),
@@ -288,6 +307,8 @@ class Verdict:
     """Handed over twice by one attempt, or again though no earlier attempt is recorded as ended otherwise than sent."""
     undrained: list[str] = field(default_factory=list)
     """In the database and in no final state."""
+    no_attempt_after_commit: list[str] = field(default_factory=list)
+    """With a coalesce key, and after the commit neither an attempt of it began nor one of what superseded it."""
 
     @property
     def violations(self) -> dict[str, list[str]]:
@@ -299,6 +320,7 @@ class Verdict:
             "sent_without_hand_over": self.sent_without_hand_over,
             "unexplained_duplicates": self.unexplained_duplicates,
             "undrained": self.undrained,
+            "no_attempt_after_commit": self.no_attempt_after_commit,
         }
         return {name: keys for name, keys in every.items() if keys}
 
@@ -366,7 +388,42 @@ def judge(path: Path, connection: psycopg.Connection) -> Verdict:
             or (key in row_counts and not set(attempts) - {max(attempts)} <= ended[key])
         ),
         undrained=sorted({key for key, state in states if state in _OPEN_STATES}),
+        no_attempt_after_commit=sorted(_without_attempt(entries, connection)),
     )
+
+
+class _Coalesced(NamedTuple):
+    id: int
+    key: str
+    is_excused: bool
+    superseded_by: int | None
+
+
+def _without_attempt(entries: Entries, connection: psycopg.Connection) -> Iterator[str]:
+    """The keys of messages with a coalesce key for which no attempt began after their commit.
+
+    A superseded message counts on the message at the end of its chain. Another attempt of the key is no excuse: it
+    would not have begun if this message had been the last one. The rule `newest` keeps this promise by its locks, and
+    the rule `pending` without them.
+    """
+    latest: dict[str, float] = {}
+    for key, at in _beginnings(entries):
+        latest[key] = max(at, latest.get(key, at))
+    last_of: dict[int | None, _Coalesced] = {}
+    for message in connection.cursor(row_factory=class_row(_Coalesced)).execute(_COALESCED):
+        last = last_of[message.id] = last_of.get(message.superseded_by, message)
+        began_at = max(latest.get(key, float("-inf")) for key in (message.key, last.key))
+        if began_at < entries.intended.get(message.key, float("-inf")) and not last.is_excused:
+            yield message.key
+
+
+def _beginnings(entries: Entries) -> Iterator[tuple[str, float]]:
+    """When the attempts of each key began. A handler that does not note its beginning hands over at once."""
+    noted = {(run.key, run.attempt_count, run.process) for run in entries.runs}
+    yield from ((run.key, run.began_at) for run in entries.runs)
+    for hand_over in entries.hand_over_order:
+        if (hand_over.key, hand_over.attempt_count, hand_over.process) not in noted:
+            yield hand_over.key, hand_over.at
 
 
 def _histories(connection: psycopg.Connection) -> dict[int, tuple[str, list[str]]]:

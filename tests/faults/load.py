@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 TOPIC: Final = "faults.deliver"
 
 _EVERY_SO_MANY_ROLLS_BACK: Final = 7
+_EVERY_SO_MANY_COALESCES: Final = 4
+_COALESCE_KEY: Final = "faults"
+"""Of all producers: without locks, by the rule `pending`."""
 
 
 def start_worker(dsn: str, ledger: Path, log: Path, settings: Mapping[str, str]) -> WorkerProcess:
@@ -157,10 +160,13 @@ class Load:
         """Commit at the end of the block, and write down how that went: for a producer of the test's own."""
         return self._ledger.committing(connection, *keys)
 
-    def enqueue(self, connection: psycopg.Connection[TupleRow], key: str) -> None:
+    def enqueue(self, connection: psycopg.Connection[TupleRow], key: str, *, coalesces: bool = False) -> None:
         """Enqueue one message."""
         payload = {KEY: key, "padding": secrets.token_hex(self._padding_bytes // 2)}
-        self._outbox.enqueue(connection, TOPIC, payload)
+        if coalesces:
+            self._outbox.enqueue(connection, TOPIC, payload, coalesce_key=_COALESCE_KEY, coalesce_rule="pending")
+        else:
+            self._outbox.enqueue(connection, TOPIC, payload)
 
     def _produce(self, name: str) -> None:
         number = 0
@@ -173,7 +179,7 @@ class Load:
                         ending = self._ledger.rolling_back if rolls_back else self._ledger.committing
                         key = f"{name}-{number}"
                         with ending(connection, key):
-                            self.enqueue(connection, key)
+                            self.enqueue(connection, key, coalesces=number % _EVERY_SO_MANY_COALESCES == 0)
                         self._stopping.wait(self._pause_seconds)
             except psycopg.Error as error:
                 self.errors[error.sqlstate or "connection"] += 1

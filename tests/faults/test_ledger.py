@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import psycopg
 import pytest
 
 from tests.faults.ledger import KEY, Ledger, install_audit, judge, owed_count, read_entries
-from tests.outbox_actions import claim, enqueue, finish_sent, lapse, redrive
+from tests.outbox_actions import claim, enqueue, finish_sent, lapse, redrive, state_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -36,9 +37,11 @@ def committed(db: psycopg.Connection, ledger: Ledger, key: str) -> int:
         return enqueue(db, payload={KEY: key})
 
 
-def deliver(db: psycopg.Connection, ledger: Ledger) -> None:
+def deliver(db: psycopg.Connection, ledger: Ledger, *, queue: str = "default") -> None:
     """Hand over and finish whatever is due, as another worker than the one whose lease may have lapsed."""
-    for row in claim(db, worker="worker-2"):
+    for row in claim(db, worker="worker-2", queue=queue):
+        if row.state != "sending":
+            continue
         ledger.hand_over({KEY: (row.payload_json or "").split('"')[3]}, row.attempt_count)
         assert finish_sent(db, (row.id, row.attempt_count), worker="worker-2") == {row.id}
 
@@ -92,6 +95,167 @@ def test_a_redrive_is_no_second_final_state(db: psycopg.Connection, ledger: Ledg
     assert redrive(db, message_id)
     deliver(db, ledger)
     assert judge(ledger.path, db).violations == {}
+
+
+# --- the rule pending -------------------------------------------------------------------------------------------------
+
+
+def look_again(db: psycopg.Connection, key: str, *, queue: str = "default") -> int:
+    return enqueue(db, payload={KEY: key}, queue=queue, coalesce_key="c", coalesce_rule="pending")
+
+
+def newest(db: psycopg.Connection, ledger: Ledger, key: str = "newest", *, queue: str = "default") -> int:
+    """One more message, whose commit is acknowledged."""
+    with ledger.committing(db, key):
+        return look_again(db, key, queue=queue)
+
+
+@dataclass
+class Late:
+    """A message of the rule `pending`, committed when `newer` of its key had been delivered."""
+
+    db: psycopg.Connection
+    ledger: Ledger
+    newer: int
+    id: int
+
+    def end(
+        self, message_id: int, state: str, superseded_by: int | None = None, skip_reason: str | None = None
+    ) -> None:
+        """End a message like this, whether or not that is right."""
+        self.db.execute(
+            "UPDATE pgoutbox.message "
+            "SET state = %s, superseded_by = %s, skip_reason = %s, finished_at = now(), lease_expires_at = NULL "
+            "WHERE id = %s",
+            [state, superseded_by, skip_reason, message_id],
+        )
+
+    def supersede(self, by: int) -> None:
+        """Skip it for this one."""
+        self.end(self.id, "skipped", by, f"superseded by {by}")
+
+
+@pytest.fixture
+def late(db: psycopg.Connection, connect: Connect, ledger: Ledger) -> Late:
+    producer = connect()
+    message_id = look_again(producer, "late")
+    with ledger.committing(db, "newer"):
+        newer = look_again(db, "newer")
+    deliver(db, ledger)
+    with ledger.committing(producer, "late"):
+        pass
+    return Late(db, ledger, newer, message_id)
+
+
+def is_delivered(late: Late) -> None:
+    deliver(late.db, late.ledger)
+
+
+def is_superseded_by_one_that_is_delivered(late: Late) -> None:
+    newest(late.db, late.ledger)
+    deliver(late.db, late.ledger)
+    assert state_of(late.db, late.id) == "skipped"
+
+
+def is_superseded_in_another_queue(late: Late) -> None:
+    """A worker that serves both queues ends its attempt so, when its lease has lapsed."""
+    late.supersede(newest(late.db, late.ledger, queue="bulk"))
+    deliver(late.db, late.ledger, queue="bulk")
+
+
+def is_cancelled(late: Late) -> None:
+    late.end(late.id, "cancelled")
+
+
+def is_expired(late: Late) -> None:
+    late.end(late.id, "skipped", skip_reason="expired")
+
+
+def is_superseded_by_one_that_is_cancelled(late: Late) -> None:
+    by = newest(late.db, late.ledger)
+    late.supersede(by)
+    late.end(by, "cancelled")
+
+
+def is_superseded_by_one_that_was_delivered_before(late: Late) -> None:
+    late.supersede(late.newer)
+
+
+def is_skipped_by_nobody(late: Late) -> None:
+    late.end(late.id, "skipped", skip_reason="not wanted")
+
+
+def is_passed_by_one_that_did_not_supersede_it(late: Late) -> None:
+    newest(late.db, late.ledger)
+    late.supersede(late.newer)
+    deliver(late.db, late.ledger)
+
+
+def is_superseded_by_one_that_is_superseded(late: Late) -> None:
+    late.supersede(newest(late.db, late.ledger, "between"))
+    newest(late.db, late.ledger)
+    deliver(late.db, late.ledger)
+
+
+def is_tried_and_then_superseded(late: Late) -> None:
+    """Its own attempt began after its commit."""
+    claim(late.db)
+    with late.ledger.running({KEY: "late"}, 1):
+        late.supersede(late.newer)
+
+
+@pytest.mark.parametrize(
+    ("end", "is_broken"),
+    [
+        (is_delivered, False),
+        (is_superseded_by_one_that_is_delivered, False),
+        (is_superseded_by_one_that_is_superseded, False),
+        (is_tried_and_then_superseded, False),
+        (is_superseded_in_another_queue, False),
+        (is_cancelled, False),
+        (is_expired, False),
+        (is_superseded_by_one_that_is_cancelled, False),
+        (is_superseded_by_one_that_was_delivered_before, True),
+        (is_skipped_by_nobody, True),
+        (is_passed_by_one_that_did_not_supersede_it, True),
+    ],
+)
+def test_after_each_commit_of_the_rule_pending_an_attempt_begins(
+    late: Late, end: Callable[[Late], None], is_broken: bool
+) -> None:
+    end(late)
+    expected = {"no_attempt_after_commit": ["late"]} if is_broken else {}
+    assert judge(late.ledger.path, late.db).violations == expected
+
+
+def test_of_several_transactions_for_one_record_the_first_may_be_the_one_that_committed(
+    db: psycopg.Connection, ledger: Ledger
+) -> None:
+    """As a dedupe key has it: later transactions find the message, and write nothing."""
+    newest(db, ledger)
+    deliver(db, ledger)
+    ledger.write("intended", "newest")
+    assert judge(ledger.path, db).violations == {}
+
+
+def test_an_attempt_that_hands_over_after_the_commit_may_have_begun_before_it(
+    db: psycopg.Connection, connect: Connect, ledger: Ledger
+) -> None:
+    producer = connect()
+    message_id = look_again(producer, "late")
+    with ledger.committing(db, "newer"):
+        newer = look_again(db, "newer")
+    claim(db)
+    with ledger.running({KEY: "newer"}, 1):
+        with ledger.committing(producer, "late"):
+            pass
+        ledger.hand_over({KEY: "newer"}, 1)
+    finish_sent(db, (newer, 1))
+    Late(db, ledger, newer, message_id).supersede(newer)
+    assert judge(ledger.path, db).violations == {"no_attempt_after_commit": ["late"]}
+
+
+# --- records ----------------------------------------------------------------------------------------------------------
 
 
 def test_half_a_line_is_no_record_and_spoils_no_other(db: psycopg.Connection, ledger: Ledger) -> None:

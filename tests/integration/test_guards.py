@@ -392,6 +392,49 @@ async def a_lapsed_attempt_is_not_made_again_after_a_newer_message(stage: Stage)
     assert state_of(stage.db, older) == "skipped"
 
 
+def enqueue_bulk(connection: psycopg.Connection, **keys: list[str]) -> list[int]:
+    """Enqueue a message for each key in one bulk; the ids are in their order."""
+    ((name, values),) = keys.items()
+    rows = connection.execute(
+        "SELECT m.id FROM pgoutbox.enqueue_many("
+        f" array_fill('greet'::text, ARRAY[%s]), array_fill('1'::jsonb, ARRAY[%s]), {name} => %s::text[])"
+        " AS m ORDER BY m.item_index".encode(),
+        [len(values), len(values), values],
+    ).fetchall()
+    return [message_id for (message_id,) in rows]
+
+
+async def a_bulk_that_waited_for_a_coalesce_key_is_the_newest(stage: Stage) -> None:
+    """The gate is the head, which the bulk meets with ids drawn; its holder writes a greater id."""
+    holder, bulk = stage.connect(), stage.connect(autocommit=True)
+    enqueue(stage.db, coalesce_key="k")
+    holder.execute("SELECT FROM pgoutbox.coalesce AS head WHERE head.coalesce_key = 'k' FOR UPDATE")
+    blocked = asyncio.create_task(asyncio.to_thread(enqueue_bulk, bulk, coalesce_keys=["k", "k"]))
+    await until_blocked(stage.db, blocked)
+    enqueue(holder, coalesce_key="k")
+    holder.commit()
+    _, newest_id = await blocked
+    assert ids_in_flight(claim(stage.db)) == [newest_id]
+
+
+async def two_bulks_take_dedupe_keys_in_one_order_though_one_is_freed(stage: Stage) -> None:
+    """The gate has locked the key a, as a redrive does. A bulk that meets it must not have taken the key b by then."""
+    gate, bulk, other = stage.connect(), stage.connect(autocommit=True), stage.connect(autocommit=True)
+    freed_id = enqueue(stage.db, dedupe_key="a")
+    stage.db.execute("SELECT pgoutbox.cancel(%s)", [freed_id])
+    gate.execute("SELECT FROM pgoutbox.dedupe AS d WHERE d.dedupe_key = 'a' FOR UPDATE")
+    blocked = asyncio.create_task(asyncio.to_thread(enqueue_bulk, bulk, dedupe_keys=["b", "a"]))
+    await until_blocked(stage.db, blocked)
+    other.execute("SET lock_timeout = '50ms'")
+    try:
+        enqueue_bulk(other, dedupe_keys=["b"])
+    except psycopg.errors.LockNotAvailable:
+        pytest.fail("the bulk has taken the key b")
+    finally:
+        gate.rollback()
+        await blocked
+
+
 async def two_claims_enter_their_keys_in_one_order(stage: Stage) -> None:
     """The gate has the key b. A claim that meets it there has the key a by then, though b was due first."""
     gate, other = stage.connect(), stage.connect(autocommit=True)
@@ -814,11 +857,8 @@ def no_guard_in_function(name: str, part: str) -> Mutation:
 
 KEYS_IN_ORDER = "ORDER BY d.coalesce_key, CASE WHEN d.coalesce_key IS NOT NULL THEN d.topic END"
 
-SIBLING = """NOT EXISTS (
-                SELECT FROM pgoutbox.message_live AS sibling
-                WHERE sibling.topic = m.topic AND sibling.coalesce_key = m.coalesce_key AND sibling.state = 'sending'
-                    AND sibling.id <> m.id
-            ) AND """
+SIBLING = """sibling.id IS NULL
+                AND """
 
 
 def no_unique_index(stage: Stage, patch: pytest.MonkeyPatch) -> None:
@@ -842,7 +882,7 @@ def newer_in(statement: str, *parts: tuple[str, str]) -> Mutation:
     return mutate
 
 
-STRICT_DUE = " AND (m.coalesces_pending IS NOT TRUE OR NOT pgoutbox.has_strict_due(m.topic, m.coalesce_key, m.queue))"
+STRICT_DUE = "(m.coalesces_pending IS NOT TRUE OR NOT pgoutbox.has_strict_due(m.topic, m.coalesce_key, m.queue))"
 NEWER_BY_RETRY = "now() + make_interval(secs => coalesce(o.delay_seconds, 0))"
 PENDING_SUCCESSORS = """UNION
 SELECT m.queue
@@ -854,6 +894,14 @@ WHERE m.coalesces_pending AND m.state = 'pending' AND m.available_at <= now() AN
 def no_lock_on_the_newer(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     redefine(stage, "lock_newer_pending", "FOR SHARE SKIP LOCKED", "")
     redefine(stage, "lock_newer_pending", "CASE WHEN FOUND THEN newer_id ELSE 0 END", "newer_id")
+
+
+def no_newer_id_of_a_changed_head(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    redefine(stage, "enqueue_coalesced", "ELSE pgoutbox.next_id(head.newest_id)", "ELSE head.newest_id")
+
+
+def no_look_for_freed_keys(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    redefine(stage, "has_freed_keys", "pgoutbox.has_freed_key(d.message_id)", "false")
 
 
 def ended_supersede(stage: Stage, patch: pytest.MonkeyPatch) -> None:
@@ -1021,6 +1069,12 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
         no_part_in_claims("WHEN newer.id IS NOT NULL OR m.expires_at <= now() THEN 'skipped'\n"),
     ),
     ("order of keys", two_claims_enter_their_keys_in_one_order, no_part_in_claims(KEYS_IN_ORDER)),
+    (
+        "bulk: newer id of a changed head",
+        a_bulk_that_waited_for_a_coalesce_key_is_the_newest,
+        no_newer_id_of_a_changed_head,
+    ),
+    ("bulk: look for freed keys", two_bulks_take_dedupe_keys_in_one_order_though_one_is_freed, no_look_for_freed_keys),
     ("supersession in finish", an_older_attempt_is_not_retried_after_a_newer_message, no_supersession_in_finish),
     ("rule pending: lock on the newer message", an_attempt_begins_after_every_commit, no_lock_on_the_newer),
     (
@@ -1054,7 +1108,7 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
     (
         "rule pending: strict message",
         a_message_waits_for_a_strict_one_of_its_key,
-        no_part_in_claims(STRICT_DUE),
+        no_part_in_claims(STRICT_DUE, instead="true"),
     ),
     ("rule pending: retry", a_retry_ends_if_a_newer_message_waits, no_rule_in_finish),
     (

@@ -121,7 +121,6 @@ FUNCTION_RIGHTS: Final[dict[str, set[str]]] = {
     | {
         "forget_sent",
         "in_flight_of",
-        "newest_id",
         "newer_pending",
         "lock_newer_pending",
         "is_limited",
@@ -902,7 +901,6 @@ CALLS: Final[tuple[tuple[str, LiteralString], ...]] = (
     (PRODUCER, "SELECT FROM pgoutbox.cancel_by_key('mail', coalesce_key => 'k', dedupe_key => 'd')"),
     (WORKER, "SELECT pgoutbox.forget_sent('{1}', '{1}', 'w')"),
     (WORKER, "SELECT pgoutbox.permits('limited', 5)"),
-    (WORKER, "SELECT pgoutbox.newest_id('mail', 'k')"),
     (WORKER, "SELECT pgoutbox.newer_pending('mail', 'k', 'default', 1)"),
     (WORKER, "SELECT pgoutbox.lock_newer_pending('mail', 'k', 'default', 1)"),
     (WORKER, "SELECT pgoutbox.has_strict_due('mail', 'k', 'default')"),

@@ -1,9 +1,10 @@
 """The model of a limited queue: claimers that ask `permits`, take tokens and count what is in flight; an operator.
 
-A claim is a snapshot with a first look at the limits, then the queue's row and a second look with a snapshot of its
-own, then the rows that the first snapshot saw and that still are what it saw, and the commit. What becomes of an
-attempt is left open: it ends, loses its worker, or its lease runs out. A token that comes is a step; the promise has a
-bucket of its own, which nobody can spend twice.
+A claim is for one lane: fresh messages, retries or lost attempts. It is a snapshot with a first look at the limits,
+then the queue's row and a second look with a snapshot of its own, then the rows that the first snapshot saw and that
+still are what it saw, and the commit. A lost attempt whose message is not tried again ends without a permit. What
+becomes of an attempt is left open: it ends, loses its worker, or its lease runs out. A token that comes is a step; the
+promise has a bucket of its own, which nobody can spend twice.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Guard(enum.Enum):
     LIMITS_ASKED_AGAIN = "permits reads the limits again when it has the row"
     COUNTED_AFTERWARDS = "permits counts what is in flight when it has the row, not with the claim's snapshot"
     LAPSED_LEFT_OUT = "an attempt whose lease has ended does not count as in flight"
-    SHARED_BY_LANES = "all lanes of a claim share its permits"
+    ASKED_BY_EACH_LANE = "the claim of each lane asks for permits of its own"
     SPENT_FROM_THE_ROW = "the tokens are taken from what the row holds, not from what the claim's snapshot saw"
     SPENT_WITH_THE_CLAIM = "the tokens are taken by the statement that begins the attempts"
 
@@ -107,7 +108,7 @@ class Limited:
     def steps(self, state: World) -> Iterator[Step]:
         for row in state.rows:
             if row.state == SENDING:
-                for label, after in self._attempt(row):
+                for label, after in (*self._attempt(row), *self._end_lost(row)):
                     yield f"message {row.id} {label}", _with_row(state, after)
         for index, claimer in enumerate(state.claimers):
             for label, following in self._claim(state, index, claimer):
@@ -132,6 +133,11 @@ class Limited:
         if not row.is_lapsed:
             yield "loses its lease", row._replace(is_lapsed=True)
 
+    def _end_lost(self, row: Row) -> Iterator[tuple[str, Row]]:
+        """END_LAPSED asks for no permit, and checks state and attempt count in its UPDATE."""
+        if row.is_lapsed and row.attempt_count >= self.max_attempts:
+            yield "fails, its attempt is lost", row._replace(state=FAILED, is_lapsed=False, is_orphan=False)
+
     def _operate(self, state: World) -> Iterator[Step]:
         limits = state.limits
         if limits.is_paused:
@@ -153,6 +159,10 @@ class Limited:
                 yield from self._ask(state, index, claimer)
             case "permitted":
                 yield from self._begin(state, index, claimer)
+            case "goes on":
+                yield "ends its look", _with(state, index, _IDLE)
+                for due in filter(None, self._lanes(state.rows)):
+                    yield f"sees {_names(due)}", _with(state, index, claimer._replace(at="permitted", due=due))
             case "spends":
                 paid = state.limits._replace(tokens=max(0, (state.limits.tokens or 0) - claimer.permits))
                 yield "takes the tokens", _with(state, index, _IDLE)._replace(limits=paid)
@@ -161,9 +171,10 @@ class Limited:
         return Guard.ROW_LOCKED not in self.without and any(other.at == "permitted" for other in state.claimers)
 
     def _look(self, state: World, index: int) -> Iterator[Step]:
-        due = tuple(row for row in state.rows if row.state == PENDING or (row.state == SENDING and row.is_lapsed))
         in_flight = self._in_flight(state.rows)
-        if due and _permits(state.limits, in_flight) > 0:
+        if _permits(state.limits, in_flight) == 0:
+            return
+        for due in filter(None, self._lanes(state.rows)):
             looked = Claimer("looked", due, state.limits, in_flight)
             yield f"begins a claim that sees {_names(due)}", _with(state, index, looked)
 
@@ -186,17 +197,15 @@ class Limited:
         return sum(row.state == SENDING and (counts_lapsed or not row.is_lapsed) for row in rows)
 
     def _begin(self, state: World, index: int, claimer: Claimer) -> Iterator[Step]:
-        """Locks the rows that still are what the snapshot saw, begins or ends them, and commits."""
-        still = [row for row in claimer.due if row in state.rows]
-        ending = [row for row in still if row.state == SENDING and row.attempt_count >= self.max_attempts]
-        beginning = self._chosen([row for row in still if row not in ending], claimer.permits)
+        """Locks the rows that still are what the snapshot saw, begins their attempts, and commits."""
+        beginning = tuple(row for row in claimer.due if row in state.rows)[: claimer.permits]
         count = len(beginning)
-        for row in ending:
-            state = _with_row(state, row._replace(state=FAILED, is_lapsed=False, is_orphan=False))
         for row in beginning:
             state = _with_row(state, Row(row.id, SENDING, row.attempt_count + 1))
         limits, granted, fault = state.limits, state.granted, ""
         after = _IDLE
+        if Guard.ASKED_BY_EACH_LANE in self.without:
+            after = Claimer("goes on", limits=claimer.limits, permits=claimer.permits)
         if limits.tokens is not None:
             granted -= count
             if granted < 0:
@@ -214,17 +223,15 @@ class Limited:
         if count and limits.is_paused:
             fault = "an attempt begins in a queue that is paused"
         done = _with(state, index, after)._replace(limits=limits, granted=max(granted, 0), fault=fault)
-        yield f"claims {_names(tuple(beginning))}", done
+        yield f"claims {_names(beginning)}", done
 
-    def _chosen(self, rows: list[Row], count: int) -> list[Row]:
-        """The lanes of fresh messages, lost attempts and retries, each with the limit, and the limit of all."""
-        lanes = (
-            [row for row in rows if row.state == PENDING and row.attempt_count == 0],
-            [row for row in rows if row.state == SENDING],
-            [row for row in rows if row.state == PENDING and row.attempt_count > 0],
+    def _lanes(self, rows: tuple[Row, ...]) -> Iterator[tuple[Row, ...]]:
+        """Fresh messages, retries and lost attempts, of which those that can be tried again."""
+        yield tuple(row for row in rows if row.state == PENDING and row.attempt_count == 0)
+        yield tuple(row for row in rows if row.state == PENDING and row.attempt_count > 0)
+        yield tuple(
+            row for row in rows if row.state == SENDING and row.is_lapsed and row.attempt_count < self.max_attempts
         )
-        found = [row for lane in lanes for row in lane[:count]]
-        return found if Guard.SHARED_BY_LANES in self.without else sorted(found)[:count]
 
 
 # --- state ------------------------------------------------------------------------------------------------------------

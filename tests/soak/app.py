@@ -18,6 +18,8 @@ TOPICS = ("soak.async", "soak.sync", "soak.batch", "soak.effect")
 ORDERED_TOPICS = ("soak.ordered", "soak.arranged")
 LONELY_QUEUE = "lonely"
 """Its messages are served by one process alone."""
+SWIFT_QUEUE = "swift"
+"""Has a worker of its own besides the others, so that its messages are delivered soon after their commit."""
 THREAD_TIMEOUT_SECONDS = 1.0
 
 outbox = Outbox(transports=[NotedLineTransport(timeout_seconds=1.0)])

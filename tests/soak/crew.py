@@ -16,7 +16,7 @@ from typing import IO, Final
 
 from tests import dialogues
 from tests.faults.ledger import LEDGER_VARIABLE
-from tests.soak.app import LONELY_QUEUE
+from tests.soak.app import LONELY_QUEUE, SWIFT_QUEUE
 from tests.soak.host import PORT_VARIABLE
 from tests.soak.witness import MAX_COOLDOWN_SECONDS
 from tests.worker_process import environment_with, worker_command
@@ -26,13 +26,14 @@ STOP_SECONDS: Final = 60.0
 LONELY_WORKER: Final = "lonely"
 WORKER_ROLE: Final = "soak_worker"
 """The role of every worker. What is said in a role's defaults is said of them alone."""
-QUEUES: Final = [f"--queue={name}" for name in ("default", "bulk", "ordered", "rated", "crowded")]
+QUEUES: Final = [f"--queue={name}" for name in ("default", "bulk", "ordered", "rated", "crowded", SWIFT_QUEUE)]
 WORKERS: Final[dict[str, tuple[list[str], dict[str, str]]]] = {
     "plain": (QUEUES, {}),
     "narrow": (QUEUES, {"PGOUTBOX_CONCURRENCY": "3", "PGOUTBOX_BATCH_SIZE": "7"}),
     "supervised": ([*QUEUES, "--processes", "2"], {}),
     "polling": (QUEUES, {"PGOUTBOX_LISTEN": "false", "PGOUTBOX_SWEEP_SECONDS": "0.5"}),
     LONELY_WORKER: ([f"--queue={LONELY_QUEUE}"], {}),
+    "swift": ([f"--queue={SWIFT_QUEUE}"], {}),
 }
 
 

@@ -31,7 +31,7 @@ from pgoutbox.adapters import AsyncConnection, SyncConnection
 from tests.dialogues import HOST
 from tests.faults.ledger import KEY, Ledger, told_ledger
 from tests.line_server import SCHEME
-from tests.soak.app import LONELY_QUEUE, ORDERED_TOPICS, TEXT, TOPICS, fanout_key
+from tests.soak.app import LONELY_QUEUE, ORDERED_TOPICS, SWIFT_QUEUE, TEXT, TOPICS, fanout_key
 from tests.soak.host import PORT_VARIABLE
 
 logger = logging.getLogger("tests.soak.producer")
@@ -39,6 +39,8 @@ COALESCE_KEYS: Final = 40
 DEDUPE_KEYS: Final = 2_000
 ORDERING_KEYS: Final = 40
 THREAD_KEYS: Final = 20
+PENDING_KEYS: Final = 4
+"""Few, so that several producers at once enqueue for one key."""
 SPECIAL: Final = [
     "ordered", "ordered", "halted", "halted", "rated", "crowded", "forgotten", "forgotten", "line", "lonely", "thread",
 ]  # fmt: skip
@@ -98,8 +100,10 @@ def draw(chance: random.Random, key: str) -> NewMessage[Any]:
         number = chance.randrange(DEDUPE_KEYS)
         key = dedupe_key = f"once-{number}"
         chance = random.Random(number)
-    elif kind < 0.5:
+    elif kind < 0.4:
         coalesce_key = f"key-{chance.randrange(COALESCE_KEYS)}"
+    elif kind < 0.5:
+        return draw_pending(chance, key)
     elif kind < 0.75:
         return draw_special(chance, key)
     topic = chance.choice(TOPICS)
@@ -120,6 +124,21 @@ def draw(chance: random.Random, key: str) -> NewMessage[Any]:
         dedupe_key=dedupe_key,
         delay=delay,
         queue=chance.choice(["default", "default", "bulk"]),
+        max_attempts=10_000,
+    )
+
+
+def draw_pending(chance: random.Random, key: str) -> NewMessage[Any]:
+    """A message of the rule `pending`, with one of a few hot keys. Each has its queues and its topic."""
+    number = chance.randrange(PENDING_KEYS)
+    queues = [[SWIFT_QUEUE], [SWIFT_QUEUE], ["default", "bulk"], ["default"]]
+    return NewMessage(
+        TOPICS[number],
+        {KEY: key, "plan": plan(chance), "seconds": chance.choice([0, 0, 0, 0.01, 0.1]), "text": TEXT},
+        coalesce_key=f"again-{number}",
+        coalesce_rule="pending",
+        delay=chance.choice([0.2, 1.0]) if chance.random() < 0.1 else None,
+        queue=chance.choice(queues[number]),
         max_attempts=10_000,
     )
 
@@ -162,7 +181,16 @@ def draw_special(chance: random.Random, key: str) -> NewMessage[Any]:
             payload["seconds"] = chance.choice([0.1, 1.5, 2.0])
             return draw_threaded(chance, payload)
         case queue:
-            return NewMessage("soak.async", payload, queue=queue, max_attempts=10_000)
+            # Some begin no attempt and need no permit, because a newer message supersedes them.
+            coalesces = chance.random() < 0.3
+            return NewMessage(
+                "soak.async",
+                payload,
+                queue=queue,
+                coalesce_key=f"{queue}-{chance.randrange(PENDING_KEYS)}" if coalesces else None,
+                coalesce_rule="pending" if coalesces else None,
+                max_attempts=10_000,
+            )
 
 
 def draw_threaded(chance: random.Random, payload: dict[str, Any]) -> NewMessage[Any]:
@@ -228,6 +256,9 @@ async def produce(transaction: Transaction, chance: random.Random, ledger: Ledge
                 await enlist.enqueue(messages)
                 if fan_out is not None:
                     await enlist.fan_out(fan_out)
+                if any(message.coalesce_rule == "pending" for message in messages):
+                    # Messages with greater ids commit, and are delivered, before these.
+                    await asyncio.sleep(chance.choice([0, 0, 0.1, 0.5]))
                 _change_mind(rolls_back)
                 ledger.write("intended", *keys)
             ledger.write("acknowledged", *keys)
@@ -268,6 +299,7 @@ def _one(outbox: Outbox, connection: psycopg.Connection, message: NewMessage[Any
         message.topic,
         message.payload,
         coalesce_key=message.coalesce_key,
+        coalesce_rule=message.coalesce_rule,
         dedupe_key=message.dedupe_key,
         ordering_key=message.ordering_key,
         on_failed=message.on_failed,

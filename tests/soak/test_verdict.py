@@ -16,7 +16,7 @@ from psycopg.types.json import Jsonb
 from pgoutbox import operations
 from pgoutbox.operations import Rate
 from tests import races
-from tests.faults.judge import install_judge
+from tests.faults.judge import install_judge, violations
 from tests.faults.ledger import KEY, Ledger, install_audit
 from tests.outbox_actions import claim, enqueue, finish_sent, state_of
 from tests.soak.runs import Lost, install_refusals
@@ -28,14 +28,16 @@ if TYPE_CHECKING:
 
     from tests.conftest import Connect
 
-# Two messages of one key, of which the second superseded the first, one with an effect, and one that failed.
+# Two messages of one key, of which the second superseded the first, one with an effect, one that failed, and two of a
+# key of the rule `pending`.
 GOOD_RUN: LiteralString = """
 INSERT INTO pgoutbox.message (
-    id, topic, state, coalesce_key, dedupe_key, attempt_count, worker, claimed_at, finished_at, superseded_by,
-    skip_reason, payload
+    id, topic, state, coalesce_key, coalesces_pending, dedupe_key, attempt_count, worker, claimed_at, finished_at,
+    superseded_by, skip_reason, payload
 )
 SELECT
-    r.id, r.topic, r.state, r.coalesce_key, r.dedupe_key, r.attempt_count, 'w', now(),
+    r.id, r.topic, r.state, r.coalesce_key, nullif(r.coalesce_key = 'again', false), r.dedupe_key, r.attempt_count, 'w',
+    now(),
     now() + interval '1 minute', r.superseded_by,
     CASE WHEN r.state = 'skipped' THEN 'superseded' END,
     jsonb_build_object('ledger_key', 'k' || r.id, 'plan', jsonb_build_array(r.plan))
@@ -44,7 +46,9 @@ FROM (
         (1, 'soak.async', 'skipped', 'key', NULL, 0, 2, 'ok'),
         (2, 'soak.async', 'sent', 'key', NULL, 2, NULL, 'ok'),
         (3, 'soak.effect', 'sent', NULL, 'once', 1, NULL, 'ok'),
-        (4, 'soak.sync', 'failed', NULL, NULL, 1, NULL, 'permanent')
+        (4, 'soak.sync', 'failed', NULL, NULL, 1, NULL, 'permanent'),
+        (7, 'soak.async', 'skipped', 'again', NULL, 0, 8, 'ok'),
+        (8, 'soak.async', 'sent', 'again', NULL, 1, NULL, 'ok')
 ) AS r(id, topic, state, coalesce_key, dedupe_key, attempt_count, superseded_by, plan);
 INSERT INTO pgoutbox.attempt (message_id, attempt_count, outcome, worker, started_at, ended_at)
 VALUES (2, 1, 'lost', 'w', now(), now()), (4, 1, 'failed', 'w', now(), now());
@@ -119,6 +123,11 @@ DAMAGE: list[tuple[str, LiteralString]] = [
     ("lost", "DELETE FROM pgoutbox.message WHERE id = 4; DELETE FROM ledger_audit WHERE message_id = 4"),
     ("two messages of one dedupe key", "UPDATE pgoutbox.message SET dedupe_key = 'once', topic = 'soak.effect'"),
     ("superseded by nothing newer that exists", "UPDATE pgoutbox.message SET superseded_by = 3 WHERE id = 1"),
+    (
+        "superseded by nothing newer that exists",
+        "UPDATE pgoutbox.message SET coalesces_pending = NULL WHERE id = 7",
+    ),
+    ("superseded by nothing newer that exists", "UPDATE pgoutbox.message SET queue = 'bulk' WHERE id = 7"),
     ("the newest of a key was superseded", "DELETE FROM pgoutbox.message WHERE id = 2"),
     ("skipped without a reason to be", "UPDATE pgoutbox.message SET superseded_by = NULL WHERE id = 1"),
     (
@@ -215,12 +224,12 @@ def run(connect: Connect, tmp_path: Path) -> tuple[Path, psycopg.Connection]:
     connection.execute(ACCOUNT)
     path = tmp_path / "ledger"
     with Ledger(path, fsync=False) as ledger:
-        for key in (*(f"k{number}" for number in (1, 2, 3, 4, 11, 12, 13, 20)), "k14/mailto:a@example.org"):
+        for key in (*(f"k{number}" for number in (1, 2, 3, 4, 7, 8, 11, 12, 13, 20)), "k14/mailto:a@example.org"):
             ledger.write("intended", key)
             ledger.write("acknowledged", key)
         ledger.hand_over({KEY: "k2"}, 1)
     with Ledger(path, fsync=False) as another_process:
-        for number, attempt_count in ((2, 2), (3, 1), (11, 1), (12, 1), (13, 2), (20, 1)):
+        for number, attempt_count in ((2, 2), (3, 1), (8, 1), (11, 1), (12, 1), (13, 2), (20, 1)):
             another_process.hand_over({KEY: f"k{number}"}, attempt_count)
     return path, connection
 
@@ -259,15 +268,54 @@ def test_damage_is_seen(run: tuple[Path, psycopg.Connection], invariant: str, da
     assert invariant in broken(path, connection)
 
 
-def test_an_older_message_after_a_newer_one_is_seen(run: tuple[Path, psycopg.Connection]) -> None:
+@pytest.mark.parametrize(("message_id", "is_seen"), [(1, True), (7, False)], ids=["newest", "pending"])
+def test_an_older_message_after_a_newer_one_is_seen_unless_its_rule_is_pending(
+    run: tuple[Path, psycopg.Connection], message_id: int, is_seen: bool
+) -> None:
     path, connection = run
     connection.execute(
         "UPDATE pgoutbox.message SET state = 'sent', superseded_by = NULL, skip_reason = NULL, "
-        "attempt_count = 1 WHERE id = 1"
+        "attempt_count = 1 WHERE id = %s",
+        [message_id],
     )
     with Ledger(path, fsync=False) as ledger:
-        ledger.hand_over({KEY: "k1"}, 1)
-    assert "an older message handed over after a newer one" in broken(path, connection)
+        ledger.hand_over({KEY: f"k{message_id}"}, 1)
+    assert ("an older message handed over after a newer one" in broken(path, connection)) is is_seen
+
+
+@pytest.mark.parametrize(("message_id", "attempt_count"), [(1, 0), (7, 1)], ids=["rule newest", "lost attempt"])
+def test_a_message_may_be_superseded_by_one_of_another_queue(
+    run: tuple[Path, psycopg.Connection], message_id: int, attempt_count: int
+) -> None:
+    path, connection = run
+    connection.execute(
+        "UPDATE pgoutbox.message SET queue = 'bulk', attempt_count = %s WHERE id = %s", [attempt_count, message_id]
+    )
+    assert "superseded by nothing newer that exists" not in broken(path, connection)
+
+
+@pytest.mark.parametrize(("rule", "is_violation"), [("newest", True), ("pending", False)])
+def test_a_pending_message_needs_the_head_of_its_key_unless_its_rule_is_pending(
+    run: tuple[Path, psycopg.Connection], rule: str, is_violation: bool
+) -> None:
+    _, connection = run
+    message_id = enqueue(connection, payload={KEY: "k50"}, coalesce_key="c", coalesce_rule=rule)
+    connection.execute("DELETE FROM pgoutbox.coalesce WHERE coalesce_key = 'c'")
+    rule_of_the_head = message_id, "a message that is owed is newer than the head of its key"
+    assert (rule_of_the_head in violations(connection)) is is_violation
+
+
+@pytest.mark.parametrize(("rule", "is_violation"), [("newest", True), ("pending", False)])
+def test_a_copy_may_not_supersede_newer_messages_unless_its_rule_is_pending(
+    run: tuple[Path, psycopg.Connection], rule: str, is_violation: bool
+) -> None:
+    _, connection = run
+    original, _, copy = (
+        enqueue(connection, payload={KEY: f"k5{n}"}, coalesce_key="c", coalesce_rule=rule) for n in range(3)
+    )
+    connection.execute("UPDATE pgoutbox.message SET resend_of = %s WHERE id = %s", [original, copy])
+    rule_of_copies = copy, "a copy supersedes what is newer than its original"
+    assert (rule_of_copies in violations(connection)) is is_violation
 
 
 def test_an_ordered_message_after_a_later_one_of_its_key_is_seen(run: tuple[Path, psycopg.Connection]) -> None:
@@ -408,19 +456,21 @@ class Handlers:
 
     def message(self, message_id: int, **columns: object) -> None:
         """A message of a good run, which was sent by the last of its attempts."""
+        intended_at = columns.pop("intended_at", 0.0)
         finished_at = datetime.now(UTC) + timedelta(minutes=1)
-        defaults = {"topic": "soak.sync", "queue": "default", "attempt_count": 1, "payload": {}}
+        defaults = {"topic": "soak.sync", "queue": "default", "state": "sent", "attempt_count": 1, "payload": {}}
         columns = defaults | {"worker": "w", "finished_at": finished_at} | columns
         payload = {KEY: f"k{message_id}", "plan": ["ok"]} | cast("dict[str, object]", columns.pop("payload"))
         names = sql.SQL(", ").join(map(sql.Identifier, columns))
         self.connection.execute(
-            sql.SQL(
-                "INSERT INTO pgoutbox.message (id, state, claimed_at, payload, {}) VALUES (%s, 'sent', now(), %s, {})"
-            ).format(names, sql.SQL(", ").join([sql.Placeholder()] * len(columns))),
+            sql.SQL("INSERT INTO pgoutbox.message (id, claimed_at, payload, {}) VALUES (%s, now(), %s, {})").format(
+                names, sql.SQL(", ").join([sql.Placeholder()] * len(columns))
+            ),
             [message_id, Jsonb(payload), *columns.values()],
         )
-        with Ledger(self.path, fsync=False) as ledger:
-            ledger.write("acknowledged", f"k{message_id}")
+        with self.path.open("a") as file:
+            for entry in ("intended", "acknowledged"):
+                file.write("\n" + json.dumps({"entry": entry, "keys": [f"k{message_id}"], "at": intended_at}))
 
     def ended(
         self, message_id: int, attempt_count: int, outcome: str, *, worker: str = "w", ended_at: datetime | None = None
@@ -453,6 +503,7 @@ def handlers(run: tuple[Path, psycopg.Connection]) -> Handlers:
 
 DUPLICATE = "unexplained duplicates"
 TWICE_AT_ONCE = "in flight twice at once, though its lease had not lapsed"
+NO_ATTEMPT = "no attempt after commit"
 BESIDE = "in flight beside another message of its key, whose lease had not lapsed"
 AGAIN = "handed over again by the process that had handed it over"
 LATE = "succeeded after its timeout, and was not recorded as sent"
@@ -491,7 +542,13 @@ def test_of_an_attempt_whose_process_was_killed_nothing_is_said(handlers: Handle
 
 
 @pytest.mark.parametrize(
-    "key", [{"coalesce_key": "c"}, {"ordering_key": "o", "queue": "ordered"}], ids=["coalesce", "ordering"]
+    "key",
+    [
+        {"coalesce_key": "c"},
+        {"coalesce_key": "c", "coalesces_pending": True},
+        {"ordering_key": "o", "queue": "ordered"},
+    ],
+    ids=["coalesce", "coalesce, rule pending", "ordering"],
 )
 @pytest.mark.parametrize(("began_at", "expected"), [(105.0, {BESIDE}), (111.0, set())], ids=["beside", "after"])
 def test_two_messages_of_a_key_that_run_at_once_are_seen(
@@ -504,6 +561,21 @@ def test_two_messages_of_a_key_that_run_at_once_are_seen(
     )
     handlers.ran(21, 1, "p", 100.0, 110.0)
     handlers.ran(22, 1, "p", began_at, 112.0)
+    assert handlers.broken == expected
+
+
+@pytest.mark.parametrize(
+    ("began_at", "expected"), [(99.0, {NO_ATTEMPT}), (101.0, set())], ids=["before the commit", "after it"]
+)
+def test_an_attempt_of_the_key_has_to_begin_after_each_commit_of_the_rule_pending(
+    handlers: Handlers, began_at: float, expected: set[str]
+) -> None:
+    """That it hands over after the commit is not enough: it may have read the data before."""
+    key = {"coalesce_key": "c", "coalesces_pending": True}
+    superseded = {"state": "skipped", "attempt_count": 0, "superseded_by": 22, "skip_reason": "superseded by 22"}
+    handlers.message(21, intended_at=100.0, **key, **superseded)
+    handlers.message(22, intended_at=90.0, **key)
+    handlers.ran(22, 1, "p", began_at, 102.0)
     assert handlers.broken == expected
 
 
@@ -671,8 +743,9 @@ def test_a_transaction_that_failed_for_want_of_room_for_a_notification_is_seen(
 
 
 def test_a_worker_that_ended_by_itself_is_seen(run: tuple[Path, psycopg.Connection]) -> None:
+    """The exit code 143 is that of a worker that was told to stop twice."""
     path, connection = run
-    lines = balance(path, connection, {"worker-plain": {1: 1}}).lines
+    lines = balance(path, connection, {"worker-plain": {1: 1, 143: 1}}).lines
     assert [line for line in lines if line.broken] == [("a worker ended by itself", 1, ["worker-plain: 1"])]
 
 

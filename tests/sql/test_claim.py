@@ -122,7 +122,7 @@ def test_every_claim_returns_the_columns_of_the_row_in_their_order(
     }
     cursor = rolled_back.execute(statement, parameters)
     assert cursor.description is not None
-    names = [*ClaimedRow._fields[:-2], *(["queue"] if is_end else [])]
+    names = [*ClaimedRow._fields[:-3], *(["queue"] if is_end else [])]
     assert [column.name for column in cursor.description] == names
 
 

@@ -27,6 +27,12 @@ ENQUEUES: dict[str, LiteralString] = {
     "enqueue_many with a key": """
         SELECT pgoutbox.enqueue_many('{greet}', ARRAY[%(payload)s::jsonb], coalesce_keys => '{k}')
     """,
+    "enqueue_many with a dedupe key": """
+        SELECT pgoutbox.enqueue_many('{greet}', ARRAY[%(payload)s::jsonb], dedupe_keys => '{k}')
+    """,
+    "enqueue_many with an ordering key": """
+        SELECT pgoutbox.enqueue_many('{greet}', ARRAY[%(payload)s::jsonb], ordering_keys => '{k}')
+    """,
     "enqueue_fanout": "SELECT pgoutbox.enqueue_fanout('greet', %(payload)s::jsonb, '{a:1,a:2}')",
 }
 

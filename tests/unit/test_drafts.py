@@ -8,6 +8,7 @@ from datetime import UTC, date, datetime, timedelta, timezone
 from decimal import Decimal
 from typing import Any
 
+import psycopg
 import pytest
 
 from pgoutbox.drafts import (
@@ -20,7 +21,7 @@ from pgoutbox.drafts import (
     check_name,
     check_whole,
     chunks,
-    columns,
+    text_array,
 )
 from pgoutbox.errors import ConfigurationError, PayloadError
 from pgoutbox.retry import RetryPolicy
@@ -325,12 +326,26 @@ def test_a_whole_number_is_neither_a_truth_value_nor_a_text(value: object) -> No
 # --- bulks ------------------------------------------------------------------------------------------------------------
 
 
-def test_columns_are_lines_for_what_every_message_has_and_arrays_for_what_some_have() -> None:
+def positions(drafts: list[Draft]) -> list[list[int]]:
+    return [list(chunk.positions) for chunk in chunks(drafts)]
+
+
+def test_topics_and_payloads_are_lines_and_options_are_arrays() -> None:
     drafts = [draft_of("a", {"x": "1\n2"}), draft_of("b", None, coalesce_key="k\n", delay=2)]
-    assert columns(drafts) == (
-        "a\nb", '{"x":"1\\n2"}\nnull', None, None, [None, "k\n"], None, None, [None, 2.0], None, None, None,
+    (chunk,) = chunks(drafts)
+    assert chunk.parameters == (
+        "a\nb", '{"x":"1\\n2"}\nnull', None, None, '{NULL,"k\n"}', None, None, [None, 2.0], None, None, None,
         [DEFAULT, DEFAULT], None, None, None, None,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("texts", [["a"], ["NULL", "", "{}", ",", '"', "\\", '\\"', " a ", "\n\x01é😀"]])
+@pytest.mark.parametrize("missing", [[], [None]])
+def test_an_array_of_texts_reads_back_the_same(
+    rolled_back: psycopg.Connection, texts: list[str | None], missing: list[None]
+) -> None:
+    values = [*texts, *missing]
+    assert rolled_back.execute("SELECT %s::text[]", [text_array(values)]).fetchone() == (values,)
 
 
 def test_unkeyed_messages_come_first_in_their_order_and_keyed_ones_after_them_in_the_order_of_locks() -> None:
@@ -348,15 +363,15 @@ def test_unkeyed_messages_come_first_in_their_order_and_keyed_ones_after_them_in
         draft_of("a", ordering_key="a", queue="bulk"),
         draft_of("a", ordering_key="a"),
     ]
-    assert list(chunks(drafts)) == [[1, 4, 10, 8, 9, 11, 5, 3, 7, 2, 0, 6]]
+    assert positions(drafts) == [[1, 4, 10, 8, 9, 11, 5, 7, 2, 0, 6, 3]]
 
 
 def test_a_chunk_is_bounded_in_rows_and_in_characters(monkeypatch: pytest.MonkeyPatch) -> None:
     small = [draft_of("a", 1)] * (2 * CHUNK_ROWS + 1)
-    assert [len(chunk) for chunk in chunks(small)] == [CHUNK_ROWS, CHUNK_ROWS, 1]
+    assert [len(chunk) for chunk in positions(small)] == [CHUNK_ROWS, CHUNK_ROWS, 1]
     monkeypatch.setattr("pgoutbox.drafts.CHUNK_CHARACTERS", 10)
     large = [draft_of("a", "x" * size) for size in (3, 3, 3, 30, 3)]
-    assert list(chunks(large)) == [[0, 1], [2], [3], [4]]
+    assert positions(large) == [[0, 1], [2], [3], [4]]
 
 
 def test_messages_of_the_rule_pending_are_sorted_by_what_enqueue_locks() -> None:
@@ -366,4 +381,4 @@ def test_messages_of_the_rule_pending_are_sorted_by_what_enqueue_locks() -> None
         draft_of("a", None, coalesce_key="a", coalesce_rule="pending"),
         draft_of("a", None),
     ]
-    assert list(chunks(drafts)) == [[2, 3, 1, 0]]
+    assert positions(drafts) == [[2, 3, 1, 0]]
