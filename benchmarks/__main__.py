@@ -27,6 +27,7 @@ from benchmarks import (
     retention,
     single,
     waking,
+    wal,
 )
 from benchmarks.options import QUICK, Options
 from benchmarks.publish import TEMPLATE, publish, read_results
@@ -50,6 +51,7 @@ SCENARIOS: Mapping[str, Scenario] = {
     "beside": beside.run,
     "enqueue_one": single.run,
     "enqueue_many": bulk.run,
+    "wal": wal.run,
     "explain": explain.run,
 }
 # Not part of a run without arguments: what a fleet keeps to, what people look at, and what finds the settings that the

@@ -65,6 +65,7 @@ class Options:
     retention_messages: int = 1_000_000
     retention_seconds: float = 8.0
     dashboard_messages: int = 1_000_000
+    wal_messages: int = 5_000
 
 
 QUICK = Options(
@@ -74,6 +75,7 @@ QUICK = Options(
     ordered_messages=50,
     fanout_destinations=500,
     dashboard_messages=20_000,
+    wal_messages=1_000,
     rounds=1,
     drain_messages=2_000,
     pgbench_seconds=2,

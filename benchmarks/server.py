@@ -122,7 +122,9 @@ def settle_all(connection: psycopg.Connection[tuple[object, ...]]) -> None:
 
 def empty_outbox(connection: psycopg.Connection[tuple[object, ...]]) -> None:
     """Remove every message, as if the schema were new."""
-    connection.execute("TRUNCATE pgoutbox.message, pgoutbox.attempt, pgoutbox.coalesce, pgoutbox.dedupe")
+    connection.execute(
+        "TRUNCATE pgoutbox.message, pgoutbox.large_payload, pgoutbox.attempt, pgoutbox.coalesce, pgoutbox.dedupe"
+    )
 
 
 def load_pending(connection: psycopg.Connection[tuple[object, ...]], count: int, *, topic: str) -> None:

@@ -196,6 +196,8 @@ def _read_payload(
     try:
         if row.headers_json is not None:
             headers = cast("Mapping[str, str]", _read_json(row.headers_json)) or _EMPTY_HEADERS
+        if row.payload_json is None:
+            return None, headers, Permanent("payload: is neither in the row nor in large_payload")
         payload = _read_json(row.payload_json)
         if is_sealed(payload):
             identity = Identity("payload", row.topic, row.destination, row.coalesce_key, row.ordering_key)

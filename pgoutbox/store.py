@@ -52,7 +52,7 @@ class ClaimedRow(NamedTuple):
     id: int
     topic: str
     destination: str | None
-    payload_json: str
+    payload_json: str | None
     headers_json: str | None
     attempt_count: int
     max_attempts: int

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from datetime import timedelta
+from random import Random
 from typing import TYPE_CHECKING
 
 from pgoutbox import operations
@@ -13,6 +15,9 @@ if TYPE_CHECKING:
 
     import psycopg
     import pytest
+
+LARGE = {"text": b64encode(Random(1).randbytes(4_000)).decode()}
+"""A payload that is stored apart from its message, and cannot be compressed."""
 
 PUT_SENDING = """
     UPDATE pgoutbox.message

@@ -70,11 +70,14 @@ CREATE TABLE pgoutbox.message (
     worker              text,
     skip_reason         text,
     last_error          text,
-    payload             jsonb       NOT NULL,
+    payload             jsonb,
     headers             jsonb
 ) PARTITION BY LIST (state)
 """
 
+# A claim writes a new version of the row. Half of each page is left free for these versions: on the same page,
+# PostgreSQL logs what has changed, and elsewhere the whole row and a lock of the old version (docs/decisions/0024).
+#
 # What a state requires is one CHECK per partition. PostgreSQL prepares the CHECKs of a table anew for every statement:
 # eight of them on the parent made a single enqueue two and a half times as expensive (docs/decisions/0001).
 MESSAGE_LIVE = """
@@ -95,6 +98,7 @@ CREATE TABLE pgoutbox.message_live PARTITION OF pgoutbox.message (
     )
 ) FOR VALUES IN ('pending', 'sending')
 WITH (
+    fillfactor = 50,
     autovacuum_vacuum_threshold = 2000,
     autovacuum_vacuum_scale_factor = 0.02,
     autovacuum_vacuum_insert_scale_factor = 0.2,
@@ -215,6 +219,39 @@ CREATE TABLE pgoutbox.content (
     created_at timestamptz NOT NULL DEFAULT now(),
     body       jsonb       NOT NULL,
     CONSTRAINT content_pkey PRIMARY KEY (id)
+)
+"""
+
+# A message moves from partition to partition, and its row is written again each time. A large payload does not move
+# with it: it is written once, here, and deleted with the message (docs/decisions/0024). MAIN keeps it on the page of
+# its row, where TOAST would cut it into pieces of 2 kB with an index entry each.
+LARGE_PAYLOAD = """
+CREATE TABLE pgoutbox.large_payload (
+    message_id bigint NOT NULL,
+    body       jsonb  NOT NULL,
+    CONSTRAINT large_payload_pkey PRIMARY KEY (message_id)
+)
+"""
+LARGE_PAYLOAD_IN_PLACE = "ALTER TABLE pgoutbox.large_payload ALTER COLUMN body SET STORAGE MAIN"
+
+# The size in bytes, as it would be written. Below it, a second row costs an enqueue more than the copies cost a finish.
+IS_LARGE = """
+CREATE FUNCTION pgoutbox.is_large(payload jsonb)
+RETURNS boolean
+LANGUAGE sql
+STABLE
+PARALLEL SAFE
+RETURN pg_catalog.pg_column_size(payload) OPERATOR(pg_catalog.>) 1000
+"""
+
+PAYLOAD_OF = """
+CREATE FUNCTION pgoutbox.payload_of(m pgoutbox.message)
+RETURNS jsonb
+LANGUAGE sql
+STABLE
+RETURN coalesce(
+    m.payload,
+    (SELECT l.body FROM pgoutbox.large_payload AS l WHERE l.message_id OPERATOR(pg_catalog.=) m.id)
 )
 """
 
@@ -879,7 +916,7 @@ RETURN pg_catalog.num_nonnulls(
     AND queue OPERATOR(pg_catalog.~) '^[a-z][a-z0-9_.-]*$'
     AND pg_catalog.length(topic) OPERATOR(pg_catalog.<=) 63
     AND pg_catalog.length(queue) OPERATOR(pg_catalog.<=) 63
-    AND pg_catalog.pg_column_size(payload) OPERATOR(pg_catalog.<=) 65536
+    AND NOT pgoutbox.is_large(payload)
     AND max_attempts OPERATOR(pg_catalog.>=) 1
     AND max_attempts OPERATOR(pg_catalog.<=) 10000
 """
@@ -908,6 +945,10 @@ RETURNS bigint
 LANGUAGE plpgsql
 AS $function$
 BEGIN
+    IF pgoutbox.is_large(p_payload) THEN
+        INSERT INTO pgoutbox.large_payload (message_id, body) VALUES (p_id, p_payload);
+        p_payload := NULL;
+    END IF;
     INSERT INTO pgoutbox.message_live (
         id, topic, payload, queue, destination, coalesce_key, dedupe_key, ordering_key, on_failed,
         available_at, expires_at, headers, max_attempts, attempt_budget, coalesces_pending
@@ -1323,13 +1364,19 @@ BEGIN
         SELECT i.*, CASE WHEN i.is_newest THEN h.newest_id ELSE i.drawn_id END AS id
         FROM item AS i
         JOIN head AS h ON h.topic = i.topic AND h.coalesce_key = i.coalesce_key
+    ), large AS (
+        INSERT INTO pgoutbox.large_payload (message_id, body)
+        SELECT n.id, n.payload
+        FROM numbered AS n
+        WHERE pgoutbox.is_large(n.payload)
     ), inserted AS (
         INSERT INTO pgoutbox.message_live (
             id, topic, payload, queue, destination, coalesce_key, available_at, expires_at, headers, max_attempts,
             attempt_budget
         )
         SELECT
-            n.id, n.topic, n.payload, n.queue, n.destination, n.coalesce_key, greatest(n.available_at, now()),
+            n.id, n.topic, CASE WHEN NOT pgoutbox.is_large(n.payload) THEN n.payload END, n.queue, n.destination,
+            n.coalesce_key, greatest(n.available_at, now()),
             n.expires_at, n.headers, n.max_attempts, n.max_attempts
         FROM numbered AS n
     )
@@ -1378,13 +1425,20 @@ BEGIN
         FROM item AS i
         ON CONFLICT ON CONSTRAINT dedupe_pkey DO NOTHING
         RETURNING d.message_id
+    ), large AS (
+        INSERT INTO pgoutbox.large_payload (message_id, body)
+        SELECT i.id, i.payload
+        FROM item AS i
+        JOIN taken AS t ON t.message_id = i.id
+        WHERE pgoutbox.is_large(i.payload)
     ), inserted AS (
         INSERT INTO pgoutbox.message_live (
             id, topic, payload, queue, destination, dedupe_key, available_at, expires_at, headers, max_attempts,
             attempt_budget
         )
         SELECT
-            i.id, i.topic, i.payload, i.queue, i.destination, i.dedupe_key, greatest(i.available_at, now()),
+            i.id, i.topic, CASE WHEN NOT pgoutbox.is_large(i.payload) THEN i.payload END, i.queue, i.destination,
+            i.dedupe_key, greatest(i.available_at, now()),
             i.expires_at, i.headers, i.max_attempts, i.max_attempts
         FROM item AS i
         JOIN taken AS t ON t.message_id = i.id
@@ -1579,7 +1633,9 @@ BEGIN
         PERFORM pgoutbox.raise_argument_error(bad.problem, bad.item_index);
     END IF;
 
-    IF num_nonnulls(coalesce_keys, dedupe_keys, ordering_keys) = 0 THEN
+    IF num_nonnulls(coalesce_keys, dedupe_keys, ordering_keys) = 0
+        AND NOT EXISTS (SELECT FROM unnest(payloads) AS p(payload) WHERE pgoutbox.is_large(p.payload))
+    THEN
         -- The ids are drawn in the order of the items.
         RETURN QUERY
         WITH inserted AS (
@@ -1607,13 +1663,19 @@ BEGIN
             ) AS a
             WHERE num_nonnulls(a.dedupe_key, a.ordering_key) = 0
                 AND (a.coalesce_key IS NULL OR a.coalesce_rule = 'pending')
+        ), large AS (
+            INSERT INTO pgoutbox.large_payload (message_id, body)
+            SELECT i.id, i.payload
+            FROM item AS i
+            WHERE pgoutbox.is_large(i.payload)
         ), inserted AS (
             INSERT INTO pgoutbox.message_live (
                 id, topic, payload, queue, destination, available_at, expires_at, headers, max_attempts,
                 attempt_budget, coalesce_key, coalesces_pending
             )
             SELECT
-                i.id, i.topic, i.payload, i.queue, i.destination, greatest(i.available_at, now()), i.expires_at,
+                i.id, i.topic, CASE WHEN NOT pgoutbox.is_large(i.payload) THEN i.payload END, i.queue, i.destination,
+                greatest(i.available_at, now()), i.expires_at,
                 i.headers, i.max_attempts, i.max_attempts, i.coalesce_key, nullif(i.coalesce_key IS NOT NULL, false)
             FROM item AS i
         )
@@ -1693,13 +1755,20 @@ BEGIN
     WITH item AS MATERIALIZED (
         SELECT d.destination, d.ordinality, nextval('pgoutbox.message_id_seq') AS id
         FROM unnest(destinations) WITH ORDINALITY AS d(destination, ordinality)
+    ), large AS (
+        INSERT INTO pgoutbox.large_payload (message_id, body)
+        SELECT i.id, enqueue_fanout.payload
+        FROM item AS i
+        WHERE pgoutbox.is_large(enqueue_fanout.payload)
     ), inserted AS (
         INSERT INTO pgoutbox.message_live (
             id, topic, payload, queue, destination, content_id, available_at, expires_at, headers,
             max_attempts, attempt_budget
         )
         SELECT
-            i.id, enqueue_fanout.topic, enqueue_fanout.payload, enqueue_fanout.queue, i.destination, shared_id,
+            i.id, enqueue_fanout.topic,
+            CASE WHEN NOT pgoutbox.is_large(enqueue_fanout.payload) THEN enqueue_fanout.payload END,
+            enqueue_fanout.queue, i.destination, shared_id,
             greatest(enqueue_fanout.available_at, now()), enqueue_fanout.expires_at, enqueue_fanout.headers,
             enqueue_fanout.max_attempts, enqueue_fanout.max_attempts
         FROM item AS i
@@ -1965,6 +2034,7 @@ TABLE_COMMENTS = {
     "message_live": "Messages still owed: pending and sending.",
     "message_failed": "Messages that failed for good; they wait for a person (redrive or prune).",
     "message_done": "Messages that need nothing more: sent, skipped, cancelled. Partitioned by time for retention.",
+    "large_payload": "The payloads of messages whose column payload is null; each is deleted with its message.",
     "attempt": "The attempts that did not end sent, with their errors. A sent message carries its own last attempt.",
     "renewal": "Leases that workers renewed while a transaction had the message locked, cancelling it.",
     "queue": "Settings of a queue. A queue without a row has no limits.",
@@ -2005,8 +2075,13 @@ COLUMN_COMMENTS = {
         "worker": "The worker that holds or last held the message.",
         "skip_reason": "Why a skipped message was skipped.",
         "last_error": "Why the last attempt sent nothing: its error or its reason to snooze, cut at 4000 characters.",
-        "payload": "What the handler needs to render and send. Holds no usable secret.",
+        "payload": "What the handler needs to render and send. Holds no usable secret. Null: it is in large_payload; "
+        "pgoutbox.payload_of(message) returns it from either place.",
         "headers": "Texts that travel with the message, for example a trace context.",
+    },
+    "large_payload": {
+        "message_id": "The message.",
+        "body": "Its payload.",
     },
     "attempt": {
         "message_id": "The message.",
@@ -2101,6 +2176,8 @@ FUNCTION_COMMENTS = {
     "enqueue_receipt": "What enqueue does, without defaults. The id is negative when the message already existed.",
     "enqueue_checked": "enqueue_receipt for what has keys, options or mistakes.",
     "write_message": "Insert one sound message and wake a sleeping worker when the transaction commits.",
+    "is_large": "Whether a payload is too large for the row of its message, and is stored in large_payload.",
+    "payload_of": "The payload of a message, from its row or from large_payload.",
     "is_plain": "Whether nothing but topic, payload, queue and max_attempts is given, and these are sound.",
     "payload_digests": "Digests by which enqueue recognizes a repeated payload; several for an encrypted one.",
     "next_id": "The next id, for a key whose newest message has this one. Raises 55000 if it is not greater.",
@@ -2138,6 +2215,8 @@ FUNCTION_COMMENTS = {
 FUNCTIONS = (
     SCHEMA_VERSION,
     ARGUMENT_ERROR,
+    IS_LARGE,
+    PAYLOAD_OF,
     IS_PLAIN,
     RAISE_ARGUMENT_ERROR,
     RING,
@@ -2218,6 +2297,8 @@ DOWN = (
     "DROP FUNCTION pgoutbox.newer_pending",
     "DROP FUNCTION pgoutbox.raise_argument_error",
     "DROP FUNCTION pgoutbox.is_plain",
+    "DROP FUNCTION pgoutbox.payload_of",
+    "DROP FUNCTION pgoutbox.is_large",
     "DROP FUNCTION pgoutbox.argument_error",
     "DROP TABLE pgoutbox.audit",
     "DROP TABLE pgoutbox.retention",
@@ -2229,6 +2310,7 @@ DOWN = (
     "DROP TABLE pgoutbox.queue",
     "DROP TABLE pgoutbox.renewal",
     "DROP TABLE pgoutbox.attempt",
+    "DROP TABLE pgoutbox.large_payload",
     "DROP TABLE pgoutbox.message",
     "DROP FUNCTION pgoutbox.schema_version",
 )
@@ -2279,7 +2361,8 @@ def upgrade() -> None:
         SCHEMA, SCHEMA_COMMENT, SEQUENCE, MESSAGE, MESSAGE_LIVE, MESSAGE_FAILED, MESSAGE_DONE, MESSAGE_DONE_DEFAULT,
         MESSAGE_DONE_FINISHED, LIVE_FRESH, LIVE_RETRY, LIVE_LEASE, LIVE_IN_FLIGHT, LIVE_NEWER, LIVE_ORDERED,
         LIVE_ORDERED_DUE, LIVE_ORDERED_IN_FLIGHT, FAILED_HALTS, FAILED_COALESCED, FAILED_ORDERED,
-        CANCELLED_COALESCED, CANCELLED_ORDERED, MESSAGE_CONTENT, ATTEMPT, RENEWAL, QUEUE, COALESCE, ORDERING,
+        CANCELLED_COALESCED, CANCELLED_ORDERED, MESSAGE_CONTENT, LARGE_PAYLOAD, LARGE_PAYLOAD_IN_PLACE,
+        ATTEMPT, RENEWAL, QUEUE, COALESCE, ORDERING,
         DEDUPE, CONTENT, BREAKER, RETENTION, AUDIT, AUDIT_MESSAGES, *FUNCTIONS, REVOKE,
     ):  # fmt: skip
         op.execute(statement)

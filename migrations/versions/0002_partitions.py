@@ -246,7 +246,7 @@ END
 $function$
 """
 
-# Nobody but this function uses a table that is taken out. The dedupe key of a sent message that a rule keeps no time at
+# Only this function uses a table that is taken out. The dedupe key of a sent message that a rule keeps no time at
 # all stays, as it does when such a message is deleted as it is sent.
 CLEAR_RETIRED = """
 CREATE FUNCTION pgoutbox.clear_retired(page_size integer)
@@ -280,11 +280,12 @@ BEGIN
         USING chosen.cleared_id;
     is_dropped := first_id IS NULL
         OR NOT EXISTS (SELECT FROM pgoutbox.dedupe)
-        AND NOT EXISTS (SELECT FROM pgoutbox.attempt AS a WHERE a.message_id BETWEEN first_id AND last_id);
+        AND NOT EXISTS (SELECT FROM pgoutbox.attempt AS a WHERE a.message_id BETWEEN first_id AND last_id)
+        AND NOT EXISTS (SELECT FROM pgoutbox.large_payload AS l WHERE l.message_id BETWEEN first_id AND last_id);
     IF NOT is_dropped THEN
         EXECUTE '
             WITH page AS MATERIALIZED (
-                SELECT m.id, m.topic, m.state, m.dedupe_key
+                SELECT m.id, m.topic, m.state, m.dedupe_key, m.payload IS NULL AS has_large_payload
                 FROM pgoutbox.' || quote_ident(chosen.name) || ' AS m
                 WHERE m.id > $1
                 ORDER BY m.id
@@ -293,6 +294,10 @@ BEGIN
                 DELETE FROM pgoutbox.attempt AS a
                 USING page AS p
                 WHERE a.message_id = p.id
+            ), large AS (
+                DELETE FROM pgoutbox.large_payload AS l
+                USING page AS p
+                WHERE l.message_id = p.id AND p.has_large_payload
             ), keys AS (
                 DELETE FROM pgoutbox.dedupe AS d
                 USING page AS p
@@ -370,12 +375,12 @@ COMMENTS = (
     (
         "TABLE pgoutbox.retired",
         (
-            "Partitions that retention has taken out of message_done; dropped when attempts and keys of their messages "
-            "are deleted."
+            "Partitions that retention has taken out of message_done; dropped when attempts, large payloads and keys "
+            "of their messages are deleted."
         ),
     ),
     ("COLUMN pgoutbox.retired.retired_at", "When it was taken out."),
-    ("COLUMN pgoutbox.retired.cleared_id", "Attempts and keys of messages up to this id are deleted."),
+    ("COLUMN pgoutbox.retired.cleared_id", "Attempts, large payloads and keys of messages up to this id are deleted."),
     ("COLUMN pgoutbox.retired.name", "Name of the table."),
     ("FUNCTION pgoutbox.partitions", "The partitions of message_done and their times, without the default one."),
     (
@@ -402,8 +407,8 @@ COMMENTS = (
     (
         "FUNCTION pgoutbox.clear_retired",
         (
-            "Delete attempts and dedupe keys of so many messages of a retired partition, and drop it after the last. "
-            "No row if there is none, or another session is at it."
+            "Delete attempts, large payloads and dedupe keys of so many messages of a retired partition, and drop it "
+            "after the last. No row if there is none, or another session is at it."
         ),
     ),
 )

@@ -139,7 +139,9 @@ SELECT
     pgoutbox.redacted_text(m.skip_reason) AS skip_reason,
     pgoutbox.redacted_text(m.last_error) AS last_error,
     pgoutbox.redacted_json(m.headers) AS headers,
-    pgoutbox.redacted_json(m.payload) AS payload
+    pgoutbox.redacted_json(
+        coalesce(m.payload, (SELECT l.body FROM pgoutbox.large_payload AS l WHERE l.message_id = m.id))
+    ) AS payload
 FROM pgoutbox.message AS m
 """
 
@@ -372,11 +374,15 @@ BEGIN
             AND m.attempt_count = a.attempt_count
             AND m.worker = forget_sent.worker
             AND a.topic = ANY (ARRAY(SELECT f.topic FROM forgetful AS f))
-        RETURNING m.id
+        RETURNING m.id, m.payload IS NULL AS has_large_payload
     ), history AS (
         DELETE FROM pgoutbox.attempt AS a
         USING forgotten AS f
         WHERE a.message_id = f.id
+    ), large AS (
+        DELETE FROM pgoutbox.large_payload AS l
+        USING forgotten AS f
+        WHERE l.message_id = f.id AND f.has_large_payload
     )
     SELECT f.id
     FROM forgotten AS f;
@@ -426,7 +432,7 @@ BEGIN
     ), rekeyed AS (
         -- The message that took the key over may be deleted, and the key with it.
         INSERT INTO pgoutbox.dedupe (message_id, topic, dedupe_key, payload_digest)
-        SELECT l.id, l.topic, l.dedupe_key, (pgoutbox.payload_digests(m.payload))[1]
+        SELECT l.id, l.topic, l.dedupe_key, (pgoutbox.payload_digests(pgoutbox.payload_of(m)))[1]
         FROM locked AS l
         JOIN pgoutbox.message AS m ON m.id = l.id AND m.state = l.state
         WHERE l.dedupe_key IS NOT NULL
@@ -515,7 +521,7 @@ BEGIN
     LEFT JOIN LATERAL (
         SELECT pgoutbox.enqueue(
             topic => m.topic,
-            payload => m.payload,
+            payload => pgoutbox.payload_of(m),
             queue => m.queue,
             destination => m.destination,
             coalesce_key => m.coalesce_key,
@@ -558,6 +564,11 @@ _DELETE_OLD = """, history AS (
     DELETE FROM pgoutbox.attempt AS a
     USING old AS o
     WHERE a.message_id = o.id
+), large AS (
+    -- After a sequence was set back, another message may have the same id. Only one without a payload has a row here.
+    DELETE FROM pgoutbox.large_payload AS l
+    USING old AS o
+    WHERE l.message_id = o.id AND o.has_large_payload
 ), keys AS (
     DELETE FROM pgoutbox.dedupe AS d
     USING old AS o
@@ -592,7 +603,8 @@ SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
 AS $function$
 WITH old AS MATERIALIZED (
-    SELECT m.id, m.finished_at, m.state, m.topic, m.dedupe_key, false AS keeps_dedupe_key
+    SELECT m.id, m.finished_at, m.state, m.topic, m.dedupe_key, m.payload IS NULL AS has_large_payload,
+        false AS keeps_dedupe_key
     FROM pgoutbox.message AS m
     WHERE m.state = ANY (states)
         AND m.state IN ('sent', 'failed', 'skipped', 'cancelled')
@@ -616,7 +628,7 @@ SET search_path = pg_catalog, pg_temp
 AS $function$
 LOCK TABLE pgoutbox.retention IN SHARE MODE;
 WITH old AS MATERIALIZED (
-    SELECT m.id, m.finished_at, m.state, m.topic, m.dedupe_key,
+    SELECT m.id, m.finished_at, m.state, m.topic, m.dedupe_key, m.payload IS NULL AS has_large_payload,
         r.state = 'sent' AND r.keep = interval '0' AS keeps_dedupe_key
     FROM pgoutbox.retention AS r
     JOIN pgoutbox.message AS m ON m.state = r.state
@@ -929,8 +941,8 @@ BEGIN
             pgoutbox.clear_retired
         TO pgoutbox_worker;
         GRANT SELECT ON
-            pgoutbox.message, pgoutbox.message_live, pgoutbox.coalesce, pgoutbox.content, pgoutbox.queue,
-            pgoutbox.breaker, pgoutbox.retention
+            pgoutbox.message, pgoutbox.message_live, pgoutbox.large_payload, pgoutbox.coalesce, pgoutbox.content,
+            pgoutbox.queue, pgoutbox.breaker, pgoutbox.retention
         TO pgoutbox_worker;
         GRANT SELECT ON SEQUENCE pgoutbox.message_id_seq TO pgoutbox_worker;
         GRANT SELECT (id, queue, ordering_key, on_failed) ON pgoutbox.message_failed TO pgoutbox_worker;
@@ -1054,7 +1066,7 @@ COMMENTS = {
     "message because of which there is none; all but the state are null if that one is deleted. No row if there is no "
     "such message.",
     "FUNCTION pgoutbox.prune": "Delete a batch of messages that have been final for longer than an interval, with "
-    "attempts and dedupe keys. Returns the state that each had.",
+    "attempts, large payloads and dedupe keys. Returns the state that each had.",
     "FUNCTION pgoutbox.prune_by_rule": "Delete a batch of what a rule of retention no longer keeps, of those that "
     "ended within a time. Returns the state that each had.",
     "FUNCTION pgoutbox.prune_dedupe": "Delete the old dedupe keys of one page whose message is deleted.",

@@ -54,8 +54,8 @@ def prune(
 ) -> None:
     """Delete old messages.
 
-    With their attempts and dedupe keys, in batches that are committed one by one. Without --older-than by the rules of
-    `pgoutbox retention`.
+    With their attempts, payloads and dedupe keys, in batches that are committed one by one. Without --older-than by the
+    rules of `pgoutbox retention`.
     """
     if older_than is None:
         if states or topic:

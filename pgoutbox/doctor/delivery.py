@@ -178,7 +178,7 @@ def check_encryption(patient: Patient) -> Iterator[Note]:
         yield skipped(
             f"encrypted payloads wait of {listed(sorted(sealed))}; {user} may not read them to see whether a key opens "
             "them",
-            f"run the doctor as the worker, or: GRANT SELECT ON pgoutbox.message TO {user}",
+            f"run the doctor as the worker, or: GRANT SELECT ON pgoutbox.message, pgoutbox.large_payload TO {user}",
         )
         return
     closed = {topic: count for topic, count in sealed.items() if count}

@@ -105,7 +105,10 @@ FROM judged AS j
 WHERE m.id = j.id AND m.state = 'pending' AND m.attempt_count = j.attempt_count"""
 
 _ROWS: Final[LiteralString] = """
-RETURNING m.id, m.topic, m.destination, m.payload::text AS payload_json, m.headers::text AS headers_json,
+RETURNING m.id, m.topic, m.destination,
+    coalesce(m.payload, (SELECT l.body FROM pgoutbox.large_payload AS l WHERE l.message_id = m.id))::text
+        AS payload_json,
+    m.headers::text AS headers_json,
     m.attempt_count, m.max_attempts, m.attempt_budget, m.created_at, m.available_at,
     m.coalesce_key, m.ordering_key, m.content_id, m.claimed_at, m.state,
     extract(epoch FROM CASE WHEN isfinite(m.expires_at) THEN m.expires_at - now() END)::float8 AS expires_in_seconds"""

@@ -47,10 +47,10 @@ MISSING_RELATIONS: Final[LiteralString] = """
 SELECT needed.name
 FROM unnest(
     ARRAY[
-        'attempt', 'attempt_view', 'audit', 'breaker', 'breaker_view', 'coalesce', 'content', 'dedupe', 'message',
-        'message_done', 'message_done_default', 'message_failed', 'message_id_seq', 'message_live', 'message_view',
-        'ordering', 'pulse_view', 'queue', 'queue_view', 'renewal', 'retention', 'retention_view', 'retired', 'upkeep',
-        'waiting_view'
+        'attempt', 'attempt_view', 'audit', 'breaker', 'breaker_view', 'coalesce', 'content', 'dedupe',
+        'large_payload', 'message', 'message_done', 'message_done_default', 'message_failed', 'message_id_seq',
+        'message_live', 'message_view', 'ordering', 'pulse_view', 'queue', 'queue_view', 'renewal', 'retention',
+        'retention_view', 'retired', 'upkeep', 'waiting_view'
     ]
 ) AS needed(name)
 WHERE NOT EXISTS (
@@ -394,8 +394,9 @@ LIMIT 1000
 SEALED_PAYLOADS: Final[LiteralString] = """
 SELECT m.topic, m.payload
 FROM (
-    SELECT live.topic, live.payload
+    SELECT live.topic, coalesce(live.payload, large.body) AS payload
     FROM pgoutbox.message AS live
+    LEFT JOIN pgoutbox.large_payload AS large ON large.message_id = live.id
     WHERE live.state = 'pending'
     LIMIT 1000
 ) AS m

@@ -161,7 +161,8 @@ FROM pgoutbox.cancel_by_key(
 
 # Whether this role may read what messages carry, and not only of what it is made.
 READS_PAYLOADS: Final[LiteralString] = (
-    "SELECT has_column_privilege('pgoutbox.message', 'payload', 'SELECT') AS reads_payloads"
+    "SELECT has_column_privilege('pgoutbox.message', 'payload', 'SELECT')"
+    " AND has_table_privilege('pgoutbox.large_payload', 'SELECT') AS reads_payloads"
 )
 
 READS_AUDIT: Final[LiteralString] = "SELECT has_table_privilege('pgoutbox.audit', 'SELECT') AS reads_audit"
@@ -200,16 +201,27 @@ SELECT
     left(as_text.headers, %(characters)s::integer) AS headers,
     octet_length(as_text.headers) AS headers_bytes,
     left(as_text.payload, %(characters)s::integer) AS payload,
-    octet_length(as_text.payload) AS payload_bytes
+    coalesce(octet_length(as_text.payload), 0) AS payload_bytes
 """
 
 # As text, because Python does not read all JSON that PostgreSQL does. OFFSET 0 keeps the text from being made twice.
-_AS_TEXT: Final[LiteralString] = """
+SHOW_MESSAGE: Final[LiteralString] = (
+    _SHOWN
+    + """FROM pgoutbox.message AS m
+LEFT JOIN pgoutbox.large_payload AS large ON large.message_id = m.id
+CROSS JOIN LATERAL (
+    SELECT m.headers::text AS headers, coalesce(m.payload, large.body)::text AS payload OFFSET 0
+) AS as_text
+WHERE m.id = %(id)s::bigint
+"""
+)
+SHOW_MESSAGE_VIEW: Final[LiteralString] = (
+    _SHOWN
+    + """FROM pgoutbox.message_view AS m
 CROSS JOIN LATERAL (SELECT m.headers::text AS headers, m.payload::text AS payload OFFSET 0) AS as_text
-WHERE m.id = %(id)s::bigint"""
-
-SHOW_MESSAGE: Final[LiteralString] = _SHOWN + "FROM pgoutbox.message AS m" + _AS_TEXT
-SHOW_MESSAGE_VIEW: Final[LiteralString] = _SHOWN + "FROM pgoutbox.message_view AS m" + _AS_TEXT
+WHERE m.id = %(id)s::bigint
+"""
+)
 
 SHOW_ATTEMPTS: Final[LiteralString] = """
 SELECT

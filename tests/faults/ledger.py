@@ -43,51 +43,63 @@ CREATE TABLE IF NOT EXISTS public.ledger_audit (
     state      text   NOT NULL
 );
 CREATE OR REPLACE FUNCTION public.ledger_note() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER AS $function$
+DECLARE
+    seen constant pgoutbox.message := NEW;
+    payload constant jsonb := pgoutbox.payload_of(seen);
 BEGIN
-    INSERT INTO public.ledger_audit (message_id, ledger_key, state)
-    VALUES (
-        NEW.id,
-        NEW.payload ->> 'ledger_key' || CASE WHEN NEW.content_id IS NULL THEN '' ELSE '/' || NEW.destination END,
-        NEW.state
-    );
+    IF payload ? 'ledger_key' THEN
+        INSERT INTO public.ledger_audit (message_id, ledger_key, state)
+        VALUES (
+            seen.id,
+            payload ->> 'ledger_key' || CASE WHEN seen.content_id IS NULL THEN '' ELSE '/' || seen.destination END,
+            seen.state
+        );
+    END IF;
     RETURN NULL;
 END
 $function$;
 CREATE OR REPLACE TRIGGER ledger_entered AFTER INSERT ON pgoutbox.message
-    FOR EACH ROW WHEN (NEW.payload ? 'ledger_key') EXECUTE FUNCTION public.ledger_note();
+    FOR EACH ROW WHEN (NEW.payload IS NULL OR NEW.payload ? 'ledger_key') EXECUTE FUNCTION public.ledger_note();
 CREATE OR REPLACE TRIGGER ledger_changed AFTER UPDATE ON pgoutbox.message
-    FOR EACH ROW WHEN (NEW.payload ? 'ledger_key' AND NEW.state NOT IN ('pending', 'sending'))
+    FOR EACH ROW WHEN (
+        (NEW.payload IS NULL OR NEW.payload ? 'ledger_key') AND NEW.state NOT IN ('pending', 'sending')
+    )
     EXECUTE FUNCTION public.ledger_note();
 """
 
 # The messages of a fan-out share their payload: each has its destination in its key.
 _ROWS: Final = """
-SELECT id, payload ->> 'ledger_key' || CASE WHEN content_id IS NULL THEN '' ELSE '/' || destination END, state
-FROM pgoutbox.message
-WHERE payload ? 'ledger_key'
+SELECT
+    m.id,
+    pgoutbox.payload_of(m) ->> 'ledger_key' || CASE WHEN m.content_id IS NULL THEN '' ELSE '/' || m.destination END,
+    m.state
+FROM pgoutbox.message AS m
+WHERE pgoutbox.payload_of(m) ? 'ledger_key'
 """
 _AUDITED: Final = "SELECT message_id, ledger_key, state FROM public.ledger_audit ORDER BY message_id, seq"
 _ENDED_ATTEMPTS: Final = """
 SELECT
-    m.payload ->> 'ledger_key' || CASE WHEN m.content_id IS NULL THEN '' ELSE '/' || m.destination END,
+    pgoutbox.payload_of(m) ->> 'ledger_key' || CASE WHEN m.content_id IS NULL THEN '' ELSE '/' || m.destination END,
     a.attempt_count
 FROM pgoutbox.attempt AS a
 JOIN pgoutbox.message AS m ON m.id = a.message_id
-WHERE m.payload ? 'ledger_key'
+WHERE pgoutbox.payload_of(m) ? 'ledger_key'
 """
 # A message that is cancelled or has expired owes no attempt.
 _COALESCED: Final = """
 SELECT
     id,
-    payload ->> 'ledger_key' AS key,
+    pgoutbox.payload_of(message) ->> 'ledger_key' AS key,
     state = 'cancelled' OR skip_reason IS NOT DISTINCT FROM 'expired' AS is_excused,
     superseded_by
 FROM pgoutbox.message
-WHERE payload ? 'ledger_key' AND coalesce_key IS NOT NULL
+WHERE pgoutbox.payload_of(message) ? 'ledger_key' AND coalesce_key IS NOT NULL
 ORDER BY id DESC
 """
 _OWED: Final = """
-SELECT count(*) FROM pgoutbox.message_live WHERE payload ? 'ledger_key' AND state IN ('pending', 'sending')
+SELECT count(*)
+FROM pgoutbox.message AS m
+WHERE m.state IN ('pending', 'sending') AND pgoutbox.payload_of(m) ? 'ledger_key'
 """
 
 _OPEN_STATES: Final = frozenset({"pending", "sending"})

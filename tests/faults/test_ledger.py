@@ -42,7 +42,7 @@ def deliver(db: psycopg.Connection, ledger: Ledger, *, queue: str = "default") -
     for row in claim(db, worker="worker-2", queue=queue):
         if row.state != "sending":
             continue
-        ledger.hand_over({KEY: row.payload_json.split('"')[3]}, row.attempt_count)
+        ledger.hand_over({KEY: (row.payload_json or "").split('"')[3]}, row.attempt_count)
         assert finish_sent(db, (row.id, row.attempt_count), worker="worker-2") == {row.id}
 
 

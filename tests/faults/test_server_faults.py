@@ -434,7 +434,7 @@ async def test_a_message_whose_payload_is_damaged_on_the_disk_keeps_no_others(ow
         damaged = enqueue(db, payload={"text": secrets.token_hex(20_000)})
         behind = [enqueue(db, payload={}) for _ in range(20)]
         row = db.execute(
-            "SELECT pg_relation_filepath(reltoastrelid) FROM pg_class WHERE oid = 'pgoutbox.message_live'::regclass"
+            "SELECT pg_relation_filepath(reltoastrelid) FROM pg_class WHERE oid = 'pgoutbox.large_payload'::regclass"
         ).fetchone()
         assert row is not None
     own_server.stop()

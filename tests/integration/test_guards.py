@@ -28,7 +28,7 @@ from pgoutbox.link import Link
 from pgoutbox.message import Message, State
 from pgoutbox.store import Verdict
 from pgoutbox.telemetry import Telemetry
-from tests.messages import put
+from tests.messages import LARGE, PUT_FINAL, put
 from tests.outbox_actions import (
     WatchedWorker,
     claim,
@@ -50,6 +50,7 @@ from tests.outbox_actions import (
     until_blocked,
     watch,
 )
+from tests.partitions import add_partition
 from tests.races import ADVISORY_LOCKS
 from tests.waiting import until
 
@@ -290,6 +291,58 @@ async def pruning_obeys_the_rule_as_it_stands(stage: Stage) -> None:
     stage.db.execute("UPDATE pgoutbox.retention SET keep = '2 days'")
     stage.db.execute(sql.PRUNE_BY_RULE, parameters)
     assert rows_of(stage.db, message_id)
+
+
+def large_message_of_an_old_id(stage: Stage) -> int:
+    """A pending message with a large payload, whose id a sent message has as well: the sequence was set back."""
+    message_id = put(stage.db, State.SENT, age=timedelta(days=40))
+    stage.db.execute("SELECT setval('pgoutbox.message_id_seq', %s, false)", [message_id])
+    assert enqueue(stage.db, "mail", LARGE) == message_id
+    return message_id
+
+
+async def pruning_leaves_the_large_payload_of_another_message(stage: Stage) -> None:
+    message_id = large_message_of_an_old_id(stage)
+    keep_nothing(stage)
+    prune_by_rules(stage.db)
+    assert [row.state for row in rows_of(stage.db)] == ["pending"]
+    assert large_payloads(stage.db) == [message_id]
+
+
+async def a_retired_partition_leaves_the_large_payload_of_another_message(stage: Stage) -> None:
+    name = add_partition(stage.db, 40)
+    message_id = large_message_of_an_old_id(stage)
+    keep_nothing(stage)
+    for state in ("skipped", "cancelled"):
+        keep_nothing(stage, state=state)
+    stage.db.execute("SELECT pgoutbox.retire_partition(%s)", [name])
+    assert stage.db.execute("SELECT * FROM pgoutbox.clear_retired(9)").fetchall() == [(name, 1, True)]
+    assert large_payloads(stage.db) == [message_id]
+
+
+async def a_retired_partition_takes_its_large_payloads(stage: Stage) -> None:
+    name = add_partition(stage.db, 40)
+    message_id = enqueue(stage.db, "mail", LARGE)
+    stage.db.execute(PUT_FINAL, {"id": message_id, "state": "sent", "age": timedelta(days=40)})
+    for state in ("sent", "skipped", "cancelled"):
+        keep_nothing(stage, state=state)
+    stage.db.execute("SELECT pgoutbox.retire_partition(%s)", [name])
+    stage.db.execute("SELECT pgoutbox.clear_retired(9)")
+    assert stage.db.execute("SELECT name FROM pgoutbox.retired").fetchall() == []
+    assert large_payloads(stage.db) == []
+
+
+async def a_message_that_is_sent_keeps_its_large_payload(stage: Stage) -> None:
+    """Of two messages of one finish, a rule keeps one."""
+    keep_nothing(stage, topic="greet")
+    kept, forgotten = enqueue(stage.db, "mail", LARGE), enqueue(stage.db, "greet", LARGE)
+    claim(stage.db, topics=["greet", "mail"])
+    finish_sent_and_forget(stage.db, (kept, 1), (forgotten, 1))
+    assert large_payloads(stage.db) == [kept]
+
+
+def large_payloads(db: psycopg.Connection) -> list[int]:
+    return [row[0] for row in db.execute("SELECT message_id FROM pgoutbox.large_payload ORDER BY 1").fetchall()]
 
 
 def prune_by_rules(db: psycopg.Connection) -> None:
@@ -764,6 +817,11 @@ def no_look_at_the_rule_in_forget(stage: Stage, patch: pytest.MonkeyPatch) -> No
     redefine(stage, "forget_sent", "WHERE EXISTS (", "WHERE true OR EXISTS (")
 
 
+def no_look_at_what_is_forgotten(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+    theirs = "USING forgotten AS f\n        WHERE l.message_id = f.id AND f.has_large_payload"
+    redefine(stage, "forget_sent", theirs, "USING asked AS a\n        WHERE l.message_id = a.id")
+
+
 def redefine(stage: Stage, name: str, part: str, instead: str) -> None:
     """Replace one part of a function of the schema."""
     (definition,) = stage.db.execute(
@@ -966,6 +1024,30 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
         "locked rows in prune",
         pruning_leaves_a_message_that_is_being_redriven,
         no_guard_in_function("prune_by_rule", " SKIP LOCKED"),
+    ),
+    (
+        "large payload of its message in prune",
+        pruning_leaves_the_large_payload_of_another_message,
+        no_guard_in_function("prune_by_rule", " AND o.has_large_payload"),
+    ),
+    (
+        "large payload of its message in a retired partition",
+        a_retired_partition_leaves_the_large_payload_of_another_message,
+        no_guard_in_function("clear_retired", " AND p.has_large_payload"),
+    ),
+    (
+        "large payloads of a retired partition",
+        a_retired_partition_takes_its_large_payloads,
+        no_guard_in_function(
+            "clear_retired",
+            "\n        AND NOT EXISTS (SELECT FROM pgoutbox.large_payload AS l"
+            " WHERE l.message_id BETWEEN first_id AND last_id)",
+        ),
+    ),
+    (
+        "large payload of what is forgotten",
+        a_message_that_is_sent_keeps_its_large_payload,
+        no_look_at_what_is_forgotten,
     ),
     (
         "age in prune",

@@ -34,6 +34,7 @@ STRANGE = [
     *(f"{column} = {value}::jsonb" for column in ("payload", "headers") for value in DOCUMENTS),
     *(f"{column} = {value}" for column in ("content_id", "resend_of") for value in (-(2**63), 0, 2**63 - 1)),
     "topic = ''",
+    "payload = NULL",
     "max_attempts = 2147483647, attempt_budget = 1",
     "max_attempts = 2147483647, attempt_count = 2147483646",
 ]

@@ -32,8 +32,8 @@ NOTIFY_NOTICED_SECONDS: Final = 4.0
 """How long a queue of notifications is nearly full before it is full: workers have probed meanwhile."""
 # Those whose handler takes long enough for something to meet it.
 _IN_FLIGHT: Final = """
-SELECT id, attempt_count FROM pgoutbox.message_live
-WHERE state = 'sending' AND (payload ->> 'seconds')::float8 >= 0.5
+SELECT m.id, m.attempt_count FROM pgoutbox.message AS m
+WHERE m.state = 'sending' AND (pgoutbox.payload_of(m) ->> 'seconds')::float8 >= 0.5
 """
 _IN_FLIGHT_OF_LONELY: Final = f"""
 SELECT FROM pgoutbox.message_live

@@ -114,7 +114,12 @@ def draw(chance: random.Random, key: str) -> NewMessage[Any]:
         delay = chance.choice([0.2, 1.0, 3.0])
     return NewMessage(
         topic,
-        {KEY: key, "plan": steps, "seconds": chance.choice([0, 0, 0.01, 0.1, 0.5, 2.0]), "text": TEXT},
+        {
+            KEY: key,
+            "plan": steps,
+            "seconds": chance.choice([0, 0, 0.01, 0.1, 0.5, 2.0]),
+            "text": TEXT * chance.choice([1, 1, 1, 100]),  # Some payloads are stored apart from their messages.
+        },
         coalesce_key=coalesce_key,
         dedupe_key=dedupe_key,
         delay=delay,

@@ -57,9 +57,10 @@ WHERE what = 'finish'
 """
 _MESSAGES: Final = """
 SELECT
-    payload ->> 'ledger_key' || CASE WHEN content_id IS NULL THEN '' ELSE '/' || destination END AS key,
-    id, topic, queue, coalesce_key, ordering_key, state, attempt_count, payload ->> 'bulk' AS bulk,
-    (payload ->> 'item')::integer AS item
+    pgoutbox.payload_of(message) ->> 'ledger_key'
+        || CASE WHEN content_id IS NULL THEN '' ELSE '/' || destination END AS key,
+    id, topic, queue, coalesce_key, ordering_key, state, attempt_count,
+    pgoutbox.payload_of(message) ->> 'bulk' AS bulk, (pgoutbox.payload_of(message) ->> 'item')::integer AS item
 FROM pgoutbox.message
 """
 _ENDED: Final = """

@@ -166,6 +166,8 @@ DAMAGE: list[tuple[str, LiteralString]] = [
     ("a forbidden change of a row, or rule of the tables", "DELETE FROM pgoutbox.dedupe"),
     ("a content that no message names", "DELETE FROM pgoutbox.message WHERE id = 14"),
     ("a message whose content is gone", "DELETE FROM pgoutbox.content"),
+    ("a large payload that no message has", "INSERT INTO pgoutbox.large_payload VALUES (14, '{}')"),
+    ("a message whose payload is gone", "UPDATE pgoutbox.message SET payload = NULL WHERE id = 14"),
     (
         "sent, and kept though a rule keeps nothing of it",
         "UPDATE soak_flight SET what = 'sent' WHERE message_id = 20 AND what = 'gone'",

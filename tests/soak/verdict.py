@@ -46,10 +46,14 @@ INVARIANTS: Final[Mapping[str, LiteralString]] = {
         SELECT id FROM pgoutbox.message WHERE state = 'skipped' AND superseded_by IS NULL
     """,
     "failed though its plan was to succeed": """
-        SELECT id FROM pgoutbox.message WHERE state = 'failed' AND payload #>> '{plan,-1}' <> 'permanent'
+        SELECT m.id
+        FROM pgoutbox.message AS m
+        WHERE m.state = 'failed' AND pgoutbox.payload_of(m) #>> '{plan,-1}' <> 'permanent'
     """,
     "sent though its plan was to fail": """
-        SELECT id FROM pgoutbox.message WHERE state = 'sent' AND payload #>> '{plan,-1}' <> 'ok'
+        SELECT m.id
+        FROM pgoutbox.message AS m
+        WHERE m.state = 'sent' AND pgoutbox.payload_of(m) #>> '{plan,-1}' <> 'ok'
     """,
     "sent without its one effect in the database": """
         SELECT m.id
@@ -89,11 +93,23 @@ INVARIANTS: Final[Mapping[str, LiteralString]] = {
         FROM pgoutbox.message AS m
         WHERE NOT EXISTS (SELECT FROM pgoutbox.content AS c WHERE c.id = m.content_id) AND m.content_id IS NOT NULL
     """,
+    "a large payload that no message has": """
+        SELECT l.message_id
+        FROM pgoutbox.large_payload AS l
+        WHERE NOT EXISTS (SELECT FROM pgoutbox.message AS m WHERE m.id = l.message_id AND m.payload IS NULL)
+    """,
+    "a message whose payload is gone": """
+        SELECT m.id
+        FROM pgoutbox.message AS m
+        WHERE m.payload IS NULL
+            AND NOT EXISTS (SELECT FROM pgoutbox.large_payload AS l WHERE l.message_id = m.id)
+    """,
 }
 
 _MESSAGES: Final = """
 SELECT
-    payload ->> 'ledger_key' || CASE WHEN content_id IS NULL THEN '' ELSE '/' || destination END AS key,
+    pgoutbox.payload_of(message) ->> 'ledger_key'
+        || CASE WHEN content_id IS NULL THEN '' ELSE '/' || destination END AS key,
     id, topic, queue, CASE WHEN coalesces_pending THEN NULL ELSE coalesce_key END AS strict_key, ordering_key, state,
     attempt_count,
     extract(epoch FROM finished_at)::float8 AS finished_at

@@ -306,4 +306,4 @@ def test_statements_of_the_live_part_never_touch_finished_rows(
     filled: psycopg.Connection, statement: LiteralString, parameters: Mapping[str, object]
 ) -> None:
     plan = plan_of(filled, statement, parameters)
-    assert plan.relations() <= {"message_live", "coalesce", "queue", "renewal"}
+    assert plan.relations() <= {"message_live", "large_payload", "coalesce", "queue", "renewal"}

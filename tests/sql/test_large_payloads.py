@@ -1,0 +1,159 @@
+"""Large payloads: stored once beside their message, read with it, and deleted with it."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from typing import TYPE_CHECKING, LiteralString
+
+import pytest
+from psycopg import errors
+from psycopg.types.json import Jsonb
+
+from pgoutbox import operations, sql
+from pgoutbox.maintenance import prune_by_retention, set_retention
+from pgoutbox.message import State
+from tests.messages import LARGE, PUT_FINAL
+from tests.outbox_actions import cancel, claim, enqueue, finish_sent, finish_sent_and_forget, redrive, rows_of, state_of
+
+if TYPE_CHECKING:
+    import psycopg
+
+DAY = timedelta(days=1)
+ENQUEUES: dict[str, LiteralString] = {
+    "enqueue": "SELECT pgoutbox.enqueue('greet', %(payload)s::jsonb)",
+    "enqueue with a key": "SELECT pgoutbox.enqueue('greet', %(payload)s::jsonb, ordering_key => 'k')",
+    "enqueue_many": "SELECT pgoutbox.enqueue_many('{greet}', ARRAY[%(payload)s::jsonb])",
+    "enqueue_many with a key": """
+        SELECT pgoutbox.enqueue_many('{greet}', ARRAY[%(payload)s::jsonb], coalesce_keys => '{k}')
+    """,
+    "enqueue_many with a dedupe key": """
+        SELECT pgoutbox.enqueue_many('{greet}', ARRAY[%(payload)s::jsonb], dedupe_keys => '{k}')
+    """,
+    "enqueue_many with an ordering key": """
+        SELECT pgoutbox.enqueue_many('{greet}', ARRAY[%(payload)s::jsonb], ordering_keys => '{k}')
+    """,
+    "enqueue_fanout": "SELECT pgoutbox.enqueue_fanout('greet', %(payload)s::jsonb, '{a:1,a:2}')",
+}
+
+
+@pytest.fixture
+def rolled_back(rolled_back: psycopg.Connection) -> psycopg.Connection:
+    """The same connection inside a transaction, so that those of `maintenance` become savepoints of it."""
+    rolled_back.execute("SELECT")
+    return rolled_back
+
+
+def stored(connection: psycopg.Connection) -> list[int]:
+    """The messages whose payload is stored apart."""
+    return [row[0] for row in connection.execute("SELECT message_id FROM pgoutbox.large_payload ORDER BY 1").fetchall()]
+
+
+def payloads(connection: psycopg.Connection) -> list[object]:
+    return [
+        row[0] for row in connection.execute("SELECT pgoutbox.payload_of(m) FROM pgoutbox.message AS m ORDER BY m.id")
+    ]
+
+
+def end(connection: psycopg.Connection, message_id: int, state: State = State.SENT, *, age: timedelta = 2 * DAY) -> int:
+    connection.execute(PUT_FINAL, {"id": message_id, "state": state.value, "age": age})
+    return message_id
+
+
+class TestStored:
+    @pytest.mark.parametrize("statement", [pytest.param(s, id=name) for name, s in ENQUEUES.items()])
+    @pytest.mark.parametrize(
+        ("payload", "is_apart"), [({"user_id": 7}, False), ({"text": "x" * 900}, False), (LARGE, True)]
+    )
+    def test_a_payload_is_in_the_row_or_apart_by_its_size(
+        self, rolled_back: psycopg.Connection, statement: LiteralString, payload: object, *, is_apart: bool
+    ) -> None:
+        rolled_back.execute(statement, {"payload": Jsonb(payload)})
+        rows = rolled_back.execute("SELECT id, payload IS NULL FROM pgoutbox.message ORDER BY id").fetchall()
+        assert {in_row for _, in_row in rows} == {is_apart}
+        assert stored(rolled_back) == ([message_id for message_id, _ in rows] if is_apart else [])
+        assert payloads(rolled_back) == [payload] * len(rows)
+
+    def test_the_json_value_null_is_a_payload_like_others(self, rolled_back: psycopg.Connection) -> None:
+        enqueue(rolled_back)
+        assert rolled_back.execute("SELECT payload::text FROM pgoutbox.message").fetchall() == [("null",)]
+
+    def test_a_repetition_with_a_dedupe_key_is_recognized(self, rolled_back: psycopg.Connection) -> None:
+        message_id = enqueue(rolled_back, payload=LARGE, dedupe_key="k")
+        assert enqueue(rolled_back, payload=LARGE, dedupe_key="k") == message_id
+        with pytest.raises(errors.UniqueViolation), rolled_back.transaction():
+            enqueue(rolled_back, payload={"text": "y" * 5_000}, dedupe_key="k")
+        assert stored(rolled_back) == [message_id]
+
+    def test_a_payload_is_written_once_however_far_its_message_goes(self, rolled_back: psycopg.Connection) -> None:
+        message_id = enqueue(rolled_back, payload=LARGE)
+        place: LiteralString = "SELECT ctid, xmin FROM pgoutbox.large_payload"
+        before = rolled_back.execute(place).fetchall()
+        claim(rolled_back)
+        finish_sent(rolled_back, (message_id, 1))
+        assert state_of(rolled_back, message_id) == State.SENT
+        assert rolled_back.execute(place).fetchall() == before
+
+
+class TestRead:
+    def test_a_claim_returns_it(self, rolled_back: psycopg.Connection) -> None:
+        large, small = enqueue(rolled_back, payload=LARGE), enqueue(rolled_back, payload={"user_id": 7})
+        assert {row.id: json.loads(row.payload_json or "") for row in claim(rolled_back)} == {
+            large: LARGE,
+            small: {"user_id": 7},
+        }
+
+    def test_people_see_it_as_they_see_others(self, rolled_back: psycopg.Connection) -> None:
+        message_id = enqueue(rolled_back, payload=LARGE)
+        message, _ = operations.show_message(rolled_back, message_id)
+        assert message.payload == LARGE
+        shown = rolled_back.execute("SELECT payload FROM pgoutbox.message_view").fetchall()
+        assert shown == [({"text": "(redacted)"},)]
+
+    def test_a_message_whose_payload_is_gone_can_be_shown(self, rolled_back: psycopg.Connection) -> None:
+        message_id = enqueue(rolled_back, payload=LARGE)
+        rolled_back.execute("DELETE FROM pgoutbox.large_payload")
+        message, _ = operations.show_message(rolled_back, message_id)
+        assert message.payload is None
+
+    def test_the_doctor_sees_that_it_is_encrypted(self, rolled_back: psycopg.Connection) -> None:
+        enqueue(rolled_back, payload={"sealed": "x" * 5_000})
+        for statement in (sql.SEALED_PAYLOADS, sql.SEALED_TOPICS):
+            assert len(rolled_back.execute(statement, {"member": "sealed"}).fetchall()) == 1
+
+    def test_a_resent_message_has_a_copy(self, rolled_back: psycopg.Connection) -> None:
+        source_id = end(rolled_back, enqueue(rolled_back, payload=LARGE))
+        copy_id = operations.resend(rolled_back, source_id)
+        assert payloads(rolled_back) == [LARGE, LARGE]
+        assert stored(rolled_back) == [source_id, copy_id]
+
+    def test_a_redriven_message_has_it_and_its_dedupe_key(self, rolled_back: psycopg.Connection) -> None:
+        message_id = enqueue(rolled_back, payload=LARGE, dedupe_key="k")
+        cancel(rolled_back, message_id)
+        rolled_back.execute("DELETE FROM pgoutbox.dedupe")
+        redrive(rolled_back, message_id)
+        assert enqueue(rolled_back, payload=LARGE, dedupe_key="k") == message_id
+        assert payloads(rolled_back) == [LARGE]
+
+
+class TestDeleted:
+    @pytest.mark.parametrize("state", [State.SENT, State.FAILED, State.SKIPPED, State.CANCELLED])
+    def test_it_goes_with_its_message_by_a_rule(self, rolled_back: psycopg.Connection, state: State) -> None:
+        set_retention(rolled_back, "*", state, DAY)
+        kept = end(rolled_back, enqueue(rolled_back, payload=LARGE), state, age=timedelta())
+        end(rolled_back, enqueue(rolled_back, payload=LARGE), state)
+        assert prune_by_retention(rolled_back).messages == {state: 1}
+        assert stored(rolled_back) == [kept]
+
+    def test_it_goes_with_its_message_by_age(self, rolled_back: psycopg.Connection) -> None:
+        kept = end(rolled_back, enqueue(rolled_back, payload=LARGE), age=timedelta())
+        end(rolled_back, enqueue(rolled_back, payload=LARGE))
+        rolled_back.execute("SELECT pgoutbox.prune('{sent}', interval '1 day', NULL, 10)")
+        assert stored(rolled_back) == [kept]
+
+    def test_it_goes_with_a_message_that_is_forgotten_as_it_is_sent(self, rolled_back: psycopg.Connection) -> None:
+        set_retention(rolled_back, "greet", "sent", timedelta())
+        forgotten, kept = enqueue(rolled_back, payload=LARGE), enqueue(rolled_back, "other", LARGE)
+        claim(rolled_back, topics=["greet", "other"])
+        assert finish_sent_and_forget(rolled_back, (forgotten, 1), (kept, 1)) == {forgotten, kept}
+        assert ([row.id for row in rows_of(rolled_back)], stored(rolled_back)) == ([kept], [kept])
