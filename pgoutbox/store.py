@@ -387,18 +387,26 @@ class Store:
         Also a message that is deleted instead, because a rule of retention keeps nothing of what was sent. A row that
         somebody has locked is left out after a short wait.
         """
-        held = {"ids": _array_of(ids), "attempt_counts": _array_of(attempt_counts), "worker": self.worker}
         if await self.forgets_sent(topics):
+            held = {"ids": _array_of(ids), "attempt_counts": _array_of(attempt_counts), "worker": self.worker}
             rows = await self._finishes.fetch(sql.FINISH_SENT_AND_FORGET_IF_HELD, held)
             return dict.fromkeys((row[0] for row in rows), State.SENT)
+        attempts = list(zip(ids, attempt_counts, strict=True))
+        finished: dict[int, State] = {}
         if time.monotonic() >= self._passes_over_until:
             try:
-                rows = await self._finishes.fetch(sql.FINISH_SENT_IF_HELD, held)
-                return dict.fromkeys((row[0] for row in rows), State.SENT)
+                for attempt_count in set(attempt_counts):
+                    group = _array_of(message_id for message_id, number in attempts if number == attempt_count)
+                    rows = await self._finishes.fetch(
+                        sql.FINISH_SENT_IF_HELD, {"ids": group, "attempt_count": attempt_count, "worker": self.worker}
+                    )
+                    finished |= dict.fromkeys((row[0] for row in rows), State.SENT)
             except (psycopg.errors.LockNotAvailable, psycopg.errors.SerializationFailure):
                 # A row is locked, or went to another partition while this statement waited for it.
                 self._passes_over_until = time.monotonic() + _PASS_OVER_SECONDS
-        return await self.finish([_sent(*attempt) for attempt in zip(ids, attempt_counts, strict=True)])
+            else:
+                return finished
+        return finished | await self.finish([_sent(*attempt) for attempt in attempts if attempt[0] not in finished])
 
     async def forgets_sent(self, topics: Collection[str]) -> bool:
         """Whether a rule of retention may keep nothing of what was sent in these topics, half a minute ago at most.

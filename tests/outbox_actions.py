@@ -180,8 +180,12 @@ def ids_in_flight(rows: Sequence[ClaimedRow]) -> list[int]:
 
 def finish_sent(connection: psycopg.Connection, *attempts: tuple[int, int], worker: str = "worker-1") -> set[int]:
     """Finish attempts, each an id and its attempt count, as sent; the ids that were written."""
-    parameters = {"ids": [a[0] for a in attempts], "attempt_counts": [a[1] for a in attempts], "worker": worker}
-    return {row[0] for row in connection.execute(sql.FINISH_SENT_IF_HELD, parameters).fetchall()}
+    finished: set[int] = set()
+    for attempt_count in {attempt_count for _, attempt_count in attempts}:
+        ids = [message_id for message_id, number in attempts if number == attempt_count]
+        parameters = {"ids": ids, "attempt_count": attempt_count, "worker": worker}
+        finished |= {row[0] for row in connection.execute(sql.FINISH_SENT_IF_HELD, parameters).fetchall()}
+    return finished
 
 
 def finish_sent_and_forget(

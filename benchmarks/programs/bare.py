@@ -49,7 +49,7 @@ def main(batch_size: int) -> int:
             if rows:
                 parameters = {
                     "ids": [row[0] for row in rows],
-                    "attempt_counts": [row[5] for row in rows],
+                    "attempt_count": 1,
                     "worker": CLAIM_PARAMETERS["worker"],
                 }
                 cursor.execute(sql.FINISH_SENT_IF_HELD, parameters, prepare=True)

@@ -80,7 +80,7 @@ def _finish(connection: psycopg.Connection[tuple[object, ...]]) -> Iterator[tupl
     while True:
         rows = connection.execute(sql.CLAIM_FRESH, CLAIM_PARAMETERS).fetchall()
         began_at = time.monotonic()
-        held = {"ids": [row[0] for row in rows], "attempt_counts": [row[5] for row in rows], "worker": "benchmark"}
+        held = {"ids": [row[0] for row in rows], "attempt_count": 1, "worker": "benchmark"}
         connection.execute(sql.FINISH_SENT_IF_HELD, held)
         took = (time.monotonic() - began_at) * 1000
         yield took, took

@@ -10,28 +10,27 @@ from typing import Final, LiteralString
 # Due messages without an ordering key. `now()` can be an index condition; clock_timestamp(), which is volatile, cannot.
 #
 # Two messages of one key are never in flight: a message waits for its predecessor unless it is superseded. A message of
-# the rule `pending` also waits for a strict one of its key: the unique index would refuse one of them. The predecessor
-# is joined, because a subquery that looks it up costs twice as much.
+# the rule `pending` also waits for a strict one of its key: the unique index would refuse one of them. LIMIT makes
+# PostgreSQL look the predecessor up by its key; otherwise it may read all attempts in flight.
 _DUE: Final[LiteralString] = """due AS MATERIALIZED (
-    SELECT m.id, m.topic, m.coalesce_key, m.coalesces_pending, m.attempt_count, m.expires_at, head.newest_id
+    SELECT m.ctid AS place, m.id, m.topic, m.coalesce_key, m.coalesces_pending, m.attempt_count, m.expires_at,
+        head.newest_id
     FROM pgoutbox.message_live AS m
     LEFT JOIN pgoutbox.coalesce AS head
         ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key AND m.coalesces_pending IS NOT TRUE
-    LEFT JOIN pgoutbox.message_live AS sibling
-        ON sibling.topic = m.topic AND sibling.coalesce_key = m.coalesce_key AND sibling.state = 'sending'
+    LEFT JOIN LATERAL (
+        SELECT s.id FROM pgoutbox.message_live AS s
+        WHERE s.topic = m.topic AND s.coalesce_key = m.coalesce_key AND s.state = 'sending' LIMIT 1
+    ) AS sibling ON true
     WHERE m.queue = %(queue)s::text
-        AND m.ordering_key IS NULL
-        AND m.available_at <= now()
-        AND m.topic = ANY (%(topics)s::text[])
-        AND m.id <> ALL (%(set_aside)s::bigint[])
+        AND m.ordering_key IS NULL AND m.available_at <= now()
+        AND m.topic = ANY (%(topics)s::text[]) AND m.id <> ALL (%(set_aside)s::bigint[])
         AND (
             m.coalesce_key IS NULL
             OR head.newest_id > m.id
             OR (m.coalesces_pending AND pgoutbox.newer_pending(m.topic, m.coalesce_key, m.queue, m.id) IS NOT NULL)
-            OR (
-                sibling.id IS NULL
-                AND (m.coalesces_pending IS NOT TRUE OR NOT pgoutbox.has_strict_due(m.topic, m.coalesce_key, m.queue))
-            )
+            OR (sibling.id IS NULL
+                AND (m.coalesces_pending IS NOT TRUE OR NOT pgoutbox.has_strict_due(m.topic, m.coalesce_key, m.queue)))
         )"""
 
 # The lanes, each from its floor on. Each has an index of its own, so that a backlog of retries never delays fresh
@@ -69,14 +68,13 @@ _BY_PERMITS: Final[LiteralString] = """
 # An attempt begins, or the message ends here because it is superseded or has expired. The update enters keys into the
 # unique index of attempts in flight. All claims do so in one order, or two of them could deadlock.
 _JUDGED: Final[LiteralString] = """, judged AS MATERIALIZED (
-    SELECT d.id, d.attempt_count, newer.id AS superseded_by,
+    SELECT d.place, d.id, d.attempt_count, newer.id AS superseded_by,
         CASE WHEN newer.id IS NOT NULL OR d.expires_at <= now() THEN 'skipped' ELSE 'sending' END AS state
     FROM due AS d
     CROSS JOIN LATERAL (
         SELECT CASE
             WHEN d.newest_id > d.id THEN d.newest_id
-            WHEN d.coalesces_pending
-                THEN pgoutbox.lock_newer_pending(d.topic, d.coalesce_key, %(queue)s::text, d.id)
+            WHEN d.coalesces_pending THEN pgoutbox.lock_newer_pending(d.topic, d.coalesce_key, %(queue)s::text, d.id)
         END
     ) AS newer(id)
     WHERE newer.id IS DISTINCT FROM 0
@@ -91,6 +89,9 @@ _SPENT: Final[LiteralString] = """, spent AS (
     WHERE q.name = %(queue)s::text AND q.rate_count IS NOT NULL AND begun.count > 0
 )"""
 
+# A row is updated at the place where it was locked. By its id alone PostgreSQL may plan to scan the whole primary key,
+# dead entries included, because statistics can say that the table is empty. A row that somebody has updated since this
+# statement began is left to the next claim.
 _BEGIN: Final[LiteralString] = """
 UPDATE pgoutbox.message AS m
 SET state = j.state,
@@ -102,14 +103,13 @@ SET state = j.state,
     skip_reason = CASE WHEN j.state = 'skipped' THEN coalesce('superseded by ' || j.superseded_by, 'expired') END,
     superseded_by = j.superseded_by
 FROM judged AS j
-WHERE m.id = j.id AND m.state = 'pending' AND m.attempt_count = j.attempt_count"""
+WHERE m.ctid = j.place AND m.id = j.id AND m.state = 'pending' AND m.attempt_count = j.attempt_count"""
 
 _ROWS: Final[LiteralString] = """
 RETURNING m.id, m.topic, m.destination,
     coalesce(m.payload, (SELECT l.body FROM pgoutbox.large_payload AS l WHERE l.message_id = m.id))::text
         AS payload_json,
-    m.headers::text AS headers_json,
-    m.attempt_count, m.max_attempts, m.attempt_budget, m.created_at, m.available_at,
+    m.headers::text AS headers_json, m.attempt_count, m.max_attempts, m.attempt_budget, m.created_at, m.available_at,
     m.coalesce_key, m.ordering_key, m.content_id, m.claimed_at, m.state,
     extract(epoch FROM CASE WHEN isfinite(m.expires_at) THEN m.expires_at - now() END)::float8 AS expires_in_seconds"""
 _ENDED_ROWS: Final[LiteralString] = (
@@ -156,8 +156,8 @@ FIND_RETRIES: Final[LiteralString] = _PERMITTED_RETRIES + _FOUND_DUE
 # outage it renews their leases. Beyond `clock_limit` no lease counts as lapsed: after the server's clock has stepped
 # forward, live workers renew their leases soon.
 _LAPSED: Final[LiteralString] = """judged AS MATERIALIZED (
-    SELECT
-        m.id, m.attempt_count, m.worker, m.claimed_at, newer.id AS newer_id, coalesce(ending.state, 'sending') AS state
+    SELECT m.ctid AS place, m.id, m.attempt_count, m.worker, m.claimed_at, newer.id AS newer_id,
+        coalesce(ending.state, 'sending') AS state
     FROM pgoutbox.message_live AS m
     LEFT JOIN pgoutbox.coalesce AS head
         ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key AND m.coalesces_pending IS NOT TRUE
@@ -212,7 +212,7 @@ SET state = j.state,
     superseded_by = CASE WHEN j.state = 'skipped' THEN j.newer_id END,
     last_error = 'attempt ' || j.attempt_count || ': lease of ' || j.worker || ' expired, outcome unknown'
 FROM judged AS j
-WHERE m.id = j.id AND m.state = 'sending' AND m.attempt_count = j.attempt_count"""
+WHERE m.ctid = j.place AND m.id = j.id AND m.state = 'sending' AND m.attempt_count = j.attempt_count"""
 _DUE_TO_END: Final[LiteralString] = "WITH " + _LAPSED + _IN_QUEUE + _ENDING
 END_LAPSED: Final[LiteralString] = _DUE_TO_END + _LOST + _END + _ENDED_ROWS
 FIND_ENDING: Final[LiteralString] = _DUE_TO_END + _FOUND_LAPSED
@@ -235,7 +235,7 @@ SET attempt_count = m.attempt_count + 1,
     lease_expires_at = now() + make_interval(secs => %(lease_seconds)s::float8),
     last_error = 'attempt ' || j.attempt_count || ': lease of ' || j.worker || ' expired, outcome unknown'
 FROM judged AS j
-WHERE m.id = j.id AND m.state = 'sending' AND m.attempt_count = j.attempt_count"""
+WHERE m.ctid = j.place AND m.id = j.id AND m.state = 'sending' AND m.attempt_count = j.attempt_count"""
 _DUE_AGAIN: Final[LiteralString] = "WITH " + _LAPSED + _IN_QUEUE + _SUSPECTS
 CLAIM_LAPSED: Final[LiteralString] = _DUE_AGAIN + _SPENT + _LOST + _BEGIN_AGAIN + _ROWS
 FIND_LAPSED: Final[LiteralString] = _DUE_AGAIN + _FOUND_LAPSED
@@ -308,8 +308,8 @@ CROSS JOIN LATERAL (
 # message that another worker claimed meanwhile, PostgreSQL checks state and due time on the newest version. The index
 # message_live_ordered_in_flight guards "one message of a key in flight".
 _DUE_ORDERED: Final[LiteralString] = """due AS MATERIALIZED (
-    SELECT
-        m.id, m.topic, m.coalesce_key, m.coalesces_pending, m.attempt_count, m.expires_at, NULL::bigint AS newest_id
+    SELECT m.ctid AS place, m.id, m.topic, m.coalesce_key, m.coalesces_pending, m.attempt_count, m.expires_at,
+        NULL::bigint AS newest_id
     FROM unnest(%(ids)s::bigint[]) AS found(id)
     JOIN pgoutbox.message_live AS m ON m.id = found.id
     WHERE m.state = 'pending'

@@ -6,17 +6,16 @@ crash that loses commits gives the same attempt number out a second time, to ano
 
 from typing import Final, LiteralString
 
-# The common case, apart because it is the hot one. A row that a caller's transaction has locked, to cancel it, ends the
-# statement after a short wait: `FINISH_IF_HELD` passes over such a row.
+# The common case, apart because it is the hot one, for attempts of one number. A row that a caller's transaction has
+# locked, to cancel it, ends the statement after a short wait: `FINISH_IF_HELD` passes over such a row.
 FINISH_SENT_IF_HELD: Final[LiteralString] = """
 UPDATE pgoutbox.message AS m
 SET state = 'sent',
     finished_at = now(),
     lease_expires_at = NULL
-FROM unnest(%(ids)s::bigint[], %(attempt_counts)s::integer[]) AS o(id, attempt_count)
-WHERE m.id = o.id
+WHERE m.id = ANY (%(ids)s::bigint[])
     AND m.state = 'sending'
-    AND m.attempt_count = o.attempt_count
+    AND m.attempt_count = %(attempt_count)s::integer
     AND m.worker = %(worker)s::text
     -- Once, before the first row, and until the end of this transaction.
     AND (SELECT set_config('lock_timeout', '20ms', true)) IS NOT NULL

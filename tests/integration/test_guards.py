@@ -796,7 +796,7 @@ def no_part_in_claims(part: str, *, instead: str = "") -> Mutation:
     return mutate
 
 
-NO_FENCE_IN_SENT = no_fence_in("FINISH_SENT_IF_HELD", "AND m.attempt_count = o.attempt_count")
+NO_FENCE_IN_SENT = no_fence_in("FINISH_SENT_IF_HELD", "AND m.attempt_count = %(attempt_count)s::integer")
 NO_FENCE_IN_FINISH = no_fence_in(
     "FINISH_IF_HELD", "AND m.attempt_count = o.attempt_count", "AND m.attempt_count = h.attempt_count"
 )

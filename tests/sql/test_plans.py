@@ -92,6 +92,7 @@ HELD_PARAMETERS: Mapping[str, object] = {
     "worker": "w",
     "ids": list(range(DONE_COUNT, DONE_COUNT + 200)),
     "attempt_counts": [1] * 200,
+    "attempt_count": 1,
     "lease_seconds": 60.0,
 }
 FINISH_PARAMETERS: Mapping[str, object] = {
@@ -163,6 +164,18 @@ def filled(server: Server, migrated: NoopExecutor, request: pytest.FixtureReques
         connection.close()
 
 
+@pytest.fixture(scope="module")
+def empty(server: Server, migrated: NoopExecutor) -> Iterator[psycopg.Connection]:
+    """A worker's session on a database whose statistics say that there are no messages."""
+    with server.database(template=migrated.template_dbname) as database:
+        connection = psycopg.connect(server.dsn_for(database.dbname), autocommit=True)
+        with connection:
+            connection.execute("VACUUM (ANALYZE) pgoutbox.message_live")
+            connection.execute(sql.PREPARE_SESSION, timeouts(load_settings()))
+            yield connection
+        connection.close()
+
+
 def plan_of(connection: psycopg.Connection, statement: LiteralString, parameters: Mapping[str, object]) -> Plan:
     """The generic plan of a statement, as the worker's prepared statement runs it."""
     names: list[str] = []
@@ -199,12 +212,28 @@ def test_a_claim_reads_its_lane_alone_and_from_its_own_index(
 ) -> None:
     plan = plan_of(filled, statement, CLAIM_PARAMETERS)
     lane, updated = plan.reads("message_live", "m")
-    assert (lane.index, updated.index) == (index, "message_live_pkey")
+    assert (lane.index, updated.type) == (index, "Tid Scan")
     # A dollar sign shows that this is the generic plan, as the worker runs it.
     assert re.search(r"id > \$\d" if index == "message_live_pkey" else r"queue = \$\d", lane.condition)
     assert "<= now()" in lane.condition or index == "message_live_pkey"
     if index in ("message_live_fresh", "message_live_retry"):
         assert re.search(r"> ROW\(COALESCE\(\$\d", lane.condition), "the floor is no index condition"
+
+
+@pytest.mark.parametrize(
+    ("statement", "parameters"),
+    [
+        *(pytest.param(lane.values[0], CLAIM_PARAMETERS, id=f"claim {lane.id}") for lane in LANES),
+        pytest.param(sql.FINISH_SENT_IF_HELD, HELD_PARAMETERS, id="finish sent"),
+        pytest.param(sql.OVERTAKEN, HELD_PARAMETERS, id="overtaken"),
+    ],
+)
+def test_a_statement_that_was_planned_for_an_empty_table_reads_no_whole_index(
+    empty: psycopg.Connection, statement: LiteralString, parameters: Mapping[str, object]
+) -> None:
+    plan = plan_of(empty, statement, parameters)
+    assert {"Index Scan", "Index Only Scan", "Tid Scan"} >= {node.type for node in plan.reads("message_live")}
+    assert all(node.condition or node.type == "Tid Scan" for node in plan.reads("message_live"))
 
 
 @pytest.mark.parametrize(("statement", "index"), LANES)
@@ -213,7 +242,7 @@ def test_a_claim_looks_up_siblings_in_flight_and_heads_by_their_keys(
 ) -> None:
     plan = plan_of(filled, statement, CLAIM_PARAMETERS)
     if index != "message_live_lease":
-        assert {node.index for node in plan.reads("message_live", "sibling")} == {"message_live_in_flight"}
+        assert {node.index for node in plan.reads("message_live", "s")} == {"message_live_in_flight"}
     assert {node.index for node in plan.reads("coalesce", "head")} == {"coalesce_pkey"}
 
 
