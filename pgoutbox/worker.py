@@ -607,6 +607,8 @@ class Worker:
             if self._stopping.is_set():
                 return False
             found = await self._claims.look(room, from_beginning=True)
+            while found == 0 and self._claims.work_ahead and not self._stopping.is_set():
+                found = await self._claims.look(room, from_beginning=True)  # The next page of ordering keys.
             if found is None:
                 self._look_from_beginning = True
                 return False

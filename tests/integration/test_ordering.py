@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -159,6 +159,21 @@ async def test_more_keys_than_one_look_sees_are_all_served(dsn: str, db: psycopg
     line = Line(dsn)
     await drained(line.outbox)
     assert {row.state for row in rows_of(db, *ids)} == {"sent"}
+
+
+async def test_a_worker_falls_asleep_beside_more_waiting_keys_than_one_look_sees(
+    dsn: str, db: psycopg.Connection
+) -> None:
+    scheduled_at = datetime.now(UTC) + timedelta(hours=1)
+    for number in range(250):
+        enqueue(db, ordering_key=f"key-{number:03}", available_at=scheduled_at)
+    line = Line(dsn)
+    worker = WatchedWorker(line.outbox)
+    async with running(worker):
+        await worker.sleeping.wait()
+        due = enqueue(db, ordering_key="key-100-a")
+        await until(lambda: state_of(db, due) == "sent")
+        await worker.falls_asleep()
 
 
 async def test_a_round_ends_though_the_key_where_it_began_is_gone(dsn: str, db: psycopg.Connection) -> None:
