@@ -25,7 +25,7 @@ from pgoutbox.message import State
 from pgoutbox.outage import Outage
 from pgoutbox.server_clock import ServerClock
 from pgoutbox.set_aside import SetAside
-from pgoutbox.store import ClaimedRow, ClaimRefusedError, Floor, LapsedOptions, Store
+from pgoutbox.store import ClaimedRow, ClaimRefusedError, LapsedOptions, Store
 from pgoutbox.telemetry import Event, Telemetry
 from pgoutbox.unanswered import UnansweredClaims
 
@@ -225,23 +225,48 @@ class Claims:
                 case Lane.RETRIES:
                     count = await self._claim_due(lanes, lanes.retries, room - found, from_beginning=False)
                 case Lane.FRESH:
-                    from_start = from_beginning or fresh_only
-                    count = await self._claim_due(lanes, lanes.fresh, room - found, from_beginning=from_start)
+                    count = await self._claim_fresh(lanes, room - found, from_beginning=from_beginning or fresh_only)
             if count is None:
                 return None
             found += count
         return found
 
+    async def _claim_fresh(self, lanes: Lanes, room: int, *, from_beginning: bool) -> int | None:
+        """Claim fresh messages, of which only the new ones matter where all others have been seen."""
+        floor_id = self._queues.arrivals.floor_id
+        if from_beginning and floor_id is not None and lanes.is_for_new_alone(elapsed_clock()):
+            return await self._claim_new(lanes, room, floor_id)
+        return await self._claim_due(lanes, lanes.fresh, room, from_beginning=from_beginning)
+
+    async def _claim_new(self, lanes: Lanes, room: int, floor_id: int) -> int | None:
+        began_at = elapsed_clock()
+        kind = f"{lanes.queue} fresh"
+        total = self._set_aside.within(kind, room)
+        rows = await self._run(
+            lanes.queue,
+            kind,
+            total,
+            self._store.claim_new(
+                lanes.queue,
+                topics=self._topics,
+                total=total,
+                floor_id=floor_id,
+                set_aside=self._set_aside.ids(began_at),
+            ),
+        )
+        if rows is None:
+            return None
+        lanes.fresh.learn_new(rows, total)
+        self._searched_count += not lanes.fresh.is_waiting
+        self.work_ahead |= lanes.fresh.is_waiting
+        await self._hand_over(rows, began_at)
+        return len(rows)
+
     async def _claim_due(self, lanes: Lanes, cursor: Cursor, room: int, *, from_beginning: bool) -> int | None:
         """Claim fresh messages or retries."""
         began_at = elapsed_clock()
         is_retries = cursor is lanes.retries
-        floor_id = self._queues.arrivals.floor_id
-        floor: Floor | int | None
-        if from_beginning and floor_id is not None and lanes.is_for_new_alone(began_at):
-            floor = floor_id
-        else:
-            floor = cursor.start(began_at, from_beginning=from_beginning, wanted_at=lanes.wanted_at)
+        floor = cursor.start(began_at, from_beginning=from_beginning, wanted_at=lanes.wanted_at)
         kind = f"{lanes.queue} {'retries' if is_retries else 'fresh'}"
         total = self._set_aside.within(kind, room)
         rows = await self._run(
@@ -260,13 +285,10 @@ class Claims:
         )
         if rows is None:
             return None
-        if isinstance(floor, int):
-            cursor.learn_new(rows, total)
-        else:
-            cursor.learn(rows, total, began_at=began_at, ended_at=elapsed_clock())
-            if not is_retries and floor is None:
-                lanes.learn_searched()
-        self._searched_count += not is_retries and not isinstance(floor, tuple) and not cursor.is_waiting
+        cursor.learn(rows, total, began_at=began_at, ended_at=elapsed_clock())
+        if not is_retries and floor is None:
+            lanes.learn_searched()
+            self._searched_count += not cursor.is_waiting
         self.work_ahead |= cursor.is_waiting
         await self._hand_over(rows, began_at)
         return len(rows)

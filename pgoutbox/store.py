@@ -214,14 +214,13 @@ class Store:
         *,
         topics: Sequence[str],
         total: int,
-        floor: Floor | int | None,
+        floor: Floor | None,
         retries: bool = False,
         by_permits: bool = False,
         set_aside: Sequence[int] = (),
     ) -> list[ClaimedRow]:
         """Claim up to `total` due messages beyond the floor, fresh ones or with `retries` those attempted before.
 
-        A floor that is an id claims new messages, those with a greater id.
         A queue that is paused or has limits yields messages only with `by_permits`. Messages in `set_aside` are passed
         over. Rows come in the order of their due times. Raises `ClaimRefusedError` if the database refuses a claim of a
         single message for a fault of its row.
@@ -230,9 +229,7 @@ class Store:
             statement, find = sql.CLAIM_RETRIES_BY_PERMITS if by_permits else sql.CLAIM_RETRIES, sql.FIND_RETRIES
         else:
             statement, find = sql.CLAIM_FRESH_BY_PERMITS if by_permits else sql.CLAIM_FRESH, sql.FIND_FRESH
-        if isinstance(floor, int):
-            statement, find = sql.CLAIM_NEW, sql.FIND_NEW
-        floor_at, floor_id = (None, floor) if isinstance(floor, int) else floor or NO_FLOOR
+        floor_at, floor_id = floor or NO_FLOOR
         parameters = {
             "queue": queue,
             "topics": topics,
@@ -242,6 +239,20 @@ class Store:
             "set_aside": _array_of(set_aside),
         }
         rows = await self._claim(statement, find, parameters)
+        return await self._judged(rows, queue)
+
+    async def claim_new(
+        self, queue: str, *, topics: Sequence[str], total: int, floor_id: int, set_aside: Sequence[int]
+    ) -> list[ClaimedRow]:
+        """Claim up to `total` fresh messages beyond this id from a queue without limits, as `claim` does."""
+        parameters = {
+            "queue": queue,
+            "topics": topics,
+            "total": total,
+            "floor_id": floor_id,
+            "set_aside": _array_of(set_aside),
+        }
+        rows = await self._claim(sql.CLAIM_NEW, sql.FIND_NEW, parameters)
         return await self._judged(rows, queue)
 
     async def end_lapsed(self, queue: str, **options: Unpack[LapsedOptions]) -> list[ClaimedRow]:
