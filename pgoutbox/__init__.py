@@ -20,7 +20,7 @@ from pgoutbox.message import Message, Permanent, Sent, Skip, Snooze, State, Tran
 from pgoutbox.outbox import Outbox
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.settings import Settings
-from pgoutbox.steps import CancelResult, Enqueued
+from pgoutbox.steps import CancelResult, Enqueued, EnqueuedMany
 from pgoutbox.transports.apprise import Notification
 from pgoutbox.transports.events import Event
 from pgoutbox.transports.mail import Attachment, Email
@@ -37,6 +37,7 @@ __all__ = [
     "DuplicateError",
     "Email",
     "Enqueued",
+    "EnqueuedMany",
     "Event",
     "LeaseLostError",
     "Message",

@@ -44,6 +44,7 @@ from pgoutbox.settings import Settings, load_settings
 from pgoutbox.steps import (
     CancelResult,
     Enqueued,
+    EnqueuedMany,
     Steps,
     UnprotectedError,
     arun,
@@ -481,7 +482,7 @@ class Outbox:
         serializer: Serializer | None = None,
         notify: bool = True,
         require_transaction: bool = True,
-    ) -> list[Enqueued]:
+    ) -> EnqueuedMany:
         """Write many messages in the transaction of the caller's connection; the answers are in the order of the items.
 
         The contract of `enqueue` for each. All items are checked before the first statement, so that one that is wrong,
@@ -506,7 +507,7 @@ class Outbox:
         serializer: Serializer | None = None,
         notify: bool = True,
         require_transaction: bool = True,
-    ) -> list[Enqueued]:
+    ) -> EnqueuedMany:
         """`enqueue_many` on an async connection, with the same contract.
 
         await outbox.aenqueue_many(connection, [NewMessage("search.index", {"id": n}) for n in changed])
@@ -530,7 +531,7 @@ class Outbox:
         notify: bool = True,
         require_transaction: bool = True,
         **options: Unpack[FanoutOptions],
-    ) -> list[Enqueued]:
+    ) -> EnqueuedMany:
         """Write one message for each destination in the transaction of the caller's connection.
 
         Each has a state, retries and an idempotency key of its own. `content`, a JSON value that all of them share, is
@@ -560,7 +561,7 @@ class Outbox:
         notify: bool = True,
         require_transaction: bool = True,
         **options: Unpack[FanoutOptions],
-    ) -> list[Enqueued]:
+    ) -> EnqueuedMany:
         """`enqueue_fanout` on an async connection, with the same contract.
 
         await outbox.aenqueue_fanout(connection, "newsletter", {"issue": 12}, addresses, content={"html": html})

@@ -7,9 +7,10 @@ Nothing here commits, and nothing but `in_savepoint` touches the caller's transa
 from __future__ import annotations
 
 import enum
-from collections.abc import Generator, Iterator, Sequence
+import operator
+from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar, cast, overload
 
 from pgoutbox import sql
 from pgoutbox.adapters import AsyncAdapter, Call, ItemRefusedError, Rows, SyncAdapter
@@ -29,6 +30,42 @@ class Enqueued(NamedTuple):
 
     id: int
     duplicate: bool
+
+
+class EnqueuedMany(Sequence[Enqueued]):
+    """The answers of a bulk in the order of its items, each made when it is read. `ids` are the ids of the messages.
+
+    Equal to a list of the same answers.
+    """
+
+    __slots__ = ("_duplicates", "ids")
+
+    def __init__(self, ids: list[int], duplicates: Collection[int] = ()) -> None:
+        self.ids = ids
+        self._duplicates = frozenset(duplicates)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @overload
+    def __getitem__(self, index: int) -> Enqueued: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Enqueued]: ...
+
+    def __getitem__(self, index: int | slice) -> Enqueued | list[Enqueued]:
+        positions = range(len(self.ids))[index]
+        if isinstance(positions, int):
+            return Enqueued(self.ids[positions], positions in self._duplicates)
+        return [self[position] for position in positions]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, EnqueuedMany | list) and len(self) == len(other) and all(map(operator.eq, self, other))
+
+    __hash__ = None  # type: ignore[assignment] # as a list has none
+
+    def __repr__(self) -> str:
+        return f"EnqueuedMany({list(self)})"
 
 
 class CancelResult(enum.StrEnum):
@@ -106,37 +143,38 @@ def insert(draft: Draft, *, notify: bool) -> Steps[Enqueued]:
     return Enqueued(message_id, duplicate)
 
 
-def insert_all(
-    drafts: Sequence[tuple[object, ...]], *, notify: bool, require_transaction: bool
-) -> Steps[list[Enqueued]]:
+def insert_all(drafts: Sequence[tuple[object, ...]], *, notify: bool, require_transaction: bool) -> Steps[EnqueuedMany]:
     """Write many messages; the answers are in the order of the drafts."""
     if not drafts:
-        return []
+        return EnqueuedMany([])
     yield from transaction(required=require_transaction)
-    enqueued = [Enqueued(0, False)] * len(drafts)
+    ids = [0] * len(drafts)
+    duplicates: list[int] = []
     for positions, parameters in chunks(drafts):
         try:
-            rows = yield Call(sql.ENQUEUE_MANY, (*parameters, notify))
+            ((id_texts, duplicate_texts),) = yield Call(sql.ENQUEUE_MANY, (*parameters, notify))
         except ItemRefusedError as error:
             raise PayloadError(f"items[{positions[error.index]}].{error.field}", error.reason) from error.__cause__
-        for index, message_id, duplicate in rows:
-            enqueued[positions[index]] = Enqueued(message_id, duplicate)
-    return enqueued
+        for position, id_text in zip(positions, id_texts.split(","), strict=True):
+            ids[position] = int(id_text)
+        if duplicate_texts is not None:
+            duplicates += (positions[int(index_text)] for index_text in duplicate_texts.split(","))
+    return EnqueuedMany(ids, duplicates)
 
 
-def insert_fanout(fanout: Fanout, *, notify: bool, require_transaction: bool) -> Steps[list[Enqueued]]:
+def insert_fanout(fanout: Fanout, *, notify: bool, require_transaction: bool) -> Steps[EnqueuedMany]:
     """Write one message for each destination; the answers are in their order. None, no statement."""
     if not fanout.destinations:
-        return []
+        return EnqueuedMany([])
     yield from transaction(required=require_transaction)
-    enqueued = [Enqueued(0, False)] * len(fanout.destinations)
+    ids = [0] * len(fanout.destinations)
     try:
         rows = yield Call(sql.ENQUEUE_FANOUT, (*fanout, notify))
     except ItemRefusedError as error:
         raise PayloadError(f"destinations[{error.index}]", error.reason) from error.__cause__
     for index, message_id in rows:
-        enqueued[index] = Enqueued(message_id, False)
-    return enqueued
+        ids[index] = message_id
+    return EnqueuedMany(ids)
 
 
 def cancel_one(target: tuple[object, ...], *, require_transaction: bool) -> Steps[CancelResult]:

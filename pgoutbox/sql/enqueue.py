@@ -55,9 +55,12 @@ FROM (
 """
 
 # Arrays of texts travel as one text, because drivers are slow at writing arrays. Topics and payloads, which every
-# message has, are the lines of theirs: neither can hold a line feed.
+# message has, are the lines of theirs: neither can hold a line feed. The answer is one row of two texts: the ids in the
+# order of the items, and the positions of the duplicates.
 ENQUEUE_MANY: Final[LiteralString] = """
-SELECT r.item_index, r.id, r.duplicate
+SELECT
+    pg_catalog.string_agg(r.id::pg_catalog.text, ',' ORDER BY r.item_index),
+    pg_catalog.string_agg(r.item_index::pg_catalog.text, ',') FILTER (WHERE r.duplicate)
 FROM (
     SELECT
         pg_catalog.string_to_array(%s::pg_catalog.text, pg_catalog.chr(10)) AS topics,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 import psycopg
 import pytest
 
-from pgoutbox import NewMessage, Outbox, maintenance, migrate, operations, session
+from pgoutbox import EnqueuedMany, NewMessage, Outbox, maintenance, migrate, operations, session
 from pgoutbox.dispatch import Context, SyncContext
 from pgoutbox.link import Link
 from pgoutbox.message import Message, Permanent, Snooze, State, Transient
@@ -183,11 +183,11 @@ class EnqueueMany:
     def _items(self, key: str) -> list[NewMessage[object]]:
         return [NewMessage("greet", n, dedupe_key=f"{key}.{n}") for n in range(MESSAGES_OF_A_BULK)]
 
-    def act(self, outbox: Outbox, connection: psycopg.Connection, key: str) -> list[Enqueued]:
+    def act(self, outbox: Outbox, connection: psycopg.Connection, key: str) -> EnqueuedMany:
         """Enqueue them."""
         return outbox.enqueue_many(connection, self._items(key), require_transaction=False)
 
-    async def aact(self, outbox: Outbox, connection: psycopg.AsyncConnection, key: str) -> list[Enqueued]:
+    async def aact(self, outbox: Outbox, connection: psycopg.AsyncConnection, key: str) -> EnqueuedMany:
         """Enqueue them."""
         return await outbox.aenqueue_many(connection, self._items(key), require_transaction=False)
 
@@ -293,7 +293,7 @@ def test_what_a_producer_does_is_committed_with_its_business_or_not_at_all_and_c
         assert is_committed or not cut.is_too_late, cut
         answer = WAYS[way](outbox, dsn, action, key)
         if doing.startswith("enqueue"):
-            answers = cast("list[Enqueued]", answer if isinstance(answer, list) else [answer])
+            answers = answer if isinstance(answer, EnqueuedMany) else [cast("Enqueued", answer)]
             assert [again.duplicate for again in answers] == [is_committed] * action.all_rows, cut
         assert action.rows(db, key) == action.all_rows, cut
 

@@ -17,7 +17,7 @@ import os
 import random
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, Final, NamedTuple
 
 import asyncpg
@@ -50,7 +50,7 @@ FAILURES: Final = (
     TransactionError,
 )  # fmt: skip
 
-Enqueue = Callable[[list[NewMessage[Any]]], Coroutine[Any, Any, list[Enqueued]]]
+Enqueue = Callable[[list[NewMessage[Any]]], Coroutine[Any, Any, Sequence[Enqueued]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Enlist(NamedTuple):
     """What can be done in a transaction."""
 
     enqueue: Enqueue
-    fan_out: Callable[[FanOut], Coroutine[Any, Any, list[Enqueued]]]
+    fan_out: Callable[[FanOut], Coroutine[Any, Any, Sequence[Enqueued]]]
 
 
 Transaction = Callable[[], contextlib.AbstractAsyncContextManager[Enlist]]
@@ -282,7 +282,7 @@ def psycopg_sync(outbox: Outbox, dsn: str) -> Transaction:
     async def transaction() -> AsyncIterator[Enlist]:
         with psycopg.connect(dsn, connect_timeout=5) as connection:
 
-            async def enqueue(messages: list[NewMessage[Any]]) -> list[Enqueued]:
+            async def enqueue(messages: list[NewMessage[Any]]) -> Sequence[Enqueued]:
                 if len(messages) > 1:
                     return outbox.enqueue_many(connection, messages)
                 (message,) = messages
@@ -310,8 +310,8 @@ def _one(outbox: Outbox, connection: psycopg.Connection, message: NewMessage[Any
     )
 
 
-def _fan_out(outbox: Outbox, connection: SyncConnection) -> Callable[[FanOut], Coroutine[Any, Any, list[Enqueued]]]:
-    async def fan_out(asked: FanOut) -> list[Enqueued]:
+def _fan_out(outbox: Outbox, connection: SyncConnection) -> Callable[[FanOut], Coroutine[Any, Any, Sequence[Enqueued]]]:
+    async def fan_out(asked: FanOut) -> Sequence[Enqueued]:
         return outbox.enqueue_fanout(connection, *asked.call, content={"of": asked.key}, max_attempts=10_000)
 
     return fan_out
@@ -343,7 +343,7 @@ def sqlalchemy_sync(outbox: Outbox, dsn: str) -> Transaction:
     async def transaction() -> AsyncIterator[Enlist]:
         with engine.begin() as connection:
 
-            async def enqueue(messages: list[NewMessage[Any]]) -> list[Enqueued]:
+            async def enqueue(messages: list[NewMessage[Any]]) -> Sequence[Enqueued]:
                 return outbox.enqueue_many(connection, messages)
 
             yield Enlist(enqueue, _fan_out(outbox, connection))

@@ -14,6 +14,7 @@ from pgoutbox import (
     Context,
     Email,
     Enqueued,
+    EnqueuedMany,
     Message,
     NewMessage,
     Outbox,
@@ -141,7 +142,7 @@ def enqueue_on_sync_connections(
     assert_type(outbox.enqueue(sqlalchemy_connection, plain, {"user_id": 1}), Enqueued)
     assert_type(outbox.enqueue(session, "mail.plain", None, best_effort=False), Enqueued)
     assert_type(outbox.enqueue(scoped, "mail.plain", [1], best_effort=True), Enqueued | None)
-    assert_type(outbox.enqueue_many(session, [NewMessage(activation, payload), NewMessage("a", 1)]), list[Enqueued])
+    assert_type(outbox.enqueue_many(session, [NewMessage(activation, payload), NewMessage("a", 1)]), EnqueuedMany)
     assert_type(outbox.cancel(session, 1), CancelResult)
 
     outbox.enqueue(psycopg_connection, activation, Other(name="x"))  # type: ignore[misc]
@@ -162,6 +163,6 @@ async def enqueue_on_async_connections(
 ) -> None:
     assert_type(await outbox.aenqueue(psycopg_connection, plain, {"user_id": 1}), Enqueued)
     assert_type(await outbox.aenqueue(connection, "mail.plain", 1, best_effort=True), Enqueued | None)
-    assert_type(await outbox.aenqueue_many(session, [NewMessage("a", 1)]), list[Enqueued])
+    assert_type(await outbox.aenqueue_many(session, [NewMessage("a", 1)]), EnqueuedMany)
     assert_type(await outbox.acancel(session, topic="a", dedupe_key="k"), CancelResult)
     await outbox.aenqueue(sync_connection, "mail.plain", 1)  # type: ignore[call-overload]
