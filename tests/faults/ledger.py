@@ -253,7 +253,8 @@ def read_entries(path: Path) -> Entries:
         if "attempt_count" not in record:
             match record["entry"]:
                 case "intended":
-                    intended = dict.fromkeys(record["keys"], record["at"]) | intended
+                    for key in record["keys"]:
+                        intended.setdefault(key, record["at"])
                 case "acknowledged":
                     acknowledged |= dict.fromkeys(record["keys"], record["at"])
                 case entry:
