@@ -14,7 +14,7 @@ from typing import Final
 
 import psycopg
 
-from benchmarks.latency import Delays, is_armed, pairs
+from benchmarks.latency import Delays, are_asleep, is_armed, is_delivered, last_id, pairs
 from benchmarks.options import TOPIC, Options, rotated
 from benchmarks.processes import ChildError, answer_of, child, wait_until
 from benchmarks.report import Result, Table, Verdict, percentile, ratio_of_rounds
@@ -22,8 +22,7 @@ from benchmarks.server import Server, load_backlog, load_pending, settle
 
 _OTHER_TOPIC: Final = "mail.unknown"
 _OTHER_QUEUE: Final = "other"
-_SETTLING_SECONDS: Final = 1.0
-_ARMING_SECONDS: Final = 20.0
+_CALM_SECONDS: Final = 20.0
 
 _Connection = psycopg.Connection[tuple[object, ...]]
 _Load = Callable[[str, _Connection, Options], contextlib.AbstractContextManager[None]]
@@ -31,7 +30,7 @@ _Load = Callable[[str, _Connection, Options], contextlib.AbstractContextManager[
 
 @dataclass(frozen=True, slots=True)
 class _Condition:
-    """What stands beside the messages, and into which queue and with what ordering keys these are enqueued."""
+    """The load beside the messages, and the queue and the ordering keys of the messages themselves."""
 
     load: str
     queue: str = "default"
@@ -148,16 +147,19 @@ _LOADS: Final[Mapping[str, _Load]] = {
 
 def _measure(dsn: str, condition: _Condition, options: Options, measured: _Measured) -> None:
     """Produce from the worker's start on, and again when it sleeps."""
-    with child("deliver", "stamp", "default", _OTHER_QUEUE, dsn=dsn) as worker:
+    with (
+        psycopg.connect(dsn, autocommit=True) as connection,
+        child("deliver", "stamp", "default", _OTHER_QUEUE, dsn=dsn) as worker,
+    ):
         wait_until(lambda: _is_started(dsn), what="a worker to connect")
         began_at = time.monotonic()
         first = _produce(dsn, condition, options, 0)
-        with contextlib.suppress(ChildError):
-            wait_until(lambda: is_armed(dsn), what="a worker to arm its bell", seconds=_ARMING_SECONDS)
+        _wait_for_calm(lambda: is_armed(dsn), "a worker to arm its bell")
         measured.seconds_to_arm.append(time.monotonic() - began_at)
-        time.sleep(_SETTLING_SECONDS)
+        _wait_for_calm(lambda: are_asleep(connection, 1), "the worker to fall asleep")
+        before = last_id(connection)
         later = _produce(dsn, condition, options, len(first))
-        time.sleep(_SETTLING_SECONDS)
+        _wait_for_calm(lambda: is_delivered(connection, after=before), "the messages to be delivered")
         worker.interrupt()
         started = pairs(worker.read()["started_at"])
     at_first, delays = Delays(), Delays()
@@ -167,6 +169,12 @@ def _measure(dsn: str, condition: _Condition, options: Options, measured: _Measu
     measured.medians.append(percentile(delays.from_answer, 50))
     measured.values += delays.from_answer
     measured.missing_count += at_first.missing_count + delays.missing_count
+
+
+def _wait_for_calm(condition: Callable[[], bool], what: str) -> None:
+    # A worker that never comes to rest is measured as it is, and messages that are not delivered count as missing.
+    with contextlib.suppress(ChildError):
+        wait_until(condition, what=what, seconds=_CALM_SECONDS)
 
 
 def _is_started(dsn: str) -> bool:

@@ -77,6 +77,35 @@ def is_armed(dsn: str) -> bool:
     return row is not None and bool(row[0])
 
 
+def are_asleep(connection: psycopg.Connection[tuple[object, ...]], worker_count: int) -> bool:
+    """Whether so many workers have asked nothing for a second: neither watch nor deputy changes then."""
+    row = connection.execute(
+        """
+        SELECT count(*)
+        FROM pg_stat_activity
+        WHERE datname = current_database() AND application_name = 'pgoutbox listen' AND state = 'idle'
+            AND state_change < clock_timestamp() - interval '1 second'
+        """
+    ).fetchone()
+    return row == (worker_count,)
+
+
+def is_delivered(connection: psycopg.Connection[tuple[object, ...]], *, after: int) -> bool:
+    """Whether no message with an id beyond this one is left to deliver."""
+    row = connection.execute(
+        "SELECT NOT EXISTS (SELECT FROM pgoutbox.message_live WHERE id > %s AND state IN ('pending', 'sending'))",
+        [after],
+    ).fetchone()
+    return row is not None and bool(row[0])
+
+
+def last_id(connection: psycopg.Connection[tuple[object, ...]]) -> int:
+    """The id of the last message that was enqueued; 0 if none was."""
+    ((message_id,),) = connection.execute("SELECT coalesce(max(id), 0) FROM pgoutbox.message").fetchall()
+    assert isinstance(message_id, int)
+    return message_id
+
+
 def _listens(dsn: str) -> Callable[[], bool]:
     def ask() -> bool:
         with psycopg.connect(dsn, autocommit=True) as connection:

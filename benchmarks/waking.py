@@ -14,7 +14,7 @@ import psycopg
 from psycopg.rows import TupleRow
 
 from benchmarks.idle import count_statements, logging_statements
-from benchmarks.latency import Delays, is_armed, pairs
+from benchmarks.latency import Delays, are_asleep, is_armed, is_delivered, pairs
 from benchmarks.options import Options
 from benchmarks.processes import answer_of, child, wait_until
 from benchmarks.report import Result, Table, Verdict, percentile
@@ -23,13 +23,6 @@ from pgoutbox import sql
 
 _RATES_AND_WORKERS = ((8.0, 1), (8.0, 8), (100.0, 1), (100.0, 2), (350.0, 4))
 _NOT_FOR_MESSAGES = ("BEGIN", "COMMIT", "PROBE", "BEGIN_UPKEEP_IF_DUE")
-# Neither watch nor deputy changes while no worker has asked anything for a second. Probes come later, one at a time.
-_QUIET_WORKERS = """
-SELECT count(*) FROM pg_stat_activity
-WHERE datname = current_database() AND application_name = 'pgoutbox listen' AND state = 'idle'
-    AND state_change < clock_timestamp() - interval '1 second'
-"""
-_UNFINISHED = "SELECT count(*) FROM pgoutbox.message_live WHERE state IN ('pending', 'sending')"
 _WORKER_PIDS = "SELECT pid FROM pg_stat_activity WHERE application_name LIKE 'pgoutbox %'"
 
 
@@ -95,9 +88,7 @@ def _measure(server: Server, rate: float, worker_count: int, seconds: float) -> 
 
 
 def _is_quiet(connection: psycopg.Connection[TupleRow], worker_count: int) -> bool:
-    (unfinished_count,) = connection.execute(_UNFINISHED).fetchone() or (None,)
-    (quiet_count,) = connection.execute(_QUIET_WORKERS).fetchone() or (None,)
-    return (unfinished_count, quiet_count) == (0, worker_count)
+    return is_delivered(connection, after=0) and are_asleep(connection, worker_count)
 
 
 def _worker_statements(server: Server, mark: int, database: str) -> float:

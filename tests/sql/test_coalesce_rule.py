@@ -42,6 +42,11 @@ def look_again(
     return enqueue(connection, coalesce_key=key, coalesce_rule="pending", queue=queue, available_at=available_at)
 
 
+def reason_to_wait(connection: psycopg.Connection, message_id: int) -> str:
+    ((reason,),) = connection.execute("SELECT reason FROM pgoutbox.waiting_view WHERE id = %s", [message_id]).fetchall()
+    return str(reason)
+
+
 def in_an_hour() -> datetime:
     return datetime.now(UTC) + timedelta(hours=1)
 
@@ -323,6 +328,22 @@ def test_a_message_that_commits_after_a_newer_strict_one_was_delivered_is_delive
     finish_sent(worker, (strict, 1))
     producer.commit()
     assert ids_in_flight(claim(worker)) == [late]
+
+
+def test_an_attempt_is_not_ended_by_a_strict_message_that_was_delivered_before(rolled_back: psycopg.Connection) -> None:
+    message_id = look_again(rolled_back)
+    strict = enqueue(rolled_back, coalesce_key="k")
+    assert ids_in_flight(claim(rolled_back)) == [strict]
+    finish_sent(rolled_back, (strict, 1))
+    assert reason_to_wait(rolled_back, message_id) == "due"
+    assert ids_in_flight(claim(rolled_back)) == [message_id]
+    assert not renew(rolled_back, (message_id, 1))[message_id].superseded
+    assert not watch(rolled_back, (message_id, 1))[message_id].superseded
+    finish(rolled_back, Verdict(message_id, 1, "retry", "busy", 0.0))
+    assert ids_in_flight(claim(rolled_back)) == [message_id]
+    lapse(rolled_back, message_id)
+    assert ids_in_flight(claim(rolled_back)) == [message_id]
+    assert row_of(rolled_back, message_id).attempt_count == 3
 
 
 @pytest.mark.parametrize("fresh_only", [False, True])
