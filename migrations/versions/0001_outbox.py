@@ -1159,8 +1159,8 @@ BEGIN
     END IF;
 
     IF p_coalesce_key IS NOT NULL AND coalesces_pending IS NULL THEN
-        -- The id is drawn while the head row is locked: among the messages of one key, the order of ids is the
-        -- order of commits, and "superseded" is the question whether the head names a greater id.
+        -- The id is drawn while the head row is locked, so among the messages of one key the order of ids is the order
+        -- of commits. A message is superseded if the head names a greater id.
         INSERT INTO pgoutbox.coalesce AS head (newest_id, waiting_since, topic, coalesce_key)
         VALUES (new_id, since, p_topic, p_coalesce_key)
         ON CONFLICT ON CONSTRAINT coalesce_pkey DO UPDATE
@@ -2049,7 +2049,7 @@ TABLE_COMMENTS = {
 
 COLUMN_COMMENTS = {
     "message": {
-        "id": "Grows with every enqueue; within one coalesce key the order of ids is the order of commits.",
+        "id": "Grows with every enqueue. The newest ids of a coalesce key grow in the order of the commits.",
         "created_at": "Start of the transaction that enqueued the message.",
         "available_at": "When a pending message may be claimed.",
         "expires_at": "When a message that is not yet handed over is skipped instead.",

@@ -28,7 +28,8 @@ _DUE: Final[LiteralString] = """due AS MATERIALIZED (
         AND (
             m.coalesce_key IS NULL
             OR head.newest_id > m.id
-            OR (m.coalesces_pending AND pgoutbox.newer_pending(m.topic, m.coalesce_key, m.queue, m.id) IS NOT NULL)
+            OR (m.coalesces_pending IS TRUE
+                AND pgoutbox.newer_pending(m.topic, m.coalesce_key, m.queue, m.id) IS NOT NULL)
             OR (sibling.id IS NULL
                 AND (m.coalesces_pending IS NOT TRUE OR NOT pgoutbox.has_strict_due(m.topic, m.coalesce_key, m.queue)))
         )"""

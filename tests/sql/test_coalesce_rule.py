@@ -169,6 +169,18 @@ def test_a_copy_has_the_rule_of_its_source(rolled_back: psycopg.Connection) -> N
 # --- claim ------------------------------------------------------------------------------------------------------------
 
 
+def test_a_claim_of_strict_messages_calls_no_function_of_the_rule(rolled_back: psycopg.Connection) -> None:
+    """`NULL AND f()` calls the function, which cost a third of such a claim."""
+    rolled_back.execute("SET LOCAL track_functions = 'pl'")
+    strict = [enqueue(rolled_back, coalesce_key=key) for key in ("k", "l", "k")]
+    assert ids_in_flight(claim(rolled_back)) == strict[1:]
+    called = "SELECT calls FROM pg_stat_xact_user_functions WHERE funcname = 'newer_pending'"
+    assert rolled_back.execute(called).fetchall() == []
+    look_again(rolled_back, "m")
+    assert len(claim(rolled_back)) == 1
+    assert rolled_back.execute(called).fetchall() != []
+
+
 @pytest.mark.parametrize("fresh_only", [False, True])
 def test_of_the_due_messages_of_a_key_the_newest_is_claimed(rolled_back: psycopg.Connection, fresh_only: bool) -> None:
     first, second, newest = (look_again(rolled_back) for _ in range(3))
