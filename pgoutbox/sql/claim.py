@@ -22,8 +22,7 @@ _DUE: Final[LiteralString] = """due AS MATERIALIZED (
         SELECT s.id FROM pgoutbox.message_live AS s
         WHERE s.topic = m.topic AND s.coalesce_key = m.coalesce_key AND s.state = 'sending' LIMIT 1
     ) AS sibling ON true
-    WHERE m.queue = %(queue)s::text
-        AND m.ordering_key IS NULL AND m.available_at <= now()
+    WHERE m.queue = %(queue)s::text AND m.ordering_key IS NULL AND m.available_at <= now()
         AND m.topic = ANY (%(topics)s::text[]) AND m.id <> ALL (%(set_aside)s::bigint[])
         AND (
             m.coalesce_key IS NULL
