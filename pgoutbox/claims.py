@@ -280,6 +280,7 @@ class Claims:
                 floor=floor,
                 retries=is_retries,
                 by_permits=lanes.is_limited,
+                in_turn=cursor.is_waiting and not lanes.is_limited,
                 set_aside=self._set_aside.ids(began_at),
             ),
         )

@@ -20,7 +20,7 @@ from psycopg.rows import TupleRow
 
 from pgoutbox import connections, sql
 from pgoutbox.connections import deadline
-from pgoutbox.round_trip import Step, fetch_in_one_trip
+from pgoutbox.round_trip import Prepared, Step, fetch_in_one_trip
 from pgoutbox.settings import Settings
 
 _REFUSED_PAUSE_SECONDS: Final = 1.0
@@ -55,27 +55,30 @@ class Link:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._connection: psycopg.AsyncConnection[TupleRow] | None = None
         self._pooled = settings.pooled
+        self._prepared: Prepared = {}
         self._pid: int | None = None
         self._stranded_pid: int | None = None
         self._turn = asyncio.Lock()
         self._deadline_seconds = settings.statement_timeout_seconds + settings.connect_timeout_seconds
 
-    async def fetch(self, statement: LiteralString, parameters: Mapping[str, object]) -> list[TupleRow]:
-        """Run one statement in a transaction of its own and return its rows.
+    async def fetch(
+        self, statement: LiteralString, parameters: Mapping[str, object], *, first: Step | None = None
+    ) -> list[TupleRow]:
+        """Run one statement in a transaction of its own, `first` before it, and return its rows.
 
         After an error that broke the connection, or when the deadline passed, the next call opens another one. It
         raises `StrandedError` while the session that was given up at the deadline still hangs in its COMMIT.
         """
         if self._spare is not None and self._spare.is_open and not await self._can_open():
-            return await self._spare.fetch_from_anywhere(statement, parameters)
+            return await self._spare.fetch_from_anywhere(statement, parameters, first=first)
         async with self._turn:
             connection = await self._open()
             try:
                 async with deadline(connection, self._deadline_seconds):
                     if self._stranded_pid is not None:
                         await self._end_stranded(connection, self._stranded_pid)
-                    if self._pooled:
-                        return await self._fetch_through_pooler(connection, statement, parameters)
+                    if self._pooled or first is not None:
+                        return await self._fetch_in_transaction(connection, (statement, parameters), first)
                     cursor = await connection.execute(statement, parameters, prepare=True, binary=True)
                     return await cursor.fetchall() if cursor.description is not None else []
             except BaseException as error:
@@ -87,12 +90,14 @@ class Link:
                     await self.close()
                 raise
 
-    async def fetch_from_anywhere(self, statement: LiteralString, parameters: Mapping[str, object]) -> list[TupleRow]:
+    async def fetch_from_anywhere(
+        self, statement: LiteralString, parameters: Mapping[str, object], *, first: Step | None = None
+    ) -> list[TupleRow]:
         """`fetch`, on whichever event loop it is awaited: the connection stays with the one that opened it."""
         if self._loop is None or self._loop is asyncio.get_running_loop():
-            return await self.fetch(statement, parameters)
+            return await self.fetch(statement, parameters, first=first)
         return await asyncio.wrap_future(
-            asyncio.run_coroutine_threadsafe(self.fetch(statement, parameters), self._loop)
+            asyncio.run_coroutine_threadsafe(self.fetch(statement, parameters, first=first), self._loop)
         )
 
     async def _end_stranded(self, connection: psycopg.AsyncConnection[TupleRow], pid: int) -> None:
@@ -115,25 +120,24 @@ class Link:
             return False
         return True
 
-    async def _fetch_through_pooler(
-        self,
-        connection: psycopg.AsyncConnection[TupleRow],
-        statement: LiteralString,
-        parameters: Mapping[str, object],
+    async def _fetch_in_transaction(
+        self, connection: psycopg.AsyncConnection[TupleRow], step: Step, first: Step | None
     ) -> list[TupleRow]:
-        # A transaction pooler gives each transaction another server session: settings must travel with it. And they
-        # travel together: a process that is suspended in between would keep its locks, lease or not.
-        steps: list[Step] = [
-            (sql.BEGIN, {}),
-            (sql.PREPARE_TRANSACTION, timeouts(self._settings)),
-            (statement, parameters),
-            (sql.COMMIT, {}),
-        ]
+        # All of it travels together: a process that is suspended in between would keep its locks, lease or not. A
+        # transaction pooler gives each transaction another server session, so the settings come along.
+        steps: list[Step] = [(sql.BEGIN, {})]
+        if self._pooled:
+            steps.append((sql.PREPARE_TRANSACTION, timeouts(self._settings)))
+        if first is not None:
+            steps.append(first)
+        prepared = None if self._pooled else self._prepared
         try:
-            return await fetch_in_one_trip(connection, steps, index=2)
+            return await fetch_in_one_trip(
+                connection, [*steps, step, (sql.COMMIT, {})], index=len(steps), prepared=prepared
+            )
         except psycopg.Error:
             if not connection.closed:
-                await connection.execute("ROLLBACK")
+                await fetch_in_one_trip(connection, [(sql.ROLLBACK, {})], index=0)
             raise
 
     async def _open(self) -> psycopg.AsyncConnection[TupleRow]:
@@ -145,6 +149,7 @@ class Link:
             connection.prepare_threshold = None
         else:
             await prepare_session(connection, self._settings)
+        self._prepared = {}
         self._pid = connection.info.backend_pid
         self._connection = connection
         self._loop = asyncio.get_running_loop()

@@ -7,8 +7,9 @@ server never waits for this process while it holds a lock.
 from __future__ import annotations
 
 import functools
+import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import LiteralString
 
 import psycopg
@@ -19,25 +20,43 @@ from psycopg.rows import TupleRow
 from psycopg.waiting import Ready, Wait
 
 Step = tuple[LiteralString, Mapping[str, object]]
+Prepared = MutableMapping[tuple[bytes, Sequence[int]], bytes]
+"""The names of a session's prepared statements, by text and types of the parameters."""
 
+_numbers = itertools.count()
 _PLACEHOLDER = re.compile(r"%%|%\((\w+)\)s")
 _REFUSED = (pq.ExecStatus.FATAL_ERROR, pq.ExecStatus.BAD_RESPONSE)
 
 
 async def fetch_in_one_trip(
-    connection: psycopg.AsyncConnection[TupleRow], steps: Sequence[Step], *, index: int
+    connection: psycopg.AsyncConnection[TupleRow],
+    steps: Sequence[Step],
+    *,
+    index: int,
+    prepared: Prepared | None = None,
 ) -> list[TupleRow]:
     """Run all steps, without waiting between them, and return the rows of step number `index`.
 
-    Raises the first error that a step met. Those behind it have not run then, and the transaction that one of the
-    steps began is still open. Nothing else may use the connection meanwhile.
+    With `prepared`, which belongs to a session, each step is prepared once and its name is put there. Raises the first
+    error that a step met. Those behind it have not run then, and the transaction that one of the steps began is still
+    open. Nothing else may use the connection meanwhile.
     """
     pgconn = connection.pgconn
     transformer: abc.Transformer = Transformer(connection)
-    prepared = [_adapted(transformer, *step) for step in steps]
+    adapted = [_adapted(transformer, *step) for step in steps]
+    new: dict[tuple[bytes, Sequence[int]], bytes] = {}
+    place = index
     pgconn.enter_pipeline_mode()
-    for text, values, types, formats in prepared:
-        pgconn.send_query_params(text, values, types, formats, pq.Format.BINARY)
+    for number, (text, values, types, formats) in enumerate(adapted):
+        if prepared is None:
+            pgconn.send_query_params(text, values, types, formats, pq.Format.BINARY)
+            continue
+        name = prepared.get((text, types))
+        if name is None:
+            name = new[text, types] = b"pgoutbox_%d" % next(_numbers)
+            pgconn.send_prepare(name, text, types)
+            place += number <= index
+        pgconn.send_query_prepared(name, values, formats, pq.Format.BINARY)
     pgconn.pipeline_sync()
     results: list[pq.abc.PGresult] = []
     encoding = connection.info.encoding
@@ -48,7 +67,9 @@ async def fetch_in_one_trip(
         raise
     pgconn.exit_pipeline_mode()
     _check(results, encoding)
-    answer = results[index]
+    if prepared is not None:
+        prepared.update(new)
+    answer = results[place]
     transformer.set_pgresult(answer)
     return transformer.load_rows(0, answer.ntuples, tuple)
 

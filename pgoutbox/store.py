@@ -22,6 +22,7 @@ from pgoutbox import sql
 from pgoutbox.errors import ConfigurationError, SchemaError
 from pgoutbox.link import Link, is_of_a_row
 from pgoutbox.message import State
+from pgoutbox.round_trip import Step
 from pgoutbox.settings import Settings
 
 REQUIRED_SCHEMA_VERSION: Final = 3
@@ -217,10 +218,12 @@ class Store:
         floor: Floor | None,
         retries: bool = False,
         by_permits: bool = False,
+        in_turn: bool = False,
         set_aside: Sequence[int] = (),
     ) -> list[ClaimedRow]:
         """Claim up to `total` due messages beyond the floor, fresh ones or with `retries` those attempted before.
 
+        With `in_turn` it waits until at most one other claim of this kind chooses from the queue: for a backlog.
         A queue that is paused or has limits yields messages only with `by_permits`. Messages in `set_aside` are passed
         over. Rows come in the order of their due times. Raises `ClaimRefusedError` if the database refuses a claim of a
         single message for a fault of its row.
@@ -238,7 +241,8 @@ class Store:
             "floor_id": floor_id,
             "set_aside": _array_of(set_aside),
         }
-        rows = await self._claim(statement, find, parameters)
+        turn: Step | None = (sql.TAKE_TURN, {"queue": queue}) if in_turn else None
+        rows = await self._claim(statement, find, parameters, first=turn)
         return await self._judged(rows, queue)
 
     async def claim_new(
@@ -286,11 +290,16 @@ class Store:
         return [_ended(row) for row in rows]
 
     async def _claim(
-        self, statement: LiteralString, find: LiteralString, parameters: dict[str, object]
+        self,
+        statement: LiteralString,
+        find: LiteralString,
+        parameters: dict[str, object],
+        *,
+        first: Step | None = None,
     ) -> list[TupleRow]:
         parameters |= {"worker": self.worker, "lease_seconds": self.lease_seconds}
         try:
-            return await self.claims.fetch(statement, parameters)
+            return await self.claims.fetch(statement, parameters, first=first)
         except psycopg.Error as error:
             if parameters["total"] != 1 or not is_of_a_row(error):
                 raise

@@ -33,6 +33,7 @@ from pgoutbox.sql.claim import (
     FIND_RETRIES,
     NEXT_DUE,
     OVERTAKEN,
+    TAKE_TURN,
 )
 from pgoutbox.sql.dashboard import (
     ALLOW_BITMAPS,
@@ -177,6 +178,7 @@ from pgoutbox.sql.sessions import (
     END_STRANDED,
     PREPARE_SESSION,
     PREPARE_TRANSACTION,
+    ROLLBACK,
     SCHEMA_VERSION,
     SERVER_FACTS,
     SERVER_TIME,
@@ -319,6 +321,7 @@ __all__ = [
     "RETIRE_PARTITION",
     "RIGHTS",
     "RING",
+    "ROLLBACK",
     "ROLL_BACK_TO_SAVEPOINT",
     "SAVEPOINT",
     "SCHEMA_VERSION",
@@ -340,6 +343,7 @@ __all__ = [
     "STANDING",
     "STATS",
     "SUPERSEDED_BY",
+    "TAKE_TURN",
     "UNANSWERED_ATTEMPTS",
     "UNKNOWN_QUEUES",
     "UNLISTEN",

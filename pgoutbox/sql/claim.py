@@ -138,6 +138,9 @@ CLAIM_RETRIES: Final[LiteralString] = _DUE_RETRIES + _JUDGED + _BEGIN + _ROWS
 CLAIM_FRESH_BY_PERMITS: Final[LiteralString] = _PERMITTED_FRESH + _JUDGED + _SPENT + _BEGIN + _ROWS
 CLAIM_RETRIES_BY_PERMITS: Final[LiteralString] = _PERMITTED_RETRIES + _JUDGED + _SPENT + _BEGIN + _ROWS
 
+# Before a claim from a backlog, in its transaction. A statement of its own, because the claim's snapshot must be later.
+TAKE_TURN: Final[LiteralString] = "SELECT pgoutbox.take_turn(%(queue)s::text)"
+
 # Which of the messages that were just claimed are superseded: another worker may have claimed, delivered and finished a
 # newer one since the claim's snapshot. The claim has the keys by now, so that nothing newer can begin.
 OVERTAKEN: Final[LiteralString] = """

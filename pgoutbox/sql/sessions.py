@@ -60,6 +60,8 @@ BEGIN: Final[LiteralString] = "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE"
 
 COMMIT: Final[LiteralString] = "COMMIT"
 
+ROLLBACK: Final[LiteralString] = "ROLLBACK"
+
 SERVER_TIME: Final[LiteralString] = "SELECT clock_timestamp()"
 
 BACKEND_PID: Final[LiteralString] = "SELECT pg_backend_pid()"

@@ -59,9 +59,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     statements: Counter[str] = Counter()
     fetch = Link.fetch
 
-    async def counted(self: Link, statement: Any, parameters: Any) -> Any:  # noqa: ANN401 - passed on
+    async def counted(self: Link, statement: Any, parameters: Any, **options: Any) -> Any:  # noqa: ANN401 - passed on
         statements[statement] += 1
-        return await fetch(self, statement, parameters)
+        return await fetch(self, statement, parameters, **options)
 
     monkeypatch.setattr(Link, "fetch", counted)
     return statements
@@ -194,10 +194,10 @@ async def test_a_rule_that_cannot_be_read_keeps_the_message_until_it_can(
     fetch = Link.fetch
     failures = [psycopg.OperationalError("gone"), psycopg.OperationalError("gone")]
 
-    async def fail(self: Link, statement: Any, parameters: Any) -> Any:  # noqa: ANN401 - passed on
+    async def fail(self: Link, statement: Any, parameters: Any, **options: Any) -> Any:  # noqa: ANN401 - passed on
         if statement == sql.FORGOTTEN_TOPICS and failures:
             raise failures.pop()
-        return await fetch(self, statement, parameters)
+        return await fetch(self, statement, parameters, **options)
 
     monkeypatch.setattr(Link, "fetch", fail)
     enqueue(db)
@@ -214,8 +214,8 @@ async def test_a_deletion_whose_answer_is_lost_ends_the_attempt(
     fetch = Link.fetch
     losses = [psycopg.OperationalError("the answer is lost")]
 
-    async def lose(self: Link, statement: Any, parameters: Any) -> Any:  # noqa: ANN401 - passed on
-        answer = await fetch(self, statement, parameters)
+    async def lose(self: Link, statement: Any, parameters: Any, **options: Any) -> Any:  # noqa: ANN401 - passed on
+        answer = await fetch(self, statement, parameters, **options)
         if statement == sql.FINISH_SENT_AND_FORGET_IF_HELD and losses:
             raise losses.pop()
         return answer

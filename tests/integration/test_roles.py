@@ -130,6 +130,7 @@ FUNCTION_RIGHTS: Final[dict[str, set[str]]] = {
         "permits",
         "redacted_text",
         "schema_version",
+        "take_turn",
         "tokens_of",
     },
     OPERATOR: LOOK_FUNCTIONS
@@ -905,6 +906,7 @@ CALLS: Final[tuple[tuple[str, LiteralString], ...]] = (
     (WORKER, "SELECT pgoutbox.lock_newer_pending('mail', 'k', 'default', 1)"),
     (WORKER, "SELECT pgoutbox.has_strict_due('mail', 'k', 'default')"),
     (WORKER, "SELECT pgoutbox.is_limited('default')"),
+    (WORKER, "SELECT pgoutbox.take_turn('default')"),
     (WORKER, "SELECT pgoutbox.renewed_until(1, 1, 'w')"),
     (WORKER, "SELECT pg_sequence_last_value('pgoutbox.message_id_seq')"),
     (WORKER, "SELECT pgoutbox.prune_by_rule('*', 'sent', '-infinity', 'infinity', 10)"),
@@ -984,9 +986,9 @@ async def test_a_flood_of_notifications_costs_a_bounded_number_of_claims(
     statements: list[str] = []
     fetch = Link.fetch
 
-    async def noted(self: Link, statement: Any, parameters: Any) -> Any:  # noqa: ANN401 - passed on
+    async def noted(self: Link, statement: Any, parameters: Any, **options: Any) -> Any:  # noqa: ANN401 - passed on
         statements.append(statement)
-        return await fetch(self, statement, parameters)
+        return await fetch(self, statement, parameters, **options)
 
     worker = WatchedWorker(outbox, settings=settings_for(dsn))
     with login(dsn) as anybody, psycopg.connect(anybody, autocommit=True) as flooder:

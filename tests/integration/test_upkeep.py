@@ -181,9 +181,9 @@ async def test_a_turn_with_nothing_to_do_is_one_statement(
     statements: list[str] = []
     fetch = Link.fetch
 
-    async def counted(self: Link, statement: Any, parameters: Any) -> Any:  # noqa: ANN401 - passed on
+    async def counted(self: Link, statement: Any, parameters: Any, **options: Any) -> Any:  # noqa: ANN401 - passed on
         statements.append(statement)
-        return await fetch(self, statement, parameters)
+        return await fetch(self, statement, parameters, **options)
 
     monkeypatch.setattr(Link, "fetch", counted)
     monkeypatch.delattr("pgoutbox.session.connect")

@@ -1,0 +1,139 @@
+"""Claims from one backlog take turns: two choose at once, so that they do not pass over each other's rows."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+
+from pgoutbox import sql
+from pgoutbox.link import Link
+from pgoutbox.message import State
+from pgoutbox.worker import Worker
+from tests.outbox_actions import enqueue, rows_of, settings_for
+from tests.races import ADVISORY_LOCKS, until_blocked
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from pgoutbox import Context, Message, Outbox
+    from tests.conftest import Connect
+
+TURN = {"queue": "default"}
+
+
+@pytest.fixture
+async def link(dsn: str) -> AsyncIterator[Link]:
+    link = Link(dsn, settings_for(dsn), purpose="test")
+    yield link
+    await link.close()
+
+
+def turns_of(observer: psycopg.Connection, connection: psycopg.Connection) -> int:
+    """How many turns a session has."""
+    held = f"SELECT count(*) FROM {ADVISORY_LOCKS} WHERE l.granted AND l.pid = %s"
+    ((count,),) = observer.execute(held, [connection.info.backend_pid]).fetchall()
+    return int(count)
+
+
+def take_both_turns(connect: Connect) -> list[psycopg.Connection]:
+    holders = [connect(), connect()]
+    for holder in holders:
+        holder.execute(sql.TAKE_TURN, TURN)
+    return holders
+
+
+def test_two_claims_choose_at_once_and_the_next_one_when_one_of_them_has_ended(
+    db: psycopg.Connection, connect: Connect
+) -> None:
+    holders = take_both_turns(connect)
+    third, elsewhere = connect(), connect()
+    assert [turns_of(db, holder) for holder in holders] == [1, 1]
+    elsewhere.execute(sql.TAKE_TURN, {"queue": "another"})
+    assert turns_of(db, elsewhere) == 1
+    with ThreadPoolExecutor(1) as threads:
+        taking = threads.submit(third.execute, sql.TAKE_TURN, TURN)
+        until_blocked(db, third, taking)
+        for holder in holders:
+            holder.rollback()
+        taking.result()
+    assert turns_of(db, third) == 1
+
+
+def test_a_claim_goes_on_without_a_turn(db: psycopg.Connection, connect: Connect) -> None:
+    """Nothing but speed depends on it, so a session that keeps it, out of malice say, stops nobody."""
+    take_both_turns(connect)
+    third = connect()
+    third.execute(sql.TAKE_TURN, TURN)
+    assert turns_of(db, third) == 0
+    # The limit of this wait is not that of the claim.
+    assert third.execute("SELECT current_setting('lock_timeout')").fetchall() == [("10s",)]
+
+
+@pytest.mark.parametrize("is_pooled", [False, True], ids=["direct", "pooled"])
+async def test_claims_of_a_backlog_take_turns_and_others_do_not(
+    dsn: str,
+    outbox: Outbox,
+    db: psycopg.Connection,
+    connect: Connect,
+    monkeypatch: pytest.MonkeyPatch,
+    is_pooled: bool,
+) -> None:
+    take_both_turns(connect)
+    claims: list[bool] = []
+    fetch = Link.fetch
+
+    async def noted(self: Link, statement: Any, parameters: Any, *, first: Any = None) -> Any:  # noqa: ANN401 - passed on
+        if statement in (sql.CLAIM_FRESH, sql.CLAIM_RETRIES):
+            claims.append(first is not None)
+        return await fetch(self, statement, parameters, first=first)
+
+    monkeypatch.setattr(Link, "fetch", noted)
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        """Nothing to do."""
+
+    settings = settings_for(dsn, batch_size=2, listen=not is_pooled)
+    enqueue(db)
+    await Worker(outbox, settings=settings).run_once()
+    assert not any(claims)
+    for _ in range(5):
+        enqueue(db)
+    await Worker(outbox, settings=settings).run_once()
+    assert any(claims)
+    assert {row.state for row in rows_of(db)} == {State.SENT}
+
+
+# --- one transaction in one message -----------------------------------------------------------------------------------
+
+
+async def test_what_comes_first_is_in_the_same_transaction_and_prepared_once(link: Link) -> None:
+    first = ("SELECT set_config('my.turn', %(turn)s::text, true)", {"turn": "taken"})
+    asked = "SELECT current_setting('my.turn', true)"
+    prepared = "SELECT count(*) FROM pg_prepared_statements WHERE name LIKE 'pgoutbox%%'"
+    counts = set()
+    for _ in range(2):
+        assert await link.fetch(asked, {}, first=first) == [("taken",)]
+        assert await link.fetch(asked, {}) == [("",)]
+        counts.update(await link.fetch(prepared, {}))
+    assert counts == {(4,)}  # BEGIN, the two, COMMIT.
+
+
+async def test_a_transaction_in_which_something_failed_is_rolled_back_and_the_next_one_is_whole(link: Link) -> None:
+    first = ("SELECT 1 / %(divisor)s::integer", {"divisor": 1})
+    asked = "SELECT current_setting('transaction_isolation')"
+    assert await link.fetch(asked, {}, first=first) == [("read committed",)]
+    for divided, error in (
+        ({"divisor": 0}, psycopg.errors.DivisionByZero),
+        ({"divisor": "none"}, psycopg.errors.InvalidTextRepresentation),
+    ):
+        with pytest.raises(error):
+            await link.fetch(asked, {}, first=(first[0], divided))
+        assert await link.fetch("SELECT pg_current_xact_id_if_assigned()", {}) == [(None,)]
+        assert await link.fetch(asked, {}, first=first) == [("read committed",)]
+    with pytest.raises(psycopg.errors.UndefinedTable):
+        await link.fetch("SELECT FROM nowhere", {}, first=first)
+    assert await link.fetch(asked, {}, first=first) == [("read committed",)]
