@@ -367,6 +367,14 @@ class Claims:
             found, last_key = await self._store.find_ordered(
                 lanes.queue, topics=self._topics, after_key=lanes.after_key, key_limit=room
             )
+            floor_id = self._queues.arrivals.floor_id
+            is_whole = lanes.after_key == last_key == ""
+            # A message of a new key does not wait until the round has come to it.
+            if not is_whole and floor_id is not None and room > len(found):
+                new = await self._store.find_new_ordered(
+                    lanes.queue, topics=self._topics, floor_id=floor_id, key_limit=room - len(found)
+                )
+                found = list({*found, *new})
             message_ids = [message_id for message_id in found if message_id not in set_aside]
             if message_ids:
                 self._unanswered.begin()

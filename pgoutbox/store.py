@@ -318,8 +318,17 @@ class Store:
         )
         return message_ids or (), last_key if count == key_limit else ""
 
+    async def find_new_ordered(
+        self, queue: str, *, topics: Sequence[str], floor_id: int, key_limit: int
+    ) -> Sequence[int]:
+        """What can be claimed of the ordering keys of the first `key_limit` messages beyond `floor_id`."""
+        rows = await self.claims.fetch(
+            sql.FIND_NEW_ORDERED, {"queue": queue, "topics": topics, "floor_id": floor_id, "key_limit": key_limit}
+        )
+        return [message_id for (message_id,) in rows]
+
     async def claim_ordered(self, queue: str, message_ids: Sequence[int]) -> list[ClaimedRow]:
-        """Claim messages that `find_ordered` found, as far as nothing has changed.
+        """Claim messages that were found, as far as nothing has changed.
 
         Raises `ClaimRefusedError` if the database refuses a claim of a single message for a fault of its row.
         """

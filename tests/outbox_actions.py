@@ -156,6 +156,14 @@ def find_ordered(
     return ids or [], last_key, count
 
 
+def find_new_ordered(
+    connection: psycopg.Connection, floor_id: int, *, topics: Sequence[str] = ("greet",), key_limit: int = 100
+) -> list[int]:
+    """What can be claimed of the keys of messages beyond `floor_id`."""
+    parameters = {"queue": "default", "topics": list(topics), "floor_id": floor_id, "key_limit": key_limit}
+    return sorted(row[0] for row in connection.execute(sql.FIND_NEW_ORDERED, parameters).fetchall())
+
+
 def claim_ordered(
     connection: psycopg.Connection, *ids: int, worker: str = "worker-1", total: int | None = None
 ) -> list[ClaimedRow]:

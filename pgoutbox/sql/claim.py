@@ -251,11 +251,32 @@ _ELSEWHERE: Final[LiteralString] = """
         AND newer.id IS NOT NULL"""
 END_SUPERSEDED_ELSEWHERE: Final[LiteralString] = "WITH " + _LAPSED + _ELSEWHERE + _ENDING + _LOST + _END + _ENDED_ROWS
 
-# Messages with an ordering key. Only the first of each key is looked at, key by key from `after_key` on, at most
-# `key_limit` keys: what it costs does not depend on how many messages wait behind it. The first of a key can be claimed
-# if it is due, none of its key is in flight, and none before it has failed and halts the key. One row: what can be
-# claimed, where the look ended, and how many keys it saw.
-FIND_ORDERED: Final[LiteralString] = """
+# Messages with an ordering key. Only the first of each key is read: the cost does not depend on how many messages wait
+# behind it. The first of a key can be claimed if it is due, none of its key is in flight, and none before it has failed
+# and halts the key.
+_FIRSTS: Final[LiteralString] = """
+CROSS JOIN LATERAL (
+    SELECT m.id, m.topic, m.available_at
+    FROM pgoutbox.message_live AS m
+    WHERE m.queue = %(queue)s::text AND m.ordering_key = v.ordering_key
+    ORDER BY m.id
+    LIMIT 1
+) AS first"""
+_CLAIMABLE: Final[LiteralString] = """
+    first.available_at <= now()
+    AND first.topic = ANY (%(topics)s::text[])
+    AND NOT EXISTS (
+        SELECT FROM pgoutbox.message_live AS sibling
+        WHERE sibling.queue = %(queue)s::text AND sibling.ordering_key = v.ordering_key AND sibling.state = 'sending'
+    )
+    AND NOT EXISTS (
+        SELECT FROM pgoutbox.message_failed AS f
+        WHERE f.queue = %(queue)s::text AND f.ordering_key = v.ordering_key AND f.on_failed = 'halt' AND f.id < first.id
+    )"""
+
+# A page of a round over all keys: from `after_key` on, at most `key_limit` keys. One row: the messages that can be
+# claimed, the last key of the page, and how many keys it has.
+_PAGE: Final[LiteralString] = """
 WITH RECURSIVE visited(ordering_key, number) AS (
     SELECT first.ordering_key, 1
     FROM (
@@ -277,37 +298,29 @@ WITH RECURSIVE visited(ordering_key, number) AS (
     ) AS next
     WHERE v.number < %(key_limit)s::integer
 )
-SELECT
-    array_agg(first.id) FILTER (
-        WHERE first.available_at <= now()
-            AND first.topic = ANY (%(topics)s::text[])
-            AND NOT EXISTS (
-                SELECT FROM pgoutbox.message_live AS sibling
-                WHERE sibling.queue = %(queue)s::text
-                    AND sibling.ordering_key = v.ordering_key
-                    AND sibling.state = 'sending'
-            )
-            AND NOT EXISTS (
-                SELECT FROM pgoutbox.message_failed AS f
-                WHERE f.queue = %(queue)s::text
-                    AND f.ordering_key = v.ordering_key
-                    AND f.on_failed = 'halt'
-                    AND f.id < first.id
-            )
-    ),
-    max(v.ordering_key),
-    count(*)
-FROM visited AS v
-CROSS JOIN LATERAL (
-    SELECT m.id, m.topic, m.available_at
-    FROM pgoutbox.message_live AS m
-    WHERE m.queue = %(queue)s::text AND m.ordering_key = v.ordering_key
-    ORDER BY m.id
-    LIMIT 1
-) AS first
-"""
+SELECT array_agg(first.id) FILTER (WHERE"""
+_PAGE_OF_KEYS: Final[LiteralString] = """
+), max(v.ordering_key), count(*)
+FROM visited AS v"""
+FIND_ORDERED: Final[LiteralString] = _PAGE + _CLAIMABLE + _PAGE_OF_KEYS + _FIRSTS
 
-# Claims the messages that `FIND_ORDERED` found, and checks again the conditions that may have changed since then. Of a
+# The same for the keys of up to `key_limit` new messages: they need not wait until a round over many keys has come to
+# theirs. The rounds find all that this leaves out.
+_NEW_KEYS: Final[LiteralString] = """
+WITH new AS MATERIALIZED (
+    SELECT m.ordering_key
+    FROM pgoutbox.message_live AS m
+    WHERE m.queue = %(queue)s::text AND m.ordering_key IS NOT NULL AND m.id > %(floor_id)s::bigint
+    ORDER BY m.id
+    LIMIT %(key_limit)s::integer
+)
+SELECT first.id
+FROM (SELECT DISTINCT n.ordering_key FROM new AS n) AS v"""
+_WHERE: Final[LiteralString] = """
+WHERE"""
+FIND_NEW_ORDERED: Final[LiteralString] = _NEW_KEYS + _FIRSTS + _WHERE + _CLAIMABLE
+
+# Claims the messages that one of these found, and checks again the conditions that may have changed since then. Of a
 # message that another worker claimed meanwhile, PostgreSQL checks state and due time on the newest version. The index
 # message_live_ordered_in_flight guards "one message of a key in flight".
 _DUE_ORDERED: Final[LiteralString] = """due AS MATERIALIZED (

@@ -14,7 +14,7 @@ from pgoutbox import NewMessage, Outbox, PayloadError, Topic, maintenance, opera
 from pgoutbox.message import Message, Permanent, State, Transient
 from pgoutbox.operations import Rate
 from pgoutbox.retry import RetryPolicy
-from pgoutbox.store import Store
+from pgoutbox.store import ClaimedRow, Store
 from pgoutbox.worker import Worker
 from tests.outbox_actions import (
     PATIENCE_SECONDS,
@@ -174,6 +174,45 @@ async def test_a_worker_falls_asleep_beside_more_waiting_keys_than_one_look_sees
         due = enqueue(db, ordering_key="key-100-a")
         await until(lambda: state_of(db, due) == "sent")
         await worker.falls_asleep()
+
+
+async def test_a_new_key_does_not_wait_for_a_round_over_many_keys(
+    dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduled_at = datetime.now(UTC) + timedelta(hours=1)
+    for number in range(250):
+        enqueue(db, ordering_key=f"key-{number:03}", available_at=scheduled_at)
+    line = Line(dsn)
+    page_count, counts_at_claims = 0, list[int]()
+    find_ordered, claim_once = Store.find_ordered, Store.claim_ordered
+
+    async def find(
+        store: Store, queue: str, *, topics: Sequence[str], after_key: str, key_limit: int
+    ) -> tuple[Sequence[int], str]:
+        nonlocal page_count
+        page_count += 1
+        return await find_ordered(store, queue, topics=topics, after_key=after_key, key_limit=min(key_limit, 10))
+
+    async def claim_and_note(store: Store, queue: str, message_ids: Sequence[int]) -> list[ClaimedRow]:
+        counts_at_claims.append(page_count)
+        return await claim_once(store, queue, message_ids)
+
+    monkeypatch.setattr(Store, "find_ordered", find)
+    monkeypatch.setattr(Store, "claim_ordered", claim_and_note)
+    worker = WatchedWorker(line.outbox)
+    async with running(worker):
+        await worker.sleeping.wait()
+        while worker._queues.arrivals.floor_id is None:  # Until then it does not know which messages are new.
+            known = enqueue(db)
+            await until(lambda: state_of(db, known) == "sent")  # noqa: B023 - asked at once
+            await worker.falls_asleep()
+        for key in ("z", "a", "key-100-a"):
+            page_count = 0
+            counts_at_claims.clear()
+            due = enqueue(db, ordering_key=key)
+            await until(lambda: state_of(db, due) == "sent")  # noqa: B023 - asked at once
+            assert counts_at_claims[0] == 1
+            await worker.falls_asleep()
 
 
 async def test_a_round_ends_though_the_key_where_it_began_is_gone(dsn: str, db: psycopg.Connection) -> None:

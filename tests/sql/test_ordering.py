@@ -22,6 +22,7 @@ from tests.outbox_actions import (
     claim_ordered,
     enqueue,
     expire,
+    find_new_ordered,
     find_ordered,
     finish,
     finish_sent,
@@ -234,6 +235,18 @@ def test_one_look_sees_no_more_keys_than_it_was_told(rolled_back: psycopg.Connec
     assert find_ordered(rolled_back, key_limit=2, after_key="b") == (ids[2:4], "d", 2)
     assert find_ordered(rolled_back, key_limit=2, after_key="d") == (ids[4:], "e", 1)
     assert find_ordered(rolled_back, after_key="e") == ([], None, 0)
+
+
+def test_a_look_at_new_messages_finds_the_first_of_their_keys(rolled_back: psycopg.Connection) -> None:
+    first, old = ordered(rolled_back, 1, "a")[0], ordered(rolled_back, 1, "b")[0]
+    ordered(rolled_back, 2, "a")
+    new = [ordered(rolled_back, 1, key)[0] for key in ("c", "d")]
+    assert find_new_ordered(rolled_back, old) == [first, *new]
+    assert find_new_ordered(rolled_back, old, key_limit=3) == [first, new[0]]
+    assert find_new_ordered(rolled_back, new[0]) == new[1:]
+    assert find_new_ordered(rolled_back, old, topics=["another"]) == []
+    assert ids_in_flight(claim_ordered(rolled_back, first)) == [first]
+    assert find_new_ordered(rolled_back, old) == new
 
 
 def test_a_topic_that_the_worker_does_not_know_holds_up_its_key(rolled_back: psycopg.Connection) -> None:
