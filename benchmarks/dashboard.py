@@ -27,7 +27,7 @@ from pgoutbox.web.reads import CAP, GROUP_ROWS, QUEUE_CAP, SEARCH_ROWS, Search
 _TOKEN = "benchmark-" * 4
 _TARGET_MS = 300
 _ROUNDS = 9
-# States are spread over the ids as a life leaves them: what is old is finished, mostly; what failed stands among it.
+# States are spread over the ids as in a table of some age: most of the old messages are finished, some have failed.
 _FILL = """
 INSERT INTO pgoutbox.message (
     id, topic, queue, destination, payload, headers, state, coalesce_key, dedupe_key, attempt_count, created_at,

@@ -53,6 +53,7 @@ class Options:
     single_seconds: float = 5.0
     peer_rounds: int = 3
     peer_messages: int = 50_000
+    long_messages: int = 200_000
     peer_processes: tuple[int, ...] = (1, 2, 4)
     own_processes: tuple[int, ...] = (1, 2, 4, 8)
     explain_finished_messages: int = 1_000_000
@@ -99,6 +100,7 @@ QUICK = Options(
     single_seconds=1.0,
     peer_rounds=1,
     peer_messages=2_000,
+    long_messages=4_000,
     peer_processes=(1, 2),
     own_processes=(1, 2, 4),
     explain_finished_messages=50_000,

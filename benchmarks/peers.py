@@ -6,7 +6,6 @@ messages as finished, each time in a new database. Those on Redis, which come la
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 
 import psycopg
@@ -17,11 +16,16 @@ from benchmarks.report import Cell, Result, Table, Verdict, median, ratio_of_rou
 from benchmarks.server import Server, settle_all
 from benchmarks.systems import System, available_systems
 
+_RIVAL = "graphile-worker"
+# Those that drain a long backlog within seconds.
+_FAST = ("pgoutbox", _RIVAL, "pg-boss")
+
 
 def run(server: Server, options: Options) -> Result:
     """Alternate the systems and the numbers of processes, in an order that shifts with the round."""
     systems, notes = available_systems(on_redis=True)
     rates: dict[tuple[str, int], list[float]] = defaultdict(list)
+    long_rates: dict[tuple[str, int], list[float]] = defaultdict(list)
     enqueued: dict[str, list[float]] = defaultdict(list)
     cases = [(system, processes) for system in systems for processes in _processes(system, options)]
     for round_number in range(options.peer_rounds):
@@ -30,16 +34,22 @@ def run(server: Server, options: Options) -> Result:
             drained, loaded = _measure(server, system, count, processes, system.worker)
             rates[system.name, processes].append(drained)
             enqueued[system.name].append(loaded)
+        for system, processes in rotated(cases, round_number * len(options.peer_processes)):
+            if system.name in _FAST:
+                drained, _ = _measure(server, system, options.long_messages, processes, system.worker)
+                long_rates[system.name, processes].append(drained)
     result = Result(
         "peers",
         settings={
             "rounds": options.peer_rounds,
+            "messages of a long drain": options.long_messages,
             **{f"messages of {system.name}": _count(system, options) for system in systems},
             **{system.name: system.settings for system in systems},
         },
         notes=notes,
     )
     _add_drain(result, systems, rates, options)
+    _add_long_drain(result, [system for system in systems if system.name in _FAST], long_rates, options)
     rows: list[tuple[Cell, ...]] = [
         (
             system.name,
@@ -96,21 +106,49 @@ def _add_drain(
         ratio = ratio_of_rounds(values, rates["pgoutbox", many[0]])
         medians = [median(rates[system.name, number]) if rates[system.name, number] else None for number in many]
         rows.append((system.name, *medians, ratio))
-    columns = ("system", *(f"{number} process{'es' * (number > 1)}" for number in many), "of pgoutbox")
+    columns = ("system", *(_processes_text(number) for number in many), "of pgoutbox")
     result.tables.append(Table("messages delivered per second, one handler call that does nothing each", columns, rows))
-    for name, target, numbers in (("pgqueuer", 3.0, many[:1]), ("graphile-worker", 1.5, options.peer_processes)):
+    for name, target, numbers in (("pgqueuer", 3.0, many[:1]), (_RIVAL, 1.5, options.peer_processes)):
         for number in numbers:
             if theirs := rates[name, number]:
-                what = f"pgoutbox / {name}, {number} process{'es' * (number > 1)}"
+                what = f"pgoutbox / {name}, {_processes_text(number)}"
                 result.verdicts.append(
                     Verdict(what, ratio_of_rounds(rates["pgoutbox", number], theirs), target, "at least")
                 )
-    for fewer, more in itertools.pairwise(many):
-        ratio = ratio_of_rounds(rates["pgoutbox", more], rates["pgoutbox", fewer])
-        result.verdicts.append(Verdict(f"pgoutbox, {more} processes / {fewer}", ratio, 1.0, "at least"))
     result.samples |= {
         f"drain, {name}, {number} processes": values for (name, number), values in rates.items() if values
     }
+
+
+def _add_long_drain(
+    result: Result, systems: list[System], rates: dict[tuple[str, int], list[float]], options: Options
+) -> None:
+    """A drain of seconds instead of one: what a process does once, when it starts, counts for little here."""
+    many = options.own_processes
+    columns = ("system", *(_processes_text(number) for number in many))
+    rows: list[tuple[Cell, ...]] = [
+        (system.name, *(median(rates[system.name, n]) if rates[system.name, n] else None for n in many))
+        for system in systems
+    ]
+    title = f"the same with {options.long_messages:,} messages"
+    result.tables.append(Table(title, columns, rows))
+    for number in options.peer_processes:
+        if theirs := rates[_RIVAL, number]:
+            what = f"pgoutbox / {_RIVAL}, long, {_processes_text(number)}"
+            ratio = ratio_of_rounds(rates["pgoutbox", number], theirs)
+            result.verdicts.append(Verdict(what, ratio, 1.5, "at least"))
+    one = rates["pgoutbox", many[0]]
+    for number in many[1:]:
+        what = f"pgoutbox, long, {_processes_text(number)} / 1"
+        target = 1.5 if number == 2 else 1.0
+        result.verdicts.append(Verdict(what, ratio_of_rounds(rates["pgoutbox", number], one), target, "at least"))
+    result.samples |= {
+        f"long drain, {name}, {number} processes": values for (name, number), values in rates.items() if values
+    }
+
+
+def _processes_text(number: int) -> str:
+    return f"{number} process{'es' * (number > 1)}"
 
 
 def run_settings(server: Server, options: Options) -> Result:

@@ -1,7 +1,7 @@
 """Child processes, each a program of `benchmarks.programs`: they end with the `with` block, and with this process.
 
 A child writes lines of JSON to its standard output. Its standard input says nothing: its end tells the child that this
-process is gone, whatever ended it.
+process is gone.
 """
 
 from __future__ import annotations

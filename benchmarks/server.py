@@ -47,7 +47,7 @@ class Server:
 
     @contextlib.contextmanager
     def database(self, *, migrated: bool = True) -> Iterator[str]:
-        """The DSN of a new database, which is dropped at the end, whoever is still connected."""
+        """The DSN of a new database. It is dropped at the end, even if somebody is still connected."""
         name = f"pgoutbox_bench_{os.getpid()}_{next(_database_numbers)}"
         with psycopg.connect(self.dsn, autocommit=True) as connection:
             connection.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))

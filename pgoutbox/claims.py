@@ -40,7 +40,7 @@ _SENDING: Final = State.SENDING  # To look a member up costs more than to compar
 
 
 class Claims:
-    """Claims for one worker. `held` and `suspects` are what is in flight, which the worker fills and empties."""
+    """Claims for one worker. `held` and `suspects` are the attempts in flight, which the worker adds and removes."""
 
     def __init__(
         self,

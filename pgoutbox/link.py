@@ -1,4 +1,4 @@
-"""Connections to PostgreSQL that mend themselves, and what is known of the errors that they meet.
+"""Connections to PostgreSQL that mend themselves, and the kinds of errors that they meet.
 
 A session has pgoutbox's own settings, whatever the role's are, and works through a pooler as well. Nobody waits for a
 dead network: each statement has a deadline on this side, too.
@@ -253,7 +253,7 @@ def is_refusal(error: BaseException) -> bool:
 
 
 def is_of_a_row(error: BaseException) -> bool:
-    """Whether the server refused a statement for what is in a row, as triggers, constraints and damaged values do.
+    """Whether the server refused a statement because of one row, as triggers, constraints and damaged values do.
 
     A lost race is not meant.
     """

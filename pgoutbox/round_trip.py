@@ -96,7 +96,7 @@ def _numbered(statement: str) -> tuple[bytes, tuple[str, ...]]:
 
 
 def _receive(pgconn: pq.abc.PGconn, results: list[pq.abc.PGresult]) -> abc.PQGen[None]:
-    """Send what is queued, and receive one result for each step."""
+    """Send all steps, and receive one result for each."""
     while pgconn.flush():
         if (yield Wait.RW) & Ready.R:
             pgconn.consume_input()

@@ -183,8 +183,8 @@ class BreakerRow(NamedTuple):
 class Store:
     """The worker's statements, each a method. Claims and finishes have a connection each and overlap.
 
-    Where the server has only one to spare they share it: who can claim can finish, or messages would be handed over
-    again and again without any of them ever ending.
+    Where the server has only one to spare they share it: a worker that can claim can also finish. Otherwise it would
+    hand over messages again and again without ending any of them.
     """
 
     def __init__(self, settings: Settings, *, worker: str) -> None:
@@ -309,7 +309,7 @@ class Store:
     async def find_ordered(
         self, queue: str, *, topics: Sequence[str], after_key: str, key_limit: int
     ) -> tuple[Sequence[int], str]:
-        """What can be claimed of up to `key_limit` ordering keys that follow `after_key`; and the last key seen.
+        """Claimable messages of up to `key_limit` ordering keys that follow `after_key`; and the last of these keys.
 
         An empty key means that there are no more behind it.
         """
@@ -321,7 +321,7 @@ class Store:
     async def find_new_ordered(
         self, queue: str, *, topics: Sequence[str], floor_id: int, key_limit: int
     ) -> Sequence[int]:
-        """What can be claimed of the ordering keys of the first `key_limit` messages beyond `floor_id`."""
+        """The claimable messages of the ordering keys that the first `key_limit` messages beyond `floor_id` have."""
         rows = await self.claims.fetch(
             sql.FIND_NEW_ORDERED, {"queue": queue, "topics": topics, "floor_id": floor_id, "key_limit": key_limit}
         )
@@ -400,7 +400,7 @@ class Store:
         return [queue for (queue,) in rows]
 
     async def ring(self, queues: Sequence[str]) -> None:
-        """Wake all sleeping workers of these queues, whoever has the bell."""
+        """Wake all sleeping workers of these queues."""
         await self.claims.fetch(sql.RING, {"queues": queues})
 
     async def count_owed(self, queues: Sequence[str], topics: Sequence[str]) -> int:
@@ -413,7 +413,7 @@ class Store:
     ) -> dict[int, State]:
         """Finish these attempts, of messages of these topics, as sent; the answer holds those that held their message.
 
-        Also a message that is deleted instead, because a rule of retention keeps nothing of what was sent. A row that
+        Also a message that is deleted instead, because a rule of retention keeps no sent messages. A row that
         somebody has locked is left out after a short wait.
         """
         if await self.forgets_sent(topics):
@@ -438,13 +438,13 @@ class Store:
         return finished | await self.finish([_sent(*attempt) for attempt in attempts if attempt[0] not in finished])
 
     async def forgets_sent(self, topics: Collection[str]) -> bool:
-        """Whether a rule of retention may keep nothing of what was sent in these topics, half a minute ago at most.
+        """Whether a rule of retention may keep no sent messages of these topics, half a minute ago at most.
 
         Read no more often than that, and only by who finishes: an idle worker does not ask. Raises what a database that
         does not answer raises.
         """
         if time.monotonic() - self._retention_read_at > _RETENTION_SECONDS:
-            async with self._retention_turn:  # Who comes second waits for the answer.
+            async with self._retention_turn:  # The second one that asks waits for the answer.
                 if time.monotonic() - self._retention_read_at > _RETENTION_SECONDS:
                     rows = await self._finishes.fetch(sql.FORGOTTEN_TOPICS, {})
                     self._forgotten_topics = frozenset(topic for (topic,) in rows)
