@@ -28,6 +28,7 @@ from tests.soak.crew import LEASE_SECONDS, LONELY_WORKER, WORKER_ROLE, Process
 
 UNDO_SECONDS: Final = 30.0
 NOTIFY_WARNING: Final = 0.8
+NOTIFY_NO_RINGS: Final = 0.9
 NOTIFY_NOTICED_SECONDS: Final = 4.0
 """How long a queue of notifications is nearly full before it is full: workers have probed meanwhile."""
 # Those whose handler takes long enough for something to meet it.
@@ -227,6 +228,10 @@ class Nemesis:
                 listener.execute("SELECT 1")
                 self._fill_to(notifier, NOTIFY_WARNING)
                 self._wait(NOTIFY_NOTICED_SECONDS)
+                # A suspended worker notices nothing, so enqueues ring for it until a tenth is left: 800 MB of a real
+                # queue, seven notifications of this one. Those that have rung commit before it is used up.
+                self._fill_to(notifier, NOTIFY_NO_RINGS)
+                self._wait_for_writers(notifier)
                 self._fill_to(notifier, 1.0)
                 self._wait(self.chance.uniform(1.0, 5.0))
 
@@ -236,6 +241,13 @@ class Nemesis:
                 connection.execute("SELECT pg_notify('soak_full', repeat('x', 7000))")
             except psycopg.errors.ProgramLimitExceeded:
                 return
+
+    def _wait_for_writers(self, connection: psycopg.Connection) -> None:
+        """Until all transactions of other databases have ended that have written something by now."""
+        ((now,),) = connection.execute("SELECT clock_timestamp()").fetchall()
+        under_way = "SELECT FROM pg_stat_activity WHERE datname <> current_database() AND backend_xid IS NOT NULL"
+        while connection.execute(f"{under_way} AND xact_start < %s", [now]).fetchall():
+            self._wait(0.05)
 
     def lock_table(self) -> None:
         """Another session holds the whole table, as a migration would."""
