@@ -25,7 +25,6 @@ from pgoutbox.drafts import NewMessage
 from pgoutbox.link import timeouts
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import load_settings
-from pgoutbox.store import ClaimedRow
 
 _Connection = psycopg.Connection[tuple[Any, ...]]
 _Enqueue = Callable[[_Connection, int, int], None]
@@ -33,7 +32,6 @@ _AIMS: Mapping[int, float] = {200: 1200.0, 4000: 6000.0}
 _SIZES = (200, 1000, 4000)
 _PER_TRANSACTION = 1000
 _PHASES = ("enqueue", "claim", "finish")
-_ATTEMPT_COUNT = ClaimedRow._fields.index("attempt_count")
 _SETTINGS = ("full_page_writes", "autovacuum")
 # What pg_waldump prints of a record. The first block tells the relation; a record of a commit has none.
 _RECORD = re.compile(
@@ -97,11 +95,10 @@ def _measure(
     empty_outbox(connection)
     settle(connection, "pgoutbox.message_live")
     ids: list[int] = []
-    attempt_counts: list[int] = []
     steps: dict[str, Callable[[], None]] = {
         "enqueue": lambda: enqueue(connection, count, size),
-        "claim": lambda: _claim(connection, ids, attempt_counts),
-        "finish": lambda: _finish(connection, ids, attempt_counts),
+        "claim": lambda: claim(connection, ids),
+        "finish": lambda: finish(connection, ids),
         "VACUUM": lambda: settle(connection, "pgoutbox.message_live"),
     }
     written: dict[str, float] = {}
@@ -120,20 +117,21 @@ def _measure(
     return written, parts or None
 
 
-def _claim(connection: _Connection, ids: list[int], attempt_counts: list[int]) -> None:
+def claim(connection: _Connection, ids: list[int]) -> None:
+    """Claim all that is due, and add their ids."""
     cursor = connection.cursor(binary=True)
     parameters = {**CLAIM_PARAMETERS, "total": load_settings().batch_size}
     while rows := cursor.execute(sql.CLAIM_FRESH, parameters, prepare=True).fetchall():
         ids.extend(row[0] for row in rows)
-        attempt_counts.extend(row[_ATTEMPT_COUNT] for row in rows)
 
 
-def _finish(connection: _Connection, ids: list[int], attempt_counts: list[int]) -> None:
+def finish(connection: _Connection, ids: list[int]) -> None:
+    """Finish these messages, whose first attempt was successful."""
     size = load_settings().batch_size
     for start in range(0, len(ids), size):
         parameters = {
             "ids": ids[start : start + size],
-            "attempt_counts": attempt_counts[start : start + size],
+            "attempt_count": 1,
             "worker": CLAIM_PARAMETERS["worker"],
         }
         connection.execute(sql.FINISH_SENT_IF_HELD, parameters, prepare=True)

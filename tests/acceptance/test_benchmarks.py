@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from benchmarks import wal
 from benchmarks.clock import seconds_to_drain
 from benchmarks.options import CLAIM_PARAMETERS, TOPIC
 from benchmarks.processes import answer_of
@@ -30,6 +31,16 @@ def test_the_bare_loop_delivers_everything(dsn: str, connect: Connect) -> None:
         enqueue(db, TOPIC)
     answer_of("bare", "10", dsn=dsn)
     assert {row.state for row in rows_of(db)} == {"sent"}
+
+
+def test_the_steps_whose_wal_is_measured_deliver_everything(dsn: str, connect: Connect) -> None:
+    db = connect(autocommit=True)
+    for _ in range(3):
+        enqueue(db, TOPIC)
+    ids: list[int] = []
+    wal.claim(db, ids)
+    wal.finish(db, ids)
+    assert [(row.id, row.state) for row in rows_of(db)] == [(message_id, "sent") for message_id in sorted(ids)]
 
 
 def test_the_floor_loop_delivers_everything(dsn: str, connect: Connect) -> None:
