@@ -27,13 +27,8 @@ WITH reopened AS (
     RETURNING b.retry_at, b.cooldown_seconds, b.last_error
 ), opened AS (
     INSERT INTO pgoutbox.breaker AS b (key, opened_at, retry_at, cooldown_seconds, worker, last_error)
-    SELECT
-        %(key)s::text,
-        now(),
-        now() + make_interval(secs => %(cooldown_seconds)s::float8),
-        %(cooldown_seconds)s::float8,
-        %(worker)s::text,
-        %(error)s::text
+    SELECT %(key)s::text, now(), now() + make_interval(secs => %(cooldown_seconds)s::float8),
+        %(cooldown_seconds)s::float8, %(worker)s::text, %(error)s::text
     WHERE %(trips)s::boolean AND NOT EXISTS (SELECT FROM reopened)
     ON CONFLICT ON CONSTRAINT breaker_pkey DO UPDATE
     SET opened_at = EXCLUDED.opened_at,
@@ -57,34 +52,22 @@ WITH reopened AS (
     ) AS id
     FROM opened AS o
     WHERE %(alert_queue)s::text IS NOT NULL
+), known(retry_at, cooldown_seconds, last_error, opened) AS (
+    SELECT o.retry_at, o.cooldown_seconds, o.last_error, true FROM opened AS o
+    UNION ALL
+    SELECT r.retry_at, r.cooldown_seconds, r.last_error, false FROM reopened AS r
+    UNION ALL
+    SELECT b.retry_at, b.cooldown_seconds, b.last_error, false
+    FROM pgoutbox.breaker AS b
+    WHERE b.key = %(key)s::text
+        AND NOT EXISTS (SELECT FROM reopened)
+        AND greatest(b.retry_at, b.probe_until) >= now() - make_interval(secs => %(forget_seconds)s::float8)
 )
 SELECT
-    extract(epoch FROM o.retry_at - now())::float8 AS retry_seconds,
-    o.cooldown_seconds,
-    o.last_error,
-    true AS opened,
+    extract(epoch FROM k.retry_at - now())::float8 AS retry_seconds, k.cooldown_seconds, k.last_error, k.opened,
     NULL AS probe_id
-FROM opened AS o
+FROM known AS k
 LEFT JOIN announced AS a ON a.id IS NOT NULL
-UNION ALL
-SELECT
-    extract(epoch FROM r.retry_at - now())::float8,
-    r.cooldown_seconds,
-    r.last_error,
-    false,
-    NULL
-FROM reopened AS r
-UNION ALL
-SELECT
-    extract(epoch FROM b.retry_at - now())::float8,
-    b.cooldown_seconds,
-    b.last_error,
-    false,
-    NULL
-FROM pgoutbox.breaker AS b
-WHERE b.key = %(key)s::text
-    AND NOT EXISTS (SELECT FROM reopened)
-    AND greatest(b.retry_at, b.probe_until) >= now() - make_interval(secs => %(forget_seconds)s::float8)
 """
 
 # Asks to send one message to a destination that is open, now that its time has come: one session of all gets the
