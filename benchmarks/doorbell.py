@@ -185,7 +185,7 @@ def _result(
     for clients in options.pgbench_clients:
         for condition in CONDITIONS:
             enqueue = rates[clients, condition, "enqueue"]
-            for other, target in (("insert", 0.8), ("insert + pg_notify", 3.0)):
+            for other, target in (("insert", 0.85), ("insert + pg_notify", 3.0)):
                 ratio = ratio_of_rounds(enqueue, rates[clients, condition, other])
                 what = f"enqueue / {other}, {clients} clients, {condition}"
                 result.verdicts.append(Verdict(what, ratio, target, "at least"))

@@ -6,7 +6,9 @@ messages as finished, each time in a new database. Those on Redis, which come la
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 import psycopg
 
@@ -108,13 +110,9 @@ def _add_drain(
         rows.append((system.name, *medians, ratio))
     columns = ("system", *(_processes_text(number) for number in many), "of pgoutbox")
     result.tables.append(Table("messages delivered per second, one handler call that does nothing each", columns, rows))
-    for name, target, numbers in (("pgqueuer", 3.0, many[:1]), (_RIVAL, 1.5, options.peer_processes)):
-        for number in numbers:
-            if theirs := rates[name, number]:
-                what = f"pgoutbox / {name}, {_processes_text(number)}"
-                result.verdicts.append(
-                    Verdict(what, ratio_of_rounds(rates["pgoutbox", number], theirs), target, "at least")
-                )
+    _judge(result, rates, "pgqueuer", 3.0, many[:1])
+    _judge(result, rates, _RIVAL, 1.5, options.peer_processes)
+    _judge_scaling(result, rates, many)
     result.samples |= {
         f"drain, {name}, {number} processes": values for (name, number), values in rates.items() if values
     }
@@ -132,19 +130,38 @@ def _add_long_drain(
     ]
     title = f"the same with {options.long_messages:,} messages"
     result.tables.append(Table(title, columns, rows))
-    for number in options.peer_processes:
-        if theirs := rates[_RIVAL, number]:
-            what = f"pgoutbox / {_RIVAL}, long, {_processes_text(number)}"
-            ratio = ratio_of_rounds(rates["pgoutbox", number], theirs)
-            result.verdicts.append(Verdict(what, ratio, 1.5, "at least"))
-    one = rates["pgoutbox", many[0]]
-    for number in many[1:]:
-        what = f"pgoutbox, long, {_processes_text(number)} / 1"
-        target = 1.5 if number == 2 else 1.0
-        result.verdicts.append(Verdict(what, ratio_of_rounds(rates["pgoutbox", number], one), target, "at least"))
+    _judge(result, rates, _RIVAL, 1.5, options.peer_processes, kind=", long")
+    _judge_scaling(result, rates, many, kind=", long")
     result.samples |= {
         f"long drain, {name}, {number} processes": values for (name, number), values in rates.items() if values
     }
+
+
+def _judge(
+    result: Result,
+    rates: Mapping[tuple[str, int], list[float]],
+    name: str,
+    target: float,
+    numbers: Sequence[int],
+    *,
+    kind: str = "",
+) -> None:
+    for number in numbers:
+        if theirs := rates[name, number]:
+            ratio = ratio_of_rounds(rates["pgoutbox", number], theirs)
+            what = f"pgoutbox / {name}{kind}, {_processes_text(number)}"
+            result.verdicts.append(Verdict(what, ratio, target, "at least"))
+
+
+def _judge_scaling(
+    result: Result, rates: Mapping[tuple[str, int], list[float]], numbers: Sequence[int], *, kind: str = ""
+) -> None:
+    """Several processes deliver more than one, and more of them never less than fewer."""
+    pairs = [(numbers[0], more, 1.5) for more in numbers[1:]]
+    pairs += [(fewer, more, 1.0) for fewer, more in itertools.pairwise(numbers[1:])]
+    for fewer, more, target in pairs:
+        ratio = ratio_of_rounds(rates["pgoutbox", more], rates["pgoutbox", fewer])
+        result.verdicts.append(Verdict(f"pgoutbox{kind}, {more} processes / {fewer}", ratio, target, "at least"))
 
 
 def _processes_text(number: int) -> str:
