@@ -45,7 +45,7 @@ async def fetch_in_one_trip(
     transformer: abc.Transformer = Transformer(connection)
     adapted = [_adapted(transformer, *step) for step in steps]
     new: dict[tuple[bytes, Sequence[int]], bytes] = {}
-    place = index
+    result_index = index
     pgconn.enter_pipeline_mode()
     for number, (text, values, types, formats) in enumerate(adapted):
         if prepared is None:
@@ -55,7 +55,8 @@ async def fetch_in_one_trip(
         if name is None:
             name = new[text, types] = b"pgoutbox_%d" % next(_numbers)
             pgconn.send_prepare(name, text, types)
-            place += number <= index
+            if number <= index:
+                result_index += 1  # To prepare has a result of its own.
         pgconn.send_query_prepared(name, values, formats, pq.Format.BINARY)
     pgconn.pipeline_sync()
     results: list[pq.abc.PGresult] = []
@@ -69,7 +70,7 @@ async def fetch_in_one_trip(
     _check(results, encoding)
     if prepared is not None:
         prepared.update(new)
-    answer = results[place]
+    answer = results[result_index]
     transformer.set_pgresult(answer)
     return transformer.load_rows(0, answer.ntuples, tuple)
 

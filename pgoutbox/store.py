@@ -223,7 +223,7 @@ class Store:
     ) -> list[ClaimedRow]:
         """Claim up to `total` due messages beyond the floor, fresh ones or with `retries` those attempted before.
 
-        With `in_turn` it waits until at most one other claim of this kind chooses from the queue: for a backlog.
+        With `in_turn` it waits until at most one other claim that does so chooses from the queue: for a backlog.
         A queue that is paused or has limits yields messages only with `by_permits`. Messages in `set_aside` are passed
         over. Rows come in the order of their due times. Raises `ClaimRefusedError` if the database refuses a claim of a
         single message for a fault of its row.
