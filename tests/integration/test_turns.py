@@ -66,10 +66,12 @@ def test_a_claim_goes_on_without_a_turn(db: psycopg.Connection, connect: Connect
     """Nothing but speed depends on it, so a session that keeps it, out of malice say, stops nobody."""
     take_both_turns(connect)
     third = connect()
+    third.execute("SET lock_timeout = 0")
+    third.execute("SET statement_timeout = '20s'")  # A wait without a limit of its own would end by this.
     third.execute(sql.TAKE_TURN, TURN)
     assert turns_of(db, third) == 0
     # The limit of this wait is not that of the claim.
-    assert third.execute("SELECT current_setting('lock_timeout')").fetchall() == [("10s",)]
+    assert third.execute("SELECT current_setting('lock_timeout')").fetchall() == [("0",)]
 
 
 @pytest.mark.parametrize("is_pooled", [False, True], ids=["direct", "pooled"])
