@@ -379,10 +379,10 @@ class Claims:
             if message_ids:
                 self._unanswered.begin()
                 rows = await self._store.claim_ordered(lanes.queue, message_ids)
+                self._outage.end()  # Not by a search: a server that has become read-only answers it, too.
         except (psycopg.Error, OSError) as error:
             await self._endure(error, lanes.queue, kind, len(message_ids))
             return None
-        self._outage.end()
         self._measure(lanes.queue, rows)
         if rows:
             self._set_aside.note_claimed(kind, room)

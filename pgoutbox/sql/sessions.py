@@ -56,7 +56,7 @@ SELECT
     set_config('jit', 'off', true)
 """
 
-BEGIN: Final[LiteralString] = "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE"
+BEGIN: Final[LiteralString] = "BEGIN ISOLATION LEVEL READ COMMITTED"
 
 COMMIT: Final[LiteralString] = "COMMIT"
 

@@ -139,3 +139,17 @@ async def test_a_transaction_in_which_something_failed_is_rolled_back_and_the_ne
     with pytest.raises(psycopg.errors.UndefinedTable):
         await link.fetch("SELECT FROM nowhere", {}, first=first)
     assert await link.fetch(asked, {}, first=first) == [("read committed",)]
+
+
+@pytest.mark.parametrize("is_pooled", [False, True], ids=["direct", "pooled"])
+async def test_a_transaction_writes_nothing_where_the_default_is_read_only(
+    dsn: str, db: psycopg.Connection, is_pooled: bool
+) -> None:
+    """Otherwise claims with a turn succeed where others fail, and the outage begins and ends with each of them."""
+    db.execute(f"ALTER DATABASE {db.info.dbname} SET default_transaction_read_only = on".encode())
+    link = Link(dsn, settings_for(dsn, listen=not is_pooled), purpose="test")
+    try:
+        with pytest.raises(psycopg.errors.ReadOnlySqlTransaction):
+            await link.fetch("DELETE FROM pgoutbox.message_live", {}, first=(sql.TAKE_TURN, TURN))
+    finally:
+        await link.close()

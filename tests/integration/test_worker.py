@@ -42,6 +42,7 @@ from tests.outbox_actions import (
     attempts_of,
     cancel,
     claim,
+    claim_ordered,
     enqueue,
     expire,
     ids_in_flight,
@@ -1531,6 +1532,35 @@ async def test_the_worker_goes_on_while_its_claims_fail_and_says_so_once(
             terminate(db, "claim")
             enqueue(db)
             await delivered.wait()
+            await heard.wait_for(Event.DATABASE_BACK)
+    assert heard.events.count(Event.DATABASE_LOST) == 1
+
+
+async def test_what_a_read_only_server_still_answers_does_not_end_an_outage(
+    outbox: Outbox, db: psycopg.Connection
+) -> None:
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None: ...
+
+    head = enqueue(db, ordering_key="k")
+    assert [row.id for row in claim_ordered(db, head)] == [head]
+    enqueue(db, ordering_key="k")  # What waits behind the head makes the worker search the ordering keys.
+    worker = WatchedWorker(outbox)
+    pids = set()
+
+    def has_connected_often() -> bool:
+        sessions = "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND application_name LIKE %s"
+        pids.update(db.execute(sessions, ["pgoutbox claim%"]).fetchall())
+        return len(pids) > 5
+
+    with reports() as heard:
+        async with running(worker):
+            await worker.asleep.wait()
+            db.execute(f"ALTER DATABASE {db.info.dbname} SET default_transaction_read_only = on".encode())
+            terminate(db, "claim")
+            enqueue(db)
+            await until(has_connected_often)  # A refusal ends the session.
+            db.execute(f"ALTER DATABASE {db.info.dbname} RESET default_transaction_read_only".encode())
             await heard.wait_for(Event.DATABASE_BACK)
     assert heard.events.count(Event.DATABASE_LOST) == 1
 
