@@ -365,7 +365,7 @@ class Claims:
         rows: Sequence[ClaimedRow] = ()
         try:
             found, last_key = await self._store.find_ordered(
-                lanes.queue, topics=self._topics, after_key=lanes.after_key, key_limit=room
+                lanes.queue, topics=self._topics, after_key=lanes.after_key, key_limit=lanes.page_limit(room)
             )
             floor_id = self._queues.arrivals.floor_id
             is_whole = lanes.after_key == last_key == ""

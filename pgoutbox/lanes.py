@@ -27,6 +27,7 @@ from pgoutbox.suspects import Suspects
 FULL_CLAIM_SECONDS: Final = 0.25
 # A claim from the beginning may be slow; then it comes as much more rarely as keeps its share of the time small.
 FULL_CLAIM_SHARE: Final = 0.05
+_SEARCHED_KEYS: Final = 100
 
 
 class Lane(enum.Enum):
@@ -178,6 +179,7 @@ class Lanes:
         self.after_key = ""  # The last ordering key that was looked at.
         self._round_began_after: str | None = None
         self._round_has_wrapped = False
+        self._page_found_some = False
         self.wanted_at = -math.inf
         """When a search of all lanes was asked for. Only searches that begin later answer it."""
         self._lapsed_looked_at = -math.inf
@@ -255,6 +257,13 @@ class Lanes:
             self.search(now=now)
         return is_news
 
+    def page_limit(self, room: int) -> int:
+        """How many ordering keys the next page has at most: few while the pages hold nothing for which there is room.
+
+        A new message, of another queue say, waits for the page under way.
+        """
+        return room if self._page_found_some else min(room, _SEARCHED_KEYS)
+
     def turn_page(self, last_key: str, *, found: int) -> bool:
         """Remember the page of ordering keys that was read. Returns whether a round over all keys found nothing.
 
@@ -263,6 +272,7 @@ class Lanes:
         if self._round_began_after is None:
             self._round_began_after = self.after_key
         self.after_key = last_key
+        self._page_found_some = found > 0
         # The keys behind which the round began may be gone by now: then its second end is all there is.
         is_over = last_key == "" and (self._round_has_wrapped or self._round_began_after == "")
         is_over |= self._round_has_wrapped and last_key >= self._round_began_after

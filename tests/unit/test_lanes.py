@@ -214,6 +214,16 @@ def test_a_round_of_a_single_page_ends_at_once() -> None:
     assert lanes.turn_page("", found=1) is False
 
 
+def test_pages_of_ordering_keys_are_small_while_they_hold_nothing() -> None:
+    """What comes meanwhile waits for no more than a page."""
+    lanes = plain()
+    assert [lanes.page_limit(room) for room in (50, 5000)] == [50, 100]
+    lanes.turn_page("m", found=1)
+    assert lanes.page_limit(5000) == 5000
+    lanes.turn_page("n", found=0)
+    assert lanes.page_limit(5000) == 100
+
+
 def test_a_search_begins_another_round() -> None:
     lanes = plain()
     assert [lanes.turn_page(last, found=0) for last in ("b", "d")] == [False, False]
