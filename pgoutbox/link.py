@@ -77,10 +77,7 @@ class Link:
                 async with deadline(connection, self._deadline_seconds):
                     if self._stranded_pid is not None:
                         await self._end_stranded(connection, self._stranded_pid)
-                    if self._pooled or first is not None:
-                        return await self._fetch_in_transaction(connection, (statement, parameters), first)
-                    cursor = await connection.execute(statement, parameters, prepare=True, binary=True)
-                    return await cursor.fetchall() if cursor.description is not None else []
+                    return await self._fetch_in_one_trip(connection, (statement, parameters), first)
             except BaseException as error:
                 # A session that has become read-only is a server that has become a standby: connect anew.
                 keeps = isinstance(error, psycopg.Error) and not connection.closed and error.sqlstate != "25006"
@@ -120,9 +117,11 @@ class Link:
             return False
         return True
 
-    async def _fetch_in_transaction(
+    async def _fetch_in_one_trip(
         self, connection: psycopg.AsyncConnection[TupleRow], step: Step, first: Step | None
     ) -> list[TupleRow]:
+        if not self._pooled and first is None:
+            return await fetch_in_one_trip(connection, [step], index=0, prepared=self._prepared)
         # All of it travels together: a process that is suspended in between would keep its locks, lease or not. A
         # transaction pooler gives each transaction another server session, so the settings come along.
         steps: list[Step] = [(sql.BEGIN, {})]
