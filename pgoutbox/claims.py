@@ -347,8 +347,20 @@ class Claims:
             return None
         self._outage.end()
         self._set_aside.note_claimed(kind, total)
-        self._measure(queue, rows)
-        return rows
+        return await self._mark_superseded(queue, rows)
+
+    async def _mark_superseded(self, queue: str, rows: list[ClaimedRow]) -> list[ClaimedRow] | None:
+        """The rows of a claim that is committed, those marked that are superseded; None if the database did not tell.
+
+        Their attempts have begun then, and nobody has them: the next look releases them.
+        """
+        try:
+            marked = await self._store.mark_superseded(rows)
+        except (psycopg.Error, OSError) as error:
+            await self._outage.endure(error)
+            return None
+        self._measure(queue, marked)
+        return marked
 
     async def _hand_over(self, rows: Sequence[ClaimedRow], began_at: float) -> None:
         if rows:

@@ -67,7 +67,7 @@ class ClaimedRow(NamedTuple):
     state: str
     expires_in_seconds: float | None
     superseded: bool
-    """Whether a newer message has overtaken it. This and the rest is set by `Store`."""
+    """Whether a newer message has overtaken it: see `mark_superseded`. This and the rest is set by `Store`."""
     queue: str
     was_lapsed: bool = False
     """Whether the attempt before was lost."""
@@ -243,7 +243,7 @@ class Store:
         }
         turn: Step | None = (sql.TAKE_TURN, {"queue": queue}) if in_turn else None
         rows = await self._claim(statement, find, parameters, first=turn)
-        return await self._judged(rows, queue)
+        return _claimed(rows, queue)
 
     async def claim_new(
         self, queue: str, *, topics: Sequence[str], total: int, floor_id: int, set_aside: Sequence[int]
@@ -257,7 +257,7 @@ class Store:
             "set_aside": _array_of(set_aside),
         }
         rows = await self._claim(sql.CLAIM_NEW, sql.FIND_NEW, parameters)
-        return await self._judged(rows, queue)
+        return _claimed(rows, queue)
 
     async def end_lapsed(self, queue: str, **options: Unpack[LapsedOptions]) -> list[ClaimedRow]:
         """End up to `total` lapsed attempts whose message is not tried again. Raises like `claim`."""
@@ -270,7 +270,7 @@ class Store:
         A total of 1 takes the oldest one, a greater total only messages with more than half of their attempts left.
         """
         rows = await self._claim(sql.CLAIM_LAPSED, sql.FIND_LAPSED, _lapsed_parameters(queue, options))
-        return await self._judged(rows, queue, was_lapsed=True)
+        return _claimed(rows, queue, was_lapsed=True)
 
     async def end_superseded_elsewhere(
         self, queues: Sequence[str], *, topics: Sequence[str], total: int, clock_limit: datetime | None
@@ -345,17 +345,15 @@ class Store:
             if len(message_ids) > 1 or not is_of_a_row(error):
                 raise
             raise ClaimRefusedError(message_ids, error) from error
-        return await self._judged(rows, queue)
+        return _claimed(rows, queue)
 
-    async def _judged(self, rows: Iterable[TupleRow], queue: str, *, was_lapsed: bool = False) -> list[ClaimedRow]:
-        """The rows of a claim by their due time; whether those with a coalesce key are superseded is asked again."""
-        claimed = sorted((ClaimedRow._make((*row, False, queue, was_lapsed)) for row in rows), key=_by_due_time)
-        keyed = [row.id for row in claimed if row.coalesce_key is not None and row.state == _SENDING]
+    async def mark_superseded(self, rows: list[ClaimedRow]) -> list[ClaimedRow]:
+        """Ask again which of the messages that a claim returned are superseded, once it is committed."""
+        keyed = [row.id for row in rows if row.coalesce_key is not None and row.state == _SENDING]
         if not keyed:
-            return claimed
-        rows = await self.claims.fetch(sql.OVERTAKEN, {"ids": _array_of(keyed)})
-        overtaken = {message_id for (message_id,) in rows}
-        return [row._replace(superseded=True) if row.id in overtaken else row for row in claimed]
+            return rows
+        overtaken = {message_id for (message_id,) in await self.claims.fetch(sql.OVERTAKEN, {"ids": _array_of(keyed)})}
+        return [row._replace(superseded=True) if row.id in overtaken else row for row in rows]
 
     async def release_unanswered(
         self, queues: Sequence[str], held: Collection[int], *, after: datetime | None, before: datetime | None
@@ -677,6 +675,10 @@ def _array_of(numbers: Iterable[int]) -> str:
 def _lapsed_parameters(queue: str, options: LapsedOptions) -> dict[str, object]:
     arrays = {"held": _array_of(options["held"]), "set_aside": _array_of(options["set_aside"])}
     return {**options, **arrays, "queue": queue, "queues": [queue]}
+
+
+def _claimed(rows: Iterable[TupleRow], queue: str, *, was_lapsed: bool = False) -> list[ClaimedRow]:
+    return sorted((ClaimedRow._make((*row, False, queue, was_lapsed)) for row in rows), key=_by_due_time)
 
 
 def _ended(row: TupleRow) -> ClaimedRow:

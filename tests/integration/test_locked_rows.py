@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import psycopg
 import pytest
 
 from pgoutbox import Context, Message, Outbox, sql
+from pgoutbox.link import Link
 from pgoutbox.message import State
 from pgoutbox.store import Store, Verdict
 from pgoutbox.worker import Worker
@@ -18,6 +20,7 @@ from tests.outbox_actions import (
     claim,
     enqueue,
     finish,
+    row_of,
     running,
     settings_for,
     state_of,
@@ -67,3 +70,41 @@ async def test_a_row_that_goes_while_its_finish_waits_for_it_keeps_no_others_in_
     finally:
         await store.close()
     assert state_of(db, gone) == State.FAILED
+
+
+async def test_a_claim_is_released_if_the_question_behind_it_meets_a_lock(
+    dsn: str, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The claim is committed by then: its attempts must neither wait for the end of their leases nor be used up."""
+    db, locker = connect(autocommit=True), connect()
+    fetch = Link.fetch
+    errors: list[psycopg.Error] = []
+
+    async def meeting_a_lock(self: Link, statement: Any, parameters: Any, *, first: Any = None) -> Any:  # noqa: ANN401 - passed on
+        if statement != sql.OVERTAKEN or errors:
+            return await fetch(self, statement, parameters, first=first)
+        locker.execute("LOCK TABLE pgoutbox.coalesce IN ACCESS EXCLUSIVE MODE")
+        try:
+            return await fetch(self, statement, parameters, first=first)
+        except psycopg.errors.LockNotAvailable as error:
+            errors.append(error)
+            raise
+        finally:
+            locker.rollback()
+
+    monkeypatch.setattr(Link, "fetch", meeting_a_lock)
+    outbox = Outbox(settings_for(dsn, lock_timeout_seconds=0.1))
+    delivered: list[int] = []
+
+    @outbox.handler("greet")
+    async def greet(message: Message, ctx: Context) -> None:
+        delivered.append(message.id)
+
+    message_id = enqueue(db, coalesce_key="k")
+    attempts_left = row_of(db, message_id).max_attempts
+    await Worker(outbox).run_once()
+    assert errors
+    assert delivered == [message_id]
+    row = row_of(db, message_id)
+    assert row.max_attempts - row.attempt_count == attempts_left - 1
+    assert "lost" not in [outcome for _, outcome, _ in attempts_of(db, message_id)]

@@ -395,7 +395,7 @@ async def test_a_claim_tells_of_an_older_message_that_a_newer_one_has_overtaken(
     )
     try:
         await overtaking.happen(claiming)
-        rows = {row.id: row for row in await claiming}
+        rows = {row.id: row for row in await store.mark_superseded(await claiming)}
     finally:
         await store.close()
     assert (rows[overtaking.other].state, rows[overtaking.other].superseded) == ("sending", False)
