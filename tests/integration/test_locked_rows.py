@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-import psycopg
 import pytest
 
 from pgoutbox import Context, Message, Outbox, sql
@@ -20,7 +20,7 @@ from tests.outbox_actions import (
     claim,
     enqueue,
     finish,
-    row_of,
+    rows_of,
     running,
     settings_for,
     state_of,
@@ -29,6 +29,7 @@ from tests.outbox_actions import (
 from tests.waiting import until
 
 if TYPE_CHECKING:
+    from pgoutbox.round_trip import Step
     from tests.conftest import Connect
 
 
@@ -72,39 +73,50 @@ async def test_a_row_that_goes_while_its_finish_waits_for_it_keeps_no_others_in_
     assert state_of(db, gone) == State.FAILED
 
 
-async def test_a_claim_is_released_if_the_question_behind_it_meets_a_lock(
+# Not a fault of a row: as a lock that is not given in time.
+REFUSED: Step = ("SELECT public.refuse()", {})
+REFUSE = """
+CREATE FUNCTION public.refuse() RETURNS void LANGUAGE plpgsql AS $$ BEGIN RAISE lock_not_available; END $$
+"""
+
+
+async def test_no_statement_that_is_refused_costs_an_attempt_or_the_time_of_a_lease(
     dsn: str, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The claim is committed by then: its attempts must neither wait for the end of their leases nor be used up."""
-    db, locker = connect(autocommit=True), connect()
-    fetch = Link.fetch
-    errors: list[psycopg.Error] = []
-
-    async def meeting_a_lock(self: Link, statement: Any, parameters: Any, *, first: Any = None) -> Any:  # noqa: ANN401 - passed on
-        if statement != sql.OVERTAKEN or errors:
-            return await fetch(self, statement, parameters, first=first)
-        locker.execute("LOCK TABLE pgoutbox.coalesce IN ACCESS EXCLUSIVE MODE")
-        try:
-            return await fetch(self, statement, parameters, first=first)
-        except psycopg.errors.LockNotAvailable as error:
-            errors.append(error)
-            raise
-        finally:
-            locker.rollback()
-
-    monkeypatch.setattr(Link, "fetch", meeting_a_lock)
-    outbox = Outbox(settings_for(dsn, lock_timeout_seconds=0.1))
-    delivered: list[int] = []
+    """Each statement of a worker in turn, from the one with which its first look begins."""
+    db = connect(autocommit=True)
+    db.execute(REFUSE)
+    outbox = Outbox(settings_for(dsn))
+    delivered: Counter[int] = Counter()
+    refused: list[str] = []
 
     @outbox.handler("greet")
     async def greet(message: Message, ctx: Context) -> None:
-        delivered.append(message.id)
+        delivered[message.id] += 1
 
-    message_id = enqueue(db, coalesce_key="k")
-    attempts_left = row_of(db, message_id).max_attempts
-    await Worker(outbox).run_once()
-    assert errors
-    assert delivered == [message_id]
-    row = row_of(db, message_id)
-    assert row.max_attempts - row.attempt_count == attempts_left - 1
-    assert "lost" not in [outcome for _, outcome, _ in attempts_of(db, message_id)]
+    fetch = Link.fetch
+    met: list[str] = []
+    number = 0
+
+    async def refusing(self: Link, statement: Any, parameters: Any, *, first: Any = None) -> Any:  # noqa: ANN401 - passed on
+        if met or statement == sql.END_LAPSED:
+            met.append(statement)
+        if len(met) == number and met:
+            refused.append(statement)
+            first = REFUSED
+        return await fetch(self, statement, parameters, first=first)
+
+    monkeypatch.setattr(Link, "fetch", refusing)
+    while len(refused) == number:
+        ids = [enqueue(db), enqueue(db, coalesce_key="k"), enqueue(db, ordering_key="k")]
+        ids.append(enqueue(db, coalesce_key="pending", coalesce_rule="pending"))
+        budgets = [row.max_attempts - 1 for row in rows_of(db, *ids)]
+        number += 1
+        met.clear()
+        await Worker(outbox).run_once()
+        assert [delivered[i] for i in ids] == [1] * len(ids), refused
+        rows = rows_of(db, *ids)
+        assert {row.state for row in rows} == {State.SENT}, refused
+        assert [row.max_attempts - row.attempt_count for row in rows] == budgets, refused
+    assert len(refused) > 5
+    assert {sql.OVERTAKEN, sql.CLAIM_ORDERED, sql.CLAIM_FRESH, sql.FIND_ORDERED} <= set(refused)
