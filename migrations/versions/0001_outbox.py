@@ -1,8 +1,8 @@
 """The outbox: message and its partitions, attempt, queue, coalesce, dedupe, breaker, and the functions enqueue and
 cancel.
 
-Every statement stands alone, so that it runs on any driver of the host application. No statement contains a percent
-sign or a colon followed by a word, which SQLAlchemy would take for a placeholder.
+Each string is one statement, so that it runs on any driver of the host application. No statement contains a percent
+sign or a colon followed by a word, which SQLAlchemy would treat as a placeholder.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ down_revision = None
 branch_labels = ("pgoutbox",)
 depends_on = None
 
-# CREATE SCHEMA IF NOT EXISTS asks for the right to create schemas even where there is nothing to create.
+# CREATE SCHEMA IF NOT EXISTS needs the privilege to create schemas even if the schema exists.
 SCHEMA = """
 DO $block$
 BEGIN
@@ -26,7 +26,7 @@ $block$
 """
 
 SCHEMA_COMMENT = (
-    "COMMENT ON SCHEMA pgoutbox IS 'Transactional outbox: messages that committed transactions owe to the outside.'"
+    "COMMENT ON SCHEMA pgoutbox IS 'Transactional outbox: messages of committed transactions to external receivers.'"
 )
 
 SCHEMA_VERSION = """
@@ -38,8 +38,8 @@ PARALLEL SAFE
 AS 'SELECT 1'
 """
 
-# CACHE 1 is part of the promise: with a larger cache a session would hand out ids that are older than those of a
-# transaction which committed before, and the newest message of a key would not have the greatest id.
+# CACHE 1 is part of the guarantee: with a larger cache a session could draw ids that are smaller than the ids of a
+# transaction that committed before, and the newest message of a key would not have the greatest id.
 SEQUENCE = "CREATE SEQUENCE pgoutbox.message_id_seq AS bigint CACHE 1"
 
 MESSAGE = """
@@ -76,9 +76,9 @@ CREATE TABLE pgoutbox.message (
 """
 
 # A claim writes a new version of the row. Half of each page is left free for these versions: on the same page,
-# PostgreSQL logs what has changed, and elsewhere the whole row and a lock of the old version (docs/decisions/0024).
+# PostgreSQL logs only the change, and elsewhere the whole row and a lock of the old version (docs/decisions/0024).
 #
-# What a state requires is one CHECK per partition. PostgreSQL prepares the CHECKs of a table anew for every statement:
+# Each partition has one CHECK for its states. PostgreSQL prepares the CHECKs of a table again for every statement:
 # eight of them on the parent made a single enqueue two and a half times as expensive (docs/decisions/0001).
 MESSAGE_LIVE = """
 CREATE TABLE pgoutbox.message_live PARTITION OF pgoutbox.message (
@@ -135,8 +135,8 @@ MESSAGE_DONE_DEFAULT = "CREATE TABLE pgoutbox.message_done_default PARTITION OF 
 # Block ranges are enough for retention, which reads old rows in bulk, and cost a finish almost nothing.
 MESSAGE_DONE_FINISHED = "CREATE INDEX message_done_finished_at ON pgoutbox.message_done USING brin (finished_at)"
 
-# The three lanes of a claim. Fresh messages, retries and what is in flight are read from different indexes, so that a
-# backlog of the one never stands before the other.
+# The three lanes of a claim. Fresh messages, retries and messages in flight are read from different indexes, so that a
+# backlog of one never delays another.
 LIVE_FRESH = """
 CREATE INDEX message_live_fresh ON pgoutbox.message_live (queue, available_at, id)
 WHERE attempt_count = 0 AND ordering_key IS NULL
@@ -147,14 +147,14 @@ CREATE INDEX message_live_retry ON pgoutbox.message_live (queue, available_at, i
 WHERE attempt_count > 0 AND state = 'pending' AND ordering_key IS NULL
 """
 
-# A message in `sending` is due again when its lease ends: recovery needs no other list than this index. Its condition
-# is the lease and not the state, by which a finish, too, could be planned to read it, where the primary key is meant.
+# A message in `sending` is due again when its lease ends: recovery needs only this index. Its condition is the lease
+# and not the state: with the state, the planner could use it for a finish instead of the primary key.
 LIVE_LEASE = """
 CREATE INDEX message_live_lease ON pgoutbox.message_live (queue, lease_expires_at, id)
 WHERE lease_expires_at IS NOT NULL
 """
 
-# The guard of "two are never in flight at once": whatever two claims see, only one of them can commit.
+# The guard of "two are never in flight at once": whatever the snapshots of two claims, only one of them can commit.
 LIVE_IN_FLIGHT = """
 CREATE UNIQUE INDEX message_live_in_flight ON pgoutbox.message_live (topic, coalesce_key)
 WHERE state = 'sending' AND coalesce_key IS NOT NULL
@@ -166,8 +166,8 @@ CREATE INDEX message_live_newer ON pgoutbox.message_live (topic, coalesce_key, q
 WHERE coalesces_pending AND state = 'pending'
 """
 
-# Messages with an ordering key have a lane of their own, in which only the first of each key is looked at: however many
-# wait behind it, they are not read.
+# Messages with an ordering key have their own lane. A claim reads only the first message of each key, and none of the
+# messages behind it.
 LIVE_ORDERED = """
 CREATE INDEX message_live_ordered ON pgoutbox.message_live (queue, ordering_key, id)
 WHERE ordering_key IS NOT NULL
@@ -212,7 +212,7 @@ WHERE state = 'cancelled' AND ordering_key IS NOT NULL
 
 MESSAGE_CONTENT = "CREATE INDEX message_content ON pgoutbox.message (content_id) WHERE content_id IS NOT NULL"
 
-# What many messages share is stored once, and goes with the last of them.
+# The shared content of a fan-out is stored once, and deleted with its last message.
 CONTENT = """
 CREATE TABLE pgoutbox.content (
     id         bigint      GENERATED ALWAYS AS IDENTITY,
@@ -234,7 +234,7 @@ CREATE TABLE pgoutbox.large_payload (
 """
 LARGE_PAYLOAD_IN_PLACE = "ALTER TABLE pgoutbox.large_payload ALTER COLUMN body SET STORAGE MAIN"
 
-# The size in bytes, as it would be written. Below it, a second row costs an enqueue more than the copies cost a finish.
+# The stored size in bytes. Below this limit, a second row costs an enqueue more than the copies cost a finish.
 IS_LARGE = """
 CREATE FUNCTION pgoutbox.is_large(payload jsonb)
 RETURNS boolean
@@ -283,7 +283,7 @@ CREATE TABLE pgoutbox.renewal (
 )
 """
 
-# Until when an attempt's lease was renewed beside its row; null for most.
+# The end of a lease that was renewed in this table; null for most attempts.
 RENEWED_UNTIL = """
 CREATE FUNCTION pgoutbox.renewed_until(p_message_id bigint, p_attempt_count integer, p_worker text)
 RETURNS timestamptz
@@ -342,8 +342,8 @@ $function$
 """
 
 # Claims that choose from one backlog at once pass over each other's locked rows: eight workers spend more time on that
-# than on their own rows. So at most two choose at once; the second does while the first waits for its commit. Nothing
-# is wrong without a turn: after a quarter of a second a claim goes on without it.
+# than on their own rows. So at most two claims choose at once: the second one while the first one waits for its commit.
+# Correctness does not depend on the turn: after a quarter of a second a claim goes on without it.
 TAKE_TURN = """
 CREATE FUNCTION pgoutbox.take_turn(p_queue text)
 RETURNS void
@@ -367,7 +367,7 @@ END
 $function$
 """
 
-# What the bucket holds now. A clock that went back, by a failover say, takes no tokens away.
+# The number of tokens in the bucket. If the clock was set back, for example by a failover, no tokens are lost.
 TOKENS_OF = """
 CREATE FUNCTION pgoutbox.tokens_of(limited pgoutbox.queue)
 RETURNS double precision
@@ -384,8 +384,8 @@ RETURN least(
 )
 """
 
-# The one count of what is in flight, with a snapshot of its own: the caller may have waited for the queue's row. An
-# attempt whose lease has ended does not count, or nobody could claim it again.
+# The only count of messages in flight, with its own snapshot: the caller may have waited for the queue's row. Lapsed
+# attempts do not count, or no worker could claim them again.
 IN_FLIGHT_OF = """
 CREATE FUNCTION pgoutbox.in_flight_of(p_queue text, at_most integer)
 RETURNS bigint
@@ -407,7 +407,7 @@ END
 $function$
 """
 
-# Claims of a limited queue happen one after the other: its row stays locked until the claim has taken its tokens.
+# Claims of a limited queue run one after the other: its row stays locked until the claim has taken its tokens.
 PERMITS = """
 CREATE FUNCTION pgoutbox.permits(p_queue text, wanted bigint)
 RETURNS bigint
@@ -449,7 +449,7 @@ END
 $function$
 """
 
-# Nobody is told when another worker's attempt ends: a queue that is full is looked at again after a second.
+# Workers are not notified when another worker's attempt ends: they check a full queue again after a second.
 NEXT_PERMIT_AT = """
 CREATE FUNCTION pgoutbox.next_permit_at(p_queue text)
 RETURNS timestamptz
@@ -482,7 +482,7 @@ END
 $function$
 """
 
-# A bulk of updates to one narrow row each: free space on every page keeps them on the page (HOT).
+# A bulk updates many narrow rows: free space on every page keeps the updates on the page (HOT).
 COALESCE = """
 CREATE TABLE pgoutbox.coalesce (
     newest_id     bigint NOT NULL,
@@ -516,7 +516,7 @@ CREATE TABLE pgoutbox.dedupe (
 )
 """
 
-# A destination that is in order has no row. The fence of a probe is its id: whoever closes or reopens names it.
+# A working destination has no row. The fence of a probe is its id: closing and reopening a breaker check it.
 BREAKER = """
 CREATE TABLE pgoutbox.breaker (
     key              text COLLATE "C" NOT NULL,
@@ -532,7 +532,8 @@ CREATE TABLE pgoutbox.breaker (
 )
 """
 
-# The most specific rule holds: that of the topic, or else that of all topics. Without a rule nothing is deleted.
+# The most specific rule applies: the rule of the topic, or else the rule of all topics. Without a rule nothing is
+# deleted.
 RETENTION = """
 CREATE TABLE pgoutbox.retention (
     keep  interval,
@@ -545,7 +546,7 @@ CREATE TABLE pgoutbox.retention (
 )
 """
 
-# What was done by hand. A bulk is one act of several batches, a row for each.
+# Manual changes. A bulk is one act of several batches, with a row for each batch.
 AUDIT = """
 CREATE TABLE pgoutbox.audit (
     id            bigint      NOT NULL GENERATED ALWAYS AS IDENTITY,
@@ -571,8 +572,8 @@ CREATE TABLE pgoutbox.audit (
 """
 AUDIT_MESSAGES = "CREATE INDEX audit_message_ids ON pgoutbox.audit USING gin (message_ids)"
 
-# The database records each act itself, with the role of the session, so that none goes without a row. Command line and
-# dashboard name the person, and what was asked for, in settings of the transaction.
+# The database records each act itself, with the role of the session, so that every act has a row. Command line and
+# dashboard pass the person and the parameters of the act in settings of the transaction.
 RECORD_ACT = """
 CREATE FUNCTION pgoutbox.record_act(
     action text,
@@ -599,8 +600,8 @@ WHERE coalesce(cardinality(record_act.message_ids), record_act.message_count, 1)
 $function$
 """
 
-# For what applications and workers do as well. A login that can also enqueue or deliver is theirs, as is that of the
-# owner: it acts only if the transaction says so.
+# For changes that applications and workers also make. A login that can also enqueue or deliver counts as an application
+# or a worker, and so does the owner: their changes are acts only if the transaction has an act id.
 IS_ACT = """
 CREATE FUNCTION pgoutbox.is_act()
 RETURNS boolean
@@ -650,7 +651,7 @@ END
 $function$
 """
 
-# Claims write tokens alone, which does not fire it.
+# Claims write only tokens, which does not fire this trigger.
 QUEUE_ACTS = """
 CREATE TRIGGER queue_acts
 AFTER INSERT OR UPDATE OF paused_at, resume_at, rate_count, rate_seconds, burst, max_in_flight ON pgoutbox.queue
@@ -692,7 +693,7 @@ FOR EACH ROW
 EXECUTE FUNCTION pgoutbox.record_retention_act()
 """
 
-# Workers close breakers too, when a probe gets through.
+# Workers also close breakers, when a probe succeeds.
 RECORD_BREAKER_ACT = """
 CREATE FUNCTION pgoutbox.record_breaker_act()
 RETURNS trigger
@@ -716,9 +717,9 @@ FOR EACH ROW
 EXECUTE FUNCTION pgoutbox.record_breaker_act()
 """
 
-# One expression without sub-select, so that PostgreSQL folds it into its caller: the single and the bulk path check by
-# the same rules at the price of an IF. A bounded repetition in a regular expression costs ten times an unbounded one.
-# The text of a payload is made only for a large one: that costs as much as a tenth of an enqueue.
+# One expression without a subselect, so that PostgreSQL inlines it: the single and the bulk path check by the same
+# rules at the cost of an IF. A bounded repetition in a regular expression costs ten times as much as an unbounded one.
+# Only large payloads are converted to text: that costs a tenth of an enqueue.
 ARGUMENT_ERROR = r"""
 CREATE FUNCTION pgoutbox.argument_error(
     topic text,
@@ -816,8 +817,8 @@ $function$
 # NOTIFY takes a database-wide lock at commit, so an enqueue rings only while a sleeping worker has the bell armed, that
 # is, holds this advisory lock exclusively. An enqueue that does not ring holds the lock shared until its row is
 # visible; the worker gets it only after that, and looks once more before it sleeps. 1885826146 is "pgob" in ASCII. When
-# the server's notification queue is full, COMMIT fails for whoever notifies: an enqueue stops ringing before that, and
-# workers have begun to poll by then.
+# the server's notification queue is full, the COMMIT of every notifying transaction fails: an enqueue stops ringing
+# before that, and workers already poll by then.
 RING = """
 CREATE FUNCTION pgoutbox.ring(queue text)
 RETURNS void
@@ -834,9 +835,9 @@ $function$
 """
 
 # The message that supersedes another by the rule `pending`: a newer one that falls due no later, in the snapshot of the
-# calling statement (hence STABLE). The one that fell due last, because many messages may not be due yet. An expired
-# message supersedes nothing. The planner must read them in this order, and stop at the first one. The id plus 0 keeps
-# it from the primary key, and IS NOT FALSE would make it expect no row.
+# calling statement (hence STABLE). It is the one that fell due last, because many messages may not be due yet. An
+# expired message supersedes nothing. The planner must read the index in this order, and stop at the first row. The id
+# plus 0 keeps it from using the primary key. With IS NOT FALSE it would expect no row.
 NEWER_PENDING = """
 CREATE FUNCTION pgoutbox.newer_pending(
     p_topic text, p_coalesce_key text, p_queue text, p_id bigint, due_by timestamptz DEFAULT now()
@@ -864,8 +865,8 @@ END
 $function$
 """
 
-# The same in a claim, which keeps the newer message pending until it commits: so an attempt for the key begins after
-# this claim, whatever its snapshot saw (docs/decisions/0021). Zero if another session has the newer message now.
+# The same for a claim. The lock keeps the newer message pending until the claim commits, so an attempt for the key
+# begins after this claim (docs/decisions/0021). Zero if another session has locked or changed the newer message.
 LOCK_NEWER_PENDING = """
 CREATE FUNCTION pgoutbox.lock_newer_pending(p_topic text, p_coalesce_key text, p_queue text, p_id bigint)
 RETURNS bigint
@@ -889,7 +890,8 @@ END
 $function$
 """
 
-# A message of the rule `pending` waits for it: of two of a key that one claim would begin, the index refuses one.
+# A message of the rule `pending` waits for this one: if one claim began two messages of a key, the unique index would
+# refuse it.
 HAS_STRICT_DUE = """
 CREATE FUNCTION pgoutbox.has_strict_due(p_topic text, p_coalesce_key text, p_queue text)
 RETURNS boolean
@@ -911,8 +913,8 @@ END
 $function$
 """
 
-# The short check, for most messages. argument_error judges all others. PostgreSQL puts the body in the place of the
-# call, but only if the function is as volatile as pg_column_size: STABLE.
+# The short check, for most messages. argument_error checks all others. PostgreSQL inlines the body only if the function
+# has the volatility of pg_column_size: STABLE.
 IS_PLAIN = """
 CREATE FUNCTION pgoutbox.is_plain(
     topic text,
@@ -947,8 +949,8 @@ RETURN pg_catalog.num_nonnulls(
     AND max_attempts OPERATOR(pg_catalog.<=) 10000
 """
 
-# What has been checked and has an id is written here, and rings. It has no settings of its own: nobody but
-# enqueue_checked may call it, which has pinned them.
+# Write a checked message that has an id, and ring. It pins no settings: only enqueue_checked may call it, and that
+# function has pinned them.
 WRITE_MESSAGE = """
 CREATE FUNCTION pgoutbox.write_message(
     p_id bigint,
@@ -994,8 +996,8 @@ END
 $function$
 """
 
-# The same payload is encrypted to another text each time. It brings digests of its own, one for each key of its
-# producer; any of them tells a repetition, so that keys can be exchanged.
+# Encrypting the same payload gives a different text each time. So an encrypted payload contains digests, one for each
+# key of its producer. Any of them identifies a repeated payload, so that keys can be rotated.
 PAYLOAD_DIGESTS = """
 CREATE FUNCTION pgoutbox.payload_digests(p_payload jsonb)
 RETURNS bytea[]
@@ -1017,8 +1019,8 @@ END
 $function$
 """
 
-# A superseded message keeps its key: the newer message stands for it. Of a deleted message nobody knows how it ended.
-# Volatile, so that each look sees what was committed before it.
+# A superseded message keeps its key: the newer message replaces it. The final state of a deleted message is unknown, so
+# it keeps its key too. Volatile, so that each look sees all earlier commits.
 HAS_FREED_KEY = """
 CREATE FUNCTION pgoutbox.has_freed_key(p_id bigint)
 RETURNS boolean
@@ -1026,7 +1028,7 @@ LANGUAGE plpgsql
 VOLATILE
 AS $function$
 BEGIN
-    -- Apart, because most messages are found here: the look below locks every partition against its retirement.
+    -- Separate, because most messages are found here: the query below locks every partition against its retirement.
     IF EXISTS (SELECT FROM pgoutbox.message_live AS m WHERE m.id = p_id) THEN
         RETURN false;
     END IF;
@@ -1044,8 +1046,8 @@ END
 $function$
 """
 
-# The next id of a key whose newest message has this one. A sequence that was set back, was not restored with the data,
-# or hands out ids from sessions' caches would reverse newest-wins and the order of a key.
+# The next id of a key, greater than its newest id. A sequence that was set back, was not restored with the data, or
+# hands out ids from sessions' caches would reverse newest-wins and the order of a key.
 NEXT_ID = """
 CREATE FUNCTION pgoutbox.next_id(newest_id bigint)
 RETURNS bigint
@@ -1069,7 +1071,8 @@ END
 $function$
 """
 
-# What may be wrong or has a key. The answer is that of enqueue_receipt, which calls it with the owner's rights.
+# Enqueue a message that may be invalid or has a key. It returns the result of enqueue_receipt, its only caller beside
+# enqueue_keyed, and runs with the owner's privileges.
 ENQUEUE_CHECKED = """
 CREATE FUNCTION pgoutbox.enqueue_checked(
     p_topic text,
@@ -1117,7 +1120,7 @@ BEGIN
     IF p_dedupe_key IS NOT NULL THEN
         digests := pgoutbox.payload_digests(p_payload);
         LOOP
-            -- Waits for a transaction that is inserting the same key; inserts after all if that one rolls back.
+            -- This waits for a transaction that is inserting the same key, and inserts the row if that one rolls back.
             INSERT INTO pgoutbox.dedupe (message_id, topic, dedupe_key, payload_digest)
             VALUES (new_id, p_topic, p_dedupe_key, digests[1])
             ON CONFLICT ON CONSTRAINT dedupe_pkey DO NOTHING;
@@ -1163,8 +1166,8 @@ BEGIN
     END IF;
 
     IF p_max_delay IS NOT NULL THEN
-        -- A delay begins anew with each newer message, but not for longer than this since the first that waits. Of two
-        -- that are the first of their key, the one that comes second finds a row to wait for.
+        -- Each newer message restarts the delay, up to max_delay after the first waiting one. The row is inserted
+        -- first, so that of two concurrent first messages of a key the second one has a row to wait for.
         INSERT INTO pgoutbox.coalesce (newest_id, topic, coalesce_key)
         VALUES (new_id, p_topic, p_coalesce_key)
         ON CONFLICT ON CONSTRAINT coalesce_pkey DO NOTHING;
@@ -1210,10 +1213,10 @@ END
 $function$
 """
 
-# Whoever may call it needs no right on any table: it runs with the owner's rights. Hence the check stands inside, and
-# not beside a call of what writes. It alone has no search_path of its own, which costs a tenth of an enqueue: it has no
-# operator, and every name in it says its schema (docs/decisions/0016). The plain case is here, because a function
-# more costs as much again, and so does an answer that is a row. The id is negative when the message already existed.
+# Its callers need no privilege on any table: it runs with the owner's privileges. So it must check the arguments
+# itself. It is the only function without a search_path, which would cost a tenth of an enqueue: it has no operator, and
+# every name is qualified (docs/decisions/0016). The plain case is here, because another function would cost as much
+# again, and so would a row as the result. The id is negative if the message already existed.
 ENQUEUE_RECEIPT = """
 CREATE FUNCTION pgoutbox.enqueue_receipt(
     topic text,
@@ -1264,7 +1267,7 @@ END
 $function$
 """
 
-# PostgreSQL puts the body in the place of the call, so that it costs nothing.
+# PostgreSQL inlines the body, so the function costs nothing.
 ENQUEUE = """
 CREATE FUNCTION pgoutbox.enqueue(
     topic text,
@@ -1291,7 +1294,7 @@ RETURN pg_catalog.abs(pgoutbox.enqueue_receipt(
 ))
 """
 
-# The items of a bulk as rows, with the defaults filled in. PostgreSQL puts the query in the place of the call.
+# The items of a bulk as rows, with defaults. PostgreSQL inlines the query.
 BULK_ITEMS = """
 CREATE FUNCTION pgoutbox.bulk_items(
     topics text[],
@@ -1412,7 +1415,7 @@ END
 $function$
 """
 
-# Items whose only key is a dedupe key that nobody has yet. enqueue_checked judges the others.
+# Items whose only key is a dedupe key that no message has yet. enqueue_checked handles the others.
 ENQUEUE_DEDUPED = """
 CREATE FUNCTION pgoutbox.enqueue_deduped(
     topics text[],
@@ -1476,7 +1479,7 @@ END
 $function$
 """
 
-# Whether a cancelled or skipped message gives one of the keys to the next.
+# Whether one of the keys is free again, because its message was cancelled or skipped.
 HAS_FREED_KEYS = """
 CREATE FUNCTION pgoutbox.has_freed_keys(topics text[], dedupe_keys text[])
 RETURNS boolean
@@ -1726,7 +1729,7 @@ END
 $function$
 """
 
-# One content, one message for each destination: whoever looks at the tables finds every one of them with its own state.
+# One content, and one message with its own state for each destination.
 ENQUEUE_FANOUT = """
 CREATE FUNCTION pgoutbox.enqueue_fanout(
     topic text,
@@ -1824,8 +1827,8 @@ BEGIN
             ERRCODE = '22004', SCHEMA = 'pgoutbox', COLUMN = 'message_id',
             MESSAGE = 'pgoutbox.cancel: message_id: must not be null';
     END IF;
-    -- A worker locks a row only for the length of one statement. Nothing here waits for a row: a wait that ends with
-    -- the row in another partition would fail the caller's whole transaction.
+    -- A worker locks a row only for one statement. This function does not wait for a row: if the row moves to another
+    -- partition during the wait, the caller's whole transaction fails.
     FOR trial IN 1..50 LOOP
         BEGIN
             SELECT m.state
@@ -1839,7 +1842,7 @@ BEGIN
                 WHERE m.id = message_id AND m.state = 'pending'
                 RETURNING CASE WHEN m.ordering_key IS NOT NULL THEN m.queue END INTO ordered_queue;
                 IF ordered_queue IS NOT NULL THEN
-                    PERFORM pgoutbox.ring(ordered_queue); -- Another one may be the first of its key now.
+                    PERFORM pgoutbox.ring(ordered_queue); -- Another message may now be the first of its key.
                 END IF;
                 RETURN 'cancelled';
             ELSIF found_state = 'sending' THEN
@@ -1859,12 +1862,12 @@ BEGIN
         END IF;
         IF found_state NOT IN ('pending', 'sending') AND current_setting('transaction_isolation') <> 'read committed'
         THEN
-            -- The snapshot may be of before a redrive. Then the lock is refused, and the caller has to ask anew.
+            -- The snapshot may be older than a redrive. Then the lock is refused, and the caller has to try again.
             PERFORM FROM pgoutbox.message AS m WHERE m.id = message_id AND m.state = found_state
             FOR KEY SHARE SKIP LOCKED;
         END IF;
         IF found_state = 'cancelled' THEN
-            RETURN 'already cancelled'; -- The audit names only those who cancelled it.
+            RETURN 'already cancelled'; -- The audit records only the first cancel.
         ELSIF (found_state IN ('pending', 'sending') AND found_state = ANY (states)) IS NOT TRUE THEN
             RETURN found_state;
         END IF;
@@ -1875,7 +1878,7 @@ END
 $function$
 """
 
-# Applications cancel in their business transactions, which `is_act` tells apart.
+# `is_act` excludes the cancels of applications in their business transactions.
 CANCEL = """
 CREATE FUNCTION pgoutbox.cancel(
     message_id bigint, states text[] DEFAULT '{pending,sending}', repeated text DEFAULT 'cancelled'
@@ -1896,7 +1899,7 @@ END
 $function$
 """
 
-# One row of the audit for all of them.
+# The audit gets one row for all of them.
 CANCEL_EACH = """
 CREATE FUNCTION pgoutbox.cancel_each(message_ids bigint[], states text[])
 RETURNS TABLE (id bigint, result text)
@@ -1920,7 +1923,7 @@ END
 $function$
 """
 
-# Its callers may not read the keys of others' messages: they learn what became of the one that they name.
+# Its callers may not read the keys of other messages: they only get the result for the keys that they pass.
 CANCEL_BY_KEY = """
 CREATE FUNCTION pgoutbox.cancel_by_key(
     topic text, coalesce_key text DEFAULT NULL, dedupe_key text DEFAULT NULL, repeated text DEFAULT 'cancelled'
@@ -1940,7 +1943,7 @@ FROM (
     FROM pgoutbox.dedupe AS d
     WHERE d.topic = cancel_by_key.topic AND d.dedupe_key = cancel_by_key.dedupe_key
     UNION ALL
-    -- By the rule `pending` an older message would be delivered in place of a newer one that is cancelled alone.
+    -- With the rule `pending`, an older message would be delivered if only the newest one were cancelled.
     SELECT m.id
     FROM pgoutbox.message_live AS m
     WHERE m.topic = cancel_by_key.topic
@@ -1959,11 +1962,11 @@ ORDER BY target.id DESC
 $function$
 """
 
-# Functions run with their owner's rights, so a superuser must not own them. Each revision calls this for its own new
-# objects, which no other session can see yet: a migration locks no table that an enqueue uses. Only after a restore
-# without the roles are the objects in use. Then it takes the locks in the order of an enqueue (sequence, keys, message,
-# message_live), and releases all of them unless it has the last within 200 ms. PostgreSQL looks for a deadlock after
-# deadlock_timeout, one second by default, so no business transaction becomes the victim of one.
+# Functions run with their owner's privileges, so a superuser must not own them. Each revision calls this for its own
+# new objects, which no other session can see yet: a migration locks no table that an enqueue uses. Only after a restore
+# without the roles, the objects are in use. Then it takes the locks in the order of an enqueue (sequence, keys,
+# message, message_live), and releases all of them unless it gets the last one within 200 ms. PostgreSQL looks for a
+# deadlock after deadlock_timeout, one second by default, so no deadlock ends a business transaction.
 HAND_OVER = """
 CREATE FUNCTION pgoutbox.hand_over()
 RETURNS void
@@ -2008,7 +2011,7 @@ BEGIN
                         ) END AS place,
                         c.oid,
                         CASE c.relkind
-                            -- It belongs to the table message and follows it. This does nothing but lock it.
+                            -- The sequence belongs to the table message and follows it. This only locks it.
                             WHEN 'S' THEN 'ALTER SEQUENCE pgoutbox.message_id_seq SET LOGGED'
                             ELSE 'ALTER TABLE pgoutbox.' || quote_ident(c.relname) || ' OWNER TO ' || quote_ident(heir)
                         END AS command
@@ -2041,7 +2044,7 @@ BEGIN
                 RAISE;
             END IF;
         END;
-        PERFORM pg_sleep(0.05); -- Now the others go on.
+        PERFORM pg_sleep(0.05); -- Let waiting sessions go on.
     END LOOP;
     PERFORM set_config('lock_timeout', lock_timeout_ms::text, true);
 END
@@ -2057,51 +2060,51 @@ $block$
 
 TABLE_COMMENTS = {
     "message": "One row per message, partitioned by state: live (pending, sending), failed, done (the others).",
-    "message_live": "Messages still owed: pending and sending.",
-    "message_failed": "Messages that failed for good; they wait for a person (redrive or prune).",
-    "message_done": "Messages that need nothing more: sent, skipped, cancelled. Partitioned by time for retention.",
+    "message_live": "Messages that are pending or sending.",
+    "message_failed": "Messages that failed permanently; they wait for an operator (redrive or prune).",
+    "message_done": "Finished messages: sent, skipped, cancelled. Partitioned by time for retention.",
     "large_payload": "The payloads of messages whose column payload is null; each is deleted with its message.",
-    "attempt": "The attempts that did not end sent, with their errors. A sent message carries its own last attempt.",
-    "renewal": "Leases that workers renewed while a transaction had the message locked, cancelling it.",
+    "attempt": "Attempts that did not end as sent, with their errors. A sent message stores its last attempt itself.",
+    "renewal": "Leases that were renewed while a transaction that cancels the message had its row locked.",
     "queue": "Settings of a queue. A queue without a row has no limits.",
-    "retention": "How long final messages are kept, by topic and state. Without a rule they are kept for ever.",
-    "coalesce": "For each topic and coalesce key the newest message; an older one is superseded.",
-    "ordering": "For each queue and ordering key the last message; locked while enqueue draws the next id.",
-    "dedupe": "For each topic and dedupe key the message that has it.",
-    "content": "What the messages of a fan-out share; deleted with the last of them.",
-    "breaker": "The transports and destinations that are held to be dead. One that is in order has no row.",
-    "audit": "What operators did by hand: a row for each batch that an act changed.",
+    "retention": "How long final messages are kept, by topic and state. Without a rule they are never deleted.",
+    "coalesce": "The newest message of each topic and coalesce key. Older messages are superseded.",
+    "ordering": "The last message of each queue and ordering key; locked while enqueue draws the next id.",
+    "dedupe": "The message of each topic and dedupe key.",
+    "content": "Shared contents of fan-outs; deleted with their last message.",
+    "breaker": "Open circuit breakers of transports and destinations. A working one has no row.",
+    "audit": "Manual changes by operators: a row for each batch of an act.",
 }
 
 COLUMN_COMMENTS = {
     "message": {
         "id": "Grows with every enqueue. The newest ids of a coalesce key grow in the order of the commits.",
         "created_at": "Start of the transaction that enqueued the message.",
-        "available_at": "When a pending message may be claimed.",
-        "expires_at": "When a message that is not yet handed over is skipped instead.",
+        "available_at": "Earliest claim of a pending message.",
+        "expires_at": "Time after which the message is skipped if it was not handed over.",
         "claimed_at": "Start of the last attempt.",
         "lease_expires_at": "When the attempt in flight counts as lost unless its worker renews the lease.",
-        "cancel_requested_at": "When cancel met an attempt in flight: it is told, and not retried.",
+        "cancel_requested_at": "When the attempt in flight was asked to cancel. It is not retried.",
         "finished_at": "When the message reached its final state.",
-        "superseded_by": "The newer message of the same coalesce key because of which this one was skipped.",
-        "resend_of": "The message that an operator sent again with this one.",
-        "content_id": "The content that this message shares with the others of its fan-out.",
+        "superseded_by": "The newer message of the same coalesce key that superseded this one.",
+        "resend_of": "The message of which an operator enqueued this copy.",
+        "content_id": "The shared content of a fan-out.",
         "attempt_count": "Number of attempts so far, and the fencing token: up by one at each claim, never down.",
         "max_attempts": "The attempt after which a transient failure is final. Snooze, release and redrive raise it.",
-        "attempt_budget": "How many attempts enqueue granted; each redrive grants as many again.",
+        "attempt_budget": "Number of attempts that enqueue granted. Each redrive grants as many again.",
         "state": "pending, sending, sent, failed, skipped or cancelled.",
-        "topic": "What the message is; picks the handler.",
-        "queue": "Who works on it, in which order and within which limits.",
-        "destination": "Where it goes, as a URI.",
+        "topic": "Kind of the message; selects the handler.",
+        "queue": "The queue, which has its own workers, limits and pause.",
+        "destination": "The receiver, as a URI.",
         "coalesce_key": "Of the messages with one topic and coalesce key only the newest committed one is delivered.",
         "coalesces_pending": "True: the rule pending. Of the due messages of a key, a claim delivers the newest.",
-        "dedupe_key": "There is one message with one topic and dedupe key, besides cancelled and skipped ones.",
+        "dedupe_key": "At most one message has this topic and dedupe key, besides cancelled and skipped ones.",
         "ordering_key": "Messages of one queue and ordering key are delivered one after the other, in order of ids.",
-        "on_failed": "halt: if this message fails, those of its ordering key that follow wait for redrive or prune.",
-        "worker": "The worker that holds or last held the message.",
-        "skip_reason": "Why a skipped message was skipped.",
-        "last_error": "Why the last attempt sent nothing: its error or its reason to snooze, cut at 4000 characters.",
-        "payload": "What the handler needs to render and send. Holds no usable secret. Null: it is in large_payload; "
+        "on_failed": "halt: if this message fails, later messages of its ordering key wait for redrive or prune.",
+        "worker": "The worker of the current or last attempt.",
+        "skip_reason": "Reason for which the message was skipped.",
+        "last_error": "Error or snooze reason of the last attempt, cut at 4000 characters.",
+        "payload": "Input of the handler. Contains no usable secret. Null: the payload is in large_payload; "
         "pgoutbox.payload_of(message) returns it from either place.",
         "headers": "Texts that travel with the message, for example a trace context.",
     },
@@ -2114,35 +2117,35 @@ COLUMN_COMMENTS = {
         "attempt_count": "Number of the attempt: its fencing token.",
         "outcome": "retry, failed, skipped, cancelled, snoozed, released or lost.",
         "worker": "The worker that made the attempt.",
-        "started_at": "When it was claimed.",
-        "ended_at": "When its outcome was written.",
-        "error": "What went wrong, cut at 4000 characters.",
+        "started_at": "Time of the claim.",
+        "ended_at": "When the outcome was written.",
+        "error": "Error message, cut at 4000 characters.",
     },
     "renewal": {
         "message_id": "The message.",
         "lease_expires_at": "When the attempt counts as lost; the lease in the message ends earlier.",
         "attempt_count": "The attempt in flight.",
-        "worker": "The worker that holds it.",
+        "worker": "The worker of the attempt.",
     },
     "queue": {
-        "name": "The name that messages carry in the column queue.",
-        "paused_at": "Since when nothing in this queue is claimed.",
-        "resume_at": "When a pause ends by itself; null: when somebody resumes the queue.",
-        "tokens_at": "When tokens was counted.",
+        "name": "The name in the column queue of messages.",
+        "paused_at": "Start of the pause; null: the queue is not paused.",
+        "resume_at": "Automatic end of the pause; null: an operator must resume the queue.",
+        "tokens_at": "Time at which tokens was computed.",
         "rate_seconds": "Length of the period in which rate_count attempts may begin.",
-        "tokens": "How many attempts could begin at tokens_at. Each claim takes its tokens before anything is sent.",
-        "rate_count": "How many attempts may begin in each period, in the whole fleet. Null: any number.",
-        "burst": "How many tokens the bucket holds: so many attempts may begin at once after a pause.",
-        "max_in_flight": "How many attempts may be in flight at once, in the whole fleet. Null: any number.",
+        "tokens": "Tokens in the bucket at tokens_at. Each claim takes its tokens before it sends.",
+        "rate_count": "Number of attempts that may begin in each period, in the whole fleet. Null: unlimited.",
+        "burst": "Capacity of the bucket: the number of attempts that may begin at once after an idle time.",
+        "max_in_flight": "Number of attempts that may be in flight at once, in the whole fleet. Null: unlimited.",
     },
     "retention": {
-        "keep": "How long; zero deletes sent messages as they are sent, and null keeps them for ever.",
+        "keep": "Time to keep the messages. Zero deletes sent messages as they are sent; null never deletes them.",
         "topic": "A topic, or * for every topic without a rule of its own for the state.",
         "state": "sent, failed, skipped or cancelled; or dedupe_key, for keys whose message is deleted.",
     },
     "coalesce": {
         "newest_id": "The newest committed message of the key.",
-        "waiting_since": "When the first of those that wait together was enqueued with a max_delay.",
+        "waiting_since": "When the first message of the current wait was enqueued with a max_delay.",
         "topic": "The topic.",
         "coalesce_key": "The key.",
     },
@@ -2152,91 +2155,91 @@ COLUMN_COMMENTS = {
         "ordering_key": "The key.",
     },
     "dedupe": {
-        "message_id": "The message that has the key. A cancelled or skipped one gives it to the next.",
+        "message_id": "The message with this key. If it is cancelled or skipped, the next message takes the key.",
         "created_at": "When that message was enqueued.",
         "topic": "The topic.",
         "dedupe_key": "The key.",
-        "payload_digest": "SHA-256 of the payload, or of the digest in an encrypted one, to tell a repetition from a "
-        "mistake.",
+        "payload_digest": "SHA-256 of the payload, or of the digest in an encrypted one. It tells a repeated message "
+        "from a different one with the same key.",
     },
     "content": {
-        "id": "What messages name in content_id.",
+        "id": "The id in the column content_id of messages.",
         "created_at": "Start of the transaction that enqueued the fan-out.",
         "body": "The content, read by the handlers of its messages.",
     },
     "audit": {
         "id": "Grows with every row.",
-        "acted_at": "When it was written, in the transaction that did it.",
+        "acted_at": "Time of the change.",
         "act_id": "The same for all batches of one act.",
-        "message_count": "How many messages the batch changed; null for an act on a queue or a rule.",
-        "actor": "Who did it, as the command line or the dashboard knows them; else the role.",
-        "db_role": "The role of the session that did it.",
-        "origin": "From where: the command line or the dashboard, and the address.",
+        "message_count": "Number of messages that the batch changed; null for an act on a queue or a rule.",
+        "actor": "The person, as known to the command line or the dashboard; else the role.",
+        "db_role": "The database role of the session.",
+        "origin": "The command line or the dashboard, and the client address.",
         "action": "redrive, resend, cancel, prune, pause, resume, limit or retention.",
         "queue": "The queue that was paused, resumed or limited.",
-        "message_ids": "The messages that were changed; null for prune.",
-        "details": "What was asked for: the filter, the limit or the rule.",
+        "message_ids": "The changed messages; null for prune.",
+        "details": "Parameters of the act: the filter, the limit or the rule.",
     },
     "breaker": {
-        "key": "What is dead, by the name that its transport gives it.",
-        "opened_at": "Since when nothing but probes is sent.",
+        "key": "The name that the transport gives to the dead transport or destination.",
+        "opened_at": "When the breaker opened. Since then only probes are sent.",
         "retry_at": "When one message may be sent as a probe.",
-        "cooldown_seconds": "How long the last pause was; a probe that fails doubles it.",
-        "probe_id": "The probe that was let through last and has not ended: the fence of its outcome.",
-        "probe_until": "When that probe counts as lost, and another one is let through.",
-        "worker": "The worker that opened it, or let the last probe through.",
-        "last_error": "What went wrong, cut at 4000 characters.",
+        "cooldown_seconds": "Length of the last pause. A failed probe doubles it.",
+        "probe_id": "The current probe: the fence of its outcome.",
+        "probe_until": "When that probe counts as lost and another one may be sent.",
+        "worker": "The worker that opened the breaker or sent the last probe.",
+        "last_error": "Error message, cut at 4000 characters.",
     },
 }
 
 FUNCTION_COMMENTS = {
     "schema_version()": "The version of this schema; workers refuse an older one than they need.",
     "enqueue": "Write one message in this transaction and wake a sleeping worker when it commits. Returns the id; "
-    "with a dedupe key that is taken, the id of the existing message.",
+    "if another message has the dedupe key, the id of that message.",
     "enqueue_many": "Enqueue arrays of messages in this transaction; a null array or element means the default.",
-    "enqueue_fanout": "Enqueue one message for each destination in this transaction; what they share is stored once.",
+    "enqueue_fanout": "Enqueue one message for each destination in this transaction, and the shared content once.",
     "bulk_items": "The items of enqueue_many as rows, with their defaults.",
     "enqueue_keyed": "Enqueue the items of enqueue_many that have keys which are locked, in the order of the keys.",
     "enqueue_coalesced": "Enqueue the items of enqueue_many that have only a coalesce key of the rule newest.",
-    "enqueue_deduped": "Enqueue the items of enqueue_many that have only a dedupe key, if nobody has the key yet.",
-    "enqueue_receipt": "What enqueue does, without defaults. The id is negative when the message already existed.",
-    "enqueue_checked": "enqueue_receipt for what has keys, options or mistakes.",
-    "write_message": "Insert one sound message and wake a sleeping worker when the transaction commits.",
+    "enqueue_deduped": "Enqueue the items of enqueue_many that have only a dedupe key, if no message has the key yet.",
+    "enqueue_receipt": "enqueue without defaults. The id is negative if the message already existed.",
+    "enqueue_checked": "enqueue_receipt for messages with keys, options or invalid arguments.",
+    "write_message": "Insert one valid message and wake a sleeping worker when the transaction commits.",
     "is_large": "Whether a payload is too large for the row of its message, and is stored in large_payload.",
     "payload_of": "The payload of a message, from its row or from large_payload.",
-    "is_plain": "Whether nothing but topic, payload, queue and max_attempts is given, and these are sound.",
+    "is_plain": "Whether only topic, payload, queue and max_attempts are given, and these are valid.",
     "payload_digests": "Digests by which enqueue recognizes a repeated payload; several for an encrypted one.",
-    "next_id": "The next id, for a key whose newest message has this one. Raises 55000 if it is not greater.",
-    "has_freed_keys": "Whether has_freed_key holds for a message that has one of these dedupe keys.",
-    "has_freed_key": "Whether a message was cancelled or skipped, so that its dedupe key goes to the next one.",
-    "cancel": "Cancel a message in this transaction, if it stands in one of the states. Returns cancelled, requested "
-    "(it is in flight: told, and not retried), the other state that it has, locked (its row stayed locked: try again) "
-    "or missing. For one that was cancelled before, returns what is given as repeated.",
-    "cancel_each": "Cancel messages as cancel does, and record it as one act of an operator.",
-    "cancel_unrecorded": "What cancel does, without the audit.",
-    "record_act": "Add a row to the audit, under the name that the transaction was given, or else that of the session.",
-    "is_act": "Whether this session or transaction is that of an operator, and not of an application or a worker.",
-    "record_queue_act": "Record a pause, its end, or other limits of a queue in the audit.",
-    "record_retention_act": "Record another rule of retention in the audit.",
+    "next_id": "The next id of a key with this newest id. Raises 55000 if it is not greater.",
+    "has_freed_keys": "Whether has_freed_key is true for the message of one of these dedupe keys.",
+    "has_freed_key": "Whether a message was cancelled or skipped, so that the next message takes its dedupe key.",
+    "cancel": "Cancel a message in this transaction, if it is in one of the states. Returns cancelled, requested (an "
+    "attempt is in flight: its handler is notified, and it is not retried), the other state of the message, locked "
+    "(the row stayed locked: try again) or missing. If it was cancelled before, returns the argument repeated.",
+    "cancel_each": "Cancel messages like cancel, and record it as one act of an operator.",
+    "cancel_unrecorded": "cancel without the audit.",
+    "record_act": "Add a row to the audit, with the actor of the transaction, or else the role of the session.",
+    "is_act": "Whether this session or transaction belongs to an operator, not to an application or a worker.",
+    "record_queue_act": "Record a pause, its end, or new limits of a queue in the audit.",
+    "record_retention_act": "Record a change of a retention rule in the audit.",
     "record_breaker_act": "Record in the audit that an operator closed a breaker.",
     "cancel_by_key": "Cancel the newest message of a coalesce key (by the rule pending, every pending one and the one "
-    "in flight), and the message of a dedupe key, as cancel does. The newest message comes first.",
-    "argument_error": "The first thing wrong with the arguments of enqueue, as name and reason; null when all is well.",
+    "in flight), and the message of a dedupe key, like cancel. The newest message comes first.",
+    "argument_error": "The first invalid argument of enqueue, as name and reason; null if all are valid.",
     "raise_argument_error": "Raise 22004 or 22023 with the name of the argument as column.",
     "newer_pending": "A newer pending message of a coalesce key that supersedes this one by the rule pending; null if "
     "there is none that falls due by then.",
-    "lock_newer_pending": "The same for a claim, locked and still pending; zero if another session has it now.",
+    "lock_newer_pending": "The same for a claim, locked and still pending; zero if another session has locked it.",
     "has_strict_due": "Whether the newest message of a coalesce key by the rule newest is due in this queue.",
-    "tokens_of": "How many attempts of a limited queue may begin now, as a fraction; null without a rate.",
-    "renewed_until": "Until when the lease of an attempt was renewed beside its locked row; null for most attempts.",
-    "is_limited": "Whether a queue is paused or has limits, so that it is claimed by permits.",
+    "tokens_of": "Tokens of a limited queue now, as a fraction; null without a rate.",
+    "renewed_until": "End of the lease in the table renewal; null for most attempts.",
+    "is_limited": "Whether a queue is paused or has limits, so that claims need permits.",
     "take_turn": "Wait until at most one other claim chooses from the backlog of a queue. Gives up after 250 ms.",
-    "in_flight_of": "How many attempts of a queue are in flight, counted up to at_most.",
-    "permits": "How many attempts of a queue may begin now, as many as wanted at most. Locks a queue with limits.",
+    "in_flight_of": "Number of attempts of a queue in flight, counted up to at_most.",
+    "permits": "Number of attempts of a queue that may begin now, up to wanted. Locks a queue with limits.",
     "next_permit_at": "When the next attempt of a queue may begin: null now, infinity while paused without an end.",
     "ring": "Wake the sleeping workers of a queue when this transaction commits.",
-    "hand_over": "Make the owner of the tables the owner of everything that belongs to the superuser who calls it; "
-    "pgoutbox_owner if that is a superuser as well. Does nothing for others.",
+    "hand_over": "Give all objects of the calling superuser to the owner of the tables, or to pgoutbox_owner if that "
+    "owner is a superuser. Does nothing for other callers.",
 }
 
 FUNCTIONS = (

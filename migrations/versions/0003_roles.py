@@ -1,8 +1,8 @@
-"""Who may do what: the views for people, the functions for operators, and the roles `pgoutbox_producer`, `_worker`,
-`_operator` and `_viewer` with their rights.
+"""Permissions: the views for people, the functions for operators, and the roles `pgoutbox_producer`, `_worker`,
+`_operator` and `_viewer` with their privileges.
 
-Roles belong to the whole cluster and may be made by few. What is here makes them where it may, grants in this database
-what they need as soon as they exist, and can be called again at any time: `pgoutbox.set_up_roles()`.
+Roles belong to the whole cluster, and few users may create them. `pgoutbox.set_up_roles()` creates them if it may, and
+grants their privileges in this database as soon as they exist. It can be called again at any time.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ AS 'SELECT 3'
 
 FORMER_SCHEMA_VERSION = SCHEMA_VERSION.replace("SELECT 3", "SELECT 2")
 
-# --- what people see --------------------------------------------------------------------------------------------------
+# --- redacted views ---------------------------------------------------------------------------------------------------
 
-# Too much is hidden rather than too little: from a telling name with its value on to the end of the text. Most texts
-# have none, and are looked through once.
+# Redaction hides too much rather than too little: everything after a telling name. Most texts have no such name, and
+# are scanned once.
 REDACTED_TEXT = r"""
 CREATE FUNCTION pgoutbox.redacted_text(value text)
 RETURNS text
@@ -73,8 +73,8 @@ RETURN CASE
 END
 """
 
-# What a payload is made of, without what it says: the names of its members stay if they look like names, and how many
-# there are. Deeper levels are left out, so that no message can be built that nobody can look at.
+# The structure of a payload, without its values. Member names stay if they look like names, and the number of members
+# stays. Deeper levels are left out, so that no payload is too deep for this function.
 REDACTED_JSON = """
 CREATE FUNCTION pgoutbox.redacted_json(value jsonb, levels integer DEFAULT 8)
 RETURNS jsonb
@@ -106,9 +106,8 @@ END
 $function$
 """
 
-# The views read with their owner's rights, so that nobody who looks needs a right on a table: hence not
-# `security_invoker`. They leave no rows out which somebody must not know of, so that `security_barrier`, which keeps
-# conditions away from indexes, would protect nothing.
+# The views read with their owner's privileges, so that viewers need none on the tables: hence not `security_invoker`.
+# They hide no rows, so `security_barrier`, which keeps conditions away from indexes, would protect nothing.
 MESSAGE_VIEW = """
 CREATE VIEW pgoutbox.message_view AS
 SELECT
@@ -158,7 +157,7 @@ SELECT
 FROM pgoutbox.attempt AS a
 """
 
-# By `now()`, so that what is in flight is counted only where somebody asks for it: a volatile column always is.
+# With `now()`, messages in flight are counted only if the query uses the column. A volatile column is always computed.
 QUEUE_VIEW = """
 CREATE VIEW pgoutbox.queue_view AS
 SELECT
@@ -201,8 +200,8 @@ SELECT
 FROM pgoutbox.retention AS r
 """
 
-# The reasons in the order in which a claim meets them. What a breaker held back was snoozed by its worker, which said
-# so in the history; the rest can be seen in the rows.
+# The reasons have the order of the claim's checks. For messages that a breaker holds back, the worker has recorded a
+# snooze in the history. The other reasons follow from the rows.
 WAITING_VIEW = """
 CREATE VIEW pgoutbox.waiting_view AS
 WITH control AS MATERIALIZED (
@@ -281,8 +280,8 @@ CROSS JOIN LATERAL (
 WHERE m.state = 'pending'
 """
 
-# What tells a dashboard that something has changed, and where the newest message stands: numbers that hide nothing, of
-# what no role but its owner may read. They are cheap together, and each costs nothing where it is not asked for.
+# Counters for a dashboard that change with the outbox, and the last id drawn. They reveal no data of the tables that
+# only the owner may read. All of them together are cheap, and unused columns cost nothing.
 PULSE_VIEW = """
 CREATE VIEW pgoutbox.pulse_view AS
 SELECT
@@ -314,9 +313,9 @@ VIEWS = {
     "pulse_view": PULSE_VIEW,
 }
 
-# --- what others do by functions alone --------------------------------------------------------------------------------
+# --- functions for other roles ----------------------------------------------------------------------------------------
 
-# PostgreSQL shows the statistics of a column to those who may read it, in a view of another's too: hence a function.
+# PostgreSQL shows the statistics of a column only to roles that may read it, even through a view: hence a function.
 DONE_ESTIMATE = """
 CREATE FUNCTION pgoutbox.done_estimate()
 RETURNS TABLE (state text, messages bigint)
@@ -335,7 +334,8 @@ GROUP BY common.state
 $function$
 """
 
-# A worker has no right to delete: what goes as it is sent is named by its attempt, and a rule says so.
+# A worker has no privilege to delete. This function deletes a sent message only if its attempt is in flight and a rule
+# deletes sent messages.
 FORGET_SENT = """
 CREATE FUNCTION pgoutbox.forget_sent(ids bigint[], attempt_counts integer[], worker text)
 RETURNS SETOF bigint
@@ -390,10 +390,10 @@ END
 $function$
 """
 
-# The answer names what each id met: its state before, the newer message if it was superseded, and the message that has
-# its dedupe key if another one has it. Between the look at a
-# filter and this, somebody may have cancelled what was failed: who asked for failed messages does not want it back. Or
-# it was tried again and failed by another error, perhaps with an unknown outcome: that nobody has asked for either.
+# The result has for each id the state before, the newer message if it was superseded, and the message that has its
+# dedupe key if another one has it. A message can change between the query of a filter and this call: somebody cancelled
+# a failed message, or it was tried again and failed with another error, perhaps with an unknown outcome. The caller did
+# not ask for these messages.
 REDRIVE = """
 CREATE FUNCTION pgoutbox.redrive(
     ids bigint[], states text[] DEFAULT '{failed,cancelled}', attempt_counts integer[] DEFAULT NULL
@@ -430,7 +430,7 @@ BEGIN
         WHERE d.message_id = l.id
         FOR UPDATE OF d SKIP LOCKED
     ), rekeyed AS (
-        -- The message that took the key over may be deleted, and the key with it.
+        -- The message that took over the key may be deleted, and its key too.
         INSERT INTO pgoutbox.dedupe (message_id, topic, dedupe_key, payload_digest)
         SELECT l.id, l.topic, l.dedupe_key, (pgoutbox.payload_digests(pgoutbox.payload_of(m)))[1]
         FROM locked AS l
@@ -485,11 +485,11 @@ END
 $function$
 """
 
-# The head is locked first: between a look at it and the enqueue a newer message could commit, which the copy, drawing
-# its id last, would then supersede with older content. The source is locked as well: a prune that deleted it before the
-# copy commits would take its content along, which nobody else names then. Only the message that the head names is the
-# newest of its key. A head that is missing was forgotten after its newest message was deleted, and one that names a
-# smaller id was inserted later by a transaction that had drawn its id before.
+# The head is locked first: between a look at it and the enqueue a newer message could commit. The copy, which draws its
+# id last, would then supersede it with older content. The source is locked as well: if a prune deleted it before the
+# copy commits, it would also delete the content, to which no other message refers. Only the message that the head names
+# is the newest of its key. A missing head was deleted after its newest message. A head with a smaller id was inserted
+# later, by a transaction that had drawn its id before.
 RESEND = """
 CREATE FUNCTION pgoutbox.resend(message_id bigint)
 RETURNS TABLE (id bigint, state text, superseded_by bigint)
@@ -542,7 +542,7 @@ BEGIN
     IF NOT FOUND THEN
         RETURN;
     END IF;
-    -- In the transaction that made the copy, which nobody else can see yet.
+    -- The copy is visible only to this transaction.
     UPDATE pgoutbox.message_live AS m
     SET resend_of = resend.message_id,
         content_id = shared_id
@@ -557,9 +557,9 @@ END
 $function$
 """
 
-# What is pruned is locked first: a row that a redrive has is left alone, and the state is asked for twice. Its dedupe
-# key goes with it, unless a rule keeps nothing of what was sent: then the key has a rule of its own. What halted its
-# ordering key does so no more: the workers of its queue are woken.
+# The rows are locked first. Rows that a redrive has locked are skipped, and the state is checked twice. The dedupe key
+# is deleted with its message, unless a rule deletes sent messages at once: then the key has its own rule. A deleted
+# message no longer halts its ordering key, so the workers of its queue are woken.
 _DELETE_OLD = """, history AS (
     DELETE FROM pgoutbox.attempt AS a
     USING old AS o
@@ -577,7 +577,7 @@ _DELETE_OLD = """, history AS (
     DELETE FROM pgoutbox.message AS m
     USING old AS o
     WHERE m.id = o.id
-        AND m.finished_at = o.finished_at -- The time finds the partition.
+        AND m.finished_at = o.finished_at -- The time selects the partition.
         AND m.state = o.state
         AND m.state IN ('sent', 'failed', 'skipped', 'cancelled')
     RETURNING m.state, m.queue, m.on_failed
@@ -614,9 +614,9 @@ WITH old AS MATERIALIZED (
     FOR UPDATE OF m SKIP LOCKED
 )DELETE_OLD""".replace("DELETE_OLD", _DELETE_OLD)
 
-# One rule, as it stands now: a rule that was changed after the list of rules was read is obeyed as it is. Whoever
-# changes one waits for the batch, so that nothing goes by the old rule after that. A topic's own rule keeps its
-# messages from that of all topics, and so does one that keeps for ever. The times choose a partition.
+# Apply one rule in its current version, even if it was changed after the list of rules was read. A transaction that
+# changes a rule waits for the batch, so that nothing is deleted by the old rule afterwards. A topic with its own rule
+# is exempt from the rule of all topics, also if its rule never deletes. The times select a partition.
 PRUNE_BY_RULE = """
 CREATE FUNCTION pgoutbox.prune_by_rule(
     rule_topic text, rule_state text, since timestamptz, until timestamptz, at_most bigint
@@ -634,7 +634,7 @@ WITH old AS MATERIALIZED (
     JOIN pgoutbox.message AS m ON m.state = r.state
     WHERE r.topic = rule_topic
         AND r.state = rule_state
-        AND m.state = rule_state -- Without this, each rule would have all partitions read.
+        AND m.state = rule_state -- Without this, each rule would read all partitions.
         AND m.state IN ('sent', 'failed', 'skipped', 'cancelled')
         AND m.finished_at <= now() - r.keep
         AND m.finished_at >= since
@@ -652,13 +652,13 @@ WITH old AS MATERIALIZED (
     FOR UPDATE OF m SKIP LOCKED
 )DELETE_OLD""".replace("DELETE_OLD", _DELETE_OLD)
 
-# The functions below delete unneeded keys from one page of their table, in the order of the primary key, and return
-# where the page ended. Their cost depends on the size of the page, not on the size of the table. Each question about a
-# key is a scalar subquery, because the planner could turn an EXISTS into a hash of all messages. Without sequential
-# scans, it reads no small partition as a whole, once for each key.
+# The functions below delete unneeded keys from one page of their table, in the order of the primary key, and return the
+# end of the page. Their cost depends on the size of the page, not on the size of the table. Each check of a key is a
+# scalar subquery, because the planner could turn an EXISTS into a hash of all messages. Sequential scans are off, so
+# that no small partition is read as a whole, once for each key.
 
-# Keys whose message is deleted, by a rule of their own. No other message can take such a key over, so it is the same
-# when it is locked. Topics begin with a letter, so a brace follows the last of them.
+# Keys whose message is deleted, by their own rule. No other message can take over such a key, so it is unchanged when
+# it is locked. Topics begin with a letter, so a brace sorts after all of them.
 _DEDUPE_PAGE = """WITH page AS MATERIALIZED (
     SELECT d.topic, d.dedupe_key, d.message_id
     FROM pgoutbox.dedupe AS d
@@ -711,7 +711,7 @@ DEDUPE_PAGE""".replace("DEDUPE_PAGE", _DEDUPE_PAGE.replace("PAGE_TOPIC", "rule_t
         )""",
 )
 
-# The same by age alone, for those who prune without rules.
+# The same by age alone, for a prune without rules.
 PRUNE_DEDUPE = """
 CREATE FUNCTION pgoutbox.prune_dedupe(
     older_than interval, only_topic text, at_most bigint, after_topic text DEFAULT '', after_key text DEFAULT ''
@@ -797,9 +797,9 @@ LIMIT 1
 $function$
 """
 
-# The row of an ordering key makes an enqueue draw its id after those of the earlier messages. It is unneeded if none of
-# these is live, failed or cancelled: a message that was sent or skipped has no successors that wait for it. The row
-# also stays while its last message exists: a key that is used now and then keeps its row.
+# The row of an ordering key makes an enqueue draw its id after the ids of the earlier messages. It is unneeded if none
+# of these is live, failed or cancelled: no message waits for a sent or skipped one. The row also stays while its last
+# message exists, so that a rarely used key keeps its row.
 PRUNE_ORDERING = """
 CREATE FUNCTION pgoutbox.prune_ordering(at_most bigint, after_queue text DEFAULT '', after_key text DEFAULT '')
 RETURNS TABLE (last_queue text, last_key text, key_count bigint, forgotten_count bigint)
@@ -841,7 +841,7 @@ WITH page AS MATERIALIZED (
     FROM ended AS e
     JOIN pgoutbox.ordering AS tail ON tail.queue = e.queue AND tail.ordering_key = e.ordering_key
     WHERE tail.last_id = e.last_id
-        AND (SELECT count(*) FROM ended) > 0 -- Producers wait for these locks: look everything up before the first one.
+        AND (SELECT count(*) FROM ended) > 0 -- Producers wait for these locks: look up everything before the first.
     FOR UPDATE OF tail SKIP LOCKED
 ), forgotten AS (
     DELETE FROM pgoutbox.ordering AS tail
@@ -856,7 +856,7 @@ LIMIT 1
 $function$
 """
 
-# A content goes with the last message that names it.
+# A content is deleted after its last message.
 PRUNE_CONTENT = """
 CREATE FUNCTION pgoutbox.prune_content(at_most bigint, after_id bigint DEFAULT 0)
 RETURNS TABLE (last_id bigint, content_count bigint, forgotten_count bigint)
@@ -886,8 +886,8 @@ $function$
 
 # --- the roles --------------------------------------------------------------------------------------------------------
 
-# One role for each way of using the outbox. All grants stand here. A caller that may not create roles is told which
-# ones are missing, and calls it again when they exist.
+# One role for each way of using the outbox, with all grants. If the caller may not create roles, the result names the
+# missing ones. Call it again when they exist.
 SET_UP_ROLES = """
 CREATE FUNCTION pgoutbox.set_up_roles()
 RETURNS text[]
@@ -898,7 +898,7 @@ DECLARE
     missing text[] := '{}';
     wanted text;
 BEGIN
-    LOCK TABLE pgoutbox.retired IN SHARE ROW EXCLUSIVE MODE; -- Of two who grant at once one would fail.
+    LOCK TABLE pgoutbox.retired IN SHARE ROW EXCLUSIVE MODE; -- Of two concurrent grants one would fail.
     PERFORM pgoutbox.hand_over();
     FOREACH wanted IN ARRAY ARRAY['pgoutbox_producer', 'pgoutbox_worker', 'pgoutbox_operator', 'pgoutbox_viewer'] LOOP
         IF to_regrole(wanted) IS NULL THEN
@@ -1002,9 +1002,9 @@ END
 $function$
 """
 
-# Grants of others to these roles in this schema go as well. A role that is granted to somebody, or has rights in
-# another database, remains; an internal error says that such a database is dropped at this moment. The owner remains,
-# too: a running enqueue has its rights, and would lose them halfway.
+# This also revokes the grants of others to these roles in this schema. A role remains if it is granted to another role,
+# or has privileges in another database. An internal error means that such a database is being dropped. The owner
+# remains, too: a running enqueue uses its privileges.
 TAKE_DOWN_ROLES = """
 DO $block$
 DECLARE
@@ -1054,40 +1054,40 @@ FUNCTIONS = (
 )  # fmt: skip
 
 COMMENTS = {
-    "FUNCTION pgoutbox.redacted_text": "A text without what stands in it next to a name such as password or token.",
-    "FUNCTION pgoutbox.redacted_json": "What a JSON value is made of: the names of its members, without their values.",
-    "FUNCTION pgoutbox.done_estimate": "How many messages ended in which state, by the last ANALYZE.",
-    "FUNCTION pgoutbox.forget_sent": "Delete messages as they are sent, where retention keeps nothing of them, each "
-    "named by the attempt in flight. Returns the ids of those that are gone.",
-    "FUNCTION pgoutbox.redrive": "Make failed and cancelled messages pending again, if they stand in one of the "
-    "states, and where they are given at these attempts. Says of each whether it was done, which state it had, the "
-    "newer message if it is superseded, and at which attempt it stands.",
-    "FUNCTION pgoutbox.resend": "Enqueue a copy of a sent message. Returns its id, or null with the state or the newer "
-    "message because of which there is none; all but the state are null if that one is deleted. No row if there is no "
-    "such message.",
+    "FUNCTION pgoutbox.redacted_text": "A text without the values of names such as password or token.",
+    "FUNCTION pgoutbox.redacted_json": "The structure of a JSON value: member names without values.",
+    "FUNCTION pgoutbox.done_estimate": "Estimated number of finished messages in each state, by the last ANALYZE.",
+    "FUNCTION pgoutbox.forget_sent": "Delete messages as they are sent, if a retention rule deletes them at once and "
+    "the attempt is in flight. Returns the ids of the deleted messages.",
+    "FUNCTION pgoutbox.redrive": "Make failed and cancelled messages pending again, if they are in one of the states "
+    "and, if given, at these attempts. Returns for each message whether it was redriven, its state before, the newer "
+    "message if it is superseded, and its attempt count.",
+    "FUNCTION pgoutbox.resend": "Enqueue a copy of a sent message. Returns the id of the copy, or null with the state "
+    "that prevents a copy or the newer message. If that newer message is deleted, only the state is not null. Returns "
+    "no row if the message does not exist.",
     "FUNCTION pgoutbox.prune": "Delete a batch of messages that have been final for longer than an interval, with "
-    "attempts, large payloads and dedupe keys. Returns the state that each had.",
-    "FUNCTION pgoutbox.prune_by_rule": "Delete a batch of what a rule of retention no longer keeps, of those that "
-    "ended within a time. Returns the state that each had.",
+    "attempts, large payloads and dedupe keys. Returns the state of each deleted message.",
+    "FUNCTION pgoutbox.prune_by_rule": "Delete a batch of messages that a retention rule no longer keeps and that "
+    "ended within a period. Returns the state of each deleted message.",
     "FUNCTION pgoutbox.prune_dedupe": "Delete the old dedupe keys of one page whose message is deleted.",
     "FUNCTION pgoutbox.prune_dedupe_by_rule": "Delete the dedupe keys of one page that their rule no longer keeps.",
     "FUNCTION pgoutbox.prune_coalesce": "Delete the unneeded coalesce keys of one page, in the order of "
-    "the primary key. Returns the last key of the page, and how many it had and lost.",
+    "the primary key. Returns the last key of the page, its number of keys, and the number of deleted keys.",
     "FUNCTION pgoutbox.prune_ordering": "Delete the unneeded ordering keys of one page, in the order of "
-    "the primary key. Returns the last key of the page, and how many it had and lost.",
-    "FUNCTION pgoutbox.prune_content": "Delete the contents of one page that no message names.",
-    "FUNCTION pgoutbox.set_up_roles": "Create the roles that are missing, if the caller may, and grant to those that "
-    "exist what they need in this database. Returns the ones that are still missing. Harmless when repeated.",
-    "VIEW pgoutbox.message_view": "Every message, fit for people: payload and headers without values, and texts "
-    "without what stands next to a name such as password.",
-    "VIEW pgoutbox.attempt_view": "The attempts that did not end sent, with their errors as people may see them.",
-    "VIEW pgoutbox.queue_view": "The queues that have or had a limit or a pause, with what is in flight.",
-    "VIEW pgoutbox.breaker_view": "The transports and destinations that are held to be dead.",
+    "the primary key. Returns the last key of the page, its number of keys, and the number of deleted keys.",
+    "FUNCTION pgoutbox.prune_content": "Delete the contents of one page that no message refers to.",
+    "FUNCTION pgoutbox.set_up_roles": "Create the missing roles, if the caller may, and grant the existing ones their "
+    "privileges in this database. Returns the roles that are still missing. Idempotent.",
+    "VIEW pgoutbox.message_view": "Every message, redacted: payload and headers without values, and texts without the "
+    "values of names such as password.",
+    "VIEW pgoutbox.attempt_view": "The attempts that did not end as sent, with redacted errors.",
+    "VIEW pgoutbox.queue_view": "The queues that have or had a limit or a pause, with their messages in flight.",
+    "VIEW pgoutbox.breaker_view": "Open circuit breakers of transports and destinations.",
     "VIEW pgoutbox.retention_view": "How long final messages are kept.",
-    "VIEW pgoutbox.waiting_view": "Every pending message, and why it is not claimed: paused, scheduled, retry, "
-    "breaker, superseded, halted, in order, in flight, rate, max_in_flight, or due when nothing is in its way.",
-    "VIEW pgoutbox.pulse_view": "Numbers of which one changes with nearly everything that happens: for programs that "
-    "follow the outbox.",
+    "VIEW pgoutbox.waiting_view": "Every pending message with the reason why it is not claimed: paused, scheduled, "
+    "retry, breaker, superseded, halted, in order, in flight, rate, max_in_flight, or due if it can be claimed.",
+    "VIEW pgoutbox.pulse_view": "Counters of which one changes with nearly every event: for programs that follow the "
+    "outbox.",
 }
 
 DOWN = (
