@@ -71,7 +71,7 @@ ResultsT = TypeVar("ResultsT", bound="Sequence[Result] | None")
 
 
 class MessageOptions(TypedDict, total=False):
-    """What a call site may say about a message: the fields of `NewMessage`."""
+    """The options of a message at a call site: the fields of `NewMessage`."""
 
     queue: str | None
     destination: str | None
@@ -89,7 +89,7 @@ class MessageOptions(TypedDict, total=False):
 
 
 class FanoutOptions(TypedDict, total=False):
-    """What a call site may say about the messages of a fan-out."""
+    """The options of the messages of a fan-out at a call site."""
 
     queue: str | None
     available_at: datetime | None
@@ -108,12 +108,12 @@ class EnqueueOptions(MessageOptions, total=False):
 
 
 class Outbox:
-    """The topics and handlers of one application, and the way to enqueue for them.
+    """The topics and handlers of one application. It enqueues messages for them.
 
     Without `settings` the environment is read when a setting is first needed, so that importing the application needs
-    none. `transports` send what handlers render; those of SMTP, Apprise and the brokers are there by themselves when
-    their settings name a server, and `https` when the extra `webhook` is installed. With `strict` a topic that is
-    neither defined nor handled is refused with `UnknownTopicError`.
+    no settings. `transports` send the contents that handlers return. The transports of SMTP, Apprise and the brokers
+    are created automatically when their settings name a server, and `https` when the extra `webhook` is installed. With
+    `strict` a topic that is neither defined nor handled raises `UnknownTopicError`.
 
         outbox = Outbox()
 
@@ -153,7 +153,7 @@ class Outbox:
 
     @property
     def settings(self) -> Settings:
-        """The settings given, or else those of the environment, read once."""
+        """The given settings, or else those of the environment, read once."""
         if self._settings is None:
             self._settings = load_settings()
         return self._settings
@@ -171,9 +171,10 @@ class Outbox:
         return MappingProxyType(self._handlers)
 
     def define(self, topic: Topic[P]) -> Topic[P]:
-        """Register the definition, so that its name alone stands for it at every call site; returns it.
+        """Register the definition and return it. Call sites can then use its name alone.
 
-        Once per name, and before the topic's handler: `ConfigurationError` otherwise. The same object again is fine.
+        Define each name once, and before the topic's handler, or this raises `ConfigurationError`. Defining the same
+        object again is fine.
         """
         known = self._topics.get(topic.name)
         if known is not None and known is not topic:
@@ -237,14 +238,14 @@ class Outbox:
         transactional: bool = False,
         permanent: Sequence[type[BaseException]] = (),
     ) -> HandlerDecorator[P]:
-        """Register the decorated function as the topic's handler; it comes back unchanged.
+        """Register the decorated function as the topic's handler, and return it unchanged.
 
         An `async def` gets `(Message, Context)` on the worker's event loop, a `def` gets `(Message, SyncContext)` in a
-        thread. It returns nothing (sent), an outcome, or a content to deliver, and runs at least once per message; a
-        retry gets the same `message.idempotency_key`. `timeout` is in seconds and per attempt. `on_unknown="hold"`
-        makes a message whose lease expired end `failed` instead of being tried again. A `transactional` handler writes
-        with `ctx.connection`, and its writes and the completion commit together. Exceptions of the `permanent` types
-        are not retried.
+        thread. It returns nothing (sent), an outcome, or a content to deliver. It runs at least once per message; a
+        retry gets the same `message.idempotency_key`. `timeout` is in seconds and per attempt. With
+        `on_unknown="hold"`, a message whose lease lapsed ends as `failed` instead of being tried again. A
+        `transactional` handler writes with `ctx.connection`, and its writes and the completion commit together.
+        Exceptions of the `permanent` types are not retried.
 
         Raises `ConfigurationError` for a second handler of a topic, for a function of another signature, for a
         generator, and for annotations that contradict what a worker passes.
@@ -278,8 +279,9 @@ class Outbox:
     ) -> BatchHandlerDecorator[P]:
         """Register the decorated function as the topic's handler of up to `max_size` messages at once.
 
-        It gets a list of messages and one of contexts, and returns None (all sent) or one result for each message, in
-        their order. An exception that it raises is the outcome of every message of the batch. Otherwise as `handler`.
+        It gets a list of messages and a list of contexts. It returns None (all sent) or one result for each message, in
+        their order. If it raises, the exception is the outcome of every message of the batch. Everything else is as in
+        `handler`.
 
             @outbox.batch_handler("search.index", max_size=500)
             async def index(messages: Sequence[Message], contexts: Sequence[Context]) -> None: ...
@@ -334,13 +336,13 @@ class Outbox:
 
     @property
     def own_transports(self) -> Mapping[str, Transport]:
-        """The transports that were given, by scheme."""
+        """The given transports, by scheme."""
         return MappingProxyType(self._transports)
 
     def transports_for(self, settings: Settings) -> dict[str, Transport]:
-        """The transports by scheme: those given, those whose servers the settings name, and `https`.
+        """All transports by scheme: the given ones, those whose servers the settings name, and `https`.
 
-        Webhooks need the extra `webhook`; `http` is served where the settings allow it.
+        Webhooks need the extra `webhook`. `http` is served if the settings allow it.
         """
         return complete(self._transports, settings)
 
@@ -378,31 +380,30 @@ class Outbox:
         best_effort: bool = False,
         **options: Unpack[MessageOptions],
     ) -> Enqueued | None:
-        """Write one message in the transaction of the caller's connection; it exists if and only if that commits.
+        """Write one message in the transaction of the caller's connection. It exists if and only if that commits.
 
         Takes a psycopg `Connection`, SQLAlchemy's `Connection` or `Session` (on psycopg), or Django's `connection`.
-        Never commits, and makes no savepoint unless `best_effort`. Of the messages with one topic and `coalesce_key`
-        only the newest committed one is delivered; transactions that enqueue for one key wait for each other. With
-        `coalesce_rule="pending"` they do not wait: of the due messages of a key that a claim sees, the newest is
-        delivered, and at least one delivery begins after each commit. With a `dedupe_key` that is taken, the existing
-        message's id comes back as a duplicate: calling again, after a lost reply to COMMIT say, is harmless. A
-        cancelled or skipped message gives its key to the next. Without either key each call is a message of its own.
-        Messages with one queue and `ordering_key` are delivered one after the other, in the order of their commits; of
-        others the order of delivery is not promised.
+        Never commits, and makes no savepoint unless `best_effort` is set. Of the messages with one topic and
+        `coalesce_key` only the newest committed one is delivered; transactions that enqueue for one key wait for each
+        other. With `coalesce_rule="pending"` they do not wait: of the due messages of a key that a claim sees, the
+        newest is delivered, and at least one delivery begins after each commit. If another message has the
+        `dedupe_key`, the result is a duplicate with that message's id: calling again, for example after a lost reply to
+        COMMIT, is harmless. If that message was cancelled or skipped, the new message takes the key. Without either key
+        each call writes a separate message. Messages with one queue and `ordering_key` are delivered one after the
+        other, in the order of their commits. For other messages the order is not guaranteed.
 
         `delay` (seconds or a timedelta) counts on PostgreSQL's clock; `available_at` and `expires_at` are datetimes
-        with a time zone. A pydantic model is dumped as JSON; `serializer` is called with whatever else is not JSON.
-        `notify=False` leaves it to the sweep to find the message; a transaction for `PREPARE TRANSACTION` needs it.
+        with a time zone. A pydantic model is dumped as JSON; `serializer` is called with other values that are not
+        JSON. With `notify=False` the sweep finds the message; a transaction for `PREPARE TRANSACTION` needs it.
         `require_transaction=False` accepts autocommit.
 
-        Raises `PayloadError` naming the field, as a rule before any SQL; `DuplicateError` when the dedupe key is taken
-        by another payload; `UnknownTopicError` from a strict outbox; `TransactionError` outside a transaction, or in
-        an aborted one; `SchemaError` without the schema, or with a sequence of ids that is behind the messages;
-        `ConfigurationError` when the connection's encoding lacks a character; `TypeError` for another kind of
-        connection. The driver's own errors pass through. With `best_effort` all but the `TypeError` are logged instead,
-        rolled back to a savepoint, and None is returned: the caller's transaction stays usable. What takes the whole
-        transaction along, such as a lost connection, is raised all the same: None never hides that the caller's own
-        writes are gone.
+        Raises `PayloadError` naming the field, usually before any SQL; `DuplicateError` if the message with the dedupe
+        key has another payload; `UnknownTopicError` from a strict outbox; `TransactionError` outside a transaction, or
+        in an aborted one; `SchemaError` without the schema, or if the sequence of ids is behind the messages;
+        `ConfigurationError` if the connection's encoding lacks a character; `TypeError` for another kind of connection.
+        The driver's own errors pass through. With `best_effort` all but the `TypeError` are logged instead, rolled back
+        to a savepoint, and None is returned: the caller's transaction stays usable. An error that ends the whole
+        transaction, such as a lost connection, is still raised: None never hides the loss of the caller's own writes.
 
             with psycopg.connect(dsn) as connection:
                 connection.execute("INSERT INTO account ...")
@@ -485,10 +486,10 @@ class Outbox:
     ) -> EnqueuedMany:
         """Write many messages in the transaction of the caller's connection; the answers are in the order of the items.
 
-        The contract of `enqueue` for each. All items are checked before the first statement, so that one that is wrong,
-        or an iterator that raises, leaves nothing behind; the error names it: `items[4711].payload.x`. They go in
-        statements of up to 5,000. Keys are locked in one order over the whole call, so that two bulks do not deadlock.
-        No items, no statement.
+        The contract of `enqueue` applies to each item. All items are checked before the first statement, so that an
+        invalid item, or an iterator that raises, leaves no rows; the error names the item: `items[4711].payload.x`.
+        Each statement has up to 5,000 items. Keys are locked in one order over the whole call, so that two bulks do not
+        deadlock. Without items no statement is sent.
 
             outbox.enqueue_many(connection, [NewMessage("search.index", {"id": n}) for n in changed])
         """
@@ -534,10 +535,10 @@ class Outbox:
     ) -> EnqueuedMany:
         """Write one message for each destination in the transaction of the caller's connection.
 
-        Each has a state, retries and an idempotency key of its own. `content`, a JSON value that all of them share, is
-        stored once: a handler finds it in `message.content`, and it is deleted with the last of them. The messages have
-        no keys. The answers are in the order of the destinations; no destinations, no statement. Raises as `enqueue`
-        does; an error names the destination: `destinations[4711]`.
+        Each message has its own state, retries and idempotency key. The shared `content`, a JSON value, is stored once:
+        a handler finds it in `message.content`, and it is deleted with the last message. The messages have no keys. The
+        answers are in the order of the destinations. Without destinations no statement is sent. Raises like `enqueue`;
+        an error names the destination: `destinations[4711]`.
 
             outbox.enqueue_fanout(connection, "newsletter", {"issue": 12}, addresses, content={"html": html})
         """
@@ -585,13 +586,14 @@ class Outbox:
         dedupe_key: str | None = None,
         require_transaction: bool = True,
     ) -> CancelResult:
-        """Cancel a message in the transaction of the caller's connection, and say what became of it.
+        """Cancel a message in the transaction of the caller's connection, and return the result.
 
         Name it by id, by topic and coalesce key (the newest one), or by topic and dedupe key: exactly one of the three,
-        `PayloadError` otherwise. A pending message is not delivered once the transaction commits. One in flight is told
-        (`ctx.cancelled`, `ctx.ensure_lease()`) and is not retried, but may be handed over all the same. A coalesce key
-        of the rule `pending` cancels all its pending messages and tells the one in flight; the result is that of the
-        newest. Cancelling again is harmless. Waits for no lock. Raises as `enqueue` does.
+        or this raises `PayloadError`. A pending message is not delivered after the transaction commits. The handler of
+        a message in flight is notified (`ctx.cancelled`, `ctx.ensure_lease()`). The message is not retried, but may
+        still be handed over. A coalesce key of the rule `pending` cancels all its pending messages and notifies the
+        handler of the one in flight; the result is that of the newest. Idempotent. Waits for no lock. Raises like
+        `enqueue`.
 
             outbox.cancel(connection, topic="mail.reminder", coalesce_key="event-7")
         """
@@ -655,7 +657,7 @@ class Outbox:
         )
 
     def _producing(self, topic: str | Topic[P] | None) -> Producing:
-        """A span for enqueuing, where one is wanted."""
+        """A span for enqueuing, if tracing is on."""
         if not self._traces:
             return Producing()
         return producing(topic.name if isinstance(topic, Topic) else topic)
@@ -665,7 +667,7 @@ class Outbox:
         try:
             return self.settings.otel_traces
         except ConfigurationError:
-            return False  # Whoever needs another setting is told.
+            return False  # Code that needs another setting raises the error.
 
     def _prepare_all(
         self, items: Iterable[NewMessage[Any]], serializer: Serializer | None, context: Mapping[str, str]
@@ -699,7 +701,7 @@ class Outbox:
         return keyring_of(self.settings.encryption_keys)
 
     def _route(self, topic: str | Topic[P]) -> tuple[Topic[P], int | None]:
-        """The topic's definition, and how many attempts its messages get if that is not the default."""
+        """The topic's definition, and the maximum number of attempts if it is not the default."""
         definition = self._definition(topic)
         handler = self._handlers.get(definition.name)
         retry = definition.retry or (None if handler is None else handler.retry)
@@ -707,7 +709,7 @@ class Outbox:
         return definition, None if usual else cast("RetryPolicy", retry).max_attempts
 
     def _definition(self, topic: str | Topic[P]) -> Topic[P]:
-        """What this topic is, by its own definition or the one registered under its name."""
+        """The topic's own definition, or the one registered under its name."""
         name = check_name("topic", topic.name if isinstance(topic, Topic) else topic)
         known = self._topics.get(name)
         if known is None and self._strict and name not in self._handlers:
@@ -731,12 +733,12 @@ def _logged(steps: Steps[R], topic: str | Topic[P]) -> Steps[R | None]:
     try:
         return (yield from steps)
     except UnprotectedError as unprotected:
-        # To the caller it is as without best effort: the driver's error, with the cause that the driver gave it.
+        # The caller gets the same error as without best effort: the driver's error with the driver's cause.
         raise unprotected.error from unprotected.error.__cause__
     except ClosedError:
         raise
-    except Exception as error:  # noqa: BLE001 - best effort: whatever it is, the caller's business goes on
-        # Neither the text nor the traceback nor the whole path: keys and parts of payloads stand in them.
+    except Exception as error:  # noqa: BLE001 - best effort: after any error the caller goes on
+        # Neither the text nor the traceback nor the whole path: they contain keys and parts of payloads.
         logger.error(  # noqa: TRY400
             "a message could not be enqueued; the caller goes on without it",
             extra={
@@ -751,7 +753,7 @@ def _logged(steps: Steps[R], topic: str | Topic[P]) -> Steps[R | None]:
 
 
 class HandlerDecorator(Generic[P]):
-    """What `Outbox.handler` returns."""
+    """The decorator that `Outbox.handler` returns."""
 
     __slots__ = ("_register",)
 
@@ -773,7 +775,7 @@ class HandlerDecorator(Generic[P]):
 
 
 class BatchHandlerDecorator(Generic[P]):
-    """What `Outbox.batch_handler` returns."""
+    """The decorator that `Outbox.batch_handler` returns."""
 
     __slots__ = ("_register",)
 

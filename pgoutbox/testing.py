@@ -1,4 +1,4 @@
-"""The pytest plugin for applications that use pgoutbox: delivery happens when the test says so, and sends nothing.
+"""The pytest plugin for applications that use pgoutbox: the test triggers each delivery, and nothing is sent.
 
     def test_sign_up_sends_the_activation_mail(pgoutbox_driver, connection):
         driver = pgoutbox_driver(myapp.outbox)
@@ -8,8 +8,8 @@
         driver.run_pass()
         assert driver.deliveries[0].content.subject == "Welcome"
 
-The statements, claims and fences are the real ones, on a real database: `pgoutbox_dsn` makes one on the embedded
-server, and an application that has its own test database overrides that fixture.
+The statements, claims and fences are the real ones, on a real database. `pgoutbox_dsn` creates one on the embedded
+server; an application with its own test database overrides that fixture.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MISSING = object()
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A message as the table has it, but with its payload decrypted if the outbox has the key."""
+    """A message as stored in the table, with its payload decrypted if the outbox has the key."""
 
     id: int
     topic: str
@@ -59,7 +59,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """What a handler rendered, captured instead of sent."""
+    """A content that a handler returned, captured instead of sent."""
 
     message: Message[object]
     content: Content
@@ -98,10 +98,10 @@ class _EveryScheme(Mapping[str, _Capture]):
 
 
 class OutboxDriver:
-    """Delivers the messages of one outbox pass by pass, and remembers what was rendered.
+    """Delivers the messages of one outbox pass by pass, and records the contents.
 
-    `deliveries` holds every content that a handler returned, in order. `answer_with` decides what the receiver says to
-    the next ones.
+    `deliveries` has every content that a handler returned, in order. `answer_with` sets the receiver's answers to the
+    next deliveries.
     """
 
     def __init__(self, outbox: Outbox, dsn: str) -> None:
@@ -115,20 +115,20 @@ class OutboxDriver:
         self._capture = _Capture(self.deliveries)
 
     def answer_with(self, answer: Callable[[Delivery], Outcome]) -> None:
-        """Let `answer` decide the outcome of each delivery from now on; without it every delivery is `Sent`."""
+        """Let `answer` decide the outcome of each later delivery. Without it every delivery is `Sent`."""
         self._capture.answer = answer
 
     def run_pass(self) -> None:
-        """Deliver everything that is due, once: a message that fails is due again only after `make_due`.
+        """Deliver every due message once. A message that fails is due again only after `make_due`.
 
-        Works in a test with a running event loop too.
+        This also works in a test with a running event loop.
         """
         _run_in_thread(self._run_once)
 
     def drain(self, *, limit: int = 100) -> None:
-        """Run passes until nothing is pending or sending; retries, snoozed and scheduled messages are made due.
+        """Run passes until no message is pending or sending. Retries, snoozed and scheduled messages are made due.
 
-        Fails when something is still pending after `limit` passes.
+        Fails if messages are still pending after `limit` passes.
         """
         for _ in range(limit):
             self.run_pass()
@@ -139,7 +139,7 @@ class OutboxDriver:
         pytest.fail(f"after {limit} passes {len(pending)} messages are pending; the first: {pending[0]}")
 
     def make_due(self) -> None:
-        """Let time pass: whatever is pending for later is due now, and every lease has run out."""
+        """Let time pass: make every pending message due, and let every lease lapse."""
         with self._connect() as connection:
             connection.execute(
                 """
@@ -175,10 +175,10 @@ class OutboxDriver:
         coalesce_key: str | None = None,
         count: int | None = None,
     ) -> list[Row]:
-        """Fail unless committed messages of the topic match; returns them.
+        """Fail unless committed messages of the topic match, and return them.
 
-        A `payload` that is an object matches when its members are among the message's; anything else must be equal.
-        Without `count` one match is enough; `count=0` asserts that there is none.
+        A `payload` that is an object matches if the message's payload contains its members; other values must be equal.
+        Without `count` one match is enough; `count=0` asserts that no message matches.
         """
         everything = self.messages(topic)
         matching = [
@@ -252,7 +252,7 @@ _database_numbers = itertools.count(1)
 
 @pytest.fixture
 def pgoutbox_dsn(pgoutbox_server_dsn: str) -> Iterator[str]:
-    """DSN of a new database with the schema, dropped after the test. Override it to use the application's own."""
+    """DSN of a new database with the schema, dropped after the test. Override it to use your own database."""
     from pgoutbox.migrate import upgrade
 
     name = f"pgoutbox_test_{os.getpid()}_{next(_database_numbers)}"
@@ -269,5 +269,5 @@ def pgoutbox_dsn(pgoutbox_server_dsn: str) -> Iterator[str]:
 
 @pytest.fixture
 def pgoutbox_driver(pgoutbox_dsn: str) -> Callable[[Outbox], OutboxDriver]:
-    """Makes an `OutboxDriver` for an application's outbox on the database of `pgoutbox_dsn`."""
+    """Create an `OutboxDriver` for an application's outbox on the database of `pgoutbox_dsn`."""
     return lambda outbox: OutboxDriver(outbox, pgoutbox_dsn)

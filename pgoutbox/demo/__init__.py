@@ -1,8 +1,8 @@
-"""`pgoutbox demo`: a sign-up service under fire, and a ledger that has to add up.
+"""`pgoutbox demo`: a sign-up service with a killed worker, and a ledger that has to add up.
 
-`service` is the application: topics, handlers and the business transactions. `mailbox` is the SMTP server at the
-other end. `play` starts servers and workers, plays the scenario and kills a worker in the middle of it. `ledger`
-compares what was committed with what was received and with what the table says.
+`service` is the application: topics, handlers and the business transactions. `mailbox` is the receiving SMTP server.
+`play` starts servers and workers, plays the scenario and kills a worker during it. `ledger` compares the committed
+messages with the received e-mails and with the table.
 """
 
 from pgoutbox.demo.play import run_demo

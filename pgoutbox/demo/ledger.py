@@ -1,4 +1,4 @@
-"""The ledger: what was committed, what was received, and what the table says of it must be one story."""
+"""The ledger: the committed messages, the received e-mails and the rows of the table must agree."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What the table says of one message."""
+    """One message in the table."""
 
     id: int
     state: str
@@ -48,7 +48,7 @@ class Verdict:
     problems: list[str] = field(default_factory=list)
 
     def percentile_ms(self, share: float) -> float:
-        """The latency that this share of first attempts stayed within, in milliseconds."""
+        """The latency percentile of first attempts for this share, in milliseconds."""
         ordered = sorted(self.latencies_ms)
         return ordered[min(len(ordered) - 1, int(len(ordered) * share))] if ordered else float("nan")
 
@@ -66,7 +66,7 @@ ORDER BY m.id
 
 
 def read_rows(connection: psycopg.Connection) -> dict[int, Row]:
-    """What the table says, by message id."""
+    """The rows of the table, by message id."""
     return {row[0]: Row(*row) for row in connection.execute(ROWS)}
 
 

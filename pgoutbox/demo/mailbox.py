@@ -1,4 +1,4 @@
-"""The other end: a real SMTP server on loopback that writes down what it accepted, and refuses some mailboxes."""
+"""The receiver: a real SMTP server on loopback that records accepted e-mails, and refuses some mailboxes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Receipt:
 
 
 class Mailbox:
-    """What the server did. Written on the server's thread, read on the demo's."""
+    """The record of the server. Written on the server's thread, read on the demo's thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -41,7 +41,7 @@ class Mailbox:
         self.refusals: Counter[int] = Counter()
 
     def on_next_accepted(self, client: str, act: Callable[[], None]) -> None:
-        """Call `act` when the next e-mail of this client is accepted, before the client is told so."""
+        """Call `act` when the next e-mail of this client is accepted, before the client gets the answer."""
 
         def act_once(name: str) -> None:
             if name == client:
@@ -52,19 +52,19 @@ class Mailbox:
 
     @property
     def receipts(self) -> list[Receipt]:
-        """The e-mails accepted so far, in their order."""
+        """The e-mails accepted so far, in order."""
         with self._lock:
             return list(self._receipts)
 
     @property
     def count(self) -> int:
-        """How many e-mails were accepted so far."""
+        """The number of e-mails accepted so far."""
         return len(self._receipts)
 
     async def handle_RCPT(  # noqa: N802 - the name is aiosmtpd's
         self, _server: object, _session: object, envelope: object, address: str, _options: list[str]
     ) -> str:
-        """Refuse one mailbox for good, and another one at first."""
+        """Refuse one mailbox permanently, and another one at first."""
         with self._lock:
             if address == GONE:
                 self.refusals[550] += 1
@@ -77,7 +77,7 @@ class Mailbox:
         return "250 2.1.5 recipient accepted"
 
     async def handle_DATA(self, _server: object, session: object, envelope: object) -> str:  # noqa: N802
-        """Write the e-mail down."""
+        """Record the e-mail."""
         parsed = message_from_bytes(envelope.content, policy=default_policy)  # type: ignore[attr-defined] # as above
         header = str(parsed["Message-ID"])
         body = parsed.get_body()
@@ -98,14 +98,14 @@ class Mailbox:
 
 @contextmanager
 def open_mailbox() -> Iterator[tuple[Mailbox, int]]:
-    """Run the server on a free port of the loopback interface; yields what it writes down, and the port."""
+    """Run the server on a free port of the loopback interface; yield its record and the port."""
     try:
         from aiosmtpd.controller import Controller
     except ImportError as error:
         raise MissingExtraError("the demo", "demo") from error
 
     class AnyPort(Controller):
-        """aiosmtpd proves that it listens by connecting to the port it was given; ours is known only afterwards."""
+        """aiosmtpd checks that it listens by connecting to its given port. This port is known only afterwards."""
 
         def _trigger_server(self) -> None:
             self.port = self.server.sockets[0].getsockname()[1]  # type: ignore[union-attr] # it has started by now

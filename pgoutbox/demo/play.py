@@ -47,7 +47,7 @@ QUERIES = (
 
 @dataclass(slots=True)
 class _Books:
-    """What the application knows of its own transactions."""
+    """The application's own record of its transactions."""
 
     committed: list[Committed] = field(default_factory=list)
     rolled_back_ids: list[int] = field(default_factory=list)
@@ -64,7 +64,7 @@ class _Books:
 
 @dataclass(slots=True)
 class _Stage:
-    """Everything the scenario plays with."""
+    """The parts of the scenario."""
 
     connection: psycopg.Connection
     books: _Books
@@ -78,7 +78,7 @@ class _Stage:
 
 
 def run_demo(*, people: int = 300, seed: int | None = None, keep: bool = False, json_output: bool = False) -> int:
-    """Play the scenario and print the balance; 0 if the ledger adds up, 1 if not.
+    """Play the scenario and print the balance. Return 0 if the ledger adds up, 1 if not.
 
     `people` sign up, some of them roll back; `keep` leaves the server running until Enter is pressed.
     """
@@ -127,7 +127,7 @@ def _play(stage: _Stage) -> None:
         email = {10: GONE, 20: BUSY}.get(number, f"person{number}@example.org")
         enqueued = service.sign_up(stage.connection, f"Person {number}", email)
         if number % 25 == 24:
-            service.leave(stage.connection, email)  # What is owed about somebody who left is skipped.
+            service.leave(stage.connection, email)  # Messages about a person who left are skipped.
         if email not in (GONE, BUSY) and stage.chance.random() < ROLLBACK_SHARE:
             stage.books.roll_back(stage.connection, enqueued)
         else:
@@ -141,7 +141,7 @@ def _play(stage: _Stage) -> None:
 
 
 def _ask_for_resets(stage: _Stage, email: str) -> None:
-    """An impatient person asks several times, in a transaction each; the last one is rolled back now and then."""
+    """An impatient person asks several times, each time in a transaction; sometimes the last one is rolled back."""
     for request in range(1, RESETS_PER_PERSON + 1):
         reset = service.ask_for_reset(stage.connection, email, request)
         if request == RESETS_PER_PERSON and stage.chance.random() < ROLLBACK_SHARE:
@@ -151,7 +151,7 @@ def _ask_for_resets(stage: _Stage, email: str) -> None:
 
 
 def _kill_when_it_is_time(stage: _Stage) -> None:
-    """kill -9 at the worst moment: the server has accepted an e-mail, and the worker does not know it yet."""
+    """kill -9 at the worst moment: the server has accepted an e-mail, and the worker has not got the answer yet."""
     if stage.kill_planned or stage.mailbox.count <= KILL_AT_SHARE * 2 * stage.people:
         return
 

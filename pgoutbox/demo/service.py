@@ -1,4 +1,4 @@
-"""The sign-up service: what an application with pgoutbox looks like."""
+"""The sign-up service: an example of an application with pgoutbox."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pgoutbox import Context, Email, Message, Outbox, RetryPolicy, Skip, Topic
 
 Kind = Literal["activation", "password_reset", "organiser_notice"]
 
-# Seconds instead of minutes, because a demo has no time to lose.
+# Seconds instead of minutes, because a demo must be short.
 IMPATIENT = RetryPolicy(max_attempts=8, base_seconds=0.3, cap_seconds=1.0)
 
 TABLES = """
@@ -77,7 +77,7 @@ outbox = Outbox()
 
 @outbox.handler(ACTIVATION)
 async def send_activation(message: Message[Activation], ctx: Context) -> Email:
-    """Rendered anew at every attempt: the link is minted here and stored nowhere."""
+    """Render the e-mail at every attempt: the link is minted here and never stored."""
     await ctx.ensure_lease()
     link = f"https://club.example.org/activate/{secrets.token_urlsafe(16)}"
     return Email(subject="Welcome to the club", text=f"Hello {message.payload.name},\n\nactivate: {link}\n")
@@ -99,7 +99,7 @@ async def send_password_reset(message: Message[PasswordReset], ctx: Context) -> 
 
 @outbox.handler(ORGANISER_NOTICE, transactional=True)
 async def send_organiser_notice(message: Message[OrganiserNotice], ctx: Context) -> Email:
-    """A notice about somebody who has left meanwhile goes away by itself."""
+    """Skip a notice about a person who has left meanwhile."""
     cursor = await ctx.connection.execute("SELECT deleted FROM person WHERE id = %s", (message.payload.person_id,))
     row = await cursor.fetchone()
     if row is None or row[0]:
@@ -142,5 +142,5 @@ def ask_for_reset(connection: psycopg.Connection, email: str, request: int) -> E
 
 
 def leave(connection: psycopg.Connection, email: str) -> None:
-    """A person leaves; what is still owed about that person is decided when it would be sent."""
+    """A person leaves. The handlers of that person's pending messages decide whether to send them."""
     connection.execute("UPDATE person SET deleted = true WHERE email = %s", (email,))
