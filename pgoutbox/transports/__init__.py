@@ -1,10 +1,10 @@
-"""The seam between a handler that renders and the transport that sends.
+"""The interface between a handler that renders and the transport that sends.
 
-A handler returns a content (an `Email`, say). The transport registered for the scheme of the message's destination, or
-for the content's own scheme where the message names no destination, sends it and classifies the answer as an outcome.
-A transport never raises for what the receiver said: it returns `Transient` or `Permanent`. Where the destination or the
-way to it is at fault, and not the one message, it says so: `Transient(..., outage=True)`, or `Unavailable` where a
-setting, an account or a sender has to be repaired before anything can be handed over.
+A handler returns a content, for example an `Email`. The transport for the scheme of the message's destination sends it
+and classifies the answer as an outcome. Without a destination, the content's own scheme selects the transport. A
+transport never raises for a receiver's answer: it returns `Transient` or `Permanent`. If the destination or the way to
+it is at fault, and not the message, it returns `Transient(..., outage=True)`. If a setting, an account or a sender must
+be fixed before any hand-over, it returns `Unavailable`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pgoutbox.message import Message, Outcome
 
 @runtime_checkable
 class Content(Protocol):
-    """Something a handler returns to be sent. `scheme` names the transport when the message has no destination."""
+    """A value that a handler returns to be sent. `scheme` selects the transport if the message has no destination."""
 
     @property
     def scheme(self) -> str:
@@ -28,8 +28,8 @@ class Content(Protocol):
 class Transport(Protocol):
     """Sends contents to the destinations of some URI schemes. One instance serves one worker, on its event loop.
 
-    While the setting `redirect_to` is given, contents go only to transports that have an attribute `redirect_to` of
-    the same value, and thereby promise to hand nothing over to anybody else than the redirect says.
+    While `redirect_to` is set, contents go only to transports with an attribute `redirect_to` of the same value. Such a
+    transport promises to hand over only to the receivers of the redirect.
     """
 
     @property
@@ -38,59 +38,59 @@ class Transport(Protocol):
         ...
 
     async def send(self, message: Message[object], content: Content) -> Outcome:
-        """Hand the content over once and say how it went.
+        """Hand the content over once and return the outcome.
 
-        The hand-over carries `message.idempotency_key`, so that the receiver can recognise a repetition. A content or
-        destination of the wrong form is `Permanent`, naming the field; cancellation passes through.
+        The hand-over includes `message.idempotency_key`, so that the receiver can recognise a repetition. An invalid
+        content or destination is `Permanent`, naming the field. Cancellation passes through.
         """
         ...
 
     async def aclose(self) -> None:
-        """Close what is open. Called once, when no send is under way."""
+        """Close all connections. Called once, when no send is in progress."""
         ...
 
 
 @runtime_checkable
 class NamesBreaker(Protocol):
-    """A transport that says itself what its circuit breakers stand for; it need not."""
+    """A transport with its own keys of circuit breakers. Optional."""
 
     def breaker_key(self, message: Message[object], content: Content | None) -> str | None:
-        """What this delivery depends on: `smtp:mail.example.org:587` for all, or one name per host. Holds no secret.
+        """The key of the breaker: `smtp:mail.example.org:587` for all messages, or one name per host, without a secret.
 
-        Asked before the handler runs, too, and then without a content: None means that nothing can be said yet, and
-        that nothing is held back if the content does not change that.
+        Also called before the handler runs, without a content. None means that the key is not known. If it is still
+        None with the content, no breaker holds the message back.
         """
         ...
 
 
 @runtime_checkable
 class NamesPart(Protocol):
-    """A transport of which a part can be out of order while the rest works; it need not have one."""
+    """A transport of which a part can fail while the rest works. Optional."""
 
     def part_key(self, message: Message[object], content: Content) -> str | None:
-        """The part that this delivery depends on, such as the sender at a mail server: a breaker beside that of all.
+        """The key of the part that this delivery needs, such as the sender at a mail server: an additional breaker.
 
-        It opens only when `send` returns `Unavailable(..., breaker=...)` with this key. Holds no secret.
+        It opens only when `send` returns `Unavailable(..., breaker=...)` with this key. It contains no secret.
         """
         ...
 
 
 @runtime_checkable
 class ChecksItself(Protocol):
-    """A transport that `pgoutbox doctor` can try; it need not."""
+    """A transport that `pgoutbox doctor` can check. Optional."""
 
     async def check(self) -> str | None:
-        """Open what a send needs, hand nothing over, and say what is wrong, in one line without a secret.
+        """Connect as for a send, hand nothing over, and return the problem in one line without a secret.
 
-        None when nothing is. Nobody sends meanwhile, and `aclose` follows.
+        Returns None without a problem. No send runs meanwhile, and `aclose` follows.
         """
         ...
 
 
 def breaker_key(transport: Transport, message: Message[object], content: Content | None) -> str | None:
-    """The transport's own answer, or else `https:api.example.org:443` for a web address and the scheme for the rest.
+    """The transport's own key, or else `https:api.example.org:443` for a web address and the scheme for other URIs.
 
-    The rest may hold tokens where a web address has its host.
+    Other URIs may contain tokens in place of a host.
     """
     if isinstance(transport, NamesBreaker):
         return transport.breaker_key(message, content)
@@ -100,12 +100,12 @@ def breaker_key(transport: Transport, message: Message[object], content: Content
 
 
 def part_key(transport: Transport, message: Message[object], content: Content) -> str | None:
-    """The transport's own answer; None for one that has no parts."""
+    """The transport's own key; None for a transport without parts."""
     return transport.part_key(message, content) if isinstance(transport, NamesPart) else None
 
 
 def breaker_key_of(destination: str) -> str | None:
-    """`https:api.example.org:443` for a web address, the scheme for the rest; None for what is neither."""
+    """`https:api.example.org:443` for a web address, the scheme for other URIs; None if it is not a URI."""
     scheme = scheme_of(destination)
     if scheme not in _WEB_PORTS:
         return scheme or None
@@ -113,7 +113,7 @@ def breaker_key_of(destination: str) -> str | None:
         parts = urlsplit(destination)
         return f"{scheme}:{parts.hostname}:{parts.port or _WEB_PORTS[scheme]}"
     except ValueError:
-        return None  # The transport will say what is wrong with it.
+        return None  # The transport reports the problem.
 
 
 _WEB_PORTS = {"http": 80, "https": 443}

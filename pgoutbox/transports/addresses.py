@@ -1,6 +1,6 @@
-"""Addresses and texts of headers, checked: what could become a second header or another recipient is refused by name.
+"""Checks of addresses and header texts: a text that could become a second header or another recipient is refused.
 
-Pure. Nothing is mended by leaving something out.
+Pure. Invalid texts are never shortened to make them valid.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from pgoutbox.message import Permanent
 
-# Everything that some parser takes for the end of a line or of a text. A tab is mere white space.
+# All characters that some parser treats as the end of a line or of a text. A tab is only white space.
 _UNSAFE = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _ENCODED_WORD = re.compile(r"=\?.*?\?.*?\?.*?\?=")
 _NAMED_ADDRESS = re.compile(r"(?P<name>.*?)[ \t]*<(?P<address>[^<>]*)>")
@@ -22,19 +22,19 @@ _LOCAL_PART = re.compile(rf"{_LOCAL_ATOM}(?:\.{_LOCAL_ATOM})*")
 _LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 _DOMAIN = re.compile(rf"{_LABEL}(?:\.{_LABEL})*")
 
-# IDNA 2003, which the standard library speaks, maps these to other letters and thereby to another domain.
+# IDNA 2003, which the standard library uses, maps these to other letters and so to another domain.
 _IDNA_DEVIATIONS = frozenset("\u00df\u03c2\u200c\u200d")
 
 
 class Mailbox(NamedTuple):
-    """An address and the field that it stands in. The domain is ASCII; the part before @ need not be."""
+    """An address and its field. The domain is ASCII; the part before @ may be other text."""
 
     field: str
     address: Address
 
 
 def is_host_name(text: str) -> bool:
-    """Whether this can stand after EHLO and in a Message-ID."""
+    """Whether this is valid after EHLO and in a Message-ID."""
     return _DOMAIN.fullmatch(text) is not None
 
 
@@ -49,7 +49,7 @@ def parse_mailbox(name: str, value: object) -> Mailbox:
         raise Permanent(f"{name}: has no @" if address else f"{name}: is empty")
     if "@" in domain:
         raise Permanent(f"{name}: has more than one @; give several addresses as a sequence")
-    # An encoded word in a local part is decoded by some servers, and then it is another address.
+    # Some servers decode an encoded word in a local part, and get another address.
     if not _LOCAL_PART.fullmatch(local) or "=?" in local or not local.isprintable():
         raise Permanent(f"{name}: the part before @ is not a plain mailbox name")
     domain = _ascii_domain(name, domain)
@@ -63,7 +63,7 @@ def _display_name(name: str, text: str) -> str:
         if re.fullmatch(r'(?:[^"\\]|\\.)*', text[1:-1]) is None:
             raise Permanent(f"{name}: the quotes of the display name do not match")
         return header_text(name, re.sub(r"\\(.)", r"\1", text[1:-1]))
-    # Outside quotes these separate addresses, and what stood before them would silently get no mail.
+    # Outside quotes these separate addresses, and the text before them would silently get no mail.
     if found := re.search(r'[,;@<>"]', text):
         raise Permanent(f"{name}: a display name with {found[0]} must be quoted")
     return header_text(name, text)
@@ -83,7 +83,7 @@ def _ascii_domain(name: str, domain: str) -> str:
 
 
 def _checked(name: str, value: object) -> str:
-    """The text itself, after a look at what it says and at what it decodes to."""
+    """The text itself, after a check of the text and of its decoded form."""
     if not isinstance(value, str):
         raise Permanent(f"{name}: must be text, not {type(value).__name__}")
     _refuse_unsafe(name, value)
@@ -92,7 +92,7 @@ def _checked(name: str, value: object) -> str:
 
 
 def header_text(name: str, value: object) -> str:
-    """The text to show, with RFC 2047 encoded words decoded, as `email.utils.formataddr` makes them."""
+    """The text to show, with decoded RFC 2047 encoded words, which `email.utils.formataddr` produces."""
     return _decoded(name, _checked(name, value))
 
 
@@ -112,7 +112,8 @@ def _decoded(name: str, value: str) -> str:
         )
     except (HeaderParseError, LookupError, UnicodeError):
         raise Permanent(f"{name}: contains an encoded word that cannot be decoded") from None
-    # The receiver decodes once, and so does the standard library, unasked: nothing may be left for a second time.
+    # The receiver decodes once, and so does the standard library by default: no encoded word may be left for a second
+    # time.
     if _ENCODED_WORD.search(decoded):
         raise Permanent(f"{name}: contains an encoded word within an encoded word")
     return decoded

@@ -1,7 +1,7 @@
-"""Notifications to chats, phones and a hundred other services, by way of Apprise.
+"""Notifications to chats, phones and a hundred other services, through Apprise.
 
-The URLs of the services hold credentials. They stand in a setting under names of the operator's choice; rows, logs and
-errors have the names alone.
+The URLs of the services contain credentials. A setting maps names to them; rows, logs and errors contain only the
+names.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MAX_REASON_LENGTH = 500
 # The status of the service, as the plugins of Apprise log it.
 _REFUSED_CREDENTIALS = re.compile(r"\berror=40[13]\b")
 
-# The warnings of the call under way. Apprise has threads of its own, and hands its context on to them.
+# The warnings of the current call. Apprise has its own threads, and passes its context to them.
 _reasons: ContextVar[list[str] | None] = ContextVar("pgoutbox_apprise_reasons", default=None)
 
 Kind = Literal["info", "success", "warning", "failure"]
@@ -43,11 +43,11 @@ Format = Literal["text", "markdown", "html"]
 
 @dataclass(frozen=True, slots=True)
 class Notification:
-    """A short text for a chat, a phone or whatever else Apprise reaches: return it from a handler.
+    """A short text for a chat, a phone or another service of Apprise: return it from a handler.
 
     It goes to the message's destination, `apprise:NAME`, where NAME is one of the setting `apprise_urls`. Services
-    without titles show the title in the body. `kind` picks the colour or icon; `format` says how the body is written,
-    and services that cannot show it get plain text.
+    without titles show the title in the body. `kind` selects the colour or icon. `format` is the format of the body;
+    services that cannot show it get plain text.
 
     >>> Notification("Backup", "Done in 12 minutes.", kind="success").scheme
     'apprise'
@@ -67,10 +67,11 @@ class Notification:
 class AppriseTransport:
     """Sends `Notification` to the services that the setting `apprise_urls` names. One instance serves one event loop.
 
-    The notifications to one name go out one after another, in a thread, at the rate that Apprise keeps to for that
-    service. Apprise does not carry idempotency keys: a repetition cannot be recognised.
+    The notifications to one name are sent one after another, in a thread, at Apprise's rate for that service. Apprise
+    does not send idempotency keys: a repetition cannot be recognised.
 
-    Raises `ConfigurationError`, naming the entry, for a URL that Apprise does not know; `MissingExtraError` without it.
+    Raises `ConfigurationError`, naming the entry, for a URL that Apprise does not know; `MissingExtraError` without
+    Apprise.
     """
 
     schemes = ("apprise",)
@@ -91,8 +92,8 @@ class AppriseTransport:
     async def send(self, message: Message[object], content: Content) -> Outcome:
         """Hand the notification over once.
 
-        Apprise says whether it succeeded, and no more: whatever else is `Transient`, with what Apprise logged. A
-        service that refuses the credentials of its URL (401, 403) is `Unavailable`, and so is a name that is not in the
+        Apprise only returns whether it succeeded: any failure is `Transient`, with the warnings of Apprise. A service
+        that refuses the credentials of its URL (401, 403) is `Unavailable`, and so is a name that is not in the
         setting.
         """
         if not isinstance(content, Notification):
@@ -111,19 +112,19 @@ class AppriseTransport:
         return await service.send(content)
 
     def breaker_key(self, message: Message[object], content: Content | None) -> str:  # noqa: ARG002 - a name is enough
-        """One breaker for each name of the setting, which is a service with credentials of its own."""
+        """One breaker for each name of the setting: each is a service with its own credentials."""
         name = (message.destination or "").partition(":")[2]
         return f"apprise:{name}" if _NAME.fullmatch(name) else "apprise"
 
     async def aclose(self) -> None:
-        """Let go of the threads; one that waits for a service ends when the service or its time limit does."""
+        """Release the threads. A waiting thread ends when its service answers or its time limit ends."""
         for service in self._services.values():
             service.close()
         self._hearing.close()
 
 
 def _urls(settings: Settings) -> dict[str, str]:
-    """The setting, checked; nothing of a URL gets into an error."""
+    """The checked setting. Errors contain no part of a URL."""
     if settings.apprise_urls is None:
         return {}
     try:
@@ -141,7 +142,7 @@ def _urls(settings: Settings) -> dict[str, str]:
 
 
 def _check(notification: Notification) -> None:
-    """Raise `Permanent`, naming the field. Some services carry the title in a header."""
+    """Raise `Permanent`, naming the field. Some services send the title in a header."""
     header_text("notification.title", notification.title)
     if not isinstance(notification.body, str):
         raise Permanent(f"notification.body: must be text, not {type(notification.body).__name__}")
@@ -157,7 +158,7 @@ def _check(notification: Notification) -> None:
 
 
 class _Service:
-    """One name of the setting, with the thread in which it is served."""
+    """One name of the setting, with its thread."""
 
     def __init__(self, name: str, url: str, hearing: _Hearing) -> None:
         import apprise
@@ -186,7 +187,7 @@ class _Service:
                     notify_type=notification.kind,
                     body_format=notification.format,
                 )
-            except Exception as error:  # noqa: BLE001 - whatever a plugin raises is the outcome of this attempt
+            except Exception as error:  # noqa: BLE001 - any error of a plugin is the outcome of this attempt
                 result = None
                 reasons.append(f"{type(error).__name__}: {error}")
         if result:
@@ -206,16 +207,16 @@ class _Service:
 
 
 def _secrets_in(url: str) -> list[str]:
-    """Every part of the URL that may be a credential or a place, longest first: which it is differs by service."""
+    """Every part of the URL that may be a credential, longest first: its place differs by service."""
     parts = re.split(r"[/:@?&=,#\s]+", url.partition("://")[2])
     spellings = {url, *parts, *map(unquote, parts)}
     return sorted((s for s in spellings if len(s) >= _MIN_SECRET_LENGTH), key=len, reverse=True)
 
 
 class _Hearing(logging.Filter):
-    """Keeps out of the log what is logged while a service is spoken to, and notes the warnings.
+    """Suppress log records during a call of a service, and collect the warnings.
 
-    Apprise and the HTTP client below it log URLs, and in their paths credentials, at the level DEBUG.
+    Apprise and its HTTP client log URLs, with credentials in their paths, at the level DEBUG.
     """
 
     _LOGGERS = ("apprise", "urllib3.connectionpool")
@@ -231,7 +232,7 @@ class _Hearing(logging.Filter):
 
     @contextlib.contextmanager
     def listen(self) -> Iterator[list[str]]:
-        """What this call logs is noted instead."""
+        """Collect the warnings of this call instead of logging them."""
         reasons: list[str] = []
         token = _reasons.set(reasons)
         try:

@@ -1,7 +1,7 @@
-"""Which transports there are without anybody making one: those whose settings name a server, and the web's.
+"""The automatic transports: those whose settings name a server, and the one for webhooks.
 
-What each needs is imported when it is asked for, so that a worker without Kafka's settings needs no Kafka client. A
-transport that nothing configures is a `MissingTransport`, so that its messages wait as for one that is down.
+The client library of each is imported when needed, so that a worker without Kafka's settings needs no Kafka client. An
+unconfigured transport is a `MissingTransport`, so that its messages wait like those of a dead receiver.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _HINTS: Final = {
 
 
 def hint_for(scheme: str) -> str:
-    """What makes the transport of a scheme appear, as the end of a sentence that says it is missing."""
+    """How to configure the transport of a scheme, as the end of a sentence about a missing one."""
     return _HINTS.get(scheme, "")
 
 
 class MissingTransport:
-    """Stands for the transport of a scheme that a worker has none for. It hands nothing over.
+    """Replaces the transport of a scheme for which the worker has none. It hands nothing over.
 
-    Settings or another release of the application add the transport. Messages with a misspelt scheme wait until a
-    person cancels them.
+    Settings or another release of the application add the transport. Messages with a misspelt scheme wait until an
+    operator cancels them.
     """
 
     def __init__(self, scheme: str, known: Iterable[str] = ()) -> None:
@@ -42,11 +42,11 @@ class MissingTransport:
         self._known = known
 
     def breaker_key(self, message: Message[object], content: Content | None) -> str:  # noqa: ARG002 - one for all
-        """A breaker of its own for each scheme: `mailto:no-transport`."""
+        """One breaker for each scheme: `mailto:no-transport`."""
         return missing_key(self.schemes[0])
 
     async def send(self, message: Message[object], content: Content) -> Outcome:  # noqa: ARG002 - nothing is sent
-        """`Unavailable`, with the schemes that the worker has transports for."""
+        """Return `Unavailable`, with the schemes of the worker's transports."""
         scheme = self.schemes[0]
         known = ", ".join(sorted(self._known)) or "none"
         return Unavailable(
@@ -63,9 +63,9 @@ def missing_key(scheme: str) -> str:
 
 
 def complete(given: Mapping[str, Transport], settings: Settings) -> dict[str, Transport]:
-    """The transports by scheme: those given, and for other schemes those that the settings configure.
+    """The transports by scheme: the given ones, and for other schemes the ones that the settings configure.
 
-    Raises `MissingExtraError` where the settings name what is not installed.
+    Raises `MissingExtraError` if the extra of a configured transport is not installed.
     """
     transports = dict(given)
     if "mailto" not in transports and settings.smtp_host is not None:
@@ -79,7 +79,7 @@ def complete(given: Mapping[str, Transport], settings: Settings) -> dict[str, Tr
     if "https" not in transports:
         from pgoutbox.transports.webhook import WebhookTransport, is_installed
 
-        # Who set secrets means to send webhooks: a missing extra must not go unnoticed then.
+        # With secrets in the settings, the application sends webhooks: report a missing extra.
         if is_installed() or settings.webhook_secrets is not None:
             webhook = WebhookTransport(settings)
             transports = dict.fromkeys(webhook.schemes, webhook) | transports

@@ -14,9 +14,9 @@ C = TypeVar("C")
 class SharedConnection(Generic[C]):
     """A connection that is opened when it is needed, and replaced when the next send finds it closed.
 
-    Those that need it while it is being opened wait for the one attempt, so that a broker which is away costs each of
-    them one time limit and not one after another. It never reconnects on its own: what a client has buffered for a
-    connection that is gone must not go out after its send was reported as failed.
+    Concurrent sends share one attempt to open it, so that an unavailable broker costs each of them one time limit, and
+    not one after another. It never reconnects by itself: data that a client has buffered for a lost connection must not
+    be sent after the send was reported as failed.
     """
 
     def __init__(self, connect: Callable[[], Awaitable[C]], is_open: Callable[[C], bool]) -> None:
@@ -25,11 +25,11 @@ class SharedConnection(Generic[C]):
         self._opening: asyncio.Future[C] | None = None
 
     async def get(self) -> C:
-        """The open connection. Raises what opening it raised."""
+        """The open connection. Raises the error of opening it."""
         if self._opening is None or self._has_ended(self._opening):
             self._opening = asyncio.ensure_future(self._connect())
             self._opening.add_done_callback(_note_error)
-        # Who is cancelled leaves the attempt to the others.
+        # A cancelled caller leaves the attempt to the others.
         return await asyncio.shield(self._opening)
 
     async def take(self) -> C | None:
@@ -51,6 +51,6 @@ class SharedConnection(Generic[C]):
 
 
 def _note_error(opening: asyncio.Future[C]) -> None:
-    """Everybody who waited may have been cancelled; then nobody else looks at the error."""
+    """Retrieve the error: if all waiting callers were cancelled, nothing else does."""
     if not opening.cancelled():
         opening.exception()

@@ -1,7 +1,7 @@
-"""What an event is, and its bytes on the wire: a CloudEvent 1.0 in structured JSON. Pure: no I/O, needs no extra.
+"""The event and its bytes on the wire: a CloudEvent 1.0 in structured JSON. Pure: no I/O, needs no extra.
 
-Every broker gets the same bytes, so that a consumer can read an event without knowing which way it came. `render`
-refuses, naming the field, whatever a broker would refuse, or read as something else than a name.
+Every broker gets the same bytes, so that a consumer can read an event from any broker. `render` refuses, naming the
+field, values that a broker would refuse, or would not read as a name.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ _ATTRIBUTES: Final = frozenset(
         "time", "type",
     }
 )  # fmt: skip
-# Set by the transports, or read by a broker as an order: Nats-Rollup deletes what is in a stream, for one.
+# Headers that the transports set, or that a broker reads as a command: Nats-Rollup deletes the messages of a stream.
 _RESERVED_HEADERS: Final = frozenset({"content-type", "event", "id"})
 _RESERVED_PREFIXES: Final = ("ce-", "ce_", "cc", "bcc", "nats-", "x-")
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An event to be handed to a broker: return it from a handler. The message's destination says where it goes.
+    """An event for a broker: return it from a handler. The message's destination names the broker.
 
-    It travels as a CloudEvent 1.0 in structured JSON. Its `id` is `message.idempotency_key`, the same at every attempt,
-    and its `time` is the message's `created_at`. Without `type` that is the message's topic; without `source` it is the
-    setting `event_source`. `data` is a JSON value, a pydantic model, or bytes of `content_type`. `key` keeps together
-    what has to stay in order: the key of a Kafka record, the routing key of RabbitMQ; everywhere it is the attribute
-    `partitionkey`. `extensions` are further attributes of the envelope, `headers` stand beside it.
+    It is sent as a CloudEvent 1.0 in structured JSON. Its `id` is `message.idempotency_key`, the same at every attempt,
+    and its `time` is the message's `created_at`. The default of `type` is the message's topic; the default of `source`
+    is the setting `event_source`. `data` is a JSON value, a pydantic model, or bytes of `content_type`. Events with the
+    same `key` stay in order: it is the key of a Kafka record, the routing key of RabbitMQ, and everywhere the attribute
+    `partitionkey`. `extensions` are further attributes of the envelope; `headers` are sent outside of it.
 
     >>> Event({"order_id": 7}, subject="orders/7", key="7").key
     '7'
@@ -71,13 +71,13 @@ class Event:
 
     @property
     def scheme(self) -> str:
-        """Empty: only the message's destination says which broker it is for."""
+        """Empty: only the message's destination names the broker."""
         return ""
 
 
 @dataclass(frozen=True, slots=True)
 class RenderedEvent:
-    """One event as every broker gets it. `id` is what a broker recognises a repetition by."""
+    """One event as every broker gets it. A broker recognises a repetition by its `id`."""
 
     id: str
     key: str | None
@@ -88,8 +88,8 @@ class RenderedEvent:
 def render(event: Content, message: Message[object], settings: Settings) -> RenderedEvent:
     """The bytes that would be sent for this message; connects to nothing.
 
-    Raises `Permanent`, naming the field, for what no broker should see. A missing source is `Unavailable`, because the
-    setting `event_source` adds it.
+    Raises `Permanent`, naming the field, for an invalid event. A missing source is `Unavailable`, because the setting
+    `event_source` adds it.
     """
     if not isinstance(event, Event):
         raise Permanent(f"content: a broker's transport sends an Event, not {type(event).__name__}")
@@ -115,14 +115,14 @@ def render(event: Content, message: Message[object], settings: Settings) -> Rend
 
 
 def part_key(event: Content) -> str | None:
-    """The breaker of events that name no source, which opens while the setting is missing."""
+    """The key of the breaker for events without a source. It opens while the setting is missing."""
     return _SOURCE_KEY if isinstance(event, Event) and event.source is None else None
 
 
 def parse_name(message: Message[object]) -> str:
-    """What stands after the scheme of the destination, percent-decoded: the name of a stream, subject, exchange, topic.
+    """The destination without its scheme, percent-decoded: the name of a stream, subject, exchange or topic.
 
-    Raises `Permanent` if that is empty, too long, or the address of a server.
+    Raises `Permanent` if it is empty, too long, or the address of a server.
     """
     rest = (message.destination or "").partition(":")[2]
     if rest.startswith("//"):
@@ -134,7 +134,7 @@ def parse_name(message: Message[object]) -> str:
 
 
 def check_name(field_name: str, name: str) -> str:
-    """The name itself. Raises `Permanent` for one that no broker takes: control characters, or too long."""
+    """The name itself. Raises `Permanent` for a name with control characters or a name that is too long."""
     if found := _UNSAFE.search(name):
         raise Permanent(f"{field_name}: contains the character U+{ord(found[0]):04X}")
     if len(name.encode()) > MAX_NAME_BYTES:
@@ -143,7 +143,7 @@ def check_name(field_name: str, name: str) -> str:
 
 
 def printable(text: str, *, hide: tuple[str, ...] = ()) -> str:
-    """What a broker or its client said, fit for `last_error`: on one line, cut, without the secrets in `hide`."""
+    """The text of a broker or its client for `last_error`: on one line, cut, without the secrets in `hide`."""
     for secret in hide:
         text = text.replace(secret, "(hidden)")
     shown = "".join(character if character.isprintable() else " " for character in text)

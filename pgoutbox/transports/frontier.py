@@ -1,7 +1,7 @@
-"""Where webhooks may go: which URLs are accepted, and which addresses may be dialled. Pure: resolves nothing.
+"""The allowed targets of webhooks: accepted URLs and addresses. Pure: resolves nothing.
 
-A URL of a tenant must never lead into the operator's own network. What a name stands for is known when it is resolved,
-so the guard looks at addresses, and whoever dials has to dial the very address that was looked at.
+A tenant's URL must never lead into the operator's own network. The address of a name is only known after resolving it.
+So the guard checks addresses, and callers must dial the checked address.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _NUMBER = re.compile(r"(?:.*\.)?(?:[0-9]+|0x[0-9a-f]*)")
 _NAT64 = IPv6Network("64:ff9b::/96")
 _GLOBAL_UNICAST = IPv6Network("2000::/3")
 
-# The special-purpose registries of IANA, because the `is_global` of older Python releases knows fewer of them, and what
-# lets an IPv4 address hide in an IPv6 address (6to4, Teredo). The last one is public, but leads to Azure's own host.
+# The special-purpose registries of IANA, because the `is_global` of older Python releases knows fewer of them, and the
+# networks that embed IPv4 addresses (6to4, Teredo). The last one is public, but leads to Azure's own host.
 _NOT_PUBLIC: Sequence[Network] = [
     ip_network(network)
     for network in (
@@ -52,7 +52,7 @@ _NOT_PUBLIC: Sequence[Network] = [
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A URL taken apart, once: what is dialled, what the certificate must be for, and what is asked for."""
+    """The parts of a URL: the host to dial, the name in the certificate, and the request target."""
 
     scheme: str
     host: str
@@ -68,14 +68,14 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Frontier:
-    """Which schemes, ports and networks are open to webhooks."""
+    """The schemes, ports and networks that webhooks may use."""
 
     ports: frozenset[int] = frozenset({443, 8443})
     allow_http: bool = False
     allowed_networks: tuple[Network, ...] = ()
 
     def endpoint(self, field: str, url: object) -> Endpoint:
-        """The parts of a URL. Raises `Permanent`, naming the field; never quotes the URL, which may hold a secret."""
+        """The parts of a URL. Raises `Permanent`, naming the field but not the URL, which may contain a secret."""
         if not isinstance(url, str):
             raise Permanent(f"{field}: must be text, not {type(url).__name__}")
         if len(url) > MAX_URL_LENGTH:
@@ -104,7 +104,7 @@ class Frontier:
         return Endpoint(scheme, host, port, target if target.startswith("/") else f"/{target}")
 
     def admits(self, text: str) -> bool:
-        """Whether this address, as a resolver gives it, may be dialled: it is public, or its network is allowed."""
+        """Whether this resolved address may be dialled: it is public, or its network is allowed."""
         try:
             address = ip_address(text)
         except ValueError:
@@ -116,7 +116,7 @@ class Frontier:
 
 
 def embedded_address(address: Address) -> Address:
-    """The IPv4 address that an IPv6 address stands for, where a packet to the one reaches the other; else itself."""
+    """The IPv4 address that an IPv6 address embeds, if packets to one reach the other; else the address itself."""
     if isinstance(address, IPv4Address):
         return address
     if address.ipv4_mapped is not None:
@@ -125,7 +125,7 @@ def embedded_address(address: Address) -> Address:
 
 
 def is_public(address: Address) -> bool:
-    """Whether an address is one host's in the public internet. 6to4 and Teredo, which carry others, are not."""
+    """Whether an address belongs to one host in the public internet. 6to4 and Teredo, which embed others, do not."""
     if isinstance(address, IPv6Address) and address not in _GLOBAL_UNICAST:
         return False
     return address.is_global and not any(address in network for network in _NOT_PUBLIC)
@@ -140,7 +140,7 @@ def _host(field: str, name: str | None, literal: str | None) -> str:
             # A zone, after %, would name an interface of this machine.
             return str(IPv6Address(host.replace("%", "/")))
         if _NUMBER.fullmatch(host):
-            # Other programs read an address in octal, in hexadecimal or with fewer dots from it.
+            # Other programs read it as an address in octal, in hexadecimal or with fewer dots.
             return str(IPv4Address(host))
     except AddressValueError:
         what = "is not an IPv6 address" if literal is not None else "is a number, and not an address of four parts"

@@ -1,8 +1,8 @@
 """The transport that produces events to Kafka, with acks=all and an idempotent producer.
 
-librdkafka has threads and a queue of its own: it gathers what is sent at the same time into batches, and repeats a
-request within the time limit without storing a record twice. After that only the retry policy repeats; the header
-`ce_id`, the same at every attempt, lets the consumer recognise it.
+librdkafka has its own threads and queue: it batches concurrent sends, and repeats a request within the time limit
+without storing a record twice. After that only the retry policy repeats; the header `ce_id`, the same at every attempt,
+lets the consumer recognise it.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Event", "KafkaTransport"]
 
-# What librdkafka says of its connections.
+# Errors of librdkafka about its connections.
 _client_logger = getLogger("confluent_kafka")
 
 _SERVERS: Final = re.compile(r"[^\s,:]+:\d{1,5}(?:,[^\s,:]+:\d{1,5})*|\[[0-9a-fA-F:]+\]:\d{1,5}")
 _TOPIC: Final = re.compile(r"[A-Za-z0-9._-]{1,249}")
 _POLL_SECONDS: Final = 0.2
 _ASK_SECONDS: Final = 0.5
-# The record may have been appended all the same.
+# Errors after which the record may have been appended.
 _UNKNOWN_OUTCOMES: Final = (
     "_MSG_TIMED_OUT", "_TIMED_OUT", "_TRANSPORT", "_PURGE_INFLIGHT", "_DESTROY", "REQUEST_TIMED_OUT",
     "NETWORK_EXCEPTION", "NOT_ENOUGH_REPLICAS_AFTER_APPEND",
@@ -46,14 +46,14 @@ class KafkaTransport:
     """Produces an `Event` to the topic that the destination names, `kafka:orders`. One instance serves one event loop.
 
     The event's `key` is the key of the record, and its partition is the one that Java's clients choose for that key.
-    The headers `ce_id` and `content-type` stand beside the event's own. The producer starts with the first send, and
-    connects again by itself. A send that is cancelled, or whose time limit passed, may still have been produced.
+    The headers `ce_id` and `content-type` are added to the event's own. The producer starts with the first send, and
+    reconnects by itself. A cancelled send, or one after its time limit, may still have been produced.
     `options` are further settings of librdkafka.
 
     | Kafka | outcome |
     |---|---|
-    | acknowledges, all in-sync replicas having the record | sent |
-    | cannot be reached, is not who it has to be, or refuses the credentials | transient |
+    | acknowledges: all in-sync replicas have the record | sent |
+    | cannot be reached, has a wrong certificate, or refuses the credentials | transient |
     | does not acknowledge in time | transient, "outcome unknown" |
     | has no such topic, no right for this user, too few replicas, or a batch too large for the topic | transient |
     | the record is larger than the client's `message.max.bytes` (1 MB) | permanent |
@@ -86,11 +86,11 @@ class KafkaTransport:
         return await self._produce(topic, event)
 
     def part_key(self, message: Message[object], content: Content) -> str | None:  # noqa: ARG002 - the content has it
-        """What events without a source of their own depend on."""
+        """The breaker of events without their own source."""
         return part_key(content)
 
     async def check(self) -> str | None:
-        """Connect and sign in as for an event, and say what went wrong; None if nothing did."""
+        """Connect and sign in as for an event, and return the problem, or None."""
         return await asyncio.to_thread(self._ask_for_brokers)
 
     def _ask_for_brokers(self) -> str | None:
@@ -103,14 +103,14 @@ class KafkaTransport:
             try:
                 producer.list_topics(timeout=self._seconds)
             finally:
-                producer.poll(0)  # It tells only now what its connections met with.
+                producer.poll(0)  # Only this call reports errors of the connections.
         except KafkaException as error:
             why = printable(": ".join([error.args[0].str(), *said[:1]]), hide=self._secrets)
             return f"connect: no broker within {self._seconds:g} s: {why}"
         return None
 
     async def aclose(self) -> None:
-        """Stop the producer; what it still has in its queue, of sends that were cancelled, is dropped."""
+        """Stop the producer and drop its queue, which has only records of cancelled sends."""
         link, self._link = self._link, None
         if link is not None:
             await asyncio.to_thread(link.close)
@@ -124,7 +124,7 @@ class KafkaTransport:
                 self._link = _Link(self._configuration, topic)
             link = self._link
             try:
-                # What a producer has in its queue may have gone out; so it gets nothing before it has seen a broker.
+                # A queued record may have been sent, so the producer gets no record before it has seen a broker.
                 async with asyncio.timeout(self._seconds):
                     await link.reached.wait()
             except TimeoutError:
@@ -139,20 +139,20 @@ class KafkaTransport:
         error = await reported
         if error is None:
             return Sent()
-        if error.fatal() and self._link is link:  # This producer is of no more use; the next send starts another.
+        if error.fatal() and self._link is link:  # This producer is unusable; the next send starts another.
             self._link = None
             await asyncio.to_thread(link.close)
         return self._refusal(error, last_error=link.last_error)
 
     def _refusal(self, error: KafkaError, *, is_local: bool = False, last_error: str | None = None) -> Outcome:
-        """What an error means. `is_local`: the producer did not take the record. `last_error`: of its connections."""
+        """The outcome of an error. `is_local`: the producer refused the record. `last_error`: of its connections."""
         from confluent_kafka import KafkaError as Code
 
         code, said = error.code(), printable(error.str(), hide=self._secrets)
         if any(code == getattr(Code, name) for name in _UNKNOWN_OUTCOMES):
             why = f" ({printable(last_error, hide=self._secrets)})" if last_error else ""
             return Transient(f"outcome unknown: no acknowledgement: {said}{why}", outage=True, unknown=True)
-        # A broker says so of a whole batch, which may have others in it.
+        # A broker reports this for a whole batch, which may contain other records.
         if code == Code.MSG_SIZE_TOO_LARGE and is_local:
             return Permanent(f"event.data: {said}")
         if code in (Code.TOPIC_EXCEPTION, Code.INVALID_RECORD):
@@ -161,13 +161,13 @@ class KafkaTransport:
 
 
 class _Link:
-    """A producer, and the thread in which it reports what became of each record."""
+    """A producer, and the thread in which it reports the delivery of each record."""
 
     def __init__(self, configuration: Mapping[str, str | int | bool], topic: str) -> None:
         from confluent_kafka import Producer
 
         self.reached = asyncio.Event()
-        """Set for good once a broker has answered a question, about this topic."""
+        """Set permanently after a broker has answered a query about this topic."""
         self.last_error: str | None = None
         self._loop = asyncio.get_running_loop()
         self._is_closing = False
@@ -179,7 +179,7 @@ class _Link:
     def produce(
         self, topic: str, event: RenderedEvent, headers: Mapping[str, str]
     ) -> asyncio.Future[KafkaError | None]:
-        """Put the record into the producer's queue; the future has the error of its delivery, or None."""
+        """Queue the record in the producer; the future gets the error of its delivery, or None."""
         reported: asyncio.Future[KafkaError | None] = self._loop.create_future()
 
         def report(error: KafkaError | None, _: object) -> None:
@@ -195,7 +195,7 @@ class _Link:
         return reported
 
     def close(self) -> None:
-        """Drop what is in the queue and stop. Blocks for a moment."""
+        """Drop the queue and stop. Blocks for a moment."""
         self._producer.purge()
         self._is_closing = True
         self._thread.join()
@@ -213,14 +213,14 @@ class _Link:
 
         try:
             self._producer.list_topics(self._topic, timeout=_ASK_SECONDS)
-        except KafkaException:  # Of the connections themselves the callback is told.
+        except KafkaException:  # The callback reports errors of the connections.
             return False
         return True
 
     def _note_error(self, error: KafkaError) -> None:
         from confluent_kafka import KafkaError as Code
 
-        if error.code() != Code._ALL_BROKERS_DOWN or self.last_error is None:  # It does not say why.
+        if error.code() != Code._ALL_BROKERS_DOWN or self.last_error is None:  # It does not give the reason.
             self.last_error = error.str()
 
 
@@ -248,15 +248,15 @@ def _configuration(settings: Settings) -> dict[str, Any]:
         "message.timeout.ms": milliseconds,
         "topic.metadata.propagation.max.ms": milliseconds // 2,
         "socket.connection.setup.timeout.ms": max(1_000, milliseconds),
-        "reconnect.backoff.ms": 400,  # While it asks for a broker, it connects each time that this allows.
+        "reconnect.backoff.ms": 400,  # While it looks for a broker, it connects at this interval.
         "reconnect.backoff.max.ms": 1_000,
-        # Like the Java clients, so that all producers of a topic agree on the partition of a key.
+        # The default of the Java clients, so that all producers of a topic agree on the partition of a key.
         "partitioner": "murmur2_random",
     }
     has_tls, ca_file = settings.kafka_security == "tls", settings.kafka_ca_file
     demand_tls_for("PGOUTBOX_KAFKA_CA_FILE", ca_file, "PGOUTBOX_KAFKA_SECURITY", "tls", has_tls=has_tls)
     if ca_file is not None:
-        verifying_context(variable="PGOUTBOX_KAFKA_CA_FILE", ca_file=ca_file)  # Only to see that it can be used.
+        verifying_context(variable="PGOUTBOX_KAFKA_CA_FILE", ca_file=ca_file)  # Only to check that the file is usable.
         configuration["ssl.ca.location"] = ca_file
     if settings.kafka_username is None:
         return configuration

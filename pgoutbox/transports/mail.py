@@ -1,7 +1,7 @@
-"""What an e-mail is, and its bytes on the wire. Pure: opens nothing, needs no extra.
+"""The e-mail and its bytes on the wire. Pure: opens nothing, needs no extra.
 
-`render` refuses, naming the field, whatever could become a second header, a second command or another recipient; it
-never mends a header or an address by leaving something out.
+`render` refuses, naming the field, values that could become a second header, a second command or another recipient. It
+never shortens a header or an address to make it valid.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _ORIGINAL_RECIPIENTS = "X-Pgoutbox-Original-To"
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """A file that travels with an `Email`. `media_type` may carry parameters: `text/calendar; method=REQUEST`."""
+    """A file attached to an `Email`. `media_type` may have parameters: `text/calendar; method=REQUEST`."""
 
     filename: str
     content: bytes = field(repr=False)
@@ -62,11 +62,11 @@ class Email:
     """An e-mail to be sent: return it from a handler.
 
     An address is one mailbox, `ann@example.com` or `Ann Lee <ann@example.com>`; several are a sequence, never one text
-    with commas. Without `to` the message's `mailto:` destination, one address, is the recipient; without `sender` it is
-    the setting `smtp_from`. `bcc` goes into the envelope alone. With both `text` and `html` the reader's program
-    chooses. `headers` adds headers that pgoutbox does not set itself, `List-Unsubscribe` for one.
+    with commas. The default of `to` is the message's `mailto:` destination, one address; the default of `sender` is the
+    setting `smtp_from`. `bcc` is only in the envelope. With both `text` and `html` the reader's program chooses.
+    `headers` adds headers that pgoutbox does not set itself, for example `List-Unsubscribe`.
 
-    Either all recipients get it or, if the server refuses one of them, none does.
+    If the server refuses one recipient, no recipient gets the e-mail.
 
     >>> Email(to="ann@example.com", subject="Welcome", text="Good to have you here.").scheme
     'mailto'
@@ -98,7 +98,7 @@ class Email:
         headers: Mapping[str, str] | None = None,
         attachments: Sequence[Attachment] = (),
     ) -> Self:
-        """An e-mail whose subject, text and HTML are rendered from templates, by `Templates.render`."""
+        """An e-mail with subject, text and HTML from templates, by `Templates.render`."""
         subject, text, html = templates.render(name, context)
         return cls(
             subject=subject,
@@ -135,8 +135,8 @@ class RenderedEmail:
 def render(email: Email, message: Message[object], settings: Settings) -> RenderedEmail:
     """The envelope and the bytes that would be sent for this message; connects to nothing.
 
-    Raises `Permanent`, naming the field, for what no server should see. A missing sender is `Unavailable`, because the
-    setting `smtp_from` adds it, and so is a redirect on a day that is forbidden to it.
+    Raises `Permanent`, naming the field, for an invalid e-mail. A missing sender is `Unavailable`, because the setting
+    `smtp_from` adds it. A redirect on a forbidden day is also `Unavailable`.
     """
     sender = _sender(email, settings)
     to, cc, bcc = _recipients(email, message)
@@ -192,12 +192,12 @@ def _recipients(email: Email, message: Message[object]) -> tuple[list[Mailbox], 
 def _redirected(
     settings: Settings, to: list[Mailbox], cc: list[Mailbox], bcc: list[Mailbox]
 ) -> tuple[list[Mailbox], list[Mailbox], list[Mailbox], list[str]]:
-    """The recipients under the redirect, and the addresses of those that it took the place of."""
+    """The recipients under the redirect, and the addresses of the replaced recipients."""
     redirect = Redirect.of(settings)
     if redirect is None:
         return to, cc, bcc, []
     redirect.require_allowed()
-    # Those on the list read the header too; the blind copies of others are none of their business.
+    # Recipients on the list can also read the header, and must not see the blind copies of others.
     is_for_testers_alone = not any(redirect.is_exempt(box) for box in (*to, *cc, *bcc))
     named = [*to, *cc, *bcc] if is_for_testers_alone else [*to, *cc]
     originals = [box.address.addr_spec for box in named if not redirect.is_exempt(box)]
@@ -208,7 +208,7 @@ def _redirected(
 def _destination(message: Message[object]) -> list[Mailbox]:
     """The address of a `mailto:` URI, if the destination is one.
 
-    RFC 6068 allows several addresses and header fields. Both would let the text of an address add recipients.
+    RFC 6068 allows several addresses and header fields. With both, the text of an address could add recipients.
     """
     if message.destination is None or scheme_of(message.destination) != "mailto":
         return []
@@ -250,7 +250,7 @@ def _add_body(mime: EmailMessage, email: Email) -> None:
         raise Permanent("email.text: neither text nor html is given")
     for index, (subtype, body) in enumerate(parts):
         add = mime.add_alternative if index else mime.set_content
-        # A NUL is legal in no other encoding; for the rest the standard library finds the readable one.
+        # A NUL is only legal in this encoding; for other texts the standard library chooses a readable one.
         add(body, subtype=subtype, cte="base64" if "\0" in body else None)
     _add_attachments(mime, email.attachments)
 
@@ -299,10 +299,10 @@ def _media_type(name: str, value: object) -> ContentTypeHeader:
 
 
 class _WirePolicy(EmailPolicy):
-    """`email.policy.SMTP`, except for how headers are folded.
+    """`email.policy.SMTP` with another folding of headers.
 
-    The standard library turns a word that is too long for a line into encoded words, which breaks the URL of a
-    List-Unsubscribe and the ids of References, and some of its releases lose the quotes of a display name at a fold.
+    The standard library turns a word that is too long for a line into encoded words. That breaks the URL of a
+    List-Unsubscribe and the ids of References. Some of its releases lose the quotes of a display name at a fold.
     """
 
     def fold_binary(self, name: str, value: str) -> bytes:
@@ -329,7 +329,7 @@ def _fold_mailbox(address: Address, *, utf8: bool) -> str:
 
 
 def _fold_text(text: str, *, first_line_used: int, utf8: bool) -> str:
-    """Fold at white space, and encode only what cannot be said otherwise."""
+    """Fold at white space, and encode only if necessary."""
     pieces = re.findall(r"[ \t]*[^ \t]+", text)
     longest = max((len(piece.encode()) for piece in pieces), default=0)
     if longest > _MAX_WORD_LENGTH or not (text.isascii() or utf8):

@@ -1,7 +1,7 @@
 """The transport that publishes events to NATS JetStream.
 
-The id of an event is its `Nats-Msg-Id`: within the stream's duplicate window JetStream drops what it has already. Each
-event is published once; only the retry policy repeats.
+The id of an event is its `Nats-Msg-Id`: within the stream's duplicate window JetStream drops duplicates. Each event is
+published once; only the retry policy repeats.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 __all__ = ["Event", "NatsTransport"]
 
 _SCHEMES: Final = frozenset({"nats", "tls"})
-# Errors of the JetStream API that are about the message: larger than the stream takes, and headers too large.
+# Errors of the JetStream API about the message: larger than the stream accepts, and headers too large.
 _MESSAGE_ERRORS: Final = frozenset({10054, 10097})
-# What nats-py raises for refused credentials is told from other errors by its text alone.
+# Only the text of nats-py's error identifies refused credentials.
 _AUTHORIZATION: Final = re.compile(r"authori[sz]ation|authentication", re.IGNORECASE)
 _REFUSED_SUBJECT: Final = re.compile(r'publish to "([^"]*)"', re.IGNORECASE)
 
@@ -42,19 +42,19 @@ class NatsTransport:
     """Publishes an `Event` to the subject that the destination names, `nats:orders.placed`. One instance serves one
     event loop.
 
-    All sends share one connection; it is opened by the first, and replaced when it broke. The headers `Nats-Msg-Id` and
-    `Content-Type` stand beside the event's own. With `tls:` in one of the URLs, or a `tls_context`, nothing leaves in
-    plain text, and the certificate and its host name are verified.
+    All sends share one connection. The first send opens it, and it is replaced when it broke. The headers `Nats-Msg-Id`
+    and `Content-Type` are added to the event's own. With `tls:` in one of the URLs, or a `tls_context`, nothing is sent
+    in plain text, and the certificate and its host name are verified.
 
     | NATS | outcome |
     |---|---|
     | a stream acknowledges, as new or as a duplicate | sent |
-    | cannot be reached, or is not who it has to be | transient |
+    | cannot be reached, or has a wrong certificate | transient |
     | refuses the credentials | unavailable |
-    | no stream has the subject, or the account may not publish to it | transient: the operator's to repair |
-    | does not acknowledge in time, or breaks off | transient, "outcome unknown" |
-    | the event is larger than the server or the stream takes | permanent |
-    | the stream refuses otherwise: full, sealed, no quorum | transient |
+    | no stream has the subject, or the account may not publish to it | transient: the operator must fix it |
+    | does not acknowledge in time, or disconnects | transient, "outcome unknown" |
+    | the event is larger than the server or the stream accepts | permanent |
+    | the stream refuses for another reason: full, sealed, no quorum | transient |
 
     Raises `ConfigurationError` when the setting `nats_url` is missing or unusable, `MissingExtraError` without nats-py.
     """
@@ -78,7 +78,7 @@ class NatsTransport:
         token = self._user if self._password is None else None
         self._secrets = tuple(filter(None, (self._password, first.password, token)))
         self._tls_context = tls_context
-        # One server that is to be encrypted is enough: all of them get the same password.
+        # One server with TLS is enough: all of them get the same password.
         has_tls = tls_context is not None or any(server.scheme == "tls" for server in self._servers)
         ca_file = settings.nats_ca_file
         demand_tls_for("PGOUTBOX_NATS_CA_FILE", ca_file, "PGOUTBOX_NATS_URL", "tls:", has_tls=has_tls)
@@ -102,11 +102,11 @@ class NatsTransport:
         return await self._publish(connection, subject, event)
 
     def part_key(self, message: Message[object], content: Content) -> str | None:  # noqa: ARG002 - the content has it
-        """What events without a source of their own depend on."""
+        """The breaker of events without their own source."""
         return part_key(content)
 
     async def check(self) -> str | None:
-        """Connect and sign in as for an event, and say what went wrong; None if nothing did."""
+        """Connect and sign in as for an event, and return the problem, or None."""
         try:
             async with asyncio.timeout(self._seconds):
                 connection = await self._connection.get()
@@ -119,7 +119,7 @@ class NatsTransport:
         """Close the connection."""
         connection = await self._connection.take()
         if connection is not None:
-            # All sends have ended. What is left is to say good-bye, to a server that may be gone: OSError.
+            # All sends have ended. The server may be gone: OSError.
             with suppress(TimeoutError, OSError):
                 async with asyncio.timeout(self._seconds):
                     await connection.client.close()
@@ -142,7 +142,7 @@ class NatsTransport:
 
         headers = {**event.headers, "Nats-Msg-Id": event.id, "Content-Type": CONTENT_TYPE}
         size, limit = _size(headers, event.content), connection.client.max_payload
-        if size > limit:  # The server would end the connection, and with it what others have under way.
+        if size > limit:  # The server would end the connection, and with it other sends in progress.
             return Permanent(f"event.data: {size} bytes with their headers are more than the server's {limit}")
         try:
             await connection.publish(subject, event.content, headers, self._seconds)
@@ -166,7 +166,7 @@ class NatsTransport:
 
 
 class _Connection:
-    """A client of nats-py that never reconnects by itself, and whose end and refusals those who wait learn at once."""
+    """A client of nats-py that never reconnects by itself. Its end and its refusals wake waiting sends at once."""
 
     def __init__(self) -> None:
         from nats.aio.client import Client
@@ -201,7 +201,7 @@ class _Connection:
                 max_reconnect_attempts=1,
                 reconnect_time_wait=0,
                 connect_timeout=max(1, int(seconds)),
-                # An answer that stays away twice ends a connection whose other end is gone.
+                # Two missing answers end a connection to a lost server.
                 ping_interval=max(1, int(seconds)),
                 tls=tls_context,
                 user=user if password is not None else None,
@@ -209,12 +209,12 @@ class _Connection:
                 token=user if password is None else None,
             )
         except BaseException as error:
-            # nats-py leaves a connection open that was refused, and closes none that was never whole.
+            # nats-py does not close a refused or half-open connection.
             transport = self.client._transport
             if transport is not None:
                 transport.close()  # type: ignore[no-untyped-call] # nats-py is typed in part
             if isinstance(error, Exception) and self._error is not None:
-                raise self._error from None  # The client says only that no server is left; this says why.
+                raise self._error from None  # The client only reports that no server is left; this is the reason.
             raise
 
     async def publish(self, subject: str, content: bytes, headers: Mapping[str, str], seconds: float) -> None:
@@ -253,14 +253,14 @@ class _Connection:
 
 
 def _encrypted_transport() -> Transport:
-    """What nats-py connects by, but for plain text: whether a server encrypts, nats-py leaves to the server."""
+    """nats-py's transport without plain text: nats-py itself lets the server decide about TLS."""
     from nats.aio.transport import TcpTransport
 
     class EncryptedTransport(TcpTransport):
         _is_encrypted = False
 
         def __bool__(self) -> bool:
-            return True  # Otherwise nats-py takes another one until this is connected.
+            return True  # Otherwise nats-py uses another transport until this one is connected.
 
         async def connect(self, uri: ParseResult, buffer_size: int, connect_timeout: int) -> None:
             self._is_encrypted = False
@@ -308,7 +308,7 @@ def _parse_servers(urls: str) -> list[SplitResult]:
 
 
 def _subject(message: Message[object]) -> str:
-    """The subject to publish to: no wildcard, and none of those by which NATS itself is ruled."""
+    """The subject to publish to: no wildcard, and none of NATS's system subjects."""
     subject = parse_name(message)
     tokens = subject.split(".")
     if "" in tokens:

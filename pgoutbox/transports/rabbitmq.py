@@ -1,7 +1,7 @@
 """The transport that publishes events to RabbitMQ, with publisher confirms and `mandatory`.
 
-Nothing is lost silently: what no queue takes comes back, and only a confirmed event is sent. Each event is published
-once; its `message_id`, the same at every attempt, lets the consumer recognise a repetition.
+No event is lost silently: RabbitMQ returns an event that no queue accepts, and only a confirmed event counts as sent.
+Each event is published once; its `message_id`, the same at every attempt, lets the consumer recognise a repetition.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["Event", "RabbitMQTransport"]
 
 _PERSISTENT: Final = 2
-# An event that is larger than the server takes ends its channel, and must not take others along.
+# An event larger than the server accepts ends its channel, and must not end other sends on it.
 _LARGE_BYTES: Final = 1_000_000
 
 
@@ -44,20 +44,20 @@ class RabbitMQTransport:
     """Publishes an `Event` to the exchange and with the routing key that the destination names,
     `rabbitmq:orders/order.placed`. One instance serves one event loop.
 
-    Without a routing key in the destination it is the event's `key`; `rabbitmq:/invoices` is the queue `invoices`, by
-    way of the default exchange. An event is persistent and has the properties `message_id` and `content_type`, and the
-    event's own headers. All sends share one connection, with a channel for each exchange, because RabbitMQ ends the
-    channel on which it refuses something; what broke is opened again by the next send. With `amqps:` nothing leaves in
-    plain text, and the certificate and its host name are verified.
+    The default routing key is the event's `key`. `rabbitmq:/invoices` is the queue `invoices`, through the default
+    exchange. An event is persistent and has the properties `message_id` and `content_type`, and the event's own
+    headers. All sends share one connection, with a channel for each exchange, because a refusal by RabbitMQ ends the
+    channel. The next send reopens a broken connection or channel. With `amqps:` nothing is sent in plain text, and the
+    certificate and its host name are verified.
 
     | RabbitMQ | outcome |
     |---|---|
     | confirms | sent |
-    | cannot be reached, or is not who it has to be | transient |
+    | cannot be reached, or has a wrong certificate | transient |
     | refuses the credentials, or has no such virtual host for them | unavailable |
-    | has no such exchange, no queue for the routing key, or no right for this user | transient: the operator's |
-    | refuses with a nack: a full queue, for one | transient |
-    | does not confirm in time (an alarm of memory or disk, too), or breaks off | transient, "outcome unknown" |
+    | has no such exchange, no queue for the routing key, or no permission for this user | transient: must be fixed |
+    | refuses with a nack, for example because of a full queue | transient |
+    | does not confirm in time (also after an alarm of memory or disk), or disconnects | transient, "outcome unknown" |
     | refuses an event of a megabyte or more as too large | permanent |
 
     Raises `ConfigurationError` when the setting `rabbitmq_url` is missing or unusable, `MissingExtraError` without
@@ -91,12 +91,12 @@ class RabbitMQTransport:
             address = _address(message, event)
         except (Permanent, Unavailable) as refusal:
             return refusal
-        # Here and below nothing narrower than Exception will do: what is under way when a connection ends without a
-        # reason gets a bare one from aiormq, and what its codec cannot read is of no one class.
+        # Here and below only Exception is broad enough: when a connection ends without a reason, aiormq raises a bare
+        # Exception, and errors of its codec have no common class.
         try:
             async with asyncio.timeout(self._seconds):
                 connection = await self._connection.get()
-        except Exception as error:  # noqa: BLE001 - whatever keeps the connection from being made can be mended
+        except Exception as error:  # noqa: BLE001 - every error of connecting is transient
             text = f"connect: {self._said(error)}"
             return Unavailable(text) if isinstance(error, _refused_credentials()) else Transient(text, outage=True)
         if len(event.content) < _LARGE_BYTES:
@@ -104,11 +104,11 @@ class RabbitMQTransport:
         return await self._publish_alone(connection, address, event)
 
     def part_key(self, message: Message[object], content: Content) -> str | None:  # noqa: ARG002 - the content has it
-        """What events without a source of their own depend on."""
+        """The breaker of events without their own source."""
         return part_key(content)
 
     async def check(self) -> str | None:
-        """Connect, sign in and open a channel as for an event, and say what went wrong; None if nothing did."""
+        """Connect, sign in and open a channel as for an event, and return the problem, or None."""
         try:
             async with asyncio.timeout(self._seconds):
                 await self._open_channel("")
@@ -121,7 +121,7 @@ class RabbitMQTransport:
         connection = await self._connection.take()
         self._channels.clear()
         if connection is not None:
-            with suppress(TimeoutError):  # aiormq tells nothing else of what goes wrong while it closes.
+            with suppress(TimeoutError):  # aiormq raises no other error while it closes.
                 async with asyncio.timeout(self._seconds):
                     await connection.close()
 
@@ -139,7 +139,7 @@ class RabbitMQTransport:
         try:
             channel = await channels.get()
         except Exception as error:  # noqa: BLE001 - nothing was handed over, whatever it was
-            if self._channels.get(address.exchange) is channels:  # Names that do not exist must not add up.
+            if self._channels.get(address.exchange) is channels:  # Channels of unknown names must not accumulate.
                 del self._channels[address.exchange]
             return Transient(f"exchange {printable(address.exchange)!r}: {self._said(error)}")
         return await self._publish(channel, address, event)
@@ -156,12 +156,12 @@ class RabbitMQTransport:
         except ChannelPreconditionFailed as error:
             return Permanent(f"event.data: {self._said(error)}")
         finally:
-            # What became of the event is known by now. (A channel that is closed already is a RuntimeError.)
+            # The outcome of the event is known here. (A closed channel raises RuntimeError.)
             with suppress(AMQPError, OSError, RuntimeError):
                 await channel.close()
 
     async def _open_channel(self, exchange: str, connection: AbstractConnection | None = None) -> AbstractChannel:
-        """A channel with confirms, on which it is known that the exchange exists."""
+        """A channel with confirms. It has checked that the exchange exists."""
         async with asyncio.timeout(self._seconds):
             channel = await (connection or await self._connection.get()).channel(publisher_confirms=True)
             if exchange:
@@ -169,7 +169,7 @@ class RabbitMQTransport:
             return channel
 
     async def _publish(self, channel: AbstractChannel, address: _Address, event: RenderedEvent) -> Outcome:
-        """Publish and wait for the confirmation. Raises only what a channel that is shared would not explain."""
+        """Publish and wait for the confirmation. Raises only errors that a shared channel does not explain."""
         from aiormq.exceptions import ChannelClosed, ChannelPreconditionFailed, DeliveryError, PublishError
         from pamqp.commands import Basic
 
@@ -203,7 +203,7 @@ class RabbitMQTransport:
             if task is None or task.cancelling():
                 raise
             return Transient("outcome unknown: connection lost before the confirmation", outage=True, unknown=True)
-        except Exception as error:  # noqa: BLE001 - whatever ended it, the event may have been taken
+        except Exception as error:  # noqa: BLE001 - after any error, the event may have been accepted
             return Transient(f"outcome unknown: no confirmation: {self._said(error)}", outage=True, unknown=True)
         return Sent()
 
@@ -231,11 +231,11 @@ def _is_open(connection: AbstractConnection | AbstractChannel) -> bool:
 
 
 def _parse_url(text: str, seconds: float) -> tuple[str, tuple[str, ...]]:
-    """The URL with a heartbeat, so that a connection whose other end is gone is noticed; and its secrets."""
+    """The URL with a heartbeat, so that a lost server is noticed; and its secrets."""
     try:
         url = urlsplit(text)
         if url.port == 0:
-            raise ValueError  # noqa: TRY301 - like a port that is no number
+            raise ValueError  # noqa: TRY301 - like a port that is not a number
     except ValueError:
         url = urlsplit("")
     if url.scheme not in ("amqp", "amqps") or not url.hostname:

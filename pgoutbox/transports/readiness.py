@@ -1,6 +1,6 @@
-"""What the settings alone tell about e-mail that cannot go out. Pure: connects to nothing.
+"""Problems of the settings that prevent e-mail. Pure: connects to nothing.
 
-Workers warn of it when they start, and the doctor explains it.
+Workers warn of them when they start, and the doctor explains them.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Final, NamedTuple
 from pgoutbox.settings import Settings
 from pgoutbox.transports.mail import Email
 
-# The names that documentation uses (RFC 2606): nobody has them.
+# The names for documentation (RFC 2606): they have no owner.
 _EXAMPLE: Final = re.compile(r"(?:^|[@.])example(?:\.(?:com|org|net|edu))?\.?>?\s*$", re.IGNORECASE)
-# Those of tests and of one machine (RFC 6761): they lead nowhere else.
+# The names for tests and for the local machine (RFC 6761).
 _RESERVED: Final = re.compile(r"(?:^|[@.])(?:test|invalid|localhost|localdomain)\.?>?\s*$", re.IGNORECASE)
 
 
 class Lack(NamedTuple):
-    """A setting that keeps e-mail from going out, what is wrong with it, and the topics that are known to need it."""
+    """A setting that prevents e-mail, its problem, and the topics that are known to need it."""
 
     variable: str
     reason: str
@@ -28,21 +28,21 @@ class Lack(NamedTuple):
 
 
 def is_example(address: str) -> bool:
-    """Whether an address or a host name is one of the documentation's."""
+    """Whether an address or a host name is reserved for documentation."""
     return _EXAMPLE.search(address) is not None
 
 
 def is_reserved(address: str) -> bool:
-    """Whether an address or a host name is reserved for tests, or for the machine itself."""
+    """Whether an address or a host name is reserved for tests, or for the local machine."""
     return _RESERVED.search(address) is not None
 
 
 def lacks_of_mail(
     settings: Settings, schemes: Iterable[str], functions: Mapping[str, Callable[..., object]]
 ) -> Iterator[Lack]:
-    """What keeps e-mail from going out, as far as it can be known.
+    """The known problems that prevent e-mail.
 
-    `schemes` are those that there is a transport for, `functions` the handlers by their topics: one whose return
+    `schemes` are the schemes with a transport, `functions` the handlers by their topics: a handler whose return
     annotation names `Email` needs a mail server.
     """
     if settings.smtp_host is not None:
@@ -68,7 +68,7 @@ def _returns_email(function: Callable[..., object]) -> bool:
     target = function if hasattr(function, "__annotations__") else getattr(function, "__call__", None)  # noqa: B004 - a callable object has its annotations there
     try:
         hints = typing.get_type_hints(target)
-    except Exception:  # noqa: BLE001 - annotations may name anything; what cannot be resolved tells nothing
+    except Exception:  # noqa: BLE001 - annotations may be anything; an unresolved one proves nothing
         return False
     return _mentions_email(hints.get("return"))
 

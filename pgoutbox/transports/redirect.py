@@ -1,7 +1,7 @@
 """The redirect for testing: all e-mail goes to one address or one domain, except for recipients on a list.
 
-Pure. It never sends a real user's e-mail astray unnoticed: on the days that are forbidden to it, a worker does not
-start with a redirect, and one that runs on into them hands nothing over. What cannot be redirected is held back.
+Pure. It never redirects a real user's e-mail unnoticed: on the forbidden days, a worker does not start with a redirect,
+and a running worker hands nothing over. Contents that cannot be redirected are held back.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _WINDOW = re.compile(r"(\d{4}-\d\d-\d\d)/(\d{4}-\d\d-\d\d)(?:\[([A-Za-z0-9_+/-]+
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Days, the first and the last included, in which nothing may be redirected."""
+    """Days on which nothing may be redirected, the first and the last included."""
 
     first: date
     last: date
@@ -63,7 +63,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Redirect:
-    """Where e-mail goes instead, who gets theirs all the same, and when none of this may be."""
+    """The target of redirected e-mail, the exempt recipients, and the forbidden days."""
 
     target: Address
     to_domain: bool
@@ -72,19 +72,19 @@ class Redirect:
 
     @classmethod
     def of(cls, settings: Settings) -> Self | None:
-        """The redirect that the settings ask for. Raises `ConfigurationError`, whether there is one or not."""
+        """The redirect of the settings, or None. Raises `ConfigurationError` for invalid settings in both cases."""
         windows = tuple(Window.parse(text) for text in _items(settings.redirect_forbidden))
         exempt = frozenset(_exemption(text) for text in _items(settings.redirect_except))
         if settings.redirect_to is None:
             return None
         to_domain = settings.redirect_to.startswith("@")
-        # The longest name that an address can be mapped to has to fit before the domain.
+        # The longest name for a redirected address must fit before the domain.
         full = "x" * _MAX_LOCAL_BYTES + settings.redirect_to if to_domain else settings.redirect_to
         return cls(_address(_TO, full), to_domain, exempt, windows)
 
     @classmethod
     def at_start(cls, settings: Settings) -> Self | None:
-        """`of`, which is a `ConfigurationError` too while a redirect is forbidden."""
+        """`of`, but it also raises `ConfigurationError` while a redirect is forbidden."""
         redirect = cls.of(settings)
         if redirect is not None and (window := redirect._window()) is not None:
             raise ConfigurationError(
@@ -93,7 +93,7 @@ class Redirect:
         return redirect
 
     def require_allowed(self) -> None:
-        """Raise `Unavailable` while a redirect is forbidden: neither the users nor the testers get anything."""
+        """Raise `Unavailable` while a redirect is forbidden: neither users nor testers get e-mail."""
         if (window := self._window()) is not None:
             raise Unavailable(f"refuses to redirect within {window.text} ({_FORBIDDEN}): unset {_TO} and restart")
 
@@ -102,12 +102,12 @@ class Redirect:
         return next((window for window in self.windows if now in window), None)
 
     def is_exempt(self, box: Mailbox) -> bool:
-        """Whether this recipient gets the e-mail all the same."""
+        """Whether this recipient is exempt from the redirect."""
         address = box.address
         return not self.exempt.isdisjoint({address.addr_spec.lower(), f"@{address.domain.lower()}"})
 
     def apply(self, box: Mailbox) -> Mailbox:
-        """Who gets the e-mail instead of this recipient, under the recipient's name."""
+        """The mailbox that gets the e-mail instead of this recipient, under the recipient's name."""
         if self.is_exempt(box):
             return box
         name = _told_apart(box.address) if self.to_domain else self.target.username
@@ -131,7 +131,7 @@ def _exemption(text: str) -> str:
 
 
 def _told_apart(address: Address) -> str:
-    """A mailbox name that shows whose e-mail it is: `ann=example.com`. Cut, and told apart by a digest, if too long."""
+    """A mailbox name that shows the recipient: `ann=example.com`. If it is too long, it is cut and gets a digest."""
     name = f"{address.username}={address.domain}"
     if len(name.encode()) <= _MAX_LOCAL_BYTES:
         return name

@@ -1,7 +1,7 @@
 """The transport that appends events to Redis streams.
 
-One XADD for each event, never repeated by itself: Redis does not recognise a repetition, so only the retry policy may
-decide on one, and the entry's field `id`, the same at every attempt, lets the consumer recognise it.
+Each event is one XADD, which the transport never repeats: Redis does not recognise a repetition, so only the retry
+policy may repeat. The entry's field `id`, the same at every attempt, lets the consumer recognise a repetition.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ __all__ = ["Event", "RedisTransport"]
 class RedisTransport:
     """Appends an `Event` to the stream that the destination names, `redis:orders`. One instance serves one event loop.
 
-    An entry has the fields `id`, `content-type` and `event`, and one for each of the event's headers. A stream that
-    does not exist is created by its first entry, and none is ever trimmed. At most `connection_count` connections are
-    open at once; they are opened when they are needed, and one that broke is replaced. With `rediss:` nothing leaves in
-    plain text, and the certificate and its host name are verified.
+    An entry has the fields `id`, `content-type` and `event`, and one for each of the event's headers. The first entry
+    creates the stream. Streams are never trimmed. At most `connection_count` connections are open at once. They are
+    opened when they are needed, and replaced when they broke. With `rediss:` nothing is sent in plain text, and the
+    certificate and its host name are verified.
 
     | Redis | outcome |
     |---|---|
     | answers XADD with the id of the entry | sent |
-    | cannot be reached, or is not who it has to be | transient |
+    | cannot be reached, or has a wrong certificate | transient |
     | refuses the password, or demands one | unavailable |
-    | does not answer XADD in time, or breaks off | transient, "outcome unknown" |
-    | says that the key is no stream (WRONGTYPE) | permanent: the destination names something else |
-    | refuses otherwise: memory, ACL, replica, loading, cluster | transient: the operator's to repair |
+    | does not answer XADD in time, or disconnects | transient, "outcome unknown" |
+    | answers that the key is not a stream (WRONGTYPE) | permanent: the destination is another kind of key |
+    | refuses for another reason: memory, ACL, replica, loading, cluster | transient: the operator must fix it |
 
     Raises `ConfigurationError` when the setting `redis_url` is missing or unusable, `MissingExtraError` without redis.
     """
@@ -59,7 +59,7 @@ class RedisTransport:
         self._settings = settings
         self._seconds = settings.broker_timeout_seconds
         try:
-            # Connecting is tried once; whatever follows is the retry policy's. The time limits are our own.
+            # Connecting is tried once; the retry policy repeats. The time limits are our own.
             self._pool: ConnectionPool = ConnectionPool.from_url(
                 url, protocol=2, retry=Retry(NoBackoff(), 0), socket_timeout=None, socket_connect_timeout=None
             )
@@ -84,11 +84,11 @@ class RedisTransport:
             return await self._append(stream, event)
 
     def part_key(self, message: Message[object], content: Content) -> str | None:  # noqa: ARG002 - the content has it
-        """What events without a source of their own depend on."""
+        """The breaker of events without their own source."""
         return part_key(content)
 
     async def check(self) -> str | None:
-        """Connect and sign in as for an event, and say what went wrong; None if nothing did."""
+        """Connect and sign in as for an event, and return the problem, or None."""
         from redis.exceptions import RedisError
 
         try:
@@ -124,12 +124,13 @@ class RedisTransport:
         except (RedisError, OSError) as error:
             text = f"connect: {self._said(error)}"
             if self._has_tls and isinstance(error, TimeoutError):
-                text += f"; {IS_IT_TLS}"  # A Redis without TLS waits for the end of what it takes for a command.
+                text += f"; {IS_IT_TLS}"  # A Redis without TLS reads it as an incomplete command, and waits.
             return Transient(text, outage=True)
         try:
             async with asyncio.timeout(self._seconds):
                 await connection.send_command("XADD", stream, "*", *fields)
-                # Without an answer it closes the connection, so that a late one is not taken for that of the next.
+                # Without an answer it closes the connection, so that a late answer is not read as the answer of the
+                # next command.
                 await connection.read_response(disconnect_on_error=True)
         except AuthenticationError as error:  # Redis demands a password, and none is set.
             return Unavailable(f"XADD: {self._said(error)}")
@@ -156,7 +157,7 @@ class RedisTransport:
 
 
 def _verify(pool: ConnectionPool, settings: Settings) -> bool:
-    """Have connections of `rediss:` verify the server; whether there is TLS. The client leaves that to its URL."""
+    """Make connections of `rediss:` verify the server, and return whether there is TLS. The URL alone does not."""
     given = pool.connection_kwargs
     has_tls = any(scheme.__name__ == "SSLConnection" for scheme in pool.connection_class.__mro__)
     demand_tls_for("PGOUTBOX_REDIS_CA_FILE", settings.redis_ca_file, "PGOUTBOX_REDIS_URL", "rediss:", has_tls=has_tls)

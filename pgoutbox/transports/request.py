@@ -1,6 +1,6 @@
-"""What a webhook is, and the request that is made of it. Pure: opens nothing, needs no extra.
+"""The webhook and its request. Pure: opens nothing, needs no extra.
 
-`render` refuses, naming the field, whatever could become a second header or lead where no webhook may go.
+`render` refuses, naming the field, values that could become a second header or lead to a forbidden target.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ Headers = Sequence[tuple[bytes, bytes]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Webhook:
-    """A request to be sent to somebody's URL: return it from a handler.
+    """A request to a receiver's URL: return it from a handler.
 
-    `body` is a JSON value, or bytes that go out as they are. It goes to the message's `https:` destination, or to `url`
-    if there is one. Without `media_type` it is `application/json`, and `application/octet-stream` for bytes.
+    `body` is a JSON value, or bytes that are sent unchanged. It goes to the message's `https:` destination, or to `url`
+    if given. The default of `media_type` is `application/json`, and `application/octet-stream` for bytes.
 
-    It is signed by Standard Webhooks: with `secrets`, the receiver's own, or with those of the setting
-    `webhook_secrets` that have the name `secret_name`, or no name. Several secrets make several signatures, so that the
-    receiver can change from one to the other. `signed=False` is for receivers that ask for something else.
+    It is signed by Standard Webhooks: with `secrets`, the receiver's own, or with the secrets of the setting
+    `webhook_secrets` with the name `secret_name`, or without a name. Several secrets give several signatures, so that
+    the receiver can rotate them. `signed=False` is for receivers with another scheme.
 
     >>> Webhook(body={"type": "order.paid", "data": {"id": 7}}).scheme
     'https'
@@ -69,13 +69,13 @@ class Webhook:
 
     @property
     def scheme(self) -> str:
-        """That of `url`; `https` without one."""
+        """The scheme of `url`; `https` without one."""
         return scheme_of(self.url) if isinstance(self.url, str) else "https"
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The settings of webhooks, parsed: where they may go and what signs them."""
+    """The parsed settings of webhooks: their allowed targets and their secrets."""
 
     frontier: Frontier
     keys: Mapping[str, tuple[bytes, ...]] = field(repr=False)
@@ -94,7 +94,7 @@ class Rules:
 
 
 def _keys_by_name(text: str) -> Mapping[str, tuple[bytes, ...]]:
-    """Keys by name, those without a name under the empty one."""
+    """Keys by name; keys without a name have the empty name."""
     found: dict[str, tuple[bytes, ...]] = {}
     for number, entry in enumerate(text.split(), start=1):
         name, equals, secret = entry.partition("=whsec_")
@@ -110,7 +110,7 @@ def _keys_by_name(text: str) -> Mapping[str, tuple[bytes, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class RenderedRequest:
-    """One request but for its signature, which is made when it is sent."""
+    """One request without its signature, which is computed when it is sent."""
 
     endpoint: Endpoint
     method: str
@@ -120,7 +120,7 @@ class RenderedRequest:
     keys: Sequence[bytes] = field(repr=False)
 
     def with_headers(self, headers: Mapping[str, str]) -> RenderedRequest:
-        """The request with these headers too, as far as it has none of the name."""
+        """The request with these headers added, except those that it already has."""
         names = {name.lower() for name, _ in self.headers}
         added = [(name.encode(), text.encode()) for name, text in headers.items() if name.encode() not in names]
         return replace(self, headers=[*self.headers, *added])
@@ -140,8 +140,8 @@ class RenderedRequest:
 def render(webhook: Webhook, message: Message[object], rules: Rules) -> RenderedRequest:
     """The request that would be sent for this message; resolves and connects to nothing.
 
-    Raises `Permanent`, naming the field, for what must not be sent. A secret that the settings do not have is
-    `Transient`, because a setting mends it.
+    Raises `Permanent`, naming the field, for an invalid request. A secret that is missing in the settings is
+    `Transient`, because a setting fixes it.
     """
     if webhook.url is not None:
         endpoint = rules.frontier.endpoint("webhook.url", webhook.url)
@@ -239,7 +239,7 @@ def _keys(webhook: Webhook, rules: Rules) -> Sequence[bytes]:
 
 
 def secret_key(webhook: Webhook) -> str | None:
-    """The breaker of webhooks that are signed with this secret of the setting, which opens while it is missing."""
+    """The key of the breaker for webhooks with this secret of the setting. It opens while the secret is missing."""
     if not webhook.signed or webhook.secrets:
         return None
     return f"webhook:{_SECRETS}" + (f" {webhook.secret_name}" if webhook.secret_name is not None else "")

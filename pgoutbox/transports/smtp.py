@@ -1,8 +1,8 @@
 """The transport that hands e-mail to an SMTP server.
 
-It keeps a few connections open and never sends a message again by itself once the server may have taken it: that is
-for the retry policy to decide, and the Message-ID, which is the same at every attempt, lets the receiver recognise
-the repetition. No address, text or secret goes into the log.
+It keeps a few connections open. It never repeats a message that the server may have accepted: the retry policy decides
+on that. The Message-ID, the same at every attempt, lets the receiver recognise the repetition. No address, text or
+secret goes into the log.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ _MAX_REPLY_LENGTH = 500
 _NAMED_REFUSAL_COUNT = 5
 _ENHANCED_CODE = re.compile(r"([245])\.(\d{1,3})\.(\d{1,3})\b")
 
-# Refusals that somebody repairs without touching the message: an account, a DNS record, a full disk or mailbox.
+# Refusals that can be fixed without changing the message: an account, a DNS record, a full disk or mailbox.
 _AUTHENTICATION_CODES = frozenset({530, 534, 535, 538})
 _ACCOUNT_CODES = frozenset({"7.8", "7.9", "7.11", "7.13"})
 _REPAIRABLE_CODES = _ACCOUNT_CODES | {"2.2", "3.1", "3.2", "3.5", "4.5"} | {f"7.{detail}" for detail in range(20, 27)}
-# About the sender by RFC 3463, and the two by which Exchange says that this account may not send as that sender.
+# Codes about the sender by RFC 3463, and two of Exchange: this account may not send as that sender.
 _SENDER_CODES = frozenset({"1.7", "1.8", "7.60", "2.252"})
-# What MAIL can be refused for that is about this e-mail: its size.
+# Refusals of MAIL that concern this e-mail: its size.
 _SIZE_CODES = frozenset({"2.3", "3.4"})
 
 Fault = Literal["server", "sender"]
 
 
 class SmtpTransport:
-    """Sends `Email` by way of the SMTP server that the settings name. One instance serves one event loop.
+    """Sends `Email` through the SMTP server of the settings. One instance serves one event loop.
 
-    At most `smtp_connections` connections are open at once. They are used again, unless they were idle for longer than
-    `idle_seconds`. One that proves dead before the server accepts MAIL is replaced by a fresh one; after that nothing
-    is repeated. With `starttls` and `tls` nothing, no password above all, leaves in plain text: the certificate and its
-    host name are verified against the CAs of the system and of `smtp_ca_file`, or by `tls_context`.
+    At most `smtp_connections` connections are open at once. They are reused, unless they were idle for longer than
+    `idle_seconds`. A connection that is dead before the server accepts MAIL is replaced; after that nothing is
+    repeated. With `starttls` and `tls` nothing is sent in plain text, in particular no password: the certificate and
+    its host name are verified against the CAs of the system and of `smtp_ca_file`, or by `tls_context`.
 
     Raises `ConfigurationError` when a setting is missing or unusable, `MissingExtraError` without aiosmtplib.
     """
@@ -90,10 +90,10 @@ class SmtpTransport:
     async def send(self, message: Message[object], content: Content) -> Outcome:
         """Hand the e-mail over to the server, for all of its recipients or for none.
 
-        `Sent` means that the server has taken it. `Permanent` names the field that is wrong or the server's refusal;
-        everything that time or the operator can mend is `Transient`. A refused sender or password is `Unavailable`.
-        When the connection breaks after the content went out, the outcome is unknown: the next attempt may be a
-        duplicate, with the same Message-ID.
+        `Sent` means that the server has accepted it. `Permanent` names the wrong field or the server's refusal.
+        Failures that pass with time or that the operator can fix are `Transient`. A refused sender or password is
+        `Unavailable`. If the connection breaks after the content was sent, the outcome is unknown: the next attempt may
+        be a duplicate, with the same Message-ID.
         """
         if not isinstance(content, Email):
             return Permanent(f"content: the SMTP transport sends an Email, not {type(content).__name__}")
@@ -102,7 +102,7 @@ class SmtpTransport:
             return Unavailable(NO_SENDER, breaker=sender_key)
         try:
             if content.attachments:
-                # Encoding many megabytes takes long enough to hold up every other handler.
+                # Encoding many megabytes takes so long that it would delay every other handler.
                 mail = await asyncio.to_thread(render, content, message, self._settings)
             else:
                 mail = render(content, message, self._settings)
@@ -115,11 +115,11 @@ class SmtpTransport:
                 return failure.outcome(sender_key)
 
     def breaker_key(self, message: Message[object], content: Content | None) -> str:  # noqa: ARG002 - one server for all
-        """The server, whoever the recipients are."""
+        """The server, for all recipients."""
         return self._breaker_key
 
     def part_key(self, message: Message[object], content: Content) -> str | None:  # noqa: ARG002 - the content has it
-        """The sender at this server: that of the settings, whatever it is, or the e-mail's own."""
+        """The sender at this server: the sender of the settings, or the e-mail's own."""
         if not isinstance(content, Email):
             return None
         if content.sender in (None, self._settings.smtp_from):
@@ -127,9 +127,9 @@ class SmtpTransport:
         return f"{self._breaker_key} sender {_address_in(content.sender)}"
 
     async def check(self) -> str | None:
-        """Connect, encrypt, sign in and name the sender as for an e-mail, and say what went wrong; None if nothing did.
+        """Connect, encrypt, sign in and name the sender as for an e-mail, and return the problem, or None.
 
-        No recipient and no content follow.
+        It sends no recipient and no content.
         """
         try:
             connection = await self._open()
@@ -138,7 +138,7 @@ class SmtpTransport:
         try:
             if self._settings.smtp_from is not None:
                 sender = parse_mailbox("PGOUTBOX_SMTP_FROM", self._settings.smtp_from).address.addr_spec
-                if sender.isascii():  # Another one needs what only an e-mail of it would ask for.
+                if sender.isascii():  # Other senders need SMTPUTF8, which only an e-mail requests.
                     await connection.offer(sender)
         except _Failure as failure:
             return failure.text
@@ -147,12 +147,12 @@ class SmtpTransport:
         return None
 
     async def aclose(self) -> None:
-        """Take leave of the server on every open connection."""
+        """Close every open connection with QUIT."""
         idle, self._idle = self._idle, []
         await asyncio.gather(*(connection.quit() for connection in idle))
 
     async def _hand_over(self, mail: RenderedEmail) -> Outcome:
-        """Hand the e-mail over on a connection that is open, or a new one. Raises `_Failure`."""
+        """Hand the e-mail over on an open connection or a new one. Raises `_Failure`."""
         idle = self._take_idle()
         if idle is not None:
             try:
@@ -165,7 +165,7 @@ class SmtpTransport:
         return await self._transact(await self._open(), mail)
 
     async def _transact(self, connection: _Connection, mail: RenderedEmail) -> Outcome:
-        """One mail transaction. Only a connection whose state is known afterwards is kept, cancelled or not."""
+        """One mail transaction. The connection is kept if its state is known afterwards, also after a cancellation."""
         try:
             return await connection.deliver(mail)
         finally:
@@ -176,7 +176,7 @@ class SmtpTransport:
                 connection.abort()
 
     def _take_idle(self) -> _Connection | None:
-        """The connection used last, so that a pool which is larger than the load shrinks."""
+        """The connection used last, so that an oversized pool shrinks."""
         oldest = asyncio.get_running_loop().time() - self._idle_seconds
         while self._idle and self._idle[0].idle_since <= oldest:
             self._idle.pop(0).abort()
@@ -193,7 +193,7 @@ class SmtpTransport:
         except BaseException:
             connection.abort()
             raise
-        # Asking the resolver for the own name can take seconds; once is enough.
+        # Resolving the own host name can take seconds; once is enough.
         self._ehlo_name = connection.ehlo_name
         logger.debug("connection opened", extra={"event": Event.SMTP_CONNECTION_OPENED.value})
         return connection
@@ -204,7 +204,7 @@ def _port_of(settings: Settings) -> int:
 
 
 def _address_in(sender: object) -> str:
-    """The address of `Ann Lee <ann@example.com>`. An unsound one is refused before it is sent."""
+    """The address of `Ann Lee <ann@example.com>`. An invalid one is refused before it is sent."""
     return str(sender).rpartition("<")[2].rstrip("> ").lower()
 
 
@@ -226,9 +226,9 @@ def _check_settings(settings: Settings) -> None:
 
 
 class _Failure(Exception):  # noqa: N818 - it becomes an outcome
-    """A step of the dialogue that the server refused, with its code, or that broke off, without one.
+    """A step of the dialogue that the server refused, with its code, or that broke off, without a code.
 
-    `fault` says what has to be repaired before any e-mail is accepted, or any of this sender.
+    `fault` names the part to fix before the server accepts any e-mail, or any e-mail of this sender.
     """
 
     def __init__(
@@ -251,16 +251,16 @@ class _Failure(Exception):  # noqa: N818 - it becomes an outcome
 
     @property
     def ends_connection(self) -> bool:
-        """No answer, or one that is about the connection and not about the message."""
+        """No answer, or an answer about the connection and not about the message."""
         return self.code in {None, 421} or (self.step == "MAIL" and self.code == 503)
 
     @property
     def is_outage(self) -> bool:
-        """The next e-mail may meet with the same: the server or the way to it is at fault."""
+        """The next e-mail may fail too: the server or the way to it is at fault."""
         return self.step not in {"MAIL", "RCPT", "DATA"} or self.ends_connection
 
     def outcome(self, sender_key: str | None) -> Outcome:
-        """What it makes of the attempt. `sender_key`: the breaker of the e-mail's sender."""
+        """The outcome of the attempt. `sender_key`: the breaker of the e-mail's sender."""
         if self.fault is not None:
             return Unavailable(self.text, breaker=sender_key if self.fault == "sender" else None)
         if not self.transient:
@@ -269,16 +269,17 @@ class _Failure(Exception):  # noqa: N818 - it becomes an outcome
 
 
 def fault_of(step: str, code: int, text: str) -> Fault | None:
-    """What a refusal says has to be repaired: the server's settings and account, or the sender. None for the rest.
+    """The part to fix after a refusal: the server's settings and account, or the sender. None for other refusals.
 
-    `text` starts with the enhanced code, if any. No repetition helps before that, and every other e-mail meets the
-    same. RCPT and DATA speak of one e-mail, unless their code is about the account or, by RFC 3463, about the sender.
+    `text` starts with the enhanced code, if any. Until the fix no repetition helps, and every other e-mail fails too. A
+    refusal of RCPT and DATA concerns one e-mail, unless its code is about the account or, by RFC 3463, about the
+    sender.
 
     | step | reply | |
     |---|---|---|
-    | AUTH | 5xx | server: the password is wrong, or there is no way to give it |
+    | AUTH | 5xx | server: the password is wrong, or no login method is available |
     | MAIL, RCPT, DATA | 530, 534, 535, 538; 5xx with 5.7.8, 5.7.9, 5.7.11, 5.7.13 | server: its account |
-    | MAIL | 503 | server: another spelling of 530, on a connection that is new |
+    | MAIL | 503 | server: another form of 530, on a new connection |
     | MAIL, RCPT, DATA | x.1.7, x.1.8, x.7.60, x.2.252 | sender |
     | MAIL | 552, 555, or 5xx with 5.2.3, 5.3.4 or 5.6.x | none: this e-mail's size, encoding or options |
     | | any other 5xx that is not 4.x.x, 550 5.7.1 and a bare 553 among them | sender |
@@ -299,19 +300,19 @@ def fault_of(step: str, code: int, text: str) -> Fault | None:
 
 
 def is_transient(step: str, code: int, text: str) -> bool:
-    """Whether a refusal that is nobody's `fault_of` can pass without a change to the message.
+    """Whether a refusal without a `fault_of` can pass without a change to the message.
 
-    RFC 3463 gives the enhanced code its class (4: trying again later may succeed, 5: it will not in this form), and
-    RFC 2034 demands the same class of the basic code. Some servers say two things all the same: greylisting answers
-    450 5.7.1, and Exchange 451 5.7.3 to a client that has not encrypted. Then the one that says "later" is believed:
-    a retry too many costs little, and an e-mail that was given up is lost.
+    RFC 3463 defines the class of the enhanced code (4: a later try may succeed, 5: it will not in this form), and RFC
+    2034 demands the same class of the basic code. Some servers contradict themselves: greylisting answers 450 5.7.1,
+    and Exchange answers 451 5.7.3 to a client without encryption. Then the code for "later" counts: an unneeded retry
+    costs little, and an e-mail that was given up is lost.
 
     | step | reply | |
     |---|---|---|
-    | greeting, EHLO, STARTTLS, AUTH | any | transient: the server is the operator's to repair |
-    | MAIL, RCPT, DATA | 4xx, with 5.x.x too, and whatever is no refusal at all | transient |
+    | greeting, EHLO, STARTTLS, AUTH | any | transient: the operator must fix the server |
+    | MAIL, RCPT, DATA | 4xx, also with 5.x.x, and answers that are not a refusal | transient |
     | RCPT | 552 without an enhanced code | transient: too many recipients (RFC 5321, 4.5.3.1.10) |
-    | MAIL, RCPT, DATA | 5xx with 4.x.x | transient: the finer code is believed |
+    | MAIL, RCPT, DATA | 5xx with 4.x.x | transient: the more specific code counts |
     | | 5xx with 5.2.2, 5.3.1, 5.3.2, 5.3.5, 5.4.5 | transient: full, not accepting, misconfigured, congested |
     | | 5xx with 5.7.20 to 5.7.26 | transient: DKIM, SPF or reverse DNS of the sender (RFC 7372) |
     | | any other 5xx, 554 5.7.1 among them | permanent |
@@ -325,7 +326,7 @@ def is_transient(step: str, code: int, text: str) -> bool:
 
 
 class _Connection:
-    """One connection to the server. `is_ready` says that the next command may be MAIL."""
+    """One connection to the server. `is_ready`: the next command may be MAIL."""
 
     def __init__(self, settings: Settings, tls_context: ssl.SSLContext | None, ehlo_name: str | None) -> None:
         import aiosmtplib
@@ -337,7 +338,7 @@ class _Connection:
             local_hostname=ehlo_name,
             timeout=settings.smtp_timeout_seconds,
             use_tls=settings.smtp_security == "tls",
-            # STARTTLS is demanded below; the client's own option would look for it only.
+            # The code below demands STARTTLS; the client's own option would use it only if offered.
             start_tls=False,
             tls_context=tls_context,
         )
@@ -347,7 +348,7 @@ class _Connection:
 
     @property
     def is_open(self) -> bool:
-        """False once this end has seen the connection break. What the server offers is forgotten then."""
+        """False after this side has seen the connection break. Then the server's extensions are unknown."""
         return self._client.is_connected
 
     @property
@@ -355,7 +356,7 @@ class _Connection:
         return self._client.local_hostname
 
     async def open(self) -> None:
-        """Greet, encrypt as demanded, authenticate. Raises `_Failure`, always transient."""
+        """Greet, encrypt as configured, authenticate. Raises `_Failure`, always transient."""
         with self._step("connect"):
             await self._client.connect()
         with self._step("EHLO"):
@@ -387,7 +388,7 @@ class _Connection:
             await self._client.login(username, secret)
 
     async def deliver(self, mail: RenderedEmail) -> Outcome:
-        """One mail transaction. Raises `_Failure`; nothing was handed over unless that says "outcome unknown"."""
+        """One mail transaction. Raises `_Failure`; nothing was handed over unless its text has "outcome unknown"."""
         if mail.smtputf8_field is not None and not self._client.supports_extension("smtputf8"):
             return Permanent(f"{mail.smtputf8_field}: is not ASCII before @, and the server does not offer SMTPUTF8")
         self.is_ready = False
@@ -416,7 +417,7 @@ class _Connection:
             await self._client.mail(sender, options=options, encoding="utf-8")
 
     async def _rcpt(self, mail: RenderedEmail) -> None:
-        """Name the recipients. One refusal refuses all: a retry would be a duplicate for those already served."""
+        """Name the recipients. One refusal refuses all: otherwise a retry would be a duplicate for the others."""
         refusals: list[_Failure] = []
         for recipient in mail.recipients:
             try:
@@ -454,7 +455,7 @@ class _Connection:
             self.is_ready = True
 
     async def quit(self) -> None:
-        """Say goodbye, but do not wait for long; then the connection is gone."""
+        """Send QUIT, wait for a short time, and close the connection."""
         try:
             with suppress(_Failure), self._step("QUIT"):
                 await self._client.quit(timeout=_QUIT_SECONDS)
@@ -462,9 +463,9 @@ class _Connection:
             self.abort()
 
     def abort(self) -> None:
-        """Close at once, without flushing what is still to be written: half a message must not become a whole one."""
+        """Close at once, without flushing unwritten data: half a message must not become a whole one."""
         self.is_ready = False
-        # aiosmtplib forgets its transport when it closes it, but goes on writing; hence the transport kept here.
+        # aiosmtplib drops its transport when it closes it, but goes on writing; so the transport is kept here.
         transport = self._transport or self._client.transport
         if transport is not None:
             cast("asyncio.WriteTransport", transport).abort()
@@ -472,7 +473,7 @@ class _Connection:
 
     @contextmanager
     def _step(self, step: str, *, subject: str = "", hide: Sequence[str] = ()) -> Iterator[None]:
-        """Turn what aiosmtplib raises in one step of the dialogue into a `_Failure`."""
+        """Turn errors of aiosmtplib in one step of the dialogue into a `_Failure`."""
         import aiosmtplib
 
         where = f"{step} {subject}".rstrip()
@@ -497,7 +498,7 @@ class _Connection:
 
 
 def _spellings(username: str, password: str) -> tuple[str, ...]:
-    """The password in every form in which it crosses the wire, and a server might quote it."""
+    """The password in every form on the wire, because a server might quote it."""
     plain = f"\0{username}\0{password}".encode()
     return base64.b64encode(plain).decode(), base64.b64encode(password.encode()).decode(), password
 

@@ -1,6 +1,7 @@
 """E-mail from templates: three files of one name give the subject, the text and the HTML.
 
-What the data lacks is `Permanent`, because the next attempt would lack it too; what a deployment mends is `Transient`.
+Missing data is `Permanent`, because the next attempt would lack it too. A problem that a deployment fixes is
+`Transient`.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ class RenderedTemplates(NamedTuple):
 
 
 class Templates:
-    """The Jinja templates of an application's e-mail, in a directory, or in one within a package.
+    """The Jinja templates of an application's e-mail, in a directory, or in a directory of a package.
 
-    Make one when the application starts: a directory that does not exist is a `ConfigurationError` that names it.
+    Create it when the application starts: a directory that does not exist raises a `ConfigurationError` that names it.
 
         templates = Templates(package="club")
 
@@ -74,9 +75,9 @@ class Templates:
     def render(self, name: str, context: Mapping[str, object]) -> RenderedTemplates:
         """Render `NAME.subject.txt`, and `NAME.txt`, `NAME.html` or both, with the context.
 
-        Values are escaped in `.html` alone. A name that the context does not have is `Permanent`, with the template,
-        the line and the name, and so is a subject that is not one line. A template that is missing or cannot be read is
-        `Transient`: the messages wait for the deployment that brings it.
+        Values are escaped only in `.html`. A name that the context does not have is `Permanent`, with the template, the
+        line and the name. A subject of several lines is also `Permanent`. A missing or unreadable template is
+        `Transient`: the messages wait for a deployment with the template.
         """
         found = {suffix: self._find(f"{name}{suffix}") for suffix in (".subject.txt", ".txt", ".html")}
         subject_template = found[".subject.txt"]
@@ -126,7 +127,7 @@ def _unreadable(error: jinja2.TemplateSyntaxError) -> Transient:
 
 
 def _place(error: Exception, name: str | None) -> str:
-    """Where it happened. Jinja rewrites tracebacks so that they lead through the templates."""
+    """The place of the error. Jinja rewrites tracebacks so that they contain the lines of templates."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
         if path.suffix in _SUFFIXES:

@@ -1,4 +1,4 @@
-"""How the transports verify the server that they speak to: always, its certificate and its host name."""
+"""Server verification of the transports: always both the certificate and the host name."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def verifying_context(*, variable: str | None = None, ca_file: str | None = None
 
 
 def demand_tls_for(variable: str, ca_file: str | None, other: str, with_tls: str, *, has_tls: bool) -> None:
-    """Refuse a CA file for a connection in plain text: who gives one believes that it is encrypted."""
+    """Refuse a CA file for a connection in plain text: the setting implies an encrypted one."""
     if ca_file is not None and not has_tls:
         raise ConfigurationError(f"{variable} is set, but {other} asks for plain text; use {with_tls}")
 
 
 def describe_refusal(error: BaseException) -> str | None:
-    """What is wrong with a certificate, in OpenSSL's words; None for an error of another kind.
+    """The problem of a certificate, in OpenSSL's words; None for an error of another kind.
 
-    Clients hide it behind errors of their own, of which some say no more than that a connection could not be made.
+    Clients hide it behind their own errors. Some of these only report that connecting failed.
     """
     seen: BaseException | None = error
     while seen is not None:

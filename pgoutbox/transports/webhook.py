@@ -1,8 +1,8 @@
-"""The transport that sends webhooks, and lets nobody use it to reach what is not public.
+"""The transport that sends webhooks, and never to an address that is not public.
 
-A name is resolved once, all of its addresses are looked at, and one of those very addresses is dialled; the certificate
-must still be for the name. Proxies of the environment, cookies and redirects do not exist here. What a receiver says in
-its answer reaches nobody but for the status, unless the settings ask for an excerpt.
+A name is resolved once, all of its addresses are checked, and one of the checked addresses is dialled; the certificate
+must still be for the name. Proxies of the environment, cookies and redirects are not used. Only the status of an answer
+is recorded, unless the settings ask for an excerpt.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ _TRANSIENT_STATUSES = frozenset({408, 425, 429})
 
 
 def is_installed() -> bool:
-    """Whether the extra `webhook` is there."""
+    """Whether the extra `webhook` is installed."""
     return find_spec("httpcore") is not None and find_spec("anyio") is not None
 
 
 class WebhookTransport:
     """Sends `Webhook` to the URL that the message or the content names. One instance serves one event loop.
 
-    At most `webhook_connections` are under way at once; connections are used again while they are fresh. One deadline
-    holds for the whole exchange. TLS 1.2 or newer, verified against the CAs of the system and `webhook_ca_file`.
-    `clock`, in seconds since 1970, is what signatures are dated by.
+    At most `webhook_connections` requests run at once; connections are reused while they are fresh. One deadline covers
+    the whole exchange. TLS 1.2 or newer is verified against the CAs of the system and `webhook_ca_file`. `clock`, in
+    seconds since 1970, gives the time of signatures.
 
     Raises `ConfigurationError` when a setting is unusable, `MissingExtraError` without httpcore.
     """
@@ -81,15 +81,15 @@ class WebhookTransport:
 
     @property
     def schemes(self) -> tuple[str, ...]:
-        """`https`, and `http` where the settings allow it."""
+        """`https`, and `http` if the settings allow it."""
         return ("https", "http") if self._settings.webhook_allow_http else ("https",)
 
     async def send(self, message: Message[object], content: Content) -> Outcome:
         """Send the request once and classify the answer.
 
-        `Sent` means that the receiver answered 2xx. `Permanent` names the field that is wrong, or the answer that no
-        repetition changes; what time or somebody else can mend is `Transient`. When the exchange breaks off after the
-        request went out, the outcome is unknown: the next attempt may be a duplicate, with the same `webhook-id`.
+        `Sent` means that the receiver answered 2xx. `Permanent` names the wrong field, or the answer that no repetition
+        changes. Other failures are `Transient`. If the connection breaks after the request was sent, the outcome is
+        unknown: the next attempt may be a duplicate, with the same `webhook-id`.
         """
         if not isinstance(content, Webhook):
             return Permanent(f"content: the webhook transport sends a Webhook, not {type(content).__name__}")
@@ -108,7 +108,7 @@ class WebhookTransport:
         return breaker_key_of(url or message.destination or "")
 
     def part_key(self, message: Message[object], content: Content) -> str | None:  # noqa: ARG002 - the content has it
-        """The secret of the settings that signs it."""
+        """The secret of the settings that signs the request."""
         return secret_key(content) if isinstance(content, Webhook) else None
 
     async def aclose(self) -> None:
@@ -126,7 +126,8 @@ class WebhookTransport:
                 try:
                     await connection.ask(request, answer, clock=self._clock)
                 except _DeadConnectionError:
-                    # It died while it was idle, and nothing was written: that is no attempt. A new one cannot have.
+                    # It died while it was idle, and nothing was written: try a new connection, which cannot have this
+                    # problem.
                     await connection.close()
                     connection = self._new_connection(request.endpoint)
                     await connection.ask(request, answer, clock=self._clock)
@@ -150,7 +151,7 @@ class WebhookTransport:
         if not connection.may_have_sent:
             text = str(error) or f"no connection within {self._connect_seconds:g} s"
             return Transient(f"connect: {_printable(text)[:_MAX_ERROR_LENGTH]}", outage=True)
-        # The texts of httpcore would quote what the receiver sent.
+        # The texts of httpcore would quote the receiver's data.
         match error:
             case httpcore.RemoteProtocolError():
                 text = "the connection was closed without an answer, or the answer is not HTTP"
@@ -178,9 +179,9 @@ class WebhookTransport:
         return None if asked is None else min(asked, self._settings.webhook_retry_after_cap_seconds)
 
     async def _take_idle(self, endpoint: Endpoint) -> _Connection | None:
-        """The connection to this host and port that was used last. What has died meanwhile is closed.
+        """The connection to this host and port that was used last. Dead connections are closed.
 
-        It may still die before the request is written, which `_Connection.ask` looks at once more.
+        It may still die before the request is written; `_Connection.ask` checks it again.
         """
         dead = [connection for connection in self._idle if not connection.is_ready]
         self._idle = [connection for connection in self._idle if connection.is_ready]
@@ -206,7 +207,7 @@ class WebhookTransport:
         return min(self._settings.webhook_connect_timeout_seconds, self._settings.webhook_timeout_seconds)
 
     async def _keep_or_close(self, connection: _Connection) -> None:
-        """Only a connection whose exchange is over on both sides is kept, cancelled or not."""
+        """Keep the connection if its exchange is complete on both sides, also after a cancellation. Else close it."""
         if not connection.is_ready:
             await connection.close()
             return
@@ -222,37 +223,37 @@ class WebhookTransport:
 
     @cached_property
     def _resolver(self) -> ThreadPoolExecutor:
-        # Its own threads: a slow name server of a receiver must not hold up what else this process looks up.
+        # Separate threads: a slow name server of a receiver must not delay other look-ups of this process.
         count = min(self._settings.webhook_connections, _MAX_RESOLVER_THREADS)
         return ThreadPoolExecutor(count, thread_name_prefix="pgoutbox-resolver")
 
 
 class _Chunks(Protocol):
-    """The body of an answer, as httpcore gives it."""
+    """The body of an answer, from httpcore."""
 
     def __aiter__(self) -> AsyncGenerator[bytes, None]: ...
 
 
 class _RefusedAddress(Exception):  # noqa: N818 - it becomes an outcome
-    """A host has an address that must not be dialled."""
+    """A host has a forbidden address."""
 
 
 class _DeadConnectionError(Exception):
-    """The other end of an idle connection was gone before anything of the request was written."""
+    """The receiver had closed an idle connection before any part of the request was written."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Dialler:
-    """Connects to the hosts that the frontier lets through."""
+    """Connects to the hosts that the frontier admits."""
 
     frontier: Frontier
     resolver: ThreadPoolExecutor
 
     async def dial(self, endpoint: Endpoint, timeout_seconds: float) -> httpcore.AsyncNetworkStream:
-        """A connection to an address that was looked at, each of them being tried in turn.
+        """A connection to a checked address. The addresses are tried in turn.
 
-        Raises `_RefusedAddress` when one of the host's addresses is not admitted: then the others are not tried either,
-        because the next look-up may answer in another order.
+        Raises `_RefusedAddress` if one of the host's addresses is not admitted. Then it does not try the others,
+        because the next look-up may return another order.
         """
         import httpcore
 
@@ -275,7 +276,7 @@ class _Dialler:
         addresses = await asyncio.get_running_loop().run_in_executor(self.resolver, look_up)
         for address in addresses:
             if not self.frontier.admits(address):
-                # For the operator alone: to whoever chose the URL it would answer questions about the network.
+                # Only for the operator: it would tell the author of the URL about the network.
                 logger.warning(
                     "a webhook to an address that is not public was refused",
                     extra={
@@ -289,7 +290,7 @@ class _Dialler:
 
 
 class _Connection:
-    """One connection to a host and port. `is_ready` says that a request can be sent on it."""
+    """One connection to a host and port. `is_ready`: a request can be sent on it."""
 
     def __init__(
         self, endpoint: Endpoint, *, dialler: _Dialler, tls_context: ssl.SSLContext | None, timeout_seconds: float
@@ -304,7 +305,7 @@ class _Connection:
 
     @property
     def may_have_sent(self) -> bool:
-        """Whether anything of the last request was written, so that the receiver may have it."""
+        """Whether any part of the last request was written, so that the receiver may have it."""
         return self._wire is not None and self._wire.may_have_written
 
     @property
@@ -316,7 +317,7 @@ class _Connection:
         return (mine.scheme, mine.host, mine.port) == (endpoint.scheme, endpoint.host, endpoint.port)
 
     async def _open(self) -> httpcore.AsyncHTTP11Connection:
-        """Resolve, dial and shake hands, unless that is done. The certificate must be for the host of the URL."""
+        """Resolve, dial and shake hands, unless already open. The certificate must be for the host of the URL."""
         import httpcore
 
         if self._http is not None:
@@ -332,9 +333,9 @@ class _Connection:
         return self._http
 
     async def ask(self, request: RenderedRequest, answer: _Answer, *, clock: Callable[[], float]) -> None:
-        """Send the request, signed for this second, and read the answer, of whose body no more than a part.
+        """Send the request, signed for this second, and read the answer with a limited part of its body.
 
-        Raises `_DeadConnectionError` for a connection that was used before and cannot be used again.
+        Raises `_DeadConnectionError` for a used connection that has died.
         """
         import httpcore
 
@@ -356,7 +357,7 @@ class _Connection:
             await response.aclose()
 
     async def close(self) -> None:
-        """Close at once, whatever is under way."""
+        """Close at once, also during an exchange."""
         if self._http is not None:
             await self._http.aclose()
         if self._stream is not None:
@@ -364,7 +365,7 @@ class _Connection:
 
 
 class _Wire:
-    """The bytes of a connection, and what is known of a request's first ones: whether they may have left."""
+    """The bytes of a connection. It records whether any bytes of a request may have been sent."""
 
     def __init__(self, stream: httpcore.AsyncNetworkStream) -> None:
         self._stream = stream
@@ -372,12 +373,12 @@ class _Wire:
         self.may_have_written = False
 
     def begin_again(self) -> None:
-        """Another request follows, on a connection that may have died while it was idle."""
+        """Begin another request, on a connection that may have died while it was idle."""
         self._was_idle = True
         self.may_have_written = False
 
     async def write(self, buffer: bytes, timeout: float | None = None) -> None:  # noqa: ASYNC109 - httpcore's
-        # What can be read before a request is written is no answer to it: it is the end of the connection.
+        # Data before a request is written is not an answer to it: it is the end of the connection.
         if self._was_idle and not self.may_have_written and self._stream.get_extra_info("is_readable"):
             raise _DeadConnectionError
         self.may_have_written = True
@@ -406,7 +407,7 @@ def _url(endpoint: Endpoint) -> httpcore.URL:
 
 
 def _failures() -> tuple[type[Exception], ...]:
-    """What ends an exchange early."""
+    """The errors that end an exchange early."""
     import httpcore
 
     return TimeoutError, OSError, httpcore.TimeoutException, httpcore.NetworkError, httpcore.ProtocolError
@@ -414,7 +415,7 @@ def _failures() -> tuple[type[Exception], ...]:
 
 @dataclass(slots=True)
 class _Answer:
-    """What has come of an answer so far."""
+    """The received part of an answer."""
 
     status: int | None = None
     headers: Sequence[tuple[bytes, bytes]] = ()
@@ -425,7 +426,7 @@ class _Answer:
         return next((value.decode("latin-1") for given, value in self.headers if given.lower() == name), None)
 
     def excerpt(self, length: int, *, hide: RenderedRequest) -> str:
-        """The beginning of the body, on one line, without what only the request should know."""
+        """The beginning of the body, on one line, without the secrets of the request."""
         if length == 0:
             return ""
         text = self.body[:MAX_ANSWER_BYTES].decode("utf-8", "replace")
@@ -437,10 +438,10 @@ class _Answer:
 
 
 def retry_after_seconds(value: str | None, date: str | None, *, now: float) -> float | None:
-    """What `Retry-After` asks for, from 0; None when it is missing or cannot be read.
+    """The seconds of `Retry-After`, at least 0; None if it is missing or invalid.
 
     A date is compared with the answer's own `Date`, so that the clock of this machine does not matter; with `now` only
-    where the answer has none.
+    if the answer has no `Date`.
     """
     if value is None:
         return None
