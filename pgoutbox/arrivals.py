@@ -1,7 +1,7 @@
-"""Up to which id a worker has seen all messages, so that it can claim new ones without reading past the others.
+"""The id up to which a worker has seen all messages, so that it can claim new ones without reading past the others.
 
-A message that the worker has not seen although its id is small belongs to a transaction that was open at the time. The
-server's snapshots tell when all of those have ended: whoever enqueues has a transaction id before it draws the id of a
+If the worker has not seen a message with a small id, the message belongs to a transaction that was open at the time.
+The server's snapshots show when all of these have ended: enqueue gets a transaction id before it draws the id of a
 message. Pure arithmetic.
 """
 
@@ -21,16 +21,16 @@ class Arrivals:
         self.floor_id: int | None = None
         self._visible_id: int | None = None
         self._last: Horizon | None = None
-        # An id, and the transaction before which all must have ended until the messages up to it are visible.
+        # An id, and a transaction: when all earlier ones have ended, the messages up to the id are visible.
         self._marks: list[tuple[int, int]] = []
 
     @property
     def visible_id(self) -> int | None:
-        """A search that begins now finds all messages up to this id, if they were ever committed."""
+        """A search that begins now finds all committed messages up to this id."""
         return self._visible_id
 
     def learn(self, horizon: Horizon) -> None:
-        """Remember what an answer of the database covers."""
+        """Remember the coverage of an answer of the database."""
         last = self._last
         self._last = horizon
         if last is None or last.started_at != horizon.started_at or last.last_id > horizon.last_id:
@@ -47,6 +47,6 @@ class Arrivals:
             self._visible_id = self._marks.pop(0)[0]
 
     def note_searched(self, visible_id: int | None) -> None:
-        """A search for fresh messages has left nothing behind that began when `visible_id` was that of this object."""
+        """Remember a complete search for fresh messages; `visible_id` is this object's value when it began."""
         if visible_id is not None and self._visible_id is not None:
             self.floor_id = max(visible_id, self.floor_id or 0)

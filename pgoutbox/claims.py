@@ -1,10 +1,11 @@
-"""From room for so many messages to their rows: which queue, which lane and which ordering key have their turn.
+"""Claims: fill the free room with rows, queue by queue, lane by lane, and key by key for ordered messages.
 
-What a claim returned goes to `take_over` before the next one begins, so that the first messages are on their way while
-the rest is claimed. Where two workers meet at one coalesce key, one of them has its message and the other claims again.
+The rows of a claim go to `take_over` before the next claim begins, so that the first messages start while the others
+are claimed. If two workers claim one coalesce key at the same time, one of them gets the message and the other claims
+again.
 
 A claim whose answer was lost may have been committed. Its attempts have the worker's name and no handler: they are
-released before anything else is claimed.
+released before the next claim.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from pgoutbox.unanswered import UnansweredClaims
 
 _ROUND_TRIP_SECONDS: Final = 0.002
 _STUBBORN_CONFLICTS: Final = 3
-_CONFLICT_PAUSE_SECONDS: Final = 0.01  # Until then the other claim commits, which has the key and fails ours.
+_CONFLICT_PAUSE_SECONDS: Final = 0.01  # Meanwhile the other claim, which has the key, commits.
 _ENDED_ELSEWHERE: Final = 100
 _ELSEWHERE_SECONDS: Final = 300.0
 _SURVEY_SECONDS: Final = 1.0
 _LONG_AGO_SECONDS: Final = 1e9
-_SENDING: Final = State.SENDING  # To look a member up costs more than to compare with it.
+_SENDING: Final = State.SENDING  # Looking up an enum member costs more than a comparison.
 
 
 class Claims:
@@ -70,16 +71,16 @@ class Claims:
         self._set_aside = SetAside(telemetry)
         self._elsewhere_due_at = -math.inf
         self._conflict_count = 0
-        self._searched_count = 0  # Queues where the look under way has left no fresh message behind.
-        self._busy_since = -math.inf  # When a look found something for the first time since the last survey.
+        self._searched_count = 0  # Queues in which the current look has left no fresh message behind.
+        self._busy_since = -math.inf  # When a look found a message for the first time since the last survey.
         self._unanswered = UnansweredClaims(again_seconds=store.lease_seconds)
         self.work_ahead = False
 
     async def look(self, room: int, *, from_beginning: bool, fresh_only: bool = False) -> int | None:
-        """Claim from the queues in their order until the room is used up. None if the database did not let us.
+        """Claim from the queues in their order until the room is used up. None after an error of the database.
 
-        How many rows were claimed, those counted that ended thereby. Whether more is likely to wait for the next look
-        is then in `work_ahead`. `from_beginning` looks at everything that is due, `fresh_only` at fresh messages alone.
+        Returns the number of claimed rows, including rows that the claim ended. `work_ahead` then says whether more
+        messages are likely to wait. `from_beginning` looks at all due messages, `fresh_only` only at fresh ones.
         """
         found = 0
         self.work_ahead = False
@@ -90,7 +91,7 @@ class Claims:
             return None
         visible_id, self._searched_count = self._queues.arrivals.visible_id, 0
         if self._conflict_count > _STUBBORN_CONFLICTS:
-            room = 1  # Claims of several rows meet at one coalesce key again and again: one row cannot.
+            room = 1  # Claims of several rows can conflict at a coalesce key repeatedly: a claim of one row cannot.
         for lanes in self._queues.in_turn():
             count = await self._claim(lanes, room, from_beginning=from_beginning, fresh_only=fresh_only)
             if count is None:
@@ -107,7 +108,7 @@ class Claims:
         return found
 
     async def release_unanswered(self) -> bool:
-        """Release attempts that a claim began and whose rows never arrived. False if the database did not let us."""
+        """Release attempts of a claim whose answer was lost. False after an error of the database."""
         now = elapsed_clock()
         for span in self._unanswered.due(now):
             try:
@@ -125,12 +126,12 @@ class Claims:
         return True
 
     async def next_due_seconds(self) -> float | None:
-        """How long until a look finds something that the last one could not; None if nothing is scheduled.
+        """Seconds until a look finds a message that the last one could not; None if no message is scheduled.
 
-        Raises what a database that does not answer raises.
+        Raises the error of a database that does not answer.
         """
-        # Messages that fell due since the last claim began are in neither answer unless the question includes them; and
-        # it may reach the server later than it was asked.
+        # Messages that fell due since the last claim began are in neither answer unless the query includes them; and
+        # the query may reach the server late.
         slack = _ROUND_TRIP_SECONDS
         while True:
             asked_at = elapsed_clock()
@@ -145,7 +146,7 @@ class Claims:
             took = answered_at - asked_at
             self._busy_since = math.inf
             self._note_server_time(now, asked_at, answered_at)
-            # A late question says nothing of the time before it came.
+            # A late query does not cover the time before it arrived.
             if self._queues.learn_due(rows, asked_at=asked_at if took <= slack else None, now=answered_at):
                 return 0.0
             due = min(
@@ -160,7 +161,7 @@ class Claims:
         return self._clock.is_due(at) or at >= self._elsewhere_due_at or at >= self._busy_since + _SURVEY_SECONDS
 
     async def _check(self) -> bool:
-        """Survey the queues and compare the clocks; now and then end attempts of other queues that block a key.
+        """Survey the queues and compare the clocks; periodically end attempts of other queues that block a key.
 
         False after an error.
         """
@@ -232,7 +233,7 @@ class Claims:
         return found
 
     async def _claim_fresh(self, lanes: Lanes, room: int, *, from_beginning: bool) -> int | None:
-        """Claim fresh messages, of which only the new ones matter where all others have been seen."""
+        """Claim fresh messages, and only the new ones if all others have been seen."""
         floor_id = self._queues.arrivals.floor_id
         if from_beginning and floor_id is not None and lanes.is_for_new_alone(elapsed_clock()):
             return await self._claim_new(lanes, room, floor_id)
@@ -338,7 +339,7 @@ class Claims:
     async def _run(
         self, queue: str, kind: str, total: int, claim: Awaitable[list[ClaimedRow]]
     ) -> list[ClaimedRow] | None:
-        """The rows of a claim of up to `total` messages; None if the database did not let us."""
+        """The rows of a claim of up to `total` messages; None after an error of the database."""
         self._unanswered.begin()
         try:
             rows = await claim
@@ -426,5 +427,5 @@ class Claims:
 
 
 def _time_of(rows: Sequence[ClaimedRow]) -> datetime | None:
-    """When the attempts that a claim began were claimed, by the server's clock."""
+    """The claim time of the attempts of one claim, by the server's clock."""
     return next((row.claimed_at for row in rows if row.state == _SENDING), None)

@@ -1,12 +1,12 @@
-"""The doorbell: how a sleeping worker learns of a commit, and how producers learn that nobody sleeps.
+"""The doorbell: a commit wakes a sleeping worker, and producers do not notify while no worker sleeps.
 
-One worker of a queue is on watch: an enqueue wakes it and nobody else. It arms the bell, so that producers notify, or
-polls while work comes fast, so that they need not. Its deputy looks a little later, in case the watch does not answer.
-The other sleepers trust in the watch until it says that it ends.
+One worker of a queue is on watch: an enqueue wakes only this worker. It arms the bell, so that producers notify, or
+polls at high rates, so that they need not. Its deputy looks a little later, in case the watch does not answer. The
+other sleepers rely on the watch until it notifies them of its end.
 
-One connection listens and holds the locks (session-level advisory locks), so that all end together. Nothing else runs
-on it, and its socket is read at all times, so that it never holds back the server's notification queue. The bell only
-saves time: a worker whose listener is gone works on by its sweep.
+One connection listens and holds the locks (session-level advisory locks), so that all of them end together. Nothing
+else runs on it, and its socket is always read, so that it never keeps the server's notification queue from shrinking.
+The bell only saves time: a worker without a listener goes on with its sweep.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from pgoutbox.telemetry import Event, Telemetry
 
 CHANNEL = "pgoutbox"
 _MAX_PAUSE_SECONDS = 5.0
-_ANSWER_SECONDS = 0.25  # A watch has answered a ring by then, or its deputy looks.
+_ANSWER_SECONDS = 0.25  # If a watch has not answered a ring by then, its deputy looks.
 
-# How full the server's notification queue is: from where on it is reported, and until where; from where on bells are
-# given up, and until where. PostgreSQL lets an idle listener stay four pages behind until somebody notifies again, and
-# the smallest queue has 64 pages: below that share it may never come.
+# Shares of the server's notification queue: the start and the end of the report, and the start and the end of giving up
+# bells. PostgreSQL lets an idle listener stay four pages behind until the next notification, and the smallest queue has
+# 64 pages: the usage may never fall below that share.
 _FILLING = 0.1
 _CALM = 0.08
 _FULL = 0.5
@@ -43,18 +43,18 @@ _ROOM_AGAIN = 0.25
 
 
 class Bell(enum.Enum):
-    """How the try to arm the bells of some queues went, worst case first."""
+    """The result of arming the bells of some queues, worst case first."""
 
     PRODUCERS = "producers"  # Enqueuing transactions are open: look again when they have committed.
-    ARMED = "armed"  # From now on every commit wakes this worker or the one on watch: look once more.
-    STILL_ARMED = "still armed"  # As it was before the last claim.
-    DOWN = "down"  # No listener: only the sweep is left.
+    ARMED = "armed"  # Every later commit wakes this worker or the one on watch: look once more.
+    STILL_ARMED = "still armed"  # Unchanged since before the last claim.
+    DOWN = "down"  # No listener: only the sweep finds messages.
 
 
 class OnRing(Protocol):
-    """Told of the queue that may have work, or of None when any queue may: after the listener was lost and is back.
+    """Called with a queue that may have work, or with None for any queue, after the listener was lost and is back.
 
-    `is_new` says that a new message has been enqueued there, and nothing else.
+    `is_new` means that a new message was enqueued there, and no other change.
     """
 
     def __call__(self, queue: str | None, /, *, is_new: bool = False) -> None: ...
@@ -63,8 +63,8 @@ class OnRing(Protocol):
 class Doorbell:
     """Listens and arms.
 
-    `on_ring` is called on the event loop. `on_check` is called when the watch has had its time to answer, or polls.
-    Workers of the same `topics`, which may change, have a watch in common.
+    `on_ring` is called on the event loop. `on_check` is called when the watch has had time to answer, or polls. Workers
+    with the same `topics`, which may change, share a watch.
     """
 
     def __init__(
@@ -84,18 +84,18 @@ class Doorbell:
         self._telemetry = telemetry
         self._connection: psycopg.AsyncConnection[TupleRow] | None = None
         self._turn = asyncio.Lock()
-        # Held over question and answer: a lock that is taken twice has to be released twice.
+        # Held from question to answer: a lock that is taken twice must be released twice.
         self._bells = asyncio.Lock()
         self._on_watch: set[str] = set()
         self._armed: set[str] = set()
         self._deputy_of: set[str] = set()
-        self._trusted: set[str] = set()  # Another session has the watch or the bell of these, until it says otherwise.
-        self._polled: set[str] = set()  # This is the deputy of a watch that polls.
+        self._trusted: set[str] = set()  # Another session has the watch or the bell, until it notifies otherwise.
+        self._polled: set[str] = set()  # This worker is the deputy of a watch that polls.
         self._asking: set[str] = set()
-        self._news: set[str] = set()  # Another session has given up something while this one asked for it.
+        self._news: set[str] = set()  # Another session has given up a lock while this one asked for it.
         self._topics_on_watch: tuple[str, ...] = ()
         self._check: asyncio.TimerHandle | None = None
-        self._permit_seconds: dict[str, float] = {}  # Of queues at their limit, when they were asked for.
+        self._permit_seconds: dict[str, float] = {}  # Of queues at their limit, at the time of the question.
         self._lost = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._watched_fd: int | None = None
@@ -111,7 +111,7 @@ class Doorbell:
 
     @property
     def is_reliable(self) -> bool:
-        """Whether the bell rings for every commit: the listener is connected, and NOTIFY has room to spare."""
+        """Whether the bell rings for every commit: the listener is connected, and the notification queue has room."""
         return self.is_up and not self._is_full
 
     @property
@@ -131,17 +131,17 @@ class Doorbell:
 
     @property
     def unarmed_seconds(self) -> float | None:
-        """How long the caller may sleep at most since it asked.
+        """The maximum sleep of the caller since it asked, in seconds.
 
-        Then a queue without a bell has its next permit, or the watch that polls has had its time to answer.
+        After that a queue without a bell has its next permit, or the polling watch has had time to answer.
         """
         polled = [_ANSWER_SECONDS] if self._polled else []
         return min([*self._permit_seconds.values(), *polled], default=None)
 
     async def start(self) -> None:
-        """Connect and listen before the first claim; from then on the connection mends itself.
+        """Connect and listen before the first claim. From then on it reconnects by itself.
 
-        A server that has no connection left for it now may have one later, and the sweep goes on meanwhile.
+        If the server has no free connection now, it may have one later; the sweep goes on meanwhile.
         """
         try:
             await self._connect()
@@ -153,7 +153,7 @@ class Doorbell:
             self._task = asyncio.create_task(self._keep_alive(), name="pgoutbox-doorbell")
 
     async def stop(self) -> None:
-        """Give up the bells, so that other sleepers take them over, and close the connection. Twice is not wrong."""
+        """Give up the bells, so that other sleepers take them over, and close the connection. Idempotent."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -161,7 +161,7 @@ class Doorbell:
         if self.is_up:
             await self.disarm()
         if self.is_up:
-            await self._ask(sql.UNLISTEN, {})  # A ring that finds nobody is an error in the server's log.
+            await self._ask(sql.UNLISTEN, {})  # A notification for a closed connection is an error in the server's log.
         await self._disconnect()
 
     async def arm(self, queues: Sequence[str]) -> Bell:
@@ -170,7 +170,7 @@ class Doorbell:
             if self._connection is None or self._is_full:
                 return Bell.DOWN
             if self._topics_on_watch != (topics := tuple(self._topics)):
-                await self._give_up()  # The former watch does not answer for these topics.
+                await self._give_up()  # The previous watch does not answer for these topics.
                 self._topics_on_watch = topics
             unasked = [queue for queue in queues if queue not in self._armed and queue not in self._trusted]
             if not unasked:
@@ -188,7 +188,7 @@ class Doorbell:
                 await self._ask(sql.LOWER, {"queues": queues})
 
     async def disarm(self) -> None:
-        """Release all locks and trust nobody: the worker is busy. Another sleeper takes over."""
+        """Release all locks and rely on no watch: the worker is busy. Another sleeper takes over."""
         async with self._bells:
             await self._give_up()
 
@@ -228,25 +228,25 @@ class Doorbell:
 
     def _note(self, queue: str, answer: str) -> None:
         has_news = queue in self._news
-        if answer != "limited":  # Then the session keeps what it has.
+        if answer != "limited":  # Then the session keeps its locks.
             _put(self._on_watch, queue, is_in=answer in ("armed", "rung", "producers"))
             _put(self._armed, queue, is_in=answer == "armed")
             _put(self._deputy_of, queue, is_in=answer in ("deputy", "polled"))
         _put(self._polled, queue, is_in=answer == "polled")
         _put(self._trusted, queue, is_in=answer in ("rung", "deputy", "sleeper") and not has_news)
         if has_news:
-            self._on_ring(queue)  # The news may be later than the answer: ask again.
+            self._on_ring(queue)  # The notification may be later than the answer: ask again.
 
     async def _doubt(self) -> None:
-        """Ask again for the locks that others have: one that ends with its session is announced to nobody."""
+        """Ask again for the locks of other sessions: no notification announces a lock that ends with its session."""
         async with self._bells:
             answers = await self._ask_for(sorted(self._trusted)) if self._trusted else None
         for queue, answer in (answers or {}).items():
             if answer not in ("rung", "deputy", "sleeper"):
-                self._on_ring(queue)  # Messages committed since rang for nobody.
+                self._on_ring(queue)  # Messages committed since then woke no worker.
 
     async def _ask(self, statement: LiteralString, parameters: dict[str, object]) -> list[TupleRow] | None:
-        """Rows, or None when the listener did not answer in time and is therefore given up."""
+        """The rows, or None if the listener did not answer in time and was therefore closed."""
         async with self._turn:
             connection = self._connection
             if connection is None:
@@ -259,14 +259,14 @@ class Doorbell:
                     cursor = await connection.execute(statement, parameters)
                     return await cursor.fetchall() if cursor.description is not None else []
             except psycopg.errors.ProgramLimitExceeded:
-                return []  # The server has no room to tell others. What this session holds or gave up stays so.
+                return []  # The server has no room for notifications. The session keeps its locks as they are.
             except (psycopg.Error, OSError) as error:
                 self._lose(error)
                 return None
 
     @contextlib.asynccontextmanager
     async def _reading_suspended(self, connection: psycopg.AsyncConnection[TupleRow]) -> AsyncIterator[None]:
-        # A statement reads the socket by itself, and event loops allow one reader for each socket.
+        # A statement reads the socket itself, and event loops allow one reader for each socket.
         self._stop_reading()
         try:
             yield
@@ -277,7 +277,7 @@ class Doorbell:
     def _start_reading(self, connection: psycopg.AsyncConnection[TupleRow]) -> None:
         self._watched_fd = connection.fileno()
         asyncio.get_running_loop().add_reader(self._watched_fd, self._read, connection)
-        # Notifications behind the last answer are in libpq's buffer already, and the socket says nothing of them.
+        # Notifications after the last answer are already in libpq's buffer, and the socket does not signal them.
         self._read(connection)
 
     def _stop_reading(self) -> None:
@@ -303,9 +303,9 @@ class Doorbell:
         self._on_ring(None)
 
     def _hear(self, connection: psycopg.AsyncConnection[TupleRow], sender: int, message: str) -> None:
-        """Producers say the name of the queue, which is for its watch; workers and operators say more."""
+        """Producers send the name of the queue, for its watch; workers and operators send a prefix too."""
         if sender == connection.pgconn.backend_pid:
-            return  # What this session says when it gives up a lock is meant for the others.
+            return  # This session's own notifications are for the others.
         kind, _, queue = message.rpartition(" ")
         is_for_all = kind == "all"
         if kind and queue in self._asking:
@@ -341,9 +341,9 @@ class Doorbell:
         self._start_reading(connection)
 
     async def _is_without_session(self, connection: psycopg.AsyncConnection[TupleRow]) -> bool:
-        """Whether a pooler takes the session away after each transaction; closes the connection then.
+        """Whether a pooler changes the session after each transaction; then closes the connection.
 
-        A LISTEN and a bell would stay behind in the pool, and nobody could end them: producers would ring for nobody.
+        Otherwise a LISTEN and a bell would stay in the pool, and could not be ended: producers would ring in vain.
         """
         try:
             self._has_no_session = not await keeps_session(connection, self._dsn, self._settings)
@@ -371,7 +371,7 @@ class Doorbell:
             with contextlib.suppress(psycopg.Error, OSError):
                 if self._is_pooled and not connection.closed:
                     async with deadline(connection, self._settings.probe_timeout_seconds):
-                        await connection.execute(sql.UNLISTEN, prepare=False)  # The session lives on in the pool.
+                        await connection.execute(sql.UNLISTEN, prepare=False)  # The session stays in the pool.
                 await connection.close()
 
     async def _keep_alive(self) -> None:
@@ -389,7 +389,8 @@ class Doorbell:
                 return  # From now on it polls.
 
     async def _probe(self) -> None:
-        # Keepalives do not see a stalled middlebox, and a pooler may have taken the LISTEN away: only an answer counts.
+        # Keepalives do not detect a stalled middlebox, and a pooler may have taken the LISTEN away: only an answer
+        # counts.
         rows = await self._ask(sql.PROBE, {})
         if not rows:
             return
@@ -400,16 +401,16 @@ class Doorbell:
         await self._judge_usage(usage)
 
     async def _judge_usage(self, usage: float) -> None:
-        """Do without bells while the notification queue is filling up: once it is full, COMMIT fails for who rings.
+        """Give up bells while the notification queue fills up: when it is full, the COMMIT of every ring fails.
 
-        Some session that listens stays in a transaction then. What it holds back is shared by all databases.
+        The reason is a listening session that stays in a transaction. All databases share this queue.
         """
         is_full = usage >= (_ROOM_AGAIN if self._is_full else _FULL)
         if is_full != self._is_full:
             self._is_full = is_full
             if is_full:
                 await self.disarm()
-            self._on_ring(None)  # From now on it polls, or is rung again: either way it looks first.
+            self._on_ring(None)  # From now on it polls, or its bell is armed again: in both cases it looks first.
         is_filling = usage >= (_CALM if self._is_filling else _FILLING)
         if is_filling != self._is_filling:
             self._is_filling = is_filling
@@ -432,18 +433,18 @@ class Doorbell:
                 async with self._turn:
                     await self._connect()
             except (psycopg.Error, OSError):
-                await asyncio.sleep(pause * (0.5 + random.random() / 2))  # noqa: S311 - jitter guards nothing
+                await asyncio.sleep(pause * (0.5 + random.random() / 2))  # noqa: S311 - jitter is not a secret
                 pause = min(pause * 2, _MAX_PAUSE_SECONDS)
             else:
                 break
         if not self._has_no_session:
             self._telemetry.report(logging.INFO, Event.LISTENER_BACK, "listener back")
-        # Messages committed in between rang for nobody.
+        # Messages committed in between woke no worker.
         self._on_ring(None)
 
 
 def post_keys(post: Literal["watch", "deputy"], queues: Sequence[str], topics: Sequence[str]) -> list[int]:
-    """Return the key of the advisory lock of a post for each queue. Workers of other topics have posts of their own."""
+    """Return the advisory lock key of a post for each queue. Workers with other topics have separate posts."""
     texts = [" ".join([post, queue, *sorted(topics)]) for queue in queues]
     return [int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big", signed=True) for text in texts]
 

@@ -1,8 +1,7 @@
-"""From outcomes to rows: collects what attempts end with and writes it in batches, fenced, as often as it takes.
+"""The finisher: collects the outcomes of attempts and writes them in fenced batches, with retries.
 
-A row that is locked, a row that PostgreSQL refuses and a database that is away hold up nothing but themselves. What was
-not written because a later attempt owns the message is reported as a lost lease. A message whose outcome is refused
-stays in `held`, so its lease is renewed.
+A locked row and a refused row delay no other row. If a later attempt owns the message, the outcome is not written and
+the finisher reports a lost lease. A message whose outcome is refused stays in `held`, so its lease is renewed.
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ _FIRST_PAUSE_SECONDS = 0.05
 _MAX_PAUSE_SECONDS = 5.0
 _LOCKED_PAUSE_SECONDS = 0.1
 _PENDING_AGAIN: Final = {"retry", "snoozed", "released"}
-_SENT: Final = State.SENT  # To look a member up costs more than to compare with it.
+_SENT: Final = State.SENT  # Looking up an enum member costs more than a comparison.
 
 Write = Callable[[Sequence[Context]], Awaitable[Mapping[int, State]]]
 
 
 class Finisher:
-    """Writes the ends of attempts and takes them out of `held`.
+    """Writes the ends of attempts and removes them from `held`.
 
-    `on_ended` is called after ends have come in, `on_written` after every batch, `on_pending` when a message is
-    pending again, `on_released` with the queues of messages that went back without an attempt, `on_successors` with the
-    queues of messages that had to wait for one of a batch, `on_halted` and `on_resumed` with a topic whose outcomes the
-    database refuses.
+    `on_ended` is called after attempts have ended, `on_written` after every batch, `on_pending` when a message is
+    pending again, `on_released` with the queues of messages released without an attempt, `on_successors` with the
+    queues of messages that had to wait for a message of the batch, `on_halted` and `on_resumed` with a topic whose
+    outcomes the database refuses.
     """
 
     def __init__(
@@ -93,7 +92,7 @@ class Finisher:
         self._on_ended()
 
     async def note_unattempted(self, rows: Sequence[ClaimedRow]) -> None:
-        """Account for messages that a claim has ended: they have no attempt, and others may have waited for them."""
+        """Report messages that a claim has ended: they have no attempt, and others may have waited for them."""
         for row in rows:
             level = logging.WARNING if row.state == State.FAILED else logging.DEBUG
             event = event_of_state(State(row.state))
@@ -105,7 +104,7 @@ class Finisher:
             await self._wake_successors(freed)
 
     async def run(self) -> None:
-        """Write what was collected, until cancelled."""
+        """Write the collected outcomes, until cancelled."""
         while True:
             await self._ready.wait()
             self._ready.clear()
@@ -124,7 +123,7 @@ class Finisher:
         return [endings.popleft() for _ in range(self._batch_size)]
 
     async def give_up(self) -> None:
-        """Write the plainest end there is for each outcome that is refused: the worker is about to stop."""
+        """Write a minimal end for each refused outcome: the worker is about to stop."""
         for context, refusal in self.refusals.stop().items():
             for verdict in (refusal.verdict, _plain_verdict(context, refusal.verdict, refusal.reason)):
                 with contextlib.suppress(psycopg.Error, OSError):
@@ -135,7 +134,7 @@ class Finisher:
                         break
 
     def report_unwritten(self) -> None:
-        """Name the messages whose outcome is refused still."""
+        """Log the messages whose outcome is still refused."""
         for context, refusal in self.refusals.stop().items():
             self._let_go(context)
             self._report(
@@ -159,20 +158,20 @@ class Finisher:
         held = self._held
         locked = [(c, ending) for c, ending in batch if held.get(c.message.id) is c and c not in self.refusals]
         if locked:
-            # Whoever holds these rows may hold them for long: what ends meanwhile does not wait for them.
+            # Another transaction may hold these locks for long; do not block later outcomes on them.
             asyncio.get_running_loop().call_later(_LOCKED_PAUSE_SECONDS, self._collect_again, locked)
         keyed = [c.message for c, _ in batch if c.message.coalesce_key is not None]
         if keyed:
             await self._wake_successors(keyed)
 
     def _sort(self, batch: Sequence[tuple[Context, Ending]]) -> tuple[list[Context], dict[Context, Verdict]]:
-        """The attempts that were sent, and what the others ask their rows to become."""
+        """The sent attempts, and the verdicts of the others."""
         sent = []
         verdicts: dict[Context, Verdict] = {}
         held = self._held
         for context, ending in batch:
             if held.get(context.message.id) is not context:
-                continue  # A failover lost its message, and another one has the id.
+                continue  # A failover lost its message, and another message has the id.
             if isinstance(ending, Sent):
                 sent.append(context)
             elif isinstance(ending, (AlreadyFinished, Abandoned)):
@@ -200,7 +199,7 @@ class Finisher:
         self._ready.set()
 
     async def _finish_refused(self, context: Context) -> None:
-        """Write a refused outcome again, by itself: a batch with it would be refused."""
+        """Write a refused outcome again, alone: a batch with it would be refused."""
         verdict = self.refusals.verdict_of(context)
         verdicts = {} if verdict is None else {context: verdict}
         await self._write([context], lambda _: self._write_one(context, verdict), verdicts)
@@ -222,7 +221,7 @@ class Finisher:
         )
 
     async def _write(self, contexts: Sequence[Context], write: Write, verdicts: Mapping[Context, Verdict]) -> None:
-        """Write the ends of these attempts, as often as it takes: the fence makes repeating harmless."""
+        """Write the ends of these attempts, with retries: the fence makes repetitions harmless."""
         pause = _FIRST_PAUSE_SECONDS
         while True:
             try:
@@ -235,7 +234,7 @@ class Finisher:
             else:
                 self._settle(contexts, done, standing, verdicts)
                 return
-            await asyncio.sleep(pause * (0.5 + random.random() / 2))  # noqa: S311 - jitter guards nothing
+            await asyncio.sleep(pause * (0.5 + random.random() / 2))  # noqa: S311 - jitter is not a secret
             pause = min(pause * 2, _MAX_PAUSE_SECONDS)
 
     async def _standing_of(self, contexts: Sequence[Context]) -> Mapping[int, State]:
@@ -264,7 +263,7 @@ class Finisher:
                 sent.append(message)
                 continue
             if state is State.SENDING:
-                continue  # A caller's transaction has locked the row; it is asked for again.
+                continue  # A caller's transaction has locked the row; try again.
             self._let_go(context)
             self._note_end(message, state, verdicts.get(context))
         self.refusals.forget(c for c in contexts if self._held.get(c.message.id) is not c)
@@ -273,9 +272,9 @@ class Finisher:
             measures.sent(sent)
 
     def _note_end(self, message: Message[object], state: State | None, verdict: Verdict | None) -> None:
-        """An attempt has ended otherwise than sent; without a state it has lost its message."""
+        """Report the end of an attempt that was not sent; without a state it has lost its message."""
         if state is State.PENDING:
-            self._on_pending()  # It falls due at a time that a sleeping worker does not know yet.
+            self._on_pending()  # A sleeping worker does not know its due time yet.
         if self._telemetry.measures is not None:
             self._telemetry.measures.ended(message, _outcome_of(state, verdict))
         if state is None:
@@ -290,7 +289,7 @@ class Finisher:
     async def _write_apart(
         self, contexts: Sequence[Context], write: Write, verdicts: Mapping[Context, Verdict], error: BaseException
     ) -> None:
-        """PostgreSQL refused a batch because of one of its rows: find it, so that the others are finished."""
+        """Find the row because of which PostgreSQL refused a batch, so that the others are finished."""
         if len(contexts) > 1:
             middle = len(contexts) // 2
             await self._write(contexts[:middle], write, verdicts)
@@ -312,7 +311,7 @@ class Finisher:
         except (psycopg.Error, OSError) as error:
             if not is_passing(error):
                 raise
-            # Whether somebody waits is not known; to look costs one claim.
+            # It is not known whether a message waits; a look costs one claim.
             queues = sorted({message.queue for message in messages})
         if queues:
             await self._on_successors(queues)
@@ -333,7 +332,7 @@ class Finisher:
 
 
 def _outcome_of(state: State | None, verdict: Verdict | None) -> str:
-    """How an attempt counts that did not end sent."""
+    """The reported outcome of an attempt that was not sent."""
     if state is None:
         return AttemptOutcome.LOST
     if state is State.PENDING:
@@ -350,13 +349,13 @@ def _verdict_of_any(
         verdict = verdict_of(context, ending)
         names = (*redacted_names, *context.handler.redact)
         return verdict if verdict.reason is None else replace(verdict, reason=_redacted(verdict.reason, names))
-    except Exception as error:  # noqa: BLE001 - an outcome that cannot be read ends its own message, not the worker
+    except Exception as error:  # noqa: BLE001 - an invalid outcome ends its own message, not the worker
         message = context.message
         return Verdict(message.id, context.attempt_count, "failed", f"the outcome cannot be read: {describe(error)}")
 
 
 def _plain_verdict(context: Context, verdict: Verdict | None, reason: str) -> Verdict:
-    """An end of the attempt with as little as possible that the database can refuse; failed if it was handed over."""
+    """A minimal end of the attempt, which the database can hardly refuse; failed if it was handed over."""
     message = context.message
     if verdict is not None and verdict.outcome in _PENDING_AGAIN:
         return replace(verdict, reason=f"the database refused to write its outcome ({reason})")
@@ -370,16 +369,16 @@ def _redacted(text: str, names: Sequence[str]) -> str:
 
 
 def verdict_of(context: Context, ending: Transient | Unavailable | Permanent | Skip | Snooze | Released) -> Verdict:
-    """What an ending other than sent asks the row to become."""
+    """The verdict of an ending other than sent."""
     message = context.message
     match ending:
         case Transient(error=error, retry_after=retry_after):
             delay = context.handler.retry.delay_seconds(context.used_count, retry_after=retry_after)
             return Verdict(message.id, context.attempt_count, "retry", clean_text(str(error)), delay)
         case Unavailable(error=error, retry_after=retry_after):
-            # The count of claims: it grows with each of them, the count of attempts that were used up does not.
+            # The count of claims grows with each claim, also with claims that use up no attempt.
             pause = context.handler.retry.delay_seconds(context.attempt_count)
-            delay = max(pause, retry_after or 0.0, MIN_SNOOZE_SECONDS)  # No budget bounds the attempts of a tight loop.
+            delay = max(pause, retry_after or 0.0, MIN_SNOOZE_SECONDS)  # No budget limits the attempts of a tight loop.
             return Verdict(message.id, context.attempt_count, "snoozed", clean_text(str(error)), bounded_delay(delay))
         case Permanent(error=error):
             return Verdict(message.id, context.attempt_count, "failed", clean_text(str(error)))

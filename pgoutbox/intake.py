@@ -1,7 +1,8 @@
-"""From claimed rows to work for the slots: payloads and contents are read and decrypted, and batches put together.
+"""The intake: turns claimed rows into work for the slots. It reads and decrypts payloads and contents, and forms
+batches.
 
-Whatever is wrong with one row (a payload that cannot be read, a key that is missing, a content that is gone) is the
-outcome of its own attempt and keeps none of the others.
+A problem of one row (an unreadable payload, a missing key, a missing content) is the outcome of its own attempt and
+does not affect the others.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from pgoutbox.slots import RELEASED, Ending, Work
 from pgoutbox.store import ClaimedRow, Store
 from pgoutbox.telemetry import Event, Telemetry
 
-_SENDING: Final = State.SENDING  # To look a member up costs more than to compare with it.
+_SENDING: Final = State.SENDING  # Looking up an enum member costs more than a comparison.
 _KEPT_CONTENTS: Final = 16
 _EMPTY_HEADERS: Final[Mapping[str, str]] = {}
-_Content = JsonValue | Permanent | Transient  # What a fan-out shares, or why it cannot be read.
+_Content = JsonValue | Permanent | Transient  # The shared content of a fan-out, or the outcome if it cannot be read.
 
 
 class Taken(NamedTuple):
-    """What became of the rows of one claim: each is in one of `works`, `endings` and `ended`.
+    """The result for the rows of one claim: each is in one of `works`, `endings` and `ended`.
 
-    A row whose message is in flight already is in none of them.
+    A row whose message is already in flight is in none of them.
     """
 
     works: list[Work]
@@ -41,7 +42,7 @@ class Taken(NamedTuple):
     ended: list[ClaimedRow]
     """Messages that the claim itself has ended."""
     suspects: list[Context]
-    """Those in flight whose attempt before was lost."""
+    """The attempts in flight whose previous attempt was lost."""
 
 
 class Intake:
@@ -68,7 +69,7 @@ class Intake:
         self._contents: dict[int, _Content] = {}
 
     async def take(self, rows: Sequence[ClaimedRow], leased_at: float) -> Taken:
-        """Take over what one claim returned. `leased_at` is when that claim began, on `elapsed_clock`."""
+        """Take over the rows of one claim. `leased_at` is the start of that claim, on `elapsed_clock`."""
         contents = await self._contents_of(rows)
         works: list[Work] = []
         endings: list[tuple[Context, Ending]] = []
@@ -131,7 +132,7 @@ class Intake:
         context = Context(message, self._handlers[row.topic], leased_at, self._ensure_lease, used_count)
         if row.expires_in_seconds is not None:
             context.expiring_at = leased_at + row.expires_in_seconds
-        # Superseded since the claim began: a retry is what the finish turns into `skipped`.
+        # Superseded since the claim began: the finish turns a retry into `skipped`.
         return context, problem or ending or (Transient("superseded") if row.superseded else None)
 
     def _report_lost(self, row: ClaimedRow) -> None:
@@ -147,7 +148,7 @@ class Intake:
         )
 
     async def _contents_of(self, rows: Sequence[ClaimedRow]) -> Mapping[int, _Content] | None:
-        """The contents that these rows name, those that exist, each decrypted and parsed once for all of its messages.
+        """The existing contents of these rows, each decrypted and parsed once for all of its messages.
 
         None if the database did not answer.
         """
@@ -160,15 +161,15 @@ class Intake:
                 await self._outage.endure(error)
                 return None
             contents.update((n, _read_content(text, topics[n], self._keyring)) for n, text in found.items())
-            # The messages of a fan-out come together: the last contents are those that are asked for next.
+            # The messages of a fan-out are claimed together, so the last contents are likely to be needed next.
             self._contents = dict(list((self._contents | contents).items())[-_KEPT_CONTENTS:])
         return contents
 
 
 def _goes_on(in_flight: Context, row: ClaimedRow, leased_at: float) -> bool:
-    """Whether an attempt goes on under this claim, because the server has lost the commit of the first one."""
+    """Whether an attempt continues under this claim, because the server has lost the commit of the first claim."""
     if in_flight.message.created_at != row.created_at:
-        # The server has lost that message, and has given its id to another one.
+        # The server has lost that message, and has given its id to another message.
         in_flight.done = True
         in_flight.overtaken = "lease lost"
         return False
@@ -179,7 +180,7 @@ def _goes_on(in_flight: Context, row: ClaimedRow, leased_at: float) -> bool:
 
 
 def _find_content(content_id: int, contents: Mapping[int, _Content] | None) -> tuple[JsonValue, Ending | None]:
-    """The content of a fan-out, or how the attempt of a message must end that has none."""
+    """The content of a fan-out, or the outcome if it is missing."""
     if contents is None:
         return None, RELEASED
     if content_id not in contents:
@@ -191,7 +192,7 @@ def _find_content(content_id: int, contents: Mapping[int, _Content] | None) -> t
 def _read_payload(
     row: ClaimedRow, keyring: Keyring | None
 ) -> tuple[JsonValue, Mapping[str, str], Permanent | Transient | None]:
-    """Payload and headers, and the problem of a row that cannot be read: it must not keep the other rows."""
+    """Payload and headers, and the problem of an unreadable row: it must not affect the other rows."""
     headers = _EMPTY_HEADERS
     try:
         if row.headers_json is not None:
@@ -223,6 +224,6 @@ def _read_json(text: str) -> JsonValue:
     try:
         value: JsonValue = from_json(text)
     except ValueError:
-        # The fast reader has a limit of its own on nesting.
+        # The fast parser has its own limit on nesting.
         value = json.loads(text)
     return value

@@ -1,13 +1,13 @@
-"""Which queue, which lane of it, and from where: what the next claim asks for. Pure arithmetic on what claims found.
+"""The queue, the lane and the starting place of the next claim. Pure arithmetic on the results of claims.
 
-A queue has four lanes: messages never attempted, retries, messages with an ordering key, and lapsed attempts. Fresh
-messages are in every look. The other lanes are in a look when something there is due, by what the database said before
-the worker slept, and a few times a second under load. Lanes with a backlog take turns at being first.
+A queue has four lanes: messages never attempted, retries, messages with an ordering key, and lapsed attempts. Every
+look reads fresh messages. It reads another lane when a message there is due, by the database's last answer before the
+worker slept, and a few times a second under load. Lanes with a backlog take turns at being first.
 
-Dead index entries at the head of a lane make every claim slower than the one before, above all while an old
-transaction keeps vacuum away. So a claim starts where the last one ended, the floor. Messages below the floor exist (a
-transaction that committed late, a released message), so it starts from the beginning again whenever a claim came back
-short, whenever a worker was notified, and a few times a second under load.
+Dead index entries at the head of a lane make every claim slower than the one before, especially while an old
+transaction blocks vacuum. So a claim starts at the floor, where the last one ended. Messages may exist below the floor
+(a transaction that committed late, a released message). So it starts from the beginning again whenever a claim came
+back short, whenever a worker was notified, and a few times a second under load.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from pgoutbox.store import ClaimedRow, DueRow, Floor
 from pgoutbox.suspects import Suspects
 
 FULL_CLAIM_SECONDS: Final = 0.25
-# A claim from the beginning may be slow; then it comes as much more rarely as keeps its share of the time small.
+# A claim from the beginning may be slow; then it becomes less frequent, so that its share of the time stays small.
 FULL_CLAIM_SHARE: Final = 0.05
 _SEARCHED_KEYS: Final = 100
 
 
 class Lane(enum.Enum):
-    """The parts of a queue that are claimed by statements of their own."""
+    """The parts of a queue. Each has its own claim statement."""
 
     FRESH = "fresh"
     RETRIES = "retries"
@@ -51,7 +51,7 @@ class QueueShare:
 
 
 def parse_queues(values: Sequence[str]) -> tuple[QueueShare, ...]:
-    """Read `name` or `name:weight` from the command line; all or none have a weight. Nothing given means `default`.
+    """Read `name` or `name:weight` from the command line; all or none have a weight. Without values it is `default`.
 
     >>> parse_queues(["critical:6", "bulk:1"])
     (QueueShare(name='critical', weight=6), QueueShare(name='bulk', weight=1))
@@ -73,7 +73,7 @@ def parse_queues(values: Sequence[str]) -> tuple[QueueShare, ...]:
 
 
 class Queues:
-    """The queues that one worker serves, and what it remembers of them. `now` is any clock that never goes back."""
+    """The queues of one worker, and their state in its memory. `now` is any monotonic clock."""
 
     def __init__(self, shares: Sequence[QueueShare], *, now: float) -> None:
         self._shares = tuple(shares)
@@ -93,7 +93,7 @@ class Queues:
         """All of them, in the order in which the next look claims from them."""
         if self._shares[0].weight is None:
             return list(self._lanes.values())
-        # Smooth weighted round robin: who is owed most goes first, and pays for it.
+        # Smooth weighted round robin: the queue with the most credit goes first, and pays for it.
         for share in self._shares:
             self._credits[share.name] += share.weight or 0
         order = sorted(self.names, key=lambda name: -self._credits[name])
@@ -102,24 +102,24 @@ class Queues:
 
     @property
     def searched_at(self) -> float:
-        """When the last search for fresh messages began, in the queue where that was longest ago."""
+        """The oldest start of a last search for fresh messages, over all queues."""
         return min(lanes.fresh.searched_at for lanes in self._lanes.values())
 
     @property
     def others_searched_at(self) -> float:
-        """The same of the other lanes."""
+        """The same for the other lanes."""
         return min(lanes.others_searched_at for lanes in self._lanes.values())
 
     def learn_due(self, rows: Collection[DueRow], *, asked_at: float | None, now: float) -> bool:
-        """Remember what the database says of each queue. Returns whether a look finds something because of it.
+        """Remember the database's answer for each queue. Returns whether a look would now find messages.
 
-        `asked_at` is when the question was asked, None if its answer does not reach back to the last search.
+        `asked_at` is the time of the query, None if its answer does not reach back to the last search.
         """
         news = [self._lanes[row.queue].learn_due(row, asked_at=asked_at, now=now) for row in rows]
         return any(news)
 
     def search(self, *, now: float) -> None:
-        """Let the next look from the beginning claim from all lanes: something has become claimable there."""
+        """Let the next look from the beginning claim from all lanes, because messages have become claimable."""
         for lanes in self._lanes.values():
             lanes.search(now=now)
 
@@ -129,31 +129,31 @@ class Queues:
         return any(lanes.is_limited or lanes.has_ordered for lanes in self._lanes.values())
 
     def may_take_suspects(self, in_flight: int) -> bool:
-        """Whether more suspects may be claimed from one of them while so many are in flight."""
+        """Whether more suspects may be claimed from one of the queues, with `in_flight` in flight."""
         return any(lanes.suspects.may_come(in_flight) for lanes in self._lanes.values())
 
 
 class Cursor:
-    """How far the claims of one lane have come."""
+    """The progress of the claims of one lane."""
 
     def __init__(self) -> None:
         self.floor: Floor | None = None
         self.looked_at = -math.inf
         """When the last claim from the beginning began."""
         self.searched_at = -math.inf
-        """Until when nothing has fallen due that was not claimed: by that claim, or by the database's answer."""
+        """The time up to which all due messages are claimed: by that claim, or by the database's answer."""
         self.is_waiting = False
-        """Whether the last claim was filled, so that more is likely to wait."""
+        """Whether the last claim was filled, so that more messages are likely to wait."""
         self.search_due_at = -math.inf
 
     def start(self, now: float, *, from_beginning: bool, wanted_at: float = -math.inf) -> Floor | None:
-        """The place from which to claim now; None for the beginning, also if that was wanted since the last time."""
+        """The place at which to start now; None for the beginning, also if `wanted_at` is later than the last one."""
         if from_beginning or now >= self.search_due_at or self.looked_at <= wanted_at:
             self.floor = None
         return self.floor
 
     def learn(self, rows: Sequence[ClaimedRow], limit: int, *, began_at: float, ended_at: float) -> None:
-        """Remember where a claim of up to `limit` messages ended that started at the floor."""
+        """Remember the end of a claim of up to `limit` messages that started at the floor."""
         self.is_waiting = len(rows) == limit
         if self.floor is None:
             self.looked_at = self.searched_at = began_at
@@ -161,37 +161,37 @@ class Cursor:
         self.floor = max((row.available_at, row.id) for row in rows) if self.is_waiting else None
 
     def learn_new(self, rows: Sequence[ClaimedRow], limit: int) -> None:
-        """Remember a claim of new messages, which says nothing of the others."""
+        """Remember a claim of new messages. It does not cover other messages."""
         self.is_waiting = len(rows) == limit
 
 
 class Lanes:
-    """The lanes of one queue, as one worker remembers them. Times are seconds of a clock that never goes back."""
+    """The lanes of one queue in one worker's memory. Times are seconds of a monotonic clock."""
 
     def __init__(self, queue: str) -> None:
         self.queue = queue
-        # Until the database has said otherwise.
+        # Until the database answers otherwise.
         self.is_limited = True
         self.has_ordered = True
         self.fresh = Cursor()
         self.retries = Cursor()
         self.suspects = Suspects()
-        self.after_key = ""  # The last ordering key that was looked at.
+        self.after_key = ""  # The last ordering key that was read.
         self._round_began_after: str | None = None
         self._round_has_wrapped = False
         self._page_found_some = False
         self.wanted_at = -math.inf
-        """When a search of all lanes was asked for. Only searches that begin later answer it."""
+        """The time of the last request for a search of all lanes. Only later searches fulfil it."""
         self._lapsed_looked_at = -math.inf
         self._lapsed_searched_at = -math.inf
         self._lapsed_due_at = -math.inf
-        self._scheduled_due_at = -math.inf  # When a message falls due that is not a new one.
+        self._scheduled_due_at = -math.inf  # When the next message falls due, apart from new ones.
         self._others_are_older = False  # Whether a retry fell due before all fresh messages, in a queue with limits.
         self._is_known = False
         self._first = Lane.RETRIES
 
     def is_for_new_alone(self, now: float) -> bool:
-        """Whether a claim of new messages finds everything that is due in the lane of fresh ones."""
+        """Whether a claim of new messages finds all due messages in the lane of fresh ones."""
         return (
             now < self._scheduled_due_at
             and self.fresh.looked_at > self.wanted_at
@@ -200,12 +200,12 @@ class Lanes:
         )
 
     def learn_searched(self) -> None:
-        """Remember that all fresh messages were searched: the database will say when the next one falls due."""
+        """Remember that all fresh messages were searched: the database's answer gives the next due time."""
         self._scheduled_due_at = math.inf
 
     @property
     def others_searched_at(self) -> float:
-        """When the older one of the last searches for retries and for lapsed attempts began."""
+        """The older start of the last searches for retries and for lapsed attempts."""
         return min(self.retries.searched_at, self._lapsed_searched_at)
 
     def turns(self, now: float, *, fresh_only: bool = False) -> list[Lane]:
@@ -218,7 +218,7 @@ class Lanes:
         retries = self.retries
         if retries.is_waiting or now >= retries.search_due_at or retries.looked_at <= self.wanted_at:
             lanes.append(Lane.RETRIES)
-        # The lane behind the one that was first goes first.
+        # The next lane after the previous first one goes first.
         order = (Lane.FRESH, Lane.ORDERED, Lane.RETRIES)
         place = order.index(self._first) + 1
         lanes.sort(key=lambda lane: (order.index(lane) - place) % len(order))
@@ -231,24 +231,24 @@ class Lanes:
         return lanes
 
     def learn_lapsed(self, *, began_at: float, ended_at: float) -> None:
-        """Remember when both kinds of lapsed attempts were looked at."""
+        """Remember the time of a look at both kinds of lapsed attempts."""
         self._lapsed_looked_at = self._lapsed_searched_at = began_at
         self._lapsed_due_at = _due_after(began_at, ended_at)
 
     def learn_due(self, row: DueRow, *, asked_at: float | None, now: float) -> bool:
-        """Remember what the database says of the queue. Returns whether a look finds something because of it."""
+        """Remember the database's answer for the queue. Returns whether a look would now find messages."""
         is_news = (row.has_ordered and not self.has_ordered) or (self._is_known and row.is_limited != self.is_limited)
         self._is_known = True
         first, other = row.first_due_seconds, row.other_due_seconds
         self._others_are_older = other is not None and (first is None or other < first)
         self.is_limited, self.has_ordered = row.is_limited, row.has_ordered
         self._scheduled_due_at = math.inf if row.first_seconds is None else now + row.first_seconds
-        # Under a limit they are in every look, because the next permit may come at any time.
+        # Under a limit every look includes them, because the next permit may come at any time.
         other_seconds = row.other_due_seconds if row.is_limited else row.other_seconds
         due_at = math.inf if other_seconds is None else now + other_seconds
         self.retries.search_due_at = self._lapsed_due_at = due_at
         if asked_at is not None:
-            # Nothing fell due in a lane until the question was asked.
+            # No message fell due in the lane before the query.
             if self._scheduled_due_at > now:
                 self.fresh.searched_at = max(asked_at, self.fresh.searched_at)
             if due_at > now:

@@ -1,9 +1,9 @@
-"""The lease keeper: a thread with a connection of its own that prolongs what this process has in flight.
+"""The lease keeper: a thread with its own connection that renews the leases of this process.
 
 It is a thread so that a handler which blocks the event loop does not lose its lease. It renews only attempts that have
-been in flight for a while, and tells those that were cancelled, superseded or lost. It never ends an attempt: what a
-stale owner writes is refused by the fence, not by this. Where the server has no connection for it, it borrows the
-spare one, which a blocked event loop does not answer for.
+been in flight for a while, and signals those that were cancelled, superseded or lost. It never ends an attempt: the
+fence refuses the writes of a stale owner. If the server has no connection for it, it borrows the spare one, which needs
+an event loop that is not blocked.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _WATCH_SECONDS = 1.0
 
 
 class LeaseKeeper:
-    """Keeps the leases of the attempts in `held`, which the worker fills and empties on its own thread.
+    """Renews the leases of the attempts in `held`, which the worker fills and empties on its own thread.
 
-    `on_tick` is called about once a second while there are any, on the keeper's thread.
+    `on_tick` is called about once a second while attempts are held, on the keeper's thread.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class LeaseKeeper:
         self._error: BaseException | None = None
 
     def start(self, on_death: Callable[[], None]) -> None:
-        """Start the thread. `on_death` is called on this event loop if it ends before `stop`: leases lapse then."""
+        """Start the thread. If it ends before `stop`, leases lapse, and `on_death` is called on this event loop."""
         loop = asyncio.get_running_loop()
 
         def note_end() -> None:
@@ -71,9 +71,9 @@ class LeaseKeeper:
                 with asyncio.Runner() as runner:
                     runner.get_loop()
                     runner.run(self._keep())
-            except BaseException as error:  # noqa: BLE001 - whatever it is, `check` raises it
+            except BaseException as error:  # noqa: BLE001 - `check` raises it
                 self._error = error
-            with contextlib.suppress(RuntimeError):  # The event loop is closed: nobody waits any more.
+            with contextlib.suppress(RuntimeError):  # The event loop is closed: no caller waits any more.
                 loop.call_soon_threadsafe(note_end)
 
         self._thread = threading.Thread(target=run, name="pgoutbox-lease", daemon=True)
@@ -83,7 +83,7 @@ class LeaseKeeper:
         """End the thread and close both connections."""
         self._stopping.set()
         if self._loop is not None and self._stopped is not None and not self._loop.is_closed():
-            with contextlib.suppress(RuntimeError):  # The thread has closed its event loop by itself.
+            with contextlib.suppress(RuntimeError):  # The thread has closed its event loop itself.
                 self._loop.call_soon_threadsafe(self._stopped.set)
         if self._thread is not None and self._thread.is_alive():
             await self._ended.wait()
@@ -91,16 +91,16 @@ class LeaseKeeper:
         await self._link.close()
 
     def check(self) -> None:
-        """Raise `PgOutboxError` if the thread has ended by an error."""
+        """Raise `PgOutboxError` if the thread has ended with an error."""
         if self._error is not None:
             raise PgOutboxError(
                 f"leases are not renewed any more, and the worker has stopped: {describe(self._error)}"
             ) from self._error
 
     async def ensure(self, context: Context) -> None:
-        """Make sure of one lease at once, on the event loop; `LeaseLostError` if it is not held any more.
+        """Check or renew one lease at once, on the event loop; `LeaseLostError` if it is no longer held.
 
-        A lease that is young is only looked at: a renewal is a commit, and waits for the disk.
+        A young lease is only checked: a renewal is a commit, and waits for the disk.
         """
         asked_at = elapsed_clock()
         message = context.message
@@ -134,13 +134,13 @@ class LeaseKeeper:
             try:
                 await self._keep_once(link)
                 failing = False
-            except Exception as error:  # noqa: BLE001 - leases that lapse unseen are worse than any error
+            except Exception as error:  # noqa: BLE001 - leases that lapse unnoticed are worse than any error
                 if not failing:
                     self._telemetry.report(
                         logging.WARNING, Event.LEASE_KEEPER_FAILED, "leases not renewed", reason=type(error).__name__
                     )
                 failing = True
-                pause = tick * (0.5 + random.random())  # noqa: S311 - jitter guards nothing
+                pause = tick * (0.5 + random.random())  # noqa: S311 - jitter is not a secret
                 if not is_passing(error):
                     await link.close()
         await link.close()
@@ -168,7 +168,7 @@ class LeaseKeeper:
             raise refusal
 
     async def _renew(self, link: Link, contexts: list[Context]) -> psycopg.Error | None:
-        """Renew these leases, and return the error of one that the database refuses: it costs no other lease."""
+        """Renew these leases, and return the error of a refused one: it does not affect other leases."""
         asked_at = elapsed_clock()
         try:
             rows = await renew(

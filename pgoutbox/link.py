@@ -1,7 +1,7 @@
-"""Connections to PostgreSQL that mend themselves, and the kinds of errors that they meet.
+"""Connections to PostgreSQL that reconnect by themselves, and the kinds of their errors.
 
-A session has pgoutbox's own settings, whatever the role's are, and works through a pooler as well. Nobody waits for a
-dead network: each statement has a deadline on this side, too.
+A session has pgoutbox's own settings, independent of the role's, and also works through a pooler. No statement waits
+for a dead network: each has a deadline on this side, too.
 """
 
 from __future__ import annotations
@@ -26,24 +26,25 @@ from pgoutbox.settings import Settings
 _REFUSED_PAUSE_SECONDS: Final = 1.0
 _POOLER_TRIALS: Final = 3
 
-# What passes: serialization, deadlock, lock timeout, cancelled statement, session out of its time, server going down or
+# Passing errors: serialization, deadlock, lock timeout, cancelled statement, session timeout, server shutting down or
 # full, broken connection, a limit of the server such as a full notification queue or no transaction numbers.
 _PASSING_SQLSTATES = frozenset({"40001", "40P01", "55P03", "57014", "25006", "25P03", "25P04"})
 _PASSING_CLASSES = ("08", "53", "54", "57P", "58")
-# Data, constraints, check options, what triggers raise, damage.
+# Data, constraints, check options, errors of triggers, damage.
 _OF_A_ROW_CLASSES: Final = ("22", "23", "44", "P0", "XX")
 _FULL: Final = ("too many clients", "too many connections", "remaining connection slots", "no more connections allowed")
 
 
 class StrandedError(psycopg.OperationalError):
-    """A statement that was given up still runs on the server: to run another one like it would only add to it."""
+    """An abandoned statement still runs on the server: another one like it would only add to it."""
 
 
 class Link:
     """One connection, opened on first use and replaced after it broke; statements take turns on it.
 
     Each statement has a deadline on this side too, because a server behind a dead network never answers. While the
-    server refuses this connection, what `spare` has open is used, which may belong to another thread's event loop.
+    server refuses this connection, the open connection of `spare` is used, which may belong to another thread's event
+    loop.
     """
 
     def __init__(self, dsn: str, settings: Settings, *, purpose: str, spare: Link | None = None) -> None:
@@ -64,10 +65,10 @@ class Link:
     async def fetch(
         self, statement: LiteralString, parameters: Mapping[str, object], *, first: Step | None = None
     ) -> list[TupleRow]:
-        """Run one statement in a transaction of its own, `first` before it, and return its rows.
+        """Run one statement in its own transaction, `first` before it, and return its rows.
 
-        After an error that broke the connection, or when the deadline passed, the next call opens another one. It
-        raises `StrandedError` while the session that was given up at the deadline still hangs in its COMMIT.
+        After an error that broke the connection, or after the deadline, the next call opens another connection. It
+        raises `StrandedError` while the session abandoned at the deadline still hangs in its COMMIT.
         """
         if self._spare is not None and self._spare.is_open and not await self._can_open():
             return await self._spare.fetch_from_anywhere(statement, parameters, first=first)
@@ -79,7 +80,7 @@ class Link:
                         await self._end_stranded(connection, self._stranded_pid)
                     return await self._fetch_in_one_trip(connection, (statement, parameters), first)
             except BaseException as error:
-                # A session that has become read-only is a server that has become a standby: connect anew.
+                # If the session is now read-only, the server has become a standby: reconnect.
                 keeps = isinstance(error, psycopg.Error) and not connection.closed and error.sqlstate != "25006"
                 if not keeps:
                     if isinstance(error, TimeoutError) and not self._pooled:
@@ -90,7 +91,7 @@ class Link:
     async def fetch_from_anywhere(
         self, statement: LiteralString, parameters: Mapping[str, object], *, first: Step | None = None
     ) -> list[TupleRow]:
-        """`fetch`, on whichever event loop it is awaited: the connection stays with the one that opened it."""
+        """`fetch`, on any event loop: the connection stays on the loop that opened it."""
         if self._loop is None or self._loop is asyncio.get_running_loop():
             return await self.fetch(statement, parameters, first=first)
         return await asyncio.wrap_future(
@@ -98,7 +99,7 @@ class Link:
         )
 
     async def _end_stranded(self, connection: psycopg.AsyncConnection[TupleRow], pid: int) -> None:
-        """End the session that was given up; one whose COMMIT waits for a standby is left to it."""
+        """End the abandoned session, unless its COMMIT waits for a standby."""
         cursor = await connection.execute(sql.END_STRANDED, {"pid": pid}, binary=True)
         for has_ended, waits_for in await cursor.fetchall():
             if not has_ended:
@@ -122,7 +123,7 @@ class Link:
     ) -> list[TupleRow]:
         if not self._pooled and first is None:
             return await fetch_in_one_trip(connection, [step], index=0, prepared=self._prepared)
-        # All of it travels together: a process that is suspended in between would keep its locks, lease or not. A
+        # Send all of it together: a process that is suspended in between would keep its locks beyond its lease. A
         # transaction pooler gives each transaction another server session, so the settings come along.
         steps: list[Step] = [(sql.BEGIN, {})]
         if self._pooled:
@@ -156,7 +157,7 @@ class Link:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a connection, as far as is known."""
+        """Whether there is an open connection, as far as known."""
         return self._connection is not None and not self._connection.closed
 
     async def open(self) -> None:
@@ -173,10 +174,10 @@ class Link:
 
 
 async def connect(dsn: str, settings: Settings, *, purpose: str) -> tuple[psycopg.AsyncConnection[TupleRow], bool]:
-    """Open an autocommit connection; with it, whether it leads to the server directly.
+    """Open an autocommit connection; also return whether it leads to the server directly.
 
-    A pooler makes up the process number that it tells its clients. It may give each transaction another session: then
-    a session's settings, prepared statements and LISTEN are lost, or worse, met by others.
+    A pooler gives its clients an invented process number. It may give each transaction another session: then a
+    session's settings, prepared statements and LISTEN are lost, or other clients get them.
     """
     connection = await connections.connect_async(
         dsn, purpose=purpose, connect_timeout_seconds=settings.connect_timeout_seconds, answer_seconds=None
@@ -192,9 +193,9 @@ async def connect(dsn: str, settings: Settings, *, purpose: str) -> tuple[psycop
 
 
 async def keeps_session(connection: psycopg.AsyncConnection[TupleRow], dsn: str, settings: Settings) -> bool:
-    """Whether a pooler that stands in between leaves this connection one session, as far as can be found out.
+    """Whether a pooler gives this connection one session, as far as can be determined.
 
-    Two connections that are both open never meet in one session then. If the second is refused, the answer is no.
+    Then two open connections never have the same session. If the second one is refused, the answer is no.
     """
     try:
         other, _ = await connect(dsn, settings, purpose="listen")
@@ -213,7 +214,7 @@ async def keeps_session(connection: psycopg.AsyncConnection[TupleRow], dsn: str,
 
 
 async def prepare_session(connection: psycopg.AsyncConnection[TupleRow], settings: Settings) -> None:
-    """Give a direct connection pgoutbox's own settings, whatever the role's defaults are; closes it on failure."""
+    """Set pgoutbox's own settings, independent of the role's defaults, on a direct connection; close it on failure."""
     connection.prepare_threshold = 1
     try:
         async with deadline(connection, settings.connect_timeout_seconds):
@@ -224,7 +225,7 @@ async def prepare_session(connection: psycopg.AsyncConnection[TupleRow], setting
 
 
 def timeouts(settings: Settings) -> dict[str, object]:
-    """The time limits of the worker's statements, as PostgreSQL reads them."""
+    """The time limits of the worker's statements, as PostgreSQL settings."""
     return {
         "statement_timeout": f"{int(settings.statement_timeout_seconds * 1000)}ms",
         "lock_timeout": f"{int(settings.lock_timeout_seconds * 1000)}ms",
@@ -245,25 +246,25 @@ def is_passing(error: BaseException) -> bool:
 def is_refusal(error: BaseException) -> bool:
     """Whether the server has answered with this error, and so has rolled the statement back.
 
-    A session that is terminated while it waits for a standby has committed all the same.
+    A session that is terminated while it waits for a standby has still committed.
     """
     sqlstate = error.sqlstate if isinstance(error, psycopg.Error) else None
     return sqlstate is not None and not sqlstate.startswith(("08", "57P"))
 
 
 def is_of_a_row(error: BaseException) -> bool:
-    """Whether the server refused a statement because of one row, as triggers, constraints and damaged values do.
+    """Whether the server refused a statement because of one row: a trigger, a constraint or a damaged value.
 
-    A lost race is not meant.
+    This excludes a lost race.
     """
     sqlstate = error.sqlstate if isinstance(error, psycopg.Error) else None
     return sqlstate is not None and sqlstate.startswith(_OF_A_ROW_CLASSES) and not is_lost_key(error)
 
 
 def is_lost_key(error: BaseException) -> bool:
-    """Whether two workers met at one key, and the other one has it.
+    """Whether two workers conflicted at one key, and the other one has it.
 
-    While an index is being rebuilt beside the work, or by a tool, another one of any name stands in for it.
+    During a concurrent rebuild of an index, by REINDEX or a tool, another index of any name takes its place.
     """
     return isinstance(error, psycopg.errors.UniqueViolation) and error.diag.table_name == "message_live"
 
@@ -271,9 +272,8 @@ def is_lost_key(error: BaseException) -> bool:
 async def is_out_of_reach(error: psycopg.Error | OSError, dsn: str, settings: Settings) -> bool:
     """Whether a first connection failed because the server is down, starting or full, and not for a lasting reason.
 
-    The driver gives no SQLSTATE for a connection that was refused. That a server is down or starting is what libpq
-    finds out by a ping. That it is full stands only in its words: one that speaks another language is taken for one
-    that has refused for good.
+    The driver gives no SQLSTATE for a refused connection. libpq's ping shows that a server is down or starting. Only
+    the text shows that it is full: in another language than English it counts as a lasting refusal.
     """
     if not is_passing(error):
         return False
@@ -284,7 +284,7 @@ async def is_out_of_reach(error: psycopg.Error | OSError, dsn: str, settings: Se
     conninfo = make_conninfo(dsn, connect_timeout=math.ceil(settings.connect_timeout_seconds))
     if await asyncio.to_thread(pq.PGconn.ping, conninfo.encode()) in (pq.Ping.REJECT, pq.Ping.NO_RESPONSE):
         return True
-    # It is up: for longer than since it refused, only if it refuses again.
+    # It is up now, but may have been down at the first refusal: connect again.
     try:
         connection, _ = await connect(dsn, settings, purpose="start")
     except psycopg.OperationalError as again:

@@ -1,6 +1,6 @@
-"""What a worker does while its database does not answer: it tells so once, and tries again with growing pauses.
+"""Outages of the database: the worker logs an outage once, and tries again with growing pauses.
 
-Only what passes is endured. An error that time will not mend ends the worker.
+It only retries after passing errors. A lasting error ends the worker.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MISSING: Final = (
 
 
 class Outage:
-    """Whether the database answers, as the statements of one worker find out."""
+    """Whether the database answers, according to the statements of one worker."""
 
     def __init__(self, telemetry: Telemetry, *, stopping: asyncio.Event) -> None:
         self._telemetry = telemetry
@@ -41,9 +41,9 @@ class Outage:
         self.is_on = False
 
     async def endure(self, error: BaseException) -> None:
-        """Pause after an error of the database that will pass, but not beyond `stopping`; raise one that will not."""
+        """Pause after a passing error of the database, but not beyond `stopping`; raise a lasting one."""
         if isinstance(error, _LOST_RACES):
-            return  # Two claims met at one row; the next one sees how it ended.
+            return  # Two claims conflicted at one row; the next claim sees the result.
         if not is_passing(error):
             lacking = missing_object(str(error).partition("\n")[0]) if isinstance(error, _MISSING) else None
             raise lacking or error from (error if lacking else None)
@@ -53,9 +53,9 @@ class Outage:
             self._telemetry.report(
                 logging.WARNING, Event.DATABASE_LOST, "database does not answer, trying again", reason=_name_of(error)
             )
-        # Rings, which are many while the database restarts, do not cut it short.
+        # Rings, which are frequent while the database restarts, do not shorten the pause.
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._pause * (0.5 + random.random() / 2)):  # noqa: S311 - jitter guards nothing
+            async with asyncio.timeout(self._pause * (0.5 + random.random() / 2)):  # noqa: S311 - jitter is not a secret
                 await self._stopping.wait()
         self._pause = min(self._pause * 2, _MAX_PAUSE_SECONDS)
 
@@ -69,6 +69,6 @@ class Outage:
 def _name_of(error: BaseException) -> str:
     name = type(error).__name__
     if isinstance(error, psycopg.OperationalError) and error.sqlstate is None:
-        return f"{name}: {' '.join(str(error).split())[:300]}"  # Of a connection: only the words tell what is wrong.
+        return f"{name}: {' '.join(str(error).split())[:300]}"  # A connection error: only its text gives the reason.
     sqlstate = getattr(error, "sqlstate", None)
     return name if sqlstate is None else f"{name} {sqlstate}"

@@ -1,7 +1,7 @@
-"""A whole transaction in one message to the server: no process that is suspended can leave its locks behind.
+"""A whole transaction in one message to the server, so that a suspended process keeps no locks.
 
-The driver's own pipeline sends each statement by itself. Here everything up to COMMIT leaves in one piece, so that the
-server never waits for this process while it holds a lock.
+The driver's own pipeline sends each statement separately. This module sends all statements up to COMMIT in one piece,
+so that the server never waits for this process while it holds a lock.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ async def fetch_in_one_trip(
 ) -> list[TupleRow]:
     """Run all steps, without waiting between them, and return the rows of step number `index`.
 
-    With `prepared`, which belongs to a session, each step is prepared once and its name is put there. Raises the first
-    error that a step met. Those behind it have not run then, and the transaction that one of the steps began is still
-    open. Nothing else may use the connection meanwhile.
+    With `prepared`, which belongs to a session, each step is prepared once and its name is stored there. Raises the
+    error of the first failed step. The steps after it have not run then, and a transaction that one of the steps began
+    is still open. Nothing else may use the connection meanwhile.
     """
     pgconn = connection.pgconn
     transformer: abc.Transformer = Transformer(connection)
@@ -56,7 +56,7 @@ async def fetch_in_one_trip(
             name = new[text, types] = b"pgoutbox_%d" % next(_numbers)
             pgconn.send_prepare(name, text, types)
             if number <= index:
-                result_index += 1  # To prepare has a result of its own.
+                result_index += 1  # A prepare has its own result.
         pgconn.send_query_prepared(name, values, formats, pq.Format.BINARY)
     pgconn.pipeline_sync()
     results: list[pq.abc.PGresult] = []
@@ -64,7 +64,7 @@ async def fetch_in_one_trip(
     try:
         await connection.wait(_receive(pgconn, results))
     except psycopg.OperationalError:
-        _check(results, encoding)  # The server may have said why it ends the session.
+        _check(results, encoding)  # The server may have reported why it ended the session.
         raise
     pgconn.exit_pipeline_mode()
     _check(results, encoding)
@@ -85,7 +85,7 @@ def _adapted(
 
 @functools.cache
 def _numbered(statement: str) -> tuple[bytes, tuple[str, ...]]:
-    """The statement with PostgreSQL's own placeholders, and the names that they stand for."""
+    """The statement with PostgreSQL's own placeholders, and their names."""
     numbers: dict[str, int] = {}
 
     def number(found: re.Match[str]) -> str:

@@ -1,12 +1,12 @@
-"""Runs attempts, so many at a time. A slot is a task that takes one attempt after the other: a handler that returns at
-once costs no task, no timer and no turn of the event loop.
+"""Slots: run a limited number of attempts at a time. A slot is a task that runs one attempt after the other: a handler
+that returns at once costs no task, no timer and no turn of the event loop.
 
-Each attempt that was put in has one ending, which goes to `on_outcome`.
+Each attempt has one ending, which goes to `on_outcome`.
 
 A handler that cannot be stopped (in a thread, or ignoring its cancellation) keeps its message after its timeout: while
 it may still succeed, no other attempt begins, and its real outcome counts. After `overtime_seconds` more the attempt
-ends as timed out; a process that was suspended meanwhile begins that time once more. The handler then keeps its slot,
-so that no more handlers run than were asked for, until it ends, which `on_free` tells.
+ends as timed out; if the process was suspended meanwhile, that time begins once more. The handler then keeps its slot
+until it ends, so that the number of running handlers never exceeds the limit. `on_free` is called when it ends.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from pgoutbox.measures import Attempted
 from pgoutbox.message import Outcome, Permanent, Transient
 from pgoutbox.telemetry import Event, Telemetry
 
-# How long attempts that end at once may follow each other before the event loop gets a turn.
+# How long attempts that end at once may follow each other before they yield to the event loop.
 _TURN_SECONDS = 0.005
-# How long the result of a thread may take to reach its task, and what follows it may take at least.
+# The time for the result of a thread to reach its task, and the minimum time for the code after it.
 _RETURN_SECONDS = 0.1
-# How long measurements collect: many together cost a fraction of what each by itself does.
+# How long measurements are collected: one report of many costs a fraction of many reports.
 _MEASURE_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """The attempt did not happen, or was stopped by the worker's own end: pending again, no attempt used up."""
+    """The attempt did not run, or the worker's shutdown stopped it: pending again, no attempt used up."""
 
 
 @dataclass(frozen=True, slots=True)
 class AlreadyFinished:
-    """The attempt wrote its own end, in the handler's transaction, or has no message any more."""
+    """The attempt wrote its own end, in the handler's transaction, or no longer has a message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Abandoned:
-    """The worker ends and the handler runs on: nobody may write an outcome, and the lease is left to expire."""
+    """The worker ends and the handler goes on: no outcome may be written, and the lease is left to lapse."""
 
 
 RELEASED: Final = Released()
@@ -79,10 +79,10 @@ class _Slot:
         self.task = task
         self.deadline: float | None = None
         self.is_overdue = False  # The attempt has passed its timeout.
-        self.timed_out = False  # It was cancelled because of that.
+        self.timed_out = False  # It was cancelled because of its timeout.
         self.has_returned = False  # Its thread had ended when a deadline passed.
         self.has_overtime_again = False  # The process was suspended during its overtime.
-        self.is_abandoned = False  # It has its ending, and its handler runs on.
+        self.is_abandoned = False  # It has its ending, and its handler goes on.
         self.thread: Future[object] | None = None
         self.work: Work = ()  # Its messages, until they have an ending.
 
@@ -129,32 +129,32 @@ class Slots:
 
     @property
     def capacity(self) -> int:
-        """How many attempts can run at once: slots of handlers that outlived their attempts do not count."""
+        """The number of attempts that can run at once, without slots of handlers that outlived their attempts."""
         return self._concurrency - self._outlived_count
 
     @property
     def running_count(self) -> int:
-        """Messages that handlers are at work on."""
+        """Number of messages in running handlers."""
         return self._running_count
 
     @property
     def outlived_count(self) -> int:
-        """Slots of handlers that outlived their attempts."""
+        """Number of slots of handlers that outlived their attempts."""
         return self._outlived_count
 
     @property
     def waiting_count(self) -> int:
-        """Messages that no handler has taken yet."""
+        """Number of messages that no handler has taken yet."""
         return self._ready_count
 
     @property
     def open_count(self) -> int:
-        """Messages that were put in and have no outcome yet."""
+        """Number of messages without an outcome."""
         return self._ready_count + self._running_count
 
     @property
     def oldest_wait_seconds(self) -> float:
-        """How long the message has waited that a handler takes next."""
+        """The waiting time of the next message."""
         return asyncio.get_running_loop().time() - self._ready[0][1] if self._ready else 0.0
 
     def work_of(self, task: asyncio.Task[object]) -> Work:
@@ -162,7 +162,7 @@ class Slots:
         return next((slot.work for slot in self._slots if slot.task is task), ())
 
     def put(self, works: Sequence[Work]) -> None:
-        """Hand over work; it starts as soon as a slot is free."""
+        """Add work; it starts as soon as a slot is free."""
         now = asyncio.get_running_loop().time()
         for work in works:
             self._ready.append((work, now))
@@ -170,7 +170,7 @@ class Slots:
         self._wake_one()
 
     def give_back(self, may_go: Callable[[Context], bool] | None = None) -> None:
-        """Release messages that no handler has taken yet; with `may_go`, pieces of work whose messages all may go."""
+        """Release messages that no handler has taken yet; with `may_go`, only work for which it holds entirely."""
         waiting, self._ready = self._ready, deque()
         for work, put_at in waiting:
             if may_go is None or all(map(may_go, work)):
@@ -202,7 +202,7 @@ class Slots:
             self._telemetry.measures.attempted(attempts)
 
     def _wake_one(self) -> None:
-        # One slot at a time: it wakes the next one when it finds that there is more to do than it has taken.
+        # Wake one slot at a time: it wakes the next one if more work waits.
         if self._waking or not self._ready:
             return
         while self._idle:
@@ -293,7 +293,7 @@ class Slots:
         return unless_on_hold(work, Transient(reason), reason)
 
     async def _outlive(self, slot: _Slot, work: Work) -> None:
-        """Make the slot ready for the next attempt, once the handler that passed its timeout has ended."""
+        """Free the slot for the next attempt, after the handler that passed its timeout has ended."""
         slot.is_overdue = slot.timed_out = False
         while slot.task.uncancel():
             pass
@@ -334,9 +334,9 @@ class Slots:
         self._timer = asyncio.get_running_loop().call_at(min(deadlines), self._end_overdue) if deadlines else None
 
     def _overrun(self, slot: _Slot, *, was_away: bool) -> None:
-        """A deadline has passed: at first that of the attempt, then that of its overtime.
+        """Handle a passed deadline: first of the attempt, then of its overtime.
 
-        `was_away` says that it passed unseen, because the process was suspended: its threads had no time either.
+        `was_away` means that the process was suspended meanwhile: its threads had no time either.
         """
         work = slot.work
         if slot.thread is not None and slot.thread.done() and not slot.has_returned:
@@ -354,7 +354,7 @@ class Slots:
             slot.is_overdue = slot.timed_out = True
             slot.task.cancel()
         elif work:
-            self._end_running(slot, self._timed_out(work))  # It ignores its cancellation.
+            self._end_running(slot, self._timed_out(work))  # The handler ignores its cancellation.
             self._abandon(slot, work)
 
     def _report(self, level: int, event: Event, text: str, work: Work) -> None:
@@ -366,14 +366,14 @@ class Slots:
 
 
 def unless_on_hold(work: Work, ending: Ending, reason: str) -> Ending:
-    """A handler that was stopped may have handed its message over: where that is for a person to find out, it ends."""
+    """End the message if its stopped handler may have handed it over and `on_unknown` is "hold"."""
     if work[0].handler.on_unknown == "hold":
         return Permanent(f"outcome unknown: {reason}")
     return ending
 
 
 def _end_of(thread: Future[object]) -> Future[None]:
-    """A future that is done when the thread is, whatever it returned: a cancelled wait does not cancel it."""
+    """A future that is done when the thread ends, with any result: a cancelled wait does not cancel it."""
     end: Future[None] = Future()
 
     def finish(_: Future[object]) -> None:

@@ -1,7 +1,7 @@
-"""The one place that runs the worker's statements, a method for each.
+"""The only module that runs the worker's statements, with a method for each.
 
-It decides nothing. Every write that it makes about a message is fenced by the statement itself, so that running one
-again after an unknown answer is always safe.
+It makes no decisions. Every statement that writes a message is fenced, so that it can be repeated after an unknown
+answer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LOCKED_PAUSE_SECONDS = 0.02
 _PASS_OVER_SECONDS = 1.0
 _PERMIT_PAUSE_SECONDS = 0.25
 _MAX_ID = 2**63 - 1
-_SENDING: Final = State.SENDING  # To look a member up costs more than to compare with it.
+_SENDING: Final = State.SENDING  # Looking up an enum member costs more than a comparison.
 _RETENTION_SECONDS = 30.0
 _SHOWN_NAME_LENGTH = 48  # With "pgoutbox claim " the 63 bytes that PostgreSQL keeps of an application_name.
 MINIMUM_SERVER_VERSION: Final = 150_000
@@ -38,7 +38,7 @@ MIGRATE_HINT: Final = "run: pgoutbox migrate (or: alembic upgrade heads, where y
 
 
 class ServerFacts(NamedTuple):
-    """What the server says of itself."""
+    """Facts about the server."""
 
     server_version: int
     in_recovery: bool
@@ -67,17 +67,17 @@ class ClaimedRow(NamedTuple):
     state: str
     expires_in_seconds: float | None
     superseded: bool
-    """Whether a newer message has overtaken it: see `mark_superseded`. This and the rest is set by `Store`."""
+    """Whether a newer message supersedes it: see `mark_superseded`. `Store` sets this field and the following ones."""
     queue: str
     was_lapsed: bool = False
-    """Whether the attempt before was lost."""
+    """Whether the previous attempt was lost."""
 
 
 class Horizon(NamedTuple):
-    """What a snapshot of the database covers: see `NEXT_DUE`."""
+    """The coverage of a snapshot of the database: see `NEXT_DUE`."""
 
     started_at: datetime
-    """Of the server: transactions and ids of another server say nothing of each other."""
+    """The server's identity: transactions and ids of different servers cannot be compared."""
     xmin: int
     """All transactions before this one have ended."""
     next_xid: int
@@ -86,7 +86,7 @@ class Horizon(NamedTuple):
 
 
 class DueRow(NamedTuple):
-    """One queue as `NEXT_DUE` describes it, in the order of its columns. Seconds count from the question."""
+    """One queue in the answer of `NEXT_DUE`, in the order of its columns. Seconds count from the query."""
 
     queue: str
     has_ordered: bool
@@ -111,7 +111,7 @@ class DueRow(NamedTuple):
         return self._with_permit(self.other_due_seconds)
 
     def _with_permit(self, seconds: float | None) -> float | None:
-        # A message that is due although there is a permit is in another worker's hands: look again soon.
+        # If a message is due and there is a permit, another worker is claiming it: look again soon.
         if seconds is None or self.permit_seconds is None:
             return seconds
         return None if math.isinf(self.permit_seconds) else max(seconds, self.permit_seconds, _PERMIT_PAUSE_SECONDS)
@@ -120,8 +120,8 @@ class DueRow(NamedTuple):
 class LapsedOptions(TypedDict):
     """Which lapsed attempts to end or to take over.
 
-    No lease counts as lapsed while the server's clock is beyond `clock_limit`. Of the attempts in this worker's name
-    those in `held` are passed over: the worker renews their leases.
+    No lease counts as lapsed while the server's clock is beyond `clock_limit`. Attempts of this worker in `held` are
+    passed over: the worker renews their leases.
     """
 
     topics: Sequence[str]
@@ -134,7 +134,7 @@ class LapsedOptions(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """An outcome on its way to the row."""
+    """An outcome to be written to the row."""
 
     id: int
     attempt_count: int
@@ -144,7 +144,7 @@ class Verdict:
 
 
 class ClaimRefusedError(psycopg.DatabaseError):
-    """The database refuses to let these messages be claimed: a trigger, a constraint or a damaged value."""
+    """The database refuses the claim of these messages: because of a trigger, a constraint or a damaged value."""
 
     def __init__(self, message_ids: Sequence[int], cause: psycopg.Error) -> None:
         super().__init__(str(cause))
@@ -159,7 +159,7 @@ NO_FLOOR: Final[tuple[datetime | None, int]] = (None, 0)
 
 
 class HeldRow(NamedTuple):
-    """What renewing or watching tells of an attempt that still holds its message."""
+    """The answer of a renewal or a watch about an attempt that still holds its message."""
 
     id: int
     cancelled: bool
@@ -168,9 +168,9 @@ class HeldRow(NamedTuple):
 
 
 class BreakerRow(NamedTuple):
-    """What the database says of a breaker that is open. `retry_seconds` is not positive when its time has come.
+    """An open breaker in the database. `retry_seconds` is not positive when it may be probed.
 
-    `opened` says that this very statement opened it, `probe_id` that it gave leave to probe.
+    `opened`: this statement opened it. `probe_id`: this statement granted a probe.
     """
 
     retry_seconds: float
@@ -181,10 +181,10 @@ class BreakerRow(NamedTuple):
 
 
 class Store:
-    """The worker's statements, each a method. Claims and finishes have a connection each and overlap.
+    """The worker's statements, each a method. Claims and finishes have separate connections and overlap.
 
-    Where the server has only one to spare they share it: a worker that can claim can also finish. Otherwise it would
-    hand over messages again and again without ending any of them.
+    If the server has only one free connection they share it, so that a worker that can claim can also finish. Otherwise
+    it would hand over messages again and again without ending any of them.
     """
 
     def __init__(self, settings: Settings, *, worker: str) -> None:
@@ -194,17 +194,17 @@ class Store:
         self._settings = settings
         self.claims = Link(dsn, settings, purpose=f"claim {worker[-_SHOWN_NAME_LENGTH:]}")
         self._finishes = Link(dsn, settings, purpose="finish", spare=self.claims)
-        self._passes_over_until = -math.inf  # Until then finishes pass over locked rows instead of waiting for them.
+        self._passes_over_until = -math.inf  # Until then finishes pass over locked rows instead of waiting.
         self._forgotten_topics: frozenset[str] = frozenset()
         self._retention_turn = asyncio.Lock()
         self._retention_read_at = -math.inf
 
     async def check_server(self) -> None:
-        """Refuse a server that cannot be worked with, saying what to do about it."""
+        """Raise an error for an unusable server, with the fix."""
         await check_server(self.claims)
 
     async def server_time(self) -> datetime:
-        """What the database's clock says."""
+        """The time of the database's clock."""
         now: datetime
         ((now,),) = await self.claims.fetch(sql.SERVER_TIME, {})
         return now
@@ -223,10 +223,10 @@ class Store:
     ) -> list[ClaimedRow]:
         """Claim up to `total` due messages beyond the floor, fresh ones or with `retries` those attempted before.
 
-        With `in_turn` it waits until at most one other claim that does so chooses from the queue: for a backlog.
-        A queue that is paused or has limits yields messages only with `by_permits`. Messages in `set_aside` are passed
-        over. Rows come in the order of their due times. Raises `ClaimRefusedError` if the database refuses a claim of a
-        single message for a fault of its row.
+        With `in_turn`, for a backlog, it waits until at most one other such claim chooses from the queue. A queue that
+        is paused or has limits yields messages only with `by_permits`. Messages in `set_aside` are passed over. Rows
+        are in the order of their due times. Raises `ClaimRefusedError` if the database refuses a claim of a single
+        message because of its row.
         """
         if retries:
             statement, find = sql.CLAIM_RETRIES_BY_PERMITS if by_permits else sql.CLAIM_RETRIES, sql.FIND_RETRIES
@@ -248,7 +248,7 @@ class Store:
     async def claim_new(
         self, queue: str, *, topics: Sequence[str], total: int, floor_id: int, set_aside: Sequence[int]
     ) -> list[ClaimedRow]:
-        """Claim up to `total` fresh messages beyond this id from a queue without limits, as `claim` does."""
+        """Claim up to `total` fresh messages beyond this id from a queue without limits, like `claim`."""
         parameters = {
             "queue": queue,
             "topics": topics,
@@ -309,9 +309,9 @@ class Store:
     async def find_ordered(
         self, queue: str, *, topics: Sequence[str], after_key: str, key_limit: int
     ) -> tuple[Sequence[int], str]:
-        """Claimable messages of up to `key_limit` ordering keys that follow `after_key`; and the last of these keys.
+        """Claimable messages of up to `key_limit` ordering keys after `after_key`; and the last of these keys.
 
-        An empty key means that there are no more behind it.
+        An empty key means that no key follows.
         """
         ((message_ids, last_key, count),) = await self.claims.fetch(
             sql.FIND_ORDERED, {"queue": queue, "topics": topics, "after_key": after_key, "key_limit": key_limit}
@@ -321,16 +321,16 @@ class Store:
     async def find_new_ordered(
         self, queue: str, *, topics: Sequence[str], floor_id: int, key_limit: int
     ) -> Sequence[int]:
-        """The claimable messages of the ordering keys that the first `key_limit` messages beyond `floor_id` have."""
+        """The claimable messages of the ordering keys of the first `key_limit` messages beyond `floor_id`."""
         rows = await self.claims.fetch(
             sql.FIND_NEW_ORDERED, {"queue": queue, "topics": topics, "floor_id": floor_id, "key_limit": key_limit}
         )
         return [message_id for (message_id,) in rows]
 
     async def claim_ordered(self, queue: str, message_ids: Sequence[int]) -> list[ClaimedRow]:
-        """Claim messages that were found, as far as nothing has changed.
+        """Claim found messages, unless they have changed.
 
-        Raises `ClaimRefusedError` if the database refuses a claim of a single message for a fault of its row.
+        Raises `ClaimRefusedError` if the database refuses a claim of a single message because of its row.
         """
         parameters = {
             "queue": queue,
@@ -348,7 +348,7 @@ class Store:
         return _claimed(rows, queue)
 
     async def mark_superseded(self, rows: list[ClaimedRow]) -> list[ClaimedRow]:
-        """Ask again which of the messages that a claim returned are superseded, once it is committed."""
+        """Check again which of the messages of a committed claim are superseded."""
         keyed = [row.id for row in rows if row.coalesce_key is not None and row.state == _SENDING]
         if not keyed:
             return rows
@@ -358,9 +358,9 @@ class Store:
     async def release_unanswered(
         self, queues: Sequence[str], held: Collection[int], *, after: datetime | None, before: datetime | None
     ) -> int:
-        """Release what this worker's claims between two times began in these queues, but nothing in `held`; how many.
+        """Release attempts of this worker that were claimed between two times in these queues, except those in `held`.
 
-        `after` and `before` are times of claims by the server's clock; None for no bound.
+        Returns their number. `after` and `before` are times of claims by the server's clock; None for no bound.
         """
         rows = await self.claims.fetch(
             sql.UNANSWERED_ATTEMPTS, {"queues": queues, "worker": self.worker, "after": after, "before": before}
@@ -375,10 +375,10 @@ class Store:
     async def next_due(
         self, queues: Sequence[str], *, since_seconds: float, others_since_seconds: float, floor_id: int | None
     ) -> tuple[list[DueRow], datetime, Horizon]:
-        """Describe each of these queues, and tell the time of the database's clock and what the answer covers.
+        """Describe each of these queues, with the time of the database's clock and the coverage of the answer.
 
-        Messages that fell due within the last `since_seconds` are due, `others_since_seconds` for retries and leases:
-        their seconds are zero or negative. Fresh messages beyond `floor_id` do not count.
+        Messages that fell due within the last `since_seconds` are due, or `others_since_seconds` for retries and
+        leases: their seconds are zero or negative. Fresh messages beyond `floor_id` do not count.
         """
         parameters = {
             "queues": queues,
@@ -390,7 +390,7 @@ class Store:
         return [DueRow(*row[:5]) for row in rows], rows[0][5], Horizon(*rows[0][6:])
 
     async def idle_queues(self, queues: Sequence[str], watch_keys: Sequence[int]) -> list[str]:
-        """Those of these queues whose messages an idle worker may take; without a listener, all without a rate."""
+        """The queues whose messages an idle worker may take; without a listener, all queues without a rate."""
         rows = await self.claims.fetch(
             sql.IDLE_QUEUES,
             {"queues": queues, "watch_keys": watch_keys, "is_unknown": not self._settings.listen},
@@ -402,17 +402,17 @@ class Store:
         await self.claims.fetch(sql.RING, {"queues": queues})
 
     async def count_owed(self, queues: Sequence[str], topics: Sequence[str]) -> int:
-        """How many messages a drain still has to wait for."""
+        """The number of messages for which a drain must still wait."""
         ((count,),) = await self.claims.fetch(sql.COUNT_OWED, {"queues": queues, "topics": topics})
         return int(count)
 
     async def finish_sent(
         self, ids: Sequence[int], attempt_counts: Sequence[int], topics: Collection[str]
     ) -> dict[int, State]:
-        """Finish these attempts, of messages of these topics, as sent; the answer holds those that held their message.
+        """Finish these attempts of these topics as sent, and return the attempts that held their message.
 
-        Also a message that is deleted instead, because a rule of retention keeps no sent messages. A row that
-        somebody has locked is left out after a short wait.
+        These include messages that are deleted instead, because a retention rule keeps no sent messages. After a short
+        wait, a locked row is left out.
         """
         if await self.forgets_sent(topics):
             held = {"ids": _array_of(ids), "attempt_counts": _array_of(attempt_counts), "worker": self.worker}
@@ -429,20 +429,20 @@ class Store:
                     )
                     finished |= dict.fromkeys((row[0] for row in rows), State.SENT)
             except (psycopg.errors.LockNotAvailable, psycopg.errors.SerializationFailure):
-                # A row is locked, or went to another partition while this statement waited for it.
+                # A row is locked, or moved to another partition while this statement waited for it.
                 self._passes_over_until = time.monotonic() + _PASS_OVER_SECONDS
             else:
                 return finished
         return finished | await self.finish([_sent(*attempt) for attempt in attempts if attempt[0] not in finished])
 
     async def forgets_sent(self, topics: Collection[str]) -> bool:
-        """Whether a rule of retention may keep no sent messages of these topics, half a minute ago at most.
+        """Whether a retention rule may delete sent messages of these topics at once, as of the last half minute.
 
-        Read no more often than that, and only by who finishes: an idle worker does not ask. Raises what a database that
-        does not answer raises.
+        It is read at most once in half a minute, and only to finish: an idle worker does not query it. Raises the error
+        of a database that does not answer.
         """
         if time.monotonic() - self._retention_read_at > _RETENTION_SECONDS:
-            async with self._retention_turn:  # The second one that asks waits for the answer.
+            async with self._retention_turn:  # Concurrent callers share one query.
                 if time.monotonic() - self._retention_read_at > _RETENTION_SECONDS:
                     rows = await self._finishes.fetch(sql.FORGOTTEN_TOPICS, {})
                     self._forgotten_topics = frozenset(topic for (topic,) in rows)
@@ -450,7 +450,7 @@ class Store:
         return bool(self._forgotten_topics) and not self._forgotten_topics.isdisjoint((*topics, "*"))
 
     async def finish(self, verdicts: Sequence[Verdict]) -> dict[int, State]:
-        """Finish these attempts; the answer holds the state that each message reached, if the attempt still held it."""
+        """Finish these attempts, and return the new state of each message that its attempt still held."""
         rows = await self._finishes.fetch(sql.FINISH_IF_HELD, _finish_parameters(verdicts, worker=self.worker))
         return {row[0]: State(row[1]) for row in rows}
 
@@ -465,14 +465,14 @@ class Store:
     async def queues_of_successors(
         self, ids: Sequence[int], topics: Sequence[str], coalesce_keys: Sequence[str]
     ) -> list[str]:
-        """The queues of the messages that had to wait for these and can be claimed now."""
+        """The queues of the messages that had to wait for these messages and can be claimed now."""
         rows = await self._finishes.fetch(
             sql.QUEUES_OF_SUCCESSORS, {"ids": _array_of(ids), "topics": topics, "coalesce_keys": coalesce_keys}
         )
         return [row[0] for row in rows]
 
     async def breaker_failed(self, key: str, *, trips: bool, error: str, alert_queue: str | None) -> BreakerRow | None:
-        """Note one failure; the breaker if it is open, opened by this very call if `opened`."""
+        """Record one failure. Returns the breaker if it is open; `opened` if this call opened it."""
         settings = self._settings
         rows = await self.claims.fetch(
             sql.BREAKER_FAILED,
@@ -491,7 +491,7 @@ class Store:
         return BreakerRow._make(rows[0]) if rows else None
 
     async def breaker_probe(self, key: str) -> BreakerRow | None:
-        """Ask to probe: granted if the answer has a `probe_id`. None if the breaker is closed."""
+        """Ask for a probe: granted if the answer has a `probe_id`. None if the breaker is closed."""
         rows = await self.claims.fetch(
             sql.BREAKER_PROBE,
             {"key": key, "probe_seconds": self._settings.breaker_probe_seconds, "worker": self.worker},
@@ -499,12 +499,12 @@ class Store:
         return BreakerRow._make(rows[0]) if rows else None
 
     async def breakers(self, keys: Sequence[str]) -> dict[str, BreakerRow]:
-        """Those of these breakers that are open."""
+        """The open ones of these breakers."""
         rows = await self.claims.fetch(sql.BREAKERS, {"keys": keys})
         return {row[0]: BreakerRow._make(row[1:]) for row in rows}
 
     async def breaker_close(self, key: str, probe_id: str, *, alert_queue: str | None) -> float | None:
-        """Close what this probe has found alive; for how many seconds it was open. None if the probe was given up."""
+        """Close the breaker after a successful probe. Returns its open seconds, or None if the probe was given up."""
         rows = await self.claims.fetch(
             sql.BREAKER_CLOSE_IF_PROBING,
             {
@@ -517,7 +517,7 @@ class Store:
         return float(rows[0][0]) if rows else None
 
     async def breaker_reopen(self, key: str, probe_id: str, *, error: str) -> BreakerRow | None:
-        """Prolong the pause after this probe failed. None if the probe was given up."""
+        """Extend the pause after a failed probe. None if the probe was given up."""
         rows = await self.claims.fetch(
             sql.BREAKER_REOPEN_IF_PROBING,
             {
@@ -530,11 +530,11 @@ class Store:
         return BreakerRow._make(rows[0]) if rows else None
 
     async def breaker_release(self, key: str, probe_id: str) -> None:
-        """Let somebody else probe."""
+        """Let another session probe."""
         await self.claims.fetch(sql.BREAKER_RELEASE_IF_PROBING, {"key": key, "probe_id": probe_id})
 
     async def begin_upkeep_if_due(self, *, interval_seconds: float) -> TupleRow | None:
-        """The facts of `sql.UPKEEP_FACTS` if this worker has the turn: no other has it before the interval is over."""
+        """The facts of `sql.UPKEEP_FACTS` if this worker gets the turn. No other gets it before the interval ends."""
         rows = await self.claims.fetch(
             sql.BEGIN_UPKEEP_IF_DUE, {"interval_seconds": interval_seconds, "worker": self.worker}
         )
@@ -551,7 +551,7 @@ async def complete_within(
 ) -> bool:
     """Finish one attempt as sent in the open transaction of `connection`; False if it does not hold its message.
 
-    `forgets` is what `Store.forgets_sent` answers.
+    `forgets` is the answer of `Store.forgets_sent`.
     """
     statement = sql.FINISH_SENT_AND_FORGET_IF_HELD if forgets else sql.FINISH_IF_HELD
     parameters = _finish_parameters([_sent(message_id, attempt_count)], worker=worker)
@@ -580,12 +580,12 @@ def complete_within_sync(
 
 
 def _is_locked(standing: TupleRow | None) -> bool:
-    """Whether an attempt whose finish wrote nothing holds its message still: its lease is being renewed, say."""
+    """Whether an attempt whose finish wrote nothing still holds its message, for example during a renewal."""
     return standing is not None and State(standing[1]) is State.SENDING
 
 
 async def check_server(link: Link) -> None:
-    """Refuse an old server, a standby, a database without the schema or with one that is too old."""
+    """Refuse an old server, a standby, a database without the schema, and an old schema."""
     (facts,) = await link.fetch(sql.SERVER_FACTS, {})
     judge_server(ServerFacts._make(facts), writes=True)
     ((found,),) = await link.fetch(sql.SCHEMA_VERSION, {})
@@ -593,7 +593,7 @@ async def check_server(link: Link) -> None:
 
 
 def judge_server(facts: ServerFacts, *, writes: bool) -> None:
-    """Raise `ConfigurationError` or `SchemaError` for a server that cannot be read, or with `writes` not written."""
+    """Raise `ConfigurationError` or `SchemaError` for a server without read access, or with `writes` write access."""
     if facts.server_version < MINIMUM_SERVER_VERSION:
         raise ConfigurationError(f"PostgreSQL {facts.server_version // 10_000} is too old: pgoutbox needs 15 or newer")
     if facts.in_recovery and writes:
@@ -615,9 +615,9 @@ def judge_schema(version: int) -> None:
 
 
 def missing_object(message: str) -> SchemaError | None:
-    """The error for what PostgreSQL says of a relation, function or schema of pgoutbox that does not exist.
+    """The error for PostgreSQL's message about a missing relation, function or schema of pgoutbox.
 
-    None if the name is not one of pgoutbox. The name is in the message whatever the server's language is.
+    None if the name does not belong to pgoutbox. The message contains the name in every language of the server.
     """
     name = re.search(r"\bpgoutbox(\.\w+)?", message)
     if name is None:
@@ -631,7 +631,7 @@ def missing_object(message: str) -> SchemaError | None:
 async def renew(
     link: Link, ids: Sequence[int], attempt_counts: Sequence[int], *, worker: str, lease_seconds: float
 ) -> dict[int, HeldRow]:
-    """Prolong the leases of these attempts; the answer holds those that still hold their message."""
+    """Renew the leases of these attempts, and return the attempts that still hold their message."""
     rows = await link.fetch(
         sql.RENEW_IF_HELD,
         {
@@ -668,7 +668,7 @@ def _finish_parameters(verdicts: Sequence[Verdict], *, worker: str) -> dict[str,
 
 
 def _array_of(numbers: Iterable[int]) -> str:
-    """An array as PostgreSQL reads it. The driver's own way to write one takes forty times as long."""
+    """An array in PostgreSQL's text format. The driver's own conversion takes forty times as long."""
     return f"{{{','.join(map(str, numbers))}}}"
 
 

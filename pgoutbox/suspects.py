@@ -1,7 +1,7 @@
-"""How many lapsed attempts of one queue a worker takes over at once. Pure arithmetic.
+"""The number of lapsed attempts of one queue that a worker takes over at once. Pure arithmetic.
 
-Messages whose attempt was lost are suspects: one of them may have ended its process, and with it the attempts of all
-the others. So few of them are in flight at once, and more only as the ones before them end and the process lives.
+Messages whose attempt was lost are suspects: one of them may have crashed its process and ended the other attempts
+there. So few of them are in flight at once, and more only as earlier ones end and the process lives.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ _GROUPED_SUSPECTS: Final = 8 * MAX_SUSPECTS
 class Suspects:
     """The pace at which one worker takes over the suspects of one queue.
 
-    The oldest suspect comes alone, when none is in flight. Then suspects that can afford a loss come in a group: when
-    half of it has ended it is filled up, to twice its size. When no such suspect is left, or now and then so that the
-    others are not starved, the oldest comes alone again.
+    When none is in flight, the oldest suspect is claimed alone. Then suspects that can afford a loss are claimed in a
+    group: when half of it has ended it is filled up, to twice its size. When no such suspect is left, and periodically
+    so that the others are not starved, the oldest is claimed alone again.
     """
 
     def __init__(self) -> None:
@@ -27,17 +27,17 @@ class Suspects:
 
     @property
     def are_waiting(self) -> bool:
-        """Whether the last claim found suspects, so that more may wait."""
+        """Whether the last claim found suspects, so that more suspects may wait."""
         return not self._next_is_alone or self._group_size > 1
 
     def may_come(self, in_flight: int) -> bool:
-        """Whether more of them may be claimed while so many are in flight."""
+        """Whether more of them may be claimed, with `in_flight` in flight."""
         if self._next_is_alone or self._grouped_count == 0:
             return in_flight == 0
         return 2 * in_flight <= self._group_size
 
     def limit(self, room: int, in_flight: int) -> int:
-        """How many the next claim may take. 1 is for the suspect that comes alone, whatever its history."""
+        """The limit of the next claim. 1 is for a suspect that is claimed alone, with any history."""
         if not self.may_come(in_flight):
             return 0
         if self._next_is_alone:
@@ -48,9 +48,9 @@ class Suspects:
         return room if room > 1 or in_flight == 0 else 0
 
     def learn(self, limit: int, found: int, *, in_flight: int, is_filled: bool) -> bool:
-        """Remember what a claim of up to `limit` found; `is_filled` says that it used up the room.
+        """Remember the result of a claim of up to `limit`; `is_filled` means that it used up the room.
 
-        Returns whether another look is likely to find more: a group without members says nothing of the oldest one.
+        Returns whether another look is likely to find more: after an empty group, the oldest suspect may still wait.
         """
         if limit == 1:
             if found:

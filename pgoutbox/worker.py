@@ -1,13 +1,13 @@
 """The worker: claim, dispatch, finish, and sleep until there is more to do.
 
-One event loop. The main task decides when to look and when to sleep; a look goes from the claims through the intake to
-the slots, whose attempts run in tasks; the finisher, a task of its own, writes their endings in batches, on another
-connection; so claims, handlers and finishes overlap, and none of them waits for a single message. None of these parts
-knows another one that is not below it: they meet here. What is in flight is in `_held`, from the claim's answer to the
-finish's, and those of it whose attempt before was lost are in `_suspects`: any of them may end this process.
+One event loop. The main task decides when to look and when to sleep. A look goes from the claims through the intake to
+the slots, whose attempts run in tasks. The finisher, a separate task, writes their endings in batches, on another
+connection. So claims, handlers and finishes overlap, and none of them waits for a single message. Each part knows only
+the parts below it; this module connects them. Attempts in flight are in `_held`, from the claim's answer to the
+finish's answer. Those whose previous attempt was lost are also in `_suspects`: any of them may crash this process.
 
-Nothing here decides about correctness: every write is fenced in its statement. If this process stops at any line,
-the rows alone say what is left to do.
+Correctness does not depend on this module: every write is fenced in its statement. If this process stops at any line,
+the rows alone show the remaining work.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _HOARD_SECONDS = 1.0
 _GIVE_UP_SECONDS = 5.0
 _FRUITLESS_WAKES = 20
 _FRUITLESS_PAUSE_SECONDS = 0.05
-# A worker on watch that was woken eight times within this time polls, until nothing has come for a while.
+# A worker on watch that was woken eight times within this time polls, until it has found no work for a while.
 _BRISK_WAKES = 8
 _BRISK_SECONDS = 0.25
 _LULL_SECONDS = 0.1
@@ -76,8 +76,8 @@ _POLL_SECONDS = 0.008
 class Worker:
     """Delivers the messages of some queues with the handlers of an outbox.
 
-    `await worker.run()` works until `stop()`; `await worker.run_once()` works off what is due and returns;
-    `await worker.drain()` also waits for retries. Several workers, on any machines, share the work by the rows alone.
+    `await worker.run()` works until `stop()`; `await worker.run_once()` delivers all due messages and returns;
+    `await worker.drain()` also waits for retries. Several workers, on any machines, share the work through the rows.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Worker:
         self._redirect = Redirect.at_start(self._settings)
         self._keyring = keyring_of(self._settings.encryption_keys)
         self._transports = transports if transports is not None else outbox.transports_for(self._settings)
-        self._open_topics = list(self._topics)  # Those whose outcomes the database does not refuse.
+        self._open_topics = list(self._topics)  # Topics whose outcomes the database does not refuse.
         self._held: dict[int, Context] = {}
         self._suspects: list[Context] = []
         self._prefetch = 0
@@ -116,7 +116,7 @@ class Worker:
         self._is_started = False
         self._stopping = asyncio.Event()
         self._outage = Outage(self.telemetry, stopping=self._stopping)
-        self._wake = asyncio.Event()  # There may be something to claim, or the worker is to stop.
+        self._wake = asyncio.Event()  # There may be messages to claim, or the worker must stop.
         self._progress = asyncio.Event()  # An attempt has ended, or its end is written.
 
     # --- lifecycle ----------------------------------------------------------------------------------------------------
@@ -134,17 +134,17 @@ class Worker:
             await self._work()
 
     async def run_once(self) -> None:
-        """Work off everything that is due now, then return. Overlapping runs share the work.
+        """Deliver all messages that are due now, then return. Overlapping runs share the work.
 
-        Like `drain` it waits for no server: an error of the first connection is raised.
+        Like `drain` it does not wait for the server: it raises an error of the first connection.
         """
         async with self._at_work(listen=False):
             await self._work_off()
 
     async def drain(self) -> None:
-        """Work until nothing is due, in flight or waiting for a retry in these queues.
+        """Work until no message is due, in flight or waiting for a retry in these queues.
 
-        Messages that were scheduled for later and never attempted are not waited for.
+        It does not wait for scheduled messages that were never attempted.
         """
         async with self._at_work(listen=False):
             while not self._stopping.is_set():
@@ -154,11 +154,11 @@ class Worker:
                 if await self._store.count_owed(self._queues.names, self._open_topics) <= refused_count:
                     return
                 due = await self._claims.next_due_seconds()
-                # What another worker has may come back at any time, and nobody rings for a drain.
+                # Another worker's messages may be pending again at any time, and nothing rings for a drain.
                 await self._sleep(_FOREIGN_WORK_SECONDS if due is None else min(due, _FOREIGN_WORK_SECONDS))
 
     def stop(self) -> None:
-        """Begin to stop: claim nothing more, wait for handlers up to the grace time, release the rest. Idempotent.
+        """Begin to stop: stop claiming, wait for handlers up to the grace time, release the rest. Idempotent.
 
         Call it on the event loop.
         """
@@ -178,7 +178,7 @@ class Worker:
             yield
 
     def vitals(self) -> Vitals:
-        """How the worker is. Reads what is there, so that any thread can ask."""
+        """The worker's health. It only reads attributes, so that any thread can call it."""
         claimed_at = None if self.telemetry.measures is None else self.telemetry.measures.claimed_at
         now = elapsed_clock()
         is_started = self._is_started
@@ -238,10 +238,10 @@ class Worker:
             )
 
     def _assemble(self, *, listen: bool) -> None:
-        """Make the parts of one run. What leads from one to the other goes through here."""
+        """Create the parts of one run and connect them."""
         settings = self._settings
         if self._is_started:
-            self.name = _name_for(settings)  # Handlers of the former run may still hold messages in its name.
+            self.name = _name_for(settings)  # Handlers of the previous run may still hold messages in its name.
         handlers = self._handlers
         self._django = DjangoConnections.in_use()
         if self._django is not None:
@@ -334,7 +334,7 @@ class Worker:
         self._slots.give_back()
         deadline = asyncio.get_running_loop().time() + self._settings.shutdown_grace_seconds
         if self._bell is not None:
-            await self._bell.stop()  # Who stays has to be rung from now on.
+            await self._bell.stop()  # Producers must ring the remaining workers from now on.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(deadline):
                 await self._claims.release_unanswered()  # The task may have been cancelled during a claim.
@@ -342,17 +342,17 @@ class Worker:
         self._attempts.breakers.stop()
         await self._slots.stop()
         for context in [context for context in self._held.values() if not context.done]:
-            context.done = True  # Its handler has ignored its cancellation.
+            context.done = True  # The handler has ignored its cancellation.
             self._finisher.collect(context, ABANDONED)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(5.0, deadline - asyncio.get_running_loop().time())):
                 await self._until_idle(finished=True)
-                # What was released is due, and of retries and successors nobody else has been told.
+                # Released messages are due, and no other worker knows of retries and successors.
                 if self.telemetry.counts[Event.CLAIMED]:
                     await self._ring_all(self._queues.names)
         self._finishing.cancel()
         with contextlib.suppress(asyncio.CancelledError):
-            await self._finishing  # An error that ended it ends the worker.
+            await self._finishing  # The finisher's error ends the worker.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_GIVE_UP_SECONDS):
                 await self._finisher.give_up()
@@ -369,11 +369,11 @@ class Worker:
 
     @property
     def _unwritten_count(self) -> int:
-        """Messages in flight, less those whose outcome the database refuses."""
+        """Number of messages in flight, without those whose outcome the database refuses."""
         return max(0, len(self._held) - self._finisher.refusals.count)
 
     async def _until_idle(self, *, finished: bool) -> None:
-        """Wait until no handler runs, or with `finished` until every outcome is written that is not refused."""
+        """Wait until no handler runs, or with `finished` until all outcomes are written except refused ones."""
         while (self._unwritten_count and not self._finishing.done()) if finished else self._slots.open_count:
             self._progress.clear()
             await self._progress.wait()
@@ -391,7 +391,7 @@ class Worker:
                 await self._ring_if_saturated()
                 await self._until_progress()
                 continue
-            # A ring speaks of a fresh message. Between two such looks all lanes have their turn.
+            # A ring is for a fresh message. Between two such looks all lanes have their turn.
             fresh_only = may_leave_out_others and self._ring_is_unanswered
             may_leave_out_others = not fresh_only
             from_beginning = False
@@ -400,7 +400,7 @@ class Worker:
             else:
                 from_beginning, self._look_from_beginning = self._look_from_beginning, False
             found = await self._claims.look(room, from_beginning=from_beginning, fresh_only=fresh_only)
-            # Only a look at everything that is due may end in sleep.
+            # Only a look at all due messages may end in sleep.
             self._look_from_beginning |= not (found and self._claims.work_ahead)
             if found:
                 await self._note_found()
@@ -427,10 +427,10 @@ class Worker:
             from_beginning = found == 0
 
     def _room(self) -> int:
-        """How many messages to claim now: a batch's worth, or none while enough wait for their handlers.
+        """The number of messages to claim now: up to a batch, or none while enough wait for their handlers.
 
-        More than the handlers can take at once are claimed only while they keep up: the surplus doubles when it was
-        used up although more was waiting in the table, and halves when a message waited long in this process.
+        It exceeds the free handlers only while they keep up: the surplus doubles when it was used up while more
+        messages waited in the table, and halves when a message waited long in this process.
         """
         slots = self._slots
         settings = self._settings
@@ -446,7 +446,7 @@ class Worker:
         return max(0, min(settings.batch_size, open_limit - slots.open_count, held_limit - self._unwritten_count))
 
     async def _until_progress(self) -> None:
-        """Wait until an attempt has ended; messages that wait for a handler for long go to idle workers meanwhile."""
+        """Wait until an attempt has ended. Meanwhile messages that wait long for a handler go to idle workers."""
         while True:
             await self._give_back_hoard()
             with contextlib.suppress(TimeoutError):
@@ -455,9 +455,9 @@ class Worker:
                     return
 
     async def _give_back_hoard(self) -> None:
-        """Give back messages that wait too long if another worker is idle. The finisher rings when they are written.
+        """Release messages that wait too long if another worker is idle. The finisher rings when they are written.
 
-        Suspects stay: a message that was given back is not known as one any more.
+        Suspects stay: a released message is no longer known as a suspect.
         """
         now = elapsed_clock()
         if self._slots.oldest_wait_seconds < _HOARD_SECONDS or now - self._asked_for_idle_at < _HOARD_SECONDS:
@@ -473,12 +473,12 @@ class Worker:
             suspects = set(self._suspects)
             self._slots.give_back(lambda c: c.message.queue in idle_queues and c not in suspects)
             self._prefetch = 0
-            self._claims.work_ahead = False  # The surplus does not grow until a look finds more than has gone back.
+            self._claims.work_ahead = False  # The surplus does not grow until a look finds other messages.
 
     def _halt_topic(self, topic: str) -> None:
-        """Claim no more of a topic whose outcomes the database refuses; its messages that wait here go back."""
+        """Stop claiming a topic whose outcomes the database refuses, and release its waiting messages."""
         self._open_topics.remove(topic)
-        self._look_at_everything()  # It is on watch for these topics together.
+        self._look_at_everything()  # Its watch is for this set of topics.
         self._slots.give_back(lambda c: c.message.topic == topic)
 
     def _resume_topic(self, topic: str) -> None:
@@ -497,7 +497,7 @@ class Worker:
     # --- suspects -----------------------------------------------------------------------------------------------------
 
     def _watch_suspects(self, suspects: list[Context]) -> None:
-        """These count as suspects in flight until they have ended, but for no longer than a lease."""
+        """Count these as suspects in flight until they have ended, but for no longer than a lease."""
         if suspects:
             self._suspects += suspects
             asyncio.get_running_loop().call_later(self._settings.lease_seconds, self._trust, suspects)
@@ -524,7 +524,7 @@ class Worker:
     # --- sleep --------------------------------------------------------------------------------------------------------
 
     def _on_ring(self, queue: str | None, /, *, is_new: bool = False) -> None:
-        """Look at a queue, None for all of them. `is_new` says that a new message has been enqueued there."""
+        """Look at a queue, or with None at all of them. `is_new` means that a new message was enqueued there."""
         if queue is None or queue in self._queues:
             self._ring_is_unanswered = self._was_rung = True
             if is_new:
@@ -542,7 +542,7 @@ class Worker:
         self._look_again()
 
     async def _wake_for_successors(self, queues: Sequence[str]) -> None:
-        """Messages that had to wait for some of ours can be claimed now, here or by the workers of their queues."""
+        """Wake a worker for messages that had to wait for some of ours: this one, or those of their queues."""
         if any(queue in self._queues for queue in queues):
             self._look_at_everything()
         foreign = [queue for queue in queues if queue not in self._queues]
@@ -550,7 +550,7 @@ class Worker:
             await self._ring_all(foreign)
 
     async def _note_found(self) -> None:
-        """Stay on watch after a claim that took all there was; where more waits, let others help."""
+        """Stay on watch after a claim that took all due messages; if more wait, let others help."""
         self._note_woken()
         self._fruitless_count = 0
         self._was_rung = False
@@ -558,7 +558,7 @@ class Worker:
             await self._stand_down()
 
     async def _stand_down(self) -> None:
-        """Wake other sleepers, one of whom goes on watch. Producers need not ring for a worker that looks by itself."""
+        """Wake other sleepers, so that one goes on watch. Producers need not ring for a worker that looks by itself."""
         if self._bell is not None:
             if self._bell.is_on_duty:
                 await asyncio.sleep(0)  # Handlers of claimed messages start first.
@@ -569,7 +569,7 @@ class Worker:
 
     @property
     def _is_brisk(self) -> bool:
-        """Whether something has woken this worker time and again lately."""
+        """Whether this worker was woken often lately."""
         woken_at = self._woken_at
         return (
             len(woken_at) == _BRISK_WAKES
@@ -578,14 +578,14 @@ class Worker:
         )
 
     async def _rest(self) -> None:
-        """Sleep until a bell rings, a message falls due or the sweep. While work comes fast, poll instead."""
+        """Sleep until a bell rings, a message falls due or the sweep. At high rates, poll instead."""
         self._prefetch = 0
         self._fruitless_count = self._fruitless_count + 1 if self._was_rung else 0
         if self._was_rung:
             self._note_woken()
         self._was_rung = False
         if self._fruitless_count == _FRUITLESS_WAKES:
-            await self._stand_down()  # The queue may be paused, or at its limit: then nobody needs to ring.
+            await self._stand_down()  # The queue may be paused, or at its limit: then producers need not ring.
         if self._bell is not None and self._bell.is_on_watch and self._is_brisk and self._room():
             await self._bell.lower()
             await self._sleep_long(_POLL_SECONDS)
@@ -593,17 +593,17 @@ class Worker:
             await self._sleep_long(self._settings.sweep_seconds)
 
     async def _arm_and_look(self) -> bool:
-        """Arm the bell and look once more. False if there is something to do before this worker may sleep."""
+        """Arm the bell and look once more. False if there is work before this worker may sleep."""
         pause = 0.001
         while not self._stopping.is_set():
-            # A worker with messages that wait for a handler is not idle, and must not tell others that it is.
+            # A worker with messages that wait for a handler is not idle, and must not appear idle to others.
             room = self._room()
             if room == 0:
                 return False
             bell = Bell.DOWN if self._bell is None else await self._bell.arm(self._queues.names)
             if bell in (Bell.DOWN, Bell.STILL_ARMED):
                 return True
-            # What woke the worker since it asked for the bell is not forgotten: it may say that this bell was given up.
+            # Keep wake-ups since the question for the bell: one may mean that this bell was given up.
             if self._stopping.is_set():
                 return False
             found = await self._claims.look(room, from_beginning=True)
@@ -617,17 +617,17 @@ class Worker:
                 return False
             if bell is Bell.ARMED:
                 return True
-            # Open transactions may have enqueued something, and no ring will tell when they commit.
+            # Open transactions may have enqueued messages, and will not ring when they commit.
             await self._sleep(pause)
             if self._stopping.is_set():
                 return False
-            self._wake.clear()  # The claim that follows the next answer sees what this was about.
+            self._wake.clear()  # The claim after the next answer covers this wake-up.
             pause = min(pause * 2, _MAX_PRODUCERS_PAUSE_SECONDS)
         return False
 
     async def _sleep_long(self, limit: float) -> None:
         if self._fruitless_count > _FRUITLESS_WAKES:
-            # Anyone may send a NOTIFY: a flood of rings that lead nowhere costs so many claims a second and no more.
+            # Anyone may send a NOTIFY: this limits the claims a second that a flood of false rings can cost.
             await asyncio.sleep(_FRUITLESS_PAUSE_SECONDS)
         if self._bell is not None and not self._bell.is_reliable:
             limit = min(limit, _LISTENER_DOWN_SWEEP_SECONDS)
@@ -653,7 +653,7 @@ class Worker:
         return True
 
     async def _ring_if_saturated(self) -> None:
-        """Every handler is busy and more is waiting: let idle replicas help."""
+        """Wake idle workers if every handler is busy and more messages wait."""
         now = elapsed_clock()
         if self._claims.work_ahead and now - self._rang_at >= _RING_SECONDS:
             await self._ring_all(self._queues.names)
@@ -669,5 +669,5 @@ class Worker:
 
 
 def _name_for(settings: Settings) -> str:
-    """A name that no other run of a worker has: it is part of the fence."""
+    """A unique name for each run of a worker: it is part of the fence."""
     return f"{settings.worker_name or socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
