@@ -1,9 +1,8 @@
 """The statements of workers, producers, commands, dashboard and doctor, named. None is built at run time.
 
-Rules that hold in every statement: all names are qualified; time is the database's `now()`; whoever writes about a
-message names the state and the attempt it expects; a row that another session has locked is skipped, not waited for,
-because a wait that ends with the row in another partition fails with 40001. Locks are taken in the order breaker,
-coalesce, message, queue.
+Rules for every statement: all names are qualified; time is the database's `now()`; a write of a message names the
+expected state and attempt; locked rows are skipped, because a wait fails with 40001 if the row moves to another
+partition. Locks are taken in the order breaker, coalesce, message, queue.
 """
 
 from pgoutbox.sql.breaker import (

@@ -1,15 +1,15 @@
-"""What the fleet shares about transports and destinations that are held to be dead."""
+"""The fleet's circuit breakers of transports and destinations."""
 
 from typing import Final, LiteralString
 
-# A row that nobody has probed for long after its time has nothing to say: whatever was held back went out otherwise, or
-# is gone. It is opened anew like one that was never there.
+# If no worker has probed long after the probe was due, no message waits for the breaker any more. Such a row is stale,
+# and the breaker is opened again like a new one.
 
-# One failure of a destination that this worker holds to be alive. `trips` says that by its own count it is dead: then
-# it is opened here, unless somebody else was first, and one answer has `opened`. No answer: it is not open, or another
-# session opened it within this very moment, which asking again would tell. The announcement is part of the statement.
-# A worker that was started after the opening does not know of it, and sends. Once the pause is over, its failure counts
-# as that of a probe. Otherwise the pause would never grow where cron starts every worker.
+# Record one failure of a destination whose breaker is closed for this worker. With `trips`, the worker's own count has
+# reached the limit: the statement opens the breaker unless another session was first, and one answer has `opened`. No
+# answer: the breaker is not open, or another session opened it at this moment; a second call would return it. The
+# announcement is part of the statement. A worker that started after the opening does not know of it, and sends. After
+# the pause, its failure counts as a failed probe. Otherwise the pause would never grow if cron starts every worker.
 BREAKER_FAILED: Final[LiteralString] = """
 WITH reopened AS (
     UPDATE pgoutbox.breaker AS b
@@ -70,8 +70,8 @@ FROM known AS k
 LEFT JOIN announced AS a ON a.id IS NOT NULL
 """
 
-# Asks to send one message to a destination that is open, now that its time has come: one session of all gets the
-# `probe_id`. The others are told when to ask again; no answer means that it is closed.
+# Ask for a probe of an open breaker after its pause: only one session gets the `probe_id`. The others get the time of
+# the next try. No answer means that the breaker is closed.
 BREAKER_PROBE: Final[LiteralString] = """
 WITH won AS (
     UPDATE pgoutbox.breaker AS b
@@ -101,7 +101,7 @@ FROM pgoutbox.breaker AS b
 WHERE b.key = %(key)s::text AND NOT EXISTS (SELECT FROM won)
 """
 
-# What the fleet says of breakers that this worker holds to be open.
+# The current state of breakers that are open for this worker.
 BREAKERS: Final[LiteralString] = """
 SELECT
     b.key,
@@ -114,8 +114,8 @@ FROM pgoutbox.breaker AS b
 WHERE b.key = ANY (%(keys)s::text[])
 """
 
-# The probe arrived. Its id is the fence: a probe that was given up, or whose row an operator has set back, closes
-# nothing.
+# The probe succeeded. Its id is the fence: a probe that was given up, or whose row an operator has reset, closes no
+# breaker.
 BREAKER_CLOSE_IF_PROBING: Final[LiteralString] = """
 WITH closed AS (
     DELETE FROM pgoutbox.breaker AS b
@@ -156,7 +156,7 @@ RETURNING
     NULL AS probe_id
 """
 
-# The probe told nothing: somebody else may try at once.
+# The probe had no result: another session may probe at once.
 BREAKER_RELEASE_IF_PROBING: Final[LiteralString] = """
 UPDATE pgoutbox.breaker AS b
 SET probe_id = NULL,

@@ -1,8 +1,8 @@
-"""Which messages a worker claims, and when it looks again.
+"""The claims of messages, and the query for the next due time.
 
 A worker reads a queue lane by lane: messages never attempted, retries, the first message of each ordering key, and
-attempts whose lease has lapsed. Each lane has a statement of its own, composed of the parts below. Every claim checks
-state and attempt count once more in its UPDATE.
+attempts whose lease has lapsed. Each lane has its own statement, composed of the parts below. Every claim checks state
+and attempt count again in its UPDATE.
 """
 
 from typing import Final, LiteralString
@@ -11,7 +11,7 @@ from typing import Final, LiteralString
 #
 # Two messages of one key are never in flight: a message waits for its predecessor unless it is superseded. A message of
 # the rule `pending` also waits for a strict one of its key: the unique index would refuse one of them. LIMIT makes
-# PostgreSQL look the predecessor up by its key; otherwise it may read all attempts in flight.
+# PostgreSQL look up the predecessor by its key; otherwise it may read all attempts in flight.
 _DUE: Final[LiteralString] = """due AS MATERIALIZED (
     SELECT m.ctid AS place, m.id, m.topic, m.coalesce_key, m.coalesces_pending, m.attempt_count, m.expires_at,
         head.newest_id
@@ -33,7 +33,7 @@ _DUE: Final[LiteralString] = """due AS MATERIALIZED (
                 AND (m.coalesces_pending IS NOT TRUE OR NOT pgoutbox.has_strict_due(m.topic, m.coalesce_key, m.queue)))
         )"""
 
-# The lanes, each from its floor on. Each has an index of its own, so that a backlog of retries never delays fresh
+# The lanes, each from its floor on. Each has its own index, so that a backlog of retries never delays fresh
 # messages. New messages are the fresh ones that were enqueued since the worker has seen all messages up to an id.
 _FRESH: Final[LiteralString] = """
         AND m.attempt_count = 0
@@ -46,7 +46,7 @@ _NEW: Final[LiteralString] = """
         AND m.id > %(floor_id)s::bigint"""
 
 # Claims without permits exclude queues that are paused or have limits. Claims by permits lock the row of such a queue,
-# so that they happen one after the other.
+# so that they run one after the other.
 _WITHOUT_PERMITS: Final[LiteralString] = """
         AND NOT pgoutbox.is_limited(%(queue)s::text)"""
 _BY_DUE_TIME: Final[LiteralString] = """
@@ -90,8 +90,8 @@ _SPENT: Final[LiteralString] = """, spent AS (
 )"""
 
 # A row is updated at the place where it was locked. By its id alone PostgreSQL may plan to scan the whole primary key,
-# dead entries included, because statistics can say that the table is empty. A row that somebody has updated since this
-# statement began is left to the next claim.
+# dead entries included, because statistics may describe an empty table. A row that was updated since this statement
+# began is left to the next claim.
 _BEGIN: Final[LiteralString] = """
 UPDATE pgoutbox.message AS m
 SET state = j.state,
@@ -138,11 +138,11 @@ CLAIM_RETRIES: Final[LiteralString] = _DUE_RETRIES + _JUDGED + _BEGIN + _ROWS
 CLAIM_FRESH_BY_PERMITS: Final[LiteralString] = _PERMITTED_FRESH + _JUDGED + _SPENT + _BEGIN + _ROWS
 CLAIM_RETRIES_BY_PERMITS: Final[LiteralString] = _PERMITTED_RETRIES + _JUDGED + _SPENT + _BEGIN + _ROWS
 
-# Before a claim from a backlog, in its transaction. A statement of its own, because the claim's snapshot must be later.
+# Before a claim from a backlog, in its transaction. A separate statement, because the claim's snapshot must be later.
 TAKE_TURN: Final[LiteralString] = "SELECT pgoutbox.take_turn(%(queue)s::text)"
 
-# Which of the messages that were just claimed are superseded: another worker may have claimed, delivered and finished a
-# newer one since the claim's snapshot. The claim has the keys by now, so that nothing newer can begin.
+# The claimed messages that are superseded: another worker may have claimed, delivered and finished a newer one since
+# the claim's snapshot. The claim has the keys now, so that no newer message can begin.
 OVERTAKEN: Final[LiteralString] = """
 SELECT m.id
 FROM pgoutbox.message_live AS m
@@ -198,8 +198,8 @@ _LOST: Final[LiteralString] = """, lost AS (
     ON CONFLICT DO NOTHING
 )"""
 
-# Lapsed attempts whose message is not tried again end here. This statement is apart from the next one because these
-# attempts wait for no limit: a newer message of their key may wait for them.
+# Lapsed attempts whose message is not tried again end here. This statement is separate from the next one because these
+# attempts do not wait for a limit: a newer message of their key may wait for them.
 _ENDING: Final[LiteralString] = """
         AND ending.state IS NOT NULL
     ORDER BY m.lease_expires_at, m.id
@@ -220,8 +220,8 @@ _DUE_TO_END: Final[LiteralString] = "WITH " + _LAPSED + _IN_QUEUE + _ENDING
 END_LAPSED: Final[LiteralString] = _DUE_TO_END + _LOST + _END + _ENDED_ROWS
 FIND_ENDING: Final[LiteralString] = _DUE_TO_END + _FOUND_LAPSED
 
-# The other lapsed attempts are made again. They are suspects: one of them may have ended its process. So no more than
-# `total` are claimed. A total of 1 takes the suspect that has waited longest. A greater one takes only suspects that
+# The other lapsed attempts are made again. They are suspects: one of them may have crashed its process. So at most
+# `total` are claimed. A total of 1 takes the suspect that has waited longest. A greater total takes only suspects that
 # can afford another loss: those with more than half of their granted attempts left.
 _SUSPECTS: Final[LiteralString] = """
         AND ending.state IS NULL
@@ -244,16 +244,15 @@ CLAIM_LAPSED: Final[LiteralString] = _DUE_AGAIN + _SPENT + _LOST + _BEGIN_AGAIN 
 FIND_LAPSED: Final[LiteralString] = _DUE_AGAIN + _FOUND_LAPSED
 
 # Ends superseded lapsed attempts of other queues: a newer message of their key cannot be claimed before they end, and
-# their own queue may have no worker any more. The index message_live_in_flight holds only keys in flight.
+# their own queue may no longer have a worker. The index message_live_in_flight contains only keys in flight.
 _ELSEWHERE: Final[LiteralString] = """
         AND m.coalesce_key IS NOT NULL
         AND m.queue <> ALL (%(queues)s::text[])
         AND newer.id IS NOT NULL"""
 END_SUPERSEDED_ELSEWHERE: Final[LiteralString] = "WITH " + _LAPSED + _ELSEWHERE + _ENDING + _LOST + _END + _ENDED_ROWS
 
-# Messages with an ordering key. Only the first of each key is read: the cost does not depend on how many messages wait
-# behind it. The first of a key can be claimed if it is due, none of its key is in flight, and none before it has failed
-# and halts the key.
+# Messages with an ordering key. Only the first message of each key is read, whatever the number of messages behind it.
+# It can be claimed if it is due, no message of its key is in flight, and no failed message before it halts the key.
 _FIRSTS: Final[LiteralString] = """
 CROSS JOIN LATERAL (
     SELECT m.id, m.topic, m.available_at
@@ -274,8 +273,8 @@ _CLAIMABLE: Final[LiteralString] = """
         WHERE f.queue = %(queue)s::text AND f.ordering_key = v.ordering_key AND f.on_failed = 'halt' AND f.id < first.id
     )"""
 
-# A page of a round over all keys: from `after_key` on, at most `key_limit` keys. One row: the messages that can be
-# claimed, the last key of the page, and how many keys it has.
+# A page of a round over all keys: from `after_key` on, at most `key_limit` keys. One row: the claimable messages, the
+# last key of the page, and its number of keys.
 _PAGE: Final[LiteralString] = """
 WITH RECURSIVE visited(ordering_key, number) AS (
     SELECT first.ordering_key, 1
@@ -304,8 +303,8 @@ _PAGE_OF_KEYS: Final[LiteralString] = """
 FROM visited AS v"""
 FIND_ORDERED: Final[LiteralString] = _PAGE + _CLAIMABLE + _PAGE_OF_KEYS + _FIRSTS
 
-# The same for the keys of up to `key_limit` new messages: they need not wait until a round over many keys has come to
-# theirs. The rounds find all that this leaves out.
+# The same for the keys of up to `key_limit` new messages, so that they do not wait until a round over many keys reaches
+# their key. The rounds find all other messages.
 _NEW_KEYS: Final[LiteralString] = """
 WITH new AS MATERIALIZED (
     SELECT m.ordering_key
@@ -320,8 +319,8 @@ _WHERE: Final[LiteralString] = """
 WHERE"""
 FIND_NEW_ORDERED: Final[LiteralString] = _NEW_KEYS + _FIRSTS + _WHERE + _CLAIMABLE
 
-# Claims the messages that one of these found, and checks again the conditions that may have changed since then. Of a
-# message that another worker claimed meanwhile, PostgreSQL checks state and due time on the newest version. The index
+# Claims the messages that one of these found, and checks again the conditions that may have changed since then. If
+# another worker claimed a message meanwhile, PostgreSQL checks state and due time on the newest version. The index
 # message_live_ordered_in_flight guards "one message of a key in flight".
 _DUE_ORDERED: Final[LiteralString] = """due AS MATERIALIZED (
     SELECT m.ctid AS place, m.id, m.topic, m.coalesce_key, m.coalesces_pending, m.attempt_count, m.expires_at,
@@ -345,16 +344,16 @@ _DUE_ORDERED: Final[LiteralString] = """due AS MATERIALIZED (
         )"""
 CLAIM_ORDERED: Final[LiteralString] = "WITH " + _DUE_ORDERED + _BY_PERMITS + _JUDGED + _SPENT + _BEGIN + _ROWS
 
-# For each queue: whether it holds messages with an ordering key; in how many seconds the next attempt may begin, null
-# for a queue that is not paused and has no limits; and in how many seconds the next message falls due, null if there is
-# none, first of the fresh and ordered messages, then of retries and leases. Messages that were due when the worker last
-# looked, so many seconds ago, do not count. In a queue with limits they count, because the worker may have had no
-# permit for them. Nor do fresh messages beyond `floor_id` that are due by now: the worker claims them as new ones.
+# For each queue: whether it has messages with an ordering key; the seconds until the next attempt may begin, null for a
+# queue that is not paused and has no limits; and the seconds until the next message falls due, null if there is none,
+# first for fresh and ordered messages, then for retries and leases. Messages that were already due when the worker last
+# looked do not count. In a queue with limits they count, because the worker may have had no permit for them. Due fresh
+# messages beyond `floor_id` do not count either: the worker claims them as new ones.
 #
 # Then the time, the server, the oldest open transaction, the next transaction id and the last message id. The xmax of a
 # snapshot is not the next transaction id, because it counts completed transactions only; age() counts from the next
-# one, modulo 2^32. Every transaction that enqueues has its id before it draws those of its messages. So all messages up
-# to this id are visible to any later snapshot in which no transaction before that next one is open.
+# one, modulo 2^32. Every transaction that enqueues has its id before it draws the ids of its messages. So all messages
+# up to the last message id are visible to any later snapshot in which no transaction before that next one is open.
 NEXT_DUE: Final[LiteralString] = """
 SELECT
     asked.name,
@@ -391,7 +390,7 @@ CROSS JOIN LATERAL (
                     AND (m.id <= %(floor_id)s::bigint OR m.available_at > now() OR asked.permit_at IS NOT NULL)
             ),
             (
-                -- Also messages that wait for their turn: at worst one look finds nothing.
+                -- This includes messages that wait for their turn: at worst one look finds nothing.
                 SELECT min(m.available_at)
                 FROM pgoutbox.message_live AS m
                 WHERE m.queue = asked.name AND m.state = 'pending' AND m.ordering_key IS NOT NULL

@@ -1,17 +1,17 @@
-"""What the dashboard shows. Every look is bounded, whatever is in the tables: counts end at a cap, searches go through
-so many rows and can be continued from there, and what only statistics know cheaply is told as an estimate.
+"""The statements of the dashboard. Every statement is bounded: counts end at a cap, searches read a limited number of
+rows and can be continued, and expensive counts are estimated from statistics.
 
-All is read from the views, which every role may read that may look at all. A state that is named there chooses the
-partition, as the table would; what they redact is asked for only of rows that are few, or where it is looked for.
+They read only the views, which operators and viewers may read. A condition on the state selects the partition, as for
+the table. Redacted columns are only read for few rows, or for a search in them.
 """
 
 from typing import Final, LiteralString
 
 from pgoutbox.sql.operators import LISTED, MATCHES
 
-# Every statement here reads an index from one end, and stops at its limit. A bitmap would read all that matches before
-# the limit counts anything; a sequential scan would look cheaper by outdated statistics only, and its price would make
-# compiling the plan, or starting parallel workers, seem worth while, which takes longer than running it.
+# Every statement here reads an index from one end, and stops at its limit. A bitmap would read all matching rows before
+# the limit applies. A sequential scan would only seem cheaper because of outdated statistics, and its estimated cost
+# would start JIT compilation or parallel workers, which takes longer than the statement.
 PREPARE_PAGE: Final[LiteralString] = """
 SELECT
     set_config('enable_seqscan', 'off', true),
@@ -20,11 +20,11 @@ SELECT
     set_config('jit', 'off', true)
 """
 
-# For what cannot be read but by a bitmap: block ranges, and the messages of an act.
+# For indexes that need a bitmap: block ranges, and the messages of an act.
 ALLOW_BITMAPS: Final[LiteralString] = "SELECT set_config('enable_bitmapscan', 'on', true)"
 
-# The queues that anything is owed in, found by leaps along the indexes, and those that have controls; or the one asked
-# for. What is due is counted lane by lane up to a cap, and the first of each lane is the oldest of it.
+# The queues with live messages, found by leaps along the indexes, and queues with limits or a pause; or the given
+# queue. Due messages are counted lane by lane up to a cap. The first message of each lane is its oldest.
 LIVE_QUEUES: Final[LiteralString] = """
 WITH RECURSIVE fresh(queue) AS (
     (
@@ -263,7 +263,7 @@ LEFT JOIN pgoutbox.queue_view AS q ON q.name = n.queue
 ORDER BY n.queue
 """
 
-# Who holds leases. A worker that holds none is not known to the database.
+# The workers that hold leases. The database does not know a worker without a lease.
 LEASE_HOLDERS: Final[LiteralString] = """
 SELECT
     held.worker,
@@ -334,9 +334,9 @@ ORDER BY b.opened_at DESC
 LIMIT 100
 """
 
-# Minutes by the end of the messages, read from block ranges. The latency is that of what was sent: from the time it
-# was due, or, where that is not known any more because it was tried again, from its enqueue. Its buckets grow by a
-# twelfth of a power of two.
+# Finished messages by minute, read from block ranges. The latency of a sent message counts from its due time, or from
+# its enqueue if it was tried again and the due time is no longer known. Its buckets grow by a twelfth of a power of
+# two.
 FINISHED_BY_MINUTE: Final[LiteralString] = """
 SELECT
     done.minute,
@@ -368,7 +368,7 @@ FROM (
 GROUP BY done.minute, done.state, done.bucket
 """
 
-# The newest by id stand for all: most that fail now were enqueued lately.
+# A sample of the newest ids: most messages that fail now were enqueued lately.
 FAILED_LATELY: Final[LiteralString] = """
 SELECT
     failed.topic,
@@ -384,7 +384,7 @@ FROM (
 GROUP BY 1, 2
 """
 
-# What stays equal where only numbers differ: digits are folded, save those of an answer such as 404 or 550.
+# Errors that differ only in numbers become equal: digits are replaced, except in status codes such as 404 or 550.
 _FOLDED_ERROR: Final[LiteralString] = (
     r"regexp_replace(left(coalesce(m.last_error, ''), 200), '(?<!\d)(?![45]\d\d(?!\d))\d+', '#', 'g')"
 )
@@ -437,8 +437,8 @@ _MATCHES_TOO: Final[LiteralString] = (
 """
 )
 
-# A filter that matches little must not read millions of rows: the limit inside is on the rows looked at. Of the filter
-# only what picks whole partitions stands there, or else that limit would bound nothing.
+# A filter with few matches must not read millions of rows: the inner limit applies to the rows read. The inner query
+# has only the conditions that select whole partitions; with others its limit would not bound the rows read.
 _NEAR_BEFORE: Final[LiteralString] = """
     SELECT near.*
     FROM pgoutbox.message_view AS near
@@ -449,7 +449,8 @@ _NEAR_BEFORE: Final[LiteralString] = """
     LIMIT %(rows)s::bigint
 """
 
-# The view redacts what a list shows; beside the rows looked at, those of a page are few, so each is read again for it.
+# The view redacts the columns of a list. A page has few of the rows read, so only these are read again through the
+# view.
 _LIST_FOUND_OF: Final[LiteralString] = (
     LISTED  # noqa: S608
     + """FROM (
@@ -475,7 +476,7 @@ ORDER BY m.id DESC
 
 SEARCH_MESSAGES: Final[LiteralString] = _LIST_FOUND_OF + _NEAR_BEFORE + _THAT_MATCH
 
-# How many match of how many rows that were looked at.
+# The number of matches, and the number of rows read.
 COUNT_SEARCHED: Final[LiteralString] = (
     """
 SELECT count(*) FILTER (
@@ -488,7 +489,7 @@ FROM ("""
 """
 )
 
-# Where a search ended that found less than a page; no answer if it went through all rows there are.
+# The end of a search that found less than a page; no answer if it has read all rows.
 SEARCHED: Final[LiteralString] = """
 SELECT near.id
 FROM pgoutbox.message_view AS near
@@ -500,7 +501,7 @@ OFFSET %(rows)s::bigint - 1
 LIMIT 1
 """
 
-# Messages are few in this state, and have an index of their own.
+# Few messages have this state, and they have their own index.
 _SENDING_BEFORE: Final[LiteralString] = """
     SELECT held.*
     FROM pgoutbox.message_view AS held
@@ -513,7 +514,7 @@ _SENDING_BEFORE: Final[LiteralString] = """
 
 SEARCH_SENDING: Final[LiteralString] = _LIST_FOUND_OF + _SENDING_BEFORE + _THAT_MATCH
 
-# For a bulk: from the oldest on, so many rows at a time, up to the newest message of when it began.
+# For a bulk: from the oldest message on, a limited number of rows at a time, up to the newest message at its start.
 SEARCH_AHEAD: Final[LiteralString] = (
     """
 SELECT
@@ -543,7 +544,7 @@ FROM (
 
 NEWEST_ID: Final[LiteralString] = "SELECT p.last_id FROM pgoutbox.pulse_view AS p"
 
-# One step of the search for the id that was enqueued at a time.
+# One step of the search for the first id enqueued at a given time.
 FIRST_FROM: Final[LiteralString] = """
 SELECT m.id, m.created_at
 FROM pgoutbox.message_view AS m
@@ -552,7 +553,7 @@ ORDER BY m.id
 LIMIT 1
 """
 
-# What a message took the place of stands a little below it, if anywhere: there is no index for the way back.
+# The messages that a message superseded have slightly smaller ids; there is no index for this direction.
 SUPERSEDED_BY: Final[LiteralString] = """
 SELECT m.id
 FROM (
@@ -567,8 +568,8 @@ ORDER BY m.id DESC
 LIMIT %(limit)s::bigint
 """
 
-# Cheap numbers of which one changes with nearly everything that a page shows. The statistics of the tables come up to
-# a second late; what they count is the rows written, whatever was written to them.
+# Cheap counters of which one changes with nearly every change of a page. The statistics of the tables are up to a
+# second late; they count written rows of any kind.
 PULSE: Final[LiteralString] = """
 SELECT p.last_id, p.last_act, p.held, p.live, p.failed, p.breakers, p.written
 FROM pgoutbox.pulse_view AS p

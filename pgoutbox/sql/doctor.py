@@ -1,15 +1,15 @@
-"""What the doctor asks. Every statement reads only, and looks at a bounded number of messages.
+"""The queries of the doctor. Every statement is read-only, and reads a bounded number of messages.
 
-What is owed is asked of the views, which every role may read but the producers'; the tables only for payloads, which
-no view shows. Without those rights a check says what to grant.
+Messages are read from the views, which all roles except producers may read. Only payloads are read from the tables,
+because no view shows them. Without these privileges a check reports the missing grant.
 """
 
 from typing import Final, LiteralString
 
 from pgoutbox.sql.sessions import TRANSACTION_FORMATS
 
-# Local to the transaction, so that nothing of it stays behind in a pooler's session. A check that would take long is
-# given up: a server in trouble is not to get more of it.
+# Local to the transaction, so that the settings do not stay in a pooler's session. A slow check is cancelled, so that
+# it adds no load to a server in trouble.
 PREPARE_EXAMINATION: Final[LiteralString] = (
     """
 SELECT"""
@@ -25,7 +25,7 @@ SELECT"""
 """
 )
 
-# By the catalog alone: a role without rights in the schema is to learn that it has none.
+# From the catalog alone, so that it also works for a role without privileges in the schema.
 EXAMINED_SERVER: Final[LiteralString] = """
 SELECT
     current_setting('server_version_num')::integer AS server_version,
@@ -62,8 +62,8 @@ WHERE NOT EXISTS (
 ORDER BY needed.name
 """
 
-# What the role may do, and whether everybody may. `enqueue` writes with its owner's rights,
-# or by `enqueue_receipt` with that one's, or else with the role's own.
+# The privileges of the role, and those of PUBLIC. `enqueue` writes with its owner's privileges, or through
+# `enqueue_receipt` with that owner's, or else with the role's own.
 RIGHTS: Final[LiteralString] = """
 WITH schema AS (
     SELECT n.oid, has_schema_privilege(n.oid, 'USAGE') AS may_use
@@ -147,7 +147,7 @@ CROSS JOIN pg_catalog.pg_roles AS r
 WHERE r.rolname = current_user
 """
 
-# Another session's application may have it set off for itself as well; that cannot be seen from outside.
+# An application may also change these settings for its own sessions; other sessions cannot see that.
 DURABILITY: Final[LiteralString] = """
 SELECT
     current_setting('fsync') = 'on' AS has_fsync,
@@ -207,7 +207,7 @@ ORDER BY s.n_dead_tup DESC
 LIMIT 10
 """
 
-# Whoever keeps old row versions alive for the whole server: a session, a prepared transaction, a slot, a standby.
+# The holders of old row versions in the whole server: sessions, prepared transactions, slots, standbys.
 XMIN_HOLDERS: Final[LiteralString] = """
 SELECT held.kind, held.name, held.detail, held.age_seconds, held.transactions
 FROM (
@@ -261,7 +261,7 @@ LIMIT 10
 
 SEES_ALL_SESSIONS: Final[LiteralString] = "SELECT pg_has_role('pg_read_all_stats', 'USAGE') AS sees_all"
 
-# A standby has no position of its own to write at.
+# A standby has no write position.
 SLOTS: Final[LiteralString] = """
 SELECT s.slot_name::text AS name, s.active AS is_active, s.wal_status, retained.bytes
 FROM pg_catalog.pg_replication_slots AS s
@@ -277,7 +277,7 @@ LIMIT 10
 """
 
 # A bell is the advisory lock of a queue. Listeners hold it exclusively, and enqueuing transactions share it until they
-# end: nobody else may have it, and nobody shares it without a transaction.
+# end. Any other holder, and a shared lock without a transaction, is an error.
 FOREIGN_BELL_HOLDERS: Final[LiteralString] = """
 SELECT
     concat_ws(
@@ -306,12 +306,12 @@ NOTIFY_QUEUE_USAGE: Final[LiteralString] = "SELECT pg_notification_queue_usage()
 
 SERVER_CLOCK: Final[LiteralString] = "SELECT extract(epoch FROM clock_timestamp())::float8 AS seconds"
 
-# Not those of the worker, so that nobody is woken.
+# Not the worker's channel, so that no worker is woken.
 LISTEN_FOR_ITSELF: Final[LiteralString] = "LISTEN pgoutbox_doctor"
 NOTIFY_ITSELF: Final[LiteralString] = "SELECT pg_notify('pgoutbox_doctor', %(payload)s::text)"
 
-# The bounds of a partition are read in the session's own spelling of times. Partitions may lie far ahead after the
-# clock was wrong, so the end of the last one says nothing: the first time without a partition counts.
+# The bounds of a partition are read in the session's time format. After a wrong clock, partitions may exist far ahead,
+# so the end of the last one is not relevant: the first time without a partition counts.
 DONE_PARTITIONS: Final[LiteralString] = """
 WITH dated AS MATERIALIZED (
     SELECT bounds[1]::timestamptz AS lower_at, bounds[2]::timestamptz AS upper_at
@@ -336,7 +336,7 @@ FROM (
 WHERE NOT EXISTS (SELECT FROM dated AS d WHERE d.lower_at <= covered.until AND d.upper_at > covered.until)
 """
 
-# Rules that should have deleted something long ago, with one message each that should be gone.
+# Rules that should have deleted messages long ago, each with one such message.
 OVERDUE_RETENTION: Final[LiteralString] = """
 SELECT r.topic, r.state, extract(epoch FROM now() - old.finished_at - r.keep)::float8 AS overdue_seconds
 FROM pgoutbox.retention_view AS r
@@ -373,7 +373,7 @@ SELECT
     ) AS done_estimate
 """
 
-# What waits, by what it is and where it goes.
+# Pending messages, by topic and scheme of the destination.
 PENDING_TOPICS: Final[LiteralString] = """
 SELECT
     m.topic,
@@ -390,7 +390,7 @@ ORDER BY 1, 2
 LIMIT 1000
 """
 
-# A row here has waited for a key that may be missing. Encrypted payloads can be large: few are looked at.
+# These messages may wait for a missing key. Encrypted payloads can be large, so only few are read.
 SEALED_PAYLOADS: Final[LiteralString] = """
 SELECT m.topic, m.payload
 FROM (
@@ -404,7 +404,7 @@ WHERE jsonb_typeof(m.payload) = 'object' AND m.payload ? %(member)s::text
 LIMIT 100
 """
 
-# The same for those who may not read payloads: the views show that one is encrypted, and not what is.
+# The same for roles that may not read payloads: the views only show that a payload is encrypted.
 SEALED_TOPICS: Final[LiteralString] = """
 SELECT m.topic, count(*) AS messages
 FROM (
@@ -419,7 +419,7 @@ ORDER BY m.topic
 LIMIT 100
 """
 
-# How long the last attempts took that were sent, from their claim to their end.
+# The duration of the last sent attempts, from claim to end.
 HANDLER_SECONDS: Final[LiteralString] = """
 SELECT
     m.topic,
@@ -456,7 +456,7 @@ ORDER BY m.topic
 LIMIT 100
 """
 
-# The view redacts an error each time that it is read: only those that are told are.
+# The view redacts an error each time that it is read, so only the reported errors are read.
 FAILING_TOPICS: Final[LiteralString] = """
 WITH counted AS MATERIALIZED (
     SELECT
@@ -488,7 +488,7 @@ LEFT JOIN LATERAL (
 ORDER BY c.today DESC, c.topic
 """
 
-# Messages that have been due for long, by queue, and everything that may be the reason.
+# Messages that have been due for long, by queue, with the possible reasons.
 DUE_FOR_LONG: Final[LiteralString] = """
 WITH late AS (
     SELECT
@@ -560,7 +560,8 @@ ORDER BY b.opened_at
 LIMIT 20
 """
 
-# The connections of workers that this role may see: of others it is not told the application. Who holds leases works.
+# The connections of workers that this role may see: it does not see the application name of other roles' sessions. A
+# worker with leases is running.
 CONNECTED_WORKERS: Final[LiteralString] = """
 SELECT
     count(DISTINCT a.application_name) FILTER (WHERE starts_with(a.application_name, 'pgoutbox claim ')) AS workers,

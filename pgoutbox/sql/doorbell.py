@@ -7,17 +7,16 @@ LISTEN: Final[LiteralString] = "LISTEN pgoutbox"
 UNLISTEN: Final[LiteralString] = "UNLISTEN pgoutbox"
 
 # A queue has one bell. Workers of the same topics also share two posts, watch and deputy, whose keys they compute.
-# The answer for each queue:
+# Answers for each queue:
 #   armed      This session is on watch and has the bell: every enqueue notifies.
-#   rung       It is on watch, and the watch of other topics has the bell: every enqueue notifies.
-#   producers  It is on watch, and enqueuing transactions hold the bell: look again until they have committed.
+#   rung       This session is on watch, and the watch of other topics has the bell: every enqueue notifies.
+#   producers  This session is on watch, and enqueuing transactions hold the bell: look again until they have committed.
 #   deputy     Another session is on watch, and this one is its deputy.
-#   polled     The same, and the bell is not armed.
+#   polled     As deputy, but the bell is not armed.
 #   sleeper    Both posts are taken.
-#   limited    The queue is paused or at its limit. An enqueue need not notify before the next permit, in so many
-#              seconds, or before somebody resumes the queue.
-# The session that is on watch may take the watch again, because it releases all its locks together. It must not take a
-# bell or the post of a deputy twice, because it releases those alone.
+#   limited    The queue is paused or at its limit. An enqueue need not notify before the next permit, in the returned
+# seconds, or before the queue is resumed. The session on watch may take the watch again, because it releases all its
+# locks together. It must not take a bell or the post of a deputy twice, because it releases these separately.
 ARM: Final[LiteralString] = """
 SELECT
     q.queue,
@@ -48,8 +47,8 @@ FROM (
 ) AS q
 """
 
-# Other sleepers trust in a watch that ends here. Each of them is woken to ask for it and to look once more: messages
-# committed before somebody has the bell again do not notify. Above half of the notification queue all sleepers poll.
+# Other sleepers rely on a watch that ends here. Each of them is woken to ask for it and to look once more: messages
+# committed before a session has the bell again do not notify. Above half of the notification queue all sleepers poll.
 DISARM: Final[LiteralString] = """
 SELECT
     pg_advisory_unlock_all(),
@@ -57,7 +56,8 @@ SELECT
 FROM unnest(%(queues)s::text[]) AS q(queue)
 """
 
-# The watch of other topics relies on this bell and takes it over. The deputy looks now and then while nobody has it.
+# The watch of other topics relies on this bell and takes it over. The deputy looks periodically while no session has
+# it.
 LOWER: Final[LiteralString] = """
 SELECT
     pg_advisory_unlock(1885826146, hashtext(q.queue)),
@@ -65,17 +65,17 @@ SELECT
 FROM unnest(%(queues)s::text[]) AS q(queue)
 """
 
-# To ask how full the notification queue is also moves its tail, which nobody else may do for long.
+# Reading the usage of the notification queue also moves its tail. Without this the tail may not move for a long time.
 PROBE: Final[LiteralString] = """
 SELECT
     EXISTS (SELECT FROM pg_listening_channels() AS c(name) WHERE c.name = 'pgoutbox') AS is_listening,
     pg_notification_queue_usage()::float8 AS notify_usage
 """
 
-# Which of these queues have an idle worker: it is on watch for the same topics, or has the bell. With `is_unknown` all
-# of them, because the idle workers of a fleet that does not listen hold no locks. A queue with a rate is left out: each
-# claim takes a token, so a message that goes back needs two. A watch is looked up and not tried, because a sleeper that
-# asks for it at the same moment would trust in a watch that nobody keeps.
+# The queues with an idle worker, which is on watch for the same topics or has the bell. With `is_unknown` all queues,
+# because the idle workers of a fleet that does not listen hold no locks. A queue with a rate is left out: each claim
+# takes a token, so a released message needs two. The lock of a watch is looked up and not tried: if it were taken for a
+# moment, a sleeper that asks for it meanwhile would rely on a watch that does not exist.
 IDLE_QUEUES: Final[LiteralString] = """
 SELECT asked.queue
 FROM unnest(%(queues)s::text[], %(watch_keys)s::bigint[]) AS asked(queue, watch_key)
@@ -96,7 +96,7 @@ WHERE NOT EXISTS (
     )
 """
 
-# Unlike an enqueue, a worker rings whether or not somebody has the bell, and wakes all sleepers of the queue.
+# Unlike an enqueue, a worker rings even if no session has the bell, and wakes all sleepers of the queue.
 RING: Final[LiteralString] = """
 SELECT pg_notify('pgoutbox', 'all ' || q.queue)
 FROM unnest(%(queues)s::text[]) AS q(queue)

@@ -1,10 +1,10 @@
-"""What runs on the caller's connection: enqueue, cancel, and the savepoint around them."""
+"""The statements on the caller's connection: enqueue, cancel, and the savepoint around them."""
 
 from typing import Final, LiteralString
 
-# What runs on the caller's connection trusts nothing of its search_path: types and operators are qualified too. JSON
-# travels as text, because an asyncpg connection may carry its owner's own codec for jsonb. Delays are added to the
-# database's clock. OFFSET 0 has every argument computed once, before the function's body takes the place of the call.
+# Statements on the caller's connection do not trust its search_path: types and operators are qualified too. JSON is
+# sent as text, because an asyncpg connection may have the application's own codec for jsonb. Delays are added to the
+# database's clock. With OFFSET 0 every argument is computed once, before PostgreSQL inlines the function.
 ENQUEUE: Final[LiteralString] = """
 SELECT pg_catalog.abs(r.receipt) AS id, r.receipt OPERATOR(pg_catalog.<) 0 AS duplicate
 FROM (
@@ -54,9 +54,9 @@ FROM (
 ) AS r
 """
 
-# Arrays of texts travel as one text, because drivers are slow at writing arrays. Topics and payloads, which every
-# message has, are the lines of theirs: neither can hold a line feed. The answer is one row of two texts: the ids in the
-# order of the items, and the positions of the duplicates.
+# Arrays of texts are sent as one text, because drivers write arrays slowly. Topics and payloads, which every message
+# has, are sent as lines: neither can contain a line feed. The answer is one row of two texts: the ids in the order of
+# the items, and the positions of the duplicates.
 ENQUEUE_MANY: Final[LiteralString] = """
 SELECT
     pg_catalog.string_agg(r.id::pg_catalog.text, ',' ORDER BY r.item_index),

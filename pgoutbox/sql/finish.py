@@ -1,4 +1,4 @@
-"""How an attempt ends, and how long it is held.
+"""The ends of attempts, and the renewal of their leases.
 
 Every statement is fenced by the state, the attempt count and the worker. The count alone is not enough: a failover or a
 crash that loses commits gives the same attempt number out a second time, to another worker.
@@ -6,8 +6,9 @@ crash that loses commits gives the same attempt number out a second time, to ano
 
 from typing import Final, LiteralString
 
-# The common case, apart because it is the hot one, for attempts of one number. A row that a caller's transaction has
-# locked, to cancel it, ends the statement after a short wait: `FINISH_IF_HELD` passes over such a row.
+# The common case, for attempts of one number; a separate statement because it is the hot path. If a caller's
+# transaction has locked a row to cancel it, the statement fails after a short wait: `FINISH_IF_HELD` passes over such a
+# row.
 FINISH_SENT_IF_HELD: Final[LiteralString] = """
 UPDATE pgoutbox.message AS m
 SET state = 'sent',
@@ -17,15 +18,15 @@ WHERE m.id = ANY (%(ids)s::bigint[])
     AND m.state = 'sending'
     AND m.attempt_count = %(attempt_count)s::integer
     AND m.worker = %(worker)s::text
-    -- Once, before the first row, and until the end of this transaction.
+    -- This is set once, before the first row, and until the end of this transaction.
     AND (SELECT set_config('lock_timeout', '20ms', true)) IS NOT NULL
 RETURNING m.id
 """
 
-# The same where a rule keeps nothing of what was sent: the row goes at the moment at which it would have become `sent`,
-# with the history of its attempts. The rule is asked in the function, once for each topic: whoever takes it back is
-# obeyed at once, and a worker needs no right to delete. The dedupe key stays, for as long as a rule keeps it: the
-# message was sent, and its repetition is a duplicate.
+# The same with a rule that deletes sent messages at once: the row is deleted instead of becoming `sent`, with the
+# history of its attempts. The function reads the rule once for each topic, so that a removed rule has no effect at
+# once, and a worker needs no privilege to delete. The dedupe key stays as long as its rule keeps it: the message was
+# sent, and its repetition is a duplicate.
 FINISH_SENT_AND_FORGET_IF_HELD: Final[LiteralString] = """
 WITH held AS MATERIALIZED (
     SELECT m.id, m.attempt_count
@@ -55,19 +56,19 @@ UNION ALL
 SELECT f.id, 'sent' FROM forgotten AS f
 """
 
-# The topics of rules that keep nothing of what was sent: as many as an operator has written.
+# The topics of rules that delete sent messages at once. Their number is the number of rules.
 FORGOTTEN_TOPICS: Final[LiteralString] = """
 SELECT r.topic
 FROM pgoutbox.retention AS r
 WHERE r.state = 'sent' AND r.keep = interval '0'
 """
 
-# Every outcome: what the attempt asks for (sent, retry, snoozed, released, failed, skipped) meets what happened to the
-# message meanwhile. A row that a caller's transaction has locked is left out and asked for again: one row never holds
-# up a batch. A message that would become pending again ends instead when it was cancelled, superseded or has no
-# attempt left. By the rule `pending` it is superseded by a message that is due when it would be, and that cannot begin
-# before this attempt has ended. Snooze and release do not use up an attempt: they raise the budget, because the count
-# never goes down.
+# Every outcome. The new state depends on the attempt's verdict (sent, retry, snoozed, released, failed, skipped) and on
+# changes of the message meanwhile. A row that a caller's transaction has locked is left out and tried again: one row
+# never delays a batch. A message that would become pending again ends instead if it was cancelled, superseded or has no
+# attempt left. By the rule `pending` it is superseded by a message that is due no later, and that cannot begin before
+# this attempt has ended. Snooze and release do not use up an attempt: they raise the budget, because the count never
+# goes down.
 FINISH_IF_HELD: Final[LiteralString] = """
 WITH held AS MATERIALIZED (
     SELECT
@@ -131,9 +132,9 @@ WITH held AS MATERIALIZED (
 SELECT f.id, f.state FROM finished AS f
 """
 
-# Where the messages of these attempts stand, unless another attempt has begun: what a finish that wrote less than it
-# was asked to write wants to know. `sending` means that the row was locked; any other state, that an earlier try of
-# the same finish was committed and its answer lost.
+# The states of the messages of these attempts, unless another attempt has begun. A finish reads them after it did not
+# write all of its rows. `sending` means that the row was locked; any other state means that an earlier try of the same
+# finish was committed and its answer lost.
 STANDING: Final[LiteralString] = """
 SELECT m.id, m.state
 FROM unnest(%(ids)s::bigint[], %(attempt_counts)s::integer[]) AS o(id, attempt_count)
@@ -141,8 +142,8 @@ JOIN pgoutbox.message AS m ON m.id = o.id
 WHERE m.attempt_count = o.attempt_count AND m.worker = %(worker)s::text
 """
 
-# Attempts of this worker whose claim was not answered. Such a row has the worker's name, and its time of claim lies
-# between those of the claims before and after that were answered.
+# Attempts of this worker whose claim was not answered. Such a row has the worker's name, and its claim time lies
+# between those of the answered claims before and after it.
 UNANSWERED_ATTEMPTS: Final[LiteralString] = """
 SELECT m.id, m.attempt_count
 FROM pgoutbox.message_live AS m
@@ -153,8 +154,9 @@ WHERE m.queue = ANY (%(queues)s::text[])
     AND m.claimed_at < coalesce(%(before)s::timestamptz, 'infinity')
 """
 
-# Other messages of the same keys had to wait for these attempts. Asked after they are committed, because one that was
-# enqueued while they were being finished has found them still in flight. By the rule `pending` an older one may wait.
+# The queues of other messages of the same keys, which had to wait for these attempts. This runs after the finish is
+# committed, because a claim before the commit found these attempts still in flight. By the rule `pending` an older
+# message may wait.
 QUEUES_OF_SUCCESSORS: Final[LiteralString] = """
 WITH done AS (
     SELECT d.id, d.topic, d.coalesce_key
@@ -173,8 +175,8 @@ WHERE m.coalesces_pending AND m.state = 'pending' AND m.available_at <= now() AN
 """
 
 # One row per attempt that still holds its message. A transaction that cancels the message keeps its row locked. Then
-# the lease is renewed beside the row, unless it has ended: when the transaction ends, another worker's claim might come
-# before this worker writes the outcome.
+# the lease is renewed in the table `renewal`, unless it has lapsed: after the end of that transaction, another worker
+# might claim the message before this worker writes the outcome.
 RENEW_IF_HELD: Final[LiteralString] = """
 WITH asked(id, attempt_count) AS (
     SELECT * FROM unnest(%(ids)s::bigint[], %(attempt_counts)s::integer[])

@@ -1,15 +1,16 @@
-"""What monitoring asks of the database."""
+"""The queries of monitoring."""
 
 from typing import Final, LiteralString
 
-# Monitoring is not worth waiting for, and its answer may be missing.
+# Monitoring does not wait: its answer may be missing.
 LIMIT_GAUGES: Final[LiteralString] = """
 SELECT set_config('statement_timeout', '2s', true), set_config('lock_timeout', '500ms', true)
 """
 
-# How many messages are not final, or failed, by queue and topic. Of each no more than `max_names` are told apart, those
-# with the most messages. It reads them all, without a LIMIT, because a sample would be no count: the time limit above
-# bounds it, and whoever asks does so the less often the longer it takes. What is done is another partition.
+# The number of pending, in-flight and failed messages, by queue and topic. At most `max_names` queues and topics are
+# reported separately, those with the most messages. It reads all rows without a LIMIT, because a sample is not a count.
+# The time limit above bounds it, and callers run it less often the longer it takes. Finished messages are in another
+# partition.
 COUNT_BACKLOG: Final[LiteralString] = """
 WITH counted AS MATERIALIZED (
     SELECT

@@ -1,10 +1,10 @@
-"""What an operator sees and does. What is seen is read from the views, which roles may read that may read no table."""
+"""The queries and acts of operators. They read the views, which also roles without privileges on tables may read."""
 
 from typing import Final, LiteralString
 
 from pgoutbox.sql.sessions import TRANSACTION_FORMATS
 
-# Local to the transaction, so that nothing of it stays behind in a pooler's session.
+# Local to the transaction, so that the settings do not stay in a pooler's session.
 PREPARE_OPERATION: Final[LiteralString] = (
     """
 SELECT"""
@@ -29,7 +29,7 @@ SELECT
     set_config('pgoutbox.act_details', coalesce(%(details)s::jsonb::text, ''), true)
 """
 
-# The newest acts first. The ids of a batch may be many: those of one message are asked for by name.
+# The newest acts first. A batch may have many ids, so the acts on one message are selected by its id.
 LIST_ACTS: Final[LiteralString] = """
 SELECT
     a.id,
@@ -52,7 +52,7 @@ ORDER BY a.id DESC
 LIMIT %(limit)s::bigint
 """
 
-# A text is looked for as it stands, without wildcards. Not in payloads: what is hidden there could be guessed letter by
+# A text is searched literally, without wildcards. Payloads are not searched: hidden values could be guessed letter by
 # letter.
 MATCHES: Final[LiteralString] = """(%(states)s::text[] IS NULL OR m.state = ANY (%(states)s::text[]))
     AND (%(topic)s::text IS NULL OR m.topic = %(topic)s::text)
@@ -83,7 +83,7 @@ MATCHES: Final[LiteralString] = """(%(states)s::text[] IS NULL OR m.state = ANY 
     AND (%(created_before)s::timestamptz IS NULL OR m.created_at < %(created_before)s::timestamptz)
 """
 
-# What lists show of a message, in the order of `operations.ListedMessage`.
+# The columns of a message in lists, in the order of `operations.ListedMessage`.
 LISTED: Final[LiteralString] = """
 SELECT
     m.id,
@@ -113,7 +113,7 @@ LIMIT %(limit)s::bigint
 """
 )
 
-# In the order of ids, for a bulk that goes through them in batches. The attempt tells what failed anew since.
+# In the order of ids, for a bulk in batches. The attempt count shows which messages have failed again since then.
 LIST_MATCHING_IDS: Final[LiteralString] = (
     """
 SELECT m.id, m.attempt_count
@@ -127,7 +127,7 @@ LIMIT %(limit)s::bigint
 """
 )
 
-# Where a bulk ends, so that it never meets what it makes itself.
+# The end of a bulk, so that it never reads its own new messages.
 LAST_ID: Final[LiteralString] = "SELECT coalesce(max(m.id), 0) FROM pgoutbox.message_view AS m"
 
 COUNT_MATCHING: Final[LiteralString] = (
@@ -143,7 +143,7 @@ FROM (
 """
 )
 
-# Messages that somebody cancelled before have a result of their own.
+# Messages that were cancelled before have a separate result.
 CANCEL_EACH: Final[LiteralString] = """
 SELECT r.id, r.result
 FROM pgoutbox.cancel_each(%(ids)s::bigint[], %(states)s::text[]) AS r
@@ -159,7 +159,7 @@ FROM pgoutbox.cancel_by_key(
 ) AS r
 """
 
-# Whether this role may read what messages carry, and not only of what it is made.
+# Whether this role may read payloads, and not only their structure.
 READS_PAYLOADS: Final[LiteralString] = (
     "SELECT has_column_privilege('pgoutbox.message', 'payload', 'SELECT')"
     " AND has_table_privilege('pgoutbox.large_payload', 'SELECT') AS reads_payloads"
@@ -204,7 +204,7 @@ SELECT
     coalesce(octet_length(as_text.payload), 0) AS payload_bytes
 """
 
-# As text, because Python does not read all JSON that PostgreSQL does. OFFSET 0 keeps the text from being made twice.
+# As text, because Python does not read all JSON that PostgreSQL reads. With OFFSET 0 the text is only computed once.
 SHOW_MESSAGE: Final[LiteralString] = (
     _SHOWN
     + """FROM pgoutbox.message AS m
@@ -257,8 +257,8 @@ GROUP BY m.queue, m.topic
 ORDER BY m.queue, m.topic
 """
 
-# How much work is left that a drain waits for: what is in flight, due, or will be tried again. A message that was
-# scheduled for later and never attempted is not waited for.
+# The number of messages that a drain waits for: in flight, due, or waiting for a retry. It does not wait for scheduled
+# messages that were never attempted.
 COUNT_OWED: Final[LiteralString] = """
 SELECT count(*)
 FROM pgoutbox.message_live AS m
@@ -271,7 +271,7 @@ WHERE m.queue = ANY (%(queues)s::text[])
         WHERE f.queue = m.queue AND f.ordering_key = m.ordering_key AND f.on_failed = 'halt' AND f.id < m.id
     )
     AND NOT EXISTS (
-        -- Nor is what has its turn after a message that is not waited for.
+        -- Nor does it wait for later messages of their ordering keys.
         SELECT
         FROM pgoutbox.message_live AS e
         WHERE e.queue = m.queue
@@ -286,8 +286,8 @@ WHERE m.queue = ANY (%(queues)s::text[])
     )
 """
 
-# What an operator does to messages is done by functions: no operator needs a right on the tables. The answer of each id
-# names its state before, the newer message if it was superseded, and the other message that has its dedupe key.
+# Operators change messages through functions, so they need no privilege on the tables. The answer for each id has its
+# state before, the newer message if it was superseded, and the other message that has its dedupe key.
 REDRIVE: Final[LiteralString] = """
 SELECT r.id, r.redriven, r.state, r.superseded_by, r.attempt_count, r.dedupe_key_of
 FROM pgoutbox.redrive(%(ids)s::bigint[], %(states)s::text[], %(attempt_counts)s::integer[]) AS r
@@ -298,8 +298,8 @@ SELECT r.id, r.state, r.superseded_by
 FROM pgoutbox.resend(%(id)s::bigint) AS r
 """
 
-# Pausing twice keeps the first time, and the end that was said last. Here and below all sleepers are woken, whether or
-# not somebody has the bell: of a paused queue nobody has it. They may sleep until an end that was later, or until none.
+# A second pause keeps the first start, and sets the new end. Here and below all sleepers are woken, even if no session
+# has the bell: no session has the bell of a paused queue. The sleepers may wait for a later end, or for none.
 PAUSE_QUEUE: Final[LiteralString] = """
 WITH paused AS (
     INSERT INTO pgoutbox.queue AS q (name, paused_at, resume_at)
@@ -332,7 +332,7 @@ SELECT r.name, CASE WHEN pg_notification_queue_usage() < 0.9 THEN pg_notify('pgo
 FROM resumed AS r
 """
 
-# A bucket begins full. When the rate is changed it keeps what it holds, as far as there is room.
+# A bucket begins full. When the rate changes it keeps its tokens, up to the new burst.
 LIMIT_RATE: Final[LiteralString] = """
 WITH limited AS (
     INSERT INTO pgoutbox.queue AS q (name, rate_count, rate_seconds, burst, tokens, tokens_at)
@@ -366,7 +366,7 @@ SELECT l.name, CASE WHEN pg_notification_queue_usage() < 0.9 THEN pg_notify('pgo
 FROM limited AS l
 """
 
-# The queues that are paused or have limits. A pause whose end has passed is none.
+# The queues that are paused or have limits. A pause after its end does not count.
 LIST_QUEUES: Final[LiteralString] = """
 SELECT
     q.name,
@@ -383,7 +383,7 @@ WHERE q.is_paused OR num_nonnulls(q.rate_count, q.max_in_flight) > 0
 ORDER BY q.name
 """
 
-# Ends at the first message of a queue that is known, where the list of all queues reads every message.
+# This stops at the first message of a known queue; the list of all queues reads every message.
 UNKNOWN_QUEUES: Final[LiteralString] = """
 SELECT asked.queue
 FROM unnest(%(queues)s::text[]) AS asked(queue)

@@ -1,4 +1,4 @@
-"""What is deleted, and by which rules."""
+"""Retention: the deletion of messages by rules."""
 
 from typing import Final, LiteralString
 
@@ -13,7 +13,7 @@ GROUP BY m.state
 ORDER BY m.state
 """
 
-# What is deleted is deleted by functions, so that neither workers nor operators need a right to delete messages.
+# Functions delete messages, so that neither workers nor operators need the privilege to delete them.
 PRUNE: Final[LiteralString] = """
 SELECT p.state
 FROM pgoutbox.prune(
@@ -35,7 +35,7 @@ FROM pgoutbox.prune_by_rule(
 ) AS p(state)
 """
 
-# What there is to be done is decided by these few facts; see `pgoutbox.maintenance`.
+# These facts decide the work of a turn; see `pgoutbox.maintenance`.
 UPKEEP_FACTS: Final[LiteralString] = """
 SELECT
     now() AS asked_at,
@@ -63,9 +63,9 @@ CROSS JOIN (
 ) AS r
 """
 
-# The turn belongs to the one whose write moves the time of the next: all others find it moved, and get no row. So one
-# statement is all that a worker runs which does not have the turn, or which has it and finds nothing to do. A turn that
-# began in the future is one of a clock that was ahead: the next is due at once, and not when that time comes.
+# The worker whose write changes the time of the next turn has the turn: all others find it changed, and get no row. So
+# a worker without the turn, or without work in its turn, runs only this statement. If a turn began in the future, the
+# clock was ahead: the next turn is due at once, and not at that time.
 _ELECT: Final[LiteralString] = """
 WITH elected AS MATERIALIZED (
     INSERT INTO pgoutbox.upkeep AS u (due_at, began_at, worker)
@@ -83,10 +83,10 @@ WITH elected AS MATERIALIZED (
 )"""
 BEGIN_UPKEEP_IF_DUE: Final[LiteralString] = _ELECT + UPKEEP_FACTS + "CROSS JOIN elected"
 
-# Transactions of their own: the locks that they need must be given back at once.
+# Separate transactions: their locks must be released at once.
 MAKE_PARTITION: Final[LiteralString] = "SELECT pgoutbox.make_partition() AS name"
 
-# For ever is as good as for thousands of years, and Python knows that time.
+# A time in thousands of years stands for infinity, which Python does not have.
 KEPT_UNTIL: Final[LiteralString] = """
 SELECT
     greatest(
@@ -123,8 +123,8 @@ WHERE r.topic = %(topic)s::text AND r.state = %(state)s::text
 RETURNING r.topic
 """
 
-# One page of a table of keys: the last key of the page, how many keys it had, and how many were forgotten. No row if no
-# key follows.
+# One page of a table of keys: the last key of the page, its number of keys, and the number of deleted keys. No row if
+# no key follows.
 PRUNE_COALESCE: Final[LiteralString] = """
 SELECT p.last_topic, p.last_key, p.key_count, p.forgotten_count
 FROM pgoutbox.prune_coalesce(
@@ -172,7 +172,7 @@ FROM pgoutbox.prune_content(
 ) AS p
 """
 
-# A renewal beside a locked row is good for a lease, which is a day at most.
+# A renewal of a locked row lasts for one lease, which is at most a day.
 FORGET_RENEWALS: Final[LiteralString] = """
 DELETE FROM pgoutbox.renewal AS r
 WHERE r.lease_expires_at < now() - interval '1 day'

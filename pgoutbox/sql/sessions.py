@@ -1,9 +1,9 @@
-"""How a session of pgoutbox is set up, whatever its role's defaults are."""
+"""The settings of pgoutbox's sessions, independent of the role's defaults."""
 
 from typing import Final, LiteralString
 
-# The driver reads times and intervals in these formats only. Whatever the formats of the role are, they end with the
-# transaction, so that nothing of ours stays behind in a pooler's session.
+# The driver reads times and intervals only in these formats. They end with the transaction, so that they do not stay in
+# a pooler's session.
 TRANSACTION_FORMATS: Final[LiteralString] = """
     set_config('datestyle', 'ISO, MDY', true),
     set_config('intervalstyle', 'postgres', true),
@@ -12,10 +12,10 @@ TRANSACTION_FORMATS: Final[LiteralString] = """
     set_config('extra_float_digits', '1', true),
 """
 
-# The role's or the database's defaults must not change what a statement means. The planner settings pin the one plan
-# that stays fast whatever the statistics say: nested loops over the lanes' indexes and the primary key, each in the
-# order of its index. Sessions that
-# wait for work are idle; and PostgreSQL before version 17 does not know transaction_timeout.
+# The role's or the database's defaults must not change the meaning of a statement. The planner settings pin the plan
+# that is fast with any statistics: nested loops over the lanes' indexes and the primary key, each in the order of its
+# index. Waiting sessions are idle, so idle_session_timeout is off. PostgreSQL before version 17 does not know
+# transaction_timeout.
 PREPARE_SESSION: Final[LiteralString] = """
 SELECT
     set_config('default_transaction_isolation', 'read committed', false),
@@ -66,8 +66,9 @@ SERVER_TIME: Final[LiteralString] = "SELECT clock_timestamp()"
 
 BACKEND_PID: Final[LiteralString] = "SELECT pg_backend_pid()"
 
-# The session of a statement that got no answer. Its process number may be a stranger's by now. Whatever it does, nobody
-# waits for its answer; but to end a wait for a synchronous standby would show a commit that a failover may lose.
+# The session of a statement without an answer. Another session may have its process number now. It can be ended,
+# because its answer is not needed. But ending a wait for a synchronous standby would show a commit that a failover may
+# lose.
 END_STRANDED: Final[LiteralString] = """
 SELECT
     CASE WHEN a.wait_event IS NOT DISTINCT FROM 'SyncRep' THEN false ELSE pg_terminate_backend(a.pid, 1000) END,

@@ -1,8 +1,8 @@
-"""What somebody looks at again and again: what is owed, who works, and how attempts end."""
+"""The queries of live displays: open messages, workers, and outcomes of attempts."""
 
 from typing import Final, LiteralString
 
-# Reads the live and the failed messages alone, so that what was sent does not matter.
+# Reads only live and failed messages, so that the number of sent messages does not matter.
 OWED_BY_TOPIC: Final[LiteralString] = """
 SELECT
     m.queue,
@@ -21,7 +21,7 @@ WHERE m.state IN ('pending', 'sending', 'failed')
 GROUP BY m.queue, m.topic
 """
 
-# What ended in the last seconds; found by the block ranges of finished_at.
+# Messages that ended in the last seconds; found by the block ranges of finished_at.
 ENDED_BY_TOPIC: Final[LiteralString] = """
 SELECT
     m.queue,
@@ -35,8 +35,8 @@ WHERE m.state IN ('sent', 'failed', 'skipped', 'cancelled')
 GROUP BY m.queue, m.topic
 """
 
-# The workers that hold messages, and those that are connected without any. The name of a connection holds the last 48
-# characters of the worker's. Connections of other roles are seen only by members of pg_read_all_stats.
+# The workers that hold messages, and connected workers without messages. The name of a connection has the last 48
+# characters of the worker's name. Only members of pg_read_all_stats see connections of other roles.
 LIST_WORKERS: Final[LiteralString] = """
 WITH held AS (
     SELECT
@@ -74,7 +74,7 @@ ORDER BY 1
 
 NOW: Final[LiteralString] = "SELECT now()"
 
-# How attempts ended, by the page. Of a message that is pending again only the last attempt is looked up.
+# Outcomes of attempts, page by page. For a message that is pending again only the last attempt is looked up.
 LIST_OUTCOMES: Final[LiteralString] = """
 SELECT o.ended_at, o.message_id, o.attempt_count, o.outcome, o.topic, o.queue, o.destination, o.worker, o.reason
 FROM (
