@@ -273,9 +273,9 @@ WHERE p.pronamespace = 'pgoutbox'::regnamespace
 """
 
 _SQL: Final = """
-What any client can call: another language, a trigger, psql. They run in the caller's transaction, and those that write
-with the rights of the schema's owner; who may call which of them is a matter of [roles](../how-to/roles.md).
-`notify => false` leaves it to the workers' sweep to find the messages; null means true. Name the arguments:
+Any client can call these functions: another language, a trigger, psql. They run in the caller's transaction. The
+functions that write run with the privileges of the schema's owner; the [roles](../how-to/roles.md) define their
+callers. With `notify => false` the workers' sweep finds the messages; null means true. Name the arguments:
 `SELECT pgoutbox.enqueue('mail.welcome', '{"user_id": 7}', dedupe_key => 'welcome-7')`.
 """
 
@@ -371,8 +371,9 @@ ORDER BY c.relname
 """
 
 _TABLES: Final = """
-The schema `pgoutbox` as the catalog describes it. Why it is so is told in [schema](../explanation/schema.md); queries
-are in [SQL queries](../how-to/sql-queries.md). Read whatever you like; write through the functions and commands only.
+The schema `pgoutbox` from the catalog. [Schema](../explanation/schema.md) gives the reasons, and
+[SQL queries](../how-to/sql-queries.md) has queries. You may read all tables. Write only through the functions and
+commands.
 """
 
 _CHECKS: Final = """

@@ -1,10 +1,10 @@
-"""Partitions of message_done by time: the functions that make them ahead, take them out and drop them, and what workers
-agree on about it.
+"""Partitions of message_done by time: the functions that create them ahead, detach and drop them, and the table that
+coordinates the workers.
 
-The functions run with the rights of the schema's owner, so that a worker needs none of them. Names in their dynamic SQL
-are made by them, or come from the catalog. As in the first revision no statement contains a percent sign, so names are
-quoted by quote_ident. Times are read and written as text there: UTC and ISO are the only unambiguous choice. Each of
-them locks the table retired first, which only the owner may. An advisory lock would be free for every login.
+The functions run with the privileges of the schema's owner, so that a worker needs none. They generate the names in
+their dynamic SQL, or read them from the catalog. As in the first revision no statement contains a percent sign, so
+names are quoted by quote_ident. Times are read and written as text there: UTC and ISO are the only unambiguous choice.
+Each function first locks the table retired, which only the owner may lock. Every login could take an advisory lock.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ AS $function$
 $function$
 """
 
-# When all that ends in one of these states has its end, the longest rule says when everything of a time is gone. Else
-# only the messages themselves tell.
+# If every message in one of these states has a rule that deletes it, the longest rule gives the time when all messages
+# of a period are deleted. Otherwise only the messages themselves show it.
 KEPT_UNTIL = """
 CREATE FUNCTION pgoutbox.kept_until(lower_at timestamptz, upper_at timestamptz)
 RETURNS timestamptz
@@ -110,10 +110,10 @@ END
 $function$
 """
 
-# The first day without a partition is looked for from today on, not after the last partition: a clock that was ahead
-# for a moment leaves partitions weeks ahead. ATTACH locks message_done in a mode that neither writers nor readers mind,
-# and the default partition against all; it also reads all of the latter, hence the limit on its size. Nothing but the
-# default partition is ever waited for, and only if there is something to make.
+# The search for the first day without a partition starts today, not after the last partition: a clock that was ahead
+# for a moment leaves partitions weeks ahead. ATTACH locks message_done in a mode that blocks neither writers nor
+# readers, and the default partition exclusively. It also reads all of the default partition, hence the limit on its
+# size. It only waits for the default partition, and only if a partition must be created.
 MAKE_PARTITION = """
 CREATE FUNCTION pgoutbox.make_partition(largest_default bigint DEFAULT 134217728)
 RETURNS text
@@ -184,7 +184,7 @@ BEGIN
         FROM ONLY pgoutbox.message_done_default AS m
         WHERE m.finished_at >= from_at AND m.finished_at < to_at
     ) THEN
-        RETURN NULL; -- It came before the lock.
+        RETURN NULL; -- The message came before the lock.
     END IF;
     EXECUTE 'CREATE TABLE pgoutbox.' || quote_ident(made) || ' (LIKE pgoutbox.message_done INCLUDING ALL)';
     EXECUTE 'ALTER TABLE pgoutbox.message_done ATTACH PARTITION pgoutbox.' || quote_ident(made)
@@ -194,9 +194,8 @@ END
 $function$
 """
 
-# Its messages are looked at, if need be, while nobody can write in this one partition nor change a rule; then it is
-# taken out, which waits for all who use message_done, and has those who come after wait behind it: not for longer than
-# this.
+# The messages of the partition are read, if necessary, under locks against writes to it and changes of rules. Then it
+# is detached. DETACH waits for all users of message_done, and later users wait behind it, for at most lock_timeout.
 RETIRE_PARTITION = """
 CREATE FUNCTION pgoutbox.retire_partition(partition_name text)
 RETURNS text
@@ -246,8 +245,7 @@ END
 $function$
 """
 
-# Only this function uses a table that is taken out. The dedupe key of a sent message that a rule keeps no time at
-# all stays, as it does when such a message is deleted as it is sent.
+# Only this function uses a detached table. If a rule deletes sent messages at once, their dedupe keys stay here too.
 CLEAR_RETIRED = """
 CREATE FUNCTION pgoutbox.clear_retired(page_size integer)
 RETURNS TABLE (name text, cleared_count bigint, is_dropped boolean)
@@ -348,7 +346,8 @@ $block$
 # A turn of maintenance locks upkeep before it reads the partitions. The opposite order would be a deadlock.
 LOCK_MAINTENANCE = "LOCK TABLE pgoutbox.upkeep, pgoutbox.retired IN ACCESS EXCLUSIVE MODE"
 
-# Back to one partition for all times. What is not cleared yet goes: its messages are gone already.
+# Back to one partition for all times. Retired tables that are not cleared yet are dropped: their messages are already
+# deleted.
 MERGE = """
 DO $block$
 DECLARE
@@ -367,48 +366,48 @@ $block$
 """
 
 COMMENTS = (
-    ("TABLE pgoutbox.upkeep", "One row: when workers last looked after the tables, and when they do so next."),
-    ("COLUMN pgoutbox.upkeep.due_at", "When the next turn may begin; the worker that moves it has the turn."),
+    ("TABLE pgoutbox.upkeep", "One row: the times of the last and the next turn of maintenance."),
+    ("COLUMN pgoutbox.upkeep.due_at", "When the next turn may begin; the worker that changes it has the turn."),
     ("COLUMN pgoutbox.upkeep.began_at", "When the last turn began."),
-    ("COLUMN pgoutbox.upkeep.is_single", "There is one row."),
+    ("COLUMN pgoutbox.upkeep.is_single", "Always true: limits the table to one row."),
     ("COLUMN pgoutbox.upkeep.worker", "The worker that had the last turn."),
     (
         "TABLE pgoutbox.retired",
         (
-            "Partitions that retention has taken out of message_done; dropped when attempts, large payloads and keys "
+            "Partitions that retention has detached from message_done; dropped when attempts, large payloads and keys "
             "of their messages are deleted."
         ),
     ),
-    ("COLUMN pgoutbox.retired.retired_at", "When it was taken out."),
+    ("COLUMN pgoutbox.retired.retired_at", "When it was detached."),
     ("COLUMN pgoutbox.retired.cleared_id", "Attempts, large payloads and keys of messages up to this id are deleted."),
     ("COLUMN pgoutbox.retired.name", "Name of the table."),
     ("FUNCTION pgoutbox.partitions", "The partitions of message_done and their times, without the default one."),
     (
         "FUNCTION pgoutbox.kept_until",
         (
-            "When no rule of retention keeps anything any more that ended within this time; infinity if a message is "
-            "kept for ever, and minus infinity if there is none."
+            "When retention rules stop keeping the messages that ended within this period; infinity if a message is "
+            "never deleted, and minus infinity if there is none."
         ),
     ),
     (
         "FUNCTION pgoutbox.make_partition",
         (
-            "Make the next partition of message_done, of a day or a week. Returns its name; null if those of the next "
-            "seven days are there, or another session is at it. Refused while the default partition is larger."
+            "Create the next partition of message_done, of a day or a week. Returns its name; null if those of the "
+            "next seven days exist, or another session is creating one. Refused while the default partition is larger."
         ),
     ),
     (
         "FUNCTION pgoutbox.retire_partition",
         (
-            "Take a partition out of message_done if no rule of retention keeps anything in it any more. Returns "
-            "retired, kept, missing or busy."
+            "Detach a partition from message_done if no retention rule keeps any of its messages. Returns retired, "
+            "kept, missing or busy."
         ),
     ),
     (
         "FUNCTION pgoutbox.clear_retired",
         (
-            "Delete attempts, large payloads and dedupe keys of so many messages of a retired partition, and drop it "
-            "after the last. No row if there is none, or another session is at it."
+            "Delete attempts, large payloads and dedupe keys of a batch of messages of a retired partition, and drop "
+            "it after the last batch. No row if there is none, or another session is doing this."
         ),
     ),
 )
