@@ -556,6 +556,8 @@ class Worker:
         self._was_rung = False
         if self._claims.work_ahead:
             await self._stand_down()
+        else:
+            await asyncio.sleep(0)  # Its handlers start before the next claim is sent.
 
     async def _stand_down(self) -> None:
         """Wake other sleepers, so that one goes on watch. Producers need not ring for a worker that looks by itself."""
