@@ -12,7 +12,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from typing import Any, Final, TypeVar, overload
 
 import psycopg
@@ -90,7 +90,7 @@ class AsyncConnection(psycopg.AsyncConnection[Row]):
     async def wait(self, gen: PQGen[RV], interval: float = _WAIT_INTERVAL_SECONDS, timeout: float | None = None) -> RV:  # noqa: ASYNC109 - the driver's signature
         """Wait for the server, up to the limit."""
         limit = contextlib.nullcontext() if self.answer_seconds is None else deadline(self, self.answer_seconds)
-        async with limit:
+        with limit:
             if timeout is None:
                 return await super().wait(gen, interval)
             return await super().wait(gen, interval, timeout)
@@ -152,8 +152,8 @@ async def connect_async(
     return connection
 
 
-@contextlib.asynccontextmanager
-async def deadline(connection: psycopg.AsyncConnection[Any], seconds: float) -> AsyncIterator[None]:
+@contextlib.contextmanager
+def deadline(connection: psycopg.AsyncConnection[Any], seconds: float) -> Iterator[None]:
     """Break the connection when the time is up, so that the statement that waits for it fails: `AnswerTimeoutError`.
 
     Cancelling the task instead, as `asyncio.timeout` does, would have the driver ask the server to cancel the statement

@@ -16,7 +16,7 @@ import contextlib
 import enum
 import logging
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 from typing import Literal, LiteralString, Protocol
 
@@ -252,7 +252,7 @@ class Doorbell:
             if connection is None:
                 return None
             try:
-                async with (
+                with (
                     self._reading_suspended(connection),
                     deadline(connection, self._settings.probe_timeout_seconds),
                 ):
@@ -264,8 +264,8 @@ class Doorbell:
                 self._lose(error)
                 return None
 
-    @contextlib.asynccontextmanager
-    async def _reading_suspended(self, connection: psycopg.AsyncConnection[TupleRow]) -> AsyncIterator[None]:
+    @contextlib.contextmanager
+    def _reading_suspended(self, connection: psycopg.AsyncConnection[TupleRow]) -> Iterator[None]:
         # A statement reads the socket itself, and event loops allow one reader for each socket.
         self._stop_reading()
         try:
@@ -329,7 +329,7 @@ class Doorbell:
             return
         connection.add_notify_handler(lambda notify: self._hear(connection, notify.pid, notify.payload))
         try:
-            async with deadline(connection, self._settings.connect_timeout_seconds):
+            with deadline(connection, self._settings.connect_timeout_seconds):
                 await connection.execute(sql.LISTEN, prepare=False)
         except BaseException:
             await connection.close()
@@ -370,7 +370,7 @@ class Doorbell:
         if connection is not None:
             with contextlib.suppress(psycopg.Error, OSError):
                 if self._is_pooled and not connection.closed:
-                    async with deadline(connection, self._settings.probe_timeout_seconds):
+                    with deadline(connection, self._settings.probe_timeout_seconds):
                         await connection.execute(sql.UNLISTEN, prepare=False)  # The session stays in the pool.
                 await connection.close()
 

@@ -20,7 +20,7 @@ from psycopg.rows import TupleRow
 
 from pgoutbox import connections, sql
 from pgoutbox.connections import deadline
-from pgoutbox.round_trip import Prepared, Step, fetch_in_one_trip
+from pgoutbox.round_trip import RoundTrips, Step
 from pgoutbox.settings import Settings
 
 _REFUSED_PAUSE_SECONDS: Final = 1.0
@@ -56,7 +56,7 @@ class Link:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._connection: psycopg.AsyncConnection[TupleRow] | None = None
         self._pooled = settings.pooled
-        self._prepared: Prepared = {}
+        self._trips: RoundTrips
         self._pid: int | None = None
         self._stranded_pid: int | None = None
         self._turn = asyncio.Lock()
@@ -75,10 +75,10 @@ class Link:
         async with self._turn:
             connection = await self._open()
             try:
-                async with deadline(connection, self._deadline_seconds):
+                with deadline(connection, self._deadline_seconds):
                     if self._stranded_pid is not None:
                         await self._end_stranded(connection, self._stranded_pid)
-                    return await self._fetch_in_one_trip(connection, (statement, parameters), first)
+                    return await self._fetch_in_one_trip((statement, parameters), first)
             except BaseException as error:
                 # If the session is now read-only, the server has become a standby: reconnect.
                 keeps = isinstance(error, psycopg.Error) and not connection.closed and error.sqlstate != "25006"
@@ -118,11 +118,10 @@ class Link:
             return False
         return True
 
-    async def _fetch_in_one_trip(
-        self, connection: psycopg.AsyncConnection[TupleRow], step: Step, first: Step | None
-    ) -> list[TupleRow]:
+    async def _fetch_in_one_trip(self, step: Step, first: Step | None) -> list[TupleRow]:
+        trips = self._trips
         if not self._pooled and first is None:
-            return await fetch_in_one_trip(connection, [step], index=0, prepared=self._prepared)
+            return await trips.fetch([step], index=0)
         # Send all of it together: a process that is suspended in between would keep its locks beyond its lease. A
         # transaction pooler gives each transaction another server session, so the settings come along.
         steps: list[Step] = [(sql.BEGIN, {})]
@@ -130,14 +129,11 @@ class Link:
             steps.append((sql.PREPARE_TRANSACTION, timeouts(self._settings)))
         if first is not None:
             steps.append(first)
-        prepared = None if self._pooled else self._prepared
         try:
-            return await fetch_in_one_trip(
-                connection, [*steps, step, (sql.COMMIT, {})], index=len(steps), prepared=prepared
-            )
+            return await trips.fetch([*steps, step, (sql.COMMIT, {})], index=len(steps))
         except psycopg.Error:
-            if not connection.closed:
-                await fetch_in_one_trip(connection, [(sql.ROLLBACK, {})], index=0)
+            if self.is_open:
+                await trips.fetch([(sql.ROLLBACK, {})], index=0)
             raise
 
     async def _open(self) -> psycopg.AsyncConnection[TupleRow]:
@@ -149,7 +145,7 @@ class Link:
             connection.prepare_threshold = None
         else:
             await prepare_session(connection, self._settings)
-        self._prepared = {}
+        self._trips = RoundTrips(connection, prepares=not self._pooled)
         self._pid = connection.info.backend_pid
         self._connection = connection
         self._loop = asyncio.get_running_loop()
@@ -183,7 +179,7 @@ async def connect(dsn: str, settings: Settings, *, purpose: str) -> tuple[psycop
         dsn, purpose=purpose, connect_timeout_seconds=settings.connect_timeout_seconds, answer_seconds=None
     )
     try:
-        async with deadline(connection, settings.connect_timeout_seconds):
+        with deadline(connection, settings.connect_timeout_seconds):
             cursor = await connection.execute(sql.BACKEND_PID, prepare=False)
             ((pid,),) = await cursor.fetchall()
     except BaseException:
@@ -202,7 +198,7 @@ async def keeps_session(connection: psycopg.AsyncConnection[TupleRow], dsn: str,
     except (psycopg.OperationalError, OSError):
         return False
     try:
-        async with deadline(connection, settings.connect_timeout_seconds):
+        with deadline(connection, settings.connect_timeout_seconds):
             pids: list[set[int]] = [set(), set()]
             for _ in range(_POOLER_TRIALS):
                 for mine, met in zip((connection, other), pids, strict=True):
@@ -217,7 +213,7 @@ async def prepare_session(connection: psycopg.AsyncConnection[TupleRow], setting
     """Set pgoutbox's own settings, independent of the role's defaults, on a direct connection; close it on failure."""
     connection.prepare_threshold = 1
     try:
-        async with deadline(connection, settings.connect_timeout_seconds):
+        with deadline(connection, settings.connect_timeout_seconds):
             await connection.execute(sql.PREPARE_SESSION, timeouts(settings), prepare=False)
     except BaseException:
         await connection.close()

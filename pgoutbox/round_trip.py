@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import LiteralString
 
 import psycopg
@@ -20,67 +20,71 @@ from psycopg.rows import TupleRow
 from psycopg.waiting import Ready, Wait
 
 Step = tuple[LiteralString, Mapping[str, object]]
-Prepared = MutableMapping[tuple[bytes, Sequence[int]], bytes]
-"""The names of a session's prepared statements, by text and types of the parameters."""
 
 _numbers = itertools.count()
 _PLACEHOLDER = re.compile(r"%%|%\((\w+)\)s")
 _REFUSED = (pq.ExecStatus.FATAL_ERROR, pq.ExecStatus.BAD_RESPONSE)
 
 
-async def fetch_in_one_trip(
-    connection: psycopg.AsyncConnection[TupleRow],
-    steps: Sequence[Step],
-    *,
-    index: int,
-    prepared: Prepared | None = None,
-) -> list[TupleRow]:
-    """Run all steps, without waiting between them, and return the rows of step number `index`.
+class RoundTrips:
+    """Sends statements over one connection, each list of them in one message. Nothing else may use it meanwhile.
 
-    With `prepared`, which belongs to a session, each step is prepared once and its name is stored there. Raises the
-    error of the first failed step. The steps after it have not run then, and a transaction that one of the steps began
-    is still open. Nothing else may use the connection meanwhile.
+    With `prepares` each statement is prepared once. That needs a connection that keeps its session.
     """
-    pgconn = connection.pgconn
-    transformer: abc.Transformer = Transformer(connection)
-    adapted = [_adapted(transformer, *step) for step in steps]
-    new: dict[tuple[bytes, Sequence[int]], bytes] = {}
-    result_index = index
-    pgconn.enter_pipeline_mode()
-    for number, (text, values, types, formats) in enumerate(adapted):
-        if prepared is None:
-            pgconn.send_query_params(text, values, types, formats, pq.Format.BINARY)
-            continue
-        name = prepared.get((text, types))
-        if name is None:
-            name = new[text, types] = b"pgoutbox_%d" % next(_numbers)
-            pgconn.send_prepare(name, text, types)
-            if number <= index:
-                result_index += 1  # A prepare has its own result.
-        pgconn.send_query_prepared(name, values, formats, pq.Format.BINARY)
-    pgconn.pipeline_sync()
-    results: list[pq.abc.PGresult] = []
-    encoding = connection.info.encoding
-    try:
-        await connection.wait(_receive(pgconn, results))
-    except psycopg.OperationalError:
-        _check(results, encoding)  # The server may have reported why it ended the session.
-        raise
-    pgconn.exit_pipeline_mode()
-    _check(results, encoding)
-    if prepared is not None:
-        prepared.update(new)
-    answer = results[result_index]
-    transformer.set_pgresult(answer)
-    return transformer.load_rows(0, answer.ntuples, tuple)
 
+    def __init__(self, connection: psycopg.AsyncConnection[TupleRow], *, prepares: bool) -> None:
+        self._connection = connection
+        # It keeps what it has found out about the types of values, as that of a cursor does.
+        self._transformer: abc.Transformer = Transformer(connection)
+        self._names: dict[tuple[bytes, Sequence[int]], bytes] | None = {} if prepares else None
 
-def _adapted(
-    transformer: abc.Transformer, statement: LiteralString, parameters: Mapping[str, object]
-) -> tuple[bytes, Sequence[pq.abc.Buffer | None], Sequence[int], Sequence[pq.Format]]:
-    text, names = _numbered(statement)
-    values = transformer.dump_sequence([parameters[name] for name in names], [PyFormat.AUTO] * len(names))
-    return text, values, tuple(transformer.types or ()), tuple(transformer.formats or ())
+    async def fetch(self, steps: Sequence[Step], *, index: int) -> list[TupleRow]:
+        """Run all steps, without waiting between them, and return the rows of step number `index`.
+
+        Raises the first error of a step. Later steps have not run then, and the transaction that one of the steps began
+        is still open.
+        """
+        pgconn = self._connection.pgconn
+        adapted = [self._adapted(*step) for step in steps]
+        new_names: dict[tuple[bytes, Sequence[int]], bytes] = {}
+        result_index = index
+        pgconn.enter_pipeline_mode()
+        for number, (text, values, types, formats) in enumerate(adapted):
+            if self._names is None:
+                pgconn.send_query_params(text, values, types, formats, pq.Format.BINARY)
+                continue
+            name = self._names.get((text, types))
+            if name is None:
+                name = new_names[text, types] = b"pgoutbox_%d" % next(_numbers)
+                pgconn.send_prepare(name, text, types)
+                if number <= index:
+                    result_index += 1  # Preparing has its own result.
+            pgconn.send_query_prepared(name, values, formats, pq.Format.BINARY)
+        pgconn.pipeline_sync()
+        results: list[pq.abc.PGresult] = []
+        encoding = self._connection.info.encoding
+        try:
+            await self._connection.wait(_receive(pgconn, results))
+        except psycopg.OperationalError:
+            _check(results, encoding)  # The server may have said why it ends the session.
+            raise
+        pgconn.exit_pipeline_mode()
+        _check(results, encoding)
+        if self._names is not None:
+            self._names.update(new_names)
+        answer = results[result_index]
+        self._transformer.set_pgresult(answer)
+        rows = self._transformer.load_rows(0, answer.ntuples, tuple)
+        self._transformer.set_pgresult(None)
+        return rows
+
+    def _adapted(
+        self, statement: LiteralString, parameters: Mapping[str, object]
+    ) -> tuple[bytes, Sequence[pq.abc.Buffer | None], Sequence[int], Sequence[pq.Format]]:
+        text, names = _numbered(statement)
+        transformer = self._transformer
+        values = transformer.dump_sequence([parameters[name] for name in names], [PyFormat.AUTO] * len(names))
+        return text, values, tuple(transformer.types or ()), tuple(transformer.formats or ())
 
 
 @functools.cache

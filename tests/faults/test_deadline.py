@@ -27,19 +27,17 @@ async def test_a_deadline_ends_a_connection_that_does_not_answer_without_asking_
 ) -> None:
     async with await psycopg.AsyncConnection.connect(proxy.dsn, autocommit=True) as connection:
         with proxy.stalled():
-            with pytest.raises(TimeoutError, match=r"no answer within 0\.2 s"):
-                async with deadline(connection, 0.2):
-                    await connection.execute("SELECT 1")
+            with pytest.raises(TimeoutError, match=r"no answer within 0\.2 s"), deadline(connection, 0.2):
+                await connection.execute("SELECT 1")
             assert connection.closed
             assert proxy.cancel_request_count == 0
 
 
 async def test_a_deadline_that_is_kept_leaves_the_connection_and_the_servers_own_errors_alone(proxy: Proxy) -> None:
     async with await psycopg.AsyncConnection.connect(proxy.dsn, autocommit=True) as connection:
-        with pytest.raises(psycopg.errors.DivisionByZero):
-            async with deadline(connection, PATIENCE_SECONDS):
-                await connection.execute("SELECT 1 / 0")
-        async with deadline(connection, 0.05):
+        with pytest.raises(psycopg.errors.DivisionByZero), deadline(connection, PATIENCE_SECONDS):
+            await connection.execute("SELECT 1 / 0")
+        with deadline(connection, 0.05):
             """It is left in time, and what comes after it has all the time in the world."""
         await connection.execute("SELECT pg_sleep(0.1)")
         assert not connection.closed
