@@ -913,8 +913,8 @@ END
 $function$
 """
 
-# The short check, for most messages. argument_error checks all others. PostgreSQL inlines the body only if the function
-# has the volatility of pg_column_size: STABLE.
+# The short check, for most messages and for those that coalesce without locks. argument_error checks all others.
+# PostgreSQL inlines the body only if the function has the volatility of pg_column_size: STABLE.
 IS_PLAIN = """
 CREATE FUNCTION pgoutbox.is_plain(
     topic text,
@@ -937,9 +937,14 @@ LANGUAGE sql
 STABLE
 PARALLEL SAFE
 RETURN pg_catalog.num_nonnulls(
-        destination, coalesce_key, dedupe_key, available_at, expires_at, headers, ordering_key, on_failed, max_delay,
-        coalesce_rule
+        destination, dedupe_key, available_at, expires_at, headers, ordering_key, on_failed, max_delay
     ) OPERATOR(pg_catalog.=) 0
+    AND (
+        pg_catalog.num_nonnulls(coalesce_key, coalesce_rule) OPERATOR(pg_catalog.=) 0
+        OR coalesce_rule OPERATOR(pg_catalog.=) 'pending'
+        AND pg_catalog.octet_length(coalesce_key) OPERATOR(pg_catalog.>=) 1
+        AND pg_catalog.octet_length(coalesce_key) OPERATOR(pg_catalog.<=) 512
+    )
     AND topic OPERATOR(pg_catalog.~) '^[a-z][a-z0-9_.-]*$'
     AND queue OPERATOR(pg_catalog.~) '^[a-z][a-z0-9_.-]*$'
     AND pg_catalog.length(topic) OPERATOR(pg_catalog.<=) 63
@@ -1249,8 +1254,12 @@ BEGIN
         ordering_key, on_failed, max_delay, coalesce_rule
     ) THEN
         new_id := pg_catalog.nextval('pgoutbox.message_id_seq');
-        INSERT INTO pgoutbox.message_live (id, topic, payload, queue, max_attempts, attempt_budget)
-        VALUES (new_id, topic, payload, queue, max_attempts, max_attempts);
+        INSERT INTO pgoutbox.message_live (
+            id, topic, payload, queue, max_attempts, attempt_budget, coalesce_key, coalesces_pending
+        ) VALUES (
+            new_id, topic, payload, queue, max_attempts, max_attempts, coalesce_key,
+            coalesce_rule OPERATOR(pg_catalog.=) 'pending'
+        );
         IF notify IS NOT FALSE
             AND NOT pg_catalog.pg_try_advisory_xact_lock_shared(1885826146, pg_catalog.hashtext(queue))
             AND pg_catalog.pg_notification_queue_usage() OPERATOR(pg_catalog.<) 0.9
@@ -2207,7 +2216,8 @@ FUNCTION_COMMENTS = {
     "write_message": "Insert one valid message and wake a sleeping worker when the transaction commits.",
     "is_large": "Whether a payload is too large for the row of its message, and is stored in large_payload.",
     "payload_of": "The payload of a message, from its row or from large_payload.",
-    "is_plain": "Whether only topic, payload, queue and max_attempts are given, and these are valid.",
+    "is_plain": "Whether no more than topic, payload, queue, max_attempts and a coalesce key of the rule pending "
+    "are given, and these are valid.",
     "payload_digests": "Digests by which enqueue recognizes a repeated payload; several for an encrypted one.",
     "next_id": "The next id of a key with this newest id. Raises 55000 if it is not greater.",
     "has_freed_keys": "Whether has_freed_key is true for the message of one of these dedupe keys.",

@@ -219,6 +219,24 @@ def test_the_short_check_agrees_with_the_long_one(
     assert bool(is_plain) == (problem is None)
 
 
+COALESCING: LiteralString = """
+SELECT
+    pgoutbox.is_plain('a', '1', 'a', NULL, a.key, NULL, NULL, NULL, NULL, 1, NULL, NULL, NULL, a.rule),
+    pgoutbox.argument_error('a', '1', 'a', NULL, a.key, NULL, NULL, NULL, NULL, 1, NULL, NULL, NULL, a.rule)
+FROM (VALUES (%(key)s::text, %(rule)s::text)) AS a(key, rule)
+"""
+
+
+@pytest.mark.parametrize("rule", [None, "pending", "newest", "another"])
+@pytest.mark.parametrize("key", [None, "", "k", "é" * 256, "é" * 257], ids=["none", "empty", "one", "512", "514"])
+def test_the_short_check_agrees_with_the_long_one_on_messages_that_coalesce_without_locks(
+    rolled_back: psycopg.Connection, key: str | None, rule: str | None
+) -> None:
+    ((is_plain, problem),) = rolled_back.execute(COALESCING, {"key": key, "rule": rule}).fetchall()
+    may_be_plain = rule == "pending" or (key is None and rule is None)
+    assert bool(is_plain) == (may_be_plain and problem is None)
+
+
 def test_the_short_check_is_no_call(rolled_back: psycopg.Connection) -> None:
     plan = rolled_back.execute(
         """
