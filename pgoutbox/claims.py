@@ -351,9 +351,9 @@ class Claims:
         return await self._mark_superseded(queue, rows)
 
     async def _mark_superseded(self, queue: str, rows: list[ClaimedRow]) -> list[ClaimedRow] | None:
-        """The rows of a claim that is committed, those marked that are superseded; None if the database did not tell.
+        """Return the rows of a committed claim with the superseded ones marked, or None if the database failed.
 
-        Their attempts have begun then, and nobody has them: the next look releases them.
+        After a failure the attempts have begun, but no handler gets the messages: the next look releases them.
         """
         try:
             marked = await self._store.mark_superseded(rows)

@@ -27,6 +27,7 @@ from pgoutbox.suspects import Suspects
 FULL_CLAIM_SECONDS: Final = 0.25
 # A claim from the beginning may be slow; then it becomes less frequent, so that its share of the time stays small.
 FULL_CLAIM_SHARE: Final = 0.05
+# Ordering keys that one claim looks at until a page holds a due message; a few milliseconds of the server's time.
 _SEARCHED_KEYS: Final = 100
 
 

@@ -77,7 +77,7 @@ class Link:
             try:
                 with deadline(connection, self._deadline_seconds):
                     if self._stranded_pid is not None:
-                        await self._end_stranded(connection, self._stranded_pid)
+                        await self._end_stranded(self._stranded_pid)
                     return await self._fetch_in_one_trip((statement, parameters), first)
             except BaseException as error:
                 # If the session is now read-only, the server has become a standby: reconnect.
@@ -98,10 +98,9 @@ class Link:
             asyncio.run_coroutine_threadsafe(self.fetch(statement, parameters, first=first), self._loop)
         )
 
-    async def _end_stranded(self, connection: psycopg.AsyncConnection[TupleRow], pid: int) -> None:
+    async def _end_stranded(self, pid: int) -> None:
         """End the abandoned session, unless its COMMIT waits for a standby."""
-        cursor = await connection.execute(sql.END_STRANDED, {"pid": pid}, binary=True)
-        for has_ended, waits_for in await cursor.fetchall():
+        for has_ended, waits_for in await self._trips.fetch([(sql.END_STRANDED, {"pid": pid})], index=0):
             if not has_ended:
                 raise StrandedError(f"the session of a statement that was given up is still there: {waits_for}")
         self._stranded_pid = None
@@ -141,9 +140,7 @@ class Link:
             return self._connection
         connection, is_direct = await connect(self._dsn, self._settings, purpose=self._purpose)
         self._pooled = self._settings.pooled or not is_direct
-        if self._pooled:
-            connection.prepare_threshold = None
-        else:
+        if not self._pooled:
             await prepare_session(connection, self._settings)
         self._trips = RoundTrips(connection, prepares=not self._pooled)
         self._pid = connection.info.backend_pid

@@ -1,7 +1,7 @@
-"""A whole transaction in one message to the server, so that a suspended process keeps no locks.
+"""Send a whole transaction in one message to the server, so that a suspended process keeps no locks.
 
 The driver's own pipeline sends each statement separately. This module sends all statements up to COMMIT in one piece,
-so that the server never waits for this process while it holds a lock.
+so that the server never waits for this process while it holds a lock. A single statement is sent the same way.
 """
 
 from __future__ import annotations

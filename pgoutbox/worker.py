@@ -557,7 +557,7 @@ class Worker:
         if self._claims.work_ahead:
             await self._stand_down()
         else:
-            await asyncio.sleep(0)  # Its handlers start before the next claim is sent.
+            await asyncio.sleep(0)  # The handlers of the claimed messages start before the next claim is sent.
 
     async def _stand_down(self) -> None:
         """Wake other sleepers, so that one goes on watch. Producers need not ring for a worker that looks by itself."""
