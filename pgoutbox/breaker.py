@@ -22,7 +22,7 @@ import psycopg
 
 from pgoutbox.alert import ALERT_TOPIC
 from pgoutbox.dispatch import Send, clean_text, elapsed_clock, send_by
-from pgoutbox.message import Message, Outcome, Sent, Snooze, Transient, Unavailable
+from pgoutbox.message import Message, Outcome, Postponed, ReasonCode, Sent, Transient, Unavailable
 from pgoutbox.settings import Settings
 from pgoutbox.store import BreakerRow, Store
 from pgoutbox.telemetry import Event, Telemetry
@@ -106,13 +106,15 @@ class _Circuit:
         self.failure_count = 0
         self.window_sent_count = self.window_failed_count = 0
 
-    def snooze(self, at_least_seconds: float | None = None) -> Snooze:
+    def snooze(self, at_least_seconds: float | None = None) -> Postponed:
         """Until the time has come, and a bit, so that not everything comes back at once."""
         remaining = 0.0 if self.retry_at is None else self.retry_at - elapsed_clock()
         delay = max(remaining if remaining > 0 else self.pause_seconds, at_least_seconds or 0.0)
-        return Snooze(
+        return Postponed(
             delay + random.uniform(0, self.pause_seconds),  # noqa: S311 - spreads load, guards nothing
-            f"held back, {self.key} is out of order: {self.error}",
+            f"circuit breaker {self.key} is open: {self.error}",
+            code=ReasonCode.CIRCUIT_OPEN,
+            breaker_key=self.key,
         )
 
     @property
@@ -183,7 +185,7 @@ class Breakers:
         """How many are known to be open. Can be asked from another thread."""
         return sum(circuit.retry_at is not None for circuit in self._circuits.copy().values())
 
-    async def refusal(self, message: Message[object]) -> Snooze | None:
+    async def refusal(self, message: Message[object]) -> Postponed | None:
         """Why this message must not be attempted now, if so: then nothing is rendered and no token is minted.
 
         Only a message of a topic whose handler is known to leave the sending to a transport is refused. When the time
@@ -194,7 +196,7 @@ class Breakers:
             refusal = self._refusal(message)
         return refusal
 
-    def _refusal(self, message: Message[object]) -> Snooze | None:
+    def _refusal(self, message: Message[object]) -> Postponed | None:
         if message.destination is None or message.topic not in self._rendering_topics:
             return None
         scheme = scheme_of(message.destination)
@@ -216,7 +218,7 @@ class Breakers:
         if circuit is not None and circuit.prober == message.id:
             circuit.prober = None
 
-    def _refusal_of_open(self, circuit: _Circuit, message: Message[object]) -> Snooze | None:
+    def _refusal_of_open(self, circuit: _Circuit, message: Message[object]) -> Postponed | None:
         if circuit.retry_at is not None and elapsed_clock() < circuit.retry_at:
             return circuit.snooze()
         if message.topic != ALERT_TOPIC and circuit.prober not in (None, message.id):
@@ -471,7 +473,7 @@ class Breakers:
 
     # --- room ---------------------------------------------------------------------------------------------------------
 
-    async def _wait_for_room(self, circuit: _Circuit) -> Snooze | None:
+    async def _wait_for_room(self, circuit: _Circuit) -> Postponed | None:
         """Return when this destination may take one more slot; why not, if it answers nothing.
 
         A destination that hangs must not hold every slot of the process until its time limit. Each gets three times as
@@ -495,12 +497,14 @@ class Breakers:
         free_count = self._settings.concurrency - self._under_way_count
         return circuit.is_part or circuit.under_way_count < _SHARE * free_count
 
-    def _stalled(self, circuit: _Circuit) -> Snooze | None:
+    def _stalled(self, circuit: _Circuit) -> Postponed | None:
         if self._has_room(circuit) or elapsed_clock() < circuit.answered_at + _STALL_SECONDS:
             return None
-        return Snooze(
+        return Postponed(
             _STALLED_PAUSE_SECONDS * random.uniform(1, 1.5),  # noqa: S311 - spreads load, guards nothing
-            f"held back, {circuit.key} answers none of {circuit.under_way_count} sends under way",
+            f"{circuit.key} answers none of the {circuit.under_way_count} sends in flight",
+            code=ReasonCode.STALLED,
+            breaker_key=circuit.key,
         )
 
     # --- database -----------------------------------------------------------------------------------------------------

@@ -374,7 +374,7 @@ class Dispatcher:
             return await self._send(MissingTransport(scheme, self._transports), message, content)
         if getattr(transport, "redirect_to", None) != self._redirect_to:
             # Kept, not skipped: should the redirect be a mistake, everything goes out once it is taken away.
-            return Unavailable(f"held back: the transport of {scheme!r} does not follow PGOUTBOX_REDIRECT_TO")
+            return Unavailable(f"not sent: the transport of {scheme!r} does not follow PGOUTBOX_REDIRECT_TO")
         return await self._send(transport, message, content)
 
 

@@ -13,23 +13,36 @@ import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final, assert_never
 
 import psycopg
 
 from pgoutbox.dispatch import MAX_TEXT_LENGTH, MIN_SNOOZE_SECONDS, Context, bounded_delay, clean_text, describe
 from pgoutbox.link import is_passing
-from pgoutbox.message import AttemptOutcome, Message, Permanent, Sent, Skip, Snooze, State, Transient, Unavailable
+from pgoutbox.message import (
+    AttemptOutcome,
+    Message,
+    Permanent,
+    Postponed,
+    ReasonCode,
+    Sent,
+    Skip,
+    Snooze,
+    State,
+    Transient,
+    Unavailable,
+)
 from pgoutbox.redaction import redact_text
 from pgoutbox.refusals import Refusals
 from pgoutbox.slots import Abandoned, AlreadyFinished, Ending, Released
 from pgoutbox.store import ClaimedRow, Store, Verdict
-from pgoutbox.telemetry import Event, Telemetry, event_of_state
+from pgoutbox.telemetry import Event, Telemetry, event_of_outcome, event_of_state
 
 _FIRST_PAUSE_SECONDS = 0.05
 _MAX_PAUSE_SECONDS = 5.0
 _LOCKED_PAUSE_SECONDS = 0.1
-_PENDING_AGAIN: Final = {"retry", "snoozed", "released"}
+_PENDING_AGAIN: Final = frozenset({AttemptOutcome.RETRY, AttemptOutcome.SNOOZED, AttemptOutcome.RELEASED})
 _SENT: Final = State.SENT  # Looking up an enum member costs more than a comparison.
 
 Write = Callable[[Sequence[Context]], Awaitable[Mapping[int, State]]]
@@ -142,7 +155,7 @@ class Finisher:
                 Event.OUTCOME_UNWRITTEN,
                 "stopped with an outcome that the database refuses; the lease will run out",
                 context.message,
-                outcome="sent" if refusal.verdict is None else refusal.verdict.outcome,
+                outcome=AttemptOutcome.SENT if refusal.verdict is None else refusal.verdict.outcome,
                 reason=refusal.reason,
             )
 
@@ -152,7 +165,9 @@ class Finisher:
             await self._write(sent, self._write_sent, {})
         if verdicts:
             await self._write(list(verdicts), lambda part: self._store.finish([verdicts[c] for c in part]), verdicts)
-            released = {c.message.queue for c, verdict in verdicts.items() if verdict.outcome == "released"}
+            released = {
+                c.message.queue for c, verdict in verdicts.items() if verdict.outcome is AttemptOutcome.RELEASED
+            }
             if released:
                 await self._on_released(released)
         held = self._held
@@ -282,7 +297,7 @@ class Finisher:
         elif state is State.FAILED:
             self._report(logging.WARNING, Event.FAILED, "message failed", message)
         elif state is State.PENDING and verdict is not None:
-            self._report(logging.INFO, Event(verdict.outcome), "attempt ended, pending again", message)
+            self._report(logging.INFO, event_of_outcome(verdict.outcome), "attempt ended, pending again", message)
         else:
             self._report(logging.INFO, event_of_state(state), "message ended", message)
 
@@ -331,13 +346,13 @@ class Finisher:
         )
 
 
-def _outcome_of(state: State | None, verdict: Verdict | None) -> str:
+def _outcome_of(state: State | None, verdict: Verdict | None) -> AttemptOutcome:
     """The reported outcome of an attempt that was not sent."""
     if state is None:
         return AttemptOutcome.LOST
     if state is State.PENDING:
         return AttemptOutcome.RETRY if verdict is None else verdict.outcome
-    return state.value
+    return AttemptOutcome(state)
 
 
 def _verdict_of_any(
@@ -351,7 +366,8 @@ def _verdict_of_any(
         return verdict if verdict.reason is None else replace(verdict, reason=_redacted(verdict.reason, names))
     except Exception as error:  # noqa: BLE001 - an invalid outcome ends its own message, not the worker
         message = context.message
-        return Verdict(message.id, context.attempt_count, "failed", f"the outcome cannot be read: {describe(error)}")
+        text = f"the outcome cannot be read: {describe(error)}"
+        return Verdict(message.id, context.attempt_count, AttemptOutcome.FAILED, text)
 
 
 def _plain_verdict(context: Context, verdict: Verdict | None, reason: str) -> Verdict:
@@ -359,9 +375,9 @@ def _plain_verdict(context: Context, verdict: Verdict | None, reason: str) -> Ve
     message = context.message
     if verdict is not None and verdict.outcome in _PENDING_AGAIN:
         return replace(verdict, reason=f"the database refused to write its outcome ({reason})")
-    outcome = "sent" if verdict is None else verdict.outcome
+    outcome = AttemptOutcome.SENT if verdict is None else verdict.outcome
     text = f"it was handed over and ended {outcome}, which the database refused to write ({reason})"
-    return Verdict(message.id, context.attempt_count, "failed", text)
+    return Verdict(message.id, context.attempt_count, AttemptOutcome.FAILED, text)
 
 
 def _redacted(text: str, names: Sequence[str]) -> str:
@@ -370,25 +386,27 @@ def _redacted(text: str, names: Sequence[str]) -> str:
 
 def verdict_of(context: Context, ending: Transient | Unavailable | Permanent | Skip | Snooze | Released) -> Verdict:
     """The verdict of an ending other than sent."""
-    message = context.message
+    finish = partial(Verdict, context.message.id, context.attempt_count)
     match ending:
         case Transient(error=error, retry_after=retry_after):
             delay = context.handler.retry.delay_seconds(context.used_count, retry_after=retry_after)
-            return Verdict(message.id, context.attempt_count, "retry", clean_text(str(error)), delay)
+            return finish(AttemptOutcome.RETRY, clean_text(str(error)), delay)
         case Unavailable(error=error, retry_after=retry_after):
             # The count of claims grows with each claim, also with claims that use up no attempt.
             pause = context.handler.retry.delay_seconds(context.attempt_count)
             delay = max(pause, retry_after or 0.0, MIN_SNOOZE_SECONDS)  # No budget limits the attempts of a tight loop.
-            return Verdict(message.id, context.attempt_count, "snoozed", clean_text(str(error)), bounded_delay(delay))
+            text = clean_text(str(error))
+            return finish(AttemptOutcome.SNOOZED, text, bounded_delay(delay), ReasonCode.UNAVAILABLE)
         case Permanent(error=error):
-            return Verdict(message.id, context.attempt_count, "failed", clean_text(str(error)))
+            return finish(AttemptOutcome.FAILED, clean_text(str(error)))
         case Skip(reason=reason):
             text = clean_text(str(reason)) or "skipped by its handler"
-            return Verdict(message.id, context.attempt_count, "skipped", text)
+            return finish(AttemptOutcome.SKIPPED, text)
         case Snooze(delay_seconds=delay, reason=reason):
             why = None if reason is None else clean_text(str(reason))
-            return Verdict(message.id, context.attempt_count, "snoozed", why, bounded_delay(delay))
+            code, key = (ending.code, ending.breaker_key) if isinstance(ending, Postponed) else (None, None)
+            return finish(AttemptOutcome.SNOOZED, why, bounded_delay(delay), code, key)
         case Released():
-            return Verdict(message.id, context.attempt_count, "released")
+            return finish(AttemptOutcome.RELEASED)
         case _:
             assert_never(ending)

@@ -45,8 +45,9 @@ TRANSITIONS: Mapping[State, frozenset[State]] = {
 
 
 class AttemptOutcome(enum.StrEnum):
-    """How an attempt ended that did not end `sent`: the vocabulary of the table `pgoutbox.attempt`."""
+    """How an attempt ended. The table `pgoutbox.attempt` records all of these except `sent`."""
 
+    SENT = "sent"
     RETRY = "retry"
     FAILED = "failed"
     SKIPPED = "skipped"
@@ -54,6 +55,18 @@ class AttemptOutcome(enum.StrEnum):
     SNOOZED = "snoozed"
     RELEASED = "released"
     LOST = "lost"
+
+
+class ReasonCode(enum.StrEnum):
+    """Why pgoutbox postponed a message, recorded with the attempt. An attempt that its handler postponed has none.
+
+    `circuit_open`: the circuit breaker of its destination is open. `stalled`: its destination answers none of the sends
+    under way. `unavailable`: the transport or the handler reported `Unavailable`, and no breaker handles it.
+    """
+
+    CIRCUIT_OPEN = "circuit_open"
+    STALLED = "stalled"
+    UNAVAILABLE = "unavailable"
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +187,15 @@ class Snooze(Exception):  # noqa: N818 - an outcome; it can be returned or raise
         super().__init__(f"snoozed for {seconds} s")
         self.delay_seconds = seconds
         self.reason = reason
+
+
+class Postponed(Snooze):
+    """A snooze that the circuit breaker of this key decided on."""
+
+    def __init__(self, delay: float, reason: str, *, code: ReasonCode, breaker_key: str) -> None:
+        super().__init__(delay, reason)
+        self.code = code
+        self.breaker_key = breaker_key
 
 
 Outcome = Sent | Transient | Unavailable | Permanent | Skip | Snooze

@@ -8,6 +8,7 @@ meanwhile is answered, never overwritten.
 from __future__ import annotations
 
 import contextlib
+import enum
 import json
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
@@ -27,11 +28,11 @@ from pgoutbox.errors import MessageNotFoundError, StateError
 from pgoutbox.message import State
 from pgoutbox.redaction import redact, redact_text
 from pgoutbox.session import Parameters, Progress, fetch, transact
+from pgoutbox.steps import CancelResult
 
 _BATCH: Final = 500
 _OWED: Final = (State.PENDING, State.SENDING)
 _REDRIVABLE: Final = (State.FAILED, State.CANCELLED)
-_LOCKED: Final = "locked by another transaction; try again"
 _USUAL_BURST: Final = 5
 _ENCRYPTED: Final = "(encrypted)"
 _SHOWN_ATTEMPTS: Final = 100
@@ -114,6 +115,8 @@ class ShownAttempt(NamedTuple):
     started_at: datetime
     ended_at: datetime
     error: str | None
+    reason_code: str | None
+    breaker_key: str | None
 
 
 class TopicCounts(NamedTuple):
@@ -213,43 +216,68 @@ class Rate:
     seconds: float
 
 
+class RedriveResult(enum.StrEnum):
+    """What a redrive did with one message, or why it left the message alone.
+
+    `redriven`: the message is pending again. `missing`: no such message exists. `wrong_state`: its state is not one of
+    those asked for. `changed`: it was attempted again since it was listed. `superseded`: a newer message of its
+    coalesce key exists. `dedupe_key_taken`: another message has its dedupe key. `locked`: another transaction has
+    locked its row; try again.
+    """
+
+    REDRIVEN = "redriven"
+    MISSING = "missing"
+    WRONG_STATE = "wrong_state"
+    CHANGED = "changed"
+    SUPERSEDED = "superseded"
+    DEDUPE_KEY_TAKEN = "dedupe_key_taken"
+    LOCKED = "locked"
+
+
 @dataclass(frozen=True, slots=True)
 class Redriven:
-    """What redrive made of one message: `refusal` is None if it is pending again, or else why it is not."""
+    """The result of a redrive for one message. `explanation` says for people why the message was left alone.
+
+    `other_id` is the newer message that supersedes it, or the message that has its dedupe key.
+    """
 
     id: int
-    refusal: str | None
-    superseded_by: int | None = None
+    result: RedriveResult
+    explanation: str = ""
+    other_id: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RedriveTotals:
-    """What a redrive of many did. `locked` can be tried again; `moved_on` matched no more when their turn came."""
+    """The results of a redrive by filter.
+
+    `superseded` ones have a successor: a newer message of their coalesce key, or another message with their dedupe key.
+    Try `locked` ones again. `changed` ones no longer matched.
+    """
 
     redriven: int
     superseded: int
     locked: int
-    moved_on: int
+    changed: int
 
 
 @dataclass(frozen=True, slots=True)
 class ResendTotals:
-    """What a resend of many did: copies enqueued, messages left alone because a newer one supersedes them, and such as
-    were deleted when their turn came."""
+    """The results of a resend by filter. `superseded` ones were left alone; `changed` ones were deleted since."""
 
     resent: int
     superseded: int
-    moved_on: int
+    changed: int
 
 
 @dataclass(frozen=True, slots=True)
 class CancelTotals:
-    """What a cancel of many did: ended, told to stop in flight, found locked, or in another state when it came."""
+    """The results of a cancel by filter. Try `locked` ones again; `changed` ones no longer matched."""
 
     cancelled: int
     requested: int
     locked: int
-    moved_on: int
+    changed: int
 
 
 class AuditRow(NamedTuple):
@@ -269,11 +297,10 @@ class AuditRow(NamedTuple):
 
 
 class Cancelled(NamedTuple):
-    """What cancel met: `cancelled`, `requested` (in flight, told to stop), `already cancelled`, another state, `locked`
-    or `missing`."""
+    """The result of a cancel for one message."""
 
     id: int
-    result: str
+    result: CancelResult
 
 
 def list_messages(
@@ -486,18 +513,21 @@ def _redriven(
     is_same: bool,
 ) -> Redriven:
     if done:
-        return Redriven(message_id, None)
+        return Redriven(message_id, RedriveResult.REDRIVEN)
     if state is None:
-        return Redriven(message_id, "no such message")
+        return Redriven(message_id, RedriveResult.MISSING, "no such message")
     if state not in states:
-        return Redriven(message_id, f"is {state}; only {' and '.join(states)} messages can be redriven")
+        explanation = f"is {state}; only {' and '.join(states)} messages can be redriven"
+        return Redriven(message_id, RedriveResult.WRONG_STATE, explanation)
     if not is_same:
-        return Redriven(message_id, "was attempted again")
+        return Redriven(message_id, RedriveResult.CHANGED, "was attempted again")
     if superseded_by is not None:
-        return Redriven(message_id, f"superseded by message {superseded_by}, which is newer", superseded_by)
+        explanation = f"superseded by message {superseded_by}, which is newer"
+        return Redriven(message_id, RedriveResult.SUPERSEDED, explanation, superseded_by)
     if dedupe_key_of is not None:
-        return Redriven(message_id, f"message {dedupe_key_of} has its dedupe key now", dedupe_key_of)
-    return Redriven(message_id, _LOCKED)
+        explanation = f"message {dedupe_key_of} has its dedupe key now"
+        return Redriven(message_id, RedriveResult.DEDUPE_KEY_TAKEN, explanation, dedupe_key_of)
+    return Redriven(message_id, RedriveResult.LOCKED, "locked by another transaction; try again")
 
 
 def redrive_matching(
@@ -516,16 +546,15 @@ def redrive_matching(
         raise StateError(f"only failed and cancelled messages can be redriven, not {', '.join(sorted(states))}")
     which = replace(which, states=states)
     act = Act(**which.given())
-    redriven = superseded = locked = moved_on = 0
+    results: Counter[RedriveResult] = Counter()
     for found in _batches(connection, which, batch_size):
-        for answer in redrive(connection, list(found), states=states, attempt_counts=list(found.values()), act=act):
-            redriven += answer.refusal is None
-            superseded += answer.superseded_by is not None
-            locked += answer.refusal == _LOCKED
-            moved_on += answer.refusal not in (None, _LOCKED) and answer.superseded_by is None
+        answers = redrive(connection, list(found), states=states, attempt_counts=list(found.values()), act=act)
+        results.update(answer.result for answer in answers)
         if progress is not None:
-            progress(redriven)
-    return RedriveTotals(redriven, superseded, locked, moved_on)
+            progress(results[RedriveResult.REDRIVEN])
+    redriven, locked = results[RedriveResult.REDRIVEN], results[RedriveResult.LOCKED]
+    superseded = results[RedriveResult.SUPERSEDED] + results[RedriveResult.DEDUPE_KEY_TAKEN]
+    return RedriveTotals(redriven, superseded, locked, results.total() - redriven - superseded - locked)
 
 
 def _batches(
@@ -583,7 +612,7 @@ def resend_matching(
         raise StateError("only sent messages can be resent")
     which = replace(which, states=[State.SENT])
     act = Act(**which.given())
-    resent = superseded = moved_on = 0
+    resent = superseded = changed = 0
     for ids in _batches(connection, which, batch_size):
         for message_id in ids:
             try:
@@ -591,12 +620,25 @@ def resend_matching(
             except StateError:
                 superseded += 1
             except MessageNotFoundError:
-                moved_on += 1
+                changed += 1
             else:
                 resent += 1
         if progress is not None:
             progress(resent)
-    return ResendTotals(resent, superseded, moved_on)
+    return ResendTotals(resent, superseded, changed)
+
+
+def explain_cancel(result: CancelResult) -> str:
+    """Return for people why a cancel left a message alone, as the rest of a sentence that begins with the message."""
+    match result:
+        case CancelResult.MISSING:
+            return "does not exist"
+        case CancelResult.LOCKED:
+            return "is locked by another transaction; try again"
+        case CancelResult.ALREADY_CANCELLED:
+            return "is already cancelled"
+        case _:
+            return f"is already {result}"
 
 
 def cancel(connection: psycopg.Connection[TupleRow], message_id: int) -> Cancelled:
@@ -638,7 +680,8 @@ def _cancelled(
 ) -> list[Cancelled]:
     def cancelled() -> list[Cancelled]:
         act.announce(connection)
-        return [Cancelled._make(row) for row in connection.execute(statement, parameters)]
+        rows = connection.execute(statement, parameters)
+        return [Cancelled(message_id, CancelResult(result)) for message_id, result in rows]
 
     return transact(connection, cancelled)
 
@@ -657,13 +700,14 @@ def cancel_matching(
         raise StateError(f"only pending and sending messages can be cancelled, not {others}")
     which = replace(which, states=states)
     act = Act(**which.given())
-    results: Counter[str] = Counter()
+    results: Counter[CancelResult] = Counter()
     for ids in _batches(connection, which, batch_size):
         results.update(met.result for met in cancel_each(connection, list(ids), states=states, act=act))
         if progress is not None:
-            progress(results["cancelled"] + results["requested"])
-    moved_on = results.total() - results["cancelled"] - results["requested"] - results["locked"]
-    return CancelTotals(results["cancelled"], results["requested"], results["locked"], moved_on)
+            progress(results[CancelResult.CANCELLED] + results[CancelResult.REQUESTED])
+    cancelled, requested = results[CancelResult.CANCELLED], results[CancelResult.REQUESTED]
+    locked = results[CancelResult.LOCKED]
+    return CancelTotals(cancelled, requested, locked, results.total() - cancelled - requested - locked)
 
 
 def pause_queue(

@@ -71,16 +71,20 @@ class EnqueuedMany(Sequence[Enqueued]):
 class CancelResult(enum.StrEnum):
     """What `cancel` did or found.
 
-    `cancelled`: it was pending, or cancelled before, and is not delivered. `requested`: the attempt in flight is told
-    and is the last. `sent`, `failed`, `skipped`: it had ended so. `locked`: its row stayed locked, try again.
-    `missing`: there is no such message.
+    `cancelled`: the message was pending and will not be delivered. `requested`: the attempt in flight is notified and
+    is the last one. `already_cancelled`, `sent`, `failed`, `skipped`: the message had ended before. `pending`,
+    `sending`: an operator's cancel excluded this state. `locked`: another transaction kept its row locked; try again.
+    `missing`: no such message exists.
     """
 
     CANCELLED = "cancelled"
     REQUESTED = "requested"
+    ALREADY_CANCELLED = "already_cancelled"
     SENT = "sent"
     FAILED = "failed"
     SKIPPED = "skipped"
+    PENDING = "pending"
+    SENDING = "sending"
     LOCKED = "locked"
     MISSING = "missing"
 

@@ -21,7 +21,7 @@ from psycopg.rows import TupleRow
 from pgoutbox import sql
 from pgoutbox.errors import ConfigurationError, SchemaError
 from pgoutbox.link import Link, is_of_a_row
-from pgoutbox.message import State
+from pgoutbox.message import AttemptOutcome, ReasonCode, State
 from pgoutbox.round_trip import Step
 from pgoutbox.settings import Settings
 
@@ -138,9 +138,11 @@ class Verdict:
 
     id: int
     attempt_count: int
-    outcome: str
+    outcome: AttemptOutcome
     reason: str | None = None
     delay_seconds: float = 0.0
+    reason_code: ReasonCode | None = None
+    breaker_key: str | None = None
 
 
 class ClaimRefusedError(psycopg.DatabaseError):
@@ -365,7 +367,7 @@ class Store:
         rows = await self.claims.fetch(
             sql.UNANSWERED_ATTEMPTS, {"queues": queues, "worker": self.worker, "after": after, "before": before}
         )
-        lost = [Verdict(row[0], row[1], "released") for row in rows if row[0] not in held]
+        lost = [Verdict(row[0], row[1], AttemptOutcome.RELEASED) for row in rows if row[0] not in held]
         return len(await self.finish(lost)) if lost else 0
 
     async def contents(self, content_ids: Sequence[int]) -> dict[int, str]:
@@ -653,7 +655,7 @@ async def watch(link: Link, ids: Sequence[int], attempt_counts: Sequence[int], *
 
 
 def _sent(message_id: int, attempt_count: int) -> Verdict:
-    return Verdict(message_id, attempt_count, "sent")
+    return Verdict(message_id, attempt_count, AttemptOutcome.SENT)
 
 
 def _finish_parameters(verdicts: Sequence[Verdict], *, worker: str) -> dict[str, object]:
@@ -662,6 +664,8 @@ def _finish_parameters(verdicts: Sequence[Verdict], *, worker: str) -> dict[str,
         "attempt_counts": _array_of(v.attempt_count for v in verdicts),
         "outcomes": [v.outcome for v in verdicts],
         "reasons": [v.reason for v in verdicts],
+        "reason_codes": [v.reason_code for v in verdicts],
+        "breaker_keys": [v.breaker_key for v in verdicts],
         "delays": [v.delay_seconds for v in verdicts],
         "worker": worker,
     }

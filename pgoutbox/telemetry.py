@@ -10,7 +10,7 @@ import logging
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from pgoutbox.message import State
+from pgoutbox.message import AttemptOutcome, State
 
 if TYPE_CHECKING:
     from pgoutbox.measures import Measures
@@ -85,6 +85,18 @@ _EVENT_OF_STATE = {
     State.SKIPPED: Event.SKIPPED,
     State.CANCELLED: Event.CANCELLED,
 }
+
+
+_EVENT_OF_OUTCOME = {
+    AttemptOutcome.RETRY: Event.RETRY,
+    AttemptOutcome.SNOOZED: Event.SNOOZED,
+    AttemptOutcome.RELEASED: Event.RELEASED,
+}
+
+
+def event_of_outcome(outcome: AttemptOutcome) -> Event:
+    """The event that reports an attempt after which its message is pending again."""
+    return _EVENT_OF_OUTCOME[outcome]
 
 
 def event_of_state(state: State) -> Event:

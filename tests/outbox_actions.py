@@ -211,6 +211,8 @@ def finish(connection: psycopg.Connection, *verdicts: Verdict, worker: str = "wo
         "attempt_counts": [v.attempt_count for v in verdicts],
         "outcomes": [v.outcome for v in verdicts],
         "reasons": [v.reason for v in verdicts],
+        "reason_codes": [v.reason_code for v in verdicts],
+        "breaker_keys": [v.breaker_key for v in verdicts],
         "delays": [v.delay_seconds for v in verdicts],
         "worker": worker,
     }

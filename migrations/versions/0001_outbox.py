@@ -264,7 +264,13 @@ CREATE TABLE pgoutbox.attempt (
     started_at    timestamptz NOT NULL,
     ended_at      timestamptz NOT NULL,
     error         text,
+    reason_code   text,
+    breaker_key   text,
     CONSTRAINT attempt_pkey PRIMARY KEY (message_id, attempt_count),
+    CONSTRAINT attempt_reason_code_known CHECK (reason_code IN ('circuit_open', 'stalled', 'unavailable')),
+    CONSTRAINT attempt_breaker_key_sound CHECK (
+        (breaker_key IS NOT NULL) = (reason_code IS NOT NULL AND reason_code IN ('circuit_open', 'stalled'))
+    ),
     CONSTRAINT attempt_outcome_known CHECK (
         outcome IN ('retry', 'failed', 'skipped', 'cancelled', 'snoozed', 'released', 'lost')
     )
@@ -1876,7 +1882,7 @@ BEGIN
             FOR KEY SHARE SKIP LOCKED;
         END IF;
         IF found_state = 'cancelled' THEN
-            RETURN 'already cancelled'; -- The audit records only the first cancel.
+            RETURN 'already_cancelled'; -- The audit records only the first cancel.
         ELSIF (found_state IN ('pending', 'sending') AND found_state = ANY (states)) IS NOT TRUE THEN
             RETURN found_state;
         END IF;
@@ -1889,9 +1895,7 @@ $function$
 
 # `is_act` excludes the cancels of applications in their business transactions.
 CANCEL = """
-CREATE FUNCTION pgoutbox.cancel(
-    message_id bigint, states text[] DEFAULT '{pending,sending}', repeated text DEFAULT 'cancelled'
-)
+CREATE FUNCTION pgoutbox.cancel(message_id bigint, states text[] DEFAULT '{pending,sending}')
 RETURNS text
 LANGUAGE plpgsql
 SECURITY DEFINER
@@ -1903,7 +1907,7 @@ BEGIN
     IF result IN ('cancelled', 'requested') AND pgoutbox.is_act() THEN
         PERFORM pgoutbox.record_act('cancel', message_ids => ARRAY[message_id]);
     END IF;
-    RETURN CASE result WHEN 'already cancelled' THEN repeated ELSE result END;
+    RETURN result;
 END
 $function$
 """
@@ -1935,14 +1939,14 @@ $function$
 # Its callers may not read the keys of other messages: they only get the result for the keys that they pass.
 CANCEL_BY_KEY = """
 CREATE FUNCTION pgoutbox.cancel_by_key(
-    topic text, coalesce_key text DEFAULT NULL, dedupe_key text DEFAULT NULL, repeated text DEFAULT 'cancelled'
+    topic text, coalesce_key text DEFAULT NULL, dedupe_key text DEFAULT NULL
 )
 RETURNS TABLE (id bigint, result text)
 LANGUAGE sql
 SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp
 AS $function$
-SELECT target.id, pgoutbox.cancel(target.id, repeated => cancel_by_key.repeated)
+SELECT target.id, pgoutbox.cancel(target.id)
 FROM (
     SELECT head.newest_id
     FROM pgoutbox.coalesce AS head
@@ -2129,6 +2133,8 @@ COLUMN_COMMENTS = {
         "started_at": "Time of the claim.",
         "ended_at": "When the outcome was written.",
         "error": "Error message, cut at 4000 characters.",
+        "reason_code": "Why pgoutbox postponed the message: circuit_open, stalled or unavailable. Else null.",
+        "breaker_key": "The circuit breaker that postponed it, for circuit_open and stalled.",
     },
     "renewal": {
         "message_id": "The message.",
@@ -2224,7 +2230,7 @@ FUNCTION_COMMENTS = {
     "has_freed_key": "Whether a message was cancelled or skipped, so that the next message takes its dedupe key.",
     "cancel": "Cancel a message in this transaction, if it is in one of the states. Returns cancelled, requested (an "
     "attempt is in flight: its handler is notified, and it is not retried), the other state of the message, locked "
-    "(the row stayed locked: try again) or missing. If it was cancelled before, returns the argument repeated.",
+    "(the row stayed locked: try again), missing, or already_cancelled if it was cancelled before.",
     "cancel_each": "Cancel messages like cancel, and record it as one act of an operator.",
     "cancel_unrecorded": "cancel without the audit.",
     "record_act": "Add a row to the audit, with the actor of the transaction, or else the role of the session.",

@@ -153,7 +153,9 @@ SELECT
     a.worker,
     a.started_at,
     a.ended_at,
-    pgoutbox.redacted_text(a.error) AS error
+    pgoutbox.redacted_text(a.error) AS error,
+    a.reason_code,
+    a.breaker_key
 FROM pgoutbox.attempt AS a
 """
 
@@ -200,8 +202,8 @@ SELECT
 FROM pgoutbox.retention AS r
 """
 
-# The reasons have the order of the claim's checks. For messages that a breaker holds back, the worker has recorded a
-# snooze in the history. The other reasons follow from the rows.
+# The reasons have the order of the claim's checks. `breaker` and `unavailable` come from the reason code of the last
+# attempt; the other reasons follow from the rows.
 WAITING_VIEW = """
 CREATE VIEW pgoutbox.waiting_view AS
 WITH control AS MATERIALIZED (
@@ -228,6 +230,7 @@ SELECT
         WHEN 'scheduled' THEN m.available_at
         WHEN 'retry' THEN m.available_at
         WHEN 'breaker' THEN m.available_at
+        WHEN 'unavailable' THEN m.available_at
         WHEN 'rate' THEN now() + make_interval(
             secs => (1 - control.tokens) * control.rate_seconds / control.rate_count
         )
@@ -258,14 +261,15 @@ LEFT JOIN LATERAL (
     LIMIT 1
 ) AS sibling ON m.coalesce_key IS NOT NULL
 LEFT JOIN LATERAL (
-    SELECT a.error LIKE 'held back, %' AS by_breaker
+    SELECT a.reason_code
     FROM pgoutbox.attempt AS a
-    WHERE a.message_id = m.id AND a.attempt_count = m.attempt_count AND a.outcome = 'snoozed'
-) AS held ON m.attempt_count > 0
+    WHERE a.message_id = m.id AND a.attempt_count = m.attempt_count
+) AS last_attempt ON m.attempt_count > 0
 CROSS JOIN LATERAL (
     SELECT CASE
         WHEN control.is_paused THEN 'paused'
-        WHEN m.available_at > now() AND held.by_breaker THEN 'breaker'
+        WHEN m.available_at > now() AND last_attempt.reason_code IN ('circuit_open', 'stalled') THEN 'breaker'
+        WHEN m.available_at > now() AND last_attempt.reason_code = 'unavailable' THEN 'unavailable'
         WHEN m.available_at > now() AND m.attempt_count > 0 THEN 'retry'
         WHEN m.available_at > now() THEN 'scheduled'
         WHEN head.newest_id IS NOT NULL THEN 'superseded'

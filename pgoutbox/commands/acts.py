@@ -51,6 +51,7 @@ from pgoutbox.errors import MessageNotFoundError, StateError
 from pgoutbox.message import State
 from pgoutbox.operations import MessageFilter
 from pgoutbox.settings import Settings
+from pgoutbox.steps import CancelResult
 
 _T = TypeVar("_T")
 _Totals = operations.RedriveTotals | operations.ResendTotals | operations.CancelTotals
@@ -98,19 +99,20 @@ def redrive(
         if totals is not None:
             text_of = (
                 f"{totals.redriven} redriven, {totals.superseded} left alone as superseded, "
-                f"{totals.moved_on} had moved on"
+                f"{totals.changed} changed since"
             )
             act.tell(totals, text_of, totals.locked)
         return
     refused = 0
     for answer in _each(settings, chosen, operations.redrive, dry_run=dry_run):
-        refused += answer.refusal is not None
+        is_redriven = answer.result is operations.RedriveResult.REDRIVEN
+        refused += not is_redriven
         if as_json:
-            print_json({"id": answer.id, "redriven": answer.refusal is None, "refusal": answer.refusal})
-        elif answer.refusal is None:
+            print_json({"id": answer.id, "result": answer.result, "other_id": answer.other_id})
+        elif is_redriven:
             print_line(f"message {answer.id}: {'would be ' if dry_run else ''}pending again")
         else:
-            print_error(f"message {answer.id}: {answer.refusal}")
+            print_error(f"message {answer.id}: {answer.explanation}")
     if refused:
         raise typer.Exit(FAILED)
 
@@ -146,7 +148,7 @@ def resend(
         totals = act.run(operations.resend_matching)
         if totals is not None:
             text_of = (
-                f"{totals.resent} resent, {totals.superseded} left alone as superseded, {totals.moved_on} had moved on"
+                f"{totals.resent} resent, {totals.superseded} left alone as superseded, {totals.changed} changed since"
             )
             act.tell(totals, text_of, 0)
         return
@@ -225,7 +227,7 @@ def cancel(
         if totals is not None:
             text_of = (
                 f"{totals.cancelled} cancelled, {totals.requested} in flight told to stop, "
-                f"{totals.moved_on} had moved on"
+                f"{totals.changed} changed since"
             )
             act.tell(totals, text_of, totals.locked)
         return
@@ -237,20 +239,19 @@ def _tell_cancelled(answers: Sequence[operations.Cancelled], *, dry_run: bool, a
     for met in answers:
         if as_json:
             print_json(met._asdict())
-        if met.result == "cancelled":
-            if not as_json:
-                print_line(f"message {met.id}: {'would be ' if dry_run else ''}cancelled")
-        elif met.result == "requested":
-            if not as_json:
-                print_line(f"message {met.id}: in flight; it is told to stop, and is not retried")
-        elif met.result == "already cancelled":
-            if not as_json:
-                print_line(f"message {met.id}: {met.result}")
-        else:
-            refused += 1
-            told = {"missing": "no such message", "locked": "locked by another transaction; try again"}
-            reason = told.get(met.result, f"already {met.result}")
-            print_error(f"no such message: {met.id}" if met.result == "missing" else f"message {met.id}: {reason}")
+        match met.result:
+            case CancelResult.CANCELLED:
+                text = f"message {met.id}: {'would be ' if dry_run else ''}cancelled"
+            case CancelResult.REQUESTED:
+                text = f"message {met.id}: in flight; its handler is notified, and it is not retried"
+            case CancelResult.ALREADY_CANCELLED:
+                text = f"message {met.id}: already cancelled"
+            case _:
+                refused += 1
+                print_error(f"message {met.id} {operations.explain_cancel(met.result)}")
+                continue
+        if not as_json:
+            print_line(text)
     if refused:
         raise typer.Exit(FAILED)
 

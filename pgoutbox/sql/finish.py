@@ -72,7 +72,8 @@ WHERE r.state = 'sent' AND r.keep = interval '0'
 FINISH_IF_HELD: Final[LiteralString] = """
 WITH held AS MATERIALIZED (
     SELECT
-        o.id, o.attempt_count, o.outcome, o.reason, o.delay_seconds, newer.id AS newer_id,
+        o.id, o.attempt_count, o.outcome, o.reason, o.reason_code, o.breaker_key, o.delay_seconds,
+        newer.id AS newer_id,
         CASE
             WHEN o.outcome IN ('sent', 'failed', 'skipped') THEN o.outcome
             WHEN m.cancel_requested_at IS NOT NULL THEN 'cancelled'
@@ -82,8 +83,8 @@ WITH held AS MATERIALIZED (
         END AS state
     FROM unnest(
         %(ids)s::bigint[], %(attempt_counts)s::integer[], %(outcomes)s::text[], %(reasons)s::text[],
-        %(delays)s::float8[]
-    ) AS o(id, attempt_count, outcome, reason, delay_seconds)
+        %(reason_codes)s::text[], %(breaker_keys)s::text[], %(delays)s::float8[]
+    ) AS o(id, attempt_count, outcome, reason, reason_code, breaker_key, delay_seconds)
     JOIN pgoutbox.message_live AS m ON m.id = o.id
     LEFT JOIN pgoutbox.coalesce AS head
         ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key AND m.coalesces_pending IS NOT TRUE
@@ -121,10 +122,13 @@ WITH held AS MATERIALIZED (
     FROM held AS h
     WHERE m.id = h.id AND m.state = 'sending' AND m.attempt_count = h.attempt_count
     RETURNING m.id, m.state, m.attempt_count, m.worker, m.claimed_at,
-        CASE WHEN h.state = 'pending' THEN h.outcome ELSE h.state END AS outcome, h.reason
+        CASE WHEN h.state = 'pending' THEN h.outcome ELSE h.state END AS outcome,
+        h.reason, h.reason_code, h.breaker_key
 ), history AS (
-    INSERT INTO pgoutbox.attempt (message_id, attempt_count, outcome, worker, started_at, ended_at, error)
-    SELECT f.id, f.attempt_count, f.outcome, f.worker, f.claimed_at, now(), f.reason
+    INSERT INTO pgoutbox.attempt
+        (message_id, attempt_count, outcome, worker, started_at, ended_at, error, reason_code, breaker_key)
+    SELECT f.id, f.attempt_count, f.outcome, f.worker, f.claimed_at, now(), f.reason, f.reason_code,
+        f.breaker_key
     FROM finished AS f
     WHERE f.state <> 'sent'
     ON CONFLICT DO NOTHING

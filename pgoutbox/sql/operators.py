@@ -143,7 +143,6 @@ FROM (
 """
 )
 
-# Messages that were cancelled before have a separate result.
 CANCEL_EACH: Final[LiteralString] = """
 SELECT r.id, r.result
 FROM pgoutbox.cancel_each(%(ids)s::bigint[], %(states)s::text[]) AS r
@@ -154,8 +153,7 @@ SELECT r.id, r.result
 FROM pgoutbox.cancel_by_key(
     topic => %(topic)s::text,
     coalesce_key => %(coalesce_key)s::text,
-    dedupe_key => %(dedupe_key)s::text,
-    repeated => 'already cancelled'
+    dedupe_key => %(dedupe_key)s::text
 ) AS r
 """
 
@@ -230,7 +228,9 @@ SELECT
     a.worker,
     a.started_at,
     a.ended_at,
-    left(a.error, %(characters)s::integer) AS error
+    left(a.error, %(characters)s::integer) AS error,
+    a.reason_code,
+    a.breaker_key
 FROM pgoutbox.attempt_view AS a
 WHERE a.message_id = %(id)s::bigint
 ORDER BY a.attempt_count DESC

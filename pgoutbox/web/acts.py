@@ -13,6 +13,8 @@ from starlette.routing import Route
 from pgoutbox import operations
 from pgoutbox.errors import MessageNotFoundError, StateError
 from pgoutbox.message import State
+from pgoutbox.operations import RedriveResult
+from pgoutbox.steps import CancelResult
 from pgoutbox.web import inputs
 from pgoutbox.web.access import operators_only
 from pgoutbox.web.dashboard import dashboard_of, viewer_of
@@ -37,10 +39,10 @@ async def redrive(request: Request) -> Response:
     message_id = inputs.message_id_of(request)
     states = inputs.filter_of(await inputs.read_form(request)).states or (State.FAILED, State.CANCELLED)
     (answer,) = await _act(request, lambda connection: operations.redrive(connection, [message_id], states=states))
-    if answer.refusal == "no such message":
+    if answer.result is RedriveResult.MISSING:
         raise MessageNotFoundError(f"no such message: {message_id}")
-    if answer.refusal is not None:
-        return await show_message(request, message_id, refusal=f"Message {message_id} {answer.refusal}.")
+    if answer.result is not RedriveResult.REDRIVEN:
+        return await show_message(request, message_id, refusal=f"Message {message_id} {answer.explanation}.")
     return _to_message(request, message_id, done="redriven")
 
 
@@ -60,14 +62,14 @@ async def cancel(request: Request) -> Response:
     """Cancel one message."""
     message_id = inputs.message_id_of(request)
     met = await _act(request, lambda connection: operations.cancel(connection, message_id))
-    if met.result == "missing":
-        raise MessageNotFoundError(f"no such message: {message_id}")
-    if met.result in ("cancelled", "requested"):
-        return _to_message(request, message_id, done=met.result)
-    reason = f"is already {met.result.removeprefix('already ')}"
-    if met.result == "locked":
-        reason = "is locked by another transaction; try again"
-    return await show_message(request, message_id, refusal=f"Message {message_id} {reason}.")
+    match met.result:
+        case CancelResult.MISSING:
+            raise MessageNotFoundError(f"no such message: {message_id}")
+        case CancelResult.CANCELLED | CancelResult.REQUESTED:
+            return _to_message(request, message_id, done=met.result)
+        case _:
+            refusal = f"Message {message_id} {operations.explain_cancel(met.result)}."
+            return await show_message(request, message_id, refusal=refusal)
 
 
 @operators_only

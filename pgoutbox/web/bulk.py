@@ -182,7 +182,4 @@ def _do(connection: Connection, bulk: Bulk, chosen: Sequence[tuple[int, int]], a
         yield from (met.result for met in operations.cancel_each(connection, ids, states=states, act=act))
         return
     for answer in operations.redrive(connection, ids, states=states, attempt_counts=attempt_counts, act=act):
-        if answer.refusal is None:
-            yield "redriven"
-        else:
-            yield "superseded" if answer.superseded_by is not None else "left alone"
+        yield answer.result

@@ -25,7 +25,8 @@ from pgoutbox import Outbox, maintenance, operations, session, sql
 from pgoutbox.claims import Claims
 from pgoutbox.dispatch import Context
 from pgoutbox.errors import MessageNotFoundError, StateError
-from pgoutbox.message import FINAL_STATES, Message, State
+from pgoutbox.message import FINAL_STATES, AttemptOutcome, Message, State
+from pgoutbox.operations import RedriveResult
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.store import Store, Verdict
 from pgoutbox.worker import Worker
@@ -115,9 +116,9 @@ def build(db: psycopg.Connection, number: int, state: str) -> Scene:
         case "lapsed":
             lapse(db, scene.message_id)
         case "retried":
-            finish(db, Verdict(scene.message_id, 1, "retry", "busy"), worker=scene.worker)
+            finish(db, Verdict(scene.message_id, 1, AttemptOutcome.RETRY, "busy"), worker=scene.worker)
         case "failed":
-            finish(db, Verdict(scene.message_id, 1, "failed", "no"), worker=scene.worker)
+            finish(db, Verdict(scene.message_id, 1, AttemptOutcome.FAILED, "no"), worker=scene.worker)
         case "sent":
             finish_sent(db, (scene.message_id, 1), worker=scene.worker)
         case "cancelled":
@@ -145,7 +146,9 @@ OPERATIONS: dict[str, Callable[[psycopg.Connection, Scene], object]] = {
     "cancel": lambda s, scene: operations.cancel(s, scene.message_id),
     "claim": lambda s, scene: scene.claim(s),
     "finish sent": lambda s, scene: finish_sent(s, (scene.message_id, 1), worker=scene.worker),
-    "finish retry": lambda s, scene: finish(s, Verdict(scene.message_id, 1, "retry", "busy"), worker=scene.worker),
+    "finish retry": lambda s, scene: finish(
+        s, Verdict(scene.message_id, 1, AttemptOutcome.RETRY, "busy"), worker=scene.worker
+    ),
     "renew": lambda s, scene: renew(s, (scene.message_id, 1), worker=scene.worker),
     "redrive": lambda s, scene: operations.redrive(s, [scene.message_id]),
     "resend": resend_if_sent,
@@ -319,7 +322,11 @@ def test_of_a_crowd_of_producers_at_one_key_the_last_one_that_commits_is_deliver
         rows = [row for row in claim_again(db) if row.state == State.SENDING]
         overtaken = [row for row in rows if row.superseded]
         worker = f"worker-{db.info.backend_pid}"
-        finish(db, *(Verdict(row.id, row.attempt_count, "retry", "superseded") for row in overtaken), worker=worker)
+        finish(
+            db,
+            *(Verdict(row.id, row.attempt_count, AttemptOutcome.RETRY, "superseded") for row in overtaken),
+            worker=worker,
+        )
         sent = [row for row in rows if not row.superseded]
         delivered.extend(row.id for row in sent)
         finish_sent(db, *((row.id, row.attempt_count) for row in sent), worker=worker)
@@ -443,8 +450,8 @@ class Storm:
 
     def redrive(self, session: psycopg.Connection, choice: random.Random) -> None:
         for answer in operations.redrive(session, choice.sample(self.ids, 20)):
-            self.answers[f"redrive: {'done' if answer.refusal is None else 'refused'}"] += 1
-            if answer.refusal is None:
+            self.answers[f"redrive: {'done' if answer.result is RedriveResult.REDRIVEN else 'refused'}"] += 1
+            if answer.result is RedriveResult.REDRIVEN:
                 self.redriven.add(answer.id)
 
     def redrive_failed(self, session: psycopg.Connection, choice: random.Random) -> None:
@@ -538,15 +545,15 @@ def lose(db: psycopg.Connection, ids: Sequence[int], how: str) -> None:
             for message_id in ids:
                 lapse(db, message_id)
         case "redrive":
-            finish(db, *(Verdict(i, 1, "failed", "no") for i in ids), worker="first")
+            finish(db, *(Verdict(i, 1, AttemptOutcome.FAILED, "no") for i in ids), worker="first")
             for message_id in ids:
                 assert redrive(db, message_id)
         case "snooze":
-            finish(db, *(Verdict(i, 1, "snoozed", None, 0.0) for i in ids), worker="first")
+            finish(db, *(Verdict(i, 1, AttemptOutcome.SNOOZED, None, 0.0) for i in ids), worker="first")
         case "release":
-            finish(db, *(Verdict(i, 1, "released") for i in ids), worker="first")
+            finish(db, *(Verdict(i, 1, AttemptOutcome.RELEASED) for i in ids), worker="first")
         case _:
-            finish(db, *(Verdict(i, 1, "retry", "busy", 0.0) for i in ids), worker="first")
+            finish(db, *(Verdict(i, 1, AttemptOutcome.RETRY, "busy", 0.0) for i in ids), worker="first")
 
 
 @pytest.mark.parametrize("again", ["pending again", "in flight again", "sent"])
@@ -602,12 +609,15 @@ def test_a_message_that_was_put_back_by_hand_does_not_hold_up_the_others(db: psy
     """Its first attempt is already in the history when it comes a second time."""
     message_id = enqueue(db)
     claim(db)
-    finish(db, Verdict(message_id, 1, "failed", "first"))
+    finish(db, Verdict(message_id, 1, AttemptOutcome.FAILED, "first"))
     put_back_by_hand(db, message_id)
     other = enqueue(db)
     assert ids_in_flight(claim(db)) == [message_id, other]
     if end == "retry":
-        verdicts = (Verdict(message_id, 1, "retry", "second"), Verdict(other, 1, "retry", "busy"))
+        verdicts = (
+            Verdict(message_id, 1, AttemptOutcome.RETRY, "second"),
+            Verdict(other, 1, AttemptOutcome.RETRY, "busy"),
+        )
         assert finish(db, *verdicts) == {message_id: State.PENDING, other: State.PENDING}
     else:
         lapse(db, message_id)

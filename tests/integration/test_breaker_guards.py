@@ -954,7 +954,7 @@ async def test_a_destination_is_silent_since_its_last_answer_or_its_first_send_a
             clock.now += 0.2
             refused = await one.refusal(7)
             assert refused is not None
-            assert "answers none of 3 sends" in (refused.reason or "")
+            assert "answers none of the 3 sends" in (refused.reason or "")
             assert isinstance(await one.send(7), Snooze)
             one.at[KEY].end(5)
             await waiting

@@ -31,7 +31,7 @@ def outbox() -> Outbox:
         (State.SENT, CancelResult.SENT, State.SENT),
         (State.FAILED, CancelResult.FAILED, State.FAILED),
         (State.SKIPPED, CancelResult.SKIPPED, State.SKIPPED),
-        (State.CANCELLED, CancelResult.CANCELLED, State.CANCELLED),
+        (State.CANCELLED, CancelResult.ALREADY_CANCELLED, State.CANCELLED),
     ],
 )
 @pytest.mark.parametrize("way", ["id", "coalesce_key", "dedupe_key"])
@@ -49,11 +49,19 @@ def test_the_answer_says_what_became_of_the_message(
     assert state_of(rolled_back, message_id) == after
 
 
-def test_cancelling_twice_gives_the_same_answer(outbox: Outbox, rolled_back: psycopg.Connection) -> None:
-    for state, answer in ((State.PENDING, CancelResult.CANCELLED), (State.SENDING, CancelResult.REQUESTED)):
-        message_id = put(rolled_back, state)
-        assert outbox.cancel(rolled_back, message_id) is answer
-        assert outbox.cancel(rolled_back, message_id) is answer
+@pytest.mark.parametrize(
+    ("state", "first", "second"),
+    [
+        (State.PENDING, CancelResult.CANCELLED, CancelResult.ALREADY_CANCELLED),
+        (State.SENDING, CancelResult.REQUESTED, CancelResult.REQUESTED),
+    ],
+)
+def test_a_second_cancel_changes_nothing(
+    outbox: Outbox, rolled_back: psycopg.Connection, state: State, first: CancelResult, second: CancelResult
+) -> None:
+    message_id = put(rolled_back, state)
+    assert outbox.cancel(rolled_back, message_id) is first
+    assert outbox.cancel(rolled_back, message_id) is second
 
 
 def test_a_message_that_does_not_exist_is_missing(outbox: Outbox, rolled_back: psycopg.Connection) -> None:
@@ -116,7 +124,7 @@ async def test_acancel_has_the_same_contract(outbox: Outbox, aconnect: AsyncConn
     connection = await aconnect()
     message_id, _ = await outbox.aenqueue(connection, "mail", 1, coalesce_key="k")
     assert await outbox.acancel(connection, topic="mail", coalesce_key="k") is CancelResult.CANCELLED
-    assert await outbox.acancel(connection, message_id) is CancelResult.CANCELLED
+    assert await outbox.acancel(connection, message_id) is CancelResult.ALREADY_CANCELLED
     assert await outbox.acancel(connection, message_id + 1) is CancelResult.MISSING
 
 

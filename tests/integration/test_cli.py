@@ -128,8 +128,8 @@ def run_on_terminal(*arguments: str, dsn: str, keys: str = "", **environment: st
     return Done(process.wait(), shown.decode(), "")
 
 
-REDRIVEN = {"redriven": 1, "superseded": 0, "locked": 0, "moved_on": 0}
-CANCELLED = {"cancelled": 1, "requested": 0, "locked": 0, "moved_on": 0}
+REDRIVEN = {"redriven": 1, "superseded": 0, "locked": 0, "changed": 0}
+CANCELLED = {"cancelled": 1, "requested": 0, "locked": 0, "changed": 0}
 
 
 class TestAsProcess:
@@ -622,8 +622,8 @@ class TestDeciding:
         ]
         assert cli("redrive", failed, "--json").json == {
             "id": failed,
-            "redriven": False,
-            "refusal": "is pending; only failed and cancelled messages can be redriven",
+            "result": "wrong_state",
+            "other_id": None,
         }
 
     def test_what_is_done_is_put_down_to_the_user_of_the_command_line(
@@ -645,7 +645,7 @@ class TestDeciding:
         [
             (("redrive", "--topic", "sms"), State.FAILED, REDRIVEN),
             (("redrive", "--all-failed", "--topic", "sms"), State.FAILED, REDRIVEN),
-            (("resend", "--topic", "sms"), State.SENT, {"resent": 1, "superseded": 0, "moved_on": 0}),
+            (("resend", "--topic", "sms"), State.SENT, {"resent": 1, "superseded": 0, "changed": 0}),
             (("cancel", "--topic", "sms"), State.PENDING, CANCELLED),
         ],
     )
@@ -751,8 +751,8 @@ class TestDeciding:
         assert cli("cancel", pending) == Done(0, f"message {pending}: cancelled\n", "")
         assert cli("cancel", pending) == Done(0, f"message {pending}: already cancelled\n", "")
         assert cli("cancel", sending, "--json").json == {"id": sending, "result": "requested"}
-        assert cli("cancel", sent) == Done(1, "", f"error: message {sent}: already sent\n")
-        assert cli("cancel", 999_999) == Done(1, "", "error: no such message: 999999\n")
+        assert cli("cancel", sent) == Done(1, "", f"error: message {sent} is already sent\n")
+        assert cli("cancel", 999_999) == Done(1, "", "error: message 999999 does not exist\n")
 
     def test_cancel_takes_a_key(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
         message_id = put(database, coalesce_key="k")

@@ -114,10 +114,14 @@ def test_a_redrive_is_refused_while_and_after_another_takes_the_key_of_its_messa
     first = put(db, State.CANCELLED, topic="mail", dedupe_key="k")
     second = again(outbox, producer, "one")
     (answer,) = operations.redrive(operator, [first])
-    assert answer == operations.Redriven(first, "locked by another transaction; try again")
+    assert answer == operations.Redriven(
+        first, operations.RedriveResult.LOCKED, "locked by another transaction; try again"
+    )
     producer.commit()
     (answer,) = operations.redrive(operator, [first])
-    assert answer == operations.Redriven(first, f"message {second.id} has its dedupe key now", second.id)
+    assert answer == operations.Redriven(
+        first, operations.RedriveResult.DEDUPE_KEY_TAKEN, f"message {second.id} has its dedupe key now", second.id
+    )
     assert state_of(db, first) == State.CANCELLED
 
 

@@ -11,7 +11,7 @@ import psycopg
 import pytest
 
 from pgoutbox import Context, Message, Outbox, RetryPolicy, Sent, Transient, operations
-from pgoutbox.message import State
+from pgoutbox.message import AttemptOutcome, State
 from pgoutbox.operations import Rate
 from pgoutbox.store import Verdict
 from pgoutbox.worker import QueueShare, Worker
@@ -221,7 +221,7 @@ async def test_under_a_limit_a_ring_lets_nobody_overtake_who_fell_due_first(dsn:
 
     late = enqueue(db)
     claim(db)
-    finish(db, Verdict(late, 1, "retry", "later", -3600.0))
+    finish(db, Verdict(late, 1, AttemptOutcome.RETRY, "later", -3600.0))
     operations.limit_in_flight(db, "default", 1)
     operations.pause_queue(db, "default")
     fresh = [enqueue(db) for _ in range(3)]

@@ -19,6 +19,7 @@ from pgoutbox import maintenance, operations, sql
 from pgoutbox.errors import StateError
 from pgoutbox.maintenance import Memory, Turn, read_upkeep_facts
 from pgoutbox.message import State
+from pgoutbox.operations import RedriveResult
 from tests import races
 from tests.messages import put
 from tests.outbox_actions import claim, enqueue, finish_sent, ids_in_flight, row_of, until_blocked
@@ -96,8 +97,8 @@ def test_an_older_message_cannot_be_redriven_after_the_newest_one_is_deleted(
     delete(db, other, newest)
     assert page(db, sql.PRUNE_COALESCE) == ("mail", "other", 2, 1 if is_guarded else 2)
     (answer,) = operations.redrive(db, [older])
-    assert (answer.refusal is None) is not is_guarded
-    assert answer.superseded_by == (newest if is_guarded else None)
+    assert (answer.result is RedriveResult.REDRIVEN) is not is_guarded
+    assert answer.other_id == (newest if is_guarded else None)
 
 
 @pytest.mark.parametrize("is_guarded", [True, False])

@@ -25,7 +25,7 @@ from pgoutbox import Outbox, sql
 from pgoutbox.dispatch import Context
 from pgoutbox.doorbell import Bell, Doorbell
 from pgoutbox.link import Link
-from pgoutbox.message import Message, State
+from pgoutbox.message import AttemptOutcome, Message, State
 from pgoutbox.store import Verdict
 from pgoutbox.telemetry import Telemetry
 from tests.messages import LARGE, PUT_FINAL, put
@@ -86,7 +86,7 @@ def attempted_again(stage: Stage) -> int:
     """A message in its second attempt, by the worker that made the first one."""
     message_id = enqueue(stage.db)
     claim(stage.db)
-    finish(stage.db, Verdict(message_id, 1, "released"))
+    finish(stage.db, Verdict(message_id, 1, AttemptOutcome.RELEASED))
     assert ids_in_flight(claim(stage.db)) == [message_id]
     return message_id
 
@@ -109,7 +109,7 @@ async def a_stale_attempt_cannot_write_sent(stage: Stage) -> None:
 
 async def a_stale_attempt_cannot_write_another_end(stage: Stage) -> None:
     message_id = attempted_again(stage)
-    finish(stage.db, Verdict(message_id, 1, "failed", "stale"))
+    finish(stage.db, Verdict(message_id, 1, AttemptOutcome.FAILED, "stale"))
     assert row_of(stage.db, message_id).state == "sending"
 
 
@@ -131,7 +131,7 @@ async def a_worker_of_a_lost_timeline_cannot_write_sent(stage: Stage) -> None:
 
 async def a_worker_of_a_lost_timeline_cannot_write_another_end(stage: Stage) -> None:
     message_id = claimed_on_both_timelines(stage)
-    finish(stage.db, Verdict(message_id, 1, "failed", "stale"), worker="stale")
+    finish(stage.db, Verdict(message_id, 1, AttemptOutcome.FAILED, "stale"), worker="stale")
     assert row_of(stage.db, message_id).state == "sending"
 
 
@@ -192,7 +192,7 @@ async def a_worker_ends_an_attempt_in_its_name_that_it_does_not_hold(stage: Stag
 async def an_attempt_from_before_a_redrive_cannot_write(stage: Stage) -> None:
     message_id = enqueue(stage.db, max_attempts=1)
     claim(stage.db)
-    finish(stage.db, Verdict(message_id, 1, "failed", "first"))
+    finish(stage.db, Verdict(message_id, 1, AttemptOutcome.FAILED, "first"))
     assert redrive(stage.db, message_id)
     claim(stage.db)
     finish_sent(stage.db, (message_id, 1))
@@ -202,7 +202,7 @@ async def an_attempt_from_before_a_redrive_cannot_write(stage: Stage) -> None:
 async def a_released_attempt_cannot_write(stage: Stage) -> None:
     message_id = enqueue(stage.db)
     claim(stage.db)
-    finish(stage.db, Verdict(message_id, 1, "released"))
+    finish(stage.db, Verdict(message_id, 1, AttemptOutcome.RELEASED))
     claim(stage.db)
     finish_sent(stage.db, (message_id, 1))
     assert state_of(stage.db, message_id) == "sending"
@@ -226,7 +226,7 @@ async def what_is_pending_again_is_not_deleted(stage: Stage) -> None:
     keep_nothing(stage)
     message_id = enqueue(stage.db)
     claim(stage.db)
-    finish(stage.db, Verdict(message_id, 1, "retry", "busy"))
+    finish(stage.db, Verdict(message_id, 1, AttemptOutcome.RETRY, "busy"))
     finish_sent_and_forget(stage.db, (message_id, 1))
     assert rows_of(stage.db, message_id)
 
@@ -463,7 +463,7 @@ async def an_older_attempt_is_not_retried_after_a_newer_message(stage: Stage) ->
     older = enqueue(stage.db, coalesce_key="k")
     claim(stage.db)
     enqueue(stage.db, coalesce_key="k")
-    finish(stage.db, Verdict(older, 1, "retry", "busy"))
+    finish(stage.db, Verdict(older, 1, AttemptOutcome.RETRY, "busy"))
     assert state_of(stage.db, older) == "skipped"
 
 
@@ -518,7 +518,7 @@ async def a_message_that_has_ended_supersedes_nothing(stage: Stage) -> None:
     older = look_again(late)
     newer = look_again(stage.db)
     assert ids_in_flight(claim(stage.db)) == [newer]
-    finish(stage.db, Verdict(newer, 1, "failed", "no"))
+    finish(stage.db, Verdict(newer, 1, AttemptOutcome.FAILED, "no"))
     late.commit()
     assert ids_in_flight(claim(stage.db)) == [older]
 
@@ -545,7 +545,7 @@ async def a_retry_ends_if_a_newer_message_waits(stage: Stage) -> None:
     older = look_again(stage.db)
     claim(stage.db)
     look_again(stage.db)
-    finish(stage.db, Verdict(older, 1, "retry", "busy", 60.0))
+    finish(stage.db, Verdict(older, 1, AttemptOutcome.RETRY, "busy", 60.0))
     assert state_of(stage.db, older) == "skipped"
 
 
@@ -553,7 +553,7 @@ async def a_retry_waits_for_no_message_that_is_due_later(stage: Stage) -> None:
     older = look_again(stage.db)
     claim(stage.db)
     look_again(stage.db, available_at=datetime.now(UTC) + timedelta(hours=1))
-    finish(stage.db, Verdict(older, 1, "retry", "busy", 60.0))
+    finish(stage.db, Verdict(older, 1, AttemptOutcome.RETRY, "busy", 60.0))
     assert state_of(stage.db, older) == "pending"
 
 

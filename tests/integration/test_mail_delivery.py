@@ -214,7 +214,7 @@ async def test_with_a_redirect_what_cannot_be_redirected_is_held_back_until_it_i
     row = row_of(db, message_id)
     assert (row.state, sink.sent, row.max_attempts - row.attempt_count) == ("pending", [], 11)
     ((_, outcome, error),) = attempts_of(db, message_id)
-    assert (outcome, error) == ("snoozed", "held back: the transport of 'https' does not follow PGOUTBOX_REDIRECT_TO")
+    assert (outcome, error) == ("snoozed", "not sent: the transport of 'https' does not follow PGOUTBOX_REDIRECT_TO")
     make_due(db, message_id)
     await worker().run_once()
     assert (row_of(db, message_id).state, len(sink.sent)) == ("sent", 1)

@@ -127,7 +127,7 @@ async def test_what_follows_a_failure_is_the_topics_choice(dsn: str, db: psycopg
     assert {row.state for row in rows_of(db, *rest)} == {expected}
     if on_failed == "halt":
         mended = Line(dsn)
-        assert [r.refusal for r in operations.redrive(db, [first])] == [None]
+        assert [r.result for r in operations.redrive(db, [first])] == [operations.RedriveResult.REDRIVEN]
         await drained(mended.outbox)
         assert mended.seen["k"] == [first, *rest]
 

@@ -14,7 +14,7 @@ import pytest
 
 from pgoutbox import maintenance, session
 from pgoutbox.maintenance import Memory, Turn, prune_by_retention, read_upkeep_facts, set_retention
-from pgoutbox.message import State
+from pgoutbox.message import AttemptOutcome, State
 from pgoutbox.settings import load_settings
 from pgoutbox.store import Verdict
 from tests.messages import ADD_ATTEMPT, put
@@ -520,7 +520,7 @@ def test_partitions_come_and_go_while_eight_sessions_enqueue_and_finish(
             try:
                 assert finish_sent(connection, (message_id, 1)) == {message_id}
             except psycopg.errors.LockNotAvailable:
-                assert finish(connection, Verdict(message_id, 1, "sent")) == {message_id: State.SENT}
+                assert finish(connection, Verdict(message_id, 1, AttemptOutcome.SENT)) == {message_id: State.SENT}
             sent.append(message_id)
         return sent
 

@@ -13,7 +13,7 @@ from pgoutbox import Outbox, operations, sql
 from pgoutbox.dispatch import Context
 from pgoutbox.errors import MessageNotFoundError
 from pgoutbox.lanes import parse_queues
-from pgoutbox.message import Message, State, Transient
+from pgoutbox.message import AttemptOutcome, Message, State, Transient
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.store import Store, Verdict
 from pgoutbox.telemetry import Event
@@ -147,11 +147,11 @@ async def test_a_worker_that_meets_another_at_one_key_goes_on(outbox: Outbox, co
 def test_a_finish_that_comes_twice_around_a_new_attempt_changes_nothing(db: psycopg.Connection, outcome: str) -> None:
     message_id = enqueue(db)
     claim(db)
-    assert finish(db, Verdict(message_id, 1, outcome, None, 0.0))
+    assert finish(db, Verdict(message_id, 1, AttemptOutcome(outcome), None, 0.0))
     assert ids_in_flight(claim(db)) == [message_id]
     before = row_of(db, message_id)
     assert finish_sent(db, (message_id, 1)) == set()
-    assert finish(db, Verdict(message_id, 1, "failed", "stale")) == {}
+    assert finish(db, Verdict(message_id, 1, AttemptOutcome.FAILED, "stale")) == {}
     after = row_of(db, message_id)
     assert (after.state, after.attempt_count, after.worker) == (before.state, before.attempt_count, before.worker)
     assert finish_sent(db, (message_id, 2)) == {message_id}
@@ -197,7 +197,7 @@ def test_a_cancel_that_comes_after_the_claim_is_a_request(connect: Connect, db: 
     claim(db)
     assert cancel(business, message_id) == "requested"
     business.commit()
-    assert finish(db, Verdict(message_id, 1, "retry", "busy")) == {message_id: State.CANCELLED}
+    assert finish(db, Verdict(message_id, 1, AttemptOutcome.RETRY, "busy")) == {message_id: State.CANCELLED}
 
 
 async def test_a_worker_keeps_the_lease_of_a_message_that_a_long_transaction_cancels_and_rolls_back(
@@ -250,7 +250,7 @@ def test_a_cancel_with_an_old_snapshot_does_not_tell_what_the_message_was_before
     application.isolation_level = level
     message_id = enqueue(db)
     claim(db)
-    finish(db, Verdict(message_id, 1, "failed", "no"))
+    finish(db, Verdict(message_id, 1, AttemptOutcome.FAILED, "no"))
     application.execute("SELECT FROM pgoutbox.message")
     assert cancel(application, message_id) == "failed"
     application.rollback()
@@ -456,13 +456,13 @@ def test_a_successor_that_rolls_back_supersedes_nothing(connect: Connect, db: ps
     enqueue(producer, coalesce_key="k")
     assert ids_in_flight(claim(db)) == [older]
     producer.rollback()
-    assert finish(db, Verdict(older, 1, "retry", "busy", 0.0)) == {older: State.PENDING}
+    assert finish(db, Verdict(older, 1, AttemptOutcome.RETRY, "busy", 0.0)) == {older: State.PENDING}
 
 
 def test_a_redrive_does_not_bring_back_what_was_superseded(db: psycopg.Connection) -> None:
     older = enqueue(db, coalesce_key="k")
     claim(db)
-    finish(db, Verdict(older, 1, "failed", "no"))
+    finish(db, Verdict(older, 1, AttemptOutcome.FAILED, "no"))
     enqueue(db, coalesce_key="k")
     assert not redrive(db, older)
     assert state_of(db, older) == State.FAILED

@@ -721,7 +721,7 @@ def test_an_operator_does_everything_that_operators_do(
     connection.execute(OPEN_BREAKER)
     connection.commit()
 
-    assert [one.refusal for one in operations.redrive(operator, [failed])] == [None]
+    assert [one.result for one in operations.redrive(operator, [failed])] == [operations.RedriveResult.REDRIVEN]
     assert operations.redrive_matching(operator, MessageFilter()).redriven == len(others)
     copy = operations.resend(operator, sent)
     assert operations.cancel(operator, copy).result == "cancelled"

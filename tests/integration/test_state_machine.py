@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 )
 
 from pgoutbox import operations
-from pgoutbox.message import FINAL_STATES, TRANSITIONS, State
+from pgoutbox.message import FINAL_STATES, TRANSITIONS, AttemptOutcome, State
 from pgoutbox.store import Verdict
 from tests.outbox_actions import (
     cancel,
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 MAX_ATTEMPTS = 3
 WORKERS = ("worker-1", "worker-2")
 KEYS = (None, "a", "b")
+FINISHES = sorted(set(AttemptOutcome) - {AttemptOutcome.SENT, AttemptOutcome.CANCELLED, AttemptOutcome.LOST})
 
 
 @dataclass(slots=True)
@@ -217,8 +218,8 @@ class Outboxes(RuleBasedStateMachine):
             self._end(message, State.SENT)
             self.delivered.append(message)
 
-    @rule(attempt=attempts, outcome=st.sampled_from(["retry", "snoozed", "released", "failed", "skipped"]))
-    def finish(self, attempt: Attempt, outcome: str) -> None:
+    @rule(attempt=attempts, outcome=st.sampled_from(FINISHES))
+    def finish(self, attempt: Attempt, outcome: AttemptOutcome) -> None:
         """A worker, which may be stale, reports another outcome."""
         message = self._held(attempt)
         verdict = Verdict(attempt.message_id, attempt.attempt_count, outcome, "why", 3600.0)
@@ -288,7 +289,7 @@ class Outboxes(RuleBasedStateMachine):
             assert answer == "requested"
             message.cancel_requested = True
         else:
-            assert answer == message.state
+            assert answer == ("already_cancelled" if message.state is State.CANCELLED else message.state)
 
     @precondition(lambda self: self.messages)
     @rule(choice=st.integers(0, 99))

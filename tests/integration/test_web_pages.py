@@ -801,7 +801,7 @@ def test_a_bulk_cancels_what_is_owed(site: Site, db: psycopg.Connection) -> None
 @pytest.mark.parametrize(
     ("action", "do", "wanted", "found", "told"),
     [
-        ("redrive", "redrive", State.FAILED, State.CANCELLED, "left alone 1"),
+        ("redrive", "redrive", State.FAILED, State.CANCELLED, "wrong state 1"),
         ("cancel", "cancel_each", State.PENDING, State.SENDING, "sending 1"),
     ],
 )
@@ -837,7 +837,7 @@ def test_a_bulk_leaves_alone_what_has_failed_anew(
     meanwhile(monkeypatch, "redrive", lambda: db.execute(failed_anew, [message_id]))
     form = {"do": "redrive", "state": "failed", "text": "no such mailbox"}
     page = wait_for_bulk(site, site.ada.post("/bulk", data=form).headers["location"])
-    assert "left alone 1" in page.words
+    assert "changed 1" in page.words
     assert (state_of(db, message_id), audit_of(db)) == ("failed", [])
 
 

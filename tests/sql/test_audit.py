@@ -287,7 +287,7 @@ def test_only_what_is_owed_is_cancelled_in_bulk(operator: psycopg.Connection) ->
     sending, sent = put(operator, State.SENDING, topic="mail"), put(operator, State.SENT, topic="mail")
     seen: list[int] = []
     totals = operations.cancel_matching(operator, MessageFilter(topic="mail"), batch_size=2, progress=seen.append)
-    assert totals == operations.CancelTotals(cancelled=3, requested=1, locked=0, moved_on=0)
+    assert totals == operations.CancelTotals(cancelled=3, requested=1, locked=0, changed=0)
     assert [state_of(operator, message_id) for message_id in (*owed, sending, sent)] == [
         *[State.CANCELLED] * 3, State.SENDING, State.SENT,
     ]  # fmt: skip

@@ -11,6 +11,7 @@ from psycopg import errors
 from psycopg.types.json import Jsonb
 
 from pgoutbox import sql
+from pgoutbox.message import AttemptOutcome
 from pgoutbox.store import Verdict
 from tests.outbox_actions import (
     Options,
@@ -287,7 +288,7 @@ def test_an_expired_message_is_skipped_for_its_expiry(rolled_back: psycopg.Conne
 def test_a_retry_that_is_due_is_superseded_too(rolled_back: psycopg.Connection) -> None:
     older = look_again(rolled_back)
     claim(rolled_back)
-    finish(rolled_back, Verdict(older, 1, "retry", "busy", 60.0))
+    finish(rolled_back, Verdict(older, 1, AttemptOutcome.RETRY, "busy", 60.0))
     newer = look_again(rolled_back)
     make_due(rolled_back, older)
     assert ids_in_flight(claim(rolled_back, fresh_limit=0)) == []
@@ -351,7 +352,7 @@ def test_an_attempt_is_not_ended_by_a_strict_message_that_was_delivered_before(r
     assert ids_in_flight(claim(rolled_back)) == [message_id]
     assert not renew(rolled_back, (message_id, 1))[message_id].superseded
     assert not watch(rolled_back, (message_id, 1))[message_id].superseded
-    finish(rolled_back, Verdict(message_id, 1, "retry", "busy", 0.0))
+    finish(rolled_back, Verdict(message_id, 1, AttemptOutcome.RETRY, "busy", 0.0))
     assert ids_in_flight(claim(rolled_back)) == [message_id]
     lapse(rolled_back, message_id)
     assert ids_in_flight(claim(rolled_back)) == [message_id]
@@ -373,7 +374,7 @@ def test_a_strict_message_is_superseded_by_no_message_of_the_rule(
 def test_a_strict_message_that_waits_for_its_retry_holds_up_nothing(rolled_back: psycopg.Connection) -> None:
     strict = enqueue(rolled_back, coalesce_key="k")
     claim(rolled_back)
-    finish(rolled_back, Verdict(strict, 1, "retry", "busy", 60.0))
+    finish(rolled_back, Verdict(strict, 1, AttemptOutcome.RETRY, "busy", 60.0))
     newer = look_again(rolled_back)
     assert ids_in_flight(claim(rolled_back)) == [newer]
 
@@ -396,7 +397,7 @@ def test_an_attempt_that_would_be_made_again_ends_if_a_newer_message_waits(
     older = look_again(rolled_back)
     claim(rolled_back)
     newer = look_again(rolled_back)
-    finish(rolled_back, Verdict(older, 1, outcome, "busy", 0.0 if outcome == "released" else 60.0))
+    finish(rolled_back, Verdict(older, 1, AttemptOutcome(outcome), "busy", 0.0 if outcome == "released" else 60.0))
     row = row_of(rolled_back, older)
     assert (row.state, row.superseded_by) == ("skipped", newer)
     assert ids_in_flight(claim(rolled_back)) == [newer]
@@ -406,7 +407,7 @@ def test_an_attempt_is_made_again_if_the_newer_message_is_due_later(rolled_back:
     older = look_again(rolled_back)
     claim(rolled_back)
     look_again(rolled_back, available_at=in_an_hour())
-    finish(rolled_back, Verdict(older, 1, "retry", "busy", 60.0))
+    finish(rolled_back, Verdict(older, 1, AttemptOutcome.RETRY, "busy", 60.0))
     assert state_of(rolled_back, older) == "pending"
 
 
@@ -416,7 +417,7 @@ def test_an_attempt_is_made_again_if_the_newer_message_is_due_later(rolled_back:
 def test_a_message_that_failed_can_be_redriven_beside_newer_ones(rolled_back: psycopg.Connection) -> None:
     older = look_again(rolled_back)
     claim(rolled_back)
-    finish(rolled_back, Verdict(older, 1, "failed", "no"))
+    finish(rolled_back, Verdict(older, 1, AttemptOutcome.FAILED, "no"))
     newer = look_again(rolled_back)
     assert redrive(rolled_back, older)
     assert ids_in_flight(claim(rolled_back, fresh_limit=0)) == []

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pgoutbox.message import AttemptOutcome
 from pgoutbox.store import Verdict
 from tests import races
 from tests.outbox_actions import claim, enqueue, finish, finish_sent, ids_in_flight
@@ -54,7 +55,7 @@ def test_one_that_was_attempted_does_not_wait_for_newer_ones_any_more(rolled_bac
     message_id = debounce(rolled_back)
     since = age(rolled_back)
     assert ids_in_flight(claim(rolled_back)) == [message_id]
-    finish(rolled_back, Verdict(message_id, 1, "retry", "busy", 60.0))
+    finish(rolled_back, Verdict(message_id, 1, AttemptOutcome.RETRY, "busy", 60.0))
     debounce(rolled_back)
     assert waiting_since(rolled_back) != since
 

@@ -8,7 +8,7 @@ import psycopg
 import pytest
 
 from pgoutbox import sql
-from pgoutbox.message import State
+from pgoutbox.message import AttemptOutcome, State
 from pgoutbox.store import Verdict
 from tests.outbox_actions import (
     Options,
@@ -41,7 +41,8 @@ def in_flight(connection: psycopg.Connection, **arguments: Unpack[Options]) -> i
 
 def verdict(message_id: int, outcome: str, attempt_count: int = 1) -> Verdict:
     reason = None if outcome in {"snoozed", "released"} else f"because {outcome}"
-    return Verdict(message_id, attempt_count, outcome, reason, 30.0 if outcome in {"retry", "snoozed"} else 0.0)
+    delay = 30.0 if outcome in {"retry", "snoozed"} else 0.0
+    return Verdict(message_id, attempt_count, AttemptOutcome(outcome), reason, delay)
 
 
 def test_a_sent_message_is_final_and_keeps_its_attempt(rolled_back: psycopg.Connection) -> None:
@@ -180,7 +181,7 @@ def test_a_reason_to_snooze_replaces_the_last_error_and_none_leaves_it(rolled_ba
     ):
         make_due(rolled_back, message_id)
         (row,) = claim(rolled_back)
-        finish(rolled_back, Verdict(message_id, row.attempt_count, asked, reason))
+        finish(rolled_back, Verdict(message_id, row.attempt_count, AttemptOutcome(asked), reason))
         assert row_of(rolled_back, message_id).last_error == shown
 
 
@@ -204,9 +205,9 @@ def test_what_uses_up_an_attempt_leaves_the_budget(rolled_back: psycopg.Connecti
 
 def test_a_retry_keeps_the_error_of_the_attempt_before_it_on_record(rolled_back: psycopg.Connection) -> None:
     message_id = in_flight(rolled_back)
-    finish(rolled_back, Verdict(message_id, 1, "retry", "first", 0.0))
+    finish(rolled_back, Verdict(message_id, 1, AttemptOutcome.RETRY, "first", 0.0))
     claim(rolled_back)
-    finish(rolled_back, Verdict(message_id, 2, "retry", "second", 0.0))
+    finish(rolled_back, Verdict(message_id, 2, AttemptOutcome.RETRY, "second", 0.0))
     assert attempts_of(rolled_back, message_id) == [(1, "retry", "first"), (2, "retry", "second")]
     assert row_of(rolled_back, message_id).last_error == "second"
 

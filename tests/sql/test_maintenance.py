@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, LiteralString
 import psycopg
 import pytest
 
-from pgoutbox import maintenance, operations, session, sql
+from pgoutbox import CancelResult, maintenance, operations, session, sql
 from pgoutbox.errors import ConfigurationError, MessageNotFoundError, SchemaError, StateError
-from pgoutbox.message import FINAL_STATES, State
-from pgoutbox.operations import MessageFilter
+from pgoutbox.message import FINAL_STATES, AttemptOutcome, State
+from pgoutbox.operations import MessageFilter, RedriveResult
 from pgoutbox.settings import load_settings
 from pgoutbox.store import Verdict
 from tests.messages import ADD_ATTEMPT, PUT_SENDING, meanwhile, put
@@ -267,7 +267,9 @@ class TestRedrive:
         self, rolled_back: psycopg.Connection, state: State
     ) -> None:
         message_id = put(rolled_back, state)
-        assert operations.redrive(rolled_back, [message_id]) == [operations.Redriven(message_id, None)]
+        assert operations.redrive(rolled_back, [message_id]) == [
+            operations.Redriven(message_id, RedriveResult.REDRIVEN)
+        ]
         message, _ = operations.show_message(rolled_back, message_id)
         assert (message.state, message.finished_at) == (State.PENDING, None)
         assert (message.attempt_count, message.max_attempts) == (3, 3 + 4)
@@ -277,28 +279,34 @@ class TestRedrive:
         message_id = put(rolled_back, state)
         before = row_of(rolled_back, message_id)
         (answer,) = operations.redrive(rolled_back, [message_id])
-        assert answer.refusal == f"is {state}; only failed and cancelled messages can be redriven"
+        assert answer.result is RedriveResult.WRONG_STATE
+        assert answer.explanation == f"is {state}; only failed and cancelled messages can be redriven"
         assert row_of(rolled_back, message_id) == before
 
     def test_it_refuses_a_superseded_message_and_names_the_newer_one(self, rolled_back: psycopg.Connection) -> None:
         older = put(rolled_back, State.FAILED, coalesce_key="k")
         newer = put(rolled_back, State.SENT, coalesce_key="k")
         (answer,) = operations.redrive(rolled_back, [older])
-        assert answer == operations.Redriven(older, f"superseded by message {newer}, which is newer", newer)
+        assert answer == operations.Redriven(
+            older, RedriveResult.SUPERSEDED, f"superseded by message {newer}, which is newer", newer
+        )
         assert state_of(rolled_back, older) == State.FAILED
 
     def test_each_id_has_its_own_answer(self, rolled_back: psycopg.Connection) -> None:
         failed, sent = put(rolled_back, State.FAILED), put(rolled_back, State.SENT)
         answers = operations.redrive(rolled_back, [UNUSED_ID, sent, failed, failed])
-        assert [(a.id, a.refusal is None) for a in answers] == [(failed, True), (sent, False), (UNUSED_ID, False)]
-        assert answers[2].refusal == "no such message"
+        assert [(a.id, a.result) for a in answers] == [
+            (failed, RedriveResult.REDRIVEN),
+            (sent, RedriveResult.WRONG_STATE),
+            (UNUSED_ID, RedriveResult.MISSING),
+        ]
 
     def test_it_does_not_wait_for_a_locked_message(self, operator: psycopg.Connection, connect: Connect) -> None:
         message_id = put(operator, State.FAILED)
         other = connect()
         other.execute("SELECT FROM pgoutbox.message WHERE id = %s FOR UPDATE", (message_id,))
         (answer,) = operations.redrive(operator, [message_id])
-        assert answer.refusal == "locked by another transaction; try again"
+        assert answer.result is RedriveResult.LOCKED
 
     def test_it_wakes_a_sleeping_worker(self, operator: psycopg.Connection, connect: Connect) -> None:
         message_id = put(operator, State.FAILED)
@@ -312,10 +320,12 @@ class TestRedrive:
         third = put(rolled_back, dedupe_key="k")
         reason = f"message {third} has its dedupe key now"
         answers = operations.redrive(rolled_back, [first, second])
-        assert answers == [operations.Redriven(n, reason, third) for n in (first, second)]
+        assert answers == [
+            operations.Redriven(n, RedriveResult.DEDUPE_KEY_TAKEN, reason, third) for n in (first, second)
+        ]
         cancelled = MessageFilter(states=(State.CANCELLED,))
         totals = operations.redrive_matching(rolled_back, cancelled)
-        assert totals == operations.RedriveTotals(redriven=0, superseded=2, locked=0, moved_on=0)
+        assert totals == operations.RedriveTotals(redriven=0, superseded=2, locked=0, changed=0)
 
     def test_a_redriven_message_has_its_dedupe_key_again_when_the_one_that_took_it_is_deleted(
         self, rolled_back: psycopg.Connection
@@ -324,7 +334,7 @@ class TestRedrive:
         put(rolled_back, State.SENT, dedupe_key="k", age=2 * DAY)
         maintenance.prune(rolled_back, states=[State.SENT], older_than=DAY)
         assert count(rolled_back, "dedupe") == 0
-        assert operations.redrive(rolled_back, [first]) == [operations.Redriven(first, None)]
+        assert operations.redrive(rolled_back, [first]) == [operations.Redriven(first, RedriveResult.REDRIVEN)]
         assert put(rolled_back, dedupe_key="k") == first
 
     def test_all_failed_are_redriven_in_batches_of_their_own(
@@ -343,7 +353,7 @@ class TestRedrive:
             seen.append((done, pending))
 
         totals = operations.redrive_matching(operator, MessageFilter(), batch_size=2, progress=look)
-        assert totals == operations.RedriveTotals(redriven=5, superseded=1, locked=0, moved_on=0)
+        assert totals == operations.RedriveTotals(redriven=5, superseded=1, locked=0, changed=0)
         assert seen == [(2, 2), (4, 4), (5, 5)]
 
     def test_what_is_cancelled_while_all_failed_are_redriven_stays_cancelled(
@@ -358,7 +368,7 @@ class TestRedrive:
 
         meanwhile(monkeypatch, "redrive", redrive_and_cancel)
         totals = operations.redrive_matching(operator, MessageFilter())
-        assert totals == operations.RedriveTotals(redriven=0, superseded=0, locked=0, moved_on=1)
+        assert totals == operations.RedriveTotals(redriven=0, superseded=0, locked=0, changed=1)
         assert state_of(operator, message_id) == State.CANCELLED
 
     def test_what_fails_anew_while_those_with_an_error_are_redriven_stays_failed(
@@ -371,23 +381,28 @@ class TestRedrive:
         def fail_anew() -> None:
             operations.redrive(other, [message_id])
             (row,) = claim(other, topics=["mail"])
-            finish(other, Verdict(row.id, row.attempt_count, "failed", "outcome unknown"))
+            finish(other, Verdict(row.id, row.attempt_count, AttemptOutcome.FAILED, "outcome unknown"))
 
         meanwhile(monkeypatch, "redrive", fail_anew)
         totals = operations.redrive_matching(operator, MessageFilter(text="no such mailbox"))
-        assert totals == operations.RedriveTotals(redriven=0, superseded=0, locked=0, moved_on=1)
+        assert totals == operations.RedriveTotals(redriven=0, superseded=0, locked=0, changed=1)
         assert state_of(operator, message_id) == State.FAILED
 
     def test_it_says_which_attempt_was_asked_for(self, rolled_back: psycopg.Connection) -> None:
         same, other = put(rolled_back, State.FAILED), put(rolled_back, State.FAILED)
         answers = operations.redrive(rolled_back, [other, same], attempt_counts=[2, 3])
-        assert answers == [operations.Redriven(same, None), operations.Redriven(other, "was attempted again")]
+        assert answers == [
+            operations.Redriven(same, RedriveResult.REDRIVEN),
+            operations.Redriven(other, RedriveResult.CHANGED, "was attempted again"),
+        ]
         assert state_of(rolled_back, other) == State.FAILED
 
     def test_it_says_which_states_were_asked_for(self, rolled_back: psycopg.Connection) -> None:
         message_id = put(rolled_back, State.CANCELLED)
         (answer,) = operations.redrive(rolled_back, [message_id], states=[State.FAILED])
-        assert answer == operations.Redriven(message_id, "is cancelled; only failed messages can be redriven")
+        assert answer == operations.Redriven(
+            message_id, RedriveResult.WRONG_STATE, "is cancelled; only failed messages can be redriven"
+        )
         assert state_of(rolled_back, message_id) == State.CANCELLED
 
     def test_all_failed_can_be_narrowed(self, rolled_back: psycopg.Connection) -> None:
@@ -465,7 +480,7 @@ class TestResend:
         delete: LiteralString = "DELETE FROM pgoutbox.message WHERE id = %s"
         meanwhile(monkeypatch, "resend", lambda: other.execute(delete, (message_id,)))
         totals = operations.resend_matching(operator, MessageFilter())
-        assert totals == operations.ResendTotals(resent=0, superseded=0, moved_on=1)
+        assert totals == operations.ResendTotals(resent=0, superseded=0, changed=1)
 
 
 class TestCancel:
@@ -474,13 +489,13 @@ class TestCancel:
         [
             (State.PENDING, "cancelled"),
             (State.SENDING, "requested"),
-            (State.CANCELLED, "already cancelled"),
-            *((state, str(state)) for state in FINAL_STATES - {State.CANCELLED}),
+            (State.CANCELLED, "already_cancelled"),
+            *((state, str(state)) for state in sorted(FINAL_STATES - {State.CANCELLED})),
         ],
     )
     def test_it_answers_what_it_met(self, rolled_back: psycopg.Connection, state: State, result: str) -> None:
         message_id = put(rolled_back, state)
-        assert operations.cancel(rolled_back, message_id) == (message_id, result)
+        assert operations.cancel(rolled_back, message_id) == (message_id, CancelResult(result))
 
     @pytest.mark.parametrize(("state", "asked_for"), [(State.PENDING, State.SENDING), (State.SENDING, State.PENDING)])
     def test_it_leaves_alone_what_is_in_another_state_than_asked_for(
@@ -489,7 +504,7 @@ class TestCancel:
         message_id = put(rolled_back, state)
         before = row_of(rolled_back, message_id)
         (met,) = operations.cancel_each(rolled_back, [message_id], states=[asked_for])
-        assert met == (message_id, state)
+        assert met == (message_id, CancelResult(state))
         assert row_of(rolled_back, message_id) == before
 
     def test_what_is_claimed_while_all_pending_are_cancelled_is_not_stopped(
@@ -499,7 +514,7 @@ class TestCancel:
         other = connect(autocommit=True)
         meanwhile(monkeypatch, "cancel_each", lambda: other.execute(PUT_SENDING, (message_id,)))
         totals = operations.cancel_matching(operator, MessageFilter(states=[State.PENDING]))
-        assert totals == operations.CancelTotals(cancelled=0, requested=0, locked=0, moved_on=1)
+        assert totals == operations.CancelTotals(cancelled=0, requested=0, locked=0, changed=1)
         (asked,) = other.execute(
             "SELECT m.cancel_requested_at FROM pgoutbox.message AS m WHERE m.id = %s AND m.state = 'sending'",
             [message_id],
@@ -513,24 +528,24 @@ class TestCancel:
         other = connect(autocommit=True)
         meanwhile(monkeypatch, "cancel_each", lambda: operations.cancel_each(other, [message_id]))
         totals = operations.cancel_matching(operator, MessageFilter())
-        assert totals == operations.CancelTotals(cancelled=0, requested=0, locked=0, moved_on=1)
+        assert totals == operations.CancelTotals(cancelled=0, requested=0, locked=0, changed=1)
         (act,) = operations.list_acts(operator)
         assert (act.first_ids, act.details) == ([message_id], None)
 
     def test_a_message_that_both_keys_name_is_cancelled_once(self, rolled_back: psycopg.Connection) -> None:
         message_id = put(rolled_back, coalesce_key="k", dedupe_key="d")
         met = operations.cancel_by_key(rolled_back, "mail", coalesce_key="k", dedupe_key="d")
-        assert met == [(message_id, "cancelled"), (message_id, "already cancelled")]
+        assert met == [(message_id, CancelResult.CANCELLED), (message_id, CancelResult.ALREADY_CANCELLED)]
         (act,) = operations.list_acts(rolled_back, message_id=message_id)
         assert act.first_ids == [message_id]
 
-    def test_an_application_that_cancels_again_is_answered_the_same(self, rolled_back: psycopg.Connection) -> None:
+    def test_an_application_learns_that_its_message_was_cancelled_before(self, rolled_back: psycopg.Connection) -> None:
         message_id = put(rolled_back, State.PENDING, coalesce_key="k")
-        for _ in range(2):
+        for result in ("cancelled", "already_cancelled"):
             row = rolled_back.execute("SELECT pgoutbox.cancel(%s)", (message_id,)).fetchone()
-            assert row == ("cancelled",)
+            assert row == (result,)
         by_key = rolled_back.execute("SELECT * FROM pgoutbox.cancel_by_key('mail', coalesce_key => 'k')")
-        assert by_key.fetchall() == [(message_id, "cancelled")]
+        assert by_key.fetchall() == [(message_id, "already_cancelled")]
 
     def test_a_missing_message_is_answered(self, rolled_back: psycopg.Connection) -> None:
         assert operations.cancel(rolled_back, UNUSED_ID).result == "missing"

@@ -11,7 +11,7 @@ import psycopg
 import pytest
 
 from pgoutbox import operations, sql
-from pgoutbox.message import State
+from pgoutbox.message import AttemptOutcome, State
 from pgoutbox.operations import Rate
 from pgoutbox.store import Verdict
 from tests import races
@@ -61,7 +61,7 @@ def test_a_claim_of_the_other_lanes_leaves_them_out(rolled_back: psycopg.Connect
     (message_id,) = ordered(rolled_back, 1)
     assert claim(rolled_back) == []
     claim_ordered(rolled_back)
-    finish(rolled_back, Verdict(message_id, 1, "retry", "busy", 0.0))
+    finish(rolled_back, Verdict(message_id, 1, AttemptOutcome.RETRY, "busy", 0.0))
     assert claim(rolled_back) == []
     assert ids_in_flight(claim_ordered(rolled_back)) == [message_id]
 
@@ -69,7 +69,7 @@ def test_a_claim_of_the_other_lanes_leaves_them_out(rolled_back: psycopg.Connect
 def test_while_the_first_waits_for_its_retry_the_next_waits_too(rolled_back: psycopg.Connection) -> None:
     first, _ = ordered(rolled_back, 2)
     claim_ordered(rolled_back)
-    finish(rolled_back, Verdict(first, 1, "retry", "busy", 60.0))
+    finish(rolled_back, Verdict(first, 1, AttemptOutcome.RETRY, "busy", 60.0))
     assert find_ordered(rolled_back)[0] == []
 
 
@@ -84,7 +84,7 @@ def test_whatever_way_the_first_ends_the_next_follows(rolled_back: psycopg.Conne
             assert ids_in_flight(claim_ordered(rolled_back)) == []
         case _:
             claim_ordered(rolled_back)
-            finish(rolled_back, Verdict(first, 1, how, "why"))
+            finish(rolled_back, Verdict(first, 1, AttemptOutcome(how), "why"))
     assert state_of(rolled_back, first) not in (State.PENDING, State.SENDING)
     assert ids_in_flight(claim_ordered(rolled_back)) == [second]
 
@@ -100,7 +100,7 @@ def test_a_lost_attempt_is_made_again_before_the_next(rolled_back: psycopg.Conne
 def test_a_message_that_failed_and_halts_holds_up_those_behind_it(rolled_back: psycopg.Connection) -> None:
     first, second = ordered(rolled_back, 2, on_failed="halt")
     claim_ordered(rolled_back)
-    finish(rolled_back, Verdict(first, 1, "failed", "why"))
+    finish(rolled_back, Verdict(first, 1, AttemptOutcome.FAILED, "why"))
     (third,) = ordered(rolled_back, 1)
     assert find_ordered(rolled_back)[0] == []
     redrive(rolled_back, first)
@@ -123,7 +123,7 @@ def test_a_message_that_was_enqueued_before_the_one_that_halts_is_not_held_up(ro
 def test_a_redriven_message_waits_until_its_key_is_free(rolled_back: psycopg.Connection) -> None:
     first, second, third = ordered(rolled_back, 3)
     claim_ordered(rolled_back)
-    finish(rolled_back, Verdict(first, 1, "failed", "why"))
+    finish(rolled_back, Verdict(first, 1, AttemptOutcome.FAILED, "why"))
     claim_ordered(rolled_back)
     redrive(rolled_back, first)
     assert find_ordered(rolled_back)[0] == []
@@ -138,7 +138,7 @@ def test_what_was_found_is_not_claimed_when_one_before_it_was_redriven_meanwhile
 ) -> None:
     first, second = ordered(rolled_back, 2)
     claim_ordered(rolled_back)
-    finish(rolled_back, Verdict(first, 1, "failed", "why"))
+    finish(rolled_back, Verdict(first, 1, AttemptOutcome.FAILED, "why"))
     found = find_ordered(rolled_back)[0]
     assert found == [second]
     redrive(rolled_back, first)
@@ -157,7 +157,7 @@ def test_a_claim_that_began_before_another_ended_leaves_alone_what_that_one_had(
     found = find_ordered(db)[0]
     assert ids_in_flight(claim_ordered(other, *found)) == [message_id]
     if meanwhile == "waiting for its retry":
-        finish(other, Verdict(message_id, 1, "retry", "busy", 60.0))
+        finish(other, Verdict(message_id, 1, AttemptOutcome.RETRY, "busy", 60.0))
     history = attempts_of(other, message_id)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(claim_ordered, late, *found)
@@ -178,7 +178,7 @@ def test_what_is_halted_after_it_was_found_is_not_claimed(rolled_back: psycopg.C
     assert found == [second]
     redrive(rolled_back, first)
     claim_ordered(rolled_back)
-    finish(rolled_back, Verdict(first, 1, "failed", "why"))
+    finish(rolled_back, Verdict(first, 1, AttemptOutcome.FAILED, "why"))
     assert claim_ordered(rolled_back, *found) == []
 
 

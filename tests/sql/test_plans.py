@@ -99,6 +99,8 @@ FINISH_PARAMETERS: Mapping[str, object] = {
     **HELD_PARAMETERS,
     "outcomes": ["retry"] * 200,
     "reasons": ["why"] * 200,
+    "reason_codes": [None] * 200,
+    "breaker_keys": [None] * 200,
     "delays": [1.0] * 200,
 }
 SUCCESSOR_PARAMETERS: Mapping[str, object] = {"ids": [1], "topics": ["greet"], "coalesce_keys": ["k3"]}

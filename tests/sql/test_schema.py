@@ -152,7 +152,7 @@ def _observed_transitions(connection: psycopg.Connection) -> set[tuple[str, str]
         observe(message_id, lambda: claim(connection))
         return message_id
 
-    for outcome in ("retry", "failed", "skipped"):
+    for outcome in (AttemptOutcome.RETRY, AttemptOutcome.FAILED, AttemptOutcome.SKIPPED):
         message_id = held()
         observe(message_id, lambda: finish(connection, Verdict(message_id, 1, outcome, "why", 3600.0)))  # noqa: B023 - runs at once
     observe(message_id := held(), lambda: finish_sent(connection, (message_id, 1)))
@@ -163,12 +163,12 @@ def _observed_transitions(connection: psycopg.Connection) -> set[tuple[str, str]
 
     message_id = held()
     cancel(connection, message_id)
-    observe(message_id, lambda: finish(connection, Verdict(message_id, 1, "retry", "why")))
+    observe(message_id, lambda: finish(connection, Verdict(message_id, 1, AttemptOutcome.RETRY, "why")))
     observe(message_id, lambda: redrive(connection, message_id))
     observe(message_id, lambda: cancel(connection, message_id))
 
     message_id = held()
-    finish(connection, Verdict(message_id, 1, "failed", "why"))
+    finish(connection, Verdict(message_id, 1, AttemptOutcome.FAILED, "why"))
     observe(message_id, lambda: redrive(connection, message_id))
 
     message_id = fresh(coalesce_key="k")
@@ -186,7 +186,7 @@ def test_an_attempt_ends_in_exactly_the_known_outcomes(rolled_back: psycopg.Conn
     (definition,) = rolled_back.execute(
         "SELECT pg_get_constraintdef(oid) FROM pg_constraint WHERE conname = 'attempt_outcome_known'"
     ).fetchone() or ("",)
-    assert set(re.findall(r"'(\w+)'", definition)) == set(AttemptOutcome)
+    assert set(re.findall(r"'(\w+)'", definition)) == set(AttemptOutcome) - {AttemptOutcome.SENT}
 
 
 def test_an_unknown_outcome_of_an_attempt_is_refused(rolled_back: psycopg.Connection) -> None:
@@ -341,3 +341,23 @@ def test_every_text_that_an_index_holds_has_the_collation_c(rolled_back: psycopg
         ).fetchall()
     )
     assert kept == dict.fromkeys(["coalesce_key", "dedupe_key", "ordering_key", "topic", "queue"], True)
+
+
+@pytest.mark.parametrize(
+    ("reason_code", "breaker_key", "constraint"),
+    [
+        ("other", None, "attempt_reason_code_known"),
+        ("circuit_open", None, "attempt_breaker_key_sound"),
+        ("unavailable", "smtp", "attempt_breaker_key_sound"),
+        (None, "smtp", "attempt_breaker_key_sound"),
+    ],
+)
+def test_a_breaker_key_belongs_to_the_reason_codes_of_breakers(
+    rolled_back: psycopg.Connection, reason_code: str | None, breaker_key: str | None, constraint: str
+) -> None:
+    with pytest.raises(psycopg.errors.CheckViolation) as caught:
+        rolled_back.execute(
+            "INSERT INTO pgoutbox.attempt VALUES (1, 1, 'snoozed', 'w', now(), now(), 'no', %s, %s)",
+            (reason_code, breaker_key),
+        )
+    assert caught.value.diag.constraint_name == constraint

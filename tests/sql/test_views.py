@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     Expected = tuple[str, int | None, int | None]
 
 SNOOZED = """
-    INSERT INTO pgoutbox.attempt (message_id, attempt_count, outcome, worker, started_at, ended_at, error)
-    VALUES (%s, 1, 'snoozed', 'w', now(), now(), %s)
+    INSERT INTO pgoutbox.attempt
+        (message_id, attempt_count, outcome, worker, started_at, ended_at, error, reason_code, breaker_key)
+    VALUES (%s, 1, 'snoozed', 'w', now(), now(), %s, %s, %s)
 """
 WAITS_FOR_RETRY = (
     "UPDATE pgoutbox.message_live SET attempt_count = 1, available_at = now() + interval '1 h' WHERE id = %s"
@@ -61,15 +62,29 @@ def it_is_retried(db: psycopg.Connection) -> tuple[int, Expected]:
 def a_handler_snoozed_it(db: psycopg.Connection) -> tuple[int, Expected]:
     message_id = enqueue(db)
     db.execute(WAITS_FOR_RETRY, [message_id])
-    db.execute(SNOOZED, (message_id, "not yet"))
+    db.execute(SNOOZED, (message_id, "circuit breaker smtp is open: no", None, None))
     return message_id, ("retry", None, 3600)
 
 
 def a_breaker_held_it_back(db: psycopg.Connection) -> tuple[int, Expected]:
     message_id = enqueue(db)
     db.execute(WAITS_FOR_RETRY, [message_id])
-    db.execute(SNOOZED, (message_id, "held back, smtp:mail.example.org:587 is out of order: connection refused"))
+    db.execute(SNOOZED, (message_id, "connection refused", "circuit_open", "smtp:mail.example.org:587"))
     return message_id, ("breaker", None, 3600)
+
+
+def its_destination_is_stalled(db: psycopg.Connection) -> tuple[int, Expected]:
+    message_id = enqueue(db)
+    db.execute(WAITS_FOR_RETRY, [message_id])
+    db.execute(SNOOZED, (message_id, "no answer", "stalled", "smtp:mail.example.org:587"))
+    return message_id, ("breaker", None, 3600)
+
+
+def its_transport_is_unavailable(db: psycopg.Connection) -> tuple[int, Expected]:
+    message_id = enqueue(db)
+    db.execute(WAITS_FOR_RETRY, [message_id])
+    db.execute(SNOOZED, (message_id, "no password", "unavailable", None))
+    return message_id, ("unavailable", None, 3600)
 
 
 def a_newer_one_exists(db: psycopg.Connection) -> tuple[int, Expected]:
@@ -116,6 +131,7 @@ def nothing_is_in_its_way(db: psycopg.Connection) -> tuple[int, Expected]:
 
 SITUATIONS = (
     a_queue_is_paused, a_pause_is_over, it_is_for_later, it_is_retried, a_handler_snoozed_it, a_breaker_held_it_back,
+    its_destination_is_stalled, its_transport_is_unavailable,
     a_newer_one_exists, its_key_is_halted, it_is_not_its_turn, an_older_one_is_being_sent, the_rate_is_used_up,
     the_queue_is_full, nothing_is_in_its_way,
 )  # fmt: skip
