@@ -14,9 +14,9 @@ import psycopg
 from benchmarks.options import TOPIC, Options, rotated
 from benchmarks.report import Result, Table, Verdict, median, ratio_of_rounds
 from benchmarks.server import Server, empty_outbox, settle
-from pgoutbox.drafts import NewMessage
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import load_settings
+from pgoutbox.topics import NewMessage
 
 _OURS = "enqueue_many"
 _WITH_COALESCE_KEY = f"{_OURS}, each with a coalesce key"

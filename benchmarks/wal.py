@@ -21,10 +21,10 @@ from benchmarks.options import CLAIM_PARAMETERS, TOPIC, Options
 from benchmarks.report import Result, Table, Verdict
 from benchmarks.server import Server, empty_outbox, pgbench_program, settle
 from pgoutbox import sql
-from pgoutbox.drafts import NewMessage
 from pgoutbox.link import timeouts
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import load_settings
+from pgoutbox.topics import NewMessage
 
 _Connection = psycopg.Connection[tuple[Any, ...]]
 _Enqueue = Callable[[_Connection, int, int], None]

@@ -426,10 +426,10 @@ def schema_page(connection: psycopg.Connection) -> str:
 _MODULE_TITLES: Final = {
     "pgoutbox.outbox": "Register and enqueue",
     "pgoutbox.steps": "Answers",
-    "pgoutbox.drafts": "What is enqueued",
+    "pgoutbox.topics": "What is enqueued",
     "pgoutbox.retry": "Retry policy",
     "pgoutbox.message": "Messages, states and outcomes",
-    "pgoutbox.dispatch": "Context of an attempt",
+    "pgoutbox.handlers": "Context of an attempt",
     "pgoutbox.transports.mail": "E-mail",
     "pgoutbox.transports.templates": "Templates",
     "pgoutbox.transports.apprise": "Notifications",

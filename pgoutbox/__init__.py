@@ -1,7 +1,5 @@
 """pgoutbox: the transactional outbox for Python applications on PostgreSQL."""
 
-from pgoutbox.dispatch import Context, SyncContext
-from pgoutbox.drafts import NewMessage, Topic
 from pgoutbox.errors import (
     ConfigurationError,
     DuplicateError,
@@ -16,11 +14,13 @@ from pgoutbox.errors import (
     TransactionError,
     UnknownTopicError,
 )
+from pgoutbox.handlers import Context, SyncContext
 from pgoutbox.message import Message, Permanent, Sent, Skip, Snooze, State, Transient, Unavailable
 from pgoutbox.outbox import Outbox
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.settings import Settings
 from pgoutbox.steps import CancelResult, Enqueued, EnqueuedMany
+from pgoutbox.topics import NewMessage, Topic
 from pgoutbox.transports.apprise import Notification
 from pgoutbox.transports.events import Event
 from pgoutbox.transports.mail import Attachment, Email

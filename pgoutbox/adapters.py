@@ -27,7 +27,7 @@ from pgoutbox.errors import (
     SchemaError,
     TransactionError,
 )
-from pgoutbox.store import missing_object
+from pgoutbox.server import missing_object
 
 if TYPE_CHECKING:
     import sqlalchemy

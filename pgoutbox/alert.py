@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, cast
 
-from pgoutbox.dispatch import Context, Handler
+from pgoutbox.handlers import Context, Handler
 from pgoutbox.message import Message
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.transports.mail import Email

@@ -13,11 +13,13 @@ from functools import partial
 import psycopg
 
 from pgoutbox.breaker import Breakers
-from pgoutbox.dispatch import Context, Dispatcher, Send, elapsed_clock, outcome_of_error, send_by
+from pgoutbox.clock import elapsed_clock
+from pgoutbox.dispatch import Dispatcher, Send, outcome_of_error, send_by
 from pgoutbox.errors import LeaseLostError
+from pgoutbox.handlers import Context
 from pgoutbox.message import Message, Outcome
+from pgoutbox.results import RELEASED, Ending, Runner, ThreadWatch, Work
 from pgoutbox.settings import Settings
-from pgoutbox.slots import RELEASED, Ending, Runner, ThreadWatch, Work
 from pgoutbox.store import Store
 from pgoutbox.telemetry import Telemetry
 from pgoutbox.tracing import Tracing

@@ -21,11 +21,13 @@ from typing import TypeVar
 import psycopg
 
 from pgoutbox.alert import ALERT_TOPIC
-from pgoutbox.dispatch import Send, clean_text, elapsed_clock, send_by
+from pgoutbox.clock import elapsed_clock
+from pgoutbox.dispatch import Send, send_by
 from pgoutbox.message import Message, Outcome, Postponed, ReasonCode, Sent, Transient, Unavailable
 from pgoutbox.settings import Settings
 from pgoutbox.store import BreakerRow, Store
 from pgoutbox.telemetry import Event, Telemetry
+from pgoutbox.text import clean_text
 from pgoutbox.transports import Content, Transport, breaker_key, part_key, scheme_of
 from pgoutbox.transports.configured import MissingTransport, missing_key
 

@@ -19,7 +19,7 @@ from typing import Final
 
 import psycopg
 
-from pgoutbox.dispatch import elapsed_clock
+from pgoutbox.clock import elapsed_clock
 from pgoutbox.lanes import Cursor, Lane, Lanes, Queues
 from pgoutbox.link import is_lost_key, is_of_a_row, is_refusal
 from pgoutbox.message import State

@@ -16,7 +16,7 @@ import psycopg
 
 from pgoutbox.console import DONE, FAILED, MISUSED, mask, print_error, secrets_in, tokens_in
 from pgoutbox.errors import ConfigurationError, MissingExtraError, PayloadError, PgOutboxError
-from pgoutbox.store import missing_object
+from pgoutbox.server import missing_object
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

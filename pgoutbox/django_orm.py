@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, Final, cast
 
-from pgoutbox.dispatch import Handler
+from pgoutbox.handlers import Handler
 
 _log = logging.getLogger("pgoutbox.django_orm")
 

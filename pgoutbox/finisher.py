@@ -18,7 +18,8 @@ from typing import Final, assert_never
 
 import psycopg
 
-from pgoutbox.dispatch import MAX_TEXT_LENGTH, MIN_SNOOZE_SECONDS, Context, bounded_delay, clean_text, describe
+from pgoutbox.dispatch import MIN_SNOOZE_SECONDS
+from pgoutbox.handlers import Context
 from pgoutbox.link import is_passing
 from pgoutbox.message import (
     AttemptOutcome,
@@ -35,9 +36,11 @@ from pgoutbox.message import (
 )
 from pgoutbox.redaction import redact_text
 from pgoutbox.refusals import Refusals
-from pgoutbox.slots import Abandoned, AlreadyFinished, Ending, Released
+from pgoutbox.results import Abandoned, AlreadyFinished, Ending, Released
+from pgoutbox.retry import bounded_delay
 from pgoutbox.store import ClaimedRow, Store, Verdict
 from pgoutbox.telemetry import Event, Telemetry, event_of_outcome, event_of_state
+from pgoutbox.text import MAX_TEXT_LENGTH, clean_text, describe
 
 _FIRST_PAUSE_SECONDS = 0.05
 _MAX_PAUSE_SECONDS = 5.0

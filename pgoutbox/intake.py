@@ -16,13 +16,14 @@ import psycopg
 from pydantic import JsonValue
 from pydantic_core import from_json
 
-from pgoutbox.dispatch import Context, Handler, describe
 from pgoutbox.encryption import Identity, Keyring, is_sealed, unseal
+from pgoutbox.handlers import Context, Handler
 from pgoutbox.message import Permanent, State, Transient, new_message
 from pgoutbox.outage import Outage
-from pgoutbox.slots import RELEASED, Ending, Work
+from pgoutbox.results import RELEASED, Ending, Work
 from pgoutbox.store import ClaimedRow, Store
 from pgoutbox.telemetry import Event, Telemetry
+from pgoutbox.text import describe
 
 _SENDING: Final = State.SENDING  # Looking up an enum member costs more than a comparison.
 _KEPT_CONTENTS: Final = 16

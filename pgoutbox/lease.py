@@ -17,12 +17,14 @@ from collections.abc import Callable, Mapping
 
 import psycopg
 
-from pgoutbox.dispatch import Context, describe, elapsed_clock
+from pgoutbox.clock import elapsed_clock
 from pgoutbox.errors import LeaseLostError, PgOutboxError
+from pgoutbox.handlers import Context
 from pgoutbox.link import Link, is_passing
 from pgoutbox.settings import Settings
 from pgoutbox.store import HeldRow, renew, watch
 from pgoutbox.telemetry import Event, Telemetry
+from pgoutbox.text import describe
 
 _WATCH_SECONDS = 1.0
 

@@ -22,9 +22,9 @@ from psycopg.rows import TupleRow
 
 from pgoutbox import sql
 from pgoutbox.audit import Act
-from pgoutbox.drafts import check_name
 from pgoutbox.errors import ConfigurationError, PayloadError, StateError
 from pgoutbox.message import FINAL_STATES, State
+from pgoutbox.options import check_name
 from pgoutbox.session import Progress, fetch, transact
 
 PRUNED_BY_DEFAULT: Final = frozenset({State.SENT, State.SKIPPED, State.CANCELLED})

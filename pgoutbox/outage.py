@@ -14,7 +14,7 @@ from typing import Final
 import psycopg
 
 from pgoutbox.link import is_passing
-from pgoutbox.store import missing_object
+from pgoutbox.server import missing_object
 from pgoutbox.telemetry import Event, Telemetry
 
 _FIRST_PAUSE_SECONDS: Final = 0.05

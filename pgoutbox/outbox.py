@@ -23,21 +23,12 @@ from pgoutbox.adapters import (
     sqlstate_of,
     sync_adapter,
 )
-from pgoutbox.dispatch import Context, Handler, OnUnknown, SyncContext
-from pgoutbox.drafts import (
-    CoalesceRule,
-    Fanout,
-    NewMessage,
-    OnFailed,
-    Topic,
-    carrying,
-    check_name,
-    prepare,
-    prepare_fanout,
-)
+from pgoutbox.drafts import Fanout, carrying, prepare, prepare_fanout
 from pgoutbox.encryption import Keyring, keyring_of
 from pgoutbox.errors import ConfigurationError, PayloadError, UnknownTopicError
+from pgoutbox.handlers import Context, Handler, OnUnknown, SyncContext
 from pgoutbox.message import Message, Outcome, P
+from pgoutbox.options import check_name
 from pgoutbox.payloads import Serializer
 from pgoutbox.retry import DEFAULT_MAX_ATTEMPTS, RetryPolicy
 from pgoutbox.settings import Settings, load_settings
@@ -58,6 +49,7 @@ from pgoutbox.steps import (
     transaction,
 )
 from pgoutbox.telemetry import Event
+from pgoutbox.topics import CoalesceRule, NewMessage, OnFailed, Topic
 from pgoutbox.tracing import Producing, producing
 from pgoutbox.transports import Content, Transport
 from pgoutbox.transports.configured import complete

@@ -1,6 +1,6 @@
 """From a payload to the JSON text that PostgreSQL stores and gives back unchanged, or to the path of what is wrong.
 
-A secret never gets that far: neither as a value nor as the type of a model's field.
+Secrets are refused, both as values and as types of a model's fields.
 """
 
 from __future__ import annotations
@@ -8,27 +8,22 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import is_dataclass
-from functools import lru_cache
-from typing import Final, cast, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final, cast
 
-from pydantic import BaseModel, JsonValue, Secret, SecretBytes, SecretStr, ValidationError
+from pydantic import BaseModel, JsonValue, ValidationError
 from pydantic_core import to_json as encode_json
-from typing_extensions import is_typeddict
 
 from pgoutbox.encryption import SEALED
 from pgoutbox.errors import PayloadError
 from pgoutbox.message import P
+from pgoutbox.options import NO_SECRETS, SECRETS, secret_in_model
+from pgoutbox.text import check_storable, member
 
 MAX_DEPTH: Final = 100
 
 Serializer = Callable[[object], JsonValue]
 
-_UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
-_PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,62}")
-_SHOWN_LENGTH = 80
 
 _JSON_SCALARS = frozenset({str, int, float, bool, type(None)})
 # What the encoder makes of NUL, which jsonb cannot hold, and of floats that JSON cannot; they may be text as well.
@@ -37,9 +32,7 @@ _SUSPICIOUS = re.compile(rb"\\u0000|NaN|Infinity")
 _MAX_DIGITS = 4_300
 _INTEGER_BOUND = 10**_MAX_DIGITS
 _TOO_MANY_DIGITS = re.compile(rb"(?<![0-9])[0-9]{%d}" % (_MAX_DIGITS + 1))
-_SECRETS = (Secret, SecretStr, SecretBytes)
 _MASK = "**********"
-_NO_SECRETS = "holds a secret: secrets are minted at send time, not stored; enqueue what the handler needs to make it"
 
 
 def to_json(value: object, *, max_bytes: int, serializer: Serializer | None = None, field: str = "payload") -> str:
@@ -123,8 +116,8 @@ def _faithful(value: object, path: str, parents: tuple[int, ...], serializer: Se
                 for key, item in _text_keys(value, path).items()
             }
         return [_faithful(item, f"{path}[{index}]", parents, serializer) for index, item in enumerate(value)]
-    if isinstance(value, _SECRETS):
-        raise PayloadError(path, _NO_SECRETS)
+    if isinstance(value, SECRETS):
+        raise PayloadError(path, NO_SECRETS)
     if serializer is None:
         raise PayloadError(path, f"not JSON: {type(value).__name__}; pass serializer=")
     made = serializer(value)
@@ -164,39 +157,6 @@ def _text_keys(value: dict[object, object], path: str) -> dict[str, object]:
     return members
 
 
-def check_storable(path: str, text: str) -> None:
-    """Refuse text that PostgreSQL cannot hold."""
-    found = _UNSTORABLE.search(text)
-    if found is not None:
-        what = "NUL" if found[0] == "\0" else f"lone surrogate U+{ord(found[0]):04X}"
-        raise PayloadError(path, f"{what} at character {found.start()} is not storable")
-
-
-def member(path: str, key: object) -> str:
-    """The path of one member of what has this path: `payload.user`, or `payload["first name"]`."""
-    if isinstance(key, str) and _PLAIN_KEY.fullmatch(key):
-        return f"{path}.{key}"
-    return f"{path}[{shown(key)}]"
-
-
-def shown(value: object) -> str:
-    """A value in the words of an error, not too long."""
-    try:
-        text = json.dumps(value) if isinstance(value, str) else repr(value)
-    except ValueError:  # An integer with more digits than Python will write.
-        text = type(value).__name__
-    return text if len(text) <= _SHOWN_LENGTH else f"{text[:_SHOWN_LENGTH]}..."
-
-
-def check_model(field: str, model: object) -> None:
-    """Refuse what is no pydantic model, and one with a field that holds a secret."""
-    if not (isinstance(model, type) and issubclass(model, BaseModel)):
-        raise PayloadError(field, f"must be a pydantic model, not {shown(model)}")
-    secret = _secret_in_model(model)
-    if secret is not None:
-        raise PayloadError(f"{field}{secret}", _NO_SECRETS)
-
-
 def fit(topics_model: type[P], payload: object) -> P:
     """The payload as an instance of its topic's model, which validates a mapping."""
     model = cast("type[BaseModel]", topics_model)
@@ -216,9 +176,9 @@ def fit(topics_model: type[P], payload: object) -> P:
 
 def _dump(model: BaseModel, path: str) -> JsonValue:
     """What validates to the same model again: by alias and without computed fields."""
-    secret = _secret_in_model(type(model))
+    secret = secret_in_model(type(model))
     if secret is not None:
-        raise PayloadError(f"{path}{secret}", _NO_SECRETS)
+        raise PayloadError(f"{path}{secret}", NO_SECRETS)
     try:
         dumped = model.model_dump(mode="json", by_alias=True, round_trip=True, warnings="error")
     except (ValueError, RecursionError) as error:
@@ -228,8 +188,8 @@ def _dump(model: BaseModel, path: str) -> JsonValue:
     # In a field that is typed `Any` pydantic masks a secret, and makes null of a float that JSON does not have.
     if any(leaf is None or leaf == _MASK for _, leaf in _leaves(dumped, path)):
         for place, leaf in _leaves(model, path):
-            if isinstance(leaf, _SECRETS):
-                raise PayloadError(place, _NO_SECRETS)
+            if isinstance(leaf, SECRETS):
+                raise PayloadError(place, NO_SECRETS)
             if isinstance(leaf, float):
                 _scalar(leaf, place)
     return dumped
@@ -245,37 +205,3 @@ def _leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
             yield from _leaves(item, f"{path}[{index}]")
     else:
         yield path, value
-
-
-@lru_cache(maxsize=1_024)
-def _secret_in_model(model: type[BaseModel]) -> str | None:
-    """The path of the first field, here or in a nested type, whose type is one of pydantic's secrets."""
-    return _secret_in(model, set())
-
-
-def _secret_in(annotation: object, seen: set[type]) -> str | None:
-    annotation = getattr(annotation, "__value__", getattr(annotation, "__supertype__", annotation))
-    kind = get_origin(annotation) or annotation
-    if isinstance(kind, type) and kind not in seen:
-        if issubclass(kind, _SECRETS):
-            return ""
-        seen.add(kind)
-        for name, member in _members_of(kind).items():
-            found = _secret_in(member, seen)
-            if found is not None:
-                return f".{name}{found}"
-    for argument in get_args(annotation):
-        found = _secret_in(argument, seen)
-        if found is not None:
-            return found
-    return None
-
-
-def _members_of(kind: type) -> Mapping[str, object]:
-    if issubclass(kind, BaseModel):
-        return {name: field.annotation for name, field in kind.model_fields.items()}
-    if is_dataclass(kind) or is_typeddict(kind) or issubclass(kind, tuple):
-        # A name that cannot be resolved here could not be validated by pydantic either.
-        with suppress(NameError, TypeError):
-            return get_type_hints(kind, include_extras=True)
-    return {}

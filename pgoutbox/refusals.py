@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from pgoutbox.dispatch import Context
+from pgoutbox.handlers import Context
 from pgoutbox.store import Verdict
 from pgoutbox.telemetry import Event, Telemetry
 

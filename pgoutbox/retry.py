@@ -72,3 +72,10 @@ class RetryPolicy:
 def _check_seconds(name: str, value: float) -> None:
     if not (math.isfinite(value) and 0 <= value <= MAX_DELAY_SECONDS):
         raise ConfigurationError(f"{name}={value}: must be from 0 to {MAX_DELAY_SECONDS:.0f} seconds (30 days)")
+
+
+def bounded_delay(seconds: float) -> float:
+    """A delay that a handler asked for, made finite and kept within 0 and 30 days."""
+    if not math.isfinite(seconds):
+        return MAX_DELAY_SECONDS
+    return min(max(seconds, 0.0), MAX_DELAY_SECONDS)

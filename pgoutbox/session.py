@@ -13,8 +13,8 @@ from psycopg.errors import DeadlockDetected, SerializationFailure
 from psycopg.rows import TupleRow
 
 from pgoutbox import connections, sql
+from pgoutbox.server import ServerFacts, judge_schema, judge_server
 from pgoutbox.settings import Settings
-from pgoutbox.store import ServerFacts, judge_schema, judge_server
 
 Progress = Callable[[int], object]
 """Called after each committed batch with the number of messages done so far."""

@@ -14,15 +14,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Final, Protocol
 
-from pgoutbox.dispatch import Context, describe
+from pgoutbox.handlers import Context
 from pgoutbox.measures import Attempted
-from pgoutbox.message import Outcome, Permanent, Transient
+from pgoutbox.message import Permanent, Transient
+from pgoutbox.results import ABANDONED, RELEASED, Ending, Runner, Work
 from pgoutbox.telemetry import Event, Telemetry
+from pgoutbox.text import describe
 
 # How long attempts that end at once may follow each other before they yield to the event loop.
 _TURN_SECONDS = 0.005
@@ -30,36 +30,6 @@ _TURN_SECONDS = 0.005
 _RETURN_SECONDS = 0.1
 # How long measurements are collected: one report of many costs a fraction of many reports.
 _MEASURE_SECONDS = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class Released:
-    """The attempt did not run, or the worker's shutdown stopped it: pending again, no attempt used up."""
-
-
-@dataclass(frozen=True, slots=True)
-class AlreadyFinished:
-    """The attempt wrote its own end, in the handler's transaction, or no longer has a message."""
-
-
-@dataclass(frozen=True, slots=True)
-class Abandoned:
-    """The worker ends and the handler goes on: no outcome may be written, and the lease is left to lapse."""
-
-
-RELEASED: Final = Released()
-ALREADY_FINISHED: Final = AlreadyFinished()
-ABANDONED: Final = Abandoned()
-Ending = Outcome | Released | AlreadyFinished | Abandoned
-
-Work = Sequence[Context]
-ThreadWatch = Callable[[Future[object]], None]
-
-
-class Runner(Protocol):
-    """Runs the attempts of one piece of work: one message, or a batch of one handler."""
-
-    def __call__(self, work: Work, watch_thread: ThreadWatch) -> Awaitable[Sequence[Ending]]: ...
 
 
 class _Slot:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from pgoutbox.slots import Work
+from pgoutbox.results import Work
 from pgoutbox.telemetry import Event, Telemetry
 
 _BLOCKED_SECONDS: Final = 2.0

@@ -14,8 +14,10 @@ from typing import Any, Final, NamedTuple, TypeAlias, TypeVar, cast, overload
 
 from pgoutbox import sql
 from pgoutbox.adapters import AsyncAdapter, Call, ItemRefusedError, Rows, SyncAdapter
-from pgoutbox.drafts import Draft, Fanout, Topic, check_key, check_name, check_whole, chunks
+from pgoutbox.drafts import Draft, Fanout, chunks
 from pgoutbox.errors import PayloadError, TransactionError
+from pgoutbox.options import check_key, check_name, check_whole
+from pgoutbox.topics import Topic
 
 R = TypeVar("R")
 

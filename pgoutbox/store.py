@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import re
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -19,13 +18,12 @@ import psycopg
 from psycopg.rows import TupleRow
 
 from pgoutbox import sql
-from pgoutbox.errors import ConfigurationError, SchemaError
 from pgoutbox.link import Link, is_of_a_row
 from pgoutbox.message import AttemptOutcome, ReasonCode, State
 from pgoutbox.round_trip import Step
+from pgoutbox.server import ServerFacts, judge_schema, judge_server
 from pgoutbox.settings import Settings
 
-REQUIRED_SCHEMA_VERSION: Final = 3
 _LOCKED_PAUSE_SECONDS = 0.02
 _PASS_OVER_SECONDS = 1.0
 _PERMIT_PAUSE_SECONDS = 0.25
@@ -33,18 +31,6 @@ _MAX_ID = 2**63 - 1
 _SENDING: Final = State.SENDING  # Looking up an enum member costs more than a comparison.
 _RETENTION_SECONDS = 30.0
 _SHOWN_NAME_LENGTH = 48  # With "pgoutbox claim " the 63 bytes that PostgreSQL keeps of an application_name.
-MINIMUM_SERVER_VERSION: Final = 150_000
-MIGRATE_HINT: Final = "run: pgoutbox migrate (or: alembic upgrade heads, where your application's history includes it)"
-
-
-class ServerFacts(NamedTuple):
-    """Facts about the server."""
-
-    server_version: int
-    in_recovery: bool
-    read_only: bool
-    encoding: str
-    has_schema: bool
 
 
 class ClaimedRow(NamedTuple):
@@ -592,42 +578,6 @@ async def check_server(link: Link) -> None:
     judge_server(ServerFacts._make(facts), writes=True)
     ((found,),) = await link.fetch(sql.SCHEMA_VERSION, {})
     judge_schema(found)
-
-
-def judge_server(facts: ServerFacts, *, writes: bool) -> None:
-    """Raise `ConfigurationError` or `SchemaError` for a server without read access, or with `writes` write access."""
-    if facts.server_version < MINIMUM_SERVER_VERSION:
-        raise ConfigurationError(f"PostgreSQL {facts.server_version // 10_000} is too old: pgoutbox needs 15 or newer")
-    if facts.in_recovery and writes:
-        raise ConfigurationError("PGOUTBOX_DSN leads to a standby, which cannot be written: give the primary's")
-    if facts.read_only and writes:
-        raise ConfigurationError("PGOUTBOX_DSN leads to a read-only session: check default_transaction_read_only")
-    if facts.encoding != "UTF8":
-        raise ConfigurationError(f"the database's encoding is {facts.encoding}: pgoutbox needs UTF8")
-    if not facts.has_schema:
-        raise SchemaError(f"the database has no schema pgoutbox; {MIGRATE_HINT}")
-
-
-def judge_schema(version: int) -> None:
-    """Raise `SchemaError` for a schema older than this package needs."""
-    if version < REQUIRED_SCHEMA_VERSION:
-        raise SchemaError(
-            f"the schema pgoutbox has version {version}, this package needs {REQUIRED_SCHEMA_VERSION}; {MIGRATE_HINT}"
-        )
-
-
-def missing_object(message: str) -> SchemaError | None:
-    """The error for PostgreSQL's message about a missing relation, function or schema of pgoutbox.
-
-    None if the name does not belong to pgoutbox. The message contains the name in every language of the server.
-    """
-    name = re.search(r"\bpgoutbox(\.\w+)?", message)
-    if name is None:
-        return None
-    return SchemaError(
-        f"{name[0]} does not exist: if the schema is missing or too old, {MIGRATE_HINT}; "
-        "if only a part of it is missing, restore that from a backup. `pgoutbox doctor` lists what is missing"
-    )
 
 
 async def renew(

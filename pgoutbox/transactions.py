@@ -16,12 +16,14 @@ import psycopg
 import psycopg_pool
 from psycopg.rows import TupleRow
 
+from pgoutbox.clock import elapsed_clock
 from pgoutbox.connections import AsyncConnection, Connection, conninfo_for
-from pgoutbox.dispatch import Context, Dispatcher, SyncContext, elapsed_clock, in_thread, outcome_of_error
+from pgoutbox.dispatch import Dispatcher, in_thread, outcome_of_error
 from pgoutbox.errors import LeaseLostError
+from pgoutbox.handlers import Context, SyncContext
 from pgoutbox.message import Message, Outcome, Sent, Snooze, Transient
+from pgoutbox.results import ALREADY_FINISHED, Ending, ThreadWatch, Work
 from pgoutbox.settings import Settings
-from pgoutbox.slots import ALREADY_FINISHED, Ending, ThreadWatch, Work
 from pgoutbox.store import Store, complete_within, complete_within_sync
 
 # What one handler sets in its session is not to reach the next one.

@@ -27,12 +27,13 @@ import psycopg
 from pgoutbox.alert import ALERT_TOPIC, alert_handler
 from pgoutbox.attempts import Attempts
 from pgoutbox.claims import Claims
-from pgoutbox.dispatch import Context, elapsed_clock
+from pgoutbox.clock import elapsed_clock
 from pgoutbox.django_orm import DjangoConnections
 from pgoutbox.doorbell import Bell, Doorbell, post_keys
 from pgoutbox.encryption import keyring_of
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.finisher import Finisher
+from pgoutbox.handlers import Context
 from pgoutbox.intake import Intake
 from pgoutbox.lanes import Queues, QueueShare
 from pgoutbox.lease import LeaseKeeper
@@ -41,8 +42,9 @@ from pgoutbox.measures import Vitals
 from pgoutbox.observer import Observer
 from pgoutbox.outage import Outage
 from pgoutbox.outbox import Outbox
+from pgoutbox.results import ABANDONED
 from pgoutbox.settings import Settings
-from pgoutbox.slots import ABANDONED, Slots
+from pgoutbox.slots import Slots
 from pgoutbox.stall import StallWatch
 from pgoutbox.store import ClaimedRow, Store
 from pgoutbox.telemetry import Event, Telemetry

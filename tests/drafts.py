@@ -8,13 +8,9 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ConfigDict, Field, computed_field
 
-from pgoutbox.drafts import (
-    Draft,
-    NewMessage,
-    Topic,
-    prepare,
-)
+from pgoutbox.drafts import Draft, prepare
 from pgoutbox.errors import PayloadError
+from pgoutbox.topics import NewMessage, Topic
 
 LIMIT = 1_000_000
 DEFAULT = 7

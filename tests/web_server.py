@@ -20,8 +20,8 @@ from starlette.routing import Mount, Route
 from pgoutbox.settings import load_settings
 from pgoutbox.web import dashboard, database
 from pgoutbox.web.access import FORM, Access, operators_only, protect
-from pgoutbox.web.rendering import ROOT, VIEWER
 from pgoutbox.web.server import Server
+from pgoutbox.web.types import ROOT, VIEWER
 from tests import outbox_actions
 from tests.waiting import PROCESS_PATIENCE_SECONDS
 

@@ -19,7 +19,7 @@ from pydantic import JsonValue
 
 from benchmarks.options import RETRY_NUMBER, TOPIC
 from benchmarks.programs.lifeline import Meter, Tally, after, before, hold_lifeline, replace_method, say, wait_for_go
-from pgoutbox.dispatch import Context, SyncContext
+from pgoutbox.handlers import Context, SyncContext
 from pgoutbox.lanes import parse_queues
 from pgoutbox.message import Message
 from pgoutbox.outbox import Outbox

@@ -11,9 +11,9 @@ import psycopg
 
 from benchmarks.options import TOPIC
 from benchmarks.programs.lifeline import hold_lifeline, say
-from pgoutbox.drafts import NewMessage
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import load_settings
+from pgoutbox.topics import NewMessage
 
 
 def main() -> int:

@@ -15,7 +15,7 @@ import time
 
 from benchmarks.options import TOPIC
 from benchmarks.programs.lifeline import hold_lifeline, say
-from pgoutbox.dispatch import Context
+from pgoutbox.handlers import Context
 from pgoutbox.message import Message, Transient
 from pgoutbox.outbox import Outbox
 from pgoutbox.retry import RetryPolicy

@@ -45,8 +45,9 @@ from pgoutbox.console import (
     print_table,
     print_warning,
 )
-from pgoutbox.drafts import CoalesceRule, Topic, check_name
+from pgoutbox.options import check_name
 from pgoutbox.outbox import Outbox
+from pgoutbox.topics import CoalesceRule, Topic
 
 if TYPE_CHECKING:
     pass

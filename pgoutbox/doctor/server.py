@@ -13,7 +13,7 @@ from pgoutbox import sql
 from pgoutbox.doctor.findings import Note, counted, duration, listed, ok, one_line, problem, said, skipped, warning
 from pgoutbox.doctor.patient import Patient, connected, run
 from pgoutbox.errors import SchemaError
-from pgoutbox.store import MIGRATE_HINT, MINIMUM_SERVER_VERSION, judge_schema
+from pgoutbox.server import MIGRATE_HINT, MINIMUM_SERVER_VERSION, judge_schema
 
 _POOLER_TRIALS = 3
 

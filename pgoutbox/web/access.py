@@ -14,7 +14,6 @@ import logging
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple, Self, TypeAlias
 from urllib.parse import parse_qsl, quote, urlsplit
 
@@ -26,7 +25,8 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.telemetry import Event, Telemetry
 from pgoutbox.web.credentials import Brake, Credentials, Person, Role, Session, Sessions, people_of, sign
-from pgoutbox.web.rendering import ROOT, VIEWER, render
+from pgoutbox.web.rendering import render
+from pgoutbox.web.types import ROOT, VIEWER, Viewer
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -57,20 +57,6 @@ SECURITY_HEADERS: Final[Mapping[str, str]] = {
 }
 
 _logger = logging.getLogger("pgoutbox.web")
-
-
-@dataclass(frozen=True, slots=True)
-class Viewer:
-    """Who makes the request: `request.scope["pgoutbox.viewer"]` on every page that needs somebody.
-
-    `origin` says from where, for the table `audit`. Forms that POST carry `csrf_token`.
-    """
-
-    name: str
-    role: Role
-    csrf_token: str = field(default="", repr=False)
-    origin: str = ""
-    can_sign_out: bool = False
 
 
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
-    from pgoutbox.web.database import Connection
+    from pgoutbox.web.types import Connection
 
     _T = TypeVar("_T")
 

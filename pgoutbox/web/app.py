@@ -21,7 +21,8 @@ from pgoutbox.web.access import Access, protect
 from pgoutbox.web.dashboard import Dashboard
 from pgoutbox.web.database import RefusedError, UnavailableError
 from pgoutbox.web.inputs import InputError
-from pgoutbox.web.rendering import ROOT, render
+from pgoutbox.web.rendering import render
+from pgoutbox.web.types import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping

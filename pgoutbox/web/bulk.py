@@ -24,16 +24,16 @@ from pgoutbox.message import State
 from pgoutbox.telemetry import Event
 from pgoutbox.web.database import RefusedError
 from pgoutbox.web.reads import GROUP_ROWS, Search, newest_id, search_ahead
+from pgoutbox.web.types import BulkAction
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pgoutbox.web.access import Viewer
-    from pgoutbox.web.database import Connection, Database
+    from pgoutbox.web.database import Database
+    from pgoutbox.web.types import Connection, Viewer
 
 logger = logging.getLogger(__name__)
 
-BulkAction = Literal["redrive", "cancel"]
 
 MAX_MESSAGES: Final = 1_000_000
 _AT_ONCE: Final = 2

@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 
     from pgoutbox.outbox import Outbox
     from pgoutbox.settings import Settings
-    from pgoutbox.web.access import Viewer
     from pgoutbox.web.charts import TopicFailures
-    from pgoutbox.web.database import Connection
+    from pgoutbox.web.types import Connection, Viewer
 
 # So long the numbers of the overview are the same for all who look: they all ask at once when something changes.
 _FRESH_SECONDS: Final = 1.0

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import anyio
 import anyio.to_thread
 import psycopg
-from psycopg.rows import TupleRow
 
 from pgoutbox import session, sql
 from pgoutbox.audit import Actor, acting_as
 from pgoutbox.connections import break_socket
 from pgoutbox.errors import ConfigurationError, PgOutboxError, SchemaError
+from pgoutbox.web.types import Connection
 
 if TYPE_CHECKING:
     from pgoutbox.settings import Settings
-    from pgoutbox.web.access import Viewer
+    from pgoutbox.web.types import Viewer
 
 STATEMENT_SECONDS: Final = 2.0
 ANSWER_SECONDS: Final = 10.0
@@ -33,7 +33,6 @@ _CONNECT_SECONDS: Final = 3
 _AT_ONCE: Final = 4
 
 _T = TypeVar("_T")
-Connection = psycopg.Connection[TupleRow]
 
 
 class UnavailableError(PgOutboxError):

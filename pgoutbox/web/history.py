@@ -20,7 +20,7 @@ from pgoutbox.message import State
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from pgoutbox.web.database import Connection
+    from pgoutbox.web.types import Connection
 
 MINUTES: Final = 60
 _STEP: Final = 5

@@ -18,7 +18,7 @@ from pgoutbox.operations import MessageFilter, Rate
 if TYPE_CHECKING:
     from starlette.requests import Request
 
-    from pgoutbox.web.bulk import BulkAction
+    from pgoutbox.web.types import BulkAction
 
 MAX_ID: Final = 2**63 - 1
 MAX_LIMIT: Final = 200

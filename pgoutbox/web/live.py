@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from pgoutbox.settings import Settings
-    from pgoutbox.web.access import Viewer
+    from pgoutbox.web.types import Viewer
 
 logger = logging.getLogger(__name__)
 

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
-    from pgoutbox.web.bulk import BulkAction
-    from pgoutbox.web.database import Connection
+    from pgoutbox.web.types import BulkAction, Connection
 
 # What a page says after an act that it led to.
 _DONE: Final[Mapping[str, str]] = {

@@ -14,7 +14,7 @@ from pgoutbox.operations import AuditRow, ListedMessage, MessageFilter, list_act
 from pgoutbox.redaction import redact_text
 
 if TYPE_CHECKING:
-    from pgoutbox.web.database import Connection
+    from pgoutbox.web.types import Connection
 
 CAP: Final = 10_000
 QUEUE_CAP: Final = 1_000

@@ -17,12 +17,11 @@ from starlette.responses import HTMLResponse
 
 from pgoutbox.operations import JsonText
 from pgoutbox.web.inputs import is_queue_name
+from pgoutbox.web.types import ROOT, VIEWER
 
 if TYPE_CHECKING:
     from starlette.requests import Request
 
-ROOT: Final = "pgoutbox.root"
-VIEWER: Final = "pgoutbox.viewer"
 
 # Control characters, line separators that are none in HTML, and what turns the direction of the text around it.
 _INVISIBLE: Final = re.compile(

@@ -19,7 +19,7 @@ import psycopg
 import pytest
 
 from pgoutbox import Outbox
-from pgoutbox.dispatch import Context
+from pgoutbox.handlers import Context
 from pgoutbox.message import Message, Snooze
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.telemetry import Event

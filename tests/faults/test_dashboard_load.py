@@ -16,7 +16,7 @@ from psycopg.conninfo import conninfo_to_dict
 from starlette.routing import Match, Route
 
 from pgoutbox import Outbox, RetryPolicy
-from pgoutbox.dispatch import Context
+from pgoutbox.handlers import Context
 from pgoutbox.message import Message, Permanent, Transient
 from pgoutbox.web import create_app, live, pages
 from tests.outbox_actions import WatchedWorker, attempts_of, enqueue, row_of, running, settings_for

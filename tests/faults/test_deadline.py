@@ -10,7 +10,7 @@ import pytest
 
 from pgoutbox import Message, Outbox, RetryPolicy, connections, session
 from pgoutbox.connections import deadline
-from pgoutbox.dispatch import Context, SyncContext
+from pgoutbox.handlers import Context, SyncContext
 from pgoutbox.link import Link
 from pgoutbox.message import State
 from pgoutbox.worker import Worker

@@ -9,7 +9,7 @@ import pytest
 from psycopg.conninfo import make_conninfo
 
 from pgoutbox import Outbox
-from pgoutbox.dispatch import Context
+from pgoutbox.handlers import Context
 from pgoutbox.link import Link, StrandedError
 from pgoutbox.message import Message, State
 from pgoutbox.worker import Worker

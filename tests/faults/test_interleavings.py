@@ -23,8 +23,8 @@ import pytest
 
 from pgoutbox import Outbox, maintenance, operations, session, sql
 from pgoutbox.claims import Claims
-from pgoutbox.dispatch import Context
 from pgoutbox.errors import MessageNotFoundError, StateError
+from pgoutbox.handlers import Context
 from pgoutbox.message import FINAL_STATES, AttemptOutcome, Message, State
 from pgoutbox.operations import RedriveResult
 from pgoutbox.retry import RetryPolicy

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pgoutbox import Outbox
-from pgoutbox.dispatch import Context
 from pgoutbox.errors import PgOutboxError
+from pgoutbox.handlers import Context
 from pgoutbox.lease import LeaseKeeper
 from pgoutbox.message import Message
 from pgoutbox.worker import Worker

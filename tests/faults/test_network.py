@@ -22,7 +22,7 @@ import psycopg
 import pytest
 
 from pgoutbox import Outbox
-from pgoutbox.dispatch import Context
+from pgoutbox.handlers import Context
 from pgoutbox.message import Message
 from pgoutbox.telemetry import Event
 from pgoutbox.worker import Worker

@@ -13,7 +13,7 @@ import psycopg
 import pytest
 
 from pgoutbox import Outbox, operations, session
-from pgoutbox.dispatch import Context
+from pgoutbox.handlers import Context
 from pgoutbox.message import Message, State
 from pgoutbox.telemetry import Event
 from pgoutbox.worker import Worker

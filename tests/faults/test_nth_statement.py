@@ -17,7 +17,7 @@ import psycopg
 import pytest
 
 from pgoutbox import EnqueuedMany, NewMessage, Outbox, maintenance, migrate, operations, session
-from pgoutbox.dispatch import Context, SyncContext
+from pgoutbox.handlers import Context, SyncContext
 from pgoutbox.link import Link
 from pgoutbox.message import Message, Permanent, Snooze, State, Transient
 from pgoutbox.retry import RetryPolicy

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from pgoutbox.dispatch import Context
+    from pgoutbox.handlers import Context
 
 # Everything that operators are answered, and nothing else: done, what the message is already, and what was pruned.
 ANSWERS: Final = {

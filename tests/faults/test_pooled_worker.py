@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pgoutbox import Outbox, operations, session
-from pgoutbox.dispatch import Context
+from pgoutbox.handlers import Context
 from pgoutbox.link import Link
 from pgoutbox.message import Message, State
 from pgoutbox.worker import Worker

@@ -20,7 +20,7 @@ import psycopg
 import pytest
 
 from pgoutbox import Outbox
-from pgoutbox.dispatch import Context, SyncContext
+from pgoutbox.handlers import Context, SyncContext
 from pgoutbox.message import Message
 from pgoutbox.processes import supervise
 from pgoutbox.retry import RetryPolicy

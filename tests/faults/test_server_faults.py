@@ -41,7 +41,7 @@ from tests.waiting import until, wait_until
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
-    from pgoutbox.dispatch import OnUnknown
+    from pgoutbox.handlers import OnUnknown
     from tests.conftest import Connect
     from tests.faults.ledger import Verdict
     from tests.worker_process import WorkerProcess

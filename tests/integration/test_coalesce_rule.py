@@ -20,9 +20,9 @@ from tests.waiting import until
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pgoutbox.dispatch import Context
-    from pgoutbox.drafts import CoalesceRule
+    from pgoutbox.handlers import Context
     from pgoutbox.message import Message
+    from pgoutbox.topics import CoalesceRule
     from tests.conftest import Connect
 
 

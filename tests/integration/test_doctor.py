@@ -40,7 +40,7 @@ from tests.waiting import wait_until
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from pgoutbox.dispatch import Context
+    from pgoutbox.handlers import Context
     from tests.conftest import Connect, Server
 
 pooled_dsn = test_regressions.pooled_dsn

@@ -12,8 +12,9 @@ import psycopg.sql
 import pytest
 
 from pgoutbox import Outbox, sql
-from pgoutbox.dispatch import Context, elapsed_clock
+from pgoutbox.clock import elapsed_clock
 from pgoutbox.doorbell import Bell, Doorbell
+from pgoutbox.handlers import Context
 from pgoutbox.lanes import parse_queues
 from pgoutbox.message import Message, State, Transient
 from pgoutbox.retry import RetryPolicy

@@ -12,15 +12,15 @@ from pydantic import BaseModel, SecretStr
 from typing_extensions import Unpack
 
 from pgoutbox import Outbox, PayloadError, operations, session
-from pgoutbox.dispatch import Context, SyncContext
-from pgoutbox.drafts import NewMessage
 from pgoutbox.encryption import SEALED, Identity, Keyring
 from pgoutbox.errors import ConfigurationError, DuplicateError
+from pgoutbox.handlers import Context, SyncContext
 from pgoutbox.message import Message
 from pgoutbox.outbox import MessageOptions
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.steps import Enqueued
 from pgoutbox.testing import OutboxDriver
+from pgoutbox.topics import NewMessage
 from pgoutbox.worker import Worker
 from tests.outbox_actions import attempts_of, enqueue, make_due, row_of, settings_for, state_of
 

@@ -36,7 +36,7 @@ from tests.waiting import until
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pgoutbox.dispatch import OnUnknown
+    from pgoutbox.handlers import OnUnknown
     from pgoutbox.message import Outcome
 
 

@@ -22,8 +22,8 @@ import pytest
 
 import pgoutbox.worker
 from pgoutbox import Outbox, sql
-from pgoutbox.dispatch import Context
 from pgoutbox.doorbell import Bell, Doorbell
+from pgoutbox.handlers import Context
 from pgoutbox.link import Link
 from pgoutbox.message import AttemptOutcome, Message, State
 from pgoutbox.store import Verdict

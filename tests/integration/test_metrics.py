@@ -14,8 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 
 from pgoutbox import Outbox, RetryPolicy, sql
 from pgoutbox.backlog import Backlog
-from pgoutbox.dispatch import Context, SyncContext
 from pgoutbox.errors import ConfigurationError
+from pgoutbox.handlers import Context, SyncContext
 from pgoutbox.measures import (
     MESSAGES,
     OF_THE_DATABASE,

@@ -33,7 +33,7 @@ from tests.waiting import until
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pgoutbox.dispatch import Context
+    from pgoutbox.handlers import Context
     from tests.conftest import Connect
 
 

@@ -10,8 +10,8 @@ import psycopg
 import pytest
 
 from pgoutbox import Outbox, operations, sql
-from pgoutbox.dispatch import Context
 from pgoutbox.errors import MessageNotFoundError
+from pgoutbox.handlers import Context
 from pgoutbox.lanes import parse_queues
 from pgoutbox.message import AttemptOutcome, Message, State, Transient
 from pgoutbox.retry import RetryPolicy

@@ -13,7 +13,7 @@ import pytest
 from cryptography.fernet import Fernet
 
 from pgoutbox import Outbox
-from pgoutbox.dispatch import Context, SyncContext
+from pgoutbox.handlers import Context, SyncContext
 from pgoutbox.message import Message, Permanent, Skip
 from pgoutbox.outbox import MessageOptions
 from pgoutbox.retry import RetryPolicy

@@ -20,7 +20,7 @@ import pytest
 import pgoutbox.worker
 from pgoutbox import Outbox
 from pgoutbox.claims import Claims
-from pgoutbox.dispatch import Context, SyncContext
+from pgoutbox.handlers import Context, SyncContext
 from pgoutbox.message import Message, Outcome, Permanent, Sent, State, Transient
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.store import Store

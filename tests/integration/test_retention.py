@@ -17,7 +17,7 @@ import pytest
 import pgoutbox.worker
 from pgoutbox import Outbox, sql
 from pgoutbox.cli import main
-from pgoutbox.dispatch import Context, SyncContext
+from pgoutbox.handlers import Context, SyncContext
 from pgoutbox.link import Link
 from pgoutbox.maintenance import set_retention
 from pgoutbox.message import Message, Outcome, Permanent, Skip, State, Transient

@@ -15,9 +15,9 @@ from psycopg.types.json import Jsonb
 
 from pgoutbox import Message, Outbox, migrate
 from pgoutbox.cli import main
-from pgoutbox.dispatch import Context, SyncContext
 from pgoutbox.doctor import Level, examine
 from pgoutbox.errors import ConfigurationError
+from pgoutbox.handlers import Context, SyncContext
 from pgoutbox.message import State
 from pgoutbox.settings import load_settings
 from pgoutbox.web import create_app

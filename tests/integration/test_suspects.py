@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     import psycopg
 
-    from pgoutbox.dispatch import Context
+    from pgoutbox.handlers import Context
     from pgoutbox.store import ClaimedRow
 
 

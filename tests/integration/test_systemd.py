@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pgoutbox import systemd
-from pgoutbox.dispatch import Context
+from pgoutbox.handlers import Context
 from pgoutbox.message import Message
 from pgoutbox.worker import Worker
 from tests.outbox_actions import running

@@ -13,9 +13,10 @@ import pytest
 
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.settings import load_settings
-from pgoutbox.web.access import LOOPBACK_NAMES, Access, Authenticate, Viewer
+from pgoutbox.web.access import LOOPBACK_NAMES, Access, Authenticate
 from pgoutbox.web.credentials import Brake
 from pgoutbox.web.server import _ImpatientProtocol
+from pgoutbox.web.types import Viewer
 from tests.waiting import PROCESS_PATIENCE_SECONDS
 from tests.web_server import CANARY, OPERATOR_TOKEN, PAGE, VIEWER_TOKEN, Pages, RawConnection, serving, web_settings
 

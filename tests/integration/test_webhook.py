@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     import psycopg
 
-    from pgoutbox.dispatch import Context
+    from pgoutbox.handlers import Context
     from pgoutbox.message import Message
 
     Open = Callable[..., WebhookTransport]

@@ -23,9 +23,9 @@ import pytest
 import pgoutbox.worker
 from pgoutbox import Outbox, operations, sql
 from pgoutbox.claims import Claims
-from pgoutbox.dispatch import Context, SyncContext
 from pgoutbox.doorbell import post_keys
 from pgoutbox.errors import ConfigurationError, LeaseLostError
+from pgoutbox.handlers import Context, SyncContext
 from pgoutbox.lanes import parse_queues
 from pgoutbox.link import Link
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Skip, Snooze, State, Transient

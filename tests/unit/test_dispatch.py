@@ -10,25 +10,18 @@ from typing import TYPE_CHECKING, cast
 import pytest
 from pydantic import BaseModel
 
-from pgoutbox.dispatch import (
-    MAX_TEXT_LENGTH,
-    Context,
-    Dispatcher,
-    Handler,
-    SyncContext,
-    bounded_delay,
-    clean_text,
-    describe,
-    elapsed_clock,
-)
+from pgoutbox.clock import elapsed_clock
+from pgoutbox.dispatch import Dispatcher
 from pgoutbox.errors import ConfigurationError
+from pgoutbox.handlers import Context, Handler, SyncContext
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Skip, Transient, Unavailable
-from pgoutbox.retry import MAX_DELAY_SECONDS, RetryPolicy
+from pgoutbox.retry import MAX_DELAY_SECONDS, RetryPolicy, bounded_delay
+from pgoutbox.text import MAX_TEXT_LENGTH, clean_text, describe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from pgoutbox.dispatch import OnUnknown
+    from pgoutbox.handlers import OnUnknown
     from pgoutbox.transports import Content, Transport
 
 

@@ -11,20 +11,11 @@ from typing import Any
 import psycopg
 import pytest
 
-from pgoutbox.drafts import (
-    CHUNK_ROWS,
-    Draft,
-    NewMessage,
-    Topic,
-    carrying,
-    check_key,
-    check_name,
-    check_whole,
-    chunks,
-    text_array,
-)
+from pgoutbox.drafts import CHUNK_ROWS, Draft, carrying, chunks, text_array
 from pgoutbox.errors import ConfigurationError, PayloadError
+from pgoutbox.options import check_key, check_name, check_whole
 from pgoutbox.retry import RetryPolicy
+from pgoutbox.topics import NewMessage, Topic
 from tests.drafts import DEFAULT, Account, draft_of, refusal
 
 HUGE = pytest.param(10**5000, id="5001 digits")  # More than Python will write.

@@ -11,11 +11,12 @@ from cryptography.fernet import Fernet
 from pydantic import JsonValue, SecretStr
 from typing_extensions import Unpack
 
-from pgoutbox.drafts import Draft, NewMessage, Topic, prepare
+from pgoutbox.drafts import Draft, prepare
 from pgoutbox.encryption import SEALED, Identity, Keyring, is_sealed, unseal
 from pgoutbox.errors import ConfigurationError, MissingExtraError, PayloadError
 from pgoutbox.message import Permanent, Transient
 from pgoutbox.outbox import MessageOptions
+from pgoutbox.topics import NewMessage, Topic
 
 CANARY = "c4n4ry-s3cret"
 OLD, NEW = Fernet.generate_key().decode(), Fernet.generate_key().decode()

@@ -27,11 +27,9 @@ from pydantic import (
 )
 from typing_extensions import TypedDict
 
-from pgoutbox.drafts import (
-    Topic,
-)
 from pgoutbox.errors import ConfigurationError, PayloadError
 from pgoutbox.payloads import MAX_DEPTH, Serializer, to_json
+from pgoutbox.topics import Topic
 from tests.drafts import LIMIT, Account, Address, draft_of, refusal
 
 NOW = datetime.now(UTC)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import pytest
 from pydantic import BaseModel, JsonValue, ValidationError
 
-from pgoutbox.drafts import Topic
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.redaction import REDACTED, REDACTED_NAMES, redact, redact_text
 from pgoutbox.settings import load_settings
+from pgoutbox.topics import Topic
 
 CANARY = "c4n4ry-s3cret"
 

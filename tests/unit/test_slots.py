@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pgoutbox.dispatch import Context, Handler, elapsed_clock
+from pgoutbox.clock import elapsed_clock
+from pgoutbox.handlers import Context, Handler
 from pgoutbox.message import Message, Sent, Transient
-from pgoutbox.slots import RELEASED, Ending, Slots, ThreadWatch, Work
+from pgoutbox.results import RELEASED, Ending, ThreadWatch, Work
+from pgoutbox.slots import Slots
 from pgoutbox.telemetry import Event, Telemetry
 from tests.waiting import until
 

@@ -1,0 +1,221 @@
+"""Checks of single options of topics and messages. Pure: no I/O, no statement.
+
+A mistake raises `PayloadError` with the path of the option.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import is_dataclass
+from datetime import MAXYEAR, UTC, datetime, timedelta
+from functools import lru_cache
+from typing import Final, get_args, get_origin, get_type_hints
+
+from pydantic import BaseModel, Secret, SecretBytes, SecretStr
+from pydantic_core import to_json as encode_json
+from typing_extensions import TypeVar, is_typeddict
+
+from pgoutbox.errors import PayloadError
+from pgoutbox.redaction import check_redacted_name
+from pgoutbox.text import check_storable, member, shown
+
+MAX_KEY_BYTES: Final = 512
+MAX_DESTINATION_BYTES: Final = 2_048
+MAX_HEADER_COUNT: Final = 64
+MAX_HEADER_BYTES: Final = 65_536
+MAX_ATTEMPTS_BOUND: Final = 10_000
+MAX_DELAY: Final = timedelta(days=3_650)
+SECRETS: Final = (Secret, SecretStr, SecretBytes)
+NO_SECRETS: Final = (
+    "holds a secret: secrets are minted at send time, not stored; enqueue what the handler needs to make it"
+)
+
+V = TypeVar("V")
+
+_NAME = re.compile(r"[a-z][a-z0-9_.-]{0,62}")
+_DESTINATION = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:[^\x00-\x1f\x7f-\x9f\u2028\u2029]+")
+_UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+
+# The application's clock may be hours wrong, and PostgreSQL's decides. Only what is wrong by more than a day is refused
+# here already, before a statement could fail.
+CLOCK_TOLERANCE: Final = timedelta(days=1)
+_MAX_AHEAD = timedelta(days=3_653)
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+def check_name(field: str, value: object) -> str:
+    """Return the name of a topic or a queue, if the SQL function accepts it."""
+    if not isinstance(value, str) or _NAME.fullmatch(value) is None:
+        raise PayloadError(
+            field,
+            f"must be 1 to 63 of a-z, 0-9, underscore, dot and hyphen, the first a letter, not {shown(value)}",
+        )
+    return value
+
+
+def check_key(field: str, value: object) -> str:
+    """A coalesce, dedupe or ordering key. An empty one is a mistake: strangers' messages would share it."""
+    if not isinstance(value, str):
+        raise PayloadError(field, f"must be text, not {type(value).__name__}")
+    if not value:
+        raise PayloadError(field, "must not be empty; pass None for no key")
+    if len(value) <= MAX_KEY_BYTES and value.isascii() and "\0" not in value:
+        return value
+    check_storable(field, value)
+    size = len(value.encode())
+    if size > MAX_KEY_BYTES:
+        raise PayloadError(field, f"has {size} bytes, the limit is {MAX_KEY_BYTES}")
+    return value
+
+
+def check_destination(field: str, value: object) -> str:
+    """Return a destination: a URI, which for `mailto:` names one recipient."""
+    if not isinstance(value, str):
+        raise PayloadError(field, f"must be text, not {type(value).__name__}")
+    check_storable(field, value)
+    if _DESTINATION.fullmatch(value) is None:
+        raise PayloadError(
+            field, f"must be a URI such as mailto:a@example.org, without control characters, not {shown(value)}"
+        )
+    if "," in value and value[:7].lower() == "mailto:":
+        raise PayloadError(
+            field, "must name one recipient, without a comma; enqueue one message for each, or render Email(to=[...])"
+        )
+    size = len(value.encode())
+    if size > MAX_DESTINATION_BYTES:
+        raise PayloadError(field, f"has {size} bytes, the limit is {MAX_DESTINATION_BYTES}")
+    return value
+
+
+def check_headers(field: str, value: object) -> str:
+    """Return the headers as JSON text."""
+    if not isinstance(value, Mapping):
+        raise PayloadError(field, f"must be a mapping of text to text, not {type(value).__name__}")
+    if len(value) > MAX_HEADER_COUNT:
+        raise PayloadError(field, f"has {len(value)} entries, the limit is {MAX_HEADER_COUNT}")
+    for name, text in value.items():
+        if not isinstance(name, str) or not name or _UNSAFE.search(name):
+            raise PayloadError(member(field, name), "a name must be text, not empty and without control characters")
+        if not isinstance(text, str) or _UNSAFE.search(text):
+            raise PayloadError(member(field, name), "must be text without control characters")
+    text = encode_json(dict(value)).decode()
+    size = len(text.encode())
+    if size > MAX_HEADER_BYTES:
+        raise PayloadError(field, f"has {size} bytes as JSON, the limit is {MAX_HEADER_BYTES}")
+    return text
+
+
+def check_whole(field: str, value: object, *, most: int) -> int:
+    """A whole number from 1 to `most`."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise PayloadError(field, f"must be a whole number from 1 to {most}, not {shown(value)}")
+    return value
+
+
+def check_redact(field: str, value: object) -> None:
+    """Check the names that a topic hides from people."""
+    if not isinstance(value, tuple):
+        raise PayloadError(field, f"must be a tuple of names, not {shown(value)}")
+    try:
+        for name in value:
+            check_redacted_name(name)
+    except ValueError as error:
+        raise PayloadError(field, str(error)) from None
+
+
+def check_max_attempts(field: str, value: object) -> int:
+    """Return a limit on the number of attempts."""
+    return check_whole(field, value, most=MAX_ATTEMPTS_BOUND)
+
+
+def check_delay(field: str, value: object) -> float:
+    """Return a delay in seconds, from a number of seconds or a timedelta."""
+    limit = MAX_DELAY.total_seconds()
+    if isinstance(value, timedelta):
+        seconds = value.total_seconds()
+    elif isinstance(value, (int, float)) and not isinstance(value, bool) and -1 < value <= limit:
+        seconds = float(value)
+    else:
+        seconds = math.nan
+    if not 0 <= seconds <= limit:
+        raise PayloadError(field, f"must be from 0 to {limit:.0f} seconds, or such a timedelta, not {shown(value)}")
+    return seconds
+
+
+def check_available_at(field: str, value: object) -> datetime:
+    """Return a due time in UTC, at most ten years ahead."""
+    moment = _moment(field, value)
+    if moment > datetime.now(UTC) + _MAX_AHEAD + CLOCK_TOLERANCE:
+        raise PayloadError(field, f"must not be more than 10 years ahead: {moment.isoformat()}")
+    return moment
+
+
+def check_expires_at(field: str, value: object) -> datetime:
+    """Return an expiry time in UTC. It must not be past, nor more than twenty years ahead."""
+    moment = _moment(field, value)
+    now = datetime.now(UTC)
+    if moment > now + 2 * _MAX_AHEAD:
+        raise PayloadError(field, f"must not be more than 20 years ahead: {moment.isoformat()}")
+    if moment < now - CLOCK_TOLERANCE:
+        raise PayloadError(field, f"is in the past: {moment.isoformat()}")
+    return moment
+
+
+def _moment(field: str, value: object) -> datetime:
+    if not isinstance(value, datetime):
+        raise PayloadError(field, f"must be a datetime, not {type(value).__name__}")
+    if value.utcoffset() is None:
+        raise PayloadError(field, f"timezone required: {value.isoformat()} is naive")
+    # Whatever is past means now, and years near the ends of the calendar have no equivalent in other time zones.
+    return max(value, _EPOCH).astimezone(UTC) if value.year < MAXYEAR else value
+
+
+def if_given(check: Callable[[str, object], V], field: str, value: object) -> V | None:
+    """Check an option unless it is None."""
+    return None if value is None else check(field, value)
+
+
+def check_model(field: str, model: object) -> None:
+    """Refuse a class that is not a pydantic model, and a model with a field for a secret."""
+    if not (isinstance(model, type) and issubclass(model, BaseModel)):
+        raise PayloadError(field, f"must be a pydantic model, not {shown(model)}")
+    secret = secret_in_model(model)
+    if secret is not None:
+        raise PayloadError(f"{field}{secret}", NO_SECRETS)
+
+
+@lru_cache(maxsize=1_024)
+def secret_in_model(model: type[BaseModel]) -> str | None:
+    """The path of the first field, here or in a nested type, whose type is one of pydantic's secrets."""
+    return _secret_in(model, set())
+
+
+def _secret_in(annotation: object, seen: set[type]) -> str | None:
+    annotation = getattr(annotation, "__value__", getattr(annotation, "__supertype__", annotation))
+    kind = get_origin(annotation) or annotation
+    if isinstance(kind, type) and kind not in seen:
+        if issubclass(kind, SECRETS):
+            return ""
+        seen.add(kind)
+        for name, member in _members_of(kind).items():
+            found = _secret_in(member, seen)
+            if found is not None:
+                return f".{name}{found}"
+    for argument in get_args(annotation):
+        found = _secret_in(argument, seen)
+        if found is not None:
+            return found
+    return None
+
+
+def _members_of(kind: type) -> Mapping[str, object]:
+    if issubclass(kind, BaseModel):
+        return {name: field.annotation for name, field in kind.model_fields.items()}
+    if is_dataclass(kind) or is_typeddict(kind) or issubclass(kind, tuple):
+        # A name that cannot be resolved here could not be validated by pydantic either.
+        with suppress(NameError, TypeError):
+            return get_type_hints(kind, include_extras=True)
+    return {}

@@ -1,0 +1,58 @@
+"""Which servers and schemas pgoutbox works with, and the errors for the others. Runs no statement."""
+
+from __future__ import annotations
+
+import re
+from typing import Final, NamedTuple
+
+from pgoutbox.errors import ConfigurationError, SchemaError
+
+MINIMUM_SERVER_VERSION: Final = 150_000
+REQUIRED_SCHEMA_VERSION: Final = 3
+MIGRATE_HINT: Final = "run: pgoutbox migrate (or: alembic upgrade heads, where your application's history includes it)"
+
+
+class ServerFacts(NamedTuple):
+    """Facts about the server."""
+
+    server_version: int
+    in_recovery: bool
+    read_only: bool
+    encoding: str
+    has_schema: bool
+
+
+def judge_server(facts: ServerFacts, *, writes: bool) -> None:
+    """Raise `ConfigurationError` or `SchemaError` for a server without read access, or with `writes` write access."""
+    if facts.server_version < MINIMUM_SERVER_VERSION:
+        raise ConfigurationError(f"PostgreSQL {facts.server_version // 10_000} is too old: pgoutbox needs 15 or newer")
+    if facts.in_recovery and writes:
+        raise ConfigurationError("PGOUTBOX_DSN leads to a standby, which cannot be written: give the primary's")
+    if facts.read_only and writes:
+        raise ConfigurationError("PGOUTBOX_DSN leads to a read-only session: check default_transaction_read_only")
+    if facts.encoding != "UTF8":
+        raise ConfigurationError(f"the database's encoding is {facts.encoding}: pgoutbox needs UTF8")
+    if not facts.has_schema:
+        raise SchemaError(f"the database has no schema pgoutbox; {MIGRATE_HINT}")
+
+
+def judge_schema(version: int) -> None:
+    """Raise `SchemaError` for a schema older than this package needs."""
+    if version < REQUIRED_SCHEMA_VERSION:
+        raise SchemaError(
+            f"the schema pgoutbox has version {version}, this package needs {REQUIRED_SCHEMA_VERSION}; {MIGRATE_HINT}"
+        )
+
+
+def missing_object(message: str) -> SchemaError | None:
+    """The error for PostgreSQL's message about a missing relation, function or schema of pgoutbox.
+
+    None if the name does not belong to pgoutbox. The message contains the name in every language of the server.
+    """
+    name = re.search(r"\bpgoutbox(\.\w+)?", message)
+    if name is None:
+        return None
+    return SchemaError(
+        f"{name[0]} does not exist: if the schema is missing or too old, {MIGRATE_HINT}; "
+        "if only a part of it is missing, restore that from a backup. `pgoutbox doctor` lists what is missing"
+    )

@@ -1,0 +1,54 @@
+"""Text that PostgreSQL can store, and the words for values and paths in errors."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Final
+
+from pgoutbox.errors import PayloadError
+
+MAX_TEXT_LENGTH: Final = 4_000
+_UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
+_PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,62}")
+_SHOWN_LENGTH = 80
+
+
+def describe(error: BaseException) -> str:
+    """The error's type and text, fit for the column `last_error`, whatever its `__str__` does."""
+    try:
+        text = str(error)
+    except BaseException as failure:  # noqa: BLE001 - an error that cannot be printed must not keep its message
+        text = f"(its text cannot be read: {type(failure).__name__})"
+    name = type(error).__name__
+    return clean_text(f"{name}: {text}" if text else name)
+
+
+def clean_text(text: str) -> str:
+    """Text that PostgreSQL can store: no NUL, no lone surrogates, at most 4000 characters."""
+    cut = text if len(text) <= MAX_TEXT_LENGTH else text[: MAX_TEXT_LENGTH - 1] + "…"
+    return cut.replace("\x00", "\\x00").encode("utf-8", "backslashreplace").decode("utf-8")[:MAX_TEXT_LENGTH]
+
+
+def check_storable(path: str, text: str) -> None:
+    """Refuse text that PostgreSQL cannot hold."""
+    found = _UNSTORABLE.search(text)
+    if found is not None:
+        what = "NUL" if found[0] == "\0" else f"lone surrogate U+{ord(found[0]):04X}"
+        raise PayloadError(path, f"{what} at character {found.start()} is not storable")
+
+
+def member(path: str, key: object) -> str:
+    """The path of one member of what has this path: `payload.user`, or `payload["first name"]`."""
+    if isinstance(key, str) and _PLAIN_KEY.fullmatch(key):
+        return f"{path}.{key}"
+    return f"{path}[{shown(key)}]"
+
+
+def shown(value: object) -> str:
+    """A value in the words of an error, not too long."""
+    try:
+        text = json.dumps(value) if isinstance(value, str) else repr(value)
+    except ValueError:  # An integer with more digits than Python will write.
+        text = type(value).__name__
+    return text if len(text) <= _SHOWN_LENGTH else f"{text[:_SHOWN_LENGTH]}..."
