@@ -30,8 +30,8 @@ from pgoutbox.transports import Content, Transport, breaker_key, scheme_of
 class Attempts:
     """Runs the attempts of one worker, and closes what they opened, the transports too.
 
-    `alert_queue` is where a breaker that opens enqueues its alert, `hold_topics` are those whose unknown outcomes are
-    for a person. `collect` takes the endings of those that end while others of their batch go on.
+    `alert_queue` is where a breaker that opens enqueues its alert.
+    `collect` takes the endings of those that end while others of their batch go on.
     """
 
     def __init__(
@@ -42,7 +42,6 @@ class Attempts:
         telemetry: Telemetry,
         *,
         alert_queue: str | None,
-        hold_topics: Sequence[str],
         collect: Callable[[Context, Ending], None],
     ) -> None:
         self._transports = transports
@@ -60,7 +59,6 @@ class Attempts:
             settings,
             telemetry,
             alert_queue=alert_queue,
-            hold_topics=hold_topics,
             hand_over=send,
         )
         self._dispatcher = Dispatcher(

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -108,15 +108,20 @@ class _Circuit:
         self.failure_count = 0
         self.window_sent_count = self.window_failed_count = 0
 
-    def snooze(self, at_least_seconds: float | None = None) -> Postponed:
-        """Until the time has come, and a bit, so that not everything comes back at once."""
+    def snooze(self, failure: Transient | Unavailable | None = None) -> Postponed:
+        """Postpone a message until the next probe and a little longer, so that not all messages come back at once.
+
+        With a `failure` of this message, at least until its `retry_after`.
+        """
         remaining = 0.0 if self.retry_at is None else self.retry_at - elapsed_clock()
-        delay = max(remaining if remaining > 0 else self.pause_seconds, at_least_seconds or 0.0)
+        at_least_seconds = 0.0 if failure is None else failure.retry_after or 0.0
+        delay = max(remaining if remaining > 0 else self.pause_seconds, at_least_seconds)
         return Postponed(
             delay + random.uniform(0, self.pause_seconds),  # noqa: S311 - spreads load, guards nothing
             f"circuit breaker {self.key} is open: {self.error}",
             code=ReasonCode.CIRCUIT_OPEN,
             breaker_key=self.key,
+            unknown_error=failure.error if isinstance(failure, Transient) and failure.unknown else None,
         )
 
     @property
@@ -143,9 +148,8 @@ def _failure_of(circuit: _Circuit, outcome: Outcome) -> Transient | Unavailable 
 class Breakers:
     """The circuit breakers of one worker.
 
-    With `alert_queue` the statement that opens or closes one also enqueues an announcement there. A message of
-    `hold_topics` that may have been handed over is not held back to be sent again. What may be sent is given to
-    `hand_over`.
+    With `alert_queue` the statement that opens or closes one also enqueues an announcement there. Each content that may
+    be sent is passed to `hand_over`.
     """
 
     def __init__(
@@ -156,7 +160,6 @@ class Breakers:
         telemetry: Telemetry,
         *,
         alert_queue: str | None = None,
-        hold_topics: Collection[str] = (),
         hand_over: Send = send_by,
     ) -> None:
         self._store = store
@@ -165,7 +168,6 @@ class Breakers:
         self._settings = settings
         self._telemetry = telemetry
         self._alert_queue = alert_queue
-        self._hold_topics = frozenset(hold_topics)
         self._circuits: dict[str, _Circuit] = {}
         self._couriers: dict[int, _Circuit] = {}
         self._looked_at: dict[str, float] = {}
@@ -314,12 +316,9 @@ class Breakers:
                 await self._learn(circuit, clean_text(failure.error), trips=True)
             else:
                 await self._note_failure(circuit, failure.error)
-            if circuit.retry_at is not None and not self._is_on_hold(message, failure):
-                return circuit.snooze(failure.retry_after)
+            if circuit.retry_at is not None:
+                return circuit.snooze(failure)
         return outcome
-
-    def _is_on_hold(self, message: Message[object], failure: Transient | Unavailable) -> bool:
-        return isinstance(failure, Transient) and failure.unknown and message.topic in self._hold_topics
 
     def _note_failure(self, circuit: _Circuit, error: str) -> Coroutine[object, object, None]:
         """Count a failure at once; what is to be awaited learns whether it is open."""
@@ -364,9 +363,9 @@ class Breakers:
         if row.probe_id is None:
             circuit.open(row)
             return circuit.snooze()
-        return await self._probe(circuit, row.probe_id, message, hand_over)
+        return await self._probe(circuit, row.probe_id, hand_over)
 
-    async def _probe(self, circuit: _Circuit, probe_id: str, message: Message[object], hand_over: HandOver) -> Outcome:
+    async def _probe(self, circuit: _Circuit, probe_id: str, hand_over: HandOver) -> Outcome:
         try:
             outcome = await self._hand_over(circuit, hand_over)
         except asyncio.CancelledError:
@@ -384,7 +383,7 @@ class Breakers:
             self._start(self._close(circuit.key, probe_id))
         elif (failure := _failure_of(circuit, outcome)) is not None:
             await self._reopen(circuit, probe_id, failure.error)
-            return outcome if self._is_on_hold(message, failure) else circuit.snooze(failure.retry_after)
+            return circuit.snooze(failure)
         else:
             self._start(self._release(circuit.key, probe_id))
         return outcome

@@ -88,7 +88,7 @@ class Dispatcher:
                     outcomes[message.id] = await self._conclude_safely(context, message, result)
                 except asyncio.CancelledError:
                     # What was sent was sent. This one may have been; those behind it were not.
-                    outcomes[message.id] = _interrupted(handler)
+                    outcomes[message.id] = Transient("stopped while it was being sent, outcome unknown", unknown=True)
                     outcomes = {m.id: Snooze(0) for m in messages} | outcomes
                     break
         return [outcomes[context.message.id] for context in contexts]
@@ -140,7 +140,7 @@ class Dispatcher:
             case Snooze():
                 return _with_a_pause(result)
             case Sent() | Transient() | Unavailable() | Permanent() | Skip():
-                return _unless_on_hold(context.handler, result)
+                return result
             case Content():
                 # The process may have been suspended since the handler began: ask before anything is handed over.
                 if context.overtaken is not None or context.leased_at < elapsed_clock() - self._lease_seconds / 2:
@@ -148,7 +148,7 @@ class Dispatcher:
                         await context.ensure_lease()
                     except (psycopg.Error, OSError):
                         return Snooze(0)  # Nothing was handed over, so no attempt is used up.
-                return _unless_on_hold(context.handler, await self.deliver(message, result))
+                return await self.deliver(message, result)
             case _:
                 return Permanent(
                     f"the handler returned a {type(result).__name__}; it must return None, an outcome, or a content "
@@ -172,18 +172,6 @@ class Dispatcher:
 async def send_by(transport: Transport, message: Message[object], content: Content) -> Outcome:
     """`transport.send`, as a function."""
     return await transport.send(message, content)
-
-
-def _unless_on_hold(handler: Handler, outcome: Outcome) -> Outcome:
-    """What may have been handed over is not tried again where that is for a person to find out."""
-    if isinstance(outcome, Transient) and outcome.unknown and handler.on_unknown == "hold":
-        return Permanent(outcome.error)
-    return outcome
-
-
-def _interrupted(handler: Handler) -> Outcome:
-    reason = "stopped while it was being sent, outcome unknown"
-    return Permanent(reason) if handler.on_unknown == "hold" else Transient(reason)
 
 
 async def in_thread(
@@ -221,7 +209,7 @@ def outcome_of_error(handler: Handler, error: BaseException) -> Outcome:
         case Snooze():
             return _with_a_pause(error)
         case Transient() | Unavailable() | Permanent() | Skip():
-            return _unless_on_hold(handler, error)
+            return error
         case asyncio.CancelledError() if _is_being_cancelled():
             raise error
         case LeaseLostError():

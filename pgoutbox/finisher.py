@@ -390,6 +390,8 @@ def _redacted(text: str, names: Sequence[str]) -> str:
 def verdict_of(context: Context, ending: Transient | Unavailable | Permanent | Skip | Snooze | Released) -> Verdict:
     """The verdict of an ending other than sent."""
     finish = partial(Verdict, context.message.id, context.attempt_count)
+    if context.handler.on_unknown == "hold" and (reason := _unknown_reason(ending)) is not None:
+        return finish(AttemptOutcome.FAILED, clean_text(reason))
     match ending:
         case Transient(error=error, retry_after=retry_after):
             delay = context.handler.retry.delay_seconds(context.used_count, retry_after=retry_after)
@@ -413,3 +415,16 @@ def verdict_of(context: Context, ending: Transient | Unavailable | Permanent | S
             return finish(AttemptOutcome.RELEASED)
         case _:
             assert_never(ending)
+
+
+def _unknown_reason(ending: object) -> str | None:
+    """Why it is unknown whether the attempt sent its message; None if it is known."""
+    match ending:
+        case Transient(unknown=True, error=error):
+            return str(error)
+        case Postponed(unknown_error=error):
+            return error
+        case Released(unknown=True):
+            return "stopped with its worker, outcome unknown"
+        case _:
+            return None

@@ -190,12 +190,18 @@ class Snooze(Exception):  # noqa: N818 - an outcome; it can be returned or raise
 
 
 class Postponed(Snooze):
-    """A snooze that the circuit breaker of this key decided on."""
+    """A snooze that the circuit breaker of this key decided on.
 
-    def __init__(self, delay: float, reason: str, *, code: ReasonCode, breaker_key: str) -> None:
+    `unknown_error` is the error of a send after which it is unknown whether the message was sent.
+    """
+
+    def __init__(
+        self, delay: float, reason: str, *, code: ReasonCode, breaker_key: str, unknown_error: str | None = None
+    ) -> None:
         super().__init__(delay, reason)
         self.code = code
         self.breaker_key = breaker_key
+        self.unknown_error = unknown_error
 
 
 Outcome = Sent | Transient | Unavailable | Permanent | Skip | Snooze

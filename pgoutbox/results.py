@@ -13,7 +13,12 @@ from pgoutbox.message import Outcome
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """The attempt did not run, or the worker's shutdown stopped it: pending again, no attempt used up."""
+    """The attempt did not run, or the worker's shutdown stopped it: pending again, no attempt used up.
+
+    `unknown` means that its handler ran, so the message may have been sent: the handler's `on_unknown` applies.
+    """
+
+    unknown: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +32,7 @@ class Abandoned:
 
 
 RELEASED: Final = Released()
+STOPPED: Final = Released(unknown=True)
 ALREADY_FINISHED: Final = AlreadyFinished()
 ABANDONED: Final = Abandoned()
 Ending = Outcome | Released | AlreadyFinished | Abandoned

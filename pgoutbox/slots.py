@@ -19,8 +19,8 @@ from concurrent.futures import Future
 
 from pgoutbox.handlers import Context
 from pgoutbox.measures import Attempted
-from pgoutbox.message import Permanent, Transient
-from pgoutbox.results import ABANDONED, RELEASED, Ending, Runner, Work
+from pgoutbox.message import Transient
+from pgoutbox.results import ABANDONED, RELEASED, STOPPED, Ending, Runner, Work
 from pgoutbox.telemetry import Event, Telemetry
 from pgoutbox.text import describe
 
@@ -232,8 +232,7 @@ class Slots:
             if slot.timed_out:
                 self._end_running(slot, self._timed_out(work))
             else:
-                stopped = unless_on_hold(work, RELEASED, "stopped with its worker")
-                self._end_running(slot, ABANDONED if slot.runs_in_thread else stopped)
+                self._end_running(slot, ABANDONED if slot.runs_in_thread else STOPPED)
                 raise
         except Exception as error:  # noqa: BLE001 - the slot serves other messages too
             self._end_running(slot, Transient(describe(error)))
@@ -259,8 +258,7 @@ class Slots:
 
     def _timed_out(self, work: Work) -> Ending:
         timeout = work[0].handler.timeout_seconds or self._default_timeout_seconds
-        reason = f"timed out after {timeout:g} s"
-        return unless_on_hold(work, Transient(reason), reason)
+        return Transient(f"timed out after {timeout:g} s, outcome unknown", unknown=True)
 
     async def _outlive(self, slot: _Slot, work: Work) -> None:
         """Free the slot for the next attempt, after the handler that passed its timeout has ended."""
@@ -333,13 +331,6 @@ class Slots:
             self._telemetry.report(
                 level, event, text, message_id=message.id, topic=message.topic, attempt_count=context.attempt_count
             )
-
-
-def unless_on_hold(work: Work, ending: Ending, reason: str) -> Ending:
-    """End the message if its stopped handler may have handed it over and `on_unknown` is "hold"."""
-    if work[0].handler.on_unknown == "hold":
-        return Permanent(f"outcome unknown: {reason}")
-    return ending
 
 
 def _end_of(thread: Future[object]) -> Future[None]:

@@ -269,7 +269,6 @@ class Worker:
             self._transports,
             self.telemetry,
             alert_queue=self._queues.names[0] if ALERT_TOPIC in self._handlers else None,
-            hold_topics=self._hold_topics,
             collect=self._finisher.collect,
         )
         self._slots = Slots(

@@ -16,7 +16,7 @@ import pytest
 from pgoutbox import Message, Permanent, Transient, Unavailable, breaker
 from pgoutbox.alert import ALERT_TOPIC
 from pgoutbox.breaker import Breakers
-from pgoutbox.message import Outcome, Sent, Snooze
+from pgoutbox.message import Outcome, Postponed, Sent, Snooze
 from pgoutbox.store import Store
 from pgoutbox.telemetry import Event, Telemetry
 from tests.line_server import Line
@@ -24,7 +24,7 @@ from tests.outbox_actions import PATIENCE_SECONDS, settings_for
 from tests.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Callable
 
     import psycopg
 
@@ -101,7 +101,7 @@ class Destinations:
 class Member:
     """A worker of a fleet, as far as its breakers go."""
 
-    def __init__(self, dsn: str, name: str, hold_topics: Sequence[str], **settings: object) -> None:
+    def __init__(self, dsn: str, name: str, **settings: object) -> None:
         values = {
             "breaker_failures": 1,
             "breaker_cooldown_seconds": COOLDOWN_SECONDS,
@@ -112,9 +112,7 @@ class Member:
         self.store = Store(self.settings, worker=name)
         self.telemetry = Telemetry(logging.getLogger("pgoutbox.worker"))
         self.at = Destinations()
-        self.breakers = Breakers(
-            self.store, {"line": self.at}, self.settings, self.telemetry, hold_topics=frozenset(hold_topics)
-        )
+        self.breakers = Breakers(self.store, {"line": self.at}, self.settings, self.telemetry)
 
     async def send(self, message_id: int, key: str = KEY, *, topic: str = "greet", attempt_count: int = 1) -> Outcome:
         sent = message(message_id, key, topic=topic, attempt_count=attempt_count)
@@ -155,8 +153,8 @@ async def member(dsn: str, clock: Clock) -> AsyncIterator[Callable[..., Member]]
     """Makes workers of a fleet."""
     members: list[Member] = []
 
-    def make(name: str = "a", *, hold_topics: Sequence[str] = (), **settings: object) -> Member:
-        members.append(Member(dsn, name, hold_topics, **settings))
+    def make(name: str = "a", **settings: object) -> Member:
+        members.append(Member(dsn, name, **settings))
         return members[-1]
 
     yield make
@@ -334,26 +332,18 @@ async def test_what_the_end_of_the_worker_cuts_off_does_not_count(
 
 
 @pytest.mark.parametrize("by_probe", [False, True], ids=["first failure", "probe"])
-@pytest.mark.parametrize(
-    ("hold_topics", "unknown", "is_held_back"), [(["greet"], True, False), (["greet"], False, True), ([], True, True)]
-)
-async def test_only_what_may_have_been_handed_over_and_is_on_hold_keeps_its_own_outcome(
-    member: Callable[..., Member],
-    db: psycopg.Connection,
-    clock: Clock,
-    hold_topics: list[str],
-    unknown: bool,
-    is_held_back: bool,
-    by_probe: bool,
+@pytest.mark.parametrize("unknown", [True, False])
+async def test_a_postponed_message_remembers_whether_it_may_have_been_sent(
+    member: Callable[..., Member], db: psycopg.Connection, clock: Clock, unknown: bool, by_probe: bool
 ) -> None:
-    one = member(hold_topics=hold_topics)
+    one = member()
     if by_probe:
         await opened(one, db)
         let_probe(db, clock)
-    answer = Transient("no answer to the last line", outage=True, unknown=unknown)
-    one.at[KEY].answer = answer
+    one.at[KEY].answer = Transient("no answer to the last line", outage=True, unknown=unknown)
     outcome = await one.send(2)
-    assert isinstance(outcome, Snooze) if is_held_back else outcome is answer
+    assert isinstance(outcome, Postponed)
+    assert outcome.unknown_error == ("no answer to the last line" if unknown else None)
     assert is_open(db)
 
 

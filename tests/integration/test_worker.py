@@ -436,7 +436,7 @@ async def test_an_async_handler_is_cancelled_at_its_timeout_and_retried(outbox: 
     await Worker(outbox).drain()
     assert cancelled == [message_id]
     assert state_of(db, message_id) == State.SENT
-    assert attempts_of(db, message_id) == [(1, "retry", "timed out after 0.05 s")]
+    assert attempts_of(db, message_id) == [(1, "retry", "timed out after 0.05 s, outcome unknown")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -590,7 +590,7 @@ async def test_an_attempt_ends_though_its_handler_ignores_that_it_is_cancelled(
     with reports() as heard:
         async with running(worker):
             await heard.wait_for(Event.RETRY)
-            assert attempts_of(db, message_id) == [(1, "retry", "timed out after 0.05 s")]
+            assert attempts_of(db, message_id) == [(1, "retry", "timed out after 0.05 s, outcome unknown")]
             assert worker.vitals().abandoned == 1
             may_end.set()
             await until(lambda: worker.vitals().abandoned == 0)
@@ -616,7 +616,7 @@ async def test_a_thread_that_outlives_its_attempt_keeps_its_slot(dsn: str, db: p
         try:
             await heard.wait_for(Event.RETRY)
             assert worker.telemetry.counts[Event.ATTEMPT_ABANDONED] == 1
-            assert attempts_of(db, hung) == [(1, "retry", "timed out after 0.05 s")]
+            assert attempts_of(db, hung) == [(1, "retry", "timed out after 0.05 s, outcome unknown")]
             assert not second_ran.is_set()
         finally:
             let_go.set()
@@ -634,7 +634,7 @@ async def test_the_timeout_of_the_settings_is_for_handlers_without_their_own(dsn
 
     message_id = enqueue(db)
     await Worker(outbox).run_once()
-    assert attempts_of(db, message_id) == [(1, "retry", "timed out after 0.05 s")]
+    assert attempts_of(db, message_id) == [(1, "retry", "timed out after 0.05 s, outcome unknown")]
 
 
 # --- misbehaviour -----------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 from pgoutbox.clock import elapsed_clock
 from pgoutbox.handlers import Context, Handler
 from pgoutbox.message import Message, Sent, Transient
-from pgoutbox.results import RELEASED, Ending, ThreadWatch, Work
+from pgoutbox.results import RELEASED, STOPPED, Ending, ThreadWatch, Work
 from pgoutbox.slots import Slots
 from pgoutbox.telemetry import Event, Telemetry
 from tests.waiting import until
@@ -123,7 +123,7 @@ async def test_a_batch_counts_each_of_its_messages() -> None:
     await stand.until(lambda: 4 in stand.running)
     assert sorted(stand.outcomes) == [1, 2, 3]
     await stand.slots.stop()
-    assert stand.outcomes[4] is RELEASED
+    assert stand.outcomes[4] is STOPPED
 
 
 async def test_what_waits_can_be_given_back() -> None:
@@ -134,7 +134,7 @@ async def test_what_waits_can_be_given_back() -> None:
     assert stand.outcomes == {2: RELEASED, 3: RELEASED}
     assert stand.slots.open_count == 1
     await stand.slots.stop()
-    assert stand.outcomes[1] is RELEASED
+    assert stand.outcomes[1] is STOPPED
 
 
 async def test_messages_that_must_stay_are_not_given_back_and_keep_their_order() -> None:
@@ -170,7 +170,7 @@ async def test_an_attempt_that_takes_too_long_is_ended_and_its_slot_serves_on() 
     await stand.until(lambda: 1 in stand.outcomes and 2 in stand.running)
     outcome = stand.outcomes[1]
     assert isinstance(outcome, Transient)
-    assert outcome.error == "timed out after 1 s"
+    assert outcome.error == "timed out after 1 s, outcome unknown"
     stand.running[2].set_result(Sent())
     await stand.until(lambda: 2 in stand.outcomes)
     assert stand.outcomes[2] == Sent()
@@ -268,5 +268,5 @@ async def test_stopping_releases_what_runs_and_what_waits(count: int) -> None:
     stand.put(*range(count))
     await stand.until(lambda: len(stand.running) == min(count, 2))
     await stand.slots.stop()
-    assert stand.outcomes == dict.fromkeys(range(count), RELEASED)
+    assert stand.outcomes == {i: STOPPED if i < 2 else RELEASED for i in range(count)}
     assert stand.slots.open_count == 0
