@@ -461,7 +461,6 @@ _FURTHER_NAMES: Final = {
 
 # Made by pgoutbox, never by the application.
 _NOT_CONSTRUCTED: Final = frozenset({"Context", "SyncContext"})
-_FOR_THE_WORKER: Final = frozenset({"join"})
 
 
 def api_page() -> str:
@@ -528,7 +527,7 @@ def _class_line(name: str, kind: type) -> str:
 
 def _members(kind: type) -> Iterator[tuple[str, str]]:
     for name, member in vars(kind).items():
-        if name.startswith("_") or name in _FOR_THE_WORKER:
+        if name.startswith("_"):
             continue
         if isinstance(member, property):
             returned = inspect.signature(member.fget).return_annotation if member.fget else ""
@@ -652,6 +651,7 @@ _MEANINGS: Final[Mapping[Event, str]] = {
     Event.PROCESS_DIED: "A worker process died; another one is started after a pause.",
     Event.REDIRECTING: "`PGOUTBOX_REDIRECT_TO` is set: e-mail goes there, and the rest is held back.",
     Event.MAIL_NOT_READY: "At the start: this setting is missing or an example, so e-mail waits or is refused.",
+    Event.MIDDLEWARE_FAILED: "A middleware raised or returned nonsense after its attempt. The outcome stands.",
     Event.ENQUEUE_FAILED: "`best_effort=True` met an error; the caller's transaction goes on without the message.",
     Event.SMTP_CONNECTION_OPENED: "A connection to the SMTP server was opened.",
     Event.SMTP_CONNECTION_REPLACED: "An idle one had died; the e-mail went by another.",

@@ -31,7 +31,7 @@ def index_documents(messages: Sequence[Message], contexts: Sequence[SyncContext]
     outcomes: list[Outcome] = []
     for message, ctx in zip(messages, contexts, strict=True):
         document = message.payload
-        if ctx.cancelled:
+        if ctx.should_stop:
             outcomes.append(Skip("a newer version of the document is on its way"))
         elif isinstance(document, dict) and document.get("text"):
             lines.append(json.dumps(document) + "\n")

@@ -26,12 +26,13 @@ from pgoutbox.adapters import (
 from pgoutbox.drafts import Fanout, carrying, prepare, prepare_fanout
 from pgoutbox.encryption import Keyring, keyring_of
 from pgoutbox.errors import ConfigurationError, PayloadError, UnknownTopicError
-from pgoutbox.handlers import Context, Handler, OnUnknown, SyncContext
+from pgoutbox.handlers import Context, Handler, Middleware, OnUnknown, SyncContext
 from pgoutbox.message import Message, Outcome, P
 from pgoutbox.options import check_name
 from pgoutbox.payloads import Serializer
 from pgoutbox.retry import DEFAULT_MAX_ATTEMPTS, RetryPolicy
 from pgoutbox.settings import Settings, load_settings
+from pgoutbox.signatures import is_async
 from pgoutbox.steps import (
     CancelResult,
     Enqueued,
@@ -58,6 +59,7 @@ logger = logging.getLogger(__name__)
 
 Result: TypeAlias = Outcome | Content | None
 R = TypeVar("R")
+M = TypeVar("M", bound=Middleware)
 ResultT = TypeVar("ResultT", bound=Result)
 ResultsT = TypeVar("ResultsT", bound="Sequence[Result] | None")
 
@@ -133,6 +135,7 @@ class Outbox:
         self._strict = strict
         self._topics: dict[str, Topic[Any]] = {}
         self._handlers: dict[str, Handler] = {}
+        self._middlewares: list[Middleware] = []
         self._transports: dict[str, Transport] = {}
         for index, transport in enumerate(transports):
             if isinstance(transport, type) or not hasattr(transport, "schemes") or not hasattr(transport, "send"):
@@ -219,6 +222,35 @@ class Outbox:
                 redact=redact,
             )
         )
+
+    @property
+    def middlewares(self) -> Sequence[Middleware]:
+        """The registered middlewares, the outermost one first."""
+        return tuple(self._middlewares)
+
+    def middleware(self, function: M) -> M:
+        """Register an async function that runs around each call of a handler; the first one is the outermost.
+
+        It gets the messages (several for a batch handler) and `call_next`, and returns an outcome for each message, in
+        their order. Context variables that it sets are set in the handler, also in a thread. The exception behind an
+        outcome is its `__cause__`.
+
+            @outbox.middleware
+            async def report_errors(messages, call_next):
+                outcomes = await call_next()
+                for outcome in outcomes:
+                    if isinstance(outcome, Exception) and outcome.__cause__ is not None:
+                        sentry_sdk.capture_exception(outcome.__cause__)
+                return outcomes
+
+        An exception before `call_next` ends the attempts as if the handler had raised it. After `call_next` it is
+        logged, and the outcomes stand: the messages may have been sent. The outcome of a transactional handler that has
+        committed cannot be changed.
+        """
+        if not is_async(function):
+            raise ConfigurationError(f"middleware {function!r}: must be an async function")
+        self._middlewares.append(function)
+        return function
 
     def handler(
         self,
@@ -582,7 +614,7 @@ class Outbox:
 
         Name it by id, by topic and coalesce key (the newest one), or by topic and dedupe key: exactly one of the three,
         or this raises `PayloadError`. A pending message is not delivered after the transaction commits. The handler of
-        a message in flight is notified (`ctx.cancelled`, `ctx.ensure_lease()`). The message is not retried, but may
+        a message in flight is notified (`ctx.should_stop`, `ctx.ensure_lease()`). The message is not retried, but may
         still be handed over. A coalesce key of the rule `pending` cancels all its pending messages and notifies the
         handler of the one in flight; the result is that of the newest. Idempotent. Waits for no lock. Raises like
         `enqueue`.

@@ -201,7 +201,7 @@ async def test_messages_that_come_during_an_attempt_are_delivered_once_after_it(
         handed_over.append(message.id)
         began.set()
         await let_go.wait()
-        assert not ctx.cancelled
+        assert not ctx.should_stop
         await ctx.ensure_lease()
 
     async with running(WatchedWorker(outbox)):

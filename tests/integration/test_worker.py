@@ -1060,7 +1060,7 @@ async def test_an_attempt_that_was_overtaken_learns_of_it_before_its_side_effect
                 await ctx.ensure_lease()
             except LeaseLostError as error:
                 refused.append(str(error))
-                assert ctx.cancelled
+                assert ctx.should_stop
                 raise
 
     else:
@@ -1073,7 +1073,7 @@ async def test_an_attempt_that_was_overtaken_learns_of_it_before_its_side_effect
                 ctx.ensure_lease()
             except LeaseLostError as error:
                 refused.append(str(error))
-                assert ctx.cancelled
+                assert ctx.should_stop
                 raise
 
     message_id = enqueue(db, coalesce_key="k")
@@ -1091,9 +1091,9 @@ async def test_a_running_handler_is_told_that_it_was_cancelled(outbox: Outbox, d
         @outbox.handler("greet")
         async def greet(message: Message, ctx: Context) -> None:
             assert cancel(db, message.id) == "requested"
-            assert not ctx.cancelled
+            assert not ctx.should_stop
             await heard.wait_for(Event.ATTEMPT_OVERTAKEN)
-            assert ctx.cancelled
+            assert ctx.should_stop
             raise Transient("given up")
 
         message_id = enqueue(db)

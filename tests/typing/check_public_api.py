@@ -67,7 +67,7 @@ Topic("mail.wrong", payload=Activation, destination=lambda p: p.address)  # type
 async def activate(message: Message[Activation], ctx: Context) -> Email | Skip | None:
     assert_type(message.payload, Activation)
     assert_type(message.payload.email, str)
-    assert_type(ctx.cancelled, bool)
+    assert_type(ctx.should_stop, bool)
     await ctx.ensure_lease()
     return Email(to=message.payload.email, subject="Welcome", text="Hello")
 

@@ -15,6 +15,7 @@ from pgoutbox.dispatch import Dispatcher
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.handlers import Context, Handler, SyncContext
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Skip, Transient, Unavailable
+from pgoutbox.results import Attempt, watch_thread
 from pgoutbox.retry import MAX_DELAY_SECONDS, RetryPolicy, bounded_delay
 from pgoutbox.text import MAX_TEXT_LENGTH, clean_text, describe
 
@@ -80,7 +81,7 @@ def message_of(payload: object = None, *, destination: str | None = None, messag
     return Message(message_id, "greet", "default", destination, payload, {}, 1, 11, now, now, None)
 
 
-async def hold(context: Context) -> None:
+async def hold(attempt: Attempt) -> None:
     """Every lease holds."""
 
 
@@ -98,7 +99,7 @@ def dispatcher(post: Post) -> Iterator[Dispatcher]:
 
 
 async def outcome_of(dispatcher: Dispatcher, handler: Handler, message: Message[object]) -> Outcome:
-    (outcome,) = await dispatcher.run([Context(message, handler, elapsed_clock(), hold)], lambda _: None)
+    (outcome,) = await dispatcher.run([Attempt(message, handler, elapsed_clock(), hold)])
     return outcome
 
 
@@ -167,8 +168,8 @@ async def test_in_a_batch_only_the_message_whose_payload_does_not_fit_fails(disp
 
     handler = handler_of(greet, model=Greeting, max_batch=10)
     messages = [message_of({"name": "Ann"}), message_of({}, message_id=2), message_of({"name": "Bo"}, message_id=3)]
-    contexts = [Context(message, handler, elapsed_clock(), hold) for message in messages]
-    first, second, third = await dispatcher.run_batch(contexts, lambda _: None)
+    attempts = [Attempt(message, handler, elapsed_clock(), hold) for message in messages]
+    first, second, third = await dispatcher.run_batch(attempts)
     assert isinstance(first, Skip)
     assert isinstance(second, Permanent)
     assert isinstance(third, Skip)
@@ -229,8 +230,9 @@ async def test_a_sync_handler_runs_in_a_thread_that_is_told_of(dispatcher: Dispa
         ctx.ensure_lease()
         return Skip("why")
 
-    context = Context(message_of(), handler_of(greet), elapsed_clock(), hold)
-    (outcome,) = await dispatcher.run([context], threads.append)
+    watch_thread.set(threads.append)
+    attempt = Attempt(message_of(), handler_of(greet), elapsed_clock(), hold)
+    (outcome,) = await dispatcher.run([attempt])
     assert isinstance(outcome, Skip)
     assert len(threads) == 1
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pgoutbox.clock import elapsed_clock
-from pgoutbox.handlers import Context, Handler
+from pgoutbox.handlers import Handler
 from pgoutbox.message import Message, Sent, Transient
-from pgoutbox.results import RELEASED, STOPPED, Ending, ThreadWatch, Work
+from pgoutbox.results import RELEASED, STOPPED, Attempt, Ending, Work, watch_thread
 from pgoutbox.slots import Slots
 from pgoutbox.telemetry import Event, Telemetry
 from tests.waiting import until
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
 
-async def hold(context: Context) -> None:
+async def hold(attempt: Attempt) -> None:
     """Every lease holds."""
 
 
@@ -34,7 +34,7 @@ class Stand:
         self.outcomes: dict[int, Ending] = {}
         self.running: dict[int, asyncio.Future[Ending]] = {}
         self.most_running = 0
-        self.attempt: Callable[[Work, ThreadWatch], Awaitable[Sequence[Ending]]] = self.wait_for_the_test
+        self.attempt: Callable[[Work], Awaitable[Sequence[Ending]]] = self.wait_for_the_test
         self.changed = asyncio.Event()
         self.slots = Slots(
             self.run,
@@ -46,16 +46,16 @@ class Stand:
             telemetry=self.telemetry,
         )
 
-    async def run(self, work: Work, watch_thread: ThreadWatch) -> Sequence[Ending]:
-        return await self.attempt(work, watch_thread)
+    async def run(self, work: Work) -> Sequence[Ending]:
+        return await self.attempt(work)
 
-    def note(self, context: Context, ending: Ending) -> None:
-        assert context.message.id not in self.outcomes
-        self.outcomes[context.message.id] = ending
+    def note(self, attempt: Attempt, ending: Ending) -> None:
+        assert attempt.message.id not in self.outcomes
+        self.outcomes[attempt.message.id] = ending
         self.changed.set()
 
-    async def wait_for_the_test(self, work: Work, watch_thread: ThreadWatch) -> Sequence[Ending]:
-        ids = [context.message.id for context in work]
+    async def wait_for_the_test(self, work: Work) -> Sequence[Ending]:
+        ids = [attempt.message.id for attempt in work]
         end = asyncio.get_running_loop().create_future()
         self.running.update(dict.fromkeys(ids, end))
         self.most_running = max(self.most_running, len(set(self.running.values())))
@@ -68,7 +68,7 @@ class Stand:
         return [ending] * len(ids)
 
     def put(self, *ids: int) -> None:
-        self.slots.put([(context_of(message_id),) for message_id in ids])
+        self.slots.put([(attempt_of(message_id),) for message_id in ids])
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(10):
@@ -77,10 +77,10 @@ class Stand:
                 await self.changed.wait()
 
 
-def context_of(message_id: int) -> Context:
+def attempt_of(message_id: int) -> Attempt:
     now = datetime(2024, 1, 1, tzinfo=UTC)
     message: Message[object] = Message(message_id, "greet", "default", None, None, {}, 1, 11, now, now, None)
-    return Context(message, Handler("greet", lambda _, __: None, is_async=True), elapsed_clock(), hold)
+    return Attempt(message, Handler("greet", lambda _, __: None, is_async=True), elapsed_clock(), hold)
 
 
 async def test_no_more_attempts_run_at_once_than_asked_for_and_in_their_order() -> None:
@@ -104,7 +104,7 @@ async def test_no_more_attempts_run_at_once_than_asked_for_and_in_their_order() 
 async def test_attempts_that_end_at_once_need_one_slot() -> None:
     stand = Stand(concurrency=10)
 
-    async def end_at_once(work: Work, watch_thread: ThreadWatch) -> Sequence[Ending]:
+    async def end_at_once(work: Work) -> Sequence[Ending]:
         return [Sent()] * len(work)
 
     stand.attempt = end_at_once
@@ -116,7 +116,7 @@ async def test_attempts_that_end_at_once_need_one_slot() -> None:
 
 async def test_a_batch_counts_each_of_its_messages() -> None:
     stand = Stand(concurrency=1)
-    stand.slots.put([[context_of(1), context_of(2), context_of(3)], [context_of(4)]])
+    stand.slots.put([[attempt_of(1), attempt_of(2), attempt_of(3)], [attempt_of(4)]])
     await stand.until(lambda: bool(stand.running))
     assert (stand.slots.waiting_count, stand.slots.open_count) == (1, 4)
     stand.running[1].set_result(Transient("busy"))
@@ -140,10 +140,10 @@ async def test_what_waits_can_be_given_back() -> None:
 async def test_messages_that_must_stay_are_not_given_back_and_keep_their_order() -> None:
     stand = Stand(concurrency=1)
     stand.slots.put(
-        [[context_of(1)], [context_of(2)], [context_of(3), context_of(4)], [context_of(5)], [context_of(6)]]
+        [[attempt_of(1)], [attempt_of(2)], [attempt_of(3), attempt_of(4)], [attempt_of(5)], [attempt_of(6)]]
     )
     await stand.until(lambda: 1 in stand.running)
-    stand.slots.give_back(lambda context: context.message.id not in (2, 4, 6))
+    stand.slots.give_back(lambda attempt: attempt.message.id not in (2, 4, 6))
     assert stand.outcomes == {5: RELEASED}
     assert stand.slots.waiting_count == 4
     stand.running[1].set_result(Sent())
@@ -182,9 +182,9 @@ async def test_a_thread_that_runs_on_keeps_its_slot_and_what_waits_for_it_is_rel
     thread: Future[object] = Future()
     thread.set_running_or_notify_cancel()
 
-    async def run_in_thread(work: Work, watch_thread: ThreadWatch) -> Sequence[Ending]:
+    async def run_in_thread(work: Work) -> Sequence[Ending]:
         if work[0].message.id == 1:
-            watch_thread(thread)
+            watch_thread.get()(thread)
             await asyncio.wrap_future(thread)
         return [Sent()]
 
@@ -212,8 +212,8 @@ async def test_a_thread_that_returned_while_the_event_loop_was_blocked_past_its_
     thread.set_running_or_notify_cancel()
     has_begun = asyncio.Event()
 
-    async def run_in_thread(work: Work, watch_thread: ThreadWatch) -> Sequence[Ending]:
-        watch_thread(thread)
+    async def run_in_thread(work: Work) -> Sequence[Ending]:
+        watch_thread.get()(thread)
         has_begun.set()
         await asyncio.wrap_future(thread)
         return [Sent()]
@@ -239,10 +239,10 @@ async def test_each_thread_of_a_slot_may_return_while_the_event_loop_is_blocked_
     stand = Stand(concurrency=1, timeout_seconds=0.02)
     begun: list[Future[object]] = []
 
-    async def run_in_thread(work: Work, watch_thread: ThreadWatch) -> Sequence[Ending]:
+    async def run_in_thread(work: Work) -> Sequence[Ending]:
         thread: Future[object] = Future()
         thread.set_running_or_notify_cancel()
-        watch_thread(thread)
+        watch_thread.get()(thread)
         begun.append(thread)
         await asyncio.wrap_future(thread)
         return [Sent()]
