@@ -111,7 +111,7 @@ class _Circuit:
         remaining = 0.0 if self.retry_at is None else self.retry_at - elapsed_clock()
         delay = max(remaining if remaining > 0 else self.pause_seconds, at_least_seconds or 0.0)
         return Snooze(
-            delay + random.uniform(0, self.pause_seconds),  # noqa: S311 - spreads load, guards nothing
+            delay + random.uniform(0, self.pause_seconds),
             f"held back, {self.key} is out of order: {self.error}",
         )
 
@@ -499,7 +499,7 @@ class Breakers:
         if self._has_room(circuit) or elapsed_clock() < circuit.answered_at + _STALL_SECONDS:
             return None
         return Snooze(
-            _STALLED_PAUSE_SECONDS * random.uniform(1, 1.5),  # noqa: S311 - spreads load, guards nothing
+            _STALLED_PAUSE_SECONDS * random.uniform(1, 1.5),
             f"held back, {circuit.key} answers none of {circuit.under_way_count} sends under way",
         )
 
