@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+import pgoutbox
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -49,6 +51,10 @@ def test_the_wheel_holds_the_package_its_types_and_the_migrations_and_nothing_el
     }
     assert len(names) == len(set(names))
     assert {Path(name).parts[0].split("-")[0] for name in names} == {"pgoutbox"}
+
+
+def test_the_version_of_the_wheel_is_that_of_the_package(wheel: Path) -> None:
+    assert wheel.name.startswith(f"pgoutbox-{pgoutbox.__version__}-")
 
 
 @pytest.mark.slow
