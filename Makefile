@@ -20,11 +20,12 @@ demo: $(STAMP) ## Play a sign-up service against an embedded PostgreSQL and a lo
 test: $(STAMP) ## Run the tests on the embedded PostgreSQL, or on PGOUTBOX_TEST_DSN
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
-check: $(STAMP) ## Format, lint, types, layers
+check: $(STAMP) ## Check format, lint, types, layers and plain English
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tools.plain_english
 
 bench: $(STAMP) ## Measure, side by side, and print ratios
 	$(BIN)/python -m benchmarks
