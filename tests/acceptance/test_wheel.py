@@ -16,6 +16,8 @@ import pgoutbox
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+pytestmark = pytest.mark.slow
+
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,7 +59,6 @@ def test_the_version_of_the_wheel_is_that_of_the_package(wheel: Path) -> None:
     assert wheel.name.startswith(f"pgoutbox-{pgoutbox.__version__}-")
 
 
-@pytest.mark.slow
 def test_the_wheel_alone_migrates_a_database_and_delivers_a_message(
     wheel: Path, empty_dsn: str, tmp_path: Path, run_in_new_environment: Callable[..., str]
 ) -> None:
