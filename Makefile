@@ -28,9 +28,9 @@ coverage: export COVERAGE_FILE := $(CURDIR)/.coverage-data/coverage
 coverage: $(STAMP) ## Run all tests and show the coverage of each package
 	rm -rf .coverage-data
 	mkdir .coverage-data
-	COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml $(PYTEST)
-	$(BIN)/python -m coverage combine --quiet
-	$(BIN)/python -m coverage json --quiet -o - | $(BIN)/python -m tools.coverage_table
+	COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml $(PYTEST); code=$$?; \
+	$(BIN)/python -m coverage combine --quiet && \
+	$(BIN)/python -m coverage json --quiet -o - | $(BIN)/python -m tools.coverage_table; exit $$code
 
 check: $(STAMP) ## Check format, lint, types, layers and plain English
 	$(BIN)/ruff format --check .
