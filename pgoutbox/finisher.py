@@ -251,7 +251,7 @@ class Finisher:
             else:
                 self._settle(attempts, done, standing, verdicts)
                 return
-            await asyncio.sleep(pause * (0.5 + random.random() / 2))  # noqa: S311 - jitter is not a secret
+            await asyncio.sleep(pause * (0.5 + random.random() / 2))
             pause = min(pause * 2, _MAX_PAUSE_SECONDS)
 
     async def _standing_of(self, attempts: Sequence[Attempt]) -> Mapping[int, State]:

@@ -142,7 +142,7 @@ class LeaseKeeper:
                         logging.WARNING, Event.LEASE_KEEPER_FAILED, "leases not renewed", reason=type(error).__name__
                     )
                 failing = True
-                pause = tick * (0.5 + random.random())  # noqa: S311 - jitter is not a secret
+                pause = tick * (0.5 + random.random())
                 if not is_passing(error):
                     await link.close()
         await link.close()

@@ -66,7 +66,7 @@ class RetryPolicy:
         else:
             exponent = min(max(attempt_count, 1) - 1, _MAX_EXPONENT)
             full = min(self.base_seconds * 2.0**exponent, self.cap_seconds)
-        return full * (1.0 - self.jitter * random.random())  # noqa: S311 - spreads load, guards nothing
+        return full * (1.0 - self.jitter * random.random())
 
 
 def _check_seconds(name: str, value: float) -> None:

@@ -10,6 +10,7 @@ import os
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol
 from urllib.parse import quote, urlencode
 
@@ -23,7 +24,7 @@ from pgoutbox.embedded import embedded_server
 from pgoutbox.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator, Iterator, Sequence
 
     from pytest_postgresql.executors import NoopExecutor
 
@@ -32,7 +33,21 @@ if TYPE_CHECKING:
 CONNECTION_OPTIONS = "-c lock_timeout=10s"
 DATABASE_PREFIX = f"pgoutbox_{os.getpid()}"
 
+# `make test` leaves out these folders, wherever they are, and the tests that are marked `slow`.
+SLOW_FOLDERS = frozenset({"faults", "model", "soak"})
+
+# `make coverage` measures this process. Programs that tests start are not measured: coverage.py writes to stderr.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.pop("COVERAGE_PROCESS_START", None)
+
 _database_numbers = count(1)
+
+
+@pytest.hookimpl(tryfirst=True)  # Before pytest selects by markers.
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    for item in items:
+        if SLOW_FOLDERS.intersection(item.path.relative_to(Path(__file__).parent).parts):
+            item.add_marker(pytest.mark.slow)
 
 
 def server_missing(reason: str) -> NoReturn:

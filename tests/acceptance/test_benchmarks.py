@@ -20,6 +20,8 @@ from tests.outbox_actions import enqueue, rows_of
 if TYPE_CHECKING:
     from tests.conftest import Connect
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_claim_of_the_benchmarks_has_all_parameters() -> None:
     assert set(re.findall(r"%\((\w+)\)s", sql.CLAIM_FRESH)) == set(CLAIM_PARAMETERS)

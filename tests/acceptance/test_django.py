@@ -123,6 +123,7 @@ def test_the_connection_of_an_async_handler_stays_open_while_others_begin_and_en
     wait_until(lambda: orm_pids(db) == [], lambda: "the last one closes it")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keeping", [CLOSED_AFTER_USE, KEPT_UNCHECKED], ids=["closed after use", "kept"])
 def test_manage_py_test_drops_its_database_after_handlers_that_use_the_orm(
     dsn: str, connect: Connect, keeping: dict[str, str]

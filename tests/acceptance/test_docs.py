@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 ROOT: Final = Path(__file__).parents[2]
 DOCS: Final = ROOT / "docs"
 GENERATED: Final = frozenset(DOCS.glob("reference/*.md"))
-PAGES: Final = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples/README.md", *DOCS.rglob("*.md")])
+PAGES: Final = sorted([*ROOT.glob("*.md"), ROOT / "examples/README.md", *DOCS.rglob("*.md")])
 WRITTEN: Final = [page for page in PAGES if page not in GENERATED]
 
 # Used by a snippet, and needed by nothing in this repository.

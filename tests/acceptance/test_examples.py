@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
     from tests.conftest import Server
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from tests.conftest import Connect
     from tests.worker_process import WorkerProcess
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def database(connect: Connect) -> psycopg.Connection:
@@ -91,7 +93,6 @@ def test_too_few_ports_for_the_processes_are_refused(start_worker: StartWorker) 
     assert "--processes 3 needs as many ports from this one on" in worker.log
 
 
-@pytest.mark.slow
 def test_a_blocked_event_loop_can_still_be_scraped_and_is_not_alive_in_the_end(
     database: psycopg.Connection, progress: Progress, start_worker: StartWorker
 ) -> None:

@@ -37,6 +37,7 @@ def standing(database: psycopg.Connection, message_id: int) -> tuple[str, int, i
     return row
 
 
+@pytest.mark.slow
 def test_a_message_that_kills_its_worker_fails_after_its_attempts_and_the_others_are_delivered(
     database: psycopg.Connection, progress: Progress, start_worker: StartWorker
 ) -> None:

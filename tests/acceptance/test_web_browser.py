@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from pgoutbox.web.dashboard import Dashboard
     from tests.conftest import Server
 
+pytestmark = pytest.mark.slow
+
 pytestmark = pytest.mark.xdist_group("browser")
 
 

@@ -74,6 +74,7 @@ def refusal(*arguments: str, **settings: str) -> str:
     return result.stderr
 
 
+@pytest.mark.slow
 def test_it_does_not_start_without_credentials_or_with_bad_ones() -> None:
     assert "set PGOUTBOX_WEB_OPERATOR_TOKEN" in refusal()
     assert "entry 1 has no token of 20" in refusal(web_operator_token=CANARY)
@@ -90,6 +91,7 @@ def test_it_does_not_start_open_to_all_beside_credentials_or_with_an_unknown_rol
     assert "viewer or operator" in refusal("--insecure", "--role", "root")
 
 
+@pytest.mark.slow
 def test_an_address_of_another_machine_is_named() -> None:
     assert "--host 192.0.2.1" in refusal("--host", "192.0.2.1", web_viewer_token=VIEWER_TOKEN)
     assert "--host nowhere.invalid" in refusal("--host", "nowhere.invalid", web_viewer_token=VIEWER_TOKEN)

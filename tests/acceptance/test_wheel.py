@@ -11,8 +11,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+import pgoutbox
+
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+pytestmark = pytest.mark.slow
 
 
 ROOT = Path(__file__).parents[2]
@@ -51,7 +55,10 @@ def test_the_wheel_holds_the_package_its_types_and_the_migrations_and_nothing_el
     assert {Path(name).parts[0].split("-")[0] for name in names} == {"pgoutbox"}
 
 
-@pytest.mark.slow
+def test_the_version_of_the_wheel_is_that_of_the_package(wheel: Path) -> None:
+    assert wheel.name.startswith(f"pgoutbox-{pgoutbox.__version__}-")
+
+
 def test_the_wheel_alone_migrates_a_database_and_delivers_a_message(
     wheel: Path, empty_dsn: str, tmp_path: Path, run_in_new_environment: Callable[..., str]
 ) -> None:

@@ -309,6 +309,7 @@ def knows_as_open(worker: Worker, key: str) -> bool:
     return circuit is not None and circuit.retry_at is not None
 
 
+@pytest.mark.slow
 async def test_one_message_of_the_whole_fleet_is_sent_as_a_probe(dsn: str, db: psycopg.Connection) -> None:
     """The host is silent: while the probe is under way, all that fall due are snoozed, whoever claims them."""
     app = App(dsn, **BRIEF, breaker_probe_seconds=HOUR)

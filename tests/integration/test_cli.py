@@ -133,6 +133,7 @@ CANCELLED = {"cancelled": 1, "requested": 0, "locked": 0, "changed": 0}
 
 
 class TestAsProcess:
+    @pytest.mark.slow
     def test_data_goes_to_stdout_and_only_data(self, dsn: str) -> None:
         enqueued = run_process("enqueue", "mail", "-", dsn=dsn, stdin=b'{"to": "ada"}')
         assert (enqueued.exit_code, enqueued.err) == (0, "")
@@ -181,6 +182,7 @@ class TestAsProcess:
 
 
 class TestOnTerminal:
+    @pytest.mark.slow
     @pytest.mark.parametrize(("environment", "colourful"), [({}, True), ({"NO_COLOR": "1"}, False)])
     def test_colours_are_for_terminals_that_want_them(
         self, dsn: str, database: psycopg.Connection, environment: dict[str, str], colourful: bool
@@ -351,6 +353,7 @@ class TestMigrate:
         assert done.exit_code == 1
         assert "run: pgoutbox migrate" in done.err
 
+    @pytest.mark.slow
     def test_ctrl_c_leaves_nothing_behind(self, empty_dsn: str, connect: Connect) -> None:
         with psycopg.connect(empty_dsn) as gate:
             gate.execute("CREATE SCHEMA pgoutbox")
@@ -849,6 +852,7 @@ class TestWorker:
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(sys, "path", list(sys.path))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("mode", ["--once", "--drain"])
     def test_it_works_off_what_is_due_and_exits(self, dsn: str, tmp_path: Path, mode: str) -> None:
         (tmp_path / "greeter.py").write_text(GREETER)

@@ -235,6 +235,7 @@ def test_nats() -> None:
     expect(found("nats", **given), Level.PROBLEM, "connect:")
 
 
+@pytest.mark.slow
 def test_rabbitmq() -> None:
     with rabbitmq_server() as broker:
         given = {"rabbitmq_url": f"amqp://app:secret@{HOST}:{broker.plain_port}", "broker_timeout_seconds": 20}
@@ -323,6 +324,7 @@ def test_the_application_is_examined_too(cli: Callable[..., Done], tmp_path_fact
     ]
 
 
+@pytest.mark.slow
 def test_on_a_terminal_why_and_how_stand_below(dsn: str) -> None:
     done = test_cli.run_on_terminal("doctor", dsn=dsn, PGOUTBOX_SMTP_HSOT="x")
     lines = done.out.replace("\r", "").splitlines()
@@ -361,6 +363,7 @@ BROKEN: Final = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extra", [{}, BROKEN], ids=["refused", "misspelt"])
 def test_nothing_secret_is_ever_printed(extra: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     for variable, value in (SECRETS | extra).items():

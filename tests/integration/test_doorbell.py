@@ -301,6 +301,7 @@ def test_asking_for_a_bell_while_producers_have_it_leaves_no_share_of_it_behind(
     assert ask_for_bells(sleeper, "default") == [("default", "armed", None)]
 
 
+@pytest.mark.slow
 async def test_a_bell_that_ended_with_its_session_is_missed_by_the_next_probe(
     bellmen: Callable[..., Bellman], db: psycopg.Connection
 ) -> None:

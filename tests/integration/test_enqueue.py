@@ -649,6 +649,7 @@ def same(stored: object, given_value: object) -> bool:
     return type(stored) is type(given_value) and stored == given_value
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(payload=ANYTHING, key=TEXT)
 def test_any_value_is_stored_as_it_is_or_refused_with_its_path_and_the_transaction_stays_usable(

@@ -502,6 +502,7 @@ def prune_and_die(dsn: str, transactions: int) -> None:
         Turn(facts, Memory(), batch_size=2).take(connection)
 
 
+@pytest.mark.slow
 def test_partitions_come_and_go_while_eight_sessions_enqueue_and_finish(
     operator: psycopg.Connection, connect: Connect
 ) -> None:

@@ -216,6 +216,7 @@ async def test_credentials_that_are_refused_cost_no_attempt_and_are_never_shown(
             assert text not in caplog.text + error
 
 
+@pytest.mark.slow
 async def test_after_a_lost_confirmation_the_repetition_has_the_same_id(
     broker: Broker, channel: AbstractChannel, open_transport: Open
 ) -> None:

@@ -110,6 +110,7 @@ def register(outbox: Outbox, kind: str, topic: str = "reset") -> None:
             return [Permanent(quoting(message)) for message in messages]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["raises", "fails in a thread", "skips", "fails in a batch"])
 async def test_the_canary_is_shown_nowhere(
     dsn: str, db: psycopg.Connection, directory: Path, caplog: pytest.LogCaptureFixture, kind: str
@@ -152,6 +153,7 @@ def test_without_the_application_the_usual_names_and_those_of_the_setting_apply(
     assert shown["destination"] == "https://(redacted)@example.org/hook?token=(redacted)"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["--json"]])
 def test_an_encrypted_payload_is_shown_as_such(
     dsn: str, db: psycopg.Connection, directory: Path, options: list[str]

@@ -146,6 +146,7 @@ def levels(dsn: str) -> dict[str, Level]:
     return {finding.check: finding.level for finding in examine(load_settings(dsn=dsn))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 def test_no_default_of_a_role_disturbs_an_operators_commands(
     dsn: str, db: psycopg.Connection, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
@@ -176,6 +177,7 @@ def test_no_default_of_a_role_disturbs_the_dashboard(dsn: str, db: psycopg.Conne
                 assert answer.status_code == 200, (path, answer.text[-500:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 def test_no_default_of_a_database_disturbs_a_migration(empty_dsn: str, name: str) -> None:
     with psycopg.connect(empty_dsn, autocommit=True) as superuser:

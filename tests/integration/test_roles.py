@@ -775,6 +775,7 @@ ACTING: Final = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("role", "acts"), [(OPERATOR, True), (VIEWER, False)])
 def test_commands_work_for_those_who_may(
     dsn: str, connection: psycopg.Connection, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],

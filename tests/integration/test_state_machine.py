@@ -43,6 +43,8 @@ from tests.outbox_actions import (
 if TYPE_CHECKING:
     from tests.outbox_actions import Row
 
+pytestmark = pytest.mark.slow
+
 MAX_ATTEMPTS = 3
 WORKERS = ("worker-1", "worker-2")
 KEYS = (None, "a", "b")

@@ -111,6 +111,7 @@ OF_SENDER = [
 OF_ACCOUNT = ["530 5.7.0 authentication required", "535 5.7.8 authentication failed", "503 authenticate first"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answer", OF_SENDER + OF_ACCOUNT)
 async def test_a_hundred_messages_outlast_a_refusal_at_mail_and_are_delivered_once_the_server_accepts(
     dsn: str, db: psycopg.Connection, answer: str

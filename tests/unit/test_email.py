@@ -464,6 +464,7 @@ def test_no_text_can_add_a_header_or_end_the_headers(text: str) -> None:
     assert [address.addr_spec for address in parsed(content)["To"].addresses] == ["ann@example.com"]
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.text(st.characters(codec="utf-8"), max_size=1_500))
 @example("NUL \0, lone CR \r, .\n.\n")

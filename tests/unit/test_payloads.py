@@ -215,6 +215,7 @@ JSON = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(JSON)
 def test_whatever_is_accepted_reads_back_as_it_was(payload: object) -> None:
     try:
