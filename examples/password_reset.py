@@ -33,7 +33,7 @@ PASSWORD_RESET = Topic(
     queue="critical",
     destination=lambda p: f"mailto:{p.email}",
     coalesce_key=lambda p: str(p.member_id),
-    retry=RetryPolicy(max_attempts=8, base_seconds=1, cap_seconds=60),
+    retry=RetryPolicy(max_attempts=8, base=1, cap=60),
     expires_after=3600,
 )
 

@@ -6,12 +6,14 @@ import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import Any, Literal, Protocol, cast
 
 import psycopg
 from psycopg.rows import TupleRow
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from pgoutbox.clock import Duration
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import Message, Outcome, Permanent
 from pgoutbox.retry import RetryPolicy
@@ -45,7 +47,7 @@ class Handler:
         function: Callable[..., object],
         *,
         retry: RetryPolicy,
-        timeout_seconds: float | None,
+        timeout: Duration | None,
         on_unknown: OnUnknown,
         max_batch: int | None,
         transactional: bool,
@@ -60,8 +62,9 @@ class Handler:
         )
         if not _is_policy(retry):
             raise ConfigurationError(f"{place}: retry={retry!r}: must be a RetryPolicy")
+        timeout_seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         if timeout_seconds is not None and not _is_between(timeout_seconds, 1e-9, sys.float_info.max):
-            raise ConfigurationError(f"{place}: timeout={timeout_seconds!r}: must be positive seconds")
+            raise ConfigurationError(f"{place}: timeout={timeout!r}: must be positive, in seconds or as a timedelta")
         if on_unknown not in ("retry", "hold"):
             raise ConfigurationError(f"{place}: on_unknown={on_unknown!r}: must be 'retry' or 'hold'")
         if max_batch is not None and not _is_between(max_batch, 1, 5_000):

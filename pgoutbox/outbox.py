@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from datetime import datetime, timedelta
+from datetime import datetime
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Generic, Literal, TypeAlias, TypedDict, TypeVar, cast, overload
@@ -23,6 +23,7 @@ from pgoutbox.adapters import (
     sqlstate_of,
     sync_adapter,
 )
+from pgoutbox.clock import Duration
 from pgoutbox.drafts import Fanout, carrying, prepare, prepare_fanout
 from pgoutbox.encryption import Keyring, keyring_of
 from pgoutbox.errors import ConfigurationError, PayloadError, UnknownTopicError
@@ -72,13 +73,13 @@ class MessageOptions(TypedDict, total=False):
     coalesce_key: str | None
     dedupe_key: str | None
     available_at: datetime | None
-    delay: float | timedelta | None
+    delay: Duration | None
     expires_at: datetime | None
     headers: Mapping[str, str] | None
     max_attempts: int | None
     ordering_key: str | None
     on_failed: OnFailed | None
-    max_delay: float | timedelta | None
+    max_delay: Duration | None
     coalesce_rule: CoalesceRule | None
 
 
@@ -87,7 +88,7 @@ class FanoutOptions(TypedDict, total=False):
 
     queue: str | None
     available_at: datetime | None
-    delay: float | timedelta | None
+    delay: Duration | None
     expires_at: datetime | None
     headers: Mapping[str, str] | None
     max_attempts: int | None
@@ -189,11 +190,11 @@ class Outbox:
         coalesce_key: Callable[[P], str | None] | None = None,
         dedupe_key: Callable[[P], str | None] | None = None,
         retry: RetryPolicy | None = None,
-        delay: float | timedelta | None = None,
-        expires_after: float | timedelta | None = None,
+        delay: Duration | None = None,
+        expires_after: Duration | None = None,
         ordering_key: Callable[[P], str | None] | None = None,
         on_failed: OnFailed | None = None,
-        max_delay: float | timedelta | None = None,
+        max_delay: Duration | None = None,
         coalesce_rule: CoalesceRule | None = None,
         encrypted: bool = False,
         redact: tuple[str, ...] = (),
@@ -257,7 +258,7 @@ class Outbox:
         topic: str | Topic[P],
         *,
         retry: RetryPolicy | None = None,
-        timeout: float | None = None,
+        timeout: Duration | None = None,
         on_unknown: OnUnknown = "retry",
         transactional: bool = False,
         permanent: Sequence[type[BaseException]] = (),
@@ -266,7 +267,7 @@ class Outbox:
 
         An `async def` gets `(Message, Context)` on the worker's event loop, a `def` gets `(Message, SyncContext)` in a
         thread. It returns nothing (sent), an outcome, or a content to deliver. It runs at least once per message; a
-        retry gets the same `message.idempotency_key`. `timeout` is in seconds and per attempt. With
+        retry gets the same `message.idempotency_key`. `timeout` (seconds or a timedelta) is per attempt. With
         `on_unknown="hold"`, a message whose lease lapsed ends as `failed` instead of being tried again. A
         `transactional` handler writes with `ctx.connection`, and its writes and the completion commit together.
         Exceptions of the `permanent` types are not retried.
@@ -283,7 +284,7 @@ class Outbox:
                 topic,
                 function,
                 retry=retry,
-                timeout_seconds=timeout,
+                timeout=timeout,
                 on_unknown=on_unknown,
                 transactional=transactional,
                 permanent_errors=permanent,
@@ -297,7 +298,7 @@ class Outbox:
         *,
         max_size: int = 100,
         retry: RetryPolicy | None = None,
-        timeout: float | None = None,
+        timeout: Duration | None = None,
         on_unknown: OnUnknown = "retry",
         permanent: Sequence[type[BaseException]] = (),
     ) -> BatchHandlerDecorator[P]:
@@ -316,7 +317,7 @@ class Outbox:
                 topic,
                 function,
                 retry=retry,
-                timeout_seconds=timeout,
+                timeout=timeout,
                 on_unknown=on_unknown,
                 transactional=False,
                 permanent_errors=permanent,
@@ -330,7 +331,7 @@ class Outbox:
         function: Callable[..., object],
         *,
         retry: RetryPolicy | None,
-        timeout_seconds: float | None,
+        timeout: Duration | None,
         on_unknown: OnUnknown,
         transactional: bool,
         permanent_errors: Sequence[type[BaseException]],
@@ -349,7 +350,7 @@ class Outbox:
             name,
             function,
             retry=retry or definition.retry or RetryPolicy(),
-            timeout_seconds=timeout_seconds,
+            timeout=timeout,
             on_unknown=on_unknown,
             max_batch=max_batch,
             transactional=transactional,

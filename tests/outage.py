@@ -74,7 +74,7 @@ async def play(dsn: str, load: Load, *, breaker: bool, concurrency: int) -> None
     )
     outbox = Outbox(settings, transports=[LineTransport(timeout_seconds=_TIMEOUT_SECONDS)])
 
-    @outbox.handler("line", retry=RetryPolicy(base_seconds=1, cap_seconds=4))
+    @outbox.handler("line", retry=RetryPolicy(base=1, cap=4))
     async def line(message: Message, ctx: Context) -> Line:
         return Line(str(message.id))
 

@@ -39,7 +39,7 @@ async def good(message: Message, ctx: Context) -> None:
     await tell("good", message)
 
 
-@outbox.handler("test.poison", retry=RetryPolicy(max_attempts=3, base_seconds=0))
+@outbox.handler("test.poison", retry=RetryPolicy(max_attempts=3, base=0))
 async def poison(message: Message, ctx: Context) -> NoReturn:
     """Take the whole process down, as a segmentation fault or the out-of-memory killer would."""
     os._exit(137)

@@ -66,7 +66,7 @@ async def test_a_dead_network_under_a_transactional_handler_costs_it_one_attempt
         outbox = Outbox(settings_for(proxy.dsn, concurrency=1, statement_timeout_seconds=1, connect_timeout_seconds=1))
         attempts: list[int] = []
         limit = 1.0 if stage == "in the handler" else None
-        at_once = RetryPolicy(base_seconds=0.01, cap_seconds=0.01)
+        at_once = RetryPolicy(base=0.01, cap=0.01)
 
         def dies(message: Message) -> bool:
             attempts.append(message.attempt_count)

@@ -243,7 +243,7 @@ async def test_a_failed_attempt_is_not_repeated_beside_a_newer_message(outbox: O
     db = connect(autocommit=True)
     newer: list[int] = []
 
-    @outbox.handler("greet", retry=RetryPolicy(base_seconds=3600))
+    @outbox.handler("greet", retry=RetryPolicy(base=3600))
     async def greet(message: Message, ctx: Context) -> None:
         if not newer:
             newer.append(look_again(outbox, db))

@@ -240,7 +240,7 @@ async def test_workers_that_cron_starts_hold_back_at_the_first_failure_and_pause
 
 
 async def test_without_breakers_messages_wait_ever_longer_and_none_fails(dsn: str, db: psycopg.Connection) -> None:
-    retry = RetryPolicy(base_seconds=10, cap_seconds=HOUR, jitter=0)
+    retry = RetryPolicy(base=10, cap=HOUR, jitter=0)
     async with scripted_server({"MAIL": "553 5.1.8 unknown"}) as server:
         outbox = outbox_for(dsn, mail_settings(server.port) | {"breaker": False}, retry=retry)
         message_id = enqueue(db, destination=ANN, max_attempts=2)

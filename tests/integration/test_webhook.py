@@ -592,7 +592,7 @@ async def test_an_address_that_does_not_answer_is_followed_by_the_next(
 
 # --- a worker ---------------------------------------------------------------------------------------------------------
 
-FEW = RetryPolicy(max_attempts=3, base_seconds=3_600, cap_seconds=3_600, jitter=0)
+FEW = RetryPolicy(max_attempts=3, base=3_600, cap=3_600, jitter=0)
 
 
 async def deliver(

@@ -795,7 +795,7 @@ async def test_a_delay_that_is_no_time_is_kept_within_bounds(outbox: Outbox, db:
     async def snooze(message: Message, ctx: Context) -> Snooze:
         return Snooze(1e300)
 
-    @outbox.handler("greet", retry=RetryPolicy(base_seconds=1, cap_seconds=60))
+    @outbox.handler("greet", retry=RetryPolicy(base=1, cap=60))
     async def greet(message: Message, ctx: Context) -> Transient:
         return Transient("busy", retry_after=delays[int(str(message.payload))])
 

@@ -25,7 +25,7 @@ THREAD_TIMEOUT_SECONDS = 1.0
 outbox = Outbox(transports=[NotedLineTransport(timeout_seconds=1.0)])
 TEXT = "5 € für 漢字 🙂"
 """Is in payloads and in errors. No encoding but Unicode has all of it."""
-_RETRY = RetryPolicy(max_attempts=1000, base_seconds=0.05, cap_seconds=1.0)
+_RETRY = RetryPolicy(max_attempts=1000, base=0.05, cap=1.0)
 _TIMEOUT_SECONDS = 4.0
 
 

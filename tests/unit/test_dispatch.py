@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, cast
 
 import pytest
 from pydantic import BaseModel
 
-from pgoutbox.clock import elapsed_clock
+from pgoutbox.clock import Duration, elapsed_clock
 from pgoutbox.dispatch import Dispatcher
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.handlers import Context, Handler, SyncContext
@@ -59,7 +59,7 @@ def handler_of(
     *,
     model: type[BaseModel] | None = None,
     permanent: tuple[type[BaseException], ...] = (),
-    timeout_seconds: float | None = None,
+    timeout: Duration | None = None,
     on_unknown: OnUnknown = "retry",
     max_batch: int | None = None,
 ) -> Handler:
@@ -67,7 +67,7 @@ def handler_of(
         "greet",
         function,
         retry=RetryPolicy(),
-        timeout_seconds=timeout_seconds,
+        timeout=timeout,
         on_unknown=on_unknown,
         max_batch=max_batch,
         transactional=False,
@@ -113,10 +113,10 @@ def test_a_handler_that_does_not_take_two_arguments_is_refused_by_name() -> None
         handler_of(lonely)
 
 
-@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf")])
-def test_a_timeout_that_is_no_time_is_refused(seconds: float) -> None:
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), timedelta(seconds=-1)])
+def test_a_timeout_must_be_positive(timeout: Duration) -> None:
     with pytest.raises(ConfigurationError, match="timeout="):
-        handler_of(lambda message, ctx: None, timeout_seconds=seconds)
+        handler_of(lambda message, ctx: None, timeout=timeout)
 
 
 def test_an_unknown_rule_for_unknown_outcomes_is_refused() -> None:

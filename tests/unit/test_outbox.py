@@ -149,7 +149,7 @@ def test_a_handler_cannot_have_a_policy_where_the_topic_has_one(outbox: Outbox) 
         ("Mail", {}, "topic 'Mail': name: must be 1 to 63"),
         ("mail", {"timeout": 0}, "timeout=0: must be positive"),
         ("mail", {"timeout": float("nan")}, "timeout=nan: must be positive"),
-        ("mail", {"timeout": "5"}, "timeout='5': must be positive seconds"),
+        ("mail", {"timeout": "5"}, "timeout='5': must be positive, in seconds or as a timedelta"),
         ("mail", {"on_unknown": "drop"}, "on_unknown='drop': must be 'retry' or 'hold'"),
         ("mail", {"retry": 3}, "retry=3: must be a RetryPolicy"),
         ("mail", {"permanent": ValueError}, "permanent=<class 'ValueError'>: must be a list of exception classes"),
