@@ -1,4 +1,4 @@
-"""PgQueuer, driven as its documentation recommends: asyncpg, uvloop, tuned autovacuum, durable tables.
+"""PgQueuer, configured as its documentation recommends: asyncpg, uvloop, tuned autovacuum, durable tables.
 
 install: create its tables. enqueue --count N: enqueue so many jobs. drain, work, run and stamp: what `deliver` does
 under these names.
