@@ -70,7 +70,7 @@ def main() -> int:
     """Run the scenarios. Return 0 if they ran, whatever their verdicts, and 130 if interrupted."""
     scenarios = {**SCENARIOS, **EXTRA_SCENARIOS}
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure pgoutbox and other systems.")
-    parser.add_argument("scenario", nargs="*", help=f"{', '.join(scenarios)}; all but the last five if none is named")
+    parser.add_argument("scenario", nargs="*", help=f"{', '.join(scenarios)}; all but the last six if none is named")
     parser.add_argument("--quick", action="store_true", help="small sizes: check that the benchmarks work")
     parser.add_argument("--rounds", type=int, help="rounds of the alternating scenarios")
     parser.add_argument("--finished", type=int, metavar="N", help="finished messages in the table of drain")

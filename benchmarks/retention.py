@@ -72,7 +72,7 @@ def run(server: Server, options: Options) -> Result:
             found[variant].append(_measure(server, options, variant))
     result.tables.append(
         Table(
-            f"{options.retention_messages:,} old messages go (milliseconds, medians of the rounds)",
+            f"{options.retention_messages:,} old messages are deleted (milliseconds, medians of the rounds)",
             (
                 "what", "seconds", "enqueue p99", "longest", "p99 from due", "finish p99", "longest",
             ),
