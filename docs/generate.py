@@ -197,7 +197,8 @@ def cli_page() -> str:
     )
     return _page(
         "Command line",
-        "Run `pgoutbox COMMAND` or `python -m pgoutbox COMMAND`. `PGOUTBOX_DSN` names the database.",
+        "This page lists the commands of `pgoutbox COMMAND`, or `python -m pgoutbox COMMAND`. `PGOUTBOX_DSN` names the "
+        "database.",
         index,
         _EXIT_CODES,
         *(_command(name, command) for name, command in found),
@@ -274,10 +275,12 @@ WHERE p.pronamespace = 'pgoutbox'::regnamespace
 """
 
 _SQL: Final = """
-Any client can call these functions: another language, a trigger, psql. They run in the caller's transaction. The
-functions that write run with the privileges of the schema's owner; the [roles](../how-to/roles.md) define their
-callers. With `notify => false` the workers' sweep finds the messages; null means true. Name the arguments:
-`SELECT pgoutbox.enqueue('mail.welcome', '{"user_id": 7}', dedupe_key => 'welcome-7')`.
+This page lists the SQL functions of pgoutbox. Any client can call them: another language, a trigger, psql. They run in
+the caller's transaction. The functions that write run with the privileges of the schema's owner. The
+[roles](../how-to/roles.md) define their callers.
+
+Name the arguments: `SELECT pgoutbox.enqueue('mail.welcome', '{"user_id": 7}', dedupe_key => 'welcome-7')`. With
+`notify => false` the workers' sweep finds the messages; null means true.
 """
 
 _ERRORS: Final = """
@@ -373,9 +376,9 @@ ORDER BY c.relname
 """
 
 _TABLES: Final = """
-The schema `pgoutbox` from the catalog. [Schema](../explanation/schema.md) gives the reasons, and
-[SQL queries](../how-to/sql-queries.md) has queries. You may read all tables. Write only through the functions and
-commands.
+This page lists the tables and views of the schema `pgoutbox`, from the catalog. See
+[schema design](../explanation/schema.md) for the reasons, and [SQL queries](../how-to/sql-queries.md) for queries. You
+may read all tables. Write only through the functions and commands.
 """
 
 _CHECKS: Final = """
@@ -487,7 +490,8 @@ def api_page() -> str:
         blocks.extend(_fixtures(module_found))
     return _page(
         "Python API",
-        "The public names of `pgoutbox`, with the first paragraph of each docstring. `help()` shows the rest.",
+        "This page lists the public names of `pgoutbox`, with the first paragraph of each docstring. `help()` shows "
+        "the rest.",
         *blocks,
     )
 
