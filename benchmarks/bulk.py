@@ -1,6 +1,6 @@
 """enqueue_many: rows per second of a bulk enqueue in one transaction, Python's checks and the COMMIT included.
 
-Beside it, as the limit, the same rows by one INSERT into the same table from arrays that lie ready.
+The limit is one INSERT of the same rows into the same table, from prepared arrays.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Doorbell: what one enqueue costs its transaction, beside a plain insert and beside insert and pg_notify.
+"""Doorbell: the cost of one enqueue, compared with a plain insert and with insert and pg_notify.
 
-Measured without any worker, and while a worker delivers a backlog of older messages, as fast as it can or as fast as
-handlers that wait let it. The backlog outlasts the measurement, so that the worker never gets as far as the measured
-rows and never sleeps.
+There are conditions without a worker, and with a worker that delivers a backlog of older messages, with handlers that
+do nothing or wait. The backlog is larger than the worker can deliver in that time, so the worker never reaches the
+measured rows and never sleeps.
 
-All variants run as one role that may do all of them and is no superuser, as applications are: a superuser's INSERT is
-spared the questions for rights.
+All variants run as one role with the necessary rights. Like an application's role it is not a superuser, because a
+superuser's INSERT skips the permission checks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """enqueue_one: transactions per second of one message each from one Python process, sync and async.
 
-Beside it, as the limit, the same loops with a plain INSERT. No worker runs.
+The limit is the same loops with a plain INSERT. No worker runs.
 """
 
 from __future__ import annotations

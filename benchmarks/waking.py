@@ -55,7 +55,7 @@ def run(server: Server, options: Options) -> Result:
                 )
                 result.verdicts.append(Verdict(f"commit to handler, p99, {name}", p99, 25.0, "at most", "ms"))
     columns = ("rate, workers", "% that notify", "worker transactions per message", "p50 ms", "p99 ms", "missing")
-    result.tables.append(Table("single messages beside idle workers", columns, rows))
+    result.tables.append(Table("single messages with idle workers", columns, rows))
     return result
 
 

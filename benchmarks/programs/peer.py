@@ -1,6 +1,6 @@
 """PgQueuer, configured as its documentation recommends: asyncpg, uvloop, tuned autovacuum, durable tables.
 
-install: create its tables. enqueue --count N: enqueue so many jobs. drain, work, run and stamp: what `deliver` does
+install: create its tables. enqueue --count N: enqueue that number of jobs. drain, work, run and stamp: what `deliver` does
 under these names.
 The batch size and the driver (connection or pool) are arguments, so that its best settings can be looked for.
 """
