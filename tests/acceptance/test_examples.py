@@ -202,7 +202,7 @@ async def test_a_subscriber_gets_a_webhook_that_its_secret_verifies(shell: Shell
 async def test_the_bookings_of_an_account_arrive_in_order(shell: Shell, dsn: str) -> None:
     with redis_server() as broker:
         shell.environment["PGOUTBOX_REDIS_URL"] = f"redis://{HOST}:{broker.port}/0"
-        assert await shell.example("bookings") == ["owed (5,)"]
+        assert await shell.example("bookings") == ["pending (5,)"]
         await shell.deliver("bookings")
         with redis.Redis(HOST, broker.port) as client:
             events = [json.loads(fields[b"event"]) for _, fields in client.xrange("bookings")]

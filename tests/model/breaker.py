@@ -16,16 +16,16 @@ from typing import NamedTuple
 class Guard(enum.Enum):
     """What can be taken out of the protocol."""
 
-    ONE_PROBE = "BREAKER_PROBE gives no leave while a probe is under way"
-    PROBE_LAPSES = "BREAKER_PROBE gives leave again when a probe has taken too long"
+    ONE_PROBE = "BREAKER_PROBE permits no second probe"
+    PROBE_LAPSES = "BREAKER_PROBE permits a new probe when one has taken too long"
     FENCE_IN_CLOSE = "the probe's id in BREAKER_CLOSE_IF_PROBING"
     FENCE_IN_REOPEN = "the probe's id in BREAKER_REOPEN_IF_PROBING"
     FENCE_IN_RELEASE = "the probe's id in BREAKER_RELEASE_IF_PROBING"
-    ASKED_AFTER_FAILURE = "a worker asks the row after every failure, not only after the one that trips"
-    ASKED_TWICE = "a worker that trips and is not answered asks once more"
-    LEFTOVER = "a message that had to wait and was sent asks whether the row is still there"
-    CLOSED_ELSEWHERE = "a worker that finds no row to probe for forgets that it was open"
-    SNOOZED = "an attempt that ends while its worker knows of the row is not used up"
+    ASKED_AFTER_FAILURE = "a worker reads the row after every failure, not only after the one that trips"
+    ASKED_TWICE = "a worker that trips without an answer asks again"
+    LEFTOVER = "after a delayed message is sent, the worker checks whether the row still exists"
+    CLOSED_ELSEWHERE = "a worker that finds no row to probe for closes its breaker"
+    SNOOZED = "an attempt is not used up if its worker knows the row when it ends"
 
 
 class Shared(NamedTuple):
@@ -94,7 +94,7 @@ class Breaker:
         if state.fault:
             return state.fault
         out = sum(worker.probe > 0 and not worker.is_given_up for worker in state.workers)
-        return "two probes are let through at once" if out > 1 else ""
+        return "two probes run at the same time" if out > 1 else ""
 
     def is_settled(self, state: World) -> bool:
         return state.row is None and not state.changes and all(worker == _NEW for worker in state.workers)
@@ -186,7 +186,7 @@ class Breaker:
             yield "hears nothing: its attempt is used up", unaware._replace(fault=self._used_up(known))
 
     def _used_up(self, worker: Worker) -> str:
-        return "an attempt is used up though the breaker was open" if worker.was_open else ""
+        return "an attempt is used up although the breaker was open" if worker.was_open else ""
 
     # --- open ---------------------------------------------------------------------------------------------------------
 
@@ -232,7 +232,7 @@ class Breaker:
                 yield "gives its leave back", done
 
 
-_STALE = "a probe that was given up decides"
+_STALE = "an abandoned probe decides"
 
 
 # --- state ------------------------------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ NAMES: dict[Model, str] = {
     UNANSWERED: "one message, one attempt, answers to claims are lost",
     THREADS: "one message, one attempt, a thread",
     KEY: "two producers, one coalesce key",
-    replace(KEY, is_strict=False): "two producers, one coalesce key, only what is handed over counts",
+    replace(KEY, is_strict=False): "two producers, one coalesce key, only hand-overs count",
     KEY_AND_REDRIVE: "two producers, one coalesce key, a redrive",
     KEY_AND_ATTEMPTS: "two producers, one coalesce key, two attempts",
     THREE_OF_A_KEY: "two producers, one coalesce key, three messages",
@@ -86,8 +86,8 @@ NAMES: dict[Model, str] = {
     FROZEN: "one producer, two equal workers, which may poll, one stops to answer",
     ALONE: "two producers, one worker, its listener breaks twice",
     CUT_OFF: "one producer, two equal workers, a listener breaks",
-    SUCCESSOR: "a message that waits for the one before it",
-    SUCCESSOR_IN_FLEET: "a message that waits for the one before it, two equal workers",
+    SUCCESSOR: "a message that waits for the previous one",
+    SUCCESSOR_IN_FLEET: "a message that waits for the previous one, two equal workers",
     LINE: "two producers, one ordering key",
     LINE_OF_BULKS: "two producers, one ordering key, two messages at once",
     LINE_FORGOTTEN: "two producers, one ordering key, a prune of keys",
@@ -116,21 +116,21 @@ NAMES: dict[Model, str] = {
 
 STALE = "the write of a stale owner took effect"
 STALE_RENEWAL = "a stale owner renewed the lease of another"
-TWICE = "a message was handed over twice, and nothing made it necessary"
-IN_HAND_TWICE = "a process has one message in its hands twice"
+TWICE = "a message was handed over twice without necessity"
+IN_HAND_TWICE = "a process holds one message twice"
 OUTLIVED = "a thread handed over a message whose attempt had ended"
-STUCK = "nothing that can happen from here ends it"
+STUCK = "no step from here can end it"
 TWO = "two messages of one key are in flight"
 ORDER = "an older message was handed over after a newer one"
-MISSED_0 = "message 0 waits, and everybody who handles it sleeps"
-MISSED_1 = "message 1 waits, and everybody who handles it sleeps"
+MISSED_0 = "message 0 waits while all its workers sleep"
+MISSED_1 = "message 1 waits while all its workers sleep"
 
-OVERTAKEN = "a message was handed over before one that was committed earlier"
+OVERTAKEN = "a message was handed over before an earlier committed one"
 OVERSPENT = "more attempts began than there were tokens"
 CROWDED = "more attempts are in flight than the limit allows"
-GIVEN_UP = "a probe that was given up decides"
-NOT_AGAIN = "a message was committed, and no attempt began after that"
-USED_UP = "an attempt is used up though the breaker was open"
+GIVEN_UP = "an abandoned probe decides"
+NOT_AGAIN = "a message was committed, and no later attempt began"
+USED_UP = "an attempt is used up although the breaker was open"
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,27 +201,30 @@ BREAK = [
     Case(
         FAILOVER_OF_ONE,
         (_D.FOUND_BY_TIME,),
-        "an attempt that had a handler is given back as if it had none",
+        "an attempt that had a handler is released as if it had none",
         12,
     ),
-    Case(SUSPENDED, (_D.OWN_LEFT_ALONE,), "a process gives up what it has in its hands", 15),
+    Case(SUSPENDED, (_D.OWN_LEFT_ALONE,), "a process gives up a message that it holds", 15),
     Case(SUSPENDED, (_D.ENDS_NOT_REPEATED,), "an attempt that no handler began ends as retry", 14),
-    Case(UNANSWERED, (_D.FOUND_BY_NAME,), "a message fails that no handler ever had", 9),
+    Case(UNANSWERED, (_D.FOUND_BY_NAME,), "a message fails although no handler ever had it", 9),
     Case(THREADS, (_D.TIMEOUT_KEEPS_THREAD,), OUTLIVED, 10),
     Case(THREADS, (_D.STOP_KEEPS_THREAD,), OUTLIVED, 10),
     Case(KEY, (_D.IN_FLIGHT_INDEX,), TWO, 16),
-    Case(
-        KEY, (_D.SIBLINGS,), "a claim, with all that is in it, fails for a message that it could have passed over", 14
-    ),
+    Case(KEY, (_D.SIBLINGS,), "a whole claim fails because of a message that it could have skipped", 14),
     Case(
         KEY,
         (_D.SUPERSEDED_IN_CLAIM,),
-        "an attempt begins although the claim's snapshot called the message superseded",
+        "an attempt begins although the message is superseded in the claim's snapshot",
         9,
     ),
     Case(KEY, (_D.SUPERSEDED_ASKED_AGAIN,), ORDER, 22),
-    Case(KEY, (_D.SUPERSEDED_IN_FINISH,), "a message that its finish knows to be superseded becomes failed", 14),
-    Case(KEY_AND_REDRIVE, (_D.SUPERSEDED_IN_REDRIVE,), "a redrive brought back what it knew to be superseded", 17),
+    Case(KEY, (_D.SUPERSEDED_IN_FINISH,), "a superseded message becomes failed, although its finish knows", 14),
+    Case(
+        KEY_AND_REDRIVE,
+        (_D.SUPERSEDED_IN_REDRIVE,),
+        "a redrive brought back a message that it knew to be superseded",
+        17,
+    ),
     Case(KEY, (_D.ID_UNDER_HEAD_LOCK,), ORDER, 22),
     Case(ROLLING, (_B.RING,), MISSED_0, 10),
     Case(ROLLING, (_B.HELD_TO_COMMIT,), MISSED_0, 10),
@@ -252,28 +255,28 @@ BREAK = [
     Case(
         LINE_AND_OPERATOR,
         (_O.FIRST_IN_CLAIM,),
-        "a claim begins what its snapshot knows not to be the first of its key",
+        "a claim begins a message that is not the first of its key in its snapshot",
         5,
     ),
     Case(
         LINE_AND_OPERATOR,
         (_O.SIBLINGS_IN_CLAIM,),
-        "a claim, with all that is in it, fails for a message that it could have passed over",
+        "a whole claim fails because of a message that it could have skipped",
         8,
     ),
-    Case(LINE_HALTS, (_O.HALT_IN_CLAIM,), "a claim begins what its snapshot knows to be halted", 10),
+    Case(LINE_HALTS, (_O.HALT_IN_CLAIM,), "a claim begins a message that is halted in its snapshot", 10),
     Case(LINE_AND_OPERATOR, (_O.IN_FLIGHT_INDEX,), "two messages of one ordering key are in flight", 8),
     Case(LINE_AND_OPERATOR, (_O.LAPSED_HAVE_KEYS,), STUCK, 4),
     Case(RATE, (_L.ROW_LOCKED,), OVERSPENT, 10),
     Case(IN_FLIGHT_CUT, (_L.ROW_LOCKED,), CROWDED, 4),
-    Case(IN_FLIGHT, (_L.LIMITS_ASKED_AGAIN,), "an attempt begins in a queue that is paused", 4),
+    Case(IN_FLIGHT, (_L.LIMITS_ASKED_AGAIN,), "an attempt begins in a paused queue", 4),
     Case(RATE, (_L.LIMITS_ASKED_AGAIN,), OVERSPENT, 10),
     Case(IN_FLIGHT, (_L.COUNTED_AFTERWARDS,), CROWDED, 6),
     Case(IN_FLIGHT, (_L.LAPSED_LEFT_OUT,), STUCK, 4),
     Case(RATE, (_L.ASKED_BY_EACH_LANE,), OVERSPENT, 6),
     Case(RATE, (_L.SPENT_FROM_THE_ROW,), OVERSPENT, 10),
     Case(RATE, (_L.SPENT_WITH_THE_CLAIM,), OVERSPENT, 7),
-    Case(DESTINATION, (_C.ONE_PROBE,), "two probes are let through at once", 12),
+    Case(DESTINATION, (_C.ONE_PROBE,), "two probes run at the same time", 12),
     Case(DESTINATION, (_C.PROBE_LAPSES,), STUCK, 13),
     Case(DESTINATION, (_C.FENCE_IN_CLOSE,), GIVEN_UP, 14),
     Case(DESTINATION, (_C.FENCE_IN_REOPEN,), GIVEN_UP, 15),
@@ -285,30 +288,30 @@ BREAK = [
     Case(DESTINATION_AND_SURVIVORS, (_C.CLOSED_ELSEWHERE,), STUCK, 12),
     Case(ZERO, (_R.TOKEN_IN_FORGET,), STALE, 6),
     Case(ZERO_AND_REDRIVE, (_R.STATE_IN_FORGET,), STALE, 10),
-    Case(ZERO, (_R.RULE_IN_FORGET,), "a message is deleted though no rule says so", 4),
-    Case(ZERO_AND_REDRIVE, (_R.STATE_IN_PRUNE,), "a prune deleted what is owed", 8),
+    Case(ZERO, (_R.RULE_IN_FORGET,), "a message is deleted without a rule", 4),
+    Case(ZERO_AND_REDRIVE, (_R.STATE_IN_PRUNE,), "a prune deleted an undelivered message", 8),
     Case(RESEND, (_R.SOURCE_LOCKED,), "a copy lost the content of its source", 8),
-    Case(RESEND, (_R.CONTENT_IS_NAMED,), "a message names a content that is deleted", 2),
+    Case(RESEND, (_R.CONTENT_IS_NAMED,), "a message refers to a deleted content", 2),
     Case(LOOK_AGAIN, (_P.NEWER_LOCKED,), NOT_AGAIN, 19),
     Case(LOOK_AGAIN, (_P.NEWER_IS_PENDING,), NOT_AGAIN, 13),
-    Case(LOOK_AGAIN_LATER, (_P.NEWER_IS_DUE,), "a message that is due waits for one that is not", 5),
+    Case(LOOK_AGAIN_LATER, (_P.NEWER_IS_DUE,), "a due message waits for one that is not due", 5),
     Case(LOOK_AGAIN, (_P.IN_FLIGHT_INDEX,), TWO, 12),
     Case(
         LOOK_AGAIN,
         (_P.SIBLINGS,),
-        "a claim, with all that is in it, fails for a message that it could have passed over",
+        "a whole claim fails because of a message that it could have skipped",
         11,
     ),
     Case(
         LOOK_AGAIN,
         (_P.LOST_SUPERSEDED,),
-        "a lost attempt is made again although a newer message was pending",
+        "a lost attempt is repeated although a newer message was pending",
         11,
     ),
     Case(
         LOOK_AGAIN_LATER,
         (_P.RETRY_SUPERSEDED,),
-        "an attempt is made again although a newer message was pending",
+        "an attempt is repeated although a newer message was pending",
         10,
     ),
 ]
@@ -328,7 +331,7 @@ TWICE_GUARDED = [
     Case(
         LINE_HALTS,
         (_O.HALT_IN_FIND, _O.HALT_IN_CLAIM),
-        "a claim begins what its snapshot knows to be halted",
+        "a claim begins a message that is halted in its snapshot",
         8,
     ),
 ]
@@ -368,16 +371,16 @@ def explored(case: Case) -> Exploration:
 
 # The tables of the documentation: what they show, and how they begin.
 TABLES = [
-    (HOLD, ["| explored in full | states | steps |", "| --- | --- | --- |"]),
-    (BREAK, ["| taken out | in the model | what follows | in steps |", "| --- | --- | --- | --- |"]),
+    (HOLD, ["| model, explored in full | states | steps |", "| --- | --- | --- |"]),
+    (BREAK, ["| removed guard | model | result | steps |", "| --- | --- | --- | --- |"]),
     (
         TWICE_GUARDED,
         [
-            "| taken out, where another guard stands behind | in the model | what follows | in steps |",
+            "| removed guard, with a second guard in place | model | result | steps |",
             "| --- | --- | --- | --- |",
         ],
     ),
-    (LIMITS, ["| without the sweep | what follows | in steps |", "| --- | --- | --- |"]),
+    (LIMITS, ["| without the sweep | result | steps |", "| --- | --- | --- |"]),
 ]
 
 

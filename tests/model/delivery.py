@@ -33,22 +33,22 @@ class Guard(enum.Enum):
     COUNT_KEPT_BY_REDRIVE = "redrive leaves attempt_count alone"
     COUNT_KEPT_BY_RELEASE = "release leaves attempt_count alone"
     EXPIRED_LEASES = "a claim finds expired leases"
-    SECOND_LOOK = "a claim looks at the row again when it has the lock"
+    SECOND_LOOK = "a claim reads the row again after it has locked it"
     IN_FLIGHT_INDEX = "the unique index message_live_in_flight"
-    SIBLINGS = "a claim passes over a message whose sibling is in flight"
-    SUPERSEDED_IN_CLAIM = "a claim ends what its snapshot calls superseded"
-    SUPERSEDED_ASKED_AGAIN = "a claim asks newest_id again when it is in the index"
-    SUPERSEDED_IN_FINISH = "FINISH_IF_HELD ends what is superseded"
-    SUPERSEDED_IN_REDRIVE = "a redrive refuses what is superseded"
-    ID_UNDER_HEAD_LOCK = "enqueue draws the id while it has the head row"
-    OWN_LEFT_ALONE = "a claim passes over the lost attempts that its own worker holds"
+    SIBLINGS = "a claim skips a message whose sibling is in flight"
+    SUPERSEDED_IN_CLAIM = "a claim ends messages that are superseded in its snapshot"
+    SUPERSEDED_ASKED_AGAIN = "a claim reads newest_id again after its entry in the index"
+    SUPERSEDED_IN_FINISH = "FINISH_IF_HELD ends superseded messages"
+    SUPERSEDED_IN_REDRIVE = "a redrive refuses superseded messages"
+    ID_UNDER_HEAD_LOCK = "enqueue draws the id while it holds the head row"
+    OWN_LEFT_ALONE = "a claim skips the lost attempts that its own worker holds"
     FORGOTTEN_CLAIMED = "a claim finds the lost attempts in its worker's name that the worker does not hold"
-    OWN_TAKEN_OVER = "a worker that claims what it has in its hands goes on with that"
-    ENDS_NOT_REPEATED = "it begins again with what has ended to be tried again"
+    OWN_TAKEN_OVER = "a worker that claims a message it already holds continues its attempt"
+    ENDS_NOT_REPEATED = "it restarts an attempt that has ended with a retry"
     FOUND_BY_NAME = "a worker that lost the answer to a claim finds its attempts by its name"
-    FOUND_BY_TIME = "it leaves alone the attempts that it claimed before or since"
-    TIMEOUT_KEEPS_THREAD = "an attempt whose thread outlives its timeout lasts as long as the thread"
-    STOP_KEEPS_THREAD = "a stop leaves an attempt whose thread still runs alone"
+    FOUND_BY_TIME = "it does not release the attempts that it claimed before or since"
+    TIMEOUT_KEEPS_THREAD = "an attempt lasts as long as its thread, even after its timeout"
+    STOP_KEEPS_THREAD = "a stop does not release an attempt whose thread still runs"
 
 
 class Row(NamedTuple):
@@ -175,7 +175,7 @@ class Delivery:
         if self.share_process and all(worker.at in _IN_HAND for worker in state.workers):
             one, other = state.workers
             if one.id == other.id:
-                return "a process has one message in its hands twice"
+                return "a process holds one message twice"
         if state.rows and state.rows[-1].state == SKIPPED:
             return "the newest committed message was skipped"
         return ""
@@ -360,7 +360,7 @@ class Delivery:
         """Judges by the snapshot's head row, and enters the index of what is in flight."""
         writes = tuple(self._judge(state, index, row, worker.head) for row in worker.writes)
         if any(row.state == FAILED and row.has_no_handler for row in writes):
-            fault = "a message fails that no handler ever had"
+            fault = "a message fails although no handler ever had it"
             yield "ends what was never attempted", _with(state, index, _IDLE)._replace(fault=fault)
             return
         other = state.workers[1 - index]
@@ -369,7 +369,7 @@ class Delivery:
             row.id == other.id and row.state != SENDING and row.worker == self._name_of(index) for row in writes
         )
         if is_in_hand and is_own:
-            fault = "a process gives up what it has in its hands"
+            fault = "a process gives up a message that it holds"
             yield "ends what this process has in its hands", _with(state, index, _IDLE)._replace(fault=fault)
             return
         starting = [row for row in writes if row.state == SENDING]
@@ -385,12 +385,12 @@ class Delivery:
                 waits = {candidate.id for candidate in worker.candidates if candidate.waits}
                 fault = ""
                 if any(row.id in waits for row in starting):
-                    fault = "a claim, with all that is in it, fails for a message that it could have passed over"
+                    fault = "a whole claim fails because of a message that it could have skipped"
                 refused = _with(state, index, _IDLE)._replace(fault=fault)
                 yield "is refused by the index: its claim is rolled back", refused
                 return
         if self.is_strict and any(worker.head > row.id for row in starting):
-            fault = "an attempt begins although the claim's snapshot called the message superseded"
+            fault = "an attempt begins although the message is superseded in the claim's snapshot"
             yield f"begins an attempt of {_names(starting)}", _with(state, index, entered)._replace(fault=fault)
             return
         yield f"is in the index with {_names(starting)}", _with(state, index, entered)
@@ -477,7 +477,7 @@ class Delivery:
                 back = row._replace(
                     state=PENDING, is_lapsed=False, max_attempts=row.max_attempts + 1, has_no_handler=False
                 )
-                fault = "" if row.has_no_handler else "an attempt that had a handler is given back as if it had none"
+                fault = "" if row.has_no_handler else "an attempt that had a handler is released as if it had none"
                 found = _commit(state, (back,))
                 yield (
                     f"finds message {row.id} by its name and gives it back",
@@ -544,7 +544,7 @@ class Delivery:
         fault = ""
         is_known_superseded = worker.outcome in ("retry", "released") and worker.head > row.id
         if self.is_strict and is_known_superseded and written.state != SKIPPED:
-            fault = f"a message that its finish knows to be superseded becomes {written.state}"
+            fault = f"a superseded message becomes {written.state}, although its finish knows"
         yield f"writes {written.state}", _with(state, index, now)._replace(fault=fault)
 
     def _is_held(self, row: Row, worker: Worker, index: int) -> bool:
@@ -599,7 +599,7 @@ class Delivery:
             back = row._replace(state=PENDING, attempt_count=count, max_attempts=count + self.max_attempts)
             fault = ""
             if self.is_strict and operator.head > row.id:
-                fault = "a redrive brought back what it knew to be superseded"
+                fault = "a redrive brought back a message that it knew to be superseded"
             yield f"the redrive of message {row.id} commits", _commit(idle, (back,))._replace(fault=fault)
         elif operator.left:
             for row in state.rows:
@@ -699,5 +699,5 @@ def _hand_over(state: World, worker: Worker) -> World:
     if any(newer.handed_over for newer in state.rows[state.rows.index(row) + 1 :]):
         fault = "an older message was handed over after a newer one"
     elif row.handed_over and not row.is_unknown:
-        fault = "a message was handed over twice, and nothing made it necessary"
+        fault = "a message was handed over twice without necessity"
     return _with_row(state, row._replace(handed_over=count, is_unknown=row.is_lapsed))._replace(fault=fault)

@@ -17,25 +17,25 @@ class Guard(enum.Enum):
     """What can be taken out of the protocol."""
 
     RING = "an enqueue that meets an armed bell rings"
-    HELD_TO_COMMIT = "an enqueue holds the bell shared until its commit is visible, and does not only test it"
+    HELD_TO_COMMIT = "an enqueue holds the shared bell until its commit is visible"
     RELEASED_AFTER_VISIBLE = "PostgreSQL releases the shared bell after the commit is visible, not before"
     CLAIM_AFTER_ARMING = "a worker claims once more after arming"
-    PRODUCERS_AWAITED = "a worker that met producers at the bell looks again until they have ended"
-    WAKE_CLEARED_FIRST = "a worker forgets the rings that it heard before its claim, not after it"
-    RINGS_KEPT_WHILE_ARMING = "what a worker hears while it arms is not forgotten by the claim that follows"
-    DISARM_ANNOUNCED = "a watch that ends is announced"
-    LOWERED_ANNOUNCED = "a bell that is lowered is announced"
-    NEWS_KEPT_WHILE_ASKING = "an announcement that comes before the answer makes the worker ask again"
-    FULL_STANDS_DOWN = "a worker without room gives up its watch"
-    WATCH_OF_TOPICS = "workers of other topics have a watch of their own"
+    PRODUCERS_AWAITED = "a worker polls again until the producers that hold the bell have ended"
+    WAKE_CLEARED_FIRST = "a worker discards rings before its claim, not after it"
+    RINGS_KEPT_WHILE_ARMING = "the claim after arming keeps the notifications that arrived during arming"
+    DISARM_ANNOUNCED = "a watch that ends notifies the others"
+    LOWERED_ANNOUNCED = "a lowered bell notifies the others"
+    NEWS_KEPT_WHILE_ASKING = "after a notification that precedes the answer, the worker asks again"
+    FULL_STANDS_DOWN = "a worker without free slots gives up its watch"
+    WATCH_OF_TOPICS = "workers of other topics have their own watch"
     RING_FOR_EVERY_WATCH = "a watch answers rings whether or not it has the bell itself"
-    DEPUTY_CHECKS = "a deputy looks some time after each ring"
-    DEPUTY_POLLS = "a deputy looks now and then while the bell is not armed"
-    LISTEN_FIRST = "a listener that reconnects listens before its worker looks"
-    LOOK_AFTER_RECONNECT = "a worker looks when its listener is back"
-    LOOK_WHEN_LOST = "a worker looks when its listener is lost"
-    SUCCESSORS_ASKED_FOR = "whoever ends a message asks for its successors"
-    SUCCESSORS_ASKED_LATE = "it asks for them after its commit, not before"
+    DEPUTY_CHECKS = "a deputy polls some time after each ring"
+    DEPUTY_POLLS = "a deputy polls at intervals while the bell is not armed"
+    LISTEN_FIRST = "a listener that reconnects listens before its worker polls"
+    LOOK_AFTER_RECONNECT = "a worker polls when its listener is back"
+    LOOK_WHEN_LOST = "a worker polls when its listener is lost"
+    SUCCESSORS_ASKED_FOR = "the worker that ends a message looks for its successors"
+    SUCCESSORS_ASKED_LATE = "it looks for them after its commit, not before"
 
 
 class Producer(NamedTuple):
@@ -139,7 +139,7 @@ class Doorbell:
                 if handled >> message & 1 and worker.at != "full"
             ]
             if able and not any(_may_look(worker) for worker in able):
-                return f"message {message} waits, and everybody who handles it sleeps"
+                return f"message {message} waits while all its workers sleep"
         return ""
 
     def is_settled(self, state: World) -> bool:

@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 
 S = TypeVar("S", bound=Hashable)
 
-NO_WAY_TO_THE_END = "nothing that can happen from here ends it"
+NO_WAY_TO_THE_END = "no step from here can end it"
 
 
 class Model(Protocol[S]):

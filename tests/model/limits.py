@@ -24,11 +24,13 @@ class Guard(enum.Enum):
     """What can be taken out of the protocol."""
 
     ROW_LOCKED = "permits locks the queue's row until the claim has ended"
-    LIMITS_ASKED_AGAIN = "permits reads the limits again when it has the row"
-    COUNTED_AFTERWARDS = "permits counts what is in flight when it has the row, not with the claim's snapshot"
+    LIMITS_ASKED_AGAIN = "permits reads the limits again after it has locked the row"
+    COUNTED_AFTERWARDS = (
+        "permits counts the attempts in flight after it has locked the row, not with the claim's snapshot"
+    )
     LAPSED_LEFT_OUT = "an attempt whose lease has ended does not count as in flight"
-    ASKED_BY_EACH_LANE = "the claim of each lane asks for permits of its own"
-    SPENT_FROM_THE_ROW = "the tokens are taken from what the row holds, not from what the claim's snapshot saw"
+    ASKED_BY_EACH_LANE = "the claim of each lane asks for its own permits"
+    SPENT_FROM_THE_ROW = "the tokens are taken from the current row, not from the claim's snapshot"
     SPENT_WITH_THE_CLAIM = "the tokens are taken by the statement that begins the attempts"
 
 
@@ -221,7 +223,7 @@ class Limited:
         if count and limits.max_in_flight is not None and alive > limits.max_in_flight:
             fault = "more attempts are in flight than the limit allows"
         if count and limits.is_paused:
-            fault = "an attempt begins in a queue that is paused"
+            fault = "an attempt begins in a paused queue"
         done = _with(state, index, after)._replace(limits=limits, granted=max(granted, 0), fault=fault)
         yield f"claims {_names(beginning)}", done
 

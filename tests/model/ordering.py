@@ -24,16 +24,16 @@ _LIVE = (PENDING, SENDING)
 class Guard(enum.Enum):
     """What can be taken out of the protocol."""
 
-    ID_UNDER_TAIL_LOCK = "enqueue draws the id while it has the key's row"
+    ID_UNDER_TAIL_LOCK = "enqueue draws the id while it holds the key's row"
     ITEMS_IN_ORDER = "a bulk enqueue draws the ids of a key in the order of its items"
-    TAIL_UNCHANGED = "a key is forgotten only as the snapshot of the prune saw it"
-    TAIL_UNNEEDED = "a key with a live, failed or cancelled message is not forgotten"
-    FIRST_IN_FIND = "FIND_ORDERED takes the first of a key alone"
-    FIRST_IN_CLAIM = "CLAIM_ORDERED asks again whether it is the first of its key"
-    SIBLINGS_IN_FIND = "FIND_ORDERED passes over a key that is in flight"
-    SIBLINGS_IN_CLAIM = "CLAIM_ORDERED asks again whether the key is in flight"
-    HALT_IN_FIND = "FIND_ORDERED passes over a key that is halted"
-    HALT_IN_CLAIM = "CLAIM_ORDERED asks again whether the key is halted"
+    TAIL_UNCHANGED = "a key is deleted only in the state of the prune's snapshot"
+    TAIL_UNNEEDED = "a key with a live, failed or cancelled message is not deleted"
+    FIRST_IN_FIND = "FIND_ORDERED takes only the first of a key"
+    FIRST_IN_CLAIM = "CLAIM_ORDERED checks again whether it is the first of its key"
+    SIBLINGS_IN_FIND = "FIND_ORDERED skips a key that is in flight"
+    SIBLINGS_IN_CLAIM = "CLAIM_ORDERED checks again whether the key is in flight"
+    HALT_IN_FIND = "FIND_ORDERED skips a key that is halted"
+    HALT_IN_CLAIM = "CLAIM_ORDERED checks again whether the key is halted"
     IN_FLIGHT_INDEX = "the unique index message_live_ordered_in_flight"
     LAPSED_HAVE_KEYS = "lost attempts are claimed whether or not they have an ordering key"
 
@@ -235,21 +235,21 @@ class Ordering:
         else:
             outcome = ""
             if has_sibling:
-                outcome = "a claim, with all that is in it, fails for a message that it could have passed over"
+                outcome = "a whole claim fails because of a message that it could have skipped"
             elif is_halted:
-                outcome = "a claim begins what its snapshot knows to be halted"
+                outcome = "a claim begins a message that is halted in its snapshot"
             elif not is_first:
-                outcome = "a claim begins what its snapshot knows not to be the first of its key"
+                outcome = "a claim begins a message that is not the first of its key in its snapshot"
             yield "begins to claim it", _with(state, index, worker._replace(at="claiming", outcome=outcome))
 
     def _commit_claim(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
         row = _row_of(state, worker.id)
         if row.state != PENDING:
-            yield "has lost it to somebody else", _with(state, index, _IDLE)
+            yield "has lost it to another worker", _with(state, index, _IDLE)
             return
         if Guard.IN_FLIGHT_INDEX not in self.without and any(other.state == SENDING for other in state.rows):
             refused = _with(state, index, _IDLE)
-            fault = worker.outcome if worker.outcome.startswith("a claim, with all") else ""
+            fault = worker.outcome if worker.outcome.startswith("a whole claim fails") else ""
             yield "is refused by the index: its claim is rolled back", refused._replace(fault=fault)
             return
         begun = self._begin(row)
@@ -281,7 +281,7 @@ class Ordering:
         earlier = state.rows[: state.rows.index(row)]
         fault = ""
         if is_held and not all(other.has_passed for other in earlier):
-            fault = "a message was handed over before one that was committed earlier"
+            fault = "a message was handed over before an earlier committed one"
         handed = worker._replace(at="ended", outcome=SENT, has_handed_over=True)
         yield f"HANDS OVER message {row.id}", _with(state, index, handed)._replace(fault=fault)
         yield "fails", _with(state, index, worker._replace(at="ended", outcome="retry"))

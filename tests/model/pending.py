@@ -26,7 +26,7 @@ class Guard(enum.Enum):
     NEWER_IS_DUE = "a message that is not due yet supersedes nothing"
     NEWER_IS_PENDING = "a message that was attempted or has ended supersedes nothing"
     IN_FLIGHT_INDEX = "the unique index message_live_in_flight, with the rule pending"
-    SIBLINGS = "a claim passes over a message of the rule pending whose sibling is in flight"
+    SIBLINGS = "a claim skips a message of the rule pending whose sibling is in flight"
     LOST_SUPERSEDED = "a claim ends a lost attempt that a newer message supersedes"
     RETRY_SUPERSEDED = "FINISH_IF_HELD ends a retry that a newer message supersedes"
 
@@ -97,7 +97,7 @@ class PendingRule:
         if sum(row.state == SENDING for row in state.rows) > 1:
             return "two messages of one key are in flight"
         if any(row.is_owed for row in state.rows) and not any(row.state in (PENDING, SENDING) for row in state.rows):
-            return "a message was committed, and no attempt began after that"
+            return "a message was committed, and no later attempt began"
         return ""
 
     def is_settled(self, state: World) -> bool:
@@ -137,7 +137,7 @@ class PendingRule:
             return f"message {row.id} ends, superseded by {retry.newer_id}", _with_row(following, ended)
         fault = ""
         if self._newer(state.rows, row) and Guard.RETRY_SUPERSEDED in self.without:
-            fault = "an attempt is made again although a newer message was pending"
+            fault = "an attempt is repeated although a newer message was pending"
         again = row._replace(state=PENDING, is_due=False, is_lapsed=False)
         return f"message {row.id} waits for its retry", _with_row(following, again)._replace(fault=fault)
 
@@ -201,7 +201,7 @@ class PendingRule:
             newer_id = self._newer(claimer.seen, row)
             if row.state == SENDING and Guard.LOST_SUPERSEDED in self.without:
                 if newer_id:
-                    fault = "a lost attempt is made again although a newer message was pending"
+                    fault = "a lost attempt is repeated although a newer message was pending"
                 newer_id = 0
             if not newer_id:
                 begins = number
@@ -212,7 +212,7 @@ class PendingRule:
             if row.state == PENDING and not is_free and not {Guard.NEWER_LOCKED, Guard.NEWER_IS_PENDING} & self.without:
                 continue  # It stays as it is.
             if not newer.is_due:
-                fault = "a message that is due waits for one that is not"
+                fault = "a due message waits for one that is not due"
             if is_free and Guard.NEWER_LOCKED not in self.without:
                 shared.append(newer_id)
             skips.append((number, newer_id))
@@ -227,7 +227,7 @@ class PendingRule:
         elif any(row.state == SENDING and row.id != claimer.begins for row in state.rows):
             fault = ""
             if any(row.state == SENDING and row.id != claimer.begins for row in claimer.seen):
-                fault = "a claim, with all that is in it, fails for a message that it could have passed over"
+                fault = "a whole claim fails because of a message that it could have skipped"
             yield "is refused", _with(state, index, _IDLE)._replace(fault=fault)
         elif other.at != "entered" or not other.begins:
             yield "enters", entered

@@ -23,10 +23,10 @@ class Guard(enum.Enum):
 
     TOKEN_IN_FORGET = "the attempt count in FINISH_SENT_AND_FORGET_IF_HELD"
     STATE_IN_FORGET = "the state in FINISH_SENT_AND_FORGET_IF_HELD"
-    RULE_IN_FORGET = "FINISH_SENT_AND_FORGET_IF_HELD asks for the rule itself"
-    STATE_IN_PRUNE = "a prune looks at the row again when it has the lock"
+    RULE_IN_FORGET = "FINISH_SENT_AND_FORGET_IF_HELD checks the rule itself"
+    STATE_IN_PRUNE = "a prune reads the row again after it has locked it"
     SOURCE_LOCKED = "a resend locks the message that it copies"
-    CONTENT_IS_NAMED = "PRUNE_CONTENT leaves what a message names"
+    CONTENT_IS_NAMED = "PRUNE_CONTENT keeps the content of a message"
 
 
 class Row(NamedTuple):
@@ -94,7 +94,7 @@ class Retention:
         if state.fault:
             return state.fault
         names = state.copy or state.row is not None
-        return "a message names a content that is deleted" if names and not state.content else ""
+        return "a message refers to a deleted content" if names and not state.content else ""
 
     def is_settled(self, state: World) -> bool:
         return (
@@ -165,7 +165,7 @@ class Retention:
         elif not row.handed_over:
             fault = "a message is deleted that nobody handed over"
         elif not worker.forgets:
-            fault = "a message is deleted though no rule says so"
+            fault = "a message is deleted without a rule"
         yield "deletes it", done._replace(row=None, fault=fault)
 
     def _fail(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
@@ -198,7 +198,7 @@ class Retention:
             if row is None or is_locked:
                 yield "the prune leaves it", done
             elif row.state == state.prune or Guard.STATE_IN_PRUNE in self.without:
-                fault = "" if row.state in _FINAL else "a prune deleted what is owed"
+                fault = "" if row.state in _FINAL else "a prune deleted an undelivered message"
                 yield "the prune deletes it", done._replace(row=None, fault=fault)
             else:
                 yield "the prune finds it changed", done

@@ -105,7 +105,7 @@ def test_the_template_asks_only_for_scenarios_that_there_are() -> None:
 def test_a_file_that_is_no_result_of_a_run_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "other.json"
     path.write_text(json.dumps({"machine": {}}))
-    with pytest.raises(SystemExit, match=r"other\.json is no result of a run: quick, scenarios, versions missing"):
+    with pytest.raises(SystemExit, match=r"other\.json is not a result of a run: quick, scenarios, versions missing"):
         read_results(path)
 
 
