@@ -48,7 +48,7 @@ RULES = {
         LEFT JOIN pgoutbox.coalesce AS head USING (topic, coalesce_key)
         WHERE m.coalesce_key IS NOT NULL AND m.coalesces_pending IS NOT TRUE AND coalesce(head.newest_id < m.id, true)
     """,
-    "a copy supersedes what is newer than its original": """
+    "a copy supersedes messages newer than its original": """
         SELECT copy.id FROM pgoutbox.message AS copy
         JOIN pgoutbox.message AS newer USING (topic, coalesce_key)
         WHERE newer.id > copy.resend_of AND newer.id < copy.id AND newer.resend_of IS DISTINCT FROM copy.resend_of

@@ -39,7 +39,7 @@ async def test_a_deadline_met_keeps_the_connection_and_passes_server_errors_on(p
         with pytest.raises(psycopg.errors.DivisionByZero), deadline(connection, PATIENCE_SECONDS):
             await connection.execute("SELECT 1 / 0")
         with deadline(connection, 0.05):
-            """It is left in time, and what comes after it has all the time in the world."""
+            """Leave the block in time; later statements have no deadline."""
         await connection.execute("SELECT pg_sleep(0.1)")
         assert not connection.closed
 

@@ -210,7 +210,7 @@ class Sessions:
             scene.claimed += result
 
     def drain(self, scene: Scene) -> None:
-        """Expire all leases, make every message due, and deliver what is owed."""
+        """Expire all leases, make every message due, and deliver all owed messages."""
         for number in range(20):
             self.db.execute("DELETE FROM pgoutbox.renewal")
             self.db.execute(

@@ -240,7 +240,7 @@ def test_role_timeouts_end_statements_of_producers_but_not_of_workers(own_server
                 load.until_more_are_handed_over(5)
             db.execute("ALTER ROLE postgres RESET ALL")
             verdict = load.settle()
-            # A renewal may meet a message that is just being finished; the next one does not.
+            # A renewal may hit a message that is just being finished; the next renewal does not.
             assert set(worker.events("WARNING", "ERROR")) <= {"lease_keeper_failed"}
     _figures.info("D7: producers %s", dict(load.errors))
     assert_agree(verdict)

@@ -16,8 +16,8 @@ from typing import NamedTuple
 class Guard(enum.Enum):
     """Guards of the protocol that a model can leave out."""
 
-    ONE_PROBE = "BREAKER_PROBE gives no leave while a probe is under way"
-    PROBE_LAPSES = "BREAKER_PROBE gives leave again when a probe has taken too long"
+    ONE_PROBE = "BREAKER_PROBE allows no probe while another is in progress"
+    PROBE_LAPSES = "BREAKER_PROBE allows another probe when one has taken too long"
     FENCE_IN_CLOSE = "the probe's id in BREAKER_CLOSE_IF_PROBING"
     FENCE_IN_REOPEN = "the probe's id in BREAKER_REOPEN_IF_PROBING"
     FENCE_IN_RELEASE = "the probe's id in BREAKER_RELEASE_IF_PROBING"

@@ -83,7 +83,7 @@ NAMES: dict[Model, str] = {
     FLEET: "two producers, two equal workers, which may be full",
     ROLLING: "two producers, two workers with a topic each",
     ROLLING_POLLS: "one producer, two workers with a topic each, which may poll",
-    FROZEN: "one producer, two equal workers, which may poll, one stops to answer",
+    FROZEN: "one producer, two equal workers, which may poll, one hangs",
     ALONE: "two producers, one worker, its listener breaks twice",
     CUT_OFF: "one producer, two equal workers, a listener breaks",
     SUCCESSOR: "a message that waits for the one before it",

@@ -47,7 +47,7 @@ class Guard(enum.Enum):
     OWN_TAKEN_OVER = "a worker that claims a message of its own running attempt continues that attempt"
     ENDS_NOT_REPEATED = "a worker starts a new attempt if its own has ended with a retry"
     FOUND_BY_NAME = "a worker that lost the answer to a claim finds its attempts by its name"
-    FOUND_BY_TIME = "it leaves alone the attempts that it claimed before or since"
+    FOUND_BY_TIME = "it skips the attempts that it claimed before or since"
     TIMEOUT_KEEPS_THREAD = "an attempt whose thread outlives its timeout lasts as long as the thread"
     STOP_KEEPS_THREAD = "a stop leaves an attempt whose thread still runs alone"
 

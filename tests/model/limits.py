@@ -29,7 +29,7 @@ class Guard(enum.Enum):
     COUNTED_AFTERWARDS = "permits counts messages in flight under the row lock, not with the claim's snapshot"
     LAPSED_LEFT_OUT = "an attempt whose lease has ended does not count as in flight"
     ASKED_BY_EACH_LANE = "the claim of each lane asks for permits of its own"
-    SPENT_FROM_THE_ROW = "the tokens are taken from what the row holds, not from what the claim's snapshot saw"
+    SPENT_FROM_THE_ROW = "the tokens are taken from the locked row, not from the claim's snapshot"
     SPENT_WITH_THE_CLAIM = "the tokens are taken by the statement that begins the attempts"
 
 

@@ -17,6 +17,7 @@ from pgoutbox.message import State
 
 PENDING, SENDING, SENT = State.PENDING.value, State.SENDING.value, State.SENT.value
 FAILED, CANCELLED, PRUNED = State.FAILED.value, State.CANCELLED.value, "pruned"
+_AVOIDABLE_FAILURE = "a whole claim fails because of a message that it could have skipped"
 _LIVE = (PENDING, SENDING)
 
 
@@ -28,11 +29,11 @@ class Guard(enum.Enum):
     TAIL_UNCHANGED = "a key is forgotten only as the snapshot of the prune saw it"
     TAIL_UNNEEDED = "a key with a live, failed or cancelled message is not forgotten"
     FIRST_IN_FIND = "FIND_ORDERED takes the first of a key alone"
-    FIRST_IN_CLAIM = "CLAIM_ORDERED asks again whether it is the first of its key"
+    FIRST_IN_CLAIM = "CLAIM_ORDERED checks again whether it is the first of its key"
     SIBLINGS_IN_FIND = "FIND_ORDERED passes over a key that is in flight"
-    SIBLINGS_IN_CLAIM = "CLAIM_ORDERED asks again whether the key is in flight"
+    SIBLINGS_IN_CLAIM = "CLAIM_ORDERED checks again whether the key is in flight"
     HALT_IN_FIND = "FIND_ORDERED passes over a key that is halted"
-    HALT_IN_CLAIM = "CLAIM_ORDERED asks again whether the key is halted"
+    HALT_IN_CLAIM = "CLAIM_ORDERED checks again whether the key is halted"
     IN_FLIGHT_INDEX = "the unique index message_live_ordered_in_flight"
     LAPSED_HAVE_KEYS = "lost attempts are claimed whether or not they have an ordering key"
 
@@ -236,7 +237,7 @@ class Ordering:
         else:
             outcome = ""
             if has_sibling:
-                outcome = "a whole claim fails because of a message that it could have skipped"
+                outcome = _AVOIDABLE_FAILURE
             elif is_halted:
                 outcome = "a claim begins a message that is halted in its snapshot"
             elif not is_first:
@@ -250,7 +251,7 @@ class Ordering:
             return
         if Guard.IN_FLIGHT_INDEX not in self.without and any(other.state == SENDING for other in state.rows):
             refused = _with(state, index, _IDLE)
-            fault = worker.outcome if worker.outcome.startswith("a claim, with all") else ""
+            fault = worker.outcome if worker.outcome == _AVOIDABLE_FAILURE else ""
             yield "is refused by the index: its claim is rolled back", refused._replace(fault=fault)
             return
         begun = self._begin(row)

@@ -27,7 +27,7 @@ class Guard(enum.Enum):
     RULE_IN_FORGET = "FINISH_SENT_AND_FORGET_IF_HELD asks for the rule itself"
     STATE_IN_PRUNE = "a prune looks at the row again when it has the lock"
     SOURCE_LOCKED = "a resend locks the message that it copies"
-    CONTENT_IS_NAMED = "PRUNE_CONTENT leaves what a message names"
+    CONTENT_IS_NAMED = "PRUNE_CONTENT keeps contents that a message names"
 
 
 class Row(NamedTuple):

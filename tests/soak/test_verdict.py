@@ -314,7 +314,7 @@ def test_a_copy_may_not_supersede_newer_messages_unless_its_rule_is_pending(
         enqueue(connection, payload={KEY: f"k5{n}"}, coalesce_key="c", coalesce_rule=rule) for n in range(3)
     )
     connection.execute("UPDATE pgoutbox.message SET resend_of = %s WHERE id = %s", [original, copy])
-    rule_of_copies = copy, "a copy supersedes what is newer than its original"
+    rule_of_copies = copy, "a copy supersedes messages newer than its original"
     assert (rule_of_copies in violations(connection)) is is_violation
 
 
