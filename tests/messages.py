@@ -57,7 +57,7 @@ def put(
     ordering_key: str | None = None,
     age: timedelta = timedelta(),
 ) -> int:
-    """Enqueue a message and bring it to `state`, where it has been for `age`."""
+    """Enqueue a message and bring it to `state`, as if that had happened `age` ago."""
     row = connection.execute(
         """
         SELECT pgoutbox.enqueue(

@@ -56,7 +56,7 @@ class Traces:
 
 @contextlib.contextmanager
 def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traces]:
-    """The application's provider of tracers, which the API lets a process set only once."""
+    """Set up the application's tracer provider; the API allows this only once per process."""
     traces = Traces()
     monkeypatch.setattr(trace, "_TRACER_PROVIDER", traces.provider)
     try:

@@ -1,7 +1,7 @@
-"""Every guard has a scenario that holds with it and fails without it: the tests of the tests.
+"""Mutation tests: every guard has a scenario that holds with it and fails without it.
 
-A scenario is run twice: as the package is, where it must hold, and with its guard taken out of the statement, the
-schema or the worker, where it must fail. A mutation that no longer finds what it takes out fails too.
+A scenario runs twice: on the unchanged package, where it must hold, and with its guard removed from the statement,
+the schema or the worker, where it must fail. A mutation that no longer finds its text fails too.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What a scenario plays on."""
+    """The resources of a scenario."""
 
     dsn: str
     connect: Connect
@@ -75,7 +75,7 @@ Mutation = Callable[[Stage, pytest.MonkeyPatch], None]
 
 @pytest.fixture
 def stage(dsn: str, connect: Connect) -> Stage:
-    """The test's own database."""
+    """Use the test's own database."""
     return Stage(dsn, connect, connect(autocommit=True))
 
 
@@ -83,7 +83,7 @@ def stage(dsn: str, connect: Connect) -> Stage:
 
 
 def attempted_again(stage: Stage) -> int:
-    """A message in its second attempt, by the worker that made the first one."""
+    """Create a message in its second attempt, by the worker that made the first one."""
     message_id = enqueue(stage.db)
     claim(stage.db)
     finish(stage.db, Verdict(message_id, 1, "released"))
@@ -92,7 +92,8 @@ def attempted_again(stage: Stage) -> int:
 
 
 def claimed_on_both_timelines(stage: Stage) -> int:
-    """A message in its first attempt by worker-1. The server has lost the commit of another worker's first attempt."""
+    """Create a message in its first attempt by worker-1. The server has lost the commit of another worker's first
+    attempt."""
     message_id = enqueue(stage.db)
     lost = stage.connect()
     assert ids_in_flight(claim(lost, worker="stale")) == [message_id]
@@ -294,7 +295,7 @@ async def pruning_obeys_the_rule_as_it_stands(stage: Stage) -> None:
 
 
 def large_message_of_an_old_id(stage: Stage) -> int:
-    """A pending message with a large payload, whose id a sent message has as well: the sequence was set back."""
+    """Create a pending message with a large payload, and a sent message with the same id, as after a reset sequence."""
     message_id = put(stage.db, State.SENT, age=timedelta(days=40))
     stage.db.execute("SELECT setval('pgoutbox.message_id_seq', %s, false)", [message_id])
     assert enqueue(stage.db, "mail", LARGE) == message_id
@@ -333,7 +334,7 @@ async def a_retired_partition_takes_its_large_payloads(stage: Stage) -> None:
 
 
 async def a_message_that_is_sent_keeps_its_large_payload(stage: Stage) -> None:
-    """Of two messages of one finish, a rule keeps one."""
+    """One finish covers two messages, and a rule keeps one of them."""
     keep_nothing(stage, topic="greet")
     kept, forgotten = enqueue(stage.db, "mail", LARGE), enqueue(stage.db, "greet", LARGE)
     claim(stage.db, topics=["greet", "mail"])
@@ -393,7 +394,7 @@ async def a_lapsed_attempt_is_not_made_again_after_a_newer_message(stage: Stage)
 
 
 def enqueue_bulk(connection: psycopg.Connection, **keys: list[str]) -> list[int]:
-    """Enqueue a message for each key in one bulk; the ids are in their order."""
+    """Enqueue a message for each key in one bulk, and return the ids in their order."""
     ((name, values),) = keys.items()
     rows = connection.execute(
         "SELECT m.id FROM pgoutbox.enqueue_many("
@@ -405,7 +406,7 @@ def enqueue_bulk(connection: psycopg.Connection, **keys: list[str]) -> list[int]
 
 
 async def a_bulk_that_waited_for_a_coalesce_key_is_the_newest(stage: Stage) -> None:
-    """The gate is the head, which the bulk meets with ids drawn; its holder writes a greater id."""
+    """The gate is the head row. The bulk waits there with its ids drawn, while the holder writes a greater id."""
     holder, bulk = stage.connect(), stage.connect(autocommit=True)
     enqueue(stage.db, coalesce_key="k")
     holder.execute("SELECT FROM pgoutbox.coalesce AS head WHERE head.coalesce_key = 'k' FOR UPDATE")
@@ -418,7 +419,7 @@ async def a_bulk_that_waited_for_a_coalesce_key_is_the_newest(stage: Stage) -> N
 
 
 async def two_bulks_take_dedupe_keys_in_one_order_though_one_is_freed(stage: Stage) -> None:
-    """The gate has locked the key a, as a redrive does. A bulk that meets it must not have taken the key b by then."""
+    """The gate holds the key a, like a redrive. A bulk that waits there must not have locked the key b yet."""
     gate, bulk, other = stage.connect(), stage.connect(autocommit=True), stage.connect(autocommit=True)
     freed_id = enqueue(stage.db, dedupe_key="a")
     stage.db.execute("SELECT pgoutbox.cancel(%s)", [freed_id])
@@ -436,11 +437,11 @@ async def two_bulks_take_dedupe_keys_in_one_order_though_one_is_freed(stage: Sta
 
 
 async def two_claims_enter_their_keys_in_one_order(stage: Stage) -> None:
-    """The gate has the key b. A claim that meets it there has the key a by then, though b was due first."""
+    """The gate holds the key b. A claim that waits there already holds the key a, though b was due first."""
     gate, other = stage.connect(), stage.connect(autocommit=True)
     enqueue(stage.db, coalesce_key="b")
     claim(gate)
-    # Without an order the claim takes them as they fell due.
+    # Without an order the claim takes them by due time.
     enqueue(stage.db, coalesce_key="b")
     enqueue(stage.db, coalesce_key="a")
     blocked: asyncio.Task[object] = asyncio.create_task(asyncio.to_thread(claim, stage.connect(autocommit=True)))
@@ -471,12 +472,13 @@ async def an_older_attempt_is_not_retried_after_a_newer_message(stage: Stage) ->
 
 
 def look_again(connection: psycopg.Connection, *, queue: str = "default", available_at: datetime | None = None) -> int:
-    """A message of the rule `pending`."""
+    """Enqueue a message of the rule `pending`."""
     return enqueue(connection, coalesce_key="k", coalesce_rule="pending", queue=queue, available_at=available_at)
 
 
 async def an_attempt_begins_after_every_commit(stage: Stage) -> None:
-    """An older id commits late, while a claim skips the next one for a third that another claim would deliver."""
+    """An older id commits late, while a claim skips the next one in favour of a third that another claim would
+    deliver."""
     late, skipping = stage.connect(), stage.connect()
     oldest = look_again(late)
     look_again(stage.db)
@@ -492,7 +494,7 @@ async def an_attempt_begins_after_every_commit(stage: Stage) -> None:
 
 
 async def an_attempt_of_any_lane_begins_after_every_commit(stage: Stage) -> None:
-    """The same with the claim that looks at all lanes."""
+    """Run the same scenario with the claim from all lanes."""
     late, skipping = stage.connect(), stage.connect()
     oldest = look_again(late)
     look_again(stage.db)
@@ -586,7 +588,7 @@ async def a_strict_message_that_waits_for_a_newer_attempt_is_found_when_that_end
 
 
 def lost_together(stage: Stage, count: int, *, max_attempts: int = 11) -> list[int]:
-    """Messages whose process has ended, and one of them may have ended it."""
+    """The process of these messages has ended, and one of them may have crashed it."""
     ids = [enqueue(stage.db, max_attempts=max_attempts) for _ in range(count)]
     assert ids_in_flight(claim(stage.db, worker="dead")) == ids
     for message_id in ids:
@@ -640,7 +642,7 @@ async def an_enqueue_under_way_is_not_missed_by_arming(stage: Stage) -> None:
     try:
         armed = await doorbell.arm(["default"])
         producer.commit()
-        await doorbell._probe()  # Its answer comes after every ring that is on the way.
+        await doorbell._probe()  # Its answer arrives after every ring in transit.
     finally:
         await doorbell.stop()
     assert armed is Bell.PRODUCERS or rings == [("default", True)]
@@ -699,7 +701,8 @@ async def a_scheduled_message_is_not_slept_over_by_a_worker_that_claims_new_ones
     worker = WatchedWorker(outbox)
     async with running(worker):
         await worker.sleeping.wait()
-        # It knows which messages are new as soon as other tests' transactions have ended, which were open before.
+        # The worker knows which messages are new once the transactions of other tests, which were open before, have
+        # ended.
         while worker._queues.arrivals.floor_id is None:
             worker.sleeping.clear()
             message_id = enqueue(stage.db)
@@ -719,7 +722,7 @@ def is_sent(db: psycopg.Connection, message_id: int) -> bool:
 
 @contextmanager
 def enqueued_before_arming(db: psycopg.Connection) -> Iterator[None]:
-    """A message commits after the worker's claim found nothing, and before it arms the bell."""
+    """A message commits after the worker's claim found nothing, and before the worker arms the bell."""
     arm = Doorbell.arm
     gate_is_open = True
 
@@ -756,15 +759,15 @@ async def two_workers_claims_do_not_fail_under_a_strict_default_isolation(stage:
 
 
 def without(text: str, *parts: str, times: int = 1) -> str:
-    """`text` with each part taken out; every part has to be there so many times."""
+    """Return `text` without each part; every part must occur this many times."""
     for part in parts:
-        assert text.count(part) == times, f"{part!r} is there {text.count(part)} times"
+        assert text.count(part) == times, f"{part!r} occurs {text.count(part)} times"
         text = text.replace(part, "")
     return text
 
 
 def no_fence_in(name: str, *conditions: str) -> Mutation:
-    """The statement of this name without its conditions on the attempt count."""
+    """Return the statement of this name without its conditions on the attempt count."""
 
     def mutate(stage: Stage, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(sql, name, without(getattr(sql, name), *conditions))
@@ -773,7 +776,7 @@ def no_fence_in(name: str, *conditions: str) -> Mutation:
 
 
 def no_worker_in(name: str, *, times: int = 1) -> Mutation:
-    """The statement of this name without its condition on the worker."""
+    """Return the statement of this name without its condition on the worker."""
 
     def mutate(stage: Stage, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(sql, name, without(getattr(sql, name), "AND m.worker = %(worker)s::text", times=times))
@@ -785,7 +788,7 @@ OWN = " AND (m.worker <> %(worker)s::text OR m.id <> ALL (%(held)s::bigint[]))"
 
 
 def no_part_in_claims(part: str, *, instead: str = "") -> Mutation:
-    """The claims of all lanes without a part that they share."""
+    """Return the claims of all lanes without a part that they share."""
 
     def mutate(stage: Stage, patch: pytest.MonkeyPatch) -> None:
         names = [name for name in sql.__all__ if part in getattr(sql, name)]
@@ -847,7 +850,7 @@ OWN_RULE = """
 
 
 def no_guard_in_function(name: str, part: str) -> Mutation:
-    """The function of this name without this part."""
+    """Return the function of this name without this part."""
 
     def mutate(stage: Stage, patch: pytest.MonkeyPatch) -> None:
         redefine(stage, name, part, "")
@@ -870,7 +873,7 @@ def no_supersession_in_finish(stage: Stage, patch: pytest.MonkeyPatch) -> None:
 
 
 def newer_in(statement: str, *parts: tuple[str, str]) -> Mutation:
-    """The statement of this name with other parts in the place of these."""
+    """Return the statement of this name with these parts replaced."""
 
     def mutate(stage: Stage, patch: pytest.MonkeyPatch) -> None:
         text = getattr(sql, statement)
@@ -905,7 +908,7 @@ def no_look_for_freed_keys(stage: Stage, patch: pytest.MonkeyPatch) -> None:
 
 
 def ended_supersede(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    """Messages in any state supersede, and no lock is asked for."""
+    """Let messages in any state supersede, without locks."""
     state = "m.state OPERATOR(pg_catalog.=) 'pending'"
     redefine(stage, "newer_pending", state, "true")
     redefine(stage, "newer_pending", "pgoutbox.message_live", "pgoutbox.message")
@@ -931,7 +934,7 @@ def no_memory_of_suspects(stage: Stage, patch: pytest.MonkeyPatch) -> None:
 
 
 def no_shared_lock(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    """An enqueue that only looks whether the bell is armed, and lets go of it before its row can be seen."""
+    """Make an enqueue only check whether the bell is armed, and release the lock before its row is visible."""
     lock = "NOT pg_catalog.pg_try_advisory_xact_lock_shared(1885826146, pg_catalog.hashtext(queue))"
     looks = f"EXISTS (SELECT FROM {ADVISORY_LOCKS} WHERE l.mode = 'ExclusiveLock')"
     redefine(stage, "enqueue_receipt", lock, looks)
@@ -1150,14 +1153,14 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
 
 
 @pytest.mark.parametrize("scenario", [pytest.param(scenario, id=name) for name, scenario, _ in GUARDED])
-async def test_the_scenario_of_a_guard_holds(stage: Stage, scenario: Scenario) -> None:
+async def test_a_scenario_holds_with_its_guard(stage: Stage, scenario: Scenario) -> None:
     await scenario(stage)
 
 
 @pytest.mark.parametrize(
     ("scenario", "mutate"), [pytest.param(scenario, mutate, id=name) for name, scenario, mutate in GUARDED]
 )
-async def test_the_scenario_of_a_guard_fails_without_it(
+async def test_a_scenario_fails_without_its_guard(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, scenario: Scenario, mutate: Mutation
 ) -> None:
     mutate(stage, monkeypatch)

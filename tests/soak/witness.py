@@ -79,8 +79,8 @@ CREATE TRIGGER soak_changed AFTER UPDATE ON pgoutbox.message FOR EACH ROW
 CREATE TRIGGER soak_left AFTER DELETE ON pgoutbox.message FOR EACH ROW
     WHEN (OLD.queue IN ('ordered', 'rated', 'crowded') OR OLD.topic = 'soak.forgotten') EXECUTE FUNCTION soak_note();
 
--- Of a queue without limits a claim may begin just before the pause and commit after it. What the claim's own snapshot
--- holds, and what holds still, it was told of: the condition of a trigger is judged with that snapshot.
+-- In a queue without limits, a claim may begin just before the pause and commit after it. A trespass is an attempt that
+-- begins although its claim's own snapshot shows the pause: a trigger's condition is evaluated with that snapshot.
 CREATE TABLE soak_trespass (message_id bigint NOT NULL);
 CREATE FUNCTION soak_is_paused(p_queue text) RETURNS boolean LANGUAGE plpgsql STABLE SECURITY DEFINER AS $function$
 BEGIN
