@@ -220,7 +220,7 @@ def test_bulk_and_fan_out_have_one_span_whose_context_all_messages_carry(
         assert {headers_of(db, message.id)["traceparent"].split("-")[2] for message in messages} == {span_id}
 
 
-def test_headers_of_the_caller_are_kept_and_never_crowded_out(dsn: str, db: psycopg.Connection, traces: Traces) -> None:
+def test_headers_of_the_caller_are_kept_and_take_precedence(dsn: str, db: psycopg.Connection, traces: Traces) -> None:
     outbox = Outbox(settings_for(dsn))
     own = {"traceparent": "00-" + "a" * 32 + "-" + "b" * 16 + "-01"}
     full = {f"h{n}": "x" for n in range(64)}
