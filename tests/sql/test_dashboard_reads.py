@@ -107,7 +107,7 @@ def test_no_read_exceeds_its_limit_of_rows(
 ) -> None:
     plan = steps_of(full, name, parameters)
     assert most_read(plan) <= bound
-    assert "Gather" not in str(plan), "there is a worker of another role"
+    assert "Gather" not in str(plan), "the plan uses parallel workers"
 
 
 def test_percentiles_exceed_the_exact_value_by_a_few_per_cent_at_most() -> None:

@@ -147,7 +147,9 @@ def test_a_found_message_is_not_claimed_after_a_redrive_of_an_earlier_one(
 
 
 @pytest.mark.parametrize("meanwhile", ["in flight", "waiting for its retry"])
-def test_a_claim_skips_messages_that_another_ended_after_its_snapshot(connect: Connect, meanwhile: str) -> None:
+def test_a_claim_with_an_old_snapshot_leaves_the_message_of_another_claim_alone(
+    connect: Connect, meanwhile: str
+) -> None:
     """Its snapshot is older than the other claim, for which it waits because the queue has a limit."""
     db, other, late = connect(autocommit=True), connect(), connect()
     (message_id,) = ordered(db, 1)
