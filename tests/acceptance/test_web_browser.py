@@ -146,7 +146,7 @@ def shop(shop_dsn: str, browser: Browser) -> Iterator[Site]:
     yield from open_site(shop_dsn, browser)
 
 
-# --- for everybody's eyes ---------------------------------------------------------------------------------------------
+# --- accessibility ----------------------------------------------------------------------------------------------------
 
 REFUSALS: Final = ("/messages/999999", "/messages?limit=x")
 

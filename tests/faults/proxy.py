@@ -165,7 +165,7 @@ class Proxy:
         """Count the open connections of this application to the server."""
         return self._call(lambda: sum(session.application == application for session in self._sessions))
 
-    # --- what a session asks ------------------------------------------------------------------------------------------
+    # --- counting and stalling ----------------------------------------------------------------------------------------
 
     def begin_statement(self, application: str, text: str) -> Moment | None:
         """Count one more statement, and return the fault for it."""

@@ -579,7 +579,7 @@ def test_a_stale_owner_cannot_change_its_message(db: psycopg.Connection, how: st
     assert everything() == before
 
 
-# --- what nobody had seen fail ----------------------------------------------------------------------------------------
+# --- other interleavings ----------------------------------------------------------------------------------------------
 
 
 def put_back_by_hand(db: psycopg.Connection, message_id: int) -> None:

@@ -696,7 +696,7 @@ def app_dsn(own_server: OwnServer) -> str:
     return own_server.dsn.replace("postgres@", "app@")
 
 
-# --- out of reach at the start ----------------------------------------------------------------------------------------
+# --- unreachable at the start -----------------------------------------------------------------------------------------
 
 
 def test_a_worker_started_before_its_server_waits_for_it(own_server: OwnServer, tmp_path: Path) -> None:

@@ -565,7 +565,7 @@ def test_a_connection_for_the_other_method_is_a_type_error_that_names_it(caller:
             asyncio.run(call_async())
 
 
-# --- one kind's own ---------------------------------------------------------------------------------------------------
+# --- specific kinds ---------------------------------------------------------------------------------------------------
 
 
 class TestPsycopg:

@@ -250,7 +250,7 @@ async def opened(one: Member, db: psycopg.Connection, key: str = KEY) -> None:
     assert is_open(db, key)
 
 
-# --- what counts ------------------------------------------------------------------------------------------------------
+# --- counting ---------------------------------------------------------------------------------------------------------
 
 
 async def test_consecutive_failures_count_at_any_interval(
@@ -506,7 +506,7 @@ async def test_a_worker_with_the_transport_is_not_held_back_by_workers_without_i
     assert await one.refusal(3) is None
 
 
-# --- what is asked ----------------------------------------------------------------------------------------------------
+# --- queries ----------------------------------------------------------------------------------------------------------
 
 
 async def test_a_success_queries_nothing(member: Callable[..., Member], asked: list[str], clock: Clock) -> None:
@@ -612,7 +612,7 @@ async def test_a_send_cancelled_during_a_query_leaves_the_connection_intact(
     assert len(before) == 1
 
 
-# --- how long it pauses -----------------------------------------------------------------------------------------------
+# --- pauses -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("cooldown_seconds", "pause_seconds"), [(0.001, 0.05), (20.0, 2.0), (HOUR, 10.0)])
@@ -962,7 +962,7 @@ async def test_the_silence_of_a_destination_begins_with_its_last_answer_or_first
         one.at[KEY].end(3)
 
 
-# --- what is forgotten ------------------------------------------------------------------------------------------------
+# --- forgetting -------------------------------------------------------------------------------------------------------
 
 
 async def test_a_working_destination_is_forgotten_and_a_failed_one_after_a_minute(

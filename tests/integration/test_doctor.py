@@ -644,7 +644,7 @@ def test_privileges_of_public_are_a_problem_with_a_working_fix(
     assert levels(found(dsn, "rights")) == ["warning"]
 
 
-# --- what is owed -----------------------------------------------------------------------------------------------------
+# --- owed messages ----------------------------------------------------------------------------------------------------
 
 DROP_DATED: Final = """
 DO $$
@@ -948,7 +948,7 @@ def test_destinations_without_a_transport_and_webhooks_without_secrets_are_warni
     assert levels(found(signed, "destinations")) == ["ok"]
 
 
-# --- all of it --------------------------------------------------------------------------------------------------------
+# --- everything -------------------------------------------------------------------------------------------------------
 
 
 async def test_a_healthy_installation_has_no_findings_to_fix(own: OwnServer, handled: Outbox) -> None:

@@ -423,7 +423,7 @@ async def test_a_sleeping_worker_is_woken_by_a_commit(dsn: str, db: psycopg.Conn
     assert len(receiver.delivered) == 3
 
 
-async def test_a_worker_finds_what_a_transaction_commits_late(
+async def test_a_worker_finds_a_message_of_a_late_commit(
     dsn: str, connect: Connect, db: psycopg.Connection
 ) -> None:
     receiver, producer = Receiver(dsn), connect()

@@ -51,7 +51,7 @@ def quick(dsn: str, *topics: str, **settings: object) -> Outbox:
     return outbox
 
 
-# --- endings of stopped handlers --------------------------------------------------------------------------------------
+# --- stopped handlers -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("on_unknown", "ends"), [("hold", State.FAILED), ("retry", State.SENDING)])
@@ -279,7 +279,7 @@ async def test_a_message_that_waited_in_another_queue_for_its_predecessor_wakes_
         await until(lambda: state_of(db, newer) == "sent")
 
 
-# --- what a worker leaves ---------------------------------------------------------------------------------------------
+# --- messages of a stopping worker ------------------------------------------------------------------------------------
 
 
 class Leaver:

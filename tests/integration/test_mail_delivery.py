@@ -45,7 +45,7 @@ def outbox_for(
     return outbox
 
 
-# --- what ends failed at once -----------------------------------------------------------------------------------------
+# --- permanent failures -----------------------------------------------------------------------------------------------
 
 UNSAFE = {
     "another header": "x\r\nBcc: eve@example.com",
@@ -86,7 +86,7 @@ async def test_ten_thousand_recipients_fail_at_once_and_reach_no_server(dsn: str
     assert row.last_error == "email.to: 10000 addresses are more than 1000"
 
 
-# --- what the server says ---------------------------------------------------------------------------------------------
+# --- server answers ---------------------------------------------------------------------------------------------------
 
 
 async def test_a_connection_lost_after_the_final_dot_is_retried_with_the_same_message_id(

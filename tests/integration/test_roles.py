@@ -384,7 +384,7 @@ def test_dynamic_sql_quotes_every_name(rolled_back: psycopg.Connection) -> None:
     assert [row for row in rows if not str(row[1]).startswith("ON FUNCTION")] == []
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------------------------------
 
 ENQUEUE_UNCHECKED: Final = (
     "SELECT pgoutbox.write_message(1, 't', '1', 'q', NULL, NULL, NULL, NULL, NULL, NULL, 1, NULL, NULL, NULL, true)"
@@ -515,7 +515,7 @@ def test_a_worker_can_delete_only_messages_that_it_holds_and_a_rule_allows(
         assert worker.execute(forget, ([kept, held], [1, 1])).fetchall() == [(held,)]
 
 
-# --- what works -------------------------------------------------------------------------------------------------------
+# --- allowed actions --------------------------------------------------------------------------------------------------
 
 
 def test_a_producer_enqueues_and_cancels_in_every_way(dsn: str, connection: psycopg.Connection) -> None:

@@ -312,7 +312,7 @@ class Outboxes(RuleBasedStateMachine):
             operations.pause_queue(self.db, "default")
         self.is_paused = not self.is_paused
 
-    # --- what always holds --------------------------------------------------------------------------------------------
+    # --- invariants ---------------------------------------------------------------------------------------------------
 
     @invariant()
     def the_table_is_as_the_model_says(self) -> None:

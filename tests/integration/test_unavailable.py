@@ -253,7 +253,7 @@ async def test_without_breakers_messages_wait_longer_each_time_and_none_fails(ds
     assert row_of(db, message_id).state == "sent"
 
 
-# --- what is not configured -------------------------------------------------------------------------------------------
+# --- missing settings -------------------------------------------------------------------------------------------------
 
 
 async def held_by(db: psycopg.Connection, ids: Sequence[int], outbox: Outbox) -> None:
@@ -354,7 +354,7 @@ async def test_an_alert_for_a_missing_transport_waits_and_creates_no_other_alert
     assert (alert.state, alert.max_attempts - alert.attempt_count) == ("pending", BUDGET)
 
 
-# --- what handlers and transports of one's own say --------------------------------------------------------------------
+# --- custom handlers and transports -----------------------------------------------------------------------------------
 
 
 async def test_a_handler_that_raises_unavailable_waits_without_using_up_attempts(
@@ -410,7 +410,7 @@ async def test_a_breaker_key_unknown_before_the_send_opens_nothing(dsn: str, db:
     assert open_breakers(db) == []
 
 
-# --- what a worker says when it starts --------------------------------------------------------------------------------
+# --- warnings at the start --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

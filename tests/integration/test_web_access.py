@@ -102,7 +102,7 @@ def events(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.__dict__["event"] for record in caplog.records if "event" in record.__dict__]
 
 
-# --- who is let in ----------------------------------------------------------------------------------------------------
+# --- authentication ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", ["/", "/messages", "/live", "/act", "/nowhere", "/static/../messages", "//messages"])

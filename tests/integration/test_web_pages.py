@@ -136,7 +136,7 @@ def fail_with(db: psycopg.Connection, error: str, *, topic: str = "mail", redriv
     return message_id
 
 
-# --- what they show ---------------------------------------------------------------------------------------------------
+# --- contents ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_overview_counts_every_state(site: Site, db: psycopg.Connection) -> None:
@@ -413,7 +413,7 @@ def test_the_audit_is_filtered_and_paged(site: Site, db: psycopg.Connection) -> 
     assert "pause queue" not in get(site.vera, "/audit?action=resume").words
 
 
-# --- what is hidden, and what is inert --------------------------------------------------------------------------------
+# --- redaction and escaping -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -667,7 +667,7 @@ def test_get_requests_change_nothing(site: Site, db: psycopg.Connection) -> None
     assert (audit_of(db), state_of(db, failed)) == ([], "failed")
 
 
-# --- what they refuse -------------------------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -756,7 +756,7 @@ def test_a_missing_page_is_answered_in_text_to_clients_other_than_browsers(site:
     assert (answer.status_code, answer.text) == (404, "There is no such page.\n")
 
 
-# --- many at once -----------------------------------------------------------------------------------------------------
+# --- bulk actions -----------------------------------------------------------------------------------------------------
 
 
 def wait_for_bulk(site: Site, path: str) -> Page:

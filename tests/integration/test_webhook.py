@@ -94,7 +94,7 @@ async def open_transport() -> AsyncIterator[Open]:
         yield make_one
 
 
-# --- what arrives -----------------------------------------------------------------------------------------------------
+# --- deliveries -------------------------------------------------------------------------------------------------------
 
 
 async def test_a_webhook_arrives_signed_over_tls(open_transport: Open, tls: ssl.SSLContext, ca_file: Path) -> None:
@@ -207,7 +207,7 @@ async def test_the_number_of_concurrent_requests_is_limited_by_the_setting(open_
     assert server.connection_count == 3
 
 
-# --- what answers become ----------------------------------------------------------------------------------------------
+# --- classification of responses --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("status", [200, 201, 202, 204, 299])
@@ -288,7 +288,7 @@ async def test_an_excerpt_is_quoted_if_the_settings_request_it(open_transport: O
     assert error == "400 Bad Request: <b>no [31m such shop</b> (hidden) \ufffd" + "x" * 25
 
 
-# --- what goes wrong --------------------------------------------------------------------------------------------------
+# --- failures ---------------------------------------------------------------------------------------------------------
 
 
 async def test_a_refused_connection_is_transient(open_transport: Open) -> None:
@@ -485,7 +485,7 @@ async def test_no_log_contains_a_secret(open_transport: Open, caplog: pytest.Log
     assert not [line for line in logged if CANARY in line or OLD in line]
 
 
-# --- where it refuses to go -------------------------------------------------------------------------------------------
+# --- refused destinations ---------------------------------------------------------------------------------------------
 
 Answers = dict[str, "Sequence[Sequence[str]]"]
 

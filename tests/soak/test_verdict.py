@@ -446,7 +446,7 @@ def test_an_attempt_that_began_before_the_pause_may_continue(
     assert trespasses(connection) == []
 
 
-# --- what the handlers say --------------------------------------------------------------------------------------------
+# --- the handlers' account --------------------------------------------------------------------------------------------
 
 
 @dataclass

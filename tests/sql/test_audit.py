@@ -240,7 +240,7 @@ def test_a_cancel_by_an_application_is_not_recorded_as_an_act(dsn: str, role: st
             assert (answer, operations.list_acts(owner)) == ([("cancelled",)], [])
 
 
-# --- which messages ---------------------------------------------------------------------------------------------------
+# --- filters ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -433,6 +433,6 @@ def test_cancelling_a_key_cancels_all_its_messages(rolled_back: psycopg.Connecti
     assert cancel_key(rolled_back) == [(newer, "cancelled"), (older, "cancelled"), (in_flight, "requested")]
 
 
-def test_a_key_without_a_topic_cancels_nothing(rolled_back: psycopg.Connection) -> None:
+def test_cancelling_a_key_without_messages_cancels_nothing(rolled_back: psycopg.Connection) -> None:
     look_again(rolled_back, "other")
     assert cancel_key(rolled_back) == []

@@ -352,7 +352,7 @@ def test_the_content_of_a_fan_out_has_the_size_limit_of_a_payload(rolled_back: p
         )
 
 
-# --- what is written --------------------------------------------------------------------------------------------------
+# --- rows -------------------------------------------------------------------------------------------------------------
 
 
 def test_two_arguments_are_enough(rolled_back: psycopg.Connection) -> None:
@@ -540,7 +540,7 @@ def test_a_message_with_both_keys_has_one_id(rolled_back: psycopg.Connection) ->
     assert newest(rolled_back, "c") == first[0] == scalar(rolled_back, "SELECT message_id FROM pgoutbox.dedupe")
 
 
-# --- who may, and where -----------------------------------------------------------------------------------------------
+# --- privileges and sessions ------------------------------------------------------------------------------------------
 
 
 def test_a_role_without_the_execute_privilege_is_refused(rolled_back: psycopg.Connection) -> None:

@@ -319,7 +319,7 @@ def test_cancelling_the_first_message_rings_for_the_next(connect: Connect) -> No
 )
 def test_invalid_arguments_are_named(rolled_back: psycopg.Connection, arguments: dict[str, str], problem: str) -> None:
     with pytest.raises(psycopg.errors.InvalidParameterValue, match=problem):
-        enqueue(rolled_back, **arguments)  # type: ignore[arg-type] # that is what is tested
+        enqueue(rolled_back, **arguments)  # type: ignore[arg-type] # The test passes wrong types.
 
 
 def test_the_setting_continue_is_not_stored(rolled_back: psycopg.Connection) -> None:

@@ -237,7 +237,7 @@ def test_public_may_execute_no_function(rolled_back: psycopg.Connection) -> None
 
 
 # Only its owner may call the second function, and only enqueue_checked does, which has a pinned path. Every producer
-# calls the first one, so the tests below check each name in it.
+# calls the first one, so the following tests check each name in it.
 WRITES_WITHOUT_SETTINGS = ["enqueue_receipt", "write_message"]
 
 

@@ -161,7 +161,7 @@ def test_values_without_secrets_are_shown_unchanged(rolled_back: psycopg.Connect
     assert seen == stored
 
 
-# --- what is hidden ---------------------------------------------------------------------------------------------------
+# --- redaction --------------------------------------------------------------------------------------------------------
 
 SECRETS = [
     *(f"{name}=s3cret" for name in REDACTED_NAMES),

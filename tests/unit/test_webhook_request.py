@@ -183,7 +183,7 @@ def test_no_repr_shows_a_secret() -> None:
     assert "hooks.example.org" in repr(rendered(replace(webhook, secrets=[FIRST], url=URL)))
 
 
-# --- where to ---------------------------------------------------------------------------------------------------------
+# --- destinations -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
