@@ -87,7 +87,7 @@ class Server:
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
-    """The server of the session."""
+    """Start or find the server of the session."""
     with ExitStack() as stack:
         dsn = os.environ.get("PGOUTBOX_TEST_DSN")
         try:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def ids_of(span: ReadableSpan) -> tuple[int, int]:
-    """The ids of the trace and of the span."""
+    """Return the ids of the trace and of the span."""
     context = span.get_span_context()
     assert context is not None
     return context.trace_id, context.span_id

@@ -36,7 +36,7 @@ Answer = bytes | Misbehaviour
 
 
 def answer(status: int, body: bytes = b"", **headers: str) -> bytes:
-    """An answer. Header names have underscores for hyphens."""
+    """Return an answer. Header names have underscores for hyphens."""
     lines = [f"HTTP/1.1 {status} Whatever", f"Content-Length: {len(body)}"]
     lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
     return "\r\n".join([*lines, "", ""]).encode("latin-1") + body

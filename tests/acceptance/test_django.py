@@ -85,7 +85,7 @@ def test_a_message_is_delivered_after_the_orm_lost_its_connections(
     if keeping is KEPT_AND_CHECKED:
         assert orm_pids(db) != []
     else:
-        wait_until(lambda: orm_pids(db) == [], lambda: "the worker closes what is older than CONN_MAX_AGE")
+        wait_until(lambda: orm_pids(db) == [], lambda: "the worker closes connections older than CONN_MAX_AGE")
     for pid in orm_pids(db):
         db.execute("SELECT pg_terminate_backend(%s, 30000)", (pid,))
     second = [enqueue(db, topic, EMAIL) for topic in GREETINGS]

@@ -283,7 +283,7 @@ def test_every_act_works_without_scripts_and_records_its_actor(site: Site) -> No
     page.goto("/messages?state=pending")
     page.get_by_role("link", name="Cancel all that are owed…").click()
     press(page, "Cancel them")
-    wait_until(lambda: site.state_of(failed) == "cancelled", lambda: "the bulk cancels what is owed")
+    wait_until(lambda: site.state_of(failed) == "cancelled", lambda: "the bulk cancels the owed message")
 
     acts = db.execute("SELECT actor, origin, action FROM pgoutbox.audit ORDER BY id").fetchall()
     actions = ["redrive", "resend", "cancel", "pause", "resume", "limit", "limit", "cancel"]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def proxy(dsn: str, tmp_path: Path) -> Iterator[Proxy]:
-    """A proxy to the test's database, on a Unix socket."""
+    """Run a proxy to the test's database, on a Unix socket."""
     with proxy_to(dsn, tmp_path) as proxy:
         yield proxy
 

@@ -46,7 +46,7 @@ _COALESCE_KEY: Final = "faults"
 
 
 def start_worker(dsn: str, ledger: Path, log: Path, settings: Mapping[str, str]) -> WorkerProcess:
-    """A worker with the handlers of tests/faults/app.py, which write to this ledger."""
+    """Start a worker with the handlers of tests/faults/app.py, which write to this ledger."""
     return WorkerProcess(
         "tests.faults.app:outbox",
         log=log,

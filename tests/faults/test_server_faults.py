@@ -79,7 +79,7 @@ def own_server(workshop: Workshop) -> Iterator[OwnServer]:
 
 @contextlib.contextmanager
 def watched(worker: WorkerProcess, row: str, *, events_may_repeat: bool = False) -> Iterator[None]:
-    """A time of trouble in which the worker must not spin, flood its log or end."""
+    """Assert that the worker neither spins nor floods its log nor ends during the block."""
     began_at, cpu_before, told_before = time.monotonic(), worker.cpu_seconds(), len(worker.events())
     yield
     seconds, cpu_seconds = time.monotonic() - began_at, worker.cpu_seconds() - cpu_before

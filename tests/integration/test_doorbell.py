@@ -423,9 +423,7 @@ async def test_a_sleeping_worker_is_woken_by_a_commit(dsn: str, db: psycopg.Conn
     assert len(receiver.delivered) == 3
 
 
-async def test_a_worker_finds_a_message_of_a_late_commit(
-    dsn: str, connect: Connect, db: psycopg.Connection
-) -> None:
+async def test_a_worker_finds_a_message_of_a_late_commit(dsn: str, connect: Connect, db: psycopg.Connection) -> None:
     receiver, producer = Receiver(dsn), connect()
     late = enqueue(producer)
     early = enqueue(db)

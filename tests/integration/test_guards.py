@@ -146,7 +146,7 @@ async def a_worker_of_a_lost_timeline_cannot_watch(stage: Stage) -> None:
     assert watch(stage.db, (message_id, 1), worker="stale") == {}
 
 
-async def a_worker_of_a_lost_timeline_is_not_told_that_its_attempt_stands(stage: Stage) -> None:
+async def a_worker_of_a_lost_timeline_learns_that_its_attempt_is_lost(stage: Stage) -> None:
     message_id = claimed_on_both_timelines(stage)
     parameters = {"ids": [message_id], "attempt_counts": [1], "worker": "stale"}
     assert stage.db.execute(sql.STANDING, parameters).fetchall() == []
@@ -159,21 +159,21 @@ async def a_worker_of_a_lost_timeline_cannot_delete(stage: Stage) -> None:
     assert [row.state for row in rows_of(stage.db, message_id)] == ["sending"]
 
 
-async def a_worker_leaves_the_lapsed_attempt_that_it_holds(stage: Stage) -> None:
+async def a_worker_does_not_repeat_a_lapsed_attempt_that_it_still_runs(stage: Stage) -> None:
     message_id = enqueue(stage.db)
     claim(stage.db)
     lapse(stage.db, message_id)
     assert claim(stage.db, held=[message_id]) == []
 
 
-async def a_worker_does_not_end_the_lapsed_attempt_that_it_holds(stage: Stage) -> None:
+async def a_worker_does_not_end_a_lapsed_attempt_that_it_still_runs(stage: Stage) -> None:
     message_id = enqueue(stage.db, max_attempts=1)
     claim(stage.db)
     lapse(stage.db, message_id)
     assert claim(stage.db, held=[message_id]) == []
 
 
-async def a_worker_takes_over_an_attempt_in_its_name_that_it_does_not_hold(stage: Stage) -> None:
+async def a_worker_repeats_an_attempt_in_its_name_that_it_does_not_run(stage: Stage) -> None:
     held, forgotten = enqueue(stage.db), enqueue(stage.db)
     claim(stage.db)
     lapse(stage.db, held)
@@ -181,7 +181,7 @@ async def a_worker_takes_over_an_attempt_in_its_name_that_it_does_not_hold(stage
     assert ids_in_flight(claim(stage.db, held=[held])) == [forgotten]
 
 
-async def a_worker_ends_an_attempt_in_its_name_that_it_does_not_hold(stage: Stage) -> None:
+async def a_worker_ends_an_attempt_in_its_name_that_it_does_not_run(stage: Stage) -> None:
     held, forgotten = enqueue(stage.db, max_attempts=1), enqueue(stage.db, max_attempts=1)
     claim(stage.db)
     lapse(stage.db, held)
@@ -223,7 +223,7 @@ async def a_stale_attempt_cannot_delete(stage: Stage) -> None:
     assert [row.state for row in rows_of(stage.db, message_id)] == ["sending"]
 
 
-async def what_is_pending_again_is_not_deleted(stage: Stage) -> None:
+async def a_message_that_is_pending_again_is_not_deleted(stage: Stage) -> None:
     keep_nothing(stage)
     message_id = enqueue(stage.db)
     claim(stage.db)
@@ -232,7 +232,7 @@ async def what_is_pending_again_is_not_deleted(stage: Stage) -> None:
     assert rows_of(stage.db, message_id)
 
 
-async def a_rule_that_was_taken_back_is_obeyed_at_once(stage: Stage) -> None:
+async def a_removed_rule_has_no_effect_from_its_commit_on(stage: Stage) -> None:
     message_id = enqueue(stage.db)
     claim(stage.db)
     assert finish_sent_and_forget(stage.db, (message_id, 1)) == {message_id}
@@ -248,7 +248,7 @@ async def a_topics_own_rule_holds(stage: Stage) -> None:
     assert rows_of(stage.db, message_id)
 
 
-async def a_repetition_of_a_deleted_message_is_known(stage: Stage) -> None:
+async def a_repeated_enqueue_of_a_deleted_message_is_recognised(stage: Stage) -> None:
     message_id = put(stage.db, State.SENT, dedupe_key="k", age=timedelta(days=1))
     keep_nothing(stage)
     prune_by_rules(stage.db)
@@ -263,7 +263,7 @@ async def a_key_that_has_a_message_is_not_pruned(stage: Stage) -> None:
     assert put(stage.db, dedupe_key="k") == message_id
 
 
-async def pruning_leaves_what_its_topic_keeps(stage: Stage) -> None:
+async def pruning_skips_messages_that_their_topic_keeps(stage: Stage) -> None:
     message_id = put(stage.db, State.SENT, age=timedelta(days=1))
     keep_nothing(stage)
     stage.db.execute("INSERT INTO pgoutbox.retention (topic, state) VALUES ('mail', 'sent')")
@@ -271,7 +271,7 @@ async def pruning_leaves_what_its_topic_keeps(stage: Stage) -> None:
     assert rows_of(stage.db, message_id)
 
 
-async def pruning_leaves_a_message_that_is_being_redriven(stage: Stage) -> None:
+async def pruning_skips_a_message_that_is_being_redriven(stage: Stage) -> None:
     message_id = put(stage.db, State.FAILED, age=timedelta(days=1))
     keep_nothing(stage, state="failed")
     operator = stage.connect()
@@ -285,7 +285,7 @@ async def pruning_leaves_a_message_that_is_being_redriven(stage: Stage) -> None:
     pytest.fail("it waits for the redrive")
 
 
-async def pruning_obeys_the_rule_as_it_stands(stage: Stage) -> None:
+async def pruning_applies_the_current_rule(stage: Stage) -> None:
     message_id = put(stage.db, State.SENT, age=timedelta(days=1))
     parameters = {"topic": "mail", "state": "sent", "limit": 9, "since": "-infinity", "until": "infinity"}
     keep_nothing(stage, topic="mail")
@@ -302,7 +302,7 @@ def large_message_of_an_old_id(stage: Stage) -> int:
     return message_id
 
 
-async def pruning_leaves_the_large_payload_of_another_message(stage: Stage) -> None:
+async def pruning_skips_the_large_payload_of_another_message(stage: Stage) -> None:
     message_id = large_message_of_an_old_id(stage)
     keep_nothing(stage)
     prune_by_rules(stage.db)
@@ -310,7 +310,7 @@ async def pruning_leaves_the_large_payload_of_another_message(stage: Stage) -> N
     assert large_payloads(stage.db) == [message_id]
 
 
-async def a_retired_partition_leaves_the_large_payload_of_another_message(stage: Stage) -> None:
+async def retiring_a_partition_skips_large_payloads_of_other_messages(stage: Stage) -> None:
     name = add_partition(stage.db, 40)
     message_id = large_message_of_an_old_id(stage)
     keep_nothing(stage)
@@ -321,7 +321,7 @@ async def a_retired_partition_leaves_the_large_payload_of_another_message(stage:
     assert large_payloads(stage.db) == [message_id]
 
 
-async def a_retired_partition_takes_its_large_payloads(stage: Stage) -> None:
+async def retiring_a_partition_deletes_its_large_payloads(stage: Stage) -> None:
     name = add_partition(stage.db, 40)
     message_id = enqueue(stage.db, "mail", LARGE)
     stage.db.execute(PUT_FINAL, {"id": message_id, "state": "sent", "age": timedelta(days=40)})
@@ -333,7 +333,7 @@ async def a_retired_partition_takes_its_large_payloads(stage: Stage) -> None:
     assert large_payloads(stage.db) == []
 
 
-async def a_message_that_is_sent_keeps_its_large_payload(stage: Stage) -> None:
+async def a_sent_message_keeps_its_large_payload(stage: Stage) -> None:
     """One finish covers two messages, and a rule keeps one of them."""
     keep_nothing(stage, topic="greet")
     kept, forgotten = enqueue(stage.db, "mail", LARGE), enqueue(stage.db, "greet", LARGE)
@@ -363,7 +363,7 @@ async def a_successor_waits_for_its_predecessor(stage: Stage) -> None:
     assert claim(stage.db) == []
 
 
-async def of_two_claims_that_do_not_see_each_other_one_is_refused(stage: Stage) -> None:
+async def one_of_two_claims_with_concurrent_snapshots_is_refused(stage: Stage) -> None:
     """The gate is an open transaction: neither claim sees the other's, and both have chosen when the first commits."""
     first, second = stage.connect(), stage.connect(autocommit=True)
     older = enqueue(stage.db, coalesce_key="k")
@@ -384,7 +384,7 @@ async def an_older_message_is_not_delivered_after_a_newer_one(stage: Stage) -> N
     assert state_of(stage.db, older) == "skipped"
 
 
-async def a_lapsed_attempt_is_not_made_again_after_a_newer_message(stage: Stage) -> None:
+async def a_lapsed_attempt_is_not_repeated_after_a_newer_message(stage: Stage) -> None:
     older = enqueue(stage.db, coalesce_key="k")
     claim(stage.db, worker="dead")
     lapse(stage.db, older)
@@ -418,7 +418,7 @@ async def a_bulk_that_waited_for_a_coalesce_key_is_the_newest(stage: Stage) -> N
     assert ids_in_flight(claim(stage.db)) == [newest_id]
 
 
-async def two_bulks_take_dedupe_keys_in_one_order_though_one_is_freed(stage: Stage) -> None:
+async def two_bulks_lock_dedupe_keys_in_one_order_even_if_one_is_freed(stage: Stage) -> None:
     """The gate holds the key a, like a redrive. A bulk that waits there must not have locked the key b yet."""
     gate, bulk, other = stage.connect(), stage.connect(autocommit=True), stage.connect(autocommit=True)
     freed_id = enqueue(stage.db, dedupe_key="a")
@@ -436,7 +436,7 @@ async def two_bulks_take_dedupe_keys_in_one_order_though_one_is_freed(stage: Sta
         await blocked
 
 
-async def two_claims_enter_their_keys_in_one_order(stage: Stage) -> None:
+async def two_claims_insert_their_keys_in_one_order(stage: Stage) -> None:
     """The gate holds the key b. A claim that waits there already holds the key a, though b was due first."""
     gate, other = stage.connect(), stage.connect(autocommit=True)
     enqueue(stage.db, coalesce_key="b")
@@ -543,7 +543,7 @@ async def a_message_waits_for_a_strict_one_of_its_key(stage: Stage) -> None:
     assert ids_in_flight(claim(stage.db, fresh_only=True)) == [strict]
 
 
-async def a_retry_ends_if_a_newer_message_waits(stage: Stage) -> None:
+async def a_retry_ends_if_a_newer_message_is_pending(stage: Stage) -> None:
     older = look_again(stage.db)
     claim(stage.db)
     look_again(stage.db)
@@ -551,7 +551,7 @@ async def a_retry_ends_if_a_newer_message_waits(stage: Stage) -> None:
     assert state_of(stage.db, older) == "skipped"
 
 
-async def a_retry_waits_for_no_message_that_is_due_later(stage: Stage) -> None:
+async def a_retry_does_not_wait_for_a_message_that_is_due_later(stage: Stage) -> None:
     older = look_again(stage.db)
     claim(stage.db)
     look_again(stage.db, available_at=datetime.now(UTC) + timedelta(hours=1))
@@ -559,7 +559,7 @@ async def a_retry_waits_for_no_message_that_is_due_later(stage: Stage) -> None:
     assert state_of(stage.db, older) == "pending"
 
 
-async def a_message_that_waits_for_an_attempt_is_found_when_that_ends(stage: Stage) -> None:
+async def a_message_that_waits_for_an_attempt_is_found_when_it_ends(stage: Stage) -> None:
     """The older of two ids commits while the newer one is in flight: no head names it."""
     late = stage.connect()
     look_again(late)
@@ -572,7 +572,7 @@ async def a_message_that_waits_for_an_attempt_is_found_when_that_ends(stage: Sta
     assert stage.db.execute(sql.QUEUES_OF_SUCCESSORS, done).fetchall() == [("default",)]
 
 
-async def a_strict_message_that_waits_for_a_newer_attempt_is_found_when_that_ends(stage: Stage) -> None:
+async def a_strict_message_that_waits_for_a_newer_attempt_is_found_when_it_ends(stage: Stage) -> None:
     late = stage.connect()
     enqueue(late, coalesce_key="k")
     newer = look_again(stage.db)
@@ -588,7 +588,7 @@ async def a_strict_message_that_waits_for_a_newer_attempt_is_found_when_that_end
 
 
 def lost_together(stage: Stage, count: int, *, max_attempts: int = 11) -> list[int]:
-    """The process of these messages has ended, and one of them may have crashed it."""
+    """Create messages whose process has ended, and one of which may have crashed it."""
     ids = [enqueue(stage.db, max_attempts=max_attempts) for _ in range(count)]
     assert ids_in_flight(claim(stage.db, worker="dead")) == ids
     for message_id in ids:
@@ -601,12 +601,12 @@ async def suspects_are_claimed_one_by_one(stage: Stage) -> None:
     assert ids_in_flight(claim(stage.db, suspect_limit=1)) == ids[:1]
 
 
-async def a_last_attempt_is_not_made_beside_other_suspects(stage: Stage) -> None:
+async def a_suspect_on_its_last_attempt_is_claimed_alone(stage: Stage) -> None:
     lost_together(stage, 3, max_attempts=2)
     assert ids_in_flight(claim(stage.db, suspect_limit=3)) == []
 
 
-async def while_a_suspect_is_in_flight_its_worker_claims_no_other(stage: Stage) -> None:
+async def a_worker_claims_no_second_suspect_while_one_is_in_flight(stage: Stage) -> None:
     lost_together(stage, 2)
     outbox = Outbox(settings_for(stage.dsn))
     opened = asyncio.Event()
@@ -627,7 +627,7 @@ async def while_a_suspect_is_in_flight_its_worker_claims_no_other(stage: Stage) 
 # --- the doorbell -----------------------------------------------------------------------------------------------------
 
 
-async def an_enqueue_under_way_is_not_missed_by_arming(stage: Stage) -> None:
+async def arming_does_not_miss_an_open_enqueue(stage: Stage) -> None:
     producer = stage.connect()
     enqueue(producer)
     rings: list[tuple[str | None, bool]] = []
@@ -663,7 +663,7 @@ async def a_commit_between_the_claim_and_arming_is_not_missed(stage: Stage) -> N
             assert delivered.is_set()
 
 
-async def a_message_that_commits_late_is_not_missed_by_claims_of_new_ones(stage: Stage) -> None:
+async def claims_of_new_messages_do_not_miss_a_late_commit(stage: Stage) -> None:
     """Its id is smaller than those of messages that the worker has delivered since."""
     outbox = Outbox(settings_for(stage.dsn))
     delivered = asyncio.Event()
@@ -689,7 +689,7 @@ async def a_message_that_commits_late_is_not_missed_by_claims_of_new_ones(stage:
         assert delivered.is_set()
 
 
-async def a_scheduled_message_is_not_slept_over_by_a_worker_that_claims_new_ones(stage: Stage) -> None:
+async def a_worker_that_claims_new_messages_wakes_for_a_scheduled_one(stage: Stage) -> None:
     outbox = Outbox(settings_for(stage.dsn))
     delivered = asyncio.Event()
 
@@ -722,7 +722,7 @@ def is_sent(db: psycopg.Connection, message_id: int) -> bool:
 
 @contextmanager
 def enqueued_before_arming(db: psycopg.Connection) -> Iterator[None]:
-    """A message commits after the worker's claim found nothing, and before the worker arms the bell."""
+    """Commit a message after the worker's claim found nothing, and before the worker arms the bell."""
     arm = Doorbell.arm
     gate_is_open = True
 
@@ -741,7 +741,7 @@ def enqueued_before_arming(db: psycopg.Connection) -> Iterator[None]:
 # --- the session ------------------------------------------------------------------------------------------------------
 
 
-async def two_workers_claims_do_not_fail_under_a_strict_default_isolation(stage: Stage) -> None:
+async def concurrent_claims_succeed_under_a_strict_default_isolation(stage: Stage) -> None:
     stage.db.execute(
         psycopg.sql.SQL("ALTER DATABASE {} SET default_transaction_isolation = 'serializable'").format(
             psycopg.sql.Identifier(stage.db.info.dbname)
@@ -816,11 +816,11 @@ def no_state_in_forget(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     redefine(stage, "forget_sent", "AND m.state = 'sending'\n", "\n")
 
 
-def no_look_at_the_rule_in_forget(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+def no_check_of_the_rule_in_forget(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     redefine(stage, "forget_sent", "WHERE EXISTS (", "WHERE true OR EXISTS (")
 
 
-def no_look_at_what_is_forgotten(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+def no_restriction_to_forgotten_messages(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     theirs = "USING forgotten AS f\n        WHERE l.message_id = f.id AND f.has_large_payload"
     redefine(stage, "forget_sent", theirs, "USING asked AS a\n        WHERE l.message_id = a.id")
 
@@ -903,7 +903,7 @@ def no_newer_id_of_a_changed_head(stage: Stage, patch: pytest.MonkeyPatch) -> No
     redefine(stage, "enqueue_coalesced", "ELSE pgoutbox.next_id(head.newest_id)", "ELSE head.newest_id")
 
 
-def no_look_for_freed_keys(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+def no_check_for_freed_keys(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     redefine(stage, "has_freed_keys", "pgoutbox.has_freed_key(d.message_id)", "false")
 
 
@@ -924,7 +924,7 @@ def no_limit_of_suspects(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sql, "CLAIM_LAPSED", without(sql.CLAIM_LAPSED, limit))
 
 
-def no_look_at_the_budget_of_a_suspect(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+def no_check_of_the_budget_of_a_suspect(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     budget = "AND (%(total)s::bigint = 1 OR m.max_attempts - m.attempt_count > m.attempt_budget / 2)"
     patch.setattr(sql, "CLAIM_LAPSED", without(sql.CLAIM_LAPSED, budget))
 
@@ -949,11 +949,11 @@ def no_claim_after_arming(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(pgoutbox.worker.Worker, "_arm_and_look", scope["_arm_and_look"])
 
 
-def no_look_at_scheduled_messages(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+def no_check_of_scheduled_messages(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sql, "NEXT_DUE", without(sql.NEXT_DUE, " OR m.available_at > now()"))
 
 
-def no_look_at_open_writers(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+def no_check_of_open_writers(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sql, "NEXT_DUE", sql.NEXT_DUE.replace("asked.xmin,\n", "1 << 62,\n"))
 
 
@@ -986,7 +986,7 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
     ("worker in watch", a_worker_of_a_lost_timeline_cannot_watch, no_worker_in("WATCH_IF_HELD")),
     (
         "worker in standing",
-        a_worker_of_a_lost_timeline_is_not_told_that_its_attempt_stands,
+        a_worker_of_a_lost_timeline_learns_that_its_attempt_is_lost,
         no_worker_in("STANDING"),
     ),
     (
@@ -994,24 +994,24 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
         a_worker_of_a_lost_timeline_cannot_delete,
         no_worker_in("FINISH_SENT_AND_FORGET_IF_HELD"),
     ),
-    ("own attempts: suspects", a_worker_leaves_the_lapsed_attempt_that_it_holds, no_part_in_claims(OWN)),
-    ("own attempts: ending", a_worker_does_not_end_the_lapsed_attempt_that_it_holds, no_part_in_claims(OWN)),
+    ("own attempts: suspects", a_worker_does_not_repeat_a_lapsed_attempt_that_it_still_runs, no_part_in_claims(OWN)),
+    ("own attempts: ending", a_worker_does_not_end_a_lapsed_attempt_that_it_still_runs, no_part_in_claims(OWN)),
     (
         "forgotten attempts: suspects",
-        a_worker_takes_over_an_attempt_in_its_name_that_it_does_not_hold,
+        a_worker_repeats_an_attempt_in_its_name_that_it_does_not_run,
         no_part_in_claims(" OR m.id <> ALL (%(held)s::bigint[])"),
     ),
     (
         "forgotten attempts: ending",
-        a_worker_ends_an_attempt_in_its_name_that_it_does_not_hold,
+        a_worker_ends_an_attempt_in_its_name_that_it_does_not_run,
         no_part_in_claims(" OR m.id <> ALL (%(held)s::bigint[])"),
     ),
-    ("state in forget", what_is_pending_again_is_not_deleted, no_state_in_forget),
-    ("rule in forget", a_rule_that_was_taken_back_is_obeyed_at_once, no_look_at_the_rule_in_forget),
+    ("state in forget", a_message_that_is_pending_again_is_not_deleted, no_state_in_forget),
+    ("rule in forget", a_removed_rule_has_no_effect_from_its_commit_on, no_check_of_the_rule_in_forget),
     ("own rule in forget", a_topics_own_rule_holds, no_guard_in_function("forget_sent", OWN_RULE_IN_FORGET)),
     (
         "dedupe key outlives zero",
-        a_repetition_of_a_deleted_message_is_known,
+        a_repeated_enqueue_of_a_deleted_message_is_recognised,
         no_guard_in_function("prune_by_rule", " AND NOT o.keeps_dedupe_key"),
     ),
     (
@@ -1022,25 +1022,29 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
             "        AND (SELECT m.id FROM pgoutbox.message AS m WHERE m.id = p.message_id LIMIT 1) IS NULL\n",
         ),
     ),
-    ("own rule in prune", pruning_leaves_what_its_topic_keeps, no_guard_in_function("prune_by_rule", OWN_RULE)),
+    (
+        "own rule in prune",
+        pruning_skips_messages_that_their_topic_keeps,
+        no_guard_in_function("prune_by_rule", OWN_RULE),
+    ),
     (
         "locked rows in prune",
-        pruning_leaves_a_message_that_is_being_redriven,
+        pruning_skips_a_message_that_is_being_redriven,
         no_guard_in_function("prune_by_rule", " SKIP LOCKED"),
     ),
     (
         "large payload of its message in prune",
-        pruning_leaves_the_large_payload_of_another_message,
+        pruning_skips_the_large_payload_of_another_message,
         no_guard_in_function("prune_by_rule", " AND o.has_large_payload"),
     ),
     (
         "large payload of its message in a retired partition",
-        a_retired_partition_leaves_the_large_payload_of_another_message,
+        retiring_a_partition_skips_large_payloads_of_other_messages,
         no_guard_in_function("clear_retired", " AND p.has_large_payload"),
     ),
     (
         "large payloads of a retired partition",
-        a_retired_partition_takes_its_large_payloads,
+        retiring_a_partition_deletes_its_large_payloads,
         no_guard_in_function(
             "clear_retired",
             "\n        AND NOT EXISTS (SELECT FROM pgoutbox.large_payload AS l"
@@ -1048,17 +1052,17 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
         ),
     ),
     (
-        "large payload of what is forgotten",
-        a_message_that_is_sent_keeps_its_large_payload,
-        no_look_at_what_is_forgotten,
+        "large payload of a message deleted as it is sent",
+        a_sent_message_keeps_its_large_payload,
+        no_restriction_to_forgotten_messages,
     ),
     (
         "age in prune",
-        pruning_obeys_the_rule_as_it_stands,
+        pruning_applies_the_current_rule,
         no_guard_in_function("prune_by_rule", "        AND m.finished_at <= now() - r.keep\n"),
     ),
     ("one in flight: look", a_successor_waits_for_its_predecessor, no_part_in_claims(SIBLING)),
-    ("one in flight: index", of_two_claims_that_do_not_see_each_other_one_is_refused, no_unique_index),
+    ("one in flight: index", one_of_two_claims_with_concurrent_snapshots_is_refused, no_unique_index),
     (
         "supersession in claim",
         an_older_message_is_not_delivered_after_a_newer_one,
@@ -1068,16 +1072,20 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
     ),
     (
         "supersession of a lapsed attempt",
-        a_lapsed_attempt_is_not_made_again_after_a_newer_message,
+        a_lapsed_attempt_is_not_repeated_after_a_newer_message,
         no_part_in_claims("WHEN newer.id IS NOT NULL OR m.expires_at <= now() THEN 'skipped'\n"),
     ),
-    ("order of keys", two_claims_enter_their_keys_in_one_order, no_part_in_claims(KEYS_IN_ORDER)),
+    ("order of keys", two_claims_insert_their_keys_in_one_order, no_part_in_claims(KEYS_IN_ORDER)),
     (
         "bulk: newer id of a changed head",
         a_bulk_that_waited_for_a_coalesce_key_is_the_newest,
         no_newer_id_of_a_changed_head,
     ),
-    ("bulk: look for freed keys", two_bulks_take_dedupe_keys_in_one_order_though_one_is_freed, no_look_for_freed_keys),
+    (
+        "bulk: look for freed keys",
+        two_bulks_lock_dedupe_keys_in_one_order_even_if_one_is_freed,
+        no_check_for_freed_keys,
+    ),
     ("supersession in finish", an_older_attempt_is_not_retried_after_a_newer_message, no_supersession_in_finish),
     ("rule pending: lock on the newer message", an_attempt_begins_after_every_commit, no_lock_on_the_newer),
     (
@@ -1113,42 +1121,42 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
         a_message_waits_for_a_strict_one_of_its_key,
         no_part_in_claims(STRICT_DUE, instead="true"),
     ),
-    ("rule pending: retry", a_retry_ends_if_a_newer_message_waits, no_rule_in_finish),
+    ("rule pending: retry", a_retry_ends_if_a_newer_message_is_pending, no_rule_in_finish),
     (
         "rule pending: retry that comes first",
-        a_retry_waits_for_no_message_that_is_due_later,
+        a_retry_does_not_wait_for_a_message_that_is_due_later,
         newer_in("FINISH_IF_HELD", (NEWER_BY_RETRY, "'infinity'")),
     ),
     (
         "rule pending: successors",
-        a_message_that_waits_for_an_attempt_is_found_when_that_ends,
+        a_message_that_waits_for_an_attempt_is_found_when_it_ends,
         newer_in("QUEUES_OF_SUCCESSORS", (PENDING_SUCCESSORS, "")),
     ),
     (
         "rule pending: strict successors",
-        a_strict_message_that_waits_for_a_newer_attempt_is_found_when_that_ends,
+        a_strict_message_that_waits_for_a_newer_attempt_is_found_when_it_ends,
         newer_in("QUEUES_OF_SUCCESSORS", ("head.newest_id <> d.id", "head.newest_id > d.id")),
     ),
     ("suspects: limit", suspects_are_claimed_one_by_one, no_limit_of_suspects),
     (
         "suspects: last attempt",
-        a_last_attempt_is_not_made_beside_other_suspects,
-        no_look_at_the_budget_of_a_suspect,
+        a_suspect_on_its_last_attempt_is_claimed_alone,
+        no_check_of_the_budget_of_a_suspect,
     ),
-    ("suspects: memory", while_a_suspect_is_in_flight_its_worker_claims_no_other, no_memory_of_suspects),
-    ("shared doorbell lock", an_enqueue_under_way_is_not_missed_by_arming, no_shared_lock),
+    ("suspects: memory", a_worker_claims_no_second_suspect_while_one_is_in_flight, no_memory_of_suspects),
+    ("shared doorbell lock", arming_does_not_miss_an_open_enqueue, no_shared_lock),
     ("claim after arming", a_commit_between_the_claim_and_arming_is_not_missed, no_claim_after_arming),
     (
         "transactions still open",
-        a_message_that_commits_late_is_not_missed_by_claims_of_new_ones,
-        no_look_at_open_writers,
+        claims_of_new_messages_do_not_miss_a_late_commit,
+        no_check_of_open_writers,
     ),
     (
         "scheduled messages beyond the floor",
-        a_scheduled_message_is_not_slept_over_by_a_worker_that_claims_new_ones,
-        no_look_at_scheduled_messages,
+        a_worker_that_claims_new_messages_wakes_for_a_scheduled_one,
+        no_check_of_scheduled_messages,
     ),
-    ("read committed", two_workers_claims_do_not_fail_under_a_strict_default_isolation, no_pinned_isolation),
+    ("read committed", concurrent_claims_succeed_under_a_strict_default_isolation, no_pinned_isolation),
 ]
 
 

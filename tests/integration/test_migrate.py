@@ -441,7 +441,7 @@ class TestBesideTheApplication:
 
 
 def not_of(owner: str, dsn: str) -> list[str]:
-    """Return the objects in the schema that another role owns; Alembic creates its table before the first revision."""
+    """Return the objects in the schema that do not belong to this owner, for example Alembic's table."""
     with psycopg.connect(dsn) as connection:
         rows = connection.execute(
             """

@@ -50,7 +50,7 @@ KEY = Fernet.generate_key().decode()
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """The module of the application for the command line."""
+    """Create a directory with the module of the application for the command line."""
     (tmp_path / "canary_app.py").write_text(APP)
     return tmp_path
 
@@ -79,12 +79,12 @@ def pgoutbox(dsn: str, directory: Path, *arguments: object, app: bool = True) ->
 
 
 def quoting(message: Message) -> str:
-    """The error of a careless handler."""
+    """Return the error text of a careless handler."""
     return f"refused {message.payload!r} with {json.dumps(dict(message.headers))} by {message.destination}"
 
 
 def register(outbox: Outbox, kind: str, topic: str = "reset") -> None:
-    """A handler that quotes its whole message in its error."""
+    """Register a handler that quotes its whole message in its error."""
     if kind == "raises":
 
         @outbox.handler(topic, retry=RetryPolicy.steps(3600, jitter=0))

@@ -179,7 +179,7 @@ async def test_a_batch_is_linked_to_the_traces_of_all_its_messages(
             with traces.tracer.start_as_current_span(name):
                 outbox.enqueue(connection, "index", name)
         outbox.enqueue(connection, "index", "untraced")
-    with traces.tracer.start_as_current_span("whatever is current where the worker starts"):
+    with traces.tracer.start_as_current_span("the span that is current at the start of the worker"):
         await Worker(outbox).run_once()
     (batch,) = traces.named("process index")
     assert batch.parent is None
@@ -235,7 +235,7 @@ def test_headers_of_the_caller_are_kept_and_take_precedence(dsn: str, db: psycop
     assert headers_of(db, beside.id).keys() == {"a", "traceparent"}
     failed = traces.named("send greet")[-1]
     assert ((failed.attributes or {})["error.type"], failed.status.description) == ("PayloadError", None)
-    assert failed.events == (), "the text of an error may quote what was enqueued"
+    assert failed.events == (), "the text of an error may quote the payload"
 
 
 @pytest.mark.parametrize("forbidden", [False, True])

@@ -73,7 +73,7 @@ def opening_alerts(db: psycopg.Connection) -> list[str]:
 
 
 def are_held(db: psycopg.Connection, ids: Sequence[int]) -> bool:
-    """Return whether each message was tried or held back, and none is in flight."""
+    """Return whether each message was attempted, and is pending again."""
     rows = rows_of(db, *ids)
     return all(row.attempt_count > 0 and row.state == "pending" for row in rows)
 
@@ -83,7 +83,7 @@ def are_sent(db: psycopg.Connection, ids: Sequence[int]) -> bool:
 
 
 def attempts_left(db: psycopg.Connection, ids: Sequence[int]) -> set[int]:
-    """Return the used-up attempts of each unsent message. A running attempt is not used up yet."""
+    """Return the remaining attempts of the unsent messages. A running attempt is not used up yet."""
     rows = rows_of(db, *ids)
     return {row.max_attempts - row.attempt_count + (row.state == "sending") for row in rows if row.state != "sent"}
 

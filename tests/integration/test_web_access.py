@@ -46,7 +46,7 @@ class Site:
         self._stack = stack
 
     def client(self, headers: dict[str, str] | None = None, cookies: dict[str, str] | None = None) -> httpx.Client:
-        """Return a browser without a session; arguments add headers or settings."""
+        """Return a browser without a session, with these headers and cookies."""
         made = httpx.Client(base_url=self.url, timeout=PROCESS_PATIENCE_SECONDS, headers=headers)
         for name, value in (cookies or {}).items():
             made.cookies.set(name, value, domain="127.0.0.1", path="/")

@@ -629,7 +629,7 @@ def _disowned(rows: tuple[Row, ...]) -> tuple[Row, ...]:
 
 
 def _next_claim(state: World, row: Row) -> int:
-    """Return a number for a claim that nothing assigns to another claim of this message."""
+    """Return a claim number that is greater than all others of this message."""
     return max(row.claim_count, *(worker.claim for worker in state.workers if worker.id == row.id), 0) + 1
 
 

@@ -30,13 +30,13 @@ _TIMEOUT_SECONDS = 4.0
 
 
 def facts(message: Message) -> dict[str, Any]:
-    """The payload, which the producers make."""
+    """Return the payload, which the producers make."""
     assert isinstance(message.payload, dict)
     return message.payload
 
 
 def step(message: Message) -> str:
-    """The step of this attempt. The last step of the plan applies to all further attempts."""
+    """Return the step of this attempt. The last step of the plan applies to all further attempts."""
     plan = facts(message)["plan"]
     return str(plan[min(message.attempt_count, len(plan)) - 1])
 
@@ -158,7 +158,7 @@ async def on_fanout(message: Message, ctx: Context) -> Transient | Permanent | S
 
 
 def fanout_key(key: str, destination: str) -> str:
-    """Each message of a fan-out has its own ledger key, although all share one payload."""
+    """Return the ledger key of one message of a fan-out, whose messages share one payload."""
     return f"{key}/{destination}"
 
 

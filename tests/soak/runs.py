@@ -287,8 +287,9 @@ def _pid_of(entry: Run | HandOver) -> str:
 def _again_and_again(
     hand_overs: Sequence[HandOver], account: _Account, refusals: Sequence[tuple[int, int, float, float]]
 ) -> Iterator[int]:
-    """Return whether the effect of a transactional handler is rolled back with its refused finish, so that a retry
-    is needed."""
+    """Yield messages that were handed over too often while their finish was refused.
+
+    This excludes transactional handlers: a refused finish rolls their effect back, so a retry is needed."""
     others = [hand_over for hand_over in hand_overs if account.messages[hand_over.key].topic != "soak.effect"]
     for modulus, remainder, from_at, until_at in refusals:
         counts = Counter(

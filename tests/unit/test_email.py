@@ -251,7 +251,7 @@ def test_an_encoded_display_name_is_decoded_and_encoded_again() -> None:
 
 
 def fields_with(value: str) -> list[tuple[str, Email]]:
-    """Build an e-mail with the same value in each of its headers and addresses in turn."""
+    """Return e-mails that have this value in one header or address each, with the name of the field."""
     plain = Email(to="ann@example.com", subject="Hello", text="Hi")
     return [
         ("email.subject", replace(plain, subject=value)),

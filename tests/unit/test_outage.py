@@ -30,7 +30,7 @@ class AwaitedEvent(asyncio.Event):
 
 
 def outage_of() -> tuple[Outage, Telemetry]:
-    """An outage of a worker that is to stop: its pauses end at once."""
+    """Return the outage of a worker that is to stop: its pauses end at once."""
     telemetry = Telemetry(logging.getLogger("tests.outage"))
     stopping = asyncio.Event()
     stopping.set()

@@ -89,7 +89,7 @@ def in_thread(message: Message, ctx: SyncContext) -> None: ...
 
 
 def injected(function: Callable[[Order, Context], object]) -> Callable[[Message[Order], Context], object]:
-    """A decorator whose wrapper has the annotations of the wrapped function."""
+    """Decorate with a wrapper that has the annotations of the wrapped function."""
 
     @functools.wraps(function)
     async def wrapper(message: Message[Order], ctx: Context) -> object:

@@ -38,7 +38,7 @@ PLAIN: dict[Callable[..., object], dict[str, object]] = {
 
 
 def setting_of(given: dict[str, object]) -> str:
-    """The CA-file setting of these cases."""
+    """Return the name of the CA-file setting for these settings."""
     return f"{next(iter(given)).partition('_')[0]}_ca_file"
 
 
