@@ -158,7 +158,7 @@ TLS_HOST = "localhost"
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """Create a broker's certificate for `TLS_HOST` alone, in files that every account may read."""
+    """A broker's certificate for `TLS_HOST` alone, in files that every account may read."""
 
     ca_file: str
     cert_file: str

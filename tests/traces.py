@@ -66,7 +66,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traces]:
 
 
 class Point(NamedTuple):
-    """Return a value of a metric, or the number of values in a histogram."""
+    """A value of a metric, or the number of values in a histogram."""
 
     attributes: Mapping[str, object]
     value: float

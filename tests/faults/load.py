@@ -56,7 +56,7 @@ def start_worker(dsn: str, ledger: Path, log: Path, settings: Mapping[str, str])
 
 
 class Load:
-    """Run producers and workers on one database, with their ledger in `directory`, until the end of the block."""
+    """Producers and workers on one database, with their ledger in `directory`, until the end of the block."""
 
     def __init__(
         self,

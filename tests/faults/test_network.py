@@ -52,7 +52,7 @@ SHORT_OF_TIME = {"statement_timeout_seconds": 1, "connect_timeout_seconds": 2}
 
 
 class Receiver:
-    """Build an outbox that runs the test's callback first and then records the delivery."""
+    """An outbox that runs the test's callback first and then records the delivery."""
 
     def __init__(self, dsn: str, **settings: object) -> None:
         self.outbox = Outbox(settings_for(dsn, **settings))

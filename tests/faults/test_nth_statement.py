@@ -302,7 +302,7 @@ def test_a_producer_action_commits_with_its_business_or_not_at_all_and_is_repeat
 
 
 class Postman:
-    """Build an outbox whose handlers end in every way, and record their messages."""
+    """An outbox whose handlers end in every way, and record their messages."""
 
     def __init__(self, dsn: str) -> None:
         self.outbox = Outbox(settings_for(dsn))
@@ -381,7 +381,7 @@ def test_a_worker_hands_over_once_after_any_cut_and_releases_unanswered_claims(
 
 
 class Clerk:
-    """Build an outbox whose handlers write to the database, or check their lease before an external effect."""
+    """An outbox whose handlers write to the database, or check their lease before an external effect."""
 
     def __init__(self, dsn: str) -> None:
         self.outbox = Outbox(settings_for(dsn))

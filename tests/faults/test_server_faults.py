@@ -667,7 +667,7 @@ async def standby_that_hears(
 
 
 class HeldWorker:
-    """Run a worker whose handler waits for its outcome."""
+    """A worker whose handler waits for its outcome."""
 
     def __init__(self, dsn: str, *, concurrency: int = 1, on_unknown: OnUnknown = "retry") -> None:
         outbox = Outbox(settings_for(dsn, concurrency=concurrency, sweep_seconds=1))

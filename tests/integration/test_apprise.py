@@ -36,7 +36,7 @@ BACKUP = Notification("Backup", "Done.", kind="success")
 
 @dataclass
 class Receiver:
-    """Run a service that records requests and answers with `status`."""
+    """A service that records requests and answers with `status`."""
 
     port: int = 0
     status: int = 200

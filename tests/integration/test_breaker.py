@@ -37,7 +37,7 @@ BRIEF: dict[str, Any] = {"breaker_cooldown_seconds": 0.2, "breaker_max_cooldown_
 
 
 class App:
-    """Build an outbox whose handler renders a line, with a count of the renderings."""
+    """An outbox whose handler renders a line, with a count of the renderings."""
 
     def __init__(
         self, dsn: str, *, retry: RetryPolicy = SOON, transport: LineTransport | None = None, **settings: object

@@ -397,7 +397,7 @@ def terminate_listeners(db: psycopg.Connection) -> int:
 
 
 class Receiver:
-    """Build an outbox that records its deliveries."""
+    """An outbox that records its deliveries."""
 
     def __init__(self, dsn: str) -> None:
         self.outbox = Outbox(settings_for(dsn))

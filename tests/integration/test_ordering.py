@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class Line:
-    """Build an outbox that records its messages by ordering key; some attempts fail first."""
+    """An outbox that records its messages by ordering key; some attempts fail first."""
 
     def __init__(self, dsn: str, *, fails: frozenset[int] = frozenset(), ends: frozenset[int] = frozenset()) -> None:
         self.outbox = Outbox(settings_for(dsn, concurrency=20))

@@ -54,7 +54,7 @@ def all_due(db: psycopg.Connection) -> None:
 
 
 class Gate:
-    """Build an outbox whose topic `greet` waits for the gate and whose topic `bill` does not."""
+    """An outbox whose topic `greet` waits for the gate and whose topic `bill` does not."""
 
     def __init__(self, dsn: str, **settings: object) -> None:
         self.outbox = Outbox(settings_for(dsn, **settings))

@@ -95,7 +95,7 @@ _SWAPPED = (0b00, 0b10, 0b01, 0b11)
 
 @dataclass(frozen=True, slots=True)
 class Doorbell:
-    """Model workers and producers.
+    """The model of workers and producers.
 
     `sends` names the messages of each producer, one transaction each; `handles` is each worker's mask of messages.
     With `has_key`, message 1 supersedes message 0 and has to wait while message 0 is in flight. With `polls`, a

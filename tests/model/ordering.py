@@ -88,7 +88,7 @@ _IDLE = Worker()
 
 @dataclass(frozen=True, slots=True)
 class Ordering:
-    """Model two workers and one ordering key, for which each producer commits this many messages, or bulks of
+    """The model of two workers and one ordering key, for which each producer commits this many messages, or bulks of
     messages.
 
     `halts`: later messages wait after a failure; otherwise they continue. `forgets` lets a prune delete the key's

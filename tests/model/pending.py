@@ -77,7 +77,7 @@ _IDLE = Claimer()
 
 @dataclass(frozen=True, slots=True)
 class PendingRule:
-    """Model two workers and this many messages of one key, of which the last `scheduled` are not due at their
+    """The model of two workers and this many messages of one key, of which the last `scheduled` are not due at their
     commit."""
 
     messages: int = 3

@@ -451,7 +451,7 @@ def test_an_attempt_that_began_before_the_pause_may_continue(
 
 @dataclass
 class Handlers:
-    """Record handlers that began and ended at these seconds of a run, in processes of these names."""
+    """Handlers that began and ended at these seconds of a run, in processes of these names."""
 
     path: Path
     connection: psycopg.Connection

@@ -112,7 +112,7 @@ BAD_ARGUMENTS: list[tuple[str, object, str]] = [
 
 
 class Found(NamedTuple):
-    """Return the row that enqueue wrote, without constant columns."""
+    """The row that enqueue wrote, without constant columns."""
 
     topic: str
     queue: str

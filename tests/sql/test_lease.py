@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Ask(Protocol):
-    """Run either of the two statements."""
+    """Either of the two statements."""
 
     def __call__(self, connection: psycopg.Connection, *attempts: tuple[int, int]) -> dict[int, HeldRow]: ...
 

@@ -123,7 +123,7 @@ class Node(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Return all nodes of one plan."""
+    """All nodes of one plan."""
 
     nodes: tuple[Node, ...]
 

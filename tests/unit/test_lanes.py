@@ -53,7 +53,7 @@ def rows(*seconds: int) -> list[ClaimedRow]:
 
 
 class Clock:
-    """Return a cursor with a clock that the test advances."""
+    """A cursor with a clock that the test advances."""
 
     def __init__(self) -> None:
         self.cursor = Cursor()

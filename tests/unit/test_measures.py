@@ -74,7 +74,7 @@ def test_a_worker_is_ready_unless_there_is_a_reason(change: dict[str, object], r
 
 
 class Loop:
-    """Run an event loop in a thread that can be blocked."""
+    """An event loop in a thread that can be blocked."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()

@@ -16,7 +16,7 @@ def upgrade_pgoutbox(_apps: object, schema_editor: Any) -> None:  # noqa: ANN401
 
 
 class Migration(migrations.Migration):  # type: ignore[misc] # Django ships no types.
-    """Run both outside a transaction: pgoutbox migrates on its own connection."""
+    """Both steps, outside a transaction: pgoutbox migrates on its own connection."""
 
     atomic = False
     operations = (
