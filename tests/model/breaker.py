@@ -71,7 +71,7 @@ _NEW = Worker()
 
 @dataclass(frozen=True, slots=True)
 class Breaker:
-    """The model of this many workers, and a destination that dies `deaths` times. With `may_lose`, workers are killed."""
+    """This many workers, and a destination that dies `deaths` times. With `may_lose`, workers are killed."""
 
     workers: int = 2
     deaths: int = 1

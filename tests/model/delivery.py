@@ -134,7 +134,7 @@ _IN_HAND = ("holds", "handed over", "ended", "finishing", "written")
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """The model of two workers. `producers` gives the number of transactions of each producer, all for one coalesce key.
+    """Two workers. `producers` gives the number of transactions of each producer, all for one coalesce key.
     Without producers there is one message without a key.
 
     `is_strict` also reports a fault if a statement that knows a message to be superseded does not end it. With

@@ -79,7 +79,7 @@ _IDLE = Claimer()
 
 @dataclass(frozen=True, slots=True)
 class Limited:
-    """The model of two claimers and this many messages, in a queue with a bucket of `burst` tokens, or `max_in_flight`, or
+    """Two claimers and this many messages, in a queue with a bucket of `burst` tokens, or `max_in_flight`, or
     both.
 
     `pauses` is how often the operator pauses the queue; `cuts` is how often the in-flight limit is reduced by one.
