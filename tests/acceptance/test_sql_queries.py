@@ -1,4 +1,4 @@
-"""Every query of the page "SQL queries" answers what it promises, on rows of which the answer is known, to a viewer."""
+"""Tests every query of the page "SQL queries", as a viewer, on rows with a known answer."""
 
 from __future__ import annotations
 
@@ -161,12 +161,12 @@ ANSWERS: Final[dict[str, list[list[tuple[object, ...]]]]] = {
     "Paused and limited queues": [[("bulk", True, TIME, None, None, None, None, None, 0)]],
     "Open circuit breakers": [[("smtp:mail", seconds(20), seconds(10), "refused, password=(redacted)")]],
 }
-# Neither is a question to the views.
+# These two do not query the views.
 NOT_FOR_VIEWERS: Final = ("payload_of(", "pg_stat_activity")
 
 
 def queries() -> list[tuple[str, int, str]]:
-    """Heading, number below it, and text of every query."""
+    """Return heading, number below it, and text of every query."""
     found = []
     for section in re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE)[1:]:
         heading = section.partition("\n")[0]
@@ -176,7 +176,7 @@ def queries() -> list[tuple[str, int, str]]:
 
 
 def settled(value: object) -> object:
-    """What does not change from run to run."""
+    """Remove the values that vary from run to run."""
     if isinstance(value, datetime):
         return TIME
     if isinstance(value, float | Decimal):
@@ -191,7 +191,7 @@ def known(rolled_back: psycopg.Connection) -> psycopg.Connection:
     return rolled_back
 
 
-def test_every_answer_belongs_to_a_query() -> None:
+def test_every_expected_answer_belongs_to_a_query() -> None:
     asked = {heading: number + 1 for heading, number, _ in queries()}
     assert {heading: len(answers) for heading, answers in ANSWERS.items()} == {
         heading: count for heading, count in asked.items() if heading != "Transactions that block vacuum"
@@ -201,14 +201,16 @@ def test_every_answer_belongs_to_a_query() -> None:
 @pytest.mark.parametrize(
     ("heading", "number", "text"), [pytest.param(*query, id=f"{query[0]} {query[1]}") for query in queries()]
 )
-def test_a_query_answers_what_it_promises(known: psycopg.Connection, heading: str, number: int, text: str) -> None:
+def test_each_query_returns_its_documented_answer(
+    known: psycopg.Connection, heading: str, number: int, text: str
+) -> None:
     if not any(part in text for part in NOT_FOR_VIEWERS):
         known.execute("SET LOCAL ROLE pgoutbox_viewer")
     rows = [tuple(map(settled, row)) for row in known.execute(text.encode()).fetchall()]
     if heading == "Transactions that block vacuum":
         assert rows != []
     elif heading == "Throughput":
-        # The hour may change between two of the seeded times.
+        # Two of the seeded times may be in different hours.
         totals = zip(*[[count for count in row if isinstance(count, int)] for row in rows], strict=True)
         assert tuple(map(sum, totals)) == ANSWERS[heading][number][0]
     else:

@@ -1,6 +1,6 @@
-"""What a type checker makes of the public names: read by mypy, never run.
+"""Types of the public API: read by mypy, never run.
 
-Each `type: ignore` names an error that has to be reported: `warn_unused_ignores` makes a missing one an error.
+Each `type: ignore` marks an error that mypy must report: `warn_unused_ignores` turns a missing one into an error.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The arithmetic of retries."""
+"""Tests the computation of retry delays."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_durations_may_be_timedeltas() -> None:
     assert Unavailable("down", timedelta(minutes=1)).retry_after == 60
 
 
-def test_steps_are_taken_in_turn_and_the_last_one_repeats() -> None:
+def test_steps_are_used_in_order_and_the_last_one_repeats() -> None:
     policy = RetryPolicy.steps(60, 300, 900)
     assert [policy.delay_seconds(n) for n in range(1, 6)] == [60, 300, 900, 900, 900]
 
@@ -39,7 +39,7 @@ def test_a_delay_is_within_its_bounds_at_every_attempt(attempt_count: int, jitte
     assert full * (1 - jitter) <= delay <= full <= policy.cap_seconds
 
 
-def test_delays_that_began_together_are_spread() -> None:
+def test_delays_with_the_same_start_are_spread() -> None:
     policy = RetryPolicy(jitter=0.5)
     assert len({policy.delay_seconds(3) for _ in range(100)}) > 90
 
@@ -48,7 +48,7 @@ def test_delays_that_began_together_are_spread() -> None:
     ("asked", "granted"),
     [(7, 7), (0, 0), (-1, 0), (1e9, 60), (math.inf, 60), (-math.inf, 60), (math.nan, 60)],
 )
-def test_what_the_receiver_asks_for_wins_within_the_cap(asked: float, granted: float) -> None:
+def test_the_delay_requested_by_the_receiver_is_used_within_the_cap(asked: float, granted: float) -> None:
     policy = RetryPolicy(base=5, cap=60, jitter=0.5)
     assert policy.delay_seconds(1, retry_after=asked) == granted
 
@@ -67,11 +67,11 @@ def test_what_the_receiver_asks_for_wins_within_the_cap(asked: float, granted: f
         ({"base": timedelta(days=31)}, "base"),
     ],
 )
-def test_a_policy_that_makes_no_sense_is_refused_by_name(arguments: dict[str, float], name: str) -> None:
+def test_an_invalid_policy_is_refused_by_name(arguments: dict[str, float], name: str) -> None:
     with pytest.raises(ConfigurationError, match=f"^{name}="):
         RetryPolicy(**arguments)  # type: ignore[arg-type] # one keyword at a time
 
 
-def test_steps_need_a_step() -> None:
+def test_steps_must_not_be_empty() -> None:
     with pytest.raises(ConfigurationError, match="at least one delay"):
         RetryPolicy.steps()

@@ -1,4 +1,4 @@
-"""The slots: so many attempts at once, each with exactly one outcome."""
+"""Tests the slots: a limited number of concurrent attempts, each with exactly one outcome."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 async def hold(attempt: Attempt) -> None:
-    """Every lease holds."""
+    """Every lease is valid."""
 
 
 class Stand:
-    """Slots whose attempts the test lets end, and the outcomes that came out."""
+    """Slots whose attempts end when the test decides, with a record of their outcomes."""
 
     def __init__(self, *, concurrency: int = 2, timeout_seconds: float | None = None) -> None:
         self.telemetry = Telemetry(logging.getLogger("pgoutbox.test"))
@@ -83,7 +83,7 @@ def attempt_of(message_id: int) -> Attempt:
     return Attempt(message, Handler("greet", lambda _, __: None, is_async=True), elapsed_clock(), hold)
 
 
-async def test_no_more_attempts_run_at_once_than_asked_for_and_in_their_order() -> None:
+async def test_the_number_of_concurrent_attempts_is_limited_and_their_order_kept() -> None:
     stand = Stand(concurrency=2)
     stand.put(1, 2, 3, 4)
     await stand.until(lambda: len(stand.running) == 2)
@@ -126,7 +126,7 @@ async def test_a_batch_counts_each_of_its_messages() -> None:
     assert stand.outcomes[4] is STOPPED
 
 
-async def test_what_waits_can_be_given_back() -> None:
+async def test_waiting_messages_can_be_released() -> None:
     stand = Stand(concurrency=1)
     stand.put(1, 2, 3)
     await stand.until(lambda: 1 in stand.running)
@@ -137,7 +137,7 @@ async def test_what_waits_can_be_given_back() -> None:
     assert stand.outcomes[1] is STOPPED
 
 
-async def test_messages_that_must_stay_are_not_given_back_and_keep_their_order() -> None:
+async def test_messages_that_must_stay_are_not_released_and_keep_their_order() -> None:
     stand = Stand(concurrency=1)
     stand.slots.put(
         [[attempt_of(1)], [attempt_of(2)], [attempt_of(3), attempt_of(4)], [attempt_of(5)], [attempt_of(6)]]
@@ -152,7 +152,7 @@ async def test_messages_that_must_stay_are_not_given_back_and_keep_their_order()
     await stand.slots.stop()
 
 
-async def test_an_error_of_the_runner_is_the_outcome_and_the_slot_serves_on() -> None:
+async def test_an_error_of_the_runner_is_the_outcome_and_the_slot_stays_usable() -> None:
     stand = Stand(concurrency=1)
     stand.put(1, 2)
     await stand.until(lambda: 1 in stand.running)
@@ -164,7 +164,7 @@ async def test_an_error_of_the_runner_is_the_outcome_and_the_slot_serves_on() ->
     await stand.slots.stop()
 
 
-async def test_an_attempt_that_takes_too_long_is_ended_and_its_slot_serves_on() -> None:
+async def test_an_attempt_past_its_timeout_is_ended_and_its_slot_stays_usable() -> None:
     stand = Stand(concurrency=1, timeout_seconds=1)
     stand.put(1, 2)
     await stand.until(lambda: 1 in stand.outcomes and 2 in stand.running)
@@ -177,7 +177,7 @@ async def test_an_attempt_that_takes_too_long_is_ended_and_its_slot_serves_on() 
     await stand.slots.stop()
 
 
-async def test_a_thread_that_runs_on_keeps_its_slot_and_what_waits_for_it_is_released() -> None:
+async def test_a_running_thread_keeps_its_slot_and_waiting_messages_are_released() -> None:
     stand = Stand(concurrency=1, timeout_seconds=0.02)
     thread: Future[object] = Future()
     thread.set_running_or_notify_cancel()
@@ -192,7 +192,7 @@ async def test_a_thread_that_runs_on_keeps_its_slot_and_what_waits_for_it_is_rel
     stand.put(1, 2)
     await stand.until(lambda: 1 in stand.outcomes and 2 in stand.outcomes)
     assert isinstance(stand.outcomes[1], Transient)
-    assert stand.outcomes[2] == RELEASED, "another worker may have a slot for it"
+    assert stand.outcomes[2] == RELEASED, "another worker may have a free slot"
     assert stand.slots.capacity == 0
     assert stand.telemetry.counts[Event.ATTEMPT_ABANDONED] == 1
     thread.set_result(None)
@@ -204,7 +204,7 @@ async def test_a_thread_that_runs_on_keeps_its_slot_and_what_waits_for_it_is_rel
 
 
 @pytest.mark.parametrize("passed", [Event.ATTEMPT_OVERDUE, None], ids=["in its overtime", "in its time"])
-async def test_a_thread_that_returned_while_the_event_loop_was_blocked_past_its_deadline_has_not_timed_out(
+async def test_a_thread_that_returned_during_a_blocked_event_loop_has_not_timed_out(
     passed: Event | None,
 ) -> None:
     stand = Stand(concurrency=1, timeout_seconds=0.02)
@@ -235,7 +235,7 @@ async def test_a_thread_that_returned_while_the_event_loop_was_blocked_past_its_
     await stand.slots.stop()
 
 
-async def test_each_thread_of_a_slot_may_return_while_the_event_loop_is_blocked_past_its_deadline() -> None:
+async def test_every_thread_of_a_slot_may_return_during_a_blocked_event_loop() -> None:
     stand = Stand(concurrency=1, timeout_seconds=0.02)
     begun: list[Future[object]] = []
 
@@ -263,7 +263,7 @@ async def test_each_thread_of_a_slot_may_return_while_the_event_loop_is_blocked_
 
 
 @pytest.mark.parametrize("count", [1, 5])
-async def test_stopping_releases_what_runs_and_what_waits(count: int) -> None:
+async def test_stopping_releases_running_and_waiting_messages(count: int) -> None:
     stand = Stand(concurrency=2)
     stand.put(*range(count))
     await stand.until(lambda: len(stand.running) == min(count, 2))
