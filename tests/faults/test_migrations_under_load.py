@@ -13,8 +13,8 @@ import pytest
 
 from pgoutbox import migrate
 from pgoutbox.errors import SchemaError
-from tests.faults.servers import open_workshop
-from tests.waiting import wait_until
+from tests.support.servers import open_workshop
+from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -20,8 +20,8 @@ from psycopg import sql as composable
 from pgoutbox import migrate
 from pgoutbox.embedded import embedded_server
 from pgoutbox.errors import SchemaError
-from tests.partitions import drop_partitions
-from tests.roles import login
+from tests.support.partitions import drop_partitions
+from tests.support.roles import login
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
