@@ -15,7 +15,7 @@ from typing import Any
 import psycopg
 from pydantic import BaseModel
 
-from pgoutbox import Context, Event, Message, Outbox, Topic
+from pgoutbox import CloudEvent, Context, Message, Outbox, Topic
 
 
 class Booked(BaseModel):
@@ -39,9 +39,9 @@ TABLES = "CREATE TABLE IF NOT EXISTS account (name text PRIMARY KEY, balance big
 
 
 @outbox.handler(BOOKED)
-async def publish(message: Message[Booked], ctx: Context) -> Event:  # noqa: ARG001
+async def publish(message: Message[Booked], ctx: Context) -> CloudEvent:  # noqa: ARG001
     """Return the booking as an event. Its id is the same at every attempt."""
-    return Event(message.payload.model_dump(), subject=message.payload.account, source="https://bank.example.org")
+    return CloudEvent(message.payload.model_dump(), subject=message.payload.account, source="https://bank.example.org")
 
 
 def book(connection: psycopg.Connection[Any], account: str, amount: int) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from pgoutbox.enqueue.generators import CancelResult, Enqueued, EnqueuedMany
 from pgoutbox.errors import (
     ConfigurationError,
-    DuplicateError,
+    DedupeConflictError,
     LeaseLostError,
     MessageNotFoundError,
     MissingExtraError,
@@ -28,7 +28,7 @@ from pgoutbox.retry import RetryPolicy
 from pgoutbox.settings import Settings
 from pgoutbox.topics import NewMessage, Topic
 from pgoutbox.transports.apprise import Notification
-from pgoutbox.transports.brokers.events import Event
+from pgoutbox.transports.brokers.events import CloudEvent
 from pgoutbox.transports.smtp.mail import Attachment, Email
 from pgoutbox.transports.smtp.templates import Templates
 from pgoutbox.transports.webhook.request import Webhook
@@ -76,13 +76,13 @@ __all__ = [
     "Attachment",
     "CallNext",
     "CancelResult",
+    "CloudEvent",
     "ConfigurationError",
     "Context",
-    "DuplicateError",
+    "DedupeConflictError",
     "Email",
     "Enqueued",
     "EnqueuedMany",
-    "Event",
     "LeaseLostError",
     "Message",
     "MessageNotFoundError",

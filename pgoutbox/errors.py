@@ -54,7 +54,7 @@ class PayloadError(PgOutboxError, ValueError):
         self.reason = reason
 
 
-class DuplicateError(PgOutboxError):
+class DedupeConflictError(PgOutboxError):
     """The dedupe key is taken by a message with another payload."""
 
 

@@ -26,7 +26,7 @@ from psycopg.errors import (
 
 from pgoutbox.database import connections
 from pgoutbox.errors import ConfigurationError, MissingExtraError, SchemaError
-from pgoutbox.observability.events import Event
+from pgoutbox.observability.events import LogEvent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
@@ -313,7 +313,7 @@ def _drop_schema_if_empty(connection: Connection) -> None:
     except DBAPIError as error:
         if not isinstance(error.orig, psycopg.errors.DependentObjectsStillExist | psycopg.errors.InsufficientPrivilege):
             raise
-        _log.info("schema kept", extra={"event": Event.SCHEMA_KEPT.value, "reason": str(error.orig)})
+        _log.info("schema kept", extra={"event": LogEvent.SCHEMA_KEPT.value, "reason": str(error.orig)})
 
 
 def _run_alembic(direction: str, config: Config, revision: str, *, sql: bool = False) -> None:

@@ -46,7 +46,7 @@ from pgoutbox.enqueue.validation import Fanout, carrying, prepare, prepare_fanou
 from pgoutbox.errors import ConfigurationError, PayloadError, UnknownTopicError
 from pgoutbox.handlers import Context, Handler, Middleware, OnUnknown, SyncContext
 from pgoutbox.message import Message, Outcome, P
-from pgoutbox.observability.events import Event
+from pgoutbox.observability.events import LogEvent
 from pgoutbox.observability.tracing import Producing, producing
 from pgoutbox.options import check_name
 from pgoutbox.retry import DEFAULT_MAX_ATTEMPTS, RetryPolicy
@@ -422,13 +422,14 @@ class Outbox:
         JSON. With `notify=False` the sweep finds the message; a transaction for `PREPARE TRANSACTION` needs it.
         `require_transaction=False` accepts autocommit.
 
-        Raises `PayloadError` naming the field, usually before any SQL; `DuplicateError` if the message with the dedupe
-        key has another payload; `UnknownTopicError` from a strict outbox; `TransactionError` outside a transaction, or
-        in an aborted one; `SchemaError` without the schema, or if the sequence of ids is behind the messages;
-        `ConfigurationError` if the connection's encoding lacks a character; `TypeError` for another kind of connection.
-        The driver's own errors pass through. With `best_effort` all but the `TypeError` are logged instead, rolled back
-        to a savepoint, and None is returned: the caller's transaction stays usable. An error that ends the whole
-        transaction, such as a lost connection, is still raised: None never hides the loss of the caller's own writes.
+        Raises `PayloadError` naming the field, usually before any SQL; `DedupeConflictError` if the message with the
+        dedupe key has another payload; `UnknownTopicError` from a strict outbox; `TransactionError` outside a
+        transaction, or in an aborted one; `SchemaError` without the schema, or if the sequence of ids is behind the
+        messages; `ConfigurationError` if the connection's encoding lacks a character; `TypeError` for another kind of
+        connection. The driver's own errors pass through. With `best_effort` all but the `TypeError` are logged instead,
+        rolled back to a savepoint, and None is returned: the caller's transaction stays usable. An error that ends the
+        whole transaction, such as a lost connection, is still raised: None never hides the loss of the caller's own
+        writes.
 
             with psycopg.connect(dsn) as connection:
                 connection.execute("INSERT INTO account ...")
@@ -767,7 +768,7 @@ def _logged(steps: Steps[R], topic: str | Topic[P]) -> Steps[R | None]:
         logger.error(  # noqa: TRY400
             "a message could not be enqueued; the caller goes on without it",
             extra={
-                "event": Event.ENQUEUE_FAILED.value,
+                "event": LogEvent.ENQUEUE_FAILED.value,
                 "topic": topic.name if isinstance(topic, Topic) else str(topic),
                 "error_type": type(error).__name__,
                 "sqlstate": sqlstate_of(error),

@@ -28,7 +28,7 @@ import pgoutbox
 from pgoutbox import migrate
 from pgoutbox.embedded import embedded_server
 from pgoutbox.observability import measures
-from pgoutbox.observability.events import Event
+from pgoutbox.observability.events import LogEvent
 from pgoutbox.observability.measures import Metric
 from pgoutbox.outbox import EnqueueOptions, FanoutOptions, MessageOptions
 from pgoutbox.settings import ENVIRONMENT_PREFIX, Settings
@@ -621,68 +621,68 @@ The loggers are called `pgoutbox.<module>`. `pgoutbox worker` writes to stderr o
 `pgoutbox_events_total` counts each event by its name.
 """
 
-_MEANINGS: Final[Mapping[Event, str]] = {
-    Event.METRICS_SERVED: "`/metrics`, `/livez` and `/readyz` are served at this address.",
-    Event.WORKER_STARTED: "The worker is connected and starts to claim.",
-    Event.WORKER_STOPPING: "The worker got a signal: it claims no more messages and waits for its handlers.",
-    Event.WORKER_STOPPED: "The worker has stopped, with no message in flight.",
-    Event.CLAIMED: "Attempts begun.",
-    Event.SENT: "Attempts that ended sent.",
-    Event.RETRY: "An attempt failed and its message is pending again.",
-    Event.FAILED: "A message failed permanently and waits for an operator.",
-    Event.SKIPPED: "A message ended skipped: by its handler, superseded or expired. Debug level without an attempt.",
-    Event.CANCELLED: "A message was cancelled while an attempt was in flight, and ended cancelled.",
-    Event.SNOOZED: "An attempt ended with a snooze, and its message is pending again. Also logged at info level.",
-    Event.RELEASED: "A message was released without an attempt. Also logged at info level.",
-    Event.CLAIM_LOST: "The answer to a claim was lost. Its messages, which no handler has seen, were released.",
-    Event.CLAIM_REFUSED: "PostgreSQL refused the claim of a message. The worker tries again once a minute.",
-    Event.LEASE_EXPIRED: "The lease of another attempt ended, its outcome is unknown, and the next attempt begins.",
-    Event.LEASE_LOST: "An attempt ended after its message had another owner. Its outcome was not written.",
-    Event.ATTEMPT_OVERTAKEN: "A message in flight was cancelled, superseded or lost. Its handler is notified.",
-    Event.ATTEMPT_OVERDUE: "A sync handler runs on after its timeout. It keeps its message for one more lease at most.",
-    Event.ATTEMPT_ABANDONED: "An attempt ended but its handler runs on and keeps its slot until it ends.",
-    Event.FINISH_REFUSED: "PostgreSQL refused to write an outcome. The worker keeps the message and tries again.",
-    Event.TOPIC_HALTED: "PostgreSQL refuses the outcomes of a topic; the worker claims no more of its messages.",
-    Event.TOPIC_RESUMED: "A refused outcome of the topic was written; the worker claims its messages again.",
-    Event.OUTCOME_UNWRITTEN: "The worker stopped with a refused outcome. The lease ends and the message is retried.",
-    Event.DATABASE_LOST: "The database does not answer; the worker tries again with growing pauses.",
-    Event.DATABASE_BACK: "The database answers again.",
-    Event.SERVER_CLOCK_STEPPED: "The server's clock was set forward. For one lease, workers take over no lapsed lease.",
-    Event.LISTENER_LOST: "The listener's connection is lost. The worker polls once a second until it is back.",
-    Event.LISTENER_POOLED: "The listener connects through a pooler. `polls`: whether the pooler shares sessions.",
-    Event.LISTENER_BACK: "The listener is connected again.",
-    Event.NOTIFY_QUEUE_FILLING: (
+_MEANINGS: Final[Mapping[LogEvent, str]] = {
+    LogEvent.METRICS_SERVED: "`/metrics`, `/livez` and `/readyz` are served at this address.",
+    LogEvent.WORKER_STARTED: "The worker is connected and starts to claim.",
+    LogEvent.WORKER_STOPPING: "The worker got a signal: it claims no more messages and waits for its handlers.",
+    LogEvent.WORKER_STOPPED: "The worker has stopped, with no message in flight.",
+    LogEvent.CLAIMED: "Attempts begun.",
+    LogEvent.SENT: "Attempts that ended sent.",
+    LogEvent.RETRY: "An attempt failed and its message is pending again.",
+    LogEvent.FAILED: "A message failed permanently and waits for an operator.",
+    LogEvent.SKIPPED: "A message ended skipped: by its handler, superseded or expired. Debug level without an attempt.",
+    LogEvent.CANCELLED: "A message was cancelled while an attempt was in flight, and ended cancelled.",
+    LogEvent.SNOOZED: "An attempt ended with a snooze, and its message is pending again. Also logged at info level.",
+    LogEvent.RELEASED: "A message was released without an attempt. Also logged at info level.",
+    LogEvent.CLAIM_LOST: "The answer to a claim was lost. Its messages, which no handler has seen, were released.",
+    LogEvent.CLAIM_REFUSED: "PostgreSQL refused the claim of a message. The worker tries again once a minute.",
+    LogEvent.LEASE_EXPIRED: "The lease of another attempt ended, its outcome is unknown, and the next attempt begins.",
+    LogEvent.LEASE_LOST: "An attempt ended after its message had another owner. Its outcome was not written.",
+    LogEvent.ATTEMPT_OVERTAKEN: "A message in flight was cancelled, superseded or lost. Its handler is notified.",
+    LogEvent.ATTEMPT_OVERDUE: "A sync handler runs on after its timeout. It keeps its message for one lease at most.",
+    LogEvent.ATTEMPT_ABANDONED: "An attempt ended but its handler runs on and keeps its slot until it ends.",
+    LogEvent.FINISH_REFUSED: "PostgreSQL refused to write an outcome. The worker keeps the message and tries again.",
+    LogEvent.TOPIC_HALTED: "PostgreSQL refuses the outcomes of a topic; the worker claims no more of its messages.",
+    LogEvent.TOPIC_RESUMED: "A refused outcome of the topic was written; the worker claims its messages again.",
+    LogEvent.OUTCOME_UNWRITTEN: "The worker stopped with a refused outcome. The lease ends and the message is retried.",
+    LogEvent.DATABASE_LOST: "The database does not answer; the worker tries again with growing pauses.",
+    LogEvent.DATABASE_BACK: "The database answers again.",
+    LogEvent.SERVER_CLOCK_STEPPED: "The server's clock was set forward. For one lease, lapsed leases are left alone.",
+    LogEvent.LISTENER_LOST: "The listener's connection is lost. The worker polls once a second until it is back.",
+    LogEvent.LISTENER_POOLED: "The listener connects through a pooler. `polls`: whether the pooler shares sessions.",
+    LogEvent.LISTENER_BACK: "The listener is connected again.",
+    LogEvent.NOTIFY_QUEUE_FILLING: (
         "The server's notification queue is at least a tenth full, because a listening session of any database stays "
         "in a transaction. When it is half full, workers poll."
     ),
-    Event.NOTIFY_QUEUE_DRAINED: "The notification queue has drained, and enqueues ring again.",
-    Event.LOOP_BLOCKED: "A handler has blocked the event loop for two seconds, and with it its whole process.",
-    Event.LEASE_KEEPER_FAILED: "Leases could not be renewed; the keeper tries again.",
-    Event.PROCESS_STARTED: "The supervisor started a worker process.",
-    Event.BREAKER_OPENED: "The breaker of a transport or host opened: its messages wait, and use up no attempts.",
-    Event.BREAKER_REOPENED: "A probe has failed; the pause doubles.",
-    Event.BREAKER_CLOSED: "A probe has succeeded, and all messages are sent again.",
-    Event.BREAKER_UNKNOWN: "The query for the state of a breaker failed. The next failure repeats it.",
-    Event.PROCESS_DIED: "A worker process died; another one is started after a pause.",
-    Event.REDIRECTING: "`PGOUTBOX_REDIRECT_TO` is set: all e-mail goes there, and other contents are held back.",
-    Event.MAIL_NOT_READY: "At start, this setting is missing or an example, so e-mail waits or is refused.",
-    Event.ENQUEUE_FAILED: "`best_effort=True` caught an error. The transaction continues without the message.",
-    Event.MIDDLEWARE_FAILED: "A middleware raised or returned nonsense after its attempt. The outcome stands.",
-    Event.SMTP_CONNECTION_OPENED: "A connection to the SMTP server was opened.",
-    Event.SMTP_CONNECTION_REPLACED: "An idle SMTP connection had died and was replaced.",
-    Event.UPKEEP_DONE: "A worker had its turn of upkeep and changed something.",
-    Event.UPKEEP_FAILED: "A turn of upkeep failed. It is tried again, and deliveries continue.",
-    Event.UPKEEP_BACK: "Upkeep works again.",
-    Event.SCHEMA_KEPT: "The schema was not dropped because it contains objects that are not from the migrations.",
-    Event.WEBHOOK_ADDRESS_REFUSED: "A webhook's host has an address that is not public and not allowed.",
-    Event.WEB_STARTED: "The dashboard accepts connections.",
-    Event.WEB_SIGNED_IN: "A person has signed in to the dashboard.",
-    Event.WEB_SIGN_IN_REFUSED: "A sign-in with a wrong token, name or password was refused.",
-    Event.WEB_SIGN_IN_BRAKED: "Too many failed sign-ins from this address, or from all together; refused unchecked.",
-    Event.WEB_PAGE_FAILED: "A page of the dashboard failed because of a bug; `error_place` is its location.",
-    Event.WEB_UNAVAILABLE: "The database did not answer the dashboard, and the page said so.",
-    Event.WEB_READER_LOST: "The listener of the live pages lost the database, and tries again.",
-    Event.WEB_BULK_BROKEN: "A redrive or cancel of many messages ended early. The finished part is kept.",
+    LogEvent.NOTIFY_QUEUE_DRAINED: "The notification queue has drained, and enqueues ring again.",
+    LogEvent.LOOP_BLOCKED: "A handler has blocked the event loop for two seconds, and with it its whole process.",
+    LogEvent.LEASE_KEEPER_FAILED: "Leases could not be renewed; the keeper tries again.",
+    LogEvent.PROCESS_STARTED: "The supervisor started a worker process.",
+    LogEvent.BREAKER_OPENED: "The breaker of a transport or host opened: its messages wait, and use up no attempts.",
+    LogEvent.BREAKER_REOPENED: "A probe has failed; the pause doubles.",
+    LogEvent.BREAKER_CLOSED: "A probe has succeeded, and all messages are sent again.",
+    LogEvent.BREAKER_UNKNOWN: "The query for the state of a breaker failed. The next failure repeats it.",
+    LogEvent.PROCESS_DIED: "A worker process died; another one is started after a pause.",
+    LogEvent.REDIRECTING: "`PGOUTBOX_REDIRECT_TO` is set: all e-mail goes there, and other contents are held back.",
+    LogEvent.MAIL_NOT_READY: "At start, this setting is missing or an example, so e-mail waits or is refused.",
+    LogEvent.ENQUEUE_FAILED: "`best_effort=True` caught an error. The transaction continues without the message.",
+    LogEvent.MIDDLEWARE_FAILED: "A middleware raised or returned nonsense after its attempt. The outcome stands.",
+    LogEvent.SMTP_CONNECTION_OPENED: "A connection to the SMTP server was opened.",
+    LogEvent.SMTP_CONNECTION_REPLACED: "An idle SMTP connection had died and was replaced.",
+    LogEvent.UPKEEP_DONE: "A worker had its turn of upkeep and changed something.",
+    LogEvent.UPKEEP_FAILED: "A turn of upkeep failed. It is tried again, and deliveries continue.",
+    LogEvent.UPKEEP_BACK: "Upkeep works again.",
+    LogEvent.SCHEMA_KEPT: "The schema was not dropped because it contains objects that are not from the migrations.",
+    LogEvent.WEBHOOK_ADDRESS_REFUSED: "A webhook's host has an address that is not public and not allowed.",
+    LogEvent.WEB_STARTED: "The dashboard accepts connections.",
+    LogEvent.WEB_SIGNED_IN: "A person has signed in to the dashboard.",
+    LogEvent.WEB_SIGN_IN_REFUSED: "A sign-in with a wrong token, name or password was refused.",
+    LogEvent.WEB_SIGN_IN_BRAKED: "Too many failed sign-ins from this address, or from all together; refused unchecked.",
+    LogEvent.WEB_PAGE_FAILED: "A page of the dashboard failed because of a bug; `error_place` is its location.",
+    LogEvent.WEB_UNAVAILABLE: "The database did not answer the dashboard, and the page said so.",
+    LogEvent.WEB_READER_LOST: "The listener of the live pages lost the database, and tries again.",
+    LogEvent.WEB_BULK_BROKEN: "A redrive or cancel of many messages ended early. The finished part is kept.",
 }
 
 
@@ -700,7 +700,7 @@ def events_page() -> str:
     """Return the page of events with their meanings, levels and fields."""
     reports = _reports()
     rows = []
-    for event in Event:
+    for event in LogEvent:
         report = reports.get(event, _Report())
         rows.append(
             [
@@ -717,9 +717,9 @@ def events_page() -> str:
     )
 
 
-def _reports() -> dict[Event, _Report]:
+def _reports() -> dict[LogEvent, _Report]:
     """Collect the calls that log each event from the source."""
-    found: dict[Event, _Report] = defaultdict(_Report)
+    found: dict[LogEvent, _Report] = defaultdict(_Report)
     package = Path(pgoutbox.__file__).parent
     for path in sorted(package.rglob("*.py")):
         tree = ast.parse(path.read_text())
@@ -758,13 +758,13 @@ def _level_of(call: ast.Call) -> str | None:
     return "warning" if any(isinstance(a, ast.Name) and a.id == "level" for a in call.args) else None
 
 
-def _events_of(call: ast.Call) -> Iterator[Event]:
+def _events_of(call: ast.Call) -> Iterator[LogEvent]:
     for argument in [*call.args, *(keyword.value for keyword in call.keywords)]:
         for node in ast.walk(argument):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "Event":
-                yield Event[node.attr]
+                yield LogEvent[node.attr]
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "event_of_state":
-                yield from (Event.RETRY, Event.SKIPPED, Event.CANCELLED)
+                yield from (LogEvent.RETRY, LogEvent.SKIPPED, LogEvent.CANCELLED)
 
 
 def _fields_of(call: ast.Call) -> Iterator[str]:

@@ -85,9 +85,9 @@ def _run(arguments: list[str]) -> None:
     except ImportError as error:
         raise MissingExtraError("the command line", "cli") from error
     from pgoutbox.cli.commands import app
-    from pgoutbox.operations.audit import acting_as
+    from pgoutbox.operations.audit import as_actor
 
-    with acting_as(_actor()):
+    with as_actor(_actor()):
         app(args=arguments, prog_name="pgoutbox")
 
 

@@ -22,11 +22,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 
-from pgoutbox.dashboard.credentials import Brake, Credentials, Person, Role, Session, Sessions, people_of, sign
+from pgoutbox.dashboard.credentials import Credentials, Person, RateLimiter, Role, Session, Sessions, people_of, sign
 from pgoutbox.dashboard.rendering import render
 from pgoutbox.dashboard.types import ROOT, VIEWER, Viewer
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.observability.events import Event, Telemetry
+from pgoutbox.observability.events import LogEvent, Telemetry
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -105,8 +105,8 @@ class Access:
         named = [name.strip().lower() for name in (settings.web_hosts or "").split(",") if name.strip()]
         self.hosts: Final = frozenset(hosts) | frozenset(named)
         # Five wrong tries at once and then one in 12 s from one address; for all addresses together one each second.
-        self.brake: Final = Brake(burst=5, interval_seconds=12)
-        self.common_brake: Final = Brake(burst=60, interval_seconds=1, capacity=1)
+        self.brake: Final = RateLimiter(burst=5, interval_seconds=12)
+        self.common_brake: Final = RateLimiter(burst=60, interval_seconds=1, capacity=1)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}>"
@@ -143,7 +143,7 @@ class Access:
 
 def protect(app: ASGIApp, access: Access) -> ASGIApp:
     """The pages behind the checks. `scope["pgoutbox.root"]` has to be set."""
-    return _Gate(app, access)
+    return _AccessMiddleware(app, access)
 
 
 class _RefusalError(Exception):
@@ -156,7 +156,7 @@ class _RefusalError(Exception):
         self.headers = dict(headers or {})
 
 
-class _Pass(NamedTuple):
+class _Identity(NamedTuple):
     """Somebody who was let in; with a session, if it is a browser's with our own sign-in."""
 
     viewer: Viewer
@@ -177,7 +177,7 @@ _HEADINGS: Final = {
 }
 
 
-class _Gate:
+class _AccessMiddleware:
     def __init__(self, app: ASGIApp, access: Access) -> None:
         self._app = app
         self._access = access
@@ -203,7 +203,7 @@ class _Gate:
             # Neither the text nor the traceback: values of rows stand in the errors of the driver.
             self._telemetry.report(
                 logging.ERROR,
-                Event.WEB_PAGE_FAILED,
+                LogEvent.WEB_PAGE_FAILED,
                 "a page failed",
                 path=_path_of(request),
                 error_type=type(error).__name__,
@@ -234,7 +234,7 @@ class _Gate:
             return
         await self._serve_somebody(request, answer, await self._admit(request))
 
-    async def _serve_somebody(self, request: Request, answer: _Answer, passed: _Pass) -> None:
+    async def _serve_somebody(self, request: Request, answer: _Answer, passed: _Identity) -> None:
         scope, receive = request.scope, request.receive
         if request.method == "POST":
             body = await _read_body(request)
@@ -263,7 +263,7 @@ class _Gate:
 
     # --- who it is ----------------------------------------------------------------------------------------------------
 
-    async def _admit(self, request: Request) -> _Pass:
+    async def _admit(self, request: Request) -> _Identity:
         access, origin = self._access, f"web {_address(request)}"
         if access.authenticate is not None:
             answered = access.authenticate(request)
@@ -275,18 +275,18 @@ class _Gate:
             return self._pass_without_session(Viewer("anyone", access.everybody), origin, by_browser=True)
         token = _bearer(request)
         if token is not None:
-            return _Pass(self._viewer_by_token(request, token, origin), None, by_browser=False)
+            return _Identity(self._viewer_by_token(request, token, origin), None, by_browser=False)
         session = access.sessions.open(request.cookies.get(_Cookie.of(request).name, ""))
         if session is None:
             raise _not_signed_in(request)
         person = session.person
         viewer = Viewer(person.name, person.role, access.sessions.csrf_token(session), origin, can_sign_out=True)
-        return _Pass(viewer, session, by_browser=True)
+        return _Identity(viewer, session, by_browser=True)
 
-    def _pass_without_session(self, viewer: Viewer, origin: str, *, by_browser: bool) -> _Pass:
+    def _pass_without_session(self, viewer: Viewer, origin: str, *, by_browser: bool) -> _Identity:
         token = sign(self._access.secret, "csrf", viewer.role, viewer.name)
         known = dataclasses.replace(viewer, csrf_token=token, origin=viewer.origin or origin, can_sign_out=False)
-        return _Pass(known, None, by_browser)
+        return _Identity(known, None, by_browser)
 
     def _viewer_by_token(self, request: Request, token: str, origin: str) -> Viewer:
         # The right token is never braked: it is too long to be guessed, and others may share its address.
@@ -300,7 +300,7 @@ class _Gate:
     def _brake(self, request: Request, wait_seconds: float) -> None:
         if wait_seconds > 0:
             self._telemetry.report(
-                logging.WARNING, Event.WEB_SIGN_IN_BRAKED, "too many tries to sign in", address=_address(request)
+                logging.WARNING, LogEvent.WEB_SIGN_IN_BRAKED, "too many tries to sign in", address=_address(request)
             )
             raise _RefusalError(
                 429, "Too many tries to sign in. Wait a little.", {"Retry-After": str(int(wait_seconds) + 1)}
@@ -309,7 +309,7 @@ class _Gate:
     def _report_refused(self, request: Request) -> None:
         # Not the name that was typed: it may well be a password.
         self._telemetry.report(
-            logging.WARNING, Event.WEB_SIGN_IN_REFUSED, "somebody could not sign in", address=_address(request)
+            logging.WARNING, LogEvent.WEB_SIGN_IN_REFUSED, "somebody could not sign in", address=_address(request)
         )
 
     # --- signing in and out -------------------------------------------------------------------------------------------
@@ -361,7 +361,7 @@ class _Gate:
         if before is not None:
             access.sessions.end(before)
         self._telemetry.report(
-            logging.INFO, Event.WEB_SIGNED_IN, "signed in", viewer=person.name, role=person.role, address=address
+            logging.INFO, LogEvent.WEB_SIGNED_IN, "signed in", viewer=person.name, role=person.role, address=address
         )
         response = RedirectResponse(f"{request.scope[ROOT]}{_local_path(onward)}", status_code=303)
         response.headers["set-cookie"] = cookie.set(access.sessions.seal(access.sessions.begin(person)))

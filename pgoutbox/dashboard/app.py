@@ -21,7 +21,7 @@ from pgoutbox.dashboard.inputs import InputError
 from pgoutbox.dashboard.rendering import render
 from pgoutbox.dashboard.types import ROOT
 from pgoutbox.errors import MessageNotFoundError, StateError
-from pgoutbox.observability.events import Event
+from pgoutbox.observability.events import LogEvent
 from pgoutbox.outbox import Outbox
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ async def _answer_refused(request: Request, error: Exception) -> Response:
 
 
 async def _answer_unavailable(request: Request, error: Exception) -> Response:
-    logger.warning("the dashboard's database is not available", extra={"event": Event.WEB_UNAVAILABLE.value})
+    logger.warning("the dashboard's database is not available", extra={"event": LogEvent.WEB_UNAVAILABLE.value})
     return refuse(request, 503, _sentence(str(error)), headers={"Retry-After": "5"})
 
 

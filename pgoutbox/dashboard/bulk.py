@@ -22,9 +22,9 @@ from pgoutbox.dashboard.reads import GROUP_ROWS, Search, newest_id, search_ahead
 from pgoutbox.dashboard.types import BulkAction
 from pgoutbox.errors import PgOutboxError, StateError
 from pgoutbox.message import State
-from pgoutbox.observability.events import Event
+from pgoutbox.observability.events import LogEvent
 from pgoutbox.operations import messages
-from pgoutbox.operations.audit import Act, Actor, acting_as
+from pgoutbox.operations.audit import Actor, OperatorAction, as_actor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -121,7 +121,7 @@ class Bulks:
     def _run(self, bulk: Bulk) -> None:
         actor = Actor(bulk.viewer.name, bulk.viewer.origin or None)
         try:
-            with self._database.connection() as connection, acting_as(actor):
+            with self._database.connection() as connection, as_actor(actor):
                 bulk.status = self._work(connection, bulk)
         except (psycopg.Error, PgOutboxError) as error:
             # The driver's text can quote what it was sent.
@@ -129,11 +129,11 @@ class Bulks:
             bulk.status = "broken"
             logger.warning(
                 "a bulk of the dashboard ended early",
-                extra={"event": Event.WEB_BULK_BROKEN, "action": bulk.action, "error": type(error).__name__},
+                extra={"event": LogEvent.WEB_BULK_BROKEN, "action": bulk.action, "error": type(error).__name__},
             )
 
     def _work(self, connection: Connection, bulk: Bulk) -> Literal["done", "stopped", "capped"]:
-        act = Act(**bulk.what.which.given(), error_group=bulk.what.group)
+        act = OperatorAction(**bulk.what.which.given(), error_group=bulk.what.group)
         bulk.through_id = newest_id(connection)
         left = self._most
         for found in _batches(connection, bulk):
@@ -175,7 +175,7 @@ def _batches(connection: Connection, bulk: Bulk) -> Iterator[Sequence[tuple[int,
             yield []
 
 
-def _do(connection: Connection, bulk: Bulk, chosen: Sequence[tuple[int, int]], act: Act) -> Iterator[str]:
+def _do(connection: Connection, bulk: Bulk, chosen: Sequence[tuple[int, int]], act: OperatorAction) -> Iterator[str]:
     states = bulk.what.which.states
     ids, attempt_counts = [message_id for message_id, _ in chosen], [count for _, count in chosen]
     if bulk.action == "cancel":

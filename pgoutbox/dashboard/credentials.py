@@ -290,7 +290,7 @@ def sign(key: bytes, *parts: str) -> str:
 # --- the brake --------------------------------------------------------------------------------------------------------
 
 
-class Brake:
+class RateLimiter:
     """Lets `burst` trials through at once and then one per `interval_seconds`, for each address (GCRA).
 
     It remembers at most `capacity` addresses, and drops the one that it has not heard of for the longest time. Of IPv6

@@ -12,7 +12,7 @@ from pgoutbox.dashboard.bulk import Bulks
 from pgoutbox.dashboard.charts import failures_by_topic
 from pgoutbox.dashboard.database import ANSWER_SECONDS, Database, UnavailableError
 from pgoutbox.dashboard.history import History, Minute
-from pgoutbox.dashboard.live import Feed
+from pgoutbox.dashboard.live import ChangeFeed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,7 +48,7 @@ class Dashboard:
         self.settings = settings
         self.database = Database(settings)
         self.bulks = Bulks(self.database)
-        self.feed = Feed(settings)
+        self.feed = ChangeFeed(settings)
         self._outbox = outbox
         self._history = History()
         self._overview: tuple[float, Overview] | None = None

@@ -20,7 +20,7 @@ from pgoutbox.dashboard.types import Connection
 from pgoutbox.database import operator_connection, sql
 from pgoutbox.database.connections import break_socket
 from pgoutbox.errors import ConfigurationError, PgOutboxError, SchemaError
-from pgoutbox.operations.audit import Actor, acting_as
+from pgoutbox.operations.audit import Actor, as_actor
 
 if TYPE_CHECKING:
     from pgoutbox.dashboard.types import Viewer
@@ -52,7 +52,7 @@ class Database:
     def __init__(self, settings: Settings) -> None:
         seconds = min(settings.connect_timeout_seconds, _CONNECT_SECONDS)
         self._settings = settings.model_copy(update={"connect_timeout_seconds": seconds})
-        self._idle: list[_Kept] = []
+        self._idle: list[_PooledConnection] = []
         self._lock = threading.Lock()
         # Its own: the threads of the host application are not taken away while pages wait for a slow server.
         self._limiter = anyio.CapacityLimiter(_AT_ONCE)
@@ -127,7 +127,7 @@ class Database:
             self.connection(deadline.watching) as connection,
             deadline.watching(connection),
             operator_connection.limiting(STATEMENT_SECONDS),
-            acting_as(actor),
+            as_actor(actor),
         ):
             try:
                 return do(connection)
@@ -136,13 +136,13 @@ class Database:
                     raise UnavailableError(f"the connection to the database was lost; {_LOOK_FIRST}") from None
                 raise
 
-    def _take(self, deadline: _Deadline) -> tuple[_Kept, bool]:
+    def _take(self, deadline: _Deadline) -> tuple[_PooledConnection, bool]:
         with self._lock:
             if self._idle:
                 return self._idle.pop(), True
-        return _Kept(self._settings, deadline), False
+        return _PooledConnection(self._settings, deadline), False
 
-    def _keep(self, kept: _Kept) -> None:
+    def _keep(self, kept: _PooledConnection) -> None:
         with self._lock:
             if len(self._idle) < _AT_ONCE:
                 self._idle.append(kept)
@@ -180,7 +180,7 @@ def _look(connection: Connection, look: Callable[[Connection], _T]) -> _T:
         return look(connection)
 
 
-class _Kept:
+class _PooledConnection:
     """An open connection, and how to close it."""
 
     def __init__(self, settings: Settings, deadline: _Deadline) -> None:

@@ -16,7 +16,7 @@ import psycopg
 from starlette.responses import PlainTextResponse, Response
 
 from pgoutbox.database import connections, sql
-from pgoutbox.observability.events import Event
+from pgoutbox.observability.events import LogEvent
 
 if TYPE_CHECKING:
     from psycopg.rows import TupleRow
@@ -53,7 +53,7 @@ class Follower:
         return self.viewer.name, self.viewer.csrf_token, self.viewer.origin
 
 
-class Feed:
+class ChangeFeed:
     """Counts the changes of one database for those who follow them."""
 
     def __init__(self, settings: Settings, *, most: int = MAX_STREAMS) -> None:
@@ -109,7 +109,7 @@ class Feed:
             except (psycopg.Error, OSError) as error:
                 logger.debug(
                     "the dashboard's reader lost the database",
-                    extra={"event": Event.WEB_READER_LOST, "error": type(error).__name__},
+                    extra={"event": LogEvent.WEB_READER_LOST, "error": type(error).__name__},
                 )
                 await asyncio.sleep(_RETRY_SECONDS)
 
@@ -168,7 +168,7 @@ class EventStream(Response):
     Ends with `replaced` when newer streams of the same viewer take its place. The browser does not open it again then.
     """
 
-    def __init__(self, feed: Feed, viewer: Viewer) -> None:
+    def __init__(self, feed: ChangeFeed, viewer: Viewer) -> None:
         super().__init__()
         self._feed = feed
         self._viewer = viewer
@@ -192,7 +192,7 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _stream(feed: Feed, follower: Follower, send: Send) -> None:
+async def _stream(feed: ChangeFeed, follower: Follower, send: Send) -> None:
     headers = [
         (b"content-type", b"text/event-stream; charset=utf-8"),
         (b"cache-control", b"no-store"),

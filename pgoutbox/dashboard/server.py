@@ -16,7 +16,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pgoutbox.dashboard.access import SECURITY_HEADERS
-from pgoutbox.observability.events import Event, Telemetry
+from pgoutbox.observability.events import LogEvent, Telemetry
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -47,7 +47,7 @@ _FULL: Final = _fixed_answer("503 Service Unavailable", "Too many connections.\n
 _MALFORMED: Final = _fixed_answer("400 Bad Request", "This is no HTTP request.\n")
 
 
-class _ImpatientProtocol(H11Protocol):
+class _RequestTimeoutProtocol(H11Protocol):
     """uvicorn's protocol, with a time limit for the arrival of each request, head and body, and a limit on connections.
 
     uvicorn itself waits for ever for the rest of a head, and answers what is over its limit without our headers.
@@ -102,7 +102,7 @@ class Server(uvicorn.Server):
         self._listener = _listen(host, port)
         self._when_started = started
         proxies = [part.strip() for part in (settings.web_trusted_proxies or "").split(",") if part.strip()]
-        protocol = type("Protocol", (_ImpatientProtocol,), {"most_connections": settings.web_connections})
+        protocol = type("Protocol", (_RequestTimeoutProtocol,), {"most_connections": settings.web_connections})
         super().__init__(
             uvicorn.Config(
                 app,
@@ -130,7 +130,7 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             url = _url(self._listener)
-            Telemetry(_logger).report(logging.INFO, Event.WEB_STARTED, "the dashboard is served", url=url)
+            Telemetry(_logger).report(logging.INFO, LogEvent.WEB_STARTED, "the dashboard is served", url=url)
             self._when_started(url)
 
     @contextlib.contextmanager

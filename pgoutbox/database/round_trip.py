@@ -26,7 +26,7 @@ _PLACEHOLDER = re.compile(r"%%|%\((\w+)\)s")
 _REFUSED = (pq.ExecStatus.FATAL_ERROR, pq.ExecStatus.BAD_RESPONSE)
 
 
-class RoundTrips:
+class Pipeline:
     """Sends statements over one connection, each list of them in one message. Nothing else may use it meanwhile.
 
     With `prepares` each statement is prepared once. That needs a connection that keeps its session.

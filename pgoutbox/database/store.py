@@ -20,7 +20,7 @@ from psycopg.rows import TupleRow
 from pgoutbox.database import sql
 from pgoutbox.database.round_trip import Step
 from pgoutbox.database.server import ServerFacts, judge_schema, judge_server
-from pgoutbox.database.worker_connection import Link, is_of_a_row
+from pgoutbox.database.worker_connection import WorkerConnection, is_of_a_row
 from pgoutbox.message import AttemptOutcome, ReasonCode, State
 from pgoutbox.settings import Settings
 
@@ -119,7 +119,7 @@ class LapsedOptions(TypedDict):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class FinishRequest:
     """An outcome to be written to the row."""
 
     id: int
@@ -180,8 +180,8 @@ class Store:
         self.worker = worker
         self.lease_seconds = settings.lease_seconds
         self._settings = settings
-        self.claims = Link(dsn, settings, purpose=f"claim {worker[-_SHOWN_NAME_LENGTH:]}")
-        self._finishes = Link(dsn, settings, purpose="finish", spare=self.claims)
+        self.claims = WorkerConnection(dsn, settings, purpose=f"claim {worker[-_SHOWN_NAME_LENGTH:]}")
+        self._finishes = WorkerConnection(dsn, settings, purpose="finish", spare=self.claims)
         self._passes_over_until = -math.inf  # Until then finishes pass over locked rows instead of waiting.
         self._forgotten_topics: frozenset[str] = frozenset()
         self._retention_turn = asyncio.Lock()
@@ -353,7 +353,7 @@ class Store:
         rows = await self.claims.fetch(
             sql.UNANSWERED_ATTEMPTS, {"queues": queues, "worker": self.worker, "after": after, "before": before}
         )
-        lost = [Verdict(row[0], row[1], AttemptOutcome.RELEASED) for row in rows if row[0] not in held]
+        lost = [FinishRequest(row[0], row[1], AttemptOutcome.RELEASED) for row in rows if row[0] not in held]
         return len(await self.finish(lost)) if lost else 0
 
     async def contents(self, content_ids: Sequence[int]) -> dict[int, str]:
@@ -437,7 +437,7 @@ class Store:
                     self._retention_read_at = time.monotonic()
         return bool(self._forgotten_topics) and not self._forgotten_topics.isdisjoint((*topics, "*"))
 
-    async def finish(self, verdicts: Sequence[Verdict]) -> dict[int, State]:
+    async def finish(self, verdicts: Sequence[FinishRequest]) -> dict[int, State]:
         """Finish these attempts, and return the new state of each message that its attempt still held."""
         rows = await self._finishes.fetch(sql.FINISH_IF_HELD, _finish_parameters(verdicts, worker=self.worker))
         return {row[0]: State(row[1]) for row in rows}
@@ -572,7 +572,7 @@ def _is_locked(standing: TupleRow | None) -> bool:
     return standing is not None and State(standing[1]) is State.SENDING
 
 
-async def check_server(link: Link) -> None:
+async def check_server(link: WorkerConnection) -> None:
     """Refuse an old server, a standby, a database without the schema, and an old schema."""
     (facts,) = await link.fetch(sql.SERVER_FACTS, {})
     judge_server(ServerFacts._make(facts), writes=True)
@@ -581,7 +581,7 @@ async def check_server(link: Link) -> None:
 
 
 async def renew(
-    link: Link, ids: Sequence[int], attempt_counts: Sequence[int], *, worker: str, lease_seconds: float
+    link: WorkerConnection, ids: Sequence[int], attempt_counts: Sequence[int], *, worker: str, lease_seconds: float
 ) -> dict[int, HeldRow]:
     """Renew the leases of these attempts, and return the attempts that still hold their message."""
     rows = await link.fetch(
@@ -596,7 +596,9 @@ async def renew(
     return {row[0]: HeldRow._make(row) for row in rows}
 
 
-async def watch(link: Link, ids: Sequence[int], attempt_counts: Sequence[int], *, worker: str) -> dict[int, HeldRow]:
+async def watch(
+    link: WorkerConnection, ids: Sequence[int], attempt_counts: Sequence[int], *, worker: str
+) -> dict[int, HeldRow]:
     """Look at these attempts without writing."""
     rows = await link.fetch(
         sql.WATCH_IF_HELD, {"ids": _array_of(ids), "attempt_counts": _array_of(attempt_counts), "worker": worker}
@@ -604,11 +606,11 @@ async def watch(link: Link, ids: Sequence[int], attempt_counts: Sequence[int], *
     return {row[0]: HeldRow._make(row) for row in rows}
 
 
-def _sent(message_id: int, attempt_count: int) -> Verdict:
-    return Verdict(message_id, attempt_count, AttemptOutcome.SENT)
+def _sent(message_id: int, attempt_count: int) -> FinishRequest:
+    return FinishRequest(message_id, attempt_count, AttemptOutcome.SENT)
 
 
-def _finish_parameters(verdicts: Sequence[Verdict], *, worker: str) -> dict[str, object]:
+def _finish_parameters(verdicts: Sequence[FinishRequest], *, worker: str) -> dict[str, object]:
     return {
         "ids": _array_of(v.id for v in verdicts),
         "attempt_counts": _array_of(v.attempt_count for v in verdicts),

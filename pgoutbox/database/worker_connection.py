@@ -20,7 +20,7 @@ from psycopg.rows import TupleRow
 
 from pgoutbox.database import connections, sql
 from pgoutbox.database.connections import deadline
-from pgoutbox.database.round_trip import RoundTrips, Step
+from pgoutbox.database.round_trip import Pipeline, Step
 from pgoutbox.settings import Settings
 
 _REFUSED_PAUSE_SECONDS: Final = 1.0
@@ -39,7 +39,7 @@ class StrandedError(psycopg.OperationalError):
     """An abandoned statement still runs on the server: another one like it would only add to it."""
 
 
-class Link:
+class WorkerConnection:
     """One connection, opened on first use and replaced after it broke; statements take turns on it.
 
     Each statement has a deadline on this side too, because a server behind a dead network never answers. While the
@@ -47,7 +47,7 @@ class Link:
     loop.
     """
 
-    def __init__(self, dsn: str, settings: Settings, *, purpose: str, spare: Link | None = None) -> None:
+    def __init__(self, dsn: str, settings: Settings, *, purpose: str, spare: WorkerConnection | None = None) -> None:
         self._dsn = dsn
         self._settings = settings
         self._purpose = purpose
@@ -56,7 +56,7 @@ class Link:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._connection: psycopg.AsyncConnection[TupleRow] | None = None
         self._pooled = settings.pooled
-        self._trips: RoundTrips
+        self._trips: Pipeline
         self._pid: int | None = None
         self._stranded_pid: int | None = None
         self._turn = asyncio.Lock()
@@ -142,7 +142,7 @@ class Link:
         self._pooled = self._settings.pooled or not is_direct
         if not self._pooled:
             await prepare_session(connection, self._settings)
-        self._trips = RoundTrips(connection, prepares=not self._pooled)
+        self._trips = Pipeline(connection, prepares=not self._pooled)
         self._pid = connection.info.backend_pid
         self._connection = connection
         self._loop = asyncio.get_running_loop()
@@ -225,7 +225,7 @@ def timeouts(settings: Settings) -> dict[str, object]:
     }
 
 
-def is_passing(error: BaseException) -> bool:
+def is_transient_error(error: BaseException) -> bool:
     """Whether the same statement may succeed later: the server or the connection is at fault, not the statement."""
     if isinstance(error, (TimeoutError, ConnectionError, psycopg.InterfaceError)):
         return True
@@ -262,13 +262,13 @@ def is_lost_key(error: BaseException) -> bool:
     return isinstance(error, psycopg.errors.UniqueViolation) and error.diag.table_name == "message_live"
 
 
-async def is_out_of_reach(error: psycopg.Error | OSError, dsn: str, settings: Settings) -> bool:
+async def is_unreachable(error: psycopg.Error | OSError, dsn: str, settings: Settings) -> bool:
     """Whether a first connection failed because the server is down, starting or full, and not for a lasting reason.
 
     The driver gives no SQLSTATE for a refused connection. libpq's ping shows that a server is down or starting. Only
     the text shows that it is full: in another language than English it counts as a lasting refusal.
     """
-    if not is_passing(error):
+    if not is_transient_error(error):
         return False
     if isinstance(error, TimeoutError) or not isinstance(error, psycopg.OperationalError) or error.sqlstate is not None:
         return True

@@ -41,7 +41,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patient:
+class DoctorContext:
     """What the checks of the database ask and compare with."""
 
     settings: Settings

@@ -29,12 +29,12 @@ from pgoutbox.transports.registry import hint_for
 if TYPE_CHECKING:
     from psycopg.rows import DictRow
 
-    from pgoutbox.doctor.context import Patient
+    from pgoutbox.doctor.context import DoctorContext
 
 _WITHOUT_APP = "pass --app, or set PGOUTBOX_APP"
 
 
-def check_partitions(patient: Patient) -> Iterator[Note]:
+def check_partitions(patient: DoctorContext) -> Iterator[Note]:
     """Whether what will be finished has a partition to go to."""
     facts = patient.ask_one(sql.DONE_PARTITIONS)
     if not facts["dated"]:
@@ -55,7 +55,7 @@ def check_partitions(patient: Patient) -> Iterator[Note]:
         yield ok(f"partitions of message_done are there for {duration(facts['ahead_seconds'])}")
 
 
-def check_retention(patient: Patient) -> Iterator[Note]:
+def check_retention(patient: DoctorContext) -> Iterator[Note]:
     """Whether the rules are kept, and whether there are any where it matters."""
     overdue = patient.ask(sql.OVERDUE_RETENTION, {"seconds": patient.limits.overdue_seconds})
     for rule in overdue:
@@ -80,7 +80,7 @@ def check_retention(patient: Patient) -> Iterator[Note]:
         )
 
 
-def check_workers(patient: Patient) -> Iterator[Note]:
+def check_workers(patient: DoctorContext) -> Iterator[Note]:
     """Whether anybody works at all."""
     facts = patient.ask_one(sql.CONNECTED_WORKERS)
     if facts["workers"]:
@@ -96,7 +96,7 @@ def check_workers(patient: Patient) -> Iterator[Note]:
         yield warning("no worker is connected", "nothing is delivered", "start one: pgoutbox worker")
 
 
-def _lease_holders(patient: Patient) -> int:
+def _lease_holders(patient: DoctorContext) -> int:
     """How many workers hold leases, as far as this role may know."""
     try:
         return int(patient.ask_one(sql.LEASE_HOLDING_WORKERS)["workers"])
@@ -104,7 +104,7 @@ def _lease_holders(patient: Patient) -> int:
         return 0
 
 
-def check_handlers(patient: Patient) -> Iterator[Note]:
+def check_handlers(patient: DoctorContext) -> Iterator[Note]:
     """Whether each topic that is defined, or waits, has a handler."""
     if patient.outbox is None:
         yield skipped("the application is not known", _WITHOUT_APP)
@@ -132,7 +132,7 @@ def check_handlers(patient: Patient) -> Iterator[Note]:
         yield ok(f"{counted(len(handlers), 'topic')} with a handler, and nothing else waits")
 
 
-def check_leases(patient: Patient) -> Iterator[Note]:
+def check_leases(patient: DoctorContext) -> Iterator[Note]:
     """Whether attempts end within their lease, so that they do not depend on its renewal."""
     lease = patient.settings.lease_seconds
     slow = [
@@ -160,7 +160,7 @@ def check_leases(patient: Patient) -> Iterator[Note]:
         yield ok(f"no topic's attempts are known to take longer than the lease of {duration(lease)}")
 
 
-def check_encryption(patient: Patient) -> Iterator[Note]:
+def check_encryption(patient: DoctorContext) -> Iterator[Note]:
     """Whether encrypted topics have keys, and whether these open what waits."""
     keys = patient.settings.encryption_keys
     topics = () if patient.outbox is None else patient.outbox.topics.values()
@@ -192,7 +192,7 @@ def check_encryption(patient: Patient) -> Iterator[Note]:
         yield ok("every encrypted payload that waits can be opened" if sealed else "no encrypted payload waits")
 
 
-def _sealed(patient: Patient) -> dict[str, int]:
+def _sealed(patient: DoctorContext) -> dict[str, int]:
     """The topics of which encrypted payloads wait, with the number of those that no key opens."""
     keyring = keyring_of(patient.settings.encryption_keys)
     closed: dict[str, int] = {}
@@ -205,12 +205,12 @@ def _sealed(patient: Patient) -> dict[str, int]:
     return closed
 
 
-def _seen_sealed(patient: Patient) -> dict[str, int]:
+def _seen_sealed(patient: DoctorContext) -> dict[str, int]:
     """The same for a role that may not read payloads: without a key none is opened, and with one nobody knows."""
     return {row["topic"]: row["messages"] for row in patient.ask(sql.SEALED_TOPICS, {"member": SEALED})}
 
 
-def check_due(patient: Patient) -> Iterator[Note]:
+def check_due(patient: DoctorContext) -> Iterator[Note]:
     """What has been due for long, and why nobody takes it."""
     seconds = patient.limits.late_seconds
     if not patient.settings.listen:
@@ -226,7 +226,7 @@ def check_due(patient: Patient) -> Iterator[Note]:
         yield _reason(patient, queue, connected, what)
 
 
-def _reason(patient: Patient, queue: DictRow, connected: DictRow, what: str) -> Note:
+def _reason(patient: DoctorContext, queue: DictRow, connected: DictRow, what: str) -> Note:
     """Why a queue stands still: what somebody has set first, then what is missing."""
     name, why = queue["queue"], "they are late for as long as this lasts"
     if queue["is_paused"]:
@@ -273,7 +273,7 @@ def _reason(patient: Patient, queue: DictRow, connected: DictRow, what: str) -> 
     )
 
 
-def check_breakers(patient: Patient) -> Iterator[Note]:
+def check_breakers(patient: DoctorContext) -> Iterator[Note]:
     """What is held to be dead."""
     found = patient.ask(sql.OPEN_BREAKERS)
     for breaker in found:
@@ -287,7 +287,7 @@ def check_breakers(patient: Patient) -> Iterator[Note]:
         yield ok("no circuit breaker is open")
 
 
-def check_failed(patient: Patient) -> Iterator[Note]:
+def check_failed(patient: DoctorContext) -> Iterator[Note]:
     """Whether more and more waits for a person."""
     topics = patient.ask(sql.FAILING_TOPICS)
     growing = [row for row in topics if row["today"] >= max(patient.limits.failed_a_day, 2 * row["yesterday"])]
@@ -304,7 +304,7 @@ def check_failed(patient: Patient) -> Iterator[Note]:
         yield ok(f"failed and waiting for a person: {total}, no more than usual" if total else "nothing has failed")
 
 
-def check_destinations(patient: Patient) -> Iterator[Note]:
+def check_destinations(patient: DoctorContext) -> Iterator[Note]:
     """Whether there is a transport for where waiting messages go."""
     settings = patient.settings
     waiting: dict[str, int] = {}
@@ -329,7 +329,7 @@ def check_destinations(patient: Patient) -> Iterator[Note]:
         yield ok("there is a transport for every destination that waits")
 
 
-def _quoted(patient: Patient, error: str | None) -> str:
+def _quoted(patient: DoctorContext, error: str | None) -> str:
     if error is None:
         return "no error is known"
     return one_line(redact_text(error, patient.settings.redacted_names), length=MAX_QUOTE_LENGTH)

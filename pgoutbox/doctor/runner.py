@@ -11,13 +11,13 @@ import psycopg
 
 from pgoutbox.doctor import delivery, server, transports
 from pgoutbox.doctor import environment as surroundings
-from pgoutbox.doctor.context import Limits, Patient, connected
+from pgoutbox.doctor.context import DoctorContext, Limits, connected
 from pgoutbox.doctor.findings import Finding, Level, Notes, examined, said
 from pgoutbox.errors import PgOutboxError
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import Settings
 
-Check = Callable[[Patient], Notes]
+Check = Callable[[DoctorContext], Notes]
 
 _OF_THE_SERVER: Final[Mapping[str, Check]] = {
     "server": server.check_server,
@@ -77,7 +77,7 @@ def examine(
                 "check host, port, user and password in PGOUTBOX_DSN, and that the server runs and lets you in",
             )
         else:
-            patient = Patient(
+            patient = DoctorContext(
                 settings=settings, outbox=outbox, connection=connection, limits=limits or Limits(), clock=clock
             )
             yield from _of_the_database(patient)
@@ -85,7 +85,7 @@ def examine(
         yield from examined(check, lambda ask=ask: ask(settings, outbox))  # type: ignore[misc] # bound now
 
 
-def _of_the_database(patient: Patient) -> Iterator[Finding]:
+def _of_the_database(patient: DoctorContext) -> Iterator[Finding]:
     info = patient.connection.info
     yield Finding("database", Level.OK, f"connected to {info.dbname} at {info.host or 'a local socket'} as {info.user}")
     for check, ask in _OF_THE_SERVER.items():

@@ -11,14 +11,14 @@ from psycopg.rows import DictRow
 
 from pgoutbox.database import sql
 from pgoutbox.database.server import MIGRATE_HINT, MINIMUM_SERVER_VERSION, judge_schema
-from pgoutbox.doctor.context import Patient, connected, run
+from pgoutbox.doctor.context import DoctorContext, connected, run
 from pgoutbox.doctor.findings import Note, counted, duration, listed, ok, one_line, problem, said, skipped, warning
 from pgoutbox.errors import SchemaError
 
 _POOLER_TRIALS = 3
 
 
-def check_server(patient: Patient) -> Iterator[Note]:
+def check_server(patient: DoctorContext) -> Iterator[Note]:
     """Version, encoding, and whether it can be written."""
     facts = patient.ask_one(sql.EXAMINED_SERVER)
     found = list(_judged(facts))
@@ -50,7 +50,7 @@ def _judged(facts: DictRow) -> Iterator[Note]:
         )
 
 
-def check_schema(patient: Patient) -> Iterator[Note]:
+def check_schema(patient: DoctorContext) -> Iterator[Note]:
     """Whether the tables are there, and not older than this package."""
     facts = patient.ask_one(sql.EXAMINED_SERVER)
     if not facts["has_schema"] or not facts["has_version"]:
@@ -79,7 +79,7 @@ def check_schema(patient: Patient) -> Iterator[Note]:
         yield ok(f"the schema has version {version}")
 
 
-def check_rights(patient: Patient) -> Iterator[Note]:
+def check_rights(patient: DoctorContext) -> Iterator[Note]:
     """What this role may do, and whether everybody may do something."""
     rights = patient.ask_one(sql.RIGHTS)
     user = patient.connection.info.user
@@ -102,7 +102,7 @@ def check_rights(patient: Patient) -> Iterator[Note]:
     yield from _public(rights)
 
 
-def check_sequence(patient: Patient) -> Iterator[Note]:
+def check_sequence(patient: DoctorContext) -> Iterator[Note]:
     """Whether a newer message always has a greater id."""
     facts = patient.ask_one(sql.ID_SEQUENCE)
     why = "enqueue fails for keys whose newest message has a greater id, and other messages get ids out of order"
@@ -143,7 +143,7 @@ def _public(rights: DictRow) -> Iterator[Note]:
         )
 
 
-def check_pooler(patient: Patient) -> Iterator[Note]:
+def check_pooler(patient: DoctorContext) -> Iterator[Note]:
     """Whether a transaction pooler stands between the worker, or its listener, and PostgreSQL."""
     settings, connection = patient.settings, patient.connection
     if not _is_pooled(connection):
@@ -176,7 +176,7 @@ def _backend_pid(connection: psycopg.Connection[DictRow]) -> int:
     return int(row["pg_backend_pid"])
 
 
-def _shares_sessions(patient: Patient) -> bool:
+def _shares_sessions(patient: DoctorContext) -> bool:
     """Whether two connections that are both open meet the same session, which a pool by session never lets happen."""
     with connected(patient.settings.require_dsn(), patient.settings) as other:
         mine: set[int] = set()
@@ -187,7 +187,7 @@ def _shares_sessions(patient: Patient) -> bool:
         return bool(mine & its) or len(mine) > 1 or len(its) > 1
 
 
-def check_listener(patient: Patient) -> Iterator[Note]:
+def check_listener(patient: DoctorContext) -> Iterator[Note]:
     """A notification from the one connection to the other, as an enqueue would ring a worker."""
     settings = patient.settings
     if not settings.listen:
@@ -208,7 +208,7 @@ def check_listener(patient: Patient) -> Iterator[Note]:
         )
 
 
-def _round_trip(patient: Patient, listener: psycopg.Connection[DictRow], name: str) -> Iterator[Note]:
+def _round_trip(patient: DoctorContext, listener: psycopg.Connection[DictRow], name: str) -> Iterator[Note]:
     if _is_pooled(listener):
         yield problem(
             f"{name} leads through a pooler",
@@ -234,7 +234,7 @@ def _round_trip(patient: Patient, listener: psycopg.Connection[DictRow], name: s
     )
 
 
-def check_clock(patient: Patient) -> Iterator[Note]:
+def check_clock(patient: DoctorContext) -> Iterator[Note]:
     """The server's clock against this machine's."""
     before = patient.clock()
     there = patient.ask_one(sql.SERVER_CLOCK)["seconds"]
@@ -251,7 +251,7 @@ def check_clock(patient: Patient) -> Iterator[Note]:
         yield ok("the clocks agree")
 
 
-def check_durability(patient: Patient) -> Iterator[Note]:
+def check_durability(patient: DoctorContext) -> Iterator[Note]:
     """Whether what was committed is still there after a crash."""
     facts = patient.ask_one(sql.DURABILITY)
     found = []
@@ -280,7 +280,7 @@ def check_durability(patient: Patient) -> Iterator[Note]:
     yield from found or [ok("commits are on disk when they are acknowledged")]
 
 
-def check_transactions(patient: Patient) -> Iterator[Note]:
+def check_transactions(patient: DoctorContext) -> Iterator[Note]:
     """Who keeps dead rows from being vacuumed away."""
     limits = patient.limits
     found = patient.ask(sql.XMIN_HOLDERS, {"seconds": limits.transaction_seconds, "transactions": limits.transactions})
@@ -316,7 +316,7 @@ _RELEASES = {
 }
 
 
-def check_slots(patient: Patient) -> Iterator[Note]:
+def check_slots(patient: DoctorContext) -> Iterator[Note]:
     """Replication slots that fill the disk with WAL."""
     found = patient.ask(sql.SLOTS, {"bytes": patient.limits.retained_bytes})
     for slot in found:
@@ -332,7 +332,7 @@ def check_slots(patient: Patient) -> Iterator[Note]:
         yield ok("no replication slot holds back much WAL")
 
 
-def check_notify(patient: Patient) -> Iterator[Note]:
+def check_notify(patient: DoctorContext) -> Iterator[Note]:
     """How full the server's queue of notifications is, and whether a stranger holds a bell."""
     usage = patient.ask_one(sql.NOTIFY_QUEUE_USAGE)["usage"]
     for holder in patient.ask(sql.FOREIGN_BELL_HOLDERS):
@@ -355,7 +355,7 @@ def check_notify(patient: Patient) -> Iterator[Note]:
     )
 
 
-def check_vacuum(patient: Patient) -> Iterator[Note]:
+def check_vacuum(patient: DoctorContext) -> Iterator[Note]:
     """Whether dead rows are cleaned up, and whether they are."""
     facts = patient.ask_one(sql.VACUUM)
     found = []

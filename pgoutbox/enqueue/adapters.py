@@ -22,7 +22,7 @@ from psycopg.rows import tuple_row
 from pgoutbox.database.server import missing_object
 from pgoutbox.errors import (
     ConfigurationError,
-    DuplicateError,
+    DedupeConflictError,
     PayloadError,
     PgOutboxError,
     SchemaError,
@@ -399,7 +399,7 @@ def _own_error(error: Exception) -> PgOutboxError | None:
         case Answer(sqlstate="22023" | "22004", schema="pgoutbox", column=str(column), message=message):
             return _refused(column, message)
         case Answer(schema="pgoutbox", constraint="dedupe_payload", message=message):
-            return DuplicateError(message.removeprefix("pgoutbox.enqueue: "))
+            return DedupeConflictError(message.removeprefix("pgoutbox.enqueue: "))
         case Answer(sqlstate="55000", schema="pgoutbox", message=message):
             return SchemaError(message.removeprefix("pgoutbox.enqueue: "))
         case Answer(sqlstate="42883" | "42P01" | "3F000", message=message):

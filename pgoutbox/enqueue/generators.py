@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple, TypeAlias, TypeVar, cast, overload
 
 from pgoutbox.database import sql
 from pgoutbox.enqueue.adapters import AsyncAdapter, Call, ItemRefusedError, Rows, SyncAdapter
-from pgoutbox.enqueue.validation import Draft, Fanout, chunks
+from pgoutbox.enqueue.validation import Fanout, ValidatedMessage, chunks
 from pgoutbox.errors import PayloadError, TransactionError
 from pgoutbox.options import check_key, check_name, check_whole
 from pgoutbox.topics import Topic
@@ -91,14 +91,14 @@ class CancelResult(enum.StrEnum):
     MISSING = "missing"
 
 
-class Question(enum.Enum):
+class ConnectionQuery(enum.Enum):
     """What a step may ask of the connection besides running a statement."""
 
     IN_TRANSACTION = enum.auto()
 
 
 # A step yields a statement and is sent its rows, or asks a question and is sent the answer.
-Steps: TypeAlias = Generator[Call | Question, Any, R]
+Steps: TypeAlias = Generator[Call | ConnectionQuery, Any, R]
 
 
 def run(adapter: SyncAdapter, steps: Steps[R]) -> R:
@@ -108,7 +108,7 @@ def run(adapter: SyncAdapter, steps: Steps[R]) -> R:
         step = next(steps)
         while True:
             try:
-                answer = adapter.in_transaction() if isinstance(step, Question) else adapter.fetch(step)
+                answer = adapter.in_transaction() if isinstance(step, ConnectionQuery) else adapter.fetch(step)
             except Exception as error:  # noqa: BLE001 - the step decides
                 step = steps.throw(error)
             else:
@@ -124,7 +124,7 @@ async def arun(adapter: AsyncAdapter, steps: Steps[R]) -> R:
         step = next(steps)
         while True:
             try:
-                answer = await (adapter.in_transaction() if isinstance(step, Question) else adapter.fetch(step))
+                answer = await (adapter.in_transaction() if isinstance(step, ConnectionQuery) else adapter.fetch(step))
             except Exception as error:  # noqa: BLE001 - the step decides
                 step = steps.throw(error)
             else:
@@ -135,7 +135,7 @@ async def arun(adapter: AsyncAdapter, steps: Steps[R]) -> R:
 
 def transaction(*, required: bool) -> Steps[bool]:
     """Whether the next statement runs in a transaction; `TransactionError` where it should and does not."""
-    inside = cast("bool", (yield Question.IN_TRANSACTION))
+    inside = cast("bool", (yield ConnectionQuery.IN_TRANSACTION))
     if required and not inside:
         raise TransactionError(
             "the connection commits each statement by itself: begin a transaction, or pass require_transaction=False"
@@ -143,7 +143,7 @@ def transaction(*, required: bool) -> Steps[bool]:
     return inside
 
 
-def insert(draft: Draft, *, notify: bool) -> Steps[Enqueued]:
+def insert(draft: ValidatedMessage, *, notify: bool) -> Steps[Enqueued]:
     """Write one message."""
     ((message_id, duplicate),) = yield Call(sql.ENQUEUE, (*draft, notify))
     return Enqueued(message_id, duplicate)

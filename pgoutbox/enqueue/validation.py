@@ -36,7 +36,7 @@ CHUNK_ROWS: Final = 5_000
 CHUNK_CHARACTERS: Final = 16_000_000
 
 
-class Draft(NamedTuple):
+class ValidatedMessage(NamedTuple):
     """A checked message, in the order of the parameters of `sql.ENQUEUE`. None means the default."""
 
     topic: str
@@ -118,7 +118,7 @@ def prepare(
     serializer: Serializer | None,
     keyring: Keyring | None = None,
     is_fanout: bool = False,
-) -> Draft:
+) -> ValidatedMessage:
     """Check a message against its topic's definition, which wins. `max_attempts` is what it gets unless it asks.
 
     Raises `PayloadError` with the path of what is wrong, and `ConfigurationError` for an encrypted topic without a
@@ -128,13 +128,13 @@ def prepare(
     text = to_json(payload, max_bytes=max_payload_bytes, serializer=serializer)
     given = _message_options(message)
     if given == _NO_MESSAGE_OPTIONS and not topic.has_options and not topic.encrypted:
-        return Draft._make((topic.name, text, *_NO_CHECKED_OPTIONS, max_attempts, None, None, None, None))
+        return ValidatedMessage._make((topic.name, text, *_NO_CHECKED_OPTIONS, max_attempts, None, None, None, None))
 
     options = _settled(topic, message, payload) if topic.has_options else (*given[:7], None, *given[7:])
     checked = [
         None if value is None else rule.check(rule.field, value) for rule, value in zip(_RULES, options, strict=True)
     ]
-    draft = Draft._make((topic.name, text, *checked))
+    draft = ValidatedMessage._make((topic.name, text, *checked))
     if max_attempts is not None and draft.max_attempts is None:
         draft = draft._replace(max_attempts=max_attempts)
     _check_times(draft)
@@ -142,7 +142,9 @@ def prepare(
     return _seal(draft, keyring, max_payload_bytes, is_fanout=is_fanout) if topic.encrypted else draft
 
 
-def _seal(draft: Draft, keyring: Keyring | None, max_payload_bytes: int, *, is_fanout: bool) -> Draft:
+def _seal(
+    draft: ValidatedMessage, keyring: Keyring | None, max_payload_bytes: int, *, is_fanout: bool
+) -> ValidatedMessage:
     if keyring is None:
         raise ConfigurationError(f"topic {draft.topic!r} is encrypted: set PGOUTBOX_ENCRYPTION_KEYS")
     identity = Identity(
@@ -247,7 +249,9 @@ def chunks(drafts: Sequence[tuple[object, ...]]) -> Iterator[Chunk]:
     if not drafts:
         return
     # A draft whose fields are columns.
-    columns = Draft._make(None if column.count(None) == len(column) else column for column in zip(*drafts, strict=True))
+    columns = ValidatedMessage._make(
+        None if column.count(None) == len(column) else column for column in zip(*drafts, strict=True)
+    )
     order = _locking_order(columns)
     start = characters = 0
     for end, position in enumerate(order):
@@ -259,7 +263,7 @@ def chunks(drafts: Sequence[tuple[object, ...]]) -> Iterator[Chunk]:
     yield Chunk(order[start:], _parameters(columns, order[start:]))
 
 
-def _locking_order(columns: Draft) -> Sequence[int]:
+def _locking_order(columns: ValidatedMessage) -> Sequence[int]:
     everything = range(len(columns.topic))
     if columns.coalesce_key is None and columns.dedupe_key is None and columns.ordering_key is None:
         return everything
@@ -296,10 +300,10 @@ def _lock(
     return "" if dedupe_key is None else f"3{topic}\0{dedupe_key}"
 
 
-def _parameters(columns: Draft, positions: Sequence[int]) -> tuple[object, ...]:
+def _parameters(columns: ValidatedMessage, positions: Sequence[int]) -> tuple[object, ...]:
     """Two texts of lines, then arrays. An array of texts is written here, because drivers are slow at that."""
     parameters: list[object] = []
-    for field, column in zip(Draft._fields, cast("Sequence[Sequence[Any] | None]", columns), strict=True):
+    for field, column in zip(ValidatedMessage._fields, cast("Sequence[Sequence[Any] | None]", columns), strict=True):
         if column is None:
             parameters.append(None)
             continue
@@ -326,7 +330,7 @@ def _quoted(text: str) -> str:
 # --- options ----------------------------------------------------------------------------------------------------------
 
 
-def _check_times(draft: Draft) -> None:
+def _check_times(draft: ValidatedMessage) -> None:
     if draft.available_at is not None and draft.delay_seconds is not None:
         raise PayloadError("delay", "give delay or available_at, not both")
     if draft.expires_at is None:
@@ -339,7 +343,7 @@ def _check_times(draft: Draft) -> None:
             raise PayloadError("expires_at", "must be later than the end of the delay")
 
 
-def _check_together(draft: Draft) -> None:
+def _check_together(draft: ValidatedMessage) -> None:
     if draft.ordering_key is not None and draft.coalesce_key is not None:
         raise PayloadError("ordering_key", NOT_BOTH)
     if draft.on_failed is not None and draft.ordering_key is None:
@@ -365,7 +369,7 @@ class _Rule(NamedTuple):
     check: Callable[[str, object], object]
 
 
-# In the order of the fields of `Draft`.
+# In the order of the fields of `ValidatedMessage`.
 _RULES: Final = (
     _Rule("queue", check_name),
     _Rule("destination", check_destination),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pgoutbox.observability.measures import Measures
 
 
-class Event(enum.StrEnum):
+class LogEvent(enum.StrEnum):
     """Everything that is worth a log line or a count."""
 
     METRICS_SERVED = "metrics_served"
@@ -80,27 +80,27 @@ class Event(enum.StrEnum):
 
 
 _EVENT_OF_STATE = {
-    State.PENDING: Event.RETRY,
-    State.SENT: Event.SENT,
-    State.FAILED: Event.FAILED,
-    State.SKIPPED: Event.SKIPPED,
-    State.CANCELLED: Event.CANCELLED,
+    State.PENDING: LogEvent.RETRY,
+    State.SENT: LogEvent.SENT,
+    State.FAILED: LogEvent.FAILED,
+    State.SKIPPED: LogEvent.SKIPPED,
+    State.CANCELLED: LogEvent.CANCELLED,
 }
 
 
 _EVENT_OF_OUTCOME = {
-    AttemptOutcome.RETRY: Event.RETRY,
-    AttemptOutcome.SNOOZED: Event.SNOOZED,
-    AttemptOutcome.RELEASED: Event.RELEASED,
+    AttemptOutcome.RETRY: LogEvent.RETRY,
+    AttemptOutcome.SNOOZED: LogEvent.SNOOZED,
+    AttemptOutcome.RELEASED: LogEvent.RELEASED,
 }
 
 
-def event_of_outcome(outcome: AttemptOutcome) -> Event:
+def event_of_outcome(outcome: AttemptOutcome) -> LogEvent:
     """The event that reports an attempt after which its message is pending again."""
     return _EVENT_OF_OUTCOME[outcome]
 
 
-def event_of_state(state: State) -> Event:
+def event_of_state(state: State) -> LogEvent:
     """The event that an attempt's end in this state is reported as."""
     return _EVENT_OF_STATE[state]
 
@@ -110,14 +110,14 @@ class Telemetry:
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
-        self.counts: Counter[Event] = Counter()
+        self.counts: Counter[LogEvent] = Counter()
         self.measures: Measures | None = None
 
-    def count(self, event: Event, number: int = 1) -> None:
+    def count(self, event: LogEvent, number: int = 1) -> None:
         """Count without a log line: for what happens thousands of times a second."""
         self.counts[event] += number
 
-    def report(self, level: int, event: Event, text: str, /, **fields: object) -> None:
+    def report(self, level: int, event: LogEvent, text: str, /, **fields: object) -> None:
         """Count the event and log the constant `text` with the event and its fields."""
         self.counts[event] += 1
         if self._logger.isEnabledFor(level):

@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from pgoutbox.observability.measures import Vitals
+    from pgoutbox.observability.measures import WorkerStatus
 
 _STALE_FACTOR: Final = 2
 _STALE_SLACK_SECONDS: Final = 30.0
 _ANSWER_SECONDS: Final = 0.5
 
 
-def reasons_not_ready(vitals: Vitals, *, sweep_seconds: float) -> list[str]:
+def reasons_not_ready(vitals: WorkerStatus, *, sweep_seconds: float) -> list[str]:
     """Why a worker is not ready, in words for an operator; nothing if it is."""
     if vitals.is_stopping:
         return ["the worker is stopping"]

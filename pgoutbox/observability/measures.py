@@ -189,7 +189,7 @@ class Names:
 
 
 @dataclass(frozen=True, slots=True)
-class Vitals:
+class WorkerStatus:
     """How a worker is, at this moment. Ages are in seconds; None is never, or of a listener not wanted."""
 
     is_started: bool
@@ -299,7 +299,7 @@ def samples_of_events(counts: Mapping[str, int]) -> dict[Metric, list[Sample]]:
     }
 
 
-def samples_of_vitals(vitals: Vitals) -> dict[Metric, list[Sample]]:
+def samples_of_vitals(vitals: WorkerStatus) -> dict[Metric, list[Sample]]:
     """The gauges of a worker."""
     found: dict[Metric, float | None] = {
         IN_FLIGHT: vitals.in_flight,

@@ -20,7 +20,7 @@ from pgoutbox.observability.measures import (
     Measures,
     Metric,
     Sample,
-    Vitals,
+    WorkerStatus,
     samples_of_events,
     samples_of_vitals,
 )
@@ -41,7 +41,7 @@ class Exporter:
     def __init__(
         self,
         measures: Measures,
-        vitals: Callable[[], Vitals],
+        vitals: Callable[[], WorkerStatus],
         event_counts: Callable[[], Mapping[str, int]],
         backlog: Backlog | None,
     ) -> None:

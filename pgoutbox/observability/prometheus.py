@@ -23,7 +23,7 @@ from pgoutbox.observability.measures import (
     Measures,
     Metric,
     Sample,
-    Vitals,
+    WorkerStatus,
     samples_of_events,
     samples_of_vitals,
 )
@@ -54,7 +54,7 @@ class Watched(NamedTuple):
     """What there is to see of a worker, from any thread."""
 
     measures: Measures
-    vitals: Callable[[], Vitals]
+    vitals: Callable[[], WorkerStatus]
     event_counts: Callable[[], Mapping[str, int]]
 
 

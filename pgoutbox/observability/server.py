@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Final, Protocol, Self
 
 import psycopg
 
-from pgoutbox.database.worker_connection import is_passing
+from pgoutbox.database.worker_connection import is_transient_error
 from pgoutbox.observability import systemd
-from pgoutbox.observability.events import Event, Telemetry
+from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.observability.health import LoopWatch, reasons_not_ready
-from pgoutbox.observability.measures import Measures, Vitals
+from pgoutbox.observability.measures import Measures, WorkerStatus
 from pgoutbox.settings import Settings, parse_address
 
 if TYPE_CHECKING:
@@ -38,12 +38,12 @@ _ServerTime = Callable[[], Awaitable[datetime]]
 class Observed(Protocol):
     """A worker, as far as it is seen."""
 
-    def vitals(self) -> Vitals:
+    def vitals(self) -> WorkerStatus:
         """How it is, for any thread to ask."""
         ...
 
 
-class Observer:
+class TelemetryServer:
     """Watches one worker from `async with` on. With `serves` it listens on `metrics_address` and tells systemd.
 
     Raises `ConfigurationError` when the address cannot be had, and `MissingExtraError` without what it needs.
@@ -96,7 +96,7 @@ class Observer:
         server.start()
         self._server = server
         self._telemetry.report(
-            logging.INFO, Event.METRICS_SERVED, "metrics and probes are served", address=f"{host}:{server.port}"
+            logging.INFO, LogEvent.METRICS_SERVED, "metrics and probes are served", address=f"{host}:{server.port}"
         )
 
     def _start_exporter(self) -> None:
@@ -163,7 +163,7 @@ class Observer:
         try:
             now = await server_time()
         except (psycopg.Error, OSError) as error:
-            if not is_passing(error):
+            if not is_transient_error(error):
                 raise
             return
         # It may have waited for its turn behind a claim; then the answer says little.

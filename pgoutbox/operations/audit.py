@@ -51,7 +51,7 @@ _actor: ContextVar[Actor | None] = ContextVar("pgoutbox_actor", default=None)
 
 
 @contextlib.contextmanager
-def acting_as(actor: Actor) -> Iterator[None]:
+def as_actor(actor: Actor) -> Iterator[None]:
     """Put the acts of the `with` block down to this actor: those of its thread or asyncio task.
 
     with acting_as(Actor("ada", "cli")), connect(load_settings()) as connection:
@@ -64,7 +64,7 @@ def acting_as(actor: Actor) -> Iterator[None]:
         _actor.reset(token)
 
 
-class Act:
+class OperatorAction:
     """One act, which may take several batches. Without details the schema records its own."""
 
     def __init__(self, **details: JsonValue) -> None:

@@ -27,7 +27,7 @@ from pgoutbox.encryption import SEALED, is_sealed
 from pgoutbox.enqueue.generators import CancelResult
 from pgoutbox.errors import MessageNotFoundError, StateError
 from pgoutbox.message import State
-from pgoutbox.operations.audit import Act, Action
+from pgoutbox.operations.audit import Action, OperatorAction
 from pgoutbox.redaction import redact, redact_text
 
 _BATCH: Final = 500
@@ -438,7 +438,7 @@ def redrive(
     *,
     states: Collection[State] = _REDRIVABLE,
     attempt_counts: Sequence[int] | None = None,
-    act: Act | None = None,
+    act: OperatorAction | None = None,
 ) -> list[Redriven]:
     """Make failed and cancelled messages pending again, each with the budget of attempts that it was enqueued with.
 
@@ -446,7 +446,7 @@ def redrive(
     a cancelled one whose dedupe key a later message has; and with `attempt_counts`, one for each of the ids, for one
     that was attempted again. All in one transaction; the answers are ordered by id.
     """
-    act = act or Act()
+    act = act or OperatorAction()
     known = {} if attempt_counts is None else dict(zip(message_ids, attempt_counts, strict=True))
     parameters = {"ids": list(message_ids), "states": list(states), "attempt_counts": attempt_counts}
 
@@ -504,7 +504,7 @@ def redrive_matching(
     if not states.issubset(_REDRIVABLE):
         raise StateError(f"only failed and cancelled messages can be redriven, not {', '.join(sorted(states))}")
     which = replace(which, states=states)
-    act = Act(**which.given())
+    act = OperatorAction(**which.given())
     results: Counter[RedriveResult] = Counter()
     for found in _batches(connection, which, batch_size):
         answers = redrive(connection, list(found), states=states, attempt_counts=list(found.values()), act=act)
@@ -531,13 +531,13 @@ def _batches(
         after_id = max(found)
 
 
-def resend(connection: psycopg.Connection[TupleRow], message_id: int, *, act: Act | None = None) -> int:
+def resend(connection: psycopg.Connection[TupleRow], message_id: int, *, act: OperatorAction | None = None) -> int:
     """Enqueue a copy of a sent message, marked as `resend_of` it, and return the copy's id.
 
     Refused (`StateError`) for a message in another state and for one that a newer message of its key supersedes.
     """
 
-    act = act or Act()
+    act = act or OperatorAction()
 
     def copy() -> int:
         act.announce(connection)
@@ -570,7 +570,7 @@ def resend_matching(
     if not frozenset(which.states) <= {State.SENT}:
         raise StateError("only sent messages can be resent")
     which = replace(which, states=[State.SENT])
-    act = Act(**which.given())
+    act = OperatorAction(**which.given())
     resent = superseded = changed = 0
     for ids in _batches(connection, which, batch_size):
         for message_id in ids:
@@ -611,11 +611,11 @@ def cancel_each(
     message_ids: Collection[int],
     *,
     states: Collection[State] = _OWED,
-    act: Act | None = None,
+    act: OperatorAction | None = None,
 ) -> list[Cancelled]:
     """Cancel those that stand in one of `states`, all in one transaction; the answers are ordered by id."""
     parameters = {"ids": list(message_ids), "states": list(states)}
-    return _cancelled(connection, sql.CANCEL_EACH, parameters, act or Act())
+    return _cancelled(connection, sql.CANCEL_EACH, parameters, act or OperatorAction())
 
 
 def cancel_by_key(
@@ -630,12 +630,12 @@ def cancel_by_key(
     By the rule `pending`, cancel every pending message of the coalesce key and the one in flight, newest first.
     """
     parameters = {"topic": topic, "coalesce_key": coalesce_key, "dedupe_key": dedupe_key}
-    act = Act(topic=topic, coalesce_key=coalesce_key, dedupe_key=dedupe_key)
+    act = OperatorAction(topic=topic, coalesce_key=coalesce_key, dedupe_key=dedupe_key)
     return _cancelled(connection, sql.CANCEL_BY_KEY, parameters, act)
 
 
 def _cancelled(
-    connection: psycopg.Connection[TupleRow], statement: LiteralString, parameters: Parameters, act: Act
+    connection: psycopg.Connection[TupleRow], statement: LiteralString, parameters: Parameters, act: OperatorAction
 ) -> list[Cancelled]:
     def cancelled() -> list[Cancelled]:
         act.announce(connection)
@@ -658,7 +658,7 @@ def cancel_matching(
         others = ", ".join(sorted(states.difference(_OWED)))
         raise StateError(f"only pending and sending messages can be cancelled, not {others}")
     which = replace(which, states=states)
-    act = Act(**which.given())
+    act = OperatorAction(**which.given())
     results: Counter[CancelResult] = Counter()
     for ids in _batches(connection, which, batch_size):
         results.update(met.result for met in cancel_each(connection, list(ids), states=states, act=act))

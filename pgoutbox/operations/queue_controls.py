@@ -16,7 +16,7 @@ from pydantic import JsonValue
 
 from pgoutbox.database import sql
 from pgoutbox.database.operator_connection import fetch, transact
-from pgoutbox.operations.audit import Act
+from pgoutbox.operations.audit import OperatorAction
 
 _USUAL_BURST: Final = 5
 
@@ -69,14 +69,14 @@ def pause_queue(
     What is in flight goes on, and enqueue is not affected.
     """
     seconds = None if duration is None else duration.total_seconds()
-    act = Act(seconds=seconds)
+    act = OperatorAction(seconds=seconds)
     ((paused_at, resume_at, _),) = _control(connection, act, sql.PAUSE_QUEUE, {"queue": queue, "seconds": seconds})
     return paused_at, resume_at
 
 
 def resume_queue(connection: psycopg.Connection[TupleRow], queue: str) -> bool:
     """Allow claims again and wake a worker; False if the queue was not paused."""
-    return bool(_control(connection, Act(), sql.RESUME_QUEUE, {"queue": queue}))
+    return bool(_control(connection, OperatorAction(), sql.RESUME_QUEUE, {"queue": queue}))
 
 
 def limit_rate(
@@ -91,18 +91,21 @@ def limit_rate(
     if rate is not None:
         usual = min(rate.count, _USUAL_BURST)
         asked = {"count": rate.count, "seconds": rate.seconds, "burst": usual if burst is None else burst}
-    act = Act(rate="none" if rate is None else f"{rate.count}/{rate.seconds:g}s", burst=asked["burst"])
+    act = OperatorAction(rate="none" if rate is None else f"{rate.count}/{rate.seconds:g}s", burst=asked["burst"])
     _control(connection, act, sql.LIMIT_RATE, {"queue": queue, **asked})
 
 
 def limit_in_flight(connection: psycopg.Connection[TupleRow], queue: str, max_in_flight: int | None) -> None:
     """Let no more attempts of a queue be in flight at once, in the whole fleet; None takes the limit away."""
-    act = Act(max_in_flight="none" if max_in_flight is None else max_in_flight)
+    act = OperatorAction(max_in_flight="none" if max_in_flight is None else max_in_flight)
     _control(connection, act, sql.LIMIT_IN_FLIGHT, {"queue": queue, "max_in_flight": max_in_flight})
 
 
 def _control(
-    connection: psycopg.Connection[TupleRow], act: Act, statement: LiteralString, parameters: dict[str, object]
+    connection: psycopg.Connection[TupleRow],
+    act: OperatorAction,
+    statement: LiteralString,
+    parameters: dict[str, object],
 ) -> list[TupleRow]:
     def controlled() -> list[TupleRow]:
         act.announce(connection)

@@ -24,7 +24,7 @@ from pgoutbox.database import sql
 from pgoutbox.database.operator_connection import Progress, fetch, transact
 from pgoutbox.errors import ConfigurationError, PayloadError, StateError
 from pgoutbox.message import FINAL_STATES, State
-from pgoutbox.operations.audit import Act
+from pgoutbox.operations.audit import OperatorAction
 from pgoutbox.options import check_name
 
 PRUNED_BY_DEFAULT: Final = frozenset({State.SENT, State.SKIPPED, State.CANCELLED})
@@ -104,7 +104,7 @@ def prune(
     """
     parameters = _prune_parameters(older_than, states, topic) | {"limit": batch_size}
     deleted: Counter[State] = Counter()
-    act = Act(
+    act = OperatorAction(
         states=[state.value for state in sorted(states)],
         older_than_seconds=older_than.total_seconds(),
         topic=topic,
@@ -127,8 +127,10 @@ def prune_by_retention(
     stands. The dedupe keys of the messages are free again after that, unless the rule keeps nothing: then they go by
     the rule for `dedupe_key`. Any number of sessions may do it at once. Keys and contents without a message go last.
     """
-    act = Act()
-    turn = Turn(read_upkeep_facts(connection), Memory(), batch_size=batch_size, progress=progress, act=act)
+    act = OperatorAction()
+    turn = MaintenanceRun(
+        read_upkeep_facts(connection), PartitionCache(), batch_size=batch_size, progress=progress, act=act
+    )
     turn.take(connection)
     if turn.errors:
         raise turn.errors[0]
@@ -143,7 +145,7 @@ class Partition(NamedTuple):
     upper_at: datetime
 
 
-class UpkeepFacts(NamedTuple):
+class MaintenanceFacts(NamedTuple):
     """What a turn of upkeep starts from: the database's time, its partitions and its rules."""
 
     asked_at: datetime
@@ -153,7 +155,7 @@ class UpkeepFacts(NamedTuple):
     rules: Sequence[RetentionRule]
 
     @classmethod
-    def of_row(cls, row: TupleRow) -> UpkeepFacts:
+    def of_row(cls, row: TupleRow) -> MaintenanceFacts:
         """From the columns of `sql.UPKEEP_FACTS`."""
         asked_at, default_bytes, has_retired, names, lowers, uppers, topics, states, keeps = row
         keep_of = [None if seconds is None else timedelta(seconds=seconds) for seconds in keeps or ()]
@@ -175,10 +177,10 @@ class UpkeepFacts(NamedTuple):
         return covered_until < today + _DAYS_AHEAD
 
 
-def read_upkeep_facts(connection: psycopg.Connection[TupleRow]) -> UpkeepFacts:
+def read_upkeep_facts(connection: psycopg.Connection[TupleRow]) -> MaintenanceFacts:
     """The facts as they are now."""
     (row,) = fetch(connection, sql.UPKEEP_FACTS, {})
-    return UpkeepFacts.of_row(row)
+    return MaintenanceFacts.of_row(row)
 
 
 class KeyPass(NamedTuple):
@@ -189,7 +191,7 @@ class KeyPass(NamedTuple):
 
 
 @dataclass(slots=True)
-class Memory:
+class PartitionCache:
     """What turns found out about partitions, which is good for a day and for these rules.
 
     `kept_until` by the name of a partition whose time is over; `done_until` is the time up to which a rule has been
@@ -213,7 +215,7 @@ class Memory:
             self.began_at = time.monotonic()
 
 
-class Turn:
+class MaintenanceRun:
     """One turn of upkeep, from the facts to the end or until `is_over`, which is asked between two transactions.
 
     If the database's clock is more than a day ahead of this machine's, the turn deletes nothing: messages may look old
@@ -223,14 +225,14 @@ class Turn:
 
     def __init__(
         self,
-        facts: UpkeepFacts,
-        memory: Memory,
+        facts: MaintenanceFacts,
+        memory: PartitionCache,
         *,
         batch_size: int = _PRUNE_BATCH,
         is_over: Callable[[], bool] = lambda: False,
         pause: Callable[[float], object] = time.sleep,
         progress: Progress | None = None,
-        act: Act | None = None,
+        act: OperatorAction | None = None,
     ) -> None:
         self.errors: list[psycopg.Error | ConfigurationError] = []
         self._facts = facts
@@ -454,7 +456,7 @@ def _prune_messages(
     parameters: Mapping[str, object],
     deleted: Counter[State],
     progress: Progress | None,
-    act: Act | None,
+    act: OperatorAction | None,
     is_over: Callable[[], bool] = lambda: False,
 ) -> bool:
     """Delete batch by batch; whether to the end."""
@@ -533,7 +535,7 @@ def set_retention(connection: psycopg.Connection[TupleRow], topic: str, state: s
     if keep is not None and not timedelta() <= keep <= MAX_AGE:
         raise ConfigurationError(f"keep={keep}: must be from 0 to {MAX_AGE.days} days")
     seconds = None if keep is None else keep.total_seconds()
-    act = Act()
+    act = OperatorAction()
 
     def rule() -> None:
         act.announce(connection)
@@ -544,7 +546,7 @@ def set_retention(connection: psycopg.Connection[TupleRow], topic: str, state: s
 
 def unset_retention(connection: psycopg.Connection[TupleRow], topic: str, state: str) -> bool:
     """Take a rule back; False if there was none."""
-    act = Act()
+    act = OperatorAction()
 
     def unset() -> bool:
         act.announce(connection)

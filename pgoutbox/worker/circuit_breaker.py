@@ -23,7 +23,7 @@ import psycopg
 from pgoutbox.clock import elapsed_clock
 from pgoutbox.database.store import BreakerRow, Store
 from pgoutbox.message import Message, Outcome, Postponed, ReasonCode, Sent, Transient, Unavailable
-from pgoutbox.observability.events import Event, Telemetry
+from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.settings import Settings
 from pgoutbox.text import clean_text
 from pgoutbox.transports import Content, Transport, breaker_key, part_key, scheme_of
@@ -145,7 +145,7 @@ def _failure_of(circuit: _Circuit, outcome: Outcome) -> Transient | Unavailable 
             return None
 
 
-class Breakers:
+class CircuitBreakers:
     """The circuit breakers of one worker.
 
     With `alert_queue` the statement that opens or closes one also enqueues an announcement there. Each content that may
@@ -342,7 +342,7 @@ class Breakers:
         if row is not None and row.opened:
             self._telemetry.report(
                 logging.WARNING,
-                Event.BREAKER_OPENED,
+                LogEvent.BREAKER_OPENED,
                 "breaker opened",
                 breaker=key,
                 retry_seconds=row.retry_seconds,
@@ -395,7 +395,7 @@ class Breakers:
             return  # The probe counts as lost when its time is over.
         if open_seconds is not None:
             self._telemetry.report(
-                logging.INFO, Event.BREAKER_CLOSED, "breaker closed", breaker=key, open_seconds=open_seconds
+                logging.INFO, LogEvent.BREAKER_CLOSED, "breaker closed", breaker=key, open_seconds=open_seconds
             )
 
     async def _reopen(self, circuit: _Circuit, probe_id: str, error: str) -> None:
@@ -408,7 +408,7 @@ class Breakers:
             circuit.open(row)
             self._telemetry.report(
                 logging.INFO,
-                Event.BREAKER_REOPENED,
+                LogEvent.BREAKER_REOPENED,
                 "breaker stays open",
                 breaker=circuit.key,
                 retry_seconds=row.retry_seconds,
@@ -517,7 +517,7 @@ class Breakers:
         except (psycopg.Error, OSError) as error:
             self._telemetry.report(
                 logging.WARNING,
-                Event.BREAKER_UNKNOWN,
+                LogEvent.BREAKER_UNKNOWN,
                 "the shared breaker could not be asked",
                 reason=f"{type(error).__name__} {getattr(error, 'sqlstate', None) or ''}".rstrip(),
             )

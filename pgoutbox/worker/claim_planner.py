@@ -22,7 +22,7 @@ from typing import Final
 from pgoutbox.database.store import ClaimedRow, DueRow, Floor
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.worker.arrivals import Arrivals
-from pgoutbox.worker.crash_suspects import Suspects
+from pgoutbox.worker.crash_suspects import CrashSuspects
 
 FULL_CLAIM_SECONDS: Final = 0.25
 # A claim from the beginning may be slow; then it becomes less frequent, so that its share of the time stays small.
@@ -73,24 +73,24 @@ def parse_queues(values: Sequence[str]) -> tuple[QueueShare, ...]:
     return tuple(shares) or (QueueShare("default"),)
 
 
-class Queues:
+class QueueSchedule:
     """The queues of one worker, and their state in its memory. `now` is any monotonic clock."""
 
     def __init__(self, shares: Sequence[QueueShare], *, now: float) -> None:
         self._shares = tuple(shares)
         self.names = [share.name for share in shares]
         self._credits = {share.name: 0 for share in shares}
-        self._lanes = {share.name: Lanes(share.name) for share in shares}
+        self._lanes = {share.name: ClaimPlanner(share.name) for share in shares}
         self.looked_at = now  # When the last look at them began.
         self.arrivals = Arrivals()
 
     def __contains__(self, queue: str) -> bool:
         return queue in self._lanes
 
-    def __getitem__(self, queue: str) -> Lanes:
+    def __getitem__(self, queue: str) -> ClaimPlanner:
         return self._lanes[queue]
 
-    def in_turn(self) -> list[Lanes]:
+    def in_turn(self) -> list[ClaimPlanner]:
         """All of them, in the order in which the next look claims from them."""
         if self._shares[0].weight is None:
             return list(self._lanes.values())
@@ -166,7 +166,7 @@ class Cursor:
         self.is_waiting = len(rows) == limit
 
 
-class Lanes:
+class ClaimPlanner:
     """The lanes of one queue in one worker's memory. Times are seconds of a monotonic clock."""
 
     def __init__(self, queue: str) -> None:
@@ -176,7 +176,7 @@ class Lanes:
         self.has_ordered = True
         self.fresh = Cursor()
         self.retries = Cursor()
-        self.suspects = Suspects()
+        self.suspects = CrashSuspects()
         self.after_key = ""  # The last ordering key that was read.
         self._round_began_after: str | None = None
         self._round_has_wrapped = False

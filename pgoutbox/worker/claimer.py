@@ -23,9 +23,9 @@ from pgoutbox.clock import elapsed_clock
 from pgoutbox.database.store import ClaimedRow, ClaimRefusedError, LapsedOptions, Store
 from pgoutbox.database.worker_connection import is_lost_key, is_of_a_row, is_refusal
 from pgoutbox.message import State
-from pgoutbox.observability.events import Event, Telemetry
-from pgoutbox.worker.claim_planner import Cursor, Lane, Lanes, Queues
-from pgoutbox.worker.reconnect import Outage
+from pgoutbox.observability.events import LogEvent, Telemetry
+from pgoutbox.worker.claim_planner import ClaimPlanner, Cursor, Lane, QueueSchedule
+from pgoutbox.worker.reconnect import Reconnector
 from pgoutbox.worker.server_clock import ServerClock
 from pgoutbox.worker.set_aside import SetAside
 from pgoutbox.worker.unanswered_claims import UnansweredClaims
@@ -40,14 +40,14 @@ _LONG_AGO_SECONDS: Final = 1e9
 _SENDING: Final = State.SENDING  # Looking up an enum member costs more than a comparison.
 
 
-class Claims:
+class Claimer:
     """Claims for one worker. `held` and `suspects` are the attempts in flight, which the worker adds and removes."""
 
     def __init__(
         self,
         store: Store,
-        queues: Queues,
-        outage: Outage,
+        queues: QueueSchedule,
+        outage: Reconnector,
         *,
         topics: Sequence[str],
         hold_topics: Sequence[str],
@@ -116,12 +116,12 @@ class Claims:
                     self._queues.names, self._held, after=span.after, before=span.before
                 )
             except (psycopg.Error, OSError) as error:
-                await self._outage.endure(error)
+                await self._outage.retry_or_raise(error)
                 return False
             self._unanswered.note_looked(span, now)
             if count:
                 self._telemetry.report(
-                    logging.WARNING, Event.CLAIM_LOST, "claim whose answer was lost, released", released_count=count
+                    logging.WARNING, LogEvent.CLAIM_LOST, "claim whose answer was lost, released", released_count=count
                 )
         return True
 
@@ -185,12 +185,12 @@ class Claims:
                 self._elsewhere_due_at = elapsed_clock() + _ELSEWHERE_SECONDS
                 self._telemetry.report(
                     logging.ERROR,
-                    Event.CLAIM_REFUSED,
+                    LogEvent.CLAIM_REFUSED,
                     "the database refuses to end superseded messages of other queues; they are tried again later",
                     reason=getattr(error, "sqlstate", None),
                 )
                 return True
-            await self._outage.endure(error)
+            await self._outage.retry_or_raise(error)
             return False
         return True
 
@@ -199,12 +199,12 @@ class Claims:
         if stepped is not None:
             self._telemetry.report(
                 logging.WARNING,
-                Event.SERVER_CLOCK_STEPPED,
+                LogEvent.SERVER_CLOCK_STEPPED,
                 "server clock stepped forward, lapsed leases left alone for a lease",
                 seconds=round(stepped),
             )
 
-    async def _claim(self, lanes: Lanes, room: int, *, from_beginning: bool, fresh_only: bool) -> int | None:
+    async def _claim(self, lanes: ClaimPlanner, room: int, *, from_beginning: bool, fresh_only: bool) -> int | None:
         """Claim from the lanes of one queue in their order."""
         found = 0
         lapsed_began_at = elapsed_clock()
@@ -232,14 +232,14 @@ class Claims:
             found += count
         return found
 
-    async def _claim_fresh(self, lanes: Lanes, room: int, *, from_beginning: bool) -> int | None:
+    async def _claim_fresh(self, lanes: ClaimPlanner, room: int, *, from_beginning: bool) -> int | None:
         """Claim fresh messages, and only the new ones if all others have been seen."""
         floor_id = self._queues.arrivals.floor_id
         if from_beginning and floor_id is not None and lanes.is_for_new_alone(elapsed_clock()):
             return await self._claim_new(lanes, room, floor_id)
         return await self._claim_due(lanes, lanes.fresh, room, from_beginning=from_beginning)
 
-    async def _claim_new(self, lanes: Lanes, room: int, floor_id: int) -> int | None:
+    async def _claim_new(self, lanes: ClaimPlanner, room: int, floor_id: int) -> int | None:
         began_at = elapsed_clock()
         kind = f"{lanes.queue} fresh"
         total = self._set_aside.within(kind, room)
@@ -263,7 +263,7 @@ class Claims:
         await self._hand_over(rows, began_at)
         return len(rows)
 
-    async def _claim_due(self, lanes: Lanes, cursor: Cursor, room: int, *, from_beginning: bool) -> int | None:
+    async def _claim_due(self, lanes: ClaimPlanner, cursor: Cursor, room: int, *, from_beginning: bool) -> int | None:
         """Claim fresh messages or retries."""
         began_at = elapsed_clock()
         is_retries = cursor is lanes.retries
@@ -295,7 +295,7 @@ class Claims:
         await self._hand_over(rows, began_at)
         return len(rows)
 
-    async def _end_lapsed(self, lanes: Lanes, room: int) -> int | None:
+    async def _end_lapsed(self, lanes: ClaimPlanner, room: int) -> int | None:
         """End lapsed attempts whose message is not tried again."""
         began_at = elapsed_clock()
         kind = f"{lanes.queue} ending"
@@ -309,7 +309,7 @@ class Claims:
         await self._hand_over(rows, began_at)
         return len(rows)
 
-    async def _claim_lapsed(self, lanes: Lanes, room: int) -> int | None:
+    async def _claim_lapsed(self, lanes: ClaimPlanner, room: int) -> int | None:
         """Take over some of the other lapsed attempts."""
         began_at = elapsed_clock()
         kind = f"{lanes.queue} lapsed"
@@ -358,7 +358,7 @@ class Claims:
         try:
             marked = await self._store.mark_superseded(rows)
         except (psycopg.Error, OSError) as error:
-            await self._outage.endure(error)
+            await self._outage.retry_or_raise(error)
             return None
         self._measure(queue, marked)
         return marked
@@ -368,7 +368,7 @@ class Claims:
             await self._take_over(rows, began_at)
         self._unanswered.end(_time_of(rows))
 
-    async def _claim_ordered(self, lanes: Lanes, room: int, *, complete: bool) -> int | None:
+    async def _claim_ordered(self, lanes: ClaimPlanner, room: int, *, complete: bool) -> int | None:
         """Claim from the next page of ordering keys. A complete look has more ahead until it went round all keys."""
         kind = f"{lanes.queue} ordered"
         room = self._set_aside.within(kind, room)
@@ -418,7 +418,7 @@ class Claims:
             if isinstance(error, ClaimRefusedError):
                 self._set_aside.add(error.message_ids, queue, error.sqlstate or "", elapsed_clock())
         else:
-            await self._outage.endure(error)
+            await self._outage.retry_or_raise(error)
 
     def _measure(self, queue: str, rows: Sequence[ClaimedRow]) -> None:
         if (measures := self._telemetry.measures) is not None:

@@ -12,7 +12,7 @@ MAX_SUSPECTS: Final = 32
 _GROUPED_SUSPECTS: Final = 8 * MAX_SUSPECTS
 
 
-class Suspects:
+class CrashSuspects:
     """The pace at which one worker takes over the suspects of one queue.
 
     When none is in flight, the oldest suspect is claimed alone. Then suspects that can afford a loss are claimed in a

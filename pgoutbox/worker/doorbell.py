@@ -25,8 +25,8 @@ from psycopg.rows import TupleRow
 
 from pgoutbox.database import sql
 from pgoutbox.database.connections import deadline
-from pgoutbox.database.worker_connection import connect, is_out_of_reach, keeps_session, prepare_session
-from pgoutbox.observability.events import Event, Telemetry
+from pgoutbox.database.worker_connection import connect, is_unreachable, keeps_session, prepare_session
+from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.settings import Settings
 
 CHANNEL = "pgoutbox"
@@ -146,7 +146,7 @@ class Doorbell:
         try:
             await self._connect()
         except (psycopg.Error, OSError) as error:
-            if not await is_out_of_reach(error, self._dsn, self._settings):
+            if not await is_unreachable(error, self._dsn, self._settings):
                 raise
             self._lose(error)
         if not self._has_no_session:
@@ -297,7 +297,7 @@ class Doorbell:
         self._stop_reading()
         if not self._lost.is_set():
             self._telemetry.report(
-                logging.WARNING, Event.LISTENER_LOST, "listener lost, working by sweep", reason=type(error).__name__
+                logging.WARNING, LogEvent.LISTENER_LOST, "listener lost, working by sweep", reason=type(error).__name__
             )
         self._lost.set()
         self._on_ring(None)
@@ -356,7 +356,7 @@ class Doorbell:
             self._is_pooled = True
             self._telemetry.report(
                 logging.WARNING,
-                Event.LISTENER_POOLED,
+                LogEvent.LISTENER_POOLED,
                 "a pooler stands between the listener and PostgreSQL: name a direct connection in PGOUTBOX_LISTEN_DSN "
                 "or set PGOUTBOX_LISTEN=false",
                 polls=self._has_no_session,
@@ -417,12 +417,14 @@ class Doorbell:
             if is_filling:
                 self._telemetry.report(
                     logging.WARNING,
-                    Event.NOTIFY_QUEUE_FILLING,
+                    LogEvent.NOTIFY_QUEUE_FILLING,
                     "the server's notification queue is filling up: a session that listens stays in a transaction",
                     usage=round(usage, 3),
                 )
             else:
-                self._telemetry.report(logging.INFO, Event.NOTIFY_QUEUE_DRAINED, "the notification queue has drained")
+                self._telemetry.report(
+                    logging.INFO, LogEvent.NOTIFY_QUEUE_DRAINED, "the notification queue has drained"
+                )
 
     async def _reconnect(self) -> None:
         async with self._turn:
@@ -438,7 +440,7 @@ class Doorbell:
             else:
                 break
         if not self._has_no_session:
-            self._telemetry.report(logging.INFO, Event.LISTENER_BACK, "listener back")
+            self._telemetry.report(logging.INFO, LogEvent.LISTENER_BACK, "listener back")
         # Messages committed in between woke no worker.
         self._on_ring(None)
 

@@ -20,18 +20,18 @@ from pgoutbox.database.store import Store
 from pgoutbox.errors import LeaseLostError
 from pgoutbox.handlers import Middleware
 from pgoutbox.message import Message, Outcome, Sent, Transient
-from pgoutbox.observability.events import Event, Telemetry
+from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.observability.tracing import Tracing
 from pgoutbox.settings import Settings
 from pgoutbox.text import describe
 from pgoutbox.transports import Content, Transport, breaker_key, scheme_of
-from pgoutbox.worker.circuit_breaker import Breakers
+from pgoutbox.worker.circuit_breaker import CircuitBreakers
 from pgoutbox.worker.dispatcher import Dispatcher, Send, outcome_of_error, send_by
-from pgoutbox.worker.results import RELEASED, AlreadyFinished, Attempt, Ending, Runner, Work
+from pgoutbox.worker.results import RELEASED, AlreadyFinished, Attempt, AttemptResult, Runner, Work
 from pgoutbox.worker.transactional import Transactions
 
 
-class Attempts:
+class AttemptExecutor:
     """Runs the attempts of one worker, and closes what they opened, the transports too.
 
     `middleware` runs around each call of a handler, the first one outermost. A breaker that opens enqueues its alert in
@@ -47,7 +47,7 @@ class Attempts:
         *,
         middleware: Sequence[Middleware],
         alert_queue: str | None,
-        collect: Callable[[Attempt, Ending], None],
+        collect: Callable[[Attempt, AttemptResult], None],
     ) -> None:
         self._transports = transports
         self._collect = collect
@@ -60,7 +60,7 @@ class Attempts:
             self._run = partial(_run_traced, tracing, call_next=self._run)
             send = partial(_send_traced, tracing)
         self._threads = ThreadPoolExecutor(settings.concurrency, thread_name_prefix="pgoutbox-handler")
-        self.breakers = Breakers(store, transports, settings, telemetry, alert_queue=alert_queue, hand_over=send)
+        self.breakers = CircuitBreakers(store, transports, settings, telemetry, alert_queue=alert_queue, hand_over=send)
         self._dispatcher = Dispatcher(
             transports,
             self._threads,
@@ -70,7 +70,7 @@ class Attempts:
         )
         self._transactions = Transactions(settings, store, self._dispatcher, self._threads)
 
-    def run(self, work: Work) -> Awaitable[Sequence[Ending]]:
+    def run(self, work: Work) -> Awaitable[Sequence[AttemptResult]]:
         """One attempt for each message of the work; their endings, in its order."""
         now = elapsed_clock()
         lapsing_at = now - self._stale_seconds
@@ -87,9 +87,9 @@ class Attempts:
             await transport.aclose()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _run_if_still_to_be_sent(self, work: Work) -> Sequence[Ending]:
+    async def _run_if_still_to_be_sent(self, work: Work) -> Sequence[AttemptResult]:
         """The process was suspended between the claim and now, or had too much to do: ask before anything is sent."""
-        early: dict[Attempt, Ending] = {}
+        early: dict[Attempt, AttemptResult] = {}
         now = elapsed_clock()
         for attempt in work:
             if attempt.expiring_at <= now:
@@ -103,7 +103,7 @@ class Attempts:
                 early[attempt] = RELEASED
         return await self._run_rest(work, early, self._run_admitted)
 
-    async def _run_admitted(self, work: Work) -> Sequence[Ending]:
+    async def _run_admitted(self, work: Work) -> Sequence[AttemptResult]:
         """Run the attempts whose circuit breaker lets them pass."""
         refusals = {a: refusal for a in work if (refusal := await self.breakers.refusal(a.message)) is not None}
         try:
@@ -113,7 +113,9 @@ class Attempts:
                 if attempt not in refusals:
                     self.breakers.let_go(attempt.message)
 
-    async def _run_rest(self, work: Work, early: Mapping[Attempt, Ending], run: Runner) -> Sequence[Ending]:
+    async def _run_rest(
+        self, work: Work, early: Mapping[Attempt, AttemptResult], run: Runner
+    ) -> Sequence[AttemptResult]:
         """Run the attempts without an early ending. The early endings do not wait for the others of the batch."""
         for attempt, ending in early.items():
             attempt.done = True
@@ -122,7 +124,7 @@ class Attempts:
         endings = iter(await run(rest) if rest else ())
         return [early[attempt] if attempt in early else next(endings) for attempt in work]
 
-    def _run_handler(self, work: Work) -> Awaitable[Sequence[Ending]]:
+    def _run_handler(self, work: Work) -> Awaitable[Sequence[AttemptResult]]:
         handler = work[0].handler
         if handler.max_batch is not None:
             return self._dispatcher.run_batch(work)
@@ -131,9 +133,11 @@ class Attempts:
         return self._dispatcher.run(work)
 
 
-async def _run_through(middleware: Middleware, telemetry: Telemetry, work: Work, call_next: Runner) -> Sequence[Ending]:
+async def _run_through(
+    middleware: Middleware, telemetry: Telemetry, work: Work, call_next: Runner
+) -> Sequence[AttemptResult]:
     """Run the application's middleware around the attempts."""
-    endings: Sequence[Ending] | None = None
+    endings: Sequence[AttemptResult] | None = None
 
     async def run() -> Sequence[Outcome]:
         nonlocal endings
@@ -161,7 +165,7 @@ async def _run_through(middleware: Middleware, telemetry: Telemetry, work: Work,
     # The messages may have been sent, so their outcomes stand.
     telemetry.report(
         logging.ERROR,
-        Event.MIDDLEWARE_FAILED,
+        LogEvent.MIDDLEWARE_FAILED,
         "a middleware failed after its attempt; the outcome stands",
         topic=work[0].message.topic,
         reason=problem,
@@ -177,7 +181,7 @@ def _problem_with(outcomes: object, count: int) -> str | None:
     return None if wrong is None else f"must return outcomes, not {type(wrong).__name__}"
 
 
-async def _run_traced(tracing: Tracing, work: Work, call_next: Runner) -> Sequence[Ending]:
+async def _run_traced(tracing: Tracing, work: Work, call_next: Runner) -> Sequence[AttemptResult]:
     return await tracing.attempt([attempt.message for attempt in work], lambda: call_next(work))
 
 

@@ -19,9 +19,9 @@ import psycopg
 
 from pgoutbox.clock import elapsed_clock
 from pgoutbox.database.store import HeldRow, renew, watch
-from pgoutbox.database.worker_connection import Link, is_passing
+from pgoutbox.database.worker_connection import WorkerConnection, is_transient_error
 from pgoutbox.errors import LeaseLostError, PgOutboxError
-from pgoutbox.observability.events import Event, Telemetry
+from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.settings import Settings
 from pgoutbox.text import describe
 from pgoutbox.worker.results import Attempt
@@ -43,7 +43,7 @@ class LeaseKeeper:
         *,
         worker: str,
         on_tick: Callable[[], None],
-        spare: Link | None = None,
+        spare: WorkerConnection | None = None,
     ) -> None:
         self._on_tick = on_tick
         self._worker = worker
@@ -51,7 +51,7 @@ class LeaseKeeper:
         self._settings = settings
         self._held = held
         self._telemetry = telemetry
-        self._link = Link(settings.require_dsn(), settings, purpose="ensure lease", spare=spare)
+        self._link = WorkerConnection(settings.require_dsn(), settings, purpose="ensure lease", spare=spare)
         self._stopping = threading.Event()
         self._stopped: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -120,7 +120,7 @@ class LeaseKeeper:
 
     async def _keep(self) -> None:
         settings = self._settings
-        link = Link(settings.require_dsn(), settings, purpose="lease", spare=self._spare)
+        link = WorkerConnection(settings.require_dsn(), settings, purpose="lease", spare=self._spare)
         tick = min(_WATCH_SECONDS, settings.renew_interval_seconds / 2)
         failing = False
         pause = tick
@@ -139,15 +139,15 @@ class LeaseKeeper:
             except Exception as error:  # noqa: BLE001 - leases that lapse unnoticed are worse than any error
                 if not failing:
                     self._telemetry.report(
-                        logging.WARNING, Event.LEASE_KEEPER_FAILED, "leases not renewed", reason=type(error).__name__
+                        logging.WARNING, LogEvent.LEASE_KEEPER_FAILED, "leases not renewed", reason=type(error).__name__
                     )
                 failing = True
                 pause = tick * (0.5 + random.random())
-                if not is_passing(error):
+                if not is_transient_error(error):
                     await link.close()
         await link.close()
 
-    async def _keep_once(self, link: Link) -> None:
+    async def _keep_once(self, link: WorkerConnection) -> None:
         now = elapsed_clock()
         renewable = []
         watchable = []
@@ -169,7 +169,7 @@ class LeaseKeeper:
         if refusal is not None:
             raise refusal
 
-    async def _renew(self, link: Link, attempts: list[Attempt]) -> psycopg.Error | None:
+    async def _renew(self, link: WorkerConnection, attempts: list[Attempt]) -> psycopg.Error | None:
         """Renew these leases, and return the error of a refused one: it does not affect other leases."""
         asked_at = elapsed_clock()
         try:
@@ -177,7 +177,7 @@ class LeaseKeeper:
                 link, *_ids_and_counts(attempts), worker=self._worker, lease_seconds=self._settings.lease_seconds
             )
         except psycopg.Error as error:
-            if is_passing(error):
+            if is_transient_error(error):
                 raise
             if len(attempts) == 1:
                 return error
@@ -205,7 +205,7 @@ class LeaseKeeper:
             attempt.overtaken = reason
             self._telemetry.report(
                 logging.INFO,
-                Event.ATTEMPT_OVERTAKEN,
+                LogEvent.ATTEMPT_OVERTAKEN,
                 "attempt in flight overtaken",
                 message_id=attempt.message.id,
                 attempt_count=attempt.attempt_count,

@@ -20,10 +20,10 @@ from pgoutbox.database.store import ClaimedRow, Store
 from pgoutbox.encryption import Identity, Keyring, is_sealed, unseal
 from pgoutbox.handlers import Handler
 from pgoutbox.message import Permanent, State, Transient, new_message
-from pgoutbox.observability.events import Event, Telemetry
+from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.text import describe
-from pgoutbox.worker.reconnect import Outage
-from pgoutbox.worker.results import RELEASED, Attempt, Ending, Work
+from pgoutbox.worker.reconnect import Reconnector
+from pgoutbox.worker.results import RELEASED, Attempt, AttemptResult, Work
 
 _SENDING: Final = State.SENDING  # Looking up an enum member costs more than a comparison.
 _KEPT_CONTENTS: Final = 16
@@ -31,14 +31,14 @@ _EMPTY_HEADERS: Final[Mapping[str, str]] = {}
 _Content = JsonValue | Permanent | Transient  # The shared content of a fan-out, or the outcome if it cannot be read.
 
 
-class Taken(NamedTuple):
+class LoadedBatch(NamedTuple):
     """The result for the rows of one claim: each is in one of `works`, `endings` and `ended`.
 
     A row whose message is already in flight is in none of them.
     """
 
     works: list[Work]
-    endings: list[tuple[Attempt, Ending]]
+    endings: list[tuple[Attempt, AttemptResult]]
     """Attempts that end before they begin."""
     ended: list[ClaimedRow]
     """Messages that the claim itself has ended."""
@@ -46,7 +46,7 @@ class Taken(NamedTuple):
     """The attempts in flight whose previous attempt was lost."""
 
 
-class Intake:
+class Loader:
     """Takes claimed rows over for one worker, and puts their attempts into `held`."""
 
     def __init__(
@@ -54,7 +54,7 @@ class Intake:
         store: Store,
         handlers: Mapping[str, Handler],
         held: MutableMapping[int, Attempt],
-        outage: Outage,
+        outage: Reconnector,
         *,
         keyring: Keyring | None,
         ensure_lease: Callable[[Attempt], Awaitable[None]],
@@ -69,11 +69,11 @@ class Intake:
         self._telemetry = telemetry
         self._contents: dict[int, _Content] = {}
 
-    async def take(self, rows: Sequence[ClaimedRow], leased_at: float) -> Taken:
+    async def take(self, rows: Sequence[ClaimedRow], leased_at: float) -> LoadedBatch:
         """Take over the rows of one claim. `leased_at` is the start of that claim, on `elapsed_clock`."""
         contents = await self._contents_of(rows)
         works: list[Work] = []
-        endings: list[tuple[Attempt, Ending]] = []
+        endings: list[tuple[Attempt, AttemptResult]] = []
         ended = []
         suspects = []
         batches: dict[str, list[Attempt]] = {}
@@ -102,14 +102,14 @@ class Intake:
         for attempts in batches.values():
             size = attempts[0].handler.max_batch or 1
             works.extend(attempts[start : start + size] for start in range(0, len(attempts), size))
-        self._telemetry.count(Event.CLAIMED, len(rows) - len(ended))
-        return Taken(works, endings, ended, suspects)
+        self._telemetry.count(LogEvent.CLAIMED, len(rows) - len(ended))
+        return LoadedBatch(works, endings, ended, suspects)
 
     def _accept(
         self, row: ClaimedRow, contents: Mapping[int, _Content] | None, leased_at: float
-    ) -> tuple[Attempt, Ending | None]:
+    ) -> tuple[Attempt, AttemptResult | None]:
         """The attempt that a row begins, and its ending if it must end before it begins."""
-        ending: Ending | None = None
+        ending: AttemptResult | None = None
         content: JsonValue = None
         if row.content_id is not None:
             content, ending = _find_content(row.content_id, contents)
@@ -139,7 +139,7 @@ class Intake:
     def _report_lost(self, row: ClaimedRow) -> None:
         self._telemetry.report(
             logging.WARNING,
-            Event.LEASE_EXPIRED,
+            LogEvent.LEASE_EXPIRED,
             "lease expired, trying again",
             message_id=row.id,
             topic=row.topic,
@@ -159,7 +159,7 @@ class Intake:
             try:
                 found = await self._store.contents(missing)
             except (psycopg.Error, OSError) as error:
-                await self._outage.endure(error)
+                await self._outage.retry_or_raise(error)
                 return None
             contents.update((n, _read_content(text, topics[n], self._keyring)) for n, text in found.items())
             # The messages of a fan-out are claimed together, so the last contents are likely to be needed next.
@@ -180,7 +180,7 @@ def _goes_on(in_flight: Attempt, row: ClaimedRow, leased_at: float) -> bool:
     return True
 
 
-def _find_content(content_id: int, contents: Mapping[int, _Content] | None) -> tuple[JsonValue, Ending | None]:
+def _find_content(content_id: int, contents: Mapping[int, _Content] | None) -> tuple[JsonValue, AttemptResult | None]:
     """The content of a fan-out, or the outcome if it is missing."""
     if contents is None:
         return None, RELEASED

@@ -22,9 +22,9 @@ from psycopg.rows import TupleRow
 
 from pgoutbox.database import operator_connection
 from pgoutbox.database.store import Store
-from pgoutbox.database.worker_connection import is_passing
-from pgoutbox.observability.events import Event, Telemetry
-from pgoutbox.operations.retention import Memory, Turn, UpkeepFacts
+from pgoutbox.database.worker_connection import is_transient_error
+from pgoutbox.observability.events import LogEvent, Telemetry
+from pgoutbox.operations.retention import MaintenanceFacts, MaintenanceRun, PartitionCache
 from pgoutbox.settings import Settings
 
 _FIRST_WITHIN_SECONDS: Final = 60.0
@@ -35,7 +35,7 @@ _EARLY: Final = 0.8
 _JITTER: Final = 0.1
 
 
-class Upkeep:
+class Maintenance:
     """Takes this worker's turns while it is entered. Does nothing where the interval is 0."""
 
     def __init__(self, settings: Settings, store: Store, telemetry: Telemetry) -> None:
@@ -43,7 +43,7 @@ class Upkeep:
         self._store = store
         self._telemetry = telemetry
         self._interval_seconds = settings.maintenance_interval_seconds
-        self._memory = Memory()
+        self._memory = PartitionCache()
         self._trouble: str | None = None
         self._stopping = threading.Event()
         self._connection: psycopg.Connection[TupleRow] | None = None
@@ -84,20 +84,20 @@ class Upkeep:
             # A little less than the interval, so that whoever asks once in each has it in each.
             row = await self._store.begin_upkeep_if_due(interval_seconds=self._interval_seconds * _EARLY)
         except Exception as error:  # noqa: BLE001 - nothing that goes wrong here ends the worker
-            if not is_passing(error):  # What passes is told by the worker, whose connection it is.
+            if not is_transient_error(error):  # What passes is told by the worker, whose connection it is.
                 self._report_trouble(error)
             return False
         if row is None:
             return False
         try:
-            await self._take(UpkeepFacts.of_row(row))
+            await self._take(MaintenanceFacts.of_row(row))
         except Exception as error:  # noqa: BLE001 - nothing that goes wrong here ends the worker
             self._report_trouble(error)
         return True
 
-    async def _take(self, facts: UpkeepFacts) -> None:
+    async def _take(self, facts: MaintenanceFacts) -> None:
         deadline = time.monotonic() + min(_TURN_SECONDS, self._interval_seconds)
-        turn = Turn(
+        turn = MaintenanceRun(
             facts,
             self._memory,
             batch_size=_BATCH,
@@ -117,10 +117,10 @@ class Upkeep:
             self._report_trouble(turn.errors[0])
         elif self._trouble is not None:
             self._trouble = None
-            self._telemetry.report(logging.INFO, Event.UPKEEP_BACK, "upkeep works again")
+            self._telemetry.report(logging.INFO, LogEvent.UPKEEP_BACK, "upkeep works again")
         self._report(turn)
 
-    def _work(self, turn: Turn, taking: Future[Exception | None]) -> None:
+    def _work(self, turn: MaintenanceRun, taking: Future[Exception | None]) -> None:
         """In the thread."""
         try:
             with operator_connection.connect(self._settings, purpose="upkeep") as connection:
@@ -144,12 +144,12 @@ class Upkeep:
                 # In a thread: a server behind a dead network keeps who asks it waiting.
                 await asyncio.to_thread(connection.cancel_safe, timeout=_STOP_SECONDS)
 
-    def _report(self, turn: Turn) -> None:
+    def _report(self, turn: MaintenanceRun) -> None:
         totals = turn.totals
         if totals.total or totals.partitions_made or totals.partitions_dropped or totals.coalesce_keys:
             self._telemetry.report(
                 logging.INFO,
-                Event.UPKEEP_DONE,
+                LogEvent.UPKEEP_DONE,
                 "upkeep done",
                 deleted_count=totals.total,
                 partitions_made=totals.partitions_made,
@@ -165,5 +165,5 @@ class Upkeep:
             self._trouble = reason
             hint = error.diag.message_primary if isinstance(error, psycopg.Error) else str(error)
             self._telemetry.report(
-                logging.WARNING, Event.UPKEEP_FAILED, "upkeep failed, trying again", reason=reason, detail=hint
+                logging.WARNING, LogEvent.UPKEEP_FAILED, "upkeep failed, trying again", reason=reason, detail=hint
             )

@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from pgoutbox.message import Transient
-from pgoutbox.observability.events import Event, Telemetry
+from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.observability.measures import Attempted
 from pgoutbox.text import describe
-from pgoutbox.worker.results import ABANDONED, RELEASED, STOPPED, Attempt, Ending, Runner, Work, watch_thread
+from pgoutbox.worker.results import ABANDONED, RELEASED, STOPPED, Attempt, AttemptResult, Runner, Work, watch_thread
 
 # How long attempts that end at once may follow each other before they yield to the event loop.
 _TURN_SECONDS = 0.005
@@ -63,7 +63,7 @@ class _Slot:
         self.thread = thread
 
 
-class Slots:
+class AttemptPool:
     """Up to `concurrency` attempts at once, in the order in which they were put in."""
 
     def __init__(
@@ -73,7 +73,7 @@ class Slots:
         concurrency: int,
         default_timeout_seconds: float | None,
         overtime_seconds: float,
-        on_outcome: Callable[[Attempt, Ending], None],
+        on_outcome: Callable[[Attempt, AttemptResult], None],
         on_free: Callable[[], None],
         telemetry: Telemetry,
     ) -> None:
@@ -245,18 +245,18 @@ class Slots:
         if slot.is_overdue:
             await self._outlive(slot, work)
 
-    def _end_running(self, slot: _Slot, ending: Ending) -> None:
+    def _end_running(self, slot: _Slot, ending: AttemptResult) -> None:
         work, slot.work = slot.work, ()
         self._running_count -= len(work)
         for attempt in work:
             self._end(attempt, ending)
 
-    def _end(self, attempt: Attempt, ending: Ending) -> None:
+    def _end(self, attempt: Attempt, ending: AttemptResult) -> None:
         if not attempt.done:
             attempt.done = True
             self._on_outcome(attempt, ending)
 
-    def _timed_out(self, work: Work) -> Ending:
+    def _timed_out(self, work: Work) -> AttemptResult:
         timeout = work[0].handler.timeout_seconds or self._default_timeout_seconds
         return Transient(f"timed out after {timeout:g} s, outcome unknown", unknown=True)
 
@@ -279,7 +279,7 @@ class Slots:
     def _abandon(self, slot: _Slot, work: Work) -> None:
         slot.is_abandoned = True
         self._outlived_count += 1
-        self._report(logging.ERROR, Event.ATTEMPT_ABANDONED, "attempt timed out, its handler runs on", work)
+        self._report(logging.ERROR, LogEvent.ATTEMPT_ABANDONED, "attempt timed out, its handler runs on", work)
         if self.capacity == 0:
             self.give_back()
 
@@ -314,7 +314,7 @@ class Slots:
         elif slot.runs_in_thread and not slot.is_overdue:
             slot.is_overdue = True
             self._report(
-                logging.WARNING, Event.ATTEMPT_OVERDUE, "handler runs on in its thread after its timeout", work
+                logging.WARNING, LogEvent.ATTEMPT_OVERDUE, "handler runs on in its thread after its timeout", work
             )
         elif slot.runs_in_thread and was_away and not slot.has_overtime_again:
             slot.has_overtime_again = True
@@ -325,7 +325,7 @@ class Slots:
             self._end_running(slot, self._timed_out(work))  # The handler ignores its cancellation.
             self._abandon(slot, work)
 
-    def _report(self, level: int, event: Event, text: str, work: Work) -> None:
+    def _report(self, level: int, event: LogEvent, text: str, work: Work) -> None:
         for attempt in work:
             message = attempt.message
             self._telemetry.report(

@@ -14,8 +14,8 @@ from typing import Final
 import psycopg
 
 from pgoutbox.database.server import missing_object
-from pgoutbox.database.worker_connection import is_passing
-from pgoutbox.observability.events import Event, Telemetry
+from pgoutbox.database.worker_connection import is_transient_error
+from pgoutbox.observability.events import LogEvent, Telemetry
 
 _FIRST_PAUSE_SECONDS: Final = 0.05
 _MAX_PAUSE_SECONDS: Final = 5.0
@@ -31,7 +31,7 @@ _MISSING: Final = (
 )
 
 
-class Outage:
+class Reconnector:
     """Whether the database answers, according to the statements of one worker."""
 
     def __init__(self, telemetry: Telemetry, *, stopping: asyncio.Event) -> None:
@@ -40,18 +40,21 @@ class Outage:
         self._pause = _FIRST_PAUSE_SECONDS
         self.is_on = False
 
-    async def endure(self, error: BaseException) -> None:
+    async def retry_or_raise(self, error: BaseException) -> None:
         """Pause after a passing error of the database, but not beyond `stopping`; raise a lasting one."""
         if isinstance(error, _LOST_RACES):
             return  # Two claims conflicted at one row; the next claim sees the result.
-        if not is_passing(error):
+        if not is_transient_error(error):
             lacking = missing_object(str(error).partition("\n")[0]) if isinstance(error, _MISSING) else None
             raise lacking or error from (error if lacking else None)
         if not self.is_on:
             self.is_on = True
             self._pause = _FIRST_PAUSE_SECONDS
             self._telemetry.report(
-                logging.WARNING, Event.DATABASE_LOST, "database does not answer, trying again", reason=_name_of(error)
+                logging.WARNING,
+                LogEvent.DATABASE_LOST,
+                "the database does not answer",
+                reason=_name_of(error),
             )
         # Rings, which are frequent while the database restarts, do not shorten the pause.
         with contextlib.suppress(TimeoutError):
@@ -63,7 +66,7 @@ class Outage:
         """The database has answered."""
         if self.is_on:
             self.is_on = False
-            self._telemetry.report(logging.INFO, Event.DATABASE_BACK, "database answers again")
+            self._telemetry.report(logging.INFO, LogEvent.DATABASE_BACK, "database answers again")
 
 
 def _name_of(error: BaseException) -> str:

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from pgoutbox.database.store import Verdict
-from pgoutbox.observability.events import Event, Telemetry
+from pgoutbox.database.store import FinishRequest
+from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.worker.results import Attempt
 
 _IN_A_ROW: Final = 5
@@ -26,16 +26,16 @@ _MAX_PAUSE_SECONDS: Final = 60.0
 
 
 @dataclass(slots=True)
-class Refusal:
+class RefusedOutcome:
     """The outcome of one attempt that the database refuses: `verdict`, or sent if that is None."""
 
-    verdict: Verdict | None
+    verdict: FinishRequest | None
     reason: str
     pause_seconds: float
     timer: asyncio.TimerHandle | None = None
 
 
-class Refusals:
+class RefusedOutcomes:
     """The refused outcomes of one worker. `write_again` is called when it is time to try one again.
 
     `on_halted` and `on_resumed` are called with the topic. Used on the event loop only.
@@ -53,7 +53,7 @@ class Refusals:
         self._on_halted = on_halted
         self._on_resumed = on_resumed
         self._telemetry = telemetry
-        self._kept: dict[Attempt, Refusal] = {}
+        self._kept: dict[Attempt, RefusedOutcome] = {}
         self._in_a_row: Counter[str] = Counter()
         self.halted_topics: set[str] = set()
 
@@ -71,21 +71,21 @@ class Refusals:
         """Whether the outcome of this attempt is kept."""
         return attempt in self._kept
 
-    def verdict_of(self, attempt: Attempt) -> Verdict | None:
+    def finish_request_of(self, attempt: Attempt) -> FinishRequest | None:
         """What the outcome asks the row to become, None if sent."""
         return self._kept[attempt].verdict
 
-    def note(self, attempt: Attempt, verdict: Verdict | None, error: BaseException) -> None:
+    def note(self, attempt: Attempt, verdict: FinishRequest | None, error: BaseException) -> None:
         """Keep an outcome that was refused, or keep it on."""
         message = attempt.message
         reason = getattr(error, "sqlstate", None) or type(error).__name__
         refusal = self._kept.get(attempt)
         if refusal is None:
-            self._kept[attempt] = refusal = Refusal(verdict, reason, _FIRST_PAUSE_SECONDS)
+            self._kept[attempt] = refusal = RefusedOutcome(verdict, reason, _FIRST_PAUSE_SECONDS)
             self._in_a_row[message.topic] += 1
             self._telemetry.report(
                 logging.ERROR,
-                Event.FINISH_REFUSED,
+                LogEvent.FINISH_REFUSED,
                 "the database refused the outcome; it is kept and written again",
                 message_id=message.id,
                 topic=message.topic,
@@ -118,7 +118,7 @@ class Refusals:
             if refusal is not None and topic in self.halted_topics:
                 self._resume(topic)
 
-    def stop(self) -> dict[Attempt, Refusal]:
+    def stop(self) -> dict[Attempt, RefusedOutcome]:
         """Try nothing again; the outcomes that are kept."""
         for refusal in self._kept.values():
             if refusal.timer is not None:
@@ -133,7 +133,7 @@ class Refusals:
             self.halted_topics.add(topic)
             self._telemetry.report(
                 logging.ERROR,
-                Event.TOPIC_HALTED,
+                LogEvent.TOPIC_HALTED,
                 "topic halted: the database refuses its outcomes",
                 topic=topic,
                 refused_count=kept_count,
@@ -143,7 +143,9 @@ class Refusals:
 
     def _resume(self, topic: str) -> None:
         self.halted_topics.discard(topic)
-        self._telemetry.report(logging.INFO, Event.TOPIC_RESUMED, "topic resumed: an outcome was written", topic=topic)
+        self._telemetry.report(
+            logging.INFO, LogEvent.TOPIC_RESUMED, "topic resumed: an outcome was written", topic=topic
+        )
         for attempt, refusal in self._kept.items():
             if attempt.message.topic == topic and refusal.timer is not None:
                 refusal.timer.cancel()

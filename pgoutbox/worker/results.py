@@ -92,12 +92,12 @@ RELEASED: Final = Released()
 STOPPED: Final = Released(unknown=True)
 ALREADY_FINISHED: Final = AlreadyFinished()
 ABANDONED: Final = Abandoned()
-Ending = Outcome | Released | AlreadyFinished | Abandoned
+AttemptResult = Outcome | Released | AlreadyFinished | Abandoned
 
 # The attempts of one piece of work: one message, or a batch of one handler.
 Work = Sequence[Attempt]
 # Runs all attempts of a piece of work; their endings, in its order.
-Runner = Callable[[Work], Awaitable[Sequence[Ending]]]
+Runner = Callable[[Work], Awaitable[Sequence[AttemptResult]]]
 
 # Set by the slot that runs an attempt. Called with the future of the thread that a handler runs in.
 watch_thread: ContextVar[Callable[[Future[object]], None]] = ContextVar("watch_thread", default=lambda _: None)

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection
 from typing import Final
 
-from pgoutbox.observability.events import Event, Telemetry
+from pgoutbox.observability.events import LogEvent, Telemetry
 
 _SECONDS: Final = 60.0
 _MAX_IN_A_ROW: Final = 1_000
@@ -62,7 +62,7 @@ class SetAside:
             if message_id not in self._until:
                 self._telemetry.report(
                     logging.ERROR,
-                    Event.CLAIM_REFUSED,
+                    LogEvent.CLAIM_REFUSED,
                     "the database refuses to let this message be claimed; it is tried again once a minute",
                     message_id=message_id,
                     queue=queue,

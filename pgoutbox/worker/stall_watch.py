@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from pgoutbox.observability.events import Event, Telemetry
+from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.worker.results import Work
 
 _BLOCKED_SECONDS: Final = 2.0
@@ -56,7 +56,7 @@ class StallWatch:
         work = () if task is None else self._work_of(task)
         self._telemetry.report(
             logging.WARNING,
-            Event.LOOP_BLOCKED,
+            LogEvent.LOOP_BLOCKED,
             "event loop blocked",
             topic=work[0].message.topic if work else None,
             message_id=work[0].message.id if work else None,

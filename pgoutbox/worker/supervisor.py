@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Literal, NoReturn, assert_never
 
 from pgoutbox.observability import systemd
-from pgoutbox.observability.events import Event, Telemetry
+from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import SUPERVISOR_FD_VARIABLE, Settings
 from pgoutbox.worker.worker import QueueShare, Worker
@@ -187,7 +187,7 @@ class _Supervisor:
                 if self._signals_seen > 0:
                     child.process.terminate()  # The signal came while it was being started.
                 self._telemetry.report(
-                    logging.INFO, Event.PROCESS_STARTED, "worker process started", pid=child.process.pid
+                    logging.INFO, LogEvent.PROCESS_STARTED, "worker process started", pid=child.process.pid
                 )
 
     def _environment(self, child: _Child) -> dict[str, str]:
@@ -224,7 +224,7 @@ class _Supervisor:
             child.start_at = now + child.pause_seconds
             child.pause_seconds = min(child.pause_seconds * 2, _MAX_PAUSE_SECONDS)
             self._telemetry.report(
-                logging.ERROR, Event.PROCESS_DIED, "worker process died, starting another", pid=pid, exit_code=code
+                logging.ERROR, LogEvent.PROCESS_DIED, "worker process died, starting another", pid=pid, exit_code=code
             )
 
     def _end_all(self) -> None:

@@ -24,7 +24,7 @@ from pgoutbox.handlers import SyncContext
 from pgoutbox.message import Message, Outcome, Sent, Snooze, Transient
 from pgoutbox.settings import Settings
 from pgoutbox.worker.dispatcher import Dispatcher, in_thread, outcome_of_error
-from pgoutbox.worker.results import ALREADY_FINISHED, Attempt, Ending, Work
+from pgoutbox.worker.results import ALREADY_FINISHED, Attempt, AttemptResult, Work
 
 # What one handler sets in its session is not to reach the next one.
 _FORGET: Final[LiteralString] = "RESET ROLE; RESET ALL"
@@ -53,7 +53,7 @@ class Transactions:
         # An answer to a statement of ours; a statement of a handler has as long as its handler.
         self._answer_seconds = settings.statement_timeout_seconds + settings.connect_timeout_seconds
 
-    async def run(self, work: Work) -> Sequence[Ending]:
+    async def run(self, work: Work) -> Sequence[AttemptResult]:
         """One attempt of one message in a transaction of its own. Whatever is not `Sent` rolls it back."""
         (attempt,) = work
         try:

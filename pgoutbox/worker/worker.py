@@ -26,29 +26,29 @@ import psycopg
 
 from pgoutbox.clock import elapsed_clock
 from pgoutbox.database.store import ClaimedRow, Store
-from pgoutbox.database.worker_connection import is_out_of_reach
+from pgoutbox.database.worker_connection import is_unreachable
 from pgoutbox.encryption import keyring_of
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.observability.events import Event, Telemetry
-from pgoutbox.observability.measures import Vitals
-from pgoutbox.observability.server import Observer
+from pgoutbox.observability.events import LogEvent, Telemetry
+from pgoutbox.observability.measures import WorkerStatus
+from pgoutbox.observability.server import TelemetryServer
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import Settings
 from pgoutbox.transports import Transport
 from pgoutbox.transports.readiness import lacks_of_mail
 from pgoutbox.transports.redirect import Redirect
 from pgoutbox.worker.alert import ALERT_TOPIC, alert_handler
-from pgoutbox.worker.claim_planner import Queues, QueueShare
-from pgoutbox.worker.claimer import Claims
-from pgoutbox.worker.completer import Finisher
+from pgoutbox.worker.claim_planner import QueueSchedule, QueueShare
+from pgoutbox.worker.claimer import Claimer
 from pgoutbox.worker.django_orm import DjangoConnections
 from pgoutbox.worker.doorbell import Bell, Doorbell, post_keys
-from pgoutbox.worker.executor import Attempts
+from pgoutbox.worker.executor import AttemptExecutor
+from pgoutbox.worker.finisher import Finisher
 from pgoutbox.worker.leases import LeaseKeeper
-from pgoutbox.worker.loader import Intake
-from pgoutbox.worker.maintenance import Upkeep
-from pgoutbox.worker.pool import Slots
-from pgoutbox.worker.reconnect import Outage
+from pgoutbox.worker.loader import Loader
+from pgoutbox.worker.maintenance import Maintenance
+from pgoutbox.worker.pool import AttemptPool
+from pgoutbox.worker.reconnect import Reconnector
 from pgoutbox.worker.results import ABANDONED, Attempt
 from pgoutbox.worker.stall_watch import StallWatch
 
@@ -98,7 +98,7 @@ class Worker:
         self._topics = sorted(self._handlers)
         self._middlewares = outbox.middlewares
         self._hold_topics = sorted(t for t, h in self._handlers.items() if h.on_unknown == "hold")
-        self._queues = Queues(queues, now=elapsed_clock())
+        self._queues = QueueSchedule(queues, now=elapsed_clock())
         self.name = _name_for(self._settings)
         self.telemetry = Telemetry(_log)
         self._redirect = Redirect.at_start(self._settings)
@@ -117,7 +117,7 @@ class Worker:
         self._woken_at: deque[float] = deque(maxlen=_BRISK_WAKES)
         self._is_started = False
         self._stopping = asyncio.Event()
-        self._outage = Outage(self.telemetry, stopping=self._stopping)
+        self._outage = Reconnector(self.telemetry, stopping=self._stopping)
         self._wake = asyncio.Event()  # There may be messages to claim, or the worker must stop.
         self._progress = asyncio.Event()  # An attempt has ended, or its end is written.
 
@@ -131,7 +131,7 @@ class Worker:
         """
         async with (
             self._at_work(listen=self._settings.listen, patient=True, serves=True),
-            Upkeep(self._settings, self._store, self.telemetry),
+            Maintenance(self._settings, self._store, self.telemetry),
         ):
             await self._work()
 
@@ -166,25 +166,25 @@ class Worker:
         """
         if not self._stopping.is_set():
             self._stopping.set()
-            self.telemetry.report(logging.INFO, Event.WORKER_STOPPING, "worker stopping", held_count=len(self._held))
+            self.telemetry.report(logging.INFO, LogEvent.WORKER_STOPPING, "worker stopping", held_count=len(self._held))
         self._wake.set()
         self._progress.set()
 
     @contextlib.asynccontextmanager
     async def _at_work(self, *, listen: bool, patient: bool = False, serves: bool = False) -> AsyncIterator[None]:
         async with (
-            Observer(self, self._settings, self.telemetry, serves=serves) as self.observer,
+            TelemetryServer(self, self._settings, self.telemetry, serves=serves) as self.observer,
             self._running(listen=listen, patient=patient),
             self.observer.at_work(self._store.server_time),
         ):
             yield
 
-    def vitals(self) -> Vitals:
+    def vitals(self) -> WorkerStatus:
         """The worker's health. It only reads attributes, so that any thread can call it."""
         claimed_at = None if self.telemetry.measures is None else self.telemetry.measures.claimed_at
         now = elapsed_clock()
         is_started = self._is_started
-        return Vitals(
+        return WorkerStatus(
             is_started=is_started,
             is_stopping=self._stopping.is_set(),
             in_flight=len(self._held),
@@ -219,20 +219,20 @@ class Worker:
                 await self._wind_down()
         finally:
             await self._close()
-            self.telemetry.report(logging.INFO, Event.WORKER_STOPPED, "worker stopped", worker=self.name)
+            self.telemetry.report(logging.INFO, LogEvent.WORKER_STOPPED, "worker stopped", worker=self.name)
         self._keeper.check()
 
     def _report_start(self) -> None:
         self.telemetry.report(
-            logging.INFO, Event.WORKER_STARTED, "worker started", worker=self.name, queues=self._queues.names
+            logging.INFO, LogEvent.WORKER_STARTED, "worker started", worker=self.name, queues=self._queues.names
         )
         if self._redirect is not None:
-            self.telemetry.report(logging.WARNING, Event.REDIRECTING, "e-mail is redirected, the rest held back")
+            self.telemetry.report(logging.WARNING, LogEvent.REDIRECTING, "e-mail is redirected, the rest held back")
         functions = {topic: handler.function for topic, handler in self._handlers.items()}
         for lack in lacks_of_mail(self._settings, self._transports, functions):
             self.telemetry.report(
                 logging.WARNING,
-                Event.MAIL_NOT_READY,
+                LogEvent.MAIL_NOT_READY,
                 "e-mail cannot go out with these settings",
                 setting=lack.variable,
                 reason=lack.reason,
@@ -263,7 +263,7 @@ class Worker:
             on_resumed=self._resume_topic,
             telemetry=self.telemetry,
         )
-        self._attempts = Attempts(
+        self._attempts = AttemptExecutor(
             settings,
             self._store,
             self._transports,
@@ -272,7 +272,7 @@ class Worker:
             alert_queue=self._queues.names[0] if ALERT_TOPIC in self._handlers else None,
             collect=self._finisher.collect,
         )
-        self._slots = Slots(
+        self._slots = AttemptPool(
             self._attempts.run,
             concurrency=settings.concurrency,
             default_timeout_seconds=settings.handler_timeout_seconds,
@@ -289,7 +289,7 @@ class Worker:
             on_tick=StallWatch(self.telemetry, work_of=self._slots.work_of).look,
             spare=self._store.claims,
         )
-        self._intake = Intake(
+        self._intake = Loader(
             self._store,
             handlers,
             self._held,
@@ -298,7 +298,7 @@ class Worker:
             ensure_lease=self._keeper.ensure,
             telemetry=self.telemetry,
         )
-        self._claims = Claims(
+        self._claims = Claimer(
             self._store,
             self._queues,
             self._outage,
@@ -325,9 +325,9 @@ class Worker:
             try:
                 await self._store.check_server()
             except (psycopg.Error, OSError) as error:
-                if not patient or not await is_out_of_reach(error, self._settings.require_dsn(), self._settings):
+                if not patient or not await is_unreachable(error, self._settings.require_dsn(), self._settings):
                     raise
-                await self._outage.endure(error)
+                await self._outage.retry_or_raise(error)
             else:
                 self._outage.end()
                 return
@@ -350,7 +350,7 @@ class Worker:
             async with asyncio.timeout(max(5.0, deadline - asyncio.get_running_loop().time())):
                 await self._until_idle(finished=True)
                 # Released messages are due, and no other worker knows of retries and successors.
-                if self.telemetry.counts[Event.CLAIMED]:
+                if self.telemetry.counts[LogEvent.CLAIMED]:
                     await self._ring_all(self._queues.names)
         self._finishing.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -469,7 +469,7 @@ class Worker:
             watch_keys = post_keys("watch", self._queues.names, self._open_topics)
             idle_queues = set(await self._store.idle_queues(self._queues.names, watch_keys))
         except (psycopg.Error, OSError) as error:
-            await self._outage.endure(error)
+            await self._outage.retry_or_raise(error)
             return
         if idle_queues:
             suspects = set(self._suspects)
@@ -641,7 +641,7 @@ class Worker:
         try:
             due = await self._claims.next_due_seconds()
         except (psycopg.Error, OSError) as error:
-            await self._outage.endure(error)
+            await self._outage.retry_or_raise(error)
         else:
             seconds = limit if due is None else min(limit, due)
             if not await self._sleep(seconds) and seconds > _POLL_SECONDS:
@@ -669,7 +669,7 @@ class Worker:
         except psycopg.errors.ProgramLimitExceeded:
             pass  # The notification queue is full. A ring is only a hint, and sleepers poll then.
         except (psycopg.Error, OSError) as error:
-            await self._outage.endure(error)
+            await self._outage.retry_or_raise(error)
 
 
 def _name_for(settings: Settings) -> str:

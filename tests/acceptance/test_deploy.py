@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from pgoutbox.message import AttemptOutcome, State
-from pgoutbox.observability.events import Event
+from pgoutbox.observability.events import LogEvent
 from pgoutbox.observability.measures import OF_THE_DATABASE, OF_WORKERS, Kind
 from pgoutbox.settings import Settings, load_settings
 from tests.conftest import server_missing
@@ -50,7 +50,7 @@ _TARGET_LABELS: Final = frozenset({"instance", "job"})
 _OUTCOMES: Final = frozenset(outcome.value for outcome in AttemptOutcome) | {State.SENT}
 _VALUES: Final[Mapping[str, frozenset[str]]] = {
     "outcome": _OUTCOMES,
-    "event": frozenset(event.value for event in Event),
+    "event": frozenset(event.value for event in LogEvent),
     "state": frozenset({"due", "scheduled", "sending", "failed", "open", "half_open"}),
     "connection": frozenset({"database", "listener"}),
 }

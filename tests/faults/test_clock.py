@@ -21,7 +21,7 @@ import pytest
 from pgoutbox import Outbox
 from pgoutbox.handlers import Context
 from pgoutbox.message import Message, Snooze
-from pgoutbox.observability.events import Event
+from pgoutbox.observability.events import LogEvent
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.worker import Worker
 from tests.conftest import server_missing
@@ -316,7 +316,7 @@ async def test_a_forward_step_of_the_server_clock_causes_no_second_hand_over(wor
                     stepped.touch()
                     in_lease = "SELECT count(*) FROM pgoutbox.message_live WHERE lease_expires_at > now()"
                     assert db.execute(in_lease).fetchone() == (0,)
-                    await until(lambda: other.telemetry.counts[Event.SERVER_CLOCK_STEPPED] == 1)
+                    await until(lambda: other.telemetry.counts[LogEvent.SERVER_CLOCK_STEPPED] == 1)
                     await until(lambda: db.execute(in_lease).fetchone() == (3,))
                     # Attempts that are lost after the step are found as soon as the clock is trusted again.
                     lost = enqueue(db, queue="lost")

@@ -12,7 +12,7 @@ import pytest
 from pgoutbox import Message, Outbox, RetryPolicy
 from pgoutbox.database import connections, operator_connection
 from pgoutbox.database.connections import deadline
-from pgoutbox.database.worker_connection import Link
+from pgoutbox.database.worker_connection import WorkerConnection
 from pgoutbox.handlers import Context, SyncContext
 from pgoutbox.message import State
 from pgoutbox.worker import Worker
@@ -47,7 +47,7 @@ async def test_a_deadline_met_keeps_the_connection_and_passes_server_errors_on(p
 
 async def test_an_unanswered_statement_makes_the_link_open_another_connection(proxy: Proxy) -> None:
     settings = settings_for(proxy.dsn, statement_timeout_seconds=1, connect_timeout_seconds=2)
-    link = Link(proxy.dsn, settings, purpose="test")
+    link = WorkerConnection(proxy.dsn, settings, purpose="test")
     try:
         assert await link.fetch("SELECT 1", {}) == [(1,)]
         with proxy.stalled("pgoutbox test", open_connections_only=True):

@@ -9,7 +9,7 @@ import pytest
 from psycopg.conninfo import make_conninfo
 
 from pgoutbox import Outbox
-from pgoutbox.database.worker_connection import Link, StrandedError
+from pgoutbox.database.worker_connection import StrandedError, WorkerConnection
 from pgoutbox.handlers import Context
 from pgoutbox.message import Message, State
 from pgoutbox.worker import Worker
@@ -54,13 +54,13 @@ class CountingWorker(Worker):
 
     def _assemble(self, *, listen: bool) -> None:
         super()._assemble(listen=listen)
-        endure = self._outage.endure
+        retry_or_raise = self._outage.retry_or_raise
 
         async def counted(error: BaseException) -> None:
             self.trouble_count += 1
-            await endure(error)
+            await retry_or_raise(error)
 
-        self._outage.endure = counted  # type: ignore[method-assign] # counted, and otherwise the same
+        self._outage.retry_or_raise = counted  # type: ignore[method-assign] # counted, and otherwise the same
 
 
 async def test_a_worker_waits_for_hanging_commits_in_one_session_and_then_delivers_all(
@@ -91,7 +91,7 @@ async def test_a_worker_waits_for_hanging_commits_in_one_session_and_then_delive
 
 async def test_a_session_abandoned_for_another_reason_is_terminated(own_server: OwnServer) -> None:
     settings = settings_for(own_server.dsn, statement_timeout_seconds=0.5, connect_timeout_seconds=1)
-    link = Link(own_server.dsn, settings, purpose="claim")
+    link = WorkerConnection(own_server.dsn, settings, purpose="claim")
     with own_server.connect() as db:
         await link.fetch("SELECT set_config('statement_timeout', '0', false)", {})
         with pytest.raises(TimeoutError):
@@ -102,7 +102,7 @@ async def test_a_session_abandoned_for_another_reason_is_terminated(own_server: 
 
 
 async def test_a_session_that_waits_for_a_standby_is_not_terminated(own_server: OwnServer) -> None:
-    link = Link(patient_dsn(own_server), settings_for(own_server.dsn, **IMPATIENT), purpose="claim")
+    link = WorkerConnection(patient_dsn(own_server), settings_for(own_server.dsn, **IMPATIENT), purpose="claim")
     miss_a_standby(own_server)
     with own_server.connect() as db:
         await link.open()

@@ -24,7 +24,7 @@ import pytest
 from pgoutbox import Outbox
 from pgoutbox.database import operator_connection as session
 from pgoutbox.database import sql
-from pgoutbox.database.store import Store, Verdict
+from pgoutbox.database.store import FinishRequest, Store
 from pgoutbox.errors import MessageNotFoundError, StateError
 from pgoutbox.handlers import Context
 from pgoutbox.message import FINAL_STATES, AttemptOutcome, Message, State
@@ -32,7 +32,7 @@ from pgoutbox.operations import messages, retention
 from pgoutbox.operations.messages import RedriveResult
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.worker import Worker
-from pgoutbox.worker.claimer import Claims
+from pgoutbox.worker.claimer import Claimer
 from tests.integration import test_regressions
 from tests.support.judge import violations
 from tests.support.outbox_actions import (
@@ -119,9 +119,9 @@ def build(db: psycopg.Connection, number: int, state: str) -> Scene:
         case "lapsed":
             lapse(db, scene.message_id)
         case "retried":
-            finish(db, Verdict(scene.message_id, 1, AttemptOutcome.RETRY, "busy"), worker=scene.worker)
+            finish(db, FinishRequest(scene.message_id, 1, AttemptOutcome.RETRY, "busy"), worker=scene.worker)
         case "failed":
-            finish(db, Verdict(scene.message_id, 1, AttemptOutcome.FAILED, "no"), worker=scene.worker)
+            finish(db, FinishRequest(scene.message_id, 1, AttemptOutcome.FAILED, "no"), worker=scene.worker)
         case "sent":
             finish_sent(db, (scene.message_id, 1), worker=scene.worker)
         case "cancelled":
@@ -150,7 +150,7 @@ OPERATIONS: dict[str, Callable[[psycopg.Connection, Scene], object]] = {
     "claim": lambda s, scene: scene.claim(s),
     "finish sent": lambda s, scene: finish_sent(s, (scene.message_id, 1), worker=scene.worker),
     "finish retry": lambda s, scene: finish(
-        s, Verdict(scene.message_id, 1, AttemptOutcome.RETRY, "busy"), worker=scene.worker
+        s, FinishRequest(scene.message_id, 1, AttemptOutcome.RETRY, "busy"), worker=scene.worker
     ),
     "renew": lambda s, scene: renew(s, (scene.message_id, 1), worker=scene.worker),
     "redrive": lambda s, scene: messages.redrive(s, [scene.message_id]),
@@ -325,7 +325,7 @@ def test_many_producers_of_one_key_deliver_the_last_committed_message(connect: C
         worker = f"worker-{db.info.backend_pid}"
         finish(
             db,
-            *(Verdict(row.id, row.attempt_count, AttemptOutcome.RETRY, "superseded") for row in overtaken),
+            *(FinishRequest(row.id, row.attempt_count, AttemptOutcome.RETRY, "superseded") for row in overtaken),
             worker=worker,
         )
         sent = [row for row in rows if not row.superseded]
@@ -529,7 +529,7 @@ STALE_WRITES: tuple[Callable[[psycopg.Connection, Sequence[int]], object], ...] 
     lambda s, ids: finish_sent(s, *((i, 1) for i in ids), worker="first"),
     *(
         lambda s, ids, outcome=outcome: finish(
-            s, *(Verdict(i, 1, outcome, "stale", 3600.0) for i in ids), worker="first"
+            s, *(FinishRequest(i, 1, outcome, "stale", 3600.0) for i in ids), worker="first"
         )
         for outcome in ("retry", "snoozed", "released", "failed", "skipped")
     ),
@@ -544,15 +544,15 @@ def lose(db: psycopg.Connection, ids: Sequence[int], how: str) -> None:
             for message_id in ids:
                 lapse(db, message_id)
         case "redrive":
-            finish(db, *(Verdict(i, 1, AttemptOutcome.FAILED, "no") for i in ids), worker="first")
+            finish(db, *(FinishRequest(i, 1, AttemptOutcome.FAILED, "no") for i in ids), worker="first")
             for message_id in ids:
                 assert redrive(db, message_id)
         case "snooze":
-            finish(db, *(Verdict(i, 1, AttemptOutcome.SNOOZED, None, 0.0) for i in ids), worker="first")
+            finish(db, *(FinishRequest(i, 1, AttemptOutcome.SNOOZED, None, 0.0) for i in ids), worker="first")
         case "release":
-            finish(db, *(Verdict(i, 1, AttemptOutcome.RELEASED) for i in ids), worker="first")
+            finish(db, *(FinishRequest(i, 1, AttemptOutcome.RELEASED) for i in ids), worker="first")
         case _:
-            finish(db, *(Verdict(i, 1, AttemptOutcome.RETRY, "busy", 0.0) for i in ids), worker="first")
+            finish(db, *(FinishRequest(i, 1, AttemptOutcome.RETRY, "busy", 0.0) for i in ids), worker="first")
 
 
 @pytest.mark.parametrize("again", ["pending again", "in flight again", "sent"])
@@ -606,14 +606,14 @@ def test_a_message_put_back_by_hand_does_not_block_the_others(db: psycopg.Connec
     """Its first attempt is already in the history when the same attempt number occurs again."""
     message_id = enqueue(db)
     claim(db)
-    finish(db, Verdict(message_id, 1, AttemptOutcome.FAILED, "first"))
+    finish(db, FinishRequest(message_id, 1, AttemptOutcome.FAILED, "first"))
     put_back_by_hand(db, message_id)
     other = enqueue(db)
     assert ids_in_flight(claim(db)) == [message_id, other]
     if end == "retry":
         verdicts = (
-            Verdict(message_id, 1, AttemptOutcome.RETRY, "second"),
-            Verdict(other, 1, AttemptOutcome.RETRY, "busy"),
+            FinishRequest(message_id, 1, AttemptOutcome.RETRY, "second"),
+            FinishRequest(other, 1, AttemptOutcome.RETRY, "busy"),
         )
         assert finish(db, *verdicts) == {message_id: State.PENDING, other: State.PENDING}
     else:
@@ -630,7 +630,7 @@ async def test_a_message_that_falls_due_during_the_due_time_query_is_delivered(
     """The query reaches the server late. By then the message has been due for longer than the query looks back."""
     outbox = Outbox(settings_for(dsn))
     delivered, overslept = asyncio.Event(), asyncio.Event()
-    ask, sum_up = Store.next_due, Claims.next_due_seconds
+    ask, sum_up = Store.next_due, Claimer.next_due_seconds
     questions: list[float] = []
 
     @outbox.handler("greet")
@@ -653,14 +653,14 @@ async def test_a_message_that_falls_due_during_the_due_time_query_is_delivered(
             floor_id=floor_id,
         )
 
-    async def note_oversleeping(self: Claims) -> float | None:
+    async def note_oversleeping(self: Claimer) -> float | None:
         due = await sum_up(self)
         if due is None:
             overslept.set()
         return due
 
     monkeypatch.setattr(Store, "next_due", ask_late)
-    monkeypatch.setattr(Claims, "next_due_seconds", note_oversleeping)
+    monkeypatch.setattr(Claimer, "next_due_seconds", note_oversleeping)
     message_id = enqueue(db)
     db.execute("UPDATE pgoutbox.message_live SET available_at = now() + interval '1 h'")
     async with running(Worker(outbox)):

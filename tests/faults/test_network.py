@@ -24,7 +24,7 @@ import pytest
 from pgoutbox import Outbox
 from pgoutbox.handlers import Context
 from pgoutbox.message import Message
-from pgoutbox.observability.events import Event
+from pgoutbox.observability.events import LogEvent
 from pgoutbox.worker import Worker
 from tests.conftest import server_missing
 from tests.support.outbox_actions import (
@@ -109,11 +109,11 @@ async def test_a_listener_behind_a_stalled_middlebox_is_replaced_after_the_probe
             await worker.asleep.wait()
             with proxy.stalled("pgoutbox listen"):
                 unheard = enqueue(db)
-                await heard.wait_for(Event.LISTENER_LOST)
+                await heard.wait_for(LogEvent.LISTENER_LOST)
                 await until(lambda: receiver.delivered == [unheard])
                 late = enqueue(db)
                 await until(lambda: receiver.delivered == [unheard, late])
-            await heard.wait_for(Event.LISTENER_BACK)
+            await heard.wait_for(LogEvent.LISTENER_BACK)
             # The driver would ask the server to cancel the probe, and wait for the answer on the same dead network.
             assert proxy.cancel_request_count == 0
             await until(lambda: proxy.open_count("pgoutbox listen") == 1)
@@ -136,7 +136,7 @@ async def test_keepalives_alone_never_detect_a_stalled_middlebox(
             with contextlib.closing(psycopg.connect(f"{proxy.dsn} {keepalives}", autocommit=True)) as vouched_for:
                 vouched_for.execute("LISTEN pgoutbox")
                 with proxy.stalled():
-                    await heard.wait_for(Event.LISTENER_LOST)
+                    await heard.wait_for(LogEvent.LISTENER_LOST)
                     assert select.select([vouched_for.fileno()], [], [], 0)[0] == []
                     assert vouched_for.pgconn.socket >= 0
 
@@ -152,8 +152,8 @@ async def test_a_session_reset_by_another_client_of_a_pooler_listens_again(
             await worker.asleep.wait()
             assert proxy.slip_in("pgoutbox listen", statement) == 1
             unheard = enqueue(db)
-            await heard.wait_for(Event.LISTENER_LOST)
-            await heard.wait_for(Event.LISTENER_BACK)
+            await heard.wait_for(LogEvent.LISTENER_LOST)
+            await heard.wait_for(LogEvent.LISTENER_BACK)
             await until(lambda: receiver.delivered == [unheard])
             await fall_asleep(worker)
             heard_of = enqueue(db)
@@ -222,12 +222,12 @@ async def test_a_listener_in_a_black_hole_is_abandoned_and_work_continues_withou
             await worker.asleep.wait()
             ip("-n", namespace, "link", "set", "cable", "down")
             unheard = enqueue(db)
-            await heard.wait_for(Event.LISTENER_LOST)
+            await heard.wait_for(LogEvent.LISTENER_LOST)
             await until(lambda: receiver.delivered == [unheard])
             late = enqueue(db)
             await until(lambda: receiver.delivered == [unheard, late])
             ip("-n", namespace, "link", "set", "cable", "up")
-            await heard.wait_for(Event.LISTENER_BACK)
+            await heard.wait_for(LogEvent.LISTENER_BACK)
             await fall_asleep(worker)
             heard_of = enqueue(db)
             await until(lambda: receiver.delivered == [unheard, late, heard_of])
@@ -294,14 +294,14 @@ async def test_an_unanswered_finish_is_repeated_and_takes_effect_once(
             opens_the_connection = enqueue(db)
             await until(lambda: row_of(db, opens_the_connection).state == "sent")
             message_id = enqueue(db, payload="stall")
-            await until(lambda: worker.telemetry.counts[Event.SENT] == 2)
+            await until(lambda: worker.telemetry.counts[LogEvent.SENT] == 2)
             # The held-back bytes arrive now, from a connection that the worker has abandoned.
             stack.close()
             await until(lambda: proxy.open_count("pgoutbox finish") == 1)
     assert receiver.delivered == [opens_the_connection, message_id]
     assert (row_of(db, message_id).state, row_of(db, message_id).attempt_count) == ("sent", 1)
     assert attempts_of(db, message_id) == []
-    assert worker.telemetry.counts[Event.LEASE_LOST] == 0
+    assert worker.telemetry.counts[LogEvent.LEASE_LOST] == 0
     assert proxy.cancel_request_count == 0
 
 
@@ -323,7 +323,7 @@ async def test_a_late_finish_changes_nothing_while_another_attempt_holds_the_mes
             opens_the_connection = enqueue(db)
             await until(lambda: row_of(db, opens_the_connection).state == "sent")
             message_id = enqueue(db, payload="lose")
-            await until(lambda: worker.telemetry.counts[Event.LEASE_LOST] == 1)
+            await until(lambda: worker.telemetry.counts[LogEvent.LEASE_LOST] == 1)
             before = row_of(db, message_id)
             stack.close()
             await until(lambda: proxy.open_count("pgoutbox finish") == 1)
@@ -373,8 +373,8 @@ async def test_a_slow_network_keeps_leases_and_delivers_everything_once(
     receiver.first = hold
     ids = [enqueue(db, payload="long"), *(enqueue(db) for _ in range(49))]
     async with running(worker):
-        await until(lambda: worker.telemetry.counts[Event.SENT] == len(ids))
+        await until(lambda: worker.telemetry.counts[LogEvent.SENT] == len(ids))
     assert lapses == []
     assert sorted(receiver.delivered) == ids
     assert {(row.state, row.attempt_count) for row in rows_of(db, *ids)} == {("sent", 1)}
-    assert worker.telemetry.counts[Event.LEASE_LOST] == 0
+    assert worker.telemetry.counts[LogEvent.LEASE_LOST] == 0

@@ -16,7 +16,7 @@ from pgoutbox import Outbox
 from pgoutbox.database import operator_connection
 from pgoutbox.handlers import Context
 from pgoutbox.message import Message, State
-from pgoutbox.observability.events import Event
+from pgoutbox.observability.events import LogEvent
 from pgoutbox.operations import queue_controls
 from pgoutbox.worker import Worker
 from tests.conftest import server_missing
@@ -106,7 +106,7 @@ async def test_workers_poll_and_enqueues_succeed_while_the_notification_queue_is
             assert bell is not None
             assert bell.is_armed
             culprit.fill(0.2)
-            await heard.wait_for(Event.NOTIFY_QUEUE_FILLING)
+            await heard.wait_for(LogEvent.NOTIFY_QUEUE_FILLING)
             assert bell.is_armed
             culprit.fill(0.6)
             await until(lambda: not bell.is_armed)
@@ -115,13 +115,13 @@ async def test_workers_poll_and_enqueues_succeed_while_the_notification_queue_is
             await until(lambda: delivered == ids)
             assert not bell.is_armed
             culprit.end()
-            await heard.wait_for(Event.NOTIFY_QUEUE_DRAINED)
+            await heard.wait_for(LogEvent.NOTIFY_QUEUE_DRAINED)
             await until(lambda: bell.is_armed)
             worker._wake.set()
             await worker.falls_asleep()
             rung = enqueue(db)
             await until(lambda: delivered == [*ids, rung])
-    assert worker.telemetry.counts[Event.LISTENER_LOST] == 0
+    assert worker.telemetry.counts[LogEvent.LISTENER_LOST] == 0
 
 
 async def test_an_enqueue_commits_if_the_notification_queue_fills_before_a_worker_notices(

@@ -19,10 +19,10 @@ import pytest
 from pgoutbox import EnqueuedMany, NewMessage, Outbox, migrate
 from pgoutbox.database import operator_connection
 from pgoutbox.database.store import renew
-from pgoutbox.database.worker_connection import Link
+from pgoutbox.database.worker_connection import WorkerConnection
 from pgoutbox.handlers import Context, SyncContext
 from pgoutbox.message import Message, Permanent, Snooze, State, Transient
-from pgoutbox.observability.events import Event
+from pgoutbox.observability.events import LogEvent
 from pgoutbox.operations import messages as operations
 from pgoutbox.operations import retention
 from pgoutbox.retry import RetryPolicy
@@ -364,7 +364,7 @@ def test_a_worker_hands_over_once_after_any_cut_and_releases_unanswered_claims(
             assert [(row.state, row.attempt_count) for row in rows] == [("pending", 0)] * len(ENDS), cut
             assert handed == [], cut
         else:
-            lost_count = worker.telemetry.counts[Event.CLAIM_LOST]
+            lost_count = worker.telemetry.counts[LogEvent.CLAIM_LOST]
             fate = "lost its claim" if lost_count else "went on"
             released = [(1, "released", None)] * lost_count
             assert sorted(handed) == ids, cut
@@ -375,8 +375,8 @@ def test_a_worker_hands_over_once_after_any_cut_and_releases_unanswered_claims(
                     2 + lost_count + (state == "pending" and attempts[0][0] == "snoozed"),
                 ), cut
                 assert attempts_of(db, row.id) == [*released, *((1 + lost_count, *a) for a in attempts)], cut
-            assert worker.telemetry.counts[Event.LEASE_LOST] == 0, cut
-            assert worker.telemetry.counts[Event.SENT] == 1, cut
+            assert worker.telemetry.counts[LogEvent.LEASE_LOST] == 0, cut
+            assert worker.telemetry.counts[LogEvent.SENT] == 1, cut
         fates.add(fate)
         # A delayed or failed message must not reach the next run.
         db.execute("DELETE FROM pgoutbox.message_live")
@@ -455,7 +455,7 @@ def test_a_cut_renewal_leaves_the_lease_unchanged_or_extended_and_is_repeatable(
 ) -> None:
     message_id = 0
     lease_before: object = None
-    link = Link(proxy.dsn, settings_for(proxy.dsn), purpose="lease")
+    link = WorkerConnection(proxy.dsn, settings_for(proxy.dsn), purpose="lease")
 
     def lease_end() -> object:
         return db.execute("SELECT lease_expires_at FROM pgoutbox.message WHERE id = %s", [message_id]).fetchone()

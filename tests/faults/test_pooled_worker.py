@@ -11,7 +11,7 @@ import pytest
 
 from pgoutbox import Outbox
 from pgoutbox.database import operator_connection
-from pgoutbox.database.worker_connection import Link
+from pgoutbox.database.worker_connection import WorkerConnection
 from pgoutbox.handlers import Context
 from pgoutbox.message import Message, State
 from pgoutbox.operations import queue_controls
@@ -79,7 +79,7 @@ async def test_a_pooled_worker_suspended_after_its_claim_leaves_no_locks(
 
 
 async def test_an_open_transaction_behind_a_pooler_ends_by_itself(dsn: str) -> None:
-    link = Link(dsn, settings_for(dsn, listen=False), purpose="claim")
+    link = WorkerConnection(dsn, settings_for(dsn, listen=False), purpose="claim")
     asked = "SELECT current_setting('idle_in_transaction_session_timeout'), %(percent)s::text || '%%'"
     assert await link.fetch(asked, {"percent": "100"}) == [("10s", "100%")]
     assert await link.fetch("SELECT current_setting('idle_in_transaction_session_timeout')", {}) == [("10s",)]

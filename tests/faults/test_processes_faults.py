@@ -23,7 +23,7 @@ import pytest
 from pgoutbox import Outbox
 from pgoutbox.handlers import Context, SyncContext
 from pgoutbox.message import Message
-from pgoutbox.observability.events import Event
+from pgoutbox.observability.events import LogEvent
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.worker import Worker
 from pgoutbox.worker.supervisor import supervise
@@ -357,7 +357,7 @@ async def test_a_message_whose_handler_hangs_in_its_thread_is_delivered_by_anoth
     with reports() as heard:
         async with running(first):
             try:
-                await heard.wait_for(Event.ATTEMPT_ABANDONED)
+                await heard.wait_for(LogEvent.ATTEMPT_ABANDONED)
                 # A thread that cannot be ended occupies the only slot: this worker claims nothing.
                 others = [enqueue(db) for _ in range(3)]
                 await second.drain()
@@ -371,8 +371,8 @@ async def test_a_message_whose_handler_hangs_in_its_thread_is_delivered_by_anoth
                 await late_delivered.wait()
     assert row_of(db, late).worker == first.name
     assert sorted(delivered) == sorted([(hung, 2), *((i, 1) for i in others), (late, 1)])
-    assert first.telemetry.counts[Event.ATTEMPT_ABANDONED] == 1
-    assert second.telemetry.counts[Event.ATTEMPT_ABANDONED] == 0
+    assert first.telemetry.counts[LogEvent.ATTEMPT_ABANDONED] == 1
+    assert second.telemetry.counts[LogEvent.ATTEMPT_ABANDONED] == 0
     assert {row.state for row in rows_of(db)} == {"sent"}
 
 
@@ -396,4 +396,4 @@ async def test_a_handler_that_holds_the_gil_in_short_turns_keeps_its_lease(dsn: 
     await worker.run_once()
     assert delivered == [1]
     assert (state_of(db, message_id), row_of(db, message_id).attempt_count) == ("sent", 1)
-    assert worker.telemetry.counts[Event.LEASE_LOST] == 0
+    assert worker.telemetry.counts[LogEvent.LEASE_LOST] == 0

@@ -26,9 +26,9 @@ import pytest
 from psycopg.conninfo import make_conninfo
 
 from pgoutbox import Context, Message, Outbox, Permanent, Sent
-from pgoutbox.database.worker_connection import is_out_of_reach
+from pgoutbox.database.worker_connection import is_unreachable
 from pgoutbox.message import Outcome, State
-from pgoutbox.observability.events import Event, Telemetry
+from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.worker import Worker
 from pgoutbox.worker.doorbell import Doorbell
 from tests.support.fleet import fleet_on
@@ -462,7 +462,7 @@ async def test_a_message_with_a_payload_damaged_on_disk_does_not_block_others(ow
 
     worker = Worker(outbox)
     async with running(worker):
-        await until(lambda: worker.telemetry.counts[Event.CLAIM_REFUSED] == 1)
+        await until(lambda: worker.telemetry.counts[LogEvent.CLAIM_REFUSED] == 1)
         await until(lambda: set(handed_over) == {before, *behind})
     with own_server.connect() as db:
         found = db.execute("SELECT state FROM pgoutbox.message_live WHERE id = %s", [damaged]).fetchall()
@@ -586,7 +586,7 @@ async def test_a_worker_whose_claim_a_failover_lost_cannot_end_another_workers_a
                     async with running(owner.worker):
                         await owner.begun.wait()
                         stale.ends_with.set_result(Permanent("refused on the lost timeline"))
-                        await heard.wait_for(Event.LEASE_LOST)
+                        await heard.wait_for(LogEvent.LEASE_LOST)
                         row = row_of(db_after, message_id)
                         assert (row.state, row.attempt_count, row.worker) == (State.SENDING, 1, owner.worker.name)
                         owner.ends_with.set_result(Sent())
@@ -753,7 +753,7 @@ async def test_a_worker_treats_a_refusal_of_a_server_that_has_started_since_as_t
     with pytest.raises(psycopg.OperationalError) as refused:
         own_server.connect()
     own_server.start()
-    assert await is_out_of_reach(refused.value, own_server.dsn, settings_for(own_server.dsn))
+    assert await is_unreachable(refused.value, own_server.dsn, settings_for(own_server.dsn))
 
 
 @pytest.mark.parametrize("mode", ["--once", "--drain"])

@@ -35,7 +35,7 @@ from sqlalchemy.pool import NullPool
 
 from pgoutbox import (
     CancelResult,
-    DuplicateError,
+    DedupeConflictError,
     Enqueued,
     NewMessage,
     Outbox,
@@ -463,7 +463,7 @@ def test_refusals_of_the_database_become_pgoutbox_errors(caller: Caller) -> None
     caller.rollback()
     caller.enqueue("mail", 1, dedupe_key="k")
     with pytest.raises(
-        DuplicateError, match=r"^dedupe_key: message \d+ of topic mail has this key and another payload"
+        DedupeConflictError, match=r"^dedupe_key: message \d+ of topic mail has this key and another payload"
     ):
         caller.enqueue("mail", 2, dedupe_key="k")
 

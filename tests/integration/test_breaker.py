@@ -11,7 +11,7 @@ import pytest
 
 from pgoutbox import Context, Email, Message, Outbox, RetryPolicy, Transient
 from pgoutbox.database.store import BreakerRow, Store
-from pgoutbox.observability.events import Event
+from pgoutbox.observability.events import LogEvent
 from pgoutbox.transports.smtp import SmtpTransport
 from pgoutbox.worker import Worker, circuit_breaker
 from tests.support.line_server import Line, LineHost, LineTransport, Mood, line_host
@@ -144,7 +144,7 @@ async def test_consecutive_failures_open_the_breaker_and_further_attempts_are_no
         with reports() as heard:
             first = enqueue(db, destination=host.destination)
             async with running(app.worker()):
-                await heard.wait_for(Event.BREAKER_OPENED)
+                await heard.wait_for(LogEvent.BREAKER_OPENED)
                 await until(lambda: row_of(db, first).due_in_seconds > 1)
                 assert len(host.attempts) == 5
                 assert outcomes_of(db, first) == ["retry"] * 4 + ["snoozed"]
@@ -159,7 +159,7 @@ async def test_consecutive_failures_open_the_breaker_and_further_attempts_are_no
         assert error is not None
         assert host.key in error
         assert "no answer" in error
-        assert heard.events.count(Event.BREAKER_OPENED) == 1
+        assert heard.events.count(LogEvent.BREAKER_OPENED) == 1
 
 
 async def test_an_error_rate_opens_the_breaker_despite_some_successes(dsn: str, db: psycopg.Connection) -> None:
@@ -268,11 +268,11 @@ async def test_a_row_deleted_by_an_operator_closes_the_breaker_for_all_workers(
     async with line_host(Mood.DROP) as host, running(app.worker()):
         with reports() as heard:
             message_id = enqueue(db, destination=host.destination)
-            await heard.wait_for(Event.BREAKER_OPENED)
+            await heard.wait_for(LogEvent.BREAKER_OPENED)
             host.mood = Mood.TAKE
             db.execute("DELETE FROM pgoutbox.breaker")
             await until(all_sent(db, [message_id]))
-        assert Event.BREAKER_CLOSED not in heard.events
+        assert LogEvent.BREAKER_CLOSED not in heard.events
         assert not is_open(db, host.key)
 
 
@@ -297,13 +297,13 @@ async def test_the_breaker_closes_by_itself_and_everything_is_delivered_once(dsn
         with reports() as heard:
             async with running(app.worker()), running(app.worker()):
                 ids = [enqueue(db, destination=host.destination) for _ in range(30)]
-                await heard.wait_for(Event.BREAKER_REOPENED)
+                await heard.wait_for(LogEvent.BREAKER_REOPENED)
                 host.mood = Mood.TAKE
                 await until(all_sent(db, ids))
-                await heard.wait_for(Event.BREAKER_CLOSED)
+                await heard.wait_for(LogEvent.BREAKER_CLOSED)
         assert sorted(map(int, host.taken)) == ids
         assert not is_open(db, host.key)
-        assert heard.events.count(Event.BREAKER_CLOSED) == heard.events.count(Event.BREAKER_OPENED) == 1
+        assert heard.events.count(LogEvent.BREAKER_CLOSED) == heard.events.count(LogEvent.BREAKER_OPENED) == 1
 
 
 def knows_as_open(worker: Worker, key: str) -> bool:
@@ -354,14 +354,14 @@ async def test_an_inconclusive_probe_costs_its_attempt_and_allows_the_next_probe
     async with line_host(Mood.DROP) as host, running(app.worker()):
         with reports() as heard:
             first = enqueue(db, destination=host.destination)
-            await heard.wait_for(Event.BREAKER_OPENED)
+            await heard.wait_for(LogEvent.BREAKER_OPENED)
             host.mood = Mood.REFUSE
             await until(lambda: "retry" in outcomes_of(db, first))
             await until(lambda: (breaker_of(db, host.key) or (0, True))[1] is False)
             host.mood = Mood.TAKE
             second = enqueue(db, destination=host.destination)
             await until(all_sent(db, [second]))
-            await heard.wait_for(Event.BREAKER_CLOSED)
+            await heard.wait_for(LogEvent.BREAKER_CLOSED)
 
 
 async def test_a_handler_that_delivers_by_itself_is_not_held_back(dsn: str, db: psycopg.Connection) -> None:
@@ -386,7 +386,7 @@ async def test_a_handler_that_sends_nothing_does_not_block_probes(dsn: str, db: 
     async with line_host(Mood.DROP) as host, running(Worker(outbox)):
         with reports() as heard:
             enqueue(db, destination=host.destination)
-            await heard.wait_for(Event.BREAKER_OPENED)
+            await heard.wait_for(LogEvent.BREAKER_OPENED)
             nothing_to_send = enqueue(db, "greet", "nothing", destination=host.destination)
             await until(all_sent(db, [nothing_to_send]))
             host.mood = Mood.TAKE

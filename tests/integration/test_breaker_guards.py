@@ -16,10 +16,10 @@ import pytest
 from pgoutbox import Message, Permanent, Transient, Unavailable
 from pgoutbox.database.store import Store
 from pgoutbox.message import Outcome, Postponed, Sent, Snooze
-from pgoutbox.observability.events import Event, Telemetry
+from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.worker import circuit_breaker
 from pgoutbox.worker.alert import ALERT_TOPIC
-from pgoutbox.worker.circuit_breaker import Breakers
+from pgoutbox.worker.circuit_breaker import CircuitBreakers
 from tests.support.line_server import Line
 from tests.support.outbox_actions import PATIENCE_SECONDS, settings_for
 from tests.support.waiting import until
@@ -113,7 +113,7 @@ class Member:
         self.store = Store(self.settings, worker=name)
         self.telemetry = Telemetry(logging.getLogger("pgoutbox.worker"))
         self.at = Destinations()
-        self.breakers = Breakers(self.store, {"line": self.at}, self.settings, self.telemetry)
+        self.breakers = CircuitBreakers(self.store, {"line": self.at}, self.settings, self.telemetry)
 
     async def send(self, message_id: int, key: str = KEY, *, topic: str = "greet", attempt_count: int = 1) -> Outcome:
         sent = message(message_id, key, topic=topic, attempt_count=attempt_count)
@@ -133,7 +133,7 @@ class Member:
             await until(lambda: message_id in self.at[key].received or task.done())
             yield task
 
-    def count_of(self, event: Event) -> int:
+    def count_of(self, event: LogEvent) -> int:
         return self.telemetry.counts[event]
 
 
@@ -369,7 +369,7 @@ async def test_a_failure_keeps_its_outcome_if_the_database_is_unreachable(
     one.at[KEY].answer = DEAD
     db.execute("ALTER TABLE pgoutbox.breaker RENAME TO elsewhere")
     assert await one.send(1) is DEAD
-    assert one.count_of(Event.BREAKER_UNKNOWN) == 1
+    assert one.count_of(LogEvent.BREAKER_UNKNOWN) == 1
     db.execute("ALTER TABLE pgoutbox.elsewhere RENAME TO breaker")
     assert isinstance(await one.send(2), Snooze)
 
@@ -534,7 +534,7 @@ async def test_a_worker_that_loses_the_race_to_open_learns_that_it_is_open(
     assert isinstance(outcome, Snooze)
     assert HOUR - 60 <= outcome.delay_seconds <= HOUR + PAUSE_SECONDS
     assert asked == ["breaker_failed"] * 2
-    assert one.count_of(Event.BREAKER_OPENED) == 0  # Another worker opened it.
+    assert one.count_of(LogEvent.BREAKER_OPENED) == 0  # Another worker opened it.
 
 
 async def test_delayed_messages_check_once_a_minute_for_an_abandoned_open_breaker(
@@ -577,7 +577,7 @@ async def test_a_check_without_an_answer_of_the_database_changes_nothing(
     assert await one.send(1, attempt_count=2) is SENT
     await one.breakers.close()
     assert not one.breakers.watches_any
-    assert one.count_of(Event.BREAKER_UNKNOWN) == 2
+    assert one.count_of(LogEvent.BREAKER_UNKNOWN) == 2
 
 
 async def test_a_send_cancelled_during_a_query_leaves_the_connection_intact(
@@ -694,7 +694,7 @@ async def test_a_successful_probe_lets_all_messages_through_before_the_row_is_de
     gate.opened.set()
     await one.breakers.close()
     assert not is_open(db)
-    assert one.count_of(Event.BREAKER_CLOSED) == 1
+    assert one.count_of(LogEvent.BREAKER_CLOSED) == 1
 
 
 @pytest.mark.parametrize("answer", [Permanent("no such address"), Transient("mailbox full"), RuntimeError("a mistake")])

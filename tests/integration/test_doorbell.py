@@ -17,7 +17,7 @@ from pgoutbox.database import sql
 from pgoutbox.database.store import Store
 from pgoutbox.handlers import Context
 from pgoutbox.message import Message, State, Transient
-from pgoutbox.observability.events import Event, Telemetry
+from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.worker import Worker
 from pgoutbox.worker.claim_planner import parse_queues
@@ -366,7 +366,10 @@ async def test_a_lost_listener_reconnects_without_bells_and_rings_for_missed_not
             bellman.rang.clear()
             await bellman.rang.wait()
     assert bellman.rings == [None, None]
-    assert (bellman.telemetry.counts[Event.LISTENER_LOST], bellman.telemetry.counts[Event.LISTENER_BACK]) == (1, 1)
+    assert (bellman.telemetry.counts[LogEvent.LISTENER_LOST], bellman.telemetry.counts[LogEvent.LISTENER_BACK]) == (
+        1,
+        1,
+    )
     assert await bellman.bell.arm(["default"]) is Bell.ARMED
     enqueue(db)
     assert await bellman.rings_so_far() == [None, None, "default"]
@@ -382,7 +385,7 @@ async def test_a_session_that_no_longer_listens_is_abandoned(
     await bellman.bell._probe()
     async with asyncio.timeout(PATIENCE_SECONDS):
         await bellman.rang.wait()
-    assert bellman.telemetry.counts[Event.LISTENER_LOST] == 1
+    assert bellman.telemetry.counts[LogEvent.LISTENER_LOST] == 1
     assert await bellman.bell.arm(["default"]) is Bell.ARMED
 
 
@@ -460,9 +463,9 @@ async def test_a_commit_during_a_listener_outage_is_found_after_the_reconnect(
             allow_connections(gate, db.info.dbname, "false")
             assert terminate_listeners(db) == 1
             message_id = enqueue(db)
-            await heard.wait_for(Event.LISTENER_LOST)
+            await heard.wait_for(LogEvent.LISTENER_LOST)
             allow_connections(gate, db.info.dbname, "true")
-            await heard.wait_for(Event.LISTENER_BACK)
+            await heard.wait_for(LogEvent.LISTENER_BACK)
             await receiver.heard.wait()
     assert state_of(db, message_id) == State.SENT
 
@@ -682,7 +685,7 @@ async def test_one_message_wakes_one_worker_and_its_deputy(dsn: str, db: psycopg
         await until(lambda: deputy._queues.looked_at > looked_at[1])
         assert watch._queues.looked_at > looked_at[0]
         assert sleeper._queues.looked_at == looked_at[2]
-        assert watch.telemetry.counts[Event.CLAIMED] == 1
+        assert watch.telemetry.counts[LogEvent.CLAIMED] == 1
 
 
 @pytest.mark.parametrize("polls", [False, True])

@@ -15,7 +15,7 @@ from pgoutbox import Outbox, PayloadError
 from pgoutbox.database import operator_connection
 from pgoutbox.encryption import SEALED, Identity, Keyring
 from pgoutbox.enqueue.generators import Enqueued
-from pgoutbox.errors import ConfigurationError, DuplicateError
+from pgoutbox.errors import ConfigurationError, DedupeConflictError
 from pgoutbox.handlers import Context, SyncContext
 from pgoutbox.message import Message
 from pgoutbox.operations import messages as operations
@@ -147,7 +147,7 @@ def test_under_one_dedupe_key_the_same_payload_is_a_duplicate_and_another_a_conf
     outbox = outbox_with(dsn, OLD)
     first = put(outbox, db, dedupe_key="k")
     assert put(outbox, db, dedupe_key="k") == Enqueued(first.id, True)
-    with pytest.raises(DuplicateError) as caught:
+    with pytest.raises(DedupeConflictError) as caught:
         put(outbox, db, code="another", dedupe_key="k")
     assert CANARY not in str(caught.value)
 

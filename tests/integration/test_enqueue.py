@@ -23,7 +23,7 @@ from pydantic import BaseModel
 from pgoutbox import (
     ConfigurationError,
     Context,
-    DuplicateError,
+    DedupeConflictError,
     Enqueued,
     Message,
     NewMessage,
@@ -246,7 +246,7 @@ def test_a_dedupe_key_with_another_payload_is_a_duplicate_error(
         lambda: outbox.enqueue(rolled_back, "mail", {"a": CANARY}, dedupe_key="k"),
         lambda: outbox.enqueue_many(rolled_back, [NewMessage("mail", {"a": CANARY}, dedupe_key="k")]),
     ):
-        with pytest.raises(DuplicateError) as caught, rolled_back.transaction():
+        with pytest.raises(DedupeConflictError) as caught, rolled_back.transaction():
             enqueue()
         assert str(caught.value) == f"dedupe_key: message {first.id} of topic mail has this key and another payload"
 

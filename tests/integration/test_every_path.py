@@ -11,7 +11,7 @@ import psycopg
 import pytest
 
 from pgoutbox import Context, Message, Outbox, RetryPolicy, Sent, Transient
-from pgoutbox.database.store import Verdict
+from pgoutbox.database.store import FinishRequest
 from pgoutbox.message import AttemptOutcome, State
 from pgoutbox.operations import queue_controls
 from pgoutbox.operations.queue_controls import Rate
@@ -223,7 +223,7 @@ async def test_a_ring_in_a_limited_queue_keeps_the_order_of_due_times(dsn: str, 
 
     late = enqueue(db)
     claim(db)
-    finish(db, Verdict(late, 1, AttemptOutcome.RETRY, "later", -3600.0))
+    finish(db, FinishRequest(late, 1, AttemptOutcome.RETRY, "later", -3600.0))
     queue_controls.limit_in_flight(db, "default", 1)
     queue_controls.pause_queue(db, "default")
     fresh = [enqueue(db) for _ in range(3)]

@@ -21,7 +21,7 @@ from pgoutbox.errors import StateError
 from pgoutbox.message import State
 from pgoutbox.operations import messages, retention
 from pgoutbox.operations.messages import RedriveResult
-from pgoutbox.operations.retention import Memory, Turn, read_upkeep_facts
+from pgoutbox.operations.retention import MaintenanceRun, PartitionCache, read_upkeep_facts
 from tests.support import races
 from tests.support.messages import put
 from tests.support.outbox_actions import claim, enqueue, finish_sent, ids_in_flight, row_of, until_blocked
@@ -420,15 +420,17 @@ def test_contents_are_read_page_by_page(db: psycopg.Connection) -> None:
 
 class TestPlace:
     @pytest.fixture
-    def memory(self, db: psycopg.Connection) -> Memory:
+    def memory(self, db: psycopg.Connection) -> PartitionCache:
         delete(db, *(put(db, **{name: key}) for name in ("coalesce_key", "ordering_key") for key in "abc"))  # type: ignore[arg-type]
-        return Memory()
+        return PartitionCache()
 
-    def test_the_next_round_continues_where_the_last_one_stopped(self, db: psycopg.Connection, memory: Memory) -> None:
+    def test_the_next_round_continues_where_the_last_one_stopped(
+        self, db: psycopg.Connection, memory: PartitionCache
+    ) -> None:
         facts = read_upkeep_facts(db)
         forgotten = []
         for _ in range(9):
-            turn = Turn(facts, memory, batch_size=1, is_over=self._after(db, 1))
+            turn = MaintenanceRun(facts, memory, batch_size=1, is_over=self._after(db, 1))
             assert turn.has_work
             turn.take(db)
             forgotten.append(turn.totals.coalesce_keys)
@@ -437,12 +439,12 @@ class TestPlace:
         assert sum(forgotten) == 3
         assert max(forgotten) == 1
         assert (keys(db, "coalesce"), keys(db, "ordering")) == ([], [])
-        assert not Turn(facts, memory).has_work
+        assert not MaintenanceRun(facts, memory).has_work
 
-    def test_a_lost_position_costs_another_pass(self, db: psycopg.Connection, memory: Memory) -> None:
-        Turn(read_upkeep_facts(db), memory, batch_size=1, is_over=self._after(db, 1)).take(db)
+    def test_a_lost_position_costs_another_pass(self, db: psycopg.Connection, memory: PartitionCache) -> None:
+        MaintenanceRun(read_upkeep_facts(db), memory, batch_size=1, is_over=self._after(db, 1)).take(db)
         assert memory.passes
-        Turn(read_upkeep_facts(db), Memory(), batch_size=1).take(db)
+        MaintenanceRun(read_upkeep_facts(db), PartitionCache(), batch_size=1).take(db)
         assert (keys(db, "coalesce"), keys(db, "ordering")) == ([], [])
 
     def _after(self, db: psycopg.Connection, count: int) -> Callable[[], bool]:

@@ -23,8 +23,8 @@ import pytest
 import pgoutbox.worker.worker
 from pgoutbox import Outbox
 from pgoutbox.database import sql
-from pgoutbox.database.store import Verdict
-from pgoutbox.database.worker_connection import Link
+from pgoutbox.database.store import FinishRequest
+from pgoutbox.database.worker_connection import WorkerConnection
 from pgoutbox.handlers import Context
 from pgoutbox.message import AttemptOutcome, Message, State
 from pgoutbox.observability.events import Telemetry
@@ -87,7 +87,7 @@ def attempted_again(stage: Stage) -> int:
     """Create a message in its second attempt, by the worker that made the first one."""
     message_id = enqueue(stage.db)
     claim(stage.db)
-    finish(stage.db, Verdict(message_id, 1, AttemptOutcome.RELEASED))
+    finish(stage.db, FinishRequest(message_id, 1, AttemptOutcome.RELEASED))
     assert ids_in_flight(claim(stage.db)) == [message_id]
     return message_id
 
@@ -111,7 +111,7 @@ async def a_stale_attempt_cannot_write_sent(stage: Stage) -> None:
 
 async def a_stale_attempt_cannot_write_another_end(stage: Stage) -> None:
     message_id = attempted_again(stage)
-    finish(stage.db, Verdict(message_id, 1, AttemptOutcome.FAILED, "stale"))
+    finish(stage.db, FinishRequest(message_id, 1, AttemptOutcome.FAILED, "stale"))
     assert row_of(stage.db, message_id).state == "sending"
 
 
@@ -133,7 +133,7 @@ async def a_worker_of_a_lost_timeline_cannot_write_sent(stage: Stage) -> None:
 
 async def a_worker_of_a_lost_timeline_cannot_write_another_end(stage: Stage) -> None:
     message_id = claimed_on_both_timelines(stage)
-    finish(stage.db, Verdict(message_id, 1, AttemptOutcome.FAILED, "stale"), worker="stale")
+    finish(stage.db, FinishRequest(message_id, 1, AttemptOutcome.FAILED, "stale"), worker="stale")
     assert row_of(stage.db, message_id).state == "sending"
 
 
@@ -194,7 +194,7 @@ async def a_worker_ends_an_attempt_in_its_name_that_it_does_not_run(stage: Stage
 async def an_attempt_from_before_a_redrive_cannot_write(stage: Stage) -> None:
     message_id = enqueue(stage.db, max_attempts=1)
     claim(stage.db)
-    finish(stage.db, Verdict(message_id, 1, AttemptOutcome.FAILED, "first"))
+    finish(stage.db, FinishRequest(message_id, 1, AttemptOutcome.FAILED, "first"))
     assert redrive(stage.db, message_id)
     claim(stage.db)
     finish_sent(stage.db, (message_id, 1))
@@ -204,7 +204,7 @@ async def an_attempt_from_before_a_redrive_cannot_write(stage: Stage) -> None:
 async def a_released_attempt_cannot_write(stage: Stage) -> None:
     message_id = enqueue(stage.db)
     claim(stage.db)
-    finish(stage.db, Verdict(message_id, 1, AttemptOutcome.RELEASED))
+    finish(stage.db, FinishRequest(message_id, 1, AttemptOutcome.RELEASED))
     claim(stage.db)
     finish_sent(stage.db, (message_id, 1))
     assert state_of(stage.db, message_id) == "sending"
@@ -228,7 +228,7 @@ async def a_message_that_is_pending_again_is_not_deleted(stage: Stage) -> None:
     keep_nothing(stage)
     message_id = enqueue(stage.db)
     claim(stage.db)
-    finish(stage.db, Verdict(message_id, 1, AttemptOutcome.RETRY, "busy"))
+    finish(stage.db, FinishRequest(message_id, 1, AttemptOutcome.RETRY, "busy"))
     finish_sent_and_forget(stage.db, (message_id, 1))
     assert rows_of(stage.db, message_id)
 
@@ -465,7 +465,7 @@ async def an_older_attempt_is_not_retried_after_a_newer_message(stage: Stage) ->
     older = enqueue(stage.db, coalesce_key="k")
     claim(stage.db)
     enqueue(stage.db, coalesce_key="k")
-    finish(stage.db, Verdict(older, 1, AttemptOutcome.RETRY, "busy"))
+    finish(stage.db, FinishRequest(older, 1, AttemptOutcome.RETRY, "busy"))
     assert state_of(stage.db, older) == "skipped"
 
 
@@ -521,7 +521,7 @@ async def a_message_that_has_ended_supersedes_nothing(stage: Stage) -> None:
     older = look_again(late)
     newer = look_again(stage.db)
     assert ids_in_flight(claim(stage.db)) == [newer]
-    finish(stage.db, Verdict(newer, 1, AttemptOutcome.FAILED, "no"))
+    finish(stage.db, FinishRequest(newer, 1, AttemptOutcome.FAILED, "no"))
     late.commit()
     assert ids_in_flight(claim(stage.db)) == [older]
 
@@ -548,7 +548,7 @@ async def a_retry_ends_if_a_newer_message_is_pending(stage: Stage) -> None:
     older = look_again(stage.db)
     claim(stage.db)
     look_again(stage.db)
-    finish(stage.db, Verdict(older, 1, AttemptOutcome.RETRY, "busy", 60.0))
+    finish(stage.db, FinishRequest(older, 1, AttemptOutcome.RETRY, "busy", 60.0))
     assert state_of(stage.db, older) == "skipped"
 
 
@@ -556,7 +556,7 @@ async def a_retry_does_not_wait_for_a_message_that_is_due_later(stage: Stage) ->
     older = look_again(stage.db)
     claim(stage.db)
     look_again(stage.db, available_at=datetime.now(UTC) + timedelta(hours=1))
-    finish(stage.db, Verdict(older, 1, AttemptOutcome.RETRY, "busy", 60.0))
+    finish(stage.db, FinishRequest(older, 1, AttemptOutcome.RETRY, "busy", 60.0))
     assert state_of(stage.db, older) == "pending"
 
 
@@ -748,7 +748,7 @@ async def concurrent_claims_succeed_under_a_strict_default_isolation(stage: Stag
             psycopg.sql.Identifier(stage.db.info.dbname)
         )
     )
-    link = Link(stage.dsn, settings_for(stage.dsn), purpose="test")
+    link = WorkerConnection(stage.dsn, settings_for(stage.dsn), purpose="test")
     try:
         ((isolation,),) = await link.fetch("SELECT current_setting('transaction_isolation')", {})
     finally:

@@ -17,7 +17,7 @@ from confluent_kafka import OFFSET_BEGINNING, Consumer, TopicPartition
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import Permanent, Sent, Transient
 from pgoutbox.settings import load_settings
-from pgoutbox.transports.brokers.events import Event
+from pgoutbox.transports.brokers.events import CloudEvent
 from pgoutbox.transports.brokers.kafka import KafkaTransport
 from pgoutbox.worker import Worker
 from tests.support.brokers import (
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 CANARY = "canary-password"
 SECRET = "secret-payload"
-EVENT = Event({"order_id": 7})
+EVENT = CloudEvent({"order_id": 7})
 MESSAGE = outgoing(destination="kafka:orders")
 ID = MESSAGE.idempotency_key.encode()
 
@@ -94,7 +94,7 @@ async def open_transport() -> AsyncIterator[Open]:
 
 
 async def test_an_event_is_a_record_with_its_id_key_and_envelope(broker: Broker, open_transport: Open) -> None:
-    event = Event({"order_id": 7}, key="customer-7", headers={"traceparent": "00-1"})
+    event = CloudEvent({"order_id": 7}, key="customer-7", headers={"traceparent": "00-1"})
     message = outgoing(destination="kafka:first")
     assert await open_transport(broker).send(message, event) == Sent()
     (record,) = records(broker, "first", 1)
@@ -116,7 +116,7 @@ async def test_events_with_one_key_are_in_one_partition(broker: Broker, open_tra
     transport = open_transport(broker)
     messages = [outgoing(message_id=number, destination="kafka:many") for number in range(100)]
     outcomes = await asyncio.gather(
-        *(transport.send(message, Event(1, key=str(message.id % 5))) for message in messages)
+        *(transport.send(message, CloudEvent(1, key=str(message.id % 5))) for message in messages)
     )
     assert outcomes == [Sent()] * 100
     found = records(broker, "many", 100)
@@ -146,7 +146,7 @@ async def test_a_broker_without_tls_gets_nothing_from_a_client_that_requires_it(
             kafka_password=CANARY,
             broker_timeout_seconds=2,
         )
-        outcome = await transport.send(outgoing(destination="kafka:refused"), Event(SECRET))
+        outcome = await transport.send(outgoing(destination="kafka:refused"), CloudEvent(SECRET))
     assert_refused(outcome, "connect: no broker within 2 s: ", {CANARY, SECRET}, caplog.text, forwarder)
     # librdkafka has two texts for the end of a handshake; the state is in both.
     assert "in state SSL_HANDSHAKE" in error_of(outcome, Transient)
@@ -173,7 +173,7 @@ async def test_the_ca_file_decides_about_the_certificate(open_transport: Open, t
             kafka_ca_file=ca_file,
             broker_timeout_seconds=2,
         )
-        outcome = await transport.send(outgoing(destination="kafka:judged"), Event(SECRET))
+        outcome = await transport.send(outgoing(destination="kafka:judged"), CloudEvent(SECRET))
         server.close()
         return error_of(outcome, Transient), any(heard)
 
@@ -193,7 +193,7 @@ async def test_an_oversized_event_is_permanent_and_does_not_disturb_others(
 ) -> None:
     transport, message = open_transport(broker), outgoing(destination="kafka:large")
     outcomes = await asyncio.gather(
-        *(transport.send(message, event) for event in (EVENT, Event("x" * 1_000_000), EVENT))
+        *(transport.send(message, event) for event in (EVENT, CloudEvent("x" * 1_000_000), EVENT))
     )
     assert "Message size too large" in error_of(outcomes.pop(1), Permanent)
     assert outcomes == [Sent()] * 2

@@ -10,8 +10,8 @@ import pytest
 
 from pgoutbox import Context, Message, Outbox
 from pgoutbox.database import sql
-from pgoutbox.database.store import Store, Verdict
-from pgoutbox.database.worker_connection import Link
+from pgoutbox.database.store import FinishRequest, Store
+from pgoutbox.database.worker_connection import WorkerConnection
 from pgoutbox.message import AttemptOutcome, State
 from pgoutbox.worker import Worker
 from tests.support.outbox_actions import (
@@ -62,7 +62,7 @@ async def test_a_row_that_moves_while_its_finish_waits_delays_no_other_outcomes(
     db, other = connect(autocommit=True), connect()
     first, gone, last = (enqueue(db) for _ in range(3))
     claim(db)
-    assert finish(other, Verdict(gone, 1, AttemptOutcome.FAILED, "by somebody else")) == {gone: State.FAILED}
+    assert finish(other, FinishRequest(gone, 1, AttemptOutcome.FAILED, "by somebody else")) == {gone: State.FAILED}
     store = Store(settings_for(dsn, lock_timeout_seconds=PATIENCE_SECONDS), worker="worker-1")
     finishing = asyncio.create_task(store.finish_sent([first, gone, last], [1, 1, 1], {"greet"}))
     try:
@@ -95,11 +95,11 @@ async def test_a_refused_statement_costs_no_attempt_and_no_lease(
     async def greet(message: Message, ctx: Context) -> None:
         delivered[message.id] += 1
 
-    fetch = Link.fetch
+    fetch = WorkerConnection.fetch
     met: Counter[str] = Counter()
     has_refused = True
 
-    async def refusing(self: Link, statement: Any, parameters: Any, *, first: Any = None) -> Any:  # noqa: ANN401 - passed on
+    async def refusing(self: WorkerConnection, statement: Any, parameters: Any, *, first: Any = None) -> Any:  # noqa: ANN401 - passed on
         nonlocal has_refused
         if met or statement == sql.END_LAPSED:  # The first look begins with it.
             met[statement] += 1
@@ -110,7 +110,7 @@ async def test_a_refused_statement_costs_no_attempt_and_no_lease(
             first = REFUSED
         return await fetch(self, statement, parameters, first=first)
 
-    monkeypatch.setattr(Link, "fetch", refusing)
+    monkeypatch.setattr(WorkerConnection, "fetch", refusing)
     while has_refused:
         has_refused = False
         ids = [enqueue(db), enqueue(db, coalesce_key="k"), enqueue(db, ordering_key="k")]

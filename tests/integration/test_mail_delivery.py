@@ -10,7 +10,7 @@ import pytest
 from pgoutbox import Context, Email, Message, Outbox, RetryPolicy, Templates
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import Sent
-from pgoutbox.observability.events import Event
+from pgoutbox.observability.events import LogEvent
 from pgoutbox.worker import Worker
 from tests.support.outbox_actions import attempts_of, enqueue, make_due, row_of, settings_for
 from tests.support.smtp_server import Misbehaviour, accepting_server, mail_settings, parsed, scripted_server
@@ -175,7 +175,7 @@ async def test_a_redirected_email_reaches_only_the_testers(dsn: str, db: psycopg
         await worker.run_once()
     assert row_of(db, message_id).state == "sent"
     assert [received.recipients for received in inbox.received] == [["ann=example.com@test.example.org"]]
-    assert worker.telemetry.counts[Event.REDIRECTING] == 1
+    assert worker.telemetry.counts[LogEvent.REDIRECTING] == 1
 
 
 async def test_a_worker_with_a_redirect_does_not_start_within_forbidden_days(dsn: str, db: psycopg.Connection) -> None:

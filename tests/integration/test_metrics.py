@@ -18,7 +18,7 @@ from pgoutbox.errors import ConfigurationError
 from pgoutbox.handlers import Context, SyncContext
 from pgoutbox.message import Message, Permanent, Skip, Snooze, State, Transient
 from pgoutbox.observability.backlog import Backlog
-from pgoutbox.observability.events import Event
+from pgoutbox.observability.events import LogEvent
 from pgoutbox.observability.measures import (
     MESSAGES,
     OF_THE_DATABASE,
@@ -138,7 +138,7 @@ async def test_the_wait_begins_when_a_message_falls_due(outbox: Outbox, db: psyc
     db.execute("UPDATE pgoutbox.message SET available_at = now() - interval '200 s' WHERE id = %s", [message_id])
     worker = Worker(outbox)
     async with running(worker):
-        await until(lambda: worker.telemetry.counts[Event.SENT])
+        await until(lambda: worker.telemetry.counts[LogEvent.SENT])
         await until(lambda: waits_of(worker, "greet"))
         families = await scrape(worker)
     waited = value(families, "pgoutbox_wait_seconds_sum", topic="greet")
@@ -160,7 +160,7 @@ async def test_a_handler_that_outlives_its_attempt_is_counted_as_abandoned(dsn: 
     worker = Worker(outbox)
     async with running(worker):
         try:
-            await until(lambda: worker.telemetry.counts[Event.ATTEMPT_ABANDONED])
+            await until(lambda: worker.telemetry.counts[LogEvent.ATTEMPT_ABANDONED])
             families = await scrape(worker)
             assert value(families, "pgoutbox_abandoned_total") == 1
             assert value(families, "pgoutbox_slots_abandoned") == 1
@@ -191,12 +191,12 @@ async def test_a_lost_lease_and_a_reconnect_are_counted(
             db.execute("UPDATE pgoutbox.message SET attempt_count = attempt_count + 1 WHERE id = %s", [message_id])
             lapse(db, message_id)
             may_end.set()
-            await log.wait_for(Event.LEASE_LOST)
+            await log.wait_for(LogEvent.LEASE_LOST)
             db.execute(
                 "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
                 " WHERE datname = current_database() AND application_name = 'pgoutbox listen'"
             )
-            await log.wait_for(Event.LISTENER_BACK)
+            await log.wait_for(LogEvent.LISTENER_BACK)
             families = await scrape(worker)
     assert value(families, "pgoutbox_leases_lost_total") == 1
     assert value(families, "pgoutbox_attempts_total", topic="greet", queue="default", outcome="lost") == 1
@@ -242,7 +242,7 @@ async def test_no_label_contains_data_of_a_message(outbox: Outbox, db: psycopg.C
     )
     worker = Worker(outbox)
     async with running(worker):
-        await until(lambda: worker.telemetry.counts[Event.FAILED])
+        await until(lambda: worker.telemetry.counts[LogEvent.FAILED])
         answer = await ask(port_of(worker), "/metrics")
     assert 'pgoutbox_breakers{scheme="https",state="open"} 1.0' in answer.body
     assert SECRET not in answer.body
@@ -380,13 +380,13 @@ async def test_a_worker_without_its_listener_is_alive_but_not_ready(
                 " AND application_name LIKE 'pgoutbox %%'",
                 [name],
             )
-            await log.wait_for(Event.LISTENER_LOST)
-            await log.wait_for(Event.DATABASE_LOST)
+            await log.wait_for(LogEvent.LISTENER_LOST)
+            await log.wait_for(LogEvent.DATABASE_LOST)
             ready = await ask(port_of(worker), "/readyz")
             live = await ask(port_of(worker), "/livez")
             admin.execute(f'ALTER DATABASE "{name}" ALLOW_CONNECTIONS true'.encode())
-            await log.wait_for(Event.LISTENER_BACK)
-            await log.wait_for(Event.DATABASE_BACK)
+            await log.wait_for(LogEvent.LISTENER_BACK)
+            await log.wait_for(LogEvent.DATABASE_BACK)
             again = await ask(port_of(worker), "/readyz")
     assert (ready.status, ready.body) == (503, "the database does not answer\nthe listener is not connected\n")
     assert (live.status, again.status) == (200, 200)
@@ -402,7 +402,7 @@ async def test_a_worker_that_waits_for_its_database_is_alive_but_not_ready() -> 
     worker = Worker(outbox)
     with reports() as log:
         async with running(worker):
-            await log.wait_for(Event.DATABASE_LOST)
+            await log.wait_for(LogEvent.DATABASE_LOST)
             live = await ask(port_of(worker), "/livez")
             ready = await ask(port_of(worker), "/readyz")
             metrics = await ask(port_of(worker), "/metrics")

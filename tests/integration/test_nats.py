@@ -16,7 +16,7 @@ from nats.js.api import StreamConfig
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import Permanent, Sent, Transient, Unavailable
 from pgoutbox.settings import load_settings
-from pgoutbox.transports.brokers.events import Event
+from pgoutbox.transports.brokers.events import CloudEvent
 from pgoutbox.transports.brokers.nats_jetstream import NatsTransport
 from pgoutbox.worker import Worker
 from tests.support.brokers import (
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 CANARY = "canary/password"
 SECRET = "secret-payload"
-EVENT = Event({"order_id": 7})
+EVENT = CloudEvent({"order_id": 7})
 MESSAGE = outgoing(destination="nats:orders.placed")
 ID = MESSAGE.idempotency_key
 AGAIN = outgoing(destination="nats:orders.placed", attempt_count=2)
@@ -115,7 +115,7 @@ async def open_transport() -> AsyncIterator[Open]:
 
 async def test_an_event_is_stored_with_its_id_and_envelope(broker: Broker, open_transport: Open) -> None:
     async with stream(broker) as client:
-        event = Event({"order_id": 7}, headers={"traceparent": "00-1"})
+        event = CloudEvent({"order_id": 7}, headers={"traceparent": "00-1"})
         assert await open_transport(broker).send(MESSAGE, event) == Sent()
         (message,) = await stored(client)
     assert message.subject == "orders.placed"
@@ -191,10 +191,10 @@ async def test_a_subject_without_publish_permission_is_transient(broker: Broker,
 async def test_an_oversized_event_is_permanent_and_keeps_the_connection(broker: Broker, open_transport: Open) -> None:
     async with stream(broker, max_msg_size=50_000) as client:
         transport = open_transport(broker)
-        assert "of bytes are more" not in error_of(await transport.send(MESSAGE, Event("x" * 60_000)), Permanent)
+        assert "of bytes are more" not in error_of(await transport.send(MESSAGE, CloudEvent("x" * 60_000)), Permanent)
         # The headers make it too large: the client checks only the content.
         header = {"h": "x" * 1_000}
-        edge = Event("x" * (100_000 - 400), headers=header)
+        edge = CloudEvent("x" * (100_000 - 400), headers=header)
         error = error_of(await transport.send(MESSAGE, edge), Permanent)
         assert error.endswith("bytes with their headers are more than the server's 100000")
         assert await transport.send(MESSAGE, EVENT) == Sent()
@@ -277,7 +277,7 @@ async def test_with_tls_nothing_is_sent_in_plain_text(tls_broker: TlsBroker, ope
         client = await nats.connect(f"tls://{TLS_HOST}:{port}", user="app", password=CANARY, tls=context)
         await client.jetstream().add_stream(StreamConfig(name="ORDERS", subjects=["orders.>"]))
         transport = open_transport(tls_url_of(forwarder.port), nats_ca_file=ca_file)
-        assert await transport.send(MESSAGE, Event(SECRET)) == Sent()
+        assert await transport.send(MESSAGE, CloudEvent(SECRET)) == Sent()
         (message,) = await stored(client)
         await client.close()
     assert json.loads(message.data or b"")["data"] == SECRET
@@ -300,7 +300,7 @@ async def test_a_server_with_a_wrong_certificate_gets_nothing(
         ca_file = tls_broker.certificate.ca_file if is_known else None
         # A second server, whose URL does not request TLS, gets the same password and must encrypt as well.
         urls = tls_url_of(forwarder.port, host) + f",nats://{host}:{forwarder.port}"
-        outcome = await open_transport(urls, nats_ca_file=ca_file).send(MESSAGE, Event(SECRET))
+        outcome = await open_transport(urls, nats_ca_file=ca_file).send(MESSAGE, CloudEvent(SECRET))
     said = error or "the server does not offer TLS, and plain text is refused"
     assert_refused(outcome, f"connect: {said}", {CANARY, SECRET}, caplog.text, forwarder)
     if not is_tls:

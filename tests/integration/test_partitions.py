@@ -14,10 +14,16 @@ import psycopg
 import pytest
 
 from pgoutbox.database import operator_connection
-from pgoutbox.database.store import Verdict
+from pgoutbox.database.store import FinishRequest
 from pgoutbox.message import AttemptOutcome, State
 from pgoutbox.operations import retention
-from pgoutbox.operations.retention import Memory, Turn, prune_by_retention, read_upkeep_facts, set_retention
+from pgoutbox.operations.retention import (
+    MaintenanceRun,
+    PartitionCache,
+    prune_by_retention,
+    read_upkeep_facts,
+    set_retention,
+)
 from pgoutbox.settings import load_settings
 from tests.support.messages import ADD_ATTEMPT, put
 from tests.support.outbox_actions import claim, enqueue, finish, finish_sent, row_of, rows_of
@@ -268,14 +274,14 @@ class TestRetire:
         ids = [put(operator, state, age=40 * DAY) for state in (State.SENT, State.FAILED)]
         ids.append(put(operator, State.SENT, age=50 * DAY))
         facts = read_upkeep_facts(operator)
-        turn = Turn(facts._replace(asked_at=facts.asked_at + 3 * DAY), Memory())
+        turn = MaintenanceRun(facts._replace(asked_at=facts.asked_at + 3 * DAY), PartitionCache())
         turn.take(operator)
         assert sorted(row.id for row in rows_of(operator)) == ids
         assert name in partitions_of(operator)
         assert [str(error) for error in turn.errors] == [
             "the database's clock is 3 days ahead of this machine's, so nothing is deleted; synchronise both by NTP"
         ]
-        Turn(facts, Memory()).take(operator)
+        MaintenanceRun(facts, PartitionCache()).take(operator)
         assert rows_of(operator) == []
 
     def test_one_message_to_keep_keeps_its_partition(self, operator: psycopg.Connection) -> None:
@@ -370,7 +376,7 @@ class TestRetire:
         put(operator, State.SENT, age=40 * DAY)
         reader, writer = connect(), connect(autocommit=True)
         reader.execute("SELECT count(*) FROM pgoutbox.message_done")
-        turn = Turn(read_upkeep_facts(operator), Memory(), pause=lambda _: enqueue(writer))
+        turn = MaintenanceRun(read_upkeep_facts(operator), PartitionCache(), pause=lambda _: enqueue(writer))
         turn.take(operator)
         assert (turn.errors, turn.totals.partitions_dropped) == ([], 0)
         assert name in partitions_of(operator)
@@ -418,14 +424,14 @@ class TestRows:
         add_partition(operator, 9)
         put(operator, State.SENT, age=9 * DAY)
         put(operator, State.SENT, topic="audit", age=9 * DAY)
-        memory = Memory()
+        memory = PartitionCache()
         facts = read_upkeep_facts(operator)
-        turn = Turn(facts, memory)
+        turn = MaintenanceRun(facts, memory)
         turn.take(operator)
         assert turn.totals.total == 1
-        assert not Turn(facts, memory).has_work
+        assert not MaintenanceRun(facts, memory).has_work
         set_retention(operator, "mail", "sent", 2 * DAY)
-        assert Turn(read_upkeep_facts(operator), memory).has_work
+        assert MaintenanceRun(read_upkeep_facts(operator), memory).has_work
 
 
 class TestClear:
@@ -499,7 +505,7 @@ def prune_and_die(dsn: str, transactions: int) -> None:
             return answer
 
         connection.execute = counted  # type: ignore[method-assign] # it counts
-        Turn(facts, Memory(), batch_size=2).take(connection)
+        MaintenanceRun(facts, PartitionCache(), batch_size=2).take(connection)
 
 
 @pytest.mark.slow
@@ -522,7 +528,7 @@ def test_partitions_come_and_go_while_eight_sessions_enqueue_and_finish(
             try:
                 assert finish_sent(connection, (message_id, 1)) == {message_id}
             except psycopg.errors.LockNotAvailable:
-                assert finish(connection, Verdict(message_id, 1, AttemptOutcome.SENT)) == {message_id: State.SENT}
+                assert finish(connection, FinishRequest(message_id, 1, AttemptOutcome.SENT)) == {message_id: State.SENT}
             sent.append(message_id)
         return sent
 
@@ -558,7 +564,7 @@ def test_maintenance_needs_no_ownership_of_the_tables(db: psycopg.Connection, ds
     with operator_connection.connect(load_settings(dsn=f"{dsn}&options=-c%20role%3D{role}")) as connection:
         with pytest.raises(psycopg.errors.InsufficientPrivilege):
             connection.execute(b"DROP TABLE pgoutbox." + name.encode())
-        turn = Turn(read_upkeep_facts(connection), Memory())
+        turn = MaintenanceRun(read_upkeep_facts(connection), PartitionCache())
         turn.take(connection)
     totals = turn.totals
     assert turn.errors == []

@@ -14,7 +14,7 @@ import pytest
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import Permanent, Sent, Transient, Unavailable
 from pgoutbox.settings import load_settings
-from pgoutbox.transports.brokers.events import Event
+from pgoutbox.transports.brokers.events import CloudEvent
 from pgoutbox.transports.brokers.rabbitmq import RabbitMQTransport
 from pgoutbox.worker import Worker
 from tests.support.brokers import (
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 CANARY = RABBITMQ_TLS_PASSWORD
 SECRET = "secret-payload"
-EVENT = Event({"order_id": 7})
+EVENT = CloudEvent({"order_id": 7})
 MESSAGE = outgoing(destination="rabbitmq:orders/order.placed")
 ID = MESSAGE.idempotency_key
 
@@ -118,7 +118,7 @@ async def open_transport() -> AsyncIterator[Open]:
 async def test_an_event_is_queued_with_its_id_and_envelope(
     broker: Broker, channel: AbstractChannel, open_transport: Open
 ) -> None:
-    event = Event({"order_id": 7}, headers={"traceparent": "00-1"})
+    event = CloudEvent({"order_id": 7}, headers={"traceparent": "00-1"})
     assert await open_transport(broker).send(MESSAGE, event) == Sent()
     (message,) = await queued(channel)
     properties = message.header.properties
@@ -134,7 +134,7 @@ async def test_the_key_is_the_routing_key_and_a_queue_can_be_named(
     broker: Broker, channel: AbstractChannel, open_transport: Open
 ) -> None:
     transport = open_transport(broker)
-    assert await transport.send(outgoing(destination="rabbitmq:orders"), Event(1, key="order.paid")) == Sent()
+    assert await transport.send(outgoing(destination="rabbitmq:orders"), CloudEvent(1, key="order.paid")) == Sent()
     assert await transport.send(outgoing(destination="rabbitmq:/placed"), EVENT) == Sent()
     assert [message.routing_key for message in await queued(channel)] == ["order.paid", "placed"]
 
@@ -201,7 +201,7 @@ async def test_an_oversized_event_is_permanent_and_does_not_disturb_others(
     broker: Broker, channel: AbstractChannel, open_transport: Open
 ) -> None:
     transport = open_transport(broker)
-    huge, large = Event("x" * RABBITMQ_MAX_BYTES), Event("x" * (RABBITMQ_MAX_BYTES - 10_000))
+    huge, large = CloudEvent("x" * RABBITMQ_MAX_BYTES), CloudEvent("x" * (RABBITMQ_MAX_BYTES - 10_000))
     outcomes = await asyncio.gather(*(transport.send(MESSAGE, event) for event in (EVENT, huge, EVENT, large, EVENT)))
     assert "message size" in error_of(outcomes.pop(1), Permanent)
     assert outcomes == [Sent()] * 4
@@ -270,7 +270,7 @@ async def test_with_tls_nothing_is_sent_in_plain_text(
 ) -> None:
     async with forwarded(tls_broker.tls_port) as forwarder:
         transport = open_transport(tls_url_of(forwarder.port), rabbitmq_ca_file=tls_broker.certificate.ca_file)
-        assert await transport.send(MESSAGE, Event(SECRET)) == Sent()
+        assert await transport.send(MESSAGE, CloudEvent(SECRET)) == Sent()
     (message,) = await queued(channel)
     assert json.loads(message.body)["data"] == SECRET
     for text in (CANARY, SECRET):
@@ -292,7 +292,7 @@ async def test_a_server_with_a_wrong_certificate_gets_nothing(
     async with forwarded(tls_broker.tls_port if is_tls else tls_broker.plain_port) as forwarder:
         ca_file = tls_broker.certificate.ca_file if is_known else None
         url = tls_url_of(forwarder.port, host) + "?no_verify_ssl=1"  # Options that the client itself would accept.
-        outcome = await open_transport(url, rabbitmq_ca_file=ca_file).send(MESSAGE, Event(SECRET))
+        outcome = await open_transport(url, rabbitmq_ca_file=ca_file).send(MESSAGE, CloudEvent(SECRET))
     assert_refused(outcome, f"connect: {error or 'TLS: '}", {CANARY, SECRET}, caplog.text, forwarder)
     assert await queued(channel) == []
 

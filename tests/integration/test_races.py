@@ -12,11 +12,11 @@ import pytest
 
 from pgoutbox import Outbox
 from pgoutbox.database import sql
-from pgoutbox.database.store import Store, Verdict
+from pgoutbox.database.store import FinishRequest, Store
 from pgoutbox.errors import MessageNotFoundError
 from pgoutbox.handlers import Context
 from pgoutbox.message import AttemptOutcome, Message, State, Transient
-from pgoutbox.observability.events import Event
+from pgoutbox.observability.events import LogEvent
 from pgoutbox.operations import messages
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.worker import Worker
@@ -154,11 +154,11 @@ async def test_a_worker_that_meets_another_at_one_key_continues(outbox: Outbox, 
 def test_a_duplicate_finish_around_a_new_attempt_changes_nothing(db: psycopg.Connection, outcome: str) -> None:
     message_id = enqueue(db)
     claim(db)
-    assert finish(db, Verdict(message_id, 1, AttemptOutcome(outcome), None, 0.0))
+    assert finish(db, FinishRequest(message_id, 1, AttemptOutcome(outcome), None, 0.0))
     assert ids_in_flight(claim(db)) == [message_id]
     before = row_of(db, message_id)
     assert finish_sent(db, (message_id, 1)) == set()
-    assert finish(db, Verdict(message_id, 1, AttemptOutcome.FAILED, "stale")) == {}
+    assert finish(db, FinishRequest(message_id, 1, AttemptOutcome.FAILED, "stale")) == {}
     after = row_of(db, message_id)
     assert (after.state, after.attempt_count, after.worker) == (before.state, before.attempt_count, before.worker)
     assert finish_sent(db, (message_id, 2)) == {message_id}
@@ -204,7 +204,7 @@ def test_a_cancel_after_the_claim_is_a_request(connect: Connect, db: psycopg.Con
     claim(db)
     assert cancel(business, message_id) == "requested"
     business.commit()
-    assert finish(db, Verdict(message_id, 1, AttemptOutcome.RETRY, "busy")) == {message_id: State.CANCELLED}
+    assert finish(db, FinishRequest(message_id, 1, AttemptOutcome.RETRY, "busy")) == {message_id: State.CANCELLED}
 
 
 async def test_a_worker_keeps_the_lease_of_a_message_during_a_long_rolled_back_cancel(
@@ -257,7 +257,7 @@ def test_a_cancel_with_an_old_snapshot_does_not_return_the_state_before_a_redriv
     application.isolation_level = level
     message_id = enqueue(db)
     claim(db)
-    finish(db, Verdict(message_id, 1, AttemptOutcome.FAILED, "no"))
+    finish(db, FinishRequest(message_id, 1, AttemptOutcome.FAILED, "no"))
     application.execute("SELECT FROM pgoutbox.message")
     assert cancel(application, message_id) == "failed"
     application.rollback()
@@ -296,7 +296,7 @@ async def test_a_business_transaction_that_cancels_delays_only_its_own_message(
     business.commit()
     await run
     assert state_of(db, locked) == State.SENT
-    assert worker.telemetry.counts[Event.LEASE_LOST] == 0
+    assert worker.telemetry.counts[LogEvent.LEASE_LOST] == 0
 
 
 # Notifies of every sent message at its commit.
@@ -360,7 +360,7 @@ async def test_a_successor_is_delivered_as_soon_as_its_predecessor_has_ended(
             assert claim(db, queue=queue, worker="thief") == []
             go_on.set()
             await newer_delivered.wait()
-            await heard.wait_for(Event.WORKER_STARTED)
+            await heard.wait_for(LogEvent.WORKER_STARTED)
     assert delivered == [older, newer]
     row = row_of(db, older)
     if fails:
@@ -463,13 +463,13 @@ def test_a_successor_that_rolls_back_supersedes_nothing(connect: Connect, db: ps
     enqueue(producer, coalesce_key="k")
     assert ids_in_flight(claim(db)) == [older]
     producer.rollback()
-    assert finish(db, Verdict(older, 1, AttemptOutcome.RETRY, "busy", 0.0)) == {older: State.PENDING}
+    assert finish(db, FinishRequest(older, 1, AttemptOutcome.RETRY, "busy", 0.0)) == {older: State.PENDING}
 
 
 def test_a_redrive_does_not_revive_a_superseded_message(db: psycopg.Connection) -> None:
     older = enqueue(db, coalesce_key="k")
     claim(db)
-    finish(db, Verdict(older, 1, AttemptOutcome.FAILED, "no"))
+    finish(db, FinishRequest(older, 1, AttemptOutcome.FAILED, "no"))
     enqueue(db, coalesce_key="k")
     assert not redrive(db, older)
     assert state_of(db, older) == State.FAILED

@@ -13,7 +13,7 @@ import redis
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import Permanent, Sent, Transient, Unavailable
 from pgoutbox.settings import load_settings
-from pgoutbox.transports.brokers.events import Event
+from pgoutbox.transports.brokers.events import CloudEvent
 from pgoutbox.transports.brokers.redis_streams import RedisTransport
 from pgoutbox.worker import Worker
 from tests.support.brokers import (
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 CANARY = "canary-password"
 SECRET = "secret-payload"
-EVENT = Event({"order_id": 7})
+EVENT = CloudEvent({"order_id": 7})
 MESSAGE = outgoing(destination="redis:orders")
 ID = MESSAGE.idempotency_key.encode()
 
@@ -83,7 +83,7 @@ async def open_transport() -> AsyncIterator[Open]:
 
 
 async def test_an_event_is_an_entry_with_its_id_and_envelope(broker: Broker, open_transport: Open) -> None:
-    event = Event({"order_id": 7}, subject="orders/7", headers={"traceparent": "00-1"})
+    event = CloudEvent({"order_id": 7}, subject="orders/7", headers={"traceparent": "00-1"})
     assert await open_transport(broker).send(MESSAGE, event) == Sent()
     (entry,) = entries(broker)
     assert (entry[b"id"], entry[b"traceparent"]) == (ID, b"00-1")
@@ -219,7 +219,7 @@ async def test_with_tls_nothing_is_sent_in_plain_text(tls_broker: TlsBroker, ope
     async with forwarded(tls_broker.tls_port) as forwarder:
         url = f"rediss://app:{CANARY}@{TLS_HOST}:{forwarder.port}"
         transport = open_transport(url, redis_ca_file=tls_broker.certificate.ca_file)
-        assert await transport.send(outgoing(destination="redis:tls"), Event(SECRET)) == Sent()
+        assert await transport.send(outgoing(destination="redis:tls"), CloudEvent(SECRET)) == Sent()
     (entry,) = entries(tls_broker.broker, "tls")
     assert json.loads(entry[b"event"])["data"] == SECRET
     for text in (CANARY, SECRET):
@@ -244,7 +244,7 @@ async def test_a_server_with_a_wrong_certificate_gets_nothing(
             redis_ca_file=ca_file,
             broker_timeout_seconds=5 if is_tls else 0.5,
         )
-        outcome = await transport.send(outgoing(destination="redis:refused"), Event(SECRET))
+        outcome = await transport.send(outgoing(destination="redis:refused"), CloudEvent(SECRET))
     assert_refused(outcome, f"connect: {error}", {CANARY, SECRET}, caplog.text, forwarder)
     if not is_tls:  # There may be an answer or not, depending on a line end among a handshake's random bytes.
         assert error_of(outcome, Transient).endswith("; does the server speak TLS on this port?")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pgoutbox import Context, Message, Outbox
-from pgoutbox.observability.events import Event, Telemetry
+from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.worker import Worker
 from pgoutbox.worker.set_aside import SetAside
 from tests.support.outbox_actions import claim, enqueue, lapse, row_of, rows_of, running, settings_for
@@ -70,7 +70,7 @@ async def test_messages_whose_claim_is_refused_do_not_delay_others(dsn: str, db:
     worker = Worker(outbox)
     async with running(worker):
         await until(lambda: set(handed_over) == others)
-        await until(lambda: worker.telemetry.counts[Event.CLAIM_REFUSED] == len(refused))
+        await until(lambda: worker.telemetry.counts[LogEvent.CLAIM_REFUSED] == len(refused))
         fresh = enqueue(db)
         await until(lambda: fresh in handed_over)
     assert len(handed_over) == len(others) + 1
@@ -86,7 +86,7 @@ async def test_messages_behind_a_refused_claim_of_their_ordering_key_wait(dsn: s
     others = [enqueue(db, ordering_key="member:8"), enqueue(db)]
     worker = Worker(outbox)
     async with running(worker):
-        await until(lambda: worker.telemetry.counts[Event.CLAIM_REFUSED] == 1)
+        await until(lambda: worker.telemetry.counts[LogEvent.CLAIM_REFUSED] == 1)
         await until(lambda: set(handed_over) == set(others))
     assert {row.state for row in rows_of(db, first, second)} == {"pending"}
 
@@ -105,7 +105,7 @@ async def test_lost_attempts_whose_claim_is_refused_do_not_delay_others(dsn: str
     async with running(worker):
         await until(lambda: set(handed_over) == {lost[3], lost[5], plain})
         await until(lambda: {row_of(db, lost[2]).state, row_of(db, lost[4]).state} == {"failed"})
-        await until(lambda: worker.telemetry.counts[Event.CLAIM_REFUSED] == len(refused))
+        await until(lambda: worker.telemetry.counts[LogEvent.CLAIM_REFUSED] == len(refused))
     assert {row.state for row in rows_of(db, *refused)} == {"sending"}
 
 
@@ -123,7 +123,7 @@ async def test_a_superseded_message_of_another_queue_that_cannot_end_stops_no_wo
     worker = Worker(outbox)
     async with running(worker):
         await until(lambda: handed_over == [plain])
-    assert worker.telemetry.counts[Event.CLAIM_REFUSED] == 1
+    assert worker.telemetry.counts[LogEvent.CLAIM_REFUSED] == 1
     assert row_of(db, old).state == "sending"
 
 
@@ -137,7 +137,7 @@ async def test_a_message_whose_claim_was_refused_is_delivered_when_it_is_allowed
     refuse_claims(db, {refused}, REFUSALS["a trigger"])
     worker = Worker(outbox)
     async with running(worker):
-        await until(lambda: worker.telemetry.counts[Event.CLAIM_REFUSED] == 1)
+        await until(lambda: worker.telemetry.counts[LogEvent.CLAIM_REFUSED] == 1)
         db.execute("DROP FUNCTION refuse_claim CASCADE")
         await until(lambda: handed_over == [refused])
     assert row_of(db, refused).state == "sent"
@@ -176,7 +176,7 @@ def test_a_refused_message_is_set_aside_for_a_minute_and_reported_once() -> None
     assert (aside.ids(159.9), aside.ids(160.0)) == ([7], [])
     aside.add([7], "default", "P0001", now=160.0)
     assert aside.ids(219.9) == [7]
-    assert telemetry.counts[Event.CLAIM_REFUSED] == 1
+    assert telemetry.counts[LogEvent.CLAIM_REFUSED] == 1
 
 
 def test_a_thousand_consecutive_single_refusals_end_the_worker() -> None:

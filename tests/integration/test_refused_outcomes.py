@@ -10,7 +10,7 @@ import pytest
 
 from pgoutbox import Context, Message, Outbox, Transient
 from pgoutbox.message import Outcome
-from pgoutbox.observability.events import Event
+from pgoutbox.observability.events import LogEvent
 from pgoutbox.observability.health import reasons_not_ready
 from pgoutbox.worker import Worker
 from tests.support.outbox_actions import (
@@ -80,12 +80,12 @@ async def test_a_refused_outcome_is_written_later_without_a_second_hand_over(dsn
         await until(lambda: [row.state for row in rows_of(db)].count("sent") == 9)
         await until(lambda: worker.vitals().outcomes_refused == 3)
         assert {row.state for row in rows_of(db, *refused)} == {"sending"}
-        assert worker.telemetry.counts[Event.FINISH_REFUSED] == 3
+        assert worker.telemetry.counts[LogEvent.FINISH_REFUSED] == 3
         allow(db, "sent")
         await until(lambda: {row.state for row in rows_of(db)} == {"sent"})
         await until(lambda: worker.vitals().outcomes_refused == 0)
     assert handed_over == dict.fromkeys(ids, 1)
-    assert worker.telemetry.counts[Event.OUTCOME_UNWRITTEN] == 0
+    assert worker.telemetry.counts[LogEvent.OUTCOME_UNWRITTEN] == 0
 
 
 async def test_a_topic_with_refused_outcomes_halts_until_one_is_written_and_others_continue(
@@ -112,7 +112,7 @@ async def test_a_topic_with_refused_outcomes_halts_until_one_is_written_and_othe
         await until(lambda: {row.state for row in rows_of(db)} == {"sent"})
         await until(lambda: reasons_not_ready(worker.vitals(), sweep_seconds=3600) == [])
     assert handed_over == dict.fromkeys([*ids, *others], 1)
-    assert worker.telemetry.counts[Event.TOPIC_HALTED] == worker.telemetry.counts[Event.TOPIC_RESUMED] == 1
+    assert worker.telemetry.counts[LogEvent.TOPIC_HALTED] == worker.telemetry.counts[LogEvent.TOPIC_RESUMED] == 1
 
 
 async def test_another_worker_does_not_get_a_message_whose_outcome_is_refused(dsn: str, db: psycopg.Connection) -> None:
@@ -163,7 +163,7 @@ async def test_a_refused_renewal_costs_no_other_lease(dsn: str, db: psycopg.Conn
         assert db.execute(live.format(">").encode()).fetchone() == (others,)
         may_end.set()
         await until(lambda: {row.state for row in rows_of(db)} == {"sent"})
-    assert worker.telemetry.counts[Event.LEASE_KEEPER_FAILED] == 1
+    assert worker.telemetry.counts[LogEvent.LEASE_KEEPER_FAILED] == 1
 
 
 async def test_a_stopping_worker_fails_a_delivered_message_that_it_could_not_finish(
@@ -180,7 +180,7 @@ async def test_a_stopping_worker_fails_a_delivered_message_that_it_could_not_fin
         "it was handed over and ended sent, which the database refused to write (P0001)",
     )
     assert handed_over == {message_id: 1}
-    assert (worker.telemetry.counts[Event.FAILED], worker.telemetry.counts[Event.OUTCOME_UNWRITTEN]) == (1, 0)
+    assert (worker.telemetry.counts[LogEvent.FAILED], worker.telemetry.counts[LogEvent.OUTCOME_UNWRITTEN]) == (1, 0)
 
 
 async def test_a_stopping_worker_names_a_message_that_it_cannot_end(outbox: Outbox, db: psycopg.Connection) -> None:
@@ -191,7 +191,7 @@ async def test_a_stopping_worker_names_a_message_that_it_cannot_end(outbox: Outb
     worker = Worker(outbox)
     await worker.run_once()
     assert state_of(db, message_id) == "sending"
-    assert worker.telemetry.counts[Event.OUTCOME_UNWRITTEN] == 1
+    assert worker.telemetry.counts[LogEvent.OUTCOME_UNWRITTEN] == 1
     allow(db, "sent")
     lapse(db, message_id)
     await Worker(outbox).run_once()

@@ -22,10 +22,10 @@ from pgoutbox import Outbox
 from pgoutbox.database.store import Store
 from pgoutbox.handlers import Context, SyncContext
 from pgoutbox.message import Message, Outcome, Permanent, Sent, State, Transient
-from pgoutbox.observability.events import Event
+from pgoutbox.observability.events import LogEvent
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.worker import Worker
-from pgoutbox.worker.claimer import Claims
+from pgoutbox.worker.claimer import Claimer
 from tests.conftest import server_missing
 from tests.support import races
 from tests.support.outbox_actions import (
@@ -115,15 +115,15 @@ async def test_a_message_due_between_the_last_claim_and_the_due_time_query_is_de
     outbox: Outbox, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ten seconds pass between the two, and the message falls due in the middle."""
-    ask = Claims.next_due_seconds
+    ask = Claimer.next_due_seconds
 
-    async def ask_late(self: Claims) -> float | None:
+    async def ask_late(self: Claimer) -> float | None:
         if not receiver.has_all.is_set():
             db.execute("UPDATE pgoutbox.message_live SET available_at = now() - interval '5 s'")
             worker._queues.looked_at -= 10
         return await ask(self)
 
-    monkeypatch.setattr(Claims, "next_due_seconds", ask_late)
+    monkeypatch.setattr(Claimer, "next_due_seconds", ask_late)
     receiver = Receiver(outbox)
     message_id = enqueue(db)
     db.execute("UPDATE pgoutbox.message_live SET available_at = now() + interval '1 h'")
@@ -591,7 +591,7 @@ async def test_a_listener_behind_a_pooler_logs_a_warning_and_leaves_no_session_s
         assert db.execute(BELLS).fetchall() == []
     assert session_of_pool(pooled_dsn) == before
     assert state_of(db, message_id) == State.SENT
-    assert worker.telemetry.counts[Event.LISTENER_POOLED] == 1
+    assert worker.telemetry.counts[LogEvent.LISTENER_POOLED] == 1
 
 
 async def test_behind_a_session_pooler_a_worker_listens_and_prepares_no_statements(
@@ -626,4 +626,4 @@ async def test_a_separate_listener_wakes_a_worker_behind_a_pooler_at_a_commit(
         await receiver.has_all.wait()
     assert session_of_pool(pooled_dsn) == before
     assert state_of(db, message_id) == State.SENT
-    assert worker.telemetry.counts[Event.LISTENER_POOLED] == 0
+    assert worker.telemetry.counts[LogEvent.LISTENER_POOLED] == 0

@@ -19,10 +19,10 @@ from pgoutbox import Outbox
 from pgoutbox.cli.main import main
 from pgoutbox.database import sql
 from pgoutbox.database.store import Store
-from pgoutbox.database.worker_connection import Link
+from pgoutbox.database.worker_connection import WorkerConnection
 from pgoutbox.handlers import Context, SyncContext
 from pgoutbox.message import Message, Outcome, Permanent, Skip, State, Transient
-from pgoutbox.observability.events import Event
+from pgoutbox.observability.events import LogEvent
 from pgoutbox.operations.retention import set_retention
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.settings import ENVIRONMENT_PREFIX
@@ -58,13 +58,13 @@ AT_ONCE = RetryPolicy.steps(0, jitter=0)
 def asked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Count how often a worker has run each statement."""
     statements: Counter[str] = Counter()
-    fetch = Link.fetch
+    fetch = WorkerConnection.fetch
 
-    async def counted(self: Link, statement: Any, parameters: Any, **options: Any) -> Any:  # noqa: ANN401 - passed on
+    async def counted(self: WorkerConnection, statement: Any, parameters: Any, **options: Any) -> Any:  # noqa: ANN401 - passed on
         statements[statement] += 1
         return await fetch(self, statement, parameters, **options)
 
-    monkeypatch.setattr(Link, "fetch", counted)
+    monkeypatch.setattr(WorkerConnection, "fetch", counted)
     return statements
 
 
@@ -101,7 +101,7 @@ async def test_a_message_is_deleted_as_it_is_sent(outbox: Outbox, db: psycopg.Co
     await worker.run_once()
     assert sorted(got) == ids
     assert rows_of(db) == []
-    assert (worker.telemetry.counts[Event.SENT], worker.telemetry.counts[Event.LEASE_LOST]) == (6, 0)
+    assert (worker.telemetry.counts[LogEvent.SENT], worker.telemetry.counts[LogEvent.LEASE_LOST]) == (6, 0)
 
 
 async def test_only_sent_messages_are_deleted(outbox: Outbox, db: psycopg.Connection) -> None:
@@ -192,19 +192,19 @@ async def test_an_unreadable_rule_keeps_the_message_until_it_is_readable(
 ) -> None:
     set_retention(db, "*", "sent", ZERO)
     register(outbox, "async")
-    fetch = Link.fetch
+    fetch = WorkerConnection.fetch
     failures = [psycopg.OperationalError("gone"), psycopg.OperationalError("gone")]
 
-    async def fail(self: Link, statement: Any, parameters: Any, **options: Any) -> Any:  # noqa: ANN401 - passed on
+    async def fail(self: WorkerConnection, statement: Any, parameters: Any, **options: Any) -> Any:  # noqa: ANN401 - passed on
         if statement == sql.FORGOTTEN_TOPICS and failures:
             raise failures.pop()
         return await fetch(self, statement, parameters, **options)
 
-    monkeypatch.setattr(Link, "fetch", fail)
+    monkeypatch.setattr(WorkerConnection, "fetch", fail)
     enqueue(db)
     worker = Worker(outbox)
     await worker.run_once()
-    assert (failures, rows_of(db), worker.telemetry.counts[Event.SENT]) == ([], [], 1)
+    assert (failures, rows_of(db), worker.telemetry.counts[LogEvent.SENT]) == ([], [], 1)
 
 
 async def test_a_deletion_with_a_lost_answer_ends_the_attempt(
@@ -212,22 +212,22 @@ async def test_a_deletion_with_a_lost_answer_ends_the_attempt(
 ) -> None:
     set_retention(db, "*", "sent", ZERO)
     got = register(outbox, "async")
-    fetch = Link.fetch
+    fetch = WorkerConnection.fetch
     losses = [psycopg.OperationalError("the answer is lost")]
 
-    async def lose(self: Link, statement: Any, parameters: Any, **options: Any) -> Any:  # noqa: ANN401 - passed on
+    async def lose(self: WorkerConnection, statement: Any, parameters: Any, **options: Any) -> Any:  # noqa: ANN401 - passed on
         answer = await fetch(self, statement, parameters, **options)
         if statement == sql.FINISH_SENT_AND_FORGET_IF_HELD and losses:
             raise losses.pop()
         return answer
 
-    monkeypatch.setattr(Link, "fetch", lose)
+    monkeypatch.setattr(WorkerConnection, "fetch", lose)
     message_id = enqueue(db)
     worker = Worker(outbox)
     await worker.run_once()
     assert (got, losses, rows_of(db)) == ([message_id], [], [])
     # It is no longer possible to know whether this attempt sent it.
-    assert worker.telemetry.counts[Event.LEASE_LOST] == 1
+    assert worker.telemetry.counts[LogEvent.LEASE_LOST] == 1
 
 
 async def test_the_writes_of_a_handler_are_rolled_back_if_another_has_sent_the_message(
@@ -248,7 +248,7 @@ async def test_the_writes_of_a_handler_are_rolled_back_if_another_has_sent_the_m
     await worker.run_once()
     assert rows_of(db) == []
     assert db.execute("SELECT count(*) FROM written").fetchone() == (0,)
-    assert worker.telemetry.counts[Event.SENT] == 0
+    assert worker.telemetry.counts[LogEvent.SENT] == 0
 
 
 # --- killed processes -------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from pgoutbox import (
 )
 from pgoutbox.cli.main import main
 from pgoutbox.database import operator_connection, sql
-from pgoutbox.database.worker_connection import Link
+from pgoutbox.database.worker_connection import WorkerConnection
 from pgoutbox.message import State
 from pgoutbox.operations import messages, queue_controls, retention
 from pgoutbox.operations.messages import MessageFilter
@@ -982,9 +982,9 @@ async def test_many_notifications_cause_a_limited_number_of_claims(
     async def greet(message: Message, ctx: Context) -> None: ...
 
     statements: list[str] = []
-    fetch = Link.fetch
+    fetch = WorkerConnection.fetch
 
-    async def noted(self: Link, statement: Any, parameters: Any, **options: Any) -> Any:  # noqa: ANN401 - passed on
+    async def noted(self: WorkerConnection, statement: Any, parameters: Any, **options: Any) -> Any:  # noqa: ANN401 - passed on
         statements.append(statement)
         return await fetch(self, statement, parameters, **options)
 
@@ -992,7 +992,7 @@ async def test_many_notifications_cause_a_limited_number_of_claims(
     with login(dsn) as anybody, psycopg.connect(anybody, autocommit=True) as flooder:
         async with running(worker):
             await worker.asleep.wait()
-            monkeypatch.setattr(Link, "fetch", noted)
+            monkeypatch.setattr(WorkerConnection, "fetch", noted)
             # Each payload is different, because PostgreSQL sends equal ones once.
             await asyncio.to_thread(
                 flooder.execute,

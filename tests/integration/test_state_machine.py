@@ -24,7 +24,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from pgoutbox.database.store import Verdict
+from pgoutbox.database.store import FinishRequest
 from pgoutbox.message import FINAL_STATES, TRANSITIONS, AttemptOutcome, State
 from pgoutbox.operations import queue_controls
 from tests.support.outbox_actions import (
@@ -224,7 +224,7 @@ class Outboxes(RuleBasedStateMachine):
     def finish(self, attempt: Attempt, outcome: AttemptOutcome) -> None:
         """A worker, which may be stale, reports another outcome."""
         message = self._held(attempt)
-        verdict = Verdict(attempt.message_id, attempt.attempt_count, outcome, "why", 3600.0)
+        verdict = FinishRequest(attempt.message_id, attempt.attempt_count, outcome, "why", 3600.0)
         written = finish(self.db, verdict, worker=attempt.worker)
         if message is None:
             assert written == {}

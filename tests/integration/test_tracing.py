@@ -18,7 +18,7 @@ from starlette.routing import Route
 from pgoutbox import Context, Email, Message, NewMessage, Outbox, RetryPolicy, SyncContext, Webhook
 from pgoutbox.errors import PayloadError
 from pgoutbox.message import Permanent
-from pgoutbox.observability.events import Event
+from pgoutbox.observability.events import LogEvent
 from pgoutbox.observability.measures import OF_THE_DATABASE, OF_WORKERS
 from pgoutbox.worker import Worker
 from tests.support.dialogues import HOST
@@ -105,7 +105,7 @@ async def test_one_trace_covers_the_request_the_transaction_and_the_smtp_server(
         assert await call(app, "/members") == 201
         worker = Worker(outbox)
         async with running(worker):
-            await until(lambda: worker.telemetry.counts[Event.SENT])
+            await until(lambda: worker.telemetry.counts[LogEvent.SENT])
         assert len(inbox.received) == 1
     assert traces.tree() == [
         "POST /members [SERVER]",
@@ -332,7 +332,7 @@ async def test_the_applications_meters_get_the_same_metrics(
     with metered(monkeypatch) as reader:
         worker = Worker(outbox)
         async with running(worker):
-            await until(lambda: worker.telemetry.counts[Event.SENT])
+            await until(lambda: worker.telemetry.counts[LogEvent.SENT])
             await until(lambda: "pgoutbox.wait_seconds" in points_of(reader))
             points = points_of(reader)
         assert "pgoutbox.slots" not in points_of(reader), "a stopped worker still reports metrics"

@@ -9,7 +9,7 @@ import psycopg
 import pytest
 
 from pgoutbox.database import sql
-from pgoutbox.database.worker_connection import Link
+from pgoutbox.database.worker_connection import WorkerConnection
 from pgoutbox.message import State
 from pgoutbox.worker import Worker
 from tests.support.outbox_actions import enqueue, rows_of, settings_for
@@ -25,8 +25,8 @@ TURN = {"queue": "default"}
 
 
 @pytest.fixture
-async def link(dsn: str) -> AsyncIterator[Link]:
-    link = Link(dsn, settings_for(dsn), purpose="test")
+async def link(dsn: str) -> AsyncIterator[WorkerConnection]:
+    link = WorkerConnection(dsn, settings_for(dsn), purpose="test")
     yield link
     await link.close()
 
@@ -87,14 +87,14 @@ async def test_claims_of_a_backlog_take_turns_and_others_do_not(
 ) -> None:
     take_both_turns(connect)
     claims: list[bool] = []
-    fetch = Link.fetch
+    fetch = WorkerConnection.fetch
 
-    async def noted(self: Link, statement: Any, parameters: Any, *, first: Any = None) -> Any:  # noqa: ANN401 - passed on
+    async def noted(self: WorkerConnection, statement: Any, parameters: Any, *, first: Any = None) -> Any:  # noqa: ANN401 - passed on
         if statement in (sql.CLAIM_FRESH, sql.CLAIM_RETRIES):
             claims.append(first is not None)
         return await fetch(self, statement, parameters, first=first)
 
-    monkeypatch.setattr(Link, "fetch", noted)
+    monkeypatch.setattr(WorkerConnection, "fetch", noted)
 
     @outbox.handler("greet")
     async def greet(message: Message, ctx: Context) -> None:
@@ -114,7 +114,7 @@ async def test_claims_of_a_backlog_take_turns_and_others_do_not(
 # --- one transaction in one message -----------------------------------------------------------------------------------
 
 
-async def test_the_first_statements_run_in_the_same_transaction_and_are_prepared_once(link: Link) -> None:
+async def test_the_first_statements_run_in_the_same_transaction_and_are_prepared_once(link: WorkerConnection) -> None:
     first = ("SELECT set_config('my.turn', %(turn)s::text, true)", {"turn": "taken"})
     asked = "SELECT current_setting('my.turn', true)"
     prepared = "SELECT count(*) FROM pg_prepared_statements"
@@ -126,7 +126,7 @@ async def test_the_first_statements_run_in_the_same_transaction_and_are_prepared
     assert counts == [(5,), (5,)]  # BEGIN, the two statements, COMMIT, and this query.
 
 
-async def test_a_failed_transaction_is_rolled_back_and_the_next_one_is_intact(link: Link) -> None:
+async def test_a_failed_transaction_is_rolled_back_and_the_next_one_is_intact(link: WorkerConnection) -> None:
     first = ("SELECT 1 / %(divisor)s::integer", {"divisor": 1})
     asked = "SELECT current_setting('transaction_isolation')"
     assert await link.fetch(asked, {}, first=first) == [("read committed",)]
@@ -151,7 +151,7 @@ async def test_a_transaction_writes_nothing_if_the_default_is_read_only(
     """Otherwise claims with a turn would succeed while others fail, and an outage would begin and end with each of
     them."""
     db.execute(f"ALTER DATABASE {db.info.dbname} SET default_transaction_read_only = on".encode())
-    link = Link(dsn, settings_for(dsn, listen=not is_pooled), purpose="test")
+    link = WorkerConnection(dsn, settings_for(dsn, listen=not is_pooled), purpose="test")
     try:
         with pytest.raises(psycopg.errors.ReadOnlySqlTransaction):
             await link.fetch("DELETE FROM pgoutbox.message_live", {}, first=(sql.TAKE_TURN, TURN))

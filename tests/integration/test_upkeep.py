@@ -15,12 +15,12 @@ import pytest
 import pgoutbox.worker.maintenance
 from pgoutbox.database import connections, sql
 from pgoutbox.database.store import Store
-from pgoutbox.database.worker_connection import Link
+from pgoutbox.database.worker_connection import WorkerConnection
 from pgoutbox.message import State
-from pgoutbox.observability.events import Event, Telemetry
+from pgoutbox.observability.events import LogEvent, Telemetry
 from pgoutbox.operations.retention import set_retention
 from pgoutbox.worker import Worker
-from pgoutbox.worker.maintenance import Upkeep
+from pgoutbox.worker.maintenance import Maintenance
 from tests.support.messages import put
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
@@ -55,9 +55,9 @@ class Member:
         self.settings = settings_for(dsn, maintenance_interval_seconds=INTERVAL_SECONDS, **settings)
         self.store = Store(self.settings, worker=name)
         self.telemetry = Telemetry(logging.getLogger("pgoutbox.worker.maintenance"))
-        self.upkeep = Upkeep(self.settings, self.store, self.telemetry)
+        self.upkeep = Maintenance(self.settings, self.store, self.telemetry)
 
-    def count_of(self, event: Event) -> int:
+    def count_of(self, event: LogEvent) -> int:
         """Return how often this event was reported."""
         return self.telemetry.counts[event]
 
@@ -119,7 +119,7 @@ async def test_a_turn_creates_partitions_and_applies_the_rules(
     assert name not in tables_of_partitions(db)
     assert [row.id for row in rows_of(db)] == [kept]
     assert partitions_of(db)
-    assert one.count_of(Event.UPKEEP_DONE) == 1
+    assert one.count_of(LogEvent.UPKEEP_DONE) == 1
     # It is not recorded as an operator's act.
     assert db.execute("SELECT FROM pgoutbox.audit WHERE action = 'prune'").fetchall() == []
     assert db.execute("SELECT worker, due_at > now() FROM pgoutbox.upkeep").fetchall() == [("a", True)]
@@ -182,17 +182,17 @@ async def test_a_turn_with_nothing_to_do_is_one_statement(
     assert await one.upkeep.turn()
     make_due(db)
     statements: list[str] = []
-    fetch = Link.fetch
+    fetch = WorkerConnection.fetch
 
-    async def counted(self: Link, statement: Any, parameters: Any, **options: Any) -> Any:  # noqa: ANN401 - passed on
+    async def counted(self: WorkerConnection, statement: Any, parameters: Any, **options: Any) -> Any:  # noqa: ANN401 - passed on
         statements.append(statement)
         return await fetch(self, statement, parameters, **options)
 
-    monkeypatch.setattr(Link, "fetch", counted)
+    monkeypatch.setattr(WorkerConnection, "fetch", counted)
     monkeypatch.delattr("pgoutbox.database.operator_connection.connect")
     assert await one.upkeep.turn()
     assert statements == [sql.BEGIN_UPKEEP_IF_DUE]
-    assert one.count_of(Event.UPKEEP_FAILED) == 0
+    assert one.count_of(LogEvent.UPKEEP_FAILED) == 0
 
 
 async def test_an_outage_and_its_end_are_logged_once(member: Callable[..., Member], db: psycopg.Connection) -> None:
@@ -204,11 +204,11 @@ async def test_an_outage_and_its_end_are_logged_once(member: Callable[..., Membe
     for _ in range(3):
         assert await one.upkeep.turn()
         make_due(db)
-    assert (one.count_of(Event.UPKEEP_FAILED), one.count_of(Event.UPKEEP_BACK)) == (1, 0)
+    assert (one.count_of(LogEvent.UPKEEP_FAILED), one.count_of(LogEvent.UPKEEP_BACK)) == (1, 0)
     assert rows_of(db) == []  # The other steps ran.
     db.execute("ALTER FUNCTION pgoutbox.elsewhere RENAME TO make_partition")
     assert await one.upkeep.turn()
-    assert (one.count_of(Event.UPKEEP_FAILED), one.count_of(Event.UPKEEP_BACK)) == (1, 1)
+    assert (one.count_of(LogEvent.UPKEEP_FAILED), one.count_of(LogEvent.UPKEEP_BACK)) == (1, 1)
     assert partitions_of(db)
 
 
@@ -258,7 +258,7 @@ async def test_only_lasting_errors_of_the_turn_query_are_logged(
         one = member()
         db.execute("ALTER TABLE pgoutbox.upkeep RENAME TO elsewhere")
     assert not await one.upkeep.turn()
-    assert one.count_of(Event.UPKEEP_FAILED) == (0 if passes else 1)
+    assert one.count_of(LogEvent.UPKEEP_FAILED) == (0 if passes else 1)
 
 
 async def test_a_turn_without_a_connection_is_logged_and_ends_nothing(
@@ -269,7 +269,7 @@ async def test_a_turn_without_a_connection_is_logged_and_ends_nothing(
     one = member()
     monkeypatch.delattr("pgoutbox.database.operator_connection.connect")
     assert await one.upkeep.turn()
-    assert one.count_of(Event.UPKEEP_FAILED) == 1
+    assert one.count_of(LogEvent.UPKEEP_FAILED) == 1
 
 
 async def test_a_statement_longer_than_the_limit_of_a_turn_is_cancelled(
@@ -331,7 +331,7 @@ async def test_a_running_worker_takes_its_turns_and_delivers_in_parallel(
             await got.wait()
             await until(lambda: row_of(db, message_id).state == "sent")
             reader.rollback()
-            await heard.wait_for(Event.UPKEEP_DONE)
+            await heard.wait_for(LogEvent.UPKEEP_DONE)
     assert name not in partitions_of(db)
 
 

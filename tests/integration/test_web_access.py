@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from pgoutbox.dashboard.access import LOOPBACK_NAMES, Access, Authenticate
-from pgoutbox.dashboard.credentials import Brake
-from pgoutbox.dashboard.server import _ImpatientProtocol
+from pgoutbox.dashboard.credentials import RateLimiter
+from pgoutbox.dashboard.server import _RequestTimeoutProtocol
 from pgoutbox.dashboard.types import Viewer
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.settings import load_settings
@@ -484,7 +484,7 @@ def test_successful_sign_ins_are_never_rate_limited(site: Site) -> None:
 
 
 def test_successful_sign_ins_do_not_count_for_others(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(site.access, "common_brake", Brake(burst=2, interval_seconds=3600, capacity=1))
+    monkeypatch.setattr(site.access, "common_brake", RateLimiter(burst=2, interval_seconds=3600, capacity=1))
     assert [post_sign_in(site.client(), OPERATOR_TOKEN).status_code for _ in range(4)] == [303] * 4
 
 
@@ -630,7 +630,7 @@ def test_a_body_of_exactly_the_limit_is_read(site: Site) -> None:
 def test_an_incomplete_request_is_disconnected_after_the_timeout(
     site: Site, sent: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_ImpatientProtocol, "request_seconds", 0.2)
+    monkeypatch.setattr(_RequestTimeoutProtocol, "request_seconds", 0.2)
     raw = site.raw()
     raw.send(sent)
     raw.rest()
@@ -638,14 +638,14 @@ def test_an_incomplete_request_is_disconnected_after_the_timeout(
 
 
 def test_single_bytes_do_not_extend_the_timeout(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_ImpatientProtocol, "request_seconds", 0.2)
+    monkeypatch.setattr(_RequestTimeoutProtocol, "request_seconds", 0.2)
     raw = site.raw()
     raw.send(b"GET / HTTP/1.1\r\nX-Slow: ")
     raw.drip_until_closed()
 
 
 def test_a_live_page_is_not_a_slow_request(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_ImpatientProtocol, "request_seconds", 0.2)
+    monkeypatch.setattr(_RequestTimeoutProtocol, "request_seconds", 0.2)
     live, slow = site.raw(), site.raw()
     live.send(head_of(site, AS_OPERATOR, method="GET", path="/live"))
     assert live.head().startswith("http/1.1 200 ")

@@ -24,7 +24,7 @@ from pgoutbox import Outbox
 from pgoutbox.dashboard import bulk, create_app, database, history, live, reads, rendering
 from pgoutbox.message import State
 from pgoutbox.operations import messages, queue_controls
-from pgoutbox.operations.audit import Actor, acting_as
+from pgoutbox.operations.audit import Actor, as_actor
 from pgoutbox.settings import load_settings
 from tests.support.messages import ADD_ATTEMPT, PUT_SENDING, meanwhile, put
 from tests.support.outbox_actions import state_of
@@ -341,7 +341,7 @@ def test_a_message_is_shown_with_its_history(site: Site, db: psycopg.Connection)
     message_id = put(db, State.FAILED, destination="mailto:ada@example.org", dedupe_key="once-7")
     db.execute(ADD_ATTEMPT, [message_id, 1])
     db.execute("UPDATE pgoutbox.message SET headers = %s WHERE id = %s", [Jsonb({"trace": "7"}), message_id])
-    with acting_as(Actor("grace", "cli")):
+    with as_actor(Actor("grace", "cli")):
         messages.redrive(db, [message_id])
         messages.cancel(db, message_id)
     page = get(site.vera, f"/messages/{message_id}")
@@ -403,7 +403,7 @@ def test_a_group_links_to_its_messages(site: Site, db: psycopg.Connection) -> No
 
 def test_the_audit_is_filtered_and_paged(site: Site, db: psycopg.Connection) -> None:
     for hours, name in enumerate(("ada", "grace", "ada", "ada"), start=1):
-        with acting_as(Actor(name)):
+        with as_actor(Actor(name)):
             queue_controls.pause_queue(db, f"queue-of-{name}", duration=timedelta(hours=hours))
     queue_controls.resume_queue(db, "queue-of-ada")
     page = get(site.vera, "/audit?limit=2")
@@ -443,7 +443,7 @@ def hostile(db: psycopg.Connection) -> int:
         """,
         [HOSTILE, HOSTILE, HOSTILE],
     )
-    with acting_as(Actor(HOSTILE, HOSTILE)):
+    with as_actor(Actor(HOSTILE, HOSTILE)):
         messages.redrive_matching(db, messages.MessageFilter(text=HOSTILE[:20]))
     db.execute("UPDATE pgoutbox.audit SET details = %s", [Jsonb({HOSTILE: HOSTILE})])
     db.execute(
@@ -493,7 +493,7 @@ def test_secrets_are_hidden_as_on_the_command_line(
     )
     db.execute(ADD_ATTEMPT, [message_id, 1])
     db.execute("UPDATE pgoutbox.attempt SET error = %s", [f"badge={CANARY}"])
-    with acting_as(Actor("ada")):
+    with as_actor(Actor("ada")):
         queue_controls.pause_queue(db, "bulk")
     db.execute("UPDATE pgoutbox.audit SET details = %s", [Jsonb({"text": f"password={CANARY}"})])
     paths = ["/", "/messages", f"/messages/{message_id}", "/failed", "/audit", "/bulk?do=redrive"]
@@ -1397,7 +1397,7 @@ def test_a_login_with_a_viewer_role_learns_that_it_may_not_read_acts(
             lines = stream.iter_lines()
             next(line for line in lines if line.startswith("event:"))
             before = site.dashboard.feed.changes
-            with acting_as(Actor("ada")):
+            with as_actor(Actor("ada")):
                 queue_controls.pause_queue(db, "bulk")
             wait_until(lambda: site.dashboard.feed.changes > before, lambda: "nobody is told of the pause")
 

@@ -17,7 +17,7 @@ import trustme
 
 from pgoutbox import Outbox, RetryPolicy, Webhook
 from pgoutbox.message import Permanent, Sent, Transient
-from pgoutbox.observability.events import Event
+from pgoutbox.observability.events import LogEvent
 from pgoutbox.settings import Settings, load_settings
 from pgoutbox.transports.webhook import WebhookTransport
 from pgoutbox.transports.webhook.transport import MAX_ANSWER_BYTES
@@ -532,7 +532,7 @@ async def test_a_private_address_is_refused_when_connecting(
         error = error_of(await transport.send(outgoing(destination=destination), HOOK), Permanent)
     assert error.endswith(REFUSED)
     assert server.connection_count == 0
-    assert [getattr(record, "event", None) for record in caplog.records] == [Event.WEBHOOK_ADDRESS_REFUSED]
+    assert [getattr(record, "event", None) for record in caplog.records] == [LogEvent.WEBHOOK_ADDRESS_REFUSED]
 
 
 async def test_a_name_with_one_private_address_is_refused(

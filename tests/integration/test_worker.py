@@ -24,18 +24,18 @@ import pytest
 import pgoutbox.worker.worker
 from pgoutbox import Outbox
 from pgoutbox.database import sql
-from pgoutbox.database.store import Store, Verdict
-from pgoutbox.database.worker_connection import Link
+from pgoutbox.database.store import FinishRequest, Store
+from pgoutbox.database.worker_connection import WorkerConnection
 from pgoutbox.errors import ConfigurationError, LeaseLostError
 from pgoutbox.handlers import Context, SyncContext
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Skip, Snooze, State, Transient
-from pgoutbox.observability.events import Event
+from pgoutbox.observability.events import LogEvent
 from pgoutbox.operations import queue_controls
 from pgoutbox.operations.queue_controls import Rate
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.worker import Worker
 from pgoutbox.worker.claim_planner import parse_queues
-from pgoutbox.worker.claimer import Claims
+from pgoutbox.worker.claimer import Claimer
 from pgoutbox.worker.doorbell import post_keys
 from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
@@ -93,7 +93,7 @@ async def test_a_message_is_delivered_once_and_ends_sent(outbox: Outbox, db: psy
     assert (message.attempt_count, message.max_attempts, dict(message.headers)) == (1, 11, {})
     row = row_of(db, message_id)
     assert (row.state, row.worker, attempts_of(db, message_id)) == ("sent", worker.name, [])
-    assert worker.telemetry.counts[Event.SENT] == 1
+    assert worker.telemetry.counts[LogEvent.SENT] == 1
 
 
 OUTCOMES: dict[str, Transient | Permanent | Skip | Snooze] = {
@@ -181,7 +181,7 @@ async def test_a_message_claimed_again_before_its_finish_is_answered_is_handed_o
 
     finish = Store.finish
 
-    async def finish_slowly(store: Store, verdicts: Sequence[Verdict]) -> dict[int, State]:
+    async def finish_slowly(store: Store, verdicts: Sequence[FinishRequest]) -> dict[int, State]:
         written = await finish(store, verdicts)
         # Like a notification for all lanes. The worker may have queried for due retries before the finish committed.
         worker._look_at_everything()
@@ -259,7 +259,7 @@ async def test_an_expired_message_is_not_handed_over(outbox: Outbox, db: psycopg
     worker = Worker(outbox)
     await worker.run_once()
     assert row_of(db, message_id).skip_reason == "expired"
-    assert worker.telemetry.counts[Event.SKIPPED] == 1
+    assert worker.telemetry.counts[LogEvent.SKIPPED] == 1
 
 
 async def test_a_topic_without_a_handler_is_left_to_another_worker(outbox: Outbox, db: psycopg.Connection) -> None:
@@ -291,7 +291,7 @@ async def test_an_unknown_outcome_is_held_if_the_handler_requests_it(outbox: Out
     assert delivered == ["greet"]
     assert [row.state for row in rows_of(db, held, retried)] == ["failed", "sent"]
     assert "outcome unknown" in (row_of(db, held).last_error or "")
-    assert worker.telemetry.counts[Event.LEASE_EXPIRED] == 1
+    assert worker.telemetry.counts[LogEvent.LEASE_EXPIRED] == 1
 
 
 async def test_two_concurrent_runs_share_the_work(outbox: Outbox, db: psycopg.Connection) -> None:
@@ -333,7 +333,7 @@ async def test_messages_that_wait_for_slow_handlers_go_to_an_idle_worker(dsn: st
         async with running(Worker(second)):
             await until(lambda: len(helped) == 38)
         assert (kept | helped, len(kept)) == ({*slow}, 2)
-        assert hoarder.telemetry.counts[Event.RELEASED] >= hoarded
+        assert hoarder.telemetry.counts[LogEvent.RELEASED] >= hoarded
         may_end.set()
         await until(lambda: {row.state for row in rows_of(db, *slow)} == {"sent"})
 
@@ -468,11 +468,11 @@ async def test_a_late_success_of_a_thread_past_its_timeout_is_recorded_as_sent(
     worker = Worker(made.outbox)
     with reports() as heard:
         async with running(worker):
-            await heard.wait_for(Event.ATTEMPT_OVERDUE)
+            await heard.wait_for(LogEvent.ATTEMPT_OVERDUE)
             made.let_go.set()
             await until(lambda: state_of(db, message_id) == State.SENT)
     assert (attempts_of(db, message_id), made.calls) == ([], [message_id])
-    assert worker.telemetry.counts[Event.ATTEMPT_ABANDONED] == 0
+    assert worker.telemetry.counts[LogEvent.ATTEMPT_ABANDONED] == 0
 
 
 async def test_a_thread_whose_process_was_suspended_past_its_timeout_may_still_succeed(
@@ -483,7 +483,7 @@ async def test_a_thread_whose_process_was_suspended_past_its_timeout_may_still_s
     worker = Worker(made.outbox)
     with reports() as heard:
         async with running(worker):
-            await heard.wait_for(Event.ATTEMPT_OVERDUE)
+            await heard.wait_for(LogEvent.ATTEMPT_OVERDUE)
             (slot,) = worker._slots._slots
             assert slot.deadline is not None
             slot.deadline -= 3600  # The timeout passed long ago, while the process was suspended.
@@ -528,7 +528,7 @@ async def test_a_transactional_handler_does_not_begin_after_waiting_past_its_lea
     monkeypatch.setattr(psycopg_pool.ConnectionPool, "check_connection", staticmethod(check_sync))
     with reports() as heard:
         async with running(worker):
-            await heard.wait_for(Event.LEASE_LOST)
+            await heard.wait_for(LogEvent.LEASE_LOST)
     assert calls == []
     row = row_of(db, message_id)
     assert (row.state, row.attempt_count, row.worker) == (State.SENDING, 2, "another")
@@ -542,7 +542,7 @@ async def test_no_newer_message_of_its_key_starts_beside_a_thread_past_its_timeo
     older = enqueue(db, payload="stuck", **keyed)
     with reports() as heard:
         async with running(Worker(made.outbox)):
-            await heard.wait_for(Event.ATTEMPT_OVERDUE)
+            await heard.wait_for(LogEvent.ATTEMPT_OVERDUE)
             newer = enqueue(db, **keyed)
             other = enqueue(db)
             await until(lambda: state_of(db, other) == State.SENT)
@@ -562,8 +562,8 @@ async def test_a_message_in_a_thread_past_the_grace_period_stays_until_its_lease
     try:
         with reports() as heard:
             async with running(worker):
-                await heard.wait_for(Event.ATTEMPT_OVERDUE)
-            assert heard.events.count(Event.ATTEMPT_ABANDONED) == 1
+                await heard.wait_for(LogEvent.ATTEMPT_OVERDUE)
+            assert heard.events.count(LogEvent.ATTEMPT_ABANDONED) == 1
         assert claim(db) == []
         assert (state_of(db, message_id), attempts_of(db, message_id)) == (State.SENDING, [])
         lapse(db, message_id)
@@ -586,7 +586,7 @@ async def test_an_attempt_ends_even_if_its_handler_ignores_its_cancellation(dsn:
     worker = Worker(outbox)
     with reports() as heard:
         async with running(worker):
-            await heard.wait_for(Event.RETRY)
+            await heard.wait_for(LogEvent.RETRY)
             assert attempts_of(db, message_id) == [(1, "retry", "timed out after 0.05 s, outcome unknown")]
             assert worker.vitals().abandoned == 1
             may_end.set()
@@ -611,15 +611,15 @@ async def test_a_thread_that_outlives_its_attempt_keeps_its_slot(dsn: str, db: p
     with reports() as heard:
         run = asyncio.create_task(worker.run_once())
         try:
-            await heard.wait_for(Event.RETRY)
-            assert worker.telemetry.counts[Event.ATTEMPT_ABANDONED] == 1
+            await heard.wait_for(LogEvent.RETRY)
+            assert worker.telemetry.counts[LogEvent.ATTEMPT_ABANDONED] == 1
             assert attempts_of(db, hung) == [(1, "retry", "timed out after 0.05 s, outcome unknown")]
             assert not second_ran.is_set()
         finally:
             let_go.set()
             await run
     assert state_of(db, other) == State.SENT
-    assert worker.telemetry.counts[Event.ATTEMPT_ABANDONED] == 1
+    assert worker.telemetry.counts[LogEvent.ATTEMPT_ABANDONED] == 1
 
 
 async def test_the_timeout_in_the_settings_applies_to_handlers_without_their_own(
@@ -649,7 +649,7 @@ class LetGo(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Record the log record and let the handler continue."""
-        if getattr(record, "event", None) == Event.LOOP_BLOCKED:
+        if getattr(record, "event", None) == LogEvent.LOOP_BLOCKED:
             self.records.append(record)
             self.event.set()
 
@@ -684,7 +684,7 @@ async def test_a_handler_that_blocks_the_event_loop_is_named_in_the_log_during_t
     finally:
         logger.removeHandler(heard)
     assert state_of(db, message_id) == State.SENT
-    assert worker.telemetry.counts[Event.LOOP_BLOCKED] == 1
+    assert worker.telemetry.counts[LogEvent.LOOP_BLOCKED] == 1
     (record,) = heard.records
     assert (vars(record)["topic"], vars(record)["message_id"]) == ("greet", message_id)
     module, line = vars(record)["place"].split(":")
@@ -961,7 +961,7 @@ async def test_the_writes_of_a_transactional_handler_commit_with_the_completion(
     await worker.run_once()
     assert effects() == ids
     assert [row.state for row in rows_of(db, *ids)] == ["sent"] * 3
-    assert worker.telemetry.counts[Event.SENT] == 3
+    assert worker.telemetry.counts[LogEvent.SENT] == 3
 
 
 @pytest.mark.parametrize("kind", ["async", "sync"])
@@ -993,7 +993,7 @@ async def test_the_loss_of_the_message_rolls_the_handlers_writes_back(
     assert effects() == []
     row = row_of(db, message_id)
     assert (row.state, row.worker, row.attempt_count) == ("sending", "another", 2)
-    assert worker.telemetry.counts[Event.LEASE_LOST] == 1
+    assert worker.telemetry.counts[LogEvent.LEASE_LOST] == 1
 
 
 @pytest.mark.parametrize("kind", ["async", "sync"])
@@ -1083,7 +1083,7 @@ async def test_an_overtaken_attempt_learns_of_it_before_its_side_effect(
     assert refused == [f"message {message_id}, attempt 1: {how}"]
     ends = {"cancelled": State.CANCELLED, "superseded": State.SKIPPED, "lease lost": State.SENDING}
     assert state_of(db, message_id) == ends[how]
-    assert worker.telemetry.counts[Event.ATTEMPT_OVERTAKEN] == 1
+    assert worker.telemetry.counts[LogEvent.ATTEMPT_OVERTAKEN] == 1
 
 
 async def test_a_running_handler_learns_of_a_cancellation(outbox: Outbox, db: psycopg.Connection) -> None:
@@ -1093,7 +1093,7 @@ async def test_a_running_handler_learns_of_a_cancellation(outbox: Outbox, db: ps
         async def greet(message: Message, ctx: Context) -> None:
             assert cancel(db, message.id) == "requested"
             assert not ctx.should_stop
-            await heard.wait_for(Event.ATTEMPT_OVERTAKEN)
+            await heard.wait_for(LogEvent.ATTEMPT_OVERTAKEN)
             assert ctx.should_stop
             raise Transient("given up")
 
@@ -1113,9 +1113,9 @@ async def test_a_worker_stopped_before_it_reached_the_database_does_not_log_its_
 
     with reports() as heard:
         async with running(Worker(outbox)):
-            await heard.wait_for(Event.DATABASE_LOST)
+            await heard.wait_for(LogEvent.DATABASE_LOST)
     lifecycle = [event for event in heard.events if event.startswith("worker_")]
-    assert lifecycle == [Event.WORKER_STOPPING, Event.WORKER_STOPPED]
+    assert lifecycle == [LogEvent.WORKER_STOPPING, LogEvent.WORKER_STOPPED]
 
 
 async def test_a_stop_releases_unfinished_messages_without_using_up_attempts(dsn: str, db: psycopg.Connection) -> None:
@@ -1285,7 +1285,7 @@ async def idle(outbox: Outbox) -> AsyncIterator[WatchedWorker]:
 async def test_stopping_wakes_a_sleeping_worker(idle: WatchedWorker) -> None:
     idle.stop()
     idle.stop()
-    assert idle.telemetry.counts[Event.WORKER_STOPPING] == 1
+    assert idle.telemetry.counts[LogEvent.WORKER_STOPPING] == 1
 
 
 # --- killed and stopped processes -------------------------------------------------------------------------------------
@@ -1369,7 +1369,7 @@ def deliver_when_told(
     """Start a worker process whose handler waits halfway; `at_rest` if it claims nothing in the meantime."""
     outbox = Outbox(settings_for(dsn, worker_name="stale"))
 
-    class QuietClaims(Claims):
+    class QuietClaims(Claimer):
         async def look(self, room: int, *, from_beginning: bool, fresh_only: bool = False) -> int | None:
             found = await super().look(room, from_beginning=from_beginning, fresh_only=fresh_only)
             if from_beginning and found == 0:
@@ -1384,7 +1384,7 @@ def deliver_when_told(
     vars(pgoutbox.worker.worker)["Claims"] = QuietClaims
     worker = Worker(outbox)
     asyncio.run(worker.run_once())
-    lost_count.value = worker.telemetry.counts[Event.LEASE_LOST]
+    lost_count.value = worker.telemetry.counts[LogEvent.LEASE_LOST]
 
 
 AUDIT = """
@@ -1453,7 +1453,7 @@ async def test_a_handler_that_blocks_the_event_loop_keeps_its_lease(dsn: str, db
     await worker.run_once()
     assert delivered == [1]
     assert (row_of(db, message_id).state, row_of(db, message_id).attempt_count) == ("sent", 1)
-    assert worker.telemetry.counts[Event.LEASE_LOST] == 0
+    assert worker.telemetry.counts[LogEvent.LEASE_LOST] == 0
 
 
 # --- a database in trouble --------------------------------------------------------------------------------------------
@@ -1532,8 +1532,8 @@ async def test_a_worker_continues_while_its_claims_fail_and_logs_it_once(
             terminate(db, "claim")
             enqueue(db)
             await delivered.wait()
-            await heard.wait_for(Event.DATABASE_BACK)
-    assert heard.events.count(Event.DATABASE_LOST) == 1
+            await heard.wait_for(LogEvent.DATABASE_BACK)
+    assert heard.events.count(LogEvent.DATABASE_LOST) == 1
 
 
 async def test_successful_reads_on_a_read_only_server_do_not_end_an_outage(
@@ -1561,8 +1561,8 @@ async def test_successful_reads_on_a_read_only_server_do_not_end_an_outage(
             enqueue(db)
             await until(has_connected_often)  # A refusal ends the session.
             db.execute(f"ALTER DATABASE {db.info.dbname} RESET default_transaction_read_only".encode())
-            await heard.wait_for(Event.DATABASE_BACK)
-    assert heard.events.count(Event.DATABASE_LOST) == 1
+            await heard.wait_for(LogEvent.DATABASE_BACK)
+    assert heard.events.count(LogEvent.DATABASE_LOST) == 1
 
 
 async def test_a_finish_with_a_lost_answer_takes_effect_and_sends_nothing_twice(
@@ -1583,8 +1583,8 @@ async def test_a_finish_with_a_lost_answer_takes_effect_and_sends_nothing_twice(
         assert proxy.dropped_count == 1
     assert delivered == [message_id]
     assert (row_of(db, message_id).state, row_of(db, message_id).attempt_count) == ("sent", 1)
-    assert worker.telemetry.counts[Event.SENT] == 1
-    assert worker.telemetry.counts[Event.LEASE_LOST] == 0
+    assert worker.telemetry.counts[LogEvent.SENT] == 1
+    assert worker.telemetry.counts[LogEvent.LEASE_LOST] == 0
 
 
 @dataclass(slots=True)
@@ -1676,7 +1676,7 @@ async def test_role_defaults_do_not_affect_the_workers_statements(dsn: str, conn
     }
     of_its_own_session = {"idle_in_transaction_session_timeout": "1min", "idle_session_timeout": "0"}
     for listen, expected in ((True, pinned | of_its_own_session), (False, pinned)):
-        link = Link(dsn, settings.model_copy(update={"listen": listen}), purpose="test")
+        link = WorkerConnection(dsn, settings.model_copy(update={"listen": listen}), purpose="test")
         rows = await link.fetch(
             "SELECT s.name, coalesce(current_setting(s.name, true), '0') FROM unnest(%(names)s::text[]) AS s(name)",
             {"names": list(expected)},

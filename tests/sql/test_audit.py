@@ -13,7 +13,7 @@ from pgoutbox.database import operator_connection
 from pgoutbox.errors import StateError
 from pgoutbox.message import State
 from pgoutbox.operations import messages, queue_controls, retention
-from pgoutbox.operations.audit import Action, Actor, acting_as
+from pgoutbox.operations.audit import Action, Actor, as_actor
 from pgoutbox.operations.messages import MessageFilter
 from pgoutbox.settings import load_settings
 from tests.support.messages import put
@@ -59,7 +59,7 @@ def cancel_one(connection: psycopg.Connection) -> int:
 def test_an_act_on_a_message_is_found_by_its_id(
     rolled_back: psycopg.Connection, act: Callable[[psycopg.Connection], int], action: str
 ) -> None:
-    with acting_as(ADA):
+    with as_actor(ADA):
         message_id = act(rolled_back)
     (row,) = messages.list_acts(rolled_back, message_id=message_id)
     assert (row.action, row.actor, row.origin, row.first_ids, row.message_count) == (
@@ -136,8 +136,8 @@ def test_without_an_actor_the_role_is_recorded(rolled_back: psycopg.Connection) 
 
 
 def test_an_actor_is_set_for_the_duration_of_its_block(rolled_back: psycopg.Connection) -> None:
-    with acting_as(ADA):
-        with acting_as(Actor("grace")):
+    with as_actor(ADA):
+        with as_actor(Actor("grace")):
             redrive_one(rolled_back)
         redrive_one(rolled_back)
     redrive_one(rolled_back)

@@ -11,7 +11,7 @@ from psycopg import errors
 from psycopg.types.json import Jsonb
 
 from pgoutbox.database import sql
-from pgoutbox.database.store import Verdict
+from pgoutbox.database.store import FinishRequest
 from pgoutbox.message import AttemptOutcome
 from tests.support.outbox_actions import (
     Options,
@@ -290,7 +290,7 @@ def test_an_expired_message_is_skipped_as_expired(rolled_back: psycopg.Connectio
 def test_a_due_retry_is_superseded_too(rolled_back: psycopg.Connection) -> None:
     older = look_again(rolled_back)
     claim(rolled_back)
-    finish(rolled_back, Verdict(older, 1, AttemptOutcome.RETRY, "busy", 60.0))
+    finish(rolled_back, FinishRequest(older, 1, AttemptOutcome.RETRY, "busy", 60.0))
     newer = look_again(rolled_back)
     make_due(rolled_back, older)
     assert ids_in_flight(claim(rolled_back, fresh_limit=0)) == []
@@ -354,7 +354,7 @@ def test_an_attempt_is_not_ended_by_an_already_delivered_strict_message(rolled_b
     assert ids_in_flight(claim(rolled_back)) == [message_id]
     assert not renew(rolled_back, (message_id, 1))[message_id].superseded
     assert not watch(rolled_back, (message_id, 1))[message_id].superseded
-    finish(rolled_back, Verdict(message_id, 1, AttemptOutcome.RETRY, "busy", 0.0))
+    finish(rolled_back, FinishRequest(message_id, 1, AttemptOutcome.RETRY, "busy", 0.0))
     assert ids_in_flight(claim(rolled_back)) == [message_id]
     lapse(rolled_back, message_id)
     assert ids_in_flight(claim(rolled_back)) == [message_id]
@@ -376,7 +376,7 @@ def test_a_strict_message_is_not_superseded_by_messages_of_the_rule(
 def test_a_strict_message_that_waits_for_its_retry_blocks_nothing(rolled_back: psycopg.Connection) -> None:
     strict = enqueue(rolled_back, coalesce_key="k")
     claim(rolled_back)
-    finish(rolled_back, Verdict(strict, 1, AttemptOutcome.RETRY, "busy", 60.0))
+    finish(rolled_back, FinishRequest(strict, 1, AttemptOutcome.RETRY, "busy", 60.0))
     newer = look_again(rolled_back)
     assert ids_in_flight(claim(rolled_back)) == [newer]
 
@@ -399,7 +399,9 @@ def test_an_attempt_is_not_repeated_if_a_newer_message_is_pending(
     older = look_again(rolled_back)
     claim(rolled_back)
     newer = look_again(rolled_back)
-    finish(rolled_back, Verdict(older, 1, AttemptOutcome(outcome), "busy", 0.0 if outcome == "released" else 60.0))
+    finish(
+        rolled_back, FinishRequest(older, 1, AttemptOutcome(outcome), "busy", 0.0 if outcome == "released" else 60.0)
+    )
     row = row_of(rolled_back, older)
     assert (row.state, row.superseded_by) == ("skipped", newer)
     assert ids_in_flight(claim(rolled_back)) == [newer]
@@ -409,7 +411,7 @@ def test_an_attempt_is_repeated_if_the_newer_message_is_due_later(rolled_back: p
     older = look_again(rolled_back)
     claim(rolled_back)
     look_again(rolled_back, available_at=in_an_hour())
-    finish(rolled_back, Verdict(older, 1, AttemptOutcome.RETRY, "busy", 60.0))
+    finish(rolled_back, FinishRequest(older, 1, AttemptOutcome.RETRY, "busy", 60.0))
     assert state_of(rolled_back, older) == "pending"
 
 
@@ -419,7 +421,7 @@ def test_an_attempt_is_repeated_if_the_newer_message_is_due_later(rolled_back: p
 def test_a_failed_message_can_be_redriven_beside_newer_ones(rolled_back: psycopg.Connection) -> None:
     older = look_again(rolled_back)
     claim(rolled_back)
-    finish(rolled_back, Verdict(older, 1, AttemptOutcome.FAILED, "no"))
+    finish(rolled_back, FinishRequest(older, 1, AttemptOutcome.FAILED, "no"))
     newer = look_again(rolled_back)
     assert redrive(rolled_back, older)
     assert ids_in_flight(claim(rolled_back, fresh_limit=0)) == []

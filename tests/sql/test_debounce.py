@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pgoutbox.database.store import Verdict
+from pgoutbox.database.store import FinishRequest
 from pgoutbox.message import AttemptOutcome
 from tests.support import races
 from tests.support.outbox_actions import claim, enqueue, finish, finish_sent, ids_in_flight
@@ -55,7 +55,7 @@ def test_an_attempted_message_no_longer_waits_for_newer_ones(rolled_back: psycop
     message_id = debounce(rolled_back)
     since = age(rolled_back)
     assert ids_in_flight(claim(rolled_back)) == [message_id]
-    finish(rolled_back, Verdict(message_id, 1, AttemptOutcome.RETRY, "busy", 60.0))
+    finish(rolled_back, FinishRequest(message_id, 1, AttemptOutcome.RETRY, "busy", 60.0))
     debounce(rolled_back)
     assert waiting_since(rolled_back) != since
 

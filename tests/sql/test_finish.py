@@ -8,7 +8,7 @@ import psycopg
 import pytest
 
 from pgoutbox.database import sql
-from pgoutbox.database.store import Verdict
+from pgoutbox.database.store import FinishRequest
 from pgoutbox.message import AttemptOutcome, State
 from tests.support.outbox_actions import (
     Options,
@@ -39,10 +39,10 @@ def in_flight(connection: psycopg.Connection, **arguments: Unpack[Options]) -> i
     return message_id
 
 
-def verdict(message_id: int, outcome: str, attempt_count: int = 1) -> Verdict:
+def verdict(message_id: int, outcome: str, attempt_count: int = 1) -> FinishRequest:
     reason = None if outcome in {"snoozed", "released"} else f"because {outcome}"
     delay = 30.0 if outcome in {"retry", "snoozed"} else 0.0
-    return Verdict(message_id, attempt_count, AttemptOutcome(outcome), reason, delay)
+    return FinishRequest(message_id, attempt_count, AttemptOutcome(outcome), reason, delay)
 
 
 def test_a_sent_message_is_final_and_keeps_its_attempt(rolled_back: psycopg.Connection) -> None:
@@ -183,7 +183,7 @@ def test_a_snooze_with_a_reason_replaces_the_last_error_and_without_one_keeps_it
     ):
         make_due(rolled_back, message_id)
         (row,) = claim(rolled_back)
-        finish(rolled_back, Verdict(message_id, row.attempt_count, AttemptOutcome(asked), reason))
+        finish(rolled_back, FinishRequest(message_id, row.attempt_count, AttemptOutcome(asked), reason))
         assert row_of(rolled_back, message_id).last_error == shown
 
 
@@ -207,9 +207,9 @@ def test_an_outcome_with_a_used_attempt_keeps_the_budget(rolled_back: psycopg.Co
 
 def test_a_retry_records_the_error_of_the_previous_attempt(rolled_back: psycopg.Connection) -> None:
     message_id = in_flight(rolled_back)
-    finish(rolled_back, Verdict(message_id, 1, AttemptOutcome.RETRY, "first", 0.0))
+    finish(rolled_back, FinishRequest(message_id, 1, AttemptOutcome.RETRY, "first", 0.0))
     claim(rolled_back)
-    finish(rolled_back, Verdict(message_id, 2, AttemptOutcome.RETRY, "second", 0.0))
+    finish(rolled_back, FinishRequest(message_id, 2, AttemptOutcome.RETRY, "second", 0.0))
     assert attempts_of(rolled_back, message_id) == [(1, "retry", "first"), (2, "retry", "second")]
     assert row_of(rolled_back, message_id).last_error == "second"
 

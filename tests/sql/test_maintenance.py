@@ -12,7 +12,7 @@ import pytest
 
 from pgoutbox import CancelResult
 from pgoutbox.database import operator_connection, sql
-from pgoutbox.database.store import Verdict
+from pgoutbox.database.store import FinishRequest
 from pgoutbox.errors import ConfigurationError, MessageNotFoundError, SchemaError, StateError
 from pgoutbox.message import FINAL_STATES, AttemptOutcome, State
 from pgoutbox.operations import messages as operations
@@ -391,7 +391,7 @@ class TestRedrive:
         def fail_anew() -> None:
             operations.redrive(other, [message_id])
             (row,) = claim(other, topics=["mail"])
-            finish(other, Verdict(row.id, row.attempt_count, AttemptOutcome.FAILED, "outcome unknown"))
+            finish(other, FinishRequest(row.id, row.attempt_count, AttemptOutcome.FAILED, "outcome unknown"))
 
         meanwhile(monkeypatch, "redrive", fail_anew)
         totals = operations.redrive_matching(operator, MessageFilter(text="no such mailbox"))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, LiteralString
 import psycopg
 import pytest
 
-from pgoutbox.database.store import Verdict
+from pgoutbox.database.store import FinishRequest
 from pgoutbox.message import FINAL_STATES, TRANSITIONS, AttemptOutcome, State
 from tests.support.outbox_actions import cancel, claim, enqueue, finish, finish_sent, lapse, redrive, state_of
 
@@ -155,7 +155,7 @@ def _observed_transitions(connection: psycopg.Connection) -> set[tuple[str, str]
 
     for outcome in (AttemptOutcome.RETRY, AttemptOutcome.FAILED, AttemptOutcome.SKIPPED):
         message_id = held()
-        observe(message_id, lambda: finish(connection, Verdict(message_id, 1, outcome, "why", 3600.0)))  # noqa: B023 - runs at once
+        observe(message_id, lambda: finish(connection, FinishRequest(message_id, 1, outcome, "why", 3600.0)))  # noqa: B023 - runs at once
     observe(message_id := held(), lambda: finish_sent(connection, (message_id, 1)))
 
     message_id = held()
@@ -164,12 +164,12 @@ def _observed_transitions(connection: psycopg.Connection) -> set[tuple[str, str]
 
     message_id = held()
     cancel(connection, message_id)
-    observe(message_id, lambda: finish(connection, Verdict(message_id, 1, AttemptOutcome.RETRY, "why")))
+    observe(message_id, lambda: finish(connection, FinishRequest(message_id, 1, AttemptOutcome.RETRY, "why")))
     observe(message_id, lambda: redrive(connection, message_id))
     observe(message_id, lambda: cancel(connection, message_id))
 
     message_id = held()
-    finish(connection, Verdict(message_id, 1, AttemptOutcome.FAILED, "why"))
+    finish(connection, FinishRequest(message_id, 1, AttemptOutcome.FAILED, "why"))
     observe(message_id, lambda: redrive(connection, message_id))
 
     message_id = fresh(coalesce_key="k")

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import pytest
 import trustme
 
-from pgoutbox import Context, Event, Message, Outbox, RetryPolicy, Transient
+from pgoutbox import CloudEvent, Context, Message, Outbox, RetryPolicy, Transient
 from tests.conftest import server_missing
 from tests.support.outbox_actions import settings_for
 from tests.support.sends import error_of
@@ -217,8 +217,8 @@ def outbox_with(dsn: str, **settings: object) -> Outbox:
     outbox = Outbox(settings_for(dsn, event_source="https://club.example.org", broker_timeout_seconds=2, **settings))
 
     @outbox.handler("greet", retry=RetryPolicy.steps(3600, jitter=0))
-    async def greet(message: Message, ctx: Context) -> Event:
-        return Event(message.payload)
+    async def greet(message: Message, ctx: Context) -> CloudEvent:
+        return CloudEvent(message.payload)
 
     return outbox
 

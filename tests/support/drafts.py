@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ConfigDict, Field, computed_field
 
-from pgoutbox.enqueue.validation import Draft, prepare
+from pgoutbox.enqueue.validation import ValidatedMessage, prepare
 from pgoutbox.errors import PayloadError
 from pgoutbox.topics import NewMessage, Topic
 
@@ -40,7 +40,7 @@ class Account(BaseModel):
         return f"{self.user_id}"
 
 
-def draft_of(topic: str | Topic[Any] = "mail", payload: object = None, /, **options: object) -> Draft:
+def draft_of(topic: str | Topic[Any] = "mail", payload: object = None, /, **options: object) -> ValidatedMessage:
     known: dict[str, Any] = options
     return prepare(
         NewMessage(topic, payload, **known),

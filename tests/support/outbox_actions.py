@@ -16,7 +16,7 @@ from psycopg.rows import class_row
 from psycopg.types.json import Jsonb
 
 from pgoutbox.database import sql
-from pgoutbox.database.store import NO_FLOOR, ClaimedRow, Floor, HeldRow, Verdict
+from pgoutbox.database.store import NO_FLOOR, ClaimedRow, FinishRequest, Floor, HeldRow
 from pgoutbox.message import Message, Permanent, State, Transient
 from pgoutbox.settings import Settings, load_settings
 from pgoutbox.worker import Worker
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import psycopg
 
     from pgoutbox import Outbox
-    from pgoutbox.observability.events import Event
+    from pgoutbox.observability.events import LogEvent
 
 LEASE_SECONDS = 60.0
 ROW_LENGTH = len(ClaimedRow._fields) - 3  # Store adds the last three arguments.
@@ -204,7 +204,7 @@ def finish_sent_and_forget(
     return {row[0] for row in connection.execute(sql.FINISH_SENT_AND_FORGET_IF_HELD, parameters).fetchall()}
 
 
-def finish(connection: psycopg.Connection, *verdicts: Verdict, worker: str = "worker-1") -> dict[int, State]:
+def finish(connection: psycopg.Connection, *verdicts: FinishRequest, worker: str = "worker-1") -> dict[int, State]:
     """Finish attempts with other outcomes. Return the states that were reached."""
     parameters = {
         "ids": [v.id for v in verdicts],
@@ -413,7 +413,7 @@ class Reports(logging.Handler):
         self.events.append(getattr(record, "event", ""))
         self._loop.call_soon_threadsafe(self._heard.set)
 
-    async def wait_for(self, event: Event) -> None:
+    async def wait_for(self, event: LogEvent) -> None:
         """Wait until the event has been logged."""
         async with asyncio.timeout(PATIENCE_SECONDS):
             while event not in self.events:

@@ -12,7 +12,7 @@ from pgoutbox.transports.brokers.connections import SharedConnection
 
 
 @dataclass
-class Link:
+class WorkerConnection:
     is_open: bool = True
 
 
@@ -22,20 +22,20 @@ class Server:
 
     was_asked: asyncio.Event = field(default_factory=asyncio.Event)
     may_answer: asyncio.Event = field(default_factory=asyncio.Event)
-    links: list[Link] = field(default_factory=list)
+    links: list[WorkerConnection] = field(default_factory=list)
     attempt_count: int = 0
     error: Exception | None = None
 
-    async def connect(self) -> Link:
+    async def connect(self) -> WorkerConnection:
         self.attempt_count += 1
         self.was_asked.set()
         await self.may_answer.wait()
         if self.error is not None:
             raise self.error
-        self.links.append(Link())
+        self.links.append(WorkerConnection())
         return self.links[-1]
 
-    def shared(self) -> SharedConnection[Link]:
+    def shared(self) -> SharedConnection[WorkerConnection]:
         return SharedConnection(self.connect, lambda link: link.is_open)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from pgoutbox.enqueue.validation import CHUNK_ROWS, Draft, carrying, chunks, text_array
+from pgoutbox.enqueue.validation import CHUNK_ROWS, ValidatedMessage, carrying, chunks, text_array
 from pgoutbox.errors import ConfigurationError, PayloadError
 from pgoutbox.options import check_key, check_name, check_whole
 from pgoutbox.retry import RetryPolicy
@@ -36,7 +36,7 @@ def test_a_topic_sets_the_options_that_it_defines() -> None:
         delay=timedelta(minutes=1),
         expires_after=3600,
     )
-    assert draft_of(topic, Account(userId=7, email="a@example.org")) == Draft(
+    assert draft_of(topic, Account(userId=7, email="a@example.org")) == ValidatedMessage(
         topic="mail.activation",
         payload='{"userId":7,"email":"a@example.org","addresses":[],"extra":null}',
         queue="critical",
@@ -319,7 +319,7 @@ def test_an_integer_is_neither_a_boolean_nor_a_text(value: object) -> None:
 # --- bulks ------------------------------------------------------------------------------------------------------------
 
 
-def positions(drafts: list[Draft]) -> list[list[int]]:
+def positions(drafts: list[ValidatedMessage]) -> list[list[int]]:
     return [list(chunk.positions) for chunk in chunks(drafts)]
 
 

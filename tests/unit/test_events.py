@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from pgoutbox.message import Permanent, Unavailable
 from pgoutbox.settings import Settings, load_settings
-from pgoutbox.transports.brokers.events import Event, parse_name, part_key, render
+from pgoutbox.transports.brokers.events import CloudEvent, parse_name, part_key, render
 from pgoutbox.transports.smtp.mail import Email
 from tests.support.sends import outgoing
 
@@ -26,14 +26,14 @@ def settings() -> Settings:
     return load_settings(event_source="https://club.example.org")
 
 
-def envelope_of(event: Event, settings: Settings) -> dict[str, Any]:
+def envelope_of(event: CloudEvent, settings: Settings) -> dict[str, Any]:
     envelope = json.loads(render(event, outgoing(), settings).content)
     assert isinstance(envelope, dict)
     return envelope
 
 
 def test_the_envelope_has_the_required_attributes_of_a_cloudevent(settings: Settings) -> None:
-    assert envelope_of(Event({"order_id": 7}), settings) == {
+    assert envelope_of(CloudEvent({"order_id": 7}), settings) == {
         "specversion": "1.0",
         "id": outgoing().idempotency_key,
         "source": "https://club.example.org",
@@ -45,7 +45,7 @@ def test_the_envelope_has_the_required_attributes_of_a_cloudevent(settings: Sett
 
 
 def test_the_handler_can_set_more_attributes(settings: Settings) -> None:
-    event = Event(
+    event = CloudEvent(
         None,
         type="org.example.order.placed",
         source="/orders",
@@ -63,16 +63,16 @@ def test_the_handler_can_set_more_attributes(settings: Settings) -> None:
 
 
 def test_every_attempt_has_the_same_bytes(settings: Settings) -> None:
-    event = Event({"b": 1, "a": 2})
+    event = CloudEvent({"b": 1, "a": 2})
     assert render(event, outgoing(attempt_count=1), settings) == render(event, outgoing(attempt_count=9), settings)
 
 
 def test_bytes_travel_as_base64_and_a_model_as_json(settings: Settings) -> None:
-    binary = envelope_of(Event(b"\x00\xff", content_type="image/png"), settings)
+    binary = envelope_of(CloudEvent(b"\x00\xff", content_type="image/png"), settings)
     assert (base64.b64decode(binary["data_base64"]), binary["datacontenttype"]) == (b"\x00\xff", "image/png")
     assert "data" not in binary
-    assert envelope_of(Event(b""), settings)["datacontenttype"] == "application/octet-stream"
-    assert envelope_of(Event(Order(order_id=7)), settings)["data"] == {"order_id": 7}
+    assert envelope_of(CloudEvent(b""), settings)["datacontenttype"] == "application/octet-stream"
+    assert envelope_of(CloudEvent(Order(order_id=7)), settings)["data"] == {"order_id": 7}
 
 
 ENDLESS: list[Any] = []
@@ -108,17 +108,17 @@ ENDLESS.append(ENDLESS)
 )
 def test_an_invalid_event_is_refused_by_name(event: dict[str, Any], error: str, settings: Settings) -> None:
     with pytest.raises(Permanent) as caught:
-        render(Event(**event), outgoing(), settings)
+        render(CloudEvent(**event), outgoing(), settings)
     assert caught.value.error.startswith(error)
 
 
 def test_a_missing_source_costs_no_attempt() -> None:
     with pytest.raises(Unavailable, match="PGOUTBOX_EVENT_SOURCE is not set") as caught:
-        render(Event(), outgoing(), load_settings())
-    assert caught.value.breaker == part_key(Event()) == "event:PGOUTBOX_EVENT_SOURCE"
-    assert part_key(Event(source="shop")) is None
+        render(CloudEvent(), outgoing(), load_settings())
+    assert caught.value.breaker == part_key(CloudEvent()) == "event:PGOUTBOX_EVENT_SOURCE"
+    assert part_key(CloudEvent(source="shop")) is None
     with pytest.raises(Permanent, match="PGOUTBOX_EVENT_SOURCE: contains"):
-        render(Event(), outgoing(), load_settings(event_source="a\tb"))
+        render(CloudEvent(), outgoing(), load_settings(event_source="a\tb"))
 
 
 def test_another_content_type_is_refused(settings: Settings) -> None:
@@ -127,7 +127,7 @@ def test_another_content_type_is_refused(settings: Settings) -> None:
 
 
 def test_the_data_is_not_in_the_repr() -> None:
-    assert "canary" not in repr(Event("canary", headers={"a": "canary"}, extensions={"a": "canary"}))
+    assert "canary" not in repr(CloudEvent("canary", headers={"a": "canary"}, extensions={"a": "canary"}))
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ from pgoutbox.errors import ConfigurationError
 from pgoutbox.worker.claim_planner import (
     FULL_CLAIM_SECONDS,
     FULL_CLAIM_SHARE,
+    ClaimPlanner,
     Cursor,
     Lane,
-    Lanes,
-    Queues,
+    QueueSchedule,
     QueueShare,
     parse_queues,
 )
@@ -124,9 +124,9 @@ def due(queue: str, *, is_limited: bool = False, has_ordered: bool = False, seco
     return DueRow(queue, has_ordered, 0.0 if is_limited else None, None, seconds)
 
 
-def plain(now: float = 1000.0) -> Lanes:
+def plain(now: float = 1000.0) -> ClaimPlanner:
     """Return the lanes of a queue without limits and ordering keys, in which nothing is due."""
-    lanes = Lanes("default")
+    lanes = ClaimPlanner("default")
     for cursor in (lanes.fresh, lanes.retries):
         cursor.learn([], LIMIT, began_at=now - 1, ended_at=now - 1)
     lanes.learn_lapsed(began_at=now - 1, ended_at=now - 1)
@@ -140,7 +140,7 @@ def fill(cursor: Cursor, now: float) -> None:
 
 
 def test_the_first_poll_claims_from_all_lanes() -> None:
-    assert Lanes("default").turns(0.0) == [ENDING, LAPSED, FRESH, ORDERED, RETRIES]
+    assert ClaimPlanner("default").turns(0.0) == [ENDING, LAPSED, FRESH, ORDERED, RETRIES]
 
 
 def test_if_nothing_else_is_due_a_poll_claims_only_fresh_messages() -> None:
@@ -289,7 +289,7 @@ def test_lapsed_attempts_are_in_every_poll_while_suspects_wait() -> None:
 
 
 def test_the_oldest_search_gives_the_time_since_when_messages_may_have_fallen_due() -> None:
-    lanes = Lanes("default")
+    lanes = ClaimPlanner("default")
     assert lanes.others_searched_at == -math.inf
     lanes.retries.learn([], LIMIT, began_at=1002.0, ended_at=1002.0)
     assert lanes.others_searched_at == -math.inf
@@ -328,8 +328,8 @@ def test_an_invalid_list_of_queues_is_refused(values: list[str], problem: str) -
         parse_queues(values)
 
 
-def queues_of(*values: str) -> Queues:
-    return Queues(parse_queues(values), now=0.0)
+def queues_of(*values: str) -> QueueSchedule:
+    return QueueSchedule(parse_queues(values), now=0.0)
 
 
 def test_queues_without_weights_come_in_the_order_given() -> None:

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pgoutbox.observability.health import LoopWatch, reasons_not_ready
-from pgoutbox.observability.measures import HANDLER_SECONDS, WAIT_SECONDS, Distribution, Measures, Vitals
+from pgoutbox.observability.measures import HANDLER_SECONDS, WAIT_SECONDS, Distribution, Measures, WorkerStatus
 from tests.support.sends import outgoing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 NOW = datetime(2026, 3, 1, 12, tzinfo=UTC)
-WELL = Vitals(
+WELL = WorkerStatus(
     is_started=True,
     is_stopping=False,
     in_flight=0,

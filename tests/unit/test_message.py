@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from pgoutbox.message import FINAL_STATES, TRANSITIONS, Message, Permanent, Skip, Snooze, State, Transient, new_message
-from pgoutbox.observability.events import Event, event_of_state
+from pgoutbox.observability.events import LogEvent, event_of_state
 
 MESSAGE: Message[object] = Message(
     id=7,
@@ -91,4 +91,4 @@ def test_the_text_of_a_raised_outcome_describes_it() -> None:
 
 @pytest.mark.parametrize("state", sorted(set(State) - {State.SENDING}))
 def test_every_end_of_an_attempt_has_its_event(state: State) -> None:
-    assert isinstance(event_of_state(state), Event)
+    assert isinstance(event_of_state(state), LogEvent)

@@ -10,8 +10,8 @@ import psycopg
 import pytest
 
 from pgoutbox.errors import SchemaError
-from pgoutbox.observability.events import Event, Telemetry
-from pgoutbox.worker.reconnect import Outage
+from pgoutbox.observability.events import LogEvent, Telemetry
+from pgoutbox.worker.reconnect import Reconnector
 from tests.support.outbox_actions import PATIENCE_SECONDS
 
 AWAY = psycopg.OperationalError("connection refused")
@@ -29,32 +29,32 @@ class AwaitedEvent(asyncio.Event):
         return await super().wait()
 
 
-def outage_of() -> tuple[Outage, Telemetry]:
+def outage_of() -> tuple[Reconnector, Telemetry]:
     """Return the outage of a worker that is to stop: its pauses end at once."""
     telemetry = Telemetry(logging.getLogger("benchmarks.outage"))
     stopping = asyncio.Event()
     stopping.set()
-    return Outage(telemetry, stopping=stopping), telemetry
+    return Reconnector(telemetry, stopping=stopping), telemetry
 
 
 async def test_an_outage_and_its_end_are_logged_once_each() -> None:
     outage, telemetry = outage_of()
     for _ in range(3):
-        await outage.endure(AWAY)
+        await outage.retry_or_raise(AWAY)
         assert outage.is_on
     outage.end()
     outage.end()
     assert not outage.is_on
-    assert (telemetry.counts[Event.DATABASE_LOST], telemetry.counts[Event.DATABASE_BACK]) == (1, 1)
+    assert (telemetry.counts[LogEvent.DATABASE_LOST], telemetry.counts[LogEvent.DATABASE_BACK]) == (1, 1)
 
 
 async def test_a_stopping_worker_does_not_wait_for_the_end_of_an_outage() -> None:
     stopping = AwaitedEvent()
-    outage = Outage(Telemetry(logging.getLogger("benchmarks.outage")), stopping=stopping)
+    outage = Reconnector(Telemetry(logging.getLogger("benchmarks.outage")), stopping=stopping)
     outage._pause = 3_600.0
     outage.is_on = True
     async with asyncio.timeout(PATIENCE_SECONDS), asyncio.TaskGroup() as group:
-        group.create_task(outage.endure(AWAY))
+        group.create_task(outage.retry_or_raise(AWAY))
         await stopping.is_awaited.wait()
         stopping.set()
 
@@ -66,7 +66,7 @@ async def test_a_stopping_worker_does_not_wait_for_the_end_of_an_outage() -> Non
 )
 async def test_a_lost_race_is_not_an_outage(error: psycopg.Error) -> None:
     outage, _ = outage_of()
-    await outage.endure(error)
+    await outage.retry_or_raise(error)
     assert not outage.is_on
 
 
@@ -83,5 +83,5 @@ async def test_a_lost_race_is_not_an_outage(error: psycopg.Error) -> None:
 async def test_a_permanent_error_is_raised(error: psycopg.Error, expected: type[Exception]) -> None:
     outage, _ = outage_of()
     with pytest.raises(expected):
-        await outage.endure(error)
+        await outage.retry_or_raise(error)
     assert not outage.is_on

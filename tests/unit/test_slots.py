@@ -13,9 +13,9 @@ import pytest
 from pgoutbox.clock import elapsed_clock
 from pgoutbox.handlers import Handler
 from pgoutbox.message import Message, Sent, Transient
-from pgoutbox.observability.events import Event, Telemetry
-from pgoutbox.worker.pool import Slots
-from pgoutbox.worker.results import RELEASED, STOPPED, Attempt, Ending, Work, watch_thread
+from pgoutbox.observability.events import LogEvent, Telemetry
+from pgoutbox.worker.pool import AttemptPool
+from pgoutbox.worker.results import RELEASED, STOPPED, Attempt, AttemptResult, Work, watch_thread
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -31,12 +31,12 @@ class Stand:
 
     def __init__(self, *, concurrency: int = 2, timeout_seconds: float | None = None) -> None:
         self.telemetry = Telemetry(logging.getLogger("pgoutbox.test"))
-        self.outcomes: dict[int, Ending] = {}
-        self.running: dict[int, asyncio.Future[Ending]] = {}
+        self.outcomes: dict[int, AttemptResult] = {}
+        self.running: dict[int, asyncio.Future[AttemptResult]] = {}
         self.most_running = 0
-        self.attempt: Callable[[Work], Awaitable[Sequence[Ending]]] = self.wait_for_the_test
+        self.attempt: Callable[[Work], Awaitable[Sequence[AttemptResult]]] = self.wait_for_the_test
         self.changed = asyncio.Event()
-        self.slots = Slots(
+        self.slots = AttemptPool(
             self.run,
             concurrency=concurrency,
             default_timeout_seconds=timeout_seconds,
@@ -46,15 +46,15 @@ class Stand:
             telemetry=self.telemetry,
         )
 
-    async def run(self, work: Work) -> Sequence[Ending]:
+    async def run(self, work: Work) -> Sequence[AttemptResult]:
         return await self.attempt(work)
 
-    def note(self, attempt: Attempt, ending: Ending) -> None:
+    def note(self, attempt: Attempt, ending: AttemptResult) -> None:
         assert attempt.message.id not in self.outcomes
         self.outcomes[attempt.message.id] = ending
         self.changed.set()
 
-    async def wait_for_the_test(self, work: Work) -> Sequence[Ending]:
+    async def wait_for_the_test(self, work: Work) -> Sequence[AttemptResult]:
         ids = [attempt.message.id for attempt in work]
         end = asyncio.get_running_loop().create_future()
         self.running.update(dict.fromkeys(ids, end))
@@ -104,7 +104,7 @@ async def test_the_number_of_concurrent_attempts_is_limited_and_their_order_kept
 async def test_attempts_that_end_at_once_need_one_slot() -> None:
     stand = Stand(concurrency=10)
 
-    async def end_at_once(work: Work) -> Sequence[Ending]:
+    async def end_at_once(work: Work) -> Sequence[AttemptResult]:
         return [Sent()] * len(work)
 
     stand.attempt = end_at_once
@@ -182,7 +182,7 @@ async def test_a_running_thread_keeps_its_slot_and_waiting_messages_are_released
     thread: Future[object] = Future()
     thread.set_running_or_notify_cancel()
 
-    async def run_in_thread(work: Work) -> Sequence[Ending]:
+    async def run_in_thread(work: Work) -> Sequence[AttemptResult]:
         if work[0].message.id == 1:
             watch_thread.get()(thread)
             await asyncio.wrap_future(thread)
@@ -194,7 +194,7 @@ async def test_a_running_thread_keeps_its_slot_and_waiting_messages_are_released
     assert isinstance(stand.outcomes[1], Transient)
     assert stand.outcomes[2] == RELEASED, "another worker may have a free slot"
     assert stand.slots.capacity == 0
-    assert stand.telemetry.counts[Event.ATTEMPT_ABANDONED] == 1
+    assert stand.telemetry.counts[LogEvent.ATTEMPT_ABANDONED] == 1
     thread.set_result(None)
     await stand.until(lambda: stand.slots.capacity == 1)
     stand.put(3)
@@ -203,16 +203,16 @@ async def test_a_running_thread_keeps_its_slot_and_waiting_messages_are_released
     await stand.slots.stop()
 
 
-@pytest.mark.parametrize("passed", [Event.ATTEMPT_OVERDUE, None], ids=["in its overtime", "in its time"])
+@pytest.mark.parametrize("passed", [LogEvent.ATTEMPT_OVERDUE, None], ids=["in its overtime", "in its time"])
 async def test_a_thread_that_returned_during_a_blocked_event_loop_has_not_timed_out(
-    passed: Event | None,
+    passed: LogEvent | None,
 ) -> None:
     stand = Stand(concurrency=1, timeout_seconds=0.02)
     thread: Future[object] = Future()
     thread.set_running_or_notify_cancel()
     has_begun = asyncio.Event()
 
-    async def run_in_thread(work: Work) -> Sequence[Ending]:
+    async def run_in_thread(work: Work) -> Sequence[AttemptResult]:
         watch_thread.get()(thread)
         has_begun.set()
         await asyncio.wrap_future(thread)
@@ -239,7 +239,7 @@ async def test_every_thread_of_a_slot_may_return_during_a_blocked_event_loop() -
     stand = Stand(concurrency=1, timeout_seconds=0.02)
     begun: list[Future[object]] = []
 
-    async def run_in_thread(work: Work) -> Sequence[Ending]:
+    async def run_in_thread(work: Work) -> Sequence[AttemptResult]:
         thread: Future[object] = Future()
         thread.set_running_or_notify_cancel()
         watch_thread.get()(thread)

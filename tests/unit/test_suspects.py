@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from pgoutbox.worker.crash_suspects import MAX_SUSPECTS, Suspects
+from pgoutbox.worker.crash_suspects import MAX_SUSPECTS, CrashSuspects
 
 ROOM = 100
 
 
-def claimed(suspects: Suspects, found: int, *, in_flight: int = 0, room: int = ROOM) -> bool:
+def claimed(suspects: CrashSuspects, found: int, *, in_flight: int = 0, room: int = ROOM) -> bool:
     """Record a claim that found this many."""
     limit = suspects.limit(room, in_flight)
     assert found <= limit
     return suspects.learn(limit, found, in_flight=in_flight, is_filled=found == room)
 
 
-def grouped(*limits: int) -> Suspects:
+def grouped(*limits: int) -> CrashSuspects:
     """Record the first suspect and groups, each of which ended before the next claim."""
-    suspects = Suspects()
+    suspects = CrashSuspects()
     for limit in (1, *limits):
         assert suspects.limit(ROOM, 0) == limit
         claimed(suspects, limit)
@@ -24,7 +24,7 @@ def grouped(*limits: int) -> Suspects:
 
 
 def test_the_first_suspect_comes_alone() -> None:
-    suspects = Suspects()
+    suspects = CrashSuspects()
     assert suspects.limit(ROOM, 1) == 0
     assert suspects.limit(ROOM, 0) == 1
     claimed(suspects, 1)

@@ -9,7 +9,15 @@ import json
 import pytest
 
 from pgoutbox.dashboard import credentials as module
-from pgoutbox.dashboard.credentials import Brake, Credentials, PasswordHash, Person, Sessions, hash_password, people_of
+from pgoutbox.dashboard.credentials import (
+    Credentials,
+    PasswordHash,
+    Person,
+    RateLimiter,
+    Sessions,
+    hash_password,
+    people_of,
+)
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.settings import load_settings
 
@@ -281,7 +289,7 @@ def test_each_session_has_its_own_form_token(known: Credentials, clock: Clock) -
 
 
 def test_attempts_are_free_up_to_the_burst_and_then_limited(clock: Clock) -> None:
-    brake = Brake(burst=3, interval_seconds=10, clock=clock)
+    brake = RateLimiter(burst=3, interval_seconds=10, clock=clock)
     assert [brake.take("192.0.2.1") for _ in range(4)] == [0, 0, 0, 10]
     assert brake.take("192.0.2.2") == 0
     clock.at += 10
@@ -291,7 +299,7 @@ def test_attempts_are_free_up_to_the_burst_and_then_limited(clock: Clock) -> Non
 
 
 def test_a_successful_attempt_does_not_count(clock: Clock) -> None:
-    brake = Brake(burst=1, interval_seconds=10, clock=clock)
+    brake = RateLimiter(burst=1, interval_seconds=10, clock=clock)
     for _ in range(5):
         assert brake.take("192.0.2.1") == 0
         brake.give_back("192.0.2.1")
@@ -299,7 +307,7 @@ def test_a_successful_attempt_does_not_count(clock: Clock) -> None:
 
 
 def test_a_network_of_ipv6_counts_as_one_address(clock: Clock) -> None:
-    brake = Brake(burst=1, interval_seconds=10, clock=clock)
+    brake = RateLimiter(burst=1, interval_seconds=10, clock=clock)
     assert brake.take("2001:db8::1") == 0
     assert brake.take("2001:db8::ffff:1%eth0") == 10
     assert brake.take("2001:db8:0:1::1") == 0
@@ -309,7 +317,7 @@ def test_a_network_of_ipv6_counts_as_one_address(clock: Clock) -> None:
 
 
 def test_the_rate_limit_remembers_a_limited_number_of_addresses(clock: Clock) -> None:
-    brake = Brake(burst=1, interval_seconds=10, capacity=100, clock=clock)
+    brake = RateLimiter(burst=1, interval_seconds=10, capacity=100, clock=clock)
     for number in range(1_000):
         brake.take(f"10.0.{number // 256}.{number % 256}")
     assert len(brake) == 100

@@ -16,7 +16,7 @@ from pgoutbox.settings import Settings, load_settings
 from pgoutbox.transports.webhook import WebhookTransport
 from pgoutbox.transports.webhook.request import MAX_BODY_BYTES, RenderedRequest, Rules, render, secret_key
 from pgoutbox.transports.webhook.transport import retry_after_seconds
-from pgoutbox.transports.webhook.url_policy import Frontier, parse_networks
+from pgoutbox.transports.webhook.url_policy import UrlPolicy, parse_networks
 from pgoutbox.webhooks import key_of, sign
 from tests.support.sends import outgoing
 
@@ -233,7 +233,7 @@ def test_no_repr_shows_a_secret() -> None:
 )  # fmt: skip
 def test_a_misleading_url_is_refused(url: str, error: str) -> None:
     with pytest.raises(Permanent) as caught:
-        Frontier().endpoint("destination", url)
+        UrlPolicy().endpoint("destination", url)
     assert caught.value.error == f"destination: {error}"
 
 
@@ -250,7 +250,7 @@ def test_a_misleading_url_is_refused(url: str, error: str) -> None:
     ],
 )
 def test_a_url_is_parsed_once(url: str, host: str, authority: str, target: str) -> None:
-    endpoint = Frontier().endpoint("destination", url)
+    endpoint = UrlPolicy().endpoint("destination", url)
     assert (endpoint.host, endpoint.authority, endpoint.target) == (host, authority, target)
 
 
@@ -269,16 +269,16 @@ NOT_PUBLIC = [
 
 @pytest.mark.parametrize("address", PUBLIC)
 def test_a_public_address_is_allowed(address: str) -> None:
-    assert Frontier().admits(address)
+    assert UrlPolicy().admits(address)
 
 
 @pytest.mark.parametrize("address", NOT_PUBLIC)
 def test_a_private_address_is_refused(address: str) -> None:
-    assert not Frontier().admits(address)
+    assert not UrlPolicy().admits(address)
 
 
 def test_an_allowed_network_is_accepted_but_not_its_neighbours() -> None:
-    frontier = Frontier(allowed_networks=parse_networks("X", "10.1.0.0/16, fd00::/8"))
+    frontier = UrlPolicy(allowed_networks=parse_networks("X", "10.1.0.0/16, fd00::/8"))
     for address in ("10.1.2.3", "::ffff:10.1.2.3", "64:ff9b::10.1.2.3", "fd12::1", "1.1.1.1"):
         assert frontier.admits(address)
     for address in ("10.2.0.1", "127.0.0.1", "fc00::1", "::ffff:10.2.0.1", "169.254.169.254"):

@@ -47,7 +47,7 @@ _RESERVED_PREFIXES: Final = ("ce-", "ce_", "cc", "bcc", "nats-", "x-")
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class CloudEvent:
     """An event for a broker: return it from a handler. The message's destination names the broker.
 
     It is sent as a CloudEvent 1.0 in structured JSON. Its `id` is `message.idempotency_key`, the same at every attempt,
@@ -91,7 +91,7 @@ def render(event: Content, message: Message[object], settings: Settings) -> Rend
     Raises `Permanent`, naming the field, for an invalid event. A missing source is `Unavailable`, because the setting
     `event_source` adds it.
     """
-    if not isinstance(event, Event):
+    if not isinstance(event, CloudEvent):
         raise Permanent(f"content: a broker's transport sends an Event, not {type(event).__name__}")
     envelope: dict[str, JsonValue] = {
         "specversion": "1.0",
@@ -116,7 +116,7 @@ def render(event: Content, message: Message[object], settings: Settings) -> Rend
 
 def part_key(event: Content) -> str | None:
     """The key of the breaker for events without a source. It opens while the setting is missing."""
-    return _SOURCE_KEY if isinstance(event, Event) and event.source is None else None
+    return _SOURCE_KEY if isinstance(event, CloudEvent) and event.source is None else None
 
 
 def parse_name(message: Message[object]) -> str:
@@ -150,7 +150,7 @@ def printable(text: str, *, hide: tuple[str, ...] = ()) -> str:
     return " ".join(shown.split())[:500]
 
 
-def _source(event: Event, settings: Settings) -> str:
+def _source(event: CloudEvent, settings: Settings) -> str:
     if event.source is not None:
         return _text("event.source", event.source)
     if settings.event_source is None:
@@ -199,7 +199,7 @@ def _headers(headers: Mapping[Any, Any]) -> dict[str, str]:
     return checked
 
 
-def _add_data(envelope: dict[str, JsonValue], event: Event) -> None:
+def _add_data(envelope: dict[str, JsonValue], event: CloudEvent) -> None:
     data = event.data.model_dump(mode="json") if isinstance(event.data, BaseModel) else event.data
     default = "application/octet-stream" if isinstance(data, bytes) else "application/json"
     content_type = _text("event.content_type", default if event.content_type is None else event.content_type)

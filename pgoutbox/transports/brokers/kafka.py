@@ -17,7 +17,6 @@ from pgoutbox.errors import ConfigurationError, MissingExtraError
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient, Unavailable
 from pgoutbox.transports.brokers.events import (
     CONTENT_TYPE,
-    Event,
     RenderedEvent,
     parse_name,
     part_key,
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from pgoutbox.settings import Settings
     from pgoutbox.transports import Content
 
-__all__ = ["Event", "KafkaTransport"]
+__all__ = ["KafkaTransport"]
 
 # Errors of librdkafka about its connections.
 _client_logger = getLogger("confluent_kafka")
@@ -51,7 +50,9 @@ _UNKNOWN_OUTCOMES: Final = (
 
 
 class KafkaTransport:
-    """Produces an `Event` to the topic that the destination names, `kafka:orders`. One instance serves one event loop.
+    """Produces a `CloudEvent` to the topic that the destination names, `kafka:orders`.
+
+    One instance serves one event loop.
 
     The event's `key` is the key of the record, and its partition is the one that Java's clients choose for that key.
     The headers `ce_id` and `content-type` are added to the event's own. The producer starts with the first send, and

@@ -18,7 +18,6 @@ from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient, Unava
 from pgoutbox.transports.brokers.connections import SharedConnection
 from pgoutbox.transports.brokers.events import (
     CONTENT_TYPE,
-    Event,
     RenderedEvent,
     parse_name,
     part_key,
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from pgoutbox.settings import Settings
     from pgoutbox.transports import Content
 
-__all__ = ["Event", "NatsTransport"]
+__all__ = ["NatsTransport"]
 
 _SCHEMES: Final = frozenset({"nats", "tls"})
 # Errors of the JetStream API about the message: larger than the stream accepts, and headers too large.
@@ -47,7 +46,7 @@ _REFUSED_SUBJECT: Final = re.compile(r'publish to "([^"]*)"', re.IGNORECASE)
 
 
 class NatsTransport:
-    """Publishes an `Event` to the subject that the destination names, `nats:orders.placed`. One instance serves one
+    """Publishes a `CloudEvent` to the subject that the destination names, `nats:orders.placed`. One instance serves one
     event loop.
 
     All sends share one connection. The first send opens it, and it is replaced when it broke. The headers `Nats-Msg-Id`

@@ -17,7 +17,6 @@ from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient, Unava
 from pgoutbox.transports.brokers.connections import SharedConnection
 from pgoutbox.transports.brokers.events import (
     CONTENT_TYPE,
-    Event,
     RenderedEvent,
     check_name,
     parse_name,
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from pgoutbox.settings import Settings
     from pgoutbox.transports import Content
 
-__all__ = ["Event", "RabbitMQTransport"]
+__all__ = ["RabbitMQTransport"]
 
 _PERSISTENT: Final = 2
 # An event larger than the server accepts ends its channel, and must not end other sends on it.
@@ -41,7 +40,7 @@ _LARGE_BYTES: Final = 1_000_000
 
 
 class RabbitMQTransport:
-    """Publishes an `Event` to the exchange and with the routing key that the destination names,
+    """Publishes a `CloudEvent` to the exchange and with the routing key that the destination names,
     `rabbitmq:orders/order.placed`. One instance serves one event loop.
 
     The default routing key is the event's `key`. `rabbitmq:/invoices` is the queue `invoices`, through the default

@@ -14,7 +14,6 @@ from pgoutbox.errors import ConfigurationError, MissingExtraError
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient, Unavailable
 from pgoutbox.transports.brokers.events import (
     CONTENT_TYPE,
-    Event,
     RenderedEvent,
     parse_name,
     part_key,
@@ -29,11 +28,13 @@ if TYPE_CHECKING:
     from pgoutbox.settings import Settings
     from pgoutbox.transports import Content
 
-__all__ = ["Event", "RedisTransport"]
+__all__ = ["RedisTransport"]
 
 
 class RedisTransport:
-    """Appends an `Event` to the stream that the destination names, `redis:orders`. One instance serves one event loop.
+    """Appends a `CloudEvent` to the stream that the destination names, `redis:orders`.
+
+    One instance serves one event loop.
 
     An entry has the fields `id`, `content-type` and `event`, and one for each of the event's headers. The first entry
     creates the stream. Streams are never trimmed. At most `connection_count` connections are open at once. They are

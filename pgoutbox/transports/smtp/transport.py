@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from pgoutbox.errors import ConfigurationError, MissingExtraError
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient, Unavailable
-from pgoutbox.observability.events import Event
+from pgoutbox.observability.events import LogEvent
 from pgoutbox.transports.addresses import is_host_name, parse_mailbox
 from pgoutbox.transports.redirect import Redirect
 from pgoutbox.transports.smtp.mail import NO_SENDER, Attachment, Email, RenderedEmail, render
@@ -161,7 +161,7 @@ class SmtpTransport:
                 # Once MAIL was accepted, only the retry policy may start over.
                 if failure.step != "MAIL" or not failure.ends_connection:
                     raise
-                logger.debug("an idle connection had died", extra={"event": Event.SMTP_CONNECTION_REPLACED.value})
+                logger.debug("an idle connection had died", extra={"event": LogEvent.SMTP_CONNECTION_REPLACED.value})
         return await self._transact(await self._open(), mail)
 
     async def _transact(self, connection: _Connection, mail: RenderedEmail) -> Outcome:
@@ -195,7 +195,7 @@ class SmtpTransport:
             raise
         # Resolving the own host name can take seconds; once is enough.
         self._ehlo_name = connection.ehlo_name
-        logger.debug("connection opened", extra={"event": Event.SMTP_CONNECTION_OPENED.value})
+        logger.debug("connection opened", extra={"event": LogEvent.SMTP_CONNECTION_OPENED.value})
         return connection
 
 

@@ -16,7 +16,7 @@ from pydantic import JsonValue
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import Message, Permanent, Unavailable
 from pgoutbox.transports import scheme_of
-from pgoutbox.transports.webhook.url_policy import Endpoint, Frontier, parse_networks, parse_ports
+from pgoutbox.transports.webhook.url_policy import Endpoint, UrlPolicy, parse_networks, parse_ports
 from pgoutbox.webhooks import Secret, key_of, sign
 
 if TYPE_CHECKING:
@@ -77,14 +77,14 @@ class Webhook:
 class Rules:
     """The parsed settings of webhooks: their allowed targets and their secrets."""
 
-    frontier: Frontier
+    frontier: UrlPolicy
     keys: Mapping[str, tuple[bytes, ...]] = field(repr=False)
 
     @classmethod
     def of(cls, settings: Settings) -> Rules:
         """Raises `ConfigurationError`, naming the variable and never a secret."""
         networks = settings.webhook_allowed_networks
-        frontier = Frontier(
+        frontier = UrlPolicy(
             ports=parse_ports("PGOUTBOX_WEBHOOK_PORTS", settings.webhook_ports),
             allow_http=settings.webhook_allow_http,
             allowed_networks=() if networks is None else parse_networks("PGOUTBOX_WEBHOOK_ALLOWED_NETWORKS", networks),

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from pgoutbox.errors import MissingExtraError
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient, Unavailable
-from pgoutbox.observability.events import Event
+from pgoutbox.observability.events import LogEvent
 from pgoutbox.observability.tracing import current_context
 from pgoutbox.transports import breaker_key_of
 from pgoutbox.transports.tls import verifying_context
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from pgoutbox.settings import Settings
     from pgoutbox.transports import Content
-    from pgoutbox.transports.webhook.url_policy import Endpoint, Frontier
+    from pgoutbox.transports.webhook.url_policy import Endpoint, UrlPolicy
 
 __all__ = ["Webhook", "WebhookTransport"]
 
@@ -246,7 +246,7 @@ class _DeadConnectionError(Exception):
 class _Dialler:
     """Connects to the hosts that the frontier admits."""
 
-    frontier: Frontier
+    frontier: UrlPolicy
     resolver: ThreadPoolExecutor
 
     async def dial(self, endpoint: Endpoint, timeout_seconds: float) -> httpcore.AsyncNetworkStream:
@@ -280,7 +280,7 @@ class _Dialler:
                 logger.warning(
                     "a webhook to an address that is not public was refused",
                     extra={
-                        "event": Event.WEBHOOK_ADDRESS_REFUSED.value,
+                        "event": LogEvent.WEBHOOK_ADDRESS_REFUSED.value,
                         "host": endpoint.host,
                         "address": address,
                     },

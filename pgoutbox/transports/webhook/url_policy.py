@@ -67,7 +67,7 @@ class Endpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Frontier:
+class UrlPolicy:
     """The schemes, ports and networks that webhooks may use."""
 
     ports: frozenset[int] = frozenset({443, 8443})

@@ -18,8 +18,8 @@ from typing import Final, assert_never
 
 import psycopg
 
-from pgoutbox.database.store import ClaimedRow, Store, Verdict
-from pgoutbox.database.worker_connection import is_passing
+from pgoutbox.database.store import ClaimedRow, FinishRequest, Store
+from pgoutbox.database.worker_connection import is_transient_error
 from pgoutbox.message import (
     AttemptOutcome,
     Message,
@@ -33,13 +33,13 @@ from pgoutbox.message import (
     Transient,
     Unavailable,
 )
-from pgoutbox.observability.events import Event, Telemetry, event_of_outcome, event_of_state
+from pgoutbox.observability.events import LogEvent, Telemetry, event_of_outcome, event_of_state
 from pgoutbox.redaction import redact_text
 from pgoutbox.retry import bounded_delay
 from pgoutbox.text import MAX_TEXT_LENGTH, clean_text, describe
 from pgoutbox.worker.dispatcher import MIN_SNOOZE_SECONDS
-from pgoutbox.worker.refused_outcomes import Refusals
-from pgoutbox.worker.results import Abandoned, AlreadyFinished, Attempt, Ending, Released
+from pgoutbox.worker.refused_outcomes import RefusedOutcomes
+from pgoutbox.worker.results import Abandoned, AlreadyFinished, Attempt, AttemptResult, Released
 
 _FIRST_PAUSE_SECONDS = 0.05
 _MAX_PAUSE_SECONDS = 5.0
@@ -85,15 +85,15 @@ class Finisher:
         self._on_successors = on_successors
         self._on_pending = on_pending
         self._telemetry = telemetry
-        self.refusals = Refusals(
+        self.refusals = RefusedOutcomes(
             write_again=self._collect_refused, on_halted=on_halted, on_resumed=on_resumed, telemetry=telemetry
         )
-        self._endings: deque[tuple[Attempt, Ending]] = deque()
+        self._endings: deque[tuple[Attempt, AttemptResult]] = deque()
         self._refused: deque[Attempt] = deque()
         self._ready = asyncio.Event()
         self._is_announced = False
 
-    def collect(self, attempt: Attempt, ending: Ending) -> None:
+    def collect(self, attempt: Attempt, ending: AttemptResult) -> None:
         """Take over the end of one attempt."""
         self._endings.append((attempt, ending))
         if not self._is_announced:
@@ -129,7 +129,7 @@ class Finisher:
                     await self._finish_refused(self._refused.popleft())
                 self._on_written()
 
-    def _next_batch(self) -> list[tuple[Attempt, Ending]]:
+    def _next_batch(self) -> list[tuple[Attempt, AttemptResult]]:
         endings = self._endings
         if len(endings) <= self._batch_size:
             batch = list(endings)
@@ -154,14 +154,14 @@ class Finisher:
             self._let_go(attempt)
             self._report(
                 logging.ERROR,
-                Event.OUTCOME_UNWRITTEN,
+                LogEvent.OUTCOME_UNWRITTEN,
                 "stopped with an outcome that the database refuses; the lease will run out",
                 attempt.message,
                 outcome=AttemptOutcome.SENT if refusal.verdict is None else refusal.verdict.outcome,
                 reason=refusal.reason,
             )
 
-    async def _finish(self, batch: Sequence[tuple[Attempt, Ending]]) -> None:
+    async def _finish(self, batch: Sequence[tuple[Attempt, AttemptResult]]) -> None:
         sent, verdicts = self._sort(batch)
         if sent:
             await self._write(sent, self._write_sent, {})
@@ -181,10 +181,12 @@ class Finisher:
         if keyed:
             await self._wake_successors(keyed)
 
-    def _sort(self, batch: Sequence[tuple[Attempt, Ending]]) -> tuple[list[Attempt], dict[Attempt, Verdict]]:
+    def _sort(
+        self, batch: Sequence[tuple[Attempt, AttemptResult]]
+    ) -> tuple[list[Attempt], dict[Attempt, FinishRequest]]:
         """The sent attempts, and the verdicts of the others."""
         sent = []
-        verdicts: dict[Attempt, Verdict] = {}
+        verdicts: dict[Attempt, FinishRequest] = {}
         held = self._held
         for attempt, ending in batch:
             if held.get(attempt.message.id) is not attempt:
@@ -201,13 +203,13 @@ class Finisher:
     def _note_unwritten(self, message: Message[object], ending: AlreadyFinished | Abandoned) -> None:
         if isinstance(ending, Abandoned):
             text = "worker stopped and the handler runs on; the lease is left to expire"
-            self._report(logging.WARNING, Event.ATTEMPT_ABANDONED, text, message)
+            self._report(logging.WARNING, LogEvent.ATTEMPT_ABANDONED, text, message)
             return
-        self._telemetry.count(Event.SENT)
+        self._telemetry.count(LogEvent.SENT)
         if self._telemetry.measures is not None:
             self._telemetry.measures.sent([message])
 
-    def _collect_again(self, locked: Sequence[tuple[Attempt, Ending]]) -> None:
+    def _collect_again(self, locked: Sequence[tuple[Attempt, AttemptResult]]) -> None:
         self._endings.extend(locked)
         self._ready.set()
 
@@ -217,7 +219,7 @@ class Finisher:
 
     async def _finish_refused(self, attempt: Attempt) -> None:
         """Write a refused outcome again, alone: a batch with it would be refused."""
-        verdict = self.refusals.verdict_of(attempt)
+        verdict = self.refusals.finish_request_of(attempt)
         verdicts = {} if verdict is None else {attempt: verdict}
         await self._write([attempt], lambda _: self._write_one(attempt, verdict), verdicts)
         if self._held.get(attempt.message.id) is attempt:
@@ -225,7 +227,7 @@ class Finisher:
         elif attempt.message.coalesce_key is not None:
             await self._wake_successors([attempt.message])
 
-    async def _write_one(self, attempt: Attempt, verdict: Verdict | None) -> Mapping[int, State]:
+    async def _write_one(self, attempt: Attempt, verdict: FinishRequest | None) -> Mapping[int, State]:
         if verdict is None:
             return await self._write_sent([attempt])
         return await self._store.finish([replace(verdict, attempt_count=attempt.attempt_count)])
@@ -237,7 +239,9 @@ class Finisher:
             {c.message.topic for c in attempts},
         )
 
-    async def _write(self, attempts: Sequence[Attempt], write: Write, verdicts: Mapping[Attempt, Verdict]) -> None:
+    async def _write(
+        self, attempts: Sequence[Attempt], write: Write, verdicts: Mapping[Attempt, FinishRequest]
+    ) -> None:
         """Write the ends of these attempts, with retries: the fence makes repetitions harmless."""
         pause = _FIRST_PAUSE_SECONDS
         while True:
@@ -245,7 +249,7 @@ class Finisher:
                 done = await write(attempts)
                 standing = await self._standing_of([c for c in attempts if c.message.id not in done])
             except (psycopg.Error, OSError) as error:
-                if not is_passing(error):
+                if not is_transient_error(error):
                     await self._write_apart(attempts, write, verdicts, error)
                     return
             else:
@@ -264,7 +268,7 @@ class Finisher:
         attempts: Sequence[Attempt],
         done: Mapping[int, State],
         standing: Mapping[int, State],
-        verdicts: Mapping[Attempt, Verdict],
+        verdicts: Mapping[Attempt, FinishRequest],
     ) -> None:
         measures = self._telemetry.measures
         held = self._held
@@ -284,27 +288,27 @@ class Finisher:
             self._let_go(attempt)
             self._note_end(message, state, verdicts.get(attempt))
         self.refusals.forget(c for c in attempts if self._held.get(c.message.id) is not c)
-        self._telemetry.count(Event.SENT, len(sent))
+        self._telemetry.count(LogEvent.SENT, len(sent))
         if measures is not None and sent:
             measures.sent(sent)
 
-    def _note_end(self, message: Message[object], state: State | None, verdict: Verdict | None) -> None:
+    def _note_end(self, message: Message[object], state: State | None, verdict: FinishRequest | None) -> None:
         """Report the end of an attempt that was not sent; without a state it has lost its message."""
         if state is State.PENDING:
             self._on_pending()  # A sleeping worker does not know its due time yet.
         if self._telemetry.measures is not None:
             self._telemetry.measures.ended(message, _outcome_of(state, verdict))
         if state is None:
-            self._report(logging.WARNING, Event.LEASE_LOST, "lease lost, outcome not written", message)
+            self._report(logging.WARNING, LogEvent.LEASE_LOST, "lease lost, outcome not written", message)
         elif state is State.FAILED:
-            self._report(logging.WARNING, Event.FAILED, "message failed", message)
+            self._report(logging.WARNING, LogEvent.FAILED, "message failed", message)
         elif state is State.PENDING and verdict is not None:
             self._report(logging.INFO, event_of_outcome(verdict.outcome), "attempt ended, pending again", message)
         else:
             self._report(logging.INFO, event_of_state(state), "message ended", message)
 
     async def _write_apart(
-        self, attempts: Sequence[Attempt], write: Write, verdicts: Mapping[Attempt, Verdict], error: BaseException
+        self, attempts: Sequence[Attempt], write: Write, verdicts: Mapping[Attempt, FinishRequest], error: BaseException
     ) -> None:
         """Find the row because of which PostgreSQL refused a batch, so that the others are finished."""
         if len(attempts) > 1:
@@ -326,7 +330,7 @@ class Finisher:
                 [m.id for m in messages], [m.topic for m in messages], [m.coalesce_key or "" for m in messages]
             )
         except (psycopg.Error, OSError) as error:
-            if not is_passing(error):
+            if not is_transient_error(error):
                 raise
             # It is not known whether a message waits; a look costs one claim.
             queues = sorted({message.queue for message in messages})
@@ -334,7 +338,7 @@ class Finisher:
             await self._on_successors(queues)
 
     def _report(
-        self, level: int, event: Event, text: str, message: Message[object] | ClaimedRow, **fields: object
+        self, level: int, event: LogEvent, text: str, message: Message[object] | ClaimedRow, **fields: object
     ) -> None:
         self._telemetry.report(
             level,
@@ -348,7 +352,7 @@ class Finisher:
         )
 
 
-def _outcome_of(state: State | None, verdict: Verdict | None) -> AttemptOutcome:
+def _outcome_of(state: State | None, verdict: FinishRequest | None) -> AttemptOutcome:
     """The reported outcome of an attempt that was not sent."""
     if state is None:
         return AttemptOutcome.LOST
@@ -361,34 +365,36 @@ def _verdict_of_any(
     attempt: Attempt,
     ending: Transient | Unavailable | Permanent | Skip | Snooze | Released,
     redacted_names: Sequence[str],
-) -> Verdict:
+) -> FinishRequest:
     try:
-        verdict = verdict_of(attempt, ending)
+        verdict = finish_request_of(attempt, ending)
         names = (*redacted_names, *attempt.handler.redact)
         return verdict if verdict.reason is None else replace(verdict, reason=_redacted(verdict.reason, names))
     except Exception as error:  # noqa: BLE001 - an invalid outcome ends its own message, not the worker
         message = attempt.message
         text = f"the outcome cannot be read: {describe(error)}"
-        return Verdict(message.id, attempt.attempt_count, AttemptOutcome.FAILED, text)
+        return FinishRequest(message.id, attempt.attempt_count, AttemptOutcome.FAILED, text)
 
 
-def _plain_verdict(attempt: Attempt, verdict: Verdict | None, reason: str) -> Verdict:
+def _plain_verdict(attempt: Attempt, verdict: FinishRequest | None, reason: str) -> FinishRequest:
     """A minimal end of the attempt, which the database can hardly refuse; failed if it was handed over."""
     message = attempt.message
     if verdict is not None and verdict.outcome in _PENDING_AGAIN:
         return replace(verdict, reason=f"the database refused to write its outcome ({reason})")
     outcome = AttemptOutcome.SENT if verdict is None else verdict.outcome
     text = f"it was handed over and ended {outcome}, which the database refused to write ({reason})"
-    return Verdict(message.id, attempt.attempt_count, AttemptOutcome.FAILED, text)
+    return FinishRequest(message.id, attempt.attempt_count, AttemptOutcome.FAILED, text)
 
 
 def _redacted(text: str, names: Sequence[str]) -> str:
     return redact_text(text, names)[:MAX_TEXT_LENGTH]
 
 
-def verdict_of(attempt: Attempt, ending: Transient | Unavailable | Permanent | Skip | Snooze | Released) -> Verdict:
+def finish_request_of(
+    attempt: Attempt, ending: Transient | Unavailable | Permanent | Skip | Snooze | Released
+) -> FinishRequest:
     """The verdict of an ending other than sent."""
-    finish = partial(Verdict, attempt.message.id, attempt.attempt_count)
+    finish = partial(FinishRequest, attempt.message.id, attempt.attempt_count)
     if attempt.handler.on_unknown == "hold" and (reason := _unknown_reason(ending)) is not None:
         return finish(AttemptOutcome.FAILED, clean_text(reason))
     match ending:
