@@ -1,7 +1,8 @@
 """The statements of workers, producers, commands, dashboard and doctor, one in a file.
 
-`sql.CLAIM_FRESH` is the statement in `claim/claim_fresh.sql`. It is read at its first use, without its comments. A line
-`\\ir _name.sql`, as in psql, includes a fragment. Names are unique in all folders. No statement is built at run time.
+`sql.CLAIM_FRESH` is the statement in `claim/claim_fresh.sql`. It is read without its comments, at its first use or by
+`load_all`. A line `\\ir _name.sql` includes a fragment, as in psql. Names are unique in all folders. No statement is
+built at run time.
 
 Rules for every statement: all names are qualified; time is the database's `now()`; a write of a message names the
 expected state and attempt; locked rows are skipped, because a wait fails with 40001 if the row moves to another
@@ -32,6 +33,13 @@ def __getattr__(name: str) -> LiteralString:
 
 def __dir__() -> list[str]:
     return [name for name in _files() if not name.startswith("_")]
+
+
+def load_all() -> None:
+    """Read every statement now: a process must not read files that an upgrade replaced or removed after its start."""
+    for name in __dir__():
+        if name not in globals():
+            __getattr__(name)
 
 
 @cache

@@ -97,16 +97,49 @@ def test_each_percent_sign_is_part_of_a_placeholder() -> None:
     assert [name for name in dir(sql) if "%" in placeholder.sub("", getattr(sql, name))] == []
 
 
-def test_statements_are_read_from_a_zip_archive(tmp_path: Path) -> None:
-    with zipfile.ZipFile(tmp_path / "archive.zip", "w") as archive:
-        for path in (FOLDER / "__init__.py", *FILES):
-            archive.write(path, Path("statements", path.relative_to(FOLDER)))
-    program = "import statements; print(statements.CLAIM_FRESH)"
+def run(program: str, path: Path) -> str:
+    """The output of a program in a new interpreter with this path."""
     done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={"PYTHONPATH": str(tmp_path / "archive.zip")},
-        capture_output=True,
-        text=True,
-        check=False,
+        [sys.executable, "-c", program], env={"PYTHONPATH": str(path)}, capture_output=True, text=True, check=False
     )
-    assert done.stdout == f"{sql.CLAIM_FRESH}\n", done.stderr
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Path:
+    """The folder of statements as a package in a zip archive."""
+    path = tmp_path / "archive.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        for file in (FOLDER / "__init__.py", *FILES):
+            archive.write(file, Path("statements", file.relative_to(FOLDER)))
+    return path
+
+
+def test_statements_are_read_from_a_zip_archive(archive: Path) -> None:
+    assert run("import statements; print(statements.CLAIM_FRESH)", archive) == f"{sql.CLAIM_FRESH}\n"
+
+
+def test_loaded_statements_do_not_need_their_files(archive: Path) -> None:
+    program = f"""
+import os, statements
+statements.load_all()
+os.remove({str(archive)!r})
+print(statements.DISARM)
+"""
+    assert run(program, archive) == f"{sql.DISARM}\n"
+
+
+def test_statements_that_are_replaced_before_the_load_stay_replaced(archive: Path) -> None:
+    program = "import statements; statements.ARM = 'SELECT 1'; statements.load_all(); print(statements.ARM)"
+    assert run(program, archive) == "SELECT 1\n"
+
+
+def test_a_worker_that_starts_loads_all_statements() -> None:
+    program = """
+from pgoutbox import Settings, sql
+from pgoutbox.store import Store
+Store(Settings(dsn="host=127.0.0.1 port=1"), worker="worker-1")
+print(sorted(set(dir(sql)) - vars(sql).keys()))
+"""
+    assert run(program, PACKAGE.parent) == "[]\n"

@@ -1,5 +1,5 @@
--- The last row of the search_messages.sql that found less than a page: the next search continues there. No row: it has
--- read all rows. The conditions are those of its innermost query.
+-- The last of the `rows` rows that search_messages.sql has read: after less than a page of matches, the next search
+-- continues there. No row: it has read all rows. The conditions are those of its innermost query.
 SELECT near.id
 FROM pgoutbox.message_view AS near
 WHERE (%(partition_states)s::text[] IS NULL OR near.state = ANY (%(partition_states)s::text[]))

@@ -23,7 +23,7 @@ SELECT
             WHEN NOT pg_try_advisory_lock_shared(1885826146, hashtext(q.queue)) THEN 'deputy'
             WHEN pg_advisory_unlock_shared(1885826146, hashtext(q.queue)) THEN 'polled'
         END
-        -- A deputy that gets the watch gives up its post. The result of this branch is never used.
+        -- A deputy that gets the watch releases its post. This condition is never true.
         WHEN CASE WHEN q.is_deputy THEN NOT pg_advisory_unlock(q.deputy_key) END THEN NULL
         WHEN pg_try_advisory_lock(1885826146, hashtext(q.queue)) THEN 'armed'
         WHEN NOT pg_try_advisory_lock_shared(1885826146, hashtext(q.queue)) THEN 'rung'

@@ -1,4 +1,4 @@
--- Cancel the pending messages of a topic and key; one row per message with the result.
+-- Cancel the messages of a topic and key; one row per message with the result.
 SELECT r.id, r.result
 FROM pgoutbox.cancel_by_key(
     topic => %(topic)s::text,
