@@ -9,6 +9,7 @@ LEFT JOIN pgoutbox.coalesce AS head
 CROSS JOIN LATERAL (
     SELECT CASE
         WHEN head.newest_id > m.id THEN head.newest_id
+        -- The newer message may be in any queue that this worker serves.
         WHEN m.coalesces_pending THEN (
             SELECT max(pgoutbox.newer_pending(m.topic, m.coalesce_key, served.name, m.id))
             FROM unnest(%(queues)s::text[]) AS served(name)

@@ -3,6 +3,7 @@
 -- key. The parts are those of claim_fresh.sql.
 WITH due AS MATERIALIZED (
     \ir _due.sql
+        -- A message that was never attempted is always pending.
         AND m.attempt_count = 0
         AND m.id > %(floor_id)s::bigint
         -- Queues that are paused or have limits are left to the claims by permits.

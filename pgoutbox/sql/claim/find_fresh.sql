@@ -3,6 +3,7 @@
 WITH due AS MATERIALIZED (
     \ir _due.sql
         -- This lane has the index message_live_fresh, so that a backlog of retries never delays fresh messages.
+        -- A message that was never attempted is always pending.
         AND m.attempt_count = 0
         -- The floor: the last message that the previous claim reached, null and 0 for none. The scan starts behind it
         -- and does not step over the dead index entries of claimed messages again.

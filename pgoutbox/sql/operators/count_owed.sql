@@ -21,6 +21,7 @@ WHERE m.queue = ANY (%(queues)s::text[])
             AND (e.topic <> ALL (%(topics)s::text[]) OR (e.attempt_count = 0 AND e.available_at > now()))
     )
     AND NOT EXISTS (
+        -- A pause without an end, null, is also a pause. A pause that has passed its end is not.
         SELECT
         FROM pgoutbox.queue AS q
         WHERE q.name = m.queue AND q.paused_at IS NOT NULL AND (q.resume_at > now()) IS NOT FALSE

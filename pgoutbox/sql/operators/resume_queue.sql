@@ -4,7 +4,7 @@ WITH resumed AS (
     SET paused_at = NULL, resume_at = NULL
     WHERE q.name = %(queue)s::text
         AND q.paused_at IS NOT NULL
-        -- A queue whose pause has passed its end is not paused.
+        -- A pause without an end, null, is also a pause. A pause that has passed its end is not.
         AND (q.resume_at > now()) IS NOT FALSE
     RETURNING q.name
 )
