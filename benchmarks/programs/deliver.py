@@ -1,9 +1,9 @@
 """A pgoutbox worker with its default settings and one handler.
 
-drain: work off what is due, then tell how long it took. lanes: the same, and when the last fresh message was handled.
+drain: deliver due messages, then report the duration. lanes: the same, and when the last fresh message was handled.
 work KIND: work until SIGTERM with a handler of that kind, counting its calls. run: work until SIGTERM. wait: the same
-with a handler that waits for 20 ms, as one that sends something does. stamp: the same with a handler that notes when
-its calls start, which is told at the end. The last three take the queues to serve; `default` if none is named.
+with a handler that waits for 20 ms, like one that sends. stamp: the same with a handler that records when its calls
+start, and reports that at the end. The last three take the queues to serve; the default is `default`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from pydantic import JsonValue
 
 from benchmarks.options import RETRY_NUMBER, TOPIC
 from benchmarks.programs.lifeline import Meter, Tally, after, before, hold_lifeline, replace_method, say, wait_for_go
+from pgoutbox.database.store import Store
 from pgoutbox.handlers import Context, SyncContext
-from pgoutbox.lanes import parse_queues
 from pgoutbox.message import Message
 from pgoutbox.outbox import Outbox
-from pgoutbox.processes import run_worker
 from pgoutbox.settings import load_settings
-from pgoutbox.store import Store
-from pgoutbox.worker import QueueShare, Worker
+from pgoutbox.worker import Worker
+from pgoutbox.worker.claim_planner import parse_queues
+from pgoutbox.worker.supervisor import run_worker
+from pgoutbox.worker.worker import QueueShare
 
 _IO_SECONDS = 0.001
 _WAIT_SECONDS = 0.02
@@ -83,7 +84,7 @@ def _work(kind: str = "noop") -> int:
 
 
 async def _until_stopped(worker: Worker) -> None:
-    # Not `run_worker`: it leaves at once where sync handlers have had threads, and the tally would not be told.
+    # Not `run_worker`: it exits at once if sync handlers have had threads, and the tally would not be reported.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, worker.stop)
     await worker.run()
 

@@ -1,4 +1,4 @@
-"""Races for the dedupe key of a cancelled message: two real connections, and a gate where an order needs one."""
+"""Tests races for the dedupe key of a cancelled message: two real connections, and a gate where the order matters."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 import psycopg
 import pytest
 
-from pgoutbox import Enqueued, NewMessage, Outbox, operations
+from pgoutbox import Enqueued, NewMessage, Outbox
 from pgoutbox.message import State
-from tests import races
-from tests.messages import put
-from tests.outbox_actions import drained, redrive, settings_for, state_of
+from pgoutbox.operations import messages
+from tests.support import races
+from tests.support.messages import put
+from tests.support.outbox_actions import drained, redrive, settings_for, state_of
 
 if TYPE_CHECKING:
     from pgoutbox import Context, Message
@@ -22,7 +23,7 @@ BOTH = ("one", "bulk")
 
 
 def again(outbox: Outbox, connection: psycopg.Connection, way: str, payload: str = "again") -> Enqueued:
-    """Enqueue with the key once more."""
+    """Enqueue again with the key."""
     if way == "one":
         return outbox.enqueue(connection, "mail", payload, dedupe_key="k")
     (answer,) = outbox.enqueue_many(connection, [NewMessage("mail", payload, dedupe_key="k")])
@@ -65,10 +66,10 @@ def test_a_waiting_enqueue_gets_a_freed_key_when_the_first_rolls_back(
     assert live_count(db) == 1
 
 
-def test_a_key_that_another_took_between_the_look_and_the_lock_is_not_taken_twice(
+def test_a_key_taken_between_the_query_and_the_lock_is_not_taken_twice(
     outbox: Outbox, connect: Connect, db: psycopg.Connection
 ) -> None:
-    """The gate stops the second one when it knows whose key it is, before it looks at that message."""
+    """The gate stops the second enqueue after it has found the key's message, and before it reads that message."""
     gate, winner, waiting = connect(autocommit=True), connect(), connect()
     put(db, State.CANCELLED, topic="mail", dedupe_key="k")
     ((definition,),) = db.execute("SELECT pg_get_functiondef('pgoutbox.has_freed_key'::regproc)").fetchall()
@@ -107,25 +108,23 @@ def test_an_enqueue_waits_for_a_redrive_of_the_cancelled_message_and_is_its_dupl
     assert live_count(db) == 1
 
 
-def test_a_redrive_is_refused_while_and_after_another_takes_the_key_of_its_message(
+def test_a_redrive_is_refused_during_and_after_another_message_takes_the_key(
     outbox: Outbox, connect: Connect, db: psycopg.Connection
 ) -> None:
     producer, operator = connect(), connect(autocommit=True)
     first = put(db, State.CANCELLED, topic="mail", dedupe_key="k")
     second = again(outbox, producer, "one")
-    (answer,) = operations.redrive(operator, [first])
-    assert answer == operations.Redriven(
-        first, operations.RedriveResult.LOCKED, "locked by another transaction; try again"
-    )
+    (answer,) = messages.redrive(operator, [first])
+    assert answer == messages.Redriven(first, messages.RedriveResult.LOCKED, "locked by another transaction; try again")
     producer.commit()
-    (answer,) = operations.redrive(operator, [first])
-    assert answer == operations.Redriven(
-        first, operations.RedriveResult.DEDUPE_KEY_TAKEN, f"message {second.id} has its dedupe key now", second.id
+    (answer,) = messages.redrive(operator, [first])
+    assert answer == messages.Redriven(
+        first, messages.RedriveResult.DEDUPE_KEY_TAKEN, f"message {second.id} has its dedupe key now", second.id
     )
     assert state_of(db, first) == State.CANCELLED
 
 
-def test_an_enqueue_whose_snapshot_is_older_than_a_redrive_takes_no_key(
+def test_an_enqueue_with_a_snapshot_older_than_a_redrive_does_not_take_the_key(
     outbox: Outbox, connect: Connect, db: psycopg.Connection
 ) -> None:
     producer = connect()
@@ -139,7 +138,7 @@ def test_an_enqueue_whose_snapshot_is_older_than_a_redrive_takes_no_key(
     assert live_count(db) == 1
 
 
-async def test_a_registration_that_is_withdrawn_and_made_again_gets_its_mail(
+async def test_a_repeated_registration_after_a_withdrawal_gets_its_mail(
     dsn: str, connect: Connect, db: psycopg.Connection
 ) -> None:
     outbox = Outbox(settings_for(dsn))

@@ -1,4 +1,4 @@
-"""What somebody sees who looks on: topics, workers, and how attempts end, as they do."""
+"""Tests the live views of topics, workers and ended attempts."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING
 import psycopg
 import pytest
 
-from pgoutbox import Outbox, Transient, session, watch
-from pgoutbox.cli import main
+from pgoutbox import Outbox, Transient
+from pgoutbox.cli.main import main
+from pgoutbox.database import operator_connection
 from pgoutbox.message import State
+from pgoutbox.operations import activity
 from pgoutbox.settings import load_settings
 from pgoutbox.worker import Worker
-from tests.messages import put
-from tests.outbox_actions import enqueue, lapse
+from tests.support.messages import put
+from tests.support.outbox_actions import enqueue, lapse
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def operator(dsn: str) -> Iterator[psycopg.Connection]:
-    with session.connect(load_settings(dsn=dsn), read_only=True) as connection:
+    with operator_connection.connect(load_settings(dsn=dsn), read_only=True) as connection:
         yield connection
 
 
@@ -37,41 +39,41 @@ def database(connect: Connect) -> psycopg.Connection:
 # --- topics -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_topic_tells_where_its_messages_stand(operator: psycopg.Connection, database: psycopg.Connection) -> None:
+def test_a_topic_shows_the_states_of_its_messages(operator: psycopg.Connection, database: psycopg.Connection) -> None:
     for state in (State.PENDING, State.SENDING, State.FAILED, State.SENT, State.SENT):
         put(database, state)
     put(database, State.SENT, age=timedelta(minutes=5))
     later, again = put(database), put(database)
     database.execute("UPDATE pgoutbox.message SET available_at = now() + interval '1 hour' WHERE id = %s", (later,))
     database.execute("UPDATE pgoutbox.message SET attempt_count = 1 WHERE id = %s", (again,))
-    (topic,) = watch.topic_activity(operator, window_seconds=60)
+    (topic,) = activity.topic_activity(operator, window_seconds=60)
     assert (topic.queue, topic.topic) == ("default", "mail")
     assert (topic.due, topic.retrying, topic.scheduled, topic.sending, topic.failed) == (1, 1, 1, 1, 1)
     assert (topic.sent_per_second, topic.ended_per_second) == (2 / 60, 3 / 60)
     assert topic.oldest_due_seconds is not None
-    assert watch.topic_activity(operator, queue="bulk") == []
+    assert activity.topic_activity(operator, queue="bulk") == []
 
 
-def test_a_topic_that_owes_nothing_is_seen_while_it_ends(
+def test_an_empty_topic_is_visible_while_attempts_end(
     operator: psycopg.Connection, database: psycopg.Connection
 ) -> None:
     put(database, State.SENT)
     put(database, State.SENT, topic="old", age=timedelta(minutes=5))
-    assert [(topic.topic, topic.due) for topic in watch.topic_activity(operator)] == [("mail", 0)]
+    assert [(topic.topic, topic.due) for topic in activity.topic_activity(operator)] == [("mail", 0)]
 
 
 # --- workers ----------------------------------------------------------------------------------------------------------
 
 
-async def test_a_worker_is_seen_with_what_it_holds(
+async def test_a_worker_is_shown_with_its_messages(
     dsn: str, operator: psycopg.Connection, db: psycopg.Connection
 ) -> None:
     outbox = Outbox(load_settings(dsn=dsn, worker_name="a-rather-long-name-of-a-pod-in-some-cluster-7d9f8b6c5d"))
-    seen: list[list[watch.WorkerActivity]] = []
+    seen: list[list[activity.WorkerActivity]] = []
 
     @outbox.handler("greet")
     async def greet(message: object, ctx: object) -> None:
-        seen.append(watch.list_workers(operator))
+        seen.append(activity.list_workers(operator))
 
     message_id = enqueue(db)
     worker = Worker(outbox)
@@ -83,26 +85,28 @@ async def test_a_worker_is_seen_with_what_it_holds(
     assert message_id
 
 
-def test_a_worker_that_is_gone_is_seen_by_what_it_left(
+def test_a_vanished_worker_is_shown_by_its_remaining_messages(
     operator: psycopg.Connection, database: psycopg.Connection
 ) -> None:
     put(database, State.SENDING)
     lapse(database, put(database, State.SENDING))
-    (found,) = watch.list_workers(operator)
+    (found,) = activity.list_workers(operator)
     assert (found.worker, found.in_flight, found.lapsed, found.connected_at) == ("w", 2, 1, None)
 
 
 # --- outcomes ---------------------------------------------------------------------------------------------------------
 
 
-async def test_each_end_is_told_once(dsn: str, operator: psycopg.Connection, db: psycopg.Connection) -> None:
+async def test_each_ended_attempt_is_printed_once(
+    dsn: str, operator: psycopg.Connection, db: psycopg.Connection
+) -> None:
     outbox = Outbox(load_settings(dsn=dsn))
 
     @outbox.handler("greet")
     async def greet(message: object, ctx: object) -> None:
         raise Transient("mailbox full")
 
-    follower = watch.Follower(operator)
+    follower = activity.Follower(operator)
     assert follower.poll() == []
     message_id = enqueue(db)
     await Worker(outbox).run_once()
@@ -112,43 +116,43 @@ async def test_each_end_is_told_once(dsn: str, operator: psycopg.Connection, db:
     assert follower.poll() == []
 
 
-def test_an_end_that_was_committed_late_is_told_too(
+def test_a_late_committed_end_is_printed_too(
     operator: psycopg.Connection, connect: Connect, database: psycopg.Connection
 ) -> None:
     late = connect(autocommit=False)
     late_id = put(late, State.SENT)
-    follower = watch.Follower(operator, since=timedelta(hours=1))
+    follower = activity.Follower(operator, since=timedelta(hours=1))
     first = put(database, State.SENT)
     assert [row.message_id for row in follower.poll()] == [first]
     late.commit()
     assert [row.message_id for row in follower.poll()] == [late_id]
 
 
-def test_it_begins_where_it_is_told_to(operator: psycopg.Connection, database: psycopg.Connection) -> None:
+def test_tail_begins_at_the_requested_time(operator: psycopg.Connection, database: psycopg.Connection) -> None:
     put(database, State.SENT, age=timedelta(hours=3))
     recent = put(database, State.SENT, age=timedelta(hours=1))
-    assert watch.Follower(operator).poll() == []
-    assert [row.message_id for row in watch.Follower(operator, since=timedelta(hours=2)).poll()] == [recent]
+    assert activity.Follower(operator).poll() == []
+    assert [row.message_id for row in activity.Follower(operator, since=timedelta(hours=2)).poll()] == [recent]
 
 
-def test_more_than_a_page_is_told_in_full(operator: psycopg.Connection, database: psycopg.Connection) -> None:
+def test_more_than_a_page_is_printed_completely(operator: psycopg.Connection, database: psycopg.Connection) -> None:
     database.execute(
         """
         INSERT INTO pgoutbox.message (topic, payload, state, attempt_count, claimed_at, worker, finished_at)
         SELECT 'mail', '1', 'sent', 1, now(), 'w', now() FROM generate_series(1, 2500)
         """
     )
-    told = watch.Follower(operator, since=timedelta(hours=1)).poll()
+    told = activity.Follower(operator, since=timedelta(hours=1)).poll()
     assert len({row.message_id for row in told}) == len(told) == 2500
 
 
 @pytest.mark.parametrize("chosen", [{"topic": "sms"}, {"queue": "bulk"}, {"outcomes": ["failed"]}])
-def test_each_filter_leaves_what_matches(
+def test_each_filter_keeps_matching_attempts(
     operator: psycopg.Connection, database: psycopg.Connection, chosen: dict[str, object]
 ) -> None:
     put(database, State.SENT)
     wanted = put(database, State.FAILED, topic="sms", queue="bulk")
-    follower = watch.Follower(operator, since=timedelta(hours=1), **chosen)  # type: ignore[arg-type] # one of three
+    follower = activity.Follower(operator, since=timedelta(hours=1), **chosen)  # type: ignore[arg-type] # one of three
     assert [row.message_id for row in follower.poll()] == [wanted]
 
 
@@ -166,7 +170,7 @@ def cli(dsn: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     return run
 
 
-def test_top_prints_each_look(cli: object, database: psycopg.Connection) -> None:
+def test_top_prints_each_refresh(cli: object, database: psycopg.Connection) -> None:
     assert callable(cli)
     put(database, State.SENDING)
     looks = [json.loads(line) for line in cli("top", "--count", "2", "--every", "0.2", "--json").splitlines()]
@@ -182,7 +186,7 @@ def test_workers_are_listed(cli: object, database: psycopg.Connection) -> None:
     assert cli("workers").splitlines()[1].startswith("w\t1\t0\t")
 
 
-def test_tail_hides_what_is_secret(cli: object, database: psycopg.Connection) -> None:
+def test_tail_hides_secrets(cli: object, database: psycopg.Connection) -> None:
     assert callable(cli)
     message_id = put(database, State.FAILED, destination="https://example.org/hook?token=canary")
     shown = cli("tail", "--since", "1h", "--count", "1")

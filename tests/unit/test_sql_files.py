@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import pgoutbox
-from pgoutbox import sql
+from pgoutbox.database import sql
 
 PACKAGE = Path(pgoutbox.__file__).parent
 FOLDER = Path(sql.__file__).parent
@@ -53,9 +53,8 @@ def test_the_package_uses_every_statement() -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "from pgoutbox import sql\nsql.NOWHERE",
-        "from pgoutbox.worker import sql\nsql.NOWHERE",
-        "from pgoutbox.sql import NOWHERE",
+        "from pgoutbox.database import sql\nsql.NOWHERE",
+        "from pgoutbox.database.sql import NOWHERE, load_all",
     ],
 )
 def test_a_named_statement_is_found_in_a_source(source: str) -> None:
@@ -137,8 +136,9 @@ def test_statements_that_are_replaced_before_the_load_stay_replaced(archive: Pat
 
 def test_a_worker_that_starts_loads_all_statements() -> None:
     program = """
-from pgoutbox import Settings, sql
-from pgoutbox.store import Store
+from pgoutbox import Settings
+from pgoutbox.database import sql
+from pgoutbox.database.store import Store
 Store(Settings(dsn="host=127.0.0.1 port=1"), worker="worker-1")
 print(sorted(set(dir(sql)) - vars(sql).keys()))
 """

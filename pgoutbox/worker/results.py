@@ -1,0 +1,103 @@
+"""An attempt and how it ends: the vocabulary that the parts of a worker share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Final
+
+import psycopg
+from psycopg.rows import TupleRow
+
+from pgoutbox.handlers import Handler
+from pgoutbox.message import Message, Outcome
+
+
+class Attempt:
+    """One attempt, from its claim to its finish. Times are on `elapsed_clock`.
+
+    `attempt_count` is the fencing token; the message keeps the number that its handler was given: see `take_over`.
+    `used_count` is the number of the attempts that counted, this one included: without snoozes, releases and the
+    attempts before a redrive. `overtaken` says why the attempt has become pointless, `done` that its ending is known.
+    An attempt that begins after `expiring_at` is too late.
+    """
+
+    __slots__ = (
+        "_ensure",
+        "attempt_count",
+        "connection",
+        "done",
+        "expiring_at",
+        "handler",
+        "leased_at",
+        "message",
+        "overtaken",
+        "used_count",
+    )
+
+    def __init__(
+        self,
+        message: Message[object],
+        handler: Handler,
+        leased_at: float,
+        ensure: Callable[[Attempt], Awaitable[None]],
+        used_count: int | None = None,
+    ) -> None:
+        self.message = message
+        self.attempt_count = message.attempt_count
+        self.handler = handler
+        self.leased_at = leased_at
+        self.used_count = message.attempt_count if used_count is None else used_count
+        self.overtaken: str | None = None
+        self.done = False
+        self.expiring_at = math.inf
+        self.connection: psycopg.AsyncConnection[TupleRow] | None = None
+        self._ensure = ensure
+
+    def take_over(self, attempt_count: int, leased_at: float) -> None:
+        """Go on under another claim by the same worker, after the server has lost the first one."""
+        self.attempt_count = attempt_count
+        self.leased_at = leased_at
+        self.overtaken = None
+
+    async def ensure_lease(self) -> None:
+        """Check or renew the lease, or raise `LeaseLostError`: see `Context.ensure_lease`."""
+        await self._ensure(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """The attempt did not run, or the worker's shutdown stopped it: pending again, no attempt used up.
+
+    `unknown` means that its handler ran, so the message may have been sent: the handler's `on_unknown` applies.
+    """
+
+    unknown: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AlreadyFinished:
+    """The attempt wrote its own end, in the handler's transaction, or no longer has a message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Abandoned:
+    """The worker ends and the handler goes on: no outcome may be written, and the lease is left to lapse."""
+
+
+RELEASED: Final = Released()
+STOPPED: Final = Released(unknown=True)
+ALREADY_FINISHED: Final = AlreadyFinished()
+ABANDONED: Final = Abandoned()
+Ending = Outcome | Released | AlreadyFinished | Abandoned
+
+# The attempts of one piece of work: one message, or a batch of one handler.
+Work = Sequence[Attempt]
+# Runs all attempts of a piece of work; their endings, in its order.
+Runner = Callable[[Work], Awaitable[Sequence[Ending]]]
+
+# Set by the slot that runs an attempt. Called with the future of the thread that a handler runs in.
+watch_thread: ContextVar[Callable[[Future[object]], None]] = ContextVar("watch_thread", default=lambda _: None)

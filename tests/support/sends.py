@@ -1,0 +1,55 @@
+"""Helpers of all transport tests: the message to send, closing of transports, and the outcome."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack, asynccontextmanager
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+from pgoutbox.message import Message, Permanent, Transient, Unavailable
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from pgoutbox.message import Outcome
+    from pgoutbox.transports import Transport
+
+P = ParamSpec("P")
+T = TypeVar("T", bound="Transport")
+
+
+def outgoing(*, message_id: int = 7, attempt_count: int = 1, destination: str | None = None) -> Message[object]:
+    """Return a claimed message, as the worker gives it to a transport."""
+    created_at = datetime(2026, 3, 1, 12, tzinfo=UTC)
+    return Message(
+        id=message_id,
+        topic="welcome",
+        queue="default",
+        destination=destination,
+        payload={},
+        headers={},
+        attempt_count=attempt_count,
+        max_attempts=11,
+        created_at=created_at,
+        available_at=created_at,
+        coalesce_key=None,
+    )
+
+
+@asynccontextmanager
+async def closing(make: Callable[P, T]) -> AsyncIterator[Callable[P, T]]:
+    """Create transports with `make`, and close them at the end."""
+    async with AsyncExitStack() as stack:
+
+        def make_one(*arguments: P.args, **options: P.kwargs) -> T:
+            transport = make(*arguments, **options)
+            stack.push_async_callback(transport.aclose)
+            return transport
+
+        yield make_one
+
+
+def error_of(outcome: Outcome, kind: type[Transient | Unavailable | Permanent]) -> str:
+    """Return the error of an outcome, which must be of this kind."""
+    assert isinstance(outcome, kind), outcome
+    return outcome.error
