@@ -101,7 +101,7 @@ def _transaction_count(server: Server, database: str) -> int:
 
 def count_statements(log: Path, mark: int, database: str) -> Counter[str]:
     """Count the statements of one database, by their names in `database.sql` if they are known there."""
-    known = {_normalised(text): name for name, text in vars(sql).items() if name.isupper() and isinstance(text, str)}
+    known = {_normalised(getattr(sql, name)): name for name in dir(sql)}
     found: Counter[str] = Counter()
     current: list[str] | None = None
     with log.open(encoding="utf-8", errors="replace") as lines:

@@ -176,6 +176,7 @@ class Store:
     """
 
     def __init__(self, settings: Settings, *, worker: str) -> None:
+        sql.load_all()
         dsn = settings.require_dsn()
         self.worker = worker
         self.lease_seconds = settings.lease_seconds

@@ -46,11 +46,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-def test_the_wheel_contains_exactly_the_package_its_types_and_the_migrations(wheel: Path) -> None:
+def test_the_wheel_contains_exactly_the_package_its_types_statements_and_migrations(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {"pgoutbox/py.typed", "pgoutbox/migrations/env.py", "pgoutbox/migrations/versions/0001_outbox.py"} <= {
         *names
     }
+    assert {str(path.relative_to(ROOT)) for path in (ROOT / "pgoutbox").rglob("*.sql")} <= {*names}
     assert len(names) == len(set(names))
     assert {Path(name).parts[0].split("-")[0] for name in names} == {"pgoutbox"}
 

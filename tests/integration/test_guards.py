@@ -792,7 +792,7 @@ def no_part_in_claims(part: str, *, instead: str = "") -> Mutation:
     """Return the claims of all lanes without a part that they share."""
 
     def mutate(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-        names = [name for name in sql.__all__ if part in getattr(sql, name)]
+        names = [name for name in dir(sql) if part in getattr(sql, name)]
         assert names
         for name in names:
             patch.setattr(sql, name, getattr(sql, name).replace(part, instead))

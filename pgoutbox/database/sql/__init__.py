@@ -1,336 +1,61 @@
-"""The statements of workers, producers, commands, dashboard and doctor, named. None is built at run time.
+"""The statements of workers, producers, commands, dashboard and doctor, one in a file.
+
+`sql.CLAIM_FRESH` is the statement in `claim/claim_fresh.sql`. It is read without its comments, at its first use or by
+`load_all`. A line `\\ir _name.sql` includes a fragment, as in psql. Names are unique in all folders. No statement is
+built at run time.
 
 Rules for every statement: all names are qualified; time is the database's `now()`; a write of a message names the
 expected state and attempt; locked rows are skipped, because a wait fails with 40001 if the row moves to another
 partition. Locks are taken in the order breaker, coalesce, message, queue.
 """
 
-from pgoutbox.database.sql.breaker import (
-    BREAKER_CLOSE_IF_PROBING,
-    BREAKER_FAILED,
-    BREAKER_PROBE,
-    BREAKER_RELEASE_IF_PROBING,
-    BREAKER_REOPEN_IF_PROBING,
-    BREAKERS,
-)
-from pgoutbox.database.sql.claim import (
-    CLAIM_FRESH,
-    CLAIM_FRESH_BY_PERMITS,
-    CLAIM_LAPSED,
-    CLAIM_NEW,
-    CLAIM_ORDERED,
-    CLAIM_RETRIES,
-    CLAIM_RETRIES_BY_PERMITS,
-    CONTENTS,
-    END_LAPSED,
-    END_SUPERSEDED_ELSEWHERE,
-    FIND_ENDING,
-    FIND_FRESH,
-    FIND_LAPSED,
-    FIND_NEW,
-    FIND_NEW_ORDERED,
-    FIND_ORDERED,
-    FIND_RETRIES,
-    NEXT_DUE,
-    OVERTAKEN,
-    TAKE_TURN,
-)
-from pgoutbox.database.sql.dashboard import (
-    ALLOW_BITMAPS,
-    COUNT_DONE,
-    COUNT_OPEN,
-    COUNT_SEARCHED,
-    ESTIMATE_DONE,
-    FAILED_GROUPS,
-    FAILED_LATELY,
-    FINISHED_BY_MINUTE,
-    FIRST_FROM,
-    LEASE_HOLDERS,
-    LIST_BREAKERS,
-    LIVE_QUEUES,
-    NEWEST_ID,
-    PREPARE_PAGE,
-    PULSE,
-    SEARCH_AHEAD,
-    SEARCH_MESSAGES,
-    SEARCH_SENDING,
-    SEARCHED,
-    SUPERSEDED_BY,
-)
-from pgoutbox.database.sql.doctor import (
-    CONNECTED_WORKERS,
-    DEAD_ROWS,
-    DONE_PARTITIONS,
-    DUE_FOR_LONG,
-    DURABILITY,
-    EXAMINED_SERVER,
-    FAILING_TOPICS,
-    FOREIGN_BELL_HOLDERS,
-    HANDLER_SECONDS,
-    ID_SEQUENCE,
-    LEASE_HOLDING_WORKERS,
-    LISTEN_FOR_ITSELF,
-    LONG_IN_FLIGHT,
-    MISSING_RELATIONS,
-    NOTIFY_ITSELF,
-    NOTIFY_QUEUE_USAGE,
-    OPEN_BREAKERS,
-    OVERDUE_RETENTION,
-    PENDING_TOPICS,
-    PREPARE_EXAMINATION,
-    RETENTION_NEED,
-    RIGHTS,
-    SEALED_PAYLOADS,
-    SEALED_TOPICS,
-    SEES_ALL_SESSIONS,
-    SERVER_CLOCK,
-    SLOTS,
-    VACUUM,
-    XMIN_HOLDERS,
-)
-from pgoutbox.database.sql.doorbell import ARM, DISARM, IDLE_QUEUES, LISTEN, LOWER, PROBE, RING, UNLISTEN
-from pgoutbox.database.sql.enqueue import (
-    CANCEL,
-    ENQUEUE,
-    ENQUEUE_FANOUT,
-    ENQUEUE_MANY,
-    RELEASE_SAVEPOINT,
-    ROLL_BACK_TO_SAVEPOINT,
-    SAVEPOINT,
-)
-from pgoutbox.database.sql.finish import (
-    FINISH_IF_HELD,
-    FINISH_SENT_AND_FORGET_IF_HELD,
-    FINISH_SENT_IF_HELD,
-    FORGOTTEN_TOPICS,
-    QUEUES_OF_SUCCESSORS,
-    RENEW_IF_HELD,
-    STANDING,
-    UNANSWERED_ATTEMPTS,
-    WATCH_IF_HELD,
-)
-from pgoutbox.database.sql.gauges import COUNT_BACKLOG, COUNT_BREAKERS, LIMIT_GAUGES, PAUSED_QUEUES
-from pgoutbox.database.sql.operators import (
-    ANNOUNCE_ACT,
-    CANCEL_BY_KEY,
-    CANCEL_EACH,
-    COUNT_MATCHING,
-    COUNT_OWED,
-    KNOWN_QUEUES,
-    LAST_ID,
-    LIMIT_IN_FLIGHT,
-    LIMIT_RATE,
-    LIST_ACTS,
-    LIST_MATCHING_IDS,
-    LIST_MESSAGES,
-    LIST_QUEUES,
-    PAUSE_QUEUE,
-    PREPARE_OPERATION,
-    READS_AUDIT,
-    READS_PAYLOADS,
-    REDRIVE,
-    RESEND,
-    RESUME_QUEUE,
-    SHOW_ATTEMPTS,
-    SHOW_MESSAGE,
-    SHOW_MESSAGE_VIEW,
-    STATS,
-    UNKNOWN_QUEUES,
-)
-from pgoutbox.database.sql.retention import (
-    BEGIN_UPKEEP_IF_DUE,
-    CLEAR_RETIRED,
-    COUNT_PRUNABLE,
-    FORGET_RENEWALS,
-    KEPT_UNTIL,
-    MAKE_PARTITION,
-    PRUNE,
-    PRUNE_BY_RULE,
-    PRUNE_COALESCE,
-    PRUNE_CONTENT,
-    PRUNE_DEDUPE,
-    PRUNE_DEDUPE_BY_RULE,
-    PRUNE_ORDERING,
-    RETENTION_RULES,
-    RETIRE_PARTITION,
-    SET_RETENTION,
-    UNSET_RETENTION,
-    UPKEEP_FACTS,
-)
-from pgoutbox.database.sql.sessions import (
-    BACKEND_PID,
-    BEGIN,
-    COMMIT,
-    END_STRANDED,
-    PREPARE_SESSION,
-    PREPARE_TRANSACTION,
-    ROLLBACK,
-    SCHEMA_VERSION,
-    SERVER_FACTS,
-    SERVER_TIME,
-)
-from pgoutbox.database.sql.watch import ENDED_BY_TOPIC, LIST_OUTCOMES, LIST_WORKERS, NOW, OWED_BY_TOPIC
+from __future__ import annotations
 
-__all__ = [
-    "ALLOW_BITMAPS",
-    "ANNOUNCE_ACT",
-    "ARM",
-    "BACKEND_PID",
-    "BEGIN",
-    "BEGIN_UPKEEP_IF_DUE",
-    "BREAKERS",
-    "BREAKER_CLOSE_IF_PROBING",
-    "BREAKER_FAILED",
-    "BREAKER_PROBE",
-    "BREAKER_RELEASE_IF_PROBING",
-    "BREAKER_REOPEN_IF_PROBING",
-    "CANCEL",
-    "CANCEL_BY_KEY",
-    "CANCEL_EACH",
-    "CLAIM_FRESH",
-    "CLAIM_FRESH_BY_PERMITS",
-    "CLAIM_LAPSED",
-    "CLAIM_NEW",
-    "CLAIM_ORDERED",
-    "CLAIM_RETRIES",
-    "CLAIM_RETRIES_BY_PERMITS",
-    "CLEAR_RETIRED",
-    "COMMIT",
-    "CONNECTED_WORKERS",
-    "CONTENTS",
-    "COUNT_BACKLOG",
-    "COUNT_BREAKERS",
-    "COUNT_DONE",
-    "COUNT_MATCHING",
-    "COUNT_OPEN",
-    "COUNT_OWED",
-    "COUNT_PRUNABLE",
-    "COUNT_SEARCHED",
-    "DEAD_ROWS",
-    "DISARM",
-    "DONE_PARTITIONS",
-    "DUE_FOR_LONG",
-    "DURABILITY",
-    "ENDED_BY_TOPIC",
-    "END_LAPSED",
-    "END_STRANDED",
-    "END_SUPERSEDED_ELSEWHERE",
-    "ENQUEUE",
-    "ENQUEUE_FANOUT",
-    "ENQUEUE_MANY",
-    "ESTIMATE_DONE",
-    "EXAMINED_SERVER",
-    "FAILED_GROUPS",
-    "FAILED_LATELY",
-    "FAILING_TOPICS",
-    "FIND_ENDING",
-    "FIND_FRESH",
-    "FIND_LAPSED",
-    "FIND_NEW",
-    "FIND_NEW_ORDERED",
-    "FIND_ORDERED",
-    "FIND_RETRIES",
-    "FINISHED_BY_MINUTE",
-    "FINISH_IF_HELD",
-    "FINISH_SENT_AND_FORGET_IF_HELD",
-    "FINISH_SENT_IF_HELD",
-    "FIRST_FROM",
-    "FOREIGN_BELL_HOLDERS",
-    "FORGET_RENEWALS",
-    "FORGOTTEN_TOPICS",
-    "HANDLER_SECONDS",
-    "IDLE_QUEUES",
-    "ID_SEQUENCE",
-    "KEPT_UNTIL",
-    "KNOWN_QUEUES",
-    "LAST_ID",
-    "LEASE_HOLDERS",
-    "LEASE_HOLDING_WORKERS",
-    "LIMIT_GAUGES",
-    "LIMIT_IN_FLIGHT",
-    "LIMIT_RATE",
-    "LISTEN",
-    "LISTEN_FOR_ITSELF",
-    "LIST_ACTS",
-    "LIST_BREAKERS",
-    "LIST_MATCHING_IDS",
-    "LIST_MESSAGES",
-    "LIST_OUTCOMES",
-    "LIST_QUEUES",
-    "LIST_WORKERS",
-    "LIVE_QUEUES",
-    "LONG_IN_FLIGHT",
-    "LOWER",
-    "MAKE_PARTITION",
-    "MISSING_RELATIONS",
-    "NEWEST_ID",
-    "NEXT_DUE",
-    "NOTIFY_ITSELF",
-    "NOTIFY_QUEUE_USAGE",
-    "NOW",
-    "OPEN_BREAKERS",
-    "OVERDUE_RETENTION",
-    "OVERTAKEN",
-    "OWED_BY_TOPIC",
-    "PAUSED_QUEUES",
-    "PAUSE_QUEUE",
-    "PENDING_TOPICS",
-    "PREPARE_EXAMINATION",
-    "PREPARE_OPERATION",
-    "PREPARE_PAGE",
-    "PREPARE_SESSION",
-    "PREPARE_TRANSACTION",
-    "PROBE",
-    "PRUNE",
-    "PRUNE_BY_RULE",
-    "PRUNE_COALESCE",
-    "PRUNE_CONTENT",
-    "PRUNE_DEDUPE",
-    "PRUNE_DEDUPE_BY_RULE",
-    "PRUNE_ORDERING",
-    "PULSE",
-    "QUEUES_OF_SUCCESSORS",
-    "READS_AUDIT",
-    "READS_PAYLOADS",
-    "REDRIVE",
-    "RELEASE_SAVEPOINT",
-    "RENEW_IF_HELD",
-    "RESEND",
-    "RESUME_QUEUE",
-    "RETENTION_NEED",
-    "RETENTION_RULES",
-    "RETIRE_PARTITION",
-    "RIGHTS",
-    "RING",
-    "ROLLBACK",
-    "ROLL_BACK_TO_SAVEPOINT",
-    "SAVEPOINT",
-    "SCHEMA_VERSION",
-    "SEALED_PAYLOADS",
-    "SEALED_TOPICS",
-    "SEARCHED",
-    "SEARCH_AHEAD",
-    "SEARCH_MESSAGES",
-    "SEARCH_SENDING",
-    "SEES_ALL_SESSIONS",
-    "SERVER_CLOCK",
-    "SERVER_FACTS",
-    "SERVER_TIME",
-    "SET_RETENTION",
-    "SHOW_ATTEMPTS",
-    "SHOW_MESSAGE",
-    "SHOW_MESSAGE_VIEW",
-    "SLOTS",
-    "STANDING",
-    "STATS",
-    "SUPERSEDED_BY",
-    "TAKE_TURN",
-    "UNANSWERED_ATTEMPTS",
-    "UNKNOWN_QUEUES",
-    "UNLISTEN",
-    "UNSET_RETENTION",
-    "UPKEEP_FACTS",
-    "VACUUM",
-    "WATCH_IF_HELD",
-    "XMIN_HOLDERS",
-]
+import re
+from functools import cache
+from importlib.resources import files
+from typing import TYPE_CHECKING, LiteralString
+
+if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
+
+_INCLUDE = re.compile(r"( *)\\ir (?:\S+/)?(\w+)\.sql")
+
+
+def __getattr__(name: str) -> LiteralString:
+    if name not in (names := __dir__()):
+        import difflib
+
+        raise AttributeError(f"unknown statement {name}, similar names: {difflib.get_close_matches(name, names)}")
+    statement = globals()[name] = "\n".join(_lines_of(name))
+    return statement
+
+
+def __dir__() -> list[str]:
+    return [name for name in _files() if not name.startswith("_")]
+
+
+def load_all() -> None:
+    """Read every statement now: a process must not read files that an upgrade replaced or removed after its start."""
+    for name in __dir__():
+        if name not in globals():
+            __getattr__(name)
+
+
+@cache
+def _files() -> dict[str, Traversable]:
+    """All statements and fragments. A fragment's name begins with an underscore."""
+    groups = (group for group in files(__name__).iterdir() if group.is_dir())
+    found = {file.name: file for group in groups for file in group.iterdir() if file.name.endswith(".sql")}
+    return {name.removesuffix(".sql").upper(): found[name] for name in sorted(found)}
+
+
+def _lines_of(name: str) -> list[str]:
+    """The lines of a file without comments, and with the fragments that it includes, indented like their line."""
+    lines: list[str] = []
+    for line in _files()[name].read_text(encoding="utf-8").splitlines():
+        if include := _INCLUDE.fullmatch(line):
+            lines += [include[1] + included for included in _lines_of(include[2].upper())]
+        elif line.strip() and not line.lstrip().startswith("--"):
+            lines.append(line)
+    return lines

@@ -1,0 +1,16 @@
+-- Write what the CTE `judged` has decided. The attempt count rises with each attempt and is its fence: only the attempt
+-- with the current number may write the outcome.
+UPDATE pgoutbox.message AS m
+SET state = j.state,
+    attempt_count = m.attempt_count + CASE WHEN j.state = 'sending' THEN 1 ELSE 0 END,
+    claimed_at = CASE WHEN j.state = 'sending' THEN now() ELSE m.claimed_at END,
+    worker = CASE WHEN j.state = 'sending' THEN %(worker)s::text ELSE m.worker END,
+    lease_expires_at = CASE WHEN j.state = 'sending' THEN now() + make_interval(secs => %(lease_seconds)s::float8) END,
+    finished_at = CASE WHEN j.state = 'skipped' THEN now() END,
+    skip_reason = CASE WHEN j.state = 'skipped' THEN coalesce('superseded by ' || j.superseded_by, 'expired') END,
+    superseded_by = j.superseded_by
+FROM judged AS j
+-- `place` is where the row was locked. By its id alone PostgreSQL may plan to scan the whole primary key with its dead
+-- entries, because statistics may describe an empty table. A row that moved since this statement began is left to the
+-- next claim.
+WHERE m.ctid = j.place AND m.id = j.id AND m.state = 'pending' AND m.attempt_count = j.attempt_count

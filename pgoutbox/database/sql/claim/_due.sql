@@ -1,0 +1,32 @@
+-- Due messages of a queue without an ordering key that may begin now, or that end because they are superseded. The
+-- including statement adds the conditions of its lane, an order, a limit and row locks.
+SELECT m.ctid AS place, m.id, m.topic, m.coalesce_key, m.coalesces_pending, m.attempt_count, m.expires_at,
+    head.newest_id
+-- The partition message_live holds only pending and sending messages. Finished messages never slow down a claim.
+FROM pgoutbox.message_live AS m
+-- Rule `newest`: the head of a key names its newest message. coalesces_pending is true for the rule `pending` and null
+-- for the rule `newest` or without a key; it is never false.
+LEFT JOIN pgoutbox.coalesce AS head
+    ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key AND m.coalesces_pending IS NOT TRUE
+-- The message of the same key in flight. With LIMIT, PostgreSQL looks it up by its key; otherwise it may read all
+-- attempts in flight.
+LEFT JOIN LATERAL (
+    SELECT s.id FROM pgoutbox.message_live AS s
+    WHERE s.topic = m.topic AND s.coalesce_key = m.coalesce_key AND s.state = 'sending' LIMIT 1
+) AS sibling ON true
+-- now() can be an index condition; clock_timestamp(), which is volatile, cannot.
+WHERE m.queue = %(queue)s::text AND m.ordering_key IS NULL AND m.available_at <= now()
+    -- set_aside: messages whose claim the database refused in the last minute, for example by a trigger.
+    AND m.topic = ANY (%(topics)s::text[]) AND m.id <> ALL (%(set_aside)s::bigint[])
+    AND (
+        m.coalesce_key IS NULL
+        -- A superseded message ends here, even while another message of its key is in flight.
+        OR head.newest_id > m.id
+        OR (m.coalesces_pending IS TRUE
+            AND pgoutbox.newer_pending(m.topic, m.coalesce_key, m.queue, m.id) IS NOT NULL)
+        -- Two messages of a key are never in flight: this one waits for its sibling. has_strict_due: a message of the
+        -- rule `pending` also waits for a due one of the rule `newest`. If both began in this claim, the unique index
+        -- message_live_in_flight would refuse the whole claim.
+        OR (sibling.id IS NULL
+            AND (m.coalesces_pending IS NOT TRUE OR NOT pgoutbox.has_strict_due(m.topic, m.coalesce_key, m.queue)))
+    )

@@ -1,0 +1,18 @@
+-- For each due message: an attempt begins (`sending`), or the message ends (`skipped`) because it is superseded or
+-- expired.
+SELECT d.place, d.id, d.attempt_count, newer.id AS superseded_by,
+    CASE WHEN newer.id IS NOT NULL OR d.expires_at <= now() THEN 'skipped' ELSE 'sending' END AS state
+FROM due AS d
+CROSS JOIN LATERAL (
+    SELECT CASE
+        WHEN d.newest_id > d.id THEN d.newest_id
+        -- The lock keeps the newer message pending until this claim commits, so that its attempt begins later.
+        WHEN d.coalesces_pending THEN pgoutbox.lock_newer_pending(d.topic, d.coalesce_key, %(queue)s::text, d.id)
+    END
+) AS newer(id)
+-- lock_newer_pending returns null without a newer message, and 0 if another session has locked the newer one. Then
+-- this message can neither begin nor end now, and is left to a later claim.
+WHERE newer.id IS DISTINCT FROM 0
+-- The UPDATE enters the coalesce keys into the unique index message_live_in_flight in this order. Without one order
+-- for all claims, two claims could deadlock. Messages without a key enter nothing: the CASE spares comparing topics.
+ORDER BY d.coalesce_key, CASE WHEN d.coalesce_key IS NOT NULL THEN d.topic END

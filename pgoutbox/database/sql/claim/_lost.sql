@@ -1,0 +1,5 @@
+-- Record the lost attempts in the history.
+INSERT INTO pgoutbox.attempt (message_id, attempt_count, outcome, worker, started_at, ended_at, error)
+SELECT j.id, j.attempt_count, 'lost', j.worker, j.claimed_at, now(), 'lease expired, outcome unknown'
+FROM judged AS j
+ON CONFLICT DO NOTHING

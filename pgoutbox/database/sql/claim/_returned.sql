@@ -1,0 +1,11 @@
+-- The columns of a claimed message, in the order of `ClaimedRow`. JSON is returned as text, because not every
+-- message is decoded here.
+m.id, m.topic, m.destination,
+-- A large payload is in a table of its own, so that a claim does not write it again.
+coalesce(m.payload, (SELECT l.body FROM pgoutbox.large_payload AS l WHERE l.message_id = m.id))::text
+    AS payload_json,
+-- An attempt fails for good at max_attempts, which snooze, release and redrive raise. attempt_budget is the number that
+-- enqueue granted; it never changes.
+m.headers::text AS headers_json, m.attempt_count, m.max_attempts, m.attempt_budget, m.created_at, m.available_at,
+m.coalesce_key, m.ordering_key, m.content_id, m.claimed_at, m.state,
+extract(epoch FROM CASE WHEN isfinite(m.expires_at) THEN m.expires_at - now() END)::float8 AS expires_in_seconds

@@ -1,0 +1,39 @@
+-- Claim messages that find_ordered.sql or find_new_ordered.sql found. The worker runs it for queues with and without
+-- limits. It checks again the conditions that may have changed since then. If another worker claimed a message
+-- meanwhile, PostgreSQL checks state and due time on the newest version. The unique index
+-- message_live_ordered_in_flight guards "one message of a key in flight". The parts are those of claim_fresh.sql.
+WITH due AS MATERIALIZED (
+    -- Ordered messages have no coalesce key, so newest_id is null.
+    SELECT m.ctid AS place, m.id, m.topic, m.coalesce_key, m.coalesces_pending, m.attempt_count, m.expires_at,
+        NULL::bigint AS newest_id
+    FROM unnest(%(ids)s::bigint[]) AS found(id)
+    JOIN pgoutbox.message_live AS m ON m.id = found.id
+    WHERE m.state = 'pending'
+        AND m.available_at <= now()
+        AND NOT EXISTS (
+            SELECT FROM pgoutbox.message_live AS earlier
+            WHERE earlier.queue = m.queue AND earlier.ordering_key = m.ordering_key AND earlier.id < m.id
+        )
+        AND NOT EXISTS (
+            SELECT FROM pgoutbox.message_live AS other
+            WHERE other.queue = m.queue AND other.ordering_key = m.ordering_key AND other.state = 'sending'
+        )
+        AND NOT EXISTS (
+            -- An operator may have redriven a cancelled message that has failed since.
+            SELECT FROM pgoutbox.message_failed AS f
+            WHERE f.queue = m.queue AND f.ordering_key = m.ordering_key AND f.on_failed = 'halt' AND f.id < m.id
+        )
+    ORDER BY m.available_at, m.id
+    -- permits() locks the row of a limited queue until the commit, so that its claims run one after the other.
+    LIMIT pgoutbox.permits(%(queue)s::text, %(total)s::bigint)
+    -- Another claim may have locked a row. It is skipped, because a wait would fail with 40001 when the row moves to
+    -- another partition.
+    FOR UPDATE OF m SKIP LOCKED
+), judged AS MATERIALIZED (
+    \ir _judged.sql
+), spent AS (
+    \ir _spent.sql
+)
+\ir _begin.sql
+RETURNING
+    \ir _returned.sql

@@ -1,0 +1,16 @@
+-- The messages that claim_new.sql would claim, see find_fresh.sql.
+WITH due AS MATERIALIZED (
+    \ir _due.sql
+        -- A message that was never attempted is always pending.
+        AND m.attempt_count = 0
+        AND m.id > %(floor_id)s::bigint
+        -- Queues that are paused or have limits are left to the claims by permits.
+        AND NOT pgoutbox.is_limited(%(queue)s::text)
+    ORDER BY m.id
+    LIMIT %(total)s::bigint
+    -- Another claim may have locked a row. It is skipped, because a wait would fail with 40001 when the row moves to
+    -- another partition.
+    FOR UPDATE OF m SKIP LOCKED
+)
+SELECT d.id
+FROM due AS d

@@ -1,0 +1,8 @@
+-- Those of the claimed messages that are superseded. The worker runs this after the commit of a claim: another worker
+-- may have claimed, delivered and finished a newer message since the claim's snapshot. The claim has the keys in
+-- flight, so no newer message can begin after this look.
+SELECT m.id
+FROM pgoutbox.message_live AS m
+JOIN pgoutbox.coalesce AS head ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key
+-- The rule `pending` promises only that an attempt begins after each commit; an older message may follow a newer one.
+WHERE m.id = ANY (%(ids)s::bigint[]) AND m.coalesces_pending IS NOT TRUE AND head.newest_id > m.id

@@ -1,0 +1,29 @@
+-- One page of the messages in flight that match the filter, newest first, like search_messages.sql. Few messages have
+-- this state, and they have their own index.
+SELECT
+    \ir ../operators/_listed.sql
+FROM (
+    SELECT m.id, m.state
+    FROM (
+        SELECT held.*
+        FROM pgoutbox.message_view AS held
+        WHERE held.state = 'sending'
+            AND held.lease_expires_at IS NOT NULL
+            AND (%(before_id)s::bigint IS NULL OR held.id < %(before_id)s::bigint)
+            AND (%(not_below_id)s::bigint IS NULL OR held.id >= %(not_below_id)s::bigint)
+        LIMIT %(rows)s::bigint
+    ) AS m
+    WHERE
+        \ir _matches_error_group.sql
+    ORDER BY m.id DESC
+    LIMIT %(limit)s::bigint
+) AS found
+-- The view redacts the columns of a list. A page has few of the rows read, so only these are read again through the
+-- view.
+CROSS JOIN LATERAL (
+    SELECT listed.*
+    FROM pgoutbox.message_view AS listed
+    WHERE listed.id = found.id AND listed.state = found.state
+    LIMIT 1
+) AS m
+ORDER BY m.id DESC

@@ -1,0 +1,17 @@
+-- The tables, views and sequences of the schema that do not exist.
+SELECT needed.name
+FROM unnest(
+    ARRAY[
+        'attempt', 'attempt_view', 'audit', 'breaker', 'breaker_view', 'coalesce', 'content', 'dedupe',
+        'large_payload', 'message', 'message_done', 'message_done_default', 'message_failed', 'message_id_seq',
+        'message_live', 'message_view', 'ordering', 'pulse_view', 'queue', 'queue_view', 'renewal', 'retention',
+        'retention_view', 'retired', 'upkeep', 'waiting_view'
+    ]
+) AS needed(name)
+WHERE NOT EXISTS (
+    SELECT
+    FROM pg_catalog.pg_class AS c
+    JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace
+    WHERE n.nspname = 'pgoutbox' AND c.relname = needed.name
+)
+ORDER BY needed.name

@@ -1,0 +1,2 @@
+-- Receive the notifications about new messages.
+LISTEN pgoutbox

@@ -1,0 +1,2 @@
+-- Stop receiving notifications, before the connection closes or returns to its pool.
+UNLISTEN pgoutbox

@@ -1,0 +1,2 @@
+-- End of a best-effort enqueue that succeeded.
+RELEASE SAVEPOINT pgoutbox_best_effort

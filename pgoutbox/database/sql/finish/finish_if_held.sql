@@ -1,0 +1,80 @@
+-- Finish attempts with any outcome: sent, retry, snoozed, released, failed or skipped. The worker runs it. Returns the
+-- new state of each message that its attempt still held. A locked row is left out and tried again later: one row never
+-- delays a batch.
+-- The fence is the state, the attempt count and the worker. The count alone is not enough: a failover that loses
+-- commits gives the same attempt number out a second time, to another worker.
+WITH held AS MATERIALIZED (
+    SELECT
+        o.id, o.attempt_count, o.outcome, o.reason, o.reason_code, o.breaker_key, o.delay_seconds,
+        -- `newer` is the message that supersedes this one. It matters only if this one would become pending again.
+        newer.id AS newer_id,
+        CASE
+            -- A message that would become pending again ends instead if it was cancelled or superseded, or has no
+            -- attempt left.
+            WHEN o.outcome IN ('sent', 'failed', 'skipped') THEN o.outcome
+            WHEN m.cancel_requested_at IS NOT NULL THEN 'cancelled'
+            WHEN newer.id IS NOT NULL THEN 'skipped'
+            WHEN o.outcome = 'retry' AND o.attempt_count >= m.max_attempts THEN 'failed'
+            ELSE 'pending'
+        END AS state
+    FROM unnest(
+        %(ids)s::bigint[], %(attempt_counts)s::integer[], %(outcomes)s::text[], %(reasons)s::text[],
+        %(reason_codes)s::text[], %(breaker_keys)s::text[], %(delays)s::float8[]
+    ) AS o(id, attempt_count, outcome, reason, reason_code, breaker_key, delay_seconds)
+    JOIN pgoutbox.message_live AS m ON m.id = o.id
+    -- Rule `newest`. coalesces_pending is true for the rule `pending`, otherwise null.
+    LEFT JOIN pgoutbox.coalesce AS head
+        ON head.topic = m.topic AND head.coalesce_key = m.coalesce_key AND m.coalesces_pending IS NOT TRUE
+    CROSS JOIN LATERAL (
+        SELECT CASE
+            WHEN head.newest_id > m.id THEN head.newest_id
+            -- By the rule `pending` a message that is due no later supersedes this one. It cannot begin before this
+            -- attempt has ended.
+            WHEN m.coalesces_pending THEN pgoutbox.newer_pending(
+                m.topic, m.coalesce_key, m.queue, m.id, now() + make_interval(secs => coalesce(o.delay_seconds, 0))
+            )
+        END AS id
+    ) AS newer
+    WHERE m.state = 'sending' AND m.attempt_count = o.attempt_count AND m.worker = %(worker)s::text
+    -- Another transaction may hold these locks for long, for example to cancel a message; do not wait for it.
+    FOR UPDATE OF m SKIP LOCKED
+), finished AS (
+    UPDATE pgoutbox.message AS m
+    SET state = h.state,
+        available_at = CASE
+            -- A released message keeps its due time.
+            WHEN h.state = 'pending' AND h.outcome <> 'released' THEN now() + make_interval(secs => h.delay_seconds)
+            ELSE m.available_at
+        END,
+        lease_expires_at = NULL,
+        finished_at = CASE WHEN h.state <> 'pending' THEN now() END,
+        -- Snooze and release do not use up an attempt: they raise the limit, because the attempt count, the fence,
+        -- never goes down.
+        max_attempts = m.max_attempts + CASE WHEN h.outcome IN ('snoozed', 'released') THEN 1 ELSE 0 END,
+        skip_reason = CASE
+            WHEN h.state <> 'skipped' THEN NULL
+            WHEN h.outcome = 'skipped' THEN h.reason
+            ELSE 'superseded by ' || h.newer_id
+        END,
+        superseded_by = CASE WHEN h.state = 'skipped' AND h.outcome <> 'skipped' THEN h.newer_id END,
+        last_error = CASE
+            WHEN h.outcome IN ('retry', 'failed') THEN h.reason
+            WHEN h.outcome = 'snoozed' THEN coalesce(h.reason, m.last_error)
+            ELSE m.last_error
+        END
+    FROM held AS h
+    WHERE m.id = h.id AND m.state = 'sending' AND m.attempt_count = h.attempt_count
+    RETURNING m.id, m.state, m.attempt_count, m.worker, m.claimed_at,
+        CASE WHEN h.state = 'pending' THEN h.outcome ELSE h.state END AS outcome,
+        h.reason, h.reason_code, h.breaker_key
+), history AS (
+    INSERT INTO pgoutbox.attempt
+        (message_id, attempt_count, outcome, worker, started_at, ended_at, error, reason_code, breaker_key)
+    SELECT f.id, f.attempt_count, f.outcome, f.worker, f.claimed_at, now(), f.reason, f.reason_code,
+        f.breaker_key
+    FROM finished AS f
+    -- The message itself shows its sent attempt.
+    WHERE f.state <> 'sent'
+    ON CONFLICT DO NOTHING
+)
+SELECT f.id, f.state FROM finished AS f

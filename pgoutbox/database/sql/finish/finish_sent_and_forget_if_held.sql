@@ -1,0 +1,34 @@
+-- Finish attempts as sent where a retention rule may delete sent messages at once. A message with such a rule is
+-- deleted with the history of its attempts; the others become `sent`. The worker runs it.
+-- The dedupe key stays as long as its rule keeps it: the message was sent, and its repetition is a duplicate.
+-- The fence is the state, the attempt count and the worker. The count alone is not enough: a failover that loses
+-- commits gives the same attempt number out a second time, to another worker.
+WITH held AS MATERIALIZED (
+    SELECT m.id, m.attempt_count
+    FROM unnest(%(ids)s::bigint[], %(attempt_counts)s::integer[]) AS o(id, attempt_count)
+    JOIN pgoutbox.message_live AS m ON m.id = o.id
+    WHERE m.state = 'sending' AND m.attempt_count = o.attempt_count AND m.worker = %(worker)s::text
+    -- Another transaction may hold a row for long; it must not delay the rest of the batch.
+    FOR UPDATE OF m SKIP LOCKED
+), forgotten AS MATERIALIZED (
+    SELECT f.id
+    -- The function reads the rules, so that a removed rule has no effect at once. It deletes with its owner's rights,
+    -- so that a worker needs no privilege to delete.
+    FROM pgoutbox.forget_sent(
+        ARRAY(SELECT h.id FROM held AS h), ARRAY(SELECT h.attempt_count FROM held AS h), %(worker)s::text
+    ) AS f(id)
+), kept AS (
+    UPDATE pgoutbox.message AS m
+    SET state = 'sent',
+        finished_at = now(),
+        lease_expires_at = NULL
+    FROM held AS h
+    WHERE m.id = h.id
+        AND m.state = 'sending'
+        AND m.attempt_count = h.attempt_count
+        AND h.id <> ALL (ARRAY(SELECT f.id FROM forgotten AS f))
+    RETURNING m.id, m.state
+)
+SELECT k.id, k.state FROM kept AS k
+UNION ALL
+SELECT f.id, 'sent' FROM forgotten AS f

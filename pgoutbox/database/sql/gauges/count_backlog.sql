@@ -1,0 +1,49 @@
+-- The number of pending, in-flight and failed messages, by queue and topic. At most `max_names` queues and topics are
+-- reported separately, those with the most messages; all others have the name `other`.
+-- It reads all rows without a LIMIT, because a sample is not a count. limit_gauges.sql bounds its time, and callers run
+-- it less often the longer it takes. Finished messages are in another partition.
+WITH counted AS MATERIALIZED (
+    SELECT
+        m.queue,
+        m.topic,
+        count(*) AS total,
+        count(*) FILTER (WHERE m.state = 'pending' AND m.available_at <= now()) AS due,
+        count(*) FILTER (WHERE m.state = 'pending' AND m.available_at > now()) AS scheduled,
+        count(*) FILTER (WHERE m.state = 'sending') AS sending,
+        count(*) FILTER (WHERE m.state = 'failed') AS failed,
+        min(m.available_at) FILTER (WHERE m.state = 'pending' AND m.available_at <= now()) AS due_since
+    FROM pgoutbox.message_view AS m
+    WHERE m.state IN ('pending', 'sending', 'failed')
+    GROUP BY m.queue, m.topic
+), ranked_topic AS (
+    SELECT c.topic, row_number() OVER (ORDER BY sum(c.total) DESC, c.topic) AS place
+    FROM counted AS c
+    GROUP BY c.topic
+), ranked_queue AS (
+    SELECT c.queue, row_number() OVER (ORDER BY sum(c.total) DESC, c.queue) AS place
+    FROM counted AS c
+    GROUP BY c.queue
+), labelled AS (
+    SELECT
+        CASE WHEN t.place <= %(max_names)s::bigint THEN c.topic ELSE %(other)s::text END AS topic,
+        CASE WHEN q.place <= %(max_names)s::bigint THEN c.queue ELSE %(other)s::text END AS queue,
+        c.due,
+        c.scheduled,
+        c.sending,
+        c.failed,
+        c.due_since
+    FROM counted AS c
+    JOIN ranked_topic AS t ON t.topic = c.topic
+    JOIN ranked_queue AS q ON q.queue = c.queue
+)
+SELECT
+    l.topic,
+    l.queue,
+    sum(l.due)::bigint AS due,
+    sum(l.scheduled)::bigint AS scheduled,
+    sum(l.sending)::bigint AS sending,
+    sum(l.failed)::bigint AS failed,
+    extract(epoch FROM now() - min(l.due_since))::float8 AS oldest_due_seconds
+FROM labelled AS l
+GROUP BY l.topic, l.queue
+ORDER BY l.topic, l.queue

@@ -1,0 +1,15 @@
+-- The columns of a message in lists, in the order of `ListedMessage`.
+m.id,
+m.topic,
+m.queue,
+m.destination,
+m.state,
+m.attempt_count,
+m.max_attempts,
+m.created_at,
+m.available_at,
+m.finished_at,
+m.coalesce_key,
+m.dedupe_key,
+m.skip_reason,
+m.last_error

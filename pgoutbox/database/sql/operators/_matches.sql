@@ -1,0 +1,30 @@
+-- The conditions of a filter of messages; null parameters do not restrict.
+(%(states)s::text[] IS NULL OR m.state = ANY (%(states)s::text[]))
+AND (%(topic)s::text IS NULL OR m.topic = %(topic)s::text)
+AND (%(queue)s::text IS NULL OR m.queue = %(queue)s::text)
+AND (
+    %(destination)s::text IS NULL
+    OR m.destination IN (%(destination)s::text, 'mailto:' || %(destination)s::text)
+)
+AND (%(key)s::text IS NULL OR %(key)s::text IN (m.coalesce_key, m.dedupe_key, m.ordering_key))
+-- A text is searched literally, without wildcards. Payloads are not searched: hidden values could be guessed letter by
+-- letter.
+AND (
+    %(text)s::text IS NULL
+    OR strpos(
+        lower(
+            concat_ws(
+                E'\n',
+                m.destination,
+                m.coalesce_key,
+                m.dedupe_key,
+                m.ordering_key,
+                m.skip_reason,
+                m.last_error
+            )
+        ),
+        lower(%(text)s::text)
+    ) > 0
+)
+AND (%(created_from)s::timestamptz IS NULL OR m.created_at >= %(created_from)s::timestamptz)
+AND (%(created_before)s::timestamptz IS NULL OR m.created_at < %(created_before)s::timestamptz)

@@ -1,0 +1,28 @@
+-- The number of messages that a drain waits for: in flight, due, or waiting for a retry. It does not wait for scheduled
+-- messages that were never attempted, nor for messages that cannot begin.
+SELECT count(*)
+FROM pgoutbox.message_live AS m
+WHERE m.queue = ANY (%(queues)s::text[])
+    AND m.topic = ANY (%(topics)s::text[])
+    AND (m.attempt_count > 0 OR m.available_at <= now())
+    -- A failed message halts its ordering key.
+    AND NOT EXISTS (
+        SELECT
+        FROM pgoutbox.message_failed AS f
+        WHERE f.queue = m.queue AND f.ordering_key = m.ordering_key AND f.on_failed = 'halt' AND f.id < m.id
+    )
+    AND NOT EXISTS (
+        -- A message behind one of its ordering key that the drain does not wait for cannot begin either.
+        SELECT
+        FROM pgoutbox.message_live AS e
+        WHERE e.queue = m.queue
+            AND e.ordering_key = m.ordering_key
+            AND e.id < m.id
+            AND (e.topic <> ALL (%(topics)s::text[]) OR (e.attempt_count = 0 AND e.available_at > now()))
+    )
+    AND NOT EXISTS (
+        -- A pause without an end, null, is also a pause. A pause that has passed its end is not.
+        SELECT
+        FROM pgoutbox.queue AS q
+        WHERE q.name = m.queue AND q.paused_at IS NOT NULL AND (q.resume_at > now()) IS NOT FALSE
+    )

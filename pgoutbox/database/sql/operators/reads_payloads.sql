@@ -1,0 +1,4 @@
+-- Whether this role may read payloads, and not only their structure.
+SELECT
+    has_column_privilege('pgoutbox.message', 'payload', 'SELECT')
+    AND has_table_privilege('pgoutbox.large_payload', 'SELECT') AS reads_payloads

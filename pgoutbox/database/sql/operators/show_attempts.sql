@@ -1,0 +1,14 @@
+-- The last `limit` attempts of a message, newest first.
+SELECT
+    a.attempt_count,
+    a.outcome,
+    a.worker,
+    a.started_at,
+    a.ended_at,
+    left(a.error, %(characters)s::integer) AS error,
+    a.reason_code,
+    a.breaker_key
+FROM pgoutbox.attempt_view AS a
+WHERE a.message_id = %(id)s::bigint
+ORDER BY a.attempt_count DESC
+LIMIT %(limit)s::bigint

@@ -1,0 +1,2 @@
+-- Roll back the transaction of begin.sql after an error.
+ROLLBACK

@@ -1,0 +1,2 @@
+-- The version of pgoutbox's schema in this database.
+SELECT pgoutbox.schema_version()

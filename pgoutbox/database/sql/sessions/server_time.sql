@@ -1,0 +1,2 @@
+-- The time of the database's clock.
+SELECT clock_timestamp()

@@ -1,0 +1,35 @@
+-- The workers that hold messages, and connected workers without messages. Only members of pg_read_all_stats see
+-- connections of other roles.
+WITH held AS (
+    SELECT
+        m.worker,
+        count(*) AS in_flight,
+        count(*) FILTER (WHERE m.lease_expires_at <= now()) AS lapsed,
+        min(m.claimed_at) AS oldest_claimed_at,
+        min(m.lease_expires_at) AS lease_expires_at,
+        array_agg(DISTINCT m.queue) AS queues
+    FROM pgoutbox.message_view AS m
+    WHERE m.state = 'sending'
+    GROUP BY m.worker
+), connected AS (
+    SELECT
+        substr(a.application_name, 16) AS name,
+        min(a.backend_start) AS connected_at,
+        min(host(a.client_addr)) AS address
+    FROM pg_catalog.pg_stat_activity AS a
+    WHERE a.datname = current_database() AND starts_with(a.application_name, 'pgoutbox claim ')
+    GROUP BY a.application_name
+)
+SELECT
+    coalesce(h.worker, c.name) AS worker,
+    coalesce(h.in_flight, 0) AS in_flight,
+    coalesce(h.lapsed, 0) AS lapsed,
+    h.oldest_claimed_at,
+    h.lease_expires_at,
+    coalesce(h.queues, '{}') AS queues,
+    c.connected_at,
+    c.address
+FROM held AS h
+-- The name of a connection has only the last 48 characters of the worker's name.
+FULL JOIN connected AS c ON c.name = right(h.worker, 48)
+ORDER BY 1

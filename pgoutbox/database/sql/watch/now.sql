@@ -1,0 +1,2 @@
+-- The start of this transaction, by the database's clock.
+SELECT now()
