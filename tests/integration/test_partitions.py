@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 
-from pgoutbox import maintenance, session
+from pgoutbox import maintenance, migrate, session
 from pgoutbox.maintenance import Memory, Turn, prune_by_retention, read_upkeep_facts, set_retention
 from pgoutbox.message import AttemptOutcome, State
 from pgoutbox.settings import load_settings
@@ -564,13 +564,12 @@ def test_who_looks_after_the_tables_needs_no_ownership(db: psycopg.Connection, d
     assert totals.partitions_made >= 1
 
 
-def test_down_and_up_again_keeps_the_messages(db: psycopg.Connection, dsn: str) -> None:
-    from pgoutbox import migrate
-
-    sent = send(db)
-    old_name, old = add_partition(db, 40), put(db, State.SENT, age=40 * DAY)
-    assert (table_of(db, sent), table_of(db, old)) == (partitions_of(db)[1], old_name)
-    migrate.downgrade(dsn, "pgoutbox_0001")
-    assert table_of(db, sent) == table_of(db, old) == "message_done_default"
-    migrate.upgrade(dsn)
-    assert [row.id for row in rows_of(db)] == [sent, old]
+def test_a_downgrade_to_base_drops_a_partition_that_is_retired_and_not_cleared(
+    db: psycopg.Connection, dsn: str
+) -> None:
+    keep(db)
+    name = add_partition(db, 40)
+    put(db, State.SENT, age=40 * DAY)
+    assert db.execute(RETIRE, [name]).fetchone() == ("retired",)
+    migrate.downgrade(dsn, "base")
+    assert db.execute("SELECT to_regnamespace('pgoutbox')").fetchone() == (None,)
