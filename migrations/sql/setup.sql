@@ -1,6 +1,7 @@
+-- The partitions of the next seven days.
 DO $block$
 BEGIN
-    WHILE pgoutbox.make_partition(9223372036854775807) IS NOT NULL LOOP
+    WHILE pgoutbox.make_partition() IS NOT NULL LOOP
     END LOOP;
 END
 $block$;
@@ -12,8 +13,9 @@ BEGIN
     IF cardinality(missing) > 0 THEN
         RAISE WARNING USING
             MESSAGE = 'pgoutbox: the migrating role may not create roles: ' || array_to_string(missing, ', '),
-            HINT = 'Have somebody who may run: CREATE ROLE ' || array_to_string(missing, ' NOLOGIN; CREATE ROLE ')
-                || ' NOLOGIN; and then run as the owner: SELECT pgoutbox.set_up_roles();';
+            HINT = 'Let a role that may create roles run: CREATE ROLE '
+                || array_to_string(missing, ' NOLOGIN; CREATE ROLE ') || ' NOLOGIN; '
+                || 'then run as the owner: SELECT pgoutbox.set_up_roles();';
     END IF;
 END
 $block$;

@@ -26,6 +26,7 @@ SQL = Path(__file__).resolve().parents[1] / "sql"
 # Files that match one pattern run in the order of their names. A file that matches several runs at the first one.
 ORDER = (
     "schema.sql",
+    "tables/message*.sql",  # First in the reference of the schema.
     "tables/*.sql",
     "functions/internal/*.sql",
     "functions/enqueue_receipt.sql",  # The body of `enqueue` needs it.

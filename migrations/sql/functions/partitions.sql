@@ -1,3 +1,4 @@
+-- These functions read and write times as text. UTC and ISO are the only unambiguous choice.
 CREATE FUNCTION pgoutbox.partitions()
 RETURNS TABLE (name text, lower_at timestamptz, upper_at timestamptz)
 LANGUAGE sql

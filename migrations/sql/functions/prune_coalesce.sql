@@ -1,3 +1,5 @@
+-- One page, as in prune_dedupe_by_rule.
+--
 -- The head of a coalesce key is unneeded if no message of the key can become pending again or supersede another one:
 --
 -- - No message of the key is live, failed or cancelled. Only these can be delivered or redriven. No index of live

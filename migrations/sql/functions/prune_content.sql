@@ -1,3 +1,5 @@
+-- One page, as in prune_dedupe_by_rule.
+--
 -- A content is deleted after its last message.
 CREATE FUNCTION pgoutbox.prune_content(at_most bigint, after_id bigint DEFAULT 0)
 RETURNS TABLE (last_id bigint, content_count bigint, forgotten_count bigint)

@@ -1,4 +1,4 @@
--- The same by age alone, for a prune without rules.
+-- The page of prune_dedupe_by_rule, by age alone, for a prune without rules.
 CREATE FUNCTION pgoutbox.prune_dedupe(
     older_than interval, only_topic text, at_most bigint, after_topic text DEFAULT '', after_key text DEFAULT ''
 )

@@ -1,3 +1,10 @@
+-- Delete unneeded keys from one page of the table, in the order of the primary key, and return the end of the page. The
+-- cost depends on the size of the page, not of the table. Each check of a key is a scalar subquery, because the planner
+-- could turn an EXISTS into a hash of all messages. Sequential scans are off, so that no small partition is read as a
+-- whole, once for each key.
+--
+-- A key is unneeded if its message is deleted. No other message can take over such a key, so it is unchanged when it is
+-- locked. Topics begin with a letter, so a brace sorts after all of them.
 CREATE FUNCTION pgoutbox.prune_dedupe_by_rule(
     rule_topic text, at_most bigint, after_topic text DEFAULT '', after_key text DEFAULT ''
 )

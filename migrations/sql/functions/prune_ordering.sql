@@ -1,3 +1,5 @@
+-- One page, as in prune_dedupe_by_rule.
+--
 -- The row of an ordering key makes an enqueue draw its id after the ids of the earlier messages. It is unneeded if none
 -- of these is live, failed or cancelled: no message waits for a sent or skipped one. The row also stays while its last
 -- message exists, so that a rarely used key keeps its row.

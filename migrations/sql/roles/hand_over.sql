@@ -1,8 +1,9 @@
--- Functions run with their owner's privileges, so a superuser must not own them. Each revision calls this for its own
--- new objects, which no other session can see yet: a migration locks no table that an enqueue uses. Only after a
--- restore without the roles, the objects are in use. Then it takes the locks in the order of an enqueue (sequence,
--- keys, message, message_live), and releases all of them unless it gets the last one within 200 ms. PostgreSQL looks
--- for a deadlock after deadlock_timeout, one second by default, so no deadlock ends a business transaction.
+-- Functions run with their owner's privileges, so a superuser must not own them. Each revision ends with
+-- set_up_roles, which calls this for the new objects. No other session can see them yet: a migration locks no table
+-- that an enqueue uses. Only after a restore without the roles, the objects are in use. Then it takes the locks in the
+-- order of an enqueue (sequence, keys, message, message_live), and releases all of them unless it gets the last one
+-- within 200 ms. PostgreSQL looks for a deadlock after deadlock_timeout, one second by default, so no deadlock ends a
+-- business transaction.
 CREATE FUNCTION pgoutbox.hand_over()
 RETURNS void
 LANGUAGE plpgsql

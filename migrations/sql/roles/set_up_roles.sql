@@ -1,5 +1,5 @@
--- One role for each way of using the outbox, with all grants. If the caller may not create roles, the result names the
--- missing ones. Call it again when they exist.
+-- One role for each way of using the outbox, with all grants. Roles belong to the whole cluster, and few users may
+-- create them. If the caller may not, the result names the missing ones. Call it again when they exist.
 CREATE FUNCTION pgoutbox.set_up_roles()
 RETURNS text[]
 LANGUAGE plpgsql

@@ -1,3 +1,6 @@
+-- Each function that changes partitions locks this table first. Only its owner may lock it, but every login could take
+-- an advisory lock. These functions run with the owner's privileges, so that a worker needs none. They generate the
+-- names in their dynamic SQL, or read them from the catalog.
 CREATE TABLE pgoutbox.retired (
     retired_at timestamptz NOT NULL DEFAULT now(),
     cleared_id bigint      NOT NULL DEFAULT 0,
