@@ -1,7 +1,8 @@
 """The first release: run the files of `migrations/sql`, and drop on the way down what they create.
 
-Each file has one object with its comments; the grants of all objects are in `roles/set_up_roles.sql`. To add an object,
-add a file. Released files are frozen: a later revision brings its own files, in a folder of its own.
+Each file has one object with its comments. No role may execute the functions in `functions/internal`; all grants are in
+`roles/set_up_roles.sql`. To add an object, add a file. After the release these files are frozen: a later revision adds
+a folder of its own for the objects that it adds or replaces.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
--- Tables of others may keep the schema. This also revokes their grants to these roles. A role remains if it is granted
--- to another role, or has privileges in another database. PostgreSQL fails with an internal error while that database
--- is being dropped.
+-- The schema remains if it has other tables. This also revokes their grants to these roles. A role remains if it is
+-- granted to another role, or has privileges in another database. PostgreSQL fails with an internal error while that
+-- database is being dropped.
 DO $block$
 DECLARE
     known text;
@@ -39,7 +39,8 @@ BEGIN
 END
 $block$;
 
--- The schema and the version table may remain. The role remains for the same reasons as the others.
+-- The schema and the version table may remain; they go to the caller. The role remains for the same reasons as the
+-- others.
 DO $block$
 BEGIN
     IF to_regrole('pgoutbox_owner') IS NULL

@@ -1,4 +1,4 @@
--- The locks of a running enqueue, in its order: otherwise a deadlock could end a business transaction. A turn of
+-- Take the locks in the order of an enqueue: otherwise a deadlock could end a business transaction. A turn of
 -- maintenance locks upkeep before it reads the partitions.
 LOCK TABLE
     pgoutbox.upkeep, pgoutbox.retired, pgoutbox.audit, pgoutbox.retention, pgoutbox.content, pgoutbox.breaker,
@@ -6,7 +6,7 @@ LOCK TABLE
     pgoutbox.large_payload, pgoutbox.message
 IN ACCESS EXCLUSIVE MODE;
 
--- A detached partition does not end with the table message.
+-- A detached partition is not dropped with the table message.
 DO $block$
 DECLARE
     part text;

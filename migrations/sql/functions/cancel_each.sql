@@ -1,4 +1,4 @@
--- The audit gets one row for all of them.
+-- The audit gets one row for all messages of the call.
 CREATE FUNCTION pgoutbox.cancel_each(message_ids bigint[], states text[])
 RETURNS TABLE (id bigint, result text)
 LANGUAGE plpgsql

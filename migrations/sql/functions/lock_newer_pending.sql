@@ -1,5 +1,5 @@
--- The same for a claim. The lock keeps the newer message pending until the claim commits, so an attempt for the key
--- begins after this claim (docs/decisions/0021). Zero if another session has locked or changed the newer message.
+-- newer_pending for a claim. The lock keeps the newer message pending until the claim commits, so an attempt for the
+-- key begins after this claim (docs/decisions/0021). Zero if another session has locked or changed the newer message.
 CREATE FUNCTION pgoutbox.lock_newer_pending(p_topic text, p_coalesce_key text, p_queue text, p_id bigint)
 RETURNS bigint
 LANGUAGE plpgsql

@@ -1,4 +1,5 @@
--- These functions read and write times as text. UTC and ISO are the only unambiguous choice.
+-- This function, and those that change partitions, read and write times as text. UTC and ISO are the only unambiguous
+-- choice.
 CREATE FUNCTION pgoutbox.partitions()
 RETURNS TABLE (name text, lower_at timestamptz, upper_at timestamptz)
 LANGUAGE sql

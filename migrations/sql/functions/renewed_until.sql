@@ -1,4 +1,4 @@
--- The end of a lease that was renewed in this table; null for most attempts.
+-- The end of a lease that was renewed in the table renewal; null for most attempts.
 CREATE FUNCTION pgoutbox.renewed_until(p_message_id bigint, p_attempt_count integer, p_worker text)
 RETURNS timestamptz
 LANGUAGE sql

@@ -1,5 +1,6 @@
--- For changes that applications and workers also make. A login that can also enqueue or deliver counts as an
--- application or a worker, and so does the owner: their changes are acts only if the transaction has an act id.
+-- Triggers and functions ask this about changes that applications and workers also make. A login that can also enqueue
+-- or deliver counts as an application or a worker, and so does the owner: their changes are acts only if the
+-- transaction has an act id.
 CREATE FUNCTION pgoutbox.is_act()
 RETURNS boolean
 LANGUAGE sql
