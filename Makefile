@@ -4,9 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test check bench soak docs clean
+.PHONY: help demo test test-all coverage check bench soak docs clean
 help: ## Show the commands
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pgoutbox needs Python 3.11 or newer")'
@@ -17,14 +17,27 @@ $(STAMP): pyproject.toml
 demo: $(STAMP) ## Play a sign-up service against an embedded PostgreSQL and a local SMTP server
 	$(BIN)/pgoutbox demo
 
-test: $(STAMP) ## Run the tests on the embedded PostgreSQL, or on PGOUTBOX_TEST_DSN
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+test: $(STAMP) ## Run the tests that are not slow, on the embedded PostgreSQL or on PGOUTBOX_TEST_DSN
+	$(PYTEST) -m 'not slow'
 
-check: $(STAMP) ## Format, lint, types, layers
+test-all: $(STAMP) ## Run all tests, as CI does
+	$(PYTEST)
+
+coverage: export COVERAGE_FILE := $(CURDIR)/.coverage-data/coverage
+coverage: $(STAMP) ## Run all tests and show the coverage of each package
+	rm -rf .coverage-data
+	mkdir .coverage-data
+	COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml $(PYTEST); code=$$?; \
+	$(BIN)/python -m coverage combine --quiet && \
+	$(BIN)/python -m coverage json --quiet -o - | $(BIN)/python -m tools.coverage_table; exit $$code
+
+check: $(STAMP) ## Check format, lint, types, layers and plain English
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tools.plain_english
 
 bench: $(STAMP) ## Measure, side by side, and print ratios
 	$(BIN)/python -m benchmarks
@@ -40,4 +53,4 @@ docs: $(STAMP) ## Bring the generated pages of docs/reference up to date
 	$(BIN)/python -m docs.generate
 
 clean: ## Remove the virtual environment and caches
-	rm -rf $(VENV) .bench-cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache dist build
+	rm -rf $(VENV) .bench-cache .coverage-data .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache dist build

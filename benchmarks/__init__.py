@@ -1,1 +1,1 @@
-"""Measurements of pgoutbox beside its peers. Nothing here asserts a time; a verdict is a line in a table."""
+"""Benchmarks of pgoutbox and other systems. No benchmark asserts a time; a verdict is a line in a table."""

@@ -54,8 +54,8 @@ SCENARIOS: Mapping[str, Scenario] = {
     "wal": wal.run,
     "explain": explain.run,
 }
-# Not part of a run without arguments: what a fleet keeps to, what people look at, and what finds the settings that the
-# others use.
+# Not part of a run without arguments: the limits of several workers, the dashboard, and the search for the settings
+# of the other systems.
 EXTRA_SCENARIOS: Mapping[str, Scenario] = {
     "limits": fleet.run_limits,
     "ordering": fleet.run_ordering,
@@ -67,19 +67,19 @@ EXTRA_SCENARIOS: Mapping[str, Scenario] = {
 
 
 def main() -> int:
-    """Run the scenarios. 0 when they ran, whatever their verdicts; 130 when interrupted."""
+    """Run the scenarios. Return 0 if they ran, whatever their verdicts, and 130 if interrupted."""
     scenarios = {**SCENARIOS, **EXTRA_SCENARIOS}
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure pgoutbox beside its peers.")
-    parser.add_argument("scenario", nargs="*", help=f"{', '.join(scenarios)}; all but the last five if none is named")
-    parser.add_argument("--quick", action="store_true", help="small sizes: shows that it works, not how fast")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure pgoutbox and other systems.")
+    parser.add_argument("scenario", nargs="*", help=f"{', '.join(scenarios)}; all but the last six if none is named")
+    parser.add_argument("--quick", action="store_true", help="small sizes: check that the benchmarks work")
     parser.add_argument("--rounds", type=int, help="rounds of the alternating scenarios")
-    parser.add_argument("--finished", type=int, metavar="N", help="finished messages beside which drain is measured")
-    parser.add_argument("--idle-seconds", type=float, help="how long the idle workers are left alone")
-    parser.add_argument("--dsn", help="a server to measure on, by a superuser's DSN, instead of the embedded one")
+    parser.add_argument("--finished", type=int, metavar="N", help="finished messages in the table of drain")
+    parser.add_argument("--idle-seconds", type=float, help="duration of the scenario idle, in seconds")
+    parser.add_argument("--dsn", help="superuser's DSN of a server, instead of the embedded one")
     parser.add_argument(
-        "--report", type=Path, metavar="PAGE", help="also write this page from the results, with plots in img beside it"
+        "--report", type=Path, metavar="PAGE", help="also write this page from the results, with plots in img"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything to this file")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to this file")
     arguments = parser.parse_args()
     unknown = [name for name in arguments.scenario if name not in scenarios]
     if unknown:
@@ -112,7 +112,7 @@ def main() -> int:
         print("interrupted", file=sys.stderr)
         return 130
     if arguments.report is not None:
-        # By way of JSON, so that the page is the same as one made later from the file.
+        # Convert to JSON and back, so that the page equals one that is made later from the file.
         with tempfile.TemporaryDirectory() as directory:
             path = arguments.json or Path(directory) / "results.json"
             write_json(path, document)

@@ -1,7 +1,7 @@
-"""Beside: a single message beside many others that cannot be delivered now, or beside an old snapshot.
+"""Beside: a single message while many others cannot be delivered, or while an old snapshot is open.
 
-Each condition has a database of its own, and the conditions take turns. The verdicts compare the median time from a
-commit to the handler's start with that of an empty queue, where the message has an ordering key or not as well.
+Each condition has its own database, and the conditions take turns. The verdicts compare the median time from a commit
+to the start of the handler with that of an empty queue, also for messages with an ordering key.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _Load = Callable[[str, _Connection, Options], contextlib.AbstractContextManager[
 
 @dataclass(frozen=True, slots=True)
 class _Condition:
-    """The load beside the messages, and the queue and the ordering keys of the messages themselves."""
+    """The load in the table, and the queue and the ordering keys of the measured messages."""
 
     load: str
     queue: str = "default"
@@ -60,7 +60,7 @@ class _Measured:
 
 
 def run(server: Server, options: Options) -> Result:
-    """Alternate the conditions; each phase begins with a worker's start."""
+    """Alternate the conditions; each phase begins with the start of a worker."""
     measured = {name: _Measured([], [], [], []) for name in _CONDITIONS}
     with contextlib.ExitStack() as stack:
         databases = {
@@ -118,7 +118,7 @@ def _old_snapshot(dsn: str, connection: _Connection, options: Options) -> Iterat
 
 @contextlib.contextmanager
 def _waiting_keys(dsn: str, connection: _Connection, options: Options) -> Iterator[None]:  # noqa: ARG001
-    """The first message of each key waits for its retry, and a second one that is due waits for the first."""
+    """Enqueue two messages for each key: the first waits for its retry, and the second, which is due, for the first."""
     connection.execute(
         """
         INSERT INTO pgoutbox.message (topic, payload, ordering_key, attempt_count, available_at)
@@ -146,7 +146,7 @@ _LOADS: Final[Mapping[str, _Load]] = {
 
 
 def _measure(dsn: str, condition: _Condition, options: Options, measured: _Measured) -> None:
-    """Produce from the worker's start on, and again when it sleeps."""
+    """Produce messages from the start of the worker, and again when it sleeps."""
     with (
         psycopg.connect(dsn, autocommit=True) as connection,
         child("deliver", "stamp", "default", _OTHER_QUEUE, dsn=dsn) as worker,
@@ -172,7 +172,7 @@ def _measure(dsn: str, condition: _Condition, options: Options, measured: _Measu
 
 
 def _wait_for_calm(condition: Callable[[], bool], what: str) -> None:
-    # A worker that never comes to rest is measured as it is, and messages that are not delivered count as missing.
+    # A worker that never becomes idle is measured as it is, and undelivered messages count as missing.
     with contextlib.suppress(ChildError):
         wait_until(condition, what=what, seconds=_CALM_SECONDS)
 
@@ -225,7 +225,7 @@ def _result(measured: Mapping[str, _Measured], options: Options) -> Result:
     columns = ("beside", "messages", "p50", "p99", "/ empty", "p50 after start", "/ empty", "s to sleep", "missing")
     result.tables.append(Table("milliseconds from the commit to the handler's start", columns, rows))
     result.verdicts += [
-        Verdict(f"single message beside {name} / empty queue", _ratio(measured, name, "medians"), c.target, "at most")
+        Verdict(f"single message with {name} / empty queue", _ratio(measured, name, "medians"), c.target, "at most")
         for name, c in _CONDITIONS.items()
         if c.target is not None
     ]

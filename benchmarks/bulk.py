@@ -1,6 +1,6 @@
 """enqueue_many: rows per second of a bulk enqueue in one transaction, Python's checks and the COMMIT included.
 
-Beside it, as the limit, the same rows by one INSERT into the same table from arrays that lie ready.
+The limit is one INSERT of the same rows into the same table, from prepared arrays.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TARGETS = {_OURS: 0.8, _WITH_COALESCE_KEY: 0.5, _WITH_DEDUPE_KEY: 0.4}
 
 
 def run(server: Server, options: Options) -> Result:
-    """Alternate the variants; every measurement starts from empty tables."""
+    """Alternate the variants; every measurement starts with empty tables."""
     count = options.bulk_messages
     outbox = Outbox(load_settings())
     payloads = [{"user_id": number} for number in range(count)]

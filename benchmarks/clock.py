@@ -1,7 +1,7 @@
-"""One clock for all systems: from the first handler call of any process until the database has recorded all as done.
+"""One clock for all systems: from the first handler call of any process until the database has recorded the last end.
 
-It needs nothing of a library but a handler, so that it is the same for systems in other languages and for several
-processes. Starting, importing and connecting are not part of it: every process waits for the word to go.
+The clock needs only a handler of a library, so it is the same for systems in other languages and for several
+processes. It does not include start, imports and connection: every process waits for the signal to start.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from benchmarks.processes import Child, ChildError, running
 from benchmarks.programs.lifeline import Tally
 
 _DEADLINE_SECONDS = 600.0
-# From here on the database is asked; the questions must not change the measurement.
+# The clock starts to query the database at this share; the queries must not affect the measurement.
 _NEARLY_ALL = 0.97
 _ASK_EVERY_SECONDS = 0.004
 
 
 @dataclass(slots=True)
 class _Progress:
-    """What the children have told so far."""
+    """The counts that the children have reported so far."""
 
     first_at: float = float("inf")
     handled_count: int = 0
@@ -56,9 +56,9 @@ def seconds_to_drain(
     processes: int = 1,
     environment: Mapping[str, str] | None = None,
 ) -> float:
-    """Let so many processes deliver a backlog of `count`, which is in the database already.
+    """Let this number of processes deliver a backlog of `count` messages, which is in the database already.
 
-    `is_unfinished` says whether something is left to do. `ChildError` if the handlers were not called exactly `count`
+    `is_unfinished` returns whether work is left. Raise `ChildError` if the handlers were not called exactly `count`
     times.
     """
     progress = _Progress()
@@ -68,7 +68,7 @@ def seconds_to_drain(
             for _ in range(processes)
         ]
         for worker in workers:
-            worker.read()  # It is ready.
+            worker.read()  # The child is ready.
         followers = [threads.submit(progress.follow, worker) for worker in workers]
         try:
             for worker in workers:

@@ -1,4 +1,4 @@
-"""The CPU time that sessions use on the server, where its processes can be seen."""
+"""The CPU time of sessions on the server, if its processes are visible."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WHERE a.datname = current_database() AND a.backend_type = 'client backend'
 def cpu_of_sessions(server: Server, dsn: str) -> Iterator[list[float]]:
     """Append the CPU seconds of the sessions in this database that begin and end within the `with` block.
 
-    Nothing is appended for a server whose processes cannot be seen. Workers of autovacuum that end meanwhile count too.
+    Append nothing for a server whose processes are not visible. Workers of autovacuum that end in that time count too.
     """
     found: list[float] = []
     postmaster = server.postmaster
@@ -40,7 +40,7 @@ def cpu_of_sessions(server: Server, dsn: str) -> Iterator[list[float]]:
         before = _cpu_seconds_of_ended_children(postmaster)
         yield found
         wait_until(lambda: pids(_SESSIONS) <= lasting, what="the measured sessions have ended")
-        # A process ends a moment after its session, and only then its time is its parent's.
+        # A process ends a moment after its session, and only then its parent gets its CPU time.
         wait_until(lambda: _children(postmaster) <= pids(_KNOWN_PROCESSES), what="their processes have ended")
         found.append(_cpu_seconds_of_ended_children(postmaster) - before)
 

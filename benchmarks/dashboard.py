@@ -1,6 +1,6 @@
-"""The dashboard over a million messages in mixed states: the time of each page, and the plans of its statements.
+"""The dashboard with a million messages in mixed states: the time of each page, and the plans of its statements.
 
-It has an operator's rights, and no more: everything is read from the views.
+It has only an operator's rights, so it reads everything from the views.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pgoutbox.web.reads import CAP, GROUP_ROWS, QUEUE_CAP, SEARCH_ROWS, Search
 _TOKEN = "benchmark-" * 4
 _TARGET_MS = 300
 _ROUNDS = 9
-# States are spread over the ids as in a table of some age: most of the old messages are finished, some have failed.
+# States are spread over the ids as in an old table: most of the old messages are finished, some have failed.
 _FILL = """
 INSERT INTO pgoutbox.message (
     id, topic, queue, destination, payload, headers, state, coalesce_key, dedupe_key, attempt_count, created_at,
@@ -78,14 +78,14 @@ FROM (
 
 
 def fill(connection: psycopg.Connection[tuple[object, ...]], count: int, *, hours: float = 3.0) -> None:
-    """Put so many messages in mixed states into the table, enqueued one after the other in these hours."""
+    """Insert this number of messages in mixed states, enqueued one after the other in these hours."""
     connection.execute(_FILL, {"count": count, "hours": hours, "sending": min(500, count // 100)})
     connection.execute("SELECT setval('pgoutbox.message_id_seq', %s)", [count])
     connection.execute("VACUUM (ANALYZE) pgoutbox.message")
 
 
 def run(server: Server, options: Options) -> Result:
-    """Every page, and the dearest filters, through the application with a client, one request at a time."""
+    """Request every page, and the most expensive filters, one at a time."""
     count = options.dashboard_messages
     result = Result("dashboard", {"messages": count, "rounds": _ROUNDS})
     with server.database() as dsn:
@@ -100,7 +100,7 @@ def run(server: Server, options: Options) -> Result:
     slowest = max(median(taken) for what, taken in times.items() if what != "/ at first")
     result.verdicts.append(Verdict("slowest page, median", slowest, _TARGET_MS, "at most", "ms"))
     result.samples = {f"{what}, ms": taken for what, taken in times.items()}
-    result.notes.append("At first the overview counts the last hour; what it has no time for it counts the next times.")
+    result.notes.append("The overview counts the last hour first, and the rest at later requests if it lacks time.")
     return result
 
 
@@ -140,7 +140,7 @@ async def _time_pages(dsn: str, count: int) -> dict[str, list[float]]:
         await get("/", "/ at first")
         for _ in range(_ROUNDS):
             for page in _pages(count):
-                # The numbers of the overview hold for a second: this one asks anew.
+                # The numbers of the overview are cached for a second, so this request queries them again.
                 app.state.dashboard.forget()
                 await get(page, page)
     app.state.dashboard.close()
@@ -173,7 +173,7 @@ def _looks(count: int) -> dict[str, dict[str, object]]:
 
 
 def _plan(connection: psycopg.Connection[tuple[object, ...]], name: str, given: dict[str, object]) -> str:
-    """EXPLAIN as a page runs it: with the parameters in place, under the settings of a page."""
+    """Run EXPLAIN like a page: with the parameters in place, under the settings of a page."""
     with connection.transaction():
         connection.execute(sql.PREPARE_OPERATION, {"statement_timeout": f"{STATEMENT_SECONDS * 5}s"})
         connection.execute(sql.PREPARE_PAGE)

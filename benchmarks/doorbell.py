@@ -1,11 +1,11 @@
-"""Doorbell: what one enqueue costs its transaction, beside a plain insert and beside insert and pg_notify.
+"""Doorbell: the cost of one enqueue, compared with a plain insert and with insert and pg_notify.
 
-Measured without any worker, and while a worker delivers a backlog of older messages, as fast as it can or as fast as
-handlers that wait let it. The backlog outlasts the measurement, so that the worker never gets as far as the measured
-rows and never sleeps.
+There are conditions without a worker, and with a worker that delivers a backlog of older messages, with handlers that
+do nothing or wait. The backlog is larger than the worker can deliver in that time, so the worker never reaches the
+measured rows and never sleeps.
 
-All variants run as one role that may do all of them and is no superuser, as applications are: a superuser's INSERT is
-spared the questions for rights.
+All variants run as one role with the necessary rights. Like an application's role it is not a superuser, because a
+superuser's INSERT skips the permission checks.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from benchmarks.server import Server, empty_outbox, load_backlog, pgbench_progra
 
 _PAYLOAD = '{"user_id": 42}'
 
-# One statement and one round trip each; topic and payload are parameters, as an application's are. Nobody listens to
-# the channel of the third, which is in its favour.
+# Each is one statement and one round trip. Topic and payload are parameters, as in an application. No session listens
+# to the channel of the third, which is in its favour.
 SCRIPTS: Mapping[str, str] = {
     "insert": "INSERT INTO pgoutbox.message (topic, payload) VALUES (:topic, :payload);",
     "enqueue": "SELECT pgoutbox.enqueue(:topic, :payload);",
@@ -39,7 +39,7 @@ SCRIPTS: Mapping[str, str] = {
         ") SELECT pg_notify('pgoutbox_benchmark', inserted.queue) FROM inserted;"
     ),
 }
-# The mode in which `deliver` runs.
+# The mode of `deliver`.
 CONDITIONS: Mapping[str, str | None] = {"no worker": None, "worker busy": "run", "worker busy, waiting": "wait"}
 _THREADS = 2
 _APPLICATION = "pgoutbox_benchmark"
@@ -48,10 +48,10 @@ _Key = tuple[int, str, str]
 
 
 def run(server: Server, options: Options) -> Result:
-    """Alternate the variants within each round of a condition, which starts from empty tables.
+    """Alternate the variants within each round of a condition, which starts with empty tables.
 
-    The rounds are short and the ratios are of the measurements of one round, because a shared machine changes its pace
-    from one second to the next.
+    The rounds are short, and each ratio is from the measurements of one round, because the speed of a shared machine
+    changes from one second to the next.
     """
     rates: dict[_Key, list[float]] = defaultdict(list)
     delivered: dict[_Key, list[float]] = defaultdict(list)
@@ -81,7 +81,7 @@ def run(server: Server, options: Options) -> Result:
 
 @contextlib.contextmanager
 def application_role(connection: psycopg.Connection[tuple[object, ...]]) -> Iterator[None]:
-    """A role that may enqueue and insert, for as long as it is needed."""
+    """Create a role that may enqueue and insert, for the length of the `with` block."""
     connection.execute(
         f"""
         CREATE ROLE {_APPLICATION} IN ROLE pgoutbox_producer;
@@ -129,7 +129,7 @@ def _backlog_is_gone(connection: psycopg.Connection[tuple[object, ...]]) -> bool
 
 
 def pgbench(dsn: str, script: Path, clients: int, options: Options) -> float:
-    """Transactions per second of the script, by the role `application_role`."""
+    """Return the transactions per second of the script, as the role `application_role`."""
     output = run_tool(
         [
             pgbench_program(),
@@ -149,7 +149,7 @@ def pgbench(dsn: str, script: Path, clients: int, options: Options) -> float:
     per_second = [float(found) for found in re.findall(r"^progress: .*? ([0-9.]+) tps", output, re.MULTILINE)]
     if len(per_second) < 2:
         raise RuntimeError(f"pgbench did not say its tps: {output}")
-    # In the first second the sessions begin, and each plans the statement and compiles the function.
+    # In the first second the sessions start, and each plans the statement and compiles the function.
     return median(per_second[1:])
 
 
@@ -193,7 +193,7 @@ def _result(
     if ran_dry:
         result.notes.append(f"the worker's backlog ran dry in {ran_dry} measurements: they are not comparable")
     result.notes.append(
-        "The worker shares the cores with the producers: the faster the variant, the less is left for the worker, and "
-        "the other way round. The column of what it delivers shows how much."
+        "The worker shares the cores with the producers: a faster variant leaves less CPU for the worker. A column "
+        "shows the worker's rate."
     )
     return result

@@ -1,7 +1,7 @@
-"""Drain: how fast one process delivers a backlog, one async handler call per message.
+"""Drain: the rate at which one process delivers a backlog, with one async handler call per message.
 
-pgoutbox beside PgQueuer at its best settings, and beside its own two statements in a bare loop, which is the limit;
-then the same with a pinned xmin horizon, a long history, many scheduled messages and coalesce keys.
+The variants are pgoutbox, PgQueuer with its best settings, and the two statements of pgoutbox in a bare loop, which is
+the limit. Others are pgoutbox with a pinned xmin horizon, a long history, many scheduled messages and coalesce keys.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from benchmarks.report import Result, Table, Verdict, median, ratio_of_rounds
 from benchmarks.server import Server, empty_outbox, load_keyed, load_pending, load_scheduled, load_sent, settle
 from pgoutbox.settings import load_settings
 
-# Found with the scenario `peer-settings`; its documentation advises a larger batch for short jobs, and a direct
-# connection rather than a pool for the consumer.
+# The scenario `peer-settings` found this. Its documentation recommends a larger batch for short jobs, and a direct
+# connection instead of a pool for the consumer.
 PGQUEUER_BATCH_SIZE = 500
 PGQUEUER_DRIVER = "connection"
 PGQUEUER_SETTINGS = (
@@ -30,14 +30,14 @@ PGQUEUER_SETTINGS = (
 )
 
 _PER_KEY = 10
-# By a part of the variant's name: which share of the plain drain's rate it is to reach.
+# The targets by a part of the variant's name, as a share of the plain drain's rate.
 _TARGETS = {"pinned horizon": 0.95, "finished": 0.9, "scheduled": 0.9, "coalesce keys": 0.8}
 _MESSAGE_TABLES = ("pgoutbox.message_live", "pgoutbox.coalesce", "pgoutbox.queue")
 
 
 @dataclass(slots=True)
 class _Runs:
-    """What one variant measured, round by round."""
+    """The measurements of one variant, by round."""
 
     rates: list[float] = field(default_factory=list)
     cpu_microseconds: list[float] = field(default_factory=list)
@@ -104,14 +104,14 @@ def run(server: Server, options: Options) -> Result:
             runs = {name: _Runs() for name in variants}
             for round_number in range(options.rounds):
                 for name in rotated(list(variants), round_number):
-                    # Of the messages of one key only the newest is handled; the rate counts all that were worked off.
+                    # Of the messages of one key only the newest is handled; the rate counts all.
                     handled = count // _PER_KEY if name.startswith(f"pgoutbox, {_PER_KEY} of each") else count
                     runs[name].add(variants[name](), count, handled)
     return _result(runs, options)
 
 
 def _measured(server: Server, dsn: str, program: str, *arguments: str) -> Mapping[str, object]:
-    """What a program answers, and the CPU time of its sessions on the server where that can be seen."""
+    """Return the answer of a program, and the CPU time of its sessions on the server if that is visible."""
     with cpu_of_sessions(server, dsn) as seconds:
         answer = answer_of(program, *arguments, dsn=dsn)
     return {**answer, "server_cpu_seconds": seconds[0]} if seconds else answer
@@ -138,7 +138,7 @@ def _drain_pinned(
 ) -> Mapping[str, object]:
     empty_outbox(connection)
     with _pinned_horizon(dsn):
-        # All messages of one transaction fall due at the same moment, so that due times alone do not tell them apart.
+        # All messages of one transaction fall due at the same moment, so their due times are equal.
         with connection.transaction() if one_bulk else contextlib.nullcontext():
             load_pending(connection, count, topic=TOPIC)
         settle(connection, *_MESSAGE_TABLES)
@@ -150,7 +150,7 @@ def _drain_pinned(
 def _drain_aged(
     server: Server, dsn: str, connection: psycopg.Connection[tuple[object, ...]], count: int
 ) -> Mapping[str, object]:
-    # The history stays, and what the round adds to it is removed.
+    # The history stays, and the messages that the round adds are removed.
     connection.execute("DELETE FROM pgoutbox.message WHERE worker IS DISTINCT FROM 'benchmark'")
     load_pending(connection, count, topic=TOPIC)
     settle(connection, "pgoutbox.message")
@@ -160,7 +160,7 @@ def _drain_aged(
 def _drain_booked(
     server: Server, dsn: str, connection: psycopg.Connection[tuple[object, ...]], count: int
 ) -> Mapping[str, object]:
-    # Scheduled messages stay, and those of the round before are removed.
+    # Scheduled messages stay, and those of the previous round are removed.
     connection.execute("DELETE FROM pgoutbox.message WHERE state = 'sent'")
     load_pending(connection, count, topic=TOPIC)
     settle(connection, "pgoutbox.message")
@@ -179,7 +179,7 @@ def _drain_keyed(
 
 
 def _drain_pgqueuer(server: Server, dsn: str, count: int, batch_size: int, driver: str) -> Mapping[str, object]:
-    """Let PgQueuer deliver so many jobs."""
+    """Let PgQueuer deliver this number of jobs."""
     with _session(dsn) as connection:
         connection.execute("TRUNCATE pgqueuer, pgqueuer_log, pgqueuer_statistics")
         answer_of("peer", "enqueue", "--count", str(count), dsn=dsn)
@@ -213,7 +213,7 @@ def _check_sent(connection: psycopg.Connection[tuple[object, ...]], count: int) 
 
 @contextlib.contextmanager
 def _pinned_horizon(dsn: str) -> Iterator[None]:
-    """A transaction that keeps vacuum, and the hints that dead index entries get, away from everything that follows."""
+    """Open a transaction that prevents vacuum, and hints on dead index entries, for everything that follows."""
     with psycopg.connect(dsn, autocommit=True) as connection:
         connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ")
         connection.execute("SELECT pg_current_xact_id()")
@@ -269,7 +269,7 @@ def _result(runs: Mapping[str, _Runs], options: Options) -> Result:
             )
     result.samples = {name: r.rates for name, r in runs.items()}
     result.notes.append(
-        "CPU is that of the measured Python process, between first claim and last finish; the server's is that of its "
-        "sessions, from their beginning to their end."
+        "CPU is the time of the measured Python process, between first claim and last finish. The server's CPU is the "
+        "time of its sessions, from their start to their end."
     )
     return result

@@ -1,4 +1,4 @@
-"""Explain: the plan and the time of a claim of 200 out of a backlog, beside a long history."""
+"""Explain: the plan and the time of a claim of 200 from a backlog, with a long history."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BATCH_SIZE = CLAIM_PARAMETERS["total"]
 
 
 def run(server: Server, options: Options) -> Result:
-    """Show the generic plan that the worker's sessions use, then time committed claims."""
+    """Show the generic plan of the worker's sessions, then time committed claims."""
     result = Result(
         "explain",
         settings={
@@ -56,7 +56,7 @@ def run(server: Server, options: Options) -> Result:
 
 
 def _plan_of_claim(connection: psycopg.Connection[tuple[object, ...]]) -> str:
-    """EXPLAIN of a prepared statement: with parameters in place the planner would fold them, as it never does here."""
+    """Run EXPLAIN on a prepared statement. With parameters in place the planner would fold them, unlike in a worker."""
     names: list[str] = []
 
     def number(match: re.Match[str]) -> str:
@@ -69,7 +69,7 @@ def _plan_of_claim(connection: psycopg.Connection[tuple[object, ...]]) -> str:
     connection.execute(composing.SQL("PREPARE claim AS {}").format(composing.SQL(statement)))
     connection.execute("BEGIN")
     try:
-        # TIMING off keeps the clock's own cost out of the plan's total; the counts and buffers are the same.
+        # TIMING off keeps the clock's own cost out of the plan's total. The counts and buffers are the same.
         explain = composing.SQL("EXPLAIN (ANALYZE, BUFFERS, COSTS OFF, TIMING OFF) EXECUTE claim ({})").format(values)
         rows = connection.execute(explain).fetchall()
     finally:

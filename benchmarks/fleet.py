@@ -1,4 +1,4 @@
-"""What worker processes keep to together: a queue's rate and the order of keys; and what a fan-out costs."""
+"""Guarantees of several worker processes: a queue's rate and the order of keys. Also the cost of a fan-out."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FAIL_PERCENT = 2
 
 
 def run_limits(server: Server, options: Options) -> Result:
-    """Four processes, a limit of 20 a second with a burst of 5; the receiver counts."""
+    """Run four processes with a limit of 20 a second and a burst of 5; the receiver counts."""
     with _fleet(server, _LIMIT_PROCESSES, fail_percent=0) as fleet:
         with psycopg.connect(fleet.dsn, autocommit=True) as connection:
             operations.limit_rate(connection, "default", Rate(_RATE, 1), burst=_BURST)
@@ -47,7 +47,7 @@ def run_limits(server: Server, options: Options) -> Result:
     result = Result("limits", {"processes": _LIMIT_PROCESSES, "rate": f"{_RATE}/s", "burst": _BURST})
     result.tables.append(
         Table(
-            "what the receiver counted",
+            "calls that the receiver counted",
             ("messages", "seconds", "mean a second", "most in a clock second", "most in any second"),
             [(len(times), seconds, len(times) / seconds, max(whole.values()), max(windows))],
         )
@@ -56,12 +56,14 @@ def run_limits(server: Server, options: Options) -> Result:
         Verdict("mean", (len(times) - _BURST) / seconds, _RATE, "at most", "/s"),
         Verdict("most in any second", max(windows), _RATE + _BURST, "at most", ""),
     ]
-    result.notes.append("Tokens are taken by the claim, calls follow a little later: windows may be off by one or two.")
+    result.notes.append(
+        "The claim takes the tokens and the calls follow a little later, so windows may be off by one or two."
+    )
     return result
 
 
 def run_ordering(server: Server, options: Options) -> Result:
-    """Eight processes, 20 keys; some attempts fail, and one process is killed in the middle."""
+    """Run eight processes with 20 keys. Some attempts fail, and one process is killed in the middle."""
     total = options.ordered_keys * options.ordered_messages
     result = Result("ordering", {"processes": _ORDER_PROCESSES, "keys": options.ordered_keys, "messages": total})
     rows = []
@@ -107,7 +109,7 @@ def run_ordering(server: Server, options: Options) -> Result:
 
 
 def run_fanout(server: Server, options: Options) -> Result:
-    """One content of a megabyte for ten thousand destinations, from enqueue until everything is pruned."""
+    """Send one content of a megabyte to ten thousand destinations, from enqueue until all rows are pruned."""
     content = {"html": "".join(f"<p>paragraph {n} of a long newsletter</p>" for n in range(24_000))}
     destinations = [f"mailto:{n}@example.org" for n in range(options.fanout_destinations)]
     with _fleet(server, 0, fail_percent=0) as fleet, psycopg.connect(fleet.dsn) as connection:

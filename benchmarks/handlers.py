@@ -1,7 +1,7 @@
-"""Handlers: how fast one process delivers a backlog by the kind of its handler; and whether retries hold up the rest.
+"""Handlers: the rate at which one process delivers a backlog, by the kind of handler; and fresh messages with retries.
 
-The kinds are measured by the clock that is the same for all systems. The lanes are measured with a backlog of due
-retries that is older than the fresh messages, as after an outage.
+The kinds are measured by the clock that all systems share. The lanes are measured with a backlog of due retries that
+is older than the fresh messages, as after an outage.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.server import Server, empty_outbox, load_due_retries, load_pendi
 from benchmarks.systems import asking
 from pgoutbox.settings import load_settings
 
-# The mode of `deliver` and what it stands for.
+# The modes of `deliver` and their names in the tables.
 KINDS: Mapping[str, str] = {
     "noop": "async, does nothing",
     "io": "async, 1 ms of waiting",
@@ -27,7 +27,7 @@ KINDS: Mapping[str, str] = {
     "batch": "batch of up to 100",
     "transactional": "transactional, one INSERT",
 }
-# A transaction each, and so a flush each: the rate is of another order.
+# Each message needs a transaction, and so a flush, so the rate is much lower.
 _SHARES: Mapping[str, float] = {"transactional": 0.1}
 _UNFINISHED = "SELECT EXISTS (SELECT FROM pgoutbox.message_live)"
 _TABLES = ("pgoutbox.message_live", "pgoutbox.coalesce", "pgoutbox.queue")
@@ -67,7 +67,7 @@ def run(server: Server, options: Options) -> Result:
 
 
 def run_lanes(server: Server, options: Options) -> Result:
-    """Fresh messages alone, and the same behind a backlog of due retries."""
+    """Measure fresh messages alone, and the same with a backlog of due retries."""
     fresh, retries = options.fresh_messages, options.due_retries
     alone, behind, everything = [], [], []
     with server.database() as dsn, psycopg.connect(dsn, autocommit=True) as connection:
@@ -83,7 +83,7 @@ def run_lanes(server: Server, options: Options) -> Result:
         ("the retries too", median(everything), min(everything), max(everything)),
     ]
     result.tables.append(Table("seconds until all were handled", ("messages", "seconds", "fastest", "slowest"), rows))
-    # Turn and turn about with the retries is twice the time alone.
+    # Taking turns with the retries doubles the time.
     result.verdicts.append(
         Verdict("fresh behind retries / fresh alone", ratio_of_rounds(behind, alone), 3.0, "at most")
     )
@@ -94,7 +94,7 @@ def run_lanes(server: Server, options: Options) -> Result:
 def _fresh_seconds(
     dsn: str, connection: psycopg.Connection[tuple[object, ...]], fresh: int, retries: int
 ) -> tuple[float, float]:
-    """Seconds from the first claim to the last fresh message's handler, and to the end of all."""
+    """Return the seconds from the first claim to the last fresh message's handler, and to the end of all messages."""
     empty_outbox(connection)
     load_due_retries(connection, retries, topic=TOPIC, number=RETRY_NUMBER)
     load_pending(connection, fresh, topic=TOPIC)

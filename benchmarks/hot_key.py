@@ -1,7 +1,7 @@
-"""Hot key: transactions that enqueue for one coalesce key and then take 5 ms, by each rule and without a key.
+"""Hot key: transactions that enqueue for one coalesce key and then take 5 ms, with each rule and without a key.
 
-The transactions wait and do not compute, so that the variants differ by what they wait for. A worker delivers
-meanwhile, or there is none.
+The transactions wait and do not compute, so the variants differ only by their waits. The conditions are with and
+without a worker.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _Key = tuple[str, str]
 
 
 def run(server: Server, options: Options) -> Result:
-    """Alternate the variants within each round of a condition; each starts from empty tables."""
+    """Alternate the variants within each round of a condition; each starts with empty tables."""
     rates: dict[_Key, list[float]] = defaultdict(list)
     with (
         server.database() as dsn,

@@ -1,7 +1,7 @@
-"""Idle: what a worker costs that has nothing to do. Statements by kind, CPU and memory, beside an idle PgQueuer.
+"""Idle: the cost of an idle worker. Statements by kind, CPU and memory, compared with an idle PgQueuer.
 
-On the embedded server every statement is in its log. On a given server only the transactions of the database are
-counted, by pg_stat_database.
+The embedded server logs every statement. On another server only the transactions of the database are counted, with
+pg_stat_database.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from benchmarks.server import Server
 from pgoutbox import sql
 
 _SETTLING_SECONDS = 5.0
-# What only checks that the listener's connection lives is not work on a queue, and neither is upkeep, whose turn one
-# worker of all takes every five minutes on a connection of its own.
+# The probe of the listener's connection does not belong to a queue. Neither does upkeep: one of all workers runs it
+# every five minutes on its own connection.
 _APART = {"PROBE": "probe", "BEGIN_UPKEEP_IF_DUE": "upkeep"}
 _UPKEEP_APPLICATION = "pgoutbox upkeep"
 _UPKEEP = "upkeep, "
@@ -40,7 +40,7 @@ class _Sample:
 
 
 def run(server: Server, options: Options) -> Result:
-    """Leave both workers alone for a while, in databases of their own."""
+    """Leave both workers idle for a while, in separate databases."""
     seconds = options.idle_seconds
     with server.database() as ours, server.database(migrated=False) as theirs:
         answer_of("peer", "install", dsn=theirs)
@@ -75,11 +75,11 @@ def _name_of(dsn: str) -> str:
 
 @contextlib.contextmanager
 def logging_statements(server: Server) -> Iterator[None]:
-    """Have a server whose log is ours to see log every statement, for the length of the `with` block."""
+    """Let the embedded server log every statement, for the length of the `with` block."""
     if server.log is None:
         yield
         return
-    # The sessions are open already: only a setting of the whole server reaches them.
+    # The sessions are open already, so only a setting of the whole server affects them.
     with psycopg.connect(server.dsn, autocommit=True) as connection:
         connection.execute("ALTER SYSTEM SET log_statement = 'all'")
         connection.execute("SELECT pg_reload_conf()")
@@ -100,7 +100,7 @@ def _transaction_count(server: Server, database: str) -> int:
 
 
 def count_statements(log: Path, mark: int, database: str) -> Counter[str]:
-    """The statements of one database, by their names in `pgoutbox.sql` where they are known there."""
+    """Count the statements of one database, by their names in `pgoutbox.sql` if they are known there."""
     known = {_normalised(text): name for name, text in vars(sql).items() if name.isupper() and isinstance(text, str)}
     found: Counter[str] = Counter()
     current: list[str] | None = None
@@ -127,7 +127,7 @@ def _normalised(statement: str) -> str:
 
 
 def _sample(worker: Child) -> _Sample | None:
-    """CPU time and resident memory by /proc; None where there is none."""
+    """Return CPU time and resident memory from /proc, or None without /proc."""
     try:
         stat = Path(f"/proc/{worker.pid}/stat").read_text()
         status = Path(f"/proc/{worker.pid}/status").read_text()

@@ -1,7 +1,7 @@
-"""Latency: from a commit to the start of its handler in an idle worker, for pgoutbox and every peer in the same run.
+"""Latency: from a commit to the start of its handler in an idle worker, for pgoutbox and other systems in one run.
 
-Producer and worker are processes of their own that share CLOCK_MONOTONIC. The systems take turns, so that none competes
-with another for the cores.
+Producer and worker are separate processes that share CLOCK_MONOTONIC. The systems take turns, so they do not compete
+for the cores.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _WARM_UP_MESSAGES = 20
 
 @dataclass(slots=True)
 class Delays:
-    """Milliseconds from the COMMIT's answer, and from its sending, to the handler's start."""
+    """Milliseconds from the COMMIT's answer, and from its sending, to the start of the handler."""
 
     from_answer: list[float] = field(default_factory=list)
     from_sending: list[float] = field(default_factory=list)
     missing_count: int = 0
 
     def add(self, started: Iterable[tuple[int, float]], produced: Iterable[tuple[int, float, float]]) -> None:
-        """Add what a worker noted, and what a producer noted of the messages that count."""
+        """Add the times of a worker and of a producer, for the messages that count."""
         started_at = dict(started)
         for number, sent_at, answered_at in produced:
             if number not in started_at:
@@ -41,7 +41,7 @@ class Delays:
 
 
 def run(server: Server, options: Options) -> Result:
-    """Phases of one system after the other, each with a worker that is idle between any two messages."""
+    """Run phases of one system after the other; each worker is idle between two messages."""
     systems, notes = available_systems()
     count = max(1, round(options.latency_rate * options.latency_seconds / options.latency_phases)) + _WARM_UP_MESSAGES
     delays = {system.name: Delays() for system in systems}
@@ -52,7 +52,7 @@ def run(server: Server, options: Options) -> Result:
                 dsn = databases[system.name]
                 with system.running("stamp", *system.worker, dsn=dsn) as worker:
                     if system.node:
-                        worker.read()  # It is ready.
+                        worker.read()  # The child is ready.
                     wait_until(_is_idle(system, dsn), what=f"{system.name} to wait for work")
                     _measure(worker, system, dsn, options.latency_rate, count, delays[system.name])
     return _result(delays, options, notes)
@@ -63,7 +63,7 @@ def _is_idle(system: System, dsn: str) -> Callable[[], bool]:
 
 
 def is_armed(dsn: str) -> bool:
-    """Whether a worker of the database sleeps and holds the bell."""
+    """Return whether a worker of the database sleeps and holds the bell."""
     with psycopg.connect(dsn, autocommit=True) as connection:
         row = connection.execute(
             """
@@ -78,7 +78,7 @@ def is_armed(dsn: str) -> bool:
 
 
 def are_asleep(connection: psycopg.Connection[tuple[object, ...]], worker_count: int) -> bool:
-    """Whether so many workers have asked nothing for a second: neither watch nor deputy changes then."""
+    """Return whether this number of workers has sent no query for a second: then watch and deputy are stable."""
     row = connection.execute(
         """
         SELECT count(*)
@@ -91,7 +91,7 @@ def are_asleep(connection: psycopg.Connection[tuple[object, ...]], worker_count:
 
 
 def is_delivered(connection: psycopg.Connection[tuple[object, ...]], *, after: int) -> bool:
-    """Whether no message with an id beyond this one is left to deliver."""
+    """Return whether all messages with an id beyond this one are delivered."""
     row = connection.execute(
         "SELECT NOT EXISTS (SELECT FROM pgoutbox.message_live WHERE id > %s AND state IN ('pending', 'sending'))",
         [after],
@@ -100,7 +100,7 @@ def is_delivered(connection: psycopg.Connection[tuple[object, ...]], *, after: i
 
 
 def last_id(connection: psycopg.Connection[tuple[object, ...]]) -> int:
-    """The id of the last message that was enqueued; 0 if none was."""
+    """Return the id of the last enqueued message, or 0."""
     ((message_id,),) = connection.execute("SELECT coalesce(max(id), 0) FROM pgoutbox.message").fetchall()
     assert isinstance(message_id, int)
     return message_id
@@ -109,7 +109,7 @@ def last_id(connection: psycopg.Connection[tuple[object, ...]]) -> int:
 def _listens(dsn: str) -> Callable[[], bool]:
     def ask() -> bool:
         with psycopg.connect(dsn, autocommit=True) as connection:
-            # It listens within milliseconds of connecting, and its scheduler asks something every second ever after.
+            # It listens within milliseconds of connecting, and its scheduler sends a query every second after that.
             row = connection.execute(
                 """
                 SELECT count(*)
@@ -124,7 +124,7 @@ def _listens(dsn: str) -> Callable[[], bool]:
 
 
 def _measure(worker: Child, system: System, dsn: str, rate: float, count: int, delays: Delays) -> None:
-    if system.name == "pg-boss":  # It has no SQL function and no Python client: its own process produces.
+    if system.name == "pg-boss":  # It has no SQL function and no Python client, so its own process produces.
         produced = system.answer("produce", str(rate), str(count), dsn=dsn)["produced"]
     else:
         arguments = ("--rate", str(rate), "--count", str(count))
@@ -142,7 +142,7 @@ def _is_owed(connection: psycopg.Connection[tuple[object, ...]], system: System)
 
 
 def pairs(value: object) -> list[tuple[int, float]]:
-    """What a worker says of its calls: the numbers of the messages and when each call started."""
+    """Return the calls that a worker reports: the numbers of the messages and the start of each call."""
     assert isinstance(value, list)
     return [(int(number), float(at)) for number, at in value]
 
@@ -189,8 +189,8 @@ def _result(delays: dict[str, Delays], options: Options, notes: list[str]) -> Re
                 result.verdicts.append(Verdict(f"p{percent}, pgoutbox / {name}", ratio, 1.0, "at most"))
     result.samples = {f"{system}, from answer, ms": d.from_answer for system, d in delays.items()}
     result.notes.append(
-        "The flush of the COMMIT lies between its sending and its answer and is part of neither system; the worker "
-        "may start before the producer has read the answer."
+        "The flush of the COMMIT is between its sending and its answer, and belongs to neither system. The worker may "
+        "start before the producer has read the answer."
     )
     result.notes.append(f"median from sending: pgoutbox {median(delays['pgoutbox'].from_sending):.2f} ms")
     return result

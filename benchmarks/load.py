@@ -1,7 +1,7 @@
-"""Load: from a commit to the start of its handler while the worker is busy, at 70 % of what machine and worker can do.
+"""Load: from a commit to the start of its handler while the worker is busy, at 70 % of the maximum rate.
 
-What they can do is measured first, with a producer that enqueues as fast as it can beside the worker; producer, worker
-and server share the cores. Then the producer keeps a steady rate.
+The maximum rate is measured first, with a producer that enqueues as fast as possible while the worker runs. Producer,
+worker and server share the cores. Then the producer keeps a steady rate.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _WARM_UP_SECONDS = 1.0
 
 
 def run(server: Server, options: Options) -> Result:
-    """Measure the greatest possible rate, then the delays at 70 % of it."""
+    """Measure the maximum rate, then the delays at 70 % of it."""
     with server.database() as dsn, psycopg.connect(dsn, autocommit=True) as connection:
         capacity, _ = _phase(dsn, connection, options.load_seconds, rate=None)
         rate = _SHARE * capacity
@@ -37,7 +37,7 @@ def run(server: Server, options: Options) -> Result:
         Table(
             "messages per second",
             ("phase", "messages/s"),
-            [("delivered beside a producer that never waits", capacity), ("delivered at 70 % of it", delivered)],
+            [("delivered with a producer that never waits", capacity), ("delivered at 70 % of it", delivered)],
         )
     )
     result.tables.append(
@@ -57,14 +57,14 @@ def run(server: Server, options: Options) -> Result:
         )
     )
     if delivered < 0.95 * rate:
-        result.notes.append("the producer did not keep its rate: the machine was busy with something else")
+        result.notes.append("the producer did not keep its rate: the machine was busy with other work")
     return result
 
 
 def _phase(
     dsn: str, connection: psycopg.Connection[tuple[object, ...]], seconds: float, *, rate: float | None
 ) -> tuple[float, Delays]:
-    """Messages per second that were handled while the producer was at it, and the delays."""
+    """Return the messages per second that were handled while the producer ran, and the delays."""
     empty_outbox(connection)
     settle(connection, "pgoutbox.message_live")
     arguments = ["--seconds", str(seconds), "--size", str(_MESSAGES_PER_TRANSACTION)]

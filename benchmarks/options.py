@@ -1,4 +1,4 @@
-"""How much to measure: the sizes of a full run, and of a quick one that only shows that everything works."""
+"""The sizes of a full run, and of a quick run that only shows that everything works."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ CLAIM_PARAMETERS: Final[Mapping[str, Any]] = {
     "worker": "benchmark",
     "lease_seconds": 60.0,
 }
-"""A claim as a worker with default settings makes it, from the beginning."""
-# In the payload of a message that is a retry.
+"""A claim from the beginning, like that of a worker with default settings."""
+# The payload marks a message that is a retry.
 RETRY_NUMBER = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Sizes. Rounds alternate between the variants, so that a slow spell of the machine meets all alike."""
+    """Sizes. Rounds alternate between the variants, so that a slow period of the machine affects all of them."""
 
     rounds: int = 5
     drain_messages: int = 50_000
@@ -110,6 +110,6 @@ QUICK = Options(
 
 
 def rotated(variants: Sequence[_T], turn: int) -> Sequence[_T]:
-    """All of them, beginning with another one in every turn, so that none always follows the same one."""
+    """Yield all variants, starting with another one in each round, so that their order changes."""
     first = turn % len(variants)
     return [*variants[first:], *variants[:first]]

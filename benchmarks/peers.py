@@ -1,7 +1,7 @@
-"""Peers: the drain by one, two and four processes, and the bulk enqueue, of pgoutbox and every peer that runs here.
+"""Peers: drain by one, two and four processes, and bulk enqueue, of pgoutbox and the other available systems.
 
-All are measured by the same clock, from the first handler call to the moment when the database has recorded all
-messages as finished, each time in a new database. Those on Redis, which come last, keep no record of finished messages.
+The same clock measures all of them: from the first handler call until the database has recorded all messages as
+finished, each time in a new database. The systems on Redis come last. They keep no record of finished messages.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.server import Server, settle_all
 from benchmarks.systems import System, available_systems
 
 _RIVAL = "graphile-worker"
-# Those that drain a long backlog within seconds.
+# Systems that drain a long backlog within seconds.
 _FAST = ("pgoutbox", _RIVAL, "pg-boss")
 
 
@@ -63,13 +63,13 @@ def run(server: Server, options: Options) -> Result:
         for system in systems
     ]
     columns = ("system", "messages/s", "slowest", "fastest", "of pgoutbox")
-    result.tables.append(Table("messages enqueued per second, by the best bulk call of each", columns, rows))
+    result.tables.append(Table("messages enqueued per second, by the fastest bulk call of each system", columns, rows))
     result.samples |= {f"enqueue, {name}": values for name, values in enqueued.items()}
     return result
 
 
 def _processes(system: System, options: Options) -> tuple[int, ...]:
-    # pgoutbox's own throughput must not fall when more processes are started than the peers are measured with.
+    # pgoutbox's own throughput must not fall when more processes run than in the comparison with other systems.
     return options.own_processes if system.migrated else options.peer_processes
 
 
@@ -80,7 +80,7 @@ def _count(system: System, options: Options) -> int:
 def _measure(
     server: Server, system: System, count: int, processes: int, worker: tuple[str, ...]
 ) -> tuple[float, float]:
-    """Messages per second of the drain, and of the enqueue before it."""
+    """Return the messages per second of the drain, and of the enqueue before it."""
     with system.database(server) as dsn:
         loaded = count / system.load(count, dsn=dsn)
         if not system.redis:
@@ -109,7 +109,7 @@ def _add_drain(
         medians = [median(rates[system.name, number]) if rates[system.name, number] else None for number in many]
         rows.append((system.name, *medians, ratio))
     columns = ("system", *(_processes_text(number) for number in many), "of pgoutbox")
-    result.tables.append(Table("messages delivered per second, one handler call that does nothing each", columns, rows))
+    result.tables.append(Table("messages delivered per second, with a handler that does nothing", columns, rows))
     _judge(result, rates, "pgqueuer", 3.0, many[:1])
     _judge(result, rates, _RIVAL, 1.5, options.peer_processes)
     _judge_scaling(result, rates, many)
@@ -121,7 +121,7 @@ def _add_drain(
 def _add_long_drain(
     result: Result, systems: list[System], rates: dict[tuple[str, int], list[float]], options: Options
 ) -> None:
-    """A drain of seconds instead of one: what a process does once, when it starts, counts for little here."""
+    """Measure a drain of seconds instead of one second, so that the start of the processes counts less."""
     many = options.own_processes
     columns = ("system", *(_processes_text(number) for number in many))
     rows: list[tuple[Cell, ...]] = [
@@ -156,7 +156,7 @@ def _judge(
 def _judge_scaling(
     result: Result, rates: Mapping[tuple[str, int], list[float]], numbers: Sequence[int], *, kind: str = ""
 ) -> None:
-    """Several processes deliver more than one, and more of them never less than fewer."""
+    """Check that several processes deliver more than one, and that more processes are never slower."""
     pairs = [(numbers[0], more, 1.5) for more in numbers[1:]]
     pairs += [(fewer, more, 1.0) for fewer, more in itertools.pairwise(numbers[1:])]
     for fewer, more, target in pairs:
@@ -169,7 +169,7 @@ def _processes_text(number: int) -> str:
 
 
 def run_settings(server: Server, options: Options) -> Result:
-    """Every peer's drain by its candidate settings: where the settings that the others use come from."""
+    """Measure every system's drain with its candidate settings, to choose the settings of the other scenarios."""
     systems, notes = available_systems(on_redis=True)
     rates: dict[tuple[str, tuple[str, ...]], list[float]] = defaultdict(list)
     for _ in range(options.peer_rounds):

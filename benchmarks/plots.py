@@ -1,6 +1,6 @@
-"""Plots as SVG, made by hand: bars, and ranges on a logarithmic axis. They read well on light and on dark pages.
+"""Plots as SVG: bars, and ranges on a logarithmic axis. They are readable on light and on dark pages.
 
-No fonts, scripts or colours from elsewhere; the same numbers make the same file.
+They use no external fonts, scripts or colours. The same numbers make the same file.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ text { font: 13px system-ui, sans-serif; fill: #24292f }
 
 
 def bars(title: str, rows: Sequence[tuple[str, float]], *, ours: str = "pgoutbox") -> str:
-    """A horizontal bar for each label, from zero; the bars whose label begins with `ours` stand out."""
+    """Draw a horizontal bar for each label, from zero. Bars whose label begins with `ours` are highlighted."""
     shown = [(label, value) for label, value in rows if math.isfinite(value)]
     longest = max((value for _, value in shown), default=0.0) or 1.0
     room = _WIDTH - _LABEL_WIDTH - _VALUE_WIDTH
@@ -51,7 +51,7 @@ def bars(title: str, rows: Sequence[tuple[str, float]], *, ours: str = "pgoutbox
 
 
 def ranges(title: str, rows: Sequence[tuple[str, Sequence[float]]], *, unit: str, ours: str = "pgoutbox") -> str:
-    """A line from the first to the last of each row's values, a dot for each, on a logarithmic axis."""
+    """Draw a line from the first to the last of each row's values, with a dot for each, on a logarithmic axis."""
     shown = [(label, [v for v in values if math.isfinite(v) and v > 0]) for label, values in rows]
     shown = [(label, values) for label, values in shown if values]
     everything = [value for _, values in shown for value in values] or [1.0]
@@ -83,7 +83,7 @@ def ranges(title: str, rows: Sequence[tuple[str, Sequence[float]]], *, unit: str
 
 
 def number(value: float) -> str:
-    """A value for people: three digits that count, thousands set apart."""
+    """Format a value for people: three significant digits, with separators for thousands."""
     if not math.isfinite(value):
         return "-"
     if abs(value) >= 999.5:

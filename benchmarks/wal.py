@@ -1,7 +1,7 @@
 """WAL: bytes of write-ahead log for each message, by payload size, and where they go.
 
-One session enqueues, claims and finishes, so that only these statements write. Full page images are off on the server
-that this process has started: what they cost depends on the pace of checkpoints, not on the messages.
+One session enqueues, claims and finishes, so that only these statements write. Full page images are off on the embedded
+server, because their cost depends on the checkpoint interval, not on the messages.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SIZES = (200, 1000, 4000)
 _PER_TRANSACTION = 1000
 _PHASES = ("enqueue", "claim", "finish")
 _SETTINGS = ("full_page_writes", "autovacuum")
-# What pg_waldump prints of a record. The first block tells the relation; a record of a commit has none.
+# The form of a record in the output of pg_waldump. The first block has the relation; a commit record has none.
 _RECORD = re.compile(
     r"^rmgr: (\S+) +len \(rec/tot\): +\d+/ *(\d+), .*?desc: (\S+)(?:.*?blkref #0: rel \d+/(\d+)/(\d+))?"
 )
@@ -84,14 +84,14 @@ _ENQUEUES: Mapping[str, _Enqueue] = {"one a transaction": _one_by_one, _BULK: _i
 
 
 def _payload(size: int) -> dict[str, str]:
-    """An object that no compression makes smaller by much, and that has so many bytes as JSON."""
+    """Return an incompressible object of this number of bytes as JSON."""
     return {"text": secrets.token_urlsafe(size)[: size - 12]}
 
 
 def _measure(
     server: Server, connection: _Connection, enqueue: _Enqueue, count: int, size: int
 ) -> tuple[dict[str, float], dict[str, Counter[str]] | None]:
-    """Bytes for each message of each phase, and their shares by record and relation where the WAL can be read."""
+    """Return the bytes for each message of each phase; if the WAL is readable, also by record and relation."""
     empty_outbox(connection)
     settle(connection, "pgoutbox.message_live")
     ids: list[int] = []
@@ -118,7 +118,7 @@ def _measure(
 
 
 def claim(connection: _Connection, ids: list[int]) -> None:
-    """Claim all that is due, and add their ids."""
+    """Claim all due messages, and add their ids."""
     cursor = connection.cursor(binary=True)
     parameters = {**CLAIM_PARAMETERS, "total": load_settings().batch_size}
     while rows := cursor.execute(sql.CLAIM_FRESH, parameters, prepare=True).fetchall():
@@ -144,7 +144,7 @@ def _position(connection: _Connection) -> str:
 
 
 def _parts(connection: _Connection, first: str, last: str) -> Counter[str]:
-    """Bytes by record and relation between two positions, as `pg_waldump` reads them."""
+    """Return bytes by record and relation between two positions, from `pg_waldump`."""
     row = connection.execute("SELECT current_setting('data_directory'), pg_switch_wal()").fetchone()
     assert row is not None
     answer = subprocess.run(
@@ -189,7 +189,7 @@ def _table_of_parts(size: int, parts: Mapping[str, Counter[str]], count: int) ->
 
 @contextlib.contextmanager
 def _quiet(server: Server, connection: _Connection) -> Iterator[None]:
-    """On a server of ours: no full page images, and no autovacuum beside the measured statements."""
+    """Switch full page images and autovacuum off on the embedded server, for the measured statements."""
     if server.postmaster is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""Takes the pictures of the dashboard in docs/how-to/img, of an outbox with made-up messages.
+"""Take the screenshots of the dashboard in docs/how-to/img, from an outbox with made-up messages.
 
     python -m docs.screenshots
 
@@ -33,7 +33,7 @@ ColorScheme = Literal["light", "dark"]
 COLOR_SCHEMES: Final[tuple[ColorScheme, ...]] = ("light", "dark")
 SIZES: Final = {"wide": (1280, 800), "phone": (390, 844)}
 
-# The message with the most to tell: it failed after several attempts.
+# The message of the detail page: it failed after several attempts.
 TOLD_ID: Final = 9_001
 PAGES: Final = {
     "overview": "/",
@@ -146,7 +146,7 @@ FROM (VALUES
 
 
 def fill(connection: psycopg.Connection) -> None:
-    """Put the made-up messages into an empty outbox: one hour of a shop that lives."""
+    """Put the made-up messages into an empty outbox: one hour of a busy shop."""
     told = {"id": TOLD_ID}
     with connection.transaction():
         connection.execute(_FILL)
@@ -159,13 +159,13 @@ def fill(connection: psycopg.Connection) -> None:
 
 
 def chromium() -> str | None:
-    """Where Debian's Chromium is; None if it is not installed."""
+    """Return the path of Debian's Chromium, or None if it is not installed."""
     return shutil.which("chromium")
 
 
 @contextmanager
 def open_browser(executable: str) -> Iterator[Browser]:
-    """A headless Chromium. Without its sandbox, which it refuses to set up for root."""
+    """Start a headless Chromium, without its sandbox, which does not work for root."""
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
         try:
@@ -195,7 +195,7 @@ def _serving(settings: Settings) -> Iterator[str]:
 
 
 def main() -> None:
-    """Take every picture anew."""
+    """Take all screenshots."""
     executable = chromium()
     if executable is None:
         sys.exit("chromium is not installed: apt-get install chromium")

@@ -1,10 +1,10 @@
-"""Events in order: what happens to an account goes to a Redis stream, one booking after the other.
+"""Ordered events: the bookings of an account go to a Redis stream, one after the other.
 
     PGOUTBOX_REDIS_URL=redis://127.0.0.1:6379/0 python -m examples.bookings
     PGOUTBOX_REDIS_URL=redis://127.0.0.1:6379/0 pgoutbox worker --app examples.bookings:outbox --once
 
-An account is an ordering key, so a booking is handed over only after the one before it. One that fails for good holds
-up its account, and no other, until a person has decided.
+The account is the ordering key, so a booking is handed over only after the previous one. A booking that fails
+permanently blocks its account, and no other, until an operator decides.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pgoutbox import Context, Event, Message, Outbox, Topic
 
 
 class Booked(BaseModel):
-    """What was booked to which account."""
+    """A booking: an account and an amount."""
 
     account: str
     amount: int
@@ -40,12 +40,12 @@ TABLES = "CREATE TABLE IF NOT EXISTS account (name text PRIMARY KEY, balance big
 
 @outbox.handler(BOOKED)
 async def publish(message: Message[Booked], ctx: Context) -> Event:  # noqa: ARG001
-    """The booking as an event; its id is the same at every attempt."""
+    """Return the booking as an event. Its id is the same at every attempt."""
     return Event(message.payload.model_dump(), subject=message.payload.account, source="https://bank.example.org")
 
 
 def book(connection: psycopg.Connection[Any], account: str, amount: int) -> None:
-    """Change the balance and owe the event, in the caller's transaction."""
+    """Change the balance and enqueue the event, in the caller's transaction."""
     connection.execute(
         """
         INSERT INTO account AS a (name, balance) VALUES (%(name)s, %(amount)s)
@@ -57,13 +57,13 @@ def book(connection: psycopg.Connection[Any], account: str, amount: int) -> None
 
 
 def main() -> None:
-    """Five bookings to two accounts, each a transaction of its own."""
+    """Make five bookings to two accounts, each in its own transaction."""
     with psycopg.connect(os.environ["PGOUTBOX_DSN"], autocommit=True) as connection:
         connection.execute(TABLES)
         for account, amount in (("ada", 100), ("bob", 20), ("ada", -30), ("ada", 5), ("bob", 1)):
             with connection.transaction():
                 book(connection, account, amount)
-        print("owed", connection.execute("SELECT count(*) FROM pgoutbox.message_live").fetchone())
+        print("pending", connection.execute("SELECT count(*) FROM pgoutbox.message_live").fetchone())
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""A newsletter: one content, many recipients, and no more than the mail server takes.
+"""A newsletter: one content, many recipients, and a rate limit for the mail server.
 
     python -m examples.newsletter 100
     pgoutbox worker --app examples.newsletter:outbox --queue bulk
 
-The text is stored once. Each recipient has a message of its own, with its state and its retries. The queue `bulk` is
-limited for all workers together, so that bulk mail neither annoys the mail server nor delays that of other queues.
+The text is stored once. Each recipient has a separate message with its own state and retries. The rate limit of the
+queue `bulk` applies to all workers together. So bulk mail does not overload the mail server or delay other queues.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pgoutbox.operations import Rate
 
 
 class Issue(BaseModel):
-    """Which issue of the newsletter."""
+    """An issue of the newsletter."""
 
     number: int
 
@@ -33,20 +33,20 @@ outbox = Outbox()
 
 @outbox.handler(NEWSLETTER)
 async def newsletter(message: Message[Issue], ctx: Context) -> Email:  # noqa: ARG001
-    """The same text for everybody; the destination is the recipient."""
+    """Render the shared text. The message's destination is the recipient."""
     text = message.content
     assert isinstance(text, str)
     return Email(subject=f"Issue {message.payload.number}", text=text)
 
 
 def publish(connection: psycopg.Connection, number: int, text: str, addresses: list[str]) -> int:
-    """Owe the issue to everybody, in the caller's transaction; how many messages that makes."""
+    """Enqueue the issue for all addresses, in the caller's transaction. Return the number of messages."""
     destinations = [f"mailto:{address}" for address in addresses]
     return len(outbox.enqueue_fanout(connection, NEWSLETTER, Issue(number=number), destinations, content=text))
 
 
 def main(recipients: int) -> None:
-    """Limit the queue, and publish an issue."""
+    """Set the rate limit of the queue, and publish an issue."""
     with psycopg.connect(os.environ["PGOUTBOX_DSN"]) as connection:
         operations.limit_rate(connection, "bulk", Rate(20, 1), burst=20)
         today = datetime.now(UTC).date().isoformat()

@@ -1,4 +1,4 @@
-"""SQLAlchemy, async, on psycopg or asyncpg: an order changes often, its customer hears of the last change.
+"""Async SQLAlchemy, on psycopg or asyncpg: an order changes often, and its customer gets an e-mail of the last change.
 
 python -m examples.orders            # or: python -m examples.orders asyncpg
 pgoutbox worker --app examples.orders:outbox --once
@@ -22,7 +22,7 @@ class Base(DeclarativeBase):
 
 
 class Order(Base):
-    """What somebody bought."""
+    """An order of a customer."""
 
     __tablename__ = "orders"
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -31,7 +31,7 @@ class Order(Base):
 
 
 class OrderChanged(BaseModel):
-    """What the handler needs to write the e-mail."""
+    """The data for the e-mail."""
 
     order_id: int
     email: str
@@ -50,14 +50,14 @@ outbox = Outbox()
 
 @outbox.handler(ORDER_CHANGED)
 async def order_changed(message: Message[OrderChanged], ctx: Context) -> Email:
-    """An older change that waits is skipped, and one in flight is stopped here."""
+    """Render the e-mail. An older pending change is skipped; `ensure_lease` stops an older one in flight."""
     order = message.payload
     await ctx.ensure_lease()
     return Email(subject=f"Order {order.order_id}", text=f"You will get {order.quantity} of them.")
 
 
 async def change(session: AsyncSession, order: Order, quantity: int) -> int:
-    """Change an order, and owe an e-mail about it, in the caller's transaction; returns the message id."""
+    """Change an order and enqueue an e-mail about it, in the caller's transaction. Return the message id."""
     order.quantity = quantity
     session.add(order)
     await session.flush()  # A new order gets its id here.
@@ -66,7 +66,7 @@ async def change(session: AsyncSession, order: Order, quantity: int) -> int:
 
 
 async def main(driver: str = "psycopg") -> None:
-    """One order, changed three times, in a transaction each."""
+    """Change one order three times, each in its own transaction."""
     url = os.environ["PGOUTBOX_DSN"].replace("postgresql://", f"postgresql+{driver}://", 1)
     engine = create_async_engine(url)
     async with engine.begin() as connection:

@@ -1,11 +1,10 @@
-"""A transactional handler: the token is in the e-mail, its hash in the database, and both belong to one attempt.
+"""A transactional handler: it sends a token by e-mail and stores its hash in the database, in one attempt.
 
     python -m examples.password_reset
     pgoutbox worker --app examples.password_reset:outbox --once
 
-The token is made at send time, so nothing that is stored can be used: neither the payload nor the hash. The hash and
-the completion of the message commit together. Should the attempt fail after all, its hash goes away with it, and the
-next attempt sends another token.
+The handler creates the token at send time, so the database never holds a usable secret. The hash and the completion of
+the message commit together. If the attempt fails, its hash is rolled back, and the next attempt sends another token.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from pgoutbox import Context, Email, Message, Outbox, RetryPolicy, Skip, Topic
 
 
 class PasswordReset(BaseModel):
-    """Whose password; nothing secret."""
+    """The member. The payload contains no secrets."""
 
     member_id: int
     email: str
@@ -33,7 +32,7 @@ PASSWORD_RESET = Topic(
     queue="critical",
     destination=lambda p: f"mailto:{p.email}",
     coalesce_key=lambda p: str(p.member_id),
-    retry=RetryPolicy(max_attempts=8, base_seconds=1, cap_seconds=60),
+    retry=RetryPolicy(max_attempts=8, base=1, cap=60),
     expires_after=3600,
 )
 
@@ -59,7 +58,7 @@ ON CONFLICT (account_id) DO UPDATE SET token_hash = EXCLUDED.token_hash
 
 @outbox.handler(PASSWORD_RESET, transactional=True, timeout=30)
 async def send_reset(message: Message[PasswordReset], ctx: Context) -> Email:
-    """Look whether it is still wanted, mint a token, store its hash, render."""
+    """Check that the account exists, create a token, store its hash, and render the e-mail."""
     member_id = message.payload.member_id
     found = await ctx.connection.execute("SELECT FROM account WHERE id = %s", (member_id,))
     if await found.fetchone() is None:
@@ -71,17 +70,17 @@ async def send_reset(message: Message[PasswordReset], ctx: Context) -> Email:
 
 
 def hash_of(token: str) -> str:
-    """What is stored of a token."""
+    """Return the hash of a token, which the database stores."""
     return hashlib.sha256(token.encode()).hexdigest()
 
 
 def ask_for_reset(connection: psycopg.Connection, member_id: int, email: str) -> int:
-    """Owe a reset, in the caller's transaction; a newer one takes its place."""
+    """Enqueue a reset, in the caller's transaction. A newer one supersedes it. Return the message id."""
     return outbox.enqueue(connection, PASSWORD_RESET, PasswordReset(member_id=member_id, email=email)).id
 
 
 def main() -> None:
-    """Ada asks twice; somebody asks for an account that is gone by then."""
+    """Ask twice for Ada's account, and once for an account that does not exist."""
     with psycopg.connect(os.environ["PGOUTBOX_DSN"]) as connection:
         connection.execute(TABLES)
         connection.execute("INSERT INTO account VALUES (1, 'ada@example.org') ON CONFLICT DO NOTHING")

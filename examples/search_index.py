@@ -3,7 +3,8 @@
     python -m examples.search_index
     pgoutbox worker --app examples.search_index:outbox --once
 
-The search index is a file here. The handler answers for each message, so one that is refused holds up no other.
+The search index is a file here. The handler returns an outcome for each message, so a refused document does not affect
+the others.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ outbox = Outbox()
 
 @outbox.batch_handler("search.document", max_size=50)
 def index_documents(messages: Sequence[Message], contexts: Sequence[SyncContext]) -> list[Outcome]:
-    """Append what the batch brings in one write. Repeating it is harmless: the last line of a document counts."""
+    """Append the documents of the batch in one write. Idempotent, because the last line of a document counts."""
     lines: list[str] = []
     outcomes: list[Outcome] = []
     for message, ctx in zip(messages, contexts, strict=True):
         document = message.payload
-        if ctx.cancelled:
+        if ctx.should_stop:
             outcomes.append(Skip("a newer version of the document is on its way"))
         elif isinstance(document, dict) and document.get("text"):
             lines.append(json.dumps(document) + "\n")
@@ -44,7 +45,7 @@ def index_documents(messages: Sequence[Message], contexts: Sequence[SyncContext]
 
 
 def enqueue_documents(connection: psycopg.Connection, texts: Sequence[str]) -> int:
-    """Owe the index a message for each text, in the caller's transaction; how many are new."""
+    """Enqueue a message for each text, in the caller's transaction. Return the number of new messages."""
     enqueued = outbox.enqueue_many(
         connection,
         [
@@ -56,7 +57,7 @@ def enqueue_documents(connection: psycopg.Connection, texts: Sequence[str]) -> i
 
 
 def main() -> None:
-    """A hundred documents, one of them without a text."""
+    """Enqueue a hundred documents, one of them without a text."""
     with psycopg.connect(os.environ["PGOUTBOX_DSN"]) as connection:
         texts = [f"document {number}" for number in range(1, 100)]
         print("enqueued", enqueue_documents(connection, [*texts, ""]))

@@ -1,4 +1,4 @@
-"""psycopg: the member and the welcome exist together or not at all.
+"""psycopg: insert a member and enqueue a welcome e-mail in one transaction.
 
 python -m examples.sign_up
 pgoutbox worker --app examples.sign_up:outbox --once
@@ -17,18 +17,18 @@ outbox = Outbox()
 
 @outbox.handler("mail.welcome")
 async def welcome(message: Message, ctx: Context) -> Email:
-    """The recipient is the message's destination. Who has left meanwhile gets nothing: then `ensure_lease` raises."""
+    """Render the e-mail to the message's destination. `ensure_lease` raises if the member has left."""
     await ctx.ensure_lease()
     return Email(subject="Welcome", text=f"Good to have you in the club. (This is e-mail {message.id}.)")
 
 
 def create_tables(connection: psycopg.Connection) -> None:
-    """The club's only table."""
+    """Create the club's only table."""
     connection.execute("CREATE TABLE IF NOT EXISTS member (email text PRIMARY KEY)")
 
 
 def join(connection: psycopg.Connection, email: str) -> bool:
-    """Add a member and owe a welcome; False if both were there before. The caller commits."""
+    """Add a member and enqueue a welcome. Return False if both exist already. The caller commits."""
     connection.execute("INSERT INTO member (email) VALUES (%s) ON CONFLICT DO NOTHING", (email,))
     enqueued = outbox.enqueue(
         connection, "mail.welcome", {"email": email}, destination=f"mailto:{email}", dedupe_key=email
@@ -37,13 +37,13 @@ def join(connection: psycopg.Connection, email: str) -> bool:
 
 
 def leave(connection: psycopg.Connection, email: str) -> CancelResult:
-    """Remove a member, and what is still owed to them. The caller commits."""
+    """Remove a member and cancel the welcome. The caller commits."""
     connection.execute("DELETE FROM member WHERE email = %s", (email,))
     return outbox.cancel(connection, topic="mail.welcome", dedupe_key=email)
 
 
 def main() -> None:
-    """Three people join, one of them twice; one leaves, and one changes their mind before the commit."""
+    """Let three people join, one of them twice. One leaves, and one changes their mind before the commit."""
     with psycopg.connect(os.environ["PGOUTBOX_DSN"]) as connection:
         create_tables(connection)
         for email in ("ada@example.org", "bob@example.org", "ada@example.org"):

@@ -1,4 +1,4 @@
-"""Testing an application with the pytest plugin: real statements and claims, and nothing leaves the machine.
+"""Test an application with the pytest plugin: real statements and claims, and nothing leaves the machine.
 
 python -m pytest examples/test_sign_up.py
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def connection(pgoutbox_dsn: str) -> Iterator[psycopg.Connection]:
-    """The application's own connection."""
+    """A connection of the application."""
     with psycopg.connect(pgoutbox_dsn) as connection:
         sign_up.create_tables(connection)
         connection.commit()
@@ -30,7 +30,7 @@ def connection(pgoutbox_dsn: str) -> Iterator[psycopg.Connection]:
 
 @pytest.fixture
 def driver(pgoutbox_driver: Callable[[Outbox], OutboxDriver]) -> OutboxDriver:
-    """Delivers when the test says so."""
+    """A driver that delivers on demand."""
     return pgoutbox_driver(sign_up.outbox)
 
 
@@ -44,7 +44,7 @@ def test_a_member_is_welcomed(connection: psycopg.Connection, driver: OutboxDriv
     assert delivery.content.subject == "Welcome"
 
 
-def test_a_rollback_takes_the_welcome_away(connection: psycopg.Connection, driver: OutboxDriver) -> None:
+def test_a_rollback_removes_the_welcome(connection: psycopg.Connection, driver: OutboxDriver) -> None:
     sign_up.join(connection, "ada@example.org")
     connection.rollback()
     driver.assert_enqueued("mail.welcome", count=0)
@@ -61,7 +61,7 @@ def test_a_busy_server_is_tried_again(connection: psycopg.Connection, driver: Ou
     assert driver.messages(state=State.SENT)[0].attempt_count == 2
 
 
-def test_who_leaves_gets_no_welcome(connection: psycopg.Connection, driver: OutboxDriver) -> None:
+def test_a_member_who_left_gets_no_welcome(connection: psycopg.Connection, driver: OutboxDriver) -> None:
     sign_up.join(connection, "ada@example.org")
     assert sign_up.leave(connection, "ada@example.org") is CancelResult.CANCELLED
     connection.commit()

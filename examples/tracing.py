@@ -20,7 +20,7 @@ from opentelemetry.trace import SpanKind
 from pgoutbox import Context, Email, Message, Outbox
 from pgoutbox.worker import Worker
 
-# An application exports by OTLP instead; this one keeps its spans and prints them.
+# A real application exports its spans by OTLP. This example keeps and prints them.
 exporter = InMemorySpanExporter()
 provider = TracerProvider()
 provider.add_span_processor(SimpleSpanProcessor(exporter))
@@ -32,14 +32,14 @@ Event = MutableMapping[str, Any]
 
 @outbox.handler("mail.welcome")
 async def welcome(message: Message, ctx: Context) -> Email:
-    """Runs in another process as a rule, and in the trace of the request all the same."""
+    """Render the e-mail. In production this runs in another process, but in the same trace."""
     await ctx.ensure_lease()
     with tracer.start_as_current_span("render the e-mail"):
         return Email(subject="Welcome", text=f"Good to have you in the club. (This is e-mail {message.id}.)")
 
 
 async def app(scope: Event, _: Callable[[], Awaitable[Event]], send: Callable[[Event], Awaitable[None]]) -> None:
-    """A web application (ASGI). Instrumentation libraries make the server span for any framework."""
+    """Handle a request (ASGI). In a real application an instrumentation library creates the server span."""
     with tracer.start_as_current_span(f"{scope['method']} {scope['path']}", kind=SpanKind.SERVER):
         await join("ada@example.org")
         await send({"type": "http.response.start", "status": 201, "headers": []})
@@ -47,7 +47,7 @@ async def app(scope: Event, _: Callable[[], Awaitable[Event]], send: Callable[[E
 
 
 async def join(email: str) -> None:
-    """The member and the welcome, in one transaction."""
+    """Insert the member and enqueue the welcome, in one transaction."""
     async with await psycopg.AsyncConnection.connect(os.environ["PGOUTBOX_DSN"]) as connection:
         with tracer.start_as_current_span("business transaction"):
             await connection.execute("CREATE TABLE IF NOT EXISTS member (email text PRIMARY KEY)")
@@ -57,7 +57,7 @@ async def join(email: str) -> None:
 
 
 async def request() -> None:
-    """What a web server does with a POST."""
+    """Call the application like a web server does for a POST."""
 
     async def receive() -> Event:
         return {"type": "http.request", "body": b"", "more_body": False}
@@ -70,7 +70,7 @@ async def request() -> None:
 
 
 def tree(spans: Sequence[ReadableSpan], parent_id: int | None = None, depth: int = 0) -> list[str]:
-    """One line for each span, below the one that it belongs to."""
+    """Return one line for each span, indented below its parent."""
     lines = []
     for span in sorted(spans, key=lambda span: span.start_time or 0):
         if (span.parent.span_id if span.parent else None) == parent_id:
@@ -85,7 +85,7 @@ def tree(spans: Sequence[ReadableSpan], parent_id: int | None = None, depth: int
 
 
 async def main() -> None:
-    """Answer one request, deliver what it owes, and print the trace."""
+    """Answer one request, deliver its message, and print the trace."""
     trace.set_tracer_provider(provider)
     await request()
     await Worker(outbox).run_once()

@@ -1,10 +1,10 @@
-"""Webhooks: each subscriber of a shop hears of an order, at a URL of its own and signed with a secret of its own.
+"""Webhooks: notify each subscriber of a paid order, at the subscriber's URL and signed with the subscriber's secret.
 
     python -m examples.webhooks https://hooks.example.org/in
     pgoutbox worker --app examples.webhooks:outbox --once
 
-The secret is read when the webhook is sent. So neither a secret nor a signature is ever stored with the message, and
-from the moment of a change on both secrets sign, until the subscriber has taken the new one over.
+The handler reads the secret at send time, so neither a secret nor a signature is stored with the message. After a
+change both secrets sign, until the subscriber uses the new one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pgoutbox.webhooks import make_secret
 
 
 class OrderPaid(BaseModel):
-    """Who is to hear of which order."""
+    """A subscriber and a paid order."""
 
     subscriber_id: int
     url: str
@@ -48,7 +48,7 @@ CREATE TABLE IF NOT EXISTS subscriber (
 
 @outbox.handler(ORDER_PAID)
 async def tell_subscriber(message: Message[OrderPaid], ctx: Context) -> Webhook | Skip:
-    """Look for the subscriber's secrets, and render."""
+    """Read the subscriber's secrets, and render the webhook."""
     order = message.payload
     async with await psycopg.AsyncConnection.connect(os.environ["PGOUTBOX_DSN"]) as connection:
         found = await connection.execute("SELECT secrets FROM subscriber WHERE id = %s", (order.subscriber_id,))
@@ -60,7 +60,7 @@ async def tell_subscriber(message: Message[OrderPaid], ctx: Context) -> Webhook 
 
 
 def pay_order(connection: psycopg.Connection, order_id: int) -> int:
-    """Owe every subscriber a webhook, in the caller's transaction; how many there are."""
+    """Enqueue a webhook for every subscriber, in the caller's transaction. Return the number of subscribers."""
     subscribers = connection.execute("SELECT id, url FROM subscriber").fetchall()
     outbox.enqueue_many(
         connection,
@@ -73,7 +73,7 @@ def pay_order(connection: psycopg.Connection, order_id: int) -> int:
 
 
 def main(url: str) -> None:
-    """One subscriber, who is changing from one secret to another, and one order."""
+    """Enqueue one order for one subscriber that is changing its secret."""
     with psycopg.connect(os.environ["PGOUTBOX_DSN"]) as connection:
         connection.execute(TABLES)
         secrets = [make_secret(), make_secret()]

@@ -1,5 +1,7 @@
 """pgoutbox: the transactional outbox for Python applications on PostgreSQL."""
 
+from typing import TYPE_CHECKING
+
 from pgoutbox.errors import (
     ConfigurationError,
     DuplicateError,
@@ -14,7 +16,7 @@ from pgoutbox.errors import (
     TransactionError,
     UnknownTopicError,
 )
-from pgoutbox.handlers import Context, SyncContext
+from pgoutbox.handlers import CallNext, Context, Middleware, SyncContext
 from pgoutbox.message import Message, Permanent, Sent, Skip, Snooze, State, Transient, Unavailable
 from pgoutbox.outbox import Outbox
 from pgoutbox.retry import RetryPolicy
@@ -27,10 +29,14 @@ from pgoutbox.transports.mail import Attachment, Email
 from pgoutbox.transports.request import Webhook
 from pgoutbox.transports.templates import Templates
 
+if TYPE_CHECKING:
+    from pgoutbox.worker import Worker
+
 __version__ = "0.1.0"
 
 __all__ = [
     "Attachment",
+    "CallNext",
     "CancelResult",
     "ConfigurationError",
     "Context",
@@ -42,6 +48,7 @@ __all__ = [
     "LeaseLostError",
     "Message",
     "MessageNotFoundError",
+    "Middleware",
     "MissingExtraError",
     "NewMessage",
     "Notification",
@@ -66,4 +73,14 @@ __all__ = [
     "Unavailable",
     "UnknownTopicError",
     "Webhook",
+    "Worker",
 ]
+
+
+def __getattr__(name: str) -> object:
+    # A process that only enqueues does not load the worker.
+    if name == "Worker":
+        from pgoutbox.worker import Worker
+
+        return Worker
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -40,7 +40,7 @@ def alert_handler() -> Handler:
         ALERT_TOPIC,
         render_alert,
         retry=RetryPolicy(),
-        timeout_seconds=None,
+        timeout=None,
         on_unknown="retry",
         max_batch=None,
         transactional=False,

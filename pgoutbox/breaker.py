@@ -117,7 +117,7 @@ class _Circuit:
         at_least_seconds = 0.0 if failure is None else failure.retry_after or 0.0
         delay = max(remaining if remaining > 0 else self.pause_seconds, at_least_seconds)
         return Postponed(
-            delay + random.uniform(0, self.pause_seconds),  # noqa: S311 - spreads load, guards nothing
+            delay + random.uniform(0, self.pause_seconds),
             f"circuit breaker {self.key} is open: {self.error}",
             code=ReasonCode.CIRCUIT_OPEN,
             breaker_key=self.key,
@@ -502,7 +502,7 @@ class Breakers:
         if self._has_room(circuit) or elapsed_clock() < circuit.answered_at + _STALL_SECONDS:
             return None
         return Postponed(
-            _STALLED_PAUSE_SECONDS * random.uniform(1, 1.5),  # noqa: S311 - spreads load, guards nothing
+            _STALLED_PAUSE_SECONDS * random.uniform(1, 1.5),
             f"{circuit.key} answers none of the {circuit.under_way_count} sends in flight",
             code=ReasonCode.STALLED,
             breaker_key=circuit.key,

@@ -18,6 +18,7 @@ from pgoutbox.clock import elapsed_clock
 from pgoutbox.errors import LeaseLostError
 from pgoutbox.handlers import Context, Handler, SyncContext
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Skip, Snooze, Transient, Unavailable
+from pgoutbox.results import Attempt, watch_thread
 from pgoutbox.text import describe
 from pgoutbox.transports import Content, Transport, scheme_of
 from pgoutbox.transports.configured import MissingTransport
@@ -47,66 +48,62 @@ class Dispatcher:
         self._lease_seconds = lease_seconds
         self._send = send or send_by
 
-    async def run(
-        self, contexts: Sequence[Context], watch_thread: Callable[[Future[object]], None]
-    ) -> Sequence[Outcome]:
-        """One attempt of one message, its outcome alone in the answer.
-
-        `watch_thread` is given the future of the thread, if one is used.
-        """
-        (context,) = contexts
-        handler = context.handler
+    async def run(self, attempts: Sequence[Attempt]) -> Sequence[Outcome]:
+        """One attempt of one message, its outcome alone in the answer."""
+        (attempt,) = attempts
+        handler = attempt.handler
         try:
-            message = context.message if handler.payload_adapter is None else handler.parse(context.message)
+            message = attempt.message if handler.payload_adapter is None else handler.parse(attempt.message)
             if handler.is_async:
-                result = await cast("Awaitable[object]", handler.function(message, context))
+                result = await cast(
+                    "Awaitable[object]", handler.function(message, Context(attempt, attempt.connection))
+                )
             else:
-                result = await self._run_in_thread(handler, message, context, watch_thread)
+                result = await self._run_in_thread(handler, message, attempt)
             if result is None:
                 return _SENT_ALONE
-            return (await self.conclude(context, message, result),)
+            return (await self.conclude(attempt, message, result),)
         except BaseException as error:  # noqa: BLE001 - whatever a handler raises is the outcome of its attempt
             return (outcome_of_error(handler, error),)
 
-    async def run_batch(
-        self, contexts: Sequence[Context], watch_thread: Callable[[Future[object]], None]
-    ) -> list[Outcome]:
+    async def run_batch(self, attempts: Sequence[Attempt]) -> list[Outcome]:
         """One attempt of several messages of one handler; an outcome for each, in their order."""
-        handler = contexts[0].handler
+        handler = attempts[0].handler
         outcomes: dict[int, Outcome] = {}
-        parsed: list[tuple[Message[object], Context]] = []
-        for context in contexts:
+        parsed: list[tuple[Message[object], Attempt]] = []
+        for attempt in attempts:
             try:
-                parsed.append((handler.parse(context.message), context))
+                parsed.append((handler.parse(attempt.message), attempt))
             except Permanent as refused:
-                outcomes[context.message.id] = refused
+                outcomes[attempt.message.id] = refused
         if parsed:
             messages = [message for message, _ in parsed]
-            results = await self._run_batch_handler(handler, messages, [c for _, c in parsed], watch_thread)
-            for (message, context), result in zip(parsed, results, strict=True):
+            results = await self._run_batch_handler(handler, messages, [attempt for _, attempt in parsed])
+            for (message, attempt), result in zip(parsed, results, strict=True):
                 try:
-                    outcomes[message.id] = await self._conclude_safely(context, message, result)
+                    outcomes[message.id] = await self._conclude_safely(attempt, message, result)
                 except asyncio.CancelledError:
                     # What was sent was sent. This one may have been; those behind it were not.
                     outcomes[message.id] = Transient("stopped while it was being sent, outcome unknown", unknown=True)
                     outcomes = {m.id: Snooze(0) for m in messages} | outcomes
                     break
-        return [outcomes[context.message.id] for context in contexts]
+        return [outcomes[attempt.message.id] for attempt in attempts]
 
     async def _run_batch_handler(
         self,
         handler: Handler,
         messages: list[Message[object]],
-        contexts: list[Context],
-        watch_thread: Callable[[Future[object]], None],
+        attempts: list[Attempt],
     ) -> Sequence[object]:
         try:
             if handler.is_async:
-                results = await cast("Awaitable[object]", handler.function(messages, contexts))
+                results = await cast(
+                    "Awaitable[object]", handler.function(messages, [Context(attempt) for attempt in attempts])
+                )
             else:
                 loop = asyncio.get_running_loop()
-                arguments = (messages, [SyncContext(c, loop) for c in contexts])
-                results = await in_thread(self._threads, watch_thread, handler.function, *arguments)
+                arguments = (messages, [SyncContext(attempt, loop) for attempt in attempts])
+                results = await in_thread(self._threads, handler.function, *arguments)
         except BaseException as error:  # noqa: BLE001 - whatever a handler raises is the outcome of its attempt
             return [outcome_of_error(handler, error)] * len(messages)
         if results is None:
@@ -120,19 +117,18 @@ class Dispatcher:
         self,
         handler: Handler,
         message: Message[object],
-        context: Context,
-        watch_thread: Callable[[Future[object]], None],
+        attempt: Attempt,
     ) -> object:
-        thread_context = SyncContext(context, asyncio.get_running_loop())
-        return await in_thread(self._threads, watch_thread, handler.function, message, thread_context)
+        thread_context = SyncContext(attempt, asyncio.get_running_loop())
+        return await in_thread(self._threads, handler.function, message, thread_context)
 
-    async def _conclude_safely(self, context: Context, message: Message[object], result: object) -> Outcome:
+    async def _conclude_safely(self, attempt: Attempt, message: Message[object], result: object) -> Outcome:
         try:
-            return await self.conclude(context, message, result)
+            return await self.conclude(attempt, message, result)
         except BaseException as error:  # noqa: BLE001 - one message of a batch never decides about the others
-            return outcome_of_error(context.handler, error)
+            return outcome_of_error(attempt.handler, error)
 
-    async def conclude(self, context: Context, message: Message[object], result: object) -> Outcome:
+    async def conclude(self, attempt: Attempt, message: Message[object], result: object) -> Outcome:
         """The outcome that a handler's result means; a content is sent. `message` has its payload parsed."""
         match result:
             case None:
@@ -143,9 +139,9 @@ class Dispatcher:
                 return result
             case Content():
                 # The process may have been suspended since the handler began: ask before anything is handed over.
-                if context.overtaken is not None or context.leased_at < elapsed_clock() - self._lease_seconds / 2:
+                if attempt.overtaken is not None or attempt.leased_at < elapsed_clock() - self._lease_seconds / 2:
                     try:
-                        await context.ensure_lease()
+                        await attempt.ensure_lease()
                     except (psycopg.Error, OSError):
                         return Snooze(0)  # Nothing was handed over, so no attempt is used up.
                 return await self.deliver(message, result)
@@ -176,7 +172,6 @@ async def send_by(transport: Transport, message: Message[object], content: Conte
 
 async def in_thread(
     threads: Executor,
-    watch_thread: Callable[[Future[object]], None],
     function: Callable[..., object],
     *arguments: object,
 ) -> object:
@@ -194,7 +189,7 @@ async def in_thread(
 
     # The thread sees what the task sees: the current span, for one.
     future = threads.submit(copy_context().run, call)
-    watch_thread(cast("Future[object]", future))
+    watch_thread.get()(cast("Future[object]", future))
     result, error = await asyncio.wrap_future(future)
     if isinstance(error, StopIteration):
         raise RuntimeError(describe(error)) from error  # noqa: TRY004 - what a coroutine would raise
@@ -216,7 +211,9 @@ def outcome_of_error(handler: Handler, error: BaseException) -> Outcome:
             return Transient(describe(error))  # What overtook it decides, not the handler's list.
         case _:
             text = describe(error)
-            return Permanent(text) if isinstance(error, handler.permanent_errors) else Transient(text)
+            outcome = Permanent(text) if isinstance(error, handler.permanent_errors) else Transient(text)
+            outcome.__cause__ = error  # For middleware that reports exceptions.
+            return outcome
 
 
 def _with_a_pause(asked: Snooze) -> Snooze:

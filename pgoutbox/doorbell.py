@@ -433,7 +433,7 @@ class Doorbell:
                 async with self._turn:
                     await self._connect()
             except (psycopg.Error, OSError):
-                await asyncio.sleep(pause * (0.5 + random.random() / 2))  # noqa: S311 - jitter is not a secret
+                await asyncio.sleep(pause * (0.5 + random.random() / 2))
                 pause = min(pause * 2, _MAX_PAUSE_SECONDS)
             else:
                 break

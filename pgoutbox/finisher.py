@@ -19,7 +19,6 @@ from typing import Final, assert_never
 import psycopg
 
 from pgoutbox.dispatch import MIN_SNOOZE_SECONDS
-from pgoutbox.handlers import Context
 from pgoutbox.link import is_passing
 from pgoutbox.message import (
     AttemptOutcome,
@@ -36,7 +35,7 @@ from pgoutbox.message import (
 )
 from pgoutbox.redaction import redact_text
 from pgoutbox.refusals import Refusals
-from pgoutbox.results import Abandoned, AlreadyFinished, Ending, Released
+from pgoutbox.results import Abandoned, AlreadyFinished, Attempt, Ending, Released
 from pgoutbox.retry import bounded_delay
 from pgoutbox.store import ClaimedRow, Store, Verdict
 from pgoutbox.telemetry import Event, Telemetry, event_of_outcome, event_of_state
@@ -48,7 +47,7 @@ _LOCKED_PAUSE_SECONDS = 0.1
 _PENDING_AGAIN: Final = frozenset({AttemptOutcome.RETRY, AttemptOutcome.SNOOZED, AttemptOutcome.RELEASED})
 _SENT: Final = State.SENT  # Looking up an enum member costs more than a comparison.
 
-Write = Callable[[Sequence[Context]], Awaitable[Mapping[int, State]]]
+Write = Callable[[Sequence[Attempt]], Awaitable[Mapping[int, State]]]
 
 
 class Finisher:
@@ -63,7 +62,7 @@ class Finisher:
     def __init__(
         self,
         store: Store,
-        held: MutableMapping[int, Context],
+        held: MutableMapping[int, Attempt],
         *,
         batch_size: int,
         redacted_names: Sequence[str],
@@ -89,14 +88,14 @@ class Finisher:
         self.refusals = Refusals(
             write_again=self._collect_refused, on_halted=on_halted, on_resumed=on_resumed, telemetry=telemetry
         )
-        self._endings: deque[tuple[Context, Ending]] = deque()
-        self._refused: deque[Context] = deque()
+        self._endings: deque[tuple[Attempt, Ending]] = deque()
+        self._refused: deque[Attempt] = deque()
         self._ready = asyncio.Event()
         self._is_announced = False
 
-    def collect(self, context: Context, ending: Ending) -> None:
+    def collect(self, attempt: Attempt, ending: Ending) -> None:
         """Take over the end of one attempt."""
-        self._endings.append((context, ending))
+        self._endings.append((attempt, ending))
         if not self._is_announced:
             # Once for all attempts that end within one turn of the event loop.
             self._is_announced = True
@@ -130,7 +129,7 @@ class Finisher:
                     await self._finish_refused(self._refused.popleft())
                 self._on_written()
 
-    def _next_batch(self) -> list[tuple[Context, Ending]]:
+    def _next_batch(self) -> list[tuple[Attempt, Ending]]:
         endings = self._endings
         if len(endings) <= self._batch_size:
             batch = list(endings)
@@ -140,29 +139,29 @@ class Finisher:
 
     async def give_up(self) -> None:
         """Write a minimal end for each refused outcome: the worker is about to stop."""
-        for context, refusal in self.refusals.stop().items():
-            for verdict in (refusal.verdict, _plain_verdict(context, refusal.verdict, refusal.reason)):
+        for attempt, refusal in self.refusals.stop().items():
+            for verdict in (refusal.verdict, _plain_verdict(attempt, refusal.verdict, refusal.reason)):
                 with contextlib.suppress(psycopg.Error, OSError):
-                    done = await self._write_one(context, verdict)
+                    done = await self._write_one(attempt, verdict)
                     if done:
-                        verdicts = {} if verdict is None else {context: verdict}
-                        self._settle([context], done, {}, verdicts)
+                        verdicts = {} if verdict is None else {attempt: verdict}
+                        self._settle([attempt], done, {}, verdicts)
                         break
 
     def report_unwritten(self) -> None:
         """Log the messages whose outcome is still refused."""
-        for context, refusal in self.refusals.stop().items():
-            self._let_go(context)
+        for attempt, refusal in self.refusals.stop().items():
+            self._let_go(attempt)
             self._report(
                 logging.ERROR,
                 Event.OUTCOME_UNWRITTEN,
                 "stopped with an outcome that the database refuses; the lease will run out",
-                context.message,
+                attempt.message,
                 outcome=AttemptOutcome.SENT if refusal.verdict is None else refusal.verdict.outcome,
                 reason=refusal.reason,
             )
 
-    async def _finish(self, batch: Sequence[tuple[Context, Ending]]) -> None:
+    async def _finish(self, batch: Sequence[tuple[Attempt, Ending]]) -> None:
         sent, verdicts = self._sort(batch)
         if sent:
             await self._write(sent, self._write_sent, {})
@@ -182,21 +181,21 @@ class Finisher:
         if keyed:
             await self._wake_successors(keyed)
 
-    def _sort(self, batch: Sequence[tuple[Context, Ending]]) -> tuple[list[Context], dict[Context, Verdict]]:
+    def _sort(self, batch: Sequence[tuple[Attempt, Ending]]) -> tuple[list[Attempt], dict[Attempt, Verdict]]:
         """The sent attempts, and the verdicts of the others."""
         sent = []
-        verdicts: dict[Context, Verdict] = {}
+        verdicts: dict[Attempt, Verdict] = {}
         held = self._held
-        for context, ending in batch:
-            if held.get(context.message.id) is not context:
+        for attempt, ending in batch:
+            if held.get(attempt.message.id) is not attempt:
                 continue  # A failover lost its message, and another message has the id.
             if isinstance(ending, Sent):
-                sent.append(context)
+                sent.append(attempt)
             elif isinstance(ending, (AlreadyFinished, Abandoned)):
-                self._let_go(context)
-                self._note_unwritten(context.message, ending)
+                self._let_go(attempt)
+                self._note_unwritten(attempt.message, ending)
             else:
-                verdicts[context] = _verdict_of_any(context, ending, self._redacted_names)
+                verdicts[attempt] = _verdict_of_any(attempt, ending, self._redacted_names)
         return sent, verdicts
 
     def _note_unwritten(self, message: Message[object], ending: AlreadyFinished | Abandoned) -> None:
@@ -208,83 +207,83 @@ class Finisher:
         if self._telemetry.measures is not None:
             self._telemetry.measures.sent([message])
 
-    def _collect_again(self, locked: Sequence[tuple[Context, Ending]]) -> None:
+    def _collect_again(self, locked: Sequence[tuple[Attempt, Ending]]) -> None:
         self._endings.extend(locked)
         self._ready.set()
 
-    def _collect_refused(self, context: Context) -> None:
-        self._refused.append(context)
+    def _collect_refused(self, attempt: Attempt) -> None:
+        self._refused.append(attempt)
         self._ready.set()
 
-    async def _finish_refused(self, context: Context) -> None:
+    async def _finish_refused(self, attempt: Attempt) -> None:
         """Write a refused outcome again, alone: a batch with it would be refused."""
-        verdict = self.refusals.verdict_of(context)
-        verdicts = {} if verdict is None else {context: verdict}
-        await self._write([context], lambda _: self._write_one(context, verdict), verdicts)
-        if self._held.get(context.message.id) is context:
-            self.refusals.wait(context)
-        elif context.message.coalesce_key is not None:
-            await self._wake_successors([context.message])
+        verdict = self.refusals.verdict_of(attempt)
+        verdicts = {} if verdict is None else {attempt: verdict}
+        await self._write([attempt], lambda _: self._write_one(attempt, verdict), verdicts)
+        if self._held.get(attempt.message.id) is attempt:
+            self.refusals.wait(attempt)
+        elif attempt.message.coalesce_key is not None:
+            await self._wake_successors([attempt.message])
 
-    async def _write_one(self, context: Context, verdict: Verdict | None) -> Mapping[int, State]:
+    async def _write_one(self, attempt: Attempt, verdict: Verdict | None) -> Mapping[int, State]:
         if verdict is None:
-            return await self._write_sent([context])
-        return await self._store.finish([replace(verdict, attempt_count=context.attempt_count)])
+            return await self._write_sent([attempt])
+        return await self._store.finish([replace(verdict, attempt_count=attempt.attempt_count)])
 
-    async def _write_sent(self, contexts: Sequence[Context]) -> Mapping[int, State]:
+    async def _write_sent(self, attempts: Sequence[Attempt]) -> Mapping[int, State]:
         return await self._store.finish_sent(
-            [c.message.id for c in contexts],
-            [c.attempt_count for c in contexts],
-            {c.message.topic for c in contexts},
+            [c.message.id for c in attempts],
+            [c.attempt_count for c in attempts],
+            {c.message.topic for c in attempts},
         )
 
-    async def _write(self, contexts: Sequence[Context], write: Write, verdicts: Mapping[Context, Verdict]) -> None:
+    async def _write(self, attempts: Sequence[Attempt], write: Write, verdicts: Mapping[Attempt, Verdict]) -> None:
         """Write the ends of these attempts, with retries: the fence makes repetitions harmless."""
         pause = _FIRST_PAUSE_SECONDS
         while True:
             try:
-                done = await write(contexts)
-                standing = await self._standing_of([c for c in contexts if c.message.id not in done])
+                done = await write(attempts)
+                standing = await self._standing_of([c for c in attempts if c.message.id not in done])
             except (psycopg.Error, OSError) as error:
                 if not is_passing(error):
-                    await self._write_apart(contexts, write, verdicts, error)
+                    await self._write_apart(attempts, write, verdicts, error)
                     return
             else:
-                self._settle(contexts, done, standing, verdicts)
+                self._settle(attempts, done, standing, verdicts)
                 return
-            await asyncio.sleep(pause * (0.5 + random.random() / 2))  # noqa: S311 - jitter is not a secret
+            await asyncio.sleep(pause * (0.5 + random.random() / 2))
             pause = min(pause * 2, _MAX_PAUSE_SECONDS)
 
-    async def _standing_of(self, contexts: Sequence[Context]) -> Mapping[int, State]:
-        if not contexts:
+    async def _standing_of(self, attempts: Sequence[Attempt]) -> Mapping[int, State]:
+        if not attempts:
             return {}
-        return await self._store.standing([c.message.id for c in contexts], [c.attempt_count for c in contexts])
+        return await self._store.standing([c.message.id for c in attempts], [c.attempt_count for c in attempts])
 
     def _settle(
         self,
-        contexts: Sequence[Context],
+        attempts: Sequence[Attempt],
         done: Mapping[int, State],
         standing: Mapping[int, State],
-        verdicts: Mapping[Context, Verdict],
+        verdicts: Mapping[Attempt, Verdict],
     ) -> None:
         measures = self._telemetry.measures
         held = self._held
         sent = []
-        for context in contexts:
-            message = context.message
+        for attempt in attempts:
+            message = attempt.message
             message_id = message.id
             state = done.get(message_id) or standing.get(message_id)
             if state is _SENT:
                 # This process may have claimed the message again meanwhile, after the lease of this attempt ran out.
-                if held.get(message_id) is context:
+                if held.get(message_id) is attempt:
                     del held[message_id]
                 sent.append(message)
                 continue
             if state is State.SENDING:
                 continue  # A caller's transaction has locked the row; try again.
-            self._let_go(context)
-            self._note_end(message, state, verdicts.get(context))
-        self.refusals.forget(c for c in contexts if self._held.get(c.message.id) is not c)
+            self._let_go(attempt)
+            self._note_end(message, state, verdicts.get(attempt))
+        self.refusals.forget(c for c in attempts if self._held.get(c.message.id) is not c)
         self._telemetry.count(Event.SENT, len(sent))
         if measures is not None and sent:
             measures.sent(sent)
@@ -305,21 +304,21 @@ class Finisher:
             self._report(logging.INFO, event_of_state(state), "message ended", message)
 
     async def _write_apart(
-        self, contexts: Sequence[Context], write: Write, verdicts: Mapping[Context, Verdict], error: BaseException
+        self, attempts: Sequence[Attempt], write: Write, verdicts: Mapping[Attempt, Verdict], error: BaseException
     ) -> None:
         """Find the row because of which PostgreSQL refused a batch, so that the others are finished."""
-        if len(contexts) > 1:
-            middle = len(contexts) // 2
-            await self._write(contexts[:middle], write, verdicts)
-            await self._write(contexts[middle:], write, verdicts)
+        if len(attempts) > 1:
+            middle = len(attempts) // 2
+            await self._write(attempts[:middle], write, verdicts)
+            await self._write(attempts[middle:], write, verdicts)
             return
-        (context,) = contexts
-        self.refusals.note(context, verdicts.get(context), error)
+        (attempt,) = attempts
+        self.refusals.note(attempt, verdicts.get(attempt), error)
 
-    def _let_go(self, context: Context) -> None:
+    def _let_go(self, attempt: Attempt) -> None:
         # This process may have claimed the message again meanwhile, after the lease of this attempt ran out.
-        if self._held.get(context.message.id) is context:
-            del self._held[context.message.id]
+        if self._held.get(attempt.message.id) is attempt:
+            del self._held[attempt.message.id]
 
     async def _wake_successors(self, messages: Sequence[Message[object] | ClaimedRow]) -> None:
         try:
@@ -359,46 +358,46 @@ def _outcome_of(state: State | None, verdict: Verdict | None) -> AttemptOutcome:
 
 
 def _verdict_of_any(
-    context: Context,
+    attempt: Attempt,
     ending: Transient | Unavailable | Permanent | Skip | Snooze | Released,
     redacted_names: Sequence[str],
 ) -> Verdict:
     try:
-        verdict = verdict_of(context, ending)
-        names = (*redacted_names, *context.handler.redact)
+        verdict = verdict_of(attempt, ending)
+        names = (*redacted_names, *attempt.handler.redact)
         return verdict if verdict.reason is None else replace(verdict, reason=_redacted(verdict.reason, names))
     except Exception as error:  # noqa: BLE001 - an invalid outcome ends its own message, not the worker
-        message = context.message
+        message = attempt.message
         text = f"the outcome cannot be read: {describe(error)}"
-        return Verdict(message.id, context.attempt_count, AttemptOutcome.FAILED, text)
+        return Verdict(message.id, attempt.attempt_count, AttemptOutcome.FAILED, text)
 
 
-def _plain_verdict(context: Context, verdict: Verdict | None, reason: str) -> Verdict:
+def _plain_verdict(attempt: Attempt, verdict: Verdict | None, reason: str) -> Verdict:
     """A minimal end of the attempt, which the database can hardly refuse; failed if it was handed over."""
-    message = context.message
+    message = attempt.message
     if verdict is not None and verdict.outcome in _PENDING_AGAIN:
         return replace(verdict, reason=f"the database refused to write its outcome ({reason})")
     outcome = AttemptOutcome.SENT if verdict is None else verdict.outcome
     text = f"it was handed over and ended {outcome}, which the database refused to write ({reason})"
-    return Verdict(message.id, context.attempt_count, AttemptOutcome.FAILED, text)
+    return Verdict(message.id, attempt.attempt_count, AttemptOutcome.FAILED, text)
 
 
 def _redacted(text: str, names: Sequence[str]) -> str:
     return redact_text(text, names)[:MAX_TEXT_LENGTH]
 
 
-def verdict_of(context: Context, ending: Transient | Unavailable | Permanent | Skip | Snooze | Released) -> Verdict:
+def verdict_of(attempt: Attempt, ending: Transient | Unavailable | Permanent | Skip | Snooze | Released) -> Verdict:
     """The verdict of an ending other than sent."""
-    finish = partial(Verdict, context.message.id, context.attempt_count)
-    if context.handler.on_unknown == "hold" and (reason := _unknown_reason(ending)) is not None:
+    finish = partial(Verdict, attempt.message.id, attempt.attempt_count)
+    if attempt.handler.on_unknown == "hold" and (reason := _unknown_reason(ending)) is not None:
         return finish(AttemptOutcome.FAILED, clean_text(reason))
     match ending:
         case Transient(error=error, retry_after=retry_after):
-            delay = context.handler.retry.delay_seconds(context.used_count, retry_after=retry_after)
+            delay = attempt.handler.retry.delay_seconds(attempt.used_count, retry_after=retry_after)
             return finish(AttemptOutcome.RETRY, clean_text(str(error)), delay)
         case Unavailable(error=error, retry_after=retry_after):
             # The count of claims grows with each claim, also with claims that use up no attempt.
-            pause = context.handler.retry.delay_seconds(context.attempt_count)
+            pause = attempt.handler.retry.delay_seconds(attempt.attempt_count)
             delay = max(pause, retry_after or 0.0, MIN_SNOOZE_SECONDS)  # No budget limits the attempts of a tight loop.
             text = clean_text(str(error))
             return finish(AttemptOutcome.SNOOZED, text, bounded_delay(delay), ReasonCode.UNAVAILABLE)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, cast
+from datetime import timedelta
+from typing import Any, Literal, Protocol, cast
 
 import psycopg
 from psycopg.rows import TupleRow
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from pgoutbox.clock import Duration
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.message import Message, Permanent
+from pgoutbox.message import Message, Outcome, Permanent
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.signatures import check_handler, is_async
 
@@ -46,7 +47,7 @@ class Handler:
         function: Callable[..., object],
         *,
         retry: RetryPolicy,
-        timeout_seconds: float | None,
+        timeout: Duration | None,
         on_unknown: OnUnknown,
         max_batch: int | None,
         transactional: bool,
@@ -61,8 +62,9 @@ class Handler:
         )
         if not _is_policy(retry):
             raise ConfigurationError(f"{place}: retry={retry!r}: must be a RetryPolicy")
+        timeout_seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         if timeout_seconds is not None and not _is_between(timeout_seconds, 1e-9, sys.float_info.max):
-            raise ConfigurationError(f"{place}: timeout={timeout_seconds!r}: must be positive seconds")
+            raise ConfigurationError(f"{place}: timeout={timeout!r}: must be positive, in seconds or as a timedelta")
         if on_unknown not in ("retry", "hold"):
             raise ConfigurationError(f"{place}: on_unknown={on_unknown!r}: must be 'retry' or 'hold'")
         if max_batch is not None and not _is_between(max_batch, 1, 5_000):
@@ -110,93 +112,80 @@ def _is_policy(retry: object) -> bool:
     return isinstance(retry, RetryPolicy)
 
 
-class Context:
-    """One attempt, from its claim to its finish, as an async handler sees it."""
+class CallNext(Protocol):
+    """The rest of the chain: the next middleware, or the handler. Call it at most once."""
 
-    __slots__ = (
-        "_connection",
-        "_ensure",
-        "attempt_count",
-        "done",
-        "expiring_at",
-        "handler",
-        "leased_at",
-        "message",
-        "overtaken",
-        "used_count",
-    )
+    def __call__(self) -> Awaitable[Sequence[Outcome]]:
+        """Return an outcome for each message, in their order."""
+        ...
 
-    def __init__(
-        self,
-        message: Message[object],
-        handler: Handler,
-        leased_at: float,
-        ensure: Callable[[Context], Awaitable[None]],
-        used_count: int | None = None,
-    ) -> None:
-        self.message = message
-        # The fencing token. The message keeps the number that its handler was given: see `take_over`.
-        self.attempt_count = message.attempt_count
-        self.handler = handler
-        self.leased_at = leased_at
-        # How many attempts this one makes that were used up: snoozes, releases and what was before a redrive are not.
-        self.used_count = message.attempt_count if used_count is None else used_count
-        self.overtaken: str | None = None
-        self.done = False
-        self.expiring_at = math.inf  # On `elapsed_clock`, as `leased_at`: what begins later is too late.
-        self._connection: psycopg.AsyncConnection[TupleRow] | None = None
-        self._ensure = ensure
+
+class Middleware(Protocol):
+    """An async function around each call of a handler: see `Outbox.middleware`."""
+
+    def __call__(self, messages: Sequence[Message[Any]], call_next: CallNext, /) -> Awaitable[Sequence[Outcome]]:
+        """Return an outcome for each message, in their order."""
+        ...
+
+
+class Lease(Protocol):
+    """The lease of one attempt, as its context sees it."""
 
     @property
-    def cancelled(self) -> bool:
-        """Whether the attempt has become pointless: cancelled, superseded, or owned by another worker.
+    def overtaken(self) -> str | None: ...
 
-        Known within two seconds, if the handler lets the event loop run; `ensure_lease` asks the database.
-        """
-        return self.overtaken is not None
+    async def ensure_lease(self) -> None: ...
+
+
+class Context:
+    """One attempt, as an async handler sees it."""
+
+    __slots__ = ("_connection", "_lease")
+
+    def __init__(self, lease: Lease, connection: psycopg.AsyncConnection[TupleRow] | None = None) -> None:
+        self._lease = lease
+        self._connection = connection
 
     @property
     def connection(self) -> psycopg.AsyncConnection[TupleRow]:
         """The transaction of a transactional handler: write with it and do not commit.
 
-        What is written and the completion of the message commit together or not at all.
+        The handler's writes and the completion of the message commit together or not at all.
         """
         if self._connection is None:
             raise ConfigurationError(_NOT_TRANSACTIONAL)
         return self._connection
 
-    def join(self, connection: psycopg.AsyncConnection[TupleRow]) -> None:
-        """Give the handler its transaction. For the worker."""
-        self._connection = connection
+    @property
+    def should_stop(self) -> bool:
+        """Whether the attempt has become pointless: cancelled, superseded, or owned by another worker.
 
-    def take_over(self, attempt_count: int, leased_at: float) -> None:
-        """Go on under another claim by the same worker, after the server has lost the first one. For the worker."""
-        self.attempt_count = attempt_count
-        self.leased_at = leased_at
-        self.overtaken = None
+        It turns true within two seconds, if the handler lets the event loop run. `ensure_lease` asks the database.
+        """
+        return self._lease.overtaken is not None
 
     async def ensure_lease(self) -> None:
-        """Make sure of the lease right before a side effect, or raise `LeaseLostError`.
+        """Ensure right before a side effect that this attempt still holds its message, or raise `LeaseLostError`.
 
-        After it, two thirds of the lease are left at least. Raises when the message was cancelled, superseded or
-        claimed by another worker: then the side effect must not happen any more. Let the error out; the message is not
-        retried because of it unless it has to be.
+        Afterwards at least two thirds of the lease are left. It raises if the message was cancelled, superseded or
+        claimed by another worker: then the side effect must not happen. Do not catch the error; the message is retried
+        only if it has to be.
         """
-        await self._ensure(self)
+        await self._lease.ensure_lease()
 
 
 class SyncContext:
     """One attempt, as a handler in a thread sees it: `Context` without `await`."""
 
-    __slots__ = ("_connection", "_context", "_loop")
+    __slots__ = ("_connection", "_lease", "_loop")
 
     def __init__(
         self,
-        context: Context,
+        lease: Lease,
         loop: asyncio.AbstractEventLoop,
         connection: psycopg.Connection[TupleRow] | None = None,
     ) -> None:
-        self._context = context
+        self._lease = lease
         self._loop = loop
         self._connection = connection
 
@@ -208,10 +197,10 @@ class SyncContext:
         return self._connection
 
     @property
-    def cancelled(self) -> bool:
+    def should_stop(self) -> bool:
         """Whether the attempt has become pointless: cancelled, superseded, or owned by another worker."""
-        return self._context.cancelled
+        return self._lease.overtaken is not None
 
     def ensure_lease(self) -> None:
-        """Make sure of the lease right before a side effect, or raise `LeaseLostError`."""
-        asyncio.run_coroutine_threadsafe(self._context.ensure_lease(), self._loop).result()
+        """Ensure right before a side effect that this attempt still holds its message, or raise `LeaseLostError`."""
+        asyncio.run_coroutine_threadsafe(self._lease.ensure_lease(), self._loop).result()

@@ -17,10 +17,10 @@ from pydantic import JsonValue
 from pydantic_core import from_json
 
 from pgoutbox.encryption import Identity, Keyring, is_sealed, unseal
-from pgoutbox.handlers import Context, Handler
+from pgoutbox.handlers import Handler
 from pgoutbox.message import Permanent, State, Transient, new_message
 from pgoutbox.outage import Outage
-from pgoutbox.results import RELEASED, Ending, Work
+from pgoutbox.results import RELEASED, Attempt, Ending, Work
 from pgoutbox.store import ClaimedRow, Store
 from pgoutbox.telemetry import Event, Telemetry
 from pgoutbox.text import describe
@@ -38,11 +38,11 @@ class Taken(NamedTuple):
     """
 
     works: list[Work]
-    endings: list[tuple[Context, Ending]]
+    endings: list[tuple[Attempt, Ending]]
     """Attempts that end before they begin."""
     ended: list[ClaimedRow]
     """Messages that the claim itself has ended."""
-    suspects: list[Context]
+    suspects: list[Attempt]
     """The attempts in flight whose previous attempt was lost."""
 
 
@@ -53,11 +53,11 @@ class Intake:
         self,
         store: Store,
         handlers: Mapping[str, Handler],
-        held: MutableMapping[int, Context],
+        held: MutableMapping[int, Attempt],
         outage: Outage,
         *,
         keyring: Keyring | None,
-        ensure_lease: Callable[[Context], Awaitable[None]],
+        ensure_lease: Callable[[Attempt], Awaitable[None]],
         telemetry: Telemetry,
     ) -> None:
         self._store = store
@@ -73,10 +73,10 @@ class Intake:
         """Take over the rows of one claim. `leased_at` is the start of that claim, on `elapsed_clock`."""
         contents = await self._contents_of(rows)
         works: list[Work] = []
-        endings: list[tuple[Context, Ending]] = []
+        endings: list[tuple[Attempt, Ending]] = []
         ended = []
         suspects = []
-        batches: dict[str, list[Context]] = {}
+        batches: dict[str, list[Attempt]] = {}
         held = self._held
         for row in rows:
             if row.state != _SENDING:
@@ -85,29 +85,29 @@ class Intake:
             message_id = row.id
             if message_id in held and _goes_on(held[message_id], row, leased_at):
                 continue
-            context, ending = self._accept(row, contents, leased_at)
-            held[message_id] = context
+            attempt, ending = self._accept(row, contents, leased_at)
+            held[message_id] = attempt
             if row.was_lapsed:
-                suspects.append(context)
+                suspects.append(attempt)
             if ending is not None:
-                context.done = True
-                endings.append((context, ending))
+                attempt.done = True
+                endings.append((attempt, ending))
                 continue
-            if context.handler.max_batch is None:
-                works.append((context,))
+            if attempt.handler.max_batch is None:
+                works.append((attempt,))
             else:
-                batches.setdefault(row.topic, []).append(context)
+                batches.setdefault(row.topic, []).append(attempt)
             if row.was_lapsed:
                 self._report_lost(row)
-        for contexts in batches.values():
-            size = contexts[0].handler.max_batch or 1
-            works.extend(contexts[start : start + size] for start in range(0, len(contexts), size))
+        for attempts in batches.values():
+            size = attempts[0].handler.max_batch or 1
+            works.extend(attempts[start : start + size] for start in range(0, len(attempts), size))
         self._telemetry.count(Event.CLAIMED, len(rows) - len(ended))
         return Taken(works, endings, ended, suspects)
 
     def _accept(
         self, row: ClaimedRow, contents: Mapping[int, _Content] | None, leased_at: float
-    ) -> tuple[Context, Ending | None]:
+    ) -> tuple[Attempt, Ending | None]:
         """The attempt that a row begins, and its ending if it must end before it begins."""
         ending: Ending | None = None
         content: JsonValue = None
@@ -130,11 +130,11 @@ class Intake:
             content,
         )
         used_count = row.attempt_count - row.max_attempts + row.attempt_budget
-        context = Context(message, self._handlers[row.topic], leased_at, self._ensure_lease, used_count)
+        attempt = Attempt(message, self._handlers[row.topic], leased_at, self._ensure_lease, used_count)
         if row.expires_in_seconds is not None:
-            context.expiring_at = leased_at + row.expires_in_seconds
+            attempt.expiring_at = leased_at + row.expires_in_seconds
         # Superseded since the claim began: the finish turns a retry into `skipped`.
-        return context, problem or ending or (Transient("superseded") if row.superseded else None)
+        return attempt, problem or ending or (Transient("superseded") if row.superseded else None)
 
     def _report_lost(self, row: ClaimedRow) -> None:
         self._telemetry.report(
@@ -167,7 +167,7 @@ class Intake:
         return contents
 
 
-def _goes_on(in_flight: Context, row: ClaimedRow, leased_at: float) -> bool:
+def _goes_on(in_flight: Attempt, row: ClaimedRow, leased_at: float) -> bool:
     """Whether an attempt continues under this claim, because the server has lost the commit of the first claim."""
     if in_flight.message.created_at != row.created_at:
         # The server has lost that message, and has given its id to another message.

@@ -19,8 +19,8 @@ import psycopg
 
 from pgoutbox.clock import elapsed_clock
 from pgoutbox.errors import LeaseLostError, PgOutboxError
-from pgoutbox.handlers import Context
 from pgoutbox.link import Link, is_passing
+from pgoutbox.results import Attempt
 from pgoutbox.settings import Settings
 from pgoutbox.store import HeldRow, renew, watch
 from pgoutbox.telemetry import Event, Telemetry
@@ -38,7 +38,7 @@ class LeaseKeeper:
     def __init__(
         self,
         settings: Settings,
-        held: Mapping[int, Context],
+        held: Mapping[int, Attempt],
         telemetry: Telemetry,
         *,
         worker: str,
@@ -99,24 +99,24 @@ class LeaseKeeper:
                 f"leases are not renewed any more, and the worker has stopped: {describe(self._error)}"
             ) from self._error
 
-    async def ensure(self, context: Context) -> None:
+    async def ensure(self, attempt: Attempt) -> None:
         """Check or renew one lease at once, on the event loop; `LeaseLostError` if it is no longer held.
 
         A young lease is only checked: a renewal is a commit, and waits for the disk.
         """
         asked_at = elapsed_clock()
-        message = context.message
-        ids, attempt_counts = _ids_and_counts([context])
-        if asked_at - context.leased_at < self._settings.renew_interval_seconds:
+        message = attempt.message
+        ids, attempt_counts = _ids_and_counts([attempt])
+        if asked_at - attempt.leased_at < self._settings.renew_interval_seconds:
             rows = await watch(self._link, ids, attempt_counts, worker=self._worker)
-            asked_at = context.leased_at
+            asked_at = attempt.leased_at
         else:
             rows = await renew(
                 self._link, ids, attempt_counts, worker=self._worker, lease_seconds=self._settings.lease_seconds
             )
-        self._tell(context, rows.get(message.id), asked_at)
-        if context.overtaken is not None:
-            raise LeaseLostError(f"message {message.id}, attempt {context.attempt_count}: {context.overtaken}")
+        self._tell(attempt, rows.get(message.id), asked_at)
+        if attempt.overtaken is not None:
+            raise LeaseLostError(f"message {message.id}, attempt {attempt.attempt_count}: {attempt.overtaken}")
 
     async def _keep(self) -> None:
         settings = self._settings
@@ -142,7 +142,7 @@ class LeaseKeeper:
                         logging.WARNING, Event.LEASE_KEEPER_FAILED, "leases not renewed", reason=type(error).__name__
                     )
                 failing = True
-                pause = tick * (0.5 + random.random())  # noqa: S311 - jitter is not a secret
+                pause = tick * (0.5 + random.random())
                 if not is_passing(error):
                     await link.close()
         await link.close()
@@ -151,12 +151,12 @@ class LeaseKeeper:
         now = elapsed_clock()
         renewable = []
         watchable = []
-        for context in list(self._held.values()):
-            age = now - context.leased_at
+        for attempt in list(self._held.values()):
+            age = now - attempt.leased_at
             if age >= self._settings.renew_interval_seconds:
-                renewable.append(context)
-            elif age >= _WATCH_SECONDS and context.overtaken is None and not context.done:
-                watchable.append(context)
+                renewable.append(attempt)
+            elif age >= _WATCH_SECONDS and attempt.overtaken is None and not attempt.done:
+                watchable.append(attempt)
         size = self._settings.batch_size
         refusal: psycopg.Error | None = None
         for start in range(0, len(renewable), size):
@@ -164,34 +164,34 @@ class LeaseKeeper:
         for start in range(0, len(watchable), size):
             part = watchable[start : start + size]
             rows = await watch(link, *_ids_and_counts(part), worker=self._worker)
-            for context in part:
-                self._tell(context, rows.get(context.message.id), context.leased_at)
+            for attempt in part:
+                self._tell(attempt, rows.get(attempt.message.id), attempt.leased_at)
         if refusal is not None:
             raise refusal
 
-    async def _renew(self, link: Link, contexts: list[Context]) -> psycopg.Error | None:
+    async def _renew(self, link: Link, attempts: list[Attempt]) -> psycopg.Error | None:
         """Renew these leases, and return the error of a refused one: it does not affect other leases."""
         asked_at = elapsed_clock()
         try:
             rows = await renew(
-                link, *_ids_and_counts(contexts), worker=self._worker, lease_seconds=self._settings.lease_seconds
+                link, *_ids_and_counts(attempts), worker=self._worker, lease_seconds=self._settings.lease_seconds
             )
         except psycopg.Error as error:
             if is_passing(error):
                 raise
-            if len(contexts) == 1:
+            if len(attempts) == 1:
                 return error
-            middle = len(contexts) // 2
-            first = await self._renew(link, contexts[:middle])
-            return await self._renew(link, contexts[middle:]) or first
-        for context in contexts:
-            self._tell(context, rows.get(context.message.id), asked_at)
+            middle = len(attempts) // 2
+            first = await self._renew(link, attempts[:middle])
+            return await self._renew(link, attempts[middle:]) or first
+        for attempt in attempts:
+            self._tell(attempt, rows.get(attempt.message.id), asked_at)
         return None
 
-    def _tell(self, context: Context, row: HeldRow | None, asked_at: float) -> None:
+    def _tell(self, attempt: Attempt, row: HeldRow | None, asked_at: float) -> None:
         if row is not None and row.in_lease:
-            context.leased_at = max(context.leased_at, asked_at)
-        if context.done:
+            attempt.leased_at = max(attempt.leased_at, asked_at)
+        if attempt.done:
             return
         if row is None or not row.in_lease:
             reason = "lease lost"
@@ -201,17 +201,17 @@ class LeaseKeeper:
             reason = "superseded"
         else:
             return
-        if context.overtaken is None:
-            context.overtaken = reason
+        if attempt.overtaken is None:
+            attempt.overtaken = reason
             self._telemetry.report(
                 logging.INFO,
                 Event.ATTEMPT_OVERTAKEN,
                 "attempt in flight overtaken",
-                message_id=context.message.id,
-                attempt_count=context.attempt_count,
+                message_id=attempt.message.id,
+                attempt_count=attempt.attempt_count,
                 reason=reason,
             )
 
 
-def _ids_and_counts(contexts: list[Context]) -> tuple[list[int], list[int]]:
-    return [c.message.id for c in contexts], [c.attempt_count for c in contexts]
+def _ids_and_counts(attempts: list[Attempt]) -> tuple[list[int], list[int]]:
+    return [c.message.id for c in attempts], [c.attempt_count for c in attempts]

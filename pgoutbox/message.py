@@ -10,11 +10,13 @@ import enum
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, make_dataclass
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Final, Generic, cast
 
 from pydantic import JsonValue
 from typing_extensions import TypeVar
+
+from pgoutbox.clock import Duration, seconds_of
 
 P = TypeVar("P", default=JsonValue)
 
@@ -126,17 +128,17 @@ class Sent:
 class Transient(Exception):  # noqa: N818 - an outcome; it can be returned or raised
     """The attempt failed in a way that may pass: retry by the policy, until `max_attempts` is used up.
 
-    `retry_after`, in seconds, is what the receiver asked for. A transport says `outage` when the destination, or the
-    way to it, is at fault and not this one message: such failures open a circuit breaker. `unknown` says that the
-    message may have been handed over all the same: then the handler's `on_unknown` decides whether it is tried again.
+    `retry_after` (seconds or a timedelta) is what the receiver asked for. A transport says `outage` when the
+    destination, or the way to it, is at fault and not this one message: such failures open a circuit breaker. `unknown`
+    says that the message may have been sent: then the handler's `on_unknown` decides whether it is tried again.
     """
 
     def __init__(
-        self, error: str, retry_after: float | None = None, *, outage: bool = False, unknown: bool = False
+        self, error: str, retry_after: Duration | None = None, *, outage: bool = False, unknown: bool = False
     ) -> None:
         super().__init__(error)
         self.error = error
-        self.retry_after = None if retry_after is None else float(retry_after)
+        self.retry_after = None if retry_after is None else seconds_of(retry_after)
         self.outage = outage
         self.unknown = unknown
 
@@ -147,13 +149,13 @@ class Unavailable(Exception):  # noqa: N818 - an outcome; it can be returned or 
     Nothing was handed over. The message stays pending and uses up no attempt, however often this happens. A transport
     that returns it opens a circuit breaker at once: that of `breaker`, one of the transport's own keys, or else that of
     the whole transport. Without a breaker the delay grows by the handler's retry policy, from one second on;
-    `retry_after`, in seconds, is the least that the message waits.
+    `retry_after` (seconds or a timedelta) is the shortest wait.
     """
 
-    def __init__(self, error: str, retry_after: float | None = None, *, breaker: str | None = None) -> None:
+    def __init__(self, error: str, retry_after: Duration | None = None, *, breaker: str | None = None) -> None:
         super().__init__(error)
         self.error = error
-        self.retry_after = None if retry_after is None else float(retry_after)
+        self.retry_after = None if retry_after is None else seconds_of(retry_after)
         self.breaker = breaker
 
 
@@ -180,8 +182,8 @@ class Snooze(Exception):  # noqa: N818 - an outcome; it can be returned or raise
     The `reason` goes into the history of the message's attempts and into `last_error`.
     """
 
-    def __init__(self, delay: float | timedelta, reason: str | None = None) -> None:
-        seconds = delay.total_seconds() if isinstance(delay, timedelta) else float(delay)
+    def __init__(self, delay: Duration, reason: str | None = None) -> None:
+        seconds = seconds_of(delay)
         if not math.isfinite(seconds):
             raise ValueError(f"Snooze: delay must be a finite number of seconds, got {seconds}")
         super().__init__(f"snoozed for {seconds} s")

@@ -55,7 +55,7 @@ class Outage:
             )
         # Rings, which are frequent while the database restarts, do not shorten the pause.
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._pause * (0.5 + random.random() / 2)):  # noqa: S311 - jitter is not a secret
+            async with asyncio.timeout(self._pause * (0.5 + random.random() / 2)):
                 await self._stopping.wait()
         self._pause = min(self._pause * 2, _MAX_PAUSE_SECONDS)
 

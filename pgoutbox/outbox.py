@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from datetime import datetime, timedelta
+from datetime import datetime
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Generic, Literal, TypeAlias, TypedDict, TypeVar, cast, overload
@@ -23,15 +23,17 @@ from pgoutbox.adapters import (
     sqlstate_of,
     sync_adapter,
 )
+from pgoutbox.clock import Duration
 from pgoutbox.drafts import Fanout, carrying, prepare, prepare_fanout
 from pgoutbox.encryption import Keyring, keyring_of
 from pgoutbox.errors import ConfigurationError, PayloadError, UnknownTopicError
-from pgoutbox.handlers import Context, Handler, OnUnknown, SyncContext
+from pgoutbox.handlers import Context, Handler, Middleware, OnUnknown, SyncContext
 from pgoutbox.message import Message, Outcome, P
 from pgoutbox.options import check_name
 from pgoutbox.payloads import Serializer
 from pgoutbox.retry import DEFAULT_MAX_ATTEMPTS, RetryPolicy
 from pgoutbox.settings import Settings, load_settings
+from pgoutbox.signatures import is_async
 from pgoutbox.steps import (
     CancelResult,
     Enqueued,
@@ -58,6 +60,7 @@ logger = logging.getLogger(__name__)
 
 Result: TypeAlias = Outcome | Content | None
 R = TypeVar("R")
+M = TypeVar("M", bound=Middleware)
 ResultT = TypeVar("ResultT", bound=Result)
 ResultsT = TypeVar("ResultsT", bound="Sequence[Result] | None")
 
@@ -70,13 +73,13 @@ class MessageOptions(TypedDict, total=False):
     coalesce_key: str | None
     dedupe_key: str | None
     available_at: datetime | None
-    delay: float | timedelta | None
+    delay: Duration | None
     expires_at: datetime | None
     headers: Mapping[str, str] | None
     max_attempts: int | None
     ordering_key: str | None
     on_failed: OnFailed | None
-    max_delay: float | timedelta | None
+    max_delay: Duration | None
     coalesce_rule: CoalesceRule | None
 
 
@@ -85,7 +88,7 @@ class FanoutOptions(TypedDict, total=False):
 
     queue: str | None
     available_at: datetime | None
-    delay: float | timedelta | None
+    delay: Duration | None
     expires_at: datetime | None
     headers: Mapping[str, str] | None
     max_attempts: int | None
@@ -133,6 +136,7 @@ class Outbox:
         self._strict = strict
         self._topics: dict[str, Topic[Any]] = {}
         self._handlers: dict[str, Handler] = {}
+        self._middlewares: list[Middleware] = []
         self._transports: dict[str, Transport] = {}
         for index, transport in enumerate(transports):
             if isinstance(transport, type) or not hasattr(transport, "schemes") or not hasattr(transport, "send"):
@@ -186,11 +190,11 @@ class Outbox:
         coalesce_key: Callable[[P], str | None] | None = None,
         dedupe_key: Callable[[P], str | None] | None = None,
         retry: RetryPolicy | None = None,
-        delay: float | timedelta | None = None,
-        expires_after: float | timedelta | None = None,
+        delay: Duration | None = None,
+        expires_after: Duration | None = None,
         ordering_key: Callable[[P], str | None] | None = None,
         on_failed: OnFailed | None = None,
-        max_delay: float | timedelta | None = None,
+        max_delay: Duration | None = None,
         coalesce_rule: CoalesceRule | None = None,
         encrypted: bool = False,
         redact: tuple[str, ...] = (),
@@ -220,12 +224,41 @@ class Outbox:
             )
         )
 
+    @property
+    def middlewares(self) -> Sequence[Middleware]:
+        """The registered middlewares, the outermost one first."""
+        return tuple(self._middlewares)
+
+    def middleware(self, function: M) -> M:
+        """Register an async function that runs around each call of a handler; the first one is the outermost.
+
+        It gets the messages (several for a batch handler) and `call_next`, and returns an outcome for each message, in
+        their order. Context variables that it sets are set in the handler, also in a thread. The exception behind an
+        outcome is its `__cause__`.
+
+            @outbox.middleware
+            async def report_errors(messages, call_next):
+                outcomes = await call_next()
+                for outcome in outcomes:
+                    if isinstance(outcome, Exception) and outcome.__cause__ is not None:
+                        sentry_sdk.capture_exception(outcome.__cause__)
+                return outcomes
+
+        An exception before `call_next` ends the attempts as if the handler had raised it. After `call_next` it is
+        logged, and the outcomes stand: the messages may have been sent. The outcome of a transactional handler that has
+        committed cannot be changed.
+        """
+        if not is_async(function):
+            raise ConfigurationError(f"middleware {function!r}: must be an async function")
+        self._middlewares.append(function)
+        return function
+
     def handler(
         self,
         topic: str | Topic[P],
         *,
         retry: RetryPolicy | None = None,
-        timeout: float | None = None,
+        timeout: Duration | None = None,
         on_unknown: OnUnknown = "retry",
         transactional: bool = False,
         permanent: Sequence[type[BaseException]] = (),
@@ -234,7 +267,7 @@ class Outbox:
 
         An `async def` gets `(Message, Context)` on the worker's event loop, a `def` gets `(Message, SyncContext)` in a
         thread. It returns nothing (sent), an outcome, or a content to deliver. It runs at least once per message; a
-        retry gets the same `message.idempotency_key`. `timeout` is in seconds and per attempt. With
+        retry gets the same `message.idempotency_key`. `timeout` (seconds or a timedelta) is per attempt. With
         `on_unknown="hold"`, a message whose lease lapsed ends as `failed` instead of being tried again. A
         `transactional` handler writes with `ctx.connection`, and its writes and the completion commit together.
         Exceptions of the `permanent` types are not retried.
@@ -251,7 +284,7 @@ class Outbox:
                 topic,
                 function,
                 retry=retry,
-                timeout_seconds=timeout,
+                timeout=timeout,
                 on_unknown=on_unknown,
                 transactional=transactional,
                 permanent_errors=permanent,
@@ -265,7 +298,7 @@ class Outbox:
         *,
         max_size: int = 100,
         retry: RetryPolicy | None = None,
-        timeout: float | None = None,
+        timeout: Duration | None = None,
         on_unknown: OnUnknown = "retry",
         permanent: Sequence[type[BaseException]] = (),
     ) -> BatchHandlerDecorator[P]:
@@ -284,7 +317,7 @@ class Outbox:
                 topic,
                 function,
                 retry=retry,
-                timeout_seconds=timeout,
+                timeout=timeout,
                 on_unknown=on_unknown,
                 transactional=False,
                 permanent_errors=permanent,
@@ -298,7 +331,7 @@ class Outbox:
         function: Callable[..., object],
         *,
         retry: RetryPolicy | None,
-        timeout_seconds: float | None,
+        timeout: Duration | None,
         on_unknown: OnUnknown,
         transactional: bool,
         permanent_errors: Sequence[type[BaseException]],
@@ -317,7 +350,7 @@ class Outbox:
             name,
             function,
             retry=retry or definition.retry or RetryPolicy(),
-            timeout_seconds=timeout_seconds,
+            timeout=timeout,
             on_unknown=on_unknown,
             max_batch=max_batch,
             transactional=transactional,
@@ -582,7 +615,7 @@ class Outbox:
 
         Name it by id, by topic and coalesce key (the newest one), or by topic and dedupe key: exactly one of the three,
         or this raises `PayloadError`. A pending message is not delivered after the transaction commits. The handler of
-        a message in flight is notified (`ctx.cancelled`, `ctx.ensure_lease()`). The message is not retried, but may
+        a message in flight is notified (`ctx.should_stop`, `ctx.ensure_lease()`). The message is not retried, but may
         still be handed over. A coalesce key of the rule `pending` cancels all its pending messages and notifies the
         handler of the one in flight; the result is that of the newest. Idempotent. Waits for no lock. Raises like
         `enqueue`.

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from pgoutbox.handlers import Context
+from pgoutbox.results import Attempt
 from pgoutbox.store import Verdict
 from pgoutbox.telemetry import Event, Telemetry
 
@@ -44,7 +44,7 @@ class Refusals:
     def __init__(
         self,
         *,
-        write_again: Callable[[Context], None],
+        write_again: Callable[[Attempt], None],
         on_halted: Callable[[str], None],
         on_resumed: Callable[[str], None],
         telemetry: Telemetry,
@@ -53,7 +53,7 @@ class Refusals:
         self._on_halted = on_halted
         self._on_resumed = on_resumed
         self._telemetry = telemetry
-        self._kept: dict[Context, Refusal] = {}
+        self._kept: dict[Attempt, Refusal] = {}
         self._in_a_row: Counter[str] = Counter()
         self.halted_topics: set[str] = set()
 
@@ -65,23 +65,23 @@ class Refusals:
     @property
     def count_of_open_topics(self) -> int:
         """How many of them belong to topics that are claimed."""
-        return sum(context.message.topic not in self.halted_topics for context in self._kept)
+        return sum(attempt.message.topic not in self.halted_topics for attempt in self._kept)
 
-    def __contains__(self, context: Context) -> bool:
+    def __contains__(self, attempt: Attempt) -> bool:
         """Whether the outcome of this attempt is kept."""
-        return context in self._kept
+        return attempt in self._kept
 
-    def verdict_of(self, context: Context) -> Verdict | None:
+    def verdict_of(self, attempt: Attempt) -> Verdict | None:
         """What the outcome asks the row to become, None if sent."""
-        return self._kept[context].verdict
+        return self._kept[attempt].verdict
 
-    def note(self, context: Context, verdict: Verdict | None, error: BaseException) -> None:
+    def note(self, attempt: Attempt, verdict: Verdict | None, error: BaseException) -> None:
         """Keep an outcome that was refused, or keep it on."""
-        message = context.message
+        message = attempt.message
         reason = getattr(error, "sqlstate", None) or type(error).__name__
-        refusal = self._kept.get(context)
+        refusal = self._kept.get(attempt)
         if refusal is None:
-            self._kept[context] = refusal = Refusal(verdict, reason, _FIRST_PAUSE_SECONDS)
+            self._kept[attempt] = refusal = Refusal(verdict, reason, _FIRST_PAUSE_SECONDS)
             self._in_a_row[message.topic] += 1
             self._telemetry.report(
                 logging.ERROR,
@@ -96,29 +96,29 @@ class Refusals:
         else:
             refusal.reason = reason
             refusal.pause_seconds = min(2 * refusal.pause_seconds, _MAX_PAUSE_SECONDS)
-        self.wait(context)
+        self.wait(attempt)
         self._halt_if_many(message.topic, reason)
 
-    def wait(self, context: Context) -> None:
+    def wait(self, attempt: Attempt) -> None:
         """Write a kept outcome again after its pause."""
-        refusal = self._kept[context]
+        refusal = self._kept[attempt]
         if refusal.timer is None:
-            refusal.timer = asyncio.get_running_loop().call_later(refusal.pause_seconds, self._try, context)
+            refusal.timer = asyncio.get_running_loop().call_later(refusal.pause_seconds, self._try, attempt)
 
-    def forget(self, contexts: Iterable[Context]) -> None:
+    def forget(self, attempts: Iterable[Attempt]) -> None:
         """Outcomes of these attempts were written, or their messages belong to others."""
         if not self._kept and not self._in_a_row:
             return
-        for context in contexts:
-            topic = context.message.topic
+        for attempt in attempts:
+            topic = attempt.message.topic
             self._in_a_row.pop(topic, None)
-            refusal = self._kept.pop(context, None)
+            refusal = self._kept.pop(attempt, None)
             if refusal is not None and refusal.timer is not None:
                 refusal.timer.cancel()
             if refusal is not None and topic in self.halted_topics:
                 self._resume(topic)
 
-    def stop(self) -> dict[Context, Refusal]:
+    def stop(self) -> dict[Attempt, Refusal]:
         """Try nothing again; the outcomes that are kept."""
         for refusal in self._kept.values():
             if refusal.timer is not None:
@@ -128,7 +128,7 @@ class Refusals:
     def _halt_if_many(self, topic: str, reason: str) -> None:
         if topic in self.halted_topics:
             return
-        kept_count = sum(context.message.topic == topic for context in self._kept)
+        kept_count = sum(attempt.message.topic == topic for attempt in self._kept)
         if self._in_a_row[topic] >= _IN_A_ROW or kept_count >= _KEPT_OF_A_TOPIC:
             self.halted_topics.add(topic)
             self._telemetry.report(
@@ -144,12 +144,12 @@ class Refusals:
     def _resume(self, topic: str) -> None:
         self.halted_topics.discard(topic)
         self._telemetry.report(logging.INFO, Event.TOPIC_RESUMED, "topic resumed: an outcome was written", topic=topic)
-        for context, refusal in self._kept.items():
-            if context.message.topic == topic and refusal.timer is not None:
+        for attempt, refusal in self._kept.items():
+            if attempt.message.topic == topic and refusal.timer is not None:
                 refusal.timer.cancel()
-                self._try(context)
+                self._try(attempt)
         self._on_resumed(topic)
 
-    def _try(self, context: Context) -> None:
-        self._kept[context].timer = None
-        self._write_again(context)
+    def _try(self, attempt: Attempt) -> None:
+        self._kept[attempt].timer = None
+        self._write_again(attempt)

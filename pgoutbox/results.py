@@ -1,14 +1,71 @@
-"""The results of attempts, between the parts of the worker that run them and the parts that write them."""
+"""An attempt and how it ends: the vocabulary that the parts of a worker share."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
-from pgoutbox.handlers import Context
-from pgoutbox.message import Outcome
+import psycopg
+from psycopg.rows import TupleRow
+
+from pgoutbox.handlers import Handler
+from pgoutbox.message import Message, Outcome
+
+
+class Attempt:
+    """One attempt, from its claim to its finish. Times are on `elapsed_clock`.
+
+    `attempt_count` is the fencing token; the message keeps the number that its handler was given: see `take_over`.
+    `used_count` is the number of the attempts that counted, this one included: without snoozes, releases and the
+    attempts before a redrive. `overtaken` says why the attempt has become pointless, `done` that its ending is known.
+    An attempt that begins after `expiring_at` is too late.
+    """
+
+    __slots__ = (
+        "_ensure",
+        "attempt_count",
+        "connection",
+        "done",
+        "expiring_at",
+        "handler",
+        "leased_at",
+        "message",
+        "overtaken",
+        "used_count",
+    )
+
+    def __init__(
+        self,
+        message: Message[object],
+        handler: Handler,
+        leased_at: float,
+        ensure: Callable[[Attempt], Awaitable[None]],
+        used_count: int | None = None,
+    ) -> None:
+        self.message = message
+        self.attempt_count = message.attempt_count
+        self.handler = handler
+        self.leased_at = leased_at
+        self.used_count = message.attempt_count if used_count is None else used_count
+        self.overtaken: str | None = None
+        self.done = False
+        self.expiring_at = math.inf
+        self.connection: psycopg.AsyncConnection[TupleRow] | None = None
+        self._ensure = ensure
+
+    def take_over(self, attempt_count: int, leased_at: float) -> None:
+        """Go on under another claim by the same worker, after the server has lost the first one."""
+        self.attempt_count = attempt_count
+        self.leased_at = leased_at
+        self.overtaken = None
+
+    async def ensure_lease(self) -> None:
+        """Check or renew the lease, or raise `LeaseLostError`: see `Context.ensure_lease`."""
+        await self._ensure(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +94,10 @@ ALREADY_FINISHED: Final = AlreadyFinished()
 ABANDONED: Final = Abandoned()
 Ending = Outcome | Released | AlreadyFinished | Abandoned
 
-Work = Sequence[Context]
-ThreadWatch = Callable[[Future[object]], None]
+# The attempts of one piece of work: one message, or a batch of one handler.
+Work = Sequence[Attempt]
+# Runs all attempts of a piece of work; their endings, in its order.
+Runner = Callable[[Work], Awaitable[Sequence[Ending]]]
 
-
-class Runner(Protocol):
-    """Runs the attempts of one piece of work: one message, or a batch of one handler."""
-
-    def __call__(self, work: Work, watch_thread: ThreadWatch) -> Awaitable[Sequence[Ending]]: ...
+# Set by the slot that runs an attempt. Called with the future of the thread that a handler runs in.
+watch_thread: ContextVar[Callable[[Future[object]], None]] = ContextVar("watch_thread", default=lambda _: None)

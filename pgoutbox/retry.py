@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from pgoutbox.clock import Duration, seconds_of
 from pgoutbox.errors import ConfigurationError
 
 DEFAULT_MAX_ATTEMPTS = 11
@@ -16,42 +17,61 @@ MAX_DELAY_SECONDS = 30 * 86_400.0
 _MAX_EXPONENT = 62
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class RetryPolicy:
     """How often and how fast a message is retried after a transient failure.
 
-    The default doubles from `base_seconds` up to `cap_seconds` and spreads each delay evenly over
-    `[delay * (1 - jitter), delay]`, so that messages which failed together do not return together. The exponent is
+    The default doubles from `base` up to `cap` (seconds or timedeltas) and spreads each delay evenly over
+    `[delay * (1 - jitter), delay]`, so that messages that failed together do not return together. The exponent is
     capped before the power is taken, so that no attempt count can overflow.
 
     `RetryPolicy.steps(60, 300, 900, 3600)` names each delay instead; the last one repeats.
 
-    >>> RetryPolicy(base_seconds=2, jitter=0).delay_seconds(3)
+    >>> RetryPolicy(base=2, jitter=0).delay_seconds(3)
     8.0
     """
 
-    max_attempts: int = DEFAULT_MAX_ATTEMPTS
-    base_seconds: float = 5.0
-    cap_seconds: float = 3600.0
-    jitter: float = 0.5
-    step_seconds: tuple[float, ...] = field(default=())
+    max_attempts: int
+    base_seconds: float
+    cap_seconds: float
+    jitter: float
+    step_seconds: tuple[float, ...]
 
-    def __post_init__(self) -> None:
-        if not 1 <= self.max_attempts <= 10_000:
-            raise ConfigurationError(f"max_attempts={self.max_attempts}: must be from 1 to 10000")
-        if not 0 <= self.jitter <= 1:
-            raise ConfigurationError(f"jitter={self.jitter}: must be from 0 to 1")
-        for name, value in (("base_seconds", self.base_seconds), ("cap_seconds", self.cap_seconds)):
-            _check_seconds(name, value)
-        for value in self.step_seconds:
-            _check_seconds("step_seconds", value)
+    def __init__(
+        self,
+        *,
+        max_attempts: int = DEFAULT_MAX_ATTEMPTS,
+        base: Duration = 5.0,
+        cap: Duration = 3600.0,
+        jitter: float = 0.5,
+    ) -> None:
+        self._set(max_attempts, _seconds("base", base), _seconds("cap", cap), jitter, ())
 
     @classmethod
-    def steps(cls, *seconds: float, max_attempts: int = DEFAULT_MAX_ATTEMPTS, jitter: float = 0.0) -> RetryPolicy:
+    def steps(cls, *delays: Duration, max_attempts: int = DEFAULT_MAX_ATTEMPTS, jitter: float = 0.0) -> RetryPolicy:
         """A policy with one delay per failed attempt; the last one repeats until `max_attempts`."""
-        if not seconds:
-            raise ConfigurationError("steps: name at least one delay in seconds")
-        return cls(max_attempts=max_attempts, cap_seconds=max(seconds), jitter=jitter, step_seconds=tuple(seconds))
+        if not delays:
+            raise ConfigurationError("steps: name at least one delay, in seconds or as a timedelta")
+        seconds = tuple(_seconds("steps", delay) for delay in delays)
+        policy = cls.__new__(cls)
+        policy._set(max_attempts, cls().base_seconds, max(seconds), jitter, seconds)
+        return policy
+
+    def _set(
+        self, max_attempts: int, base_seconds: float, cap_seconds: float, jitter: float, step_seconds: tuple[float, ...]
+    ) -> None:
+        if not 1 <= max_attempts <= 10_000:
+            raise ConfigurationError(f"max_attempts={max_attempts}: must be from 1 to 10000")
+        if not 0 <= jitter <= 1:
+            raise ConfigurationError(f"jitter={jitter}: must be from 0 to 1")
+        for name, value in (
+            ("max_attempts", max_attempts),
+            ("base_seconds", base_seconds),
+            ("cap_seconds", cap_seconds),
+            ("jitter", jitter),
+            ("step_seconds", step_seconds),
+        ):
+            object.__setattr__(self, name, value)
 
     def delay_seconds(self, attempt_count: int, *, retry_after: float | None = None) -> float:
         """Seconds to wait after attempt number `attempt_count` failed.
@@ -66,12 +86,14 @@ class RetryPolicy:
         else:
             exponent = min(max(attempt_count, 1) - 1, _MAX_EXPONENT)
             full = min(self.base_seconds * 2.0**exponent, self.cap_seconds)
-        return full * (1.0 - self.jitter * random.random())  # noqa: S311 - spreads load, guards nothing
+        return full * (1.0 - self.jitter * random.random())
 
 
-def _check_seconds(name: str, value: float) -> None:
-    if not (math.isfinite(value) and 0 <= value <= MAX_DELAY_SECONDS):
-        raise ConfigurationError(f"{name}={value}: must be from 0 to {MAX_DELAY_SECONDS:.0f} seconds (30 days)")
+def _seconds(name: str, duration: Duration) -> float:
+    seconds = seconds_of(duration)
+    if not (math.isfinite(seconds) and 0 <= seconds <= MAX_DELAY_SECONDS):
+        raise ConfigurationError(f"{name}={duration}: must be from 0 to {MAX_DELAY_SECONDS:.0f} seconds (30 days)")
+    return seconds
 
 
 def bounded_delay(seconds: float) -> float:

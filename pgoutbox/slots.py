@@ -17,10 +17,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from pgoutbox.handlers import Context
 from pgoutbox.measures import Attempted
 from pgoutbox.message import Transient
-from pgoutbox.results import ABANDONED, RELEASED, STOPPED, Ending, Runner, Work
+from pgoutbox.results import ABANDONED, RELEASED, STOPPED, Attempt, Ending, Runner, Work, watch_thread
 from pgoutbox.telemetry import Event, Telemetry
 from pgoutbox.text import describe
 
@@ -74,7 +73,7 @@ class Slots:
         concurrency: int,
         default_timeout_seconds: float | None,
         overtime_seconds: float,
-        on_outcome: Callable[[Context, Ending], None],
+        on_outcome: Callable[[Attempt, Ending], None],
         on_free: Callable[[], None],
         telemetry: Telemetry,
     ) -> None:
@@ -139,14 +138,14 @@ class Slots:
             self._ready_count += len(work)
         self._wake_one()
 
-    def give_back(self, may_go: Callable[[Context], bool] | None = None) -> None:
+    def give_back(self, may_go: Callable[[Attempt], bool] | None = None) -> None:
         """Release messages that no handler has taken yet; with `may_go`, only work for which it holds entirely."""
         waiting, self._ready = self._ready, deque()
         for work, put_at in waiting:
             if may_go is None or all(map(may_go, work)):
                 self._ready_count -= len(work)
-                for context in work:
-                    self._end(context, RELEASED)
+                for attempt in work:
+                    self._end(attempt, RELEASED)
             else:
                 self._ready.append((work, put_at))
 
@@ -190,6 +189,7 @@ class Slots:
         task = asyncio.current_task()
         slot = next(slot for slot in self._slots if slot.task is task)
         loop = asyncio.get_running_loop()
+        watch_thread.set(slot.watch_thread)
         while not self._stopping:
             self._waking = False
             now = loop.time()
@@ -208,7 +208,7 @@ class Slots:
                 if self._measured is not None:
                     if not self._measured:
                         loop.call_later(_MEASURE_SECONDS, self._measure)
-                    available = tuple([context.message.available_at for context in work])
+                    available = tuple([attempt.message.available_at for attempt in work])
                     self._measured.append((work[0].message.topic, available, began_at, now))
                 if now > turn_ends_at:
                     await asyncio.sleep(0)  # Lets claims, finishes and the doorbell have their turn.
@@ -227,7 +227,7 @@ class Slots:
         if timeout is not None:
             self._set_deadline(slot, timeout)
         try:
-            endings = await self._run(work, slot.watch_thread)
+            endings = await self._run(work)
         except asyncio.CancelledError:
             if slot.timed_out:
                 self._end_running(slot, self._timed_out(work))
@@ -239,8 +239,8 @@ class Slots:
         else:
             if slot.work:
                 self._running_count -= len(work)
-                for context, ending in zip(work, endings, strict=True):
-                    self._end(context, ending)
+                for attempt, ending in zip(work, endings, strict=True):
+                    self._end(attempt, ending)
         slot.deadline = None
         if slot.is_overdue:
             await self._outlive(slot, work)
@@ -248,13 +248,13 @@ class Slots:
     def _end_running(self, slot: _Slot, ending: Ending) -> None:
         work, slot.work = slot.work, ()
         self._running_count -= len(work)
-        for context in work:
-            self._end(context, ending)
+        for attempt in work:
+            self._end(attempt, ending)
 
-    def _end(self, context: Context, ending: Ending) -> None:
-        if not context.done:
-            context.done = True
-            self._on_outcome(context, ending)
+    def _end(self, attempt: Attempt, ending: Ending) -> None:
+        if not attempt.done:
+            attempt.done = True
+            self._on_outcome(attempt, ending)
 
     def _timed_out(self, work: Work) -> Ending:
         timeout = work[0].handler.timeout_seconds or self._default_timeout_seconds
@@ -326,10 +326,10 @@ class Slots:
             self._abandon(slot, work)
 
     def _report(self, level: int, event: Event, text: str, work: Work) -> None:
-        for context in work:
-            message = context.message
+        for attempt in work:
+            message = attempt.message
             self._telemetry.report(
-                level, event, text, message_id=message.id, topic=message.topic, attempt_count=context.attempt_count
+                level, event, text, message_id=message.id, topic=message.topic, attempt_count=attempt.attempt_count
             )
 
 

@@ -54,6 +54,7 @@ class Event(enum.StrEnum):
     LEASE_KEEPER_FAILED = "lease_keeper_failed"
     PROCESS_STARTED = "process_started"
     PROCESS_DIED = "process_died"
+    MIDDLEWARE_FAILED = "middleware_failed"
     ENQUEUE_FAILED = "enqueue_failed"
     REDIRECTING = "redirecting"
     MAIL_NOT_READY = "mail_not_ready"

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from dataclasses import field as dataclass_field
-from datetime import datetime, timedelta
+from datetime import datetime
 from operator import attrgetter
 from typing import Any, Final, Generic, Literal, cast, get_args
 
 from pydantic import BaseModel
 from typing_extensions import TypeVar
 
+from pgoutbox.clock import Duration
 from pgoutbox.errors import ConfigurationError, PayloadError
 from pgoutbox.message import P
 from pgoutbox.options import check_delay, check_destination, check_model, check_name, check_redact, if_given
@@ -63,11 +64,11 @@ class Topic(Generic[T]):
     coalesce_key: Callable[[T], str | None] | None = None
     dedupe_key: Callable[[T], str | None] | None = None
     retry: RetryPolicy | None = None
-    delay: float | timedelta | None = None
-    expires_after: float | timedelta | None = None
+    delay: Duration | None = None
+    expires_after: Duration | None = None
     ordering_key: Callable[[T], str | None] | None = None
     on_failed: OnFailed | None = None
-    max_delay: float | timedelta | None = None
+    max_delay: Duration | None = None
     coalesce_rule: CoalesceRule | None = None
     encrypted: bool = False
     redact: tuple[str, ...] = ()
@@ -120,13 +121,13 @@ class NewMessage(Generic[P]):
     coalesce_key: str | None = None
     dedupe_key: str | None = None
     available_at: datetime | None = None
-    delay: float | timedelta | None = None
+    delay: Duration | None = None
     expires_at: datetime | None = None
     headers: Mapping[str, str] | None = None
     max_attempts: int | None = None
     ordering_key: str | None = None
     on_failed: OnFailed | None = None
-    max_delay: float | timedelta | None = None
+    max_delay: Duration | None = None
     coalesce_rule: CoalesceRule | None = None
 
 

@@ -20,9 +20,9 @@ from pgoutbox.clock import elapsed_clock
 from pgoutbox.connections import AsyncConnection, Connection, conninfo_for
 from pgoutbox.dispatch import Dispatcher, in_thread, outcome_of_error
 from pgoutbox.errors import LeaseLostError
-from pgoutbox.handlers import Context, SyncContext
+from pgoutbox.handlers import SyncContext
 from pgoutbox.message import Message, Outcome, Sent, Snooze, Transient
-from pgoutbox.results import ALREADY_FINISHED, Ending, ThreadWatch, Work
+from pgoutbox.results import ALREADY_FINISHED, Attempt, Ending, Work
 from pgoutbox.settings import Settings
 from pgoutbox.store import Store, complete_within, complete_within_sync
 
@@ -53,75 +53,75 @@ class Transactions:
         # An answer to a statement of ours; a statement of a handler has as long as its handler.
         self._answer_seconds = settings.statement_timeout_seconds + settings.connect_timeout_seconds
 
-    async def run(self, work: Work, watch_thread: ThreadWatch) -> Sequence[Ending]:
+    async def run(self, work: Work) -> Sequence[Ending]:
         """One attempt of one message in a transaction of its own. Whatever is not `Sent` rolls it back."""
-        (context,) = work
+        (attempt,) = work
         try:
-            if context.handler.is_async:
-                await self._run_async(context, watch_thread)
+            if attempt.handler.is_async:
+                await self._run_async(attempt)
             else:
-                await self._run_in_thread(context, watch_thread)
+                await self._run_in_thread(attempt)
         except _NotSentError as not_sent:
             return (not_sent.outcome,)
         except BaseException as error:  # noqa: BLE001 - a refused commit is the outcome of this attempt
-            return (outcome_of_error(context.handler, error),)
+            return (outcome_of_error(attempt.handler, error),)
         return (ALREADY_FINISHED,)
 
-    async def _run_async(self, context: Context, watch_thread: ThreadWatch) -> None:
+    async def _run_async(self, attempt: Attempt) -> None:
         pool = await self._open_pool()
         async with pool.connection() as connection:
-            if self._may_have_lapsed(context):
-                await _make_sure(context)
-            context.join(connection)
-            with self._lent(connection, context):
-                (outcome,) = await self._dispatcher.run((context,), watch_thread)
+            if self._may_have_lapsed(attempt):
+                await _make_sure(attempt)
+            attempt.connection = connection
+            with self._lent(connection, attempt):
+                (outcome,) = await self._dispatcher.run((attempt,))
             if not isinstance(outcome, Sent):
                 raise _NotSentError(outcome)
             _check_usable(connection)
-            message = context.message
-            if context.done:
+            message = attempt.message
+            if attempt.done:
                 raise _lost(message)
             forgets = await self._store.forgets_sent((message.topic,))
             if not await complete_within(
-                connection, message.id, context.attempt_count, worker=self._store.worker, forgets=forgets
+                connection, message.id, attempt.attempt_count, worker=self._store.worker, forgets=forgets
             ):
                 raise _lost(message)
 
-    async def _run_in_thread(self, context: Context, watch_thread: ThreadWatch) -> None:
+    async def _run_in_thread(self, attempt: Attempt) -> None:
         pool = self._open_sync_pool()
         loop = asyncio.get_running_loop()
-        handler = context.handler
-        message = handler.parse(context.message)
+        handler = attempt.handler
+        message = handler.parse(attempt.message)
         forgets = await self._store.forgets_sent((message.topic,))
 
         def work() -> None:
             with pool.connection() as connection:
-                if self._may_have_lapsed(context):
-                    asyncio.run_coroutine_threadsafe(_make_sure(context), loop).result()
-                with self._lent(connection, context):
-                    result = handler.function(message, SyncContext(context, loop, connection))
-                sending = asyncio.run_coroutine_threadsafe(self._dispatcher.conclude(context, message, result), loop)
+                if self._may_have_lapsed(attempt):
+                    asyncio.run_coroutine_threadsafe(_make_sure(attempt), loop).result()
+                with self._lent(connection, attempt):
+                    result = handler.function(message, SyncContext(attempt, loop, connection))
+                sending = asyncio.run_coroutine_threadsafe(self._dispatcher.conclude(attempt, message, result), loop)
                 outcome = sending.result()
                 if not isinstance(outcome, Sent):
                     raise _NotSentError(outcome)
                 _check_usable(connection)
-                if context.done:
+                if attempt.done:
                     raise _lost(message)
                 if not complete_within_sync(
-                    connection, message.id, context.attempt_count, worker=self._store.worker, forgets=forgets
+                    connection, message.id, attempt.attempt_count, worker=self._store.worker, forgets=forgets
                 ):
                     raise _lost(message)
 
-        await in_thread(self._threads, watch_thread, work)
+        await in_thread(self._threads, work)
 
-    def _may_have_lapsed(self, context: Context) -> bool:
+    def _may_have_lapsed(self, attempt: Attempt) -> bool:
         """Whether the wait for a connection was long enough for the lease to end."""
-        return context.overtaken is not None or context.leased_at < elapsed_clock() - self._settings.lease_seconds / 2
+        return attempt.overtaken is not None or attempt.leased_at < elapsed_clock() - self._settings.lease_seconds / 2
 
     @contextlib.contextmanager
-    def _lent(self, connection: AsyncConnection[TupleRow] | Connection[TupleRow], context: Context) -> Iterator[None]:
+    def _lent(self, connection: AsyncConnection[TupleRow] | Connection[TupleRow], attempt: Attempt) -> Iterator[None]:
         """Let the handler's own statements take as long as the handler may, and ours what they may."""
-        limit = context.handler.timeout_seconds or self._settings.handler_timeout_seconds
+        limit = attempt.handler.timeout_seconds or self._settings.handler_timeout_seconds
         connection.answer_seconds = None if limit is None else limit + _CANCEL_SECONDS
         try:
             yield
@@ -197,9 +197,9 @@ class Transactions:
             await asyncio.to_thread(self._sync_pool.close)
 
 
-async def _make_sure(context: Context) -> None:
+async def _make_sure(attempt: Attempt) -> None:
     try:
-        await context.ensure_lease()
+        await attempt.ensure_lease()
     except (psycopg.Error, OSError) as error:
         raise _NotSentError(Snooze(0)) from error  # No handler has begun, so no attempt is used up.
 

@@ -72,11 +72,11 @@ class Upkeep:
 
     async def _run(self) -> None:
         # The workers of a fleet start together, and any of them may have the first turn.
-        pause = min(self._interval_seconds, _FIRST_WITHIN_SECONDS) * random.random()  # noqa: S311 - guards nothing
+        pause = min(self._interval_seconds, _FIRST_WITHIN_SECONDS) * random.random()
         while True:
             await asyncio.sleep(pause)
             await self.turn()
-            pause = self._interval_seconds * random.uniform(1 - _JITTER, 1 + _JITTER)  # noqa: S311 - guards nothing
+            pause = self._interval_seconds * random.uniform(1 - _JITTER, 1 + _JITTER)
 
     async def turn(self) -> bool:
         """Take the turn if no worker has had one lately; whether this one had it. Errors are reported, not raised."""

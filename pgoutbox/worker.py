@@ -33,7 +33,6 @@ from pgoutbox.doorbell import Bell, Doorbell, post_keys
 from pgoutbox.encryption import keyring_of
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.finisher import Finisher
-from pgoutbox.handlers import Context
 from pgoutbox.intake import Intake
 from pgoutbox.lanes import Queues, QueueShare
 from pgoutbox.lease import LeaseKeeper
@@ -42,7 +41,7 @@ from pgoutbox.measures import Vitals
 from pgoutbox.observer import Observer
 from pgoutbox.outage import Outage
 from pgoutbox.outbox import Outbox
-from pgoutbox.results import ABANDONED
+from pgoutbox.results import ABANDONED, Attempt
 from pgoutbox.settings import Settings
 from pgoutbox.slots import Slots
 from pgoutbox.stall import StallWatch
@@ -97,6 +96,7 @@ class Worker:
         if self._settings.alert_destination is not None:
             self._handlers.setdefault(ALERT_TOPIC, alert_handler())
         self._topics = sorted(self._handlers)
+        self._middlewares = outbox.middlewares
         self._hold_topics = sorted(t for t, h in self._handlers.items() if h.on_unknown == "hold")
         self._queues = Queues(queues, now=elapsed_clock())
         self.name = _name_for(self._settings)
@@ -105,8 +105,8 @@ class Worker:
         self._keyring = keyring_of(self._settings.encryption_keys)
         self._transports = transports if transports is not None else outbox.transports_for(self._settings)
         self._open_topics = list(self._topics)  # Topics whose outcomes the database does not refuse.
-        self._held: dict[int, Context] = {}
-        self._suspects: list[Context] = []
+        self._held: dict[int, Attempt] = {}
+        self._suspects: list[Attempt] = []
         self._prefetch = 0
         self._look_from_beginning = True
         self._ring_is_unanswered = False
@@ -268,6 +268,7 @@ class Worker:
             self._store,
             self._transports,
             self.telemetry,
+            middleware=self._middlewares,
             alert_queue=self._queues.names[0] if ALERT_TOPIC in self._handlers else None,
             collect=self._finisher.collect,
         )
@@ -342,9 +343,9 @@ class Worker:
                 await self._until_idle(finished=False)
         self._attempts.breakers.stop()
         await self._slots.stop()
-        for context in [context for context in self._held.values() if not context.done]:
-            context.done = True  # The handler has ignored its cancellation.
-            self._finisher.collect(context, ABANDONED)
+        for attempt in [attempt for attempt in self._held.values() if not attempt.done]:
+            attempt.done = True  # The handler has ignored its cancellation.
+            self._finisher.collect(attempt, ABANDONED)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(5.0, deadline - asyncio.get_running_loop().time())):
                 await self._until_idle(finished=True)
@@ -488,8 +489,8 @@ class Worker:
 
     async def _take_over(self, rows: Sequence[ClaimedRow], leased_at: float) -> None:
         taken = await self._intake.take(rows, leased_at)
-        for context, ending in taken.endings:
-            self._finisher.collect(context, ending)
+        for attempt, ending in taken.endings:
+            self._finisher.collect(attempt, ending)
         self._watch_suspects(taken.suspects)
         self._slots.put(taken.works)
         if taken.ended:
@@ -497,14 +498,14 @@ class Worker:
 
     # --- suspects -----------------------------------------------------------------------------------------------------
 
-    def _watch_suspects(self, suspects: list[Context]) -> None:
+    def _watch_suspects(self, suspects: list[Attempt]) -> None:
         """Count these as suspects in flight until they have ended, but for no longer than a lease."""
         if suspects:
             self._suspects += suspects
             asyncio.get_running_loop().call_later(self._settings.lease_seconds, self._trust, suspects)
 
-    def _trust(self, suspects: Sequence[Context]) -> None:
-        self._suspects[:] = [context for context in self._suspects if context not in suspects]
+    def _trust(self, suspects: Sequence[Attempt]) -> None:
+        self._suspects[:] = [attempt for attempt in self._suspects if attempt not in suspects]
         if self._queues.may_take_suspects(len(self._suspects)):
             self._progress.set()
             self._look_at_everything()
@@ -513,7 +514,7 @@ class Worker:
         """An attempt has ended, or its end is written."""
         self._progress.set()
         if self._suspects:
-            ended = [context for context in self._suspects if self._held.get(context.message.id) is not context]
+            ended = [attempt for attempt in self._suspects if self._held.get(attempt.message.id) is not attempt]
             if ended:
                 self._trust(ended)
 

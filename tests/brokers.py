@@ -1,7 +1,7 @@
-"""Real brokers as processes of the tests' own, on free ports and in temporary directories.
+"""Real brokers as processes of the tests, on free ports and in temporary directories.
 
-A broker can be killed and started again on the same port, or frozen, so that the kernel takes what is sent to it and
-nobody answers. They run under the account `nobody` where the tests run as root.
+A broker can be killed and restarted on the same port, or frozen, so that the kernel accepts its input and no process
+answers. They run under the account `nobody` if the tests run as root.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ HOST = "127.0.0.1"
 
 
 class Broker:
-    """One server and its directory. `answers` tells whether it serves."""
+    """A server and its directory. `answers` checks whether it is ready."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Broker:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, *, unprivileged: bool = True) -> None:
-        """Start, and wait until it answers."""
+        """Start, and wait until it is ready."""
         account = pwd.getpwnam("nobody") if unprivileged and os.getuid() == 0 else None
         with (self.home / "output").open("ab") as log:
             self._process = subprocess.Popen(
@@ -86,7 +86,7 @@ class Broker:
         return (self.home / "output").read_text(errors="replace")[-2_000:]
 
     def stop(self) -> None:
-        """Kill the server and what it started."""
+        """Kill the server and its children."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -97,7 +97,7 @@ class Broker:
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
-        """For a while the server does not run: the kernel takes what is sent to it, and nobody answers."""
+        """Freeze the server for some time: the kernel accepts its input, and no process answers."""
         assert self._process is not None
         group = self._process.pid
         os.killpg(group, signal.SIGSTOP)
@@ -111,9 +111,9 @@ class Broker:
 
 
 def _is_stopped(group: int) -> bool:
-    """Whether no thread of a process group runs any more."""
+    """Return whether no thread of a process group runs any more."""
     for stat in Path("/proc").glob("[0-9]*/task/*/stat"):
-        with contextlib.suppress(OSError):  # It has ended meanwhile.
+        with contextlib.suppress(OSError):  # It has ended in the meantime.
             state, _, its_group, *_ = stat.read_text().rpartition(")")[2].split()
             if int(its_group) == group and state not in "TtZX":
                 return False
@@ -122,7 +122,7 @@ def _is_stopped(group: int) -> bool:
 
 @contextlib.contextmanager
 def own_home(name: str) -> Iterator[Path]:
-    """A directory that belongs to the account of the servers."""
+    """Create a directory that the account of the servers owns."""
     with tempfile.TemporaryDirectory(prefix=f"pgoutbox-{name}-", ignore_cleanup_errors=True) as directory:
         home = Path(directory)
         if os.getuid() == 0:
@@ -132,7 +132,7 @@ def own_home(name: str) -> Iterator[Path]:
 
 
 def program_of(name: str) -> str:
-    """The path of a server's program; without it the test is skipped."""
+    """Return the path of a server's program, or skip the test without it."""
     program = shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/lib/rabbitmq/bin")
     if program is None:
         server_missing(f"no {name}")
@@ -140,25 +140,25 @@ def program_of(name: str) -> str:
 
 
 def free_port() -> int:
-    """A port that nobody has at this moment."""
+    """Return a port that is currently free."""
     with socket.socket() as listener:
         listener.bind((HOST, 0))
         return int(listener.getsockname()[1])
 
 
 def accepts(port: int) -> bool:
-    """Whether somebody listens."""
+    """Return whether a server listens."""
     with socket.socket() as client:
         return client.connect_ex((HOST, port)) == 0
 
 
-# The name that certificates of brokers are for. They are not for the address behind it.
+# The host name in the brokers' certificates, which do not cover its address.
 TLS_HOST = "localhost"
 
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """Of a broker, for `TLS_HOST` alone: files that every account may read."""
+    """A broker's certificate for `TLS_HOST` alone, in files that every account may read."""
 
     ca_file: str
     cert_file: str
@@ -166,7 +166,7 @@ class Certificate:
 
 
 def issue_certificate(home: Path) -> Certificate:
-    """A certificate of an authority that nobody else knows."""
+    """Create a certificate of an authority that no client knows."""
     authority = trustme.CA()
     issued = authority.issue_cert(TLS_HOST)
     files = {"ca.pem": authority.cert_pem, "cert.pem": issued.cert_chain_pems[0], "key.pem": issued.private_key_pem}
@@ -186,7 +186,8 @@ class TlsBroker:
     certificate: Certificate
 
 
-# Which way to such a broker is refused, and why: the host, whether by the right port, whether its authority is known.
+# The ways to such a broker that are refused, and why: the host, whether the port is right, and whether the authority is
+# known.
 TLS_REFUSALS = [
     pytest.param(TLS_HOST, True, False, "the server's certificate is refused: ", id="unknown authority"),
     pytest.param(HOST, True, True, "the server's certificate is refused: IP address mismatch", id="other host"),
@@ -196,7 +197,7 @@ TLS_REFUSALS = [
 
 @contextlib.contextmanager
 def redis_server(*options: str) -> Iterator[Broker]:
-    """A Redis that keeps its streams over a restart."""
+    """Run a Redis that keeps its streams over a restart."""
     program, port = program_of("redis-server"), free_port()
     with own_home("redis") as home:
         command = [
@@ -212,7 +213,7 @@ def redis_server(*options: str) -> Iterator[Broker]:
 
 
 def outbox_with(dsn: str, **settings: object) -> Outbox:
-    """An outbox whose topic `greet` hands its payload to the broker, and is tried again much later."""
+    """Build an outbox whose topic `greet` sends its payload to the broker, and is retried much later."""
     outbox = Outbox(settings_for(dsn, event_source="https://club.example.org", broker_timeout_seconds=2, **settings))
 
     @outbox.handler("greet", retry=RetryPolicy.steps(3600, jitter=0))
@@ -224,7 +225,7 @@ def outbox_with(dsn: str, **settings: object) -> Outbox:
 
 @contextlib.contextmanager
 def tls_redis_server() -> Iterator[TlsBroker]:
-    """A Redis with a port for each."""
+    """Run a Redis with a port for TLS and one for plain text."""
     with own_home("tls") as home:
         certificate, tls_port = issue_certificate(home), free_port()
         options = (
@@ -237,7 +238,7 @@ def tls_redis_server() -> Iterator[TlsBroker]:
 
 @contextlib.contextmanager
 def tls_nats_server(configuration: str, plain: Broker) -> Iterator[TlsBroker]:
-    """A NATS that demands TLS, beside one that does not know it."""
+    """Run a NATS that requires TLS, and another one without it."""
     with own_home("tls") as home:
         certificate = issue_certificate(home)
         tls = f'tls {{ cert_file: "{certificate.cert_file}", key_file: "{certificate.key_file}" }}'
@@ -247,7 +248,7 @@ def tls_nats_server(configuration: str, plain: Broker) -> Iterator[TlsBroker]:
 
 @contextlib.contextmanager
 def nats_server(configuration: str = "") -> Iterator[Broker]:
-    """A NATS with JetStream, which keeps its streams over a restart."""
+    """Run a NATS with JetStream, which keeps its streams over a restart."""
     program, port = program_of("nats-server"), free_port()
     with own_home("nats") as home:
         path = home / "nats.conf"
@@ -261,7 +262,7 @@ def nats_server(configuration: str = "") -> Iterator[Broker]:
 
 
 def _greets(port: int) -> bool:
-    """Whether a NATS listens; it accepts connections a moment before it does."""
+    """Return whether a NATS is ready; it accepts connections slightly earlier."""
     try:
         with socket.create_connection((HOST, port), timeout=1) as client:
             return client.recv(4) == b"INFO"
@@ -269,7 +270,7 @@ def _greets(port: int) -> bool:
         return False
 
 
-# Loaded when RabbitMQ starts: its command line takes seconds for each of them.
+# Loaded when RabbitMQ starts, because its command line takes seconds for each of them.
 _RABBITMQ_USERS = {"app": (".*", ".*", ".*"), "reader": ("", "", ".*"), "tls": (".*", ".*", ".*")}
 RABBITMQ_TLS_PASSWORD = "canary/password"
 RABBITMQ_MAX_BYTES = 2_000_000
@@ -277,9 +278,10 @@ RABBITMQ_MAX_BYTES = 2_000_000
 
 @contextlib.contextmanager
 def rabbitmq_server() -> Iterator[TlsBroker]:
-    """A RabbitMQ with a port for each, the user `app`, and `reader` who may not publish. The password is `secret`."""
+    """Run a RabbitMQ with a port for TLS and one for plain text, the user `app`, and the user `reader` without the
+    right to publish. The password is `secret`."""
     program, epmd, port, epmd_port = program_of("rabbitmq-server"), program_of("epmd"), free_port(), free_port()
-    if program.startswith("/usr/sbin/"):  # Debian's wrapper insists on an account of its own.
+    if program.startswith("/usr/sbin/"):  # Debian's wrapper requires its own account.
         program = "/usr/lib/rabbitmq/bin/rabbitmq-server"
     with own_home("rabbitmq") as home:
         certificate, tls_port = issue_certificate(home), free_port()
@@ -316,7 +318,7 @@ def rabbitmq_server() -> Iterator[TlsBroker]:
 
 
 def _has_ended(epmd: str, port: int) -> bool:
-    """Whether the port mapper is gone. It stays for as long as it knows of the node, so it is told each time."""
+    """Return whether the port mapper is gone. It stays while it knows the node, so each check tells it to stop."""
     if accepts(port):
         subprocess.run([epmd, "-port", str(port), "-kill"], capture_output=True, check=False)
     return not accepts(port)
@@ -359,13 +361,15 @@ sys.stdin.read()
 
 @contextlib.contextmanager
 def kafka_server() -> Iterator[Broker]:
-    """The broker that librdkafka brings for tests: the real protocol on a real port, records in memory, every topic
-    there. It chooses its port itself, so it cannot be started again on the same."""
+    """Run librdkafka's broker for tests: the real protocol on a real port, records in memory, and every topic
+    exists.
+
+    It chooses its own port, so it cannot be restarted on the same one."""
     with own_home("kafka") as home:
         output = home / "output"
         broker = Broker([sys.executable, "-c", _KAFKA], home, 0, answers=lambda: output.read_text().endswith("\n"))
         try:
-            broker.start(unprivileged=False)  # The account `nobody` may have no way to this interpreter.
+            broker.start(unprivileged=False)  # The account `nobody` may have no access to this interpreter.
             broker.port = int(output.read_text())
             yield broker
         finally:
@@ -374,7 +378,7 @@ def kafka_server() -> Iterator[Broker]:
 
 @contextlib.asynccontextmanager
 async def forwarded(port: int) -> AsyncIterator[Forwarder]:
-    """A forwarder to a broker that is there."""
+    """Run a forwarder to a running broker."""
     forwarder = Forwarder(port)
     await forwarder.listen()
     try:
@@ -384,7 +388,7 @@ async def forwarded(port: int) -> AsyncIterator[Forwarder]:
 
 
 def assert_refused(outcome: Outcome, error: str, secrets: set[str], logs: str, forwarder: Forwarder) -> None:
-    """Assert that a way to a broker was refused clearly, before anything that is secret was sent or shown."""
+    """Assert that a connection to a broker was refused clearly, before any secret was sent or shown."""
     said = error_of(outcome, Transient)
     assert isinstance(outcome, Transient)
     assert said.startswith(error), said
@@ -395,7 +399,7 @@ def assert_refused(outcome: Outcome, error: str, secrets: set[str], logs: str, f
 
 
 class Forwarder:
-    """A port that leads to a broker from `listen` to `cut`, and is not served else. `said` is what it was told."""
+    """A port that leads to a broker from `listen` to `cut`, and is closed otherwise. `said` is the received data."""
 
     def __init__(self, target_port: int) -> None:
         self.port = free_port()
@@ -405,7 +409,7 @@ class Forwarder:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def listen(self) -> None:
-        """Serve the port."""
+        """Open the port."""
         self._server = await asyncio.start_server(self._forward, HOST, self.port)
 
     async def cut(self) -> None:

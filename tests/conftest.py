@@ -1,7 +1,7 @@
-"""Real databases for the tests: one server per session, one migrated template, one cloned database per test.
+"""Real databases for the tests: one server per session, one migrated template, and one cloned database per test.
 
-The server is the embedded PostgreSQL 18, or the one that PGOUTBOX_TEST_DSN names (a superuser's DSN). A test that
-cannot have its server is skipped with the reason; with CI=true it fails.
+The server is the embedded PostgreSQL 18, or the one that PGOUTBOX_TEST_DSN names (a superuser's DSN). A test whose
+server is missing is skipped with the reason; with CI=true it fails.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol
 from urllib.parse import quote, urlencode
 
@@ -23,40 +24,54 @@ from pgoutbox.embedded import embedded_server
 from pgoutbox.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator, Iterator, Sequence
 
     from pytest_postgresql.executors import NoopExecutor
 
-# A statement that waits for a lock which no test means to wait for fails instead of hanging. Where a test does mean it,
-# what frees the lock may be slow to come.
+# A statement that unexpectedly waits for a lock fails instead of hanging. Tests that expect the wait use a longer
+# limit, because the lock may be released slowly.
 CONNECTION_OPTIONS = "-c lock_timeout=10s"
 DATABASE_PREFIX = f"pgoutbox_{os.getpid()}"
+
+# `make test` leaves out these folders, wherever they are, and the tests that are marked `slow`.
+SLOW_FOLDERS = frozenset({"faults", "model", "soak"})
+
+# `make coverage` measures this process. Programs that tests start are not measured: coverage.py writes to stderr.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.pop("COVERAGE_PROCESS_START", None)
 
 _database_numbers = count(1)
 
 
+@pytest.hookimpl(tryfirst=True)  # Before pytest selects by markers.
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    for item in items:
+        if SLOW_FOLDERS.intersection(item.path.relative_to(Path(__file__).parent).parts):
+            item.add_marker(pytest.mark.slow)
+
+
 def server_missing(reason: str) -> NoReturn:
-    """Skip the test, or fail it where every server has to be there: in CI."""
+    """Skip the test, or fail it in CI, where every server must exist."""
     if os.environ.get("CI") == "true":
         pytest.fail(f"CI must not skip this: {reason}", pytrace=False)
     pytest.skip(reason)
 
 
 class Connect(Protocol):
-    """Opens one more connection to the test's database; it is closed when the test ends."""
+    """Opens one more connection to the test's database, and closes it when the test ends."""
 
     def __call__(self, *, autocommit: bool = False) -> psycopg.Connection: ...
 
 
 class AsyncConnect(Protocol):
-    """Opens one more async connection to the test's database; it is closed when the test ends."""
+    """Opens one more async connection to the test's database, and closes it when the test ends."""
 
     async def __call__(self, *, autocommit: bool = False) -> psycopg.AsyncConnection: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Where the server is and who its superuser is, by the names that pytest-postgresql's `depends_on` reads."""
+    """The server's address and superuser, under the names that pytest-postgresql's `depends_on` reads."""
 
     host: str
     port: int
@@ -67,13 +82,13 @@ class Server:
     template_dbname: str | None = None
 
     def dsn_for(self, database: str) -> str:
-        """URL of `database`, which psycopg, asyncpg and SQLAlchemy all read."""
+        """Return the URL of `database`, which psycopg, asyncpg and SQLAlchemy all accept."""
         password = f":{quote(self.password, safe='')}" if self.password else ""
         place = urlencode({"host": self.host, "port": self.port})
         return f"postgresql://{quote(self.user, safe='')}{password}@/{quote(database, safe='')}?{place}"
 
     def database(self, *, template: str | None = None) -> DatabaseJanitor:
-        """A context manager that creates a database of a new name and drops it, whoever is still connected."""
+        """Create a database with a new name, and drop it at the end despite open connections."""
         return DatabaseJanitor(
             host=self.host,
             port=self.port,
@@ -87,7 +102,7 @@ class Server:
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
-    """The server of the session."""
+    """Start or find the server of the session."""
     with ExitStack() as stack:
         dsn = os.environ.get("PGOUTBOX_TEST_DSN")
         try:
@@ -110,21 +125,21 @@ migrated = factories.postgresql_noproc(depends_on="server", dbname=DATABASE_PREF
 
 @pytest.fixture
 def empty_dsn(server: Server) -> Iterator[str]:
-    """DSN of a new database without the schema."""
+    """Return the DSN of a new database without the schema."""
     with server.database() as database:
         yield server.dsn_for(database.dbname)
 
 
 @pytest.fixture
 def dsn(server: Server, migrated: NoopExecutor) -> Iterator[str]:
-    """DSN of a new migrated database, which is the test's own."""
+    """Return the DSN of a new migrated database that only this test uses."""
     with server.database(template=migrated.template_dbname) as database:
         yield server.dsn_for(database.dbname)
 
 
 @pytest.fixture
 def connect(dsn: str) -> Iterator[Connect]:
-    """Opens sync connections to the test's database."""
+    """Open sync connections to the test's database."""
     with ExitStack() as stack:
 
         def connect_once(*, autocommit: bool = False) -> psycopg.Connection:
@@ -137,7 +152,7 @@ def connect(dsn: str) -> Iterator[Connect]:
 
 @pytest.fixture
 async def aconnect(dsn: str) -> AsyncIterator[AsyncConnect]:
-    """Opens async connections to the test's database."""
+    """Open async connections to the test's database."""
     async with AsyncExitStack() as stack:
 
         async def connect_once(*, autocommit: bool = False) -> psycopg.AsyncConnection:
@@ -150,20 +165,21 @@ async def aconnect(dsn: str) -> AsyncIterator[AsyncConnect]:
 
 @pytest.fixture
 def connection(connect: Connect) -> psycopg.Connection:
-    """One connection to the test's database; what the test wants others to see, it has to commit."""
+    """Return one connection to the test's database; its writes are visible to others only after a commit."""
     return connect()
 
 
 @pytest.fixture(scope="session")
 def shared_dsn(server: Server, migrated: NoopExecutor) -> Iterator[str]:
-    """DSN of the migrated database that all tests with `rolled_back` share."""
+    """Return the DSN of the migrated database that all tests with `rolled_back` share."""
     with server.database(template=migrated.template_dbname) as database:
         yield server.dsn_for(database.dbname)
 
 
 @pytest.fixture
 def rolled_back(shared_dsn: str) -> Iterator[psycopg.Connection]:
-    """A connection to a shared migrated database, rolled back at the end: cheap, for a test that never commits."""
+    """Return a connection to the shared migrated database, rolled back at the end: cheap, for tests that never
+    commit."""
     connection = psycopg.connect(shared_dsn, options=CONNECTION_OPTIONS)
     try:
         yield connection

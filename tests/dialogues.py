@@ -1,4 +1,4 @@
-"""A port of this machine where a test's server speaks to each client in a task of the test's own event loop."""
+"""A local port on which a test server runs each client's dialogue in a task of the test's own event loop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HOST = "127.0.0.1"
 async def listening(
     dialogue: Dialogue, *, host: str = HOST, port: int = 0, tls: ssl.SSLContext | None = None
 ) -> AsyncIterator[int]:
-    """The port, while it is served. What is still spoken at the end is cut off."""
+    """Serve the port, and cancel open dialogues at the end."""
     tasks: set[asyncio.Task[None]] = set()
 
     def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

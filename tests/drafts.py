@@ -1,4 +1,4 @@
-"""Drafts as applications make them, and what a refusal says."""
+"""Drafts as applications make them, and the text of a refusal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEFAULT = 7
 
 
 class Address(BaseModel):
-    """A part of an account."""
+    """A nested model."""
 
     street: str
     since: date | None = None
@@ -36,7 +36,7 @@ class Account(BaseModel):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def label(self) -> str:
-        """What is not written."""
+        """Compute a field that is not written."""
         return f"{self.user_id}"
 
 
@@ -52,7 +52,7 @@ def draft_of(topic: str | Topic[Any] = "mail", payload: object = None, /, **opti
 
 
 def refusal(topic: str | Topic[Any] = "mail", payload: object = None, /, **options: object) -> str:
-    """What the refusal of the message says."""
+    """Return the text of the message's refusal."""
     with pytest.raises(PayloadError) as caught:
         draft_of(topic, payload, **options)
     assert str(caught.value).isprintable()

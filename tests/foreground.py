@@ -1,7 +1,7 @@
-"""Commands that hear Ctrl-C, however the tests were started.
+"""Commands that receive Ctrl-C, however the tests were started.
 
-A shell starts a background job with SIGINT ignored, and children inherit that. A program rightly keeps ignoring it: so
-a test that interrupts a program starts it as a foreground job.
+A shell starts a background job with SIGINT ignored, and children inherit that. A program correctly keeps ignoring
+it. A test that interrupts a program therefore starts it as a foreground job.
 """
 
 from __future__ import annotations
@@ -17,5 +17,6 @@ os.execv(sys.argv[1], sys.argv[1:])
 
 
 def in_foreground(*arguments: str) -> list[str]:
-    """The command that runs this interpreter with these arguments and with SIGINT as in a foreground job."""
+    """Return a command that runs this interpreter with these arguments, and with SIGINT handled as in a foreground
+    job."""
     return [sys.executable, "-c", _HEAR_CTRL_C, sys.executable, *arguments]

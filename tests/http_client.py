@@ -1,4 +1,4 @@
-"""HTTP as a probe or a scraper speaks it, and worse: on a plain socket, so that nothing is made right on the way."""
+"""Raw HTTP requests of probes, scrapers and faulty clients, on a plain socket that corrects nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Answer(NamedTuple):
-    """What came back."""
+    """A response."""
 
     status: int
     headers: Mapping[str, str]
@@ -33,7 +33,7 @@ async def exchange(port: int, request: bytes) -> bytes:
 
 
 async def ask(port: int, path: str, *, method: str = "GET", accept: str = "*/*") -> Answer:
-    """One request; its answer."""
+    """Send one request and return its response."""
     raw = await exchange(port, f"{method} {path} HTTP/1.1\r\nHost: worker\r\nAccept: {accept}\r\n\r\n".encode())
     head, _, body = raw.partition(b"\r\n\r\n")
     status, *lines = head.decode().split("\r\n")

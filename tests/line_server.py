@@ -1,7 +1,7 @@
-"""A host that takes messages over TCP, one per connection, and a transport that sends them there.
+"""A host that receives messages over TCP, one per connection, and a transport that sends them there.
 
-The host can die, hang and come back under the same address, which is the part that the transports of the package leave
-to others.
+The host can die, hang and recover under the same address. The transports of the package have no such host of their
+own.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Line(NamedTuple):
 
 
 class Mood(enum.Enum):
-    """What the host does with a line."""
+    """The host's reaction to a line."""
 
     TAKE = "answer ok"
     REFUSE = "answer that this one must wait"
@@ -43,7 +43,7 @@ class Mood(enum.Enum):
 
 @dataclass
 class LineHost:
-    """Where the host listens, what it does, and what it has taken. `reached` is set when another line has come."""
+    """The host's address, its behaviour, and the lines that it has received. `reached` is set at each new line."""
 
     mood: Mood = Mood.TAKE
     port: int = 0
@@ -54,26 +54,26 @@ class LineHost:
 
     @property
     def hung_count(self) -> int:
-        """How many clients wait for an answer that does not come."""
+        """Count the clients that wait for an answer that never comes."""
         return len(self._hanging)
 
     @property
     def destination(self) -> str:
-        """The URI of a message for this host."""
+        """Return the URI of a message for this host."""
         return f"{SCHEME}://{HOST}:{self.port}"
 
     @property
     def key(self) -> str:
-        """The key of its circuit breaker."""
+        """Return the key of its circuit breaker."""
         return f"{SCHEME}:{HOST}:{self.port}"
 
     def hang_up(self) -> None:
-        """Break the connections that it has left without an answer."""
+        """Close the connections that it has left without an answer."""
         for writer in self._hanging:
             writer.close()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One line of one client."""
+        """Handle one line of one client."""
         with contextlib.suppress(ConnectionError):
             try:
                 text = (await reader.readline()).decode().rstrip()
@@ -97,14 +97,14 @@ class LineHost:
 
 @asynccontextmanager
 async def line_host(mood: Mood = Mood.TAKE) -> AsyncIterator[LineHost]:
-    """A host in this mood, which the test may change."""
+    """Run a host with this behaviour, which the test may change."""
     host = LineHost(mood)
     async with listening(host.serve) as host.port:
         yield host
 
 
 class LineTransport:
-    """Sends a `Line` to the host of the destination, and waits for its answer for as long as it takes."""
+    """Sends a `Line` to the host of the destination, and waits for its answer without a limit."""
 
     schemes = (SCHEME,)
 
@@ -112,11 +112,11 @@ class LineTransport:
         self._timeout_seconds = timeout_seconds
 
     def breaker_key(self, message: Message[object], content: Content | None) -> str:
-        """One breaker for each host."""
+        """Use one breaker for each host."""
         return f"{SCHEME}:{urlsplit(message.destination or '').netloc}"
 
     async def send(self, message: Message[object], content: Content) -> Outcome:
-        """Hand the line over."""
+        """Send the line."""
         assert isinstance(content, Line)
         address = urlsplit(message.destination or "")
         try:
@@ -127,11 +127,11 @@ class LineTransport:
                     answer = (await reader.readline()).decode().strip()
                 finally:
                     writer.close()
-        except OSError as error:  # TimeoutError is one.
+        except OSError as error:  # This includes TimeoutError.
             return Transient(f"{type(error).__name__}: {error}", outage=True)
         if answer == "ok":
             return Sent()
         return Transient("the host says: later") if answer == "later" else Transient("no answer", outage=True)
 
     async def aclose(self) -> None:
-        """Every line has a connection of its own."""
+        """Do nothing: every line has its own connection."""

@@ -1,4 +1,4 @@
-"""Messages in any state, for the tests of what operators do to them."""
+"""Messages in any state, for the tests of operators' actions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import pytest
 
 LARGE = {"text": b64encode(Random(1).randbytes(4_000)).decode()}
-"""A payload that is stored apart from its message, and cannot be compressed."""
+"""A payload that is stored apart from its message, and that compression cannot shrink."""
 
 PUT_SENDING = """
     UPDATE pgoutbox.message
@@ -57,7 +57,7 @@ def put(
     ordering_key: str | None = None,
     age: timedelta = timedelta(),
 ) -> int:
-    """Enqueue a message and bring it to `state`, where it has been for `age`."""
+    """Enqueue a message and bring it to `state`, as if that had happened `age` ago."""
     row = connection.execute(
         """
         SELECT pgoutbox.enqueue(
@@ -77,7 +77,7 @@ def put(
 
 
 def meanwhile(patch: pytest.MonkeyPatch, name: str, do: Callable[[], object]) -> None:
-    """Have somebody else do this between the look at a filter and what the operation of this name does, once."""
+    """Run a concurrent change once, between a filter's query and the action of the operation with this name."""
     operation = getattr(operations, name)
 
     def operate_late(*arguments: object, **named: object) -> object:

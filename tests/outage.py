@@ -1,8 +1,8 @@
-"""The timeline of a host that dies among others that live, and comes back: python -m tests.outage
+"""The timeline of a host that dies among live hosts, and recovers: python -m tests.outage
 
-Prints, with circuit breakers and without: the attempts that the outage used up, how long the recovery took, and the
-times of the other messages from enqueue to sent, before, during and after. Everything is real, and in one process: an
-embedded PostgreSQL, a worker, two hosts on this machine. Only the ratios mean anything.
+It prints, with and without circuit breakers: the attempts that the outage used up, the recovery time, and the
+latency of the other messages from enqueue to sent, before, during and after the outage. Everything is real, and in
+one process: an embedded PostgreSQL, a worker, two hosts on this machine. Only the ratios are meaningful.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from pgoutbox.settings import load_settings
 from pgoutbox.worker import Worker
 from tests.line_server import Line, LineHost, LineTransport, Mood, line_host
 
-_TICK_SECONDS = 0.05  # The producer's pace: what fell due since the last tick is enqueued at once.
-_LOOK_SECONDS = 0.1  # Between two looks at the table; as fine as the recovery is measured.
+_TICK_SECONDS = 0.05  # The producer's interval: messages due since the last tick are enqueued at once.
+_LOOK_SECONDS = 0.1  # The polling interval, which is the resolution of the recovery time.
 _TIMEOUT_SECONDS = 3.0
 _COOLDOWN_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
 class Load:
-    """So many messages a second for so long; of them one in `mortal_every` for the host that dies."""
+    """The rate and the duration of the messages; one in `mortal_every` is for the host that dies."""
 
     per_second: int
     seconds: float
@@ -44,7 +44,7 @@ async def produce(
     load: Load,
     hosts: tuple[LineHost, LineHost],
 ) -> None:
-    """Enqueue at this rate, whatever the worker does."""
+    """Enqueue at this rate, independent of the worker."""
     good, mortal = hosts
     began_at = time.monotonic()
     made = 0
@@ -64,7 +64,7 @@ async def produce(
 
 
 async def play(dsn: str, load: Load, *, breaker: bool, concurrency: int) -> None:
-    """One timeline, printed."""
+    """Run and print one timeline."""
     settings = load_settings(
         dsn=dsn,
         breaker=breaker,
@@ -74,7 +74,7 @@ async def play(dsn: str, load: Load, *, breaker: bool, concurrency: int) -> None
     )
     outbox = Outbox(settings, transports=[LineTransport(timeout_seconds=_TIMEOUT_SECONDS)])
 
-    @outbox.handler("line", retry=RetryPolicy(base_seconds=1, cap_seconds=4))
+    @outbox.handler("line", retry=RetryPolicy(base=1, cap=4))
     async def line(message: Message, ctx: Context) -> Line:
         return Line(str(message.id))
 
@@ -112,7 +112,7 @@ async def play(dsn: str, load: Load, *, breaker: bool, concurrency: int) -> None
 
 
 async def until_delivered(dsn: str, mortal: LineHost, returned_at: float) -> tuple[float, float]:
-    """How long after its return the host got the first message, and the last of those that had waited for it."""
+    """Return the time from the host's return to its first message, and to the last of the waiting messages."""
     first = None
     async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as connection:
         while True:
@@ -131,7 +131,7 @@ async def until_delivered(dsn: str, mortal: LineHost, returned_at: float) -> tup
 
 
 async def times(connection: psycopg.AsyncConnection[TupleRow], good: LineHost) -> list[tuple[str, float, float, int]]:
-    """For each phase p50 and p99 of the milliseconds from enqueue to sent, when all are sent."""
+    """Return p50 and p99 of the latency from enqueue to sent in milliseconds, for each phase, when all are sent."""
     while True:
         cursor = await connection.execute(
             "SELECT payload ->> 'phase',"
@@ -156,12 +156,14 @@ def say(text: str) -> None:
 
 
 def main() -> None:
-    """Both timelines on one server."""
+    """Run both timelines on one server."""
     parser = argparse.ArgumentParser(prog="python -m tests.outage", description="The timeline of a dead host.")
-    parser.add_argument("--per-second", type=int, default=500, help="messages enqueued in a second")
-    parser.add_argument("--seconds", type=float, default=20, help="length of each of the three phases")
-    parser.add_argument("--mortal-every", type=int, default=100, help="one in so many is for the host that dies")
-    parser.add_argument("--concurrency", type=int, default=50, help="sends at once")
+    parser.add_argument("--per-second", type=int, default=500, help="messages enqueued per second")
+    parser.add_argument("--seconds", type=float, default=20, help="duration of each of the three phases, in seconds")
+    parser.add_argument(
+        "--mortal-every", type=int, default=100, help="one in this many messages is for the host that dies"
+    )
+    parser.add_argument("--concurrency", type=int, default=50, help="number of concurrent sends")
     arguments = parser.parse_args()
     load = Load(arguments.per_second, arguments.seconds, arguments.mortal_every)
     with embedded_server(durable=False) as server:

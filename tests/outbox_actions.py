@@ -1,7 +1,7 @@
-"""What a test does to an outbox: one function for each statement of `pgoutbox.sql`, on the connection of its choice,
-and workers that can be waited for.
+"""Actions of tests on an outbox: one function for each statement of `pgoutbox.sql`, on any connection, and workers
+whose state tests can await.
 
-The statements are looked up when they run, so that a test which breaks one of them breaks these actions too.
+The statements are looked up when they run, so that a test which mutates a statement also mutates its action.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from pgoutbox.telemetry import Event
 
 LEASE_SECONDS = 60.0
-ROW_LENGTH = len(ClaimedRow._fields) - 3  # Store adds the last three.
+ROW_LENGTH = len(ClaimedRow._fields) - 3  # Store adds the last three arguments.
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one message's row says."""
+    """The values of one message's row."""
 
     id: int
     state: str
@@ -73,7 +73,7 @@ class Options(TypedDict, total=False):
 def enqueue(
     connection: psycopg.Connection, topic: str = "greet", payload: object = None, **arguments: Unpack[Options]
 ) -> int:
-    """Enqueue by the SQL function; returns the message id."""
+    """Enqueue by the SQL function, and return the message id."""
     names = "".join(f", {name} => %({name})s" for name in arguments)
     call = f"SELECT pgoutbox.enqueue(%(topic)s, %(payload)s{names})"
     parameters = {"topic": topic, "payload": Jsonb(payload), **arguments}
@@ -99,9 +99,9 @@ def claim(
     held: Sequence[int] = (),
     again_on: tuple[type[psycopg.Error], ...] = (),
 ) -> list[ClaimedRow]:
-    """Claim from all lanes but the ordered one, or from the first alone; the rows in the order of their ids.
+    """Claim from all lanes except the ordered one, or only from the first lane. Return the rows ordered by id.
 
-    After an error in `again_on` the same statement is run again.
+    After an error in `again_on`, run the same statement again.
     """
     parameters: dict[str, object] = {
         "queue": queue,
@@ -141,7 +141,7 @@ def claim(
 
 
 def judged(connection: psycopg.Connection, rows: Sequence[ClaimedRow]) -> list[ClaimedRow]:
-    """The rows of a claim, with the answer whether a newer message has overtaken theirs."""
+    """Return the rows of a claim, each with whether a newer message has overtaken it."""
     keyed = [row.id for row in rows if row.coalesce_key is not None and row.state == State.SENDING]
     overtaken = {row[0] for row in connection.execute(sql.OVERTAKEN, {"ids": keyed}).fetchall()}
     return [row._replace(superseded=row.id in overtaken) for row in rows]
@@ -150,7 +150,7 @@ def judged(connection: psycopg.Connection, rows: Sequence[ClaimedRow]) -> list[C
 def find_ordered(
     connection: psycopg.Connection, *, topics: Sequence[str] = ("greet",), after_key: str = "", key_limit: int = 100
 ) -> tuple[list[int], str | None, int]:
-    """What can be claimed of the keys behind `after_key`, the last key seen, and how many were."""
+    """Return the claimable messages of the keys after `after_key`, the last key seen, and the number of keys seen."""
     parameters = {"queue": "default", "topics": list(topics), "after_key": after_key, "key_limit": key_limit}
     ((ids, last_key, count),) = connection.execute(sql.FIND_ORDERED, parameters).fetchall()
     return ids or [], last_key, count
@@ -159,7 +159,7 @@ def find_ordered(
 def find_new_ordered(
     connection: psycopg.Connection, floor_id: int, *, topics: Sequence[str] = ("greet",), key_limit: int = 100
 ) -> list[int]:
-    """What can be claimed of the keys of messages beyond `floor_id`."""
+    """Return the claimable messages of the keys of messages beyond `floor_id`."""
     parameters = {"queue": "default", "topics": list(topics), "floor_id": floor_id, "key_limit": key_limit}
     return sorted(row[0] for row in connection.execute(sql.FIND_NEW_ORDERED, parameters).fetchall())
 
@@ -167,7 +167,7 @@ def find_new_ordered(
 def claim_ordered(
     connection: psycopg.Connection, *ids: int, worker: str = "worker-1", total: int | None = None
 ) -> list[ClaimedRow]:
-    """Claim what was found; everything that can be found if nothing is named."""
+    """Claim the found messages; by default all that can be found."""
     found = list(ids) or find_ordered(connection)[0]
     parameters = {
         "queue": "default",
@@ -182,12 +182,12 @@ def claim_ordered(
 
 
 def ids_in_flight(rows: Sequence[ClaimedRow]) -> list[int]:
-    """The ids of those claimed rows that are to be delivered."""
+    """Return the ids of the claimed rows that are to be delivered."""
     return [row.id for row in rows if row.state == State.SENDING]
 
 
 def finish_sent(connection: psycopg.Connection, *attempts: tuple[int, int], worker: str = "worker-1") -> set[int]:
-    """Finish attempts, each an id and its attempt count, as sent; the ids that were written."""
+    """Finish attempts, each an id and its attempt count, as sent. Return the ids that were written."""
     finished: set[int] = set()
     for attempt_count in {attempt_count for _, attempt_count in attempts}:
         ids = [message_id for message_id, number in attempts if number == attempt_count]
@@ -199,13 +199,13 @@ def finish_sent(connection: psycopg.Connection, *attempts: tuple[int, int], work
 def finish_sent_and_forget(
     connection: psycopg.Connection, *attempts: tuple[int, int], worker: str = "worker-1"
 ) -> set[int]:
-    """The same by the statement that also deletes, where a rule of retention says so."""
+    """Finish as sent with the statement that also deletes where a retention rule requires it."""
     parameters = {"ids": [a[0] for a in attempts], "attempt_counts": [a[1] for a in attempts], "worker": worker}
     return {row[0] for row in connection.execute(sql.FINISH_SENT_AND_FORGET_IF_HELD, parameters).fetchall()}
 
 
 def finish(connection: psycopg.Connection, *verdicts: Verdict, worker: str = "worker-1") -> dict[int, State]:
-    """Finish attempts with other outcomes; the states that were reached."""
+    """Finish attempts with other outcomes. Return the states that were reached."""
     parameters = {
         "ids": [v.id for v in verdicts],
         "attempt_counts": [v.attempt_count for v in verdicts],
@@ -231,19 +231,19 @@ def renew(connection: psycopg.Connection, *attempts: tuple[int, int], worker: st
 
 
 def watch(connection: psycopg.Connection, *attempts: tuple[int, int], worker: str = "worker-1") -> dict[int, HeldRow]:
-    """Look at attempts without writing."""
+    """Check attempts without writing."""
     parameters = {"ids": [a[0] for a in attempts], "attempt_counts": [a[1] for a in attempts], "worker": worker}
     return {row[0]: HeldRow._make(row) for row in connection.execute(sql.WATCH_IF_HELD, parameters).fetchall()}
 
 
 def cancel(connection: psycopg.Connection, message_id: int) -> str:
-    """Cancel by the SQL function; what it answered."""
+    """Cancel by the SQL function, and return its answer."""
     (answer,) = connection.execute("SELECT pgoutbox.cancel(%s)", [message_id]).fetchone() or ("",)
     return str(answer)
 
 
 def redrive(connection: psycopg.Connection, message_id: int) -> bool:
-    """Redrive one message; whether it was."""
+    """Redrive one message. Return whether it was redriven."""
     parameters = {"ids": [message_id], "states": ["failed", "cancelled"], "attempt_counts": None}
     rows = connection.execute(sql.REDRIVE, parameters).fetchall()
     return bool(rows[0][1])
@@ -266,20 +266,20 @@ def make_due(connection: psycopg.Connection, message_id: int) -> None:
 
 
 def expire(connection: psycopg.Connection, message_id: int) -> None:
-    """Age a message so that the time after which it must not be delivered has passed."""
+    """Age a message so that it has expired."""
     connection.execute(
         "UPDATE pgoutbox.message_live SET expires_at = now() - interval '1 ms' WHERE id = %s", [message_id]
     )
 
 
 def row_of(connection: psycopg.Connection, message_id: int) -> Row:
-    """The row of one message."""
+    """Return the row of one message."""
     (row,) = rows_of(connection, message_id)
     return row
 
 
 def rows_of(connection: psycopg.Connection, *message_ids: int) -> list[Row]:
-    """The rows of these messages, or of all, in the order of their ids."""
+    """Return the rows of these messages, or of all, ordered by id."""
     with connection.cursor(row_factory=class_row(Row)) as cursor:
         cursor.execute(
             """
@@ -306,12 +306,12 @@ def rows_of(connection: psycopg.Connection, *message_ids: int) -> list[Row]:
 
 
 def state_of(connection: psycopg.Connection, message_id: int) -> str:
-    """The state of one message."""
+    """Return the state of one message."""
     return row_of(connection, message_id).state
 
 
 def attempts_of(connection: psycopg.Connection, message_id: int) -> list[tuple[int, str, str | None]]:
-    """The history of one message: number, outcome and error of each attempt that is recorded."""
+    """Return the history of one message: number, outcome and error of each recorded attempt."""
     return connection.execute(
         "SELECT attempt_count, outcome, error FROM pgoutbox.attempt WHERE message_id = %s ORDER BY attempt_count",
         [message_id],
@@ -320,12 +320,12 @@ def attempts_of(connection: psycopg.Connection, message_id: int) -> list[tuple[i
 
 # --- workers ----------------------------------------------------------------------------------------------------------
 
-# A test that hangs fails after this time. No test passes or fails by how fast something is.
+# A hanging test fails after this time. No test depends on speed.
 PATIENCE_SECONDS = 30.0
 
 
 def settings_for(dsn: str, **overrides: object) -> Settings:
-    """Settings of a worker that only a ring, an end or a due time wakes: the sweep is an hour away."""
+    """Return settings of a worker that wakes only for a ring, an outcome or a due time: the sweep is an hour away."""
     values: dict[str, object] = {
         "dsn": dsn,
         "sweep_seconds": 3600,
@@ -338,9 +338,10 @@ def settings_for(dsn: str, **overrides: object) -> Settings:
 
 
 class WatchedWorker(Worker):
-    """A worker that tells when it has nothing left to do: `asleep` is set when nothing has woken it yet.
+    """A worker that signals when it is idle.
 
-    `sleeping` is set when, besides, it has asked until when it may sleep. What comes then has to wake it.
+    `asleep` is set when nothing has woken it yet. `sleeping` is set when it has also queried until when it may
+    sleep. Later messages have to wake it.
     """
 
     asleep: asyncio.Event
@@ -353,7 +354,7 @@ class WatchedWorker(Worker):
         await super().run()
 
     async def falls_asleep(self) -> None:
-        """Return when it sleeps anew."""
+        """Wait until it sleeps again."""
         self.asleep.clear()
         self.sleeping.clear()
         await self.sleeping.wait()
@@ -370,7 +371,7 @@ class WatchedWorker(Worker):
 
 
 def stumble(message: Message) -> None:
-    """Fail now and then, at another attempt of each message: for good twice in ten, for a while once."""
+    """Fail some attempts, at different attempts of each message: two in ten permanently, one temporarily."""
     match (message.id * 7 + message.attempt_count) % 10:
         case 0 | 1:
             raise Permanent("no")
@@ -380,9 +381,9 @@ def stumble(message: Message) -> None:
 
 @contextlib.asynccontextmanager
 async def running(worker: Worker) -> AsyncIterator[None]:
-    """The worker at work. At the end it is stopped, and an error that it ended with is raised."""
+    """Run the worker. At the end stop it, and raise its error if it ended with one."""
     task = asyncio.create_task(worker.run())
-    await asyncio.sleep(0)  # Its first step makes what a test may ask of it.
+    await asyncio.sleep(0)  # Its first step creates the attributes that a test may use.
     try:
         async with asyncio.timeout(PATIENCE_SECONDS):
             yield
@@ -393,13 +394,13 @@ async def running(worker: Worker) -> AsyncIterator[None]:
 
 
 async def drained(*outboxes: Outbox) -> None:
-    """Workers of these have nothing left to do, all at once."""
+    """Wait until these workers are all idle at the same time."""
     async with asyncio.timeout(PATIENCE_SECONDS):
         await asyncio.gather(*(Worker(outbox).drain() for outbox in outboxes))
 
 
 class Reports(logging.Handler):
-    """The events that workers report in their log, to be waited for."""
+    """The events that workers log, for tests to await."""
 
     def __init__(self) -> None:
         super().__init__(logging.DEBUG)
@@ -408,12 +409,12 @@ class Reports(logging.Handler):
         self._loop = asyncio.get_running_loop()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Note an event, from whatever thread it is reported."""
+        """Record an event from any thread."""
         self.events.append(getattr(record, "event", ""))
         self._loop.call_soon_threadsafe(self._heard.set)
 
     async def wait_for(self, event: Event) -> None:
-        """Return when the event has been reported."""
+        """Wait until the event has been logged."""
         async with asyncio.timeout(PATIENCE_SECONDS):
             while event not in self.events:
                 self._heard.clear()
@@ -422,7 +423,7 @@ class Reports(logging.Handler):
 
 @contextlib.contextmanager
 def reports() -> Iterator[Reports]:
-    """Listen to what workers report."""
+    """Record the events that workers log."""
     handler = Reports()
     logger = logging.getLogger("pgoutbox")
     level = logger.level
@@ -436,7 +437,7 @@ def reports() -> Iterator[Reports]:
 
 
 async def first_of(*events: asyncio.Event) -> None:
-    """Return when one of the events is set."""
+    """Wait until one of the events is set."""
     tasks = [asyncio.create_task(event.wait()) for event in events]
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:
@@ -449,7 +450,7 @@ def ask_for_bells(
     topics: Sequence[str] = ("greet",),
     deputy_of: Sequence[str] = (),
 ) -> list[tuple[str, str, float | None]]:
-    """Ask as the listener of a worker of these topics does, which is deputy of some queues."""
+    """Query like the listener of a worker with these topics that is deputy of some queues."""
     return connection.execute(
         sql.ARM,
         {
@@ -462,7 +463,7 @@ def ask_for_bells(
 
 
 async def until_blocked(db: psycopg.Connection, work: asyncio.Task[object]) -> None:
-    """Return when a statement in this database waits for a lock, or the work that runs it has ended."""
+    """Wait until a statement in this database waits for a lock, or the task that runs it has ended."""
     while not work.done():
         blocked = db.execute(
             "SELECT FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"

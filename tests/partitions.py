@@ -1,4 +1,4 @@
-"""Partitions of the past, and of the future, for the tests of what retention does to them."""
+"""Partitions of past and future days, for the retention tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def add_partition(db: psycopg.Connection[Any], days_ago: int, *, days: int = 1) -> str:
-    """A partition that begins so many days before today; its name."""
+    """Create a partition that begins this many days before today, and return its name."""
     ((name, lower_at, upper_at),) = db.execute(
         """
         SELECT
@@ -27,24 +27,24 @@ def add_partition(db: psycopg.Connection[Any], days_ago: int, *, days: int = 1) 
             sql.Identifier("pgoutbox", name), sql.Literal(lower_at), sql.Literal(upper_at)
         )
     )
-    # Those that the outbox makes belong to whom the schema belongs, and are taken out with that one's rights.
+    # The outbox creates partitions under the schema's owner, and detaches them with that owner's rights.
     db.execute(sql.SQL("ALTER TABLE {} OWNER TO pgoutbox_owner").format(sql.Identifier("pgoutbox", name)))
     return str(name)
 
 
 def partitions_of(db: psycopg.Connection[Any]) -> list[str]:
-    """The names of the partitions by time."""
+    """Return the names of the partitions by time."""
     return [name for (name,) in db.execute("SELECT name FROM pgoutbox.partitions()")]
 
 
 def drop_partitions(db: psycopg.Connection[Any]) -> None:
-    """Leave nothing but the default partition."""
+    """Drop every partition except the default partition."""
     for name in partitions_of(db):
         db.execute(sql.SQL("DROP TABLE {}").format(sql.Identifier("pgoutbox", name)))
 
 
 def tables_of_partitions(db: psycopg.Connection[Any]) -> list[str]:
-    """The tables that are, or were, partitions by time."""
+    """Return the tables that are, or were, partitions by time."""
     rows = db.execute(
         "SELECT relname::text FROM pg_class WHERE relnamespace = 'pgoutbox'::regnamespace AND relkind = 'r'"
         " AND relname ~ '^message_done_[0-9]{8}$' ORDER BY 1"

@@ -10,7 +10,7 @@ ADVISORY_LOCKS: Final[LiteralString] = (
     "(SELECT l.* FROM pg_locks AS l JOIN pg_database AS d ON d.oid = l.database"
     " WHERE d.datname = current_database() AND l.locktype = 'advisory') AS l"
 )
-"""Those of this database: tests of other databases may use the same server."""
+"""Only sessions of this database: tests of other databases may use the same server."""
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def until_blocked(observer: psycopg.Connection, waiting: psycopg.Connection, future: Future[R]) -> None:
-    """Return when `waiting`, whose statement the future runs, waits for another session's lock.
+    """Wait until `waiting`, whose statement the future runs, waits for another session's lock.
 
-    Fails at once if the statement ends without having waited; the tests' lock_timeout ends every wait.
+    Fail at once if the statement ends without having waited. The tests' lock_timeout ends every wait.
     """
     while not future.done():
         row = observer.execute("SELECT cardinality(pg_blocking_pids(%s))", (waiting.info.backend_pid,)).fetchone()

@@ -1,4 +1,4 @@
-"""People and processes that log in with one of the roles of pgoutbox, for as long as a test."""
+"""Login roles with one of the roles of pgoutbox, for the duration of a test."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _numbers = count(1)
 
 @contextlib.contextmanager
 def login(dsn: str, *roles: str, options: LiteralString = "") -> Iterator[str]:
-    """The DSN of a new login role to which these roles are granted; it may connect, and that is all."""
+    """Return the DSN of a new login role with these granted roles. It can connect, and has no other rights."""
     name = f"pgoutbox_test_{os.getpid()}_{next(_numbers)}"
     role = composable.Identifier(name)
     with psycopg.connect(dsn, autocommit=True) as superuser:

@@ -1,4 +1,4 @@
-"""What the tests of all transports share: the message that is sent, the transports that are closed, and the outcome."""
+"""Helpers of all transport tests: the message to send, closing of transports, and the outcome."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T", bound="Transport")
 
 
 def outgoing(*, message_id: int = 7, attempt_count: int = 1, destination: str | None = None) -> Message[object]:
-    """A claimed message, as the worker gives it to a transport."""
+    """Return a claimed message, as the worker gives it to a transport."""
     created_at = datetime(2026, 3, 1, 12, tzinfo=UTC)
     return Message(
         id=message_id,
@@ -38,7 +38,7 @@ def outgoing(*, message_id: int = 7, attempt_count: int = 1, destination: str | 
 
 @asynccontextmanager
 async def closing(make: Callable[P, T]) -> AsyncIterator[Callable[P, T]]:
-    """Makes transports as `make` does, and closes them at the end."""
+    """Create transports with `make`, and close them at the end."""
     async with AsyncExitStack() as stack:
 
         def make_one(*arguments: P.args, **options: P.kwargs) -> T:
@@ -50,6 +50,6 @@ async def closing(make: Callable[P, T]) -> AsyncIterator[Callable[P, T]]:
 
 
 def error_of(outcome: Outcome, kind: type[Transient | Unavailable | Permanent]) -> str:
-    """The error of an outcome that has to be of this kind."""
+    """Return the error of an outcome, which must be of this kind."""
     assert isinstance(outcome, kind), outcome
     return outcome.error

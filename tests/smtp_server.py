@@ -1,6 +1,6 @@
-"""Real SMTP servers on real sockets: one that takes everything (aiosmtpd) and one that misbehaves on request.
+"""Real SMTP servers on real sockets: one that accepts everything (aiosmtpd) and one that misbehaves on request.
 
-Both run on the test's own event loop and are gone when their context ends.
+Both run on the test's own event loop, and stop when their context ends.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def mail_settings(port: int) -> dict[str, object]:
-    """Settings of a transport that speaks to a server of this module, in plain text."""
+    """Return settings of a transport for a server of this module, in plain text."""
     return {
         "smtp_host": HOST,
         "smtp_port": port,
@@ -37,7 +37,7 @@ def mail_settings(port: int) -> dict[str, object]:
 
 
 def parsed(content: bytes) -> EmailMessage:
-    """What a standard-conforming reader sees."""
+    """Parse the message like a standard-conforming reader."""
     message = BytesParser(policy=policy.default).parsebytes(content)
     assert isinstance(message, EmailMessage)
     return message
@@ -45,7 +45,7 @@ def parsed(content: bytes) -> EmailMessage:
 
 @dataclass
 class Received:
-    """One message as the server took it."""
+    """One message that the server received."""
 
     sender: str
     recipients: list[str]
@@ -56,7 +56,7 @@ class Received:
 
 @dataclass
 class Inbox:
-    """Where an accepting server listens, and what it has taken."""
+    """The address of an accepting server, and the messages that it received."""
 
     port: int = 0
     received: list[Received] = field(default_factory=list)
@@ -65,7 +65,7 @@ class Inbox:
     _servers: list[SMTP] = field(default_factory=list)
 
     def hang_up(self) -> None:
-        """Break every connection without a word."""
+        """Abort every connection."""
         for server in self._servers:
             if isinstance(server.transport, asyncio.WriteTransport):
                 server.transport.abort()
@@ -87,7 +87,7 @@ async def accepting_server(
     password: bytes | None = None,
     smtputf8: bool = False,
 ) -> AsyncIterator[Inbox]:
-    """A server that takes every message; with `password`, only after STARTTLS and AUTH."""
+    """Run a server that accepts every message; with `password`, only after STARTTLS and AUTH."""
     inbox = Inbox()
     loop = asyncio.get_running_loop()
 
@@ -125,7 +125,7 @@ async def accepting_server(
 
 
 class Misbehaviour(enum.Enum):
-    """What a scripted server does instead of answering."""
+    """The action of a scripted server instead of an answer."""
 
     HANG = "read on, say nothing"
     DROP = "close the connection"
@@ -139,7 +139,7 @@ Reply = str | Misbehaviour
 class ScriptedServer:
     """A server whose answers are given by step: `connect`, a verb, a whole command line, or `.` for the final dot.
 
-    One answer holds for good; of a sequence each holds once, and then the usual answer does.
+    A single answer applies every time. Of a sequence each answer applies once, followed by the usual answer.
     """
 
     answers: Mapping[str, Reply | Sequence[Reply]]
@@ -156,11 +156,11 @@ class ScriptedServer:
 
     @property
     def verbs(self) -> list[str]:
-        """The commands without their arguments, in the order of arrival."""
+        """Return the commands without their arguments, in the order of arrival."""
         return [command.partition(" ")[0].upper() for command in self.commands]
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """The dialogue with one client."""
+        """Run the dialogue with one client."""
         self.connection_count += 1
         with contextlib.suppress(ConnectionError, ssl.SSLError):
             try:
@@ -190,7 +190,7 @@ class ScriptedServer:
     async def _answer(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, command: str, verb: str, usual: str
     ) -> str:
-        """Answer, and return the answer; empty when the dialogue is over."""
+        """Answer, and return the answer; it is empty when the dialogue is over."""
         answer = self._next_answer(command if command in self.answers else verb, usual)
         if answer is Misbehaviour.DROP:
             return ""
@@ -231,7 +231,7 @@ async def scripted_server(
     starttls: ssl.SSLContext | None = None,
     tls: ssl.SSLContext | None = None,
 ) -> AsyncIterator[ScriptedServer]:
-    """A server that behaves well except where `answers` says otherwise."""
+    """Run a server that behaves correctly except where `answers` says otherwise."""
     server = ScriptedServer(answers or {}, extensions=extensions, tls_context=starttls)
     async with listening(server.serve, tls=tls) as server.port:
         yield server

@@ -1,4 +1,4 @@
-"""OpenTelemetry as an application sets it up, for the length of a test: its spans and metrics end up in memory."""
+"""OpenTelemetry as an application sets it up, for the duration of a test; spans and metrics stay in memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def ids_of(span: ReadableSpan) -> tuple[int, int]:
-    """The ids of its trace and of itself."""
+    """Return the ids of the trace and of the span."""
     context = span.get_span_context()
     assert context is not None
     return context.trace_id, context.span_id
@@ -36,15 +36,15 @@ class Traces:
 
     @property
     def spans(self) -> list[ReadableSpan]:
-        """All of them, by the time they began."""
+        """Return all spans, ordered by begin."""
         return sorted(self._exporter.get_finished_spans(), key=lambda span: span.start_time or 0)
 
     def named(self, name: str) -> list[ReadableSpan]:
-        """Those of a name."""
+        """Return the spans with a name."""
         return [span for span in self.spans if span.name == name]
 
     def tree(self) -> list[str]:
-        """One line for each span, indented by how deep it lies."""
+        """Return one line for each span, indented by its depth."""
         depths: dict[int, int] = {}
         lines = []
         for span in self.spans:
@@ -56,7 +56,7 @@ class Traces:
 
 @contextlib.contextmanager
 def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traces]:
-    """The application's provider of tracers, which the API lets a process set only once."""
+    """Set up the application's tracer provider; the API allows this only once per process."""
     traces = Traces()
     monkeypatch.setattr(trace, "_TRACER_PROVIDER", traces.provider)
     try:
@@ -66,7 +66,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traces]:
 
 
 class Point(NamedTuple):
-    """A value of a metric, or how many values a histogram holds."""
+    """A value of a metric, or the number of values in a histogram."""
 
     attributes: Mapping[str, object]
     value: float
@@ -74,7 +74,7 @@ class Point(NamedTuple):
 
 @contextlib.contextmanager
 def metered(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemoryMetricReader]:
-    """The application's provider of meters."""
+    """Set up the application's meter provider."""
     reader = InMemoryMetricReader()
     provider = MeterProvider([reader])
     monkeypatch.setattr("opentelemetry.metrics._internal._METER_PROVIDER", provider)
@@ -86,7 +86,7 @@ def metered(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemoryMetricReader]:
 
 
 def points_of(reader: InMemoryMetricReader) -> dict[str, list[Point]]:
-    """What is exported now, by the name of the metric."""
+    """Return the current values by the name of the metric."""
     found: dict[str, list[Point]] = {}
     data = reader.get_metrics_data()
     for resource in [] if data is None else data.resource_metrics:

@@ -1,4 +1,4 @@
-"""Waiting for what another process or session does, which sets no event here: look, and look again."""
+"""Polling for the effect of another process or session, which sets no event here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def wait_until(condition: Callable[[], T], what: Callable[[], str]) -> T:
-    """What the condition gives, when it holds; fail with the answer of `what` if that never comes."""
+    """Return the condition's value once it is true. Fail with the text of `what` if that never happens."""
     deadline = time.monotonic() + PROCESS_PATIENCE_SECONDS
     while not (answer := condition()):
         assert time.monotonic() < deadline, f"not within {PROCESS_PATIENCE_SECONDS:g} s: {what()}"
@@ -27,7 +27,7 @@ def wait_until(condition: Callable[[], T], what: Callable[[], str]) -> T:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """The same on the event loop, for what a session does."""
+    """Poll like `wait_until` on the event loop, for the effect of a session."""
     async with asyncio.timeout(PATIENCE_SECONDS):
         while not condition():  # noqa: ASYNC110 - the condition is another session's, which sets no event
             await asyncio.sleep(_PAUSE_SECONDS)

@@ -1,4 +1,4 @@
-"""A dashboard on a port of its own, with the gate and the server of `pgoutbox web`, and raw requests to it."""
+"""A dashboard on its own port, with the access control and the server of `pgoutbox web`, and raw requests to it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PAGE: Final = "what the pages tell"
 
 
 def web_settings(**given: object) -> Settings:
-    """Settings with ada, who may act, and vera, who may look."""
+    """Return settings with the operator ada and the viewer vera."""
     tokens = {"web_operator_token": f"ada:{OPERATOR_TOKEN}", "web_viewer_token": f"vera:{VIEWER_TOKEN}"}
     return load_settings(**(tokens | given))
 
@@ -56,13 +56,13 @@ def _located(app: ASGIApp) -> ASGIApp:
 
 @dataclass
 class Pages:
-    """Pages that stand for those of the dashboard, and what they were asked."""
+    """Placeholders for the pages of the dashboard, with a record of the requests."""
 
     forms: list[dict[str, str]] = field(default_factory=list)
     next_event: threading.Event = field(default_factory=threading.Event)
 
     def app(self, access: Access, *, root: str = "") -> Starlette:
-        """An application of these pages behind `access`."""
+        """Return an application of these pages behind `access`."""
         names = ("overview", "messages", "failed", "queues", "audit")
         routes = [Route("/" if name == "overview" else f"/{name}", self._page, name=name) for name in names]
 
@@ -121,7 +121,7 @@ class Pages:
 
 @contextlib.contextmanager
 def serving(app: ASGIApp, settings: Settings | None = None) -> Iterator[str]:
-    """Serve the application in a thread; the URL without the last slash."""
+    """Serve the application in a thread, and return its URL without the trailing slash."""
     told: list[str] = []
     started = threading.Event()
 
@@ -142,7 +142,7 @@ def serving(app: ASGIApp, settings: Settings | None = None) -> Iterator[str]:
 
 
 def be_patient(patch: pytest.MonkeyPatch) -> None:
-    """Let the dashboard wait for its database, and the test for its worker, however slow the machine is."""
+    """Extend the dashboard's database timeouts and the test's patience, for slow machines."""
     for module in (database, dashboard):
         patch.setattr(module, "ANSWER_SECONDS", PROCESS_PATIENCE_SECONDS)
     patch.setattr(database, "STATEMENT_SECONDS", PROCESS_PATIENCE_SECONDS)
@@ -150,7 +150,7 @@ def be_patient(patch: pytest.MonkeyPatch) -> None:
 
 
 class RawConnection:
-    """A TCP connection to the dashboard on which a test sends what no client would."""
+    """A TCP connection to the dashboard for requests that no real client sends."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -168,11 +168,11 @@ class RawConnection:
         self._socket.sendall(data)
 
     def head(self) -> str:
-        """The next answer's status line and headers, lower case."""
+        """Return the status line and headers of the next response in lower case."""
         return self.read_until(b"\r\n\r\n").decode().lower()
 
     def rest(self) -> bytes:
-        """Everything until the other side closes."""
+        """Return all bytes until the server closes the connection."""
         found = bytearray()
         with contextlib.suppress(ConnectionResetError):
             while data := self._socket.recv(65_536):
@@ -180,7 +180,7 @@ class RawConnection:
         return bytes(found)
 
     def drip_until_closed(self) -> None:
-        """Send a byte whenever nothing has come for a moment; fails if the other side bears it."""
+        """Send a byte whenever the server is silent for a moment. Fail if the server accepts this without end."""
         self._socket.settimeout(0.02)
         deadline = time.monotonic() + PROCESS_PATIENCE_SECONDS
         while time.monotonic() < deadline:
@@ -192,10 +192,10 @@ class RawConnection:
                     self._socket.sendall(b"x")
             except ConnectionError:
                 return
-        pytest.fail("the other side has borne it")
+        pytest.fail("the server kept the connection open")
 
     def read_until(self, end: bytes) -> bytes:
-        """Everything up to and with `end`."""
+        """Return everything up to and including `end`."""
         found = bytearray()
         while not found.endswith(end):
             byte = self._socket.recv(1)

@@ -1,6 +1,6 @@
-"""A real HTTP server on a real socket that records what it gets and answers, or misbehaves, as it is told.
+"""A real HTTP server on a real socket that records requests, and answers or misbehaves as configured.
 
-It runs on the test's own event loop and is gone when its context ends.
+It runs on the test's own event loop, and stops when its context ends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Misbehaviour(enum.Enum):
-    """What the server does instead of answering."""
+    """The server's action instead of an answer."""
 
     HANG = "read the request, say nothing"
     DROP = "read the request, close the connection"
@@ -36,7 +36,7 @@ Answer = bytes | Misbehaviour
 
 
 def answer(status: int, body: bytes = b"", **headers: str) -> bytes:
-    """An answer; the names of headers with underscores for hyphens."""
+    """Return an answer. Header names have underscores for hyphens."""
     lines = [f"HTTP/1.1 {status} Whatever", f"Content-Length: {len(body)}"]
     lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
     return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
@@ -44,7 +44,7 @@ def answer(status: int, body: bytes = b"", **headers: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """One request as the server read it."""
+    """One request that the server received."""
 
     method: str
     target: str
@@ -55,7 +55,7 @@ class Received:
 
 @dataclass
 class WebhookServer:
-    """Gives the answers in their order, the last one for good."""
+    """Gives the answers in order, and repeats the last one."""
 
     answers: Sequence[Answer]
     host: str = HOST
@@ -68,7 +68,7 @@ class WebhookServer:
     _idle: set[asyncio.StreamWriter] = field(default_factory=set)
 
     def close_idle(self, *, reset: bool = False) -> None:
-        """Close the connections that wait for a request; with `reset` without a goodbye."""
+        """Close the connections that wait for a request; with `reset` by a TCP reset."""
         for writer in self._idle:
             if reset:
                 linger = struct.pack("ii", 1, 0)
@@ -76,7 +76,7 @@ class WebhookServer:
             writer.transport.abort()
 
     def url(self, path: str = "/hook", *, scheme: str = "https", host: str | None = None) -> str:
-        """A URL that leads here."""
+        """Return a URL of this server."""
         return f"{scheme}://{host or self.host}:{self.port}{path}"
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -134,7 +134,7 @@ class WebhookServer:
                 pass
 
     async def _drip(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """A byte each tenth of a second, until the client goes."""
+        """Send a byte each tenth of a second until the client disconnects."""
         self.is_silent.set()
         left = asyncio.create_task(reader.read())
         while not left.done():
@@ -146,7 +146,7 @@ class WebhookServer:
 async def webhook_server(
     *answers: Answer, tls: ssl.SSLContext | None = None, host: str = HOST, port: int = 0
 ) -> AsyncIterator[WebhookServer]:
-    """A server that gives these answers, or 200 when there are none."""
+    """Run a server that gives these answers, or 200 without any."""
     server = WebhookServer(answers or (answer(200),), host)
     async with listening(server.serve, host=host, port=port, tls=tls) as server.port:
         yield server

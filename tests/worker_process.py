@@ -1,5 +1,5 @@
-"""`pgoutbox worker` as a process of a test: told nothing but what the test says, with its log in a file, and killed
-when the test ends.
+"""`pgoutbox worker` as a process of a test: configured only by the test, with its log in a file, and killed when the
+test ends.
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ if TYPE_CHECKING:
 
 
 def worker_command(app: str, *arguments: str) -> list[str]:
-    """The command of a worker with the handlers of `app`."""
+    """Return the command of a worker with the handlers of `app`."""
     return [sys.executable, "-m", "pgoutbox", "worker", "--app", app, *arguments]
 
 
 def environment_with(**settings: str) -> dict[str, str]:
-    """This process's environment with these settings of pgoutbox and no others, but for JSON in the log and a lease
-    that can be waited for."""
+    """Return this process's environment with only these settings of pgoutbox, a JSON log and a lease that is short
+    enough to await."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PGOUTBOX_")}
     told = {"lease_seconds": "2", "log_format": "json", "maintenance_interval_seconds": "0"} | settings
     return inherited | {f"PGOUTBOX_{name.upper()}": value for name, value in told.items()}
 
 
 def connection_count(db: psycopg.Connection) -> int:
-    """How many connections workers have to this database. They end after their process, whoever its parent was.
+    """Count the connections of workers to this database.
 
-    What a killed process had sent is executed all the same, as soon as the server comes to it: a claim, above all. Who
-    ages the leases of the dead waits until nothing is left of them, or that claim may take what it finds.
+    They end after their process, whoever its parent was. The server still executes statements that a killed process
+    had sent, above all a claim. A test that ages the leases of dead workers must first wait until their connections
+    are gone, because that claim could still take messages.
     """
     ((count,),) = db.execute(
         "SELECT count(*) FROM pg_stat_activity"
@@ -48,9 +49,9 @@ def connection_count(db: psycopg.Connection) -> int:
 
 
 class WorkerProcess(subprocess.Popen[bytes]):
-    """A worker with the handlers of `app`, behind the command `prefix` if there is one. Whoever starts it calls `end`.
+    """A worker with the handlers of `app`, behind the command `prefix` if one is given.
 
-    Several may append to one log.
+    The caller must call `end`. Several workers may append to one log.
     """
 
     def __init__(
@@ -74,20 +75,20 @@ class WorkerProcess(subprocess.Popen[bytes]):
 
     @property
     def log(self) -> str:
-        """What it has written to its standard error."""
+        """Return its standard error output."""
         return self._log.read_text()
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process is gone."""
+        """Return whether the process is gone."""
         return self.poll() is not None
 
     def events(self, *levels: str) -> list[str]:
-        """The events in its log, of these levels or of all; what is no event is given as it stands."""
+        """Return the events in its log, of these levels or of all. Lines that are not events are returned as text."""
         found = []
         for line in self.log.splitlines(keepends=True):
             if not line.endswith("\n"):
-                break  # It is being written.
+                break  # The line is still being written.
             try:
                 record = json.loads(line)
             except ValueError:
@@ -98,16 +99,16 @@ class WorkerProcess(subprocess.Popen[bytes]):
         return found
 
     def cpu_seconds(self) -> float:
-        """How long it has used a processor."""
+        """Return its CPU time."""
         fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def wait(self, timeout: float | None = PROCESS_PATIENCE_SECONDS) -> int:
-        """Its exit code, when it has ended."""
+        """Wait until it ends, and return its exit code."""
         return super().wait(timeout)
 
     def stop(self) -> int:
-        """Tell it to stop; its exit code. Zero means that it was alive to hear it."""
+        """Tell it to stop, and return its exit code. Zero means that it received the signal."""
         self.terminate()
         return self.wait()
 
@@ -118,7 +119,7 @@ class WorkerProcess(subprocess.Popen[bytes]):
                 os.killpg(self.pid, signal.SIGKILL)
             self.wait()
         for pid in self._children():
-            # Each has a session of its own. One that has ended may have left its number to a stranger.
+            # Each child has its own session. The process number of an ended child may belong to another process now.
             with contextlib.suppress(OSError):
                 if self._app.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
                     os.kill(pid, signal.SIGKILL)

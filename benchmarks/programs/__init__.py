@@ -1,1 +1,1 @@
-"""The programs that run in processes of their own. Each imports only what it measures."""
+"""The programs that run in separate processes. Each imports only the system that it measures."""

@@ -1,4 +1,4 @@
-"""awa: a job queue whose engine is written in Rust and calls handlers in Python, on its queue storage.
+"""awa: a job queue with an engine in Rust that calls handlers in Python, with its queue storage.
 
 install: create its tables and activate the queue storage. enqueue --count N: `enqueue_many_copy` in pieces. work and
 stamp: handle jobs until SIGTERM.
@@ -32,7 +32,7 @@ class Activation:
 
 
 def _url() -> str:
-    """The DSN as a URL: the driver takes no other form, and a socket's directory only as a parameter."""
+    """Return the DSN as a URL, the only form that the driver accepts, with a socket's directory as a parameter."""
     found = conninfo_to_dict(os.environ["PGOUTBOX_DSN"])
     user, password, host = (quote(str(found.get(name) or ""), safe="") for name in ("user", "password", "host"))
     return f"postgresql://{user}:{password}@localhost:{found.get('port', 5432)}/{found['dbname']}?host={host}"

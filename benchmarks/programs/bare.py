@@ -1,7 +1,7 @@
-"""The limit of the drain: pgoutbox's own claim and finish statements in a loop on one connection, nothing else.
+"""The limit of the drain: only pgoutbox's own claim and finish statements, in a loop on one connection.
 
-No handler is called and no outcome collected. Like the worker under load, it claims fresh messages from the due time it
-has reached, and from the beginning when a claim comes back short.
+It calls no handler and collects no outcome. Like the worker under load, it claims fresh messages from the last due
+time, and from the beginning when a claim is not full.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Celery on Redis, as an application runs it that wants no message lost: acknowledged after the task has run.
+"""Celery on Redis, configured so that no message is lost: tasks are acknowledged after they have run.
 
 enqueue --count N: `apply_async` with one producer. work: run tasks until SIGTERM. PGOUTBOX_DSN is the URL of Redis.
 """
@@ -24,7 +24,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=0)
     parser.add_argument("--prefetch", type=int, default=4)
     arguments = parser.parse_args()
-    # What Celery says of its shutdown goes to the standard error, and only our answers to the standard output.
+    # Celery's shutdown messages go to standard error, and only our answers to standard output.
     sys.stdout = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), 1)
     tally = Tally()
@@ -53,7 +53,7 @@ def main() -> int:
     worker = app.Worker(
         pool="solo", loglevel="ERROR", quiet=True, without_gossip=True, without_mingle=True, without_heartbeat=True
     )
-    with contextlib.suppress(SystemExit):  # How it ends after SIGTERM.
+    with contextlib.suppress(SystemExit):  # Celery ends like this after SIGTERM.
         worker.start()
     tally.report()
     return 0

@@ -1,9 +1,9 @@
 """A pgoutbox worker with its default settings and one handler.
 
-drain: work off what is due, then tell how long it took. lanes: the same, and when the last fresh message was handled.
+drain: deliver due messages, then report the duration. lanes: the same, and when the last fresh message was handled.
 work KIND: work until SIGTERM with a handler of that kind, counting its calls. run: work until SIGTERM. wait: the same
-with a handler that waits for 20 ms, as one that sends something does. stamp: the same with a handler that notes when
-its calls start, which is told at the end. The last three take the queues to serve; `default` if none is named.
+with a handler that waits for 20 ms, like one that sends. stamp: the same with a handler that records when its calls
+start, and reports that at the end. The last three take the queues to serve; the default is `default`.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _work(kind: str = "noop") -> int:
 
 
 async def _until_stopped(worker: Worker) -> None:
-    # Not `run_worker`: it leaves at once where sync handlers have had threads, and the tally would not be told.
+    # Not `run_worker`: it exits at once if sync handlers have had threads, and the tally would not be reported.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, worker.stop)
     await worker.run()
 

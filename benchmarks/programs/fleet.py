@@ -1,7 +1,7 @@
-"""One worker process of a fleet, whose handler writes down when it was called, and for what.
+"""A worker process whose handler records the time and the message of each call.
 
-The file is the receiver: one line for each call, appended whole, with the machine's monotonic clock. `fail_percent` of
-the calls fail before they write anything.
+The file is the receiver: one whole line for each call, with the machine's monotonic clock. `fail_percent` of the calls
+fail before they write a line.
 """
 
 from __future__ import annotations

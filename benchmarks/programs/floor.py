@@ -1,8 +1,8 @@
-"""The floor under any outbox on PostgreSQL: a loop that claims and finishes on tables of its own.
+"""The floor of any outbox on PostgreSQL: a loop that claims and finishes on its own tables.
 
-It does what no outbox can do without: a claim that skips locked rows and gives each row a lease and a number, and a
-finish that only the holder of that number can write, which moves the row to a table of what is done. Three indexes, as
-few columns as that takes, two statements, one connection.
+It does only the work that every outbox needs. The claim skips locked rows and gives each row a lease and a number. Only
+the owner of that number can write the finish, which moves the row to a history table. There are three indexes, the
+fewest possible columns, two statements, and one connection.
 """
 
 from __future__ import annotations

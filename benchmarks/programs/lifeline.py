@@ -1,4 +1,4 @@
-"""What all programs share: their end with the parent's end, their answers, and the clock around a library's calls."""
+"""Shared by all programs: they end with their parent, send answers, and time a library's calls."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _go = threading.Event()
 
 
 def hold_lifeline() -> None:
-    """End this process when its standard input ends, which is to say with the process that started it."""
+    """End this process when its standard input ends, that is, when its parent process ends."""
     threading.Thread(target=_wait_for_the_end, name="lifeline", daemon=True).start()
 
 
 def wait_for_go() -> None:
-    """Tell the parent that everything is imported, and wait until it says go."""
+    """Tell the parent that all modules are imported, and wait for the signal to start."""
     say(ready=True)
     _go.wait()
 
@@ -41,10 +41,10 @@ def say(**fields: object) -> None:
 
 
 class Tally:
-    """Counts handler calls and tells the parent of the first one and of every 250 that follow.
+    """Count handler calls, and report the first one and every 250 after it to the parent.
 
-    The parent's clock starts with the first call of any process, and from the count it knows when to ask the database
-    whether all is finished. So it fits every system, whatever language it is written in, and any number of processes.
+    The parent's clock starts with the first call of any process. From the count it knows when to query the database for
+    the end. So it works for every system in any language and with any number of processes.
     """
 
     STEP = 250
@@ -53,7 +53,7 @@ class Tally:
         self._count = 0
 
     def count(self) -> None:
-        """A handler was called."""
+        """Count a handler call."""
         if self._count == 0:
             say(first_at=time.monotonic())
         self._count += 1
@@ -61,15 +61,15 @@ class Tally:
             say(handled_count=self.STEP)
 
     def report(self) -> None:
-        """Tell the parent how many there were in all."""
+        """Report the total to the parent."""
         say(total_count=self._count)
 
 
 class Meter:
     """The time from the first claim's start to the last finish's end, by the clock and by this process's CPU.
 
-    It stands at the same place around both libraries: at the calls that claim a batch and that write finished ones. So
-    starting the interpreter, connecting and looking for the end of the queue count for none.
+    The measured calls are the same for both libraries: the calls that claim a batch and that write finished messages.
+    So the start of the interpreter, the connection and the wait for the end of the queue do not count.
     """
 
     def __init__(self) -> None:
@@ -80,23 +80,23 @@ class Meter:
         self._ended = (0.0, 0.0)
 
     def begin(self) -> None:
-        """A claim is about to start."""
+        """Note that a claim is about to start."""
         self.claim_count += 1
         if self._began is None:
             self._began = (time.monotonic(), time.process_time())
 
     def end(self) -> None:
-        """A finish has been answered."""
+        """Note that a finish has been answered."""
         self.finish_count += 1
         self._ended = (time.monotonic(), time.process_time())
 
     @property
     def began_at(self) -> float:
-        """When the first claim started."""
+        """Return when the first claim started."""
         return (self._began or self._ended)[0]
 
     def report(self, **more: object) -> None:
-        """Tell the parent, and what else there is to tell."""
+        """Report the times, and other values, to the parent."""
         began = self._began or self._ended
         say(
             seconds=self._ended[0] - began[0],
@@ -109,7 +109,7 @@ class Meter:
 
 
 def before(function: Callable[P, Awaitable[R]], note: Callable[[], None]) -> Callable[P, Awaitable[R]]:
-    """The same function, with `note` called when it starts."""
+    """Return the function with a call of `note` when it starts."""
 
     async def noted(*args: P.args, **kwargs: P.kwargs) -> R:
         note()
@@ -119,7 +119,7 @@ def before(function: Callable[P, Awaitable[R]], note: Callable[[], None]) -> Cal
 
 
 def after(function: Callable[P, Awaitable[R]], note: Callable[[], None]) -> Callable[P, Awaitable[R]]:
-    """The same function, with `note` called when it has returned."""
+    """Return the function with a call of `note` when it has returned."""
 
     async def noted(*args: P.args, **kwargs: P.kwargs) -> R:
         answer = await function(*args, **kwargs)
@@ -130,5 +130,5 @@ def after(function: Callable[P, Awaitable[R]], note: Callable[[], None]) -> Call
 
 
 def replace_method(owner: type, name: str, wrapper: Callable[..., object], note: Callable[[], None]) -> None:
-    """Put `wrapper` around a method of a class."""
+    """Replace a method of a class by `wrapper` of it."""
     setattr(owner, name, wrapper(cast("Callable[..., Awaitable[object]]", getattr(owner, name)), note))

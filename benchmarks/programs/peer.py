@@ -1,8 +1,7 @@
-"""PgQueuer, driven as its documentation recommends: asyncpg, uvloop, tuned autovacuum, durable tables.
+"""PgQueuer, configured as its documentation recommends: asyncpg, uvloop, tuned autovacuum, durable tables.
 
-install: create its tables. enqueue --count N: enqueue so many jobs. drain, work, run and stamp: what `deliver` does
-under these names.
-The batch size and the driver (connection or pool) are arguments, so that its best settings can be looked for.
+install: create its tables. enqueue --count N: enqueue that number of jobs. drain, work, run and stamp: the same as in
+`deliver`. The batch size and the driver (connection or pool) are arguments, for the search for the best settings.
 """
 
 from __future__ import annotations

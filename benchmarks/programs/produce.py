@@ -1,6 +1,6 @@
 """A producer: one message per transaction at a steady mean rate, each at a random moment of its interval.
 
-Tells for each message when its COMMIT was sent and when it was answered, by the clock that all processes share.
+For each message it reports when its COMMIT was sent and when it was answered, by the clock that all processes share.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main() -> int:
     parser.add_argument("--queue", default="default", help="of pgoutbox")
     parser.add_argument("--ordering-key", help="of pgoutbox: give each message a key that begins so")
     arguments = parser.parse_args()
-    # Transactions are begun and ended by statements, because PgQueuer's driver insists on an autocommit connection.
+    # Statements begin and end transactions, because PgQueuer's driver requires an autocommit connection.
     with psycopg.connect(os.environ["PGOUTBOX_DSN"], autocommit=True) as connection:
         connection.prepare_threshold = 0
         makers = {

@@ -1,4 +1,4 @@
-"""The job of RQ's worker, which it imports by its name: a module of its own, so that there is one count."""
+"""The job of RQ's worker, which imports it by name; a separate module, so that there is one count."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ tally = Tally()
 
 
 def record(_user_id: int) -> None:
-    """Do nothing but count."""
+    """Count the call."""
     tally.count()

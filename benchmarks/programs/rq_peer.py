@@ -1,4 +1,4 @@
-"""RQ on Redis, with the worker that runs its jobs in its own process: the one that forks for each job is far slower.
+"""RQ on Redis, with the worker that runs jobs in its own process. The worker that forks for each job is far slower.
 
 enqueue --count N: `enqueue_many` in pieces. work: run jobs until SIGTERM. PGOUTBOX_DSN is the URL of Redis.
 """

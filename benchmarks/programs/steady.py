@@ -1,8 +1,8 @@
-"""What goes on while something else is measured: `enqueue` --rate messages a second on four connections, or `finish`
-what can be claimed, batch after batch. Ends when it is told to.
+"""The load during another measurement: `enqueue` or `finish`. It ends when its standard input says so.
 
-Tells in milliseconds how long each transaction took; of enqueues also how long from the moment at which it was due: one
-that has to wait delays those behind it.
+`enqueue` sends --rate messages a second on four connections. `finish` ends all claimable messages, batch after batch.
+It reports the milliseconds of each transaction. For enqueues it also reports the time since the scheduled moment,
+because a slow one delays the later ones.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A producer of many messages per second: transactions of --size messages by `enqueue_many`, for so many seconds.
+"""A producer of many messages per second: transactions of --size messages by `enqueue_many`, for a number of seconds.
 
-With --rate messages a second, evenly spaced; without, as fast as it can. Tells for each transaction the number of its
-first message, when its COMMIT was sent and when it was answered.
+With --rate it sends that many messages a second, evenly spaced; otherwise as many as possible. For each transaction it
+reports the number of its first message, when its COMMIT was sent and when it was answered.
 """
 
 from __future__ import annotations

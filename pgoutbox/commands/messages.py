@@ -215,7 +215,9 @@ def show(
     print_fields(fields)
     if attempts:
         print_line("")
-        print_table(attempts[0]._fields, attempts)
+        # Most attempts have neither a reason code nor a breaker.
+        columns = [name for name in attempts[0]._fields if any(getattr(a, name) is not None for a in attempts)]
+        print_table(columns, [[getattr(a, name) for name in columns] for a in attempts])
 
 
 @app.command()

@@ -101,7 +101,7 @@ def run_demo(*, people: int = 300, seed: int | None = None, keep: bool = False, 
         workers = stack.enter_context(_workers(connection, server.dsn, port))
         began_at = time.monotonic()
         with _progress(console) as show:
-            chance = random.Random(seed)  # noqa: S311 - a scenario that can be played again
+            chance = random.Random(seed)
             stage = _Stage(connection, _Books(), mailbox, workers, people, chance, show)
             _play(stage)
             _wait_until_drained(stage)

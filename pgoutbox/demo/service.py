@@ -15,7 +15,7 @@ from pgoutbox import Context, Email, Message, Outbox, RetryPolicy, Skip, Topic
 Kind = Literal["activation", "password_reset", "organiser_notice"]
 
 # Seconds instead of minutes, because a demo must be short.
-IMPATIENT = RetryPolicy(max_attempts=8, base_seconds=0.3, cap_seconds=1.0)
+IMPATIENT = RetryPolicy(max_attempts=8, base=0.3, cap=1.0)
 
 TABLES = """
 CREATE TABLE person (

@@ -1,4 +1,4 @@
-"""An application for the tests that run workers as processes. Its handlers say on a channel what they are doing."""
+"""An application for the tests that run workers as processes. Its handlers report their progress on a channel."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ outbox = Outbox()
 
 
 async def tell(what: str, message: Message) -> None:
-    """Tell the test, on a connection of its own."""
+    """Notify the test on a separate connection."""
     async with await psycopg.AsyncConnection.connect(outbox.settings.require_dsn(), autocommit=True) as connection:
         await connection.execute(
             "SELECT pg_notify(%s, %s)", (CHANNEL, f"{what} {message.id} {message.attempt_count} {os.getpid()}")
@@ -35,26 +35,26 @@ async def tell(what: str, message: Message) -> None:
 
 @outbox.handler("test.good")
 async def good(message: Message, ctx: Context) -> None:
-    """Deliver, and say so."""
+    """Deliver, and report it."""
     await tell("good", message)
 
 
-@outbox.handler("test.poison", retry=RetryPolicy(max_attempts=3, base_seconds=0))
+@outbox.handler("test.poison", retry=RetryPolicy(max_attempts=3, base=0))
 async def poison(message: Message, ctx: Context) -> NoReturn:
-    """Take the whole process down, as a segmentation fault or the out-of-memory killer would."""
+    """Kill the whole process, like a segmentation fault or the out-of-memory killer."""
     os._exit(137)
 
 
 @outbox.handler("test.brief")
 def brief(message: Message, ctx: SyncContext) -> None:
-    """Deliver in a thread, and leave something to be done when the process ends."""
+    """Deliver in a thread, and register an action for the end of the process."""
     atexit.register(print, FAREWELL, file=sys.stderr)
-    ALL_BRIEF.wait(timeout=60)  # So that each message has a thread of its own.
+    ALL_BRIEF.wait(timeout=60)  # Each message gets its own thread.
 
 
 @outbox.handler("test.blocking")
 async def blocking(message: Message, ctx: Context) -> NoReturn:
-    """Say that it runs, then never let the event loop turn again."""
+    """Report the start, then block the event loop without end."""
     await tell("blocking", message)
     while True:
         time.sleep(0.1)  # noqa: ASYNC251 - the fault that the test injects
@@ -62,7 +62,7 @@ async def blocking(message: Message, ctx: Context) -> NoReturn:
 
 @outbox.handler("test.endless")
 async def endless(message: Message, ctx: Context) -> None:
-    """Say that it runs, then run until it is cancelled."""
+    """Report the start, then run until cancelled."""
     dsn = outbox.settings.require_dsn()
     async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as connection:
         await connection.execute(
@@ -73,10 +73,10 @@ async def endless(message: Message, ctx: Context) -> None:
 
 @outbox.handler("test.patient")
 def patient(message: Message, ctx: SyncContext) -> None:
-    """Say that it runs, then run until the process ends."""
+    """Report the start, then run until the process ends."""
     with psycopg.connect(outbox.settings.require_dsn(), autocommit=True) as connection:
         connection.execute(
             "SELECT pg_notify(%s, %s)", (CHANNEL, f"patient {message.id} {message.attempt_count} {os.getpid()}")
         )
     while True:
-        time.sleep(0.1)  # The handler that never returns is the fault that the test injects.
+        time.sleep(0.1)  # The test injects this fault: a handler that never returns.

@@ -1,4 +1,4 @@
-"""Worker processes for the acceptance tests, and the channel on which their handlers tell what they do."""
+"""Worker processes for the acceptance tests, and the channel on which their handlers report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ StartWorker = Callable[..., WorkerProcess]
 
 
 class Progress:
-    """What the handlers tell, in its order."""
+    """The handlers' reports, in their order."""
 
     def __init__(self, connection: psycopg.Connection) -> None:
         self._connection = connection
@@ -28,7 +28,7 @@ class Progress:
         connection.execute(sql.SQL("LISTEN {}").format(sql.Identifier(CHANNEL)))
 
     def wait_for(self, what: str) -> tuple[int, int, int]:
-        """The message id, attempt and process of the next report of this kind."""
+        """Return the message id, attempt and process of the next report of this kind."""
         while True:
             while self._reports:
                 kind, message_id, attempt_count, pid = self._reports.popleft().split()
@@ -37,7 +37,7 @@ class Progress:
             self._reports.extend(
                 n.payload for n in self._connection.notifies(timeout=PROCESS_PATIENCE_SECONDS, stop_after=1)
             )
-            assert self._reports, f"no handler said {what!r} within {PROCESS_PATIENCE_SECONDS:g} s"
+            assert self._reports, f"no handler reported {what!r} within {PROCESS_PATIENCE_SECONDS:g} s"
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def progress(dsn: str) -> Iterator[Progress]:
 
 @pytest.fixture
 def start_worker(dsn: str, tmp_path: Path) -> Iterator[StartWorker]:
-    """Starts `pgoutbox worker` with the handlers of tests/acceptance/app.py; killed when the test ends."""
+    """Starts `pgoutbox worker` with the handlers of tests/acceptance/app.py, and kills it when the test ends."""
     with ExitStack() as stack:
         numbers = count(1)
 

@@ -1,4 +1,4 @@
-"""What the benchmarks run of the package's inner parts still fits them."""
+"""Tests that the benchmarks still match the package's internals that they use."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from tests.outbox_actions import enqueue, rows_of
 if TYPE_CHECKING:
     from tests.conftest import Connect
 
+pytestmark = pytest.mark.slow
 
-def test_the_claim_of_the_benchmarks_has_all_parameters() -> None:
+
+def test_the_benchmarks_pass_all_parameters_of_the_claim() -> None:
     assert set(re.findall(r"%\((\w+)\)s", sql.CLAIM_FRESH)) == set(CLAIM_PARAMETERS)
 
 
@@ -33,7 +35,7 @@ def test_the_bare_loop_delivers_everything(dsn: str, connect: Connect) -> None:
     assert {row.state for row in rows_of(db)} == {"sent"}
 
 
-def test_the_steps_whose_wal_is_measured_deliver_everything(dsn: str, connect: Connect) -> None:
+def test_the_steps_with_measured_wal_deliver_everything(dsn: str, connect: Connect) -> None:
     db = connect(autocommit=True)
     for _ in range(3):
         enqueue(db, TOPIC)

@@ -1,4 +1,4 @@
-"""The demo is the main job on real input: it has to add up, and to notice when it does not."""
+"""Tests the demo, which runs the main task with realistic input: its ledger balances, and notices when it does not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pgoutbox.demo.ledger import Committed, Row, balance
 from pgoutbox.demo.mailbox import Receipt
 
 
-def test_the_demo_plays_and_its_ledger_adds_up() -> None:
+def test_the_demo_runs_and_its_ledger_balances() -> None:
     command = [sys.executable, "-m", "pgoutbox", "demo", "--people", "100", "--seed", "7", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
@@ -49,17 +49,17 @@ def receipt(message_id: int, *, header: str | None = None) -> Receipt:
         ),
     ],
 )
-def test_the_ledger_notices_what_does_not_add_up(receipts: list[Receipt], rows: dict[int, Row], problem: str) -> None:
+def test_the_ledger_reports_an_imbalance(receipts: list[Receipt], rows: dict[int, Row], problem: str) -> None:
     verdict = balance(COMMITTED, [], receipts, rows, ["activation"])
     assert any(problem in found for found in verdict.problems), verdict.problems
 
 
-def test_the_ledger_notices_a_delivered_rollback_and_an_older_reset_after_a_newer_one() -> None:
+def test_the_ledger_reports_a_delivered_rollback_and_an_older_reset_after_a_newer_one() -> None:
     resets = [Committed(n, "password_reset", "a@example.org", 0.0) for n in (1, 2)]
     verdict = balance(resets, [3], [receipt(2), receipt(1), receipt(3)], ROWS, ["activation"])
     assert any("was rolled back and delivered" in problem for problem in verdict.problems)
     assert any("after a newer one" in problem for problem in verdict.problems)
 
 
-def test_the_ledger_accepts_what_adds_up() -> None:
+def test_the_ledger_accepts_a_balanced_run() -> None:
     assert balance(COMMITTED, [3], [receipt(1), receipt(2)], ROWS, ["activation"]).problems == []

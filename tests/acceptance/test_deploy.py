@@ -1,4 +1,5 @@
-"""What operators are given to copy: a unit, manifests, rules and a dashboard, read as those read them who use them."""
+"""Tests the examples for operators: a systemd unit, manifests, alert rules and a dashboard, as their programs read
+them."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ _VALUES: Final[Mapping[str, frozenset[str]]] = {
 
 
 def exported() -> dict[str, frozenset[str]]:
-    """The labels of every series that can be asked for."""
+    """Return the labels of every available series."""
     found = {"pgoutbox_build_info": frozenset({"version"})}
     for metric in (*OF_WORKERS, *OF_THE_DATABASE):
         labels = frozenset(metric.labels)
@@ -88,7 +89,7 @@ def tokens_of(expression: str) -> list[Token]:
 
 
 class Checker:
-    """Reads a PromQL expression token by token, and notes what is wrong with its names, labels and brackets."""
+    """Reads a PromQL expression token by token, and records wrong names, labels and brackets."""
 
     def __init__(self) -> None:
         self.problems: list[str] = []
@@ -141,7 +142,7 @@ class Checker:
 
 
 def problems_of(expression: str) -> list[str]:
-    """What is wrong with a PromQL expression."""
+    """Return the errors of a PromQL expression."""
     checker = Checker()
     checker.read(tokens_of(expression))
     return checker.problems
@@ -153,7 +154,7 @@ def wrong_values(label: str, operator: str, text: str) -> list[str]:
     return [f"{label} is never {v}" for v in values if known is not None and v not in known and not v.startswith("$")]
 
 
-def test_the_check_of_expressions_finds_what_is_wrong() -> None:
+def test_the_promql_check_reports_errors() -> None:
     assert problems_of('sum by (topic) (rate(pgoutbox_attempts_total{outcome="sent"}[5m])) > 0.5') == []
     assert problems_of("pgoutbox_attempts") == ["nobody exports pgoutbox_attempts"]
     assert problems_of("pgoutbox_handler_seconds") == ["nobody exports pgoutbox_handler_seconds"]
@@ -170,7 +171,7 @@ def alerts() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("rule", alerts(), ids=lambda rule: str(rule["alert"]))
-def test_an_alert_names_only_what_is_exported_and_says_what_to_do(rule: dict[str, Any]) -> None:
+def test_each_alert_uses_exported_metrics_and_gives_an_instruction(rule: dict[str, Any]) -> None:
     assert problems_of(rule["expr"]) == []
     assert rule["labels"]["severity"] in ("page", "ticket")
     assert rule["annotations"].keys() == {"summary", "description"}
@@ -181,7 +182,7 @@ def test_an_alert_names_only_what_is_exported_and_says_what_to_do(rule: dict[str
     assert told <= kept
 
 
-def test_the_rules_that_prometheus_loads_exist() -> None:
+def test_the_alert_rules_that_prometheus_loads_exist() -> None:
     config = yaml.safe_load((DEPLOY / "prometheus.yaml").read_text())
     assert all((DEPLOY / name).exists() for name in config["rule_files"])
 
@@ -192,7 +193,7 @@ def panels() -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("panel", list(panels()), ids=lambda panel: str(panel["title"]))
-def test_a_panel_names_only_what_is_exported(panel: dict[str, Any]) -> None:
+def test_each_panel_uses_exported_metrics(panel: dict[str, Any]) -> None:
     assert panel["targets"]
     for target in panel["targets"]:
         expression = target["expr"]
@@ -202,7 +203,7 @@ def test_a_panel_names_only_what_is_exported(panel: dict[str, Any]) -> None:
         assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) <= kept
 
 
-def test_the_panels_do_not_overlap_and_their_variables_exist() -> None:
+def test_panels_do_not_overlap_and_their_variables_exist() -> None:
     dashboard = json.loads((DEPLOY / "grafana-dashboard.json").read_text())
     taken: set[tuple[int, int]] = set()
     for panel in dashboard["panels"]:
@@ -222,7 +223,7 @@ def test_the_panels_do_not_overlap_and_their_variables_exist() -> None:
         assert problems_of(variables[name]["query"]["query"].replace(f", {name}", "")) == []
 
 
-def test_every_metric_that_workers_count_is_shown_or_alerted_of() -> None:
+def test_each_worker_metric_is_in_a_panel_or_an_alert() -> None:
     shown = (DEPLOY / "grafana-dashboard.json").read_text() + (DEPLOY / "alerts.yaml").read_text()
     missing = {metric.name for metric in (*OF_WORKERS, *OF_THE_DATABASE) if metric.series not in shown}
     assert missing == {"breakers_open", "backlog_age_seconds", "backlog_read_seconds"}
@@ -242,12 +243,12 @@ def container_of(manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def sources_of(container: dict[str, Any]) -> list[tuple[str, str]]:
-    """The secrets and maps that a container has its environment from."""
+    """Return the secrets and config maps of a container's environment."""
     kinds = {"secretRef": "Secret", "configMapRef": "ConfigMap"}
     return [(kinds[kind], reference["name"]) for entry in container["envFrom"] for kind, reference in entry.items()]
 
 
-def test_the_settings_of_the_manifests_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_settings_in_the_manifests_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
     found = manifests()
     worker = container_of(found["Deployment", "pgoutbox-worker"])
     values: dict[str, str] = {}
@@ -264,7 +265,7 @@ def test_the_settings_of_the_manifests_are_accepted(monkeypatch: pytest.MonkeyPa
     assert spec["terminationGracePeriodSeconds"] >= settings.shutdown_grace_seconds + CLOSING_SECONDS
 
 
-def test_the_worker_is_probed_where_it_answers_and_disrupted_one_at_a_time() -> None:
+def test_the_worker_is_probed_at_its_address_and_disrupted_one_at_a_time() -> None:
     found = manifests()
     deployment = found["Deployment", "pgoutbox-worker"]
     worker = container_of(deployment)
@@ -277,7 +278,7 @@ def test_the_worker_is_probed_where_it_answers_and_disrupted_one_at_a_time() -> 
     assert deployment["spec"]["selector"]["matchLabels"].items() <= labels.items()
 
 
-def test_who_migrates_and_who_delivers_have_different_passwords_and_no_rights_on_the_node() -> None:
+def test_migrations_and_workers_have_separate_passwords_and_no_node_rights() -> None:
     found = manifests()
     worker, job = found["Deployment", "pgoutbox-worker"], found["Job", "pgoutbox-migrate"]
     secrets = [{name for kind, name in sources_of(container_of(m)) if kind == "Secret"} for m in (worker, job)]
@@ -303,10 +304,10 @@ def test_who_migrates_and_who_delivers_have_different_passwords_and_no_rights_on
 UNIT: Final = DEPLOY / "pgoutbox-worker@.service"
 
 
-def test_the_unit_is_one_that_systemd_accepts(tmp_path: Path) -> None:
+def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     if shutil.which("systemd-analyze") is None:
         server_missing("systemd-analyze is not installed")
-    # The program need not be there, but is looked for.
+    # The program need not exist, but systemd looks for it.
     text = re.sub(r"^ExecStart=\S+", f"ExecStart={sys.executable}", UNIT.read_text(), flags=re.MULTILINE)
     unit = tmp_path / UNIT.name
     unit.write_text(text)
@@ -316,7 +317,7 @@ def test_the_unit_is_one_that_systemd_accepts(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_the_unit_waits_as_long_as_the_worker_needs_and_watches_what_it_says() -> None:
+def test_the_unit_allows_the_worker_its_stop_time_and_uses_its_watchdog() -> None:
     lines = [line.partition("=") for line in UNIT.read_text().splitlines() if "=" in line and not line.startswith("#")]
     options = {name: value for name, _, value in lines if name != "Environment"}
     assert (options["Type"], options["KillMode"], options["WatchdogSec"]) == ("notify", "mixed", "30s")

@@ -1,4 +1,4 @@
-"""A Django project's handlers use the ORM: in a worker whose database connections are cut, and in `manage.py test`."""
+"""Tests handlers that use Django's ORM: in a worker whose database connections are cut, and in `manage.py test`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 EMAIL: Final = "ada@example.org"
 GREETINGS: Final = ("greet.sync", "greet.async", "greet.batch", "greet.transactional")
 
-# How long Django keeps a connection, and whether it checks a kept one before use.
+# How long Django keeps a connection, and whether it checks a kept connection before use.
 CLOSED_AFTER_USE: Final = {"CLUB_MAX_AGE": "0"}
 KEPT_UNCHECKED: Final = {"CLUB_MAX_AGE": "unlimited"}
 KEPT_AND_CHECKED: Final = {"CLUB_MAX_AGE": "unlimited", "CLUB_HEALTH_CHECKS": "true"}
@@ -76,7 +76,7 @@ def is_delivered(db: psycopg.Connection, ids: list[int]) -> bool:
 
 
 @pytest.mark.parametrize("keeping", [CLOSED_AFTER_USE, KEPT_AND_CHECKED], ids=["closed after use", "kept and checked"])
-def test_a_message_is_delivered_although_the_orm_lost_its_connections_since_the_one_before(
+def test_a_message_is_delivered_after_the_orm_lost_its_connections(
     db: psycopg.Connection, start_worker: Callable[[dict[str, str]], WorkerProcess], keeping: dict[str, str]
 ) -> None:
     worker = start_worker(keeping)
@@ -85,7 +85,7 @@ def test_a_message_is_delivered_although_the_orm_lost_its_connections_since_the_
     if keeping is KEPT_AND_CHECKED:
         assert orm_pids(db) != []
     else:
-        wait_until(lambda: orm_pids(db) == [], lambda: "the worker closes what is older than CONN_MAX_AGE")
+        wait_until(lambda: orm_pids(db) == [], lambda: "the worker closes connections older than CONN_MAX_AGE")
     for pid in orm_pids(db):
         db.execute("SELECT pg_terminate_backend(%s, 30000)", (pid,))
     second = [enqueue(db, topic, EMAIL) for topic in GREETINGS]
@@ -97,7 +97,7 @@ def test_a_message_is_delivered_although_the_orm_lost_its_connections_since_the_
 
 @pytest.mark.parametrize("topic", ["cut.sync", "cut.async"])
 @pytest.mark.parametrize("keeping", [CLOSED_AFTER_USE, KEPT_UNCHECKED], ids=["closed after use", "kept"])
-def test_an_attempt_that_loses_the_orms_connection_is_followed_by_one_that_has_another(
+def test_the_attempt_after_a_lost_orm_connection_gets_a_new_one(
     db: psycopg.Connection,
     start_worker: Callable[[dict[str, str]], WorkerProcess],
     keeping: dict[str, str],
@@ -110,7 +110,7 @@ def test_an_attempt_that_loses_the_orms_connection_is_followed_by_one_that_has_a
     assert worker.stop() == 0
 
 
-def test_the_connection_of_an_async_handler_stays_open_while_others_begin_and_end(
+def test_an_async_handlers_orm_connection_stays_open_while_other_handlers_run(
     db: psycopg.Connection, start_worker: Callable[[dict[str, str]], WorkerProcess]
 ) -> None:
     emails = [EMAIL, *(f"{letter}@example.org" for letter in "bcde")]
@@ -123,6 +123,7 @@ def test_the_connection_of_an_async_handler_stays_open_while_others_begin_and_en
     wait_until(lambda: orm_pids(db) == [], lambda: "the last one closes it")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keeping", [CLOSED_AFTER_USE, KEPT_UNCHECKED], ids=["closed after use", "kept"])
 def test_manage_py_test_drops_its_database_after_handlers_that_use_the_orm(
     dsn: str, connect: Connect, keeping: dict[str, str]

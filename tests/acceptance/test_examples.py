@@ -1,4 +1,4 @@
-"""The programs in examples/ do what their readers are told: run as commands, delivered by a worker process."""
+"""Tests that the programs in examples/ do what they promise: run as commands, delivered by a worker process."""
 
 from __future__ import annotations
 
@@ -30,18 +30,20 @@ if TYPE_CHECKING:
 
     from tests.conftest import Server
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 
 
 @dataclass(frozen=True, slots=True)
 class Shell:
-    """Runs commands in the checkout, as the reader does."""
+    """Runs commands in the checkout, like a reader."""
 
     environment: dict[str, str]
 
     async def run(self, *command: str) -> str:
-        """The command's output; fails with everything that it said if it does not succeed."""
+        """Return the command's output. If it fails, fail with its complete output."""
         done = await asyncio.to_thread(
             subprocess.run,
             [sys.executable, *command],
@@ -57,11 +59,11 @@ class Shell:
         return done.stdout
 
     async def example(self, name: str, *arguments: str) -> list[str]:
-        """Run an example; what it printed."""
+        """Run an example and return its output."""
         return (await self.run("-m", f"examples.{name}", *arguments)).splitlines()
 
     async def deliver(self, name: str, *options: str) -> None:
-        """Let a worker with the example's handlers do what is due."""
+        """Run a worker with the example's handlers until no message is due."""
         await self.run("-m", "pgoutbox", "worker", "--app", f"examples.{name}:outbox", "--once", *options)
 
 
@@ -72,7 +74,7 @@ async def inbox() -> AsyncIterator[Inbox]:
 
 
 def mails(inbox: Inbox) -> list[tuple[str, str]]:
-    """Recipient and text of each e-mail that the server took."""
+    """Return recipient and text of each e-mail that the server received."""
     found: list[tuple[str, str]] = []
     for received in inbox.received:
         body = parsed(received.content).get_body()
@@ -96,12 +98,12 @@ def shell(dsn: str, inbox: Inbox, tmp_path: Path) -> Shell:
 
 
 def states(dsn: str) -> Counter[str]:
-    """How many messages are in which state."""
+    """Count the messages by state."""
     with psycopg.connect(dsn) as connection:
         return Counter(state for (state,) in connection.execute("SELECT state FROM pgoutbox.message"))
 
 
-async def test_who_joined_is_welcomed_once_and_who_left_is_not(shell: Shell, inbox: Inbox, dsn: str) -> None:
+async def test_a_new_member_is_welcomed_once_and_a_member_who_left_is_not(shell: Shell, inbox: Inbox, dsn: str) -> None:
     assert await shell.example("sign_up") == [
         "ada@example.org joined",
         "bob@example.org joined",
@@ -115,7 +117,7 @@ async def test_who_joined_is_welcomed_once_and_who_left_is_not(shell: Shell, inb
 
 
 @pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
-async def test_the_customer_hears_of_the_last_change(shell: Shell, inbox: Inbox, dsn: str, driver: str) -> None:
+async def test_the_customer_is_told_of_the_last_change(shell: Shell, inbox: Inbox, dsn: str, driver: str) -> None:
     assert [line.partition(":")[0] for line in await shell.example("orders", driver)] == [
         "quantity 1",
         "quantity 2",
@@ -128,7 +130,7 @@ async def test_the_customer_hears_of_the_last_change(shell: Shell, inbox: Inbox,
     assert states(dsn) == {"sent": 1, "skipped": 2}
 
 
-async def test_the_hash_of_the_token_that_was_sent_is_stored(shell: Shell, inbox: Inbox, dsn: str) -> None:
+async def test_the_hash_of_the_sent_token_is_stored(shell: Shell, inbox: Inbox, dsn: str) -> None:
     await shell.example("password_reset")
     await shell.deliver("password_reset", "--queue", "critical")
     ((recipient, text),) = mails(inbox)
@@ -145,7 +147,7 @@ async def test_the_hash_of_the_token_that_was_sent_is_stored(shell: Shell, inbox
 
 
 def tables_of_the_queue(connection: psycopg.Connection) -> dict[str, str]:
-    """Everything that the tables of pgoutbox hold, as text."""
+    """Return the contents of all pgoutbox tables as text."""
     names = connection.execute("SELECT tablename FROM pg_tables WHERE schemaname = 'pgoutbox'").fetchall()
     every_row = composable.SQL("SELECT * FROM pgoutbox.{}")
     return {n: str(connection.execute(every_row.format(composable.Identifier(n))).fetchall()) for (n,) in names}
@@ -157,7 +159,7 @@ def reset_token_in(content: bytes) -> str:
     return str(body.get_content()).strip().rpartition("/")[2]
 
 
-async def test_a_failed_attempt_leaves_no_token_behind_and_the_next_one_sends_its_own(shell: Shell, dsn: str) -> None:
+async def test_a_failed_attempt_leaves_no_token_and_the_next_one_sends_its_own(shell: Shell, dsn: str) -> None:
     async with scripted_server({".": [Misbehaviour.DROP, "451 4.3.0 later"]}) as server:
         shell.environment["PGOUTBOX_SMTP_PORT"] = str(server.port)
         asked = await shell.example("password_reset")
@@ -166,7 +168,7 @@ async def test_a_failed_attempt_leaves_no_token_behind_and_the_next_one_sends_it
             for _ in range(2):
                 await shell.deliver("password_reset", "--queue", "critical")
                 assert row_of(connection, reset).state == "pending"
-                # The e-mail was out, or as good as out, and its token works nowhere.
+                # The e-mail was, or may have been, sent, and its token is not valid anywhere.
                 assert connection.execute("SELECT FROM reset_token").fetchall() == []
                 make_due(connection, reset)
             await shell.deliver("password_reset", "--queue", "critical")
@@ -200,7 +202,7 @@ async def test_a_subscriber_gets_a_webhook_that_its_secret_verifies(shell: Shell
 async def test_the_bookings_of_an_account_arrive_in_order(shell: Shell, dsn: str) -> None:
     with redis_server() as broker:
         shell.environment["PGOUTBOX_REDIS_URL"] = f"redis://{HOST}:{broker.port}/0"
-        assert await shell.example("bookings") == ["owed (5,)"]
+        assert await shell.example("bookings") == ["pending (5,)"]
         await shell.deliver("bookings")
         with redis.Redis(HOST, broker.port) as client:
             events = [json.loads(fields[b"event"]) for _, fields in client.xrange("bookings")]
@@ -209,7 +211,7 @@ async def test_the_bookings_of_an_account_arrive_in_order(shell: Shell, dsn: str
     assert states(dsn) == {"sent": 5}
 
 
-async def test_every_reader_gets_the_newsletter_that_is_stored_once(shell: Shell, dsn: str, inbox: Inbox) -> None:
+async def test_every_reader_gets_the_newsletter_which_is_stored_once(shell: Shell, dsn: str, inbox: Inbox) -> None:
     assert await shell.example("newsletter", "12") == ["messages 12", "contents 1"]
     await shell.deliver("newsletter", "--queue", "bulk")
     got = mails(inbox)
@@ -219,7 +221,7 @@ async def test_every_reader_gets_the_newsletter_that_is_stored_once(shell: Shell
 
 
 def indexed_ids(shell: Shell) -> list[int]:
-    """The documents in the index, as often as they were written."""
+    """Return the documents in the index, once for each write."""
     lines = Path(shell.environment["SEARCH_INDEX"]).read_text().splitlines()
     return [json.loads(line)["id"] for line in lines]
 
@@ -231,7 +233,7 @@ async def test_each_document_of_a_batch_has_its_own_outcome(shell: Shell, dsn: s
     assert states(dsn) == {"sent": 99, "failed": 1}
 
 
-async def test_the_example_of_a_test_passes(shell: Shell, server: Server) -> None:
+async def test_the_example_test_passes(shell: Shell, server: Server) -> None:
     shell.environment["PGOUTBOX_TEST_DSN"] = server.dsn_for(server.maintenance_dbname)
     said = await shell.run(
         "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", "examples/test_sign_up.py"
@@ -247,7 +249,7 @@ def test_every_example_is_listed_and_tested() -> None:
         assert path.stem in tested
 
 
-async def test_one_trace_leads_from_the_request_to_the_smtp_server(shell: Shell, inbox: Inbox, dsn: str) -> None:
+async def test_one_trace_covers_the_request_up_to_the_smtp_server(shell: Shell, inbox: Inbox, dsn: str) -> None:
     printed = await shell.example("tracing")
     assert [line.rpartition(")")[0] + ")" for line in printed[1:]] == [
         "POST /members (server)",

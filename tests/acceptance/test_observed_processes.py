@@ -1,4 +1,4 @@
-"""Workers as processes, as Prometheus, Kubernetes and systemd see them."""
+"""Tests worker processes from the view of Prometheus, Kubernetes and systemd."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from tests.conftest import Connect
     from tests.worker_process import WorkerProcess
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def database(connect: Connect) -> psycopg.Connection:
@@ -29,7 +31,7 @@ def database(connect: Connect) -> psycopg.Connection:
 
 
 def get(address: str, path: str) -> tuple[int, str]:
-    """Status and body; 0 if nobody answers."""
+    """Return status and body; 0 if nothing answers."""
     try:
         with urllib.request.urlopen(f"http://{address}{path}", timeout=10) as answer:
             return answer.status, answer.read().decode()
@@ -40,13 +42,13 @@ def get(address: str, path: str) -> tuple[int, str]:
 
 
 def addresses(worker: WorkerProcess) -> list[str]:
-    """Where the processes of a worker serve, by its log."""
+    """Return the addresses of a worker's processes from its log."""
     records = [json.loads(line) for line in worker.log.splitlines() if line.startswith("{") and line.endswith("}")]
     return sorted(record["address"] for record in records if record.get("event") == "metrics_served")
 
 
 def free_ports(count: int) -> int:
-    """The first of so many ports in a row that nobody uses."""
+    """Return the first of this many consecutive free ports."""
     for first in range(21_000, 31_000, count):
         sockets = []
         try:
@@ -62,7 +64,7 @@ def free_ports(count: int) -> int:
     raise AssertionError("no free ports")
 
 
-def test_each_process_has_a_port_of_its_own_and_the_first_alone_counts_the_database(start_worker: StartWorker) -> None:
+def test_each_process_has_its_own_port_and_only_the_first_reads_the_database(start_worker: StartWorker) -> None:
     first = free_ports(2)
     worker = start_worker("--processes", "2", metrics_address=f"127.0.0.1:{first}")
     expected = [f"127.0.0.1:{first}", f"127.0.0.1:{first + 1}"]
@@ -74,7 +76,7 @@ def test_each_process_has_a_port_of_its_own_and_the_first_alone_counts_the_datab
     assert worker.stop() == 0
 
 
-def test_a_process_that_takes_the_place_of_another_has_its_port(start_worker: StartWorker) -> None:
+def test_a_replacement_process_takes_over_the_port(start_worker: StartWorker) -> None:
     first = free_ports(2)
     worker = start_worker("--processes", "2", metrics_address=f"127.0.0.1:{first}")
     wait_until(lambda: get(f"127.0.0.1:{first + 1}", "/readyz")[0] == 200, lambda: worker.log)
@@ -92,7 +94,7 @@ def test_too_few_ports_for_the_processes_are_refused(start_worker: StartWorker) 
 
 
 @pytest.mark.slow
-def test_a_blocked_event_loop_can_still_be_scraped_and_is_not_alive_in_the_end(
+def test_a_process_with_a_blocked_event_loop_serves_metrics_and_becomes_not_alive(
     database: psycopg.Connection, progress: Progress, start_worker: StartWorker
 ) -> None:
     worker = start_worker(metrics_address="127.0.0.1:0")
@@ -101,7 +103,7 @@ def test_a_blocked_event_loop_can_still_be_scraped_and_is_not_alive_in_the_end(
     wait_until(lambda: get(address, "/readyz")[0] == 200, lambda: worker.log)
     database.execute("SELECT pgoutbox.enqueue('test.blocking', '{}')")
     progress.wait_for("blocking")
-    assert get(address, "/livez") == (200, "ok\n"), "not for that long yet"
+    assert get(address, "/livez") == (200, "ok\n"), "not blocked for long enough yet"
     status, body = get(address, "/metrics")
     assert status == 200
     assert "pgoutbox_in_flight 1.0" in body
@@ -109,7 +111,7 @@ def test_a_blocked_event_loop_can_still_be_scraped_and_is_not_alive_in_the_end(
     assert get(address, "/livez")[1].startswith("the event loop has not turned for ")
 
 
-def test_a_supervisor_speaks_for_its_processes_to_systemd(
+def test_a_supervisor_notifies_systemd_for_its_processes(
     start_worker: StartWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as init:
@@ -129,7 +131,7 @@ def test_a_supervisor_speaks_for_its_processes_to_systemd(
         assert worker.wait() == 0
 
 
-def test_the_log_goes_to_the_file_that_the_environment_names(start_worker: StartWorker, tmp_path: Path) -> None:
+def test_the_log_goes_to_the_file_named_in_the_environment(start_worker: StartWorker, tmp_path: Path) -> None:
     path = tmp_path / "elsewhere.log"
     worker = start_worker("--processes", "2", log_file=str(path))
     wait_until(lambda: path.exists() and path.read_text().count('"worker_started"') == 2, lambda: worker.log)

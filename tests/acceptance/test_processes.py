@@ -1,4 +1,4 @@
-"""Workers as processes: killed, poisoned, told to stop."""
+"""Tests worker processes that are killed, poisoned, and told to stop."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def standing(database: psycopg.Connection, message_id: int) -> tuple[str, int, i
     return row
 
 
-def test_a_message_that_kills_its_worker_fails_after_its_attempts_and_the_others_are_delivered(
+@pytest.mark.slow
+def test_a_message_that_kills_its_worker_fails_after_its_attempts_and_others_are_delivered(
     database: psycopg.Connection, progress: Progress, start_worker: StartWorker
 ) -> None:
     good_before = enqueue(database, "test.good")
@@ -57,7 +58,7 @@ def test_a_message_that_kills_its_worker_fails_after_its_attempts_and_the_others
     assert outcomes == [("lost",), ("lost",), ("lost",)]
 
 
-def test_what_the_application_left_for_its_exit_is_done_after_handlers_in_threads(
+def test_exit_actions_of_the_application_run_after_handlers_in_threads(
     database: psycopg.Connection, start_worker: StartWorker
 ) -> None:
     for _ in range(BRIEF_COUNT):
@@ -67,7 +68,7 @@ def test_what_the_application_left_for_its_exit_is_done_after_handlers_in_thread
     assert process.log.count(FAREWELL) == BRIEF_COUNT
 
 
-def test_a_message_in_flight_when_its_worker_is_killed_is_delivered_by_another_worker(
+def test_a_message_in_flight_at_the_kill_of_its_worker_is_delivered_by_another(
     database: psycopg.Connection, progress: Progress, start_worker: StartWorker
 ) -> None:
     process = start_worker()
@@ -78,7 +79,7 @@ def test_a_message_in_flight_when_its_worker_is_killed_is_delivered_by_another_w
     assert progress.wait_for("patient")[:2] == (message, 2)
 
 
-def test_a_worker_that_is_told_to_stop_releases_what_is_in_flight_without_using_up_an_attempt(
+def test_a_stopping_worker_releases_messages_in_flight_without_using_up_attempts(
     database: psycopg.Connection, progress: Progress, start_worker: StartWorker
 ) -> None:
     process = start_worker(shutdown_grace_seconds="0")
@@ -89,7 +90,7 @@ def test_a_worker_that_is_told_to_stop_releases_what_is_in_flight_without_using_
     assert (state, max_attempts - attempt_count) == ("pending", 11)
 
 
-def test_a_worker_that_is_told_to_stop_leaves_the_message_of_a_thread_to_its_lease(
+def test_a_stopping_worker_leaves_a_message_in_a_thread_to_its_lease(
     database: psycopg.Connection, progress: Progress, start_worker: StartWorker
 ) -> None:
     process = start_worker(shutdown_grace_seconds="0")
@@ -110,7 +111,7 @@ def test_a_second_signal_ends_a_worker_that_still_waits_for_its_handlers(
     assert process.stop() == 128 + signal.SIGTERM
 
 
-def test_a_supervised_process_that_is_killed_is_started_again_and_all_end_together(
+def test_a_killed_supervised_process_is_restarted_and_all_end_together(
     database: psycopg.Connection, progress: Progress, start_worker: StartWorker
 ) -> None:
     supervisor = start_worker("--processes", "2", shutdown_grace_seconds="0")
@@ -137,7 +138,7 @@ def test_workers_stop_when_their_supervisor_is_killed(
     assert standing(database, message)[0] == "pending", supervisor.log
 
 
-def test_overlapping_runs_by_cron_deliver_each_message_once(
+def test_overlapping_cron_runs_deliver_each_message_once(
     database: psycopg.Connection, progress: Progress, start_worker: StartWorker
 ) -> None:
     messages = {enqueue(database, "test.good") for _ in range(40)}

@@ -1,4 +1,4 @@
-"""Every query of the page "SQL queries" answers what it promises, on rows of which the answer is known, to a viewer."""
+"""Tests every query of the page "SQL queries", as a viewer, on rows with a known answer."""
 
 from __future__ import annotations
 
@@ -81,11 +81,11 @@ def seconds(count: float) -> timedelta:
 
 # By heading, in the order of the page.
 ANSWERS: Final[dict[str, list[list[tuple[object, ...]]]]] = {
-    "What is owed to this user": [
+    "Undelivered messages of a user": [
         [(2, "mail.welcome", "pending", 0, TIME, None)],
         [(2, "mail.welcome", "pending", 0, None)],
     ],
-    "How many, by topic and state": [
+    "Number of messages by topic and state": [
         [
             ("mail.digest", "cancelled", 1, TIME),
             ("mail.digest", "pending", 1, TIME),
@@ -99,14 +99,14 @@ ANSWERS: Final[dict[str, list[list[tuple[object, ...]]]]] = {
             ("mail.welcome", "sent", 2, TIME),
         ]
     ],
-    "What is due and waits": [
+    "Due messages": [
         [
             ("default", "mail.welcome", 1, seconds(30)),
             ("default", "mail.order", 1, seconds(20)),
             ("default", "mail.password_reset", 1, seconds(5)),
         ]
     ],
-    "What waits, and why": [
+    "Waiting messages and their reasons": [
         [
             ("default", "mail.digest", "scheduled", 1, TIME),
             ("default", "mail.order", "halted", 1, None),
@@ -115,8 +115,8 @@ ANSWERS: Final[dict[str, list[list[tuple[object, ...]]]]] = {
         ],
         [("halted", 4, None)],
     ],
-    "What comes later": [[(6, "mail.digest", None, timedelta(hours=1), 0)]],
-    "What is in flight, and who has it": [[(11, "mail.digest", "w", 1, seconds(6), seconds(54))]],
+    "Scheduled messages": [[(6, "mail.digest", None, timedelta(hours=1), 0)]],
+    "Messages in flight and their workers": [[(11, "mail.digest", "w", 1, seconds(6), seconds(54))]],
     "Failures of the last day, by topic and error": [
         [("mail.order", "N no such mailbox N", 1, TIME)],
         [
@@ -134,9 +134,9 @@ ANSWERS: Final[dict[str, list[list[tuple[object, ...]]]]] = {
     "Messages that needed more than one attempt": [
         [(3, "mail.welcome", "sent", 2, ["lost"]), (4, "mail.order", "failed", 2, ["retry", "failed"])]
     ],
-    "Hand-overs that may have happened twice": [[(3, "mail.welcome", "mailto:eve@example.org", 1, "v", TIME)]],
-    "What was skipped, and why": [[("mail.password_reset", "superseded", 2)]],
-    "What took the place of what": [
+    "Possible duplicate hand-overs": [[(3, "mail.welcome", "mailto:eve@example.org", 1, "v", TIME)]],
+    "Skipped messages and their reasons": [[("mail.password_reset", "superseded", 2)]],
+    "Superseding messages": [
         [(1, 7, "skipped", 8, TIME), (2, 8, "skipped", 9, TIME), (3, 9, "sent", None, TIME)],
         [
             (7, "skipped", 8, TIME, TIME),
@@ -146,7 +146,7 @@ ANSWERS: Final[dict[str, list[list[tuple[object, ...]]]]] = {
         ],
         [("mail.password_reset", "ada@example.org", 10, "pending", TIME)],
     ],
-    "How long it takes": [
+    "Delivery times": [
         [
             ("mail.password_reset", 1, [3.0, 3.0, 3.0], seconds(3)),
             ("mail.welcome", 2, [32.0, 59.0, 61.4], seconds(62)),
@@ -157,16 +157,16 @@ ANSWERS: Final[dict[str, list[list[tuple[object, ...]]]]] = {
         ],
         [(1, TIME, seconds(0), seconds(1), seconds(1))],
     ],
-    "How much is sent": [[(3, 1, 3)]],
-    "Which queues are paused or limited": [[("bulk", True, TIME, None, None, None, None, None, 0)]],
-    "What is held to be dead": [[("smtp:mail", seconds(20), seconds(10), "refused, password=(redacted)")]],
+    "Throughput": [[(3, 1, 3)]],
+    "Paused and limited queues": [[("bulk", True, TIME, None, None, None, None, None, 0)]],
+    "Open circuit breakers": [[("smtp:mail", seconds(20), seconds(10), "refused, password=(redacted)")]],
 }
-# Neither is a question to the views.
+# These two do not query the views.
 NOT_FOR_VIEWERS: Final = ("payload_of(", "pg_stat_activity")
 
 
 def queries() -> list[tuple[str, int, str]]:
-    """Heading, number below it, and text of every query."""
+    """Return heading, number below it, and text of every query."""
     found = []
     for section in re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE)[1:]:
         heading = section.partition("\n")[0]
@@ -176,7 +176,7 @@ def queries() -> list[tuple[str, int, str]]:
 
 
 def settled(value: object) -> object:
-    """What does not change from run to run."""
+    """Remove the values that vary from run to run."""
     if isinstance(value, datetime):
         return TIME
     if isinstance(value, float | Decimal):
@@ -191,24 +191,26 @@ def known(rolled_back: psycopg.Connection) -> psycopg.Connection:
     return rolled_back
 
 
-def test_every_answer_belongs_to_a_query() -> None:
+def test_every_expected_answer_belongs_to_a_query() -> None:
     asked = {heading: number + 1 for heading, number, _ in queries()}
     assert {heading: len(answers) for heading, answers in ANSWERS.items()} == {
-        heading: count for heading, count in asked.items() if heading != "Is anything in the way of vacuum"
+        heading: count for heading, count in asked.items() if heading != "Transactions that block vacuum"
     }
 
 
 @pytest.mark.parametrize(
     ("heading", "number", "text"), [pytest.param(*query, id=f"{query[0]} {query[1]}") for query in queries()]
 )
-def test_a_query_answers_what_it_promises(known: psycopg.Connection, heading: str, number: int, text: str) -> None:
+def test_each_query_returns_its_documented_answer(
+    known: psycopg.Connection, heading: str, number: int, text: str
+) -> None:
     if not any(part in text for part in NOT_FOR_VIEWERS):
         known.execute("SET LOCAL ROLE pgoutbox_viewer")
     rows = [tuple(map(settled, row)) for row in known.execute(text.encode()).fetchall()]
-    if heading == "Is anything in the way of vacuum":
+    if heading == "Transactions that block vacuum":
         assert rows != []
-    elif heading == "How much is sent":
-        # The hour may change between two of the seeded times.
+    elif heading == "Throughput":
+        # Two of the seeded times may be in different hours.
         totals = zip(*[[count for count in row if isinstance(count, int)] for row in rows], strict=True)
         assert tuple(map(sum, totals)) == ANSWERS[heading][number][0]
     else:

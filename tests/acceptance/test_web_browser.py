@@ -1,5 +1,5 @@
-"""The dashboard as people use it, in Chromium: with the keyboard alone, without scripts, in the dark, on a telephone,
-and with rows in its tables that were written to attack whoever looks at them.
+"""Tests the dashboard in Chromium: with the keyboard alone, without scripts, in dark mode, on a phone, and with
+hostile rows in its tables.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ if TYPE_CHECKING:
     from pgoutbox.web.dashboard import Dashboard
     from tests.conftest import Server
 
+pytestmark = pytest.mark.slow
+
 pytestmark = pytest.mark.xdist_group("browser")
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """One Chromium for all tests here. Not for the session: its loop would be in the way of tests with one."""
+    """Run one Chromium for all tests here. It is not session-scoped: its event loop would disturb async tests."""
     executable = screenshots.chromium()
     if executable is None:
         server_missing("chromium is not installed")
@@ -48,13 +50,13 @@ def browser() -> Iterator[Browser]:
 
 @dataclass
 class Watch:
-    """What a browser must never have to tell."""
+    """The problems that a browser must not report."""
 
     host: str
     complaints: list[str] = field(default_factory=list)
 
     def over(self, context: BrowserContext) -> None:
-        """Write down what pages of this context complain of, and what they ask of others."""
+        """Record the errors of this context's pages, and their requests to other hosts."""
         context.on("console", self._heed)
         context.on("weberror", lambda error: self.complaints.append(f"error: {error.error}"))
         context.on("dialog", self._dismiss)
@@ -65,7 +67,7 @@ class Watch:
         dialog.dismiss()
 
     def _heed(self, message: ConsoleMessage) -> None:
-        # That an answer is a refusal is for the page to say.
+        # The page itself shows a refusal, so its status is not an error.
         if message.type in ("error", "warning") and "the server responded with a status of 4" not in message.text:
             self.complaints.append(f"{message.type}: {message.text}")
 
@@ -77,7 +79,7 @@ class Watch:
 
 @dataclass
 class Site:
-    """A dashboard that is served, the database behind it, and browsers in front of it."""
+    """A served dashboard, the database behind it, and browsers in front of it."""
 
     url: str
     db: psycopg.Connection
@@ -87,7 +89,7 @@ class Site:
     dashboard: Dashboard
 
     def visit(self, *, token: str | None = OPERATOR_TOKEN, scripts: bool = True, wide: bool = True) -> Page:
-        """A page in a browser of its own, signed in with the token if there is one."""
+        """Open a page in a new browser context, signed in if there is a token."""
         width, height = screenshots.SIZES["wide" if wide else "phone"]
         context = self.browser.new_context(
             base_url=self.url,
@@ -113,12 +115,12 @@ class Site:
 
 @pytest.fixture
 def site(dsn: str, browser: Browser) -> Iterator[Site]:
-    """A dashboard over a new database."""
+    """Serve a dashboard over a new database."""
     yield from open_site(dsn, browser)
 
 
 def open_site(dsn: str, browser: Browser) -> Iterator[Site]:
-    """A dashboard; whatever the browser complained of in the end fails the test."""
+    """Serve a dashboard. Problems that the browser reported fail the test at its end."""
     with ExitStack() as stack:
         settings = web_settings(dsn=dsn)
         app = create_app(settings, access=Access.from_settings(settings))
@@ -132,7 +134,7 @@ def open_site(dsn: str, browser: Browser) -> Iterator[Site]:
 
 @pytest.fixture(scope="module")
 def shop_dsn(server: Server, migrated: NoopExecutor) -> Iterator[str]:
-    """DSN of a database with an hour of a shop that lives, to be looked at only."""
+    """Return the DSN of a database with an hour of a shop's traffic, for reading only."""
     with server.database(template=migrated.template_dbname) as database:
         dsn = server.dsn_for(database.dbname)
         with psycopg.connect(dsn) as connection:
@@ -142,17 +144,17 @@ def shop_dsn(server: Server, migrated: NoopExecutor) -> Iterator[str]:
 
 @pytest.fixture
 def shop(shop_dsn: str, browser: Browser) -> Iterator[Site]:
-    """A dashboard over it."""
+    """Serve a dashboard over it."""
     yield from open_site(shop_dsn, browser)
 
 
-# --- for everybody's eyes ---------------------------------------------------------------------------------------------
+# --- accessibility ----------------------------------------------------------------------------------------------------
 
 REFUSALS: Final = ("/messages/999999", "/messages?limit=x")
 
 
 def violations(page: Page, *rules: str) -> list[str]:
-    """What axe finds on the page as it is shown, by these rules or all."""
+    """Return axe's findings on the current page, by these rules or by all."""
     only = {"runOnly": {"type": "rule", "values": list(rules)}} if rules else {}
     if not page.evaluate("'axe' in window"):
         page.evaluate(Axe().axe_script)
@@ -165,7 +167,8 @@ def violations(page: Page, *rules: str) -> list[str]:
 
 
 def found_in_every_way(page: Page) -> Iterator[str]:
-    """What axe finds while the page is light and dark, wide and on a telephone. In the dark only colours change."""
+    """Return axe's findings in light and dark mode, on wide and narrow screens. In dark mode only the colours are
+    checked."""
     for size, (width, height) in screenshots.SIZES.items():
         page.set_viewport_size({"width": width, "height": height})
         for scheme in screenshots.COLOR_SCHEMES:
@@ -177,17 +180,17 @@ def found_in_every_way(page: Page) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("path", ["/login", *screenshots.PAGES.values(), *REFUSALS])
-def test_axe_finds_nothing_light_or_dark_wide_or_on_a_telephone(shop: Site, path: str) -> None:
+def test_axe_finds_no_problem_in_light_or_dark_mode_on_wide_or_narrow_screens(shop: Site, path: str) -> None:
     page = shop.visit(token=None if path == "/login" else OPERATOR_TOKEN)
     page.goto(path)
     assert list(found_in_every_way(page)) == []
 
 
-def test_axe_would_find_something(shop: Site) -> None:
+def test_axe_detects_a_problem(shop: Site) -> None:
     page = shop.visit()
     page.evaluate("document.querySelector('main').innerHTML += '<input><p id=states style=\"color:#eee\">pale</p>'")
     assert {line.split()[2] for line in violations(page)} >= {"label:"}
-    shop.watch.complaints.clear()  # That the policy forbids this style.
+    shop.watch.complaints.clear()  # The content security policy forbids this style.
 
 
 # --- with the keyboard alone ------------------------------------------------------------------------------------------
@@ -201,13 +204,14 @@ FOCUSED: Final = """() => {
 
 
 def tab_to(page: Page, name: str, *, most: int = 80) -> list[str]:
-    """Press Tab until this has the focus; what had it on the way. Every stop has to be seen, and to have a name."""
+    """Press Tab until this element has the focus, and return the elements on the way. Each must be visible and have
+    a name."""
     met: list[str] = []
     while not met or met[-1] != name:
         assert len(met) < most, f"{name!r} is not among {met}"
         page.keyboard.press("Tab")
         at = page.evaluate(FOCUSED)
-        assert at["visible"], f"nobody sees that {at} has the focus"
+        assert at["visible"], f"the focus on {at} is not visible"
         assert at["name"], f"{at} has no name"
         met.append(at["name"])
     return met
@@ -248,12 +252,12 @@ def test_a_group_is_redriven_with_the_keyboard_alone(site: Site) -> None:
 
 
 def press(page: Page, name: str) -> None:
-    """Press the button of this name, and wait for what it answers."""
+    """Press the button of this name, and wait for the response."""
     page.get_by_role("button", name=name, exact=True).click()
     page.wait_for_load_state()
 
 
-def test_every_act_works_without_scripts_and_says_who_did_it(site: Site) -> None:
+def test_every_act_works_without_scripts_and_records_its_actor(site: Site) -> None:
     db = site.db
     failed, sent, pending = put(db, State.FAILED), put(db, State.SENT), put(db)
     page = site.visit(scripts=False)
@@ -281,7 +285,7 @@ def test_every_act_works_without_scripts_and_says_who_did_it(site: Site) -> None
     page.goto("/messages?state=pending")
     page.get_by_role("link", name="Cancel all that are owed…").click()
     press(page, "Cancel them")
-    wait_until(lambda: site.state_of(failed) == "cancelled", lambda: "the bulk cancels what is owed")
+    wait_until(lambda: site.state_of(failed) == "cancelled", lambda: "the bulk cancels the owed message")
 
     acts = db.execute("SELECT actor, origin, action FROM pgoutbox.audit ORDER BY id").fetchall()
     actions = ["redrive", "resend", "cancel", "pause", "resume", "limit", "limit", "cancel"]
@@ -294,7 +298,7 @@ def test_every_act_works_without_scripts_and_says_who_did_it(site: Site) -> None
     expect(page.get_by_role("heading", name="Sign in")).to_be_visible()
 
 
-def test_messages_are_found_without_scripts(site: Site) -> None:
+def test_the_message_search_works_without_scripts(site: Site) -> None:
     put(site.db, topic="mail.welcome", destination="mailto:ada@example.org")
     put(site.db, topic="mail.receipt", destination="mailto:grace@example.org")
     page = site.visit(token=VIEWER_TOKEN, scripts=False)
@@ -306,7 +310,7 @@ def test_messages_are_found_without_scripts(site: Site) -> None:
     expect(found).not_to_contain_text("ada@example.org")
 
 
-def test_a_viewer_is_offered_no_act(site: Site) -> None:
+def test_a_viewer_sees_no_actions(site: Site) -> None:
     failed, pending = put(site.db, State.FAILED), put(site.db)
     page = site.visit(token=VIEWER_TOKEN)
     for path in (f"/messages/{failed}", f"/messages/{pending}", "/failed", "/queues", "/messages"):
@@ -320,7 +324,7 @@ def test_a_viewer_is_offered_no_act(site: Site) -> None:
 
 
 @pytest.mark.parametrize("path", ["/", "/messages", "/failed"])
-def test_what_changes_is_shown_without_loading_the_page_again(site: Site, path: str) -> None:
+def test_changes_appear_without_a_reload(site: Site, path: str) -> None:
     page = site.visit(token=VIEWER_TOKEN)
     page.goto(path)
     expect(page.get_by_role("status").filter(has_text="Live")).to_be_visible()
@@ -330,7 +334,7 @@ def test_what_changes_is_shown_without_loading_the_page_again(site: Site, path: 
     assert page.evaluate("window.loadedOnce") is True
 
 
-def test_a_page_that_was_signed_out_elsewhere_says_so_and_shows_nothing_more(site: Site) -> None:
+def test_a_page_signed_out_elsewhere_says_so_and_stops_updating(site: Site) -> None:
     page = site.visit()
     page.goto("/messages")
     expect(page.get_by_role("status").filter(has_text="Live")).to_be_visible()
@@ -343,7 +347,7 @@ def test_a_page_that_was_signed_out_elsewhere_says_so_and_shows_nothing_more(sit
     expect(page.get_by_role("main")).not_to_contain_text("mail.unheard.of")
 
 
-def test_a_part_in_use_says_that_it_is_paused_and_the_others_go_on(site: Site) -> None:
+def test_a_part_of_the_page_in_use_pauses_while_the_others_update(site: Site) -> None:
     page = site.visit(token=VIEWER_TOKEN)
     expect(page.get_by_role("status")).to_have_text("Live")
     page.locator("#part-states").get_by_role("link", name="failed").focus()
@@ -369,10 +373,10 @@ def test_the_twentieth_tab_of_one_browser_loads(site: Site) -> None:
     assert site.dashboard.feed.followers == 4
 
 
-def test_a_hidden_tab_holds_no_connection_and_follows_again_when_it_is_seen(site: Site) -> None:
+def test_a_hidden_tab_holds_no_connection_and_resumes_when_visible(site: Site) -> None:
     page = site.visit(token=VIEWER_TOKEN)
     expect(page.get_by_role("status")).to_have_text("Live")
-    # No tab of a headless browser is ever hidden.
+    # A headless browser never hides a tab.
     hide = "(hidden) => { Object.defineProperty(document, 'hidden', {value: hidden, configurable: true}); "
     hide += "document.dispatchEvent(new Event('visibilitychange')); }"
     page.evaluate(hide, True)
@@ -432,7 +436,7 @@ HOSTILE_ROWS: Final = """
     )
 """
 
-# What stands in a page without anybody's having put it into a template.
+# Parts of a page that no template contains.
 INJECTED: Final = """() => {
     const strange = [];
     for (const element of document.querySelectorAll("*")) {
@@ -452,7 +456,7 @@ INJECTED: Final = """() => {
 
 
 def attack(site: Site) -> None:
-    """Put every attack into every text column of every table that the dashboard shows."""
+    """Write every attack into every text column of every table that the dashboard shows."""
     for number, text in enumerate(ATTACKS):
         told = f"{MARK}{number} {text}"
         for state in State:
@@ -461,13 +465,13 @@ def attack(site: Site) -> None:
 
 
 def shape_of(url: str) -> str:
-    """What tells one kind of page from another: not the number in it, but each kind of parameter, and each attack."""
+    """Reduce a URL to its kind of page: ignore numbers, but keep each kind of parameter and each attack."""
     parts = urlsplit(url)
     attacks = sorted(set(re.findall(rf"{MARK}\\d+", url)))
     return f"{re.sub(r'[0-9]+', 'n', parts.path)}?{re.sub(r'=[^&]*', '', parts.query)} {attacks[:1]}"
 
 
-def test_no_row_attacks_who_looks_at_it_on_any_page_that_a_link_leads_to(site: Site) -> None:
+def test_no_hostile_row_attacks_its_viewer_on_any_linked_page(site: Site) -> None:
     attack(site)
     page = site.visit()
     waiting, known = [page.url], {shape_of(page.url)}
@@ -489,10 +493,10 @@ def test_no_row_attacks_who_looks_at_it_on_any_page_that_a_link_leads_to(site: S
         assert MARK in loaded[path], f"no attack stands on {path}"
 
 
-def test_no_row_attacks_who_looks_at_it_alone(site: Site) -> None:
+def test_a_single_hostile_row_attacks_no_viewer(site: Site) -> None:
     attack(site)
     page = site.visit()
-    # Each attack, and each state twice or more.
+    # Each attack, and each state at least twice.
     query = "SELECT min(id) FROM pgoutbox.message GROUP BY topic, state ORDER BY topic, state"
     ids = [message_id for (message_id,) in site.db.execute(query)]
     for message_id in ids[:: len(State) + 1]:
@@ -501,7 +505,7 @@ def test_no_row_attacks_who_looks_at_it_alone(site: Site) -> None:
         assert page.inner_text("main").count(MARK) >= 10
 
 
-def test_a_hostile_question_is_only_quoted(site: Site) -> None:
+def test_a_hostile_query_is_only_quoted(site: Site) -> None:
     page = site.visit()
     for text in ATTACKS:
         page.goto(f"/messages?{urlencode({'topic': text, 'text': text, 'done': text})}")
@@ -513,12 +517,12 @@ def test_a_hostile_question_is_only_quoted(site: Site) -> None:
 
 
 def blocked(site: Site, page: Page) -> list[str]:
-    """What the policy has kept from running, as far as the browser has told."""
+    """Return the scripts that the policy has blocked so far, as reported by the browser."""
     page.evaluate("1")
     return [text for text in site.watch.complaints if "Content Security Policy" in text]
 
 
-def test_a_script_that_got_into_a_page_all_the_same_is_not_run(site: Site) -> None:
+def test_an_injected_script_does_not_run(site: Site) -> None:
     page = site.visit(token=VIEWER_TOKEN)
     page.evaluate(
         """() => {

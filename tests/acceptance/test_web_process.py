@@ -1,4 +1,4 @@
-"""`pgoutbox web` as a process: what it refuses to start with, what it says, what it never shows, and how it ends."""
+"""Tests `pgoutbox web` as a process: refusals at the start, output, secrets, and its end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SECRET = CANARY * 3
 
 
 class WebProcess(subprocess.Popen[bytes]):
-    """`pgoutbox web` on a port of its own choice, with its output in files."""
+    """A `pgoutbox web` process on a port of its own choice, with its output in files."""
 
     def __init__(self, folder: Path, *arguments: str, **settings: str) -> None:
         self._out, self._log = folder / "stdout", folder / "stderr"
@@ -38,11 +38,11 @@ class WebProcess(subprocess.Popen[bytes]):
 
     @property
     def output(self) -> str:
-        """Everything it has written."""
+        """Return all its output."""
         return self._out.read_text() + self._log.read_text()
 
     def url(self) -> str:
-        """Where it says that it is."""
+        """Return the URL that it prints."""
         wait_until(lambda: self.output.rstrip().count("http://") or self.poll() is not None, lambda: self.output)
         assert self.poll() is None, self.output
         return self._out.read_text().split()[-1].rstrip("/")
@@ -50,7 +50,7 @@ class WebProcess(subprocess.Popen[bytes]):
 
 @pytest.fixture
 def started(tmp_path: Path) -> Iterator[list[WebProcess]]:
-    """Processes to be ended with the test."""
+    """Run processes that end with the test."""
     processes: list[WebProcess] = []
     yield processes
     for process in processes:
@@ -60,7 +60,7 @@ def started(tmp_path: Path) -> Iterator[list[WebProcess]]:
 
 
 def refusal(*arguments: str, **settings: str) -> str:
-    """What `pgoutbox web` says when it does not start, as wrong usage or configuration."""
+    """Return the error output of a `pgoutbox web` that refuses to start because of wrong usage or configuration."""
     result = subprocess.run(
         [sys.executable, "-m", "pgoutbox", "web", "--port", "0", *arguments],
         env=environment_with(**({"dsn": "host=/nowhere"} | settings)),
@@ -74,28 +74,30 @@ def refusal(*arguments: str, **settings: str) -> str:
     return result.stderr
 
 
-def test_it_does_not_start_without_credentials_or_with_bad_ones() -> None:
+@pytest.mark.slow
+def test_it_refuses_to_start_without_credentials_or_with_invalid_ones() -> None:
     assert "set PGOUTBOX_WEB_OPERATOR_TOKEN" in refusal()
     assert "entry 1 has no token of 20" in refusal(web_operator_token=CANARY)
     assert "PGOUTBOX_WEB_SECRET" in refusal(web_operator_token=OPERATOR_TOKEN, web_secret=CANARY)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])
-def test_it_does_not_start_open_to_all_off_loopback(host: str) -> None:
+def test_it_refuses_anonymous_access_off_loopback(host: str) -> None:
     assert "is not a loopback address" in refusal("--insecure", "--host", host)
 
 
-def test_it_does_not_start_open_to_all_beside_credentials_or_with_an_unknown_role() -> None:
+def test_it_refuses_anonymous_access_with_credentials_or_an_unknown_role() -> None:
     assert "give one or the other" in refusal("--insecure", web_viewer_token=VIEWER_TOKEN)
     assert "viewer or operator" in refusal("--insecure", "--role", "root")
 
 
-def test_an_address_of_another_machine_is_named() -> None:
+@pytest.mark.slow
+def test_an_address_of_another_machine_is_named_in_the_error() -> None:
     assert "--host 192.0.2.1" in refusal("--host", "192.0.2.1", web_viewer_token=VIEWER_TOKEN)
     assert "--host nowhere.invalid" in refusal("--host", "nowhere.invalid", web_viewer_token=VIEWER_TOKEN)
 
 
-def test_without_its_extra_the_command_that_installs_it_is_named() -> None:
+def test_a_missing_extra_is_reported_with_its_install_command() -> None:
     program = "import sys; sys.modules['uvicorn'] = None; from pgoutbox.cli import main; sys.exit(main(['web']))"
     result = subprocess.run(
         [sys.executable, "-c", program],
@@ -109,7 +111,7 @@ def test_without_its_extra_the_command_that_installs_it_is_named() -> None:
     assert result.stderr == "error: the dashboard needs an optional dependency: pip install 'pgoutbox[web]'\n"
 
 
-def test_it_serves_says_where_and_never_shows_a_secret(dsn: str, tmp_path: Path, started: list[WebProcess]) -> None:
+def test_it_serves_prints_its_url_and_never_shows_a_secret(dsn: str, tmp_path: Path, started: list[WebProcess]) -> None:
     tokens = {"web_operator_token": f"ada:{OPERATOR_TOKEN}", "web_viewer_token": VIEWER_TOKEN, "web_secret": SECRET}
     process = WebProcess(tmp_path, dsn=dsn, log_level="DEBUG", **tokens)
     started.append(process)
@@ -136,9 +138,7 @@ def test_it_serves_says_where_and_never_shows_a_secret(dsn: str, tmp_path: Path,
     assert "web_sign_in_refused" in process.output
 
 
-def test_open_to_all_on_loopback_everybody_may_look_and_not_act(
-    dsn: str, tmp_path: Path, started: list[WebProcess]
-) -> None:
+def test_anonymous_users_on_loopback_can_view_but_not_act(dsn: str, tmp_path: Path, started: list[WebProcess]) -> None:
     process = WebProcess(tmp_path, "--insecure", dsn=dsn)
     started.append(process)
     with httpx.Client(base_url=process.url(), timeout=PROCESS_PATIENCE_SECONDS) as client:

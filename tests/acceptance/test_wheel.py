@@ -1,4 +1,4 @@
-"""The wheel, alone in a new virtual environment: what users install has everything that it needs."""
+"""Tests the wheel, alone in a new virtual environment: it contains everything that users need."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+import pgoutbox
+
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+pytestmark = pytest.mark.slow
 
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +37,7 @@ async def write_down(message: Message, ctx: Context) -> None:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built by way of the source archive, as a release is."""
+    """Build the wheel from the source archive, like a release."""
     directory = tmp_path_factory.mktemp("dist")
     subprocess.run(
         [sys.executable, "-m", "build", "--outdir", str(directory), str(ROOT)], check=True, capture_output=True
@@ -42,7 +46,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-def test_the_wheel_holds_the_package_its_types_and_the_migrations_and_nothing_else(wheel: Path) -> None:
+def test_the_wheel_contains_exactly_the_package_its_types_and_the_migrations(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     migrations = (path for path in (ROOT / "migrations").rglob("*") if path.suffix in (".py", ".sql"))
     shipped = {f"pgoutbox/{path.relative_to(ROOT)}" for path in migrations}
@@ -52,7 +56,10 @@ def test_the_wheel_holds_the_package_its_types_and_the_migrations_and_nothing_el
     assert {Path(name).parts[0].split("-")[0] for name in names} == {"pgoutbox"}
 
 
-@pytest.mark.slow
+def test_the_version_of_the_wheel_is_that_of_the_package(wheel: Path) -> None:
+    assert wheel.name.startswith(f"pgoutbox-{pgoutbox.__version__}-")
+
+
 def test_the_wheel_alone_migrates_a_database_and_delivers_a_message(
     wheel: Path, empty_dsn: str, tmp_path: Path, run_in_new_environment: Callable[..., str]
 ) -> None:
@@ -69,7 +76,7 @@ def test_the_wheel_alone_migrates_a_database_and_delivers_a_message(
 
 @pytest.fixture
 def run_in_new_environment(tmp_path: Path) -> Callable[..., str]:
-    """Runs a program of a new virtual environment in an empty directory."""
+    """Run a program of a new virtual environment in an empty directory."""
     environment = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
 

@@ -1,1 +1,1 @@
-"""A small Django project whose handlers use the ORM, for the tests that run it in processes of its own."""
+"""A small Django project whose handlers use the ORM, for tests that run it in separate processes."""

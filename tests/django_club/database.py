@@ -1,4 +1,4 @@
-"""The database that Django is connected to, for what connects by itself."""
+"""The DSN of Django's database, for code that connects by itself."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from psycopg.conninfo import make_conninfo
 
 
 def dsn_of(connection: Any) -> str:  # noqa: ANN401 - Django ships no types
-    """The DSN of a connection of Django."""
+    """Return the DSN of a connection of Django."""
     connection.ensure_connection()
     info = connection.connection.info
     return make_conninfo(info.dsn, password=info.password)

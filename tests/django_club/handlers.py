@@ -50,7 +50,7 @@ def greet_batch(messages: Sequence[Message], contexts: Sequence[SyncContext]) ->
 
 @outbox.handler("greet.transactional", retry=AT_ONCE, transactional=True)
 def greet_beside_a_transaction(message: Message, ctx: SyncContext) -> None:
-    """Greet with the ORM, in a handler that has a connection of its own besides."""
+    """Greet with the ORM, in a handler that also has its own connection."""
     greet(message)
 
 
@@ -64,7 +64,7 @@ def cut_in_thread(message: Message, ctx: SyncContext) -> None:
 
 @outbox.handler("cut.async", retry=AT_ONCE)
 async def cut_async(message: Message, ctx: Context) -> None:
-    """The same on the event loop, in the thread in which asynchronous queries run."""
+    """Do the same on the event loop, in the thread that runs asynchronous queries."""
     from asgiref.sync import sync_to_async
 
     if message.attempt_count == 1:
@@ -74,7 +74,7 @@ async def cut_async(message: Message, ctx: Context) -> None:
 
 @outbox.handler("list", retry=AT_ONCE)
 async def list_members(message: Message, ctx: Context) -> None:
-    """Read the members one by one by a cursor of the server, while other messages are handled."""
+    """Read the members one by one with a server-side cursor, while other messages are handled."""
     emails = []
     async for member in Member.objects.order_by("email").aiterator(chunk_size=1):
         emails.append(member.email)
@@ -93,6 +93,6 @@ async def pass_by(message: Message, ctx: Context) -> None:
 
 
 def cut() -> None:
-    """End the server's side of this thread's connection."""
+    """Terminate the server's side of this thread's connection."""
     with connection.cursor() as cursor:
         cursor.execute("SELECT pg_terminate_backend(pg_backend_pid())")

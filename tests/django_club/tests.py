@@ -18,7 +18,7 @@ class GreetingTest(TransactionTestCase):  # type: ignore[misc] # Django ships no
     """Greetings by each kind of handler."""
 
     def test_every_kind_of_handler_greets_with_the_orm(self) -> None:
-        """Each message is sent, and each has written with a connection that Django made."""
+        """Each message is sent, and each handler has written with a connection that Django made."""
         topics = ("greet.sync", "greet.async", "greet.batch", "greet.transactional")
         with transaction.atomic():
             Member.objects.create(email=EMAIL)

@@ -1,1 +1,1 @@
-"""Faults, injected for real."""
+"""Tests that inject real faults."""

@@ -1,4 +1,4 @@
-"""The application whose workers the fault tests run as processes: its handlers write to the ledger."""
+"""The application that fault tests run as worker processes. Its handlers write to the ledger."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ outbox = Outbox()
 
 @outbox.handler(TOPIC, retry=RetryPolicy.steps(0, jitter=0))
 async def deliver(message: Message, ctx: Context) -> None:
-    """Hand the message over, which is to write it down."""
+    """Deliver the message by writing it to the ledger."""
     told_ledger().hand_over(message.payload, message.attempt_count)

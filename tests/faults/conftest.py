@@ -1,4 +1,4 @@
-"""The way to the test's database that fails when it is told to, a judge in the database, and workers as processes."""
+"""Fixtures: a faulty proxy to the test's database, a judge in the database, and workers as processes."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def proxy(dsn: str, tmp_path: Path) -> Iterator[Proxy]:
-    """A proxy to the test's database, on a Unix socket."""
+    """Run a proxy to the test's database, on a Unix socket."""
     with proxy_to(dsn, tmp_path) as proxy:
         yield proxy
 
 
 @pytest.fixture
 def db(connect: Connect) -> psycopg.Connection:
-    """An autocommit connection to the test's database, which no fault reaches and where every change of a message is
-    judged."""
+    """Return an autocommit connection to the test's database that bypasses the proxy. The judge checks every change of
+    a message."""
     connection = connect(autocommit=True)
     install_judge(connection)
     return connection
@@ -37,6 +37,6 @@ def db(connect: Connect) -> psycopg.Connection:
 
 @pytest.fixture
 def fleet(dsn: str, tmp_path: Path) -> Iterator[Fleet]:
-    """Workers on the test's database."""
+    """Return a fleet of workers on the test's database."""
     with fleet_on(dsn, tmp_path) as fleet:
         yield fleet

@@ -1,4 +1,4 @@
-"""Worker processes to be killed, stopped and lied to, and the ledger outside the database that tells what they did."""
+"""Worker processes that tests kill, stop and mislead, and the ledger outside the database that records their work."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class Fleet:
         environment: dict[str, str] | None = None,
         **settings: str,
     ) -> WorkerProcess:
-        """Start one worker, behind the command `prefix` if there is one; it is killed when the test ends."""
+        """Start one worker, with the command `prefix` in front if one is given. The worker is killed when the test
+        ends."""
         worker = WorkerProcess(
             "tests.faults.fleet_app:outbox",
             *arguments,
@@ -53,34 +54,34 @@ class Fleet:
 
     @property
     def log(self) -> str:
-        """What all of them have logged."""
+        """Return the logs of all workers."""
         return self._log.read_text()
 
     def hand_overs(self) -> list[tuple[int, int]]:
-        """The message id and the attempt of each hand-over, in the order of the ledger."""
+        """Return the message id and the attempt of each hand-over, in the order of the ledger."""
         return [(int(line.key), line.attempt_count) for line in read_entries(self.ledger).hand_over_order]
 
     def deliveries(self) -> Counter[int]:
-        """How often each message was handed over."""
+        """Return how often each message was handed over."""
         return Counter(message_id for message_id, _ in self.hand_overs())
 
     def until(self, condition: Callable[[], object], what: str) -> None:
-        """Return when the condition holds."""
+        """Wait until the condition holds."""
         wait_until(condition, lambda: f"{what}\n{self.log}")
 
     def until_disconnected(self, db: psycopg.Connection) -> None:
-        """Return when the server has ended all sessions of workers, and with them what they had sent."""
+        """Wait until the server has ended all sessions of workers, and so has processed all their statements."""
         self.until(lambda: connection_count(db) == 0, "the server ends the sessions of the dead")
 
     def close(self) -> None:
-        """Kill what still runs."""
+        """Kill the workers that still run."""
         for worker in self._workers:
             worker.end()
 
 
 @contextlib.contextmanager
 def fleet_on(dsn: str, directory: Path) -> Iterator[Fleet]:
-    """A fleet for the length of the `with` block."""
+    """Yield a fleet, and kill its workers at the end of the block."""
     fleet = Fleet(dsn, directory)
     try:
         yield fleet

@@ -1,4 +1,4 @@
-"""The application of the worker processes in these tests. Its handlers write what they hand over in a ledger."""
+"""The application of the fault tests' worker processes. Its handlers record each hand-over in a ledger."""
 
 from __future__ import annotations
 
@@ -39,26 +39,26 @@ class Post:
         return Sent()
 
     async def aclose(self) -> None:
-        """Nothing is open."""
+        """Do nothing: this transport keeps nothing open."""
 
 
 outbox = Outbox(transports=[Post()])
 
 
 def hand_over(message: Message[Any]) -> None:
-    """The side effect: one record on the disk, which no transaction covers and no kill takes back."""
+    """Append one record to the ledger on disk. No transaction covers this side effect, and no kill undoes it."""
     told_ledger().write("handed_over", str(message.id), attempt_count=message.attempt_count)
 
 
 @outbox.handler("fault.deliver")
 def deliver(message: Message, ctx: SyncContext) -> None:
-    """Hand over at once."""
+    """Hand over immediately."""
     hand_over(message)
 
 
 @outbox.handler("fault.slow")
 def slow(message: Message, ctx: SyncContext) -> None:
-    """Take some time before and after, so that a kill at any moment meets it."""
+    """Sleep before and after the hand-over, so that a kill at any moment can hit the handler."""
     time.sleep(0.02)
     hand_over(message)
     time.sleep(0.02)
@@ -66,34 +66,34 @@ def slow(message: Message, ctx: SyncContext) -> None:
 
 @outbox.handler("fault.gated")
 def gated(message: Message, ctx: SyncContext) -> None:
-    """Hand over, and return when the test opens the gate."""
+    """Hand over, then wait until the test opens the gate."""
     hand_over(message)
     gate = Path(os.environ[GATE_VARIABLE])
     while not gate.exists():
-        time.sleep(0.01)  # Between two looks.
+        time.sleep(0.01)  # The polling interval, in seconds.
 
 
 @outbox.handler("fault.segv", retry=AT_ONCE)
 async def segv(message: Message, ctx: Context) -> None:
-    """Read at address 0, as a faulty extension module does."""
+    """Read address 0, like a faulty extension module."""
     ctypes.string_at(0)
 
 
 @outbox.handler("fault.killed", retry=AT_ONCE)
 async def killed(message: Message, ctx: Context) -> None:
-    """End as the kernel's out-of-memory killer ends a process."""
+    """End like a process that the kernel's out-of-memory killer ends."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def limit_memory() -> None:
-    """Allow this process 64 MiB more than it has."""
+    """Limit the memory of this process to 64 MiB more than its current use."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 64 * 2**20, resource.RLIM_INFINITY))
 
 
 @outbox.handler("fault.memory", retry=AT_ONCE)
 async def memory(message: Message, ctx: Context) -> None:
-    """Ask for more memory than the process may have."""
+    """Allocate more memory than the limit of the process."""
     limit_memory()
     hoard = []
     while True:
@@ -102,7 +102,7 @@ async def memory(message: Message, ctx: Context) -> None:
 
 @outbox.handler("fault.transactional", transactional=True)
 async def transactional(message: Message, ctx: Context) -> None:
-    """Write in the transaction of the completion; the first attempt dies before it commits."""
+    """Write in the transaction of the completion. The first attempt dies before the commit."""
     await ctx.connection.execute("INSERT INTO effect VALUES (%s)", [message.id])
     if message.attempt_count == 1:
         os._exit(9)
@@ -110,7 +110,7 @@ async def transactional(message: Message, ctx: Context) -> None:
 
 @outbox.handler("fault.clock", retry=RetryPolicy.steps(3600))
 async def tell_the_time(message: Message, ctx: Context) -> None:
-    """Note what this process takes for the time, enqueue with a delay, and ask for a retry in an hour."""
+    """Record the local time of this process, enqueue a message with a delay, and ask for a retry in an hour."""
     async with await psycopg.AsyncConnection.connect(outbox.settings.require_dsn()) as connection:
         for _ in range(6):
             await connection.execute("INSERT INTO reading VALUES (%s, clock_timestamp())", [time.time()])
@@ -123,15 +123,15 @@ async def tell_the_time(message: Message, ctx: Context) -> None:
 
 
 def suspend() -> None:
-    """Stop every process of the group, as a suspended machine does, until the test wakes it."""
+    """Stop every process of the group, like a suspended machine, until the test wakes it."""
     os.killpg(0, signal.SIGSTOP)
 
 
 class SuspendedStore(Store):
-    """Suspends the process between a claim and what follows."""
+    """Suspends the process between the claim and the next step."""
 
     async def claim(self, *arguments: Any, **options: Any) -> list[ClaimedRow]:  # noqa: ANN401 - passed on
-        """Claim, and be suspended with the rows in hand."""
+        """Claim, then suspend the process while it holds the rows."""
         rows = await super().claim(*arguments, **options)
         if rows:
             suspend()
@@ -143,14 +143,14 @@ if os.environ.get(SUSPEND_VARIABLE) == "after the claim":
 
 
 class Postcard:
-    """A content."""
+    """An example content."""
 
     scheme = "postcard"
 
 
 @outbox.handler("fault.asks")
 def ask(message: Message, ctx: SyncContext) -> None:
-    """Be suspended in the middle, and ask for the lease before the side effect."""
+    """Suspend halfway through the handler, and check the lease before the side effect."""
     if os.environ.get(SUSPEND_VARIABLE) == "in the handler":
         suspend()
     ctx.ensure_lease()
@@ -159,7 +159,7 @@ def ask(message: Message, ctx: SyncContext) -> None:
 
 @outbox.handler("fault.renders")
 async def render(message: Message, ctx: Context) -> Postcard:
-    """Be suspended while rendering."""
+    """Suspend while rendering."""
     if os.environ.get(SUSPEND_VARIABLE) == "in the handler":
         suspend()
     return Postcard()
@@ -167,7 +167,7 @@ async def render(message: Message, ctx: Context) -> Postcard:
 
 @outbox.batch_handler("fault.renders.batch")
 async def render_batch(messages: Sequence[Message], contexts: Sequence[Context]) -> list[Postcard]:
-    """Be suspended while rendering several at once."""
+    """Suspend while rendering a batch."""
     if os.environ.get(SUSPEND_VARIABLE) == "in the handler":
         suspend()
     return [Postcard() for _ in messages]
@@ -175,7 +175,7 @@ async def render_batch(messages: Sequence[Message], contexts: Sequence[Context])
 
 @outbox.handler("fault.renders.transactional", transactional=True)
 def render_in_transaction(message: Message, ctx: SyncContext) -> Postcard:
-    """Be suspended while rendering in a transaction."""
+    """Suspend while rendering in a transaction."""
     if os.environ.get(SUSPEND_VARIABLE) == "in the handler":
         suspend()
     return Postcard()

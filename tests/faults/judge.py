@@ -1,4 +1,5 @@
-"""What must hold whatever happens: a trigger that notes every forbidden change, and questions about the whole table."""
+"""Invariants that hold under every fault: a trigger that records each forbidden change, and queries over the whole
+table."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from pgoutbox.message import TRANSITIONS
 if TYPE_CHECKING:
     import psycopg
 
-# A lease that has not ended belongs to its worker; an attempt's number only grows, and only by a claim.
+# Only the owner of an unexpired lease may end its attempt. The attempt number only grows, and only a claim raises it.
 JUDGE = """
 CREATE TABLE violation (message_id bigint, what text);
 CREATE FUNCTION judge() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER AS $judge$
@@ -47,7 +48,7 @@ RULES = {
         LEFT JOIN pgoutbox.coalesce AS head USING (topic, coalesce_key)
         WHERE m.coalesce_key IS NOT NULL AND m.coalesces_pending IS NOT TRUE AND coalesce(head.newest_id < m.id, true)
     """,
-    "a copy supersedes what is newer than its original": """
+    "a copy supersedes messages newer than its original": """
         SELECT copy.id FROM pgoutbox.message AS copy
         JOIN pgoutbox.message AS newer USING (topic, coalesce_key)
         WHERE newer.id > copy.resend_of AND newer.id < copy.id AND newer.resend_of IS DISTINCT FROM copy.resend_of
@@ -64,7 +65,7 @@ RULES = {
         SELECT d.message_id FROM pgoutbox.dedupe AS d
         WHERE NOT EXISTS (SELECT FROM pgoutbox.message AS m WHERE m.id = d.message_id)
     """,
-    # Every attempt that did not end sent, and is not in flight, has its line.
+    # Every attempt has a line in the history, unless it was sent or is in flight.
     "the history does not account for every attempt": """
         SELECT m.id FROM pgoutbox.message AS m
         WHERE m.attempt_count - (m.state IN ('sending', 'sent'))::integer
@@ -78,13 +79,14 @@ RULES = {
 
 
 def install_judge(db: psycopg.Connection) -> None:
-    """From now on note forbidden changes of messages in the table `violation`."""
+    """Start to record forbidden changes of messages in the table `violation`."""
     allowed = [f"{old}>{new}" for old, news in TRANSITIONS.items() for new in news]
     db.execute(sql.SQL(JUDGE).format(allowed=sql.SQL(", ").join(map(sql.Literal, allowed))))
 
 
 def violations(db: psycopg.Connection) -> list[tuple[int, str]]:
-    """What the trigger noted, and which messages break a rule of the table as it stands."""
+    """Return the changes that the trigger recorded, and the messages that break a rule of the table in its current
+    state."""
     found = db.execute("SELECT message_id, what FROM violation").fetchall()
     for rule, question in RULES.items():
         found += [(row[0], rule) for row in db.execute(question.encode())]

@@ -1,10 +1,10 @@
-"""The ledger: what producers were told of their commits and what handlers did, written outside the database, and the
-verdict on whether the outbox tells the same story.
+"""The ledger: a record outside the database of the producers' commits and the handlers' work, and the comparison with
+the database.
 
-Any number of threads and processes write to one file, each record as one append. A producer writes down what it is
-about to commit before it sends COMMIT, so that a key without an answer is one whose outcome nobody knows. A handler
-writes down a hand-over before its effect. A process that is killed in the middle of an append leaves half a line, which
-is no record: what it was about to do has not been done.
+Any number of threads and processes write to one file; each record is one append. A producer records the keys of a
+transaction before it sends COMMIT, so a key without an answer has an unknown outcome. A handler records a hand-over
+before its effect. A process that is killed during an append leaves half a line. Half a line is not a record, because
+its action has not happened.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ import psycopg
 from psycopg.rows import class_row
 
 LEDGER_VARIABLE: Final = "LEDGER"
-"""Which file the processes of a test write to."""
+"""The environment variable with the file that the processes of a test write to."""
 
 KEY: Final = "ledger_key"
-"""The name under which a message's payload, a JSON object, has its key in the ledger."""
+"""The name of the ledger key in a message's payload, which is a JSON object."""
 
 Entry = Literal["intended", "acknowledged", "rolled_back", "refused", "began", "handed_over", "ended"]
 
-# What moves between partitions fires as an insert; what stays in its partition as an update. The table is the
-# database's own account of final states, and outlives the messages that retention deletes.
+# A row that moves to another partition fires the trigger as an insert, and one that stays fires it as an update. This
+# table is the database's own record of final states, and outlives the messages that retention deletes.
 _AUDIT: Final = """
 CREATE TABLE IF NOT EXISTS public.ledger_audit (
     seq        bigserial PRIMARY KEY,
@@ -67,7 +67,7 @@ CREATE OR REPLACE TRIGGER ledger_changed AFTER UPDATE ON pgoutbox.message
     EXECUTE FUNCTION public.ledger_note();
 """
 
-# The messages of a fan-out share their payload: each has its destination in its key.
+# The messages of a fan-out share one payload, so the key of each includes its destination.
 _ROWS: Final = """
 SELECT
     m.id,
@@ -85,7 +85,7 @@ FROM pgoutbox.attempt AS a
 JOIN pgoutbox.message AS m ON m.id = a.message_id
 WHERE pgoutbox.payload_of(m) ? 'ledger_key'
 """
-# A message that is cancelled or has expired owes no attempt.
+# A cancelled or expired message needs no attempt.
 _COALESCED: Final = """
 SELECT
     id,
@@ -108,7 +108,7 @@ _SHOWN_KEYS: Final = 5
 
 
 class Ledger:
-    """Appends to the file. One object may be used by many threads; other processes open their own."""
+    """Appends to the file. Threads can share one object; other processes open their own."""
 
     def __init__(self, path: Path, *, fsync: bool = True) -> None:
         self.path = path
@@ -128,15 +128,15 @@ class Ledger:
 
     @contextlib.contextmanager
     def committing(self, connection: psycopg.Connection, *keys: str) -> Iterator[None]:
-        """Commit `connection` at the end of the block, which enqueues the messages of these keys, and write down how
-        that went.
+        """Commit `connection`, which enqueues the messages of these keys, at the end of the block, and record the
+        result.
 
-        An error of the block means that nothing was committed; an error of the commit means that nobody knows. Both
-        are raised, after a rollback where the connection lives.
+        If the block raises, nothing was committed. If the commit raises, the outcome is unknown. Both errors are raised
+        again, after a rollback if the connection is alive.
         """
         try:
             yield
-            # Written down before COMMIT is sent: from here on only its answer tells.
+            # Recorded before COMMIT is sent: from here on only its answer can tell the outcome.
             self.write("intended", *keys)
         except BaseException:
             self.write("rolled_back", *keys)
@@ -148,7 +148,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def rolling_back(self, connection: psycopg.Connection, *keys: str) -> Iterator[None]:
-        """Roll back `connection` at the end of the block, which enqueues the messages of these keys."""
+        """Roll back `connection`, which enqueues the messages of these keys, at the end of the block."""
         self.write("rolled_back", *keys)
         try:
             yield
@@ -157,12 +157,12 @@ class Ledger:
                 connection.rollback()
 
     def hand_over(self, payload: object, attempt_count: int) -> None:
-        """Note that a handler is about to deliver the message with this payload."""
+        """Record that a handler is about to deliver the message with this payload."""
         self.write("handed_over", _key_of(payload), attempt_count=attempt_count)
 
     @contextlib.contextmanager
     def running(self, payload: object, attempt_count: int) -> Iterator[None]:
-        """Note when a handler begins and ends an attempt. A killed process leaves an attempt without an end."""
+        """Record when a handler begins and ends an attempt. A killed process leaves an attempt without an end."""
         key = _key_of(payload)
         self._append("began", key, attempt_count=attempt_count)
         try:
@@ -171,7 +171,7 @@ class Ledger:
             self._append("ended", key, attempt_count=attempt_count)
 
     def write(self, entry: Entry, *keys: str, attempt_count: int | None = None) -> None:
-        """Append one record; on return it is on the disk."""
+        """Append one record. When this returns, the record is on disk."""
         self._append(entry, *keys, attempt_count=attempt_count)
         if self._fsync:
             os.fsync(self._fd)
@@ -180,7 +180,7 @@ class Ledger:
         record: dict[str, object] = {"entry": entry, "keys": keys, "at": time.time()}
         if attempt_count is not None:
             record |= {"attempt_count": attempt_count, "process": f"{os.getpid()}-{self._token}"}
-        # The newline comes first, so that half a line of a killed process does not swallow this one.
+        # The newline comes first, so that the half line of a killed process does not corrupt this record.
         line = b"\n" + json.dumps(record).encode()
         if os.write(self._fd, line) != len(line):
             raise OSError(f"could not append to {self.path}")
@@ -193,7 +193,7 @@ def _key_of(payload: object) -> str:
 
 @functools.cache
 def told_ledger() -> Ledger:
-    """The ledger that the environment names, for a process that is started by a test."""
+    """Return the ledger that the environment names, for a process that a test starts."""
     return Ledger(Path(os.environ[LEDGER_VARIABLE]))
 
 
@@ -207,7 +207,7 @@ class HandOver(NamedTuple):
 
 
 class Run(NamedTuple):
-    """One attempt while its handler ran. The end of a process that was killed is not known."""
+    """The time in which the handler of one attempt ran. The end is unknown if its process was killed."""
 
     key: str
     attempt_count: int
@@ -218,26 +218,26 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """What a ledger's file says. Keys in none of the three sets were never about to be committed."""
+    """The contents of a ledger file. Keys in none of the three sets never reached a commit."""
 
     intended: Mapping[str, float]
-    """When each was first about to be committed: its commit was not before that."""
+    """The time of the first commit attempt of each key. The commit did not happen earlier."""
     acknowledged: Mapping[str, float]
-    """When each was told."""
+    """The time of the acknowledgement of each key."""
     unknown: frozenset[str]
     rolled_back: frozenset[str]
     refused: frozenset[str]
-    """Their transaction failed because the server's queue of notifications was full."""
+    """Keys whose transaction failed because the server's notification queue was full."""
     hand_overs: Mapping[str, Sequence[int]]
-    """For each key the attempts that handed it over, in the order of the file."""
+    """For each key, the attempts that handed it over, in file order."""
     hand_over_order: Sequence[HandOver]
-    """Every hand-over, in the order of the file, which is that of the appends."""
+    """Every hand-over in file order, which is the order of the appends."""
     runs: Sequence[Run]
-    """Every attempt whose handler says when it begins and ends, in the order of the beginnings."""
+    """Every attempt whose handler records its begin and end, ordered by begin."""
 
 
 def read_entries(path: Path) -> Entries:
-    """Read a ledger's file, also while others append to it."""
+    """Read a ledger file. Other processes may still append to it."""
     keys_of: defaultdict[str, set[str]] = defaultdict(set)
     hand_overs: defaultdict[str, list[int]] = defaultdict(list)
     order: list[HandOver] = []
@@ -249,7 +249,7 @@ def read_entries(path: Path) -> Entries:
         try:
             record = json.loads(line)
         except ValueError:
-            continue  # Half a line, or the empty one before the first record.
+            continue  # Half a line, or the empty line before the first record.
         if "attempt_count" not in record:
             match record["entry"]:
                 case "intended":
@@ -286,7 +286,7 @@ def read_entries(path: Path) -> Entries:
 
 @dataclass(slots=True)
 class Verdict:
-    """Whether the books agree. Each list has the keys of the messages that break the invariant of its name."""
+    """The result of the comparison. Each list has the keys of the messages that break the invariant of its name."""
 
     acknowledged_count: int = 0
     unknown_count: int = 0
@@ -298,22 +298,22 @@ class Verdict:
     states: Counter[str] = field(default_factory=Counter)
 
     lost: list[str] = field(default_factory=list)
-    """Acknowledged, and not in the database."""
+    """Acknowledged, but missing in the database."""
     rolled_back_delivered: list[str] = field(default_factory=list)
-    """Rolled back or never committed, and yet in the database or handed over."""
+    """Rolled back or never committed, but in the database or handed over."""
     two_final_states: list[str] = field(default_factory=list)
-    """Two rows, or a final state after a final state without a redrive between them."""
+    """Two rows, or two final states without a redrive between them."""
     sent_without_hand_over: list[str] = field(default_factory=list)
     unexplained_duplicates: list[str] = field(default_factory=list)
-    """Handed over twice by one attempt, or again though no earlier attempt is recorded as ended otherwise than sent."""
+    """Handed over twice by one attempt, or again without an earlier attempt that is recorded as not sent."""
     undrained: list[str] = field(default_factory=list)
-    """In the database and in no final state."""
+    """In the database, but not in a final state."""
     no_attempt_after_commit: list[str] = field(default_factory=list)
-    """With a coalesce key, and after the commit neither an attempt of it began nor one of what superseded it."""
+    """With a coalesce key, but no attempt of the message or of its superseding messages began after the commit."""
 
     @property
     def violations(self) -> dict[str, list[str]]:
-        """The invariants that are broken, with the keys that break them."""
+        """Return the broken invariants, with the keys that break them."""
         every = {
             "lost": self.lost,
             "rolled_back_delivered": self.rolled_back_delivered,
@@ -337,19 +337,21 @@ class Verdict:
 
 
 def install_audit(connection: psycopg.Connection) -> None:
-    """Let the database note every state that a message reaches for good; without it a state that was overwritten by
-    another one goes unseen. Call it before the first enqueue, in a database of the test's own."""
+    """Make the database record every final state of a message; without this record an overwritten final state is
+    invisible.
+
+    Call it before the first enqueue, in a database that only this test uses."""
     connection.execute(_AUDIT)
 
 
 def owed_count(connection: psycopg.Connection) -> int:
-    """How many messages of the ledger have not reached a final state."""
+    """Count the messages of the ledger that have not reached a final state."""
     row = connection.execute(_OWED).fetchone()
     return 0 if row is None else int(row[0])
 
 
 def judge(path: Path, connection: psycopg.Connection) -> Verdict:
-    """Compare the ledger's file with the database, when producers and workers have stopped."""
+    """Compare the ledger file with the database after producers and workers have stopped."""
     entries = read_entries(path)
     ids_of: defaultdict[str, set[int]] = defaultdict(set)
     states: list[tuple[str, str]] = []
@@ -401,11 +403,11 @@ class _Coalesced(NamedTuple):
 
 
 def _without_attempt(entries: Entries, connection: psycopg.Connection) -> Iterator[str]:
-    """The keys of messages with a coalesce key for which no attempt began after their commit.
+    """Return the keys of messages with a coalesce key for which no attempt began after their commit.
 
-    A superseded message counts on the message at the end of its chain. Another attempt of the key is no excuse: it
-    would not have begun if this message had been the last one. The rule `newest` keeps this promise by its locks, and
-    the rule `pending` without them.
+    For a superseded message, the message at the end of its chain counts. An attempt of another message of the key does
+    not count: it would not have begun if this message had been the last one. The rule `newest` keeps this promise with
+    locks, and the rule `pending` without.
     """
     latest: dict[str, float] = {}
     for key, at in _beginnings(entries):
@@ -419,7 +421,7 @@ def _without_attempt(entries: Entries, connection: psycopg.Connection) -> Iterat
 
 
 def _beginnings(entries: Entries) -> Iterator[tuple[str, float]]:
-    """When the attempts of each key began. A handler that does not note its beginning hands over at once."""
+    """Return when the attempts of each key began. A handler that does not record its begin hands over immediately."""
     noted = {(run.key, run.attempt_count, run.process) for run in entries.runs}
     yield from ((run.key, run.began_at) for run in entries.runs)
     for hand_over in entries.hand_over_order:
@@ -428,7 +430,7 @@ def _beginnings(entries: Entries) -> Iterator[tuple[str, float]]:
 
 
 def _histories(connection: psycopg.Connection) -> dict[int, tuple[str, list[str]]]:
-    """Each message's key and, where the database was told to note them, the states that it reached."""
+    """Return each message's key and, if the database recorded them, the states that it reached."""
     histories: dict[int, tuple[str, list[str]]] = {}
     row = connection.execute("SELECT to_regclass('public.ledger_audit') IS NOT NULL").fetchone()
     if row is not None and row[0]:

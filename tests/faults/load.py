@@ -1,7 +1,7 @@
-"""A load for the time of a fault: producers that enqueue, commit and roll back, and workers as processes that deliver.
+"""A load during a fault: producers that enqueue, commit and roll back, and workers as processes that deliver.
 
-Producers are threads with a connection each. After an error they write down what they know and go on with another
-connection, as an application would. Everything that is waited for is a condition with a deadline.
+Each producer is a thread with its own connection. After an error it records the outcome as far as it is known, and
+opens another connection, like an application. Every wait is for a condition, with a deadline.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ TOPIC: Final = "faults.deliver"
 _EVERY_SO_MANY_ROLLS_BACK: Final = 7
 _EVERY_SO_MANY_COALESCES: Final = 4
 _COALESCE_KEY: Final = "faults"
-"""Of all producers: without locks, by the rule `pending`."""
+"""The coalesce key of all producers, without locks, by the rule `pending`."""
 
 
 def start_worker(dsn: str, ledger: Path, log: Path, settings: Mapping[str, str]) -> WorkerProcess:
-    """A worker with the handlers of tests/faults/app.py, which write to this ledger."""
+    """Start a worker with the handlers of tests/faults/app.py, which write to this ledger."""
     return WorkerProcess(
         "tests.faults.app:outbox",
         log=log,
@@ -56,7 +56,7 @@ def start_worker(dsn: str, ledger: Path, log: Path, settings: Mapping[str, str])
 
 
 class Load:
-    """Producers and workers on one database, with their ledger in `directory`. All end with the block."""
+    """Producers and workers on one database, with their ledger in `directory`, until the end of the block."""
 
     def __init__(
         self,
@@ -107,26 +107,26 @@ class Load:
 
     @property
     def acknowledged_count(self) -> int:
-        """How many messages are known to be committed."""
+        """Return how many messages are known to be committed."""
         return len(read_entries(self._ledger.path).acknowledged)
 
     @property
     def handed_over_count(self) -> int:
-        """How many messages were handed over at least once."""
+        """Return how many messages were handed over at least once."""
         return len(read_entries(self._ledger.path).hand_overs)
 
     @property
     def handed_over_keys(self) -> frozenset[str]:
-        """The keys of the messages that were handed over."""
+        """Return the keys of the messages that were handed over."""
         return frozenset(read_entries(self._ledger.path).hand_overs)
 
     def until_more_are_acknowledged(self, number: int = 30) -> None:
-        """Return when so many more messages are committed."""
+        """Wait until this many more messages are committed."""
         goal = self.acknowledged_count + number
         wait_until(lambda: self.acknowledged_count >= goal, lambda: f"{number} more commits; errors: {self.errors}")
 
     def until_more_are_handed_over(self, number: int = 30) -> float:
-        """Return when so many more messages were handed over; how many seconds passed until the first."""
+        """Wait until this many more messages were handed over. Return the seconds until the first one."""
         began_at = time.monotonic()
         former = self.handed_over_count
         wait_until(lambda: self.handed_over_count > former, lambda: "the next hand-over")
@@ -135,7 +135,7 @@ class Load:
         return resumed_after
 
     def stop_producers(self) -> None:
-        """Let the producers end; an error that is not the database's is raised."""
+        """Stop the producers. Raise any error that did not come from the database."""
         self._stopping.set()
         for future in self._producing:
             future.result(timeout=PROCESS_PATIENCE_SECONDS)
@@ -151,13 +151,13 @@ class Load:
             return self.judge(connection)
 
     def judge(self, connection: psycopg.Connection[TupleRow]) -> Verdict:
-        """Compare the books as they stand."""
+        """Compare the ledger with the database in its current state."""
         return judge(self._ledger.path, connection)
 
     def committing(
         self, connection: psycopg.Connection[TupleRow], *keys: str
     ) -> contextlib.AbstractContextManager[None]:
-        """Commit at the end of the block, and write down how that went: for a producer of the test's own."""
+        """Commit at the end of the block and record the result, for a producer that the test itself runs."""
         return self._ledger.committing(connection, *keys)
 
     def enqueue(self, connection: psycopg.Connection[TupleRow], key: str, *, coalesces: bool = False) -> None:

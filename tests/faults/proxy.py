@@ -1,10 +1,10 @@
-"""A way to PostgreSQL that fails when it is told to: it counts the statements of all its connections and cuts one of
-them at the n-th, stalls, delays, narrows, or slips a statement of its own into somebody's session.
+"""A proxy to PostgreSQL that injects faults: it counts the statements of all connections and cuts the connection at the
+n-th, stalls, delays, limits the bandwidth, or runs a statement of its own in a session.
 
-It runs in a thread, so that sync and async clients can use it alike. A statement is what makes the server work: a
-simple query, an Execute with what leads up to it and the Sync behind it, or, without an Execute, all up to the Sync
-(Prepare). A cut connection is half closed: the proxy reads on until the server process has ended, so that whoever has
-waited for that with `wait_for_cut` finds in the tables what will stay in them.
+It runs in a thread, so sync and async clients use it in the same way. A statement is one unit of server work: a simple
+query; an Execute with the messages before it and the Sync behind it; or, without an Execute, everything up to the Sync
+(Prepare). A cut connection is half closed: the proxy reads on until the server process has ended. After `wait_for_cut`
+the tables therefore hold their final contents.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _CANCEL_REQUEST = 80_877_102
 _ASKS_FOR_ENCRYPTION = frozenset({80_877_103, 80_877_104})
 _WORK = frozenset(b"QPBDEC")
 _ANSWERS_TO_EXECUTE = frozenset(b"CIsE")
-# A notification, a setting and a notice may come at any time, also between a statement and its answer.
+# A notification, a parameter status or a notice can arrive at any time, also between a statement and its answer.
 _UNASKED = frozenset(b"ASN")
 
 
 class Moment(enum.Enum):
-    """When, seen from the n-th statement, its connection is cut."""
+    """When to cut the connection, relative to the n-th statement."""
 
     BEFORE = "before it reaches the server"
     SENT = "right after it was sent"
@@ -45,7 +45,7 @@ class Moment(enum.Enum):
 
 
 class Direction(enum.Enum):
-    """Which way bytes go."""
+    """The direction of the bytes."""
 
     TO_SERVER = enum.auto()
     TO_CLIENT = enum.auto()
@@ -53,7 +53,7 @@ class Direction(enum.Enum):
 
 @dataclass(eq=False, slots=True)
 class _Stall:
-    """Nothing is forwarded while this lasts, in the sessions that it is about."""
+    """A time in which the proxy forwards nothing in the affected sessions."""
 
     application: str | None
     directions: frozenset[Direction]
@@ -69,7 +69,7 @@ class _Stall:
 
 
 class Proxy:
-    """Where to connect to, what went through, and the faults to come. Every method may be called from any thread."""
+    """The address to connect to, the statements so far, and the faults to come. Any thread may call every method."""
 
     def __init__(self, dsn: str, listening: socket.socket) -> None:
         self._target = psycopg.conninfo.conninfo_to_dict(dsn)
@@ -79,13 +79,13 @@ class Proxy:
         else:
             host, port = listening.getsockname()
             place = {"host": host, "port": str(port)}
-        # In one conninfo string, which every client of the tests reads. The proxy has no certificate.
+        # One conninfo string, which every client of the tests can read. The proxy has no certificate.
         self.dsn = psycopg.conninfo.make_conninfo(dsn, **place, sslmode="disable", gssencmode="disable")
         self.statements: list[str] = []
         self.cancel_request_count = 0
         self.delay_seconds = 0.0
         self.bytes_per_second: float | None = None
-        # Called in the proxy's thread with each statement, before any of it is forwarded.
+        # Called in the proxy's thread with each statement, before any part of it is forwarded.
         self.on_statement: Callable[[str, str], None] = lambda application, text: None
         self._listening = listening
         self._loop = asyncio.new_event_loop()
@@ -112,11 +112,11 @@ class Proxy:
         self._call(set_cut)
 
     def has_cut(self) -> bool:
-        """Whether that many statements have come."""
+        """Return whether this many statements have arrived."""
         return self._call(lambda: self._cut is not None and len(self.statements) >= self._cut[0])
 
     def wait_for_cut(self) -> None:
-        """Return when the connection is cut and its server process has ended; fails if it never comes to that."""
+        """Wait until the connection is cut and its server process has ended. Fail if the cut never happens."""
         if not self._cut_is_over.wait(PATIENCE_SECONDS):
             raise AssertionError(f"no cut at {self._cut} of {len(self.statements)} statements: {self.statements}")
 
@@ -128,9 +128,10 @@ class Proxy:
         replies_only: bool = False,
         open_connections_only: bool = False,
     ) -> Iterator[None]:
-        """Accept bytes but forward none, in the sessions of this application name or in all; what came in meanwhile is
-        forwarded at the end. `replies_only`: statements still reach the server. `open_connections_only`: those that are
-        opened from now on are not affected."""
+        """Accept bytes but forward none, in the sessions of this application name or in all; forward them at the end.
+
+        `replies_only`: statements still reach the server. `open_connections_only`: connections opened later are not
+        affected."""
         directions = frozenset({Direction.TO_CLIENT} if replies_only else Direction)
 
         def begin() -> _Stall:
@@ -149,7 +150,8 @@ class Proxy:
             self._call(end)
 
     def slip_in(self, application: str, statement: str) -> int:
-        """Run a statement in the open sessions of this application, as a pooler's other client would; how many."""
+        """Run a statement in the open sessions of this application, like another client of a pooler. Return the number
+        of sessions."""
 
         def slip() -> int:
             sessions = [session for session in self._sessions if session.application == application]
@@ -160,13 +162,13 @@ class Proxy:
         return self._call(slip)
 
     def open_count(self, application: str) -> int:
-        """How many connections of this application are open towards the server."""
+        """Count the open connections of this application to the server."""
         return self._call(lambda: sum(session.application == application for session in self._sessions))
 
-    # --- what a session asks ------------------------------------------------------------------------------------------
+    # --- counting and stalling ----------------------------------------------------------------------------------------
 
     def begin_statement(self, application: str, text: str) -> Moment | None:
-        """Count one more; what is to happen to it."""
+        """Count one more statement, and return the fault for it."""
         self.on_statement(application, text)
         self.statements.append(text)
         if self._cut is not None and self._cut[0] == len(self.statements):
@@ -174,15 +176,15 @@ class Proxy:
         return None
 
     def note_cut(self, session: _Session) -> None:
-        """This session is being cut: others may go on."""
+        """Record that this session is being cut, so that others can continue."""
         self._cut_session = session
 
     def stall_of(self, session: _Session, direction: Direction) -> _Stall | None:
-        """What holds this session's bytes back."""
+        """Return the stall that holds back this session's bytes."""
         return next((stall for stall in self._stalls if stall.holds(session, direction)), None)
 
     def due_at(self, direction: Direction, size: int) -> float:
-        """When the last of so many bytes arrives on a line that all connections share."""
+        """Return the arrival time of the last byte on a line that all connections share."""
         now = self._loop.time()
         if self.bytes_per_second is None:
             return now + self.delay_seconds
@@ -192,12 +194,12 @@ class Proxy:
     # --- the thread ---------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to accept connections."""
+        """Start to accept connections."""
         self._thread.start()
         self._ready.wait(PATIENCE_SECONDS)
 
     def stop(self) -> None:
-        """Close every connection and end the thread; raises what went wrong in it."""
+        """Close every connection, end the thread, and raise its error if it had one."""
         self._call(self._stopped.set)
         self._thread.join(PATIENCE_SECONDS)
         if self._errors:
@@ -244,7 +246,7 @@ class Proxy:
 
 
 class _Lane:
-    """One way of one connection: what was read is written when it is due and nothing stalls it."""
+    """One direction of one connection: it forwards each chunk when it is due and nothing stalls."""
 
     def __init__(self, proxy: Proxy, session: _Session, direction: Direction, writer: asyncio.StreamWriter) -> None:
         self._proxy = proxy
@@ -255,15 +257,15 @@ class _Lane:
         self._task = asyncio.create_task(self._forward())
 
     def put(self, data: bytes) -> None:
-        """Forward these bytes in their turn."""
+        """Queue these bytes to be forwarded in order."""
         self._queue.put_nowait((self._proxy.due_at(self._direction, len(data)), data))
 
     async def flush(self) -> None:
-        """Return when everything is forwarded."""
+        """Wait until everything is forwarded."""
         await self._queue.join()
 
     async def stop(self) -> None:
-        """Forward nothing more."""
+        """Stop forwarding."""
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
@@ -283,7 +285,7 @@ class _Lane:
 
 
 class _Session:
-    """One connection of a client and its connection to the server."""
+    """One client connection and its connection to the server."""
 
     application = ""
 
@@ -294,19 +296,19 @@ class _Session:
         self._server_writer: asyncio.StreamWriter | None = None
         self._lanes: list[_Lane] = []
         self._prepared: dict[str, str] = {}
-        # Every Sync or simple query is answered by one ReadyForQuery: they number the answers.
+        # One ReadyForQuery answers each Sync or simple query, so counting them numbers the answers.
         self._asked_count = 0
         self._answered_count = -1  # The first ReadyForQuery ends the authentication.
         self._executed = Counter[int]()
         self._completed_count = 0
         self._hidden: set[int] = set()
         self._lost_from: int | None = None
-        # What commits by itself does so at its Sync, after the answer to Execute.
+        # A statement without an explicit transaction commits at its Sync, after the answer to Execute.
         self._is_lost_at_sync = True
         self._lost = asyncio.Event()
 
     async def run(self, target: Mapping[str, object]) -> None:
-        """Forward both ways until one side, or a cut, ends it; to a server that is down, nothing."""
+        """Forward in both directions until one side or a cut ends the session; nothing if the server is down."""
         host, port = str(target["host"]), str(target.get("port", 5432))
         try:
             if host.startswith("/"):
@@ -327,7 +329,7 @@ class _Session:
                 await down.flush()
             else:
                 sending.result()
-                # The server reads what is on the way, ends its transaction, and closes its end.
+                # The server reads the bytes in transit, ends its transaction, and closes its end.
                 await up.flush()
                 with contextlib.suppress(OSError):
                     server_writer.write_eof()
@@ -398,12 +400,12 @@ class _Session:
                 words = body.split(b"\0")
                 parameters = dict(zip(words[::2], words[1::2], strict=False))
                 name = parameters.get(b"application_name", b"").decode()
-                self.application = " ".join(name.split(" ")[:2])  # Without the worker's own name.
+                self.application = " ".join(name.split(" ")[:2])  # Ignore the suffix with the worker's name.
             up.put(head + body)
             return
 
     async def _cut(self, kind: int, moment: Moment, up: _Lane) -> None:
-        """The statement is on its way: let it have its Sync, and its answer if that is what is to be lost."""
+        """Handle a cut at a statement in transit: forward its Sync, and its answer if the answer is to be lost."""
         has_sync = kind in b"QS"
         if not has_sync:
             kind, body, message = await self._read(self._client)
@@ -414,7 +416,7 @@ class _Session:
         if moment is Moment.REPLY_LOST:
             if not has_sync:
                 self._is_lost_at_sync = False
-                up.put(b"H\0\0\0\4")  # In a pipeline: the server keeps its answer until it is asked for it.
+                up.put(b"H\0\0\0\4")  # In a pipeline, the server keeps its answer until a Sync or Flush.
             await self._lost.wait()
         await up.flush()
         self._proxy.note_cut(self)
@@ -472,7 +474,7 @@ def _one_line(text: bytes) -> str:
 
 @contextlib.contextmanager
 def proxy_to(dsn: str, listening: socket.socket | Path) -> Iterator[Proxy]:
-    """A proxy to the server of this DSN, on a socket that listens or on a socket of its own in a directory."""
+    """Run a proxy to the server of this DSN, on a given listening socket or on a new one in a directory."""
     if not isinstance(listening, socket.socket):
         directory, listening = listening, socket.socket(socket.AF_UNIX)
         port = psycopg.conninfo.conninfo_to_dict(dsn).get("port", 5432)

@@ -1,8 +1,8 @@
-"""PostgreSQL servers of the test's own, to be started, stopped, crashed, promoted and starved of disk as it likes.
+"""PostgreSQL servers that a test can start, stop, crash, promote and starve of disk space.
 
-They run the binaries of the server under test: those of PGOUTBOX_TEST_DSN's version where they are installed, the
-embedded ones otherwise. They are durable like a server in production. A guard process ends them and removes their files
-when the tests are gone, whatever ended them.
+They run the binaries of the server under test: those of PGOUTBOX_TEST_DSN's version if they are installed, otherwise
+the embedded ones. They are durable, like a production server. A guard process ends them and removes their files when
+the tests end for any reason.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ done
 rm -rf "$1"
 """
 
-# Small segments, so that a small disk is soon full of them. Everything else is as PostgreSQL ships it.
+# Small segments fill a small disk quickly. All other settings are PostgreSQL's defaults.
 _INITDB = ("--username=postgres", "--auth=trust", "--encoding=UTF8", "--locale=C", "--wal-segsize=1", "--no-sync")
 
 StopMode = Literal["smart", "fast", "immediate"]
@@ -69,20 +69,20 @@ class OwnServer:
         return self.dsn_for(DATABASE)
 
     def dsn_for(self, database: str) -> str:
-        """URL of `database`."""
+        """Return the URL of `database`."""
         return f"postgresql://postgres@/{database}?host={quote(str(self.home))}&port={_PORT}"
 
     def connect(self, database: str = DATABASE) -> psycopg.Connection[TupleRow]:
-        """An autocommit connection."""
+        """Open an autocommit connection."""
         return psycopg.connect(self.dsn_for(database), autocommit=True)
 
     def start(self, **settings: str) -> None:
-        """Start with these settings on top of the defaults and wait until connections are accepted."""
+        """Start with these settings on top of the defaults, and wait until the server accepts connections."""
         if not self.try_start(**settings):
             raise AssertionError(f"the server did not start: {self.log.read_text()[-2000:]}")
 
     def try_start(self, **settings: str) -> bool:
-        """The same; whether it started."""
+        """Start like `start`, and return whether the server started."""
         values = {
             "listen_addresses": "",
             "port": str(_PORT),
@@ -96,24 +96,25 @@ class OwnServer:
         return self._pg_ctl("start", *words).returncode == 0
 
     def stop(self, mode: StopMode = "fast") -> None:
-        """Stop and wait until it is down. `immediate` is a crash: nothing is flushed and nobody is told."""
+        """Stop, and wait until the server is down. `immediate` is a crash: nothing is flushed, and no client is
+        informed."""
         if self.is_running:
             self._pg_ctl("stop", "-m", mode, "-w").check_returncode()
 
     @property
     def is_running(self) -> bool:
-        """Whether there is a postmaster."""
+        """Return whether a postmaster runs."""
         return self._pg_ctl("status").returncode == 0
 
     def errors_of(self, application: str) -> Counter[str]:
-        """The SQLSTATEs of the errors that the server's log has of this application's sessions."""
+        """Return the SQLSTATEs in the server's log for this application's sessions."""
         found = re.findall(
             rf"^{re.escape(application)}(?: [^|\n]*)?\|(?:ERROR|FATAL): +(\w{{5}}):", self.log.read_text(), re.MULTILINE
         )
         return Counter(found)
 
     def claim_milliseconds(self) -> list[float]:
-        """How long each claim took, where the server logs the duration of every statement."""
+        """Return the duration of each claim; the server must log the duration of every statement."""
         return [
             float(found)
             for found in re.findall(
@@ -124,7 +125,7 @@ class OwnServer:
         ]
 
     def promote(self) -> None:
-        """Make a standby the primary, and wait until it is."""
+        """Promote a standby, and wait until it is the primary."""
         self._pg_ctl("promote", "-w", "-t", str(_START_SECONDS)).check_returncode()
 
     def _pg_ctl(self, command: str, *words: str) -> subprocess.CompletedProcess[str]:
@@ -133,7 +134,7 @@ class OwnServer:
 
 
 class Workshop:
-    """Makes servers from a template, which is initialised and migrated once."""
+    """Makes servers from a template that is initialised and migrated once."""
 
     def __init__(self, binaries: Path, base: Path, account: pwd.struct_passwd | None) -> None:
         self._binaries = binaries
@@ -144,7 +145,7 @@ class Workshop:
         self._make_template()
 
     def new_home(self) -> Path:
-        """A new directory that belongs to the servers' account."""
+        """Create a directory that the servers' account owns."""
         home = self._base / str(next(self._numbers))
         home.mkdir(mode=0o700)
         self._give(home)
@@ -152,7 +153,7 @@ class Workshop:
 
     @contextlib.contextmanager
     def server(self, *, wal_directory: Path | None = None) -> Iterator[OwnServer]:
-        """A new server, not started, with an empty migrated database. At the end it is stopped and removed."""
+        """Yield a new server with an empty migrated database, not started. At the end it is stopped and removed."""
         home = self.new_home()
         self._copy(self._template / "data", home / "data")
         if wal_directory is not None:
@@ -165,7 +166,7 @@ class Workshop:
 
     @contextlib.contextmanager
     def standby_of(self, primary: OwnServer, name: str) -> Iterator[OwnServer]:
-        """A standby that replicates a running server, where it calls itself `name`; not started."""
+        """Yield a standby, not started, that replicates a running server and identifies itself there as `name`."""
         home = self.new_home()
         source = f"host={primary.home} port={_PORT} user=postgres application_name={name}"
         words = ("-d", source, "-D", str(home / "data"), "-R", "-X", "stream", "-c", "fast", "--no-sync")
@@ -184,7 +185,7 @@ class Workshop:
 
     @contextlib.contextmanager
     def small_disk(self, *, megabytes: int) -> Iterator[Path]:
-        """A file system of this size that belongs to the servers' account. Needs the right to mount."""
+        """Mount a file system of this size that the servers' account owns. Needs the right to mount."""
         mount_point = self.new_home() / "disk"
         mount_point.mkdir()
         owner = f"uid={self._account.pw_uid},gid={self._account.pw_gid}" if self._account else f"uid={os.geteuid()}"
@@ -204,8 +205,8 @@ class Workshop:
     def run(
         self, program: str, *words: str, environment: Mapping[str, str] = MappingProxyType({})
     ) -> subprocess.CompletedProcess[str]:
-        """Run one of PostgreSQL's programs as the servers' account; what it says goes to a file of its own, because
-        the servers that it starts keep its output open."""
+        """Run one of PostgreSQL's programs as the servers' account. Its output goes to a file, because the servers that
+        it starts keep the output open."""
         with tempfile.TemporaryFile("w+") as output:
             done = subprocess.run(
                 [str(self._binaries / program), *words],
@@ -251,8 +252,8 @@ class Workshop:
 
 @contextlib.contextmanager
 def open_workshop(environment: Mapping[str, str]) -> Iterator[Workshop]:
-    """A workshop with the binaries of the server that `environment` asks for; everything is removed at the end."""
-    # How to run PostgreSQL as root, and from a directory that only root can read, is known there.
+    """Yield a workshop with the server binaries that `environment` selects. Everything is removed at the end."""
+    # The embedded server knows how to run PostgreSQL as root, and from a directory that only root can read.
     account = embedded._unprivileged_account(None) if os.geteuid() == 0 else None
     base = Path(tempfile.mkdtemp(prefix="pgoutbox-", dir=embedded._base_directory(account, in_memory=True)))
     base.chmod(0o755)
@@ -269,7 +270,7 @@ def open_workshop(environment: Mapping[str, str]) -> Iterator[Workshop]:
 
 
 def _installed_binaries(dsn: str | None) -> Path | None:
-    """Those of the version of the server under test, where a distribution or the search path has them."""
+    """Return the binaries of the version under test from a distribution's directory or the search path."""
     if dsn is None:
         return None
     with psycopg.connect(dsn) as connection:

@@ -1,5 +1,5 @@
-"""PostgreSQL's clock is the only clock: a worker whose own is wrong, jumps or stood still claims, retries, renews and
-hands over as any other; and a time zone changes no instant.
+"""Tests that only PostgreSQL's clock counts. A worker with a wrong, jumping or stopped clock claims, retries, renews
+and hands over like any other; time zones change no point in time.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 # --- a wrong clock ----------------------------------------------------------------------------------------------------
 
 HOUR = 3600
-# What asks for the time of day gets another one, in every library of the process. Of the clocks that only measure, the
-# one that counts while a machine is suspended is an hour ahead once it has slept.
+# Every library of the process gets a wrong time of day. Of the monotonic clocks, the one that also counts during a
+# suspension is an hour ahead once the process has slept.
 SHIM = r"""
 #define _GNU_SOURCE
 #include <stdatomic.h>
@@ -116,7 +116,7 @@ time_t time(time_t *now)
 
 @pytest.fixture(scope="session")
 def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The library that lies about the time."""
+    """Compile the library that fakes the time."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         server_missing("no C compiler to build a clock that is wrong")
@@ -128,7 +128,7 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("clock", [str(HOUR), str(-HOUR), "jumping"], ids=["fast", "slow", "jumping"])
-def test_a_worker_with_a_wrong_clock_works_as_any_other(
+def test_a_worker_with_a_wrong_clock_behaves_like_any_other(
     db: psycopg.Connection, fleet: Fleet, shim: Path, clock: str
 ) -> None:
     db.execute("CREATE TABLE reading (worker_epoch float8, read_at timestamptz)")
@@ -153,7 +153,7 @@ def test_a_worker_with_a_wrong_clock_works_as_any_other(
     gated = put(topic="fault.gated")
     db.execute("ALTER TABLE pgoutbox.message ENABLE TRIGGER judge")
     worker = fleet.start("--once", environment={"LD_PRELOAD": str(shim), "FAULTS_CLOCK": clock}, concurrency="10")
-    # Its own lease is two seconds long, and is renewed for as long as the handler runs.
+    # The worker's lease is two seconds long, and is renewed while the handler runs.
     fleet.until(lambda: gated in fleet.deliveries(), "the handler runs")
     fleet.until(
         lambda: (
@@ -209,7 +209,7 @@ def test_a_worker_with_a_wrong_clock_works_as_any_other(
         ("in the handler", "fault.renders.transactional"),
     ],
 )
-def test_a_worker_that_was_suspended_past_its_lease_asks_before_it_hands_over(
+def test_a_worker_suspended_past_its_lease_checks_it_before_the_hand_over(
     db: psycopg.Connection, fleet: Fleet, where: str, topic: str
 ) -> None:
     message_id = enqueue(db, topic)
@@ -231,15 +231,15 @@ def test_a_worker_that_was_suspended_past_its_lease_asks_before_it_hands_over(
     assert violations(db) == []
 
 
-def test_a_worker_whose_machine_slept_asks_before_it_hands_over(
+def test_a_worker_checks_its_lease_before_the_hand_over_after_the_machine_slept(
     db: psycopg.Connection, fleet: Fleet, shim: Path, tmp_path: Path
 ) -> None:
-    """To the process no time has passed: only one clock tells that the machine was suspended."""
+    """For the process no time has passed: only one clock shows the suspension."""
     slept = tmp_path / "slept"
     message_id = enqueue(db, "fault.deliver")
     suspended = fleet.start(
         "--drain",
-        lease_seconds="600",  # A process that is stopped for a second of it has nothing to fear.
+        lease_seconds="600",  # A process that is stopped for one second keeps its lease.
         environment={SUSPEND_VARIABLE: "after the claim", "LD_PRELOAD": str(shim), "FAULTS_SLEPT": str(slept)},
     )
     _, status = os.waitpid(suspended.pid, os.WUNTRACED)
@@ -254,7 +254,7 @@ def test_a_worker_whose_machine_slept_asks_before_it_hands_over(
     assert violations(db) == []
 
 
-def test_a_worker_in_a_container_whose_clocks_began_elsewhere_works_as_any_other(
+def test_a_worker_in_a_container_with_offset_clocks_behaves_like_any_other(
     db: psycopg.Connection, fleet: Fleet
 ) -> None:
     shifted = ("unshare", "--time", "--fork", "--kill-child", "--monotonic", "8640000", "--boottime", "86400000")
@@ -281,12 +281,12 @@ def test_a_worker_in_a_container_whose_clocks_began_elsewhere_works_as_any_other
 
 @pytest.fixture
 def workshop() -> Iterator[Workshop]:
-    """A place for servers of the test's own."""
+    """Provide servers that only these tests use."""
     with open_workshop(os.environ) as workshop:
         yield workshop
 
 
-async def test_a_step_forward_of_the_servers_clock_hands_nothing_over_twice(workshop: Workshop, shim: Path) -> None:
+async def test_a_forward_step_of_the_server_clock_causes_no_second_hand_over(workshop: Workshop, shim: Path) -> None:
     seen: Counter[int] = Counter()
     may_end = asyncio.Event()
 
@@ -318,7 +318,7 @@ async def test_a_step_forward_of_the_servers_clock_hands_nothing_over_twice(work
                     assert db.execute(in_lease).fetchone() == (0,)
                     await until(lambda: other.telemetry.counts[Event.SERVER_CLOCK_STEPPED] == 1)
                     await until(lambda: db.execute(in_lease).fetchone() == (3,))
-                    # Attempts that are lost after the step are found, as soon as the clock is trusted again.
+                    # Attempts that are lost after the step are found as soon as the clock is trusted again.
                     lost = enqueue(db, queue="lost")
                     claim(db, queue="lost", worker="gone")
                     lapse(db, lost)
@@ -333,7 +333,7 @@ async def test_a_step_forward_of_the_servers_clock_hands_nothing_over_twice(work
 # --- time zones -------------------------------------------------------------------------------------------------------
 
 BERLIN = ZoneInfo("Europe/Berlin")
-# An hour that comes twice, once in each fold; one that never comes; and one in a zone of an odd offset.
+# A local time that occurs twice (each fold), one that never occurs, and one in a zone with an odd offset.
 INSTANTS = [
     datetime(2034, 10, 29, 2, 30, tzinfo=BERLIN, fold=0),
     datetime(2034, 10, 29, 2, 30, tzinfo=BERLIN, fold=1),
@@ -371,7 +371,7 @@ def in_zone(db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch) -> Iterator
         ("UTC", "Europe/Berlin"),
     ],
 )
-async def test_an_instant_is_the_same_whatever_the_time_zones_are(
+async def test_points_in_time_do_not_depend_on_time_zones(
     dsn: str,
     db: psycopg.Connection,
     in_zone: Callable[[str, str], None],
@@ -393,9 +393,9 @@ async def test_an_instant_is_the_same_whatever_the_time_zones_are(
         soon = outbox.enqueue(producer, "greet", {}, available_at=datetime.now(UTC) + timedelta(minutes=30)).id
         local = datetime.now(ZoneInfo(process_zone)) - timedelta(minutes=30)
         snoozed = outbox.enqueue(producer, "greet", {}, available_at=local).id
-        # What is past means now.
+        # A time in the past means now.
         ((began,),) = producer.execute("SELECT extract(epoch FROM now())::float8").fetchall()
-        # Half a year crosses a change of the clocks wherever there is one. It is so many seconds all the same.
+        # Half a year includes a daylight-saving change in any zone that has them. The number of seconds stays the same.
         delayed = outbox.enqueue(producer, "greet", {}, delay=HALF_A_YEAR).id
     await Worker(outbox).run_once()
     assert {i: instant.timestamp() for i, instant in seen.items()} == {snoozed: began}

@@ -1,4 +1,4 @@
-"""Many people look at the dashboard, all the time, while a worker delivers: neither notices the other."""
+"""Tests a dashboard with many viewers beside a worker: neither side affects the other."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
     import pytest
 
-PEOPLE: Final = 6  # More than the dashboard has connections for.
+PEOPLE: Final = 6  # More viewers than the dashboard has connections.
 STREAMS: Final = 3
 BATCHES: Final = 8
 BATCH_SIZE: Final = 30
-CONNECTIONS: Final = 4 + 1  # For pages, and the one that follows; docs/how-to/dashboard.md says so.
+CONNECTIONS: Final = 4 + 1  # The page connections and the one for following changes; see docs/how-to/dashboard.md.
 PAGES: Final[dict[str, tuple[int, ...]]] = {
     "/": (200,),
     "/messages": (200,),
@@ -53,8 +53,8 @@ PAGES: Final[dict[str, tuple[int, ...]]] = {
     "/healthz": (200,),
 }
 
-# What the dashboard's sessions hold at this moment. Looking needs no more than the weakest lock on a table, which every
-# statement takes, and no transaction number, which only a write draws. A session that begins holds its database too.
+# The locks of the dashboard's sessions at this moment. Viewing needs only the weakest table lock, which every statement
+# takes, and no transaction ID, which only a write assigns. A new session also locks its database.
 SESSIONS: Final = """
 SELECT
     a.pid,
@@ -70,7 +70,7 @@ SELECT
 FROM pg_stat_activity AS a
 WHERE a.usename = %s
 """
-# What began before a moment and has not ended: a transaction, or a snapshot that keeps dead rows from being removed.
+# Transactions, and snapshots that keep dead rows, which began before a given moment and have not ended.
 OPEN_SINCE: Final = """
 SELECT a.pid, a.state, a.query
 FROM pg_stat_activity AS a
@@ -81,7 +81,7 @@ WHERE a.usename = %(user)s
 
 @dataclass
 class Crowd:
-    """Those who look, and what they met."""
+    """The viewers and the responses that they got."""
 
     url: str
     dsn: str
@@ -98,7 +98,7 @@ class Crowd:
 
     @contextlib.contextmanager
     def looking(self) -> Iterator[None]:
-        """All of them look until the block ends."""
+        """Let all viewers browse until the block ends."""
         threads = [threading.Thread(target=self._caught, args=(self._look, n)) for n in range(PEOPLE)]
         threads += [threading.Thread(target=self._caught, args=(self._follow, n)) for n in range(STREAMS)]
         for thread in threads:
@@ -113,11 +113,11 @@ class Crowd:
         assert not any(thread.is_alive() for thread in threads)
 
     def have_seen(self, before: Counter[int], *, more: int) -> bool:
-        """Whether everybody has seen so many pages more; or somebody has failed."""
+        """Return whether each viewer has seen this many more pages, or a viewer has failed."""
         return bool(self.errors) or all(self.seen[person] >= before[person] + more for person in range(PEOPLE))
 
     def have_been_told(self) -> bool:
-        """Whether everybody who follows was told of a change, after the first time; or somebody has failed."""
+        """Return whether each follower got a change after the first event, or a viewer has failed."""
         return bool(self.errors) or all(self.told[person] > 1 for person in range(STREAMS))
 
     def _caught(self, work: Callable[[int], None], person: int) -> None:
@@ -155,7 +155,7 @@ class Crowd:
 
 
 class Ledger:
-    """What a handler was handed over, by the number of the message."""
+    """Hand-overs of a handler, by message number."""
 
     def __init__(self) -> None:
         self.outbox = Outbox()
@@ -174,7 +174,8 @@ class Ledger:
             raise Transient("busy")
 
     def of_all(self, db: psycopg.Connection, ids: dict[int, int]) -> dict[int, tuple[object, ...]]:
-        """What became of each: state, attempts, error, what superseded it, history, and number of hand-overs."""
+        """Return the result of each message: state, attempts, error, superseding message, history, and number of
+        hand-overs."""
         found: dict[int, tuple[object, ...]] = {}
         for number, message_id in ids.items():
             row = row_of(db, message_id)
@@ -187,7 +188,7 @@ class Ledger:
 
 
 def enqueue_batch(db: psycopg.Connection, first: int) -> dict[int, int]:
-    """The next messages, in one transaction: of three of one coalesce key the last is sent, in every run."""
+    """Enqueue the next messages in one transaction. Of three with one coalesce key, the last is sent in every run."""
     ids = {}
     with db.transaction():
         for number in range(first, first + BATCH_SIZE):
@@ -201,7 +202,7 @@ def enqueue_batch(db: psycopg.Connection, first: int) -> dict[int, int]:
 async def deliver(
     db: psycopg.Connection, dsn: str, *, crowd: Crowd | None = None
 ) -> tuple[dict[int, tuple[object, ...]], dict[str, list[int]]]:
-    """Enqueue batch after batch while a worker is at it, each when everybody in the crowd has seen another page."""
+    """Enqueue batches while a worker runs, each after every viewer has seen another page."""
     ledger = Ledger()
     ids: dict[int, int] = {}
     async with running(WatchedWorker(ledger.outbox, settings=settings_for(dsn))):
@@ -214,14 +215,14 @@ async def deliver(
 
 
 async def meanwhile(condition: Callable[..., bool], *args: object, **kwargs: object) -> None:
-    """Return when the condition holds; the event loop goes on."""
+    """Wait until the condition holds, without blocking the event loop."""
     await asyncio.to_thread(
         wait_until, functools.partial(condition, *args, **kwargs), lambda: f"{condition}: {args} {kwargs}"
     )
 
 
 def nothing_is_open(db: psycopg.Connection, user: str) -> bool:
-    """Whether all that this role has begun by now comes to its end, while it goes on to begin new things."""
+    """Return whether everything that this role has begun by now ends while the role begins new work."""
     ((moment, transaction),) = db.execute("SELECT clock_timestamp(), pg_current_xact_id()::xid::text")
     since = {"user": user, "moment": moment, "transaction": transaction}
     return wait_until(
@@ -229,7 +230,7 @@ def nothing_is_open(db: psycopg.Connection, user: str) -> bool:
     )
 
 
-def test_the_load_is_of_every_page() -> None:
+def test_the_load_covers_every_page() -> None:
     app = create_app(web_settings(dsn="postgresql://nowhere/x"))
     reached = set()
     for path in PAGES:
@@ -239,10 +240,10 @@ def test_the_load_is_of_every_page() -> None:
     assert reached | {"live"} >= {route.name for route in pages.ROUTES}
 
 
-async def test_a_crowd_that_looks_costs_no_delivery_and_holds_nothing(
+async def test_many_viewers_delay_no_delivery_and_hold_no_locks(
     dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    be_patient(monkeypatch)  # What is looked for is refused or left open, not late.
+    be_patient(monkeypatch)  # The test expects refusals and open connections, not slow answers.
     monkeypatch.setattr(live, "_HEARTBEAT_SECONDS", 0.2)
 
     alone = await deliver(db, dsn)
@@ -263,5 +264,5 @@ async def test_a_crowd_that_looks_costs_no_delivery_and_holds_nothing(
     assert {(path, status) for path, status in crowd.answers if status not in PAGES[path]} == set()
     assert crowd.held == set()
     assert crowd.most_at_once <= CONNECTIONS
-    assert len(crowd.sessions) <= CONNECTIONS, "connections are kept, whatever a page answers"
+    assert len(crowd.sessions) <= CONNECTIONS, "every connection stays usable after any response"
     assert db.execute("SELECT message_id, what FROM violation").fetchall() == []

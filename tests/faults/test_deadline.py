@@ -1,4 +1,5 @@
-"""A statement that is not answered in time ends its connection, and nothing more is asked of the server behind it."""
+"""Tests that an unanswered statement ends its connection at its deadline, without further requests to that server
+session."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-async def test_a_deadline_ends_a_connection_that_does_not_answer_without_asking_the_server_to_cancel(
+async def test_a_deadline_ends_an_unresponsive_connection_without_a_cancel_request(
     proxy: Proxy,
 ) -> None:
     async with await psycopg.AsyncConnection.connect(proxy.dsn, autocommit=True) as connection:
@@ -33,17 +34,17 @@ async def test_a_deadline_ends_a_connection_that_does_not_answer_without_asking_
             assert proxy.cancel_request_count == 0
 
 
-async def test_a_deadline_that_is_kept_leaves_the_connection_and_the_servers_own_errors_alone(proxy: Proxy) -> None:
+async def test_a_deadline_met_keeps_the_connection_and_passes_server_errors_on(proxy: Proxy) -> None:
     async with await psycopg.AsyncConnection.connect(proxy.dsn, autocommit=True) as connection:
         with pytest.raises(psycopg.errors.DivisionByZero), deadline(connection, PATIENCE_SECONDS):
             await connection.execute("SELECT 1 / 0")
         with deadline(connection, 0.05):
-            """It is left in time, and what comes after it has all the time in the world."""
+            """Leave the block in time; later statements have no deadline."""
         await connection.execute("SELECT pg_sleep(0.1)")
         assert not connection.closed
 
 
-async def test_a_link_whose_statement_is_not_answered_opens_another_connection(proxy: Proxy) -> None:
+async def test_an_unanswered_statement_makes_the_link_open_another_connection(proxy: Proxy) -> None:
     settings = settings_for(proxy.dsn, statement_timeout_seconds=1, connect_timeout_seconds=2)
     link = Link(proxy.dsn, settings, purpose="test")
     try:
@@ -59,14 +60,14 @@ async def test_a_link_whose_statement_is_not_answered_opens_another_connection(p
 
 @pytest.mark.parametrize("is_async", [True, False], ids=["on the event loop", "in a thread"])
 @pytest.mark.parametrize("stage", ["in the handler", "at its completion"])
-async def test_a_dead_network_under_a_transactional_handler_costs_it_one_attempt_and_no_slot(
+async def test_a_dead_network_costs_a_transactional_handler_one_attempt_and_no_slot(
     dsn: str, db: psycopg.Connection, tmp_path: Path, is_async: bool, stage: str
 ) -> None:
     with proxy_to(dsn, tmp_path) as proxy, ExitStack() as network:
         outbox = Outbox(settings_for(proxy.dsn, concurrency=1, statement_timeout_seconds=1, connect_timeout_seconds=1))
         attempts: list[int] = []
         limit = 1.0 if stage == "in the handler" else None
-        at_once = RetryPolicy(base_seconds=0.01, cap_seconds=0.01)
+        at_once = RetryPolicy(base=0.01, cap=0.01)
 
         def dies(message: Message) -> bool:
             attempts.append(message.attempt_count)
@@ -96,7 +97,7 @@ async def test_a_dead_network_under_a_transactional_handler_costs_it_one_attempt
     assert row_of(db, message_id).state == State.SENT
 
 
-def test_a_sync_connection_that_gets_no_answer_breaks_without_asking_the_server_to_cancel(proxy: Proxy) -> None:
+def test_a_sync_connection_without_answers_breaks_without_a_cancel_request(proxy: Proxy) -> None:
     with connections.connect(proxy.dsn, purpose="cli", answer_seconds=0.2) as connection:
         with proxy.stalled(), pytest.raises(TimeoutError, match=r"no answer within 0\.2 s"):
             connection.execute("SELECT 1")
@@ -104,13 +105,13 @@ def test_a_sync_connection_that_gets_no_answer_breaks_without_asking_the_server_
         assert proxy.cancel_request_count == 0
 
 
-def test_a_sync_connection_waits_for_each_answer_anew(proxy: Proxy) -> None:
+def test_the_deadline_of_a_sync_connection_restarts_with_each_answer(proxy: Proxy) -> None:
     with connections.connect(proxy.dsn, purpose="cli", answer_seconds=0.4) as connection:
         for _ in range(3):
             connection.execute("SELECT pg_sleep(0.2)")
 
 
-def test_an_operators_command_gives_up_on_a_dead_network(proxy: Proxy) -> None:
+def test_an_operator_command_gives_up_on_a_dead_network(proxy: Proxy) -> None:
     with (
         session.connect(settings_for(proxy.dsn)) as connection,
         session.limiting(-4.5),

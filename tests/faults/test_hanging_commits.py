@@ -1,4 +1,4 @@
-"""Commits hang because a synchronous standby is away: a worker waits with one session and does not pile up more."""
+"""Tests commits that hang because a synchronous standby is gone: a worker waits with one session and opens no more."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ SESSIONS_OF_CLAIMS = "SELECT FROM pg_stat_activity WHERE application_name LIKE '
 
 @pytest.fixture
 def own_server() -> Iterator[OwnServer]:
-    """A server whose commits wait for nobody unless they ask for it."""
+    """Run a server whose commits do not wait for the standby unless they request it."""
     with open_workshop(os.environ) as workshop, workshop.server() as server:
         server.start(synchronous_commit="local", fsync="off")
         yield server
 
 
 def patient_dsn(server: OwnServer) -> str:
-    """A DSN whose commits wait for the standby."""
+    """Return a DSN whose commits wait for the standby."""
     return make_conninfo(server.dsn, options="-c synchronous_commit=on")
 
 
 def miss_a_standby(server: OwnServer, *, missing: bool = True) -> None:
-    """Have the server wait for a standby that is not there, or not any more."""
+    """Make the server wait for a standby that does not exist or has gone."""
     with server.connect() as superuser:
         if missing:
             superuser.execute("ALTER SYSTEM SET synchronous_standby_names = 'missing'")
@@ -48,7 +48,7 @@ def miss_a_standby(server: OwnServer, *, missing: bool = True) -> None:
 
 
 class CountingWorker(Worker):
-    """A worker that counts how often it met trouble."""
+    """A worker that counts its failures."""
 
     trouble_count = 0
 
@@ -63,14 +63,14 @@ class CountingWorker(Worker):
         self._outage.endure = counted  # type: ignore[method-assign] # counted, and otherwise the same
 
 
-async def test_while_commits_hang_a_worker_keeps_to_one_session_and_delivers_everything_afterwards(
+async def test_a_worker_waits_for_hanging_commits_in_one_session_and_then_delivers_all(
     own_server: OwnServer,
 ) -> None:
     outbox = Outbox(settings_for(patient_dsn(own_server), batch_size=2, **IMPATIENT))
 
     @outbox.handler("greet")
     async def greet(message: Message, ctx: Context) -> None:
-        """It is sent by that."""
+        """Do nothing; the message is then sent."""
 
     with own_server.connect() as db:
         worker = CountingWorker(outbox)
@@ -78,10 +78,10 @@ async def test_while_commits_hang_a_worker_keeps_to_one_session_and_delivers_eve
             miss_a_standby(own_server)
             ids = [enqueue(db) for _ in range(12)]
             await until(lambda: worker.trouble_count >= 6)
-            # One hangs, and one asks whether it still does.
+            # One session hangs, and one checks whether it still hangs.
             assert len(db.execute(SESSIONS_OF_CLAIMS).fetchall()) <= 2
             miss_a_standby(own_server, missing=False)
-            # Of the one claim that hung, nobody has seen the messages.
+            # No worker has received the messages of the one claim that hung.
             await until(lambda: sum(not row.is_finished for row in rows_of(db, *ids)) <= 2)
         for message_id in ids:
             lapse(db, message_id)
@@ -89,7 +89,7 @@ async def test_while_commits_hang_a_worker_keeps_to_one_session_and_delivers_eve
         assert {row.state for row in rows_of(db, *ids)} == {State.SENT}
 
 
-async def test_a_session_that_was_given_up_for_another_reason_is_ended(own_server: OwnServer) -> None:
+async def test_a_session_abandoned_for_another_reason_is_terminated(own_server: OwnServer) -> None:
     settings = settings_for(own_server.dsn, statement_timeout_seconds=0.5, connect_timeout_seconds=1)
     link = Link(own_server.dsn, settings, purpose="claim")
     with own_server.connect() as db:
@@ -101,7 +101,7 @@ async def test_a_session_that_was_given_up_for_another_reason_is_ended(own_serve
     await link.close()
 
 
-async def test_a_session_that_waits_for_a_standby_is_left_alone_until_it_has_ended(own_server: OwnServer) -> None:
+async def test_a_session_that_waits_for_a_standby_is_not_terminated(own_server: OwnServer) -> None:
     link = Link(patient_dsn(own_server), settings_for(own_server.dsn, **IMPATIENT), purpose="claim")
     miss_a_standby(own_server)
     with own_server.connect() as db:

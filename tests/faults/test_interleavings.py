@@ -1,6 +1,6 @@
-"""Sessions against each other: every pair of operations in both orders, and crowds at one row or at the whole table.
+"""Tests concurrent sessions: every pair of operations in both orders, and crowds at one row or at the whole table.
 
-Nothing breaks a rule of the table, deadlocks, or loses a message, whoever commits first.
+In every order of commits, no rule of the table breaks, nothing deadlocks, and no message is lost.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 pooled_dsn = test_regressions.pooled_dsn
 
-# A million for a long run.
+# Use a million for a long run.
 ALREADY_SENT_COUNT = int(os.environ.get("PGOUTBOX_TEST_SENT_COUNT", "2000"))
 ALREADY_SENT = """
 INSERT INTO pgoutbox.message (topic, payload, state, attempt_count, claimed_at, worker, finished_at)
@@ -80,7 +80,7 @@ OLD = timedelta(hours=1)
 
 @dataclass(slots=True)
 class Scene:
-    """One message in some state, with both kinds of key, in a topic and queue of its own; and what becomes of it."""
+    """One message in a given state, with both kinds of key, in its own topic and queue, and its later history."""
 
     number: int
     message_id: int
@@ -91,7 +91,7 @@ class Scene:
 
     @property
     def name(self) -> str:
-        """The topic and the queue."""
+        """Create the topic and the queue."""
         return f"scene.{self.number}"
 
     def enqueue(self, session: psycopg.Connection, **keys: str) -> int:
@@ -99,14 +99,14 @@ class Scene:
         return enqueue(session, self.name, queue=self.name, **keys)  # type: ignore[arg-type] # keys alone are given
 
     def claim(self, session: psycopg.Connection, worker: str | None = None) -> list[int]:
-        """Claim here; what would be handed over, in its order."""
+        """Claim here, and return the messages in hand-over order."""
         name = worker or f"worker-{session.info.backend_pid}"
         rows = claim(session, queue=self.name, topics=[self.name], worker=name)
         return [row.id for row in rows if row.state == State.SENDING and not row.superseded]
 
 
 def build(db: psycopg.Connection, number: int, state: str) -> Scene:
-    """A scene, made by the package's own statements."""
+    """Build a scene with the package's own statements."""
     scene = Scene(number, 0, f"worker-{db.info.backend_pid}")
     scene.message_id = scene.enqueue(db, coalesce_key="k", dedupe_key="d")
     scene.enqueued.add(scene.message_id)
@@ -132,7 +132,7 @@ def build(db: psycopg.Connection, number: int, state: str) -> Scene:
 
 
 def resend_if_sent(session: psycopg.Connection, scene: Scene) -> int | None:
-    """An operator resends, or is told why not."""
+    """Resend as an operator, or get the reason for the refusal."""
     try:
         return operations.resend(session, scene.message_id)
     except (StateError, MessageNotFoundError):
@@ -174,8 +174,8 @@ class Sessions:
     thread: ThreadPoolExecutor
 
     def play(self, scene: Scene, first: str, second: str, *, commits: bool) -> None:
-        """The first session stands before its commit while the second one runs, as far as it gets."""
-        self.first.execute("SELECT")  # Whatever follows is in this transaction.
+        """Stop the first session before its commit, and run the second one until it finishes or blocks."""
+        self.first.execute("SELECT")  # The following statements run in this transaction.
         first_result = OPERATIONS[first](self.first, scene)
         future = self.thread.submit(self._run_second, scene, second)
         self._until_it_ends_or_waits(future)
@@ -191,7 +191,7 @@ class Sessions:
             try:
                 return OPERATIONS[name](self.second, scene)
             except LOST_RACES as error:
-                # A worker asks again; an application and an operator never see this.
+                # A worker repeats its statement; applications and operators never see this error.
                 if name not in WORKERS_OWN or scene.lost_races.total() == 5:
                     raise
                 scene.lost_races[type(error).__name__] += 1
@@ -213,7 +213,7 @@ class Sessions:
             scene.claimed += result
 
     def drain(self, scene: Scene) -> None:
-        """Let all leases end and everything fall due, and deliver what is owed."""
+        """Expire all leases, make every message due, and deliver all owed messages."""
         for number in range(20):
             self.db.execute("DELETE FROM pgoutbox.renewal")
             self.db.execute(
@@ -221,7 +221,7 @@ class Sessions:
                 "lease_expires_at = CASE WHEN state = 'sending' THEN now() - interval '1 s' END WHERE topic = %s",
                 [scene.name],
             )
-            worker = f"drain-{number}"  # A worker leaves lapsed attempts of its own alone.
+            worker = f"drain-{number}"  # A worker leaves its own lapsed attempts alone.
             claimed = scene.claim(self.db, worker)
             scene.claimed += claimed
             finish_sent(self.db, *((i, row_of(self.db, i).attempt_count) for i in claimed), worker=worker)
@@ -230,18 +230,18 @@ class Sessions:
             ).fetchone() or (0,)
             if not owed:
                 return
-        raise AssertionError("what is owed is never delivered")
+        raise AssertionError("owed messages are never delivered")
 
 
 @pytest.fixture
 def sessions(connect: Connect, db: psycopg.Connection) -> Iterator[Sessions]:
-    """The sessions of one scene after the other."""
+    """Provide the sessions for one scene after the other."""
     with ThreadPoolExecutor(1) as thread:
         yield Sessions(db, connect(), connect(autocommit=True), thread)
 
 
 def left_undone(db: psycopg.Connection, scene: Scene, *, pruned: bool) -> list[str]:
-    """What is wrong when everything that was owed has been delivered."""
+    """Return the broken rules after every owed message has been delivered."""
     rows = {
         row_id: (state, key)
         for row_id, state, key in db.execute(
@@ -261,7 +261,7 @@ def left_undone(db: psycopg.Connection, scene: Scene, *, pruned: bool) -> list[s
 
 @pytest.mark.parametrize("commits", [True, False], ids=["commits", "rolls back"])
 @pytest.mark.parametrize("state", SCENES)
-def test_two_operations_on_one_message_break_no_rule_in_either_order(
+def test_two_operations_on_one_message_keep_all_rules_in_either_order(
     sessions: Sessions, state: str, commits: bool
 ) -> None:
     problems = {}
@@ -284,7 +284,7 @@ CLAIMANTS = 32
 
 @contextmanager
 def crowd(connect: Connect, size: int) -> Iterator[tuple[ThreadPoolExecutor, list[psycopg.Connection]]]:
-    """So many threads and connections, closed at the end: a server has a hundred."""
+    """Open this many threads and connections, and close them at the end. A server allows a hundred."""
     connections = [connect(autocommit=True) for _ in range(size)]
     with ThreadPoolExecutor(size) as threads:
         yield threads, connections
@@ -293,19 +293,17 @@ def crowd(connect: Connect, size: int) -> Iterator[tuple[ThreadPoolExecutor, lis
 
 
 def claim_again(session: psycopg.Connection, total: int = 100) -> list[ClaimedRow]:
-    """Claim as a worker does: again, when the claim met another one at a row that was moved to another partition."""
+    """Claim like a worker: again, if the claim met a row that another claim moved to another partition."""
     return claim(session, total=total, worker=f"worker-{session.info.backend_pid}", again_on=LOST_RACES)
 
 
-def test_of_a_crowd_of_producers_at_one_key_the_last_one_that_commits_is_delivered(
-    connect: Connect, db: psycopg.Connection
-) -> None:
+def test_many_producers_of_one_key_deliver_the_last_committed_message(connect: Connect, db: psycopg.Connection) -> None:
     together = threading.Barrier(PRODUCERS + 1, timeout=PATIENCE_SECONDS)
     over = threading.Event()
     delivered: list[int] = []
 
     def produce(connection: psycopg.Connection, number: int) -> int | None:
-        # They stand in line for one row, which on a slow machine takes longer than the tests' own limit.
+        # They queue for one row, which on a slow machine takes longer than the tests' lock timeout.
         connection.execute("SET lock_timeout = '60s'")
         together.wait()
         connection.execute("BEGIN")
@@ -352,7 +350,7 @@ def test_of_a_crowd_of_producers_at_one_key_the_last_one_that_commits_is_deliver
     assert violations(db) == []
 
 
-def test_of_a_crowd_of_workers_at_one_message_one_gets_it(connect: Connect, db: psycopg.Connection) -> None:
+def test_many_workers_at_one_message_claim_it_once(connect: Connect, db: psycopg.Connection) -> None:
     together = threading.Barrier(CLAIMANTS, timeout=PATIENCE_SECONDS)
 
     def take(connection: psycopg.Connection) -> list[int]:
@@ -369,9 +367,7 @@ def test_of_a_crowd_of_workers_at_one_message_one_gets_it(connect: Connect, db: 
     assert violations(db) == []
 
 
-def test_of_a_crowd_of_workers_at_many_messages_everyone_gets_some_and_none_twice(
-    connect: Connect, db: psycopg.Connection
-) -> None:
+def test_many_workers_at_many_messages_each_claim_some_and_none_twice(connect: Connect, db: psycopg.Connection) -> None:
     together = threading.Barrier(CLAIMANTS, timeout=PATIENCE_SECONDS)
 
     def take(connection: psycopg.Connection) -> list[int]:
@@ -393,7 +389,7 @@ def test_of_a_crowd_of_workers_at_many_messages_everyone_gets_some_and_none_twic
     db.execute(ALREADY_SENT, {"count": ALREADY_SENT_COUNT})
     db.execute("ANALYZE pgoutbox.message_live, pgoutbox.message_done")
 
-    # So many that the first one cannot have taken them all before the last one begins.
+    # Enough messages that the first worker cannot have taken all of them before the last one begins.
     ids = [
         row[0]
         for row in db.execute("SELECT pgoutbox.enqueue('greet', 'null') FROM generate_series(1, 8000)").fetchall()
@@ -413,11 +409,11 @@ def test_of_a_crowd_of_workers_at_many_messages_everyone_gets_some_and_none_twic
 
 
 def shortest_and_longest(shares: list[list[int]]) -> tuple[int, int]:
-    """The lengths of the smallest share and of the largest one."""
+    """Return the sizes of the smallest and the largest share."""
     return min(map(len, shares)), max(map(len, shares))
 
 
-# A storm is one when all of these answers have been given.
+# The storm has happened when every one of these answers has been given.
 ANSWERS_OF_A_STORM = {
     "cancel: cancelled",
     "cancel: sent",
@@ -429,7 +425,7 @@ ANSWERS_OF_A_STORM = {
 
 
 class Storm:
-    """Operators that cancel, redrive, resend and prune whatever they meet, each on a connection of its own."""
+    """Operators that cancel, redrive, resend and prune any message that they find, each on its own connection."""
 
     def __init__(self, dsn: str, ids: list[int], seed: int) -> None:
         self.settings = settings_for(dsn)
@@ -472,11 +468,11 @@ class Storm:
         self.answers["prune: deleted"] += totals.total
 
     def met(self) -> set[str]:
-        """The kinds of answers so far."""
+        """Return the kinds of answers so far."""
         return {answer for answer, count in list(self.answers.items()) if count}
 
     def rage(self, number: int) -> None:
-        """Be one operator until the storm is over."""
+        """Act as one operator until the storm is over."""
         choice = random.Random(self.seed + number)
         act = (self.cancel, self.redrive, self.redrive_failed, self.resend, self.prune)[number % 5]
         with session.connect(self.settings) as connection:
@@ -484,7 +480,7 @@ class Storm:
                 act(connection, choice)
 
 
-async def test_a_storm_of_operators_against_claiming_workers_breaks_no_rule_and_is_always_answered(
+async def test_operators_storming_claiming_workers_break_no_rule_and_always_get_answers(
     dsn: str, db: psycopg.Connection
 ) -> None:
     seed = random.randrange(2**32)
@@ -513,12 +509,12 @@ async def test_a_storm_of_operators_against_claiming_workers_breaks_no_rule_and_
         finally:
             storm.over.set()
         for operator in operators:
-            operator.result(PATIENCE_SECONDS)  # An error that an operator saw is raised here.
+            operator.result(PATIENCE_SECONDS)  # Raises an error that an operator got.
     await Worker(outbox).drain()
     assert violations(db) == []
     rows = {row.id: row for row in rows_of(db)}
     assert {row.state for row in rows.values()} <= {str(state) for state in FINAL_STATES}
-    # Whoever was told `cancelled` was right: it was not delivered, and nobody but a redrive has brought it back.
+    # Each operator that got `cancelled` was right: the message was not delivered, and only a redrive has revived it.
     for message_id in storm.cancelled.keys() - storm.redriven:
         assert message_id not in rows or rows[message_id].state == "cancelled"
 
@@ -558,10 +554,8 @@ def lose(db: psycopg.Connection, ids: Sequence[int], how: str) -> None:
 
 @pytest.mark.parametrize("again", ["pending again", "in flight again", "sent"])
 @pytest.mark.parametrize("how", ["lease", "redrive", "snooze", "release", "retry"])
-def test_a_stale_owner_changes_nothing_whatever_became_of_its_message(
-    db: psycopg.Connection, how: str, again: str
-) -> None:
-    """A thousand trials in all."""
+def test_a_stale_owner_cannot_change_its_message(db: psycopg.Connection, how: str, again: str) -> None:
+    """Runs a thousand trials in all."""
     ids = [
         row[0]
         for row in db.execute(
@@ -570,7 +564,7 @@ def test_a_stale_owner_changes_nothing_whatever_became_of_its_message(
     ]
     assert ids_in_flight(claim(db, worker="first")) == ids
     lose(db, ids, how)
-    # Where it can, the same worker makes the next attempt too, so that the number alone tells them apart.
+    # If possible, the same worker makes the next attempt too, so that only the number distinguishes them.
     owner = "second" if how == "lease" else "first"
     if again != "pending again":
         assert ids_in_flight(claim(db, worker=owner, suspect_limit=len(ids))) == ids
@@ -583,7 +577,7 @@ def test_a_stale_owner_changes_nothing_whatever_became_of_its_message(
             *db.execute("SELECT * FROM pgoutbox.attempt ORDER BY 1, 2"),
         ]
 
-    # A lapsed attempt that nobody else has claimed is still its owner's.
+    # A lapsed attempt that no other worker has claimed still belongs to its owner.
     if (how, again) == ("lease", "pending again"):
         assert finish_sent(db, *((i, 1) for i in ids), worker="first") == set(ids)
     before = everything()
@@ -592,11 +586,11 @@ def test_a_stale_owner_changes_nothing_whatever_became_of_its_message(
     assert everything() == before
 
 
-# --- what nobody had seen fail ----------------------------------------------------------------------------------------
+# --- other interleavings ----------------------------------------------------------------------------------------------
 
 
 def put_back_by_hand(db: psycopg.Connection, message_id: int) -> None:
-    """What a person may do who does not know of redrive: the count goes back, and its numbers come a second time."""
+    """Put a message back by SQL instead of a redrive: the count goes back, and its numbers repeat."""
     db.execute("ALTER TABLE pgoutbox.message DISABLE TRIGGER judge")
     db.execute(
         "UPDATE pgoutbox.message SET state = 'pending', attempt_count = 0, finished_at = NULL WHERE id = %s",
@@ -605,8 +599,8 @@ def put_back_by_hand(db: psycopg.Connection, message_id: int) -> None:
 
 
 @pytest.mark.parametrize("end", ["retry", "lost"])
-def test_a_message_that_was_put_back_by_hand_does_not_hold_up_the_others(db: psycopg.Connection, end: str) -> None:
-    """Its first attempt is already in the history when it comes a second time."""
+def test_a_message_put_back_by_hand_does_not_block_the_others(db: psycopg.Connection, end: str) -> None:
+    """Its first attempt is already in the history when the same attempt number occurs again."""
     message_id = enqueue(db)
     claim(db)
     finish(db, Verdict(message_id, 1, AttemptOutcome.FAILED, "first"))
@@ -627,10 +621,10 @@ def test_a_message_that_was_put_back_by_hand_does_not_hold_up_the_others(db: psy
     assert [row.attempt_count for row in rows_of(db)] == [2, 2]
 
 
-async def test_what_falls_due_while_the_question_for_the_next_due_time_is_on_its_way_is_delivered(
+async def test_a_message_that_falls_due_during_the_due_time_query_is_delivered(
     dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The question reaches the server late. By then the message is due for longer than the question looks back."""
+    """The query reaches the server late. By then the message has been due for longer than the query looks back."""
     outbox = Outbox(settings_for(dsn))
     delivered, overslept = asyncio.Event(), asyncio.Event()
     ask, sum_up = Store.next_due, Claims.next_due_seconds
@@ -643,11 +637,11 @@ async def test_what_falls_due_while_the_question_for_the_next_due_time_is_on_its
     async def ask_late(
         self: Store, queues: Sequence[str], *, since_seconds: float, others_since_seconds: float, floor_id: int | None
     ) -> tuple[list[DueRow], datetime, Horizon]:
-        if since_seconds < PATIENCE_SECONDS:  # The first question, before any claim, looks back without an end.
+        if since_seconds < PATIENCE_SECONDS:  # The first query, before any claim, has no lower bound.
             questions.append(since_seconds)
         if len(questions) == 1:
             db.execute("UPDATE pgoutbox.message_live SET available_at = clock_timestamp()")
-            db.execute("SELECT pg_sleep(%s)", [since_seconds + 0.1])  # The slow network.
+            db.execute("SELECT pg_sleep(%s)", [since_seconds + 0.1])  # Simulates a slow network.
         return await ask(
             self,
             queues,
@@ -672,10 +666,10 @@ async def test_what_falls_due_while_the_question_for_the_next_due_time_is_on_its
     assert state_of(db, message_id) == State.SENT
 
 
-async def test_a_listener_behind_a_pooler_leaves_no_listen_in_the_pools_session(
+async def test_a_listener_behind_a_pooler_leaves_no_listen_in_the_server_session(
     pooled_dsn: str, db: psycopg.Connection
 ) -> None:
-    """A session that listens for nobody holds back the queue of notifications of the whole server."""
+    """A session that listens but has no client holds back the notification queue of the whole server."""
 
     def session_of_pool() -> tuple[int, int]:
         with psycopg.connect(pooled_dsn, prepare_threshold=None) as connection:

@@ -1,4 +1,4 @@
-"""The thread that renews the leases dies: its worker does not go on without renewals."""
+"""Tests that a worker ends when the thread that renews its leases dies."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
-# An event loop that asyncio could make only in part complains when it is forgotten.
+# A half-built event loop warns when it is garbage-collected.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
 @pytest.fixture
 def outbox(dsn: str) -> Outbox:
-    """An outbox of a worker that polls."""
+    """Build an outbox whose worker polls."""
     outbox = Outbox(settings_for(dsn, listen=False))
 
     @outbox.handler("greet")
     async def greet(message: Message, ctx: Context) -> None:
-        """It is sent by that."""
+        """Do nothing; the message is then sent."""
 
     return outbox
 
 
 @pytest.fixture
 def limits() -> Iterator[tuple[int, int]]:
-    """How many files this process may open; as before when the test ends."""
+    """Limit the number of open files of this process until the test ends."""
     found = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield found
     resource.setrlimit(resource.RLIMIT_NOFILE, found)
-    gc.collect()  # What complains does so in this module.
+    gc.collect()  # Only this module raises the warning.
 
 
-async def test_a_worker_whose_lease_thread_finds_no_room_for_its_event_loop_ends_with_an_error(
+async def test_a_worker_ends_with_an_error_if_its_lease_thread_cannot_create_an_event_loop(
     outbox: Outbox, limits: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = LeaseKeeper.start
@@ -65,11 +65,11 @@ async def test_a_worker_whose_lease_thread_finds_no_room_for_its_event_loop_ends
             await Worker(outbox).run()
 
 
-async def test_a_worker_whose_lease_thread_dies_in_its_work_ends_with_an_error(
+async def test_a_worker_ends_with_an_error_if_its_lease_thread_dies(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class MemoryLost(BaseException):
-        """Nothing that is expected anywhere."""
+        """An error that no code expects."""
 
     async def die(keeper: LeaseKeeper, link: object) -> None:
         raise MemoryLost("no room")

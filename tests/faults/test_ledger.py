@@ -1,4 +1,4 @@
-"""The ledger of the fault tests accepts a true story and notices each way in which a story can be untrue."""
+"""Tests that the ledger accepts a correct run and detects each kind of damage."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
 
 
 def committed(db: psycopg.Connection, ledger: Ledger, key: str) -> int:
-    """A message whose commit is acknowledged."""
+    """Enqueue a message whose commit is acknowledged."""
     with ledger.committing(db, key):
         return enqueue(db, payload={KEY: key})
 
 
 def deliver(db: psycopg.Connection, ledger: Ledger, *, queue: str = "default") -> None:
-    """Hand over and finish whatever is due, as another worker than the one whose lease may have lapsed."""
+    """Hand over and finish every due message, as a different worker than the one whose lease may have lapsed."""
     for row in claim(db, worker="worker-2", queue=queue):
         if row.state != "sending":
             continue
@@ -46,7 +46,7 @@ def deliver(db: psycopg.Connection, ledger: Ledger, *, queue: str = "default") -
         assert finish_sent(db, (row.id, row.attempt_count), worker="worker-2") == {row.id}
 
 
-def test_a_true_story_is_accepted(db: psycopg.Connection, connect: Connect, ledger: Ledger) -> None:
+def test_the_ledger_accepts_a_correct_run(db: psycopg.Connection, connect: Connect, ledger: Ledger) -> None:
     producer = connect()
     with ledger.committing(producer, "committed"):
         enqueue(producer, payload={KEY: "committed"})
@@ -65,7 +65,7 @@ def test_a_true_story_is_accepted(db: psycopg.Connection, connect: Connect, ledg
     assert verdict.states == {"sent": 1}
 
 
-def test_a_commit_that_raises_is_unknown(db: psycopg.Connection, connect: Connect, ledger: Ledger) -> None:
+def test_a_commit_that_raises_has_an_unknown_outcome(db: psycopg.Connection, connect: Connect, ledger: Ledger) -> None:
     producer = connect()
     enqueue(producer, payload={KEY: "k"})
     with pytest.raises(psycopg.OperationalError), ledger.committing(producer, "k"):
@@ -75,9 +75,7 @@ def test_a_commit_that_raises_is_unknown(db: psycopg.Connection, connect: Connec
     assert (verdict.violations, verdict.unknown_committed_count) == ({}, 0)
 
 
-def test_a_hand_over_after_a_lease_that_lapsed_is_a_duplicate_but_explained(
-    db: psycopg.Connection, ledger: Ledger
-) -> None:
+def test_a_hand_over_after_a_lapsed_lease_is_an_explained_duplicate(db: psycopg.Connection, ledger: Ledger) -> None:
     message_id = committed(db, ledger, "k")
     ledger.hand_over({KEY: "k"}, claim(db)[0].attempt_count)
     lapse(db, message_id)
@@ -86,7 +84,7 @@ def test_a_hand_over_after_a_lease_that_lapsed_is_a_duplicate_but_explained(
     assert (verdict.violations, verdict.duplicate_count) == ({}, 1)
 
 
-def test_a_redrive_is_no_second_final_state(db: psycopg.Connection, ledger: Ledger) -> None:
+def test_a_redrive_is_not_a_second_final_state(db: psycopg.Connection, ledger: Ledger) -> None:
     message_id = committed(db, ledger, "k")
     db.execute("UPDATE pgoutbox.message SET max_attempts = 1 WHERE id = %s", [message_id])
     claim(db)
@@ -105,14 +103,14 @@ def look_again(db: psycopg.Connection, key: str, *, queue: str = "default") -> i
 
 
 def newest(db: psycopg.Connection, ledger: Ledger, key: str = "newest", *, queue: str = "default") -> int:
-    """One more message, whose commit is acknowledged."""
+    """Enqueue one more message whose commit is acknowledged."""
     with ledger.committing(db, key):
         return look_again(db, key, queue=queue)
 
 
 @dataclass
 class Late:
-    """A message of the rule `pending`, committed when `newer` of its key had been delivered."""
+    """Commit a message of the rule `pending` after `newer` of its key was delivered."""
 
     db: psycopg.Connection
     ledger: Ledger
@@ -122,7 +120,7 @@ class Late:
     def end(
         self, message_id: int, state: str, superseded_by: int | None = None, skip_reason: str | None = None
     ) -> None:
-        """End a message like this, whether or not that is right."""
+        """End a message in this state, correctly or not."""
         self.db.execute(
             "UPDATE pgoutbox.message "
             "SET state = %s, superseded_by = %s, skip_reason = %s, finished_at = now(), lease_expires_at = NULL "
@@ -131,7 +129,7 @@ class Late:
         )
 
     def supersede(self, by: int) -> None:
-        """Skip it for this one."""
+        """Skip it in favour of this message."""
         self.end(self.id, "skipped", by, f"superseded by {by}")
 
 
@@ -158,7 +156,7 @@ def is_superseded_by_one_that_is_delivered(late: Late) -> None:
 
 
 def is_superseded_in_another_queue(late: Late) -> None:
-    """A worker that serves both queues ends its attempt so, when its lease has lapsed."""
+    """End its attempt in this state after its lease lapsed, by a worker that serves both queues."""
     late.supersede(newest(late.db, late.ledger, queue="bulk"))
     deliver(late.db, late.ledger, queue="bulk")
 
@@ -220,7 +218,7 @@ def is_tried_and_then_superseded(late: Late) -> None:
         (is_passed_by_one_that_did_not_supersede_it, True),
     ],
 )
-def test_after_each_commit_of_the_rule_pending_an_attempt_begins(
+def test_an_attempt_must_begin_after_each_commit_of_the_rule_pending(
     late: Late, end: Callable[[Late], None], is_broken: bool
 ) -> None:
     end(late)
@@ -228,10 +226,10 @@ def test_after_each_commit_of_the_rule_pending_an_attempt_begins(
     assert judge(late.ledger.path, late.db).violations == expected
 
 
-def test_of_several_transactions_for_one_record_the_first_may_be_the_one_that_committed(
+def test_any_of_several_transactions_for_one_record_may_be_the_committed_one(
     db: psycopg.Connection, ledger: Ledger
 ) -> None:
-    """As a dedupe key has it: later transactions find the message, and write nothing."""
+    """With a dedupe key, later transactions find the message and write nothing."""
     newest(db, ledger)
     deliver(db, ledger)
     ledger.write("intended", "newest")
@@ -258,7 +256,7 @@ def test_an_attempt_that_hands_over_after_the_commit_may_have_begun_before_it(
 # --- records ----------------------------------------------------------------------------------------------------------
 
 
-def test_half_a_line_is_no_record_and_spoils_no_other(db: psycopg.Connection, ledger: Ledger) -> None:
+def test_half_a_line_is_not_a_record_and_corrupts_no_other(db: psycopg.Connection, ledger: Ledger) -> None:
     committed(db, ledger, "first")
     with ledger.path.open("ab") as file:
         file.write(b'\n{"entry": "handed_over", "ke')
@@ -342,7 +340,7 @@ def leave_undrained(db: psycopg.Connection, ledger: Ledger) -> None:
         (leave_undrained, "undrained"),
     ],
 )
-def test_each_untruth_is_noticed_by_its_name(
+def test_each_kind_of_damage_is_reported_under_its_invariant(
     db: psycopg.Connection, ledger: Ledger, fault: Callable[[psycopg.Connection, Ledger], None], invariant: str
 ) -> None:
     fault(db, ledger)

@@ -1,4 +1,4 @@
-"""Migrations up and down beside business transactions that enqueue and cancel: none of these fails."""
+"""Tests migrations up and down beside business transactions that enqueue and cancel: no transaction fails."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ BUSINESS: Final = (
 )
 
 
-def test_no_business_transaction_fails_beside_a_migration_up_or_down(
+def test_no_business_transaction_fails_during_a_migration_up_or_down(
     empty_dsn: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     newest = add_revision(tmp_path, monkeypatch)
@@ -77,8 +77,8 @@ def test_no_business_transaction_fails_beside_a_migration_up_or_down(
         assert connection.execute("SELECT count(*) FROM pgoutbox.message").fetchone() == (3 * done,)
 
 
-def test_roles_remain_where_another_database_of_theirs_is_dropped_at_the_same_moment() -> None:
-    """Played by rights in a database that is not there any more: what DROP ROLE meets then is the same error."""
+def test_roles_remain_if_another_database_with_their_rights_is_dropped_concurrently() -> None:
+    """Rights in a database that no longer exists simulate this: DROP ROLE raises the same error."""
     with open_workshop(os.environ) as workshop, workshop.server() as server:
         server.start()
         with server.connect() as db:
@@ -92,7 +92,7 @@ def test_roles_remain_where_another_database_of_theirs_is_dropped_at_the_same_mo
 
 
 def patiently(run: Callable[[], None]) -> None:
-    """Run it again, as it says, while it does not get a lock."""
+    """Run it again, as its message says, while it cannot get a lock."""
 
     def succeeds() -> bool:
         with contextlib.suppress(SchemaError):

@@ -1,5 +1,5 @@
-"""A network that stalls, slows down or loses what a session stood for: the worker notices by its own deadlines, asks
-nothing more of a connection that it has given up, and works on; the fence decides what becomes of what was on the way.
+"""Tests a network that stalls, slows down or loses session state: the worker notices by its own deadlines, makes no
+further requests on an abandoned connection, and works on. The fence decides the outcome of statements in transit.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from tests.waiting import until
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
 
-# The sweep is an hour away: what is found without a ring is found because the listener is known to be gone.
-# What is not stalled is to be answered in time on a slow machine too.
+# The sweep is an hour away. A message found without a ring is found because the worker knows that its listener is gone.
+# Statements that are not stalled must get their answer in time on a slow machine too.
 QUICK = {"probe_seconds": 2, "probe_timeout_seconds": 2, "connect_timeout_seconds": 5}
 SHORT_OF_TIME = {"statement_timeout_seconds": 1, "connect_timeout_seconds": 2}
 
 
 class Receiver:
-    """An outbox that notes what it delivers, after doing what the test wants done first."""
+    """An outbox that runs the test's callback first and then records the delivery."""
 
     def __init__(self, dsn: str, **settings: object) -> None:
         self.outbox = Outbox(settings_for(dsn, **settings))
@@ -67,7 +67,7 @@ class Receiver:
 
 
 class Sleeper(Worker):
-    """A worker that tells when it sleeps, with no statement of its own under way."""
+    """A worker that reports when it sleeps with no statement in progress."""
 
     asleep: asyncio.Event
 
@@ -83,7 +83,7 @@ class Sleeper(Worker):
 
 
 async def fall_asleep(worker: Sleeper) -> None:
-    """Return when the worker has looked once more, after what has happened so far, and sleeps."""
+    """Wait until the worker has polled once more after everything so far, and sleeps."""
     worker.asleep.clear()
     worker._wake.set()
     await worker.asleep.wait()
@@ -94,12 +94,12 @@ async def fall_asleep(worker: Sleeper) -> None:
 
 @pytest.fixture
 def port() -> Iterator[socket.socket]:
-    """A listening TCP socket on this machine."""
+    """Open a listening TCP socket on this machine."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         yield listening
 
 
-async def test_a_listener_behind_a_stalled_middlebox_is_given_up_at_the_probes_deadline_and_replaced(
+async def test_a_listener_behind_a_stalled_middlebox_is_replaced_after_the_probe_deadline(
     dsn: str, db: psycopg.Connection, port: socket.socket
 ) -> None:
     with proxy_to(dsn, port) as proxy, reports() as heard:
@@ -114,7 +114,7 @@ async def test_a_listener_behind_a_stalled_middlebox_is_given_up_at_the_probes_d
                 late = enqueue(db)
                 await until(lambda: receiver.delivered == [unheard, late])
             await heard.wait_for(Event.LISTENER_BACK)
-            # The driver would ask the server to cancel the probe, and wait for it on the same dead network.
+            # The driver would ask the server to cancel the probe, and wait for the answer on the same dead network.
             assert proxy.cancel_request_count == 0
             await until(lambda: proxy.open_count("pgoutbox listen") == 1)
             await fall_asleep(worker)
@@ -123,10 +123,10 @@ async def test_a_listener_behind_a_stalled_middlebox_is_given_up_at_the_probes_d
 
 
 @pytest.mark.slow
-async def test_keepalives_alone_never_notice_a_stalled_middlebox(
+async def test_keepalives_alone_never_detect_a_stalled_middlebox(
     dsn: str, db: psycopg.Connection, port: socket.socket
 ) -> None:
-    """While the doorbell's probe finds its listener dead, the kernel vouches for another connection of that kind."""
+    """While the doorbell's probe finds its listener dead, the kernel reports another such connection as alive."""
     keepalives = "keepalives_idle=1 keepalives_interval=1 keepalives_count=1 tcp_user_timeout=1000"
     with proxy_to(dsn, port) as proxy, reports() as heard:
         receiver = Receiver(proxy.dsn, probe_seconds=3, probe_timeout_seconds=3)
@@ -142,7 +142,7 @@ async def test_keepalives_alone_never_notice_a_stalled_middlebox(
 
 
 @pytest.mark.parametrize("statement", ["DISCARD ALL", "UNLISTEN *"])
-async def test_a_session_that_another_client_of_a_pooler_has_reset_listens_again(
+async def test_a_session_reset_by_another_client_of_a_pooler_listens_again(
     proxy: Proxy, db: psycopg.Connection, statement: str
 ) -> None:
     receiver = Receiver(proxy.dsn, **QUICK)
@@ -162,7 +162,7 @@ async def test_a_session_that_another_client_of_a_pooler_has_reset_listens_again
 
 # --- a network of its own ---------------------------------------------------------------------------------------------
 
-# A network of four addresses for this process, of those reserved for benchmarks (RFC 2544): no other network has them.
+# A network of four addresses for this process, from the range reserved for benchmarks (RFC 2544), so it is unused.
 _NETWORK = ipaddress.ip_address("198.18.0.0") + os.getpid() % 2**15 * 4
 HERE, THERE = str(_NETWORK + 1), str(_NETWORK + 2)
 _NEW_NETWORK = 0x40000000
@@ -174,7 +174,7 @@ def ip(*words: str) -> None:
 
 
 def listen_in(namespace: str) -> socket.socket:
-    """A listening socket in a network namespace: it stays there whoever uses it."""
+    """Open a listening socket in a network namespace; it stays there for any user."""
     made: list[socket.socket] = []
 
     def listen() -> None:
@@ -184,7 +184,7 @@ def listen_in(namespace: str) -> socket.socket:
                 raise OSError(ctypes.get_errno(), "setns")
         made.append(socket.create_server((THERE, 0)))
 
-    # Only the thread that calls it is moved.
+    # Only the calling thread changes its namespace.
     thread = threading.Thread(target=listen)
     thread.start()
     thread.join()
@@ -193,7 +193,7 @@ def listen_in(namespace: str) -> socket.socket:
 
 @pytest.fixture
 def namespace() -> Iterator[str]:
-    """A network of its own, with a cable to it."""
+    """Create a network namespace with a cable to it."""
     name, here = f"pgoutbox-{os.getpid()}", f"pgo{os.getpid()}"
     if shutil.which("ip") is None:
         server_missing("no program ip: it comes with iproute2")
@@ -212,7 +212,7 @@ def namespace() -> Iterator[str]:
         ip("netns", "delete", name)
 
 
-async def test_a_listener_in_a_black_hole_is_given_up_and_the_work_goes_on_without_it(
+async def test_a_listener_in_a_black_hole_is_abandoned_and_work_continues_without_it(
     dsn: str, db: psycopg.Connection, namespace: str
 ) -> None:
     with listen_in(namespace) as listening, proxy_to(dsn, listening) as proxy, reports() as heard:
@@ -237,13 +237,13 @@ async def test_a_listener_in_a_black_hole_is_given_up_and_the_work_goes_on_witho
 # --- claims and finishes ----------------------------------------------------------------------------------------------
 
 
-async def test_a_claim_whose_answer_is_held_back_is_given_up_and_its_message_is_released(
+async def test_a_claim_with_a_stalled_answer_is_abandoned_and_its_message_released(
     proxy: Proxy, db: psycopg.Connection
 ) -> None:
     receiver = Receiver(proxy.dsn, **SHORT_OF_TIME)
     worker = Sleeper(receiver.outbox)
     async with running(worker):
-        # The first of its kind would be held up at being prepared, and take nothing.
+        # The first statement of its kind would stall while it is prepared, and claim nothing.
         await fall_asleep(worker)
         first_id = enqueue(db)
         await until(lambda: row_of(db, first_id).state == "sent")
@@ -261,7 +261,7 @@ async def test_a_claim_whose_answer_is_held_back_is_given_up_and_its_message_is_
     assert proxy.cancel_request_count == 0
 
 
-async def test_a_claim_that_never_arrives_is_given_up_and_made_again_on_another_connection(
+async def test_a_claim_that_never_arrives_is_abandoned_and_repeated_on_another_connection(
     proxy: Proxy, db: psycopg.Connection
 ) -> None:
     receiver = Receiver(proxy.dsn, **SHORT_OF_TIME)
@@ -277,7 +277,7 @@ async def test_a_claim_that_never_arrives_is_given_up_and_made_again_on_another_
 
 
 @pytest.mark.parametrize("replies_only", [True, False], ids=["its answer is held back", "it never arrives"])
-async def test_a_finish_that_is_not_answered_is_asked_for_again_and_counts_once(
+async def test_an_unanswered_finish_is_repeated_and_takes_effect_once(
     proxy: Proxy, db: psycopg.Connection, replies_only: bool
 ) -> None:
     receiver = Receiver(proxy.dsn, **SHORT_OF_TIME)
@@ -295,7 +295,7 @@ async def test_a_finish_that_is_not_answered_is_asked_for_again_and_counts_once(
             await until(lambda: row_of(db, opens_the_connection).state == "sent")
             message_id = enqueue(db, payload="stall")
             await until(lambda: worker.telemetry.counts[Event.SENT] == 2)
-            # What was held back arrives now, from a connection that was given up.
+            # The held-back bytes arrive now, from a connection that the worker has abandoned.
             stack.close()
             await until(lambda: proxy.open_count("pgoutbox finish") == 1)
     assert receiver.delivered == [opens_the_connection, message_id]
@@ -305,7 +305,7 @@ async def test_a_finish_that_is_not_answered_is_asked_for_again_and_counts_once(
     assert proxy.cancel_request_count == 0
 
 
-async def test_a_finish_that_arrives_when_another_attempt_has_the_message_changes_nothing(
+async def test_a_late_finish_changes_nothing_while_another_attempt_holds_the_message(
     proxy: Proxy, db: psycopg.Connection
 ) -> None:
     receiver = Receiver(proxy.dsn, **SHORT_OF_TIME)
@@ -341,7 +341,7 @@ async def test_a_finish_that_arrives_when_another_attempt_has_the_message_change
     [(0.1, None, 3.0), (0.1, 8_000, 6.0)],
     ids=["a round trip of 200 ms", "and 64 kbit/s"],
 )
-async def test_over_a_slow_network_leases_are_kept_and_everything_is_delivered_once(
+async def test_a_slow_network_keeps_leases_and_delivers_everything_once(
     proxy: Proxy,
     db: psycopg.Connection,
     delay_seconds: float,

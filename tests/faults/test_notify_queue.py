@@ -1,5 +1,5 @@
-"""The server's notification queue is filling up, because a session that listens stays in a transaction: enqueuing never
-fails for that, workers go on without bells, and all is as before when it has drained.
+"""Tests a server whose notification queue fills up because a listening session stays in a transaction. Enqueuing never
+fails for that, workers continue without bells, and normal operation resumes when the queue has drained.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ QUICK = {"probe_seconds": 0.5, "probe_timeout_seconds": 0.5}
 
 @pytest.fixture(scope="module")
 def small_server() -> Iterator[OwnServer]:
-    """A server with the smallest notification queue there is."""
+    """Run a server with the smallest possible notification queue."""
     with open_workshop(os.environ) as workshop, workshop.server() as server:
         if not server.try_start(max_notify_queue_pages="64", fsync="off"):
             server_missing("the notification queue has a fixed size before PostgreSQL 17")
@@ -39,14 +39,14 @@ def small_server() -> Iterator[OwnServer]:
 
 @pytest.fixture
 def db(small_server: OwnServer) -> Iterator[psycopg.Connection]:
-    """A connection to an empty outbox on the small server."""
+    """Open a connection to an empty outbox on the small server."""
     with contextlib.closing(small_server.connect()) as connection:
         connection.execute("TRUNCATE pgoutbox.message_live, pgoutbox.message_done, pgoutbox.queue CASCADE")
         yield connection
 
 
 class Culprit:
-    """A session that listens and stays in a transaction, and what others notify meanwhile."""
+    """A session that listens and stays in a transaction, and the notifications of others in the meantime."""
 
     def __init__(self, server: OwnServer) -> None:
         self._listener = server.connect("postgres")
@@ -57,32 +57,32 @@ class Culprit:
 
     @property
     def usage(self) -> float:
-        """How full the queue is."""
+        """Return how full the queue is."""
         ((usage,),) = self._filler.execute("SELECT pg_notification_queue_usage()").fetchall()
         return float(usage)
 
     def fill(self, share: float) -> None:
-        """Notify until the queue is so full, or has no room for one more."""
+        """Notify until the queue is this full, or has no room for one more."""
         with contextlib.suppress(psycopg.errors.ProgramLimitExceeded):
             while self.usage < share:
                 self._filler.execute("SELECT pg_notify('filler', repeat('x', 7000))")
 
     def end(self) -> None:
-        """Leave."""
+        """End the session."""
         self._listener.close()
         self._filler.close()
 
 
 @pytest.fixture
 def culprit(small_server: OwnServer) -> Iterator[Culprit]:
-    """A session that keeps the server from forgetting notifications."""
+    """Open a session that keeps the server from discarding notifications."""
     found = Culprit(small_server)
     yield found
     found.end()
 
 
 def outbox_on(server: OwnServer, delivered: list[int], **settings: object) -> Outbox:
-    """An outbox that notes what it delivers."""
+    """Build an outbox that records its deliveries."""
     outbox = Outbox(settings_for(server.dsn, **settings))
 
     @outbox.handler("greet")
@@ -92,7 +92,7 @@ def outbox_on(server: OwnServer, delivered: list[int], **settings: object) -> Ou
     return outbox
 
 
-async def test_while_the_notification_queue_is_full_workers_poll_and_enqueuing_goes_on(
+async def test_workers_poll_and_enqueues_succeed_while_the_notification_queue_is_full(
     small_server: OwnServer, db: psycopg.Connection, culprit: Culprit
 ) -> None:
     delivered: list[int] = []
@@ -122,7 +122,7 @@ async def test_while_the_notification_queue_is_full_workers_poll_and_enqueuing_g
     assert worker.telemetry.counts[Event.LISTENER_LOST] == 0
 
 
-async def test_an_enqueue_commits_though_the_notification_queue_is_full_before_any_worker_has_noticed(
+async def test_an_enqueue_commits_if_the_notification_queue_fills_before_a_worker_notices(
     small_server: OwnServer, db: psycopg.Connection, culprit: Culprit
 ) -> None:
     delivered: list[int] = []
@@ -143,7 +143,7 @@ async def test_an_enqueue_commits_though_the_notification_queue_is_full_before_a
         await until(lambda: sorted(delivered) == ids)
 
 
-async def test_a_saturated_worker_neither_ends_nor_stops_with_an_error_when_the_notification_queue_is_full(
+async def test_a_saturated_worker_runs_and_stops_cleanly_with_a_full_notification_queue(
     small_server: OwnServer, db: psycopg.Connection, culprit: Culprit
 ) -> None:
     culprit.fill(1.0)
@@ -164,10 +164,10 @@ async def test_a_saturated_worker_neither_ends_nor_stops_with_an_error_when_the_
     assert {row.state for row in rows_of(db, *ids)} == {State.SENT}
 
 
-async def test_a_limit_of_the_server_is_waited_for_and_no_outcome_is_dropped(
+async def test_a_worker_waits_for_a_server_limit_and_loses_no_outcome(
     small_server: OwnServer, db: psycopg.Connection
 ) -> None:
-    """What a server says that is about to run out of transaction numbers: it refuses every write."""
+    """Raise the error of a server that is about to run out of transaction IDs and refuses every write."""
     delivered: list[int] = []
     worker = Worker(outbox_on(small_server, delivered, lease_seconds=600))
     db.execute(

@@ -1,8 +1,8 @@
-"""Whichever statement of an operation the connection is lost at, before it, after it or with its answer: the operation
-has happened as a whole or not at all, whoever asked for it is told when that is not certain, and it can be asked for
-again.
+"""Tests a connection that is lost at any statement of an operation: before it, after it, or with its answer. The
+operation has happened completely or not at all, the caller learns when that is uncertain, and the operation can be
+repeated.
 
-Each scene is played again and again with the cut one statement later, until one play gets through without meeting it.
+Each scene runs repeatedly with the cut one statement later, until a run ends without reaching the cut.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MESSAGES_OF_A_BULK = 3
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Where a scene was cut, and what its player was told."""
+    """The place where a scene was cut, and the error that its player got."""
 
     moment: Moment
     number: int
@@ -51,20 +51,20 @@ class Cut:
 
     @property
     def is_in_time(self) -> bool:
-        """Whether the scene cannot have been committed by its last statement."""
+        """Return whether the scene's last statement cannot have committed."""
         return self.moment is Moment.BEFORE or not self.is_last
 
     @property
     def is_too_late(self) -> bool:
-        """Whether its last statement, which commits, was executed for certain."""
+        """Return whether its last statement, which commits, was certainly executed."""
         return self.moment is Moment.REPLY_LOST and self.is_last
 
 
 def cuts(proxy: Proxy, play: Callable[[str], object], *, at_most: int | None = None) -> Iterator[Cut]:
     """Play the scene once without a cut to count its statements, then with a cut at each of them, in every way.
 
-    `play` gets a name of its own each time. Of a long scene that repeats itself, `at_most` so many statements are cut:
-    the first and the last, where its transactions begin and end, and others in equal steps.
+    `play` gets a new name each time. In a long scene that repeats itself, at most `at_most` statements are cut: the
+    first and the last, where its transactions begin and end, and others in equal steps.
     """
     begun_at = len(proxy.statements)
     play("uncut")
@@ -80,7 +80,7 @@ def cuts(proxy: Proxy, play: Callable[[str], object], *, at_most: int | None = N
             except psycopg.OperationalError as lost:
                 error = lost
             if not proxy.has_cut():
-                # A pool does something in the background, which may come a little later than the last time.
+                # A pool works in the background, and may be slightly later than the last time.
                 assert (number > 0.8 * statement_count, error) == (True, None)
                 break
             proxy.wait_for_cut()
@@ -88,7 +88,7 @@ def cuts(proxy: Proxy, play: Callable[[str], object], *, at_most: int | None = N
 
 
 def spread(length: int, at_most: int) -> list[int]:
-    """So many of 1 to `length`: a quarter from each end, the others in equal steps between."""
+    """Return this many of 1 to `length`: a quarter from each end, the others in equal steps between."""
     end = at_most // 4
     if length <= at_most:
         return list(range(1, length + 1))
@@ -99,7 +99,7 @@ def spread(length: int, at_most: int) -> list[int]:
 
 
 @pytest.mark.parametrize("length", [1, 12, 13, 300])
-def test_the_statements_of_a_long_scene_that_are_cut_are_its_ends_and_some_between(length: int) -> None:
+def test_a_long_scene_is_cut_at_both_ends_and_at_some_statements_between(length: int) -> None:
     numbers = spread(length, 12)
     assert numbers == sorted(set(numbers))
     assert len(numbers) == min(length, 12)
@@ -110,27 +110,27 @@ def test_the_statements_of_a_long_scene_that_are_cut_are_its_ends_and_some_betwe
 
 
 class Action(Protocol):
-    """What a producer does besides its own write, and what has come of it."""
+    """An action of a producer besides its own write, and a check of its effect."""
 
     def prepare(self, db: psycopg.Connection, key: str) -> None:
-        """Commit what has to be there before."""
+        """Commit the preconditions."""
 
     def act(self, outbox: Outbox, connection: psycopg.Connection, key: str) -> object:
-        """Do it in the transaction of this connection."""
+        """Run the action in the transaction of this connection."""
 
     async def aact(self, outbox: Outbox, connection: psycopg.AsyncConnection, key: str) -> object:
-        """The same on an async connection."""
+        """Run the action on an async connection."""
 
     def rows(self, db: psycopg.Connection, key: str) -> int:
-        """How many messages show that it was done."""
+        """Return the number of messages that show its effect."""
 
     @property
     def all_rows(self) -> int:
-        """How many do if it was done once."""
+        """Return that number after exactly one execution."""
 
 
 def messages_of(db: psycopg.Connection, key: str, *states: State) -> int:
-    """How many messages of a dedupe key, or of one that begins so, are in these states."""
+    """Count the messages in these states whose dedupe key is, or begins with, this text."""
     ((number,),) = db.execute(
         "SELECT count(*) FROM pgoutbox.message WHERE (dedupe_key = %(key)s OR dedupe_key LIKE %(key)s || '.%%') "
         "AND state = ANY (%(states)s)",
@@ -140,12 +140,12 @@ def messages_of(db: psycopg.Connection, key: str, *states: State) -> int:
 
 
 class EnqueueOne:
-    """One message."""
+    """Enqueue one message."""
 
     all_rows = 1
 
     def prepare(self, db: psycopg.Connection, key: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def act(self, outbox: Outbox, connection: psycopg.Connection, key: str) -> Enqueued | None:
         """Enqueue."""
@@ -156,12 +156,12 @@ class EnqueueOne:
         return await outbox.aenqueue(connection, "greet", None, dedupe_key=key, require_transaction=False)
 
     def rows(self, db: psycopg.Connection, key: str) -> int:
-        """The message."""
+        """Return the message."""
         return messages_of(db, key, State.PENDING)
 
 
 class EnqueueAtBest(EnqueueOne):
-    """One message in a savepoint, so that the caller's transaction survives what befalls the enqueue."""
+    """Enqueue one message in a savepoint, so that the caller's transaction survives an error of the enqueue."""
 
     def act(self, outbox: Outbox, connection: psycopg.Connection, key: str) -> Enqueued | None:
         """Enqueue."""
@@ -173,12 +173,12 @@ class EnqueueAtBest(EnqueueOne):
 
 
 class EnqueueMany:
-    """A bulk."""
+    """Enqueue in bulk."""
 
     all_rows = MESSAGES_OF_A_BULK
 
     def prepare(self, db: psycopg.Connection, key: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def _items(self, key: str) -> list[NewMessage[object]]:
         return [NewMessage("greet", n, dedupe_key=f"{key}.{n}") for n in range(MESSAGES_OF_A_BULK)]
@@ -192,17 +192,17 @@ class EnqueueMany:
         return await outbox.aenqueue_many(connection, self._items(key), require_transaction=False)
 
     def rows(self, db: psycopg.Connection, key: str) -> int:
-        """The messages."""
+        """Return the messages."""
         return messages_of(db, key, State.PENDING)
 
 
 class Cancel:
-    """The end of a message that is there already."""
+    """Cancel an existing message."""
 
     all_rows = 1
 
     def prepare(self, db: psycopg.Connection, key: str) -> None:
-        """The message."""
+        """Enqueue the message."""
         enqueue(db, dedupe_key=key)
 
     def act(self, outbox: Outbox, connection: psycopg.Connection, key: str) -> str:
@@ -214,7 +214,7 @@ class Cancel:
         return await outbox.acancel(connection, topic="greet", dedupe_key=key, require_transaction=False)
 
     def rows(self, db: psycopg.Connection, key: str) -> int:
-        """The message, cancelled."""
+        """Return the message, cancelled."""
         return messages_of(db, key, State.CANCELLED)
 
 
@@ -228,14 +228,14 @@ ORDER = "INSERT INTO orders (key) VALUES (%s) ON CONFLICT DO NOTHING"
 
 
 def in_transaction(outbox: Outbox, dsn: str, action: Action, key: str) -> object:
-    """The business's write and the action, in one transaction."""
+    """Run the business's write and the action in one transaction."""
     with psycopg.connect(dsn) as connection:
         connection.execute(ORDER, [key])
-        return action.act(outbox, connection, key)  # The block commits, and is content with a connection that is gone.
+        return action.act(outbox, connection, key)  # The block commits, and tolerates a lost connection.
 
 
 def in_pipeline(outbox: Outbox, dsn: str, action: Action, key: str) -> object:
-    """The same in a pipeline, where the caller has sent more before the first answer comes."""
+    """Run the same in a pipeline, where the caller has sent more before the first answer arrives."""
     with psycopg.connect(dsn) as connection, connection.pipeline(), connection.transaction():
         connection.execute(ORDER, [key])
         done = action.act(outbox, connection, key)
@@ -245,13 +245,13 @@ def in_pipeline(outbox: Outbox, dsn: str, action: Action, key: str) -> object:
 
 
 def by_itself(outbox: Outbox, dsn: str, action: Action, key: str) -> object:
-    """The action alone, which commits by itself."""
+    """Run the action alone, which commits by itself."""
     with psycopg.connect(dsn, autocommit=True) as connection:
         return action.act(outbox, connection, key)
 
 
 def in_async_transaction(outbox: Outbox, dsn: str, action: Action, key: str) -> object:
-    """The business's write and the action, in one transaction of an async connection."""
+    """Run the business's write and the action in one transaction of an async connection."""
 
     async def run() -> object:
         async with await psycopg.AsyncConnection.connect(dsn) as connection:
@@ -271,7 +271,7 @@ PRODUCED = [(way, action) for way in WAYS for action in ACTIONS if (way, action)
 
 
 @pytest.mark.parametrize(("way", "doing"), PRODUCED)
-def test_what_a_producer_does_is_committed_with_its_business_or_not_at_all_and_can_be_done_again(
+def test_a_producer_action_commits_with_its_business_or_not_at_all_and_is_repeatable(
     proxy: Proxy, dsn: str, db: psycopg.Connection, way: str, doing: str
 ) -> None:
     outbox, action, with_business = Outbox(settings_for(dsn)), ACTIONS[doing], way != "autocommit"
@@ -302,7 +302,7 @@ def test_what_a_producer_does_is_committed_with_its_business_or_not_at_all_and_c
 
 
 class Postman:
-    """An outbox whose handlers end in every way, and what they were handed."""
+    """An outbox whose handlers end in every way, and record their messages."""
 
     def __init__(self, dsn: str) -> None:
         self.outbox = Outbox(settings_for(dsn))
@@ -329,7 +329,7 @@ class Postman:
             return Snooze(3600)
 
 
-# The state that an outcome leads to, and what is recorded of the attempt.
+# The resulting state and the recorded history of each outcome.
 ENDS: Mapping[str, tuple[str, list[tuple[str, str | None]]]] = {
     "sent": ("sent", []),
     "retry": ("pending", [("retry", "busy")]),
@@ -338,7 +338,7 @@ ENDS: Mapping[str, tuple[str, list[tuple[str, str | None]]]] = {
 }
 
 
-def test_a_worker_hands_over_once_whatever_it_loses_and_releases_a_claim_whose_answer_was_lost(
+def test_a_worker_hands_over_once_after_any_cut_and_releases_unanswered_claims(
     proxy: Proxy, db: psycopg.Connection
 ) -> None:
     through_proxy = Postman(proxy.dsn)
@@ -347,7 +347,7 @@ def test_a_worker_hands_over_once_whatever_it_loses_and_releases_a_claim_whose_a
 
     def play(name: str) -> None:
         nonlocal worker
-        # A key has the worker ask for successors as well.
+        # A key makes the worker query for successors as well.
         ids[:] = [enqueue(db, topic=topic, coalesce_key=f"{topic}-{name}", max_attempts=2) for topic in ENDS]
         through_proxy.handed.clear()
         worker = Worker(through_proxy.outbox)
@@ -375,13 +375,13 @@ def test_a_worker_hands_over_once_whatever_it_loses_and_releases_a_claim_whose_a
             assert worker.telemetry.counts[Event.LEASE_LOST] == 0, cut
             assert worker.telemetry.counts[Event.SENT] == 1, cut
         fates.add(fate)
-        # What was put off or put by must not meet the next play.
+        # A delayed or failed message must not reach the next run.
         db.execute("DELETE FROM pgoutbox.message_live")
     assert fates == {"refused to start", "lost its claim", "went on"}
 
 
 class Clerk:
-    """An outbox whose handlers have an effect in the database, or ask for their lease before one elsewhere."""
+    """An outbox whose handlers write to the database, or check their lease before an external effect."""
 
     def __init__(self, dsn: str) -> None:
         self.outbox = Outbox(settings_for(dsn))
@@ -404,18 +404,18 @@ class Clerk:
         self._direct = ""
 
     def write_apart(self, message_id: int) -> None:
-        """An effect that the completion does not commit."""
+        """Record an effect that the completion does not commit."""
         with psycopg.connect(self._direct) as connection:
             connection.execute("INSERT INTO effect (message_id) VALUES (%s)", [message_id])
 
     def with_effects_in(self, dsn: str) -> Clerk:
-        """Where effects apart from the completion go."""
+        """Return the place of effects apart from the completion."""
         self._direct = dsn
         return self
 
 
 @pytest.mark.parametrize("topic", ["async", "sync", "careful"])
-def test_what_a_handler_writes_with_its_completion_or_after_it_made_sure_of_its_lease_is_written_once(
+def test_handler_writes_with_the_completion_or_after_a_lease_check_happen_once(
     proxy: Proxy, dsn: str, db: psycopg.Connection, topic: str
 ) -> None:
     db.execute("CREATE TABLE effect (message_id bigint)")
@@ -434,20 +434,20 @@ def test_what_a_handler_writes_with_its_completion_or_after_it_made_sure_of_its_
     for cut in cuts(proxy, play):
         row = row_of(db, message_id)
         if row.state != "sent":
-            # Not begun, or claimed without knowing it.
+            # Not begun, or claimed without the worker's knowledge.
             assert (row.state, row.attempt_count) in {("pending", 0), ("sending", 1)}, cut
             assert effects() == 0, cut
             lapse(db, message_id)
             asyncio.run(Worker(direct.outbox).run_once())
         row = row_of(db, message_id)
         assert (row.state, effects()) == ("sent", 1), cut
-        # Only an attempt that has written nothing may be followed by another one.
+        # Another attempt may follow only an attempt that has written nothing.
         assert len(attempts_of(db, message_id)) == row.attempt_count - 1, cut
         retried_count += row.attempt_count == 2
     assert retried_count > 0
 
 
-def test_a_renewal_that_is_cut_off_leaves_the_lease_as_it_was_or_prolonged_and_can_be_asked_for_again(
+def test_a_cut_renewal_leaves_the_lease_unchanged_or_extended_and_is_repeatable(
     proxy: Proxy, db: psycopg.Connection
 ) -> None:
     message_id = 0
@@ -461,7 +461,7 @@ def test_a_renewal_that_is_cut_off_leaves_the_lease_as_it_was_or_prolonged_and_c
         try:
             held = await renew(link, [message_id], [1], worker="worker-1", lease_seconds=600)
         finally:
-            # Each play has an event loop, and therefore a connection, of its own.
+            # Each run has its own event loop, and therefore its own connection.
             await link.close()
         assert held[message_id].in_lease
 
@@ -486,19 +486,19 @@ def test_a_renewal_that_is_cut_off_leaves_the_lease_as_it_was_or_prolonged_and_c
 
 
 def failed_messages(db: psycopg.Connection, topic: str) -> list[int]:
-    """Three messages that have failed after three attempts of four."""
+    """Create three messages that have failed after three of four attempts."""
     return [put(db, State.FAILED, topic=topic) for _ in range(3)]
 
 
 def budgets(db: psycopg.Connection, ids: list[int]) -> list[tuple[str, int, int]]:
-    """State, attempts made and attempts allowed."""
+    """Return state, attempts made and attempts allowed."""
     return [(row.state, row.attempt_count, row.max_attempts) for row in rows_of(db, *ids)]
 
 
 AS_IT_FAILED, AS_REDRIVEN = ("failed", 3, 4), ("pending", 3, 7)
 
 
-def test_a_redrive_is_done_for_all_its_messages_or_for_none_and_can_be_done_again(
+def test_a_redrive_covers_all_its_messages_or_none_and_is_repeatable(
     proxy: Proxy, dsn: str, db: psycopg.Connection
 ) -> None:
     ids: list[int] = []
@@ -521,7 +521,7 @@ def test_a_redrive_is_done_for_all_its_messages_or_for_none_and_can_be_done_agai
         assert budgets(db, ids) == [AS_REDRIVEN] * 3, cut
 
 
-def test_a_redrive_of_everything_stops_between_two_batches_and_goes_on_from_there(
+def test_an_interrupted_redrive_of_everything_resumes_after_the_last_full_batch(
     proxy: Proxy, dsn: str, db: psycopg.Connection
 ) -> None:
     ids: list[int] = []
@@ -568,7 +568,7 @@ def test_a_resend_makes_one_copy_that_names_its_source_or_none(proxy: Proxy, db:
         assert row_of(db, source_id).state == "sent", cut
 
 
-def test_a_prune_takes_messages_with_all_that_belongs_to_them_and_goes_on_where_it_stopped(
+def test_a_prune_deletes_messages_with_their_related_rows_and_resumes_after_a_cut(
     proxy: Proxy, dsn: str, db: psycopg.Connection
 ) -> None:
     topic = ""
@@ -584,7 +584,7 @@ def test_a_prune_takes_messages_with_all_that_belongs_to_them_and_goes_on_where_
         for key in ("a", "b", "c"):
             message_id = put(db, State.SENT, topic=topic, dedupe_key=key, coalesce_key=key, age=timedelta(days=1))
             db.execute(ADD_ATTEMPT, [message_id, 1])
-        enqueue(db)  # A key is forgotten when its newest message is older than the oldest one that there is.
+        enqueue(db)  # A key is deleted when its newest message is older than the oldest existing message.
         prune(proxy.dsn)
 
     def left() -> list[set[int]]:
@@ -626,7 +626,7 @@ CATALOG = """
 
 @pytest.mark.slow
 @pytest.mark.parametrize("direction", ["up", "down"])
-def test_a_migration_leaves_the_old_schema_or_the_new_one_and_can_be_run_again(
+def test_an_interrupted_migration_leaves_the_old_or_the_new_schema_and_is_repeatable(
     empty_dsn: str, tmp_path: Path, direction: str
 ) -> None:
     def migrate_by(dsn: str, direction: str) -> None:
@@ -639,7 +639,7 @@ def test_a_migration_leaves_the_old_schema_or_the_new_one_and_can_be_run_again(
         return db.execute(CATALOG).fetchall()
 
     def play(name: str) -> None:
-        # What a cut has left is what the next run begins with.
+        # The next run begins with the state that the cut left.
         if catalog() != old:
             migrate_by(empty_dsn, "down" if direction == "up" else "up")
         migrate_by(proxy.dsn, direction)

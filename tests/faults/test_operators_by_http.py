@@ -1,4 +1,4 @@
-"""Operators at the dashboard and at the command line, all at once, on messages that two workers are delivering."""
+"""Tests concurrent operators at the dashboard and at the command line, on messages that two workers deliver."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
     from pgoutbox.handlers import Context
 
-# Everything that operators are answered, and nothing else: done, what the message is already, and what was pruned.
+# Every answer that operators may get: done, the current state of the message, or pruned.
 ANSWERS: Final = {
     *(("cancel", status) for status in (303, 404, 409)),
     *(("redrive", status) for status in (303, 404, 409)),
     *(("resend", status) for status in (303, 404, 409)),
     ("bulk", 303),
-    ("bulk", 409),  # Two are under way.
+    ("bulk", 409),  # Two requests are in progress.
     ("pause", 303),
     ("resume", 303),
 }
@@ -50,7 +50,7 @@ RECENT: Final = 300
 
 
 class Operators:
-    """Those who act, and what they were answered."""
+    """The operators and their answers."""
 
     def __init__(self, url: str, dsn: str, seed: int) -> None:
         self.answers: Counter[tuple[str, int]] = Counter()
@@ -63,12 +63,12 @@ class Operators:
         self._seed = seed
 
     def acts(self) -> list[Callable[[], None]]:
-        """What each of them does until it is over. One enqueues what the others meet."""
+        """Run the loop of one operator until the end. One of them enqueues messages for the others."""
         on_one = [lambda act=act: self._act_on_one(act) for act in ("cancel", "redrive", "resend")]
         return [self._enqueue, *on_one, self._redrive_many, self._redrive_many, self._pause_and_resume, self._prune]
 
     def have_met_everything(self) -> bool:
-        """Whether each of the answers was given, and something was pruned."""
+        """Return whether each of the answers was given, and something was pruned."""
         return set(self.answers) >= ANSWERS and self.pruned > 0
 
     def _client(self) -> httpx.Client:
@@ -94,11 +94,11 @@ class Operators:
                     self.told[done].append(message_id)
 
     def _ids_for(self, act: str, choice: random.Random) -> list[int]:
-        """Those that were just enqueued, mostly; the oldest, which are pruned; and for a redrive what was cancelled."""
+        """Choose mostly new messages; the oldest, which are pruned; and for a redrive cancelled messages."""
         if choice.random() < 0.1:
             return self._ids[:RECENT]
         if act == "redrive" and choice.random() < 0.5:
-            return self.told["cancelled"][-RECENT:]  # What failed, the bulks mostly have.
+            return self.told["cancelled"][-RECENT:]  # The bulk actions have usually taken the failed messages already.
         return self._ids[-RECENT:]
 
     def _redrive_many(self) -> None:
@@ -123,10 +123,10 @@ class Operators:
             self.pruned += sum(json.loads(done.stdout)["deleted"].values())
 
 
-async def test_operators_are_always_answered_and_break_no_rule(
+async def test_operators_always_get_answers_and_break_no_rule(
     dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    be_patient(monkeypatch)  # An answer that is late would be 503.
+    be_patient(monkeypatch)  # A late answer would be a 503.
     seed = random.randrange(2**32)
     print(f"seed {seed}")  # noqa: T201 - shown when the test fails
     outbox = Outbox(settings_for(dsn, batch_size=20, concurrency=10))
@@ -153,7 +153,7 @@ async def test_operators_are_always_answered_and_break_no_rule(
             finally:
                 operators.over.set()
             for future in working:
-                future.result(PROCESS_PATIENCE_SECONDS)  # An error that an operator met is raised here.
+                future.result(PROCESS_PATIENCE_SECONDS)  # Raises an error that an operator got.
 
     operations.resume_queue(db, "default")
     await Worker(outbox).drain()
@@ -161,11 +161,11 @@ async def test_operators_are_always_answered_and_break_no_rule(
     assert violations(db) == []
     states = {row.id: row.state for row in rows_of(db)}
     assert set(states.values()) <= {str(state) for state in FINAL_STATES}
-    # Whoever was told `cancelled` was right, until somebody brought the message back.
+    # Each operator that got `cancelled` was right, until somebody revived the message.
     for message_id in set(operators.told["cancelled"]) - set(operators.told["redriven"]):
         assert states.get(message_id, State.CANCELLED) == State.CANCELLED
         assert message_id not in handed_over
-    # Who did what is on record, once for each answer.
+    # The audit records each act with its operator, once for each answer.
     on_record: dict[str, int] = dict(
         db.execute("SELECT action, count(*) FROM pgoutbox.audit WHERE actor = 'ada' GROUP BY action").fetchall()
     )

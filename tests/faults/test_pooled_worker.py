@@ -1,6 +1,4 @@
-"""A worker behind a pooler whose process is suspended: its transaction ends without it, so only its lease is in the
-way of the others.
-"""
+"""Tests a suspended worker behind a pooler: its transaction ends without it, so only its lease blocks the others."""
 
 from __future__ import annotations
 
@@ -25,11 +23,11 @@ if TYPE_CHECKING:
 
     import psycopg
 
-CLAIM = "due AS MATERIALIZED"  # No other statement begins with this part.
+CLAIM = "due AS MATERIALIZED"  # No other statement begins with this text.
 
 
 class Freezer:
-    """Suspends a process as soon as the proxy sees a statement of its claim, before that reaches the server."""
+    """Suspends a process when the proxy sees a statement of its claim, before that reaches the server."""
 
     def __init__(self, proxy: Proxy, statement: str) -> None:
         self.frozen = threading.Event()
@@ -50,7 +48,7 @@ class Freezer:
 
 @pytest.mark.parametrize("is_limited", [False, True], ids=["unlimited", "limited"])
 @pytest.mark.parametrize("statement", [CLAIM, "COMMIT"], ids=["the claim is sent", "the commit is sent"])
-async def test_a_pooled_worker_that_is_suspended_after_its_claim_leaves_no_locks_behind(
+async def test_a_pooled_worker_suspended_after_its_claim_leaves_no_locks(
     dsn: str, db: psycopg.Connection, proxy: Proxy, tmp_path: Path, statement: str, is_limited: bool
 ) -> None:
     delivered: list[tuple[int, int]] = []
@@ -69,7 +67,7 @@ async def test_a_pooled_worker_that_is_suspended_after_its_claim_leaves_no_locks
         worker = fleet.start(listen="false", lease_seconds="3600")
         freezer.pid = worker.pid
         fleet.until(freezer.frozen.is_set, "the worker is suspended")
-        # Its claim takes effect without it.
+        # Its claim takes effect while it is suspended.
         fleet.until(lambda: state_of(db, message_id) == State.SENDING, "the claim is committed")
         late_id = enqueue(db, "fault.deliver")
         lapse(db, message_id)
@@ -78,7 +76,7 @@ async def test_a_pooled_worker_that_is_suspended_after_its_claim_leaves_no_locks
     assert row_of(db, message_id).state == State.SENT
 
 
-async def test_a_transaction_through_a_pooler_would_end_by_itself_if_it_were_left_open(dsn: str) -> None:
+async def test_an_open_transaction_behind_a_pooler_ends_by_itself(dsn: str) -> None:
     link = Link(dsn, settings_for(dsn, listen=False), purpose="claim")
     asked = "SELECT current_setting('idle_in_transaction_session_timeout'), %(percent)s::text || '%%'"
     assert await link.fetch(asked, {"percent": "100"}) == [("10s", "100%")]

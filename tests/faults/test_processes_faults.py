@@ -1,7 +1,8 @@
-"""Worker processes killed, poisoned, told to stop, hung and blocked: nothing is lost, and nothing is done twice unless
-a crash made it unavoidable.
+"""Tests worker processes that are killed, poisoned, told to stop, hung and blocked: no message is lost, and no message
+is handed over twice unless a crash made it unavoidable.
 
-PGOUTBOX_TEST_ROUNDS sets how many processes are killed and stopped at random moments, PGOUTBOX_TEST_SEED which moments.
+PGOUTBOX_TEST_ROUNDS sets how many processes are killed and stopped at random moments, and PGOUTBOX_TEST_SEED sets the
+moments.
 """
 
 from __future__ import annotations
@@ -51,19 +52,19 @@ AT_ONCE = RetryPolicy.steps(0, jitter=0)
 
 @pytest.fixture
 def choice() -> random.Random:
-    """Random moments; the seed is shown when the test fails."""
+    """Return a source of random moments. The seed is shown when the test fails."""
     seed = int(os.environ.get("PGOUTBOX_TEST_SEED", random.randrange(2**32)))
     print(f"PGOUTBOX_TEST_SEED={seed}")  # noqa: T201 - shown when the test fails
     return random.Random(seed)
 
 
 def is_drained(db: psycopg.Connection) -> bool:
-    """Whether nothing is owed any more."""
+    """Return whether no message is owed any more."""
     return db.execute("SELECT FROM pgoutbox.message_live LIMIT 1").fetchone() is None
 
 
 def held_by(db: psycopg.Connection, process: subprocess.Popen[bytes]) -> set[int]:
-    """The messages that this process has in flight."""
+    """Return the messages that this process has in flight."""
     rows = db.execute(
         "SELECT id FROM pgoutbox.message_live WHERE state = 'sending' AND split_part(worker, ':', 2) = %s",
         [str(process.pid)],
@@ -74,7 +75,7 @@ def held_by(db: psycopg.Connection, process: subprocess.Popen[bytes]) -> set[int
 # --- killed -----------------------------------------------------------------------------------------------------------
 
 
-def test_kills_at_random_moments_lose_nothing_and_repeat_only_what_was_in_flight(
+def test_random_kills_lose_nothing_and_repeat_only_messages_in_flight(
     connect: Connect, db: psycopg.Connection, fleet: Fleet, choice: random.Random
 ) -> None:
     producer = connect()
@@ -101,12 +102,12 @@ def test_kills_at_random_moments_lose_nothing_and_repeat_only_what_was_in_flight
         workers.append(fleet.start(concurrency="4"))
     fleet.until(lambda: is_drained(db), "everything sent")
     deliveries = fleet.deliveries()
-    assert in_flight, "no kill met anything"
+    assert in_flight, "no kill hit a message in flight"
     assert {row.id for row in rows_of(db)} == committed
     assert {row.state for row in rows_of(db)} == {"sent"}
     assert deliveries.keys() == committed
     assert rolled_back.isdisjoint(deliveries)
-    # Only what a killed worker had in flight was handed over again, and its lost attempt is in the history.
+    # Only messages in flight at a kill were handed over again, and the history has their lost attempts.
     repeated = {message_id for message_id, count in deliveries.items() if count > 1}
     assert all(deliveries[i] - 1 <= len(attempts_of(db, i)) for i in repeated)
     assert sum(deliveries.values()) - len(committed) <= len(in_flight), f"in flight at kills: {in_flight}"
@@ -114,8 +115,8 @@ def test_kills_at_random_moments_lose_nothing_and_repeat_only_what_was_in_flight
     assert violations(db) == []
 
 
-def test_a_kill_while_the_finish_is_on_its_way_repeats_nothing(db: psycopg.Connection, fleet: Fleet) -> None:
-    """The statement has reached the server, which commits it; nobody is there to read the answer."""
+def test_a_kill_during_the_finish_repeats_nothing(db: psycopg.Connection, fleet: Fleet) -> None:
+    """The statement has reached the server, which commits it; the worker is gone and cannot read the answer."""
     db.execute(
         """
         CREATE FUNCTION wait() RETURNS trigger LANGUAGE plpgsql AS $$
@@ -131,7 +132,7 @@ def test_a_kill_while_the_finish_is_on_its_way_repeats_nothing(db: psycopg.Conne
     )
 
     def finishing() -> list[tuple[str | None, bool]]:
-        """What the session waits for, and whether it runs the statement that waits for longer than 20 ms."""
+        """Return the session's wait event, and whether it has run its waiting statement for longer than 20 ms."""
         return db.execute(
             "SELECT wait_event_type, query LIKE '%WITH held AS%' FROM pg_stat_activity "
             "WHERE datname = current_database() AND application_name = 'pgoutbox finish'"
@@ -168,7 +169,7 @@ def test_a_kill_before_the_commit_of_a_transactional_handler_repeats_nothing(
 
 
 @pytest.mark.parametrize("how", ["segv", "killed"])
-def test_a_message_that_ends_its_process_fails_after_exactly_its_attempts(
+def test_a_message_that_crashes_its_process_fails_after_exactly_its_attempts(
     db: psycopg.Connection, fleet: Fleet, how: str
 ) -> None:
     poison = enqueue(db, f"fault.{how}", max_attempts=2)
@@ -190,7 +191,7 @@ def test_a_message_that_ends_its_process_fails_after_exactly_its_attempts(
 
 
 @pytest.mark.parametrize("poison_first", [True, False], ids=["poison first", "poison last"])
-def test_the_neighbours_of_a_message_that_ends_its_process_outlive_it(
+def test_the_neighbours_of_a_message_that_crashes_its_process_are_delivered(
     db: psycopg.Connection, fleet: Fleet, *, poison_first: bool
 ) -> None:
     poison = enqueue(db, "fault.killed", max_attempts=2)
@@ -205,10 +206,10 @@ def test_the_neighbours_of_a_message_that_ends_its_process_outlive_it(
     assert violations(db) == []
 
 
-def test_nobody_loses_more_than_two_attempts_by_a_message_that_ends_its_process(
+def test_a_message_that_crashes_its_process_costs_the_others_at_most_two_attempts(
     db: psycopg.Connection, fleet: Fleet, choice: random.Random
 ) -> None:
-    """The poison gets up to six processes, and is somewhere among the others whenever suspects come in groups."""
+    """The poison kills up to six processes, and is at a random place whenever suspects come in groups."""
     poison = enqueue(db, "fault.killed", max_attempts=6)
     good = [enqueue(db, "fault.deliver", max_attempts=3) for _ in range(40)]
     for _ in range(8):
@@ -224,10 +225,10 @@ def test_nobody_loses_more_than_two_attempts_by_a_message_that_ends_its_process(
     assert violations(db) == []
 
 
-def test_a_message_that_exhausts_the_memory_fails_and_the_others_are_delivered(
+def test_a_message_that_exhausts_memory_fails_and_the_others_are_delivered(
     db: psycopg.Connection, fleet: Fleet
 ) -> None:
-    """Python survives that: the attempt ends with its error, and the same process goes on."""
+    """Python survives the memory error: the attempt ends with it, and the same process continues."""
     poison = enqueue(db, "fault.memory", max_attempts=2)
     good = [enqueue(db, "fault.deliver") for _ in range(20)]
     assert fleet.start("--drain").wait(PATIENCE_SECONDS) == 0
@@ -240,7 +241,7 @@ def test_a_message_that_exhausts_the_memory_fails_and_the_others_are_delivered(
 # --- told to stop -----------------------------------------------------------------------------------------------------
 
 
-def test_stops_under_load_leave_nothing_in_flight_lose_no_attempt_and_repeat_nothing(
+def test_stops_under_load_leave_nothing_in_flight_and_lose_or_repeat_nothing(
     db: psycopg.Connection, fleet: Fleet, choice: random.Random
 ) -> None:
     ids: set[int] = set()
@@ -261,14 +262,14 @@ def test_stops_under_load_leave_nothing_in_flight_lose_no_attempt_and_repeat_not
     assert violations(db) == []
 
 
-def test_a_worker_that_waits_for_its_handlers_to_end_renews_their_leases(db: psycopg.Connection, fleet: Fleet) -> None:
+def test_a_stopping_worker_renews_the_leases_of_its_running_handlers(db: psycopg.Connection, fleet: Fleet) -> None:
     message_id = enqueue(db, "fault.gated")
     worker = fleet.start(shutdown_grace_seconds="3600")
     fleet.until(fleet.hand_overs, "the handler runs")
     worker.terminate()
     fleet.until(lambda: "worker_stopping" in fleet.log, "the worker stops")
     db.execute("CREATE TABLE first_lease AS SELECT lease_expires_at AS ends_at FROM pgoutbox.message_live")
-    # Well after the lease has ended that it had when the worker was told to stop, it is still held.
+    # The worker still holds its lease long after the end of the lease that it had when it was told to stop.
     fleet.until(
         lambda: db.execute("SELECT ends_at + interval '1 s' < now() FROM first_lease").fetchone() == (True,),
         "a lease has passed",
@@ -302,20 +303,18 @@ def test_a_second_signal_under_load_loses_nothing(db: psycopg.Connection, fleet:
     assert max(deliveries.values()) == 2
 
 
-def test_processes_that_are_told_to_stop_while_they_start_stop(db: psycopg.Connection, fleet: Fleet) -> None:
+def test_processes_told_to_stop_while_starting_stop(db: psycopg.Connection, fleet: Fleet) -> None:
     supervisor = fleet.start("--processes", "3")
     fleet.until(lambda: fleet.log.count("process_started") == 3, "all have been started")
     supervisor.terminate()
     assert supervisor.wait(PATIENCE_SECONDS) == 0
     assert "process_died" not in fleet.log
-    # Their group is the supervisor's session; its last process is gone when no connection is left.
+    # Their group is the supervisor's session. Its last process is gone when no connection is left.
     fleet.until_disconnected(db)
 
 
-def test_a_signal_that_comes_while_a_process_is_being_started_reaches_it(
-    dsn: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The supervisor gets it before it knows of its new child."""
+def test_a_signal_during_the_start_of_a_process_reaches_it(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The supervisor gets the signal before it has registered its new child."""
     children: list[subprocess.Popen[bytes]] = []
     start = subprocess.Popen
 
@@ -327,7 +326,7 @@ def test_a_signal_that_comes_while_a_process_is_being_started_reaches_it(
 
     monkeypatch.setenv("PGOUTBOX_DSN", dsn)
     monkeypatch.setattr(subprocess, "Popen", start_and_signal)
-    # A child that nobody tells ends by itself, with 0.
+    # A child that gets no signal ends by itself with exit code 0.
     assert supervise(["--app", "tests.faults.fleet_app:outbox", "--drain"], 3) == 0
     assert [child.returncode for child in children] == [-signal.SIGTERM]
 
@@ -343,7 +342,7 @@ async def test_a_message_whose_handler_hangs_in_its_thread_is_delivered_by_anoth
     loop = asyncio.get_running_loop()
     delivered: list[tuple[int, int]] = []
 
-    # The others are to end in time on a slow machine too.
+    # The other handlers must end in time on a slow machine too.
     @outbox.handler("greet", timeout=2, retry=AT_ONCE)
     def greet(message: Message, ctx: SyncContext) -> None:
         if message.id == hung and message.attempt_count == 1:
@@ -359,14 +358,14 @@ async def test_a_message_whose_handler_hangs_in_its_thread_is_delivered_by_anoth
         async with running(first):
             try:
                 await heard.wait_for(Event.ATTEMPT_ABANDONED)
-                # The one slot is taken by a thread that nobody can end: this worker takes nothing.
+                # A thread that cannot be ended occupies the only slot: this worker claims nothing.
                 others = [enqueue(db) for _ in range(3)]
                 await second.drain()
                 assert {row.worker for row in rows_of(db)} == {second.name}
                 assert delivered.count((hung, 2)) == 1
             finally:
                 let_go.set()
-            # The thread has ended, and its slot serves again.
+            # The thread has ended, and its slot is free again.
             late = enqueue(db)
             async with asyncio.timeout(PATIENCE_SECONDS):
                 await late_delivered.wait()
@@ -377,10 +376,8 @@ async def test_a_message_whose_handler_hangs_in_its_thread_is_delivered_by_anoth
     assert {row.state for row in rows_of(db)} == {"sent"}
 
 
-async def test_a_handler_that_holds_the_interpreter_lock_in_short_turns_keeps_its_lease(
-    dsn: str, db: psycopg.Connection
-) -> None:
-    """An extension module that does not release the lock stops every thread of the process while it computes."""
+async def test_a_handler_that_holds_the_gil_in_short_turns_keeps_its_lease(dsn: str, db: psycopg.Connection) -> None:
+    """An extension module that does not release the GIL stops every thread of the process while it computes."""
     lease = 2.0
     outbox = Outbox(settings_for(dsn, lease_seconds=lease))
     hold = ctypes.PyDLL(None).usleep

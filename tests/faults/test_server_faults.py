@@ -1,9 +1,9 @@
-"""PostgreSQL crashes, restarts, is full, read-only, fails over or refuses connections while producers and workers are
-at work: afterwards everything that was committed is delivered, and nothing that was rolled back.
+"""Tests a PostgreSQL that crashes, restarts, is full or read-only, fails over or refuses connections under load.
+Afterwards every committed message is delivered, and no rolled-back message.
 
-Each fault is real. The ledger decides: each acknowledged message has one final state and was handed over, and a second
-hand-over is one that the fault made unavoidable. PGOUTBOX_TEST_ROUNDS repeats the faults for a long run; with
-`--log-cli-level=INFO` the figures are shown.
+Each fault is real. The ledger decides: each acknowledged message has one final state and was handed over, and the fault
+made each second hand-over unavoidable. PGOUTBOX_TEST_ROUNDS repeats the faults for a long run; `--log-cli-level=INFO`
+shows the figures.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from tests.faults.ledger import Verdict
     from tests.worker_process import WorkerProcess
 
-# A minute for a long run; long enough here for the pauses between the worker's attempts to grow.
+# Use a minute for a long run. This is long enough for the pauses between the worker's attempts to grow.
 OUTAGE_SECONDS = float(os.environ.get("PGOUTBOX_TEST_OUTAGE_SECONDS", "2.5"))
 
 _figures = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ _figures = logging.getLogger(__name__)
 ROUNDS = int(os.environ.get("PGOUTBOX_TEST_ROUNDS", "2"))
 MEMORY_SECONDS = float(os.environ.get("PGOUTBOX_TEST_MEMORY_SECONDS", "2"))
 
-# What a worker must not use of one processor while the database is away; it uses a hundredth of it.
+# The CPU share that a worker must not exceed while the database is away. It uses a hundredth of it.
 IDLE_CPU_SHARE: Final = 0.5
 
 WORKERS_SESSIONS: Final = ("pgoutbox claim", "pgoutbox finish", "pgoutbox lease", "pgoutbox listen")
@@ -64,14 +64,14 @@ ANY_SESSION: Final = "%"
 
 @pytest.fixture(scope="module")
 def workshop() -> Iterator[Workshop]:
-    """Makes servers of the test's own."""
+    """Make servers that only these tests use."""
     with open_workshop(os.environ) as opened:
         yield opened
 
 
 @pytest.fixture
 def own_server(workshop: Workshop) -> Iterator[OwnServer]:
-    """A server of the test's own, running."""
+    """Run a server for one test."""
     with workshop.server() as server:
         server.start()
         yield server
@@ -79,7 +79,7 @@ def own_server(workshop: Workshop) -> Iterator[OwnServer]:
 
 @contextlib.contextmanager
 def watched(worker: WorkerProcess, row: str, *, events_may_repeat: bool = False) -> Iterator[None]:
-    """A time of trouble in which the worker must not spin, flood its log or end."""
+    """Assert that the worker neither spins nor floods its log nor ends during the block."""
     began_at, cpu_before, told_before = time.monotonic(), worker.cpu_seconds(), len(worker.events())
     yield
     seconds, cpu_seconds = time.monotonic() - began_at, worker.cpu_seconds() - cpu_before
@@ -87,25 +87,25 @@ def watched(worker: WorkerProcess, row: str, *, events_may_repeat: bool = False)
     _figures.info("%s: %.2f s CPU in %.2f s; told %s", row, cpu_seconds, seconds, dict(told))
     assert not worker.has_ended
     assert cpu_seconds < IDLE_CPU_SHARE * seconds
-    assert events_may_repeat or all(count == 1 for count in told.values()), "each change of state is told once"
+    assert events_may_repeat or all(count == 1 for count in told.values()), "each change of state is logged once"
 
 
 def for_a_while(seconds: float) -> None:
-    """Let a fault last; nothing is waited for."""
+    """Let a fault last for some time, without a condition."""
     threading.Event().wait(seconds)
 
 
 def assert_agree(verdict: Verdict) -> None:
-    """The books agree, and there was something to book."""
+    """Assert that the ledger and the database agree, and that there was something to compare."""
     _figures.info("%s", verdict)
     assert verdict.violations == {}, verdict
     assert verdict.acknowledged_count > 0, verdict
     assert verdict.rolled_back_count > 0, verdict
-    # Only messages of the rule pending are superseded.
+    # Only messages of the rule `pending` are superseded.
     assert set(verdict.states) <= {"sent", "skipped"}, verdict
 
 
-def test_what_was_acknowledged_before_a_crash_of_the_server_is_delivered(own_server: OwnServer, tmp_path: Path) -> None:
+def test_acknowledged_messages_are_delivered_after_a_server_crash(own_server: OwnServer, tmp_path: Path) -> None:
     with Load(own_server.dsn, tmp_path) as load:
         load.start_worker()
         load.until_more_are_handed_over()
@@ -118,7 +118,7 @@ def test_what_was_acknowledged_before_a_crash_of_the_server_is_delivered(own_ser
     assert load.errors["connection"] > 0
 
 
-def test_a_worker_outlives_a_server_that_is_down_without_spinning_or_flooding_its_log(
+def test_a_worker_survives_a_stopped_server_without_spinning_or_flooding_its_log(
     own_server: OwnServer, tmp_path: Path
 ) -> None:
     with Load(own_server.dsn, tmp_path) as load:
@@ -131,12 +131,12 @@ def test_a_worker_outlives_a_server_that_is_down_without_spinning_or_flooding_it
         _figures.info("D2: resumed %.2f s after accept", load.until_more_are_handed_over())
         wait_until(lambda: "listener_back" in worker.events(), lambda: "the listener is back")
         assert_agree(load.settle())
-        # What was lost is told of once, and so is its return.
+        # The loss and the return of the server are logged once each.
         told = Counter(worker.events())
         assert told["database_lost"] == told["database_back"] == told["listener_lost"] == told["listener_back"] == 1
 
 
-def test_terminating_any_backend_again_and_again_loses_nothing(dsn: str, connect: Connect, tmp_path: Path) -> None:
+def test_terminating_random_backends_repeatedly_loses_nothing(dsn: str, connect: Connect, tmp_path: Path) -> None:
     victims: Counter[str] = Counter()
     db = connect(autocommit=True)
     with Load(dsn, tmp_path) as load:
@@ -158,15 +158,16 @@ def test_terminating_any_backend_again_and_again_loses_nothing(dsn: str, connect
         verdict = load.settle()
     _figures.info("D3: terminated %s", dict(victims))
     assert_agree(verdict)
-    # The lease keeper connects only for what is long in flight.
+    # The lease keeper connects only for long attempts.
     assert victims.keys() >= {"producer", *WORKERS_SESSIONS} - {"pgoutbox lease"}
 
 
-def test_deadlocks_and_lock_timeouts_of_the_workers_statements_are_tried_again(
+def test_worker_statements_are_repeated_after_deadlocks_and_lock_timeouts(
     own_server: OwnServer, tmp_path: Path
 ) -> None:
     with own_server.connect() as db, own_server.connect() as monitor:
-        # The disturber never gives way, so the others are the victims. Each looks once, so long after it began to wait.
+        # The disturber never gives way, so the others are the victims. Each checks for a deadlock once, this long after
+        # it began to wait.
         db.execute("ALTER ROLE postgres SET deadlock_timeout = '100ms'")
         db.execute("SET deadlock_timeout = '1min'")
         with Load(own_server.dsn, tmp_path) as load:
@@ -184,11 +185,11 @@ def test_deadlocks_and_lock_timeouts_of_the_workers_statements_are_tried_again(
 
             def deadlock(link: str) -> bool:
                 with db.transaction():
-                    # The statements lock the table of the messages first.
+                    # The statements lock the message table first.
                     db.execute("LOCK TABLE pgoutbox.attempt, pgoutbox.message_done IN ACCESS EXCLUSIVE MODE")
                     wait_until(lambda: waits("claim") or waits("finish"), lambda: "a statement that waits")
                     if not waits(link):
-                        return False  # While a claim waits there may be no finish.
+                        return False  # While a claim waits, there may be no finish.
                     db.execute("LOCK TABLE pgoutbox.message_live IN ACCESS EXCLUSIVE MODE")
                 return own_server.errors_of(f"pgoutbox {link}")["40P01"] > 0
 
@@ -202,17 +203,15 @@ def test_deadlocks_and_lock_timeouts_of_the_workers_statements_are_tried_again(
                 wait_until(partial(deadlock, link), partial("a deadlock of a {}".format, link))
                 wait_until(partial(outlast, link), partial("a lock timeout of a {}".format, link))
             verdict = load.settle()
-            # A renewal may have met a lock too, and the question that follows a claim; other claims and finishes that
-            # are tried again are not worth a warning. No attempt has to wait for the end of its lease.
+            # A renewal may have hit a lock too, and so may the query after a claim. Other repeated claims and finishes
+            # log no warning. No attempt has to wait for the end of its lease.
             assert set(worker.events("WARNING", "ERROR")) <= {"lease_keeper_failed", "claim_lost"}
     _figures.info("D6: claims %s", dict(own_server.errors_of("pgoutbox claim")))
     _figures.info("D6: finishes %s, producers %s", dict(own_server.errors_of("pgoutbox finish")), dict(load.errors))
     assert_agree(verdict)
 
 
-def test_the_time_limits_of_the_role_end_the_producers_statements_and_not_the_workers(
-    own_server: OwnServer, tmp_path: Path
-) -> None:
+def test_role_timeouts_end_statements_of_producers_but_not_of_workers(own_server: OwnServer, tmp_path: Path) -> None:
     limits = {
         "statement_timeout": "250ms",
         "lock_timeout": "500ms",
@@ -226,12 +225,12 @@ def test_the_time_limits_of_the_role_end_the_producers_statements_and_not_the_wo
         with Load(own_server.dsn, tmp_path) as load:
             for name, value in limits.items():
                 db.execute(f"ALTER ROLE postgres SET {name} = '{value}'".encode())
-            # The producers connect anew, with these limits.
+            # The producers open new connections, with these limits.
             db.execute(
                 "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
                 "WHERE datname = current_database() AND application_name = '' AND pid <> pg_backend_pid()"
             )
-            # Its leases outlast the time for which the table is locked, in which nobody can renew them.
+            # The leases last longer than the table is locked, because nobody can renew them during the lock.
             worker = load.start_worker(lock_timeout_seconds="10", lease_seconds="30")
             load.until_more_are_handed_over()
             for _ in range(ROUNDS):
@@ -241,7 +240,7 @@ def test_the_time_limits_of_the_role_end_the_producers_statements_and_not_the_wo
                 load.until_more_are_handed_over(5)
             db.execute("ALTER ROLE postgres RESET ALL")
             verdict = load.settle()
-            # A renewal may meet a message that is just being finished; the next one does not.
+            # A renewal may hit a message that is just being finished; the next renewal does not.
             assert set(worker.events("WARNING", "ERROR")) <= {"lease_keeper_failed"}
     _figures.info("D7: producers %s", dict(load.errors))
     assert_agree(verdict)
@@ -249,7 +248,7 @@ def test_the_time_limits_of_the_role_end_the_producers_statements_and_not_the_wo
     assert worker_errors(own_server).keys() <= {"40001"}
 
 
-async def test_a_listener_that_leaves_while_bells_ring_is_no_error_in_the_servers_log(own_server: OwnServer) -> None:
+async def test_a_listener_that_leaves_while_bells_ring_logs_no_server_error(own_server: OwnServer) -> None:
     over = threading.Event()
 
     def ring() -> None:
@@ -279,7 +278,7 @@ async def test_a_listener_that_leaves_while_bells_ring_is_no_error_in_the_server
     assert own_server.errors_of("pgoutbox listen") == {}
 
 
-def test_a_long_transaction_holds_up_nothing_and_what_it_enqueued_is_delivered_when_it_commits(
+def test_a_long_transaction_blocks_nothing_and_its_messages_are_delivered_after_its_commit(
     own_server: OwnServer, tmp_path: Path
 ) -> None:
     own_server.stop()
@@ -303,7 +302,7 @@ def test_a_long_transaction_holds_up_nothing_and_what_it_enqueued_is_delivered_w
         (dead_count,) = user.execute(
             "SELECT n_dead_tup FROM pg_stat_user_tables WHERE relname = 'message_live'"
         ).fetchone() or (0,)
-    assert usual, "the server's log tells of claims"
+    assert usual, "the server's log has no claims"
     for name, milliseconds in (("before", usual), ("meanwhile", slow)):
         half, most = (sorted(milliseconds)[int(len(milliseconds) * part)] for part in (0.5, 0.99))
         _figures.info("D8: %d claims %s, median %.2f ms, p99 %.2f ms", len(milliseconds), name, half, most)
@@ -311,7 +310,7 @@ def test_a_long_transaction_holds_up_nothing_and_what_it_enqueued_is_delivered_w
     assert_agree(verdict)
 
 
-def test_rows_that_another_session_has_locked_hold_up_no_others(dsn: str, connect: Connect, tmp_path: Path) -> None:
+def test_rows_locked_by_another_session_do_not_delay_others(dsn: str, connect: Connect, tmp_path: Path) -> None:
     oldest = [f"oldest-{number}" for number in range(1_000)]
     user = connect()
     with Load(dsn, tmp_path) as load:
@@ -333,8 +332,8 @@ def test_rows_that_another_session_has_locked_hold_up_no_others(dsn: str, connec
 # --- footprint --------------------------------------------------------------------------------------------------------
 
 
-def test_a_worker_that_has_to_connect_again_and_again_does_not_grow(dsn: str, connect: Connect, tmp_path: Path) -> None:
-    """A few seconds here; PGOUTBOX_TEST_MEMORY_SECONDS makes it a long run, in which the memory is judged too."""
+def test_a_worker_that_reconnects_repeatedly_does_not_leak(dsn: str, connect: Connect, tmp_path: Path) -> None:
+    """Takes a few seconds; PGOUTBOX_TEST_MEMORY_SECONDS makes it a long run, in which the memory is judged too."""
     db = connect(autocommit=True)
     with Load(dsn, tmp_path) as load:
         worker = load.start_worker()
@@ -362,13 +361,13 @@ def test_a_worker_that_has_to_connect_again_and_again_does_not_grow(dsn: str, co
     grown_by = after.kilobytes - before.kilobytes
     _figures.info("P9: %d sessions ended, %d handed over: %+d kB", ended_count, handed_over_count, grown_by)
     _figures.info("P9: %s becomes %s", before, after)
-    assert ended_count > 2 * len(WORKERS_SESSIONS)  # So a file left behind by each is seen.
+    assert ended_count > 2 * len(WORKERS_SESSIONS)  # A leak of one file per reconnect becomes visible.
     if "PGOUTBOX_TEST_MEMORY_SECONDS" in os.environ:
         assert grown_by < 5_000
 
 
 class Footprint(NamedTuple):
-    """What a process has open."""
+    """The open files and threads of a process."""
 
     kilobytes: int
     files: int
@@ -376,14 +375,15 @@ class Footprint(NamedTuple):
 
     @classmethod
     def of(cls, pid: int) -> Footprint:
-        """As the kernel tells it."""
+        """Read the values of the kernel."""
         status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
         return cls(
             int(status["VmRSS"].split()[0]), len(list(Path(f"/proc/{pid}/fd").iterdir())), int(status["Threads"])
         )
 
     def is_within(self, other: Footprint) -> bool:
-        """Whether this has no more threads, and no more files than its sessions, which the other may not have had."""
+        """Return whether this has no more threads, and no more files except for sessions that the other may not have
+        had."""
         return self.files <= other.files + len(WORKERS_SESSIONS) and self.threads <= other.threads
 
 
@@ -391,16 +391,16 @@ class Footprint(NamedTuple):
 
 
 def fill(disk: Path) -> Path:
-    """Fill a small disk with a file of somebody else's; delete it to make space."""
+    """Fill a small disk with another file; delete the file to free the space."""
     ballast = disk / "ballast"
-    # No space left on device, which is the point.
+    # The error "no space left on device" is intended.
     with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while file.write(bytes(65_536)):
             pass
     return ballast
 
 
-def test_a_disk_that_is_full_refuses_enqueues_and_loses_nothing(
+def test_a_full_disk_refuses_enqueues_and_loses_nothing(
     own_server: OwnServer, workshop: Workshop, tmp_path: Path
 ) -> None:
     with workshop.small_disk(megabytes=64) as disk:
@@ -428,10 +428,10 @@ def test_a_disk_that_is_full_refuses_enqueues_and_loses_nothing(
                 _figures.info("D11: %d enqueues refused, worker %s", refused_count, dict(worker_errors(own_server)))
             assert_agree(verdict)
         finally:
-            own_server.stop("immediate")  # It uses the disk that is about to go.
+            own_server.stop("immediate")  # It uses the disk that is about to be unmounted.
 
 
-async def test_a_message_whose_payload_is_damaged_on_the_disk_keeps_no_others(own_server: OwnServer) -> None:
+async def test_a_message_with_a_payload_damaged_on_disk_does_not_block_others(own_server: OwnServer) -> None:
     with own_server.connect() as db:
         before = enqueue(db, payload={})
         damaged = enqueue(db, payload={"text": secrets.token_hex(20_000)})
@@ -459,13 +459,13 @@ async def test_a_message_whose_payload_is_damaged_on_the_disk_keeps_no_others(ow
     assert found == [("pending",)]
 
 
-def test_a_disk_that_is_full_of_wal_crashes_the_server_and_loses_nothing(workshop: Workshop, tmp_path: Path) -> None:
-    # Space for many checkpoints' worth of WAL: the disk is full while the ballast is there and at no other time.
+def test_a_disk_full_of_wal_crashes_the_server_and_loses_nothing(workshop: Workshop, tmp_path: Path) -> None:
+    # Space for the WAL of many checkpoints: the disk is full only while the ballast is there.
     with workshop.small_disk(megabytes=512) as disk, workshop.server(wal_directory=disk) as server:
         server.start(min_wal_size="2MB", max_wal_size="16MB")
 
         def is_up_again() -> bool:
-            # It starts again by itself, unless there is not even space to recover.
+            # The server restarts by itself, unless it lacks the space to recover.
             with contextlib.suppress(psycopg.OperationalError), server.connect():
                 return True
             return not server.is_running and server.try_start()
@@ -486,7 +486,7 @@ def test_a_disk_that_is_full_of_wal_crashes_the_server_and_loses_nothing(worksho
 # --- read-only --------------------------------------------------------------------------------------------------------
 
 
-def test_a_worker_outlives_a_server_that_becomes_read_only(own_server: OwnServer, tmp_path: Path) -> None:
+def test_a_worker_survives_a_server_that_becomes_read_only(own_server: OwnServer, tmp_path: Path) -> None:
     with Load(own_server.dsn, tmp_path) as load, own_server.connect() as db:
         worker = load.start_worker()
         load.until_more_are_handed_over()
@@ -509,24 +509,24 @@ def set_read_only(db: psycopg.Connection, value: str) -> None:
 
 
 def worker_errors(server: OwnServer) -> Counter[str]:
-    """The SQLSTATEs of the errors that workers met."""
+    """Return the SQLSTATEs of the errors that workers got."""
     return sum((server.errors_of(session) for session in WORKERS_SESSIONS), Counter())
 
 
-def test_a_read_only_server_is_refused_at_the_start(own_server: OwnServer, tmp_path: Path) -> None:
+def test_a_worker_refuses_a_read_only_server_at_the_start(own_server: OwnServer, tmp_path: Path) -> None:
     with own_server.connect() as db:
         db.execute("ALTER ROLE postgres SET default_transaction_read_only = on")
     assert_refused(own_server.dsn, tmp_path, "PGOUTBOX_DSN leads to a read-only session")
 
 
-def test_a_standby_is_refused_at_the_start(workshop: Workshop, own_server: OwnServer, tmp_path: Path) -> None:
+def test_a_worker_refuses_a_standby_at_the_start(workshop: Workshop, own_server: OwnServer, tmp_path: Path) -> None:
     with workshop.standby_of(own_server, "standby") as standby:
         standby.start()
         assert_refused(standby.dsn, tmp_path, "PGOUTBOX_DSN leads to a standby, which cannot be written")
 
 
 def assert_refused(dsn: str, directory: Path, reason: str) -> None:
-    """A worker ends at once with this reason and the exit code of a wrong configuration."""
+    """Assert that a worker ends immediately with this reason and the exit code of a wrong configuration."""
     worker = start_worker(dsn, directory / "ledger", directory / "log", {})
     try:
         assert worker.wait() == 2
@@ -538,7 +538,7 @@ def assert_refused(dsn: str, directory: Path, reason: str) -> None:
 # --- failover ---------------------------------------------------------------------------------------------------------
 
 
-def test_after_a_failover_to_a_synchronous_standby_nothing_is_lost(
+def test_a_failover_to_a_synchronous_standby_loses_nothing(
     workshop: Workshop, own_server: OwnServer, tmp_path: Path
 ) -> None:
     with own_server.connect() as db, workshop.standby_of(own_server, "heir") as heir:
@@ -559,10 +559,10 @@ def test_after_a_failover_to_a_synchronous_standby_nothing_is_lost(
             assert_agree(load.settle())
 
 
-async def test_after_a_failover_that_lost_a_claim_its_worker_cannot_end_the_attempt_of_another(
+async def test_a_worker_whose_claim_a_failover_lost_cannot_end_another_workers_attempt(
     workshop: Workshop, own_server: OwnServer
 ) -> None:
-    """Both workers hold attempt 1 of the message: the count alone does not tell them apart."""
+    """Both workers hold attempt 1 of the message, so the count alone does not distinguish them."""
     async with heir_cut_off(workshop, own_server) as (heir, message_id):
         dsn = dsn_of_either(own_server, heir)
         stale, owner = HeldWorker(dsn), HeldWorker(dsn)
@@ -584,10 +584,11 @@ async def test_after_a_failover_that_lost_a_claim_its_worker_cannot_end_the_atte
                     assert attempts_of(db_after, message_id) == []
 
 
-async def test_a_worker_goes_on_with_an_attempt_whose_claim_a_failover_lost(
+async def test_a_worker_continues_an_attempt_whose_claim_a_failover_lost(
     workshop: Workshop, own_server: OwnServer
 ) -> None:
-    """The message is pending on the heir. The worker claims it again and starts no second attempt beside the first."""
+    """The message is pending on the new primary. The worker claims it again and starts no second attempt beside the
+    first."""
     async with heir_cut_off(workshop, own_server) as (heir, message_id):
         dsn = dsn_of_either(own_server, heir)
         held = HeldWorker(dsn, concurrency=2)
@@ -604,10 +605,11 @@ async def test_a_worker_goes_on_with_an_attempt_whose_claim_a_failover_lost(
 
 
 @pytest.mark.parametrize(("on_unknown", "ends"), [("retry", State.SENT), ("hold", State.FAILED)])
-async def test_an_outcome_that_a_failover_lost_is_unknown_to_the_worker_that_had_it(
+async def test_a_worker_reports_an_outcome_lost_in_a_failover_as_unknown(
     workshop: Workshop, own_server: OwnServer, on_unknown: OnUnknown, ends: State
 ) -> None:
-    """On the heir the attempt is in flight. Its worker, which lives and does not hold it any more, is the only one."""
+    """On the new primary the attempt is in flight. Its worker is alive but no longer holds it, and no other worker
+    does."""
     async with standby_that_hears(workshop, own_server) as (heir, message_id, cut_off):
         dsn = dsn_of_either(own_server, heir)
         held = HeldWorker(dsn, on_unknown=on_unknown)
@@ -628,14 +630,14 @@ async def test_an_outcome_that_a_failover_lost_is_unknown_to_the_worker_that_had
 
 
 def dsn_of_either(first: OwnServer, second: OwnServer) -> str:
-    """DSN of whichever of two servers is the primary."""
+    """Return a DSN that connects to the primary of two servers."""
     hosts = f"{first.home},{second.home}"
     return f"host={hosts} port=5432,5432 user=postgres dbname={DATABASE} target_session_attrs=read-write"
 
 
 @contextlib.asynccontextmanager
 async def heir_cut_off(workshop: Workshop, primary: OwnServer) -> AsyncIterator[tuple[OwnServer, int]]:
-    """A standby that has one pending message and nothing of what happens to it on the primary."""
+    """Create a standby that has one pending message, and receives no later change of it from the primary."""
     async with standby_that_hears(workshop, primary) as (heir, message_id, cut_off):
         await cut_off(State.PENDING)
         yield heir, message_id
@@ -645,7 +647,7 @@ async def heir_cut_off(workshop: Workshop, primary: OwnServer) -> AsyncIterator[
 async def standby_that_hears(
     workshop: Workshop, primary: OwnServer
 ) -> AsyncIterator[tuple[OwnServer, int, Callable[[State], Awaitable[None]]]]:
-    """A standby, one message, and what cuts the standby off when it has heard that the message has a state."""
+    """Create a standby, a message, and a function that cuts the standby off once it has a state of the message."""
     with primary.connect() as db, workshop.standby_of(primary, "heir") as heir:
         heir.start()
         message_id = enqueue(db)
@@ -684,7 +686,7 @@ class HeldWorker:
 
 @pytest.fixture
 def app_dsn(own_server: OwnServer) -> str:
-    """DSN of a role that is no superuser, for which no connections are kept."""
+    """Return the DSN of a role that is not a superuser, so that no reserved connections serve it."""
     with own_server.connect() as db:
         install_audit(db)
         db.execute("CREATE ROLE app LOGIN")
@@ -694,10 +696,10 @@ def app_dsn(own_server: OwnServer) -> str:
     return own_server.dsn.replace("postgres@", "app@")
 
 
-# --- out of reach at the start ----------------------------------------------------------------------------------------
+# --- unreachable at the start -----------------------------------------------------------------------------------------
 
 
-def test_a_worker_that_is_started_before_its_server_waits_for_it(own_server: OwnServer, tmp_path: Path) -> None:
+def test_a_worker_started_before_its_server_waits_for_it(own_server: OwnServer, tmp_path: Path) -> None:
     with Load(own_server.dsn, tmp_path) as load:
         own_server.stop()
         worker = load.start_worker()
@@ -711,7 +713,7 @@ def test_a_worker_that_is_started_before_its_server_waits_for_it(own_server: Own
 
 
 @pytest.mark.parametrize("how", ["the role has no connection", "the server has no connection"])
-def test_a_worker_that_is_started_on_a_server_that_is_full_waits_until_it_is_not(
+def test_a_worker_started_while_the_server_has_no_free_connections_waits(
     own_server: OwnServer, app_dsn: str, tmp_path: Path, how: str
 ) -> None:
     with contextlib.ExitStack() as crowd, Load(own_server.dsn, tmp_path) as load:
@@ -731,12 +733,12 @@ def test_a_worker_that_is_started_on_a_server_that_is_full_waits_until_it_is_not
         assert own_server.errors_of("[unknown]")["53300"] > 0
         crowd.close()
         with own_server.connect() as db:
-            db.execute("ALTER ROLE app CONNECTION LIMIT 1")  # Enough to claim and to finish.
+            db.execute("ALTER ROLE app CONNECTION LIMIT 1")  # Enough connections to claim and to finish.
         load.until_more_are_handed_over()
         assert_agree(load.settle())
 
 
-async def test_a_server_that_has_come_up_since_it_refused_has_not_refused_for_good(own_server: OwnServer) -> None:
+async def test_a_worker_treats_a_refusal_of_a_server_that_has_started_since_as_temporary(own_server: OwnServer) -> None:
     own_server.stop()
     with pytest.raises(psycopg.OperationalError) as refused:
         own_server.connect()
@@ -745,7 +747,7 @@ async def test_a_server_that_has_come_up_since_it_refused_has_not_refused_for_go
 
 
 @pytest.mark.parametrize("mode", ["--once", "--drain"])
-def test_a_run_that_is_to_end_does_not_wait_for_a_server(own_server: OwnServer, tmp_path: Path, mode: str) -> None:
+def test_once_and_drain_do_not_wait_for_a_server(own_server: OwnServer, tmp_path: Path, mode: str) -> None:
     own_server.stop()
     with fleet_on(own_server.dsn, tmp_path) as fleet:
         assert fleet.start(mode).wait() == 1
@@ -761,7 +763,7 @@ LASTING = {
 
 
 @pytest.mark.parametrize("what", LASTING)
-def test_a_worker_ends_at_once_and_says_why_when_waiting_would_not_help(
+def test_a_worker_ends_immediately_with_the_reason_if_waiting_cannot_help(
     own_server: OwnServer, tmp_path: Path, what: str
 ) -> None:
     user, password, database, reason = LASTING[what]
@@ -788,9 +790,7 @@ def test_a_worker_ends_at_once_and_says_why_when_waiting_would_not_help(
     assert "database_lost" not in worker.events()
 
 
-def test_a_worker_that_is_told_to_stop_while_it_waits_for_its_server_stops(
-    own_server: OwnServer, tmp_path: Path
-) -> None:
+def test_a_worker_told_to_stop_while_waiting_for_its_server_stops(own_server: OwnServer, tmp_path: Path) -> None:
     own_server.stop()
     worker = start_worker(own_server.dsn, tmp_path / "ledger", tmp_path / "log", {})
     try:
@@ -803,7 +803,7 @@ def test_a_worker_that_is_told_to_stop_while_it_waits_for_its_server_stops(
 # --- too many connections ---------------------------------------------------------------------------------------------
 
 
-def test_workers_that_do_not_all_get_their_connections_go_on_with_those_they_have(
+def test_workers_without_all_their_connections_continue_with_the_ones_they_have(
     own_server: OwnServer, app_dsn: str, tmp_path: Path
 ) -> None:
     with Load(own_server.dsn, tmp_path, producers=1) as load:
@@ -813,7 +813,7 @@ def test_workers_that_do_not_all_get_their_connections_go_on_with_those_they_hav
         )
         load.until_more_are_handed_over()
         own_server.stop("fast")
-        # Seven are left, which is not enough for three workers; the producer is a superuser.
+        # Seven connections are left, which is too few for three workers; the producer is a superuser.
         own_server.start(max_connections="12", superuser_reserved_connections="5")
         wait_until(lambda: own_server.errors_of("[unknown]")["53300"] > 0, lambda: "a connection that is refused")
         _figures.info("D17: resumed %.2f s after accept", load.until_more_are_handed_over(200))
@@ -821,16 +821,16 @@ def test_workers_that_do_not_all_get_their_connections_go_on_with_those_they_hav
         for worker in workers:
             told = Counter(worker.events("WARNING", "ERROR"))
             _figures.info("D17: told %s", dict(told))
-            assert told["database_lost"] <= 2, "each change of state is told once"
+            assert told["database_lost"] <= 2, "each change of state is logged once"
     _figures.info("D17: %d connections refused", own_server.errors_of("[unknown]")["53300"])
     assert_agree(verdict)
 
 
-def test_a_worker_that_gets_no_connection_for_its_finishes_uses_that_of_its_claims(
+def test_a_worker_without_a_connection_for_finishes_uses_its_claim_connection(
     own_server: OwnServer, app_dsn: str, tmp_path: Path
 ) -> None:
     with own_server.connect() as db:
-        # One for the listener and one for the claims.
+        # One connection for the listener and one for the claims.
         db.execute("ALTER ROLE app CONNECTION LIMIT 2")
     with Load(own_server.dsn, tmp_path) as load:
         load.start_worker(dsn=app_dsn)
@@ -842,11 +842,11 @@ def test_a_worker_that_gets_no_connection_for_its_finishes_uses_that_of_its_clai
     assert verdict.duplicate_count == 0, verdict
 
 
-def test_leases_are_kept_by_a_worker_that_gets_no_connection_for_its_lease_keeper(
+def test_a_worker_without_a_connection_for_its_lease_keeper_keeps_its_leases(
     own_server: OwnServer, app_dsn: str, tmp_path: Path
 ) -> None:
     with own_server.connect() as db, fleet_on(app_dsn, tmp_path) as fleet:
-        # One for the listener and one for everything else.
+        # One connection for the listener and one for everything else.
         db.execute("ALTER ROLE app CONNECTION LIMIT 2")
         asking, held = enqueue(db, "fault.asks"), enqueue(db, "fault.gated")
         worker = fleet.start(lease_seconds="1")

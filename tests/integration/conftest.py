@@ -1,4 +1,4 @@
-"""What a test puts messages into and looks at, beside the workers that it starts."""
+"""Fixtures: an autocommit connection and an outbox, beside the workers that a test starts."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def db(connect: Connect) -> psycopg.Connection:
-    """An autocommit connection to the test's database."""
+    """Open an autocommit connection to the test's database."""
     return connect(autocommit=True)
 
 
 @pytest.fixture
 def outbox(dsn: str) -> Outbox:
-    """An outbox without handlers, with settings that let nothing but an event wake a worker."""
+    """Build an outbox without handlers, with settings that let only events wake a worker."""
     return Outbox(settings_for(dsn))

@@ -1,4 +1,4 @@
-"""Every kind of connection that a caller may have: the same contract on each."""
+"""Tests that every supported kind of connection has the same contract."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ DJANGO_ALIAS = "outbox"
 
 @dataclass
 class Caller:
-    """A connection of some kind, in a transaction of its own or, where a test asks for it, in autocommit mode.
+    """A connection of some kind, in its own transaction or in autocommit mode.
 
-    `run` gives what a method of the outbox returned: at once, or when the coroutine is done.
+    `run` returns the result of a method of the outbox, after awaiting it if it is a coroutine.
     """
 
     connection: Any
@@ -244,7 +244,7 @@ def asyncpg_connection(dsn: str, *, autocommit: bool) -> Iterator[Caller]:
 
 @contextlib.contextmanager
 def asyncpg_pooled_connection(dsn: str, *, autocommit: bool) -> Iterator[Caller]:
-    """A connection that its pool lent, with the codec that many applications set."""
+    """Return a pooled connection with the codec that many applications set."""
 
     async def decode_json(connection: Any) -> None:  # noqa: ANN401 - no types
         for name in ("json", "jsonb"):
@@ -342,9 +342,7 @@ def payloads(observer: psycopg.Connection) -> list[object]:
 # --- the contract -----------------------------------------------------------------------------------------------------
 
 
-def test_what_is_enqueued_and_cancelled_is_part_of_the_callers_transaction(
-    caller: Caller, observer: psycopg.Connection
-) -> None:
+def test_enqueues_and_cancels_are_part_of_the_callers_transaction(caller: Caller, observer: psycopg.Connection) -> None:
     caller.execute("CREATE TABLE account (id bigint)")
     caller.enqueue("mail", 1)
     caller.enqueue_many([NewMessage("mail", 2), NewMessage("mail", 3, dedupe_key="k")])
@@ -371,7 +369,7 @@ def test_what_is_enqueued_and_cancelled_is_part_of_the_callers_transaction(
     assert dict(states) == {first.id: "pending", second.id: "cancelled"}
 
 
-def test_every_kind_writes_the_same_row(caller: Caller, observer: psycopg.Connection) -> None:
+def test_every_kind_of_connection_writes_the_same_row(caller: Caller, observer: psycopg.Connection) -> None:
     due = datetime.now(UTC).replace(microsecond=123_456) + timedelta(days=1)
     options: dict[str, Any] = {
         "queue": "bulk",
@@ -399,7 +397,7 @@ def test_every_kind_writes_the_same_row(caller: Caller, observer: psycopg.Connec
     assert delays == [(1, timedelta(0)), (2, timedelta(seconds=1.5)), (3, timedelta(seconds=1.5))]
 
 
-def test_there_is_no_savepoint_unless_it_is_asked_for(caller: Caller, observer: psycopg.Connection) -> None:
+def test_no_savepoint_is_created_unless_requested(caller: Caller, observer: psycopg.Connection) -> None:
     caller.enqueue("mail", "plain")
     caller.enqueue_many([NewMessage("mail", "bulk")])
     caller.enqueue("mail", "best effort", best_effort=True)
@@ -409,7 +407,7 @@ def test_there_is_no_savepoint_unless_it_is_asked_for(caller: Caller, observer: 
     assert transactions["plain"] == transactions["bulk"] != transactions["best effort"]
 
 
-def test_the_same_statement_many_times_over_is_no_trouble(caller: Caller, observer: psycopg.Connection) -> None:
+def test_many_repetitions_of_one_statement_succeed(caller: Caller, observer: psycopg.Connection) -> None:
     for number in range(12):
         caller.enqueue("mail", number)
         caller.enqueue_many([NewMessage("mail", number)])
@@ -417,7 +415,7 @@ def test_the_same_statement_many_times_over_is_no_trouble(caller: Caller, observ
     assert len(payloads(observer)) == 24
 
 
-def test_outside_a_transaction_it_is_refused_unless_the_caller_says_so(
+def test_a_call_outside_a_transaction_is_refused_unless_allowed(
     kind: Callable[..., contextlib.AbstractContextManager[Caller]], dsn: str, observer: psycopg.Connection
 ) -> None:
     with kind(dsn, autocommit=True) as caller:
@@ -437,7 +435,7 @@ def test_outside_a_transaction_it_is_refused_unless_the_caller_says_so(
         assert caller.cancel(enqueued.id, require_transaction=False) is CancelResult.CANCELLED
 
 
-def test_an_aborted_transaction_has_its_own_error(caller: Caller) -> None:
+def test_an_aborted_transaction_raises_its_own_error(caller: Caller) -> None:
     with pytest.raises(caller.driver_error):
         caller.execute("SELECT 1 / 0")
     for call in (lambda: caller.enqueue("mail", 1), lambda: caller.cancel(1)):
@@ -447,15 +445,15 @@ def test_an_aborted_transaction_has_its_own_error(caller: Caller) -> None:
     assert caller.enqueue("mail", 1)
 
 
-def test_a_closed_connection_has_its_own_error(caller: Caller) -> None:
+def test_a_closed_connection_raises_its_own_error(caller: Caller) -> None:
     if caller.close is None:
-        return  # A session or Django's connection opens another one by itself.
+        return  # A session or Django's connection reconnects by itself.
     caller.close()
     with pytest.raises(TransactionError, match="the connection is closed"):
         caller.enqueue("mail", 1)
 
 
-def test_the_databases_refusals_become_pgoutboxs_errors(caller: Caller) -> None:
+def test_refusals_of_the_database_become_pgoutbox_errors(caller: Caller) -> None:
     past = datetime.now(UTC) - timedelta(hours=1)
     with pytest.raises(PayloadError, match=r"^expires_at: must be later than now"):
         caller.enqueue("mail", 1, expires_at=past)
@@ -481,7 +479,7 @@ def test_a_missing_schema_is_a_schema_error(
             caller.cancel(topic="mail", coalesce_key="k")
 
 
-def test_the_drivers_other_errors_pass_through_untouched(caller: Caller) -> None:
+def test_other_driver_errors_pass_through_unchanged(caller: Caller) -> None:
     caller.execute("SET TRANSACTION READ ONLY")
     with pytest.raises(caller.driver_error):
         caller.enqueue("mail", 1)
@@ -506,7 +504,7 @@ def raises_what_tells_of_a_lost_connection(caller: Caller) -> Iterator[None]:
     assert str(raised.value) != "the transaction is aborted; roll back first"
 
 
-def test_best_effort_does_not_hide_that_the_connection_was_lost_before(
+def test_best_effort_reports_a_connection_that_was_already_lost(
     caller: Caller, observer: psycopg.Connection, caplog: pytest.LogCaptureFixture
 ) -> None:
     caller.execute("CREATE TABLE account (id bigint)")
@@ -519,7 +517,7 @@ def test_best_effort_does_not_hide_that_the_connection_was_lost_before(
     assert "enqueue_failed" not in [getattr(record, "event", None) for record in caplog.records]
 
 
-def test_best_effort_does_not_hide_that_the_connection_is_lost_meanwhile(
+def test_best_effort_reports_a_connection_that_is_lost_during_the_call(
     caller: Caller, observer: psycopg.Connection, caplog: pytest.LogCaptureFixture
 ) -> None:
     observer.execute(
@@ -539,15 +537,15 @@ def test_best_effort_does_not_hide_that_the_connection_is_lost_meanwhile(
     assert "enqueue_failed" not in [getattr(record, "event", None) for record in caplog.records]
 
 
-def test_best_effort_does_not_hide_that_the_connection_is_closed(caller: Caller) -> None:
+def test_best_effort_reports_a_closed_connection(caller: Caller) -> None:
     if caller.close is None:
-        return  # A session or Django's connection opens another one by itself.
+        return  # A session or Django's connection reconnects by itself.
     caller.close()
     with pytest.raises(TransactionError, match="the connection is closed"):
         caller.enqueue("mail", 1, best_effort=True)
 
 
-def test_the_other_functions_connection_is_a_type_error_that_names_the_right_method(caller: Caller) -> None:
+def test_a_connection_for_the_other_method_is_a_type_error_that_names_it(caller: Caller) -> None:
     outbox: Any = caller.outbox
 
     async def call_async() -> None:
@@ -567,7 +565,7 @@ def test_the_other_functions_connection_is_a_type_error_that_names_the_right_met
             asyncio.run(call_async())
 
 
-# --- one kind's own ---------------------------------------------------------------------------------------------------
+# --- specific kinds ---------------------------------------------------------------------------------------------------
 
 
 class TestPsycopg:
@@ -581,14 +579,14 @@ class TestPsycopg:
             {"prepare_threshold": None},
         ],
     )
-    def test_the_callers_own_settings_of_the_connection_do_no_harm(self, dsn: str, options: dict[str, Any]) -> None:
+    def test_the_callers_connection_settings_do_no_harm(self, dsn: str, options: dict[str, Any]) -> None:
         with psycopg.connect(dsn, **options) as connection:
             for number in range(3):
                 enqueued = Outbox().enqueue(connection, "mail", number)
                 assert Outbox().enqueue_many(connection, [NewMessage("mail", number)])[0].id > enqueued.id
 
     @pytest.mark.parametrize("autocommit", [True, False])
-    def test_a_pipeline_is_a_place_like_any_other(
+    def test_an_enqueue_works_in_a_pipeline(
         self, connect: Connect, observer: psycopg.Connection, *, autocommit: bool
     ) -> None:
         connection = connect(autocommit=autocommit)
@@ -603,14 +601,14 @@ class TestPsycopg:
         assert payloads(observer) == [1, 3]
         assert observer.execute("SELECT id FROM account").fetchall() == [(7,)]
 
-    def test_an_error_of_the_callers_own_statement_in_the_pipeline_is_not_taken_for_one_of_enqueue(
+    def test_an_error_of_the_callers_statement_in_a_pipeline_is_not_an_enqueue_error(
         self, connection: psycopg.Connection
     ) -> None:
         with pytest.raises(errors.DivisionByZero), connection.pipeline():  # noqa: PT012 - met by the second statement
             connection.execute("SELECT 1 / 0")
             Outbox().enqueue(connection, "mail", 1, best_effort=True)
 
-    async def test_an_async_pipeline_is_a_place_like_any_other(
+    async def test_an_enqueue_works_in_an_async_pipeline(
         self, aconnect: AsyncConnect, observer: psycopg.Connection
     ) -> None:
         connection = await aconnect()
@@ -643,7 +641,7 @@ class TestPsycopg:
             assert payloads(observer) == []
         assert payloads(observer) == [1]
 
-    def test_a_subclass_of_the_connection_is_welcome(self, dsn: str) -> None:
+    def test_a_subclass_of_the_connection_is_accepted(self, dsn: str) -> None:
         class Traced(psycopg.Connection[Any]):
             pass
 
@@ -662,7 +660,7 @@ class TestPsycopg:
 
 
 class TestSQLAlchemy:
-    def test_pending_objects_of_the_session_are_left_to_it(self, dsn: str, observer: psycopg.Connection) -> None:
+    def test_pending_objects_of_the_session_are_not_flushed(self, dsn: str, observer: psycopg.Connection) -> None:
         base: Any = orm.declarative_base()
         account = type(
             "Account",
@@ -692,9 +690,7 @@ class TestSQLAlchemy:
             with pytest.raises(TransactionError, match="the transaction is aborted"):
                 Outbox().enqueue(session, "mail", 1)
 
-    def test_a_nested_transaction_that_is_rolled_back_takes_its_message_along(
-        self, dsn: str, observer: psycopg.Connection
-    ) -> None:
+    def test_a_rolled_back_nested_transaction_removes_its_message(self, dsn: str, observer: psycopg.Connection) -> None:
         with sqlalchemy_engine(dsn, autocommit=False) as engine, engine.begin() as connection:
             Outbox().enqueue(connection, "mail", 1)
             nested = connection.begin_nested()
@@ -730,7 +726,7 @@ class TestDjango:
                 assert payloads(observer) == []
             assert payloads(observer) == [1, 1]
 
-    def test_an_atomic_block_that_has_to_be_rolled_back_is_aborted(self, dsn: str) -> None:
+    def test_an_atomic_block_marked_for_rollback_is_aborted(self, dsn: str) -> None:
         with django_connection(dsn, autocommit=True) as caller, django_transaction.atomic(using=DJANGO_ALIAS):
             django_transaction.set_rollback(True, using=DJANGO_ALIAS)
             with pytest.raises(TransactionError, match="the transaction is aborted"):
@@ -743,7 +739,7 @@ class TestDjango:
 
 
 @pytest.mark.parametrize("thing", [None, "postgresql:///app", object(), Outbox()])
-def test_anything_else_is_a_type_error(thing: object) -> None:
+def test_any_other_object_is_a_type_error(thing: object) -> None:
     outbox: Any = Outbox()
     with pytest.raises(TypeError, match=r"^enqueue takes psycopg\.Connection, .*, not "):
         outbox.enqueue(thing, "mail", 1)

@@ -1,4 +1,4 @@
-"""The notification transport against a real HTTP server: what arrives, what is refused, and what nobody gets to see."""
+"""Tests the notification transport with a real HTTP server: deliveries, refusals, and secrets."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BACKUP = Notification("Backup", "Done.", kind="success")
 
 @dataclass
 class Receiver:
-    """A service of its own: it notes what is posted, and answers with `status`."""
+    """A service that records requests and answers with `status`."""
 
     port: int = 0
     status: int = 200
@@ -59,7 +59,7 @@ def receiving() -> Iterator[Receiver]:
             self.end_headers()
 
         def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the name is the library's
-            """Be silent."""
+            """Suppress the log."""
 
     with ThreadingHTTPServer((HOST, 0), Handler) as server:
         receiver.port = server.server_address[1]
@@ -80,7 +80,7 @@ def receiver() -> Iterator[Receiver]:
 
 @pytest.fixture
 async def open_transport() -> AsyncIterator[Callable[..., AppriseTransport]]:
-    """Makes transports for names and URLs, and closes them."""
+    """Create transports for names and URLs, and close them."""
 
     def make(**urls: str) -> AppriseTransport:
         return AppriseTransport(settings_with(urls))
@@ -93,7 +93,7 @@ def settings_with(urls: object) -> Settings:
     return load_settings(apprise_urls=urls if isinstance(urls, str) else json.dumps(urls))
 
 
-async def test_a_notification_arrives_at_the_service_that_the_destination_names(
+async def test_a_notification_arrives_at_the_service_named_by_the_destination(
     open_transport: Callable[..., AppriseTransport], receiver: Receiver
 ) -> None:
     transport = open_transport(ops=receiver.url("ops"), sales=receiver.url("sales"))
@@ -106,7 +106,7 @@ async def test_a_notification_arrives_at_the_service_that_the_destination_names(
     assert (sales["title"], sales["message"], sales["type"]) == ("", "Grüße\n<b>", "info")
 
 
-async def test_a_refusal_is_transient_and_says_what_apprise_logged(
+async def test_a_refusal_is_transient_and_contains_the_log_of_apprise(
     open_transport: Callable[..., AppriseTransport], receiver: Receiver
 ) -> None:
     transport = open_transport(ops=receiver.url())
@@ -118,17 +118,17 @@ async def test_a_refusal_is_transient_and_says_what_apprise_logged(
     assert await transport.send(outgoing(destination="apprise:ops"), BACKUP) == Sent()
 
 
-async def test_a_service_that_cannot_be_reached_is_transient(
+async def test_an_unreachable_service_is_transient(
     open_transport: Callable[..., AppriseTransport],
 ) -> None:
     with socket.socket() as deaf:
-        deaf.bind((HOST, 0))  # Nobody else can have the port, and nobody listens.
+        deaf.bind((HOST, 0))  # The port is reserved, and nothing listens on it.
         transport = open_transport(ops=f"json://{HOST}:{deaf.getsockname()[1]}/x")
         error = error_of(await transport.send(outgoing(destination="apprise:ops"), BACKUP), Transient)
     assert error == "apprise:ops: A Connection error occurred sending JSON notification to (hidden)."
 
 
-async def test_no_secret_and_no_text_gets_into_a_log_or_an_error(
+async def test_no_secret_and_no_text_is_in_a_log_or_an_error(
     open_transport: Callable[..., AppriseTransport], receiver: Receiver, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -145,7 +145,7 @@ async def test_no_secret_and_no_text_gets_into_a_log_or_an_error(
     assert len(receiver.received) == 3
 
 
-async def test_what_others_log_by_way_of_apprise_is_left_alone(
+async def test_other_log_records_of_apprise_are_not_changed(
     open_transport: Callable[..., AppriseTransport], receiver: Receiver, caplog: pytest.LogCaptureFixture
 ) -> None:
     transport = open_transport(ops=receiver.url())
@@ -168,7 +168,7 @@ async def test_what_others_log_by_way_of_apprise_is_left_alone(
         ('{"ops": ""}', "'ops': "),
     ],
 )
-def test_a_url_that_cannot_be_used_is_refused_by_its_name_at_the_start(urls: str, error: str) -> None:
+def test_an_unusable_url_is_refused_by_its_name_at_the_start(urls: str, error: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         AppriseTransport(settings_with(urls))
     assert str(caught.value).startswith(f"PGOUTBOX_APPRISE_URLS: {error}")
@@ -181,7 +181,7 @@ def test_the_setting_is_a_secret() -> None:
 
 
 @pytest.mark.parametrize("destination", [None, "apprise:", "apprise:Ops", "apprise:json://canary-token"])
-async def test_a_destination_that_is_no_name_is_permanent(
+async def test_a_destination_that_is_not_a_name_is_permanent(
     open_transport: Callable[..., AppriseTransport], receiver: Receiver, destination: str | None
 ) -> None:
     outcome = await open_transport(ops=receiver.url()).send(outgoing(destination=destination), BACKUP)
@@ -189,7 +189,7 @@ async def test_a_destination_that_is_no_name_is_permanent(
     assert error == "destination: must be apprise:NAME, with a NAME of PGOUTBOX_APPRISE_URLS"
 
 
-async def test_a_name_that_the_setting_lacks_costs_no_attempt(
+async def test_a_name_missing_in_the_setting_costs_no_attempt(
     open_transport: Callable[..., AppriseTransport], receiver: Receiver
 ) -> None:
     transport = open_transport(ops=receiver.url(), sales=receiver.url())
@@ -200,7 +200,7 @@ async def test_a_name_that_the_setting_lacks_costs_no_attempt(
 @pytest.mark.parametrize(
     ("status", "kind"), [(401, Unavailable), (403, Unavailable), (404, Transient), (500, Transient)]
 )
-async def test_a_service_that_refuses_its_credentials_costs_no_attempt(
+async def test_refused_credentials_of_a_service_cost_no_attempt(
     open_transport: Callable[..., AppriseTransport],
     receiver: Receiver,
     status: int,
@@ -211,7 +211,7 @@ async def test_a_service_that_refuses_its_credentials_costs_no_attempt(
     assert f"error={status}" in error_of(outcome, kind)
 
 
-async def test_each_service_has_a_breaker_of_its_own(dsn: str, db: psycopg.Connection, receiver: Receiver) -> None:
+async def test_each_service_has_its_own_breaker(dsn: str, db: psycopg.Connection, receiver: Receiver) -> None:
     urls = json.dumps({"ops": receiver.url()})
     outbox = Outbox(outbox_actions.settings_for(dsn, apprise_urls=urls))
 
@@ -243,7 +243,7 @@ WRONG_FORMAT = Notification("a", "b", format="rtf")  # type: ignore[arg-type] # 
         (Email(subject="a", text="b"), "content: the notification transport sends a Notification, not Email"),
     ],
 )
-async def test_a_wrong_notification_is_permanent_and_reaches_nobody(
+async def test_an_invalid_notification_is_permanent_and_is_not_sent(
     open_transport: Callable[..., AppriseTransport], receiver: Receiver, content: Notification, error: str
 ) -> None:
     outcome = await open_transport(ops=receiver.url()).send(outgoing(destination="apprise:ops"), content)
@@ -251,7 +251,7 @@ async def test_a_wrong_notification_is_permanent_and_reaches_nobody(
     assert receiver.received == []
 
 
-async def test_a_worker_sends_what_a_handler_renders_and_the_row_has_the_name_alone(
+async def test_a_worker_sends_the_rendered_notification_and_stores_only_the_name(
     dsn: str, db: psycopg.Connection, receiver: Receiver
 ) -> None:
     urls = json.dumps({"ops": receiver.url()})
@@ -270,7 +270,7 @@ async def test_a_worker_sends_what_a_handler_renders_and_the_row_has_the_name_al
     assert "canary" not in row
 
 
-async def test_without_the_setting_the_worker_says_which_one_is_missing(outbox: Outbox, db: psycopg.Connection) -> None:
+async def test_a_worker_names_the_missing_setting(outbox: Outbox, db: psycopg.Connection) -> None:
     @outbox.handler("greet")
     async def greet(message: Message, ctx: Context) -> Notification:
         return BACKUP
@@ -283,7 +283,7 @@ async def test_without_the_setting_the_worker_says_which_one_is_missing(outbox: 
     assert (error or "").endswith("; set PGOUTBOX_APPRISE_URLS")
 
 
-def test_without_apprise_the_command_to_install_it_is_named() -> None:
+def test_a_missing_apprise_is_reported_with_its_install_command() -> None:
     program = (
         "import sys; sys.modules['apprise'] = None\n"
         "from pgoutbox import MissingExtraError, Notification\n"

@@ -1,4 +1,4 @@
-"""Circuit breakers at work: real workers, a host that dies and comes back, and an SMTP server that misbehaves."""
+"""Tests circuit breakers with real workers, a host that dies and recovers, and an SMTP server that misbehaves."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BRIEF: dict[str, Any] = {"breaker_cooldown_seconds": 0.2, "breaker_max_cooldown_
 
 
 class App:
-    """An outbox whose handler renders a line, and how often it did."""
+    """An outbox whose handler renders a line, with a count of the renderings."""
 
     def __init__(
         self, dsn: str, *, retry: RetryPolicy = SOON, transport: LineTransport | None = None, **settings: object
@@ -73,7 +73,7 @@ def outcomes_of(db: psycopg.Connection, message_id: int) -> list[str]:
 
 
 def has_ended(db: psycopg.Connection, message_id: int) -> bool:
-    """The message's first attempt is over."""
+    """Return whether the message's first attempt is over."""
     row = row_of(db, message_id)
     return row.attempt_count > 0 and row.state != "sending"
 
@@ -87,7 +87,7 @@ def all_sent(db: psycopg.Connection, ids: Sequence[int]) -> Callable[[], bool]:
 
 
 async def open_breaker(db: psycopg.Connection, app: App, host: LineHost) -> int:
-    """Have a worker open the host's breaker with one message; its id."""
+    """Let a worker open the host's breaker with one message, and return the id."""
     host.mood = Mood.DROP
     message_id = enqueue(db, destination=host.destination)
     async with running(app.worker()):
@@ -96,7 +96,7 @@ async def open_breaker(db: psycopg.Connection, app: App, host: LineHost) -> int:
     return message_id
 
 
-async def test_a_breaker_that_an_operator_closes_is_known_to_be_closed_at_the_next_message(
+async def test_a_worker_notices_at_the_next_message_that_an_operator_closed_the_breaker(
     dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app = App(dsn, breaker_failures=1, **LONG)
@@ -111,7 +111,7 @@ async def test_a_breaker_that_an_operator_closes_is_known_to_be_closed_at_the_ne
         assert {row.state for row in rows_of(db, *held)} == {"pending"}
 
 
-async def test_what_is_held_back_asks_the_fleet_once_in_a_while(
+async def test_held_back_messages_query_the_shared_breaker_only_occasionally(
     dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Sequence[str]] = []
@@ -136,7 +136,7 @@ async def test_what_is_held_back_asks_the_fleet_once_in_a_while(
 # --- open -------------------------------------------------------------------------------------------------------------
 
 
-async def test_so_many_failures_in_a_row_open_it_and_no_attempt_is_used_up_after_that(
+async def test_consecutive_failures_open_the_breaker_and_further_attempts_are_not_used_up(
     dsn: str, db: psycopg.Connection
 ) -> None:
     app = App(dsn, **LONG)
@@ -162,8 +162,8 @@ async def test_so_many_failures_in_a_row_open_it_and_no_attempt_is_used_up_after
         assert heard.events.count(Event.BREAKER_OPENED) == 1
 
 
-async def test_an_error_rate_opens_it_though_some_arrive(dsn: str, db: psycopg.Connection) -> None:
-    """Nineteen of 39 fail, and no two of them in a row; the twentieth failure is one too many."""
+async def test_an_error_rate_opens_the_breaker_despite_some_successes(dsn: str, db: psycopg.Connection) -> None:
+    """Nineteen of 39 fail, and no two of them are consecutive; the twentieth failure reaches the limit."""
     app = App(dsn, retry=RetryPolicy.steps(HOUR), concurrency=1, **LONG)
     async with line_host() as host:
 
@@ -183,7 +183,7 @@ async def test_an_error_rate_opens_it_though_some_arrive(dsn: str, db: psycopg.C
         assert 20 <= len(host.attempts) < 40
 
 
-async def test_a_failure_of_one_message_opens_nothing(dsn: str, db: psycopg.Connection) -> None:
+async def test_a_failure_of_one_message_opens_no_breaker(dsn: str, db: psycopg.Connection) -> None:
     app = App(dsn, retry=AT_ONCE)
     async with line_host(Mood.REFUSE) as host, running(app.worker()):
         message_id = enqueue(db, destination=host.destination, max_attempts=8)
@@ -192,7 +192,7 @@ async def test_a_failure_of_one_message_opens_nothing(dsn: str, db: psycopg.Conn
         assert not is_open(db, host.key)
 
 
-async def test_what_a_handler_raises_opens_nothing(dsn: str, db: psycopg.Connection) -> None:
+async def test_an_exception_of_a_handler_opens_no_breaker(dsn: str, db: psycopg.Connection) -> None:
     outbox = Outbox(settings_for(dsn), transports=[LineTransport()])
 
     @outbox.handler("greet", retry=AT_ONCE)
@@ -205,7 +205,7 @@ async def test_what_a_handler_raises_opens_nothing(dsn: str, db: psycopg.Connect
     assert db.execute("SELECT count(*) FROM pgoutbox.breaker").fetchone() == (0,)
 
 
-async def test_a_send_that_hangs_until_the_time_limit_of_the_handler_counts(dsn: str, db: psycopg.Connection) -> None:
+async def test_a_send_that_exceeds_the_handlers_timeout_counts_as_a_failure(dsn: str, db: psycopg.Connection) -> None:
     app = App(dsn, transport=LineTransport(), handler_timeout_seconds=0.1, **LONG)
     async with line_host(Mood.HANG) as host, running(app.worker()):
         enqueue(db, destination=host.destination)
@@ -213,7 +213,7 @@ async def test_a_send_that_hangs_until_the_time_limit_of_the_handler_counts(dsn:
     assert len(host.attempts) == 5
 
 
-async def test_successes_make_failures_forgotten(dsn: str, db: psycopg.Connection) -> None:
+async def test_successes_reset_the_count_of_failures(dsn: str, db: psycopg.Connection) -> None:
     app = App(dsn, retry=RetryPolicy.steps(HOUR), concurrency=1)
     async with line_host() as host, running(app.worker()):
         for mood in [Mood.DROP] * 4 + [Mood.TAKE] + [Mood.DROP] * 4:
@@ -223,7 +223,7 @@ async def test_successes_make_failures_forgotten(dsn: str, db: psycopg.Connectio
         assert not is_open(db, host.key)
 
 
-async def test_without_breakers_everything_is_tried(dsn: str, db: psycopg.Connection) -> None:
+async def test_without_breakers_every_message_is_attempted(dsn: str, db: psycopg.Connection) -> None:
     app = App(dsn, retry=AT_ONCE, breaker=False)
     async with line_host(Mood.DROP) as host, running(app.worker()):
         message_id = enqueue(db, destination=host.destination, max_attempts=8)
@@ -232,7 +232,7 @@ async def test_without_breakers_everything_is_tried(dsn: str, db: psycopg.Connec
         assert not is_open(db, host.key)
 
 
-async def test_other_destinations_go_on(dsn: str, db: psycopg.Connection) -> None:
+async def test_an_open_breaker_does_not_affect_other_destinations(dsn: str, db: psycopg.Connection) -> None:
     app = App(dsn, **LONG)
     async with line_host() as dead, line_host() as alive:
         await open_breaker(db, app, dead)
@@ -246,10 +246,10 @@ async def test_other_destinations_go_on(dsn: str, db: psycopg.Connection) -> Non
 # --- shared -----------------------------------------------------------------------------------------------------------
 
 
-async def test_another_worker_learns_it_at_its_first_failure_which_costs_no_attempt(
+async def test_another_worker_learns_of_the_open_breaker_at_its_first_failure_at_no_cost(
     dsn: str, db: psycopg.Connection
 ) -> None:
-    """The other worker may be one that was started anew."""
+    """The other worker may have just been started."""
     app = App(dsn, **LONG)
     async with line_host() as host:
         await open_breaker(db, app, host)
@@ -261,7 +261,9 @@ async def test_another_worker_learns_it_at_its_first_failure_which_costs_no_atte
         assert row_of(db, message_id).due_in_seconds > 1
 
 
-async def test_a_row_that_an_operator_deletes_is_closed_for_everybody(dsn: str, db: psycopg.Connection) -> None:
+async def test_a_row_deleted_by_an_operator_closes_the_breaker_for_all_workers(
+    dsn: str, db: psycopg.Connection
+) -> None:
     app = App(dsn, **BRIEF)
     async with line_host(Mood.DROP) as host, running(app.worker()):
         with reports() as heard:
@@ -274,8 +276,8 @@ async def test_a_row_that_an_operator_deletes_is_closed_for_everybody(dsn: str, 
         assert not is_open(db, host.key)
 
 
-async def test_a_row_that_an_operator_sets_back_is_probed_at_once(dsn: str, db: psycopg.Connection) -> None:
-    """By a worker that has not learned the old time."""
+async def test_a_row_reset_by_an_operator_is_probed_immediately(dsn: str, db: psycopg.Connection) -> None:
+    """The prober is a worker that does not know the old time."""
     app = App(dsn, **LONG)
     async with line_host() as host:
         waiting = await open_breaker(db, app, host)
@@ -289,7 +291,7 @@ async def test_a_row_that_an_operator_sets_back_is_probed_at_once(dsn: str, db: 
 # --- probe ------------------------------------------------------------------------------------------------------------
 
 
-async def test_it_closes_by_itself_and_everything_is_delivered_once(dsn: str, db: psycopg.Connection) -> None:
+async def test_the_breaker_closes_by_itself_and_everything_is_delivered_once(dsn: str, db: psycopg.Connection) -> None:
     app = App(dsn, **BRIEF)
     async with line_host(Mood.DROP) as host:
         with reports() as heard:
@@ -309,15 +311,16 @@ def knows_as_open(worker: Worker, key: str) -> bool:
     return circuit is not None and circuit.retry_at is not None
 
 
-async def test_one_message_of_the_whole_fleet_is_sent_as_a_probe(dsn: str, db: psycopg.Connection) -> None:
-    """The host is silent: while the probe is under way, all that fall due are snoozed, whoever claims them."""
+@pytest.mark.slow
+async def test_the_whole_fleet_sends_one_message_as_a_probe(dsn: str, db: psycopg.Connection) -> None:
+    """The host hangs: during the probe, every worker snoozes the messages that fall due."""
     app = App(dsn, **BRIEF, breaker_probe_seconds=HOUR)
     async with line_host(Mood.DROP) as host:
         workers = [app.worker() for _ in range(3)]
         async with running(workers[0]), running(workers[1]), running(workers[2]):
             ids = [enqueue(db, destination=host.destination) for _ in range(12)]
             await until(lambda: is_open(db, host.key))
-            # A worker learns of it by a failure of its own.
+            # A worker learns of the open breaker by its own failure.
             await until(lambda: all(knows_as_open(worker, host.key) for worker in workers))
             await until(lambda: "sending" not in states_of(db, *ids))
             host.mood = Mood.HANG
@@ -330,7 +333,7 @@ async def test_one_message_of_the_whole_fleet_is_sent_as_a_probe(dsn: str, db: p
         assert "sent" not in states_of(db, *ids)
 
 
-async def test_while_a_probe_is_under_way_its_process_renders_nothing_else(dsn: str, db: psycopg.Connection) -> None:
+async def test_a_process_renders_nothing_else_during_its_probe(dsn: str, db: psycopg.Connection) -> None:
     app = App(dsn, **BRIEF, breaker_probe_seconds=HOUR)
     async with line_host(Mood.DROP) as host, running(app.worker()):
         ids = [enqueue(db, destination=host.destination) for _ in range(6)]
@@ -344,7 +347,7 @@ async def test_while_a_probe_is_under_way_its_process_renders_nothing_else(dsn: 
         assert len(app.rendered) == rendered_count
 
 
-async def test_a_probe_that_tells_nothing_costs_its_attempt_and_lets_the_next_one_through(
+async def test_an_inconclusive_probe_costs_its_attempt_and_allows_the_next_probe(
     dsn: str, db: psycopg.Connection
 ) -> None:
     app = App(dsn, retry=RetryPolicy.steps(HOUR), breaker_failures=1, **BRIEF)
@@ -373,7 +376,7 @@ async def test_a_handler_that_delivers_by_itself_is_not_held_back(dsn: str, db: 
         await until(all_sent(db, [enqueue(db, "own", destination=host.destination)]))
 
 
-async def test_a_handler_that_sends_nothing_keeps_nobody_from_probing(dsn: str, db: psycopg.Connection) -> None:
+async def test_a_handler_that_sends_nothing_does_not_block_probes(dsn: str, db: psycopg.Connection) -> None:
     outbox = Outbox(settings_for(dsn, breaker_failures=1, **BRIEF), transports=[LineTransport()])
 
     @outbox.handler("greet", retry=SOON)
@@ -403,7 +406,7 @@ PROCESS_SETTINGS = {
 
 @contextlib.contextmanager
 def worker_process(dsn: str, log: Path) -> Iterator[WorkerProcess]:
-    """A worker of the lines' application, as a process."""
+    """Start a worker of the line application as a process."""
     process = WorkerProcess(
         "tests.breaker_app:outbox", log=log / "worker.log", settings={"dsn": dsn} | PROCESS_SETTINGS
     )
@@ -413,10 +416,10 @@ def worker_process(dsn: str, log: Path) -> Iterator[WorkerProcess]:
         process.end()
 
 
-async def test_a_prober_that_is_killed_does_not_block_for_ever(
+async def test_a_killed_prober_does_not_block_probes_permanently(
     dsn: str, db: psycopg.Connection, tmp_path: Path
 ) -> None:
-    """The host is silent until the process whose probe it has got is dead; another process goes on."""
+    """The host hangs until the process with its probe is dead; another process continues."""
     async with line_host(Mood.DROP) as host:
         ids = [enqueue(db, destination=host.destination) for _ in range(10)]
         with worker_process(dsn, tmp_path) as prober:
@@ -434,7 +437,7 @@ async def test_a_prober_that_is_killed_does_not_block_for_ever(
         assert sorted(set(map(int, host.taken))) == ids
 
 
-async def test_the_state_survives_the_restart_of_every_process(
+async def test_the_breaker_survives_the_restart_of_every_process(
     dsn: str, db: psycopg.Connection, tmp_path: Path
 ) -> None:
     async with line_host() as host:
@@ -446,9 +449,7 @@ async def test_the_state_survives_the_restart_of_every_process(
         assert is_open(db, host.key)
 
 
-async def test_a_worker_that_knows_of_nothing_closes_what_one_that_is_gone_has_opened(
-    dsn: str, db: psycopg.Connection
-) -> None:
+async def test_a_new_worker_closes_a_breaker_that_a_vanished_worker_opened(dsn: str, db: psycopg.Connection) -> None:
     app = App(dsn, **LONG)
     async with line_host() as host:
         waiting = await open_breaker(db, app, host)
@@ -463,7 +464,7 @@ async def test_a_worker_that_knows_of_nothing_closes_what_one_that_is_gone_has_o
 # --- room -------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_host_that_hangs_leaves_slots_to_others(dsn: str, db: psycopg.Connection) -> None:
+async def test_a_hanging_host_leaves_slots_to_others(dsn: str, db: psycopg.Connection) -> None:
     app = App(dsn, concurrency=4)
     async with line_host(Mood.HANG) as silent, line_host() as alive:
         stuck = [enqueue(db, destination=silent.destination) for _ in range(20)]
@@ -521,7 +522,7 @@ def mail_app(dsn: str, port: int, *, retry: RetryPolicy = SOON, **settings: obje
         ("DATA", "451 4.6.0 this content must wait", False),
     ],
 )
-async def test_what_opens_the_breaker_of_the_mail_server(
+async def test_which_smtp_failures_open_the_breaker_of_the_mail_server(
     dsn: str, db: psycopg.Connection, step: str, answer: str, opens: bool
 ) -> None:
     async with scripted_server({step: answer}) as server:
@@ -533,7 +534,7 @@ async def test_what_opens_the_breaker_of_the_mail_server(
         assert row_of(db, message_id).state == ("pending" if opens else "failed")
 
 
-async def test_the_key_of_the_mail_server_is_its_address(dsn: str) -> None:
+async def test_the_breaker_key_of_the_mail_server_is_its_address(dsn: str) -> None:
     outbox = mail_app(dsn, 2525)
     transport = SmtpTransport(outbox.settings)
     message: Message[object] = Message(
@@ -564,7 +565,7 @@ def alert_rows(db: psycopg.Connection) -> list[tuple[str, str, str]]:
     ).fetchall()
 
 
-async def test_what_opens_and_closes_is_announced_by_mail(dsn: str, db: psycopg.Connection) -> None:
+async def test_opening_and_closing_are_announced_by_mail(dsn: str, db: psycopg.Connection) -> None:
     async with line_host(Mood.DROP) as host, accepting_server() as inbox:
         outbox = mail_app(dsn, inbox.port, alert_destination="mailto:ops@example.org", **BRIEF)
         mixed = Outbox(outbox.settings, transports=[LineTransport(), SmtpTransport(outbox.settings)])
@@ -586,7 +587,9 @@ async def test_what_opens_and_closes_is_announced_by_mail(dsn: str, db: psycopg.
         assert {recipient for received in inbox.received for recipient in received.recipients} == {"ops@example.org"}
 
 
-async def test_an_alert_about_the_mail_server_waits_for_it_and_makes_no_other(dsn: str, db: psycopg.Connection) -> None:
+async def test_an_alert_about_the_mail_server_waits_for_it_and_creates_no_other_alert(
+    dsn: str, db: psycopg.Connection
+) -> None:
     answers = {"connect": ["421 4.3.2 down"] * 9}
     async with scripted_server(answers) as server:
         outbox = mail_app(dsn, server.port, alert_destination="mailto:ops@example.org", **BRIEF)
@@ -598,7 +601,7 @@ async def test_an_alert_about_the_mail_server_waits_for_it_and_makes_no_other(ds
         assert not is_open(db, f"smtp:127.0.0.1:{server.port}")
 
 
-async def test_an_alert_that_fails_does_not_count(dsn: str, db: psycopg.Connection) -> None:
+async def test_a_failed_alert_does_not_count(dsn: str, db: psycopg.Connection) -> None:
     async with scripted_server({"connect": "421 4.3.2 down"}) as server:
         outbox = mail_app(dsn, server.port, alert_destination="mailto:ops@example.org", breaker_failures=2)
         alert = enqueue(

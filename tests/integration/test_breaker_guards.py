@@ -1,6 +1,6 @@
-"""What a worker knows of breakers, one send at a time: who counts, who probes, what is shared, and what is forgotten.
+"""Tests a worker's view of breakers, one send at a time: counting, probing, sharing and forgetting.
 
-The database is real; the clock that breakers pause by is the test's, and so are the answers of the destinations.
+The database is real. The test controls the clock of the pauses and the answers of the destinations.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 HOUR = 3600.0
 COOLDOWN_SECONDS = 100.0
-PAUSE_SECONDS = 10.0  # A tenth of it.
+PAUSE_SECONDS = 10.0  # A tenth of the pause.
 KEY = "line://a"
 PART = "line://a sender x"
 SENT = Sent()
@@ -43,7 +43,7 @@ SENDER_REFUSED = Unavailable("the sender is refused", breaker=PART)
 
 
 class Clock:
-    """Time that passes when the test says so."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.now = 1_000_000.0
@@ -53,7 +53,7 @@ class Clock:
 
 
 class Destination:
-    """What one destination answers: the outcome, or what waits for it to be set."""
+    """The answer of one destination: the outcome, or a future outcome."""
 
     def __init__(self) -> None:
         self.answer: Outcome | BaseException = SENT
@@ -70,7 +70,7 @@ class Destination:
         return self.answer
 
     def end(self, message_id: int, outcome: Outcome = SENT) -> None:
-        """Answer what has waited in silence."""
+        """Answer the pending sends."""
         self._answers[message_id].set_result(outcome)
 
 
@@ -99,7 +99,7 @@ class Destinations:
 
 
 class Member:
-    """A worker of a fleet, as far as its breakers go."""
+    """The breakers of one worker of a fleet."""
 
     def __init__(self, dsn: str, name: str, **settings: object) -> None:
         values = {
@@ -125,7 +125,7 @@ class Member:
     async def sending(
         self, message_id: int, key: str = KEY, *, topic: str = "greet"
     ) -> AsyncIterator[asyncio.Task[Outcome]]:
-        """A send that has reached its destination, which says nothing until `end`."""
+        """Start a send that has reached its destination, which does not answer until `end`."""
         self.at[key].silent.add(message_id)
         async with asyncio.TaskGroup() as group:
             task = group.create_task(self.send(message_id, key, topic=topic))
@@ -150,7 +150,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 async def member(dsn: str, clock: Clock) -> AsyncIterator[Callable[..., Member]]:
-    """Makes workers of a fleet."""
+    """Create workers of a fleet."""
     members: list[Member] = []
 
     def make(name: str = "a", **settings: object) -> Member:
@@ -165,7 +165,7 @@ async def member(dsn: str, clock: Clock) -> AsyncIterator[Callable[..., Member]]
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The questions about breakers that the database was asked, by the name of the store's method."""
+    """Record the breaker queries to the database, by the name of the store's method."""
     asked: list[str] = []
 
     def note(name: str) -> None:
@@ -183,7 +183,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 class Gate:
-    """Holds the answer to one question back."""
+    """Holds back the answer to one query."""
 
     def __init__(self) -> None:
         self.reached = asyncio.Event()
@@ -191,7 +191,7 @@ class Gate:
 
 
 def hold_back(monkeypatch: pytest.MonkeyPatch, name: str) -> Gate:
-    """What the database answers to this question is known to the worker when the gate is opened."""
+    """Hold back the database's answer to this query until the gate opens."""
     gate, method = Gate(), getattr(Store, name)
 
     async def held(self: Store, *arguments: Any, **options: Any) -> Any:  # noqa: ANN401 - passed on
@@ -207,7 +207,7 @@ def hold_back(monkeypatch: pytest.MonkeyPatch, name: str) -> Gate:
 def open_elsewhere(
     db: psycopg.Connection, key: str = KEY, *, retry_seconds: float = HOUR, cooldown_seconds: float = COOLDOWN_SECONDS
 ) -> None:
-    """Another worker has opened it; it is being probed if its time has come."""
+    """Open the breaker as another worker, and begin its probe if it is due."""
     db.execute(
         "INSERT INTO pgoutbox.breaker AS b"
         " (key, opened_at, retry_at, cooldown_seconds, worker, last_error, probe_id, probe_until)"
@@ -219,13 +219,13 @@ def open_elsewhere(
 
 
 def let_probe(db: psycopg.Connection, clock: Clock) -> None:
-    """The time to probe has come, by the database's clock and by the worker's."""
+    """Make the probe due, by the database's clock and by the worker's."""
     db.execute("UPDATE pgoutbox.breaker SET retry_at = now()")
     clock.now += 10 * COOLDOWN_SECONDS
 
 
 def row_of(db: psycopg.Connection, key: str = KEY) -> tuple[float, bool] | None:
-    """The pause, and whether it is being probed."""
+    """Return the pause, and whether a probe is in progress."""
     return db.execute(
         "SELECT cooldown_seconds, probe_id IS NOT NULL FROM pgoutbox.breaker WHERE key = %s", [key]
     ).fetchone()
@@ -236,22 +236,22 @@ def is_open(db: psycopg.Connection, key: str = KEY) -> bool:
 
 
 def is_waited_for(db: psycopg.Connection, holder: psycopg.Connection) -> bool:
-    """Whether a session waits for a lock that `holder` has."""
+    """Return whether a session waits for a lock that `holder` has."""
     waiting = "SELECT FROM pg_stat_activity WHERE %s = ANY (pg_blocking_pids(pid)) LIMIT 1"
     return bool(db.execute(waiting, [holder.info.backend_pid]).fetchall())
 
 
 async def opened(one: Member, db: psycopg.Connection, key: str = KEY) -> None:
-    """Let one failure open it."""
+    """Open the breaker with one failure."""
     one.at[key].answer = DEAD
     assert isinstance(await one.send(1, key), Snooze)
     assert is_open(db, key)
 
 
-# --- what counts ------------------------------------------------------------------------------------------------------
+# --- counting ---------------------------------------------------------------------------------------------------------
 
 
-async def test_failures_in_a_row_count_however_far_apart(
+async def test_consecutive_failures_count_at_any_interval(
     member: Callable[..., Member], db: psycopg.Connection, clock: Clock
 ) -> None:
     one = member(breaker_failures=3)
@@ -261,13 +261,13 @@ async def test_failures_in_a_row_count_however_far_apart(
         await one.send(number)
         clock.now += HOUR
         if number == 1:
-            one.at[KEY].answer = Permanent("no such address")  # Which says nothing of the destination.
+            one.at[KEY].answer = Permanent("no such address")  # This outcome does not concern the destination.
             await one.send(number)
             one.at[KEY].answer = DEAD
     assert is_open(db)
 
 
-async def test_the_rate_is_that_of_one_minute(
+async def test_the_error_rate_covers_one_minute(
     member: Callable[..., Member], db: psycopg.Connection, clock: Clock
 ) -> None:
     one = member(breaker_failures=1_000)
@@ -280,7 +280,7 @@ async def test_the_rate_is_that_of_one_minute(
     assert is_open(db)
 
 
-async def test_what_arrives_counts_for_the_rate(member: Callable[..., Member], db: psycopg.Connection) -> None:
+async def test_successes_count_for_the_error_rate(member: Callable[..., Member], db: psycopg.Connection) -> None:
     one = member(breaker_failures=1_000, breaker_error_rate=0.5)
     for number in range(60):
         one.at[KEY].answer = DEAD if number % 3 == 0 else SENT
@@ -288,7 +288,7 @@ async def test_what_arrives_counts_for_the_rate(member: Callable[..., Member], d
     assert not is_open(db)
 
 
-async def test_one_arrival_ends_a_row_of_failures(member: Callable[..., Member], db: psycopg.Connection) -> None:
+async def test_one_success_ends_a_series_of_failures(member: Callable[..., Member], db: psycopg.Connection) -> None:
     one = member(breaker_failures=2)
     answers: list[Outcome] = [DEAD, SENT, DEAD, SENT]
     for number, answer in enumerate(answers):
@@ -297,7 +297,7 @@ async def test_one_arrival_ends_a_row_of_failures(member: Callable[..., Member],
     assert not is_open(db)
 
 
-async def test_a_failure_whose_text_no_database_can_store_counts(
+async def test_a_failure_with_an_unstorable_text_counts(
     member: Callable[..., Member], db: psycopg.Connection, clock: Clock
 ) -> None:
     one = member()
@@ -310,7 +310,7 @@ async def test_a_failure_whose_text_no_database_can_store_counts(
 
 
 @pytest.mark.parametrize(("topic", "counts"), [("greet", True), (ALERT_TOPIC, False)])
-async def test_a_send_that_is_cut_off_counts_unless_it_is_an_alert(
+async def test_a_send_that_times_out_counts_unless_it_is_an_alert(
     member: Callable[..., Member], db: psycopg.Connection, topic: str, counts: bool
 ) -> None:
     one = member()
@@ -320,7 +320,7 @@ async def test_a_send_that_is_cut_off_counts_unless_it_is_an_alert(
     assert is_open(db) is counts
 
 
-async def test_what_the_end_of_the_worker_cuts_off_does_not_count(
+async def test_a_send_cancelled_by_the_stop_of_the_worker_does_not_count(
     member: Callable[..., Member], db: psycopg.Connection
 ) -> None:
     one = member()
@@ -348,7 +348,7 @@ async def test_a_postponed_message_remembers_whether_it_may_have_been_sent(
 
 
 @pytest.mark.parametrize("by_probe", [False, True], ids=["first failure", "probe"])
-async def test_what_is_held_back_waits_as_long_as_the_receiver_asks(
+async def test_a_held_back_message_waits_as_long_as_the_receiver_asks(
     member: Callable[..., Member], db: psycopg.Connection, clock: Clock, by_probe: bool
 ) -> None:
     one = member()
@@ -361,7 +361,7 @@ async def test_what_is_held_back_waits_as_long_as_the_receiver_asks(
     assert 24 * HOUR <= outcome.delay_seconds <= 24 * HOUR + 2 * PAUSE_SECONDS
 
 
-async def test_a_failure_that_the_database_cannot_be_told_keeps_its_own_outcome(
+async def test_a_failure_keeps_its_outcome_if_the_database_is_unreachable(
     member: Callable[..., Member], db: psycopg.Connection
 ) -> None:
     one = member()
@@ -376,7 +376,7 @@ async def test_a_failure_that_the_database_cannot_be_told_keeps_its_own_outcome(
 # --- faults that need a repair ----------------------------------------------------------------------------------------
 
 
-async def test_a_fault_that_needs_a_repair_opens_at_the_first_failure_whatever_else_counts(
+async def test_an_outage_that_needs_a_repair_opens_at_the_first_failure(
     member: Callable[..., Member], db: psycopg.Connection, clock: Clock
 ) -> None:
     one = member(breaker_failures=1_000)
@@ -396,7 +396,7 @@ async def test_a_fault_that_needs_a_repair_opens_at_the_first_failure_whatever_e
     assert not is_open(db)
 
 
-async def test_an_alert_that_meets_such_a_fault_opens_nothing(
+async def test_an_alert_with_such_an_outage_opens_nothing(
     member: Callable[..., Member], db: psycopg.Connection
 ) -> None:
     one = member()
@@ -405,7 +405,7 @@ async def test_an_alert_that_meets_such_a_fault_opens_nothing(
     assert not is_open(db)
 
 
-async def test_such_a_fault_that_the_database_cannot_be_told_keeps_its_own_outcome(
+async def test_such_an_outage_keeps_its_outcome_if_the_database_is_unreachable(
     member: Callable[..., Member], db: psycopg.Connection
 ) -> None:
     one = member()
@@ -417,7 +417,7 @@ async def test_such_a_fault_that_the_database_cannot_be_told_keeps_its_own_outco
     assert one.breakers.open_count == 0
 
 
-async def test_a_part_that_is_out_of_order_holds_back_its_own_messages_alone(
+async def test_a_broken_part_holds_back_only_its_own_messages(
     member: Callable[..., Member], db: psycopg.Connection, clock: Clock
 ) -> None:
     one = member()
@@ -458,7 +458,7 @@ async def test_a_send_by_a_part_takes_one_slot(member: Callable[..., Member]) ->
             one.at[KEY].end(number)
 
 
-async def test_a_probe_of_the_transport_that_meets_a_refused_part_is_given_back(
+async def test_a_transport_probe_that_meets_a_refused_part_is_released(
     member: Callable[..., Member], db: psycopg.Connection, clock: Clock
 ) -> None:
     one = member()
@@ -472,7 +472,7 @@ async def test_a_probe_of_the_transport_that_meets_a_refused_part_is_given_back(
 
 
 @pytest.mark.parametrize("key", [PART, "line:no-transport"])
-async def test_what_arrives_closes_what_a_worker_that_is_gone_left_open(
+async def test_a_success_closes_a_breaker_that_a_vanished_worker_left_open(
     member: Callable[..., Member], db: psycopg.Connection, key: str
 ) -> None:
     one = member()
@@ -496,10 +496,10 @@ async def test_a_worker_with_the_transport_is_not_held_back_by_workers_without_i
     assert await one.refusal(3) is None
 
 
-# --- what is asked ----------------------------------------------------------------------------------------------------
+# --- queries ----------------------------------------------------------------------------------------------------------
 
 
-async def test_what_simply_works_asks_nothing(member: Callable[..., Member], asked: list[str], clock: Clock) -> None:
+async def test_a_success_queries_nothing(member: Callable[..., Member], asked: list[str], clock: Clock) -> None:
     one = member()
     for number in range(5):
         assert await one.send(number) is SENT
@@ -508,7 +508,7 @@ async def test_what_simply_works_asks_nothing(member: Callable[..., Member], ask
     assert asked == []
 
 
-async def test_a_failure_after_it_was_opened_asks_nothing(member: Callable[..., Member], asked: list[str]) -> None:
+async def test_a_failure_after_the_opening_queries_nothing(member: Callable[..., Member], asked: list[str]) -> None:
     one = member()
     async with one.sending(1), one.sending(2) as second:
         one.at[KEY].end(1, DEAD)
@@ -519,7 +519,7 @@ async def test_a_failure_after_it_was_opened_asks_nothing(member: Callable[..., 
     assert asked == ["breaker_failed"]
 
 
-async def test_whoever_loses_the_race_to_open_it_learns_that_it_is_open(
+async def test_a_worker_that_loses_the_race_to_open_learns_that_it_is_open(
     member: Callable[..., Member], db: psycopg.Connection, connect: Connect, asked: list[str]
 ) -> None:
     one, other = member(), connect()
@@ -533,10 +533,10 @@ async def test_whoever_loses_the_race_to_open_it_learns_that_it_is_open(
     assert isinstance(outcome, Snooze)
     assert HOUR - 60 <= outcome.delay_seconds <= HOUR + PAUSE_SECONDS
     assert asked == ["breaker_failed"] * 2
-    assert one.count_of(Event.BREAKER_OPENED) == 0  # It was another one.
+    assert one.count_of(Event.BREAKER_OPENED) == 0  # Another worker opened it.
 
 
-async def test_what_had_to_wait_looks_once_a_minute_for_what_somebody_left_open(
+async def test_delayed_messages_check_once_a_minute_for_an_abandoned_open_breaker(
     member: Callable[..., Member], asked: list[str], clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = member()
@@ -546,17 +546,17 @@ async def test_what_had_to_wait_looks_once_a_minute_for_what_somebody_left_open(
     clock.now += 61
     await one.send(1, attempt_count=2)
     await one.breakers.close()
-    assert asked == ["breaker_probe"] * 4  # Of its own key, and of the one of workers without its transport.
+    assert asked == ["breaker_probe"] * 4  # It queries its own key, and the key of workers without its transport.
     monkeypatch.setattr(breaker, "_MANY", 3)
     for number in range(10):
         await one.send(1, f"line://{number}", attempt_count=2)
     assert len(one.breakers._looked_at) <= 3
 
 
-async def test_what_is_open_elsewhere_is_known_after_that_look_and_stays_known(
+async def test_a_breaker_opened_elsewhere_is_known_after_that_check(
     member: Callable[..., Member], db: psycopg.Connection
 ) -> None:
-    """Though this worker has seen no failure of its own."""
+    """This worker has seen no failure of its own."""
     one = member()
     open_elsewhere(db)
     assert await one.send(1, attempt_count=2) is SENT
@@ -567,7 +567,7 @@ async def test_what_is_open_elsewhere_is_known_after_that_look_and_stays_known(
     assert is_open(db)
 
 
-async def test_a_look_that_the_database_does_not_answer_changes_nothing(
+async def test_a_check_without_an_answer_of_the_database_changes_nothing(
     member: Callable[..., Member], db: psycopg.Connection
 ) -> None:
     one = member()
@@ -579,7 +579,7 @@ async def test_a_look_that_the_database_does_not_answer_changes_nothing(
     assert one.count_of(Event.BREAKER_UNKNOWN) == 2
 
 
-async def test_a_send_that_is_cut_off_while_it_asks_leaves_the_connection_whole(
+async def test_a_send_cancelled_during_a_query_leaves_the_connection_intact(
     member: Callable[..., Member], db: psycopg.Connection, connect: Connect, clock: Clock
 ) -> None:
     one, other = member(), connect()
@@ -597,16 +597,16 @@ async def test_a_send_that_is_cut_off_while_it_asks_leaves_the_connection_whole(
     other.rollback()
     await one.breakers.close()
     assert asking.cancelled()
-    await one.send(3)  # On a connection of its own, if that one were broken.
+    await one.send(3)  # A broken connection would have been replaced.
     assert db.execute(claims).fetchall() == before
     assert len(before) == 1
 
 
-# --- how long it pauses -----------------------------------------------------------------------------------------------
+# --- pauses -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("cooldown_seconds", "pause_seconds"), [(0.001, 0.05), (20.0, 2.0), (HOUR, 10.0)])
-async def test_what_meets_another_ones_probe_asks_again_after_a_tenth_of_the_pause_within_bounds(
+async def test_a_message_beside_another_workers_probe_returns_after_a_tenth_of_the_pause(
     member: Callable[..., Member],
     db: psycopg.Connection,
     clock: Clock,
@@ -632,7 +632,7 @@ async def test_what_meets_another_ones_probe_asks_again_after_a_tenth_of_the_pau
     assert one.at[KEY].received == [0]
 
 
-async def test_what_waits_for_a_probe_of_this_process_waits_a_little(
+async def test_a_message_beside_a_probe_of_its_own_process_waits_briefly(
     member: Callable[..., Member], db: psycopg.Connection, clock: Clock
 ) -> None:
     one = member()
@@ -645,7 +645,7 @@ async def test_what_waits_for_a_probe_of_this_process_waits_a_little(
         one.at[KEY].end(2)
 
 
-async def test_a_probe_that_failed_makes_this_process_wait_for_the_longer_time(
+async def test_a_failed_probe_makes_its_process_wait_for_the_longer_pause(
     member: Callable[..., Member], db: psycopg.Connection, clock: Clock, asked: list[str]
 ) -> None:
     one = member()
@@ -661,7 +661,7 @@ async def test_a_probe_that_failed_makes_this_process_wait_for_the_longer_time(
 # --- probe ------------------------------------------------------------------------------------------------------------
 
 
-async def test_what_is_closed_meanwhile_is_sent_and_counts_from_nothing(
+async def test_a_breaker_closed_in_the_meantime_sends_and_counts_from_zero(
     member: Callable[..., Member], db: psycopg.Connection, clock: Clock
 ) -> None:
     for settings in ({"breaker_failures": 3}, {"breaker_failures": 1_000}):
@@ -670,12 +670,12 @@ async def test_what_is_closed_meanwhile_is_sent_and_counts_from_nothing(
         while not is_open(db):
             await one.send(1)
         db.execute("DELETE FROM pgoutbox.breaker")
-        clock.now += 11  # Within the minute of the rate.
+        clock.now += 11  # Within the minute of the error rate.
         assert await one.send(2) is DEAD
         assert not is_open(db)
 
 
-async def test_a_probe_that_arrived_lets_everything_through_before_the_row_is_gone(
+async def test_a_successful_probe_lets_all_messages_through_before_the_row_is_deleted(
     member: Callable[..., Member],
     db: psycopg.Connection,
     clock: Clock,
@@ -697,7 +697,7 @@ async def test_a_probe_that_arrived_lets_everything_through_before_the_row_is_go
 
 
 @pytest.mark.parametrize("answer", [Permanent("no such address"), Transient("mailbox full"), RuntimeError("a mistake")])
-async def test_a_probe_that_says_nothing_of_the_destination_is_given_back(
+async def test_a_probe_whose_outcome_does_not_concern_the_destination_is_released(
     member: Callable[..., Member], db: psycopg.Connection, clock: Clock, answer: Outcome | BaseException
 ) -> None:
     one = member()
@@ -716,7 +716,7 @@ async def test_a_probe_that_says_nothing_of_the_destination_is_given_back(
 
 
 @pytest.mark.parametrize(("is_stopping", "cooldown_seconds"), [(True, COOLDOWN_SECONDS), (False, 2 * COOLDOWN_SECONDS)])
-async def test_a_probe_that_is_cut_off_has_failed_unless_the_worker_stops(
+async def test_a_probe_that_times_out_has_failed_unless_the_worker_stops(
     member: Callable[..., Member],
     db: psycopg.Connection,
     clock: Clock,
@@ -731,14 +731,14 @@ async def test_a_probe_that_is_cut_off_has_failed_unless_the_worker_stops(
         if is_stopping:
             one.breakers.stop()
         probe.cancel()
-    assert isinstance(await one.send(3), Snooze)  # Whatever the database knows of it yet.
+    assert isinstance(await one.send(3), Snooze)  # This does not depend on the state in the database.
     assert asked.count("breaker_probe") == 1
     await one.breakers.close()
     assert row_of(db) == (cooldown_seconds, False)
 
 
 @pytest.mark.parametrize("when", ["asking for leave", "writing that it failed"])
-async def test_while_the_database_does_not_answer_nobody_here_probes(
+async def test_without_an_answer_of_the_database_this_process_does_not_probe(
     member: Callable[..., Member], db: psycopg.Connection, clock: Clock, asked: list[str], when: str
 ) -> None:
     one = member()
@@ -761,7 +761,7 @@ async def test_while_the_database_does_not_answer_nobody_here_probes(
     assert asked.count("breaker_probe") == 1
 
 
-async def test_who_was_let_through_and_sent_nothing_leaves_anothers_probe_alone(
+async def test_a_prober_that_sent_nothing_does_not_end_another_workers_probe(
     member: Callable[..., Member], db: psycopg.Connection, clock: Clock
 ) -> None:
     one = member()
@@ -770,7 +770,7 @@ async def test_who_was_let_through_and_sent_nothing_leaves_anothers_probe_alone(
     assert await one.refusal(2) is None
     assert await one.refusal(3) is not None
     one.at[KEY].answer = Permanent("no such address")
-    assert await one.send(2) is one.at[KEY].answer  # Its probe is over; its attempt is not.
+    assert await one.send(2) is one.at[KEY].answer  # Its probe is over, but its attempt is not.
     assert await one.refusal(4) is None
     one.breakers.let_go(message(2))
     assert await one.refusal(5) is not None
@@ -778,7 +778,7 @@ async def test_who_was_let_through_and_sent_nothing_leaves_anothers_probe_alone(
     assert await one.refusal(5) is None
 
 
-async def test_an_alert_neither_probes_nor_waits_for_a_probe_nor_decides(
+async def test_an_alert_neither_probes_nor_waits_for_a_probe_nor_changes_a_breaker(
     member: Callable[..., Member], db: psycopg.Connection, clock: Clock, asked: list[str]
 ) -> None:
     one = member()
@@ -794,7 +794,7 @@ async def test_an_alert_neither_probes_nor_waits_for_a_probe_nor_decides(
         assert await one.send(4, topic=ALERT_TOPIC) is SENT
         one.at[KEY].end(3, Permanent("no such address"))
     assert await one.refusal(5, topic=ALERT_TOPIC) is None
-    assert await one.refusal(6) is None, "an alert is nobody's probe"
+    assert await one.refusal(6) is None, "an alert must not be a probe"
     assert await one.send(5, topic=ALERT_TOPIC) is SENT
     one.breakers.let_go(message(6))
     one.at[KEY].answer = DEAD
@@ -804,7 +804,7 @@ async def test_an_alert_neither_probes_nor_waits_for_a_probe_nor_decides(
     assert asked.count("breaker_probe") == 1
 
 
-async def test_only_what_a_destination_of_a_rendering_topic_stands_for_is_refused(
+async def test_only_topics_that_render_for_the_destination_are_held_back(
     member: Callable[..., Member], db: psycopg.Connection
 ) -> None:
     one = member()
@@ -831,7 +831,7 @@ async def test_news_of_one_destination_opens_no_other(
     assert await one.send(3, "line://b") is SENT
 
 
-async def test_what_another_one_has_learned_about_the_time_is_news(
+async def test_a_longer_pause_seen_by_another_worker_is_learned(
     member: Callable[..., Member], db: psycopg.Connection
 ) -> None:
     one = member()
@@ -843,7 +843,7 @@ async def test_what_another_one_has_learned_about_the_time_is_news(
     assert held.delay_seconds > 23 * HOUR
 
 
-async def test_a_row_that_an_operator_sets_back_is_known_at_the_next_message(
+async def test_a_row_reset_by_an_operator_is_noticed_at_the_next_message(
     member: Callable[..., Member], db: psycopg.Connection, clock: Clock
 ) -> None:
     one = member()
@@ -857,7 +857,7 @@ async def test_a_row_that_an_operator_sets_back_is_known_at_the_next_message(
     assert await one.send(4) is SENT
 
 
-async def test_while_this_process_probes_nothing_is_asked_about_it(
+async def test_a_process_does_not_query_the_breaker_during_its_own_probe(
     member: Callable[..., Member], db: psycopg.Connection, clock: Clock, asked: list[str]
 ) -> None:
     one = member()
@@ -871,7 +871,7 @@ async def test_while_this_process_probes_nothing_is_asked_about_it(
 
 
 @pytest.mark.parametrize("is_open_again", [True, False])
-async def test_what_was_learned_while_the_fleet_was_asked_is_newer_than_its_answer(
+async def test_knowledge_gained_during_a_query_is_newer_than_its_answer(
     member: Callable[..., Member],
     db: psycopg.Connection,
     clock: Clock,
@@ -907,7 +907,7 @@ async def test_what_was_learned_while_the_fleet_was_asked_is_newer_than_its_answ
 # --- room -------------------------------------------------------------------------------------------------------------
 
 
-async def test_what_waits_for_room_goes_on_with_the_first_answer(
+async def test_messages_that_wait_for_room_continue_with_the_first_answer(
     member: Callable[..., Member], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(breaker, "_STALL_SECONDS", HOUR)
@@ -920,18 +920,18 @@ async def test_what_waits_for_room_goes_on_with_the_first_answer(
         assert await waiting is SENT
 
 
-async def test_a_destination_is_silent_since_its_last_answer_or_its_first_send_after_a_rest(
+async def test_the_silence_of_a_destination_begins_with_its_last_answer_or_first_send(
     member: Callable[..., Member], clock: Clock
 ) -> None:
     one = member(concurrency=4, breaker_failures=5)
     one.at[KEY].answer = DEAD
-    await one.send(0)  # So that it is not forgotten.
+    await one.send(0)  # Keeps it from being forgotten.
     one.at[KEY].answer = SENT
     clock.now += HOUR
     async with one.sending(1), one.sending(2), one.sending(3), asyncio.TaskGroup() as group:
         waiting = group.create_task(one.send(4))
         await until(lambda: waiting.done() or one.breakers._circuits[KEY].waiting_count)
-        assert not waiting.done(), "it has only just begun"
+        assert not waiting.done(), "the silence has just begun"
         clock.now += 0.9
         one.at[KEY].end(1)
         assert await waiting is SENT
@@ -939,7 +939,7 @@ async def test_a_destination_is_silent_since_its_last_answer_or_its_first_send_a
             clock.now += 0.9
             waiting = group.create_task(one.send(6))
             await until(lambda: waiting.done() or one.breakers._circuits[KEY].waiting_count)
-            assert not waiting.done(), "it has answered not long ago"
+            assert not waiting.done(), "it has answered recently"
             assert await one.refusal(7) is None
             clock.now += 0.2
             refused = await one.refusal(7)
@@ -952,10 +952,10 @@ async def test_a_destination_is_silent_since_its_last_answer_or_its_first_send_a
         one.at[KEY].end(3)
 
 
-# --- what is forgotten ------------------------------------------------------------------------------------------------
+# --- forgetting -------------------------------------------------------------------------------------------------------
 
 
-async def test_what_works_is_forgotten_and_what_failed_once_is_after_a_minute(
+async def test_a_working_destination_is_forgotten_and_a_failed_one_after_a_minute(
     member: Callable[..., Member], clock: Clock
 ) -> None:
     one = member(breaker_failures=5)
@@ -972,7 +972,7 @@ async def test_what_works_is_forgotten_and_what_failed_once_is_after_a_minute(
 
 
 @pytest.mark.parametrize("first_is", ["under way", "waiting for room"])
-async def test_what_somebody_else_needs_is_not_forgotten(
+async def test_a_destination_in_use_by_others_is_not_forgotten(
     member: Callable[..., Member], db: psycopg.Connection, first_is: str
 ) -> None:
     one = member(concurrency=1 if first_is == "waiting for room" else 4)
@@ -988,7 +988,7 @@ async def test_what_somebody_else_needs_is_not_forgotten(
     assert one.at[KEY].received == [1, 2]
 
 
-async def test_of_very_many_those_go_that_nobody_has_needed_for_long(
+async def test_of_too_many_destinations_the_least_recently_used_are_forgotten(
     member: Callable[..., Member], db: psycopg.Connection, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(breaker, "_MANY", 4)
@@ -999,7 +999,7 @@ async def test_of_very_many_those_go_that_nobody_has_needed_for_long(
     async with one.sending(1, "line://busy"):
         db.execute("UPDATE pgoutbox.breaker SET retry_at = now() + interval '1 day' WHERE key = 'line://1'")
         one.breakers._asked_for_news_at = float("-inf")
-        await one.send(1, "line://1")  # It learns the longer time.
+        await one.send(1, "line://1")  # It learns the longer pause.
         clock.now += 12 * HOUR
         await opened(one, db, keys[2])
         await one.send(1, "line://new")
@@ -1007,7 +1007,7 @@ async def test_of_very_many_those_go_that_nobody_has_needed_for_long(
         one.at["line://busy"].end(1)
 
 
-async def test_what_has_gone_while_it_was_asked_about_is_not_missed(
+async def test_a_destination_forgotten_during_its_query_causes_no_error(
     member: Callable[..., Member], db: psycopg.Connection, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(breaker, "_MANY", 1)
@@ -1027,7 +1027,7 @@ async def test_what_has_gone_while_it_was_asked_about_is_not_missed(
 # --- the end ----------------------------------------------------------------------------------------------------------
 
 
-async def test_the_end_waits_for_what_is_being_written_and_then_for_nothing(
+async def test_the_stop_waits_for_running_writes_only(
     member: Callable[..., Member], db: psycopg.Connection, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(breaker, "_CLOSE_SECONDS", HOUR)
@@ -1041,7 +1041,7 @@ async def test_the_end_waits_for_what_is_being_written_and_then_for_nothing(
     assert not is_open(db)
 
 
-async def test_the_end_waits_for_a_database_that_does_not_answer_no_longer_than_it_may(
+async def test_the_stop_waits_for_an_unresponsive_database_only_up_to_its_limit(
     member: Callable[..., Member],
     db: psycopg.Connection,
     clock: Clock,

@@ -1,4 +1,4 @@
-"""Cancel, in the caller's transaction: what it answers in every state, and that it never waits."""
+"""Tests cancel in the caller's transaction: its answer in every state, and that it never waits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def outbox() -> Outbox:
     ],
 )
 @pytest.mark.parametrize("way", ["id", "coalesce_key", "dedupe_key"])
-def test_the_answer_says_what_became_of_the_message(
+def test_the_answer_gives_the_state_of_the_message(
     outbox: Outbox, rolled_back: psycopg.Connection, state: State, answer: CancelResult, after: State, way: str
 ) -> None:
     message_id = put(rolled_back, state, topic="mail", coalesce_key="c", dedupe_key="d")
@@ -70,7 +70,7 @@ def test_a_message_that_does_not_exist_is_missing(outbox: Outbox, rolled_back: p
     assert outbox.cancel(rolled_back, topic="mail", dedupe_key="none") is CancelResult.MISSING
 
 
-def test_by_coalesce_key_the_newest_message_is_cancelled_and_no_older_one_is_delivered(
+def test_a_coalesce_key_cancels_the_newest_message_and_delivers_no_older_one(
     outbox: Outbox, rolled_back: psycopg.Connection
 ) -> None:
     older = put(rolled_back, coalesce_key="k")
@@ -81,7 +81,7 @@ def test_by_coalesce_key_the_newest_message_is_cancelled_and_no_older_one_is_del
     assert state_of(rolled_back, newest) == State.CANCELLED
 
 
-def test_a_cancelled_message_is_not_delivered_once_the_transaction_commits(outbox: Outbox, connect: Connect) -> None:
+def test_a_cancelled_message_is_not_delivered_after_the_commit(outbox: Outbox, connect: Connect) -> None:
     caller, worker = connect(), connect(autocommit=True)
     message_id = put(caller)
     caller.commit()
@@ -91,7 +91,7 @@ def test_a_cancelled_message_is_not_delivered_once_the_transaction_commits(outbo
     assert ids_in_flight(claim(worker, topics=["mail"])) == [message_id]
 
 
-def test_a_row_that_stays_locked_is_reported_and_not_waited_for(outbox: Outbox, connect: Connect) -> None:
+def test_a_locked_row_is_reported_without_waiting(outbox: Outbox, connect: Connect) -> None:
     holder, caller = connect(), connect()
     message_id = put(caller)
     caller.commit()
@@ -102,7 +102,7 @@ def test_a_row_that_stays_locked_is_reported_and_not_waited_for(outbox: Outbox, 
     assert outbox.cancel(caller, message_id) is CancelResult.CANCELLED
 
 
-def test_two_cancels_of_each_others_messages_do_not_deadlock(outbox: Outbox, connect: Connect) -> None:
+def test_two_crosswise_cancels_do_not_deadlock(outbox: Outbox, connect: Connect) -> None:
     first, second = connect(), connect()
     one, other = put(first), put(first)
     first.commit()
@@ -113,7 +113,7 @@ def test_two_cancels_of_each_others_messages_do_not_deadlock(outbox: Outbox, con
 
 
 @pytest.mark.parametrize("isolation", ["REPEATABLE READ", "SERIALIZABLE"])
-def test_a_stricter_isolation_is_no_obstacle(outbox: Outbox, connection: psycopg.Connection, isolation: str) -> None:
+def test_cancel_works_under_stricter_isolation(outbox: Outbox, connection: psycopg.Connection, isolation: str) -> None:
     message_id = put(connection)
     connection.commit()
     connection.execute(f"SET TRANSACTION ISOLATION LEVEL {isolation}".encode())
@@ -149,7 +149,7 @@ async def test_acancel_has_the_same_contract(outbox: Outbox, aconnect: AsyncConn
         ({"topic": "mail", "dedupe_key": ""}, "dedupe_key"),
     ],
 )
-def test_a_message_is_named_in_exactly_one_way(
+def test_a_message_must_be_named_in_exactly_one_way(
     outbox: Outbox, rolled_back: psycopg.Connection, arguments: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(PayloadError) as caught:

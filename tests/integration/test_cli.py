@@ -1,4 +1,4 @@
-"""The command line as an operator and a script see it: answers, streams, exit codes, and nothing secret anywhere."""
+"""Tests the command line as operators and scripts see it: answers, streams, exit codes, and secrets."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ UNREACHABLE = f"postgresql://app:{CANARY}@127.0.0.1:1/app"
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """How a command ended."""
+    """The result of a command."""
 
     exit_code: int
     out: str
@@ -71,7 +71,7 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def cli_anywhere(capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
-    """Runs a command in this process, without a database."""
+    """Run a command in this process, without a database."""
 
     def run(*arguments: object) -> Done:
         capsys.readouterr()
@@ -84,19 +84,19 @@ def cli_anywhere(capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
 
 @pytest.fixture
 def cli(dsn: str, monkeypatch: pytest.MonkeyPatch, cli_anywhere: Callable[..., Done]) -> Callable[..., Done]:
-    """Runs a command in this process, on the test's own database."""
+    """Run a command in this process, on the test's own database."""
     monkeypatch.setenv("PGOUTBOX_DSN", dsn)
     return cli_anywhere
 
 
 @pytest.fixture
 def database(connect: Connect) -> psycopg.Connection:
-    """A connection to the database of `cli` that commits every statement."""
+    """Open an autocommit connection to the database of `cli`."""
     return connect(autocommit=True)
 
 
 def run_process(*arguments: str, dsn: str | None = None, stdin: bytes = b"", **environment: str) -> Done:
-    """Run a command in a process of its own, as a script would."""
+    """Run a command in a separate process, like a script."""
     variables = {"PGOUTBOX_DSN": dsn} if dsn is not None else {}
     done = subprocess.run(
         [sys.executable, "-m", "pgoutbox", *arguments],
@@ -109,7 +109,7 @@ def run_process(*arguments: str, dsn: str | None = None, stdin: bytes = b"", **e
 
 
 def run_on_terminal(*arguments: str, dsn: str, keys: str = "", **environment: str) -> Done:
-    """Run a command on a terminal of its own, as a person would; `out` is what that shows."""
+    """Run a command on its own terminal, like a person; `out` is the terminal's output."""
     terminal, its_end = pty.openpty()
     os.write(terminal, keys.encode())
     process = subprocess.Popen(
@@ -133,7 +133,8 @@ CANCELLED = {"cancelled": 1, "requested": 0, "locked": 0, "changed": 0}
 
 
 class TestAsProcess:
-    def test_data_goes_to_stdout_and_only_data(self, dsn: str) -> None:
+    @pytest.mark.slow
+    def test_stdout_has_data_and_nothing_else(self, dsn: str) -> None:
         enqueued = run_process("enqueue", "mail", "-", dsn=dsn, stdin=b'{"to": "ada"}')
         assert (enqueued.exit_code, enqueued.err) == (0, "")
         listed = run_process("list", dsn=dsn)
@@ -150,21 +151,21 @@ class TestAsProcess:
             "reason": "",
         }
 
-    def test_a_refusal_is_one_line_on_stderr_and_1(self, dsn: str) -> None:
+    def test_a_refusal_is_one_line_on_stderr_and_exit_code_1(self, dsn: str) -> None:
         assert run_process("show", "999999", dsn=dsn) == Done(1, "", "error: no such message: 999999\n")
 
-    def test_without_dsn_the_variable_is_named_and_the_code_is_2(self) -> None:
+    def test_a_missing_dsn_names_the_variable_with_exit_code_2(self) -> None:
         done = run_process("stats")
         assert (done.exit_code, done.out) == (2, "")
         assert done.err.startswith("error: no database given: set PGOUTBOX_DSN")
 
-    def test_without_its_extra_the_install_command_is_named(self) -> None:
+    def test_a_missing_extra_is_reported_with_its_install_command(self) -> None:
         program = "import sys; sys.modules['typer'] = None; from pgoutbox.cli import main; sys.exit(main(['version']))"
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr == ("error: the command line needs an optional dependency: pip install 'pgoutbox[cli]'\n")
 
-    def test_an_argument_that_is_no_text_is_refused(self, dsn: str) -> None:
+    def test_an_argument_that_is_not_text_is_refused(self, dsn: str) -> None:
         done = subprocess.run(
             [sys.executable, "-m", "pgoutbox", "list", "--topic", b"\xff"],
             env={**os.environ, "PGOUTBOX_DSN": dsn},
@@ -173,7 +174,7 @@ class TestAsProcess:
         )
         assert (done.returncode, done.stderr) == (2, b"error: an argument is not valid UTF-8\n")
 
-    def test_a_reader_that_leaves_causes_no_traceback(self, dsn: str) -> None:
+    def test_a_closed_pipe_causes_no_traceback(self, dsn: str) -> None:
         environment = {**os.environ, "PGOUTBOX_DSN": dsn}
         command = f"{sys.executable} -m pgoutbox migrate --sql | true"
         done = subprocess.run(["sh", "-c", command], env=environment, capture_output=True, check=True)
@@ -181,8 +182,9 @@ class TestAsProcess:
 
 
 class TestOnTerminal:
+    @pytest.mark.slow
     @pytest.mark.parametrize(("environment", "colourful"), [({}, True), ({"NO_COLOR": "1"}, False)])
-    def test_colours_are_for_terminals_that_want_them(
+    def test_colours_need_a_terminal_that_allows_them(
         self, dsn: str, database: psycopg.Connection, environment: dict[str, str], colourful: bool
     ) -> None:
         message_id = put(database, State.FAILED)
@@ -192,7 +194,7 @@ class TestOnTerminal:
         assert ("\x1b[31merror: no such message: 999999\x1b[0m" in refused.out) == colourful
 
     @pytest.mark.parametrize(("answer", "exit_code", "state"), [("n", 1, State.FAILED), ("y", 0, State.PENDING)])
-    def test_a_person_is_asked(
+    def test_destructive_commands_ask_for_confirmation(
         self, dsn: str, database: psycopg.Connection, answer: str, exit_code: int, state: State
     ) -> None:
         put(database, State.FAILED)
@@ -204,7 +206,7 @@ class TestOnTerminal:
 class TestUsage:
     @pytest.mark.parametrize("text", ["abc", "0", "1e9", "1.0", "９", "9223372036854775808", "99999999999999999999"])
     @pytest.mark.parametrize("command", ["show", "redrive", "resend", "cancel"])
-    def test_what_is_no_id_is_refused(self, cli_anywhere: Callable[..., Done], command: str, text: str) -> None:
+    def test_an_invalid_id_is_refused(self, cli_anywhere: Callable[..., Done], command: str, text: str) -> None:
         done = cli_anywhere(command, text)
         assert done.exit_code == 2
         assert f"{text!r} is not a message id: give a whole number from 1 to 9223372036854775807" in done.err
@@ -215,7 +217,7 @@ class TestUsage:
         assert cli_anywhere(command, "--", "-1").exit_code == 2
 
     @pytest.mark.parametrize("text", ["-1d", "0", "0d", "1000000d", "36501d", "abc", "30", "d", "1e3d", "", "NaNd"])
-    def test_what_is_no_age_is_refused(self, cli_anywhere: Callable[..., Done], text: str) -> None:
+    def test_an_invalid_age_is_refused(self, cli_anywhere: Callable[..., Done], text: str) -> None:
         done = cli_anywhere("prune", "--older-than", text)
         assert done.exit_code == 2
         assert f"{text!r} is not a duration" in done.err
@@ -254,7 +256,7 @@ class TestUsage:
             ("worker", "--processes", "0"),
         ],
     )
-    def test_arguments_that_make_no_sense_are_refused(
+    def test_contradictory_arguments_are_refused(
         self,
         cli_anywhere: Callable[..., Done],
         monkeypatch: pytest.MonkeyPatch,
@@ -264,13 +266,13 @@ class TestUsage:
         done = cli_anywhere(*arguments)
         assert (done.exit_code, done.out) == (2, "")
 
-    def test_a_wrong_setting_is_named(self, cli: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_invalid_setting_is_named(self, cli: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PGOUTBOX_LEASE_SECONDS", "abc")
         done = cli("list")
         assert done.exit_code == 2
         assert done.err.startswith("error: PGOUTBOX_LEASE_SECONDS='abc': ")
 
-    def test_a_misspelt_variable_is_named_with_the_nearest(
+    def test_a_misspelt_variable_is_reported_with_the_closest_one(
         self, cli: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("PGOUTBOX_CONCURENCY", "5")
@@ -286,7 +288,7 @@ class TestUsage:
         for command in ("migrate", "worker", "enqueue", "list", "redrive", "prune", "pause", "demo"):
             assert f"\n  {command} " in done.out
 
-    def test_the_help_of_dsn_warns(self, cli_anywhere: Callable[..., Done]) -> None:
+    def test_the_help_of_dsn_warns_of_passwords(self, cli_anywhere: Callable[..., Done]) -> None:
         assert "prefer PGOUTBOX_DSN" in " ".join(cli_anywhere("list", "--help").out.split())
 
     def test_version_is_machine_readable(self, cli_anywhere: Callable[..., Done]) -> None:
@@ -298,7 +300,7 @@ class TestMigrate:
     def _on_an_empty_database(self, empty_dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PGOUTBOX_DSN", empty_dsn)
 
-    def test_it_goes_up_and_down(self, cli_anywhere: Callable[..., Done]) -> None:
+    def test_migrate_goes_up_and_down(self, cli_anywhere: Callable[..., Done]) -> None:
         head = migrate.head()
         assert cli_anywhere("migrate", "current").out == f"not migrated (newest: {head})\n"
         assert cli_anywhere("migrate").out == f"schema pgoutbox: base -> {head}\n"
@@ -309,13 +311,13 @@ class TestMigrate:
             "revision": None,
         }
 
-    def test_downgrade_asks_first(self, cli_anywhere: Callable[..., Done], empty_dsn: str) -> None:
+    def test_downgrade_asks_for_confirmation(self, cli_anywhere: Callable[..., Done], empty_dsn: str) -> None:
         cli_anywhere("migrate")
         done = cli_anywhere("migrate", "downgrade", "base")
         assert (done.exit_code, "--yes" in done.err) == (2, True)
         assert migrate.current(empty_dsn) == migrate.head()
 
-    def test_grants_can_be_repeated_and_name_what_is_missing(
+    def test_grants_are_repeatable_and_name_missing_parts(
         self, cli_anywhere: Callable[..., Done], empty_dsn: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         assert cli_anywhere("migrate", "grants") == Done(
@@ -331,14 +333,14 @@ class TestMigrate:
             done = cli_anywhere("migrate", "grants")
             assert (done.exit_code, done.out) == (1, "CREATE ROLE pgoutbox_unheard_of NOLOGIN;\n")
 
-    def test_the_script_needs_no_database(
+    def test_the_migration_script_needs_no_database(
         self, cli_anywhere: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.delenv("PGOUTBOX_DSN")
         assert cli_anywhere("migrate", "--sql").out == migrate.upgrade_sql()
 
     @pytest.mark.parametrize("place", ["before", "after"])
-    def test_dsn_may_stand_before_and_after_the_subcommand(
+    def test_dsn_may_precede_or_follow_the_subcommand(
         self, cli_anywhere: Callable[..., Done], monkeypatch: pytest.MonkeyPatch, empty_dsn: str, place: str
     ) -> None:
         monkeypatch.delenv("PGOUTBOX_DSN")
@@ -346,12 +348,13 @@ class TestMigrate:
         arguments = (*given, "current") if place == "before" else ("current", *given)
         assert cli_anywhere("migrate", *arguments).exit_code == 0
 
-    def test_commands_before_it_name_it(self, cli_anywhere: Callable[..., Done]) -> None:
+    def test_commands_on_a_database_without_the_schema_name_migrate(self, cli_anywhere: Callable[..., Done]) -> None:
         done = cli_anywhere("list")
         assert done.exit_code == 1
         assert "run: pgoutbox migrate" in done.err
 
-    def test_ctrl_c_leaves_nothing_behind(self, empty_dsn: str, connect: Connect) -> None:
+    @pytest.mark.slow
+    def test_ctrl_c_during_a_migration_leaves_nothing_behind(self, empty_dsn: str, connect: Connect) -> None:
         with psycopg.connect(empty_dsn) as gate:
             gate.execute("CREATE SCHEMA pgoutbox")
             process = subprocess.Popen(
@@ -368,7 +371,7 @@ class TestMigrate:
 
 
 class TestEnqueue:
-    def test_every_option_arrives(self, cli: Callable[..., Done]) -> None:
+    def test_every_option_of_enqueue_is_stored(self, cli: Callable[..., Done]) -> None:
         done = cli(
             "enqueue", "mail", '{"to": "ada"}', "--queue", "bulk", "--destination", "mailto:ada@example.org",
             "--coalesce-key", "c", "--dedupe-key", "d", "--delay", "90s", "--header", "trace=1=2", "--json",
@@ -382,11 +385,11 @@ class TestEnqueue:
         assert available - created == timedelta(seconds=90)
         assert created.utcoffset() == timedelta()
 
-    def test_no_payload_means_null(self, cli: Callable[..., Done]) -> None:
+    def test_a_missing_payload_means_null(self, cli: Callable[..., Done]) -> None:
         message_id = cli("enqueue", "mail").out.strip()
         assert cli("show", message_id, "--json").json["payload"] is None
 
-    def test_a_repetition_names_the_message_that_exists(self, cli: Callable[..., Done]) -> None:
+    def test_a_repeated_enqueue_names_the_existing_message(self, cli: Callable[..., Done]) -> None:
         first = cli("enqueue", "mail", "1", "--dedupe-key", "d")
         second = cli("enqueue", "mail", "1", "--dedupe-key", "d")
         assert (second.exit_code, second.out) == (0, first.out)
@@ -435,7 +438,7 @@ class TestEnqueue:
             (b"", "not JSON at line 1, column 1: "),
         ],
     )
-    def test_each_fault_of_a_file_has_its_own_message(
+    def test_each_error_in_a_payload_file_has_its_own_message(
         self,
         cli: Callable[..., Done],
         monkeypatch: pytest.MonkeyPatch,
@@ -450,7 +453,7 @@ class TestEnqueue:
         assert done.exit_code == 2
         assert done.err.startswith(f"error: {file}: {reason}")
 
-    def test_a_file_that_cannot_be_read_is_named(self, cli: Callable[..., Done], tmp_path: Path) -> None:
+    def test_an_unreadable_file_is_named(self, cli: Callable[..., Done], tmp_path: Path) -> None:
         missing = tmp_path / "missing.json"
         assert cli("enqueue", "mail", "--payload-file", missing).err == f"error: {missing}: no such file\n"
         assert cli("enqueue", "mail", "--payload-file", tmp_path).err == f"error: {tmp_path}: is a directory\n"
@@ -495,14 +498,14 @@ class TestLooking:
         assert f"--before {second}" in done.err
         assert json.loads(cli("list", "--limit", 1, "--before", second, "--json").out)["id"] == first
 
-    def test_show_has_the_attempts(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
+    def test_show_lists_the_attempts(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
         message_id = put(database, State.FAILED)
         database.execute(ADD_ATTEMPT, (message_id, 1))
         (attempt,) = cli("show", message_id, "--json").json["attempts"]
         assert (attempt["outcome"], attempt["error"]) == ("retry", "busy")
         assert "\tretry\t" in cli("show", message_id).out
 
-    def test_a_key_forges_no_line_of_show(
+    def test_a_key_cannot_forge_a_line_of_show(
         self, dsn: str, cli: Callable[..., Done], database: psycopg.Connection
     ) -> None:
         message_id = put(database, State.FAILED, coalesce_key="k\nstate\tsent")
@@ -512,7 +515,7 @@ class TestLooking:
             ["state", "failed"]
         ]
 
-    def test_show_is_bounded_and_says_how_to_see_the_whole(
+    def test_show_is_truncated_and_names_the_option_for_all(
         self, cli: Callable[..., Done], database: psycopg.Connection
     ) -> None:
         message_id = put(database, State.FAILED)
@@ -531,7 +534,7 @@ class TestLooking:
         assert (shown["payload"], len(shown["attempts"])) == ("x" * 1_000_000, 102)
 
     @pytest.mark.parametrize("payload", ['{"x": 1e131071}', "[" * 3000 + "]" * 3000])
-    def test_show_does_not_fail_at_json_that_python_cannot_read(
+    def test_show_handles_json_that_python_cannot_parse(
         self, cli: Callable[..., Done], database: psycopg.Connection, payload: str
     ) -> None:
         message_id = put(database)
@@ -541,7 +544,7 @@ class TestLooking:
         shown = cli("show", message_id, "--json").json
         assert len(shown["payload"]) == shown["payload_bytes"] == shown["headers_bytes"] == len(shown["headers"])
 
-    def test_show_hides_what_looks_like_a_secret(self, cli: Callable[..., Done]) -> None:
+    def test_show_hides_likely_secrets(self, cli: Callable[..., Done]) -> None:
         message_id = cli("enqueue", "mail", json.dumps({"reset_token": CANARY})).out.strip()
         assert CANARY not in cli("show", message_id).out
         assert CANARY not in cli("show", message_id, "--json").out
@@ -559,7 +562,9 @@ class TestLooking:
         assert decrypted(json.loads(stored), Keyring(SecretStr(key)))[1] == f'"{CANARY}"'
         assert cli("show", message_id, "--json").json["payload"] == "(encrypted)"
 
-    def test_stats_counts_and_names_paused_queues(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
+    def test_stats_counts_messages_and_names_paused_queues(
+        self, cli: Callable[..., Done], database: psycopg.Connection
+    ) -> None:
         put(database)
         put(database, State.FAILED)
         cli("pause", "default")
@@ -570,7 +575,7 @@ class TestLooking:
         assert "queue default is paused since" in cli("stats").err
 
     def test_stats_names_open_breakers(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
-        """Messages that they hold back never fail, so nothing else would draw attention to them."""
+        """Messages held back by a breaker never fail, so nothing else would draw attention to them."""
         put(database)
         database.execute(
             "INSERT INTO pgoutbox.breaker (key, retry_at, cooldown_seconds, worker, last_error)"
@@ -585,7 +590,7 @@ class TestLooking:
         assert "hunter2" not in error + str(breaker)
 
     @pytest.mark.parametrize("command", [("list",), ("stats",), ("redrive", "--all-failed"), ("resume",)])
-    def test_an_unknown_queue_is_answered_with_the_known_ones(
+    def test_an_unknown_queue_is_reported_with_the_known_ones(
         self, cli: Callable[..., Done], database: psycopg.Connection, command: tuple[str, ...]
     ) -> None:
         put(database, queue="bulk")
@@ -594,14 +599,14 @@ class TestLooking:
         done = cli(*command, *option, "blk")
         assert done == Done(2, "", "error: no queue 'blk'; known queues: bulk, default\n")
 
-    def test_a_known_queue_without_a_match_is_no_error(
+    def test_a_known_queue_without_a_match_is_not_an_error(
         self, cli: Callable[..., Done], database: psycopg.Connection
     ) -> None:
         put(database, queue="bulk")
         assert cli("list", "--queue", "bulk", "--state", "failed").exit_code == 0
         assert cli("redrive", "--all-failed", "--queue", "bulk").exit_code == 0
 
-    def test_text_of_a_message_cannot_command_the_terminal(
+    def test_text_of_a_message_cannot_control_the_terminal(
         self, cli: Callable[..., Done], database: psycopg.Connection
     ) -> None:
         message_id = put(database, State.FAILED, coalesce_key="\x1b[2J\u202e")
@@ -626,7 +631,7 @@ class TestDeciding:
             "other_id": None,
         }
 
-    def test_what_is_done_is_put_down_to_the_user_of_the_command_line(
+    def test_an_act_is_recorded_with_the_command_line_user(
         self, cli: Callable[..., Done], database: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("LOGNAME", "ada")
@@ -649,7 +654,7 @@ class TestDeciding:
             (("cancel", "--topic", "sms"), State.PENDING, CANCELLED),
         ],
     )
-    def test_what_a_filter_chooses_is_done_only_with_a_yes(
+    def test_an_act_by_filter_needs_a_confirmation(
         self,
         cli: Callable[..., Done],
         database: psycopg.Connection,
@@ -667,13 +672,15 @@ class TestDeciding:
         assert cli(*command, "--yes", "--json").json == done
         assert state_of(database, other) == state
 
-    def test_what_a_filter_chooses_is_shown(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
+    def test_the_messages_of_a_filter_are_shown(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
         message_id = put(database, State.FAILED, topic="sms", destination="tel:1")
         shown = cli("redrive", "--topic", "sms", "--dry-run")
         assert shown.out.startswith("would redrive 1 messages; the newest of them:\n")
         assert f"\n{message_id}\tfailed\tsms\t" in shown.out
 
-    def test_ids_come_from_a_file(self, cli: Callable[..., Done], database: psycopg.Connection, tmp_path: Path) -> None:
+    def test_ids_can_come_from_a_file(
+        self, cli: Callable[..., Done], database: psycopg.Connection, tmp_path: Path
+    ) -> None:
         failed, sent = put(database, State.FAILED), put(database, State.SENT)
         file = tmp_path / "ids"
         file.write_text(f"# the night of the outage\n\n{failed}\n{sent} # sent after all\n")
@@ -684,7 +691,7 @@ class TestDeciding:
     @pytest.mark.parametrize(
         ("content", "problem"), [(b"1\nabc\n", "line 2: 'abc' is not a message id"), (b"\xff", "not UTF-8 at byte 0")]
     )
-    def test_a_file_that_holds_no_ids_is_explained(
+    def test_a_file_without_ids_is_refused_with_an_explanation(
         self, cli: Callable[..., Done], tmp_path: Path, content: bytes, problem: str
     ) -> None:
         file = tmp_path / "ids"
@@ -692,7 +699,7 @@ class TestDeciding:
         done = cli("cancel", "--file", file)
         assert (done.exit_code, problem in " ".join(done.err.split())) == (2, True)
 
-    def test_a_file_that_is_not_there_is_named(self, cli: Callable[..., Done], tmp_path: Path) -> None:
+    def test_a_missing_file_is_named(self, cli: Callable[..., Done], tmp_path: Path) -> None:
         done = cli("resend", "--file", tmp_path / "ids")
         assert (done.exit_code, "no such file" in done.err) == (2, True)
 
@@ -713,7 +720,7 @@ class TestDeciding:
         assert database.execute("SELECT FROM pgoutbox.audit").fetchall() == []
         assert len(database.execute("SELECT FROM pgoutbox.message").fetchall()) == 1
 
-    def test_a_dry_run_refuses_what_the_act_would_refuse(
+    def test_a_dry_run_refuses_whatever_the_act_would_refuse(
         self, cli: Callable[..., Done], database: psycopg.Connection
     ) -> None:
         old = put(database, State.FAILED, coalesce_key="k")
@@ -721,7 +728,7 @@ class TestDeciding:
         done = cli("redrive", old, "--dry-run")
         assert (done.exit_code, f"superseded by message {newer}" in done.err) == (1, True)
 
-    def test_what_an_act_looked_for_is_hidden(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
+    def test_secrets_in_an_acts_filter_are_hidden(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
         put(database, State.FAILED, coalesce_key=f"token={CANARY}")
         cli("redrive", "--key", f"token={CANARY}", "--yes")
         for arguments in (("audit",), ("audit", "--json")):
@@ -746,7 +753,9 @@ class TestDeciding:
             f"error: message {answer['id']} is pending; only sent messages can be resent\n"
         )
 
-    def test_cancel_tells_what_it_met(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
+    def test_cancel_prints_the_state_that_it_found(
+        self, cli: Callable[..., Done], database: psycopg.Connection
+    ) -> None:
         pending, sending, sent = put(database), put(database, State.SENDING), put(database, State.SENT)
         assert cli("cancel", pending) == Done(0, f"message {pending}: cancelled\n", "")
         assert cli("cancel", pending) == Done(0, f"message {pending}: already cancelled\n", "")
@@ -754,13 +763,13 @@ class TestDeciding:
         assert cli("cancel", sent) == Done(1, "", f"error: message {sent} is already sent\n")
         assert cli("cancel", 999_999) == Done(1, "", "error: message 999999 does not exist\n")
 
-    def test_cancel_takes_a_key(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
+    def test_cancel_accepts_a_key(self, cli: Callable[..., Done], database: psycopg.Connection) -> None:
         message_id = put(database, coalesce_key="k")
         assert cli("cancel", "--topic", "mail", "--coalesce-key", "k").out == f"message {message_id}: cancelled\n"
         done = cli("cancel", "--topic", "mail", "--dedupe-key", "k")
         assert done == Done(1, "", "error: no message of topic 'mail' has this key\n")
 
-    def test_pruning_everything_needs_a_yes_or_a_filter(
+    def test_pruning_everything_needs_a_confirmation_or_a_filter(
         self, cli: Callable[..., Done], database: psycopg.Connection
     ) -> None:
         old = timedelta(days=40)
@@ -791,7 +800,7 @@ class TestDeciding:
         assert end - start == timedelta(minutes=30)
         assert " until " in cli("stats").err
 
-    def test_limits_are_set_shown_changed_and_taken_away(self, cli: Callable[..., Done]) -> None:
+    def test_limits_are_set_shown_changed_and_removed(self, cli: Callable[..., Done]) -> None:
         assert cli("queues", "--json").json == []
         (limited,) = cli("limit", "mail", "--rate", "60/hour", "--in-flight", "10", "--json").json
         assert (limited["rate_count"], limited["rate_seconds"], limited["burst"]) == (60, 3600, 5)
@@ -816,7 +825,7 @@ class TestDeciding:
             (("--in-flight", "many"), "is not a limit"),
         ],
     )
-    def test_a_limit_that_is_none_is_refused(
+    def test_an_invalid_limit_is_refused(
         self, cli: Callable[..., Done], arguments: tuple[str, ...], problem: str
     ) -> None:
         done = cli("limit", "mail", *arguments)
@@ -849,8 +858,9 @@ class TestWorker:
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(sys, "path", list(sys.path))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("mode", ["--once", "--drain"])
-    def test_it_works_off_what_is_due_and_exits(self, dsn: str, tmp_path: Path, mode: str) -> None:
+    def test_a_drain_delivers_due_messages_and_exits(self, dsn: str, tmp_path: Path, mode: str) -> None:
         (tmp_path / "greeter.py").write_text(GREETER)
         run_process("enqueue", "greet", '"ada"', dsn=dsn)
         done = run_process("worker", "--app", "greeter:outbox", mode, dsn=dsn, PGOUTBOX_LOG_FORMAT="json")
@@ -860,7 +870,7 @@ class TestWorker:
         assert "ada" not in done.err
         assert json.loads(run_process("list", "--json", dsn=dsn).out)["state"] == "sent"
 
-    def test_sigterm_ends_it_with_0(self, dsn: str, tmp_path: Path) -> None:
+    def test_sigterm_ends_the_worker_with_exit_code_0(self, dsn: str, tmp_path: Path) -> None:
         (tmp_path / "greeter.py").write_text(GREETER)
         run_process("enqueue", "greet", '"ada"', dsn=dsn)
         process = subprocess.Popen(
@@ -876,7 +886,7 @@ class TestWorker:
         process.communicate(timeout=60)
         assert process.returncode == 0
 
-    def test_several_processes_are_supervised_and_see_no_dsn_in_their_arguments(self, dsn: str, tmp_path: Path) -> None:
+    def test_supervised_processes_have_no_dsn_in_their_arguments(self, dsn: str, tmp_path: Path) -> None:
         (tmp_path / "greeter.py").write_text(GREETER + "\nimport sys\nprint(sys.argv, flush=True)\n")
         process = subprocess.Popen(
             [sys.executable, "-m", "pgoutbox", "worker", "--app", "greeter:outbox", "--processes", "2", "--dsn", dsn,
@@ -901,14 +911,14 @@ class TestWorker:
             assert "'--no-listen', '--name', 'w'" in arguments
             assert "postgresql:" not in arguments
 
-    def test_a_queue_without_messages_is_warned_of(self, dsn: str, tmp_path: Path) -> None:
+    def test_an_empty_queue_logs_a_warning(self, dsn: str, tmp_path: Path) -> None:
         (tmp_path / "greeter.py").write_text(GREETER)
         run_process("enqueue", "greet", "1", dsn=dsn)
         done = run_process("worker", "--app", "greeter:outbox", "--once", "--queue", "defautl", dsn=dsn)
         assert done.exit_code == 0
         assert "warning: queue 'defautl' has no messages so far; known queues: default\n" in done.err
 
-    def test_without_app_the_variable_is_named(self, cli: Callable[..., Done]) -> None:
+    def test_a_missing_app_names_the_variable(self, cli: Callable[..., Done]) -> None:
         assert cli("worker").err == "error: no outbox given: set PGOUTBOX_APP, or pass --app module:attribute\n"
 
     @pytest.mark.parametrize(
@@ -937,7 +947,7 @@ class TestWorker:
         assert done.err.count("\n") == 1
 
     @pytest.mark.parametrize("queues", [("a:0",), ("A",), ("a", "a"), ("a:1", "b")])
-    def test_queues_that_make_no_sense_are_refused(self, cli: Callable[..., Done], queues: tuple[str, ...]) -> None:
+    def test_invalid_queues_are_refused(self, cli: Callable[..., Done], queues: tuple[str, ...]) -> None:
         options = [text for queue in queues for text in ("--queue", queue)]
         assert cli("worker", "--app", "x:y", *options).exit_code == 2
 
@@ -977,7 +987,7 @@ class TestSecrets:
             assert done.err.count("\n") == 1
             assert CANARY not in done.out + done.err
 
-    def test_a_password_is_in_no_output_of_a_server_that_answers(
+    def test_a_password_is_in_no_output_with_a_reachable_server(
         self, cli: Callable[..., Done], monkeypatch: pytest.MonkeyPatch, dsn: str, database: psycopg.Connection
     ) -> None:
         monkeypatch.setenv("PGOUTBOX_DSN", f"{dsn}&password={CANARY}")
@@ -992,7 +1002,7 @@ class TestSecrets:
         for command in ("worker", "list", "migrate"):
             assert CANARY not in cli_anywhere(command, "--help").out
 
-    def test_the_detail_of_an_error_is_not_told(self, rolled_back: psycopg.Connection) -> None:
+    def test_the_detail_of_a_database_error_is_not_printed(self, rolled_back: psycopg.Connection) -> None:
         rolled_back.execute("CREATE TEMPORARY TABLE t (email text PRIMARY KEY)")
         rolled_back.execute("INSERT INTO t VALUES (%s)", (CANARY,))
         with pytest.raises(psycopg.errors.UniqueViolation) as caught:
@@ -1002,7 +1012,7 @@ class TestSecrets:
         assert exit_code == 1
         assert text == 'PostgreSQL: duplicate key value violates unique constraint "t_pkey" [23505]'
 
-    def test_a_missing_right_has_a_next_step(
+    def test_a_missing_privilege_is_reported_with_the_next_step(
         self, cli: Callable[..., Done], monkeypatch: pytest.MonkeyPatch, dsn: str
     ) -> None:
         monkeypatch.setenv("PGOUTBOX_DSN", f"{dsn}&options={quote('-c role=pg_read_all_stats')}")
@@ -1021,7 +1031,7 @@ class TestSecrets:
             ("pgoutbox_producer", ("list",), "pgoutbox_worker, pgoutbox_operator or pgoutbox_viewer"),
         ],
     )
-    def test_a_missing_right_names_the_role_that_has_it(
+    def test_a_missing_privilege_names_the_role_that_has_it(
         self,
         cli: Callable[..., Done],
         monkeypatch: pytest.MonkeyPatch,
@@ -1033,7 +1043,7 @@ class TestSecrets:
         monkeypatch.setenv("PGOUTBOX_DSN", f"{dsn}&options={quote(f'-c role={role}')}")
         assert f"needs the role {needed}: GRANT it." in cli(*arguments).err
 
-    def test_a_missing_relation_is_named_and_not_taken_for_the_whole_schema(
+    def test_a_missing_relation_is_named_and_distinguished_from_a_missing_schema(
         self, cli: Callable[..., Done], database: psycopg.Connection
     ) -> None:
         database.execute("ALTER VIEW pgoutbox.message_view RENAME TO elsewhere")
@@ -1042,7 +1052,7 @@ class TestSecrets:
         assert "pgoutbox.message_view does not exist: if the schema is missing or too old, run: pgoutbox" in done.err
         assert "if only a part of it is missing, restore that from a backup" in done.err
 
-    def test_a_url_of_sqlalchemy_is_told_what_to_remove(
+    def test_a_sqlalchemy_url_is_refused_with_the_part_to_remove(
         self, cli_anywhere: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("PGOUTBOX_DSN", "postgresql+psycopg://app:c4n4ry@localhost/app")
@@ -1079,7 +1089,7 @@ class TestLog:
             "seconds": 0.5,
         }
 
-    def test_text_is_one_line_whatever_the_fields_hold(self) -> None:
+    def test_text_logs_have_one_line_per_record(self) -> None:
         line = TextFormatter().format(self.record("a %s", "b\n\x1b[2J", reason="two words\nand\x1b a line"))
         assert line == (
             r"1970-01-01T00:00:00.500+00:00 WARNING pgoutbox.worker: a b\n\x1b[2J "

@@ -1,4 +1,4 @@
-"""The rule `pending` through Python's calls and through workers; and which transactions wait for each other."""
+"""Tests the rule `pending` through the Python API and workers, and which transactions wait for each other."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_topic_with_a_mistake_is_refused(options: dict[str, Any], message: str
         Topic("greet", **options)
 
 
-def test_a_topic_that_has_the_rule_refuses_it_at_the_call(outbox: Outbox, connect: Connect) -> None:
+def test_a_call_for_a_topic_with_the_rule_must_not_pass_the_rule(outbox: Outbox, connect: Connect) -> None:
     topic = outbox.topic("search.refresh", coalesce_key=str, coalesce_rule="pending")
     with connect() as connection, pytest.raises(PayloadError, match="coalesce_rule: belongs to the definition"):
         outbox.enqueue(connection, topic, 1, coalesce_rule="newest")
@@ -117,7 +117,7 @@ def one_by_one(
 
 
 def in_different_order(connect: Connect, enqueue: Callable[[psycopg.Connection, str], object]) -> None:
-    """Two transactions enqueue for two keys, each in its own order. Raises the error that ends one of them."""
+    """Enqueue for two keys in two transactions, each in its own order, and raise the error that ends one of them."""
     first, second, observer = connect(), connect(), connect(autocommit=True)
     for connection in (first, second):
         connection.execute("SET LOCAL lock_timeout = 0; SET LOCAL deadlock_timeout = '10ms'")
@@ -139,7 +139,7 @@ def test_separate_calls_in_different_order_deadlock_by_the_rule_newest(outbox: O
 
 
 def test_one_enqueue_many_takes_the_keys_in_one_order(outbox: Outbox, connect: Connect) -> None:
-    """The second bulk waits for the first at the first key of both, and not in a circle."""
+    """The second bulk waits for the first at their first common key, without a cycle."""
     first, second, observer = connect(), connect(), connect(autocommit=True)
 
     def bulk(connection: psycopg.Connection, keys: Sequence[str]) -> None:
@@ -167,8 +167,8 @@ def test_separate_calls_in_one_order_wait_and_do_not_deadlock(outbox: Outbox, co
     second.commit()
 
 
-def test_no_order_of_calls_waits_by_the_rule_pending(outbox: Outbox, connect: Connect) -> None:
-    """All of it on one thread: a call that waited would fail at the lock timeout."""
+def test_calls_in_any_order_do_not_wait_by_the_rule_pending(outbox: Outbox, connect: Connect) -> None:
+    """Everything runs on one thread, so a call that waited would fail at the lock timeout."""
     first, second = connect(), connect()
     one_by_one(outbox, first, ["a"], "pending")
     one_by_one(outbox, second, ["b"], "pending")
@@ -189,7 +189,7 @@ def test_dedupe_keys_in_different_order_deadlock_by_any_rule(outbox: Outbox, con
 # --- workers ----------------------------------------------------------------------------------------------------------
 
 
-async def test_messages_that_come_during_an_attempt_are_delivered_once_after_it(
+async def test_messages_enqueued_during_an_attempt_are_delivered_once_after_it(
     outbox: Outbox, connect: Connect
 ) -> None:
     db = connect(autocommit=True)
@@ -201,7 +201,7 @@ async def test_messages_that_come_during_an_attempt_are_delivered_once_after_it(
         handed_over.append(message.id)
         began.set()
         await let_go.wait()
-        assert not ctx.cancelled
+        assert not ctx.should_stop
         await ctx.ensure_lease()
 
     async with running(WatchedWorker(outbox)):
@@ -214,7 +214,7 @@ async def test_messages_that_come_during_an_attempt_are_delivered_once_after_it(
     assert handed_over == [first, newest]
 
 
-async def test_an_older_id_that_commits_during_an_attempt_is_delivered_when_that_ends(
+async def test_an_older_id_committed_during_an_attempt_is_delivered_afterwards(
     outbox: Outbox, connect: Connect
 ) -> None:
     db, late = connect(autocommit=True), connect()
@@ -243,7 +243,7 @@ async def test_a_failed_attempt_is_not_repeated_beside_a_newer_message(outbox: O
     db = connect(autocommit=True)
     newer: list[int] = []
 
-    @outbox.handler("greet", retry=RetryPolicy(base_seconds=3600))
+    @outbox.handler("greet", retry=RetryPolicy(base=3600))
     async def greet(message: Message, ctx: Context) -> None:
         if not newer:
             newer.append(look_again(outbox, db))

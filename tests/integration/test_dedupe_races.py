@@ -1,4 +1,4 @@
-"""Races for the dedupe key of a cancelled message: two real connections, and a gate where an order needs one."""
+"""Tests races for the dedupe key of a cancelled message: two real connections, and a gate where the order matters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BOTH = ("one", "bulk")
 
 
 def again(outbox: Outbox, connection: psycopg.Connection, way: str, payload: str = "again") -> Enqueued:
-    """Enqueue with the key once more."""
+    """Enqueue again with the key."""
     if way == "one":
         return outbox.enqueue(connection, "mail", payload, dedupe_key="k")
     (answer,) = outbox.enqueue_many(connection, [NewMessage("mail", payload, dedupe_key="k")])
@@ -65,10 +65,10 @@ def test_a_waiting_enqueue_gets_a_freed_key_when_the_first_rolls_back(
     assert live_count(db) == 1
 
 
-def test_a_key_that_another_took_between_the_look_and_the_lock_is_not_taken_twice(
+def test_a_key_taken_between_the_query_and_the_lock_is_not_taken_twice(
     outbox: Outbox, connect: Connect, db: psycopg.Connection
 ) -> None:
-    """The gate stops the second one when it knows whose key it is, before it looks at that message."""
+    """The gate stops the second enqueue after it has found the key's message, and before it reads that message."""
     gate, winner, waiting = connect(autocommit=True), connect(), connect()
     put(db, State.CANCELLED, topic="mail", dedupe_key="k")
     ((definition,),) = db.execute("SELECT pg_get_functiondef('pgoutbox.has_freed_key'::regproc)").fetchall()
@@ -107,7 +107,7 @@ def test_an_enqueue_waits_for_a_redrive_of_the_cancelled_message_and_is_its_dupl
     assert live_count(db) == 1
 
 
-def test_a_redrive_is_refused_while_and_after_another_takes_the_key_of_its_message(
+def test_a_redrive_is_refused_during_and_after_another_message_takes_the_key(
     outbox: Outbox, connect: Connect, db: psycopg.Connection
 ) -> None:
     producer, operator = connect(), connect(autocommit=True)
@@ -125,7 +125,7 @@ def test_a_redrive_is_refused_while_and_after_another_takes_the_key_of_its_messa
     assert state_of(db, first) == State.CANCELLED
 
 
-def test_an_enqueue_whose_snapshot_is_older_than_a_redrive_takes_no_key(
+def test_an_enqueue_with_a_snapshot_older_than_a_redrive_does_not_take_the_key(
     outbox: Outbox, connect: Connect, db: psycopg.Connection
 ) -> None:
     producer = connect()
@@ -139,7 +139,7 @@ def test_an_enqueue_whose_snapshot_is_older_than_a_redrive_takes_no_key(
     assert live_count(db) == 1
 
 
-async def test_a_registration_that_is_withdrawn_and_made_again_gets_its_mail(
+async def test_a_repeated_registration_after_a_withdrawal_gets_its_mail(
     dsn: str, connect: Connect, db: psycopg.Connection
 ) -> None:
     outbox = Outbox(settings_for(dsn))

@@ -1,4 +1,4 @@
-"""The doctor on databases that are broken, each in one way, and on one that is in order."""
+"""Tests the doctor on databases that each have one problem, and on a database without problems."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def found(
     environment: dict[str, str] | None = None,
     ahead_seconds: float = 0.0,
 ) -> list[Finding]:
-    """What one check says."""
+    """Return the findings of one check."""
     if isinstance(settings, str):
         settings = settings_of(settings)
     findings = examine(
@@ -78,7 +78,7 @@ def found(
 
 
 def expect(findings: list[Finding], level: Level, *words: str) -> Finding:
-    """The one finding of this level, in which these words are; it says why and how to mend it."""
+    """Return the one finding of this level with these words; it must have a reason and a fix."""
     matching = [finding for finding in findings if finding.level is level]
     assert len(matching) == 1, findings
     (finding,) = matching
@@ -102,7 +102,7 @@ def workshop() -> Iterator[Workshop]:
 
 @pytest.fixture(scope="module")
 def own(workshop: Workshop) -> Iterator[OwnServer]:
-    """A durable server whose slots, prepared transactions and roles are the tests' own."""
+    """Run a durable server whose slots, prepared transactions and roles only these tests use."""
     with workshop.server() as server:
         server.start(max_prepared_transactions="5", wal_level="replica")
         yield server
@@ -110,7 +110,7 @@ def own(workshop: Workshop) -> Iterator[OwnServer]:
 
 @pytest.fixture(scope="module")
 def reckless(workshop: Workshop) -> Iterator[OwnServer]:
-    """A server that is set up to lose and to rot."""
+    """Run a server with settings that risk data loss and bloat."""
     with workshop.server() as server:
         server.start(fsync="off", full_page_writes="off", autovacuum="off")
         yield server
@@ -118,7 +118,7 @@ def reckless(workshop: Workshop) -> Iterator[OwnServer]:
 
 @pytest.fixture
 def role(server: Server, dsn: str) -> Iterator[tuple[str, str]]:
-    """A role without any right, and the DSN that signs it in."""
+    """Create a role without any privilege, and return its DSN."""
     database = conninfo_to_dict(dsn)["dbname"]
     name = f"doctor_{database}"
     with psycopg.connect(dsn, autocommit=True) as connection:
@@ -132,7 +132,7 @@ def role(server: Server, dsn: str) -> Iterator[tuple[str, str]]:
 
 @pytest.fixture
 def handled() -> Outbox:
-    """An application that handles `greet`."""
+    """Build an application that handles `greet`."""
     outbox = Outbox()
 
     @outbox.handler("greet")
@@ -143,7 +143,7 @@ def handled() -> Outbox:
 
 @pytest.fixture
 def posing(dsn: str) -> Iterator[psycopg.Connection]:
-    """A connection that looks like a worker's, and claims nothing."""
+    """Open a connection that looks like a worker's, but claims nothing."""
     with psycopg.connect(dsn, application_name="pgoutbox claim w1") as connection:
         yield connection
 
@@ -151,12 +151,12 @@ def posing(dsn: str) -> Iterator[psycopg.Connection]:
 # --- settings ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_misspelt_variable_is_named_with_the_setting_that_was_meant(dsn: str) -> None:
+def test_a_misspelt_variable_is_named_with_the_intended_setting(dsn: str) -> None:
     findings = found(dsn, "settings", environment={"PGOUTBOX_SMTP_HSOT": "x", "PGOUTBOX_TEST_DSN": "x", "PATH": "x"})
     expect(findings, Level.WARNING, "PGOUTBOX_SMTP_HSOT", "did you mean PGOUTBOX_SMTP_HOST?")
 
 
-def test_a_redirect_is_warned_of_and_a_forbidden_one_is_a_problem(dsn: str) -> None:
+def test_a_redirect_is_a_warning_and_a_forbidden_redirect_is_a_problem(dsn: str) -> None:
     redirect = settings_of(dsn, redirect_to="tester@club.org", redirect_except="@club.org")
     expect(found(redirect, "settings"), Level.WARNING, "tester@club.org", "your users get none", "unset")
     forbidden = settings_of(dsn, redirect_to="tester@club.org", redirect_forbidden="2020-01-01/2199-01-01")
@@ -171,7 +171,7 @@ def test_a_redirect_is_warned_of_and_a_forbidden_one_is_a_problem(dsn: str) -> N
         ({"breaker": False}, "PGOUTBOX_BREAKER=false"),
     ],
 )
-def test_settings_for_testing_are_warned_of(dsn: str, given: dict[str, object], words: str) -> None:
+def test_settings_for_testing_are_warnings(dsn: str, given: dict[str, object], words: str) -> None:
     expect(found(settings_of(dsn, **given), "settings"), Level.WARNING, words)
 
 
@@ -187,12 +187,12 @@ def test_settings_for_testing_are_warned_of(dsn: str, given: dict[str, object], 
         ("host=/nowhere", Level.OK),
     ],
 )
-def test_a_dsn_that_leaves_the_machine_has_to_verify_the_server(dsn: str, level: Level) -> None:
+def test_a_dsn_to_another_machine_has_to_verify_the_server(dsn: str, level: Level) -> None:
     finding = expect(found(dsn, "tls"), level)
     assert level is Level.OK or "sslmode=verify-full" in str(finding.mend)
 
 
-def test_the_listeners_dsn_has_to_verify_the_server_too(dsn: str) -> None:
+def test_the_listener_dsn_has_to_verify_the_server_too(dsn: str) -> None:
     settings = settings_of(dsn, listen_dsn="host=db.invalid sslmode=prefer")
     expect(found(settings, "tls"), Level.WARNING, "PGOUTBOX_LISTEN_DSN", "sslmode=prefer")
 
@@ -208,13 +208,13 @@ def test_the_listeners_dsn_has_to_verify_the_server_too(dsn: str) -> None:
         (f"host=127.0.0.1 password={CANARY} nonsense", "is not a connection string"),
     ],
 )
-def test_a_database_out_of_reach_is_a_problem_and_the_ways_out_are_examined_all_the_same(dsn: str, words: str) -> None:
+def test_an_unreachable_database_is_a_problem_and_transports_are_still_checked(dsn: str, words: str) -> None:
     findings = list(examine(load_settings(dsn=dsn, connect_timeout_seconds=1)))
     expect([finding for finding in findings if finding.check == "database"], Level.PROBLEM, "PGOUTBOX_DSN", words)
     assert {"smtp", "webhooks", "kafka"} <= {finding.check for finding in findings}
 
 
-def test_a_database_of_another_encoding_is_a_problem(server: Server) -> None:
+def test_a_database_with_another_encoding_is_a_problem(server: Server) -> None:
     with server.database() as janitor:
         dsn = server.dsn_for("postgres")
         name = sql.Identifier(f"{janitor.dbname}_ascii")
@@ -234,7 +234,7 @@ def test_a_read_only_session_is_a_problem(dsn: str, db: psycopg.Connection) -> N
     expect(found(dsn, "server"), Level.PROBLEM, "read-only", "default_transaction_read_only")
 
 
-def test_a_standby_is_a_problem_and_its_feedback_and_its_slot_are_found_on_the_primary(
+def test_a_standby_is_a_problem_and_its_slot_and_feedback_are_found_on_the_primary(
     own: OwnServer, workshop: Workshop
 ) -> None:
     limits = Limits(transactions=0)
@@ -274,12 +274,12 @@ def test_a_standby_is_a_problem_and_its_feedback_and_its_slot_are_found_on_the_p
             db.execute("SELECT pg_drop_replication_slot('for_reports')")
 
 
-def test_a_pooler_by_transaction_before_the_listener_is_a_problem(pooled_dsn: str) -> None:
+def test_a_transaction_pooler_for_the_listener_is_a_problem(pooled_dsn: str) -> None:
     expect(found(pooled_dsn, "pooler"), Level.PROBLEM, "transaction pooler", "PGOUTBOX_LISTEN_DSN")
     assert levels(found(pooled_dsn, "listener")) == ["skipped"]
 
 
-def test_a_pooler_is_no_problem_for_those_who_go_around_it_or_do_without(dsn: str, pooled_dsn: str) -> None:
+def test_a_pooler_is_accepted_if_the_listener_bypasses_it_or_is_off(dsn: str, pooled_dsn: str) -> None:
     around = settings_of(pooled_dsn, listen_dsn=dsn)
     expect(found(around, "pooler"), Level.OK, "a connection of its own")
     expect(found(around, "listener"), Level.OK, "came through")
@@ -290,7 +290,7 @@ def test_a_pooler_is_no_problem_for_those_who_go_around_it_or_do_without(dsn: st
     expect(found(through, "listener"), Level.PROBLEM, "PGOUTBOX_LISTEN_DSN leads through a pooler")
 
 
-def test_a_listener_on_another_database_hears_nothing(dsn: str, empty_dsn: str) -> None:
+def test_a_listener_on_another_database_is_a_problem(dsn: str, empty_dsn: str) -> None:
     settings = settings_of(dsn, listen_dsn=empty_dsn)
     findings = found(settings, "listener", limits=Limits(round_trip_seconds=0.2))
     expect(findings, Level.PROBLEM, "did not come through", "the same database")
@@ -302,7 +302,7 @@ def test_a_listener_that_cannot_connect_is_a_problem(dsn: str) -> None:
     assert CANARY not in str(finding)
 
 
-def test_a_server_that_does_not_answer_is_given_up(dsn: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unresponsive_server_is_abandoned(dsn: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pgoutbox.doctor.patient.STATEMENT_SECONDS", 0)
     monkeypatch.setattr("pgoutbox.doctor.patient.ANSWER_SECONDS", 0.3)
     with proxy_to(dsn, tmp_path) as proxy:
@@ -315,11 +315,11 @@ def test_a_server_that_does_not_answer_is_given_up(dsn: str, tmp_path: Path, mon
 
 
 @pytest.mark.parametrize(("ahead", "word"), [(60.0, "behind"), (-60.0, "ahead of")])
-def test_clocks_that_differ_are_warned_of(dsn: str, ahead: float, word: str) -> None:
+def test_clock_differences_are_a_warning(dsn: str, ahead: float, word: str) -> None:
     expect(found(dsn, "clock", ahead_seconds=ahead), Level.WARNING, "60 s", word, "NTP")
 
 
-def test_a_server_that_does_not_write_to_disk_is_a_problem(reckless: OwnServer) -> None:
+def test_a_server_that_does_not_flush_to_disk_is_a_problem(reckless: OwnServer) -> None:
     findings = found(reckless.dsn, "durability")
     assert [(finding.level, finding.what) for finding in findings] == [
         (Level.PROBLEM, "fsync=off"),
@@ -327,7 +327,7 @@ def test_a_server_that_does_not_write_to_disk_is_a_problem(reckless: OwnServer) 
     ]
 
 
-def test_commits_that_do_not_wait_are_warned_of_whoever_has_them(own: OwnServer) -> None:
+def test_asynchronous_commits_are_a_warning_for_any_role(own: OwnServer) -> None:
     with own.connect() as db:
         db.execute("CREATE ROLE hasty_app LOGIN")
         db.execute("ALTER ROLE hasty_app SET synchronous_commit = off")
@@ -371,7 +371,7 @@ def test_a_session_that_stays_in_its_transaction_is_named(dsn: str) -> None:
     )
 
 
-def test_a_forgotten_prepared_transaction_is_named_and_its_mend_mends_it(own: OwnServer) -> None:
+def test_a_forgotten_prepared_transaction_is_named_with_a_working_fix(own: OwnServer) -> None:
     limits = Limits(transaction_seconds=0)
     with own.connect() as db:
         db.execute("BEGIN")
@@ -384,12 +384,12 @@ def test_a_forgotten_prepared_transaction_is_named_and_its_mend_mends_it(own: Ow
     assert levels(found(own.dsn, "transactions", limits=limits)) == ["ok"]
 
 
-def test_a_role_that_does_not_see_others_says_so_instead_of_that_all_is_well(role: tuple[str, str]) -> None:
+def test_a_role_that_cannot_see_other_sessions_reports_that_limit(role: tuple[str, str]) -> None:
     name, role_dsn = role
     expect(found(role_dsn, "transactions"), Level.SKIPPED, f"GRANT pg_read_all_stats TO {name}")
 
 
-def test_a_slot_that_nobody_reads_is_named(own: OwnServer) -> None:
+def test_an_unused_replication_slot_is_named(own: OwnServer) -> None:
     with own.connect() as db:
         db.execute("SELECT pg_create_physical_replication_slot('forgotten', true)")
         try:
@@ -404,7 +404,7 @@ def test_a_slot_that_nobody_reads_is_named(own: OwnServer) -> None:
             db.execute("SELECT pg_drop_replication_slot('forgotten')")
 
 
-def test_notifications_that_a_listener_keeps_in_the_queue_are_found(own: OwnServer) -> None:
+def test_notifications_retained_by_a_listener_are_found(own: OwnServer) -> None:
     with own.connect() as sleeper, own.connect() as db:
         sleeper.execute("LISTEN anything")
         sleeper.execute("BEGIN")
@@ -417,7 +417,7 @@ def test_notifications_that_a_listener_keeps_in_the_queue_are_found(own: OwnServ
         expect(findings, Level.PROBLEM, "fails at its COMMIT")
 
 
-def test_autovacuum_that_is_off_is_found_for_the_server_and_for_a_table(reckless: OwnServer) -> None:
+def test_disabled_autovacuum_is_found_for_the_server_and_for_a_table(reckless: OwnServer) -> None:
     expect(found(reckless.dsn, "vacuum"), Level.PROBLEM, "autovacuum is off", "set autovacuum=on")
     with reckless.connect() as db:
         db.execute("ALTER TABLE pgoutbox.message_live SET (autovacuum_enabled = off)")
@@ -426,7 +426,7 @@ def test_autovacuum_that_is_off_is_found_for_the_server_and_for_a_table(reckless
     assert levels(found(reckless.dsn, "vacuum")) == ["problem"]
 
 
-def test_more_dead_rows_than_live_ones_are_found(reckless: OwnServer) -> None:
+def test_a_majority_of_dead_rows_is_found(reckless: OwnServer) -> None:
     with reckless.connect() as db:
         for _ in range(20):
             enqueue(db)
@@ -439,23 +439,23 @@ def test_more_dead_rows_than_live_ones_are_found(reckless: OwnServer) -> None:
 # --- the schema -------------------------------------------------------------------------------------------------------
 
 
-def test_a_database_without_the_schema_is_a_problem_and_spares_the_questions_to_it(empty_dsn: str) -> None:
+def test_a_missing_schema_is_a_problem_and_skips_the_schema_checks(empty_dsn: str) -> None:
     findings = list(examine(settings_of(empty_dsn)))
     expect([finding for finding in findings if finding.check == "schema"], Level.PROBLEM, "pgoutbox migrate")
     assert levels([finding for finding in findings if finding.check in ("rights", "due", "failed")]) == ["skipped"] * 3
 
 
-def test_a_schema_that_is_too_old_is_a_problem(dsn: str, db: psycopg.Connection) -> None:
+def test_an_outdated_schema_is_a_problem(dsn: str, db: psycopg.Connection) -> None:
     db.execute("CREATE OR REPLACE FUNCTION pgoutbox.schema_version() RETURNS integer LANGUAGE sql AS 'SELECT 0'")
     expect(found(dsn, "schema"), Level.PROBLEM, "has version 0", "pgoutbox migrate")
 
 
-def test_a_relation_that_is_missing_is_a_problem(dsn: str, db: psycopg.Connection) -> None:
+def test_a_missing_relation_is_a_problem(dsn: str, db: psycopg.Connection) -> None:
     db.execute("ALTER TABLE pgoutbox.audit RENAME TO elsewhere")
     expect(found(dsn, "schema"), Level.PROBLEM, "pgoutbox.audit: missing", "restore it from a backup")
 
 
-def test_every_relation_of_the_schema_is_looked_for(dsn: str, db: psycopg.Connection) -> None:
+def test_every_relation_of_the_schema_is_checked(dsn: str, db: psycopg.Connection) -> None:
     relations = db.execute(
         """
         SELECT relname::text FROM pg_class
@@ -468,7 +468,7 @@ def test_every_relation_of_the_schema_is_looked_for(dsn: str, db: psycopg.Connec
     assert sorted(db.execute(MISSING_RELATIONS).fetchall()) == sorted(relations)
 
 
-def test_a_role_without_rights_is_a_problem_and_is_told_what_it_needs(
+def test_a_role_without_privileges_is_a_problem_with_the_grants_it_needs(
     db: psycopg.Connection, role: tuple[str, str]
 ) -> None:
     name, role_dsn = role
@@ -478,7 +478,7 @@ def test_a_role_without_rights_is_a_problem_and_is_told_what_it_needs(
     assert levels(found(role_dsn, "due")) == ["skipped"]
 
 
-def test_what_a_role_may_do_is_told(db: psycopg.Connection, role: tuple[str, str]) -> None:
+def test_the_privileges_of_a_role_are_reported(db: psycopg.Connection, role: tuple[str, str]) -> None:
     name, role_dsn = role
     who = sql.Identifier(name)
     db.execute(sql.SQL("GRANT USAGE ON SCHEMA pgoutbox TO {}").format(who))
@@ -500,7 +500,7 @@ def test_what_a_role_may_do_is_told(db: psycopg.Connection, role: tuple[str, str
         ("viewer", "look"),
     ],
 )
-def test_the_roles_of_the_parts_may_do_their_part(
+def test_each_pgoutbox_role_has_the_privileges_of_its_part(
     db: psycopg.Connection, role: tuple[str, str], part: str, may: str
 ) -> None:
     name, role_dsn = role
@@ -508,7 +508,7 @@ def test_the_roles_of_the_parts_may_do_their_part(
     expect(found(role_dsn, "rights"), Level.OK, f"{name} may {may}; it has the rights of pgoutbox_{part}")
 
 
-def test_a_worker_role_is_enough_for_every_check_of_what_is_owed(
+def test_the_worker_role_can_run_every_backlog_check(
     db: psycopg.Connection, role: tuple[str, str], handled: Outbox
 ) -> None:
     name, role_dsn = role
@@ -526,7 +526,7 @@ OWED: Final = {"retention", "handlers", "leases", "encryption", "due", "breakers
 
 @pytest.fixture
 def troubled(db: psycopg.Connection) -> Outbox:
-    """Something to find for every check of what is owed, and the application that it is owed by."""
+    """Create a finding for every backlog check, and the application that the messages are for."""
     outbox = Outbox()
     outbox.topic("mail")
     for queue, control in (("full", "max_in_flight = 1"), ("paused", "paused_at = now()")):
@@ -555,7 +555,7 @@ def troubled(db: psycopg.Connection) -> Outbox:
 
 
 def told(findings: list[Finding]) -> list[Finding]:
-    """What is said of what is owed, without the numbers, which grow from one examination to the next."""
+    """Return the backlog findings without the numbers that grow from one run to the next."""
     return [
         dataclasses.replace(finding, what=re.sub(r"\d+(\.\d+)?", "#", finding.what))
         for finding in findings
@@ -564,7 +564,7 @@ def told(findings: list[Finding]) -> list[Finding]:
 
 
 @pytest.mark.parametrize("part", ["worker", "operator", "viewer"])
-def test_who_may_look_gets_every_answer_that_the_owner_gets(
+def test_a_viewer_gets_the_same_findings_as_the_owner(
     dsn: str, role: tuple[str, str], db: psycopg.Connection, troubled: Outbox, part: str
 ) -> None:
     name, role_dsn = role
@@ -585,7 +585,7 @@ def test_who_may_look_gets_every_answer_that_the_owner_gets(
         ("producer", {"transactions", "schema", "sequence", "workers", *OWED}),
     ],
 )
-def test_what_a_role_may_not_know_is_skipped_with_what_to_grant(
+def test_checks_without_privileges_are_skipped_with_the_missing_grant(
     role: tuple[str, str], db: psycopg.Connection, troubled: Outbox, part: str, skipped: set[str]
 ) -> None:
     name, role_dsn = role
@@ -600,7 +600,7 @@ def test_what_a_role_may_not_know_is_skipped_with_what_to_grant(
     assert all("GRANT " in str(finding.mend) for finding in findings)
 
 
-def test_who_may_not_read_payloads_says_that_it_does_not_know_whether_a_key_opens_them(
+def test_a_role_without_access_to_payloads_reports_that_keys_were_not_checked(
     db: psycopg.Connection, role: tuple[str, str]
 ) -> None:
     name, role_dsn = role
@@ -620,7 +620,7 @@ def test_who_may_not_read_payloads_says_that_it_does_not_know_whether_a_key_open
     expect(found(settings, "encryption"), Level.OK, "can be opened")
 
 
-def test_a_superuser_is_warned_of(dsn: str) -> None:
+def test_a_superuser_is_a_warning(dsn: str) -> None:
     expect(found(dsn, "rights"), Level.WARNING, "is a superuser")
 
 
@@ -634,7 +634,7 @@ def test_a_superuser_is_warned_of(dsn: str) -> None:
         ("GRANT DELETE ON pgoutbox.audit TO PUBLIC", "table audit"),
     ],
 )
-def test_rights_of_public_are_a_problem_and_the_mend_takes_them(
+def test_privileges_of_public_are_a_problem_with_a_working_fix(
     dsn: str, db: psycopg.Connection, grant: str, what: str
 ) -> None:
     assert levels(found(dsn, "rights")) == ["warning"]
@@ -644,7 +644,7 @@ def test_rights_of_public_are_a_problem_and_the_mend_takes_them(
     assert levels(found(dsn, "rights")) == ["warning"]
 
 
-# --- what is owed -----------------------------------------------------------------------------------------------------
+# --- owed messages ----------------------------------------------------------------------------------------------------
 
 DROP_DATED: Final = """
 DO $$
@@ -683,7 +683,7 @@ $$
         (9, Level.OK, "for 9 days"),
     ],
 )
-def test_partitions_that_end_soon_are_warned_of(
+def test_partitions_that_end_soon_are_a_warning(
     dsn: str, db: psycopg.Connection, days: int, level: Level, words: str
 ) -> None:
     db.execute(DROP_DATED)
@@ -692,9 +692,7 @@ def test_partitions_that_end_soon_are_warned_of(
     expect(found(dsn, "partitions"), level, words)
 
 
-def test_a_sequence_behind_the_messages_is_a_problem_that_the_named_statement_fixes(
-    dsn: str, db: psycopg.Connection
-) -> None:
+def test_a_sequence_behind_the_messages_is_a_problem_with_a_working_fix(dsn: str, db: psycopg.Connection) -> None:
     newest = [enqueue(db) for _ in range(3)][-1]
     expect(found(dsn, "sequence"), Level.OK, f"the last is {newest}")
     db.execute("SELECT setval('pgoutbox.message_id_seq', 1)")
@@ -708,7 +706,9 @@ def test_a_sequence_behind_the_messages_is_a_problem_that_the_named_statement_fi
     ("lock", "why"),
     [("pg_advisory_lock_shared", "workers poll"), ("pg_advisory_lock", "every enqueue in that queue notifies")],
 )
-def test_a_stranger_who_holds_a_bell_is_named(dsn: str, connect: Connect, lock: LiteralString, why: str) -> None:
+def test_a_foreign_session_that_holds_a_bell_is_named(
+    dsn: str, connect: Connect, lock: LiteralString, why: str
+) -> None:
     assert levels(found(dsn, "notify")) == ["ok"]
     stranger = connect(autocommit=True)
     stranger.execute("SET application_name = 'stranger'")
@@ -723,12 +723,12 @@ def test_a_stranger_who_holds_a_bell_is_named(dsn: str, connect: Connect, lock: 
     )
 
 
-def test_a_producer_who_shares_a_bell_in_a_transaction_is_no_stranger(dsn: str, connect: Connect) -> None:
+def test_a_producer_with_a_shared_bell_lock_is_not_reported(dsn: str, connect: Connect) -> None:
     enqueue(connect())
     assert levels(found(dsn, "notify")) == ["ok"]
 
 
-def test_a_sequence_with_a_cache_is_a_problem_that_the_named_statement_fixes(dsn: str, db: psycopg.Connection) -> None:
+def test_a_sequence_with_a_cache_is_a_problem_with_a_working_fix(dsn: str, db: psycopg.Connection) -> None:
     db.execute("ALTER SEQUENCE pgoutbox.message_id_seq CACHE 100")
     finding = expect(found(dsn, "sequence"), Level.PROBLEM, "has CACHE 100")
     db.execute(statement_of(finding))
@@ -736,19 +736,19 @@ def test_a_sequence_with_a_cache_is_a_problem_that_the_named_statement_fixes(dsn
 
 
 def statement_of(finding: Finding) -> bytes:
-    """The SQL that the finding says to run."""
+    """Return the SQL of the finding's fix."""
     statement = re.search(r"(SELECT|ALTER) [^;]*;", str(finding.mend))
     assert statement is not None
     return statement[0].encode()
 
 
-def test_partitions_that_a_wrong_clock_made_do_not_hide_that_today_has_none(dsn: str, db: psycopg.Connection) -> None:
+def test_partitions_of_a_wrong_clock_do_not_hide_the_missing_one_of_today(dsn: str, db: psycopg.Connection) -> None:
     db.execute(DROP_DATED)
     add_partition(db, -40, days=7)
     expect(found(dsn, "partitions"), Level.WARNING, "no partition for today, though it has later ones")
 
 
-def test_a_rule_that_nobody_keeps_is_warned_of(dsn: str, db: psycopg.Connection) -> None:
+def test_a_retention_rule_that_is_not_applied_is_a_warning(dsn: str, db: psycopg.Connection) -> None:
     put(db, State.SENT, age=timedelta(days=9))
     put(db, State.SENT, topic="kept", age=timedelta(days=9))
     db.execute("INSERT INTO pgoutbox.retention VALUES ('5 days', '*', 'sent'), ('90 days', 'kept', 'sent')")
@@ -757,7 +757,7 @@ def test_a_rule_that_nobody_keeps_is_warned_of(dsn: str, db: psycopg.Connection)
     expect(found(dsn, "retention"), Level.OK, "2 rules of retention")
 
 
-def test_many_messages_that_no_rule_deletes_are_warned_of(dsn: str, db: psycopg.Connection) -> None:
+def test_many_messages_without_a_retention_rule_are_a_warning(dsn: str, db: psycopg.Connection) -> None:
     put(db, State.SENT)
     db.execute("ANALYZE pgoutbox.message_done")
     findings = found(dsn, "retention", limits=Limits(done_without_rules=1))
@@ -765,13 +765,13 @@ def test_many_messages_that_no_rule_deletes_are_warned_of(dsn: str, db: psycopg.
     assert levels(found(dsn, "retention")) == ["ok"]
 
 
-def test_that_no_worker_is_connected_is_warned_of(dsn: str) -> None:
+def test_missing_workers_are_a_warning(dsn: str) -> None:
     expect(found(dsn, "workers"), Level.WARNING, "no worker is connected", "pgoutbox worker")
     with psycopg.connect(dsn, application_name="pgoutbox claim w1"):
         expect(found(dsn, "workers"), Level.OK, "1 worker connected")
 
 
-def test_who_does_not_see_other_roles_does_not_say_that_no_worker_is_connected(
+def test_a_role_that_cannot_see_other_roles_does_not_report_missing_workers(
     db: psycopg.Connection, role: tuple[str, str]
 ) -> None:
     name, role_dsn = role
@@ -791,7 +791,7 @@ def test_topics_without_a_handler_are_named(dsn: str, db: psycopg.Connection, ha
     expect(findings, Level.WARNING, "defined without a handler: later.perhaps")
 
 
-def test_attempts_that_outlast_their_lease_are_warned_of(dsn: str, db: psycopg.Connection) -> None:
+def test_attempts_longer_than_their_lease_are_a_warning(dsn: str, db: psycopg.Connection) -> None:
     for _ in range(20):
         put(db, State.SENT)
     assert levels(found(dsn, "leases")) == ["ok"]
@@ -799,7 +799,7 @@ def test_attempts_that_outlast_their_lease_are_warned_of(dsn: str, db: psycopg.C
     expect(found(dsn, "leases"), Level.WARNING, "attempts of mail take 10 min", "PGOUTBOX_LEASE_SECONDS above 600")
 
 
-def test_messages_in_flight_for_long_are_warned_of(dsn: str, db: psycopg.Connection) -> None:
+def test_messages_long_in_flight_are_a_warning(dsn: str, db: psycopg.Connection) -> None:
     message_id = enqueue(db)
     claim(db)
     assert levels(found(dsn, "leases")) == ["ok"]
@@ -810,7 +810,7 @@ def test_messages_in_flight_for_long_are_warned_of(dsn: str, db: psycopg.Connect
     assert levels(found(dsn, "leases")) == ["ok"]
 
 
-def test_a_failed_area_that_grows_is_warned_of_without_the_errors_secrets(dsn: str, db: psycopg.Connection) -> None:
+def test_a_growing_number_of_failures_is_a_warning_without_secrets(dsn: str, db: psycopg.Connection) -> None:
     for _ in range(9):
         put(db, State.FAILED)
     expect(found(dsn, "failed"), Level.OK, "failed and waiting for a person: 9")
@@ -838,21 +838,21 @@ def test_an_open_breaker_is_named_with_its_error_but_no_secret(dsn: str, db: psy
 
 
 class TestDue:
-    """Messages that are due and that nobody claims, and why."""
+    """Tests due messages that no worker claims, and the reported reason."""
 
-    def test_no_worker(self, dsn: str, db: psycopg.Connection) -> None:
+    def test_a_missing_worker_is_named(self, dsn: str, db: psycopg.Connection) -> None:
         enqueue(db)
         assert levels(found(dsn, "due")) == ["ok"]
         db.execute(HOUR_AGO)
         expect(found(dsn, "due"), Level.PROBLEM, "queue default: 1 message due, the oldest for 60 min", "no worker")
 
-    def test_a_pause(self, dsn: str, db: psycopg.Connection) -> None:
+    def test_a_pause_is_named(self, dsn: str, db: psycopg.Connection) -> None:
         enqueue(db)
         db.execute(HOUR_AGO)
         db.execute("INSERT INTO pgoutbox.queue (name, paused_at) VALUES ('default', now())")
         expect(found(dsn, "due"), Level.WARNING, "it is paused", "pgoutbox resume default")
 
-    def test_a_pause_that_is_over_is_no_reason(self, dsn: str, db: psycopg.Connection) -> None:
+    def test_an_ended_pause_is_not_a_reason(self, dsn: str, db: psycopg.Connection) -> None:
         enqueue(db)
         db.execute(HOUR_AGO)
         db.execute(
@@ -860,7 +860,7 @@ class TestDue:
         )
         expect(found(dsn, "due"), Level.PROBLEM, "no worker")
 
-    def test_a_rate_that_is_used_up(self, dsn: str, db: psycopg.Connection) -> None:
+    def test_a_used_up_rate_is_named(self, dsn: str, db: psycopg.Connection) -> None:
         enqueue(db)
         db.execute(HOUR_AGO)
         db.execute(
@@ -869,32 +869,34 @@ class TestDue:
         )
         expect(found(dsn, "due"), Level.WARNING, "its rate limit of 1 in 86400 s is used up", "--rate none")
 
-    def test_a_limit_in_flight_that_is_reached(self, dsn: str, db: psycopg.Connection) -> None:
+    def test_a_reached_in_flight_limit_is_named(self, dsn: str, db: psycopg.Connection) -> None:
         enqueue(db, "mail")
         db.execute(HOUR_AGO)
         put(db, State.SENDING)
         db.execute("INSERT INTO pgoutbox.queue (name, max_in_flight) VALUES ('default', 1)")
         expect(found(dsn, "due"), Level.WARNING, "its limit of 1 allows", "--in-flight none")
 
-    def test_a_failed_message_that_halts_its_key(self, dsn: str, db: psycopg.Connection) -> None:
+    def test_a_failed_message_that_halts_its_key_is_named(self, dsn: str, db: psycopg.Connection) -> None:
         first = put(db, State.FAILED, ordering_key="order-7")
         db.execute("UPDATE pgoutbox.message SET on_failed = 'halt' WHERE id = %s", (first,))
         enqueue(db, "mail", ordering_key="order-7")
         db.execute(HOUR_AGO + " WHERE state = 'pending'")
         expect(found(dsn, "due"), Level.WARNING, "1 wait behind a failed message of their ordering key", "redrive")
 
-    def test_an_earlier_message_of_the_key(self, dsn: str, db: psycopg.Connection) -> None:
+    def test_an_earlier_message_of_the_key_is_named(self, dsn: str, db: psycopg.Connection) -> None:
         enqueue(db, "mail", ordering_key="order-7")
         second = enqueue(db, "mail", ordering_key="order-7")
         db.execute((HOUR_AGO + " WHERE id = %s").encode(), (second,))
         expect(found(dsn, "due"), Level.WARNING, "all wait for an earlier message")
 
-    def test_no_handler(self, dsn: str, db: psycopg.Connection, handled: Outbox, posing: psycopg.Connection) -> None:
+    def test_a_missing_handler_is_named(
+        self, dsn: str, db: psycopg.Connection, handled: Outbox, posing: psycopg.Connection
+    ) -> None:
         enqueue(db, "mail.lost")
         db.execute(HOUR_AGO)
         expect(found(dsn, "due", outbox=handled), Level.PROBLEM, "no handler for mail.lost")
 
-    def test_halted_messages_do_not_hide_that_the_others_have_no_handler(
+    def test_halted_messages_do_not_hide_a_missing_handler_of_the_others(
         self, dsn: str, db: psycopg.Connection, handled: Outbox, posing: psycopg.Connection
     ) -> None:
         first = put(db, State.FAILED, ordering_key="order-7")
@@ -905,23 +907,21 @@ class TestDue:
         db.execute(HOUR_AGO + " WHERE state = 'pending'")
         expect(found(dsn, "due", outbox=handled), Level.PROBLEM, "2 of them halted", "no handler for mail.lost")
 
-    def test_a_worker_of_other_queues(
+    def test_a_worker_of_other_queues_is_named(
         self, dsn: str, db: psycopg.Connection, handled: Outbox, posing: psycopg.Connection
     ) -> None:
         enqueue(db, queue="bulk")
         db.execute(HOUR_AGO)
         expect(found(dsn, "due", outbox=handled), Level.PROBLEM, "does not claim them", "--queue bulk")
 
-    def test_workers_that_do_not_keep_up(self, dsn: str, db: psycopg.Connection, posing: psycopg.Connection) -> None:
+    def test_overloaded_workers_are_named(self, dsn: str, db: psycopg.Connection, posing: psycopg.Connection) -> None:
         enqueue(db)
         db.execute(HOUR_AGO)
         put(db, State.SENDING)
         expect(found(dsn, "due"), Level.WARNING, "do not keep up", "PGOUTBOX_CONCURRENCY")
 
 
-def test_encrypted_topics_without_keys_and_payloads_that_no_key_opens_are_problems(
-    dsn: str, db: psycopg.Connection
-) -> None:
+def test_encrypted_topics_without_keys_and_unreadable_payloads_are_problems(dsn: str, db: psycopg.Connection) -> None:
     outbox = Outbox()
     outbox.topic("mail.secret", encrypted=True)
     expect(found(dsn, "encryption", outbox=outbox), Level.PROBLEM, "encrypted topics without keys: mail.secret")
@@ -936,7 +936,7 @@ def test_encrypted_topics_without_keys_and_payloads_that_no_key_opens_are_proble
     assert mine not in str(finding)
 
 
-def test_destinations_without_a_transport_and_webhooks_without_secrets_are_warned_of(
+def test_destinations_without_a_transport_and_webhooks_without_secrets_are_warnings(
     dsn: str, db: psycopg.Connection
 ) -> None:
     enqueue(db, destination="kafka:orders")
@@ -948,11 +948,11 @@ def test_destinations_without_a_transport_and_webhooks_without_secrets_are_warne
     assert levels(found(signed, "destinations")) == ["ok"]
 
 
-# --- all of it --------------------------------------------------------------------------------------------------------
+# --- everything -------------------------------------------------------------------------------------------------------
 
 
-async def test_an_installation_in_order_has_nothing_to_mend(own: OwnServer, handled: Outbox) -> None:
-    """A database that belongs to an ordinary role, a worker at work, and a mail server that takes e-mail."""
+async def test_a_healthy_installation_has_no_findings_to_fix(own: OwnServer, handled: Outbox) -> None:
+    """A database of an ordinary role, a running worker, and a mail server that accepts e-mail."""
     with own.connect() as db:
         db.execute("CREATE ROLE club LOGIN IN ROLE pg_read_all_stats")
         db.execute("CREATE DATABASE club OWNER club")
@@ -974,7 +974,7 @@ async def test_an_installation_in_order_has_nothing_to_mend(own: OwnServer, hand
     assert (inbox.received, inbox.connection_count) == ([], 1)
 
 
-def test_every_check_is_in_the_documentation(dsn: str) -> None:
+def test_every_check_is_documented(dsn: str) -> None:
     page = (ROOT / "docs" / "how-to" / "doctor.md").read_text()
     rows = re.findall(r"^\| (`[^|]+) \|", page, re.MULTILINE)
     assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == {
@@ -982,7 +982,7 @@ def test_every_check_is_in_the_documentation(dsn: str) -> None:
     }
 
 
-def test_the_commands_that_the_doctor_names_exist() -> None:
+def test_the_commands_in_the_fixes_exist() -> None:
     commands = cast("Any", typer.main.get_command(app)).commands
     named = [
         (name, set(re.findall(r"--[a-z-]+", rest)))
@@ -995,7 +995,7 @@ def test_the_commands_that_the_doctor_names_exist() -> None:
         assert options <= {option for parameter in commands[name].params for option in parameter.opts}
 
 
-def test_nothing_is_changed(dsn: str, db: psycopg.Connection) -> None:
+def test_the_doctor_changes_nothing(dsn: str, db: psycopg.Connection) -> None:
     put(db, State.FAILED)
     enqueue(db, destination="kafka:orders")
     tables = "SELECT sum(n_tup_ins + n_tup_upd + n_tup_del) FROM pg_stat_user_tables"
@@ -1009,7 +1009,7 @@ def test_nothing_is_changed(dsn: str, db: psycopg.Connection) -> None:
     assert (db.execute(tables).fetchall(), db.execute(snapshot).fetchall()) == before
 
 
-def test_what_fails_in_one_check_keeps_no_other_from_being_made(dsn: str, db: psycopg.Connection) -> None:
+def test_a_check_that_fails_does_not_prevent_the_others(dsn: str, db: psycopg.Connection) -> None:
     db.execute("ALTER VIEW pgoutbox.breaker_view RENAME COLUMN opened_at TO since")
     findings = list(examine(settings_of(dsn)))
     broken = [finding for finding in findings if finding.check == "breakers"]
@@ -1017,7 +1017,7 @@ def test_what_fails_in_one_check_keeps_no_other_from_being_made(dsn: str, db: ps
     assert [finding.check for finding in findings].index("failed") > findings.index(broken[0])
 
 
-def test_a_check_that_would_wait_for_a_lock_is_given_up(dsn: str, connect: Connect) -> None:
+def test_a_check_that_waits_for_a_lock_is_abandoned(dsn: str, connect: Connect) -> None:
     blocker = connect()
     blocker.execute("LOCK TABLE pgoutbox.breaker")
     expect(found(dsn, "breakers"), Level.PROBLEM, "cannot be checked", "[55P03]")

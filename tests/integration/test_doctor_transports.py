@@ -1,4 +1,4 @@
-"""The doctor on the ways out, with real servers that refuse, and its command: streams, exit codes, nothing secret."""
+"""Tests the doctor's transport checks with real servers that refuse, and its command: streams, exit codes, secrets."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ async def greet(message: Message, ctx: Context) -> None: ...
 
 
 def found(check: str, outbox: Outbox | None = None, /, **given: object) -> list[Finding]:
-    """What one check says, without a database."""
+    """Run one check without a database."""
     dsn = "host=127.0.0.1 port=1"
     settings = load_settings(**({"dsn": dsn, "connect_timeout_seconds": 1, "broker_timeout_seconds": 2} | given))
     return [finding for finding in examine(settings, outbox) if finding.check == check]
 
 
 async def afound(check: str, outbox: Outbox | None = None, /, **given: object) -> list[Finding]:
-    """The same, while the test's own servers answer on its event loop."""
+    """Run one check while the test's own servers answer on its event loop."""
     return await asyncio.to_thread(lambda: found(check, outbox, **given))
 
 
@@ -74,7 +74,7 @@ def expect(findings: list[Finding], level: Level, *words: str) -> Finding:
     "sender",
     ["club@example.org", "Club <no-reply@mail.example.com>", "a@b.EXAMPLE"],
 )
-async def test_an_example_sender_that_was_never_edited_is_objected_to_strenuously(sender: str) -> None:
+async def test_an_unedited_example_sender_is_a_problem(sender: str) -> None:
     async with accepting_server() as inbox:
         findings = await afound("smtp", **mail_settings(inbox.port) | {"smtp_from": sender})
     expect(findings, Level.PROBLEM, f"PGOUTBOX_SMTP_FROM={sender} IS THE EXAMPLE", "never edited", "not yours")
@@ -82,7 +82,7 @@ async def test_an_example_sender_that_was_never_edited_is_objected_to_strenuousl
 
 
 @pytest.mark.parametrize("sender", ["root@localhost", "Shop <a@shop.test>", "a@club.invalid"])
-async def test_a_sender_of_a_test_system_is_warned_of_and_called_what_it_is(sender: str) -> None:
+async def test_a_sender_of_a_test_system_is_a_warning_that_says_so(sender: str) -> None:
     async with accepting_server() as inbox:
         findings = await afound("smtp", **mail_settings(inbox.port) | {"smtp_from": sender})
     warned = expect(findings, Level.WARNING, f"PGOUTBOX_SMTP_FROM={sender} is reserved for tests")
@@ -90,7 +90,7 @@ async def test_a_sender_of_a_test_system_is_warned_of_and_called_what_it_is(send
     expect(findings, Level.OK, "takes e-mail")
 
 
-async def test_a_server_that_refuses_the_sender_is_a_problem() -> None:
+async def test_a_refused_sender_is_a_problem() -> None:
     async with scripted_server({"MAIL": "553 5.1.8 unknown"}) as server:
         given = mail_settings(server.port) | {"smtp_from": "Club <a@club.org>"}
         expect(await afound("smtp", **given), Level.PROBLEM, "MAIL: 553 5.1.8 unknown", "_FROM")
@@ -98,7 +98,7 @@ async def test_a_server_that_refuses_the_sender_is_a_problem() -> None:
     assert "RCPT" not in server.verbs
 
 
-async def test_an_example_server_and_an_example_of_who_is_alerted_are_problems() -> None:
+async def test_an_example_server_and_an_example_alert_address_are_problems() -> None:
     findings = await afound("smtp", smtp_host="smtp.example.com", smtp_from="a@club.org", smtp_timeout_seconds=1)
     assert findings[0].level is Level.PROBLEM
     assert "PGOUTBOX_SMTP_HOST=smtp.example.com IS THE EXAMPLE" in findings[0].what
@@ -107,14 +107,14 @@ async def test_an_example_server_and_an_example_of_who_is_alerted_are_problems()
         expect(await afound("smtp", **given), Level.PROBLEM, "PGOUTBOX_ALERT_DESTINATION=mailto:ops@example.org")
 
 
-async def test_a_server_that_takes_e_mail_is_in_order_and_gets_none() -> None:
+async def test_an_accepting_mail_server_is_in_order_and_gets_no_mail() -> None:
     async with accepting_server() as inbox:
         findings = await afound("smtp", **mail_settings(inbox.port) | {"smtp_from": "Club <club@example-club.org>"})
         assert [finding.level for finding in findings] == [Level.OK]
         assert (inbox.connection_count, inbox.received) == (1, [])
 
 
-async def test_no_sender_is_warned_of() -> None:
+async def test_a_missing_sender_is_a_warning() -> None:
     async with accepting_server() as inbox:
         findings = await afound("smtp", **mail_settings(inbox.port) | {"smtp_from": None})
     expect(findings, Level.WARNING, "PGOUTBOX_SMTP_FROM is not set")
@@ -128,13 +128,13 @@ def test_plain_text_to_another_machine_is_a_problem() -> None:
     assert "connect" in findings[1].what
 
 
-async def test_a_server_that_does_not_encrypt_is_a_problem() -> None:
+async def test_a_server_without_encryption_is_a_problem() -> None:
     async with accepting_server() as inbox:
         given = mail_settings(inbox.port) | {"smtp_from": "a@club.org", "smtp_security": "starttls"}
         expect(await afound("smtp", **given), Level.PROBLEM, "STARTTLS: the server does not offer it")
 
 
-async def test_a_certificate_of_an_unknown_authority_is_a_problem_and_a_password_that_is_refused_too() -> None:
+async def test_an_unknown_authority_and_a_refused_password_are_problems() -> None:
     authority = trustme.CA()
     theirs, ours = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()
     authority.issue_cert("localhost", HOST).configure_cert(theirs)
@@ -156,17 +156,17 @@ async def test_a_certificate_of_an_unknown_authority_is_a_problem_and_a_password
         assert inbox.received == []
 
 
-def test_settings_that_a_worker_would_not_start_with_are_a_problem() -> None:
+def test_settings_that_stop_a_worker_at_its_start_are_a_problem() -> None:
     given = {"smtp_host": "mx.club.org", "smtp_from": "no address", "smtp_timeout_seconds": 0.5}
     expect(found("smtp", **given), Level.PROBLEM, "PGOUTBOX_SMTP_FROM", "does not start")
 
 
-def test_without_a_server_there_is_nothing_to_try() -> None:
+def test_no_mail_server_means_no_check() -> None:
     for check in ("smtp", "apprise", "redis", "nats", "rabbitmq", "kafka"):
         assert [finding.level for finding in found(check)] == [Level.SKIPPED]
 
 
-def test_a_transport_of_the_application_that_cannot_be_tried_is_left_out() -> None:
+def test_a_custom_transport_without_a_check_is_skipped() -> None:
     class Printer:
         schemes = ("redis",)
 
@@ -192,13 +192,11 @@ def test_a_transport_of_the_application_that_cannot_be_tried_is_left_out() -> No
         ({}, Level.OK, "can be used"),
     ],
 )
-def test_what_is_wrong_with_the_settings_of_webhooks_is_told(
-    given: dict[str, object], level: Level, words: str
-) -> None:
+def test_errors_in_webhook_settings_are_reported(given: dict[str, object], level: Level, words: str) -> None:
     expect(found("webhooks", **given), level, words)
 
 
-def test_webhooks_that_may_go_anywhere_are_warned_of() -> None:
+def test_unrestricted_webhooks_are_a_warning() -> None:
     secrets = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
     given = {"webhook_allow_http": True, "webhook_allowed_networks": "10.0.0.0/8", "webhook_secrets": secrets}
     findings = found("webhooks", **given)
@@ -207,7 +205,7 @@ def test_webhooks_that_may_go_anywhere_are_warned_of() -> None:
     assert "10.0.0.0/8" in findings[1].what
 
 
-def test_urls_of_notifications_that_cannot_be_read_are_a_problem() -> None:
+def test_unreadable_notification_urls_are_a_problem() -> None:
     expect(found("apprise", apprise_urls=f'{{"ops": "nosuch://{CANARY}"}}'), Level.PROBLEM, "PGOUTBOX_APPRISE_URLS")
     expect(found("apprise", apprise_urls='{"ops": "json://localhost/"}'), Level.OK, "can be read")
 
@@ -215,7 +213,7 @@ def test_urls_of_notifications_that_cannot_be_read_are_a_problem() -> None:
 # --- brokers ----------------------------------------------------------------------------------------------------------
 
 
-def test_redis() -> None:
+def test_problems_of_redis_are_reported() -> None:
     with redis_server("--requirepass", "right") as broker:
         given = {"redis_url": f"redis://:right@{HOST}:{broker.port}"}
         expect(found("redis", **given), Level.OK, "Redis takes the connection")
@@ -227,7 +225,7 @@ def test_redis() -> None:
     expect(found("redis", redis_url=f"nonsense://{CANARY}"), Level.PROBLEM, "(hidden)", "does not start")
 
 
-def test_nats() -> None:
+def test_problems_of_nats_are_reported() -> None:
     with nats_server("authorization { user: app, password: right }") as broker:
         expect(found("nats", nats_url=f"nats://app:right@{HOST}:{broker.port}"), Level.OK, "NATS takes the connection")
         given = {"nats_url": f"nats://app:{CANARY}@{HOST}:{broker.port}"}
@@ -235,7 +233,8 @@ def test_nats() -> None:
     expect(found("nats", **given), Level.PROBLEM, "connect:")
 
 
-def test_rabbitmq() -> None:
+@pytest.mark.slow
+def test_problems_of_rabbitmq_are_reported() -> None:
     with rabbitmq_server() as broker:
         given = {"rabbitmq_url": f"amqp://app:secret@{HOST}:{broker.plain_port}", "broker_timeout_seconds": 20}
         expect(found("rabbitmq", **given), Level.OK, "RabbitMQ takes the connection")
@@ -244,7 +243,7 @@ def test_rabbitmq() -> None:
     expect(found("rabbitmq", **given), Level.PROBLEM, "connect:")
 
 
-def test_kafka() -> None:
+def test_problems_of_kafka_are_reported() -> None:
     with kafka_server() as broker:
         given = {"kafka_servers": f"{HOST}:{broker.port}", "kafka_security": "none"}
         expect(found("kafka", **given), Level.OK, "Kafka takes the connection")
@@ -260,7 +259,7 @@ def test_kafka() -> None:
         ("kafka", {"kafka_servers": f"{NOWHERE}:9092", "kafka_security": "none"}),
     ],
 )
-def test_plain_text_to_a_broker_on_another_machine_is_warned_of(check: str, given: dict[str, object]) -> None:
+def test_plain_text_to_a_broker_on_another_machine_is_a_warning(check: str, given: dict[str, object]) -> None:
     findings = found(check, **given | {"broker_timeout_seconds": 0.5})
     expect(findings, Level.WARNING, f"plain text to {NOWHERE}")
     expect(findings, Level.PROBLEM, "connect:")
@@ -269,7 +268,7 @@ def test_plain_text_to_a_broker_on_another_machine_is_warned_of(check: str, give
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def test_the_command_prints_a_line_for_each_finding_and_fails_for_a_problem_alone(
+def test_the_command_prints_a_line_for_each_finding_and_fails_only_for_a_problem(
     cli: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = cli("doctor")
@@ -278,12 +277,12 @@ def test_the_command_prints_a_line_for_each_finding_and_fails_for_a_problem_alon
     assert {row[0] for row in rows} <= {"ok", "skipped", "warning", "problem"}
     assert {len(row) for row in rows} == {5}
     assert done.exit_code == (1 if reckless else 0)
-    assert {row[1] for row in reckless} <= {"durability"}  # The tests' server may be set up for speed.
+    assert {row[1] for row in reckless} <= {"durability"}  # The tests' server may be configured for speed.
     monkeypatch.setenv("PGOUTBOX_DSN", "host=127.0.0.1 port=1")
     assert cli("doctor").exit_code == 1
 
 
-def test_with_json_each_finding_is_a_document_of_its_own(cli: Callable[..., Done]) -> None:
+def test_with_json_each_finding_is_a_separate_document(cli: Callable[..., Done]) -> None:
     done = cli("doctor", "--json")
     assert done.err == ""
     for line in done.lines:
@@ -292,7 +291,7 @@ def test_with_json_each_finding_is_a_document_of_its_own(cli: Callable[..., Done
     assert len(done.lines) > 25
 
 
-def test_with_strict_a_warning_fails_too(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_strict_a_warning_also_fails(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from pgoutbox import doctor as examination
     from pgoutbox.cli import main
 
@@ -303,13 +302,13 @@ def test_with_strict_a_warning_fails_too(dsn: str, monkeypatch: pytest.MonkeyPat
         assert (main(["doctor"]), main(["doctor", "--strict"])) == (plain, strict)
 
 
-def test_misuse_is_told_apart(cli_anywhere: Callable[..., Done], dsn: str) -> None:
+def test_wrong_usage_has_its_own_exit_code(cli_anywhere: Callable[..., Done], dsn: str) -> None:
     assert (cli_anywhere("doctor").exit_code, "PGOUTBOX_DSN" in cli_anywhere("doctor").err) == (2, True)
     assert cli_anywhere("doctor", "--nonsense").exit_code == 2
     assert cli_anywhere("doctor", "--dsn", dsn, "--app", "nosuch:outbox").exit_code == 2
 
 
-def test_the_application_is_examined_too(cli: Callable[..., Done], tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_the_application_is_checked_too(cli: Callable[..., Done], tmp_path_factory: pytest.TempPathFactory) -> None:
     place = tmp_path_factory.mktemp("app")
     (place / "doctored_app.py").write_text(APP)
     before = os.getcwd()  # noqa: PTH109 - as a shell would
@@ -323,7 +322,8 @@ def test_the_application_is_examined_too(cli: Callable[..., Done], tmp_path_fact
     ]
 
 
-def test_on_a_terminal_why_and_how_stand_below(dsn: str) -> None:
+@pytest.mark.slow
+def test_on_a_terminal_reason_and_fix_are_below_the_finding(dsn: str) -> None:
     done = test_cli.run_on_terminal("doctor", dsn=dsn, PGOUTBOX_SMTP_HSOT="x")
     lines = done.out.replace("\r", "").splitlines()
     place = next(number for number, line in enumerate(lines) if "PGOUTBOX_SMTP_HSOT" in line)
@@ -361,8 +361,9 @@ BROKEN: Final = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extra", [{}, BROKEN], ids=["refused", "misspelt"])
-def test_nothing_secret_is_ever_printed(extra: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_secret_is_ever_printed(extra: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     for variable, value in (SECRETS | extra).items():
         monkeypatch.setenv(variable, value)
     for arguments in (("doctor",), ("doctor", "--json")):
@@ -374,7 +375,7 @@ def test_nothing_secret_is_ever_printed(extra: dict[str, str], monkeypatch: pyte
         assert sum("problem" in line for line in done.out.splitlines()) >= 6
 
 
-def test_the_secrets_are_hidden_of_a_database_that_answers_too(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_secret_is_printed_with_a_reachable_database(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable, value in SECRETS.items():
         monkeypatch.setenv(variable, value)
     done = test_cli.run_process("doctor", "--json", dsn=dsn)

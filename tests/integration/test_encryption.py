@@ -1,4 +1,4 @@
-"""Encrypted topics on a real database: what the row holds, what the handler gets, and what duplicates are."""
+"""Tests encrypted topics on a real database: the contents of the row, the handler's payload, and duplicates."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Reset(BaseModel):
 
 
 def outbox_with(dsn: str, *keys: str) -> Outbox:
-    """An outbox whose topic `reset` is encrypted."""
+    """Build an outbox whose topic `reset` is encrypted."""
     outbox = Outbox(settings_for(dsn, encryption_keys=",".join(keys) or None))
     outbox.topic("reset", payload=Reset, encrypted=True)
     return outbox
@@ -54,7 +54,7 @@ def put(outbox: Outbox, db: psycopg.Connection, code: str = CANARY, **options: U
 
 
 def everything_in(db: psycopg.Connection) -> str:
-    """All that the tables of messages hold, as text."""
+    """Return the contents of all message tables as text."""
     texts = []
     for table in ("message", "attempt", "dedupe", "coalesce"):
         texts += [row[0] for row in db.execute(f"SELECT t::text FROM pgoutbox.{table} AS t".encode()).fetchall()]
@@ -65,7 +65,7 @@ KINDS = ("async", "sync", "batch", "transactional", "transactional sync")
 
 
 def register(outbox: Outbox, kind: str) -> list[object]:
-    """A handler of that kind, and the payloads that it gets."""
+    """Register a handler of this kind, and return the payloads that it receives."""
     got: list[object] = []
     if kind in ("async", "transactional"):
 
@@ -101,7 +101,7 @@ async def test_the_row_is_encrypted_and_the_handler_gets_the_model(dsn: str, db:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("keys", [(), (NEW,)], ids=["without keys", "with another key"])
-async def test_a_worker_without_the_key_retries_and_the_next_one_delivers(
+async def test_a_worker_without_the_key_retries_and_the_next_worker_delivers(
     dsn: str, db: psycopg.Connection, caplog: pytest.LogCaptureFixture, kind: str, keys: tuple[str, ...]
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -122,7 +122,7 @@ async def test_a_worker_without_the_key_retries_and_the_next_one_delivers(
     assert (got, state_of(db, message_id)) == ([Reset(user=7, code=CANARY)], "sent")
 
 
-async def test_one_message_that_cannot_be_opened_keeps_no_other_of_its_batch(dsn: str, db: psycopg.Connection) -> None:
+async def test_an_unreadable_message_does_not_affect_others_of_its_batch(dsn: str, db: psycopg.Connection) -> None:
     closed = put(outbox_with(dsn, NEW), db).id
     outbox = outbox_with(dsn, OLD)
     got = register(outbox, "batch")
@@ -131,7 +131,7 @@ async def test_one_message_that_cannot_be_opened_keeps_no_other_of_its_batch(dsn
     assert [state_of(db, closed), state_of(db, opened), len(got)] == ["pending", "sent", 1]
 
 
-async def test_what_was_enqueued_before_the_topic_was_encrypted_is_delivered(dsn: str, db: psycopg.Connection) -> None:
+async def test_a_message_enqueued_before_the_topic_was_encrypted_is_delivered(dsn: str, db: psycopg.Connection) -> None:
     outbox = outbox_with(dsn, OLD)
     got = register(outbox, "async")
     enqueue(db, "reset", {"user": 7, "code": "plain"})
@@ -139,7 +139,7 @@ async def test_what_was_enqueued_before_the_topic_was_encrypted_is_delivered(dsn
     assert got == [Reset(user=7, code="plain")]
 
 
-def test_the_same_payload_under_one_dedupe_key_is_a_duplicate_and_another_a_conflict(
+def test_under_one_dedupe_key_the_same_payload_is_a_duplicate_and_another_a_conflict(
     dsn: str, db: psycopg.Connection
 ) -> None:
     outbox = outbox_with(dsn, OLD)
@@ -150,7 +150,7 @@ def test_the_same_payload_under_one_dedupe_key_is_a_duplicate_and_another_a_conf
     assert CANARY not in str(caught.value)
 
 
-def test_duplicates_are_known_in_bulk(dsn: str, db: psycopg.Connection) -> None:
+def test_duplicates_are_recognized_in_bulk(dsn: str, db: psycopg.Connection) -> None:
     outbox = outbox_with(dsn, OLD)
     first = put(outbox, db, dedupe_key="k")
     with db.transaction():
@@ -165,7 +165,7 @@ def test_duplicates_are_known_in_bulk(dsn: str, db: psycopg.Connection) -> None:
     assert CANARY not in everything_in(db)
 
 
-def test_duplicates_are_known_while_keys_are_exchanged(dsn: str, db: psycopg.Connection) -> None:
+def test_duplicates_are_recognized_during_a_key_rotation(dsn: str, db: psycopg.Connection) -> None:
     first = put(outbox_with(dsn, OLD), db, dedupe_key="k")
     for keys in ((OLD, NEW), (NEW, OLD)):
         assert put(outbox_with(dsn, *keys), db, dedupe_key="k") == Enqueued(first.id, True)
@@ -193,7 +193,7 @@ def test_without_usable_digests_the_payload_itself_is_compared(db: psycopg.Conne
     assert stored == (True,)
 
 
-def test_a_digest_cannot_be_forged_by_a_payload_of_its_text(db: psycopg.Connection) -> None:
+def test_a_payload_with_the_text_of_a_digest_cannot_forge_it(db: psycopg.Connection) -> None:
     first = enqueue(db, payload={SEALED: {"digests": ["5"]}}, dedupe_key="k")
     assert enqueue(db, payload={SEALED: {"digests": ["4", "5"]}}, dedupe_key="k") == first
     for other in (5, "5"):
@@ -257,7 +257,7 @@ async def test_a_content_is_decrypted_once_for_all_of_its_messages(
         ("reset", "mailto:a@example.org", None),
     ],
 )
-async def test_a_payload_that_is_enqueued_again_elsewhere_by_sql_is_not_opened(
+async def test_a_payload_copied_to_another_topic_by_sql_does_not_decrypt(
     dsn: str, db: psycopg.Connection, topic: str, destination: str, problem: str | None
 ) -> None:
     outbox = outbox_with(dsn, OLD)
@@ -280,7 +280,9 @@ async def test_a_payload_that_is_enqueued_again_elsewhere_by_sql_is_not_opened(
         assert got == [Reset(user=7, code=CANARY)]
 
 
-async def test_payload_and_content_of_a_fan_out_do_not_open_in_another_topic(dsn: str, db: psycopg.Connection) -> None:
+async def test_payload_and_content_of_a_fan_out_do_not_decrypt_in_another_topic(
+    dsn: str, db: psycopg.Connection
+) -> None:
     outbox = outbox_with(dsn, OLD)
     got = register(outbox, "async")
 
@@ -305,7 +307,7 @@ async def test_payload_and_content_of_a_fan_out_do_not_open_in_another_topic(dsn
     ]
 
 
-async def test_a_content_that_cannot_be_read_ends_its_own_messages_only(dsn: str, db: psycopg.Connection) -> None:
+async def test_an_unreadable_content_ends_only_its_own_messages(dsn: str, db: psycopg.Connection) -> None:
     outbox = outbox_with(dsn, OLD)
     got = register(outbox, "async")
     with db.transaction():
@@ -325,7 +327,7 @@ def test_a_content_of_the_reserved_form_is_refused(dsn: str, db: psycopg.Connect
         outbox_with(dsn).enqueue_fanout(db, "plain", 1, ["mailto:a@example.org"], content={SEALED: 1})
 
 
-def test_without_keys_nothing_is_written_and_the_transaction_goes_on(dsn: str, db: psycopg.Connection) -> None:
+def test_without_keys_nothing_is_written_and_the_transaction_stays_usable(dsn: str, db: psycopg.Connection) -> None:
     with db.transaction():
         with pytest.raises(ConfigurationError, match="set PGOUTBOX_ENCRYPTION_KEYS"):
             outbox_with(dsn).enqueue(db, "reset", Reset(user=7, code=CANARY))
@@ -337,7 +339,7 @@ def test_a_payload_of_the_reserved_form_is_refused(dsn: str, db: psycopg.Connect
         outbox_with(dsn, OLD).enqueue(db, "plain", {SEALED: {"token": "x"}})
 
 
-def test_a_copy_that_is_resent_is_read_like_its_source(dsn: str, db: psycopg.Connection) -> None:
+def test_a_resent_copy_is_decrypted_like_its_source(dsn: str, db: psycopg.Connection) -> None:
     outbox = outbox_with(dsn, OLD)
     got = register(outbox, "async")
     driver = OutboxDriver(outbox, dsn)
@@ -349,7 +351,7 @@ def test_a_copy_that_is_resent_is_read_like_its_source(dsn: str, db: psycopg.Con
     assert got == [Reset(user=7, code=CANARY)] * 2
 
 
-def test_the_driver_of_tests_sees_the_payload(dsn: str, db: psycopg.Connection) -> None:
+def test_the_test_driver_decrypts_the_payload(dsn: str, db: psycopg.Connection) -> None:
     outbox = outbox_with(dsn, OLD)
     put(outbox, db)
     (row,) = OutboxDriver(outbox, dsn).assert_enqueued("reset", payload={"code": CANARY})

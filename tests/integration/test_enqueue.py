@@ -1,4 +1,4 @@
-"""Enqueue from Python on real connections: what is written, what is refused, and what two transactions do."""
+"""Tests enqueue from Python on real connections: the rows, the refusals, and concurrent transactions."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_the_message_exists_if_and_only_if_the_transaction_commits(outbox: Outbo
     assert not duplicate
 
 
-def test_a_defined_topic_settles_the_message_by_its_name_alone(outbox: Outbox, rolled_back: psycopg.Connection) -> None:
+def test_a_defined_topic_sets_the_options_of_its_messages(outbox: Outbox, rolled_back: psycopg.Connection) -> None:
     outbox.define(ACTIVATION)
     payload = {"user_id": 7, "email": "a@example.org"}
     one = outbox.enqueue(rolled_back, "mail.activation", payload)
@@ -111,7 +111,7 @@ def test_a_defined_topic_settles_the_message_by_its_name_alone(outbox: Outbox, r
         assert row(rolled_back, columns, enqueued.id) == expected
 
 
-def test_expires_after_counts_from_when_the_message_falls_due(outbox: Outbox, rolled_back: psycopg.Connection) -> None:
+def test_expires_after_counts_from_the_due_time(outbox: Outbox, rolled_back: psycopg.Connection) -> None:
     topic = Topic("news", expires_after=60)
     due = datetime.now(UTC).replace(microsecond=0) + timedelta(days=1)
     past = due - timedelta(days=30)
@@ -149,7 +149,7 @@ def test_every_option_reaches_the_row(outbox: Outbox, rolled_back: psycopg.Conne
     assert row(rolled_back, "dedupe_key", one.id) == (options["dedupe_key"],)
 
 
-def test_the_budget_is_the_call_sites_or_the_topics_or_the_handlers_or_the_default(
+def test_max_attempts_comes_from_the_call_the_topic_the_handler_or_the_default(
     outbox: Outbox, rolled_back: psycopg.Connection
 ) -> None:
     @outbox.handler("handled", retry=RetryPolicy(max_attempts=3))
@@ -166,7 +166,7 @@ def test_the_budget_is_the_call_sites_or_the_topics_or_the_handlers_or_the_defau
         assert [row(rolled_back, "max_attempts", e.id)[0] for e in enqueued] == [3, 5, 5, 11, 9]
 
 
-def test_a_serializer_writes_what_is_not_json(outbox: Outbox, rolled_back: psycopg.Connection) -> None:
+def test_a_serializer_handles_values_that_are_not_json(outbox: Outbox, rolled_back: psycopg.Connection) -> None:
     moment = datetime(2026, 1, 2, tzinfo=UTC)
     one = outbox.enqueue(rolled_back, "mail", {"at": moment}, serializer=str)
     (many,) = outbox.enqueue_many(rolled_back, [NewMessage("mail", {"at": moment})], serializer=str)
@@ -174,7 +174,7 @@ def test_a_serializer_writes_what_is_not_json(outbox: Outbox, rolled_back: psyco
         assert row(rolled_back, "payload", enqueued.id) == ({"at": "2026-01-02 00:00:00+00:00"},)
 
 
-def test_a_strict_outbox_knows_its_topics(rolled_back: psycopg.Connection) -> None:
+def test_a_strict_outbox_refuses_unknown_topics(rolled_back: psycopg.Connection) -> None:
     strict = Outbox(strict=True)
     strict.topic("defined")
 
@@ -188,7 +188,7 @@ def test_a_strict_outbox_knows_its_topics(rolled_back: psycopg.Connection) -> No
             strict.enqueue(rolled_back, unknown, 1)
 
 
-def test_a_call_site_with_another_definition_of_the_topic_is_refused(
+def test_a_call_with_another_definition_of_the_topic_is_refused(
     outbox: Outbox, rolled_back: psycopg.Connection
 ) -> None:
     outbox.topic("mail", queue="bulk")
@@ -211,7 +211,7 @@ def test_a_call_site_with_another_definition_of_the_topic_is_refused(
         (1, {"max_attempts": 0}, "max_attempts"),
     ],
 )
-def test_a_mistake_is_found_before_any_sql(
+def test_an_invalid_argument_is_refused_before_any_sql(
     rolled_back: psycopg.Connection, payload: object, options: dict[str, Any], field: str
 ) -> None:
     outbox = Outbox(Settings(max_payload_bytes=1000))
@@ -224,9 +224,7 @@ def test_a_mistake_is_found_before_any_sql(
     assert rolled_back.info.transaction_status is TransactionStatus.IDLE
 
 
-def test_what_only_the_database_can_judge_is_refused_by_it_with_the_same_error(
-    outbox: Outbox, rolled_back: psycopg.Connection
-) -> None:
+def test_a_refusal_by_the_database_raises_the_same_error(outbox: Outbox, rolled_back: psycopg.Connection) -> None:
     past = datetime.now(UTC) - timedelta(hours=1)
     with pytest.raises(PayloadError) as caught, rolled_back.transaction():
         outbox.enqueue(rolled_back, "mail", 1, expires_at=past)
@@ -253,7 +251,7 @@ def test_a_dedupe_key_with_another_payload_is_a_duplicate_error(
         assert str(caught.value) == f"dedupe_key: message {first.id} of topic mail has this key and another payload"
 
 
-def test_a_database_without_the_schema_is_a_schema_error_that_names_the_command(outbox: Outbox, empty_dsn: str) -> None:
+def test_a_missing_schema_is_a_schema_error_that_names_the_command(outbox: Outbox, empty_dsn: str) -> None:
     with psycopg.connect(empty_dsn) as connection:
         for call in (
             lambda: outbox.enqueue(connection, "mail", 1),
@@ -272,7 +270,7 @@ def test_a_missing_table_of_the_schema_is_named(outbox: Outbox, rolled_back: psy
         outbox.enqueue(rolled_back, "mail", 1, dedupe_key="k")
 
 
-def test_a_missing_function_of_somebody_elses_trigger_passes_through(
+def test_a_missing_function_of_a_foreign_trigger_is_not_a_schema_error(
     outbox: Outbox, rolled_back: psycopg.Connection
 ) -> None:
     rolled_back.execute(
@@ -286,7 +284,7 @@ def test_a_missing_function_of_somebody_elses_trigger_passes_through(
         outbox.enqueue(rolled_back, "mail", 1)
 
 
-def test_the_servers_other_errors_pass_through_untouched(outbox: Outbox, rolled_back: psycopg.Connection) -> None:
+def test_other_server_errors_pass_through_unchanged(outbox: Outbox, rolled_back: psycopg.Connection) -> None:
     rolled_back.execute("SET TRANSACTION READ ONLY")
     with pytest.raises(errors.ReadOnlySqlTransaction):
         outbox.enqueue(rolled_back, "mail", 1)
@@ -295,7 +293,7 @@ def test_the_servers_other_errors_pass_through_untouched(outbox: Outbox, rolled_
 # --- many messages ----------------------------------------------------------------------------------------------------
 
 
-def test_no_items_are_no_statement(outbox: Outbox, rolled_back: psycopg.Connection) -> None:
+def test_an_empty_bulk_runs_no_statement(outbox: Outbox, rolled_back: psycopg.Connection) -> None:
     assert outbox.enqueue_many(rolled_back, []) == []
     assert rolled_back.info.transaction_status is TransactionStatus.IDLE
 
@@ -310,7 +308,7 @@ def test_an_iterator_that_raises_midway_leaves_nothing_behind(outbox: Outbox, ro
     assert rolled_back.info.transaction_status is TransactionStatus.IDLE
 
 
-def test_the_bad_one_of_ten_thousand_is_named(outbox: Outbox, rolled_back: psycopg.Connection) -> None:
+def test_the_invalid_item_of_ten_thousand_is_named(outbox: Outbox, rolled_back: psycopg.Connection) -> None:
     items = [NewMessage("mail", {"x": float("nan") if n == 4711 else n}) for n in range(10_000)]
     with pytest.raises(PayloadError, match=r"^items\[4711\]\.payload\.x: not JSON: nan$"):
         outbox.enqueue_many(rolled_back, items)
@@ -319,7 +317,7 @@ def test_the_bad_one_of_ten_thousand_is_named(outbox: Outbox, rolled_back: psyco
     assert rolled_back.info.transaction_status is TransactionStatus.IDLE
 
 
-def test_the_answers_are_in_the_order_of_the_items_over_all_chunks(
+def test_the_answers_are_in_the_order_of_the_items_across_chunks(
     outbox: Outbox, rolled_back: psycopg.Connection
 ) -> None:
     items = [NewMessage("mail", n, coalesce_key=str(n % 7) if n % 3 == 0 else None) for n in range(12_345)]
@@ -353,9 +351,7 @@ def test_two_bulks_with_the_same_keys_in_opposite_order_do_not_deadlock(
 # --- two transactions -------------------------------------------------------------------------------------------------
 
 
-def test_whoever_waits_for_a_dedupe_key_gets_the_winners_message_when_it_commits(
-    outbox: Outbox, connect: Connect
-) -> None:
+def test_an_enqueue_waiting_for_a_dedupe_key_returns_the_committed_message(outbox: Outbox, connect: Connect) -> None:
     winner, waiting, observer = connect(), connect(), connect(autocommit=True)
     first = outbox.enqueue(winner, "mail", 1, dedupe_key="k")
     with ThreadPoolExecutor(1) as threads:
@@ -367,9 +363,7 @@ def test_whoever_waits_for_a_dedupe_key_gets_the_winners_message_when_it_commits
     assert count(observer) == 1
 
 
-def test_whoever_waits_for_a_dedupe_key_inserts_after_all_when_the_winner_rolls_back(
-    outbox: Outbox, connect: Connect
-) -> None:
+def test_an_enqueue_waiting_for_a_dedupe_key_inserts_after_a_rollback(outbox: Outbox, connect: Connect) -> None:
     winner, waiting, observer = connect(), connect(), connect(autocommit=True)
     outbox.enqueue(winner, "mail", 1, dedupe_key="k")
     with ThreadPoolExecutor(1) as threads:
@@ -433,7 +427,7 @@ def test_of_64_producers_of_one_key_the_last_committed_one_is_delivered(outbox: 
 
 @pytest.fixture
 def business(connection: psycopg.Connection) -> psycopg.Connection:
-    """A connection that has written something of its own, not yet committed."""
+    """Return a connection with an uncommitted write of its own."""
     connection.execute("CREATE TABLE account (id bigint)")
     connection.commit()
     connection.execute("INSERT INTO account VALUES (7)")
@@ -445,7 +439,7 @@ def accounts(connection: psycopg.Connection) -> list[tuple[int]]:
 
 
 def failure(caplog: pytest.LogCaptureFixture) -> dict[str, object]:
-    """The one record in the log, without what must not be in it."""
+    """Return the only log record, after checking that it contains no secret."""
     (record,) = caplog.records
     assert record.name == "pgoutbox.outbox"
     assert record.levelno == logging.ERROR
@@ -455,7 +449,7 @@ def failure(caplog: pytest.LogCaptureFixture) -> dict[str, object]:
     return {name: vars(record)[name] for name in names}
 
 
-def test_best_effort_gives_the_receipt_when_all_is_well(outbox: Outbox, business: psycopg.Connection) -> None:
+def test_best_effort_returns_the_receipt_without_an_error(outbox: Outbox, business: psycopg.Connection) -> None:
     enqueued = outbox.enqueue(business, "mail", 1, best_effort=True)
     business.commit()
     assert enqueued is not None
@@ -463,7 +457,7 @@ def test_best_effort_gives_the_receipt_when_all_is_well(outbox: Outbox, business
     assert accounts(business) == [(7,)]
 
 
-def test_best_effort_logs_a_mistake_and_the_caller_goes_on(
+def test_best_effort_logs_an_error_and_the_caller_continues(
     outbox: Outbox, business: psycopg.Connection, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert outbox.enqueue(business, "mail", {CANARY: [CANARY, "\0"]}, dedupe_key=CANARY, best_effort=True) is None
@@ -478,7 +472,7 @@ def test_best_effort_logs_a_mistake_and_the_caller_goes_on(
     }
 
 
-def test_best_effort_rolls_back_to_before_the_enqueue_and_no_further(
+def test_best_effort_rolls_back_only_the_enqueue(
     outbox: Outbox, business: psycopg.Connection, caplog: pytest.LogCaptureFixture
 ) -> None:
     outbox.enqueue(business, "mail", 1, dedupe_key=CANARY)
@@ -513,12 +507,12 @@ def test_best_effort_survives_a_missing_schema(
     assert failure(caplog)["error_type"] == "SchemaError"
 
 
-def test_best_effort_lets_no_block_end_as_if_it_had_committed(
+def test_best_effort_does_not_let_a_transaction_block_end_as_committed(
     outbox: Outbox, dsn: str, connect: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:
     with (  # noqa: PT012 - raised by the last statement
         pytest.raises(errors.AdminShutdown),
-        psycopg.connect(dsn) as connection,  # It makes no commit on a connection that is gone, and says nothing.
+        psycopg.connect(dsn) as connection,  # The block does not commit on a lost connection, and raises no error.
     ):
         connection.execute("CREATE TABLE account (id bigint)")
         connect(autocommit=True).execute("SELECT pg_terminate_backend(%s, 10000)", (connection.info.backend_pid,))
@@ -545,7 +539,7 @@ def test_best_effort_outside_a_transaction_makes_no_savepoint(
     assert count(connection) == 1
 
 
-def test_best_effort_hides_no_mistake_of_programming(outbox: Outbox, connection: psycopg.Connection) -> None:
+def test_best_effort_does_not_hide_programming_errors(outbox: Outbox, connection: psycopg.Connection) -> None:
     with pytest.raises(TypeError, match=r"enqueue takes psycopg\.Connection"):
         outbox.enqueue("postgresql:///app", "mail", 1, best_effort=True)  # type: ignore[call-overload]
     with pytest.raises(TypeError, match="unexpected keyword argument 'qeue'"):
@@ -555,7 +549,7 @@ def test_best_effort_hides_no_mistake_of_programming(outbox: Outbox, connection:
 # --- faults -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_backend_that_is_terminated_commits_nothing_and_says_so(outbox: Outbox, connect: Connect) -> None:
+def test_a_terminated_backend_commits_nothing_and_raises_an_error(outbox: Outbox, connect: Connect) -> None:
     enqueuing, committing, observer = connect(), connect(), connect(autocommit=True)
     for producer in (enqueuing, committing):
         outbox.enqueue(producer, "mail", 1)
@@ -571,7 +565,8 @@ def test_a_backend_that_is_terminated_commits_nothing_and_says_so(outbox: Outbox
 
 @contextmanager
 def losing_the_reply_to_commit(dsn: str) -> Iterator[str]:
-    """A DSN through a proxy that hands a COMMIT on, waits for the server's reply to it, and hangs up instead."""
+    """Run a proxy that forwards a COMMIT, waits for the server's reply to it, and disconnects instead of forwarding
+    it."""
     info = conninfo_to_dict(dsn)
     host, port = str(info["host"]), int(info.get("port") or 5432)
     with tempfile.TemporaryDirectory() as directory, socket.socket(socket.AF_UNIX) as listener:
@@ -635,7 +630,7 @@ ANYTHING = st.recursive(
 
 
 def same(stored: object, given_value: object) -> bool:
-    """Whether the row holds the value: jsonb keeps numbers as decimals, and knows no tuples."""
+    """Return whether the row holds the value: jsonb stores numbers as decimals, and has no tuples."""
     if isinstance(given_value, dict):
         return (
             isinstance(stored, dict)
@@ -649,9 +644,10 @@ def same(stored: object, given_value: object) -> bool:
     return type(stored) is type(given_value) and stored == given_value
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(payload=ANYTHING, key=TEXT)
-def test_any_value_is_stored_as_it_is_or_refused_with_its_path_and_the_transaction_stays_usable(
+def test_any_value_is_stored_unchanged_or_refused_with_its_path(
     rolled_back: psycopg.Connection, payload: object, key: str
 ) -> None:
     outbox = Outbox()

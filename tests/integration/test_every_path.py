@@ -1,4 +1,4 @@
-"""Promises and controls on the paths where they are easily forgotten: batches, rings, wind-downs, drains."""
+"""Tests guarantees and controls on rarely used paths: batches, rings, shutdowns, drains."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 def quick(dsn: str, *topics: str, **settings: object) -> Outbox:
-    """An outbox whose handlers send at once."""
+    """Build an outbox whose handlers send immediately."""
     outbox = Outbox(settings_for(dsn, **settings))
     for topic in topics or ("greet",):
 
@@ -51,7 +51,7 @@ def quick(dsn: str, *topics: str, **settings: object) -> Outbox:
     return outbox
 
 
-# --- endings of stopped handlers --------------------------------------------------------------------------------------
+# --- stopped handlers -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("on_unknown", "ends"), [("hold", State.FAILED), ("retry", State.SENDING)])
@@ -81,7 +81,7 @@ async def test_a_message_whose_handler_outlives_the_worker_waits_for_the_end_of_
     assert [row.state for row in claim(db, hold_topics=hold_topics)] == [ends]
 
 
-async def test_a_batch_that_timed_out_is_held_where_its_handler_asks_for_it(dsn: str, db: psycopg.Connection) -> None:
+async def test_a_timed_out_batch_is_held_if_its_handler_requests_it(dsn: str, db: psycopg.Connection) -> None:
     outbox = Outbox(settings_for(dsn))
 
     @outbox.batch_handler("greet", on_unknown="hold", timeout=0.1)
@@ -95,7 +95,7 @@ async def test_a_batch_that_timed_out_is_held_where_its_handler_asks_for_it(dsn:
 
 
 @pytest.mark.parametrize("on_unknown", ["retry", "hold"])
-async def test_what_a_breaker_held_back_keeps_its_attempt_though_its_batch_times_out(
+async def test_a_message_held_back_by_a_breaker_keeps_its_attempt_if_its_batch_times_out(
     dsn: str, db: psycopg.Connection, on_unknown: str
 ) -> None:
     settings = settings_for(dsn, breaker_failures=1, **LONG)
@@ -123,7 +123,7 @@ async def test_what_a_breaker_held_back_keeps_its_attempt_though_its_batch_times
 
 
 @pytest.mark.parametrize("how", ["cancelled", "superseded"])
-async def test_what_was_overtaken_has_not_failed_whatever_its_handler_holds_for_permanent(
+async def test_an_overtaken_message_is_not_failed_by_the_handlers_permanent_list(
     dsn: str, db: psycopg.Connection, how: str
 ) -> None:
     outbox = Outbox(settings_for(dsn))
@@ -147,7 +147,7 @@ async def test_what_was_overtaken_has_not_failed_whatever_its_handler_holds_for_
 
 
 @pytest.mark.parametrize("batch", [False, True], ids=["one by one", "batch"])
-async def test_what_expires_while_it_waits_for_a_slot_is_not_handed_over(
+async def test_a_message_that_expires_while_it_waits_for_a_slot_is_not_handed_over(
     dsn: str, db: psycopg.Connection, batch: bool
 ) -> None:
     outbox = Outbox(settings_for(dsn, concurrency=1))
@@ -179,7 +179,7 @@ async def test_what_expires_while_it_waits_for_a_slot_is_not_handed_over(
         brief = [enqueue(db, payload="brief", expires_at=expires_at) for _ in range(3)]
         lasting = enqueue(db, payload="lasting", expires_at=expires_at + timedelta(hours=1))
     worker = Worker(outbox)
-    worker._prefetch = 10  # As it is when a backlog was worked off quickly.
+    worker._prefetch = 10  # The state after a backlog was processed quickly.
     await worker.drain()
     assert are_claimed
     assert seen == ["lasting"]
@@ -187,7 +187,7 @@ async def test_what_expires_while_it_waits_for_a_slot_is_not_handed_over(
     assert state_of(db, lasting) == "sent"
 
 
-async def test_a_lost_attempt_of_a_queue_that_nobody_serves_does_not_block_the_newest_message_of_its_key(
+async def test_a_lost_attempt_in_an_unserved_queue_does_not_block_the_newest_message(
     dsn: str, db: psycopg.Connection
 ) -> None:
     older = enqueue(db, coalesce_key="k", queue="decommissioned")
@@ -204,14 +204,14 @@ async def test_a_lost_attempt_of_a_queue_that_nobody_serves_does_not_block_the_n
     await Worker(quick(dsn)).run_once()
     assert [(row.state, row.superseded_by) for row in rows_of(db, older, newer)] == [("skipped", newer), ("sent", None)]
     assert [(number, outcome) for number, outcome, _ in attempts_of(db, older)] == [(1, "lost")]
-    # A message that is not superseded, and those of other topics, wait for their own workers.
+    # A message that is not superseded, and messages of other topics, wait for their own workers.
     assert [row.state for row in rows_of(db, other, *foreign)] == ["sending", "sending", "pending"]
 
 
 # --- rings ------------------------------------------------------------------------------------------------------------
 
 
-async def test_under_a_limit_a_ring_lets_nobody_overtake_who_fell_due_first(dsn: str, db: psycopg.Connection) -> None:
+async def test_a_ring_in_a_limited_queue_keeps_the_order_of_due_times(dsn: str, db: psycopg.Connection) -> None:
     outbox = Outbox(settings_for(dsn))
     seen: list[int] = []
 
@@ -233,7 +233,7 @@ async def test_under_a_limit_a_ring_lets_nobody_overtake_who_fell_due_first(dsn:
     assert seen == [late, *fresh]
 
 
-async def test_a_pause_whose_end_is_brought_forward_ends_then(dsn: str, db: psycopg.Connection) -> None:
+async def test_a_pause_whose_end_is_moved_forward_ends_at_the_new_time(dsn: str, db: psycopg.Connection) -> None:
     operations.pause_queue(db, "default")
     message_id = enqueue(db)
     worker = WatchedWorker(quick(dsn))
@@ -243,7 +243,7 @@ async def test_a_pause_whose_end_is_brought_forward_ends_then(dsn: str, db: psyc
         await until(lambda: state_of(db, message_id) == "sent")
 
 
-async def test_a_rate_that_is_taken_away_wakes_who_sleeps_until_the_next_token(
+async def test_removing_a_rate_wakes_a_worker_that_sleeps_until_the_next_token(
     dsn: str, db: psycopg.Connection
 ) -> None:
     operations.limit_rate(db, "default", Rate(1, 3600), burst=1)
@@ -257,7 +257,7 @@ async def test_a_rate_that_is_taken_away_wakes_who_sleeps_until_the_next_token(
 
 
 @pytest.mark.parametrize("transactional", [False, True])
-async def test_what_waited_in_another_queue_for_its_predecessor_is_told(
+async def test_a_message_that_waited_in_another_queue_for_its_predecessor_wakes_its_worker(
     dsn: str, db: psycopg.Connection, transactional: bool
 ) -> None:
     slow = Outbox(settings_for(dsn, lease_seconds=300))
@@ -279,11 +279,11 @@ async def test_what_waited_in_another_queue_for_its_predecessor_is_told(
         await until(lambda: state_of(db, newer) == "sent")
 
 
-# --- what a worker leaves ---------------------------------------------------------------------------------------------
+# --- messages of a stopping worker ------------------------------------------------------------------------------------
 
 
 class Leaver:
-    """A worker that is stopped while it has the message `first`, which ends in its grace time."""
+    """A worker that is stopped while it handles the message `first`, which ends within the grace period."""
 
     def __init__(self, dsn: str, first: Outcome) -> None:
         outbox = Outbox(settings_for(dsn, lease_seconds=300, shutdown_grace_seconds=20))
@@ -298,19 +298,19 @@ class Leaver:
         self.worker = Worker(outbox)
 
     async def begin(self) -> None:
-        """Return when the message is in its handler."""
+        """Wait until the message is in its handler."""
         self._working = asyncio.create_task(self.worker.run())
         await self._has_begun.wait()
 
     async def leave(self) -> None:
-        """Stop, end the attempt, be gone."""
+        """Stop, end the attempt, and wait for the end of the worker."""
         self.worker.stop()
         self._may_end.set()
         await self._working
 
 
 @pytest.mark.parametrize("key", ["coalesce_key", "ordering_key"])
-async def test_a_worker_that_leaves_tells_of_what_waited_for_its_last_message(
+async def test_a_stopping_worker_notifies_of_messages_that_waited_for_its_last_one(
     dsn: str, db: psycopg.Connection, key: str
 ) -> None:
     leaver, stayer = Leaver(dsn, Sent()), WatchedWorker(quick(dsn))
@@ -325,7 +325,7 @@ async def test_a_worker_that_leaves_tells_of_what_waited_for_its_last_message(
         await until(lambda: state_of(db, second) == "sent")
 
 
-async def test_a_worker_that_leaves_tells_of_its_retries(dsn: str, db: psycopg.Connection) -> None:
+async def test_a_stopping_worker_notifies_of_its_retries(dsn: str, db: psycopg.Connection) -> None:
     leaver, stayer = Leaver(dsn, Transient("busy")), WatchedWorker(quick(dsn))
     message_id = enqueue(db)
     await leaver.begin()
@@ -335,7 +335,7 @@ async def test_a_worker_that_leaves_tells_of_its_retries(dsn: str, db: psycopg.C
         await until(lambda: state_of(db, message_id) == "sent")
 
 
-async def test_a_worker_that_ran_once_tells_of_its_retries(dsn: str, db: psycopg.Connection) -> None:
+async def test_a_worker_with_once_notifies_of_its_retries(dsn: str, db: psycopg.Connection) -> None:
     once = Outbox(settings_for(dsn))
 
     @once.handler("greet", retry=RetryPolicy.steps(0.5, jitter=0))
@@ -345,13 +345,13 @@ async def test_a_worker_that_ran_once_tells_of_its_retries(dsn: str, db: psycopg
     stayer = WatchedWorker(quick(dsn))
     async with running(stayer):
         await stayer.falls_asleep()
-        message_id = enqueue(db, notify=False)  # So that it is not the stayer's first.
+        message_id = enqueue(db, notify=False)  # So that it is not the first message of the staying worker.
         await Worker(once).run_once()
         await until(lambda: state_of(db, message_id) == "sent")
 
 
-async def test_a_worker_that_leaves_gives_its_bell_to_who_stays(dsn: str, db: psycopg.Connection) -> None:
-    # The stayer would look whether the bell is still another's, but not before the test is over.
+async def test_a_stopping_worker_releases_its_bell_for_the_remaining_workers(dsn: str, db: psycopg.Connection) -> None:
+    # The remaining worker would recheck the bell by itself, but not before the test is over.
     leaver, stayer = (WatchedWorker(quick(dsn, probe_seconds=600)) for _ in range(2))
     async with AsyncExitStack() as leaving:
         await leaving.enter_async_context(running(leaver))
@@ -367,7 +367,7 @@ async def test_a_worker_that_leaves_gives_its_bell_to_who_stays(dsn: str, db: ps
 
 
 @pytest.mark.parametrize("first", ["scheduled", "of a topic that nobody here knows"])
-async def test_a_drain_does_not_wait_for_what_has_its_turn_after_what_it_does_not_wait_for(
+async def test_a_drain_ignores_messages_that_wait_for_an_ignored_message(
     dsn: str, db: psycopg.Connection, first: str
 ) -> None:
     if first == "scheduled":

@@ -1,7 +1,8 @@
-"""Keys that no message needs are forgotten page by page; a key that is needed stays, whatever commits meanwhile.
+"""Tests that keys without messages are pruned page by page, and that a needed key stays, whatever commits
+concurrently.
 
-Each scenario of a guard runs twice: with the functions of the schema, where it must hold, and without the guard, where
-it must fail.
+Each scenario of a guard runs twice: with the functions of the schema, where it must hold, and without the guard,
+where it must fail.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ DAY = timedelta(days=1)
 
 
 class Page(NamedTuple):
-    """The answer of one page."""
+    """The result of one page."""
 
     last_scope: str
     last_key: str
@@ -58,12 +59,12 @@ def keys(db: psycopg.Connection, table: str) -> list[str]:
 
 
 def delete(db: psycopg.Connection, *ids: int) -> None:
-    """As retention does."""
+    """Prune like retention."""
     db.execute("DELETE FROM pgoutbox.message WHERE id = ANY (%s)", [list(ids)])
 
 
 def remove(db: psycopg.Connection, function: str, guard: str, instead: str = "") -> None:
-    """Take a guard out of a function of the schema."""
+    """Remove a guard from a function of the schema."""
     ((definition,),) = db.execute("SELECT pg_get_functiondef(%s::regproc)", [f"pgoutbox.{function}"]).fetchall()
     assert definition.count(guard) == 1
     db.execute(definition.replace(guard, instead).encode())
@@ -82,7 +83,7 @@ LIVE_ORDERED = "FROM pgoutbox.message_live AS m\n            WHERE m.queue = p.q
 LAST_EXISTS = "WHERE m.id = p.last_id"
 
 
-# --- what a key is kept for -------------------------------------------------------------------------------------------
+# --- reasons to keep a key --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_guarded", [True, False])
@@ -118,9 +119,7 @@ def test_an_older_message_is_not_delivered_after_the_newest_one_is_deleted(
 
 
 @pytest.mark.parametrize("is_guarded", [True, False])
-def test_heads_that_are_newer_than_the_live_messages_of_a_batch_stay(
-    db: psycopg.Connection, *, is_guarded: bool
-) -> None:
+def test_heads_newer_than_the_live_messages_of_a_batch_stay(db: psycopg.Connection, *, is_guarded: bool) -> None:
     if not is_guarded:
         remove(db, "prune_coalesce", HORIZON, "true OR " + HORIZON)
     for _ in range(10):
@@ -159,7 +158,7 @@ RESEND_NEWEST = "OR head.newest_id = m.id\n"
 
 
 @pytest.mark.parametrize("is_guarded", [True, False])
-def test_an_older_message_cannot_be_resent_after_its_head_is_forgotten(
+def test_an_older_message_cannot_be_resent_after_its_head_is_pruned(
     db: psycopg.Connection, *, is_guarded: bool
 ) -> None:
     if not is_guarded:
@@ -184,10 +183,10 @@ def test_an_older_message_cannot_be_resent_after_its_head_is_forgotten(
         pytest.param(State.CANCELLED, CANCELLED_ORDERED, CANCELLED_ORDERED + NEVER, id="cancelled"),
     ],
 )
-def test_a_producer_that_drew_its_id_early_comes_after_the_messages_that_committed_before(
+def test_a_producer_with_an_early_id_is_ordered_after_earlier_commits(
     db: psycopg.Connection, connect: Connect, state: State, guard: str, broken: str, *, is_guarded: bool
 ) -> None:
-    """It waits for the transaction that has its dedupe key, between the draw of its id and the row of its key."""
+    """It waits for the transaction with its dedupe key, between drawing its id and writing the row of its key."""
     if not is_guarded:
         remove(db, "prune_ordering", LAST_EXISTS, LAST_EXISTS + NEVER)
         remove(db, "prune_ordering", guard, broken)
@@ -210,7 +209,7 @@ def test_a_producer_that_drew_its_id_early_comes_after_the_messages_that_committ
 
 
 @pytest.mark.parametrize("is_guarded", [True, False])
-def test_a_producer_that_drew_its_id_early_supersedes_the_messages_that_committed_before(
+def test_a_producer_with_an_early_id_supersedes_earlier_commits(
     db: psycopg.Connection, connect: Connect, *, is_guarded: bool
 ) -> None:
     if not is_guarded:
@@ -242,7 +241,7 @@ def test_an_ordering_key_stays_while_its_last_message_exists(db: psycopg.Connect
     assert keys(db, "ordering") == []
 
 
-def test_one_old_failed_message_keeps_no_other_key(db: psycopg.Connection) -> None:
+def test_one_old_failed_message_does_not_keep_other_keys(db: psycopg.Connection) -> None:
     put(db, State.FAILED, coalesce_key="old", age=400 * DAY)
     put(db, State.FAILED, ordering_key="old", age=400 * DAY)
     put(db, State.SENT, age=400 * DAY)
@@ -270,7 +269,7 @@ _UNCHANGED = {
 
 @pytest.mark.parametrize("is_guarded", [True, False])
 @pytest.mark.parametrize(("function", "name", "table"), _KEYS)
-async def test_a_key_whose_next_message_commits_while_a_prune_runs_is_not_forgotten(
+async def test_a_key_whose_next_message_commits_during_a_prune_is_kept(
     connect: Connect, db: psycopg.Connection, function: str, name: str, table: str, *, is_guarded: bool
 ) -> None:
     remove(db, function, _LIMIT, _GATE)
@@ -289,7 +288,7 @@ async def test_a_key_whose_next_message_commits_while_a_prune_runs_is_not_forgot
 
 
 @pytest.mark.parametrize(("function", "name", "table"), _KEYS)
-def test_a_key_that_an_open_transaction_has_is_passed_over(
+def test_a_key_locked_by_an_open_transaction_is_skipped(
     connect: Connect, db: psycopg.Connection, function: str, name: str, table: str
 ) -> None:
     producer = connect()
@@ -304,7 +303,7 @@ def test_a_key_that_an_open_transaction_has_is_passed_over(
 
 @pytest.mark.parametrize("commits", [True, False])
 @pytest.mark.parametrize(("function", "name", "table"), _KEYS)
-def test_a_producer_that_meets_the_deletion_of_its_key_has_the_key(
+def test_a_producer_that_waits_for_the_deletion_of_its_key_recreates_it(
     connect: Connect, db: psycopg.Connection, function: str, name: str, table: str, *, commits: bool
 ) -> None:
     pruner, producer = connect(), connect(autocommit=True)
@@ -346,7 +345,7 @@ _SCOPED = [("a", "1"), ("a", "2"), ("b", "1")]
 
 
 @pytest.mark.parametrize(("function", "name", "table"), _KEYS)
-def test_what_a_page_reads_does_not_depend_on_the_tables(
+def test_the_cost_of_a_page_does_not_depend_on_the_table_size(
     connect: Connect, db: psycopg.Connection, function: str, name: str, table: str
 ) -> None:
     for days_ago in (3, 2, 1):
@@ -383,7 +382,7 @@ def _fill(db: psycopg.Connection, name: str, count: int) -> list[int]:
     return [message_id for (message_id,) in rows]
 
 
-def test_dedupe_keys_are_read_page_by_page_and_of_their_topic_alone(db: psycopg.Connection) -> None:
+def test_dedupe_keys_are_read_page_by_page_within_their_topic(db: psycopg.Connection) -> None:
     maintenance.set_retention(db, "*", "dedupe_key", timedelta())
     maintenance.set_retention(db, "b", "dedupe_key", timedelta())
     for topic in "abc":
@@ -424,7 +423,7 @@ class TestPlace:
         delete(db, *(put(db, **{name: key}) for name in ("coalesce_key", "ordering_key") for key in "abc"))  # type: ignore[arg-type]
         return Memory()
 
-    def test_the_next_turn_goes_on_where_the_last_one_stopped(self, db: psycopg.Connection, memory: Memory) -> None:
+    def test_the_next_round_continues_where_the_last_one_stopped(self, db: psycopg.Connection, memory: Memory) -> None:
         facts = read_upkeep_facts(db)
         forgotten = []
         for _ in range(9):
@@ -439,19 +438,19 @@ class TestPlace:
         assert (keys(db, "coalesce"), keys(db, "ordering")) == ([], [])
         assert not Turn(facts, memory).has_work
 
-    def test_a_lost_place_costs_another_pass(self, db: psycopg.Connection, memory: Memory) -> None:
+    def test_a_lost_position_costs_another_pass(self, db: psycopg.Connection, memory: Memory) -> None:
         Turn(read_upkeep_facts(db), memory, batch_size=1, is_over=self._after(db, 1)).take(db)
         assert memory.passes
         Turn(read_upkeep_facts(db), Memory(), batch_size=1).take(db)
         assert (keys(db, "coalesce"), keys(db, "ordering")) == ([], [])
 
     def _after(self, db: psycopg.Connection, count: int) -> Callable[[], bool]:
-        """Over once so many keys more are forgotten."""
+        """It is over when this many more keys are pruned."""
         left = len(keys(db, "coalesce")) + len(keys(db, "ordering")) - count
         return lambda: len(keys(db, "coalesce")) + len(keys(db, "ordering")) <= left
 
 
-def test_a_key_is_forgotten_after_the_usual_life_of_its_messages(db: psycopg.Connection) -> None:
+def test_a_key_is_pruned_after_the_usual_lifetime_of_its_messages(db: psycopg.Connection) -> None:
     maintenance.set_retention(db, "*", "sent", timedelta())
     message_id = enqueue(db, coalesce_key="k")
     claim(db)

@@ -1,7 +1,7 @@
-"""Every guard has a scenario that holds with it and fails without it: the tests of the tests.
+"""Mutation tests: every guard has a scenario that holds with it and fails without it.
 
-A scenario is run twice: as the package is, where it must hold, and with its guard taken out of the statement, the
-schema or the worker, where it must fail. A mutation that no longer finds what it takes out fails too.
+A scenario runs twice: on the unchanged package, where it must hold, and with its guard removed from the statement,
+the schema or the worker, where it must fail. A mutation that no longer finds its text fails too.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What a scenario plays on."""
+    """The resources of a scenario."""
 
     dsn: str
     connect: Connect
@@ -75,7 +75,7 @@ Mutation = Callable[[Stage, pytest.MonkeyPatch], None]
 
 @pytest.fixture
 def stage(dsn: str, connect: Connect) -> Stage:
-    """The test's own database."""
+    """Use the test's own database."""
     return Stage(dsn, connect, connect(autocommit=True))
 
 
@@ -83,7 +83,7 @@ def stage(dsn: str, connect: Connect) -> Stage:
 
 
 def attempted_again(stage: Stage) -> int:
-    """A message in its second attempt, by the worker that made the first one."""
+    """Create a message in its second attempt, by the worker that made the first one."""
     message_id = enqueue(stage.db)
     claim(stage.db)
     finish(stage.db, Verdict(message_id, 1, AttemptOutcome.RELEASED))
@@ -92,7 +92,8 @@ def attempted_again(stage: Stage) -> int:
 
 
 def claimed_on_both_timelines(stage: Stage) -> int:
-    """A message in its first attempt by worker-1. The server has lost the commit of another worker's first attempt."""
+    """Create a message in its first attempt by worker-1. The server has lost the commit of another worker's first
+    attempt."""
     message_id = enqueue(stage.db)
     lost = stage.connect()
     assert ids_in_flight(claim(lost, worker="stale")) == [message_id]
@@ -145,7 +146,7 @@ async def a_worker_of_a_lost_timeline_cannot_watch(stage: Stage) -> None:
     assert watch(stage.db, (message_id, 1), worker="stale") == {}
 
 
-async def a_worker_of_a_lost_timeline_is_not_told_that_its_attempt_stands(stage: Stage) -> None:
+async def a_worker_of_a_lost_timeline_learns_that_its_attempt_is_lost(stage: Stage) -> None:
     message_id = claimed_on_both_timelines(stage)
     parameters = {"ids": [message_id], "attempt_counts": [1], "worker": "stale"}
     assert stage.db.execute(sql.STANDING, parameters).fetchall() == []
@@ -158,21 +159,21 @@ async def a_worker_of_a_lost_timeline_cannot_delete(stage: Stage) -> None:
     assert [row.state for row in rows_of(stage.db, message_id)] == ["sending"]
 
 
-async def a_worker_leaves_the_lapsed_attempt_that_it_holds(stage: Stage) -> None:
+async def a_worker_does_not_repeat_a_lapsed_attempt_that_it_still_runs(stage: Stage) -> None:
     message_id = enqueue(stage.db)
     claim(stage.db)
     lapse(stage.db, message_id)
     assert claim(stage.db, held=[message_id]) == []
 
 
-async def a_worker_does_not_end_the_lapsed_attempt_that_it_holds(stage: Stage) -> None:
+async def a_worker_does_not_end_a_lapsed_attempt_that_it_still_runs(stage: Stage) -> None:
     message_id = enqueue(stage.db, max_attempts=1)
     claim(stage.db)
     lapse(stage.db, message_id)
     assert claim(stage.db, held=[message_id]) == []
 
 
-async def a_worker_takes_over_an_attempt_in_its_name_that_it_does_not_hold(stage: Stage) -> None:
+async def a_worker_repeats_an_attempt_in_its_name_that_it_does_not_run(stage: Stage) -> None:
     held, forgotten = enqueue(stage.db), enqueue(stage.db)
     claim(stage.db)
     lapse(stage.db, held)
@@ -180,7 +181,7 @@ async def a_worker_takes_over_an_attempt_in_its_name_that_it_does_not_hold(stage
     assert ids_in_flight(claim(stage.db, held=[held])) == [forgotten]
 
 
-async def a_worker_ends_an_attempt_in_its_name_that_it_does_not_hold(stage: Stage) -> None:
+async def a_worker_ends_an_attempt_in_its_name_that_it_does_not_run(stage: Stage) -> None:
     held, forgotten = enqueue(stage.db, max_attempts=1), enqueue(stage.db, max_attempts=1)
     claim(stage.db)
     lapse(stage.db, held)
@@ -222,7 +223,7 @@ async def a_stale_attempt_cannot_delete(stage: Stage) -> None:
     assert [row.state for row in rows_of(stage.db, message_id)] == ["sending"]
 
 
-async def what_is_pending_again_is_not_deleted(stage: Stage) -> None:
+async def a_message_that_is_pending_again_is_not_deleted(stage: Stage) -> None:
     keep_nothing(stage)
     message_id = enqueue(stage.db)
     claim(stage.db)
@@ -231,7 +232,7 @@ async def what_is_pending_again_is_not_deleted(stage: Stage) -> None:
     assert rows_of(stage.db, message_id)
 
 
-async def a_rule_that_was_taken_back_is_obeyed_at_once(stage: Stage) -> None:
+async def a_removed_rule_has_no_effect_from_its_commit_on(stage: Stage) -> None:
     message_id = enqueue(stage.db)
     claim(stage.db)
     assert finish_sent_and_forget(stage.db, (message_id, 1)) == {message_id}
@@ -247,7 +248,7 @@ async def a_topics_own_rule_holds(stage: Stage) -> None:
     assert rows_of(stage.db, message_id)
 
 
-async def a_repetition_of_a_deleted_message_is_known(stage: Stage) -> None:
+async def a_repeated_enqueue_of_a_deleted_message_is_recognised(stage: Stage) -> None:
     message_id = put(stage.db, State.SENT, dedupe_key="k", age=timedelta(days=1))
     keep_nothing(stage)
     prune_by_rules(stage.db)
@@ -262,7 +263,7 @@ async def a_key_that_has_a_message_is_not_pruned(stage: Stage) -> None:
     assert put(stage.db, dedupe_key="k") == message_id
 
 
-async def pruning_leaves_what_its_topic_keeps(stage: Stage) -> None:
+async def pruning_skips_messages_that_their_topic_keeps(stage: Stage) -> None:
     message_id = put(stage.db, State.SENT, age=timedelta(days=1))
     keep_nothing(stage)
     stage.db.execute("INSERT INTO pgoutbox.retention (topic, state) VALUES ('mail', 'sent')")
@@ -270,7 +271,7 @@ async def pruning_leaves_what_its_topic_keeps(stage: Stage) -> None:
     assert rows_of(stage.db, message_id)
 
 
-async def pruning_leaves_a_message_that_is_being_redriven(stage: Stage) -> None:
+async def pruning_skips_a_message_that_is_being_redriven(stage: Stage) -> None:
     message_id = put(stage.db, State.FAILED, age=timedelta(days=1))
     keep_nothing(stage, state="failed")
     operator = stage.connect()
@@ -284,7 +285,7 @@ async def pruning_leaves_a_message_that_is_being_redriven(stage: Stage) -> None:
     pytest.fail("it waits for the redrive")
 
 
-async def pruning_obeys_the_rule_as_it_stands(stage: Stage) -> None:
+async def pruning_applies_the_current_rule(stage: Stage) -> None:
     message_id = put(stage.db, State.SENT, age=timedelta(days=1))
     parameters = {"topic": "mail", "state": "sent", "limit": 9, "since": "-infinity", "until": "infinity"}
     keep_nothing(stage, topic="mail")
@@ -294,14 +295,14 @@ async def pruning_obeys_the_rule_as_it_stands(stage: Stage) -> None:
 
 
 def large_message_of_an_old_id(stage: Stage) -> int:
-    """A pending message with a large payload, whose id a sent message has as well: the sequence was set back."""
+    """Create a pending message with a large payload, and a sent message with the same id, as after a reset sequence."""
     message_id = put(stage.db, State.SENT, age=timedelta(days=40))
     stage.db.execute("SELECT setval('pgoutbox.message_id_seq', %s, false)", [message_id])
     assert enqueue(stage.db, "mail", LARGE) == message_id
     return message_id
 
 
-async def pruning_leaves_the_large_payload_of_another_message(stage: Stage) -> None:
+async def pruning_skips_the_large_payload_of_another_message(stage: Stage) -> None:
     message_id = large_message_of_an_old_id(stage)
     keep_nothing(stage)
     prune_by_rules(stage.db)
@@ -309,7 +310,7 @@ async def pruning_leaves_the_large_payload_of_another_message(stage: Stage) -> N
     assert large_payloads(stage.db) == [message_id]
 
 
-async def a_retired_partition_leaves_the_large_payload_of_another_message(stage: Stage) -> None:
+async def retiring_a_partition_skips_large_payloads_of_other_messages(stage: Stage) -> None:
     name = add_partition(stage.db, 40)
     message_id = large_message_of_an_old_id(stage)
     keep_nothing(stage)
@@ -320,7 +321,7 @@ async def a_retired_partition_leaves_the_large_payload_of_another_message(stage:
     assert large_payloads(stage.db) == [message_id]
 
 
-async def a_retired_partition_takes_its_large_payloads(stage: Stage) -> None:
+async def retiring_a_partition_deletes_its_large_payloads(stage: Stage) -> None:
     name = add_partition(stage.db, 40)
     message_id = enqueue(stage.db, "mail", LARGE)
     stage.db.execute(PUT_FINAL, {"id": message_id, "state": "sent", "age": timedelta(days=40)})
@@ -332,8 +333,8 @@ async def a_retired_partition_takes_its_large_payloads(stage: Stage) -> None:
     assert large_payloads(stage.db) == []
 
 
-async def a_message_that_is_sent_keeps_its_large_payload(stage: Stage) -> None:
-    """Of two messages of one finish, a rule keeps one."""
+async def a_sent_message_keeps_its_large_payload(stage: Stage) -> None:
+    """One finish covers two messages, and a rule keeps one of them."""
     keep_nothing(stage, topic="greet")
     kept, forgotten = enqueue(stage.db, "mail", LARGE), enqueue(stage.db, "greet", LARGE)
     claim(stage.db, topics=["greet", "mail"])
@@ -362,7 +363,7 @@ async def a_successor_waits_for_its_predecessor(stage: Stage) -> None:
     assert claim(stage.db) == []
 
 
-async def of_two_claims_that_do_not_see_each_other_one_is_refused(stage: Stage) -> None:
+async def one_of_two_claims_with_concurrent_snapshots_is_refused(stage: Stage) -> None:
     """The gate is an open transaction: neither claim sees the other's, and both have chosen when the first commits."""
     first, second = stage.connect(), stage.connect(autocommit=True)
     older = enqueue(stage.db, coalesce_key="k")
@@ -383,7 +384,7 @@ async def an_older_message_is_not_delivered_after_a_newer_one(stage: Stage) -> N
     assert state_of(stage.db, older) == "skipped"
 
 
-async def a_lapsed_attempt_is_not_made_again_after_a_newer_message(stage: Stage) -> None:
+async def a_lapsed_attempt_is_not_repeated_after_a_newer_message(stage: Stage) -> None:
     older = enqueue(stage.db, coalesce_key="k")
     claim(stage.db, worker="dead")
     lapse(stage.db, older)
@@ -393,7 +394,7 @@ async def a_lapsed_attempt_is_not_made_again_after_a_newer_message(stage: Stage)
 
 
 def enqueue_bulk(connection: psycopg.Connection, **keys: list[str]) -> list[int]:
-    """Enqueue a message for each key in one bulk; the ids are in their order."""
+    """Enqueue a message for each key in one bulk, and return the ids in their order."""
     ((name, values),) = keys.items()
     rows = connection.execute(
         "SELECT m.id FROM pgoutbox.enqueue_many("
@@ -405,7 +406,7 @@ def enqueue_bulk(connection: psycopg.Connection, **keys: list[str]) -> list[int]
 
 
 async def a_bulk_that_waited_for_a_coalesce_key_is_the_newest(stage: Stage) -> None:
-    """The gate is the head, which the bulk meets with ids drawn; its holder writes a greater id."""
+    """The gate is the head row. The bulk waits there with its ids drawn, while the holder writes a greater id."""
     holder, bulk = stage.connect(), stage.connect(autocommit=True)
     enqueue(stage.db, coalesce_key="k")
     holder.execute("SELECT FROM pgoutbox.coalesce AS head WHERE head.coalesce_key = 'k' FOR UPDATE")
@@ -417,8 +418,8 @@ async def a_bulk_that_waited_for_a_coalesce_key_is_the_newest(stage: Stage) -> N
     assert ids_in_flight(claim(stage.db)) == [newest_id]
 
 
-async def two_bulks_take_dedupe_keys_in_one_order_though_one_is_freed(stage: Stage) -> None:
-    """The gate has locked the key a, as a redrive does. A bulk that meets it must not have taken the key b by then."""
+async def two_bulks_lock_dedupe_keys_in_one_order_even_if_one_is_freed(stage: Stage) -> None:
+    """The gate holds the key a, like a redrive. A bulk that waits there must not have locked the key b yet."""
     gate, bulk, other = stage.connect(), stage.connect(autocommit=True), stage.connect(autocommit=True)
     freed_id = enqueue(stage.db, dedupe_key="a")
     stage.db.execute("SELECT pgoutbox.cancel(%s)", [freed_id])
@@ -435,12 +436,12 @@ async def two_bulks_take_dedupe_keys_in_one_order_though_one_is_freed(stage: Sta
         await blocked
 
 
-async def two_claims_enter_their_keys_in_one_order(stage: Stage) -> None:
-    """The gate has the key b. A claim that meets it there has the key a by then, though b was due first."""
+async def two_claims_insert_their_keys_in_one_order(stage: Stage) -> None:
+    """The gate holds the key b. A claim that waits there already holds the key a, though b was due first."""
     gate, other = stage.connect(), stage.connect(autocommit=True)
     enqueue(stage.db, coalesce_key="b")
     claim(gate)
-    # Without an order the claim takes them as they fell due.
+    # Without an order the claim takes them by due time.
     enqueue(stage.db, coalesce_key="b")
     enqueue(stage.db, coalesce_key="a")
     blocked: asyncio.Task[object] = asyncio.create_task(asyncio.to_thread(claim, stage.connect(autocommit=True)))
@@ -471,12 +472,13 @@ async def an_older_attempt_is_not_retried_after_a_newer_message(stage: Stage) ->
 
 
 def look_again(connection: psycopg.Connection, *, queue: str = "default", available_at: datetime | None = None) -> int:
-    """A message of the rule `pending`."""
+    """Enqueue a message of the rule `pending`."""
     return enqueue(connection, coalesce_key="k", coalesce_rule="pending", queue=queue, available_at=available_at)
 
 
 async def an_attempt_begins_after_every_commit(stage: Stage) -> None:
-    """An older id commits late, while a claim skips the next one for a third that another claim would deliver."""
+    """An older id commits late, while a claim skips the next one in favour of a third that another claim would
+    deliver."""
     late, skipping = stage.connect(), stage.connect()
     oldest = look_again(late)
     look_again(stage.db)
@@ -492,7 +494,7 @@ async def an_attempt_begins_after_every_commit(stage: Stage) -> None:
 
 
 async def an_attempt_of_any_lane_begins_after_every_commit(stage: Stage) -> None:
-    """The same with the claim that looks at all lanes."""
+    """Run the same scenario with the claim from all lanes."""
     late, skipping = stage.connect(), stage.connect()
     oldest = look_again(late)
     look_again(stage.db)
@@ -541,7 +543,7 @@ async def a_message_waits_for_a_strict_one_of_its_key(stage: Stage) -> None:
     assert ids_in_flight(claim(stage.db, fresh_only=True)) == [strict]
 
 
-async def a_retry_ends_if_a_newer_message_waits(stage: Stage) -> None:
+async def a_retry_ends_if_a_newer_message_is_pending(stage: Stage) -> None:
     older = look_again(stage.db)
     claim(stage.db)
     look_again(stage.db)
@@ -549,7 +551,7 @@ async def a_retry_ends_if_a_newer_message_waits(stage: Stage) -> None:
     assert state_of(stage.db, older) == "skipped"
 
 
-async def a_retry_waits_for_no_message_that_is_due_later(stage: Stage) -> None:
+async def a_retry_does_not_wait_for_a_message_that_is_due_later(stage: Stage) -> None:
     older = look_again(stage.db)
     claim(stage.db)
     look_again(stage.db, available_at=datetime.now(UTC) + timedelta(hours=1))
@@ -557,7 +559,7 @@ async def a_retry_waits_for_no_message_that_is_due_later(stage: Stage) -> None:
     assert state_of(stage.db, older) == "pending"
 
 
-async def a_message_that_waits_for_an_attempt_is_found_when_that_ends(stage: Stage) -> None:
+async def a_message_that_waits_for_an_attempt_is_found_when_it_ends(stage: Stage) -> None:
     """The older of two ids commits while the newer one is in flight: no head names it."""
     late = stage.connect()
     look_again(late)
@@ -570,7 +572,7 @@ async def a_message_that_waits_for_an_attempt_is_found_when_that_ends(stage: Sta
     assert stage.db.execute(sql.QUEUES_OF_SUCCESSORS, done).fetchall() == [("default",)]
 
 
-async def a_strict_message_that_waits_for_a_newer_attempt_is_found_when_that_ends(stage: Stage) -> None:
+async def a_strict_message_that_waits_for_a_newer_attempt_is_found_when_it_ends(stage: Stage) -> None:
     late = stage.connect()
     enqueue(late, coalesce_key="k")
     newer = look_again(stage.db)
@@ -586,7 +588,7 @@ async def a_strict_message_that_waits_for_a_newer_attempt_is_found_when_that_end
 
 
 def lost_together(stage: Stage, count: int, *, max_attempts: int = 11) -> list[int]:
-    """Messages whose process has ended, and one of them may have ended it."""
+    """Create messages whose process has ended, and one of which may have crashed it."""
     ids = [enqueue(stage.db, max_attempts=max_attempts) for _ in range(count)]
     assert ids_in_flight(claim(stage.db, worker="dead")) == ids
     for message_id in ids:
@@ -599,12 +601,12 @@ async def suspects_are_claimed_one_by_one(stage: Stage) -> None:
     assert ids_in_flight(claim(stage.db, suspect_limit=1)) == ids[:1]
 
 
-async def a_last_attempt_is_not_made_beside_other_suspects(stage: Stage) -> None:
+async def a_suspect_on_its_last_attempt_is_claimed_alone(stage: Stage) -> None:
     lost_together(stage, 3, max_attempts=2)
     assert ids_in_flight(claim(stage.db, suspect_limit=3)) == []
 
 
-async def while_a_suspect_is_in_flight_its_worker_claims_no_other(stage: Stage) -> None:
+async def a_worker_claims_no_second_suspect_while_one_is_in_flight(stage: Stage) -> None:
     lost_together(stage, 2)
     outbox = Outbox(settings_for(stage.dsn))
     opened = asyncio.Event()
@@ -625,7 +627,7 @@ async def while_a_suspect_is_in_flight_its_worker_claims_no_other(stage: Stage) 
 # --- the doorbell -----------------------------------------------------------------------------------------------------
 
 
-async def an_enqueue_under_way_is_not_missed_by_arming(stage: Stage) -> None:
+async def arming_does_not_miss_an_open_enqueue(stage: Stage) -> None:
     producer = stage.connect()
     enqueue(producer)
     rings: list[tuple[str | None, bool]] = []
@@ -640,7 +642,7 @@ async def an_enqueue_under_way_is_not_missed_by_arming(stage: Stage) -> None:
     try:
         armed = await doorbell.arm(["default"])
         producer.commit()
-        await doorbell._probe()  # Its answer comes after every ring that is on the way.
+        await doorbell._probe()  # Its answer arrives after every ring in transit.
     finally:
         await doorbell.stop()
     assert armed is Bell.PRODUCERS or rings == [("default", True)]
@@ -661,7 +663,7 @@ async def a_commit_between_the_claim_and_arming_is_not_missed(stage: Stage) -> N
             assert delivered.is_set()
 
 
-async def a_message_that_commits_late_is_not_missed_by_claims_of_new_ones(stage: Stage) -> None:
+async def claims_of_new_messages_do_not_miss_a_late_commit(stage: Stage) -> None:
     """Its id is smaller than those of messages that the worker has delivered since."""
     outbox = Outbox(settings_for(stage.dsn))
     delivered = asyncio.Event()
@@ -687,7 +689,7 @@ async def a_message_that_commits_late_is_not_missed_by_claims_of_new_ones(stage:
         assert delivered.is_set()
 
 
-async def a_scheduled_message_is_not_slept_over_by_a_worker_that_claims_new_ones(stage: Stage) -> None:
+async def a_worker_that_claims_new_messages_wakes_for_a_scheduled_one(stage: Stage) -> None:
     outbox = Outbox(settings_for(stage.dsn))
     delivered = asyncio.Event()
 
@@ -699,7 +701,8 @@ async def a_scheduled_message_is_not_slept_over_by_a_worker_that_claims_new_ones
     worker = WatchedWorker(outbox)
     async with running(worker):
         await worker.sleeping.wait()
-        # It knows which messages are new as soon as other tests' transactions have ended, which were open before.
+        # The worker knows which messages are new once the transactions of other tests, which were open before, have
+        # ended.
         while worker._queues.arrivals.floor_id is None:
             worker.sleeping.clear()
             message_id = enqueue(stage.db)
@@ -719,7 +722,7 @@ def is_sent(db: psycopg.Connection, message_id: int) -> bool:
 
 @contextmanager
 def enqueued_before_arming(db: psycopg.Connection) -> Iterator[None]:
-    """A message commits after the worker's claim found nothing, and before it arms the bell."""
+    """Commit a message after the worker's claim found nothing, and before the worker arms the bell."""
     arm = Doorbell.arm
     gate_is_open = True
 
@@ -738,7 +741,7 @@ def enqueued_before_arming(db: psycopg.Connection) -> Iterator[None]:
 # --- the session ------------------------------------------------------------------------------------------------------
 
 
-async def two_workers_claims_do_not_fail_under_a_strict_default_isolation(stage: Stage) -> None:
+async def concurrent_claims_succeed_under_a_strict_default_isolation(stage: Stage) -> None:
     stage.db.execute(
         psycopg.sql.SQL("ALTER DATABASE {} SET default_transaction_isolation = 'serializable'").format(
             psycopg.sql.Identifier(stage.db.info.dbname)
@@ -756,15 +759,15 @@ async def two_workers_claims_do_not_fail_under_a_strict_default_isolation(stage:
 
 
 def without(text: str, *parts: str, times: int = 1) -> str:
-    """`text` with each part taken out; every part has to be there so many times."""
+    """Return `text` without each part; every part must occur this many times."""
     for part in parts:
-        assert text.count(part) == times, f"{part!r} is there {text.count(part)} times"
+        assert text.count(part) == times, f"{part!r} occurs {text.count(part)} times"
         text = text.replace(part, "")
     return text
 
 
 def no_fence_in(name: str, *conditions: str) -> Mutation:
-    """The statement of this name without its conditions on the attempt count."""
+    """Return the statement of this name without its conditions on the attempt count."""
 
     def mutate(stage: Stage, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(sql, name, without(getattr(sql, name), *conditions))
@@ -773,7 +776,7 @@ def no_fence_in(name: str, *conditions: str) -> Mutation:
 
 
 def no_worker_in(name: str, *, times: int = 1) -> Mutation:
-    """The statement of this name without its condition on the worker."""
+    """Return the statement of this name without its condition on the worker."""
 
     def mutate(stage: Stage, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(sql, name, without(getattr(sql, name), "AND m.worker = %(worker)s::text", times=times))
@@ -785,7 +788,7 @@ OWN = " AND (m.worker <> %(worker)s::text OR m.id <> ALL (%(held)s::bigint[]))"
 
 
 def no_part_in_claims(part: str, *, instead: str = "") -> Mutation:
-    """The claims of all lanes without a part that they share."""
+    """Return the claims of all lanes without a part that they share."""
 
     def mutate(stage: Stage, patch: pytest.MonkeyPatch) -> None:
         names = [name for name in sql.__all__ if part in getattr(sql, name)]
@@ -813,11 +816,11 @@ def no_state_in_forget(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     redefine(stage, "forget_sent", "AND m.state = 'sending'\n", "\n")
 
 
-def no_look_at_the_rule_in_forget(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+def no_check_of_the_rule_in_forget(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     redefine(stage, "forget_sent", "WHERE EXISTS (", "WHERE true OR EXISTS (")
 
 
-def no_look_at_what_is_forgotten(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+def no_restriction_to_forgotten_messages(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     theirs = "USING forgotten AS f\n        WHERE l.message_id = f.id AND f.has_large_payload"
     redefine(stage, "forget_sent", theirs, "USING asked AS a\n        WHERE l.message_id = a.id")
 
@@ -847,7 +850,7 @@ OWN_RULE = """
 
 
 def no_guard_in_function(name: str, part: str) -> Mutation:
-    """The function of this name without this part."""
+    """Return the function of this name without this part."""
 
     def mutate(stage: Stage, patch: pytest.MonkeyPatch) -> None:
         redefine(stage, name, part, "")
@@ -870,7 +873,7 @@ def no_supersession_in_finish(stage: Stage, patch: pytest.MonkeyPatch) -> None:
 
 
 def newer_in(statement: str, *parts: tuple[str, str]) -> Mutation:
-    """The statement of this name with other parts in the place of these."""
+    """Return the statement of this name with these parts replaced."""
 
     def mutate(stage: Stage, patch: pytest.MonkeyPatch) -> None:
         text = getattr(sql, statement)
@@ -900,12 +903,12 @@ def no_newer_id_of_a_changed_head(stage: Stage, patch: pytest.MonkeyPatch) -> No
     redefine(stage, "enqueue_coalesced", "ELSE pgoutbox.next_id(head.newest_id)", "ELSE head.newest_id")
 
 
-def no_look_for_freed_keys(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+def no_check_for_freed_keys(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     redefine(stage, "has_freed_keys", "pgoutbox.has_freed_key(d.message_id)", "false")
 
 
 def ended_supersede(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    """Messages in any state supersede, and no lock is asked for."""
+    """Let messages in any state supersede, without locks."""
     state = "m.state OPERATOR(pg_catalog.=) 'pending'"
     redefine(stage, "newer_pending", state, "true")
     redefine(stage, "newer_pending", "pgoutbox.message_live", "pgoutbox.message")
@@ -921,7 +924,7 @@ def no_limit_of_suspects(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sql, "CLAIM_LAPSED", without(sql.CLAIM_LAPSED, limit))
 
 
-def no_look_at_the_budget_of_a_suspect(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+def no_check_of_the_budget_of_a_suspect(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     budget = "AND (%(total)s::bigint = 1 OR m.max_attempts - m.attempt_count > m.attempt_budget / 2)"
     patch.setattr(sql, "CLAIM_LAPSED", without(sql.CLAIM_LAPSED, budget))
 
@@ -931,7 +934,7 @@ def no_memory_of_suspects(stage: Stage, patch: pytest.MonkeyPatch) -> None:
 
 
 def no_shared_lock(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    """An enqueue that only looks whether the bell is armed, and lets go of it before its row can be seen."""
+    """Make an enqueue only check whether the bell is armed, and release the lock before its row is visible."""
     lock = "NOT pg_catalog.pg_try_advisory_xact_lock_shared(1885826146, pg_catalog.hashtext(queue))"
     looks = f"EXISTS (SELECT FROM {ADVISORY_LOCKS} WHERE l.mode = 'ExclusiveLock')"
     redefine(stage, "enqueue_receipt", lock, looks)
@@ -946,11 +949,11 @@ def no_claim_after_arming(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(pgoutbox.worker.Worker, "_arm_and_look", scope["_arm_and_look"])
 
 
-def no_look_at_scheduled_messages(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+def no_check_of_scheduled_messages(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sql, "NEXT_DUE", without(sql.NEXT_DUE, " OR m.available_at > now()"))
 
 
-def no_look_at_open_writers(stage: Stage, patch: pytest.MonkeyPatch) -> None:
+def no_check_of_open_writers(stage: Stage, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sql, "NEXT_DUE", sql.NEXT_DUE.replace("asked.xmin,\n", "1 << 62,\n"))
 
 
@@ -983,7 +986,7 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
     ("worker in watch", a_worker_of_a_lost_timeline_cannot_watch, no_worker_in("WATCH_IF_HELD")),
     (
         "worker in standing",
-        a_worker_of_a_lost_timeline_is_not_told_that_its_attempt_stands,
+        a_worker_of_a_lost_timeline_learns_that_its_attempt_is_lost,
         no_worker_in("STANDING"),
     ),
     (
@@ -991,24 +994,24 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
         a_worker_of_a_lost_timeline_cannot_delete,
         no_worker_in("FINISH_SENT_AND_FORGET_IF_HELD"),
     ),
-    ("own attempts: suspects", a_worker_leaves_the_lapsed_attempt_that_it_holds, no_part_in_claims(OWN)),
-    ("own attempts: ending", a_worker_does_not_end_the_lapsed_attempt_that_it_holds, no_part_in_claims(OWN)),
+    ("own attempts: suspects", a_worker_does_not_repeat_a_lapsed_attempt_that_it_still_runs, no_part_in_claims(OWN)),
+    ("own attempts: ending", a_worker_does_not_end_a_lapsed_attempt_that_it_still_runs, no_part_in_claims(OWN)),
     (
         "forgotten attempts: suspects",
-        a_worker_takes_over_an_attempt_in_its_name_that_it_does_not_hold,
+        a_worker_repeats_an_attempt_in_its_name_that_it_does_not_run,
         no_part_in_claims(" OR m.id <> ALL (%(held)s::bigint[])"),
     ),
     (
         "forgotten attempts: ending",
-        a_worker_ends_an_attempt_in_its_name_that_it_does_not_hold,
+        a_worker_ends_an_attempt_in_its_name_that_it_does_not_run,
         no_part_in_claims(" OR m.id <> ALL (%(held)s::bigint[])"),
     ),
-    ("state in forget", what_is_pending_again_is_not_deleted, no_state_in_forget),
-    ("rule in forget", a_rule_that_was_taken_back_is_obeyed_at_once, no_look_at_the_rule_in_forget),
+    ("state in forget", a_message_that_is_pending_again_is_not_deleted, no_state_in_forget),
+    ("rule in forget", a_removed_rule_has_no_effect_from_its_commit_on, no_check_of_the_rule_in_forget),
     ("own rule in forget", a_topics_own_rule_holds, no_guard_in_function("forget_sent", OWN_RULE_IN_FORGET)),
     (
         "dedupe key outlives zero",
-        a_repetition_of_a_deleted_message_is_known,
+        a_repeated_enqueue_of_a_deleted_message_is_recognised,
         no_guard_in_function("delete_messages", " AND NOT keeps_dedupe_keys"),
     ),
     (
@@ -1019,25 +1022,29 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
             "        AND (SELECT m.id FROM pgoutbox.message AS m WHERE m.id = p.message_id LIMIT 1) IS NULL\n",
         ),
     ),
-    ("own rule in prune", pruning_leaves_what_its_topic_keeps, no_guard_in_function("prune_by_rule", OWN_RULE)),
+    (
+        "own rule in prune",
+        pruning_skips_messages_that_their_topic_keeps,
+        no_guard_in_function("prune_by_rule", OWN_RULE),
+    ),
     (
         "locked rows in prune",
-        pruning_leaves_a_message_that_is_being_redriven,
+        pruning_skips_a_message_that_is_being_redriven,
         no_guard_in_function("prune_by_rule", " SKIP LOCKED"),
     ),
     (
         "large payload of its message in prune",
-        pruning_leaves_the_large_payload_of_another_message,
+        pruning_skips_the_large_payload_of_another_message,
         no_guard_in_function("delete_messages", " AND g.has_large_payload"),
     ),
     (
         "large payload of its message in a retired partition",
-        a_retired_partition_leaves_the_large_payload_of_another_message,
+        retiring_a_partition_skips_large_payloads_of_other_messages,
         no_guard_in_function("clear_retired", " AND p.has_large_payload"),
     ),
     (
         "large payloads of a retired partition",
-        a_retired_partition_takes_its_large_payloads,
+        retiring_a_partition_deletes_its_large_payloads,
         no_guard_in_function(
             "clear_retired",
             "\n        AND NOT EXISTS (SELECT FROM pgoutbox.large_payload AS l"
@@ -1045,17 +1052,17 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
         ),
     ),
     (
-        "large payload of what is forgotten",
-        a_message_that_is_sent_keeps_its_large_payload,
-        no_look_at_what_is_forgotten,
+        "large payload of a message deleted as it is sent",
+        a_sent_message_keeps_its_large_payload,
+        no_restriction_to_forgotten_messages,
     ),
     (
         "age in prune",
-        pruning_obeys_the_rule_as_it_stands,
+        pruning_applies_the_current_rule,
         no_guard_in_function("prune_by_rule", "        AND m.finished_at <= now() - r.keep\n"),
     ),
     ("one in flight: look", a_successor_waits_for_its_predecessor, no_part_in_claims(SIBLING)),
-    ("one in flight: index", of_two_claims_that_do_not_see_each_other_one_is_refused, no_unique_index),
+    ("one in flight: index", one_of_two_claims_with_concurrent_snapshots_is_refused, no_unique_index),
     (
         "supersession in claim",
         an_older_message_is_not_delivered_after_a_newer_one,
@@ -1065,16 +1072,20 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
     ),
     (
         "supersession of a lapsed attempt",
-        a_lapsed_attempt_is_not_made_again_after_a_newer_message,
+        a_lapsed_attempt_is_not_repeated_after_a_newer_message,
         no_part_in_claims("WHEN newer.id IS NOT NULL OR m.expires_at <= now() THEN 'skipped'\n"),
     ),
-    ("order of keys", two_claims_enter_their_keys_in_one_order, no_part_in_claims(KEYS_IN_ORDER)),
+    ("order of keys", two_claims_insert_their_keys_in_one_order, no_part_in_claims(KEYS_IN_ORDER)),
     (
         "bulk: newer id of a changed head",
         a_bulk_that_waited_for_a_coalesce_key_is_the_newest,
         no_newer_id_of_a_changed_head,
     ),
-    ("bulk: look for freed keys", two_bulks_take_dedupe_keys_in_one_order_though_one_is_freed, no_look_for_freed_keys),
+    (
+        "bulk: look for freed keys",
+        two_bulks_lock_dedupe_keys_in_one_order_even_if_one_is_freed,
+        no_check_for_freed_keys,
+    ),
     ("supersession in finish", an_older_attempt_is_not_retried_after_a_newer_message, no_supersession_in_finish),
     ("rule pending: lock on the newer message", an_attempt_begins_after_every_commit, no_lock_on_the_newer),
     (
@@ -1110,54 +1121,54 @@ GUARDED: list[tuple[str, Scenario, Mutation]] = [
         a_message_waits_for_a_strict_one_of_its_key,
         no_part_in_claims(STRICT_DUE, instead="true"),
     ),
-    ("rule pending: retry", a_retry_ends_if_a_newer_message_waits, no_rule_in_finish),
+    ("rule pending: retry", a_retry_ends_if_a_newer_message_is_pending, no_rule_in_finish),
     (
         "rule pending: retry that comes first",
-        a_retry_waits_for_no_message_that_is_due_later,
+        a_retry_does_not_wait_for_a_message_that_is_due_later,
         newer_in("FINISH_IF_HELD", (NEWER_BY_RETRY, "'infinity'")),
     ),
     (
         "rule pending: successors",
-        a_message_that_waits_for_an_attempt_is_found_when_that_ends,
+        a_message_that_waits_for_an_attempt_is_found_when_it_ends,
         newer_in("QUEUES_OF_SUCCESSORS", (PENDING_SUCCESSORS, "")),
     ),
     (
         "rule pending: strict successors",
-        a_strict_message_that_waits_for_a_newer_attempt_is_found_when_that_ends,
+        a_strict_message_that_waits_for_a_newer_attempt_is_found_when_it_ends,
         newer_in("QUEUES_OF_SUCCESSORS", ("head.newest_id <> d.id", "head.newest_id > d.id")),
     ),
     ("suspects: limit", suspects_are_claimed_one_by_one, no_limit_of_suspects),
     (
         "suspects: last attempt",
-        a_last_attempt_is_not_made_beside_other_suspects,
-        no_look_at_the_budget_of_a_suspect,
+        a_suspect_on_its_last_attempt_is_claimed_alone,
+        no_check_of_the_budget_of_a_suspect,
     ),
-    ("suspects: memory", while_a_suspect_is_in_flight_its_worker_claims_no_other, no_memory_of_suspects),
-    ("shared doorbell lock", an_enqueue_under_way_is_not_missed_by_arming, no_shared_lock),
+    ("suspects: memory", a_worker_claims_no_second_suspect_while_one_is_in_flight, no_memory_of_suspects),
+    ("shared doorbell lock", arming_does_not_miss_an_open_enqueue, no_shared_lock),
     ("claim after arming", a_commit_between_the_claim_and_arming_is_not_missed, no_claim_after_arming),
     (
         "transactions still open",
-        a_message_that_commits_late_is_not_missed_by_claims_of_new_ones,
-        no_look_at_open_writers,
+        claims_of_new_messages_do_not_miss_a_late_commit,
+        no_check_of_open_writers,
     ),
     (
         "scheduled messages beyond the floor",
-        a_scheduled_message_is_not_slept_over_by_a_worker_that_claims_new_ones,
-        no_look_at_scheduled_messages,
+        a_worker_that_claims_new_messages_wakes_for_a_scheduled_one,
+        no_check_of_scheduled_messages,
     ),
-    ("read committed", two_workers_claims_do_not_fail_under_a_strict_default_isolation, no_pinned_isolation),
+    ("read committed", concurrent_claims_succeed_under_a_strict_default_isolation, no_pinned_isolation),
 ]
 
 
 @pytest.mark.parametrize("scenario", [pytest.param(scenario, id=name) for name, scenario, _ in GUARDED])
-async def test_the_scenario_of_a_guard_holds(stage: Stage, scenario: Scenario) -> None:
+async def test_a_scenario_holds_with_its_guard(stage: Stage, scenario: Scenario) -> None:
     await scenario(stage)
 
 
 @pytest.mark.parametrize(
     ("scenario", "mutate"), [pytest.param(scenario, mutate, id=name) for name, scenario, mutate in GUARDED]
 )
-async def test_the_scenario_of_a_guard_fails_without_it(
+async def test_a_scenario_fails_without_its_guard(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, scenario: Scenario, mutate: Mutation
 ) -> None:
     mutate(stage, monkeypatch)

@@ -1,6 +1,6 @@
-"""Events to the Kafka broker that librdkafka brings for tests: what is acknowledged, and what is refused.
+"""Tests events to the Kafka broker that librdkafka brings for tests: acknowledgements and refusals.
 
-It knows neither users nor sizes of its own; what depends on those is the client's part here.
+This broker has neither users nor size limits; limits on those are enforced by the client here.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def broker() -> Iterator[Broker]:
 
 
 def records(broker: Broker, topic: str, count: int) -> list[Record]:
-    """The first records of a topic, at least so many."""
+    """Return at least this many of the first records of a topic."""
     consumer = Consumer({"bootstrap.servers": f"{HOST}:{broker.port}", "group.id": "test", "log_level": 0})
     try:
         partitions = consumer.list_topics(topic, timeout=30).topics[topic].partitions
@@ -112,7 +112,7 @@ async def test_an_event_is_a_record_with_its_id_key_and_envelope(broker: Broker,
     )
 
 
-async def test_what_has_one_key_is_in_one_partition(broker: Broker, open_transport: Open) -> None:
+async def test_events_with_one_key_are_in_one_partition(broker: Broker, open_transport: Open) -> None:
     transport = open_transport(broker)
     messages = [outgoing(message_id=number, destination="kafka:many") for number in range(100)]
     outcomes = await asyncio.gather(
@@ -134,7 +134,7 @@ async def test_an_unreachable_broker_is_transient(open_transport: Open, caplog: 
     assert CANARY not in caplog.text + error
 
 
-async def test_a_broker_without_tls_gets_nothing_from_who_demands_it(
+async def test_a_broker_without_tls_gets_nothing_from_a_client_that_requires_it(
     broker: Broker, open_transport: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -148,17 +148,18 @@ async def test_a_broker_without_tls_gets_nothing_from_who_demands_it(
         )
         outcome = await transport.send(outgoing(destination="kafka:refused"), Event(SECRET))
     assert_refused(outcome, "connect: no broker within 2 s: ", {CANARY, SECRET}, caplog.text, forwarder)
-    # librdkafka words the end of a handshake in two ways; the state is in both.
+    # librdkafka has two texts for the end of a handshake; the state is in both.
     assert "in state SSL_HANDSHAKE" in error_of(outcome, Transient)
 
 
-async def test_a_ca_file_is_what_the_certificate_is_judged_by(open_transport: Open, tmp_path: Path) -> None:
+async def test_the_ca_file_decides_about_the_certificate(open_transport: Open, tmp_path: Path) -> None:
     certificate = issue_certificate(tmp_path)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate.cert_file, certificate.key_file)
 
     async def send_to(host: str, ca_file: str | None) -> tuple[str, bool]:
-        """What is said of a server that shakes hands and no more, and whether it was spoken to after that."""
+        """Return the error about a server that only completes the handshake, and whether it received anything
+        afterwards."""
         heard: list[bytes] = []
 
         async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -187,7 +188,7 @@ async def test_a_ca_file_is_what_the_certificate_is_judged_by(open_transport: Op
     assert was_heard
 
 
-async def test_an_event_that_is_too_large_is_permanent_and_disturbs_no_other(
+async def test_an_oversized_event_is_permanent_and_does_not_disturb_others(
     broker: Broker, open_transport: Open
 ) -> None:
     transport, message = open_transport(broker), outgoing(destination="kafka:large")
@@ -198,9 +199,7 @@ async def test_an_event_that_is_too_large_is_permanent_and_disturbs_no_other(
     assert outcomes == [Sent()] * 2
 
 
-async def test_after_a_lost_acknowledgement_the_repetition_has_the_same_id(
-    broker: Broker, open_transport: Open
-) -> None:
+async def test_a_repetition_after_a_lost_acknowledgement_has_the_same_id(broker: Broker, open_transport: Open) -> None:
     transport, message = open_transport(broker, broker_timeout_seconds=2), outgoing(destination="kafka:lost")
     first = outgoing(message_id=1, destination="kafka:warm")
     assert await transport.send(first, EVENT) == Sent()
@@ -208,13 +207,13 @@ async def test_after_a_lost_acknowledgement_the_repetition_has_the_same_id(
         assert error_of(await transport.send(message, EVENT), Transient).startswith("outcome unknown: ")
     again = outgoing(destination="kafka:lost", attempt_count=2)
     outcome = await transport.send(again, EVENT)
-    if outcome != Sent():  # The client may need longer to notice that the broker is back.
+    if outcome != Sent():  # The client may need longer to notice that the broker is available again.
         outcome = await open_transport(broker).send(again, EVENT)
     assert outcome == Sent()
     assert {headers_of(record)["ce_id"] for record in records(broker, "lost", 1)} == {ID}
 
 
-async def test_what_was_cancelled_does_not_go_out_after_the_end(broker: Broker, open_transport: Open) -> None:
+async def test_a_cancelled_event_is_not_sent_during_the_close(broker: Broker, open_transport: Open) -> None:
     transport = open_transport(broker)
     assert await transport.send(outgoing(message_id=1, destination="kafka:warm"), EVENT) == Sent()
     with broker.frozen():
@@ -230,7 +229,7 @@ async def test_what_was_cancelled_does_not_go_out_after_the_end(broker: Broker, 
 
 
 @pytest.mark.parametrize("topic", ["a%20b", "a/b", "..", "%C3%BC", "x" * 250, "a%0A"])
-async def test_a_name_that_is_none_is_permanent_before_anything_is_connected(open_transport: Open, topic: str) -> None:
+async def test_an_invalid_name_is_permanent_before_any_connection(open_transport: Open, topic: str) -> None:
     transport = open_transport(f"{HOST}:1")
     error = error_of(await transport.send(outgoing(destination=f"kafka:{topic}"), EVENT), Permanent)
     assert error.startswith("destination: ")

@@ -1,4 +1,4 @@
-"""A row that somebody has locked delays its own outcome and no other."""
+"""Tests that a locked row delays only its own outcome."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from tests.conftest import Connect
 
 
-async def test_a_row_that_a_transaction_cancels_for_long_keeps_no_others_in_flight(dsn: str, connect: Connect) -> None:
+async def test_a_row_locked_by_a_long_cancel_delays_no_other_outcomes(dsn: str, connect: Connect) -> None:
     db, canceller = connect(autocommit=True), connect()
     outbox = Outbox(settings_for(dsn))
 
@@ -53,10 +53,10 @@ async def test_a_row_that_a_transaction_cancels_for_long_keeps_no_others_in_flig
     assert attempts_of(db, locked) == []
 
 
-async def test_a_row_that_goes_while_its_finish_waits_for_it_keeps_no_others_in_flight(
+async def test_a_row_that_moves_while_its_finish_waits_delays_no_other_outcomes(
     dsn: str, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It goes to another partition: whoever waited for the lock gets an error instead of the row."""
+    """The row moves to another partition: a session that waited for the lock gets an error instead of the row."""
     monkeypatch.setattr(sql, "FINISH_SENT_IF_HELD", sql.FINISH_SENT_IF_HELD.replace("20ms", f"{PATIENCE_SECONDS}s"))
     db, other = connect(autocommit=True), connect()
     first, gone, last = (enqueue(db) for _ in range(3))
@@ -73,14 +73,14 @@ async def test_a_row_that_goes_while_its_finish_waits_for_it_keeps_no_others_in_
     assert state_of(db, gone) == State.FAILED
 
 
-# Not a fault of a row: as a lock that is not given in time.
+# Not an error of a row, like a lock timeout.
 REFUSED: Step = ("SELECT public.refuse()", {})
 REFUSE = """
 CREATE FUNCTION public.refuse() RETURNS void LANGUAGE plpgsql AS $$ BEGIN RAISE lock_not_available; END $$
 """
 
 
-async def test_no_statement_that_is_refused_costs_an_attempt_or_the_time_of_a_lease(
+async def test_a_refused_statement_costs_no_attempt_and_no_lease(
     dsn: str, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Refuse one statement of a worker in each round: each kind of statement, up to the third time that it is sent."""

@@ -1,4 +1,4 @@
-"""E-mail from the row to the server: what a wrong e-mail, the server's answer or a redirect makes of the message."""
+"""Tests e-mail from the row to the server: effects of invalid e-mails, server answers and redirects on the message."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ HELLO = Email(subject="Hello", text="Hi")
 def outbox_for(
     dsn: str, port: int, content: Content | Callable[[Message[Any]], Content], **overrides: object
 ) -> Outbox:
-    """An outbox whose handler returns this content, or renders it; its e-mail goes to a server on this machine."""
+    """Build an outbox whose handler returns this content, or renders it; its e-mail goes to a server on this
+    machine."""
     outbox = Outbox(settings_for(dsn, **mail_settings(port) | overrides))
 
     @outbox.handler("greet", retry=MUCH_LATER)
@@ -44,7 +45,7 @@ def outbox_for(
     return outbox
 
 
-# --- what ends failed at once -----------------------------------------------------------------------------------------
+# --- permanent failures -----------------------------------------------------------------------------------------------
 
 UNSAFE = {
     "another header": "x\r\nBcc: eve@example.com",
@@ -58,7 +59,7 @@ UNSAFE = {
 
 @pytest.mark.parametrize("unsafe", UNSAFE.values(), ids=UNSAFE.keys())
 @pytest.mark.parametrize("field", ["subject", "to", "header"])
-async def test_what_could_become_a_header_fails_at_once_and_reaches_no_server(
+async def test_a_possible_header_injection_fails_at_once_and_reaches_no_server(
     dsn: str, db: psycopg.Connection, field: str, unsafe: str
 ) -> None:
     emails = {
@@ -85,10 +86,10 @@ async def test_ten_thousand_recipients_fail_at_once_and_reach_no_server(dsn: str
     assert row.last_error == "email.to: 10000 addresses are more than 1000"
 
 
-# --- what the server says ---------------------------------------------------------------------------------------------
+# --- server answers ---------------------------------------------------------------------------------------------------
 
 
-async def test_a_connection_that_ends_after_the_final_dot_is_retried_with_the_same_message_id(
+async def test_a_connection_lost_after_the_final_dot_is_retried_with_the_same_message_id(
     dsn: str, db: psycopg.Connection
 ) -> None:
     message_id = enqueue(db, destination=DESTINATION)
@@ -108,7 +109,9 @@ async def test_a_connection_that_ends_after_the_final_dot_is_retried_with_the_sa
 @pytest.mark.parametrize(
     ("answer", "state"), [("451 4.7.1 greylisted", "pending"), ("550 5.1.1 no such user", "failed")]
 )
-async def test_the_servers_refusal_is_in_the_row(dsn: str, db: psycopg.Connection, answer: str, state: str) -> None:
+async def test_the_refusal_of_the_server_is_in_the_row(
+    dsn: str, db: psycopg.Connection, answer: str, state: str
+) -> None:
     message_id = enqueue(db, destination=DESTINATION)
     async with scripted_server({"RCPT": answer}) as server:
         await Worker(outbox_for(dsn, server.port, HELLO)).run_once()
@@ -119,7 +122,7 @@ async def test_the_servers_refusal_is_in_the_row(dsn: str, db: psycopg.Connectio
 # --- templates --------------------------------------------------------------------------------------------------------
 
 
-async def test_what_a_template_lacks_ends_failed_and_a_missing_template_waits_for_its_deployment(
+async def test_an_undefined_template_variable_fails_and_a_missing_template_is_retried(
     dsn: str, db: psycopg.Connection, tmp_path: Path
 ) -> None:
     (tmp_path / "welcome.subject.txt").write_text("Welcome, {{ name }}")
@@ -150,7 +153,7 @@ class Webhook:
 
 
 class Sink:
-    """A transport of that scheme; it notes what it is given."""
+    """A transport of that scheme that records its contents."""
 
     schemes = ("https",)
 
@@ -165,7 +168,7 @@ class Sink:
     async def aclose(self) -> None: ...
 
 
-async def test_a_redirected_email_reaches_the_testers_alone(dsn: str, db: psycopg.Connection) -> None:
+async def test_a_redirected_email_reaches_only_the_testers(dsn: str, db: psycopg.Connection) -> None:
     message_id = enqueue(db, destination=DESTINATION)
     async with accepting_server() as inbox:
         worker = Worker(outbox_for(dsn, inbox.port, HELLO, redirect_to="@test.example.org"))
@@ -184,7 +187,7 @@ async def test_a_worker_with_a_redirect_does_not_start_within_forbidden_days(dsn
     assert (row_of(db, message_id).state, inbox.received) == ("pending", [])
 
 
-async def test_a_running_worker_that_enters_forbidden_days_hands_nothing_over(
+async def test_a_running_worker_hands_nothing_over_on_forbidden_days(
     dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     message_id = enqueue(db, destination=DESTINATION)
@@ -200,7 +203,7 @@ async def test_a_running_worker_that_enters_forbidden_days_hands_nothing_over(
     assert f"refuses to redirect within {AROUND_TODAY}" in (error or "")
 
 
-async def test_with_a_redirect_what_cannot_be_redirected_is_held_back_until_it_is_taken_away(
+async def test_messages_that_cannot_be_redirected_wait_until_the_redirect_is_removed(
     dsn: str, db: psycopg.Connection
 ) -> None:
     message_id = enqueue(db, destination="https://example.com/hook")
@@ -230,7 +233,7 @@ async def test_with_a_redirect_what_cannot_be_redirected_is_held_back_until_it_i
         (None, "tester@example.org", "pending"),
     ],
 )
-async def test_a_transport_gets_contents_only_if_it_redirects_to_the_same_place_as_its_worker(
+async def test_a_transport_needs_the_same_redirect_as_its_worker(
     dsn: str, db: psycopg.Connection, of_worker: str | None, of_transport: str | None, state: str
 ) -> None:
     message_id = enqueue(db, destination="https://example.com/hook")

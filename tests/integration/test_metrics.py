@@ -1,4 +1,4 @@
-"""What a worker and the database show: read as Prometheus reads it, over HTTP, while messages are delivered."""
+"""Tests the metrics of a worker and the database, read over HTTP like Prometheus, during deliveries."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ OUTCOMES: dict[str, Outcome] = {
 
 @pytest.fixture
 def outbox(dsn: str) -> Outbox:
-    """An outbox whose workers serve their metrics on any free port, and count anew for each scrape."""
+    """Build an outbox whose workers serve metrics on any free port, and query the database at each scrape."""
     return Outbox(settings_for(dsn, metrics_address="127.0.0.1:0", metrics_cache_seconds=0.1))
 
 
@@ -70,7 +70,7 @@ async def scrape(worker: Worker) -> dict[str, Family]:
 
 
 def waits_of(worker: Worker, topic: str) -> int:
-    """Of how many messages it is known how long they waited. They are counted a little later than they are sent."""
+    """Return the number of recorded waiting times. They are counted slightly later than the messages are sent."""
     measures = worker.telemetry.measures
     assert measures is not None
     found = measures.distributions(WAIT_SECONDS).get(topic)
@@ -78,7 +78,7 @@ def waits_of(worker: Worker, topic: str) -> int:
 
 
 def value(families: dict[str, Family], sample: str, **labels: str) -> float | None:
-    """The value of one series."""
+    """Return the value of one series."""
     for family in families.values():
         for found in family.samples:
             if found.name == sample and found.labels == labels:
@@ -116,7 +116,9 @@ async def test_attempts_are_counted_by_topic_queue_and_outcome(outbox: Outbox, d
     assert value(families, "pgoutbox_claimed_total", **labels) == 7
     assert (value(families, "pgoutbox_claims_total", queue="default") or 0) >= 2
     assert value(families, "pgoutbox_handler_seconds_count", topic="greet") == 7
-    assert value(families, "pgoutbox_handler_seconds_count", topic="index") == 1, "one call of the batch handler"
+    assert value(families, "pgoutbox_handler_seconds_count", topic="index") == 1, (
+        "the batch handler was not called once"
+    )
     assert value(families, "pgoutbox_wait_seconds_count", topic="index") == 2
     assert value(families, "pgoutbox_events_total", event="sent") == 5
     assert value(families, "pgoutbox_in_flight") == 0
@@ -124,7 +126,7 @@ async def test_attempts_are_counted_by_topic_queue_and_outcome(outbox: Outbox, d
     assert value(families, "pgoutbox_listener_up") == 1
     assert value(families, "pgoutbox_database_up") == 1
     assert value(families, "pgoutbox_last_claim_seconds") is not None
-    assert "process_cpu_seconds" in families, "the application's own registry comes along"
+    assert "process_cpu_seconds" in families, "the application's own registry is missing"
 
 
 async def test_the_wait_begins_when_a_message_falls_due(outbox: Outbox, db: psycopg.Connection) -> None:
@@ -200,7 +202,7 @@ async def test_a_lost_lease_and_a_reconnect_are_counted(
     assert value(families, "pgoutbox_reconnects_total", connection="listener") == 1
 
 
-async def test_every_metric_of_the_catalogue_is_served_and_no_other(outbox: Outbox, db: psycopg.Connection) -> None:
+async def test_exactly_the_metrics_of_the_catalogue_are_served(outbox: Outbox, db: psycopg.Connection) -> None:
     @outbox.handler("greet")
     async def greet(message: Message, ctx: Context) -> None: ...
 
@@ -211,7 +213,7 @@ async def test_every_metric_of_the_catalogue_is_served_and_no_other(outbox: Outb
     assert own == {f"pgoutbox_{metric.name}" for metric in (*OF_WORKERS, *OF_THE_DATABASE)} | {"pgoutbox_build_info"}
 
 
-async def test_who_asks_for_openmetrics_gets_it(outbox: Outbox, db: psycopg.Connection) -> None:
+async def test_a_client_that_requests_openmetrics_gets_it(outbox: Outbox, db: psycopg.Connection) -> None:
     @outbox.handler("greet")
     async def greet(message: Message, ctx: Context) -> None: ...
 
@@ -226,7 +228,7 @@ async def test_who_asks_for_openmetrics_gets_it(outbox: Outbox, db: psycopg.Conn
 SECRET = "canary-8d1f"
 
 
-async def test_no_label_holds_what_a_message_holds(outbox: Outbox, db: psycopg.Connection) -> None:
+async def test_no_label_contains_data_of_a_message(outbox: Outbox, db: psycopg.Connection) -> None:
     @outbox.handler("greet")
     async def greet(message: Message, ctx: Context) -> None:
         raise Permanent(SECRET)
@@ -245,7 +247,7 @@ async def test_no_label_holds_what_a_message_holds(outbox: Outbox, db: psycopg.C
     assert SECRET not in answer.body
 
 
-def test_topics_and_queues_above_the_bound_are_counted_as_other(dsn: str, db: psycopg.Connection) -> None:
+def test_topics_and_queues_beyond_the_limit_are_counted_as_other(dsn: str, db: psycopg.Connection) -> None:
     for number in range(5):
         for _ in range(number + 1):
             enqueue(db, f"topic{number}", queue=f"queue{number}")
@@ -259,7 +261,7 @@ def test_topics_and_queues_above_the_bound_are_counted_as_other(dsn: str, db: ps
     assert {s.labels[0]: s.value for s in measures.samples(UNATTEMPTED)} == {"topic0": 1, "topic1": 1, "other": 3}
 
 
-def test_the_database_is_counted_by_state(dsn: str, db: psycopg.Connection) -> None:
+def test_the_messages_in_the_database_are_counted_by_state(dsn: str, db: psycopg.Connection) -> None:
     old = enqueue(db)
     db.execute("UPDATE pgoutbox.message SET available_at = now() - interval '100 s' WHERE id = %s", [old])
     enqueue(db)
@@ -283,16 +285,14 @@ def test_the_database_is_counted_by_state(dsn: str, db: psycopg.Connection) -> N
     assert oldest["greet", "bulk"] == 0
 
 
-def test_the_database_is_read_once_for_many_who_ask(dsn: str, db: psycopg.Connection) -> None:
+def test_concurrent_scrapes_share_one_query_of_the_database(dsn: str, db: psycopg.Connection) -> None:
     backlog = Backlog(settings_for(dsn, metrics_cache_seconds=3600))
     first = backlog.ask()
     readings = {id(backlog.ask().result()) for _ in range(20)}
     assert readings == {id(first.result())}
 
 
-async def test_a_locked_table_costs_the_gauges_and_nothing_else(
-    outbox: Outbox, db: psycopg.Connection, connect: Connect
-) -> None:
+async def test_a_locked_table_costs_only_the_gauges(outbox: Outbox, db: psycopg.Connection, connect: Connect) -> None:
     @outbox.handler("greet")
     async def greet(message: Message, ctx: Context) -> None: ...
 
@@ -308,7 +308,7 @@ async def test_a_locked_table_costs_the_gauges_and_nothing_else(
     assert value(families, "pgoutbox_slots") == 4
 
 
-def test_counting_that_takes_too_long_is_given_up(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_count_is_abandoned(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sql, "COUNT_BACKLOG", "SELECT pg_sleep(600)")
     assert not Backlog(settings_for(dsn)).ask().result(PATIENCE_SECONDS).is_up
 
@@ -321,7 +321,7 @@ async def test_the_dashboard_can_serve_the_gauges_without_a_worker(dsn: str, db:
     assert names == {f"pgoutbox_{metric.name}" for metric in OF_THE_DATABASE} | {"pgoutbox_build_info"}
 
 
-async def test_an_address_that_is_taken_ends_the_worker_with_its_name(outbox: Outbox, dsn: str) -> None:
+async def test_an_address_in_use_ends_the_worker_with_an_error_that_names_it(outbox: Outbox, dsn: str) -> None:
     @outbox.handler("greet")
     async def greet(message: Message, ctx: Context) -> None: ...
 
@@ -332,7 +332,7 @@ async def test_an_address_that_is_taken_ends_the_worker_with_its_name(outbox: Ou
         second = Worker(outbox, settings=settings_for(dsn, metrics_address=taken))
         with pytest.raises(ConfigurationError, match=r"PGOUTBOX_METRICS_ADDRESS: cannot listen on 127\.0\.0\.1"):
             await second.run()
-        await second.run_once()  # What cron starts beside it serves nothing.
+        await second.run_once()  # A cron run beside it serves no metrics.
 
 
 async def test_a_worker_without_an_address_measures_nothing(dsn: str) -> None:
@@ -351,7 +351,7 @@ async def test_a_worker_without_an_address_measures_nothing(dsn: str) -> None:
 # --- probes -----------------------------------------------------------------------------------------------------------
 
 
-async def test_a_worker_at_work_is_alive_and_ready(outbox: Outbox, db: psycopg.Connection) -> None:
+async def test_a_working_worker_is_alive_and_ready(outbox: Outbox, db: psycopg.Connection) -> None:
     @outbox.handler("greet")
     async def greet(message: Message, ctx: Context) -> None: ...
 
@@ -362,7 +362,7 @@ async def test_a_worker_at_work_is_alive_and_ready(outbox: Outbox, db: psycopg.C
     assert [(a.status, a.body) for a in answers] == [(200, "ok\n"), (200, "ok\n")]
 
 
-async def test_a_worker_whose_listener_is_gone_is_alive_but_not_ready(
+async def test_a_worker_without_its_listener_is_alive_but_not_ready(
     outbox: Outbox, db: psycopg.Connection, dsn: str
 ) -> None:
     @outbox.handler("greet")
@@ -455,7 +455,7 @@ async def test_only_get_and_head_are_answered(outbox: Outbox) -> None:
         assert (await ask(port, "/metrics?name=x")).status == 200
 
 
-async def test_what_is_no_request_is_refused_and_harms_nobody(outbox: Outbox) -> None:
+async def test_an_invalid_request_is_refused_and_does_no_harm(outbox: Outbox) -> None:
     async with served(outbox) as port:
         for request in (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", b"GET\r\n\r\n"):
             assert (await exchange(port, request)).startswith(b"HTTP/1.1 400 ")
@@ -470,12 +470,12 @@ async def test_a_probe_is_answered_while_hundreds_of_requests_never_end(outbox: 
         for _, writer in slow:
             writer.write(b"GET /livez HTTP/1.1\r\n")
         assert (await ask(port, "/livez")).status == 200
-        assert await slow[0][0].read() == b"", "the oldest gave way"
+        assert await slow[0][0].read() == b"", "the oldest request was not closed"
         for _, writer in slow:
             writer.close()
 
 
-async def test_a_client_that_is_slow_ends_with_its_deadline(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_client_is_disconnected_at_its_deadline(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pgoutbox.http_server._DEADLINE_SECONDS", 0.5)
     async with served(outbox) as port, asyncio.timeout(PROCESS_PATIENCE_SECONDS):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)

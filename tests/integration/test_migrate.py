@@ -1,4 +1,4 @@
-"""The schema goes up, down and up again, alone and as a branch of a host application's history."""
+"""Tests that the schema goes up, down and up again, alone and as a branch of a host application's history."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def downgrade():
 
 
 def catalog(dsn: str) -> list[tuple[str, str, str]]:
-    """Everything that the revisions make, as PostgreSQL itself describes it."""
+    """Return PostgreSQL's own description of everything that the revisions create."""
     with psycopg.connect(dsn) as connection:
         return connection.execute(CATALOG).fetchall()
 
@@ -148,17 +148,17 @@ class TestAlone:
         with psycopg.connect(dsn) as connection:
             assert connection.execute("SELECT to_regnamespace('pgoutbox')").fetchone() == (None,)
 
-    def test_downgrade_to_base_keeps_a_schema_that_holds_something_else(self, dsn: str) -> None:
+    def test_downgrade_to_base_keeps_a_schema_with_other_objects(self, dsn: str) -> None:
         with psycopg.connect(dsn) as connection:
             connection.execute("CREATE TABLE pgoutbox.mine (id integer)")
         migrate.downgrade(dsn, "base")
         assert tables(dsn) == {"pgoutbox.mine"}
 
-    def test_downgrade_of_a_database_that_was_never_migrated_does_nothing(self, empty_dsn: str) -> None:
+    def test_downgrade_of_a_database_without_pgoutbox_does_nothing(self, empty_dsn: str) -> None:
         migrate.downgrade(empty_dsn, "base")
         assert tables(empty_dsn) == set()
 
-    def test_offline_script_makes_the_same_schema(self, dsn: str, empty_dsn: str) -> None:
+    def test_the_offline_script_creates_the_same_schema(self, dsn: str, empty_dsn: str) -> None:
         with psycopg.connect(empty_dsn, autocommit=True) as connection:
             connection.execute(migrate.upgrade_sql().encode())
         assert catalog(empty_dsn) == catalog(dsn)
@@ -166,7 +166,7 @@ class TestAlone:
 
     def test_defaults_of_the_role_do_not_matter(self, dsn: str, empty_dsn: str) -> None:
         with psycopg.connect(empty_dsn, autocommit=True) as connection:
-            # One statement that takes longer than the role allows, however fast or slow the machine is.
+            # One statement that takes longer than the role allows, on any machine.
             connection.execute(
                 "CREATE FUNCTION public.linger() RETURNS event_trigger LANGUAGE plpgsql "
                 "AS 'BEGIN PERFORM pg_sleep(2.5); END'"
@@ -180,10 +180,10 @@ class TestAlone:
         assert catalog(empty_dsn) == catalog(dsn)
 
     @pytest.mark.parametrize("has_schema", [False, True])
-    def test_of_upgrades_at_once_the_others_say_that_they_wait(self, empty_dsn: str, has_schema: bool) -> None:
+    def test_concurrent_upgrades_wait_and_report_it(self, empty_dsn: str, has_schema: bool) -> None:
         reports: queue.Queue[str] = queue.Queue()
         with psycopg.connect(empty_dsn) as gate, ThreadPoolExecutor() as threads:
-            # As a run that has just begun.
+            # Like a run that has just begun.
             if has_schema:
                 gate.execute("CREATE SCHEMA pgoutbox")
                 gate.commit()
@@ -202,7 +202,7 @@ class TestAlone:
         assert reports.empty()
         assert migrate.current(empty_dsn) == migrate.head()
 
-    def test_who_waits_for_a_migration_names_the_session_that_runs_it(self, dsn: str) -> None:
+    def test_a_waiting_upgrade_names_the_session_that_migrates(self, dsn: str) -> None:
         reports: queue.Queue[str] = queue.Queue()
         with psycopg.connect(dsn, application_name="deploy") as gate, ThreadPoolExecutor() as threads:
             gate.execute(migrate._LOCK_VERSION_TABLE.encode())
@@ -212,13 +212,13 @@ class TestAlone:
                     f"another migration is running (process {gate.info.backend_pid}, user {gate.info.user}, "
                     "application deploy); waiting"
                 )
-                gate.execute("DROP TABLE pgoutbox.alembic_version")  # As one that goes down to base.
+                gate.execute("DROP TABLE pgoutbox.alembic_version")  # Like a downgrade to base.
             finally:
                 gate.commit()
             run.result()
         assert migrate.current(dsn) is None
 
-    def test_no_lock_of_a_login_without_rights_holds_up_a_migration_or_a_partition(self, dsn: str) -> None:
+    def test_locks_of_a_login_without_privileges_block_no_migration_and_no_partition(self, dsn: str) -> None:
         with login(dsn) as theirs, psycopg.connect(theirs, autocommit=True) as stranger:
             stranger.execute("SELECT pg_advisory_lock(%s)", [int.from_bytes(b"pgoutbox")])
             for table in ("alembic_version", "retired"):
@@ -231,7 +231,7 @@ class TestAlone:
                 drop_partitions(db)
                 assert db.execute("SELECT pgoutbox.make_partition() IS NOT NULL").fetchone() == (True,)
 
-    def test_a_lock_held_by_the_application_ends_the_run_and_changes_nothing(self, dsn: str) -> None:
+    def test_a_lock_held_by_the_application_ends_the_run_without_changes(self, dsn: str) -> None:
         before = catalog(dsn)
         with psycopg.connect(dsn) as reader:
             reader.execute("SELECT count(*) FROM pgoutbox.message")
@@ -239,7 +239,7 @@ class TestAlone:
                 migrate.downgrade(dsn, "base", lock_timeout_seconds=0.05)
         assert catalog(dsn) == before
 
-    def test_a_revision_that_this_package_does_not_know_is_named(self, dsn: str) -> None:
+    def test_an_unknown_revision_is_named(self, dsn: str) -> None:
         with psycopg.connect(dsn) as connection:
             connection.execute("UPDATE pgoutbox.alembic_version SET version_num = 'pgoutbox_9999'")
         with pytest.raises(SchemaError, match=f"pgoutbox_9999.*ends at '{migrate.head()}'"):
@@ -265,11 +265,13 @@ except migrate.MissingExtraError as error:
 
 
 class TestRoles:
-    """The roles belong to the whole server, which other tests use too: a database of its own owner plays one apart."""
+    """The roles belong to the whole server, which other tests use too, so a database with its own owner simulates a
+    separate server."""
 
     @pytest.fixture
     def owner_dsn(self, migrated: NoopExecutor, empty_dsn: str) -> Iterator[str]:
-        """The owner of a database on a server that has the roles, who may create none, and is no superuser."""
+        """Create an owner of a database on a server with the roles; the owner may create no roles, and is not a
+        superuser."""
         with login(empty_dsn) as owner, psycopg.connect(empty_dsn, autocommit=True) as superuser:
             name = psycopg.conninfo.conninfo_to_dict(owner)["user"]
             database = composable.Identifier(superuser.info.dbname)
@@ -280,7 +282,7 @@ class TestRoles:
             superuser.execute("DROP SCHEMA IF EXISTS pgoutbox CASCADE")
             superuser.execute(composable.SQL("ALTER DATABASE {} OWNER TO CURRENT_USER").format(database))
 
-    def test_the_owner_of_a_database_migrates_up_and_down_and_keeps_what_it_made(self, owner_dsn: str) -> None:
+    def test_the_owner_of_a_database_migrates_up_and_down_and_keeps_its_objects(self, owner_dsn: str) -> None:
         migrate.upgrade(owner_dsn)
         once = catalog(owner_dsn)
         assert migrate.grants(owner_dsn) == []
@@ -298,7 +300,7 @@ class TestRoles:
         migrate.upgrade(owner_dsn)
         assert catalog(owner_dsn) == once
 
-    def test_roles_that_may_not_be_created_are_named_with_the_sql_and_granted_to_when_they_are_there(
+    def test_roles_that_cannot_be_created_are_named_with_their_sql_and_granted_later(
         self, owner_dsn: str, empty_dsn: str
     ) -> None:
         migrate.upgrade(owner_dsn)
@@ -323,7 +325,7 @@ class TestRoles:
                 superuser.execute("DROP OWNED BY pgoutbox_unheard_of")
                 superuser.execute("DROP ROLE pgoutbox_unheard_of")
 
-    def test_the_revision_itself_warns_of_roles_that_are_missing(self, owner_dsn: str) -> None:
+    def test_the_revision_warns_of_missing_roles(self, owner_dsn: str) -> None:
         migrate.upgrade(owner_dsn)
         heard: list[tuple[str | None, str | None]] = []
         with psycopg.connect(owner_dsn, autocommit=True) as connection:
@@ -335,7 +337,7 @@ class TestRoles:
         assert hint is not None
         assert "CREATE ROLE pgoutbox_unheard_of NOLOGIN;" in hint
 
-    def test_who_may_create_roles_without_being_a_superuser_creates_them(self, owner_dsn: str, empty_dsn: str) -> None:
+    def test_a_user_with_createrole_creates_the_roles(self, owner_dsn: str, empty_dsn: str) -> None:
         name = composable.Identifier(str(psycopg.conninfo.conninfo_to_dict(owner_dsn)["user"]))
         migrate.upgrade(owner_dsn)
         with psycopg.connect(empty_dsn, autocommit=True) as superuser:
@@ -346,11 +348,11 @@ class TestRoles:
             superuser.execute("DROP OWNED BY pgoutbox_unheard_of")
             superuser.execute("DROP ROLE pgoutbox_unheard_of")
 
-    def test_a_superuser_hands_everything_to_a_role_that_nobody_logs_in_as(self, dsn: str) -> None:
+    def test_a_superuser_transfers_ownership_to_a_role_without_login(self, dsn: str) -> None:
         assert not_of("pgoutbox_owner", dsn) == []
 
     @pytest.mark.usefixtures("newest")
-    def test_an_ordinary_role_migrates_for_the_role_that_a_superuser_has_handed_everything_to(self, dsn: str) -> None:
+    def test_an_ordinary_role_migrates_for_the_role_that_got_the_ownership(self, dsn: str) -> None:
         migrate.upgrade(dsn)
         once = catalog(dsn)
         with login(dsn, "pgoutbox_owner") as theirs:
@@ -360,7 +362,7 @@ class TestRoles:
             assert migrate.grants(deploying) == []
         assert catalog(dsn) == once
 
-    def test_objects_that_a_superuser_adds_to_an_ordinary_owners_schema_become_that_owners(
+    def test_objects_added_by_a_superuser_belong_to_the_schema_owner(
         self, owner_dsn: str, empty_dsn: str, newest: str
     ) -> None:
         migrate.upgrade(owner_dsn, FIRST)
@@ -370,7 +372,7 @@ class TestRoles:
         with login(empty_dsn, "pgoutbox_producer") as theirs, psycopg.connect(theirs) as producer:
             producer.execute("SELECT pgoutbox.enqueue('mail', '1', dedupe_key => 'd')")
 
-    def test_a_downgrade_to_base_revokes_the_grants_on_objects_that_it_leaves(self, dsn: str) -> None:
+    def test_a_downgrade_to_base_revokes_privileges_on_the_remaining_objects(self, dsn: str) -> None:
         with psycopg.connect(dsn, autocommit=True) as connection:
             connection.execute("CREATE TABLE pgoutbox.mine (id integer)")
             connection.execute("GRANT SELECT ON pgoutbox.mine TO pgoutbox_viewer")
@@ -388,7 +390,7 @@ class TestRoles:
             ).fetchall()
         assert granted == []
 
-    def test_a_role_that_somebody_has_outlives_a_downgrade(self, dsn: str) -> None:
+    def test_a_role_in_use_survives_a_downgrade(self, dsn: str) -> None:
         with login(dsn, "pgoutbox_viewer") as theirs:
             migrate.downgrade(dsn, "base")
             with psycopg.connect(dsn) as connection:
@@ -397,8 +399,8 @@ class TestRoles:
             with psycopg.connect(theirs) as viewer:
                 viewer.execute("SELECT FROM pgoutbox.message_view")
 
-    def test_a_downgrade_drops_the_roles_that_nobody_has(self) -> None:
-        """On a server where no other database has granted them anything."""
+    def test_a_downgrade_drops_unused_roles(self) -> None:
+        """Runs on a server where no other database has granted them anything."""
         left = "SELECT rolname FROM pg_roles WHERE rolname LIKE 'pgoutbox%' ORDER BY rolname"
         with embedded_server(durable=False) as server, psycopg.connect(server.dsn, autocommit=True) as connection:
             migrate.upgrade(server.dsn)
@@ -410,15 +412,15 @@ class TestRoles:
             migrate.downgrade(server.dsn, "base")
             assert connection.execute(left).fetchall() == []
 
-    def test_without_the_revision_grants_names_the_command(self, empty_dsn: str) -> None:
+    def test_grants_without_the_revision_name_the_command(self, empty_dsn: str) -> None:
         with pytest.raises(SchemaError, match="run: pgoutbox migrate"):
             migrate.grants(empty_dsn)
 
 
 class TestBesideTheApplication:
-    """A transaction that has enqueued stays open throughout, so a lock that it is in the way of is not to be had."""
+    """A transaction that has enqueued stays open throughout, so conflicting locks are unavailable."""
 
-    def test_an_upgrade_waits_for_no_transaction_that_has_enqueued(self, dsn: str, newest: str) -> None:
+    def test_an_upgrade_does_not_wait_for_open_transactions_that_enqueued(self, dsn: str, newest: str) -> None:
         with psycopg.connect(dsn) as producer:
             producer.execute("SELECT pgoutbox.enqueue('mail', '1', coalesce_key => 'a')")
             migrate.upgrade(dsn, lock_timeout_seconds=1)
@@ -427,20 +429,20 @@ class TestBesideTheApplication:
         assert not_of("pgoutbox_owner", dsn) == []
 
     @pytest.mark.usefixtures("newest")
-    def test_a_downgrade_waits_for_no_transaction_that_has_enqueued_and_takes_no_right_from_it(self, dsn: str) -> None:
+    def test_a_downgrade_does_not_wait_for_open_transactions_or_revoke_their_rights(self, dsn: str) -> None:
         migrate.upgrade(dsn)
         with psycopg.connect(dsn) as producer:
             producer.execute("SELECT pgoutbox.enqueue('mail', '1', coalesce_key => 'a')")
             migrate.downgrade(dsn, FIRST, lock_timeout_seconds=1)
             producer.execute("SELECT pgoutbox.enqueue('mail', '2', coalesce_key => 'a')")
         assert migrate.current(dsn) == FIRST
-        assert not_of("pgoutbox_owner", dsn) == [], "an enqueue that is running would be refused"
+        assert not_of("pgoutbox_owner", dsn) == [], "a running enqueue would be refused"
 
     def test_a_downgrade_to_base_takes_its_locks_in_the_order_of_an_enqueue(self, dsn: str) -> None:
         with psycopg.connect(dsn) as producer, ThreadPoolExecutor(1) as threads:
             producer.execute("SELECT FROM pgoutbox.dedupe")
             downgrade = threads.submit(migrate.downgrade, dsn, "base", lock_timeout_seconds=60)
-            wait_until(lambda: is_blocking(producer), lambda: "the downgrade does not wait")
+            wait_until(lambda: is_blocking(producer), lambda: "the downgrade did not wait")
             producer.execute("SELECT pgoutbox.enqueue('mail', '1', coalesce_key => 'a')")
             producer.commit()
             downgrade.result()
@@ -462,7 +464,7 @@ def is_blocking(connection: psycopg.Connection) -> bool:
 
 
 def not_of(owner: str, dsn: str) -> list[str]:
-    """Names of what another role owns in the schema; Alembic makes its table before the first revision."""
+    """Return the objects in the schema that do not belong to this owner, for example Alembic's table."""
     with psycopg.connect(dsn) as connection:
         rows = connection.execute(
             """
@@ -478,7 +480,7 @@ def not_of(owner: str, dsn: str) -> list[str]:
 
 
 def with_another_name(connection: psycopg.Connection, role: str, name: str) -> None:
-    """Have `set_up_roles` mean a role by a name that no other test uses: one that does not exist."""
+    """Make `set_up_roles` use a role name that no other test uses and that does not exist."""
     (definition,) = connection.execute(
         "SELECT pg_get_functiondef('pgoutbox.set_up_roles()'::regprocedure)"
     ).fetchone() or ("",)
@@ -501,12 +503,12 @@ class TestAsBranchOfTheHost:
         config.attributes["options"] = {}
         return config
 
-    def test_upgrade_heads_makes_both(self, host: Config, empty_dsn: str) -> None:
+    def test_upgrade_heads_creates_both_branches(self, host: Config, empty_dsn: str) -> None:
         command.upgrade(host, "heads")
         assert {"public.customer", "public.alembic_version", "pgoutbox.message"} <= tables(empty_dsn)
         assert "pgoutbox.alembic_version" not in tables(empty_dsn)
 
-    def test_autogenerate_of_the_host_finds_nothing_to_do(self, host: Config) -> None:
+    def test_autogenerate_of_the_host_finds_no_changes(self, host: Config) -> None:
         command.upgrade(host, "heads")
         command.check(host)
 
@@ -518,17 +520,19 @@ class TestAsBranchOfTheHost:
         host.attributes["options"] = {"include_schemas": True, "include_name": migrate.include_name}
         command.check(host)
 
-    def test_the_branch_goes_down_by_its_label_and_leaves_the_host_alone(self, host: Config, empty_dsn: str) -> None:
+    def test_a_downgrade_of_the_branch_by_its_label_does_not_change_the_host(
+        self, host: Config, empty_dsn: str
+    ) -> None:
         command.upgrade(host, "heads")
         command.downgrade(host, "pgoutbox@base")
         assert tables(empty_dsn) == {"public.customer", "public.alembic_version"}
 
-    def test_upgrade_alone_refuses_a_schema_that_belongs_to_the_host(self, host: Config, empty_dsn: str) -> None:
+    def test_a_standalone_upgrade_refuses_a_schema_of_the_host(self, host: Config, empty_dsn: str) -> None:
         command.upgrade(host, "heads")
         with pytest.raises(SchemaError, match="another Alembic history"):
             migrate.upgrade(empty_dsn)
 
-    def test_version_location_is_the_directory_that_the_host_names(self, host: Config) -> None:
+    def test_version_location_is_the_directory_that_the_host_configures(self, host: Config) -> None:
         host.set_main_option(
             "version_locations", f"{host.get_main_option('here')}/versions {migrate.version_location()}"
         )

@@ -1,4 +1,4 @@
-"""Events to streams of a real NATS: what arrives, what is recognised as a repetition, and what is refused."""
+"""Tests events to streams of a real NATS: deliveries, recognised repetitions, and refusals."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ async def client_of(broker: Broker) -> AsyncIterator[Client]:
 
 @contextlib.asynccontextmanager
 async def stream(broker: Broker, *, max_msg_size: int = -1) -> AsyncIterator[Client]:
-    """A stream of all orders, empty, and a connection to read it."""
+    """Create an empty stream of all orders, and a connection to read it."""
     async with client_of(broker) as client:
         config = StreamConfig(name="ORDERS", subjects=["orders.>"], max_msg_size=max_msg_size)
         await client.jetstream().add_stream(config)
@@ -128,7 +128,7 @@ async def test_an_event_is_stored_with_its_id_and_envelope(broker: Broker, open_
     assert (envelope["id"], envelope["data"]) == (ID, {"order_id": 7})
 
 
-async def test_a_repetition_is_sent_and_stored_once(broker: Broker, open_transport: Open) -> None:
+async def test_a_repeated_event_is_sent_again_and_stored_once(broker: Broker, open_transport: Open) -> None:
     async with stream(broker) as client:
         transport = open_transport(broker)
         for message in (MESSAGE, AGAIN):
@@ -150,7 +150,7 @@ async def test_all_sends_share_one_connection(broker: Broker, open_transport: Op
             assert (later.client_id or 0) - before == 2
 
 
-async def test_an_unreachable_server_is_transient_a_refused_password_is_not_and_neither_shows_it(
+async def test_an_unreachable_server_is_transient_and_a_refused_password_is_an_outage(
     broker: Broker, open_transport: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -169,7 +169,7 @@ async def test_credentials_are_percent_decoded(broker: Broker, open_transport: O
         assert await open_transport(url_of(broker, "odd%40user", "a%2Fb%3Ac%40d")).send(MESSAGE, EVENT) == Sent()
 
 
-async def test_the_next_server_is_asked_when_the_first_is_away(broker: Broker, open_transport: Open) -> None:
+async def test_the_next_server_is_tried_if_the_first_is_unreachable(broker: Broker, open_transport: Open) -> None:
     async with stream(broker):
         transport = open_transport(f"nats://app:secret@{HOST}:{free_port()},nats://{HOST}:{broker.port}")
         assert await transport.send(MESSAGE, EVENT) == Sent()
@@ -180,7 +180,7 @@ async def test_a_subject_without_a_stream_is_transient(broker: Broker, open_tran
     assert error == "no stream has the subject 'orders.placed'"
 
 
-async def test_a_subject_that_the_account_may_not_publish_to_is_transient(broker: Broker, open_transport: Open) -> None:
+async def test_a_subject_without_publish_permission_is_transient(broker: Broker, open_transport: Open) -> None:
     async with stream(broker) as client:
         transport = open_transport(url_of(broker, "reader"))
         error = error_of(await transport.send(MESSAGE, EVENT), Transient)
@@ -188,13 +188,11 @@ async def test_a_subject_that_the_account_may_not_publish_to_is_transient(broker
         assert await stored(client) == []
 
 
-async def test_an_event_that_is_too_large_is_permanent_and_ends_no_connection(
-    broker: Broker, open_transport: Open
-) -> None:
+async def test_an_oversized_event_is_permanent_and_keeps_the_connection(broker: Broker, open_transport: Open) -> None:
     async with stream(broker, max_msg_size=50_000) as client:
         transport = open_transport(broker)
         assert "of bytes are more" not in error_of(await transport.send(MESSAGE, Event("x" * 60_000)), Permanent)
-        # Its headers make the difference: the client looks at the content alone.
+        # The headers make it too large: the client checks only the content.
         header = {"h": "x" * 1_000}
         edge = Event("x" * (100_000 - 400), headers=header)
         error = error_of(await transport.send(MESSAGE, edge), Permanent)
@@ -214,7 +212,7 @@ async def test_a_full_stream_is_transient(broker: Broker, open_transport: Open) 
         await client.jetstream().delete_stream("ORDERS")
 
 
-async def test_after_a_lost_answer_the_repetition_is_recognised(broker: Broker, open_transport: Open) -> None:
+async def test_a_repetition_after_a_lost_answer_is_recognised(broker: Broker, open_transport: Open) -> None:
     async with stream(broker) as client:
         transport = open_transport(broker, broker_timeout_seconds=0.5)
         assert await transport.send(outgoing(message_id=1, destination="nats:orders.a"), EVENT) == Sent()
@@ -226,13 +224,13 @@ async def test_after_a_lost_answer_the_repetition_is_recognised(broker: Broker, 
     assert [message.headers["Nats-Msg-Id"] for message in messages if message.headers][1:] == [ID]
 
 
-async def test_who_waits_learns_at_once_that_the_server_is_gone(open_transport: Open) -> None:
+async def test_pending_sends_learn_at_once_that_the_server_is_gone(open_transport: Open) -> None:
     with nats_server() as broker:
         transport = open_transport(f"nats://{HOST}:{broker.port}", broker_timeout_seconds=600)
         assert isinstance(await transport.send(MESSAGE, EVENT), Transient)
         with broker.frozen():
             sending = asyncio.create_task(transport.send(MESSAGE, EVENT))
-            await asyncio.sleep(0)  # It publishes, on the connection that is there, and waits.
+            await asyncio.sleep(0)  # It publishes on the existing connection, and waits.
             broker.stop()
         async with asyncio.timeout(30):
             assert error_of(await sending, Transient).startswith("outcome unknown: no acknowledgement: ")
@@ -252,7 +250,7 @@ async def test_who_waits_learns_at_once_that_the_server_is_gone(open_transport: 
         ("//127.0.0.1:4222/orders", "names a server"),
     ],
 )
-async def test_a_subject_that_is_none_is_permanent_before_anything_is_connected(
+async def test_an_invalid_subject_is_permanent_before_any_connection(
     open_transport: Open, subject: str, error: str
 ) -> None:
     transport = open_transport(f"nats://{HOST}:1")
@@ -271,7 +269,7 @@ def tls_url_of(port: int, host: str = TLS_HOST) -> str:
     return f"tls://app:{CANARY.replace('/', '%2F')}@{host}:{port}"
 
 
-async def test_over_tls_nothing_is_sent_in_plain_text(tls_broker: TlsBroker, open_transport: Open) -> None:
+async def test_with_tls_nothing_is_sent_in_plain_text(tls_broker: TlsBroker, open_transport: Open) -> None:
     ca_file = tls_broker.certificate.ca_file
     context = ssl.create_default_context(cafile=ca_file)
     port = tls_broker.tls_port
@@ -288,7 +286,7 @@ async def test_over_tls_nothing_is_sent_in_plain_text(tls_broker: TlsBroker, ope
 
 
 @pytest.mark.parametrize(("host", "is_tls", "is_known", "error"), TLS_REFUSALS)
-async def test_a_server_that_is_not_who_it_has_to_be_gets_nothing(
+async def test_a_server_with_a_wrong_certificate_gets_nothing(
     tls_broker: TlsBroker,
     open_transport: Open,
     caplog: pytest.LogCaptureFixture,
@@ -300,7 +298,7 @@ async def test_a_server_that_is_not_who_it_has_to_be_gets_nothing(
     caplog.set_level(logging.DEBUG)
     async with forwarded(tls_broker.tls_port if is_tls else tls_broker.plain_port) as forwarder:
         ca_file = tls_broker.certificate.ca_file if is_known else None
-        # A second server, whose URL does not ask for TLS, gets the same password and has to encrypt as well.
+        # A second server, whose URL does not request TLS, gets the same password and must encrypt as well.
         urls = tls_url_of(forwarder.port, host) + f",nats://{host}:{forwarder.port}"
         outcome = await open_transport(urls, nats_ca_file=ca_file).send(MESSAGE, Event(SECRET))
     said = error or "the server does not offer TLS, and plain text is refused"

@@ -1,4 +1,4 @@
-"""Ordering keys, fan-out and limits, as workers deliver them."""
+"""Tests ordering keys, fan-out and limits through workers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class Line:
-    """An outbox that writes down what it was given, by ordering key; some attempts fail first."""
+    """An outbox that records its messages by ordering key; some attempts fail first."""
 
     def __init__(self, dsn: str, *, fails: frozenset[int] = frozenset(), ends: frozenset[int] = frozenset()) -> None:
         self.outbox = Outbox(settings_for(dsn, concurrency=20))
@@ -51,7 +51,7 @@ class Line:
             key = message.ordering_key
             self.overlaps += key is not None and key in self.in_flight
             self.in_flight.add(key)
-            await asyncio.sleep(0)  # Another attempt may begin here, if it is let.
+            await asyncio.sleep(0)  # Another attempt could begin here if it were allowed.
             self.in_flight.discard(key)
             if message.id in ends:
                 raise Permanent("planned")
@@ -60,7 +60,7 @@ class Line:
             self.seen[key].append(message.id)
 
 
-async def test_two_workers_deliver_each_key_in_order_though_attempts_fail(dsn: str, db: psycopg.Connection) -> None:
+async def test_two_workers_deliver_each_key_in_order_despite_failed_attempts(dsn: str, db: psycopg.Connection) -> None:
     ids: dict[str, list[int]] = defaultdict(list)
     for number in range(60):
         key = f"key-{number % 6}"
@@ -75,17 +75,17 @@ async def test_two_workers_deliver_each_key_in_order_though_attempts_fail(dsn: s
         assert [message_id for k, message_id in rows if k == key] == expected
 
 
-async def test_a_sleeping_worker_goes_on_with_a_key_as_soon_as_its_first_has_ended(
+async def test_a_sleeping_worker_continues_a_key_as_soon_as_its_first_message_ends(
     dsn: str, db: psycopg.Connection
 ) -> None:
-    """No sweep wakes it, and no bell: the end of the one before does."""
+    """No sweep and no bell wakes it: the end of the previous message does."""
     line = Line(dsn)
     async with running(WatchedWorker(line.outbox)) as _:
         ids = [enqueue(db, ordering_key="k") for _ in range(30)]
         await until(lambda: line.seen["k"] == ids)
 
 
-async def test_a_worker_that_sleeps_learns_of_the_first_ordering_key_ever(dsn: str, db: psycopg.Connection) -> None:
+async def test_a_sleeping_worker_learns_of_the_first_ordering_key_ever(dsn: str, db: psycopg.Connection) -> None:
     line = Line(dsn)
     worker = WatchedWorker(line.outbox)
     async with running(worker):
@@ -95,9 +95,7 @@ async def test_a_worker_that_sleeps_learns_of_the_first_ordering_key_ever(dsn: s
         await until(lambda: state_of(db, message_id) == "sent")
 
 
-async def test_a_saturated_worker_neglects_neither_ordered_messages_nor_the_others(
-    dsn: str, db: psycopg.Connection
-) -> None:
+async def test_a_saturated_worker_serves_both_ordered_and_other_messages(dsn: str, db: psycopg.Connection) -> None:
     outbox = Outbox(settings_for(dsn, concurrency=1, batch_size=1))
     order: list[str | None] = []
     gate = asyncio.Event()
@@ -113,12 +111,15 @@ async def test_a_saturated_worker_neglects_neither_ordered_messages_nor_the_othe
     gate.set()
     await drained(outbox)
     assert order.count(None) == order.count("k") == 20
-    # How many depends on how long the end of each takes to be written, for which the next of the key waits.
+    # The number depends on how long the outcome of each takes to be written, because the next message of the key waits
+    # for it.
     assert {None, "k"} == set(order[:20])
 
 
 @pytest.mark.parametrize("on_failed", ["continue", "halt"])
-async def test_what_follows_a_failure_is_the_topics_choice(dsn: str, db: psycopg.Connection, on_failed: str) -> None:
+async def test_the_topic_decides_whether_a_failure_halts_its_key(
+    dsn: str, db: psycopg.Connection, on_failed: str
+) -> None:
     first, *rest = (enqueue(db, ordering_key="k", on_failed=on_failed) for _ in range(3))
     line = Line(dsn, ends=frozenset({first}))
     await drained(line.outbox)
@@ -133,7 +134,7 @@ async def test_what_follows_a_failure_is_the_topics_choice(dsn: str, db: psycopg
 
 
 @pytest.mark.parametrize("way", ["by age", "by rule"])
-async def test_a_key_that_was_halted_goes_on_as_soon_as_its_failed_message_is_pruned(
+async def test_a_halted_key_continues_when_its_failed_message_is_pruned(
     dsn: str, db: psycopg.Connection, way: str
 ) -> None:
     first = enqueue(db, ordering_key="k", on_failed="halt")
@@ -154,14 +155,14 @@ async def test_a_key_that_was_halted_goes_on_as_soon_as_its_failed_message_is_pr
     assert line.seen["k"] == [second]
 
 
-async def test_more_keys_than_one_look_sees_are_all_served(dsn: str, db: psycopg.Connection) -> None:
+async def test_more_keys_than_one_poll_covers_are_all_served(dsn: str, db: psycopg.Connection) -> None:
     ids = [enqueue(db, ordering_key=f"key-{number:03}") for number in range(130)]
     line = Line(dsn)
     await drained(line.outbox)
     assert {row.state for row in rows_of(db, *ids)} == {"sent"}
 
 
-async def test_a_worker_falls_asleep_beside_more_waiting_keys_than_one_look_sees(
+async def test_a_worker_falls_asleep_beside_more_waiting_keys_than_one_poll_covers(
     dsn: str, db: psycopg.Connection
 ) -> None:
     scheduled_at = datetime.now(UTC) + timedelta(hours=1)
@@ -202,7 +203,7 @@ async def test_a_new_key_does_not_wait_for_a_round_over_many_keys(
     worker = WatchedWorker(line.outbox)
     async with running(worker):
         await worker.sleeping.wait()
-        while worker._queues.arrivals.floor_id is None:  # Until then it does not know which messages are new.
+        while worker._queues.arrivals.floor_id is None:  # Until then the worker does not know which messages are new.
             known = enqueue(db)
             await until(lambda: state_of(db, known) == "sent")  # noqa: B023 - asked at once
             await worker.falls_asleep()
@@ -215,7 +216,7 @@ async def test_a_new_key_does_not_wait_for_a_round_over_many_keys(
             await worker.falls_asleep()
 
 
-async def test_a_round_ends_though_the_key_where_it_began_is_gone(dsn: str, db: psycopg.Connection) -> None:
+async def test_a_round_ends_although_the_key_where_it_began_is_gone(dsn: str, db: psycopg.Connection) -> None:
     enqueue(db, ordering_key="a")
     assert len(claim_ordered(db, worker="another")) == 1
     enqueue(db, ordering_key="a")
@@ -227,7 +228,7 @@ async def test_a_round_ends_though_the_key_where_it_began_is_gone(dsn: str, db: 
     assert line.seen == {}
 
 
-async def test_a_topic_owns_its_ordering_key(dsn: str, connect: Connect) -> None:
+async def test_only_the_topic_can_set_its_ordering_key(dsn: str, connect: Connect) -> None:
     line = Line(dsn)
     topic: Topic[Any] = Topic("greet", ordering_key=lambda p: str(p["account"]), on_failed="halt")
     with connect() as connection:
@@ -255,7 +256,7 @@ def debounced(outbox: Outbox, connect: Connect) -> int:
         return outbox.enqueue(connection, "greet", 1, coalesce_key="k", delay=60, max_delay=timedelta(seconds=90)).id
 
 
-async def test_each_newer_message_begins_the_delay_anew_up_to_the_bound(
+async def test_each_newer_message_restarts_the_delay_up_to_the_limit(
     dsn: str, connect: Connect, db: psycopg.Connection
 ) -> None:
     line = Line(dsn)
@@ -270,12 +271,12 @@ async def test_each_newer_message_begins_the_delay_anew_up_to_the_bound(
     assert due_in(db, third) <= 0
     await drained(line.outbox)
     assert line.seen[None] == [third]
-    # What follows a delivery waits for nobody: its bound begins with itself.
+    # A message after a delivery begins its own limit.
     fourth = debounced(line.outbox, connect)
     assert 50 < due_in(db, fourth) <= 60
 
 
-def test_a_bound_without_a_key_is_refused(dsn: str, connect: Connect) -> None:
+def test_a_debounce_limit_without_a_key_is_refused(dsn: str, connect: Connect) -> None:
     with connect() as connection, pytest.raises(PayloadError, match="max_delay: only together with coalesce_key"):
         Line(dsn).outbox.enqueue(connection, "greet", 1, delay=60, max_delay=90)
 
@@ -309,7 +310,7 @@ async def test_a_fan_out_stores_its_content_once_and_delivers_it_to_each(
     assert attempts_of(db, enqueued[7].id) == [(1, "retry", "planned")]
 
 
-async def test_more_contents_than_a_worker_keeps_arrive_all_the_same(
+async def test_more_contents_than_a_worker_caches_are_delivered(
     dsn: str, connect: Connect, db: psycopg.Connection
 ) -> None:
     outbox = Outbox(settings_for(dsn, batch_size=30))
@@ -331,7 +332,7 @@ async def test_more_contents_than_a_worker_keeps_arrive_all_the_same(
 
 
 @pytest.mark.parametrize("error", [psycopg.OperationalError("gone"), psycopg.errors.LockNotAvailable()])
-async def test_a_content_that_cannot_be_read_now_uses_up_no_attempt(
+async def test_a_temporarily_unreadable_content_uses_up_no_attempt(
     dsn: str, connect: Connect, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch, error: psycopg.Error
 ) -> None:
     line = Line(dsn)
@@ -353,7 +354,7 @@ async def test_a_content_that_cannot_be_read_now_uses_up_no_attempt(
     assert (row.state, row.max_attempts - row.attempt_count) == ("sent", 10)
 
 
-async def test_the_content_goes_with_the_last_of_its_messages(
+async def test_the_content_is_deleted_with_the_last_of_its_messages(
     dsn: str, connect: Connect, db: psycopg.Connection
 ) -> None:
     outbox = Outbox(settings_for(dsn))
@@ -374,7 +375,7 @@ async def test_the_content_goes_with_the_last_of_its_messages(
     assert prune_after_a_day() == 0
 
 
-async def test_a_message_whose_content_was_deleted_fails_with_the_reason(
+async def test_a_message_with_a_deleted_content_fails_with_the_reason(
     dsn: str, connect: Connect, db: psycopg.Connection
 ) -> None:
     line = Line(dsn)
@@ -387,7 +388,7 @@ async def test_a_message_whose_content_was_deleted_fails_with_the_reason(
     assert "content" in (row.last_error or "")
 
 
-def test_a_mistake_in_a_fan_out_names_the_destination_and_leaves_nothing(dsn: str, connect: Connect) -> None:
+def test_an_error_in_a_fan_out_names_the_destination_and_stores_nothing(dsn: str, connect: Connect) -> None:
     outbox = Outbox(settings_for(dsn))
     with connect() as connection:
         with pytest.raises(PayloadError, match=r"destinations\[1\]"):
@@ -411,12 +412,12 @@ async def test_workers_together_begin_no_more_attempts_than_the_bucket_holds(dsn
         for worker in workers:
             await worker.asleep.wait()
         assert sum(len(line.seen[None]) for line in lines) == 7
-        # More tokens, and everybody is told.
+        # More tokens, and all workers are notified.
         operations.limit_rate(db, "default", None)
         await until(lambda: {row.state for row in rows_of(db, *ids)} == {"sent"})
 
 
-async def test_a_worker_sleeps_until_the_next_token_and_no_longer(dsn: str, db: psycopg.Connection) -> None:
+async def test_a_worker_sleeps_exactly_until_the_next_token(dsn: str, db: psycopg.Connection) -> None:
     ids = [enqueue(db) for _ in range(12)]
     operations.limit_rate(db, "default", Rate(100, 1), burst=1)
     line = Line(dsn)
@@ -424,7 +425,7 @@ async def test_a_worker_sleeps_until_the_next_token_and_no_longer(dsn: str, db: 
         await until(lambda: {row.state for row in rows_of(db, *ids)} == {"sent"})
 
 
-async def test_the_end_of_an_attempt_lets_the_next_begin_where_few_may_be_in_flight(
+async def test_the_end_of_an_attempt_starts_the_next_one_under_an_in_flight_limit(
     dsn: str, db: psycopg.Connection
 ) -> None:
     ids = [enqueue(db) for _ in range(40)]
@@ -437,7 +438,7 @@ async def test_the_end_of_an_attempt_lets_the_next_begin_where_few_may_be_in_fli
         nonlocal in_flight, most
         in_flight += 1
         most = max(most, in_flight)
-        await asyncio.sleep(0)  # Another attempt may begin here, if it is let.
+        await asyncio.sleep(0)  # Another attempt could begin here if it were allowed.
         in_flight -= 1
 
     async with running(WatchedWorker(outbox)):
@@ -445,7 +446,7 @@ async def test_the_end_of_an_attempt_lets_the_next_begin_where_few_may_be_in_fli
     assert most <= 2
 
 
-async def test_a_queue_that_is_resumed_is_claimed_at_once(dsn: str, db: psycopg.Connection) -> None:
+async def test_a_resumed_queue_is_claimed_immediately(dsn: str, db: psycopg.Connection) -> None:
     operations.pause_queue(db, "default")
     message_id = enqueue(db)
     line = Line(dsn)
@@ -458,7 +459,7 @@ async def test_a_queue_that_is_resumed_is_claimed_at_once(dsn: str, db: psycopg.
 
 
 async def test_a_ring_does_not_open_a_paused_queue(dsn: str, db: psycopg.Connection) -> None:
-    """The worker sleeps beside its bell when the queue is paused, and the next enqueue rings it."""
+    """The worker sleeps and listens when the queue is paused, and the next enqueue rings."""
     worker = WatchedWorker(Line(dsn).outbox)
     async with running(worker):
         await worker.asleep.wait()
@@ -469,7 +470,7 @@ async def test_a_ring_does_not_open_a_paused_queue(dsn: str, db: psycopg.Connect
         assert state_of(db, message_id) == "pending"
 
 
-async def test_a_drain_does_not_wait_for_what_is_due_in_a_paused_queue(dsn: str, db: psycopg.Connection) -> None:
+async def test_a_drain_ignores_due_messages_in_a_paused_queue(dsn: str, db: psycopg.Connection) -> None:
     message_id = enqueue(db)
     operations.pause_queue(db, "default")
     await drained(Line(dsn).outbox)

@@ -1,4 +1,5 @@
-"""Partitions by time: made ahead, dropped as a whole when no rule keeps anything of them, and in nobody's way."""
+"""Tests partitions by time: created ahead, dropped as a whole when no rule keeps any of their messages, without
+blocking others."""
 
 from __future__ import annotations
 
@@ -37,25 +38,25 @@ BY_TIME = ("sent", "skipped", "cancelled")
 
 @pytest.fixture
 def operator(dsn: str) -> Iterator[psycopg.Connection]:
-    """The connection of an operator, which commits."""
+    """Open the connection of an operator, which commits."""
     with session.connect(load_settings(dsn=dsn)) as connection:
         yield connection
 
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever meets a lock tries again at once."""
+    """Repeat a call immediately while it meets a lock."""
     monkeypatch.setattr(maintenance, "_LOCK_PAUSE_SECONDS", 0)
 
 
 def keep(db: psycopg.Connection, how_long: timedelta | None = 30 * DAY, topic: str = "*") -> None:
-    """A rule for all that is partitioned by time."""
+    """Set a retention rule for every state that is partitioned by time."""
     for state in BY_TIME:
         set_retention(db, topic, state, how_long)
 
 
 def make_all(db: psycopg.Connection) -> list[str]:
-    """Make what is missing; the names."""
+    """Create missing partitions, and return their names."""
     made = []
     while (name := db.execute(MAKE).fetchall()[0][0]) is not None:
         made.append(name)
@@ -63,7 +64,7 @@ def make_all(db: psycopg.Connection) -> list[str]:
 
 
 def table_of(db: psycopg.Connection, message_id: int) -> str:
-    """The partition that a message is in."""
+    """Return the partition that a message is in."""
     ((name,),) = db.execute(
         "SELECT relname::text FROM pgoutbox.message AS m JOIN pg_class AS c ON c.oid = m.tableoid WHERE m.id = %s",
         [message_id],
@@ -80,7 +81,7 @@ def send(db: psycopg.Connection) -> int:
 
 
 def mutate(db: psycopg.Connection, function: str, guard: str, instead: str = "") -> None:
-    """Take a guard out of a function of the schema."""
+    """Remove a guard from a function of the schema."""
     ((definition,),) = db.execute("SELECT pg_get_functiondef(%s::regproc)", [f"pgoutbox.{function}"]).fetchall()
     assert definition.count(guard) == 1
     db.execute(definition.replace(guard, instead).encode())
@@ -111,7 +112,7 @@ class TestAhead:
             ([("sent", 30 * DAY), ("skipped", 30 * DAY), ("cancelled", None)], 7),
         ],
     )
-    def test_a_partition_is_a_day_if_all_goes_within_two_months_and_a_week_otherwise(
+    def test_partitions_are_days_if_all_rules_are_below_two_months_and_weeks_otherwise(
         self, db: psycopg.Connection, rules: list[tuple[str, timedelta | None]], days: int
     ) -> None:
         drop_partitions(db)
@@ -119,12 +120,12 @@ class TestAhead:
             set_retention(db, "*", *rule)
         made = make_all(db)
         assert made == sorted(made) == partitions_of(db)
-        # The first one begins today. On a Monday it is a whole week, and the only one that is made ahead.
+        # The first one begins today. On a Monday it is a whole week, and the only one that is created ahead.
         widths = [width for (width,) in db.execute("SELECT upper_at - lower_at FROM pgoutbox.partitions()").fetchall()]
         assert widths[0] <= days * DAY
         assert set(widths[1:] or widths) == {days * DAY}
 
-    def test_times_are_utc_whatever_the_session_says(self, db: psycopg.Connection) -> None:
+    def test_times_are_utc_in_any_session(self, db: psycopg.Connection) -> None:
         expected = partitions_of(db)
         drop_partitions(db)
         for setting in ("timezone = 'Pacific/Kiritimati'", "datestyle = 'German, DMY'", "search_path = pg_temp"):
@@ -137,11 +138,11 @@ class TestAhead:
         ).fetchall()
         assert is_midnight is True
 
-    def test_finishing_never_fails_for_lack_of_a_partition(self, db: psycopg.Connection) -> None:
+    def test_finishing_succeeds_without_a_partition(self, db: psycopg.Connection) -> None:
         drop_partitions(db)
         assert table_of(db, send(db)) == "message_done_default"
 
-    def test_a_time_of_which_messages_are_in_the_default_partition_is_left_to_it(self, db: psycopg.Connection) -> None:
+    def test_a_day_with_messages_in_the_default_partition_gets_no_partition(self, db: psycopg.Connection) -> None:
         today = partitions_of(db)[0]
         drop_partitions(db)
         message_id = send(db)
@@ -151,7 +152,7 @@ class TestAhead:
         assert table_of(db, message_id) == table_of(db, send(db)) == "message_done_default"
 
     @pytest.mark.parametrize("days", [3, 30])
-    def test_after_a_clock_was_ahead_the_days_before_its_partitions_get_theirs(
+    def test_days_before_partitions_created_by_a_fast_clock_get_theirs_later(
         self, db: psycopg.Connection, days: int
     ) -> None:
         drop_partitions(db)
@@ -168,8 +169,8 @@ class TestAhead:
         ).fetchall()
         assert covered == 7
 
-    def test_a_retired_table_of_the_same_name_holds_up_no_other_day(self, db: psycopg.Connection) -> None:
-        keep(db)  # A partition is a day.
+    def test_a_retired_table_of_the_same_name_does_not_block_other_days(self, db: psycopg.Connection) -> None:
+        keep(db)  # A partition covers one day.
         drop_partitions(db)
         today = db.execute(MAKE).fetchall()[0][0]
         db.execute(f"ALTER TABLE pgoutbox.message_done DETACH PARTITION pgoutbox.{today}".encode())
@@ -178,7 +179,7 @@ class TestAhead:
         db.execute("SELECT pgoutbox.clear_retired(10)")
         assert make_all(db) == [today]
 
-    def test_a_default_partition_that_takes_long_to_read_is_refused(self, db: psycopg.Connection) -> None:
+    def test_a_default_partition_too_large_to_scan_raises_an_error(self, db: psycopg.Connection) -> None:
         drop_partitions(db)
         send(db)
         with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState):
@@ -186,7 +187,7 @@ class TestAhead:
         make_all(db)
         assert db.execute("SELECT pgoutbox.make_partition(0)").fetchall() == [(None,)]
 
-    def test_of_two_sessions_one_makes_it_and_the_other_waits_for_nothing(
+    def test_of_two_sessions_one_creates_it_and_the_other_does_not_wait(
         self, db: psycopg.Connection, connect: Connect
     ) -> None:
         drop_partitions(db)
@@ -198,7 +199,7 @@ class TestAhead:
         with pytest.raises(psycopg.errors.LockNotAvailable):
             second.execute(MAKE)
 
-    def test_nobody_who_enqueues_claims_or_finishes_waits_for_it(
+    def test_creating_partitions_blocks_no_enqueue_claim_or_finish(
         self, db: psycopg.Connection, connect: Connect
     ) -> None:
         keep(db)
@@ -210,7 +211,7 @@ class TestAhead:
         send(db)
         maker.commit()
 
-    def test_a_long_reader_puts_it_off(self, db: psycopg.Connection, connect: Connect) -> None:
+    def test_a_long_reader_postpones_the_creation(self, db: psycopg.Connection, connect: Connect) -> None:
         drop_partitions(db)
         reader = connect()
         reader.execute("SELECT count(*) FROM pgoutbox.message")
@@ -220,7 +221,7 @@ class TestAhead:
 
 
 class TestRetire:
-    def test_a_partition_of_which_nothing_is_kept_goes(self, operator: psycopg.Connection) -> None:
+    def test_a_partition_without_messages_to_keep_is_dropped(self, operator: psycopg.Connection) -> None:
         keep(operator)
         name = add_partition(operator, 40)
         put(operator, State.SENT, age=40 * DAY)
@@ -249,7 +250,7 @@ class TestRetire:
             ([("*", s, 30 * DAY) for s in BY_TIME] + [("sms", "sent", 60 * DAY)], "kept"),
         ],
     )
-    def test_the_most_specific_rules_of_what_is_in_it_decide(
+    def test_the_most_specific_rules_of_its_messages_decide(
         self, db: psycopg.Connection, rules: list[tuple[str, str, timedelta | None]], answer: str
     ) -> None:
         for rule in rules:
@@ -276,7 +277,7 @@ class TestRetire:
         Turn(facts, Memory()).take(operator)
         assert rows_of(operator) == []
 
-    def test_one_message_that_is_kept_keeps_its_partition(self, operator: psycopg.Connection) -> None:
+    def test_one_message_to_keep_keeps_its_partition(self, operator: psycopg.Connection) -> None:
         keep(operator)
         keep(operator, None, "audit")
         name = add_partition(operator, 40)
@@ -292,7 +293,7 @@ class TestRetire:
         operator.execute(RETIRE, [name])
         assert rows_of(operator) == []
 
-    def test_the_partition_of_today_stays_whatever_the_rules_say(self, operator: psycopg.Connection) -> None:
+    def test_the_partition_of_today_stays_under_any_rules(self, operator: psycopg.Connection) -> None:
         keep(operator, timedelta())
         put(operator, State.SENT)
         before = partitions_of(operator)
@@ -301,19 +302,17 @@ class TestRetire:
         assert (rows_of(operator), partitions_of(operator)) == ([], before)
 
     @pytest.mark.parametrize("name", ["message_done_default", "message_live", "message_done_20000101", "mine", "a'b"])
-    def test_nothing_else_can_be_named(self, db: psycopg.Connection, name: str) -> None:
+    def test_other_tables_cannot_be_dropped(self, db: psycopg.Connection, name: str) -> None:
         assert db.execute(RETIRE, [name]).fetchall() == [("missing",)]
 
-    def test_a_snapshot_of_before_is_refused(self, connect: Connect) -> None:
+    def test_an_older_snapshot_is_refused(self, connect: Connect) -> None:
         strict = connect()
         strict.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
         with pytest.raises(psycopg.errors.InvalidTransactionState):
             strict.execute(RETIRE, ["message_done_20000101"])
 
     @pytest.mark.parametrize("guarded", [True, False])
-    def test_what_is_committed_while_it_waits_is_seen(
-        self, db: psycopg.Connection, connect: Connect, guarded: bool
-    ) -> None:
+    def test_a_commit_during_its_wait_is_seen(self, db: psycopg.Connection, connect: Connect, guarded: bool) -> None:
         set_retention(db, "mail", "sent", 30 * DAY)
         name = add_partition(db, 40)
         message_id = put(db, topic="audit")
@@ -333,7 +332,7 @@ class TestRetire:
             assert answer.result() == [("kept" if guarded else "retired",)]
         assert [row.id for row in rows_of(db)] == ([message_id] if guarded else [])
 
-    def test_whoever_changes_a_rule_knows_what_is_gone_by_the_old_one(
+    def test_a_session_that_changes_a_rule_sees_earlier_drops(
         self, db: psycopg.Connection, connect: Connect, operator: psycopg.Connection
     ) -> None:
         keep(db)
@@ -347,7 +346,7 @@ class TestRetire:
             changed.result()
         assert name not in partitions_of(db)
 
-    def test_nobody_who_enqueues_or_claims_waits_for_it(self, db: psycopg.Connection, connect: Connect) -> None:
+    def test_dropping_partitions_blocks_no_enqueue_or_claim(self, db: psycopg.Connection, connect: Connect) -> None:
         keep(db)
         name = add_partition(db, 40)
         retiring = connect()
@@ -362,7 +361,7 @@ class TestRetire:
         retiring.commit()
         assert row_of(db, ids[2]).state == "pending"
 
-    def test_a_long_reader_puts_it_off_and_not_those_who_enqueue(
+    def test_a_long_reader_postpones_the_drop_without_blocking_enqueues(
         self, operator: psycopg.Connection, connect: Connect, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         keep(operator)
@@ -380,9 +379,9 @@ class TestRetire:
 
 
 class TestRows:
-    """What is deleted message by message, and what waits for its partition."""
+    """Tests which messages are deleted one by one, and which wait for their partition."""
 
-    def test_a_message_waits_for_its_partition_if_that_goes_soon(self, operator: psycopg.Connection) -> None:
+    def test_a_message_waits_for_its_partition_if_that_is_dropped_soon(self, operator: psycopg.Connection) -> None:
         keep(operator)
         set_retention(operator, "sms", "sent", DAY)
         name = add_partition(operator, 30)
@@ -392,13 +391,13 @@ class TestRows:
         assert [row.id for row in rows_of(operator)] == [waiting]
         assert name in partitions_of(operator)
 
-    def test_it_does_not_wait_for_longer_than_a_quarter_of_its_time(self, operator: psycopg.Connection) -> None:
+    def test_a_message_waits_for_at_most_a_quarter_of_its_retention(self, operator: psycopg.Connection) -> None:
         keep(operator, 3 * DAY)
         add_partition(operator, 3)
         put(operator, State.SENT, age=3 * DAY)
         assert prune_by_retention(operator).messages == {State.SENT: 1}
 
-    def test_it_does_not_wait_for_a_partition_that_cannot_be_dropped(
+    def test_a_message_does_not_wait_for_a_partition_that_cannot_be_dropped(
         self, operator: psycopg.Connection, connect: Connect
     ) -> None:
         keep(operator)
@@ -412,7 +411,7 @@ class TestRows:
         assert prune_by_retention(operator).partitions_dropped == 1
         assert name not in partitions_of(operator)
 
-    def test_what_was_deleted_to_the_end_is_not_looked_at_again(self, operator: psycopg.Connection) -> None:
+    def test_a_fully_pruned_partition_is_not_scanned_again(self, operator: psycopg.Connection) -> None:
         keep(operator, None)
         set_retention(operator, "mail", "sent", DAY)
         add_partition(operator, 9)
@@ -445,7 +444,7 @@ class TestClear:
         ((attempts,),) = db.execute("SELECT count(*) FROM pgoutbox.attempt").fetchall()
         return attempts, [key for (key,) in db.execute("SELECT dedupe_key FROM pgoutbox.dedupe ORDER BY 1")]
 
-    def test_attempts_and_keys_go_with_it_page_by_page(self, operator: psycopg.Connection) -> None:
+    def test_attempts_and_keys_are_deleted_with_it_page_by_page(self, operator: psycopg.Connection) -> None:
         name = self.fill(operator)
         assert operator.execute(RETIRE, [name]).fetchall() == [("retired",)]
         clear = "SELECT * FROM pgoutbox.clear_retired(3)"
@@ -454,7 +453,7 @@ class TestClear:
         assert self.left(operator) == (1, ["k3", "young"])
         assert name not in tables_of_partitions(operator)
 
-    def test_without_any_the_table_is_not_read(self, operator: psycopg.Connection) -> None:
+    def test_without_retired_partitions_the_table_is_not_read(self, operator: psycopg.Connection) -> None:
         keep(operator)
         name = add_partition(operator, 40)
         put(operator, State.SENT, age=40 * DAY)
@@ -462,7 +461,7 @@ class TestClear:
         assert operator.execute("SELECT * FROM pgoutbox.clear_retired(1)").fetchall() == [(name, 0, True)]
 
     @pytest.mark.parametrize("transactions", [2, 3, 4, 5])
-    def test_whoever_is_killed_in_the_middle_leaves_nothing_that_the_next_does_not_find(
+    def test_a_prune_continues_after_a_kill_at_any_point(
         self, operator: psycopg.Connection, dsn: str, transactions: int
     ) -> None:
         name = self.fill(operator)
@@ -470,7 +469,7 @@ class TestClear:
         doomed.start()
         doomed.join(120)
         assert doomed.exitcode == 9
-        # The server finds out later that its client is gone; until then its session keeps its locks.
+        # The server detects the lost client later; until then its session keeps its locks.
         others = "SELECT FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
         sessions = f"{others} AND application_name LIKE 'pgoutbox %'"
         wait_until(lambda: not operator.execute(sessions).fetchall(), lambda: "the session of the dead ends")
@@ -482,7 +481,7 @@ class TestClear:
 
 
 def prune_and_die(dsn: str, transactions: int) -> None:
-    """Prune in pages of two, and end as kill -9 would when so many transactions have begun."""
+    """Prune in pages of two, and end like a SIGKILL when this many transactions have begun."""
     connection: psycopg.Connection[Any]
     with session.connect(load_settings(dsn=dsn)) as connection:
         facts = read_upkeep_facts(connection)
@@ -502,6 +501,7 @@ def prune_and_die(dsn: str, transactions: int) -> None:
         Turn(facts, Memory(), batch_size=2).take(connection)
 
 
+@pytest.mark.slow
 def test_partitions_come_and_go_while_eight_sessions_enqueue_and_finish(
     operator: psycopg.Connection, connect: Connect
 ) -> None:
@@ -516,7 +516,8 @@ def test_partitions_come_and_go_while_eight_sessions_enqueue_and_finish(
             message_id = enqueue(connection, queue=f"q{number}", dedupe_key=f"{number}-{len(sent)}")
             (row,) = claim(connection, queue=f"q{number}")
             assert row.id == message_id
-            # Who waits for a partition beyond the short limit finishes with the other statement, as a worker does.
+            # A session that waits for a partition beyond the short limit finishes with the other statement, like a
+            # worker.
             try:
                 assert finish_sent(connection, (message_id, 1)) == {message_id}
             except psycopg.errors.LockNotAvailable:
@@ -547,7 +548,7 @@ def test_partitions_come_and_go_while_eight_sessions_enqueue_and_finish(
 
 
 @pytest.mark.parametrize("role", ["pgoutbox_worker", "pgoutbox_operator"])
-def test_who_looks_after_the_tables_needs_no_ownership(db: psycopg.Connection, dsn: str, role: str) -> None:
+def test_maintenance_needs_no_ownership_of_the_tables(db: psycopg.Connection, dsn: str, role: str) -> None:
     keep(db)
     db.execute(b"DROP TABLE pgoutbox." + partitions_of(db)[-1].encode())
     name = add_partition(db, 40)
@@ -564,9 +565,7 @@ def test_who_looks_after_the_tables_needs_no_ownership(db: psycopg.Connection, d
     assert totals.partitions_made >= 1
 
 
-def test_a_downgrade_to_base_drops_a_partition_that_is_retired_and_not_cleared(
-    db: psycopg.Connection, dsn: str
-) -> None:
+def test_a_downgrade_to_base_drops_retired_partitions(db: psycopg.Connection, dsn: str) -> None:
     keep(db)
     name = add_partition(db, 40)
     put(db, State.SENT, age=40 * DAY)

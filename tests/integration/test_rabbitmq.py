@@ -1,4 +1,4 @@
-"""Events to a real RabbitMQ: what is confirmed, what comes back, and what one refusal does to others."""
+"""Tests events to a real RabbitMQ: confirmations, returned messages, and the effect of one refusal on others."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ async def channel_to(broker: Broker) -> AsyncIterator[AbstractChannel]:
 
 @pytest.fixture
 async def channel(broker: Broker) -> AsyncIterator[AbstractChannel]:
-    """A channel to look with; the exchange `orders` leads `order.#` to the queue `placed`, which is empty."""
+    """Open a channel for checks. The exchange `orders` routes `order.#` to the empty queue `placed`."""
     async with channel_to(broker) as channel:
         await channel.exchange_declare("orders", exchange_type="topic")
         await channel.queue_declare("placed")
@@ -92,7 +92,7 @@ async def channel(broker: Broker) -> AsyncIterator[AbstractChannel]:
 
 
 async def queued(channel: AbstractChannel, queue: str = "placed") -> list[DeliveredMessage]:
-    """Take what is in a queue."""
+    """Return the messages of a queue, and remove them."""
     found: list[DeliveredMessage] = []
     while True:
         message = await channel.basic_get(queue, no_ack=True)
@@ -146,14 +146,16 @@ async def test_many_at_once_are_all_confirmed(broker: Broker, channel: AbstractC
     assert len(await queued(channel)) == 100
 
 
-async def test_what_no_queue_takes_is_transient(broker: Broker, channel: AbstractChannel, open_transport: Open) -> None:
+async def test_an_event_that_no_queue_accepts_is_transient(
+    broker: Broker, channel: AbstractChannel, open_transport: Open
+) -> None:
     transport = open_transport(broker)
     lost = outgoing(destination="rabbitmq:orders/invoice.paid")
     assert error_of(await transport.send(lost, EVENT), Transient) == "no queue for the routing key 'invoice.paid'"
     assert await transport.send(MESSAGE, EVENT) == Sent()
 
 
-async def test_a_missing_exchange_is_transient_and_disturbs_no_other(
+async def test_a_missing_exchange_is_transient_and_does_not_disturb_others(
     broker: Broker, channel: AbstractChannel, open_transport: Open
 ) -> None:
     transport = open_transport(broker)
@@ -167,7 +169,7 @@ async def test_a_missing_exchange_is_transient_and_disturbs_no_other(
         assert "NOT_FOUND - no exchange 'missing" in error_of(outcome, Transient)
 
 
-async def test_an_exchange_that_is_deleted_and_made_again_is_found_again(
+async def test_a_deleted_and_recreated_exchange_is_found_again(
     broker: Broker, channel: AbstractChannel, open_transport: Open
 ) -> None:
     transport = open_transport(broker)
@@ -179,7 +181,9 @@ async def test_an_exchange_that_is_deleted_and_made_again_is_found_again(
     assert await transport.send(MESSAGE, EVENT) == Sent()
 
 
-async def test_a_missing_right_is_transient(broker: Broker, channel: AbstractChannel, open_transport: Open) -> None:
+async def test_a_missing_permission_is_transient(
+    broker: Broker, channel: AbstractChannel, open_transport: Open
+) -> None:
     transport = open_transport(url_of(broker.port, "reader"))
     assert "ACCESS_REFUSED" in error_of(await transport.send(MESSAGE, EVENT), Transient)
     assert await queued(channel) == []
@@ -193,7 +197,7 @@ async def test_a_full_queue_is_transient(broker: Broker, channel: AbstractChanne
     await channel.queue_delete("full")
 
 
-async def test_an_event_that_is_too_large_is_permanent_and_disturbs_no_other(
+async def test_an_oversized_event_is_permanent_and_does_not_disturb_others(
     broker: Broker, channel: AbstractChannel, open_transport: Open
 ) -> None:
     transport = open_transport(broker)
@@ -203,7 +207,7 @@ async def test_an_event_that_is_too_large_is_permanent_and_disturbs_no_other(
     assert outcomes == [Sent()] * 4
 
 
-async def test_credentials_that_are_refused_cost_no_attempt_and_are_never_shown(
+async def test_refused_credentials_cost_no_attempt_and_are_never_shown(
     broker: Broker, open_transport: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -216,7 +220,8 @@ async def test_credentials_that_are_refused_cost_no_attempt_and_are_never_shown(
             assert text not in caplog.text + error
 
 
-async def test_after_a_lost_confirmation_the_repetition_has_the_same_id(
+@pytest.mark.slow
+async def test_a_repetition_after_a_lost_confirmation_has_the_same_id(
     broker: Broker, channel: AbstractChannel, open_transport: Open
 ) -> None:
     transport = open_transport(broker, broker_timeout_seconds=2)
@@ -229,7 +234,7 @@ async def test_after_a_lost_confirmation_the_repetition_has_the_same_id(
     assert [message.header.properties.message_id for message in await queued(channel)][1:] == [ID, ID]
 
 
-async def test_who_waits_learns_at_once_that_the_connection_is_gone(
+async def test_pending_sends_learn_at_once_that_the_connection_is_gone(
     broker: Broker, channel: AbstractChannel, open_transport: Open
 ) -> None:
     forwarder = Forwarder(broker.port)
@@ -238,7 +243,7 @@ async def test_who_waits_learns_at_once_that_the_connection_is_gone(
     assert await transport.send(MESSAGE, EVENT) == Sent()
     with broker.frozen():
         sending = asyncio.create_task(transport.send(MESSAGE, EVENT))
-        await asyncio.sleep(0)  # It publishes, on the channel that is there, and waits.
+        await asyncio.sleep(0)  # It publishes on the existing channel, and waits.
         await forwarder.cut()
         async with asyncio.timeout(30):
             assert error_of(await sending, Transient).startswith("outcome unknown: ")
@@ -253,16 +258,14 @@ async def test_who_waits_learns_at_once_that_the_connection_is_gone(
         ("orders/" + "x" * 256, "bytes are more than 255"),
     ],
 )
-async def test_a_name_that_is_none_is_permanent_before_anything_is_connected(
-    open_transport: Open, name: str, error: str
-) -> None:
+async def test_an_invalid_name_is_permanent_before_any_connection(open_transport: Open, name: str, error: str) -> None:
     transport = open_transport(url_of(1))
     said = error_of(await transport.send(outgoing(destination=f"rabbitmq:{name}"), EVENT), Permanent)
     assert said.startswith("destination: ")
     assert error in said
 
 
-async def test_over_tls_nothing_is_sent_in_plain_text(
+async def test_with_tls_nothing_is_sent_in_plain_text(
     tls_broker: TlsBroker, channel: AbstractChannel, open_transport: Open
 ) -> None:
     async with forwarded(tls_broker.tls_port) as forwarder:
@@ -275,7 +278,7 @@ async def test_over_tls_nothing_is_sent_in_plain_text(
 
 
 @pytest.mark.parametrize(("host", "is_tls", "is_known", "error"), TLS_REFUSALS)
-async def test_a_server_that_is_not_who_it_has_to_be_gets_nothing(
+async def test_a_server_with_a_wrong_certificate_gets_nothing(
     tls_broker: TlsBroker,
     channel: AbstractChannel,
     open_transport: Open,
@@ -288,7 +291,7 @@ async def test_a_server_that_is_not_who_it_has_to_be_gets_nothing(
     caplog.set_level(logging.DEBUG)
     async with forwarded(tls_broker.tls_port if is_tls else tls_broker.plain_port) as forwarder:
         ca_file = tls_broker.certificate.ca_file if is_known else None
-        url = tls_url_of(forwarder.port, host) + "?no_verify_ssl=1"  # What the client itself would obey.
+        url = tls_url_of(forwarder.port, host) + "?no_verify_ssl=1"  # Options that the client itself would accept.
         outcome = await open_transport(url, rabbitmq_ca_file=ca_file).send(MESSAGE, Event(SECRET))
     assert_refused(outcome, f"connect: {error or 'TLS: '}", {CANARY, SECRET}, caplog.text, forwarder)
     assert await queued(channel) == []

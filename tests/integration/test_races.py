@@ -1,4 +1,5 @@
-"""Two real connections and a gate between them: who wins, and that the loser neither harms nor waits."""
+"""Tests races with two real connections and a gate between them: the winner, and that the loser does no harm and
+does not wait."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ if TYPE_CHECKING:
 # --- prune against producers and operators ----------------------------------------------------------------------------
 
 
-def test_what_is_being_resent_is_not_pruned_and_keeps_its_content(connect: Connect, db: psycopg.Connection) -> None:
+def test_a_message_is_not_pruned_during_its_resend_and_keeps_its_content(
+    connect: Connect, db: psycopg.Connection
+) -> None:
     resending = connect()
     ((_, source_id),) = db.execute(
         "SELECT * FROM pgoutbox.enqueue_fanout('greet', '{}', ARRAY['mailto:a@example.org'], '\"shared\"')"
@@ -74,7 +77,7 @@ def test_what_is_being_resent_is_not_pruned_and_keeps_its_content(connect: Conne
     assert body.fetchall() == [("shared",)]
 
 
-def test_what_was_pruned_before_it_could_be_resent_is_not_known(connect: Connect, db: psycopg.Connection) -> None:
+def test_a_message_pruned_before_its_resend_is_unknown(connect: Connect, db: psycopg.Connection) -> None:
     pruning, operator = connect(), connect(autocommit=True)
     source_id = enqueue(db)
     claim(db)
@@ -100,7 +103,7 @@ def test_two_claims_of_the_same_rows_share_them(connect: Connect, db: psycopg.Co
     assert left == ids[4:]
 
 
-def test_a_claim_that_rolls_back_leaves_its_messages_as_they_were(connect: Connect, db: psycopg.Connection) -> None:
+def test_a_rolled_back_claim_leaves_its_messages_unchanged(connect: Connect, db: psycopg.Connection) -> None:
     first = connect()
     message_id = enqueue(db)
     before = row_of(db, message_id)
@@ -110,7 +113,9 @@ def test_a_claim_that_rolls_back_leaves_its_messages_as_they_were(connect: Conne
     assert ids_in_flight(claim(db)) == [message_id]
 
 
-def test_a_claim_in_a_session_that_began_before_the_enqueue_finds_it(connect: Connect, db: psycopg.Connection) -> None:
+def test_a_claim_in_a_session_older_than_the_enqueue_finds_the_message(
+    connect: Connect, db: psycopg.Connection
+) -> None:
     producer = connect()
     early = enqueue(producer)
     late = enqueue(db)
@@ -119,7 +124,7 @@ def test_a_claim_in_a_session_that_began_before_the_enqueue_finds_it(connect: Co
     assert ids_in_flight(claim(db)) == [early]
 
 
-async def test_a_worker_that_meets_another_at_one_key_goes_on(outbox: Outbox, connect: Connect) -> None:
+async def test_a_worker_that_meets_another_at_one_key_continues(outbox: Outbox, connect: Connect) -> None:
     db, rival = connect(autocommit=True), connect()
     delivered: list[int] = []
 
@@ -144,7 +149,7 @@ async def test_a_worker_that_meets_another_at_one_key_goes_on(outbox: Outbox, co
 
 
 @pytest.mark.parametrize("outcome", ["retry", "snoozed", "released"])
-def test_a_finish_that_comes_twice_around_a_new_attempt_changes_nothing(db: psycopg.Connection, outcome: str) -> None:
+def test_a_duplicate_finish_around_a_new_attempt_changes_nothing(db: psycopg.Connection, outcome: str) -> None:
     message_id = enqueue(db)
     claim(db)
     assert finish(db, Verdict(message_id, 1, AttemptOutcome(outcome), None, 0.0))
@@ -157,7 +162,7 @@ def test_a_finish_that_comes_twice_around_a_new_attempt_changes_nothing(db: psyc
     assert finish_sent(db, (message_id, 2)) == {message_id}
 
 
-def test_a_redrive_never_hands_out_the_number_of_a_stale_attempt(db: psycopg.Connection) -> None:
+def test_a_redrive_never_reuses_the_number_of_a_stale_attempt(db: psycopg.Connection) -> None:
     message_id = enqueue(db, max_attempts=1)
     claim(db, worker="stale")
     lapse(db, message_id)
@@ -173,7 +178,7 @@ def test_a_redrive_never_hands_out_the_number_of_a_stale_attempt(db: psycopg.Con
 # --- cancel -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_cancel_that_comes_first_wins_over_the_claim(connect: Connect, db: psycopg.Connection) -> None:
+def test_a_cancel_before_the_claim_wins(connect: Connect, db: psycopg.Connection) -> None:
     business = connect()
     message_id = enqueue(db)
     assert cancel(business, message_id) == "cancelled"
@@ -191,7 +196,7 @@ def test_a_cancel_that_rolls_back_cancels_nothing(connect: Connect, db: psycopg.
     assert ids_in_flight(claim(db)) == [message_id]
 
 
-def test_a_cancel_that_comes_after_the_claim_is_a_request(connect: Connect, db: psycopg.Connection) -> None:
+def test_a_cancel_after_the_claim_is_a_request(connect: Connect, db: psycopg.Connection) -> None:
     business = connect()
     message_id = enqueue(db)
     claim(db)
@@ -200,7 +205,7 @@ def test_a_cancel_that_comes_after_the_claim_is_a_request(connect: Connect, db: 
     assert finish(db, Verdict(message_id, 1, AttemptOutcome.RETRY, "busy")) == {message_id: State.CANCELLED}
 
 
-async def test_a_worker_keeps_the_lease_of_a_message_that_a_long_transaction_cancels_and_rolls_back(
+async def test_a_worker_keeps_the_lease_of_a_message_during_a_long_rolled_back_cancel(
     dsn: str, connect: Connect, db: psycopg.Connection
 ) -> None:
     outbox = Outbox(settings_for(dsn, lease_seconds=1))
@@ -225,7 +230,7 @@ async def test_a_worker_keeps_the_lease_of_a_message_that_a_long_transaction_can
     assert attempts_of(db, message_id) == []
 
 
-def test_a_cancel_does_not_wait_for_a_claim_that_is_not_committed(connect: Connect, db: psycopg.Connection) -> None:
+def test_a_cancel_does_not_wait_for_an_uncommitted_claim(connect: Connect, db: psycopg.Connection) -> None:
     worker, business = connect(), connect()
     message_id = enqueue(db)
     claim(worker)
@@ -234,7 +239,7 @@ def test_a_cancel_does_not_wait_for_a_claim_that_is_not_committed(connect: Conne
     assert cancel(business, message_id) == "requested"
 
 
-def test_a_cancel_tells_what_became_of_the_message(connect: Connect, db: psycopg.Connection) -> None:
+def test_a_cancel_returns_the_state_of_the_message(connect: Connect, db: psycopg.Connection) -> None:
     message_id = enqueue(db)
     claim(db)
     finish_sent(db, (message_id, 1))
@@ -243,7 +248,7 @@ def test_a_cancel_tells_what_became_of_the_message(connect: Connect, db: psycopg
 
 
 @pytest.mark.parametrize("level", [psycopg.IsolationLevel.REPEATABLE_READ, psycopg.IsolationLevel.SERIALIZABLE])
-def test_a_cancel_with_an_old_snapshot_does_not_tell_what_the_message_was_before_a_redrive(
+def test_a_cancel_with_an_old_snapshot_does_not_return_the_state_before_a_redrive(
     connect: Connect, db: psycopg.Connection, level: psycopg.IsolationLevel
 ) -> None:
     application = connect()
@@ -260,7 +265,7 @@ def test_a_cancel_with_an_old_snapshot_does_not_tell_what_the_message_was_before
         cancel(application, message_id)
 
 
-def test_a_renewal_goes_round_a_row_that_is_being_cancelled(connect: Connect, db: psycopg.Connection) -> None:
+def test_a_renewal_skips_a_row_that_is_being_cancelled(connect: Connect, db: psycopg.Connection) -> None:
     business = connect()
     locked, free = enqueue(db), enqueue(db)
     claim(db)
@@ -269,7 +274,7 @@ def test_a_renewal_goes_round_a_row_that_is_being_cancelled(connect: Connect, db
     assert (answer[locked].in_lease, answer[free].in_lease) == (True, True)
 
 
-async def test_a_business_transaction_that_cancels_holds_up_only_its_own_message(
+async def test_a_business_transaction_that_cancels_delays_only_its_own_message(
     outbox: Outbox, connect: Connect
 ) -> None:
     db, business = connect(autocommit=True), connect()
@@ -292,7 +297,7 @@ async def test_a_business_transaction_that_cancels_holds_up_only_its_own_message
     assert worker.telemetry.counts[Event.LEASE_LOST] == 0
 
 
-# Tells of every message that is sent, when it is committed.
+# Notifies of every sent message at its commit.
 SENT_GATE = """
 CREATE FUNCTION tell() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
@@ -306,7 +311,7 @@ LISTEN sent;
 
 
 async def told_of(db: psycopg.Connection, message_ids: Sequence[int]) -> None:
-    """Return when all of these messages have been sent."""
+    """Wait until all of these messages have been sent."""
     missing = {str(message_id) for message_id in message_ids}
     while missing:
         told = await asyncio.to_thread(lambda: list(db.notifies(timeout=PATIENCE_SECONDS, stop_after=1)))
@@ -364,7 +369,7 @@ async def test_a_successor_is_delivered_as_soon_as_its_predecessor_has_ended(
     assert state_of(db, newer) == State.SENT
 
 
-async def test_a_successor_is_delivered_as_soon_as_another_workers_claim_has_ended_its_lost_predecessor(
+async def test_a_successor_follows_when_another_workers_claim_ends_its_lost_predecessor(
     dsn: str, db: psycopg.Connection
 ) -> None:
     delivered: list[int] = []
@@ -392,10 +397,10 @@ async def test_a_successor_is_delivered_as_soon_as_another_workers_claim_has_end
     assert (row_of(db, older).state, row_of(db, older).superseded_by) == ("skipped", newer)
 
 
-async def test_a_successor_is_delivered_though_its_predecessor_ended_while_the_worker_looked(
+async def test_a_successor_is_delivered_if_its_predecessor_ends_during_the_claim(
     outbox: Outbox, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The claim that the successor's ring caused finds its key in flight; the key is freed before the claim returns."""
+    """The claim after the successor's ring finds its key in flight; the key becomes free before the claim returns."""
     started, go_on, newer_delivered, freed = (asyncio.Event() for _ in range(4))
     claim_once = Store.claim
     queues_of_successors = Store.queues_of_successors
@@ -459,7 +464,7 @@ def test_a_successor_that_rolls_back_supersedes_nothing(connect: Connect, db: ps
     assert finish(db, Verdict(older, 1, AttemptOutcome.RETRY, "busy", 0.0)) == {older: State.PENDING}
 
 
-def test_a_redrive_does_not_bring_back_what_was_superseded(db: psycopg.Connection) -> None:
+def test_a_redrive_does_not_revive_a_superseded_message(db: psycopg.Connection) -> None:
     older = enqueue(db, coalesce_key="k")
     claim(db)
     finish(db, Verdict(older, 1, AttemptOutcome.FAILED, "no"))
@@ -468,8 +473,8 @@ def test_a_redrive_does_not_bring_back_what_was_superseded(db: psycopg.Connectio
     assert state_of(db, older) == State.FAILED
 
 
-async def test_a_claim_that_a_unique_index_of_any_name_refuses_is_a_lost_race(db: psycopg.Connection, dsn: str) -> None:
-    """REINDEX CONCURRENTLY and its like enforce the same with an index whose name nobody knows beforehand."""
+async def test_a_claim_refused_by_a_unique_index_of_any_name_is_a_lost_race(db: psycopg.Connection, dsn: str) -> None:
+    """REINDEX CONCURRENTLY, for example, enforces the same rule with an index of an unpredictable name."""
     db.execute(
         "CREATE UNIQUE INDEX message_live_in_flight_ccold ON pgoutbox.message_live (topic) WHERE state = 'sending'"
     )
@@ -477,7 +482,7 @@ async def test_a_claim_that_a_unique_index_of_any_name_refuses_is_a_lost_race(db
 
     @outbox.handler("greet")
     async def greet(message: Message, ctx: Context) -> None:
-        """It is sent by that."""
+        """Do nothing; the message is then sent."""
 
     ids = [enqueue(db) for _ in range(5)]
     async with running(Worker(outbox)):

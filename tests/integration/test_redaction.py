@@ -1,4 +1,4 @@
-"""A canary under telling names: it is in the payload's row, and nowhere else that people look."""
+"""Tests with a canary under sensitive names: it is in the payload's row, and in no output for people."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ KEY = Fernet.generate_key().decode()
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """Where the application is that the command line is given."""
+    """Create a directory with the module of the application for the command line."""
     (tmp_path / "canary_app.py").write_text(APP)
     return tmp_path
 
 
 def pgoutbox(dsn: str, directory: Path, *arguments: object, app: bool = True) -> str:
-    """All that a command shows, in a process of its own, with the log at DEBUG."""
+    """Return everything that a command prints in a separate process, with the log at DEBUG."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PGOUTBOX_")}
     environment |= {
         "PGOUTBOX_DSN": dsn,
@@ -79,12 +79,12 @@ def pgoutbox(dsn: str, directory: Path, *arguments: object, app: bool = True) ->
 
 
 def quoting(message: Message) -> str:
-    """What a careless handler says."""
+    """Return the error text of a careless handler."""
     return f"refused {message.payload!r} with {json.dumps(dict(message.headers))} by {message.destination}"
 
 
 def register(outbox: Outbox, kind: str, topic: str = "reset") -> None:
-    """A handler that quotes all that it gets in its error."""
+    """Register a handler that quotes its whole message in its error."""
     if kind == "raises":
 
         @outbox.handler(topic, retry=RetryPolicy.steps(3600, jitter=0))
@@ -110,8 +110,9 @@ def register(outbox: Outbox, kind: str, topic: str = "reset") -> None:
             return [Permanent(quoting(message)) for message in messages]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["raises", "fails in a thread", "skips", "fails in a batch"])
-async def test_the_canary_is_shown_nowhere(
+async def test_no_output_contains_the_canary(
     dsn: str, db: psycopg.Connection, directory: Path, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -135,7 +136,7 @@ async def test_the_canary_is_shown_nowhere(
     assert CANARY in str(db.execute("SELECT payload, headers, destination FROM pgoutbox.message").fetchall())
 
 
-def test_without_the_application_the_usual_names_and_those_of_the_setting_apply(
+def test_without_the_application_the_default_and_configured_names_apply(
     dsn: str, db: psycopg.Connection, directory: Path
 ) -> None:
     with db.transaction():
@@ -152,8 +153,9 @@ def test_without_the_application_the_usual_names_and_those_of_the_setting_apply(
     assert shown["destination"] == "https://(redacted)@example.org/hook?token=(redacted)"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["--json"]])
-def test_an_encrypted_payload_is_shown_as_such(
+def test_an_encrypted_payload_is_shown_as_encrypted(
     dsn: str, db: psycopg.Connection, directory: Path, options: list[str]
 ) -> None:
     outbox = Outbox(settings_for(dsn, encryption_keys=KEY))

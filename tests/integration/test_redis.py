@@ -1,4 +1,4 @@
-"""Events to streams of a real Redis: what arrives, what is refused, and what a lost answer leads to."""
+"""Tests events to streams of a real Redis: deliveries, refusals, and lost answers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def shared_broker() -> Iterator[Broker]:
 
 @pytest.fixture
 def broker(shared_broker: Broker) -> Broker:
-    """The Redis of this module, empty."""
+    """Provide the Redis of this module, emptied."""
     with client_of(shared_broker) as client:
         client.flushall()
     return shared_broker
@@ -93,13 +93,13 @@ async def test_an_event_is_an_entry_with_its_id_and_envelope(broker: Broker, ope
     assert (envelope["id"], envelope["type"], envelope["subject"]) == (ID.decode(), "welcome", "orders/7")
 
 
-async def test_a_stream_may_have_a_name_with_colons_and_spaces(broker: Broker, open_transport: Open) -> None:
+async def test_a_stream_name_may_contain_colons_and_spaces(broker: Broker, open_transport: Open) -> None:
     message = outgoing(destination="redis:shop:orders%20%C3%BC")
     assert await open_transport(broker).send(message, EVENT) == Sent()
     assert len(entries(broker, "shop:orders ü")) == 1
 
 
-async def test_connections_are_used_again_and_limited(broker: Broker, open_transport: Open) -> None:
+async def test_connections_are_reused_and_limited(broker: Broker, open_transport: Open) -> None:
     transport = open_transport(broker, connection_count=3)
     outcomes = await asyncio.gather(
         *(transport.send(outgoing(message_id=number, destination="redis:orders"), EVENT) for number in range(100))
@@ -129,7 +129,7 @@ async def test_a_refused_password_costs_no_attempt_and_is_never_shown(
     assert CANARY not in caplog.text + error
 
 
-async def test_a_password_that_is_demanded_and_not_set_costs_no_attempt(broker: Broker, open_transport: Open) -> None:
+async def test_a_required_password_that_is_not_set_costs_no_attempt(broker: Broker, open_transport: Open) -> None:
     with client_of(broker) as client:
         client.execute_command("CONFIG", "SET", "requirepass", "secret")
         try:
@@ -139,7 +139,7 @@ async def test_a_password_that_is_demanded_and_not_set_costs_no_attempt(broker: 
     assert error_of(outcome, Unavailable) == "XADD: Authentication required."
 
 
-async def test_a_key_that_is_no_stream_is_permanent(broker: Broker, open_transport: Open) -> None:
+async def test_a_key_that_is_not_a_stream_is_permanent(broker: Broker, open_transport: Open) -> None:
     with client_of(broker) as client:
         client.set("orders", "taken")
     transport = open_transport(broker, connection_count=1)
@@ -147,7 +147,7 @@ async def test_a_key_that_is_no_stream_is_permanent(broker: Broker, open_transpo
     assert await transport.send(outgoing(destination="redis:others"), EVENT) == Sent()
 
 
-async def test_a_refusal_that_the_operator_can_mend_is_transient(broker: Broker, open_transport: Open) -> None:
+async def test_a_refusal_that_the_operator_can_fix_is_transient(broker: Broker, open_transport: Open) -> None:
     with client_of(broker) as client:
         client.execute_command("ACL", "SETUSER", "reader", "on", ">secret", "~*", "+@all", "-xadd")
         transport = open_transport(f"redis://reader:secret@{HOST}:{broker.port}")
@@ -171,7 +171,7 @@ async def test_a_lost_answer_leaves_the_outcome_unknown_and_nothing_is_repeated(
         error = error_of(await transport.send(MESSAGE, EVENT), Transient)
     assert error == "outcome unknown: connection lost after XADD: no answer within 0.5 s"
     assert await transport.send(outgoing(attempt_count=2, destination="redis:orders"), EVENT) == Sent()
-    # The first of the two was taken after all: the consumer tells by the id.
+    # The first of the two was stored after all: the consumer detects it by the id.
     assert [entry[b"id"] for entry in entries(broker)][1:] == [ID, ID]
 
 
@@ -191,17 +191,17 @@ async def test_a_cancelled_send_does_not_leave_its_answer_to_the_next(broker: Br
 
 
 async def turns_of_the_loop() -> None:
-    """Let a send come as far as it can without an answer."""
+    """Let a send run as far as it can without an answer."""
     for _ in range(50):
         await asyncio.sleep(0)
 
 
-async def test_an_idle_connection_that_broke_is_replaced(broker: Broker, open_transport: Open) -> None:
+async def test_a_broken_idle_connection_is_replaced(broker: Broker, open_transport: Open) -> None:
     transport = open_transport(broker, connection_count=1)
     assert await transport.send(MESSAGE, EVENT) == Sent()
     with client_of(broker) as client:
         client.client_kill_filter(_type="normal", skipme=True)
-    # Another dialogue turns the loop often enough for the first connection to learn of its end.
+    # Another dialogue runs the loop often enough for the first connection to detect its end.
     assert await open_transport(broker).send(MESSAGE, EVENT) == Sent()
     assert await transport.send(MESSAGE, EVENT) == Sent()
     assert len(entries(broker)) == 3
@@ -215,7 +215,7 @@ def tls_broker() -> Iterator[TlsBroker]:
         yield broker
 
 
-async def test_over_tls_nothing_is_sent_in_plain_text(tls_broker: TlsBroker, open_transport: Open) -> None:
+async def test_with_tls_nothing_is_sent_in_plain_text(tls_broker: TlsBroker, open_transport: Open) -> None:
     async with forwarded(tls_broker.tls_port) as forwarder:
         url = f"rediss://app:{CANARY}@{TLS_HOST}:{forwarder.port}"
         transport = open_transport(url, redis_ca_file=tls_broker.certificate.ca_file)
@@ -227,7 +227,7 @@ async def test_over_tls_nothing_is_sent_in_plain_text(tls_broker: TlsBroker, ope
 
 
 @pytest.mark.parametrize(("host", "is_tls", "is_known", "error"), TLS_REFUSALS)
-async def test_a_server_that_is_not_who_it_has_to_be_gets_nothing(
+async def test_a_server_with_a_wrong_certificate_gets_nothing(
     tls_broker: TlsBroker,
     open_transport: Open,
     caplog: pytest.LogCaptureFixture,
@@ -246,20 +246,18 @@ async def test_a_server_that_is_not_who_it_has_to_be_gets_nothing(
         )
         outcome = await transport.send(outgoing(destination="redis:refused"), Event(SECRET))
     assert_refused(outcome, f"connect: {error}", {CANARY, SECRET}, caplog.text, forwarder)
-    if (
-        not is_tls
-    ):  # An answer, or none: that depends on whether there is an end of a line in a handshake's random bytes.
+    if not is_tls:  # There may be an answer or not, depending on a line end among a handshake's random bytes.
         assert error_of(outcome, Transient).endswith("; does the server speak TLS on this port?")
     assert entries(tls_broker.broker, "refused") == []
 
 
 @pytest.mark.parametrize("query", ["ssl_cert_reqs=none", "ssl_cert_reqs=optional", "ssl_check_hostname=false"])
-def test_an_url_cannot_turn_the_verification_off(query: str) -> None:
+def test_a_url_cannot_turn_the_verification_off(query: str) -> None:
     with pytest.raises(ConfigurationError, match=r"PGOUTBOX_REDIS_URL=\(hidden\): turns the verification"):
         RedisTransport(load_settings(redis_url=f"rediss://:{CANARY}@host?{query}"))
 
 
-async def test_what_an_operator_has_set_wrongly_costs_messages_no_attempts(
+async def test_operator_errors_cost_messages_no_attempts(
     tls_broker: TlsBroker, dsn: str, db: psycopg.Connection
 ) -> None:
     wrong = {
@@ -271,7 +269,7 @@ async def test_what_an_operator_has_set_wrongly_costs_messages_no_attempts(
     await Worker(outbox_with(dsn, **wrong)).run_once()
     rows = rows_of(db, *ids)
     assert {row.state for row in rows} == {"pending"}
-    # Only those that told that it is dead have used one up.
+    # Only the messages that opened the breaker have used one up.
     assert sorted(row.max_attempts - row.attempt_count for row in rows) == [2] + [3] * 9
     texts = {error or "" for message_id in ids for _, _, error in attempts_of(db, message_id)}
     assert any("the server's certificate is refused: " in text for text in texts)

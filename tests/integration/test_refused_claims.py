@@ -1,4 +1,4 @@
-"""Messages whose claim the database refuses: they are set aside, and no other message waits for them."""
+"""Tests messages whose claim the database refuses: they are set aside, and delay no other message."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ REFUSALS = {
 
 
 def refuse_claims(db: psycopg.Connection, ids: Collection[int], how: str) -> None:
-    """Have a trigger of the user's refuse each change of these messages while they are open."""
+    """Let a user trigger refuse each change of these messages while they are not final."""
     db.execute(
         f"""
         CREATE FUNCTION refuse_claim() RETURNS trigger LANGUAGE plpgsql AS $$
@@ -48,7 +48,7 @@ def refuse_claims(db: psycopg.Connection, ids: Collection[int], how: str) -> Non
 
 
 def greeting(outbox: Outbox) -> list[int]:
-    """The ids of what a handler was given, in this order."""
+    """Return the ids of a handler's messages, in order."""
     handed_over = []
 
     @outbox.handler("greet")
@@ -59,9 +59,7 @@ def greeting(outbox: Outbox) -> list[int]:
 
 
 @pytest.mark.parametrize("how", REFUSALS.values(), ids=REFUSALS)
-async def test_messages_whose_claim_is_refused_keep_no_others_from_being_delivered(
-    dsn: str, db: psycopg.Connection, how: str
-) -> None:
+async def test_messages_whose_claim_is_refused_do_not_delay_others(dsn: str, db: psycopg.Connection, how: str) -> None:
     outbox = Outbox(settings_for(dsn))
     handed_over = greeting(outbox)
     plain = [enqueue(db) for _ in range(60)]
@@ -79,9 +77,7 @@ async def test_messages_whose_claim_is_refused_keep_no_others_from_being_deliver
     assert {(row.state, row.attempt_count) for row in rows_of(db, *refused)} == {("pending", 0)}
 
 
-async def test_what_follows_a_message_whose_claim_is_refused_in_its_ordering_key_waits(
-    dsn: str, db: psycopg.Connection
-) -> None:
+async def test_messages_behind_a_refused_claim_of_their_ordering_key_wait(dsn: str, db: psycopg.Connection) -> None:
     outbox = Outbox(settings_for(dsn))
     handed_over = greeting(outbox)
     first = enqueue(db, ordering_key="member:7")
@@ -95,7 +91,7 @@ async def test_what_follows_a_message_whose_claim_is_refused_in_its_ordering_key
     assert {row.state for row in rows_of(db, first, second)} == {"pending"}
 
 
-async def test_lost_attempts_whose_claim_is_refused_keep_no_others(dsn: str, db: psycopg.Connection) -> None:
+async def test_lost_attempts_whose_claim_is_refused_do_not_delay_others(dsn: str, db: psycopg.Connection) -> None:
     outbox = Outbox(settings_for(dsn))
     handed_over = greeting(outbox)
     lost = [enqueue(db, max_attempts=max_attempts) for max_attempts in (1, 5, 1, 5, 1, 5)]
@@ -113,7 +109,7 @@ async def test_lost_attempts_whose_claim_is_refused_keep_no_others(dsn: str, db:
     assert {row.state for row in rows_of(db, *refused)} == {"sending"}
 
 
-async def test_a_superseded_message_of_another_queue_that_cannot_be_ended_stops_no_worker(
+async def test_a_superseded_message_of_another_queue_that_cannot_end_stops_no_worker(
     dsn: str, db: psycopg.Connection
 ) -> None:
     outbox = Outbox(settings_for(dsn))
@@ -131,7 +127,7 @@ async def test_a_superseded_message_of_another_queue_that_cannot_be_ended_stops_
     assert row_of(db, old).state == "sending"
 
 
-async def test_a_message_whose_claim_is_refused_is_delivered_when_it_is_allowed(
+async def test_a_message_whose_claim_was_refused_is_delivered_when_it_is_allowed(
     dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pgoutbox.set_aside._SECONDS", 0.2)
@@ -147,7 +143,7 @@ async def test_a_message_whose_claim_is_refused_is_delivered_when_it_is_allowed(
     assert row_of(db, refused).state == "sent"
 
 
-async def test_a_run_ends_beside_messages_whose_claim_is_refused(dsn: str, db: psycopg.Connection) -> None:
+async def test_a_run_ends_despite_messages_whose_claim_is_refused(dsn: str, db: psycopg.Connection) -> None:
     outbox = Outbox(settings_for(dsn))
     handed_over = greeting(outbox)
     ids = [enqueue(db) for _ in range(10)]
@@ -156,7 +152,7 @@ async def test_a_run_ends_beside_messages_whose_claim_is_refused(dsn: str, db: p
     assert handed_over == ids[1::2]
 
 
-def test_claims_get_smaller_until_one_message_is_alone_and_larger_again() -> None:
+def test_claims_shrink_until_one_message_is_alone_and_then_grow() -> None:
     aside = SetAside(Telemetry(logger))
     assert aside.within("default", 200) == 200
     sizes = []
@@ -169,11 +165,11 @@ def test_claims_get_smaller_until_one_message_is_alone_and_larger_again() -> Non
     assert aside.within("default", 200) == 2
     aside.note_claimed("default", 2)
     assert aside.within("default", 200) == 4
-    aside.note_claimed("default", 3)  # There was room for no more.
+    aside.note_claimed("default", 3)  # The room allows no more.
     assert aside.within("default", 200) == 200
 
 
-def test_a_message_is_set_aside_for_a_minute_and_reported_once() -> None:
+def test_a_refused_message_is_set_aside_for_a_minute_and_reported_once() -> None:
     telemetry = Telemetry(logger)
     aside = SetAside(telemetry)
     aside.add([7], "default", "P0001", now=100.0)
@@ -183,7 +179,7 @@ def test_a_message_is_set_aside_for_a_minute_and_reported_once() -> None:
     assert telemetry.counts[Event.CLAIM_REFUSED] == 1
 
 
-def test_a_database_that_refuses_a_thousand_single_messages_in_a_row_is_hopeless() -> None:
+def test_a_thousand_consecutive_single_refusals_end_the_worker() -> None:
     aside = SetAside(Telemetry(logger))
     for _ in range(1_000):
         aside.note_refused("default", 1)

@@ -1,4 +1,4 @@
-"""Outcomes that the database refuses: no message is handed over again, and the topic halts."""
+"""Tests outcomes that the database refuses: no message is handed over again, and the topic halts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PARTITIONED_TABLES = {"sent": "message_done", "failed": "message_failed"}
 
 
 def refuse(db: psycopg.Connection, state: str, *, ids: Sequence[int] = ()) -> None:
-    """Have a trigger of the user's refuse this state of topic `greet`, of these messages or of all."""
+    """Let a user trigger refuse this state of topic `greet`, for these messages or for all."""
     db.execute(
         f"""
         CREATE FUNCTION refuse_{state}() RETURNS trigger LANGUAGE plpgsql AS $$
@@ -59,9 +59,7 @@ def counting(outbox: Outbox, *topics: str) -> Counter[int]:
     return handed_over
 
 
-async def test_a_message_whose_outcome_is_refused_is_handed_over_once_and_ends_sent_when_it_can(
-    dsn: str, db: psycopg.Connection
-) -> None:
+async def test_a_refused_outcome_is_written_later_without_a_second_hand_over(dsn: str, db: psycopg.Connection) -> None:
     outbox = Outbox(settings_for(dsn))
     handed_over = counting(outbox)
     ids = [enqueue(db) for _ in range(12)]
@@ -80,7 +78,7 @@ async def test_a_message_whose_outcome_is_refused_is_handed_over_once_and_ends_s
     assert worker.telemetry.counts[Event.OUTCOME_UNWRITTEN] == 0
 
 
-async def test_a_topic_whose_outcomes_are_refused_is_halted_until_one_is_written_and_others_go_on(
+async def test_a_topic_with_refused_outcomes_halts_until_one_is_written_and_others_continue(
     dsn: str, db: psycopg.Connection
 ) -> None:
     outbox = Outbox(settings_for(dsn, concurrency=1, batch_size=5))
@@ -94,7 +92,7 @@ async def test_a_topic_whose_outcomes_are_refused_is_halted_until_one_is_written
         assert reasons_not_ready(worker.vitals(), sweep_seconds=3600) == [
             "the database refuses the outcomes of 1 topic(s)"
         ]
-        # Messages that waited in the process have gone back; the others were never claimed.
+        # Messages that waited in the process have been released; the others were never claimed.
         await until(lambda: [row.state for row in rows_of(db)].count("sending") == len(handed_over))
         assert len(handed_over) < len(ids)
         others = [enqueue(db, "other") for _ in range(3)]
@@ -116,7 +114,7 @@ async def test_another_worker_does_not_get_a_message_whose_outcome_is_refused(ds
     worker = Worker(outbox)
     async with running(worker):
         await until(lambda: worker.vitals().outcomes_refused == 1)
-        # The first lease is over, and the message is not to be had.
+        # The first lease is over, and the message cannot be claimed.
         renewed = "SELECT lease_expires_at > %s AND now() > %s FROM pgoutbox.message_live WHERE id = %s"
         await until(lambda: db.execute(renewed, [leased_until, leased_until, message_id]).fetchone() == (True,))
         assert claim(db) == []
@@ -125,7 +123,7 @@ async def test_another_worker_does_not_get_a_message_whose_outcome_is_refused(ds
     assert handed_over == {message_id: 1}
 
 
-async def test_a_lease_whose_renewal_is_refused_costs_no_other_lease(dsn: str, db: psycopg.Connection) -> None:
+async def test_a_refused_renewal_costs_no_other_lease(dsn: str, db: psycopg.Connection) -> None:
     outbox = Outbox(settings_for(dsn, lease_seconds=2))
     begun: set[int] = set()
     may_end = asyncio.Event()
@@ -158,7 +156,7 @@ async def test_a_lease_whose_renewal_is_refused_costs_no_other_lease(dsn: str, d
     assert worker.telemetry.counts[Event.LEASE_KEEPER_FAILED] == 1
 
 
-async def test_a_worker_that_stops_fails_a_message_that_it_handed_over_and_could_not_finish(
+async def test_a_stopping_worker_fails_a_delivered_message_that_it_could_not_finish(
     outbox: Outbox, db: psycopg.Connection
 ) -> None:
     handed_over = counting(outbox)
@@ -175,9 +173,7 @@ async def test_a_worker_that_stops_fails_a_message_that_it_handed_over_and_could
     assert (worker.telemetry.counts[Event.FAILED], worker.telemetry.counts[Event.OUTCOME_UNWRITTEN]) == (1, 0)
 
 
-async def test_a_worker_that_stops_names_a_message_that_it_can_end_in_no_way(
-    outbox: Outbox, db: psycopg.Connection
-) -> None:
+async def test_a_stopping_worker_names_a_message_that_it_cannot_end(outbox: Outbox, db: psycopg.Connection) -> None:
     handed_over = counting(outbox)
     message_id = enqueue(db)
     refuse(db, "sent")
@@ -193,7 +189,7 @@ async def test_a_worker_that_stops_names_a_message_that_it_can_end_in_no_way(
 
 
 @pytest.mark.parametrize("ends", ["drain", "run_once"])
-async def test_a_run_ends_though_outcomes_are_refused(outbox: Outbox, db: psycopg.Connection, ends: str) -> None:
+async def test_a_run_ends_despite_refused_outcomes(outbox: Outbox, db: psycopg.Connection, ends: str) -> None:
     handed_over = counting(outbox)
     refuse(db, "sent")
     ids = [enqueue(db) for _ in range(20)]
@@ -204,7 +200,7 @@ async def test_a_run_ends_though_outcomes_are_refused(outbox: Outbox, db: psycop
     assert {row.state for row in rows_of(db, *ids)} <= {"failed", "pending"}
 
 
-async def test_a_retry_whose_error_is_refused_is_kept_too(dsn: str, db: psycopg.Connection) -> None:
+async def test_a_retry_with_a_refused_error_is_kept_too(dsn: str, db: psycopg.Connection) -> None:
     outbox = Outbox(settings_for(dsn))
     handed_over: Counter[int] = Counter()
 

@@ -1,4 +1,4 @@
-"""What a review found: interleavings and misbehaviours that once lost a wake-up, an order, a worker or a session."""
+"""Tests interleavings and errors, found in a review, that once lost a wake-up, an order, a worker or a session."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ MUCH_LATER = RetryPolicy.steps(3600, jitter=0)
 
 
 class SleepingWorker(Worker):
-    """A worker that tells when it knows how long to sleep: what it is not told from then on, it does not learn."""
+    """A worker that signals when it knows how long to sleep. Later changes reach it only by notifications."""
 
     def __init__(self, outbox: Outbox) -> None:
         super().__init__(outbox)
@@ -66,7 +66,7 @@ class SleepingWorker(Worker):
 
 
 class Receiver:
-    """Notes what is delivered; `has_all` is set when that is so many."""
+    """Records deliveries; `has_all` is set at the expected number."""
 
     def __init__(self, outbox: Outbox, *, count: int = 1) -> None:
         self.delivered: list[int] = []
@@ -82,10 +82,8 @@ class Receiver:
 # --- wake-ups ---------------------------------------------------------------------------------------------------------
 
 
-async def test_a_retry_after_a_short_delay_does_not_wait_for_the_sweep_of_a_sleeping_worker(
-    outbox: Outbox, db: psycopg.Connection
-) -> None:
-    """The worker is asleep, and expects nothing for as long as the lease, when the attempt ends."""
+async def test_a_retry_after_a_short_delay_does_not_wait_for_the_sweep(outbox: Outbox, db: psycopg.Connection) -> None:
+    """When the attempt ends, the worker sleeps and expects nothing for the duration of the lease."""
     delivered = asyncio.Event()
 
     @outbox.handler("greet", retry=RetryPolicy.steps(0.01, jitter=0))
@@ -102,7 +100,7 @@ async def test_a_retry_after_a_short_delay_does_not_wait_for_the_sweep_of_a_slee
     assert (state_of(db, message_id), row_of(db, message_id).attempt_count) == ("sent", 2)
 
 
-async def test_without_a_listener_a_backlog_is_worked_off_without_waiting_for_a_sweep(
+async def test_without_a_listener_a_backlog_is_processed_without_waiting_for_a_sweep(
     dsn: str, db: psycopg.Connection
 ) -> None:
     outbox = Outbox(settings_for(dsn, listen=False, concurrency=4))
@@ -113,10 +111,10 @@ async def test_without_a_listener_a_backlog_is_worked_off_without_waiting_for_a_
     assert receiver.delivered == ids
 
 
-async def test_what_falls_due_between_the_last_claim_and_the_question_for_the_next_due_time_is_delivered(
+async def test_a_message_due_between_the_last_claim_and_the_due_time_query_is_delivered(
     outbox: Outbox, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ten seconds pass between the two, and the message falls due in the middle of them."""
+    """Ten seconds pass between the two, and the message falls due in the middle."""
     ask = Claims.next_due_seconds
 
     async def ask_late(self: Claims) -> float | None:
@@ -134,7 +132,7 @@ async def test_what_falls_due_between_the_last_claim_and_the_question_for_the_ne
     assert receiver.delivered == [message_id]
 
 
-async def test_a_message_that_a_stopping_worker_releases_wakes_another_worker(dsn: str, db: psycopg.Connection) -> None:
+async def test_a_message_released_by_a_stopping_worker_wakes_another_worker(dsn: str, db: psycopg.Connection) -> None:
     stopping_outbox, outbox = Outbox(settings_for(dsn, shutdown_grace_seconds=0)), Outbox(settings_for(dsn))
     started = asyncio.Event()
 
@@ -155,7 +153,7 @@ async def test_a_message_that_a_stopping_worker_releases_wakes_another_worker(ds
     assert receiver.delivered == [message_id]
 
 
-async def test_a_drain_that_waits_for_another_workers_message_does_not_spin_after_a_successor(
+async def test_a_drain_that_waits_for_another_workers_message_does_not_spin(
     outbox: Outbox, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pgoutbox.worker, "_FOREIGN_WORK_SECONDS", 0.01)
@@ -202,7 +200,7 @@ class BouncedError(Permanent):
 
 
 class UnprintableError(Exception):
-    """Cannot even say what it is."""
+    """An exception whose text cannot be read."""
 
     def __str__(self) -> str:
         raise RuntimeError("no text")
@@ -241,7 +239,7 @@ UNREADABLE: dict[str, tuple[Callable[[], Outcome], str, str]] = {
 
 
 @pytest.mark.parametrize("name", UNREADABLE)
-async def test_an_outcome_that_cannot_be_read_ends_its_own_message_and_the_others_are_delivered(
+async def test_an_unreadable_outcome_ends_only_its_own_message(
     outbox: Outbox, db: psycopg.Connection, name: str
 ) -> None:
     make, state, error = UNREADABLE[name]
@@ -260,9 +258,7 @@ async def test_an_outcome_that_cannot_be_read_ends_its_own_message_and_the_other
 HOLDS = "outcome unknown"
 
 
-async def test_an_attempt_that_timed_out_is_held_for_a_person_where_the_handler_asks_for_it(
-    outbox: Outbox, db: psycopg.Connection
-) -> None:
+async def test_a_timed_out_attempt_is_held_if_the_handler_requests_it(outbox: Outbox, db: psycopg.Connection) -> None:
     @outbox.handler("greet", on_unknown="hold", timeout=0.05)
     async def greet(message: Message, ctx: Context) -> None:
         await asyncio.Event().wait()
@@ -274,7 +270,7 @@ async def test_an_attempt_that_timed_out_is_held_for_a_person_where_the_handler_
     assert HOLDS in (row.last_error or "")
 
 
-async def test_an_attempt_that_is_stopped_with_its_worker_is_held_for_a_person_where_the_handler_asks_for_it(
+async def test_an_attempt_stopped_with_its_worker_is_held_if_the_handler_requests_it(
     dsn: str, db: psycopg.Connection
 ) -> None:
     outbox = Outbox(settings_for(dsn, shutdown_grace_seconds=0))
@@ -294,13 +290,13 @@ async def test_an_attempt_that_is_stopped_with_its_worker_is_held_for_a_person_w
 
 
 class Letter:
-    """Something to be sent."""
+    """An example content."""
 
     scheme = "letter"
 
 
 class StuckTransport:
-    """Sends at once, but gets stuck with the first try of one message."""
+    """A transport that sends immediately, but hangs at the first attempt of one message."""
 
     schemes = ("letter",)
 
@@ -310,7 +306,7 @@ class StuckTransport:
         self._stuck_id = stuck_id
 
     async def send(self, message: Message[object], content: Content) -> Outcome:
-        """Send, or wait for ever."""
+        """Send, or wait without end."""
         if message.id == self._stuck_id and not self.is_stuck.is_set():
             self.is_stuck.set()
             await asyncio.Event().wait()
@@ -318,13 +314,13 @@ class StuckTransport:
         return Sent()
 
     async def aclose(self) -> None:
-        """Nothing is open."""
+        """Do nothing: this transport keeps nothing open."""
 
 
-async def test_what_a_batch_has_sent_before_its_timeout_stays_sent_and_the_rest_is_tried_again(
+async def test_sent_messages_of_a_timed_out_batch_stay_sent_and_the_rest_is_retried(
     outbox: Outbox, db: psycopg.Connection
 ) -> None:
-    # Nothing of this lets the event loop run before the transport is stuck: the timeout cannot come earlier.
+    # The event loop does not run before the transport hangs, so the timeout cannot come earlier.
     @outbox.batch_handler("index", timeout=0.05, retry=MUCH_LATER)
     async def index(messages: Sequence[Message], contexts: Sequence[Context]) -> Sequence[Outcome]:
         return cast("Sequence[Outcome]", [Letter() for _ in messages])
@@ -339,7 +335,7 @@ async def test_what_a_batch_has_sent_before_its_timeout_stays_sent_and_the_rest_
     assert HOLDS in (row_of(db, ids[2]).last_error or "")
 
 
-async def test_what_a_batch_has_sent_before_its_worker_stops_stays_sent_and_the_rest_is_pending(
+async def test_sent_messages_of_a_stopped_batch_stay_sent_and_the_rest_is_pending(
     dsn: str, db: psycopg.Connection
 ) -> None:
     outbox = Outbox(settings_for(dsn, shutdown_grace_seconds=0))
@@ -360,7 +356,7 @@ async def test_what_a_batch_has_sent_before_its_worker_stops_stays_sent_and_the_
 
 
 class Overtaking:
-    """A claim that has chosen an older message, and waits in the index of what is in flight because of another key,
+    """A claim that has chosen an older message, and waits in the index of messages in flight because of another key,
     while a newer message is enqueued, claimed, delivered and finished."""
 
     def __init__(self, connect: Connect) -> None:
@@ -373,7 +369,7 @@ class Overtaking:
         self.newer = 0
 
     async def happen(self, claiming: asyncio.Task[list[ClaimedRow]] | asyncio.Task[None]) -> None:
-        """Overtake the claim that the task makes, and let it go on."""
+        """Overtake the task's claim, and let it continue."""
         async with asyncio.timeout(PATIENCE_SECONDS):
             await until_blocked(self._db, cast("asyncio.Task[object]", claiming))
         self.newer = enqueue(self._db, coalesce_key="m")
@@ -382,7 +378,7 @@ class Overtaking:
         self._gate.rollback()
 
 
-async def test_a_claim_tells_of_an_older_message_that_a_newer_one_has_overtaken(dsn: str, connect: Connect) -> None:
+async def test_a_claim_reports_an_older_message_that_a_newer_one_has_overtaken(dsn: str, connect: Connect) -> None:
     overtaking = Overtaking(connect)
     store = Store(settings_for(dsn, lock_timeout_seconds=PATIENCE_SECONDS), worker="slow")
     claiming = asyncio.create_task(
@@ -415,10 +411,10 @@ async def test_an_older_message_that_a_newer_one_has_overtaken_is_skipped(dsn: s
     assert (row.state, row.superseded_by) == ("skipped", overtaking.newer)
 
 
-def test_two_claims_that_meet_the_same_keys_in_opposite_order_do_not_wait_for_each_other(
+def test_two_claims_with_the_same_keys_in_opposite_order_do_not_deadlock(
     db: psycopg.Connection, connect: Connect
 ) -> None:
-    """Both have chosen the same three keys and stand at the middle one, or before the first, when it becomes free."""
+    """Both have chosen the same three keys, and wait at the middle one, or before the first, until it becomes free."""
     gate, there, back = connect(), connect(autocommit=True), connect(autocommit=True)
     enqueue(db, queue="gate", coalesce_key="b")
     for queue, keys in (("there", "abc"), ("back", "cba")):
@@ -447,7 +443,7 @@ CHANGE_SESSION = "SET statement_timeout = '54321ms'; SET search_path = nowhere"
 
 
 @pytest.mark.parametrize("kind", ["async", "sync"])
-async def test_what_a_transactional_handler_sets_in_its_session_does_not_reach_the_next_one(
+async def test_session_settings_of_a_transactional_handler_do_not_reach_the_next_one(
     dsn: str, db: psycopg.Connection, kind: str
 ) -> None:
     outbox = Outbox(settings_for(dsn, concurrency=1))
@@ -499,7 +495,7 @@ HOSTILE: dict[str, str] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_row_that_no_worker_could_read_is_refused_though_it_is_written_by_hand(
+def test_a_row_that_no_worker_can_read_is_refused_even_for_manual_writes(
     rolled_back: psycopg.Connection, name: str
 ) -> None:
     with pytest.raises(psycopg.errors.CheckViolation) as caught:
@@ -509,7 +505,7 @@ def test_a_row_that_no_worker_could_read_is_refused_though_it_is_written_by_hand
 
 @contextlib.contextmanager
 def pooled(dsn: str, server: Server, *, mode: str, size: int) -> Iterator[str]:
-    """The DSN of the test's database through pgbouncer, which has so many sessions."""
+    """Run pgbouncer with this many sessions, and return the DSN of the test's database through it."""
     program = shutil.which("pgbouncer", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
     if program is None:
         server_missing("no pgbouncer")
@@ -517,7 +513,7 @@ def pooled(dsn: str, server: Server, *, mode: str, size: int) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="pgoutbox-pgbouncer-") as name:
         directory = Path(name)
         if os.getuid() == 0:
-            # It refuses to run as root. The embedded server's socket is open to root and to `nobody` only.
+            # It refuses to run as root. The embedded server's socket is open only to root and to `nobody`.
             command += ["-u", "nobody"]
             os.chown(directory, pwd.getpwnam("nobody").pw_uid, -1)
         password = f" password={server.password}" if server.password else ""
@@ -558,7 +554,7 @@ log_stats = 0
 
 @pytest.fixture
 def pooled_dsn(dsn: str, server: Server) -> Iterator[str]:
-    """DSN of the test's database through pgbouncer, which gives every transaction the same one session."""
+    """Return a DSN through pgbouncer, which runs every transaction in the same session."""
     with pooled(dsn, server, mode="transaction", size=1) as pooled_dsn:
         yield pooled_dsn
 
@@ -572,7 +568,7 @@ BELLS: Final = """
 
 
 def session_of_pool(pooled_dsn: str) -> tuple[int, list[tuple[str, str]], list[tuple[str]]]:
-    """The pool's one session: its process number, what is set in it and what is prepared in it."""
+    """Return the pool's session: its process number, its settings and its prepared statements."""
     with psycopg.connect(pooled_dsn, prepare_threshold=None, application_name="pgoutbox test") as connection:
         ((pid,),) = connection.execute("SELECT pg_backend_pid()").fetchall()
         settings = connection.execute(
@@ -581,7 +577,7 @@ def session_of_pool(pooled_dsn: str) -> tuple[int, list[tuple[str, str]], list[t
         return pid, settings, connection.execute("SELECT name FROM pg_prepared_statements").fetchall()
 
 
-async def test_a_listener_behind_a_pooler_is_warned_of_and_leaves_no_settings_in_the_pools_session(
+async def test_a_listener_behind_a_pooler_logs_a_warning_and_leaves_no_session_settings(
     pooled_dsn: str, db: psycopg.Connection
 ) -> None:
     outbox = Outbox(settings_for(pooled_dsn, sweep_seconds=0.1))
@@ -591,14 +587,14 @@ async def test_a_listener_behind_a_pooler_is_warned_of_and_leaves_no_settings_in
         await worker.sleeping.wait()
         message_id = enqueue(db)
         await receiver.has_all.wait()
-        # A bell in a session of the pool would outlive a worker that is killed.
+        # A bell in a session of the pool would outlive a killed worker.
         assert db.execute(BELLS).fetchall() == []
     assert session_of_pool(pooled_dsn) == before
     assert state_of(db, message_id) == State.SENT
     assert worker.telemetry.counts[Event.LISTENER_POOLED] == 1
 
 
-async def test_through_a_pooler_by_session_a_worker_listens_and_prepares_no_statements(
+async def test_behind_a_session_pooler_a_worker_listens_and_prepares_no_statements(
     dsn: str, server: Server, db: psycopg.Connection
 ) -> None:
     with pooled(dsn, server, mode="session", size=10) as pooled_dsn:
@@ -608,7 +604,7 @@ async def test_through_a_pooler_by_session_a_worker_listens_and_prepares_no_stat
             await worker.sleeping.wait()
             assert worker._bell is not None
             assert worker._bell.is_armed
-            for _ in range(6):  # By default the driver prepares what it has run five times.
+            for _ in range(6):  # By default, the driver prepares a statement after five executions.
                 await worker._bell._probe()
             prepared = await worker._bell._ask("SELECT name FROM pg_prepared_statements", {})
             assert prepared == []
@@ -617,7 +613,7 @@ async def test_through_a_pooler_by_session_a_worker_listens_and_prepares_no_stat
     assert state_of(db, message_id) == State.SENT
 
 
-async def test_with_a_listener_of_its_own_a_worker_behind_a_pooler_is_woken_by_a_commit(
+async def test_a_separate_listener_wakes_a_worker_behind_a_pooler_at_a_commit(
     dsn: str, pooled_dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PGOUTBOX_LISTEN_DSN", dsn)

@@ -1,4 +1,4 @@
-"""Workers where a rule keeps nothing of what was sent, and the commands by which an operator sets rules."""
+"""Tests workers under a rule that keeps no sent messages, and the commands by which an operator sets rules."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ AT_ONCE = RetryPolicy.steps(0, jitter=0)
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often a worker has run each statement."""
+    """Count how often a worker has run each statement."""
     statements: Counter[str] = Counter()
     fetch = Link.fetch
 
@@ -68,7 +68,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def register(outbox: Outbox, kind: str) -> list[int]:
-    """A handler of that kind, and the ids of the messages that it gets."""
+    """Register a handler of this kind, and return the ids of its messages."""
     got: list[int] = []
     if kind in ("async", "transactional"):
 
@@ -103,7 +103,7 @@ async def test_a_message_is_deleted_as_it_is_sent(outbox: Outbox, db: psycopg.Co
     assert (worker.telemetry.counts[Event.SENT], worker.telemetry.counts[Event.LEASE_LOST]) == (6, 0)
 
 
-async def test_only_what_was_sent_is_deleted(outbox: Outbox, db: psycopg.Connection) -> None:
+async def test_only_sent_messages_are_deleted(outbox: Outbox, db: psycopg.Connection) -> None:
     set_retention(db, "*", "sent", ZERO)
     outcomes: dict[object, Outcome | None] = {
         "sent": None, "failed": Permanent("no"), "skipped": Skip("no"), "retried": Transient("no", retry_after=60),
@@ -121,7 +121,7 @@ async def test_only_what_was_sent_is_deleted(outbox: Outbox, db: psycopg.Connect
     ]  # fmt: skip
 
 
-async def test_the_history_of_failed_attempts_goes_too(outbox: Outbox, db: psycopg.Connection) -> None:
+async def test_the_history_of_failed_attempts_is_deleted_too(outbox: Outbox, db: psycopg.Connection) -> None:
     set_retention(db, "*", "sent", ZERO)
 
     @outbox.handler("greet", retry=AT_ONCE)
@@ -153,7 +153,7 @@ async def test_a_successor_of_a_deleted_message_is_delivered(outbox: Outbox, db:
     assert (got, rows_of(db)) == (["first", "second"], [])
 
 
-async def test_a_rule_reaches_a_running_worker_which_asks_rarely(
+async def test_a_running_worker_learns_of_a_rule_with_few_queries(
     outbox: Outbox, dsn: str, db: psycopg.Connection, asked: Counter[str]
 ) -> None:
     got = register(outbox, "async")
@@ -177,7 +177,7 @@ async def test_a_rule_reaches_a_running_worker_which_asks_rarely(
         assert (asked[sql.FORGOTTEN_TOPICS], len(rows_of(db))) == (2, 3)
 
 
-async def test_handlers_that_end_together_all_know_the_rule(dsn: str, db: psycopg.Connection) -> None:
+async def test_concurrently_ending_handlers_all_know_the_rule(dsn: str, db: psycopg.Connection) -> None:
     set_retention(db, "*", "sent", ZERO)
     store = Store(settings_for(dsn), worker="w")
     try:
@@ -186,7 +186,7 @@ async def test_handlers_that_end_together_all_know_the_rule(dsn: str, db: psycop
         await store.close()
 
 
-async def test_a_rule_that_cannot_be_read_keeps_the_message_until_it_can(
+async def test_an_unreadable_rule_keeps_the_message_until_it_is_readable(
     outbox: Outbox, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_retention(db, "*", "sent", ZERO)
@@ -206,7 +206,7 @@ async def test_a_rule_that_cannot_be_read_keeps_the_message_until_it_can(
     assert (failures, rows_of(db), worker.telemetry.counts[Event.SENT]) == ([], [], 1)
 
 
-async def test_a_deletion_whose_answer_is_lost_ends_the_attempt(
+async def test_a_deletion_with_a_lost_answer_ends_the_attempt(
     outbox: Outbox, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_retention(db, "*", "sent", ZERO)
@@ -225,11 +225,11 @@ async def test_a_deletion_whose_answer_is_lost_ends_the_attempt(
     worker = Worker(outbox)
     await worker.run_once()
     assert (got, losses, rows_of(db)) == ([message_id], [], [])
-    # Whether it was this attempt that sent it cannot be known any more.
+    # It is no longer possible to know whether this attempt sent it.
     assert worker.telemetry.counts[Event.LEASE_LOST] == 1
 
 
-async def test_the_writes_of_a_handler_whose_message_another_has_sent_are_rolled_back(
+async def test_the_writes_of_a_handler_are_rolled_back_if_another_has_sent_the_message(
     outbox: Outbox, db: psycopg.Connection
 ) -> None:
     set_retention(db, "*", "sent", ZERO)
@@ -254,7 +254,7 @@ async def test_the_writes_of_a_handler_whose_message_another_has_sent_are_rolled
 
 
 def deliver_and_die(dsn: str, point: str) -> None:
-    """A worker process that ends at one point of the first message's way, as kill -9 would end it."""
+    """Start a worker process that ends at one point of the first message's processing, like after a SIGKILL."""
     outbox = Outbox(settings_for(dsn))
 
     class DoomedStore(Store):
@@ -276,7 +276,7 @@ def deliver_and_die(dsn: str, point: str) -> None:
 
 
 @pytest.mark.parametrize("point", ["before send", "before finish", "after finish"])
-async def test_a_killed_worker_has_deleted_only_what_was_sent(
+async def test_a_killed_worker_has_deleted_only_sent_messages(
     outbox: Outbox, dsn: str, db: psycopg.Connection, point: str
 ) -> None:
     set_retention(db, "*", "sent", ZERO)
@@ -301,7 +301,7 @@ async def test_a_killed_worker_has_deleted_only_what_was_sent(
 
 @pytest.fixture
 def cli(dsn: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs a command that succeeds, and gives what it writes to stdout; one that is refused gives its errors."""
+    """Run a command, and return its stdout, or the errors of a refused command."""
     for variable in list(os.environ):
         if variable.startswith(ENVIRONMENT_PREFIX):
             monkeypatch.delenv(variable)
@@ -316,7 +316,7 @@ def cli(dsn: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     return run
 
 
-def test_rules_are_set_listed_and_taken_back(cli: Callable[..., str]) -> None:
+def test_rules_are_set_listed_and_removed(cli: Callable[..., str]) -> None:
     assert cli("retention") == "topic\tstate\tkeep\n"
     assert cli("retention", "set", "mail", "sent", "0") == "topic mail, sent: kept 0\n"
     assert cli("retention", "set", "mail", "failed", "forever") == "topic mail, failed: kept forever\n"
@@ -348,11 +348,11 @@ def test_rules_are_set_listed_and_taken_back(cli: Callable[..., str]) -> None:
         (("mail", "sent", "99999d"), "'99999d' is not a duration"),
     ],
 )
-def test_a_mistake_is_named(cli: Callable[..., str], arguments: tuple[str, ...], named: str) -> None:
+def test_an_invalid_argument_is_named(cli: Callable[..., str], arguments: tuple[str, ...], named: str) -> None:
     assert named in cli("retention", "set", "--", *arguments, exit_code=2)
 
 
-def test_prune_without_arguments_obeys_the_rules(cli: Callable[..., str], db: psycopg.Connection) -> None:
+def test_prune_without_arguments_applies_the_rules(cli: Callable[..., str], db: psycopg.Connection) -> None:
     put(db, State.SENT, age=2 * DAY, dedupe_key="k")
     kept = put(db, State.SENT, age=DAY / 2)
     assert cli("prune") == "0 messages deleted\n"

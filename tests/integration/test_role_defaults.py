@@ -1,4 +1,4 @@
-"""Whatever a role, a database or the environment sets for sessions, pgoutbox's own connections work as they must."""
+"""Tests that pgoutbox's own connections work under any defaults of the role, the database or the environment."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-UNSPEAKABLE: Final = "5 € 🎉"  # LATIN1 has neither.
+UNSPEAKABLE: Final = "5 € 🎉"  # LATIN1 has neither character.
 HOSTILE: Final = {
     "German dates": {"datestyle": "German, DMY"},
     "SQL dates": {"datestyle": "SQL"},
@@ -48,7 +48,7 @@ HOSTILE: Final = {
 
 @contextmanager
 def login_with(dsn: str, *roles: str, **defaults: str) -> Iterator[str]:
-    """The DSN of a new login role whose sessions begin with these settings."""
+    """Return the DSN of a new login role whose sessions begin with these settings."""
     with login(dsn, *roles) as own_dsn, psycopg.connect(dsn, autocommit=True) as superuser:
         role = composable.Identifier(str(conninfo_to_dict(own_dsn)["user"]))
         for name, value in defaults.items():
@@ -59,7 +59,8 @@ def login_with(dsn: str, *roles: str, **defaults: str) -> Iterator[str]:
 
 @pytest.fixture(params=["of the role", "of the environment"])
 def latin_dsn(request: pytest.FixtureRequest, dsn: str, db: psycopg.Connection) -> Iterator[str]:
-    """A DSN whose sessions speak LATIN1 unless they ask for something else. The test's own is open already."""
+    """Return a DSN whose sessions use LATIN1 unless they request another encoding. The test's own session is already
+    open."""
     with login_with(dsn, *ROLES, client_encoding="LATIN1") as own_dsn, pytest.MonkeyPatch.context() as monkeypatch:
         if request.param == "of the environment":
             monkeypatch.setenv("PGCLIENTENCODING", "LATIN1")
@@ -82,7 +83,7 @@ async def test_a_worker_reads_times_in_utc(dsn: str, db: psycopg.Connection) -> 
     assert zones == [UTC, UTC], "the driver reads times of other zones three times as slowly"
 
 
-async def test_a_worker_delivers_what_the_encoding_of_its_sessions_cannot_express(
+async def test_a_worker_delivers_text_outside_the_default_encoding_of_its_sessions(
     latin_dsn: str, db: psycopg.Connection
 ) -> None:
     outbox = Outbox(settings_for(latin_dsn))
@@ -127,7 +128,7 @@ def test_an_enqueue_on_a_connection_without_an_encoding_writes_utf8(dsn: str, db
 
 
 def put_unspeakable(db: psycopg.Connection) -> int:
-    """A failed message with a payload and an error that need UTF-8."""
+    """Create a failed message with a payload and an error that need UTF-8."""
     message_id = put(db, State.FAILED)
     values = [Jsonb(UNSPEAKABLE), UNSPEAKABLE, message_id]
     db.execute("UPDATE pgoutbox.message SET payload = %s, last_error = %s WHERE id = %s", values)
@@ -135,19 +136,20 @@ def put_unspeakable(db: psycopg.Connection) -> int:
 
 
 @pytest.mark.parametrize("name", ["German dates", "SQL_ASCII"])
-def test_no_default_of_a_role_disturbs_the_doctor(dsn: str, db: psycopg.Connection, name: str) -> None:
+def test_no_default_of_a_role_affects_the_doctor(dsn: str, db: psycopg.Connection, name: str) -> None:
     put_unspeakable(db)
     with login_with(dsn, *ROLES, **HOSTILE[name]) as own_dsn, login(dsn, *ROLES) as plain_dsn:
         assert levels(own_dsn) == levels(plain_dsn)
 
 
 def levels(dsn: str) -> dict[str, Level]:
-    """What the doctor finds, by check."""
+    """Return the doctor's findings by check."""
     return {finding.check: finding.level for finding in examine(load_settings(dsn=dsn))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
-def test_no_default_of_a_role_disturbs_an_operators_commands(
+def test_no_default_of_a_role_affects_operator_commands(
     dsn: str, db: psycopg.Connection, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     message_id = put_unspeakable(db)
@@ -162,7 +164,7 @@ def test_no_default_of_a_role_disturbs_an_operators_commands(
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_no_default_of_a_role_disturbs_the_dashboard(dsn: str, db: psycopg.Connection, name: str) -> None:
+def test_no_default_of_a_role_affects_the_dashboard(dsn: str, db: psycopg.Connection, name: str) -> None:
     message_id = put_unspeakable(db)
     with login_with(dsn, *ROLES, **HOSTILE[name]) as own_dsn:
         settings = web_settings(dsn=own_dsn)
@@ -176,8 +178,9 @@ def test_no_default_of_a_role_disturbs_the_dashboard(dsn: str, db: psycopg.Conne
                 assert answer.status_code == 200, (path, answer.text[-500:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
-def test_no_default_of_a_database_disturbs_a_migration(empty_dsn: str, name: str) -> None:
+def test_no_default_of_a_database_affects_a_migration(empty_dsn: str, name: str) -> None:
     with psycopg.connect(empty_dsn, autocommit=True) as superuser:
         database = composable.Identifier(superuser.info.dbname)
         for setting, value in HOSTILE[name].items():

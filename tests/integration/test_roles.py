@@ -1,4 +1,4 @@
-"""Each role does what it is there for by the real thing, and nothing else: by the catalog, and by trying."""
+"""Tests that each role can do exactly its part, by the catalog and by trying."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_a_role_may_call_exactly_these_functions(rolled_back: psycopg.Connection
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_a_role_cannot_log_in_and_is_nothing_else(rolled_back: psycopg.Connection, role: str) -> None:
+def test_a_role_cannot_log_in_and_has_no_other_attributes(rolled_back: psycopg.Connection, role: str) -> None:
     row = rolled_back.execute(
         """
         SELECT rolcanlogin OR rolsuper OR rolcreaterole OR rolcreatedb OR rolreplication OR rolbypassrls,
@@ -238,13 +238,13 @@ def test_no_role_may_execute_an_internal_function(rolled_back: psycopg.Connectio
     assert {path.stem for path in folder.glob("internal/*.sql") if executable[path.stem]} == set()
 
 
-def test_the_public_has_no_right_at_all(rolled_back: psycopg.Connection) -> None:
+def test_public_has_no_privileges(rolled_back: psycopg.Connection) -> None:
     assert rolled_back.execute(GRANTED_TO_PUBLIC).fetchall() == []
     rolled_back.execute("CREATE FUNCTION pgoutbox.open_to_all() RETURNS integer LANGUAGE sql AS 'SELECT 1'")
     assert rolled_back.execute(GRANTED_TO_PUBLIC).fetchall() == [("open_to_all", "EXECUTE")]
 
 
-def test_default_privileges_of_whoever_migrates_leave_the_public_nothing(empty_dsn: str) -> None:
+def test_default_privileges_of_the_migrating_role_grant_public_nothing(empty_dsn: str) -> None:
     with psycopg.connect(empty_dsn) as connection:
         for objects in ("SCHEMAS", "TABLES", "SEQUENCES", "FUNCTIONS"):
             connection.execute(f"ALTER DEFAULT PRIVILEGES GRANT ALL ON {objects} TO PUBLIC".encode())
@@ -253,7 +253,7 @@ def test_default_privileges_of_whoever_migrates_leave_the_public_nothing(empty_d
         assert connection.execute(GRANTED_TO_PUBLIC).fetchall() == []
 
 
-def test_nothing_of_the_schema_belongs_to_a_superuser(rolled_back: psycopg.Connection) -> None:
+def test_no_object_of_the_schema_belongs_to_a_superuser(rolled_back: psycopg.Connection) -> None:
     theirs = """
         SELECT o.name
         FROM (
@@ -271,7 +271,7 @@ def test_nothing_of_the_schema_belongs_to_a_superuser(rolled_back: psycopg.Conne
     assert rolled_back.execute(theirs).fetchall() == [("pgoutbox",)]
 
 
-def test_of_two_who_set_up_the_roles_at_once_both_do(connect: Connect) -> None:
+def test_two_concurrent_set_ups_of_the_roles_both_succeed(connect: Connect) -> None:
     db, first, second = connect(autocommit=True), connect(), connect(autocommit=True)
     statement: LiteralString = "SELECT pgoutbox.set_up_roles()"
     first.execute(statement)
@@ -282,7 +282,7 @@ def test_of_two_who_set_up_the_roles_at_once_both_do(connect: Connect) -> None:
         assert waiting.result() == [([],)]
 
 
-def test_a_superuser_hands_over_nothing_that_is_somebody_elses(rolled_back: psycopg.Connection) -> None:
+def test_a_superuser_transfers_only_its_own_objects(rolled_back: psycopg.Connection) -> None:
     rolled_back.execute("CREATE ROLE pgoutbox_test_somebody")
     rolled_back.execute("CREATE FUNCTION pgoutbox.theirs() RETURNS integer LANGUAGE sql AS 'SELECT 1'")
     rolled_back.execute("CREATE TABLE pgoutbox.theirs (id integer)")
@@ -309,7 +309,7 @@ def test_a_superuser_hands_over_nothing_that_is_somebody_elses(rolled_back: psyc
 
 @pytest.fixture
 def of_a_superuser(connect: Connect) -> psycopg.Connection:
-    """An autocommit connection to a schema that was restored on a server without the roles."""
+    """Open an autocommit connection to a schema that was restored on a server without the roles."""
     db = connect(autocommit=True)
     db.execute("REASSIGN OWNED BY pgoutbox_owner TO CURRENT_USER")
     return db
@@ -320,7 +320,7 @@ def owners_of(db: psycopg.Connection) -> set[str]:
     return {owner for (owner,) in rows}
 
 
-def test_a_superuser_who_hands_over_holds_no_lock_while_it_waits_for_a_transaction_that_has_enqueued(
+def test_a_superuser_holds_no_lock_while_it_waits_for_an_open_transaction(
     of_a_superuser: psycopg.Connection, connect: Connect
 ) -> None:
     producer, superuser = connect(), connect(autocommit=True)
@@ -339,7 +339,7 @@ def test_a_superuser_who_hands_over_holds_no_lock_while_it_waits_for_a_transacti
     assert owners_of(of_a_superuser) == {"pgoutbox_owner"}
 
 
-def test_a_superuser_who_hands_over_gives_its_locks_back_before_a_deadlock_is_looked_for(
+def test_a_superuser_releases_its_locks_before_the_deadlock_timeout(
     of_a_superuser: psycopg.Connection, connect: Connect
 ) -> None:
     producer, superuser = connect(), connect(autocommit=True)
@@ -347,7 +347,7 @@ def test_a_superuser_who_hands_over_gives_its_locks_back_before_a_deadlock_is_lo
     producer.execute("SELECT pgoutbox.cancel(%s)", [first])
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(lambda: superuser.execute("SELECT pgoutbox.set_up_roles()").fetchall())
-        # It has the sequence, and the transaction that has cancelled keeps it from the messages.
+        # The session has locked the sequence, and the transaction that has cancelled blocks it at the messages.
         races.until_blocked(of_a_superuser, superuser, waiting)
         producer.execute("SELECT pgoutbox.enqueue('mail', '2')")
         producer.commit()
@@ -355,9 +355,7 @@ def test_a_superuser_who_hands_over_gives_its_locks_back_before_a_deadlock_is_lo
     assert owners_of(of_a_superuser) == {"pgoutbox_owner"}
 
 
-def test_a_superuser_who_hands_over_gives_up_after_the_lock_timeout(
-    of_a_superuser: psycopg.Connection, connect: Connect
-) -> None:
+def test_a_superuser_gives_up_after_the_lock_timeout(of_a_superuser: psycopg.Connection, connect: Connect) -> None:
     producer, superuser = connect(), connect()
     producer.execute("SELECT pgoutbox.enqueue('mail', '1')")
     superuser.execute("SET LOCAL lock_timeout = '300ms'")
@@ -381,7 +379,7 @@ UNSAFE_DEFINERS: Final = """
 """
 
 
-def test_what_runs_with_its_owners_rights_is_pinned_and_no_superusers(rolled_back: psycopg.Connection) -> None:
+def test_security_definer_functions_pin_their_path_and_belong_to_no_superuser(rolled_back: psycopg.Connection) -> None:
     (count,) = rolled_back.execute(
         "SELECT count(*) FROM pg_proc WHERE pronamespace = 'pgoutbox'::regnamespace AND prosecdef"
     ).fetchone() or (0,)
@@ -405,7 +403,7 @@ def test_dynamic_sql_quotes_every_name(rolled_back: psycopg.Connection) -> None:
     assert [row for row in rows if not str(row[1]).startswith("ON FUNCTION")] == []
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------------------------------
 
 ENQUEUE_UNCHECKED: Final = (
     "SELECT pgoutbox.write_message(1, 't', '1', 'q', NULL, NULL, NULL, NULL, NULL, NULL, 1, NULL, NULL, NULL, true)"
@@ -503,7 +501,7 @@ REFUSED: Final = {
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_whatever_else_a_role_tries_is_refused(dsn: str, role: str) -> None:
+def test_a_role_is_refused_everything_else(dsn: str, role: str) -> None:
     allowed = []
     with login(dsn, role) as their_dsn, psycopg.connect(their_dsn, autocommit=True) as connection:
         for statement in REFUSED[role]:
@@ -515,7 +513,7 @@ def test_whatever_else_a_role_tries_is_refused(dsn: str, role: str) -> None:
     assert allowed == []
 
 
-def test_who_has_no_role_may_do_nothing(dsn: str) -> None:
+def test_a_login_without_a_role_may_do_nothing(dsn: str) -> None:
     everything = (*WRITES, *LOOKS_AT_PAYLOADS, *CONTROLS, *DELIVERS, *PRODUCES, *LOOKS, "SELECT pgoutbox.cancel(1)")
     with login(dsn) as their_dsn, psycopg.connect(their_dsn, autocommit=True) as connection:
         for statement in everything:
@@ -523,7 +521,7 @@ def test_who_has_no_role_may_do_nothing(dsn: str) -> None:
                 connection.execute(statement.encode())
 
 
-def test_a_worker_cannot_delete_a_message_that_no_rule_forgets_nor_one_that_another_holds(
+def test_a_worker_can_delete_only_messages_that_it_holds_and_a_rule_allows(
     dsn: str, connection: psycopg.Connection
 ) -> None:
     kept, held = put(connection, State.SENDING), put(connection, State.SENDING, topic="other")
@@ -536,7 +534,7 @@ def test_a_worker_cannot_delete_a_message_that_no_rule_forgets_nor_one_that_anot
         assert worker.execute(forget, ([kept, held], [1, 1])).fetchall() == [(held,)]
 
 
-# --- what works -------------------------------------------------------------------------------------------------------
+# --- allowed actions --------------------------------------------------------------------------------------------------
 
 
 def test_a_producer_enqueues_and_cancels_in_every_way(dsn: str, connection: psycopg.Connection) -> None:
@@ -640,7 +638,7 @@ async def test_a_worker_delivers_with_every_outcome(dsn: str, worker_dsn: str, c
 
 
 def state_or_gone(connection: psycopg.Connection, message_id: int) -> str:
-    """The state of a message; a worker that keeps nothing has deleted it."""
+    """Return the state of a message; a worker that keeps nothing has deleted it."""
     row = connection.execute("SELECT state FROM pgoutbox.message WHERE id = %s", [message_id]).fetchone()
     return "gone" if row is None else str(row[0])
 
@@ -667,7 +665,9 @@ async def test_a_worker_sleeps_is_rung_renews_and_releases(worker_dsn: str, conn
     assert (row.state, row.attempt_count, row.max_attempts) == ("pending", 1, 12)
 
 
-async def test_a_worker_opens_and_closes_breakers_and_says_so(worker_dsn: str, connection: psycopg.Connection) -> None:
+async def test_a_worker_opens_and_closes_breakers_and_announces_it(
+    worker_dsn: str, connection: psycopg.Connection
+) -> None:
     connection.autocommit = True
     options = {"breaker_cooldown_seconds": 0.2, "breaker_failures": 1, "alert_destination": "mailto:ops@example.org"}
     outbox = Outbox(settings_for(worker_dsn, **options), transports=[LineTransport(timeout_seconds=60)])
@@ -697,9 +697,7 @@ async def test_a_worker_opens_and_closes_breakers_and_says_so(worker_dsn: str, c
     assert rows[-1] == ("closed",)
 
 
-def test_a_worker_looks_after_the_tables_by_the_rules(
-    dsn: str, worker_dsn: str, connection: psycopg.Connection
-) -> None:
+def test_a_worker_maintains_the_tables_by_the_rules(dsn: str, worker_dsn: str, connection: psycopg.Connection) -> None:
     old = put(connection, State.SENT, age=timedelta(days=2), coalesce_key="k", dedupe_key="d")
     connection.execute(ADD_ATTEMPT, (old, 1))
     failed = put(connection, State.FAILED, age=timedelta(days=2))
@@ -731,7 +729,7 @@ def operator(dsn: str) -> Iterator[psycopg.Connection]:
         yield connection
 
 
-def test_an_operator_does_everything_that_operators_do(
+def test_an_operator_can_run_every_operator_action(
     operator: psycopg.Connection, connection: psycopg.Connection
 ) -> None:
     failed, others = put(connection, State.FAILED), [put(connection, State.FAILED) for _ in range(3)]
@@ -764,9 +762,7 @@ def test_an_operator_does_everything_that_operators_do(
 
 
 @pytest.mark.parametrize("role", [OPERATOR, VIEWER])
-def test_who_looks_sees_every_message_and_no_value_of_a_payload(
-    dsn: str, connection: psycopg.Connection, role: str
-) -> None:
+def test_a_viewer_sees_every_message_but_no_payload_values(dsn: str, connection: psycopg.Connection, role: str) -> None:
     message_id = put(connection, State.FAILED, destination="https://ada:s3cret@example.org/?token=s3cret")
     connection.execute(
         "UPDATE pgoutbox.message SET payload = %s, headers = %s, last_error = %s",
@@ -794,8 +790,9 @@ ACTING: Final = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("role", "acts"), [(OPERATOR, True), (VIEWER, False)])
-def test_commands_work_for_those_who_may(
+def test_commands_work_for_the_roles_that_may_run_them(
     dsn: str, connection: psycopg.Connection, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     role: str, acts: bool,
 ) -> None:  # fmt: skip
@@ -816,9 +813,9 @@ def test_commands_work_for_those_who_may(
 
 # --- attacks ----------------------------------------------------------------------------------------------------------
 
-# Everything of pg_catalog that our functions name, every operator on the types that they use, and our tables and types,
-# by the same names in a schema and among temporary objects of the attacker. Each fails when it is used, and says by
-# whose rights.
+# Hostile copies of everything of pg_catalog that our functions name, every operator on their types, and our tables and
+# types, by the same names in a schema and among temporary objects of the attacker. Each copy fails when it is used, and
+# reports the current user.
 TRAPS: Final[LiteralString] = r"""
 CREATE SCHEMA evil;
 GRANT USAGE ON SCHEMA evil TO PUBLIC;
@@ -900,7 +897,7 @@ BEGIN
 END
 $block$;
 """
-# Each by a role that may, with all names qualified that the attacker resolves himself.
+# Each call by a role that may make it, with all names qualified that the attacker resolves himself.
 CALLS: Final[tuple[tuple[str, LiteralString], ...]] = (
     (PRODUCER, "SELECT pgoutbox.enqueue('mail', '{}')"),
     (PRODUCER, "SELECT pgoutbox.enqueue('mail', '{\"a\": 1}', coalesce_key => 'k', headers => '{\"a\": \"b\"}')"),
@@ -944,7 +941,7 @@ CALLS: Final[tuple[tuple[str, LiteralString], ...]] = (
 
 @pytest.fixture
 def trapped(rolled_back: psycopg.Connection) -> psycopg.Connection:
-    """A session in which the attacker has set up all that a search_path could lead to."""
+    """Open a session in which the attacker has created everything that a search_path could lead to."""
     for state in (State.FAILED, State.SENT, State.SENDING):
         put(rolled_back, state)
     rolled_back.execute(
@@ -958,7 +955,7 @@ def trapped(rolled_back: psycopg.Connection) -> psycopg.Connection:
 
 @pytest.mark.parametrize("search_path", ["evil, pg_temp, pg_catalog", "pg_temp, evil, pg_catalog"])
 @pytest.mark.parametrize(("role", "call"), CALLS)
-def test_no_name_of_the_callers_is_used(
+def test_no_function_resolves_a_name_in_the_callers_search_path(
     trapped: psycopg.Connection, role: str, call: LiteralString, search_path: str
 ) -> None:
     trapped.execute("SELECT set_config('search_path', %s, true)", [search_path])
@@ -966,7 +963,7 @@ def test_no_name_of_the_callers_is_used(
     trapped.execute(call)
 
 
-def test_the_traps_of_the_test_before_are_sprung_by_a_function_that_is_not_pinned(trapped: psycopg.Connection) -> None:
+def test_the_hostile_objects_catch_a_function_without_a_pinned_path(trapped: psycopg.Connection) -> None:
     trapped.execute("ALTER FUNCTION pgoutbox.cancel RESET search_path")
     trapped.execute("SET LOCAL search_path = evil, pg_temp, pg_catalog")
     trapped.execute(f"SET LOCAL ROLE {PRODUCER}".encode())
@@ -975,9 +972,7 @@ def test_the_traps_of_the_test_before_are_sprung_by_a_function_that_is_not_pinne
 
 
 @pytest.mark.parametrize("name", ["nextval", "pg_try_advisory_xact_lock_shared", "hashtext"])
-def test_the_traps_are_sprung_by_each_name_of_enqueue_that_forgets_its_schema(
-    trapped: psycopg.Connection, name: str
-) -> None:
+def test_the_hostile_objects_catch_each_unqualified_name_of_enqueue(trapped: psycopg.Connection, name: str) -> None:
     row = trapped.execute("SELECT pg_get_functiondef('pgoutbox.enqueue_receipt'::regproc)").fetchone()
     assert row is not None
     forgetful = row[0].replace(f"pg_catalog.{name}(", f"{name}(")
@@ -994,7 +989,7 @@ def test_the_traps_are_sprung_by_each_name_of_enqueue_that_forgets_its_schema(
 FLOOD: Final = 10_000
 
 
-async def test_a_flood_of_notifications_costs_a_bounded_number_of_claims(
+async def test_many_notifications_cause_a_limited_number_of_claims(
     dsn: str, connection: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outbox = Outbox()
@@ -1014,7 +1009,7 @@ async def test_a_flood_of_notifications_costs_a_bounded_number_of_claims(
         async with running(worker):
             await worker.asleep.wait()
             monkeypatch.setattr(Link, "fetch", noted)
-            # All of them are different, or PostgreSQL would send one.
+            # Each payload is different, because PostgreSQL sends equal ones once.
             await asyncio.to_thread(
                 flooder.execute,
                 "SELECT pg_notify('pgoutbox', CASE WHEN mod(n, 2) = 0 THEN 'default' ELSE 'q' || n END), "

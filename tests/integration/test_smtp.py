@@ -1,4 +1,4 @@
-"""The SMTP transport against real servers: what arrives, what is refused, and what becomes of connections."""
+"""Tests the SMTP transport with real servers: deliveries, refusals, and the handling of connections."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 HANG, DROP, STALL = Misbehaviour.HANG, Misbehaviour.DROP, Misbehaviour.STALL
 CANARY = "canary-password"
-SILENCE_SECONDS = 2  # After this time a server is silent; one that speaks is heard by then on a slow machine too.
+# A server is considered silent after this time; a real answer arrives earlier on a slow machine too.
+SILENCE_SECONDS = 2
 EMAIL = Email(to="ann@example.com", subject="Hello", text="Hi")
 TWO = Email(to=["ann@example.com", "bob@example.com"], subject="Hello", text="Hi")
 
@@ -42,7 +43,7 @@ def authority() -> trustme.CA:
 
 @pytest.fixture(scope="module")
 def server_tls(authority: trustme.CA) -> ssl.SSLContext:
-    """A server's certificate for the address that the tests connect to."""
+    """Create a server's certificate for the address that the tests connect to."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert(HOST).configure_cert(context)
     return context
@@ -50,7 +51,7 @@ def server_tls(authority: trustme.CA) -> ssl.SSLContext:
 
 @pytest.fixture(scope="module")
 def client_tls(authority: trustme.CA) -> ssl.SSLContext:
-    """The transport's own kind of context, which trusts the tests' authority besides."""
+    """Return the transport's usual context, which also trusts the tests' authority."""
     context = verifying_context()
     authority.configure_trust(context)
     return context
@@ -58,7 +59,7 @@ def client_tls(authority: trustme.CA) -> ssl.SSLContext:
 
 @pytest.fixture
 async def open_transport() -> AsyncIterator[Open]:
-    """Makes transports for a port on this machine, in plain text unless told otherwise, and closes them."""
+    """Create transports for a local port, in plain text by default, and close them."""
 
     def make(
         port: int, *, tls_context: ssl.SSLContext | None = None, idle_seconds: float = 60.0, **overrides: object
@@ -113,7 +114,7 @@ async def test_text_html_and_an_attachment_arrive_as_one_email(open_transport: O
     assert [part.get_content() for part in message.iter_attachments()] == [b"%PDF"]
 
 
-async def test_what_crosses_the_wire_has_short_lines_proper_line_ends_and_stuffed_dots(open_transport: Open) -> None:
+async def test_the_wire_format_has_short_lines_crlf_and_stuffed_dots(open_transport: Open) -> None:
     long_lines = Email(to="ann@example.com", subject="s" * 2_000, text="bare\nlone\rend" + "x" * 2_000)
     dots = Email(to="ann@example.com", subject="Hello", text=".\n.\n.dot\n..two", html=".<p>")
     async with scripted_server() as server:
@@ -131,7 +132,7 @@ async def test_what_crosses_the_wire_has_short_lines_proper_line_ends_and_stuffe
     ]  # fmt: skip
 
 
-async def test_the_destination_is_the_recipient_of_an_email_that_names_none(open_transport: Open) -> None:
+async def test_the_destination_is_the_recipient_of_an_email_without_recipients(open_transport: Open) -> None:
     async with accepting_server() as inbox:
         transport = open_transport(inbox.port)
         assert (
@@ -194,7 +195,7 @@ async def test_the_size_is_announced_to_a_server_that_asks_for_it(open_transport
     assert f"MAIL FROM:<club@example.org> SIZE={len(server.contents[0])}" in server.commands
 
 
-async def test_what_is_wrong_with_an_email_is_found_before_connecting(open_transport: Open) -> None:
+async def test_an_invalid_email_is_refused_before_connecting(open_transport: Open) -> None:
     async with scripted_server() as server:
         email = Email(to="ann@example.com", subject="x\r\nBcc: eve@example.com", text="Hi")
         error = error_of(await open_transport(server.port).send(outgoing(), email), Permanent)
@@ -274,7 +275,7 @@ async def test_a_refusal_is_classified_and_quoted(
         ("DATA", 554, "5.7.1 spam", None),
     ],
 )
-def test_what_has_to_be_repaired_is_told_by_the_step_and_the_code(
+def test_a_failure_that_needs_a_repair_is_recognised_by_step_and_code(
     step: str, code: int, text: str, fault: Fault | None
 ) -> None:
     assert fault_of(step, code, text) == fault
@@ -298,7 +299,9 @@ def test_what_has_to_be_repaired_is_told_by_the_step_and_the_code(
         ("DATA", 252, "perhaps", True),
     ],
 )
-def test_the_enhanced_code_says_more_than_the_basic_one(step: str, code: int, text: str, transient: bool) -> None:
+def test_the_enhanced_code_takes_precedence_over_the_basic_one(
+    step: str, code: int, text: str, transient: bool
+) -> None:
     assert is_transient(step, code, text) is transient
 
 
@@ -310,7 +313,7 @@ async def test_one_refused_recipient_refuses_the_email_for_all(open_transport: O
     assert server.verbs[-1] == "RSET"
 
 
-async def test_a_recipient_refused_for_now_makes_the_refusal_transient(open_transport: Open) -> None:
+async def test_a_temporarily_refused_recipient_makes_the_refusal_transient(open_transport: Open) -> None:
     answers = {"RCPT TO:<ann@example.com>": "550 5.1.1 no such user", "RCPT TO:<bob@example.com>": "450 4.2.1 later"}
     async with scripted_server(answers) as server:
         outcome = await open_transport(server.port).send(outgoing(), TWO)
@@ -319,13 +322,13 @@ async def test_a_recipient_refused_for_now_makes_the_refusal_transient(open_tran
     )
 
 
-async def test_a_server_that_takes_its_leave_amid_the_recipients_is_quoted(open_transport: Open) -> None:
+async def test_the_closing_text_of_a_server_amid_the_recipients_is_quoted(open_transport: Open) -> None:
     async with scripted_server({"RCPT TO:<ann@example.com>": "421 4.3.2 going down"}) as server:
         outcome = await open_transport(server.port).send(outgoing(), TWO)
     assert error_of(outcome, Transient) == "RCPT ann@example.com: 421 4.3.2 going down"
 
 
-async def test_of_many_refused_recipients_a_few_are_named(open_transport: Open) -> None:
+async def test_only_some_of_many_refused_recipients_are_named(open_transport: Open) -> None:
     many = Email(to=[f"user{number}@example.com" for number in range(12)], subject="Hello", text="Hi")
     async with scripted_server({"RCPT": "550 no"}) as server:
         error = error_of(await open_transport(server.port).send(outgoing(), many), Permanent)
@@ -333,7 +336,7 @@ async def test_of_many_refused_recipients_a_few_are_named(open_transport: Open) 
     assert error.endswith("; and 7 more")
 
 
-async def test_a_servers_text_is_made_printable_and_cut(open_transport: Open) -> None:
+async def test_the_text_of_a_server_is_made_printable_and_truncated(open_transport: Open) -> None:
     async with scripted_server({"RCPT": "550 \x1b[31mno\u202e " + "x" * 2_000}) as server:
         error = error_of(await open_transport(server.port).send(outgoing(), EMAIL), Permanent)
     assert error.startswith("RCPT ann@example.com: 550 [31mno xxx")
@@ -343,7 +346,7 @@ async def test_a_servers_text_is_made_printable_and_cut(open_transport: Open) ->
 
 async def test_a_refused_connection_is_transient(open_transport: Open) -> None:
     with socket.socket() as deaf:
-        deaf.bind((HOST, 0))  # Nobody else can have the port, and nobody listens.
+        deaf.bind((HOST, 0))  # The port is reserved, and nothing listens on it.
         outcome = await open_transport(deaf.getsockname()[1]).send(outgoing(), EMAIL)
     assert error_of(outcome, Transient).startswith("connect: ")
 
@@ -384,14 +387,14 @@ async def test_a_connection_lost_after_the_final_dot_leaves_the_outcome_unknown(
         (".", "outcome unknown: connection lost after DATA: no answer within 2 s"),
     ],
 )
-async def test_a_server_that_falls_silent_is_left(open_transport: Open, step: str, error: str) -> None:
+async def test_a_silent_server_is_abandoned(open_transport: Open, step: str, error: str) -> None:
     async with scripted_server({step: HANG}) as server:
         transport = open_transport(server.port, smtp_timeout_seconds=SILENCE_SECONDS)
         assert error_of(await transport.send(outgoing(), EMAIL), Transient) == error
         await server.was_left.wait()
 
 
-async def test_half_an_email_does_not_become_a_whole_one_after_the_attempt_was_given_up(open_transport: Open) -> None:
+async def test_a_partial_email_is_not_completed_after_the_attempt_was_cancelled(open_transport: Open) -> None:
     large = Email(
         to="ann@example.com", subject="Hello", text="Hi", attachments=[Attachment("a.bin", bytes(16_000_000))]
     )
@@ -468,7 +471,7 @@ async def test_a_certificate_that_has_expired_is_refused(
     assert "MAIL" not in server.verbs
 
 
-async def test_an_answer_that_is_slipped_in_before_tls_is_not_believed(
+async def test_an_answer_injected_before_tls_is_ignored(
     open_transport: Open, server_tls: ssl.SSLContext, client_tls: ssl.SSLContext
 ) -> None:
     slipped_in = "220 go ahead\r\n250-mx.test\r\n250 AUTH PLAIN"
@@ -480,7 +483,7 @@ async def test_an_answer_that_is_slipped_in_before_tls_is_not_believed(
     assert not {"AUTH", "MAIL"} & set(server.verbs)
 
 
-async def test_a_password_is_kept_from_plain_text_whatever_the_settings_say(open_transport: Open) -> None:
+async def test_a_password_is_never_sent_in_plain_text_under_any_settings(open_transport: Open) -> None:
     encrypted = settings_for(25, smtp_security="starttls", smtp_username="app", smtp_password=CANARY)
     async with scripted_server(extensions=["AUTH PLAIN LOGIN"]) as server:
         forced = encrypted.model_copy(update={"smtp_security": "none", "smtp_port": server.port})
@@ -509,7 +512,7 @@ async def test_refused_credentials_are_an_outage_and_the_password_is_never_shown
     assert encoded not in caplog.text
 
 
-async def test_the_log_names_no_address_and_no_text(open_transport: Open, caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_log_contains_no_address_and_no_text(open_transport: Open, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, logger="pgoutbox")
     async with scripted_server({"MAIL": ["250 ok", DROP], "RCPT": ["250 ok", "550 no"]}) as server:
         transport = open_transport(server.port)
@@ -535,7 +538,7 @@ def test_an_unusable_setting_is_refused_by_name_at_the_start(overrides: dict[str
         SmtpTransport(settings_for(25, **overrides))
 
 
-async def test_a_connection_is_used_again(open_transport: Open) -> None:
+async def test_a_connection_is_reused(open_transport: Open) -> None:
     async with accepting_server() as inbox:
         transport = open_transport(inbox.port)
         for message_id in range(5):
@@ -544,7 +547,7 @@ async def test_a_connection_is_used_again(open_transport: Open) -> None:
     assert inbox.connection_count == 1
 
 
-async def test_no_more_connections_are_opened_than_the_setting_allows(open_transport: Open) -> None:
+async def test_the_number_of_connections_is_limited_by_the_setting(open_transport: Open) -> None:
     async with accepting_server() as inbox:
         transport = open_transport(inbox.port, smtp_connections=3)
         outcomes = await asyncio.gather(*(transport.send(outgoing(message_id=number), EMAIL) for number in range(30)))
@@ -560,7 +563,7 @@ async def test_a_connection_survives_a_refused_recipient(open_transport: Open) -
     assert server.connection_count == 1
 
 
-async def test_a_connection_whose_reset_fails_is_not_used_again(open_transport: Open) -> None:
+async def test_a_connection_with_a_failed_reset_is_not_reused(open_transport: Open) -> None:
     async with scripted_server({"RCPT": ["550 5.1.1 no such user"], "RSET": "500 what"}) as server:
         transport = open_transport(server.port)
         assert isinstance(await transport.send(outgoing(), EMAIL), Permanent)
@@ -569,7 +572,7 @@ async def test_a_connection_whose_reset_fails_is_not_used_again(open_transport: 
 
 
 @pytest.mark.parametrize("answer", [DROP, HANG, "421 4.4.2 idle for too long", "503 5.5.1 nested MAIL"])
-async def test_an_idle_connection_that_proves_dead_at_mail_is_replaced(
+async def test_an_idle_connection_that_fails_at_mail_is_replaced(
     open_transport: Open, answer: str | Misbehaviour
 ) -> None:
     async with scripted_server({"MAIL": ["250 ok", answer]}) as server:
@@ -585,14 +588,14 @@ async def test_a_connection_that_broke_while_idle_is_replaced(open_transport: Op
         transport = open_transport(inbox.port)
         assert await transport.send(outgoing(), EMAIL) == Sent()
         inbox.hang_up()
-        # Another dialogue turns the loop often enough for the first connection to learn of its end.
+        # Another dialogue runs the loop often enough for the first connection to detect its end.
         assert await open_transport(inbox.port).send(outgoing(), EMAIL) == Sent()
         email = Email(to="zoë@example.com", subject="Hello", text="Hi")
         assert await transport.send(outgoing(), email) == Sent()
     assert inbox.connection_count == 3
 
 
-async def test_a_replaced_connection_is_not_kept_besides(open_transport: Open) -> None:
+async def test_a_replaced_connection_is_not_kept(open_transport: Open) -> None:
     async with scripted_server({"MAIL": ["250 ok", "503 5.5.1 nested MAIL"]}) as server:
         transport = open_transport(server.port)
         assert await transport.send(outgoing(), EMAIL) == Sent()
@@ -601,7 +604,7 @@ async def test_a_replaced_connection_is_not_kept_besides(open_transport: Open) -
     assert "RSET" not in server.verbs
 
 
-async def test_a_dead_connection_is_replaced_once_only(open_transport: Open) -> None:
+async def test_a_dead_connection_is_replaced_only_once(open_transport: Open) -> None:
     async with scripted_server({"MAIL": ["250 ok", DROP, DROP]}) as server:
         transport = open_transport(server.port)
         assert await transport.send(outgoing(), EMAIL) == Sent()
@@ -610,7 +613,7 @@ async def test_a_dead_connection_is_replaced_once_only(open_transport: Open) -> 
 
 
 @pytest.mark.parametrize("step", ["RCPT", "DATA", "."])
-async def test_nothing_is_sent_again_once_mail_was_accepted(open_transport: Open, step: str) -> None:
+async def test_nothing_is_sent_again_after_mail_was_accepted(open_transport: Open, step: str) -> None:
     usual = {"RCPT": "250 ok", "DATA": "354 go ahead", ".": "250 ok"}[step]
     async with scripted_server({step: [usual, DROP]}) as server:
         transport = open_transport(server.port)
@@ -620,7 +623,7 @@ async def test_nothing_is_sent_again_once_mail_was_accepted(open_transport: Open
     assert server.connection_count == 1
 
 
-async def test_a_connection_that_was_idle_for_too_long_is_not_used_again(open_transport: Open) -> None:
+async def test_a_connection_beyond_its_idle_time_is_not_reused(open_transport: Open) -> None:
     async with accepting_server() as inbox:
         transport = open_transport(inbox.port, idle_seconds=0.0)
         for _ in range(3):
@@ -642,7 +645,7 @@ async def test_a_cancelled_send_closes_its_connection(open_transport: Open, step
     assert server.connection_count == 2
 
 
-async def test_closing_takes_leave_of_the_server(open_transport: Open) -> None:
+async def test_closing_sends_quit_to_the_server(open_transport: Open) -> None:
     async with scripted_server() as server:
         transport = open_transport(server.port)
         assert await transport.send(outgoing(), EMAIL) == Sent()

@@ -1,6 +1,6 @@
-"""Random histories of a few messages on a real database, compared with a small model after every step.
+"""Tests random histories of a few messages on a real database against a small model, after every step.
 
-PGOUTBOX_TEST_EXAMPLES sets how many histories are tried; the suite tries a few seconds' worth.
+PGOUTBOX_TEST_EXAMPLES sets the number of histories; by default they take a few seconds.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ from tests.outbox_actions import (
 if TYPE_CHECKING:
     from tests.outbox_actions import Row
 
+pytestmark = pytest.mark.slow
+
 MAX_ATTEMPTS = 3
 WORKERS = ("worker-1", "worker-2")
 KEYS = (None, "a", "b")
@@ -51,7 +53,7 @@ FINISHES = sorted(set(AttemptOutcome) - {AttemptOutcome.SENT, AttemptOutcome.CAN
 
 @dataclass(slots=True)
 class Model:
-    """What one message should look like."""
+    """The expected state of one message."""
 
     id: int
     key: str | None
@@ -69,7 +71,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What a worker believes that it holds."""
+    """The attempt that a worker believes to hold."""
 
     message_id: int
     attempt_count: int
@@ -77,7 +79,7 @@ class Attempt:
 
 
 class Outboxes(RuleBasedStateMachine):
-    """Producers, two workers and an operator, each acting when hypothesis says so."""
+    """Producers, two workers and an operator, whose actions hypothesis chooses."""
 
     dsn: str
     attempts: Bundle[Attempt] = Bundle("attempts")
@@ -105,9 +107,9 @@ class Outboxes(RuleBasedStateMachine):
 
     @rule(key=st.sampled_from(KEYS))
     def enqueue(self, key: str | None) -> None:
-        """Enqueue in a transaction of its own."""
+        """Enqueue in a separate transaction."""
         if key is not None and any(message.key == key for message in self.uncommitted):
-            return  # It would wait for the producer, who holds the key's head.
+            return  # It would wait for the producer that holds the head row of the key.
         message_id = enqueue(self.db, coalesce_key=key, max_attempts=MAX_ATTEMPTS)
         self._commit(Model(message_id, key))
 
@@ -120,7 +122,7 @@ class Outboxes(RuleBasedStateMachine):
     @precondition(lambda self: self.uncommitted)
     @rule(commits=st.booleans())
     def end_transaction(self, commits: bool) -> None:
-        """Commit or roll back what was enqueued in the open transaction."""
+        """Commit or roll back the open transaction with its enqueues."""
         if commits:
             self.producer.commit()
             for message in self.uncommitted:
@@ -144,7 +146,7 @@ class Outboxes(RuleBasedStateMachine):
         fresh_only=st.booleans(),
     )
     def claim(self, worker: str, total: int, suspect_limit: int, fresh_only: bool) -> MultipleResults[Attempt]:
-        """One worker claims."""
+        """Claim as one worker."""
         rows = claim(self.db, worker=worker, total=total, suspect_limit=suspect_limit, fresh_only=fresh_only)
         expected = [message for message in self._claimable(worker) if not fresh_only or message.attempt_count == 0]
         suspects = {message.id for message in expected if self._is_suspect(message)}
@@ -172,7 +174,7 @@ class Outboxes(RuleBasedStateMachine):
         return found
 
     def _is_suspect(self, message: Model) -> bool:
-        """Whether its attempt was lost and it is to be tried again."""
+        """Return whether its attempt was lost and it is to be retried."""
         ends = message.cancel_requested or message.expired or self._is_superseded(message)
         return message.state is State.SENDING and not ends and message.attempt_count < message.max_attempts
 
@@ -210,7 +212,7 @@ class Outboxes(RuleBasedStateMachine):
 
     @rule(attempt=attempts)
     def finish_sent(self, attempt: Attempt) -> None:
-        """A worker, which may be stale, reports a hand-over."""
+        """Finish a hand-over as a worker, which may be stale."""
         message = self._held(attempt)
         written = finish_sent(self.db, (attempt.message_id, attempt.attempt_count), worker=attempt.worker)
         assert written == (set() if message is None else {message.id})
@@ -247,7 +249,7 @@ class Outboxes(RuleBasedStateMachine):
 
     @rule(attempt=attempts)
     def crash(self, attempt: Attempt) -> None:
-        """The worker of an attempt is gone, and its lease has ended."""
+        """Let the worker of an attempt die and its lease expire."""
         message = self._held(attempt)
         if message is not None:
             lapse(self.db, message.id)
@@ -261,7 +263,7 @@ class Outboxes(RuleBasedStateMachine):
     @precondition(lambda self: self.messages)
     @rule(choice=st.integers(0, 99))
     def fall_due(self, choice: int) -> None:
-        """Time passes for one message."""
+        """Let time pass for one message."""
         message = self._one(choice)
         if message.state is State.PENDING:
             make_due(self.db, message.id)
@@ -270,7 +272,7 @@ class Outboxes(RuleBasedStateMachine):
     @precondition(lambda self: self.messages)
     @rule(choice=st.integers(0, 99))
     def expire(self, choice: int) -> None:
-        """So much time passes for one message that it must not be delivered any more."""
+        """Let one message expire."""
         message = self._one(choice)
         if message.state not in FINAL_STATES:
             expire(self.db, message.id)
@@ -279,7 +281,7 @@ class Outboxes(RuleBasedStateMachine):
     @precondition(lambda self: self.messages)
     @rule(choice=st.integers(0, 99))
     def cancel(self, choice: int) -> None:
-        """The application cancels one message."""
+        """Cancel one message as the application."""
         message = self._one(choice)
         answer = cancel(self.db, message.id)
         if message.state is State.PENDING:
@@ -294,7 +296,7 @@ class Outboxes(RuleBasedStateMachine):
     @precondition(lambda self: self.messages)
     @rule(choice=st.integers(0, 99))
     def redrive(self, choice: int) -> None:
-        """An operator brings one message back."""
+        """Redrive one message as an operator."""
         message = self._one(choice)
         can_be = message.state in {State.FAILED, State.CANCELLED} and not self._is_superseded(message)
         assert redrive(self.db, message.id) == can_be
@@ -306,18 +308,18 @@ class Outboxes(RuleBasedStateMachine):
 
     @rule()
     def pause_or_resume(self) -> None:
-        """An operator pauses the queue, or resumes it."""
+        """Pause or resume the queue as an operator."""
         if self.is_paused:
             assert operations.resume_queue(self.db, "default")
         else:
             operations.pause_queue(self.db, "default")
         self.is_paused = not self.is_paused
 
-    # --- what always holds --------------------------------------------------------------------------------------------
+    # --- invariants ---------------------------------------------------------------------------------------------------
 
     @invariant()
     def the_table_is_as_the_model_says(self) -> None:
-        """Nothing is missing, nothing that rolled back is there, and every row says what it should."""
+        """Compare: nothing is missing, nothing rolled back exists, and every row matches the model."""
         rows = rows_of(self.db)
         assert [row.id for row in rows] == sorted(self.messages)
         for row in rows:
@@ -337,7 +339,7 @@ class Outboxes(RuleBasedStateMachine):
 
     @invariant()
     def attempts_only_ever_count_up_and_states_change_by_the_rules(self) -> None:
-        """Compared with the rows before the last step, whatever the model says."""
+        """Compare with the rows before the last step, independent of the model."""
         for row in rows_of(self.db):
             before = self.seen.get(row.id, replace(row, state=State.PENDING, attempt_count=0))
             assert row.attempt_count >= before.attempt_count
@@ -346,7 +348,7 @@ class Outboxes(RuleBasedStateMachine):
 
     @invariant()
     def two_messages_of_one_key_are_never_in_flight(self) -> None:
-        """Asked of the table."""
+        """Query the table for broken rules."""
         twice = self.db.execute(
             "SELECT coalesce_key FROM pgoutbox.message_live WHERE state = 'sending' AND coalesce_key IS NOT NULL "
             "GROUP BY topic, coalesce_key HAVING count(*) > 1"
@@ -355,7 +357,7 @@ class Outboxes(RuleBasedStateMachine):
 
     @invariant()
     def an_older_message_is_never_delivered_after_a_newer_one(self) -> None:
-        """For each key, hand-overs come in the order of ids, each once."""
+        """Check that hand-overs of each key come in the order of ids, each once."""
         for key in KEYS[1:]:
             order = [message.id for message in self.delivered if message.key == key]
             assert order == sorted(set(order))

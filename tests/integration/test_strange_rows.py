@@ -1,4 +1,4 @@
-"""Rows that nobody enqueues, but that whoever may write the tables can make: none of them stops its queue."""
+"""Tests manually written rows that no enqueue creates: none of them stops its queue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Messages whose attempt was lost: any of them may end its process, so they come in small groups that grow."""
+"""Tests messages with a lost attempt: any of them may crash its process, so they are claimed in small growing
+groups."""
 
 from __future__ import annotations
 
@@ -38,12 +39,12 @@ if TYPE_CHECKING:
 
 
 def lost(db: psycopg.Connection, topic: str = "greet", *, times: int = 1, max_attempts: int = 11) -> int:
-    """A message whose worker died, so many times in a row."""
+    """Create a message whose worker died this many times in a row."""
     message_id = enqueue(db, topic, max_attempts=max_attempts)
     for number in range(times):
         assert [row.id for row in claim(db, topics=[topic], worker=f"dead-{number}")] == [message_id]
         lapse(db, message_id)
-    # The next one's claim does not find it here.
+    # The next message's claim must not find it here.
     db.execute("UPDATE pgoutbox.message_live SET queue = 'apart' WHERE id = %s", [message_id])
     return message_id
 
@@ -73,7 +74,7 @@ class Gate:
                 raise Transient("busy")
 
 
-async def test_a_suspect_in_flight_holds_up_other_suspects_and_nothing_else(dsn: str, db: psycopg.Connection) -> None:
+async def test_a_suspect_in_flight_delays_only_other_suspects(dsn: str, db: psycopg.Connection) -> None:
     first, second = lost(db), lost(db)
     all_due(db)
     gate = Gate(dsn)
@@ -85,7 +86,7 @@ async def test_a_suspect_in_flight_holds_up_other_suspects_and_nothing_else(dsn:
         assert gate.waiting == [first]
         assert gate.billed == [fresh, fresh]
         assert row_of(db, second).attempt_count == 1
-        # No sweep wakes this worker: the end of the first one does.
+        # No sweep wakes this worker: the end of the first message does.
         gate.opened.set()
         await until(lambda: state_of(db, second) == "sent")
 
@@ -104,7 +105,7 @@ async def test_a_worker_sleeps_while_its_suspect_is_in_flight_and_others_are_due
         gate.opened.set()
 
 
-async def test_several_workers_have_a_suspect_each(dsn: str, db: psycopg.Connection) -> None:
+async def test_each_of_several_workers_has_its_own_suspect(dsn: str, db: psycopg.Connection) -> None:
     suspects = [lost(db) for _ in range(3)]
     all_due(db)
     gates = [Gate(dsn), Gate(dsn)]
@@ -116,7 +117,9 @@ async def test_several_workers_have_a_suspect_each(dsn: str, db: psycopg.Connect
         await until(lambda: state_of(db, suspects[2]) == "sent")
 
 
-async def test_what_ends_without_an_attempt_does_not_wait_for_a_suspect(dsn: str, db: psycopg.Connection) -> None:
+async def test_a_message_that_ends_without_an_attempt_does_not_wait_for_a_suspect(
+    dsn: str, db: psycopg.Connection
+) -> None:
     first, exhausted = lost(db), lost(db, max_attempts=1)
     all_due(db)
     gate = Gate(dsn)
@@ -126,7 +129,7 @@ async def test_what_ends_without_an_attempt_does_not_wait_for_a_suspect(dsn: str
         gate.opened.set()
 
 
-async def test_a_suspect_that_takes_longer_than_a_lease_holds_up_no_others(dsn: str, db: psycopg.Connection) -> None:
+async def test_a_suspect_longer_than_a_lease_does_not_delay_others(dsn: str, db: psycopg.Connection) -> None:
     lost(db)
     other = lost(db, "bill")
     all_due(db)
@@ -139,9 +142,7 @@ async def test_a_suspect_that_takes_longer_than_a_lease_holds_up_no_others(dsn: 
 
 
 @pytest.mark.parametrize("how", ["once", "drain"])
-async def test_one_run_delivers_a_mass_of_suspects_whatever_their_history(
-    dsn: str, db: psycopg.Connection, how: str
-) -> None:
+async def test_one_run_delivers_many_suspects_with_any_history(dsn: str, db: psycopg.Connection, how: str) -> None:
     ids = [
         *(lost(db) for _ in range(20)),
         *(lost(db, times=2) for _ in range(5)),
@@ -159,7 +160,7 @@ async def test_one_run_delivers_a_mass_of_suspects_whatever_their_history(
     assert sorted(gate.waiting) == ids
 
 
-async def test_a_run_does_not_end_when_a_suspect_ends_during_a_claim_that_could_not_take_the_next(
+async def test_a_run_continues_if_a_suspect_ends_during_a_claim_that_skipped_the_next(
     dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = [lost(db, times=2) for _ in range(3)]
@@ -173,7 +174,7 @@ async def test_a_run_does_not_end_when_a_suspect_ends_during_a_claim_that_could_
             rows = await super().claim(*arguments, **options)
             if worker._suspects and not options["retries"]:
                 looks.append(len(rows))
-            # The third look beside the suspect is the one from the beginning, after which a run may end.
+            # The third poll beside the suspect starts from the beginning, after which a run may end.
             if len(looks) == 3 and not gate.opened.is_set():
                 gate.opened.set()
                 await until(lambda: not worker._held)
@@ -203,7 +204,7 @@ async def test_groups_of_suspects_grow_as_half_of_them_end(dsn: str, db: psycopg
         for size in (1, 2, 4, 8):
             expected = set(ids[ended : ended + size])
             await until(lambda: in_flight == expected)  # noqa: B023 - it is not called after this line
-            # What is in flight when the worker sleeps is all that it dares.
+            # When the worker sleeps, it has its maximum number of suspects in flight.
             await worker.asleep.wait()
             worker.asleep.clear()
             assert in_flight == expected
@@ -216,7 +217,7 @@ async def test_groups_of_suspects_grow_as_half_of_them_end(dsn: str, db: psycopg
         await until(lambda: {row.state for row in rows_of(db, *ids)} == {"sent"})
 
 
-async def test_a_batch_of_suspects_is_as_great_as_their_turn(dsn: str, db: psycopg.Connection) -> None:
+async def test_a_batch_of_suspects_is_as_large_as_their_group(dsn: str, db: psycopg.Connection) -> None:
     ids = [lost(db) for _ in range(4)]
     all_due(db)
     outbox = Outbox(settings_for(dsn))

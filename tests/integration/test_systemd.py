@@ -1,4 +1,4 @@
-"""What systemd hears of a worker, on a real socket of its protocol."""
+"""Tests the notifications to systemd on a real socket of its protocol."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Systemd:
         self.heard: list[dict[str, str]] = []
 
     def listen(self) -> list[dict[str, str]]:
-        """Everything heard so far."""
+        """Return all messages so far."""
         while True:
             try:
                 text = self.socket.recv(4096).decode()
@@ -53,7 +53,7 @@ def init(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     found.socket.close()
 
 
-async def test_a_worker_says_when_it_is_ready_that_it_turns_and_when_it_stops(
+async def test_a_worker_notifies_when_it_is_ready_alive_and_stopping(
     outbox: Outbox, init: Systemd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @outbox.handler("greet")
@@ -71,7 +71,7 @@ async def test_a_worker_says_when_it_is_ready_that_it_turns_and_when_it_stops(
     assert next(iter(init.heard)) == {"READY": "1", "STATUS": "at work"}
 
 
-async def test_what_cron_starts_says_nothing(outbox: Outbox, init: Systemd) -> None:
+async def test_a_cron_run_sends_no_notifications(outbox: Outbox, init: Systemd) -> None:
     @outbox.handler("greet")
     async def greet(message: Message, ctx: Context) -> None: ...
 
@@ -79,9 +79,7 @@ async def test_what_cron_starts_says_nothing(outbox: Outbox, init: Systemd) -> N
     assert init.listen() == []
 
 
-def test_without_systemd_or_with_one_that_is_gone_nothing_happens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_systemd_the_worker_runs_normally(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
     assert not systemd.notify(READY=1)
     for address in (str(tmp_path / "gone"), "relative", "@nobody-listens-here", f"/{'x' * 200}"):
@@ -99,7 +97,7 @@ def test_without_systemd_or_with_one_that_is_gone_nothing_happens(
         ("x", None, None),
     ],
 )
-def test_the_watchdog_is_fed_twice_as_often_as_it_asks_if_it_watches_this_process(
+def test_the_watchdog_is_fed_at_half_its_interval_if_it_watches_this_process(
     usec: str, pid: str | None, seconds: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WATCHDOG_USEC", usec)

@@ -1,4 +1,4 @@
-"""One trace from the request that enqueues to the hand-over: what travels with a message, what each attempt adds."""
+"""Tests one trace from the enqueuing request to the hand-over: the propagated context, and the spans of attempts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def headers_of(db: psycopg.Connection, message_id: int) -> dict[str, str]:
 
 
 class Instrumented:
-    """What an instrumentation of ASGI does: a server span around each request."""
+    """Instrument ASGI: a server span around each request."""
 
     def __init__(self, app: ASGIApp, traces: Traces) -> None:
         self._app = app
@@ -63,7 +63,7 @@ class Instrumented:
 
 
 async def call(app: ASGIApp, path: str) -> int:
-    """One POST to an ASGI application; the status of its answer."""
+    """POST to an ASGI application, and return the status of its response."""
     statuses = []
 
     async def receive() -> dict[str, Any]:
@@ -78,7 +78,7 @@ async def call(app: ASGIApp, path: str) -> int:
     return int(statuses[0])
 
 
-async def test_one_trace_leads_from_the_request_through_the_transaction_to_the_smtp_server(
+async def test_one_trace_covers_the_request_the_transaction_and_the_smtp_server(
     dsn: str, db: psycopg.Connection, traces: Traces
 ) -> None:
     async with accepting_server() as inbox:
@@ -142,7 +142,7 @@ async def test_one_trace_leads_from_the_request_through_the_transaction_to_the_s
     }
 
 
-async def test_every_attempt_is_a_span_of_the_same_trace_and_tells_how_it_ended(
+async def test_every_attempt_is_a_span_of_the_same_trace_with_its_outcome(
     dsn: str, db: psycopg.Connection, traces: Traces
 ) -> None:
     outbox = Outbox(settings_for(dsn))
@@ -179,7 +179,7 @@ async def test_a_batch_is_linked_to_the_traces_of_all_its_messages(
             with traces.tracer.start_as_current_span(name):
                 outbox.enqueue(connection, "index", name)
         outbox.enqueue(connection, "index", "untraced")
-    with traces.tracer.start_as_current_span("whatever is current where the worker starts"):
+    with traces.tracer.start_as_current_span("the span that is current at the start of the worker"):
         await Worker(outbox).run_once()
     (batch,) = traces.named("process index")
     assert batch.parent is None
@@ -189,7 +189,7 @@ async def test_a_batch_is_linked_to_the_traces_of_all_its_messages(
 
 
 @pytest.mark.parametrize("transactional", [False, True])
-async def test_a_handler_in_a_thread_is_within_the_span_of_its_attempt(
+async def test_a_handler_in_a_thread_runs_within_the_span_of_its_attempt(
     dsn: str, db: psycopg.Connection, traces: Traces, transactional: bool
 ) -> None:
     outbox = Outbox(settings_for(dsn))
@@ -220,7 +220,7 @@ def test_bulk_and_fan_out_have_one_span_whose_context_all_messages_carry(
         assert {headers_of(db, message.id)["traceparent"].split("-")[2] for message in messages} == {span_id}
 
 
-def test_headers_of_the_caller_are_kept_and_never_crowded_out(dsn: str, db: psycopg.Connection, traces: Traces) -> None:
+def test_headers_of_the_caller_are_kept_and_take_precedence(dsn: str, db: psycopg.Connection, traces: Traces) -> None:
     outbox = Outbox(settings_for(dsn))
     own = {"traceparent": "00-" + "a" * 32 + "-" + "b" * 16 + "-01"}
     full = {f"h{n}": "x" for n in range(64)}
@@ -235,11 +235,11 @@ def test_headers_of_the_caller_are_kept_and_never_crowded_out(dsn: str, db: psyc
     assert headers_of(db, beside.id).keys() == {"a", "traceparent"}
     failed = traces.named("send greet")[-1]
     assert ((failed.attributes or {})["error.type"], failed.status.description) == ("PayloadError", None)
-    assert failed.events == (), "the text of an error may quote what was enqueued"
+    assert failed.events == (), "the text of an error may quote the payload"
 
 
 @pytest.mark.parametrize("forbidden", [False, True])
-def test_nothing_is_carried_without_a_current_span_or_where_a_setting_forbids_it(
+def test_no_context_is_propagated_without_a_span_or_with_tracing_off(
     dsn: str, db: psycopg.Connection, traces: Traces, forbidden: bool
 ) -> None:
     outbox = Outbox(settings_for(dsn, otel_traces=not forbidden))
@@ -254,7 +254,7 @@ def test_nothing_is_carried_without_a_current_span_or_where_a_setting_forbids_it
 
 
 @pytest.mark.parametrize("traceparent", ["nonsense", 7, ["00"], None, "00-" + "0" * 32 + "-" + "0" * 16 + "-01"])
-async def test_a_context_that_is_none_begins_a_trace_of_its_own(
+async def test_an_invalid_context_begins_a_new_trace(
     dsn: str, db: psycopg.Connection, traces: Traces, traceparent: object
 ) -> None:
     outbox = Outbox(settings_for(dsn))
@@ -272,7 +272,7 @@ async def test_a_context_that_is_none_begins_a_trace_of_its_own(
     assert span.parent is None
 
 
-async def test_an_enqueue_that_is_cancelled_leaves_the_callers_span_current(dsn: str, traces: Traces) -> None:
+async def test_a_cancelled_enqueue_leaves_the_callers_span_current(dsn: str, traces: Traces) -> None:
     outbox = Outbox(settings_for(dsn))
     async with (
         await psycopg.AsyncConnection.connect(dsn) as blocker,
@@ -290,12 +290,12 @@ async def test_an_enqueue_that_is_cancelled_leaves_the_callers_span_current(dsn:
 
 
 def plain_webhooks_to(port: int) -> dict[str, object]:
-    """Settings that let webhooks reach a server on this machine."""
+    """Return settings that let webhooks reach a server on this machine."""
     return {"webhook_allow_http": True, "webhook_ports": str(port), "webhook_allowed_networks": "127.0.0.0/8"}
 
 
 @pytest.mark.parametrize("asked", [True, False])
-async def test_a_webhook_carries_the_trace_only_if_that_is_asked_for(
+async def test_a_webhook_carries_the_trace_only_on_request(
     dsn: str, db: psycopg.Connection, traces: Traces, asked: bool
 ) -> None:
     async with webhook_server() as server:
@@ -320,7 +320,7 @@ async def test_a_webhook_carries_the_trace_only_if_that_is_asked_for(
 # --- metrics ----------------------------------------------------------------------------------------------------------
 
 
-async def test_the_same_metrics_go_to_the_applications_meters(
+async def test_the_applications_meters_get_the_same_metrics(
     dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outbox = Outbox(settings_for(dsn))
@@ -335,7 +335,7 @@ async def test_the_same_metrics_go_to_the_applications_meters(
             await until(lambda: worker.telemetry.counts[Event.SENT])
             await until(lambda: "pgoutbox.wait_seconds" in points_of(reader))
             points = points_of(reader)
-        assert "pgoutbox.slots" not in points_of(reader), "a worker that has stopped tells nothing more"
+        assert "pgoutbox.slots" not in points_of(reader), "a stopped worker still reports metrics"
     expected = {"topic": "greet", "queue": "default", "outcome": "sent"}
     assert points["pgoutbox.attempts"] == [(expected, 1)]
     assert points["pgoutbox.handler_seconds"] == [({"topic": "greet"}, 1)]
@@ -344,7 +344,7 @@ async def test_the_same_metrics_go_to_the_applications_meters(
     assert points.keys() <= {f"pgoutbox.{metric.name}" for metric in (*OF_WORKERS, *OF_THE_DATABASE)}
 
 
-async def test_where_a_setting_forbids_it_nothing_is_measured_or_traced(
+async def test_with_the_setting_off_there_are_no_metrics_and_no_traces(
     dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch, traces: Traces
 ) -> None:
     outbox = Outbox(settings_for(dsn, otel_metrics=False, otel_traces=False))

@@ -1,4 +1,4 @@
-"""Claims from one backlog take turns: two choose at once, so that they do not pass over each other's rows."""
+"""Tests turns for claims from one backlog: two choose at once, so that they do not skip each other's rows."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ async def link(dsn: str) -> AsyncIterator[Link]:
 
 
 def turns_of(observer: psycopg.Connection, connection: psycopg.Connection) -> int:
-    """How many turns a session has."""
+    """Count the turns of a session."""
     held = f"SELECT count(*) FROM {ADVISORY_LOCKS} WHERE l.granted AND l.pid = %s"
     ((count,),) = observer.execute(held, [connection.info.backend_pid]).fetchall()
     return int(count)
 
 
 def take_both_turns(connect: Connect) -> list[psycopg.Connection]:
-    """Two sessions that have a turn each. If there were a single one, these two would wait for the same."""
+    """Open two sessions that hold one turn each. If there were a single one, these two would wait for the same."""
     holders: list[psycopg.Connection] = []
     while len(holders) < 2:
         if (session := connect()).info.backend_pid % 2 == 0:
@@ -49,9 +49,7 @@ def take_both_turns(connect: Connect) -> list[psycopg.Connection]:
     return holders
 
 
-def test_two_claims_choose_at_once_and_the_next_one_when_one_of_them_has_ended(
-    db: psycopg.Connection, connect: Connect
-) -> None:
+def test_two_claims_choose_at_once_and_the_next_waits_for_one_of_them(db: psycopg.Connection, connect: Connect) -> None:
     holders = take_both_turns(connect)
     third, elsewhere = connect(), connect()
     assert [turns_of(db, holder) for holder in holders] == [1, 1]
@@ -66,15 +64,15 @@ def test_two_claims_choose_at_once_and_the_next_one_when_one_of_them_has_ended(
     assert turns_of(db, third) == 1
 
 
-def test_a_claim_goes_on_without_a_turn(db: psycopg.Connection, connect: Connect) -> None:
-    """Nothing but speed depends on it, so a session that keeps it, out of malice say, stops nobody."""
+def test_a_claim_continues_without_a_turn(db: psycopg.Connection, connect: Connect) -> None:
+    """Only speed depends on a turn, so a session that keeps one on purpose stops nobody."""
     take_both_turns(connect)
     third = connect()
     third.execute("SET lock_timeout = 0")
-    third.execute("SET statement_timeout = '20s'")  # A wait without a limit of its own would end by this.
+    third.execute("SET statement_timeout = '20s'")  # A wait without its own limit would end with this one.
     third.execute(sql.TAKE_TURN, TURN)
     assert turns_of(db, third) == 0
-    # The limit of this wait is not that of the claim.
+    # The limit of this wait is not the limit of the claim.
     assert third.execute("SELECT current_setting('lock_timeout')").fetchall() == [("0",)]
 
 
@@ -100,7 +98,7 @@ async def test_claims_of_a_backlog_take_turns_and_others_do_not(
 
     @outbox.handler("greet")
     async def greet(message: Message, ctx: Context) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     settings = settings_for(dsn, batch_size=2, listen=not is_pooled)
     enqueue(db)
@@ -116,7 +114,7 @@ async def test_claims_of_a_backlog_take_turns_and_others_do_not(
 # --- one transaction in one message -----------------------------------------------------------------------------------
 
 
-async def test_what_comes_first_is_in_the_same_transaction_and_prepared_once(link: Link) -> None:
+async def test_the_first_statements_run_in_the_same_transaction_and_are_prepared_once(link: Link) -> None:
     first = ("SELECT set_config('my.turn', %(turn)s::text, true)", {"turn": "taken"})
     asked = "SELECT current_setting('my.turn', true)"
     prepared = "SELECT count(*) FROM pg_prepared_statements"
@@ -125,10 +123,10 @@ async def test_what_comes_first_is_in_the_same_transaction_and_prepared_once(lin
         assert await link.fetch(asked, {}, first=first) == [("taken",)]
         assert await link.fetch(asked, {}) == [("",)]
         counts += await link.fetch(prepared, {})
-    assert counts == [(5,), (5,)]  # BEGIN, the two, COMMIT, and the question itself.
+    assert counts == [(5,), (5,)]  # BEGIN, the two statements, COMMIT, and this query.
 
 
-async def test_a_transaction_in_which_something_failed_is_rolled_back_and_the_next_one_is_whole(link: Link) -> None:
+async def test_a_failed_transaction_is_rolled_back_and_the_next_one_is_intact(link: Link) -> None:
     first = ("SELECT 1 / %(divisor)s::integer", {"divisor": 1})
     asked = "SELECT current_setting('transaction_isolation')"
     assert await link.fetch(asked, {}, first=first) == [("read committed",)]
@@ -140,17 +138,18 @@ async def test_a_transaction_in_which_something_failed_is_rolled_back_and_the_ne
             await link.fetch(asked, {}, first=(first[0], divided))
         assert await link.fetch("SELECT pg_current_xact_id_if_assigned()", {}) == [(None,)]
         assert await link.fetch(asked, {}, first=first) == [("read committed",)]
-    for _ in range(2):  # A statement that could not be prepared has no name that could be used the next time.
+    for _ in range(2):  # A statement that failed to prepare leaves no name behind for the next time.
         with pytest.raises(psycopg.errors.UndefinedTable):
             await link.fetch("SELECT FROM nowhere", {}, first=first)
     assert await link.fetch(asked, {}, first=first) == [("read committed",)]
 
 
 @pytest.mark.parametrize("is_pooled", [False, True], ids=["direct", "pooled"])
-async def test_a_transaction_writes_nothing_where_the_default_is_read_only(
+async def test_a_transaction_writes_nothing_if_the_default_is_read_only(
     dsn: str, db: psycopg.Connection, is_pooled: bool
 ) -> None:
-    """Otherwise claims with a turn succeed where others fail, and the outage begins and ends with each of them."""
+    """Otherwise claims with a turn would succeed while others fail, and an outage would begin and end with each of
+    them."""
     db.execute(f"ALTER DATABASE {db.info.dbname} SET default_transaction_read_only = on".encode())
     link = Link(dsn, settings_for(dsn, listen=not is_pooled), purpose="test")
     try:

@@ -1,7 +1,8 @@
-"""Refused senders, wrong passwords and missing settings: messages wait without using up attempts, and go out later.
+"""Tests refused senders, wrong passwords and missing settings: messages wait without using up attempts, and are sent
+later.
 
-The mail servers are real, and so are the workers; the repair is a server that accepts again or a worker with other
-settings. Nobody touches the messages.
+The mail servers and the workers are real. The repair is a server that accepts again, or a worker with other
+settings. Nobody changes the messages.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def outbox_for(
     retry: RetryPolicy = SOON,
     tls_context: ssl.SSLContext | None = None,
 ) -> Outbox:
-    """An outbox whose messages are e-mails; one with the payload "own" names its sender itself."""
+    """Build an outbox whose messages are e-mails; one with the payload "own" sets its own sender."""
     values = settings_for(dsn, **settings)
     transports = [] if tls_context is None else [SmtpTransport(values, tls_context=tls_context)]
     outbox = Outbox(values, transports=transports)
@@ -63,7 +64,7 @@ def open_breakers(db: psycopg.Connection) -> list[str]:
 
 
 def opening_alerts(db: psycopg.Connection) -> list[str]:
-    """The keys of the breakers whose opening was announced."""
+    """Return the keys of the breakers whose opening was announced."""
     rows = db.execute(
         "SELECT payload ->> 'breaker' FROM pgoutbox.message"
         " WHERE topic = 'pgoutbox.alert' AND payload ->> 'event' = 'opened' ORDER BY id"
@@ -72,7 +73,7 @@ def opening_alerts(db: psycopg.Connection) -> list[str]:
 
 
 def are_held(db: psycopg.Connection, ids: Sequence[int]) -> bool:
-    """Each of them was tried or held back, and none is in flight."""
+    """Return whether each message was attempted, and is pending again."""
     rows = rows_of(db, *ids)
     return all(row.attempt_count > 0 and row.state == "pending" for row in rows)
 
@@ -82,7 +83,7 @@ def are_sent(db: psycopg.Connection, ids: Sequence[int]) -> bool:
 
 
 def attempts_left(db: psycopg.Connection, ids: Sequence[int]) -> set[int]:
-    """Of each message that is not sent. An attempt under way is not used up yet."""
+    """Return the remaining attempts of the unsent messages. A running attempt is not used up yet."""
     rows = rows_of(db, *ids)
     return {row.max_attempts - row.attempt_count + (row.state == "sending") for row in rows if row.state != "sent"}
 
@@ -92,7 +93,7 @@ def outcomes_of(db: psycopg.Connection, ids: Sequence[int]) -> set[str]:
 
 
 def error_of(db: psycopg.Connection, message_id: int) -> str:
-    """Why the latest attempt of this message did not send it, as its row and its history say."""
+    """Return why the latest attempt of this message did not send it, from its row and its history."""
     error = attempts_of(db, message_id)[-1][2]
     assert row_of(db, message_id).last_error == error
     return error or ""
@@ -111,8 +112,9 @@ OF_SENDER = [
 OF_ACCOUNT = ["530 5.7.0 authentication required", "535 5.7.8 authentication failed", "503 authenticate first"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answer", OF_SENDER + OF_ACCOUNT)
-async def test_a_hundred_messages_outlast_a_refusal_at_mail_and_are_delivered_once_the_server_accepts(
+async def test_a_hundred_messages_survive_a_refusal_at_mail_and_are_sent_after_the_repair(
     dsn: str, db: psycopg.Connection, answer: str
 ) -> None:
     async with scripted_server({"MAIL": answer}) as server:
@@ -143,7 +145,7 @@ async def test_a_hundred_messages_outlast_a_refusal_at_mail_and_are_delivered_on
         ("MAIL", "451 4.7.1 this sender must wait", "pending"),
     ],
 )
-async def test_a_refusal_of_one_email_uses_up_its_attempt_and_holds_no_other_back(
+async def test_a_refusal_of_one_email_uses_up_its_attempt_and_delays_no_other(
     dsn: str, db: psycopg.Connection, step: str, answer: str, state: str
 ) -> None:
     async with scripted_server({step: [answer]}) as server:
@@ -157,10 +159,10 @@ async def test_a_refusal_of_one_email_uses_up_its_attempt_and_holds_no_other_bac
 
 
 @pytest.mark.parametrize("step", ["RCPT", "."])
-async def test_a_sender_that_is_refused_behind_mail_is_known_by_its_code(
+async def test_a_sender_refused_after_mail_is_recognised_by_its_code(
     dsn: str, db: psycopg.Connection, step: str
 ) -> None:
-    """Postfix checks the sender when it is given the recipient, Exchange when it has the content."""
+    """Postfix checks the sender with the recipient, and Exchange after the content."""
     async with scripted_server({step: "550 5.7.60 may not send as this sender"}) as server:
         ids = [enqueue(db, destination=ANN) for _ in range(5)]
         outbox = outbox_for(dsn, mail_settings(server.port) | LONG)
@@ -169,7 +171,7 @@ async def test_a_sender_that_is_refused_behind_mail_is_known_by_its_code(
     assert attempts_left(db, ids) == {BUDGET}
 
 
-async def test_a_refused_sender_of_an_email_holds_back_the_emails_of_that_sender_alone(
+async def test_a_refused_sender_of_an_email_holds_back_only_emails_of_that_sender(
     dsn: str, db: psycopg.Connection
 ) -> None:
     refused = "MAIL FROM:<tenant@example.net>"
@@ -187,9 +189,7 @@ async def test_a_refused_sender_of_an_email_holds_back_the_emails_of_that_sender
             await until(lambda: not open_breakers(db))
 
 
-async def test_a_refused_sender_is_tried_by_one_message_and_not_by_all_of_them(
-    dsn: str, db: psycopg.Connection
-) -> None:
+async def test_a_refused_sender_is_probed_by_one_message(dsn: str, db: psycopg.Connection) -> None:
     async with scripted_server({"MAIL": "553 5.1.8 unknown"}) as server:
         outbox = outbox_for(dsn, mail_settings(server.port) | LONG | {"concurrency": 1})
         ids = [enqueue(db, destination=ANN) for _ in range(20)]
@@ -199,9 +199,7 @@ async def test_a_refused_sender_is_tried_by_one_message_and_not_by_all_of_them(
     assert all(row.due_in_seconds > HOUR / 2 for row in rows_of(db, *ids))
 
 
-async def test_a_refusal_at_mail_is_known_not_to_be_a_delivery_and_no_person_has_to_find_out(
-    dsn: str, db: psycopg.Connection
-) -> None:
+async def test_a_refusal_at_mail_is_not_an_unknown_outcome(dsn: str, db: psycopg.Connection) -> None:
     async with scripted_server({"MAIL": "530 5.7.0 authentication required"}) as server:
         outbox = Outbox(settings_for(dsn, **mail_settings(server.port) | BRIEF))
 
@@ -216,10 +214,10 @@ async def test_a_refusal_at_mail_is_known_not_to_be_a_delivery_and_no_person_has
             await until(lambda: are_sent(db, ids))
 
 
-async def test_workers_that_cron_starts_hold_back_at_the_first_failure_and_pause_ever_longer(
+async def test_cron_runs_hold_messages_back_at_the_first_failure_and_pause_longer(
     dsn: str, db: psycopg.Connection
 ) -> None:
-    """Each is a new process: what the one before has counted is gone."""
+    """Each run is a new process without the counts of the previous one."""
     async with scripted_server({"MAIL": "553 5.1.8 unknown"}) as server:
         settings = mail_settings(server.port) | LONG | {"alert_destination": ALERT, "concurrency": 1}
         ids = [enqueue(db, destination=ANN) for _ in range(3)]
@@ -238,8 +236,8 @@ async def test_workers_that_cron_starts_hold_back_at_the_first_failure_and_pause
         assert are_sent(db, ids)
 
 
-async def test_without_breakers_messages_wait_ever_longer_and_none_fails(dsn: str, db: psycopg.Connection) -> None:
-    retry = RetryPolicy(base_seconds=10, cap_seconds=HOUR, jitter=0)
+async def test_without_breakers_messages_wait_longer_each_time_and_none_fails(dsn: str, db: psycopg.Connection) -> None:
+    retry = RetryPolicy(base=10, cap=HOUR, jitter=0)
     async with scripted_server({"MAIL": "553 5.1.8 unknown"}) as server:
         outbox = outbox_for(dsn, mail_settings(server.port) | {"breaker": False}, retry=retry)
         message_id = enqueue(db, destination=ANN, max_attempts=2)
@@ -256,11 +254,11 @@ async def test_without_breakers_messages_wait_ever_longer_and_none_fails(dsn: st
     assert row_of(db, message_id).state == "sent"
 
 
-# --- what is not configured -------------------------------------------------------------------------------------------
+# --- missing settings -------------------------------------------------------------------------------------------------
 
 
 async def held_by(db: psycopg.Connection, ids: Sequence[int], outbox: Outbox) -> None:
-    """Have a worker hold all of them back, without using up an attempt and with one alert."""
+    """Let a worker hold all of them back, without using up an attempt and with one alert."""
     await Worker(outbox).run_once()
     assert are_held(db, ids)
     assert attempts_left(db, ids) == {BUDGET}
@@ -269,7 +267,7 @@ async def held_by(db: psycopg.Connection, ids: Sequence[int], outbox: Outbox) ->
 
 
 async def delivered_by(db: psycopg.Connection, ids: Sequence[int], outbox: Outbox) -> None:
-    """Have a worker that was started after the repair deliver them, when their time has come."""
+    """Let a worker that was started after the repair deliver them when they are due."""
     db.execute("UPDATE pgoutbox.breaker SET retry_at = now()")
     for message_id in ids:
         make_due(db, message_id)
@@ -278,7 +276,7 @@ async def delivered_by(db: psycopg.Connection, ids: Sequence[int], outbox: Outbo
         await until(lambda: not open_breakers(db))
 
 
-async def test_messages_wait_for_a_worker_that_knows_a_mail_server(dsn: str, db: psycopg.Connection) -> None:
+async def test_messages_wait_for_a_worker_with_a_mail_server(dsn: str, db: psycopg.Connection) -> None:
     ids = [enqueue(db, destination=ANN) for _ in range(100)]
     await held_by(db, ids, outbox_for(dsn, LONG | {"alert_destination": ALERT}))
     assert open_breakers(db) == ["mailto:no-transport"]
@@ -287,9 +285,7 @@ async def test_messages_wait_for_a_worker_that_knows_a_mail_server(dsn: str, db:
         await delivered_by(db, ids, outbox_for(dsn, mail_settings(inbox.port)))
 
 
-async def test_messages_without_a_sender_wait_for_the_setting_and_those_with_one_do_not(
-    dsn: str, db: psycopg.Connection
-) -> None:
+async def test_messages_without_a_sender_wait_for_the_setting(dsn: str, db: psycopg.Connection) -> None:
     ids = [enqueue(db, destination=ANN) for _ in range(100)]
     own = enqueue(db, payload="own", destination=ANN)
     async with accepting_server() as inbox:
@@ -302,7 +298,7 @@ async def test_messages_without_a_sender_wait_for_the_setting_and_those_with_one
         await delivered_by(db, ids, outbox_for(dsn, settings))
 
 
-async def test_a_misspelt_scheme_waits_and_shows(dsn: str, db: psycopg.Connection) -> None:
+async def test_a_misspelt_scheme_waits_and_is_visible(dsn: str, db: psycopg.Connection) -> None:
     ids = [enqueue(db, destination="mial:ann@example.com") for _ in range(100)]
     async with accepting_server() as inbox:
         await held_by(db, ids, outbox_for(dsn, mail_settings(inbox.port) | LONG | {"alert_destination": ALERT}))
@@ -314,7 +310,7 @@ async def test_a_misspelt_scheme_waits_and_shows(dsn: str, db: psycopg.Connectio
         assert reasons == ["breaker"]
 
 
-async def test_held_back_messages_for_a_missing_transport_are_not_rendered(dsn: str, db: psycopg.Connection) -> None:
+async def test_messages_held_back_for_a_missing_transport_are_not_rendered(dsn: str, db: psycopg.Connection) -> None:
     outbox = Outbox(settings_for(dsn, concurrency=1, **LONG))
     rendered: list[int] = []
 
@@ -346,7 +342,9 @@ async def test_messages_wait_for_the_right_password(dsn: str, db: psycopg.Connec
         await delivered_by(db, ids, with_password("right"))
 
 
-async def test_an_alert_by_a_way_that_does_not_exist_waits_and_makes_no_other(dsn: str, db: psycopg.Connection) -> None:
+async def test_an_alert_for_a_missing_transport_waits_and_creates_no_other_alert(
+    dsn: str, db: psycopg.Connection
+) -> None:
     outbox = outbox_for(dsn, LONG | {"alert_destination": ALERT})
     enqueue(db, destination=ANN)
     for _ in range(3):
@@ -357,10 +355,10 @@ async def test_an_alert_by_a_way_that_does_not_exist_waits_and_makes_no_other(ds
     assert (alert.state, alert.max_attempts - alert.attempt_count) == ("pending", BUDGET)
 
 
-# --- what handlers and transports of one's own say --------------------------------------------------------------------
+# --- custom handlers and transports -----------------------------------------------------------------------------------
 
 
-async def test_a_handler_that_says_so_waits_without_using_up_attempts_and_opens_nothing(
+async def test_a_handler_that_raises_unavailable_waits_without_using_up_attempts(
     dsn: str, db: psycopg.Connection
 ) -> None:
     outbox = Outbox(settings_for(dsn))
@@ -388,10 +386,8 @@ async def test_a_handler_that_says_so_waits_without_using_up_attempts_and_opens_
     assert open_breakers(db) == []
 
 
-async def test_a_key_that_the_transport_does_not_name_beforehand_opens_nothing(
-    dsn: str, db: psycopg.Connection
-) -> None:
-    """Nobody would look at that breaker, so nobody would close it."""
+async def test_a_breaker_key_unknown_before_the_send_opens_nothing(dsn: str, db: psycopg.Connection) -> None:
+    """No later message would check that breaker, so none would close it."""
 
     class Pager:
         schemes = ("pager",)
@@ -415,7 +411,7 @@ async def test_a_key_that_the_transport_does_not_name_beforehand_opens_nothing(
     assert open_breakers(db) == []
 
 
-# --- what a worker says when it starts --------------------------------------------------------------------------------
+# --- warnings at the start --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -431,7 +427,7 @@ async def test_a_key_that_the_transport_does_not_name_beforehand_opens_nothing(
         ),
     ],
 )
-async def test_a_worker_warns_at_its_start_of_e_mail_that_cannot_go_out(
+async def test_a_worker_warns_at_its_start_of_incomplete_email_settings(
     dsn: str,
     db: psycopg.Connection,
     caplog: pytest.LogCaptureFixture,
@@ -447,7 +443,7 @@ async def test_a_worker_warns_at_its_start_of_e_mail_that_cannot_go_out(
     assert (vars(record)["setting"], vars(record)["reason"], vars(record)["topics"]) == (setting, reason, topics)
 
 
-async def test_a_worker_whose_e_mail_can_go_out_warns_of_nothing(
+async def test_a_worker_with_complete_email_settings_logs_no_warning(
     dsn: str, db: psycopg.Connection, caplog: pytest.LogCaptureFixture
 ) -> None:
     await Worker(outbox_for(dsn, {"smtp_host": "mail.club.org", "smtp_from": "a@club.org"})).run_once()

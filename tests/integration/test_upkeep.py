@@ -1,4 +1,4 @@
-"""Upkeep by the workers: one of a fleet has the turn, the others go on, and nothing that goes wrong in it ends one."""
+"""Tests upkeep by the workers: one of a fleet has the turn, the others continue, and no failure in it ends a worker."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ INTERVAL_SECONDS = 300
 
 
 class Member:
-    """A worker of a fleet, as far as its upkeep goes."""
+    """The upkeep of one worker of a fleet."""
 
     def __init__(self, dsn: str, name: str, **settings: object) -> None:
         self.settings = settings_for(dsn, maintenance_interval_seconds=INTERVAL_SECONDS, **settings)
@@ -58,13 +58,13 @@ class Member:
         self.upkeep = Upkeep(self.settings, self.store, self.telemetry)
 
     def count_of(self, event: Event) -> int:
-        """How often this was reported."""
+        """Return how often this event was reported."""
         return self.telemetry.counts[event]
 
 
 @pytest.fixture
 async def member(dsn: str) -> AsyncIterator[Callable[..., Member]]:
-    """Makes workers of a fleet."""
+    """Create workers of a fleet."""
     members: list[Member] = []
 
     def make(name: str = "a", *, at: str = dsn, **settings: object) -> Member:
@@ -82,13 +82,13 @@ def make_due(db: psycopg.Connection) -> None:
 
 
 def keep(db: psycopg.Connection, how_long: timedelta | None = 30 * DAY) -> None:
-    """A rule for all that is partitioned by time."""
+    """Set a rule for every state that is partitioned by time."""
     for state in ("sent", "skipped", "cancelled"):
         set_retention(db, "*", state, how_long)
 
 
 def held_back_deletes(db: psycopg.Connection, connect: Connect) -> psycopg.Connection:
-    """Three messages that a rule no longer keeps; none of them can go until this connection rolls back."""
+    """Create three messages that a rule no longer keeps; they cannot be deleted until this connection rolls back."""
     set_retention(db, "*", "failed", DAY)
     for _ in range(3):
         put(db, State.FAILED, age=2 * DAY)
@@ -105,7 +105,7 @@ def held_back_deletes(db: psycopg.Connection, connect: Connect) -> psycopg.Conne
     return holder
 
 
-async def test_a_turn_makes_partitions_and_obeys_the_rules(
+async def test_a_turn_creates_partitions_and_applies_the_rules(
     member: Callable[..., Member], db: psycopg.Connection
 ) -> None:
     keep(db)
@@ -120,12 +120,13 @@ async def test_a_turn_makes_partitions_and_obeys_the_rules(
     assert [row.id for row in rows_of(db)] == [kept]
     assert partitions_of(db)
     assert one.count_of(Event.UPKEEP_DONE) == 1
-    assert db.execute("SELECT FROM pgoutbox.audit WHERE action = 'prune'").fetchall() == []  # It is nobody's act.
+    # It is not recorded as an operator's act.
+    assert db.execute("SELECT FROM pgoutbox.audit WHERE action = 'prune'").fetchall() == []
     assert db.execute("SELECT worker, due_at > now() FROM pgoutbox.upkeep").fetchall() == [("a", True)]
 
 
 @pytest.mark.parametrize("guarded", [True, False])
-async def test_of_many_workers_one_has_the_turn(
+async def test_one_of_many_workers_has_the_turn(
     member: Callable[..., Member], db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch, guarded: bool
 ) -> None:
     if not guarded:
@@ -140,7 +141,9 @@ async def test_of_many_workers_one_has_the_turn(
             make_due(db)
 
 
-async def test_one_that_died_in_its_turn_holds_up_nobody(member: Callable[..., Member], db: psycopg.Connection) -> None:
+async def test_a_worker_that_died_in_its_turn_blocks_no_other(
+    member: Callable[..., Member], db: psycopg.Connection
+) -> None:
     keep(db)
     name = add_partition(db, 40)
     assert await member("dead").store.begin_upkeep_if_due(interval_seconds=INTERVAL_SECONDS) is not None
@@ -151,7 +154,7 @@ async def test_one_that_died_in_its_turn_holds_up_nobody(member: Callable[..., M
     assert name not in tables_of_partitions(db)
 
 
-async def test_a_turn_forgets_renewals_that_ended_a_day_ago(
+async def test_a_turn_deletes_renewals_that_ended_a_day_ago(
     member: Callable[..., Member], db: psycopg.Connection
 ) -> None:
     for days in (0, 2):
@@ -161,7 +164,7 @@ async def test_a_turn_forgets_renewals_that_ended_a_day_ago(
     assert db.execute("SELECT message_id FROM pgoutbox.renewal").fetchall() == [(0,)]
 
 
-async def test_after_a_clock_was_ahead_the_next_turn_is_due_at_once(
+async def test_the_next_turn_is_due_at_once_after_a_clock_was_ahead(
     member: Callable[..., Member], db: psycopg.Connection
 ) -> None:
     one = member()
@@ -192,7 +195,7 @@ async def test_a_turn_with_nothing_to_do_is_one_statement(
     assert one.count_of(Event.UPKEEP_FAILED) == 0
 
 
-async def test_trouble_is_told_once_and_so_is_its_end(member: Callable[..., Member], db: psycopg.Connection) -> None:
+async def test_an_outage_and_its_end_are_logged_once(member: Callable[..., Member], db: psycopg.Connection) -> None:
     keep(db)
     drop_partitions(db)
     put(db, State.SENT, age=40 * DAY)
@@ -202,14 +205,14 @@ async def test_trouble_is_told_once_and_so_is_its_end(member: Callable[..., Memb
         assert await one.upkeep.turn()
         make_due(db)
     assert (one.count_of(Event.UPKEEP_FAILED), one.count_of(Event.UPKEEP_BACK)) == (1, 0)
-    assert rows_of(db) == []  # The other steps were taken.
+    assert rows_of(db) == []  # The other steps ran.
     db.execute("ALTER FUNCTION pgoutbox.elsewhere RENAME TO make_partition")
     assert await one.upkeep.turn()
     assert (one.count_of(Event.UPKEEP_FAILED), one.count_of(Event.UPKEEP_BACK)) == (1, 1)
     assert partitions_of(db)
 
 
-async def test_a_statement_that_takes_long_is_cancelled_when_the_worker_stops(
+async def test_a_long_statement_is_cancelled_when_the_worker_stops(
     member: Callable[..., Member], db: psycopg.Connection, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pgoutbox.upkeep, "_STOP_SECONDS", 0.2)
@@ -236,7 +239,7 @@ async def test_a_statement_that_takes_long_is_cancelled_when_the_worker_stops(
     assert len(rows_of(db)) == 1
 
 
-async def test_the_next_turn_is_due_a_little_before_whoever_asks_once_in_each_interval_asks(
+async def test_the_next_turn_is_due_slightly_before_the_interval_ends(
     member: Callable[..., Member], db: psycopg.Connection
 ) -> None:
     assert await member().upkeep.turn()
@@ -245,10 +248,10 @@ async def test_the_next_turn_is_due_a_little_before_whoever_asks_once_in_each_in
 
 
 @pytest.mark.parametrize("passes", [True, False])
-async def test_only_what_does_not_pass_is_told_of_asking_for_the_turn(
+async def test_only_lasting_errors_of_the_turn_query_are_logged(
     member: Callable[..., Member], db: psycopg.Connection, passes: bool
 ) -> None:
-    """Of a database that cannot be reached the worker tells itself."""
+    """The worker itself logs that a database cannot be reached."""
     if passes:
         one = member(at="postgresql://nobody@127.0.0.1:1/nothing")
     else:
@@ -258,7 +261,7 @@ async def test_only_what_does_not_pass_is_told_of_asking_for_the_turn(
     assert one.count_of(Event.UPKEEP_FAILED) == (0 if passes else 1)
 
 
-async def test_a_turn_that_cannot_connect_is_told_and_ends_nothing(
+async def test_a_turn_without_a_connection_is_logged_and_ends_nothing(
     member: Callable[..., Member], db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep(db)
@@ -269,7 +272,7 @@ async def test_a_turn_that_cannot_connect_is_told_and_ends_nothing(
     assert one.count_of(Event.UPKEEP_FAILED) == 1
 
 
-async def test_a_statement_that_takes_longer_than_any_turn_may_is_cancelled(
+async def test_a_statement_longer_than_the_limit_of_a_turn_is_cancelled(
     member: Callable[..., Member],
     db: psycopg.Connection,
     connect: Connect,
@@ -283,12 +286,12 @@ async def test_a_statement_that_takes_longer_than_any_turn_may_is_cancelled(
         assert await one.upkeep.turn()
     assert [getattr(record, "detail", "") for record in caplog.records] == [
         "canceling statement due to user request"
-    ], "and not because the session's own patience is over"
+    ], "not cancelled by the turn's limit"
     assert len(rows_of(db)) == 3
     holder.rollback()
 
 
-async def test_the_end_of_the_worker_waits_for_the_batch_under_way_and_for_no_other(
+async def test_the_stop_of_the_worker_waits_only_for_the_current_batch(
     member: Callable[..., Member], db: psycopg.Connection, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pgoutbox.upkeep, "_BATCH", 1)
@@ -305,7 +308,7 @@ async def test_the_end_of_the_worker_waits_for_the_batch_under_way_and_for_no_ot
     assert len(rows_of(db)) == 2
 
 
-async def test_a_running_worker_takes_its_turns_and_delivers_meanwhile(
+async def test_a_running_worker_takes_its_turns_and_delivers_in_parallel(
     outbox: Outbox, dsn: str, db: psycopg.Connection, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pgoutbox.upkeep, "_FIRST_WITHIN_SECONDS", 0)
@@ -332,7 +335,7 @@ async def test_a_running_worker_takes_its_turns_and_delivers_meanwhile(
     assert name not in partitions_of(db)
 
 
-async def test_zero_switches_it_off(outbox: Outbox, dsn: str, db: psycopg.Connection) -> None:
+async def test_an_interval_of_zero_disables_upkeep(outbox: Outbox, dsn: str, db: psycopg.Connection) -> None:
     outbox.handler("greet")(lambda message, ctx: None)
     worker = WatchedWorker(outbox, settings=settings_for(dsn, maintenance_interval_seconds=0))
     async with running(worker):
@@ -347,16 +350,14 @@ async def test_a_run_that_ends_by_itself_takes_no_turn(outbox: Outbox, dsn: str,
     assert db.execute("SELECT FROM pgoutbox.upkeep").fetchall() == []
 
 
-async def test_it_works_where_nothing_of_a_session_outlives_a_transaction(
-    member: Callable[..., Member], db: psycopg.Connection
-) -> None:
+async def test_upkeep_works_without_session_state(member: Callable[..., Member], db: psycopg.Connection) -> None:
     keep(db)
     name = add_partition(db, 40)
     assert await member(listen=False).upkeep.turn()
     assert name not in tables_of_partitions(db)
 
 
-async def test_a_turn_that_is_cancelled_over_a_dead_network_does_not_hold_up_the_event_loop(
+async def test_a_cancelled_turn_on_a_dead_network_does_not_block_the_event_loop(
     dsn: str, tmp_path: Path, member: Callable[..., Member]
 ) -> None:
     with proxy_to(dsn, tmp_path) as proxy, ExitStack() as network:
@@ -364,7 +365,7 @@ async def test_a_turn_that_is_cancelled_over_a_dead_network_does_not_hold_up_the
         upkeep._connection = connections.connect(proxy.dsn, purpose="upkeep", answer_seconds=None)
         network.callback(upkeep._connection.close)
         network.enter_context(proxy.stalled())
-        # What waits on the event loop would wait for this: the network comes back for it, much too late.
+        # A blocked event loop would wait for this: the network recovers for it, much too late.
         rescue = threading.Timer(PATIENCE_SECONDS, network.close)
         rescue.start()
         cancelling = asyncio.create_task(upkeep._cancel_statement())

@@ -1,4 +1,4 @@
-"""What somebody sees who looks on: topics, workers, and how attempts end, as they do."""
+"""Tests the live views of topics, workers and ended attempts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def database(connect: Connect) -> psycopg.Connection:
 # --- topics -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_topic_tells_where_its_messages_stand(operator: psycopg.Connection, database: psycopg.Connection) -> None:
+def test_a_topic_shows_the_states_of_its_messages(operator: psycopg.Connection, database: psycopg.Connection) -> None:
     for state in (State.PENDING, State.SENDING, State.FAILED, State.SENT, State.SENT):
         put(database, state)
     put(database, State.SENT, age=timedelta(minutes=5))
@@ -52,7 +52,7 @@ def test_a_topic_tells_where_its_messages_stand(operator: psycopg.Connection, da
     assert watch.topic_activity(operator, queue="bulk") == []
 
 
-def test_a_topic_that_owes_nothing_is_seen_while_it_ends(
+def test_an_empty_topic_is_visible_while_attempts_end(
     operator: psycopg.Connection, database: psycopg.Connection
 ) -> None:
     put(database, State.SENT)
@@ -63,7 +63,7 @@ def test_a_topic_that_owes_nothing_is_seen_while_it_ends(
 # --- workers ----------------------------------------------------------------------------------------------------------
 
 
-async def test_a_worker_is_seen_with_what_it_holds(
+async def test_a_worker_is_shown_with_its_messages(
     dsn: str, operator: psycopg.Connection, db: psycopg.Connection
 ) -> None:
     outbox = Outbox(load_settings(dsn=dsn, worker_name="a-rather-long-name-of-a-pod-in-some-cluster-7d9f8b6c5d"))
@@ -83,7 +83,7 @@ async def test_a_worker_is_seen_with_what_it_holds(
     assert message_id
 
 
-def test_a_worker_that_is_gone_is_seen_by_what_it_left(
+def test_a_vanished_worker_is_shown_by_its_remaining_messages(
     operator: psycopg.Connection, database: psycopg.Connection
 ) -> None:
     put(database, State.SENDING)
@@ -95,7 +95,9 @@ def test_a_worker_that_is_gone_is_seen_by_what_it_left(
 # --- outcomes ---------------------------------------------------------------------------------------------------------
 
 
-async def test_each_end_is_told_once(dsn: str, operator: psycopg.Connection, db: psycopg.Connection) -> None:
+async def test_each_ended_attempt_is_printed_once(
+    dsn: str, operator: psycopg.Connection, db: psycopg.Connection
+) -> None:
     outbox = Outbox(load_settings(dsn=dsn))
 
     @outbox.handler("greet")
@@ -112,7 +114,7 @@ async def test_each_end_is_told_once(dsn: str, operator: psycopg.Connection, db:
     assert follower.poll() == []
 
 
-def test_an_end_that_was_committed_late_is_told_too(
+def test_a_late_committed_end_is_printed_too(
     operator: psycopg.Connection, connect: Connect, database: psycopg.Connection
 ) -> None:
     late = connect(autocommit=False)
@@ -124,14 +126,14 @@ def test_an_end_that_was_committed_late_is_told_too(
     assert [row.message_id for row in follower.poll()] == [late_id]
 
 
-def test_it_begins_where_it_is_told_to(operator: psycopg.Connection, database: psycopg.Connection) -> None:
+def test_tail_begins_at_the_requested_time(operator: psycopg.Connection, database: psycopg.Connection) -> None:
     put(database, State.SENT, age=timedelta(hours=3))
     recent = put(database, State.SENT, age=timedelta(hours=1))
     assert watch.Follower(operator).poll() == []
     assert [row.message_id for row in watch.Follower(operator, since=timedelta(hours=2)).poll()] == [recent]
 
 
-def test_more_than_a_page_is_told_in_full(operator: psycopg.Connection, database: psycopg.Connection) -> None:
+def test_more_than_a_page_is_printed_completely(operator: psycopg.Connection, database: psycopg.Connection) -> None:
     database.execute(
         """
         INSERT INTO pgoutbox.message (topic, payload, state, attempt_count, claimed_at, worker, finished_at)
@@ -143,7 +145,7 @@ def test_more_than_a_page_is_told_in_full(operator: psycopg.Connection, database
 
 
 @pytest.mark.parametrize("chosen", [{"topic": "sms"}, {"queue": "bulk"}, {"outcomes": ["failed"]}])
-def test_each_filter_leaves_what_matches(
+def test_each_filter_keeps_matching_attempts(
     operator: psycopg.Connection, database: psycopg.Connection, chosen: dict[str, object]
 ) -> None:
     put(database, State.SENT)
@@ -166,7 +168,7 @@ def cli(dsn: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     return run
 
 
-def test_top_prints_each_look(cli: object, database: psycopg.Connection) -> None:
+def test_top_prints_each_refresh(cli: object, database: psycopg.Connection) -> None:
     assert callable(cli)
     put(database, State.SENDING)
     looks = [json.loads(line) for line in cli("top", "--count", "2", "--every", "0.2", "--json").splitlines()]
@@ -182,7 +184,7 @@ def test_workers_are_listed(cli: object, database: psycopg.Connection) -> None:
     assert cli("workers").splitlines()[1].startswith("w\t1\t0\t")
 
 
-def test_tail_hides_what_is_secret(cli: object, database: psycopg.Connection) -> None:
+def test_tail_hides_secrets(cli: object, database: psycopg.Connection) -> None:
     assert callable(cli)
     message_id = put(database, State.FAILED, destination="https://example.org/hook?token=canary")
     shown = cli("tail", "--since", "1h", "--count", "1")

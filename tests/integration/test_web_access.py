@@ -1,4 +1,4 @@
-"""Nobody gets at a page of the dashboard, or makes it act, who should not: tried by HTTP and by hand on the socket."""
+"""Tests access to the dashboard by HTTP and by raw sockets: unauthorized people see no page and trigger no action."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ POLICY: Final = (
 
 
 class Site:
-    """A dashboard that is served, and clients of it."""
+    """A served dashboard and its clients."""
 
     def __init__(self, url: str, access: Access, pages: Pages, stack: ExitStack) -> None:
         self.url = url
@@ -47,20 +47,20 @@ class Site:
         self._stack = stack
 
     def client(self, headers: dict[str, str] | None = None, cookies: dict[str, str] | None = None) -> httpx.Client:
-        """A browser without a session, but for what is given."""
+        """Return a browser without a session, with these headers and cookies."""
         made = httpx.Client(base_url=self.url, timeout=PROCESS_PATIENCE_SECONDS, headers=headers)
         for name, value in (cookies or {}).items():
             made.cookies.set(name, value, domain="127.0.0.1", path="/")
         return self._stack.enter_context(made)
 
     def sign_in(self, token: str = OPERATOR_TOKEN) -> httpx.Client:
-        """A browser with a session."""
+        """Return a browser with a session."""
         client = self.client()
         assert post_sign_in(client, token).status_code == 303
         return client
 
     def raw(self) -> RawConnection:
-        """A connection without a client."""
+        """Open a raw connection."""
         return self._stack.enter_context(RawConnection(self.url))
 
 
@@ -73,7 +73,7 @@ def stack() -> Iterator[ExitStack]:
 def open_site(stack: ExitStack, access: Access, settings: Settings | None = None, *, root: str = "") -> Site:
     pages = Pages()
     url = stack.enter_context(serving(pages.app(access, root=root), settings))
-    # The last to be opened is the first to be closed: the clients, and with them the streams.
+    # Closed in reverse order: the clients first, and the streams with them.
     return Site(url, access, pages, stack)
 
 
@@ -95,7 +95,7 @@ def bearer(token: str) -> dict[str, str]:
 
 
 def logged(caplog: pytest.LogCaptureFixture) -> str:
-    """Everything in the log, with the fields that a formatter would show."""
+    """Return the whole log, with the fields that a formatter would show."""
     return caplog.text + str([record.__dict__ for record in caplog.records])
 
 
@@ -103,7 +103,7 @@ def events(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.__dict__["event"] for record in caplog.records if "event" in record.__dict__]
 
 
-# --- who is let in ----------------------------------------------------------------------------------------------------
+# --- authentication ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", ["/", "/messages", "/live", "/act", "/nowhere", "/static/../messages", "//messages"])
@@ -121,14 +121,14 @@ def events(caplog: pytest.LogCaptureFixture) -> list[str]:
     ],
     ids=str,
 )
-def test_nobody_unknown_sees_anything(site: Site, path: str, headers: dict[str, str]) -> None:
+def test_unknown_users_see_nothing(site: Site, path: str, headers: dict[str, str]) -> None:
     answer = site.client().get(path, headers=headers)
     assert answer.status_code == 401
     assert answer.headers["www-authenticate"].startswith("Bearer")
     assert PAGE not in answer.text
 
 
-def test_a_browser_is_led_to_the_sign_in_and_back(site: Site) -> None:
+def test_a_browser_is_redirected_to_the_sign_in_and_back(site: Site) -> None:
     client = site.client(headers=AS_BROWSER)
     led = client.get("/messages?topic=a%26b&page=2")
     assert (led.status_code, led.text) == (303, "")
@@ -142,7 +142,7 @@ def test_a_browser_is_led_to_the_sign_in_and_back(site: Site) -> None:
     assert client.get("/messages").json()["name"] == "ada"
 
 
-def test_what_the_page_itself_asks_for_is_never_led_to_the_sign_in(site: Site) -> None:
+def test_background_requests_are_never_redirected_to_the_sign_in(site: Site) -> None:
     client = site.client(headers=AS_BROWSER)
     assert client.get("/", headers={"X-Pgoutbox-Live": "1"}).status_code == 401
     assert client.get("/live").status_code == 401
@@ -157,19 +157,19 @@ def test_what_the_page_itself_asks_for_is_never_led_to_the_sign_in(site: Site) -
         "\\\\evil.example",
     ],
 )  # fmt: skip
-def test_a_sign_in_leads_nowhere_else(site: Site, onward: str) -> None:
+def test_a_sign_in_redirects_only_within_the_dashboard(site: Site, onward: str) -> None:
     answer = post_sign_in(site.client(), OPERATOR_TOKEN, next=onward)
     assert (answer.status_code, answer.headers["location"]) == (303, "/")
     assert len(answer.headers.get_list("set-cookie")) == 1
 
 
-def test_the_roles_are_those_of_the_tokens(site: Site) -> None:
+def test_each_token_has_its_role(site: Site) -> None:
     for token, name, role in ((OPERATOR_TOKEN, "ada", "operator"), (VIEWER_TOKEN, "vera", "viewer")):
         for told in (site.sign_in(token).get("/").json(), site.client(headers=bearer(token)).get("/").json()):
             assert (told["name"], told["role"], told["origin"]) == (name, role, "web 127.0.0.1")
 
 
-def test_the_name_of_the_scheme_may_be_written_in_any_case(site: Site) -> None:
+def test_the_name_of_the_scheme_is_case_insensitive(site: Site) -> None:
     assert site.client(headers={"Authorization": f"bEARER {OPERATOR_TOKEN}"}).get("/").status_code == 200
 
 
@@ -180,7 +180,7 @@ def test_a_viewer_cannot_act(site: Site) -> None:
     assert site.pages.forms == []
 
 
-def test_an_operator_can_by_form_by_header_and_by_script(site: Site) -> None:
+def test_an_operator_can_act_by_form_by_header_and_by_script(site: Site) -> None:
     client = site.sign_in()
     token = csrf_of(client)
     by_form = client.post("/act", data={"csrf_token": token, "reason": "a & ü"}, headers=OURS)
@@ -191,7 +191,7 @@ def test_an_operator_can_by_form_by_header_and_by_script(site: Site) -> None:
     assert by_script.text == "reason=script"
 
 
-def test_a_password_signs_its_person_in(stack: ExitStack) -> None:
+def test_a_password_signs_its_user_in(stack: ExitStack) -> None:
     settings = web_settings(web_viewer_token=f"vera:{PASSWORD_HASH}")
     site = open_site(stack, Access.from_settings(settings))
     client = site.client()
@@ -208,7 +208,7 @@ def test_a_password_signs_its_person_in(stack: ExitStack) -> None:
 # --- sessions ---------------------------------------------------------------------------------------------------------
 
 
-def test_on_localhost_the_cookie_is_the_ports_own_and_out_of_reach_of_scripts_and_other_sites(site: Site) -> None:
+def test_on_localhost_the_cookie_is_bound_to_the_port_and_safe_from_scripts(site: Site) -> None:
     cookie = post_sign_in(site.client(), OPERATOR_TOKEN).headers["set-cookie"]
     name, _, attributes = cookie.partition("=")
     assert name == f"pgoutbox-{site.url.rpartition(':')[2]}"
@@ -227,7 +227,7 @@ def test_on_localhost_the_cookie_is_the_ports_own_and_out_of_reach_of_scripts_an
     ],
     ids=str,
 )
-def test_everywhere_else_the_cookie_is_for_https_and_this_host_alone(site: Site, headers: dict[str, str]) -> None:
+def test_elsewhere_the_cookie_requires_https_and_this_host(site: Site, headers: dict[str, str]) -> None:
     answer = site.client().post("/login", data={"secret": OPERATOR_TOKEN}, headers={**OURS, **headers})
     name, _, attributes = answer.headers["set-cookie"].partition("=")
     assert name == "__Host-pgoutbox"
@@ -251,7 +251,7 @@ def test_a_mounted_dashboard_keeps_its_cookie_and_its_paths_below_its_prefix(sta
     assert client.post("/ops/outbox/logout", data=csrf, headers=OURS).headers["location"] == "/ops/outbox/login"
 
 
-def test_each_sign_in_is_a_new_session_and_ends_the_one_before(site: Site) -> None:
+def test_each_sign_in_starts_a_new_session_and_ends_the_previous_one(site: Site) -> None:
     client = site.client(cookies={f"pgoutbox-{site.url.rpartition(':')[2]}": "chosen-by-somebody"})
     assert post_sign_in(client, OPERATOR_TOKEN).status_code == 303
     first = dict(client.cookies)
@@ -272,7 +272,7 @@ def test_signing_out_ends_every_copy_of_the_cookie(site: Site) -> None:
     assert [client.get("/").status_code, copy.get("/").status_code] == [401, 401]
 
 
-def test_nobody_is_signed_out_by_a_link_or_by_another_site(site: Site) -> None:
+def test_a_link_or_another_site_cannot_sign_a_user_out(site: Site) -> None:
     client = site.sign_in()
     assert client.get("/logout").status_code == 405
     assert client.post("/logout", headers=OURS).status_code == 403
@@ -284,7 +284,7 @@ def test_nobody_is_signed_out_by_a_link_or_by_another_site(site: Site) -> None:
 
 
 def sealed(site: Site, *, begun: float, seen: float) -> dict[str, str]:
-    """The cookie of a session that began and was last used so many seconds ago."""
+    """Return the cookie of a session that began and was last used this many seconds ago."""
     person = site.access.credentials.named("ada")
     assert person is not None
     now = time.time()
@@ -292,14 +292,14 @@ def sealed(site: Site, *, begun: float, seen: float) -> dict[str, str]:
     return {f"pgoutbox-{site.url.rpartition(':')[2]}": site.access.sessions.seal(session)}
 
 
-def test_a_session_ends_when_nobody_uses_it_and_in_any_case_after_a_while(site: Site) -> None:
+def test_a_session_ends_after_its_idle_timeout_and_its_maximum_lifetime(site: Site) -> None:
     def status(begun: float, seen: float) -> int:
         return site.client(cookies=sealed(site, begun=begun, seen=seen)).get("/").status_code
 
     assert [status(1_700, 1_700), status(1_900, 1_900), status(43_000, 0), status(43_300, 0)] == [200, 401, 200, 401]
 
 
-def test_use_prolongs_a_session_and_a_page_that_refreshes_itself_does_not(site: Site) -> None:
+def test_use_extends_a_session_but_automatic_refreshes_do_not(site: Site) -> None:
     client = site.client(cookies=sealed(site, begun=1_000, seen=1_000))
     assert "set-cookie" not in client.get("/", headers={"X-Pgoutbox-Live": "1"}).headers
     with client.stream("GET", "/live") as stream:
@@ -328,7 +328,7 @@ def test_use_prolongs_a_session_and_a_page_that_refreshes_itself_does_not(site: 
     ],
     ids=str,
 )
-def test_what_another_page_sends_is_refused_whatever_it_knows(site: Site, headers: dict[str, str]) -> None:
+def test_requests_from_other_sites_are_refused(site: Site, headers: dict[str, str]) -> None:
     client = site.sign_in()
     data = {"csrf_token": csrf_of(client)}
     answers = [
@@ -341,7 +341,7 @@ def test_what_another_page_sends_is_refused_whatever_it_knows(site: Site, header
     assert client.get("/").json()["name"] == "ada"
 
 
-def test_an_origin_of_ours_is_enough_where_the_browser_says_no_more(site: Site) -> None:
+def test_an_own_origin_is_enough_if_the_browser_sends_nothing_else(site: Site) -> None:
     client = site.sign_in()
     answer = client.post("/act", data={"csrf_token": csrf_of(client)}, headers={"Origin": site.url})
     assert answer.status_code == 200
@@ -362,12 +362,12 @@ def test_a_form_without_the_token_of_its_session_is_refused(site: Site, kind: st
     assert site.pages.forms == []
 
 
-def test_a_token_of_another_page_is_no_use_to_a_page_of_another_site(site: Site) -> None:
+def test_a_form_token_is_useless_to_another_site(site: Site) -> None:
     headers = {**bearer(OPERATOR_TOKEN), "Sec-Fetch-Site": "cross-site"}
     assert site.client().post("/act", headers=headers).status_code == 403
 
 
-def test_only_get_head_and_post_are_known_and_what_acts_is_a_post(site: Site) -> None:
+def test_only_get_head_and_post_are_allowed_and_every_act_is_a_post(site: Site) -> None:
     client = site.sign_in()
     assert client.get("/act").status_code == 405
     assert client.head("/").status_code == 200
@@ -386,13 +386,13 @@ def test_only_get_head_and_post_are_known_and_what_acts_is_a_post(site: Site) ->
         ("Application/X-WWW-Form-URLEncoded; charset=utf-8", 200),
     ],
 )
-def test_only_forms_are_read(site: Site, kind: str, status: int) -> None:
+def test_only_form_bodies_are_read(site: Site, kind: str, status: int) -> None:
     headers = {**bearer(OPERATOR_TOKEN), "Content-Type": kind}
     assert site.client().post("/act", content=b"a=b", headers=headers).status_code == status
 
 
 @pytest.mark.parametrize("body", [b"a=\xff", b"a=%FF", b"&".join([b"a=1"] * 5_001)], ids=["raw", "escaped", "many"])
-def test_a_form_that_cannot_be_read_is_refused(site: Site, body: bytes) -> None:
+def test_an_invalid_form_is_refused(site: Site, body: bytes) -> None:
     headers = {**bearer(OPERATOR_TOKEN), "Content-Type": "application/x-www-form-urlencoded"}
     assert site.client().post("/act", content=body, headers=headers).status_code == 400
 
@@ -400,7 +400,7 @@ def test_a_form_that_cannot_be_read_is_refused(site: Site, body: bytes) -> None:
 # --- hosts and proxies ------------------------------------------------------------------------------------------------
 
 
-def test_on_loopback_no_other_name_is_answered_whoever_asks(stack: ExitStack) -> None:
+def test_on_loopback_other_host_names_are_refused(stack: ExitStack) -> None:
     site = open_site(stack, Access.from_settings(web_settings(), hosts=LOOPBACK_NAMES))
     client = site.client(headers=bearer(OPERATOR_TOKEN))
     port = site.url.rpartition(":")[2]
@@ -421,7 +421,7 @@ def test_on_loopback_no_other_name_is_answered_whoever_asks(stack: ExitStack) ->
     assert client.get("/healthz", headers={"Host": "10.1.2.3"}).status_code == 200
 
 
-def test_names_that_the_settings_allow_are_answered(stack: ExitStack) -> None:
+def test_host_names_in_the_settings_are_answered(stack: ExitStack) -> None:
     settings = web_settings(web_hosts="outbox.example.org, Other.example.org")
     client = open_site(stack, Access.from_settings(settings)).client(headers=bearer(OPERATOR_TOKEN))
     statuses = [
@@ -431,7 +431,7 @@ def test_names_that_the_settings_allow_are_answered(stack: ExitStack) -> None:
     assert statuses == [200, 200, 400]
 
 
-def test_nobody_is_believed_to_come_from_elsewhere_unless_a_proxy_is_trusted(stack: ExitStack) -> None:
+def test_forwarded_addresses_are_ignored_without_a_trusted_proxy(stack: ExitStack) -> None:
     headers = {**bearer(OPERATOR_TOKEN), "X-Forwarded-For": "198.51.100.7", "X-Forwarded-Proto": "https"}
     origins = []
     for proxies in (None, "192.0.2.0/24", "127.0.0.0/8"):
@@ -444,7 +444,7 @@ def test_nobody_is_believed_to_come_from_elsewhere_unless_a_proxy_is_trusted(sta
 # --- guessing ---------------------------------------------------------------------------------------------------------
 
 
-def test_guessing_is_braked_for_the_address_and_the_right_token_still_gets_in(
+def test_guessing_is_rate_limited_by_address_and_the_right_token_still_works(
     site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "pgoutbox.web"):
@@ -461,25 +461,25 @@ def test_guessing_is_braked_for_the_address_and_the_right_token_still_gets_in(
     assert CANARY not in logged(caplog)
 
 
-def test_who_is_signed_in_is_not_kept_out_by_those_who_guess(site: Site) -> None:
+def test_signed_in_users_are_not_affected_by_the_rate_limit(site: Site) -> None:
     client = site.sign_in()
     for n in range(7):
         post_sign_in(site.client(), f"wrong-{n}")
     assert client.get("/").status_code == 200
 
 
-def test_signing_in_rightly_is_never_braked(site: Site) -> None:
+def test_successful_sign_ins_are_never_rate_limited(site: Site) -> None:
     assert [post_sign_in(site.client(), OPERATOR_TOKEN).status_code for _ in range(12)] == [303] * 12
     client = site.client(headers=bearer(VIEWER_TOKEN))
     assert [client.get("/").status_code for _ in range(12)] == [200] * 12
 
 
-def test_signing_in_rightly_brakes_nobody_else_either(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_successful_sign_ins_do_not_count_for_others(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(site.access, "common_brake", Brake(burst=2, interval_seconds=3600, capacity=1))
     assert [post_sign_in(site.client(), OPERATOR_TOKEN).status_code for _ in range(4)] == [303] * 4
 
 
-def test_guessing_from_many_addresses_is_braked_for_all_together(stack: ExitStack) -> None:
+def test_guessing_from_many_addresses_is_limited_in_total(stack: ExitStack) -> None:
     settings = web_settings(web_trusted_proxies="127.0.0.1")
     site = open_site(stack, Access.from_settings(settings), settings)
     client = site.client()
@@ -509,7 +509,7 @@ def assert_safe(headers: httpx.Headers) -> None:
     assert all(len(headers.get_list(name)) == 1 for name in headers if name != "set-cookie")
 
 
-def test_every_answer_has_the_headers_that_protect_its_reader(site: Site) -> None:
+def test_every_response_has_the_security_headers(site: Site) -> None:
     client = site.sign_in()
     answers = {
         200: client.get("/"),
@@ -532,7 +532,7 @@ def test_every_answer_has_the_headers_that_protect_its_reader(site: Site) -> Non
         assert_safe(client.get(path).headers)
 
 
-def test_only_what_is_the_same_for_everybody_is_kept_by_a_cache(site: Site) -> None:
+def test_only_static_files_may_be_cached(site: Site) -> None:
     static = site.client().get("/static/style.css")
     assert (static.status_code, static.headers["cache-control"]) == (200, "public, max-age=31536000")
     assert_safe(static.headers)
@@ -541,7 +541,7 @@ def test_only_what_is_the_same_for_everybody_is_kept_by_a_cache(site: Site) -> N
 
 
 @pytest.mark.parametrize("accept", ["*/*", "text/html"])
-def test_a_page_that_fails_tells_nothing_and_its_log_no_value(
+def test_a_failing_page_shows_no_details_and_logs_no_values(
     site: Site, caplog: pytest.LogCaptureFixture, accept: str
 ) -> None:
     answer = site.client(headers=bearer(OPERATOR_TOKEN)).get("/broken", headers={"Accept": accept})
@@ -555,14 +555,14 @@ def test_a_page_that_fails_tells_nothing_and_its_log_no_value(
     assert CANARY not in logged(caplog)
 
 
-def test_an_answer_that_breaks_off_does_not_look_complete(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_aborted_response_does_not_look_complete(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(httpx.RemoteProtocolError):
         site.client(headers=bearer(OPERATOR_TOKEN)).get("/cut")
     assert "web_page_failed" in events(caplog)
     assert CANARY not in logged(caplog)
 
 
-def test_health_is_told_to_anybody_and_nothing_else_is(site: Site) -> None:
+def test_only_the_health_check_is_public(site: Site) -> None:
     answer = site.client().get("/healthz")
     assert (answer.status_code, answer.text) == (200, "ok\n")
 
@@ -590,7 +590,7 @@ def test_a_body_of_100_mb_is_refused_before_it_is_sent(site: Site, path: str, wh
     raw.rest()
 
 
-def test_a_body_that_does_not_tell_its_size_is_read_to_the_limit_and_no_further(site: Site) -> None:
+def test_a_body_without_a_length_is_read_only_up_to_the_limit(site: Site) -> None:
     raw = site.raw()
     raw.send(head_of(site, AS_OPERATOR, AS_FORM, "Transfer-Encoding: chunked"))
     chunk = b"1000\r\n" + b"x" * 4_096 + b"\r\n"
@@ -600,7 +600,7 @@ def test_a_body_that_does_not_tell_its_size_is_read_to_the_limit_and_no_further(
     assert site.pages.forms == []
 
 
-def test_a_body_of_just_the_limit_is_read(site: Site) -> None:
+def test_a_body_of_exactly_the_limit_is_read(site: Site) -> None:
     client = site.client(headers=bearer(OPERATOR_TOKEN))
     assert client.post("/act", data={"a": "x" * 65_534}).status_code == 200
     assert client.post("/act", data={"a": "x" * 65_535}).status_code == 413
@@ -618,7 +618,7 @@ def test_a_body_of_just_the_limit_is_read(site: Site) -> None:
     ],
     ids=["nothing", "line", "head", "second head", "body", "chunk"],
 )
-def test_who_does_not_finish_a_request_in_time_is_cut_off(
+def test_an_incomplete_request_is_disconnected_after_the_timeout(
     site: Site, sent: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_ImpatientProtocol, "request_seconds", 0.2)
@@ -628,14 +628,14 @@ def test_who_does_not_finish_a_request_in_time_is_cut_off(
     assert site.pages.forms == []
 
 
-def test_who_sends_a_byte_now_and_then_gains_no_time(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_bytes_do_not_extend_the_timeout(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_ImpatientProtocol, "request_seconds", 0.2)
     raw = site.raw()
     raw.send(b"GET / HTTP/1.1\r\nX-Slow: ")
     raw.drip_until_closed()
 
 
-def test_a_live_page_is_no_slow_request(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_live_page_is_not_a_slow_request(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_ImpatientProtocol, "request_seconds", 0.2)
     live, slow = site.raw(), site.raw()
     live.send(head_of(site, AS_OPERATOR, method="GET", path="/live"))
@@ -659,7 +659,7 @@ def test_a_live_page_is_no_slow_request(site: Site, monkeypatch: pytest.MonkeyPa
     ],
     ids=["TLS", "no host", "two hosts", "NUL", "negative", "two lengths", "long head"],
 )
-def test_what_is_no_http_is_refused_with_our_headers(site: Site, sent: bytes) -> None:
+def test_invalid_http_is_refused_with_our_headers(site: Site, sent: bytes) -> None:
     raw = site.raw()
     raw.send(sent)
     answer = raw.head()
@@ -668,7 +668,7 @@ def test_what_is_no_http_is_refused_with_our_headers(site: Site, sent: bytes) ->
     assert "server:" not in answer
 
 
-def test_connections_above_the_limit_are_turned_away_with_our_headers(stack: ExitStack) -> None:
+def test_connections_above_the_limit_are_refused_with_our_headers(stack: ExitStack) -> None:
     settings = web_settings(web_connections=2)
     site = open_site(stack, Access.from_settings(settings), settings)
     kept, other = site.raw(), site.raw()
@@ -703,7 +703,7 @@ async def by_header_later(request: Request) -> Viewer | None:
 
 
 @pytest.mark.parametrize("authenticate", [by_header, by_header_later])
-def test_a_host_application_says_who_it_is_and_forms_are_checked_all_the_same(
+def test_a_host_application_authenticates_users_and_forms_are_still_checked(
     stack: ExitStack, authenticate: Authenticate
 ) -> None:
     site = open_site(stack, Access.delegated(authenticate, load_settings()), root="/outbox")
@@ -727,11 +727,11 @@ def test_a_host_application_says_who_it_is_and_forms_are_checked_all_the_same(
     ]
     assert statuses == [200, 403, 403, 403, 403, 403]
     script = client.post("/outbox/act", headers={"X-User": "ada", "Authorization": "Bearer the application's own"})
-    assert script.status_code == 200, "no browser sends this by itself"
+    assert script.status_code == 200, "browsers do not send this header by themselves"
     assert client.get("/outbox/login", headers=ada).status_code == 404
 
 
-def test_without_a_sign_in_everybody_may_look_and_other_sites_may_not(stack: ExitStack) -> None:
+def test_without_a_sign_in_everybody_can_view_but_other_sites_cannot(stack: ExitStack) -> None:
     site = open_site(stack, Access.open_to_all("viewer", load_settings()))
     client = site.client()
     told = client.get("/").json()
@@ -764,7 +764,7 @@ def test_processes_with_one_secret_share_their_sessions(stack: ExitStack) -> Non
     assert other.client(cookies={f"pgoutbox-{port_of(other)}": cookie}).get("/").status_code == 401
 
 
-def test_nothing_that_can_be_shown_holds_a_secret() -> None:
+def test_no_repr_contains_a_secret() -> None:
     settings = web_settings(web_secret=CANARY * 3)
     access = Access.from_settings(settings)
     shown = f"{settings!r} {settings} {settings.model_dump()} {access!r} {access} {Viewer('a', 'viewer', CANARY)!r}"

@@ -1,4 +1,4 @@
-"""The pages of the dashboard over a real database, by HTTP: what they show, what they do, and what they refuse."""
+"""Tests the dashboard's pages on a real database over HTTP: contents, actions and refusals."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ AS_BROWSER: Final = {"Accept": "text/html"}
 
 
 class Site:
-    """A dashboard that is served on the test's database."""
+    """A dashboard on the test's database."""
 
     def __init__(self, url: str, dashboard: Dashboard, stack: ExitStack) -> None:
         self.url = url
@@ -56,7 +56,7 @@ class Site:
         self.vera = self.client(VIEWER_TOKEN)
 
     def client(self, token: str) -> httpx.Client:
-        """Somebody with this token, in a browser."""
+        """Return a browser that is signed in with this token."""
         headers = {"Authorization": f"Bearer {token}", **AS_BROWSER}
         return self._stack.enter_context(
             httpx.Client(base_url=self.url, timeout=PROCESS_PATIENCE_SECONDS, headers=headers)
@@ -65,7 +65,7 @@ class Site:
 
 @pytest.fixture
 def open_site() -> Iterator[Callable[..., Site]]:
-    """Serves a dashboard; it ends with the test."""
+    """Serve a dashboard until the end of the test."""
     with ExitStack() as stack:
 
         def open_one(dsn: str, outbox: Outbox | None = None, **given: object) -> Site:
@@ -88,7 +88,7 @@ def db(connect: Connect) -> psycopg.Connection:
 
 
 class Page(HTMLParser):
-    """What a browser would make of a page: its elements with their attributes, and its text."""
+    """Parse a page: its elements with their attributes, and its text."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -106,11 +106,11 @@ class Page(HTMLParser):
 
     @property
     def words(self) -> str:
-        """The text with single spaces."""
+        """Return the text with single spaces."""
         return " ".join(self.text.split())
 
     def values(self, tag: str, attribute: str) -> list[str]:
-        """This attribute of all such elements."""
+        """Return this attribute of all such elements."""
         return [value for name, attrs in self.elements if name == tag and (value := attrs.get(attribute)) is not None]
 
 
@@ -136,7 +136,7 @@ def fail_with(db: psycopg.Connection, error: str, *, topic: str = "mail", redriv
     return message_id
 
 
-# --- what they show ---------------------------------------------------------------------------------------------------
+# --- contents ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_overview_counts_every_state(site: Site, db: psycopg.Connection) -> None:
@@ -148,10 +148,10 @@ def test_the_overview_counts_every_state(site: Site, db: psycopg.Connection) -> 
         assert f"{state} {count} counted" in page.words
     assert "q-pending 1" in page.words
     assert "q-sent" not in page.words
-    assert "w 2 0" in page.words, "the worker that holds leases"
+    assert "w 2 0" in page.words, "the worker with leases is missing"
 
 
-def test_the_overview_tells_how_long_the_oldest_due_message_has_waited(site: Site, db: psycopg.Connection) -> None:
+def test_the_overview_shows_how_long_the_oldest_due_message_has_waited(site: Site, db: psycopg.Connection) -> None:
     assert "Oldest due message none" in get(site.vera, "/").words
     waiting, later = put(db), put(db)
     db.execute("UPDATE pgoutbox.message SET available_at = now() - interval '3 hours' WHERE id = %s", [waiting])
@@ -160,7 +160,7 @@ def test_the_overview_tells_how_long_the_oldest_due_message_has_waited(site: Sit
     assert "Oldest due message 3 h" in get(site.vera, "/").words
 
 
-def test_the_overview_draws_the_last_hour(site: Site, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_overview_charts_the_last_hour(site: Site, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history, "_BUDGET_SECONDS", PROCESS_PATIENCE_SECONDS)
     for minutes in (1, 1, 7):
         put(db, State.SENT, age=timedelta(minutes=minutes))
@@ -169,9 +169,7 @@ def test_the_overview_draws_the_last_hour(site: Site, db: psycopg.Connection, mo
     assert "3 sent in the last 60 minutes, at most 2 in a minute" in page.values("svg", "aria-label")
 
 
-def test_a_minute_that_is_over_is_counted_once(
-    site: Site, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_past_minute_is_counted_once(site: Site, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history, "_BUDGET_SECONDS", PROCESS_PATIENCE_SECONDS)
     message_id = put(db, State.SENT, age=timedelta(minutes=10))
     get(site.vera, "/")
@@ -180,7 +178,7 @@ def test_a_minute_that_is_over_is_counted_once(
     assert "1 sent in the last 60 minutes, at most 1 in a minute" in get(site.vera, "/").values("svg", "aria-label")
 
 
-def test_an_hour_that_takes_long_to_count_is_counted_bit_by_bit(
+def test_a_slow_count_of_the_hour_is_done_in_parts(
     site: Site, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(history, "_BUDGET_SECONDS", 0)
@@ -197,14 +195,14 @@ def test_an_hour_that_takes_long_to_count_is_counted_bit_by_bit(
     assert "1 sent in the last 60 minutes" in get(site.vera, "/").words
 
 
-def test_large_numbers_of_final_messages_are_estimates_and_say_so(
+def test_large_numbers_of_final_messages_are_marked_as_estimates(
     site: Site, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reads, "CAP", 5)
     for _ in range(8):
         put(db, State.SENT)
     put(db, State.FAILED)
-    assert "at least" in get(site.vera, "/").words, "nothing has been analysed"
+    assert "at least" in get(site.vera, "/").words, "before ANALYZE there is no estimate"
     db.execute("ANALYZE pgoutbox.message")
     site.dashboard.forget()
     page = get(site.vera, "/")
@@ -248,7 +246,7 @@ def test_open_breakers_are_shown_without_secrets(site: Site, db: psycopg.Connect
         ({"topic": "sms", "queue": "bulk"}, []),
     ],
 )
-def test_messages_are_found_by(
+def test_messages_are_found_by_each_filter(
     site: Site, db: psycopg.Connection, parameters: dict[str, str], expected: list[int]
 ) -> None:
     ids = [
@@ -271,7 +269,7 @@ def test_messages_in_flight_are_found(site: Site, db: psycopg.Connection) -> Non
     assert ids_on(get(site.vera, following)) == sending[:1]
 
 
-def test_pages_follow_one_another_by_id(site: Site, db: psycopg.Connection) -> None:
+def test_pages_continue_by_id(site: Site, db: psycopg.Connection) -> None:
     ids = [put(db, State.FAILED if number % 2 else State.SENT) for number in range(7)]
     seen, path = [], "/messages?limit=3"
     while path:
@@ -282,7 +280,7 @@ def test_pages_follow_one_another_by_id(site: Site, db: psycopg.Connection) -> N
     assert seen == [ids[:3:-1], ids[3:0:-1], ids[:1]]
 
 
-def test_a_search_that_finds_little_stops_and_can_be_continued(
+def test_a_search_with_few_results_stops_and_can_be_continued(
     site: Site, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reads, "SEARCH_ROWS", 5)
@@ -299,7 +297,7 @@ def test_a_search_that_finds_little_stops_and_can_be_continued(
     assert (ids_on(page), steps) == ([rare], 2)
 
 
-def test_a_bare_address_finds_all_messages_to_it_however_old_they_are(
+def test_a_bare_address_finds_all_messages_to_it_of_any_age(
     site: Site, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reads, "SEARCH_ROWS", 5)
@@ -310,14 +308,14 @@ def test_a_bare_address_finds_all_messages_to_it_however_old_they_are(
     page = get(site.vera, "/messages?destination=ada@example.org")
     assert ids_on(page) == old[::-1]
     assert "Looked through" not in page.words
-    assert ("div", {"id": "found"}) in page.elements, "it is not fetched again and again"
+    assert ("div", {"id": "found"}) in page.elements, "the page was fetched repeatedly"
     assert (
         ids_on(Page(site.vera.get("/messages?destination=ada@example.org", headers={"X-Pgoutbox-Live": "1"}).text))
         == []
     )
 
 
-def test_a_search_by_time_begins_where_that_time_is(
+def test_a_search_by_time_begins_at_that_time(
     site: Site, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reads, "SEARCH_ROWS", 5)
@@ -332,13 +330,13 @@ def test_a_search_by_time_begins_where_that_time_is(
     assert ids_on(get(site.vera, f"/messages?created_from={week_ago}&topic=nope")) == []
 
 
-def test_an_id_leads_straight_to_its_message(site: Site, db: psycopg.Connection) -> None:
+def test_an_id_leads_directly_to_its_message(site: Site, db: psycopg.Connection) -> None:
     message_id = put(db)
     answer = site.vera.get("/messages", params={"id": message_id})
     assert (answer.status_code, answer.headers["location"]) == (303, f"/messages/{message_id}")
 
 
-def test_a_message_is_shown_with_all_that_happened_to_it(site: Site, db: psycopg.Connection) -> None:
+def test_a_message_is_shown_with_its_history(site: Site, db: psycopg.Connection) -> None:
     message_id = put(db, State.FAILED, destination="mailto:ada@example.org", dedupe_key="once-7")
     db.execute(ADD_ATTEMPT, [message_id, 1])
     db.execute("UPDATE pgoutbox.message SET headers = %s WHERE id = %s", [Jsonb({"trace": "7"}), message_id])
@@ -378,7 +376,7 @@ def test_supersession_is_shown_in_both_directions(site: Site, db: psycopg.Connec
     assert f"Supersedes message {older}" in get(site.vera, f"/messages/{newer}").words
 
 
-def test_errors_that_differ_in_numbers_are_one_group(site: Site, db: psycopg.Connection) -> None:
+def test_errors_that_differ_only_in_numbers_are_one_group(site: Site, db: psycopg.Connection) -> None:
     for number in range(3):
         fail_with(db, f"user {number} is unknown")
     fail_with(db, "user 1 is unknown", topic="sms")
@@ -395,7 +393,7 @@ def test_errors_that_differ_in_numbers_are_one_group(site: Site, db: psycopg.Con
         assert told in words, told
 
 
-def test_a_group_leads_to_its_messages(site: Site, db: psycopg.Connection) -> None:
+def test_a_group_links_to_its_messages(site: Site, db: psycopg.Connection) -> None:
     ids = [fail_with(db, f"user {number} is unknown") for number in range(3)]
     fail_with(db, "other")
     (path, _) = [href for href in get(site.vera, "/failed").values("a", "href") if "group=" in href]
@@ -415,12 +413,12 @@ def test_the_audit_is_filtered_and_paged(site: Site, db: psycopg.Connection) -> 
     assert "pause queue" not in get(site.vera, "/audit?action=resume").words
 
 
-# --- what is hidden, and what is inert --------------------------------------------------------------------------------
+# --- redaction and escaping -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def hostile(db: psycopg.Connection) -> int:
-    """A message that attacks whoever looks at it, by each of its texts."""
+    """Create a message that attacks its viewers with each of its texts."""
     message_id = put(db, State.FAILED, destination=HOSTILE_DESTINATION, coalesce_key=HOSTILE, dedupe_key=HOSTILE)
     db.execute(
         "UPDATE pgoutbox.message SET payload = %s, headers = %s, last_error = %s, worker = %s WHERE id = %s",
@@ -473,10 +471,10 @@ def test_hostile_texts_are_inert_on_every_page(site: Site, hostile: int) -> None
         assert all(link.startswith(("/", "#")) for link in links), path
         assert not set("\u2028\u202e") & set(answer.text), path
         shown += "<script>alert(1)</script>" in page.text
-    assert shown >= 7, "the texts are shown, as texts"
+    assert shown >= 7, "the hostile text is missing"
 
 
-def test_secrets_are_hidden_as_the_command_line_hides_them(
+def test_secrets_are_hidden_as_on_the_command_line(
     dsn: str, open_site: Callable[..., Site], db: psycopg.Connection
 ) -> None:
     outbox = Outbox(load_settings(dsn=dsn))
@@ -504,7 +502,7 @@ def test_secrets_are_hidden_as_the_command_line_hides_them(
         assert "(redacted)" in get(site.ada, path).text, path
 
 
-def test_an_encrypted_payload_says_that_it_is(dsn: str, open_site: Callable[..., Site], db: psycopg.Connection) -> None:
+def test_an_encrypted_payload_is_labelled(dsn: str, open_site: Callable[..., Site], db: psycopg.Connection) -> None:
     outbox = Outbox(load_settings(dsn=dsn, encryption_keys=Fernet.generate_key().decode()))
     outbox.topic("sealed", encrypted=True)
     with db.transaction():
@@ -538,7 +536,7 @@ def test_an_operator_acts_on_a_message(
     assert audit_of(db) == [("ada", "web 127.0.0.1", act, None, [message_id], None)]
 
 
-def test_a_resend_leads_to_the_copy(site: Site, db: psycopg.Connection) -> None:
+def test_a_resend_redirects_to_the_copy(site: Site, db: psycopg.Connection) -> None:
     message_id = put(db, State.SENT)
     answer = site.ada.post(f"/messages/{message_id}/resend", follow_redirects=True)
     page = Page(answer.text)
@@ -573,7 +571,7 @@ def test_an_act_that_the_state_forbids_is_refused_with_the_reason(
     assert (state_of(db, message_id), audit_of(db)) == (state, [])
 
 
-def test_a_message_that_is_superseded_is_not_redriven(site: Site, db: psycopg.Connection) -> None:
+def test_a_superseded_message_is_not_redriven(site: Site, db: psycopg.Connection) -> None:
     message_id, newer = put(db, State.FAILED, coalesce_key="k"), put(db, coalesce_key="k")
     answer = site.ada.post(f"/messages/{message_id}/redrive")
     assert answer.status_code == 409
@@ -613,7 +611,7 @@ def test_a_paused_queue_is_resumed(site: Site, db: psycopg.Connection) -> None:
     assert site.ada.post("/queues/bulk/resume").headers["location"].startswith("/queues?done=not-paused")
 
 
-def test_a_queue_that_owes_nothing_can_be_controlled_by_its_name(site: Site, db: psycopg.Connection) -> None:
+def test_an_empty_queue_can_be_controlled_by_its_name(site: Site, db: psycopg.Connection) -> None:
     page = get(site.ada, "/queues")
     assert "Name of the queue" in page.words
     assert ("get", "/queues") in {(a.get("method"), a.get("action")) for tag, a in page.elements if tag == "form"}
@@ -630,9 +628,7 @@ def test_a_queue_that_owes_nothing_can_be_controlled_by_its_name(site: Site, db:
 
 
 @pytest.mark.parametrize("state", list(State))
-def test_a_queue_that_a_message_names_is_not_taken_for_misspelt(
-    site: Site, db: psycopg.Connection, state: State
-) -> None:
+def test_a_queue_in_use_is_not_reported_as_misspelt(site: Site, db: psycopg.Connection, state: State) -> None:
     put(db, state, queue="bulk")
     put(db, queue="other")
     page = get(site.ada, "/queues?queue=bulk")
@@ -640,7 +636,7 @@ def test_a_queue_that_a_message_names_is_not_taken_for_misspelt(
     assert page.values("section", "id") == ["queue-bulk"]
 
 
-def test_a_name_that_is_asked_for_is_checked_as_the_command_line_checks_it(site: Site) -> None:
+def test_a_queue_name_is_validated_as_on_the_command_line(site: Site) -> None:
     for name in ("A", "1", "a b", "a'--", "x" * 64, "<script>"):
         answer = site.ada.get("/queues", params={"queue": name})
         assert answer.status_code == 422, name
@@ -648,7 +644,7 @@ def test_a_name_that_is_asked_for_is_checked_as_the_command_line_checks_it(site:
     assert get(site.ada, "/queues?queue=").words == get(site.ada, "/queues").words
 
 
-def test_a_viewer_sees_no_form_and_may_send_none(site: Site, db: psycopg.Connection) -> None:
+def test_a_viewer_sees_no_form_and_may_submit_none(site: Site, db: psycopg.Connection) -> None:
     message_id, failed = put(db), put(db, State.FAILED)
     assert "Another queue" not in get(site.vera, "/queues").words
     for path in (f"/messages/{message_id}", f"/messages/{failed}", "/queues?queue=bulk", "/failed", "/messages"):
@@ -663,7 +659,7 @@ def test_a_viewer_sees_no_form_and_may_send_none(site: Site, db: psycopg.Connect
     assert (audit_of(db), state_of(db, failed)) == ([], "failed")
 
 
-def test_nothing_is_done_by_a_get(site: Site, db: psycopg.Connection) -> None:
+def test_get_requests_change_nothing(site: Site, db: psycopg.Connection) -> None:
     failed = put(db, State.FAILED)
     for path in (f"/messages/{failed}/redrive", f"/messages/{failed}/cancel", "/queues/bulk/pause", "/bulk/1/stop"):
         assert site.ada.get(path).status_code == 405, path
@@ -671,20 +667,20 @@ def test_nothing_is_done_by_a_get(site: Site, db: psycopg.Connection) -> None:
     assert (audit_of(db), state_of(db, failed)) == ([], "failed")
 
 
-# --- what they refuse -------------------------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "message_id", ["0", "-1", "abc", "1 OR 1=1", "9223372036854775808", "10" * 50, "٣", "1.5", "%00", "4711"]
 )
-def test_an_id_that_no_message_has_is_not_found(site: Site, message_id: str) -> None:
+def test_an_unknown_message_id_is_not_found(site: Site, message_id: str) -> None:
     assert site.ada.get(f"/messages/{message_id}").status_code == 404
     assert site.ada.post(f"/messages/{message_id}/redrive").status_code == 404
     assert site.ada.post(f"/messages/{message_id}/resend").status_code == 404
     assert site.ada.post(f"/messages/{message_id}/cancel").status_code == 404
 
 
-def test_a_path_does_not_lead_out(site: Site) -> None:
+def test_a_path_cannot_escape_the_dashboard(site: Site) -> None:
     for path in (
         "/messages/../../etc/passwd",
         "/messages/..%2f..%2fetc",
@@ -719,7 +715,7 @@ def test_a_path_does_not_lead_out(site: Site) -> None:
         ("/bulk?do=redrive&state=x", "state"),
     ],
 )
-def test_a_parameter_that_is_not_accepted_is_named(site: Site, path: str, name: str) -> None:
+def test_an_invalid_parameter_is_named(site: Site, path: str, name: str) -> None:
     answer = site.ada.get(path)
     assert answer.status_code == 422
     assert re.search(rf"\b{name}: ", Page(answer.text).words)
@@ -739,7 +735,7 @@ def test_a_parameter_that_is_not_accepted_is_named(site: Site, path: str, name: 
         ("in-flight", {"in_flight": "many"}, "in_flight"),
     ],
 )
-def test_a_field_that_is_not_accepted_is_named(
+def test_an_invalid_field_is_named(
     site: Site, db: psycopg.Connection, path: str, form: dict[str, str], name: str
 ) -> None:
     answer = site.ada.post(f"/queues/bulk/{path}", data=form)
@@ -748,19 +744,19 @@ def test_a_field_that_is_not_accepted_is_named(
     assert audit_of(db) == []
 
 
-def test_a_name_that_no_queue_can_have_is_refused(site: Site) -> None:
+def test_an_invalid_queue_name_is_refused(site: Site) -> None:
     for name in ("A", "1", "a b", "a'--", "x" * 64):
         answer = site.ada.post(f"/queues/{name}/pause")
         assert answer.status_code == 422, name
         assert "queue: " in answer.text
 
 
-def test_what_is_no_page_is_told_in_text_to_what_is_no_browser(site: Site) -> None:
+def test_a_missing_page_is_answered_in_text_to_clients_other_than_browsers(site: Site) -> None:
     answer = site.ada.get("/nowhere", headers={"Accept": "*/*"})
     assert (answer.status_code, answer.text) == (404, "There is no such page.\n")
 
 
-# --- many at once -----------------------------------------------------------------------------------------------------
+# --- bulk actions -----------------------------------------------------------------------------------------------------
 
 
 def wait_for_bulk(site: Site, path: str) -> Page:
@@ -769,7 +765,7 @@ def wait_for_bulk(site: Site, path: str) -> Page:
     return get(site.ada, path)
 
 
-def test_a_bulk_is_previewed_and_carried_out(site: Site, db: psycopg.Connection) -> None:
+def test_a_bulk_is_previewed_and_executed(site: Site, db: psycopg.Connection) -> None:
     failed = [put(db, State.FAILED, topic="mail") for _ in range(12)]
     other = put(db, State.FAILED, topic="sms")
     page = get(site.ada, "/bulk?do=redrive&topic=mail")
@@ -790,7 +786,7 @@ def test_a_bulk_is_previewed_and_carried_out(site: Site, db: psycopg.Connection)
     assert details == {"topic": "mail", "states": ["failed"]}
 
 
-def test_a_bulk_cancels_what_is_owed(site: Site, db: psycopg.Connection) -> None:
+def test_a_bulk_cancels_owed_messages(site: Site, db: psycopg.Connection) -> None:
     pending, sending, sent = put(db), put(db, State.SENDING), put(db, State.SENT)
     page = wait_for_bulk(site, site.ada.post("/bulk", data={"do": "cancel"}).headers["location"])
     assert "cancelled 1" in page.words
@@ -805,7 +801,7 @@ def test_a_bulk_cancels_what_is_owed(site: Site, db: psycopg.Connection) -> None
         ("cancel", "cancel_each", State.PENDING, State.SENDING, "sending 1"),
     ],
 )
-def test_a_bulk_leaves_alone_what_has_left_the_states_of_its_filter(
+def test_a_bulk_skips_messages_that_have_left_the_states_of_its_filter(
     site: Site,
     db: psycopg.Connection,
     monkeypatch: pytest.MonkeyPatch,
@@ -827,7 +823,7 @@ def test_a_bulk_leaves_alone_what_has_left_the_states_of_its_filter(
     assert audit_of(db) == []
 
 
-def test_a_bulk_leaves_alone_what_has_failed_anew(
+def test_a_bulk_skips_messages_that_have_failed_again(
     site: Site, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     message_id = put(db, State.FAILED)
@@ -841,7 +837,7 @@ def test_a_bulk_leaves_alone_what_has_failed_anew(
     assert (state_of(db, message_id), audit_of(db)) == ("failed", [])
 
 
-def test_a_redrive_is_of_the_state_that_the_page_showed(site: Site, db: psycopg.Connection) -> None:
+def test_a_redrive_applies_only_to_the_state_on_the_page(site: Site, db: psycopg.Connection) -> None:
     message_id = put(db, State.FAILED)
     shown = get(site.ada, f"/messages/{message_id}")
     (action,) = [path for path in shown.values("form", "action") if path.endswith("/redrive")]
@@ -855,7 +851,7 @@ def test_a_redrive_is_of_the_state_that_the_page_showed(site: Site, db: psycopg.
     assert state_of(db, message_id) == "cancelled"
 
 
-def test_a_group_of_failures_is_redriven_and_no_other(site: Site, db: psycopg.Connection) -> None:
+def test_a_redrive_of_a_group_affects_no_other_failures(site: Site, db: psycopg.Connection) -> None:
     group = [fail_with(db, f"user {number} is unknown") for number in range(3)]
     others = [fail_with(db, "user # is not known"), fail_with(db, "user 1 is unknown", topic="sms")]
     (path,) = [
@@ -871,7 +867,7 @@ def test_a_group_of_failures_is_redriven_and_no_other(site: Site, db: psycopg.Co
     assert {state_of(db, message_id) for message_id in others} == {"failed"}
 
 
-def test_a_bulk_leaves_alone_what_comes_after_its_beginning(
+def test_a_bulk_skips_messages_created_after_its_beginning(
     site: Site, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bulk, "_BATCH", 2)
@@ -890,7 +886,7 @@ def test_a_bulk_leaves_alone_what_comes_after_its_beginning(
 
 
 class Gate:
-    """Where bulks of batches of two wait before each batch."""
+    """Hold bulks, in batches of two, before each batch."""
 
     def __init__(self) -> None:
         self.reached = threading.Event()
@@ -915,13 +911,13 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate.opened.set()
 
 
-def test_a_bulk_shows_how_far_it_is_and_can_be_stopped(site: Site, db: psycopg.Connection, gate: Gate) -> None:
+def test_a_bulk_shows_its_progress_and_can_be_stopped(site: Site, db: psycopg.Connection, gate: Gate) -> None:
     ids = [put(db, State.FAILED) for _ in range(6)]
     path = site.ada.post("/bulk", data={"do": "redrive"}).headers["location"]
     assert gate.reached.wait(PROCESS_PATIENCE_SECONDS)
     page = get(site.ada, path)
     assert "Under way." in page.words
-    assert "2" in page.values("meta", "content"), "the page reloads itself without scripts"
+    assert "2" in page.values("meta", "content"), "the page does not reload itself without scripts"
     assert f"{path}/stop" in page.values("form", "action")
     assert f"{path}/stop" not in get(site.vera, path).values("form", "action")
     assert site.ada.post(f"{path}/stop").status_code == 303
@@ -930,7 +926,7 @@ def test_a_bulk_shows_how_far_it_is_and_can_be_stopped(site: Site, db: psycopg.C
     assert [state_of(db, message_id) for message_id in ids] == ["pending"] * 2 + ["failed"] * 4
 
 
-def test_not_too_many_bulks_run_at_once(site: Site, db: psycopg.Connection, gate: Gate) -> None:
+def test_the_number_of_concurrent_bulks_is_limited(site: Site, db: psycopg.Connection, gate: Gate) -> None:
     put(db, State.FAILED)
     paths = [site.ada.post("/bulk", data={"do": "redrive"}).headers["location"] for _ in range(2)]
     refused = site.ada.post("/bulk", data={"do": "redrive"})
@@ -943,7 +939,7 @@ def test_not_too_many_bulks_run_at_once(site: Site, db: psycopg.Connection, gate
     assert site.ada.post("/bulk", data={"do": "redrive"}).status_code == 303
 
 
-def test_a_bulk_ends_at_its_cap(site: Site, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bulk_ends_at_its_limit(site: Site, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(site.dashboard.bulks, "_most", 3)
     monkeypatch.setattr(bulk, "_BATCH", 2)
     ids = [put(db, State.FAILED) for _ in range(5)]
@@ -952,7 +948,7 @@ def test_a_bulk_ends_at_its_cap(site: Site, db: psycopg.Connection, monkeypatch:
     assert [state_of(db, message_id) for message_id in ids] == ["pending"] * 3 + ["failed"] * 2
 
 
-def test_a_preview_counts_among_the_newest_only(
+def test_a_preview_counts_only_among_the_newest_messages(
     site: Site, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reads, "SEARCH_ROWS", 4)
@@ -967,7 +963,7 @@ def test_a_bulk_for_states_that_it_cannot_change_is_refused(site: Site, do: str,
     assert site.ada.post("/bulk", data={"do": do, "state": state}).status_code == 409
 
 
-def test_a_bulk_that_loses_the_database_says_so(site: Site, db: psycopg.Connection, gate: Gate) -> None:
+def test_a_bulk_reports_a_lost_database(site: Site, db: psycopg.Connection, gate: Gate) -> None:
     put(db, State.FAILED)
     path = site.ada.post("/bulk", data={"do": "redrive"}).headers["location"]
     assert gate.reached.wait(PROCESS_PATIENCE_SECONDS)
@@ -984,7 +980,7 @@ def test_a_bulk_that_loses_the_database_says_so(site: Site, db: psycopg.Connecti
     assert "the database failed" in page.words
 
 
-def test_a_bulk_that_is_not_known_is_not_found(site: Site) -> None:
+def test_an_unknown_bulk_is_not_found(site: Site) -> None:
     assert site.ada.get("/bulk/deadbeef").status_code == 404
     assert site.ada.post("/bulk/deadbeef/stop").status_code == 404
 
@@ -994,7 +990,7 @@ def test_a_bulk_that_is_not_known_is_not_found(site: Site) -> None:
 PATHS: Final = ["/", "/messages", "/messages/1", "/queues", "/failed", "/audit", "/bulk?do=redrive"]
 
 
-def test_without_a_database_every_page_says_so_and_nothing_else(tmp_path: Path, open_site: Callable[..., Site]) -> None:
+def test_without_a_database_every_page_reports_only_that(tmp_path: Path, open_site: Callable[..., Site]) -> None:
     site = open_site(f"postgresql://app:{CANARY}@/nowhere?host={tmp_path}")
     for path in PATHS:
         answer = site.ada.get(path)
@@ -1007,13 +1003,13 @@ def test_without_a_database_every_page_says_so_and_nothing_else(tmp_path: Path, 
     assert (answer.status_code, answer.text) == (503, "The database cannot be reached.\n")
 
 
-def test_without_the_schema_the_command_is_named(empty_dsn: str, open_site: Callable[..., Site]) -> None:
+def test_without_the_schema_the_page_names_the_command(empty_dsn: str, open_site: Callable[..., Site]) -> None:
     answer = open_site(empty_dsn).ada.get("/")
     assert answer.status_code == 503
     assert "pgoutbox migrate" in answer.text
 
 
-def test_a_query_that_takes_too_long_is_given_up(site: Site, connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_query_is_abandoned(site: Site, connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     blocker = connect()
     blocker.execute("LOCK TABLE pgoutbox.message")
     with monkeypatch.context() as impatient:
@@ -1025,7 +1021,7 @@ def test_a_query_that_takes_too_long_is_given_up(site: Site, connect: Connect, m
     assert site.ada.get("/messages").status_code == 200
 
 
-def test_a_dead_network_is_not_waited_for(
+def test_a_page_does_not_wait_for_a_dead_network(
     dsn: str, tmp_path: Path, open_site: Callable[..., Site], db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with proxy_to(dsn, tmp_path) as proxy:
@@ -1042,7 +1038,7 @@ def test_a_dead_network_is_not_waited_for(
         site.dashboard.close()
 
 
-def test_an_act_whose_commit_is_not_answered_may_have_been_done(
+def test_an_act_with_an_unanswered_commit_is_reported_as_uncertain(
     dsn: str, tmp_path: Path, open_site: Callable[..., Site], db: psycopg.Connection
 ) -> None:
     counted, message_id = put(db, State.SENT), put(db, State.SENT)
@@ -1060,7 +1056,7 @@ def test_an_act_whose_commit_is_not_answered_may_have_been_done(
     assert copies.fetchall() == [(1,)]
 
 
-def test_an_act_that_is_not_waited_for_any_more_may_be_done(
+def test_an_act_past_its_timeout_is_reported_as_uncertain(
     site: Site, db: psycopg.Connection, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     message_id = put(db)
@@ -1083,7 +1079,7 @@ def test_connections_that_died_while_idle_are_replaced(site: Site, db: psycopg.C
     assert site.ada.get("/messages").status_code == 200
 
 
-def test_a_role_that_may_only_look_is_told_what_it_lacks(
+def test_a_viewer_role_is_told_which_privilege_it_lacks(
     dsn: str, open_site: Callable[..., Site], db: psycopg.Connection
 ) -> None:
     message_id = put(db, State.FAILED)
@@ -1108,7 +1104,7 @@ def test_a_role_that_may_only_look_is_told_what_it_lacks(
 # --- more than a page holds ------------------------------------------------------------------------------------------
 
 
-def test_a_page_shows_a_bounded_part_of_a_message(site: Site, db: psycopg.Connection) -> None:
+def test_a_page_shows_a_limited_part_of_a_message(site: Site, db: psycopg.Connection) -> None:
     message_id = put(db, State.FAILED)
     db.execute(
         """
@@ -1129,13 +1125,13 @@ def test_a_page_shows_a_bounded_part_of_a_message(site: Site, db: psycopg.Connec
 
 
 @pytest.mark.parametrize("payload", ['{"x": 1e131071}', "[" * 3000 + "]" * 3000, '{"a":' * 999 + "1" + "}" * 999])
-def test_json_that_python_cannot_read_is_shown_as_text(site: Site, db: psycopg.Connection, payload: str) -> None:
+def test_json_that_python_cannot_parse_is_shown_as_text(site: Site, db: psycopg.Connection, payload: str) -> None:
     message_id = put(db)
     db.execute("UPDATE pgoutbox.message SET payload = %s::jsonb, headers = %s::jsonb", [payload, payload])
     assert get(site.ada, f"/messages/{message_id}").words.count("shown as text") == 2
 
 
-def test_others_are_answered_while_a_page_is_rendered(
+def test_other_requests_are_answered_while_a_page_is_rendered(
     site: Site, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     message_id = put(db)
@@ -1154,7 +1150,7 @@ def test_others_are_answered_while_a_page_is_rendered(
 # --- live -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_change_in_the_database_is_told_to_all_who_look(site: Site, db: psycopg.Connection) -> None:
+def test_a_change_in_the_database_is_sent_to_all_viewers(site: Site, db: psycopg.Connection) -> None:
     with site.ada.stream("GET", "/live") as ours, site.vera.stream("GET", "/live") as theirs:
         lines = [ours.iter_lines(), theirs.iter_lines()]
         for stream in lines:
@@ -1171,21 +1167,21 @@ def test_a_change_in_the_database_is_told_to_all_who_look(site: Site, db: psycop
             WHERE datname = current_database() AND application_name = 'pgoutbox web'
             """
         ).fetchall()
-        assert readers == [(1,)], "one connection for all"
+        assert readers == [(1,)], "more than one connection was used"
         assert ours.headers["content-type"].startswith("text/event-stream")
     wait_until(lambda: site.dashboard.feed.followers == 0, lambda: "the streams are still open")
 
 
-def test_who_comes_later_is_told_of_what_changed_since_the_page_was_made(site: Site) -> None:
+def test_a_new_stream_learns_of_changes_since_its_page_was_made(site: Site) -> None:
     with site.ada.stream("GET", "/live") as ours:
-        lines = ours.iter_lines()  # An iterator that nobody keeps closes its stream.
+        lines = ours.iter_lines()  # An iterator without a reference closes its stream.
         assert next(line for line in lines if line.startswith("event:")) == "event: change"
         with site.vera.stream("GET", "/live") as theirs:
             told = next(line for line in theirs.iter_lines() if line.startswith(("event:", ":")))
-            assert told == "event: change", "not before the first heartbeat"
+            assert told == "event: change", "no event before the first heartbeat"
 
 
-def test_nothing_is_read_when_nobody_looks(site: Site, db: psycopg.Connection) -> None:
+def test_without_viewers_nothing_is_read(site: Site, db: psycopg.Connection) -> None:
     with site.ada.stream("GET", "/live") as stream:
         next(stream.iter_lines())
     wait_until(
@@ -1212,7 +1208,7 @@ def test_too_many_streams_are_refused(site: Site, monkeypatch: pytest.MonkeyPatc
             assert second.status_code == 503
 
 
-def test_a_newer_stream_of_the_same_browser_takes_the_place_of_its_oldest(site: Site) -> None:
+def test_a_new_stream_replaces_the_oldest_of_the_same_browser(site: Site) -> None:
     with ExitStack() as stack:
         theirs = stack.enter_context(site.vera.stream("GET", "/live")).iter_lines()
         ours = [stack.enter_context(site.ada.stream("GET", "/live")).iter_lines() for _ in range(6)]
@@ -1223,7 +1219,7 @@ def test_a_newer_stream_of_the_same_browser_takes_the_place_of_its_oldest(site: 
         assert site.dashboard.feed.followers == 5
 
 
-def test_one_name_cannot_take_all_streams(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_user_cannot_take_all_streams(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "_STREAMS_OF_A_BROWSER", 100)
     monkeypatch.setattr(live, "_STREAMS_OF_A_NAME", 2)
     monkeypatch.setattr(site.dashboard.feed, "_most", 3)
@@ -1233,12 +1229,12 @@ def test_one_name_cannot_take_all_streams(site: Site, monkeypatch: pytest.Monkey
         assert stack.enter_context(site.vera.stream("GET", "/live")).status_code == 200
 
 
-def test_a_stream_ends_after_a_while_so_that_people_sign_in_again(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_ends_after_some_time_so_that_sessions_expire(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "_LIFE_SECONDS", 0.2)
     assert site.ada.get("/live").text.startswith("retry: ")
 
 
-def test_a_stream_outlives_the_database(
+def test_a_stream_survives_a_database_restart(
     dsn: str, tmp_path: Path, open_site: Callable[..., Site], db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(live, "_RETRY_SECONDS", 0.05)
@@ -1261,7 +1257,7 @@ def test_a_stream_outlives_the_database(
 
 
 @pytest.mark.parametrize("host", ["fastapi", "starlette", "nested"])
-def test_it_can_be_mounted_anywhere(dsn: str, db: psycopg.Connection, host: str) -> None:
+def test_the_dashboard_can_be_mounted_anywhere(dsn: str, db: psycopg.Connection, host: str) -> None:
     message_id = put(db, State.FAILED)
     settings = web_settings(dsn=dsn)
     dashboard = create_app(settings)
@@ -1290,7 +1286,7 @@ def test_a_forged_host_changes_no_link(site: Site) -> None:
     assert "evil.example" not in answer.text
 
 
-def test_settings_that_are_given_win_over_those_of_the_outbox(dsn: str, open_site: Callable[..., Site]) -> None:
+def test_explicit_settings_take_precedence_over_those_of_the_outbox(dsn: str, open_site: Callable[..., Site]) -> None:
     site = open_site(dsn, Outbox(load_settings(dsn="postgresql://nowhere.invalid/x")))
     assert site.ada.get("/").status_code == 200
 
@@ -1302,7 +1298,7 @@ OPERATORS_PAGES: Final = ("/audit", "/bulk?do=redrive")
 
 
 @pytest.mark.parametrize("role", ["pgoutbox_viewer", "pgoutbox_operator"])
-def test_a_login_with_one_role_sees_what_the_owner_sees(
+def test_a_login_with_one_role_sees_the_same_as_the_owner(
     dsn: str, db: psycopg.Connection, open_site: Callable[..., Site], role: str
 ) -> None:
     older = put(db, coalesce_key="k")
@@ -1333,7 +1329,7 @@ def test_a_login_with_one_role_sees_what_the_owner_sees(
 
 
 def told_on(site: Site, path: str) -> list[str]:
-    """The words of a page when its hour is counted, without numbers that grow while one looks."""
+    """Return the words of a page after its hour is counted, without numbers that grow."""
 
     def look() -> str | None:
         site.dashboard.forget()
@@ -1345,7 +1341,7 @@ def told_on(site: Site, path: str) -> list[str]:
     return re.sub(r"\d+(\.\d+)? (ms|s|tokens)\b( ago)?|just now|\d\d:\d\d(:\d\d)?", "-", words).split()
 
 
-def test_statistics_are_known_to_who_may_only_look(
+def test_statistics_are_available_to_a_viewer_role(
     dsn: str, db: psycopg.Connection, open_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reads, "CAP", 5)
@@ -1357,7 +1353,7 @@ def test_statistics_are_known_to_who_may_only_look(
 
 
 @pytest.mark.parametrize(("role", "acts"), [("pgoutbox_operator", True), ("pgoutbox_viewer", False)])
-def test_a_login_with_one_role_does_what_that_may_or_is_told_which_to_grant(
+def test_a_login_with_one_role_can_act_or_learns_which_role_it_needs(
     dsn: str, db: psycopg.Connection, open_site: Callable[..., Site], role: str, acts: bool
 ) -> None:
     failed, owed, sent, many = (put(db, state) for state in (State.FAILED, State.PENDING, State.SENT, State.FAILED))
@@ -1391,7 +1387,7 @@ def test_a_login_with_one_role_does_what_that_may_or_is_told_which_to_grant(
         assert (audit_of(db), state_of(db, many)) == ([], "failed")
 
 
-def test_a_login_with_a_viewers_role_is_told_of_acts_that_it_may_not_read(
+def test_a_login_with_a_viewer_role_learns_that_it_may_not_read_acts(
     dsn: str, db: psycopg.Connection, open_site: Callable[..., Site]
 ) -> None:
     with login(dsn, "pgoutbox_viewer") as its_dsn:
@@ -1406,7 +1402,7 @@ def test_a_login_with_a_viewers_role_is_told_of_acts_that_it_may_not_read(
 
 
 @pytest.mark.parametrize("roles", [(), ("pgoutbox_producer",)])
-def test_a_login_without_rights_is_told_so_and_sees_nothing(
+def test_a_login_without_privileges_sees_only_that_message(
     dsn: str, db: psycopg.Connection, open_site: Callable[..., Site], roles: tuple[str, ...]
 ) -> None:
     put(db, State.FAILED)

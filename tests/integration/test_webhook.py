@@ -1,4 +1,4 @@
-"""The webhook transport against real servers: what arrives, what answers become, and where it refuses to go."""
+"""Tests the webhook transport with real servers: requests, responses, and refused destinations."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ def server_context(authority: trustme.CA, *names: str) -> ssl.SSLContext:
 
 @pytest.fixture(scope="module")
 def tls(authority: trustme.CA) -> ssl.SSLContext:
-    """A server's certificate for the address and the name that the tests connect to."""
+    """Create a server's certificate for the address and the name that the tests connect to."""
     return server_context(authority, HOST, "127.0.0.2", "hooks.test")
 
 
 def settings_for(port: int, **overrides: object) -> Settings:
-    """Settings that let webhooks through to one port of this machine."""
+    """Return settings that allow webhooks to one local port."""
     given: dict[str, object] = {
         "webhook_secrets": f"{NEW} {OLD}",
         "webhook_ports": f"443,{port}",
@@ -85,7 +85,7 @@ def settings_for(port: int, **overrides: object) -> Settings:
 
 @pytest.fixture
 async def open_transport() -> AsyncIterator[Open]:
-    """Makes transports that may reach a port of this machine, and closes them."""
+    """Create transports that may reach a local port, and close them."""
 
     def make(port: int, **overrides: object) -> WebhookTransport:
         return WebhookTransport(settings_for(port, **overrides), clock=lambda: TIMESTAMP)
@@ -94,7 +94,7 @@ async def open_transport() -> AsyncIterator[Open]:
         yield make_one
 
 
-# --- what arrives -----------------------------------------------------------------------------------------------------
+# --- deliveries -------------------------------------------------------------------------------------------------------
 
 
 async def test_a_webhook_arrives_signed_over_tls(open_transport: Open, tls: ssl.SSLContext, ca_file: Path) -> None:
@@ -112,7 +112,7 @@ async def test_a_webhook_arrives_signed_over_tls(open_transport: Open, tls: ssl.
         assert verify(received.body, received.headers, secret, now=TIMESTAMP) == message.idempotency_key
 
 
-async def test_the_reference_library_believes_the_signature() -> None:
+async def test_the_reference_library_verifies_the_signature() -> None:
     async with webhook_server() as server:
         transport = WebhookTransport(settings_for(server.port))
         assert await transport.send(outgoing(destination=server.url(scheme="http")), HOOK) == Sent()
@@ -123,7 +123,7 @@ async def test_the_reference_library_believes_the_signature() -> None:
         assert believed == {"type": "order.paid"}
 
 
-async def test_nothing_but_what_was_given_is_sent(open_transport: Open) -> None:
+async def test_the_request_contains_only_the_given_values(open_transport: Open) -> None:
     async with webhook_server(answer(200, Set_Cookie="a=b")) as server:
         transport = open_transport(server.port)
         for _ in range(2):
@@ -144,7 +144,7 @@ async def test_proxies_of_the_environment_are_ignored(open_transport: Open, monk
     assert proxy.connection_count == 0
 
 
-async def test_a_connection_is_used_again_for_the_same_host_and_port_only(open_transport: Open) -> None:
+async def test_a_connection_is_reused_only_for_the_same_host_and_port(open_transport: Open) -> None:
     async with webhook_server() as server, webhook_server() as other:
         transport = open_transport(server.port, webhook_ports=f"{server.port},{other.port}")
         for where in (server, server, other, server, other):
@@ -152,7 +152,7 @@ async def test_a_connection_is_used_again_for_the_same_host_and_port_only(open_t
     assert (server.connection_count, other.connection_count) == (1, 1)
 
 
-async def test_a_connection_that_the_server_closed_is_replaced(open_transport: Open) -> None:
+async def test_a_connection_closed_by_the_server_is_replaced(open_transport: Open) -> None:
     async with webhook_server(answer(200, Connection="close")) as server:
         transport = open_transport(server.port)
         for _ in range(3):
@@ -162,7 +162,7 @@ async def test_a_connection_that_the_server_closed_is_replaced(open_transport: O
 
 @pytest.mark.parametrize("reset", [False, True], ids=["closed", "reset"])
 @pytest.mark.parametrize("is_noticed_late", [False, True], ids=["at once", "late"])
-async def test_an_idle_connection_that_died_costs_no_attempt(
+async def test_a_dead_idle_connection_costs_no_attempt(
     open_transport: Open, monkeypatch: pytest.MonkeyPatch, reset: bool, is_noticed_late: bool
 ) -> None:
     async with webhook_server() as server, asyncio.timeout(PATIENCE_SECONDS):
@@ -172,13 +172,13 @@ async def test_an_idle_connection_that_died_costs_no_attempt(
         (idle,) = transport._idle
         server.close_idle(reset=reset)
         await until(lambda: not idle.is_ready)
-        if is_noticed_late:  # It dies between the look at it and the first byte of the request.
+        if is_noticed_late:  # It dies between the check and the first byte of the request.
             monkeypatch.setattr(type(idle), "is_ready", property(lambda connection: connection is idle))
         assert await transport.send(message, HOOK) == Sent()
     assert [len(server.received), server.connection_count] == [2, 2]
 
 
-async def test_an_idle_connection_whose_end_is_not_heard_of_leaves_the_outcome_unknown(
+async def test_an_undetected_dead_idle_connection_leaves_the_outcome_unknown(
     open_transport: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with webhook_server() as server, asyncio.timeout(PATIENCE_SECONDS):
@@ -188,7 +188,7 @@ async def test_an_idle_connection_whose_end_is_not_heard_of_leaves_the_outcome_u
         (idle,) = transport._idle
         server.close_idle()
         await until(lambda: not idle.is_ready)
-        # The end is still under way when the request is written: nobody can tell whether it was read.
+        # The close is still in transit when the request is written, so the request may have been read.
         monkeypatch.setattr(type(idle), "is_ready", property(lambda connection: connection is idle))
         assert idle._stream is not None
         monkeypatch.setattr(idle._stream, "get_extra_info", lambda info: False)
@@ -199,7 +199,7 @@ async def test_an_idle_connection_whose_end_is_not_heard_of_leaves_the_outcome_u
     assert len(server.received) == 1
 
 
-async def test_no_more_are_under_way_than_the_setting_allows(open_transport: Open) -> None:
+async def test_the_number_of_concurrent_requests_is_limited_by_the_setting(open_transport: Open) -> None:
     async with webhook_server() as server:
         transport = open_transport(server.port, webhook_connections=3)
         message = outgoing(destination=server.url(scheme="http"))
@@ -207,11 +207,11 @@ async def test_no_more_are_under_way_than_the_setting_allows(open_transport: Ope
     assert server.connection_count == 3
 
 
-# --- what answers become ----------------------------------------------------------------------------------------------
+# --- classification of responses --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("status", [200, 201, 202, 204, 299])
-async def test_2xx_is_sent(open_transport: Open, status: int) -> None:
+async def test_a_2xx_status_is_sent(open_transport: Open, status: int) -> None:
     async with webhook_server(answer(status)) as server:
         destination = server.url(scheme="http")
         assert await open_transport(server.port).send(outgoing(destination=destination), HOOK) == Sent()
@@ -239,7 +239,7 @@ async def test_2xx_is_sent(open_transport: Open, status: int) -> None:
         (600, Permanent, "600"),
     ],
 )
-async def test_an_answer_is_classified_by_its_status_alone(
+async def test_a_response_is_classified_by_its_status_alone(
     open_transport: Open, status: int, kind: type[Transient | Permanent], error: str
 ) -> None:
     async with webhook_server(answer(status, CANARY.encode(), X_Canary=CANARY)) as server:
@@ -269,7 +269,7 @@ async def test_a_redirect_is_not_followed(open_transport: Open) -> None:
         (410, "120", None),
     ],
 )
-async def test_retry_after_is_passed_on_within_the_cap(
+async def test_retry_after_is_used_within_its_limit(
     open_transport: Open, status: int, value: str, seconds: float | None
 ) -> None:
     given = answer(status, Retry_After=value, Date="Sun, 06 Nov 1994 08:49:37 GMT")
@@ -279,7 +279,7 @@ async def test_retry_after_is_passed_on_within_the_cap(
     assert getattr(outcome, "retry_after", None) == seconds
 
 
-async def test_an_excerpt_is_quoted_where_the_settings_ask_for_it(open_transport: Open) -> None:
+async def test_an_excerpt_is_quoted_if_the_settings_request_it(open_transport: Open) -> None:
     body = f"<b>no\x1b[31m\r\n such \u202eshop</b> {CANARY} \xff".encode("latin-1", "ignore") + b"x" * 1_000
     async with webhook_server(answer(400, body)) as server:
         transport = open_transport(server.port, webhook_excerpt_length=60)
@@ -288,12 +288,12 @@ async def test_an_excerpt_is_quoted_where_the_settings_ask_for_it(open_transport
     assert error == "400 Bad Request: <b>no [31m such shop</b> (hidden) \ufffd" + "x" * 25
 
 
-# --- what goes wrong --------------------------------------------------------------------------------------------------
+# --- failures ---------------------------------------------------------------------------------------------------------
 
 
 async def test_a_refused_connection_is_transient(open_transport: Open) -> None:
     with socket.socket() as deaf:
-        deaf.bind((HOST, 0))  # Nobody else can have the port, and nobody listens.
+        deaf.bind((HOST, 0))  # The port is reserved, and nothing listens on it.
         port = deaf.getsockname()[1]
         outcome = await open_transport(port).send(outgoing(destination=f"http://{HOST}:{port}"), HOOK)
     assert error_of(outcome, Transient).startswith("connect: ")
@@ -304,7 +304,7 @@ async def test_a_host_that_does_not_resolve_is_transient(open_transport: Open) -
     assert error_of(outcome, Transient).startswith("connect: ")
 
 
-async def test_a_handshake_that_never_ends_is_transient_and_its_connection_closed(open_transport: Open) -> None:
+async def test_an_endless_handshake_is_transient_and_its_connection_closed(open_transport: Open) -> None:
     was_left = asyncio.Event()
 
     async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -335,7 +335,7 @@ async def test_a_handshake_that_never_ends_is_transient_and_its_connection_close
         (b"HTTP/1.1 200 OK\r\n" + b"X-A: b\r\n" * 20_000, "outcome unknown: the connection was closed without an "),
     ],
 )
-async def test_an_exchange_that_breaks_off_after_the_request_is_of_unknown_outcome(
+async def test_an_exchange_aborted_after_the_request_has_an_unknown_outcome(
     open_transport: Open, behaviour: bytes | Misbehaviour, error: str
 ) -> None:
     async with webhook_server(behaviour, answer(200)) as server, asyncio.timeout(PATIENCE_SECONDS):
@@ -355,7 +355,7 @@ async def test_an_exchange_that_breaks_off_after_the_request_is_of_unknown_outco
 
 
 @pytest.mark.parametrize("status_line", [b"HTTP/1.1 200 OK", b"HTTP/1.1 410 Gone"])
-async def test_a_body_that_is_cut_changes_nothing_about_the_status(open_transport: Open, status_line: bytes) -> None:
+async def test_a_truncated_body_does_not_change_the_classification(open_transport: Open, status_line: bytes) -> None:
     cut = status_line + b"\r\nContent-Length: 1000\r\nConnection: close\r\n\r\nxxx"
     async with webhook_server(cut) as server:
         outcome = await open_transport(server.port).send(outgoing(destination=server.url(scheme="http")), HOOK)
@@ -364,7 +364,7 @@ async def test_a_body_that_is_cut_changes_nothing_about_the_status(open_transpor
 
 
 @pytest.mark.parametrize("behaviour", [ENDLESS, Misbehaviour.DRIP_BODY])
-async def test_a_body_is_read_in_part_only_and_its_connection_closed(
+async def test_a_long_body_is_read_only_in_part_and_its_connection_closed(
     open_transport: Open, behaviour: Misbehaviour
 ) -> None:
     async with webhook_server(behaviour) as server, asyncio.timeout(PATIENCE_SECONDS):
@@ -375,7 +375,7 @@ async def test_a_body_is_read_in_part_only_and_its_connection_closed(
 
 
 @pytest.mark.parametrize(("size", "connection_count"), [(MAX_ANSWER_BYTES, 1), (20 * MAX_ANSWER_BYTES, 2)])
-async def test_a_body_within_the_limit_leaves_the_connection_usable(
+async def test_a_body_within_the_limit_keeps_the_connection_usable(
     open_transport: Open, size: int, connection_count: int
 ) -> None:
     async with webhook_server(answer(500, b"x" * size)) as server:
@@ -404,10 +404,10 @@ async def test_a_certificate_for_another_host_is_refused(
     assert server.received == []
 
 
-async def test_a_slow_name_server_holds_up_its_own_webhooks_only(open_transport: Open) -> None:
+async def test_a_slow_name_server_delays_only_its_own_webhooks(open_transport: Open) -> None:
     loop = asyncio.get_running_loop()
     answered = threading.Event()
-    # Every thread that the process shares for look-ups waits for an answer.
+    # Every thread that the process shares for DNS queries waits for an answer.
     waiting = [loop.run_in_executor(None, answered.wait) for _ in range(64)]
     try:
         async with webhook_server() as server, asyncio.timeout(PATIENCE_SECONDS):
@@ -419,7 +419,7 @@ async def test_a_slow_name_server_holds_up_its_own_webhooks_only(open_transport:
         await asyncio.gather(*waiting)
 
 
-async def test_a_cancelled_send_closes_its_connection_and_gives_its_place_back(open_transport: Open) -> None:
+async def test_a_cancelled_send_closes_its_connection_and_frees_its_slot(open_transport: Open) -> None:
     async with webhook_server(HANG, answer(200)) as server, asyncio.timeout(PATIENCE_SECONDS):
         transport = open_transport(server.port, webhook_connections=1)
         message = outgoing(destination=server.url(scheme="http"))
@@ -432,7 +432,7 @@ async def test_a_cancelled_send_closes_its_connection_and_gives_its_place_back(o
         assert await transport.send(message, HOOK) == Sent()
 
 
-async def test_a_send_that_is_cancelled_at_any_step_gives_its_place_back(
+async def test_a_send_cancelled_at_any_step_frees_its_slot(
     open_transport: Open, tls: ssl.SSLContext, ca_file: Path
 ) -> None:
     async with webhook_server(answer(200, Connection="close"), tls=tls) as server, asyncio.timeout(PATIENCE_SECONDS):
@@ -441,7 +441,7 @@ async def test_a_send_that_is_cancelled_at_any_step_gives_its_place_back(
         for step_count in range(40):
             sending = asyncio.create_task(transport.send(message, HOOK))
             for _ in range(step_count):
-                await asyncio.sleep(0)  # Each turn of the loop brings it one step further.
+                await asyncio.sleep(0)  # Each turn of the loop advances it by one step.
             sending.cancel()
             await asyncio.wait([sending])
         assert await transport.send(message, HOOK) == Sent()
@@ -464,7 +464,7 @@ async def test_a_content_of_another_transport_is_permanent(open_transport: Open)
     assert error_of(outcome, Permanent) == "content: the webhook transport sends a Webhook, not Email"
 
 
-async def test_what_is_wrong_with_a_webhook_is_found_before_connecting(open_transport: Open) -> None:
+async def test_an_invalid_webhook_is_refused_before_connecting(open_transport: Open) -> None:
     async with webhook_server() as server:
         transport = open_transport(server.port)
         message = outgoing(destination=server.url(scheme="http"))
@@ -475,7 +475,7 @@ async def test_what_is_wrong_with_a_webhook_is_found_before_connecting(open_tran
     assert server.connection_count == 0
 
 
-async def test_no_log_shows_a_secret(open_transport: Open, caplog: pytest.LogCaptureFixture) -> None:
+async def test_no_log_contains_a_secret(open_transport: Open, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     async with webhook_server(answer(500)) as server:
         hook = Webhook(body=CANARY, headers={"Authorization": CANARY}, secrets=[OLD])
@@ -486,17 +486,17 @@ async def test_no_log_shows_a_secret(open_transport: Open, caplog: pytest.LogCap
     assert not [line for line in logged if CANARY in line or OLD in line]
 
 
-# --- where it refuses to go -------------------------------------------------------------------------------------------
+# --- refused destinations ---------------------------------------------------------------------------------------------
 
 Answers = dict[str, "Sequence[Sequence[str]]"]
 
 
 @pytest.fixture
 def look_ups(monkeypatch: pytest.MonkeyPatch) -> tuple[Answers, list[str]]:
-    """What a name server answers, by host and in turn, and what it was asked.
+    """The answers of a name server by host and in turn, with a record of the queries.
 
-    This replaces `socket.getaddrinfo`, below which every look-up of the process passes: the test cannot give the
-    machine another name server.
+    This replaces `socket.getaddrinfo`, which every DNS query of the process uses: the test cannot change the name
+    server of the machine.
     """
     answers: Answers = {}
     asked: list[str] = []
@@ -522,7 +522,7 @@ REFUSED = "is not in the public internet, nor in a network that PGOUTBOX_WEBHOOK
      "[::ffff:169.254.169.254]", "10.0.0.1", "100.64.0.1", "224.0.0.1", "240.0.0.1", "[fd00:ec2::254]", "[fe80::1]",
      "[64:ff9b::7f00:1]", "[2002:7f00:1::]", "[2001:0:7f00:1::]"],
 )  # fmt: skip
-async def test_an_address_that_is_not_public_is_refused_at_dial(
+async def test_a_private_address_is_refused_when_connecting(
     open_transport: Open, host: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with webhook_server() as server:
@@ -534,7 +534,7 @@ async def test_an_address_that_is_not_public_is_refused_at_dial(
     assert [getattr(record, "event", None) for record in caplog.records] == [Event.WEBHOOK_ADDRESS_REFUSED]
 
 
-async def test_a_name_with_one_address_that_is_not_public_is_refused(
+async def test_a_name_with_one_private_address_is_refused(
     open_transport: Open, look_ups: tuple[Answers, list[str]]
 ) -> None:
     look_ups[0]["hooks.test"] = [["127.0.0.2", "127.0.0.1"]]
@@ -547,7 +547,7 @@ async def test_a_name_with_one_address_that_is_not_public_is_refused(
     assert server.connection_count == 0
 
 
-async def test_a_name_that_changes_its_address_is_looked_up_once_for_each_connection(
+async def test_a_name_is_resolved_once_for_each_connection(
     open_transport: Open, look_ups: tuple[Answers, list[str]]
 ) -> None:
     answers, asked = look_ups
@@ -566,7 +566,7 @@ async def test_a_name_that_changes_its_address_is_looked_up_once_for_each_connec
     assert (server.connection_count, secret.connection_count) == (1, 0)
 
 
-async def test_the_certificate_is_for_the_name_and_the_connection_to_the_address(
+async def test_the_certificate_is_checked_for_the_name_and_the_connection_uses_the_address(
     open_transport: Open, look_ups: tuple[Answers, list[str]], tls: ssl.SSLContext, ca_file: Path
 ) -> None:
     look_ups[0].update({"hooks.test": [["127.0.0.2"]], "other.test": [["127.0.0.2"]]})
@@ -581,7 +581,7 @@ async def test_the_certificate_is_for_the_name_and_the_connection_to_the_address
     assert len(server.received) == 1
 
 
-async def test_an_address_that_does_not_answer_is_followed_by_the_next(
+async def test_after_an_unresponsive_address_the_next_one_is_tried(
     open_transport: Open, look_ups: tuple[Answers, list[str]]
 ) -> None:
     look_ups[0]["hooks.test"] = [["127.0.0.3", "127.0.0.2"]]
@@ -592,13 +592,13 @@ async def test_an_address_that_does_not_answer_is_followed_by_the_next(
 
 # --- a worker ---------------------------------------------------------------------------------------------------------
 
-FEW = RetryPolicy(max_attempts=3, base_seconds=3_600, cap_seconds=3_600, jitter=0)
+FEW = RetryPolicy(max_attempts=3, base=3_600, cap=3_600, jitter=0)
 
 
 async def deliver(
     db: psycopg.Connection, settings: Settings, destination: str, *, hook: Webhook = HOOK, passes: int = 1
 ) -> list[Row]:
-    """Enqueue a message and let workers try it, a minute passing between attempts; its row after each of them."""
+    """Enqueue a message, let workers try it with a minute between attempts, and return its row after each of them."""
     outbox = Outbox(settings)
 
     @outbox.handler("greet", retry=FEW)
@@ -635,7 +635,7 @@ async def test_a_retry_has_the_same_id_and_a_new_timestamp(dsn: str, db: psycopg
 
 
 @pytest.mark.parametrize("breaker_failures", [5, 1], ids=["alive", "the failure that opens the breaker"])
-async def test_what_may_have_arrived_is_not_sent_again_where_that_is_for_a_person_to_find_out(
+async def test_an_unknown_outcome_is_not_sent_again_if_the_topic_holds_it(
     dsn: str, db: psycopg.Connection, breaker_failures: int
 ) -> None:
     async with webhook_server(answer(200), DROP) as server:
@@ -653,7 +653,7 @@ async def test_what_may_have_arrived_is_not_sent_again_where_that_is_for_a_perso
     assert len(server.received) == 2
 
 
-async def test_what_certainly_did_not_arrive_is_tried_again_all_the_same(dsn: str, db: psycopg.Connection) -> None:
+async def test_a_webhook_that_certainly_did_not_arrive_is_retried(dsn: str, db: psycopg.Connection) -> None:
     with socket.create_server((HOST, 0)) as closed:
         port = closed.getsockname()[1]
     outbox = Outbox(settings_for(port, dsn=dsn))
@@ -673,18 +673,14 @@ async def test_what_certainly_did_not_arrive_is_tried_again_all_the_same(dsn: st
     [(answer(503), True), (answer(500), True), (DROP, True), (answer(429), False), (answer(408), False)],
     ids=["503", "500", "dropped", "429", "408"],
 )
-async def test_what_speaks_against_the_host_and_not_the_message_is_an_outage(
-    open_transport: Open, reply: object, is_outage: bool
-) -> None:
+async def test_failures_of_the_host_are_outages(open_transport: Open, reply: object, is_outage: bool) -> None:
     async with webhook_server(reply) as server:  # type: ignore[arg-type] # one of the kinds above
         outcome = await open_transport(server.port).send(outgoing(destination=server.url(scheme="http")), HOOK)
     assert isinstance(outcome, Transient)
     assert outcome.outage is is_outage
 
 
-async def test_a_host_that_nobody_serves_is_held_to_be_dead_and_its_messages_keep_their_attempts(
-    dsn: str, db: psycopg.Connection
-) -> None:
+async def test_a_dead_host_opens_its_breaker_and_messages_keep_their_attempts(dsn: str, db: psycopg.Connection) -> None:
     with socket.create_server((HOST, 0)) as closed:
         port = closed.getsockname()[1]
     settings = settings_for(port, dsn=dsn, breaker_failures=2, concurrency=1)
@@ -710,7 +706,7 @@ async def test_retry_after_is_the_delay_of_the_row(dsn: str, db: psycopg.Connect
     assert unasked.due_in_seconds > 120
 
 
-async def test_a_row_fails_at_once_with_the_reason(dsn: str, db: psycopg.Connection) -> None:
+async def test_a_permanent_failure_stores_its_reason(dsn: str, db: psycopg.Connection) -> None:
     async with webhook_server(answer(410)) as server:
         settings = settings_for(server.port, dsn=dsn)
         guarded = settings_for(server.port, dsn=dsn, webhook_allowed_networks=None)
@@ -729,7 +725,7 @@ async def test_a_row_fails_at_once_with_the_reason(dsn: str, db: psycopg.Connect
     assert len(server.received) == 1
 
 
-async def test_a_worker_has_the_transport_by_itself(dsn: str, db: psycopg.Connection) -> None:
+async def test_a_worker_has_the_webhook_transport_by_default(dsn: str, db: psycopg.Connection) -> None:
     async with webhook_server() as server:
         outbox = Outbox(settings_for(server.port, dsn=dsn))
 

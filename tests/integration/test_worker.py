@@ -1,4 +1,5 @@
-"""The worker on a real database: what becomes of a message, whatever its handler, its process or its server does."""
+"""Tests the worker on a real database: the result for a message, for any behaviour of its handler, process or
+server."""
 
 from __future__ import annotations
 
@@ -138,9 +139,7 @@ async def test_an_outcome_is_written_whether_it_is_returned_or_raised(
     assert [round(row.due_in_seconds / 3600) for row in rows] == [1, 0, 0, 0, 1]
 
 
-async def test_an_exception_is_retried_and_those_that_are_listed_are_not(
-    outbox: Outbox, db: psycopg.Connection
-) -> None:
+async def test_an_exception_is_retried_unless_it_is_listed_as_permanent(outbox: Outbox, db: psycopg.Connection) -> None:
     @outbox.handler("greet", retry=MUCH_LATER, permanent=[LookupError])
     async def greet(message: Message, ctx: Context) -> None:
         raise KeyError("who") if message.payload == "permanent" else ValueError("what")
@@ -168,7 +167,7 @@ async def test_a_message_is_retried_until_its_attempts_are_used_up(outbox: Outbo
     assert attempts_of(db, message_id) == [(1, "retry", "busy 1"), (2, "retry", "busy 2"), (3, "failed", "busy 3")]
 
 
-async def test_a_message_that_is_claimed_again_before_its_finish_is_answered_is_handed_over_again(
+async def test_a_message_claimed_again_before_its_finish_is_answered_is_handed_over_again(
     outbox: Outbox, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
@@ -182,7 +181,7 @@ async def test_a_message_that_is_claimed_again_before_its_finish_is_answered_is_
 
     async def finish_slowly(store: Store, verdicts: Sequence[Verdict]) -> dict[int, State]:
         written = await finish(store, verdicts)
-        # As a notification for all lanes does. The worker may have asked for due retries before the finish committed.
+        # Like a notification for all lanes. The worker may have queried for due retries before the finish committed.
         worker._look_at_everything()
         await until(lambda: row_of(db, message_id).attempt_count == 2)
         return written
@@ -195,7 +194,7 @@ async def test_a_message_that_is_claimed_again_before_its_finish_is_answered_is_
     assert seen == [1, 2]
 
 
-async def test_a_drain_waits_for_retries_and_not_for_what_is_scheduled(outbox: Outbox, db: psycopg.Connection) -> None:
+async def test_a_drain_waits_for_retries_but_not_for_scheduled_messages(outbox: Outbox, db: psycopg.Connection) -> None:
     @outbox.handler("greet", retry=RetryPolicy.steps(0.05, jitter=0))
     async def greet(message: Message, ctx: Context) -> None:
         if message.attempt_count < 3:
@@ -207,7 +206,7 @@ async def test_a_drain_waits_for_retries_and_not_for_what_is_scheduled(outbox: O
     assert [(row.state, row.attempt_count) for row in rows_of(db, retried, scheduled)] == [("sent", 3), ("pending", 0)]
 
 
-async def test_a_drain_does_not_sleep_through_what_another_worker_gives_back(dsn: str, db: psycopg.Connection) -> None:
+async def test_a_drain_delivers_messages_that_another_worker_releases(dsn: str, db: psycopg.Connection) -> None:
     claimed, give_back = asyncio.Event(), asyncio.Event()
 
     def outbox(*, gives_back: bool) -> Outbox:
@@ -236,7 +235,7 @@ async def test_a_drain_does_not_sleep_through_what_another_worker_gives_back(dsn
 
 
 async def until_idle_in(db: psycopg.Connection, statement: str) -> None:
-    """Return when a worker's claiming connection has answered a statement that begins so, as its last one."""
+    """Wait until the last statement that a worker's claim connection has completed begins with this text."""
     asked = (
         "SELECT count(*) FILTER (WHERE ltrim(query, E'\\n') LIKE %s AND state = 'idle') FROM pg_stat_activity "
         "WHERE datname = current_database() AND starts_with(application_name, 'pgoutbox claim')"
@@ -248,7 +247,7 @@ async def until_idle_in(db: psycopg.Connection, statement: str) -> None:
             (idle_count,) = db.execute(asked, [statement + "%"]).fetchone() or (0,)
 
 
-async def test_a_message_that_expired_is_not_handed_over(outbox: Outbox, db: psycopg.Connection) -> None:
+async def test_an_expired_message_is_not_handed_over(outbox: Outbox, db: psycopg.Connection) -> None:
     @outbox.handler("greet")
     async def greet(message: Message, ctx: Context) -> None:
         raise AssertionError("an expired message was handed over")
@@ -261,7 +260,7 @@ async def test_a_message_that_expired_is_not_handed_over(outbox: Outbox, db: psy
     assert worker.telemetry.counts[Event.SKIPPED] == 1
 
 
-async def test_a_topic_without_a_handler_is_left_for_another_worker(outbox: Outbox, db: psycopg.Connection) -> None:
+async def test_a_topic_without_a_handler_is_left_to_another_worker(outbox: Outbox, db: psycopg.Connection) -> None:
     @outbox.handler("greet")
     async def greet(message: Message, ctx: Context) -> None: ...
 
@@ -270,9 +269,7 @@ async def test_a_topic_without_a_handler_is_left_for_another_worker(outbox: Outb
     assert [(row.state, row.attempt_count) for row in rows_of(db, unknown, known)] == [("pending", 0), ("sent", 1)]
 
 
-async def test_an_unknown_outcome_is_held_for_a_person_where_the_handler_asks_for_it(
-    outbox: Outbox, db: psycopg.Connection
-) -> None:
+async def test_an_unknown_outcome_is_held_if_the_handler_requests_it(outbox: Outbox, db: psycopg.Connection) -> None:
     delivered: list[str] = []
 
     @outbox.handler("pay", on_unknown="hold")
@@ -295,7 +292,7 @@ async def test_an_unknown_outcome_is_held_for_a_person_where_the_handler_asks_fo
     assert worker.telemetry.counts[Event.LEASE_EXPIRED] == 1
 
 
-async def test_two_runs_at_once_share_the_work(outbox: Outbox, db: psycopg.Connection) -> None:
+async def test_two_concurrent_runs_share_the_work(outbox: Outbox, db: psycopg.Connection) -> None:
     delivered: list[int] = []
 
     @outbox.handler("greet")
@@ -339,7 +336,7 @@ async def test_messages_that_wait_for_slow_handlers_go_to_an_idle_worker(dsn: st
         await until(lambda: {row.state for row in rows_of(db, *slow)} == {"sent"})
 
 
-async def test_a_worker_whose_messages_nobody_else_can_take_keeps_them(dsn: str, db: psycopg.Connection) -> None:
+async def test_a_worker_keeps_its_messages_if_no_other_worker_can_take_them(dsn: str, db: psycopg.Connection) -> None:
     store = Store(settings_for(dsn), worker="busy")
     unheard = Store(settings_for(dsn, listen=False), worker="busy")
     operations.limit_rate(db, "limited", Rate(10, 60))
@@ -356,7 +353,7 @@ async def test_a_worker_whose_messages_nobody_else_can_take_keeps_them(dsn: str,
         db.execute("SELECT pg_advisory_lock(1885826146, hashtext(q)) FROM unnest(%s::text[]) AS q", [queues])
         assert await store.idle_queues(queues, keys) == ["default"]
         db.execute("SELECT pg_advisory_unlock_all()")
-        # The worker on watch polls, so nobody has the bell.
+        # The worker on watch polls, so no worker holds the bell.
         assert ask_for_bells(db, "default")[0][1] == "armed"
         db.execute(sql.LOWER, {"queues": ["default"]})
         assert await store.idle_queues(queues, keys) == ["default"]
@@ -372,7 +369,7 @@ def test_a_worker_without_handlers_is_refused(outbox: Outbox) -> None:
 
 
 async def delivery_order(dsn: str, db: psycopg.Connection, queues: Sequence[str], counts: dict[str, int]) -> list[str]:
-    """The queues of the messages in the order in which one slot, claiming one by one, delivered them."""
+    """Return the queues of the messages in the order in which one slot, claiming one by one, delivered them."""
     outbox = Outbox(settings_for(dsn, concurrency=1, batch_size=1))
     order: list[str] = []
 
@@ -387,7 +384,7 @@ async def delivery_order(dsn: str, db: psycopg.Connection, queues: Sequence[str]
     return order
 
 
-async def test_queues_without_weights_are_worked_strictly_in_their_order(dsn: str, db: psycopg.Connection) -> None:
+async def test_queues_without_weights_are_served_strictly_in_their_order(dsn: str, db: psycopg.Connection) -> None:
     order = await delivery_order(dsn, db, ["critical", "bulk"], {"bulk": 4, "critical": 4})
     assert order == ["critical"] * 4 + ["bulk"] * 4
 
@@ -398,14 +395,14 @@ async def test_queues_with_weights_share_in_their_proportion(dsn: str, db: psyco
     assert order[:8].count("bulk") == 2
 
 
-async def test_a_queue_that_the_worker_was_not_given_is_left_alone(dsn: str, db: psycopg.Connection) -> None:
+async def test_a_queue_outside_the_workers_list_is_not_served(dsn: str, db: psycopg.Connection) -> None:
     assert await delivery_order(dsn, db, ["critical"], {"bulk": 1, "critical": 1}) == ["critical"]
 
 
 # --- threads and timeouts ---------------------------------------------------------------------------------------------
 
 
-async def test_sync_handlers_run_in_threads_side_by_side(outbox: Outbox, db: psycopg.Connection) -> None:
+async def test_sync_handlers_run_in_parallel_threads(outbox: Outbox, db: psycopg.Connection) -> None:
     together = threading.Barrier(4, timeout=PATIENCE_SECONDS)
     names: list[str] = []
 
@@ -476,7 +473,7 @@ async def test_a_late_success_of_a_thread_past_its_timeout_is_recorded_as_sent(
     assert worker.telemetry.counts[Event.ATTEMPT_ABANDONED] == 0
 
 
-async def test_a_thread_whose_process_was_suspended_in_its_overtime_may_still_succeed(
+async def test_a_thread_whose_process_was_suspended_past_its_timeout_may_still_succeed(
     dsn: str, db: psycopg.Connection
 ) -> None:
     made = stuck(dsn)
@@ -487,7 +484,7 @@ async def test_a_thread_whose_process_was_suspended_in_its_overtime_may_still_su
             await heard.wait_for(Event.ATTEMPT_OVERDUE)
             (slot,) = worker._slots._slots
             assert slot.deadline is not None
-            slot.deadline -= 3600  # It passed long ago, and nobody was there to see it.
+            slot.deadline -= 3600  # The timeout passed long ago, while the process was suspended.
             worker._slots._end_overdue()
             made.let_go.set()
             await until(lambda: state_of(db, message_id) != State.SENDING)
@@ -495,7 +492,7 @@ async def test_a_thread_whose_process_was_suspended_in_its_overtime_may_still_su
 
 
 @pytest.mark.parametrize("is_sync", [False, True], ids=["async", "sync"])
-async def test_a_transactional_handler_that_waited_for_its_connection_past_its_lease_does_not_begin(
+async def test_a_transactional_handler_does_not_begin_after_waiting_past_its_lease(
     dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch, *, is_sync: bool
 ) -> None:
     outbox = Outbox(settings_for(dsn))
@@ -536,7 +533,7 @@ async def test_a_transactional_handler_that_waited_for_its_connection_past_its_l
 
 
 @pytest.mark.parametrize("keyed", [Options(coalesce_key="k"), Options(ordering_key="k")], ids=["coalesce", "order"])
-async def test_nothing_newer_of_its_key_starts_beside_a_thread_past_its_timeout(
+async def test_no_newer_message_of_its_key_starts_beside_a_thread_past_its_timeout(
     dsn: str, db: psycopg.Connection, keyed: Options
 ) -> None:
     made = stuck(dsn)
@@ -554,7 +551,7 @@ async def test_nothing_newer_of_its_key_starts_beside_a_thread_past_its_timeout(
     assert [i for i in made.calls if i != other] == [older, newer]
 
 
-async def test_a_message_whose_thread_outlives_the_grace_time_goes_to_nobody_before_its_lease_has_ended(
+async def test_a_message_in_a_thread_past_the_grace_period_stays_until_its_lease_ends(
     dsn: str, db: psycopg.Connection
 ) -> None:
     made = stuck(dsn, shutdown_grace_seconds=0)
@@ -573,9 +570,7 @@ async def test_a_message_whose_thread_outlives_the_grace_time_goes_to_nobody_bef
         made.let_go.set()
 
 
-async def test_an_attempt_ends_though_its_handler_ignores_that_it_is_cancelled(
-    dsn: str, db: psycopg.Connection
-) -> None:
+async def test_an_attempt_ends_even_if_its_handler_ignores_its_cancellation(dsn: str, db: psycopg.Connection) -> None:
     outbox = Outbox(settings_for(dsn, lease_seconds=1))
     may_end = asyncio.Event()
 
@@ -625,7 +620,9 @@ async def test_a_thread_that_outlives_its_attempt_keeps_its_slot(dsn: str, db: p
     assert worker.telemetry.counts[Event.ATTEMPT_ABANDONED] == 1
 
 
-async def test_the_timeout_of_the_settings_is_for_handlers_without_their_own(dsn: str, db: psycopg.Connection) -> None:
+async def test_the_timeout_in_the_settings_applies_to_handlers_without_their_own(
+    dsn: str, db: psycopg.Connection
+) -> None:
     outbox = Outbox(settings_for(dsn, handler_timeout_seconds=0.05))
 
     @outbox.handler("greet", retry=MUCH_LATER)
@@ -641,7 +638,7 @@ async def test_the_timeout_of_the_settings_is_for_handlers_without_their_own(dsn
 
 
 class LetGo(logging.Handler):
-    """Hears from another thread that the event loop is blocked, and ends that."""
+    """Receives the log record of the blocked event loop in another thread, and ends the block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -649,14 +646,14 @@ class LetGo(logging.Handler):
         self.event = threading.Event()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Note the record and let the handler go."""
+        """Record the log record and let the handler continue."""
         if getattr(record, "event", None) == Event.LOOP_BLOCKED:
             self.records.append(record)
             self.event.set()
 
 
 @pytest.mark.parametrize("is_batch", [False, True], ids=["single", "batch"])
-async def test_a_handler_that_blocks_the_event_loop_is_named_in_the_log_while_it_does(
+async def test_a_handler_that_blocks_the_event_loop_is_named_in_the_log_during_the_block(
     outbox: Outbox, db: psycopg.Connection, is_batch: bool
 ) -> None:
     heard = LetGo()
@@ -693,7 +690,7 @@ async def test_a_handler_that_blocks_the_event_loop_is_named_in_the_log_while_it
 
 
 class UnprintableError(Exception):
-    """Cannot even say what it is."""
+    """An exception whose text cannot be read."""
 
     def __str__(self) -> str:
         raise RuntimeError("no text")
@@ -717,7 +714,7 @@ MISBEHAVIOUR: dict[str, tuple[Callable[[], BaseException], str]] = {
 
 @pytest.mark.parametrize("transactional", [False, True], ids=["plain", "transactional"])
 @pytest.mark.parametrize("kind", ["async", "sync"])
-async def test_whatever_a_handler_raises_its_message_is_retried_and_the_others_are_sent(
+async def test_after_any_exception_the_message_is_retried_and_the_others_are_sent(
     outbox: Outbox, db: psycopg.Connection, kind: str, transactional: bool
 ) -> None:
     def misbehave(message: Message) -> None:
@@ -736,7 +733,7 @@ async def test_whatever_a_handler_raises_its_message_is_retried_and_the_others_a
 
         @outbox.handler("greet", retry=MUCH_LATER, transactional=transactional)
         def greet_in_thread(message: Message, ctx: SyncContext) -> None:
-            # The event loop has answered, so that it waits for this thread when the error comes.
+            # The event loop has answered, so that it waits for this thread when the error occurs.
             ctx.ensure_lease()
             misbehave(message)
 
@@ -756,9 +753,7 @@ async def test_whatever_a_handler_raises_its_message_is_retried_and_the_others_a
     assert max(map(len, errors.values())) <= 4000
 
 
-async def test_a_handler_that_returns_nonsense_fails_its_message_at_once(
-    outbox: Outbox, db: psycopg.Connection
-) -> None:
+async def test_an_invalid_result_of_a_handler_fails_its_message_at_once(outbox: Outbox, db: psycopg.Connection) -> None:
     nonsense = [42, "done", b"\x00", ["x" * 50_000_000], object(), Sent]
 
     @outbox.handler("greet")
@@ -775,7 +770,7 @@ async def test_a_handler_that_returns_nonsense_fails_its_message_at_once(
     assert state_of(db, good) == State.SENT
 
 
-async def test_a_reason_that_cannot_be_stored_is_made_fit(outbox: Outbox, db: psycopg.Connection) -> None:
+async def test_an_unstorable_reason_is_sanitized(outbox: Outbox, db: psycopg.Connection) -> None:
     reasons = ["", "a\x00b", "\ud800", "x" * 5000]
 
     @outbox.handler("greet")
@@ -788,14 +783,14 @@ async def test_a_reason_that_cannot_be_stored_is_made_fit(outbox: Outbox, db: ps
     assert written == ["skipped by its handler", "a\\x00b", "\\ud800", "x" * 3999 + "…"]
 
 
-async def test_a_delay_that_is_no_time_is_kept_within_bounds(outbox: Outbox, db: psycopg.Connection) -> None:
+async def test_an_invalid_delay_is_kept_within_bounds(outbox: Outbox, db: psycopg.Connection) -> None:
     delays = [float("inf"), float("nan"), 1e300]
 
     @outbox.handler("snooze")
     async def snooze(message: Message, ctx: Context) -> Snooze:
         return Snooze(1e300)
 
-    @outbox.handler("greet", retry=RetryPolicy(base_seconds=1, cap_seconds=60))
+    @outbox.handler("greet", retry=RetryPolicy(base=1, cap=60))
     async def greet(message: Message, ctx: Context) -> Transient:
         return Transient("busy", retry_after=delays[int(str(message.payload))])
 
@@ -832,7 +827,7 @@ async def test_a_snooze_without_a_pause_lasts_a_second(
 
 
 @pytest.mark.parametrize("kind", ["async", "sync"])
-async def test_a_batch_handler_gets_its_messages_together_and_gives_an_outcome_for_each(
+async def test_a_batch_handler_gets_its_messages_together_and_returns_an_outcome_for_each(
     outbox: Outbox, db: psycopg.Connection, kind: str
 ) -> None:
     sizes: list[int] = []
@@ -859,7 +854,9 @@ async def test_a_batch_handler_gets_its_messages_together_and_gives_an_outcome_f
     assert [row.state for row in rows_of(db, *ids)] == ["sent", "failed", "sent", "failed"]
 
 
-async def test_a_batch_that_answers_with_the_wrong_number_fails_and_says_so(dsn: str, db: psycopg.Connection) -> None:
+async def test_a_batch_with_the_wrong_number_of_outcomes_fails_with_that_reason(
+    dsn: str, db: psycopg.Connection
+) -> None:
     outbox = Outbox(settings_for(dsn, concurrency=50))
     answers: list[object] = [[], [Sent()], [Sent()] * 3, "ab", 2, Sent()]
     given = iter(answers)
@@ -875,7 +872,7 @@ async def test_a_batch_that_answers_with_the_wrong_number_fails_and_says_so(dsn:
     assert all("2 outcomes" in (row.last_error or "") for row in rows)
 
 
-async def test_a_batch_that_returns_nothing_was_sent(outbox: Outbox, db: psycopg.Connection) -> None:
+async def test_a_batch_that_returns_none_was_sent(outbox: Outbox, db: psycopg.Connection) -> None:
     @outbox.batch_handler("index")
     async def index(messages: Sequence[Message], contexts: Sequence[Context]) -> None: ...
 
@@ -894,7 +891,9 @@ async def test_an_exception_in_a_batch_is_the_outcome_of_each_message(outbox: Ou
     assert [(row.state, row.last_error) for row in rows_of(db, *ids)] == [("pending", "SystemExit: index is down")] * 3
 
 
-async def test_nonsense_for_one_message_of_a_batch_fails_only_that_one(outbox: Outbox, db: psycopg.Connection) -> None:
+async def test_an_invalid_outcome_of_one_batch_message_fails_only_that_message(
+    outbox: Outbox, db: psycopg.Connection
+) -> None:
     @outbox.batch_handler("index")
     async def index(messages: Sequence[Message], contexts: Sequence[Context]) -> list[Outcome]:
         return [cast("Outcome", 42), Sent()]
@@ -909,7 +908,7 @@ async def test_nonsense_for_one_message_of_a_batch_fails_only_that_one(outbox: O
 
 @pytest.fixture
 def effects(db: psycopg.Connection) -> Callable[[], list[int]]:
-    """A table for what handlers write; gives the message ids that it holds."""
+    """Create a table for the handlers' writes, and return a function that reads its message ids."""
     db.execute("CREATE TABLE effect (message_id bigint)")
     return lambda: [row[0] for row in db.execute("SELECT message_id FROM effect ORDER BY 1").fetchall()]
 
@@ -918,7 +917,7 @@ WRITE_EFFECT = "INSERT INTO effect VALUES (%s)"
 
 
 def register_transactional(outbox: Outbox, kind: str, then: Callable[[Message], Outcome | None]) -> None:
-    """A transactional handler of topic `greet` that writes its message's id and then does as it is told."""
+    """Register a transactional handler of topic `greet` that writes its message's id and then runs `then`."""
     if kind == "async":
 
         @outbox.handler("greet", transactional=True, retry=MUCH_LATER)
@@ -935,7 +934,7 @@ def register_transactional(outbox: Outbox, kind: str, then: Callable[[Message], 
 
 
 @pytest.mark.parametrize("kind", ["async", "sync"])
-async def test_a_transactional_handlers_writes_commit_together_with_the_completion(
+async def test_the_writes_of_a_transactional_handler_commit_with_the_completion(
     outbox: Outbox, db: psycopg.Connection, effects: Callable[[], list[int]], kind: str
 ) -> None:
     db.execute(
@@ -964,7 +963,7 @@ async def test_a_transactional_handlers_writes_commit_together_with_the_completi
 
 
 @pytest.mark.parametrize("kind", ["async", "sync"])
-async def test_another_outcome_than_sent_rolls_the_handlers_writes_back(
+async def test_an_outcome_other_than_sent_rolls_the_handlers_writes_back(
     outbox: Outbox, db: psycopg.Connection, effects: Callable[[], list[int]], kind: str
 ) -> None:
     register_transactional(outbox, kind, lambda message: OUTCOMES[str(message.payload)])
@@ -976,7 +975,7 @@ async def test_another_outcome_than_sent_rolls_the_handlers_writes_back(
 
 
 @pytest.mark.parametrize("kind", ["async", "sync"])
-async def test_losing_the_message_rolls_the_handlers_writes_back(
+async def test_the_loss_of_the_message_rolls_the_handlers_writes_back(
     outbox: Outbox, db: psycopg.Connection, effects: Callable[[], list[int]], kind: str
 ) -> None:
     def lose(message: Message) -> None:
@@ -996,7 +995,7 @@ async def test_losing_the_message_rolls_the_handlers_writes_back(
 
 
 @pytest.mark.parametrize("kind", ["async", "sync"])
-async def test_a_transaction_that_the_handler_left_aborted_is_not_a_completion(
+async def test_an_aborted_transaction_of_a_handler_is_not_a_completion(
     outbox: Outbox, db: psycopg.Connection, effects: Callable[[], list[int]], kind: str
 ) -> None:
     if kind == "async":
@@ -1035,7 +1034,7 @@ async def test_only_a_transactional_handler_has_a_connection(outbox: Outbox, db:
 
 @pytest.mark.parametrize("kind", ["async", "sync"])
 @pytest.mark.parametrize("how", ["cancelled", "superseded", "lease lost"])
-async def test_an_attempt_that_was_overtaken_learns_of_it_before_its_side_effect(
+async def test_an_overtaken_attempt_learns_of_it_before_its_side_effect(
     outbox: Outbox, db: psycopg.Connection, how: str, kind: str
 ) -> None:
     refused: list[str] = []
@@ -1060,7 +1059,7 @@ async def test_an_attempt_that_was_overtaken_learns_of_it_before_its_side_effect
                 await ctx.ensure_lease()
             except LeaseLostError as error:
                 refused.append(str(error))
-                assert ctx.cancelled
+                assert ctx.should_stop
                 raise
 
     else:
@@ -1073,7 +1072,7 @@ async def test_an_attempt_that_was_overtaken_learns_of_it_before_its_side_effect
                 ctx.ensure_lease()
             except LeaseLostError as error:
                 refused.append(str(error))
-                assert ctx.cancelled
+                assert ctx.should_stop
                 raise
 
     message_id = enqueue(db, coalesce_key="k")
@@ -1085,15 +1084,15 @@ async def test_an_attempt_that_was_overtaken_learns_of_it_before_its_side_effect
     assert worker.telemetry.counts[Event.ATTEMPT_OVERTAKEN] == 1
 
 
-async def test_a_running_handler_is_told_that_it_was_cancelled(outbox: Outbox, db: psycopg.Connection) -> None:
+async def test_a_running_handler_learns_of_a_cancellation(outbox: Outbox, db: psycopg.Connection) -> None:
     with reports() as heard:
 
         @outbox.handler("greet")
         async def greet(message: Message, ctx: Context) -> None:
             assert cancel(db, message.id) == "requested"
-            assert not ctx.cancelled
+            assert not ctx.should_stop
             await heard.wait_for(Event.ATTEMPT_OVERTAKEN)
-            assert ctx.cancelled
+            assert ctx.should_stop
             raise Transient("given up")
 
         message_id = enqueue(db)
@@ -1104,7 +1103,7 @@ async def test_a_running_handler_is_told_that_it_was_cancelled(outbox: Outbox, d
 # --- stopping ---------------------------------------------------------------------------------------------------------
 
 
-async def test_a_worker_that_is_stopped_before_it_reached_the_database_does_not_say_that_it_started() -> None:
+async def test_a_worker_stopped_before_it_reached_the_database_does_not_log_its_start() -> None:
     outbox = Outbox(settings_for("postgresql://nobody@127.0.0.1:1/nowhere"))
 
     @outbox.handler("greet")
@@ -1117,9 +1116,7 @@ async def test_a_worker_that_is_stopped_before_it_reached_the_database_does_not_
     assert lifecycle == [Event.WORKER_STOPPING, Event.WORKER_STOPPED]
 
 
-async def test_stopping_releases_what_did_not_run_or_did_not_end_without_using_up_an_attempt(
-    dsn: str, db: psycopg.Connection
-) -> None:
+async def test_a_stop_releases_unfinished_messages_without_using_up_attempts(dsn: str, db: psycopg.Connection) -> None:
     outbox = Outbox(settings_for(dsn, concurrency=1, shutdown_grace_seconds=0))
     started = asyncio.Event()
 
@@ -1142,7 +1139,7 @@ async def test_stopping_releases_what_did_not_run_or_did_not_end_without_using_u
     assert [row.state for row in rows_of(db, *ids)] == ["sent"] * 10
 
 
-async def test_a_handler_that_ends_within_the_grace_time_is_not_interrupted(
+async def test_a_handler_that_ends_within_the_grace_period_is_not_interrupted(
     outbox: Outbox, db: psycopg.Connection
 ) -> None:
     started, finish_now = asyncio.Event(), asyncio.Event()
@@ -1161,7 +1158,7 @@ async def test_a_handler_that_ends_within_the_grace_time_is_not_interrupted(
     assert state_of(db, message_id) == State.SENT
 
 
-async def test_an_attempt_of_a_message_that_a_failover_lost_does_not_end_the_message_that_has_its_id(
+async def test_an_attempt_lost_in_a_failover_does_not_end_a_new_message_with_the_same_id(
     dsn: str, db: psycopg.Connection
 ) -> None:
     outbox = Outbox(settings_for(dsn))
@@ -1192,7 +1189,7 @@ async def test_an_attempt_of_a_message_that_a_failover_lost_does_not_end_the_mes
         await until(lambda: {row.state for row in rows_of(db, lost, other)} == {State.SENT})
 
 
-async def test_each_run_of_a_worker_has_a_name_of_its_own(outbox: Outbox, db: psycopg.Connection) -> None:
+async def test_each_run_of_a_worker_has_its_own_name(outbox: Outbox, db: psycopg.Connection) -> None:
     @outbox.handler("greet")
     async def greet(message: Message, ctx: Context) -> None: ...
 
@@ -1204,10 +1201,10 @@ async def test_each_run_of_a_worker_has_a_name_of_its_own(outbox: Outbox, db: ps
 
 
 @pytest.mark.parametrize("max_attempts", [1, 11])
-async def test_a_worker_whose_lease_has_lapsed_goes_on_with_its_attempt_and_starts_no_second_one(
+async def test_a_worker_continues_its_attempt_after_its_lease_lapsed_and_starts_no_second_one(
     dsn: str, db: psycopg.Connection, max_attempts: int
 ) -> None:
-    """As after a suspension, or an outage of the database, that was longer than a lease."""
+    """The state after a suspension, or an outage of the database, that was longer than a lease."""
     outbox = Outbox(settings_for(dsn))
     may_end = asyncio.Event()
     calls: list[int] = []
@@ -1229,10 +1226,10 @@ async def test_a_worker_whose_lease_has_lapsed_goes_on_with_its_attempt_and_star
     assert (calls, attempts_of(db, held)) == ([held, other], [])
 
 
-async def test_a_worker_takes_an_attempt_in_its_own_name_for_lost_if_it_does_not_hold_it(
+async def test_a_worker_treats_an_attempt_in_its_name_that_it_does_not_hold_as_lost(
     dsn: str, db: psycopg.Connection
 ) -> None:
-    """As after a failover to a standby that knows of the claim and not of the outcome."""
+    """The state after a failover to a standby that has received the claim but not the outcome."""
     outbox = Outbox(settings_for(dsn))
     calls: list[tuple[int, int]] = []
 
@@ -1250,7 +1247,7 @@ async def test_a_worker_takes_an_attempt_in_its_own_name_for_lost_if_it_does_not
     assert [outcome for _, outcome, _ in attempts_of(db, forgotten)] == ["lost"]
 
 
-async def test_a_worker_that_is_cancelled_before_a_handler_has_seen_its_claim_gives_the_messages_back(
+async def test_a_worker_cancelled_before_its_handlers_see_a_claim_releases_the_messages(
     dsn: str, connect: Connect
 ) -> None:
     outbox = Outbox(settings_for(dsn))
@@ -1272,7 +1269,7 @@ async def test_a_worker_that_is_cancelled_before_a_handler_has_seen_its_claim_gi
 
 @pytest.fixture
 async def idle(outbox: Outbox) -> AsyncIterator[WatchedWorker]:
-    """A worker that has nothing to do."""
+    """Run a worker that has nothing to do."""
 
     @outbox.handler("greet")
     async def greet(message: Message, ctx: Context) -> None: ...
@@ -1295,7 +1292,7 @@ KILL_POINTS = ["after claim", "before send", "after send", "after finish"]
 
 
 def deliver_and_die(dsn: str, point: str) -> None:
-    """A worker process that ends at one point of the first message's way, as kill -9 would end it."""
+    """Start a worker process that ends at one point of the first message's processing, like after a SIGKILL."""
     outbox = Outbox(settings_for(dsn, worker_name="doomed"))
 
     def die(at: str) -> None:
@@ -1327,14 +1324,14 @@ def deliver_and_die(dsn: str, point: str) -> None:
 
 
 def hand_over(dsn: str, message: Message) -> None:
-    """The side effect: a line in a ledger that no transaction of the worker's covers."""
+    """Write the side effect: a line in a ledger outside the worker's transactions."""
     with psycopg.connect(dsn, autocommit=True) as ledger:
         ledger.execute("INSERT INTO handed_over VALUES (%s, %s)", [message.id, message.idempotency_key])
 
 
 @pytest.fixture
 def ledger(db: psycopg.Connection) -> Callable[[], list[tuple[int, str]]]:
-    """A table of hand-overs; gives what it holds."""
+    """Create a table of hand-overs, and return a function that reads it."""
     db.execute("CREATE TABLE handed_over (message_id bigint, idempotency_key text)")
     return lambda: db.execute("SELECT message_id, idempotency_key FROM handed_over ORDER BY message_id").fetchall()
 
@@ -1367,7 +1364,7 @@ async def test_a_killed_worker_loses_nothing_and_only_a_kill_after_the_send_dupl
 def deliver_when_told(
     dsn: str, in_handler: ProcessEvent, at_rest: ProcessEvent, go_on: ProcessEvent, lost_count: Synchronized[int]
 ) -> None:
-    """A worker process whose handler waits in the middle of its work; `at_rest` when it claims nothing meanwhile."""
+    """Start a worker process whose handler waits halfway; `at_rest` if it claims nothing in the meantime."""
     outbox = Outbox(settings_for(dsn, worker_name="stale"))
 
     class QuietClaims(Claims):
@@ -1401,7 +1398,7 @@ CREATE TRIGGER note AFTER INSERT OR UPDATE ON pgoutbox.message FOR EACH ROW EXEC
 """
 
 
-async def test_a_process_that_was_stopped_past_its_lease_writes_nothing_when_it_goes_on(
+async def test_a_process_stopped_past_its_lease_writes_nothing_when_it_continues(
     outbox: Outbox, dsn: str, db: psycopg.Connection
 ) -> None:
     db.execute(AUDIT)
@@ -1415,7 +1412,7 @@ async def test_a_process_that_was_stopped_past_its_lease_writes_nothing_when_it_
     stale.start()
     try:
         assert await asyncio.to_thread(in_handler.wait, PATIENCE_SECONDS)
-        # A claim that is on its way to the server would be executed after the lease has ended.
+        # A claim in transit to the server would be executed after the lease has ended.
         assert await asyncio.to_thread(at_rest.wait, PATIENCE_SECONDS)
         assert stale.pid is not None
         os.kill(stale.pid, signal.SIGSTOP)
@@ -1461,7 +1458,7 @@ async def test_a_handler_that_blocks_the_event_loop_keeps_its_lease(dsn: str, db
 
 
 def terminate(db: psycopg.Connection, purpose: str) -> int:
-    """Terminate the worker's connections of one purpose; how many there were."""
+    """Terminate the worker's connections of one purpose, and return their number."""
     return len(
         db.execute(
             "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
@@ -1517,7 +1514,7 @@ async def test_a_terminated_producer_leaves_nothing_behind(
     assert [row.id for row in rows_of(db)] == [kept]
 
 
-async def test_the_worker_goes_on_while_its_claims_fail_and_says_so_once(
+async def test_a_worker_continues_while_its_claims_fail_and_logs_it_once(
     outbox: Outbox, db: psycopg.Connection
 ) -> None:
     delivered = asyncio.Event()
@@ -1537,7 +1534,7 @@ async def test_the_worker_goes_on_while_its_claims_fail_and_says_so_once(
     assert heard.events.count(Event.DATABASE_LOST) == 1
 
 
-async def test_what_a_read_only_server_still_answers_does_not_end_an_outage(
+async def test_successful_reads_on_a_read_only_server_do_not_end_an_outage(
     outbox: Outbox, db: psycopg.Connection
 ) -> None:
     @outbox.handler("greet")
@@ -1545,7 +1542,7 @@ async def test_what_a_read_only_server_still_answers_does_not_end_an_outage(
 
     head = enqueue(db, ordering_key="k")
     assert [row.id for row in claim_ordered(db, head)] == [head]
-    enqueue(db, ordering_key="k")  # What waits behind the head makes the worker search the ordering keys.
+    enqueue(db, ordering_key="k")  # The messages behind the head make the worker search the ordering keys.
     worker = WatchedWorker(outbox)
     pids = set()
 
@@ -1566,7 +1563,7 @@ async def test_what_a_read_only_server_still_answers_does_not_end_an_outage(
     assert heard.events.count(Event.DATABASE_LOST) == 1
 
 
-async def test_a_finish_whose_answer_was_lost_counts_as_done_and_sends_nothing_twice(
+async def test_a_finish_with_a_lost_answer_takes_effect_and_sends_nothing_twice(
     dsn: str, db: psycopg.Connection, tmp_path: Path
 ) -> None:
     async with lossy_proxy(db, tmp_path, marker=b"SET state = 'sent'", answer=b"UPDATE 1\x00") as proxy:
@@ -1590,7 +1587,7 @@ async def test_a_finish_whose_answer_was_lost_counts_as_done_and_sends_nothing_t
 
 @dataclass(slots=True)
 class LossyProxy:
-    """Where to connect to, and how many answers were lost."""
+    """The proxy's address, and the number of lost answers."""
 
     dsn: str
     dropped_count: int = 0
@@ -1600,7 +1597,7 @@ class LossyProxy:
 async def lossy_proxy(
     db: psycopg.Connection, directory: Path, *, marker: bytes, answer: bytes
 ) -> AsyncIterator[LossyProxy]:
-    """A way to the server that loses one `answer`, with its connection, where `marker` was sent before."""
+    """Run a proxy that drops one `answer`, with its connection, after `marker` was sent."""
     info = db.info
     proxy = LossyProxy(f"postgresql://{info.user}@/{info.dbname}?host={directory}&port={info.port}")
 
@@ -1642,7 +1639,7 @@ async def lossy_proxy(
         yield proxy
 
 
-# Long enough for a session to be opened and prepared on a slow machine.
+# Long enough to open and prepare a session on a slow machine.
 HOSTILE_DEFAULTS = {
     "default_transaction_isolation": "serializable",
     "statement_timeout": "5s",
@@ -1655,13 +1652,11 @@ HOSTILE_DEFAULTS = {
 }
 
 
-async def test_the_roles_defaults_do_not_reach_the_workers_statements(
-    dsn: str, connect: Connect, server: Server
-) -> None:
+async def test_role_defaults_do_not_affect_the_workers_statements(dsn: str, connect: Connect, server: Server) -> None:
     db = connect(autocommit=True)
     for name, value in HOSTILE_DEFAULTS.items():
         if db.execute("SELECT current_setting(%s, true)", [name]).fetchone() == (None,):
-            continue  # An older server does not know this one.
+            continue  # An older server does not have this setting.
         statement = psycopg.sql.SQL("ALTER ROLE {} IN DATABASE {} SET {} = {}").format(
             psycopg.sql.Identifier(server.user),
             psycopg.sql.Identifier(db.info.dbname),
@@ -1719,7 +1714,7 @@ async def test_snoozes_and_redrives_do_not_lengthen_the_pause_after_a_failure(ds
     assert 0 < pause <= 100
 
 
-async def test_one_run_works_off_what_falls_due_again_while_it_looks_for_the_last_time(
+async def test_one_run_delivers_messages_that_fall_due_again_during_its_last_search(
     dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outbox = Outbox(settings_for(dsn))
@@ -1740,7 +1735,7 @@ async def test_one_run_works_off_what_falls_due_again_while_it_looks_for_the_las
             nonlocal empty_looks
             rows = await super().claim(*arguments, **options)
             empty_looks += not rows
-            # The second one is from the beginning: after it a run may end.
+            # The second search is from the beginning; after it a run may end.
             if empty_looks == 2:
                 opened.set()
                 await until(lambda: not worker._held)

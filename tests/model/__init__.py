@@ -1,1 +1,2 @@
-"""The protocol as small models, explored in every interleaving: the promises hold, and break without their guards."""
+"""The protocol as small models, which the tests explore in every interleaving: the promises hold, and each guard is
+needed."""

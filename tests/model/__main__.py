@@ -1,6 +1,5 @@
-"""Explore, and print the tables; with `--traces` the traces; with `--write` bring the documentation up to date.
-
-With `--large`, explore the larger models too.
+"""Explore the models and print the tables. `--traces` prints the traces, `--write` updates the documentation,
+`--large` also explores the larger models.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ END = "<!-- end -->\n"
 
 
 def written(page: str) -> str:
-    """The page with the results of now."""
+    """Return the page with the current results."""
     head, _, rest = page.partition(BEGIN)
     _, _, tail = rest.partition(END)
     return f"{head}{BEGIN}\n" + "\n".join(tables()) + f"\n\n{END}{tail}"
 
 
 def main(arguments: list[str]) -> int:
-    """Explore every case; 1 if one of them ends otherwise than expected."""
+    """Explore every case. Return 1 if a case ends differently than expected."""
     began_at = time.process_time()
     cases = [*CASES, *LARGE] if "--large" in arguments else CASES
     surprises = [

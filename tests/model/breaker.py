@@ -1,8 +1,8 @@
-"""The model of one circuit breaker: workers with a memory of their own, the row that they share, and a destination.
+"""The model of one circuit breaker: workers with their own memory, the row that they share, and a destination.
 
-There are always messages to send. A worker that holds the destination to be alive sends, and asks the row when that
-fails; one that knows it to be dead waits, and then asks for leave to probe. The destination dies and comes back, pauses
-end, probes count as lost, and workers die and are started anew, between any two steps.
+There are always messages to send. A worker that considers the destination alive sends, and queries the row if the
+send fails. A worker that knows of the failure waits, and then asks for permission to probe. Between any two steps
+the destination may die or recover, pauses may end, probes may count as lost, and workers may die and restart.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 
 class Guard(enum.Enum):
-    """What can be taken out of the protocol."""
+    """Guards of the protocol that a model can leave out."""
 
-    ONE_PROBE = "BREAKER_PROBE gives no leave while a probe is under way"
-    PROBE_LAPSES = "BREAKER_PROBE gives leave again when a probe has taken too long"
+    ONE_PROBE = "BREAKER_PROBE allows no probe while another is in progress"
+    PROBE_LAPSES = "BREAKER_PROBE allows another probe when one has taken too long"
     FENCE_IN_CLOSE = "the probe's id in BREAKER_CLOSE_IF_PROBING"
     FENCE_IN_REOPEN = "the probe's id in BREAKER_REOPEN_IF_PROBING"
     FENCE_IN_RELEASE = "the probe's id in BREAKER_RELEASE_IF_PROBING"
@@ -29,7 +29,7 @@ class Guard(enum.Enum):
 
 
 class Shared(NamedTuple):
-    """The row. `probe` is the id of the probe under way, `is_waiting` says that the pause is not over."""
+    """The row. `probe` is the id of the current probe; `is_waiting` is true during the pause."""
 
     probe: int = 0
     is_lapsed: bool = False
@@ -37,10 +37,10 @@ class Shared(NamedTuple):
 
 
 class Worker(NamedTuple):
-    """What a worker does, what it knows (closed, open, half open), and the id of its probe.
+    """A worker's step, its knowledge (closed, open, half open), and the id of its probe.
 
-    `saw` is whether its question's snapshot held the row; `was_open` whether the row has been there since its send
-    began; `is_given_up` whether its probe counts as lost.
+    `saw`: its query's snapshot contained the row. `was_open`: the row has existed since its send began.
+    `is_given_up`: its probe counts as lost.
     """
 
     at: str = "idle"
@@ -53,7 +53,7 @@ class Worker(NamedTuple):
 
 
 class World(NamedTuple):
-    """Everything. `changes` is how often the destination will yet die or come back; it ends alive."""
+    """The complete state. `changes` is how often the destination can still die or recover; it ends alive."""
 
     row: Shared | None
     workers: tuple[Worker, ...]
@@ -71,7 +71,7 @@ _NEW = Worker()
 
 @dataclass(frozen=True, slots=True)
 class Breaker:
-    """So many workers, and a destination that dies `deaths` times. With `may_lose` workers are killed."""
+    """This many workers, and a destination that dies `deaths` times. With `may_lose`, workers are killed."""
 
     workers: int = 2
     deaths: int = 1
@@ -82,7 +82,7 @@ class Breaker:
         return World(None, (_NEW,) * self.workers, 2 * self.deaths)
 
     def canonical(self, state: World) -> World:
-        """Ids are told apart by being equal or not: the row's is 1, the others follow."""
+        """Rename the ids, of which only equality matters: the row's is 1, the others follow."""
         workers = sorted(state.workers)
         names = {0: 0}
         for probe in ([] if state.row is None else [state.row.probe]) + [worker.probe for worker in workers]:
@@ -162,7 +162,7 @@ class Breaker:
             yield "sends one that had to wait", _with(state, index, idle._replace(at="looks"))
 
     def _learn(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
-        """BREAKER_FAILED: its insert meets the row as it is, its answer says what its snapshot held."""
+        """BREAKER_FAILED: its insert sees the current row, and its answer the row of its snapshot."""
         idle = Worker(knows="open")
         row = state.row
         is_free = row is not None and not row.is_waiting and (not row.probe or row.is_lapsed)
@@ -180,7 +180,7 @@ class Breaker:
             again = worker._replace(at="asks again", was_open=True)
             yield "hears nothing, and asks once more", _with(state, index, again)
         else:
-            # Two openings with a probe that arrived between them, all within two questions, are not told.
+            # Two openings within two queries, with a successful probe between them, are not distinguished.
             known = worker if worker.at == "asks again, saw" else worker._replace(was_open=True)
             unaware = _with(state, index, Worker(knows=worker.knows))
             yield "hears nothing: its attempt is used up", unaware._replace(fault=self._used_up(known))
@@ -243,5 +243,5 @@ def _with(state: World, index: int, worker: Worker) -> World:
 
 
 def _closed(state: World) -> World:
-    """The row is gone: from here on nobody can be told that it is open."""
+    """Delete the row. From now on no worker can learn that it was open."""
     return state._replace(row=None, workers=tuple(worker._replace(was_open=False) for worker in state.workers))

@@ -1,4 +1,4 @@
-"""What is explored and what is expected of it: models that hold, guards that must not be taken out, known limits."""
+"""The explored cases and their expected results: models that hold, guards that are needed, and known limits."""
 
 from __future__ import annotations
 
@@ -76,14 +76,14 @@ NAMES: dict[Model, str] = {
     UNANSWERED: "one message, one attempt, answers to claims are lost",
     THREADS: "one message, one attempt, a thread",
     KEY: "two producers, one coalesce key",
-    replace(KEY, is_strict=False): "two producers, one coalesce key, only what is handed over counts",
+    replace(KEY, is_strict=False): "two producers, one coalesce key, only hand-overs count",
     KEY_AND_REDRIVE: "two producers, one coalesce key, a redrive",
     KEY_AND_ATTEMPTS: "two producers, one coalesce key, two attempts",
     THREE_OF_A_KEY: "two producers, one coalesce key, three messages",
     FLEET: "two producers, two equal workers, which may be full",
     ROLLING: "two producers, two workers with a topic each",
     ROLLING_POLLS: "one producer, two workers with a topic each, which may poll",
-    FROZEN: "one producer, two equal workers, which may poll, one stops to answer",
+    FROZEN: "one producer, two equal workers, which may poll, one hangs",
     ALONE: "two producers, one worker, its listener breaks twice",
     CUT_OFF: "one producer, two equal workers, a listener breaks",
     SUCCESSOR: "a message that waits for the one before it",
@@ -116,26 +116,27 @@ NAMES: dict[Model, str] = {
 
 STALE = "the write of a stale owner took effect"
 STALE_RENEWAL = "a stale owner renewed the lease of another"
-TWICE = "a message was handed over twice, and nothing made it necessary"
-IN_HAND_TWICE = "a process has one message in its hands twice"
+TWICE = "a message was handed over twice without need"
+IN_HAND_TWICE = "a process attempts one message twice at once"
 OUTLIVED = "a thread handed over a message whose attempt had ended"
-STUCK = "nothing that can happen from here ends it"
+STUCK = "no possible event leads to the end"
 TWO = "two messages of one key are in flight"
 ORDER = "an older message was handed over after a newer one"
-MISSED_0 = "message 0 waits, and everybody who handles it sleeps"
-MISSED_1 = "message 1 waits, and everybody who handles it sleeps"
+MISSED_0 = "message 0 waits, and all workers that handle it sleep"
+MISSED_1 = "message 1 waits, and all workers that handle it sleep"
 
 OVERTAKEN = "a message was handed over before one that was committed earlier"
 OVERSPENT = "more attempts began than there were tokens"
 CROWDED = "more attempts are in flight than the limit allows"
 GIVEN_UP = "a probe that was given up decides"
-NOT_AGAIN = "a message was committed, and no attempt began after that"
+NOT_AGAIN = "a message was committed, and no attempt began afterwards"
 USED_UP = "an attempt is used up though the breaker was open"
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model, what is taken out of it, and the fault that follows in `length` steps; without a fault it holds."""
+    """A model, the guards it leaves out, and the fault that follows in `length` steps. Without a fault the model
+    holds."""
 
     model: Model
     without: tuple[Guard, ...] = ()
@@ -162,7 +163,7 @@ _HOLDING: tuple[Model, ...] = (
 )  # fmt: skip
 HOLD = [Case(model) for model in _HOLDING]
 
-# They take minutes and found nothing more: `python -m tests.model --large`.
+# These models take minutes and found nothing more: `python -m tests.model --large`.
 _LARGE: tuple[Model, ...] = (
     KEY_AND_REDRIVE,
     KEY_AND_ATTEMPTS,
@@ -204,15 +205,13 @@ BREAK = [
         "an attempt that had a handler is given back as if it had none",
         12,
     ),
-    Case(SUSPENDED, (_D.OWN_LEFT_ALONE,), "a process gives up what it has in its hands", 15),
+    Case(SUSPENDED, (_D.OWN_LEFT_ALONE,), "a process gives up a message of its own running attempt", 15),
     Case(SUSPENDED, (_D.ENDS_NOT_REPEATED,), "an attempt that no handler began ends as retry", 14),
-    Case(UNANSWERED, (_D.FOUND_BY_NAME,), "a message fails that no handler ever had", 9),
+    Case(UNANSWERED, (_D.FOUND_BY_NAME,), "a message fails without any attempt", 9),
     Case(THREADS, (_D.TIMEOUT_KEEPS_THREAD,), OUTLIVED, 10),
     Case(THREADS, (_D.STOP_KEEPS_THREAD,), OUTLIVED, 10),
     Case(KEY, (_D.IN_FLIGHT_INDEX,), TWO, 16),
-    Case(
-        KEY, (_D.SIBLINGS,), "a claim, with all that is in it, fails for a message that it could have passed over", 14
-    ),
+    Case(KEY, (_D.SIBLINGS,), "a whole claim fails because of a message that it could have skipped", 14),
     Case(
         KEY,
         (_D.SUPERSEDED_IN_CLAIM,),
@@ -221,7 +220,7 @@ BREAK = [
     ),
     Case(KEY, (_D.SUPERSEDED_ASKED_AGAIN,), ORDER, 22),
     Case(KEY, (_D.SUPERSEDED_IN_FINISH,), "a message that its finish knows to be superseded becomes failed", 14),
-    Case(KEY_AND_REDRIVE, (_D.SUPERSEDED_IN_REDRIVE,), "a redrive brought back what it knew to be superseded", 17),
+    Case(KEY_AND_REDRIVE, (_D.SUPERSEDED_IN_REDRIVE,), "a redrive revived a message that it knew to be superseded", 17),
     Case(KEY, (_D.ID_UNDER_HEAD_LOCK,), ORDER, 22),
     Case(ROLLING, (_B.RING,), MISSED_0, 10),
     Case(ROLLING, (_B.HELD_TO_COMMIT,), MISSED_0, 10),
@@ -252,16 +251,16 @@ BREAK = [
     Case(
         LINE_AND_OPERATOR,
         (_O.FIRST_IN_CLAIM,),
-        "a claim begins what its snapshot knows not to be the first of its key",
+        "a claim begins a message that is not the first of its key in its snapshot",
         5,
     ),
     Case(
         LINE_AND_OPERATOR,
         (_O.SIBLINGS_IN_CLAIM,),
-        "a claim, with all that is in it, fails for a message that it could have passed over",
+        "a whole claim fails because of a message that it could have skipped",
         8,
     ),
-    Case(LINE_HALTS, (_O.HALT_IN_CLAIM,), "a claim begins what its snapshot knows to be halted", 10),
+    Case(LINE_HALTS, (_O.HALT_IN_CLAIM,), "a claim begins a message that is halted in its snapshot", 10),
     Case(LINE_AND_OPERATOR, (_O.IN_FLIGHT_INDEX,), "two messages of one ordering key are in flight", 8),
     Case(LINE_AND_OPERATOR, (_O.LAPSED_HAVE_KEYS,), STUCK, 4),
     Case(RATE, (_L.ROW_LOCKED,), OVERSPENT, 10),
@@ -286,7 +285,7 @@ BREAK = [
     Case(ZERO, (_R.TOKEN_IN_FORGET,), STALE, 6),
     Case(ZERO_AND_REDRIVE, (_R.STATE_IN_FORGET,), STALE, 10),
     Case(ZERO, (_R.RULE_IN_FORGET,), "a message is deleted though no rule says so", 4),
-    Case(ZERO_AND_REDRIVE, (_R.STATE_IN_PRUNE,), "a prune deleted what is owed", 8),
+    Case(ZERO_AND_REDRIVE, (_R.STATE_IN_PRUNE,), "a prune deleted an owed message", 8),
     Case(RESEND, (_R.SOURCE_LOCKED,), "a copy lost the content of its source", 8),
     Case(RESEND, (_R.CONTENT_IS_NAMED,), "a message names a content that is deleted", 2),
     Case(LOOK_AGAIN, (_P.NEWER_LOCKED,), NOT_AGAIN, 19),
@@ -296,7 +295,7 @@ BREAK = [
     Case(
         LOOK_AGAIN,
         (_P.SIBLINGS,),
-        "a claim, with all that is in it, fails for a message that it could have passed over",
+        "a whole claim fails because of a message that it could have skipped",
         11,
     ),
     Case(
@@ -313,7 +312,7 @@ BREAK = [
     ),
 ]
 
-# What is guarded twice: one of the guards alone keeps what is handed over right, both gone do not.
+# Promises with two guards: with one of the two the hand-overs are still right, without both they are not.
 _HANDED_OVER = replace(KEY, is_strict=False)
 TWICE_GUARDED = [
     Case(_HANDED_OVER, (_D.SUPERSEDED_IN_CLAIM,)),
@@ -328,12 +327,12 @@ TWICE_GUARDED = [
     Case(
         LINE_HALTS,
         (_O.HALT_IN_FIND, _O.HALT_IN_CLAIM),
-        "a claim begins what its snapshot knows to be halted",
+        "a claim begins a message that is halted in its snapshot",
         8,
     ),
 ]
 
-# What the sweep is for.
+# Cases in which only the sweep helps.
 LIMITS = [
     Case(replace(CUT_OFF, breaks=0, deaths=1), (), MISSED_0, 13),
     Case(replace(ROLLING, sends=((1,),), breaks=1), (), MISSED_1, 16),
@@ -344,7 +343,7 @@ CASES = [*HOLD, *BREAK, *TWICE_GUARDED, *LIMITS]
 
 @functools.cache
 def explored(case: Case) -> Exploration:
-    """What exploring a case finds; each is explored once."""
+    """Explore a case once, and return the result."""
 
     def taken_out(kind: type[G]) -> frozenset[G]:
         return frozenset(guard for guard in case.without if isinstance(guard, kind))
@@ -366,30 +365,30 @@ def explored(case: Case) -> Exploration:
             return explore(replace(model, without=taken_out(pending.Guard)))
 
 
-# The tables of the documentation: what they show, and how they begin.
+# The tables of the documentation: their cases and their headers.
 TABLES = [
     (HOLD, ["| explored in full | states | steps |", "| --- | --- | --- |"]),
-    (BREAK, ["| taken out | in the model | what follows | in steps |", "| --- | --- | --- | --- |"]),
+    (BREAK, ["| taken out | in the model | result | in steps |", "| --- | --- | --- | --- |"]),
     (
         TWICE_GUARDED,
         [
-            "| taken out, where another guard stands behind | in the model | what follows | in steps |",
+            "| taken out, where another guard stands behind | in the model | result | in steps |",
             "| --- | --- | --- | --- |",
         ],
     ),
-    (LIMITS, ["| without the sweep | what follows | in steps |", "| --- | --- | --- |"]),
+    (LIMITS, ["| without the sweep | result | in steps |", "| --- | --- | --- |"]),
 ]
 
 
 def tables() -> Iterator[str]:
-    """The results as the documentation shows them, line by line."""
+    """Return the results as lines of the documentation."""
     for number, (cases, head) in enumerate(TABLES):
         yield from head if number == 0 else ["", *head]
         yield from (row_of(case) for case in cases)
 
 
 def row_of(case: Case) -> str:
-    """The result of one case, as the documentation shows it."""
+    """Return the row of one case in the documentation."""
     found = explored(case)
     if case.without:
         guards = "; and ".join(guard.value for guard in case.without)
@@ -401,7 +400,7 @@ def row_of(case: Case) -> str:
 
 
 def trace_of(case: Case) -> str:
-    """The shortest way to the fault, one step a line."""
+    """Return the shortest way to the fault, one step per line."""
     found = explored(case)
     steps = "\n".join(f"  {number:2}. {step}" for number, step in enumerate(found.trace, 1))
     result = found.fault or f"holds in all {found.state_count:,} states"

@@ -1,8 +1,9 @@
-"""The model of claim, lease, finish, supersession and redrive: every statement in its steps, crashes between any two.
+"""The model of claim, lease, finish, supersession and redrive: every statement in its steps, with crashes between
+any two.
 
-A statement takes a snapshot, locks rows and looks at them again, writes, and is seen by others from its commit on. A
-hand-over to the outside stands between claim and finish, and nothing undoes it. Rows are kept in the order of commits,
-which the promises are about; the statements know ids only.
+A statement takes a snapshot, locks rows, reads them again, and writes. Others see its writes after the commit. An
+external hand-over happens between claim and finish, and nothing can undo it. Rows are kept in commit order, to which
+the promises refer; the statements know only ids.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _ALLOWED = {(before.value, after.value) for before, afters in TRANSITIONS.items(
 
 
 class Guard(enum.Enum):
-    """What can be taken out of the protocol."""
+    """Guards of the protocol that a model can leave out."""
 
     TOKEN_IN_SENT = "the attempt count in FINISH_SENT_IF_HELD"
     TOKEN_IN_FINISH = "the attempt count in FINISH_IF_HELD"
@@ -36,25 +37,24 @@ class Guard(enum.Enum):
     SECOND_LOOK = "a claim looks at the row again when it has the lock"
     IN_FLIGHT_INDEX = "the unique index message_live_in_flight"
     SIBLINGS = "a claim passes over a message whose sibling is in flight"
-    SUPERSEDED_IN_CLAIM = "a claim ends what its snapshot calls superseded"
+    SUPERSEDED_IN_CLAIM = "a claim ends messages that its snapshot calls superseded"
     SUPERSEDED_ASKED_AGAIN = "a claim asks newest_id again when it is in the index"
-    SUPERSEDED_IN_FINISH = "FINISH_IF_HELD ends what is superseded"
-    SUPERSEDED_IN_REDRIVE = "a redrive refuses what is superseded"
+    SUPERSEDED_IN_FINISH = "FINISH_IF_HELD ends superseded messages"
+    SUPERSEDED_IN_REDRIVE = "a redrive refuses superseded messages"
     ID_UNDER_HEAD_LOCK = "enqueue draws the id while it has the head row"
     OWN_LEFT_ALONE = "a claim passes over the lost attempts that its own worker holds"
     FORGOTTEN_CLAIMED = "a claim finds the lost attempts in its worker's name that the worker does not hold"
-    OWN_TAKEN_OVER = "a worker that claims what it has in its hands goes on with that"
-    ENDS_NOT_REPEATED = "it begins again with what has ended to be tried again"
+    OWN_TAKEN_OVER = "a worker that claims a message of its own running attempt continues that attempt"
+    ENDS_NOT_REPEATED = "a worker starts a new attempt if its own has ended with a retry"
     FOUND_BY_NAME = "a worker that lost the answer to a claim finds its attempts by its name"
-    FOUND_BY_TIME = "it leaves alone the attempts that it claimed before or since"
+    FOUND_BY_TIME = "it skips the attempts that it claimed before or since"
     TIMEOUT_KEEPS_THREAD = "an attempt whose thread outlives its timeout lasts as long as the thread"
     STOP_KEEPS_THREAD = "a stop leaves an attempt whose thread still runs alone"
 
 
 class Row(NamedTuple):
-    """A committed message. What follows `worker` is known to the model only.
-
-    `claim_count` tells claims apart, also those of which a failover has lost the commit.
+    """A committed message. Only the model knows the fields after `worker`. `claim_count` distinguishes claims,
+    including those whose commit a failover lost.
     """
 
     id: int
@@ -70,7 +70,7 @@ class Row(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """What a claim's snapshot says of a row."""
+    """The fields of a row that a claim's snapshot has seen."""
 
     id: int
     is_fresh: bool
@@ -79,9 +79,8 @@ class Candidate(NamedTuple):
 
 
 class Worker(NamedTuple):
-    """A worker, its open transaction and the attempt that it believes to hold.
-
-    `has_thread` says that it has ended an attempt whose thread goes on.
+    """A worker, its open transaction and the attempt that it believes to hold. `has_thread`: it has ended an attempt
+    whose thread still runs.
     """
 
     at: str = "idle"
@@ -98,7 +97,7 @@ class Worker(NamedTuple):
 
 
 class Producer(NamedTuple):
-    """A producer: how many transactions are left, and the id in the open one."""
+    """A producer: the number of transactions left, and the id in the open one."""
 
     left: int
     at: str = "idle"
@@ -106,7 +105,7 @@ class Producer(NamedTuple):
 
 
 class Operator(NamedTuple):
-    """Who redrives: how often yet, and what the snapshot of the statement under way said."""
+    """An operator: the number of redrives left, and the snapshot of the current statement."""
 
     left: int
     id: int = 0
@@ -114,7 +113,8 @@ class Operator(NamedTuple):
 
 
 class World(NamedTuple):
-    """Everything: `head` is the committed newest id of the key, `standby` what a standby has heard of the rows."""
+    """The complete state. `head` is the newest committed id of the key; `standby` holds the rows that a standby
+    knows."""
 
     rows: tuple[Row, ...]
     producers: tuple[Producer, ...]
@@ -134,12 +134,13 @@ _IN_HAND = ("holds", "handed over", "ended", "finishing", "written")
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """Two workers; `producers` gives the number of transactions of each producer, all for one coalesce key.
+    """Two workers. `producers` gives the number of transactions of each producer, all for one coalesce key.
+    Without producers there is one message without a key.
 
-    Without producers there is one message without a key. `is_strict` also calls it a fault when a statement that knows
-    a message to be superseded does not end it. With `failovers` commits are lost. Two workers are two slots of one
-    process with one name if `share_process` says so; otherwise, where the name counts, they are not replaced by others.
-    Where answers to claims are lost, `releases` says how many.
+    `is_strict` also reports a fault if a statement that knows a message to be superseded does not end it. With
+    `failovers`, commits are lost. With `share_process`, the two workers are two slots of one process with one name;
+    otherwise, where the name counts, no new worker takes their place. Where answers to claims are lost, `releases`
+    limits the releases.
     """
 
     producers: tuple[int, ...] = ()
@@ -175,7 +176,7 @@ class Delivery:
         if self.share_process and all(worker.at in _IN_HAND for worker in state.workers):
             one, other = state.workers
             if one.id == other.id:
-                return "a process has one message in its hands twice"
+                return "a process attempts one message twice at once"
         if state.rows and state.rows[-1].state == SKIPPED:
             return "the newest committed message was skipped"
         return ""
@@ -189,7 +190,7 @@ class Delivery:
 
     def steps(self, state: World) -> Iterator[Step]:
         for row in state.rows:
-            # That a worker asks for its attempts while their leases last is taken for granted.
+            # The model assumes that a worker renews its attempts before their leases end.
             is_asked_for = row.has_no_handler and Guard.FOUND_BY_NAME not in self.without
             if row.state == SENDING and not row.is_lapsed and not is_asked_for:
                 yield (
@@ -203,7 +204,7 @@ class Delivery:
             for label, following in self._work(state, index, worker):
                 yield f"worker {index + 1} {label}", following
         if self.share_process and state.workers != (_IDLE, _IDLE):
-            # The process that is started for it has another name.
+            # The process that replaces it has another name.
             died = state._replace(workers=(_IDLE, _IDLE), rows=_disowned(state.rows), standby=_disowned(state.standby))
             for worker in state.workers:
                 died = _with_unknown(died, worker)
@@ -212,7 +213,7 @@ class Delivery:
         yield from self._fail_over(state)
 
     def _fail_over(self, state: World) -> Iterator[Step]:
-        """What was committed after the standby heard the last of it is gone. What was handed over is not."""
+        """Drop the commits that the standby has not received. Hand-overs remain."""
         if not state.failovers:
             return
         if not state.standby:
@@ -308,13 +309,13 @@ class Delivery:
             yield f"begins a claim that sees {_names(found)}", _with(state, index, looked)
 
     def _is_due(self, row: Row) -> bool:
-        """When a retry falls due is left open: any time is possible."""
+        """The due time of a retry is not modelled: it may be due at any time."""
         return row.state == PENDING or (
             row.state == SENDING and row.is_lapsed and Guard.EXPIRED_LEASES not in self.without
         )
 
     def _is_own(self, state: World, row: Row, index: int) -> bool:
-        """Whether a claim of this worker leaves the attempt to it."""
+        """Return whether a claim of this worker leaves the attempt to that worker."""
         if not self._has_names or row.state != SENDING or row.worker != self._name_of(index):
             return False
         guard = Guard.OWN_LEFT_ALONE if self._is_in_hand(state, row, index) else Guard.FORGOTTEN_CLAIMED
@@ -326,11 +327,11 @@ class Delivery:
 
     @property
     def _has_names(self) -> bool:
-        """Whether names tell anything here. Where they do not, workers may be slots of one process."""
+        """Return whether names matter here. If not, workers may be slots of one process."""
         return self.failovers > 0 or self.share_process or self.lose_answers
 
     def _lock(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
-        """FOR UPDATE SKIP LOCKED: the row as it is now, if it still is what was looked for."""
+        """Lock with FOR UPDATE SKIP LOCKED: return the current row if it still matches the query."""
         held: list[tuple[Candidate, Row]] = []
         for candidate in worker.candidates:
             row = _row_of(state, candidate.id)
@@ -350,18 +351,18 @@ class Delivery:
         if not held:
             yield "finds nothing that it can lock", _with(state, index, _IDLE)
             return
-        # The limit and the due times, which are not modelled, choose among several.
+        # The limit and the due times, which choose among several messages, are not modelled.
         for choice in [held, *([one] for one in held)] if len(held) > 1 else [held]:
             candidates, rows = zip(*choice, strict=True)
             locked = worker._replace(at="locked", candidates=candidates, writes=rows)
             yield f"locks {_names(rows)}", _with(state, index, locked)
 
     def _enter(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
-        """Judges by the snapshot's head row, and enters the index of what is in flight."""
+        """Judge by the head row of the snapshot, and insert into the index of messages in flight."""
         writes = tuple(self._judge(state, index, row, worker.head) for row in worker.writes)
         if any(row.state == FAILED and row.has_no_handler for row in writes):
-            fault = "a message fails that no handler ever had"
-            yield "ends what was never attempted", _with(state, index, _IDLE)._replace(fault=fault)
+            fault = "a message fails without any attempt"
+            yield "ends a message that was never attempted", _with(state, index, _IDLE)._replace(fault=fault)
             return
         other = state.workers[1 - index]
         is_in_hand = self.share_process and other.at in _IN_HAND and other.outcome not in ("retry", "released")
@@ -369,8 +370,8 @@ class Delivery:
             row.id == other.id and row.state != SENDING and row.worker == self._name_of(index) for row in writes
         )
         if is_in_hand and is_own:
-            fault = "a process gives up what it has in its hands"
-            yield "ends what this process has in its hands", _with(state, index, _IDLE)._replace(fault=fault)
+            fault = "a process gives up a message of its own running attempt"
+            yield "ends a message that this process is attempting", _with(state, index, _IDLE)._replace(fault=fault)
             return
         starting = [row for row in writes if row.state == SENDING]
         if not starting:
@@ -385,7 +386,7 @@ class Delivery:
                 waits = {candidate.id for candidate in worker.candidates if candidate.waits}
                 fault = ""
                 if any(row.id in waits for row in starting):
-                    fault = "a claim, with all that is in it, fails for a message that it could have passed over"
+                    fault = "a whole claim fails because of a message that it could have skipped"
                 refused = _with(state, index, _IDLE)._replace(fault=fault)
                 yield "is refused by the index: its claim is rolled back", refused
                 return
@@ -410,7 +411,7 @@ class Delivery:
         )
 
     def _must_wait(self, state: World, index: int) -> bool:
-        """An entry that an open transaction makes or takes away is waited for."""
+        """Wait for an open transaction that inserts or deletes the same index entry."""
         for number, other in enumerate(state.workers):
             if number != index and other.at in ("entered", "asked", "written"):
                 touched = {row.id for row in other.writes}
@@ -443,7 +444,7 @@ class Delivery:
         if is_in_hand and other.outcome in ("retry", "released") and Guard.ENDS_NOT_REPEATED not in self.without:
             committed = _with(committed, 1 - index, _IDLE)
         elif is_in_hand and Guard.OWN_TAKEN_OVER not in self.without:
-            # Its finish, if one is under way, finds nothing, and is repeated with the new number.
+            # If its finish is running, the finish finds nothing, and is repeated with the new number.
             at = "ended" if other.at == "finishing" else other.at
             taken = other._replace(at=at, attempt_count=after.attempt_count, claim=after.claim)
             fault = ""
@@ -459,9 +460,9 @@ class Delivery:
             yield f"commits its claim and never hears of it: {label}", lost
 
     def _find_by_name(self, state: World, index: int) -> Iterator[Step]:
-        """What has the worker's name in the database and is in none of its slots was lost on the way.
-
-        By its time of claim it is told from an attempt whose end a failover has lost.
+        """Release attempts that the database lists under the worker's name but that are in none of its slots: their
+        claims lost their answers. The time of the claim distinguishes them from an attempt whose end a failover has
+        lost.
         """
         if not self._has_names or Guard.FOUND_BY_NAME in self.without:
             return
@@ -491,7 +492,7 @@ class Delivery:
             return _with(state, index, worker._replace(at="ended", outcome=outcome))
 
         if worker.is_superseded:
-            yield "does not hand over what is superseded", ended("retry")
+            yield "does not hand over a superseded message", ended("retry")
         elif worker.has_handed_over:
             yield "knows that it was handed over", ended("sent")
             yield "does not know whether it was handed over", _with_unknown(ended("retry"), worker)
@@ -502,7 +503,7 @@ class Delivery:
             yield "fails for good", ended("failed")
             if state.releases:
                 yield "gives the message back", ended("released")._replace(releases=state.releases - 1)
-            # Where its thread goes on, nothing else happens at a timeout or a stop.
+            # While its thread continues, nothing else happens at a timeout or a stop.
             if self.have_threads and Guard.TIMEOUT_KEEPS_THREAD in self.without:
                 timed_out = worker._replace(at="ended", outcome="retry", has_thread=True)
                 yield "times out, and its thread goes on", _with(state, index, timed_out)
@@ -535,7 +536,7 @@ class Delivery:
     def _write_end(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
         row = _row_of(state, worker.id)
         if _is_locked(state, row.id, index):
-            return  # Left out, and asked for again.
+            return  # Skipped, and repeated.
         if not self._is_held(row, worker, index):
             yield "finds its lease lost", _with(state, index, _IDLE)
             return
@@ -580,7 +581,7 @@ class Delivery:
         if row.state != SENDING or row.claim_count != worker.claim:
             done = done._replace(fault="the write of a stale owner took effect")
         elif written.state == SENT and not row.handed_over:
-            done = done._replace(fault="a message is sent that nobody handed over")
+            done = done._replace(fault="a message is sent without a hand-over")
         after = worker._replace(at="outlived", outcome="", writes=(), head=0) if worker.has_thread else _IDLE
         yield f"commits: {row.id} {written.state}", _with(done, index, after)
         yield f"commits and never hears of it: {row.id} {written.state}", _with(done, index, again)
@@ -599,7 +600,7 @@ class Delivery:
             back = row._replace(state=PENDING, attempt_count=count, max_attempts=count + self.max_attempts)
             fault = ""
             if self.is_strict and operator.head > row.id:
-                fault = "a redrive brought back what it knew to be superseded"
+                fault = "a redrive revived a message that it knew to be superseded"
             yield f"the redrive of message {row.id} commits", _commit(idle, (back,))._replace(fault=fault)
         elif operator.left:
             for row in state.rows:
@@ -612,7 +613,7 @@ class Delivery:
 
 
 def _cut_off(worker: Worker) -> Worker:
-    """What is left of a worker when its connection breaks: what it was about to claim is gone, a finish is repeated."""
+    """Return the state of a worker after its connection breaks: a claim in progress is gone, a finish is repeated."""
     match worker.at:
         case "looked" | "locked" | "entered" | "asked":
             return _IDLE
@@ -623,12 +624,12 @@ def _cut_off(worker: Worker) -> Worker:
 
 
 def _disowned(rows: tuple[Row, ...]) -> tuple[Row, ...]:
-    """Of a process that is gone: nobody can tell any more which of them had no handler."""
+    """Update the attempts of a dead process: nobody can tell any more which of them had no handler."""
     return tuple(row._replace(worker=0, has_no_handler=False) for row in rows)
 
 
 def _next_claim(state: World, row: Row) -> int:
-    """A number for a claim which nothing remembers of another claim of this message."""
+    """Return a claim number that is greater than all others of this message."""
     return max(row.claim_count, *(worker.claim for worker in state.workers if worker.id == row.id), 0) + 1
 
 
@@ -637,7 +638,7 @@ def _names(things: list[Candidate] | list[Row] | tuple[Row, ...]) -> str:
 
 
 def _next_id(state: World) -> int:
-    """The sequence. Numbers that nothing refers to are given out again, so that fewer states differ."""
+    """Return the next number of the sequence. Unreferenced numbers are reused, which reduces the number of states."""
     ids = [row.id for row in state.rows] + [producer.id for producer in state.producers]
     return max([state.head, *ids]) + 1
 
@@ -660,26 +661,26 @@ def _with_row(state: World, row: Row) -> World:
 
 
 def _with_unknown(state: World, worker: Worker) -> World:
-    """What was handed over may be handed over again: nobody knows of it."""
+    """Mark a handed-over message as one that may be handed over again, because no record remains."""
     if not worker.has_handed_over:
         return state
     return _with_row(state, _row_of(state, worker.id)._replace(is_unknown=True))
 
 
 def _is_locked(state: World, message_id: int, index: int) -> bool:
-    """Whether another worker's open transaction has the row."""
+    """Return whether another worker's open transaction holds the row."""
     other = state.workers[1 - index]
     return any(row.id == message_id for row in other.writes)
 
 
 def _is_entered(state: World, writes: tuple[Row, ...]) -> bool:
-    """Whether a sibling that is none of these is in the index."""
+    """Return whether the index has a sibling that is not one of these."""
     own = {row.id for row in writes}
     return any(row.state == SENDING and row.id not in own for row in state.rows)
 
 
 def _commit(state: World, writes: tuple[Row, ...]) -> World:
-    """Others see these rows from here on. What was handed over meanwhile stays handed over."""
+    """Make these rows visible to others. Hand-overs in the meantime remain."""
     fault = state.fault
     for write in writes:
         row = _row_of(state, write.id)
@@ -693,11 +694,11 @@ def _hand_over(state: World, worker: Worker) -> World:
     row = _row_of(state, worker.id)
     count = min(row.handed_over + 1, 2)
     if row.state != SENDING or row.claim_count != worker.claim:
-        # Its lease has lapsed and another attempt has begun: the fence protects the row, not the receiver.
+        # Its lease has lapsed and another attempt has begun. The fence protects the row, not the receiver.
         return _with_row(state, row._replace(handed_over=count, is_unknown=True))
     fault = ""
     if any(newer.handed_over for newer in state.rows[state.rows.index(row) + 1 :]):
         fault = "an older message was handed over after a newer one"
     elif row.handed_over and not row.is_unknown:
-        fault = "a message was handed over twice, and nothing made it necessary"
+        fault = "a message was handed over twice without need"
     return _with_row(state, row._replace(handed_over=count, is_unknown=row.is_lapsed))._replace(fault=fault)

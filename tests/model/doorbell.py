@@ -1,8 +1,8 @@
-"""The model of the doorbell: enqueue, arm, claim, sleep, ring, disarm, poll; listeners that break, workers that die or
-stop to answer.
+"""The model of the doorbell: enqueue, arm, claim, sleep, ring, disarm, poll; with listeners that break, and workers
+that die or hang.
 
-There is no sweep and nothing falls due, so a wake-up that is missed is missed for good. What the event loop does
-without a pause is one step; a statement is two, its effect on locks and its commit. A message is a bit of a mask.
+There is no sweep and nothing falls due, so a missed wake-up is lost. Uninterrupted code of the event loop is one
+step. A statement is two steps: its effect on locks and its commit. A message is one bit of a mask.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import NamedTuple
 
 
 class Guard(enum.Enum):
-    """What can be taken out of the protocol."""
+    """Guards of the protocol that a model can leave out."""
 
     RING = "an enqueue that meets an armed bell rings"
     HELD_TO_COMMIT = "an enqueue holds the bell shared until its commit is visible, and does not only test it"
     RELEASED_AFTER_VISIBLE = "PostgreSQL releases the shared bell after the commit is visible, not before"
     CLAIM_AFTER_ARMING = "a worker claims once more after arming"
     PRODUCERS_AWAITED = "a worker that met producers at the bell looks again until they have ended"
-    WAKE_CLEARED_FIRST = "a worker forgets the rings that it heard before its claim, not after it"
-    RINGS_KEPT_WHILE_ARMING = "what a worker hears while it arms is not forgotten by the claim that follows"
+    WAKE_CLEARED_FIRST = "a worker clears earlier rings before its claim, not after it"
+    RINGS_KEPT_WHILE_ARMING = "the next claim does not clear a ring that arrives while the worker arms"
     DISARM_ANNOUNCED = "a watch that ends is announced"
     LOWERED_ANNOUNCED = "a bell that is lowered is announced"
     NEWS_KEPT_WHILE_ASKING = "an announcement that comes before the answer makes the worker ask again"
@@ -34,12 +34,12 @@ class Guard(enum.Enum):
     LISTEN_FIRST = "a listener that reconnects listens before its worker looks"
     LOOK_AFTER_RECONNECT = "a worker looks when its listener is back"
     LOOK_WHEN_LOST = "a worker looks when its listener is lost"
-    SUCCESSORS_ASKED_FOR = "whoever ends a message asks for its successors"
+    SUCCESSORS_ASKED_FOR = "a worker that ends a message asks for its successors"
     SUCCESSORS_ASKED_LATE = "it asks for them after its commit, not before"
 
 
 class Producer(NamedTuple):
-    """How many of its messages are done with; `rings` and `is_shared` are about the open transaction."""
+    """The number of messages that are done; `rings` and `is_shared` belong to the open transaction."""
 
     done: int = 0
     at: str = "idle"
@@ -48,11 +48,13 @@ class Producer(NamedTuple):
 
 
 class Worker(NamedTuple):
-    """A worker: where its main task is, its wake-up event, its listener, its locks, its claim and messages in flight.
+    """A worker: the step of its main task, its wake-up event, its listener, its locks, its claim and messages in
+    flight.
 
-    The locks of a worker end with its link, which is up, broken (and nobody has noticed), lost (noticed), gone (closed)
-    or deaf (connected, but not listening yet). `knows_watch` and `news` are about the answer to its question for them.
-    `rings`, `calls` and `lowerings` are notifications on their way: of producers, to all, and for watches and deputies.
+    The locks of a worker end with its link. The link is up, broken (not noticed yet), lost (noticed), gone (closed)
+    or deaf (connected, but not listening yet). `knows_watch` and `news` belong to the answer to its query for locks.
+    `rings`, `calls` and `lowerings` are notifications in transit: from producers, to all workers, and for watches
+    and deputies.
     """
 
     at: str = "looks"
@@ -77,7 +79,7 @@ class Worker(NamedTuple):
 
 
 class World(NamedTuple):
-    """Everything: `due` are the messages that are committed and pending."""
+    """The complete state. `due` are the committed pending messages."""
 
     due: int
     producers: tuple[Producer, ...]
@@ -93,11 +95,12 @@ _SWAPPED = (0b00, 0b10, 0b01, 0b11)
 
 @dataclass(frozen=True, slots=True)
 class Doorbell:
-    """`sends` names the messages of each producer, one transaction each; `handles` is each worker's mask of messages.
+    """The model of workers and producers.
 
-    With `has_key`, message 1 supersedes message 0 and has to wait while that one is in flight. With `polls`, a worker
-    on watch may poll instead of sleeping; with `fills`, it may have no room after a claim. A worker that freezes keeps
-    its locks and does nothing more.
+    `sends` names the messages of each producer, one transaction each; `handles` is each worker's mask of messages.
+    With `has_key`, message 1 supersedes message 0 and has to wait while message 0 is in flight. With `polls`, a
+    worker on watch may poll instead of sleeping. With `fills`, it may have no room after a claim. A frozen worker
+    keeps its locks and does nothing more.
     """
 
     sends: tuple[tuple[int, ...], ...]
@@ -120,13 +123,13 @@ class Doorbell:
         if len(state.workers) > 1 and state.workers[1] < state.workers[0]:
             state = state._replace(workers=state.workers[::-1])
         if self.sends == ((0,), (1,)):
-            # Producers and their messages, too, differ only in their names.
+            # Producers and their messages are also interchangeable.
             swapped = _swapped(state)
             return min(state, swapped)
         return state
 
     def fault(self, state: World) -> str:
-        """A message that can be claimed while a worker of it with room sleeps, and nobody is on the way to look."""
+        """Return a claimable message whose workers with room all sleep while none is about to look."""
         if not state.due or any(producer.at == "visible" and producer.rings for producer in state.producers):
             return ""
         if any(worker.at in ("disarmed", "lowered") or worker.asks for worker in state.workers):
@@ -139,7 +142,7 @@ class Doorbell:
                 if handled >> message & 1 and worker.at != "full"
             ]
             if able and not any(_may_look(worker) for worker in able):
-                return f"message {message} waits, and everybody who handles it sleeps"
+                return f"message {message} waits, and all workers that handle it sleep"
         return ""
 
     def is_settled(self, state: World) -> bool:
@@ -266,7 +269,7 @@ class Doorbell:
         yield from self._fail_claim(state, index, worker)
         held = 0
         if self.has_key:
-            held = 0b10 if worker.locked & 0b10 else 0b01  # Both at once: the older one is superseded.
+            held = 0b10 if worker.locked & 0b10 else 0b01  # Both at once: the older message is superseded.
         now = worker._replace(at="looks", locked=0, answer="", held=worker.held | held)
         if Guard.WAKE_CLEARED_FIRST in self.without:
             now = now._replace(wake=False)
@@ -297,7 +300,7 @@ class Doorbell:
                     yield f"tells the other sleepers{how}", _notify(now, index, "calls")
 
     def _poll(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
-        """A worker on watch may poll instead of sleeping, whenever it likes."""
+        """Let a worker on watch poll instead of sleeping, at any time."""
         if not self.polls:
             return
         if worker.knows_watch and worker.bell:
@@ -316,7 +319,7 @@ class Doorbell:
             yield "tells of it", _notify(now, index, "lowerings") if announced else now
 
     def _arm(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
-        """What ARM tries one after the other are steps of their own, and so is its answer."""
+        """ARM tries several locks in turn. Each try is a step, and so is the answer."""
         if worker.bell or worker.trusts:
             yield "is still armed", _with(state, index, worker._replace(at="falls asleep"))
         elif worker.link not in ("up", "deaf"):
@@ -379,7 +382,7 @@ class Doorbell:
     # --- listener -----------------------------------------------------------------------------------------------------
 
     def _listen(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
-        # One thing at a time is done with the connection; what it does next comes after the answer is dealt with.
+        # The connection runs one statement at a time; the next one begins after the answer is processed.
         is_asking = worker.at in ("tries", "asks", "unlocks", "told", "disarmed", "lowered") or (
             worker.at == "looks" and worker.answer != ""
         )
@@ -403,7 +406,7 @@ class Doorbell:
             yield "has its listener cut off, and the bell with it", broken._replace(breaks=state.breaks - 1)
 
     def _hear(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
-        """Notifications are heard between any two steps, also before the answer to what the worker asks."""
+        """Deliver notifications between any two steps, also before the answer to the worker's query."""
         answers = worker.knows_watch and (worker.bell or Guard.RING_FOR_EVERY_WATCH not in self.without)
         is_asking = worker.at in ("tries", "asks", "unlocks", "told")
         if worker.rings:
@@ -435,11 +438,11 @@ class Doorbell:
     # --- finish -------------------------------------------------------------------------------------------------------
 
     def _waiting(self, state: World) -> int:
-        """Messages that no claim may take yet."""
+        """Return messages that no claim may take yet."""
         return 0b10 if self.has_key and any(worker.held & 0b01 for worker in state.workers) else 0
 
     def _finish(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
-        """The finisher is a task of its own: it goes on whatever the main task does."""
+        """Run the finisher, a separate task that continues whatever the main task does."""
         asks_first = Guard.SUCCESSORS_ASKED_LATE in self.without
         if worker.held and not worker.asks:
             if asks_first:
@@ -464,7 +467,7 @@ def _bits(mask: int) -> Iterator[int]:
 
 
 def _swapped(state: World) -> World:
-    """The same with the two producers and their messages exchanged."""
+    """Return the state with the two producers and their messages exchanged."""
     workers = tuple(
         worker._replace(seen=_SWAPPED[worker.seen], locked=_SWAPPED[worker.locked]) for worker in state.workers
     )
@@ -489,7 +492,7 @@ def _with(state: World, index: int, worker: Worker) -> World:
 
 
 def _notify(state: World, sender: int, kind: str) -> World:
-    """A notification is on its way to every session that listens, but for what a session says to itself."""
+    """Send a notification to every listening session, but not to the sender."""
     limit = 2 if kind == "rings" else 1
     return state._replace(
         workers=tuple(
@@ -528,12 +531,12 @@ def _is_at_rest(worker: Worker) -> bool:
 
 
 def _may_look(worker: Worker) -> bool:
-    """Whether a worker is awake or something is on its way that wakes it."""
+    """Return whether a worker is awake or a notification in transit will wake it."""
     if worker.at in ("dead", "frozen"):
         return False
     if worker.at != "sleeps" or worker.link in ("broken", "lost", "gone"):
         return True
-    # Nobody but its watch and its deputy heeds a ring.
+    # Only its watch and its deputy react to a ring.
     heeds = worker.knows_watch or worker.deputy
     is_called = heeds and (worker.rings or worker.lowerings)
     return bool(worker.wake or worker.calls or worker.is_polled or worker.checks or is_called)

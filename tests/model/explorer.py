@@ -1,6 +1,6 @@
 """Visits every state that a model can reach, breadth first, so that the first broken promise has the shortest trace.
 
-A promise is broken in a state that says so (safety), or in one from which nothing leads to the end (liveness).
+A state can break a promise itself (safety), or be a state from which nothing leads to the end (liveness).
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ from typing import Protocol, TypeVar
 
 S = TypeVar("S", bound=Hashable)
 
-NO_WAY_TO_THE_END = "nothing that can happen from here ends it"
+NO_WAY_TO_THE_END = "no possible event leads to the end"
 
 
 class Model(Protocol[S]):
-    """What the explorer asks of a model. A state is a value: what happens makes another one."""
+    """The interface of a model. A state is a value; each event makes another value."""
 
     def initial(self) -> S:
-        """The state in which everything begins."""
+        """Return the initial state."""
 
     def steps(self, state: S) -> Iterator[tuple[str, S]]:
-        """Everything that can happen next: what it is called, and the state after it."""
+        """Yield every possible next event: its label, and the state after it."""
 
     def canonical(self, state: S) -> S:
-        """One state for all that differ only in which of several equal actors is which."""
+        """Return one state for all states that differ only by which of several equal actors is which."""
 
     def fault(self, state: S) -> str:
-        """The promise that this state breaks, or nothing."""
+        """Return the promise that this state breaks, or an empty string."""
 
     def is_settled(self, state: S) -> bool:
-        """Whether everything that was promised has been done."""
+        """Return whether every promise has been fulfilled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exploration:
-    """What was found. Without a fault, these are all states there are."""
+    """The result. Without a fault, the model has exactly these states."""
 
     state_count: int
     step_count: int
@@ -47,9 +47,9 @@ class Exploration:
 
 
 def explore(model: Model[S]) -> Exploration:
-    """Visit all states, up to the first that breaks a promise."""
+    """Visit all states until the first one that breaks a promise."""
     was_collecting = gc.isenabled()
-    gc.disable()  # States hold no cycles, and going through a million of them again and again takes most of the time.
+    gc.disable()  # States have no reference cycles, and the garbage collector would take most of the time.
     try:
         return _explore(model)
     finally:
@@ -108,7 +108,7 @@ def _first_without_way_to(settled: list[int], count: int, sources: array[int], t
 
 
 def _trace(model: Model[S], states: list[S], parents: array[int], index: int) -> tuple[str, ...]:
-    """What happened on the way to a state, played again so that every actor keeps its name."""
+    """Replay the events on the way to a state, so that every actor keeps its name."""
     path = []
     while index > 0:
         path.append(states[index])

@@ -1,10 +1,11 @@
-"""The model of a limited queue: claimers that ask `permits`, take tokens and count what is in flight; an operator.
+"""The model of a limited queue: claimers that call `permits`, take tokens and count messages in flight; and an
+operator.
 
-A claim is for one lane: fresh messages, retries or lost attempts. It is a snapshot with a first look at the limits,
-then the queue's row and a second look with a snapshot of its own, then the rows that the first snapshot saw and that
-still are what it saw, and the commit. A lost attempt whose message is not tried again ends without a permit. What
-becomes of an attempt is left open: it ends, loses its worker, or its lease runs out. A token that comes is a step; the
-promise has a bucket of its own, which nobody can spend twice.
+A claim is for one lane: fresh messages, retries or lost attempts. It takes a snapshot with a first look at the
+limits. It then locks the queue's row and takes a second look with a new snapshot. It then locks the rows of the
+first snapshot that are unchanged, and commits. A lost attempt that is not retried ends without a permit. An attempt
+can end in any way: it ends, loses its worker, or its lease expires. A new token is a step. The promise has its own
+bucket, whose tokens cannot be spent twice.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ SENT, FAILED = State.SENT.value, State.FAILED.value
 
 
 class Guard(enum.Enum):
-    """What can be taken out of the protocol."""
+    """Guards of the protocol that a model can leave out."""
 
     ROW_LOCKED = "permits locks the queue's row until the claim has ended"
     LIMITS_ASKED_AGAIN = "permits reads the limits again when it has the row"
-    COUNTED_AFTERWARDS = "permits counts what is in flight when it has the row, not with the claim's snapshot"
+    COUNTED_AFTERWARDS = "permits counts messages in flight under the row lock, not with the claim's snapshot"
     LAPSED_LEFT_OUT = "an attempt whose lease has ended does not count as in flight"
     ASKED_BY_EACH_LANE = "the claim of each lane asks for permits of its own"
-    SPENT_FROM_THE_ROW = "the tokens are taken from what the row holds, not from what the claim's snapshot saw"
+    SPENT_FROM_THE_ROW = "the tokens are taken from the locked row, not from the claim's snapshot"
     SPENT_WITH_THE_CLAIM = "the tokens are taken by the statement that begins the attempts"
 
 
@@ -43,7 +44,7 @@ class Row(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """The queue's row. Without a rate or a number in flight these are None."""
+    """The queue's row. Without a rate or an in-flight limit these are None."""
 
     tokens: int | None
     max_in_flight: int | None
@@ -51,7 +52,7 @@ class Limits(NamedTuple):
 
 
 class Claimer(NamedTuple):
-    """A worker that claims: what its snapshot saw, and how many attempts it may begin."""
+    """A claiming worker: the rows of its snapshot, and how many attempts it may begin."""
 
     at: str = "idle"
     due: tuple[Row, ...] = ()
@@ -61,7 +62,7 @@ class Claimer(NamedTuple):
 
 
 class World(NamedTuple):
-    """Everything. `granted` is what is left of the tokens by right."""
+    """The complete state. `granted` is the number of tokens that may still be spent."""
 
     rows: tuple[Row, ...]
     claimers: tuple[Claimer, ...]
@@ -78,9 +79,10 @@ _IDLE = Claimer()
 
 @dataclass(frozen=True, slots=True)
 class Limited:
-    """Two claimers and so many messages, in a queue with a bucket of `burst` tokens, or `max_in_flight`, or both.
+    """Two claimers and this many messages, in a queue with a bucket of `burst` tokens, or `max_in_flight`, or
+    both.
 
-    `pauses` is how often the operator pauses the queue; `cuts` how often the number in flight is made one smaller.
+    `pauses` is how often the operator pauses the queue; `cuts` is how often the in-flight limit is reduced by one.
     """
 
     messages: int = 3
@@ -188,7 +190,7 @@ class Limited:
         count = _permits(limits, in_flight)
         if count == 0:
             yield "gets no permit", _with(state, index, _IDLE)
-        for wanted in {1, count} if count else ():  # It has no room for more, or it has.
+        for wanted in {1, count} if count else ():  # It may have room for more, or not.
             permitted = claimer._replace(at="permitted", in_flight=0, permits=wanted)
             yield f"gets {wanted} permits", _with(state, index, permitted)
 
@@ -197,7 +199,7 @@ class Limited:
         return sum(row.state == SENDING and (counts_lapsed or not row.is_lapsed) for row in rows)
 
     def _begin(self, state: World, index: int, claimer: Claimer) -> Iterator[Step]:
-        """Locks the rows that still are what the snapshot saw, begins their attempts, and commits."""
+        """Lock the rows that have not changed since the snapshot, begin their attempts, and commit."""
         beginning = tuple(row for row in claimer.due if row in state.rows)[: claimer.permits]
         count = len(beginning)
         for row in beginning:
@@ -226,7 +228,7 @@ class Limited:
         yield f"claims {_names(beginning)}", done
 
     def _lanes(self, rows: tuple[Row, ...]) -> Iterator[tuple[Row, ...]]:
-        """Fresh messages, retries and lost attempts, of which those that can be tried again."""
+        """Return fresh messages, retries, lost attempts, and the lost attempts that can be retried."""
         yield tuple(row for row in rows if row.state == PENDING and row.attempt_count == 0)
         yield tuple(row for row in rows if row.state == PENDING and row.attempt_count > 0)
         yield tuple(

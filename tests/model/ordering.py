@@ -1,10 +1,9 @@
-"""The model of ordering keys: who enqueues for one key, who finds and who claims, what halts it, and who forgets it.
+"""The model of ordering keys: enqueues for one key, finding and claiming workers, halting failures, and pruning.
 
-A look, FIND_ORDERED, is a snapshot of its own; the claim that follows, CLAIM_ORDERED, has another one, and a third look
-at the row that it locks and at the index. Between any two of them everything else can happen. Rows are kept in the
-order of commits and of the items of a bulk, which the promise is about; the statements know ids only. What the model
-of delivery shows of fences and leases is not shown again: a finish is one step here, and so is the claim of a lapsed
-attempt.
+FIND_ORDERED has its own snapshot. The claim after it, CLAIM_ORDERED, has another snapshot, and then reads the locked
+row and the index again. Anything can happen between two of these steps. Rows are kept in the order of commits and of
+the items of a bulk, to which the promise refers; the statements know only ids. Fences and leases belong to the model
+of delivery: here a finish is one step, and so is the claim of a lapsed attempt.
 """
 
 from __future__ import annotations
@@ -18,28 +17,30 @@ from pgoutbox.message import State
 
 PENDING, SENDING, SENT = State.PENDING.value, State.SENDING.value, State.SENT.value
 FAILED, CANCELLED, PRUNED = State.FAILED.value, State.CANCELLED.value, "pruned"
+_AVOIDABLE_FAILURE = "a whole claim fails because of a message that it could have skipped"
 _LIVE = (PENDING, SENDING)
 
 
 class Guard(enum.Enum):
-    """What can be taken out of the protocol."""
+    """Guards of the protocol that a model can leave out."""
 
     ID_UNDER_TAIL_LOCK = "enqueue draws the id while it has the key's row"
     ITEMS_IN_ORDER = "a bulk enqueue draws the ids of a key in the order of its items"
     TAIL_UNCHANGED = "a key is forgotten only as the snapshot of the prune saw it"
     TAIL_UNNEEDED = "a key with a live, failed or cancelled message is not forgotten"
     FIRST_IN_FIND = "FIND_ORDERED takes the first of a key alone"
-    FIRST_IN_CLAIM = "CLAIM_ORDERED asks again whether it is the first of its key"
+    FIRST_IN_CLAIM = "CLAIM_ORDERED checks again whether it is the first of its key"
     SIBLINGS_IN_FIND = "FIND_ORDERED passes over a key that is in flight"
-    SIBLINGS_IN_CLAIM = "CLAIM_ORDERED asks again whether the key is in flight"
+    SIBLINGS_IN_CLAIM = "CLAIM_ORDERED checks again whether the key is in flight"
     HALT_IN_FIND = "FIND_ORDERED passes over a key that is halted"
-    HALT_IN_CLAIM = "CLAIM_ORDERED asks again whether the key is halted"
+    HALT_IN_CLAIM = "CLAIM_ORDERED checks again whether the key is halted"
     IN_FLIGHT_INDEX = "the unique index message_live_ordered_in_flight"
     LAPSED_HAVE_KEYS = "lost attempts are claimed whether or not they have an ordering key"
 
 
 class Row(NamedTuple):
-    """A committed message. The last two are known to the model only: once `has_passed`, nothing waits for it again."""
+    """A committed message. Only the model knows the last two fields: after `has_passed`, nothing waits for the
+    message again."""
 
     id: int
     state: str = PENDING
@@ -50,7 +51,7 @@ class Row(NamedTuple):
 
 
 class Worker(NamedTuple):
-    """A worker: what it has found, is claiming, or holds."""
+    """A worker: the messages that it has found, claims, or holds."""
 
     at: str = "idle"
     id: int = 0
@@ -60,7 +61,7 @@ class Worker(NamedTuple):
 
 
 class Producer(NamedTuple):
-    """A producer: how many transactions are left, and the last id in the open one."""
+    """A producer: the number of transactions left, and the last id in the open one."""
 
     left: int
     at: str = "idle"
@@ -68,7 +69,7 @@ class Producer(NamedTuple):
 
 
 class World(NamedTuple):
-    """Everything. `tail` is whether the key has a row; `prune` what a prune of keys is doing."""
+    """The complete state. `tail`: the key has a row. `prune`: the current step of a prune of keys."""
 
     rows: tuple[Row, ...]
     producers: tuple[Producer, ...]
@@ -87,10 +88,11 @@ _IDLE = Worker()
 
 @dataclass(frozen=True, slots=True)
 class Ordering:
-    """Two workers and one ordering key, to which each producer commits so many messages, or bulks of messages.
+    """The model of two workers and one ordering key, for which each producer commits this many messages, or bulks of
+    messages.
 
-    `halts` says what a failure does: those behind wait, or go on. `forgets` lets a prune delete the key's row while it
-    is unneeded. Without producers `messages` are there from the beginning.
+    `halts`: later messages wait after a failure; otherwise they continue. `forgets` lets a prune delete the key's
+    row while it is unneeded. Without producers, `messages` exist from the beginning.
     """
 
     producers: tuple[int, ...] = ()
@@ -131,7 +133,7 @@ class Ordering:
         return ""
 
     def is_settled(self, state: World) -> bool:
-        """What is pending waits behind a failure that halts, for a person."""
+        """Pending messages behind a halting failure wait for an operator."""
         return (
             state.workers == (_IDLE, _IDLE)
             and all(producer.at == "idle" and not producer.left for producer in state.producers)
@@ -163,7 +165,7 @@ class Ordering:
                 drawn = producer._replace(at="drawn", id=_next_id(state) + self.bulk - 1)
                 yield f"begins and draws id {drawn.id}", _with_producer(state, index, drawn)
             case "drawn" if not any(other.at == "locked" for other in state.producers):
-                # A row that is there is updated, with an id that is drawn then; one that is not is inserted.
+                # An existing row is updated, with an id that is drawn then; a missing row is inserted.
                 draws_again = state.tail and Guard.ID_UNDER_TAIL_LOCK not in self.without
                 new_id = _next_id(state) + self.bulk - 1 if draws_again else producer.id
                 locked = producer._replace(at="locked", id=new_id)
@@ -179,7 +181,7 @@ class Ordering:
                 yield f"commits message {producer.id}", committed
 
     def _forget(self, state: World) -> Iterator[Step]:
-        """PRUNE_ORDERING: the key was unneeded when its snapshot was taken."""
+        """PRUNE_ORDERING: the key was unneeded in its snapshot."""
         is_unneeded = all(row.state in (SENT, PRUNED) for row in state.rows)
         if state.prune == "may look" and state.tail and (is_unneeded or Guard.TAIL_UNNEEDED in self.without):
             yield "a prune sees that no message needs the key", state._replace(prune="has seen it")
@@ -219,7 +221,7 @@ class Ordering:
             yield f"finds message {row.id}", _with(state, index, Worker("found", row.id))
 
     def _look_again(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
-        """The snapshot of CLAIM_ORDERED. What it knows to be wrong and begins is a fault of its own."""
+        """Take the snapshot of CLAIM_ORDERED. Beginning a message that the snapshot excludes is a separate fault."""
         row = _row_of(state, worker.id)
         is_first = not any(other.state in _LIVE and other.id < row.id for other in state.rows)
         has_sibling = any(other.state == SENDING and other.id != row.id for other in state.rows)
@@ -235,11 +237,11 @@ class Ordering:
         else:
             outcome = ""
             if has_sibling:
-                outcome = "a claim, with all that is in it, fails for a message that it could have passed over"
+                outcome = _AVOIDABLE_FAILURE
             elif is_halted:
-                outcome = "a claim begins what its snapshot knows to be halted"
+                outcome = "a claim begins a message that is halted in its snapshot"
             elif not is_first:
-                outcome = "a claim begins what its snapshot knows not to be the first of its key"
+                outcome = "a claim begins a message that is not the first of its key in its snapshot"
             yield "begins to claim it", _with(state, index, worker._replace(at="claiming", outcome=outcome))
 
     def _commit_claim(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
@@ -249,7 +251,7 @@ class Ordering:
             return
         if Guard.IN_FLIGHT_INDEX not in self.without and any(other.state == SENDING for other in state.rows):
             refused = _with(state, index, _IDLE)
-            fault = worker.outcome if worker.outcome.startswith("a claim, with all") else ""
+            fault = worker.outcome if worker.outcome == _AVOIDABLE_FAILURE else ""
             yield "is refused by the index: its claim is rolled back", refused._replace(fault=fault)
             return
         begun = self._begin(row)
@@ -321,7 +323,7 @@ class Ordering:
 
 
 def _next_id(state: World) -> int:
-    """The sequence. Numbers that nothing refers to are given out again, so that fewer states differ."""
+    """Return the next number of the sequence. Unreferenced numbers are reused, which reduces the number of states."""
     return max([0, *(row.id for row in state.rows), *(producer.id for producer in state.producers)]) + 1
 
 

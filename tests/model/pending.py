@@ -1,8 +1,9 @@
-"""The model of the rule `pending`: producers that draw an id and commit in any order, claims in their steps, retries.
+"""The model of the rule `pending`: producers that draw an id and commit in any order, claims in their steps,
+retries.
 
-A claim is a snapshot, the locks on its messages, the locks on the newer messages for which it skips, the entry in the
-index of messages in flight, and the commit. A retry is a snapshot and a commit. A promise is owed from a message's
-commit until an attempt of the key begins, which is when its claim commits.
+A claim takes a snapshot, locks its messages, locks the newer messages for which it skips, inserts into the index of
+messages in flight, and commits. A retry is a snapshot and a commit. From a message's commit on, an attempt of the
+key is owed; it begins when its claim commits.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Row(NamedTuple):
 
 
 class Claimer(NamedTuple):
-    """A worker that claims: its snapshot, the messages it has locked, and what becomes of them."""
+    """A claiming worker: its snapshot, the messages it has locked, and their next states."""
 
     at: str = "idle"
     seen: tuple[Row, ...] = ()
@@ -54,7 +55,7 @@ class Claimer(NamedTuple):
 
 
 class Retry(NamedTuple):
-    """A finish under way: its attempt, and the newer message that its snapshot saw."""
+    """A finish in progress: its attempt, and the newer message of its snapshot."""
 
     id: int
     attempt_count: int
@@ -62,7 +63,7 @@ class Retry(NamedTuple):
 
 
 class World(NamedTuple):
-    """Everything."""
+    """The complete state."""
 
     rows: tuple[Row, ...]
     claimers: tuple[Claimer, ...]
@@ -76,7 +77,8 @@ _IDLE = Claimer()
 
 @dataclass(frozen=True, slots=True)
 class PendingRule:
-    """Two workers and so many messages of one key, of which the last `scheduled` are not due at their commit."""
+    """The model of two workers and this many messages of one key, of which the last `scheduled` are not due at their
+    commit."""
 
     messages: int = 3
     scheduled: int = 0
@@ -97,7 +99,7 @@ class PendingRule:
         if sum(row.state == SENDING for row in state.rows) > 1:
             return "two messages of one key are in flight"
         if any(row.is_owed for row in state.rows) and not any(row.state in (PENDING, SENDING) for row in state.rows):
-            return "a message was committed, and no attempt began after that"
+            return "a message was committed, and no attempt began afterwards"
         return ""
 
     def is_settled(self, state: World) -> bool:
@@ -127,7 +129,7 @@ class PendingRule:
             yield f"message {row.id} is to be tried again", state._replace(retry=retry)
 
     def _end_retry(self, state: World, retry: Retry) -> Step:
-        """Writes if the attempt still holds its message."""
+        """Write if the attempt still holds its message."""
         row = state.rows[retry.id - 1]
         following = state._replace(retry=None)
         if (row.state, row.attempt_count) != (SENDING, retry.attempt_count) or _is_locked(state, row.id):
@@ -159,7 +161,7 @@ class PendingRule:
                 yield "commits", self._commit(state, index, claimer)
 
     def _newer(self, rows: tuple[Row, ...], older: Row) -> int:
-        """The newest of the messages that supersede this one."""
+        """Return the newest of the messages that supersede this one."""
         states = (PENDING,) if Guard.NEWER_IS_PENDING not in self.without else (PENDING, SENT, FAILED, SKIPPED)
         return max(
             (
@@ -181,7 +183,7 @@ class PendingRule:
         return not has_sibling or self._newer(rows, row) > 0
 
     def _lock(self, state: World, index: int, claimer: Claimer, other: Claimer) -> Iterator[Step]:
-        """Locks the messages that nobody has locked and that still are what the snapshot saw, up to its limit."""
+        """Lock the unlocked messages that have not changed since the snapshot, up to the limit."""
         found = [
             row.id
             for row in claimer.seen
@@ -210,7 +212,7 @@ class PendingRule:
             is_due = newer.is_due or Guard.NEWER_IS_DUE in self.without
             is_free = newer.state == PENDING and is_due and newer_id not in other.taken
             if row.state == PENDING and not is_free and not {Guard.NEWER_LOCKED, Guard.NEWER_IS_PENDING} & self.without:
-                continue  # It stays as it is.
+                continue  # It does not change.
             if not newer.is_due:
                 fault = "a message that is due waits for one that is not"
             if is_free and Guard.NEWER_LOCKED not in self.without:
@@ -220,14 +222,14 @@ class PendingRule:
         return f"skips {skips}, begins {begins or 'none'}", _with(state, index, chosen)._replace(fault=fault)
 
     def _enter(self, state: World, index: int, claimer: Claimer, other: Claimer) -> Iterator[Step]:
-        """The index lets the second of two claims wait for the first, and refuses it if that commits."""
+        """The index makes the second of two claims wait for the first, and refuses the second if the first commits."""
         entered = _with(state, index, claimer._replace(at="entered"))
         if not claimer.begins or Guard.IN_FLIGHT_INDEX in self.without:
             yield "enters", entered
         elif any(row.state == SENDING and row.id != claimer.begins for row in state.rows):
             fault = ""
             if any(row.state == SENDING and row.id != claimer.begins for row in claimer.seen):
-                fault = "a claim, with all that is in it, fails for a message that it could have passed over"
+                fault = "a whole claim fails because of a message that it could have skipped"
             yield "is refused", _with(state, index, _IDLE)._replace(fault=fault)
         elif other.at != "entered" or not other.begins:
             yield "enters", entered
@@ -250,7 +252,7 @@ class PendingRule:
 
 
 def _alone(row: Row) -> Iterator[tuple[str, Row]]:
-    """What happens to a message without a claim."""
+    """Change a message without a claim."""
     if row.state == OPEN:
         yield "commits", row._replace(state=PENDING, is_owed=True)
         yield "is rolled back", row._replace(state=GONE)

@@ -1,7 +1,8 @@
-"""The model of what is deleted: a rule that keeps nothing of what was sent, prunes, and what messages share.
+"""The model of deletion: a rule that keeps no sent messages, prunes, and the contents that messages share.
 
-One message that names a content, two workers, an operator who sets and unsets the rule, redrives and resends; prunes of
-messages and of contents. A statement is a snapshot and, in a later step, the rows that it locks and looks at again.
+There is one message that names a content, two workers, and an operator who sets and unsets the rule, redrives and
+resends; also prunes of messages and of contents. A statement takes a snapshot and, in a later step, locks rows and
+reads them again.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ _FINAL = (SENT, FAILED)
 
 
 class Guard(enum.Enum):
-    """What can be taken out of the protocol."""
+    """Guards of the protocol that a model can leave out."""
 
     TOKEN_IN_FORGET = "the attempt count in FINISH_SENT_AND_FORGET_IF_HELD"
     STATE_IN_FORGET = "the state in FINISH_SENT_AND_FORGET_IF_HELD"
     RULE_IN_FORGET = "FINISH_SENT_AND_FORGET_IF_HELD asks for the rule itself"
     STATE_IN_PRUNE = "a prune looks at the row again when it has the lock"
     SOURCE_LOCKED = "a resend locks the message that it copies"
-    CONTENT_IS_NAMED = "PRUNE_CONTENT leaves what a message names"
+    CONTENT_IS_NAMED = "PRUNE_CONTENT keeps contents that a message names"
 
 
 class Row(NamedTuple):
-    """The message, or its copy. The last two are known to the model only."""
+    """The message, or its copy. Only the model knows the last two fields."""
 
     state: str = PENDING
     attempt_count: int = 0
@@ -39,7 +40,7 @@ class Row(NamedTuple):
 
 
 class Worker(NamedTuple):
-    """A worker: the attempt that it believes to hold, and what it was told of rules."""
+    """A worker: the attempt that it believes to hold, and the rules that it knows."""
 
     at: str = "idle"
     attempt_count: int = 0
@@ -47,7 +48,7 @@ class Worker(NamedTuple):
 
 
 class World(NamedTuple):
-    """Everything. `row` and `content` are None when they are deleted, `copy` is what a resend made."""
+    """The complete state. `row` and `content` are None after deletion; `copy` is the result of a resend."""
 
     row: Row | None
     workers: tuple[Worker, ...]
@@ -68,7 +69,7 @@ _IDLE = Worker()
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """`changes` is how often a rule is set or unset, by which the message has no trace once it is sent."""
+    """`changes` is how often the rule, which deletes the message as it is sent, is set or unset."""
 
     changes: int = 1
     has_rule: bool = False
@@ -144,7 +145,7 @@ class Retention:
         yield f"claims attempt {begun.attempt_count}", _with(state._replace(row=begun), index, holds)
 
     def _finish(self, state: World, index: int, worker: Worker) -> Iterator[Step]:
-        """One statement: the rule as its snapshot has it, the row as it is when it has the lock, fenced."""
+        """Run one statement: the rule from its snapshot, the current row under the lock, fenced."""
         row, done = state.row, _with(state, index, _IDLE)
         if row is None:
             yield "finds nothing", done
@@ -188,7 +189,7 @@ class Retention:
             yield "it is redriven", back
 
     def _prune(self, state: World) -> Iterator[Step]:
-        """What is final may go, by a rule or by a person's word: that is not judged here."""
+        """Delete final messages by a rule or an operator's command. This model accepts both."""
         row = state.row
         if not state.prune and row is not None and row.state in _FINAL:
             yield "a prune sees it as final", state._replace(prune=row.state)
@@ -198,13 +199,13 @@ class Retention:
             if row is None or is_locked:
                 yield "the prune leaves it", done
             elif row.state == state.prune or Guard.STATE_IN_PRUNE in self.without:
-                fault = "" if row.state in _FINAL else "a prune deleted what is owed"
+                fault = "" if row.state in _FINAL else "a prune deleted an owed message"
                 yield "the prune deletes it", done._replace(row=None, fault=fault)
             else:
                 yield "the prune finds it changed", done
 
     def _prune_contents(self, state: World) -> Iterator[Step]:
-        """Who names a content is asked with the snapshot; a copy that is not committed yet is not in it."""
+        """The snapshot determines which messages name a content; it lacks an uncommitted copy."""
         is_named = state.row is not None or state.copy
         if not state.prune_of_contents and state.content:
             if not is_named or Guard.CONTENT_IS_NAMED in self.without:
@@ -219,7 +220,7 @@ class Retention:
         elif state.resend == "has copied":
             yield "the resend is rolled back", state._replace(resend="")
             if row is None:
-                # The copy is marked with the content of what is gone: it names none.
+                # The copy is marked with a deleted content: it names none.
                 lost = "a copy lost the content of its source"
                 yield "the resend commits", state._replace(resend="", fault=lost)
             yield "the resend, marked before, commits", state._replace(resend="", copy=True)

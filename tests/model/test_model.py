@@ -1,6 +1,7 @@
-"""Every interleaving of the protocol keeps its promises, and none of its guards can be taken out unnoticed.
+"""Tests that every interleaving of the protocol keeps its promises, and that every guard is needed.
 
-A guard that is taken out has to be found by its shortest trace: a model that is too coarse to see it fails here.
+Leaving out a guard must lead to a fault with a known shortest trace: a model that is too coarse to notice fails
+here.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ SHOWN = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")
 
 
 def check(case: Case, fault: str, length: int) -> None:
-    """It ends with this fault after so many steps, and the page shows it so. Each case is explored once."""
+    """Assert that the case ends with its fault after its number of steps, and that the page shows this. Each case is
+    explored once."""
     found = explored(case)
     assert (found.fault, len(found.trace)) == (fault, length), trace_of(case)
     assert SHOWN.count(row_of(case)) == 1, "run `python -m tests.model --write`"
@@ -29,21 +31,21 @@ def test_the_promises_hold_in_every_state(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in cases.BREAK])
-def test_without_a_guard_a_promise_breaks_in_so_many_steps(case: Case) -> None:
+def test_a_promise_breaks_without_a_guard_after_the_expected_steps(case: Case) -> None:
     check(case, case.fault, case.length)
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in cases.TWICE_GUARDED])
-def test_what_is_guarded_twice_holds_until_both_guards_are_gone(case: Case) -> None:
+def test_a_promise_with_two_guards_holds_until_both_are_gone(case: Case) -> None:
     check(case, case.fault, case.length)
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in cases.LIMITS])
-def test_a_wake_up_is_missed_where_only_the_sweep_can_help(case: Case) -> None:
+def test_a_wake_up_is_missed_if_only_the_sweep_can_help(case: Case) -> None:
     check(case, case.fault, case.length)
 
 
-def test_every_guard_is_taken_out_once() -> None:
+def test_each_guard_is_left_out_in_one_case() -> None:
     taken_out = {guard for case in cases.CASES for guard in case.without}
     every = (
         delivery.Guard,
@@ -57,7 +59,7 @@ def test_every_guard_is_taken_out_once() -> None:
     assert taken_out == {guard for guards in every for guard in guards}
 
 
-def test_the_page_shows_nothing_else() -> None:
+def test_the_page_shows_exactly_these_results() -> None:
     heads = [line for _, head in cases.TABLES for line in head]
     assert [line for line in SHOWN if line in heads] == heads, "run `python -m tests.model --write`"
     assert len(SHOWN) == len(heads) + len(cases.CASES), "run `python -m tests.model --write`"

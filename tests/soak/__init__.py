@@ -1,4 +1,5 @@
-"""The outbox under fire: producers, workers and a nemesis for minutes or hours, and a checker that reads the books.
+"""A long run with faults: producers, workers and a nemesis for minutes or hours, and a checker that verifies the
+result.
 
-python -m tests.soak --minutes 20 --seed 7
+    python -m tests.soak --minutes 20 --seed 7
 """

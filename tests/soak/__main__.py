@@ -1,9 +1,10 @@
-"""Run the outbox under fire, let everything heal, and print a verdict for each invariant.
+"""Run the outbox under faults, let it recover, and print a verdict for each invariant.
 
     python -m tests.soak --minutes 20 --seed 7
 
-Exit code 0 when every invariant holds and everything drained, 1 when not: then the ledger, the logs and the database
-stay where the last line says. The seed draws the faults and the messages; the timing is the machine's.
+The exit code is 0 when every invariant holds and everything drained, otherwise 1. In that case the ledger, the logs
+and the database stay in the directory that the last line names. The seed determines the faults and the messages; the
+timing depends on the machine.
 """
 
 from __future__ import annotations
@@ -37,43 +38,47 @@ from tests.soak.producer import DRIVERS
 from tests.soak.verdict import Balance, balance
 
 BEHIND_PROXY: Final = frozenset({"plain", "narrow", "supervised", LONELY_WORKER})
-# The polling one is as if behind a pooler, and takes over what the others cannot finish. The lonely one has a queue of
-# its own.
+# The worker `polling` works as if behind a pooler, and takes over messages that the others cannot finish. The lonely
+# worker has its own queue.
 
 
 def main() -> int:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=5.0, help="length of the phase with faults (default: 5)")
-    parser.add_argument("--fault", action="append", default=[], help="inject this fault alone (may be repeated)")
-    parser.add_argument("--failovers", type=int, default=0, help="failovers that lose commits, afterwards (default: 0)")
-    parser.add_argument("--seed", type=int, default=None, help="draws faults and messages; printed when not given")
+    parser.add_argument("--minutes", type=float, default=5.0, help="duration of the faults, in minutes (default: 5)")
+    parser.add_argument("--fault", action="append", default=[], help="inject only this fault (repeatable)")
+    parser.add_argument(
+        "--failovers", type=int, default=0, help="number of failovers with lost commits after the faults (default: 0)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=None, help="seed of faults and messages (default: random, and printed)"
+    )
     arguments = parser.parse_args()
     seed = arguments.seed if arguments.seed is not None else random.SystemRandom().randrange(1_000_000)
     directory = Path(tempfile.mkdtemp(prefix="pgoutbox-soak-"))
-    directory.chmod(0o711)  # PostgreSQL's account has to pass.
+    directory.chmod(0o711)  # PostgreSQL's account must be able to enter.
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # The proxy's clients are killed while it writes to them.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    console.print(f"seed {seed}, {arguments.minutes:g} minutes of faults, then everything has to drain")
+    console.print(f"seed {seed}, {arguments.minutes:g} minutes of faults, then a drain")
     with embedded_server(directory / "data") as server:
         result, nemesis = run(server, directory, seed, arguments.minutes * 60, arguments.fault)
         holds = report(result, nemesis)
     chance = random.Random(seed)
     for number in range(arguments.failovers):
-        console.print(f"failover {number + 1} of {arguments.failovers}: its standby has not heard of all commits")
+        console.print(f"failover {number + 1} of {arguments.failovers}: the standby lacks some commits")
         holds &= report_verdict(fail_over(directory / f"failover-{number + 1}", chance))
     if holds:
         shutil.rmtree(directory)
         return 0
     console.print(f"[bold red]broken[/]: python -m tests.soak --minutes {arguments.minutes:g} --seed {seed}")
-    console.print(f"what was left behind: {directory}")
+    console.print(f"files of the run: {directory}")
     return 1
 
 
 def run(
     server: EmbeddedServer, directory: Path, seed: int, seconds: float, faults: Collection[str]
 ) -> tuple[Balance, Nemesis]:
-    """Faults for so many seconds, then healing and draining, then the balance."""
+    """Inject faults for this many seconds, then let the system recover and drain, and return the balance."""
     with psycopg.connect(server.dsn, autocommit=True) as connection:
         connection.execute(f"CREATE ROLE {WORKER_ROLE} SUPERUSER LOGIN".encode())
         if connection.info.server_version >= 170_000:
@@ -92,16 +97,16 @@ def run(
             drained = drain(connection, ledger, ships.workers)
         for process in ships.workers:
             process.stop()
-    console.print(f"drained {drained:.1f} s after the last fault" if drained else "[red]did not drain[/]")
+    console.print(f"drained in {drained:.1f} s after the last fault" if drained else "[red]did not drain[/]")
     with psycopg.connect(server.dsn, autocommit=True) as connection:
-        maintenance.prune_by_retention(connection)  # Contents whose last message is gone go now, if they have not yet.
+        maintenance.prune_by_retention(connection)  # Contents without messages are deleted now at the latest.
         ends = {process.name: process.ends for process in ships.workers}
         return balance(directory / "ledger", connection, ends), nemesis
 
 
 @contextlib.contextmanager
 def fleet(server: EmbeddedServer, directory: Path, chance: random.Random) -> Iterator[Fleet]:
-    """Workers and producers, started; whatever still runs at the end is killed."""
+    """Start workers and producers, and kill the rest at the end."""
     (directory / "proxy").mkdir()
     with crew_in(directory) as crew, proxy_to(server.dsn, directory / "proxy") as proxy:
 
@@ -121,7 +126,7 @@ def fleet(server: EmbeddedServer, directory: Path, chance: random.Random) -> Ite
 
 
 def strike_for(nemesis: Nemesis, seconds: float) -> None:
-    """Fault after fault, with pauses, and a line now and then."""
+    """Inject one fault after the other, with pauses, and print a progress line from time to time."""
     began_at = time.monotonic()
     reported_at = began_at
     while (now := time.monotonic()) < began_at + seconds:
@@ -132,11 +137,11 @@ def strike_for(nemesis: Nemesis, seconds: float) -> None:
             time.sleep(0.05)
         if now > reported_at + 10:
             reported_at = now
-            console.print(f"{now - began_at:6.0f} s  {nemesis.injected.total():5} faults, the last: {fault}")
+            console.print(f"{now - began_at:6.0f} s  {nemesis.injected.total():5} faults, the latest: {fault}")
 
 
 def report(result: Balance, nemesis: Nemesis) -> bool:
-    """Print what was injected and the verdict; whether every invariant holds."""
+    """Print the injected faults and the verdict. Return whether every invariant holds."""
     faults = Table("fault", "times", title="injected")
     for name, count in sorted(nemesis.injected.items()):
         faults.add_row(name.replace("_", " "), str(count))
@@ -149,7 +154,7 @@ def report(result: Balance, nemesis: Nemesis) -> bool:
 
 
 def report_verdict(result: Balance) -> bool:
-    """Print the table of the invariants; whether all of them hold."""
+    """Print the table of the invariants. Return whether all of them hold."""
     verdict = Table("invariant", "broken", "examples", title="verdict")
     for line in result.lines:
         verdict.add_row(

@@ -1,4 +1,4 @@
-"""The application whose worker is shot at. A message's payload says how each of its attempts goes."""
+"""The application of the tested workers. A message's payload defines the course of each of its attempts."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from tests.soak.host import NotedLineTransport
 TOPICS = ("soak.async", "soak.sync", "soak.batch", "soak.effect")
 ORDERED_TOPICS = ("soak.ordered", "soak.arranged")
 LONELY_QUEUE = "lonely"
-"""Its messages are served by one process alone."""
+"""Only one process serves this queue."""
 SWIFT_QUEUE = "swift"
-"""Has a worker of its own besides the others, so that its messages are delivered soon after their commit."""
+"""This queue has its own worker besides the others, so that its messages are delivered soon after their commit."""
 THREAD_TIMEOUT_SECONDS = 1.0
 
 outbox = Outbox(transports=[NotedLineTransport(timeout_seconds=1.0)])
 TEXT = "5 € für 漢字 🙂"
-"""Is in payloads and in errors. No encoding but Unicode has all of it."""
-_RETRY = RetryPolicy(max_attempts=1000, base_seconds=0.05, cap_seconds=1.0)
+"""Used in payloads and errors. Only Unicode encodings have all of its characters."""
+_RETRY = RetryPolicy(max_attempts=1000, base=0.05, cap=1.0)
 _TIMEOUT_SECONDS = 4.0
 
 
 def facts(message: Message) -> dict[str, Any]:
-    """The payload, which the producers made."""
+    """Return the payload, which the producers make."""
     assert isinstance(message.payload, dict)
     return message.payload
 
 
 def step(message: Message) -> str:
-    """What this attempt is to do; the last step of the plan is that of all further attempts."""
+    """Return the step of this attempt. The last step of the plan applies to all further attempts."""
     plan = facts(message)["plan"]
     return str(plan[min(message.attempt_count, len(plan)) - 1])
 
 
 def answer(message: Message) -> Transient | Permanent | Snooze | None:
-    """Play the step up to its outcome; None is a success that is not written down yet."""
+    """Run the step up to its outcome. None is a success that is not written yet."""
     match step(message):
         case "ok":
             return None
@@ -64,12 +64,12 @@ def answer(message: Message) -> Transient | Permanent | Snooze | None:
 
 
 def hand_over(message: Message) -> None:
-    """What a real handler would do to the outside."""
+    """Simulate the external effect of a real handler."""
     told_ledger().hand_over(message.payload, message.attempt_count)
 
 
 def running(message: Message) -> contextlib.AbstractContextManager[None]:
-    """Note how long the handler runs."""
+    """Record how long the handler runs."""
     return told_ledger().running(message.payload, message.attempt_count)
 
 
@@ -79,7 +79,7 @@ def running(message: Message) -> contextlib.AbstractContextManager[None]:
 @outbox.handler("soak.halted", retry=_RETRY, timeout=_TIMEOUT_SECONDS)
 @outbox.handler("soak.forgotten", retry=_RETRY, timeout=_TIMEOUT_SECONDS)
 async def on_async(message: Message, ctx: Context) -> Transient | Permanent | Snooze | None:
-    """Wait as for a slow server, make sure of the lease, hand over."""
+    """Wait like for a slow server, check the lease, hand over."""
     with running(message):
         await asyncio.sleep(facts(message)["seconds"])
         if step(message) == "hang":
@@ -104,7 +104,7 @@ def on_sync(message: Message, ctx: SyncContext) -> Transient | Permanent | Snooz
 
 @outbox.handler("soak.thread", retry=_RETRY, timeout=THREAD_TIMEOUT_SECONDS)
 def on_thread(message: Message, ctx: SyncContext) -> Transient | Permanent | Snooze | None:
-    """Block a thread, every second attempt for longer than the timeout, and hand over all the same."""
+    """Block a thread, every second time for longer than the timeout, and hand over all the same."""
     with running(message):
         time.sleep(facts(message)["seconds"] if message.attempt_count % 2 else 0.1)
         outcome = answer(message)
@@ -117,7 +117,7 @@ def on_thread(message: Message, ctx: SyncContext) -> Transient | Permanent | Sno
 async def on_batch(
     messages: Sequence[Message], contexts: Sequence[Context]
 ) -> list[Transient | Permanent | Snooze | None]:
-    """Hand over those whose plan says so; the others have outcomes of their own."""
+    """Hand over the messages whose plan says so; the others have their own outcomes."""
     outcomes = []
     for message in messages:
         with running(message):
@@ -133,7 +133,7 @@ async def on_batch(
 
 @outbox.handler("soak.effect", retry=_RETRY, transactional=True, timeout=_TIMEOUT_SECONDS)
 async def on_effect(message: Message, ctx: Context) -> Transient | Permanent | Snooze | None:
-    """Write the effect in the transaction that ends the attempt: exactly once, whatever happens."""
+    """Write the effect in the transaction that ends the attempt: exactly once in any case."""
     with running(message):
         await ctx.connection.execute(
             "INSERT INTO soak_effect (message_id, attempt_count) VALUES (%s, %s)", (message.id, message.attempt_count)
@@ -147,7 +147,7 @@ async def on_effect(message: Message, ctx: Context) -> Transient | Permanent | S
 
 @outbox.handler("soak.fanout", retry=_RETRY, timeout=_TIMEOUT_SECONDS)
 async def on_fanout(message: Message, ctx: Context) -> Transient | Permanent | Snooze | None:
-    """Hand over to one destination, by the key that it has in the ledger, what all of them share."""
+    """Hand over the shared content to one destination, with the ledger key of that destination."""
     if message.content != {"of": facts(message)[KEY]}:
         return Permanent("the content is not that of the message")
     payload = {KEY: fanout_key(facts(message)[KEY], str(message.destination))}
@@ -158,7 +158,7 @@ async def on_fanout(message: Message, ctx: Context) -> Transient | Permanent | S
 
 
 def fanout_key(key: str, destination: str) -> str:
-    """The messages of a fan-out share their payload, and each has a key of its own in the ledger."""
+    """Return the ledger key of one message of a fan-out, whose messages share one payload."""
     return f"{key}/{destination}"
 
 

@@ -1,4 +1,5 @@
-"""The books of a run: what the database has to note from the beginning, and when everything is delivered."""
+"""The records of a run: those that the database writes from the beginning, and the wait until everything is
+delivered."""
 
 from __future__ import annotations
 
@@ -29,14 +30,15 @@ LIMIT 5
 """
 DRAIN_SECONDS: Final = 600.0
 REDRIVE_SECONDS: Final = 2.0
-# Of these nothing is kept that was sent.
+# Sent messages of these topics are not kept.
 FORGOTTEN_TOPICS: Final = ("soak.forgotten", "soak.fanout")
 
 console = Console(soft_wrap=True)
 
 
 def open_books(connection: psycopg.Connection, chance: random.Random) -> None:
-    """From now on the database keeps its account. Before the first enqueue, on an autocommit connection."""
+    """Make the database write its account from now on. Call it before the first enqueue, on an autocommit
+    connection."""
     install_audit(connection)
     install_judge(connection)
     install_witness(connection)
@@ -48,15 +50,15 @@ def open_books(connection: psycopg.Connection, chance: random.Random) -> None:
 
 
 def limit(connection: psycopg.Connection, chance: random.Random) -> None:
-    """Give the limited queues other limits, which all leave room for what the producers make."""
+    """Change the limits of the limited queues; they stay high enough for the producers' messages."""
     operations.limit_rate(connection, "rated", Rate(chance.choice([20, 40]), 1), burst=chance.choice([1, 5, 20]))
     operations.limit_in_flight(connection, "crowded", chance.choice([2, 3, 6]))
 
 
 def drain(connection: psycopg.Connection, ledger: Ledger, workers: Sequence[Process]) -> float | None:
-    """Keep the workers alive until nothing is owed; after how many seconds, or None if that never came.
+    """Keep the workers alive until no message is owed. Return the seconds, or None if that never happened.
 
-    What waits behind a message that halts its key is owed too, and so is that message: somebody redrives it.
+    Messages behind a message that halts their key are owed too, and so is that message: an operator redrives it.
     """
     began_at = reported_at = redriven_at = time.monotonic()
     while (now := time.monotonic()) < began_at + DRAIN_SECONDS:

@@ -1,4 +1,4 @@
-"""The processes of a run: workers, producers and the host of a destination, started again whenever they have ended."""
+"""The processes of a run: workers, producers and the host of a destination, restarted whenever they end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LEASE_SECONDS: Final = 2.0
 STOP_SECONDS: Final = 60.0
 LONELY_WORKER: Final = "lonely"
 WORKER_ROLE: Final = "soak_worker"
-"""The role of every worker. What is said in a role's defaults is said of them alone."""
+"""The role of every worker. Only workers get this role's defaults."""
 QUEUES: Final = [f"--queue={name}" for name in ("default", "bulk", "ordered", "rated", "crowded", SWIFT_QUEUE)]
 WORKERS: Final[dict[str, tuple[list[str], dict[str, str]]]] = {
     "plain": (QUEUES, {}),
@@ -39,7 +39,7 @@ WORKERS: Final[dict[str, tuple[list[str], dict[str, str]]]] = {
 
 @dataclass(slots=True)
 class Process:
-    """A process that is started again whenever it has ended."""
+    """A process that is restarted whenever it ends."""
 
     name: str
     command: list[str]
@@ -47,7 +47,7 @@ class Process:
     log: IO[bytes]
     starts: int = 0
     ends: Counter[int] = field(default_factory=Counter)
-    """Its exit codes, but for the last one."""
+    """Its exit codes, except the last one."""
     running: subprocess.Popen[bytes] | None = None
 
     def keep_alive(self) -> None:
@@ -67,7 +67,7 @@ class Process:
                 os.killpg(self.running.pid, number)
 
     def stop(self, *, seconds: float = STOP_SECONDS) -> None:
-        """Tell it to stop, and wait; kill it, and say so, if it does not."""
+        """Tell it to stop, and wait. If it does not stop, kill it and raise an error."""
         if self.running is None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -81,7 +81,7 @@ class Process:
 
 
 class Crew:
-    """Makes the processes of one run, whose logs and ledger are in `directory`."""
+    """Creates the processes of one run, with their logs and ledger in `directory`."""
 
     def __init__(self, stack: contextlib.ExitStack, directory: Path) -> None:
         self._stack = stack
@@ -102,16 +102,16 @@ class Crew:
         ) | {LEDGER_VARIABLE: str(directory / "ledger"), PORT_VARIABLE: str(self._port)}
 
     def worker(self, name: str, dsn: str) -> Process:
-        """One of `WORKERS`."""
+        """Return one of `WORKERS`."""
         options, extra = WORKERS[name]
         return self._process(f"worker-{name}", worker_command("tests.soak.app:outbox", *options), dsn, extra)
 
     def producer(self, driver: str, seed: int, dsn: str) -> Process:
-        """A producer on this driver."""
+        """Return a producer on this driver."""
         return self._process(f"producer-{driver}", _module("producer", driver, str(seed)), dsn, {})
 
     def host(self) -> Process:
-        """The destination that can die."""
+        """Return the destination that can die."""
         return self._process("host", _module("host", str(self._port)), "", {})
 
     def _process(self, name: str, command: list[str], dsn: str, extra: Mapping[str, str]) -> Process:
@@ -123,7 +123,7 @@ class Crew:
 
 @contextlib.contextmanager
 def crew_in(directory: Path) -> Iterator[Crew]:
-    """A crew; whatever still runs at the end is killed."""
+    """Yield a crew, and kill the processes that still run at the end."""
     with contextlib.ExitStack() as stack:
         yield Crew(stack, directory)
 
@@ -133,7 +133,7 @@ def _module(name: str, *arguments: str) -> list[str]:
 
 
 def free_port() -> int:
-    """A port that nobody has now."""
+    """Return a port that is currently free."""
     with socket.create_server((dialogues.HOST, 0)) as server:
         port: int = server.getsockname()[1]
         return port

@@ -1,9 +1,9 @@
-"""A failover to a standby that lost commits, under load, and what must hold on the new timeline.
+"""A failover to a standby that lost commits, under load, and the invariants on the new timeline.
 
-The standby hears of nothing more for some seconds, in which producers are told that their messages are safe, workers
-claim, hand over and finish, and some workers are suspended with what they have in flight. Then the server crashes, the
-standby takes over, and the suspended workers go on. What was acknowledged in those seconds is lost. Nothing that was
-written for an attempt of the old timeline may take effect on the new one.
+For some seconds the standby receives nothing. In this time producers get acknowledgements, workers claim, hand over
+and finish, and some workers are suspended with messages in flight. Then the server crashes, the standby takes over,
+and the suspended workers continue. The acknowledged messages of those seconds are lost. No write for an attempt of
+the old timeline may take effect on the new one.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from tests.soak.runs import Lost
 from tests.soak.verdict import Balance, balance
 from tests.waiting import PROCESS_PATIENCE_SECONDS
 
-# Those that connect to whichever of two servers is the primary.
+# DSNs that connect to whichever of two servers is the primary.
 DRIVERS: Final = ("psycopg", "psycopg-async")
 
 
 def fail_over(directory: Path, chance: random.Random) -> Balance:
-    """One failover that loses commits, then draining, then the balance on the new timeline."""
+    """Run one failover that loses commits, drain, and return the balance on the new timeline."""
     directory.mkdir()
     with open_workshop(os.environ) as workshop, workshop.server() as primary:
         primary.start()
@@ -59,7 +59,7 @@ def fail_over(directory: Path, chance: random.Random) -> Balance:
 def lose_commits(
     primary: OwnServer, heir: OwnServer, every: Sequence[Process], sleepers: Sequence[Process], chance: random.Random
 ) -> Lost:
-    """Cut the standby off, crash the primary and promote the standby while some workers sleep; what was lost."""
+    """Cut the standby off, crash the primary and promote the standby while some workers sleep. Return the lost time."""
     with heir.connect() as replica:
         replica.execute("ALTER SYSTEM SET primary_conninfo = ''")
         lost_from = time.time()
@@ -82,7 +82,7 @@ def lose_commits(
 
 
 def keep_alive(processes: Sequence[Process], seconds: float, *, until: Callable[[], bool] | None = None) -> None:
-    """Start again what ends, for so many seconds or until something is true."""
+    """Restart processes that end, for this many seconds or until the condition holds."""
     ends_at = time.monotonic() + seconds
     while time.monotonic() < ends_at and not (until is not None and until()):
         for process in processes:
@@ -91,6 +91,6 @@ def keep_alive(processes: Sequence[Process], seconds: float, *, until: Callable[
 
 
 def dsn_of_either(first: OwnServer, second: OwnServer) -> str:
-    """DSN of whichever of two servers is the primary."""
+    """Return a DSN that connects to the primary of two servers."""
     hosts = f"{first.home},{second.home}"
     return f"host={hosts} port=5432,5432 user=postgres dbname={DATABASE} target_session_attrs=read-write"

@@ -1,4 +1,4 @@
-"""A destination that can die: it answers every line with ok, until it is killed. Its transport writes the ledger.
+"""A destination that can die: it answers every line with ok until it is killed. Its transport writes the ledger.
 
 python -m tests.soak.host PORT
 """
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from pgoutbox.transports import Content
 
 PORT_VARIABLE: Final = "SOAK_HOST_PORT"
-"""Where the processes of a run find the host."""
+"""The environment variable with the host's port."""
 
 
 class NotedLineTransport(LineTransport):
-    """Notes a hand-over when the host has said that it took the line: what it did not say may be said again."""
+    """Records a hand-over after the host has confirmed the line. An unconfirmed line may be sent again."""
 
     async def send(self, message: Message[object], content: Content) -> Outcome:
         """Hand the line over."""

@@ -1,4 +1,5 @@
-"""The nemesis: faults of processes and of PostgreSQL, drawn from a seed, each undone before the next one begins."""
+"""The nemesis: faults of processes and of PostgreSQL, drawn from a seed. Each fault is undone before the next one
+begins."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ UNDO_SECONDS: Final = 30.0
 NOTIFY_WARNING: Final = 0.8
 NOTIFY_NO_RINGS: Final = 0.9
 NOTIFY_NOTICED_SECONDS: Final = 4.0
-"""How long a queue of notifications is nearly full before it is full: workers have probed meanwhile."""
-# Those whose handler takes long enough for something to meet it.
+"""How long a notification queue stays nearly full before it is full, so that workers probe in the meantime."""
+# Topics whose handlers run long enough to be hit by a fault.
 _IN_FLIGHT: Final = """
 SELECT m.id, m.attempt_count FROM pgoutbox.message AS m
 WHERE m.state = 'sending' AND (pgoutbox.payload_of(m) ->> 'seconds')::float8 >= 0.5
@@ -43,7 +44,8 @@ WHERE state = 'sending' AND queue = '{LONELY_QUEUE}' AND claimed_at < now() - in
 _TERMINATE_WORKERS: Final = f"""
 SELECT pg_terminate_backend(a.pid) FROM pg_stat_activity AS a WHERE a.usename = '{WORKER_ROLE}'
 """
-# A lock that the nemesis does not get is no fault: the row has moved to another partition, or somebody was faster.
+# If the nemesis does not get a lock, that is not an error: the row has moved to another partition, or another session
+# was faster.
 _IN_VAIN: Final = (
     psycopg.errors.SerializationFailure, psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected
 )  # fmt: skip
@@ -51,7 +53,7 @@ _IN_VAIN: Final = (
 
 @dataclass(slots=True)
 class Fleet:
-    """What is shot at."""
+    """The processes under attack."""
 
     server: EmbeddedServer
     proxy: Proxy
@@ -60,13 +62,13 @@ class Fleet:
     host: Process
 
     def keep_alive(self) -> None:
-        """Start again what has ended."""
+        """Restart processes that have ended."""
         for process in (*self.workers, *self.producers):
             process.keep_alive()
 
     @contextlib.contextmanager
     def connection(self) -> Iterator[psycopg.Connection]:
-        """A superuser's connection of the nemesis itself."""
+        """Open a superuser connection for the nemesis."""
         with psycopg.connect(self.server.dsn, autocommit=True, application_name="nemesis") as connection:
             yield connection
 
@@ -81,7 +83,7 @@ class Nemesis:
     injected: Counter[str] = field(default_factory=Counter)
 
     def strike(self) -> str:
-        """Inject one fault and undo it; its name."""
+        """Inject one fault and undo it. Return its name."""
         fault = self.chance.choices([fault for fault, _ in self.faults], [weight for _, weight in self.faults])[0]
         name = fault.__name__
         try:
@@ -92,34 +94,34 @@ class Nemesis:
         return name
 
     def worker(self, name: str) -> Process:
-        """The worker of this name."""
+        """Return the worker of this name."""
         return next(process for process in self.fleet.workers if process.name == f"worker-{name}")
 
     def kill_worker(self) -> None:
-        """Kill -9 of a worker and its children."""
+        """Kill a worker and its children (SIGKILL)."""
         self.chance.choice(self.fleet.workers).signal(signal.SIGKILL)
 
     def kill_supervisor(self) -> None:
-        """Kill -9 of the parent alone: the children have to notice."""
+        """Kill only the parent (SIGKILL): the children have to notice."""
         victim = self.chance.choice(self.fleet.workers).running
         if victim is not None:
             victim.kill()
 
     def stop_worker(self) -> None:
-        """SIGTERM: the worker releases what it holds and ends."""
+        """Send SIGTERM: the worker releases its messages and ends."""
         victim = self.chance.choice(self.fleet.workers).running
         if victim is not None:
             victim.send_signal(signal.SIGTERM)
 
     def suspend_worker(self) -> None:
-        """SIGSTOP for longer than a lease, so that another worker takes over, then SIGCONT."""
+        """Stop a worker (SIGSTOP) for longer than a lease, so that another worker takes over, then continue it."""
         victim = self.chance.choice(self.fleet.workers)
         victim.signal(signal.SIGSTOP)
         self._wait(LEASE_SECONDS * self.chance.uniform(1.1, 2.0))
         victim.signal(signal.SIGCONT)
 
     def suspend_only_worker(self) -> None:
-        """SIGSTOP for longer than a lease of the only worker of a queue, while it handles a message of it."""
+        """Stop the only worker of a queue for longer than a lease while it handles a message, then continue it."""
         victim = self.worker(LONELY_WORKER)
         with self.fleet.connection() as connection:
             until = time.monotonic() + LEASE_SECONDS
@@ -130,13 +132,13 @@ class Nemesis:
         victim.signal(signal.SIGCONT)
 
     def stall_network(self) -> None:
-        """What the workers behind the proxy send is on its way for longer than a lease, and arrives then."""
+        """Delay the statements of the workers behind the proxy for longer than a lease, then deliver them."""
         with self.fleet.proxy.stalled(open_connections_only=self.chance.random() < 0.5):
             self._wait(LEASE_SECONDS * self.chance.uniform(1.1, 2.0))
 
     def stall_finishes(self) -> None:
-        """The workers behind the proxy can neither finish nor renew, until another worker has one of their messages in
-        its hands: at that moment the late finish arrives."""
+        """Keep the workers behind the proxy from finishing and renewing until another worker has one of their
+        messages. At that moment the late finish arrives."""
         with contextlib.ExitStack() as stalls, self.fleet.connection() as connection:
             for session in ("finish", "lease", "ensure lease"):
                 stalls.enter_context(self.fleet.proxy.stalled(f"pgoutbox {session}"))
@@ -149,21 +151,21 @@ class Nemesis:
                     break
 
     def lose_replies(self) -> None:
-        """PostgreSQL hears the workers behind the proxy, and they do not hear PostgreSQL."""
+        """Hold back PostgreSQL's answers to the workers behind the proxy; their statements still arrive."""
         with self.fleet.proxy.stalled(replies_only=True):
             self._wait(LEASE_SECONDS * self.chance.uniform(0.2, 2.0))
 
     def cut_connection(self) -> None:
-        """Cut the connection of one of the next statements behind the proxy: before it, after it, or its reply."""
+        """Cut the connection of one of the next statements behind the proxy: before it, after it, or at its reply."""
         self.fleet.proxy.cut_at(self.chance.randrange(1, 20), self.chance.choice(list(Moment)))
         self._wait(self.chance.uniform(0.1, 1.0))
 
     def kill_producer(self) -> None:
-        """Kill -9 of a producer, in whatever transaction it is."""
+        """Kill a producer (SIGKILL) in any transaction."""
         self.chance.choice(self.fleet.producers).signal(signal.SIGKILL)
 
     def terminate_backends(self) -> None:
-        """Terminate a few random sessions: worker's, listener's, handler's, producer's."""
+        """Terminate a few random sessions of workers, listeners, handlers or producers."""
         with self.fleet.connection() as connection:
             pids = [
                 pid
@@ -180,11 +182,11 @@ class Nemesis:
         restart(self.fleet.server, "immediate")
 
     def restart_server(self) -> None:
-        """Restart PostgreSQL in good order."""
+        """Restart PostgreSQL cleanly."""
         restart(self.fleet.server, "fast")
 
     def lock_rows(self) -> None:
-        """Another session holds the oldest rows."""
+        """Lock the oldest rows in another session."""
         with self.fleet.connection() as connection, connection.transaction():
             connection.execute(
                 "SELECT FROM pgoutbox.message_live ORDER BY available_at LIMIT 200 FOR UPDATE SKIP LOCKED"
@@ -192,11 +194,11 @@ class Nemesis:
             self._wait(self.chance.uniform(0.2, 2.0))
 
     def refuse_finishes(self) -> None:
-        """A trigger of the user refuses some of the messages that are finished, for several leases."""
+        """Refuse the finishes of some messages by a user trigger, for several leases."""
         self._refuse("finish", self.chance.choice([2, 5, 20]), LEASE_SECONDS * self.chance.uniform(4.0, 5.0))
 
     def refuse_claims(self) -> None:
-        """A trigger of the user refuses a few of the messages that are claimed."""
+        """Refuse the claims of a few messages by a user trigger."""
         self._refuse("claim", self.chance.choice([50, 200]), self.chance.uniform(1.0, 5.0))
 
     def _refuse(self, what: str, modulus: int, seconds: float) -> None:
@@ -207,7 +209,7 @@ class Nemesis:
         self._try_until_done("UPDATE soak_refusal SET until_at = clock_timestamp() WHERE until_at IS NULL")
 
     def change_encoding(self) -> None:
-        """An administrator gives the workers' role an encoding that has not every character, and takes it back."""
+        """Give the workers' role an encoding that lacks some characters, then reset it."""
         encoding = self.chance.choice(["LATIN1", "SQL_ASCII", "EUC_JP"])
         with self.fleet.connection() as connection:
             connection.execute(f"ALTER ROLE {WORKER_ROLE} SET client_encoding = '{encoding}'".encode())
@@ -217,7 +219,7 @@ class Nemesis:
         self._try_until_done(_TERMINATE_WORKERS)
 
     def fill_notify_queue(self) -> None:
-        """A listener of another database stays in its transaction, and the queue of notifications is full."""
+        """Fill the notification queue with a listener of another database that stays in its transaction."""
         dsn = self.fleet.server.dsn_for("postgres")
         with (
             psycopg.connect(dsn, application_name="nemesis", autocommit=True) as listener,
@@ -228,8 +230,9 @@ class Nemesis:
                 listener.execute("SELECT 1")
                 self._fill_to(notifier, NOTIFY_WARNING)
                 self._wait(NOTIFY_NOTICED_SECONDS)
-                # A suspended worker notices nothing, so enqueues ring for it until a tenth is left: 800 MB of a real
-                # queue, seven notifications of this one. Those that have rung commit before it is used up.
+                # A suspended worker notices nothing, so enqueues ring for it until a tenth is left. That is 800 MB of a
+                # real queue, but seven notifications of this one. The transactions that have rung commit before the
+                # queue is full.
                 self._fill_to(notifier, NOTIFY_NO_RINGS)
                 self._wait_for_writers(notifier)
                 self._fill_to(notifier, 1.0)
@@ -243,30 +246,31 @@ class Nemesis:
                 return
 
     def _wait_for_writers(self, connection: psycopg.Connection) -> None:
-        """Until all transactions of other databases have ended that have written something by now."""
+        """Wait until all transactions of other databases that have already written have ended."""
         ((now,),) = connection.execute("SELECT clock_timestamp()").fetchall()
         under_way = "SELECT FROM pg_stat_activity WHERE datname <> current_database() AND backend_xid IS NOT NULL"
         while connection.execute(f"{under_way} AND xact_start < %s", [now]).fetchall():
             self._wait(0.05)
 
     def lock_table(self) -> None:
-        """Another session holds the whole table, as a migration would."""
+        """Lock the whole table in another session, like a migration."""
         with self.fleet.connection() as connection, connection.transaction():
             connection.execute("SET LOCAL lock_timeout = '500ms'")
             connection.execute("LOCK TABLE pgoutbox.message IN ACCESS EXCLUSIVE MODE")
             self._wait(self.chance.uniform(0.2, 1.5))
 
     def hold_snapshot(self) -> None:
-        """A long transaction holds vacuum back."""
+        """Hold back vacuum with a long transaction."""
         with self.fleet.connection() as connection, connection.transaction():
             connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
             connection.execute("SELECT count(*) FROM pgoutbox.message_live")
             self._wait(self.chance.uniform(1.0, 5.0))
 
     def cancel(self) -> None:
-        """An operator cancels some of what is owed.
+        """Cancel some of the owed messages.
 
-        Not what has a dedupe key: it would go to another message, and the ledger has one message for each.
+        This excludes messages with a dedupe key: another message would get the key, and the ledger has one message
+        for each.
         """
         with self.fleet.connection() as connection:
             ids = [
@@ -279,7 +283,7 @@ class Nemesis:
                 connection.execute("SELECT pgoutbox.cancel(%s)", (message_id,))
 
     def redrive(self) -> None:
-        """An operator redrives everything that failed."""
+        """Redrive everything that failed."""
         command = [sys.executable, "-m", "pgoutbox", "redrive", "--all-failed", "--yes", "--json"]
         environment = {**os.environ, "PGOUTBOX_DSN": self.fleet.server.dsn}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -287,22 +291,22 @@ class Nemesis:
             raise RuntimeError(f"redrive ended with {done.returncode}: {done.stderr}")
 
     def pause_queue(self) -> None:
-        """An operator pauses a queue, somebody rings for it all the same, and it is resumed."""
+        """Pause a queue, ring for it all the same, and resume it."""
         queue = self.chance.choice(["default", "ordered", "rated", "crowded"])
         with self.fleet.connection() as connection:
-            # It ends by itself if the resume should be in vain.
+            # The pause ends by itself if the resume fails.
             operations.pause_queue(connection, queue, duration=timedelta(seconds=5))
             connection.execute("SELECT pg_notify('pgoutbox', %s)", [queue])
             self._wait(self.chance.uniform(0.2, 2.0))
             operations.resume_queue(connection, queue)
 
     def change_limits(self) -> None:
-        """An operator changes a rate, and how many may be in flight."""
+        """Change a rate and an in-flight limit."""
         with self.fleet.connection() as connection:
             limit(connection, self.chance)
 
     def kill_destination(self) -> None:
-        """The destination of some messages dies, or hangs, until its breaker has long been open."""
+        """Kill or stop the destination of some messages until its breaker has been open for long."""
         host = self.fleet.host
         dies = self.chance.random() < 0.5
         host.signal(signal.SIGKILL if dies else signal.SIGSTOP)
@@ -311,18 +315,18 @@ class Nemesis:
         host.keep_alive()
 
     def prune(self) -> None:
-        """An operator deletes what no rule keeps, and some of what halts its key."""
+        """Prune by the rules, and delete some of the messages that halt their key."""
         with self.fleet.connection() as connection:
             maintenance.prune_by_retention(connection)
             maintenance.prune(connection, timedelta(seconds=1), states=[State.FAILED], topic="soak.halted")
 
     def vacuum(self) -> None:
-        """Vacuum in the middle of it."""
+        """Run vacuum during the load."""
         with self.fleet.connection() as connection:
             connection.execute("VACUUM (ANALYZE) pgoutbox.message_live, pgoutbox.message_done, pgoutbox.attempt")
 
     def _try_until_done(self, statement: str) -> None:
-        """What undoes a fault has to succeed: what an earlier fault has left behind may still be in its way."""
+        """Repeat an action that undoes a fault until it succeeds: effects of an earlier fault may still block it."""
         until = time.monotonic() + UNDO_SECONDS
         while True:
             try:
@@ -374,7 +378,7 @@ FAULTS: Final[list[tuple[Callable[[Nemesis], None], int]]] = [
 
 
 def chosen_faults(names: Collection[str]) -> list[tuple[Callable[[Nemesis], None], int]]:
-    """Those of these names, each as often as the others; all that are on by default if none is named."""
+    """Return the faults of these names, with equal frequency; without names, all faults that are on by default."""
     if not names:
         return FAULTS
     known = {fault.__name__: fault for fault, _ in FAULTS}
@@ -382,7 +386,7 @@ def chosen_faults(names: Collection[str]) -> list[tuple[Callable[[Nemesis], None
 
 
 def restart(server: EmbeddedServer, mode: str) -> None:
-    """Stop PostgreSQL in this mode, start it again with the same settings, and wait until it accepts connections."""
+    """Stop PostgreSQL in this mode, restart it with the same settings, and wait until it accepts connections."""
     with psycopg.connect(server.dsn) as connection:
         row = connection.execute("SELECT setting FROM pg_config WHERE name = 'BINDIR'").fetchone()
     assert row is not None

@@ -1,9 +1,9 @@
-"""One producer: transactions without end on one driver, with some that roll back, until it is told to stop.
+"""One producer: an endless series of transactions on one driver, some of which roll back, until it is told to stop.
 
     python -m tests.soak.producer DRIVER SEED
 
-What it means to commit is in the ledger before the COMMIT, what it was told is there after it. A COMMIT that was not
-answered leaves the transaction's end unknown.
+The ledger records the intended commit before the COMMIT, and its answer afterwards. An unanswered COMMIT leaves the
+outcome of the transaction unknown.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ DEDUPE_KEYS: Final = 2_000
 ORDERING_KEYS: Final = 40
 THREAD_KEYS: Final = 20
 PENDING_KEYS: Final = 4
-"""Few, so that several producers at once enqueue for one key."""
+"""Few keys, so that several producers enqueue for one key at once."""
 SPECIAL: Final = [
     "ordered", "ordered", "halted", "halted", "rated", "crowded", "forgotten", "forgotten", "line", "lonely", "thread",
 ]  # fmt: skip
-# What a producer of a database that is shot at has to expect: it gives up the transaction and begins another one.
+# Errors that a producer must expect under faults: it abandons the transaction and begins another one.
 FAILURES: Final = (
     psycopg.Error, asyncpg.PostgresError, asyncpg.InterfaceError, sqlalchemy.exc.DBAPIError, OSError, TimeoutError,
     TransactionError,
@@ -55,24 +55,24 @@ Enqueue = Callable[[list[NewMessage[Any]]], Coroutine[Any, Any, Sequence[Enqueue
 
 @dataclasses.dataclass(frozen=True)
 class FanOut:
-    """One content for these destinations."""
+    """A fan-out: one content for these destinations."""
 
     key: str
     destinations: list[str]
 
     @property
     def keys(self) -> list[str]:
-        """One for each message, in the ledger."""
+        """Return the ledger keys, one for each message."""
         return [fanout_key(self.key, destination) for destination in self.destinations]
 
     @property
     def call(self) -> tuple[str, dict[str, Any], list[str]]:
-        """What `enqueue_fanout` is given besides the content and the queue."""
+        """Return the arguments of `enqueue_fanout` besides the content and the queue."""
         return "soak.fanout", {KEY: self.key, "plan": ["ok"], "seconds": 0}, self.destinations
 
 
 class Enlist(NamedTuple):
-    """What can be done in a transaction."""
+    """The possible actions in a transaction."""
 
     enqueue: Enqueue
     fan_out: Callable[[FanOut], Coroutine[Any, Any, Sequence[Enqueued]]]
@@ -82,18 +82,18 @@ Transaction = Callable[[], contextlib.AbstractAsyncContextManager[Enlist]]
 
 
 class PlannedRollbackError(Exception):
-    """The business transaction changed its mind."""
+    """Raised when the business transaction decides to roll back."""
 
 
 def plan(chance: random.Random) -> list[str]:
-    """How the attempts of a message go: a few that do not succeed, then one that does, or fails for good."""
+    """Draw the outcomes of a message's attempts: a few without success, then a success or a permanent failure."""
     steps = chance.choices(["transient", "error", "snooze", "die", "die_after"], [40, 20, 20, 0.2, 0.2], k=3)
     steps = steps[: chance.choice([0, 0, 0, 0, 0, 0, 1, 1, 2, 3])]
     return [*steps, "permanent" if chance.random() < 0.03 else "ok"]
 
 
 def draw(chance: random.Random, key: str) -> NewMessage[Any]:
-    """One message. All that is drawn for a dedupe key is drawn from it, so that it is the same each time."""
+    """Draw one message. All values of a dedupe key are drawn from the key, so that they are the same each time."""
     coalesce_key = dedupe_key = delay = None
     kind = chance.random()
     if kind < 0.2:
@@ -129,7 +129,7 @@ def draw(chance: random.Random, key: str) -> NewMessage[Any]:
 
 
 def draw_pending(chance: random.Random, key: str) -> NewMessage[Any]:
-    """A message of the rule `pending`, with one of a few hot keys. Each has its queues and its topic."""
+    """Draw a message of the rule `pending` with one of a few hot keys. Each key has its queues and its topic."""
     number = chance.randrange(PENDING_KEYS)
     queues = [[SWIFT_QUEUE], [SWIFT_QUEUE], ["default", "bulk"], ["default"]]
     return NewMessage(
@@ -144,8 +144,8 @@ def draw_pending(chance: random.Random, key: str) -> NewMessage[Any]:
 
 
 def draw_special(chance: random.Random, key: str) -> NewMessage[Any]:
-    """A message that is ordered, limited, forgotten as it is sent, for a destination that can die, for a worker that is
-    alone, or for a thread that outlives its timeout."""
+    """Draw a special message: ordered, limited, deleted as it is sent, for a destination that can die, for the
+    lonely worker, or for a thread that outlives its timeout."""
     seconds = chance.choice([0, 0, 0.01, 0.1])
     payload: dict[str, Any] = {KEY: key, "plan": plan(chance), "seconds": seconds, "text": TEXT}
     match chance.choice(SPECIAL):
@@ -155,7 +155,7 @@ def draw_special(chance: random.Random, key: str) -> NewMessage[Any]:
                 "soak.ordered", payload, queue="ordered", ordering_key=f"go-{number}", max_attempts=10_000
             )
         case "halted":
-            # What failed for good succeeds when somebody has redriven it.
+            # A permanently failed message succeeds after a redrive.
             number = chance.randrange(ORDERING_KEYS)
             if payload["plan"][-1] == "permanent" or chance.random() < 0.1:
                 payload["plan"] = ["permanent", "ok"]
@@ -177,7 +177,7 @@ def draw_special(chance: random.Random, key: str) -> NewMessage[Any]:
             payload["seconds"] = chance.choice([0.1, 0.5, 1.0])
             return NewMessage(topic, payload, queue=LONELY_QUEUE, max_attempts=10_000)
         case "thread":
-            # Up to twice the timeout, and beyond the grace time of a stop.
+            # Up to twice the timeout, and beyond the grace period of a stop.
             payload["seconds"] = chance.choice([0.1, 1.5, 2.0])
             return draw_threaded(chance, payload)
         case queue:
@@ -194,7 +194,7 @@ def draw_special(chance: random.Random, key: str) -> NewMessage[Any]:
 
 
 def draw_threaded(chance: random.Random, payload: dict[str, Any]) -> NewMessage[Any]:
-    """A message whose thread blocks: alone, one of which the newest counts, or one of a line."""
+    """Draw a message whose thread blocks: without a key, with a coalesce key, or with an ordering key."""
     number = chance.randrange(THREAD_KEYS)
     match chance.choice(["alone", "coalesced", "ordered"]):
         case "coalesced":
@@ -208,7 +208,7 @@ def draw_threaded(chance: random.Random, payload: dict[str, Any]) -> NewMessage[
 
 
 def draw_line(chance: random.Random, name: str) -> list[NewMessage[Any]]:
-    """Messages of one ordering key and of several topics, enqueued at once."""
+    """Draw messages of one ordering key and several topics, to be enqueued in one bulk."""
     ordering_key = f"go-{chance.randrange(ORDERING_KEYS)}"
     return [
         NewMessage(
@@ -223,7 +223,7 @@ def draw_line(chance: random.Random, name: str) -> list[NewMessage[Any]]:
 
 
 def _sqlstate(error: BaseException) -> str | None:
-    """The SQLSTATE of a driver's error, or of the one inside SQLAlchemy's."""
+    """Return the SQLSTATE of a driver's error, or of the error inside SQLAlchemy's."""
     state = getattr(getattr(error, "orig", error), "sqlstate", None)
     return None if state is None else str(state)
 
@@ -234,7 +234,7 @@ def _change_mind(rolls_back: bool) -> None:
 
 
 async def produce(transaction: Transaction, chance: random.Random, ledger: Ledger, stop: asyncio.Event) -> None:
-    """Transactions until `stop`, each with its entries in the ledger."""
+    """Run transactions until `stop`, each with its entries in the ledger."""
     for number in itertools.count():
         if stop.is_set():
             return
@@ -248,7 +248,7 @@ async def produce(transaction: Transaction, chance: random.Random, ledger: Ledge
             fan_out = FanOut(f"{name}-all", [f"mailto:{n}@example.org" for n in range(chance.randrange(1, 8))])
         shared_keys = [] if fan_out is None else fan_out.keys
         keys = [message.payload[KEY] for message in messages] + shared_keys
-        # What happened to a dedupe key in one transaction is not what happened to it in all.
+        # A dedupe key may roll back in one transaction and commit in another.
         own_keys = [message.payload[KEY] for message in messages if message.dedupe_key is None] + shared_keys
         rolls_back = chance.random() < 0.25
         try:
@@ -257,7 +257,7 @@ async def produce(transaction: Transaction, chance: random.Random, ledger: Ledge
                 if fan_out is not None:
                     await enlist.fan_out(fan_out)
                 if any(message.coalesce_rule == "pending" for message in messages):
-                    # Messages with greater ids commit, and are delivered, before these.
+                    # Messages with greater ids commit and are delivered before these.
                     await asyncio.sleep(chance.choice([0, 0, 0.1, 0.5]))
                 _change_mind(rolls_back)
                 ledger.write("intended", *keys)
@@ -276,7 +276,7 @@ async def produce(transaction: Transaction, chance: random.Random, ledger: Ledge
 
 
 def psycopg_sync(outbox: Outbox, dsn: str) -> Transaction:
-    """A connection for each transaction, as behind a pooler; single enqueues and bulks."""
+    """Open a connection for each transaction, as behind a pooler; use single enqueues and bulks."""
 
     @contextlib.asynccontextmanager
     async def transaction() -> AsyncIterator[Enlist]:
@@ -325,7 +325,7 @@ def _async_enlist(outbox: Outbox, connection: AsyncConnection) -> Enlist:
 
 
 def psycopg_async(outbox: Outbox, dsn: str) -> Transaction:
-    """psycopg's async connection."""
+    """Use psycopg's async connection."""
 
     @contextlib.asynccontextmanager
     async def transaction() -> AsyncIterator[Enlist]:
@@ -336,7 +336,7 @@ def psycopg_async(outbox: Outbox, dsn: str) -> Transaction:
 
 
 def sqlalchemy_sync(outbox: Outbox, dsn: str) -> Transaction:
-    """SQLAlchemy's connection from a pool, which may hand out one that is dead."""
+    """Use SQLAlchemy's connection from a pool, which may return a dead connection."""
     engine = sqlalchemy.create_engine(make_url(dsn).set(drivername="postgresql+psycopg"))
 
     @contextlib.asynccontextmanager
@@ -352,7 +352,7 @@ def sqlalchemy_sync(outbox: Outbox, dsn: str) -> Transaction:
 
 
 def sqlalchemy_asyncpg(outbox: Outbox, dsn: str) -> Transaction:
-    """SQLAlchemy's async connection over asyncpg."""
+    """Use SQLAlchemy's async connection over asyncpg."""
     engine = create_async_engine(make_url(dsn).set(drivername="postgresql+asyncpg"))
 
     @contextlib.asynccontextmanager
@@ -364,7 +364,7 @@ def sqlalchemy_asyncpg(outbox: Outbox, dsn: str) -> Transaction:
 
 
 def asyncpg_alone(outbox: Outbox, dsn: str) -> Transaction:
-    """asyncpg's own connection."""
+    """Use asyncpg's own connection."""
 
     @contextlib.asynccontextmanager
     async def transaction() -> AsyncIterator[Enlist]:

@@ -1,7 +1,7 @@
-"""What the handlers' own account says: when each attempt ran and in which process, beside what became of it.
+"""The handlers' own account: when and in which process each attempt ran, compared with its recorded outcome.
 
-A handler notes its beginning, its hand-over and its end in the ledger. An attempt without an end is that of a process
-that was killed: when it ended is not known, and nothing is said of it.
+A handler records its begin, its hand-over and its end in the ledger. An attempt without an end belongs to a killed
+process; its end is unknown, and no invariant covers it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 REFUSED_HAND_OVERS: Final = 2
 """How often a message may be handed over while its finish is refused: once, and again if its process was killed."""
 
-# A transaction of the handler's own may roll back after its hand-over, and a transport hears of a cancel after it.
+# A transaction of the handler may roll back after its hand-over, and a transport learns of a cancel after it.
 _MAY_REPEAT: Final = ("soak.effect", "soak.line")
 
 REFUSALS: Final[LiteralString] = """
@@ -74,7 +74,7 @@ SELECT id, attempt_count, split_part(worker, ':', 2), extract(epoch FROM finishe
 FROM pgoutbox.message
 WHERE state = 'sent' AND topic <> 'soak.effect' AND worker LIKE '%:%:%'
 """
-# Every attempt that the database knows of: it is over, or the last one of its message.
+# Every attempt that the database knows: it is over, or it is the last one of its message.
 _KNOWN: Final = """
 SELECT id, attempt_count, split_part(worker, ':', 2) FROM pgoutbox.message WHERE worker IS NOT NULL
 UNION ALL
@@ -97,25 +97,25 @@ class _Message(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """What a failover lost: every commit of these seconds. A run without a failover lost nothing."""
+    """The commits that a failover lost: all commits of these seconds. A run without a failover lost nothing."""
 
     from_at: float = float("inf")
     until_at: float = float("-inf")
 
     def covers(self, at: float) -> bool:
-        """Whether what was committed then is gone."""
+        """Return whether a commit at that time is lost."""
         return self.from_at <= at <= self.until_at
 
     def may_hide_end_of(self, hand_over: HandOver) -> bool:
-        """Whether the outcome of this hand-over may be gone: it is written later, within a lease."""
+        """Return whether the outcome of this hand-over may be lost: it is written later, within a lease."""
         return self.from_at - LEASE_SECONDS <= hand_over.at <= self.until_at
 
     def touches(self, run: Run) -> bool:
-        """Whether the beginning or the end of an attempt may be gone."""
+        """Return whether the begin or the end of an attempt may be lost."""
         return run.began_at <= self.until_at and (run.ended_at is None or run.ended_at >= self.from_at)
 
     def may_hide_claim_of(self, run: Run) -> bool:
-        """Whether its claim may be gone: what was claimed waits for its handler, for less than a lease."""
+        """Return whether its claim may be lost: a claimed message waits for its handler for less than a lease."""
         return self.from_at <= run.began_at <= self.until_at + LEASE_SECONDS
 
 
@@ -126,20 +126,21 @@ class _Account(NamedTuple):
     lost_runs: Collection[Run]
 
     def is_lost(self, run: Run) -> bool:
-        """Whether the attempt's lease lapsed, or a failover lost it."""
+        """Return whether the attempt's lease lapsed, or a failover lost it."""
         outcome = self.outcomes.get((self.messages[run.key].id, run.attempt_count))
         return outcome == "lost" or run in self.lost_runs
 
 
 def install_refusals(connection: psycopg.Connection) -> None:
-    """From now on the finishes, or the claims, of messages are refused whose number a row of `soak_refusal` names."""
+    """Refuse the finishes, or the claims, of messages whose number a row of `soak_refusal` names, from now on."""
     connection.execute(REFUSALS)
 
 
 def lost_by_failover(entries: Entries, connection: psycopg.Connection, lost: Lost) -> set[Run]:
-    """The attempts whose claim or outcome the failover may have lost. What the database says of one may be of another.
+    """Return the attempts whose claim or outcome the failover may have lost.
 
-    One that was claimed on the lost timeline may begin on the new one, where the database knows nothing of it.
+    The database's record of such a number may belong to another attempt. An attempt that was claimed on the lost
+    timeline may begin on the new one, where the database has no record of it.
     """
     id_of = {message.key: message.id for message in map(_Message._make, connection.execute(_MESSAGES))}
     known = set(connection.execute(_KNOWN).fetchall())
@@ -154,7 +155,7 @@ def lost_by_failover(entries: Entries, connection: psycopg.Connection, lost: Los
 def by_runs(
     entries: Entries, connection: psycopg.Connection, lost: Lost, lost_runs: Collection[Run]
 ) -> dict[str, list[int]]:
-    """The invariants of this account, each with the messages that break it."""
+    """Return the invariants of this account, each with the messages that break it."""
     account = _Account(
         {message.key: message for message in map(_Message._make, connection.execute(_MESSAGES))},
         {(message_id, count): outcome for message_id, count, outcome in connection.execute(_OUTCOMES)},
@@ -179,7 +180,7 @@ def by_runs(
 
 
 def _overlaps(runs: Iterable[tuple[Hashable, Run]]) -> Iterator[tuple[Run, Run]]:
-    """The pairs of one group that ran at the same time, of which the first one began first."""
+    """Return the pairs of one group that ran at the same time, ordered by begin."""
     open_runs: defaultdict[Hashable, list[Run]] = defaultdict(list)
     for group, run in sorted(runs, key=lambda pair: pair[1].began_at):
         still_open = [earlier for earlier in open_runs[group] if (earlier.ended_at or 0.0) > run.began_at]
@@ -189,8 +190,10 @@ def _overlaps(runs: Iterable[tuple[Hashable, Run]]) -> Iterator[tuple[Run, Run]]
 
 
 def _twice_at_once(runs: Sequence[Run], account: _Account) -> Iterator[int]:
-    """An attempt that lapsed may still run, or begin if its process was suspended: elsewhere, because a process knows
-    what it runs itself. After a failover numbers are given out again, so an earlier one may begin later."""
+    """Return attempts that ran beside an attempt of the same message.
+
+    A lapsed attempt may still run, or may begin if its process was suspended, but only in another process: a process
+    knows its own attempts. After a failover, numbers repeat, so an earlier attempt may begin later."""
     for pair in _overlaps((run.key, run) for run in runs):
         former, latter = sorted(pair, key=lambda run: run.attempt_count)
         is_own = former.process == latter.process and latter.attempt_count - former.attempt_count in (0, 1)
@@ -239,7 +242,7 @@ def _late(runs: Sequence[Run], hand_overs: Sequence[HandOver], account: _Account
 
 
 def _out_of_line(hand_overs: Sequence[HandOver], account: _Account) -> Iterator[int]:
-    """An attempt known to be lost may hand over at any later time."""
+    """A lost attempt may hand over at any later time."""
     latest: dict[str, int] = {}
     for hand_over in hand_overs:
         message = account.messages[hand_over.key]
@@ -254,8 +257,10 @@ def _out_of_line(hand_overs: Sequence[HandOver], account: _Account) -> Iterator[
 def _ended_by_others(
     runs: Sequence[Run], hand_overs: Sequence[HandOver], account: _Account, connection: psycopg.Connection
 ) -> Iterator[int]:
-    """A worker's name has the number of its process. What is written of an attempt that has not ended, or sent by a
-    process that had not handed it over, was written by somebody else."""
+    """Return attempts whose outcome another process wrote.
+
+    A worker's name contains its process number. If the database has an outcome of an attempt that has not ended, or
+    has `sent` from a process that had not handed it over, another process wrote it."""
     ended_at = {(message_id, count, pid): at for message_id, count, pid, at in connection.execute(_ENDED).fetchall()}
     for run in runs:
         message_id = account.messages[run.key].id
@@ -268,7 +273,7 @@ def _ended_by_others(
         proven[account.messages[hand_over.key].id].append(proof)
     for message_id, count, pid, at in connection.execute(_SENT).fetchall():
         if not any(
-            # A worker goes on under the next number with an attempt of which a failover lost the claim.
+            # A worker continues an attempt whose claim a failover lost, under the next number.
             who == pid and when <= at and (number == count or account.lost.from_at < when)
             for who, number, when in proven[message_id]
         ):
@@ -282,7 +287,9 @@ def _pid_of(entry: Run | HandOver) -> str:
 def _again_and_again(
     hand_overs: Sequence[HandOver], account: _Account, refusals: Sequence[tuple[int, int, float, float]]
 ) -> Iterator[int]:
-    """With the finish of a transactional handler its effect is rolled back: it has to be tried again."""
+    """Yield messages that were handed over too often while their finish was refused.
+
+    This excludes transactional handlers: a refused finish rolls their effect back, so a retry is needed."""
     others = [hand_over for hand_over in hand_overs if account.messages[hand_over.key].topic != "soak.effect"]
     for modulus, remainder, from_at, until_at in refusals:
         counts = Counter(

@@ -1,4 +1,4 @@
-"""The checker of the long run sees what it is there to see: a good run balances, and each kind of damage is counted."""
+"""Tests that the checker of the long run accepts a good run and counts each kind of damage."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ VALUES (13, 1, 'snoozed', 'w', now() - interval '5 s', now() - interval '4 s');
 INSERT INTO pgoutbox.retention (topic, state, keep) VALUES ('soak.forgotten', 'sent', interval '0')
 """
 
-# What the witness saw of them, of one that was deleted as it was sent, and of two queues with limits.
+# The witness's records of these messages, of one that was deleted as it was sent, and of two queues with limits.
 ACCOUNT: LiteralString = """
 INSERT INTO soak_flight (
     xid, at, message_id, ledger_key, topic, queue, ordering_key, halts, what, attempt_count, in_flight, max_in_flight,
@@ -243,7 +243,7 @@ def test_a_good_run_balances(run: tuple[Path, psycopg.Connection]) -> None:
     assert broken(path, connection) == set()
 
 
-def test_a_thread_may_hand_over_when_its_attempt_was_released_and_its_message_has_ended(
+def test_a_thread_may_hand_over_after_its_attempt_was_released_and_its_message_ended(
     run: tuple[Path, psycopg.Connection],
 ) -> None:
     path, connection = run
@@ -262,14 +262,14 @@ def test_a_thread_may_hand_over_when_its_attempt_was_released_and_its_message_ha
 
 
 @pytest.mark.parametrize(("invariant", "damage"), DAMAGE)
-def test_damage_is_seen(run: tuple[Path, psycopg.Connection], invariant: str, damage: LiteralString) -> None:
+def test_each_damage_is_detected(run: tuple[Path, psycopg.Connection], invariant: str, damage: LiteralString) -> None:
     path, connection = run
     connection.execute(damage)
     assert invariant in broken(path, connection)
 
 
 @pytest.mark.parametrize(("message_id", "is_seen"), [(1, True), (7, False)], ids=["newest", "pending"])
-def test_an_older_message_after_a_newer_one_is_seen_unless_its_rule_is_pending(
+def test_an_older_message_after_a_newer_one_is_detected_unless_its_rule_is_pending(
     run: tuple[Path, psycopg.Connection], message_id: int, is_seen: bool
 ) -> None:
     path, connection = run
@@ -314,18 +314,18 @@ def test_a_copy_may_not_supersede_newer_messages_unless_its_rule_is_pending(
         enqueue(connection, payload={KEY: f"k5{n}"}, coalesce_key="c", coalesce_rule=rule) for n in range(3)
     )
     connection.execute("UPDATE pgoutbox.message SET resend_of = %s WHERE id = %s", [original, copy])
-    rule_of_copies = copy, "a copy supersedes what is newer than its original"
+    rule_of_copies = copy, "a copy supersedes messages newer than its original"
     assert (rule_of_copies in violations(connection)) is is_violation
 
 
-def test_an_ordered_message_after_a_later_one_of_its_key_is_seen(run: tuple[Path, psycopg.Connection]) -> None:
+def test_an_ordered_message_after_a_later_one_of_its_key_is_detected(run: tuple[Path, psycopg.Connection]) -> None:
     path, connection = run
     with Ledger(path, fsync=False) as ledger:
         ledger.hand_over({KEY: "k11"}, 1)
     assert "an ordered message handed over after a later one of its key" in broken(path, connection)
 
 
-def test_an_ordered_message_that_was_redriven_may_come_after_those_that_passed_it(
+def test_a_redriven_ordered_message_may_follow_the_messages_that_passed_it(
     run: tuple[Path, psycopg.Connection],
 ) -> None:
     path, connection = run
@@ -347,7 +347,7 @@ def test_an_ordered_message_that_was_redriven_may_come_after_those_that_passed_i
     assert broken(path, connection) == set()
 
 
-def test_an_attempt_that_met_an_open_breaker_may_be_used_up_by_a_worker_that_could_not_ask(
+def test_an_open_breaker_may_cost_an_attempt_of_a_worker_without_database(
     run: tuple[Path, psycopg.Connection],
 ) -> None:
     path, connection = run
@@ -367,7 +367,7 @@ def test_an_attempt_that_met_an_open_breaker_may_be_used_up_by_a_worker_that_cou
         "UPDATE soak_breaker SET at = now() - interval '5.5 s' WHERE what <> 'closed'",
     ],
 )
-def test_an_attempt_may_be_used_up_when_the_breaker_was_not_open_all_the_time(
+def test_an_attempt_may_be_used_up_unless_the_breaker_was_open_all_the_time(
     run: tuple[Path, psycopg.Connection], excuse: LiteralString
 ) -> None:
     path, connection = run
@@ -376,11 +376,11 @@ def test_an_attempt_may_be_used_up_when_the_breaker_was_not_open_all_the_time(
     assert broken(path, connection) == set()
 
 
-def test_the_witness_sees_what_the_workers_do(run: tuple[Path, psycopg.Connection]) -> None:
+def test_the_witness_records_what_the_workers_do(run: tuple[Path, psycopg.Connection]) -> None:
     _, connection = run
     connection.execute("TRUNCATE soak_flight, soak_bucket, soak_breaker, pgoutbox.retention")
     operations.limit_rate(connection, "rated", Rate(1, 1), burst=1)
-    connection.commit()  # With it ends what is local to an operator's transaction.
+    connection.commit()  # It also ends settings that are local to an operator's transaction.
     message_id = enqueue(connection, payload={KEY: "k50", "plan": ["ok"]}, queue="rated")
     claim(connection, queue="rated", by_permits=True)
     finish_sent(connection, (message_id, 1))
@@ -393,7 +393,7 @@ def test_the_witness_sees_what_the_workers_do(run: tuple[Path, psycopg.Connectio
 
 
 def begin(connection: psycopg.Connection, message_id: int) -> None:
-    """An attempt, whether or not the queue is paused."""
+    """Begin an attempt, whether or not the queue is paused."""
     connection.execute(
         """
         UPDATE pgoutbox.message
@@ -417,7 +417,7 @@ def trespasses(connection: psycopg.Connection) -> list[int]:
     ],
     ids=["paused", "the pause is over", "another queue"],
 )
-def test_the_witness_sees_who_begins_in_a_paused_queue(
+def test_the_witness_detects_attempts_that_begin_in_a_paused_queue(
     run: tuple[Path, psycopg.Connection], pause: LiteralString, is_trespass: bool
 ) -> None:
     _, connection = run
@@ -427,8 +427,10 @@ def test_the_witness_sees_who_begins_in_a_paused_queue(
     assert trespasses(connection) == ([message_id] if is_trespass else [])
 
 
-def test_who_began_before_the_pause_may_go_on(run: tuple[Path, psycopg.Connection], connect: Connect) -> None:
-    """The claim has its snapshot and waits for a row when the operator pauses the queue."""
+def test_an_attempt_that_began_before_the_pause_may_continue(
+    run: tuple[Path, psycopg.Connection], connect: Connect
+) -> None:
+    """The claim has its snapshot and waits for a row while the operator pauses the queue."""
     _, connection = run
     message_id = enqueue(connection, payload={KEY: "k50", "plan": ["ok"]})
     connection.commit()
@@ -444,7 +446,7 @@ def test_who_began_before_the_pause_may_go_on(run: tuple[Path, psycopg.Connectio
     assert trespasses(connection) == []
 
 
-# --- what the handlers say --------------------------------------------------------------------------------------------
+# --- the handlers' account --------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -455,7 +457,7 @@ class Handlers:
     connection: psycopg.Connection
 
     def message(self, message_id: int, **columns: object) -> None:
-        """A message of a good run, which was sent by the last of its attempts."""
+        """Store a message of a good run, which the last of its attempts sent."""
         intended_at = columns.pop("intended_at", 0.0)
         finished_at = datetime.now(UTC) + timedelta(minutes=1)
         defaults = {"topic": "soak.sync", "queue": "default", "state": "sent", "attempt_count": 1, "payload": {}}
@@ -475,7 +477,7 @@ class Handlers:
     def ended(
         self, message_id: int, attempt_count: int, outcome: str, *, worker: str = "w", ended_at: datetime | None = None
     ) -> None:
-        """What the history says of an attempt that was not the last one."""
+        """Store the history of an attempt that was not the last one."""
         at = ended_at or datetime.now(UTC)
         self.connection.execute(
             "INSERT INTO pgoutbox.attempt (message_id, attempt_count, outcome, worker, started_at, ended_at) "
@@ -484,7 +486,7 @@ class Handlers:
         )
 
     def ran(self, message_id: int, attempt_count: int, process: str, from_at: float, to_at: float | None) -> None:
-        """An attempt that handed its message over at its end, or was killed."""
+        """Record an attempt that handed its message over at its end, or was killed."""
         entries = [("began", from_at)] + ([("handed_over", to_at), ("ended", to_at)] if to_at is not None else [])
         with self.path.open("a") as file:
             for entry, at in entries:
@@ -523,7 +525,7 @@ AGAIN_AND_AGAIN = "handed over again and again while its finish was refused"
     ],
     ids=["lapsed", "its own", "its own, one after the other", "released too early", "ended too early"],
 )
-def test_two_attempts_of_a_message_run_at_once_only_where_the_first_had_lapsed_elsewhere(
+def test_two_attempts_of_a_message_overlap_only_if_the_first_lapsed_in_another_process(
     handlers: Handlers, outcome: str, processes: str, began_at: float, expected: set[str]
 ) -> None:
     handlers.message(21, attempt_count=2)
@@ -533,7 +535,7 @@ def test_two_attempts_of_a_message_run_at_once_only_where_the_first_had_lapsed_e
     assert handlers.broken == expected
 
 
-def test_of_an_attempt_whose_process_was_killed_nothing_is_said(handlers: Handlers) -> None:
+def test_an_attempt_of_a_killed_process_breaks_no_invariant(handlers: Handlers) -> None:
     handlers.message(21, attempt_count=2)
     handlers.ended(21, 1, "lost")
     handlers.ran(21, 1, "p", 100.0, None)
@@ -551,7 +553,7 @@ def test_of_an_attempt_whose_process_was_killed_nothing_is_said(handlers: Handle
     ids=["coalesce", "coalesce, rule pending", "ordering"],
 )
 @pytest.mark.parametrize(("began_at", "expected"), [(105.0, {BESIDE}), (111.0, set())], ids=["beside", "after"])
-def test_two_messages_of_a_key_that_run_at_once_are_seen(
+def test_overlapping_messages_of_a_key_are_detected(
     handlers: Handlers, key: dict[str, object], began_at: float, expected: set[str]
 ) -> None:
     handlers.message(21, **key)
@@ -570,7 +572,7 @@ def test_two_messages_of_a_key_that_run_at_once_are_seen(
 def test_an_attempt_of_the_key_has_to_begin_after_each_commit_of_the_rule_pending(
     handlers: Handlers, began_at: float, expected: set[str]
 ) -> None:
-    """That it hands over after the commit is not enough: it may have read the data before."""
+    """A hand-over after the commit is not enough: the attempt may have read the data before."""
     key = {"coalesce_key": "c", "coalesces_pending": True}
     superseded = {"state": "skipped", "attempt_count": 0, "superseded_by": 22, "skip_reason": "superseded by 22"}
     handlers.message(21, intended_at=100.0, **key, **superseded)
@@ -584,7 +586,7 @@ def test_an_attempt_of_the_key_has_to_begin_after_each_commit_of_the_rule_pendin
     [("lost", 101.5, set()), ("released", 101.5, {LATE}), ("released", 100.9, set())],
     ids=["lapsed", "late", "in time"],
 )
-def test_a_late_success_that_is_not_sent_is_seen(
+def test_a_late_success_that_is_not_sent_is_detected(
     handlers: Handlers, outcome: str, handed_over_at: float, expected: set[str]
 ) -> None:
     handlers.message(21, topic="soak.thread", attempt_count=2)
@@ -595,7 +597,7 @@ def test_a_late_success_that_is_not_sent_is_seen(
 
 
 @pytest.mark.parametrize(("first", "expected"), [(0, set()), (1, {OUT_OF_LINE})], ids=["in order", "not in order"])
-def test_items_of_a_bulk_that_are_handed_over_in_another_order_are_seen(
+def test_bulk_items_that_are_handed_over_in_another_order_are_detected(
     handlers: Handlers, first: int, expected: set[str]
 ) -> None:
     for message_id, item in ((21, first), (22, 1 - first)):
@@ -615,7 +617,7 @@ def test_items_of_a_bulk_that_are_handed_over_in_another_order_are_seen(
     ],
     ids=["refused", "no longer refused", "others are refused", "rolled back with its effect"],
 )
-def test_a_message_that_is_handed_over_as_often_as_its_finish_is_refused_is_seen(
+def test_a_message_handed_over_again_for_each_refused_finish_is_detected(
     handlers: Handlers, topic: str, modulus: int, until_at: float, expected: set[str]
 ) -> None:
     handlers.connection.execute(
@@ -632,10 +634,10 @@ def test_a_message_that_is_handed_over_as_often_as_its_finish_is_refused_is_seen
 
 
 @pytest.mark.parametrize(("outcome", "expected"), [("lost", set()), ("retry", {TWICE_AT_ONCE})])
-def test_a_lost_attempt_may_begin_beside_the_next_one_and_no_other_may(
+def test_only_a_lost_attempt_may_begin_beside_the_next_one(
     handlers: Handlers, outcome: str, expected: set[str]
 ) -> None:
-    """A process that is suspended between the last question for its lease and its handler begins late."""
+    """A process that is suspended between the last lease check and its handler begins late."""
     handlers.message(21, attempt_count=2)
     handlers.ran(21, 2, "q", 101.0, 103.0)
     handlers.ran(21, 1, "p", 102.0, None)
@@ -643,7 +645,7 @@ def test_a_lost_attempt_may_begin_beside_the_next_one_and_no_other_may(
     assert handlers.broken & {TWICE_AT_ONCE} == expected
 
 
-def test_the_trigger_refuses_the_finishes_that_it_is_told_to(run: tuple[Path, psycopg.Connection]) -> None:
+def test_the_trigger_refuses_exactly_the_chosen_finishes(run: tuple[Path, psycopg.Connection]) -> None:
     _, connection = run
     refused, accepted = (enqueue(connection, payload={KEY: key, "plan": ["ok"]}) for key in ("k50", "k51"))
     claim(connection)
@@ -655,7 +657,7 @@ def test_the_trigger_refuses_the_finishes_that_it_is_told_to(run: tuple[Path, ps
     assert finish_sent(connection, (refused, 1)) == {refused}
 
 
-def test_the_trigger_refuses_the_claims_that_it_is_told_to(run: tuple[Path, psycopg.Connection]) -> None:
+def test_the_trigger_refuses_exactly_the_chosen_claims(run: tuple[Path, psycopg.Connection]) -> None:
     _, connection = run
     refused, accepted = (enqueue(connection, payload={KEY: key, "plan": ["ok"]}) for key in ("k50", "k51"))
     connection.execute("INSERT INTO soak_refusal (modulus, remainder, what) VALUES (2, %s, 'claim')", [refused % 2])
@@ -677,10 +679,10 @@ def test_the_trigger_refuses_the_claims_that_it_is_told_to(run: tuple[Path, psyc
     ],
     ids=["sent", "sent by another", "sent too early", "ended", "ended while it runs", "ended for another"],
 )
-def test_an_attempt_that_another_process_has_ended_is_seen(
+def test_an_attempt_that_another_process_has_ended_is_detected(
     handlers: Handlers, state: str, finished_at: float, process: str, expected: set[str]
 ) -> None:
-    """What a stale owner writes of an attempt is in the row of the owner, whose handler still runs."""
+    """A stale owner's write is in the row of the current owner, whose handler still runs."""
     ended_at = datetime.fromtimestamp(finished_at, UTC)
     handlers.ran(21, 1, process, 100.0, 110.0)
     if state == "sent":
@@ -693,7 +695,7 @@ def test_an_attempt_that_another_process_has_ended_is_seen(
     assert handlers.broken == expected
 
 
-def test_messages_that_were_acknowledged_and_lost_by_a_failover_are_told_apart(handlers: Handlers) -> None:
+def test_acknowledged_messages_lost_in_a_failover_are_counted_apart(handlers: Handlers) -> None:
     with handlers.path.open("a") as file:
         for key, at in (("k91", 103.0), ("k92", 106.0)):
             file.write("\n" + json.dumps({"entry": "acknowledged", "keys": [key], "at": at}))
@@ -707,7 +709,7 @@ def test_messages_that_were_acknowledged_and_lost_by_a_failover_are_told_apart(h
     [("pq", 108.0, set()), ("pp", 108.0, {TWICE_AT_ONCE}), ("pp", 111.0, set())],
     ids=["elsewhere", "in one process at once", "in one process again"],
 )
-def test_an_attempt_whose_claim_a_failover_lost_may_be_repeated_but_not_beside_itself(
+def test_an_attempt_whose_claim_a_failover_lost_may_repeat_but_not_overlap(
     handlers: Handlers, processes: str, began_at: float, expected: set[str]
 ) -> None:
     handlers.message(21)
@@ -722,10 +724,10 @@ def test_an_attempt_whose_claim_a_failover_lost_may_be_repeated_but_not_beside_i
     [("42", 106.0, set()), ("41", 106.0, {TWICE_AT_ONCE, DUPLICATE}), ("42", 107.5, {TWICE_AT_ONCE, DUPLICATE})],
     ids=["waited for its handler", "is the one that the database knows", "waited for longer than a lease"],
 )
-def test_an_attempt_that_was_claimed_before_a_failover_may_begin_after_it(
+def test_an_attempt_claimed_before_a_failover_may_begin_after_it(
     handlers: Handlers, owner: str, began_at: float, expected: set[str]
 ) -> None:
-    """The process 41 has its claim from the lost timeline, if the database knows only of that of the process 42."""
+    """Process 41 has its claim from the lost timeline, if the database knows only the claim of process 42."""
     handlers.message(21, worker=f"host:{owner}:abc")
     handlers.ran(21, 1, "41", began_at, 110.0)
     handlers.ran(21, 1, owner, began_at + 0.5, 112.0)
@@ -733,7 +735,7 @@ def test_an_attempt_that_was_claimed_before_a_failover_may_begin_after_it(
     assert {line.invariant for line in lines if line.broken} == expected
 
 
-def test_a_transaction_that_failed_for_want_of_room_for_a_notification_is_seen(
+def test_a_transaction_refused_by_a_full_notification_queue_is_detected(
     run: tuple[Path, psycopg.Connection],
 ) -> None:
     path, connection = run
@@ -742,14 +744,14 @@ def test_a_transaction_that_failed_for_want_of_room_for_a_notification_is_seen(
     assert broken(path, connection) == {"a producer's transaction failed for want of room for a notification"}
 
 
-def test_a_worker_that_ended_by_itself_is_seen(run: tuple[Path, psycopg.Connection]) -> None:
-    """The exit code 143 is that of a worker that was told to stop twice."""
+def test_a_worker_that_ended_by_itself_is_detected(run: tuple[Path, psycopg.Connection]) -> None:
+    """Exit code 143 belongs to a worker that was told to stop twice."""
     path, connection = run
     lines = balance(path, connection, {"worker-plain": {1: 1, 143: 1}}).lines
     assert [line for line in lines if line.broken] == [("a worker ended by itself", 1, ["worker-plain: 1"])]
 
 
-def test_what_was_rolled_back_and_delivered_is_seen(run: tuple[Path, psycopg.Connection]) -> None:
+def test_a_delivered_rollback_is_detected(run: tuple[Path, psycopg.Connection]) -> None:
     path, connection = run
     with Ledger(path, fsync=False) as ledger:
         ledger.hand_over({KEY: "k9"}, 1)

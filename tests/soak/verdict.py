@@ -1,4 +1,4 @@
-"""What must be true after a run: the ledger's verdict, and what the tables and the order of the hand-overs must say."""
+"""The invariants after a run: the ledger's verdict, the tables, and the order of the hand-overs."""
 
 from __future__ import annotations
 
@@ -115,8 +115,8 @@ SELECT
     extract(epoch FROM finished_at)::float8 AS finished_at
 FROM pgoutbox.message
 """
-# An attempt whose transaction failed to commit has no effect either, and is retried. A thread goes on when its attempt
-# is released, which ends a message that was cancelled or superseded meanwhile.
+# An attempt whose transaction failed to commit has no effect either, and is retried. A thread continues when its
+# attempt is released, which ends a message that was cancelled or superseded in the meantime.
 _UNCERTAIN: Final = """
 SELECT a.message_id, a.attempt_count
 FROM pgoutbox.attempt AS a
@@ -125,7 +125,7 @@ WHERE a.outcome IN ('lost', 'released')
     OR m.topic = 'soak.effect'
     OR (m.topic = 'soak.sync' AND a.outcome IN ('skipped', 'cancelled'))
 """
-# Told to stop, before or after it could listen, or twice; killed; and the plan of a message.
+# Expected exit codes: told to stop, before or after it could listen, or twice; and killed, also by a message's plan.
 _ENDS: Final = frozenset({0, -signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGKILL, 137})
 
 
@@ -150,7 +150,7 @@ class Line(NamedTuple):
 
 
 class Balance(NamedTuple):
-    """The lines of the table, and a sentence of what there was to judge."""
+    """The lines of the table, and a sentence about the number of judged records."""
 
     lines: list[Line]
     summary: str
@@ -159,8 +159,8 @@ class Balance(NamedTuple):
 def balance(
     path: Path, connection: psycopg.Connection, ends: Mapping[str, Mapping[int, int]], lost: Lost | None = None
 ) -> Balance:
-    """Judge a run whose producers and workers have stopped; `ends` counts each worker's exit codes, `lost` says when
-    commits were lost."""
+    """Judge a run whose producers and workers have stopped. `ends` counts each worker's exit codes; `lost` gives the
+    time of lost commits."""
     lost = lost or Lost()
     entries = read_entries(path)
     verdict = judge(path, connection)
@@ -207,9 +207,9 @@ def balance(
 def _by_order(
     entries: Entries, connection: psycopg.Connection, redriven: Collection[int], uncertain_keys: Collection[str]
 ) -> list[Line]:
-    """What the order of the hand-overs must say. An attempt known to be lost may hand over at any later time."""
+    """Check the order of the hand-overs. A lost attempt may hand over at any later time."""
     messages = {row.key: row for row in connection.cursor(row_factory=class_row(_Row)).execute(_MESSAGES)}
-    # A failover gives numbers out twice: such hand-overs are judged by their process.
+    # A failover assigns numbers twice, so such hand-overs are judged by their process.
     uncertain = set(connection.execute(_UNCERTAIN))
     unproven = _unproven(entries, messages.values(), uncertain_keys)
     unfenced: list[int] = []
@@ -219,7 +219,7 @@ def _by_order(
     latest_in_turn: dict[tuple[str, str], int] = {}
     for hand_over in entries.hand_over_order:
         row = messages.get(hand_over.key)
-        # Without a row it is counted as rolled back, and delivered.
+        # Without a row it is counted as rolled back, but delivered.
         if row is None or (row.id, hand_over.attempt_count) in uncertain or hand_over.key in uncertain_keys:
             continue
         if row.state != "sent" or hand_over.attempt_count != row.attempt_count:
@@ -229,7 +229,7 @@ def _by_order(
             if row.id < latest.get(place, 0):
                 stale.append(row.id)
             latest[place] = max(latest.get(place, 0), row.id)
-        # What came back after the later ones had passed it comes when it comes.
+        # A message that was revived after later ones had passed it has no place in the order.
         if row.ordering_key is not None and row.id not in redriven:
             turn = (row.queue, row.ordering_key)
             if row.id < latest_in_turn.get(turn, 0):
@@ -244,7 +244,7 @@ def _by_order(
 
 
 def _unproven(entries: Entries, rows: Iterable[_Row], uncertain_keys: Collection[str]) -> set[int]:
-    """Sent messages that the attempt which sent them had not handed over before."""
+    """Return sent messages that the sending attempt had not handed over before."""
     handed_over_at: dict[tuple[str, int], float] = {}
     for hand_over in entries.hand_over_order:
         handed_over_at.setdefault((hand_over.key, hand_over.attempt_count), hand_over.at)
@@ -258,9 +258,8 @@ def _unproven(entries: Entries, rows: Iterable[_Row], uncertain_keys: Collection
 
 
 def _by_deletion(entries: Entries, seen: Sequence[Flight]) -> list[Line]:
-    """What was deleted as it was sent had been handed over by the attempt that it was deleted with, and was never kept.
-
-    The rule is older than every worker.
+    """Check messages that were deleted as they were sent: the attempt that deleted a message had handed it over, and
+    the row was never kept. The rule is older than every worker.
     """
     handed_over: dict[tuple[str, int], float] = {}
     for hand_over in entries.hand_over_order:
@@ -281,7 +280,7 @@ def _by_deletion(entries: Entries, seen: Sequence[Flight]) -> list[Line]:
 
 
 def _by_breaker(path: Path, connection: psycopg.Connection) -> Line:
-    """A worker that could not ask, because the database was away, says so in its log and cannot know."""
+    """A worker that could not query, because the database was away, logs this and cannot know."""
     unasked = [
         datetime.fromisoformat(record["time"]).timestamp()
         for log in path.parent.glob("worker-*.log")

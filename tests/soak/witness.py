@@ -1,7 +1,8 @@
-"""What the database itself saw of the run: an account of attempts, tokens and breakers, in the order of the locks.
+"""The database's own record of the run: an account of attempts, tokens and breakers, in the order of the locks.
 
-Triggers write it, in the transactions that they tell of. The number of a line is drawn before its transaction commits
-and after the snapshot on which it acted: of two of which one had to see the other, the order is right.
+Triggers write it in the transactions that they record. The number of a line is drawn before its transaction commits
+and after the snapshot on which it acted. If one of two transactions had to see the other, their order is therefore
+right.
 """
 
 from __future__ import annotations
@@ -78,8 +79,8 @@ CREATE TRIGGER soak_changed AFTER UPDATE ON pgoutbox.message FOR EACH ROW
 CREATE TRIGGER soak_left AFTER DELETE ON pgoutbox.message FOR EACH ROW
     WHEN (OLD.queue IN ('ordered', 'rated', 'crowded') OR OLD.topic = 'soak.forgotten') EXECUTE FUNCTION soak_note();
 
--- Of a queue without limits a claim may begin just before the pause and commit after it. What the claim's own snapshot
--- holds, and what holds still, it was told of: the condition of a trigger is judged with that snapshot.
+-- In a queue without limits, a claim may begin just before the pause and commit after it. A trespass is an attempt that
+-- begins although its claim's own snapshot shows the pause: a trigger's condition is evaluated with that snapshot.
 CREATE TABLE soak_trespass (message_id bigint NOT NULL);
 CREATE FUNCTION soak_is_paused(p_queue text) RETURNS boolean LANGUAGE plpgsql STABLE SECURITY DEFINER AS $function$
 BEGIN
@@ -149,9 +150,9 @@ FROM soak_flight
 ORDER BY seq
 """
 _BUCKET: Final = "SELECT xid::text, queue, rate, burst, at FROM soak_bucket ORDER BY seq"
-# What the row said a second before the attempt began holds to its end, unless it is changed meanwhile. A worker may
-# fail and ask in the moment in which the row is being committed: it is not told then. Nor is it told of a row whose
-# time has passed by more than the longest pause: nobody has probed for long, and it counts for nothing.
+# The state of the row one second before the attempt began is valid until its end, unless the row changes in the
+# meantime. A worker may fail and query at the moment when the row is being committed, and then misses it. It also
+# ignores a row whose time has passed by more than the longest pause: nobody has probed for long.
 _USED_UP: Final[LiteralString] = """
 SELECT
     a.message_id,
@@ -187,7 +188,7 @@ _FINAL: Final = frozenset({"sent", "skipped", "cancelled", "failed", "gone"})
 
 
 class Flight(NamedTuple):
-    """One line of the account of attempts: `what` is the state that was entered, `gone` or `revived`."""
+    """One line of the account of attempts. `what` is the entered state, `gone` or `revived`."""
 
     seq: int
     xid: str
@@ -213,24 +214,24 @@ class _Bucket(NamedTuple):
 
 
 def install_witness(connection: psycopg.Connection) -> None:
-    """From now on the account is written. Before the first enqueue, in a database of the run's own."""
+    """Start to write the account. Call it before the first enqueue, in a database that only this run uses."""
     connection.execute(_WITNESS)
 
 
 def flights(connection: psycopg.Connection) -> list[Flight]:
-    """The account of attempts. What left one partition for another in one transaction is not gone."""
+    """Return the account of attempts. A row that moved to another partition in one transaction is not gone."""
     lines = connection.cursor(row_factory=class_row(Flight)).execute(_FLIGHT).fetchall()
     entered = {(line.xid, line.message_id) for line in lines if line.what != "gone"}
     return [line for line in lines if line.what != "gone" or (line.xid, line.message_id) not in entered]
 
 
 def begun(lines: Iterable[Flight]) -> Iterator[Flight]:
-    """Each attempt that began."""
+    """Return each attempt that began."""
     return (line for line in lines if line.what == "sending")
 
 
 def out_of_turn(lines: Sequence[Flight]) -> dict[str, list[int]]:
-    """Of ordered messages: begun beside another one of the key, or before an earlier one was done with."""
+    """Return ordered messages that began beside another one of the key, or before an earlier one was done."""
     states: defaultdict[tuple[str, str], dict[int, str]] = defaultdict(dict)
     passed: set[int] = set()
     beside: list[int] = []
@@ -243,7 +244,7 @@ def out_of_turn(lines: Sequence[Flight]) -> dict[str, list[int]]:
             others = {message_id: state for message_id, state in key.items() if message_id != line.message_id}
             if "sending" in others.values():
                 beside.append(line.message_id)
-            # What is failed and not passed halts the key.
+            # A failed message that has not been passed halts the key.
             if any(
                 message_id < line.message_id and message_id not in passed and state in ("pending", "sending", "failed")
                 for message_id, state in others.items()
@@ -259,7 +260,7 @@ def out_of_turn(lines: Sequence[Flight]) -> dict[str, list[int]]:
 
 
 def brought_back(lines: Sequence[Flight]) -> set[int]:
-    """Ordered messages that let the later ones pass, and were redriven."""
+    """Return ordered messages that let later ones pass, and were redriven."""
     passed: set[int] = set()
     back: set[int] = set()
     for line in lines:
@@ -271,7 +272,7 @@ def brought_back(lines: Sequence[Flight]) -> set[int]:
 
 
 def beyond_limits(lines: Sequence[Flight], connection: psycopg.Connection) -> dict[str, list[int]]:
-    """Attempts for which there was no token, no room or no leave. The bucket is filled and emptied here once more."""
+    """Return attempts for which there was no token, no room or no permission. The bucket is simulated again here."""
     buckets = connection.cursor(row_factory=class_row(_Bucket)).execute(_BUCKET).fetchall()
     claims: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
     for line in begun(lines):
@@ -309,12 +310,12 @@ def _overspent(buckets: Sequence[_Bucket], claims: dict[tuple[str, str], list[in
 
 
 def used_up_while_open(connection: psycopg.Connection) -> list[tuple[int, float, float]]:
-    """Attempts that were used up while the breaker of their destination was open: whose, from when, until when."""
+    """Return attempts that were used up while the breaker of their destination was open: key, begin and end."""
     return connection.execute(_USED_UP, [MAX_COOLDOWN_SECONDS, MAX_COOLDOWN_SECONDS]).fetchall()
 
 
 def account(lines: Sequence[Flight], connection: psycopg.Connection) -> str:
-    """How much there was to judge."""
+    """Return the number of judged records."""
     counts = Counter(line.queue for line in begun(lines))
     gone = sum(line.what == "gone" and line.topic == "soak.forgotten" for line in lines)
     halted = sum(line.what == "failed" and line.halts for line in lines)

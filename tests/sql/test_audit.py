@@ -1,4 +1,4 @@
-"""What operators did by hand is written down in the transaction that does it: who, from where, to which messages."""
+"""Tests that each act of an operator is recorded in its own transaction: the person, the origin and the messages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ADA = Actor("ada", "web 192.0.2.7")
 
 @pytest.fixture
 def operator(dsn: str) -> Iterator[psycopg.Connection]:
-    """The connection of an operator to the test's own database: what is done on it is committed."""
+    """Open the connection of an operator to the test's own database; its actions are committed."""
     with session.connect(load_settings(dsn=dsn)) as connection:
         yield connection
 
@@ -66,7 +66,7 @@ def test_an_act_on_a_message_is_found_by_its_id(
     )  # fmt: skip
 
 
-def test_acts_on_queues_and_rules_name_what_was_asked(rolled_back: psycopg.Connection) -> None:
+def test_acts_on_queues_and_rules_record_their_arguments(rolled_back: psycopg.Connection) -> None:
     put(rolled_back, State.PENDING)
     operations.pause_queue(rolled_back, "mail", duration=timedelta(minutes=5))
     operations.resume_queue(rolled_back, "mail")
@@ -88,7 +88,7 @@ def test_acts_on_queues_and_rules_name_what_was_asked(rolled_back: psycopg.Conne
     ]
 
 
-def test_what_changed_nothing_leaves_no_row(rolled_back: psycopg.Connection) -> None:
+def test_an_action_without_effect_is_not_recorded(rolled_back: psycopg.Connection) -> None:
     sent = put(rolled_back, State.SENT)
     operations.redrive(rolled_back, [sent])
     operations.cancel(rolled_back, sent)
@@ -101,7 +101,7 @@ def test_what_changed_nothing_leaves_no_row(rolled_back: psycopg.Connection) -> 
     assert operations.list_acts(rolled_back) == []
 
 
-def test_what_is_rolled_back_was_not_done(operator: psycopg.Connection) -> None:
+def test_a_rolled_back_act_is_not_recorded(operator: psycopg.Connection) -> None:
     message_id = put(operator, State.FAILED)
     with operator.transaction(force_rollback=True):
         operations.redrive(operator, [message_id])
@@ -118,7 +118,7 @@ def test_a_bulk_is_one_act_with_its_filter_and_a_row_for_each_batch(operator: ps
     assert acts[0].details == {"topic": "mail", "states": ["failed"]}
 
 
-def test_pruning_is_counted(rolled_back: psycopg.Connection) -> None:
+def test_a_prune_records_the_number_of_messages(rolled_back: psycopg.Connection) -> None:
     for _ in range(3):
         put(rolled_back, State.SENT, age=timedelta(days=9))
     maintenance.prune(rolled_back, timedelta(days=8), topic="mail")
@@ -127,14 +127,14 @@ def test_pruning_is_counted(rolled_back: psycopg.Connection) -> None:
     assert act.details == {"states": ["cancelled", "sent", "skipped"], "older_than_seconds": 691200.0, "topic": "mail"}
 
 
-def test_without_an_actor_it_was_the_role(rolled_back: psycopg.Connection) -> None:
+def test_without_an_actor_the_role_is_recorded(rolled_back: psycopg.Connection) -> None:
     redrive_one(rolled_back)
     (act,) = operations.list_acts(rolled_back)
     ((role,),) = rolled_back.execute("SELECT session_user::text")
     assert (act.actor, act.db_role, act.origin) == (role, role, None)
 
 
-def test_an_actor_lasts_as_long_as_its_block(rolled_back: psycopg.Connection) -> None:
+def test_an_actor_is_set_for_the_duration_of_its_block(rolled_back: psycopg.Connection) -> None:
     with acting_as(ADA):
         with acting_as(Actor("grace")):
             redrive_one(rolled_back)
@@ -155,13 +155,13 @@ def test_acts_page_by_id(rolled_back: psycopg.Connection) -> None:
 @pytest.mark.parametrize(
     "change", ["action = 'drop'", "actor = ''", "message_count = 0", "message_ids = '{1,2}'", "origin = ''"]
 )
-def test_a_row_that_says_nothing_is_refused(rolled_back: psycopg.Connection, change: str) -> None:
+def test_an_empty_audit_row_is_refused(rolled_back: psycopg.Connection, change: str) -> None:
     redrive_one(rolled_back)
     with pytest.raises(CheckViolation):
         rolled_back.execute(f"UPDATE pgoutbox.audit SET {change}".encode())
 
 
-def test_every_action_may_be_written(rolled_back: psycopg.Connection) -> None:
+def test_every_action_can_be_recorded(rolled_back: psycopg.Connection) -> None:
     for action in Action:
         rolled_back.execute("SELECT pgoutbox.record_act(%s)", [action.value])
     assert {act.action for act in operations.list_acts(rolled_back)} == {action.value for action in Action}
@@ -223,7 +223,7 @@ def test_an_operators_act_by_sql_is_recorded(dsn: str, act: LiteralString, told:
             assert row.actor == row.db_role == psycopg.conninfo.conninfo_to_dict(its_dsn)["user"]
 
 
-def test_an_operator_by_sql_can_be_named(rolled_back: psycopg.Connection) -> None:
+def test_an_act_by_sql_can_name_its_operator(rolled_back: psycopg.Connection) -> None:
     rolled_back.execute("SET LOCAL pgoutbox.act_actor = 'ada'")
     rolled_back.execute("SELECT pgoutbox.redrive(ARRAY[%s], '{failed}', NULL)", [put(rolled_back, State.FAILED)])
     ((actor, role, me),) = rolled_back.execute("SELECT actor, db_role, session_user FROM pgoutbox.audit").fetchall()
@@ -231,7 +231,7 @@ def test_an_operator_by_sql_can_be_named(rolled_back: psycopg.Connection) -> Non
 
 
 @pytest.mark.parametrize("role", ["pgoutbox_producer", "pgoutbox_worker", None])
-def test_an_applications_cancel_is_not_an_operators_act(dsn: str, role: str | None) -> None:
+def test_a_cancel_by_an_application_is_not_recorded_as_an_act(dsn: str, role: str | None) -> None:
     with psycopg.connect(dsn, autocommit=True) as owner:
         message_id = put(owner)
         with login(dsn, *([role, "pgoutbox_operator"] if role else [])) as its_dsn:
@@ -240,7 +240,7 @@ def test_an_applications_cancel_is_not_an_operators_act(dsn: str, role: str | No
             assert (answer, operations.list_acts(owner)) == ([("cancelled",)], [])
 
 
-# --- which messages ---------------------------------------------------------------------------------------------------
+# --- filters ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_an_applications_cancel_is_not_an_operators_act(dsn: str, role: str | No
         MessageFilter(created_from=datetime(2026, 3, 2, tzinfo=UTC), created_before=datetime(2026, 3, 3, tzinfo=UTC)),
     ],
 )
-def test_each_filter_leaves_what_matches(rolled_back: psycopg.Connection, which: MessageFilter) -> None:
+def test_each_filter_keeps_matching_acts(rolled_back: psycopg.Connection, which: MessageFilter) -> None:
     wanted = put(rolled_back, State.FAILED, topic="sms", queue="bulk", destination="mailto:a%_@example.org")
     rolled_back.execute(
         "UPDATE pgoutbox.message SET coalesce_key = 'user-7', created_at = '2026-03-02 00:00Z', last_error = %s"
@@ -282,7 +282,7 @@ def test_payloads_are_not_searched(rolled_back: psycopg.Connection) -> None:
     assert operations.list_messages(rolled_back, MessageFilter(text="swordfish")) == []
 
 
-def test_only_what_is_owed_is_cancelled_in_bulk(operator: psycopg.Connection) -> None:
+def test_a_bulk_cancel_affects_only_owed_messages(operator: psycopg.Connection) -> None:
     owed = [put(operator, State.PENDING, topic="mail") for _ in range(3)]
     sending, sent = put(operator, State.SENDING, topic="mail"), put(operator, State.SENT, topic="mail")
     seen: list[int] = []

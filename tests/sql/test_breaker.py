@@ -1,4 +1,4 @@
-"""The statements of the shared circuit breaker, one at a time. Each guard in them has a test here that needs it."""
+"""Tests the statements of the shared circuit breaker, one at a time; each of their guards has a test that needs it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def close(db: psycopg.Connection, probe_id: str, *, alert_queue: str | None = No
 
 
 def reopen(db: psycopg.Connection, probe_id: str, *, max_cooldown_seconds: float = 600.0) -> float | None:
-    """The new pause."""
+    """Return the new pause."""
     row = db.execute(
         sql.BREAKER_REOPEN_IF_PROBING,
         {"key": KEY, "probe_id": probe_id, "error": "again", "max_cooldown_seconds": max_cooldown_seconds},
@@ -78,7 +78,7 @@ def release(db: psycopg.Connection, probe_id: str) -> bool:
 
 
 def age(db: psycopg.Connection, seconds: float) -> None:
-    """Make as if so much time had passed."""
+    """Age the row by this time."""
     db.execute(
         "UPDATE pgoutbox.breaker SET retry_at = retry_at - make_interval(secs => %(seconds)s),"
         " probe_until = probe_until - make_interval(secs => %(seconds)s)",
@@ -96,12 +96,12 @@ def alerts(db: psycopg.Connection) -> list[tuple[str, str, str]]:
 # --- open -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_failure_that_does_not_trip_opens_nothing(rolled_back: psycopg.Connection) -> None:
+def test_a_failure_below_the_threshold_opens_nothing(rolled_back: psycopg.Connection) -> None:
     assert fail(rolled_back, trips=False) is None
     assert rolled_back.execute("SELECT count(*) FROM pgoutbox.breaker").fetchone() == (0,)
 
 
-def test_one_failure_opens_and_the_next_ones_learn_it(rolled_back: psycopg.Connection) -> None:
+def test_one_failure_opens_the_breaker_and_the_next_ones_learn_it(rolled_back: psycopg.Connection) -> None:
     first = fail(rolled_back)
     assert first == BreakerRow(COOLDOWN_SECONDS, COOLDOWN_SECONDS, "refused", True, None)
     age(rolled_back, 10)
@@ -110,7 +110,7 @@ def test_one_failure_opens_and_the_next_ones_learn_it(rolled_back: psycopg.Conne
     assert fail(rolled_back, trips=False, key="another") is None
 
 
-def test_a_row_that_nobody_probed_for_long_is_forgotten_and_opened_anew(rolled_back: psycopg.Connection) -> None:
+def test_an_abandoned_row_is_replaced_by_a_new_opening(rolled_back: psycopg.Connection) -> None:
     fail(rolled_back)
     stale = won_probe_after_cooldown(rolled_back)
     age(rolled_back, FORGET_SECONDS + 61)
@@ -119,7 +119,7 @@ def test_a_row_that_nobody_probed_for_long_is_forgotten_and_opened_anew(rolled_b
     assert not close(rolled_back, stale)
 
 
-def test_a_row_whose_probe_is_under_way_is_not_forgotten(rolled_back: psycopg.Connection) -> None:
+def test_a_row_with_a_probe_in_progress_is_not_replaced(rolled_back: psycopg.Connection) -> None:
     fail(rolled_back)
     age(rolled_back, COOLDOWN_SECONDS + FORGET_SECONDS + 1)
     probe_id = won_probe(rolled_back)
@@ -129,7 +129,7 @@ def test_a_row_whose_probe_is_under_way_is_not_forgotten(rolled_back: psycopg.Co
     assert close(rolled_back, probe_id)
 
 
-def test_a_failure_without_leave_counts_as_that_of_a_probe_once_the_pause_is_over(
+def test_after_the_pause_a_failure_counts_as_a_failed_probe(
     rolled_back: psycopg.Connection,
 ) -> None:
     """The worker was started after the opening, and does not know of it."""
@@ -142,11 +142,11 @@ def test_a_failure_without_leave_counts_as_that_of_a_probe_once_the_pause_is_ove
     age(rolled_back, 8 * COOLDOWN_SECONDS)
     learned = fail(rolled_back, trips=False)
     assert learned is not None
-    assert learned.cooldown_seconds == 4 * COOLDOWN_SECONDS, "one failure among others is no probe"
+    assert learned.cooldown_seconds == 4 * COOLDOWN_SECONDS, "a failure among others is not a probe"
     assert len(alerts(rolled_back)) == 1
 
 
-def test_a_failure_without_leave_leaves_a_probe_that_is_under_way_alone(rolled_back: psycopg.Connection) -> None:
+def test_a_failure_without_permission_does_not_end_a_running_probe(rolled_back: psycopg.Connection) -> None:
     fail(rolled_back)
     probe_id = won_probe_after_cooldown(rolled_back)
     answer = fail(rolled_back, error="other")
@@ -155,7 +155,7 @@ def test_a_failure_without_leave_leaves_a_probe_that_is_under_way_alone(rolled_b
     assert close(rolled_back, probe_id)
 
 
-def test_a_failure_without_leave_ends_a_probe_that_counts_as_lost(rolled_back: psycopg.Connection) -> None:
+def test_a_failure_without_permission_ends_a_lost_probe(rolled_back: psycopg.Connection) -> None:
     fail(rolled_back)
     lost = won_probe_after_cooldown(rolled_back)
     age(rolled_back, 60)
@@ -174,7 +174,7 @@ def test_of_two_sessions_that_open_at_once_one_has_opened(connect: Connect) -> N
         waiting = pool.submit(fail, second, alert_queue="default")
         races.until_blocked(observer, second, waiting)
         first.commit()
-        assert waiting.result() is None  # Its snapshot is older than the row: asking again tells.
+        assert waiting.result() is None  # Its snapshot is older than the row; a second query shows it.
         second.commit()
     answer = fail(second)
     assert answer is not None
@@ -190,17 +190,17 @@ def won_probe_after_cooldown(db: psycopg.Connection) -> str:
     return won_probe(db)
 
 
-def test_nobody_probes_before_the_time(rolled_back: psycopg.Connection) -> None:
+def test_a_probe_before_its_time_is_refused(rolled_back: psycopg.Connection) -> None:
     fail(rolled_back)
     age(rolled_back, COOLDOWN_SECONDS - 1)
     assert probe(rolled_back) == BreakerRow(1.0, COOLDOWN_SECONDS, "refused", False, None)
 
 
-def test_what_is_closed_needs_no_probe(rolled_back: psycopg.Connection) -> None:
+def test_a_closed_breaker_needs_no_probe(rolled_back: psycopg.Connection) -> None:
     assert probe(rolled_back) is None
 
 
-def test_a_probe_is_of_one_key(rolled_back: psycopg.Connection) -> None:
+def test_a_probe_belongs_to_one_key(rolled_back: psycopg.Connection) -> None:
     fail(rolled_back)
     fail(rolled_back, key="another")
     won_probe_after_cooldown(rolled_back)
@@ -221,7 +221,7 @@ def test_one_session_probes_until_its_time_is_over(rolled_back: psycopg.Connecti
     assert won_probe(rolled_back) != first
 
 
-def test_of_two_sessions_that_ask_at_once_one_probes(connect: Connect) -> None:
+def test_of_two_concurrent_requests_one_gets_the_probe(connect: Connect) -> None:
     first, second, observer = connect(), connect(), connect(autocommit=True)
     fail(observer)
     age(observer, COOLDOWN_SECONDS)
@@ -235,7 +235,7 @@ def test_of_two_sessions_that_ask_at_once_one_probes(connect: Connect) -> None:
     assert refused.probe_id is None
 
 
-def test_a_probe_that_arrives_closes(rolled_back: psycopg.Connection) -> None:
+def test_a_successful_probe_closes_the_breaker(rolled_back: psycopg.Connection) -> None:
     fail(rolled_back)
     probe_id = won_probe_after_cooldown(rolled_back)
     assert close(rolled_back, probe_id)
@@ -244,7 +244,7 @@ def test_a_probe_that_arrives_closes(rolled_back: psycopg.Connection) -> None:
     assert fail(rolled_back, trips=False) is None
 
 
-def test_a_probe_that_fails_doubles_the_pause_up_to_a_limit(rolled_back: psycopg.Connection) -> None:
+def test_a_failed_probe_doubles_the_pause_up_to_a_limit(rolled_back: psycopg.Connection) -> None:
     fail(rolled_back)
     pauses: list[float] = []
     for _ in range(3):
@@ -255,22 +255,22 @@ def test_a_probe_that_fails_doubles_the_pause_up_to_a_limit(rolled_back: psycopg
     assert pauses == [60, 100, 100]
 
 
-def test_a_probe_that_failed_is_over(rolled_back: psycopg.Connection) -> None:
+def test_a_failed_probe_is_over(rolled_back: psycopg.Connection) -> None:
     fail(rolled_back)
     failed = won_probe_after_cooldown(rolled_back)
     reopen(rolled_back, failed, max_cooldown_seconds=COOLDOWN_SECONDS)
     assert not close(rolled_back, failed)
-    assert won_probe_after_cooldown(rolled_back) != failed  # Though the time that it had is not over.
+    assert won_probe_after_cooldown(rolled_back) != failed  # Its time is not over.
 
 
-def test_a_probe_that_tells_nothing_lets_another_one_through(rolled_back: psycopg.Connection) -> None:
+def test_an_inconclusive_probe_allows_another_one(rolled_back: psycopg.Connection) -> None:
     fail(rolled_back)
     probe_id = won_probe_after_cooldown(rolled_back)
     assert release(rolled_back, probe_id)
     assert won_probe(rolled_back) != probe_id
 
 
-def test_a_probe_that_was_given_up_changes_nothing(rolled_back: psycopg.Connection) -> None:
+def test_an_abandoned_probe_changes_nothing(rolled_back: psycopg.Connection) -> None:
     fail(rolled_back)
     lost = won_probe_after_cooldown(rolled_back)
     age(rolled_back, 60)
@@ -285,7 +285,7 @@ def test_a_probe_that_was_given_up_changes_nothing(rolled_back: psycopg.Connecti
 # --- alerts -----------------------------------------------------------------------------------------------------------
 
 
-def test_only_the_statement_that_changes_something_announces_it(rolled_back: psycopg.Connection) -> None:
+def test_only_a_change_is_announced(rolled_back: psycopg.Connection) -> None:
     for _ in range(2):
         fail(rolled_back, alert_queue="ops")
     assert alerts(rolled_back) == [("opened", KEY, "ops")]

@@ -1,4 +1,5 @@
-"""The SQL function enqueue_many where its items meet: arrays that do not fit, one key twice, and two bulks at once."""
+"""Tests the SQL function enqueue_many across items: arrays of different lengths, one key twice, and two bulks at
+once."""
 
 from __future__ import annotations
 
@@ -56,12 +57,12 @@ class Item(NamedTuple):
 
 
 def given(column: list[str | None]) -> list[str | None] | None:
-    """None for an array that no item uses, as Python sends it. Bulks with one kind of key have their own statement."""
+    """Pass NULL for an array that no item uses, like Python. Bulks with one kind of key have their own statement."""
     return None if column.count(None) == len(column) else column
 
 
 def enqueue(connection: psycopg.Connection, items: Sequence[Item]) -> list[tuple[int, int, bool]]:
-    """The answers, in the order in which they come."""
+    """Return the answers in the order of their arrival."""
     topics, queues, coalesce_keys, dedupe_keys, ordering_keys, payloads = map(list, zip(*items, strict=True))
     parameters = {
         "topics": topics,
@@ -83,14 +84,14 @@ def test_no_array_may_have_more_elements_than_there_are_topics(rolled_back: psyc
         )
 
 
-def test_a_dedupe_key_that_stands_twice_in_a_bulk_is_one_message(rolled_back: psycopg.Connection) -> None:
+def test_a_dedupe_key_twice_in_a_bulk_is_one_message(rolled_back: psycopg.Connection) -> None:
     answers = sorted(enqueue(rolled_back, [Item(dedupe_key="k"), Item(), Item(dedupe_key="k")]))
     assert [duplicate for _, _, duplicate in answers] == [False, False, True]
     assert answers[0][1] == answers[2][1] != answers[1][1]
     assert rolled_back.execute("SELECT count(*) FROM pgoutbox.message").fetchone() == (2,)
 
 
-def test_a_dedupe_key_that_stands_twice_in_a_bulk_with_two_payloads_is_a_conflict(
+def test_a_dedupe_key_twice_in_a_bulk_with_two_payloads_is_a_conflict(
     rolled_back: psycopg.Connection,
 ) -> None:
     with pytest.raises(psycopg.errors.UniqueViolation, match="another payload"):
@@ -98,10 +99,10 @@ def test_a_dedupe_key_that_stands_twice_in_a_bulk_with_two_payloads_is_a_conflic
 
 
 @pytest.mark.parametrize("key", ["coalesce_key", "ordering_key"])
-def test_messages_of_one_key_keep_the_order_of_the_items_whatever_dedupe_keys_they_have(
+def test_messages_of_one_key_keep_the_order_of_the_items_with_any_dedupe_keys(
     rolled_back: psycopg.Connection, key: str
 ) -> None:
-    """Several keys in turns, and enough of them that a sort would mix what it holds to be equal."""
+    """Several alternating keys, and enough of them that an unstable sort would mix equal ones."""
     items = [
         Item(dedupe_key=f"{(90 - number) * 7 % 101:03}")._replace(**{key: "cab"[number % 3]}) for number in range(90)
     ]
@@ -133,7 +134,7 @@ COALESCED_ITEMS: Final = st.tuples(TOPICS, KEYS).map(lambda drawn: Item(drawn[0]
 @pytest.mark.parametrize("enqueue_all", [enqueue, enqueue_by_python])
 @drawing(items=st.lists(ORDERED_ITEMS | COALESCED_ITEMS | st.just(Item()), min_size=1, max_size=12))
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_messages_of_one_key_have_ids_in_the_order_of_the_items_whatever_their_topics(
+def test_messages_of_one_key_have_ids_in_the_order_of_the_items_across_topics(
     rolled_back: psycopg.Connection,
     monkeypatch: pytest.MonkeyPatch,
     enqueue_all: Callable[[psycopg.Connection, Sequence[Item]], list[tuple[int, int, bool]]],
@@ -169,8 +170,8 @@ def test_messages_of_one_key_have_ids_in_the_order_of_the_items_whatever_their_t
         ),
     ],
 )
-def test_every_bulk_takes_the_keys_in_one_order(connect: Connect, first: Item, second: Item) -> None:
-    """Whoever waits for the first key has not yet taken the second: so no two bulks wait for each other."""
+def test_every_bulk_locks_the_keys_in_one_order(connect: Connect, first: Item, second: Item) -> None:
+    """A bulk that waits for the first key has not yet locked the second, so no two bulks wait for each other."""
     holder, bulk, other, observer = connect(), connect(), connect(), connect(autocommit=True)
     enqueue(holder, [first])
     with ThreadPoolExecutor(1) as pool:

@@ -1,4 +1,4 @@
-"""CLAIM, rule by rule: what it takes, in which order, and what it ends instead of handing it over."""
+"""Tests each rule of CLAIM: the claimed messages, their order, and the messages that it ends instead."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def due_earlier(connection: psycopg.Connection, message_id: int, seconds: float)
 
 
 def retried(connection: psycopg.Connection, **arguments: Unpack[Options]) -> int:
-    """A message that failed once and is due again."""
+    """Create a message that failed once and is due again."""
     message_id = enqueue(connection, **arguments)
     connection.execute(
         "UPDATE pgoutbox.message_live SET attempt_count = 1, available_at = now() - interval '1 s' WHERE id = %s",
@@ -51,14 +51,14 @@ def retried(connection: psycopg.Connection, **arguments: Unpack[Options]) -> int
 
 
 def in_flight(connection: psycopg.Connection, **arguments: Unpack[Options]) -> int:
-    """A message that somebody has claimed."""
+    """Create a message that a worker has claimed."""
     message_id = enqueue(connection, **arguments)
     assert message_id in ids_in_flight(claim(connection, worker="first"))
     return message_id
 
 
 def lost(connection: psycopg.Connection, **arguments: Unpack[Options]) -> int:
-    """A message whose worker died."""
+    """Create a message whose worker died."""
     message_id = in_flight(connection, **arguments)
     lapse(connection, message_id)
     return message_id
@@ -126,7 +126,7 @@ def test_every_claim_returns_the_columns_of_the_row_in_their_order(
     assert [column.name for column in cursor.description] == names
 
 
-def test_a_claim_of_fresh_messages_leaves_out_the_others(rolled_back: psycopg.Connection) -> None:
+def test_a_claim_of_fresh_messages_skips_all_others(rolled_back: psycopg.Connection) -> None:
     retried(rolled_back)
     lost_one_after_the_other(rolled_back, 1)
     lost_one_after_the_other(rolled_back, 1, max_attempts=1)
@@ -141,35 +141,35 @@ def test_a_claimed_message_is_not_claimed_again_while_its_lease_lasts(rolled_bac
     assert claim(rolled_back, worker="second") == []
 
 
-def test_messages_are_taken_in_the_order_in_which_they_fell_due(rolled_back: psycopg.Connection) -> None:
+def test_messages_are_claimed_in_the_order_of_their_due_times(rolled_back: psycopg.Connection) -> None:
     first, second, third = (enqueue(rolled_back) for _ in range(3))
     due_earlier(rolled_back, third, 20)
     due_earlier(rolled_back, first, 10)
     assert [ids_in_flight(claim(rolled_back, total=1)) for _ in range(3)] == [[third], [first], [second]]
 
 
-def test_messages_due_at_one_instant_are_taken_in_the_order_of_their_ids(rolled_back: psycopg.Connection) -> None:
+def test_messages_due_at_the_same_time_are_claimed_in_the_order_of_their_ids(rolled_back: psycopg.Connection) -> None:
     ids = [enqueue(rolled_back) for _ in range(4)]
     assert [ids_in_flight(claim(rolled_back, total=1)) for _ in range(4)] == [[i] for i in ids]
 
 
-def test_a_claim_takes_no_more_than_its_total(rolled_back: psycopg.Connection) -> None:
+def test_a_claim_takes_at_most_its_total(rolled_back: psycopg.Connection) -> None:
     ids = [enqueue(rolled_back) for _ in range(5)]
     assert ids_in_flight(claim(rolled_back, total=3)) == ids[:3]
 
 
-def test_a_message_is_not_taken_before_it_is_due(rolled_back: psycopg.Connection) -> None:
+def test_a_message_is_not_claimed_before_it_is_due(rolled_back: psycopg.Connection) -> None:
     message_id = enqueue(rolled_back)
     due_earlier(rolled_back, message_id, -1)
     assert claim(rolled_back) == []
 
 
-def test_a_message_of_another_queue_is_left_alone(rolled_back: psycopg.Connection) -> None:
+def test_a_message_of_another_queue_is_not_claimed(rolled_back: psycopg.Connection) -> None:
     enqueue(rolled_back, queue="bulk")
     assert claim(rolled_back) == []
 
 
-def test_a_topic_that_the_worker_does_not_know_is_left_alone(rolled_back: psycopg.Connection) -> None:
+def test_a_topic_without_a_handler_is_not_claimed(rolled_back: psycopg.Connection) -> None:
     unknown = enqueue(rolled_back, topic="unknown")
     known = enqueue(rolled_back)
     assert ids_in_flight(claim(rolled_back)) == [known]
@@ -192,7 +192,7 @@ def test_retries_fill_the_room_that_fresh_messages_leave(rolled_back: psycopg.Co
     assert ids_in_flight(claim(rolled_back, total=4)) == sorted([*fresh, *retries[:2]])
 
 
-def test_a_backlog_of_retries_does_not_stand_before_fresh_messages(rolled_back: psycopg.Connection) -> None:
+def test_a_backlog_of_retries_does_not_delay_fresh_messages(rolled_back: psycopg.Connection) -> None:
     for _ in range(10):
         retried(rolled_back)
     fresh = enqueue(rolled_back)
@@ -205,7 +205,7 @@ def test_the_fresh_limit_keeps_room_for_retries(rolled_back: psycopg.Connection)
     assert ids_in_flight(claim(rolled_back, total=1, fresh_limit=0)) == [retry]
 
 
-def test_a_floor_leaves_out_what_was_due_before_it(rolled_back: psycopg.Connection) -> None:
+def test_a_floor_skips_messages_that_were_due_before_it(rolled_back: psycopg.Connection) -> None:
     ((now,),) = rolled_back.execute("SELECT now()").fetchall()
     below, at_floor, behind_floor = (enqueue(rolled_back) for _ in range(3))
     due_earlier(rolled_back, below, 5)
@@ -217,7 +217,7 @@ def test_a_floor_leaves_out_what_was_due_before_it(rolled_back: psycopg.Connecti
     assert ids_in_flight(claim(rolled_back)) == [below, at_floor, below_again, at_floor_again]
 
 
-def test_the_floor_of_one_lane_does_not_move_the_other(rolled_back: psycopg.Connection) -> None:
+def test_the_floor_of_one_lane_does_not_affect_the_other(rolled_back: psycopg.Connection) -> None:
     ((now,),) = rolled_back.execute("SELECT now()").fetchall()
     fresh, retry = enqueue(rolled_back), retried(rolled_back)
     due_earlier(rolled_back, fresh, 5)
@@ -249,7 +249,7 @@ def test_a_message_waits_while_its_predecessor_is_in_flight(rolled_back: psycopg
     assert ids_in_flight(claim(rolled_back)) == [successor]
 
 
-def test_a_superseded_retry_is_skipped_though_its_successor_is_in_flight(rolled_back: psycopg.Connection) -> None:
+def test_a_superseded_retry_is_skipped_while_its_successor_is_in_flight(rolled_back: psycopg.Connection) -> None:
     older = retried(rolled_back, coalesce_key="k")
     newer = enqueue(rolled_back, coalesce_key="k")
     assert ids_in_flight(claim(rolled_back, fresh_limit=100, total=1)) == [newer]
@@ -257,7 +257,7 @@ def test_a_superseded_retry_is_skipped_though_its_successor_is_in_flight(rolled_
     assert row_of(rolled_back, older).superseded_by == newer
 
 
-def test_a_lost_attempt_that_was_superseded_ends_skipped_and_frees_its_key(rolled_back: psycopg.Connection) -> None:
+def test_a_superseded_lost_attempt_ends_skipped_and_frees_its_key(rolled_back: psycopg.Connection) -> None:
     older = lost(rolled_back, coalesce_key="k")
     newer = enqueue(rolled_back, coalesce_key="k")
     assert ids_in_flight(claim(rolled_back)) == [newer]
@@ -279,7 +279,7 @@ def test_a_retry_that_has_expired_ends_skipped(rolled_back: psycopg.Connection) 
     assert claim(rolled_back)[0].state == State.SKIPPED
 
 
-def test_a_lost_attempt_is_recorded_and_made_again(rolled_back: psycopg.Connection) -> None:
+def test_a_lost_attempt_is_recorded_and_repeated(rolled_back: psycopg.Connection) -> None:
     message_id = lost(rolled_back)
     (again,) = claim(rolled_back, worker="second")
     assert (again.state, again.was_lapsed, again.attempt_count) == ("sending", True, 2)
@@ -298,14 +298,14 @@ def test_a_lost_last_attempt_ends_failed(rolled_back: psycopg.Connection) -> Non
     assert attempts_of(rolled_back, message_id) == [(1, "lost", "lease expired, outcome unknown")]
 
 
-def test_a_lost_attempt_of_a_topic_on_hold_ends_failed_for_a_person(rolled_back: psycopg.Connection) -> None:
+def test_a_lost_attempt_of_a_topic_on_hold_ends_failed_for_an_operator(rolled_back: psycopg.Connection) -> None:
     message_id = lost(rolled_back)
     assert ids_in_flight(claim(rolled_back, hold_topics=["greet"])) == []
     row = row_of(rolled_back, message_id)
     assert (row.state, row.last_error) == ("failed", "attempt 1: lease of first expired, outcome unknown")
 
 
-def test_a_topic_on_hold_is_retried_after_an_attempt_that_failed_knowingly(rolled_back: psycopg.Connection) -> None:
+def test_a_topic_on_hold_is_retried_after_a_known_failure(rolled_back: psycopg.Connection) -> None:
     message_id = retried(rolled_back)
     assert ids_in_flight(claim(rolled_back, hold_topics=["greet"])) == [message_id]
 
@@ -322,7 +322,7 @@ def test_a_lost_attempt_whose_message_was_cancelled_ends_cancelled(rolled_back: 
 def lost_one_after_the_other(
     connection: psycopg.Connection, count: int, topic: str = "greet", **arguments: Unpack[Options]
 ) -> list[int]:
-    """Messages whose workers died, the first one first."""
+    """Create messages whose workers died, the first one first."""
     ids = []
     for age in range(count, 0, -1):
         message_id = enqueue(connection, topic, **arguments)
@@ -339,34 +339,34 @@ def lost_one_after_the_other(
     return ids
 
 
-def test_of_what_was_lost_no_more_is_tried_again_than_the_limit_says(rolled_back: psycopg.Connection) -> None:
+def test_the_limit_bounds_the_repeated_lost_attempts(rolled_back: psycopg.Connection) -> None:
     ids = lost_one_after_the_other(rolled_back, 5)
     assert claim(rolled_back, suspect_limit=0) == []
     assert ids_in_flight(claim(rolled_back, suspect_limit=1)) == ids[:1]
     assert ids_in_flight(claim(rolled_back, suspect_limit=3)) == ids[1:4]
 
 
-def test_suspects_take_no_more_than_the_room(rolled_back: psycopg.Connection) -> None:
+def test_suspects_take_at_most_the_room(rolled_back: psycopg.Connection) -> None:
     ids = lost_one_after_the_other(rolled_back, 5)
     fresh = enqueue(rolled_back)
     assert ids_in_flight(claim(rolled_back, total=3, suspect_limit=5)) == ids[:3]
     assert ids_in_flight(claim(rolled_back, total=3, suspect_limit=5)) == [*ids[3:], fresh]
 
 
-def test_suspects_beyond_the_limit_hold_up_neither_fresh_messages_nor_retries(rolled_back: psycopg.Connection) -> None:
+def test_suspects_beyond_the_limit_delay_neither_fresh_messages_nor_retries(rolled_back: psycopg.Connection) -> None:
     suspects = lost_one_after_the_other(rolled_back, 5)
     fresh, retry = enqueue(rolled_back), retried(rolled_back)
     assert ids_in_flight(claim(rolled_back, total=3)) == [suspects[0], fresh, retry]
 
 
-def test_a_backlog_of_retries_does_not_stand_before_a_suspect(rolled_back: psycopg.Connection) -> None:
+def test_a_backlog_of_retries_does_not_delay_a_suspect(rolled_back: psycopg.Connection) -> None:
     for _ in range(5):
         due_earlier(rolled_back, retried(rolled_back), 3600)
     (suspect,) = lost_one_after_the_other(rolled_back, 1)
     assert ids_in_flight(claim(rolled_back, total=1, fresh_limit=0)) == [suspect]
 
 
-def test_in_a_group_come_only_suspects_that_can_afford_another_loss(rolled_back: psycopg.Connection) -> None:
+def test_a_group_contains_only_suspects_that_can_afford_another_loss(rolled_back: psycopg.Connection) -> None:
     (last_attempt,) = lost_one_after_the_other(rolled_back, 1, max_attempts=2)
     (later_attempt,) = lost_one_after_the_other(rolled_back, 1)
     rolled_back.execute("UPDATE pgoutbox.message_live SET attempt_count = 6 WHERE id = %s", [later_attempt])
@@ -376,7 +376,7 @@ def test_in_a_group_come_only_suspects_that_can_afford_another_loss(rolled_back:
     assert [ids_in_flight(claim(rolled_back)) for _ in range(2)] == [[last_attempt], [later_attempt]]
 
 
-def test_snoozes_do_not_use_up_what_a_suspect_can_afford(rolled_back: psycopg.Connection) -> None:
+def test_snoozes_do_not_reduce_the_losses_that_a_suspect_can_afford(rolled_back: psycopg.Connection) -> None:
     (snoozed,) = lost_one_after_the_other(rolled_back, 1)
     rolled_back.execute(
         "UPDATE pgoutbox.message_live SET attempt_count = 21, max_attempts = 31 WHERE id = %s", [snoozed]
@@ -385,7 +385,9 @@ def test_snoozes_do_not_use_up_what_a_suspect_can_afford(rolled_back: psycopg.Co
 
 
 @pytest.mark.parametrize("why", ["superseded", "cancelled", "expired", "exhausted", "on hold"])
-def test_a_lost_attempt_that_ends_does_not_wait_for_a_suspects_turn(rolled_back: psycopg.Connection, why: str) -> None:
+def test_a_lost_attempt_that_ends_does_not_wait_for_a_turn_of_suspects(
+    rolled_back: psycopg.Connection, why: str
+) -> None:
     suspects = lost_one_after_the_other(rolled_back, 3)
     max_attempts = 1 if why == "exhausted" else 11
     (ends,) = lost_one_after_the_other(rolled_back, 1, coalesce_key="k", max_attempts=max_attempts)
@@ -414,40 +416,40 @@ def test_no_lease_counts_as_lapsed_beyond_the_limit_of_the_clock(rolled_back: ps
     assert [row.id for row in claim(rolled_back, clock_limit=now)] == [ends, suspect]
 
 
-def test_a_suspect_that_another_session_has_locked_is_passed_over(connect: Connect) -> None:
+def test_a_suspect_locked_by_another_session_is_skipped(connect: Connect) -> None:
     ours, theirs = connect(autocommit=True), connect()
     first, second = lost_one_after_the_other(ours, 2)
     assert ids_in_flight(claim(theirs)) == [first]
     assert ids_in_flight(claim(ours)) == [second]
 
 
-def test_an_attempt_whose_lease_lasts_is_no_suspect(rolled_back: psycopg.Connection) -> None:
+def test_an_attempt_with_a_valid_lease_is_not_a_suspect(rolled_back: psycopg.Connection) -> None:
     in_flight(rolled_back)
     (suspect,) = lost_one_after_the_other(rolled_back, 1)
     assert ids_in_flight(claim(rolled_back, suspect_limit=10)) == [suspect]
 
 
-def test_what_ends_takes_no_suspects_turn(rolled_back: psycopg.Connection) -> None:
+def test_a_message_that_ends_takes_no_turn_of_a_suspect(rolled_back: psycopg.Connection) -> None:
     (ends,) = lost_one_after_the_other(rolled_back, 1, max_attempts=1)
     rolled_back.execute("UPDATE pgoutbox.message_live SET lease_expires_at = now() - interval '1 h'")
     (suspect,) = lost_one_after_the_other(rolled_back, 1)
     assert {row.id: row.state for row in claim(rolled_back, suspect_limit=1)} == {ends: "failed", suspect: "sending"}
 
 
-def test_what_ends_and_another_session_has_locked_is_passed_over(connect: Connect) -> None:
+def test_a_locked_message_that_would_end_is_skipped(connect: Connect) -> None:
     ours, theirs = connect(autocommit=True), connect()
     first, second = lost_one_after_the_other(ours, 2, max_attempts=1)
     assert [row.id for row in claim(theirs, total=1)] == [first]
     assert [row.id for row in claim(ours)] == [second]
 
 
-def test_what_ends_of_a_topic_that_the_worker_does_not_know_is_left_alone(rolled_back: psycopg.Connection) -> None:
+def test_a_message_that_would_end_is_skipped_if_its_topic_has_no_handler(rolled_back: psycopg.Connection) -> None:
     (lost_last,) = lost_one_after_the_other(rolled_back, 1, "unknown", max_attempts=1)
     assert claim(rolled_back) == []
     assert state_of(rolled_back, lost_last) == State.SENDING
 
 
-def test_in_a_paused_queue_lost_attempts_end_and_are_not_made_again(rolled_back: psycopg.Connection) -> None:
+def test_in_a_paused_queue_lost_attempts_can_end_but_are_not_repeated(rolled_back: psycopg.Connection) -> None:
     (suspect,) = lost_one_after_the_other(rolled_back, 1)
     (ending,) = lost_one_after_the_other(rolled_back, 1, max_attempts=1)
     rolled_back.execute("INSERT INTO pgoutbox.queue (name, paused_at) VALUES ('default', now())")
@@ -456,7 +458,7 @@ def test_in_a_paused_queue_lost_attempts_end_and_are_not_made_again(rolled_back:
     assert ids_in_flight(claim(rolled_back)) == [suspect]
 
 
-def test_a_suspect_behind_one_of_a_foreign_topic_is_found(rolled_back: psycopg.Connection) -> None:
+def test_a_suspect_behind_one_of_a_topic_without_handler_is_found(rolled_back: psycopg.Connection) -> None:
     lost_one_after_the_other(rolled_back, 1, queue="bulk")
     lost_one_after_the_other(rolled_back, 1)
     rolled_back.execute("UPDATE pgoutbox.message_live SET topic = 'unknown', lease_expires_at = now() - interval '1 h'")
@@ -465,7 +467,7 @@ def test_a_suspect_behind_one_of_a_foreign_topic_is_found(rolled_back: psycopg.C
 
 
 @pytest.mark.parametrize("claims", [1, 2, 5])
-def test_every_claim_counts_one_attempt_more(rolled_back: psycopg.Connection, claims: int) -> None:
+def test_every_claim_increments_the_attempt_count(rolled_back: psycopg.Connection, claims: int) -> None:
     message_id = in_flight(rolled_back)
     for number in range(claims - 1):
         lapse(rolled_back, message_id)
@@ -473,13 +475,13 @@ def test_every_claim_counts_one_attempt_more(rolled_back: psycopg.Connection, cl
     assert row_of(rolled_back, message_id).attempt_count == claims
 
 
-def test_a_snoozed_message_keeps_counting_where_it_stood(rolled_back: psycopg.Connection) -> None:
+def test_a_snoozed_message_continues_its_attempt_count(rolled_back: psycopg.Connection) -> None:
     message_id = in_flight(rolled_back)
     finish(rolled_back, Verdict(message_id, 1, AttemptOutcome.SNOOZED, None, 0.0), worker="first")
     assert claim(rolled_back)[0].attempt_count == 2
 
 
-def test_rows_that_another_session_has_locked_are_passed_over(connect: Connect) -> None:
+def test_rows_locked_by_another_session_are_skipped(connect: Connect) -> None:
     ours, theirs = connect(autocommit=True), connect()
     locked = [enqueue(ours) for _ in range(20)]
     free = [enqueue(ours) for _ in range(3)]
@@ -501,7 +503,7 @@ def due_of(connection: psycopg.Connection, *, since_seconds: float, floor_id: in
     return min((float(seconds) for row in rows for seconds in row[3:5] if seconds is not None), default=None)
 
 
-def test_the_next_due_time_looks_at_both_lanes_and_at_leases(rolled_back: psycopg.Connection) -> None:
+def test_the_next_due_time_considers_both_lanes_and_leases(rolled_back: psycopg.Connection) -> None:
     assert due_of(rolled_back, since_seconds=0) is None
     in_flight(rolled_back)
     assert due_of(rolled_back, since_seconds=0) == LEASE_SECONDS
@@ -511,21 +513,21 @@ def test_the_next_due_time_looks_at_both_lanes_and_at_leases(rolled_back: psycop
     assert due_of(rolled_back, since_seconds=0) == 10
 
 
-def test_what_is_due_already_is_not_the_next_to_fall_due(rolled_back: psycopg.Connection) -> None:
+def test_a_message_already_due_is_not_the_next_due_time(rolled_back: psycopg.Connection) -> None:
     enqueue(rolled_back)
     message_id = retried(rolled_back)
     make_due(rolled_back, message_id)
     assert due_of(rolled_back, since_seconds=0) is None
 
 
-def test_what_fell_due_since_the_last_claim_began_is_not_slept_over(rolled_back: psycopg.Connection) -> None:
+def test_messages_due_since_the_last_claim_began_are_included(rolled_back: psycopg.Connection) -> None:
     message_id = enqueue(rolled_back)
     due_earlier(rolled_back, message_id, 3)
     assert due_of(rolled_back, since_seconds=5) == -3.0
     assert due_of(rolled_back, since_seconds=2) is None
 
 
-def test_new_messages_do_not_count_as_due_because_they_are_claimed_without_being_asked_for(
+def test_new_due_messages_are_excluded_because_every_claim_takes_them(
     rolled_back: psycopg.Connection,
 ) -> None:
     old, new = enqueue(rolled_back), enqueue(rolled_back)
@@ -536,13 +538,13 @@ def test_new_messages_do_not_count_as_due_because_they_are_claimed_without_being
     assert due_of(rolled_back, since_seconds=5, floor_id=old) == -4.0
 
 
-def test_a_new_message_that_is_not_due_yet_is_the_next_to_fall_due(rolled_back: psycopg.Connection) -> None:
+def test_a_scheduled_new_message_is_the_next_due_time(rolled_back: psycopg.Connection) -> None:
     old, scheduled = enqueue(rolled_back), enqueue(rolled_back)
     due_earlier(rolled_back, scheduled, -60)
     assert due_of(rolled_back, since_seconds=0, floor_id=old) == 60
 
 
-def test_a_claim_of_new_messages_takes_the_fresh_ones_beyond_an_id(rolled_back: psycopg.Connection) -> None:
+def test_a_claim_of_new_messages_takes_fresh_ones_beyond_an_id(rolled_back: psycopg.Connection) -> None:
     old, first, retry, second = enqueue(rolled_back), enqueue(rolled_back), retried(rolled_back), enqueue(rolled_back)
     scheduled = enqueue(rolled_back)
     due_earlier(rolled_back, scheduled, -60)
@@ -559,7 +561,7 @@ def owed(connection: psycopg.Connection) -> int:
     return int(count)
 
 
-def test_what_a_drain_waits_for_is_due_in_flight_or_to_be_retried(rolled_back: psycopg.Connection) -> None:
+def test_a_drain_waits_for_due_in_flight_and_retried_messages(rolled_back: psycopg.Connection) -> None:
     in_flight(rolled_back)
     due_earlier(rolled_back, retried(rolled_back), -30)
     enqueue(rolled_back)
@@ -584,7 +586,7 @@ def test_what_a_drain_waits_for_is_due_in_flight_or_to_be_retried(rolled_back: p
         ({"ordering_key": "other", "topic": "unknown"}, True, False, True),
     ],
 )
-def test_a_drain_waits_behind_what_it_waits_for_alone(
+def test_a_drain_waits_only_behind_messages_that_it_waits_for(
     rolled_back: psycopg.Connection,
     other: Options,
     comes_first: bool,
@@ -617,7 +619,7 @@ def test_a_drain_waits_behind_a_retry_that_is_not_yet_due(rolled_back: psycopg.C
         ({"ordering_key": "k", "on_failed": "halt", "queue": "bulk"}, True, True),
     ],
 )
-def test_a_drain_does_not_wait_behind_what_halts_its_key(
+def test_a_drain_does_not_wait_behind_a_message_that_halts_its_key(
     rolled_back: psycopg.Connection,
     other: Options,
     comes_first: bool,

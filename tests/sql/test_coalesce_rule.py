@@ -1,4 +1,4 @@
-"""The rule `pending`: enqueue locks nothing, and of the due messages of a key a claim delivers the newest."""
+"""Tests the rule `pending`: an enqueue locks nothing, and a claim delivers the newest of the due messages of a key."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_without_the_rule_the_newest_message_wins(rolled_back: psycopg.Connectio
 
 
 def test_transactions_that_enqueue_for_one_key_do_not_wait_for_each_other(connect: Connect) -> None:
-    """No lock of the first is in the way of the second: it would fail at the lock timeout of the tests."""
+    """No lock of the first blocks the second, which would fail at the tests' lock timeout."""
     first, second = connect(), connect()
     for connection in (first, second):
         look_again(connection)
@@ -85,7 +85,7 @@ def test_transactions_that_enqueue_for_one_key_do_not_wait_for_each_other(connec
     first.commit()
 
 
-def test_the_only_lock_that_enqueue_adds_is_that_of_the_bell(connect: Connect) -> None:
+def test_enqueue_adds_only_the_lock_of_the_bell(connect: Connect) -> None:
     plain, keyed = connect(), connect()
     enqueue(plain)
     look_again(keyed)
@@ -109,7 +109,7 @@ def test_the_only_lock_that_enqueue_adds_is_that_of_the_bell(connect: Connect) -
     ],
     ids=["pending without a key", "newest without a key", "unknown", "max_delay"],
 )
-def test_a_mistake_is_refused_by_the_name_of_its_argument(
+def test_an_invalid_argument_is_refused_by_its_name(
     rolled_back: psycopg.Connection, options: Options, field: str
 ) -> None:
     with pytest.raises(errors.InvalidParameterValue, match=rf"^pgoutbox\.enqueue: {field}: must ") as caught:
@@ -117,7 +117,7 @@ def test_a_mistake_is_refused_by_the_name_of_its_argument(
     assert caught.value.diag.column_name == field
 
 
-def test_a_bulk_has_messages_of_both_rules(rolled_back: psycopg.Connection) -> None:
+def test_a_bulk_can_mix_both_rules(rolled_back: psycopg.Connection) -> None:
     rolled_back.execute(
         """
         SELECT FROM pgoutbox.enqueue_many(
@@ -135,7 +135,7 @@ def test_a_bulk_has_messages_of_both_rules(rolled_back: psycopg.Connection) -> N
     assert len(rolled_back.execute("SELECT FROM pgoutbox.coalesce").fetchall()) == 1
 
 
-def test_a_bulk_takes_dedupe_keys_in_one_order_whatever_the_coalesce_keys(rolled_back: psycopg.Connection) -> None:
+def test_a_bulk_locks_dedupe_keys_in_one_order_with_any_coalesce_keys(rolled_back: psycopg.Connection) -> None:
     """The rows come in the order in which the keys were locked."""
     rows = rolled_back.execute(
         """
@@ -150,7 +150,7 @@ def test_a_bulk_takes_dedupe_keys_in_one_order_whatever_the_coalesce_keys(rolled
     assert rows == [(1,), (2,), (0,)]
 
 
-def test_a_mistake_in_a_bulk_is_refused_by_its_item(rolled_back: psycopg.Connection) -> None:
+def test_an_invalid_argument_in_a_bulk_is_refused_by_its_item(rolled_back: psycopg.Connection) -> None:
     with pytest.raises(errors.InvalidParameterValue, match=r"items\[1\]\.coalesce_rule"):
         rolled_back.execute(
             "SELECT FROM pgoutbox.enqueue_many('{a,a}', %s, coalesce_rules => '{NULL,pending}')", [[Jsonb(None)] * 2]
@@ -171,7 +171,7 @@ def test_a_copy_has_the_rule_of_its_source(rolled_back: psycopg.Connection) -> N
 
 
 def test_a_claim_of_strict_messages_calls_no_function_of_the_rule(rolled_back: psycopg.Connection) -> None:
-    """`NULL AND f()` calls the function, which cost a third of such a claim."""
+    """`NULL AND f()` calls the function, which took a third of the time of such a claim."""
     rolled_back.execute("SET LOCAL track_functions = 'pl'")
     strict = [enqueue(rolled_back, coalesce_key=key) for key in ("k", "l", "k")]
     assert ids_in_flight(claim(rolled_back)) == strict[1:]
@@ -183,7 +183,7 @@ def test_a_claim_of_strict_messages_calls_no_function_of_the_rule(rolled_back: p
 
 
 @pytest.mark.parametrize("fresh_only", [False, True])
-def test_of_the_due_messages_of_a_key_the_newest_is_claimed(rolled_back: psycopg.Connection, fresh_only: bool) -> None:
+def test_the_newest_due_message_of_a_key_is_claimed(rolled_back: psycopg.Connection, fresh_only: bool) -> None:
     first, second, newest = (look_again(rolled_back) for _ in range(3))
     other = look_again(rolled_back, "other")
     assert ids_in_flight(claim(rolled_back, fresh_only=fresh_only)) == [newest, other]
@@ -208,7 +208,7 @@ def test_a_newer_message_beyond_the_limit_of_a_claim_supersedes_too(rolled_back:
     assert ids_in_flight(claim(rolled_back, total=2)) == [newest]
 
 
-def test_messages_whose_due_times_run_against_their_ids_are_delivered_by_the_newest_id(
+def test_the_newest_id_is_delivered_even_if_due_times_run_against_ids(
     rolled_back: psycopg.Connection,
 ) -> None:
     first, second, third = (look_again(rolled_back) for _ in range(3))
@@ -221,7 +221,7 @@ def test_messages_whose_due_times_run_against_their_ids_are_delivered_by_the_new
     assert [row.superseded_by for row in rows_of(rolled_back, first, second)] == [second, third]
 
 
-def test_an_older_id_that_commits_after_the_newer_one_was_delivered_is_delivered(connect: Connect) -> None:
+def test_an_older_id_committed_after_a_delivery_of_a_newer_one_is_delivered(connect: Connect) -> None:
     late, db = connect(), connect(autocommit=True)
     older = look_again(late)
     newer = look_again(db)
@@ -232,15 +232,15 @@ def test_an_older_id_that_commits_after_the_newer_one_was_delivered_is_delivered
     assert ids_in_flight(claim(db)) == [older]
 
 
-def test_a_newer_message_whose_transaction_is_open_supersedes_nothing(connect: Connect) -> None:
+def test_a_newer_message_in_an_open_transaction_supersedes_nothing(connect: Connect) -> None:
     opened, db = connect(), connect(autocommit=True)
     older = look_again(db)
     look_again(opened)
     assert ids_in_flight(claim(db)) == [older]
 
 
-def test_a_message_whose_newer_one_is_locked_waits(connect: Connect) -> None:
-    """Another transaction may cancel the newer one: then nothing would be delivered for the older one."""
+def test_a_message_waits_while_its_newer_one_is_locked(connect: Connect) -> None:
+    """Another transaction may cancel the newer message. Then nothing would be delivered for the older one."""
     cancelling, db = connect(), connect(autocommit=True)
     older, newer = look_again(db), look_again(db)
     assert cancel(cancelling, newer) == "cancelled"
@@ -250,7 +250,9 @@ def test_a_message_whose_newer_one_is_locked_waits(connect: Connect) -> None:
 
 
 @pytest.mark.parametrize("is_analyzed", [False, True])
-def test_the_newer_message_of_a_hot_key_is_one_row_away(rolled_back: psycopg.Connection, is_analyzed: bool) -> None:
+def test_the_newer_message_of_a_hot_key_is_found_by_reading_one_row(
+    rolled_back: psycopg.Connection, is_analyzed: bool
+) -> None:
     fetched = "SELECT idx_tup_fetch + seq_tup_read FROM pg_stat_xact_user_tables WHERE relname = 'message_live'"
     ids = [look_again(rolled_back) for _ in range(300)]
     look_again(rolled_back, available_at=in_an_hour())
@@ -264,7 +266,7 @@ def test_the_newer_message_of_a_hot_key_is_one_row_away(rolled_back: psycopg.Con
 
 
 def test_claims_of_two_workers_skip_for_one_newer_message(connect: Connect) -> None:
-    """The lock on the newer message is shared, and nobody waits for it."""
+    """The lock on the newer message is shared, and neither claim waits for it."""
     first, second = connect(), connect()
     with connect(autocommit=True) as db:
         in_flight = look_again(db)
@@ -278,14 +280,14 @@ def test_claims_of_two_workers_skip_for_one_newer_message(connect: Connect) -> N
     assert states == ["sending", "skipped", "skipped", "pending"]
 
 
-def test_an_expired_message_is_skipped_for_its_expiry(rolled_back: psycopg.Connection) -> None:
+def test_an_expired_message_is_skipped_as_expired(rolled_back: psycopg.Connection) -> None:
     older, newer = look_again(rolled_back), look_again(rolled_back)
     expire(rolled_back, newer)
     assert ids_in_flight(claim(rolled_back)) == [older]
     assert row_of(rolled_back, newer).skip_reason == "expired"
 
 
-def test_a_retry_that_is_due_is_superseded_too(rolled_back: psycopg.Connection) -> None:
+def test_a_due_retry_is_superseded_too(rolled_back: psycopg.Connection) -> None:
     older = look_again(rolled_back)
     claim(rolled_back)
     finish(rolled_back, Verdict(older, 1, AttemptOutcome.RETRY, "busy", 60.0))
@@ -296,7 +298,7 @@ def test_a_retry_that_is_due_is_superseded_too(rolled_back: psycopg.Connection) 
     assert ids_in_flight(claim(rolled_back)) == [newer]
 
 
-def test_a_lost_attempt_ends_if_a_newer_message_waits(rolled_back: psycopg.Connection) -> None:
+def test_a_lost_attempt_ends_if_a_newer_message_is_pending(rolled_back: psycopg.Connection) -> None:
     older = look_again(rolled_back)
     claim(rolled_back, worker="dead")
     newer = look_again(rolled_back)
@@ -306,7 +308,7 @@ def test_a_lost_attempt_ends_if_a_newer_message_waits(rolled_back: psycopg.Conne
     assert [outcome for _, outcome, _ in attempts_of(rolled_back, older)] == ["lost"]
 
 
-def test_a_lost_attempt_in_a_queue_that_nobody_serves_blocks_no_newer_message(rolled_back: psycopg.Connection) -> None:
+def test_a_lost_attempt_in_an_unserved_queue_blocks_no_newer_message(rolled_back: psycopg.Connection) -> None:
     older = look_again(rolled_back, queue="old")
     claim(rolled_back, queue="old", worker="dead")
     newer = look_again(rolled_back)
@@ -333,7 +335,7 @@ def test_a_newer_strict_message_supersedes_nothing(rolled_back: psycopg.Connecti
     assert (row.id, row.state, row.superseded) == (older, "sending", False)
 
 
-def test_a_message_that_commits_after_a_newer_strict_one_was_delivered_is_delivered(connect: Connect) -> None:
+def test_a_message_committed_after_a_delivered_newer_strict_one_is_delivered(connect: Connect) -> None:
     producer, other, worker = connect(), connect(autocommit=True), connect(autocommit=True)
     late = look_again(producer)
     strict = enqueue(other, coalesce_key="k")
@@ -343,7 +345,7 @@ def test_a_message_that_commits_after_a_newer_strict_one_was_delivered_is_delive
     assert ids_in_flight(claim(worker)) == [late]
 
 
-def test_an_attempt_is_not_ended_by_a_strict_message_that_was_delivered_before(rolled_back: psycopg.Connection) -> None:
+def test_an_attempt_is_not_ended_by_an_already_delivered_strict_message(rolled_back: psycopg.Connection) -> None:
     message_id = look_again(rolled_back)
     strict = enqueue(rolled_back, coalesce_key="k")
     assert ids_in_flight(claim(rolled_back)) == [strict]
@@ -360,7 +362,7 @@ def test_an_attempt_is_not_ended_by_a_strict_message_that_was_delivered_before(r
 
 
 @pytest.mark.parametrize("fresh_only", [False, True])
-def test_a_strict_message_is_superseded_by_no_message_of_the_rule(
+def test_a_strict_message_is_not_superseded_by_messages_of_the_rule(
     rolled_back: psycopg.Connection, fresh_only: bool
 ) -> None:
     strict = enqueue(rolled_back, coalesce_key="k")
@@ -371,7 +373,7 @@ def test_a_strict_message_is_superseded_by_no_message_of_the_rule(
     assert ids_in_flight(claim(rolled_back, fresh_only=fresh_only)) == [newer]
 
 
-def test_a_strict_message_that_waits_for_its_retry_holds_up_nothing(rolled_back: psycopg.Connection) -> None:
+def test_a_strict_message_that_waits_for_its_retry_blocks_nothing(rolled_back: psycopg.Connection) -> None:
     strict = enqueue(rolled_back, coalesce_key="k")
     claim(rolled_back)
     finish(rolled_back, Verdict(strict, 1, AttemptOutcome.RETRY, "busy", 60.0))
@@ -391,7 +393,7 @@ def test_a_newer_message_does_not_interrupt_an_attempt(rolled_back: psycopg.Conn
 
 
 @pytest.mark.parametrize("outcome", ["retry", "snoozed", "released"])
-def test_an_attempt_that_would_be_made_again_ends_if_a_newer_message_waits(
+def test_an_attempt_is_not_repeated_if_a_newer_message_is_pending(
     rolled_back: psycopg.Connection, outcome: str
 ) -> None:
     older = look_again(rolled_back)
@@ -403,7 +405,7 @@ def test_an_attempt_that_would_be_made_again_ends_if_a_newer_message_waits(
     assert ids_in_flight(claim(rolled_back)) == [newer]
 
 
-def test_an_attempt_is_made_again_if_the_newer_message_is_due_later(rolled_back: psycopg.Connection) -> None:
+def test_an_attempt_is_repeated_if_the_newer_message_is_due_later(rolled_back: psycopg.Connection) -> None:
     older = look_again(rolled_back)
     claim(rolled_back)
     look_again(rolled_back, available_at=in_an_hour())
@@ -414,7 +416,7 @@ def test_an_attempt_is_made_again_if_the_newer_message_is_due_later(rolled_back:
 # --- operators --------------------------------------------------------------------------------------------------------
 
 
-def test_a_message_that_failed_can_be_redriven_beside_newer_ones(rolled_back: psycopg.Connection) -> None:
+def test_a_failed_message_can_be_redriven_beside_newer_ones(rolled_back: psycopg.Connection) -> None:
     older = look_again(rolled_back)
     claim(rolled_back)
     finish(rolled_back, Verdict(older, 1, AttemptOutcome.FAILED, "no"))
@@ -425,13 +427,13 @@ def test_a_message_that_failed_can_be_redriven_beside_newer_ones(rolled_back: ps
     assert ids_in_flight(claim(rolled_back)) == [newer]
 
 
-def test_cancelling_a_key_cancels_every_message_of_it(rolled_back: psycopg.Connection) -> None:
+def test_cancelling_a_key_cancels_all_its_messages(rolled_back: psycopg.Connection) -> None:
     in_flight = look_again(rolled_back)
     claim(rolled_back)
     older, newer = look_again(rolled_back), look_again(rolled_back)
     assert cancel_key(rolled_back) == [(newer, "cancelled"), (older, "cancelled"), (in_flight, "requested")]
 
 
-def test_a_bare_key_cancels_nothing(rolled_back: psycopg.Connection) -> None:
+def test_cancelling_a_key_without_messages_cancels_nothing(rolled_back: psycopg.Connection) -> None:
     look_again(rolled_back, "other")
     assert cancel_key(rolled_back) == []

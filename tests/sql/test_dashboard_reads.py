@@ -1,4 +1,4 @@
-"""What a page reads is bounded by what it asks for, whatever is in the tables and whatever the statistics say."""
+"""Tests that the reads of a dashboard page are limited by its request, with any tables and statistics."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ FROM generate_series(1, 6000) AS i,
 
 @pytest.fixture(params=["with statistics", "without statistics"])
 def full(rolled_back: psycopg.Connection, request: pytest.FixtureRequest) -> psycopg.Connection:
-    """Thousands of messages, in a transaction under the settings of a page, where parallel workers cost nothing."""
+    """Create thousands of messages, in a transaction under a page's settings in which parallel workers cost nothing."""
     rolled_back.execute(FILL, {})
     rolled_back.execute("INSERT INTO pgoutbox.queue (name, max_in_flight) VALUES ('default', 5)")
     if request.param == "with statistics":
@@ -64,7 +64,7 @@ NEAR = {"before_id": None, "not_below_id": None, "rows": ROWS, "limit": 11}
 
 
 def steps_of(connection: psycopg.Connection, name: str, parameters: dict[str, object]) -> dict[str, Any]:
-    """The plan of a statement as it was run."""
+    """Return the plan of an executed statement."""
     statement = f"EXPLAIN (ANALYZE, FORMAT JSON, TIMING OFF) {getattr(sql, name)}"
     ((plans,),) = connection.execute(statement.encode(), parameters)
     plan: dict[str, Any] = plans[0]["Plan"]
@@ -72,7 +72,7 @@ def steps_of(connection: psycopg.Connection, name: str, parameters: dict[str, ob
 
 
 def most_read(plan: dict[str, Any]) -> int:
-    """The most rows that one step of the plan read in one go, those that it threw away included."""
+    """Return the maximum number of rows that one step of the plan read at once, including filtered rows."""
 
     def of(plan: dict[str, Any]) -> float:
         removed = plan.get("Rows Removed by Filter", 0) + plan.get("Rows Removed by Index Recheck", 0)
@@ -102,15 +102,15 @@ def most_read(plan: dict[str, Any]) -> int:
         ("SHOW_MESSAGE", {"id": 10**12, "characters": 10}, 1),
     ],
 )
-def test_no_look_reads_more_rows_than_it_was_given(
+def test_no_read_exceeds_its_limit_of_rows(
     full: psycopg.Connection, name: str, parameters: dict[str, object], bound: int
 ) -> None:
     plan = steps_of(full, name, parameters)
     assert most_read(plan) <= bound
-    assert "Gather" not in str(plan), "the workers that there are belong to others"
+    assert "Gather" not in str(plan), "the plan uses parallel workers"
 
 
-def test_percentiles_are_a_few_per_cent_too_long_at_most() -> None:
+def test_percentiles_exceed_the_exact_value_by_a_few_per_cent_at_most() -> None:
     minute = Minute(timedelta.max)  # type: ignore[arg-type] # the time does not matter
     assert percentiles([minute], [0.5]) == [None]
     minute.latencies.update({0: 98, 12: 1, 24: 1})

@@ -1,4 +1,4 @@
-"""For how long newer messages of a coalesce key can put off the first: since when one of them has been waiting."""
+"""Tests how long newer messages of a coalesce key can postpone the delivery, counted from the first waiting one."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def waiting_since(connection: psycopg.Connection) -> datetime | None:
 
 
 def age(connection: psycopg.Connection) -> datetime | None:
-    """As if the first had been enqueued a minute earlier."""
+    """Age the first message, as if it had been enqueued a minute earlier."""
     connection.execute("UPDATE pgoutbox.coalesce SET waiting_since = waiting_since - interval '1 min'")
     return waiting_since(connection)
 
 
-def test_a_bound_without_a_delay_delays_nothing(rolled_back: psycopg.Connection) -> None:
+def test_a_limit_without_a_delay_delays_nothing(rolled_back: psycopg.Connection) -> None:
     message_id = debounce(rolled_back)
     assert ids_in_flight(claim(rolled_back)) == [message_id]
 
 
-def test_one_without_a_bound_does_not_make_the_others_wait_anew(rolled_back: psycopg.Connection) -> None:
+def test_a_message_without_a_limit_does_not_restart_the_wait_of_others(rolled_back: psycopg.Connection) -> None:
     debounce(rolled_back)
     since = age(rolled_back)
     enqueue(rolled_back, coalesce_key="k")
@@ -51,7 +51,7 @@ def test_one_without_a_bound_does_not_make_the_others_wait_anew(rolled_back: psy
     assert waiting_since(rolled_back) == since
 
 
-def test_one_that_was_attempted_does_not_wait_for_newer_ones_any_more(rolled_back: psycopg.Connection) -> None:
+def test_an_attempted_message_no_longer_waits_for_newer_ones(rolled_back: psycopg.Connection) -> None:
     message_id = debounce(rolled_back)
     since = age(rolled_back)
     assert ids_in_flight(claim(rolled_back)) == [message_id]
@@ -61,7 +61,7 @@ def test_one_that_was_attempted_does_not_wait_for_newer_ones_any_more(rolled_bac
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_of_two_producers_at_once_the_second_waits_since_the_first(connect: Connect, known: bool) -> None:
+def test_the_second_of_two_concurrent_producers_waits_since_the_first(connect: Connect, known: bool) -> None:
     db, first, second = connect(autocommit=True), connect(), connect()
     if known:
         delivered = debounce(db)

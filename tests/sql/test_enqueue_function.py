@@ -1,4 +1,4 @@
-"""The SQL functions enqueue and enqueue_many by themselves, as a trigger, psql or another language calls them."""
+"""Tests the SQL functions enqueue and enqueue_many, as a trigger, psql or another language calls them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SELECT pgoutbox.enqueue(
 )
 """
 
-# A sound item first, so that the index in the answer has something to tell.
+# A valid item first, so that the index in the answer is not 0.
 ENQUEUE_MANY: LiteralString = """
 SELECT *
 FROM pgoutbox.enqueue_many(
@@ -112,7 +112,7 @@ BAD_ARGUMENTS: list[tuple[str, object, str]] = [
 
 
 class Found(NamedTuple):
-    """The row that enqueue wrote, as far as it differs from message to message."""
+    """The row that enqueue wrote, without constant columns."""
 
     topic: str
     queue: str
@@ -178,7 +178,7 @@ def test_both_functions_refuse_the_same_arguments_with_sqlstate_and_name(
         ("ordering", "(last_id, queue, ordering_key) VALUES (1, 'default', '')"),
     ],
 )
-def test_no_table_of_keys_holds_an_empty_one(
+def test_no_key_table_accepts_an_empty_key(
     rolled_back: psycopg.Connection, table: LiteralString, row: LiteralString
 ) -> None:
     with pytest.raises(errors.CheckViolation, match=f"{table}_sound"):
@@ -204,13 +204,13 @@ ANY: Mapping[str, st.SearchStrategy[object]] = {
     "queue": NAMES,
     "max_attempts": st.sampled_from((None, 0, 1, 10_000, 10_001)),
 }
-# One alone, so that only what is asked of this one can refuse the message; and all at once.
+# Each condition alone, so that nothing else can refuse the message; and all at once.
 ANY_ONE = st.one_of(*(st.fixed_dictionaries({argument: values}) for argument, values in ANY.items()))
 
 
 @given(ANY_ONE | st.fixed_dictionaries({**ANY}))
 @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_the_short_check_agrees_with_the_long_one(
+def test_the_short_check_agrees_with_the_full_check(
     rolled_back: psycopg.Connection, arguments: Mapping[str, object]
 ) -> None:
     row = rolled_back.execute(JUDGED, {**SOUND, **arguments}).fetchone()
@@ -229,7 +229,7 @@ FROM (VALUES (%(key)s::text, %(rule)s::text)) AS a(key, rule)
 
 @pytest.mark.parametrize("rule", [None, "pending", "newest", "another"])
 @pytest.mark.parametrize("key", [None, "", "k", "é" * 256, "é" * 257], ids=["none", "empty", "one", "512", "514"])
-def test_the_short_check_agrees_with_the_long_one_on_messages_that_coalesce_without_locks(
+def test_the_short_check_agrees_with_the_full_check_for_the_rule_pending(
     rolled_back: psycopg.Connection, key: str | None, rule: str | None
 ) -> None:
     ((is_plain, problem),) = rolled_back.execute(COALESCING, {"key": key, "rule": rule}).fetchall()
@@ -237,7 +237,7 @@ def test_the_short_check_agrees_with_the_long_one_on_messages_that_coalesce_with
     assert bool(is_plain) == (may_be_plain and problem is None)
 
 
-def test_the_short_check_is_no_call(rolled_back: psycopg.Connection) -> None:
+def test_the_short_check_is_inlined(rolled_back: psycopg.Connection) -> None:
     plan = rolled_back.execute(
         """
         EXPLAIN (VERBOSE) SELECT pgoutbox.is_plain(
@@ -253,7 +253,9 @@ def test_the_short_check_is_no_call(rolled_back: psycopg.Connection) -> None:
     "argument",
     ["destination", "coalesce_key", "dedupe_key", "available_at", "expires_at", "headers", "ordering_key", "on_failed"],
 )
-def test_what_is_optional_is_left_to_the_long_check(rolled_back: psycopg.Connection, argument: LiteralString) -> None:
+def test_optional_arguments_are_left_to_the_full_check(
+    rolled_back: psycopg.Connection, argument: LiteralString
+) -> None:
     value = {"available_at": "now()", "expires_at": "now()", "headers": "'{}'"}.get(argument, "'a'")
     assert not scalar(
         rolled_back,
@@ -274,7 +276,7 @@ def test_what_is_optional_is_left_to_the_long_check(rolled_back: psycopg.Connect
 
 
 @pytest.mark.parametrize("argument", ["queue", "max_attempts"])
-def test_a_null_is_refused_by_enqueue_and_means_the_default_in_an_array(
+def test_null_is_refused_by_enqueue_and_means_the_default_in_an_array(
     rolled_back: psycopg.Connection, argument: str
 ) -> None:
     arguments = {**SOUND, argument: None}
@@ -288,7 +290,7 @@ def test_a_null_is_refused_by_enqueue_and_means_the_default_in_an_array(
 
 @pytest.mark.parametrize("statement", [ENQUEUE, ENQUEUE_MANY])
 @pytest.mark.parametrize("payload", ["{", "", "{'a': 1}", '{"a": NaN}', '"\\u0000"', '"\\ud800"'])
-def test_malformed_json_is_the_servers_own_error(
+def test_malformed_json_raises_the_servers_own_error(
     rolled_back: psycopg.Connection, statement: LiteralString, payload: str
 ) -> None:
     with pytest.raises(psycopg.DataError) as caught:
@@ -308,7 +310,7 @@ def test_malformed_json_is_the_servers_own_error(
         ("topics => ARRAY['a'], payloads => ARRAY['1'::jsonb], delays => ARRAY[1, 2]", "topics", "22023"),
     ],
 )
-def test_arrays_that_do_not_fit_together_are_refused(
+def test_arrays_of_inconsistent_lengths_are_refused(
     rolled_back: psycopg.Connection, call: LiteralString, column: str, sqlstate: str
 ) -> None:
     with pytest.raises(psycopg.DataError) as caught:
@@ -316,12 +318,12 @@ def test_arrays_that_do_not_fit_together_are_refused(
     assert (caught.value.diag.column_name, caught.value.sqlstate) == (column, sqlstate)
 
 
-def test_of_several_bad_items_the_first_is_named(rolled_back: psycopg.Connection) -> None:
+def test_the_first_of_several_invalid_items_is_named(rolled_back: psycopg.Connection) -> None:
     with pytest.raises(errors.InvalidParameterValue, match=r"items\[1\]\.topic"):
         rolled_back.execute("SELECT * FROM pgoutbox.enqueue_many(ARRAY['a', 'B', 'C'], ARRAY['1', '2', '3'::jsonb])")
 
 
-def test_no_items_are_no_rows(rolled_back: psycopg.Connection) -> None:
+def test_no_items_return_no_rows(rolled_back: psycopg.Connection) -> None:
     assert (
         rolled_back.execute("SELECT * FROM pgoutbox.enqueue_many(ARRAY[]::text[], ARRAY[]::jsonb[])").fetchall() == []
     )
@@ -336,21 +338,21 @@ def test_a_large_payload_is_accepted_up_to_its_limit(rolled_back: psycopg.Connec
     assert sizes.fetchall() == [(2**24,), (2**24,)]
 
 
-def test_a_payload_that_a_table_holds_compressed_is_measured_by_its_text(rolled_back: psycopg.Connection) -> None:
+def test_a_compressed_payload_is_measured_by_its_text(rolled_back: psycopg.Connection) -> None:
     rolled_back.execute("CREATE TEMP TABLE source AS SELECT to_jsonb(repeat('x', 17000000)) AS payload")
     assert scalar(rolled_back, "SELECT pg_column_size(payload) < 1000000 FROM source")
     with pytest.raises(errors.InvalidParameterValue, match="payload: must not have more than 16777216 bytes"):
         rolled_back.execute("SELECT pgoutbox.enqueue('mail', payload) FROM source")
 
 
-def test_the_content_of_a_fan_out_has_the_limit_of_a_payload(rolled_back: psycopg.Connection) -> None:
+def test_the_content_of_a_fan_out_has_the_size_limit_of_a_payload(rolled_back: psycopg.Connection) -> None:
     with pytest.raises(errors.InvalidParameterValue, match="content: must not have more than 16777216 bytes"):
         rolled_back.execute(
             "SELECT pgoutbox.enqueue_fanout('mail', '1', ARRAY['tel:1'], content => to_jsonb(repeat('x', 17000000)))"
         )
 
 
-# --- what is written --------------------------------------------------------------------------------------------------
+# --- rows -------------------------------------------------------------------------------------------------------------
 
 
 def test_two_arguments_are_enough(rolled_back: psycopg.Connection) -> None:
@@ -406,7 +408,7 @@ def test_unkeyed_messages_of_a_bulk_have_ids_in_the_order_of_the_items(rolled_ba
 # --- dedupe key -------------------------------------------------------------------------------------------------------
 
 
-def test_a_dedupe_key_that_is_taken_gives_the_existing_message(rolled_back: psycopg.Connection) -> None:
+def test_a_taken_dedupe_key_returns_the_existing_message(rolled_back: psycopg.Connection) -> None:
     arguments = {**SOUND, "dedupe_key": "k", "payload": '{"a": 1, "b": 2}'}
     first = rolled_back.execute(ENQUEUE, arguments).fetchone()
     assert rolled_back.execute(ENQUEUE, {**arguments, "payload": '{"b":2,  "a":1e0}'}).fetchone() == first
@@ -431,16 +433,14 @@ def test_a_dedupe_key_with_another_payload_is_a_conflict(
 
 
 @pytest.mark.parametrize("state", [State.PENDING, State.SENDING, State.SENT, State.FAILED])
-def test_a_message_that_is_owed_or_sent_or_failed_keeps_its_dedupe_key(
-    rolled_back: psycopg.Connection, state: State
-) -> None:
+def test_an_owed_sent_or_failed_message_keeps_its_dedupe_key(rolled_back: psycopg.Connection, state: State) -> None:
     first = put(rolled_back, state, dedupe_key="k")
     assert put(rolled_back, dedupe_key="k") == first
 
 
 @pytest.mark.parametrize("statement", [ENQUEUE, ENQUEUE_MANY])
 @pytest.mark.parametrize("state", [State.CANCELLED, State.SKIPPED])
-def test_a_cancelled_or_skipped_message_gives_its_dedupe_key_to_the_next_whatever_its_payload(
+def test_a_cancelled_or_skipped_message_passes_its_dedupe_key_on(
     rolled_back: psycopg.Connection, state: State, statement: LiteralString
 ) -> None:
     first = put(rolled_back, state, dedupe_key="k", age=timedelta(days=1))
@@ -455,7 +455,7 @@ def test_a_cancelled_or_skipped_message_gives_its_dedupe_key_to_the_next_whateve
     assert keys.fetchall() == [(second_id, True)]
 
 
-def test_a_key_that_was_given_on_names_the_message_with_the_id_of_its_other_key(
+def test_a_passed_on_key_names_the_message_with_the_id_of_its_other_key(
     rolled_back: psycopg.Connection,
 ) -> None:
     put(rolled_back, State.CANCELLED, dedupe_key="k", coalesce_key="c")
@@ -463,7 +463,7 @@ def test_a_key_that_was_given_on_names_the_message_with_the_id_of_its_other_key(
     assert scalar(rolled_back, "SELECT message_id FROM pgoutbox.dedupe") == second == newest(rolled_back, "c")
 
 
-def test_a_superseded_message_keeps_its_dedupe_key_because_the_newer_one_stands_for_it(
+def test_a_superseded_message_keeps_its_dedupe_key(
     rolled_back: psycopg.Connection,
 ) -> None:
     older = put(rolled_back, coalesce_key="c", dedupe_key="k")
@@ -476,8 +476,8 @@ def test_a_superseded_message_keeps_its_dedupe_key_because_the_newer_one_stands_
     assert put(rolled_back, coalesce_key="c", dedupe_key="k") == older
 
 
-def test_a_dedupe_key_that_is_pruned_while_it_is_met_is_taken_anew(rolled_back: psycopg.Connection) -> None:
-    """A trigger deletes the row between the INSERT that meets it and the look at it, as another session may."""
+def test_a_dedupe_key_pruned_during_the_conflict_is_taken_again(rolled_back: psycopg.Connection) -> None:
+    """A trigger deletes the row between the conflicting INSERT and the query for it, as another session may."""
     arguments = {**SOUND, "dedupe_key": "k"}
     first = rolled_back.execute(ENQUEUE, arguments).fetchone()
     rolled_back.execute(
@@ -492,7 +492,7 @@ def test_a_dedupe_key_that_is_pruned_while_it_is_met_is_taken_anew(rolled_back: 
     assert rolled_back.execute("SELECT message_id FROM pgoutbox.dedupe").fetchall() == [second]
 
 
-def test_a_bulk_answers_which_items_were_duplicates(rolled_back: psycopg.Connection) -> None:
+def test_a_bulk_returns_which_items_were_duplicates(rolled_back: psycopg.Connection) -> None:
     rows = rolled_back.execute(
         "SELECT * FROM pgoutbox.enqueue_many(ARRAY['a', 'a', 'a'], ARRAY['1', '1', '1'::jsonb], dedupe_keys => %s)",
         (["x", "y", "x"],),
@@ -517,13 +517,13 @@ def test_the_head_names_the_newest_message_of_its_key(rolled_back: psycopg.Conne
     assert newest(rolled_back, "K") == other
 
 
-def test_no_key_coalesces_with_nothing(rolled_back: psycopg.Connection) -> None:
+def test_messages_without_a_key_do_not_coalesce(rolled_back: psycopg.Connection) -> None:
     for _ in range(2):
         rolled_back.execute(ENQUEUE, SOUND)
     assert scalar(rolled_back, "SELECT count(*) FROM pgoutbox.coalesce") == 0
 
 
-def test_of_the_items_of_a_bulk_with_one_key_the_last_is_the_newest(rolled_back: psycopg.Connection) -> None:
+def test_the_last_bulk_item_of_a_key_is_the_newest(rolled_back: psycopg.Connection) -> None:
     rows = rolled_back.execute(
         "SELECT * FROM pgoutbox.enqueue_many(ARRAY['a', 'a', 'a'], ARRAY['1', '2', '3'::jsonb], coalesce_keys => %s)",
         (["k", None, "k"],),
@@ -532,7 +532,7 @@ def test_of_the_items_of_a_bulk_with_one_key_the_last_is_the_newest(rolled_back:
     assert by_item[0] < by_item[2] == newest(rolled_back, "k")
 
 
-def test_a_message_with_both_keys_is_known_by_one_id(rolled_back: psycopg.Connection) -> None:
+def test_a_message_with_both_keys_has_one_id(rolled_back: psycopg.Connection) -> None:
     arguments = {**SOUND, "coalesce_key": "c", "dedupe_key": "d"}
     first = rolled_back.execute(ENQUEUE, arguments).fetchone()
     assert first is not None
@@ -540,10 +540,10 @@ def test_a_message_with_both_keys_is_known_by_one_id(rolled_back: psycopg.Connec
     assert newest(rolled_back, "c") == first[0] == scalar(rolled_back, "SELECT message_id FROM pgoutbox.dedupe")
 
 
-# --- who may, and where -----------------------------------------------------------------------------------------------
+# --- privileges and sessions ------------------------------------------------------------------------------------------
 
 
-def test_a_role_without_the_right_to_execute_is_refused(rolled_back: psycopg.Connection) -> None:
+def test_a_role_without_the_execute_privilege_is_refused(rolled_back: psycopg.Connection) -> None:
     rolled_back.execute("CREATE ROLE pgoutbox_test_nobody; GRANT USAGE ON SCHEMA pgoutbox TO pgoutbox_test_nobody")
     rolled_back.execute("SET ROLE pgoutbox_test_nobody")
     for statement in (ENQUEUE, ENQUEUE_MANY):
@@ -607,7 +607,7 @@ CREATE FUNCTION pg_temp.jsonb_typeof(pg_catalog.jsonb) RETURNS pg_catalog.text L
 
 
 @pytest.mark.parametrize("search_path", ["", "evil, pg_temp, pg_catalog", "pg_temp, evil, pg_catalog"])
-def test_the_callers_search_path_changes_nothing(rolled_back: psycopg.Connection, search_path: str) -> None:
+def test_the_callers_search_path_has_no_effect(rolled_back: psycopg.Connection, search_path: str) -> None:
     rolled_back.execute(HOSTILE)
     rolled_back.execute("SELECT set_config('search_path', %s, true)", (search_path,))
     keyed = {
@@ -637,7 +637,7 @@ def test_the_callers_search_path_changes_nothing(rolled_back: psycopg.Connection
 @pytest.mark.parametrize(
     "call", ["pgoutbox.enqueue($1, $2)", "pgoutbox.enqueue($1, $2, queue => 'bulk', notify => false)"]
 )
-def test_enqueue_is_put_in_the_place_of_its_call(rolled_back: psycopg.Connection, call: LiteralString) -> None:
+def test_enqueue_is_inlined_into_its_call(rolled_back: psycopg.Connection, call: LiteralString) -> None:
     rolled_back.execute("SET LOCAL plan_cache_mode = force_generic_plan")
     rolled_back.execute("PREPARE plain(text, jsonb) AS SELECT " + call)
     plan = rolled_back.execute("EXPLAIN (VERBOSE, COSTS off) EXECUTE plain('mail', '{}')").fetchall()
@@ -646,7 +646,7 @@ def test_enqueue_is_put_in_the_place_of_its_call(rolled_back: psycopg.Connection
     assert "pgoutbox.enqueue(" not in output
 
 
-def test_the_hostile_schema_of_the_test_before_is_hostile(rolled_back: psycopg.Connection) -> None:
+def test_the_hostile_schema_catches_an_unpinned_path(rolled_back: psycopg.Connection) -> None:
     rolled_back.execute(HOSTILE)
     rolled_back.execute("SET LOCAL search_path = evil, pg_catalog")
     for statement in ("SELECT 'a'::text", "SELECT now()", "SELECT 'a'::pg_catalog.text = 'a'::pg_catalog.text"):
@@ -678,7 +678,7 @@ def test_a_trigger_enqueues_in_the_business_transaction(rolled_back: psycopg.Con
 
 @pytest.fixture
 def sleeper(connect: Connect) -> psycopg.Connection:
-    """A session that listens, and has the bells of two queues armed."""
+    """Open a session that listens, and has armed the bells of two queues."""
     session = connect(autocommit=True)
     session.execute(sql.LISTEN)
     ask_for_bells(session, "default", "bulk")
@@ -686,7 +686,7 @@ def sleeper(connect: Connect) -> psycopg.Connection:
 
 
 def rings(sleeper: psycopg.Connection) -> list[str]:
-    """The rings so far: what was sent before this session's last answer has arrived."""
+    """Return the rings so far: notifications from before this session's last answer have arrived."""
     sleeper.execute("SELECT")
     return sorted(notification.payload for notification in sleeper.notifies(timeout=0))
 
@@ -702,7 +702,7 @@ def test_a_committed_enqueue_rings_once_per_transaction_and_queue(
     assert rings(sleeper) == ["bulk", "default"]
 
 
-def test_an_enqueue_that_is_rolled_back_or_told_not_to_does_not_ring(
+def test_a_rolled_back_enqueue_or_one_without_notify_does_not_ring(
     sleeper: psycopg.Connection, connection: psycopg.Connection
 ) -> None:
     connection.execute(ENQUEUE, SOUND)
@@ -738,14 +738,14 @@ SEQUENCE_IS_BEHIND = (
 
 
 def set_back(first: psycopg.Connection, second: psycopg.Connection) -> None:
-    """As a restore of the data without the sequence leaves it."""
+    """Set the sequence back, as after a restore of the data without the sequence."""
     first.execute("SELECT setval('pgoutbox.message_id_seq', 1000)")
     enqueue_keyed(second)
     first.execute("SELECT setval('pgoutbox.message_id_seq', 7)")
 
 
 def hand_out_in_stocks(first: psycopg.Connection, second: psycopg.Connection) -> None:
-    """Each session has ids of its own in stock; the second one has the greater ones."""
+    """Give each session its own cached ids; the second session has the greater ones."""
     first.execute("ALTER SEQUENCE pgoutbox.message_id_seq CACHE 100")
     enqueue(first)
     enqueue_keyed(second)
@@ -758,7 +758,7 @@ def enqueue_keyed(connection: psycopg.Connection) -> None:
 
 @pytest.mark.parametrize("damage", [set_back, hand_out_in_stocks])
 @pytest.mark.parametrize("key", ["coalesce_key", "ordering_key"])
-def test_an_id_that_is_not_the_greatest_of_its_key_is_refused_with_the_command_that_mends_the_sequence(
+def test_an_id_below_the_greatest_of_its_key_is_refused_with_the_command_to_fix_it(
     connect: Connect, key: str, damage: Callable[[psycopg.Connection, psycopg.Connection], None]
 ) -> None:
     first, second = connect(autocommit=True), connect(autocommit=True)
@@ -776,7 +776,7 @@ def test_an_id_that_is_not_the_greatest_of_its_key_is_refused_with_the_command_t
 
 @pytest.fixture
 def open_directory() -> Iterator[Path]:
-    """A directory that the server's account can enter; `tmp_path` is not one when root runs the tests."""
+    """Create a directory that the server's account can enter; `tmp_path` is not one when root runs the tests."""
     with tempfile.TemporaryDirectory() as directory:
         Path(directory).chmod(0o755)
         yield Path(directory)
@@ -784,7 +784,7 @@ def open_directory() -> Iterator[Path]:
 
 @pytest.fixture
 def preparing_dsn(open_directory: Path) -> Iterator[str]:
-    """DSN of a migrated database on a server that takes prepared transactions."""
+    """Return the DSN of a migrated database on a server that allows prepared transactions."""
     data = open_directory / "data"
     with embedded_server(data, durable=False) as server, psycopg.connect(server.dsn, autocommit=True) as connection:
         migrate.upgrade(server.dsn)
@@ -794,7 +794,7 @@ def preparing_dsn(open_directory: Path) -> Iterator[str]:
 
 
 @pytest.mark.slow
-async def test_a_prepared_transaction_must_not_ring_and_its_message_is_found_by_the_sweep(preparing_dsn: str) -> None:
+async def test_a_prepared_transaction_must_not_ring_and_the_sweep_finds_its_message(preparing_dsn: str) -> None:
     outbox = Outbox(settings_for(preparing_dsn, sweep_seconds=0.1))
     seen: asyncio.Queue[object] = asyncio.Queue()
 

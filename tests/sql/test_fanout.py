@@ -1,4 +1,4 @@
-"""The SQL function enqueue_fanout by itself, as a trigger, psql or another language calls it."""
+"""Tests the SQL function enqueue_fanout, as a trigger, psql or another language calls it."""
 
 from __future__ import annotations
 
@@ -46,33 +46,31 @@ def test_each_destination_has_a_message_and_all_have_one_content(rolled_back: ps
     ((content_id, body),) = contents(rolled_back)
     assert body == "shared"
     assert [index for index, _ in answer] == [0, 1, 2]
-    # What was due before now is due now, and the budget is what was granted.
+    # A past due time becomes now, and the budget is the requested one.
     assert rolled_back.execute(ROWS).fetchall() == [
         (message_id, destination, True, 3, 3, content_id)
         for (_, message_id), destination in zip(answer, ("a:2", "a:1", "a:2"), strict=True)
     ]
 
 
-def test_without_a_content_none_is_stored(rolled_back: psycopg.Connection) -> None:
+def test_without_a_content_no_content_row_is_stored(rolled_back: psycopg.Connection) -> None:
     fan_out(rolled_back, ["a:1"], content=None)
     assert contents(rolled_back) == []
     assert [row[-1] for row in rolled_back.execute(ROWS).fetchall()] == [None]
 
 
-def test_for_nobody_nothing_is_stored(rolled_back: psycopg.Connection) -> None:
+def test_without_destinations_nothing_is_stored(rolled_back: psycopg.Connection) -> None:
     assert fan_out(rolled_back, []) == []
     assert contents(rolled_back) == []
 
 
 @pytest.mark.parametrize("destinations", [None, ["a:1", None]])
-def test_a_destination_that_is_null_is_refused(
-    rolled_back: psycopg.Connection, destinations: list[str | None] | None
-) -> None:
+def test_a_null_destination_is_refused(rolled_back: psycopg.Connection, destinations: list[str | None] | None) -> None:
     with pytest.raises(errors.NullValueNotAllowed, match="destinations: must not be null, nor hold a null"):
         fan_out(rolled_back, destinations)
 
 
-def test_the_first_destination_that_is_wrong_is_named(rolled_back: psycopg.Connection) -> None:
+def test_the_first_invalid_destination_is_named(rolled_back: psycopg.Connection) -> None:
     with pytest.raises(errors.InvalidParameterValue, match=r"items\[1\]\.destination: must be a URI"):
         fan_out(rolled_back, ["a:1", "no URI", "none either"])
 
@@ -88,5 +86,5 @@ def test_one_ring_wakes_a_sleeping_worker_unless_there_is_nothing_for_it(
     sleeper.execute("LISTEN pgoutbox")
     sleeper.execute("SELECT pg_advisory_lock(1885826146, hashtext('default'))")
     fan_out(producer, destinations, notify=notify)
-    sleeper.execute("SELECT")  # Notifications come with its answer.
+    sleeper.execute("SELECT")  # Notifications arrive with its answer.
     assert [notification.payload for notification in sleeper.notifies(timeout=0)] == rings

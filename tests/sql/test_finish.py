@@ -1,4 +1,4 @@
-"""The finish statements: what each outcome makes of the row, and that the fence lets nobody else write."""
+"""Tests the finish statements: the effect of each outcome on the row, and that the fence refuses all other writers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ASKED = ["retry", "snoozed", "released", "failed", "skipped"]
 
 
 def in_flight(connection: psycopg.Connection, **arguments: Unpack[Options]) -> int:
-    """A message in its first attempt."""
+    """Create a message in its first attempt."""
     message_id = enqueue(connection, **arguments)
     assert message_id in ids_in_flight(claim(connection))
     return message_id
@@ -64,7 +64,7 @@ def test_a_sent_message_is_final_and_keeps_its_attempt(rolled_back: psycopg.Conn
         ("skipped", "skipped", 0, None, "because skipped"),
     ],
 )
-def test_an_outcome_becomes_its_state(
+def test_each_outcome_leads_to_its_state(
     rolled_back: psycopg.Connection,
     outcome: str,
     state: str,
@@ -103,7 +103,7 @@ def test_a_cancelled_message_never_becomes_pending_again(
     assert [ended for _, ended, _ in attempts_of(rolled_back, message_id)] == [state]
 
 
-def test_a_cancelled_message_that_was_handed_over_all_the_same_ends_sent(rolled_back: psycopg.Connection) -> None:
+def test_a_cancelled_message_that_was_handed_over_ends_sent(rolled_back: psycopg.Connection) -> None:
     message_id = in_flight(rolled_back)
     cancel(rolled_back, message_id)
     assert finish_sent(rolled_back, (message_id, 1)) == {message_id}
@@ -134,13 +134,13 @@ def test_a_superseded_message_never_becomes_pending_again(
     assert ids_in_flight(claim(rolled_back)) == [newer]
 
 
-def test_a_message_that_was_handed_over_ends_sent_though_it_is_superseded(rolled_back: psycopg.Connection) -> None:
+def test_a_superseded_message_that_was_handed_over_ends_sent(rolled_back: psycopg.Connection) -> None:
     message_id = in_flight(rolled_back, coalesce_key="k")
     enqueue(rolled_back, coalesce_key="k")
     assert finish_sent(rolled_back, (message_id, 1)) == {message_id}
 
 
-def test_a_message_that_was_cancelled_and_superseded_ends_cancelled(rolled_back: psycopg.Connection) -> None:
+def test_a_cancelled_and_superseded_message_ends_cancelled(rolled_back: psycopg.Connection) -> None:
     message_id = in_flight(rolled_back, coalesce_key="k")
     cancel(rolled_back, message_id)
     enqueue(rolled_back, coalesce_key="k")
@@ -158,7 +158,7 @@ def test_a_message_that_was_cancelled_and_superseded_ends_cancelled(rolled_back:
         ("skipped", "skipped"),
     ],
 )
-def test_only_a_retry_needs_an_attempt_to_be_left(rolled_back: psycopg.Connection, outcome: str, state: str) -> None:
+def test_only_a_retry_needs_a_remaining_attempt(rolled_back: psycopg.Connection, outcome: str, state: str) -> None:
     message_id = in_flight(rolled_back, max_attempts=1)
     assert finish(rolled_back, verdict(message_id, outcome)) == {message_id: state}
 
@@ -171,7 +171,9 @@ def test_the_last_retry_fails_with_its_error(rolled_back: psycopg.Connection) ->
     assert attempts_of(rolled_back, message_id) == [(1, "failed", "because retry")]
 
 
-def test_a_reason_to_snooze_replaces_the_last_error_and_none_leaves_it(rolled_back: psycopg.Connection) -> None:
+def test_a_snooze_with_a_reason_replaces_the_last_error_and_without_one_keeps_it(
+    rolled_back: psycopg.Connection,
+) -> None:
     message_id = enqueue(rolled_back)
     for asked, reason, shown in (
         ("retry", "refused", "refused"),
@@ -186,7 +188,7 @@ def test_a_reason_to_snooze_replaces_the_last_error_and_none_leaves_it(rolled_ba
 
 
 @pytest.mark.parametrize("outcome", ["snoozed", "released"])
-def test_what_uses_up_no_attempt_raises_the_budget_and_keeps_the_count(
+def test_an_outcome_without_a_used_attempt_raises_the_budget_and_keeps_the_count(
     rolled_back: psycopg.Connection, outcome: str
 ) -> None:
     message_id = in_flight(rolled_back, max_attempts=3)
@@ -196,14 +198,14 @@ def test_what_uses_up_no_attempt_raises_the_budget_and_keeps_the_count(
 
 
 @pytest.mark.parametrize("outcome", ["retry", "failed", "skipped"])
-def test_what_uses_up_an_attempt_leaves_the_budget(rolled_back: psycopg.Connection, outcome: str) -> None:
+def test_an_outcome_with_a_used_attempt_keeps_the_budget(rolled_back: psycopg.Connection, outcome: str) -> None:
     message_id = in_flight(rolled_back, max_attempts=3)
     finish(rolled_back, verdict(message_id, outcome))
     row = row_of(rolled_back, message_id)
     assert (row.attempt_count, row.max_attempts) == (1, 3)
 
 
-def test_a_retry_keeps_the_error_of_the_attempt_before_it_on_record(rolled_back: psycopg.Connection) -> None:
+def test_a_retry_records_the_error_of_the_previous_attempt(rolled_back: psycopg.Connection) -> None:
     message_id = in_flight(rolled_back)
     finish(rolled_back, Verdict(message_id, 1, AttemptOutcome.RETRY, "first", 0.0))
     claim(rolled_back)
@@ -212,7 +214,7 @@ def test_a_retry_keeps_the_error_of_the_attempt_before_it_on_record(rolled_back:
     assert row_of(rolled_back, message_id).last_error == "second"
 
 
-def test_outcomes_of_a_batch_are_written_side_by_side(rolled_back: psycopg.Connection) -> None:
+def test_the_outcomes_of_a_batch_are_written_together(rolled_back: psycopg.Connection) -> None:
     ids = [in_flight(rolled_back) for _ in ASKED]
     reached = finish(rolled_back, *(verdict(i, o) for i, o in zip(ids, ASKED, strict=True)))
     assert [reached.pop(i) for i in ids] == ["pending", "pending", "pending", "failed", "skipped"]
@@ -221,7 +223,7 @@ def test_outcomes_of_a_batch_are_written_side_by_side(rolled_back: psycopg.Conne
 
 @pytest.mark.parametrize("outcome", [*ASKED, "sent"])
 @pytest.mark.parametrize("attempt_count", [0, 1, 3])
-def test_another_attempt_than_the_one_in_flight_changes_nothing(
+def test_a_finish_of_another_attempt_changes_nothing(
     rolled_back: psycopg.Connection, outcome: str, attempt_count: int
 ) -> None:
     message_id = in_flight(rolled_back)
@@ -269,7 +271,7 @@ def test_an_attempt_from_before_a_redrive_changes_nothing(rolled_back: psycopg.C
         assert row_of(rolled_back, message_id) == before
 
 
-def test_a_locked_row_is_left_out_and_the_others_are_sent(connect: Connect) -> None:
+def test_a_locked_row_is_skipped_and_the_others_are_sent(connect: Connect) -> None:
     ours, theirs = connect(autocommit=True), connect()
     first, locked, last = (in_flight(ours) for _ in range(3))
     assert cancel(theirs, locked) == "requested"
@@ -280,7 +282,7 @@ def test_a_locked_row_is_left_out_and_the_others_are_sent(connect: Connect) -> N
     assert finish(ours, *asked) == {locked: State.SENT}
 
 
-def test_the_common_finish_gives_up_at_a_locked_row_and_changes_nothing_of_its_session(connect: Connect) -> None:
+def test_the_common_finish_fails_at_a_locked_row_and_keeps_its_sessions_settings(connect: Connect) -> None:
     ours, theirs = connect(autocommit=True), connect()
     ours.execute("SET lock_timeout = '1h'; SET statement_timeout = '5s'")
     first, locked, other = (in_flight(ours) for _ in range(3))
@@ -292,7 +294,7 @@ def test_the_common_finish_gives_up_at_a_locked_row_and_changes_nothing_of_its_s
     assert [state_of(ours, i) for i in (first, locked)] == ["sending"] * 2
 
 
-def test_a_locked_row_is_left_out_and_the_others_are_finished(connect: Connect) -> None:
+def test_a_locked_row_is_skipped_and_the_others_are_finished(connect: Connect) -> None:
     ours, theirs = connect(autocommit=True), connect()
     first, locked, last = (in_flight(ours) for _ in range(3))
     assert cancel(theirs, locked) == "requested"
@@ -308,14 +310,14 @@ def standing(connection: psycopg.Connection, *attempts: tuple[int, int]) -> dict
     return {row[0]: row[1] for row in connection.execute(sql.STANDING, parameters).fetchall()}
 
 
-def test_an_attempt_stands_where_its_message_stands(rolled_back: psycopg.Connection) -> None:
+def test_a_current_attempt_has_the_state_of_its_message(rolled_back: psycopg.Connection) -> None:
     sent, failed, held = (in_flight(rolled_back) for _ in range(3))
     finish_sent(rolled_back, (sent, 1))
     finish(rolled_back, verdict(failed, "failed"))
     assert standing(rolled_back, (sent, 1), (failed, 1), (held, 1)) == {sent: "sent", failed: "failed", held: "sending"}
 
 
-def test_an_attempt_that_another_one_followed_stands_nowhere(rolled_back: psycopg.Connection) -> None:
+def test_a_replaced_attempt_has_no_state(rolled_back: psycopg.Connection) -> None:
     message_id = in_flight(rolled_back)
     lapse(rolled_back, message_id)
     claim(rolled_back, worker="successor")
@@ -334,7 +336,7 @@ def test_the_queue_of_a_waiting_successor_is_named(rolled_back: psycopg.Connecti
     assert successors(rolled_back, message_id) == ["bulk"]
 
 
-def test_without_a_successor_that_is_due_nobody_is_woken(rolled_back: psycopg.Connection) -> None:
+def test_without_a_due_successor_no_worker_is_woken(rolled_back: psycopg.Connection) -> None:
     message_id = in_flight(rolled_back, coalesce_key="k")
     enqueue(rolled_back, coalesce_key="other")
     finish_sent(rolled_back, (message_id, 1))

@@ -1,4 +1,4 @@
-"""Large payloads: stored once beside their message, read with it, and deleted with it."""
+"""Tests large payloads: stored once beside their message, read with it, and deleted with it."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ ENQUEUES: dict[str, LiteralString] = {
 
 @pytest.fixture
 def rolled_back(rolled_back: psycopg.Connection) -> psycopg.Connection:
-    """The same connection inside a transaction, so that those of `maintenance` become savepoints of it."""
+    """Open a transaction, so that the transactions of `maintenance` become savepoints."""
     rolled_back.execute("SELECT")
     return rolled_back
 
 
 def stored(connection: psycopg.Connection) -> list[int]:
-    """The messages whose payload is stored apart."""
+    """Return the messages whose payload is stored apart."""
     return [row[0] for row in connection.execute("SELECT message_id FROM pgoutbox.large_payload ORDER BY 1").fetchall()]
 
 
@@ -65,7 +65,7 @@ class TestStored:
     @pytest.mark.parametrize(
         ("payload", "is_apart"), [({"user_id": 7}, False), ({"text": "x" * 900}, False), (LARGE, True)]
     )
-    def test_a_payload_is_in_the_row_or_apart_by_its_size(
+    def test_the_size_decides_if_a_payload_is_in_the_row_or_apart(
         self, rolled_back: psycopg.Connection, statement: LiteralString, payload: object, *, is_apart: bool
     ) -> None:
         rolled_back.execute(statement, {"payload": Jsonb(payload)})
@@ -74,7 +74,7 @@ class TestStored:
         assert stored(rolled_back) == ([message_id for message_id, _ in rows] if is_apart else [])
         assert payloads(rolled_back) == [payload] * len(rows)
 
-    def test_the_json_value_null_is_a_payload_like_others(self, rolled_back: psycopg.Connection) -> None:
+    def test_json_null_is_a_normal_payload(self, rolled_back: psycopg.Connection) -> None:
         enqueue(rolled_back)
         assert rolled_back.execute("SELECT payload::text FROM pgoutbox.message").fetchall() == [("null",)]
 
@@ -85,7 +85,7 @@ class TestStored:
             enqueue(rolled_back, payload={"text": "y" * 5_000}, dedupe_key="k")
         assert stored(rolled_back) == [message_id]
 
-    def test_a_payload_is_written_once_however_far_its_message_goes(self, rolled_back: psycopg.Connection) -> None:
+    def test_a_payload_is_written_once_through_all_states_of_its_message(self, rolled_back: psycopg.Connection) -> None:
         message_id = enqueue(rolled_back, payload=LARGE)
         place: LiteralString = "SELECT ctid, xmin FROM pgoutbox.large_payload"
         before = rolled_back.execute(place).fetchall()
@@ -96,27 +96,27 @@ class TestStored:
 
 
 class TestRead:
-    def test_a_claim_returns_it(self, rolled_back: psycopg.Connection) -> None:
+    def test_a_claim_returns_a_large_payload(self, rolled_back: psycopg.Connection) -> None:
         large, small = enqueue(rolled_back, payload=LARGE), enqueue(rolled_back, payload={"user_id": 7})
         assert {row.id: json.loads(row.payload_json or "") for row in claim(rolled_back)} == {
             large: LARGE,
             small: {"user_id": 7},
         }
 
-    def test_people_see_it_as_they_see_others(self, rolled_back: psycopg.Connection) -> None:
+    def test_views_show_large_payloads_like_others(self, rolled_back: psycopg.Connection) -> None:
         message_id = enqueue(rolled_back, payload=LARGE)
         message, _ = operations.show_message(rolled_back, message_id)
         assert message.payload == LARGE
         shown = rolled_back.execute("SELECT payload FROM pgoutbox.message_view").fetchall()
         assert shown == [({"text": "(redacted)"},)]
 
-    def test_a_message_whose_payload_is_gone_can_be_shown(self, rolled_back: psycopg.Connection) -> None:
+    def test_a_message_with_a_missing_payload_can_be_shown(self, rolled_back: psycopg.Connection) -> None:
         message_id = enqueue(rolled_back, payload=LARGE)
         rolled_back.execute("DELETE FROM pgoutbox.large_payload")
         message, _ = operations.show_message(rolled_back, message_id)
         assert message.payload is None
 
-    def test_the_doctor_sees_that_it_is_encrypted(self, rolled_back: psycopg.Connection) -> None:
+    def test_the_doctor_recognises_an_encrypted_large_payload(self, rolled_back: psycopg.Connection) -> None:
         enqueue(rolled_back, payload={"sealed": "x" * 5_000})
         for statement in (sql.SEALED_PAYLOADS, sql.SEALED_TOPICS):
             assert len(rolled_back.execute(statement, {"member": "sealed"}).fetchall()) == 1
@@ -127,7 +127,7 @@ class TestRead:
         assert payloads(rolled_back) == [LARGE, LARGE]
         assert stored(rolled_back) == [source_id, copy_id]
 
-    def test_a_redriven_message_has_it_and_its_dedupe_key(self, rolled_back: psycopg.Connection) -> None:
+    def test_a_redriven_message_keeps_its_payload_and_its_dedupe_key(self, rolled_back: psycopg.Connection) -> None:
         message_id = enqueue(rolled_back, payload=LARGE, dedupe_key="k")
         cancel(rolled_back, message_id)
         rolled_back.execute("DELETE FROM pgoutbox.dedupe")
@@ -138,20 +138,22 @@ class TestRead:
 
 class TestDeleted:
     @pytest.mark.parametrize("state", [State.SENT, State.FAILED, State.SKIPPED, State.CANCELLED])
-    def test_it_goes_with_its_message_by_a_rule(self, rolled_back: psycopg.Connection, state: State) -> None:
+    def test_a_rule_deletes_the_payload_with_its_message(self, rolled_back: psycopg.Connection, state: State) -> None:
         set_retention(rolled_back, "*", state, DAY)
         kept = end(rolled_back, enqueue(rolled_back, payload=LARGE), state, age=timedelta())
         end(rolled_back, enqueue(rolled_back, payload=LARGE), state)
         assert prune_by_retention(rolled_back).messages == {state: 1}
         assert stored(rolled_back) == [kept]
 
-    def test_it_goes_with_its_message_by_age(self, rolled_back: psycopg.Connection) -> None:
+    def test_a_prune_by_age_deletes_the_payload_with_its_message(self, rolled_back: psycopg.Connection) -> None:
         kept = end(rolled_back, enqueue(rolled_back, payload=LARGE), age=timedelta())
         end(rolled_back, enqueue(rolled_back, payload=LARGE))
         rolled_back.execute("SELECT pgoutbox.prune('{sent}', interval '1 day', NULL, 10)")
         assert stored(rolled_back) == [kept]
 
-    def test_it_goes_with_a_message_that_is_forgotten_as_it_is_sent(self, rolled_back: psycopg.Connection) -> None:
+    def test_the_payload_is_deleted_with_a_message_that_is_deleted_as_it_is_sent(
+        self, rolled_back: psycopg.Connection
+    ) -> None:
         set_retention(rolled_back, "greet", "sent", timedelta())
         forgotten, kept = enqueue(rolled_back, payload=LARGE), enqueue(rolled_back, "other", LARGE)
         claim(rolled_back, topics=["greet", "other"])

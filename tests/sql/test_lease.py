@@ -1,4 +1,4 @@
-"""The statements that prolong a lease and look after an attempt in flight."""
+"""Tests the statements that renew a lease and check an attempt in flight."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def lease_left(connection: psycopg.Connection, message_id: int) -> float:
     return float(seconds)
 
 
-def test_a_renewal_prolongs_the_lease_from_now_on(rolled_back: psycopg.Connection) -> None:
+def test_a_renewal_extends_the_lease_from_now_on(rolled_back: psycopg.Connection) -> None:
     message_id = in_flight(rolled_back)
     lapse(rolled_back, message_id)
     assert renew(rolled_back, (message_id, 1)) == {message_id: HeldRow(message_id, False, False, True)}
@@ -70,20 +70,20 @@ def test_an_attempt_that_no_longer_holds_its_message_gets_no_answer(rolled_back:
 
 
 @pytest.mark.parametrize("ask", [renew, watch])
-def test_the_answer_tells_of_a_cancellation(rolled_back: psycopg.Connection, ask: Ask) -> None:
+def test_the_answer_reports_a_cancellation(rolled_back: psycopg.Connection, ask: Ask) -> None:
     message_id = in_flight(rolled_back)
     cancel(rolled_back, message_id)
     assert ask(rolled_back, (message_id, 1)) == {message_id: HeldRow(message_id, True, False, True)}
 
 
 @pytest.mark.parametrize("ask", [renew, watch])
-def test_the_answer_tells_of_a_successor(rolled_back: psycopg.Connection, ask: Ask) -> None:
+def test_the_answer_reports_a_successor(rolled_back: psycopg.Connection, ask: Ask) -> None:
     message_id = in_flight(rolled_back, coalesce_key="k")
     enqueue(rolled_back, coalesce_key="k")
     assert ask(rolled_back, (message_id, 1)) == {message_id: HeldRow(message_id, False, True, True)}
 
 
-def test_a_row_that_a_caller_is_cancelling_is_not_waited_for(connect: Connect) -> None:
+def test_a_row_that_is_being_cancelled_is_skipped_without_waiting(connect: Connect) -> None:
     ours, theirs = connect(autocommit=True), connect()
     locked, free = in_flight(ours), in_flight(ours)
     lapse(ours, locked)
@@ -95,14 +95,14 @@ def test_a_row_that_a_caller_is_cancelling_is_not_waited_for(connect: Connect) -
     assert renew(ours, (locked, 1)) == {locked: HeldRow(locked, True, False, True)}
 
 
-def test_the_lease_of_a_row_that_is_locked_is_renewed_beside_it_and_its_claim_is_left_to_the_holder(
+def test_the_lease_of_a_locked_row_is_renewed_beside_it_and_stays_claimed(
     connect: Connect,
 ) -> None:
     ours, theirs, others = connect(autocommit=True), connect(), connect(autocommit=True)
     message_id = in_flight(ours)
     cancel(theirs, message_id)
     assert renew(ours, (message_id, 1)) == {message_id: HeldRow(message_id, False, False, True)}
-    theirs.rollback()  # After longer than a lease:
+    theirs.rollback()  # After more than a lease:
     lapse(ours, message_id)
     assert claim(others, worker="second") == []
     assert watch(ours, (message_id, 1)) == {message_id: HeldRow(message_id, False, False, True)}
@@ -110,7 +110,7 @@ def test_the_lease_of_a_row_that_is_locked_is_renewed_beside_it_and_its_claim_is
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-def test_a_lease_that_was_renewed_beside_its_row_ends_too(connect: Connect, cancelled: bool) -> None:
+def test_a_lease_renewed_beside_its_row_expires_too(connect: Connect, cancelled: bool) -> None:
     ours, theirs, others = connect(autocommit=True), connect(), connect(autocommit=True)
     message_id = in_flight(ours)
     cancel(theirs, message_id)
@@ -124,7 +124,7 @@ def test_a_lease_that_was_renewed_beside_its_row_ends_too(connect: Connect, canc
     assert renew(ours, (message_id, 1)) == {}
 
 
-def test_a_lease_renewed_beside_its_row_is_that_of_one_attempt_and_one_worker(connect: Connect) -> None:
+def test_a_lease_renewed_beside_its_row_belongs_to_one_attempt_and_worker(connect: Connect) -> None:
     ours, theirs, others = connect(autocommit=True), connect(), connect(autocommit=True)
     message_id = in_flight(ours)
     cancel(theirs, message_id)
@@ -140,7 +140,7 @@ def test_a_lease_renewed_beside_its_row_is_that_of_one_attempt_and_one_worker(co
         assert claim(others, worker="second") == []
 
 
-def test_a_lease_that_has_ended_is_not_renewed_beside_a_locked_row(connect: Connect) -> None:
+def test_an_expired_lease_is_not_renewed_beside_a_locked_row(connect: Connect) -> None:
     ours, theirs = connect(autocommit=True), connect()
     message_id = in_flight(ours)
     lapse(ours, message_id)

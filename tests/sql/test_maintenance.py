@@ -1,4 +1,4 @@
-"""Every statement of an operator: what it answers, and the guard that keeps it from overwriting anything."""
+"""Tests every statement of an operator: its answer, and the guard that keeps it from overwriting concurrent changes."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def count(connection: psycopg.Connection, table: str) -> int:
 
 @pytest.fixture
 def rolled_back(rolled_back: psycopg.Connection) -> psycopg.Connection:
-    """The same connection inside a transaction, so that those of `maintenance` become savepoints of it."""
+    """Open a transaction, so that the transactions of `maintenance` become savepoints."""
     rolled_back.execute("SELECT")
     return rolled_back
 
 
 @contextlib.contextmanager
 def sleeping_worker(connect: Connect, bell: str = "armed") -> Iterator[Callable[[], list[str]]]:
-    """A session that listens and has asked for the bell; yields what tells which queues have been rung for so far."""
+    """Open a session that listens and has armed the bell. Yield a function that returns the rung queues so far."""
     listener = connect(autocommit=True)
     listener.execute(sql.LISTEN)
     assert ask_for_bells(listener, "default") == [("default", bell, None)]
@@ -72,13 +72,13 @@ def sleeping_worker(connect: Connect, bell: str = "armed") -> Iterator[Callable[
 
 @pytest.fixture
 def operator(dsn: str) -> Iterator[psycopg.Connection]:
-    """The connection of an operator to the test's own database: what is done on it is committed."""
+    """Open the connection of an operator to the test's own database; its actions are committed."""
     with session.connect(load_settings(dsn=dsn)) as connection:
         yield connection
 
 
 class TestConnect:
-    def test_a_database_without_the_schema_is_refused_with_the_command(self, empty_dsn: str) -> None:
+    def test_a_missing_schema_is_refused_with_the_command_to_create_it(self, empty_dsn: str) -> None:
         with (
             pytest.raises(SchemaError, match="pgoutbox migrate"),
             session.connect(load_settings(dsn=empty_dsn)),
@@ -100,7 +100,7 @@ class TestConnect:
             finally:
                 connection.execute(b"DROP DATABASE " + name)
 
-    def test_a_read_only_session_is_refused_for_writing_and_good_enough_for_reading(self, dsn: str) -> None:
+    def test_a_read_only_session_is_refused_only_for_writing(self, dsn: str) -> None:
         settings = load_settings(dsn=f"{dsn}&options=-c%20default_transaction_read_only%3Don")
         with pytest.raises(ConfigurationError, match="default_transaction_read_only"), session.connect(settings):
             pytest.fail("connected")
@@ -132,7 +132,7 @@ class TestConnect:
         assert row == ("read committed", "5min", "2s", "pg_catalog, pg_temp", "pgoutbox cli")
 
     @pytest.mark.parametrize("state", [State.PENDING, None], ids=["redrive", "prune"])
-    def test_a_time_limit_of_the_role_for_transactions_does_not_end_what_takes_long(
+    def test_a_transaction_timeout_of_the_role_does_not_end_long_operations(
         self, dsn: str, connect: Connect, state: State | None
     ) -> None:
         db = connect(autocommit=True)
@@ -148,7 +148,7 @@ class TestConnect:
                 maintenance.prune(operator, DAY, states=FINAL_STATES)
         assert state_of(db, message_id) == state
 
-    def test_a_statement_that_lost_a_race_is_run_again(self, operator: psycopg.Connection) -> None:
+    def test_a_statement_that_lost_a_race_is_repeated(self, operator: psycopg.Connection) -> None:
         trials = []
 
         def work() -> str:
@@ -168,7 +168,7 @@ class TestList:
         assert [m.id for m in operations.list_messages(rolled_back, limit=2)] == ids[:3:-1]
         assert [m.id for m in operations.list_messages(rolled_back, before_id=ids[1])] == [ids[0]]
 
-    def test_each_filter_leaves_what_matches(self, rolled_back: psycopg.Connection) -> None:
+    def test_each_filter_keeps_matching_messages(self, rolled_back: psycopg.Connection) -> None:
         wanted = put(rolled_back, State.FAILED, topic="sms", queue="bulk", destination="tel:1")
         put(rolled_back)
         for messages in (
@@ -183,7 +183,7 @@ class TestList:
 
 
 class TestShow:
-    def test_it_has_the_message_and_its_attempts_newest_first(self, rolled_back: psycopg.Connection) -> None:
+    def test_show_returns_the_message_and_its_attempts_newest_first(self, rolled_back: psycopg.Connection) -> None:
         message_id = put(rolled_back, State.FAILED)
         for attempt_count in (2, 1):
             rolled_back.execute(ADD_ATTEMPT, (message_id, attempt_count))
@@ -191,13 +191,13 @@ class TestShow:
         assert (message.id, message.state, message.payload) == (message_id, State.FAILED, {"to": "ada"})
         assert [(a.attempt_count, a.outcome, a.error) for a in attempts] == [(2, "retry", "busy"), (1, "retry", "busy")]
 
-    def test_it_has_every_column_of_the_message(self, rolled_back: psycopg.Connection) -> None:
+    def test_show_returns_every_column_of_the_message(self, rolled_back: psycopg.Connection) -> None:
         cursor = rolled_back.execute("SELECT * FROM pgoutbox.message LIMIT 0")
         columns = {column.name for column in cursor.description or ()}
         counts = {"attempt_rows", "headers_bytes", "payload_bytes"}
         assert columns == {*operations.ShownMessage._fields, "attempt_budget"} - counts
 
-    def test_it_reads_a_bounded_part_unless_the_whole_is_asked_for(self, rolled_back: psycopg.Connection) -> None:
+    def test_show_reads_a_limited_part_unless_everything_is_requested(self, rolled_back: psycopg.Connection) -> None:
         message_id = put(rolled_back, State.FAILED)
         rolled_back.execute(
             """
@@ -226,7 +226,9 @@ class TestShow:
         ['{"x": 1e131071}', "[" * 3000 + "]" * 3000, '{"x":' * 500 + '{"token": "hidden"}' + "}" * 500],
         ids=["a long number", "deep lists", "deep objects"],
     )
-    def test_json_that_python_cannot_read_is_shown_as_text(self, rolled_back: psycopg.Connection, payload: str) -> None:
+    def test_json_that_python_cannot_parse_is_shown_as_text(
+        self, rolled_back: psycopg.Connection, payload: str
+    ) -> None:
         message_id = put(rolled_back)
         rolled_back.execute("UPDATE pgoutbox.message SET payload = %s::jsonb WHERE id = %s", (payload, message_id))
         message, _ = operations.show_message(rolled_back, message_id, whole=True)
@@ -254,7 +256,7 @@ class TestCount:
         assert default == ("default", "mail", 1, 1, 1, 1, 1, 1, 1, 0.0)
         assert operations.count_messages(rolled_back, queue="bulk") == [bulk]
 
-    def test_known_queues_are_those_of_messages_and_of_settings(self, rolled_back: psycopg.Connection) -> None:
+    def test_known_queues_come_from_messages_and_settings(self, rolled_back: psycopg.Connection) -> None:
         put(rolled_back, State.SENT, queue="old")
         operations.pause_queue(rolled_back, "held")
         assert operations.known_queues(rolled_back) == ["held", "old"]
@@ -263,7 +265,7 @@ class TestCount:
 
 class TestRedrive:
     @pytest.mark.parametrize("state", [State.FAILED, State.CANCELLED])
-    def test_it_makes_a_held_message_pending_with_a_fresh_budget(
+    def test_a_redrive_makes_a_held_message_pending_with_a_fresh_budget(
         self, rolled_back: psycopg.Connection, state: State
     ) -> None:
         message_id = put(rolled_back, state)
@@ -275,7 +277,7 @@ class TestRedrive:
         assert (message.attempt_count, message.max_attempts) == (3, 3 + 4)
 
     @pytest.mark.parametrize("state", [State.PENDING, State.SENDING, State.SENT, State.SKIPPED])
-    def test_it_refuses_any_other_state_and_says_which(self, rolled_back: psycopg.Connection, state: State) -> None:
+    def test_a_resend_refuses_any_other_state_and_names_it(self, rolled_back: psycopg.Connection, state: State) -> None:
         message_id = put(rolled_back, state)
         before = row_of(rolled_back, message_id)
         (answer,) = operations.redrive(rolled_back, [message_id])
@@ -283,7 +285,9 @@ class TestRedrive:
         assert answer.explanation == f"is {state}; only failed and cancelled messages can be redriven"
         assert row_of(rolled_back, message_id) == before
 
-    def test_it_refuses_a_superseded_message_and_names_the_newer_one(self, rolled_back: psycopg.Connection) -> None:
+    def test_a_redrive_refuses_a_superseded_message_and_names_the_newer_one(
+        self, rolled_back: psycopg.Connection
+    ) -> None:
         older = put(rolled_back, State.FAILED, coalesce_key="k")
         newer = put(rolled_back, State.SENT, coalesce_key="k")
         (answer,) = operations.redrive(rolled_back, [older])
@@ -301,20 +305,22 @@ class TestRedrive:
             (UNUSED_ID, RedriveResult.MISSING),
         ]
 
-    def test_it_does_not_wait_for_a_locked_message(self, operator: psycopg.Connection, connect: Connect) -> None:
+    def test_a_redrive_does_not_wait_for_a_locked_message(self, operator: psycopg.Connection, connect: Connect) -> None:
         message_id = put(operator, State.FAILED)
         other = connect()
         other.execute("SELECT FROM pgoutbox.message WHERE id = %s FOR UPDATE", (message_id,))
         (answer,) = operations.redrive(operator, [message_id])
         assert answer.result is RedriveResult.LOCKED
 
-    def test_it_wakes_a_sleeping_worker(self, operator: psycopg.Connection, connect: Connect) -> None:
+    def test_a_redrive_wakes_a_sleeping_worker(self, operator: psycopg.Connection, connect: Connect) -> None:
         message_id = put(operator, State.FAILED)
         with sleeping_worker(connect) as rings:
             operations.redrive(operator, [message_id])
             assert rings() == ["default"]
 
-    def test_a_cancelled_message_whose_dedupe_key_another_has_is_refused(self, rolled_back: psycopg.Connection) -> None:
+    def test_a_redrive_is_refused_if_another_message_has_taken_the_dedupe_key(
+        self, rolled_back: psycopg.Connection
+    ) -> None:
         first = put(rolled_back, State.CANCELLED, dedupe_key="k")
         second = put(rolled_back, State.CANCELLED, dedupe_key="k")
         third = put(rolled_back, dedupe_key="k")
@@ -327,7 +333,7 @@ class TestRedrive:
         totals = operations.redrive_matching(rolled_back, cancelled)
         assert totals == operations.RedriveTotals(redriven=0, superseded=2, locked=0, changed=0)
 
-    def test_a_redriven_message_has_its_dedupe_key_again_when_the_one_that_took_it_is_deleted(
+    def test_a_redriven_message_gets_its_key_back_after_the_other_message_is_deleted(
         self, rolled_back: psycopg.Connection
     ) -> None:
         first = put(rolled_back, State.CANCELLED, dedupe_key="k")
@@ -337,9 +343,7 @@ class TestRedrive:
         assert operations.redrive(rolled_back, [first]) == [operations.Redriven(first, RedriveResult.REDRIVEN)]
         assert put(rolled_back, dedupe_key="k") == first
 
-    def test_all_failed_are_redriven_in_batches_of_their_own(
-        self, operator: psycopg.Connection, connect: Connect
-    ) -> None:
+    def test_a_redrive_of_all_failures_commits_in_batches(self, operator: psycopg.Connection, connect: Connect) -> None:
         for _ in range(5):
             put(operator, State.FAILED)
         put(operator, State.FAILED, coalesce_key="k")
@@ -356,7 +360,7 @@ class TestRedrive:
         assert totals == operations.RedriveTotals(redriven=5, superseded=1, locked=0, changed=0)
         assert seen == [(2, 2), (4, 4), (5, 5)]
 
-    def test_what_is_cancelled_while_all_failed_are_redriven_stays_cancelled(
+    def test_a_message_cancelled_during_a_redrive_of_all_failures_stays_cancelled(
         self, operator: psycopg.Connection, connect: Connect, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         message_id = put(operator, State.FAILED)
@@ -371,10 +375,10 @@ class TestRedrive:
         assert totals == operations.RedriveTotals(redriven=0, superseded=0, locked=0, changed=1)
         assert state_of(operator, message_id) == State.CANCELLED
 
-    def test_what_fails_anew_while_those_with_an_error_are_redriven_stays_failed(
+    def test_a_message_that_fails_again_during_a_redrive_by_error_stays_failed(
         self, operator: psycopg.Connection, connect: Connect, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """It may have been handed over this time: whoever looked at the error of before did not decide on that."""
+        """This attempt may have handed the message over, and the operator decided on the previous error."""
         message_id = put(operator, State.FAILED)
         other = connect(autocommit=True)
 
@@ -388,7 +392,7 @@ class TestRedrive:
         assert totals == operations.RedriveTotals(redriven=0, superseded=0, locked=0, changed=1)
         assert state_of(operator, message_id) == State.FAILED
 
-    def test_it_says_which_attempt_was_asked_for(self, rolled_back: psycopg.Connection) -> None:
+    def test_a_redrive_reports_the_requested_attempt(self, rolled_back: psycopg.Connection) -> None:
         same, other = put(rolled_back, State.FAILED), put(rolled_back, State.FAILED)
         answers = operations.redrive(rolled_back, [other, same], attempt_counts=[2, 3])
         assert answers == [
@@ -397,7 +401,7 @@ class TestRedrive:
         ]
         assert state_of(rolled_back, other) == State.FAILED
 
-    def test_it_says_which_states_were_asked_for(self, rolled_back: psycopg.Connection) -> None:
+    def test_a_redrive_reports_the_requested_states(self, rolled_back: psycopg.Connection) -> None:
         message_id = put(rolled_back, State.CANCELLED)
         (answer,) = operations.redrive(rolled_back, [message_id], states=[State.FAILED])
         assert answer == operations.Redriven(
@@ -416,7 +420,7 @@ class TestRedrive:
 
 
 class TestResend:
-    def test_it_enqueues_a_copy_and_leaves_the_sent_message_alone(self, rolled_back: psycopg.Connection) -> None:
+    def test_a_resend_enqueues_a_copy_and_keeps_the_sent_message(self, rolled_back: psycopg.Connection) -> None:
         source_id = put(rolled_back, State.SENT, queue="bulk", destination="tel:1", coalesce_key="k", dedupe_key="d")
         before = row_of(rolled_back, source_id)
         copy_id = operations.resend(rolled_back, source_id)
@@ -427,21 +431,21 @@ class TestResend:
         assert (copy.coalesce_key, copy.dedupe_key, copy.attempt_count, copy.max_attempts) == ("k", None, 0, 4)
 
     @pytest.mark.parametrize("state", sorted(set(State) - {State.SENT}))
-    def test_it_refuses_any_other_state_and_says_which(self, rolled_back: psycopg.Connection, state: State) -> None:
+    def test_a_resend_refuses_any_other_state_and_names_it(self, rolled_back: psycopg.Connection, state: State) -> None:
         message_id = put(rolled_back, state)
         messages = count(rolled_back, "message")
         with pytest.raises(StateError, match=f"message {message_id} is {state}"):
             operations.resend(rolled_back, message_id)
         assert count(rolled_back, "message") == messages
 
-    def test_it_refuses_a_superseded_message(self, rolled_back: psycopg.Connection) -> None:
+    def test_a_resend_refuses_a_superseded_message(self, rolled_back: psycopg.Connection) -> None:
         older = put(rolled_back, State.SENT, coalesce_key="k")
         newer = put(rolled_back, coalesce_key="k")
         with pytest.raises(StateError, match=f"superseded by message {newer}"):
             operations.resend(rolled_back, older)
         assert count(rolled_back, "message") == 2
 
-    def test_it_waits_for_a_newer_message_that_is_being_enqueued(
+    def test_a_resend_waits_for_a_newer_message_that_is_being_enqueued(
         self, operator: psycopg.Connection, connect: Connect
     ) -> None:
         older = put(operator, State.SENT, coalesce_key="k")
@@ -464,7 +468,7 @@ class TestResend:
         with pytest.raises(MessageNotFoundError, match=str(UNUSED_ID)):
             operations.resend(rolled_back, UNUSED_ID)
 
-    def test_the_statement_itself_copies_nothing_else(self, rolled_back: psycopg.Connection) -> None:
+    def test_the_statement_itself_copies_only_sent_messages(self, rolled_back: psycopg.Connection) -> None:
         refused = [put(rolled_back, state) for state in set(State) - {State.SENT}]
         refused.append(put(rolled_back, State.SENT, coalesce_key="k"))
         put(rolled_back, State.SENT, coalesce_key="k")
@@ -472,7 +476,7 @@ class TestResend:
             ((copy_id, *_),) = rolled_back.execute(sql.RESEND, {"id": message_id}).fetchall()
             assert copy_id is None
 
-    def test_what_is_deleted_before_its_turn_is_not_counted_as_superseded(
+    def test_messages_deleted_before_their_turn_are_not_counted_as_superseded(
         self, operator: psycopg.Connection, connect: Connect, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         message_id = put(operator, State.SENT)
@@ -493,12 +497,14 @@ class TestCancel:
             *((state, str(state)) for state in sorted(FINAL_STATES - {State.CANCELLED})),
         ],
     )
-    def test_it_answers_what_it_met(self, rolled_back: psycopg.Connection, state: State, result: str) -> None:
+    def test_a_cancel_returns_the_previous_state(
+        self, rolled_back: psycopg.Connection, state: State, result: str
+    ) -> None:
         message_id = put(rolled_back, state)
         assert operations.cancel(rolled_back, message_id) == (message_id, CancelResult(result))
 
     @pytest.mark.parametrize(("state", "asked_for"), [(State.PENDING, State.SENDING), (State.SENDING, State.PENDING)])
-    def test_it_leaves_alone_what_is_in_another_state_than_asked_for(
+    def test_a_cancel_skips_messages_in_other_states_than_requested(
         self, rolled_back: psycopg.Connection, state: State, asked_for: State
     ) -> None:
         message_id = put(rolled_back, state)
@@ -507,7 +513,7 @@ class TestCancel:
         assert met == (message_id, CancelResult(state))
         assert row_of(rolled_back, message_id) == before
 
-    def test_what_is_claimed_while_all_pending_are_cancelled_is_not_stopped(
+    def test_a_message_claimed_during_a_cancel_of_all_pending_is_not_stopped(
         self, operator: psycopg.Connection, connect: Connect, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         message_id = put(operator, State.PENDING)
@@ -521,7 +527,7 @@ class TestCancel:
         )
         assert asked == (None,)
 
-    def test_of_two_who_cancel_the_same_messages_one_has_done_it(
+    def test_of_two_cancels_of_the_same_messages_one_reports_success(
         self, operator: psycopg.Connection, connect: Connect, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         message_id = put(operator, State.PENDING)
@@ -532,7 +538,7 @@ class TestCancel:
         (act,) = operations.list_acts(operator)
         assert (act.first_ids, act.details) == ([message_id], None)
 
-    def test_a_message_that_both_keys_name_is_cancelled_once(self, rolled_back: psycopg.Connection) -> None:
+    def test_a_message_named_by_both_keys_is_cancelled_once(self, rolled_back: psycopg.Connection) -> None:
         message_id = put(rolled_back, coalesce_key="k", dedupe_key="d")
         met = operations.cancel_by_key(rolled_back, "mail", coalesce_key="k", dedupe_key="d")
         assert met == [(message_id, CancelResult.CANCELLED), (message_id, CancelResult.ALREADY_CANCELLED)]
@@ -547,10 +553,10 @@ class TestCancel:
         by_key = rolled_back.execute("SELECT * FROM pgoutbox.cancel_by_key('mail', coalesce_key => 'k')")
         assert by_key.fetchall() == [(message_id, "already_cancelled")]
 
-    def test_a_missing_message_is_answered(self, rolled_back: psycopg.Connection) -> None:
+    def test_a_cancel_of_a_missing_message_returns_missing(self, rolled_back: psycopg.Connection) -> None:
         assert operations.cancel(rolled_back, UNUSED_ID).result == "missing"
 
-    def test_a_key_stands_for_its_message(self, rolled_back: psycopg.Connection) -> None:
+    def test_a_key_identifies_its_message(self, rolled_back: psycopg.Connection) -> None:
         put(rolled_back, State.SENT, coalesce_key="k")
         newest = put(rolled_back, coalesce_key="k")
         only = put(rolled_back, dedupe_key="k")
@@ -560,7 +566,7 @@ class TestCancel:
 
 
 class TestPrune:
-    def test_it_deletes_what_is_old_and_done(self, rolled_back: psycopg.Connection) -> None:
+    def test_a_prune_deletes_old_final_messages(self, rolled_back: psycopg.Connection) -> None:
         for state in State:
             put(rolled_back, state, age=2 * DAY)
         put(rolled_back, State.SENT)
@@ -571,28 +577,26 @@ class TestPrune:
         left = [m.state for m in operations.list_messages(rolled_back)]
         assert left == [State.SENT, State.FAILED, State.SENDING, State.PENDING]
 
-    def test_failed_messages_are_deleted_only_by_name(self, rolled_back: psycopg.Connection) -> None:
+    def test_failed_messages_are_pruned_only_on_request(self, rolled_back: psycopg.Connection) -> None:
         put(rolled_back, State.FAILED, age=2 * DAY)
         put(rolled_back, State.SENT, age=2 * DAY)
         assert maintenance.prune(rolled_back, DAY, states=[State.FAILED]).messages == {State.FAILED: 1}
         assert [m.state for m in operations.list_messages(rolled_back)] == [State.SENT]
 
-    def test_other_topics_stay(self, rolled_back: psycopg.Connection) -> None:
+    def test_a_prune_by_topic_keeps_other_topics(self, rolled_back: psycopg.Connection) -> None:
         put(rolled_back, State.SENT, topic="sms", age=2 * DAY)
         put(rolled_back, State.SENT, age=2 * DAY)
         maintenance.prune(rolled_back, DAY, topic="sms")
         assert [m.topic for m in operations.list_messages(rolled_back)] == ["mail"]
 
     @pytest.mark.parametrize("state", [State.PENDING, State.SENDING])
-    def test_messages_that_are_still_owed_are_refused(self, rolled_back: psycopg.Connection, state: State) -> None:
+    def test_a_prune_of_owed_messages_is_refused(self, rolled_back: psycopg.Connection, state: State) -> None:
         put(rolled_back, state)
         with pytest.raises(StateError, match=f"state {state} are still owed"):
             maintenance.prune(rolled_back, DAY, states=[state])
 
     @pytest.mark.parametrize("state", [State.PENDING, State.SENDING])
-    def test_the_statement_itself_leaves_messages_that_are_still_owed(
-        self, rolled_back: psycopg.Connection, state: State
-    ) -> None:
+    def test_the_statement_itself_skips_owed_messages(self, rolled_back: psycopg.Connection, state: State) -> None:
         message_id = put(rolled_back, state, dedupe_key="k")
         rolled_back.execute(ADD_ATTEMPT, (message_id, 1))
         rolled_back.execute("ALTER TABLE pgoutbox.message_live DROP CONSTRAINT message_live_sound")
@@ -602,7 +606,7 @@ class TestPrune:
         assert state_of(rolled_back, message_id) == state
         assert (count(rolled_back, "attempt"), count(rolled_back, "dedupe")) == (1, 1)
 
-    def test_attempts_and_dedupe_keys_go_with_their_message(self, rolled_back: psycopg.Connection) -> None:
+    def test_attempts_and_dedupe_keys_are_deleted_with_their_message(self, rolled_back: psycopg.Connection) -> None:
         old = put(rolled_back, State.SENT, dedupe_key="old", age=2 * DAY)
         young = put(rolled_back, State.SENT, dedupe_key="young")
         for message_id in (old, young):
@@ -612,19 +616,21 @@ class TestPrune:
         assert put(rolled_back, dedupe_key="young") == young
         assert put(rolled_back, dedupe_key="old") > young
 
-    def test_a_coalesce_key_is_forgotten_with_its_last_message(self, rolled_back: psycopg.Connection) -> None:
+    def test_a_coalesce_key_is_deleted_with_its_last_message(self, rolled_back: psycopg.Connection) -> None:
         put(rolled_back, State.SENT, topic="sms", coalesce_key="k", age=2 * DAY)
         put(rolled_back, coalesce_key="k")
         assert maintenance.prune(rolled_back, DAY).coalesce_keys == 1
         assert rolled_back.execute("SELECT topic, coalesce_key FROM pgoutbox.coalesce").fetchall() == [("mail", "k")]
 
-    def test_an_ordering_key_is_forgotten_with_its_last_message(self, rolled_back: psycopg.Connection) -> None:
+    def test_an_ordering_key_is_deleted_with_its_last_message(self, rolled_back: psycopg.Connection) -> None:
         put(rolled_back, State.SENT, queue="bulk", ordering_key="k", age=2 * DAY)
         put(rolled_back, ordering_key="k")
         maintenance.prune(rolled_back, DAY)
         assert rolled_back.execute("SELECT queue, ordering_key FROM pgoutbox.ordering").fetchall() == [("default", "k")]
 
-    def test_contents_go_no_more_at_once_than_is_asked_for(self, rolled_back: psycopg.Connection) -> None:
+    def test_a_prune_deletes_at_most_the_requested_number_of_contents_at_once(
+        self, rolled_back: psycopg.Connection
+    ) -> None:
         for _ in range(2):
             rolled_back.execute("INSERT INTO pgoutbox.content (body) VALUES ('1')")
         parameters: dict[str, object] = {"limit": 1, "after_key": ""}
@@ -634,7 +640,7 @@ class TestPrune:
         assert count(rolled_back, "content") == 0
 
     @pytest.mark.parametrize(("name", "table"), [("coalesce_key", "coalesce"), ("ordering_key", "ordering")])
-    def test_a_key_that_a_producer_is_using_is_left(
+    def test_a_key_in_use_by_a_producer_is_skipped(
         self, operator: psycopg.Connection, connect: Connect, name: str, table: str
     ) -> None:
         producer = connect()
@@ -645,13 +651,13 @@ class TestPrune:
         producer.commit()
         assert count(operator, table) == 1
 
-    def test_a_locked_message_is_left(self, operator: psycopg.Connection, connect: Connect) -> None:
+    def test_a_locked_message_is_skipped(self, operator: psycopg.Connection, connect: Connect) -> None:
         message_id = put(operator, State.SENT, age=2 * DAY)
         other = connect()
         other.execute("SELECT FROM pgoutbox.message WHERE id = %s FOR UPDATE", (message_id,))
         assert maintenance.prune(operator, DAY).total == 0
 
-    def test_each_batch_is_committed_by_itself(self, operator: psycopg.Connection, connect: Connect) -> None:
+    def test_each_batch_is_committed_separately(self, operator: psycopg.Connection, connect: Connect) -> None:
         for _ in range(5):
             put(operator, State.SENT, age=2 * DAY)
         observer = connect(autocommit=True)
@@ -662,19 +668,19 @@ class TestPrune:
         assert seen == [(2, 3), (4, 1), (5, 0)]
 
     @pytest.mark.parametrize("older_than", [timedelta(), -DAY, timedelta(days=36_501)])
-    def test_an_impossible_age_is_refused(self, rolled_back: psycopg.Connection, older_than: timedelta) -> None:
+    def test_an_invalid_age_is_refused(self, rolled_back: psycopg.Connection, older_than: timedelta) -> None:
         with pytest.raises(ConfigurationError, match="older_than"):
             maintenance.prune(rolled_back, older_than)
 
 
 class TestQueues:
-    def test_pausing_twice_keeps_the_first_time(self, operator: psycopg.Connection) -> None:
+    def test_a_second_pause_keeps_the_first_time(self, operator: psycopg.Connection) -> None:
         paused_at, resume_at = operations.pause_queue(operator, "bulk")
         assert resume_at is None
         assert operations.pause_queue(operator, "bulk") == (paused_at, None)
         assert [(q.queue, q.paused_at) for q in operations.list_queues(operator)] == [("bulk", paused_at)]
 
-    def test_a_pause_with_an_end_can_be_made_longer_and_endless(self, operator: psycopg.Connection) -> None:
+    def test_a_pause_with_an_end_can_be_extended_or_made_unlimited(self, operator: psycopg.Connection) -> None:
         paused_at, first_end = operations.pause_queue(operator, "bulk", duration=timedelta(minutes=1))
         _, second_end = operations.pause_queue(operator, "bulk", duration=timedelta(hours=1))
         assert first_end is not None
@@ -682,14 +688,14 @@ class TestQueues:
         assert second_end - first_end > timedelta(minutes=58)
         assert operations.pause_queue(operator, "bulk") == (paused_at, None)
 
-    def test_a_pause_whose_end_has_passed_is_none(self, operator: psycopg.Connection) -> None:
+    def test_an_expired_pause_does_not_count(self, operator: psycopg.Connection) -> None:
         former, _ = operations.pause_queue(operator, "bulk", duration=timedelta(minutes=1))
         operator.execute("UPDATE pgoutbox.queue SET resume_at = now() - interval '1 s'")
         assert operations.list_queues(operator) == []
         again, _ = operations.pause_queue(operator, "bulk")
         assert again > former
 
-    def test_resume_tells_whether_it_was_paused(self, rolled_back: psycopg.Connection) -> None:
+    def test_resume_reports_if_the_queue_was_paused(self, rolled_back: psycopg.Connection) -> None:
         operations.pause_queue(rolled_back, "bulk")
         assert operations.resume_queue(rolled_back, "bulk")
         assert not operations.resume_queue(rolled_back, "bulk")

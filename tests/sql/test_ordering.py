@@ -1,4 +1,4 @@
-"""Messages with an ordering key: one after the other in the order of their commits, at the price of the first alone."""
+"""Tests messages with an ordering key: one after the other in commit order, at the cost of reading only the first."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def ordered(connection: psycopg.Connection, count: int, key: str = "k", **argume
     return [enqueue(connection, ordering_key=key, **arguments) for _ in range(count)]  # type: ignore[arg-type] # passed on
 
 
-def test_of_each_key_only_the_first_is_found(rolled_back: psycopg.Connection) -> None:
+def test_only_the_first_message_of_each_key_is_found(rolled_back: psycopg.Connection) -> None:
     first, second = ordered(rolled_back, 3, "a"), ordered(rolled_back, 2, "b")
     assert find_ordered(rolled_back) == ([first[0], second[0]], "b", 2)
 
 
-def test_the_next_comes_when_the_one_before_is_final(rolled_back: psycopg.Connection) -> None:
+def test_the_next_message_follows_when_the_previous_one_is_final(rolled_back: psycopg.Connection) -> None:
     ids = ordered(rolled_back, 3)
     for message_id in ids:
         assert ids_in_flight(claim_ordered(rolled_back)) == [message_id]
@@ -57,7 +57,7 @@ def test_the_next_comes_when_the_one_before_is_final(rolled_back: psycopg.Connec
         finish_sent(rolled_back, (message_id, 1))
 
 
-def test_a_claim_of_the_other_lanes_leaves_them_out(rolled_back: psycopg.Connection) -> None:
+def test_claims_of_other_lanes_skip_ordered_messages(rolled_back: psycopg.Connection) -> None:
     (message_id,) = ordered(rolled_back, 1)
     assert claim(rolled_back) == []
     claim_ordered(rolled_back)
@@ -66,7 +66,7 @@ def test_a_claim_of_the_other_lanes_leaves_them_out(rolled_back: psycopg.Connect
     assert ids_in_flight(claim_ordered(rolled_back)) == [message_id]
 
 
-def test_while_the_first_waits_for_its_retry_the_next_waits_too(rolled_back: psycopg.Connection) -> None:
+def test_the_next_message_waits_while_the_first_waits_for_its_retry(rolled_back: psycopg.Connection) -> None:
     first, _ = ordered(rolled_back, 2)
     claim_ordered(rolled_back)
     finish(rolled_back, Verdict(first, 1, AttemptOutcome.RETRY, "busy", 60.0))
@@ -74,7 +74,7 @@ def test_while_the_first_waits_for_its_retry_the_next_waits_too(rolled_back: psy
 
 
 @pytest.mark.parametrize("how", ["failed", "skipped", "cancelled", "expired"])
-def test_whatever_way_the_first_ends_the_next_follows(rolled_back: psycopg.Connection, how: str) -> None:
+def test_the_next_message_follows_any_end_of_the_first(rolled_back: psycopg.Connection, how: str) -> None:
     first, second = ordered(rolled_back, 2)
     match how:
         case "cancelled":
@@ -89,7 +89,7 @@ def test_whatever_way_the_first_ends_the_next_follows(rolled_back: psycopg.Conne
     assert ids_in_flight(claim_ordered(rolled_back)) == [second]
 
 
-def test_a_lost_attempt_is_made_again_before_the_next(rolled_back: psycopg.Connection) -> None:
+def test_a_lost_attempt_is_repeated_before_the_next_message(rolled_back: psycopg.Connection) -> None:
     first, _ = ordered(rolled_back, 2)
     claim_ordered(rolled_back)
     lapse(rolled_back, first)
@@ -97,7 +97,7 @@ def test_a_lost_attempt_is_made_again_before_the_next(rolled_back: psycopg.Conne
     assert ids_in_flight(claim(rolled_back, worker="successor")) == [first]
 
 
-def test_a_message_that_failed_and_halts_holds_up_those_behind_it(rolled_back: psycopg.Connection) -> None:
+def test_a_halting_failure_blocks_the_messages_behind_it(rolled_back: psycopg.Connection) -> None:
     first, second = ordered(rolled_back, 2, on_failed="halt")
     claim_ordered(rolled_back)
     finish(rolled_back, Verdict(first, 1, AttemptOutcome.FAILED, "why"))
@@ -109,7 +109,7 @@ def test_a_message_that_failed_and_halts_holds_up_those_behind_it(rolled_back: p
         finish_sent(rolled_back, (message_id, attempt))
 
 
-def test_a_message_that_was_enqueued_before_the_one_that_halts_is_not_held_up(rolled_back: psycopg.Connection) -> None:
+def test_a_halting_failure_does_not_block_earlier_messages(rolled_back: psycopg.Connection) -> None:
     first, second = ordered(rolled_back, 2, on_failed="halt")
     rolled_back.execute(
         """
@@ -133,7 +133,7 @@ def test_a_redriven_message_waits_until_its_key_is_free(rolled_back: psycopg.Con
     assert claim_ordered(rolled_back, third) == []
 
 
-def test_what_was_found_is_not_claimed_when_one_before_it_was_redriven_meanwhile(
+def test_a_found_message_is_not_claimed_after_a_redrive_of_an_earlier_one(
     rolled_back: psycopg.Connection,
 ) -> None:
     first, second = ordered(rolled_back, 2)
@@ -147,7 +147,7 @@ def test_what_was_found_is_not_claimed_when_one_before_it_was_redriven_meanwhile
 
 
 @pytest.mark.parametrize("meanwhile", ["in flight", "waiting for its retry"])
-def test_a_claim_that_began_before_another_ended_leaves_alone_what_that_one_had(
+def test_a_claim_with_an_old_snapshot_leaves_the_message_of_another_claim_alone(
     connect: Connect, meanwhile: str
 ) -> None:
     """Its snapshot is older than the other claim, for which it waits because the queue has a limit."""
@@ -171,7 +171,7 @@ def test_a_claim_that_began_before_another_ended_leaves_alone_what_that_one_had(
     assert queue.tokens >= 4
 
 
-def test_what_is_halted_after_it_was_found_is_not_claimed(rolled_back: psycopg.Connection) -> None:
+def test_a_message_halted_after_it_was_found_is_not_claimed(rolled_back: psycopg.Connection) -> None:
     first, second = ordered(rolled_back, 2, on_failed="halt")
     cancel(rolled_back, first)
     found = find_ordered(rolled_back)[0]
@@ -182,7 +182,7 @@ def test_what_is_halted_after_it_was_found_is_not_claimed(rolled_back: psycopg.C
     assert claim_ordered(rolled_back, *found) == []
 
 
-def test_what_was_found_is_claimed_once(connect: Connect) -> None:
+def test_a_found_message_is_claimed_once(connect: Connect) -> None:
     ours, theirs = connect(autocommit=True), connect()
     first, second = ordered(ours, 2)
     found = find_ordered(ours)[0]
@@ -193,7 +193,7 @@ def test_what_was_found_is_claimed_once(connect: Connect) -> None:
     assert claim_ordered(ours, second) == []
 
 
-def test_two_of_a_key_are_never_in_flight_whatever_writes_it(rolled_back: psycopg.Connection) -> None:
+def test_two_messages_of_a_key_are_never_in_flight_after_any_write(rolled_back: psycopg.Connection) -> None:
     _, second = ordered(rolled_back, 2)
     claim_ordered(rolled_back)
     with pytest.raises(psycopg.errors.UniqueViolation, match="message_live_ordered_in_flight"):
@@ -208,7 +208,7 @@ def test_two_of_a_key_are_never_in_flight_whatever_writes_it(rolled_back: psycop
 
 
 @pytest.mark.parametrize("key_is_new", [True, False])
-async def test_the_order_is_that_of_the_commits(connect: Connect, *, key_is_new: bool) -> None:
+async def test_messages_are_ordered_by_their_commits(connect: Connect, *, key_is_new: bool) -> None:
     """The second producer waits for the first one, and draws its id after it."""
     first, second, db = connect(), connect(), connect(autocommit=True)
     if not key_is_new:
@@ -222,14 +222,14 @@ async def test_the_order_is_that_of_the_commits(connect: Connect, *, key_is_new:
     assert older < drawn_meanwhile < await waiting
 
 
-def test_a_repetition_of_a_message_whose_id_was_drawn_anew_is_its_duplicate(rolled_back: psycopg.Connection) -> None:
+def test_a_repeated_enqueue_after_a_second_id_draw_is_a_duplicate(rolled_back: psycopg.Connection) -> None:
     ordered(rolled_back, 1)
     (message_id,) = ordered(rolled_back, 1, dedupe_key="d")
     assert ordered(rolled_back, 1, dedupe_key="d") == [message_id]
     assert row_of(rolled_back, message_id).state == State.PENDING
 
 
-def test_one_look_sees_no_more_keys_than_it_was_told(rolled_back: psycopg.Connection) -> None:
+def test_one_query_covers_at_most_the_given_number_of_keys(rolled_back: psycopg.Connection) -> None:
     ids = [ordered(rolled_back, 2, key)[0] for key in ("a", "b", "c", "d", "e")]
     assert find_ordered(rolled_back, key_limit=2) == (ids[:2], "b", 2)
     assert find_ordered(rolled_back, key_limit=2, after_key="b") == (ids[2:4], "d", 2)
@@ -237,7 +237,7 @@ def test_one_look_sees_no_more_keys_than_it_was_told(rolled_back: psycopg.Connec
     assert find_ordered(rolled_back, after_key="e") == ([], None, 0)
 
 
-def test_a_look_at_new_messages_finds_the_first_of_their_keys(rolled_back: psycopg.Connection) -> None:
+def test_a_query_for_new_messages_finds_the_first_of_their_keys(rolled_back: psycopg.Connection) -> None:
     first, old = ordered(rolled_back, 1, "a")[0], ordered(rolled_back, 1, "b")[0]
     ordered(rolled_back, 2, "a")
     new = [ordered(rolled_back, 1, key)[0] for key in ("c", "d")]
@@ -249,15 +249,15 @@ def test_a_look_at_new_messages_finds_the_first_of_their_keys(rolled_back: psyco
     assert find_new_ordered(rolled_back, old) == new
 
 
-def test_a_topic_that_the_worker_does_not_know_holds_up_its_key(rolled_back: psycopg.Connection) -> None:
+def test_a_message_of_a_topic_without_handler_blocks_its_key(rolled_back: psycopg.Connection) -> None:
     enqueue(rolled_back, "unknown", ordering_key="a")
     ordered(rolled_back, 1, "a")
     (other,) = ordered(rolled_back, 1, "b")
     assert find_ordered(rolled_back)[0] == [other]
 
 
-def test_messages_that_wait_behind_the_first_are_not_read(connect: Connect) -> None:
-    """A few index tuples for each key, not one for each message."""
+def test_messages_behind_the_first_are_not_read(connect: Connect) -> None:
+    """A few index tuples for each key, and not one for each message."""
     db = connect(autocommit=True)
     db.execute(
         """
@@ -282,24 +282,24 @@ def test_messages_that_wait_behind_the_first_are_not_read(connect: Connect) -> N
         assert max(read) <= 10, "\n".join(line for (line,) in lines)
 
 
-def test_under_a_limit_ordered_messages_take_tokens_too(rolled_back: psycopg.Connection) -> None:
+def test_ordered_messages_in_a_limited_queue_take_tokens_too(rolled_back: psycopg.Connection) -> None:
     ids = [ordered(rolled_back, 1, key)[0] for key in ("a", "b", "c")]
     rolled_back.execute(
         "UPDATE pgoutbox.message_live SET available_at = now() - interval '1 min' WHERE id = %s", [ids[2]]
     )
     operations.limit_rate(rolled_back, "default", Rate(60, 3600), burst=2)
-    # Whoever fell due first comes first.
+    # The message that was due first comes first.
     assert ids_in_flight(claim_ordered(rolled_back)) == [ids[0], ids[2]]
     assert claim_ordered(rolled_back) == []
 
 
-def test_a_paused_queue_is_not_claimed_in_this_lane_either(rolled_back: psycopg.Connection) -> None:
+def test_a_paused_queue_is_not_claimed_in_this_lane(rolled_back: psycopg.Connection) -> None:
     ordered(rolled_back, 1)
     operations.pause_queue(rolled_back, "default")
     assert claim_ordered(rolled_back) == []
 
 
-def test_a_cancelled_first_rings_for_the_next(connect: Connect) -> None:
+def test_cancelling_the_first_message_rings_for_the_next(connect: Connect) -> None:
     db, sleeper = connect(autocommit=True), connect(autocommit=True)
     first, _ = ordered(db, 2)
     sleeper.execute("LISTEN pgoutbox")
@@ -317,12 +317,12 @@ def test_a_cancelled_first_rings_for_the_next(connect: Connect) -> None:
         ({"ordering_key": "k", "on_failed": "stop"}, "on_failed: must be continue or halt"),
     ],
 )
-def test_mistakes_are_named(rolled_back: psycopg.Connection, arguments: dict[str, str], problem: str) -> None:
+def test_invalid_arguments_are_named(rolled_back: psycopg.Connection, arguments: dict[str, str], problem: str) -> None:
     with pytest.raises(psycopg.errors.InvalidParameterValue, match=problem):
-        enqueue(rolled_back, **arguments)  # type: ignore[arg-type] # that is what is tested
+        enqueue(rolled_back, **arguments)  # type: ignore[arg-type] # The test passes wrong types.
 
 
-def test_to_continue_is_what_is_not_stored(rolled_back: psycopg.Connection) -> None:
+def test_the_setting_continue_is_not_stored(rolled_back: psycopg.Connection) -> None:
     (message_id,) = ordered(rolled_back, 1, on_failed="continue")
     (on_failed,) = rolled_back.execute(
         "SELECT on_failed FROM pgoutbox.message WHERE id = %s", [message_id]

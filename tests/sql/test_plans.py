@@ -1,7 +1,7 @@
-"""The hot statements stay on their indexes, whatever the statistics say: no sequential scan, no sort of the backlog.
+"""Tests that the hot statements use their indexes under any statistics: no sequential scan, no sort of the backlog.
 
-A plan is read from EXPLAIN (GENERIC_PLAN is newer than PostgreSQL 15, so the statements are prepared and their generic
-plan is forced by the worker's own session settings), under `sql.PREPARE_SESSION`, before and after ANALYZE.
+A plan is read from EXPLAIN. GENERIC_PLAN is newer than PostgreSQL 15, so the statements are prepared, and the
+worker's own session settings (`sql.PREPARE_SESSION`) force the generic plan, before and after ANALYZE.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Node(BaseModel):
     children: list[Node] = Field([], alias="Plans")
 
     def walk(self) -> Iterator[Node]:
-        """This node and all below it."""
+        """Yield this node and all nodes below it."""
         yield self
         for child in self.children:
             yield from child.walk()
@@ -130,15 +130,15 @@ class Plan:
     nodes: tuple[Node, ...]
 
     def types(self) -> set[str]:
-        """The kinds of its nodes."""
+        """Return the kinds of its nodes."""
         return {node.type for node in self.nodes}
 
     def relations(self) -> set[str]:
-        """The tables that it reads."""
+        """Return the tables that it reads."""
         return {node.relation for node in self.nodes if node.relation is not None and "Scan" in node.type}
 
     def reads(self, relation: str, alias: str = "") -> list[Node]:
-        """The scans of a table, under the aliases that begin with `alias`."""
+        """Return the scans of a table under the aliases that begin with `alias`."""
         return [
             node
             for node in self.nodes
@@ -148,7 +148,7 @@ class Plan:
 
 @pytest.fixture(scope="module", params=["analyzed", "never analyzed"])
 def filled(server: Server, migrated: NoopExecutor, request: pytest.FixtureRequest) -> Iterator[psycopg.Connection]:
-    """A worker's session on a database with many finished rows and a backlog."""
+    """Open a worker's session on a database with many finished rows and a backlog."""
     with server.database(template=migrated.template_dbname) as database:
         connection = psycopg.connect(server.dsn_for(database.dbname), autocommit=True)
         with connection:
@@ -168,7 +168,7 @@ def filled(server: Server, migrated: NoopExecutor, request: pytest.FixtureReques
 
 @pytest.fixture(scope="module")
 def empty(server: Server, migrated: NoopExecutor) -> Iterator[psycopg.Connection]:
-    """A worker's session on a database whose statistics say that there are no messages."""
+    """Open a worker's session on a database whose statistics say that there are no messages."""
     with server.database(template=migrated.template_dbname) as database:
         connection = psycopg.connect(server.dsn_for(database.dbname), autocommit=True)
         with connection:
@@ -179,7 +179,7 @@ def empty(server: Server, migrated: NoopExecutor) -> Iterator[psycopg.Connection
 
 
 def plan_of(connection: psycopg.Connection, statement: LiteralString, parameters: Mapping[str, object]) -> Plan:
-    """The generic plan of a statement, as the worker's prepared statement runs it."""
+    """Return the generic plan of a statement, as the worker's prepared statement runs it."""
     names: list[str] = []
 
     def numbered(match: re.Match[str]) -> str:
@@ -209,7 +209,7 @@ LANES = [
 
 
 @pytest.mark.parametrize(("statement", "index"), LANES)
-def test_a_claim_reads_its_lane_alone_and_from_its_own_index(
+def test_a_claim_reads_only_its_lane_from_its_own_index(
     filled: psycopg.Connection, statement: LiteralString, index: str
 ) -> None:
     plan = plan_of(filled, statement, CLAIM_PARAMETERS)
@@ -219,7 +219,7 @@ def test_a_claim_reads_its_lane_alone_and_from_its_own_index(
     assert re.search(r"id > \$\d" if index == "message_live_pkey" else r"queue = \$\d", lane.condition)
     assert "<= now()" in lane.condition or index == "message_live_pkey"
     if index in ("message_live_fresh", "message_live_retry"):
-        assert re.search(r"> ROW\(COALESCE\(\$\d", lane.condition), "the floor is no index condition"
+        assert re.search(r"> ROW\(COALESCE\(\$\d", lane.condition), "the floor is not an index condition"
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_a_claim_reads_its_lane_alone_and_from_its_own_index(
         pytest.param(sql.OVERTAKEN, HELD_PARAMETERS, id="overtaken"),
     ],
 )
-def test_a_statement_that_was_planned_for_an_empty_table_reads_no_whole_index(
+def test_a_plan_for_an_empty_table_reads_no_whole_index_later(
     empty: psycopg.Connection, statement: LiteralString, parameters: Mapping[str, object]
 ) -> None:
     plan = plan_of(empty, statement, parameters)
@@ -249,9 +249,7 @@ def test_a_claim_looks_up_siblings_in_flight_and_heads_by_their_keys(
 
 
 @pytest.mark.parametrize(("statement", "index"), LANES)
-def test_a_claim_sorts_nothing_but_the_batch_that_it_has_locked(
-    filled: psycopg.Connection, statement: LiteralString, index: str
-) -> None:
+def test_a_claim_sorts_only_its_locked_batch(filled: psycopg.Connection, statement: LiteralString, index: str) -> None:
     plan = plan_of(filled, statement, CLAIM_PARAMETERS)
     sorts = [node for node in plan.nodes if node.type in {"Sort", "Incremental Sort"}]
     assert len(sorts) == (index != "message_live_lease")
@@ -333,7 +331,7 @@ def test_no_hot_statement_reads_a_whole_table(
         pytest.param(sql.FINISH_IF_HELD, FINISH_PARAMETERS, id="finish"),
     ],
 )
-def test_statements_of_the_live_part_never_touch_finished_rows(
+def test_statements_for_live_messages_never_touch_finished_rows(
     filled: psycopg.Connection, statement: LiteralString, parameters: Mapping[str, object]
 ) -> None:
     plan = plan_of(filled, statement, parameters)

@@ -1,4 +1,4 @@
-"""Queues with limits: how many attempts may begin, in which order, and when the next one may."""
+"""Tests queues with limits: how many attempts may begin, in which order, and when the next one may begin."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def enqueued(connection: psycopg.Connection, count: int) -> list[int]:
 
 
 def limit(connection: psycopg.Connection, count: int, seconds: float = 3600, *, burst: int | None = None) -> None:
-    connection.execute("SELECT")  # Begun here, so that what opens a transaction block does not commit it.
+    connection.execute("SELECT")  # Begun here, so that a later transaction block does not commit it.
     operations.limit_rate(connection, "default", Rate(count, seconds), burst=burst)
 
 
 def pass_time(connection: psycopg.Connection, seconds: float) -> None:
-    """As if the bucket had been looked at so much earlier."""
+    """Age the last look at the bucket."""
     connection.execute("UPDATE pgoutbox.queue SET tokens_at = tokens_at - make_interval(secs => %s)", [seconds])
 
 
@@ -47,7 +47,7 @@ def tokens(connection: psycopg.Connection) -> float:
 
 
 def next_permit(connection: psycopg.Connection) -> float | None:
-    """Seconds until the next permit, None for now."""
+    """Return the seconds until the next permit, None for now."""
     row = connection.execute(
         "SELECT extract(epoch FROM pgoutbox.next_permit_at('default') - clock_timestamp())::float8"
     ).fetchone()
@@ -94,7 +94,7 @@ def test_the_burst_is_five_unless_the_rate_is_smaller(rolled_back: psycopg.Conne
     assert tokens(rolled_back) == burst
 
 
-def test_tokens_come_back_at_the_rate_and_no_further_than_the_burst(rolled_back: psycopg.Connection) -> None:
+def test_tokens_refill_at_the_rate_up_to_the_burst(rolled_back: psycopg.Connection) -> None:
     ids = enqueued(rolled_back, 8)
     limit(rolled_back, 60, burst=2)
     claim(rolled_back)
@@ -106,19 +106,19 @@ def test_tokens_come_back_at_the_rate_and_no_further_than_the_burst(rolled_back:
     assert ids_in_flight(claim(rolled_back)) == ids[3:5]
 
 
-def test_a_clock_that_went_back_takes_no_tokens_away(rolled_back: psycopg.Connection) -> None:
+def test_a_clock_step_back_takes_no_tokens_away(rolled_back: psycopg.Connection) -> None:
     limit(rolled_back, 60, burst=2)
     pass_time(rolled_back, -3600)
     assert tokens(rolled_back) == 2
 
 
-def test_an_empty_look_takes_no_tokens(rolled_back: psycopg.Connection) -> None:
+def test_an_empty_claim_takes_no_tokens(rolled_back: psycopg.Connection) -> None:
     limit(rolled_back, 60, burst=2)
     assert claim(rolled_back) == []
     assert tokens(rolled_back) == 2
 
 
-def test_what_ends_without_an_attempt_takes_no_tokens(rolled_back: psycopg.Connection) -> None:
+def test_a_message_that_ends_without_an_attempt_takes_no_tokens(rolled_back: psycopg.Connection) -> None:
     expired, due = enqueued(rolled_back, 2)
     expire(rolled_back, expired)
     limit(rolled_back, 60, burst=2)
@@ -127,7 +127,7 @@ def test_what_ends_without_an_attempt_takes_no_tokens(rolled_back: psycopg.Conne
     assert 1 <= tokens(rolled_back) < 1.1
 
 
-def test_claims_of_one_moment_share_the_tokens(connect: Connect) -> None:
+def test_concurrent_claims_share_the_tokens(connect: Connect) -> None:
     """The second claim began before the first one committed, and waits for the queue's row."""
     ours, theirs = connect(autocommit=True), connect()
     ids = enqueued(ours, 4)
@@ -141,7 +141,7 @@ def test_claims_of_one_moment_share_the_tokens(connect: Connect) -> None:
 
 
 def test_a_claim_that_waited_for_a_pause_obeys_it(connect: Connect) -> None:
-    """When it began the queue was not paused; it waits for the queue's row, which the pause holds."""
+    """When it began, the queue was not paused; it waits for the queue's row, which the pause holds."""
     db, operator, worker = connect(autocommit=True), connect(), connect()
     enqueued(db, 1)
     limit(db, 60)
@@ -155,7 +155,7 @@ def test_a_claim_that_waited_for_a_pause_obeys_it(connect: Connect) -> None:
 
 
 def test_a_claim_that_waited_for_a_first_rate_takes_nothing_without_its_tokens(connect: Connect) -> None:
-    """Its statement began before there was a bucket, which it could not write."""
+    """Its statement began before the bucket existed, and so cannot write it."""
     db, operator, worker = connect(autocommit=True), connect(), connect(autocommit=True)
     ids = enqueued(db, 4)
     operations.limit_in_flight(db, "default", 100)
@@ -169,7 +169,7 @@ def test_a_claim_that_waited_for_a_first_rate_takes_nothing_without_its_tokens(c
     assert begun + ids_in_flight(claim(worker)) == ids[:2]
 
 
-def test_a_queue_without_limits_is_never_waited_for(connect: Connect) -> None:
+def test_a_claim_never_waits_for_a_queue_without_limits(connect: Connect) -> None:
     ours, theirs = connect(autocommit=True), connect()
     ids = enqueued(ours, 2)
     operations.pause_queue(ours, "default")
@@ -178,7 +178,7 @@ def test_a_queue_without_limits_is_never_waited_for(connect: Connect) -> None:
     assert ids_in_flight(claim(ours)) == ids[1:]
 
 
-def test_no_more_than_the_limit_are_in_flight(rolled_back: psycopg.Connection) -> None:
+def test_at_most_the_limit_is_in_flight(rolled_back: psycopg.Connection) -> None:
     ids = enqueued(rolled_back, 5)
     operations.limit_in_flight(rolled_back, "default", 2)
     assert ids_in_flight(claim(rolled_back)) == ids[:2]
@@ -188,7 +188,7 @@ def test_no_more_than_the_limit_are_in_flight(rolled_back: psycopg.Connection) -
 
 
 def test_a_lost_attempt_does_not_count_as_in_flight(rolled_back: psycopg.Connection) -> None:
-    """Else it could never be made again."""
+    """Otherwise it could never be repeated."""
     first, _ = enqueued(rolled_back, 2)
     operations.limit_in_flight(rolled_back, "default", 1)
     assert ids_in_flight(claim(rolled_back)) == [first]
@@ -197,7 +197,7 @@ def test_a_lost_attempt_does_not_count_as_in_flight(rolled_back: psycopg.Connect
     assert claim(rolled_back) == []
 
 
-def test_claims_of_one_moment_share_what_may_be_in_flight(connect: Connect) -> None:
+def test_concurrent_claims_share_the_in_flight_limit(connect: Connect) -> None:
     ours, theirs = connect(autocommit=True), connect()
     ids = enqueued(ours, 4)
     operations.limit_in_flight(ours, "default", 2)
@@ -209,7 +209,7 @@ def test_claims_of_one_moment_share_what_may_be_in_flight(connect: Connect) -> N
     assert ids_in_flight(claim(ours)) == [ids[1]]
 
 
-def test_the_next_permit_is_when_the_bucket_holds_one(rolled_back: psycopg.Connection) -> None:
+def test_the_next_permit_is_due_when_the_bucket_holds_one(rolled_back: psycopg.Connection) -> None:
     enqueued(rolled_back, 1)
     assert next_permit(rolled_back) is None
     limit(rolled_back, 60, burst=1)
@@ -220,7 +220,7 @@ def test_the_next_permit_is_when_the_bucket_holds_one(rolled_back: psycopg.Conne
     assert 50 < seconds <= 60
 
 
-def test_a_full_queue_is_looked_at_again_within_a_second(rolled_back: psycopg.Connection) -> None:
+def test_a_full_queue_is_polled_again_within_a_second(rolled_back: psycopg.Connection) -> None:
     enqueued(rolled_back, 1)
     operations.limit_in_flight(rolled_back, "default", 1)
     claim(rolled_back)
@@ -229,17 +229,17 @@ def test_a_full_queue_is_looked_at_again_within_a_second(rolled_back: psycopg.Co
     assert 0 < seconds <= 1
 
 
-def test_of_a_limited_queue_the_next_due_time_is_that_of_its_permit(rolled_back: psycopg.Connection) -> None:
+def test_the_next_due_time_of_a_limited_queue_is_that_of_its_permit(rolled_back: psycopg.Connection) -> None:
     enqueued(rolled_back, 2)
     limit(rolled_back, 60, burst=1)
     claim(rolled_back)
     assert 50 < (next_due(rolled_back) or 0) <= 61
-    # What could not be claimed a moment ago may be claimed now: then the worker must look again soon.
+    # Messages that could not be claimed a moment ago may be claimable now, so the worker must poll again soon.
     pass_time(rolled_back, 120)
     assert next_due(rolled_back) == 0.25
 
 
-def test_of_a_queue_paused_without_an_end_nothing_falls_due(rolled_back: psycopg.Connection) -> None:
+def test_in_a_queue_paused_without_an_end_nothing_falls_due(rolled_back: psycopg.Connection) -> None:
     enqueued(rolled_back, 1)
     operations.pause_queue(rolled_back, "default")
     assert next_due(rolled_back) is None
@@ -258,7 +258,7 @@ def test_a_pause_ends_by_itself(rolled_back: psycopg.Connection, attempt_count: 
 
 
 def test_the_bell_of_a_queue_at_its_limit_is_not_armed(connect: Connect) -> None:
-    """Else every enqueue behind the limit would ring for nothing."""
+    """Otherwise every enqueue behind the limit would ring for nothing."""
     db = connect(autocommit=True)
     enqueued(db, 1)
     limit(db, 60, burst=1)
@@ -274,7 +274,7 @@ def test_the_bell_of_a_queue_at_its_limit_is_not_armed(connect: Connect) -> None
     assert answers_of_arm(db) == [("default", "limited", None)]
 
 
-def test_changing_the_rate_keeps_what_the_bucket_holds(rolled_back: psycopg.Connection) -> None:
+def test_changing_the_rate_keeps_the_tokens_in_the_bucket(rolled_back: psycopg.Connection) -> None:
     enqueued(rolled_back, 3)
     limit(rolled_back, 60, burst=5)
     claim(rolled_back)
@@ -297,7 +297,7 @@ def test_changing_the_rate_keeps_what_the_bucket_holds(rolled_back: psycopg.Conn
         "name = 'Bulk'",
     ],
 )
-def test_the_table_refuses_half_a_limit(rolled_back: psycopg.Connection, wrong: str) -> None:
+def test_the_table_refuses_an_incomplete_limit(rolled_back: psycopg.Connection, wrong: str) -> None:
     rolled_back.execute("INSERT INTO pgoutbox.queue (name) VALUES ('default')")
     with pytest.raises(Exception, match="queue_sound"):
         rolled_back.execute(f"UPDATE pgoutbox.queue SET {wrong}".encode())

@@ -1,4 +1,4 @@
-"""Rules of retention: which message a rule means, how long it keeps it, and what goes with the message."""
+"""Tests retention rules: the rule of each message, its duration, and the rows that are deleted with the message."""
 
 from __future__ import annotations
 
@@ -38,25 +38,25 @@ ZERO = timedelta()
 
 @pytest.fixture
 def rolled_back(rolled_back: psycopg.Connection) -> psycopg.Connection:
-    """The same connection inside a transaction, so that those of `maintenance` become savepoints of it."""
+    """Open a transaction, so that the transactions of `maintenance` become savepoints."""
     rolled_back.execute("SELECT")
     return rolled_back
 
 
 @pytest.fixture
 def operator(dsn: str) -> Iterator[psycopg.Connection]:
-    """The connection of an operator to the test's own database: what is done on it is committed."""
+    """Open the connection of an operator to the test's own database; its actions are committed."""
     with session.connect(load_settings(dsn=dsn)) as connection:
         yield connection
 
 
 def keys_of(connection: psycopg.Connection) -> list[str]:
-    """The dedupe keys that are taken."""
+    """Return the dedupe keys that are taken."""
     return [row[0] for row in connection.execute("SELECT dedupe_key FROM pgoutbox.dedupe ORDER BY 1").fetchall()]
 
 
 class TestRules:
-    def test_a_rule_is_set_changed_and_taken_back(self, rolled_back: psycopg.Connection) -> None:
+    def test_a_rule_is_set_changed_and_removed(self, rolled_back: psycopg.Connection) -> None:
         set_retention(rolled_back, "*", "sent", 30 * DAY)
         set_retention(rolled_back, "mail", "sent", DAY)
         set_retention(rolled_back, "mail", "sent", None)
@@ -82,7 +82,7 @@ class TestRules:
             ("mail", "sent", 36_501 * DAY, "keep=36501 days"),
         ],
     )
-    def test_a_mistake_is_named(
+    def test_an_invalid_argument_is_named(
         self, rolled_back: psycopg.Connection, topic: str, state: str, keep: timedelta, named: str
     ) -> None:
         with pytest.raises(ConfigurationError, match=named):
@@ -99,7 +99,7 @@ class TestRules:
             ("mail", "sent", "102 years", "retention_keep_sound"),
         ],
     )
-    def test_the_table_refuses_it_from_anyone(
+    def test_the_table_refuses_it_from_any_role(
         self, rolled_back: psycopg.Connection, topic: str, state: str, keep: str, constraint: str
     ) -> None:
         with pytest.raises(psycopg.errors.CheckViolation) as caught:
@@ -115,7 +115,7 @@ class TestPrune:
         assert len(rows_of(rolled_back)) == len(State)
 
     @pytest.mark.parametrize("ruled", sorted(FINAL_STATES))
-    def test_a_rule_deletes_what_is_older_in_its_state_and_nothing_else(
+    def test_a_rule_deletes_only_older_messages_in_its_state(
         self, rolled_back: psycopg.Connection, ruled: State
     ) -> None:
         set_retention(rolled_back, "mail", ruled, DAY)
@@ -127,7 +127,7 @@ class TestPrune:
             *(old[state] for state in State if state is not ruled), young, foreign,
         ]  # fmt: skip
 
-    def test_the_rule_of_all_topics_is_for_those_without_their_own(self, rolled_back: psycopg.Connection) -> None:
+    def test_the_rule_of_all_topics_applies_to_topics_without_their_own(self, rolled_back: psycopg.Connection) -> None:
         set_retention(rolled_back, "*", "sent", DAY)
         set_retention(rolled_back, "longer", "sent", 3 * DAY)
         set_retention(rolled_back, "forever", "sent", None)
@@ -143,13 +143,13 @@ class TestPrune:
         assert {row.id for row in rows_of(rolled_back)} == kept
 
     @pytest.mark.parametrize("state", sorted(FINAL_STATES))
-    def test_zero_deletes_what_is_there(self, rolled_back: psycopg.Connection, state: State) -> None:
+    def test_zero_deletes_existing_messages(self, rolled_back: psycopg.Connection, state: State) -> None:
         set_retention(rolled_back, "*", state, ZERO)
         put(rolled_back, state)
         assert prune_by_retention(rolled_back).messages == {state: 1}
 
     @pytest.mark.parametrize("state", [State.PENDING, State.SENDING])
-    def test_what_is_still_owed_stays_whatever_the_tables_say(
+    def test_owed_messages_stay_under_any_contents_of_the_tables(
         self, rolled_back: psycopg.Connection, state: State
     ) -> None:
         message_id = put(rolled_back, state, dedupe_key="k")
@@ -165,14 +165,14 @@ class TestPrune:
         assert state_of(rolled_back, message_id) == state
         assert (len(attempts_of(rolled_back, message_id)), keys_of(rolled_back)) == (1, ["k"])
 
-    def test_a_message_that_is_owed_under_the_number_of_an_old_one_stays(self, rolled_back: psycopg.Connection) -> None:
+    def test_an_owed_message_with_the_id_of_an_old_one_stays(self, rolled_back: psycopg.Connection) -> None:
         set_retention(rolled_back, "*", "sent", DAY)
         old = put(rolled_back, State.SENT, age=2 * DAY)
         rolled_back.execute("INSERT INTO pgoutbox.message_live (id, topic, payload) VALUES (%s, 'mail', '1')", (old,))
         assert prune_by_retention(rolled_back).messages == {State.SENT: 1}
         assert [row.state for row in rows_of(rolled_back)] == [State.PENDING]
 
-    def test_a_statement_obeys_the_one_rule_that_it_is_given(self, rolled_back: psycopg.Connection) -> None:
+    def test_a_statement_applies_only_the_given_rule(self, rolled_back: psycopg.Connection) -> None:
         for topic, state in (("mail", State.SENT), ("mail", State.FAILED), ("sms", State.SENT)):
             set_retention(rolled_back, topic, state, DAY)
             put(rolled_back, state, topic=topic, age=2 * DAY)
@@ -187,7 +187,7 @@ class TestPrune:
             pytest.param(sql.PRUNE_DEDUPE_BY_RULE, "dedupe_key", "dedupe", id="dedupe keys"),
         ],
     )
-    def test_nothing_goes_by_the_old_rule_when_it_is_changed(
+    def test_a_changed_rule_no_longer_deletes_by_its_old_value(
         self,
         operator: psycopg.Connection,
         connect: Connect,
@@ -212,7 +212,7 @@ class TestPrune:
             changed.result()
         assert db.execute(b"SELECT count(*) FROM pgoutbox." + what.encode()).fetchall() == [(1,)]
 
-    def test_attempts_and_keys_go_with_their_message(self, rolled_back: psycopg.Connection) -> None:
+    def test_attempts_and_keys_are_deleted_with_their_message(self, rolled_back: psycopg.Connection) -> None:
         set_retention(rolled_back, "*", "sent", DAY)
         old = put(rolled_back, State.SENT, dedupe_key="old", coalesce_key="old", age=2 * DAY)
         young = put(rolled_back, State.SENT, dedupe_key="young", coalesce_key="young")
@@ -223,7 +223,7 @@ class TestPrune:
         assert (attempts_of(rolled_back, old), len(attempts_of(rolled_back, young))) == ([], 1)
         assert keys_of(rolled_back) == ["young"]
 
-    def test_a_key_that_was_freed_by_hand_and_used_again_stays(self, rolled_back: psycopg.Connection) -> None:
+    def test_a_key_freed_by_hand_and_used_again_stays(self, rolled_back: psycopg.Connection) -> None:
         set_retention(rolled_back, "*", "sent", DAY)
         put(rolled_back, State.SENT, dedupe_key="k", age=2 * DAY)
         rolled_back.execute("DELETE FROM pgoutbox.dedupe")
@@ -232,7 +232,7 @@ class TestPrune:
         assert put(rolled_back, dedupe_key="k") == newer
 
     @pytest.mark.parametrize("by_rule", [True, False])
-    def test_a_locked_key_of_a_deleted_message_is_left(
+    def test_a_locked_key_of_a_deleted_message_is_skipped(
         self, operator: psycopg.Connection, connect: Connect, *, by_rule: bool
     ) -> None:
         set_retention(operator, "*", "sent", ZERO)
@@ -244,7 +244,7 @@ class TestPrune:
         totals = prune_by_retention(operator) if by_rule else maintenance.prune(operator, DAY)
         assert totals.dedupe_keys == 0
 
-    def test_keys_of_deleted_messages_go_by_a_rule_of_their_own(self, rolled_back: psycopg.Connection) -> None:
+    def test_keys_of_deleted_messages_have_their_own_rule(self, rolled_back: psycopg.Connection) -> None:
         set_retention(rolled_back, "*", "sent", ZERO)
         for topic, key in (("mail", "new"), ("mail", "old"), ("sms", "old sms")):
             put(rolled_back, State.SENT, topic=topic, dedupe_key=key)
@@ -259,7 +259,7 @@ class TestPrune:
         assert prune_by_retention(rolled_back).dedupe_keys == 1
         assert keys_of(rolled_back) == ["new", "old sms", "old, with its message"]
 
-    def test_a_prune_by_age_takes_old_keys_of_deleted_messages(self, rolled_back: psycopg.Connection) -> None:
+    def test_a_prune_by_age_deletes_old_keys_of_deleted_messages(self, rolled_back: psycopg.Connection) -> None:
         set_retention(rolled_back, "*", "sent", ZERO)
         put(rolled_back, State.SENT, dedupe_key="old")
         prune_by_retention(rolled_back)
@@ -271,13 +271,13 @@ class TestPrune:
         assert maintenance.prune(rolled_back, DAY).dedupe_keys == 1
         assert keys_of(rolled_back) == ["live"]
 
-    def test_a_locked_message_is_left(self, operator: psycopg.Connection, connect: Connect) -> None:
+    def test_a_locked_message_is_skipped(self, operator: psycopg.Connection, connect: Connect) -> None:
         set_retention(operator, "*", "sent", DAY)
         message_id = put(operator, State.SENT, age=2 * DAY)
         connect().execute("SELECT FROM pgoutbox.message WHERE id = %s FOR UPDATE", (message_id,))
         assert prune_by_retention(operator).total == 0
 
-    def test_each_batch_is_committed_by_itself(self, operator: psycopg.Connection, connect: Connect) -> None:
+    def test_each_batch_is_committed_separately(self, operator: psycopg.Connection, connect: Connect) -> None:
         set_retention(operator, "*", "sent", DAY)
         for _ in range(5):
             put(operator, State.SENT, age=2 * DAY)
@@ -288,14 +288,14 @@ class TestPrune:
 
 
 class TestFinish:
-    """What becomes of a sent message where a rule keeps nothing."""
+    """Tests sent messages under a rule that keeps nothing."""
 
     def sending(self, connection: psycopg.Connection, **options: str) -> int:
         message_id = enqueue(connection, **options)  # type: ignore[arg-type] # only keys are passed
         claim(connection)
         return message_id
 
-    def test_the_row_goes_with_its_history_as_it_is_sent(self, rolled_back: psycopg.Connection) -> None:
+    def test_the_row_is_deleted_with_its_history_as_it_is_sent(self, rolled_back: psycopg.Connection) -> None:
         set_retention(rolled_back, "greet", "sent", ZERO)
         message_id = self.sending(rolled_back, dedupe_key="k", coalesce_key="c")
         rolled_back.execute(ADD_ATTEMPT, (message_id, 7))
@@ -315,7 +315,7 @@ class TestFinish:
             ([("other", "sent", ZERO), ("greet", "failed", ZERO), ("*", "skipped", ZERO)], True),
         ],
     )
-    def test_the_most_specific_rule_holds(
+    def test_the_most_specific_rule_applies(
         self,
         rolled_back: psycopg.Connection,
         rules: list[tuple[str, str, timedelta | None]],
@@ -330,23 +330,21 @@ class TestFinish:
             row = row_of(rolled_back, message_id)
             assert (row.state, row.is_finished, row.is_leased) == ("sent", True, False)
 
-    def test_one_statement_does_both(self, rolled_back: psycopg.Connection) -> None:
+    def test_one_statement_both_finishes_and_deletes(self, rolled_back: psycopg.Connection) -> None:
         set_retention(rolled_back, "other", "sent", ZERO)
         first, second = enqueue(rolled_back), enqueue(rolled_back, "other")
         claim(rolled_back, topics=["greet", "other"])
         assert finish_sent_and_forget(rolled_back, (first, 1), (second, 1)) == {first, second}
         assert [row.id for row in rows_of(rolled_back)] == [first]
 
-    def test_a_message_that_was_cancelled_on_its_way_goes_like_any_that_was_sent(
-        self, rolled_back: psycopg.Connection
-    ) -> None:
+    def test_a_message_cancelled_in_flight_is_deleted_like_any_sent_one(self, rolled_back: psycopg.Connection) -> None:
         set_retention(rolled_back, "*", "sent", ZERO)
         message_id = self.sending(rolled_back)
         assert cancel(rolled_back, message_id) == "requested"
         assert finish_sent_and_forget(rolled_back, (message_id, 1)) == {message_id}
         assert rows_of(rolled_back) == []
 
-    def test_a_locked_row_is_left_out_and_asked_for_again(self, operator: psycopg.Connection, connect: Connect) -> None:
+    def test_a_locked_row_is_skipped_and_finished_later(self, operator: psycopg.Connection, connect: Connect) -> None:
         set_retention(operator, "*", "sent", ZERO)
         first, locked = enqueue(operator), enqueue(operator)
         claim(operator)
@@ -359,10 +357,10 @@ class TestFinish:
     @pytest.mark.parametrize(
         "change", ["attempt_count = 2", "state = 'pending', worker = NULL, lease_expires_at = NULL"]
     )
-    def test_what_changes_hands_while_the_function_waits_for_it_stays(
+    def test_a_message_that_changes_owner_while_the_function_waits_stays(
         self, operator: psycopg.Connection, connect: Connect, change: LiteralString
     ) -> None:
-        """A worker may call the function by itself, without the lock that the statement takes."""
+        """A worker may call the function directly, without the lock that the statement takes."""
         set_retention(operator, "*", "sent", ZERO)
         message_id = self.sending(operator)
         other, stale = connect(), connect()
@@ -376,13 +374,13 @@ class TestFinish:
         stale.commit()
         assert [row.id for row in rows_of(operator)] == [message_id]
 
-    def test_only_what_is_in_flight_is_forgotten(self, operator: psycopg.Connection) -> None:
+    def test_only_messages_in_flight_are_deleted(self, operator: psycopg.Connection) -> None:
         set_retention(operator, "*", "sent", ZERO)
         message_id = self.sending(operator)
         operator.execute("UPDATE pgoutbox.message SET state = 'pending', lease_expires_at = NULL")
         assert operator.execute("SELECT pgoutbox.forget_sent(%s, %s, 'worker-1')", ([message_id], [1])).fetchall() == []
 
-    def test_a_message_is_finished_once_however_often_it_is_named(self, operator: psycopg.Connection) -> None:
+    def test_a_message_named_several_times_is_finished_once(self, operator: psycopg.Connection) -> None:
         set_retention(operator, "other", "sent", ZERO)
         message_id = self.sending(operator)
         assert finish_sent_and_forget(operator, (message_id, 1), (message_id, 1)) == {message_id}

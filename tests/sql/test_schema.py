@@ -1,4 +1,5 @@
-"""What the schema itself guarantees, whoever writes: sound rows, known outcomes, comments, no right for PUBLIC."""
+"""Tests the guarantees of the schema itself for any writer: valid rows, known outcomes, comments, no privileges for
+PUBLIC."""
 
 from __future__ import annotations
 
@@ -69,13 +70,13 @@ UNSOUND_CHANGES: list[tuple[str, LiteralString, str]] = [
 
 
 @pytest.mark.parametrize("state", list(State))
-def test_a_sound_row_of_every_state_is_accepted(rolled_back: psycopg.Connection, state: State) -> None:
+def test_a_valid_row_of_every_state_is_accepted(rolled_back: psycopg.Connection, state: State) -> None:
     rolled_back.execute(SOUND_ROWS[state])
     assert state_of(rolled_back, -1) == state
 
 
 @pytest.mark.parametrize(("state", "change", "constraint"), UNSOUND_CHANGES)
-def test_an_unsound_row_is_refused(
+def test_an_invalid_row_is_refused(
     rolled_back: psycopg.Connection, state: str, change: LiteralString, constraint: str
 ) -> None:
     rolled_back.execute(SOUND_ROWS[state])
@@ -85,13 +86,13 @@ def test_an_unsound_row_is_refused(
 
 
 @pytest.mark.parametrize("state", [State.SENT, State.SKIPPED, State.CANCELLED])
-def test_a_row_that_is_done_has_a_time_at_which_it_was(rolled_back: psycopg.Connection, state: State) -> None:
+def test_a_final_row_has_the_time_of_its_end(rolled_back: psycopg.Connection, state: State) -> None:
     rolled_back.execute(SOUND_ROWS[state])
     with pytest.raises(psycopg.errors.NotNullViolation):
         rolled_back.execute("UPDATE pgoutbox.message SET finished_at = NULL WHERE id = -1")
 
 
-def test_an_unknown_state_has_no_place(rolled_back: psycopg.Connection) -> None:
+def test_a_row_with_an_unknown_state_is_refused(rolled_back: psycopg.Connection) -> None:
     with pytest.raises(psycopg.errors.CheckViolation, match="no partition"):
         rolled_back.execute("INSERT INTO pgoutbox.message (id, topic, payload, state) VALUES (-1, 't', '1', 'lost')")
 
@@ -110,7 +111,7 @@ def test_two_messages_of_one_key_cannot_be_in_flight(rolled_back: psycopg.Connec
     assert caught.value.diag.constraint_name == "message_live_in_flight"
 
 
-def test_the_partitions_hold_the_states_of_the_state_machine(rolled_back: psycopg.Connection) -> None:
+def test_the_partitions_cover_the_states_of_the_state_machine(rolled_back: psycopg.Connection) -> None:
     bounds: dict[str, str] = dict(
         rolled_back.execute(
             """
@@ -136,7 +137,7 @@ def test_every_state_has_its_transitions_and_those_without_one_are_final() -> No
 
 
 def _observed_transitions(connection: psycopg.Connection) -> set[tuple[str, str]]:
-    """Every change of state that the statements make of messages in each situation."""
+    """Return every change of state that the statements make of messages in each situation."""
     seen: set[tuple[str, str]] = set()
 
     def observe(message_id: int, act: Callable[[], object]) -> None:
@@ -235,8 +236,8 @@ def test_public_may_execute_no_function(rolled_back: psycopg.Connection) -> None
     assert [name for name, executable in functions if executable] == []
 
 
-# Only its owner may call the second, and only enqueue_checked does, which has pinned its path. The first is what every
-# producer calls, so that the tests below look at each name in it.
+# Only its owner may call the second function, and only enqueue_checked does, which has a pinned path. Every producer
+# calls the first one, so the following tests check each name in it.
 WRITES_WITHOUT_SETTINGS = ["enqueue_receipt", "write_message"]
 
 
@@ -255,20 +256,18 @@ def test_functions_that_write_pin_their_search_path(rolled_back: psycopg.Connect
 
 
 @pytest.mark.parametrize("name", WRITES_WITHOUT_SETTINGS)
-def test_what_writes_without_a_path_of_its_own_has_no_name_that_a_path_could_find(
-    rolled_back: psycopg.Connection, name: str
-) -> None:
+def test_functions_without_a_pinned_path_have_only_qualified_names(rolled_back: psycopg.Connection, name: str) -> None:
     row = rolled_back.execute("SELECT prosrc FROM pg_proc WHERE oid = %s::regproc", [f"pgoutbox.{name}"]).fetchone()
     assert row is not None
     assert open_names(row[0]) == []
 
 
 def open_names(body: str) -> list[str]:
-    """The operators, and the functions, tables and types without a schema, that stand in a body of PL/pgSQL."""
+    """Return the operators, and the functions, tables and types without a schema, in a body of PL/pgSQL."""
     body = re.sub(r"'[^']*'|--[^\n]*", "''", body).replace(":=", " ")
     body = re.sub(r"OPERATOR\(pg_catalog\.[^)]+\)", " ", body)
     operators = re.findall(r"[-+*/<>=~!@#%^&|`?:]+", body)
-    # What the grammar itself knows is looked up nowhere: no schema can hold another greatest or bigint.
+    # The grammar's own names are not resolved: no schema can define another greatest or bigint.
     known = {"greatest", "bigint", "boolean", "integer"}
     functions = set(re.findall(r"(?<![.\w])(\w+)\(", body)) - known
     tables = re.findall(r"\b(?:FROM|JOIN|INTO|UPDATE)\s+(?!pgoutbox\.)(\w+)", body)
@@ -285,11 +284,11 @@ def open_names(body: str) -> list[str]:
         ("DECLARE\n    a text;\nBEGIN RETURN a; END", "text"),
     ],
 )
-def test_the_test_before_finds_each_kind_of_name(body: str, found: str) -> None:
+def test_the_name_check_finds_each_kind_of_name(body: str, found: str) -> None:
     assert open_names(body) == [found]
 
 
-def test_the_live_part_has_no_more_indexes_than_claims_need(rolled_back: psycopg.Connection) -> None:
+def test_live_messages_have_no_more_indexes_than_claims_need(rolled_back: psycopg.Connection) -> None:
     indexes = rolled_back.execute(
         "SELECT indexname::text FROM pg_indexes WHERE schemaname = 'pgoutbox' AND tablename = 'message_live' ORDER BY 1"
     ).fetchall()
@@ -307,7 +306,7 @@ def test_the_live_part_has_no_more_indexes_than_claims_need(rolled_back: psycopg
     ]
 
 
-def test_every_text_that_an_index_holds_has_the_collation_c(rolled_back: psycopg.Connection) -> None:
+def test_every_indexed_text_has_the_collation_c(rolled_back: psycopg.Connection) -> None:
     """The order of any other collation changes with the server's libraries, and indexes then hold keys twice."""
     rows = rolled_back.execute(
         """

@@ -1,4 +1,4 @@
-"""What people see of messages: the same as the tables say, without secrets, and why something waits."""
+"""Tests the views for people: the same values as the tables, without secrets, and the reason why a message waits."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ SITUATIONS = (
 
 
 @pytest.mark.parametrize("situation", SITUATIONS, ids=lambda situation: situation.__name__)
-def test_the_reason_is_told_and_a_claim_takes_what_is_due(
+def test_the_view_gives_the_reason_and_a_claim_takes_due_messages(
     rolled_back: psycopg.Connection, situation: Callable[[psycopg.Connection], tuple[int, Expected]]
 ) -> None:
     message_id, expected = situation(rolled_back)
@@ -151,7 +151,7 @@ def test_the_reason_is_told_and_a_claim_takes_what_is_due(
     assert (message_id in taken) == (reason == "due")
 
 
-def test_what_does_not_wait_is_not_shown(rolled_back: psycopg.Connection) -> None:
+def test_messages_that_do_not_wait_are_not_shown(rolled_back: psycopg.Connection) -> None:
     for state in set(State) - {State.PENDING}:
         put(rolled_back, state)
     assert rolled_back.execute("SELECT count(*) FROM pgoutbox.waiting_view").fetchone() == (0,)
@@ -167,7 +167,7 @@ def test_the_view_has_every_column_of_a_message(rolled_back: psycopg.Connection)
     assert shown == stored
 
 
-def test_what_is_no_secret_is_shown_as_it_is(rolled_back: psycopg.Connection) -> None:
+def test_values_without_secrets_are_shown_unchanged(rolled_back: psycopg.Connection) -> None:
     put(rolled_back, State.FAILED, destination="mailto:ada@example.org", coalesce_key="k", age=timedelta(hours=1))
     columns = "id, topic, queue, destination, state, attempt_count, finished_at, worker, coalesce_key, last_error"
     seen, stored = (
@@ -177,7 +177,7 @@ def test_what_is_no_secret_is_shown_as_it_is(rolled_back: psycopg.Connection) ->
     assert seen == stored
 
 
-# --- what is hidden ---------------------------------------------------------------------------------------------------
+# --- redaction --------------------------------------------------------------------------------------------------------
 
 SECRETS = [
     *(f"{name}=s3cret" for name in REDACTED_NAMES),
@@ -212,7 +212,7 @@ SECRETS = [
 
 
 @pytest.mark.parametrize("text", SECRETS)
-def test_a_text_is_shown_without_secrets(rolled_back: psycopg.Connection, text: str) -> None:
+def test_secrets_in_a_text_are_hidden(rolled_back: psycopg.Connection, text: str) -> None:
     (shown,) = rolled_back.execute("SELECT pgoutbox.redacted_text(%s)", [text]).fetchone() or ("",)
     assert "s3cret" not in shown
     assert REDACTED in shown
@@ -232,7 +232,7 @@ def test_a_text_is_shown_without_secrets(rolled_back: psycopg.Connection, text: 
         "3 passengers=3, compass=4, design=5",
     ],
 )
-def test_a_text_without_secrets_is_left_alone(rolled_back: psycopg.Connection, text: str) -> None:
+def test_a_text_without_secrets_is_not_changed(rolled_back: psycopg.Connection, text: str) -> None:
     assert rolled_back.execute("SELECT pgoutbox.redacted_text(%s)", [text]).fetchone() == (text,)
     assert redact_text(text) == text
 
@@ -247,10 +247,10 @@ def test_a_text_without_secrets_is_left_alone(rolled_back: psycopg.Connection, t
         ({"ada@example.org": 1, "x" * 41: 2}, {REDACTED: REDACTED}),
     ],
 )  # fmt: skip
-def test_of_json_the_names_are_shown(rolled_back: psycopg.Connection, value: object, shown: object) -> None:
+def test_the_names_in_json_are_shown(rolled_back: psycopg.Connection, value: object, shown: object) -> None:
     assert rolled_back.execute("SELECT pgoutbox.redacted_json(%s)", [Jsonb(value)]).fetchone() == (shown,)
 
 
-def test_no_message_can_be_built_that_nobody_can_look_at(rolled_back: psycopg.Connection) -> None:
+def test_every_possible_message_can_be_shown(rolled_back: psycopg.Connection) -> None:
     rolled_back.execute("SELECT pgoutbox.enqueue('deep', (repeat('[', 5000) || repeat(']', 5000))::jsonb)")
     rolled_back.execute("SELECT payload FROM pgoutbox.message_view")

@@ -1,6 +1,6 @@
-"""What a type checker makes of the public names: read by mypy, never run.
+"""Types of the public API: read by mypy, never run.
 
-Each `type: ignore` names an error that has to be reported: `warn_unused_ignores` makes a missing one an error.
+Each `type: ignore` marks an error that mypy must report: `warn_unused_ignores` turns a missing one into an error.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ Topic("mail.wrong", payload=Activation, destination=lambda p: p.address)  # type
 async def activate(message: Message[Activation], ctx: Context) -> Email | Skip | None:
     assert_type(message.payload, Activation)
     assert_type(message.payload.email, str)
-    assert_type(ctx.cancelled, bool)
+    assert_type(ctx.should_stop, bool)
     await ctx.ensure_lease()
     return Email(to=message.payload.email, subject="Welcome", text="Hello")
 

@@ -1,5 +1,5 @@
-"""The page of numbers is made from a run's results alone: every number of the template's tables and plots comes from
-there, what was not measured is said to be so, and the plots are well-formed."""
+"""Tests that the page of benchmarks comes only from a run's results: every number of its tables and plots; that
+missing measurements are marked, and that the plots are well-formed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def results_of(*results: Result, directory: Path, quick: bool = False) -> Results:
-    """What the page gets: results that went through the file of `--json`."""
+    """Return results like those from the file of `--json`."""
     path = directory / "results.json"
     write_json(path, document_of({"cores": 2}, {"pgoutbox": "0.1.0", "pgqueuer": "1.6.0"}, results, quick=quick))
     return read_results(path)
@@ -34,7 +34,7 @@ def drain() -> Result:
     )
 
 
-def test_every_placeholder_is_replaced_by_what_the_run_found(tmp_path: Path) -> None:
+def test_every_placeholder_is_replaced_by_a_result(tmp_path: Path) -> None:
     names = ("machine", "versions", "settings drain", "table drain 0", "verdicts drain", "notes drain")
     template = "\n\n".join(f"{{{{{name}}}}}" for name in names)
     page = tmp_path / "docs" / "page.md"
@@ -55,7 +55,7 @@ def test_every_placeholder_is_replaced_by_what_the_run_found(tmp_path: Path) -> 
         assert expected in text
 
 
-def test_a_plot_stands_beside_the_page_and_the_page_shows_it(tmp_path: Path) -> None:
+def test_each_plot_is_a_file_beside_the_page_that_shows_it(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
 
     written = publish(results_of(drain(), directory=tmp_path), page, "{{bars drain 0 1 drain.svg}}")
@@ -65,7 +65,7 @@ def test_a_plot_stands_beside_the_page_and_the_page_shows_it(tmp_path: Path) -> 
     assert ET.parse(written[1]).getroot().tag == f"{SVG}svg"
 
 
-def test_a_scenario_that_did_not_run_is_said_to_be_missing_once_for_neighbours(tmp_path: Path) -> None:
+def test_a_missing_scenario_is_reported_once_for_neighbouring_numbers(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
 
     publish(results_of(directory=tmp_path), page, "Before.\n\n{{table drain 0}}\n\n{{verdicts drain}}\n\nAfter.")
@@ -73,7 +73,7 @@ def test_a_scenario_that_did_not_run_is_said_to_be_missing_once_for_neighbours(t
     assert page.read_text() == "Before.\n\n*Not measured in this run.*\n\nAfter.\n"
 
 
-def test_the_numbers_of_a_quick_run_are_said_to_mean_nothing(tmp_path: Path) -> None:
+def test_the_numbers_of_a_quick_run_are_marked_as_meaningless(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
 
     publish(results_of(directory=tmp_path, quick=True), page, "{{machine}}")
@@ -86,14 +86,14 @@ def test_the_numbers_of_a_quick_run_are_said_to_mean_nothing(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "template", ["{{table drain 7}}", "{{nonsense drain}}", "{{nonsense}}", "in the text: {{machine}}"]
 )
-def test_a_mistake_in_the_template_is_refused_and_no_page_is_written(tmp_path: Path, template: str) -> None:
+def test_an_error_in_the_template_is_reported_and_no_page_is_written(tmp_path: Path, template: str) -> None:
     page = tmp_path / "page.md"
     with pytest.raises(TemplateError):
         publish(results_of(drain(), directory=tmp_path), page, template)
     assert not page.exists()
 
 
-def test_the_template_asks_only_for_scenarios_that_there_are() -> None:
+def test_the_template_uses_only_existing_scenarios() -> None:
     from benchmarks.__main__ import SCENARIOS
 
     asked = set(
@@ -102,14 +102,14 @@ def test_the_template_asks_only_for_scenarios_that_there_are() -> None:
     assert asked == set(SCENARIOS)
 
 
-def test_a_file_that_is_no_result_of_a_run_is_refused_by_name(tmp_path: Path) -> None:
+def test_an_invalid_results_file_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "other.json"
     path.write_text(json.dumps({"machine": {}}))
-    with pytest.raises(SystemExit, match=r"other\.json is no result of a run: quick, scenarios, versions missing"):
+    with pytest.raises(SystemExit, match=r"other\.json is not a result of a run: quick, scenarios, versions missing"):
         read_results(path)
 
 
-def test_bars_are_as_long_as_their_values_and_ours_stands_out() -> None:
+def test_bars_are_proportional_and_pgoutbox_is_highlighted() -> None:
     root = ET.fromstring(bars("rates <&>", [("pgoutbox", 40.0), ("other & sons", 10.0), ("none", float("nan"))]))
 
     rectangles = root.findall(f"{SVG}rect")
@@ -119,7 +119,7 @@ def test_bars_are_as_long_as_their_values_and_ours_stands_out() -> None:
     assert "other & sons" in [element.text for element in root.iter(f"{SVG}text")]
 
 
-def test_ranges_place_their_dots_by_the_logarithm_within_the_picture() -> None:
+def test_ranges_place_their_dots_by_logarithm_within_the_picture() -> None:
     picture = ranges("delays", [("pgoutbox", [1.0, 10.0, 100.0]), ("empty", [])], unit="ms")
     root = ET.fromstring(picture)
 
@@ -133,5 +133,5 @@ def test_ranges_place_their_dots_by_the_logarithm_within_the_picture() -> None:
     ("value", "shown"),
     [(41_234.5, "41,200"), (999.6, "1,000"), (0.01234, "0.0123"), (1000, "1,000"), (float("nan"), "-")],
 )
-def test_numbers_are_shown_with_three_digits_that_count(value: float, shown: str) -> None:
+def test_numbers_have_three_significant_digits(value: float, shown: str) -> None:
     assert number(value) == shown

@@ -1,4 +1,4 @@
-"""One connection for all sends: opened once for those who wait together, and again when it has ended."""
+"""Tests the shared connection of all sends: opened once for concurrent callers, and reopened after it has ended."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Link:
 
 @dataclass
 class Server:
-    """Opens links when it is let; each attempt is kept."""
+    """Opens links when the test allows it, and records each attempt."""
 
     was_asked: asyncio.Event = field(default_factory=asyncio.Event)
     may_answer: asyncio.Event = field(default_factory=asyncio.Event)
@@ -39,7 +39,7 @@ class Server:
         return SharedConnection(self.connect, lambda link: link.is_open)
 
 
-async def test_those_who_wait_together_share_one_attempt_and_one_connection() -> None:
+async def test_concurrent_callers_share_one_attempt_and_one_connection() -> None:
     server = Server()
     shared = server.shared()
     waiting = [asyncio.create_task(shared.get()) for _ in range(10)]
@@ -49,7 +49,7 @@ async def test_those_who_wait_together_share_one_attempt_and_one_connection() ->
     assert server.attempt_count == 1
 
 
-async def test_who_is_cancelled_leaves_the_attempt_to_the_others() -> None:
+async def test_a_cancelled_caller_leaves_the_attempt_to_the_others() -> None:
     server = Server()
     shared = server.shared()
     first, second = asyncio.create_task(shared.get()), asyncio.create_task(shared.get())
@@ -61,7 +61,7 @@ async def test_who_is_cancelled_leaves_the_attempt_to_the_others() -> None:
     assert (first.cancelled(), server.attempt_count) == (True, 1)
 
 
-async def test_a_connection_that_ended_is_replaced() -> None:
+async def test_an_ended_connection_is_replaced() -> None:
     server = Server()
     server.may_answer.set()
     shared = server.shared()
@@ -70,7 +70,7 @@ async def test_a_connection_that_ended_is_replaced() -> None:
     assert await shared.get() is server.links[1]
 
 
-async def test_a_failed_attempt_is_everybodys_and_the_next_starts_anew() -> None:
+async def test_a_failed_attempt_fails_for_all_callers_and_the_next_call_retries() -> None:
     server = Server(error=OSError("away"))
     shared = server.shared()
     waiting = [asyncio.create_task(shared.get()) for _ in range(3)]
@@ -82,7 +82,7 @@ async def test_a_failed_attempt_is_everybodys_and_the_next_starts_anew() -> None
     assert server.attempt_count == 2
 
 
-async def test_an_error_that_nobody_waited_for_is_not_reported_as_lost() -> None:
+async def test_an_error_without_a_waiting_caller_is_not_reported_as_lost() -> None:
     reported: list[dict[str, object]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
     server = Server(error=OSError("away"))
@@ -96,11 +96,11 @@ async def test_an_error_that_nobody_waited_for_is_not_reported_as_lost() -> None
     server.may_answer.set()
     await asyncio.wait([attempt])
     del attempt, shared, waiting
-    gc.collect()  # An error that nobody has looked at is reported when its task goes.
+    gc.collect()  # An unread error is reported when its task is deleted.
     assert reported == []
 
 
-async def test_the_connection_is_taken_once_and_an_attempt_is_ended() -> None:
+async def test_taking_the_connection_cancels_a_running_attempt() -> None:
     server = Server()
     shared = server.shared()
     assert await shared.take() is None

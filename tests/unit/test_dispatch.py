@@ -1,20 +1,21 @@
-"""From a message and its handler to an outcome, without a database."""
+"""Tests the way from a message and its handler to an outcome, without a database."""
 
 from __future__ import annotations
 
 import asyncio
 from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, cast
 
 import pytest
 from pydantic import BaseModel
 
-from pgoutbox.clock import elapsed_clock
+from pgoutbox.clock import Duration, elapsed_clock
 from pgoutbox.dispatch import Dispatcher
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.handlers import Context, Handler, SyncContext
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Skip, Transient, Unavailable
+from pgoutbox.results import Attempt, watch_thread
 from pgoutbox.retry import MAX_DELAY_SECONDS, RetryPolicy, bounded_delay
 from pgoutbox.text import MAX_TEXT_LENGTH, clean_text, describe
 
@@ -33,13 +34,13 @@ class Greeting(BaseModel):
 
 
 class Card:
-    """A content."""
+    """An example content."""
 
     scheme = "post"
 
 
 class Post:
-    """A transport that notes what it is given."""
+    """A transport that records its contents."""
 
     schemes = ("post",)
 
@@ -58,7 +59,7 @@ def handler_of(
     *,
     model: type[BaseModel] | None = None,
     permanent: tuple[type[BaseException], ...] = (),
-    timeout_seconds: float | None = None,
+    timeout: Duration | None = None,
     on_unknown: OnUnknown = "retry",
     max_batch: int | None = None,
 ) -> Handler:
@@ -66,7 +67,7 @@ def handler_of(
         "greet",
         function,
         retry=RetryPolicy(),
-        timeout_seconds=timeout_seconds,
+        timeout=timeout,
         on_unknown=on_unknown,
         max_batch=max_batch,
         transactional=False,
@@ -80,25 +81,25 @@ def message_of(payload: object = None, *, destination: str | None = None, messag
     return Message(message_id, "greet", "default", destination, payload, {}, 1, 11, now, now, None)
 
 
-async def hold(context: Context) -> None:
-    """Every lease holds."""
+async def hold(attempt: Attempt) -> None:
+    """Every lease is valid."""
 
 
 @pytest.fixture
 def post() -> Post:
-    """A transport of scheme `post`."""
+    """Return a transport of scheme `post`."""
     return Post()
 
 
 @pytest.fixture
 def dispatcher(post: Post) -> Iterator[Dispatcher]:
-    """A dispatcher with that transport and one thread."""
+    """Return a dispatcher with that transport and one thread."""
     with ThreadPoolExecutor(1) as threads:
         yield Dispatcher({"post": cast("Transport", post)}, threads, lease_seconds=60)
 
 
 async def outcome_of(dispatcher: Dispatcher, handler: Handler, message: Message[object]) -> Outcome:
-    (outcome,) = await dispatcher.run([Context(message, handler, elapsed_clock(), hold)], lambda _: None)
+    (outcome,) = await dispatcher.run([Attempt(message, handler, elapsed_clock(), hold)])
     return outcome
 
 
@@ -112,13 +113,13 @@ def test_a_handler_that_does_not_take_two_arguments_is_refused_by_name() -> None
         handler_of(lonely)
 
 
-@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf")])
-def test_a_timeout_that_is_no_time_is_refused(seconds: float) -> None:
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), timedelta(seconds=-1)])
+def test_a_timeout_must_be_positive(timeout: Duration) -> None:
     with pytest.raises(ConfigurationError, match="timeout="):
-        handler_of(lambda message, ctx: None, timeout_seconds=seconds)
+        handler_of(lambda message, ctx: None, timeout=timeout)
 
 
-def test_an_unknown_rule_for_unknown_outcomes_is_refused() -> None:
+def test_an_unknown_value_of_on_unknown_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="on_unknown='ignore'"):
         handler_of(lambda message, ctx: None, on_unknown=cast("OnUnknown", "ignore"))
 
@@ -150,7 +151,7 @@ async def test_a_handler_gets_its_payload_as_the_model(dispatcher: Dispatcher) -
     assert seen == [Greeting(name="Ann")]
 
 
-async def test_a_payload_that_does_not_fit_the_model_fails_for_good_and_names_the_field(dispatcher: Dispatcher) -> None:
+async def test_a_payload_that_does_not_match_the_model_fails_permanently(dispatcher: Dispatcher) -> None:
     async def greet(message: Message[Greeting], ctx: Context) -> None:
         raise AssertionError("never runs")
 
@@ -161,14 +162,14 @@ async def test_a_payload_that_does_not_fit_the_model_fails_for_good_and_names_th
     assert "s3cret" not in outcome.error
 
 
-async def test_in_a_batch_only_the_message_whose_payload_does_not_fit_fails(dispatcher: Dispatcher) -> None:
+async def test_in_a_batch_only_the_message_with_the_invalid_payload_fails(dispatcher: Dispatcher) -> None:
     async def greet(messages: list[Message[Greeting]], contexts: list[Context]) -> list[Outcome]:
         return [Skip(message.payload.name) for message in messages]
 
     handler = handler_of(greet, model=Greeting, max_batch=10)
     messages = [message_of({"name": "Ann"}), message_of({}, message_id=2), message_of({"name": "Bo"}, message_id=3)]
-    contexts = [Context(message, handler, elapsed_clock(), hold) for message in messages]
-    first, second, third = await dispatcher.run_batch(contexts, lambda _: None)
+    attempts = [Attempt(message, handler, elapsed_clock(), hold) for message in messages]
+    first, second, third = await dispatcher.run_batch(attempts)
     assert isinstance(first, Skip)
     assert isinstance(second, Permanent)
     assert isinstance(third, Skip)
@@ -191,12 +192,12 @@ async def test_a_content_is_sent_by_the_transport_of_its_scheme(
     assert len(post.sent) == 1
 
 
-async def test_the_destination_decides_over_the_content(dispatcher: Dispatcher, post: Post) -> None:
+async def test_the_destination_takes_precedence_over_the_content(dispatcher: Dispatcher, post: Post) -> None:
     async def greet(message: Message, ctx: Context) -> Card:
         return Card()
 
     outcome = await outcome_of(dispatcher, handler_of(greet), message_of(destination="fax:1"))
-    assert isinstance(outcome, Unavailable), "settings can be mended, and then it goes out"
+    assert isinstance(outcome, Unavailable), "settings can be fixed, and then the message is sent"
     assert "'fax'" in outcome.error
     assert "it has: post" in outcome.error
     assert post.sent == []
@@ -211,7 +212,7 @@ async def test_the_destination_decides_over_the_content(dispatcher: Dispatcher, 
         ("fax:1", ""),
     ],
 )
-async def test_a_missing_transport_is_named_with_what_brings_it(
+async def test_a_missing_transport_is_named_with_its_remedy(
     dispatcher: Dispatcher, destination: str, hint: str
 ) -> None:
     async def greet(message: Message, ctx: Context) -> Card:
@@ -222,15 +223,16 @@ async def test_a_missing_transport_is_named_with_what_brings_it(
     assert outcome.error.endswith(f"(it has: post){hint}")
 
 
-async def test_a_sync_handler_runs_in_a_thread_that_is_told_of(dispatcher: Dispatcher) -> None:
+async def test_a_sync_handler_runs_in_a_thread_that_is_reported(dispatcher: Dispatcher) -> None:
     threads: list[Future[object]] = []
 
     def greet(message: Message, ctx: SyncContext) -> Skip:
         ctx.ensure_lease()
         return Skip("why")
 
-    context = Context(message_of(), handler_of(greet), elapsed_clock(), hold)
-    (outcome,) = await dispatcher.run([context], threads.append)
+    watch_thread.set(threads.append)
+    attempt = Attempt(message_of(), handler_of(greet), elapsed_clock(), hold)
+    (outcome,) = await dispatcher.run([attempt])
     assert isinstance(outcome, Skip)
     assert len(threads) == 1
 
@@ -249,7 +251,7 @@ async def test_a_cancellation_by_the_worker_passes_through(dispatcher: Dispatche
         await task
 
 
-async def test_an_outcome_that_a_permanent_list_names_is_still_the_outcome_that_was_raised(
+async def test_a_raised_outcome_wins_over_the_permanent_list(
     dispatcher: Dispatcher,
 ) -> None:
     async def greet(message: Message, ctx: Context) -> None:
@@ -272,15 +274,15 @@ async def test_an_outcome_that_a_permanent_list_names_is_still_the_outcome_that_
         ("x" * (MAX_TEXT_LENGTH + 1), "x" * (MAX_TEXT_LENGTH - 1) + "…"),
     ],
 )
-def test_a_text_is_made_fit_to_be_stored(text: str, clean: str) -> None:
+def test_a_text_is_sanitized_for_storage(text: str, clean: str) -> None:
     assert clean_text(text) == clean
 
 
-def test_a_text_that_grows_when_it_is_escaped_is_cut_too() -> None:
+def test_a_text_that_grows_by_escaping_is_truncated_too() -> None:
     assert len(clean_text("\x00" * MAX_TEXT_LENGTH)) == MAX_TEXT_LENGTH
 
 
-def test_an_error_without_a_text_is_its_type() -> None:
+def test_an_error_without_a_text_shows_its_type() -> None:
     assert describe(ValueError()) == "ValueError"
 
 
@@ -294,5 +296,5 @@ def test_an_error_without_a_text_is_its_type() -> None:
         (1e300, MAX_DELAY_SECONDS),
     ],
 )
-def test_a_delay_is_kept_within_bounds(asked: float, granted: float) -> None:
+def test_a_delay_is_kept_within_its_bounds(asked: float, granted: float) -> None:
     assert bounded_delay(asked) == granted

@@ -1,4 +1,4 @@
-"""What may be enqueued, and the path that every refusal names."""
+"""Tests the validation of enqueued messages, and the path in each refusal."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from pgoutbox.retry import RetryPolicy
 from pgoutbox.topics import NewMessage, Topic
 from tests.drafts import DEFAULT, Account, draft_of, refusal
 
-HUGE = pytest.param(10**5000, id="5001 digits")  # More than Python will write.
+HUGE = pytest.param(10**5000, id="5001 digits")  # More digits than Python converts.
 NOW = datetime.now(UTC)
 
 
 # --- topics -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_topic_settles_what_it_defines() -> None:
+def test_a_topic_sets_the_options_that_it_defines() -> None:
     topic = Topic(
         "mail.activation",
         payload=Account,
@@ -66,23 +66,25 @@ def test_a_topic_settles_what_it_defines() -> None:
         ({"retry": RetryPolicy()}, {"max_attempts": 3}),
     ],
 )
-def test_a_call_site_cannot_pass_what_the_topic_defines(definition: dict[str, Any], option: dict[str, object]) -> None:
+def test_a_call_cannot_pass_options_that_the_topic_defines(
+    definition: dict[str, Any], option: dict[str, object]
+) -> None:
     (field,) = option
     text = refusal(Topic("mail.news", **definition), {}, **option)
     assert text == f"{field}: belongs to the definition of topic 'mail.news'; do not pass it"
 
 
-def test_a_call_site_may_choose_what_the_topic_leaves_open() -> None:
+def test_a_call_may_pass_options_that_the_topic_leaves_open() -> None:
     draft = draft_of(Topic("a", queue="bulk"), 1, destination="https://example.org", headers={"trace": "1"})
     assert (draft.queue, draft.destination, draft.headers) == ("bulk", "https://example.org", '{"trace":"1"}')
 
 
-def test_what_a_function_of_the_topic_returns_is_checked() -> None:
+def test_the_result_of_a_topic_function_is_validated() -> None:
     assert refusal(Topic("a", destination=lambda _: "no uri"), 1).startswith("destination: must be a URI")
     assert refusal(Topic("a", coalesce_key=lambda _: 7), 1) == "coalesce_key: must be text, not int"  # type: ignore[arg-type, return-value]
 
 
-def test_what_a_function_of_the_topic_raises_passes_through() -> None:
+def test_an_exception_of_a_topic_function_passes_through() -> None:
     with pytest.raises(ZeroDivisionError):
         draft_of(Topic("a", dedupe_key=lambda _: str(1 / 0)), 1)
 
@@ -101,7 +103,7 @@ def test_what_a_function_of_the_topic_raises_passes_through() -> None:
         ({"name": "a", "payload": "Account"}, "payload: must be a pydantic model"),
     ],
 )
-def test_a_wrong_definition_is_a_configuration_error_that_names_the_field(
+def test_an_invalid_definition_is_a_configuration_error_that_names_the_field(
     arguments: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=f"^topic .*: {problem}"):
@@ -129,7 +131,7 @@ def test_any_other_name_is_refused_with_its_field(name: object) -> None:
 
 
 @pytest.mark.parametrize("name", BAD_NAMES)
-def test_the_queue_obeys_the_same_rule(name: object) -> None:
+def test_a_queue_name_has_the_same_rule(name: object) -> None:
     if name is not None:
         assert refusal(queue=name).startswith("queue: must be 1 to 63")
 
@@ -152,7 +154,7 @@ def test_a_key_is_any_text_of_up_to_512_bytes(key: str) -> None:
     ],
 )
 @pytest.mark.parametrize("field", ["coalesce_key", "dedupe_key", "ordering_key"])
-def test_any_other_key_is_refused_whether_given_or_computed_by_the_topic(field: str, key: object, problem: str) -> None:
+def test_any_other_key_is_refused_whether_given_or_computed(field: str, key: object, problem: str) -> None:
     assert refusal(**{field: key}) == f"{field}: {problem}"
     computed: dict[str, Any] = {field: lambda _: key}
     assert refusal(Topic("mail", **computed)) == f"{field}: {problem}"
@@ -202,7 +204,7 @@ def test_a_mailto_destination_names_one_recipient(uri: str) -> None:
         ({"a": "é" * 32_768}, "headers: has 65544 bytes as JSON, the limit is 65536"),
     ],
 )
-def test_headers_that_are_not_plain_texts_are_refused(headers: object, problem: str) -> None:
+def test_invalid_headers_are_refused(headers: object, problem: str) -> None:
     assert refusal(headers=headers) == problem
 
 
@@ -222,7 +224,7 @@ def test_max_attempts_outside_1_to_10000_is_refused(count: object) -> None:
     assert refusal(max_attempts=count).startswith("max_attempts: must be a whole number from 1 to 10000")
 
 
-def test_the_call_sites_max_attempts_wins_over_the_handlers() -> None:
+def test_max_attempts_of_the_call_takes_precedence_over_the_handlers() -> None:
     assert draft_of("a").max_attempts == DEFAULT
     assert draft_of("a", queue="bulk").max_attempts == DEFAULT
     assert draft_of("a", max_attempts=2).max_attempts == 2
@@ -253,7 +255,7 @@ def test_a_time_without_a_time_zone_is_refused(field: str) -> None:
 
 @pytest.mark.parametrize("field", ["available_at", "expires_at"])
 @pytest.mark.parametrize("value", [date(2026, 1, 1), "2026-01-01", 0, "infinity"])
-def test_a_time_that_is_no_datetime_is_refused(field: str, value: object) -> None:
+def test_a_time_of_another_type_is_refused(field: str, value: object) -> None:
     assert refusal(**{field: value}) == f"{field}: must be a datetime, not {type(value).__name__}"
 
 
@@ -300,16 +302,16 @@ def test_times_are_written_in_utc() -> None:
         ({"available_at": NOW, "delay": 0}, "delay: give delay or available_at, not both"),
     ],
 )
-def test_times_that_contradict_each_other_are_refused(options: dict[str, object], problem: str) -> None:
+def test_contradictory_times_are_refused(options: dict[str, object], problem: str) -> None:
     assert refusal(**options).startswith(problem)
 
 
-def test_what_only_the_databases_clock_can_decide_is_left_to_it() -> None:
+def test_checks_against_the_clock_are_left_to_the_database() -> None:
     assert draft_of(expires_at=NOW - timedelta(hours=1)).expires_at
 
 
 @pytest.mark.parametrize("value", [0, 2**63, True, "1", 1.0])
-def test_a_whole_number_is_neither_a_truth_value_nor_a_text(value: object) -> None:
+def test_an_integer_is_neither_a_boolean_nor_a_text(value: object) -> None:
     with pytest.raises(PayloadError):
         check_whole("message_id", value, most=2**63 - 1)
 
@@ -339,7 +341,7 @@ def test_an_array_of_texts_reads_back_the_same(
     assert rolled_back.execute("SELECT %s::text[]", [text_array(values)]).fetchone() == (values,)
 
 
-def test_unkeyed_messages_come_first_in_their_order_and_keyed_ones_after_them_in_the_order_of_locks() -> None:
+def test_a_bulk_has_unkeyed_messages_first_and_then_keyed_ones_in_lock_order() -> None:
     drafts = [
         draft_of("b", coalesce_key="z"),
         draft_of("b"),
@@ -357,7 +359,7 @@ def test_unkeyed_messages_come_first_in_their_order_and_keyed_ones_after_them_in
     assert positions(drafts) == [[1, 4, 10, 8, 9, 11, 5, 7, 2, 0, 6, 3]]
 
 
-def test_a_chunk_is_bounded_in_rows_and_in_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_is_limited_in_rows_and_in_characters(monkeypatch: pytest.MonkeyPatch) -> None:
     small = [draft_of("a", 1)] * (2 * CHUNK_ROWS + 1)
     assert [len(chunk) for chunk in positions(small)] == [CHUNK_ROWS, CHUNK_ROWS, 1]
     monkeypatch.setattr("pgoutbox.drafts.CHUNK_CHARACTERS", 10)
@@ -365,7 +367,7 @@ def test_a_chunk_is_bounded_in_rows_and_in_characters(monkeypatch: pytest.Monkey
     assert positions(large) == [[0, 1], [2], [3], [4]]
 
 
-def test_messages_of_the_rule_pending_are_sorted_by_what_enqueue_locks() -> None:
+def test_messages_of_the_rule_pending_are_sorted_by_their_locks() -> None:
     drafts = [
         draft_of("a", None, coalesce_key="x", coalesce_rule="pending", dedupe_key="b"),
         draft_of("a", None, coalesce_key="y", coalesce_rule="pending", dedupe_key="a"),

@@ -1,4 +1,4 @@
-"""What an encrypted topic makes of a payload before any SQL: nothing readable, and no mistaking."""
+"""Tests the encryption of payloads before any SQL: nothing is readable, and nothing is confused."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def sealed_payload(payload: object, *keys: str, dedupe_key: str | None = None) -
 
 
 @pytest.mark.parametrize("payload", [None, "text", 7, [1, {"a": None}], {"to": "ann", "n": 1.5}, {"käse": "\u2028"}])
-def test_a_sealed_payload_is_unsealed_to_what_it_was(payload: JsonValue) -> None:
+def test_a_decrypted_payload_equals_the_original(payload: JsonValue) -> None:
     sealed = sealed_payload(payload, OLD)
     assert is_sealed(sealed)
     assert json.loads(unseal(sealed, keyring(OLD), MAIL)) == payload
@@ -68,9 +68,7 @@ def test_a_sealed_payload_is_unsealed_to_what_it_was(payload: JsonValue) -> None
         (Identity("content", "mail"), "kind"),
     ],
 )
-def test_a_token_that_was_copied_into_another_message_does_not_open_and_fails_for_good(
-    actual: Identity, field: str
-) -> None:
+def test_a_token_copied_into_another_message_fails_permanently(actual: Identity, field: str) -> None:
     draft = draft_of(CANARY, keys=keyring(OLD), destination="mailto:a@example.org", coalesce_key="c")
     sealed = json.loads(draft.payload)
     assert unseal(sealed, keyring(OLD), Identity("payload", "mail", "mailto:a@example.org", "c")) == f'"{CANARY}"'
@@ -79,11 +77,11 @@ def test_a_token_that_was_copied_into_another_message_does_not_open_and_fails_fo
     assert caught.value.error == f"the {actual.kind} was encrypted for another message: its {field} differs"
 
 
-def test_nothing_of_the_payload_can_be_read_in_the_draft() -> None:
+def test_the_draft_contains_nothing_readable_of_the_payload() -> None:
     assert CANARY not in repr(draft_of({"password": CANARY}, keys=keyring(OLD), dedupe_key="k"))
 
 
-def test_the_first_key_encrypts_and_each_decrypts() -> None:
+def test_the_first_key_encrypts_and_every_key_decrypts() -> None:
     sealed = sealed_payload(CANARY, NEW, OLD)
     assert unseal(sealed, keyring(NEW), MAIL) == f'"{CANARY}"'
     assert unseal(sealed, keyring(OLD, NEW), MAIL) == f'"{CANARY}"'
@@ -96,9 +94,7 @@ def test_the_first_key_encrypts_and_each_decrypts() -> None:
     [(None, "set PGOUTBOX_ENCRYPTION_KEYS"), (keyring(NEW), "add the one that it was encrypted with")],
     ids=["without a key", "with another key"],
 )
-def test_without_the_right_key_the_outcome_is_transient_and_shows_neither_text_nor_key(
-    keys: Keyring | None, named: str
-) -> None:
+def test_a_missing_key_is_transient_and_shows_neither_text_nor_key(keys: Keyring | None, named: str) -> None:
     sealed = sealed_payload(CANARY, OLD)
     with pytest.raises(Transient) as caught:
         unseal(sealed, keys, MAIL)
@@ -109,7 +105,7 @@ def test_without_the_right_key_the_outcome_is_transient_and_shows_neither_text_n
 
 
 @pytest.mark.parametrize("sealed", [{SEALED: None}, {SEALED: {}}, {SEALED: {"token": 7}}, {SEALED: {"token": "käse"}}])
-def test_what_only_claims_to_be_sealed_is_transient_too(sealed: JsonValue) -> None:
+def test_a_payload_that_only_looks_encrypted_is_transient_too(sealed: JsonValue) -> None:
     with pytest.raises(Transient):
         unseal(sealed, keyring(OLD), MAIL)
 
@@ -125,14 +121,14 @@ def test_a_keyring_does_not_show_its_keys() -> None:
 
 
 @pytest.mark.parametrize("encrypted", [False, True])
-def test_a_payload_that_could_be_taken_for_an_encrypted_one_is_refused(encrypted: bool) -> None:
+def test_a_payload_that_looks_encrypted_is_refused(encrypted: bool) -> None:
     with pytest.raises(PayloadError) as caught:
         draft_of({SEALED: "x", "to": "ann"}, keys=keyring(OLD), encrypted=encrypted)
     assert caught.value.field == f'payload["{SEALED}"]'
 
 
 @pytest.mark.parametrize("payload", [{"a": {SEALED: 1}}, SEALED, [{SEALED: 1}], {"a": SEALED}])
-def test_the_name_is_free_everywhere_but_at_the_top(payload: JsonValue) -> None:
+def test_the_reserved_name_is_allowed_below_the_top_level(payload: JsonValue) -> None:
     assert json.loads(draft_of(payload, encrypted=False).payload) == payload
 
 
@@ -141,7 +137,7 @@ def test_an_encrypted_topic_without_keys_refuses_to_enqueue() -> None:
         draft_of(CANARY)
 
 
-def test_the_limit_of_size_holds_for_the_payload_and_for_what_is_stored() -> None:
+def test_the_size_limit_applies_to_the_payload_and_its_encrypted_form() -> None:
     with pytest.raises(PayloadError, match="has 1002 bytes as JSON"):
         draft_of("x" * 1_000, keys=keyring(OLD))
     with pytest.raises(PayloadError, match=r"has \d+ bytes encrypted, the limit is 1000"):
@@ -158,7 +154,7 @@ def test_a_digest_is_the_same_for_the_same_payload_and_only_for_it() -> None:
     assert digests({"a": 1}, OLD) != digests({"a": 2}, OLD)
 
 
-def test_digests_do_not_tell_whether_two_messages_say_the_same() -> None:
+def test_digests_do_not_reveal_equal_payloads_of_different_messages() -> None:
     assert digests(CANARY, OLD) != digests(CANARY, OLD, dedupe_key="another")
     assert "digests" not in sealed_payload(CANARY, OLD)[SEALED]
 

@@ -1,4 +1,4 @@
-"""The answers of a bulk read like a list."""
+"""Tests that the answers of a bulk behave like a list."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def enqueued() -> EnqueuedMany:
     return EnqueuedMany([7, 5, 9], [1])
 
 
-def test_it_has_the_answers_of_a_list(enqueued: EnqueuedMany) -> None:
+def test_the_answers_are_a_sequence(enqueued: EnqueuedMany) -> None:
     assert (list(enqueued), len(enqueued), enqueued.ids) == (ANSWERS, 3, [7, 5, 9])
     assert (enqueued[0], enqueued[1], enqueued[-1]) == (ANSWERS[0], ANSWERS[1], ANSWERS[2])
     assert (enqueued[1:], enqueued[::-1]) == (ANSWERS[1:], ANSWERS[::-1])
@@ -22,7 +22,7 @@ def test_it_has_the_answers_of_a_list(enqueued: EnqueuedMany) -> None:
         enqueued[3]
 
 
-def test_it_is_equal_to_the_same_answers_and_to_no_others(enqueued: EnqueuedMany) -> None:
+def test_equality_compares_the_answers(enqueued: EnqueuedMany) -> None:
     assert enqueued == ANSWERS
     assert enqueued == EnqueuedMany([7, 5, 9], [1])
     assert enqueued != EnqueuedMany([7, 5, 9])
@@ -30,5 +30,5 @@ def test_it_is_equal_to_the_same_answers_and_to_no_others(enqueued: EnqueuedMany
     assert enqueued != tuple(ANSWERS)
 
 
-def test_it_shows_its_answers() -> None:
+def test_the_repr_shows_the_answers() -> None:
     assert repr(EnqueuedMany([7])) == "EnqueuedMany([Enqueued(id=7, duplicate=False)])"

@@ -1,4 +1,4 @@
-"""An event's envelope, and what is refused before a broker sees it."""
+"""Tests an event's envelope, and the refusals before a broker is contacted."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def envelope_of(event: Event, settings: Settings) -> dict[str, Any]:
     return envelope
 
 
-def test_the_envelope_has_what_a_cloudevent_must_have(settings: Settings) -> None:
+def test_the_envelope_has_the_required_attributes_of_a_cloudevent(settings: Settings) -> None:
     assert envelope_of(Event({"order_id": 7}), settings) == {
         "specversion": "1.0",
         "id": outgoing().idempotency_key,
@@ -44,7 +44,7 @@ def test_the_envelope_has_what_a_cloudevent_must_have(settings: Settings) -> Non
     }
 
 
-def test_the_handler_may_say_more(settings: Settings) -> None:
+def test_the_handler_can_set_more_attributes(settings: Settings) -> None:
     event = Event(
         None,
         type="org.example.order.placed",
@@ -62,7 +62,7 @@ def test_the_handler_may_say_more(settings: Settings) -> None:
     assert {name: envelope[name] for name in wanted} == wanted
 
 
-def test_the_same_bytes_at_every_attempt(settings: Settings) -> None:
+def test_every_attempt_has_the_same_bytes(settings: Settings) -> None:
     event = Event({"b": 1, "a": 2})
     assert render(event, outgoing(attempt_count=1), settings) == render(event, outgoing(attempt_count=9), settings)
 
@@ -106,13 +106,13 @@ ENDLESS.append(ENDLESS)
         ({"headers": {f"h{n}": "" for n in range(65)}}, "event.headers: 65 are more than 64"),
     ],
 )
-def test_what_no_broker_should_see_is_refused_by_name(event: dict[str, Any], error: str, settings: Settings) -> None:
+def test_an_invalid_event_is_refused_by_name(event: dict[str, Any], error: str, settings: Settings) -> None:
     with pytest.raises(Permanent) as caught:
         render(Event(**event), outgoing(), settings)
     assert caught.value.error.startswith(error)
 
 
-def test_a_missing_source_costs_no_attempt_because_a_setting_adds_it() -> None:
+def test_a_missing_source_costs_no_attempt() -> None:
     with pytest.raises(Unavailable, match="PGOUTBOX_EVENT_SOURCE is not set") as caught:
         render(Event(), outgoing(), load_settings())
     assert caught.value.breaker == part_key(Event()) == "event:PGOUTBOX_EVENT_SOURCE"
@@ -121,7 +121,7 @@ def test_a_missing_source_costs_no_attempt_because_a_setting_adds_it() -> None:
         render(Event(), outgoing(), load_settings(event_source="a\tb"))
 
 
-def test_another_content_is_refused(settings: Settings) -> None:
+def test_another_content_type_is_refused(settings: Settings) -> None:
     with pytest.raises(Permanent, match="sends an Event, not Email"):
         render(Email(subject="Hello"), outgoing(), settings)
 
@@ -133,7 +133,7 @@ def test_the_data_is_not_in_the_repr() -> None:
 @pytest.mark.parametrize(
     ("destination", "name"), [("nats:a.b", "a.b"), ("redis:a:b%20c", "a:b c"), ("kafka:%C3%BC", "ü")]
 )
-def test_the_destination_names_something_after_its_scheme(destination: str, name: str) -> None:
+def test_the_destination_needs_a_name_after_its_scheme(destination: str, name: str) -> None:
     assert parse_name(outgoing(destination=destination)) == name
 
 
@@ -148,7 +148,7 @@ def test_the_destination_names_something_after_its_scheme(destination: str, name
         ("nats:" + "x" * 256, "destination: 256 bytes are more than 255"),
     ],
 )
-def test_a_destination_of_the_wrong_form_is_refused(destination: str | None, error: str) -> None:
+def test_an_invalid_destination_is_refused(destination: str | None, error: str) -> None:
     with pytest.raises(Permanent) as caught:
         parse_name(outgoing(destination=destination))
     assert caught.value.error.startswith(error)

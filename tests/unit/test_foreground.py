@@ -1,4 +1,4 @@
-"""A program that a test interrupts hears it, even in a background job of a script."""
+"""Tests that a program receives a test's interrupt, even in a background job of a script."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INTERRUPTED = ("-c", "import signal; signal.raise_signal(signal.SIGINT)")
 @pytest.mark.parametrize(
     ("command", "exit_code"), [((sys.executable, *INTERRUPTED), 0), (in_foreground(*INTERRUPTED), -signal.SIGINT)]
 )
-def test_only_a_foreground_job_is_interrupted_where_the_parent_ignores_it(
+def test_a_foreground_job_is_interrupted_even_if_its_parent_ignores_sigint(
     command: tuple[str, ...], exit_code: int
 ) -> None:
     assert subprocess.run([*IGNORING, *command], stderr=subprocess.DEVNULL, check=False).returncode == exit_code

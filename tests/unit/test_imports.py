@@ -1,4 +1,4 @@
-"""What `import pgoutbox` costs, and what it needs: nothing but psycopg and pydantic."""
+"""Tests that `import pgoutbox` loads nothing but psycopg and pydantic."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OPTIONAL = (
 
 
 def loaded_by(program: str, **environment: str) -> set[str]:
-    """The names of the modules that are loaded after the program ran in an interpreter of its own."""
+    """Return the names of the modules that are loaded after the program ran in a separate interpreter."""
     result = subprocess.run(
         [sys.executable, "-c", f"{program}\nimport json, sys\nprint(json.dumps(sorted(sys.modules)))"],
         capture_output=True,
@@ -49,12 +49,12 @@ async def welcome(message, context): ...
     assert "pgoutbox.outbox" in loaded_by(program, PGOUTBOX_LEASE_SECONDS="nonsense")
 
 
-def test_every_public_name_is_there() -> None:
+def test_every_public_name_can_be_imported() -> None:
     assert sorted(pgoutbox.__all__) == list(pgoutbox.__all__)
     assert all(hasattr(pgoutbox, name) for name in pgoutbox.__all__)
 
 
-def test_a_worker_whose_metrics_and_traces_nobody_asked_for_loads_neither() -> None:
+def test_a_worker_without_metrics_and_traces_loads_neither() -> None:
     program = """
 import asyncio
 import psycopg
@@ -72,7 +72,7 @@ except psycopg.OperationalError:
 
 
 @pytest.mark.parametrize("missing", ["prometheus_client", "h11"])
-def test_metrics_without_their_extra_end_the_worker_at_the_start_with_the_command_that_helps(missing: str) -> None:
+def test_metrics_without_their_extra_end_the_worker_with_the_install_command(missing: str) -> None:
     program = f"""
 import sys
 sys.modules["{missing}"] = None

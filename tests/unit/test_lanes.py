@@ -1,4 +1,4 @@
-"""Which lanes the next look claims from, and from where, given what the last ones found."""
+"""Tests which lanes the next poll claims from, and from which position, given the previous results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FRESH, RETRIES, ORDERED, ENDING, LAPSED = Lane.FRESH, Lane.RETRIES, Lane.ORDERED
 
 
 def rows(*seconds: int) -> list[ClaimedRow]:
-    """Claimed rows that were due so many seconds after noon."""
+    """Return claimed rows that were due this many seconds after noon."""
     return [
         ClaimedRow(
             id=second,
@@ -53,7 +53,7 @@ def rows(*seconds: int) -> list[ClaimedRow]:
 
 
 class Clock:
-    """A cursor with a clock that the test moves."""
+    """A cursor with a clock that the test advances."""
 
     def __init__(self) -> None:
         self.cursor = Cursor()
@@ -79,7 +79,7 @@ def test_a_filled_claim_sets_the_floor_where_it_ended() -> None:
     assert clock.start() == (NOON + timedelta(seconds=4), 4)
 
 
-def test_a_short_claim_takes_the_floor_away() -> None:
+def test_a_partial_claim_removes_the_floor() -> None:
     clock = Clock()
     clock.claim(1, 2, 3, 4)
     clock.claim(5)
@@ -102,7 +102,7 @@ def test_under_load_claims_start_at_the_beginning_a_few_times_a_second() -> None
     assert clock.start() is None
 
 
-def test_slow_claims_from_the_beginning_come_more_rarely() -> None:
+def test_slow_claims_from_the_beginning_become_rarer() -> None:
     clock = Clock()
     clock.claim(1, 2, 3, 4, took=1.0)
     clock.now += 0.9 / FULL_CLAIM_SHARE
@@ -120,12 +120,12 @@ def test_a_claim_from_the_floor_searches_nothing_before_it() -> None:
 
 
 def due(queue: str, *, is_limited: bool = False, has_ordered: bool = False, seconds: float | None = None) -> DueRow:
-    """An answer of the database; `seconds` until something falls due in the other lanes."""
+    """Return an answer of the database; `seconds` until something falls due in the other lanes."""
     return DueRow(queue, has_ordered, 0.0 if is_limited else None, None, seconds)
 
 
 def plain(now: float = 1000.0) -> Lanes:
-    """The lanes of a queue without limits and ordering keys, where nothing is due."""
+    """Return the lanes of a queue without limits and ordering keys, in which nothing is due."""
     lanes = Lanes("default")
     for cursor in (lanes.fresh, lanes.retries):
         cursor.learn([], LIMIT, began_at=now - 1, ended_at=now - 1)
@@ -135,26 +135,26 @@ def plain(now: float = 1000.0) -> Lanes:
 
 
 def fill(cursor: Cursor, now: float) -> None:
-    """A claim that found as much as it asked for."""
+    """Report a claim that found as much as it asked for."""
     cursor.learn(rows(1, 2, 3, 4), LIMIT, began_at=now, ended_at=now)
 
 
-def test_the_first_look_claims_from_all_lanes() -> None:
+def test_the_first_poll_claims_from_all_lanes() -> None:
     assert Lanes("default").turns(0.0) == [ENDING, LAPSED, FRESH, ORDERED, RETRIES]
 
 
-def test_where_nothing_else_is_due_a_look_claims_fresh_messages_alone() -> None:
+def test_if_nothing_else_is_due_a_poll_claims_only_fresh_messages() -> None:
     assert plain().turns(1e6) == [FRESH]
 
 
-def test_the_other_lanes_are_in_the_look_when_something_falls_due() -> None:
+def test_the_other_lanes_are_polled_when_something_falls_due() -> None:
     lanes = plain()
     lanes.learn_due(due("default", seconds=3.0), asked_at=1000.0, now=1000.0)
     assert lanes.turns(1002.9) == [FRESH]
     assert set(lanes.turns(1003.1)) == {ENDING, LAPSED, FRESH, RETRIES}
 
 
-def test_the_other_lanes_are_in_a_look_a_few_times_a_second() -> None:
+def test_the_other_lanes_are_polled_a_few_times_a_second() -> None:
     lanes = plain()
     lanes.learn_lapsed(began_at=1000.0, ended_at=1000.0)
     lanes.retries.learn([], LIMIT, began_at=1000.0, ended_at=1000.0)
@@ -162,14 +162,14 @@ def test_the_other_lanes_are_in_a_look_a_few_times_a_second() -> None:
     assert set(lanes.turns(1000.0 + 1.1 * FULL_CLAIM_SECONDS)) == {ENDING, LAPSED, FRESH, RETRIES}
 
 
-def test_slow_looks_at_lapsed_attempts_come_more_rarely() -> None:
+def test_slow_polls_of_lapsed_attempts_become_rarer() -> None:
     lanes = plain()
     lanes.learn_lapsed(began_at=999.0, ended_at=1000.0)
     assert lanes.turns(1000.0 + 0.9 / FULL_CLAIM_SHARE) == [FRESH]
     assert ENDING in lanes.turns(1000.0 + 1.1 / FULL_CLAIM_SHARE)
 
 
-def test_new_messages_are_enough_until_another_one_falls_due() -> None:
+def test_new_messages_are_enough_until_another_message_falls_due() -> None:
     lanes = plain()
     assert lanes.is_for_new_alone(1e6)
     row = DueRow("default", has_ordered=False, permit_seconds=None, first_due_seconds=3.0, other_due_seconds=None)
@@ -182,7 +182,7 @@ def test_new_messages_are_enough_until_another_one_falls_due() -> None:
     assert not lanes.is_for_new_alone(1000.0)
 
 
-def test_new_messages_are_not_enough_under_a_backlog_or_a_limit() -> None:
+def test_new_messages_are_not_enough_with_a_backlog_or_a_limit() -> None:
     lanes = plain()
     lanes.fresh.learn_new(rows(1, 2, 3, 4), LIMIT)
     assert not lanes.is_for_new_alone(1000.0)
@@ -191,18 +191,18 @@ def test_new_messages_are_not_enough_under_a_backlog_or_a_limit() -> None:
     assert lanes.learn_due(due("default", is_limited=True), asked_at=1000.0, now=1000.0)
     assert not lanes.is_for_new_alone(1000.0)
     assert lanes.learn_due(due("default"), asked_at=1000.0, now=1000.0)
-    assert not lanes.is_for_new_alone(1000.0)  # Messages may wait for which there was no permit.
+    assert not lanes.is_for_new_alone(1000.0)  # There may be messages without a permit.
 
 
 def test_a_round_ends_where_it_began() -> None:
     lanes = plain()
     assert [lanes.turn_page(last, found=0) for last in ("b", "d", "")] == [False, False, True]
     assert lanes.turn_page("b", found=2) is False
-    # From here on it goes round once more.
+    # From here on, the second round begins.
     assert [lanes.turn_page(last, found=0) for last in ("d", "", "a", "b")] == [False, False, False, True]
 
 
-def test_a_round_ends_at_its_second_end_if_the_key_where_it_began_is_gone() -> None:
+def test_a_round_ends_at_the_second_wrap_if_its_first_key_is_gone() -> None:
     lanes = plain()
     lanes.turn_page("m", found=1)
     assert [lanes.turn_page(last, found=0) for last in ("", "c", "")] == [False, False, True]
@@ -214,8 +214,8 @@ def test_a_round_of_a_single_page_ends_at_once() -> None:
     assert lanes.turn_page("", found=1) is False
 
 
-def test_pages_of_ordering_keys_are_small_while_they_hold_nothing() -> None:
-    """What comes meanwhile waits for no more than a page."""
+def test_pages_of_ordering_keys_are_small_while_they_are_empty() -> None:
+    """A message that arrives during a page waits for one page only."""
     lanes = plain()
     assert [lanes.page_limit(room) for room in (50, 5000)] == [50, 100]
     lanes.turn_page("m", found=1)
@@ -231,8 +231,8 @@ def test_a_search_begins_another_round() -> None:
     assert [lanes.turn_page(last, found=0) for last in ("", "b", "d")] == [False, False, True]
 
 
-def test_a_search_that_began_before_it_was_asked_for_is_not_enough() -> None:
-    """The claims were under way when something became claimable: their snapshots may not show it."""
+def test_a_search_that_began_before_the_request_does_not_count() -> None:
+    """The claims were running when a message became claimable: their snapshots may not show it."""
     lanes = plain()
     lanes.search(now=1000.0)
     for began_at, is_enough in ((999.9, False), (1000.1, True)):
@@ -253,7 +253,7 @@ def test_a_search_claims_from_all_lanes_once() -> None:
     assert lanes.fresh.start(1000.0, from_beginning=False) is None
 
 
-def test_lanes_with_a_backlog_take_turns_at_being_first() -> None:
+def test_lanes_with_a_backlog_alternate_in_coming_first() -> None:
     lanes = plain()
     fill(lanes.retries, 1000.0)
     assert [lanes.turns(1000.1) for _ in range(3)] == [[FRESH, RETRIES], [RETRIES, FRESH], [FRESH, RETRIES]]
@@ -261,7 +261,7 @@ def test_lanes_with_a_backlog_take_turns_at_being_first() -> None:
     assert [lanes.turns(1000.1)[0] for _ in range(6)] == [ORDERED, RETRIES, FRESH] * 2
 
 
-def test_a_notified_worker_claims_fresh_messages_alone() -> None:
+def test_a_notified_worker_claims_only_fresh_messages() -> None:
     lanes = plain()
     fill(lanes.retries, 1000.0)
     assert lanes.turns(1000.1, fresh_only=True) == [FRESH]
@@ -282,13 +282,13 @@ def test_in_a_queue_with_limits_the_lane_of_the_oldest_message_comes_first(
         assert next(lane for lane in turns if lane in (FRESH, RETRIES)) is first
 
 
-def test_lapsed_attempts_are_in_every_look_while_suspects_wait() -> None:
+def test_lapsed_attempts_are_in_every_poll_while_suspects_wait() -> None:
     lanes = plain()
     lanes.suspects.learn(1, 1, in_flight=0, is_filled=False)
     assert lanes.turns(1000.0) == [ENDING, LAPSED, FRESH]
 
 
-def test_the_oldest_search_says_since_when_messages_may_have_fallen_due() -> None:
+def test_the_oldest_search_gives_the_time_since_when_messages_may_have_fallen_due() -> None:
     lanes = Lanes("default")
     assert lanes.others_searched_at == -math.inf
     lanes.retries.learn([], LIMIT, began_at=1002.0, ended_at=1002.0)
@@ -303,7 +303,7 @@ def test_the_oldest_search_says_since_when_messages_may_have_fallen_due() -> Non
     assert lanes.others_searched_at == 1003.0
 
 
-def test_queues_are_read_with_and_without_weights() -> None:
+def test_queues_are_parsed_with_and_without_weights() -> None:
     assert parse_queues([]) == (QueueShare("default"),)
     assert parse_queues(["a", "b"]) == (QueueShare("a"), QueueShare("b"))
     assert parse_queues(["critical:6", "bulk:1"]) == (QueueShare("critical", 6), QueueShare("bulk", 1))
@@ -323,7 +323,7 @@ def test_queues_are_read_with_and_without_weights() -> None:
         (["a:"], "'a:'"),
     ],
 )
-def test_a_wrong_list_of_queues_is_refused(values: list[str], problem: str) -> None:
+def test_an_invalid_list_of_queues_is_refused(values: list[str], problem: str) -> None:
     with pytest.raises(ConfigurationError, match=problem):
         parse_queues(values)
 
@@ -337,20 +337,20 @@ def test_queues_without_weights_come_in_the_order_given() -> None:
     assert [[lanes.queue for lanes in queues.in_turn()] for _ in range(2)] == [["b", "a"]] * 2
 
 
-def test_queues_with_weights_are_first_in_their_proportion_and_evenly_spread() -> None:
+def test_queues_with_weights_come_first_in_proportion_and_evenly_spread() -> None:
     queues = queues_of("a:3", "b:1", "c:2")
     first = [queues.in_turn()[0].queue for _ in range(12)]
     assert first == ["a", "c", "a", "b", "c", "a"] * 2
 
 
-def test_every_queue_is_in_each_look_once() -> None:
+def test_every_queue_is_in_each_poll_once() -> None:
     queues = queues_of("a:3", "b:1")
     assert all(sorted(lanes.queue for lanes in queues.in_turn()) == ["a", "b"] for _ in range(4))
 
 
-def test_a_queue_that_turns_out_to_be_ordered_or_limited_is_news_once() -> None:
+def test_a_newly_ordered_or_limited_queue_is_reported_once() -> None:
     queues = queues_of("a", "b")
-    # All queues count as such until the database has said otherwise.
+    # All queues count as such until the database has answered.
     assert not queues.learn_due([due("a"), due("b", has_ordered=True)], asked_at=0.0, now=0.0)
     assert queues.learn_due([due("a", has_ordered=True), due("b", has_ordered=True)], asked_at=0.0, now=0.0)
     assert not queues.learn_due([due("a", has_ordered=True), due("b")], asked_at=0.0, now=0.0)
@@ -358,7 +358,7 @@ def test_a_queue_that_turns_out_to_be_ordered_or_limited_is_news_once() -> None:
     assert not queues.learn_due([due("a"), due("b", is_limited=True)], asked_at=0.0, now=0.0)
 
 
-def test_the_end_of_an_attempt_may_make_a_message_claimable_where_a_queue_is_limited_or_ordered() -> None:
+def test_the_end_of_an_attempt_triggers_a_search_in_limited_or_ordered_queues() -> None:
     queues = queues_of("a", "b")
     queues.learn_due([due("a"), due("b")], asked_at=0.0, now=0.0)
     assert not queues.may_wait_for_ends

@@ -1,4 +1,4 @@
-"""The log of the command line in a file that is moved away, cannot be had, or is full; and what no log may quote."""
+"""Tests the command line's log file when it is moved, unavailable or full; and secrets in logs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def root_logger() -> Iterator[None]:
-    """The handlers of the process, put back."""
+    """Restore the handlers of the process after the test."""
     root = logging.getLogger()
     former, level = root.handlers[:], root.level
     yield
@@ -36,7 +36,9 @@ def records_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_the_file_is_appended_to_and_stderr_stays_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_log_is_appended_to_the_file_and_stderr_stays_silent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "worker.log"
     path.write_text('{"message": "before"}\n')
     configure_logging(load_settings(log_file=str(path), log_format="json"))
@@ -47,7 +49,7 @@ def test_the_file_is_appended_to_and_stderr_stays_silent(tmp_path: Path, capsys:
     assert capsys.readouterr().err == ""
 
 
-def test_a_file_that_was_moved_away_is_made_anew(tmp_path: Path) -> None:
+def test_a_moved_file_is_created_again(tmp_path: Path) -> None:
     path, moved = tmp_path / "worker.log", tmp_path / "worker.log.1"
     configure_logging(load_settings(log_file=str(path), log_format="json"))
     log("first")
@@ -57,7 +59,7 @@ def test_a_file_that_was_moved_away_is_made_anew(tmp_path: Path) -> None:
     assert [record["message"] for record in records_of(path)] == ["second"]
 
 
-def test_a_file_that_cannot_be_opened_is_warned_of_at_once_and_the_log_goes_to_stderr(
+def test_an_unavailable_file_logs_a_warning_and_the_log_goes_to_stderr(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "missing" / "worker.log"
@@ -70,7 +72,7 @@ def test_a_file_that_cannot_be_opened_is_warned_of_at_once_and_the_log_goes_to_s
     assert [line.partition("pgoutbox.test: ")[2] for line in lines] == ["hello", "again"]
 
 
-def test_a_file_that_can_be_had_again_is_used_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_available_again_is_used_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = tmp_path / "logs"
     directory.mkdir()
     path = directory / "worker.log"
@@ -85,7 +87,7 @@ def test_a_file_that_can_be_had_again_is_used_again(tmp_path: Path, capsys: pyte
     assert capsys.readouterr().err == ""
 
 
-def test_a_disk_that_is_full_costs_neither_records_nor_the_worker(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_loses_no_records_and_ends_no_worker(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging(load_settings(log_file="/dev/full"))
     log("hello")
     warning, line = capsys.readouterr().err.splitlines()
@@ -93,7 +95,7 @@ def test_a_disk_that_is_full_costs_neither_records_nor_the_worker(capsys: pytest
     assert line.endswith("pgoutbox.test: hello")
 
 
-def test_what_cannot_be_formatted_raises_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_that_cannot_be_formatted_raises_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging, "raiseExceptions", False)
     path = tmp_path / "worker.log"
     configure_logging(load_settings(log_file=str(path)))
@@ -103,11 +105,11 @@ def test_what_cannot_be_formatted_raises_nothing(tmp_path: Path, monkeypatch: py
 
 
 class RefusedError(Exception):
-    """Says what PostgreSQL says."""
+    """Raise an error like PostgreSQL's."""
 
 
 @pytest.mark.parametrize("log_format", ["text", "json"])
-def test_a_traceback_is_told_without_the_detail_that_quotes_a_row(
+def test_a_traceback_omits_the_detail_that_quotes_a_row(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], log_format: str
 ) -> None:
     configure_logging(load_settings(log_format=log_format))

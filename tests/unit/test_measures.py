@@ -1,4 +1,4 @@
-"""What is measured, without a worker: buckets, bounds, clocks, and verdicts about a worker's health."""
+"""Tests measurements without a worker: buckets, limits, clocks, and a worker's health."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WELL = Vitals(
 )
 
 
-def test_a_value_on_a_bound_falls_into_its_bucket_and_one_above_all_into_the_last() -> None:
+def test_a_value_on_a_bound_is_in_its_bucket_and_one_above_all_in_the_last() -> None:
     distribution = Distribution((1.0, 2.0))
     distribution.add([3.0, 1.0, 2.0, 0.5, 1.5])
     distribution.add([-0.25])
@@ -44,11 +44,11 @@ def test_a_value_on_a_bound_falls_into_its_bucket_and_one_above_all_into_the_las
     assert distribution.sum == 8.0
 
 
-def test_a_wait_is_reckoned_by_the_clock_of_the_database_alone() -> None:
+def test_a_wait_is_computed_only_from_the_clock_of_the_database() -> None:
     measures = Measures(max_names=10)
     message = replace(outgoing(), available_at=NOW - timedelta(seconds=20))
     measures.attempted([(message.topic, (message.available_at,), 100.0, 100.5)])
-    assert measures.distributions(WAIT_SECONDS) == {}, "nothing is known of that clock yet"
+    assert measures.distributions(WAIT_SECONDS) == {}, "that clock is still unknown"
     measures.anchor(NOW, 90.0)
     measures.attempted([(message.topic, (message.available_at,), 100.0, 100.5)])
     assert measures.distributions(WAIT_SECONDS)["welcome"].sum == 30.0
@@ -90,14 +90,14 @@ class Loop:
         self.loop.close()
 
 
-async def test_an_event_loop_that_is_blocked_for_too_long_is_not_alive_until_it_turns_again() -> None:
+async def test_a_blocked_event_loop_is_not_alive_until_it_runs_again() -> None:
     watched = Loop()
     may_go_on = threading.Event()
     try:
         watch = LoopWatch(watched.loop, limit_seconds=0.7)
         assert await watch.reason_not_alive() is None
         watched.call(may_go_on.wait)
-        assert await watch.reason_not_alive() is None, "not for that long yet"
+        assert await watch.reason_not_alive() is None, "not blocked for long enough yet"
         began_at = time.monotonic()
         while (reason := await watch.reason_not_alive()) is None:
             assert time.monotonic() < began_at + 30

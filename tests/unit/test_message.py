@@ -1,4 +1,4 @@
-"""The state machine, the idempotency key and the outcomes, without a database."""
+"""Tests the state machine, the idempotency key and the outcomes, without a database."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ MESSAGE: Message[object] = Message(
 )
 
 
-def test_only_an_operator_brings_a_message_back_from_a_final_state() -> None:
+def test_only_an_operator_revives_a_message_from_a_final_state() -> None:
     ways_back = {state: TRANSITIONS[state] for state in FINAL_STATES if TRANSITIONS[state]}
     assert ways_back == {State.FAILED: {State.PENDING}, State.CANCELLED: {State.PENDING}}
 
 
-def test_every_state_can_be_reached_and_a_message_can_always_end() -> None:
+def test_every_state_is_reachable_and_every_message_can_end() -> None:
     reached = {State.PENDING}
     while (more := {target for state in reached for target in TRANSITIONS[state]} | reached) != reached:
         reached = more
@@ -39,7 +39,7 @@ def test_every_state_can_be_reached_and_a_message_can_always_end() -> None:
     assert all(TRANSITIONS[state] & FINAL_STATES for state in set(State) - FINAL_STATES)
 
 
-def test_a_message_of_all_its_values_is_like_any_other() -> None:
+def test_messages_with_equal_values_are_equal() -> None:
     values = [f"value of {field.name}" for field in fields(Message)]
     message = new_message(*values)
     assert type(message) is Message
@@ -57,13 +57,13 @@ def test_the_idempotency_key_is_the_same_at_every_attempt() -> None:
     assert replace(MESSAGE, attempt_count=5).idempotency_key == MESSAGE.idempotency_key
 
 
-def test_the_idempotency_key_is_another_in_another_message_and_in_a_database_that_counts_anew() -> None:
+def test_the_idempotency_key_differs_between_messages_and_databases() -> None:
     other = replace(MESSAGE, id=8)
     later = replace(MESSAGE, created_at=MESSAGE.created_at + timedelta(microseconds=1))
     assert len({MESSAGE.idempotency_key, other.idempotency_key, later.idempotency_key}) == 3
 
 
-def test_the_idempotency_key_is_fit_for_a_header() -> None:
+def test_the_idempotency_key_is_valid_in_a_header() -> None:
     assert MESSAGE.idempotency_key == "7-60dd710212000"
     assert replace(MESSAGE, id=2**63 - 1).idempotency_key.replace("-", "").isalnum()
 
@@ -79,7 +79,7 @@ def test_a_snooze_refuses_a_delay_that_is_not_finite(delay: float) -> None:
         Snooze(delay)
 
 
-def test_an_outcome_that_is_raised_says_what_it_is() -> None:
+def test_the_text_of_a_raised_outcome_describes_it() -> None:
     assert [str(error) for error in (Transient("busy", 3), Permanent("no"), Skip("why"), Snooze(5))] == [
         "busy",
         "no",

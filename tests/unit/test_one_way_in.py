@@ -1,4 +1,4 @@
-"""Every connection to PostgreSQL has the options of `pgoutbox.connections`: no module opens one by itself."""
+"""Tests that every connection to PostgreSQL has the options of `pgoutbox.connections`: no module connects directly."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pgoutbox
 from pgoutbox.connections import conninfo_for
 
 PACKAGE = Path(pgoutbox.__file__).parent
-# The demo's own connection is its application's, not the package's.
+# The demo's own connection belongs to its application, not to the package.
 MODULES = sorted(
     path
     for path in PACKAGE.rglob("*.py")
@@ -24,7 +24,7 @@ ENGINES = {"create_engine", "create_async_engine"}
 
 
 def unguarded_connections(source: str) -> list[str]:
-    """The calls that open a connection, or a pool of them, without the common options."""
+    """Return the calls that open a connection, or a pool, without the common options."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Call):
@@ -54,11 +54,11 @@ def test_no_module_opens_a_connection_without_the_common_options(path: Path) -> 
         "create_engine(url)",
     ],
 )
-def test_a_connection_without_the_common_options_is_found(source: str) -> None:
+def test_the_check_finds_a_connection_without_the_common_options(source: str) -> None:
     assert len(unguarded_connections(source)) == 1
 
 
-def test_the_common_options_win_over_those_of_the_dsn() -> None:
+def test_the_common_options_take_precedence_over_those_of_the_dsn() -> None:
     conninfo = conninfo_for(
         "host=db client_encoding=LATIN1 keepalives=0 tcp_user_timeout=0", purpose="claim", connect_timeout_seconds=7
     )

@@ -1,4 +1,4 @@
-"""How long an error of the database is endured, and which."""
+"""Tests which database errors a worker tolerates, and for how long."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ AWAY = psycopg.OperationalError("connection refused")
 
 
 class AwaitedEvent(asyncio.Event):
-    """An event that tells when somebody waits for it."""
+    """An event that signals when somebody waits for it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,14 +30,14 @@ class AwaitedEvent(asyncio.Event):
 
 
 def outage_of() -> tuple[Outage, Telemetry]:
-    """An outage of a worker that is to stop: its pauses end at once."""
+    """Return the outage of a worker that is to stop: its pauses end at once."""
     telemetry = Telemetry(logging.getLogger("tests.outage"))
     stopping = asyncio.Event()
     stopping.set()
     return Outage(telemetry, stopping=stopping), telemetry
 
 
-async def test_an_outage_is_told_once_and_so_is_its_end() -> None:
+async def test_an_outage_and_its_end_are_logged_once_each() -> None:
     outage, telemetry = outage_of()
     for _ in range(3):
         await outage.endure(AWAY)
@@ -48,7 +48,7 @@ async def test_an_outage_is_told_once_and_so_is_its_end() -> None:
     assert (telemetry.counts[Event.DATABASE_LOST], telemetry.counts[Event.DATABASE_BACK]) == (1, 1)
 
 
-async def test_a_worker_that_is_told_to_stop_does_not_sit_an_outage_out() -> None:
+async def test_a_stopping_worker_does_not_wait_for_the_end_of_an_outage() -> None:
     stopping = AwaitedEvent()
     outage = Outage(Telemetry(logging.getLogger("tests.outage")), stopping=stopping)
     outage._pause = 3_600.0
@@ -64,7 +64,7 @@ async def test_a_worker_that_is_told_to_stop_does_not_sit_an_outage_out() -> Non
     [psycopg.errors.SerializationFailure(), psycopg.errors.DeadlockDetected(), psycopg.errors.LockNotAvailable()],
     ids=lambda error: type(error).__name__,
 )
-async def test_a_race_that_was_lost_is_no_outage(error: psycopg.Error) -> None:
+async def test_a_lost_race_is_not_an_outage(error: psycopg.Error) -> None:
     outage, _ = outage_of()
     await outage.endure(error)
     assert not outage.is_on
@@ -80,7 +80,7 @@ async def test_a_race_that_was_lost_is_no_outage(error: psycopg.Error) -> None:
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
-async def test_what_time_will_not_mend_is_raised(error: psycopg.Error, expected: type[Exception]) -> None:
+async def test_a_permanent_error_is_raised(error: psycopg.Error, expected: type[Exception]) -> None:
     outage, _ = outage_of()
     with pytest.raises(expected):
         await outage.endure(error)

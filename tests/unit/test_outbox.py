@@ -1,4 +1,4 @@
-"""The registry: topics, handlers and transports, and the mistakes that show when the application starts."""
+"""Tests the registry: topics, handlers and transports, and the errors that the application sees at its start."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Nowhere:
     async def aclose(self) -> None: ...
 
 
-def test_the_settings_are_read_from_the_environment_when_they_are_first_needed(
+def test_the_settings_are_read_from_the_environment_at_their_first_use(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     outbox = Outbox()
@@ -67,7 +67,7 @@ def test_the_settings_are_read_from_the_environment_when_they_are_first_needed(
     assert Outbox(given).settings is given
 
 
-def test_a_wrong_setting_is_reported_when_it_is_first_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_setting_is_reported_at_its_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PGOUTBOX_BATCH_SIZE", "0")
     outbox = Outbox()
     with pytest.raises(ConfigurationError, match="PGOUTBOX_BATCH_SIZE='0'"):
@@ -90,7 +90,7 @@ def test_a_handler_is_registered_and_returned_unchanged(outbox: Outbox) -> None:
     assert handler.payload_adapter is None
 
 
-def test_a_sync_handler_is_known_as_one(outbox: Outbox) -> None:
+def test_a_sync_handler_is_recognised(outbox: Outbox) -> None:
     @outbox.handler("mail")
     def send(message: Message, context: SyncContext) -> Email:
         return Email(to="a@example.org", subject="x", text="y")
@@ -120,7 +120,7 @@ def test_a_handler_of_a_defined_topic_has_its_model_and_policy(outbox: Outbox) -
     assert outbox.topics["order"] is topic
 
 
-def test_a_handler_by_the_name_of_a_defined_topic_is_the_same(outbox: Outbox) -> None:
+def test_a_handler_can_name_its_defined_topic_by_text(outbox: Outbox) -> None:
     outbox.topic("order", payload=Order, retry=RetryPolicy(max_attempts=3))
     outbox.handler("order")(handle)
     assert outbox.handlers["order"].retry.max_attempts == 3
@@ -136,7 +136,7 @@ def test_a_second_handler_of_a_topic_is_refused(outbox: Outbox) -> None:
         outbox.batch_handler("mail")(lambda messages, contexts: None)
 
 
-def test_a_handler_cannot_have_a_policy_where_the_topic_has_one(outbox: Outbox) -> None:
+def test_a_handler_must_not_have_a_policy_if_the_topic_has_one(outbox: Outbox) -> None:
     topic = outbox.topic("mail", retry=RetryPolicy())
     with pytest.raises(ConfigurationError, match="handler of topic 'mail': retry: belongs to the definition"):
         outbox.handler(topic, retry=RetryPolicy())(handle)
@@ -149,14 +149,14 @@ def test_a_handler_cannot_have_a_policy_where_the_topic_has_one(outbox: Outbox) 
         ("Mail", {}, "topic 'Mail': name: must be 1 to 63"),
         ("mail", {"timeout": 0}, "timeout=0: must be positive"),
         ("mail", {"timeout": float("nan")}, "timeout=nan: must be positive"),
-        ("mail", {"timeout": "5"}, "timeout='5': must be positive seconds"),
+        ("mail", {"timeout": "5"}, "timeout='5': must be positive, in seconds or as a timedelta"),
         ("mail", {"on_unknown": "drop"}, "on_unknown='drop': must be 'retry' or 'hold'"),
         ("mail", {"retry": 3}, "retry=3: must be a RetryPolicy"),
         ("mail", {"permanent": ValueError}, "permanent=<class 'ValueError'>: must be a list of exception classes"),
         ("mail", {"permanent": ["ValueError"]}, "must be a list of exception classes"),
     ],
 )
-def test_a_wrong_registration_is_refused_and_leaves_nothing_behind(
+def test_an_invalid_registration_is_refused_and_leaves_nothing_behind(
     outbox: Outbox, topic: str, options: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=problem):
@@ -171,7 +171,7 @@ def test_a_function_that_does_not_take_message_and_context_is_refused(outbox: Ou
 
 
 @pytest.mark.parametrize("decorator", ["handler", "batch_handler"])
-def test_a_decorator_without_parentheses_is_refused_with_the_way_to_write_it(outbox: Outbox, decorator: str) -> None:
+def test_a_decorator_without_parentheses_is_refused_with_the_correct_form(outbox: Outbox, decorator: str) -> None:
     register: Any = getattr(outbox, decorator)
     with pytest.raises(ConfigurationError) as refusal:
         register(handle)
@@ -212,7 +212,7 @@ def test_a_topic_is_defined_once_and_before_its_handler(outbox: Outbox) -> None:
     assert list(outbox.topics) == ["order"]
 
 
-def test_the_registries_cannot_be_written_from_outside(outbox: Outbox) -> None:
+def test_the_registries_are_read_only(outbox: Outbox) -> None:
     for registry in (outbox.topics, outbox.handlers):
         with pytest.raises(TypeError):
             registry["mail"] = None  # type: ignore[index]
@@ -225,7 +225,7 @@ def test_two_transports_of_one_scheme_are_refused() -> None:
         Outbox(transports=[both, Nowhere("tel")])
 
 
-def test_mailto_is_served_by_smtp_where_the_settings_name_a_server(outbox: Outbox) -> None:
+def test_mailto_is_served_by_smtp_if_the_settings_name_a_server(outbox: Outbox) -> None:
     settings: Settings = load_settings(smtp_host="mx.test")
     assert "mailto" not in outbox.transports_for(load_settings())
     assert isinstance(outbox.transports_for(settings)["mailto"], SmtpTransport)
@@ -233,7 +233,7 @@ def test_mailto_is_served_by_smtp_where_the_settings_name_a_server(outbox: Outbo
     assert Outbox(transports=[own]).transports_for(settings)["mailto"] is own
 
 
-def test_https_is_served_by_webhooks_and_http_where_the_settings_allow_it(outbox: Outbox) -> None:
+def test_https_is_served_by_webhooks_and_http_if_the_settings_allow_it(outbox: Outbox) -> None:
     assert outbox.transports_for(load_settings()).keys() == {"https"}
     served = outbox.transports_for(load_settings(webhook_allow_http=True))
     assert served.keys() == {"https", "http"}
@@ -243,7 +243,7 @@ def test_https_is_served_by_webhooks_and_http_where_the_settings_allow_it(outbox
     assert Outbox(transports=[own]).transports_for(load_settings(webhook_allow_http=True)) == {"https": own}
 
 
-def test_without_the_extra_webhooks_are_missed_only_where_secrets_are_set(
+def test_a_missing_webhook_extra_is_reported_only_if_secrets_are_set(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pgoutbox.transports.webhook.find_spec", lambda name: None)

@@ -1,4 +1,4 @@
-"""Which payloads may be enqueued, what JSON they become, and the path that every refusal names."""
+"""Tests which payloads are accepted, their JSON, and the path in each refusal."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NOW = datetime.now(UTC)
 
 
 def field_of(payload: object, serializer: Serializer | None = None) -> str:
-    """The path that the refusal of the payload names."""
+    """Return the path that the payload's refusal names."""
     with pytest.raises(PayloadError) as caught:
         to_json(payload, max_bytes=LIMIT, serializer=serializer)
     assert caught.value.field.isprintable()
@@ -59,11 +59,11 @@ def test_any_json_value_is_a_payload(payload: object) -> None:
 
 
 @pytest.mark.parametrize("text", ["\\u0000", "NaN", "-Infinity", "é", "\u2028\x7f\u0085", "\U0001f600", "\\"])
-def test_text_that_only_looks_suspicious_is_accepted_as_it_is(text: str) -> None:
+def test_suspicious_but_valid_text_is_accepted_unchanged(text: str) -> None:
     assert json.loads(to_json({text: [text]}, max_bytes=LIMIT)) == {text: [text]}
 
 
-def test_the_longest_integer_that_python_reads_is_accepted() -> None:
+def test_the_longest_integer_that_python_parses_is_accepted() -> None:
     payload = {"n": -(10**4300) + 1, "text": "9" * 5000}
     assert json.loads(to_json(payload, max_bytes=LIMIT)) == payload
 
@@ -96,17 +96,17 @@ def test_the_json_text_has_no_line_feed() -> None:
         ({(1, 2): 1}, "payload[(1, 2)]"),
     ],
 )
-def test_what_json_or_jsonb_cannot_hold_is_refused_with_its_path(payload: object, path: str) -> None:
+def test_a_value_that_json_or_jsonb_cannot_hold_is_refused_with_its_path(payload: object, path: str) -> None:
     assert field_of(payload) == path
 
 
-def test_keys_that_would_be_coerced_to_one_text_are_refused_rather_than_merged() -> None:
+def test_keys_that_json_would_merge_are_refused() -> None:
     assert field_of({"1": "a", 1: "b"}) == "payload[1]"
     assert field_of({1.0: "a"}) == "payload[1.0]"
 
 
 class Flawed(str):
-    """Keys that are different to Python and the same to JSON."""
+    """Keys that are different in Python and the same in JSON."""
 
     __slots__ = ()
 
@@ -117,11 +117,11 @@ class Flawed(str):
         return self is other
 
 
-def test_two_keys_of_the_same_text_are_refused() -> None:
+def test_duplicate_keys_of_one_text_are_refused() -> None:
     assert field_of({Flawed("a"): 1, Flawed("a"): 2}) == "payload.a"
 
 
-def test_the_refusal_of_another_type_says_what_to_pass() -> None:
+def test_the_refusal_of_another_type_names_the_accepted_ones() -> None:
     with pytest.raises(PayloadError, match=r"^payload\.when: not JSON: date; pass serializer=$"):
         to_json({"when": date(2026, 1, 1)}, max_bytes=LIMIT)
 
@@ -138,7 +138,7 @@ def test_a_payload_nested_20000_deep_is_refused_like_any_other_that_is_too_deep(
         to_json(nested(20_000), max_bytes=LIMIT)
 
 
-def test_a_payload_that_needs_more_stack_than_there_is_left_is_refused() -> None:
+def test_a_payload_that_needs_more_than_the_remaining_stack_is_refused() -> None:
     payload = {"a": nested(MAX_DEPTH - 1, dict), "bad": Decimal(1)}
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(len(inspect.stack()) + 60)
@@ -155,7 +155,7 @@ def test_a_payload_that_contains_itself_is_refused() -> None:
     assert field_of(cycle) == "payload[1].again"
 
 
-def test_the_same_part_twice_is_not_a_cycle() -> None:
+def test_a_repeated_part_is_not_a_cycle() -> None:
     part = [1]
     assert json.loads(to_json([part, part], max_bytes=LIMIT)) == [[1], [1]]
 
@@ -178,7 +178,7 @@ def test_subclasses_are_written_as_the_plain_value_that_they_are() -> None:
     assert to_json(payload, max_bytes=LIMIT) == '{"red":1,"f":0.5}'
 
 
-def test_the_serializer_is_called_for_what_is_not_json_only() -> None:
+def test_the_serializer_is_called_only_for_values_that_are_not_json() -> None:
     seen: list[object] = []
 
     def serialize(value: object) -> JsonValue:
@@ -190,13 +190,13 @@ def test_the_serializer_is_called_for_what_is_not_json_only() -> None:
     assert seen == [date(2026, 1, 2), {1, 2}]
 
 
-def test_what_the_serializer_makes_is_checked_like_the_rest() -> None:
+def test_the_result_of_the_serializer_is_validated() -> None:
     assert field_of({"a": NOW}, serializer=lambda _: "\0") == "payload.a"
     assert field_of({"a": NOW}, serializer=lambda value: cast("JsonValue", value)) == "payload.a"
     assert field_of({"a": {1}}, serializer=lambda _: {"b": [math.nan]}) == "payload.a.b[0]"
 
 
-def test_a_serializer_that_goes_on_for_ever_is_stopped() -> None:
+def test_an_endless_serializer_is_stopped() -> None:
     assert field_of({"a": NOW}, serializer=lambda _: cast("JsonValue", [datetime.now(UTC)])).startswith("payload.a[0]")
 
 
@@ -215,8 +215,9 @@ JSON = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(JSON)
-def test_whatever_is_accepted_reads_back_as_it_was(payload: object) -> None:
+def test_an_accepted_payload_is_read_back_unchanged(payload: object) -> None:
     try:
         text = to_json(payload, max_bytes=LIMIT)
     except PayloadError:
@@ -245,14 +246,14 @@ def test_a_model_inside_a_payload_is_dumped_too() -> None:
     assert to_json({"at": Address(street="x")}, max_bytes=LIMIT) == '{"at":{"street":"x","since":null}}'
 
 
-def test_a_model_that_holds_what_json_cannot_is_refused_with_the_path() -> None:
+def test_a_model_with_a_value_that_json_cannot_hold_is_refused_with_the_path() -> None:
     assert field_of(Account(userId=1, email="a\0")) == "payload.email"
     assert field_of(Account(userId=1, extra=[math.nan])) == "payload.extra[0]"
     assert field_of(Measured(value=math.inf)) == "payload.value"
     assert field_of(Account(userId=1, extra={"x": object()})) == "payload"
 
 
-def test_a_model_whose_fields_hold_another_type_than_declared_is_refused() -> None:
+def test_a_model_whose_fields_have_another_type_than_declared_is_refused() -> None:
     assert field_of(Account.model_construct(user_id="canary")) == "payload"
 
 
@@ -263,7 +264,7 @@ def test_a_mapping_is_validated_into_the_topics_model() -> None:
     assert draft.destination == "mailto:a@example.org"
 
 
-def test_a_mapping_that_does_not_fit_the_model_is_refused_with_the_path_and_without_the_value() -> None:
+def test_a_mapping_that_does_not_match_the_model_is_refused_without_its_value() -> None:
     topic = Topic("account.opened", payload=Account)
     text = refusal(topic, {"userId": 1, "addresses": [{"street": "x"}, {"street": {"canary": 1}}]})
     assert text == "payload.addresses[1].street: does not fit Account: Input should be a valid string"
@@ -347,7 +348,7 @@ def test_a_secret_is_not_offered_to_the_serializer() -> None:
     assert field_of({"a": SecretStr("canary")}, serializer=str) == "payload.a"
 
 
-def test_a_model_that_recurs_without_secrets_is_accepted() -> None:
+def test_a_recursive_model_without_secrets_is_accepted() -> None:
     class Tree(BaseModel):
         children: list[Tree] = []
 
@@ -365,6 +366,6 @@ class Versioned(BaseModel):
         return name
 
 
-def test_the_words_of_the_models_own_validator_reach_the_caller() -> None:
+def test_the_message_of_a_model_validator_reaches_the_caller() -> None:
     text = refusal(Topic("a", payload=Versioned), {"name": "X"})
     assert text == "payload.name: does not fit Versioned: Value error, must be lower case"

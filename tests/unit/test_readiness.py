@@ -1,4 +1,4 @@
-"""What a worker can tell about e-mail from its settings and handlers, before any message has to wait."""
+"""Tests the problems with e-mail that a worker finds in its settings and handlers before any message has to wait."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ def test_topics_whose_handlers_return_an_email_need_a_mail_server() -> None:
     }  # fmt: skip
     topics = ("a.plain", "b.either", "c.batch", "d.object", "pgoutbox.alert")
     assert lacks({}, functions) == [Lack("PGOUTBOX_SMTP_HOST", "is not set", topics)]
-    assert lacks({}, functions, ["mailto"]) == [], "the application brings a transport of its own"
+    assert lacks({}, functions, ["mailto"]) == [], "the application has its own transport"
     assert lacks(COMPLETE, functions) == []
     assert lacks({}, {"e.nothing": nothing}) == []
 
 
 @pytest.mark.parametrize("settings", [{"smtp_from": "a@club.org"}, {"smtp_username": "club", "smtp_password": "x"}])
-def test_settings_of_e_mail_without_a_server_are_a_lack(settings: dict[str, object]) -> None:
+def test_email_settings_without_a_server_are_a_problem(settings: dict[str, object]) -> None:
     assert lacks(settings) == [Lack("PGOUTBOX_SMTP_HOST", "is not set")]
 
 
@@ -83,7 +83,7 @@ def test_settings_of_e_mail_without_a_server_are_a_lack(settings: dict[str, obje
         ),
     ],
 )
-def test_a_missing_sender_and_examples_are_lacks(overrides: dict[str, object], lack: Lack) -> None:
+def test_a_missing_sender_and_example_values_are_problems(overrides: dict[str, object], lack: Lack) -> None:
     assert lacks(COMPLETE | overrides) == [lack]
 
 
@@ -101,5 +101,5 @@ def test_a_missing_sender_and_examples_are_lacks(overrides: dict[str, object], l
         ("a@example.org.uk", False, False),
     ],
 )
-def test_examples_and_names_reserved_for_tests_are_told_apart(address: str, example: bool, reserved: bool) -> None:
+def test_example_domains_are_distinguished_from_test_domains(address: str, example: bool, reserved: bool) -> None:
     assert (is_example(address), is_reserved(address)) == (example, reserved)

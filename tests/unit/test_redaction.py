@@ -1,4 +1,4 @@
-"""What is hidden from people, in values with members and in texts, and what stays readable."""
+"""Tests which values are hidden from people, in structures and in texts, and which stay readable."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CANARY = "c4n4ry-s3cret"
 
 
 @pytest.mark.parametrize("name", [*REDACTED_NAMES, "Access-Token", "userPassword", "X-API-Key", "apikey", "Set-Cookie"])
-def test_what_is_kept_under_a_telling_name_is_hidden_at_any_depth(name: str) -> None:
+def test_a_value_under_a_sensitive_name_is_hidden_at_any_depth(name: str) -> None:
     assert redact({"to": "ann", "list": [{name: CANARY}], name: {"a": [CANARY]}}) == {
         "to": "ann",
         "list": [{name: REDACTED}],
@@ -26,11 +26,11 @@ def test_what_is_kept_under_a_telling_name_is_hidden_at_any_depth(name: str) -> 
 
 
 @pytest.mark.parametrize("value", [None, 7, "password", ["token"], {"to": "ann", "n": [1, {"passing": True}]}])
-def test_everything_else_stays_as_it_is(value: JsonValue) -> None:
+def test_other_values_are_not_changed(value: JsonValue) -> None:
     assert redact(value) == value
 
 
-def test_a_value_is_hidden_whatever_its_type() -> None:
+def test_a_value_of_any_type_is_hidden() -> None:
     assert redact({"token": None, "secret": 7}) == {"token": REDACTED, "secret": REDACTED}
 
 
@@ -47,11 +47,11 @@ def test_a_value_is_hidden_whatever_its_type() -> None:
         ({"email": {"user": CANARY}}, False),
     ],
 )
-def test_a_name_with_dots_is_the_end_of_a_path(value: JsonValue, hidden: bool) -> None:
+def test_a_name_with_dots_matches_the_end_of_a_path(value: JsonValue, hidden: bool) -> None:
     assert (CANARY not in json.dumps(redact(value, ("user.email",)))) == hidden
 
 
-def test_what_was_given_is_not_changed() -> None:
+def test_the_input_is_not_modified() -> None:
     value: JsonValue = {"password": CANARY}
     redact(value)
     assert value == {"password": CANARY}
@@ -59,7 +59,7 @@ def test_what_was_given_is_not_changed() -> None:
 
 @dataclass
 class Login:
-    """Shows its fields in its repr."""
+    """An object whose repr shows its fields."""
 
     user: str
     password: str
@@ -122,7 +122,7 @@ QUOTING = {
 
 
 @pytest.mark.parametrize("text", QUOTING.values(), ids=QUOTING)
-def test_a_text_that_quotes_a_value_under_a_telling_name_is_masked(text: str) -> None:
+def test_a_text_that_quotes_a_value_under_a_sensitive_name_is_masked(text: str) -> None:
     masked = redact_text(text)
     assert CANARY not in masked
     assert REDACTED in masked
@@ -151,11 +151,11 @@ def test_a_text_that_quotes_a_value_under_a_telling_name_is_masked(text: str) ->
         "eyJ is how a JSON Web Token begins",
     ],
 )
-def test_a_text_without_values_stays_as_it_is(text: str) -> None:
+def test_a_text_without_values_is_not_changed(text: str) -> None:
     assert redact_text(text) == text
 
 
-def test_what_pydantic_quotes_is_masked() -> None:
+def test_values_quoted_by_pydantic_are_masked() -> None:
     class Reset(BaseModel):
         code: int
 
@@ -177,8 +177,8 @@ def test_in_a_text_the_last_part_of_a_path_counts() -> None:
         "pwd\t", "?key", "&key=", "pass", "aB", "AB",
     ],
 )  # fmt: skip
-def test_a_long_text_takes_no_long_time(piece: str) -> None:
-    # The count of steps grows with the length, not with its square: at this length the difference is one of minutes.
+def test_a_long_text_is_masked_in_linear_time(piece: str) -> None:
+    # The number of steps grows with the length, not with its square: at this length the difference is minutes.
     assert isinstance(redact_text(piece * 40_000), str)
 
 
@@ -195,6 +195,6 @@ def test_an_empty_name_is_refused(names: str) -> None:
 
 
 @pytest.mark.parametrize("names", ["user.email", ["email"], ("",), (7,), ("a..b",)])
-def test_a_topic_refuses_what_is_no_tuple_of_names(names: tuple[str, ...]) -> None:
+def test_a_topic_refuses_anything_but_a_tuple_of_names(names: tuple[str, ...]) -> None:
     with pytest.raises(ConfigurationError, match="topic 'mail': redact: "):
         Topic("mail", redact=names)

@@ -1,4 +1,4 @@
-"""The redirect for testing: who gets an e-mail instead, who gets it all the same, and when nobody does."""
+"""Tests the redirect of e-mail for test systems: redirected, exempt, and forbidden recipients."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def shown(mail: RenderedEmail, header: str) -> list[tuple[str, str]]:
     return [(address.display_name, address.addr_spec) for address in parsed(mail.content)[header].addresses]
 
 
-def test_one_address_gets_all_e_mail_under_the_names_of_its_recipients() -> None:
+def test_one_address_gets_all_email_with_the_original_names() -> None:
     mail = redirected(EMAIL, "tester@example.org")
     assert mail.recipients == ("tester@example.org",)
     assert shown(mail, "To") == [("Ann Lee", "tester@example.org")]
@@ -40,7 +40,7 @@ def test_one_address_gets_all_e_mail_under_the_names_of_its_recipients() -> None
     assert parsed(mail.content)["X-Pgoutbox-Original-To"] == "ann@example.com, bob@example.com, eve@example.net"
 
 
-def test_a_domain_gets_all_e_mail_at_addresses_that_tell_whose_it_is() -> None:
+def test_a_domain_gets_all_email_at_addresses_that_contain_the_original() -> None:
     mail = redirected(EMAIL, "@test.example.org")
     assert mail.recipients == (
         "ann=example.com@test.example.org",
@@ -57,20 +57,20 @@ def test_the_destination_is_redirected_like_a_recipient() -> None:
     )
 
 
-def test_names_that_are_too_long_are_cut_and_stay_apart() -> None:
+def test_long_names_are_truncated_and_stay_distinct() -> None:
     long = [f"{'a' * 60}{number}@{'b' * 40}.example.com" for number in range(20)]
     recipients = redirected(Email(to=long, subject="Hello", text="Hi"), "@test.example.org").recipients
     assert len(set(recipients)) == 20
     assert {len(recipient.partition("@")[0]) for recipient in recipients} == {64}
 
 
-def test_a_name_beyond_ascii_is_named_and_needs_no_smtputf8_at_one_address() -> None:
+def test_a_name_beyond_ascii_needs_no_smtputf8_at_one_address() -> None:
     mail = redirected(Email(to="zoë@example.com", subject="Hello", text="Hi"), "tester@example.org")
     assert mail.smtputf8_field is None
     assert parsed(mail.content)["X-Pgoutbox-Original-To"] == "zoë@example.com"
 
 
-def test_many_original_recipients_make_no_long_line() -> None:
+def test_many_original_recipients_create_no_long_line() -> None:
     many = Email(to=[f"user{number}@example.com" for number in range(1_000)], subject="Hello", text="Hi")
     mail = redirected(many, "tester@example.org")
     assert max(map(len, mail.content.split(b"\r\n"))) <= 998
@@ -78,7 +78,7 @@ def test_many_original_recipients_make_no_long_line() -> None:
 
 
 @pytest.mark.parametrize("exempt", ["ann@example.com, x@y.test", "Ann@Example.com", "@example.com"])
-def test_those_on_the_list_get_theirs_all_the_same(exempt: str) -> None:
+def test_recipients_on_the_allowlist_get_their_email(exempt: str) -> None:
     email = Email(to=["Ann Lee <ann@example.com>", "eve@example.net"], subject="Hello", text="Hi")
     mail = redirected(email, "tester@example.org", redirect_except=exempt)
     assert mail.recipients == ("ann@example.com", "tester@example.org")
@@ -87,41 +87,41 @@ def test_those_on_the_list_get_theirs_all_the_same(exempt: str) -> None:
 
 
 @pytest.mark.parametrize("exempt", ["@ample.com", "@sub.example.com", "lee@example.com", "ann@example.com.test"])
-def test_nobody_else_gets_theirs(exempt: str) -> None:
+def test_no_other_recipient_gets_email(exempt: str) -> None:
     email = Email(to="ann@example.com", subject="Hello", text="Hi")
     assert redirected(email, "tester@example.org", redirect_except=exempt).recipients == ("tester@example.org",)
 
 
-def test_a_blind_copy_is_not_named_to_those_on_the_list() -> None:
+def test_a_bcc_recipient_is_not_revealed_to_the_allowlist() -> None:
     mail = redirected(EMAIL, "tester@example.org", redirect_except="ann@example.com")
     assert parsed(mail.content)["X-Pgoutbox-Original-To"] == "bob@example.com"
     assert b"eve@" not in mail.content
 
 
-def test_an_email_to_those_on_the_list_alone_is_the_same_as_ever() -> None:
+def test_an_email_only_to_the_allowlist_is_unchanged() -> None:
     mail = redirected(EMAIL, "tester@example.org", redirect_except="@example.com,@example.net")
     assert mail.recipients == ("ann@example.com", "bob@example.com", "eve@example.net")
     assert "X-Pgoutbox-Original-To" not in parsed(mail.content)
 
 
-def test_the_message_id_and_the_sender_are_the_same_as_ever() -> None:
+def test_the_message_id_and_the_sender_are_unchanged() -> None:
     mail, usual = redirected(EMAIL, "tester@example.org"), redirected(EMAIL, None)
     assert mail.sender == usual.sender
     assert parsed(mail.content)["Message-ID"] == parsed(usual.content)["Message-ID"]
 
 
-def test_a_handler_cannot_write_the_header() -> None:
+def test_a_handler_cannot_set_the_redirect_header() -> None:
     email = Email(to="ann@example.com", subject="Hello", text="Hi", headers={"X-pgoutbox-Original-To": "x"})
     with pytest.raises(Permanent, match="is set by pgoutbox, not by headers"):
         redirected(email, None)
 
 
-def test_without_a_redirect_the_list_and_the_days_change_nothing() -> None:
+def test_without_a_redirect_the_allowlist_and_the_days_have_no_effect() -> None:
     mail = redirected(EMAIL, None, redirect_except="ann@example.com", redirect_forbidden=AROUND_TODAY)
     assert mail.recipients == ("ann@example.com", "bob@example.com", "eve@example.net")
 
 
-def test_within_forbidden_days_nobody_gets_anything_not_even_those_on_the_list() -> None:
+def test_on_forbidden_days_nobody_gets_email_even_on_the_allowlist() -> None:
     overrides = {"redirect_except": "@example.com,@example.net", "redirect_forbidden": f"{LONG_AGO},{AROUND_TODAY}"}
     with pytest.raises(Unavailable) as caught:
         redirected(EMAIL, "tester@example.org", **overrides)
@@ -131,7 +131,7 @@ def test_within_forbidden_days_nobody_gets_anything_not_even_those_on_the_list()
     )
 
 
-def test_on_other_days_it_redirects() -> None:
+def test_on_other_days_email_is_redirected() -> None:
     assert redirected(EMAIL, "tester@example.org", redirect_forbidden=LONG_AGO).recipients == ("tester@example.org",)
 
 
@@ -148,7 +148,7 @@ def test_on_other_days_it_redirects() -> None:
         ("2026-04-01/2026-09-30[Europe/Berlin]", "2026-09-30T22:30:00+00:00", False),
     ],
 )
-def test_the_first_and_the_last_day_are_forbidden_in_their_zone(window: str, moment: str, inside: bool) -> None:
+def test_the_first_and_the_last_day_are_forbidden_in_their_time_zone(window: str, moment: str, inside: bool) -> None:
     assert (datetime.fromisoformat(moment) in Window.parse(window)) is inside
 
 
@@ -169,12 +169,12 @@ def test_the_first_and_the_last_day_are_forbidden_in_their_zone(window: str, mom
         ({"redirect_forbidden": f"{LONG_AGO}[../etc]"}, "PGOUTBOX_REDIRECT_FORBIDDEN: .*etc"),
     ],
 )
-def test_a_wrong_setting_is_refused_by_name(overrides: dict[str, object], error: str) -> None:
+def test_an_invalid_setting_is_refused_by_name(overrides: dict[str, object], error: str) -> None:
     with pytest.raises(ConfigurationError, match=error):
         Redirect.of(load_settings(**overrides))
 
 
-def test_a_redirect_does_not_start_within_forbidden_days() -> None:
+def test_a_redirect_does_not_start_on_forbidden_days() -> None:
     with pytest.raises(ConfigurationError) as caught:
         Redirect.at_start(settings_for("tester@example.org", redirect_forbidden=AROUND_TODAY))
     assert str(caught.value) == (

@@ -1,23 +1,32 @@
-"""The arithmetic of retries."""
+"""Tests the computation of retry delays."""
 
 from __future__ import annotations
 
 import math
+from datetime import timedelta
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pgoutbox.errors import ConfigurationError
+from pgoutbox.message import Transient, Unavailable
 from pgoutbox.retry import MAX_DELAY_SECONDS, RetryPolicy
 
 
 def test_delays_double_up_to_the_cap() -> None:
-    policy = RetryPolicy(base_seconds=5, cap_seconds=60, jitter=0)
+    policy = RetryPolicy(base=5, cap=60, jitter=0)
     assert [policy.delay_seconds(n) for n in range(1, 7)] == [5, 10, 20, 40, 60, 60]
 
 
-def test_steps_are_taken_in_turn_and_the_last_one_repeats() -> None:
+def test_durations_may_be_timedeltas() -> None:
+    assert RetryPolicy(base=timedelta(minutes=1), cap=timedelta(hours=2)) == RetryPolicy(base=60, cap=7200)
+    assert RetryPolicy.steps(timedelta(minutes=1), 300) == RetryPolicy.steps(60, 300)
+    assert Transient("busy", timedelta(minutes=1)).retry_after == 60
+    assert Unavailable("down", timedelta(minutes=1)).retry_after == 60
+
+
+def test_steps_are_used_in_order_and_the_last_one_repeats() -> None:
     policy = RetryPolicy.steps(60, 300, 900)
     assert [policy.delay_seconds(n) for n in range(1, 6)] == [60, 300, 900, 900, 900]
 
@@ -30,7 +39,7 @@ def test_a_delay_is_within_its_bounds_at_every_attempt(attempt_count: int, jitte
     assert full * (1 - jitter) <= delay <= full <= policy.cap_seconds
 
 
-def test_delays_that_began_together_are_spread() -> None:
+def test_delays_with_the_same_start_are_spread() -> None:
     policy = RetryPolicy(jitter=0.5)
     assert len({policy.delay_seconds(3) for _ in range(100)}) > 90
 
@@ -39,8 +48,8 @@ def test_delays_that_began_together_are_spread() -> None:
     ("asked", "granted"),
     [(7, 7), (0, 0), (-1, 0), (1e9, 60), (math.inf, 60), (-math.inf, 60), (math.nan, 60)],
 )
-def test_what_the_receiver_asks_for_wins_within_the_cap(asked: float, granted: float) -> None:
-    policy = RetryPolicy(base_seconds=5, cap_seconds=60, jitter=0.5)
+def test_the_delay_requested_by_the_receiver_is_used_within_the_cap(asked: float, granted: float) -> None:
+    policy = RetryPolicy(base=5, cap=60, jitter=0.5)
     assert policy.delay_seconds(1, retry_after=asked) == granted
 
 
@@ -51,18 +60,18 @@ def test_what_the_receiver_asks_for_wins_within_the_cap(asked: float, granted: f
         ({"max_attempts": 10_001}, "max_attempts"),
         ({"jitter": -0.1}, "jitter"),
         ({"jitter": 1.1}, "jitter"),
-        ({"base_seconds": -1.0}, "base_seconds"),
-        ({"base_seconds": math.nan}, "base_seconds"),
-        ({"cap_seconds": math.inf}, "cap_seconds"),
-        ({"cap_seconds": MAX_DELAY_SECONDS + 1}, "cap_seconds"),
-        ({"step_seconds": (1.0, -1.0)}, "step_seconds"),
+        ({"base": -1.0}, "base"),
+        ({"base": math.nan}, "base"),
+        ({"cap": math.inf}, "cap"),
+        ({"cap": MAX_DELAY_SECONDS + 1}, "cap"),
+        ({"base": timedelta(days=31)}, "base"),
     ],
 )
-def test_a_policy_that_makes_no_sense_is_refused_by_name(arguments: dict[str, float], name: str) -> None:
+def test_an_invalid_policy_is_refused_by_name(arguments: dict[str, float], name: str) -> None:
     with pytest.raises(ConfigurationError, match=f"^{name}="):
         RetryPolicy(**arguments)  # type: ignore[arg-type] # one keyword at a time
 
 
-def test_steps_need_a_step() -> None:
+def test_steps_must_not_be_empty() -> None:
     with pytest.raises(ConfigurationError, match="at least one delay"):
         RetryPolicy.steps()

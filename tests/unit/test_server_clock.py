@@ -1,4 +1,4 @@
-"""The server's clock compared with the time that has passed here."""
+"""Tests the comparison of the server's clock with the local monotonic time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def told(clock: ServerClock, now: datetime, *, at: float) -> float | None:
     return clock.note(now, asked_at=at, answered_at=at)
 
 
-def test_a_clock_that_goes_on_is_trusted_for_a_third_of_a_lease_more() -> None:
+def test_a_steady_clock_is_trusted_for_another_third_of_a_lease() -> None:
     clock = ServerClock(60)
     assert clock.limit(0) is None
     assert told(clock, NOON, at=0) is None
@@ -27,7 +27,7 @@ def test_a_clock_that_goes_on_is_trusted_for_a_third_of_a_lease_more() -> None:
     assert clock.limit(1000) == later(1030)
 
 
-def test_a_step_forward_is_told_once_and_trusted_after_a_lease() -> None:
+def test_a_forward_step_is_logged_once_and_trusted_after_a_lease() -> None:
     clock = ServerClock(60)
     told(clock, NOON, at=0)
     assert told(clock, later(3610), at=10) == 3600
@@ -38,7 +38,7 @@ def test_a_step_forward_is_told_once_and_trusted_after_a_lease() -> None:
     assert clock.limit(70) == later(3690)
 
 
-def test_a_step_back_is_followed_at_once() -> None:
+def test_a_backward_step_is_followed_at_once() -> None:
     clock = ServerClock(60)
     told(clock, NOON, at=0)
     assert told(clock, later(-3600), at=10) is None
@@ -52,7 +52,7 @@ def test_a_slow_answer_is_not_a_step() -> None:
     assert clock.note(later(90), asked_at=31, answered_at=90) is None
 
 
-def test_the_server_is_asked_every_two_leases_and_when_trust_may_return() -> None:
+def test_the_server_is_queried_every_two_leases_and_when_trust_may_return() -> None:
     clock = ServerClock(60)
     assert clock.is_due(0)
     told(clock, NOON, at=0)

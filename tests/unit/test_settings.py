@@ -1,4 +1,5 @@
-"""Settings are read once, refused with the variable's name and what is accepted, and never show a secret."""
+"""Tests that settings are read once, refused with the variable's name and the accepted values, and never show a
+secret."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def test_every_setting_is_described() -> None:
     assert [name for name, field in Settings.model_fields.items() if not field.description] == []
 
 
-def test_the_environment_is_read_and_an_override_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overrides_take_precedence_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PGOUTBOX_CONCURRENCY", "7")
     monkeypatch.setenv("PGOUTBOX_LISTEN", "off")
     assert (load_settings().concurrency, load_settings().listen) == (7, False)
@@ -70,7 +71,7 @@ def test_the_environment_is_read_and_an_override_wins(monkeypatch: pytest.Monkey
         ("  ", "give a value or unset it"),
     ],
 )
-def test_a_wrong_value_names_variable_value_and_what_is_accepted(
+def test_an_invalid_value_names_variable_value_and_accepted_values(
     monkeypatch: pytest.MonkeyPatch, text: str, accepted: str
 ) -> None:
     monkeypatch.setenv("PGOUTBOX_LEASE_SECONDS", text)
@@ -112,7 +113,7 @@ def test_each_bound_is_enforced(monkeypatch: pytest.MonkeyPatch, field: str, tex
     assert refusal().startswith(f"{variable}={text!r}: ")
 
 
-def test_each_wrong_variable_has_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_invalid_variable_has_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PGOUTBOX_BATCH_SIZE", "many")
     monkeypatch.setenv("PGOUTBOX_CONCURRENCY", "0")
     assert [line.partition("=")[0] for line in refusal().splitlines()] == [
@@ -141,7 +142,7 @@ def test_each_wrong_variable_has_its_line(monkeypatch: pytest.MonkeyPatch) -> No
         ),
     ],
 )
-def test_values_that_contradict_each_other_are_both_named(given: dict[str, object], named: tuple[str, str]) -> None:
+def test_contradictory_settings_are_both_named(given: dict[str, object], named: tuple[str, str]) -> None:
     message = refusal(**given)
     assert all(name in message for name in named)
     assert CANARY not in message
@@ -153,17 +154,17 @@ def test_alerts_go_to_one_address(monkeypatch: pytest.MonkeyPatch, destination: 
     assert "PGOUTBOX_ALERT_DESTINATION must be one address such as mailto:ops@example.org" in refusal()
 
 
-def test_leases_are_renewed_three_times_while_they_last_unless_told_otherwise() -> None:
+def test_leases_are_renewed_three_times_per_lease_by_default() -> None:
     assert load_settings(lease_seconds=30.0).renew_interval_seconds == 10.0
     assert load_settings(lease_seconds=30.0, renew_seconds=5.0).renew_interval_seconds == 5.0
 
 
-def test_a_missing_dsn_is_answered_with_the_variable_and_an_example() -> None:
+def test_a_missing_dsn_names_the_variable_and_an_example() -> None:
     with pytest.raises(ConfigurationError, match=r"PGOUTBOX_DSN=postgresql://.*or pass --dsn"):
         load_settings().require_dsn()
 
 
-def test_the_listener_has_the_same_database_unless_told_otherwise() -> None:
+def test_the_listener_uses_the_same_database_by_default() -> None:
     assert load_settings(dsn="host=a").require_listen_dsn() == "host=a"
     assert load_settings(dsn="host=a", listen_dsn="host=b").require_listen_dsn() == "host=b"
 
@@ -179,25 +180,25 @@ def test_a_secret_never_shows(monkeypatch: pytest.MonkeyPatch, variable: str) ->
 
 
 @pytest.mark.parametrize("variable", SECRET_VARIABLES)
-def test_the_refusal_of_a_secret_names_the_variable_only(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+def test_the_refusal_of_a_secret_names_only_the_variable(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     monkeypatch.setenv(variable, "")
     assert refusal() == f"{variable}=(hidden): is set but empty; give a value or unset it"
 
 
-def test_settings_cannot_be_changed_after_they_were_read() -> None:
+def test_settings_are_immutable() -> None:
     with pytest.raises(ValueError, match="frozen"):
         load_settings().concurrency = 5
 
 
 @pytest.mark.parametrize("keys", ["short", f"{FERNET_KEY},", f"{FERNET_KEY},{CANARY}", FERNET_KEY.replace("_", "/")])
-def test_what_is_no_key_is_refused_by_its_number(keys: str) -> None:
+def test_an_invalid_key_is_refused_by_its_number(keys: str) -> None:
     number = 1 if "," not in keys else 2
     message = refusal(encryption_keys=keys)
     assert message.startswith(f"PGOUTBOX_ENCRYPTION_KEYS=(hidden): key {number} is no Fernet key")
     assert CANARY not in message
 
 
-def test_an_unknown_setting_is_refused_with_the_nearest_one() -> None:
+def test_an_unknown_setting_is_refused_with_the_closest_one() -> None:
     with pytest.raises(ConfigurationError) as failure:
         Settings(lease_second=3, Dsn="postgresql://app:s3cret@localhost/app")
     assert str(failure.value) == (
@@ -207,13 +208,13 @@ def test_an_unknown_setting_is_refused_with_the_nearest_one() -> None:
         load_settings(smtp_hosts="mx.test")
 
 
-def test_a_dsn_without_its_name_is_no_argument_of_settings() -> None:
+def test_a_positional_dsn_is_refused() -> None:
     make: Any = Settings
     with pytest.raises(TypeError, match="positional argument"):
         make("postgresql://app:s3cret@localhost/app")
 
 
-def test_an_unknown_variable_does_not_keep_settings_from_being_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_variable_does_not_prevent_reading_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PGOUTBOX_LEASE_SECOND", "3")
     assert Settings().lease_seconds == 60
     assert unknown_variables(["PGOUTBOX_LEASE_SECOND"]) == [("PGOUTBOX_LEASE_SECOND", "PGOUTBOX_LEASE_SECONDS")]

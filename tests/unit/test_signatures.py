@@ -1,4 +1,4 @@
-"""What a handler must look like when it is registered, and which callables are handlers."""
+"""Tests which callables are accepted as handlers at registration."""
 
 import functools
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Thing(BaseModel):
-    """A payload that another one extends."""
+    """A base class of a payload."""
 
 
 class Order(Thing):
@@ -26,18 +26,18 @@ class Order(Thing):
 
 
 class Other(BaseModel):
-    """Another payload."""
+    """A different payload."""
 
 
 class HasId(Protocol):
-    """What a helper wants of a message."""
+    """A protocol that a helper needs from a message."""
 
     @property
     def id(self) -> int: ...
 
 
 class Greeter:
-    """A handler with a state."""
+    """A handler with state."""
 
     async def __call__(self, message: Message, ctx: Context) -> None: ...
 
@@ -47,7 +47,7 @@ class Greeter:
 
 
 class Swapped:
-    """A handler whose parameters are the wrong way round."""
+    """A handler with its parameters in the wrong order."""
 
     async def __call__(self, ctx: Context, message: Message) -> None: ...
 
@@ -89,7 +89,7 @@ def in_thread(message: Message, ctx: SyncContext) -> None: ...
 
 
 def injected(function: Callable[[Order, Context], object]) -> Callable[[Message[Order], Context], object]:
-    """A decorator of an application, whose wrapper has the annotations of what it wraps."""
+    """Decorate with a wrapper that has the annotations of the wrapped function."""
 
     @functools.wraps(function)
     async def wrapper(message: Message[Order], ctx: Context) -> object:
@@ -128,16 +128,14 @@ def unpacked(message: Order, ctx: Context) -> None: ...
         (lambda message, ctx: None, False),
     ],
 )
-def test_whatever_can_be_called_with_a_message_and_a_context_is_a_handler(
-    function: Callable[..., Any], is_async: bool
-) -> None:
+def test_any_callable_for_a_message_and_a_context_is_a_handler(function: Callable[..., Any], is_async: bool) -> None:
     outbox = Outbox()
     outbox.handler(Topic("order", payload=Order))(function)
     assert outbox.handlers["order"].is_async is is_async
 
 
 @pytest.mark.parametrize("items", [list, Sequence])
-def test_a_batch_handler_takes_a_list_or_what_a_list_is(items: Any) -> None:  # noqa: ANN401 - a generic class
+def test_a_batch_handler_takes_a_list_or_a_supertype(items: Any) -> None:  # noqa: ANN401 - a generic class
     async def index(messages: items[Message[Order]], contexts: items[Context]) -> None: ...
 
     def index_in_thread(messages: items, contexts: items) -> None: ...
@@ -204,14 +202,14 @@ def items(message: Message, ctx: SyncContext) -> Iterator[int]:
         (Greeter.greet, "must take two arguments, the message and the context"),
     ],
 )
-def test_what_a_worker_cannot_run_is_refused_when_it_is_registered(function: Any, problem: str) -> None:  # noqa: ANN401
+def test_an_unusable_handler_is_refused_at_registration(function: Any, problem: str) -> None:  # noqa: ANN401
     outbox = Outbox()
     with pytest.raises(ConfigurationError, match=problem):
         outbox.handler(Topic("order", payload=Order))(function)
     assert outbox.handlers == {}
 
 
-def test_a_model_that_the_topic_does_not_have_is_refused() -> None:
+def test_a_model_other_than_the_topics_is_refused() -> None:
     outbox = Outbox()
     function: Any = typed
     with pytest.raises(ConfigurationError, match="expects a Order, but the topic has no payload model; define it with"):

@@ -1,4 +1,4 @@
-"""The slots: so many attempts at once, each with exactly one outcome."""
+"""Tests the slots: a limited number of concurrent attempts, each with exactly one outcome."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pgoutbox.clock import elapsed_clock
-from pgoutbox.handlers import Context, Handler
+from pgoutbox.handlers import Handler
 from pgoutbox.message import Message, Sent, Transient
-from pgoutbox.results import RELEASED, STOPPED, Ending, ThreadWatch, Work
+from pgoutbox.results import RELEASED, STOPPED, Attempt, Ending, Work, watch_thread
 from pgoutbox.slots import Slots
 from pgoutbox.telemetry import Event, Telemetry
 from tests.waiting import until
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
 
-async def hold(context: Context) -> None:
-    """Every lease holds."""
+async def hold(attempt: Attempt) -> None:
+    """Every lease is valid."""
 
 
 class Stand:
-    """Slots whose attempts the test lets end, and the outcomes that came out."""
+    """Slots whose attempts end when the test decides, with a record of their outcomes."""
 
     def __init__(self, *, concurrency: int = 2, timeout_seconds: float | None = None) -> None:
         self.telemetry = Telemetry(logging.getLogger("pgoutbox.test"))
         self.outcomes: dict[int, Ending] = {}
         self.running: dict[int, asyncio.Future[Ending]] = {}
         self.most_running = 0
-        self.attempt: Callable[[Work, ThreadWatch], Awaitable[Sequence[Ending]]] = self.wait_for_the_test
+        self.attempt: Callable[[Work], Awaitable[Sequence[Ending]]] = self.wait_for_the_test
         self.changed = asyncio.Event()
         self.slots = Slots(
             self.run,
@@ -46,16 +46,16 @@ class Stand:
             telemetry=self.telemetry,
         )
 
-    async def run(self, work: Work, watch_thread: ThreadWatch) -> Sequence[Ending]:
-        return await self.attempt(work, watch_thread)
+    async def run(self, work: Work) -> Sequence[Ending]:
+        return await self.attempt(work)
 
-    def note(self, context: Context, ending: Ending) -> None:
-        assert context.message.id not in self.outcomes
-        self.outcomes[context.message.id] = ending
+    def note(self, attempt: Attempt, ending: Ending) -> None:
+        assert attempt.message.id not in self.outcomes
+        self.outcomes[attempt.message.id] = ending
         self.changed.set()
 
-    async def wait_for_the_test(self, work: Work, watch_thread: ThreadWatch) -> Sequence[Ending]:
-        ids = [context.message.id for context in work]
+    async def wait_for_the_test(self, work: Work) -> Sequence[Ending]:
+        ids = [attempt.message.id for attempt in work]
         end = asyncio.get_running_loop().create_future()
         self.running.update(dict.fromkeys(ids, end))
         self.most_running = max(self.most_running, len(set(self.running.values())))
@@ -68,7 +68,7 @@ class Stand:
         return [ending] * len(ids)
 
     def put(self, *ids: int) -> None:
-        self.slots.put([(context_of(message_id),) for message_id in ids])
+        self.slots.put([(attempt_of(message_id),) for message_id in ids])
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(10):
@@ -77,13 +77,13 @@ class Stand:
                 await self.changed.wait()
 
 
-def context_of(message_id: int) -> Context:
+def attempt_of(message_id: int) -> Attempt:
     now = datetime(2024, 1, 1, tzinfo=UTC)
     message: Message[object] = Message(message_id, "greet", "default", None, None, {}, 1, 11, now, now, None)
-    return Context(message, Handler("greet", lambda _, __: None, is_async=True), elapsed_clock(), hold)
+    return Attempt(message, Handler("greet", lambda _, __: None, is_async=True), elapsed_clock(), hold)
 
 
-async def test_no_more_attempts_run_at_once_than_asked_for_and_in_their_order() -> None:
+async def test_the_number_of_concurrent_attempts_is_limited_and_their_order_kept() -> None:
     stand = Stand(concurrency=2)
     stand.put(1, 2, 3, 4)
     await stand.until(lambda: len(stand.running) == 2)
@@ -104,7 +104,7 @@ async def test_no_more_attempts_run_at_once_than_asked_for_and_in_their_order() 
 async def test_attempts_that_end_at_once_need_one_slot() -> None:
     stand = Stand(concurrency=10)
 
-    async def end_at_once(work: Work, watch_thread: ThreadWatch) -> Sequence[Ending]:
+    async def end_at_once(work: Work) -> Sequence[Ending]:
         return [Sent()] * len(work)
 
     stand.attempt = end_at_once
@@ -116,7 +116,7 @@ async def test_attempts_that_end_at_once_need_one_slot() -> None:
 
 async def test_a_batch_counts_each_of_its_messages() -> None:
     stand = Stand(concurrency=1)
-    stand.slots.put([[context_of(1), context_of(2), context_of(3)], [context_of(4)]])
+    stand.slots.put([[attempt_of(1), attempt_of(2), attempt_of(3)], [attempt_of(4)]])
     await stand.until(lambda: bool(stand.running))
     assert (stand.slots.waiting_count, stand.slots.open_count) == (1, 4)
     stand.running[1].set_result(Transient("busy"))
@@ -126,7 +126,7 @@ async def test_a_batch_counts_each_of_its_messages() -> None:
     assert stand.outcomes[4] is STOPPED
 
 
-async def test_what_waits_can_be_given_back() -> None:
+async def test_waiting_messages_can_be_released() -> None:
     stand = Stand(concurrency=1)
     stand.put(1, 2, 3)
     await stand.until(lambda: 1 in stand.running)
@@ -137,13 +137,13 @@ async def test_what_waits_can_be_given_back() -> None:
     assert stand.outcomes[1] is STOPPED
 
 
-async def test_messages_that_must_stay_are_not_given_back_and_keep_their_order() -> None:
+async def test_messages_that_must_stay_are_not_released_and_keep_their_order() -> None:
     stand = Stand(concurrency=1)
     stand.slots.put(
-        [[context_of(1)], [context_of(2)], [context_of(3), context_of(4)], [context_of(5)], [context_of(6)]]
+        [[attempt_of(1)], [attempt_of(2)], [attempt_of(3), attempt_of(4)], [attempt_of(5)], [attempt_of(6)]]
     )
     await stand.until(lambda: 1 in stand.running)
-    stand.slots.give_back(lambda context: context.message.id not in (2, 4, 6))
+    stand.slots.give_back(lambda attempt: attempt.message.id not in (2, 4, 6))
     assert stand.outcomes == {5: RELEASED}
     assert stand.slots.waiting_count == 4
     stand.running[1].set_result(Sent())
@@ -152,7 +152,7 @@ async def test_messages_that_must_stay_are_not_given_back_and_keep_their_order()
     await stand.slots.stop()
 
 
-async def test_an_error_of_the_runner_is_the_outcome_and_the_slot_serves_on() -> None:
+async def test_an_error_of_the_runner_is_the_outcome_and_the_slot_stays_usable() -> None:
     stand = Stand(concurrency=1)
     stand.put(1, 2)
     await stand.until(lambda: 1 in stand.running)
@@ -164,7 +164,7 @@ async def test_an_error_of_the_runner_is_the_outcome_and_the_slot_serves_on() ->
     await stand.slots.stop()
 
 
-async def test_an_attempt_that_takes_too_long_is_ended_and_its_slot_serves_on() -> None:
+async def test_an_attempt_past_its_timeout_is_ended_and_its_slot_stays_usable() -> None:
     stand = Stand(concurrency=1, timeout_seconds=1)
     stand.put(1, 2)
     await stand.until(lambda: 1 in stand.outcomes and 2 in stand.running)
@@ -177,14 +177,14 @@ async def test_an_attempt_that_takes_too_long_is_ended_and_its_slot_serves_on() 
     await stand.slots.stop()
 
 
-async def test_a_thread_that_runs_on_keeps_its_slot_and_what_waits_for_it_is_released() -> None:
+async def test_a_running_thread_keeps_its_slot_and_waiting_messages_are_released() -> None:
     stand = Stand(concurrency=1, timeout_seconds=0.02)
     thread: Future[object] = Future()
     thread.set_running_or_notify_cancel()
 
-    async def run_in_thread(work: Work, watch_thread: ThreadWatch) -> Sequence[Ending]:
+    async def run_in_thread(work: Work) -> Sequence[Ending]:
         if work[0].message.id == 1:
-            watch_thread(thread)
+            watch_thread.get()(thread)
             await asyncio.wrap_future(thread)
         return [Sent()]
 
@@ -192,7 +192,7 @@ async def test_a_thread_that_runs_on_keeps_its_slot_and_what_waits_for_it_is_rel
     stand.put(1, 2)
     await stand.until(lambda: 1 in stand.outcomes and 2 in stand.outcomes)
     assert isinstance(stand.outcomes[1], Transient)
-    assert stand.outcomes[2] == RELEASED, "another worker may have a slot for it"
+    assert stand.outcomes[2] == RELEASED, "another worker may have a free slot"
     assert stand.slots.capacity == 0
     assert stand.telemetry.counts[Event.ATTEMPT_ABANDONED] == 1
     thread.set_result(None)
@@ -204,7 +204,7 @@ async def test_a_thread_that_runs_on_keeps_its_slot_and_what_waits_for_it_is_rel
 
 
 @pytest.mark.parametrize("passed", [Event.ATTEMPT_OVERDUE, None], ids=["in its overtime", "in its time"])
-async def test_a_thread_that_returned_while_the_event_loop_was_blocked_past_its_deadline_has_not_timed_out(
+async def test_a_thread_that_returned_during_a_blocked_event_loop_has_not_timed_out(
     passed: Event | None,
 ) -> None:
     stand = Stand(concurrency=1, timeout_seconds=0.02)
@@ -212,8 +212,8 @@ async def test_a_thread_that_returned_while_the_event_loop_was_blocked_past_its_
     thread.set_running_or_notify_cancel()
     has_begun = asyncio.Event()
 
-    async def run_in_thread(work: Work, watch_thread: ThreadWatch) -> Sequence[Ending]:
-        watch_thread(thread)
+    async def run_in_thread(work: Work) -> Sequence[Ending]:
+        watch_thread.get()(thread)
         has_begun.set()
         await asyncio.wrap_future(thread)
         return [Sent()]
@@ -235,14 +235,14 @@ async def test_a_thread_that_returned_while_the_event_loop_was_blocked_past_its_
     await stand.slots.stop()
 
 
-async def test_each_thread_of_a_slot_may_return_while_the_event_loop_is_blocked_past_its_deadline() -> None:
+async def test_every_thread_of_a_slot_may_return_during_a_blocked_event_loop() -> None:
     stand = Stand(concurrency=1, timeout_seconds=0.02)
     begun: list[Future[object]] = []
 
-    async def run_in_thread(work: Work, watch_thread: ThreadWatch) -> Sequence[Ending]:
+    async def run_in_thread(work: Work) -> Sequence[Ending]:
         thread: Future[object] = Future()
         thread.set_running_or_notify_cancel()
-        watch_thread(thread)
+        watch_thread.get()(thread)
         begun.append(thread)
         await asyncio.wrap_future(thread)
         return [Sent()]
@@ -263,7 +263,7 @@ async def test_each_thread_of_a_slot_may_return_while_the_event_loop_is_blocked_
 
 
 @pytest.mark.parametrize("count", [1, 5])
-async def test_stopping_releases_what_runs_and_what_waits(count: int) -> None:
+async def test_stopping_releases_running_and_waiting_messages(count: int) -> None:
     stand = Stand(concurrency=2)
     stand.put(*range(count))
     await stand.until(lambda: len(stand.running) == min(count, 2))

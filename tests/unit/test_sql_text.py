@@ -1,4 +1,4 @@
-"""No statement is put together at run time: not by an f-string, by `format`, by a percent sign or by joining texts."""
+"""Tests that no statement is built at run time: no f-string, `format`, percent sign or join."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ MODULES = sorted(path for path in PACKAGE.rglob("*.py") if "migrations" not in p
 STATEMENT = re.compile(
     r"\s*(SELECT\s|INSERT\s+INTO\s|UPDATE\s+[\w.\"{}]+\s|DELETE\s+FROM\s|WITH\s+\w+\s|CREATE\s|ALTER\s|DROP\s|GRANT\s|SET\s+LOCAL\s)"
 )
-# Utility statements take no parameters. The number is reckoned there, and a name is quoted as `Identifier`.
+# Utility statements take no parameters. The number is computed there, and a name is quoted as `Identifier`.
 ALLOWED = {
     ("migrate.py", "SET LOCAL lock_timeout = '"),
-    ("migrate.py", "CREATE ROLE "),  # Shown to a person, not run.
-    ("server.py", "ALTER TABLE pgoutbox."),  # As well: how to mend what the doctor found.
+    ("migrate.py", "CREATE ROLE "),  # Shown to a person, not executed.
+    ("server.py", "ALTER TABLE pgoutbox."),  # Also shown: the fixes of the doctor's findings.
 }
 
 
 def built_statements(source: str) -> list[str]:
-    """The beginnings of all statements in a source that are built of parts which are no constants."""
+    """Return the beginnings of all statements in a source that are built from non-constant parts."""
     found = []
     for node in ast.walk(ast.parse(source)):
         match node:
@@ -42,7 +42,7 @@ def built_statements(source: str) -> list[str]:
 
 
 def _is_constant(node: ast.expr) -> bool:
-    """A text, or a name in capital letters, which is one."""
+    """Return whether this is a text, or a constant's name in capital letters."""
     match node:
         case ast.Constant():
             return True
@@ -69,5 +69,5 @@ def test_no_statement_is_built_at_run_time(path: Path) -> None:
         "f'''\n    INSERT INTO {table}'''",
     ],
 )
-def test_the_test_before_finds_them(source: str) -> None:
+def test_the_check_finds_statements_built_at_run_time(source: str) -> None:
     assert len(built_statements(source)) == 1

@@ -1,4 +1,4 @@
-"""How many suspects the next claim takes, given what the last ones found."""
+"""Tests how many suspects the next claim takes, given the previous results."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ ROOM = 100
 
 
 def claimed(suspects: Suspects, found: int, *, in_flight: int = 0, room: int = ROOM) -> bool:
-    """A claim that found so many."""
+    """Record a claim that found this many."""
     limit = suspects.limit(room, in_flight)
     assert found <= limit
     return suspects.learn(limit, found, in_flight=in_flight, is_filled=found == room)
 
 
 def grouped(*limits: int) -> Suspects:
-    """The first suspect and groups, each of which ended before the next claim."""
+    """Record the first suspect and groups, each of which ended before the next claim."""
     suspects = Suspects()
     for limit in (1, *limits):
         assert suspects.limit(ROOM, 0) == limit
@@ -32,7 +32,7 @@ def test_the_first_suspect_comes_alone() -> None:
     assert suspects.limit(ROOM, 0) == 2
 
 
-def test_a_group_is_filled_up_to_twice_its_size_when_half_of_it_has_ended() -> None:
+def test_a_group_grows_to_twice_its_size_when_half_of_it_has_ended() -> None:
     suspects = grouped()
     limits = []
     in_flight = 0
@@ -44,23 +44,23 @@ def test_a_group_is_filled_up_to_twice_its_size_when_half_of_it_has_ended() -> N
     assert limits == [2, 4 - 1, 8 - 2, 16 - 4, MAX_SUSPECTS - 8, MAX_SUSPECTS - 16]
 
 
-def test_a_group_is_not_greater_than_the_room() -> None:
+def test_a_group_is_not_larger_than_the_room() -> None:
     assert grouped(2, 4).limit(5, 0) == 5
 
 
-def test_a_group_does_not_grow_by_suspects_that_did_not_fit_into_the_room() -> None:
+def test_suspects_without_room_do_not_count_for_the_growth_of_a_group() -> None:
     suspects = grouped(2, 4)
     claimed(suspects, 3, room=3)
     assert suspects.limit(ROOM, 0) == 8
 
 
-def test_beside_others_a_group_of_one_is_not_claimed_because_any_suspect_may_come_in_it() -> None:
+def test_a_group_of_one_is_not_claimed_beside_other_suspects() -> None:
     suspects = grouped(2)
     assert suspects.limit(1, 1) == 0
     assert suspects.limit(1, 0) == 1
 
 
-def test_a_group_that_found_too_few_is_followed_by_one_alone_and_another_group() -> None:
+def test_an_incomplete_group_is_followed_by_a_single_suspect_and_another_group() -> None:
     suspects = grouped(2, 4)
     claimed(suspects, 2, in_flight=1)
     assert suspects.limit(ROOM, 1) == 0
@@ -70,7 +70,7 @@ def test_a_group_that_found_too_few_is_followed_by_one_alone_and_another_group()
     assert suspects.limit(ROOM, 0) == 8
 
 
-def test_when_no_suspects_are_left_the_next_ones_begin_with_the_smallest_group() -> None:
+def test_after_the_last_suspect_the_next_ones_begin_with_the_smallest_group() -> None:
     suspects = grouped(2, 4)
     claimed(suspects, 0)
     claimed(suspects, 0)
@@ -80,11 +80,11 @@ def test_when_no_suspects_are_left_the_next_ones_begin_with_the_smallest_group()
     assert suspects.limit(ROOM, 0) == 2
 
 
-def test_groups_without_an_end_do_not_starve_suspects_that_come_alone() -> None:
+def test_continuous_groups_do_not_starve_single_suspects() -> None:
     grouped(2, 4, 8, 16, *[MAX_SUSPECTS] * 8, 1, MAX_SUSPECTS)
 
 
-def test_after_a_group_without_members_another_look_is_worth_while() -> None:
+def test_an_empty_group_is_followed_by_another_poll() -> None:
     suspects = grouped()
     assert suspects.are_waiting
     assert claimed(suspects, 0)

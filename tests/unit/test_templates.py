@@ -1,4 +1,4 @@
-"""E-mail from templates: what three files become, and what is said of those that cannot."""
+"""Tests e-mail from templates: the result of the three files, and the errors."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_three_files_give_subject_text_and_html_and_only_html_is_escaped(tmp_pat
     )
 
 
-def test_whatever_else_an_email_has_is_passed_on(tmp_path: Path) -> None:
+def test_other_fields_of_an_email_are_passed_on(tmp_path: Path) -> None:
     ticket = Attachment("ticket.pdf", b"%PDF")
     email = Email.from_template(
         templates_of(tmp_path, WELCOME),
@@ -73,12 +73,12 @@ def test_text_or_html_may_be_missing(tmp_path: Path, kind: str, text: str | None
     assert Email.from_template(templates, "welcome", {"name": "Ann"}) == Email(subject="Hello", text=text, html=html)
 
 
-def test_templates_lie_in_directories_below(tmp_path: Path) -> None:
+def test_templates_can_be_in_subdirectories(tmp_path: Path) -> None:
     templates = templates_of(tmp_path, {"de/welcome.subject.txt": "Hallo", "de/welcome.txt": "Willkommen"})
     assert Email.from_template(templates, "de/welcome", {}).text == "Willkommen"
 
 
-def test_templates_lie_in_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_templates_can_be_in_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "club_of_templates"
     templates_of(package / "mails", {"welcome.subject.txt": "Hello", "welcome.txt": "Hi"})
     (package / "__init__.py").touch()
@@ -134,31 +134,31 @@ def test_an_empty_subject_is_permanent(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_a_deployment_mends_is_transient(tmp_path: Path, files: dict[str, str], error: str) -> None:
+def test_an_error_that_a_deployment_can_fix_is_transient(tmp_path: Path, files: dict[str, str], error: str) -> None:
     assert refusal(templates_of(tmp_path, files), Transient) == error
 
 
-def test_a_template_that_a_deployment_brings_is_found(tmp_path: Path) -> None:
+def test_a_template_added_by_a_deployment_is_found(tmp_path: Path) -> None:
     templates = templates_of(tmp_path, {})
     refusal(templates, Transient)
     templates_of(tmp_path, WELCOME)
     assert Email.from_template(templates, "welcome", CONTEXT).subject.startswith("Welcome")
 
 
-def test_no_name_leads_out_of_the_directory(tmp_path: Path) -> None:
+def test_a_template_name_cannot_leave_the_directory(tmp_path: Path) -> None:
     templates_of(tmp_path, WELCOME)
     templates = templates_of(tmp_path / "inner", {"other.txt": "Hi"})
     with pytest.raises(Transient, match="not found"):
         Email.from_template(templates, "../welcome", CONTEXT)
 
 
-def test_filters_of_the_application_can_be_added(tmp_path: Path) -> None:
+def test_the_application_can_add_filters(tmp_path: Path) -> None:
     templates = templates_of(tmp_path, {"welcome.subject.txt": "{{ 5 | euro }}", "welcome.txt": "Hi"})
     templates.environment.filters["euro"] = lambda amount: f"{amount:.2f} €"
     assert Email.from_template(templates, "welcome", {}).subject == "5.00 €"
 
 
-def test_a_directory_that_does_not_exist_is_named_at_the_start(tmp_path: Path) -> None:
+def test_a_missing_directory_is_named_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="no-such-place' is not a directory"):
         Templates(tmp_path / "no-such-place")
     with pytest.raises(ConfigurationError, match="no package 'email' with a directory 'templates'"):
@@ -167,7 +167,7 @@ def test_a_directory_that_does_not_exist_is_named_at_the_start(tmp_path: Path) -
         Templates("mails", package="no_such_package")
 
 
-def test_without_jinja_the_command_to_install_it_is_named() -> None:
+def test_a_missing_jinja_is_reported_with_its_install_command() -> None:
     program = (
         "import sys; sys.modules['jinja2'] = None\n"
         "from pgoutbox import MissingExtraError, Templates\n"

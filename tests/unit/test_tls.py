@@ -1,4 +1,4 @@
-"""Whom transports believe: what an authority's file must be, and what is said of a server that is not believed."""
+"""Tests TLS verification in transports: valid CA files, and the errors about an untrusted server."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PLAIN: dict[Callable[..., object], dict[str, object]] = {
 
 
 def setting_of(given: dict[str, object]) -> str:
-    """The setting for the CA file that goes with these."""
+    """Return the name of the CA-file setting for these settings."""
     return f"{next(iter(given)).partition('_')[0]}_ca_file"
 
 
@@ -50,7 +50,7 @@ def ca_file(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize(("transport", "given"), ENCRYPTED.items())
-async def test_a_ca_file_that_cannot_be_used_is_refused_by_name_at_the_start(
+async def test_an_unusable_ca_file_is_refused_by_name_at_the_start(
     transport: Callable[..., object], given: dict[str, object], tmp_path: Path, ca_file: str
 ) -> None:
     setting = setting_of(given)
@@ -63,7 +63,7 @@ async def test_a_ca_file_that_cannot_be_used_is_refused_by_name_at_the_start(
 
 
 @pytest.mark.parametrize(("transport", "given"), PLAIN.items())
-async def test_a_ca_file_beside_plain_text_is_refused_at_the_start(
+async def test_a_ca_file_with_plain_text_is_refused_at_the_start(
     transport: Callable[..., object], given: dict[str, object], ca_file: str
 ) -> None:
     setting = setting_of(given)
@@ -72,7 +72,7 @@ async def test_a_ca_file_beside_plain_text_is_refused_at_the_start(
         transport(load_settings(**given, **{setting: ca_file}))
 
 
-def test_the_context_verifies_and_demands_tls_1_2(ca_file: str) -> None:
+def test_the_context_verifies_and_requires_tls_1_2(ca_file: str) -> None:
     system, both = verifying_context(), verifying_context(ca_file=ca_file)
     for context in (system, both):
         assert context.minimum_version == ssl.TLSVersion.TLSv1_2
@@ -81,7 +81,7 @@ def test_the_context_verifies_and_demands_tls_1_2(ca_file: str) -> None:
     assert len(both.get_ca_certs()) == len(system.get_ca_certs()) + 1
 
 
-def test_a_refusal_is_found_behind_the_errors_of_a_client() -> None:
+def test_a_certificate_error_is_found_inside_the_errors_of_a_client() -> None:
     hidden = ConnectionError("no server")
     hidden.__context__ = ssl.SSLError(1, "wrong version number")
     said = describe_refusal(hidden)

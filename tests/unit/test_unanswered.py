@@ -1,4 +1,4 @@
-"""Between which claims a worker looks for what its unanswered claims began."""
+"""Tests between which claims a worker searches for the attempts of its unanswered claims."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def after_noon(seconds: float) -> datetime:
 
 
 def looks(claims: UnansweredClaims, now: float) -> list[tuple[datetime | None, datetime | None]]:
-    """Look into every span that is due."""
+    """Search every span that is due."""
     spans = claims.due(now)
     for span in spans:
         claims.note_looked(span, now)
@@ -27,7 +27,7 @@ def answered(claims: UnansweredClaims, seconds: float) -> None:
     claims.end(after_noon(seconds))
 
 
-def test_nothing_is_looked_for_while_every_claim_is_answered() -> None:
+def test_there_is_no_search_while_every_claim_is_answered() -> None:
     claims = UnansweredClaims(again_seconds=AGAIN_SECONDS)
     answered(claims, 1)
     claims.begin()
@@ -35,13 +35,13 @@ def test_nothing_is_looked_for_while_every_claim_is_answered() -> None:
     assert looks(claims, 2) == []
 
 
-def test_an_unanswered_claim_is_looked_for_behind_the_last_answered_one_and_again_before_the_next() -> None:
+def test_an_unanswered_claim_is_searched_for_twice_between_answered_claims() -> None:
     claims = UnansweredClaims(again_seconds=AGAIN_SECONDS)
     answered(claims, 1)
     claims.begin()
     assert looks(claims, 2) == [(after_noon(1), None)]
     claims.begin()
-    claims.end()  # It began nothing, so it says nothing of when.
+    claims.end()  # It began nothing, so its time is unknown.
     answered(claims, 3)
     answered(claims, 4)
     assert looks(claims, 61) == []
@@ -49,20 +49,20 @@ def test_an_unanswered_claim_is_looked_for_behind_the_last_answered_one_and_agai
     assert looks(claims, 200) == []
 
 
-def test_a_first_claim_that_is_unanswered_is_looked_for_everywhere() -> None:
+def test_after_an_unanswered_first_claim_the_search_covers_everything() -> None:
     claims = UnansweredClaims(again_seconds=AGAIN_SECONDS)
     claims.begin()
     assert looks(claims, 0) == [(None, None)]
 
 
-def test_a_look_that_did_not_succeed_is_repeated() -> None:
+def test_a_failed_search_is_repeated() -> None:
     claims = UnansweredClaims(again_seconds=AGAIN_SECONDS)
     claims.begin()
     (span,) = claims.due(0)
     assert claims.due(0) == [span]
 
 
-def test_unanswered_claims_with_none_between_them_that_was_answered_share_their_looks() -> None:
+def test_consecutive_unanswered_claims_share_their_searches() -> None:
     claims = UnansweredClaims(again_seconds=AGAIN_SECONDS)
     answered(claims, 1)
     for now in (2, 30):
@@ -73,7 +73,7 @@ def test_unanswered_claims_with_none_between_them_that_was_answered_share_their_
     assert looks(claims, 200) == []
 
 
-def test_unanswered_claims_with_an_answered_one_between_them_are_looked_for_apart() -> None:
+def test_unanswered_claims_with_an_answered_one_between_them_have_separate_searches() -> None:
     claims = UnansweredClaims(again_seconds=AGAIN_SECONDS)
     claims.begin()
     assert looks(claims, 2) == [(None, None)]

@@ -1,4 +1,4 @@
-"""Tokens, passwords, sessions and the brake on guessing, without a server."""
+"""Tests tokens, passwords, sessions and the rate limit of sign-ins, without a server."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HASH = "scrypt$16384$8$5$Z5AIgLz28VI_hNkBbdFmMA==$dibtJfgskugpwXsOEGk4_ma6xqGmw3
 
 
 class Clock:
-    """A clock that a test moves."""
+    """A clock that a test advances."""
 
     def __init__(self) -> None:
         self.at = 1_000_000.0
@@ -43,7 +43,7 @@ def test_a_token_without_a_name_is_named_by_its_role() -> None:
     ]
 
 
-def test_several_people_have_a_token_each() -> None:
+def test_several_people_have_one_token_each() -> None:
     found = people(viewer=f"vera:{TOKEN}", operator=f"ada:1{TOKEN}, grace@example.org:2{TOKEN}")
     assert [(p.name, p.role) for p in found] == [
         ("vera", "viewer"),
@@ -77,7 +77,7 @@ def test_several_people_have_a_token_each() -> None:
         (f"ada:{TOKEN},grace:{TOKEN}", "the same token"),
     ],
 )
-def test_what_is_no_credential_is_refused_by_variable_and_entry_and_never_shown(text: str, reason: str) -> None:
+def test_an_invalid_credential_is_refused_by_variable_and_entry_and_never_shown(text: str, reason: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         people(operator=text)
     message = str(caught.value)
@@ -87,7 +87,7 @@ def test_what_is_no_credential_is_refused_by_variable_and_entry_and_never_shown(
     assert "$" not in message
 
 
-def test_no_secret_shows_in_a_repr_and_no_token_is_kept_in_clear() -> None:
+def test_no_repr_shows_a_secret_and_no_token_is_kept_in_clear() -> None:
     everybody = people(viewer=f"vera:{HASH}", operator=f"ada:{TOKEN}")
     shown = repr(everybody) + repr(vars(Credentials(everybody)))
     assert TOKEN not in shown
@@ -98,7 +98,7 @@ def test_no_secret_shows_in_a_repr_and_no_token_is_kept_in_clear() -> None:
 # --- passwords --------------------------------------------------------------------------------------------------------
 
 
-def test_a_hash_is_read_back_and_matches_its_password_only() -> None:
+def test_a_parsed_hash_matches_only_its_password() -> None:
     parsed = PasswordHash.parse(HASH)
     assert str(parsed) == HASH
     assert parsed.matches(PASSWORD)
@@ -115,7 +115,7 @@ def test_a_password_that_is_too_short_or_too_long_is_refused(password: str) -> N
         hash_password(password)
 
 
-async def test_a_password_needs_its_name_and_a_token_none() -> None:
+async def test_a_password_requires_a_name_and_a_token_does_not() -> None:
     known = Credentials(people(viewer=f"vera:{HASH}", operator=f"ada:{TOKEN}"))
     signed_in = [
         await known.identify(name, secret)
@@ -130,7 +130,7 @@ async def test_a_surrogate_or_an_endless_secret_is_just_wrong() -> None:
     assert await known.identify("vera", "x" * 1_001) is None
 
 
-async def test_every_sign_in_costs_one_hash_whoever_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_every_sign_in_computes_one_hash_for_any_name(monkeypatch: pytest.MonkeyPatch) -> None:
     known = Credentials(people(viewer=f"vera:{HASH}", operator=f"ada:{TOKEN}"))
     hashed: list[str] = []
     derive = PasswordHash.derive
@@ -146,7 +146,7 @@ async def test_every_sign_in_costs_one_hash_whoever_it_is(monkeypatch: pytest.Mo
         assert hashed == [secret]
 
 
-def test_a_token_is_compared_with_every_one_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_is_compared_with_every_token_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
     known = Credentials(people(operator=",".join(f"p{n}:{n}{TOKEN}" for n in range(5))))
     compared: list[object] = []
     compare = hmac.compare_digest
@@ -185,7 +185,7 @@ def ada(known: Credentials) -> Person:
     return person
 
 
-def test_a_session_is_open_until_it_is_idle_too_long(known: Credentials, clock: Clock) -> None:
+def test_a_session_ends_after_its_idle_timeout(known: Credentials, clock: Clock) -> None:
     sessions = sessions_of(known, clock)
     session = sessions.begin(ada(known))
     cookie = sessions.seal(session)
@@ -195,7 +195,7 @@ def test_a_session_is_open_until_it_is_idle_too_long(known: Credentials, clock: 
     assert sessions.open(cookie) is None
 
 
-def test_use_prolongs_a_session_but_not_for_ever(known: Credentials, clock: Clock) -> None:
+def test_use_extends_a_session_up_to_its_maximum_lifetime(known: Credentials, clock: Clock) -> None:
     sessions = sessions_of(known, clock)
     session = sessions.begin(ada(known))
     for _ in range(7):
@@ -209,7 +209,7 @@ def test_use_prolongs_a_session_but_not_for_ever(known: Credentials, clock: Cloc
     assert sessions.open(sessions.seal(session)) is None
 
 
-def test_a_cookie_is_not_written_anew_at_every_page(known: Credentials, clock: Clock) -> None:
+def test_a_cookie_is_not_renewed_at_every_page(known: Credentials, clock: Clock) -> None:
     sessions = sessions_of(known, clock)
     session = sessions.begin(ada(known))
     clock.at += 29
@@ -218,7 +218,7 @@ def test_a_cookie_is_not_written_anew_at_every_page(known: Credentials, clock: C
     assert sessions.prolong(session) is not None
 
 
-def test_what_was_signed_out_stays_out_whichever_copy_of_the_cookie_comes(known: Credentials, clock: Clock) -> None:
+def test_after_a_sign_out_no_copy_of_the_cookie_is_valid(known: Credentials, clock: Clock) -> None:
     sessions = sessions_of(known, clock)
     session = sessions.begin(ada(known))
     other = sessions.begin(ada(known))
@@ -231,7 +231,7 @@ def test_what_was_signed_out_stays_out_whichever_copy_of_the_cookie_comes(known:
     assert sessions.open(sessions.seal(other)) == other
 
 
-def test_memory_of_sign_outs_is_bounded_and_never_revives_a_session(
+def test_memory_of_sign_outs_is_limited_and_never_revives_a_session(
     known: Credentials, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_MAX_ENDED", 10)
@@ -248,7 +248,7 @@ def test_memory_of_sign_outs_is_bounded_and_never_revives_a_session(
     assert sessions.open(sessions.seal(later)) == later
 
 
-def test_a_session_ends_when_its_token_changes_or_its_role_does(known: Credentials, clock: Clock) -> None:
+def test_a_session_ends_when_its_token_or_its_role_changes(known: Credentials, clock: Clock) -> None:
     before = sessions_of(known, clock)
     cookie = before.seal(before.begin(ada(known)))
     for others in (people(operator=f"ada:x{TOKEN}"), people(viewer=f"ada:{TOKEN}"), people(operator=f"eve:{TOKEN}")):
@@ -257,7 +257,7 @@ def test_a_session_ends_when_its_token_changes_or_its_role_does(known: Credentia
     assert sessions_of(known, clock, secret=b"x" * 32).open(cookie) is None
 
 
-def test_a_forged_cookie_is_nobodys(known: Credentials, clock: Clock) -> None:
+def test_a_forged_cookie_is_invalid(known: Credentials, clock: Clock) -> None:
     sessions = sessions_of(known, clock)
     session = sessions.begin(ada(known))
     body, _, signature = sessions.seal(session).partition(".")
@@ -270,7 +270,7 @@ def test_a_forged_cookie_is_nobodys(known: Credentials, clock: Clock) -> None:
     assert [sessions.open(cookie) for cookie in forged] == [None] * len(forged)
 
 
-def test_each_session_has_a_form_token_of_its_own(known: Credentials, clock: Clock) -> None:
+def test_each_session_has_its_own_form_token(known: Credentials, clock: Clock) -> None:
     sessions = sessions_of(known, clock)
     first, second = sessions.begin(ada(known)), sessions.begin(ada(known))
     assert sessions.csrf_token(first) != sessions.csrf_token(second)
@@ -280,7 +280,7 @@ def test_each_session_has_a_form_token_of_its_own(known: Credentials, clock: Clo
 # --- the brake --------------------------------------------------------------------------------------------------------
 
 
-def test_tries_are_free_up_to_the_burst_and_then_come_one_by_one(clock: Clock) -> None:
+def test_attempts_are_free_up_to_the_burst_and_then_limited(clock: Clock) -> None:
     brake = Brake(burst=3, interval_seconds=10, clock=clock)
     assert [brake.take("192.0.2.1") for _ in range(4)] == [0, 0, 0, 10]
     assert brake.take("192.0.2.2") == 0
@@ -290,7 +290,7 @@ def test_tries_are_free_up_to_the_burst_and_then_come_one_by_one(clock: Clock) -
     assert [brake.take("192.0.2.1") for _ in range(4)] == [0, 0, 0, 10]
 
 
-def test_a_try_that_was_right_does_not_count(clock: Clock) -> None:
+def test_a_successful_attempt_does_not_count(clock: Clock) -> None:
     brake = Brake(burst=1, interval_seconds=10, clock=clock)
     for _ in range(5):
         assert brake.take("192.0.2.1") == 0
@@ -308,7 +308,7 @@ def test_a_network_of_ipv6_counts_as_one_address(clock: Clock) -> None:
     assert brake.take("local") == 0
 
 
-def test_the_brake_remembers_a_bounded_number_of_addresses(clock: Clock) -> None:
+def test_the_rate_limit_remembers_a_limited_number_of_addresses(clock: Clock) -> None:
     brake = Brake(burst=1, interval_seconds=10, capacity=100, clock=clock)
     for number in range(1_000):
         brake.take(f"10.0.{number // 256}.{number % 256}")

@@ -1,4 +1,4 @@
-"""What becomes of a `Webhook` before anything is connected, and where webhooks may go."""
+"""Tests the request of a `Webhook` before any connection, and the allowed destinations."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_json_body_is_sent_to_the_destination_and_signed() -> None:
     }
 
 
-def test_bytes_go_out_as_they_are() -> None:
+def test_bytes_are_sent_unchanged() -> None:
     request = rendered(Webhook(body=b"\xff\x00", method="PUT"))
     assert (request.method, request.body) == ("PUT", b"\xff\x00")
     assert headers_of(request)["content-type"] == "application/octet-stream"
@@ -71,7 +71,7 @@ def test_bytes_go_out_as_they_are() -> None:
     assert headers_of(xml)["user-agent"] == "club/1"
 
 
-def test_the_url_of_the_content_wins_over_the_destination() -> None:
+def test_the_url_of_the_content_takes_precedence_over_the_destination() -> None:
     request = rendered(Webhook(body=1, url="https://other.example.org:8443?a=1&b=2"))
     assert (request.endpoint.host, request.endpoint.port, request.endpoint.target) == (
         "other.example.org",
@@ -82,7 +82,7 @@ def test_the_url_of_the_content_wins_over_the_destination() -> None:
     assert refusal(Webhook(body=1), None) == "webhook.url: none is given, and the message has no https: destination"
 
 
-def test_the_scheme_without_a_destination_is_that_of_the_url() -> None:
+def test_without_a_destination_the_scheme_is_that_of_the_url() -> None:
     assert Webhook(body=1).scheme == "https"
     assert Webhook(body=1, url="http://a.test").scheme == "http"
     assert Webhook(body=1, url=7).scheme == "https"  # type: ignore[arg-type] # what an untyped handler may do
@@ -97,7 +97,7 @@ def test_the_scheme_without_a_destination_is_that_of_the_url() -> None:
         ({"signed": False}, []),
     ],
 )
-def test_who_signs(changes: dict[str, Any], keys: list[str]) -> None:
+def test_the_secret_is_chosen_by_the_content_and_the_settings(changes: dict[str, Any], keys: list[str]) -> None:
     request = rendered(Webhook(body=1, **changes), webhook_secrets=f"{FIRST}\n shop={SHOP} {SECOND}")
     assert list(request.keys) == [key_of(key) for key in keys]
     signature = headers_of(request).get("webhook-signature")
@@ -106,7 +106,7 @@ def test_who_signs(changes: dict[str, Any], keys: list[str]) -> None:
         assert len(signature.split(" ")) == len(keys)
 
 
-def test_a_secret_that_the_settings_lack_costs_no_attempt() -> None:
+def test_a_secret_missing_in_the_settings_costs_no_attempt() -> None:
     for webhook, which, key in (
         (Webhook(body=1), "one without a name", "webhook:PGOUTBOX_WEBHOOK_SECRETS"),
         (Webhook(body=1, secret_name="crm"), "one named 'crm'", "webhook:PGOUTBOX_WEBHOOK_SECRETS crm"),
@@ -137,7 +137,7 @@ def test_a_secret_that_the_settings_lack_costs_no_attempt() -> None:
         (Webhook(body=1, secrets=[FIRST, CANARY]), "webhook.secrets[1]: holds 12 bytes; 24 to 64 are accepted"),
     ],
 )
-def test_what_is_wrong_with_a_webhook_is_named(webhook: Webhook, error: str) -> None:
+def test_an_invalid_webhook_is_refused_by_field(webhook: Webhook, error: str) -> None:
     assert refusal(webhook) == error
 
 
@@ -166,24 +166,24 @@ def test_what_is_wrong_with_a_webhook_is_named(webhook: Webhook, error: str) -> 
         ],
     ],
 )  # fmt: skip
-def test_a_header_that_could_become_another_is_refused_by_name(name: str, value: str, error: str) -> None:
+def test_a_header_that_could_inject_another_is_refused_by_name(name: str, value: str, error: str) -> None:
     assert refusal(Webhook(body=1, headers={name: value})) == f"webhook.headers[{name!r}]: {error}"
 
 
-def test_headers_are_few_and_each_is_given_once() -> None:
+def test_headers_are_limited_in_number_and_must_be_unique() -> None:
     many = {f"X-{number}": "1" for number in range(65)}
     assert refusal(Webhook(body=1, headers=many)) == "webhook.headers: 65 are more than 64"
     assert refusal(Webhook(body=1, headers={"X-A": "1", "x-a": "2"})) == "webhook.headers['x-a']: is given twice"
 
 
-def test_nothing_secret_shows() -> None:
+def test_no_repr_shows_a_secret() -> None:
     webhook = Webhook(body="canary", url=f"{URL}/canary", headers={"Authorization": "canary"}, secrets=["canary"])
     assert "canary" not in repr(webhook)
     assert "canary" not in repr(rendered(replace(webhook, secrets=[FIRST], url=URL)))
     assert "hooks.example.org" in repr(rendered(replace(webhook, secrets=[FIRST], url=URL)))
 
 
-# --- where to ---------------------------------------------------------------------------------------------------------
+# --- destinations -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_nothing_secret_shows() -> None:
         ("https://a.test/" + "x" * 2_048, "has 2063 characters, the limit is 2048"),
     ],
 )  # fmt: skip
-def test_a_url_that_leads_elsewhere_is_refused(url: str, error: str) -> None:
+def test_a_misleading_url_is_refused(url: str, error: str) -> None:
     with pytest.raises(Permanent) as caught:
         Frontier().endpoint("destination", url)
     assert caught.value.error == f"destination: {error}"
@@ -248,7 +248,7 @@ def test_a_url_that_leads_elsewhere_is_refused(url: str, error: str) -> None:
         ("https://a_b.test?x", "a_b.test", "a_b.test", "/?x"),
     ],
 )
-def test_a_url_is_taken_apart_once(url: str, host: str, authority: str, target: str) -> None:
+def test_a_url_is_parsed_once(url: str, host: str, authority: str, target: str) -> None:
     endpoint = Frontier().endpoint("destination", url)
     assert (endpoint.host, endpoint.authority, endpoint.target) == (host, authority, target)
 
@@ -267,16 +267,16 @@ NOT_PUBLIC = [
 
 
 @pytest.mark.parametrize("address", PUBLIC)
-def test_a_public_address_is_admitted(address: str) -> None:
+def test_a_public_address_is_allowed(address: str) -> None:
     assert Frontier().admits(address)
 
 
 @pytest.mark.parametrize("address", NOT_PUBLIC)
-def test_an_address_that_is_not_public_is_not(address: str) -> None:
+def test_a_private_address_is_refused(address: str) -> None:
     assert not Frontier().admits(address)
 
 
-def test_an_allowed_network_is_admitted_and_nothing_beside_it() -> None:
+def test_an_allowed_network_is_accepted_but_not_its_neighbours() -> None:
     frontier = Frontier(allowed_networks=parse_networks("X", "10.1.0.0/16, fd00::/8"))
     for address in ("10.1.2.3", "::ffff:10.1.2.3", "64:ff9b::10.1.2.3", "fd12::1", "1.1.1.1"):
         assert frontier.admits(address)
@@ -314,14 +314,14 @@ def test_an_unusable_setting_is_refused_by_name_at_the_start(setting: str, value
     assert str(caught.value) == error
 
 
-def test_a_file_of_authorities_that_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
+def test_an_unreadable_ca_file_is_refused_by_name(tmp_path: Path) -> None:
     for path in (tmp_path / "missing.pem", tmp_path, tmp_path / "empty.pem"):
         (tmp_path / "empty.pem").write_text("")
         with pytest.raises(ConfigurationError, match=r"PGOUTBOX_WEBHOOK_CA_FILE='.*': "):
             WebhookTransport(settings_for(webhook_ca_file=str(path)))
 
 
-def test_http_is_served_where_the_settings_allow_it() -> None:
+def test_http_is_served_if_the_settings_allow_it() -> None:
     assert WebhookTransport(settings_for()).schemes == ("https",)
     assert WebhookTransport(settings_for(webhook_allow_http=True)).schemes == ("https", "http")
 

@@ -1,4 +1,4 @@
-"""Signatures of Standard Webhooks: what is made, what is believed, and what a secret must be."""
+"""Tests Standard Webhooks signatures: signing, verification, and secrets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic import SecretStr
 from pgoutbox.errors import ConfigurationError, SignatureError
 from pgoutbox.webhooks import Secret, key_of, make_secret, sign, verify
 
-# The vector that the project publishes with its libraries.
+# The test vector that the project publishes with its libraries.
 SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
 WEBHOOK_ID = "msg_p5jXN8AQM9LWM0D4loKWxJek"
 TIMESTAMP = 1_614_265_330
@@ -36,13 +36,13 @@ def test_the_published_vector_is_signed_and_verified() -> None:
     assert verify(BODY, HEADERS, SECRET, now=TIMESTAMP) == WEBHOOK_ID
 
 
-def test_what_the_reference_library_signs_is_believed() -> None:
+def test_signatures_of_the_reference_library_are_accepted() -> None:
     signature = standardwebhooks.Webhook(OTHER).sign("a-1", datetime.fromtimestamp(TIMESTAMP, UTC), "{}")
     headers = {"Webhook-Id": "a-1", "WEBHOOK-TIMESTAMP": str(TIMESTAMP), "webhook-signature": signature}
     assert verify(b"{}", headers, SecretStr(OTHER), now=TIMESTAMP) == "a-1"
 
 
-def test_a_secret_is_rotated_with_both_on_either_side() -> None:
+def test_during_a_rotation_both_secrets_work_on_either_side() -> None:
     both = sign([key_of(OTHER), key_of(SECRET)], WEBHOOK_ID, TIMESTAMP, BODY)
     receivers: list[Secret | list[Secret]] = [SECRET, OTHER, [SECRET, OTHER], [make_secret(), SecretStr(SECRET)]]
     for receiver in receivers:
@@ -72,7 +72,7 @@ def test_a_secret_is_rotated_with_both_on_either_side() -> None:
         ("webhook_signature", "é", "webhook-signature: is not ASCII"),
     ],
 )
-def test_what_does_not_hold_is_refused_by_the_name_of_its_header(header: str, value: str | None, error: str) -> None:
+def test_an_invalid_request_is_refused_by_the_name_of_its_header(header: str, value: str | None, error: str) -> None:
     assert refusal(**{header: value}) == error
 
 
@@ -82,7 +82,7 @@ def test_a_changed_body_and_another_secret_are_refused() -> None:
             verify(body, HEADERS, secret, now=TIMESTAMP)
 
 
-def test_a_request_of_five_minutes_is_the_oldest_that_is_believed() -> None:
+def test_a_request_up_to_five_minutes_old_is_accepted() -> None:
     for now in (TIMESTAMP - 300, TIMESTAMP + 300):
         assert verify(BODY, HEADERS, SECRET, now=now) == WEBHOOK_ID
     assert verify(BODY, HEADERS, SECRET, now=TIMESTAMP + 900, tolerance_seconds=900) == WEBHOOK_ID
@@ -110,7 +110,7 @@ def test_an_unusable_secret_is_refused_and_never_quoted(secret: Secret, error: s
     assert str(caught.value) == f"secrets[1]: {error}"
 
 
-def test_no_secret_at_all_is_refused() -> None:
+def test_a_missing_secret_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="secrets: none is given"):
         verify(BODY, HEADERS, [])
 
@@ -121,5 +121,5 @@ def test_a_new_secret_is_random_and_usable() -> None:
     assert len(key_of(first)) == 32
 
 
-def test_padding_of_base64_may_be_left_out() -> None:
+def test_padding_of_base64_is_optional() -> None:
     assert key_of(OTHER.rstrip("=")) == key_of(OTHER)

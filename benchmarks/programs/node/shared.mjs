@@ -1,5 +1,5 @@
-// What the programs on Node.js share: the modules of the cache, the database, their end with the parent's end, and the
-// tally of handled jobs. Each does what its namesake in `lifeline.py` does, with the same lines of JSON.
+// Shared by the programs on Node.js: the modules of the cache, the database, their end with the parent, and the
+// tally of handled jobs. Each function is like its namesake in `lifeline.py`, with the same lines of JSON.
 
 import { createRequire } from "node:module";
 
@@ -44,7 +44,7 @@ export class Tally {
   }
 }
 
-// The one handler call of a job, and what is told at the end, by the mode: work counts, stamp notes the time.
+// The handler of a job, and its report at the end, by the mode: work counts, stamp records the time.
 export const recorder = (mode) => {
   const tally = new Tally();
   const startedAt = [];
@@ -60,7 +60,7 @@ export const timed = async (count, enqueue) => {
   say({ seconds: now() - beganAt, count });
 };
 
-// One job at a random moment of each interval, as `produce.py` does; tells when each was sent and answered.
+// Produce one job at a random moment of each interval, like `produce.py`; report when each was sent and answered.
 export const produce = async (rate, count, enqueue) => {
   const produced = [];
   const start = now() + 1 / rate;

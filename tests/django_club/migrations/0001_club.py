@@ -11,12 +11,12 @@ from tests.django_club.database import dsn_of
 
 
 def upgrade_pgoutbox(_apps: object, schema_editor: Any) -> None:  # noqa: ANN401 - Django ships no types
-    """Migrate pgoutbox in the database that Django migrates: a test database, too."""
+    """Migrate pgoutbox in the database that Django migrates, including a test database."""
     upgrade(dsn_of(schema_editor.connection))
 
 
 class Migration(migrations.Migration):  # type: ignore[misc] # Django ships no types.
-    """Both at once, outside a transaction: pgoutbox migrates on a connection of its own."""
+    """Both steps, outside a transaction: pgoutbox migrates on its own connection."""
 
     atomic = False
     operations = (

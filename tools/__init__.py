@@ -1,0 +1,1 @@
+"""Programs for contributors; none of them is part of the package."""
