@@ -50,7 +50,7 @@ soak: $(STAMP) ## Shoot at producers, workers and PostgreSQL for MINUTES (SEED=n
 	PGOUTBOX_TEST_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -q tests/integration/test_state_machine.py
 
 docs: $(STAMP) ## Bring the generated pages of docs/reference up to date
-	$(BIN)/python -m docs.generate
+	$(BIN)/python -m tools.generate
 
 clean: ## Remove the virtual environment and caches
 	rm -rf $(VENV) .bench-cache .coverage-data .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache dist build

@@ -16,13 +16,13 @@ from psycopg.conninfo import make_conninfo
 from benchmarks.options import Options
 from benchmarks.report import Result, Table, Verdict, median, percentile
 from benchmarks.server import Server
-from pgoutbox import sql
+from pgoutbox.dashboard import create_app
+from pgoutbox.dashboard.database import STATEMENT_SECONDS
+from pgoutbox.dashboard.reads import CAP, GROUP_ROWS, QUEUE_CAP, SEARCH_ROWS, Search
+from pgoutbox.database import sql
 from pgoutbox.message import State
-from pgoutbox.operations import MessageFilter
+from pgoutbox.operations.messages import MessageFilter
 from pgoutbox.settings import load_settings
-from pgoutbox.web import create_app
-from pgoutbox.web.database import STATEMENT_SECONDS
-from pgoutbox.web.reads import CAP, GROUP_ROWS, QUEUE_CAP, SEARCH_ROWS, Search
 
 _TOKEN = "benchmark-" * 4
 _TARGET_MS = 300

@@ -12,10 +12,10 @@ from psycopg import sql as composing
 from benchmarks.options import CLAIM_PARAMETERS, TOPIC, Options
 from benchmarks.report import Result, Table, median, percentile
 from benchmarks.server import Server, load_pending, load_sent, settle
-from pgoutbox import sql
-from pgoutbox.link import timeouts
+from pgoutbox.database import sql
+from pgoutbox.database.store import NO_FLOOR, ClaimedRow
+from pgoutbox.database.worker_connection import timeouts
 from pgoutbox.settings import load_settings
-from pgoutbox.store import NO_FLOOR, ClaimedRow
 
 _AVAILABLE_AT = ClaimedRow._fields.index("available_at")
 _BATCH_SIZE = CLAIM_PARAMETERS["total"]

@@ -22,7 +22,7 @@ from benchmarks.options import Options
 from benchmarks.processes import Child, answer_of, child
 from benchmarks.report import Cell, Result, Table, Verdict
 from benchmarks.server import Server
-from pgoutbox import sql
+from pgoutbox.database import sql
 
 _SETTLING_SECONDS = 5.0
 # The probe of the listener's connection does not belong to a queue. Neither does upkeep: one of all workers runs it
@@ -100,7 +100,7 @@ def _transaction_count(server: Server, database: str) -> int:
 
 
 def count_statements(log: Path, mark: int, database: str) -> Counter[str]:
-    """Count the statements of one database, by their names in `pgoutbox.sql` if they are known there."""
+    """Count the statements of one database, by their names in `database.sql` if they are known there."""
     known = {_normalised(text): name for name, text in vars(sql).items() if name.isupper() and isinstance(text, str)}
     found: Counter[str] = Counter()
     current: list[str] | None = None

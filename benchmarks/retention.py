@@ -17,7 +17,8 @@ from benchmarks.options import TOPIC, Options, rotated
 from benchmarks.processes import child
 from benchmarks.report import Result, Table, Verdict, median
 from benchmarks.server import Server, settle_all
-from pgoutbox import maintenance, session
+from pgoutbox.database import operator_connection
+from pgoutbox.operations import retention
 from pgoutbox.settings import load_settings
 
 _RATE = 500
@@ -114,8 +115,8 @@ def _measure(server: Server, options: Options, variant: str) -> _Measured:
             {"topic": TOPIC, "count": options.retention_messages, "keeps_one": variant == _ROWS},
         )
         for state in ("sent", "skipped", "cancelled"):
-            maintenance.set_retention(connection, "*", state, timedelta(days=30))
-        maintenance.set_retention(connection, "audit", "sent", None if variant == _ROWS else timedelta(days=30))
+            retention.set_retention(connection, "*", state, timedelta(days=30))
+        retention.set_retention(connection, "audit", "sent", None if variant == _ROWS else timedelta(days=30))
         settle_all(connection)
         with child("steady", "finish", dsn=dsn) as finisher, child("steady", "enqueue", dsn=dsn) as producer:
             for started in (producer, finisher):
@@ -141,6 +142,6 @@ def _let_go(dsn: str, variant: str) -> float:
             timer = threading.Timer(_READER_SECONDS, reader.rollback)
             timer.start()
             stack.callback(timer.join)
-        with session.connect(load_settings(dsn=dsn)) as connection:
-            maintenance.prune_by_retention(connection)
+        with operator_connection.connect(load_settings(dsn=dsn)) as connection:
+            retention.prune_by_retention(connection)
     return time.monotonic() - began_at

@@ -19,7 +19,7 @@ from benchmarks.options import Options
 from benchmarks.processes import answer_of, child, wait_until
 from benchmarks.report import Result, Table, Verdict, percentile
 from benchmarks.server import Server, settle
-from pgoutbox import sql
+from pgoutbox.database import sql
 
 _RATES_AND_WORKERS = ((8.0, 1), (8.0, 8), (100.0, 1), (100.0, 2), (350.0, 4))
 _NOT_FOR_MESSAGES = ("BEGIN", "COMMIT", "PROBE", "BEGIN_UPKEEP_IF_DUE")

@@ -20,8 +20,8 @@ import psycopg
 from benchmarks.options import CLAIM_PARAMETERS, TOPIC, Options
 from benchmarks.report import Result, Table, Verdict
 from benchmarks.server import Server, empty_outbox, pgbench_program, settle
-from pgoutbox import sql
-from pgoutbox.link import timeouts
+from pgoutbox.database import sql
+from pgoutbox.database.worker_connection import timeouts
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import load_settings
 from pgoutbox.topics import NewMessage

@@ -16,8 +16,9 @@ from datetime import UTC, datetime
 import psycopg
 from pydantic import BaseModel
 
-from pgoutbox import Context, Email, Message, Outbox, Topic, operations
-from pgoutbox.operations import Rate
+from pgoutbox import Context, Email, Message, Outbox, Topic
+from pgoutbox.operations import queue_controls
+from pgoutbox.operations.queue_controls import Rate
 
 
 class Issue(BaseModel):
@@ -48,7 +49,7 @@ def publish(connection: psycopg.Connection, number: int, text: str, addresses: l
 def main(recipients: int) -> None:
     """Set the rate limit of the queue, and publish an issue."""
     with psycopg.connect(os.environ["PGOUTBOX_DSN"]) as connection:
-        operations.limit_rate(connection, "bulk", Rate(20, 1), burst=20)
+        queue_controls.limit_rate(connection, "bulk", Rate(20, 1), burst=20)
         today = datetime.now(UTC).date().isoformat()
         count = publish(connection, 12, f"News of {today}", [f"reader{n}@example.org" for n in range(recipients)])
         print("messages", count)

@@ -1,7 +1,12 @@
-"""pgoutbox: the transactional outbox for Python applications on PostgreSQL."""
+"""pgoutbox: the transactional outbox for Python applications on PostgreSQL.
+
+Import from this package, and from the modules in `PUBLIC_MODULES`. All other modules are private: they change without
+notice. A test checks that examples and how-to pages import from public modules only.
+"""
 
 from typing import TYPE_CHECKING
 
+from pgoutbox.enqueue.generators import CancelResult, Enqueued, EnqueuedMany
 from pgoutbox.errors import (
     ConfigurationError,
     DuplicateError,
@@ -21,16 +26,49 @@ from pgoutbox.message import Message, Permanent, Sent, Skip, Snooze, State, Tran
 from pgoutbox.outbox import Outbox
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.settings import Settings
-from pgoutbox.steps import CancelResult, Enqueued, EnqueuedMany
 from pgoutbox.topics import NewMessage, Topic
 from pgoutbox.transports.apprise import Notification
-from pgoutbox.transports.events import Event
-from pgoutbox.transports.mail import Attachment, Email
-from pgoutbox.transports.request import Webhook
-from pgoutbox.transports.templates import Templates
+from pgoutbox.transports.brokers.events import Event
+from pgoutbox.transports.smtp.mail import Attachment, Email
+from pgoutbox.transports.smtp.templates import Templates
+from pgoutbox.transports.webhook.request import Webhook
 
 if TYPE_CHECKING:
     from pgoutbox.worker import Worker
+
+# Public modules, besides this one. Most applications need none of them.
+PUBLIC_MODULES = (
+    "pgoutbox.dashboard",
+    "pgoutbox.dashboard.access",
+    "pgoutbox.database.operator_connection",
+    "pgoutbox.doctor",
+    "pgoutbox.embedded",
+    "pgoutbox.errors",
+    "pgoutbox.handlers",
+    "pgoutbox.message",
+    "pgoutbox.migrate",
+    "pgoutbox.observability.prometheus",
+    "pgoutbox.operations.messages",
+    "pgoutbox.operations.queue_controls",
+    "pgoutbox.operations.retention",
+    "pgoutbox.outbox",
+    "pgoutbox.retry",
+    "pgoutbox.settings",
+    "pgoutbox.testing",
+    "pgoutbox.topics",
+    "pgoutbox.transports",
+    "pgoutbox.transports.apprise",
+    "pgoutbox.transports.brokers.kafka",
+    "pgoutbox.transports.brokers.nats_jetstream",
+    "pgoutbox.transports.brokers.rabbitmq",
+    "pgoutbox.transports.brokers.redis_streams",
+    "pgoutbox.transports.smtp",
+    "pgoutbox.transports.smtp.mail",
+    "pgoutbox.transports.webhook",
+    "pgoutbox.transports.webhook.request",
+    "pgoutbox.webhooks",
+    "pgoutbox.worker",
+)
 
 __version__ = "0.1.0"
 

@@ -2,6 +2,6 @@
 
 import sys
 
-from pgoutbox.cli import main
+from pgoutbox.cli.main import main
 
 sys.exit(main())

@@ -24,9 +24,9 @@ from psycopg.errors import (
     UniqueViolation,
 )
 
-from pgoutbox import connections
+from pgoutbox.database import connections
 from pgoutbox.errors import ConfigurationError, MissingExtraError, SchemaError
-from pgoutbox.telemetry import Event
+from pgoutbox.observability.events import Event
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping

@@ -15,7 +15,9 @@ from typing import Any, Generic, Literal, TypeAlias, TypedDict, TypeVar, cast, o
 
 from typing_extensions import Unpack
 
-from pgoutbox.adapters import (
+from pgoutbox.clock import Duration
+from pgoutbox.encryption import Keyring, keyring_of
+from pgoutbox.enqueue.adapters import (
     AsyncConnection,
     ClosedError,
     SyncConnection,
@@ -23,18 +25,7 @@ from pgoutbox.adapters import (
     sqlstate_of,
     sync_adapter,
 )
-from pgoutbox.clock import Duration
-from pgoutbox.drafts import Fanout, carrying, prepare, prepare_fanout
-from pgoutbox.encryption import Keyring, keyring_of
-from pgoutbox.errors import ConfigurationError, PayloadError, UnknownTopicError
-from pgoutbox.handlers import Context, Handler, Middleware, OnUnknown, SyncContext
-from pgoutbox.message import Message, Outcome, P
-from pgoutbox.options import check_name
-from pgoutbox.payloads import Serializer
-from pgoutbox.retry import DEFAULT_MAX_ATTEMPTS, RetryPolicy
-from pgoutbox.settings import Settings, load_settings
-from pgoutbox.signatures import is_async
-from pgoutbox.steps import (
+from pgoutbox.enqueue.generators import (
     CancelResult,
     Enqueued,
     EnqueuedMany,
@@ -50,11 +41,20 @@ from pgoutbox.steps import (
     target_of,
     transaction,
 )
-from pgoutbox.telemetry import Event
+from pgoutbox.enqueue.payloads import Serializer
+from pgoutbox.enqueue.validation import Fanout, carrying, prepare, prepare_fanout
+from pgoutbox.errors import ConfigurationError, PayloadError, UnknownTopicError
+from pgoutbox.handlers import Context, Handler, Middleware, OnUnknown, SyncContext
+from pgoutbox.message import Message, Outcome, P
+from pgoutbox.observability.events import Event
+from pgoutbox.observability.tracing import Producing, producing
+from pgoutbox.options import check_name
+from pgoutbox.retry import DEFAULT_MAX_ATTEMPTS, RetryPolicy
+from pgoutbox.settings import Settings, load_settings
+from pgoutbox.signatures import is_async
 from pgoutbox.topics import CoalesceRule, NewMessage, OnFailed, Topic
-from pgoutbox.tracing import Producing, producing
 from pgoutbox.transports import Content, Transport
-from pgoutbox.transports.configured import complete
+from pgoutbox.transports.registry import complete
 
 logger = logging.getLogger(__name__)
 

@@ -28,13 +28,14 @@ from psycopg import sql as composable
 from psycopg.rows import class_row
 from pydantic import JsonValue
 
-from pgoutbox import connections
+from pgoutbox.database import connections
 from pgoutbox.encryption import decrypted, is_sealed, keyring_of
 from pgoutbox.message import Message, Outcome, Sent, State
 from pgoutbox.outbox import Outbox
 from pgoutbox.settings import load_settings
 from pgoutbox.transports import Content
-from pgoutbox.worker import QueueShare, Worker
+from pgoutbox.worker import Worker
+from pgoutbox.worker.worker import QueueShare
 
 _MISSING = object()
 

@@ -14,10 +14,10 @@ import psycopg
 
 from benchmarks.options import CLAIM_PARAMETERS
 from benchmarks.programs.lifeline import Meter, hold_lifeline
-from pgoutbox import sql
-from pgoutbox.link import timeouts
+from pgoutbox.database import sql
+from pgoutbox.database.store import NO_FLOOR, ClaimedRow
+from pgoutbox.database.worker_connection import timeouts
 from pgoutbox.settings import load_settings
-from pgoutbox.store import NO_FLOOR, ClaimedRow
 
 AVAILABLE_AT = ClaimedRow._fields.index("available_at")
 

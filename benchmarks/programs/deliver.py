@@ -19,14 +19,15 @@ from pydantic import JsonValue
 
 from benchmarks.options import RETRY_NUMBER, TOPIC
 from benchmarks.programs.lifeline import Meter, Tally, after, before, hold_lifeline, replace_method, say, wait_for_go
+from pgoutbox.database.store import Store
 from pgoutbox.handlers import Context, SyncContext
-from pgoutbox.lanes import parse_queues
 from pgoutbox.message import Message
 from pgoutbox.outbox import Outbox
-from pgoutbox.processes import run_worker
 from pgoutbox.settings import load_settings
-from pgoutbox.store import Store
-from pgoutbox.worker import QueueShare, Worker
+from pgoutbox.worker import Worker
+from pgoutbox.worker.claim_planner import parse_queues
+from pgoutbox.worker.supervisor import run_worker
+from pgoutbox.worker.worker import QueueShare
 
 _IO_SECONDS = 0.001
 _WAIT_SECONDS = 0.02

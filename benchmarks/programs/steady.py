@@ -19,8 +19,8 @@ import psycopg
 
 from benchmarks.options import CLAIM_PARAMETERS, TOPIC
 from benchmarks.programs.lifeline import hold_lifeline, say
-from pgoutbox import sql
-from pgoutbox.link import timeouts
+from pgoutbox.database import sql
+from pgoutbox.database.worker_connection import timeouts
 from pgoutbox.settings import load_settings
 
 _PRODUCERS = 4

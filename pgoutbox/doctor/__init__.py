@@ -6,8 +6,8 @@ no message is written or sent, and no mail. What is said is not masked: it can q
 
 from __future__ import annotations
 
-from pgoutbox.doctor.examination import examine
+from pgoutbox.doctor.context import Limits
 from pgoutbox.doctor.findings import Finding, Level
-from pgoutbox.doctor.patient import Limits
+from pgoutbox.doctor.runner import examine
 
 __all__ = ["Finding", "Level", "Limits", "examine"]

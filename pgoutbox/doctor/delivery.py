@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from psycopg.errors import InsufficientPrivilege
 
-from pgoutbox import sql
+from pgoutbox.database import sql
 from pgoutbox.doctor.findings import (
     MAX_QUOTE_LENGTH,
     Note,
@@ -24,12 +24,12 @@ from pgoutbox.doctor.transports import is_served
 from pgoutbox.encryption import SEALED, decrypted, keyring_of
 from pgoutbox.message import Transient
 from pgoutbox.redaction import redact_text
-from pgoutbox.transports.configured import hint_for
+from pgoutbox.transports.registry import hint_for
 
 if TYPE_CHECKING:
     from psycopg.rows import DictRow
 
-    from pgoutbox.doctor.patient import Patient
+    from pgoutbox.doctor.context import Patient
 
 _WITHOUT_APP = "pass --app, or set PGOUTBOX_APP"
 

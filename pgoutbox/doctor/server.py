@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import psycopg
 from psycopg.rows import DictRow
 
-from pgoutbox import sql
+from pgoutbox.database import sql
+from pgoutbox.database.server import MIGRATE_HINT, MINIMUM_SERVER_VERSION, judge_schema
+from pgoutbox.doctor.context import Patient, connected, run
 from pgoutbox.doctor.findings import Note, counted, duration, listed, ok, one_line, problem, said, skipped, warning
-from pgoutbox.doctor.patient import Patient, connected, run
 from pgoutbox.errors import SchemaError
-from pgoutbox.server import MIGRATE_HINT, MINIMUM_SERVER_VERSION, judge_schema
 
 _POOLER_TRIALS = 3
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
+from pgoutbox.doctor.environment import LOOPBACK
 from pgoutbox.doctor.findings import Level, Note, Notes, ok, one_line, problem, skipped, warning
-from pgoutbox.doctor.surroundings import LOOPBACK
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.transports import ChecksItself
 from pgoutbox.transports.readiness import is_example, is_reserved
@@ -260,7 +260,7 @@ async def _fault(make: Callable[[Settings], Transport], settings: Settings, *, c
 
 
 def _has_webhooks() -> bool:
-    from pgoutbox.transports.webhook import is_installed
+    from pgoutbox.transports.webhook.transport import is_installed
 
     return is_installed()
 
@@ -284,25 +284,25 @@ def _apprise(settings: Settings) -> Transport:
 
 
 def _redis(settings: Settings) -> Transport:
-    from pgoutbox.transports.redis_streams import RedisTransport
+    from pgoutbox.transports.brokers.redis_streams import RedisTransport
 
     return RedisTransport(settings)
 
 
 def _nats(settings: Settings) -> Transport:
-    from pgoutbox.transports.nats_jetstream import NatsTransport
+    from pgoutbox.transports.brokers.nats_jetstream import NatsTransport
 
     return NatsTransport(settings)
 
 
 def _rabbitmq(settings: Settings) -> Transport:
-    from pgoutbox.transports.rabbitmq import RabbitMQTransport
+    from pgoutbox.transports.brokers.rabbitmq import RabbitMQTransport
 
     return RabbitMQTransport(settings)
 
 
 def _kafka(settings: Settings) -> Transport:
-    from pgoutbox.transports.kafka import KafkaTransport
+    from pgoutbox.transports.brokers.kafka import KafkaTransport
 
     return KafkaTransport(settings)
 

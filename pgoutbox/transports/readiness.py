@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
 from pgoutbox.settings import Settings
-from pgoutbox.transports.mail import Email
+from pgoutbox.transports.smtp.mail import Email
 
 # The names for documentation (RFC 2606): they have no owner.
 _EXAMPLE: Final = re.compile(r"(?:^|[@.])example(?:\.(?:com|org|net|edu))?\.?>?\s*$", re.IGNORECASE)

@@ -12,9 +12,9 @@ import psycopg
 import pytest
 from psycopg import sql
 
-from tests.acceptance.app import CHANNEL
-from tests.waiting import PROCESS_PATIENCE_SECONDS
-from tests.worker_process import WorkerProcess
+from tests.support.app import CHANNEL
+from tests.support.waiting import PROCESS_PATIENCE_SECONDS
+from tests.support.worker_process import WorkerProcess
 
 StartWorker = Callable[..., WorkerProcess]
 
@@ -42,20 +42,20 @@ class Progress:
 
 @pytest.fixture
 def progress(dsn: str) -> Iterator[Progress]:
-    """Listens to the handlers of tests/acceptance/app.py."""
+    """Listens to the handlers of tests/support/app.py."""
     with psycopg.connect(dsn, autocommit=True) as connection:
         yield Progress(connection)
 
 
 @pytest.fixture
 def start_worker(dsn: str, tmp_path: Path) -> Iterator[StartWorker]:
-    """Starts `pgoutbox worker` with the handlers of tests/acceptance/app.py, and kills it when the test ends."""
+    """Starts `pgoutbox worker` with the handlers of tests/support/app.py, and kills it when the test ends."""
     with ExitStack() as stack:
         numbers = count(1)
 
         def start(*arguments: str, **settings: str) -> WorkerProcess:
             worker = WorkerProcess(
-                "tests.acceptance.app:outbox",
+                "tests.support.app:outbox",
                 *arguments,
                 log=tmp_path / f"worker-{next(numbers)}.log",
                 settings={"dsn": dsn, **settings},

@@ -13,9 +13,9 @@ from benchmarks.options import CLAIM_PARAMETERS, TOPIC
 from benchmarks.processes import answer_of
 from benchmarks.programs.floor import TABLES
 from benchmarks.systems import REDIS_SYSTEMS, System
-from pgoutbox import sql
-from tests.brokers import program_of
-from tests.outbox_actions import enqueue, rows_of
+from pgoutbox.database import sql
+from tests.support.brokers import program_of
+from tests.support.outbox_actions import enqueue, rows_of
 
 if TYPE_CHECKING:
     from tests.conftest import Connect

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import pytest
 import yaml
 
-from pgoutbox.measures import OF_THE_DATABASE, OF_WORKERS, Kind
 from pgoutbox.message import AttemptOutcome, State
+from pgoutbox.observability.events import Event
+from pgoutbox.observability.measures import OF_THE_DATABASE, OF_WORKERS, Kind
 from pgoutbox.settings import Settings, load_settings
-from pgoutbox.telemetry import Event
 from tests.conftest import server_missing
 
 if TYPE_CHECKING:

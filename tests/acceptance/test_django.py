@@ -11,9 +11,9 @@ import psycopg
 import pytest
 from psycopg.conninfo import conninfo_to_dict
 
-from tests.outbox_actions import enqueue, row_of, state_of
-from tests.waiting import PROCESS_PATIENCE_SECONDS, wait_until
-from tests.worker_process import WorkerProcess, environment_with
+from tests.support.outbox_actions import enqueue, row_of, state_of
+from tests.support.waiting import PROCESS_PATIENCE_SECONDS, wait_until
+from tests.support.worker_process import WorkerProcess, environment_with
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

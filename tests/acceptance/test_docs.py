@@ -26,16 +26,17 @@ from alembic import command
 from alembic.config import Config
 
 import pgoutbox
-from docs import generate
-from pgoutbox import Outbox, sql
+from pgoutbox import Outbox
+from pgoutbox.database import sql
 from pgoutbox.message import TRANSITIONS, AttemptOutcome, State
 from pgoutbox.outbox import EnqueueOptions
 from pgoutbox.settings import ENVIRONMENT_PREFIX, Settings
 from pgoutbox.testing import OutboxDriver
-from tests.messages import ADD_ATTEMPT, put
-from tests.outbox_actions import claim, enqueue, finish_sent
-from tests.sends import outgoing
-from tests.waiting import wait_until
+from tests.support.messages import ADD_ATTEMPT, put
+from tests.support.outbox_actions import claim, enqueue, finish_sent
+from tests.support.sends import outgoing
+from tests.support.waiting import wait_until
+from tools import generate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -20,10 +20,10 @@ from psycopg import sql as composable
 from examples.password_reset import hash_of
 from pgoutbox.settings import ENVIRONMENT_PREFIX
 from pgoutbox.webhooks import verify
-from tests.brokers import HOST, redis_server
-from tests.outbox_actions import make_due, row_of
-from tests.smtp_server import Inbox, Misbehaviour, accepting_server, parsed, scripted_server
-from tests.webhook_server import webhook_server
+from tests.support.brokers import HOST, redis_server
+from tests.support.outbox_actions import make_due, row_of
+from tests.support.smtp_server import Inbox, Misbehaviour, accepting_server, parsed, scripted_server
+from tests.support.webhook_server import webhook_server
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 import psycopg
 import pytest
 
-from tests.waiting import wait_until
+from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.acceptance.conftest import Progress, StartWorker
     from tests.conftest import Connect
-    from tests.worker_process import WorkerProcess
+    from tests.support.worker_process import WorkerProcess
 
 pytestmark = pytest.mark.slow
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import psycopg
 import pytest
 
-from tests.acceptance.app import BRIEF_COUNT, FAREWELL
-from tests.waiting import wait_until
-from tests.worker_process import connection_count
+from tests.support.app import BRIEF_COUNT, FAREWELL
+from tests.support.waiting import wait_until
+from tests.support.worker_process import connection_count
 
 if TYPE_CHECKING:
     from tests.acceptance.conftest import Progress, StartWorker

@@ -15,14 +15,14 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import expect
 
-from docs import screenshots
+from pgoutbox.dashboard import create_app
+from pgoutbox.dashboard.access import Access
 from pgoutbox.message import State
-from pgoutbox.web import create_app
-from pgoutbox.web.access import Access
 from tests.conftest import server_missing
-from tests.messages import put
-from tests.waiting import wait_until
-from tests.web_server import OPERATOR_TOKEN, VIEWER_TOKEN, serving, web_settings
+from tests.support.messages import put
+from tests.support.waiting import wait_until
+from tests.support.web_server import OPERATOR_TOKEN, VIEWER_TOKEN, serving, web_settings
+from tools import screenshots
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Dialog, Page, Request
     from pytest_postgresql.executors import NoopExecutor
 
-    from pgoutbox.web.dashboard import Dashboard
+    from pgoutbox.dashboard.dashboard import Dashboard
     from tests.conftest import Server
 
 pytestmark = pytest.mark.slow

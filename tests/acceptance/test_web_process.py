@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from pgoutbox.web.credentials import PasswordHash
-from tests.waiting import PROCESS_PATIENCE_SECONDS, wait_until
-from tests.web_server import CANARY, OPERATOR_TOKEN, VIEWER_TOKEN
-from tests.worker_process import environment_with
+from pgoutbox.dashboard.credentials import PasswordHash
+from tests.support.waiting import PROCESS_PATIENCE_SECONDS, wait_until
+from tests.support.web_server import CANARY, OPERATOR_TOKEN, VIEWER_TOKEN
+from tests.support.worker_process import environment_with
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -98,7 +98,7 @@ def test_an_address_of_another_machine_is_named_in_the_error() -> None:
 
 
 def test_a_missing_extra_is_reported_with_its_install_command() -> None:
-    program = "import sys; sys.modules['uvicorn'] = None; from pgoutbox.cli import main; sys.exit(main(['web']))"
+    program = "import sys; sys.modules['uvicorn'] = None; from pgoutbox.cli.main import main; sys.exit(main(['web']))"
     result = subprocess.run(
         [sys.executable, "-c", program],
         env=environment_with(dsn="host=/nowhere"),

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.faults.fleet import Fleet, fleet_on
-from tests.faults.judge import install_judge
-from tests.faults.proxy import Proxy, proxy_to
+from tests.support.fleet import Fleet, fleet_on
+from tests.support.judge import install_judge
+from tests.support.proxy import Proxy, proxy_to
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

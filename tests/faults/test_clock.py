@@ -21,14 +21,13 @@ import pytest
 from pgoutbox import Outbox
 from pgoutbox.handlers import Context
 from pgoutbox.message import Message, Snooze
+from pgoutbox.observability.events import Event
 from pgoutbox.retry import RetryPolicy
-from pgoutbox.telemetry import Event
 from pgoutbox.worker import Worker
 from tests.conftest import server_missing
-from tests.faults.fleet import SUSPEND_VARIABLE
-from tests.faults.judge import violations
-from tests.faults.servers import Workshop, open_workshop
-from tests.outbox_actions import (
+from tests.support.fleet import SUSPEND_VARIABLE
+from tests.support.judge import violations
+from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
     WatchedWorker,
     attempts_of,
@@ -40,13 +39,14 @@ from tests.outbox_actions import (
     settings_for,
     state_of,
 )
-from tests.waiting import until
+from tests.support.servers import Workshop, open_workshop
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from tests.faults.fleet import Fleet
+    from tests.support.fleet import Fleet
 
 
 # --- a wrong clock ----------------------------------------------------------------------------------------------------

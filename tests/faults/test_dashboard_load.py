@@ -16,13 +16,13 @@ from psycopg.conninfo import conninfo_to_dict
 from starlette.routing import Match, Route
 
 from pgoutbox import Outbox, RetryPolicy
+from pgoutbox.dashboard import create_app, live, pages
 from pgoutbox.handlers import Context
 from pgoutbox.message import Message, Permanent, Transient
-from pgoutbox.web import create_app, live, pages
-from tests.outbox_actions import WatchedWorker, attempts_of, enqueue, row_of, running, settings_for
-from tests.roles import login
-from tests.waiting import PROCESS_PATIENCE_SECONDS, wait_until
-from tests.web_server import OPERATOR_TOKEN, be_patient, serving, web_settings
+from tests.support.outbox_actions import WatchedWorker, attempts_of, enqueue, row_of, running, settings_for
+from tests.support.roles import login
+from tests.support.waiting import PROCESS_PATIENCE_SECONDS, wait_until
+from tests.support.web_server import OPERATOR_TOKEN, be_patient, serving, web_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

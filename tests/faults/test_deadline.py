@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING
 import psycopg
 import pytest
 
-from pgoutbox import Message, Outbox, RetryPolicy, connections, session
-from pgoutbox.connections import deadline
+from pgoutbox import Message, Outbox, RetryPolicy
+from pgoutbox.database import connections, operator_connection
+from pgoutbox.database.connections import deadline
+from pgoutbox.database.worker_connection import Link
 from pgoutbox.handlers import Context, SyncContext
-from pgoutbox.link import Link
 from pgoutbox.message import State
 from pgoutbox.worker import Worker
-from tests.faults.proxy import Proxy, proxy_to
-from tests.outbox_actions import PATIENCE_SECONDS, enqueue, row_of, running, settings_for
-from tests.waiting import until
+from tests.support.outbox_actions import PATIENCE_SECONDS, enqueue, row_of, running, settings_for
+from tests.support.proxy import Proxy, proxy_to
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -113,10 +114,10 @@ def test_the_deadline_of_a_sync_connection_restarts_with_each_answer(proxy: Prox
 
 def test_an_operator_command_gives_up_on_a_dead_network(proxy: Proxy) -> None:
     with (
-        session.connect(settings_for(proxy.dsn)) as connection,
-        session.limiting(-4.5),
+        operator_connection.connect(settings_for(proxy.dsn)) as connection,
+        operator_connection.limiting(-4.5),
         pytest.raises(TimeoutError, match=r"no answer within 0\.5 s"),
         connection.transaction(),
         proxy.stalled(),
     ):
-        session.prepare(connection)
+        operator_connection.prepare(connection)

@@ -9,13 +9,13 @@ import pytest
 from psycopg.conninfo import make_conninfo
 
 from pgoutbox import Outbox
+from pgoutbox.database.worker_connection import Link, StrandedError
 from pgoutbox.handlers import Context
-from pgoutbox.link import Link, StrandedError
 from pgoutbox.message import Message, State
 from pgoutbox.worker import Worker
-from tests.faults.servers import OwnServer, open_workshop
-from tests.outbox_actions import enqueue, lapse, rows_of, running, settings_for
-from tests.waiting import until
+from tests.support.outbox_actions import enqueue, lapse, rows_of, running, settings_for
+from tests.support.servers import OwnServer, open_workshop
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

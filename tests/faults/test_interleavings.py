@@ -21,18 +21,21 @@ from typing import TYPE_CHECKING
 import psycopg
 import pytest
 
-from pgoutbox import Outbox, maintenance, operations, session, sql
-from pgoutbox.claims import Claims
+from pgoutbox import Outbox
+from pgoutbox.database import operator_connection as session
+from pgoutbox.database import sql
+from pgoutbox.database.store import Store, Verdict
 from pgoutbox.errors import MessageNotFoundError, StateError
 from pgoutbox.handlers import Context
 from pgoutbox.message import FINAL_STATES, AttemptOutcome, Message, State
-from pgoutbox.operations import RedriveResult
+from pgoutbox.operations import messages, retention
+from pgoutbox.operations.messages import RedriveResult
 from pgoutbox.retry import RetryPolicy
-from pgoutbox.store import Store, Verdict
 from pgoutbox.worker import Worker
-from tests.faults.judge import violations
+from pgoutbox.worker.claimer import Claims
 from tests.integration import test_regressions
-from tests.outbox_actions import (
+from tests.support.judge import violations
+from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
     attempts_of,
     claim,
@@ -51,13 +54,13 @@ from tests.outbox_actions import (
     state_of,
     stumble,
 )
-from tests.waiting import until
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from concurrent.futures import Future
 
-    from pgoutbox.store import ClaimedRow, DueRow, Horizon
+    from pgoutbox.database.store import ClaimedRow, DueRow, Horizon
     from tests.conftest import Connect
 
 pooled_dsn = test_regressions.pooled_dsn
@@ -122,7 +125,7 @@ def build(db: psycopg.Connection, number: int, state: str) -> Scene:
         case "sent":
             finish_sent(db, (scene.message_id, 1), worker=scene.worker)
         case "cancelled":
-            operations.cancel(db, scene.message_id)
+            messages.cancel(db, scene.message_id)
     db.execute(
         "UPDATE pgoutbox.message SET finished_at = finished_at - interval '1 day' "
         "WHERE id = %s AND finished_at IS NOT NULL",
@@ -134,7 +137,7 @@ def build(db: psycopg.Connection, number: int, state: str) -> Scene:
 def resend_if_sent(session: psycopg.Connection, scene: Scene) -> int | None:
     """Resend as an operator, or get the reason for the refusal."""
     try:
-        return operations.resend(session, scene.message_id)
+        return messages.resend(session, scene.message_id)
     except (StateError, MessageNotFoundError):
         return None
 
@@ -143,16 +146,16 @@ OPERATIONS: dict[str, Callable[[psycopg.Connection, Scene], object]] = {
     "enqueue": lambda s, scene: scene.enqueue(s),
     "enqueue coalesced": lambda s, scene: scene.enqueue(s, coalesce_key="k"),
     "enqueue deduped": lambda s, scene: scene.enqueue(s, dedupe_key="d"),
-    "cancel": lambda s, scene: operations.cancel(s, scene.message_id),
+    "cancel": lambda s, scene: messages.cancel(s, scene.message_id),
     "claim": lambda s, scene: scene.claim(s),
     "finish sent": lambda s, scene: finish_sent(s, (scene.message_id, 1), worker=scene.worker),
     "finish retry": lambda s, scene: finish(
         s, Verdict(scene.message_id, 1, AttemptOutcome.RETRY, "busy"), worker=scene.worker
     ),
     "renew": lambda s, scene: renew(s, (scene.message_id, 1), worker=scene.worker),
-    "redrive": lambda s, scene: operations.redrive(s, [scene.message_id]),
+    "redrive": lambda s, scene: messages.redrive(s, [scene.message_id]),
     "resend": resend_if_sent,
-    "prune": lambda s, scene: maintenance.prune(s, OLD, states=sorted(FINAL_STATES), topic=scene.name),
+    "prune": lambda s, scene: retention.prune(s, OLD, states=sorted(FINAL_STATES), topic=scene.name),
 }
 ENQUEUES = ("enqueue", "enqueue coalesced", "enqueue deduped", "resend")
 WORKERS_OWN = ("claim", "finish sent", "finish retry", "renew")
@@ -439,30 +442,30 @@ class Storm:
 
     def cancel(self, session: psycopg.Connection, choice: random.Random) -> None:
         message_id = choice.choice(self.ids)
-        _, answer = operations.cancel(session, message_id)
+        _, answer = messages.cancel(session, message_id)
         self.answers[f"cancel: {answer}"] += 1
         if answer == "cancelled":
             self.cancelled[message_id] = self.cancelled.get(message_id, 0) + 1
 
     def redrive(self, session: psycopg.Connection, choice: random.Random) -> None:
-        for answer in operations.redrive(session, choice.sample(self.ids, 20)):
+        for answer in messages.redrive(session, choice.sample(self.ids, 20)):
             self.answers[f"redrive: {'done' if answer.result is RedriveResult.REDRIVEN else 'refused'}"] += 1
             if answer.result is RedriveResult.REDRIVEN:
                 self.redriven.add(answer.id)
 
     def redrive_failed(self, session: psycopg.Connection, choice: random.Random) -> None:
-        totals = operations.redrive_matching(session, operations.MessageFilter(), batch_size=choice.randint(1, 30))
+        totals = messages.redrive_matching(session, messages.MessageFilter(), batch_size=choice.randint(1, 30))
         self.answers["redrive failed: done"] += totals.redriven
 
     def resend(self, session: psycopg.Connection, choice: random.Random) -> None:
         try:
-            self.resent.append(operations.resend(session, choice.choice(self.ids)))
+            self.resent.append(messages.resend(session, choice.choice(self.ids)))
             self.answers["resend: done"] += 1
         except (StateError, MessageNotFoundError) as error:
             self.answers[f"resend: {type(error).__name__}"] += 1
 
     def prune(self, session: psycopg.Connection, choice: random.Random) -> None:
-        totals = maintenance.prune(
+        totals = retention.prune(
             session, timedelta(milliseconds=choice.randint(1, 300)), batch_size=choice.randint(1, 30)
         )
         self.answers["prune: deleted"] += totals.total

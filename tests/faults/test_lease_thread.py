@@ -12,10 +12,10 @@ import pytest
 from pgoutbox import Outbox
 from pgoutbox.errors import PgOutboxError
 from pgoutbox.handlers import Context
-from pgoutbox.lease import LeaseKeeper
 from pgoutbox.message import Message
 from pgoutbox.worker import Worker
-from tests.outbox_actions import PATIENCE_SECONDS, settings_for
+from pgoutbox.worker.leases import LeaseKeeper
+from tests.support.outbox_actions import PATIENCE_SECONDS, settings_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import psycopg
 import pytest
 
-from tests.faults.ledger import KEY, Ledger, install_audit, judge, owed_count, read_entries
-from tests.outbox_actions import claim, enqueue, finish_sent, lapse, redrive, state_of
+from tests.support.ledger import KEY, Ledger, install_audit, judge, owed_count, read_entries
+from tests.support.outbox_actions import claim, enqueue, finish_sent, lapse, redrive, state_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -13,9 +13,9 @@ import pytest
 
 from pgoutbox import migrate
 from pgoutbox.errors import SchemaError
-from tests.faults.servers import open_workshop
-from tests.revisions import FIRST, add_revision
-from tests.waiting import wait_until
+from tests.support.revisions import FIRST, add_revision
+from tests.support.servers import open_workshop
+from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable

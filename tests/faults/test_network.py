@@ -24,11 +24,10 @@ import pytest
 from pgoutbox import Outbox
 from pgoutbox.handlers import Context
 from pgoutbox.message import Message
-from pgoutbox.telemetry import Event
+from pgoutbox.observability.events import Event
 from pgoutbox.worker import Worker
 from tests.conftest import server_missing
-from tests.faults.proxy import Proxy, proxy_to
-from tests.outbox_actions import (
+from tests.support.outbox_actions import (
     attempts_of,
     claim,
     enqueue,
@@ -40,7 +39,8 @@ from tests.outbox_actions import (
     running,
     settings_for,
 )
-from tests.waiting import until
+from tests.support.proxy import Proxy, proxy_to
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator

@@ -12,15 +12,17 @@ from typing import TYPE_CHECKING
 import psycopg
 import pytest
 
-from pgoutbox import Outbox, operations, session
+from pgoutbox import Outbox
+from pgoutbox.database import operator_connection
 from pgoutbox.handlers import Context
 from pgoutbox.message import Message, State
-from pgoutbox.telemetry import Event
+from pgoutbox.observability.events import Event
+from pgoutbox.operations import queue_controls
 from pgoutbox.worker import Worker
 from tests.conftest import server_missing
-from tests.faults.servers import OwnServer, open_workshop
-from tests.outbox_actions import WatchedWorker, enqueue, reports, rows_of, running, settings_for
-from tests.waiting import until
+from tests.support.outbox_actions import WatchedWorker, enqueue, reports, rows_of, running, settings_for
+from tests.support.servers import OwnServer, open_workshop
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -136,9 +138,9 @@ async def test_an_enqueue_commits_if_the_notification_queue_fills_before_a_worke
         ids += [
             row[0] for row in db.execute("SELECT pgoutbox.enqueue('greet', to_jsonb(n)) FROM generate_series(1, 3) n")
         ]
-        with session.connect(settings_for(small_server.dsn)) as connection:
-            operations.limit_in_flight(connection, "default", 100)
-            operations.limit_in_flight(connection, "default", None)
+        with operator_connection.connect(settings_for(small_server.dsn)) as connection:
+            queue_controls.limit_in_flight(connection, "default", 100)
+            queue_controls.limit_in_flight(connection, "default", None)
         worker._wake.set()
         await until(lambda: sorted(delivered) == ids)
 

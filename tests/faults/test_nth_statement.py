@@ -16,17 +16,20 @@ from typing import TYPE_CHECKING, Protocol, cast
 import psycopg
 import pytest
 
-from pgoutbox import EnqueuedMany, NewMessage, Outbox, maintenance, migrate, operations, session
+from pgoutbox import EnqueuedMany, NewMessage, Outbox, migrate
+from pgoutbox.database import operator_connection
+from pgoutbox.database.store import renew
+from pgoutbox.database.worker_connection import Link
 from pgoutbox.handlers import Context, SyncContext
-from pgoutbox.link import Link
 from pgoutbox.message import Message, Permanent, Snooze, State, Transient
+from pgoutbox.observability.events import Event
+from pgoutbox.operations import messages as operations
+from pgoutbox.operations import retention
 from pgoutbox.retry import RetryPolicy
-from pgoutbox.store import renew
-from pgoutbox.telemetry import Event
 from pgoutbox.worker import Worker
-from tests.faults.proxy import Moment, Proxy, proxy_to
-from tests.messages import ADD_ATTEMPT, put
-from tests.outbox_actions import attempts_of, claim, enqueue, lapse, row_of, rows_of, settings_for
+from tests.support.messages import ADD_ATTEMPT, put
+from tests.support.outbox_actions import attempts_of, claim, enqueue, lapse, row_of, rows_of, settings_for
+from tests.support.proxy import Moment, Proxy, proxy_to
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -504,7 +507,7 @@ def test_a_redrive_covers_all_its_messages_or_none_and_is_repeatable(
     ids: list[int] = []
 
     def redrive(dsn: str) -> None:
-        with session.connect(settings_for(dsn)) as connection:
+        with operator_connection.connect(settings_for(dsn)) as connection:
             operations.redrive(connection, ids)
 
     def play(name: str) -> None:
@@ -528,7 +531,7 @@ def test_an_interrupted_redrive_of_everything_resumes_after_the_last_full_batch(
     topic = ""
 
     def redrive(dsn: str) -> None:
-        with session.connect(settings_for(dsn)) as connection:
+        with operator_connection.connect(settings_for(dsn)) as connection:
             operations.redrive_matching(connection, operations.MessageFilter(topic=topic), batch_size=1)
 
     def play(name: str) -> None:
@@ -556,7 +559,7 @@ def test_a_resend_makes_one_copy_that_names_its_source_or_none(proxy: Proxy, db:
         nonlocal source_id
         db.execute("DELETE FROM pgoutbox.message_live")
         source_id = put(db, State.SENT, topic="mail", coalesce_key=name)
-        with session.connect(settings_for(proxy.dsn)) as connection:
+        with operator_connection.connect(settings_for(proxy.dsn)) as connection:
             operations.resend(connection, source_id)
 
     for cut in cuts(proxy, play):
@@ -574,8 +577,8 @@ def test_a_prune_deletes_messages_with_their_related_rows_and_resumes_after_a_cu
     topic = ""
 
     def prune(dsn: str) -> None:
-        with session.connect(settings_for(dsn)) as connection:
-            maintenance.prune(connection, timedelta(hours=1), topic=topic, batch_size=2)
+        with operator_connection.connect(settings_for(dsn)) as connection:
+            retention.prune(connection, timedelta(hours=1), topic=topic, batch_size=2)
 
     def play(name: str) -> None:
         nonlocal topic

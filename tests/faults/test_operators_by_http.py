@@ -17,14 +17,15 @@ from urllib.parse import parse_qs, urlsplit
 import httpx
 import psycopg
 
-from pgoutbox import Outbox, RetryPolicy, operations
+from pgoutbox import Outbox, RetryPolicy
+from pgoutbox.dashboard import create_app
 from pgoutbox.message import FINAL_STATES, Message, State
-from pgoutbox.web import create_app
+from pgoutbox.operations import queue_controls
 from pgoutbox.worker import Worker
-from tests.faults.judge import violations
-from tests.outbox_actions import rows_of, running, settings_for, stumble
-from tests.waiting import PROCESS_PATIENCE_SECONDS, wait_until
-from tests.web_server import OPERATOR_TOKEN, be_patient, serving, web_settings
+from tests.support.judge import violations
+from tests.support.outbox_actions import rows_of, running, settings_for, stumble
+from tests.support.waiting import PROCESS_PATIENCE_SECONDS, wait_until
+from tests.support.web_server import OPERATOR_TOKEN, be_patient, serving, web_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -155,7 +156,7 @@ async def test_operators_always_get_answers_and_break_no_rule(
             for future in working:
                 future.result(PROCESS_PATIENCE_SECONDS)  # Raises an error that an operator got.
 
-    operations.resume_queue(db, "default")
+    queue_controls.resume_queue(db, "default")
     await Worker(outbox).drain()
     assert set(operators.answers) == ANSWERS
     assert violations(db) == []

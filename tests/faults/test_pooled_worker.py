@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pgoutbox import Outbox, operations, session
+from pgoutbox import Outbox
+from pgoutbox.database import operator_connection
+from pgoutbox.database.worker_connection import Link
 from pgoutbox.handlers import Context
-from pgoutbox.link import Link
 from pgoutbox.message import Message, State
+from pgoutbox.operations import queue_controls
 from pgoutbox.worker import Worker
-from tests.faults.fleet import fleet_on
-from tests.faults.proxy import Proxy
-from tests.outbox_actions import enqueue, lapse, row_of, settings_for, state_of
+from tests.support.fleet import fleet_on
+from tests.support.outbox_actions import enqueue, lapse, row_of, settings_for, state_of
+from tests.support.proxy import Proxy
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -59,8 +61,8 @@ async def test_a_pooled_worker_suspended_after_its_claim_leaves_no_locks(
         delivered.append((message.id, message.attempt_count))
 
     if is_limited:
-        with session.connect(settings_for(dsn)) as connection:
-            operations.limit_in_flight(connection, "default", 100)
+        with operator_connection.connect(settings_for(dsn)) as connection:
+            queue_controls.limit_in_flight(connection, "default", 100)
     message_id = enqueue(db, "fault.deliver")
     freezer = Freezer(proxy, statement)
     with fleet_on(proxy.dsn, tmp_path) as fleet:

@@ -23,12 +23,12 @@ import pytest
 from pgoutbox import Outbox
 from pgoutbox.handlers import Context, SyncContext
 from pgoutbox.message import Message
-from pgoutbox.processes import supervise
+from pgoutbox.observability.events import Event
 from pgoutbox.retry import RetryPolicy
-from pgoutbox.telemetry import Event
 from pgoutbox.worker import Worker
-from tests.faults.judge import violations
-from tests.outbox_actions import (
+from pgoutbox.worker.supervisor import supervise
+from tests.support.judge import violations
+from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
     attempts_of,
     claim,
@@ -44,7 +44,7 @@ from tests.outbox_actions import (
 
 if TYPE_CHECKING:
     from tests.conftest import Connect
-    from tests.faults.fleet import Fleet
+    from tests.support.fleet import Fleet
 
 ROUNDS = int(os.environ.get("PGOUTBOX_TEST_ROUNDS", "6"))
 AT_ONCE = RetryPolicy.steps(0, jitter=0)
@@ -327,7 +327,7 @@ def test_a_signal_during_the_start_of_a_process_reaches_it(dsn: str, monkeypatch
     monkeypatch.setenv("PGOUTBOX_DSN", dsn)
     monkeypatch.setattr(subprocess, "Popen", start_and_signal)
     # A child that gets no signal ends by itself with exit code 0.
-    assert supervise(["--app", "tests.faults.fleet_app:outbox", "--drain"], 3) == 0
+    assert supervise(["--app", "tests.support.fleet_app:outbox", "--drain"], 3) == 0
     assert [child.returncode for child in children] == [-signal.SIGTERM]
 
 

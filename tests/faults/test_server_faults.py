@@ -26,25 +26,35 @@ import pytest
 from psycopg.conninfo import make_conninfo
 
 from pgoutbox import Context, Message, Outbox, Permanent, Sent
-from pgoutbox.doorbell import Doorbell
-from pgoutbox.link import is_out_of_reach
+from pgoutbox.database.worker_connection import is_out_of_reach
 from pgoutbox.message import Outcome, State
-from pgoutbox.telemetry import Event, Telemetry
+from pgoutbox.observability.events import Event, Telemetry
 from pgoutbox.worker import Worker
-from tests.faults.fleet import fleet_on
-from tests.faults.ledger import install_audit
-from tests.faults.load import Load, start_worker
-from tests.faults.servers import DATABASE, OwnServer, Workshop, open_workshop
-from tests.outbox_actions import attempts_of, claim, enqueue, lapse, reports, row_of, running, settings_for, state_of
-from tests.waiting import until, wait_until
+from pgoutbox.worker.doorbell import Doorbell
+from tests.support.fleet import fleet_on
+from tests.support.ledger import install_audit
+from tests.support.load import Load, start_worker
+from tests.support.outbox_actions import (
+    attempts_of,
+    claim,
+    enqueue,
+    lapse,
+    reports,
+    row_of,
+    running,
+    settings_for,
+    state_of,
+)
+from tests.support.servers import DATABASE, OwnServer, Workshop, open_workshop
+from tests.support.waiting import until, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
     from pgoutbox.handlers import OnUnknown
     from tests.conftest import Connect
-    from tests.faults.ledger import Verdict
-    from tests.worker_process import WorkerProcess
+    from tests.support.ledger import Verdict
+    from tests.support.worker_process import WorkerProcess
 
 # Use a minute for a long run. This is long enough for the pauses between the worker's attempts to grow.
 OUTAGE_SECONDS = float(os.environ.get("PGOUTBOX_TEST_OUTAGE_SECONDS", "2.5"))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pgoutbox import Outbox
-from tests.outbox_actions import settings_for
+from tests.support.outbox_actions import settings_for
 
 if TYPE_CHECKING:
     import psycopg

@@ -21,9 +21,9 @@ from pgoutbox.message import Permanent, Sent, Transient, Unavailable
 from pgoutbox.settings import Settings, load_settings
 from pgoutbox.transports.apprise import AppriseTransport
 from pgoutbox.worker import Worker
-from tests import outbox_actions
-from tests.outbox_actions import attempts_of, enqueue, row_of
-from tests.sends import closing, error_of, outgoing
+from tests.support import outbox_actions
+from tests.support.outbox_actions import attempts_of, enqueue, row_of
+from tests.support.sends import closing, error_of, outgoing
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pgoutbox import Context, Email, Message, Outbox, RetryPolicy, Transient, breaker
-from pgoutbox.store import BreakerRow, Store
-from pgoutbox.telemetry import Event
+from pgoutbox import Context, Email, Message, Outbox, RetryPolicy, Transient
+from pgoutbox.database.store import BreakerRow, Store
+from pgoutbox.observability.events import Event
 from pgoutbox.transports.smtp import SmtpTransport
-from pgoutbox.worker import Worker
-from tests.line_server import Line, LineHost, LineTransport, Mood, line_host
-from tests.outbox_actions import attempts_of, enqueue, make_due, reports, row_of, rows_of, running, settings_for
-from tests.smtp_server import accepting_server, scripted_server
-from tests.waiting import until
-from tests.worker_process import WorkerProcess
+from pgoutbox.worker import Worker, circuit_breaker
+from tests.support.line_server import Line, LineHost, LineTransport, Mood, line_host
+from tests.support.outbox_actions import attempts_of, enqueue, make_due, reports, row_of, rows_of, running, settings_for
+from tests.support.smtp_server import accepting_server, scripted_server
+from tests.support.waiting import until
+from tests.support.worker_process import WorkerProcess
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -122,7 +122,7 @@ async def test_held_back_messages_query_the_shared_breaker_only_occasionally(
         return await ask(self, keys)
 
     monkeypatch.setattr(Store, "breakers", note)
-    monkeypatch.setattr(breaker, "_NEWS_SECONDS", HOUR)
+    monkeypatch.setattr(circuit_breaker, "_NEWS_SECONDS", HOUR)
     app = App(dsn, breaker_failures=1, **LONG)
     async with line_host(Mood.DROP) as host, running(app.worker()):
         first = enqueue(db, destination=host.destination)
@@ -408,7 +408,7 @@ PROCESS_SETTINGS = {
 def worker_process(dsn: str, log: Path) -> Iterator[WorkerProcess]:
     """Start a worker of the line application as a process."""
     process = WorkerProcess(
-        "tests.breaker_app:outbox", log=log / "worker.log", settings={"dsn": dsn} | PROCESS_SETTINGS
+        "tests.support.breaker_app:outbox", log=log / "worker.log", settings={"dsn": dsn} | PROCESS_SETTINGS
     )
     try:
         yield process

@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pgoutbox import Message, Permanent, Transient, Unavailable, breaker
-from pgoutbox.alert import ALERT_TOPIC
-from pgoutbox.breaker import Breakers
+from pgoutbox import Message, Permanent, Transient, Unavailable
+from pgoutbox.database.store import Store
 from pgoutbox.message import Outcome, Postponed, Sent, Snooze
-from pgoutbox.store import Store
-from pgoutbox.telemetry import Event, Telemetry
-from tests.line_server import Line
-from tests.outbox_actions import PATIENCE_SECONDS, settings_for
-from tests.waiting import until
+from pgoutbox.observability.events import Event, Telemetry
+from pgoutbox.worker import circuit_breaker
+from pgoutbox.worker.alert import ALERT_TOPIC
+from pgoutbox.worker.circuit_breaker import Breakers
+from tests.support.line_server import Line
+from tests.support.outbox_actions import PATIENCE_SECONDS, settings_for
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -144,7 +145,7 @@ def message(message_id: int, key: str | None = KEY, *, topic: str = "greet", att
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(breaker, "elapsed_clock", clock)
+    monkeypatch.setattr(circuit_breaker, "elapsed_clock", clock)
     return clock
 
 
@@ -547,7 +548,7 @@ async def test_delayed_messages_check_once_a_minute_for_an_abandoned_open_breake
     await one.send(1, attempt_count=2)
     await one.breakers.close()
     assert asked == ["breaker_probe"] * 4  # It queries its own key, and the key of workers without its transport.
-    monkeypatch.setattr(breaker, "_MANY", 3)
+    monkeypatch.setattr(circuit_breaker, "_MANY", 3)
     for number in range(10):
         await one.send(1, f"line://{number}", attempt_count=2)
     assert len(one.breakers._looked_at) <= 3
@@ -910,7 +911,7 @@ async def test_knowledge_gained_during_a_query_is_newer_than_its_answer(
 async def test_messages_that_wait_for_room_continue_with_the_first_answer(
     member: Callable[..., Member], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(breaker, "_STALL_SECONDS", HOUR)
+    monkeypatch.setattr(circuit_breaker, "_STALL_SECONDS", HOUR)
     one = member(concurrency=1)
     async with asyncio.timeout(PATIENCE_SECONDS), one.sending(1), asyncio.TaskGroup() as group:
         waiting = group.create_task(one.send(2))
@@ -991,7 +992,7 @@ async def test_a_destination_in_use_by_others_is_not_forgotten(
 async def test_of_too_many_destinations_the_least_recently_used_are_forgotten(
     member: Callable[..., Member], db: psycopg.Connection, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(breaker, "_MANY", 4)
+    monkeypatch.setattr(circuit_breaker, "_MANY", 4)
     one = member()
     keys = [f"line://{number}" for number in range(3)]
     for key in keys[:2]:
@@ -1010,7 +1011,7 @@ async def test_of_too_many_destinations_the_least_recently_used_are_forgotten(
 async def test_a_destination_forgotten_during_its_query_causes_no_error(
     member: Callable[..., Member], db: psycopg.Connection, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(breaker, "_MANY", 1)
+    monkeypatch.setattr(circuit_breaker, "_MANY", 1)
     one = member()
     await opened(one, db)
     db.execute("DELETE FROM pgoutbox.breaker")
@@ -1030,7 +1031,7 @@ async def test_a_destination_forgotten_during_its_query_causes_no_error(
 async def test_the_stop_waits_for_running_writes_only(
     member: Callable[..., Member], db: psycopg.Connection, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(breaker, "_CLOSE_SECONDS", HOUR)
+    monkeypatch.setattr(circuit_breaker, "_CLOSE_SECONDS", HOUR)
     one = member()
     await opened(one, db)
     let_probe(db, clock)
@@ -1048,7 +1049,7 @@ async def test_the_stop_waits_for_an_unresponsive_database_only_up_to_its_limit(
     connect: Connect,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(breaker, "_CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr(circuit_breaker, "_CLOSE_SECONDS", 0.05)
     one, other = member(), connect()
     await opened(one, db)
     let_probe(db, clock)

@@ -9,8 +9,8 @@ from psycopg.pq import TransactionStatus
 
 from pgoutbox import CancelResult, Outbox, PayloadError, Topic
 from pgoutbox.message import State
-from tests.messages import put
-from tests.outbox_actions import claim, ids_in_flight, state_of
+from tests.support.messages import put
+from tests.support.outbox_actions import claim, ids_in_flight, state_of
 
 if TYPE_CHECKING:
     import psycopg

@@ -23,17 +23,17 @@ from psycopg.conninfo import make_conninfo
 from pydantic import SecretStr
 
 from pgoutbox import migrate
-from pgoutbox.cli import explain, main
-from pgoutbox.console import JsonFormatter, TextFormatter, mask, printable, secrets_in
+from pgoutbox.cli.console import JsonFormatter, TextFormatter, mask, printable, secrets_in
+from pgoutbox.cli.main import explain, main
 from pgoutbox.encryption import Keyring, decrypted
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import State
 from pgoutbox.settings import ENVIRONMENT_PREFIX
-from tests.foreground import in_foreground
 from tests.integration.test_migrate import with_another_name
-from tests.messages import ADD_ATTEMPT, put
-from tests.outbox_actions import state_of
-from tests.roles import login
+from tests.support.foreground import in_foreground
+from tests.support.messages import ADD_ATTEMPT, put
+from tests.support.outbox_actions import state_of
+from tests.support.roles import login
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -160,7 +160,9 @@ class TestAsProcess:
         assert done.err.startswith("error: no database given: set PGOUTBOX_DSN")
 
     def test_a_missing_extra_is_reported_with_its_install_command(self) -> None:
-        program = "import sys; sys.modules['typer'] = None; from pgoutbox.cli import main; sys.exit(main(['version']))"
+        program = (
+            "import sys; sys.modules['typer'] = None; from pgoutbox.cli.main import main; sys.exit(main(['version']))"
+        )
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr == ("error: the command line needs an optional dependency: pip install 'pgoutbox[cli]'\n")

@@ -13,9 +13,9 @@ from pgoutbox import NewMessage, Outbox, PayloadError, Topic
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import State, Transient
 from pgoutbox.retry import RetryPolicy
-from tests import races
-from tests.outbox_actions import WatchedWorker, rows_of, running, settings_for, state_of
-from tests.waiting import until
+from tests.support import races
+from tests.support.outbox_actions import WatchedWorker, rows_of, running, settings_for, state_of
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

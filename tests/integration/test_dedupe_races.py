@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 import psycopg
 import pytest
 
-from pgoutbox import Enqueued, NewMessage, Outbox, operations
+from pgoutbox import Enqueued, NewMessage, Outbox
 from pgoutbox.message import State
-from tests import races
-from tests.messages import put
-from tests.outbox_actions import drained, redrive, settings_for, state_of
+from pgoutbox.operations import messages
+from tests.support import races
+from tests.support.messages import put
+from tests.support.outbox_actions import drained, redrive, settings_for, state_of
 
 if TYPE_CHECKING:
     from pgoutbox import Context, Message
@@ -113,14 +114,12 @@ def test_a_redrive_is_refused_during_and_after_another_message_takes_the_key(
     producer, operator = connect(), connect(autocommit=True)
     first = put(db, State.CANCELLED, topic="mail", dedupe_key="k")
     second = again(outbox, producer, "one")
-    (answer,) = operations.redrive(operator, [first])
-    assert answer == operations.Redriven(
-        first, operations.RedriveResult.LOCKED, "locked by another transaction; try again"
-    )
+    (answer,) = messages.redrive(operator, [first])
+    assert answer == messages.Redriven(first, messages.RedriveResult.LOCKED, "locked by another transaction; try again")
     producer.commit()
-    (answer,) = operations.redrive(operator, [first])
-    assert answer == operations.Redriven(
-        first, operations.RedriveResult.DEDUPE_KEY_TAKEN, f"message {second.id} has its dedupe key now", second.id
+    (answer,) = messages.redrive(operator, [first])
+    assert answer == messages.Redriven(
+        first, messages.RedriveResult.DEDUPE_KEY_TAKEN, f"message {second.id} has its dedupe key now", second.id
     )
     assert state_of(db, first) == State.CANCELLED
 

@@ -22,20 +22,20 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from pydantic import SecretStr
 
 from pgoutbox import Outbox, migrate
-from pgoutbox.commands import app
+from pgoutbox.cli.commands import app
+from pgoutbox.database.sql import MISSING_RELATIONS
 from pgoutbox.doctor import Finding, Level, Limits, examine
 from pgoutbox.encryption import Identity, Keyring
 from pgoutbox.message import Message, State
 from pgoutbox.settings import Settings, load_settings
-from pgoutbox.sql import MISSING_RELATIONS
-from tests.faults.proxy import proxy_to
-from tests.faults.servers import OwnServer, Workshop, open_workshop
 from tests.integration import test_regressions
-from tests.messages import put
-from tests.outbox_actions import WatchedWorker, claim, enqueue, lapse, running
-from tests.partitions import add_partition
-from tests.smtp_server import accepting_server
-from tests.waiting import wait_until
+from tests.support.messages import put
+from tests.support.outbox_actions import WatchedWorker, claim, enqueue, lapse, running
+from tests.support.partitions import add_partition
+from tests.support.proxy import proxy_to
+from tests.support.servers import OwnServer, Workshop, open_workshop
+from tests.support.smtp_server import accepting_server
+from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -303,8 +303,8 @@ def test_a_listener_that_cannot_connect_is_a_problem(dsn: str) -> None:
 
 
 def test_an_unresponsive_server_is_abandoned(dsn: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pgoutbox.doctor.patient.STATEMENT_SECONDS", 0)
-    monkeypatch.setattr("pgoutbox.doctor.patient.ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr("pgoutbox.doctor.context.STATEMENT_SECONDS", 0)
+    monkeypatch.setattr("pgoutbox.doctor.context.ANSWER_SECONDS", 0.3)
     with proxy_to(dsn, tmp_path) as proxy:
         findings = examine(settings_of(proxy.dsn))
         while next(findings).check != "database":

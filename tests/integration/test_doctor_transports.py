@@ -17,9 +17,9 @@ from pgoutbox.doctor import Finding, Level, examine
 from pgoutbox.message import Message, Sent
 from pgoutbox.settings import load_settings
 from pgoutbox.transports.smtp import SmtpTransport
-from tests.brokers import HOST, kafka_server, nats_server, rabbitmq_server, redis_server
 from tests.integration import test_cli
-from tests.smtp_server import accepting_server, mail_settings, scripted_server
+from tests.support.brokers import HOST, kafka_server, nats_server, rabbitmq_server, redis_server
+from tests.support.smtp_server import accepting_server, mail_settings, scripted_server
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -293,7 +293,7 @@ def test_with_json_each_finding_is_a_separate_document(cli: Callable[..., Done])
 
 def test_with_strict_a_warning_also_fails(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from pgoutbox import doctor as examination
-    from pgoutbox.cli import main
+    from pgoutbox.cli.main import main
 
     monkeypatch.setenv("PGOUTBOX_DSN", dsn)
     for level, plain, strict in (("ok", 0, 0), ("skipped", 0, 0), ("warning", 0, 1), ("problem", 1, 1)):

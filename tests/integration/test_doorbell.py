@@ -11,17 +11,18 @@ import psycopg
 import psycopg.sql
 import pytest
 
-from pgoutbox import Outbox, sql
+from pgoutbox import Outbox
 from pgoutbox.clock import elapsed_clock
-from pgoutbox.doorbell import Bell, Doorbell
+from pgoutbox.database import sql
+from pgoutbox.database.store import Store
 from pgoutbox.handlers import Context
-from pgoutbox.lanes import parse_queues
 from pgoutbox.message import Message, State, Transient
+from pgoutbox.observability.events import Event, Telemetry
 from pgoutbox.retry import RetryPolicy
-from pgoutbox.store import Store
-from pgoutbox.telemetry import Event, Telemetry
 from pgoutbox.worker import Worker
-from tests.outbox_actions import (
+from pgoutbox.worker.claim_planner import parse_queues
+from pgoutbox.worker.doorbell import Bell, Doorbell
+from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
     WatchedWorker,
     ask_for_bells,
@@ -33,8 +34,8 @@ from tests.outbox_actions import (
     state_of,
     until_blocked,
 )
-from tests.races import ADVISORY_LOCKS
-from tests.waiting import until
+from tests.support.races import ADVISORY_LOCKS
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence

@@ -18,7 +18,7 @@ import pytest
 
 from pgoutbox.embedded import EmbeddedServer, embedded_server
 from pgoutbox.errors import ConfigurationError
-from tests.foreground import in_foreground
+from tests.support.foreground import in_foreground
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

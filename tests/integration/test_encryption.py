@@ -11,18 +11,20 @@ from cryptography.fernet import Fernet
 from pydantic import BaseModel, SecretStr
 from typing_extensions import Unpack
 
-from pgoutbox import Outbox, PayloadError, operations, session
+from pgoutbox import Outbox, PayloadError
+from pgoutbox.database import operator_connection
 from pgoutbox.encryption import SEALED, Identity, Keyring
+from pgoutbox.enqueue.generators import Enqueued
 from pgoutbox.errors import ConfigurationError, DuplicateError
 from pgoutbox.handlers import Context, SyncContext
 from pgoutbox.message import Message
+from pgoutbox.operations import messages as operations
 from pgoutbox.outbox import MessageOptions
 from pgoutbox.retry import RetryPolicy
-from pgoutbox.steps import Enqueued
 from pgoutbox.testing import OutboxDriver
 from pgoutbox.topics import NewMessage
 from pgoutbox.worker import Worker
-from tests.outbox_actions import attempts_of, enqueue, make_due, row_of, settings_for, state_of
+from tests.support.outbox_actions import attempts_of, enqueue, make_due, row_of, settings_for, state_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -345,7 +347,7 @@ def test_a_resent_copy_is_decrypted_like_its_source(dsn: str, db: psycopg.Connec
     driver = OutboxDriver(outbox, dsn)
     message_id = put(outbox, db, dedupe_key="k").id
     driver.run_pass()
-    with session.connect(settings_for(dsn)) as operator:
+    with operator_connection.connect(settings_for(dsn)) as operator:
         operations.resend(operator, message_id)
     driver.run_pass()
     assert got == [Reset(user=7, code=CANARY)] * 2

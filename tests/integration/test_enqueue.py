@@ -36,8 +36,8 @@ from pgoutbox import (
     UnknownTopicError,
 )
 from pgoutbox.settings import Settings
-from tests.outbox_actions import claim, ids_in_flight
-from tests.races import until_blocked
+from tests.support.outbox_actions import claim, ids_in_flight
+from tests.support.races import until_blocked
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -332,7 +332,7 @@ def test_the_answers_are_in_the_order_of_the_items_across_chunks(
 def test_two_bulks_with_the_same_keys_in_opposite_order_do_not_deadlock(
     outbox: Outbox, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pgoutbox.drafts.CHUNK_ROWS", 1)
+    monkeypatch.setattr("pgoutbox.enqueue.validation.CHUNK_ROWS", 1)
     items = [NewMessage("mail", n, coalesce_key=str(n)) for n in range(100)]
     start = threading.Barrier(2)
 

@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING
 import psycopg
 import pytest
 
-from pgoutbox import Context, Message, Outbox, RetryPolicy, Sent, Transient, operations
+from pgoutbox import Context, Message, Outbox, RetryPolicy, Sent, Transient
+from pgoutbox.database.store import Verdict
 from pgoutbox.message import AttemptOutcome, State
-from pgoutbox.operations import Rate
-from pgoutbox.store import Verdict
-from pgoutbox.worker import QueueShare, Worker
+from pgoutbox.operations import queue_controls
+from pgoutbox.operations.queue_controls import Rate
+from pgoutbox.worker import Worker
+from pgoutbox.worker.worker import QueueShare
 from tests.integration.test_breaker import LONG
-from tests.line_server import Line, LineTransport, Mood, line_host
-from tests.outbox_actions import (
+from tests.support.line_server import Line, LineTransport, Mood, line_host
+from tests.support.outbox_actions import (
     WatchedWorker,
     attempts_of,
     cancel,
@@ -31,7 +33,7 @@ from tests.outbox_actions import (
     settings_for,
     state_of,
 )
-from tests.waiting import until
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -222,37 +224,37 @@ async def test_a_ring_in_a_limited_queue_keeps_the_order_of_due_times(dsn: str, 
     late = enqueue(db)
     claim(db)
     finish(db, Verdict(late, 1, AttemptOutcome.RETRY, "later", -3600.0))
-    operations.limit_in_flight(db, "default", 1)
-    operations.pause_queue(db, "default")
+    queue_controls.limit_in_flight(db, "default", 1)
+    queue_controls.pause_queue(db, "default")
     fresh = [enqueue(db) for _ in range(3)]
     worker = WatchedWorker(outbox)
     async with running(worker):
         await worker.sleeping.wait()
-        operations.resume_queue(db, "default")
+        queue_controls.resume_queue(db, "default")
         await until(lambda: len(seen) == 4)
     assert seen == [late, *fresh]
 
 
 async def test_a_pause_whose_end_is_moved_forward_ends_at_the_new_time(dsn: str, db: psycopg.Connection) -> None:
-    operations.pause_queue(db, "default")
+    queue_controls.pause_queue(db, "default")
     message_id = enqueue(db)
     worker = WatchedWorker(quick(dsn))
     async with running(worker):
         await worker.falls_asleep()
-        operations.pause_queue(db, "default", duration=timedelta(milliseconds=100))
+        queue_controls.pause_queue(db, "default", duration=timedelta(milliseconds=100))
         await until(lambda: state_of(db, message_id) == "sent")
 
 
 async def test_removing_a_rate_wakes_a_worker_that_sleeps_until_the_next_token(
     dsn: str, db: psycopg.Connection
 ) -> None:
-    operations.limit_rate(db, "default", Rate(1, 3600), burst=1)
+    queue_controls.limit_rate(db, "default", Rate(1, 3600), burst=1)
     db.execute("UPDATE pgoutbox.queue SET tokens = 0, tokens_at = now()")
     message_id = enqueue(db)
     worker = WatchedWorker(quick(dsn))
     async with running(worker):
         await worker.falls_asleep()
-        operations.limit_rate(db, "default", None)
+        queue_controls.limit_rate(db, "default", None)
         await until(lambda: state_of(db, message_id) == "sent")
 
 
@@ -393,7 +395,7 @@ async def test_a_drain_waits_behind_a_retry(dsn: str, db: psycopg.Connection) ->
 
 
 async def test_a_drain_waits_for_the_tokens_of_a_queue_whose_pause_is_over(dsn: str, db: psycopg.Connection) -> None:
-    operations.limit_rate(db, "default", Rate(10, 1), burst=1)
+    queue_controls.limit_rate(db, "default", Rate(10, 1), burst=1)
     db.execute("UPDATE pgoutbox.queue SET paused_at = now() - interval '1 h', resume_at = now() - interval '1 s'")
     ids = [enqueue(db) for _ in range(3)]
     await drained(quick(dsn))

@@ -20,16 +20,17 @@ from typing import TYPE_CHECKING
 import psycopg
 import pytest
 
-import pgoutbox.worker
-from pgoutbox import Outbox, sql
-from pgoutbox.doorbell import Bell, Doorbell
+import pgoutbox.worker.worker
+from pgoutbox import Outbox
+from pgoutbox.database import sql
+from pgoutbox.database.store import Verdict
+from pgoutbox.database.worker_connection import Link
 from pgoutbox.handlers import Context
-from pgoutbox.link import Link
 from pgoutbox.message import AttemptOutcome, Message, State
-from pgoutbox.store import Verdict
-from pgoutbox.telemetry import Telemetry
-from tests.messages import LARGE, PUT_FINAL, put
-from tests.outbox_actions import (
+from pgoutbox.observability.events import Telemetry
+from pgoutbox.worker.doorbell import Bell, Doorbell
+from tests.support.messages import LARGE, PUT_FINAL, put
+from tests.support.outbox_actions import (
     WatchedWorker,
     claim,
     enqueue,
@@ -50,9 +51,9 @@ from tests.outbox_actions import (
     until_blocked,
     watch,
 )
-from tests.partitions import add_partition
-from tests.races import ADVISORY_LOCKS
-from tests.waiting import until
+from tests.support.partitions import add_partition
+from tests.support.races import ADVISORY_LOCKS
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -636,7 +637,7 @@ async def arming_does_not_miss_an_open_enqueue(stage: Stage) -> None:
         ["greet"],
         on_ring=lambda queue, *, is_new=False: rings.append((queue, is_new)),
         on_check=lambda: None,
-        telemetry=Telemetry(pgoutbox.worker._log),
+        telemetry=Telemetry(pgoutbox.worker.worker._log),
     )
     await doorbell.start()
     try:
@@ -930,7 +931,7 @@ def no_check_of_the_budget_of_a_suspect(stage: Stage, patch: pytest.MonkeyPatch)
 
 
 def no_memory_of_suspects(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(pgoutbox.worker.Worker, "_watch_suspects", lambda self, suspects: None)
+    patch.setattr(pgoutbox.worker.worker.Worker, "_watch_suspects", lambda self, suspects: None)
 
 
 def no_shared_lock(stage: Stage, patch: pytest.MonkeyPatch) -> None:
@@ -941,12 +942,12 @@ def no_shared_lock(stage: Stage, patch: pytest.MonkeyPatch) -> None:
 
 
 def no_claim_after_arming(stage: Stage, patch: pytest.MonkeyPatch) -> None:
-    source = textwrap.dedent(inspect.getsource(pgoutbox.worker.Worker._arm_and_look))
+    source = textwrap.dedent(inspect.getsource(pgoutbox.worker.worker.Worker._arm_and_look))
     guard = "if bell in (Bell.DOWN, Bell.STILL_ARMED):"
     assert source.count(guard) == 1
-    scope = dict(vars(pgoutbox.worker))
+    scope = dict(vars(pgoutbox.worker.worker))
     exec(source.replace(guard, "if True:"), scope)
-    patch.setattr(pgoutbox.worker.Worker, "_arm_and_look", scope["_arm_and_look"])
+    patch.setattr(pgoutbox.worker.worker.Worker, "_arm_and_look", scope["_arm_and_look"])
 
 
 def no_check_of_scheduled_messages(stage: Stage, patch: pytest.MonkeyPatch) -> None:

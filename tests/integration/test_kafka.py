@@ -17,10 +17,10 @@ from confluent_kafka import OFFSET_BEGINNING, Consumer, TopicPartition
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import Permanent, Sent, Transient
 from pgoutbox.settings import load_settings
-from pgoutbox.transports.events import Event
-from pgoutbox.transports.kafka import KafkaTransport
+from pgoutbox.transports.brokers.events import Event
+from pgoutbox.transports.brokers.kafka import KafkaTransport
 from pgoutbox.worker import Worker
-from tests.brokers import (
+from tests.support.brokers import (
     HOST,
     TLS_HOST,
     Broker,
@@ -32,9 +32,9 @@ from tests.brokers import (
     kafka_server,
     outbox_with,
 )
-from tests.outbox_actions import attempts_of, enqueue, make_due, state_of
-from tests.sends import closing, error_of, outgoing
-from tests.waiting import until
+from tests.support.outbox_actions import attempts_of, enqueue, make_due, state_of
+from tests.support.sends import closing, error_of, outgoing
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pgoutbox import Context, Message, Outbox, sql
-from pgoutbox.link import Link
+from pgoutbox import Context, Message, Outbox
+from pgoutbox.database import sql
+from pgoutbox.database.store import Store, Verdict
+from pgoutbox.database.worker_connection import Link
 from pgoutbox.message import AttemptOutcome, State
-from pgoutbox.store import Store, Verdict
 from pgoutbox.worker import Worker
-from tests.outbox_actions import (
+from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
     attempts_of,
     cancel,
@@ -26,10 +27,10 @@ from tests.outbox_actions import (
     state_of,
     until_blocked,
 )
-from tests.waiting import until
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
-    from pgoutbox.round_trip import Step
+    from pgoutbox.database.round_trip import Step
     from tests.conftest import Connect
 
 

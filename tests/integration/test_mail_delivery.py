@@ -10,10 +10,10 @@ import pytest
 from pgoutbox import Context, Email, Message, Outbox, RetryPolicy, Templates
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import Sent
-from pgoutbox.telemetry import Event
+from pgoutbox.observability.events import Event
 from pgoutbox.worker import Worker
-from tests.outbox_actions import attempts_of, enqueue, make_due, row_of, settings_for
-from tests.smtp_server import Misbehaviour, accepting_server, mail_settings, parsed, scripted_server
+from tests.support.outbox_actions import attempts_of, enqueue, make_due, row_of, settings_for
+from tests.support.smtp_server import Misbehaviour, accepting_server, mail_settings, parsed, scripted_server
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -194,7 +194,7 @@ async def test_a_running_worker_hands_nothing_over_on_forbidden_days(
     async with scripted_server() as server:
         outbox = outbox_for(dsn, server.port, HELLO, redirect_to="@test.example.org", redirect_forbidden=AROUND_TODAY)
         # As if it had started before those days.
-        monkeypatch.setattr("pgoutbox.worker.Redirect.at_start", lambda settings: None)
+        monkeypatch.setattr("pgoutbox.worker.worker.Redirect.at_start", lambda settings: None)
         await Worker(outbox).run_once()
     row = row_of(db, message_id)
     assert (row.state, server.connection_count, row.max_attempts - row.attempt_count) == ("pending", 0, 11)

@@ -12,11 +12,14 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse
 
-from pgoutbox import Outbox, RetryPolicy, sql
-from pgoutbox.backlog import Backlog
+from pgoutbox import Outbox, RetryPolicy
+from pgoutbox.database import sql
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.handlers import Context, SyncContext
-from pgoutbox.measures import (
+from pgoutbox.message import Message, Permanent, Skip, Snooze, State, Transient
+from pgoutbox.observability.backlog import Backlog
+from pgoutbox.observability.events import Event
+from pgoutbox.observability.measures import (
     MESSAGES,
     OF_THE_DATABASE,
     OF_WORKERS,
@@ -26,14 +29,12 @@ from pgoutbox.measures import (
     WAIT_SECONDS,
     Measures,
 )
-from pgoutbox.message import Message, Permanent, Skip, Snooze, State, Transient
-from pgoutbox.metrics import Exposition
-from pgoutbox.telemetry import Event
+from pgoutbox.observability.prometheus import Exposition
 from pgoutbox.worker import Worker
-from tests.http_client import ask, exchange
-from tests.messages import put
-from tests.outbox_actions import PATIENCE_SECONDS, WatchedWorker, enqueue, lapse, reports, running, settings_for
-from tests.waiting import PROCESS_PATIENCE_SECONDS, until
+from tests.support.http_client import ask, exchange
+from tests.support.messages import put
+from tests.support.outbox_actions import PATIENCE_SECONDS, WatchedWorker, enqueue, lapse, reports, running, settings_for
+from tests.support.waiting import PROCESS_PATIENCE_SECONDS, until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -476,7 +477,7 @@ async def test_a_probe_is_answered_while_hundreds_of_requests_never_end(outbox: 
 
 
 async def test_a_slow_client_is_disconnected_at_its_deadline(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pgoutbox.http_server._DEADLINE_SECONDS", 0.5)
+    monkeypatch.setattr("pgoutbox.observability.http_server._DEADLINE_SECONDS", 0.5)
     async with served(outbox) as port, asyncio.timeout(PROCESS_PATIENCE_SECONDS):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"GET /livez HTTP/1.1\r\n")

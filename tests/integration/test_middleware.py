@@ -14,7 +14,7 @@ import pytest
 from pgoutbox import Context, Message, Outbox, Permanent, Sent, Skip, Snooze, SyncContext, Transient
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.worker import Worker
-from tests.outbox_actions import attempts_of, enqueue, row_of, state_of
+from tests.support.outbox_actions import attempts_of, enqueue, row_of, state_of
 
 if TYPE_CHECKING:
     import psycopg

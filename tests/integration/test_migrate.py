@@ -20,10 +20,10 @@ from psycopg import sql as composable
 from pgoutbox import migrate
 from pgoutbox.embedded import embedded_server
 from pgoutbox.errors import SchemaError
-from tests.partitions import drop_partitions
-from tests.revisions import FIRST, add_revision
-from tests.roles import login
-from tests.waiting import wait_until
+from tests.support.partitions import drop_partitions
+from tests.support.revisions import FIRST, add_revision
+from tests.support.roles import login
+from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -16,10 +16,10 @@ from nats.js.api import StreamConfig
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import Permanent, Sent, Transient, Unavailable
 from pgoutbox.settings import load_settings
-from pgoutbox.transports.events import Event
-from pgoutbox.transports.nats_jetstream import NatsTransport
+from pgoutbox.transports.brokers.events import Event
+from pgoutbox.transports.brokers.nats_jetstream import NatsTransport
 from pgoutbox.worker import Worker
-from tests.brokers import (
+from tests.support.brokers import (
     HOST,
     TLS_HOST,
     TLS_REFUSALS,
@@ -32,8 +32,8 @@ from tests.brokers import (
     outbox_with,
     tls_nats_server,
 )
-from tests.outbox_actions import attempts_of, enqueue, make_due, state_of
-from tests.sends import closing, error_of, outgoing
+from tests.support.outbox_actions import attempts_of, enqueue, make_due, state_of
+from tests.support.sends import closing, error_of, outgoing
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 
-from pgoutbox import NewMessage, Outbox, PayloadError, Topic, maintenance, operations
+from pgoutbox import NewMessage, Outbox, PayloadError, Topic
+from pgoutbox.database.store import ClaimedRow, Store
 from pgoutbox.message import Message, Permanent, State, Transient
-from pgoutbox.operations import Rate
+from pgoutbox.operations import messages, queue_controls, retention
+from pgoutbox.operations.queue_controls import Rate
 from pgoutbox.retry import RetryPolicy
-from pgoutbox.store import ClaimedRow, Store
 from pgoutbox.worker import Worker
-from tests.outbox_actions import (
+from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
     WatchedWorker,
     attempts_of,
@@ -28,7 +29,7 @@ from tests.outbox_actions import (
     settings_for,
     state_of,
 )
-from tests.waiting import until
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -128,7 +129,7 @@ async def test_the_topic_decides_whether_a_failure_halts_its_key(
     assert {row.state for row in rows_of(db, *rest)} == {expected}
     if on_failed == "halt":
         mended = Line(dsn)
-        assert [r.result for r in operations.redrive(db, [first])] == [operations.RedriveResult.REDRIVEN]
+        assert [r.result for r in messages.redrive(db, [first])] == [messages.RedriveResult.REDRIVEN]
         await drained(mended.outbox)
         assert mended.seen["k"] == [first, *rest]
 
@@ -147,10 +148,10 @@ async def test_a_halted_key_continues_when_its_failed_message_is_pruned(
         await worker.asleep.wait()
         assert state_of(db, second) == "pending"
         if way == "by age":
-            await asyncio.to_thread(maintenance.prune, db, timedelta(days=1), states=[State.FAILED])
+            await asyncio.to_thread(retention.prune, db, timedelta(days=1), states=[State.FAILED])
         else:
-            maintenance.set_retention(db, "greet", "failed", timedelta(days=1))
-            await asyncio.to_thread(maintenance.prune_by_retention, db)
+            retention.set_retention(db, "greet", "failed", timedelta(days=1))
+            await asyncio.to_thread(retention.prune_by_retention, db)
         await until(lambda: state_of(db, second) == "sent")
     assert line.seen["k"] == [second]
 
@@ -363,7 +364,7 @@ async def test_the_content_is_deleted_with_the_last_of_its_messages(
 
     def prune_after_a_day() -> int | None:
         db.execute("UPDATE pgoutbox.message SET finished_at = now() - interval '2 days' WHERE finished_at IS NOT NULL")
-        maintenance.prune(db, timedelta(days=1))
+        retention.prune(db, timedelta(days=1))
         row = db.execute("SELECT count(*) FROM pgoutbox.content").fetchone()
         return None if row is None else int(row[0])
 
@@ -404,7 +405,7 @@ def test_an_error_in_a_fan_out_names_the_destination_and_stores_nothing(dsn: str
 
 async def test_workers_together_begin_no_more_attempts_than_the_bucket_holds(dsn: str, db: psycopg.Connection) -> None:
     ids = [enqueue(db) for _ in range(20)]
-    operations.limit_rate(db, "default", Rate(1, 3600), burst=1)
+    queue_controls.limit_rate(db, "default", Rate(1, 3600), burst=1)
     db.execute("UPDATE pgoutbox.queue SET burst = 7, tokens = 7")
     lines = [Line(dsn), Line(dsn)]
     workers = [WatchedWorker(line.outbox) for line in lines]
@@ -413,13 +414,13 @@ async def test_workers_together_begin_no_more_attempts_than_the_bucket_holds(dsn
             await worker.asleep.wait()
         assert sum(len(line.seen[None]) for line in lines) == 7
         # More tokens, and all workers are notified.
-        operations.limit_rate(db, "default", None)
+        queue_controls.limit_rate(db, "default", None)
         await until(lambda: {row.state for row in rows_of(db, *ids)} == {"sent"})
 
 
 async def test_a_worker_sleeps_exactly_until_the_next_token(dsn: str, db: psycopg.Connection) -> None:
     ids = [enqueue(db) for _ in range(12)]
-    operations.limit_rate(db, "default", Rate(100, 1), burst=1)
+    queue_controls.limit_rate(db, "default", Rate(100, 1), burst=1)
     line = Line(dsn)
     async with running(WatchedWorker(line.outbox)):
         await until(lambda: {row.state for row in rows_of(db, *ids)} == {"sent"})
@@ -429,7 +430,7 @@ async def test_the_end_of_an_attempt_starts_the_next_one_under_an_in_flight_limi
     dsn: str, db: psycopg.Connection
 ) -> None:
     ids = [enqueue(db) for _ in range(40)]
-    operations.limit_in_flight(db, "default", 2)
+    queue_controls.limit_in_flight(db, "default", 2)
     outbox = Outbox(settings_for(dsn))
     in_flight = most = 0
 
@@ -447,14 +448,14 @@ async def test_the_end_of_an_attempt_starts_the_next_one_under_an_in_flight_limi
 
 
 async def test_a_resumed_queue_is_claimed_immediately(dsn: str, db: psycopg.Connection) -> None:
-    operations.pause_queue(db, "default")
+    queue_controls.pause_queue(db, "default")
     message_id = enqueue(db)
     line = Line(dsn)
     worker = WatchedWorker(line.outbox)
     async with running(worker):
         await worker.asleep.wait()
         assert state_of(db, message_id) == "pending"
-        operations.resume_queue(db, "default")
+        queue_controls.resume_queue(db, "default")
         await until(lambda: state_of(db, message_id) == "sent")
 
 
@@ -463,7 +464,7 @@ async def test_a_ring_does_not_open_a_paused_queue(dsn: str, db: psycopg.Connect
     worker = WatchedWorker(Line(dsn).outbox)
     async with running(worker):
         await worker.asleep.wait()
-        operations.pause_queue(db, "default")
+        queue_controls.pause_queue(db, "default")
         worker.asleep.clear()
         message_id = enqueue(db)
         await worker.asleep.wait()
@@ -472,13 +473,13 @@ async def test_a_ring_does_not_open_a_paused_queue(dsn: str, db: psycopg.Connect
 
 async def test_a_drain_ignores_due_messages_in_a_paused_queue(dsn: str, db: psycopg.Connection) -> None:
     message_id = enqueue(db)
-    operations.pause_queue(db, "default")
+    queue_controls.pause_queue(db, "default")
     await drained(Line(dsn).outbox)
     assert state_of(db, message_id) == "pending"
 
 
 async def test_a_pause_that_ends_by_itself_wakes_the_worker(dsn: str, db: psycopg.Connection) -> None:
-    operations.pause_queue(db, "default", duration=timedelta(milliseconds=300))
+    queue_controls.pause_queue(db, "default", duration=timedelta(milliseconds=300))
     message_id = enqueue(db)
     async with running(WatchedWorker(Line(dsn).outbox)):
         await until(lambda: state_of(db, message_id) == "sent")

@@ -13,16 +13,18 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 
-from pgoutbox import maintenance, migrate, session
-from pgoutbox.maintenance import Memory, Turn, prune_by_retention, read_upkeep_facts, set_retention
+from pgoutbox import migrate
+from pgoutbox.database import operator_connection
+from pgoutbox.database.store import Verdict
 from pgoutbox.message import AttemptOutcome, State
+from pgoutbox.operations import retention
+from pgoutbox.operations.retention import Memory, Turn, prune_by_retention, read_upkeep_facts, set_retention
 from pgoutbox.settings import load_settings
-from pgoutbox.store import Verdict
-from tests.messages import ADD_ATTEMPT, put
-from tests.outbox_actions import claim, enqueue, finish, finish_sent, row_of, rows_of
-from tests.partitions import add_partition, drop_partitions, partitions_of, tables_of_partitions
-from tests.races import until_blocked
-from tests.waiting import wait_until
+from tests.support.messages import ADD_ATTEMPT, put
+from tests.support.outbox_actions import claim, enqueue, finish, finish_sent, row_of, rows_of
+from tests.support.partitions import add_partition, drop_partitions, partitions_of, tables_of_partitions
+from tests.support.races import until_blocked
+from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,14 +41,14 @@ BY_TIME = ("sent", "skipped", "cancelled")
 @pytest.fixture
 def operator(dsn: str) -> Iterator[psycopg.Connection]:
     """Open the connection of an operator, which commits."""
-    with session.connect(load_settings(dsn=dsn)) as connection:
+    with operator_connection.connect(load_settings(dsn=dsn)) as connection:
         yield connection
 
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     """Repeat a call immediately while it meets a lock."""
-    monkeypatch.setattr(maintenance, "_LOCK_PAUSE_SECONDS", 0)
+    monkeypatch.setattr(retention, "_LOCK_PAUSE_SECONDS", 0)
 
 
 def keep(db: psycopg.Connection, how_long: timedelta | None = 30 * DAY, topic: str = "*") -> None:
@@ -373,7 +375,7 @@ class TestRetire:
         turn.take(operator)
         assert (turn.errors, turn.totals.partitions_dropped) == ([], 0)
         assert name in partitions_of(operator)
-        assert [row.state for row in rows_of(writer)] == ["pending"] * (maintenance._LOCK_TRIALS - 1)
+        assert [row.state for row in rows_of(writer)] == ["pending"] * (retention._LOCK_TRIALS - 1)
         reader.rollback()
         assert prune_by_retention(operator).partitions_dropped == 1
 
@@ -483,7 +485,7 @@ class TestClear:
 def prune_and_die(dsn: str, transactions: int) -> None:
     """Prune in pages of two, and end like a SIGKILL when this many transactions have begun."""
     connection: psycopg.Connection[Any]
-    with session.connect(load_settings(dsn=dsn)) as connection:
+    with operator_connection.connect(load_settings(dsn=dsn)) as connection:
         facts = read_upkeep_facts(connection)
         count = 0
         execute = connection.execute
@@ -554,7 +556,7 @@ def test_maintenance_needs_no_ownership_of_the_tables(db: psycopg.Connection, ds
     name = add_partition(db, 40)
     put(db, State.SENT, age=40 * DAY, dedupe_key="k")
     put(db, State.SENT, age=50 * DAY)
-    with session.connect(load_settings(dsn=f"{dsn}&options=-c%20role%3D{role}")) as connection:
+    with operator_connection.connect(load_settings(dsn=f"{dsn}&options=-c%20role%3D{role}")) as connection:
         with pytest.raises(psycopg.errors.InsufficientPrivilege):
             connection.execute(b"DROP TABLE pgoutbox." + name.encode())
         turn = Turn(read_upkeep_facts(connection), Memory())

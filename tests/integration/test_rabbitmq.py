@@ -14,10 +14,10 @@ import pytest
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import Permanent, Sent, Transient, Unavailable
 from pgoutbox.settings import load_settings
-from pgoutbox.transports.events import Event
-from pgoutbox.transports.rabbitmq import RabbitMQTransport
+from pgoutbox.transports.brokers.events import Event
+from pgoutbox.transports.brokers.rabbitmq import RabbitMQTransport
 from pgoutbox.worker import Worker
-from tests.brokers import (
+from tests.support.brokers import (
     HOST,
     RABBITMQ_MAX_BYTES,
     RABBITMQ_TLS_PASSWORD,
@@ -32,8 +32,8 @@ from tests.brokers import (
     outbox_with,
     rabbitmq_server,
 )
-from tests.outbox_actions import attempts_of, enqueue, make_due, state_of
-from tests.sends import closing, error_of, outgoing
+from tests.support.outbox_actions import attempts_of, enqueue, make_due, state_of
+from tests.support.sends import closing, error_of, outgoing
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator

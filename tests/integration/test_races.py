@@ -10,17 +10,19 @@ from typing import TYPE_CHECKING
 import psycopg
 import pytest
 
-from pgoutbox import Outbox, operations, sql
+from pgoutbox import Outbox
+from pgoutbox.database import sql
+from pgoutbox.database.store import Store, Verdict
 from pgoutbox.errors import MessageNotFoundError
 from pgoutbox.handlers import Context
-from pgoutbox.lanes import parse_queues
 from pgoutbox.message import AttemptOutcome, Message, State, Transient
+from pgoutbox.observability.events import Event
+from pgoutbox.operations import messages
 from pgoutbox.retry import RetryPolicy
-from pgoutbox.store import Store, Verdict
-from pgoutbox.telemetry import Event
 from pgoutbox.worker import Worker
-from tests import races
-from tests.outbox_actions import (
+from pgoutbox.worker.claim_planner import parse_queues
+from tests.support import races
+from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
     WatchedWorker,
     attempts_of,
@@ -42,7 +44,7 @@ from tests.outbox_actions import (
     state_of,
     until_blocked,
 )
-from tests.waiting import until
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -84,7 +86,7 @@ def test_a_message_pruned_before_its_resend_is_unknown(connect: Connect, db: psy
     finish_sent(db, (source_id, 1))
     pruning.execute("DELETE FROM pgoutbox.message WHERE id = %s", (source_id,))
     with ThreadPoolExecutor(1) as threads:
-        resent = threads.submit(operations.resend, operator, source_id)
+        resent = threads.submit(messages.resend, operator, source_id)
         races.until_blocked(db, operator, resent)
         pruning.commit()
         with pytest.raises(MessageNotFoundError):

@@ -18,7 +18,7 @@ from pgoutbox.message import Message, Permanent, Skip
 from pgoutbox.outbox import MessageOptions
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.worker import Worker
-from tests.outbox_actions import attempts_of, row_of, settings_for
+from tests.support.outbox_actions import attempts_of, row_of, settings_for
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

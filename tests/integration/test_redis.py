@@ -13,10 +13,10 @@ import redis
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import Permanent, Sent, Transient, Unavailable
 from pgoutbox.settings import load_settings
-from pgoutbox.transports.events import Event
-from pgoutbox.transports.redis_streams import RedisTransport
+from pgoutbox.transports.brokers.events import Event
+from pgoutbox.transports.brokers.redis_streams import RedisTransport
 from pgoutbox.worker import Worker
-from tests.brokers import (
+from tests.support.brokers import (
     HOST,
     TLS_HOST,
     TLS_REFUSALS,
@@ -28,8 +28,8 @@ from tests.brokers import (
     redis_server,
     tls_redis_server,
 )
-from tests.outbox_actions import attempts_of, enqueue, make_due, rows_of, state_of
-from tests.sends import closing, error_of, outgoing
+from tests.support.outbox_actions import attempts_of, enqueue, make_due, rows_of, state_of
+from tests.support.sends import closing, error_of, outgoing
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pgoutbox import Context, Message, Outbox
-from pgoutbox.set_aside import SetAside
-from pgoutbox.telemetry import Event, Telemetry
+from pgoutbox.observability.events import Event, Telemetry
 from pgoutbox.worker import Worker
-from tests.outbox_actions import claim, enqueue, lapse, row_of, rows_of, running, settings_for
-from tests.waiting import until
+from pgoutbox.worker.set_aside import SetAside
+from tests.support.outbox_actions import claim, enqueue, lapse, row_of, rows_of, running, settings_for
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -130,7 +130,7 @@ async def test_a_superseded_message_of_another_queue_that_cannot_end_stops_no_wo
 async def test_a_message_whose_claim_was_refused_is_delivered_when_it_is_allowed(
     dsn: str, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pgoutbox.set_aside._SECONDS", 0.2)
+    monkeypatch.setattr("pgoutbox.worker.set_aside._SECONDS", 0.2)
     outbox = Outbox(settings_for(dsn, sweep_seconds=0.2))
     handed_over = greeting(outbox)
     refused = enqueue(db)

@@ -9,12 +9,22 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pgoutbox import Context, Message, Outbox, Transient
-from pgoutbox.health import reasons_not_ready
 from pgoutbox.message import Outcome
-from pgoutbox.telemetry import Event
+from pgoutbox.observability.events import Event
+from pgoutbox.observability.health import reasons_not_ready
 from pgoutbox.worker import Worker
-from tests.outbox_actions import attempts_of, claim, enqueue, lapse, row_of, rows_of, running, settings_for, state_of
-from tests.waiting import until
+from tests.support.outbox_actions import (
+    attempts_of,
+    claim,
+    enqueue,
+    lapse,
+    row_of,
+    rows_of,
+    running,
+    settings_for,
+    state_of,
+)
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -17,18 +17,18 @@ from urllib.parse import quote, urlencode
 import psycopg
 import pytest
 
-import pgoutbox.worker
+import pgoutbox.worker.worker
 from pgoutbox import Outbox
-from pgoutbox.claims import Claims
+from pgoutbox.database.store import Store
 from pgoutbox.handlers import Context, SyncContext
 from pgoutbox.message import Message, Outcome, Permanent, Sent, State, Transient
+from pgoutbox.observability.events import Event
 from pgoutbox.retry import RetryPolicy
-from pgoutbox.store import Store
-from pgoutbox.telemetry import Event
 from pgoutbox.worker import Worker
-from tests import races
+from pgoutbox.worker.claimer import Claims
 from tests.conftest import server_missing
-from tests.outbox_actions import (
+from tests.support import races
+from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
     claim,
     enqueue,
@@ -45,7 +45,7 @@ from tests.outbox_actions import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from pgoutbox.store import ClaimedRow
+    from pgoutbox.database.store import ClaimedRow
     from pgoutbox.transports import Content
     from tests.conftest import Connect, Server
 
@@ -156,7 +156,7 @@ async def test_a_message_released_by_a_stopping_worker_wakes_another_worker(dsn:
 async def test_a_drain_that_waits_for_another_workers_message_does_not_spin(
     outbox: Outbox, db: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pgoutbox.worker, "_FOREIGN_WORK_SECONDS", 0.01)
+    monkeypatch.setattr(pgoutbox.worker.worker, "_FOREIGN_WORK_SECONDS", 0.01)
     claim_once, claim_count, naps = Store.claim, 0, list[bool]()
 
     async def count_claim(self: Store, queue: str, **options: object) -> object:

@@ -14,20 +14,21 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 
-import pgoutbox.worker
-from pgoutbox import Outbox, sql
-from pgoutbox.cli import main
+import pgoutbox.worker.worker
+from pgoutbox import Outbox
+from pgoutbox.cli.main import main
+from pgoutbox.database import sql
+from pgoutbox.database.store import Store
+from pgoutbox.database.worker_connection import Link
 from pgoutbox.handlers import Context, SyncContext
-from pgoutbox.link import Link
-from pgoutbox.maintenance import set_retention
 from pgoutbox.message import Message, Outcome, Permanent, Skip, State, Transient
+from pgoutbox.observability.events import Event
+from pgoutbox.operations.retention import set_retention
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.settings import ENVIRONMENT_PREFIX
-from pgoutbox.store import Store
-from pgoutbox.telemetry import Event
 from pgoutbox.worker import Worker
-from tests.messages import put
-from tests.outbox_actions import (
+from tests.support.messages import put
+from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
     WatchedWorker,
     attempts_of,
@@ -41,8 +42,8 @@ from tests.outbox_actions import (
     settings_for,
     state_of,
 )
-from tests.waiting import until
-from tests.worker_process import connection_count
+from tests.support.waiting import until
+from tests.support.worker_process import connection_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -271,7 +272,7 @@ def deliver_and_die(dsn: str, point: str) -> None:
         if point == "before send":
             os._exit(9)
 
-    vars(pgoutbox.worker)["Store"] = DoomedStore
+    vars(pgoutbox.worker.worker)["Store"] = DoomedStore
     asyncio.run(Worker(outbox).run_once())
 
 

@@ -14,19 +14,19 @@ from psycopg.conninfo import conninfo_to_dict
 from psycopg.types.json import Jsonb
 
 from pgoutbox import Message, Outbox, migrate
-from pgoutbox.cli import main
+from pgoutbox.cli.main import main
+from pgoutbox.dashboard import create_app
 from pgoutbox.doctor import Level, examine
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.handlers import Context, SyncContext
 from pgoutbox.message import State
 from pgoutbox.settings import load_settings
-from pgoutbox.web import create_app
 from pgoutbox.worker import Worker
-from tests.messages import put
-from tests.outbox_actions import enqueue, row_of, rows_of, running, settings_for
-from tests.roles import ROLES, login
-from tests.waiting import PROCESS_PATIENCE_SECONDS, until
-from tests.web_server import VIEWER_TOKEN, serving, web_settings
+from tests.support.messages import put
+from tests.support.outbox_actions import enqueue, row_of, rows_of, running, settings_for
+from tests.support.roles import ROLES, login
+from tests.support.waiting import PROCESS_PATIENCE_SECONDS, until
+from tests.support.web_server import VIEWER_TOKEN, serving, web_settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -22,24 +22,24 @@ from pgoutbox import (
     Skip,
     Snooze,
     Transient,
-    maintenance,
     migrate,
-    operations,
-    session,
-    sql,
 )
-from pgoutbox.cli import main
-from pgoutbox.link import Link
+from pgoutbox.cli.main import main
+from pgoutbox.database import operator_connection, sql
+from pgoutbox.database.worker_connection import Link
 from pgoutbox.message import State
-from pgoutbox.operations import MessageFilter, Rate
+from pgoutbox.operations import messages, queue_controls, retention
+from pgoutbox.operations.messages import MessageFilter
+from pgoutbox.operations.queue_controls import Rate
 from pgoutbox.settings import load_settings
-from pgoutbox.worker import QueueShare, Worker
-from tests import races
-from tests.line_server import Line, LineTransport, Mood, line_host
-from tests.messages import ADD_ATTEMPT, put
-from tests.outbox_actions import WatchedWorker, enqueue, lapse, row_of, running, settings_for
-from tests.roles import ROLES, login
-from tests.waiting import until
+from pgoutbox.worker import Worker
+from pgoutbox.worker.worker import QueueShare
+from tests.support import races
+from tests.support.line_server import Line, LineTransport, Mood, line_host
+from tests.support.messages import ADD_ATTEMPT, put
+from tests.support.outbox_actions import WatchedWorker, enqueue, lapse, row_of, running, settings_for
+from tests.support.roles import ROLES, login
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -725,7 +725,7 @@ OPEN_BREAKER: Final = """
 
 @pytest.fixture
 def operator(dsn: str) -> Iterator[psycopg.Connection]:
-    with login(dsn, OPERATOR) as their_dsn, session.connect(load_settings(dsn=their_dsn)) as connection:
+    with login(dsn, OPERATOR) as their_dsn, operator_connection.connect(load_settings(dsn=their_dsn)) as connection:
         yield connection
 
 
@@ -738,27 +738,27 @@ def test_an_operator_can_run_every_operator_action(
     connection.execute(OPEN_BREAKER)
     connection.commit()
 
-    assert [one.result for one in operations.redrive(operator, [failed])] == [operations.RedriveResult.REDRIVEN]
-    assert operations.redrive_matching(operator, MessageFilter()).redriven == len(others)
-    copy = operations.resend(operator, sent)
-    assert operations.cancel(operator, copy).result == "cancelled"
-    assert operations.cancel_by_key(operator, "mail", coalesce_key="k") == [(pending, "cancelled")]
-    assert operations.cancel_matching(operator, MessageFilter(topic="mail")).cancelled == 4
-    operations.pause_queue(operator, "default")
-    operations.limit_rate(operator, "default", Rate(3, 60))
-    operations.limit_in_flight(operator, "default", 3)
-    assert operations.resume_queue(operator, "default")
-    assert [one.queue for one in operations.list_queues(operator)] == ["default"]
-    maintenance.set_retention(operator, "*", "sent", timedelta(days=1))
-    assert len(maintenance.retention_rules(operator)) == 1
-    maintenance.prune_by_retention(operator)
-    assert maintenance.unset_retention(operator, "*", "sent")
-    assert maintenance.count_prunable(operator, timedelta(microseconds=1))
-    assert maintenance.prune(operator, timedelta(microseconds=1)).total == 7
+    assert [one.result for one in messages.redrive(operator, [failed])] == [messages.RedriveResult.REDRIVEN]
+    assert messages.redrive_matching(operator, MessageFilter()).redriven == len(others)
+    copy = messages.resend(operator, sent)
+    assert messages.cancel(operator, copy).result == "cancelled"
+    assert messages.cancel_by_key(operator, "mail", coalesce_key="k") == [(pending, "cancelled")]
+    assert messages.cancel_matching(operator, MessageFilter(topic="mail")).cancelled == 4
+    queue_controls.pause_queue(operator, "default")
+    queue_controls.limit_rate(operator, "default", Rate(3, 60))
+    queue_controls.limit_in_flight(operator, "default", 3)
+    assert queue_controls.resume_queue(operator, "default")
+    assert [one.queue for one in queue_controls.list_queues(operator)] == ["default"]
+    retention.set_retention(operator, "*", "sent", timedelta(days=1))
+    assert len(retention.retention_rules(operator)) == 1
+    retention.prune_by_retention(operator)
+    assert retention.unset_retention(operator, "*", "sent")
+    assert retention.count_prunable(operator, timedelta(microseconds=1))
+    assert retention.prune(operator, timedelta(microseconds=1)).total == 7
     operator.execute("DELETE FROM pgoutbox.breaker WHERE key = 'k'")
-    acts = {act.action for act in operations.list_acts(operator)}
+    acts = {act.action for act in messages.list_acts(operator)}
     assert acts == {"redrive", "resend", "cancel", "pause", "resume", "limit", "retention", "prune", "breaker"}
-    assert {act.db_role for act in operations.list_acts(operator)} == {operator.info.user}
+    assert {act.db_role for act in messages.list_acts(operator)} == {operator.info.user}
 
 
 @pytest.mark.parametrize("role", [OPERATOR, VIEWER])
@@ -772,9 +772,12 @@ def test_a_viewer_sees_every_message_but_no_payload_values(dsn: str, connection:
     connection.execute("UPDATE pgoutbox.attempt SET error = 'authorization: Bearer s3cret'")
     connection.execute(OPEN_BREAKER)
     connection.commit()
-    with login(dsn, role) as their_dsn, session.connect(load_settings(dsn=their_dsn), read_only=True) as person:
-        shown, attempts = operations.show_message(person, message_id)
-        seen: list[object] = [shown, attempts, operations.list_messages(person), operations.count_messages(person)]
+    with (
+        login(dsn, role) as their_dsn,
+        operator_connection.connect(load_settings(dsn=their_dsn), read_only=True) as person,
+    ):
+        shown, attempts = messages.show_message(person, message_id)
+        seen: list[object] = [shown, attempts, messages.list_messages(person), messages.count_messages(person)]
         seen += [person.execute(f"SELECT * FROM pgoutbox.{view}".encode()).fetchall() for view in VIEWS]
     assert shown.payload == {"to": "(redacted)", "(redacted)": ["(redacted)", {"n": "(redacted)"}]}
     assert shown.headers == {"x-key": "(redacted)"}

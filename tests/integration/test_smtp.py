@@ -16,12 +16,13 @@ import trustme
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import Permanent, Sent, Transient, Unavailable
 from pgoutbox.settings import Settings, load_settings
-from pgoutbox.transports.mail import Attachment, Email
-from pgoutbox.transports.smtp import Fault, SmtpTransport, fault_of, is_transient
+from pgoutbox.transports.smtp import SmtpTransport
+from pgoutbox.transports.smtp.mail import Attachment, Email
+from pgoutbox.transports.smtp.transport import Fault, fault_of, is_transient
 from pgoutbox.transports.tls import verifying_context
-from tests.dialogues import HOST
-from tests.sends import closing, error_of, outgoing
-from tests.smtp_server import Misbehaviour, accepting_server, mail_settings, parsed, scripted_server
+from tests.support.dialogues import HOST
+from tests.support.sends import closing, error_of, outgoing
+from tests.support.smtp_server import Misbehaviour, accepting_server, mail_settings, parsed, scripted_server
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

@@ -24,10 +24,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from pgoutbox import operations
+from pgoutbox.database.store import Verdict
 from pgoutbox.message import FINAL_STATES, TRANSITIONS, AttemptOutcome, State
-from pgoutbox.store import Verdict
-from tests.outbox_actions import (
+from pgoutbox.operations import queue_controls
+from tests.support.outbox_actions import (
     cancel,
     claim,
     enqueue,
@@ -41,7 +41,7 @@ from tests.outbox_actions import (
 )
 
 if TYPE_CHECKING:
-    from tests.outbox_actions import Row
+    from tests.support.outbox_actions import Row
 
 pytestmark = pytest.mark.slow
 
@@ -310,9 +310,9 @@ class Outboxes(RuleBasedStateMachine):
     def pause_or_resume(self) -> None:
         """Pause or resume the queue as an operator."""
         if self.is_paused:
-            assert operations.resume_queue(self.db, "default")
+            assert queue_controls.resume_queue(self.db, "default")
         else:
-            operations.pause_queue(self.db, "default")
+            queue_controls.pause_queue(self.db, "default")
         self.is_paused = not self.is_paused
 
     # --- invariants ---------------------------------------------------------------------------------------------------

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-import pgoutbox.worker
+import pgoutbox.worker.worker
 from pgoutbox import Outbox
+from pgoutbox.database.store import Store
 from pgoutbox.message import Message, Transient
 from pgoutbox.retry import RetryPolicy
-from pgoutbox.store import Store
 from pgoutbox.worker import Worker
-from tests.outbox_actions import (
+from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
     WatchedWorker,
     attempts_of,
@@ -27,15 +27,15 @@ from tests.outbox_actions import (
     settings_for,
     state_of,
 )
-from tests.waiting import until
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import psycopg
 
+    from pgoutbox.database.store import ClaimedRow
     from pgoutbox.handlers import Context
-    from pgoutbox.store import ClaimedRow
 
 
 def lost(db: psycopg.Connection, topic: str = "greet", *, times: int = 1, max_attempts: int = 11) -> int:
@@ -180,7 +180,7 @@ async def test_a_run_continues_if_a_suspect_ends_during_a_claim_that_skipped_the
                 await until(lambda: not worker._held)
             return rows
 
-    monkeypatch.setattr(pgoutbox.worker, "Store", SlowStore)
+    monkeypatch.setattr(pgoutbox.worker.worker, "Store", SlowStore)
     await worker.run_once()
     assert {row.state for row in rows_of(db, *ids)} == {"sent"}
 

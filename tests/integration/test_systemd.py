@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pgoutbox import systemd
 from pgoutbox.handlers import Context
 from pgoutbox.message import Message
+from pgoutbox.observability import systemd
 from pgoutbox.worker import Worker
-from tests.outbox_actions import running
-from tests.waiting import until
+from tests.support.outbox_actions import running
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -17,16 +17,16 @@ from starlette.routing import Route
 
 from pgoutbox import Context, Email, Message, NewMessage, Outbox, RetryPolicy, SyncContext, Webhook
 from pgoutbox.errors import PayloadError
-from pgoutbox.measures import OF_THE_DATABASE, OF_WORKERS
 from pgoutbox.message import Permanent
-from pgoutbox.telemetry import Event
+from pgoutbox.observability.events import Event
+from pgoutbox.observability.measures import OF_THE_DATABASE, OF_WORKERS
 from pgoutbox.worker import Worker
-from tests.dialogues import HOST
-from tests.outbox_actions import enqueue, row_of, running, settings_for
-from tests.smtp_server import accepting_server
-from tests.traces import Traces, ids_of, metered, points_of, traced
-from tests.waiting import until
-from tests.webhook_server import webhook_server
+from tests.support.dialogues import HOST
+from tests.support.outbox_actions import enqueue, row_of, running, settings_for
+from tests.support.smtp_server import accepting_server
+from tests.support.traces import Traces, ids_of, metered, points_of, traced
+from tests.support.waiting import until
+from tests.support.webhook_server import webhook_server
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 
-from pgoutbox import sql
-from pgoutbox.link import Link
+from pgoutbox.database import sql
+from pgoutbox.database.worker_connection import Link
 from pgoutbox.message import State
 from pgoutbox.worker import Worker
-from tests.outbox_actions import enqueue, rows_of, settings_for
-from tests.races import ADVISORY_LOCKS, until_blocked
+from tests.support.outbox_actions import enqueue, rows_of, settings_for
+from tests.support.races import ADVISORY_LOCKS, until_blocked
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

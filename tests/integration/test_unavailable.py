@@ -15,13 +15,13 @@ import trustme
 
 from pgoutbox import Context, Email, Message, Outbox, RetryPolicy, Unavailable
 from pgoutbox.message import Outcome, Sent
-from pgoutbox.telemetry import Event
+from pgoutbox.observability.events import Event
 from pgoutbox.transports.smtp import SmtpTransport
 from pgoutbox.worker import Worker
-from tests.dialogues import HOST
-from tests.outbox_actions import attempts_of, enqueue, make_due, row_of, rows_of, running, settings_for
-from tests.smtp_server import accepting_server, mail_settings, scripted_server
-from tests.waiting import until
+from tests.support.dialogues import HOST
+from tests.support.outbox_actions import attempts_of, enqueue, make_due, row_of, rows_of, running, settings_for
+from tests.support.smtp_server import accepting_server, mail_settings, scripted_server
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -12,18 +12,17 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 
-import pgoutbox.upkeep
-from pgoutbox import connections, sql
-from pgoutbox.link import Link
-from pgoutbox.maintenance import set_retention
+import pgoutbox.worker.maintenance
+from pgoutbox.database import connections, sql
+from pgoutbox.database.store import Store
+from pgoutbox.database.worker_connection import Link
 from pgoutbox.message import State
-from pgoutbox.store import Store
-from pgoutbox.telemetry import Event, Telemetry
-from pgoutbox.upkeep import Upkeep
+from pgoutbox.observability.events import Event, Telemetry
+from pgoutbox.operations.retention import set_retention
 from pgoutbox.worker import Worker
-from tests.faults.proxy import proxy_to
-from tests.messages import put
-from tests.outbox_actions import (
+from pgoutbox.worker.maintenance import Upkeep
+from tests.support.messages import put
+from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
     WatchedWorker,
     enqueue,
@@ -33,9 +32,10 @@ from tests.outbox_actions import (
     running,
     settings_for,
 )
-from tests.partitions import add_partition, drop_partitions, partitions_of, tables_of_partitions
-from tests.races import ADVISORY_LOCKS
-from tests.waiting import until
+from tests.support.partitions import add_partition, drop_partitions, partitions_of, tables_of_partitions
+from tests.support.proxy import proxy_to
+from tests.support.races import ADVISORY_LOCKS
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -54,7 +54,7 @@ class Member:
     def __init__(self, dsn: str, name: str, **settings: object) -> None:
         self.settings = settings_for(dsn, maintenance_interval_seconds=INTERVAL_SECONDS, **settings)
         self.store = Store(self.settings, worker=name)
-        self.telemetry = Telemetry(logging.getLogger("pgoutbox.upkeep"))
+        self.telemetry = Telemetry(logging.getLogger("pgoutbox.worker.maintenance"))
         self.upkeep = Upkeep(self.settings, self.store, self.telemetry)
 
     def count_of(self, event: Event) -> int:
@@ -189,7 +189,7 @@ async def test_a_turn_with_nothing_to_do_is_one_statement(
         return await fetch(self, statement, parameters, **options)
 
     monkeypatch.setattr(Link, "fetch", counted)
-    monkeypatch.delattr("pgoutbox.session.connect")
+    monkeypatch.delattr("pgoutbox.database.operator_connection.connect")
     assert await one.upkeep.turn()
     assert statements == [sql.BEGIN_UPKEEP_IF_DUE]
     assert one.count_of(Event.UPKEEP_FAILED) == 0
@@ -215,8 +215,8 @@ async def test_an_outage_and_its_end_are_logged_once(member: Callable[..., Membe
 async def test_a_long_statement_is_cancelled_when_the_worker_stops(
     member: Callable[..., Member], db: psycopg.Connection, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pgoutbox.upkeep, "_STOP_SECONDS", 0.2)
-    monkeypatch.setattr(pgoutbox.upkeep, "_FIRST_WITHIN_SECONDS", 0)
+    monkeypatch.setattr(pgoutbox.worker.maintenance, "_STOP_SECONDS", 0.2)
+    monkeypatch.setattr(pgoutbox.worker.maintenance, "_FIRST_WITHIN_SECONDS", 0)
     set_retention(db, "*", "failed", DAY)
     put(db, State.FAILED, age=2 * DAY)
     db.execute("CREATE FUNCTION public.linger() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN PERFORM pg_sleep(600); END'")
@@ -267,7 +267,7 @@ async def test_a_turn_without_a_connection_is_logged_and_ends_nothing(
     keep(db)
     drop_partitions(db)
     one = member()
-    monkeypatch.delattr("pgoutbox.session.connect")
+    monkeypatch.delattr("pgoutbox.database.operator_connection.connect")
     assert await one.upkeep.turn()
     assert one.count_of(Event.UPKEEP_FAILED) == 1
 
@@ -279,10 +279,10 @@ async def test_a_statement_longer_than_the_limit_of_a_turn_is_cancelled(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(pgoutbox.upkeep, "_TURN_SECONDS", 0.2)
+    monkeypatch.setattr(pgoutbox.worker.maintenance, "_TURN_SECONDS", 0.2)
     holder = held_back_deletes(db, connect)
     one = member()
-    with caplog.at_level(logging.WARNING, logger="pgoutbox.upkeep"):
+    with caplog.at_level(logging.WARNING, logger="pgoutbox.worker.maintenance"):
         assert await one.upkeep.turn()
     assert [getattr(record, "detail", "") for record in caplog.records] == [
         "canceling statement due to user request"
@@ -294,9 +294,9 @@ async def test_a_statement_longer_than_the_limit_of_a_turn_is_cancelled(
 async def test_the_stop_of_the_worker_waits_only_for_the_current_batch(
     member: Callable[..., Member], db: psycopg.Connection, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pgoutbox.upkeep, "_BATCH", 1)
-    monkeypatch.setattr(pgoutbox.upkeep, "_STOP_SECONDS", PATIENCE_SECONDS)
-    monkeypatch.setattr(pgoutbox.upkeep, "_FIRST_WITHIN_SECONDS", 0)
+    monkeypatch.setattr(pgoutbox.worker.maintenance, "_BATCH", 1)
+    monkeypatch.setattr(pgoutbox.worker.maintenance, "_STOP_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr(pgoutbox.worker.maintenance, "_FIRST_WITHIN_SECONDS", 0)
     holder = held_back_deletes(db, connect)
     one = member()
     await one.upkeep.__aenter__()
@@ -311,7 +311,7 @@ async def test_the_stop_of_the_worker_waits_only_for_the_current_batch(
 async def test_a_running_worker_takes_its_turns_and_delivers_in_parallel(
     outbox: Outbox, dsn: str, db: psycopg.Connection, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pgoutbox.upkeep, "_FIRST_WITHIN_SECONDS", 0)
+    monkeypatch.setattr(pgoutbox.worker.maintenance, "_FIRST_WITHIN_SECONDS", 0)
     keep(db)
     name = add_partition(db, 40)
     put(db, State.SENT, age=40 * DAY)

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING
 import psycopg
 import pytest
 
-from pgoutbox import Outbox, Transient, session, watch
-from pgoutbox.cli import main
+from pgoutbox import Outbox, Transient
+from pgoutbox.cli.main import main
+from pgoutbox.database import operator_connection
 from pgoutbox.message import State
+from pgoutbox.operations import activity
 from pgoutbox.settings import load_settings
 from pgoutbox.worker import Worker
-from tests.messages import put
-from tests.outbox_actions import enqueue, lapse
+from tests.support.messages import put
+from tests.support.outbox_actions import enqueue, lapse
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def operator(dsn: str) -> Iterator[psycopg.Connection]:
-    with session.connect(load_settings(dsn=dsn), read_only=True) as connection:
+    with operator_connection.connect(load_settings(dsn=dsn), read_only=True) as connection:
         yield connection
 
 
@@ -44,12 +46,12 @@ def test_a_topic_shows_the_states_of_its_messages(operator: psycopg.Connection, 
     later, again = put(database), put(database)
     database.execute("UPDATE pgoutbox.message SET available_at = now() + interval '1 hour' WHERE id = %s", (later,))
     database.execute("UPDATE pgoutbox.message SET attempt_count = 1 WHERE id = %s", (again,))
-    (topic,) = watch.topic_activity(operator, window_seconds=60)
+    (topic,) = activity.topic_activity(operator, window_seconds=60)
     assert (topic.queue, topic.topic) == ("default", "mail")
     assert (topic.due, topic.retrying, topic.scheduled, topic.sending, topic.failed) == (1, 1, 1, 1, 1)
     assert (topic.sent_per_second, topic.ended_per_second) == (2 / 60, 3 / 60)
     assert topic.oldest_due_seconds is not None
-    assert watch.topic_activity(operator, queue="bulk") == []
+    assert activity.topic_activity(operator, queue="bulk") == []
 
 
 def test_an_empty_topic_is_visible_while_attempts_end(
@@ -57,7 +59,7 @@ def test_an_empty_topic_is_visible_while_attempts_end(
 ) -> None:
     put(database, State.SENT)
     put(database, State.SENT, topic="old", age=timedelta(minutes=5))
-    assert [(topic.topic, topic.due) for topic in watch.topic_activity(operator)] == [("mail", 0)]
+    assert [(topic.topic, topic.due) for topic in activity.topic_activity(operator)] == [("mail", 0)]
 
 
 # --- workers ----------------------------------------------------------------------------------------------------------
@@ -67,11 +69,11 @@ async def test_a_worker_is_shown_with_its_messages(
     dsn: str, operator: psycopg.Connection, db: psycopg.Connection
 ) -> None:
     outbox = Outbox(load_settings(dsn=dsn, worker_name="a-rather-long-name-of-a-pod-in-some-cluster-7d9f8b6c5d"))
-    seen: list[list[watch.WorkerActivity]] = []
+    seen: list[list[activity.WorkerActivity]] = []
 
     @outbox.handler("greet")
     async def greet(message: object, ctx: object) -> None:
-        seen.append(watch.list_workers(operator))
+        seen.append(activity.list_workers(operator))
 
     message_id = enqueue(db)
     worker = Worker(outbox)
@@ -88,7 +90,7 @@ def test_a_vanished_worker_is_shown_by_its_remaining_messages(
 ) -> None:
     put(database, State.SENDING)
     lapse(database, put(database, State.SENDING))
-    (found,) = watch.list_workers(operator)
+    (found,) = activity.list_workers(operator)
     assert (found.worker, found.in_flight, found.lapsed, found.connected_at) == ("w", 2, 1, None)
 
 
@@ -104,7 +106,7 @@ async def test_each_ended_attempt_is_printed_once(
     async def greet(message: object, ctx: object) -> None:
         raise Transient("mailbox full")
 
-    follower = watch.Follower(operator)
+    follower = activity.Follower(operator)
     assert follower.poll() == []
     message_id = enqueue(db)
     await Worker(outbox).run_once()
@@ -119,7 +121,7 @@ def test_a_late_committed_end_is_printed_too(
 ) -> None:
     late = connect(autocommit=False)
     late_id = put(late, State.SENT)
-    follower = watch.Follower(operator, since=timedelta(hours=1))
+    follower = activity.Follower(operator, since=timedelta(hours=1))
     first = put(database, State.SENT)
     assert [row.message_id for row in follower.poll()] == [first]
     late.commit()
@@ -129,8 +131,8 @@ def test_a_late_committed_end_is_printed_too(
 def test_tail_begins_at_the_requested_time(operator: psycopg.Connection, database: psycopg.Connection) -> None:
     put(database, State.SENT, age=timedelta(hours=3))
     recent = put(database, State.SENT, age=timedelta(hours=1))
-    assert watch.Follower(operator).poll() == []
-    assert [row.message_id for row in watch.Follower(operator, since=timedelta(hours=2)).poll()] == [recent]
+    assert activity.Follower(operator).poll() == []
+    assert [row.message_id for row in activity.Follower(operator, since=timedelta(hours=2)).poll()] == [recent]
 
 
 def test_more_than_a_page_is_printed_completely(operator: psycopg.Connection, database: psycopg.Connection) -> None:
@@ -140,7 +142,7 @@ def test_more_than_a_page_is_printed_completely(operator: psycopg.Connection, da
         SELECT 'mail', '1', 'sent', 1, now(), 'w', now() FROM generate_series(1, 2500)
         """
     )
-    told = watch.Follower(operator, since=timedelta(hours=1)).poll()
+    told = activity.Follower(operator, since=timedelta(hours=1)).poll()
     assert len({row.message_id for row in told}) == len(told) == 2500
 
 
@@ -150,7 +152,7 @@ def test_each_filter_keeps_matching_attempts(
 ) -> None:
     put(database, State.SENT)
     wanted = put(database, State.FAILED, topic="sms", queue="bulk")
-    follower = watch.Follower(operator, since=timedelta(hours=1), **chosen)  # type: ignore[arg-type] # one of three
+    follower = activity.Follower(operator, since=timedelta(hours=1), **chosen)  # type: ignore[arg-type] # one of three
     assert [row.message_id for row in follower.poll()] == [wanted]
 
 

@@ -11,14 +11,23 @@ from typing import TYPE_CHECKING, Final
 import httpx
 import pytest
 
+from pgoutbox.dashboard.access import LOOPBACK_NAMES, Access, Authenticate
+from pgoutbox.dashboard.credentials import Brake
+from pgoutbox.dashboard.server import _ImpatientProtocol
+from pgoutbox.dashboard.types import Viewer
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.settings import load_settings
-from pgoutbox.web.access import LOOPBACK_NAMES, Access, Authenticate
-from pgoutbox.web.credentials import Brake
-from pgoutbox.web.server import _ImpatientProtocol
-from pgoutbox.web.types import Viewer
-from tests.waiting import PROCESS_PATIENCE_SECONDS
-from tests.web_server import CANARY, OPERATOR_TOKEN, PAGE, VIEWER_TOKEN, Pages, RawConnection, serving, web_settings
+from tests.support.waiting import PROCESS_PATIENCE_SECONDS
+from tests.support.web_server import (
+    CANARY,
+    OPERATOR_TOKEN,
+    PAGE,
+    VIEWER_TOKEN,
+    Pages,
+    RawConnection,
+    serving,
+    web_settings,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -447,7 +456,7 @@ def test_forwarded_addresses_are_ignored_without_a_trusted_proxy(stack: ExitStac
 def test_guessing_is_rate_limited_by_address_and_the_right_token_still_works(
     site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO, "pgoutbox.web"):
+    with caplog.at_level(logging.INFO, "pgoutbox.dashboard"):
         client = site.client()
         assert [post_sign_in(client, f"{CANARY}-{n}").status_code for n in range(5)] == [401] * 5
         for braked in (post_sign_in(client, CANARY), client.get("/", headers=bearer(CANARY))):
@@ -551,7 +560,7 @@ def test_a_failing_page_shows_no_details_and_logs_no_values(
         assert secret not in str(answer.headers)
     (record,) = [r.__dict__ for r in caplog.records if r.__dict__.get("event") == "web_page_failed"]
     assert (record["path"], record["error_type"]) == ("/broken", "RuntimeError")
-    assert record["error_place"].startswith("tests.web_server:")
+    assert record["error_place"].startswith("tests.support.web_server:")
     assert CANARY not in logged(caplog)
 
 

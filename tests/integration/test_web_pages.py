@@ -20,23 +20,24 @@ from psycopg.types.json import Jsonb
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
-from pgoutbox import Outbox, operations
-from pgoutbox.audit import Actor, acting_as
+from pgoutbox import Outbox
+from pgoutbox.dashboard import bulk, create_app, database, history, live, reads, rendering
 from pgoutbox.message import State
+from pgoutbox.operations import messages, queue_controls
+from pgoutbox.operations.audit import Actor, acting_as
 from pgoutbox.settings import load_settings
-from pgoutbox.web import bulk, create_app, database, history, live, reads, rendering
-from tests.faults.proxy import Moment, proxy_to
-from tests.messages import ADD_ATTEMPT, PUT_SENDING, meanwhile, put
-from tests.outbox_actions import state_of
-from tests.roles import login
-from tests.waiting import PROCESS_PATIENCE_SECONDS, wait_until
-from tests.web_server import OPERATOR_TOKEN, VIEWER_TOKEN, serving, web_settings
+from tests.support.messages import ADD_ATTEMPT, PUT_SENDING, meanwhile, put
+from tests.support.outbox_actions import state_of
+from tests.support.proxy import Moment, proxy_to
+from tests.support.roles import login
+from tests.support.waiting import PROCESS_PATIENCE_SECONDS, wait_until
+from tests.support.web_server import OPERATOR_TOKEN, VIEWER_TOKEN, serving, web_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from pgoutbox.web.dashboard import Dashboard
+    from pgoutbox.dashboard.dashboard import Dashboard
     from tests.conftest import Connect
 
 CANARY: Final = "c4n4ry-s3cret"
@@ -341,8 +342,8 @@ def test_a_message_is_shown_with_its_history(site: Site, db: psycopg.Connection)
     db.execute(ADD_ATTEMPT, [message_id, 1])
     db.execute("UPDATE pgoutbox.message SET headers = %s WHERE id = %s", [Jsonb({"trace": "7"}), message_id])
     with acting_as(Actor("grace", "cli")):
-        operations.redrive(db, [message_id])
-        operations.cancel(db, message_id)
+        messages.redrive(db, [message_id])
+        messages.cancel(db, message_id)
     page = get(site.vera, f"/messages/{message_id}")
     for told in (
         "cancelled",
@@ -403,8 +404,8 @@ def test_a_group_links_to_its_messages(site: Site, db: psycopg.Connection) -> No
 def test_the_audit_is_filtered_and_paged(site: Site, db: psycopg.Connection) -> None:
     for hours, name in enumerate(("ada", "grace", "ada", "ada"), start=1):
         with acting_as(Actor(name)):
-            operations.pause_queue(db, f"queue-of-{name}", duration=timedelta(hours=hours))
-    operations.resume_queue(db, "queue-of-ada")
+            queue_controls.pause_queue(db, f"queue-of-{name}", duration=timedelta(hours=hours))
+    queue_controls.resume_queue(db, "queue-of-ada")
     page = get(site.vera, "/audit?limit=2")
     assert "resume queue queue-of-ada" in page.words
     (following,) = [href for href in page.values("a", "href") if "before=" in href]
@@ -443,7 +444,7 @@ def hostile(db: psycopg.Connection) -> int:
         [HOSTILE, HOSTILE, HOSTILE],
     )
     with acting_as(Actor(HOSTILE, HOSTILE)):
-        operations.redrive_matching(db, operations.MessageFilter(text=HOSTILE[:20]))
+        messages.redrive_matching(db, messages.MessageFilter(text=HOSTILE[:20]))
     db.execute("UPDATE pgoutbox.audit SET details = %s", [Jsonb({HOSTILE: HOSTILE})])
     db.execute(
         "UPDATE pgoutbox.message SET state = 'failed', finished_at = now(), last_error = %s WHERE id = %s",
@@ -493,7 +494,7 @@ def test_secrets_are_hidden_as_on_the_command_line(
     db.execute(ADD_ATTEMPT, [message_id, 1])
     db.execute("UPDATE pgoutbox.attempt SET error = %s", [f"badge={CANARY}"])
     with acting_as(Actor("ada")):
-        operations.pause_queue(db, "bulk")
+        queue_controls.pause_queue(db, "bulk")
     db.execute("UPDATE pgoutbox.audit SET details = %s", [Jsonb({"text": f"password={CANARY}"})])
     paths = ["/", "/messages", f"/messages/{message_id}", "/failed", "/audit", "/bulk?do=redrive"]
     for path in paths:
@@ -594,8 +595,8 @@ def test_an_operator_controls_a_queue(
     site: Site, db: psycopg.Connection, path: str, form: dict[str, str], action: str, details: object, told: str
 ) -> None:
     put(db, queue="bulk")
-    operations.limit_rate(db, "bulk", operations.Rate(1, 60))
-    operations.limit_in_flight(db, "bulk", 3)
+    queue_controls.limit_rate(db, "bulk", queue_controls.Rate(1, 60))
+    queue_controls.limit_in_flight(db, "bulk", 3)
     assert f"/queues/bulk/{path}" in get(site.ada, "/queues").values("form", "action")
     answer = site.ada.post(f"/queues/bulk/{path}", data=form, follow_redirects=True)
     assert answer.status_code == 200, answer.text
@@ -604,7 +605,7 @@ def test_an_operator_controls_a_queue(
 
 
 def test_a_paused_queue_is_resumed(site: Site, db: psycopg.Connection) -> None:
-    operations.pause_queue(db, "bulk")
+    queue_controls.pause_queue(db, "bulk")
     assert "paused" in get(site.vera, "/").words
     answer = site.ada.post("/queues/bulk/resume", follow_redirects=True)
     assert "The queue is resumed" in Page(answer.text).words
@@ -843,8 +844,8 @@ def test_a_redrive_applies_only_to_the_state_on_the_page(site: Site, db: psycopg
     (action,) = [path for path in shown.values("form", "action") if path.endswith("/redrive")]
     (state,) = [field for field in shown.values("input", "value") if field == "failed"]
     with psycopg.connect(db.info.dsn, password=db.info.password, autocommit=True) as other:
-        operations.redrive(other, [message_id])
-        assert operations.cancel(other, message_id).result == "cancelled"
+        messages.redrive(other, [message_id])
+        assert messages.cancel(other, message_id).result == "cancelled"
     answer = site.ada.post(action, data={"state": state})
     assert answer.status_code == 409
     assert "is cancelled; only failed messages can be redriven" in Page(answer.text).words
@@ -873,13 +874,13 @@ def test_a_bulk_skips_messages_created_after_its_beginning(
     monkeypatch.setattr(bulk, "_BATCH", 2)
     early = [put(db, State.FAILED) for _ in range(5)]
     late: list[int] = []
-    original = operations.redrive
+    original = messages.redrive
 
     def redrive(*arguments: object, **named: object) -> object:
         late.append(put(db, State.FAILED))
         return original(*arguments, **named)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(operations, "redrive", redrive)
+    monkeypatch.setattr(messages, "redrive", redrive)
     wait_for_bulk(site, site.ada.post("/bulk", data={"do": "redrive"}).headers["location"])
     assert {state_of(db, message_id) for message_id in early} == {"pending"}
     assert {state_of(db, message_id) for message_id in late} == {"failed"}
@@ -900,13 +901,13 @@ class Gate:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     monkeypatch.setattr(bulk, "_BATCH", 2)
-    gate, original = Gate(), operations.redrive
+    gate, original = Gate(), messages.redrive
 
     def redrive(*arguments: object, **named: object) -> object:
         gate.pass_through()
         return original(*arguments, **named)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(operations, "redrive", redrive)
+    monkeypatch.setattr(messages, "redrive", redrive)
     yield gate
     gate.opened.set()
 
@@ -1312,7 +1313,7 @@ def test_a_login_with_one_role_sees_the_same_as_the_owner(
     put(db, State.SENDING, queue="bulk")
     put(db, State.PENDING, ordering_key="o")
     put(db, State.SENT)
-    operations.limit_rate(db, "limited", operations.Rate(60, 60))
+    queue_controls.limit_rate(db, "limited", queue_controls.Rate(60, 60))
     db.execute("ANALYZE pgoutbox.message")
     with login(dsn, role) as its_dsn:
         site, owners = open_site(its_dsn), open_site(dsn)
@@ -1397,7 +1398,7 @@ def test_a_login_with_a_viewer_role_learns_that_it_may_not_read_acts(
             next(line for line in lines if line.startswith("event:"))
             before = site.dashboard.feed.changes
             with acting_as(Actor("ada")):
-                operations.pause_queue(db, "bulk")
+                queue_controls.pause_queue(db, "bulk")
             wait_until(lambda: site.dashboard.feed.changes > before, lambda: "nobody is told of the pause")
 
 

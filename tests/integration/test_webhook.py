@@ -17,16 +17,17 @@ import trustme
 
 from pgoutbox import Outbox, RetryPolicy, Webhook
 from pgoutbox.message import Permanent, Sent, Transient
+from pgoutbox.observability.events import Event
 from pgoutbox.settings import Settings, load_settings
-from pgoutbox.telemetry import Event
-from pgoutbox.transports.webhook import MAX_ANSWER_BYTES, WebhookTransport
+from pgoutbox.transports.webhook import WebhookTransport
+from pgoutbox.transports.webhook.transport import MAX_ANSWER_BYTES
 from pgoutbox.webhooks import verify
 from pgoutbox.worker import Worker
-from tests.dialogues import HOST
-from tests.outbox_actions import PATIENCE_SECONDS, Row, attempts_of, enqueue, make_due, row_of
-from tests.sends import closing, error_of, outgoing
-from tests.waiting import until
-from tests.webhook_server import Misbehaviour, answer, webhook_server
+from tests.support.dialogues import HOST
+from tests.support.outbox_actions import PATIENCE_SECONDS, Row, attempts_of, enqueue, make_due, row_of
+from tests.support.sends import closing, error_of, outgoing
+from tests.support.waiting import until
+from tests.support.webhook_server import Misbehaviour, answer, webhook_server
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence

@@ -21,21 +21,23 @@ import psycopg.sql
 import psycopg_pool
 import pytest
 
-import pgoutbox.worker
-from pgoutbox import Outbox, operations, sql
-from pgoutbox.claims import Claims
-from pgoutbox.doorbell import post_keys
+import pgoutbox.worker.worker
+from pgoutbox import Outbox
+from pgoutbox.database import sql
+from pgoutbox.database.store import Store, Verdict
+from pgoutbox.database.worker_connection import Link
 from pgoutbox.errors import ConfigurationError, LeaseLostError
 from pgoutbox.handlers import Context, SyncContext
-from pgoutbox.lanes import parse_queues
-from pgoutbox.link import Link
 from pgoutbox.message import Message, Outcome, Permanent, Sent, Skip, Snooze, State, Transient
-from pgoutbox.operations import Rate
+from pgoutbox.observability.events import Event
+from pgoutbox.operations import queue_controls
+from pgoutbox.operations.queue_controls import Rate
 from pgoutbox.retry import RetryPolicy
-from pgoutbox.store import Store, Verdict
-from pgoutbox.telemetry import Event
 from pgoutbox.worker import Worker
-from tests.outbox_actions import (
+from pgoutbox.worker.claim_planner import parse_queues
+from pgoutbox.worker.claimer import Claims
+from pgoutbox.worker.doorbell import post_keys
+from tests.support.outbox_actions import (
     PATIENCE_SECONDS,
     Options,
     WatchedWorker,
@@ -56,8 +58,8 @@ from tests.outbox_actions import (
     state_of,
     until_blocked,
 )
-from tests.waiting import until
-from tests.worker_process import connection_count
+from tests.support.waiting import until
+from tests.support.worker_process import connection_count
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Collection, Sequence
@@ -65,7 +67,7 @@ if TYPE_CHECKING:
     from multiprocessing.synchronize import Event as ProcessEvent
     from pathlib import Path
 
-    from pgoutbox.store import ClaimedRow
+    from pgoutbox.database.store import ClaimedRow
     from tests.conftest import Connect, Server
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -339,7 +341,7 @@ async def test_messages_that_wait_for_slow_handlers_go_to_an_idle_worker(dsn: st
 async def test_a_worker_keeps_its_messages_if_no_other_worker_can_take_them(dsn: str, db: psycopg.Connection) -> None:
     store = Store(settings_for(dsn), worker="busy")
     unheard = Store(settings_for(dsn, listen=False), worker="busy")
-    operations.limit_rate(db, "limited", Rate(10, 60))
+    queue_controls.limit_rate(db, "limited", Rate(10, 60))
     queues = ["default", "limited"]
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(store.close)
@@ -1319,7 +1321,7 @@ def deliver_and_die(dsn: str, point: str) -> None:
         hand_over(dsn, message)
         die("after send")
 
-    vars(pgoutbox.worker)["Store"] = DoomedStore
+    vars(pgoutbox.worker.worker)["Store"] = DoomedStore
     asyncio.run(Worker(outbox).run_once())
 
 
@@ -1379,7 +1381,7 @@ def deliver_when_told(
         in_handler.set()
         go_on.wait(PATIENCE_SECONDS)
 
-    vars(pgoutbox.worker)["Claims"] = QuietClaims
+    vars(pgoutbox.worker.worker)["Claims"] = QuietClaims
     worker = Worker(outbox)
     asyncio.run(worker.run_once())
     lost_count.value = worker.telemetry.counts[Event.LEASE_LOST]
@@ -1741,6 +1743,6 @@ async def test_one_run_delivers_messages_that_fall_due_again_during_its_last_sea
                 await until(lambda: not worker._held)
             return rows
 
-    monkeypatch.setattr(pgoutbox.worker, "Store", SlowStore)
+    monkeypatch.setattr(pgoutbox.worker.worker, "Store", SlowStore)
     await worker.run_once()
     assert state_of(db, message_id) == State.SENT

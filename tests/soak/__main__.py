@@ -26,16 +26,17 @@ import psycopg
 from psycopg.conninfo import make_conninfo
 from rich.table import Table
 
-from pgoutbox import maintenance, migrate
+from pgoutbox import migrate
 from pgoutbox.embedded import EmbeddedServer, embedded_server
-from tests.faults.ledger import Ledger
-from tests.faults.proxy import proxy_to
+from pgoutbox.operations import retention
 from tests.soak.books import console, drain, open_books
 from tests.soak.crew import LONELY_WORKER, WORKER_ROLE, WORKERS, crew_in
 from tests.soak.failover import fail_over
 from tests.soak.nemesis import Fleet, Nemesis, chosen_faults, restart
 from tests.soak.producer import DRIVERS
 from tests.soak.verdict import Balance, balance
+from tests.support.ledger import Ledger
+from tests.support.proxy import proxy_to
 
 BEHIND_PROXY: Final = frozenset({"plain", "narrow", "supervised", LONELY_WORKER})
 # The worker `polling` works as if behind a pooler, and takes over messages that the others cannot finish. The lonely
@@ -99,7 +100,7 @@ def run(
             process.stop()
     console.print(f"drained in {drained:.1f} s after the last fault" if drained else "[red]did not drain[/]")
     with psycopg.connect(server.dsn, autocommit=True) as connection:
-        maintenance.prune_by_retention(connection)  # Contents without messages are deleted now at the latest.
+        retention.prune_by_retention(connection)  # Contents without messages are deleted now at the latest.
         ends = {process.name: process.ends for process in ships.workers}
         return balance(directory / "ledger", connection, ends), nemesis
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from pgoutbox import Context, Message, Outbox, Permanent, RetryPolicy, Snooze, SyncContext, Transient
-from tests.faults.ledger import KEY, told_ledger
-from tests.line_server import Line
 from tests.soak.host import NotedLineTransport
+from tests.support.ledger import KEY, told_ledger
+from tests.support.line_server import Line
 
 TOPICS = ("soak.async", "soak.sync", "soak.batch", "soak.effect")
 ORDERED_TOPICS = ("soak.ordered", "soak.arranged")

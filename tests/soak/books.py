@@ -12,13 +12,13 @@ from typing import Final
 import psycopg
 from rich.console import Console
 
-from pgoutbox import maintenance, operations
-from pgoutbox.operations import Rate
-from tests.faults.judge import install_judge
-from tests.faults.ledger import Ledger, install_audit, owed_count
+from pgoutbox.operations import messages, queue_controls, retention
+from pgoutbox.operations.queue_controls import Rate
 from tests.soak.crew import Process
 from tests.soak.runs import install_refusals
 from tests.soak.witness import install_witness
+from tests.support.judge import install_judge
+from tests.support.ledger import Ledger, install_audit, owed_count
 
 _OWED: Final = """
 SELECT id, topic, queue, state, attempt_count, worker, lease_expires_at - now(), available_at - now(), coalesce_key,
@@ -45,14 +45,14 @@ def open_books(connection: psycopg.Connection, chance: random.Random) -> None:
     install_refusals(connection)
     connection.execute("CREATE TABLE soak_effect (message_id bigint NOT NULL, attempt_count integer NOT NULL)")
     for topic in FORGOTTEN_TOPICS:
-        maintenance.set_retention(connection, topic, "sent", timedelta())
+        retention.set_retention(connection, topic, "sent", timedelta())
     limit(connection, chance)
 
 
 def limit(connection: psycopg.Connection, chance: random.Random) -> None:
     """Change the limits of the limited queues; they stay high enough for the producers' messages."""
-    operations.limit_rate(connection, "rated", Rate(chance.choice([20, 40]), 1), burst=chance.choice([1, 5, 20]))
-    operations.limit_in_flight(connection, "crowded", chance.choice([2, 3, 6]))
+    queue_controls.limit_rate(connection, "rated", Rate(chance.choice([20, 40]), 1), burst=chance.choice([1, 5, 20]))
+    queue_controls.limit_in_flight(connection, "crowded", chance.choice([2, 3, 6]))
 
 
 def drain(connection: psycopg.Connection, ledger: Ledger, workers: Sequence[Process]) -> float | None:
@@ -68,7 +68,7 @@ def drain(connection: psycopg.Connection, ledger: Ledger, workers: Sequence[Proc
         if owed == 0 or now > redriven_at + REDRIVE_SECONDS:
             redriven_at = now
             try:
-                done = operations.redrive_matching(connection, operations.MessageFilter(topic="soak.halted"))
+                done = messages.redrive_matching(connection, messages.MessageFilter(topic="soak.halted"))
             except psycopg.errors.ProgramLimitExceeded:
                 ledger.write("refused", "a redrive")
                 continue

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Final
 
-from tests import dialogues
-from tests.faults.ledger import LEDGER_VARIABLE
 from tests.soak.app import LONELY_QUEUE, SWIFT_QUEUE
 from tests.soak.host import PORT_VARIABLE
 from tests.soak.witness import MAX_COOLDOWN_SECONDS
-from tests.worker_process import environment_with, worker_command
+from tests.support import dialogues
+from tests.support.ledger import LEDGER_VARIABLE
+from tests.support.worker_process import environment_with, worker_command
 
 LEASE_SECONDS: Final = 2.0
 STOP_SECONDS: Final = 60.0

@@ -16,14 +16,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from pgoutbox import maintenance
-from tests.faults.ledger import Ledger
-from tests.faults.servers import DATABASE, OwnServer, open_workshop
+from pgoutbox.operations import retention
 from tests.soak.books import console, drain, open_books
 from tests.soak.crew import LEASE_SECONDS, WORKERS, Process, crew_in
 from tests.soak.runs import Lost
 from tests.soak.verdict import Balance, balance
-from tests.waiting import PROCESS_PATIENCE_SECONDS
+from tests.support.ledger import Ledger
+from tests.support.servers import DATABASE, OwnServer, open_workshop
+from tests.support.waiting import PROCESS_PATIENCE_SECONDS
 
 # DSNs that connect to whichever of two servers is the primary.
 DRIVERS: Final = ("psycopg", "psycopg-async")
@@ -52,7 +52,7 @@ def fail_over(directory: Path, chance: random.Random) -> Balance:
                 console.print(f"drained in {drained:.1f} s" if drained else "[red]did not drain[/]")
                 for process in workers:
                     process.stop()
-                maintenance.prune_by_retention(connection)
+                retention.prune_by_retention(connection)
                 return balance(ledger.path, connection, {process.name: process.ends for process in workers}, lost)
 
 

@@ -10,9 +10,9 @@ import sys
 from typing import TYPE_CHECKING, Final
 
 from pgoutbox.message import Message, Outcome, Sent
-from tests.dialogues import HOST
-from tests.faults.ledger import told_ledger
-from tests.line_server import LineTransport
+from tests.support.dialogues import HOST
+from tests.support.ledger import told_ledger
+from tests.support.line_server import LineTransport
 
 if TYPE_CHECKING:
     from pgoutbox.transports import Content

@@ -27,12 +27,12 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from pgoutbox import Enqueued, NewMessage, Outbox, TransactionError
-from pgoutbox.adapters import AsyncConnection, SyncConnection
-from tests.dialogues import HOST
-from tests.faults.ledger import KEY, Ledger, told_ledger
-from tests.line_server import SCHEME
+from pgoutbox.enqueue.adapters import AsyncConnection, SyncConnection
 from tests.soak.app import LONELY_QUEUE, ORDERED_TOPICS, SWIFT_QUEUE, TEXT, TOPICS, fanout_key
 from tests.soak.host import PORT_VARIABLE
+from tests.support.dialogues import HOST
+from tests.support.ledger import KEY, Ledger, told_ledger
+from tests.support.line_server import SCHEME
 
 logger = logging.getLogger("tests.soak.producer")
 COALESCE_KEYS: Final = 40

@@ -10,9 +10,9 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, LiteralString, NamedTuple
 
-from tests.faults.ledger import Entries, HandOver, Run
 from tests.soak.app import THREAD_TIMEOUT_SECONDS
 from tests.soak.crew import LEASE_SECONDS
+from tests.support.ledger import Entries, HandOver, Run
 
 if TYPE_CHECKING:
     import psycopg

@@ -14,10 +14,10 @@ from typing import Any, Final, LiteralString, NamedTuple
 import psycopg
 from psycopg.rows import class_row
 
-from tests.faults.judge import violations
-from tests.faults.ledger import Entries, judge, read_entries
 from tests.soak.runs import Lost, by_runs, lost_by_failover
 from tests.soak.witness import Flight, account, beyond_limits, brought_back, flights, out_of_turn, used_up_while_open
+from tests.support.judge import violations
+from tests.support.ledger import Entries, judge, read_entries
 
 # Every query returns the ids of the messages that break the invariant.
 INVARIANTS: Final[Mapping[str, LiteralString]] = {

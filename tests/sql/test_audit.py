@@ -9,15 +9,16 @@ import psycopg
 import pytest
 from psycopg.errors import CheckViolation
 
-from pgoutbox import maintenance, operations, session
-from pgoutbox.audit import Action, Actor, acting_as
+from pgoutbox.database import operator_connection
 from pgoutbox.errors import StateError
 from pgoutbox.message import State
-from pgoutbox.operations import MessageFilter
+from pgoutbox.operations import messages, queue_controls, retention
+from pgoutbox.operations.audit import Action, Actor, acting_as
+from pgoutbox.operations.messages import MessageFilter
 from pgoutbox.settings import load_settings
-from tests.messages import put
-from tests.outbox_actions import state_of
-from tests.roles import login
+from tests.support.messages import put
+from tests.support.outbox_actions import state_of
+from tests.support.roles import login
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -29,25 +30,25 @@ ADA = Actor("ada", "web 192.0.2.7")
 @pytest.fixture
 def operator(dsn: str) -> Iterator[psycopg.Connection]:
     """Open the connection of an operator to the test's own database; its actions are committed."""
-    with session.connect(load_settings(dsn=dsn)) as connection:
+    with operator_connection.connect(load_settings(dsn=dsn)) as connection:
         yield connection
 
 
 def redrive_one(connection: psycopg.Connection) -> int:
     message_id = put(connection, State.FAILED)
-    operations.redrive(connection, [message_id])
+    messages.redrive(connection, [message_id])
     return message_id
 
 
 def resend_one(connection: psycopg.Connection) -> int:
     message_id = put(connection, State.SENT)
-    operations.resend(connection, message_id)
+    messages.resend(connection, message_id)
     return message_id
 
 
 def cancel_one(connection: psycopg.Connection) -> int:
     message_id = put(connection, State.PENDING)
-    operations.cancel(connection, message_id)
+    messages.cancel(connection, message_id)
     return message_id
 
 
@@ -60,7 +61,7 @@ def test_an_act_on_a_message_is_found_by_its_id(
 ) -> None:
     with acting_as(ADA):
         message_id = act(rolled_back)
-    (row,) = operations.list_acts(rolled_back, message_id=message_id)
+    (row,) = messages.list_acts(rolled_back, message_id=message_id)
     assert (row.action, row.actor, row.origin, row.first_ids, row.message_count) == (
         action, "ada", "web 192.0.2.7", [message_id], 1,
     )  # fmt: skip
@@ -68,15 +69,15 @@ def test_an_act_on_a_message_is_found_by_its_id(
 
 def test_acts_on_queues_and_rules_record_their_arguments(rolled_back: psycopg.Connection) -> None:
     put(rolled_back, State.PENDING)
-    operations.pause_queue(rolled_back, "mail", duration=timedelta(minutes=5))
-    operations.resume_queue(rolled_back, "mail")
-    operations.limit_rate(rolled_back, "mail", operations.Rate(20, 60))
-    operations.limit_in_flight(rolled_back, "mail", 7)
-    operations.limit_in_flight(rolled_back, "mail", None)
-    operations.limit_in_flight(rolled_back, "mail", None)
-    maintenance.set_retention(rolled_back, "greet", "sent", None)
-    maintenance.unset_retention(rolled_back, "greet", "sent")
-    told = [(act.action, act.queue, act.details) for act in reversed(operations.list_acts(rolled_back))]
+    queue_controls.pause_queue(rolled_back, "mail", duration=timedelta(minutes=5))
+    queue_controls.resume_queue(rolled_back, "mail")
+    queue_controls.limit_rate(rolled_back, "mail", queue_controls.Rate(20, 60))
+    queue_controls.limit_in_flight(rolled_back, "mail", 7)
+    queue_controls.limit_in_flight(rolled_back, "mail", None)
+    queue_controls.limit_in_flight(rolled_back, "mail", None)
+    retention.set_retention(rolled_back, "greet", "sent", None)
+    retention.unset_retention(rolled_back, "greet", "sent")
+    told = [(act.action, act.queue, act.details) for act in reversed(messages.list_acts(rolled_back))]
     assert told == [
         ("pause", "mail", {"seconds": 300.0}),
         ("resume", "mail", None),
@@ -90,29 +91,29 @@ def test_acts_on_queues_and_rules_record_their_arguments(rolled_back: psycopg.Co
 
 def test_an_action_without_effect_is_not_recorded(rolled_back: psycopg.Connection) -> None:
     sent = put(rolled_back, State.SENT)
-    operations.redrive(rolled_back, [sent])
-    operations.cancel(rolled_back, sent)
-    operations.cancel(rolled_back, put(rolled_back, State.CANCELLED))
-    operations.resume_queue(rolled_back, "mail")
-    maintenance.unset_retention(rolled_back, "greet", "sent")
-    maintenance.prune(rolled_back, timedelta(days=300))
+    messages.redrive(rolled_back, [sent])
+    messages.cancel(rolled_back, sent)
+    messages.cancel(rolled_back, put(rolled_back, State.CANCELLED))
+    queue_controls.resume_queue(rolled_back, "mail")
+    retention.unset_retention(rolled_back, "greet", "sent")
+    retention.prune(rolled_back, timedelta(days=300))
     with pytest.raises(StateError):
-        operations.resend(rolled_back, put(rolled_back, State.FAILED))
-    assert operations.list_acts(rolled_back) == []
+        messages.resend(rolled_back, put(rolled_back, State.FAILED))
+    assert messages.list_acts(rolled_back) == []
 
 
 def test_a_rolled_back_act_is_not_recorded(operator: psycopg.Connection) -> None:
     message_id = put(operator, State.FAILED)
     with operator.transaction(force_rollback=True):
-        operations.redrive(operator, [message_id])
-    assert operations.list_acts(operator) == []
+        messages.redrive(operator, [message_id])
+    assert messages.list_acts(operator) == []
 
 
 def test_a_bulk_is_one_act_with_its_filter_and_a_row_for_each_batch(operator: psycopg.Connection) -> None:
     ids = [put(operator, State.FAILED, topic="mail") for _ in range(5)]
     put(operator, State.FAILED, topic="sms")
-    operations.redrive_matching(operator, MessageFilter(topic="mail"), batch_size=2)
-    acts = operations.list_acts(operator)
+    messages.redrive_matching(operator, MessageFilter(topic="mail"), batch_size=2)
+    acts = messages.list_acts(operator)
     assert [act.first_ids for act in reversed(acts)] == [ids[:2], ids[2:4], ids[4:]]
     assert len({act.act_id for act in acts}) == 1
     assert acts[0].details == {"topic": "mail", "states": ["failed"]}
@@ -121,15 +122,15 @@ def test_a_bulk_is_one_act_with_its_filter_and_a_row_for_each_batch(operator: ps
 def test_a_prune_records_the_number_of_messages(rolled_back: psycopg.Connection) -> None:
     for _ in range(3):
         put(rolled_back, State.SENT, age=timedelta(days=9))
-    maintenance.prune(rolled_back, timedelta(days=8), topic="mail")
-    (act,) = operations.list_acts(rolled_back, action=Action.PRUNE)
+    retention.prune(rolled_back, timedelta(days=8), topic="mail")
+    (act,) = messages.list_acts(rolled_back, action=Action.PRUNE)
     assert (act.message_count, act.first_ids) == (3, None)
     assert act.details == {"states": ["cancelled", "sent", "skipped"], "older_than_seconds": 691200.0, "topic": "mail"}
 
 
 def test_without_an_actor_the_role_is_recorded(rolled_back: psycopg.Connection) -> None:
     redrive_one(rolled_back)
-    (act,) = operations.list_acts(rolled_back)
+    (act,) = messages.list_acts(rolled_back)
     ((role,),) = rolled_back.execute("SELECT session_user::text")
     assert (act.actor, act.db_role, act.origin) == (role, role, None)
 
@@ -140,16 +141,16 @@ def test_an_actor_is_set_for_the_duration_of_its_block(rolled_back: psycopg.Conn
             redrive_one(rolled_back)
         redrive_one(rolled_back)
     redrive_one(rolled_back)
-    assert [act.actor for act in reversed(operations.list_acts(rolled_back))][:2] == ["grace", "ada"]
-    assert len(operations.list_acts(rolled_back, actor="ada")) == 1
+    assert [act.actor for act in reversed(messages.list_acts(rolled_back))][:2] == ["grace", "ada"]
+    assert len(messages.list_acts(rolled_back, actor="ada")) == 1
 
 
 def test_acts_page_by_id(rolled_back: psycopg.Connection) -> None:
     for _ in range(3):
         redrive_one(rolled_back)
-    first = operations.list_acts(rolled_back, limit=2)
+    first = messages.list_acts(rolled_back, limit=2)
     assert len(first) == 2
-    assert [act.id for act in operations.list_acts(rolled_back, before_id=first[-1].id)] == [first[-1].id - 1]
+    assert [act.id for act in messages.list_acts(rolled_back, before_id=first[-1].id)] == [first[-1].id - 1]
 
 
 @pytest.mark.parametrize(
@@ -164,7 +165,7 @@ def test_an_empty_audit_row_is_refused(rolled_back: psycopg.Connection, change: 
 def test_every_action_can_be_recorded(rolled_back: psycopg.Connection) -> None:
     for action in Action:
         rolled_back.execute("SELECT pgoutbox.record_act(%s)", [action.value])
-    assert {act.action for act in operations.list_acts(rolled_back)} == {action.value for action in Action}
+    assert {act.action for act in messages.list_acts(rolled_back)} == {action.value for action in Action}
 
 
 # --- by SQL -----------------------------------------------------------------------------------------------------------
@@ -215,7 +216,7 @@ def test_an_operators_act_by_sql_is_recorded(dsn: str, act: LiteralString, told:
         with login(dsn, "pgoutbox_operator") as its_dsn:
             with psycopg.connect(its_dsn, autocommit=True) as person:
                 person.execute(act, ids)
-            (row,) = operations.list_acts(owner)
+            (row,) = messages.list_acts(owner)
             which = ids.get(str(told[3]))
             assert (row.action, row.queue, row.message_count, row.first_ids, row.details) == (
                 *told[:3], [which] if isinstance(which, int) else which, told[4],
@@ -237,7 +238,7 @@ def test_a_cancel_by_an_application_is_not_recorded_as_an_act(dsn: str, role: st
         with login(dsn, *([role, "pgoutbox_operator"] if role else [])) as its_dsn:
             with psycopg.connect(its_dsn if role else dsn) as application:
                 answer = application.execute("SELECT pgoutbox.cancel(%s)", [message_id]).fetchall()
-            assert (answer, operations.list_acts(owner)) == ([("cancelled",)], [])
+            assert (answer, messages.list_acts(owner)) == ([("cancelled",)], [])
 
 
 # --- filters ----------------------------------------------------------------------------------------------------------
@@ -266,28 +267,28 @@ def test_each_filter_keeps_matching_acts(rolled_back: psycopg.Connection, which:
     )
     other = put(rolled_back, State.SENT, destination="mailto:axx@example.org")
     rolled_back.execute("UPDATE pgoutbox.message SET created_at = '2026-02-01 00:00Z' WHERE id = %s", (other,))
-    assert [m.id for m in operations.list_messages(rolled_back, which)] == [wanted]
-    assert operations.count_matching(rolled_back, which, limit=10) == 1
+    assert [m.id for m in messages.list_messages(rolled_back, which)] == [wanted]
+    assert messages.count_matching(rolled_back, which, limit=10) == 1
 
 
 def test_a_count_ends_at_its_limit(rolled_back: psycopg.Connection) -> None:
     for _ in range(4):
         put(rolled_back, State.SENT)
-    assert operations.count_matching(rolled_back, MessageFilter(), limit=3) == 3
+    assert messages.count_matching(rolled_back, MessageFilter(), limit=3) == 3
 
 
 def test_payloads_are_not_searched(rolled_back: psycopg.Connection) -> None:
     message_id = put(rolled_back, State.FAILED)
     rolled_back.execute("UPDATE pgoutbox.message SET payload = '\"swordfish\"' WHERE id = %s", (message_id,))
-    assert operations.list_messages(rolled_back, MessageFilter(text="swordfish")) == []
+    assert messages.list_messages(rolled_back, MessageFilter(text="swordfish")) == []
 
 
 def test_a_bulk_cancel_affects_only_owed_messages(operator: psycopg.Connection) -> None:
     owed = [put(operator, State.PENDING, topic="mail") for _ in range(3)]
     sending, sent = put(operator, State.SENDING, topic="mail"), put(operator, State.SENT, topic="mail")
     seen: list[int] = []
-    totals = operations.cancel_matching(operator, MessageFilter(topic="mail"), batch_size=2, progress=seen.append)
-    assert totals == operations.CancelTotals(cancelled=3, requested=1, locked=0, changed=0)
+    totals = messages.cancel_matching(operator, MessageFilter(topic="mail"), batch_size=2, progress=seen.append)
+    assert totals == messages.CancelTotals(cancelled=3, requested=1, locked=0, changed=0)
     assert [state_of(operator, message_id) for message_id in (*owed, sending, sent)] == [
         *[State.CANCELLED] * 3, State.SENDING, State.SENT,
     ]  # fmt: skip
@@ -296,7 +297,7 @@ def test_a_bulk_cancel_affects_only_owed_messages(operator: psycopg.Connection) 
 
 @pytest.mark.parametrize(
     ("bulk", "state"),
-    [(operations.cancel_matching, State.SENT), (operations.redrive_matching, State.PENDING)],
+    [(messages.cancel_matching, State.SENT), (messages.redrive_matching, State.PENDING)],
 )
 def test_a_bulk_over_the_wrong_states_is_refused(
     rolled_back: psycopg.Connection, bulk: Callable[[psycopg.Connection, MessageFilter], object], state: State

@@ -6,9 +6,9 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from pgoutbox import sql
-from pgoutbox.store import BreakerRow
-from tests import races
+from pgoutbox.database import sql
+from pgoutbox.database.store import BreakerRow
+from tests.support import races
 
 if TYPE_CHECKING:
     import psycopg

@@ -13,7 +13,7 @@ from hypothesis import given as drawing
 from hypothesis import strategies as st
 
 from pgoutbox import NewMessage, Outbox
-from tests import races
+from tests.support import races
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -141,7 +141,7 @@ def test_messages_of_one_key_have_ids_in_the_order_of_the_items_across_topics(
     items: list[Item],
 ) -> None:
     """An ordering key belongs to its queue, a coalesce key to its topic. Python sends several statements."""
-    monkeypatch.setattr("pgoutbox.drafts.CHUNK_ROWS", 5)
+    monkeypatch.setattr("pgoutbox.enqueue.validation.CHUNK_ROWS", 5)
     ids_by_key: dict[tuple[str | None, ...], list[int]] = {}
     for index, message_id, _ in sorted(enqueue_all(rolled_back, items)):
         item = items[index]

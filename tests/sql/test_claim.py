@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, LiteralString, Unpack
 
 import pytest
 
-from pgoutbox import sql
+from pgoutbox.database import sql
+from pgoutbox.database.store import ClaimedRow, Verdict
 from pgoutbox.message import AttemptOutcome, State
-from pgoutbox.store import ClaimedRow, Verdict
-from tests.messages import PUT_FINAL
-from tests.outbox_actions import (
+from tests.support.messages import PUT_FINAL
+from tests.support.outbox_actions import (
     LEASE_SECONDS,
     Options,
     attempts_of,

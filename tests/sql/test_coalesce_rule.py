@@ -10,10 +10,10 @@ import pytest
 from psycopg import errors
 from psycopg.types.json import Jsonb
 
-from pgoutbox import sql
+from pgoutbox.database import sql
+from pgoutbox.database.store import Verdict
 from pgoutbox.message import AttemptOutcome
-from pgoutbox.store import Verdict
-from tests.outbox_actions import (
+from tests.support.outbox_actions import (
     Options,
     attempts_of,
     cancel,

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pgoutbox import session, sql
+from pgoutbox.dashboard.history import Minute, percentiles
+from pgoutbox.dashboard.reads import Search
+from pgoutbox.database import operator_connection, sql
 from pgoutbox.message import State
-from pgoutbox.operations import MessageFilter
-from pgoutbox.web.history import Minute, percentiles
-from pgoutbox.web.reads import Search
+from pgoutbox.operations.messages import MessageFilter
 
 if TYPE_CHECKING:
     import psycopg
@@ -48,8 +48,8 @@ def full(rolled_back: psycopg.Connection, request: pytest.FixtureRequest) -> psy
     rolled_back.execute("INSERT INTO pgoutbox.queue (name, max_in_flight) VALUES ('default', 5)")
     if request.param == "with statistics":
         rolled_back.execute("ANALYZE pgoutbox.message")
-    with session.limiting(30):
-        session.prepare(rolled_back)
+    with operator_connection.limiting(30):
+        operator_connection.prepare(rolled_back)
     rolled_back.execute("SET LOCAL parallel_setup_cost = 0")
     rolled_back.execute("SET LOCAL parallel_tuple_cost = 0")
     rolled_back.execute("SET LOCAL min_parallel_table_scan_size = 0")

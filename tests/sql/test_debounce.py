@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pgoutbox.database.store import Verdict
 from pgoutbox.message import AttemptOutcome
-from pgoutbox.store import Verdict
-from tests import races
-from tests.outbox_actions import claim, enqueue, finish, finish_sent, ids_in_flight
+from tests.support import races
+from tests.support.outbox_actions import claim, enqueue, finish, finish_sent, ids_in_flight
 
 if TYPE_CHECKING:
     from datetime import datetime

@@ -17,13 +17,14 @@ from hypothesis import strategies as st
 from psycopg import errors
 from psycopg.rows import namedtuple_row
 
-from pgoutbox import CancelResult, Enqueued, NewMessage, Outbox, migrate, sql
-from pgoutbox.adapters import sqlstate_of
+from pgoutbox import CancelResult, Enqueued, NewMessage, Outbox, migrate
+from pgoutbox.database import sql
 from pgoutbox.embedded import embedded_server
+from pgoutbox.enqueue.adapters import sqlstate_of
 from pgoutbox.errors import SchemaError
 from pgoutbox.message import State
-from tests.messages import put
-from tests.outbox_actions import WatchedWorker, ask_for_bells, enqueue, running, settings_for
+from tests.support.messages import put
+from tests.support.outbox_actions import WatchedWorker, ask_for_bells, enqueue, running, settings_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

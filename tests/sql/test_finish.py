@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Unpack
 import psycopg
 import pytest
 
-from pgoutbox import sql
+from pgoutbox.database import sql
+from pgoutbox.database.store import Verdict
 from pgoutbox.message import AttemptOutcome, State
-from pgoutbox.store import Verdict
-from tests.outbox_actions import (
+from tests.support.outbox_actions import (
     Options,
     attempts_of,
     cancel,

@@ -10,11 +10,21 @@ import pytest
 from psycopg import errors
 from psycopg.types.json import Jsonb
 
-from pgoutbox import operations, sql
-from pgoutbox.maintenance import prune_by_retention, set_retention
+from pgoutbox.database import sql
 from pgoutbox.message import State
-from tests.messages import LARGE, PUT_FINAL
-from tests.outbox_actions import cancel, claim, enqueue, finish_sent, finish_sent_and_forget, redrive, rows_of, state_of
+from pgoutbox.operations import messages
+from pgoutbox.operations.retention import prune_by_retention, set_retention
+from tests.support.messages import LARGE, PUT_FINAL
+from tests.support.outbox_actions import (
+    cancel,
+    claim,
+    enqueue,
+    finish_sent,
+    finish_sent_and_forget,
+    redrive,
+    rows_of,
+    state_of,
+)
 
 if TYPE_CHECKING:
     import psycopg
@@ -105,7 +115,7 @@ class TestRead:
 
     def test_views_show_large_payloads_like_others(self, rolled_back: psycopg.Connection) -> None:
         message_id = enqueue(rolled_back, payload=LARGE)
-        message, _ = operations.show_message(rolled_back, message_id)
+        message, _ = messages.show_message(rolled_back, message_id)
         assert message.payload == LARGE
         shown = rolled_back.execute("SELECT payload FROM pgoutbox.message_view").fetchall()
         assert shown == [({"text": "(redacted)"},)]
@@ -113,7 +123,7 @@ class TestRead:
     def test_a_message_with_a_missing_payload_can_be_shown(self, rolled_back: psycopg.Connection) -> None:
         message_id = enqueue(rolled_back, payload=LARGE)
         rolled_back.execute("DELETE FROM pgoutbox.large_payload")
-        message, _ = operations.show_message(rolled_back, message_id)
+        message, _ = messages.show_message(rolled_back, message_id)
         assert message.payload is None
 
     def test_the_doctor_recognises_an_encrypted_large_payload(self, rolled_back: psycopg.Connection) -> None:
@@ -123,7 +133,7 @@ class TestRead:
 
     def test_a_resent_message_has_a_copy(self, rolled_back: psycopg.Connection) -> None:
         source_id = end(rolled_back, enqueue(rolled_back, payload=LARGE))
-        copy_id = operations.resend(rolled_back, source_id)
+        copy_id = messages.resend(rolled_back, source_id)
         assert payloads(rolled_back) == [LARGE, LARGE]
         assert stored(rolled_back) == [source_id, copy_id]
 

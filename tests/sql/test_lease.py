@@ -6,17 +6,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import pytest
 
-from pgoutbox.store import HeldRow
-from tests.outbox_actions import (
-    LEASE_SECONDS,
-    cancel,
-    claim,
-    enqueue,
-    finish_sent,
-    lapse,
-    renew,
-    watch,
-)
+from pgoutbox.database.store import HeldRow
+from tests.support.outbox_actions import LEASE_SECONDS, cancel, claim, enqueue, finish_sent, lapse, renew, watch
 
 if TYPE_CHECKING:
     import psycopg

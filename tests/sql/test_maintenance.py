@@ -10,14 +10,17 @@ from typing import TYPE_CHECKING, LiteralString
 import psycopg
 import pytest
 
-from pgoutbox import CancelResult, maintenance, operations, session, sql
+from pgoutbox import CancelResult
+from pgoutbox.database import operator_connection, sql
+from pgoutbox.database.store import Verdict
 from pgoutbox.errors import ConfigurationError, MessageNotFoundError, SchemaError, StateError
 from pgoutbox.message import FINAL_STATES, AttemptOutcome, State
-from pgoutbox.operations import MessageFilter, RedriveResult
+from pgoutbox.operations import messages as operations
+from pgoutbox.operations import queue_controls, retention
+from pgoutbox.operations.messages import MessageFilter, RedriveResult
 from pgoutbox.settings import load_settings
-from pgoutbox.store import Verdict
-from tests.messages import ADD_ATTEMPT, PUT_SENDING, meanwhile, put
-from tests.outbox_actions import ask_for_bells, claim, finish
+from tests.support.messages import ADD_ATTEMPT, PUT_SENDING, meanwhile, put
+from tests.support.outbox_actions import ask_for_bells, claim, finish
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -73,7 +76,7 @@ def sleeping_worker(connect: Connect, bell: str = "armed") -> Iterator[Callable[
 @pytest.fixture
 def operator(dsn: str) -> Iterator[psycopg.Connection]:
     """Open the connection of an operator to the test's own database; its actions are committed."""
-    with session.connect(load_settings(dsn=dsn)) as connection:
+    with operator_connection.connect(load_settings(dsn=dsn)) as connection:
         yield connection
 
 
@@ -81,7 +84,7 @@ class TestConnect:
     def test_a_missing_schema_is_refused_with_the_command_to_create_it(self, empty_dsn: str) -> None:
         with (
             pytest.raises(SchemaError, match="pgoutbox migrate"),
-            session.connect(load_settings(dsn=empty_dsn)),
+            operator_connection.connect(load_settings(dsn=empty_dsn)),
         ):
             pytest.fail("connected")
 
@@ -94,7 +97,7 @@ class TestConnect:
             try:
                 with (
                     pytest.raises(ConfigurationError, match="SQL_ASCII"),
-                    session.connect(load_settings(dsn=server.dsn_for(name.decode()))),
+                    operator_connection.connect(load_settings(dsn=server.dsn_for(name.decode()))),
                 ):
                     pytest.fail("connected")
             finally:
@@ -102,23 +105,26 @@ class TestConnect:
 
     def test_a_read_only_session_is_refused_only_for_writing(self, dsn: str) -> None:
         settings = load_settings(dsn=f"{dsn}&options=-c%20default_transaction_read_only%3Don")
-        with pytest.raises(ConfigurationError, match="default_transaction_read_only"), session.connect(settings):
+        with (
+            pytest.raises(ConfigurationError, match="default_transaction_read_only"),
+            operator_connection.connect(settings),
+        ):
             pytest.fail("connected")
-        with session.connect(settings, read_only=True) as connection:
+        with operator_connection.connect(settings, read_only=True) as connection:
             assert operations.list_messages(connection) == []
 
     def test_a_connection_for_reading_cannot_write(self, dsn: str) -> None:
         with (
-            session.connect(load_settings(dsn=dsn), read_only=True) as connection,
+            operator_connection.connect(load_settings(dsn=dsn), read_only=True) as connection,
             pytest.raises(psycopg.errors.ReadOnlySqlTransaction),
         ):
-            operations.pause_queue(connection, "default")
+            queue_controls.pause_queue(connection, "default")
 
     def test_defaults_of_the_role_do_not_matter(self, dsn: str) -> None:
         options = "-c search_path=pg_temp -c default_transaction_isolation=serializable -c statement_timeout=1234"
         settings = load_settings(dsn=f"{dsn}&options={options.replace(' ', '%20').replace('=', '%3D')}")
-        with session.connect(settings) as connection, connection.transaction():
-            session.prepare(connection)
+        with operator_connection.connect(settings) as connection, connection.transaction():
+            operator_connection.prepare(connection)
             row = connection.execute(
                 """
                 SELECT
@@ -140,12 +146,12 @@ class TestConnect:
         message_id = put(db, State.FAILED, age=2 * DAY)
         db.execute(TAKE_LONG)
         settings = load_settings(dsn=f"{dsn}&options=-c%20transaction_timeout%3D2s" if has_limit else dsn)
-        with session.connect(settings) as operator:
+        with operator_connection.connect(settings) as operator:
             assert not has_limit or operator.execute("SHOW transaction_timeout").fetchone() == ("2s",)
             if state is State.PENDING:
                 operations.redrive(operator, [message_id])
             else:
-                maintenance.prune(operator, DAY, states=FINAL_STATES)
+                retention.prune(operator, DAY, states=FINAL_STATES)
         assert state_of(db, message_id) == state
 
     def test_a_statement_that_lost_a_race_is_repeated(self, operator: psycopg.Connection) -> None:
@@ -157,7 +163,7 @@ class TestConnect:
                 operator.execute("DO $$ BEGIN RAISE SQLSTATE '40001'; END $$")
             return "done"
 
-        assert session.transact(operator, work) == "done"
+        assert operator_connection.transact(operator, work) == "done"
         assert len(trials) == 3
 
 
@@ -258,9 +264,9 @@ class TestCount:
 
     def test_known_queues_come_from_messages_and_settings(self, rolled_back: psycopg.Connection) -> None:
         put(rolled_back, State.SENT, queue="old")
-        operations.pause_queue(rolled_back, "held")
-        assert operations.known_queues(rolled_back) == ["held", "old"]
-        assert operations.unknown_queues(rolled_back, ["old", "odl", "held"]) == ["odl"]
+        queue_controls.pause_queue(rolled_back, "held")
+        assert queue_controls.known_queues(rolled_back) == ["held", "old"]
+        assert queue_controls.unknown_queues(rolled_back, ["old", "odl", "held"]) == ["odl"]
 
 
 class TestRedrive:
@@ -338,7 +344,7 @@ class TestRedrive:
     ) -> None:
         first = put(rolled_back, State.CANCELLED, dedupe_key="k")
         put(rolled_back, State.SENT, dedupe_key="k", age=2 * DAY)
-        maintenance.prune(rolled_back, states=[State.SENT], older_than=DAY)
+        retention.prune(rolled_back, states=[State.SENT], older_than=DAY)
         assert count(rolled_back, "dedupe") == 0
         assert operations.redrive(rolled_back, [first]) == [operations.Redriven(first, RedriveResult.REDRIVEN)]
         assert put(rolled_back, dedupe_key="k") == first
@@ -571,8 +577,8 @@ class TestPrune:
             put(rolled_back, state, age=2 * DAY)
         put(rolled_back, State.SENT)
         expected = {State.SENT: 1, State.SKIPPED: 1, State.CANCELLED: 1}
-        assert maintenance.count_prunable(rolled_back, DAY) == expected
-        totals = maintenance.prune(rolled_back, DAY)
+        assert retention.count_prunable(rolled_back, DAY) == expected
+        totals = retention.prune(rolled_back, DAY)
         assert (totals.messages, totals.total) == (expected, 3)
         left = [m.state for m in operations.list_messages(rolled_back)]
         assert left == [State.SENT, State.FAILED, State.SENDING, State.PENDING]
@@ -580,20 +586,20 @@ class TestPrune:
     def test_failed_messages_are_pruned_only_on_request(self, rolled_back: psycopg.Connection) -> None:
         put(rolled_back, State.FAILED, age=2 * DAY)
         put(rolled_back, State.SENT, age=2 * DAY)
-        assert maintenance.prune(rolled_back, DAY, states=[State.FAILED]).messages == {State.FAILED: 1}
+        assert retention.prune(rolled_back, DAY, states=[State.FAILED]).messages == {State.FAILED: 1}
         assert [m.state for m in operations.list_messages(rolled_back)] == [State.SENT]
 
     def test_a_prune_by_topic_keeps_other_topics(self, rolled_back: psycopg.Connection) -> None:
         put(rolled_back, State.SENT, topic="sms", age=2 * DAY)
         put(rolled_back, State.SENT, age=2 * DAY)
-        maintenance.prune(rolled_back, DAY, topic="sms")
+        retention.prune(rolled_back, DAY, topic="sms")
         assert [m.topic for m in operations.list_messages(rolled_back)] == ["mail"]
 
     @pytest.mark.parametrize("state", [State.PENDING, State.SENDING])
     def test_a_prune_of_owed_messages_is_refused(self, rolled_back: psycopg.Connection, state: State) -> None:
         put(rolled_back, state)
         with pytest.raises(StateError, match=f"state {state} are still owed"):
-            maintenance.prune(rolled_back, DAY, states=[state])
+            retention.prune(rolled_back, DAY, states=[state])
 
     @pytest.mark.parametrize("state", [State.PENDING, State.SENDING])
     def test_the_statement_itself_skips_owed_messages(self, rolled_back: psycopg.Connection, state: State) -> None:
@@ -611,7 +617,7 @@ class TestPrune:
         young = put(rolled_back, State.SENT, dedupe_key="young")
         for message_id in (old, young):
             rolled_back.execute(ADD_ATTEMPT, (message_id, 1))
-        maintenance.prune(rolled_back, DAY)
+        retention.prune(rolled_back, DAY)
         assert (count(rolled_back, "attempt"), count(rolled_back, "dedupe")) == (1, 1)
         assert put(rolled_back, dedupe_key="young") == young
         assert put(rolled_back, dedupe_key="old") > young
@@ -619,13 +625,13 @@ class TestPrune:
     def test_a_coalesce_key_is_deleted_with_its_last_message(self, rolled_back: psycopg.Connection) -> None:
         put(rolled_back, State.SENT, topic="sms", coalesce_key="k", age=2 * DAY)
         put(rolled_back, coalesce_key="k")
-        assert maintenance.prune(rolled_back, DAY).coalesce_keys == 1
+        assert retention.prune(rolled_back, DAY).coalesce_keys == 1
         assert rolled_back.execute("SELECT topic, coalesce_key FROM pgoutbox.coalesce").fetchall() == [("mail", "k")]
 
     def test_an_ordering_key_is_deleted_with_its_last_message(self, rolled_back: psycopg.Connection) -> None:
         put(rolled_back, State.SENT, queue="bulk", ordering_key="k", age=2 * DAY)
         put(rolled_back, ordering_key="k")
-        maintenance.prune(rolled_back, DAY)
+        retention.prune(rolled_back, DAY)
         assert rolled_back.execute("SELECT queue, ordering_key FROM pgoutbox.ordering").fetchall() == [("default", "k")]
 
     def test_a_prune_deletes_at_most_the_requested_number_of_contents_at_once(
@@ -647,7 +653,7 @@ class TestPrune:
         put(operator, State.SENT, age=2 * DAY, **{name: "k"})
         put(operator)
         put(producer, **{name: "k"})  # type: ignore[arg-type]
-        assert maintenance.prune(operator, DAY).total == 1
+        assert retention.prune(operator, DAY).total == 1
         producer.commit()
         assert count(operator, table) == 1
 
@@ -655,14 +661,14 @@ class TestPrune:
         message_id = put(operator, State.SENT, age=2 * DAY)
         other = connect()
         other.execute("SELECT FROM pgoutbox.message WHERE id = %s FOR UPDATE", (message_id,))
-        assert maintenance.prune(operator, DAY).total == 0
+        assert retention.prune(operator, DAY).total == 0
 
     def test_each_batch_is_committed_separately(self, operator: psycopg.Connection, connect: Connect) -> None:
         for _ in range(5):
             put(operator, State.SENT, age=2 * DAY)
         observer = connect(autocommit=True)
         seen: list[tuple[int, int]] = []
-        maintenance.prune(
+        retention.prune(
             operator, DAY, batch_size=2, progress=lambda done: seen.append((done, count(observer, "message")))
         )
         assert seen == [(2, 3), (4, 1), (5, 0)]
@@ -670,43 +676,43 @@ class TestPrune:
     @pytest.mark.parametrize("older_than", [timedelta(), -DAY, timedelta(days=36_501)])
     def test_an_invalid_age_is_refused(self, rolled_back: psycopg.Connection, older_than: timedelta) -> None:
         with pytest.raises(ConfigurationError, match="older_than"):
-            maintenance.prune(rolled_back, older_than)
+            retention.prune(rolled_back, older_than)
 
 
 class TestQueues:
     def test_a_second_pause_keeps_the_first_time(self, operator: psycopg.Connection) -> None:
-        paused_at, resume_at = operations.pause_queue(operator, "bulk")
+        paused_at, resume_at = queue_controls.pause_queue(operator, "bulk")
         assert resume_at is None
-        assert operations.pause_queue(operator, "bulk") == (paused_at, None)
-        assert [(q.queue, q.paused_at) for q in operations.list_queues(operator)] == [("bulk", paused_at)]
+        assert queue_controls.pause_queue(operator, "bulk") == (paused_at, None)
+        assert [(q.queue, q.paused_at) for q in queue_controls.list_queues(operator)] == [("bulk", paused_at)]
 
     def test_a_pause_with_an_end_can_be_extended_or_made_unlimited(self, operator: psycopg.Connection) -> None:
-        paused_at, first_end = operations.pause_queue(operator, "bulk", duration=timedelta(minutes=1))
-        _, second_end = operations.pause_queue(operator, "bulk", duration=timedelta(hours=1))
+        paused_at, first_end = queue_controls.pause_queue(operator, "bulk", duration=timedelta(minutes=1))
+        _, second_end = queue_controls.pause_queue(operator, "bulk", duration=timedelta(hours=1))
         assert first_end is not None
         assert second_end is not None
         assert second_end - first_end > timedelta(minutes=58)
-        assert operations.pause_queue(operator, "bulk") == (paused_at, None)
+        assert queue_controls.pause_queue(operator, "bulk") == (paused_at, None)
 
     def test_an_expired_pause_does_not_count(self, operator: psycopg.Connection) -> None:
-        former, _ = operations.pause_queue(operator, "bulk", duration=timedelta(minutes=1))
+        former, _ = queue_controls.pause_queue(operator, "bulk", duration=timedelta(minutes=1))
         operator.execute("UPDATE pgoutbox.queue SET resume_at = now() - interval '1 s'")
-        assert operations.list_queues(operator) == []
-        again, _ = operations.pause_queue(operator, "bulk")
+        assert queue_controls.list_queues(operator) == []
+        again, _ = queue_controls.pause_queue(operator, "bulk")
         assert again > former
 
     def test_resume_reports_if_the_queue_was_paused(self, rolled_back: psycopg.Connection) -> None:
-        operations.pause_queue(rolled_back, "bulk")
-        assert operations.resume_queue(rolled_back, "bulk")
-        assert not operations.resume_queue(rolled_back, "bulk")
-        operations.pause_queue(rolled_back, "bulk", duration=DAY)
+        queue_controls.pause_queue(rolled_back, "bulk")
+        assert queue_controls.resume_queue(rolled_back, "bulk")
+        assert not queue_controls.resume_queue(rolled_back, "bulk")
+        queue_controls.pause_queue(rolled_back, "bulk", duration=DAY)
         rolled_back.execute("UPDATE pgoutbox.queue SET paused_at = now() - interval '2 days', resume_at = now()")
-        assert not operations.resume_queue(rolled_back, "bulk")  # The pause has ended by itself.
-        assert not operations.resume_queue(rolled_back, "default")
-        assert operations.list_queues(rolled_back) == []
+        assert not queue_controls.resume_queue(rolled_back, "bulk")  # The pause has ended by itself.
+        assert not queue_controls.resume_queue(rolled_back, "default")
+        assert queue_controls.list_queues(rolled_back) == []
 
     def test_resume_wakes_a_sleeping_worker(self, operator: psycopg.Connection, connect: Connect) -> None:
-        operations.pause_queue(operator, "default")
+        queue_controls.pause_queue(operator, "default")
         with sleeping_worker(connect, "limited") as rings:
-            operations.resume_queue(operator, "default")
+            queue_controls.resume_queue(operator, "default")
             assert rings() == ["all default"]

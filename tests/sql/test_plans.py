@@ -15,8 +15,8 @@ import psycopg
 import pytest
 from pydantic import BaseModel, Field
 
-from pgoutbox import sql
-from pgoutbox.link import timeouts
+from pgoutbox.database import sql
+from pgoutbox.database.worker_connection import timeouts
 from pgoutbox.settings import load_settings
 
 if TYPE_CHECKING:

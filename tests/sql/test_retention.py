@@ -9,14 +9,21 @@ from typing import TYPE_CHECKING, LiteralString
 import psycopg
 import pytest
 
-from pgoutbox import maintenance, session, sql
+from pgoutbox.database import operator_connection, sql
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.maintenance import RetentionRule, prune_by_retention, retention_rules, set_retention, unset_retention
 from pgoutbox.message import FINAL_STATES, State
+from pgoutbox.operations import retention
+from pgoutbox.operations.retention import (
+    RetentionRule,
+    prune_by_retention,
+    retention_rules,
+    set_retention,
+    unset_retention,
+)
 from pgoutbox.settings import load_settings
-from tests import races
-from tests.messages import ADD_ATTEMPT, put
-from tests.outbox_actions import (
+from tests.support import races
+from tests.support.messages import ADD_ATTEMPT, put
+from tests.support.outbox_actions import (
     attempts_of,
     cancel,
     claim,
@@ -46,7 +53,7 @@ def rolled_back(rolled_back: psycopg.Connection) -> psycopg.Connection:
 @pytest.fixture
 def operator(dsn: str) -> Iterator[psycopg.Connection]:
     """Open the connection of an operator to the test's own database; its actions are committed."""
-    with session.connect(load_settings(dsn=dsn)) as connection:
+    with operator_connection.connect(load_settings(dsn=dsn)) as connection:
         yield connection
 
 
@@ -241,7 +248,7 @@ class TestPrune:
         prune_by_retention(operator)
         operator.execute("UPDATE pgoutbox.dedupe SET created_at = now() - interval '9 days'")
         connect().execute("SELECT FROM pgoutbox.dedupe FOR UPDATE")
-        totals = prune_by_retention(operator) if by_rule else maintenance.prune(operator, DAY)
+        totals = prune_by_retention(operator) if by_rule else retention.prune(operator, DAY)
         assert totals.dedupe_keys == 0
 
     def test_keys_of_deleted_messages_have_their_own_rule(self, rolled_back: psycopg.Connection) -> None:
@@ -265,10 +272,10 @@ class TestPrune:
         prune_by_retention(rolled_back)
         put(rolled_back, dedupe_key="live")
         rolled_back.execute("UPDATE pgoutbox.dedupe SET created_at = now() - interval '9 days'")
-        assert maintenance.prune(rolled_back, DAY, states=[State.FAILED]).dedupe_keys == 0
-        assert maintenance.prune(rolled_back, 10 * DAY).dedupe_keys == 0
-        assert maintenance.prune(rolled_back, DAY, topic="sms").dedupe_keys == 0
-        assert maintenance.prune(rolled_back, DAY).dedupe_keys == 1
+        assert retention.prune(rolled_back, DAY, states=[State.FAILED]).dedupe_keys == 0
+        assert retention.prune(rolled_back, 10 * DAY).dedupe_keys == 0
+        assert retention.prune(rolled_back, DAY, topic="sms").dedupe_keys == 0
+        assert retention.prune(rolled_back, DAY).dedupe_keys == 1
         assert keys_of(rolled_back) == ["live"]
 
     def test_a_locked_message_is_skipped(self, operator: psycopg.Connection, connect: Connect) -> None:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, LiteralString
 import psycopg
 import pytest
 
+from pgoutbox.database.store import Verdict
 from pgoutbox.message import FINAL_STATES, TRANSITIONS, AttemptOutcome, State
-from pgoutbox.store import Verdict
-from tests.outbox_actions import cancel, claim, enqueue, finish, finish_sent, lapse, redrive, state_of
+from tests.support.outbox_actions import cancel, claim, enqueue, finish, finish_sent, lapse, redrive, state_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,8 +10,8 @@ from psycopg.types.json import Jsonb
 
 from pgoutbox.message import State
 from pgoutbox.redaction import REDACTED, REDACTED_NAMES, redact_text
-from tests.messages import put
-from tests.outbox_actions import claim, claim_ordered, enqueue, ids_in_flight
+from tests.support.messages import put
+from tests.support.outbox_actions import claim, claim_ordered, enqueue, ids_in_flight
 
 if TYPE_CHECKING:
     from collections.abc import Callable

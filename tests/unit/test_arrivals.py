@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-from pgoutbox.arrivals import Arrivals
-from pgoutbox.store import Horizon
+from pgoutbox.database.store import Horizon
+from pgoutbox.worker.arrivals import Arrivals
 
 START = datetime(2024, 1, 1, tzinfo=UTC)
 

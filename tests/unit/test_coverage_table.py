@@ -19,10 +19,10 @@ def summary(statements: int, lines: int, branches: int = 0, taken: int = 0) -> d
 
 def test_files_are_added_up_by_package(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     files = {
-        "pgoutbox/web/app.py": summary(10, 4, 10, 6),
+        "pgoutbox/dashboard/app.py": summary(10, 4, 10, 6),
         "pgoutbox/outbox.py": summary(1000, 1000),
         "pgoutbox/retry.py": summary(70, 48, 30, 2),
-        "pgoutbox/web/__init__.py": summary(0, 0),
+        "pgoutbox/dashboard/__init__.py": summary(0, 0),
     }
     monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps({"files": files})))
     main()

@@ -11,12 +11,12 @@ from typing import Any
 import psycopg
 import pytest
 
-from pgoutbox.drafts import CHUNK_ROWS, Draft, carrying, chunks, text_array
+from pgoutbox.enqueue.validation import CHUNK_ROWS, Draft, carrying, chunks, text_array
 from pgoutbox.errors import ConfigurationError, PayloadError
 from pgoutbox.options import check_key, check_name, check_whole
 from pgoutbox.retry import RetryPolicy
 from pgoutbox.topics import NewMessage, Topic
-from tests.drafts import DEFAULT, Account, draft_of, refusal
+from tests.support.drafts import DEFAULT, Account, draft_of, refusal
 
 HUGE = pytest.param(10**5000, id="5001 digits")  # More digits than Python converts.
 NOW = datetime.now(UTC)
@@ -362,7 +362,7 @@ def test_a_bulk_has_unkeyed_messages_first_and_then_keyed_ones_in_lock_order() -
 def test_a_chunk_is_limited_in_rows_and_in_characters(monkeypatch: pytest.MonkeyPatch) -> None:
     small = [draft_of("a", 1)] * (2 * CHUNK_ROWS + 1)
     assert [len(chunk) for chunk in positions(small)] == [CHUNK_ROWS, CHUNK_ROWS, 1]
-    monkeypatch.setattr("pgoutbox.drafts.CHUNK_CHARACTERS", 10)
+    monkeypatch.setattr("pgoutbox.enqueue.validation.CHUNK_CHARACTERS", 10)
     large = [draft_of("a", "x" * size) for size in (3, 3, 3, 30, 3)]
     assert positions(large) == [[0, 1], [2], [3], [4]]
 

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from pgoutbox.message import Permanent, Unavailable
 from pgoutbox.settings import Settings, load_settings
 from pgoutbox.transports import Content
-from pgoutbox.transports.mail import MAX_ATTACHMENT_BYTES, MAX_RECIPIENT_COUNT, Attachment, Email, render
-from tests.sends import outgoing
-from tests.smtp_server import parsed
+from pgoutbox.transports.smtp.mail import MAX_ATTACHMENT_BYTES, MAX_RECIPIENT_COUNT, Attachment, Email, render
+from tests.support.sends import outgoing
+from tests.support.smtp_server import parsed
 
 if TYPE_CHECKING:
     from email.message import EmailMessage

@@ -11,8 +11,8 @@ from cryptography.fernet import Fernet
 from pydantic import JsonValue, SecretStr
 from typing_extensions import Unpack
 
-from pgoutbox.drafts import Draft, prepare
 from pgoutbox.encryption import SEALED, Identity, Keyring, is_sealed, unseal
+from pgoutbox.enqueue.validation import Draft, prepare
 from pgoutbox.errors import ConfigurationError, MissingExtraError, PayloadError
 from pgoutbox.message import Permanent, Transient
 from pgoutbox.outbox import MessageOptions

@@ -12,9 +12,9 @@ from pydantic import BaseModel
 
 from pgoutbox.message import Permanent, Unavailable
 from pgoutbox.settings import Settings, load_settings
-from pgoutbox.transports.events import Event, parse_name, part_key, render
-from pgoutbox.transports.mail import Email
-from tests.sends import outgoing
+from pgoutbox.transports.brokers.events import Event, parse_name, part_key, render
+from pgoutbox.transports.smtp.mail import Email
+from tests.support.sends import outgoing
 
 
 class Order(BaseModel):

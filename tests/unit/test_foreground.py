@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.foreground import in_foreground
+from tests.support.foreground import in_foreground
 
 IGNORING = ("/bin/sh", "-c", 'trap "" INT; exec "$@"', "sh")
 INTERRUPTED = ("-c", "import signal; signal.raise_signal(signal.SIGINT)")

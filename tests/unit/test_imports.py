@@ -36,7 +36,7 @@ def test_the_import_loads_no_optional_dependency() -> None:
 
 
 def test_the_commands_do_not_load_the_dashboard() -> None:
-    assert not loaded_by("import pgoutbox.commands") & {"starlette", "uvicorn", "jinja2", "h11", "anyio"}
+    assert not loaded_by("import pgoutbox.cli.commands") & {"starlette", "uvicorn", "jinja2", "h11", "anyio"}
 
 
 def test_an_application_with_an_outbox_can_be_imported_without_any_setting() -> None:
@@ -76,8 +76,8 @@ def test_metrics_without_their_extra_end_the_worker_with_the_install_command(mis
     program = f"""
 import sys
 sys.modules["{missing}"] = None
-from pgoutbox.cli import main
-sys.exit(main(["worker", "--app", "tests.acceptance.app:outbox"]))
+from pgoutbox.cli.main import main
+sys.exit(main(["worker", "--app", "tests.support.app:outbox"]))
 """
     result = subprocess.run(
         [sys.executable, "-c", program],

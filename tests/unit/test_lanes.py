@@ -7,8 +7,9 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from pgoutbox.database.store import ClaimedRow, DueRow, Floor
 from pgoutbox.errors import ConfigurationError
-from pgoutbox.lanes import (
+from pgoutbox.worker.claim_planner import (
     FULL_CLAIM_SECONDS,
     FULL_CLAIM_SHARE,
     Cursor,
@@ -18,7 +19,6 @@ from pgoutbox.lanes import (
     QueueShare,
     parse_queues,
 )
-from pgoutbox.store import ClaimedRow, DueRow, Floor
 
 NOON = datetime(2024, 1, 1, 12, tzinfo=UTC)
 LIMIT = 4

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pgoutbox.console import configure_logging
+from pgoutbox.cli.console import configure_logging
 from pgoutbox.settings import load_settings
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pgoutbox.health import LoopWatch, reasons_not_ready
-from pgoutbox.measures import HANDLER_SECONDS, WAIT_SECONDS, Distribution, Measures, Vitals
-from tests.sends import outgoing
+from pgoutbox.observability.health import LoopWatch, reasons_not_ready
+from pgoutbox.observability.measures import HANDLER_SECONDS, WAIT_SECONDS, Distribution, Measures, Vitals
+from tests.support.sends import outgoing
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from pgoutbox.message import FINAL_STATES, TRANSITIONS, Message, Permanent, Skip, Snooze, State, Transient, new_message
-from pgoutbox.telemetry import Event, event_of_state
+from pgoutbox.observability.events import Event, event_of_state
 
 MESSAGE: Message[object] = Message(
     id=7,

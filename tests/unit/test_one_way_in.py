@@ -1,4 +1,4 @@
-"""Tests that every connection to PostgreSQL has the options of `pgoutbox.connections`: no module connects directly."""
+"""Tests that every connection to PostgreSQL has the options of `database.connections`: no module connects directly."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import pytest
 from psycopg.conninfo import conninfo_to_dict
 
 import pgoutbox
-from pgoutbox.connections import conninfo_for
+from pgoutbox.database.connections import conninfo_for
 
 PACKAGE = Path(pgoutbox.__file__).parent
 # The demo's own connection belongs to its application, not to the package.
 MODULES = sorted(
     path
     for path in PACKAGE.rglob("*.py")
-    if path != PACKAGE / "connections.py" and not {"migrations", "demo"} & set(path.relative_to(PACKAGE).parts)
+    if path != PACKAGE / "database" / "connections.py"
+    and not {"migrations", "demo"} & set(path.relative_to(PACKAGE).parts)
 )
 OPENERS = {"psycopg.connect", "Connection.connect", "AsyncConnection.connect"}
 POOLS = {"ConnectionPool", "AsyncConnectionPool", "NullConnectionPool", "AsyncNullConnectionPool"}

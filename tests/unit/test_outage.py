@@ -10,9 +10,9 @@ import psycopg
 import pytest
 
 from pgoutbox.errors import SchemaError
-from pgoutbox.outage import Outage
-from pgoutbox.telemetry import Event, Telemetry
-from tests.outbox_actions import PATIENCE_SECONDS
+from pgoutbox.observability.events import Event, Telemetry
+from pgoutbox.worker.reconnect import Outage
+from tests.support.outbox_actions import PATIENCE_SECONDS
 
 AWAY = psycopg.OperationalError("connection refused")
 
@@ -31,7 +31,7 @@ class AwaitedEvent(asyncio.Event):
 
 def outage_of() -> tuple[Outage, Telemetry]:
     """Return the outage of a worker that is to stop: its pauses end at once."""
-    telemetry = Telemetry(logging.getLogger("tests.outage"))
+    telemetry = Telemetry(logging.getLogger("benchmarks.outage"))
     stopping = asyncio.Event()
     stopping.set()
     return Outage(telemetry, stopping=stopping), telemetry
@@ -50,7 +50,7 @@ async def test_an_outage_and_its_end_are_logged_once_each() -> None:
 
 async def test_a_stopping_worker_does_not_wait_for_the_end_of_an_outage() -> None:
     stopping = AwaitedEvent()
-    outage = Outage(Telemetry(logging.getLogger("tests.outage")), stopping=stopping)
+    outage = Outage(Telemetry(logging.getLogger("benchmarks.outage")), stopping=stopping)
     outage._pause = 3_600.0
     outage.is_on = True
     async with asyncio.timeout(PATIENCE_SECONDS), asyncio.TaskGroup() as group:

@@ -246,7 +246,7 @@ def test_https_is_served_by_webhooks_and_http_if_the_settings_allow_it(outbox: O
 def test_a_missing_webhook_extra_is_reported_only_if_secrets_are_set(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pgoutbox.transports.webhook.find_spec", lambda name: None)
+    monkeypatch.setattr("pgoutbox.transports.webhook.transport.find_spec", lambda name: None)
     assert outbox.transports_for(load_settings()) == {}
     with pytest.raises(MissingExtraError, match=r"pip install 'pgoutbox\[webhook\]'"):
         outbox.transports_for(load_settings(webhook_secrets=make_secret()))

@@ -27,10 +27,10 @@ from pydantic import (
 )
 from typing_extensions import TypedDict
 
+from pgoutbox.enqueue.payloads import MAX_DEPTH, Serializer, to_json
 from pgoutbox.errors import ConfigurationError, PayloadError
-from pgoutbox.payloads import MAX_DEPTH, Serializer, to_json
 from pgoutbox.topics import Topic
-from tests.drafts import LIMIT, Account, Address, draft_of, refusal
+from tests.support.drafts import LIMIT, Account, Address, draft_of, refusal
 
 NOW = datetime.now(UTC)
 

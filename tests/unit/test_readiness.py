@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pgoutbox import Context, Email, Message, Skip
-from pgoutbox.alert import render_alert
 from pgoutbox.settings import load_settings
 from pgoutbox.transports.readiness import Lack, is_example, is_reserved, lacks_of_mail
+from pgoutbox.worker.alert import render_alert
 
 if TYPE_CHECKING:
     from pgoutbox.transports import Content

@@ -9,10 +9,10 @@ import pytest
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import Permanent, Unavailable
 from pgoutbox.settings import Settings, load_settings
-from pgoutbox.transports.mail import Email, RenderedEmail, render
 from pgoutbox.transports.redirect import Redirect, Window
-from tests.sends import outgoing
-from tests.smtp_server import parsed
+from pgoutbox.transports.smtp.mail import Email, RenderedEmail, render
+from tests.support.sends import outgoing
+from tests.support.smtp_server import parsed
 
 TODAY = datetime.now(UTC).date()
 AROUND_TODAY = f"{TODAY - timedelta(days=2)}/{TODAY + timedelta(days=2)}"

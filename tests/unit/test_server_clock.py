@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 
-from pgoutbox.server_clock import ServerClock
+from pgoutbox.worker.server_clock import ServerClock
 
 NOON = datetime(2030, 1, 1, 12, tzinfo=UTC)
 

@@ -13,10 +13,10 @@ import pytest
 from pgoutbox.clock import elapsed_clock
 from pgoutbox.handlers import Handler
 from pgoutbox.message import Message, Sent, Transient
-from pgoutbox.results import RELEASED, STOPPED, Attempt, Ending, Work, watch_thread
-from pgoutbox.slots import Slots
-from pgoutbox.telemetry import Event, Telemetry
-from tests.waiting import until
+from pgoutbox.observability.events import Event, Telemetry
+from pgoutbox.worker.pool import Slots
+from pgoutbox.worker.results import RELEASED, STOPPED, Attempt, Ending, Work, watch_thread
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pgoutbox.suspects import MAX_SUSPECTS, Suspects
+from pgoutbox.worker.crash_suspects import MAX_SUSPECTS, Suspects
 
 ROOM = 100
 

@@ -10,10 +10,10 @@ import trustme
 
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.settings import load_settings
-from pgoutbox.transports.kafka import KafkaTransport
-from pgoutbox.transports.nats_jetstream import NatsTransport
-from pgoutbox.transports.rabbitmq import RabbitMQTransport
-from pgoutbox.transports.redis_streams import RedisTransport
+from pgoutbox.transports.brokers.kafka import KafkaTransport
+from pgoutbox.transports.brokers.nats_jetstream import NatsTransport
+from pgoutbox.transports.brokers.rabbitmq import RabbitMQTransport
+from pgoutbox.transports.brokers.redis_streams import RedisTransport
 from pgoutbox.transports.smtp import SmtpTransport
 from pgoutbox.transports.tls import describe_refusal, verifying_context
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 
-from pgoutbox.unanswered import UnansweredClaims
+from pgoutbox.worker.unanswered_claims import UnansweredClaims
 
 NOON = datetime(2024, 1, 1, 12, tzinfo=UTC)
 AGAIN_SECONDS = 60.0

@@ -8,10 +8,10 @@ import json
 
 import pytest
 
+from pgoutbox.dashboard import credentials as module
+from pgoutbox.dashboard.credentials import Brake, Credentials, PasswordHash, Person, Sessions, hash_password, people_of
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.settings import load_settings
-from pgoutbox.web import credentials as module
-from pgoutbox.web.credentials import Brake, Credentials, PasswordHash, Person, Sessions, hash_password, people_of
 
 CANARY = "c4n4ry-s3cret"
 TOKEN = f"{CANARY}-{CANARY}"

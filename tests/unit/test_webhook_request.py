@@ -13,11 +13,12 @@ from pgoutbox import Webhook
 from pgoutbox.errors import ConfigurationError
 from pgoutbox.message import Permanent, Unavailable
 from pgoutbox.settings import Settings, load_settings
-from pgoutbox.transports.frontier import Frontier, parse_networks
-from pgoutbox.transports.request import MAX_BODY_BYTES, RenderedRequest, Rules, render, secret_key
-from pgoutbox.transports.webhook import WebhookTransport, retry_after_seconds
+from pgoutbox.transports.webhook import WebhookTransport
+from pgoutbox.transports.webhook.request import MAX_BODY_BYTES, RenderedRequest, Rules, render, secret_key
+from pgoutbox.transports.webhook.transport import retry_after_seconds
+from pgoutbox.transports.webhook.url_policy import Frontier, parse_networks
 from pgoutbox.webhooks import key_of, sign
-from tests.sends import outgoing
+from tests.support.sends import outgoing
 
 if TYPE_CHECKING:
     from pathlib import Path

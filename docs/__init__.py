@@ -1,1 +1,0 @@
-"""The documentation. `generate` writes the pages of `reference/` from the code and the database."""

@@ -1,0 +1,1 @@
+"""The command line. It needs the extra `cli`."""

@@ -1,0 +1,294 @@
+"""What the commands read: ids, durations, names, payloads and the application's outbox.
+
+Whatever is not accepted is a usage or configuration error that says what is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import re
+import sys
+import traceback
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final, NoReturn
+
+import typer
+
+from pgoutbox.errors import ConfigurationError, PayloadError, PgOutboxError
+from pgoutbox.message import FINAL_STATES, State
+from pgoutbox.operations.queue_controls import Rate
+from pgoutbox.operations.retention import MAX_AGE
+from pgoutbox.outbox import Outbox
+
+if TYPE_CHECKING:
+    from pydantic import JsonValue
+
+MAX_ID: Final = 2**63 - 1
+MAX_RATE_COUNT: Final = 1_000_000
+MAX_RATE_SECONDS: Final = 2_592_000
+_UNIT_SECONDS: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400, "w": 604_800}
+
+
+def parse_id(text: str) -> int:
+    """A message id: digits only, within bigint."""
+    if re.fullmatch(r"[0-9]{1,19}", text) is None or not 1 <= int(text) <= MAX_ID:
+        raise typer.BadParameter(f"{text!r} is not a message id: give a whole number from 1 to {MAX_ID}")
+    return int(text)
+
+
+def parse_duration(text: str) -> timedelta:
+    """A number and a unit, such as 90s, 15m, 12h, 30d or 2w: more than nothing and at most 36500 days."""
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,6})?)([smhdw])", text)
+    seconds = float(match[1]) * _UNIT_SECONDS[match[2]] if match else math.nan
+    if not 0 < seconds <= MAX_AGE.total_seconds():
+        raise typer.BadParameter(
+            f"{text!r} is not a duration: give a number and a unit (s, m, h, d, w), such as 15m or 30d, "
+            f"of at most {MAX_AGE.days}d"
+        )
+    return timedelta(seconds=seconds)
+
+
+def parse_moment(text: str) -> datetime:
+    """A time of ISO 8601 with its offset, such as 2026-11-21T10:00Z; or how long ago, such as 2h."""
+    if re.fullmatch(r"[0-9.]+[smhdw]", text):
+        return datetime.now(UTC) - parse_duration(text)
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise typer.BadParameter(
+            f"{text!r} is not a time: give one such as 2026-11-21T10:00Z, or how long ago, such as 2h"
+        ) from None
+    if moment.tzinfo is None:
+        raise typer.BadParameter(f"{text!r} has no time zone: write {text}Z for UTC, or add an offset such as +01:00")
+    return moment
+
+
+def read_ids(file: Path, *, limit: int = 1_000_000) -> list[int]:
+    """The message ids of a file, one a line. Empty lines, and what follows a `#`, do not count."""
+    try:
+        text = sys.stdin.read() if str(file) == "-" else file.read_text()
+    except FileNotFoundError:
+        raise typer.BadParameter(f"{file}: no such file") from None
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"{file}: not UTF-8 at byte {error.start}") from None
+    except OSError as error:
+        raise typer.BadParameter(f"{file}: cannot be read: {error.strerror}") from None
+    ids: list[int] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        word = line.partition("#")[0].strip()
+        if word:
+            try:
+                ids.append(parse_id(word))
+            except typer.BadParameter as error:
+                raise typer.BadParameter(f"{file}, line {number}: {error.message}") from None
+    if len(ids) > limit:
+        raise typer.BadParameter(f"{file}: {len(ids)} ids, more than {limit}; use a filter instead")
+    return ids
+
+
+def parse_keep(text: str) -> timedelta | None:
+    """How long to keep something: a duration, `0`, or `forever`."""
+    if text == "forever":
+        return None
+    return timedelta() if text == "0" else parse_duration(text)
+
+
+def format_keep(keep: timedelta | None) -> str:
+    """What `parse_keep` reads, in the greatest unit that is exact.
+
+    >>> format_keep(timedelta(hours=36))
+    '36h'
+    """
+    if not keep:
+        return "forever" if keep is None else "0"
+    seconds = keep.total_seconds()
+    unit = next((unit for unit in ("d", "h", "m") if seconds % _UNIT_SECONDS[unit] == 0), "s")
+    return f"{seconds / _UNIT_SECONDS[unit]:.6f}".rstrip("0").rstrip(".") + unit
+
+
+def parse_rate(text: str) -> Rate | None:
+    """A number of attempts and a period, such as 20/s, 60/h or 100/15m; `none` for no limit."""
+    if text == "none":
+        return None
+    match = re.fullmatch(r"([1-9][0-9]{0,6})/([1-9][0-9]{0,5})?(s|m|h|d|second|minute|hour|day)", text)
+    if match is None or int(match[1]) > MAX_RATE_COUNT:
+        raise typer.BadParameter(
+            f"{text!r} is not a rate: give a number of attempts and a period, such as 20/s, 60/hour or 100/15m, "
+            f"of at most {MAX_RATE_COUNT} attempts, or none"
+        )
+    seconds = int(match[2] or 1) * _UNIT_SECONDS[match[3][0]]
+    if seconds > MAX_RATE_SECONDS:
+        raise typer.BadParameter(f"{text!r} is not a rate: the period is longer than 30 days")
+    return Rate(int(match[1]), seconds)
+
+
+def parse_count(text: str) -> int | None:
+    """A number from 1 on; `none` for no limit."""
+    if text == "none":
+        return None
+    if re.fullmatch(r"[1-9][0-9]{0,6}", text) is None or int(text) > MAX_RATE_COUNT:
+        raise typer.BadParameter(f"{text!r} is not a limit: give a number from 1 to {MAX_RATE_COUNT}, or none")
+    return int(text)
+
+
+def parse_final_state(text: str) -> State:
+    """A state that a message ends in."""
+    if text not in FINAL_STATES:
+        raise typer.BadParameter(f"{text!r} is not a final state: give one of {', '.join(sorted(FINAL_STATES))}")
+    return State(text)
+
+
+def parse_queue(text: str) -> str:
+    """A name that a queue can have."""
+    if re.fullmatch(r"[a-z][a-z0-9_.-]{0,62}", text) is None:
+        raise typer.BadParameter(
+            f"{text!r} is not a queue name: 1 to 63 of a-z, 0-9, underscore, dot and hyphen, the first a letter"
+        )
+    return text
+
+
+def parse_header(text: str) -> tuple[str, str]:
+    """A header as name=value."""
+    name, separator, value = text.partition("=")
+    if not separator or not name:
+        raise typer.BadParameter(f"{text!r} is not a header: give name=value")
+    return name, value
+
+
+App = Annotated[
+    str | None, typer.Option("--app", metavar="MODULE:ATTRIBUTE", help="The outbox; PGOUTBOX_APP if not given.")
+]
+Dsn = Annotated[
+    str | None,
+    typer.Option(
+        "--dsn",
+        metavar="DSN",
+        help="The database. Everyone on this machine can read it in the process list: prefer PGOUTBOX_DSN.",
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, with times in UTC.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
+MessageId = Annotated[int, typer.Argument(parser=parse_id, metavar="ID", help="The message.")]
+InTopic = Annotated[str | None, typer.Option("--topic", help="Only messages of this topic.")]
+RuleTopic = Annotated[
+    str, typer.Argument(metavar="TOPIC", help="A topic, or * for every topic without a rule of its own.")
+]
+RuleState = Annotated[
+    str,
+    typer.Argument(
+        metavar="STATE", help="sent, failed, skipped or cancelled; or dedupe_key, for keys of deleted messages."
+    ),
+]
+InQueue = Annotated[str | None, typer.Option("--queue", help="Only messages of this queue.")]
+InStates = Annotated[list[State] | None, typer.Option("--state", help="Only messages in this state; may be repeated.")]
+ToDestination = Annotated[
+    str | None, typer.Option("--destination", help="Only messages to this URI or e-mail address.")
+]
+WithKey = Annotated[str | None, typer.Option("--key", help="Only messages with this coalesce, dedupe or ordering key.")]
+WithText = Annotated[
+    str | None,
+    typer.Option("--text", help="Only messages with this in the destination, a key or the error."),
+]
+Since = Annotated[
+    datetime | None,
+    typer.Option(
+        "--since",
+        parser=parse_moment,
+        metavar="TIME",
+        help="Only messages enqueued since: 2026-11-21T10:00Z say, or 2h for two hours ago.",
+    ),
+]
+Until = Annotated[
+    datetime | None,
+    typer.Option("--until", parser=parse_moment, metavar="TIME", help="Only messages enqueued before that."),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done, and do nothing.")]
+Ids = Annotated[list[int] | None, typer.Argument(parser=parse_id, metavar="[ID]...", help="The messages.")]
+IdFile = Annotated[
+    Path | None, typer.Option("--file", metavar="FILE", help="Read the ids from this file, one a line; - is stdin.")
+]
+
+
+def read_payload(argument: str | None, file: Path | None, *, limit: int) -> JsonValue:
+    """The payload, from wherever it comes; a `PayloadError` names the place and what is wrong."""
+    if file is None and argument != "-":
+        data, origin = ("null" if argument is None else argument).encode("utf-8", "surrogateescape"), "payload"
+    elif file is None:
+        data, origin = sys.stdin.buffer.read(limit + 1), "stdin"
+    else:
+        data, origin = _read_file(file, limit), str(file)
+    if len(data) > limit:
+        raise PayloadError(origin, f"larger than PGOUTBOX_MAX_PAYLOAD_BYTES={limit}")
+    if data.startswith(b"\xef\xbb\xbf"):
+        raise PayloadError(origin, "starts with a byte order mark; save it as UTF-8 without one")
+    try:
+        value: JsonValue = json.loads(data.decode(), parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise PayloadError(origin, f"not UTF-8 at byte {error.start}") from None
+    except json.JSONDecodeError as error:
+        raise PayloadError(
+            origin, f"not JSON at line {error.lineno}, column {error.colno}: {error.msg[:1].lower()}{error.msg[1:]}"
+        ) from None
+    except RecursionError:
+        raise PayloadError(origin, "nested too deeply") from None
+    except ValueError as error:
+        raise PayloadError(origin, f"not JSON: {error}") from None
+    return value
+
+
+def _read_file(file: Path, limit: int) -> bytes:
+    try:
+        with file.open("rb") as stream:
+            return stream.read(limit + 1)
+    except FileNotFoundError:
+        raise PayloadError(str(file), "no such file") from None
+    except IsADirectoryError:
+        raise PayloadError(str(file), "is a directory") from None
+    except OSError as error:
+        raise PayloadError(str(file), f"cannot be read: {error.strerror}") from None
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def load_outbox(where: str) -> Outbox:
+    """Import the outbox that `module:attribute` names, with the current directory on the path.
+
+    Raises `ConfigurationError` that tells a wrong name from a module that fails when it is imported.
+    """
+    module_name, separator, attribute = where.partition(":")
+    if not (separator and module_name and attribute):
+        raise ConfigurationError(f"app {where!r}: must be module:attribute, for example shop.messages:outbox")
+    if (directory := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, directory)
+    found: object = _import_module(module_name)
+    for part in attribute.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            raise ConfigurationError(f"app {where!r}: {module_name} has no attribute {attribute!r}") from None
+    if not isinstance(found, Outbox):
+        raise ConfigurationError(f"app {where!r}: is a {type(found).__name__}, not an Outbox")
+    return found
+
+
+def _import_module(name: str) -> object:
+    try:
+        return importlib.import_module(name)
+    except PgOutboxError:
+        raise
+    except Exception as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and (name == missing or name.startswith(f"{missing}.")):
+            raise ConfigurationError(
+                f"no module {missing!r}; looked in {Path.cwd()} and in the installed packages"
+            ) from None
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise ConfigurationError(
+            f"module {name!r} failed when it was imported: {type(error).__name__}: {error} "
+            f"({place.filename}, line {place.lineno})"
+        ) from error

@@ -1,0 +1,159 @@
+"""The commands that delete, and the rules by which they do."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection
+from datetime import timedelta
+from typing import Annotated
+
+import typer
+
+from pgoutbox.cli.arguments import (
+    Dsn,
+    InTopic,
+    Json,
+    RuleState,
+    RuleTopic,
+    Yes,
+    format_keep,
+    parse_duration,
+    parse_final_state,
+    parse_keep,
+)
+from pgoutbox.cli.console import counted, print_json, print_line, print_note, print_table, progress
+from pgoutbox.cli.program import app, confirm, interruptible, read_settings
+from pgoutbox.database import operator_connection
+from pgoutbox.message import FINAL_STATES, State
+from pgoutbox.operations import retention as maintenance
+from pgoutbox.settings import Settings
+
+retention_app = typer.Typer(rich_markup_mode=None)
+app.add_typer(retention_app, name="retention")
+
+
+@app.command()
+def prune(
+    *,
+    older_than: Annotated[
+        timedelta | None,
+        typer.Option(parser=parse_duration, metavar="DURATION", help="How long they have been final, such as 30d."),
+    ] = None,
+    states: Annotated[
+        list[State] | None,
+        typer.Option(
+            "--state",
+            parser=parse_final_state,
+            metavar="STATE",
+            help="sent, skipped, cancelled or failed; may be repeated. The first three if not given.",
+        ),
+    ] = None,
+    topic: InTopic = None,
+    yes: Yes = False,
+    dsn: Dsn = None,
+    as_json: Json = False,
+) -> None:
+    """Delete old messages.
+
+    With their attempts, payloads and dedupe keys, in batches that are committed one by one. Without --older-than by the
+    rules of `pgoutbox retention`.
+    """
+    if older_than is None:
+        if states or topic:
+            raise typer.BadParameter("--state and --topic select among --older-than")
+        _prune_by_retention(read_settings(dsn), as_json=as_json)
+        return
+    chosen = frozenset(states) if states else maintenance.PRUNED_BY_DEFAULT
+    settings = read_settings(dsn)
+    days = older_than / timedelta(days=1)
+    action = f"delete every message that has been {' or '.join(sorted(chosen))} for {days:g} days"
+    confirm(action, yes=yes or bool(states or topic))
+    with operator_connection.connect(settings) as connection, interruptible("what was deleted so far stays deleted"):
+        total = None
+        if sys.stderr.isatty():
+            total = sum(maintenance.count_prunable(connection, older_than, states=chosen, topic=topic).values())
+        with progress("deleting", total) as report:
+            totals = maintenance.prune(connection, older_than, states=chosen, topic=topic, progress=report)
+    if as_json:
+        _print_pruned(totals, chosen)
+    else:
+        print_line(f"{counted(totals.total, 'message')} deleted")
+
+
+def _prune_by_retention(settings: Settings, *, as_json: bool) -> None:
+    with operator_connection.connect(settings) as connection, interruptible("what was deleted so far stays deleted"):
+        if not maintenance.retention_rules(connection):
+            print_note("there are no rules, so nothing is deleted; set one with: pgoutbox retention set")
+        with progress("deleting") as report:
+            totals = maintenance.prune_by_retention(connection, progress=report)
+    if as_json:
+        _print_pruned(totals, FINAL_STATES, partitions_dropped=totals.partitions_dropped)
+        return
+    dropped = f", and {counted(totals.partitions_dropped, 'whole partition')}" if totals.partitions_dropped else ""
+    print_line(f"{counted(totals.total, 'message')} deleted{dropped}")
+
+
+def _print_pruned(totals: maintenance.PruneTotals, states: Collection[State], **further: int) -> None:
+    deleted = {state.value: totals.messages.get(state, 0) for state in sorted(states)}
+    keys = {"coalesce_keys": totals.coalesce_keys, "dedupe_keys": totals.dedupe_keys}
+    print_json({"deleted": deleted} | keys | further)
+
+
+@retention_app.callback(invoke_without_command=True)
+def retention(context: typer.Context, *, dsn: Dsn = None, as_json: Json = False) -> None:
+    """How long final messages are kept, by topic and state.
+
+    Without a rule they are kept for ever. `pgoutbox prune` deletes by these rules. With --json one document per line.
+    """
+    context.obj = dsn
+    if context.invoked_subcommand is not None:
+        return
+    with operator_connection.connect(read_settings(dsn), read_only=True) as connection:
+        rules = maintenance.retention_rules(connection)
+    if as_json:
+        for rule in rules:
+            print_json(_rule_as_json(rule))
+        return
+    print_table(maintenance.RetentionRule._fields, [(rule.topic, rule.state, format_keep(rule.keep)) for rule in rules])
+
+
+@retention_app.command("set")
+def set_retention(
+    context: typer.Context,
+    topic: RuleTopic,
+    state: RuleState,
+    keep: Annotated[str, typer.Argument(metavar="KEEP", help="How long, such as 30d; 0; or forever.")],
+    *,
+    dsn: Dsn = None,
+    as_json: Json = False,
+) -> None:
+    """Keep messages of a topic so long in a state.
+
+    With 0 for sent, workers delete each message as it is sent; this takes effect within a minute. Everything else is
+    deleted by `pgoutbox prune`.
+    """
+    rule = maintenance.RetentionRule(topic, state, parse_keep(keep))
+    with operator_connection.connect(read_settings(dsn or context.obj)) as connection:
+        maintenance.set_retention(connection, *rule)
+    if as_json:
+        print_json(_rule_as_json(rule))
+    else:
+        print_line(f"topic {topic}, {state}: kept {format_keep(rule.keep)}")
+
+
+@retention_app.command("unset")
+def unset_retention(
+    context: typer.Context, topic: RuleTopic, state: RuleState, *, dsn: Dsn = None, as_json: Json = False
+) -> None:
+    """Take a rule back."""
+    with operator_connection.connect(read_settings(dsn or context.obj)) as connection:
+        unset = maintenance.unset_retention(connection, topic, state)
+    if as_json:
+        print_json({"topic": topic, "state": state, "unset": unset})
+    else:
+        print_line(f"topic {topic}, {state}: {'the rule is taken back' if unset else 'there was no rule'}")
+
+
+def _rule_as_json(rule: maintenance.RetentionRule) -> dict[str, object]:
+    seconds = None if rule.keep is None else rule.keep.total_seconds()
+    return {"topic": rule.topic, "state": rule.state, "keep_seconds": seconds}

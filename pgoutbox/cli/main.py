@@ -1,0 +1,146 @@
+"""The entry point of the command line: runs a command and turns every expected error into one line and an exit code.
+
+The commands are in `commands`, which needs the extra `cli`; this module does not, so that it can say so.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import re
+import socket
+import sys
+from typing import TYPE_CHECKING, Final
+
+import psycopg
+
+from pgoutbox.cli.console import DONE, FAILED, MISUSED, mask, print_error, secrets_in, tokens_in
+from pgoutbox.database.server import missing_object
+from pgoutbox.errors import ConfigurationError, MissingExtraError, PayloadError, PgOutboxError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pgoutbox.operations.audit import Actor
+
+_DSN_VARIABLES: Final = (
+    "PGOUTBOX_DSN",
+    "PGOUTBOX_LISTEN_DSN",
+    "PGOUTBOX_REDIS_URL",
+    "PGOUTBOX_NATS_URL",
+    "PGOUTBOX_RABBITMQ_URL",
+)
+_PASSWORD_VARIABLES: Final = ("PGOUTBOX_SMTP_PASSWORD", "PGOUTBOX_KAFKA_PASSWORD", "PGPASSWORD")
+_TOKEN_VARIABLES: Final = ("PGOUTBOX_WEB_VIEWER_TOKEN", "PGOUTBOX_WEB_OPERATOR_TOKEN", "PGOUTBOX_WEB_SECRET")
+
+_BAD_DSN: Final = (
+    "PGOUTBOX_DSN is not a connection string; give one such as postgresql://app@localhost/app, "
+    "with special characters of the password percent-encoded"
+)
+
+# What to do about an error of the server that has a usual cause.
+_NEXT_STEPS: Final = {
+    "28000": "check the user in PGOUTBOX_DSN",
+    "28P01": "check the password in PGOUTBOX_DSN",
+    "3D000": "check the database in PGOUTBOX_DSN",
+    "53300": "the server has no connection left; try again",
+    "55P03": "another transaction holds the lock; try again",
+    "57014": "the statement took too long; try again with a narrower filter",
+    "25006": "the session is read-only; check that PGOUTBOX_DSN leads to the primary",
+}
+
+_MISSING: Final = ("42P01", "42883", "3F000")
+
+# The role that has the right on an object of pgoutbox; the first that matches.
+_ROLES: Final = (
+    (r"enqueue\w*", "pgoutbox_producer"),
+    (r"\w+_view|done_estimate|redacted_\w+", "pgoutbox_viewer or pgoutbox_operator"),
+    (r"redrive|resend|prune\w*|cancel\w*|queue|retention|audit", "pgoutbox_operator"),
+    (r"message\w*|attempt|upkeep|content|coalesce|permits|\w+_partition|clear_retired", "pgoutbox_worker"),
+    (r"pgoutbox|schema_version", "pgoutbox_worker, pgoutbox_operator or pgoutbox_viewer"),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command that `arguments` (without the program's name; `sys.argv` if None) name; returns the exit code."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        _run(arguments)
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else DONE
+    except (PgOutboxError, psycopg.Error) as error:
+        text, exit_code = explain(error)
+        print_error(mask(text, _secrets(arguments)))
+        return exit_code
+    except UnicodeEncodeError:
+        print_error("an argument is not valid UTF-8")
+        return MISUSED
+    return DONE
+
+
+def _run(arguments: list[str]) -> None:
+    try:
+        import rich  # noqa: F401
+        import typer  # noqa: F401
+    except ImportError as error:
+        raise MissingExtraError("the command line", "cli") from error
+    from pgoutbox.cli.commands import app
+    from pgoutbox.operations.audit import acting_as
+
+    with acting_as(_actor()):
+        app(args=arguments, prog_name="pgoutbox")
+
+
+def _actor() -> Actor:
+    from pgoutbox.operations.audit import Actor
+
+    try:
+        name = getpass.getuser()
+    except (KeyError, OSError):
+        name = f"uid {os.getuid()}"
+    return Actor(name[:200], f"cli {socket.gethostname()}"[:200])
+
+
+def explain(error: PgOutboxError | psycopg.Error) -> tuple[str, int]:
+    """What to tell the operator about an error, and the exit code.
+
+    Of a driver's error only the primary message is told: its DETAIL can quote values of rows.
+    """
+    if isinstance(error, (ConfigurationError, PayloadError)):
+        return str(error), MISUSED
+    if isinstance(error, PgOutboxError):
+        return str(error), FAILED
+    if error.sqlstate is None and isinstance(error, psycopg.ProgrammingError):
+        return _BAD_DSN, MISUSED
+    if error.diag.message_primary is None:
+        return f"{_one_line(str(error))}; check PGOUTBOX_DSN and that the server is running", FAILED
+    if error.sqlstate in _MISSING and (lacking := missing_object(error.diag.message_primary)):
+        return str(lacking), FAILED
+    step = _grant(error.diag.message_primary) if error.sqlstate == "42501" else _NEXT_STEPS.get(error.sqlstate or "")
+    text = f"PostgreSQL: {_one_line(error.diag.message_primary)} [{error.sqlstate}]"
+    return (f"{text}; {step}" if step else text), FAILED
+
+
+def _grant(message: str) -> str:
+    """What to do about a missing right; the object is the last word, in many languages of the server."""
+    named = message.rsplit(maxsplit=1)[-1].strip('"')
+    role = next((role for pattern, role in _ROLES if re.fullmatch(pattern, named)), None)
+    if role is None:
+        return "ask the owner to grant the right, or use another role in PGOUTBOX_DSN"
+    return (
+        f"the user in PGOUTBOX_DSN needs the role {role}: GRANT it. If the user has it, have the schema's owner run: "
+        "pgoutbox migrate grants"
+    )
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:1_000]
+
+
+def _secrets(arguments: Sequence[str]) -> frozenset[str]:
+    dsns = [os.environ.get(variable, "") for variable in _DSN_VARIABLES]
+    dsns += [argument for argument in arguments if "://" in argument or "password" in argument]
+    passwords = [os.environ.get(variable, "") for variable in _PASSWORD_VARIABLES]
+    for variable in _TOKEN_VARIABLES:
+        passwords += tokens_in(os.environ.get(variable, ""))
+    return secrets_in(dsns, passwords + os.environ.get("PGOUTBOX_ENCRYPTION_KEYS", "").split(","))

@@ -1,0 +1,131 @@
+"""The program that the commands belong to, and what several of them need."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Final
+
+import psycopg
+import typer
+import typer.core
+
+from pgoutbox.cli.arguments import load_outbox
+from pgoutbox.cli.console import FAILED, INTERRUPTED, MISUSED, print_error, print_note, print_table, print_warning
+from pgoutbox.errors import ConfigurationError
+from pgoutbox.operations import messages as operations
+from pgoutbox.operations import queue_controls
+from pgoutbox.settings import SUPERVISOR_FD_VARIABLE, Settings, load_settings, unknown_variables
+
+if TYPE_CHECKING:
+    from psycopg.rows import TupleRow
+
+
+_ORDER: Final = (
+    *("demo", "migrate", "worker", "enqueue", "list", "show", "stats", "top", "tail", "workers"),
+    *("redrive", "resend", "cancel", "prune", "retention", "queues", "pause", "resume", "limit", "audit"),
+    *("doctor", "web"),
+)
+
+
+class _InOrder(typer.core.TyperGroup):
+    """Commands in the order in which one comes to need them."""
+
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ANN401 - typer does not export its type
+        names = super().list_commands(ctx)
+        return sorted(names, key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER))
+
+
+app = typer.Typer(
+    cls=_InOrder,
+    help="Transactional outbox on PostgreSQL. The database is the one that PGOUTBOX_DSN names.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def read_settings(dsn: str | None, **overrides: object) -> Settings:
+    warn_of_unknown_variables(os.environ)
+    return load_settings(dsn=dsn, **overrides)
+
+
+def warn_of_unknown_variables(environment: Mapping[str, str]) -> None:
+    """Name every variable that looks like a setting and is none, with the setting that was likely meant."""
+    if SUPERVISOR_FD_VARIABLE in environment:  # It has warned already.
+        return
+    for variable, nearest in unknown_variables(environment):
+        print_warning(f"{variable} is no setting of pgoutbox; did you mean {nearest}?")
+
+
+def redacted_names_of(settings: Settings) -> Callable[[str], tuple[str, ...]]:
+    """What to hide in messages of a topic: without the application nothing is known of its topics."""
+    if settings.app is None:
+        return lambda _: settings.redacted_names
+    outbox = load_outbox(settings.app)
+    return lambda topic: settings.redacted_names + (outbox.topics[topic].redact if topic in outbox.topics else ())
+
+
+def confirm(action: str, *, yes: bool) -> None:
+    """Let the operator say yes; where nobody can be asked, `--yes` has to be given."""
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        print_error(f"this would {action}; pass --yes to do it")
+        raise typer.Exit(MISUSED)
+    if not typer.confirm(f"{action[0].upper()}{action[1:]}?", err=True):
+        print_note("nothing was done")
+        raise typer.Exit(FAILED)
+
+
+@contextlib.contextmanager
+def interruptible(consequence: str) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        print_error(f"interrupted; {consequence}")
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def require_known_queue(connection: psycopg.Connection[TupleRow], queue: str | None) -> None:
+    if queue is not None and queue_controls.unknown_queues(connection, [queue]):
+        raise ConfigurationError(f"no queue {queue!r}; {describe_known_queues(connection)}")
+
+
+def describe_known_queues(connection: psycopg.Connection[TupleRow]) -> str:
+    known = queue_controls.known_queues(connection)
+    return f"known queues: {', '.join(known)}" if known else "there are no messages at all yet"
+
+
+def shorten(text: str | None) -> str | None:
+    return text if text is None or len(text) <= 80 else f"{text[:79]}…"
+
+
+def describe_pause(paused_at: datetime | None, resume_at: datetime | None) -> str:
+    until = "" if resume_at is None else f" until {resume_at.isoformat(timespec='seconds')}"
+    return "not paused" if paused_at is None else f"paused since {paused_at.isoformat(timespec='seconds')}{until}"
+
+
+def print_messages(messages: Sequence[operations.ListedMessage]) -> None:
+    """A table of messages that are fit to be seen."""
+    print_table(
+        ("id", "state", "topic", "queue", "destination", "attempts", "created", "available", "reason"),
+        [
+            (
+                m.id,
+                m.state,
+                m.topic,
+                m.queue,
+                m.destination,
+                f"{m.attempt_count}/{m.max_attempts}",
+                m.created_at,
+                m.available_at,
+                shorten(m.skip_reason or m.last_error),
+            )
+            for m in messages
+        ],
+    )

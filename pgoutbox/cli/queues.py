@@ -1,0 +1,111 @@
+"""The commands on queues."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Annotated
+
+import typer
+
+from pgoutbox.cli.arguments import MAX_RATE_COUNT, Dsn, Json, parse_count, parse_duration, parse_queue, parse_rate
+from pgoutbox.cli.console import print_json, print_line, print_table, print_warning
+from pgoutbox.cli.program import app, describe_known_queues, describe_pause, read_settings, require_known_queue
+from pgoutbox.database import operator_connection
+from pgoutbox.operations import queue_controls
+
+
+@app.command()
+def pause(
+    queue: Annotated[str, typer.Argument(parser=parse_queue, metavar="QUEUE")],
+    *,
+    duration: Annotated[
+        timedelta | None,
+        typer.Option("--for", parser=parse_duration, metavar="DURATION", help="Resume by itself, after 30m say."),
+    ] = None,
+    dsn: Dsn = None,
+    as_json: Json = False,
+) -> None:
+    """Stop the claims of a queue.
+
+    What is in flight goes on, and enqueue is not affected.
+    """
+    with operator_connection.connect(read_settings(dsn)) as connection:
+        if queue_controls.unknown_queues(connection, [queue]):
+            print_warning(f"queue {queue!r} has no messages so far; {describe_known_queues(connection)}")
+        paused_at, resume_at = queue_controls.pause_queue(connection, queue, duration=duration)
+    if as_json:
+        print_json({"queue": queue, "paused_at": paused_at, "resume_at": resume_at})
+    else:
+        print_line(f"queue {queue}: {describe_pause(paused_at, resume_at)}")
+
+
+@app.command()
+def resume(
+    queue: Annotated[str, typer.Argument(parser=parse_queue, metavar="QUEUE")],
+    *,
+    dsn: Dsn = None,
+    as_json: Json = False,
+) -> None:
+    """Allow the claims of a paused queue again."""
+    with operator_connection.connect(read_settings(dsn)) as connection:
+        resumed = queue_controls.resume_queue(connection, queue)
+        if not resumed:
+            require_known_queue(connection, queue)
+    if as_json:
+        print_json({"queue": queue, "resumed": resumed})
+    else:
+        print_line(f"queue {queue}: {'resumed' if resumed else 'was not paused'}")
+
+
+@app.command()
+def limit(
+    queue: Annotated[str, typer.Argument(parser=parse_queue, metavar="QUEUE")],
+    *,
+    rate: Annotated[
+        str | None, typer.Option(metavar="RATE", help="Attempts that may begin, such as 20/s, 60/hour or none.")
+    ] = None,
+    burst: Annotated[
+        int | None,
+        typer.Option(min=1, max=MAX_RATE_COUNT, help="How many of them at once; the smaller of the rate and 5."),
+    ] = None,
+    in_flight: Annotated[
+        str | None, typer.Option(metavar="NUMBER", help="Attempts that may be in flight at once, or none.")
+    ] = None,
+    dsn: Dsn = None,
+    as_json: Json = False,
+) -> None:
+    """Limit a queue, for all workers together.
+
+    Effective at once. What is not named stays as it is.
+    """
+    if rate is None and in_flight is None:
+        raise typer.BadParameter("give --rate, --in-flight or both")
+    new_rate = None if rate is None else parse_rate(rate)
+    if burst is not None and new_rate is None:
+        raise typer.BadParameter("--burst: only together with a --rate")
+    max_in_flight = None if in_flight is None else parse_count(in_flight)
+    with operator_connection.connect(read_settings(dsn)) as connection:
+        if rate is not None:
+            queue_controls.limit_rate(connection, queue, new_rate, burst=burst)
+        if in_flight is not None:
+            queue_controls.limit_in_flight(connection, queue, max_in_flight)
+        found = [q for q in queue_controls.list_queues(connection) if q.queue == queue]
+    _print_queues(found, as_json=as_json)
+    if not found and not as_json:
+        print_line(f"queue {queue}: no limits")
+
+
+@app.command()
+def queues(*, dsn: Dsn = None, as_json: Json = False) -> None:
+    """List the queues that are paused or limited."""
+    with operator_connection.connect(read_settings(dsn), read_only=True) as connection:
+        found = queue_controls.list_queues(connection)
+    _print_queues(found, as_json=as_json)
+
+
+def _print_queues(found: Sequence[queue_controls.QueueControls], *, as_json: bool) -> None:
+    if as_json:
+        print_json([q._asdict() for q in found])
+    elif found:
+        print_table(queue_controls.QueueControls._fields, found)

@@ -1,0 +1,151 @@
+"""The commands for somebody who looks on: what is owed, who works on it, and how attempts end."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, fields
+from datetime import timedelta
+from typing import Annotated
+
+import typer
+
+from pgoutbox.cli.arguments import App, Dsn, InQueue, InTopic, Json, parse_duration
+from pgoutbox.cli.console import live_tables, print_json, print_line, print_table
+from pgoutbox.cli.program import app, read_settings, redacted_names_of, shorten
+from pgoutbox.database import operator_connection
+from pgoutbox.message import AttemptOutcome, State
+from pgoutbox.operations import activity
+from pgoutbox.redaction import redact_text
+
+Every = Annotated[float, typer.Option("--every", min=0.2, max=3_600, help="Seconds between two looks.")]
+Count = Annotated[int | None, typer.Option("--count", min=1, help="How many looks; for ever if not given.")]
+
+_TOPIC_COLUMNS = tuple(field.name for field in fields(activity.TopicActivity))
+_OUTCOMES = sorted({outcome.value for outcome in AttemptOutcome} | {State.SENT.value})
+
+
+@app.command()
+def top(
+    *, queue: InQueue = None, every: Every = 2.0, count: Count = None, dsn: Dsn = None, as_json: Json = False
+) -> None:
+    """Watch what is owed, by topic, and who works on it.
+
+    Until Ctrl-C. Without a terminal, and with --json, each look is printed below the last; with --json as one document.
+    """
+    settings = read_settings(dsn)
+    with operator_connection.connect(settings, read_only=True) as connection, _ended_by_hand(), live_tables() as show:
+        for _ in _looks(every, count):
+            topics = activity.topic_activity(connection, queue=queue)
+            found = activity.list_workers(connection)
+            if as_json:
+                print_json({"topics": [asdict(t) for t in topics], "workers": [w._asdict() for w in found]})
+            else:
+                show(
+                    [
+                        (_TOPIC_COLUMNS, [_topic_cells(topic) for topic in topics]),
+                        (activity.WorkerActivity._fields, [_worker_cells(worker) for worker in found]),
+                    ]
+                )
+
+
+@app.command()
+def workers(*, dsn: Dsn = None, as_json: Json = False) -> None:
+    """List the workers that hold messages or are connected. With --json one document per line.
+
+    Those that are connected under another role are seen by members of pg_read_all_stats; behind a pooler, none is.
+    """
+    with operator_connection.connect(read_settings(dsn), read_only=True) as connection:
+        found = activity.list_workers(connection)
+    if as_json:
+        for worker in found:
+            print_json(worker._asdict())
+    elif found:
+        print_table(activity.WorkerActivity._fields, [_worker_cells(worker) for worker in found])
+    else:
+        print_line("no worker holds a message or is connected")
+
+
+@app.command()
+def tail(
+    *,
+    topic: InTopic = None,
+    queue: InQueue = None,
+    outcomes: Annotated[
+        list[str] | None, typer.Option("--outcome", metavar="OUTCOME", help="Only this outcome; may be repeated.")
+    ] = None,
+    since: Annotated[
+        timedelta | None,
+        typer.Option("--since", parser=parse_duration, metavar="DURATION", help="Begin with what ended since then."),
+    ] = None,
+    every: Every = 1.0,
+    count: Count = None,
+    where: App = None,
+    dsn: Dsn = None,
+    as_json: Json = False,
+) -> None:
+    """Follow how attempts end, as they do.
+
+    Until Ctrl-C. With --json one document per line. Outcomes are sent, retry, failed, skipped, cancelled, snoozed,
+    released and lost.
+    """
+    for outcome in outcomes or ():
+        if outcome not in _OUTCOMES:
+            raise typer.BadParameter(f"--outcome {outcome}: must be one of {', '.join(_OUTCOMES)}")
+    settings = read_settings(dsn, app=where)
+    names_of = redacted_names_of(settings)
+    with operator_connection.connect(settings, read_only=True) as connection, _ended_by_hand():
+        follower = activity.Follower(
+            connection, since=since or timedelta(), topic=topic, queue=queue, outcomes=outcomes or ()
+        )
+        for _ in _looks(every, count):
+            for row in follower.poll():
+                names = names_of(row.topic)
+                seen = row._replace(
+                    destination=None if row.destination is None else redact_text(row.destination, names),
+                    reason=None if row.reason is None else redact_text(row.reason, names),
+                )
+                if as_json:
+                    print_json(seen._asdict())
+                else:
+                    print_line(_line(seen))
+            sys.stdout.flush()
+
+
+def _line(row: activity.OutcomeRow) -> str:
+    words = [
+        row.ended_at.isoformat(sep=" ", timespec="milliseconds"),
+        f"{row.outcome:<9}",
+        f"message {row.message_id}",
+        f"attempt {row.attempt_count}",
+        f"{row.queue}/{row.topic}",
+        row.destination or "",
+        shorten(row.reason) or "",
+    ]
+    return " ".join(word for word in words if word)
+
+
+def _topic_cells(topic: activity.TopicActivity) -> list[object]:
+    return [round(value, 1) if isinstance(value, float) else value for value in asdict(topic).values()]
+
+
+def _worker_cells(worker: activity.WorkerActivity) -> list[object]:
+    return [", ".join(value) if isinstance(value, list) else value for value in worker]
+
+
+def _looks(every: float, count: int | None) -> Iterator[int]:
+    """One number for each look; pauses in between."""
+    number = 0
+    while count is None or number < count:
+        if number:
+            time.sleep(every)
+        number += 1
+        yield number
+
+
+@contextlib.contextmanager
+def _ended_by_hand() -> Iterator[None]:
+    with contextlib.suppress(KeyboardInterrupt):
+        yield

@@ -1,0 +1,121 @@
+"""`pgoutbox web`: checks that nobody gets in who should not, and serves the dashboard."""
+
+from __future__ import annotations
+
+import getpass
+import ipaddress
+import socket
+import sys
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from pgoutbox.cli.arguments import App, Dsn, load_outbox
+from pgoutbox.cli.console import configure_logging, print_line, print_note, print_warning
+from pgoutbox.errors import ConfigurationError, MissingExtraError
+from pgoutbox.settings import load_settings
+
+if TYPE_CHECKING:
+    from pgoutbox.dashboard.access import Access, Role
+    from pgoutbox.settings import Settings
+
+web_app = typer.Typer(rich_markup_mode=None)
+
+_PORT: Final = 8400
+
+
+@web_app.callback(invoke_without_command=True)
+def web(
+    context: typer.Context,
+    *,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="Port to listen on; 0 for any that is free.")] = _PORT,
+    where: App = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Let everybody look who reaches this address, which has to be loopback.")
+    ] = False,
+    role: Annotated[
+        str, typer.Option(metavar="viewer|operator", help="What everybody may do with --insecure.")
+    ] = "viewer",
+    dsn: Dsn = None,
+) -> None:
+    """Serve the dashboard, until SIGTERM or SIGINT.
+
+    Who may sign in say PGOUTBOX_WEB_VIEWER_TOKEN and PGOUTBOX_WEB_OPERATOR_TOKEN. With --app the topics of the
+    application are known, and what they redact is hidden.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    settings = load_settings(dsn=dsn, app=where)
+    settings.require_dsn()
+    outbox = load_outbox(settings.app) if settings.app is not None else None
+    configure_logging(settings)
+    try:
+        from pgoutbox.dashboard.server import Server
+    except ImportError as error:
+        raise MissingExtraError("the dashboard", "web") from error
+    from pgoutbox.dashboard import create_app
+
+    access = _access_for(settings, host, insecure=insecure, role=role)
+    pages = create_app(outbox if outbox is not None else settings, settings=settings, access=access)
+    try:
+        server = Server(pages, settings, host=host, port=port, started=_tell)
+    except OSError as error:
+        raise ConfigurationError(f"--host {host} --port {port}: {error.strerror or error}") from None
+    server.serve_until_told()
+
+
+def _tell(url: str) -> None:
+    print_line(f"The dashboard is at {url}")
+    sys.stdout.flush()
+
+
+def _access_for(settings: Settings, host: str, *, insecure: bool, role: str) -> Access:
+    from pgoutbox.dashboard.access import LOOPBACK_NAMES, Access
+
+    is_local = _is_loopback(host)
+    hosts = LOOPBACK_NAMES if is_local and settings.web_hosts is None else ()
+    if insecure:
+        if not is_local:
+            raise ConfigurationError(f"--insecure: {host} is not a loopback address; use 127.0.0.1, or set credentials")
+        if settings.web_viewer_token is not None or settings.web_operator_token is not None:
+            raise ConfigurationError("--insecure: there are credentials, PGOUTBOX_WEB_..._TOKEN; give one or the other")
+        print_warning(f"no sign-in: everybody on this machine has the role {role}")
+        return Access.open_to_all(_parse_role(role), settings, hosts=hosts)
+    access = Access.from_settings(settings, hosts=hosts)
+    if settings.web_secret is None:
+        print_note("PGOUTBOX_WEB_SECRET is not set: sessions end with this process")
+    return access
+
+
+def _parse_role(text: str) -> Role:
+    match text:
+        case "viewer" | "operator":
+            return text
+        case _:
+            raise typer.BadParameter(f"{text!r} is not a role: give viewer or operator")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        raise ConfigurationError(f"--host {host}: is no address of this machine") from None
+    return all(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found)
+
+
+@web_app.command("hash-password")
+def hash_password() -> None:
+    """Print what stands for a password in PGOUTBOX_WEB_VIEWER_TOKEN or PGOUTBOX_WEB_OPERATOR_TOKEN.
+
+    Asks for the password on a terminal, and reads one line elsewhere.
+    """
+    from pgoutbox.dashboard import credentials
+
+    if sys.stdin.isatty():
+        password = getpass.getpass("Password: ")
+        if getpass.getpass("Once more: ") != password:
+            raise ConfigurationError("password: the two are different")
+    else:
+        password = sys.stdin.readline().rstrip("\r\n")
+    print_line(credentials.hash_password(password))

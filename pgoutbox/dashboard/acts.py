@@ -1,0 +1,152 @@
+"""What operators do by the dashboard: a form each, carried out by `operations` and put down to whoever sent it.
+
+An act answers with a redirect to the page that shows what it did, so that reloading that page repeats nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import Route
+
+from pgoutbox.dashboard import inputs
+from pgoutbox.dashboard.access import operators_only
+from pgoutbox.dashboard.dashboard import dashboard_of, viewer_of
+from pgoutbox.dashboard.pages import show_message
+from pgoutbox.dashboard.reads import Search
+from pgoutbox.dashboard.rendering import link, query
+from pgoutbox.enqueue.generators import CancelResult
+from pgoutbox.errors import MessageNotFoundError, StateError
+from pgoutbox.message import State
+from pgoutbox.operations import messages, queue_controls
+from pgoutbox.operations.messages import RedriveResult
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import TypeVar
+
+    from starlette.requests import Request
+
+    from pgoutbox.dashboard.types import Connection
+
+    _T = TypeVar("_T")
+
+
+@operators_only
+async def redrive(request: Request) -> Response:
+    """Make one message pending again, if it still stands in the state that its page showed."""
+    message_id = inputs.message_id_of(request)
+    states = inputs.filter_of(await inputs.read_form(request)).states or (State.FAILED, State.CANCELLED)
+    (answer,) = await _act(request, lambda connection: messages.redrive(connection, [message_id], states=states))
+    if answer.result is RedriveResult.MISSING:
+        raise MessageNotFoundError(f"no such message: {message_id}")
+    if answer.result is not RedriveResult.REDRIVEN:
+        return await show_message(request, message_id, refusal=f"Message {message_id} {answer.explanation}.")
+    return _to_message(request, message_id, done="redriven")
+
+
+@operators_only
+async def resend(request: Request) -> Response:
+    """Enqueue a copy of one message, and show the copy."""
+    message_id = inputs.message_id_of(request)
+    try:
+        copy_id = await _act(request, lambda connection: messages.resend(connection, message_id))
+    except StateError as error:
+        return await show_message(request, message_id, refusal=f"Not done: {error}.")
+    return _to_message(request, copy_id, done="resent")
+
+
+@operators_only
+async def cancel(request: Request) -> Response:
+    """Cancel one message."""
+    message_id = inputs.message_id_of(request)
+    met = await _act(request, lambda connection: messages.cancel(connection, message_id))
+    match met.result:
+        case CancelResult.MISSING:
+            raise MessageNotFoundError(f"no such message: {message_id}")
+        case CancelResult.CANCELLED | CancelResult.REQUESTED:
+            return _to_message(request, message_id, done=met.result)
+        case _:
+            refusal = f"Message {message_id} {messages.explain_cancel(met.result)}."
+            return await show_message(request, message_id, refusal=refusal)
+
+
+@operators_only
+async def pause(request: Request) -> Response:
+    """Stop the claims of a queue, for some time or for good."""
+    queue = inputs.queue_of(request)
+    duration = inputs.duration_of(await inputs.read_form(request))
+    await _act(request, lambda connection: queue_controls.pause_queue(connection, queue, duration=duration))
+    return _to_queues(request, queue, done="paused")
+
+
+@operators_only
+async def resume(request: Request) -> Response:
+    """Allow the claims of a queue again."""
+    queue = inputs.queue_of(request)
+    was_paused = await _act(request, lambda connection: queue_controls.resume_queue(connection, queue))
+    return _to_queues(request, queue, done="resumed" if was_paused else "not-paused")
+
+
+@operators_only
+async def limit_rate(request: Request) -> Response:
+    """Limit how many attempts of a queue may begin in a period."""
+    queue = inputs.queue_of(request)
+    rate, burst = inputs.rate_of(await inputs.read_form(request))
+    await _act(request, lambda connection: queue_controls.limit_rate(connection, queue, rate, burst=burst))
+    return _to_queues(request, queue, done="limited")
+
+
+@operators_only
+async def limit_in_flight(request: Request) -> Response:
+    """Limit how many attempts of a queue may be in flight."""
+    queue = inputs.queue_of(request)
+    most = inputs.number_of(await inputs.read_form(request), "in_flight", at_most=1_000_000)
+    await _act(request, lambda connection: queue_controls.limit_in_flight(connection, queue, most))
+    return _to_queues(request, queue, done="limited")
+
+
+@operators_only
+async def start_bulk(request: Request) -> Response:
+    """Begin what the preview showed."""
+    form = await inputs.read_form(request)
+    what = Search(inputs.filter_of(form), inputs.group_of(form))
+    bulk = dashboard_of(request).bulks.start(inputs.bulk_action_of(form), what, viewer_of(request))
+    return RedirectResponse(link(request, "bulk", bulk_id=bulk.id), status_code=303)
+
+
+@operators_only
+async def stop_bulk(request: Request) -> Response:
+    """Let a bulk end after the batch that is under way."""
+    bulk = dashboard_of(request).bulks.find(request.path_params["bulk_id"])
+    if bulk is None:
+        raise MessageNotFoundError("no such bulk in this process; what it did is in the audit")
+    bulk.stop.set()
+    return RedirectResponse(link(request, "bulk", bulk_id=bulk.id), status_code=303)
+
+
+async def _act(request: Request, do: Callable[[Connection], _T]) -> _T:
+    return await dashboard_of(request).database.act(viewer_of(request), do)
+
+
+def _to_message(request: Request, message_id: int, *, done: str) -> Response:
+    path = link(request, "message", message_id=message_id)
+    return RedirectResponse(path + query(done=done), status_code=303)
+
+
+def _to_queues(request: Request, queue: str, *, done: str) -> Response:
+    return RedirectResponse(f"{link(request, 'queues')}{query(done=done)}#queue-{queue}", status_code=303)
+
+
+ROUTES: Final = [
+    Route("/messages/{message_id}/redrive", redrive, name="redrive", methods=["POST"]),
+    Route("/messages/{message_id}/resend", resend, name="resend", methods=["POST"]),
+    Route("/messages/{message_id}/cancel", cancel, name="cancel", methods=["POST"]),
+    Route("/queues/{queue}/pause", pause, name="pause", methods=["POST"]),
+    Route("/queues/{queue}/resume", resume, name="resume", methods=["POST"]),
+    Route("/queues/{queue}/rate", limit_rate, name="limit_rate", methods=["POST"]),
+    Route("/queues/{queue}/in-flight", limit_in_flight, name="limit_in_flight", methods=["POST"]),
+    Route("/bulk", start_bulk, name="start_bulk", methods=["POST"]),
+    Route("/bulk/{bulk_id}/stop", stop_bulk, name="stop_bulk", methods=["POST"]),
+]

@@ -1,0 +1,94 @@
+"""Small charts of the last hour as shapes that a template writes down as SVG: no script draws anything."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from pgoutbox.dashboard.history import MINUTES, Minute, percentiles
+from pgoutbox.message import State
+
+if TYPE_CHECKING:
+    from pgoutbox.dashboard.reads import FailedMinute
+
+WIDTH: Final = 240
+HEIGHT: Final = 40
+_SLOT: Final = WIDTH / MINUTES
+
+
+class Bar(NamedTuple):
+    """A rectangle from the bottom up."""
+
+    x: str
+    y: str
+    width: str
+    height: str
+
+
+class Chart(NamedTuple):
+    """Bars or a line, with what a person who cannot see them is told."""
+
+    told: str
+    bars: Sequence[Bar] = ()
+    points: str = ""
+
+
+class TopicFailures(NamedTuple):
+    """How many of the newest failures are of a topic, and when in the last hour."""
+
+    topic: str
+    messages: int
+    chart: Chart
+
+
+def throughput(minutes: Sequence[Minute], state: State) -> Chart:
+    """How many messages ended in a state, minute by minute; the newest on the right."""
+    counts = [minute.states[state] for minute in minutes]
+    return bars(counts, f"{state.value} in the last {len(counts)} minutes")
+
+
+def bars(counts: Sequence[int], what: str) -> Chart:
+    """A bar for each minute that has anything."""
+    highest = max(counts, default=0)
+    first = MINUTES - len(counts)
+    drawn = []
+    for slot, count in enumerate(counts, start=first):
+        if count:
+            height = max(1.0, HEIGHT * count / highest)
+            drawn.append(
+                Bar(f"{slot * _SLOT + 0.5:.1f}", f"{HEIGHT - height:.1f}", f"{_SLOT - 1:.1f}", f"{height:.1f}")
+            )
+    return Chart(f"{sum(counts):,} {what}, at most {highest:,} in a minute", bars=drawn)
+
+
+def latency(minutes: Sequence[Minute], share: float) -> Chart:
+    """A percentile of the latency, minute by minute."""
+    found = [percentiles([minute], [share])[0] for minute in minutes]
+    known = [seconds for seconds in found if seconds is not None]
+    if not known:
+        return Chart("nothing was sent")
+    highest = max(known)
+    first = MINUTES - len(found)
+    points = " ".join(
+        f"{(slot + 0.5) * _SLOT:.1f},{HEIGHT - (HEIGHT - 2) * seconds / highest:.1f}"
+        for slot, seconds in enumerate(found, start=first)
+        if seconds is not None
+    )
+    return Chart(f"percentile {share * 100:g} minute by minute, at most {highest:.3g} seconds", points=points)
+
+
+def failures_by_topic(failed: Sequence[FailedMinute], now: datetime) -> list[TopicFailures]:
+    """The newest failures topic by topic, those with most first."""
+    last = now.astimezone(UTC).replace(second=0, microsecond=0)
+    wanted = [last - minutes * timedelta(minutes=1) for minutes in range(MINUTES)][::-1]
+    totals: Counter[str] = Counter()
+    by_minute: defaultdict[str, Counter[datetime]] = defaultdict(Counter)
+    for topic, minute, messages in failed:
+        totals[topic] += messages
+        by_minute[topic][minute.astimezone(UTC)] += messages
+    return [
+        TopicFailures(topic, count, bars([by_minute[topic][at] for at in wanted], "failed in the last hour"))
+        for topic, count in totals.most_common(20)
+    ]

@@ -1,0 +1,109 @@
+"""What the pages of one application share: its database, what is hidden, what is under way."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Final, NamedTuple, cast
+
+import anyio
+
+from pgoutbox.dashboard import reads
+from pgoutbox.dashboard.bulk import Bulks
+from pgoutbox.dashboard.charts import failures_by_topic
+from pgoutbox.dashboard.database import ANSWER_SECONDS, Database, UnavailableError
+from pgoutbox.dashboard.history import History, Minute
+from pgoutbox.dashboard.live import Feed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from datetime import datetime
+
+    from starlette.requests import Request
+
+    from pgoutbox.dashboard.charts import TopicFailures
+    from pgoutbox.dashboard.types import Connection, Viewer
+    from pgoutbox.outbox import Outbox
+    from pgoutbox.settings import Settings
+
+# So long the numbers of the overview are the same for all who look: they all ask at once when something changes.
+_FRESH_SECONDS: Final = 1.0
+
+
+class Overview(NamedTuple):
+    """The numbers of the first page."""
+
+    now: datetime
+    states: list[reads.StateCount]
+    queues: list[reads.QueueRow]
+    workers: list[reads.WorkerRow]
+    breakers: list[reads.BreakerRow]
+    failures: list[TopicFailures]
+    minutes: list[Minute]
+
+
+class Dashboard:
+    """Made once for an application, and reached from its requests by `dashboard_of`."""
+
+    def __init__(self, settings: Settings, outbox: Outbox | None) -> None:
+        self.settings = settings
+        self.database = Database(settings)
+        self.bulks = Bulks(self.database)
+        self.feed = Feed(settings)
+        self._outbox = outbox
+        self._history = History()
+        self._overview: tuple[float, Overview] | None = None
+        self._one_reads = anyio.Lock()
+
+    def names_of(self, topic: str | None) -> Sequence[str]:
+        """What is hidden in messages of this topic; None for what belongs to none."""
+        names = self.settings.redacted_names
+        topics = {} if self._outbox is None else self._outbox.topics
+        if topic is None:
+            return (*names, *(name for known in topics.values() for name in known.redact))
+        return (*names, *topics[topic].redact) if topic in topics else names
+
+    async def overview(self) -> Overview:
+        """The numbers of the first page, at most a second old."""
+        try:
+            # Those who wait for another's look do not wait one after the other, if it fails, for theirs.
+            with anyio.fail_after(ANSWER_SECONDS):
+                async with self._one_reads:
+                    known = self._overview
+                    if known is None or time.monotonic() - known[0] > _FRESH_SECONDS:
+                        known = (time.monotonic(), await self.database.read(self._look))
+                        self._overview = known
+                    return known[1]
+        except TimeoutError:
+            raise UnavailableError("the database did not answer in time; try again") from None
+
+    def _look(self, connection: Connection) -> Overview:
+        now = reads.now(connection)
+        return Overview(
+            now,
+            reads.count_states(connection),
+            reads.live_queues(connection),
+            reads.lease_holders(connection),
+            reads.breakers(connection),
+            failures_by_topic(reads.failed_lately(connection), now),
+            self._history.of_last_hour(connection, now),
+        )
+
+    def forget(self) -> None:
+        """Ask anew for the numbers of the first page, however fresh they are."""
+        self._overview = None
+
+    def close(self) -> None:
+        """Stop what is under way and close what is idle; what was done stays done."""
+        self.bulks.stop()
+        self.database.close()
+
+
+def dashboard_of(request: Request) -> Dashboard:
+    """The dashboard that a request is for."""
+    return cast("Dashboard", request.app.state.dashboard)
+
+
+def viewer_of(request: Request) -> Viewer:
+    """Who makes the request."""
+    viewer: Viewer = request.scope["pgoutbox.viewer"]
+    return viewer

@@ -1,0 +1,222 @@
+"""The dashboard's way to PostgreSQL: few connections, short statements, and an answer in time even if there is none.
+
+Everything runs in threads, so that the event loop never waits for a server. Pages see one snapshot each and cannot
+write. What an operator does gets a connection of its own, which is not used again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import anyio
+import anyio.to_thread
+import psycopg
+
+from pgoutbox.dashboard.types import Connection
+from pgoutbox.database import operator_connection, sql
+from pgoutbox.database.connections import break_socket
+from pgoutbox.errors import ConfigurationError, PgOutboxError, SchemaError
+from pgoutbox.operations.audit import Actor, acting_as
+
+if TYPE_CHECKING:
+    from pgoutbox.dashboard.types import Viewer
+    from pgoutbox.settings import Settings
+
+STATEMENT_SECONDS: Final = 2.0
+ANSWER_SECONDS: Final = 10.0
+_LOOK_FIRST: Final = "this may have been done: look before you do it again"
+_CONNECT_SECONDS: Final = 3
+_AT_ONCE: Final = 4
+
+_T = TypeVar("_T")
+
+
+class UnavailableError(PgOutboxError):
+    """The database did not answer, or not in time. The text is fit for everyone's eyes."""
+
+
+class RefusedError(PgOutboxError):
+    """The database role of the dashboard lacks a right; the text names what to grant."""
+
+    def __init__(self, what: str, *roles: str) -> None:
+        super().__init__(f"the database role of this dashboard may not {what}: grant it {' or '.join(roles)}")
+
+
+class Database:
+    """Connections to one database, opened when they are needed."""
+
+    def __init__(self, settings: Settings) -> None:
+        seconds = min(settings.connect_timeout_seconds, _CONNECT_SECONDS)
+        self._settings = settings.model_copy(update={"connect_timeout_seconds": seconds})
+        self._idle: list[_Kept] = []
+        self._lock = threading.Lock()
+        # Its own: the threads of the host application are not taken away while pages wait for a slow server.
+        self._limiter = anyio.CapacityLimiter(_AT_ONCE)
+
+    async def read(self, look: Callable[[Connection], _T]) -> _T:
+        """What `look` finds in a transaction that cannot write, in which every statement sees the same."""
+        try:
+            return await self._answer(functools.partial(self._read, look))
+        except psycopg.errors.InsufficientPrivilege:
+            raise RefusedError("read what this page shows", "pgoutbox_viewer", "pgoutbox_operator") from None
+
+    async def act(self, viewer: Viewer, do: Callable[[Connection], _T]) -> _T:
+        """What `do` answers, put down to this viewer in the audit."""
+        actor = Actor(viewer.name, viewer.origin or None)
+        try:
+            return await self._answer(functools.partial(self._act, actor, do), advice=_LOOK_FIRST)
+        except psycopg.errors.InsufficientPrivilege:
+            raise RefusedError("do this", "pgoutbox_operator") from None
+
+    @contextlib.contextmanager
+    def connection(
+        self, watching: Callable[[Connection], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+    ) -> Iterator[Connection]:
+        """A connection of its own, for what takes longer than a page."""
+        with operator_connection.connect(self._settings, purpose="web", watching=watching) as connection:
+            yield connection
+
+    def close(self) -> None:
+        """Close what is idle."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for kept in idle:
+            kept.close()
+
+    async def _answer(self, work: Callable[[_Deadline], _T], *, advice: str = "try again") -> _T:
+        deadline = _Deadline()
+        try:
+            with anyio.fail_after(ANSWER_SECONDS):
+                return await anyio.to_thread.run_sync(
+                    _translated, deadline, work, abandon_on_cancel=True, limiter=self._limiter
+                )
+        except TimeoutError:
+            raise UnavailableError(f"the database did not answer in time; {advice}") from None
+        finally:
+            deadline.end()
+
+    def _read(self, look: Callable[[Connection], _T], deadline: _Deadline) -> _T:
+        while True:
+            kept, is_used = self._take(deadline)
+            try:
+                with deadline.watching(kept.connection):
+                    answer = _look(kept.connection, look)
+            except (psycopg.OperationalError, psycopg.InterfaceError):
+                is_lost = kept.connection.broken or kept.connection.closed
+                kept.close()
+                # It may have died while it lay idle, as all do when the server restarts.
+                if is_used and is_lost and not deadline.is_over:
+                    continue
+                raise
+            except PgOutboxError:
+                # What a page does not find, or refuses, is no fault of the connection.
+                self._keep(kept)
+                raise
+            except BaseException:
+                kept.close()
+                raise
+            self._keep(kept)
+            return answer
+
+    def _act(self, actor: Actor, do: Callable[[Connection], _T], deadline: _Deadline) -> _T:
+        with (
+            self.connection(deadline.watching) as connection,
+            deadline.watching(connection),
+            operator_connection.limiting(STATEMENT_SECONDS),
+            acting_as(actor),
+        ):
+            try:
+                return do(connection)
+            except (psycopg.OperationalError, psycopg.InterfaceError):
+                if connection.broken or connection.closed:  # Perhaps with the answer to the commit.
+                    raise UnavailableError(f"the connection to the database was lost; {_LOOK_FIRST}") from None
+                raise
+
+    def _take(self, deadline: _Deadline) -> tuple[_Kept, bool]:
+        with self._lock:
+            if self._idle:
+                return self._idle.pop(), True
+        return _Kept(self._settings, deadline), False
+
+    def _keep(self, kept: _Kept) -> None:
+        with self._lock:
+            if len(self._idle) < _AT_ONCE:
+                self._idle.append(kept)
+                return
+        kept.close()
+
+
+def _translated(deadline: _Deadline, work: Callable[[_Deadline], _T]) -> _T:
+    """What the work answers; what the driver raises is told without what it knows of the server.
+
+    A right that is missing is left as it is: which one, only the caller knows.
+    """
+    try:
+        return work(deadline)
+    except psycopg.errors.QueryCanceled:
+        raise UnavailableError(
+            f"a query took longer than {STATEMENT_SECONDS:g} s and was given up; try again, or ask for less"
+        ) from None
+    except psycopg.errors.ReadOnlySqlTransaction:
+        raise UnavailableError("the database is read-only now") from None
+    except psycopg.errors.LockNotAvailable:
+        raise UnavailableError("another transaction holds a lock that this needs; try again") from None
+    except (psycopg.OperationalError, psycopg.InterfaceError):
+        raise UnavailableError("the database cannot be reached") from None
+    except SchemaError:
+        raise UnavailableError("the schema pgoutbox is missing or too old: run `pgoutbox migrate`") from None
+    except ConfigurationError:
+        raise UnavailableError("the database cannot be worked with as it is: see the log") from None
+
+
+def _look(connection: Connection, look: Callable[[Connection], _T]) -> _T:
+    with operator_connection.limiting(STATEMENT_SECONDS), connection.transaction():
+        operator_connection.prepare(connection)
+        connection.execute(sql.PREPARE_PAGE)
+        return look(connection)
+
+
+class _Kept:
+    """An open connection, and how to close it."""
+
+    def __init__(self, settings: Settings, deadline: _Deadline) -> None:
+        with contextlib.ExitStack() as stack:
+            opened = operator_connection.connect(settings, read_only=True, purpose="web", watching=deadline.watching)
+            self.connection = stack.enter_context(opened)
+            self.connection.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+            self._stack = stack.pop_all()
+
+    def close(self) -> None:
+        with contextlib.suppress(psycopg.Error, OSError):
+            self._stack.close()
+
+
+class _Deadline:
+    """Breaks the connection that a thread still waits on when nobody waits for the thread any more."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._connection: Connection | None = None
+        self.is_over = False
+
+    @contextlib.contextmanager
+    def watching(self, connection: Connection) -> Iterator[None]:
+        with self._lock:
+            self._connection = connection
+        try:
+            if self.is_over:
+                raise psycopg.OperationalError("given up")
+            yield
+        finally:
+            with self._lock:
+                self._connection = None
+
+    def end(self) -> None:
+        with self._lock:
+            self.is_over = True
+            if self._connection is not None:
+                break_socket(self._connection)

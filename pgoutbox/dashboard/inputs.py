@@ -1,0 +1,212 @@
+"""What people type into addresses and forms: read, bounded and refused by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Final
+from urllib.parse import parse_qsl
+
+from starlette.datastructures import ImmutableMultiDict
+
+from pgoutbox.errors import MessageNotFoundError, PgOutboxError
+from pgoutbox.message import State
+from pgoutbox.operations.audit import Action
+from pgoutbox.operations.messages import MessageFilter
+from pgoutbox.operations.queue_controls import Rate
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+    from pgoutbox.dashboard.types import BulkAction
+
+MAX_ID: Final = 2**63 - 1
+MAX_LIMIT: Final = 200
+_USUAL_LIMIT: Final = 50
+_MAX_TEXT: Final = 500
+_NAME: Final = re.compile(r"[a-z][a-z0-9_.-]{0,62}")
+_UNIT_SECONDS: Final[Mapping[str, int]] = {"minutes": 60, "hours": 3_600, "days": 86_400}
+PERIODS: Final[Mapping[str, int]] = {"second": 1, "minute": 60, "hour": 3_600, "day": 86_400}
+_MAX_PAUSE: Final = timedelta(days=3_650)
+
+Given = ImmutableMultiDict[str, str]
+
+
+class InputError(PgOutboxError, ValueError):
+    """A parameter of the address or a field of the form that is not accepted; the answer is 422."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name}: {reason}")
+        self.name = name
+
+
+async def read_form(request: Request) -> Given:
+    """The fields of a form. Access has bounded the body already."""
+    try:
+        fields = parse_qsl((await request.body()).decode(), keep_blank_values=True, errors="strict", max_num_fields=100)
+    except ValueError:
+        raise InputError("form", "not a form in UTF-8") from None
+    return ImmutableMultiDict(fields)
+
+
+def text_of(given: Given, name: str) -> str | None:
+    """A text, stripped; None when it is left empty."""
+    value = given.get(name, "").strip()
+    if not value:
+        return None
+    if len(value) > _MAX_TEXT:
+        raise InputError(name, f"longer than {_MAX_TEXT} characters")
+    if "\x00" in value or any("\ud800" <= character <= "\udfff" for character in value):
+        raise InputError(name, "holds characters that no message can hold")
+    return value
+
+
+def number_of(given: Given, name: str, *, at_least: int = 1, at_most: int = MAX_ID) -> int | None:
+    """A whole number; None when it is left empty."""
+    value = given.get(name, "").strip()
+    if not value:
+        return None
+    if re.fullmatch(r"[0-9]{1,19}", value) is None or not at_least <= int(value) <= at_most:
+        raise InputError(name, f"give a whole number from {at_least} to {at_most}")
+    return int(value)
+
+
+def limit_of(given: Given) -> int:
+    """How many rows a page shows."""
+    return number_of(given, "limit", at_most=MAX_LIMIT) or _USUAL_LIMIT
+
+
+def before_of(given: Given) -> int | None:
+    """Where a page begins: below this id."""
+    return number_of(given, "before")
+
+
+def time_of(given: Given, name: str) -> datetime | None:
+    """A time as `<input type="datetime-local">` gives it, in UTC, or with an offset of its own."""
+    value = given.get(name, "").strip()
+    if not value:
+        return None
+    try:
+        moment = datetime.fromisoformat(value)
+    except ValueError:
+        raise InputError(name, "give a time such as 2026-11-21T20:15, in UTC") from None
+    try:
+        moment = (moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)).astimezone(UTC)
+    except OverflowError:
+        raise InputError(name, "give a time between the years 2000 and 9000") from None
+    if not 2000 <= moment.year < 9000:
+        raise InputError(name, "give a time between the years 2000 and 9000")
+    return moment
+
+
+def filter_of(given: Given) -> MessageFilter:
+    """Which messages an address or a form asks for."""
+    states = []
+    for value in given.getlist("state"):
+        if value and value not in set(State):
+            raise InputError("state", f"unknown; give one of {', '.join(State)}")
+        if value:
+            states.append(State(value))
+    return MessageFilter(
+        states=tuple(dict.fromkeys(states)),
+        topic=text_of(given, "topic"),
+        queue=text_of(given, "queue"),
+        destination=text_of(given, "destination"),
+        key=text_of(given, "key"),
+        text=text_of(given, "text"),
+        created_from=time_of(given, "created_from"),
+        created_before=time_of(given, "created_before"),
+    )
+
+
+def group_of(given: Given) -> str | None:
+    """The name of a group of failures."""
+    value = given.get("group", "").strip()
+    if value and re.fullmatch(r"[0-9a-f]{32}", value) is None:
+        raise InputError("group", "unknown")
+    return value or None
+
+
+def asked_for(which: MessageFilter, group: str | None = None) -> dict[str, object]:
+    """The query parameters that give this filter again."""
+    told = which.given()
+    return {"state": told.pop("states", None), **told, "group": group}
+
+
+def action_of(given: Given) -> Action | None:
+    """A kind of act, for the audit."""
+    value = given.get("action", "").strip()
+    if not value:
+        return None
+    if value not in set(Action):
+        raise InputError("action", f"unknown; give one of {', '.join(Action)}")
+    return Action(value)
+
+
+def bulk_action_of(given: Given) -> BulkAction:
+    """What a bulk is to do."""
+    value = given.get("do", "")
+    if value == "redrive":
+        return "redrive"
+    if value == "cancel":
+        return "cancel"
+    raise InputError("do", "give redrive or cancel")
+
+
+def message_id_of(request: Request) -> int:
+    """The id in the path of a page. What no message can have is no such message."""
+    value = request.path_params["message_id"]
+    if re.fullmatch(r"[0-9]{1,19}", value) is None or not 1 <= int(value) <= MAX_ID:
+        raise MessageNotFoundError("no such message")
+    return int(value)
+
+
+def is_queue_name(value: str) -> bool:
+    """Whether a queue can have this name."""
+    return _NAME.fullmatch(value) is not None
+
+
+def queue_of(request: Request) -> str:
+    """The queue in the path of a page."""
+    return _queue(request.path_params["queue"])
+
+
+def asked_queue_of(given: Given) -> str | None:
+    """The queue that an address asks for; None when it is left empty."""
+    value = given.get("queue", "").strip()
+    return _queue(value) if value else None
+
+
+def _queue(value: str) -> str:
+    if not is_queue_name(value):
+        raise InputError("queue", "1 to 63 of a-z, 0-9, underscore, dot and hyphen, the first a letter")
+    return value
+
+
+def duration_of(form: Given) -> timedelta | None:
+    """How long to pause; None until somebody resumes the queue."""
+    count = number_of(form, "duration", at_most=100_000)
+    unit = form.get("unit", "minutes")
+    if unit not in _UNIT_SECONDS:
+        raise InputError("unit", f"give one of {', '.join(_UNIT_SECONDS)}")
+    if count is None:
+        return None
+    duration = timedelta(seconds=count * _UNIT_SECONDS[unit])
+    if duration > _MAX_PAUSE:
+        raise InputError("duration", f"at most {_MAX_PAUSE.days} days; leave it empty to pause without an end")
+    return duration
+
+
+def rate_of(form: Given) -> tuple[Rate | None, int | None]:
+    """The rate and the burst of a queue; without a number there is no limit."""
+    count = number_of(form, "rate", at_most=1_000_000)
+    burst = number_of(form, "burst", at_most=1_000_000)
+    period = form.get("per", "second")
+    if period not in PERIODS:
+        raise InputError("per", f"give one of {', '.join(PERIODS)}")
+    if count is None:
+        if burst is not None:
+            raise InputError("burst", "only together with a rate")
+        return None, None
+    return Rate(count, PERIODS[period]), burst

@@ -1,0 +1,297 @@
+"""The pages: each reads its parameters, takes one look at the database and fills a template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final
+
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import Route
+
+from pgoutbox.dashboard import charts, inputs, reads
+from pgoutbox.dashboard.access import is_live, operators_only
+from pgoutbox.dashboard.bulk import MAX_MESSAGES, bulk_search
+from pgoutbox.dashboard.dashboard import Dashboard, dashboard_of, viewer_of
+from pgoutbox.dashboard.database import RefusedError
+from pgoutbox.dashboard.history import MINUTES, percentiles
+from pgoutbox.dashboard.live import EventStream
+from pgoutbox.dashboard.reads import Search
+from pgoutbox.dashboard.rendering import link, render_page
+from pgoutbox.errors import MessageNotFoundError, StateError
+from pgoutbox.message import State
+from pgoutbox.operations import messages as operations
+from pgoutbox.operations.audit import Action
+from pgoutbox.redaction import redact_text
+
+if TYPE_CHECKING:
+    from datetime import datetime
+
+    from starlette.requests import Request
+
+    from pgoutbox.dashboard.types import BulkAction, Connection
+
+# What a page says after an act that it led to.
+_DONE: Final[Mapping[str, str]] = {
+    "redriven": "The message is pending again.",
+    "cancelled": "The message is cancelled.",
+    "requested": "The message is in flight. It is told to stop, and is not retried.",
+    "resent": "This is the copy. It is pending.",
+    "paused": "The queue is paused. What is in flight goes on.",
+    "resumed": "The queue is resumed.",
+    "not-paused": "The queue was not paused.",
+    "limited": "The limit holds from each worker's next claim on.",
+}
+_PREVIEW: Final = 10
+_SHARES: Final = (0.5, 0.95, 0.99)
+
+
+async def overview(request: Request) -> Response:
+    """The numbers of everything."""
+    dashboard = dashboard_of(request)
+    found = await dashboard.overview()
+    due = [queue.next_due_at for queue in found.queues if queue.next_due_at and queue.next_due_at <= found.now]
+    hidden = dashboard.names_of(None)
+    return await render_page(
+        request,
+        "overview.html",
+        {
+            "page": "overview",
+            **found._asdict(),
+            "breakers": [b._replace(last_error=redact_text(b.last_error, hidden)) for b in found.breakers],
+            "oldest_due_at": min(due, default=None),
+            "is_counting": len(found.minutes) < MINUTES,
+            "throughput": [
+                (state, charts.throughput(found.minutes, state))
+                for state in (State.SENT, State.SKIPPED, State.CANCELLED)
+            ],
+            "sent_count": sum(minute.states[State.SENT] for minute in found.minutes),
+            "latency_chart": charts.latency(found.minutes, 0.95),
+            "percentiles": list(zip(_SHARES, percentiles(found.minutes, _SHARES), strict=True)),
+            "failed_cap": reads.CAP,
+            "queue_cap": reads.QUEUE_CAP,
+            "chart_size": (charts.WIDTH, charts.HEIGHT),
+        },
+    )
+
+
+async def messages(request: Request) -> Response:
+    """The newest messages that match a filter."""
+    given = request.query_params
+    message_id = inputs.number_of(given, "id")
+    if message_id is not None:
+        return RedirectResponse(link(request, "message", message_id=message_id), status_code=303)
+    what = Search(inputs.filter_of(given), inputs.group_of(given))
+    limit, before_id = inputs.limit_of(given), inputs.before_of(given)
+    dashboard = dashboard_of(request)
+    # A page that follows the database looks among the newest rows only, however often it is fetched.
+    seconds = 0.0 if is_live(request) else reads.SEARCH_SECONDS
+
+    def look(connection: Connection) -> tuple[datetime, reads.Found]:
+        found = reads.search(connection, what, before_id=before_id, limit=limit, seconds=seconds)
+        return reads.now(connection), found
+
+    now, found = await dashboard.database.read(look)
+    return await render_page(
+        request,
+        "messages.html",
+        {
+            "page": "messages",
+            "now": now,
+            "states": list(State),
+            "which": what.which,
+            "group": what.group,
+            "asked": inputs.asked_for(what.which, what.group),
+            "limit": limit,
+            "before_id": before_id,
+            "found": found,
+            "messages": _listed(dashboard, found.messages),
+            "bulk_actions": [action for action in ("redrive", "cancel") if _is_for(action, what)],
+        },
+    )
+
+
+def _is_for(action: BulkAction, what: Search) -> bool:
+    try:
+        bulk_search(action, what)
+    except StateError:
+        return False
+    return True
+
+
+def _listed(dashboard: Dashboard, found: Sequence[operations.ListedMessage]) -> list[operations.ListedMessage]:
+    return [operations.redact_listed(message, dashboard.names_of(message.topic)) for message in found]
+
+
+async def message(request: Request) -> Response:
+    """Everything about one message."""
+    return await show_message(request, inputs.message_id_of(request))
+
+
+async def show_message(request: Request, message_id: int, *, refusal: str | None = None) -> Response:
+    """The page of one message, perhaps with the reason why something was not done to it."""
+    dashboard = dashboard_of(request)
+
+    def look(connection: Connection) -> dict[str, object]:
+        shown, attempts = operations.show_message(connection, message_id)
+        names = dashboard.names_of(shown.topic)
+        acts = reads.acts_on(connection, message_id)
+        supersedes = reads.superseded_by(connection, message_id) if shown.coalesce_key is not None else []
+        return {
+            "now": reads.now(connection),
+            "message": operations.redact_message(shown, names),
+            "attempts": [operations.redact_attempt(attempt, names) for attempt in attempts],
+            "acts": None if acts is None else _redacted_acts(dashboard, acts),
+            "supersedes": supersedes,
+            "has_values": operations.reads_payloads(connection),
+        }
+
+    known = await dashboard.database.read(look)
+    context = {"page": "messages", "refusal": refusal, "notice": _notice(request), **known}
+    return await render_page(request, "message.html", context, status=200 if refusal is None else 409)
+
+
+def _notice(request: Request) -> str | None:
+    return _DONE.get(request.query_params.get("done", ""))
+
+
+async def queues(request: Request) -> Response:
+    """The queues, what they owe and their controls; or the one that is asked for, whether or not it is used so far."""
+    asked = inputs.asked_queue_of(request.query_params)
+
+    def look(connection: Connection) -> dict[str, object]:
+        found = reads.live_queues(connection, asked)
+        unused = asked is not None and not reads.is_used(connection, found[0])
+        return {"now": reads.now(connection), "queues": found, "is_unused": unused}
+
+    known = await dashboard_of(request).database.read(look)
+    context = {
+        "page": "queues",
+        "asked": asked,
+        "cap": reads.QUEUE_CAP,
+        "looked_at": reads.SEARCH_ROWS,
+        "periods": inputs.PERIODS,
+        "notice": _notice(request),
+    }
+    return await render_page(request, "queues.html", {**context, **known})
+
+
+async def failed(request: Request) -> Response:
+    """What failed, by topic and error."""
+    dashboard = dashboard_of(request)
+    now, groups = await dashboard.database.read(
+        lambda connection: (reads.now(connection), reads.failed_groups(connection))
+    )
+    groups = [reads.redact_group(group, dashboard.names_of(group.topic)) for group in groups]
+    return await render_page(
+        request,
+        "failed.html",
+        {
+            "page": "failed",
+            "now": now,
+            "groups": groups,
+            "looked_at": sum(group.messages for group in groups),
+            "cap": reads.GROUP_ROWS,
+        },
+    )
+
+
+async def audit(request: Request) -> Response:
+    """What operators did."""
+    given = request.query_params
+    limit, before_id = inputs.limit_of(given), inputs.before_of(given)
+    actor, action = inputs.text_of(given, "actor"), inputs.action_of(given)
+    dashboard = dashboard_of(request)
+
+    def look(connection: Connection) -> list[operations.AuditRow]:
+        if not operations.reads_audit(connection):
+            raise RefusedError("read the audit", "pgoutbox_operator")
+        return operations.list_acts(connection, actor=actor, action=action, before_id=before_id, limit=limit + 1)
+
+    now, found = await dashboard.database.read(lambda connection: (reads.now(connection), look(connection)))
+    shown = found[:limit]
+    return await render_page(
+        request,
+        "audit.html",
+        {
+            "page": "audit",
+            "now": now,
+            "actions": list(Action),
+            "actor": actor,
+            "action": action,
+            "limit": limit,
+            "before_id": before_id,
+            "asked": {"actor": actor, "action": action},
+            "acts": _redacted_acts(dashboard, shown),
+            "next_before": shown[-1].id if len(found) > limit else None,
+        },
+    )
+
+
+def _redacted_acts(dashboard: Dashboard, found: Sequence[operations.AuditRow]) -> list[operations.AuditRow]:
+    names = dashboard.names_of(None)
+    return [operations.redact_act(act, names) for act in found]
+
+
+@operators_only
+async def bulk_preview(request: Request) -> Response:
+    """What a bulk would be for: how many, and the first of them."""
+    given = request.query_params
+    action = inputs.bulk_action_of(given)
+    what = bulk_search(action, Search(inputs.filter_of(given), inputs.group_of(given)))
+    dashboard = dashboard_of(request)
+
+    def look(connection: Connection) -> dict[str, object]:
+        count, is_all = reads.count_near(connection, what)
+        found = reads.search(connection, what, limit=min(count, _PREVIEW)).messages if count else []
+        first = _listed(dashboard, found)
+        return {"now": reads.now(connection), "count": count, "is_all": is_all, "messages": first}
+
+    known = await dashboard.database.read(look)
+    return await render_page(
+        request,
+        "bulk_preview.html",
+        {
+            "page": "messages",
+            "action": action,
+            "asked": inputs.asked_for(what.which, what.group),
+            "most": MAX_MESSAGES,
+            "rows": what.rows,
+            "running": [bulk for bulk in dashboard.bulks.latest() if bulk.is_running],
+            **known,
+        },
+    )
+
+
+async def bulk(request: Request) -> Response:
+    """How far a bulk has come."""
+    found = dashboard_of(request).bulks.find(request.path_params["bulk_id"])
+    if found is None:
+        raise MessageNotFoundError("no such bulk in this process; what it did is in the audit")
+    is_own = viewer_of(request).role == "operator"
+    context = {
+        "page": "messages",
+        "bulk": found,
+        "results": sorted(found.results.items()),
+        "asked": inputs.asked_for(found.what.which, found.what.group),
+        "may_stop": is_own and found.is_running,
+        "most": MAX_MESSAGES,
+    }
+    return await render_page(request, "bulk.html", context)
+
+
+async def live(request: Request) -> Response:
+    """The stream of changes."""
+    return EventStream(dashboard_of(request).feed, viewer_of(request))
+
+
+ROUTES: Final = [
+    Route("/", overview, name="overview"),
+    Route("/messages", messages, name="messages"),
+    Route("/messages/{message_id}", message, name="message"),
+    Route("/queues", queues, name="queues"),
+    Route("/failed", failed, name="failed"),
+    Route("/audit", audit, name="audit"),
+    Route("/bulk", bulk_preview, name="bulk_preview", methods=["GET"]),
+    Route("/bulk/{bulk_id}", bulk, name="bulk"),
+    Route("/live", live, name="live"),
+]

@@ -1,0 +1,302 @@
+"""What the pages show, read from the database. Each function runs within one transaction of `Database.read`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, cast
+
+from pgoutbox.database import sql
+from pgoutbox.message import State
+from pgoutbox.operations.messages import AuditRow, ListedMessage, MessageFilter, list_acts, reads_audit
+from pgoutbox.redaction import redact_text
+
+if TYPE_CHECKING:
+    from pgoutbox.dashboard.types import Connection
+
+CAP: Final = 10_000
+QUEUE_CAP: Final = 1_000
+SEARCH_ROWS: Final = 25_000
+# The error of each of these is folded, which takes longer than anything else here.
+GROUP_ROWS: Final = 3_000
+SEARCH_SECONDS: Final = 3.0
+_QUEUES: Final = 100
+_GROUPS: Final = 100
+_SUPERSEDED: Final = 20
+
+_PARTITIONS: Final = (
+    frozenset({State.PENDING, State.SENDING}),
+    frozenset({State.FAILED}),
+    frozenset({State.SENT, State.SKIPPED, State.CANCELLED}),
+)
+# Ids are drawn in the order of enqueue, but a message is dated by the start of its transaction.
+_LONGEST_TRANSACTION: Final = timedelta(days=1)
+
+
+class StateCount(NamedTuple):
+    """How many messages are in a state: counted (`exactly`), counted no further (`at least`) or estimated (`about`)."""
+
+    state: State
+    messages: int
+    kind: Literal["exactly", "at least", "about"]
+
+
+class QueueRow(NamedTuple):
+    """A queue in which something is owed, or that has controls, in the order of LIVE_QUEUES."""
+
+    queue: str
+    due: int
+    scheduled: int
+    sending: int
+    lapsed: int
+    next_due_at: datetime | None
+    paused_at: datetime | None
+    resume_at: datetime | None
+    rate_count: int | None
+    rate_seconds: float | None
+    burst: int | None
+    tokens: float | None
+    max_in_flight: int | None
+
+
+class WorkerRow(NamedTuple):
+    """A worker that holds leases, in the order of LEASE_HOLDERS."""
+
+    worker: str
+    held: int
+    lapsed: int
+    oldest_claim_at: datetime
+    last_lease_at: datetime
+    queues: list[str]
+
+
+class BreakerRow(NamedTuple):
+    """A breaker, in the order of LIST_BREAKERS."""
+
+    key: str
+    opened_at: datetime
+    retry_at: datetime
+    probe_until: datetime | None
+    cooldown_seconds: float
+    worker: str
+    last_error: str
+
+
+class FailedMinute(NamedTuple):
+    """How many of the newest failures are of a topic and a minute, in the order of FAILED_LATELY."""
+
+    topic: str
+    minute: datetime
+    messages: int
+
+
+class FailedGroup(NamedTuple):
+    """Failures of one topic whose errors differ in numbers at most, in the order of FAILED_GROUPS."""
+
+    topic: str
+    error: str
+    group: str
+    messages: int
+    first_at: datetime
+    last_at: datetime
+    newest_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What to look for: a filter, and perhaps a group of failures."""
+
+    which: MessageFilter
+    group: str | None = None
+
+    @property
+    def rows(self) -> int:
+        """How many rows are looked at for one page."""
+        return SEARCH_ROWS if self.group is None else GROUP_ROWS
+
+    @property
+    def partition_states(self) -> list[str] | None:
+        """The states of all partitions that can hold what is looked for; None for all."""
+        states = {State.FAILED} if self.group is not None else set(self.which.states)
+        if not states:
+            return None
+        return sorted(state for partition in _PARTITIONS if partition & states for state in partition)
+
+    def parameters(self) -> dict[str, object]:
+        """For the statements that search."""
+        return {**self.which.parameters(), "error_group": self.group, "partition_states": self.partition_states}
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One page of a search. With `next_before` there is more; or, if `looked_at` rows did not fill the page, may be.
+
+    A search `is_deep` if it looked through more than the newest rows.
+    """
+
+    messages: list[ListedMessage]
+    next_before: int | None
+    looked_at: int | None
+    is_deep: bool = False
+
+
+def now(connection: Connection) -> datetime:
+    """The clock of the database."""
+    ((moment,),) = connection.execute(sql.NOW)
+    return cast("datetime", moment)
+
+
+def count_states(connection: Connection) -> list[StateCount]:
+    """How many messages are in each state. Large numbers of final ones are estimates of the last ANALYZE."""
+    ((pending, sending, failed),) = connection.execute(sql.COUNT_OPEN, {"cap": CAP + 1})
+    done: dict[State, int] = dict.fromkeys((State.SENT, State.SKIPPED, State.CANCELLED), 0)
+    done.update({State(state): count for state, count in connection.execute(sql.COUNT_DONE, {"cap": CAP + 1})})
+    kind: Literal["exactly", "at least", "about"] = "exactly"
+    if sum(done.values()) > CAP:
+        estimates = {State(state): count for state, count in connection.execute(sql.ESTIMATE_DONE)}
+        kind = "about" if sum(estimates.values()) > CAP else "at least"
+        done = {state: max(count, estimates.get(state, 0)) for state, count in done.items()}
+    opened = {State.PENDING: pending, State.SENDING: sending, State.FAILED: failed}
+    counts = [
+        StateCount(state, min(count, CAP), "exactly" if count <= CAP else "at least") for state, count in opened.items()
+    ]
+    counts += [StateCount(state, count, kind) for state, count in done.items()]
+    return sorted(counts, key=lambda counted: list(State).index(counted.state))
+
+
+def live_queues(connection: Connection, queue: str | None = None) -> list[QueueRow]:
+    """The queues in which anything is owed, and those with controls, by name, a hundred at most; or this one alone."""
+    rows = connection.execute(sql.LIVE_QUEUES, {"queue": queue, "queues": _QUEUES, "cap": QUEUE_CAP + 1})
+    return [QueueRow._make(row) for row in rows]
+
+
+def lease_holders(connection: Connection) -> list[WorkerRow]:
+    """The workers that hold leases, by name."""
+    return [WorkerRow._make(row) for row in connection.execute(sql.LEASE_HOLDERS, {"cap": CAP})]
+
+
+def breakers(connection: Connection) -> list[BreakerRow]:
+    """The breakers that are not closed, the latest first."""
+    return [BreakerRow._make(row) for row in connection.execute(sql.LIST_BREAKERS)]
+
+
+def failed_lately(connection: Connection) -> list[FailedMinute]:
+    """The newest failures by topic and minute."""
+    return [FailedMinute._make(row) for row in connection.execute(sql.FAILED_LATELY, {"cap": CAP})]
+
+
+def failed_groups(connection: Connection) -> list[FailedGroup]:
+    """The newest failures by topic and error, the largest group first."""
+    rows = connection.execute(sql.FAILED_GROUPS, {"cap": GROUP_ROWS, "limit": _GROUPS})
+    return [FailedGroup._make(row) for row in rows]
+
+
+def superseded_by(connection: Connection, message_id: int) -> list[int]:
+    """The messages that this one took the place of, as far as they stand near it."""
+    parameters = {"id": message_id, "rows": SEARCH_ROWS, "limit": _SUPERSEDED}
+    return [row[0] for row in connection.execute(sql.SUPERSEDED_BY, parameters)]
+
+
+def is_used(connection: Connection, queue: QueueRow) -> bool:
+    """Whether the queue owes anything, has controls, or is that of one of the newest messages: if not, it may be
+    misspelt."""
+    owes = queue.due or queue.scheduled or queue.sending or queue.lapsed
+    has_controls = queue.paused_at or queue.rate_count or queue.max_in_flight
+    return bool(owes or has_controls or search(connection, Search(MessageFilter(queue=queue.queue)), limit=1).messages)
+
+
+def acts_on(connection: Connection, message_id: int) -> list[AuditRow] | None:
+    """What operators did to one message, newest first; None if the dashboard's role may not read it."""
+    if not reads_audit(connection):
+        return None
+    connection.execute(sql.ALLOW_BITMAPS)
+    return list_acts(connection, message_id=message_id)
+
+
+def newest_id(connection: Connection) -> int:
+    """The id that was drawn last."""
+    ((found,),) = connection.execute(sql.NEWEST_ID)
+    return int(found)
+
+
+def search(
+    connection: Connection, what: Search, *, before_id: int | None = None, limit: int, seconds: float = 0.0
+) -> Found:
+    """The newest messages that match, newest first, of so many rows below `before_id`.
+
+    Looks through as many rows again, until the page is full or `seconds` have passed.
+    """
+    before_id, not_below_id = _bounds(connection, what.which, before_id)
+    over_at = time.monotonic() + seconds
+    parameters = {**what.parameters(), "not_below_id": not_below_id, "rows": what.rows}
+    held_only = set(what.which.states) == {State.SENDING} and what.group is None
+    statement = sql.SEARCH_SENDING if held_only else sql.SEARCH_MESSAGES
+    messages: list[ListedMessage] = []
+    looked_at = 0
+    while True:
+        parameters |= {"before_id": before_id, "limit": limit + 1 - len(messages)}
+        rows = connection.execute(statement, parameters)
+        messages += [ListedMessage._make(row)._replace(state=State(row[4])) for row in rows]
+        if len(messages) > limit:
+            return Found(messages[:limit], messages[limit - 1].id, None, is_deep=looked_at > 0)
+        ended_at = None if held_only else connection.execute(sql.SEARCHED, parameters).fetchone()
+        if ended_at is None:
+            return Found(messages, None, None, is_deep=looked_at > 0)
+        looked_at += what.rows
+        before_id = ended_at[0]
+        if time.monotonic() >= over_at:
+            return Found(messages, before_id, looked_at, is_deep=looked_at > what.rows)
+
+
+def count_near(connection: Connection, what: Search) -> tuple[int, bool]:
+    """How many of the newest rows match, and whether those are all rows there are."""
+    before_id, not_below_id = _bounds(connection, what.which, None)
+    parameters = {
+        **what.parameters(),
+        "before_id": before_id,
+        "not_below_id": not_below_id,
+        "rows": what.rows,
+    }
+    ((matching, looked_at),) = connection.execute(sql.COUNT_SEARCHED, parameters)
+    return int(matching), looked_at < what.rows
+
+
+def search_ahead(
+    connection: Connection, what: Search, *, after_id: int, through_id: int, rows: int
+) -> tuple[list[tuple[int, int]], int | None]:
+    """The ids that match among the next rows, each with the number of its attempts, and where those rows end; None when
+    there are no more."""
+    parameters = {**what.parameters(), "after_id": after_id, "through_id": through_id, "rows": rows}
+    ((ids, attempt_counts, last_id, _),) = connection.execute(sql.SEARCH_AHEAD, parameters)
+    return list(zip(ids or (), attempt_counts or (), strict=True)), last_id
+
+
+def _bounds(connection: Connection, which: MessageFilter, before_id: int | None) -> tuple[int | None, int | None]:
+    """The ids between which messages of the filter's times stand, so that a search begins where they are."""
+    not_below_id = None
+    if which.created_from is not None:
+        not_below_id = _first_id_since(connection, which.created_from - _LONGEST_TRANSACTION)
+    if which.created_before is not None:
+        first_after = _first_id_since(connection, which.created_before + _LONGEST_TRANSACTION)
+        before_id = first_after if before_id is None else min(before_id, first_after)
+    return before_id, not_below_id
+
+
+def _first_id_since(connection: Connection, moment: datetime) -> int:
+    """An id below which all messages were enqueued before this time, found by halving."""
+    low, high = 1, newest_id(connection) + 1
+    while low < high:
+        middle = (low + high) // 2
+        row = connection.execute(sql.FIRST_FROM, {"id": middle}).fetchone()
+        if row is None or row[0] >= high or row[1] >= moment:
+            high = middle
+        else:
+            low = row[0] + 1
+    return high
+
+
+def redact_group(group: FailedGroup, names: Collection[str]) -> FailedGroup:
+    """The group as a person may see it."""
+    return group._replace(error=redact_text(group.error, names))

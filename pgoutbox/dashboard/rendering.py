@@ -1,0 +1,164 @@
+"""Pages out of templates: everything that is written into one is escaped, and what cannot be seen is made visible."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlencode
+
+import anyio.to_thread
+import jinja2
+from markupsafe import Markup
+from starlette.responses import HTMLResponse
+
+from pgoutbox.dashboard.inputs import is_queue_name
+from pgoutbox.dashboard.types import ROOT, VIEWER
+from pgoutbox.operations.messages import JsonText
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+
+# Control characters, line separators that are none in HTML, and what turns the direction of the text around it.
+_INVISIBLE: Final = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff]"
+)
+_UNITS: Final = ((86_400 * 365, "y"), (86_400, "d"), (3_600, "h"), (60, "min"))
+
+
+def link(request: Request, name: str, /, **path_params: object) -> str:
+    """The path of a page, wherever the dashboard is mounted. Never absolute: a forged Host header changes nothing."""
+    path: str = request.app.url_path_for(name, **path_params)
+    return f"{request.scope[ROOT]}{path}"
+
+
+def render(
+    request: Request,
+    template: str,
+    context: Mapping[str, object] | None = None,
+    *,
+    status: int = 200,
+    headers: Mapping[str, str] | None = None,
+) -> HTMLResponse:
+    """A page. Its template knows the context, `link`, `viewer` (None before sign-in) and `root`, the prefix."""
+
+    def link_here(name: str, /, **path_params: object) -> str:
+        return link(request, name, **path_params)
+
+    known = {"link": link_here, "viewer": request.scope.get(VIEWER), "root": request.scope[ROOT]}
+    text = _environment().get_template(template).render({**known, **(context or {})})
+    # A lone surrogate cannot be stored in PostgreSQL, but it can be typed into a query string.
+    return HTMLResponse(text.encode("utf-8", "replace"), status_code=status, headers=headers)
+
+
+async def render_page(
+    request: Request, template: str, context: Mapping[str, object] | None = None, *, status: int = 200
+) -> HTMLResponse:
+    """A page of rows, rendered in a thread: other requests do not wait while a long one is written."""
+    return await anyio.to_thread.run_sync(lambda: render(request, template, context, status=status))
+
+
+@lru_cache(maxsize=1)
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("pgoutbox.dashboard"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=_made_visible,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(
+        number=format_number,
+        upto=format_upto,
+        seconds=format_seconds,
+        utc=format_utc,
+        pretty=format_json,
+        size=format_bytes,
+    )
+    environment.tests.update(queue_name=is_queue_name, json_text=lambda value: isinstance(value, JsonText))
+    environment.globals.update(query=query, ago=format_ago)
+    return environment
+
+
+def _made_visible(value: Any) -> Any:  # noqa: ANN401 - Jinja finalizes whatever an expression gives
+    if not isinstance(value, str) or isinstance(value, Markup):
+        return value
+    return _INVISIBLE.sub(lambda found: f"\\u{ord(found[0]):04x}", value)
+
+
+def query(*parameters: Mapping[str, object], **more: object) -> str:
+    """A query string of what is given, `?` included; later ones win, and None leaves a parameter out."""
+    merged: dict[str, object] = {}
+    for given in (*parameters, more):
+        merged.update(given)
+    pairs: list[tuple[str, str]] = []
+    for name, value in merged.items():
+        values: Sequence[object] = value if isinstance(value, list | tuple) else [value]
+        pairs += [(name, str(one)) for one in values if one is not None]
+    return f"?{urlencode(pairs)}" if pairs else "?"
+
+
+def format_number(value: float) -> str:
+    """A number with a comma between thousands."""
+    return f"{value:,.0f}"
+
+
+def format_upto(value: int, cap: int) -> str:
+    """A count that ended at `cap`: above it nobody counted on.
+
+    >>> format_upto(10001, 10000)
+    '10,000+'
+    """
+    return f"{cap:,}+" if value > cap else f"{value:,}"
+
+
+def format_seconds(value: float) -> str:
+    """A duration in the unit that a person would use.
+
+    >>> [format_seconds(value) for value in (0.0042, 3.21, 75, 7300, 200000)]
+    ['4.2 ms', '3.2 s', '1 min', '2 h', '2 d']
+    """
+    if value < 1:
+        return f"{max(value, 0) * 1000:.3g} ms"
+    for size, unit in _UNITS:
+        if value >= size:
+            return f"{value // size:.0f} {unit}"
+    return f"{value:.3g} s" if value < 10 else f"{value:.0f} s"
+
+
+def format_ago(moment: datetime, now: datetime) -> str:
+    """How long ago, or in how long, by the clock of the database."""
+    seconds = (now - moment).total_seconds()
+    if abs(seconds) < 1:
+        return "just now"
+    told = format_seconds(abs(seconds)) if abs(seconds) >= 60 else f"{abs(seconds):.0f} s"
+    return f"{told} ago" if seconds > 0 else f"in {told}"
+
+
+def format_bytes(size: int) -> str:
+    """A size in the unit that a person would use.
+
+    >>> [format_bytes(size) for size in (0, 1023, 65536, 157286400)]
+    ['0 bytes', '1,023 bytes', '64 KiB', '150 MiB']
+    """
+    for unit, name in ((2**20, "MiB"), (2**10, "KiB")):
+        if size >= unit:
+            return f"{size / unit:,.0f} {name}"
+    return f"{size:,} bytes"
+
+
+def format_utc(moment: datetime) -> str:
+    """A time of day in UTC."""
+    return moment.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def format_json(value: object) -> str:
+    """JSON for a person to read."""
+    if isinstance(value, JsonText):
+        return value
+    return json.dumps(value, ensure_ascii=False, indent=2)

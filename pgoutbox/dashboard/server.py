@@ -1,0 +1,167 @@
+"""Serves the dashboard with uvicorn, and gives nobody more time or room than a person with a browser needs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Final
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from pgoutbox.dashboard.access import SECURITY_HEADERS
+from pgoutbox.observability.events import Event, Telemetry
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+    from pgoutbox.settings import Settings
+
+MAX_HEAD_BYTES: Final = 32_768
+REQUEST_SECONDS: Final = 10.0
+_KEEP_ALIVE_SECONDS: Final = 5
+_GRACE_SECONDS: Final = 3
+
+_logger = logging.getLogger("pgoutbox.dashboard")
+
+
+def _fixed_answer(status: str, text: str) -> bytes:
+    headers = {
+        **SECURITY_HEADERS,
+        "cache-control": "no-store",
+        "content-type": "text/plain; charset=utf-8",
+        "content-length": str(len(text)),
+        "connection": "close",
+    }
+    lines = [f"HTTP/1.1 {status}", *(f"{name}: {value}" for name, value in headers.items()), "", text]
+    return "\r\n".join(lines).encode()
+
+
+_FULL: Final = _fixed_answer("503 Service Unavailable", "Too many connections.\n")
+_MALFORMED: Final = _fixed_answer("400 Bad Request", "This is no HTTP request.\n")
+
+
+class _ImpatientProtocol(H11Protocol):
+    """uvicorn's protocol, with a time limit for the arrival of each request, head and body, and a limit on connections.
+
+    uvicorn itself waits for ever for the rest of a head, and answers what is over its limit without our headers.
+    """
+
+    most_connections = 200
+    request_seconds = REQUEST_SECONDS
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self.most_connections:
+            transport.write(_FULL)
+            transport.close()
+            return
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._forget()
+        super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - the name is uvicorn's
+        self.transport.write(_MALFORMED)
+        self.transport.close()
+
+    def _watch(self) -> None:
+        arriving = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
+        if not arriving or self.transport.is_closing():
+            self._forget()
+        elif self._deadline is None:
+            self._deadline = self.loop.call_later(self.request_seconds, self.transport.abort)
+
+    def _forget(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
+class Server(uvicorn.Server):
+    """One server of the dashboard, on an address of its own; port 0 is any that is free.
+
+    Raises `OSError` if the address cannot be had. `started` is called with the URL once connections are accepted.
+    """
+
+    def __init__(
+        self, app: ASGIApp, settings: Settings, *, host: str, port: int, started: Callable[[str], object]
+    ) -> None:
+        self._listener = _listen(host, port)
+        self._when_started = started
+        proxies = [part.strip() for part in (settings.web_trusted_proxies or "").split(",") if part.strip()]
+        protocol = type("Protocol", (_ImpatientProtocol,), {"most_connections": settings.web_connections})
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=protocol,
+                ws="none",
+                lifespan="on",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=bool(proxies),
+                forwarded_allow_ips=proxies,
+                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=_GRACE_SECONDS,
+                h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+            )
+        )
+
+    def serve_until_told(self) -> None:
+        """Serve until SIGTERM or SIGINT, or until `should_exit` is set."""
+        with self._listener:
+            self.run(sockets=[self._listener])
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's; then says so."""
+        await super().startup(sockets)
+        if self.started:
+            url = _url(self._listener)
+            Telemetry(_logger).report(logging.INFO, Event.WEB_STARTED, "the dashboard is served", url=url)
+            self._when_started(url)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """As uvicorn's, but the process is not killed by the signal once it has been obeyed: that is no failure."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    (family, kind, protocol, _, address), *_ = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.set_inheritable(True)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"

@@ -1,0 +1,31 @@
+"""The types and keys that the parts of the dashboard share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final, Literal, TypeAlias
+
+import psycopg
+from psycopg.rows import TupleRow
+
+from pgoutbox.dashboard.credentials import Role
+
+ROOT: Final = "pgoutbox.root"
+VIEWER: Final = "pgoutbox.viewer"
+
+BulkAction: TypeAlias = Literal["redrive", "cancel"]
+Connection: TypeAlias = psycopg.Connection[TupleRow]
+
+
+@dataclass(frozen=True, slots=True)
+class Viewer:
+    """Who makes the request: `request.scope["pgoutbox.viewer"]` on every page that needs somebody.
+
+    `origin` says from where, for the table `audit`. Forms that POST carry `csrf_token`.
+    """
+
+    name: str
+    role: Role
+    csrf_token: str = field(default="", repr=False)
+    origin: str = ""
+    can_sign_out: bool = False

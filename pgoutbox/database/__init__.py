@@ -1,0 +1,1 @@
+"""Connections to PostgreSQL, and the statements that run on them."""

@@ -1,0 +1,644 @@
+"""The only module that runs the worker's statements, with a method for each.
+
+It makes no decisions. Every statement that writes a message is fenced, so that it can be repeated after an unknown
+answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Final, LiteralString, NamedTuple, TypedDict, Unpack
+
+import psycopg
+from psycopg.rows import TupleRow
+
+from pgoutbox.database import sql
+from pgoutbox.database.round_trip import Step
+from pgoutbox.database.server import ServerFacts, judge_schema, judge_server
+from pgoutbox.database.worker_connection import Link, is_of_a_row
+from pgoutbox.message import AttemptOutcome, ReasonCode, State
+from pgoutbox.settings import Settings
+
+_LOCKED_PAUSE_SECONDS = 0.02
+_PASS_OVER_SECONDS = 1.0
+_PERMIT_PAUSE_SECONDS = 0.25
+_MAX_ID = 2**63 - 1
+_SENDING: Final = State.SENDING  # Looking up an enum member costs more than a comparison.
+_RETENTION_SECONDS = 30.0
+_SHOWN_NAME_LENGTH = 48  # With "pgoutbox claim " the 63 bytes that PostgreSQL keeps of an application_name.
+
+
+class ClaimedRow(NamedTuple):
+    """One message that a claim touched, in the order of the statement's RETURNING list."""
+
+    id: int
+    topic: str
+    destination: str | None
+    payload_json: str | None
+    headers_json: str | None
+    attempt_count: int
+    max_attempts: int
+    attempt_budget: int
+    created_at: datetime
+    available_at: datetime
+    coalesce_key: str | None
+    ordering_key: str | None
+    content_id: int | None
+    claimed_at: datetime | None
+    state: str
+    expires_in_seconds: float | None
+    superseded: bool
+    """Whether a newer message supersedes it: see `mark_superseded`. `Store` sets this field and the following ones."""
+    queue: str
+    was_lapsed: bool = False
+    """Whether the previous attempt was lost."""
+
+
+class Horizon(NamedTuple):
+    """The coverage of a snapshot of the database: see `NEXT_DUE`."""
+
+    started_at: datetime
+    """The server's identity: transactions and ids of different servers cannot be compared."""
+    xmin: int
+    """All transactions before this one have ended."""
+    next_xid: int
+    """No transaction from this one on had begun to write."""
+    last_id: int
+
+
+class DueRow(NamedTuple):
+    """One queue in the answer of `NEXT_DUE`, in the order of its columns. Seconds count from the query."""
+
+    queue: str
+    has_ordered: bool
+    permit_seconds: float | None
+    """When the next attempt may begin, infinity for a pause without an end; None for a queue without limits."""
+    first_due_seconds: float | None
+    other_due_seconds: float | None
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether the queue is paused or has limits."""
+        return self.permit_seconds is not None
+
+    @property
+    def first_seconds(self) -> float | None:
+        """When to claim fresh and ordered messages; None if nothing is scheduled."""
+        return self._with_permit(self.first_due_seconds)
+
+    @property
+    def other_seconds(self) -> float | None:
+        """When to claim retries and lapsed attempts; None if nothing is scheduled."""
+        return self._with_permit(self.other_due_seconds)
+
+    def _with_permit(self, seconds: float | None) -> float | None:
+        # If a message is due and there is a permit, another worker is claiming it: look again soon.
+        if seconds is None or self.permit_seconds is None:
+            return seconds
+        return None if math.isinf(self.permit_seconds) else max(seconds, self.permit_seconds, _PERMIT_PAUSE_SECONDS)
+
+
+class LapsedOptions(TypedDict):
+    """Which lapsed attempts to end or to take over.
+
+    No lease counts as lapsed while the server's clock is beyond `clock_limit`. Attempts of this worker in `held` are
+    passed over: the worker renews their leases.
+    """
+
+    topics: Sequence[str]
+    hold_topics: Sequence[str]
+    total: int
+    held: Collection[int]
+    clock_limit: datetime | None
+    set_aside: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """An outcome to be written to the row."""
+
+    id: int
+    attempt_count: int
+    outcome: AttemptOutcome
+    reason: str | None = None
+    delay_seconds: float = 0.0
+    reason_code: ReasonCode | None = None
+    breaker_key: str | None = None
+
+
+class ClaimRefusedError(psycopg.DatabaseError):
+    """The database refuses the claim of these messages: because of a trigger, a constraint or a damaged value."""
+
+    def __init__(self, message_ids: Sequence[int], cause: psycopg.Error) -> None:
+        super().__init__(str(cause))
+        self.message_ids = message_ids
+        self.sqlstate = cause.sqlstate
+
+
+Floor = tuple[datetime, int]
+"""Due time and id of the last message that a claim has reached."""
+
+NO_FLOOR: Final[tuple[datetime | None, int]] = (None, 0)
+
+
+class HeldRow(NamedTuple):
+    """The answer of a renewal or a watch about an attempt that still holds its message."""
+
+    id: int
+    cancelled: bool
+    superseded: bool
+    in_lease: bool
+
+
+class BreakerRow(NamedTuple):
+    """An open breaker in the database. `retry_seconds` is not positive when it may be probed.
+
+    `opened`: this statement opened it. `probe_id`: this statement granted a probe.
+    """
+
+    retry_seconds: float
+    cooldown_seconds: float
+    last_error: str
+    opened: bool
+    probe_id: str | None
+
+
+class Store:
+    """The worker's statements, each a method. Claims and finishes have separate connections and overlap.
+
+    If the server has only one free connection they share it, so that a worker that can claim can also finish. Otherwise
+    it would hand over messages again and again without ending any of them.
+    """
+
+    def __init__(self, settings: Settings, *, worker: str) -> None:
+        dsn = settings.require_dsn()
+        self.worker = worker
+        self.lease_seconds = settings.lease_seconds
+        self._settings = settings
+        self.claims = Link(dsn, settings, purpose=f"claim {worker[-_SHOWN_NAME_LENGTH:]}")
+        self._finishes = Link(dsn, settings, purpose="finish", spare=self.claims)
+        self._passes_over_until = -math.inf  # Until then finishes pass over locked rows instead of waiting.
+        self._forgotten_topics: frozenset[str] = frozenset()
+        self._retention_turn = asyncio.Lock()
+        self._retention_read_at = -math.inf
+
+    async def check_server(self) -> None:
+        """Raise an error for an unusable server, with the fix."""
+        await check_server(self.claims)
+
+    async def server_time(self) -> datetime:
+        """The time of the database's clock."""
+        now: datetime
+        ((now,),) = await self.claims.fetch(sql.SERVER_TIME, {})
+        return now
+
+    async def claim(
+        self,
+        queue: str,
+        *,
+        topics: Sequence[str],
+        total: int,
+        floor: Floor | None,
+        retries: bool = False,
+        by_permits: bool = False,
+        in_turn: bool = False,
+        set_aside: Sequence[int] = (),
+    ) -> list[ClaimedRow]:
+        """Claim up to `total` due messages beyond the floor, fresh ones or with `retries` those attempted before.
+
+        With `in_turn`, for a backlog, it waits until at most one other such claim chooses from the queue. A queue that
+        is paused or has limits yields messages only with `by_permits`. Messages in `set_aside` are passed over. Rows
+        are in the order of their due times. Raises `ClaimRefusedError` if the database refuses a claim of a single
+        message because of its row.
+        """
+        if retries:
+            statement, find = sql.CLAIM_RETRIES_BY_PERMITS if by_permits else sql.CLAIM_RETRIES, sql.FIND_RETRIES
+        else:
+            statement, find = sql.CLAIM_FRESH_BY_PERMITS if by_permits else sql.CLAIM_FRESH, sql.FIND_FRESH
+        floor_at, floor_id = floor or NO_FLOOR
+        parameters = {
+            "queue": queue,
+            "topics": topics,
+            "total": total,
+            "floor_at": floor_at,
+            "floor_id": floor_id,
+            "set_aside": _array_of(set_aside),
+        }
+        turn: Step | None = (sql.TAKE_TURN, {"queue": queue}) if in_turn else None
+        rows = await self._claim(statement, find, parameters, first=turn)
+        return _claimed(rows, queue)
+
+    async def claim_new(
+        self, queue: str, *, topics: Sequence[str], total: int, floor_id: int, set_aside: Sequence[int]
+    ) -> list[ClaimedRow]:
+        """Claim up to `total` fresh messages beyond this id from a queue without limits, like `claim`."""
+        parameters = {
+            "queue": queue,
+            "topics": topics,
+            "total": total,
+            "floor_id": floor_id,
+            "set_aside": _array_of(set_aside),
+        }
+        rows = await self._claim(sql.CLAIM_NEW, sql.FIND_NEW, parameters)
+        return _claimed(rows, queue)
+
+    async def end_lapsed(self, queue: str, **options: Unpack[LapsedOptions]) -> list[ClaimedRow]:
+        """End up to `total` lapsed attempts whose message is not tried again. Raises like `claim`."""
+        rows = await self._claim(sql.END_LAPSED, sql.FIND_ENDING, _lapsed_parameters(queue, options))
+        return [_ended(row) for row in rows]
+
+    async def claim_lapsed(self, queue: str, **options: Unpack[LapsedOptions]) -> list[ClaimedRow]:
+        """Take over up to `total` lapsed attempts whose message is tried again. Raises like `claim`.
+
+        A total of 1 takes the oldest one, a greater total only messages with more than half of their attempts left.
+        """
+        rows = await self._claim(sql.CLAIM_LAPSED, sql.FIND_LAPSED, _lapsed_parameters(queue, options))
+        return _claimed(rows, queue, was_lapsed=True)
+
+    async def end_superseded_elsewhere(
+        self, queues: Sequence[str], *, topics: Sequence[str], total: int, clock_limit: datetime | None
+    ) -> list[ClaimedRow]:
+        """End up to `total` superseded messages of other queues than these whose attempt was lost."""
+        parameters = {
+            "queues": queues,
+            "topics": topics,
+            "hold_topics": [],
+            "total": total,
+            "held": "{}",
+            "clock_limit": clock_limit,
+            "set_aside": "{}",
+            "worker": self.worker,
+        }
+        rows = await self.claims.fetch(sql.END_SUPERSEDED_ELSEWHERE, parameters)
+        return [_ended(row) for row in rows]
+
+    async def _claim(
+        self,
+        statement: LiteralString,
+        find: LiteralString,
+        parameters: dict[str, object],
+        *,
+        first: Step | None = None,
+    ) -> list[TupleRow]:
+        parameters |= {"worker": self.worker, "lease_seconds": self.lease_seconds}
+        try:
+            return await self.claims.fetch(statement, parameters, first=first)
+        except psycopg.Error as error:
+            if parameters["total"] != 1 or not is_of_a_row(error):
+                raise
+            refused = await self.claims.fetch(find, parameters)
+            raise ClaimRefusedError([row[0] for row in refused], error) from error
+
+    async def find_ordered(
+        self, queue: str, *, topics: Sequence[str], after_key: str, key_limit: int
+    ) -> tuple[Sequence[int], str]:
+        """Claimable messages of up to `key_limit` ordering keys after `after_key`; and the last of these keys.
+
+        An empty key means that no key follows.
+        """
+        ((message_ids, last_key, count),) = await self.claims.fetch(
+            sql.FIND_ORDERED, {"queue": queue, "topics": topics, "after_key": after_key, "key_limit": key_limit}
+        )
+        return message_ids or (), last_key if count == key_limit else ""
+
+    async def find_new_ordered(
+        self, queue: str, *, topics: Sequence[str], floor_id: int, key_limit: int
+    ) -> Sequence[int]:
+        """The claimable messages of the ordering keys of the first `key_limit` messages beyond `floor_id`."""
+        rows = await self.claims.fetch(
+            sql.FIND_NEW_ORDERED, {"queue": queue, "topics": topics, "floor_id": floor_id, "key_limit": key_limit}
+        )
+        return [message_id for (message_id,) in rows]
+
+    async def claim_ordered(self, queue: str, message_ids: Sequence[int]) -> list[ClaimedRow]:
+        """Claim found messages, unless they have changed.
+
+        Raises `ClaimRefusedError` if the database refuses a claim of a single message because of its row.
+        """
+        parameters = {
+            "queue": queue,
+            "ids": message_ids,
+            "total": len(message_ids),
+            "worker": self.worker,
+            "lease_seconds": self.lease_seconds,
+        }
+        try:
+            rows = await self.claims.fetch(sql.CLAIM_ORDERED, parameters)
+        except psycopg.Error as error:
+            if len(message_ids) > 1 or not is_of_a_row(error):
+                raise
+            raise ClaimRefusedError(message_ids, error) from error
+        return _claimed(rows, queue)
+
+    async def mark_superseded(self, rows: list[ClaimedRow]) -> list[ClaimedRow]:
+        """Check again which of the messages of a committed claim are superseded."""
+        keyed = [row.id for row in rows if row.coalesce_key is not None and row.state == _SENDING]
+        if not keyed:
+            return rows
+        overtaken = {message_id for (message_id,) in await self.claims.fetch(sql.OVERTAKEN, {"ids": _array_of(keyed)})}
+        return [row._replace(superseded=True) if row.id in overtaken else row for row in rows]
+
+    async def release_unanswered(
+        self, queues: Sequence[str], held: Collection[int], *, after: datetime | None, before: datetime | None
+    ) -> int:
+        """Release attempts of this worker that were claimed between two times in these queues, except those in `held`.
+
+        Returns their number. `after` and `before` are times of claims by the server's clock; None for no bound.
+        """
+        rows = await self.claims.fetch(
+            sql.UNANSWERED_ATTEMPTS, {"queues": queues, "worker": self.worker, "after": after, "before": before}
+        )
+        lost = [Verdict(row[0], row[1], AttemptOutcome.RELEASED) for row in rows if row[0] not in held]
+        return len(await self.finish(lost)) if lost else 0
+
+    async def contents(self, content_ids: Sequence[int]) -> dict[int, str]:
+        """The contents of fan-outs as JSON texts, by id."""
+        return dict(await self.claims.fetch(sql.CONTENTS, {"ids": content_ids}))
+
+    async def next_due(
+        self, queues: Sequence[str], *, since_seconds: float, others_since_seconds: float, floor_id: int | None
+    ) -> tuple[list[DueRow], datetime, Horizon]:
+        """Describe each of these queues, with the time of the database's clock and the coverage of the answer.
+
+        Messages that fell due within the last `since_seconds` are due, or `others_since_seconds` for retries and
+        leases: their seconds are zero or negative. Fresh messages beyond `floor_id` do not count.
+        """
+        parameters = {
+            "queues": queues,
+            "since_seconds": since_seconds,
+            "others_since_seconds": others_since_seconds,
+            "floor_id": _MAX_ID if floor_id is None else floor_id,
+        }
+        rows = await self.claims.fetch(sql.NEXT_DUE, parameters)
+        return [DueRow(*row[:5]) for row in rows], rows[0][5], Horizon(*rows[0][6:])
+
+    async def idle_queues(self, queues: Sequence[str], watch_keys: Sequence[int]) -> list[str]:
+        """The queues whose messages an idle worker may take; without a listener, all queues without a rate."""
+        rows = await self.claims.fetch(
+            sql.IDLE_QUEUES,
+            {"queues": queues, "watch_keys": watch_keys, "is_unknown": not self._settings.listen},
+        )
+        return [queue for (queue,) in rows]
+
+    async def ring(self, queues: Sequence[str]) -> None:
+        """Wake all sleeping workers of these queues."""
+        await self.claims.fetch(sql.RING, {"queues": queues})
+
+    async def count_owed(self, queues: Sequence[str], topics: Sequence[str]) -> int:
+        """The number of messages for which a drain must still wait."""
+        ((count,),) = await self.claims.fetch(sql.COUNT_OWED, {"queues": queues, "topics": topics})
+        return int(count)
+
+    async def finish_sent(
+        self, ids: Sequence[int], attempt_counts: Sequence[int], topics: Collection[str]
+    ) -> dict[int, State]:
+        """Finish these attempts of these topics as sent, and return the attempts that held their message.
+
+        These include messages that are deleted instead, because a retention rule keeps no sent messages. After a short
+        wait, a locked row is left out.
+        """
+        if await self.forgets_sent(topics):
+            held = {"ids": _array_of(ids), "attempt_counts": _array_of(attempt_counts), "worker": self.worker}
+            rows = await self._finishes.fetch(sql.FINISH_SENT_AND_FORGET_IF_HELD, held)
+            return dict.fromkeys((row[0] for row in rows), State.SENT)
+        attempts = list(zip(ids, attempt_counts, strict=True))
+        finished: dict[int, State] = {}
+        if time.monotonic() >= self._passes_over_until:
+            try:
+                for attempt_count in set(attempt_counts):
+                    group = _array_of(message_id for message_id, number in attempts if number == attempt_count)
+                    rows = await self._finishes.fetch(
+                        sql.FINISH_SENT_IF_HELD, {"ids": group, "attempt_count": attempt_count, "worker": self.worker}
+                    )
+                    finished |= dict.fromkeys((row[0] for row in rows), State.SENT)
+            except (psycopg.errors.LockNotAvailable, psycopg.errors.SerializationFailure):
+                # A row is locked, or moved to another partition while this statement waited for it.
+                self._passes_over_until = time.monotonic() + _PASS_OVER_SECONDS
+            else:
+                return finished
+        return finished | await self.finish([_sent(*attempt) for attempt in attempts if attempt[0] not in finished])
+
+    async def forgets_sent(self, topics: Collection[str]) -> bool:
+        """Whether a retention rule may delete sent messages of these topics at once, as of the last half minute.
+
+        It is read at most once in half a minute, and only to finish: an idle worker does not query it. Raises the error
+        of a database that does not answer.
+        """
+        if time.monotonic() - self._retention_read_at > _RETENTION_SECONDS:
+            async with self._retention_turn:  # Concurrent callers share one query.
+                if time.monotonic() - self._retention_read_at > _RETENTION_SECONDS:
+                    rows = await self._finishes.fetch(sql.FORGOTTEN_TOPICS, {})
+                    self._forgotten_topics = frozenset(topic for (topic,) in rows)
+                    self._retention_read_at = time.monotonic()
+        return bool(self._forgotten_topics) and not self._forgotten_topics.isdisjoint((*topics, "*"))
+
+    async def finish(self, verdicts: Sequence[Verdict]) -> dict[int, State]:
+        """Finish these attempts, and return the new state of each message that its attempt still held."""
+        rows = await self._finishes.fetch(sql.FINISH_IF_HELD, _finish_parameters(verdicts, worker=self.worker))
+        return {row[0]: State(row[1]) for row in rows}
+
+    async def standing(self, ids: Sequence[int], attempt_counts: Sequence[int]) -> dict[int, State]:
+        """The states of these messages, except those that another attempt has taken over."""
+        rows = await self._finishes.fetch(
+            sql.STANDING,
+            {"ids": _array_of(ids), "attempt_counts": _array_of(attempt_counts), "worker": self.worker},
+        )
+        return {row[0]: State(row[1]) for row in rows}
+
+    async def queues_of_successors(
+        self, ids: Sequence[int], topics: Sequence[str], coalesce_keys: Sequence[str]
+    ) -> list[str]:
+        """The queues of the messages that had to wait for these messages and can be claimed now."""
+        rows = await self._finishes.fetch(
+            sql.QUEUES_OF_SUCCESSORS, {"ids": _array_of(ids), "topics": topics, "coalesce_keys": coalesce_keys}
+        )
+        return [row[0] for row in rows]
+
+    async def breaker_failed(self, key: str, *, trips: bool, error: str, alert_queue: str | None) -> BreakerRow | None:
+        """Record one failure. Returns the breaker if it is open; `opened` if this call opened it."""
+        settings = self._settings
+        rows = await self.claims.fetch(
+            sql.BREAKER_FAILED,
+            {
+                "key": key,
+                "trips": trips,
+                "error": error,
+                "cooldown_seconds": settings.breaker_cooldown_seconds,
+                "max_cooldown_seconds": settings.breaker_max_cooldown_seconds,
+                "forget_seconds": settings.breaker_max_cooldown_seconds,
+                "worker": self.worker,
+                "alert_queue": alert_queue,
+                "alert_destination": settings.alert_destination,
+            },
+        )
+        return BreakerRow._make(rows[0]) if rows else None
+
+    async def breaker_probe(self, key: str) -> BreakerRow | None:
+        """Ask for a probe: granted if the answer has a `probe_id`. None if the breaker is closed."""
+        rows = await self.claims.fetch(
+            sql.BREAKER_PROBE,
+            {"key": key, "probe_seconds": self._settings.breaker_probe_seconds, "worker": self.worker},
+        )
+        return BreakerRow._make(rows[0]) if rows else None
+
+    async def breakers(self, keys: Sequence[str]) -> dict[str, BreakerRow]:
+        """The open ones of these breakers."""
+        rows = await self.claims.fetch(sql.BREAKERS, {"keys": keys})
+        return {row[0]: BreakerRow._make(row[1:]) for row in rows}
+
+    async def breaker_close(self, key: str, probe_id: str, *, alert_queue: str | None) -> float | None:
+        """Close the breaker after a successful probe. Returns its open seconds, or None if the probe was given up."""
+        rows = await self.claims.fetch(
+            sql.BREAKER_CLOSE_IF_PROBING,
+            {
+                "key": key,
+                "probe_id": probe_id,
+                "alert_queue": alert_queue,
+                "alert_destination": self._settings.alert_destination,
+            },
+        )
+        return float(rows[0][0]) if rows else None
+
+    async def breaker_reopen(self, key: str, probe_id: str, *, error: str) -> BreakerRow | None:
+        """Extend the pause after a failed probe. None if the probe was given up."""
+        rows = await self.claims.fetch(
+            sql.BREAKER_REOPEN_IF_PROBING,
+            {
+                "key": key,
+                "probe_id": probe_id,
+                "error": error,
+                "max_cooldown_seconds": self._settings.breaker_max_cooldown_seconds,
+            },
+        )
+        return BreakerRow._make(rows[0]) if rows else None
+
+    async def breaker_release(self, key: str, probe_id: str) -> None:
+        """Let another session probe."""
+        await self.claims.fetch(sql.BREAKER_RELEASE_IF_PROBING, {"key": key, "probe_id": probe_id})
+
+    async def begin_upkeep_if_due(self, *, interval_seconds: float) -> TupleRow | None:
+        """The facts of `sql.UPKEEP_FACTS` if this worker gets the turn. No other gets it before the interval ends."""
+        rows = await self.claims.fetch(
+            sql.BEGIN_UPKEEP_IF_DUE, {"interval_seconds": interval_seconds, "worker": self.worker}
+        )
+        return rows[0] if rows else None
+
+    async def close(self) -> None:
+        """Close both connections."""
+        await self.claims.close()
+        await self._finishes.close()
+
+
+async def complete_within(
+    connection: psycopg.AsyncConnection[TupleRow], message_id: int, attempt_count: int, *, worker: str, forgets: bool
+) -> bool:
+    """Finish one attempt as sent in the open transaction of `connection`; False if it does not hold its message.
+
+    `forgets` is the answer of `Store.forgets_sent`.
+    """
+    statement = sql.FINISH_SENT_AND_FORGET_IF_HELD if forgets else sql.FINISH_IF_HELD
+    parameters = _finish_parameters([_sent(message_id, attempt_count)], worker=worker)
+    while True:
+        cursor = await connection.execute(statement, parameters)
+        if await cursor.fetchone() is not None:
+            return True
+        cursor = await connection.execute(sql.STANDING, parameters)
+        if not _is_locked(await cursor.fetchone()):
+            return False
+        await asyncio.sleep(_LOCKED_PAUSE_SECONDS)
+
+
+def complete_within_sync(
+    connection: psycopg.Connection[TupleRow], message_id: int, attempt_count: int, *, worker: str, forgets: bool
+) -> bool:
+    """The same on a sync connection, for handlers in threads."""
+    statement = sql.FINISH_SENT_AND_FORGET_IF_HELD if forgets else sql.FINISH_IF_HELD
+    parameters = _finish_parameters([_sent(message_id, attempt_count)], worker=worker)
+    while True:
+        if connection.execute(statement, parameters).fetchone() is not None:
+            return True
+        if not _is_locked(connection.execute(sql.STANDING, parameters).fetchone()):
+            return False
+        time.sleep(_LOCKED_PAUSE_SECONDS)
+
+
+def _is_locked(standing: TupleRow | None) -> bool:
+    """Whether an attempt whose finish wrote nothing still holds its message, for example during a renewal."""
+    return standing is not None and State(standing[1]) is State.SENDING
+
+
+async def check_server(link: Link) -> None:
+    """Refuse an old server, a standby, a database without the schema, and an old schema."""
+    (facts,) = await link.fetch(sql.SERVER_FACTS, {})
+    judge_server(ServerFacts._make(facts), writes=True)
+    ((found,),) = await link.fetch(sql.SCHEMA_VERSION, {})
+    judge_schema(found)
+
+
+async def renew(
+    link: Link, ids: Sequence[int], attempt_counts: Sequence[int], *, worker: str, lease_seconds: float
+) -> dict[int, HeldRow]:
+    """Renew the leases of these attempts, and return the attempts that still hold their message."""
+    rows = await link.fetch(
+        sql.RENEW_IF_HELD,
+        {
+            "ids": _array_of(ids),
+            "attempt_counts": _array_of(attempt_counts),
+            "worker": worker,
+            "lease_seconds": lease_seconds,
+        },
+    )
+    return {row[0]: HeldRow._make(row) for row in rows}
+
+
+async def watch(link: Link, ids: Sequence[int], attempt_counts: Sequence[int], *, worker: str) -> dict[int, HeldRow]:
+    """Look at these attempts without writing."""
+    rows = await link.fetch(
+        sql.WATCH_IF_HELD, {"ids": _array_of(ids), "attempt_counts": _array_of(attempt_counts), "worker": worker}
+    )
+    return {row[0]: HeldRow._make(row) for row in rows}
+
+
+def _sent(message_id: int, attempt_count: int) -> Verdict:
+    return Verdict(message_id, attempt_count, AttemptOutcome.SENT)
+
+
+def _finish_parameters(verdicts: Sequence[Verdict], *, worker: str) -> dict[str, object]:
+    return {
+        "ids": _array_of(v.id for v in verdicts),
+        "attempt_counts": _array_of(v.attempt_count for v in verdicts),
+        "outcomes": [v.outcome for v in verdicts],
+        "reasons": [v.reason for v in verdicts],
+        "reason_codes": [v.reason_code for v in verdicts],
+        "breaker_keys": [v.breaker_key for v in verdicts],
+        "delays": [v.delay_seconds for v in verdicts],
+        "worker": worker,
+    }
+
+
+def _array_of(numbers: Iterable[int]) -> str:
+    """An array in PostgreSQL's text format. The driver's own conversion takes forty times as long."""
+    return f"{{{','.join(map(str, numbers))}}}"
+
+
+def _lapsed_parameters(queue: str, options: LapsedOptions) -> dict[str, object]:
+    arrays = {"held": _array_of(options["held"]), "set_aside": _array_of(options["set_aside"])}
+    return {**options, **arrays, "queue": queue, "queues": [queue]}
+
+
+def _claimed(rows: Iterable[TupleRow], queue: str, *, was_lapsed: bool = False) -> list[ClaimedRow]:
+    return sorted((ClaimedRow._make((*row, False, queue, was_lapsed)) for row in rows), key=_by_due_time)
+
+
+def _ended(row: TupleRow) -> ClaimedRow:
+    *columns, queue = row
+    return ClaimedRow._make((*columns, False, queue, True))
+
+
+def _by_due_time(row: ClaimedRow) -> tuple[datetime, int]:
+    return (row.available_at, row.id)

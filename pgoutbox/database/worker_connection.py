@@ -1,0 +1,290 @@
+"""Connections to PostgreSQL that reconnect by themselves, and the kinds of their errors.
+
+A session has pgoutbox's own settings, independent of the role's, and also works through a pooler. No statement waits
+for a dead network: each has a deadline on this side, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import Mapping
+from typing import Final, LiteralString
+
+import psycopg
+from psycopg import pq
+from psycopg.conninfo import make_conninfo
+from psycopg.rows import TupleRow
+
+from pgoutbox.database import connections, sql
+from pgoutbox.database.connections import deadline
+from pgoutbox.database.round_trip import RoundTrips, Step
+from pgoutbox.settings import Settings
+
+_REFUSED_PAUSE_SECONDS: Final = 1.0
+_POOLER_TRIALS: Final = 3
+
+# Passing errors: serialization, deadlock, lock timeout, cancelled statement, session timeout, server shutting down or
+# full, broken connection, a limit of the server such as a full notification queue or no transaction numbers.
+_PASSING_SQLSTATES = frozenset({"40001", "40P01", "55P03", "57014", "25006", "25P03", "25P04"})
+_PASSING_CLASSES = ("08", "53", "54", "57P", "58")
+# Data, constraints, check options, errors of triggers, damage.
+_OF_A_ROW_CLASSES: Final = ("22", "23", "44", "P0", "XX")
+_FULL: Final = ("too many clients", "too many connections", "remaining connection slots", "no more connections allowed")
+
+
+class StrandedError(psycopg.OperationalError):
+    """An abandoned statement still runs on the server: another one like it would only add to it."""
+
+
+class Link:
+    """One connection, opened on first use and replaced after it broke; statements take turns on it.
+
+    Each statement has a deadline on this side too, because a server behind a dead network never answers. While the
+    server refuses this connection, the open connection of `spare` is used, which may belong to another thread's event
+    loop.
+    """
+
+    def __init__(self, dsn: str, settings: Settings, *, purpose: str, spare: Link | None = None) -> None:
+        self._dsn = dsn
+        self._settings = settings
+        self._purpose = purpose
+        self._spare = spare
+        self._refused_at = -math.inf
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._connection: psycopg.AsyncConnection[TupleRow] | None = None
+        self._pooled = settings.pooled
+        self._trips: RoundTrips
+        self._pid: int | None = None
+        self._stranded_pid: int | None = None
+        self._turn = asyncio.Lock()
+        self._deadline_seconds = settings.statement_timeout_seconds + settings.connect_timeout_seconds
+
+    async def fetch(
+        self, statement: LiteralString, parameters: Mapping[str, object], *, first: Step | None = None
+    ) -> list[TupleRow]:
+        """Run one statement in its own transaction, `first` before it, and return its rows.
+
+        After an error that broke the connection, or after the deadline, the next call opens another connection. It
+        raises `StrandedError` while the session abandoned at the deadline still hangs in its COMMIT.
+        """
+        if self._spare is not None and self._spare.is_open and not await self._can_open():
+            return await self._spare.fetch_from_anywhere(statement, parameters, first=first)
+        async with self._turn:
+            connection = await self._open()
+            try:
+                with deadline(connection, self._deadline_seconds):
+                    if self._stranded_pid is not None:
+                        await self._end_stranded(self._stranded_pid)
+                    return await self._fetch_in_one_trip((statement, parameters), first)
+            except BaseException as error:
+                # If the session is now read-only, the server has become a standby: reconnect.
+                keeps = isinstance(error, psycopg.Error) and not connection.closed and error.sqlstate != "25006"
+                if not keeps:
+                    if isinstance(error, TimeoutError) and not self._pooled:
+                        self._stranded_pid = self._pid
+                    await self.close()
+                raise
+
+    async def fetch_from_anywhere(
+        self, statement: LiteralString, parameters: Mapping[str, object], *, first: Step | None = None
+    ) -> list[TupleRow]:
+        """`fetch`, on any event loop: the connection stays on the loop that opened it."""
+        if self._loop is None or self._loop is asyncio.get_running_loop():
+            return await self.fetch(statement, parameters, first=first)
+        return await asyncio.wrap_future(
+            asyncio.run_coroutine_threadsafe(self.fetch(statement, parameters, first=first), self._loop)
+        )
+
+    async def _end_stranded(self, pid: int) -> None:
+        """End the abandoned session, unless its COMMIT waits for a standby."""
+        for has_ended, waits_for in await self._trips.fetch([(sql.END_STRANDED, {"pid": pid})], index=0):
+            if not has_ended:
+                raise StrandedError(f"the session of a statement that was given up is still there: {waits_for}")
+        self._stranded_pid = None
+
+    async def _can_open(self) -> bool:
+        if self.is_open:
+            return True
+        if time.monotonic() - self._refused_at < _REFUSED_PAUSE_SECONDS:
+            return False
+        try:
+            await self.open()
+        except (psycopg.OperationalError, OSError):
+            self._refused_at = time.monotonic()
+            return False
+        return True
+
+    async def _fetch_in_one_trip(self, step: Step, first: Step | None) -> list[TupleRow]:
+        trips = self._trips
+        if not self._pooled and first is None:
+            return await trips.fetch([step], index=0)
+        # Send all of it together: a process that is suspended in between would keep its locks beyond its lease. A
+        # transaction pooler gives each transaction another server session, so the settings come along.
+        steps: list[Step] = [(sql.BEGIN, {})]
+        if self._pooled:
+            steps.append((sql.PREPARE_TRANSACTION, timeouts(self._settings)))
+        if first is not None:
+            steps.append(first)
+        try:
+            return await trips.fetch([*steps, step, (sql.COMMIT, {})], index=len(steps))
+        except psycopg.Error:
+            if self.is_open:
+                await trips.fetch([(sql.ROLLBACK, {})], index=0)
+            raise
+
+    async def _open(self) -> psycopg.AsyncConnection[TupleRow]:
+        if self._connection is not None and not self._connection.closed:
+            return self._connection
+        connection, is_direct = await connect(self._dsn, self._settings, purpose=self._purpose)
+        self._pooled = self._settings.pooled or not is_direct
+        if not self._pooled:
+            await prepare_session(connection, self._settings)
+        self._trips = RoundTrips(connection, prepares=not self._pooled)
+        self._pid = connection.info.backend_pid
+        self._connection = connection
+        self._loop = asyncio.get_running_loop()
+        return connection
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is an open connection, as far as known."""
+        return self._connection is not None and not self._connection.closed
+
+    async def open(self) -> None:
+        """Open the connection before it is needed, if there is none."""
+        async with self._turn:
+            await self._open()
+
+    async def close(self) -> None:
+        """Close the connection; the next fetch opens another."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with contextlib.suppress(psycopg.Error, OSError):
+                await connection.close()
+
+
+async def connect(dsn: str, settings: Settings, *, purpose: str) -> tuple[psycopg.AsyncConnection[TupleRow], bool]:
+    """Open an autocommit connection; also return whether it leads to the server directly.
+
+    A pooler gives its clients an invented process number. It may give each transaction another session: then a
+    session's settings, prepared statements and LISTEN are lost, or other clients get them.
+    """
+    connection = await connections.connect_async(
+        dsn, purpose=purpose, connect_timeout_seconds=settings.connect_timeout_seconds, answer_seconds=None
+    )
+    try:
+        with deadline(connection, settings.connect_timeout_seconds):
+            cursor = await connection.execute(sql.BACKEND_PID, prepare=False)
+            ((pid,),) = await cursor.fetchall()
+    except BaseException:
+        await connection.close()
+        raise
+    return connection, pid == connection.info.backend_pid
+
+
+async def keeps_session(connection: psycopg.AsyncConnection[TupleRow], dsn: str, settings: Settings) -> bool:
+    """Whether a pooler gives this connection one session, as far as can be determined.
+
+    Then two open connections never have the same session. If the second one is refused, the answer is no.
+    """
+    try:
+        other, _ = await connect(dsn, settings, purpose="listen")
+    except (psycopg.OperationalError, OSError):
+        return False
+    try:
+        with deadline(connection, settings.connect_timeout_seconds):
+            pids: list[set[int]] = [set(), set()]
+            for _ in range(_POOLER_TRIALS):
+                for mine, met in zip((connection, other), pids, strict=True):
+                    cursor = await mine.execute(sql.BACKEND_PID, prepare=False)
+                    met.update(pid for (pid,) in await cursor.fetchall())
+    finally:
+        await other.close()
+    return len(pids[0]) == len(pids[1]) == 1 and pids[0] != pids[1]
+
+
+async def prepare_session(connection: psycopg.AsyncConnection[TupleRow], settings: Settings) -> None:
+    """Set pgoutbox's own settings, independent of the role's defaults, on a direct connection; close it on failure."""
+    connection.prepare_threshold = 1
+    try:
+        with deadline(connection, settings.connect_timeout_seconds):
+            await connection.execute(sql.PREPARE_SESSION, timeouts(settings), prepare=False)
+    except BaseException:
+        await connection.close()
+        raise
+
+
+def timeouts(settings: Settings) -> dict[str, object]:
+    """The time limits of the worker's statements, as PostgreSQL settings."""
+    return {
+        "statement_timeout": f"{int(settings.statement_timeout_seconds * 1000)}ms",
+        "lock_timeout": f"{int(settings.lock_timeout_seconds * 1000)}ms",
+    }
+
+
+def is_passing(error: BaseException) -> bool:
+    """Whether the same statement may succeed later: the server or the connection is at fault, not the statement."""
+    if isinstance(error, (TimeoutError, ConnectionError, psycopg.InterfaceError)):
+        return True
+    if not isinstance(error, psycopg.Error):
+        return False
+    if error.sqlstate is None:
+        return isinstance(error, psycopg.OperationalError)
+    return error.sqlstate in _PASSING_SQLSTATES or error.sqlstate.startswith(_PASSING_CLASSES)
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether the server has answered with this error, and so has rolled the statement back.
+
+    A session that is terminated while it waits for a standby has still committed.
+    """
+    sqlstate = error.sqlstate if isinstance(error, psycopg.Error) else None
+    return sqlstate is not None and not sqlstate.startswith(("08", "57P"))
+
+
+def is_of_a_row(error: BaseException) -> bool:
+    """Whether the server refused a statement because of one row: a trigger, a constraint or a damaged value.
+
+    This excludes a lost race.
+    """
+    sqlstate = error.sqlstate if isinstance(error, psycopg.Error) else None
+    return sqlstate is not None and sqlstate.startswith(_OF_A_ROW_CLASSES) and not is_lost_key(error)
+
+
+def is_lost_key(error: BaseException) -> bool:
+    """Whether two workers conflicted at one key, and the other one has it.
+
+    During a concurrent rebuild of an index, by REINDEX or a tool, another index of any name takes its place.
+    """
+    return isinstance(error, psycopg.errors.UniqueViolation) and error.diag.table_name == "message_live"
+
+
+async def is_out_of_reach(error: psycopg.Error | OSError, dsn: str, settings: Settings) -> bool:
+    """Whether a first connection failed because the server is down, starting or full, and not for a lasting reason.
+
+    The driver gives no SQLSTATE for a refused connection. libpq's ping shows that a server is down or starting. Only
+    the text shows that it is full: in another language than English it counts as a lasting refusal.
+    """
+    if not is_passing(error):
+        return False
+    if isinstance(error, TimeoutError) or not isinstance(error, psycopg.OperationalError) or error.sqlstate is not None:
+        return True
+    if _says_full(error):
+        return True
+    conninfo = make_conninfo(dsn, connect_timeout=math.ceil(settings.connect_timeout_seconds))
+    if await asyncio.to_thread(pq.PGconn.ping, conninfo.encode()) in (pq.Ping.REJECT, pq.Ping.NO_RESPONSE):
+        return True
+    # It is up now, but may have been down at the first refusal: connect again.
+    try:
+        connection, _ = await connect(dsn, settings, purpose="start")
+    except psycopg.OperationalError as again:
+        return _says_full(again)
+    await connection.close()
+    return True
+
+
+def _says_full(error: psycopg.OperationalError) -> bool:
+    return any(words in str(error) for words in _FULL)

@@ -1,0 +1,86 @@
+"""Whom the doctor examines: settings, the application's outbox where it is known, and a database to ask."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final, LiteralString
+
+import psycopg
+from psycopg.rows import DictRow, dict_row
+
+from pgoutbox.database import connections, sql
+from pgoutbox.outbox import Outbox
+from pgoutbox.settings import Settings
+
+STATEMENT_SECONDS: Final = 10
+ANSWER_SECONDS = 5.0  # How long a server may take beyond that to say that its time is up.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """From where on something is worth a finding. Durations are in seconds."""
+
+    transaction_seconds: float = 300.0
+    transactions: int = 1_000_000
+    retained_bytes: int = 1 << 30
+    notify_warning: float = 0.1
+    notify_problem: float = 0.5
+    dead_rows: int = 20_000
+    round_trip_seconds: float = 5.0
+    clock_seconds: float = 5.0
+    partition_seconds: float = 86_400.0
+    overdue_seconds: float = 86_400.0
+    done_without_rules: int = 5_000_000
+    late_seconds: float = 60.0
+    in_flight_seconds: float = 900.0
+    attempts: int = 20
+    failed_a_day: int = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patient:
+    """What the checks of the database ask and compare with."""
+
+    settings: Settings
+    outbox: Outbox | None
+    connection: psycopg.Connection[DictRow]
+    limits: Limits = field(default_factory=Limits)
+    clock: Callable[[], float] = time.time
+
+    def ask(self, statement: LiteralString, parameters: Mapping[str, object] | None = None) -> list[DictRow]:
+        """What one statement answers, in a read-only transaction of its own."""
+        with self.connection.transaction():
+            self.connection.execute(sql.PREPARE_EXAMINATION, {"seconds": STATEMENT_SECONDS})
+            return self.connection.execute(statement, parameters).fetchall()
+
+    def ask_one(self, statement: LiteralString, parameters: Mapping[str, object] | None = None) -> DictRow:
+        """The same for a statement that answers with one row."""
+        (row,) = self.ask(statement, parameters)
+        return row
+
+
+def run(
+    connection: psycopg.Connection[DictRow], statement: LiteralString, parameters: Mapping[str, object] | None = None
+) -> list[DictRow]:
+    """What one statement answers that needs no transaction of its own."""
+    cursor = connection.execute(statement, parameters)
+    return cursor.fetchall() if cursor.description is not None else []
+
+
+@contextlib.contextmanager
+def connected(dsn: str, settings: Settings) -> Iterator[psycopg.Connection[DictRow]]:
+    """A connection whose transactions only read. Works through a transaction pooler and on a standby."""
+    connection = connections.connect(
+        dsn,
+        purpose="doctor",
+        connect_timeout_seconds=settings.connect_timeout_seconds,
+        answer_seconds=STATEMENT_SECONDS + ANSWER_SECONDS,
+        row_factory=dict_row,
+    )
+    with contextlib.closing(connection):
+        connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
+        connection.read_only = True
+        yield connection

@@ -1,0 +1,1 @@
+"""From a call of `Outbox.enqueue` to one statement on the caller's connection."""

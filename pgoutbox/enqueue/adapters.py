@@ -1,0 +1,466 @@
+"""The caller's own connection: recognised without importing its package, never committed, never closed.
+
+An adapter knows two things of its kind of connection: whether a usable transaction is open, and how to run one
+statement in it. Errors are told apart by SQLSTATE and by the names in PostgreSQL's answer; what pgoutbox's own
+functions did not raise passes through untouched.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from types import ModuleType
+from typing import TYPE_CHECKING, LiteralString, NamedTuple, Protocol, TypeAlias, cast
+
+import psycopg
+from psycopg.pq import PipelineStatus, TransactionStatus
+from psycopg.rows import tuple_row
+
+from pgoutbox.database.server import missing_object
+from pgoutbox.errors import (
+    ConfigurationError,
+    DuplicateError,
+    PayloadError,
+    PgOutboxError,
+    SchemaError,
+    TransactionError,
+)
+
+if TYPE_CHECKING:
+    import sqlalchemy
+    from sqlalchemy import orm
+    from sqlalchemy.ext import asyncio as sqlalchemy_async
+
+Rows: TypeAlias = Sequence[Sequence[object]]
+
+
+class Call(NamedTuple):
+    """A statement, its parameters in the order of its `%s`, and whether it answers with rows."""
+
+    statement: LiteralString
+    parameters: tuple[object, ...] = ()
+    has_rows: bool = True
+
+
+@functools.cache
+def numbered(statement: LiteralString) -> str:
+    """The statement as asyncpg wants it: `$1`, `$2` and so on in the places of `%s`."""
+    numbers = itertools.count(1)
+    return re.sub("%s", lambda _: f"${next(numbers)}", statement)
+
+
+class SyncAdapter(Protocol):
+    """A sync connection of the caller."""
+
+    def settle(self) -> None:
+        """Wait for what the caller has sent already, in a pipeline: its errors are not pgoutbox's to handle."""
+        ...
+
+    def in_transaction(self) -> bool:
+        """Whether the next statement runs in a transaction; `TransactionError` if it cannot run at all."""
+        ...
+
+    def fetch(self, call: Call) -> Rows:
+        """Run one statement and return its rows, if it has any."""
+        ...
+
+
+class AsyncAdapter(Protocol):
+    """An async connection of the caller: the same as `SyncAdapter`."""
+
+    async def settle(self) -> None: ...
+
+    async def in_transaction(self) -> bool: ...
+
+    async def fetch(self, call: Call) -> Rows: ...
+
+
+class DjangoCursor(Protocol):
+    """What is used of a cursor of Django."""
+
+    @property
+    def description(self) -> object: ...
+
+    def execute(self, sql: str, params: Sequence[object], /) -> object: ...
+
+    def fetchall(self) -> Rows: ...
+
+
+class DjangoConnection(Protocol):
+    """What tells Django's `connection` from the others."""
+
+    in_atomic_block: bool
+    needs_rollback: bool
+
+    @property
+    def Database(self) -> ModuleType: ...  # noqa: N802 - Django's name
+
+    def get_autocommit(self) -> bool: ...
+
+    def cursor(self) -> AbstractContextManager[DjangoCursor]: ...
+
+
+class AsyncpgConnection(Protocol):
+    """What tells asyncpg's `Connection`, or one that its pool lent, from the others."""
+
+    def is_closed(self) -> bool: ...
+
+    def is_in_transaction(self) -> bool: ...
+
+    def fetch(self, query: str, /, *args: object) -> Awaitable[Rows]: ...
+
+
+SyncConnection: TypeAlias = (
+    "psycopg.Connection[object] | sqlalchemy.Connection | orm.Session | orm.scoped_session[orm.Session]"
+    " | DjangoConnection"
+)
+AsyncConnection: TypeAlias = (
+    "psycopg.AsyncConnection[object] | sqlalchemy_async.AsyncConnection | sqlalchemy_async.AsyncSession"
+    " | sqlalchemy_async.async_scoped_session[sqlalchemy_async.AsyncSession] | AsyncpgConnection"
+)
+
+_SYNC_TYPES = "psycopg.Connection, SQLAlchemy's Connection or Session, or Django's connection"
+_ASYNC_TYPES = (
+    "psycopg.AsyncConnection, SQLAlchemy's AsyncConnection or AsyncSession, or a Connection of asyncpg or its pool"
+)
+
+
+def sync_adapter(connection: object, *, function: str, async_function: str) -> SyncAdapter:
+    """The adapter of a sync connection; `TypeError` for anything else."""
+    for name in _type_names(connection):
+        if name in _SYNC_ADAPTERS:
+            return _SYNC_ADAPTERS[name](connection)
+        if name in _ASYNC_ADAPTERS:
+            raise TypeError(f"{function} takes {_SYNC_TYPES}; for {name} use: await {async_function}(...)")
+    raise TypeError(f"{function} takes {_SYNC_TYPES}, not {_type_names(connection)[0]}")
+
+
+def async_adapter(connection: object, *, function: str, sync_function: str) -> AsyncAdapter:
+    """The adapter of an async connection; `TypeError` for anything else."""
+    for name in _type_names(connection):
+        if name in _ASYNC_ADAPTERS:
+            return _ASYNC_ADAPTERS[name](connection)
+        if name in _SYNC_ADAPTERS:
+            raise TypeError(f"{function} takes {_ASYNC_TYPES}; for {name} use: {sync_function}(...)")
+    raise TypeError(f"{function} takes {_ASYNC_TYPES}, not {_type_names(connection)[0]}")
+
+
+def _type_names(thing: object) -> list[str]:
+    return [f"{kind.__module__}.{kind.__qualname__}" for kind in type(thing).__mro__]
+
+
+# --- psycopg ----------------------------------------------------------------------------------------------------------
+
+
+def _psycopg_in_transaction(connection: psycopg.Connection[object] | psycopg.AsyncConnection[object]) -> bool:
+    if connection.closed:
+        raise _closed()
+    status = connection.info.transaction_status
+    if status == TransactionStatus.INERROR:
+        raise _aborted()
+    # Without autocommit psycopg itself begins a transaction before the next statement.
+    return status != TransactionStatus.IDLE or not connection.autocommit
+
+
+class _Psycopg:
+    def __init__(self, connection: psycopg.Connection[object]) -> None:
+        self._connection = connection
+
+    def settle(self) -> None:
+        if self._connection.info.pipeline_status != PipelineStatus.OFF:
+            with self._connection.pipeline():
+                """Entering a pipeline within a pipeline synchronises the outer one."""
+
+    def in_transaction(self) -> bool:
+        return _psycopg_in_transaction(self._connection)
+
+    def fetch(self, call: Call) -> Rows:
+        if self._connection.info.pipeline_status == PipelineStatus.ABORTED:
+            self.settle()
+        # Not the connection's own cursor: its factory may read other placeholders, or make rows of another shape.
+        with translated_errors(), psycopg.Cursor(self._connection, row_factory=tuple_row) as cursor:
+            cursor.execute(call.statement, call.parameters)
+            return cursor.fetchall() if call.has_rows else []
+
+
+class _AsyncPsycopg:
+    def __init__(self, connection: psycopg.AsyncConnection[object]) -> None:
+        self._connection = connection
+
+    async def settle(self) -> None:
+        if self._connection.info.pipeline_status != PipelineStatus.OFF:
+            async with self._connection.pipeline():
+                """Entering a pipeline within a pipeline synchronises the outer one."""
+
+    async def in_transaction(self) -> bool:
+        return _psycopg_in_transaction(self._connection)
+
+    async def fetch(self, call: Call) -> Rows:
+        if self._connection.info.pipeline_status == PipelineStatus.ABORTED:
+            await self.settle()
+        with translated_errors():
+            async with psycopg.AsyncCursor(self._connection, row_factory=tuple_row) as cursor:
+                await cursor.execute(call.statement, call.parameters)
+                return await cursor.fetchall() if call.has_rows else []
+
+
+# --- SQLAlchemy -------------------------------------------------------------------------------------------------------
+
+
+class _SQLAlchemy:
+    def __init__(self, connection: sqlalchemy.Connection) -> None:
+        self._open: Callable[[], sqlalchemy.Connection] = lambda: connection
+
+    @classmethod
+    def of_session(cls, session: orm.Session) -> _SQLAlchemy:
+        adapter = cls.__new__(cls)
+        adapter._open = session.connection
+        return adapter
+
+    @classmethod
+    def of_registry(cls, registry: orm.scoped_session[orm.Session]) -> _SQLAlchemy:
+        return cls.of_session(registry())
+
+    def settle(self) -> None:
+        """SQLAlchemy has no pipelines."""
+
+    def in_transaction(self) -> bool:
+        with translated_errors():
+            connection = self._open()
+            dialect = connection.dialect
+            if dialect.name != "postgresql" or dialect.driver not in ("psycopg", "asyncpg"):
+                raise TypeError(
+                    f"the SQLAlchemy dialect is {dialect.name}+{dialect.driver}: "
+                    "pgoutbox takes postgresql+psycopg and postgresql+asyncpg"
+                )
+            if connection.closed or connection.invalidated:
+                raise _closed()
+            return not getattr(connection.connection.dbapi_connection, "autocommit", False)
+
+    def fetch(self, call: Call) -> Rows:
+        with translated_errors():
+            connection = self._open()
+            statement = numbered(call.statement) if connection.dialect.driver == "asyncpg" else call.statement
+            result = connection.exec_driver_sql(statement, call.parameters or None)
+            return cast("Rows", result.fetchall()) if call.has_rows else []
+
+
+class _AsyncSQLAlchemy:
+    """Meets the sync adapter on SQLAlchemy's own bridge, `run_sync`."""
+
+    def __init__(self, connection: sqlalchemy_async.AsyncConnection) -> None:
+        self._run_sync: Callable[..., Awaitable[object]] = connection.run_sync
+        self._adapter: Callable[..., _SQLAlchemy] = _SQLAlchemy
+
+    @classmethod
+    def of_session(cls, session: sqlalchemy_async.AsyncSession) -> _AsyncSQLAlchemy:
+        adapter = cls.__new__(cls)
+        adapter._run_sync = session.run_sync
+        adapter._adapter = _SQLAlchemy.of_session
+        return adapter
+
+    @classmethod
+    def of_registry(
+        cls, registry: sqlalchemy_async.async_scoped_session[sqlalchemy_async.AsyncSession]
+    ) -> _AsyncSQLAlchemy:
+        return cls.of_session(registry())
+
+    async def settle(self) -> None:
+        """SQLAlchemy has no pipelines."""
+
+    async def in_transaction(self) -> bool:
+        return cast("bool", await self._run_sync(lambda inner: self._adapter(inner).in_transaction()))
+
+    async def fetch(self, call: Call) -> Rows:
+        return cast("Rows", await self._run_sync(lambda inner: self._adapter(inner).fetch(call)))
+
+
+# --- asyncpg ----------------------------------------------------------------------------------------------------------
+
+
+class _Asyncpg:
+    def __init__(self, connection: AsyncpgConnection) -> None:
+        self._connection = connection
+
+    async def settle(self) -> None:
+        """asyncpg has no pipelines."""
+
+    async def in_transaction(self) -> bool:
+        try:
+            closed = self._connection.is_closed()
+        except Exception as error:
+            # A connection that went back to its pool refuses every question.
+            if "asyncpg.exceptions._base.InterfaceError" in _type_names(error):
+                raise _closed() from error
+            raise
+        if closed:
+            raise _closed()
+        return self._connection.is_in_transaction()
+
+    async def fetch(self, call: Call) -> Rows:
+        with translated_errors():
+            return await self._connection.fetch(numbered(call.statement), *call.parameters)
+
+
+# --- Django -----------------------------------------------------------------------------------------------------------
+
+
+class _Django:
+    def __init__(self, connection: DjangoConnection) -> None:
+        self._connection = connection
+
+    def settle(self) -> None:
+        """Django has no pipelines."""
+
+    def in_transaction(self) -> bool:
+        driver = self._connection.Database.__name__
+        if driver != "psycopg":
+            raise TypeError(f"Django's connection works on {driver}: pgoutbox takes PostgreSQL with psycopg 3")
+        if self._connection.needs_rollback:
+            raise _aborted()
+        return self._connection.in_atomic_block or not self._connection.get_autocommit()
+
+    def fetch(self, call: Call) -> Rows:
+        with translated_errors(), self._connection.cursor() as cursor:
+            cursor.execute(call.statement, call.parameters)
+            return cursor.fetchall() if call.has_rows else []
+
+
+_SYNC_ADAPTERS: Mapping[str, Callable[..., SyncAdapter]] = {
+    "psycopg.Connection": _Psycopg,
+    "sqlalchemy.engine.base.Connection": _SQLAlchemy,
+    "sqlalchemy.orm.session.Session": _SQLAlchemy.of_session,
+    "sqlalchemy.orm.scoping.scoped_session": _SQLAlchemy.of_registry,
+    "django.db.backends.base.base.BaseDatabaseWrapper": _Django,
+    "django.utils.connection.ConnectionProxy": _Django,
+}
+_ASYNC_ADAPTERS: Mapping[str, Callable[..., AsyncAdapter]] = {
+    "psycopg.AsyncConnection": _AsyncPsycopg,
+    "sqlalchemy.ext.asyncio.engine.AsyncConnection": _AsyncSQLAlchemy,
+    "sqlalchemy.ext.asyncio.session.AsyncSession": _AsyncSQLAlchemy.of_session,
+    "sqlalchemy.ext.asyncio.scoping.async_scoped_session": _AsyncSQLAlchemy.of_registry,
+    "asyncpg.connection.Connection": _Asyncpg,
+    "asyncpg.pool.PoolConnectionProxy": _Asyncpg,
+}
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+class Answer(NamedTuple):
+    """What PostgreSQL said, whichever driver brought it."""
+
+    sqlstate: str
+    message: str
+    schema: str | None
+    column: str | None
+    constraint: str | None
+    context: str | None
+
+
+class ClosedError(TransactionError):
+    """The connection is closed: whatever its transaction wrote is not committed."""
+
+
+class ItemRefusedError(PayloadError):
+    """The SQL function refused one item of the arrays. `index` counts within the statement."""
+
+    def __init__(self, index: int, field: str, reason: str) -> None:
+        super().__init__(field, reason)
+        self.index = index
+
+
+@contextmanager
+def translated_errors() -> Iterator[None]:
+    """Raise pgoutbox's own error for what its SQL functions, or the lack of them, made the driver raise."""
+    try:
+        yield
+    except Exception as error:
+        own = _own_error(error)
+        if own is None:
+            raise
+        raise own from error
+
+
+def _own_error(error: Exception) -> PgOutboxError | None:
+    if "sqlalchemy.exc.PendingRollbackError" in _type_names(error):
+        return _aborted()
+    if isinstance(error, UnicodeEncodeError):
+        return ConfigurationError(
+            f"client_encoding: the connection's encoding {error.encoding} lacks {error.object[error.start]!a};"
+            " set client_encoding to UTF8 for the role or the connection"
+        )
+    match _answer_of(error):
+        case Answer(sqlstate="25P02"):
+            return _aborted()
+        case Answer(sqlstate="22023" | "22004", schema="pgoutbox", column=str(column), message=message):
+            return _refused(column, message)
+        case Answer(schema="pgoutbox", constraint="dedupe_payload", message=message):
+            return DuplicateError(message.removeprefix("pgoutbox.enqueue: "))
+        case Answer(sqlstate="55000", schema="pgoutbox", message=message):
+            return SchemaError(message.removeprefix("pgoutbox.enqueue: "))
+        case Answer(sqlstate="42883" | "42P01" | "3F000", message=message):
+            return missing_object(message)
+        case _:
+            return None
+
+
+def sqlstate_of(error: Exception) -> str | None:
+    """The SQLSTATE behind an error of any driver, or of pgoutbox, None if PostgreSQL was not the one to refuse."""
+    cause = error.__cause__
+    answer = _answer_of(error) or (_answer_of(cause) if isinstance(cause, Exception) else None)
+    return None if answer is None else answer.sqlstate
+
+
+def _answer_of(error: Exception) -> Answer | None:
+    # SQLAlchemy keeps the driver's error in `orig`, for asyncpg within a wrapper; Django keeps it as the cause.
+    wrapped = getattr(error, "orig", None)
+    for candidate in (error, wrapped, getattr(wrapped, "__cause__", None), error.__cause__):
+        if isinstance(candidate, psycopg.Error) and candidate.sqlstate is not None:
+            diag = candidate.diag
+            return Answer(
+                sqlstate=candidate.sqlstate,
+                message=diag.message_primary or "",
+                schema=diag.schema_name,
+                column=diag.column_name,
+                constraint=diag.constraint_name,
+                context=diag.context,
+            )
+        if "asyncpg.exceptions._base.PostgresError" in _type_names(candidate):
+            refusal = cast("_AsyncpgError", candidate)
+            return Answer(
+                sqlstate=refusal.sqlstate,
+                message=refusal.message,
+                schema=refusal.schema_name,
+                column=refusal.column_name,
+                constraint=refusal.constraint_name,
+                context=refusal.context,
+            )
+    return None
+
+
+class _AsyncpgError(Protocol):
+    sqlstate: str
+    message: str
+    schema_name: str | None
+    column_name: str | None
+    constraint_name: str | None
+    context: str | None
+
+
+def _refused(column: str, message: str) -> PayloadError:
+    # Which argument is wrong stands in a field of its own; which item, only in the text that the function composed.
+    reason = message.partition(f"{column}: ")[2] or message
+    item = re.search(r"items\[(\d+)\]", message)
+    return PayloadError(column, reason) if item is None else ItemRefusedError(int(item[1]), column, reason)
+
+
+def _aborted() -> TransactionError:
+    return TransactionError("the transaction is aborted; roll back first")
+
+
+def _closed() -> TransactionError:
+    return ClosedError("the connection is closed")

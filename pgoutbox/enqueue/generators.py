@@ -1,0 +1,243 @@
+"""Enqueue and cancel on the caller's connection, step by step, for sync and async connections alike.
+
+A step yields the statement that it needs and is sent the rows; `run` and `arun` carry them to the connection and back.
+Nothing here commits, and nothing but `in_savepoint` touches the caller's transaction beyond its own rows.
+"""
+
+from __future__ import annotations
+
+import enum
+import operator
+from collections.abc import Collection, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar, cast, overload
+
+from pgoutbox.database import sql
+from pgoutbox.enqueue.adapters import AsyncAdapter, Call, ItemRefusedError, Rows, SyncAdapter
+from pgoutbox.enqueue.validation import Draft, Fanout, chunks
+from pgoutbox.errors import PayloadError, TransactionError
+from pgoutbox.options import check_key, check_name, check_whole
+from pgoutbox.topics import Topic
+
+R = TypeVar("R")
+
+_SAVEPOINT: Final = Call(sql.SAVEPOINT, has_rows=False)
+_RELEASE_SAVEPOINT: Final = Call(sql.RELEASE_SAVEPOINT, has_rows=False)
+_ROLL_BACK_TO_SAVEPOINT: Final = Call(sql.ROLL_BACK_TO_SAVEPOINT, has_rows=False)
+_MAX_ID: Final = 2**63 - 1
+
+
+class Enqueued(NamedTuple):
+    """The message's id, and whether it existed before because its dedupe key was taken."""
+
+    id: int
+    duplicate: bool
+
+
+class EnqueuedMany(Sequence[Enqueued]):
+    """The answers of a bulk in the order of its items, each made when it is read. `ids` are the ids of the messages.
+
+    Equal to a list of the same answers.
+    """
+
+    __slots__ = ("_duplicates", "ids")
+
+    def __init__(self, ids: list[int], duplicates: Collection[int] = ()) -> None:
+        self.ids = ids
+        self._duplicates = frozenset(duplicates)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @overload
+    def __getitem__(self, index: int) -> Enqueued: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Enqueued]: ...
+
+    def __getitem__(self, index: int | slice) -> Enqueued | list[Enqueued]:
+        positions = range(len(self.ids))[index]
+        if isinstance(positions, int):
+            return Enqueued(self.ids[positions], positions in self._duplicates)
+        return [self[position] for position in positions]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, EnqueuedMany | list) and len(self) == len(other) and all(map(operator.eq, self, other))
+
+    __hash__ = None  # type: ignore[assignment] # as a list has none
+
+    def __repr__(self) -> str:
+        return f"EnqueuedMany({list(self)})"
+
+
+class CancelResult(enum.StrEnum):
+    """What `cancel` did or found.
+
+    `cancelled`: the message was pending and will not be delivered. `requested`: the attempt in flight is notified and
+    is the last one. `already_cancelled`, `sent`, `failed`, `skipped`: the message had ended before. `pending`,
+    `sending`: an operator's cancel excluded this state. `locked`: another transaction kept its row locked; try again.
+    `missing`: no such message exists.
+    """
+
+    CANCELLED = "cancelled"
+    REQUESTED = "requested"
+    ALREADY_CANCELLED = "already_cancelled"
+    SENT = "sent"
+    FAILED = "failed"
+    SKIPPED = "skipped"
+    PENDING = "pending"
+    SENDING = "sending"
+    LOCKED = "locked"
+    MISSING = "missing"
+
+
+class Question(enum.Enum):
+    """What a step may ask of the connection besides running a statement."""
+
+    IN_TRANSACTION = enum.auto()
+
+
+# A step yields a statement and is sent its rows, or asks a question and is sent the answer.
+Steps: TypeAlias = Generator[Call | Question, Any, R]
+
+
+def run(adapter: SyncAdapter, steps: Steps[R]) -> R:
+    """Take the steps on a sync connection. An error is raised in the step that met it."""
+    adapter.settle()
+    try:
+        step = next(steps)
+        while True:
+            try:
+                answer = adapter.in_transaction() if isinstance(step, Question) else adapter.fetch(step)
+            except Exception as error:  # noqa: BLE001 - the step decides
+                step = steps.throw(error)
+            else:
+                step = steps.send(answer)
+    except StopIteration as stop:
+        return cast("R", stop.value)
+
+
+async def arun(adapter: AsyncAdapter, steps: Steps[R]) -> R:
+    """Take the steps on an async connection. An error is raised in the step that met it."""
+    await adapter.settle()
+    try:
+        step = next(steps)
+        while True:
+            try:
+                answer = await (adapter.in_transaction() if isinstance(step, Question) else adapter.fetch(step))
+            except Exception as error:  # noqa: BLE001 - the step decides
+                step = steps.throw(error)
+            else:
+                step = steps.send(answer)
+    except StopIteration as stop:
+        return cast("R", stop.value)
+
+
+def transaction(*, required: bool) -> Steps[bool]:
+    """Whether the next statement runs in a transaction; `TransactionError` where it should and does not."""
+    inside = cast("bool", (yield Question.IN_TRANSACTION))
+    if required and not inside:
+        raise TransactionError(
+            "the connection commits each statement by itself: begin a transaction, or pass require_transaction=False"
+        )
+    return inside
+
+
+def insert(draft: Draft, *, notify: bool) -> Steps[Enqueued]:
+    """Write one message."""
+    ((message_id, duplicate),) = yield Call(sql.ENQUEUE, (*draft, notify))
+    return Enqueued(message_id, duplicate)
+
+
+def insert_all(drafts: Sequence[tuple[object, ...]], *, notify: bool, require_transaction: bool) -> Steps[EnqueuedMany]:
+    """Write many messages; the answers are in the order of the drafts."""
+    if not drafts:
+        return EnqueuedMany([])
+    yield from transaction(required=require_transaction)
+    ids = [0] * len(drafts)
+    duplicates: list[int] = []
+    for positions, parameters in chunks(drafts):
+        try:
+            ((id_texts, duplicate_texts),) = yield Call(sql.ENQUEUE_MANY, (*parameters, notify))
+        except ItemRefusedError as error:
+            raise PayloadError(f"items[{positions[error.index]}].{error.field}", error.reason) from error.__cause__
+        for position, id_text in zip(positions, id_texts.split(","), strict=True):
+            ids[position] = int(id_text)
+        if duplicate_texts is not None:
+            duplicates += (positions[int(index_text)] for index_text in duplicate_texts.split(","))
+    return EnqueuedMany(ids, duplicates)
+
+
+def insert_fanout(fanout: Fanout, *, notify: bool, require_transaction: bool) -> Steps[EnqueuedMany]:
+    """Write one message for each destination; the answers are in their order. None, no statement."""
+    if not fanout.destinations:
+        return EnqueuedMany([])
+    yield from transaction(required=require_transaction)
+    ids = [0] * len(fanout.destinations)
+    try:
+        rows = yield Call(sql.ENQUEUE_FANOUT, (*fanout, notify))
+    except ItemRefusedError as error:
+        raise PayloadError(f"destinations[{error.index}]", error.reason) from error.__cause__
+    for index, message_id in rows:
+        ids[index] = message_id
+    return EnqueuedMany(ids)
+
+
+def cancel_one(target: tuple[object, ...], *, require_transaction: bool) -> Steps[CancelResult]:
+    """Cancel the message that `target_of` names."""
+    yield from transaction(required=require_transaction)
+    rows = cast("Rows", (yield Call(sql.CANCEL, target)))
+    return CancelResult(cast("str", rows[0][1])) if rows else CancelResult.MISSING
+
+
+class UnprotectedError(Exception):
+    """`error` took the caller's transaction with it: there was no savepoint to go back to, or no way."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def in_savepoint(steps: Steps[R]) -> Steps[R]:
+    """Take the steps within a savepoint, and undo them if one fails; `UnprotectedError` if that fails too."""
+    try:
+        yield _SAVEPOINT
+    except TransactionError:
+        raise  # It was aborted before: there is nothing left to protect.
+    except Exception as error:
+        raise UnprotectedError(error) from error
+    try:
+        result = yield from steps
+    except Exception as error:
+        with _told_of(error):
+            yield _ROLL_BACK_TO_SAVEPOINT
+            yield _RELEASE_SAVEPOINT
+        raise
+    with _told_of():
+        yield _RELEASE_SAVEPOINT
+    return result
+
+
+@contextmanager
+def _told_of(first: Exception | None = None) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise UnprotectedError(first or error) from error
+
+
+def target_of(
+    message_id: int | None, topic: str | Topic[Any] | None, coalesce_key: str | None, dedupe_key: str | None
+) -> tuple[object, ...]:
+    """The parameters of `sql.CANCEL`, for exactly one way of naming a message."""
+    given = [way for way in (message_id, coalesce_key, dedupe_key) if way is not None]
+    if len(given) != 1 or (message_id is None) == (topic is None):
+        raise PayloadError(
+            "message_id", "name the message by its id, by topic and coalesce_key, or by topic and dedupe_key"
+        )
+    if message_id is not None:
+        return (check_whole("message_id", message_id, most=_MAX_ID), None, None, None)
+    name = check_name("topic", topic.name if isinstance(topic, Topic) else topic)
+    if coalesce_key is not None:
+        return (None, name, check_key("coalesce_key", coalesce_key), None)
+    return (None, name, None, check_key("dedupe_key", dedupe_key))

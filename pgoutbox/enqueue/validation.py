@@ -1,0 +1,384 @@
+"""Check new messages before any SQL, and split many of them into statements. Pure: no I/O, no statement.
+
+A mistake raises `PayloadError` with the path of what is wrong, so that the caller's transaction stays usable. Whatever
+is accepted comes back from PostgreSQL with the same value; only a tuple comes back as a list.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from operator import attrgetter
+from typing import Any, Final, NamedTuple, cast
+
+from pgoutbox.encryption import Identity, Keyring
+from pgoutbox.enqueue.payloads import Serializer, fit, to_json
+from pgoutbox.errors import ConfigurationError, PayloadError
+from pgoutbox.message import P
+from pgoutbox.options import (
+    CLOCK_TOLERANCE,
+    MAX_HEADER_BYTES,
+    MAX_HEADER_COUNT,
+    check_available_at,
+    check_delay,
+    check_destination,
+    check_expires_at,
+    check_headers,
+    check_key,
+    check_max_attempts,
+    check_name,
+)
+from pgoutbox.topics import NO_DEBOUNCE, NOT_BOTH, NewMessage, Topic, check_coalesce_rule, check_on_failed
+
+CHUNK_ROWS: Final = 5_000
+CHUNK_CHARACTERS: Final = 16_000_000
+
+
+class Draft(NamedTuple):
+    """A checked message, in the order of the parameters of `sql.ENQUEUE`. None means the default."""
+
+    topic: str
+    payload: str
+    queue: str | None
+    destination: str | None
+    coalesce_key: str | None
+    dedupe_key: str | None
+    available_at: datetime | None
+    delay_seconds: float | None
+    expires_at: datetime | None
+    expires_after_seconds: float | None
+    headers: str | None
+    max_attempts: int | None
+    ordering_key: str | None = None
+    on_failed: str | None = None
+    max_delay_seconds: float | None = None
+    coalesce_rule: str | None = None
+
+
+class Fanout(NamedTuple):
+    """A checked fan-out, in the order of the parameters of `sql.ENQUEUE_FANOUT`. None means the default."""
+
+    topic: str
+    payload: str
+    destinations: list[str]
+    content: str | None
+    queue: str | None
+    available_at: datetime | None
+    delay_seconds: float | None
+    expires_at: datetime | None
+    expires_after_seconds: float | None
+    headers: str | None
+    max_attempts: int | None
+
+
+_message_options = attrgetter(
+    "queue",
+    "destination",
+    "coalesce_key",
+    "dedupe_key",
+    "available_at",
+    "delay",
+    "expires_at",
+    "headers",
+    "max_attempts",
+    "ordering_key",
+    "on_failed",
+    "max_delay",
+    "coalesce_rule",
+)
+_NO_MESSAGE_OPTIONS = (None,) * 13
+_NO_CHECKED_OPTIONS = (None,) * 9
+
+
+def carrying(message: NewMessage[P], context: Mapping[str, str]) -> NewMessage[P]:
+    """The message with the headers of a trace, as far as it has none of its own and there is room for them.
+
+    Whatever is wrong with its headers is for `prepare` to say: a trace is no reason to refuse a message.
+    """
+    if not context:
+        return message
+    headers: object = message.headers
+    if headers is None:
+        return replace(message, headers=context)
+    if not isinstance(headers, Mapping) or len(headers) + len(context) > MAX_HEADER_COUNT:
+        return message
+    if len(repr(headers)) > MAX_HEADER_BYTES // 2:
+        return message
+    return replace(message, headers={**headers, **context}) if context.keys().isdisjoint(headers) else message
+
+
+def prepare(
+    message: NewMessage[P],
+    topic: Topic[P],
+    *,
+    max_attempts: int | None,
+    max_payload_bytes: int,
+    serializer: Serializer | None,
+    keyring: Keyring | None = None,
+    is_fanout: bool = False,
+) -> Draft:
+    """Check a message against its topic's definition, which wins. `max_attempts` is what it gets unless it asks.
+
+    Raises `PayloadError` with the path of what is wrong, and `ConfigurationError` for an encrypted topic without a
+    keyring. What a function of the topic or the serializer raises passes through.
+    """
+    payload = message.payload if topic.payload is None else fit(topic.payload, message.payload)
+    text = to_json(payload, max_bytes=max_payload_bytes, serializer=serializer)
+    given = _message_options(message)
+    if given == _NO_MESSAGE_OPTIONS and not topic.has_options and not topic.encrypted:
+        return Draft._make((topic.name, text, *_NO_CHECKED_OPTIONS, max_attempts, None, None, None, None))
+
+    options = _settled(topic, message, payload) if topic.has_options else (*given[:7], None, *given[7:])
+    checked = [
+        None if value is None else rule.check(rule.field, value) for rule, value in zip(_RULES, options, strict=True)
+    ]
+    draft = Draft._make((topic.name, text, *checked))
+    if max_attempts is not None and draft.max_attempts is None:
+        draft = draft._replace(max_attempts=max_attempts)
+    _check_times(draft)
+    _check_together(draft)
+    return _seal(draft, keyring, max_payload_bytes, is_fanout=is_fanout) if topic.encrypted else draft
+
+
+def _seal(draft: Draft, keyring: Keyring | None, max_payload_bytes: int, *, is_fanout: bool) -> Draft:
+    if keyring is None:
+        raise ConfigurationError(f"topic {draft.topic!r} is encrypted: set PGOUTBOX_ENCRYPTION_KEYS")
+    identity = Identity(
+        "fan-out" if is_fanout else "payload", draft.topic, draft.destination, draft.coalesce_key, draft.ordering_key
+    )
+    sealed = keyring.seal(draft.payload, identity, dedupe_key=draft.dedupe_key)
+    _check_sealed("payload", sealed, max_payload_bytes)
+    return draft._replace(payload=sealed)
+
+
+def _check_sealed(field: str, sealed: str, max_bytes: int) -> None:
+    if len(sealed) > max_bytes:
+        raise PayloadError(
+            field, f"has {len(sealed)} bytes encrypted, the limit is {max_bytes} (PGOUTBOX_MAX_PAYLOAD_BYTES)"
+        )
+
+
+def prepare_fanout(
+    message: NewMessage[P],
+    topic: Topic[P],
+    destinations: Iterable[str],
+    content: object,
+    *,
+    max_attempts: int | None,
+    max_payload_bytes: int,
+    serializer: Serializer | None,
+    keyring: Keyring | None = None,
+) -> Fanout:
+    """Check a fan-out: `prepare` for what its messages have in common, and each destination.
+
+    Its messages have no keys: a topic with keys or a destination of its own is refused.
+    """
+    if topic.destination is not None:
+        raise _owned(topic, "destination")
+    draft = prepare(
+        message,
+        topic,
+        max_attempts=max_attempts,
+        max_payload_bytes=max_payload_bytes,
+        serializer=serializer,
+        keyring=keyring,
+        is_fanout=True,
+    )
+    for field in ("coalesce_key", "dedupe_key", "ordering_key"):
+        if getattr(draft, field) is not None:
+            raise PayloadError(field, "the messages of a fan-out have no keys; use enqueue_many")
+    if isinstance(destinations, (str, bytes)):
+        raise PayloadError("destinations", "must be several texts, not one")
+    shared = to_json(content, max_bytes=max_payload_bytes, serializer=serializer, field="content")
+    if topic.encrypted and keyring is not None:
+        shared = keyring.seal(shared, Identity("content", topic.name), dedupe_key=None)
+        _check_sealed("content", shared, max_payload_bytes)
+    return Fanout(
+        topic=draft.topic,
+        payload=draft.payload,
+        destinations=[check_destination(f"destinations[{i}]", d) for i, d in enumerate(destinations)],
+        content=None if content is None else shared,
+        queue=draft.queue,
+        available_at=draft.available_at,
+        delay_seconds=draft.delay_seconds,
+        expires_at=draft.expires_at,
+        expires_after_seconds=draft.expires_after_seconds,
+        headers=draft.headers,
+        max_attempts=draft.max_attempts,
+    )
+
+
+def _settled(topic: Topic[P], message: NewMessage[P], payload: P) -> Iterator[object]:
+    """The options in the order of `_RULES`. What the topic's definition says must not be given again."""
+    for field, owner in (
+        ("available_at", topic.delay),
+        ("expires_at", topic.expires_after),
+        ("max_attempts", topic.retry),
+    ):
+        if owner is not None and getattr(message, field) is not None:
+            raise _owned(topic, field)
+    for rule in _RULES:
+        owner, given = getattr(topic, rule.field, None), getattr(message, rule.field, None)
+        if owner is not None and given is not None:
+            raise _owned(topic, rule.field)
+        yield given if owner is None else owner(payload) if callable(owner) else owner
+
+
+def _owned(topic: Topic[P], field: str) -> PayloadError:
+    return PayloadError(field, f"belongs to the definition of topic {topic.name!r}; do not pass it")
+
+
+class Chunk(NamedTuple):
+    """The positions of some drafts, and the parameters of `sql.ENQUEUE_MANY` for them, but for the last."""
+
+    positions: Sequence[int]
+    parameters: tuple[object, ...]
+
+
+def chunks(drafts: Sequence[tuple[object, ...]]) -> Iterator[Chunk]:
+    """The drafts, in pieces that one statement takes.
+
+    All drafts with keys that enqueue locks come last, sorted over the whole call as `pgoutbox.enqueue_many` sorts
+    within one: every transaction then takes the keys in the same order, and two bulks never wait for each other in a
+    circle. An array that no draft of the call uses is None.
+    """
+    if not drafts:
+        return
+    # A draft whose fields are columns.
+    columns = Draft._make(None if column.count(None) == len(column) else column for column in zip(*drafts, strict=True))
+    order = _locking_order(columns)
+    start = characters = 0
+    for end, position in enumerate(order):
+        size = len(columns.payload[position])
+        characters += size
+        if end > start and (end - start == CHUNK_ROWS or characters > CHUNK_CHARACTERS):
+            yield Chunk(order[start:end], _parameters(columns, order[start:end]))
+            start, characters = end, size
+    yield Chunk(order[start:], _parameters(columns, order[start:]))
+
+
+def _locking_order(columns: Draft) -> Sequence[int]:
+    everything = range(len(columns.topic))
+    if columns.coalesce_key is None and columns.dedupe_key is None and columns.ordering_key is None:
+        return everything
+    names = (
+        columns.topic,
+        columns.queue,
+        columns.coalesce_key,
+        columns.dedupe_key,
+        columns.ordering_key,
+        columns.coalesce_rule,
+    )
+    locks = list(map(_lock, *(itertools.repeat(None) if column is None else column for column in names)))
+    return sorted(everything, key=locks.__getitem__)
+
+
+def _lock(
+    topic: str,
+    queue: str | None,
+    coalesce_key: str | None,
+    dedupe_key: str | None,
+    ordering_key: str | None,
+    coalesce_rule: str | None,
+) -> str:
+    """The place of a draft in the order in which keys are locked, empty for a draft without such a key.
+
+    As in pgoutbox.enqueue_many: ordering keys, coalesce keys, dedupe keys. PostgreSQL sorts text of the collation "C"
+    by code point, as Python does. NUL, which no key holds, sorts before all others. Messages of one coalesce or
+    ordering key keep their order.
+    """
+    if ordering_key is not None:
+        return f"1{queue or 'default'}\0{ordering_key}"
+    if coalesce_key is not None and coalesce_rule != "pending":
+        return f"2{topic}\0{coalesce_key}"
+    return "" if dedupe_key is None else f"3{topic}\0{dedupe_key}"
+
+
+def _parameters(columns: Draft, positions: Sequence[int]) -> tuple[object, ...]:
+    """Two texts of lines, then arrays. An array of texts is written here, because drivers are slow at that."""
+    parameters: list[object] = []
+    for field, column in zip(Draft._fields, cast("Sequence[Sequence[Any] | None]", columns), strict=True):
+        if column is None:
+            parameters.append(None)
+            continue
+        values = [column[position] for position in positions]
+        if field in _LINES:
+            parameters.append("\n".join(values))
+        else:
+            parameters.append(values if field in _NOT_TEXTS else text_array(values))
+    return tuple(parameters)
+
+
+def text_array(texts: Sequence[str | None]) -> str:
+    """Return the array in PostgreSQL's text form. No element holds NUL, because PostgreSQL cannot store it."""
+    if None in texts:
+        return "{" + ",".join(["NULL" if text is None else _quoted(text) for text in texts]) + "}"
+    # Escaped all at once: NUL stands between the elements.
+    return "{" + _quoted("\0".join(cast("Sequence[str]", texts))).replace("\0", '","') + "}"
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+# --- options ----------------------------------------------------------------------------------------------------------
+
+
+def _check_times(draft: Draft) -> None:
+    if draft.available_at is not None and draft.delay_seconds is not None:
+        raise PayloadError("delay", "give delay or available_at, not both")
+    if draft.expires_at is None:
+        return
+    if draft.available_at is not None and draft.expires_at <= draft.available_at:
+        raise PayloadError("expires_at", "must be later than available_at")
+    if draft.delay_seconds is not None:
+        due_at = datetime.now(UTC) + timedelta(seconds=draft.delay_seconds)
+        if draft.expires_at < due_at - CLOCK_TOLERANCE:
+            raise PayloadError("expires_at", "must be later than the end of the delay")
+
+
+def _check_together(draft: Draft) -> None:
+    if draft.ordering_key is not None and draft.coalesce_key is not None:
+        raise PayloadError("ordering_key", NOT_BOTH)
+    if draft.on_failed is not None and draft.ordering_key is None:
+        raise PayloadError("on_failed", "only together with ordering_key")
+    if draft.max_delay_seconds is not None and draft.coalesce_key is None:
+        raise PayloadError("max_delay", "only together with coalesce_key")
+    if draft.coalesce_rule is not None and draft.coalesce_key is None:
+        raise PayloadError("coalesce_rule", "only together with coalesce_key")
+    if draft.max_delay_seconds is not None and draft.coalesce_rule == "pending":
+        raise PayloadError("max_delay", NO_DEBOUNCE)
+
+
+_LINES: Final = frozenset({"topic", "payload"})
+_NOT_TEXTS: Final = frozenset(
+    {"available_at", "delay_seconds", "expires_at", "expires_after_seconds", "max_attempts", "max_delay_seconds"}
+)
+
+
+class _Rule(NamedTuple):
+    """An option and what checks it."""
+
+    field: str
+    check: Callable[[str, object], object]
+
+
+# In the order of the fields of `Draft`.
+_RULES: Final = (
+    _Rule("queue", check_name),
+    _Rule("destination", check_destination),
+    _Rule("coalesce_key", check_key),
+    _Rule("dedupe_key", check_key),
+    _Rule("available_at", check_available_at),
+    _Rule("delay", check_delay),
+    _Rule("expires_at", check_expires_at),
+    _Rule("expires_after", check_delay),
+    _Rule("headers", check_headers),
+    _Rule("max_attempts", check_max_attempts),
+    _Rule("ordering_key", check_key),
+    _Rule("on_failed", check_on_failed),
+    _Rule("max_delay", check_delay),
+    _Rule("coalesce_rule", check_coalesce_rule),
+)

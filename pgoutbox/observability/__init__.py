@@ -1,0 +1,1 @@
+"""Log events, metrics, traces, and the health of a worker."""

@@ -1,0 +1,101 @@
+"""The gauges of the database: how much is due, scheduled, in flight and failed, read when somebody asks.
+
+A reading is good for some seconds, and the longer the longer it took, so that monitoring is never what the database is
+busy with. One is under way at a time, in a thread of its own: who asks can stop waiting, even for a dead network.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Final
+
+import psycopg
+
+from pgoutbox.database import operator_connection, sql
+from pgoutbox.errors import PgOutboxError
+from pgoutbox.observability.measures import BREAKERS, MESSAGES, OLDEST_DUE, OTHER, QUEUE_PAUSED, Metric, Sample
+from pgoutbox.settings import Settings
+
+PATIENCE_SECONDS: Final = 3.0
+_SHARE: Final = 20
+_STATES: Final = ("due", "scheduled", "sending", "failed")
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What one look at the database found; without samples if it did not answer."""
+
+    is_up: bool
+    samples: Mapping[Metric, Sequence[Sample]] = field(default_factory=dict)
+    read_at: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def age_seconds(self) -> float:
+        """How long ago it was taken."""
+        return time.monotonic() - self.read_at
+
+
+NO_READING: Final = Reading(is_up=False)
+
+
+class Backlog:
+    """Reads the gauges over a connection of its own for each reading. Any thread may ask."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._turn = threading.Lock()
+        self._last: Future[Reading] | None = None
+
+    def ask(self) -> Future[Reading]:
+        """The last reading while it is good, or else the one that is under way; it never raises."""
+        with self._turn:
+            if self._last is None or (self._last.done() and not self._is_good(self._last.result())):
+                self._last = Future()
+                threading.Thread(
+                    target=self._read_into, args=[self._last], name="pgoutbox-backlog", daemon=True
+                ).start()
+            return self._last
+
+    def _is_good(self, reading: Reading) -> bool:
+        return reading.age_seconds < max(self._settings.metrics_cache_seconds, _SHARE * reading.seconds)
+
+    def _read_into(self, future: Future[Reading]) -> None:
+        began_at = time.monotonic()
+        try:
+            samples = self._read()
+        except (psycopg.Error, PgOutboxError, OSError):
+            # Why is in the worker's log, which meets the same database.
+            future.set_result(Reading(is_up=False, read_at=time.monotonic(), seconds=time.monotonic() - began_at))
+        except BaseException as error:
+            future.set_exception(error)
+            raise
+        else:
+            ended_at = time.monotonic()
+            future.set_result(Reading(is_up=True, samples=samples, read_at=ended_at, seconds=ended_at - began_at))
+
+    def _read(self) -> dict[Metric, list[Sample]]:
+        names = {"max_names": self._settings.metrics_max_names, "other": OTHER}
+        with operator_connection.connect(self._settings, read_only=True) as connection:
+
+            def look() -> dict[Metric, list[Sample]]:
+                connection.execute(sql.LIMIT_GAUGES)
+                counts = connection.execute(sql.COUNT_BACKLOG, names).fetchall()
+                paused = connection.execute(sql.PAUSED_QUEUES, names).fetchall()
+                breakers = connection.execute(sql.COUNT_BREAKERS).fetchall()
+                return {
+                    MESSAGES: [
+                        Sample((topic, queue, state), number)
+                        for topic, queue, *numbers, _ in counts
+                        for state, number in zip(_STATES, numbers, strict=True)
+                    ],
+                    OLDEST_DUE: [Sample((row[0], row[1]), row[-1] or 0.0) for row in counts],
+                    QUEUE_PAUSED: [Sample((queue,), 1) for (queue,) in paused],
+                    BREAKERS: [Sample((scheme, state), count) for scheme, state, count in breakers],
+                }
+
+            return operator_connection.transact(connection, look)

@@ -1,0 +1,77 @@
+"""Whether a worker is alive, and whether it is ready: what probes are told. Pure but for the ping of an event loop.
+
+Alive means that its event loop turns; if it does not, only a new process helps. Ready means that a message which is
+committed now would be found in time. The reasons name no host, no user and no setting's value.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from pgoutbox.observability.measures import Vitals
+
+_STALE_FACTOR: Final = 2
+_STALE_SLACK_SECONDS: Final = 30.0
+_ANSWER_SECONDS: Final = 0.5
+
+
+def reasons_not_ready(vitals: Vitals, *, sweep_seconds: float) -> list[str]:
+    """Why a worker is not ready, in words for an operator; nothing if it is."""
+    if vitals.is_stopping:
+        return ["the worker is stopping"]
+    if not vitals.is_started:
+        return ["the worker has not started: the database was not reached yet"]
+    reasons = []
+    if not vitals.is_database_up:
+        reasons.append("the database does not answer")
+    if vitals.is_listener_up is False:
+        reasons.append("the listener is not connected")
+    if vitals.topics_halted:
+        reasons.append(f"the database refuses the outcomes of {vitals.topics_halted} topic(s)")
+    # Who has no slot free does not look, and need not.
+    limit = _STALE_FACTOR * sweep_seconds + _STALE_SLACK_SECONDS
+    if vitals.looked_seconds_ago > limit and vitals.busy < vitals.slots:
+        reasons.append(f"the last sweep was {vitals.looked_seconds_ago:.0f} s ago")
+    return reasons
+
+
+@dataclass(frozen=True, slots=True)
+class _Ping:
+    asked_at: float
+    answered: threading.Event = field(default_factory=threading.Event)
+
+
+class LoopWatch:
+    """Asks an event loop, from other threads, whether it still turns. Costs nothing while nobody asks."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, *, limit_seconds: float) -> None:
+        self._loop = loop
+        self._limit_seconds = limit_seconds
+        self._turn = threading.Lock()
+        self._ping: _Ping | None = None
+
+    async def reason_not_alive(self) -> str | None:
+        """Why it does not count as alive: a question has been waiting for longer than the limit. None if it does."""
+        with self._turn:
+            if self._ping is None:
+                self._ping = _Ping(time.monotonic())
+                try:
+                    self._loop.call_soon_threadsafe(self._note, self._ping)
+                except RuntimeError:
+                    return "the event loop is closed"
+            ping = self._ping
+        if not await asyncio.to_thread(ping.answered.wait, _ANSWER_SECONDS):
+            waited = time.monotonic() - ping.asked_at
+            if waited > self._limit_seconds:
+                return f"the event loop has not turned for {waited:.0f} s"
+        return None
+
+    def _note(self, ping: _Ping) -> None:
+        with self._turn:
+            self._ping = None
+        ping.answered.set()

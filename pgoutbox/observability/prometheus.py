@@ -1,0 +1,144 @@
+"""The metrics in the text formats that Prometheus reads. Needs the extra `metrics`.
+
+Knows no web framework: whoever serves HTTP calls `Exposition.answer` and sends what it returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib.metadata import version
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
+
+from pgoutbox.errors import MissingExtraError
+from pgoutbox.observability.backlog import NO_READING, PATIENCE_SECONDS, Backlog, Reading
+from pgoutbox.observability.measures import (
+    BACKLOG_AGE,
+    BACKLOG_READ,
+    BACKLOG_UP,
+    OF_THE_DATABASE,
+    OF_WORKERS,
+    Kind,
+    Measures,
+    Metric,
+    Sample,
+    Vitals,
+    samples_of_events,
+    samples_of_vitals,
+)
+
+try:
+    from prometheus_client import REGISTRY, CollectorRegistry
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+    from prometheus_client.exposition import choose_encoder
+    from prometheus_client.registry import Collector
+except ImportError as error:
+    raise MissingExtraError("serving metrics (PGOUTBOX_METRICS_ADDRESS)", "metrics") from error
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric as Family
+
+    from pgoutbox.settings import Settings
+
+
+class Page(NamedTuple):
+    """An answer to an HTTP request: its status, `Content-Type` and body."""
+
+    status: int
+    content_type: str
+    body: bytes
+
+
+class Watched(NamedTuple):
+    """What there is to see of a worker, from any thread."""
+
+    measures: Measures
+    vitals: Callable[[], Vitals]
+    event_counts: Callable[[], Mapping[str, int]]
+
+
+class Exposition:
+    """The answer to a scrape: the gauges of the database and, with `worker`, what that worker counted.
+
+    With a worker the metrics of prometheus_client's own registry come along: those of the process, and whatever your
+    handlers define. A database that does not answer within three seconds costs its gauges, never the rest.
+
+        exposition = Exposition(load_settings())
+        status, content_type, body = await exposition.answer(request.headers.get("accept"))
+    """
+
+    def __init__(self, settings: Settings, *, worker: Watched | None = None, backlog: Backlog | None = None) -> None:
+        self._worker = worker
+        if backlog is None and settings.metrics_backlog:
+            backlog = Backlog(settings)
+        self._backlog = backlog
+
+    async def answer(self, accept: str | None = None) -> Page:
+        """The metrics in the format that the header `Accept` asks for: OpenMetrics, or Prometheus's own text."""
+        reading = None
+        if self._backlog is not None:
+            try:
+                asked = asyncio.wrap_future(self._backlog.ask())
+                reading = await asyncio.wait_for(asyncio.shield(asked), PATIENCE_SECONDS)
+            except TimeoutError:
+                reading = NO_READING
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_Snapshot(self._families(reading)))
+        encoder, content_type = choose_encoder(accept or "")
+        return Page(200, content_type, encoder(registry))
+
+    def _families(self, reading: Reading | None) -> Iterator[Family]:
+        build = GaugeMetricFamily("pgoutbox_build_info", "The version of pgoutbox.", labels=["version"])
+        build.add_metric([version("pgoutbox")], 1)
+        yield build
+        if self._worker is not None:
+            yield from _of_worker(self._worker)
+            yield from REGISTRY.collect()
+        if reading is not None:
+            yield from _of_database(reading)
+
+
+class _Snapshot(Collector):
+    def __init__(self, families: Iterable[Family]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Family]:
+        return self._families
+
+
+def _of_worker(worker: Watched) -> Iterator[Family]:
+    known = samples_of_events(worker.event_counts()) | samples_of_vitals(worker.vitals())
+    for metric in OF_WORKERS:
+        if metric.kind is Kind.HISTOGRAM:
+            yield _histogram(metric, worker.measures)
+        else:
+            yield _family(metric, known[metric] if metric in known else worker.measures.samples(metric))
+
+
+def _of_database(reading: Reading) -> Iterator[Family]:
+    own = {
+        BACKLOG_UP: [Sample((), int(reading.is_up))],
+        BACKLOG_AGE: [Sample((), reading.age_seconds)] if reading.is_up else [],
+        BACKLOG_READ: [Sample((), reading.seconds)] if reading.is_up else [],
+    }
+    for metric in OF_THE_DATABASE:
+        yield _family(metric, own[metric] if metric in own else reading.samples.get(metric, ()))
+
+
+def _family(metric: Metric, samples: Iterable[Sample]) -> Family:
+    kind = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
+    family: CounterMetricFamily | GaugeMetricFamily = kind(
+        f"pgoutbox_{metric.name}", metric.meaning, labels=metric.labels
+    )
+    for sample in samples:
+        family.add_metric(sample.labels, sample.value)
+    return family
+
+
+def _histogram(metric: Metric, measures: Measures) -> Family:
+    family = HistogramMetricFamily(f"pgoutbox_{metric.name}", metric.meaning, labels=metric.labels)
+    for topic, found in measures.distributions(metric).items():
+        bounds = [*map(str, found.bounds), "+Inf"]
+        family.add_metric([topic], list(zip(bounds, accumulate(found.counts), strict=True)), found.sum)
+    return family

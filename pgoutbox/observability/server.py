@@ -1,0 +1,193 @@
+"""What others can see of a worker: metrics, probes, and word to systemd. Takes no part in the work.
+
+What nobody has asked for is neither imported nor run. The pages are served by a thread of their own, so that a handler
+which blocks the event loop does not hide that it does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from datetime import datetime
+from typing import TYPE_CHECKING, Final, Protocol, Self
+
+import psycopg
+
+from pgoutbox.database.worker_connection import is_passing
+from pgoutbox.observability import systemd
+from pgoutbox.observability.events import Event, Telemetry
+from pgoutbox.observability.health import LoopWatch, reasons_not_ready
+from pgoutbox.observability.measures import Measures, Vitals
+from pgoutbox.settings import Settings, parse_address
+
+if TYPE_CHECKING:
+    from pgoutbox.observability.http_server import HttpServer
+    from pgoutbox.observability.opentelemetry import Exporter
+    from pgoutbox.observability.prometheus import Exposition, Page
+
+_STALLED_SECONDS: Final = 15.0
+_ANCHOR_SECONDS: Final = 30.0
+_MAX_ROUND_TRIP_SECONDS: Final = 0.05
+
+_ServerTime = Callable[[], Awaitable[datetime]]
+
+
+class Observed(Protocol):
+    """A worker, as far as it is seen."""
+
+    def vitals(self) -> Vitals:
+        """How it is, for any thread to ask."""
+        ...
+
+
+class Observer:
+    """Watches one worker from `async with` on. With `serves` it listens on `metrics_address` and tells systemd.
+
+    Raises `ConfigurationError` when the address cannot be had, and `MissingExtraError` without what it needs.
+    """
+
+    def __init__(self, worker: Observed, settings: Settings, telemetry: Telemetry, *, serves: bool) -> None:
+        self._worker = worker
+        self._settings = settings
+        self._telemetry = telemetry
+        self._serves = serves
+        self._server: HttpServer | None = None
+        self._exporter: Exporter | None = None
+        self._exposition: Exposition | None = None
+        self._loop_watch: LoopWatch | None = None
+        self._watchdog: asyncio.Task[None] | None = None
+
+    @property
+    def port(self) -> int | None:
+        """Where the pages are, while they are."""
+        return None if self._server is None else self._server.port
+
+    async def __aenter__(self) -> Self:
+        address = self._settings.metrics_address if self._serves else None
+        exports = self._settings.otel_metrics and _is_otel_set_up()
+        if address is not None or exports:
+            self._telemetry.measures = Measures(max_names=self._settings.metrics_max_names)
+        if address is not None:
+            self._start_server(*parse_address(address))
+        if exports:
+            self._start_exporter()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+        if self._exporter is not None:
+            self._exporter.stop()
+        if self._server is not None:
+            await self._server.stop()
+
+    def _start_server(self, host: str, port: int) -> None:
+        from pgoutbox.observability.http_server import HttpServer
+        from pgoutbox.observability.prometheus import Exposition, Watched
+
+        if (measures := self._telemetry.measures) is not None:
+            watched = Watched(measures, self._worker.vitals, self._event_counts)
+            self._exposition = Exposition(self._settings, worker=watched)
+        self._loop_watch = LoopWatch(asyncio.get_running_loop(), limit_seconds=_STALLED_SECONDS)
+        server = HttpServer(host, port, self.answer)
+        server.start()
+        self._server = server
+        self._telemetry.report(
+            logging.INFO, Event.METRICS_SERVED, "metrics and probes are served", address=f"{host}:{server.port}"
+        )
+
+    def _start_exporter(self) -> None:
+        from pgoutbox.observability.backlog import Backlog
+        from pgoutbox.observability.opentelemetry import Exporter
+
+        if (measures := self._telemetry.measures) is not None:
+            backlog = Backlog(self._settings) if self._settings.metrics_backlog else None
+            self._exporter = Exporter(measures, self._worker.vitals, self._event_counts, backlog)
+
+    def _event_counts(self) -> Mapping[str, int]:
+        return {event.value: count for event, count in dict(self._telemetry.counts).items()}
+
+    # --- pages --------------------------------------------------------------------------------------------------------
+
+    async def answer(self, path: str, accept: str | None) -> Page | None:
+        """The page of a path. Called on the server's thread."""
+        match path:
+            case "/metrics" if self._exposition is not None:
+                return await self._exposition.answer(accept)
+            case "/livez" if self._loop_watch is not None:
+                reason = await self._loop_watch.reason_not_alive()
+                return _verdict([] if reason is None else [reason])
+            case "/readyz" if self._loop_watch is not None:
+                reason = await self._loop_watch.reason_not_alive()
+                reasons = [] if reason is None else [reason]
+                return _verdict(
+                    reasons + reasons_not_ready(self._worker.vitals(), sweep_seconds=self._settings.sweep_seconds)
+                )
+            case _:
+                return None
+
+    # --- at work ------------------------------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def at_work(self, server_time: _ServerTime) -> AsyncIterator[None]:
+        """While the worker works: tell systemd, and learn from time to time what the database's clock says."""
+        if self._serves:
+            systemd.notify(READY=1, STATUS="at work")
+            if (seconds := systemd.watchdog_seconds()) is not None:
+                self._watchdog = asyncio.create_task(_feed(seconds), name="pgoutbox-watchdog")
+        keeping = None
+        if self._telemetry.measures is not None:
+            await self._anchor(self._telemetry.measures, server_time)
+            keeping = asyncio.create_task(self._keep_time(self._telemetry.measures, server_time), name="pgoutbox-time")
+        try:
+            yield
+        finally:
+            if self._serves:
+                systemd.notify(STOPPING=1, STATUS="stopping, waits for its handlers")
+            if keeping is not None:
+                keeping.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await keeping
+
+    async def _keep_time(self, measures: Measures, server_time: _ServerTime) -> None:
+        while True:
+            await asyncio.sleep(_ANCHOR_SECONDS)
+            await self._anchor(measures, server_time)
+
+    async def _anchor(self, measures: Measures, server_time: _ServerTime) -> None:
+        loop = asyncio.get_running_loop()
+        asked_at = loop.time()
+        try:
+            now = await server_time()
+        except (psycopg.Error, OSError) as error:
+            if not is_passing(error):
+                raise
+            return
+        # It may have waited for its turn behind a claim; then the answer says little.
+        if loop.time() - asked_at <= _MAX_ROUND_TRIP_SECONDS or not measures.is_anchored:
+            measures.anchor(now, loop.time())
+
+
+async def _feed(seconds: float) -> None:
+    while True:
+        systemd.notify(WATCHDOG=1)
+        await asyncio.sleep(seconds)
+
+
+def _verdict(reasons: list[str]) -> Page:
+    from pgoutbox.observability.prometheus import Page
+
+    text = "".join(f"{reason}\n" for reason in reasons) or "ok\n"
+    return Page(503 if reasons else 200, "text/plain; charset=utf-8", text.encode())
+
+
+def _is_otel_set_up() -> bool:
+    # Where nobody has imported the API, no provider can be set.
+    if "opentelemetry.metrics" not in sys.modules:
+        return False
+    from pgoutbox.observability.opentelemetry import is_set_up
+
+    return is_set_up()

@@ -1,0 +1,1 @@
+"""The work of operators: messages, queues, retention, and the audit of both."""

@@ -1,0 +1,146 @@
+"""What somebody looks at again and again: what is owed by topic, who works on it, and how attempts end."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Final, NamedTuple
+
+import psycopg
+from psycopg.rows import TupleRow
+
+from pgoutbox.database import sql
+from pgoutbox.database.operator_connection import fetch
+
+_PAGE: Final = 1_000
+_OVERLAP: Final = timedelta(seconds=5)
+_LONG_AGO: Final = (None, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class TopicActivity:
+    """Where the messages of one topic stand in one queue, and how many ended in each of the last seconds, on average.
+
+    `due` have never been attempted and may be; `retrying` have, and are due or wait for it.
+    """
+
+    queue: str
+    topic: str
+    due: int
+    retrying: int
+    scheduled: int
+    sending: int
+    failed: int
+    oldest_due_seconds: float | None
+    sent_per_second: float
+    ended_per_second: float
+
+
+class WorkerActivity(NamedTuple):
+    """A worker that holds messages or is connected, in the order of LIST_WORKERS.
+
+    Without a `connected_at` its connection is gone, belongs to a role whose sessions we may not see, or comes through a
+    pooler. `lapsed` are the messages whose lease has ended.
+    """
+
+    worker: str
+    in_flight: int
+    lapsed: int
+    oldest_claimed_at: datetime | None
+    lease_expires_at: datetime | None
+    queues: list[str]
+    connected_at: datetime | None
+    address: str | None
+
+
+class OutcomeRow(NamedTuple):
+    """How one attempt ended, in the order of LIST_OUTCOMES; or a message, when nobody attempted it."""
+
+    ended_at: datetime
+    message_id: int
+    attempt_count: int
+    outcome: str
+    topic: str
+    queue: str
+    destination: str | None
+    worker: str | None
+    reason: str | None
+
+
+def topic_activity(
+    connection: psycopg.Connection[TupleRow], *, queue: str | None = None, window_seconds: float = 10.0
+) -> list[TopicActivity]:
+    """The topics that owe something, have failures, or ended something within the window, by queue and name."""
+    owed = {row[:2]: row[2:] for row in fetch(connection, sql.OWED_BY_TOPIC, {"queue": queue})}
+    ended = {
+        row[:2]: row[2:] for row in fetch(connection, sql.ENDED_BY_TOPIC, {"queue": queue, "seconds": window_seconds})
+    }
+    nothing_owed, nothing_ended = (0, 0, 0, 0, 0, None), (0, 0)
+    return [
+        TopicActivity(*key, *owed.get(key, nothing_owed), *(n / window_seconds for n in ended.get(key, nothing_ended)))
+        for key in sorted(owed.keys() | ended.keys())
+    ]
+
+
+def list_workers(connection: psycopg.Connection[TupleRow]) -> list[WorkerActivity]:
+    """The workers that hold messages or are connected, by name."""
+    return [WorkerActivity._make(row) for row in fetch(connection, sql.LIST_WORKERS, {})]
+
+
+class Follower:
+    """Tells how attempts end, from `since` before now on: `poll` again and again."""
+
+    def __init__(
+        self,
+        connection: psycopg.Connection[TupleRow],
+        *,
+        since: timedelta = timedelta(),
+        topic: str | None = None,
+        queue: str | None = None,
+        outcomes: Collection[str] = (),
+    ) -> None:
+        self._connection = connection
+        self._filter = {"topic": topic, "queue": queue, "outcomes": list(outcomes) or None}
+        self._told: dict[tuple[int, int, str], datetime] = {}
+        self._from = self._now() - since
+
+    def poll(self) -> list[OutcomeRow]:
+        """What has ended since the last call, oldest first.
+
+        An end carries the time at which its transaction began, so each look goes some seconds back, and leaves out what
+        it has told before.
+        """
+        now = self._now()
+        news: list[OutcomeRow] = []
+        after: tuple[datetime | None, int, int] = _LONG_AGO
+        while True:
+            rows = fetch(self._connection, sql.LIST_OUTCOMES, self._parameters(after))
+            page = [OutcomeRow._make(row) for row in rows]
+            news += [row for row in page if _identity(row) not in self._told]
+            if len(rows) < _PAGE:
+                break
+            after = (page[-1].ended_at, page[-1].message_id, page[-1].attempt_count)
+        self._from = max(self._from, now - _OVERLAP)
+        self._told.update((_identity(row), row.ended_at) for row in news)
+        self._told = {identity: at for identity, at in self._told.items() if at >= self._from}
+        return news
+
+    def _parameters(self, after: tuple[datetime | None, int, int]) -> dict[str, object]:
+        ended_at, message_id, count = after
+        return {
+            **self._filter,
+            "ended_from": self._from,
+            "after_ended_at": ended_at,
+            "after_id": message_id,
+            "after_count": count,
+            "limit": _PAGE,
+        }
+
+    def _now(self) -> datetime:
+        ((now,),) = fetch(self._connection, sql.NOW, {})
+        return now  # type: ignore[no-any-return] # a column of type timestamptz
+
+
+def _identity(row: OutcomeRow) -> tuple[int, int, str]:
+    return row.message_id, row.attempt_count, row.outcome

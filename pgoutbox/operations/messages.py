@@ -1,0 +1,673 @@
+"""What an operator does to messages, each a function on a connection made by `operator_connection.connect`.
+
+Every call is one transaction of its own, or one for each batch of a bulk, so that an interruption loses nothing that
+was reported done. Every write is guarded in SQL by the state that it expects: what a worker or another operator did
+meanwhile is answered, never overwritten.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import json
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Final, LiteralString, NamedTuple, cast
+from uuid import UUID
+
+import psycopg
+from psycopg.rows import TupleRow
+from pydantic import JsonValue
+
+from pgoutbox.database import sql
+from pgoutbox.database.operator_connection import Parameters, Progress, fetch, transact
+from pgoutbox.encryption import SEALED, is_sealed
+from pgoutbox.enqueue.generators import CancelResult
+from pgoutbox.errors import MessageNotFoundError, StateError
+from pgoutbox.message import State
+from pgoutbox.operations.audit import Act, Action
+from pgoutbox.redaction import redact, redact_text
+
+_BATCH: Final = 500
+_OWED: Final = (State.PENDING, State.SENDING)
+_REDRIVABLE: Final = (State.FAILED, State.CANCELLED)
+_ENCRYPTED: Final = "(encrypted)"
+_SHOWN_ATTEMPTS: Final = 100
+_SHOWN_CHARACTERS: Final = 65_536
+_ALL: Final = 2**31 - 1
+# Far below the depth at which Python gives up, whoever calls.
+_MOST_LEVELS: Final = 100
+
+
+class JsonText(str):
+    """JSON that is shown as it stands: cut off, nested too deeply for Python, or with a number too long for it."""
+
+    __slots__ = ()
+
+
+class ListedMessage(NamedTuple):
+    """A message as a list shows it, without payload, in the order of LIST_MESSAGES."""
+
+    id: int
+    topic: str
+    queue: str
+    destination: str | None
+    state: State
+    attempt_count: int
+    max_attempts: int
+    created_at: datetime
+    available_at: datetime
+    finished_at: datetime | None
+    coalesce_key: str | None
+    dedupe_key: str | None
+    skip_reason: str | None
+    last_error: str | None
+
+
+class ShownMessage(NamedTuple):
+    """Everything about one message, in the order of SHOW_MESSAGE.
+
+    `attempt_rows` counts its rows in `attempt`, up to 10,001. Headers and payload can be a `JsonText`; their sizes are
+    those of the whole JSON text.
+    """
+
+    id: int
+    topic: str
+    queue: str
+    destination: str | None
+    state: State
+    attempt_count: int
+    max_attempts: int
+    created_at: datetime
+    available_at: datetime
+    expires_at: datetime | None
+    claimed_at: datetime | None
+    lease_expires_at: datetime | None
+    cancel_requested_at: datetime | None
+    finished_at: datetime | None
+    worker: str | None
+    coalesce_key: str | None
+    coalesces_pending: bool | None
+    dedupe_key: str | None
+    ordering_key: str | None
+    on_failed: str | None
+    superseded_by: int | None
+    resend_of: int | None
+    content_id: int | None
+    skip_reason: str | None
+    last_error: str | None
+    attempt_rows: int
+    headers: JsonValue
+    headers_bytes: int | None
+    payload: JsonValue
+    payload_bytes: int
+
+
+class ShownAttempt(NamedTuple):
+    """One attempt that did not end `sent`, in the order of SHOW_ATTEMPTS."""
+
+    attempt_count: int
+    outcome: str
+    worker: str
+    started_at: datetime
+    ended_at: datetime
+    error: str | None
+    reason_code: str | None
+    breaker_key: str | None
+
+
+class TopicCounts(NamedTuple):
+    """How many messages of one topic stand where in one queue, in the order of STATS.
+
+    `due` and `scheduled` are the pending ones; `oldest_due_seconds` is how long the first of the due ones has waited.
+    """
+
+    queue: str
+    topic: str
+    due: int
+    scheduled: int
+    sending: int
+    sent: int
+    failed: int
+    skipped: int
+    cancelled: int
+    oldest_due_seconds: float | None
+
+
+class OpenBreaker(NamedTuple):
+    """A circuit breaker that holds messages back, in the order of OPEN_BREAKERS."""
+
+    key: str
+    open_seconds: float
+    last_error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageFilter:
+    """Which messages: those for which everything holds that is given.
+
+    `destination` may leave out `mailto:`. `key` is a coalesce, dedupe or ordering key. `text` stands somewhere in the
+    destination, the keys, the skip reason or the last error, in whatever case, and has no wildcards; payloads are not
+    looked into. The times are those at which messages were enqueued, the first included.
+    """
+
+    states: Collection[State] = ()
+    topic: str | None = None
+    queue: str | None = None
+    destination: str | None = None
+    key: str | None = None
+    text: str | None = None
+    created_from: datetime | None = None
+    created_before: datetime | None = None
+
+    def given(self) -> dict[str, JsonValue]:
+        """What is given, for a person or the audit to read."""
+        told: dict[str, JsonValue] = {
+            "topic": self.topic,
+            "queue": self.queue,
+            "destination": self.destination,
+            "key": self.key,
+            "text": self.text,
+            "created_from": None if self.created_from is None else self.created_from.isoformat(),
+            "created_before": None if self.created_before is None else self.created_before.isoformat(),
+            "states": [state.value for state in sorted(self.states)] or None,
+        }
+        return {name: value for name, value in told.items() if value is not None}
+
+    def parameters(self) -> dict[str, object]:
+        """The parameters of the statements that take a filter."""
+        return {
+            "states": [state.value for state in self.states] or None,
+            "topic": self.topic,
+            "queue": self.queue,
+            "destination": self.destination,
+            "key": self.key,
+            "text": self.text,
+            "created_from": self.created_from,
+            "created_before": self.created_before,
+        }
+
+
+class RedriveResult(enum.StrEnum):
+    """What a redrive did with one message, or why it left the message alone.
+
+    `redriven`: the message is pending again. `missing`: no such message exists. `wrong_state`: its state is not one of
+    those asked for. `changed`: it was attempted again since it was listed. `superseded`: a newer message of its
+    coalesce key exists. `dedupe_key_taken`: another message has its dedupe key. `locked`: another transaction has
+    locked its row; try again.
+    """
+
+    REDRIVEN = "redriven"
+    MISSING = "missing"
+    WRONG_STATE = "wrong_state"
+    CHANGED = "changed"
+    SUPERSEDED = "superseded"
+    DEDUPE_KEY_TAKEN = "dedupe_key_taken"
+    LOCKED = "locked"
+
+
+@dataclass(frozen=True, slots=True)
+class Redriven:
+    """The result of a redrive for one message. `explanation` says for people why the message was left alone.
+
+    `other_id` is the newer message that supersedes it, or the message that has its dedupe key.
+    """
+
+    id: int
+    result: RedriveResult
+    explanation: str = ""
+    other_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RedriveTotals:
+    """The results of a redrive by filter.
+
+    `superseded` ones have a successor: a newer message of their coalesce key, or another message with their dedupe key.
+    Try `locked` ones again. `changed` ones no longer matched.
+    """
+
+    redriven: int
+    superseded: int
+    locked: int
+    changed: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResendTotals:
+    """The results of a resend by filter. `superseded` ones were left alone; `changed` ones were deleted since."""
+
+    resent: int
+    superseded: int
+    changed: int
+
+
+@dataclass(frozen=True, slots=True)
+class CancelTotals:
+    """The results of a cancel by filter. Try `locked` ones again; `changed` ones no longer matched."""
+
+    cancelled: int
+    requested: int
+    locked: int
+    changed: int
+
+
+class AuditRow(NamedTuple):
+    """One batch of one act, in the order of LIST_ACTS. Of its messages, the first twenty are named."""
+
+    id: int
+    act_id: UUID
+    acted_at: datetime
+    actor: str
+    origin: str | None
+    db_role: str
+    action: str
+    queue: str | None
+    message_count: int | None
+    first_ids: list[int] | None
+    details: dict[str, JsonValue] | None
+
+
+class Cancelled(NamedTuple):
+    """The result of a cancel for one message."""
+
+    id: int
+    result: CancelResult
+
+
+def list_messages(
+    connection: psycopg.Connection[TupleRow],
+    which: MessageFilter | None = None,
+    *,
+    before_id: int | None = None,
+    limit: int = 50,
+) -> list[ListedMessage]:
+    """The newest messages that match, newest first. The next page has the last id of this one as `before_id`."""
+    parameters = (which or MessageFilter()).parameters() | {"before_id": before_id, "limit": limit}
+    rows = fetch(connection, sql.LIST_MESSAGES, parameters)
+    return [ListedMessage._make(row)._replace(state=State(row[4])) for row in rows]
+
+
+def count_matching(connection: psycopg.Connection[TupleRow], which: MessageFilter, *, limit: int) -> int:
+    """How many messages match, counted up to `limit`."""
+    ((count,),) = fetch(connection, sql.COUNT_MATCHING, which.parameters() | {"limit": limit})
+    return int(count)
+
+
+def list_acts(
+    connection: psycopg.Connection[TupleRow],
+    *,
+    message_id: int | None = None,
+    actor: str | None = None,
+    action: Action | None = None,
+    before_id: int | None = None,
+    limit: int = 50,
+) -> list[AuditRow]:
+    """What operators did by hand, newest first; of one message, of one actor, of one kind."""
+    parameters = {
+        "message_id": message_id,
+        "actor": actor,
+        "action": None if action is None else action.value,
+        "before_id": before_id,
+        "limit": limit,
+    }
+    return [AuditRow._make(row) for row in fetch(connection, sql.LIST_ACTS, parameters)]
+
+
+def reads_payloads(connection: psycopg.Connection[TupleRow]) -> bool:
+    """Whether the connection's role may read what messages carry, and not only the views, which hide all values."""
+    ((may,),) = fetch(connection, sql.READS_PAYLOADS, {})
+    return bool(may)
+
+
+def reads_audit(connection: psycopg.Connection[TupleRow]) -> bool:
+    """Whether the connection's role may read what operators did."""
+    ((may,),) = fetch(connection, sql.READS_AUDIT, {})
+    return bool(may)
+
+
+def show_message(
+    connection: psycopg.Connection[TupleRow], message_id: int, *, whole: bool = False
+) -> tuple[ShownMessage, list[ShownAttempt]]:
+    """One message and the attempts that did not end `sent`, newest first.
+
+    Without `whole`: the newest 100 attempts, and of headers, payload and each error the first 65,536 characters.
+
+    Both may be as they were stored: `redact_message` and `redact_attempt` make them fit for a person. A role that may
+    not read the table sees of payload and headers what `pgoutbox.message_view` shows. Raises `MessageNotFoundError`.
+    """
+    statement = sql.SHOW_MESSAGE if reads_payloads(connection) else sql.SHOW_MESSAGE_VIEW
+    bounds = (_ALL, _ALL) if whole else (_SHOWN_CHARACTERS, _SHOWN_ATTEMPTS)
+    parameters = {"id": message_id, "characters": bounds[0], "limit": bounds[1]}
+    rows = fetch(connection, statement, parameters)
+    if not rows:
+        raise _no_such_message(message_id)
+    attempts = fetch(connection, sql.SHOW_ATTEMPTS, parameters)
+    message = ShownMessage._make(rows[0])
+    message = message._replace(
+        state=State(message.state),
+        headers=_json_of(message.headers, message.headers_bytes),
+        payload=_json_of(message.payload, message.payload_bytes),
+    )
+    return message, [ShownAttempt._make(row) for row in attempts]
+
+
+def _json_of(text: JsonValue, size: int | None) -> JsonValue:
+    if not isinstance(text, str):
+        return None
+    if len(text.encode()) == size:
+        with contextlib.suppress(ValueError, RecursionError):
+            value = cast("JsonValue", json.loads(text))
+            if not _is_deep(value):
+                return value
+    return JsonText(text)
+
+
+def _is_deep(value: JsonValue) -> bool:
+    level = [value]
+    for _ in range(_MOST_LEVELS):
+        level = [item for one in level if isinstance(one, dict | list) for item in _items(one)]
+    return bool(level)
+
+
+def _items(value: dict[str, JsonValue] | list[JsonValue]) -> Collection[JsonValue]:
+    return value.values() if isinstance(value, dict) else value
+
+
+def count_messages(connection: psycopg.Connection[TupleRow], *, queue: str | None = None) -> list[TopicCounts]:
+    """The numbers of messages by queue and topic."""
+    return [TopicCounts._make(row) for row in fetch(connection, sql.STATS, {"queue": queue})]
+
+
+def list_open_breakers(connection: psycopg.Connection[TupleRow], *, names: Collection[str]) -> list[OpenBreaker]:
+    """The circuit breakers that are open, the oldest 20 at most. Errors are redacted by `names`."""
+    found = [OpenBreaker._make(row) for row in fetch(connection, sql.OPEN_BREAKERS, {})]
+    return [breaker._replace(last_error=redact_text(breaker.last_error, names)) for breaker in found]
+
+
+def redact_message(message: ShownMessage, names: Collection[str]) -> ShownMessage:
+    """The message as a person may see it: what is kept under one of `names` is replaced, and an encrypted payload."""
+    return message._replace(
+        destination=_redact_text(message.destination, names),
+        skip_reason=_redact_text(message.skip_reason, names),
+        last_error=_redact_text(message.last_error, names),
+        headers=_redact_json(message.headers, names),
+        payload=_redact_json(message.payload, names),
+    )
+
+
+def _redact_json(value: JsonValue, names: Collection[str]) -> JsonValue:
+    if isinstance(value, JsonText):
+        return _ENCRYPTED if f'"{SEALED}"' in value else JsonText(redact_text(value, names))
+    return _ENCRYPTED if is_sealed(value) else redact(value, names)
+
+
+def redact_listed(message: ListedMessage, names: Collection[str]) -> ListedMessage:
+    """The same for a message of a list."""
+    return message._replace(
+        destination=_redact_text(message.destination, names),
+        skip_reason=_redact_text(message.skip_reason, names),
+        last_error=_redact_text(message.last_error, names),
+    )
+
+
+def redact_attempt(attempt: ShownAttempt, names: Collection[str]) -> ShownAttempt:
+    """The same for an attempt."""
+    return attempt._replace(error=_redact_text(attempt.error, names))
+
+
+def redact_act(act: AuditRow, names: Collection[str]) -> AuditRow:
+    """The same for an act: a filter may quote what it looked for."""
+    if act.details is None:
+        return act
+    told: dict[str, JsonValue] = {
+        name: redact_text(value, names) if isinstance(value, str) else value for name, value in act.details.items()
+    }
+    return act._replace(details=cast("dict[str, JsonValue]", redact(told, names)))
+
+
+def _redact_text(text: str | None, names: Collection[str]) -> str | None:
+    return None if text is None else redact_text(text, names)
+
+
+def redrive(
+    connection: psycopg.Connection[TupleRow],
+    message_ids: Collection[int],
+    *,
+    states: Collection[State] = _REDRIVABLE,
+    attempt_counts: Sequence[int] | None = None,
+    act: Act | None = None,
+) -> list[Redriven]:
+    """Make failed and cancelled messages pending again, each with the budget of attempts that it was enqueued with.
+
+    Refused for one that does not exist, stands in none of `states`, or is superseded by a newer message of its key; for
+    a cancelled one whose dedupe key a later message has; and with `attempt_counts`, one for each of the ids, for one
+    that was attempted again. All in one transaction; the answers are ordered by id.
+    """
+    act = act or Act()
+    known = {} if attempt_counts is None else dict(zip(message_ids, attempt_counts, strict=True))
+    parameters = {"ids": list(message_ids), "states": list(states), "attempt_counts": attempt_counts}
+
+    def redriven() -> list[Redriven]:
+        act.announce(connection)
+        rows = connection.execute(sql.REDRIVE, parameters).fetchall()
+        return [
+            _redriven(message_id, done, state, by, key_of, states, is_same=known.get(message_id, count) == count)
+            for message_id, done, state, by, count, key_of in rows
+        ]
+
+    return transact(connection, redriven)
+
+
+def _redriven(
+    message_id: int,
+    done: bool,  # noqa: FBT001
+    state: str | None,
+    superseded_by: int | None,
+    dedupe_key_of: int | None,
+    states: Collection[State],
+    *,
+    is_same: bool,
+) -> Redriven:
+    if done:
+        return Redriven(message_id, RedriveResult.REDRIVEN)
+    if state is None:
+        return Redriven(message_id, RedriveResult.MISSING, "no such message")
+    if state not in states:
+        explanation = f"is {state}; only {' and '.join(states)} messages can be redriven"
+        return Redriven(message_id, RedriveResult.WRONG_STATE, explanation)
+    if not is_same:
+        return Redriven(message_id, RedriveResult.CHANGED, "was attempted again")
+    if superseded_by is not None:
+        explanation = f"superseded by message {superseded_by}, which is newer"
+        return Redriven(message_id, RedriveResult.SUPERSEDED, explanation, superseded_by)
+    if dedupe_key_of is not None:
+        explanation = f"message {dedupe_key_of} has its dedupe key now"
+        return Redriven(message_id, RedriveResult.DEDUPE_KEY_TAKEN, explanation, dedupe_key_of)
+    return Redriven(message_id, RedriveResult.LOCKED, "locked by another transaction; try again")
+
+
+def redrive_matching(
+    connection: psycopg.Connection[TupleRow],
+    which: MessageFilter,
+    *,
+    batch_size: int = _BATCH,
+    progress: Progress | None = None,
+) -> RedriveTotals:
+    """Redrive every message that matches, in batches that are committed one by one, in the order of ids.
+
+    The failed ones; the cancelled ones when `which.states` names them.
+    """
+    states = frozenset(which.states or (State.FAILED,))
+    if not states.issubset(_REDRIVABLE):
+        raise StateError(f"only failed and cancelled messages can be redriven, not {', '.join(sorted(states))}")
+    which = replace(which, states=states)
+    act = Act(**which.given())
+    results: Counter[RedriveResult] = Counter()
+    for found in _batches(connection, which, batch_size):
+        answers = redrive(connection, list(found), states=states, attempt_counts=list(found.values()), act=act)
+        results.update(answer.result for answer in answers)
+        if progress is not None:
+            progress(results[RedriveResult.REDRIVEN])
+    redriven, locked = results[RedriveResult.REDRIVEN], results[RedriveResult.LOCKED]
+    superseded = results[RedriveResult.SUPERSEDED] + results[RedriveResult.DEDUPE_KEY_TAKEN]
+    return RedriveTotals(redriven, superseded, locked, results.total() - redriven - superseded - locked)
+
+
+def _batches(
+    connection: psycopg.Connection[TupleRow], which: MessageFilter, batch_size: int
+) -> Iterator[dict[int, int]]:
+    """The ids that match, each with the number of its attempts."""
+    after_id = 0
+    ((last_id,),) = fetch(connection, sql.LAST_ID, {})
+    while True:
+        parameters = which.parameters() | {"after_id": after_id, "last_id": last_id, "limit": batch_size}
+        found: dict[int, int] = dict(fetch(connection, sql.LIST_MATCHING_IDS, parameters))
+        if not found:
+            return
+        yield found
+        after_id = max(found)
+
+
+def resend(connection: psycopg.Connection[TupleRow], message_id: int, *, act: Act | None = None) -> int:
+    """Enqueue a copy of a sent message, marked as `resend_of` it, and return the copy's id.
+
+    Refused (`StateError`) for a message in another state and for one that a newer message of its key supersedes.
+    """
+
+    act = act or Act()
+
+    def copy() -> int:
+        act.announce(connection)
+        rows = connection.execute(sql.RESEND, {"id": message_id}).fetchall()
+        if not rows:
+            raise _no_such_message(message_id)
+        ((copy_id, state, superseded_by),) = rows
+        if state != State.SENT:
+            raise StateError(f"message {message_id} is {state}; only sent messages can be resent")
+        if superseded_by is not None:
+            raise StateError(f"message {message_id} is superseded by message {superseded_by}, which is newer")
+        if copy_id is None:
+            raise StateError(f"message {message_id} is superseded by a newer message, which is deleted")
+        return int(copy_id)
+
+    return transact(connection, copy)
+
+
+def resend_matching(
+    connection: psycopg.Connection[TupleRow],
+    which: MessageFilter,
+    *,
+    batch_size: int = _BATCH,
+    progress: Progress | None = None,
+) -> ResendTotals:
+    """Send a copy of every sent message that matches, each in a transaction of its own, in the order of ids.
+
+    Copies are not copied, however soon they are sent.
+    """
+    if not frozenset(which.states) <= {State.SENT}:
+        raise StateError("only sent messages can be resent")
+    which = replace(which, states=[State.SENT])
+    act = Act(**which.given())
+    resent = superseded = changed = 0
+    for ids in _batches(connection, which, batch_size):
+        for message_id in ids:
+            try:
+                resend(connection, message_id, act=act)
+            except StateError:
+                superseded += 1
+            except MessageNotFoundError:
+                changed += 1
+            else:
+                resent += 1
+        if progress is not None:
+            progress(resent)
+    return ResendTotals(resent, superseded, changed)
+
+
+def explain_cancel(result: CancelResult) -> str:
+    """Return for people why a cancel left a message alone, as the rest of a sentence that begins with the message."""
+    match result:
+        case CancelResult.MISSING:
+            return "does not exist"
+        case CancelResult.LOCKED:
+            return "is locked by another transaction; try again"
+        case CancelResult.ALREADY_CANCELLED:
+            return "is already cancelled"
+        case _:
+            return f"is already {result}"
+
+
+def cancel(connection: psycopg.Connection[TupleRow], message_id: int) -> Cancelled:
+    """Cancel one message, as the SQL function `pgoutbox.cancel` does."""
+    (met,) = cancel_each(connection, [message_id])
+    return met
+
+
+def cancel_each(
+    connection: psycopg.Connection[TupleRow],
+    message_ids: Collection[int],
+    *,
+    states: Collection[State] = _OWED,
+    act: Act | None = None,
+) -> list[Cancelled]:
+    """Cancel those that stand in one of `states`, all in one transaction; the answers are ordered by id."""
+    parameters = {"ids": list(message_ids), "states": list(states)}
+    return _cancelled(connection, sql.CANCEL_EACH, parameters, act or Act())
+
+
+def cancel_by_key(
+    connection: psycopg.Connection[TupleRow],
+    topic: str,
+    *,
+    coalesce_key: str | None = None,
+    dedupe_key: str | None = None,
+) -> list[Cancelled]:
+    """Cancel the newest message of a coalesce key and the message of a dedupe key; empty if there is none.
+
+    By the rule `pending`, cancel every pending message of the coalesce key and the one in flight, newest first.
+    """
+    parameters = {"topic": topic, "coalesce_key": coalesce_key, "dedupe_key": dedupe_key}
+    act = Act(topic=topic, coalesce_key=coalesce_key, dedupe_key=dedupe_key)
+    return _cancelled(connection, sql.CANCEL_BY_KEY, parameters, act)
+
+
+def _cancelled(
+    connection: psycopg.Connection[TupleRow], statement: LiteralString, parameters: Parameters, act: Act
+) -> list[Cancelled]:
+    def cancelled() -> list[Cancelled]:
+        act.announce(connection)
+        rows = connection.execute(statement, parameters)
+        return [Cancelled(message_id, CancelResult(result)) for message_id, result in rows]
+
+    return transact(connection, cancelled)
+
+
+def cancel_matching(
+    connection: psycopg.Connection[TupleRow],
+    which: MessageFilter,
+    *,
+    batch_size: int = _BATCH,
+    progress: Progress | None = None,
+) -> CancelTotals:
+    """Cancel every message that matches and is still owed, in batches that are committed one by one."""
+    states = frozenset(which.states or _OWED)
+    if not states.issubset(_OWED):
+        others = ", ".join(sorted(states.difference(_OWED)))
+        raise StateError(f"only pending and sending messages can be cancelled, not {others}")
+    which = replace(which, states=states)
+    act = Act(**which.given())
+    results: Counter[CancelResult] = Counter()
+    for ids in _batches(connection, which, batch_size):
+        results.update(met.result for met in cancel_each(connection, list(ids), states=states, act=act))
+        if progress is not None:
+            progress(results[CancelResult.CANCELLED] + results[CancelResult.REQUESTED])
+    cancelled, requested = results[CancelResult.CANCELLED], results[CancelResult.REQUESTED]
+    locked = results[CancelResult.LOCKED]
+    return CancelTotals(cancelled, requested, locked, results.total() - cancelled - requested - locked)
+
+
+def _no_such_message(message_id: int) -> MessageNotFoundError:
+    return MessageNotFoundError(f"no such message: {message_id}")

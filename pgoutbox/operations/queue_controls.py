@@ -1,0 +1,111 @@
+"""Pauses and limits of queues, each a function on a connection made by `operator_connection.connect`.
+
+Every call is one transaction of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Final, LiteralString, NamedTuple
+
+import psycopg
+from psycopg.rows import TupleRow
+from pydantic import JsonValue
+
+from pgoutbox.database import sql
+from pgoutbox.database.operator_connection import fetch, transact
+from pgoutbox.operations.audit import Act
+
+_USUAL_BURST: Final = 5
+
+
+class QueueControls(NamedTuple):
+    """A queue that is paused or has limits, in the order of LIST_QUEUES.
+
+    Up to `rate_count` attempts may begin in `rate_seconds`, `burst` of them at once, `tokens` of them now.
+    """
+
+    queue: str
+    paused_at: datetime | None
+    resume_at: datetime | None
+    rate_count: int | None
+    rate_seconds: float | None
+    burst: int | None
+    tokens: float | None
+    max_in_flight: int | None
+    in_flight: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """So many attempts in a period."""
+
+    count: int
+    seconds: float
+
+
+def list_queues(connection: psycopg.Connection[TupleRow]) -> list[QueueControls]:
+    """The queues that are paused or have limits, by name."""
+    return [QueueControls._make(row) for row in fetch(connection, sql.LIST_QUEUES, {})]
+
+
+def known_queues(connection: psycopg.Connection[TupleRow]) -> list[str]:
+    """Every queue that a message or a setting names. Reads all messages."""
+    return [row[0] for row in fetch(connection, sql.KNOWN_QUEUES, {})]
+
+
+def unknown_queues(connection: psycopg.Connection[TupleRow], queues: Sequence[str]) -> list[str]:
+    """Those of `queues` that neither a message nor a setting names: likely misspelt, or new."""
+    return [row[0] for row in fetch(connection, sql.UNKNOWN_QUEUES, {"queues": list(queues)})]
+
+
+def pause_queue(
+    connection: psycopg.Connection[TupleRow], queue: str, *, duration: timedelta | None = None
+) -> tuple[datetime, datetime | None]:
+    """Stop all claims of a queue, for some time or until `resume_queue`; returns since when and until when.
+
+    What is in flight goes on, and enqueue is not affected.
+    """
+    seconds = None if duration is None else duration.total_seconds()
+    act = Act(seconds=seconds)
+    ((paused_at, resume_at, _),) = _control(connection, act, sql.PAUSE_QUEUE, {"queue": queue, "seconds": seconds})
+    return paused_at, resume_at
+
+
+def resume_queue(connection: psycopg.Connection[TupleRow], queue: str) -> bool:
+    """Allow claims again and wake a worker; False if the queue was not paused."""
+    return bool(_control(connection, Act(), sql.RESUME_QUEUE, {"queue": queue}))
+
+
+def limit_rate(
+    connection: psycopg.Connection[TupleRow], queue: str, rate: Rate | None, *, burst: int | None = None
+) -> None:
+    """Let no more attempts of a queue begin in a period, in the whole fleet; None takes the limit away.
+
+    Up to `burst` of them begin at once when nothing was sent for a while; when not given, 5, or the rate's count if
+    that is smaller. Effective at the next claim of every worker.
+    """
+    asked: dict[str, JsonValue] = {"count": None, "seconds": None, "burst": None}
+    if rate is not None:
+        usual = min(rate.count, _USUAL_BURST)
+        asked = {"count": rate.count, "seconds": rate.seconds, "burst": usual if burst is None else burst}
+    act = Act(rate="none" if rate is None else f"{rate.count}/{rate.seconds:g}s", burst=asked["burst"])
+    _control(connection, act, sql.LIMIT_RATE, {"queue": queue, **asked})
+
+
+def limit_in_flight(connection: psycopg.Connection[TupleRow], queue: str, max_in_flight: int | None) -> None:
+    """Let no more attempts of a queue be in flight at once, in the whole fleet; None takes the limit away."""
+    act = Act(max_in_flight="none" if max_in_flight is None else max_in_flight)
+    _control(connection, act, sql.LIMIT_IN_FLIGHT, {"queue": queue, "max_in_flight": max_in_flight})
+
+
+def _control(
+    connection: psycopg.Connection[TupleRow], act: Act, statement: LiteralString, parameters: dict[str, object]
+) -> list[TupleRow]:
+    def controlled() -> list[TupleRow]:
+        act.announce(connection)
+        return connection.execute(statement, parameters).fetchall()
+
+    return transact(connection, controlled)

@@ -1,0 +1,566 @@
+"""What is deleted: by age, when an operator says so, and by the rules of retention; and the partitions for that.
+
+In batches that are committed one by one, so that an interruption loses nothing that was reported done. A partition of
+`message_done` of which no rule keeps anything any more goes as a whole, within a lock that is not waited for long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from typing import Final, LiteralString, NamedTuple, cast
+
+import psycopg
+from psycopg.errors import LockNotAvailable
+from psycopg.rows import TupleRow
+
+from pgoutbox.database import sql
+from pgoutbox.database.operator_connection import Progress, fetch, transact
+from pgoutbox.errors import ConfigurationError, PayloadError, StateError
+from pgoutbox.message import FINAL_STATES, State
+from pgoutbox.operations.audit import Act
+from pgoutbox.options import check_name
+
+PRUNED_BY_DEFAULT: Final = frozenset({State.SENT, State.SKIPPED, State.CANCELLED})
+MAX_AGE: Final = timedelta(days=36_500)
+DEDUPE_KEY: Final = "dedupe_key"
+RETAINED: Final = (*(state.value for state in State if state in FINAL_STATES), DEDUPE_KEY)
+
+_PRUNE_BATCH: Final = 5_000
+_BY_TIME: Final = frozenset({State.SENT.value, State.SKIPPED.value, State.CANCELLED.value})
+_DAYS_AHEAD: Final = timedelta(days=7)
+_LATE_BY: Final = 0.25
+_GRACE: Final = timedelta(hours=1)
+_LOCK_TRIALS: Final = 5
+_LOCK_PAUSE_SECONDS: Final = 1.0
+_KEYS_EVERY_SECONDS: Final = 3_600.0
+_REMEMBERED_SECONDS: Final = 86_400.0
+_CLOCK_TOLERANCE_DAYS: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class PruneTotals:
+    """How many messages were deleted by the state they had, and how many keys that had no message any more.
+
+    The messages of partitions that were dropped are not among them: those are not read.
+    """
+
+    messages: Mapping[State, int]
+    coalesce_keys: int
+    dedupe_keys: int = 0
+    partitions_made: int = 0
+    partitions_dropped: int = 0
+
+    @property
+    def total(self) -> int:
+        """All deleted messages."""
+        return sum(self.messages.values())
+
+
+class RetentionRule(NamedTuple):
+    """How long final messages of a topic, or of `*`, are kept in one state; None for ever.
+
+    The state is a final one, or `dedupe_key` for the keys of messages that are deleted.
+    """
+
+    topic: str
+    state: str
+    keep: timedelta | None
+
+
+def count_prunable(
+    connection: psycopg.Connection[TupleRow],
+    older_than: timedelta,
+    *,
+    states: Collection[State] = PRUNED_BY_DEFAULT,
+    topic: str | None = None,
+) -> dict[State, int]:
+    """What `prune` with the same arguments would delete."""
+    rows = fetch(connection, sql.COUNT_PRUNABLE, _prune_parameters(older_than, states, topic))
+    return {State(state): count for state, count in rows}
+
+
+def prune(
+    connection: psycopg.Connection[TupleRow],
+    older_than: timedelta,
+    *,
+    states: Collection[State] = PRUNED_BY_DEFAULT,
+    topic: str | None = None,
+    batch_size: int = _PRUNE_BATCH,
+    progress: Progress | None = None,
+) -> PruneTotals:
+    """Delete messages that have been in one of these final states for longer than `older_than`, with their attempts.
+
+    Their dedupe keys are free again after that, and with `sent` the old keys of messages that were deleted as they were
+    sent. `failed` messages wait for a person, so they are deleted only when `states` names them; what waited behind one
+    that halted its ordering key goes on at once. In batches that are committed one by one; keys and contents without a
+    message go last.
+    """
+    parameters = _prune_parameters(older_than, states, topic) | {"limit": batch_size}
+    deleted: Counter[State] = Counter()
+    act = Act(
+        states=[state.value for state in sorted(states)],
+        older_than_seconds=older_than.total_seconds(),
+        topic=topic,
+    )
+    _prune_messages(connection, sql.PRUNE, parameters, deleted, progress, act)
+    passes = dict.fromkeys(_PASSES, _FIRST_PAGE)
+    if State.SENT in states:
+        passes[KeyPass(sql.PRUNE_DEDUPE)] = _FIRST_PAGE
+    forgotten = _take_passes(connection, passes, parameters)
+    return PruneTotals(dict(deleted), forgotten[sql.PRUNE_COALESCE], forgotten[sql.PRUNE_DEDUPE])
+
+
+def prune_by_retention(
+    connection: psycopg.Connection[TupleRow], *, batch_size: int = _PRUNE_BATCH, progress: Progress | None = None
+) -> PruneTotals:
+    """Delete what the rules of retention no longer keep, with its attempts. Without rules nothing is deleted.
+
+    It is the turn of upkeep that workers take, at once and to the end: partitions ahead are made, and those of which no
+    rule keeps anything are dropped. The rest goes in batches that are committed one by one, each by the rule as it then
+    stands. The dedupe keys of the messages are free again after that, unless the rule keeps nothing: then they go by
+    the rule for `dedupe_key`. Any number of sessions may do it at once. Keys and contents without a message go last.
+    """
+    act = Act()
+    turn = Turn(read_upkeep_facts(connection), Memory(), batch_size=batch_size, progress=progress, act=act)
+    turn.take(connection)
+    if turn.errors:
+        raise turn.errors[0]
+    return turn.totals
+
+
+class Partition(NamedTuple):
+    """A part of `message_done`: the messages that ended from `lower_at` to before `upper_at`."""
+
+    name: str
+    lower_at: datetime
+    upper_at: datetime
+
+
+class UpkeepFacts(NamedTuple):
+    """What a turn of upkeep starts from: the database's time, its partitions and its rules."""
+
+    asked_at: datetime
+    default_bytes: int
+    has_retired: bool
+    partitions: Sequence[Partition]
+    rules: Sequence[RetentionRule]
+
+    @classmethod
+    def of_row(cls, row: TupleRow) -> UpkeepFacts:
+        """From the columns of `sql.UPKEEP_FACTS`."""
+        asked_at, default_bytes, has_retired, names, lowers, uppers, topics, states, keeps = row
+        keep_of = [None if seconds is None else timedelta(seconds=seconds) for seconds in keeps or ()]
+        return cls(
+            asked_at,
+            default_bytes,
+            has_retired,
+            [Partition(*found) for found in zip(names or (), lowers or (), uppers or (), strict=True)],
+            [RetentionRule(*found) for found in zip(topics or (), states or (), keep_of, strict=True)],
+        )
+
+    @property
+    def lacks_partition(self) -> bool:
+        """Whether one of the next days has no partition yet, wherever the last partition ends."""
+        covered_until = today = self.asked_at.astimezone(UTC).replace(hour=0, minute=0, second=0, microsecond=0)
+        for partition in self.partitions:
+            if partition.lower_at <= covered_until:
+                covered_until = max(covered_until, partition.upper_at)
+        return covered_until < today + _DAYS_AHEAD
+
+
+def read_upkeep_facts(connection: psycopg.Connection[TupleRow]) -> UpkeepFacts:
+    """The facts as they are now."""
+    (row,) = fetch(connection, sql.UPKEEP_FACTS, {})
+    return UpkeepFacts.of_row(row)
+
+
+class KeyPass(NamedTuple):
+    """A pass over a table of keys, page by page. The topic is that of a rule for dedupe keys."""
+
+    statement: LiteralString
+    topic: str | None = None
+
+
+@dataclass(slots=True)
+class Memory:
+    """What turns found out about partitions, which is good for a day and for these rules.
+
+    `kept_until` by the name of a partition whose time is over; `done_until` is the time up to which a rule has been
+    obeyed in a partition. `passes` holds the passes over tables of keys that are not finished, with the last key that
+    each has read. A lost place costs another pass and breaks nothing.
+    """
+
+    rules: Sequence[RetentionRule] = ()
+    kept_until: dict[str, datetime] = field(default_factory=dict)
+    done_until: dict[tuple[str, RetentionRule], datetime] = field(default_factory=dict)
+    began_at: float = -math.inf
+    keys_at: float = -math.inf
+    passes: dict[KeyPass, tuple[str, str]] = field(default_factory=dict)
+
+    def refresh(self, rules: Sequence[RetentionRule]) -> None:
+        """Forget what may be wrong by now."""
+        if self.rules != rules or time.monotonic() - self.began_at > _REMEMBERED_SECONDS:
+            self.rules = rules
+            self.kept_until.clear()
+            self.done_until.clear()
+            self.began_at = time.monotonic()
+
+
+class Turn:
+    """One turn of upkeep, from the facts to the end or until `is_over`, which is asked between two transactions.
+
+    If the database's clock is more than a day ahead of this machine's, the turn deletes nothing: messages may look old
+    that are not. `errors` has that, and what PostgreSQL refused: the other steps were taken nevertheless. With `act` it
+    is an operator's turn, which is written down.
+    """
+
+    def __init__(
+        self,
+        facts: UpkeepFacts,
+        memory: Memory,
+        *,
+        batch_size: int = _PRUNE_BATCH,
+        is_over: Callable[[], bool] = lambda: False,
+        pause: Callable[[float], object] = time.sleep,
+        progress: Progress | None = None,
+        act: Act | None = None,
+    ) -> None:
+        self.errors: list[psycopg.Error | ConfigurationError] = []
+        self._facts = facts
+        self._memory = memory
+        self._limit = {"limit": batch_size}
+        self._is_over = is_over
+        self._pause = pause
+        self._progress = progress
+        self._act = act
+        self._gone: set[str] = set()
+        self._deleted: Counter[State] = Counter()
+        self._totals = PruneTotals({}, 0)
+        memory.refresh(facts.rules)
+
+    @property
+    def totals(self) -> PruneTotals:
+        """What was done so far."""
+        return replace(self._totals, messages=dict(self._deleted))
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is anything to do, as far as is known without asking."""
+        steps = (self._unknown(), self._droppable(), self._passes())
+        return (
+            self._facts.lacks_partition
+            or self._facts.has_retired
+            or self._keys_are_due()
+            or any(True for step in steps for _ in step)
+        )
+
+    def take(self, connection: psycopg.Connection[TupleRow]) -> None:
+        """Take the turn. Raises only what ended the connection."""
+        steps = [self._make, self._look, self._retire, self._clear, self._delete, self._forget_keys]
+        days_ahead = (self._facts.asked_at - datetime.now(UTC)) / timedelta(days=1)
+        if days_ahead > _CLOCK_TOLERANCE_DAYS:
+            steps = steps[:1]
+            self.errors.append(
+                ConfigurationError(
+                    f"the database's clock is {days_ahead:.0f} days ahead of this machine's, so nothing is deleted; "
+                    "synchronise both by NTP"
+                )
+            )
+        for step in steps:
+            if self._is_over():
+                return
+            try:
+                step(connection)
+            except psycopg.Error as error:
+                if connection.broken or connection.closed:
+                    raise
+                self.errors.append(error)
+
+    # --- partitions ---------------------------------------------------------------------------------------------------
+
+    def _make(self, connection: psycopg.Connection[TupleRow]) -> None:
+        while self._facts.lacks_partition and not self._is_over():
+            answer = self._patiently(lambda: fetch(connection, sql.MAKE_PARTITION, {})[0][0])
+            if answer is None:
+                break
+            self._totals = replace(self._totals, partitions_made=self._totals.partitions_made + 1)
+
+    def _look(self, connection: psycopg.Connection[TupleRow]) -> None:
+        for partition in list(self._unknown()):
+            if self._is_over():
+                break
+            ((kept_until,),) = fetch(connection, sql.KEPT_UNTIL, partition._asdict())
+            self._memory.kept_until[partition.name] = kept_until
+
+    def _unknown(self) -> Iterator[Partition]:
+        """The partitions of which something may have to go and that nobody has looked into."""
+        for partition in self._past():
+            may_go = any(
+                rule.keep is not None and partition.lower_at + rule.keep <= self._facts.asked_at
+                for rule in self._rules_by_time()
+            )
+            if may_go and partition.name not in self._memory.kept_until:
+                yield partition
+
+    def _droppable(self) -> Iterator[Partition]:
+        for partition in self._past():
+            kept_until = self._memory.kept_until.get(partition.name)
+            if kept_until is not None and kept_until <= self._facts.asked_at:
+                yield partition
+
+    def _retire(self, connection: psycopg.Connection[TupleRow]) -> None:
+        for partition in list(self._droppable()):
+            if self._is_over():
+                break
+            answer = self._patiently(functools.partial(self._retire_one, connection, partition.name))
+            if answer is None or answer == "busy":
+                break  # Who is in the way of one is in the way of all.
+            if answer != "kept":
+                self._gone.add(partition.name)
+            self._memory.kept_until.pop(partition.name, None)  # `kept`: it is not what it was.
+
+    def _clear(self, connection: psycopg.Connection[TupleRow]) -> None:
+        """Attempts and keys of what was taken out go a page at a time, and the table itself after the last page."""
+        while not self._is_over() and (rows := fetch(connection, sql.CLEAR_RETIRED, self._limit)):
+            ((_, _, is_dropped),) = rows
+            self._totals = replace(self._totals, partitions_dropped=self._totals.partitions_dropped + is_dropped)
+
+    def _retire_one(self, connection: psycopg.Connection[TupleRow], name: str) -> str:
+        def retire() -> str:
+            if self._act is not None:
+                self._act.announce(connection)
+            ((answer,),) = connection.execute(sql.RETIRE_PARTITION, {"name": name}).fetchall()
+            return str(answer)
+
+        return transact(connection, retire)
+
+    def _patiently(self, work: Callable[[], str | None]) -> str | None:
+        """What `work` answers; None if somebody held a lock against it whenever it was tried.
+
+        It waits for a lock so briefly because others wait behind it; between two trials they all go on.
+        """
+        for trial in range(_LOCK_TRIALS):
+            if trial and not self._is_over():
+                self._pause(_LOCK_PAUSE_SECONDS)
+            if self._is_over():
+                break
+            with contextlib.suppress(LockNotAvailable):
+                return work()
+        return None
+
+    def _past(self) -> Iterator[Partition]:
+        return (p for p in self._facts.partitions if p.upper_at <= self._facts.asked_at and p.name not in self._gone)
+
+    # --- rows ---------------------------------------------------------------------------------------------------------
+
+    def _rules_by_time(self) -> Iterator[RetentionRule]:
+        return (rule for rule in self._facts.rules if rule.keep is not None and rule.state in _BY_TIME)
+
+    def _passes(self) -> Iterator[tuple[RetentionRule, Partition]]:
+        """Which rules delete single messages, and where: not in a partition that is about to go as a whole."""
+        for rule in self._facts.rules:
+            if rule.state == State.FAILED and rule.keep is not None:
+                yield rule, _EVERYWHERE
+        for rule in self._rules_by_time():
+            yield from ((rule, place) for place in self._gaps() if self._facts.default_bytes)
+            for partition in self._facts.partitions:
+                if partition.name not in self._gone and self._must_delete(rule, partition):
+                    yield rule, partition._replace(lower_at=self._done_until(rule, partition))
+
+    def _must_delete(self, rule: RetentionRule, partition: Partition) -> bool:
+        if rule.keep is None:
+            return False
+        now = self._facts.asked_at
+        kept_until = self._memory.kept_until.get(partition.name)
+        width = partition.upper_at - partition.lower_at
+        if self._done_until(rule, partition) >= partition.upper_at:
+            return False
+        if (
+            kept_until is not None
+            and width <= rule.keep * _LATE_BY
+            and partition.upper_at + rule.keep >= kept_until
+            and now < kept_until + _GRACE
+        ):
+            return False
+        return partition.lower_at + rule.keep <= now
+
+    def _done_until(self, rule: RetentionRule, partition: Partition) -> datetime:
+        return max(partition.lower_at, self._memory.done_until.get((partition.name, rule), partition.lower_at))
+
+    def _gaps(self) -> Iterator[Partition]:
+        """The times that no partition is made for."""
+        after = _EVERYWHERE.lower_at
+        for partition in self._facts.partitions:
+            if partition.lower_at > after:
+                yield Partition("", after, partition.lower_at)
+            after = partition.upper_at
+        if after <= self._facts.asked_at:
+            yield Partition("", after, _EVERYWHERE.upper_at)
+
+    def _delete(self, connection: psycopg.Connection[TupleRow]) -> None:
+        for rule, place in list(self._passes()):
+            parameters = {
+                "topic": rule.topic, "state": rule.state, "since": place.lower_at, "until": place.upper_at,
+            } | self._limit  # fmt: skip
+            is_complete = _prune_messages(
+                connection, sql.PRUNE_BY_RULE, parameters, self._deleted, self._progress, self._act, self._is_over
+            )
+            if not is_complete:
+                break
+            if place.name and rule.keep is not None:
+                # Late comers, which a transaction held back for long, are met a day later.
+                is_past = place.upper_at + rule.keep <= self._facts.asked_at
+                done_until = place.upper_at if is_past else self._facts.asked_at - rule.keep - _GRACE
+                self._memory.done_until[place.name, rule] = done_until
+
+    # --- keys ---------------------------------------------------------------------------------------------------------
+
+    def _keys_are_due(self) -> bool:
+        return bool(self._memory.passes) or time.monotonic() - self._memory.keys_at > _KEYS_EVERY_SECONDS
+
+    def _forget_keys(self, connection: psycopg.Connection[TupleRow]) -> None:
+        if not self._keys_are_due():
+            return
+        passes = self._memory.passes
+        if not passes:
+            if self._act is None:  # Only workers may write what is theirs.
+                transact(connection, lambda: connection.execute(sql.FORGET_RENEWALS))
+            for rule in self._facts.rules:
+                if rule.state == DEDUPE_KEY and rule.keep is not None:
+                    passes[KeyPass(sql.PRUNE_DEDUPE_BY_RULE, rule.topic)] = _FIRST_PAGE
+            passes.update(dict.fromkeys(_PASSES, _FIRST_PAGE))
+            self._memory.keys_at = time.monotonic()
+        forgotten = _take_passes(connection, passes, self._limit, self._is_over)
+        self._totals = replace(
+            self._totals,
+            coalesce_keys=forgotten[sql.PRUNE_COALESCE],
+            dedupe_keys=forgotten[sql.PRUNE_DEDUPE_BY_RULE],
+        )
+
+
+_EVERYWHERE: Final = Partition("", datetime(1, 1, 1, tzinfo=UTC), datetime(9999, 1, 1, tzinfo=UTC))
+
+
+def _prune_messages(
+    connection: psycopg.Connection[TupleRow],
+    statement: LiteralString,
+    parameters: Mapping[str, object],
+    deleted: Counter[State],
+    progress: Progress | None,
+    act: Act | None,
+    is_over: Callable[[], bool] = lambda: False,
+) -> bool:
+    """Delete batch by batch; whether to the end."""
+
+    def delete() -> list[TupleRow]:
+        if act is not None:
+            act.announce(connection)
+        return connection.execute(statement, parameters).fetchall()
+
+    while not is_over():
+        rows = transact(connection, delete)
+        deleted.update(State(state) for (state,) in rows)
+        if rows and progress is not None:
+            progress(deleted.total())
+        if len(rows) < cast("int", parameters["limit"]):
+            return True
+    return False
+
+
+def _take_passes(
+    connection: psycopg.Connection[TupleRow],
+    passes: dict[KeyPass, tuple[str, str]],
+    parameters: Mapping[str, object],
+    is_over: Callable[[], bool] = lambda: False,
+) -> Counter[LiteralString]:
+    """Take each pass page by page, until it ends or `is_over`. Return how many keys were forgotten, by statement.
+
+    A pass that ends is removed from `passes`. Each page is committed by itself.
+    """
+    forgotten: Counter[LiteralString] = Counter()
+    while passes and not is_over():
+        one, (scope, key) = next(iter(passes.items()))
+        arguments = {**parameters, "after_scope": scope, "after_key": key}
+        if one.topic is not None:
+            arguments["topic"] = one.topic
+        rows = transact(connection, functools.partial(_fetch_page, connection, one.statement, arguments))
+        if not rows:
+            del passes[one]
+            continue
+        ((last_scope, last_key, key_count, forgotten_count),) = rows
+        forgotten[one.statement] += forgotten_count
+        passes[one] = last_scope, last_key
+        if key_count < cast("int", parameters["limit"]):
+            del passes[one]
+    return forgotten
+
+
+def _fetch_page(
+    connection: psycopg.Connection[TupleRow], statement: LiteralString, arguments: Mapping[str, object]
+) -> list[TupleRow]:
+    return connection.execute(statement, arguments).fetchall()
+
+
+_FIRST_PAGE: Final = ("", "")
+_PASSES: Final = (KeyPass(sql.PRUNE_ORDERING), KeyPass(sql.PRUNE_CONTENT), KeyPass(sql.PRUNE_COALESCE))
+
+
+def retention_rules(connection: psycopg.Connection[TupleRow]) -> list[RetentionRule]:
+    """The rules of retention, by topic and state; those of all topics come last."""
+    return [RetentionRule._make(row) for row in fetch(connection, sql.RETENTION_RULES, {})]
+
+
+def set_retention(connection: psycopg.Connection[TupleRow], topic: str, state: str, keep: timedelta | None) -> None:
+    """Keep messages of the topic (`*`: of every topic without a rule of its own) so long in this state, None for ever.
+
+    Zero for `sent` has workers delete a message at the moment at which it would become `sent`, within a minute from
+    now. Everything else is deleted by `prune_by_retention`. Raises `ConfigurationError`.
+    """
+    if topic != "*":
+        try:
+            check_name("topic", topic)
+        except PayloadError as error:
+            raise ConfigurationError(f"{error}; or * for all topics") from None
+    if state not in RETAINED:
+        raise ConfigurationError(f"state={state!r}: must be one of {', '.join(RETAINED)}")
+    if keep is not None and not timedelta() <= keep <= MAX_AGE:
+        raise ConfigurationError(f"keep={keep}: must be from 0 to {MAX_AGE.days} days")
+    seconds = None if keep is None else keep.total_seconds()
+    act = Act()
+
+    def rule() -> None:
+        act.announce(connection)
+        connection.execute(sql.SET_RETENTION, {"topic": topic, "state": state, "keep_seconds": seconds})
+
+    transact(connection, rule)
+
+
+def unset_retention(connection: psycopg.Connection[TupleRow], topic: str, state: str) -> bool:
+    """Take a rule back; False if there was none."""
+    act = Act()
+
+    def unset() -> bool:
+        act.announce(connection)
+        return bool(connection.execute(sql.UNSET_RETENTION, {"topic": topic, "state": state}).fetchall())
+
+    return transact(connection, unset)
+
+
+def _prune_parameters(older_than: timedelta, states: Collection[State], topic: str | None) -> dict[str, object]:
+    if not timedelta() < older_than <= MAX_AGE:
+        raise ConfigurationError(f"older_than={older_than}: must be more than nothing and at most {MAX_AGE.days} days")
+    for state in states:
+        if state not in FINAL_STATES:
+            raise StateError(f"messages in state {state} are still owed; cancel them instead")
+    return {
+        "states": [state.value for state in states],
+        "older_than_seconds": older_than.total_seconds(),
+        "topic": topic,
+    }

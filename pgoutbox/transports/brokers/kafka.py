@@ -1,0 +1,289 @@
+"""The transport that produces events to Kafka, with acks=all and an idempotent producer.
+
+librdkafka has its own threads and queue: it batches concurrent sends, and repeats a request within the time limit
+without storing a record twice. After that only the retry policy repeats; the header `ce_id`, the same at every attempt,
+lets the consumer recognise it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+from logging import getLogger
+from typing import TYPE_CHECKING, Any, Final
+
+from pgoutbox.errors import ConfigurationError, MissingExtraError
+from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient, Unavailable
+from pgoutbox.transports.brokers.events import (
+    CONTENT_TYPE,
+    Event,
+    RenderedEvent,
+    parse_name,
+    part_key,
+    printable,
+    render,
+)
+from pgoutbox.transports.tls import demand_tls_for, verifying_context
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from confluent_kafka import KafkaError, Producer
+
+    from pgoutbox.settings import Settings
+    from pgoutbox.transports import Content
+
+__all__ = ["Event", "KafkaTransport"]
+
+# Errors of librdkafka about its connections.
+_client_logger = getLogger("confluent_kafka")
+
+_SERVERS: Final = re.compile(r"[^\s,:]+:\d{1,5}(?:,[^\s,:]+:\d{1,5})*|\[[0-9a-fA-F:]+\]:\d{1,5}")
+_TOPIC: Final = re.compile(r"[A-Za-z0-9._-]{1,249}")
+_POLL_SECONDS: Final = 0.2
+_ASK_SECONDS: Final = 0.5
+# Errors after which the record may have been appended.
+_UNKNOWN_OUTCOMES: Final = (
+    "_MSG_TIMED_OUT", "_TIMED_OUT", "_TRANSPORT", "_PURGE_INFLIGHT", "_DESTROY", "REQUEST_TIMED_OUT",
+    "NETWORK_EXCEPTION", "NOT_ENOUGH_REPLICAS_AFTER_APPEND",
+)  # fmt: skip
+
+
+class KafkaTransport:
+    """Produces an `Event` to the topic that the destination names, `kafka:orders`. One instance serves one event loop.
+
+    The event's `key` is the key of the record, and its partition is the one that Java's clients choose for that key.
+    The headers `ce_id` and `content-type` are added to the event's own. The producer starts with the first send, and
+    reconnects by itself. A cancelled send, or one after its time limit, may still have been produced.
+    `options` are further settings of librdkafka.
+
+    | Kafka | outcome |
+    |---|---|
+    | acknowledges: all in-sync replicas have the record | sent |
+    | cannot be reached, has a wrong certificate, or refuses the credentials | transient |
+    | does not acknowledge in time | transient, "outcome unknown" |
+    | has no such topic, no right for this user, too few replicas, or a batch too large for the topic | transient |
+    | the record is larger than the client's `message.max.bytes` (1 MB) | permanent |
+    | calls the topic's name or the record invalid | permanent |
+
+    Raises `ConfigurationError` when a setting is missing or unusable, `MissingExtraError` without confluent-kafka.
+    """
+
+    schemes = ("kafka",)
+
+    def __init__(self, settings: Settings, *, options: Mapping[str, str | int | bool] | None = None) -> None:
+        try:
+            import confluent_kafka  # noqa: F401 - a worker without it must not start
+        except ImportError:
+            raise MissingExtraError("the Kafka transport", "kafka") from None
+        self._settings = settings
+        self._seconds = settings.broker_timeout_seconds
+        self._configuration = _configuration(settings) | dict(options or {})
+        password = settings.kafka_password
+        self._secrets = (password.get_secret_value(),) if password is not None else ()
+        self._link: _Link | None = None
+
+    async def send(self, message: Message[object], content: Content) -> Outcome:
+        """Produce the event once. `Sent` means that all in-sync replicas have it."""
+        try:
+            event = render(content, message, self._settings)
+            topic = _topic(message)
+        except (Permanent, Unavailable) as refusal:
+            return refusal
+        return await self._produce(topic, event)
+
+    def part_key(self, message: Message[object], content: Content) -> str | None:  # noqa: ARG002 - the content has it
+        """The breaker of events without their own source."""
+        return part_key(content)
+
+    async def check(self) -> str | None:
+        """Connect and sign in as for an event, and return the problem, or None."""
+        return await asyncio.to_thread(self._ask_for_brokers)
+
+    def _ask_for_brokers(self) -> str | None:
+        from confluent_kafka import KafkaException, Producer
+
+        said: list[str] = []
+        configuration = {**self._configuration, "error_cb": lambda error: said.append(error.str())}
+        try:
+            producer = Producer(configuration, logger=_client_logger)
+            try:
+                producer.list_topics(timeout=self._seconds)
+            finally:
+                producer.poll(0)  # Only this call reports errors of the connections.
+        except KafkaException as error:
+            why = printable(": ".join([error.args[0].str(), *said[:1]]), hide=self._secrets)
+            return f"connect: no broker within {self._seconds:g} s: {why}"
+        return None
+
+    async def aclose(self) -> None:
+        """Stop the producer and drop its queue, which has only records of cancelled sends."""
+        link, self._link = self._link, None
+        if link is not None:
+            await asyncio.to_thread(link.close)
+
+    async def _produce(self, topic: str, event: RenderedEvent) -> Outcome:
+        from confluent_kafka import KafkaException
+
+        headers = {**event.headers, "ce_id": event.id, "content-type": CONTENT_TYPE}
+        try:
+            if self._link is None:
+                self._link = _Link(self._configuration, topic)
+            link = self._link
+            try:
+                # A queued record may have been sent, so the producer gets no record before it has seen a broker.
+                async with asyncio.timeout(self._seconds):
+                    await link.reached.wait()
+            except TimeoutError:
+                said = link.last_error or "no answer"
+                text = f"connect: no broker within {self._seconds:g} s: {printable(said, hide=self._secrets)}"
+                return Transient(text, outage=True)
+            reported = link.produce(topic, event, headers)
+        except BufferError:
+            return Transient("produce: the producer's queue is full")
+        except KafkaException as refused:
+            return self._refusal(refused.args[0], is_local=True)
+        error = await reported
+        if error is None:
+            return Sent()
+        if error.fatal() and self._link is link:  # This producer is unusable; the next send starts another.
+            self._link = None
+            await asyncio.to_thread(link.close)
+        return self._refusal(error, last_error=link.last_error)
+
+    def _refusal(self, error: KafkaError, *, is_local: bool = False, last_error: str | None = None) -> Outcome:
+        """The outcome of an error. `is_local`: the producer refused the record. `last_error`: of its connections."""
+        from confluent_kafka import KafkaError as Code
+
+        code, said = error.code(), printable(error.str(), hide=self._secrets)
+        if any(code == getattr(Code, name) for name in _UNKNOWN_OUTCOMES):
+            why = f" ({printable(last_error, hide=self._secrets)})" if last_error else ""
+            return Transient(f"outcome unknown: no acknowledgement: {said}{why}", outage=True, unknown=True)
+        # A broker reports this for a whole batch, which may contain other records.
+        if code == Code.MSG_SIZE_TOO_LARGE and is_local:
+            return Permanent(f"event.data: {said}")
+        if code in (Code.TOPIC_EXCEPTION, Code.INVALID_RECORD):
+            return Permanent(f"produce: {said}")
+        return Transient(f"produce: {said}")
+
+
+class _Link:
+    """A producer, and the thread in which it reports the delivery of each record."""
+
+    def __init__(self, configuration: Mapping[str, str | int | bool], topic: str) -> None:
+        from confluent_kafka import Producer
+
+        self.reached = asyncio.Event()
+        """Set permanently after a broker has answered a query about this topic."""
+        self.last_error: str | None = None
+        self._loop = asyncio.get_running_loop()
+        self._is_closing = False
+        self._topic = topic
+        self._producer: Producer = Producer({**configuration, "error_cb": self._note_error}, logger=_client_logger)
+        self._thread = threading.Thread(target=self._poll, name="pgoutbox kafka", daemon=True)
+        self._thread.start()
+
+    def produce(
+        self, topic: str, event: RenderedEvent, headers: Mapping[str, str]
+    ) -> asyncio.Future[KafkaError | None]:
+        """Queue the record in the producer; the future gets the error of its delivery, or None."""
+        reported: asyncio.Future[KafkaError | None] = self._loop.create_future()
+
+        def report(error: KafkaError | None, _: object) -> None:
+            self._loop.call_soon_threadsafe(_set, reported, error)
+
+        self._producer.produce(
+            topic,
+            event.content,
+            key=None if event.key is None else event.key.encode(),
+            headers={name: value.encode() for name, value in headers.items()},
+            on_delivery=report,
+        )
+        return reported
+
+    def close(self) -> None:
+        """Drop the queue and stop. Blocks for a moment."""
+        self._producer.purge()
+        self._is_closing = True
+        self._thread.join()
+
+    def _poll(self) -> None:
+        is_reached = False
+        while not self._is_closing:
+            if not is_reached and (is_reached := self._has_broker()):
+                self._loop.call_soon_threadsafe(self.reached.set)
+            self._producer.poll(_POLL_SECONDS)
+        self._producer.poll(0)
+
+    def _has_broker(self) -> bool:
+        from confluent_kafka import KafkaException
+
+        try:
+            self._producer.list_topics(self._topic, timeout=_ASK_SECONDS)
+        except KafkaException:  # The callback reports errors of the connections.
+            return False
+        return True
+
+    def _note_error(self, error: KafkaError) -> None:
+        from confluent_kafka import KafkaError as Code
+
+        if error.code() != Code._ALL_BROKERS_DOWN or self.last_error is None:  # It does not give the reason.
+            self.last_error = error.str()
+
+
+def _set(reported: asyncio.Future[KafkaError | None], error: KafkaError | None) -> None:
+    if not reported.done():
+        reported.set_result(error)
+
+
+def _configuration(settings: Settings) -> dict[str, Any]:
+    if settings.kafka_servers is None:
+        raise ConfigurationError("no Kafka brokers given: set PGOUTBOX_KAFKA_SERVERS")
+    servers = settings.kafka_servers.replace(" ", "")
+    if not _SERVERS.fullmatch(servers):
+        raise ConfigurationError(
+            f"PGOUTBOX_KAFKA_SERVERS={settings.kafka_servers!r}: must be host:port, or several separated by commas"
+        )
+    milliseconds = int(settings.broker_timeout_seconds * 1_000)
+    configuration: dict[str, Any] = {
+        "bootstrap.servers": servers,
+        "security.protocol": "SSL" if settings.kafka_security == "tls" else "PLAINTEXT",
+        "enable.idempotence": True,
+        "acks": "all",
+        "enable.ssl.certificate.verification": True,
+        "ssl.endpoint.identification.algorithm": "https",
+        "message.timeout.ms": milliseconds,
+        "topic.metadata.propagation.max.ms": milliseconds // 2,
+        "socket.connection.setup.timeout.ms": max(1_000, milliseconds),
+        "reconnect.backoff.ms": 400,  # While it looks for a broker, it connects at this interval.
+        "reconnect.backoff.max.ms": 1_000,
+        # The default of the Java clients, so that all producers of a topic agree on the partition of a key.
+        "partitioner": "murmur2_random",
+    }
+    has_tls, ca_file = settings.kafka_security == "tls", settings.kafka_ca_file
+    demand_tls_for("PGOUTBOX_KAFKA_CA_FILE", ca_file, "PGOUTBOX_KAFKA_SECURITY", "tls", has_tls=has_tls)
+    if ca_file is not None:
+        verifying_context(variable="PGOUTBOX_KAFKA_CA_FILE", ca_file=ca_file)  # Only to check that the file is usable.
+        configuration["ssl.ca.location"] = ca_file
+    if settings.kafka_username is None:
+        return configuration
+    if settings.kafka_password is None:
+        raise ConfigurationError("PGOUTBOX_KAFKA_USERNAME is set, PGOUTBOX_KAFKA_PASSWORD is not")
+    if settings.kafka_security == "none" and settings.kafka_mechanism == "PLAIN":
+        raise ConfigurationError(
+            "PGOUTBOX_KAFKA_SECURITY=none would send PGOUTBOX_KAFKA_PASSWORD in plain text; use tls, or SCRAM"
+        )
+    return configuration | {
+        "security.protocol": "SASL_SSL" if settings.kafka_security == "tls" else "SASL_PLAINTEXT",
+        "sasl.mechanism": settings.kafka_mechanism,
+        "sasl.username": settings.kafka_username,
+        "sasl.password": settings.kafka_password.get_secret_value(),
+    }
+
+
+def _topic(message: Message[object]) -> str:
+    topic = parse_name(message)
+    if not _TOPIC.fullmatch(topic) or topic in {".", ".."}:
+        raise Permanent("destination: a topic's name is 1 to 249 letters, digits, dots, underscores and hyphens")
+    return topic

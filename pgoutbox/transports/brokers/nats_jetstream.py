@@ -1,0 +1,335 @@
+"""The transport that publishes events to NATS JetStream.
+
+The id of an event is its `Nats-Msg-Id`: within the stream's duplicate window JetStream drops duplicates. Each event is
+published once; only the retry policy repeats.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import ssl
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import ParseResult, SplitResult, unquote, urlsplit
+
+from pgoutbox.errors import ConfigurationError, MissingExtraError
+from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient, Unavailable
+from pgoutbox.transports.brokers.connections import SharedConnection
+from pgoutbox.transports.brokers.events import (
+    CONTENT_TYPE,
+    Event,
+    RenderedEvent,
+    parse_name,
+    part_key,
+    printable,
+    render,
+)
+from pgoutbox.transports.tls import demand_tls_for, describe_refusal, verifying_context
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from nats.aio.client import Client
+    from nats.aio.transport import Transport
+
+    from pgoutbox.settings import Settings
+    from pgoutbox.transports import Content
+
+__all__ = ["Event", "NatsTransport"]
+
+_SCHEMES: Final = frozenset({"nats", "tls"})
+# Errors of the JetStream API about the message: larger than the stream accepts, and headers too large.
+_MESSAGE_ERRORS: Final = frozenset({10054, 10097})
+# Only the text of nats-py's error identifies refused credentials.
+_AUTHORIZATION: Final = re.compile(r"authori[sz]ation|authentication", re.IGNORECASE)
+_REFUSED_SUBJECT: Final = re.compile(r'publish to "([^"]*)"', re.IGNORECASE)
+
+
+class NatsTransport:
+    """Publishes an `Event` to the subject that the destination names, `nats:orders.placed`. One instance serves one
+    event loop.
+
+    All sends share one connection. The first send opens it, and it is replaced when it broke. The headers `Nats-Msg-Id`
+    and `Content-Type` are added to the event's own. With `tls:` in one of the URLs, or a `tls_context`, nothing is sent
+    in plain text, and the certificate and its host name are verified.
+
+    | NATS | outcome |
+    |---|---|
+    | a stream acknowledges, as new or as a duplicate | sent |
+    | cannot be reached, or has a wrong certificate | transient |
+    | refuses the credentials | unavailable |
+    | no stream has the subject, or the account may not publish to it | transient: the operator must fix it |
+    | does not acknowledge in time, or disconnects | transient, "outcome unknown" |
+    | the event is larger than the server or the stream accepts | permanent |
+    | the stream refuses for another reason: full, sealed, no quorum | transient |
+
+    Raises `ConfigurationError` when the setting `nats_url` is missing or unusable, `MissingExtraError` without nats-py.
+    """
+
+    schemes = ("nats",)
+
+    def __init__(self, settings: Settings, *, tls_context: ssl.SSLContext | None = None) -> None:
+        try:
+            import nats  # noqa: F401 - a worker without it must not start
+        except ImportError:
+            raise MissingExtraError("the NATS transport", "nats") from None
+        if settings.nats_url is None:
+            raise ConfigurationError("no NATS server given: set PGOUTBOX_NATS_URL")
+        self._settings = settings
+        self._seconds = settings.broker_timeout_seconds
+        self._servers = _parse_servers(settings.nats_url.get_secret_value())
+        first = self._servers[0]
+        # nats-py takes both from the URL too, but without decoding them.
+        self._user = unquote(first.username) if first.username is not None else None
+        self._password = unquote(first.password) if first.password is not None else None
+        token = self._user if self._password is None else None
+        self._secrets = tuple(filter(None, (self._password, first.password, token)))
+        self._tls_context = tls_context
+        # One server with TLS is enough: all of them get the same password.
+        has_tls = tls_context is not None or any(server.scheme == "tls" for server in self._servers)
+        ca_file = settings.nats_ca_file
+        demand_tls_for("PGOUTBOX_NATS_CA_FILE", ca_file, "PGOUTBOX_NATS_URL", "tls:", has_tls=has_tls)
+        if has_tls and tls_context is None:
+            self._tls_context = verifying_context(variable="PGOUTBOX_NATS_CA_FILE", ca_file=ca_file)
+        self._connection: SharedConnection[_Connection] = SharedConnection(self._connect, lambda link: link.is_open)
+
+    async def send(self, message: Message[object], content: Content) -> Outcome:
+        """Publish the event once. `Sent` means that a stream has it, from this attempt or an earlier one."""
+        try:
+            event = render(content, message, self._settings)
+            subject = _subject(message)
+        except (Permanent, Unavailable) as refusal:
+            return refusal
+        try:
+            async with asyncio.timeout(self._seconds):
+                connection = await self._connection.get()
+        except (OSError, _NatsError()) as error:
+            text = f"connect: {self._said(error)}"
+            return Unavailable(text) if _AUTHORIZATION.search(str(error)) else Transient(text, outage=True)
+        return await self._publish(connection, subject, event)
+
+    def part_key(self, message: Message[object], content: Content) -> str | None:  # noqa: ARG002 - the content has it
+        """The breaker of events without their own source."""
+        return part_key(content)
+
+    async def check(self) -> str | None:
+        """Connect and sign in as for an event, and return the problem, or None."""
+        try:
+            async with asyncio.timeout(self._seconds):
+                connection = await self._connection.get()
+                await connection.client.flush(timeout=max(1, int(self._seconds)))
+        except (OSError, _NatsError()) as error:
+            return f"connect: {self._said(error)}"
+        return None
+
+    async def aclose(self) -> None:
+        """Close the connection."""
+        connection = await self._connection.take()
+        if connection is not None:
+            # All sends have ended. The server may be gone: OSError.
+            with suppress(TimeoutError, OSError):
+                async with asyncio.timeout(self._seconds):
+                    await connection.client.close()
+
+    async def _connect(self) -> _Connection:
+        connection = _Connection()
+        async with asyncio.timeout(self._seconds):
+            await connection.open(
+                servers=[server._replace(netloc=server.netloc.rpartition("@")[2]).geturl() for server in self._servers],
+                seconds=self._seconds,
+                tls_context=self._tls_context,
+                user=self._user,
+                password=self._password,
+            )
+        return connection
+
+    async def _publish(self, connection: _Connection, subject: str, event: RenderedEvent) -> Outcome:
+        from nats.errors import Error
+        from nats.js.errors import APIError, NoStreamResponseError
+
+        headers = {**event.headers, "Nats-Msg-Id": event.id, "Content-Type": CONTENT_TYPE}
+        size, limit = _size(headers, event.content), connection.client.max_payload
+        if size > limit:  # The server would end the connection, and with it other sends in progress.
+            return Permanent(f"event.data: {size} bytes with their headers are more than the server's {limit}")
+        try:
+            await connection.publish(subject, event.content, headers, self._seconds)
+        except NoStreamResponseError:
+            return Transient(f"no stream has the subject {printable(subject)!r}")
+        except APIError as error:
+            text = f"publish: {printable(error.description or '')} ({error.err_code})"
+            return Permanent(f"event.data: {text}") if error.err_code in _MESSAGE_ERRORS else Transient(text)
+        except PermissionError as error:
+            return Transient(f"publish: {self._said(error)}")
+        except (Error, OSError, ValueError) as error:
+            return Transient(f"outcome unknown: no acknowledgement: {self._said(error)}", outage=True, unknown=True)
+        return Sent()
+
+    def _said(self, error: BaseException) -> str:
+        if isinstance(error, TimeoutError):
+            return f"no answer within {self._seconds:g} s"
+        if refusal := describe_refusal(error):
+            return refusal
+        return printable(str(error) or type(error).__name__, hide=self._secrets)
+
+
+class _Connection:
+    """A client of nats-py that never reconnects by itself. Its end and its refusals wake waiting sends at once."""
+
+    def __init__(self) -> None:
+        from nats.aio.client import Client
+
+        self.client: Client = Client()
+        self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting: dict[str, set[asyncio.Future[None]]] = {}
+        self._error: Exception | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self.client.is_connected and not self._lost.done()
+
+    async def open(
+        self,
+        *,
+        servers: list[str],
+        seconds: float,
+        tls_context: ssl.SSLContext | None,
+        user: str | None,
+        password: str | None,
+    ) -> None:
+        """Connect to the first of the servers that answers."""
+        if tls_context is not None:
+            self.client._transport = _encrypted_transport()
+        try:
+            await self.client.connect(
+                servers,
+                error_cb=self._note_error,
+                closed_cb=self._note_end,
+                allow_reconnect=False,
+                max_reconnect_attempts=1,
+                reconnect_time_wait=0,
+                connect_timeout=max(1, int(seconds)),
+                # Two missing answers end a connection to a lost server.
+                ping_interval=max(1, int(seconds)),
+                tls=tls_context,
+                user=user if password is not None else None,
+                password=password,
+                token=user if password is None else None,
+            )
+        except BaseException as error:
+            # nats-py does not close a refused or half-open connection.
+            transport = self.client._transport
+            if transport is not None:
+                transport.close()  # type: ignore[no-untyped-call] # nats-py is typed in part
+            if isinstance(error, Exception) and self._error is not None:
+                raise self._error from None  # The client only reports that no server is left; this is the reason.
+            raise
+
+    async def publish(self, subject: str, content: bytes, headers: Mapping[str, str], seconds: float) -> None:
+        """Publish and wait for the acknowledgement, the end of the connection or a refusal of the subject."""
+        refused: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(subject, set()).add(refused)
+        request = asyncio.ensure_future(
+            self.client.jetstream().publish(subject, content, timeout=seconds, headers=dict(headers))
+        )
+        try:
+            ends: list[asyncio.Future[Any]] = [request, refused, self._lost]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if request.done() and not request.cancelled():
+                request.result()
+            elif refused.done():
+                refused.result()
+            else:
+                raise ConnectionError(f"connection lost: {self._error}" if self._error else "connection lost")
+        finally:
+            request.cancel()
+            refused.cancel()
+            self._waiting[subject].discard(refused)
+            if not self._waiting[subject]:
+                del self._waiting[subject]
+
+    async def _note_error(self, error: Exception) -> None:
+        self._error = error
+        found = _REFUSED_SUBJECT.search(str(error))
+        for refused in self._waiting.get(found[1], ()) if found else ():
+            if not refused.done():
+                refused.set_exception(PermissionError(str(error)))
+
+    async def _note_end(self) -> None:
+        if not self._lost.done():
+            self._lost.set_result(None)
+
+
+def _encrypted_transport() -> Transport:
+    """nats-py's transport without plain text: nats-py itself lets the server decide about TLS."""
+    from nats.aio.transport import TcpTransport
+
+    class EncryptedTransport(TcpTransport):
+        _is_encrypted = False
+
+        def __bool__(self) -> bool:
+            return True  # Otherwise nats-py uses another transport until this one is connected.
+
+        async def connect(self, uri: ParseResult, buffer_size: int, connect_timeout: int) -> None:
+            self._is_encrypted = False
+            await super().connect(uri, buffer_size, connect_timeout)
+
+        async def connect_tls(
+            self, uri: str | ParseResult, ssl_context: ssl.SSLContext, buffer_size: int, connect_timeout: int
+        ) -> None:
+            await super().connect_tls(uri, ssl_context, buffer_size, connect_timeout)
+            self._is_encrypted = True
+
+        def write(self, payload: bytes) -> None:
+            self._refuse_plain_text()
+            super().write(payload)  # type: ignore[no-untyped-call] # nats-py is typed in part
+
+        def writelines(self, payload: list[bytes]) -> None:
+            self._refuse_plain_text()
+            super().writelines(payload)  # type: ignore[no-untyped-call] # nats-py is typed in part
+
+        def _refuse_plain_text(self) -> None:
+            if not self._is_encrypted:
+                raise ConnectionRefusedError("the server does not offer TLS, and plain text is refused")
+
+    return EncryptedTransport()  # type: ignore[no-untyped-call] # nats-py is typed in part
+
+
+def _NatsError() -> type[Exception]:  # noqa: N802 - it stands where a class does
+    from nats.errors import Error
+
+    return Error
+
+
+def _parse_servers(urls: str) -> list[SplitResult]:
+    try:
+        servers = [urlsplit(url.strip()) for url in urls.split(",")]
+        is_sound = all(server.scheme in _SCHEMES and server.hostname and server.port != 0 for server in servers)
+    except ValueError:
+        is_sound = False
+        servers = []
+    if not is_sound:
+        raise ConfigurationError("PGOUTBOX_NATS_URL=(hidden): is not a URL such as nats://user:password@localhost:4222")
+    return [
+        server if server.port is not None else server._replace(netloc=f"{server.netloc}:4222") for server in servers
+    ]
+
+
+def _subject(message: Message[object]) -> str:
+    """The subject to publish to: no wildcard, and none of NATS's system subjects."""
+    subject = parse_name(message)
+    tokens = subject.split(".")
+    if "" in tokens:
+        raise Permanent("destination: a part of the subject between dots is empty")
+    if re.search(r"\s", subject):
+        raise Permanent("destination: the subject contains white space")
+    if "*" in tokens or ">" in tokens:
+        raise Permanent("destination: the subject has a wildcard; an event goes to one subject")
+    if subject.startswith(("$", "_INBOX.")):
+        raise Permanent("destination: the subject is one of NATS itself")
+    return subject
+
+
+def _size(headers: Mapping[str, str], content: bytes) -> int:
+    lines = (len(name.encode()) + len(value.encode()) + 4 for name, value in headers.items())
+    return len(b"NATS/1.0\r\n") + sum(lines) + 2 + len(content)

@@ -1,0 +1,259 @@
+"""The transport that publishes events to RabbitMQ, with publisher confirms and `mandatory`.
+
+No event is lost silently: RabbitMQ returns an event that no queue accepts, and only a confirmed event counts as sent.
+Each event is published once; its `message_id`, the same at every attempt, lets the consumer recognise a repetition.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final, NamedTuple
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
+
+from pgoutbox.errors import ConfigurationError, MissingExtraError
+from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient, Unavailable
+from pgoutbox.transports.brokers.connections import SharedConnection
+from pgoutbox.transports.brokers.events import (
+    CONTENT_TYPE,
+    Event,
+    RenderedEvent,
+    check_name,
+    parse_name,
+    part_key,
+    printable,
+    render,
+)
+from pgoutbox.transports.tls import demand_tls_for, describe_refusal, verifying_context
+
+if TYPE_CHECKING:
+    from aiormq.abc import AbstractChannel, AbstractConnection
+
+    from pgoutbox.settings import Settings
+    from pgoutbox.transports import Content
+
+__all__ = ["Event", "RabbitMQTransport"]
+
+_PERSISTENT: Final = 2
+# An event larger than the server accepts ends its channel, and must not end other sends on it.
+_LARGE_BYTES: Final = 1_000_000
+
+
+class RabbitMQTransport:
+    """Publishes an `Event` to the exchange and with the routing key that the destination names,
+    `rabbitmq:orders/order.placed`. One instance serves one event loop.
+
+    The default routing key is the event's `key`. `rabbitmq:/invoices` is the queue `invoices`, through the default
+    exchange. An event is persistent and has the properties `message_id` and `content_type`, and the event's own
+    headers. All sends share one connection, with a channel for each exchange, because a refusal by RabbitMQ ends the
+    channel. The next send reopens a broken connection or channel. With `amqps:` nothing is sent in plain text, and the
+    certificate and its host name are verified.
+
+    | RabbitMQ | outcome |
+    |---|---|
+    | confirms | sent |
+    | cannot be reached, or has a wrong certificate | transient |
+    | refuses the credentials, or has no such virtual host for them | unavailable |
+    | has no such exchange, no queue for the routing key, or no permission for this user | transient: must be fixed |
+    | refuses with a nack, for example because of a full queue | transient |
+    | does not confirm in time (also after an alarm of memory or disk), or disconnects | transient, "outcome unknown" |
+    | refuses an event of a megabyte or more as too large | permanent |
+
+    Raises `ConfigurationError` when the setting `rabbitmq_url` is missing or unusable, `MissingExtraError` without
+    aiormq.
+    """
+
+    schemes = ("rabbitmq",)
+
+    def __init__(self, settings: Settings, *, tls_context: ssl.SSLContext | None = None) -> None:
+        try:
+            import aiormq  # noqa: F401 - a worker without it must not start
+        except ImportError:
+            raise MissingExtraError("the RabbitMQ transport", "rabbitmq") from None
+        if settings.rabbitmq_url is None:
+            raise ConfigurationError("no RabbitMQ server given: set PGOUTBOX_RABBITMQ_URL")
+        self._settings = settings
+        self._seconds = settings.broker_timeout_seconds
+        self._url, self._secrets = _parse_url(settings.rabbitmq_url.get_secret_value(), self._seconds)
+        self._tls_context = tls_context
+        has_tls, ca_file = self._url.startswith("amqps:"), settings.rabbitmq_ca_file
+        demand_tls_for("PGOUTBOX_RABBITMQ_CA_FILE", ca_file, "PGOUTBOX_RABBITMQ_URL", "amqps:", has_tls=has_tls)
+        if has_tls and tls_context is None:
+            self._tls_context = verifying_context(variable="PGOUTBOX_RABBITMQ_CA_FILE", ca_file=ca_file)
+        self._connection: SharedConnection[AbstractConnection] = SharedConnection(self._connect, _is_open)
+        self._channels: dict[str, SharedConnection[AbstractChannel]] = {}
+
+    async def send(self, message: Message[object], content: Content) -> Outcome:
+        """Publish the event once. `Sent` means that RabbitMQ has confirmed it."""
+        try:
+            event = render(content, message, self._settings)
+            address = _address(message, event)
+        except (Permanent, Unavailable) as refusal:
+            return refusal
+        # Here and below only Exception is broad enough: when a connection ends without a reason, aiormq raises a bare
+        # Exception, and errors of its codec have no common class.
+        try:
+            async with asyncio.timeout(self._seconds):
+                connection = await self._connection.get()
+        except Exception as error:  # noqa: BLE001 - every error of connecting is transient
+            text = f"connect: {self._said(error)}"
+            return Unavailable(text) if isinstance(error, _refused_credentials()) else Transient(text, outage=True)
+        if len(event.content) < _LARGE_BYTES:
+            return await self._publish_with_others(address, event)
+        return await self._publish_alone(connection, address, event)
+
+    def part_key(self, message: Message[object], content: Content) -> str | None:  # noqa: ARG002 - the content has it
+        """The breaker of events without their own source."""
+        return part_key(content)
+
+    async def check(self) -> str | None:
+        """Connect, sign in and open a channel as for an event, and return the problem, or None."""
+        try:
+            async with asyncio.timeout(self._seconds):
+                await self._open_channel("")
+        except Exception as error:  # noqa: BLE001 - as when a connection is made for an event
+            return f"connect: {self._said(error)}"
+        return None
+
+    async def aclose(self) -> None:
+        """Close the connection and its channels."""
+        connection = await self._connection.take()
+        self._channels.clear()
+        if connection is not None:
+            with suppress(TimeoutError):  # aiormq raises no other error while it closes.
+                async with asyncio.timeout(self._seconds):
+                    await connection.close()
+
+    async def _connect(self) -> AbstractConnection:
+        import aiormq
+
+        async with asyncio.timeout(self._seconds):
+            return await aiormq.connect(self._url, context=self._tls_context)
+
+    async def _publish_with_others(self, address: _Address, event: RenderedEvent) -> Outcome:
+        channels = self._channels.get(address.exchange)
+        if channels is None:
+            channels = SharedConnection(lambda: self._open_channel(address.exchange), _is_open)
+            self._channels[address.exchange] = channels
+        try:
+            channel = await channels.get()
+        except Exception as error:  # noqa: BLE001 - nothing was handed over, whatever it was
+            if self._channels.get(address.exchange) is channels:  # Channels of unknown names must not accumulate.
+                del self._channels[address.exchange]
+            return Transient(f"exchange {printable(address.exchange)!r}: {self._said(error)}")
+        return await self._publish(channel, address, event)
+
+    async def _publish_alone(self, connection: AbstractConnection, address: _Address, event: RenderedEvent) -> Outcome:
+        from aiormq.exceptions import AMQPError, ChannelPreconditionFailed
+
+        try:
+            channel = await self._open_channel(address.exchange, connection)
+        except Exception as error:  # noqa: BLE001 - nothing was handed over, whatever it was
+            return Transient(f"exchange {printable(address.exchange)!r}: {self._said(error)}")
+        try:
+            return await self._publish(channel, address, event)
+        except ChannelPreconditionFailed as error:
+            return Permanent(f"event.data: {self._said(error)}")
+        finally:
+            # The outcome of the event is known here. (A closed channel raises RuntimeError.)
+            with suppress(AMQPError, OSError, RuntimeError):
+                await channel.close()
+
+    async def _open_channel(self, exchange: str, connection: AbstractConnection | None = None) -> AbstractChannel:
+        """A channel with confirms. It has checked that the exchange exists."""
+        async with asyncio.timeout(self._seconds):
+            channel = await (connection or await self._connection.get()).channel(publisher_confirms=True)
+            if exchange:
+                await channel.exchange_declare(exchange, passive=True)
+            return channel
+
+    async def _publish(self, channel: AbstractChannel, address: _Address, event: RenderedEvent) -> Outcome:
+        """Publish and wait for the confirmation. Raises only errors that a shared channel does not explain."""
+        from aiormq.exceptions import ChannelClosed, ChannelPreconditionFailed, DeliveryError, PublishError
+        from pamqp.commands import Basic
+
+        properties = Basic.Properties(
+            message_id=event.id,
+            content_type=CONTENT_TYPE,
+            delivery_mode=_PERSISTENT,
+            headers=dict(event.headers),
+        )
+        try:
+            async with asyncio.timeout(self._seconds):
+                await channel.basic_publish(
+                    event.content,
+                    exchange=address.exchange,
+                    routing_key=address.routing_key,
+                    properties=properties,
+                    mandatory=True,
+                )
+        except PublishError:
+            return Transient(f"no queue for the routing key {printable(address.routing_key)!r}")
+        except DeliveryError:
+            return Transient("publish: refused by a queue (nack)")
+        except ChannelPreconditionFailed:
+            if len(event.content) >= _LARGE_BYTES:
+                raise
+            return Transient("outcome unknown: the channel was closed: PRECONDITION_FAILED", unknown=True)
+        except ChannelClosed as error:
+            return Transient(f"publish: {self._said(error)}")
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            return Transient("outcome unknown: connection lost before the confirmation", outage=True, unknown=True)
+        except Exception as error:  # noqa: BLE001 - after any error, the event may have been accepted
+            return Transient(f"outcome unknown: no confirmation: {self._said(error)}", outage=True, unknown=True)
+        return Sent()
+
+    def _said(self, error: BaseException) -> str:
+        if isinstance(error, TimeoutError):
+            return f"no answer within {self._seconds:g} s"
+        if refusal := describe_refusal(error):
+            return refusal
+        return printable(str(error) or type(error).__name__, hide=self._secrets)
+
+
+def _refused_credentials() -> tuple[type[Exception], ...]:
+    from aiormq.exceptions import AuthenticationError, ConnectionNotAllowed, ProbableAuthenticationError
+
+    return AuthenticationError, ConnectionNotAllowed, ProbableAuthenticationError
+
+
+class _Address(NamedTuple):
+    exchange: str
+    routing_key: str
+
+
+def _is_open(connection: AbstractConnection | AbstractChannel) -> bool:
+    return not connection.is_closed
+
+
+def _parse_url(text: str, seconds: float) -> tuple[str, tuple[str, ...]]:
+    """The URL with a heartbeat, so that a lost server is noticed; and its secrets."""
+    try:
+        url = urlsplit(text)
+        if url.port == 0:
+            raise ValueError  # noqa: TRY301 - like a port that is not a number
+    except ValueError:
+        url = urlsplit("")
+    if url.scheme not in ("amqp", "amqps") or not url.hostname:
+        raise ConfigurationError(
+            "PGOUTBOX_RABBITMQ_URL=(hidden): is not a URL such as amqps://user:password@localhost/vhost"
+        )
+    query = {"heartbeat": str(max(2, int(seconds)))} | dict(parse_qsl(url.query))
+    password = url.password or ""
+    return url._replace(query=urlencode(query)).geturl(), tuple(filter(None, {password, unquote(password)}))
+
+
+def _address(message: Message[object], event: RenderedEvent) -> _Address:
+    parse_name(message)
+    rest = (message.destination or "").partition(":")[2]
+    quoted_exchange, slash, quoted_key = rest.partition("/")
+    exchange = check_name("destination", unquote(quoted_exchange))
+    if quoted_key:
+        return _Address(exchange, check_name("destination", unquote(quoted_key)))
+    if slash and not exchange:
+        raise Permanent("destination: names neither an exchange nor a queue")
+    return _Address(exchange, "" if event.key is None else event.key)

@@ -1,0 +1,348 @@
+"""The e-mail and its bytes on the wire. Pure: opens nothing, needs no extra.
+
+`render` refuses, naming the field, values that could become a second header, a second command or another recipient. It
+never shortens a header or an address to make it valid.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from email.header import Header
+from email.headerregistry import Address, AddressHeader, ContentTypeHeader
+from email.message import EmailMessage
+from email.policy import EmailPolicy
+from email.utils import format_datetime
+from typing import TYPE_CHECKING, Self, cast
+from urllib.parse import unquote
+
+from pgoutbox.message import Message, Permanent, Unavailable
+from pgoutbox.transports import scheme_of
+from pgoutbox.transports.addresses import Mailbox, header_text, parse_mailbox
+from pgoutbox.transports.redirect import Redirect
+
+if TYPE_CHECKING:
+    from pgoutbox.settings import Settings
+    from pgoutbox.transports.smtp.templates import Templates
+
+MAX_RECIPIENT_COUNT = 1_000
+MAX_ATTACHMENT_BYTES = 25 * 1024 * 1024
+NO_SENDER = "email.sender: none is given, and PGOUTBOX_SMTP_FROM is not set"
+
+# RFC 5322 allows 998 characters in a line. A longer word cannot be folded, only encoded.
+_MAX_WORD_LENGTH = 900
+
+_HEADER_NAME = re.compile(r"[!-9;-~]{1,76}")
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~ -]*")
+_MEDIA_TYPE = re.compile(r"(?P<main>[A-Za-z0-9!#$&^_+-]+)/[A-Za-z0-9!#$&^_.+-]+(?:[ \t]*;.*)?")
+
+_RESERVED_HEADERS = frozenset(
+    {
+        "bcc", "cc", "date", "dkim-signature", "from", "message-id", "mime-version", "orig-date",
+        "received", "reply-to", "return-path", "sender", "subject", "to", "x-pgoutbox-original-to",
+    }
+)  # fmt: skip
+_RESERVED_PREFIXES = ("content-", "resent-")
+_ORIGINAL_RECIPIENTS = "X-Pgoutbox-Original-To"
+
+
+@dataclass(frozen=True, slots=True)
+class Attachment:
+    """A file attached to an `Email`. `media_type` may have parameters: `text/calendar; method=REQUEST`."""
+
+    filename: str
+    content: bytes = field(repr=False)
+    media_type: str = "application/octet-stream"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Email:
+    """An e-mail to be sent: return it from a handler.
+
+    An address is one mailbox, `ann@example.com` or `Ann Lee <ann@example.com>`; several are a sequence, never one text
+    with commas. The default of `to` is the message's `mailto:` destination, one address; the default of `sender` is the
+    setting `smtp_from`. `bcc` is only in the envelope. With both `text` and `html` the reader's program chooses.
+    `headers` adds headers that pgoutbox does not set itself, for example `List-Unsubscribe`.
+
+    If the server refuses one recipient, no recipient gets the e-mail.
+
+    >>> Email(to="ann@example.com", subject="Welcome", text="Good to have you here.").scheme
+    'mailto'
+    """
+
+    subject: str = field(repr=False)
+    to: str | Sequence[str] | None = None
+    text: str | None = field(default=None, repr=False)
+    html: str | None = field(default=None, repr=False)
+    sender: str | None = None
+    cc: str | Sequence[str] = ()
+    bcc: str | Sequence[str] = ()
+    reply_to: str | Sequence[str] = ()
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    attachments: Sequence[Attachment] = ()
+
+    @classmethod
+    def from_template(
+        cls,
+        templates: Templates,
+        name: str,
+        context: Mapping[str, object],
+        *,
+        to: str | Sequence[str] | None = None,
+        sender: str | None = None,
+        cc: str | Sequence[str] = (),
+        bcc: str | Sequence[str] = (),
+        reply_to: str | Sequence[str] = (),
+        headers: Mapping[str, str] | None = None,
+        attachments: Sequence[Attachment] = (),
+    ) -> Self:
+        """An e-mail with subject, text and HTML from templates, by `Templates.render`."""
+        subject, text, html = templates.render(name, context)
+        return cls(
+            subject=subject,
+            text=text,
+            html=html,
+            to=to,
+            sender=sender,
+            cc=cc,
+            bcc=bcc,
+            reply_to=reply_to,
+            headers=headers or {},
+            attachments=attachments,
+        )
+
+    @property
+    def scheme(self) -> str:
+        """`mailto`."""
+        return "mailto"
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedEmail:
+    """The envelope and the bytes of one e-mail, lines ending in CR LF, 7 bit unless an address needs SMTPUTF8.
+
+    `smtputf8_field` names the first field with an address that only a server with SMTPUTF8 accepts.
+    """
+
+    sender: str
+    recipients: tuple[str, ...]
+    content: bytes = field(repr=False)
+    smtputf8_field: str | None
+
+
+def render(email: Email, message: Message[object], settings: Settings) -> RenderedEmail:
+    """The envelope and the bytes that would be sent for this message; connects to nothing.
+
+    Raises `Permanent`, naming the field, for an invalid e-mail. A missing sender is `Unavailable`, because the setting
+    `smtp_from` adds it. A redirect on a forbidden day is also `Unavailable`.
+    """
+    sender = _sender(email, settings)
+    to, cc, bcc = _recipients(email, message)
+    originals: list[str] = []
+    if settings.redirect_to is not None:
+        to, cc, bcc, originals = _redirected(settings, to, cc, bcc)
+    reply_to = _mailboxes("email.reply_to", email.reply_to)
+    shown = [sender, *to, *cc, *reply_to]
+    recipients = [*to, *cc, *bcc]
+    smtputf8_field = next((box.field for box in shown + bcc if not box.address.username.isascii()), None)
+
+    mime = EmailMessage(policy=_WirePolicy(linesep="\r\n", cte_type="7bit", utf8=smtputf8_field is not None))
+    mime["From"] = sender.address
+    for name, boxes in (("To", to), ("Cc", cc), ("Reply-To", reply_to)):
+        if boxes:
+            mime[name] = tuple(box.address for box in boxes)
+    mime["Subject"] = header_text("email.subject", email.subject)
+    mime["Date"] = format_datetime(datetime.now(UTC))
+    # The sender's domain, because replicas have host names of their own, and the id must be the same from each of them.
+    mime["Message-ID"] = f"<{message.idempotency_key}@{sender.address.domain}>"
+    if originals:
+        mime[_ORIGINAL_RECIPIENTS] = ", ".join(originals)
+    _add_headers(mime, email.headers)
+    _add_body(mime, email)
+    return RenderedEmail(
+        sender=sender.address.addr_spec,
+        recipients=tuple(dict.fromkeys(box.address.addr_spec for box in recipients)),
+        content=mime.as_bytes(),
+        smtputf8_field=smtputf8_field,
+    )
+
+
+def _sender(email: Email, settings: Settings) -> Mailbox:
+    if email.sender is not None:
+        return parse_mailbox("email.sender", email.sender)
+    if settings.smtp_from is None:
+        raise Unavailable(NO_SENDER)
+    return parse_mailbox("PGOUTBOX_SMTP_FROM", settings.smtp_from)
+
+
+def _recipients(email: Email, message: Message[object]) -> tuple[list[Mailbox], list[Mailbox], list[Mailbox]]:
+    to = _mailboxes("email.to", email.to) if email.to is not None else _destination(message)
+    cc = _mailboxes("email.cc", email.cc)
+    bcc = _mailboxes("email.bcc", email.bcc)
+    count = len(to) + len(cc) + len(bcc)
+    if count == 0:
+        raise Permanent("email.to: no recipient, and the message has no mailto: destination")
+    if count > MAX_RECIPIENT_COUNT:
+        raise Permanent(f"email.to, cc, bcc: {count} recipients are more than {MAX_RECIPIENT_COUNT}")
+    return to, cc, bcc
+
+
+def _redirected(
+    settings: Settings, to: list[Mailbox], cc: list[Mailbox], bcc: list[Mailbox]
+) -> tuple[list[Mailbox], list[Mailbox], list[Mailbox], list[str]]:
+    """The recipients under the redirect, and the addresses of the replaced recipients."""
+    redirect = Redirect.of(settings)
+    if redirect is None:
+        return to, cc, bcc, []
+    redirect.require_allowed()
+    # Recipients on the list can also read the header, and must not see the blind copies of others.
+    is_for_testers_alone = not any(redirect.is_exempt(box) for box in (*to, *cc, *bcc))
+    named = [*to, *cc, *bcc] if is_for_testers_alone else [*to, *cc]
+    originals = [box.address.addr_spec for box in named if not redirect.is_exempt(box)]
+    to, cc, bcc = ([redirect.apply(box) for box in boxes] for boxes in (to, cc, bcc))
+    return to, cc, bcc, originals
+
+
+def _destination(message: Message[object]) -> list[Mailbox]:
+    """The address of a `mailto:` URI, if the destination is one.
+
+    RFC 6068 allows several addresses and header fields. With both, the text of an address could add recipients.
+    """
+    if message.destination is None or scheme_of(message.destination) != "mailto":
+        return []
+    address, question_mark, _ = message.destination.partition(":")[2].partition("?")
+    if question_mark:
+        raise Permanent("destination: header fields after ? are not accepted")
+    if "," in address:
+        raise Permanent("destination: must name one recipient, without a comma; render Email(to=[...]) for several")
+    return [parse_mailbox("destination", unquote(address, errors="surrogateescape"))]
+
+
+def _mailboxes(name: str, value: object) -> list[Mailbox]:
+    if isinstance(value, str):
+        return [parse_mailbox(name, value)]
+    if not isinstance(value, Sequence) or isinstance(value, bytes):
+        raise Permanent(f"{name}: must be an address or a sequence of addresses, not {type(value).__name__}")
+    if len(value) > MAX_RECIPIENT_COUNT:
+        raise Permanent(f"{name}: {len(value)} addresses are more than {MAX_RECIPIENT_COUNT}")
+    return [parse_mailbox(f"{name}[{index}]", item) for index, item in enumerate(value)]
+
+
+def _add_headers(mime: EmailMessage, headers: Mapping[str, str]) -> None:
+    for name, value in headers.items():
+        where = f"email.headers[{name!r}]"
+        if not _HEADER_NAME.fullmatch(name):
+            raise Permanent(f"{where}: is not the name of a header")
+        if name.lower() in _RESERVED_HEADERS or name.lower().startswith(_RESERVED_PREFIXES):
+            raise Permanent(f"{where}: is set by pgoutbox, not by headers")
+        mime[name] = header_text(where, value)
+
+
+def _add_body(mime: EmailMessage, email: Email) -> None:
+    parts = [
+        (subtype, _body(f"email.{name}", body))
+        for name, subtype, body in (("text", "plain", email.text), ("html", "html", email.html))
+        if body is not None
+    ]
+    if not parts:
+        raise Permanent("email.text: neither text nor html is given")
+    for index, (subtype, body) in enumerate(parts):
+        add = mime.add_alternative if index else mime.set_content
+        # A NUL is only legal in this encoding; for other texts the standard library chooses a readable one.
+        add(body, subtype=subtype, cte="base64" if "\0" in body else None)
+    _add_attachments(mime, email.attachments)
+
+
+def _body(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise Permanent(f"{name}: must be text, not {type(value).__name__}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise Permanent(f"{name}: contains the character U+{ord(value[error.start]):04X}") from None
+    return value
+
+
+def _add_attachments(mime: EmailMessage, attachments: Sequence[Attachment]) -> None:
+    for index, attachment in enumerate(attachments):
+        if not isinstance(attachment.content, bytes):
+            raise Permanent(
+                f"email.attachments[{index}].content: must be bytes, not {type(attachment.content).__name__}"
+            )
+    total = sum(len(attachment.content) for attachment in attachments)
+    if total > MAX_ATTACHMENT_BYTES:
+        raise Permanent(f"email.attachments: {total} bytes together are more than {MAX_ATTACHMENT_BYTES}")
+    for index, attachment in enumerate(attachments):
+        where = f"email.attachments[{index}]"
+        filename = header_text(f"{where}.filename", attachment.filename)
+        media_type = _media_type(f"{where}.media_type", attachment.media_type)
+        mime.add_attachment(
+            attachment.content,
+            maintype=media_type.maintype,
+            subtype=media_type.subtype,
+            filename=filename,
+            params=dict(media_type.params),
+        )
+
+
+def _media_type(name: str, value: object) -> ContentTypeHeader:
+    text = header_text(name, value)
+    matched = _MEDIA_TYPE.fullmatch(text)
+    if matched is None or matched["main"].lower() in {"multipart", "message"}:
+        raise Permanent(f"{name}: is not the type of a file")
+    header = EmailPolicy().header_factory("Content-Type", text)
+    if header.defects:
+        raise Permanent(f"{name}: has parameters that cannot be read")
+    return cast("ContentTypeHeader", header)
+
+
+class _WirePolicy(EmailPolicy):
+    """`email.policy.SMTP` with another folding of headers.
+
+    The standard library turns a word that is too long for a line into encoded words. That breaks the URL of a
+    List-Unsubscribe and the ids of References. Some of its releases lose the quotes of a display name at a fold.
+    """
+
+    def fold_binary(self, name: str, value: str) -> bytes:
+        if name.lower().startswith(("content-", "mime-")):
+            return super().fold_binary(name, value)
+        if isinstance(value, AddressHeader):
+            folded = ",\r\n ".join(_fold_mailbox(address, utf8=self.utf8) for address in value.addresses)
+        else:
+            folded = _fold_text(str(value), first_line_used=len(name) + 2, utf8=self.utf8)
+        return f"{name}: {folded}\r\n".encode()
+
+
+def _fold_mailbox(address: Address, *, utf8: bool) -> str:
+    name = address.display_name
+    if not name:
+        return address.addr_spec
+    if _PLAIN_NAME.fullmatch(name):
+        phrase = _fold_text(name, first_line_used=10, utf8=utf8)
+    elif (name.isascii() or utf8) and len(name) <= _MAX_WORD_LENGTH // 4:
+        phrase = '"' + re.sub(r'(["\\])', r"\\\1", name) + '"'
+    else:
+        phrase = _encoded_words(name, first_line_used=10)
+    return f"{phrase}\r\n <{address.addr_spec}>" if "\r\n" in phrase else f"{phrase} <{address.addr_spec}>"
+
+
+def _fold_text(text: str, *, first_line_used: int, utf8: bool) -> str:
+    """Fold at white space, and encode only if necessary."""
+    pieces = re.findall(r"[ \t]*[^ \t]+", text)
+    longest = max((len(piece.encode()) for piece in pieces), default=0)
+    if longest > _MAX_WORD_LENGTH or not (text.isascii() or utf8):
+        return _encoded_words(text, first_line_used=first_line_used)
+    lines, used = [""], first_line_used
+    for piece in pieces:
+        if used + len(piece) > 78 and lines[-1] and piece[0] in " \t":
+            lines.append("")
+            used = 0
+        lines[-1] += piece
+        used += len(piece)
+    return "\r\n".join(lines)
+
+
+def _encoded_words(text: str, *, first_line_used: int) -> str:
+    return Header(text, "utf-8", maxlinelen=75, header_name="x" * (first_line_used - 2)).encode(linesep="\r\n")

@@ -1,0 +1,510 @@
+"""The transport that hands e-mail to an SMTP server.
+
+It keeps a few connections open. It never repeats a message that the server may have accepted: the retry policy decides
+on that. The Message-ID, the same at every attempt, lets the receiver recognise the repetition. No address, text or
+secret goes into the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import re
+import ssl
+from contextlib import contextmanager, suppress
+from logging import getLogger
+from typing import TYPE_CHECKING, Literal, cast
+
+from pgoutbox.errors import ConfigurationError, MissingExtraError
+from pgoutbox.message import Message, Outcome, Permanent, Sent, Transient, Unavailable
+from pgoutbox.observability.events import Event
+from pgoutbox.transports.addresses import is_host_name, parse_mailbox
+from pgoutbox.transports.redirect import Redirect
+from pgoutbox.transports.smtp.mail import NO_SENDER, Attachment, Email, RenderedEmail, render
+from pgoutbox.transports.tls import demand_tls_for, verifying_context
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from pgoutbox.settings import Settings
+    from pgoutbox.transports import Content
+
+__all__ = ["Attachment", "Email", "SmtpTransport"]
+
+logger = getLogger("pgoutbox.transports.smtp")
+
+_DEFAULT_PORTS = {"starttls": 587, "tls": 465, "none": 25}
+_QUIT_SECONDS = 2.0
+_MAX_REPLY_LENGTH = 500
+_NAMED_REFUSAL_COUNT = 5
+_ENHANCED_CODE = re.compile(r"([245])\.(\d{1,3})\.(\d{1,3})\b")
+
+# Refusals that can be fixed without changing the message: an account, a DNS record, a full disk or mailbox.
+_AUTHENTICATION_CODES = frozenset({530, 534, 535, 538})
+_ACCOUNT_CODES = frozenset({"7.8", "7.9", "7.11", "7.13"})
+_REPAIRABLE_CODES = _ACCOUNT_CODES | {"2.2", "3.1", "3.2", "3.5", "4.5"} | {f"7.{detail}" for detail in range(20, 27)}
+# Codes about the sender by RFC 3463, and two of Exchange: this account may not send as that sender.
+_SENDER_CODES = frozenset({"1.7", "1.8", "7.60", "2.252"})
+# Refusals of MAIL that concern this e-mail: its size.
+_SIZE_CODES = frozenset({"2.3", "3.4"})
+
+Fault = Literal["server", "sender"]
+
+
+class SmtpTransport:
+    """Sends `Email` through the SMTP server of the settings. One instance serves one event loop.
+
+    At most `smtp_connections` connections are open at once. They are reused, unless they were idle for longer than
+    `idle_seconds`. A connection that is dead before the server accepts MAIL is replaced; after that nothing is
+    repeated. With `starttls` and `tls` nothing is sent in plain text, in particular no password: the certificate and
+    its host name are verified against the CAs of the system and of `smtp_ca_file`, or by `tls_context`.
+
+    Raises `ConfigurationError` when a setting is missing or unusable, `MissingExtraError` without aiosmtplib.
+    """
+
+    schemes = ("mailto",)
+
+    def __init__(
+        self, settings: Settings, *, tls_context: ssl.SSLContext | None = None, idle_seconds: float = 60.0
+    ) -> None:
+        try:
+            import aiosmtplib  # noqa: F401 - a worker without it must not start
+        except ImportError:
+            raise MissingExtraError("the SMTP transport", "smtp") from None
+        _check_settings(settings)
+        self.redirect_to = settings.redirect_to
+        self._settings = settings
+        self._tls_context = tls_context
+        has_tls = settings.smtp_security != "none"
+        demand_tls_for(
+            "PGOUTBOX_SMTP_CA_FILE", settings.smtp_ca_file, "PGOUTBOX_SMTP_SECURITY", "starttls or tls", has_tls=has_tls
+        )
+        if has_tls and tls_context is None:
+            self._tls_context = verifying_context(variable="PGOUTBOX_SMTP_CA_FILE", ca_file=settings.smtp_ca_file)
+        self._idle_seconds = idle_seconds
+        self._idle: list[_Connection] = []
+        self._slots = asyncio.Semaphore(settings.smtp_connections)
+        self._ehlo_name = settings.smtp_hostname
+        self._breaker_key = f"smtp:{settings.smtp_host}:{_port_of(settings)}"
+
+    async def send(self, message: Message[object], content: Content) -> Outcome:
+        """Hand the e-mail over to the server, for all of its recipients or for none.
+
+        `Sent` means that the server has accepted it. `Permanent` names the wrong field or the server's refusal.
+        Failures that pass with time or that the operator can fix are `Transient`. A refused sender or password is
+        `Unavailable`. If the connection breaks after the content was sent, the outcome is unknown: the next attempt may
+        be a duplicate, with the same Message-ID.
+        """
+        if not isinstance(content, Email):
+            return Permanent(f"content: the SMTP transport sends an Email, not {type(content).__name__}")
+        sender_key = self.part_key(message, content)
+        if content.sender is None and self._settings.smtp_from is None:
+            return Unavailable(NO_SENDER, breaker=sender_key)
+        try:
+            if content.attachments:
+                # Encoding many megabytes takes so long that it would delay every other handler.
+                mail = await asyncio.to_thread(render, content, message, self._settings)
+            else:
+                mail = render(content, message, self._settings)
+        except (Permanent, Unavailable) as refusal:
+            return refusal
+        async with self._slots:
+            try:
+                return await self._hand_over(mail)
+            except _Failure as failure:
+                return failure.outcome(sender_key)
+
+    def breaker_key(self, message: Message[object], content: Content | None) -> str:  # noqa: ARG002 - one server for all
+        """The server, for all recipients."""
+        return self._breaker_key
+
+    def part_key(self, message: Message[object], content: Content) -> str | None:  # noqa: ARG002 - the content has it
+        """The sender at this server: the sender of the settings, or the e-mail's own."""
+        if not isinstance(content, Email):
+            return None
+        if content.sender in (None, self._settings.smtp_from):
+            return f"{self._breaker_key} sender PGOUTBOX_SMTP_FROM"
+        return f"{self._breaker_key} sender {_address_in(content.sender)}"
+
+    async def check(self) -> str | None:
+        """Connect, encrypt, sign in and name the sender as for an e-mail, and return the problem, or None.
+
+        It sends no recipient and no content.
+        """
+        try:
+            connection = await self._open()
+        except _Failure as failure:
+            return failure.text
+        try:
+            if self._settings.smtp_from is not None:
+                sender = parse_mailbox("PGOUTBOX_SMTP_FROM", self._settings.smtp_from).address.addr_spec
+                if sender.isascii():  # Other senders need SMTPUTF8, which only an e-mail requests.
+                    await connection.offer(sender)
+        except _Failure as failure:
+            return failure.text
+        finally:
+            await connection.quit()
+        return None
+
+    async def aclose(self) -> None:
+        """Close every open connection with QUIT."""
+        idle, self._idle = self._idle, []
+        await asyncio.gather(*(connection.quit() for connection in idle))
+
+    async def _hand_over(self, mail: RenderedEmail) -> Outcome:
+        """Hand the e-mail over on an open connection or a new one. Raises `_Failure`."""
+        idle = self._take_idle()
+        if idle is not None:
+            try:
+                return await self._transact(idle, mail)
+            except _Failure as failure:
+                # Once MAIL was accepted, only the retry policy may start over.
+                if failure.step != "MAIL" or not failure.ends_connection:
+                    raise
+                logger.debug("an idle connection had died", extra={"event": Event.SMTP_CONNECTION_REPLACED.value})
+        return await self._transact(await self._open(), mail)
+
+    async def _transact(self, connection: _Connection, mail: RenderedEmail) -> Outcome:
+        """One mail transaction. The connection is kept if its state is known afterwards, also after a cancellation."""
+        try:
+            return await connection.deliver(mail)
+        finally:
+            if connection.is_ready:
+                connection.idle_since = asyncio.get_running_loop().time()
+                self._idle.append(connection)
+            else:
+                connection.abort()
+
+    def _take_idle(self) -> _Connection | None:
+        """The connection used last, so that an oversized pool shrinks."""
+        oldest = asyncio.get_running_loop().time() - self._idle_seconds
+        while self._idle and self._idle[0].idle_since <= oldest:
+            self._idle.pop(0).abort()
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_open:
+                return connection
+        return None
+
+    async def _open(self) -> _Connection:
+        connection = _Connection(self._settings, self._tls_context, self._ehlo_name)
+        try:
+            await connection.open()
+        except BaseException:
+            connection.abort()
+            raise
+        # Resolving the own host name can take seconds; once is enough.
+        self._ehlo_name = connection.ehlo_name
+        logger.debug("connection opened", extra={"event": Event.SMTP_CONNECTION_OPENED.value})
+        return connection
+
+
+def _port_of(settings: Settings) -> int:
+    return settings.smtp_port or _DEFAULT_PORTS[settings.smtp_security]
+
+
+def _address_in(sender: object) -> str:
+    """The address of `Ann Lee <ann@example.com>`. An invalid one is refused before it is sent."""
+    return str(sender).rpartition("<")[2].rstrip("> ").lower()
+
+
+def _check_settings(settings: Settings) -> None:
+    if settings.smtp_host is None:
+        raise ConfigurationError("no SMTP server given: set PGOUTBOX_SMTP_HOST")
+    if not settings.smtp_host.isprintable() or " " in settings.smtp_host:
+        raise ConfigurationError(f"PGOUTBOX_SMTP_HOST={settings.smtp_host!r}: is not a host name or an IP address")
+    if settings.smtp_username is not None and settings.smtp_password is None:
+        raise ConfigurationError("PGOUTBOX_SMTP_USERNAME is set, PGOUTBOX_SMTP_PASSWORD is not")
+    if settings.smtp_hostname is not None and not is_host_name(settings.smtp_hostname):
+        raise ConfigurationError(f"PGOUTBOX_SMTP_HOSTNAME={settings.smtp_hostname!r}: is not a host name")
+    if settings.smtp_from is not None:
+        try:
+            parse_mailbox("PGOUTBOX_SMTP_FROM", settings.smtp_from)
+        except Permanent as refusal:
+            raise ConfigurationError(refusal.error) from None
+    Redirect.of(settings)
+
+
+class _Failure(Exception):  # noqa: N818 - it becomes an outcome
+    """A step of the dialogue that the server refused, with its code, or that broke off, without a code.
+
+    `fault` names the part to fix before the server accepts any e-mail, or any e-mail of this sender.
+    """
+
+    def __init__(
+        self,
+        step: str,
+        code: int | None,
+        text: str,
+        *,
+        transient: bool,
+        unknown: bool = False,
+        fault: Fault | None = None,
+    ) -> None:
+        super().__init__(text)
+        self.unknown = unknown
+        self.fault = fault
+        self.step = step
+        self.code = code
+        self.text = text
+        self.transient = transient
+
+    @property
+    def ends_connection(self) -> bool:
+        """No answer, or an answer about the connection and not about the message."""
+        return self.code in {None, 421} or (self.step == "MAIL" and self.code == 503)
+
+    @property
+    def is_outage(self) -> bool:
+        """The next e-mail may fail too: the server or the way to it is at fault."""
+        return self.step not in {"MAIL", "RCPT", "DATA"} or self.ends_connection
+
+    def outcome(self, sender_key: str | None) -> Outcome:
+        """The outcome of the attempt. `sender_key`: the breaker of the e-mail's sender."""
+        if self.fault is not None:
+            return Unavailable(self.text, breaker=sender_key if self.fault == "sender" else None)
+        if not self.transient:
+            return Permanent(self.text)
+        return Transient(self.text, outage=self.is_outage, unknown=self.unknown)
+
+
+def fault_of(step: str, code: int, text: str) -> Fault | None:
+    """The part to fix after a refusal: the server's settings and account, or the sender. None for other refusals.
+
+    `text` starts with the enhanced code, if any. Until the fix no repetition helps, and every other e-mail fails too. A
+    refusal of RCPT and DATA concerns one e-mail, unless its code is about the account or, by RFC 3463, about the
+    sender.
+
+    | step | reply | |
+    |---|---|---|
+    | AUTH | 5xx | server: the password is wrong, or no login method is available |
+    | MAIL, RCPT, DATA | 530, 534, 535, 538; 5xx with 5.7.8, 5.7.9, 5.7.11, 5.7.13 | server: its account |
+    | MAIL | 503 | server: another form of 530, on a new connection |
+    | MAIL, RCPT, DATA | x.1.7, x.1.8, x.7.60, x.2.252 | sender |
+    | MAIL | 552, 555, or 5xx with 5.2.3, 5.3.4 or 5.6.x | none: this e-mail's size, encoding or options |
+    | | any other 5xx that is not 4.x.x, 550 5.7.1 and a bare 553 among them | sender |
+    """
+    is_refused = 500 <= code <= 599
+    if step not in {"MAIL", "RCPT", "DATA"}:
+        return "server" if step == "AUTH" and is_refused else None
+    enhanced = _ENHANCED_CODE.match(text)
+    status = "" if enhanced is None else f"{enhanced[2]}.{enhanced[3]}"
+    if status in _SENDER_CODES:
+        return "sender"
+    if not is_refused or (enhanced is not None and enhanced[1] == "4"):
+        return None
+    if code in _AUTHENTICATION_CODES or status in _ACCOUNT_CODES or (step == "MAIL" and code == 503):
+        return "server"
+    is_about_mail = code in {552, 555} or status in _SIZE_CODES or status.startswith("6.")
+    return None if step != "MAIL" or is_about_mail else "sender"
+
+
+def is_transient(step: str, code: int, text: str) -> bool:
+    """Whether a refusal without a `fault_of` can pass without a change to the message.
+
+    RFC 3463 defines the class of the enhanced code (4: a later try may succeed, 5: it will not in this form), and RFC
+    2034 demands the same class of the basic code. Some servers contradict themselves: greylisting answers 450 5.7.1,
+    and Exchange answers 451 5.7.3 to a client without encryption. Then the code for "later" counts: an unneeded retry
+    costs little, and an e-mail that was given up is lost.
+
+    | step | reply | |
+    |---|---|---|
+    | greeting, EHLO, STARTTLS, AUTH | any | transient: the operator must fix the server |
+    | MAIL, RCPT, DATA | 4xx, also with 5.x.x, and answers that are not a refusal | transient |
+    | RCPT | 552 without an enhanced code | transient: too many recipients (RFC 5321, 4.5.3.1.10) |
+    | MAIL, RCPT, DATA | 5xx with 4.x.x | transient: the more specific code counts |
+    | | 5xx with 5.2.2, 5.3.1, 5.3.2, 5.3.5, 5.4.5 | transient: full, not accepting, misconfigured, congested |
+    | | 5xx with 5.7.20 to 5.7.26 | transient: DKIM, SPF or reverse DNS of the sender (RFC 7372) |
+    | | any other 5xx, 554 5.7.1 among them | permanent |
+    """
+    if step not in {"MAIL", "RCPT", "DATA"} or not 500 <= code <= 599:
+        return True
+    enhanced = _ENHANCED_CODE.match(text)
+    if enhanced is None:
+        return step == "RCPT" and code == 552
+    return enhanced[1] == "4" or f"{enhanced[2]}.{enhanced[3]}" in _REPAIRABLE_CODES
+
+
+class _Connection:
+    """One connection to the server. `is_ready`: the next command may be MAIL."""
+
+    def __init__(self, settings: Settings, tls_context: ssl.SSLContext | None, ehlo_name: str | None) -> None:
+        import aiosmtplib
+
+        self._settings = settings
+        self._client = aiosmtplib.SMTP(
+            hostname=settings.smtp_host,
+            port=_port_of(settings),
+            local_hostname=ehlo_name,
+            timeout=settings.smtp_timeout_seconds,
+            use_tls=settings.smtp_security == "tls",
+            # The code below demands STARTTLS; the client's own option would use it only if offered.
+            start_tls=False,
+            tls_context=tls_context,
+        )
+        self._transport: asyncio.BaseTransport | None = None
+        self.is_ready = False
+        self.idle_since = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """False after this side has seen the connection break. Then the server's extensions are unknown."""
+        return self._client.is_connected
+
+    @property
+    def ehlo_name(self) -> str | None:
+        return self._client.local_hostname
+
+    async def open(self) -> None:
+        """Greet, encrypt as configured, authenticate. Raises `_Failure`, always transient."""
+        with self._step("connect"):
+            await self._client.connect()
+        with self._step("EHLO"):
+            await self._client.ehlo()
+        if self._settings.smtp_security == "starttls":
+            if not self._client.supports_extension("starttls"):
+                text = "STARTTLS: the server does not offer it, and plain text is refused"
+                raise _Failure("STARTTLS", None, text, transient=True, fault="server")
+            with self._step("STARTTLS"):
+                await self._client.starttls()
+            with self._step("EHLO"):
+                await self._client.ehlo()
+        self._transport = self._client.transport
+        await self._authenticate()
+        self.is_ready = True
+
+    async def _authenticate(self) -> None:
+        username, password = self._settings.smtp_username, self._settings.smtp_password
+        if username is None or password is None:
+            return
+        if self._settings.smtp_security == "none":
+            text = "AUTH: refused on a connection in plain text"
+            raise _Failure("AUTH", None, text, transient=True, fault="server")
+        if not self._client.supported_auth_methods:
+            text = "AUTH: the server offers no way to sign in that is known here"
+            raise _Failure("AUTH", None, text, transient=True, fault="server")
+        secret = password.get_secret_value()
+        with self._step("AUTH", hide=_spellings(username, secret)):
+            await self._client.login(username, secret)
+
+    async def deliver(self, mail: RenderedEmail) -> Outcome:
+        """One mail transaction. Raises `_Failure`; nothing was handed over unless its text has "outcome unknown"."""
+        if mail.smtputf8_field is not None and not self._client.supports_extension("smtputf8"):
+            return Permanent(f"{mail.smtputf8_field}: is not ASCII before @, and the server does not offer SMTPUTF8")
+        self.is_ready = False
+        try:
+            await self._mail(mail)
+            await self._rcpt(mail)
+            await self._data(mail)
+        except _Failure as failure:
+            if not failure.ends_connection:
+                await self._reset()
+            raise
+        self.is_ready = True
+        return Sent()
+
+    async def _mail(self, mail: RenderedEmail) -> None:
+        options = []
+        if self._client.supports_extension("size"):
+            options.append(f"SIZE={len(mail.content)}")
+        if mail.smtputf8_field is not None:
+            options += ["BODY=8BITMIME", "SMTPUTF8"]
+        await self.offer(mail.sender, options)
+
+    async def offer(self, sender: str, options: Sequence[str] = ()) -> None:
+        """Name the sender of an e-mail."""
+        with self._step("MAIL"):
+            await self._client.mail(sender, options=options, encoding="utf-8")
+
+    async def _rcpt(self, mail: RenderedEmail) -> None:
+        """Name the recipients. One refusal refuses all: otherwise a retry would be a duplicate for the others."""
+        refusals: list[_Failure] = []
+        for recipient in mail.recipients:
+            try:
+                with self._step("RCPT", subject=recipient):
+                    await self._client.rcpt(recipient, encoding="utf-8")
+            except _Failure as failure:
+                if failure.ends_connection:
+                    raise
+                refusals.append(failure)
+        if refusals:
+            named = "; ".join(refusal.text for refusal in refusals[:_NAMED_REFUSAL_COUNT])
+            rest = len(refusals) - _NAMED_REFUSAL_COUNT
+            raise _Failure(
+                "RCPT",
+                refusals[0].code,
+                f"{named}; and {rest} more" if rest > 0 else named,
+                transient=any(refusal.transient for refusal in refusals),
+                fault=next((refusal.fault for refusal in refusals if refusal.fault is not None), None),
+            )
+
+    async def _data(self, mail: RenderedEmail) -> None:
+        try:
+            with self._step("DATA"):
+                await self._client.data(mail.content)
+        except _Failure as failure:
+            if failure.code is not None:
+                raise
+            text = f"outcome unknown: connection lost after {failure.text}"
+            raise _Failure("DATA", None, text, transient=True, unknown=True) from failure
+
+    async def _reset(self) -> None:
+        with suppress(_Failure):
+            with self._step("RSET"):
+                await self._client.rset()
+            self.is_ready = True
+
+    async def quit(self) -> None:
+        """Send QUIT, wait for a short time, and close the connection."""
+        try:
+            with suppress(_Failure), self._step("QUIT"):
+                await self._client.quit(timeout=_QUIT_SECONDS)
+        finally:
+            self.abort()
+
+    def abort(self) -> None:
+        """Close at once, without flushing unwritten data: half a message must not become a whole one."""
+        self.is_ready = False
+        # aiosmtplib drops its transport when it closes it, but goes on writing; so the transport is kept here.
+        transport = self._transport or self._client.transport
+        if transport is not None:
+            cast("asyncio.WriteTransport", transport).abort()
+        self._client.close()
+
+    @contextmanager
+    def _step(self, step: str, *, subject: str = "", hide: Sequence[str] = ()) -> Iterator[None]:
+        """Turn errors of aiosmtplib in one step of the dialogue into a `_Failure`."""
+        import aiosmtplib
+
+        where = f"{step} {subject}".rstrip()
+        try:
+            yield
+        except aiosmtplib.SMTPResponseException as error:
+            reply = _printable(error.message, hide)
+            text = f"{where}: {error.code} {reply}".rstrip()
+            code = error.code if 200 <= error.code <= 599 else None
+            raise _Failure(
+                step,
+                code,
+                text,
+                transient=is_transient(step, error.code, reply),
+                fault=fault_of(step, error.code, reply),
+            ) from error
+        except aiosmtplib.SMTPReadTimeoutError as error:
+            text = f"{where}: no answer within {self._settings.smtp_timeout_seconds:g} s"
+            raise _Failure(step, None, text, transient=True) from error
+        except (aiosmtplib.SMTPException, OSError, UnicodeError) as error:
+            raise _Failure(step, None, f"{where}: {_printable(str(error), hide)}", transient=True) from error
+
+
+def _spellings(username: str, password: str) -> tuple[str, ...]:
+    """The password in every form on the wire, because a server might quote it."""
+    plain = f"\0{username}\0{password}".encode()
+    return base64.b64encode(plain).decode(), base64.b64encode(password.encode()).decode(), password
+
+
+def _printable(text: str, hide: Sequence[str] = ()) -> str:
+    for secret in hide:
+        text = text.replace(secret, "(hidden)")
+    shown = "".join(character if character.isprintable() else " " for character in text)
+    return " ".join(shown.split())[:_MAX_REPLY_LENGTH]

@@ -1,0 +1,543 @@
+"""Circuit breakers: no message is sent to what is known to be dead, and one at a time finds out whether it is alive.
+
+The recent failures of a transport or a host are known here, by its key. An open breaker is a row that the whole fleet
+shares. The row is read after a failure, before a probe when a pause is over, at most once a second while messages are
+held back, and at most once a minute when a message arrives that had to wait. It is not read for a send that succeeds at
+once, nor while there is nothing to send. The statement fences whether a probe closes or reopens the breaker. The times
+are the database's: this module keeps durations, on the clock that counts while the machine is suspended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+import psycopg
+
+from pgoutbox.clock import elapsed_clock
+from pgoutbox.database.store import BreakerRow, Store
+from pgoutbox.message import Message, Outcome, Postponed, ReasonCode, Sent, Transient, Unavailable
+from pgoutbox.observability.events import Event, Telemetry
+from pgoutbox.settings import Settings
+from pgoutbox.text import clean_text
+from pgoutbox.transports import Content, Transport, breaker_key, part_key, scheme_of
+from pgoutbox.transports.registry import MissingTransport, missing_key
+from pgoutbox.worker.alert import ALERT_TOPIC
+from pgoutbox.worker.dispatcher import Send, send_by
+
+_WINDOW_SECONDS = 60.0
+_WINDOW_MIN_COUNT = 20
+_MIN_PAUSE_SECONDS = 0.05
+_MAX_PAUSE_SECONDS = 10.0
+_STALL_SECONDS = 1.0  # So long a destination may answer nothing before it is held to hang.
+_STALLED_PAUSE_SECONDS = 5.0
+_SHARE = 3  # One destination gets three times as many slots as it leaves free.
+_LOOK_SECONDS = 60.0
+_NEWS_SECONDS = 1.0
+_CLOSE_SECONDS = 5.0
+_MANY = 1_000
+_TIMED_OUT = "no answer within the time limit of the handler"
+
+T = TypeVar("T")
+HandOver = Callable[[], Awaitable[Outcome]]
+
+
+class _UnknownError(Exception):
+    """The database did not answer."""
+
+
+@dataclass(slots=True, eq=False)
+class _Circuit:
+    """What this process knows of one key. It is open while `retry_at` is set, and half open once that has passed.
+
+    The circuit of a part, such as a sender, opens by `Unavailable` alone. Other failures count for the transport, and
+    so do slots.
+    """
+
+    key: str
+    is_part: bool = False
+    failure_count: int = 0
+    window_began_at: float = 0.0
+    window_sent_count: int = 0
+    window_failed_count: int = 0
+    retry_at: float | None = None
+    known_at: float = 0.0
+    pause_seconds: float = _MIN_PAUSE_SECONDS
+    error: str = ""
+    prober: int | None = None
+    under_way_count: int = 0
+    waiting_count: int = 0
+    answered_at: float = 0.0
+    answered: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def note_success(self) -> None:
+        self.failure_count = 0
+        self.window_sent_count += 1
+
+    def note_failure(self, settings: Settings) -> bool:
+        """Count it; whether that is one too many."""
+        now = elapsed_clock()
+        if now - self.window_began_at > _WINDOW_SECONDS:
+            self.window_began_at = now
+            self.window_sent_count = self.window_failed_count = 0
+        self.failure_count += 1
+        self.window_failed_count += 1
+        count = self.window_sent_count + self.window_failed_count
+        return self.failure_count >= settings.breaker_failures or (
+            count >= _WINDOW_MIN_COUNT and self.window_failed_count >= settings.breaker_error_rate * count
+        )
+
+    def open(self, row: BreakerRow) -> None:
+        """Hold messages back as the row says; for a little while if its time has come and somebody else probes."""
+        self.pause_seconds = min(max(row.cooldown_seconds / 10, _MIN_PAUSE_SECONDS), _MAX_PAUSE_SECONDS)
+        self.error = row.last_error
+        self.pause(row.retry_seconds)
+
+    def pause(self, seconds: float = 0.0) -> None:
+        self.known_at = elapsed_clock()
+        self.retry_at = self.known_at + (seconds if seconds > 0 else self.pause_seconds)
+
+    def close(self) -> None:
+        self.retry_at = None
+        self.failure_count = 0
+        self.window_sent_count = self.window_failed_count = 0
+
+    def snooze(self, failure: Transient | Unavailable | None = None) -> Postponed:
+        """Postpone a message until the next probe and a little longer, so that not all messages come back at once.
+
+        With a `failure` of this message, at least until its `retry_after`.
+        """
+        remaining = 0.0 if self.retry_at is None else self.retry_at - elapsed_clock()
+        at_least_seconds = 0.0 if failure is None else failure.retry_after or 0.0
+        delay = max(remaining if remaining > 0 else self.pause_seconds, at_least_seconds)
+        return Postponed(
+            delay + random.uniform(0, self.pause_seconds),
+            f"circuit breaker {self.key} is open: {self.error}",
+            code=ReasonCode.CIRCUIT_OPEN,
+            breaker_key=self.key,
+            unknown_error=failure.error if isinstance(failure, Transient) and failure.unknown else None,
+        )
+
+    @property
+    def is_forgettable(self) -> bool:
+        """Nothing is under way and nothing is known that has not passed."""
+        return (
+            self.retry_at is None
+            and not (self.under_way_count or self.waiting_count or self.failure_count)
+            and (not self.window_failed_count or elapsed_clock() - self.window_began_at > _WINDOW_SECONDS)
+        )
+
+
+def _failure_of(circuit: _Circuit, outcome: Outcome) -> Transient | Unavailable | None:
+    """The outcome, if it is a failure of what this circuit stands for."""
+    match outcome:
+        case Unavailable(breaker=key) if key == circuit.key or (key is None and not circuit.is_part):
+            return outcome
+        case Transient(outage=True) if not circuit.is_part:
+            return outcome
+        case _:
+            return None
+
+
+class Breakers:
+    """The circuit breakers of one worker.
+
+    With `alert_queue` the statement that opens or closes one also enqueues an announcement there. Each content that may
+    be sent is passed to `hand_over`.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        transports: Mapping[str, Transport],
+        settings: Settings,
+        telemetry: Telemetry,
+        *,
+        alert_queue: str | None = None,
+        hand_over: Send = send_by,
+    ) -> None:
+        self._store = store
+        self._send_by = hand_over
+        self._transports = transports
+        self._settings = settings
+        self._telemetry = telemetry
+        self._alert_queue = alert_queue
+        self._circuits: dict[str, _Circuit] = {}
+        self._couriers: dict[int, _Circuit] = {}
+        self._looked_at: dict[str, float] = {}
+        self._asked_for_news_at = float("-inf")
+        self._rendering_topics: set[str] = set()
+        self._under_way_count = 0
+        self._tasks: set[asyncio.Task[object]] = set()
+        self._is_stopping = False
+
+    # --- before the handler -------------------------------------------------------------------------------------------
+
+    @property
+    def watches_any(self) -> bool:
+        """Whether there is anything that a message could be refused for."""
+        return bool(self._circuits)
+
+    @property
+    def open_count(self) -> int:
+        """How many are known to be open. Can be asked from another thread."""
+        return sum(circuit.retry_at is not None for circuit in self._circuits.copy().values())
+
+    async def refusal(self, message: Message[object]) -> Postponed | None:
+        """Why this message must not be attempted now, if so: then nothing is rendered and no token is minted.
+
+        Only a message of a topic whose handler is known to leave the sending to a transport is refused. When the time
+        to probe has come, one message passes; `let_go` tells that its attempt has ended.
+        """
+        refusal = self._refusal(message)
+        if refusal is not None and await self._has_news():
+            refusal = self._refusal(message)
+        return refusal
+
+    def _refusal(self, message: Message[object]) -> Postponed | None:
+        if message.destination is None or message.topic not in self._rendering_topics:
+            return None
+        scheme = scheme_of(message.destination)
+        key = breaker_key(self._transports.get(scheme) or MissingTransport(scheme), message, None)
+        circuit = None if key is None else self._circuits.get(key)
+        if circuit is None:
+            return None
+        if circuit.retry_at is None:
+            return self._stalled(circuit)
+        refusal = self._refusal_of_open(circuit, message)
+        if refusal is None and message.topic != ALERT_TOPIC:
+            circuit.prober = message.id
+            self._couriers[message.id] = circuit
+        return refusal
+
+    def let_go(self, message: Message[object]) -> None:
+        """The attempt of a message that was not refused has ended, whether or not anything was sent."""
+        circuit = self._couriers.pop(message.id, None)
+        if circuit is not None and circuit.prober == message.id:
+            circuit.prober = None
+
+    def _refusal_of_open(self, circuit: _Circuit, message: Message[object]) -> Postponed | None:
+        if circuit.retry_at is not None and elapsed_clock() < circuit.retry_at:
+            return circuit.snooze()
+        if message.topic != ALERT_TOPIC and circuit.prober not in (None, message.id):
+            return circuit.snooze()
+        return None
+
+    # --- send ---------------------------------------------------------------------------------------------------------
+
+    async def send(self, transport: Transport, message: Message[object], content: Content) -> Outcome:
+        """`transport.send`, unless what it depends on is dead. An attempt that meets a dead one is not used up."""
+        self._rendering_topics.add(message.topic)
+        hand_over: HandOver = partial(self._send_by, transport, message, content)
+        part = part_key(transport, message, content)
+        if part is not None:
+            hand_over = partial(self._send_through, part, message, hand_over, is_part=True)
+        key = breaker_key(transport, message, content)
+        outcome = await (hand_over() if key is None else self._send_through(key, message, hand_over))
+        if message.attempt_count > 1 and isinstance(outcome, Sent):
+            # It may have waited for a worker that has this transport.
+            scheme = content.scheme if message.destination is None else scheme_of(message.destination)
+            self._look_for_leftover(missing_key(scheme), None)
+        return outcome
+
+    async def _send_through(
+        self, key: str, message: Message[object], hand_over: HandOver, *, is_part: bool = False
+    ) -> Outcome:
+        """Hand over, unless the circuit of this key is open."""
+        circuit = self._circuits.get(key)
+        if circuit is None:
+            circuit = self._add(key, is_part=is_part)
+        try:
+            if circuit.retry_at is None and (refusal := await self._wait_for_room(circuit)) is not None:
+                return refusal
+            if circuit.retry_at is None:
+                return await self._try(circuit, message, hand_over)
+            if (refusal := self._refusal_of_open(circuit, message)) is not None:
+                if await self._has_news() and circuit.retry_at is None:
+                    return await self._try(circuit, message, hand_over)
+                return refusal
+            if message.topic == ALERT_TOPIC:
+                # It speaks of this very breaker, perhaps: it neither counts nor decides.
+                return await self._hand_over(circuit, hand_over)
+            circuit.prober = message.id
+            try:
+                return await self._ask_and_probe(circuit, message, hand_over)
+            finally:
+                circuit.prober = None
+        finally:
+            if circuit.is_forgettable and self._circuits.get(key) is circuit:
+                del self._circuits[key]
+
+    def _add(self, key: str, *, is_part: bool) -> _Circuit:
+        if len(self._circuits) >= _MANY:
+            long_ago = elapsed_clock() - self._settings.breaker_max_cooldown_seconds - _WINDOW_SECONDS
+            for circuit in list(self._circuits.values()):
+                if (
+                    not (circuit.under_way_count or circuit.waiting_count)
+                    and max(circuit.retry_at or 0.0, circuit.answered_at) < long_ago
+                ):
+                    del self._circuits[circuit.key]
+        circuit = self._circuits[key] = _Circuit(key, is_part)
+        return circuit
+
+    async def _hand_over(self, circuit: _Circuit, hand_over: HandOver) -> Outcome:
+        if not circuit.under_way_count:
+            circuit.answered_at = elapsed_clock()
+        circuit.under_way_count += 1
+        self._under_way_count += not circuit.is_part
+        try:
+            return await hand_over()
+        finally:
+            circuit.under_way_count -= 1
+            self._under_way_count -= not circuit.is_part
+            circuit.answered_at = elapsed_clock()
+            circuit.answered.set()
+
+    async def _try(self, circuit: _Circuit, message: Message[object], hand_over: HandOver) -> Outcome:
+        counts = message.topic != ALERT_TOPIC
+        try:
+            outcome = await self._hand_over(circuit, hand_over)
+        except asyncio.CancelledError:
+            if counts and not circuit.is_part and not self._is_stopping:
+                self._start(self._note_failure(circuit, _TIMED_OUT))
+            raise
+        if isinstance(outcome, Sent):
+            circuit.note_success()
+            if message.attempt_count > 1:
+                self._look_for_leftover(circuit.key, circuit)
+        elif counts and (failure := _failure_of(circuit, outcome)) is not None:
+            if isinstance(failure, Unavailable):
+                await self._learn(circuit, clean_text(failure.error), trips=True)
+            else:
+                await self._note_failure(circuit, failure.error)
+            if circuit.retry_at is not None:
+                return circuit.snooze(failure)
+        return outcome
+
+    def _note_failure(self, circuit: _Circuit, error: str) -> Coroutine[object, object, None]:
+        """Count a failure at once; what is to be awaited learns whether it is open."""
+        return self._learn(circuit, clean_text(error), trips=circuit.note_failure(self._settings))
+
+    async def _learn(self, circuit: _Circuit, error: str, *, trips: bool) -> None:
+        if circuit.retry_at is not None:
+            return
+        try:
+            row = await self._ask(self._failed(circuit.key, error, trips=trips))
+            if row is None and trips:
+                row = await self._ask(self._failed(circuit.key, error, trips=trips))
+        except _UnknownError:
+            return
+        if row is None:
+            return
+        circuit.open(row)
+
+    async def _failed(self, key: str, error: str, *, trips: bool) -> BreakerRow | None:
+        row = await self._store.breaker_failed(key, trips=trips, error=error, alert_queue=self._alert_queue)
+        if row is not None and row.opened:
+            self._telemetry.report(
+                logging.WARNING,
+                Event.BREAKER_OPENED,
+                "breaker opened",
+                breaker=key,
+                retry_seconds=row.retry_seconds,
+            )
+        return row
+
+    # --- probe --------------------------------------------------------------------------------------------------------
+
+    async def _ask_and_probe(self, circuit: _Circuit, message: Message[object], hand_over: HandOver) -> Outcome:
+        try:
+            row = await self._ask(self._store.breaker_probe(circuit.key))
+        except _UnknownError:
+            circuit.pause()
+            return circuit.snooze()
+        if row is None:
+            circuit.close()  # Another worker's probe has arrived, or an operator says so.
+            return await self._try(circuit, message, hand_over)
+        if row.probe_id is None:
+            circuit.open(row)
+            return circuit.snooze()
+        return await self._probe(circuit, row.probe_id, hand_over)
+
+    async def _probe(self, circuit: _Circuit, probe_id: str, hand_over: HandOver) -> Outcome:
+        try:
+            outcome = await self._hand_over(circuit, hand_over)
+        except asyncio.CancelledError:
+            circuit.pause()
+            if self._is_stopping:
+                self._start(self._release(circuit.key, probe_id))
+            else:
+                self._start(self._reopen(circuit, probe_id, _TIMED_OUT))
+            raise
+        except BaseException:
+            self._start(self._release(circuit.key, probe_id))
+            raise
+        if isinstance(outcome, Sent):
+            circuit.close()
+            self._start(self._close(circuit.key, probe_id))
+        elif (failure := _failure_of(circuit, outcome)) is not None:
+            await self._reopen(circuit, probe_id, failure.error)
+            return circuit.snooze(failure)
+        else:
+            self._start(self._release(circuit.key, probe_id))
+        return outcome
+
+    async def _close(self, key: str, probe_id: str) -> None:
+        try:
+            open_seconds = await self._ask(self._store.breaker_close(key, probe_id, alert_queue=self._alert_queue))
+        except _UnknownError:
+            return  # The probe counts as lost when its time is over.
+        if open_seconds is not None:
+            self._telemetry.report(
+                logging.INFO, Event.BREAKER_CLOSED, "breaker closed", breaker=key, open_seconds=open_seconds
+            )
+
+    async def _reopen(self, circuit: _Circuit, probe_id: str, error: str) -> None:
+        circuit.pause()
+        try:
+            row = await self._ask(self._store.breaker_reopen(circuit.key, probe_id, error=clean_text(error)))
+        except _UnknownError:
+            return
+        if row is not None:
+            circuit.open(row)
+            self._telemetry.report(
+                logging.INFO,
+                Event.BREAKER_REOPENED,
+                "breaker stays open",
+                breaker=circuit.key,
+                retry_seconds=row.retry_seconds,
+            )
+
+    def _look_for_leftover(self, key: str, circuit: _Circuit | None) -> None:
+        """Close the breaker if a worker that is gone opened it for what arrived now; nobody else would.
+
+        One that is not to be probed yet opens the `circuit`, if there is one that sends look at.
+        """
+        now = elapsed_clock()
+        if now < self._looked_at.get(key, 0.0) + _LOOK_SECONDS:
+            return
+        if len(self._looked_at) >= _MANY:
+            self._looked_at.clear()
+        self._looked_at[key] = now
+        self._start(self._close_leftover(key, circuit))
+
+    async def _close_leftover(self, key: str, circuit: _Circuit | None) -> None:
+        try:
+            row = await self._ask(self._store.breaker_probe(key))
+        except _UnknownError:
+            return
+        if row is None:
+            return
+        if row.probe_id is not None:
+            await self._close(key, row.probe_id)
+        elif circuit is not None:
+            self._circuits.setdefault(key, circuit).open(row)
+
+    async def _has_news(self) -> bool:
+        """Learn what the fleet says of all that is held to be dead; True if something of it is closed.
+
+        Another worker's probe may have arrived, or an operator has deleted the row. Asked once a second at most, by who
+        would be held back otherwise.
+        """
+        asked_at = elapsed_clock()
+        paused = [c for c in self._circuits.values() if c.retry_at is not None and c.retry_at > asked_at]
+        if not paused or asked_at - self._asked_for_news_at < _NEWS_SECONDS:
+            return False
+        self._asked_for_news_at = asked_at
+        try:
+            rows = await self._ask(self._store.breakers([circuit.key for circuit in paused]))
+        except _UnknownError:
+            return False
+        has_news = False
+        for circuit in paused:
+            if circuit.retry_at is None or circuit.known_at > asked_at:
+                continue  # What was learned meanwhile is newer than the answer.
+            row = rows.get(circuit.key)
+            if row is None:
+                circuit.close()
+                has_news = True
+            else:
+                circuit.open(row)
+        return has_news
+
+    async def _release(self, key: str, probe_id: str) -> None:
+        try:
+            await self._ask(self._store.breaker_release(key, probe_id))
+        except _UnknownError:
+            return
+
+    # --- room ---------------------------------------------------------------------------------------------------------
+
+    async def _wait_for_room(self, circuit: _Circuit) -> Postponed | None:
+        """Return when this destination may take one more slot; why not, if it answers nothing.
+
+        A destination that hangs must not hold every slot of the process until its time limit. Each gets three times as
+        many as are free of sends: three quarters if it is the only one, and there is always a slot left for another.
+        """
+        while not self._has_room(circuit):
+            if (stalled := self._stalled(circuit)) is not None:
+                return stalled
+            circuit.answered.clear()
+            circuit.waiting_count += 1
+            try:
+                # Without an answer until then it is stalled, which the next turn finds.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(circuit.answered_at + _STALL_SECONDS - elapsed_clock()):
+                        await circuit.answered.wait()
+            finally:
+                circuit.waiting_count -= 1
+        return None
+
+    def _has_room(self, circuit: _Circuit) -> bool:
+        free_count = self._settings.concurrency - self._under_way_count
+        return circuit.is_part or circuit.under_way_count < _SHARE * free_count
+
+    def _stalled(self, circuit: _Circuit) -> Postponed | None:
+        if self._has_room(circuit) or elapsed_clock() < circuit.answered_at + _STALL_SECONDS:
+            return None
+        return Postponed(
+            _STALLED_PAUSE_SECONDS * random.uniform(1, 1.5),
+            f"{circuit.key} answers none of the {circuit.under_way_count} sends in flight",
+            code=ReasonCode.STALLED,
+            breaker_key=circuit.key,
+        )
+
+    # --- database -----------------------------------------------------------------------------------------------------
+
+    async def _ask(self, question: Coroutine[object, object, T]) -> T:
+        """The database's answer. A send that is cancelled meanwhile does not break the connection that asks."""
+        try:
+            return await asyncio.shield(self._start(question))
+        except (psycopg.Error, OSError) as error:
+            self._telemetry.report(
+                logging.WARNING,
+                Event.BREAKER_UNKNOWN,
+                "the shared breaker could not be asked",
+                reason=f"{type(error).__name__} {getattr(error, 'sqlstate', None) or ''}".rstrip(),
+            )
+            raise _UnknownError from error
+
+    def _start(self, work: Coroutine[object, object, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def stop(self) -> None:
+        """What is cancelled from now on was cancelled by the worker's own end."""
+        self._is_stopping = True
+
+    async def close(self) -> None:
+        """Wait until what came out of the last probes is written, but not for long: another worker would find out."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + _CLOSE_SECONDS
+        while self._tasks and (remaining := deadline - loop.time()) > 0:
+            await asyncio.wait(self._tasks, timeout=remaining)
+        for task in list(self._tasks):
+            task.cancel()

@@ -1,0 +1,292 @@
+"""The queue, the lane and the starting place of the next claim. Pure arithmetic on the results of claims.
+
+A queue has four lanes: messages never attempted, retries, messages with an ordering key, and lapsed attempts. Every
+look reads fresh messages. It reads another lane when a message there is due, by the database's last answer before the
+worker slept, and a few times a second under load. Lanes with a backlog take turns at being first.
+
+Dead index entries at the head of a lane make every claim slower than the one before, especially while an old
+transaction blocks vacuum. So a claim starts at the floor, where the last one ended. Messages may exist below the floor
+(a transaction that committed late, a released message). So it starts from the beginning again whenever a claim came
+back short, whenever a worker was notified, and a few times a second under load.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from pgoutbox.database.store import ClaimedRow, DueRow, Floor
+from pgoutbox.errors import ConfigurationError
+from pgoutbox.worker.arrivals import Arrivals
+from pgoutbox.worker.crash_suspects import Suspects
+
+FULL_CLAIM_SECONDS: Final = 0.25
+# A claim from the beginning may be slow; then it becomes less frequent, so that its share of the time stays small.
+FULL_CLAIM_SHARE: Final = 0.05
+# Ordering keys that one claim looks at until a page holds a due message; a few milliseconds of the server's time.
+_SEARCHED_KEYS: Final = 100
+
+
+class Lane(enum.Enum):
+    """The parts of a queue. Each has its own claim statement."""
+
+    FRESH = "fresh"
+    RETRIES = "retries"
+    ORDERED = "ordered"
+    ENDING = "ending"
+    """Lapsed attempts whose message is not tried again."""
+    LAPSED = "lapsed"
+    """The other lapsed attempts."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueShare:
+    """A queue that a worker serves. Without weights, queues are served strictly in the order given."""
+
+    name: str
+    weight: int | None = None
+
+
+def parse_queues(values: Sequence[str]) -> tuple[QueueShare, ...]:
+    """Read `name` or `name:weight` from the command line; all or none have a weight. Without values it is `default`.
+
+    >>> parse_queues(["critical:6", "bulk:1"])
+    (QueueShare(name='critical', weight=6), QueueShare(name='bulk', weight=1))
+    """
+    shares = []
+    for value in values:
+        match = re.fullmatch(r"([a-z][a-z0-9_.-]{0,62})(?::([1-9][0-9]{0,3}))?", value)
+        if match is None:
+            raise ConfigurationError(
+                f"queue {value!r}: give NAME or NAME:WEIGHT, the name of a-z, 0-9, underscore, dot and hyphen, "
+                "the weight from 1 to 9999"
+            )
+        shares.append(QueueShare(match[1], int(match[2]) if match[2] else None))
+    if len({share.name for share in shares}) < len(shares):
+        raise ConfigurationError(f"queues {', '.join(values)}: each may be named once")
+    if len({share.weight is None for share in shares}) > 1:
+        raise ConfigurationError(f"queues {', '.join(values)}: give all of them a weight, or none")
+    return tuple(shares) or (QueueShare("default"),)
+
+
+class Queues:
+    """The queues of one worker, and their state in its memory. `now` is any monotonic clock."""
+
+    def __init__(self, shares: Sequence[QueueShare], *, now: float) -> None:
+        self._shares = tuple(shares)
+        self.names = [share.name for share in shares]
+        self._credits = {share.name: 0 for share in shares}
+        self._lanes = {share.name: Lanes(share.name) for share in shares}
+        self.looked_at = now  # When the last look at them began.
+        self.arrivals = Arrivals()
+
+    def __contains__(self, queue: str) -> bool:
+        return queue in self._lanes
+
+    def __getitem__(self, queue: str) -> Lanes:
+        return self._lanes[queue]
+
+    def in_turn(self) -> list[Lanes]:
+        """All of them, in the order in which the next look claims from them."""
+        if self._shares[0].weight is None:
+            return list(self._lanes.values())
+        # Smooth weighted round robin: the queue with the most credit goes first, and pays for it.
+        for share in self._shares:
+            self._credits[share.name] += share.weight or 0
+        order = sorted(self.names, key=lambda name: -self._credits[name])
+        self._credits[order[0]] -= sum(share.weight or 0 for share in self._shares)
+        return [self._lanes[name] for name in order]
+
+    @property
+    def searched_at(self) -> float:
+        """The oldest start of a last search for fresh messages, over all queues."""
+        return min(lanes.fresh.searched_at for lanes in self._lanes.values())
+
+    @property
+    def others_searched_at(self) -> float:
+        """The same for the other lanes."""
+        return min(lanes.others_searched_at for lanes in self._lanes.values())
+
+    def learn_due(self, rows: Collection[DueRow], *, asked_at: float | None, now: float) -> bool:
+        """Remember the database's answer for each queue. Returns whether a look would now find messages.
+
+        `asked_at` is the time of the query, None if its answer does not reach back to the last search.
+        """
+        news = [self._lanes[row.queue].learn_due(row, asked_at=asked_at, now=now) for row in rows]
+        return any(news)
+
+    def search(self, *, now: float) -> None:
+        """Let the next look from the beginning claim from all lanes, because messages have become claimable."""
+        for lanes in self._lanes.values():
+            lanes.search(now=now)
+
+    @property
+    def may_wait_for_ends(self) -> bool:
+        """Whether the end of an attempt may make another message claimable."""
+        return any(lanes.is_limited or lanes.has_ordered for lanes in self._lanes.values())
+
+    def may_take_suspects(self, in_flight: int) -> bool:
+        """Whether more suspects may be claimed from one of the queues, with `in_flight` in flight."""
+        return any(lanes.suspects.may_come(in_flight) for lanes in self._lanes.values())
+
+
+class Cursor:
+    """The progress of the claims of one lane."""
+
+    def __init__(self) -> None:
+        self.floor: Floor | None = None
+        self.looked_at = -math.inf
+        """When the last claim from the beginning began."""
+        self.searched_at = -math.inf
+        """The time up to which all due messages are claimed: by that claim, or by the database's answer."""
+        self.is_waiting = False
+        """Whether the last claim was filled, so that more messages are likely to wait."""
+        self.search_due_at = -math.inf
+
+    def start(self, now: float, *, from_beginning: bool, wanted_at: float = -math.inf) -> Floor | None:
+        """The place at which to start now; None for the beginning, also if `wanted_at` is later than the last one."""
+        if from_beginning or now >= self.search_due_at or self.looked_at <= wanted_at:
+            self.floor = None
+        return self.floor
+
+    def learn(self, rows: Sequence[ClaimedRow], limit: int, *, began_at: float, ended_at: float) -> None:
+        """Remember the end of a claim of up to `limit` messages that started at the floor."""
+        self.is_waiting = len(rows) == limit
+        if self.floor is None:
+            self.looked_at = self.searched_at = began_at
+            self.search_due_at = _due_after(began_at, ended_at)
+        self.floor = max((row.available_at, row.id) for row in rows) if self.is_waiting else None
+
+    def learn_new(self, rows: Sequence[ClaimedRow], limit: int) -> None:
+        """Remember a claim of new messages. It does not cover other messages."""
+        self.is_waiting = len(rows) == limit
+
+
+class Lanes:
+    """The lanes of one queue in one worker's memory. Times are seconds of a monotonic clock."""
+
+    def __init__(self, queue: str) -> None:
+        self.queue = queue
+        # Until the database answers otherwise.
+        self.is_limited = True
+        self.has_ordered = True
+        self.fresh = Cursor()
+        self.retries = Cursor()
+        self.suspects = Suspects()
+        self.after_key = ""  # The last ordering key that was read.
+        self._round_began_after: str | None = None
+        self._round_has_wrapped = False
+        self._page_found_some = False
+        self.wanted_at = -math.inf
+        """The time of the last request for a search of all lanes. Only later searches fulfil it."""
+        self._lapsed_looked_at = -math.inf
+        self._lapsed_searched_at = -math.inf
+        self._lapsed_due_at = -math.inf
+        self._scheduled_due_at = -math.inf  # When the next message falls due, apart from new ones.
+        self._others_are_older = False  # Whether a retry fell due before all fresh messages, in a queue with limits.
+        self._is_known = False
+        self._first = Lane.RETRIES
+
+    def is_for_new_alone(self, now: float) -> bool:
+        """Whether a claim of new messages finds all due messages in the lane of fresh ones."""
+        return (
+            now < self._scheduled_due_at
+            and self.fresh.looked_at > self.wanted_at
+            and not self.fresh.is_waiting
+            and not self.is_limited
+        )
+
+    def learn_searched(self) -> None:
+        """Remember that all fresh messages were searched: the database's answer gives the next due time."""
+        self._scheduled_due_at = math.inf
+
+    @property
+    def others_searched_at(self) -> float:
+        """The older start of the last searches for retries and for lapsed attempts."""
+        return min(self.retries.searched_at, self._lapsed_searched_at)
+
+    def turns(self, now: float, *, fresh_only: bool = False) -> list[Lane]:
+        """The lanes of the next look, in their order. Under a limit the lane with the oldest message comes first."""
+        if fresh_only and not self.is_limited:  # Under a limit a fresh message must not overtake the other lanes.
+            return [Lane.FRESH]
+        lanes = [Lane.FRESH]
+        if self.has_ordered:
+            lanes.append(Lane.ORDERED)
+        retries = self.retries
+        if retries.is_waiting or now >= retries.search_due_at or retries.looked_at <= self.wanted_at:
+            lanes.append(Lane.RETRIES)
+        # The next lane after the previous first one goes first.
+        order = (Lane.FRESH, Lane.ORDERED, Lane.RETRIES)
+        place = order.index(self._first) + 1
+        lanes.sort(key=lambda lane: (order.index(lane) - place) % len(order))
+        self._first = lanes[0]
+        if self.is_limited and Lane.RETRIES in lanes:
+            lanes.remove(Lane.RETRIES)
+            lanes.insert(0 if self._others_are_older else len(lanes), Lane.RETRIES)
+        if self.suspects.are_waiting or now >= self._lapsed_due_at or self._lapsed_looked_at <= self.wanted_at:
+            lanes[:0] = [Lane.ENDING, Lane.LAPSED]
+        return lanes
+
+    def learn_lapsed(self, *, began_at: float, ended_at: float) -> None:
+        """Remember the time of a look at both kinds of lapsed attempts."""
+        self._lapsed_looked_at = self._lapsed_searched_at = began_at
+        self._lapsed_due_at = _due_after(began_at, ended_at)
+
+    def learn_due(self, row: DueRow, *, asked_at: float | None, now: float) -> bool:
+        """Remember the database's answer for the queue. Returns whether a look would now find messages."""
+        is_news = (row.has_ordered and not self.has_ordered) or (self._is_known and row.is_limited != self.is_limited)
+        self._is_known = True
+        first, other = row.first_due_seconds, row.other_due_seconds
+        self._others_are_older = other is not None and (first is None or other < first)
+        self.is_limited, self.has_ordered = row.is_limited, row.has_ordered
+        self._scheduled_due_at = math.inf if row.first_seconds is None else now + row.first_seconds
+        # Under a limit every look includes them, because the next permit may come at any time.
+        other_seconds = row.other_due_seconds if row.is_limited else row.other_seconds
+        due_at = math.inf if other_seconds is None else now + other_seconds
+        self.retries.search_due_at = self._lapsed_due_at = due_at
+        if asked_at is not None:
+            # No message fell due in the lane before the query.
+            if self._scheduled_due_at > now:
+                self.fresh.searched_at = max(asked_at, self.fresh.searched_at)
+            if due_at > now:
+                self.retries.searched_at = self._lapsed_searched_at = asked_at
+        if is_news:
+            self.search(now=now)
+        return is_news
+
+    def page_limit(self, room: int) -> int:
+        """How many ordering keys the next page has at most: few while the pages hold nothing for which there is room.
+
+        A new message, of another queue say, waits for the page under way.
+        """
+        return room if self._page_found_some else min(room, _SEARCHED_KEYS)
+
+    def turn_page(self, last_key: str, *, found: int) -> bool:
+        """Remember the page of ordering keys that was read. Returns whether a round over all keys found nothing.
+
+        `last_key` is empty if no key follows the page.
+        """
+        if self._round_began_after is None:
+            self._round_began_after = self.after_key
+        self.after_key = last_key
+        self._page_found_some = found > 0
+        # The keys behind which the round began may be gone by now: then its second end is all there is.
+        is_over = last_key == "" and (self._round_has_wrapped or self._round_began_after == "")
+        is_over |= self._round_has_wrapped and last_key >= self._round_began_after
+        self._round_has_wrapped |= last_key == ""
+        if found or is_over:
+            self._round_began_after, self._round_has_wrapped = None, False
+        return is_over and not found
+
+    def search(self, *, now: float) -> None:
+        """Let the next look claim from all lanes, from the beginning."""
+        self._round_began_after, self._round_has_wrapped = None, False
+        self.wanted_at = now
+
+
+def _due_after(began_at: float, ended_at: float) -> float:
+    return ended_at + max(FULL_CLAIM_SECONDS, (ended_at - began_at) / FULL_CLAIM_SHARE)

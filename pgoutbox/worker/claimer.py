@@ -1,0 +1,431 @@
+"""Claims: fill the free room with rows, queue by queue, lane by lane, and key by key for ordered messages.
+
+The rows of a claim go to `take_over` before the next claim begins, so that the first messages start while the others
+are claimed. If two workers claim one coalesce key at the same time, one of them gets the message and the other claims
+again.
+
+A claim whose answer was lost may have been committed. Its attempts have the worker's name and no handler: they are
+released before the next claim.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from datetime import datetime
+from typing import Final
+
+import psycopg
+
+from pgoutbox.clock import elapsed_clock
+from pgoutbox.database.store import ClaimedRow, ClaimRefusedError, LapsedOptions, Store
+from pgoutbox.database.worker_connection import is_lost_key, is_of_a_row, is_refusal
+from pgoutbox.message import State
+from pgoutbox.observability.events import Event, Telemetry
+from pgoutbox.worker.claim_planner import Cursor, Lane, Lanes, Queues
+from pgoutbox.worker.reconnect import Outage
+from pgoutbox.worker.server_clock import ServerClock
+from pgoutbox.worker.set_aside import SetAside
+from pgoutbox.worker.unanswered_claims import UnansweredClaims
+
+_ROUND_TRIP_SECONDS: Final = 0.002
+_STUBBORN_CONFLICTS: Final = 3
+_CONFLICT_PAUSE_SECONDS: Final = 0.01  # Meanwhile the other claim, which has the key, commits.
+_ENDED_ELSEWHERE: Final = 100
+_ELSEWHERE_SECONDS: Final = 300.0
+_SURVEY_SECONDS: Final = 1.0
+_LONG_AGO_SECONDS: Final = 1e9
+_SENDING: Final = State.SENDING  # Looking up an enum member costs more than a comparison.
+
+
+class Claims:
+    """Claims for one worker. `held` and `suspects` are the attempts in flight, which the worker adds and removes."""
+
+    def __init__(
+        self,
+        store: Store,
+        queues: Queues,
+        outage: Outage,
+        *,
+        topics: Sequence[str],
+        hold_topics: Sequence[str],
+        held: Collection[int],
+        suspects: Collection[object],
+        take_over: Callable[[Sequence[ClaimedRow], float], Awaitable[None]],
+        stopping: asyncio.Event,
+        telemetry: Telemetry,
+    ) -> None:
+        self._store = store
+        self._queues = queues
+        self._outage = outage
+        self._topics = topics
+        self._hold_topics = hold_topics
+        self._held = held
+        self._suspects = suspects
+        self._take_over = take_over
+        self._stopping = stopping
+        self._telemetry = telemetry
+        self._clock = ServerClock(store.lease_seconds)
+        self._set_aside = SetAside(telemetry)
+        self._elsewhere_due_at = -math.inf
+        self._conflict_count = 0
+        self._searched_count = 0  # Queues in which the current look has left no fresh message behind.
+        self._busy_since = -math.inf  # When a look found a message for the first time since the last survey.
+        self._unanswered = UnansweredClaims(again_seconds=store.lease_seconds)
+        self.work_ahead = False
+
+    async def look(self, room: int, *, from_beginning: bool, fresh_only: bool = False) -> int | None:
+        """Claim from the queues in their order until the room is used up. None after an error of the database.
+
+        Returns the number of claimed rows, including rows that the claim ended. `work_ahead` then says whether more
+        messages are likely to wait. `from_beginning` looks at all due messages, `fresh_only` only at fresh ones.
+        """
+        found = 0
+        self.work_ahead = False
+        self._queues.looked_at = elapsed_clock()
+        if not await self.release_unanswered():
+            return None
+        if not fresh_only and self._is_check_due(self._queues.looked_at) and not await self._check():
+            return None
+        visible_id, self._searched_count = self._queues.arrivals.visible_id, 0
+        if self._conflict_count > _STUBBORN_CONFLICTS:
+            room = 1  # Claims of several rows can conflict at a coalesce key repeatedly: a claim of one row cannot.
+        for lanes in self._queues.in_turn():
+            count = await self._claim(lanes, room, from_beginning=from_beginning, fresh_only=fresh_only)
+            if count is None:
+                return None
+            self._conflict_count = 0
+            found += count
+            room -= count
+            if room <= 0:
+                break
+        if self._searched_count == len(self._queues.names):
+            self._queues.arrivals.note_searched(visible_id)
+        if found:
+            self._busy_since = min(self._busy_since, self._queues.looked_at)
+        return found
+
+    async def release_unanswered(self) -> bool:
+        """Release attempts of a claim whose answer was lost. False after an error of the database."""
+        now = elapsed_clock()
+        for span in self._unanswered.due(now):
+            try:
+                count = await self._store.release_unanswered(
+                    self._queues.names, self._held, after=span.after, before=span.before
+                )
+            except (psycopg.Error, OSError) as error:
+                await self._outage.endure(error)
+                return False
+            self._unanswered.note_looked(span, now)
+            if count:
+                self._telemetry.report(
+                    logging.WARNING, Event.CLAIM_LOST, "claim whose answer was lost, released", released_count=count
+                )
+        return True
+
+    async def next_due_seconds(self) -> float | None:
+        """Seconds until a look finds a message that the last one could not; None if no message is scheduled.
+
+        Raises the error of a database that does not answer.
+        """
+        # Messages that fell due since the last claim began are in neither answer unless the query includes them; and
+        # the query may reach the server late.
+        slack = _ROUND_TRIP_SECONDS
+        while True:
+            asked_at = elapsed_clock()
+            rows, now, horizon = await self._store.next_due(
+                self._queues.names,
+                since_seconds=min(asked_at - self._queues.searched_at + slack, _LONG_AGO_SECONDS),
+                others_since_seconds=min(asked_at - self._queues.others_searched_at + slack, _LONG_AGO_SECONDS),
+                floor_id=self._queues.arrivals.floor_id,
+            )
+            self._queues.arrivals.learn(horizon)
+            answered_at = elapsed_clock()
+            took = answered_at - asked_at
+            self._busy_since = math.inf
+            self._note_server_time(now, asked_at, answered_at)
+            # A late query does not cover the time before it arrived.
+            if self._queues.learn_due(rows, asked_at=asked_at if took <= slack else None, now=answered_at):
+                return 0.0
+            due = min(
+                (seconds for row in rows for seconds in (row.first_seconds, row.other_seconds) if seconds is not None),
+                default=None,
+            )
+            if took <= slack or (due is not None and due <= 0):
+                return due
+            slack = 2 * took
+
+    def _is_check_due(self, at: float) -> bool:
+        return self._clock.is_due(at) or at >= self._elsewhere_due_at or at >= self._busy_since + _SURVEY_SECONDS
+
+    async def _check(self) -> bool:
+        """Survey the queues and compare the clocks; periodically end attempts of other queues that block a key.
+
+        False after an error.
+        """
+        try:
+            if elapsed_clock() >= self._busy_since + _SURVEY_SECONDS:
+                await self.next_due_seconds()
+            if self._clock.is_due(asked_at := elapsed_clock()):
+                self._note_server_time(await self._store.server_time(), asked_at, elapsed_clock())
+            if (began_at := elapsed_clock()) >= self._elsewhere_due_at:
+                rows = await self._store.end_superseded_elsewhere(
+                    self._queues.names,
+                    topics=self._topics,
+                    total=_ENDED_ELSEWHERE,
+                    clock_limit=self._clock.limit(began_at),
+                )
+                self._elsewhere_due_at = began_at + _ELSEWHERE_SECONDS
+                if rows:
+                    await self._take_over(rows, began_at)
+        except (psycopg.Error, OSError) as error:
+            if is_of_a_row(error):
+                self._elsewhere_due_at = elapsed_clock() + _ELSEWHERE_SECONDS
+                self._telemetry.report(
+                    logging.ERROR,
+                    Event.CLAIM_REFUSED,
+                    "the database refuses to end superseded messages of other queues; they are tried again later",
+                    reason=getattr(error, "sqlstate", None),
+                )
+                return True
+            await self._outage.endure(error)
+            return False
+        return True
+
+    def _note_server_time(self, now: datetime, asked_at: float, answered_at: float) -> None:
+        stepped = self._clock.note(now, asked_at=asked_at, answered_at=answered_at)
+        if stepped is not None:
+            self._telemetry.report(
+                logging.WARNING,
+                Event.SERVER_CLOCK_STEPPED,
+                "server clock stepped forward, lapsed leases left alone for a lease",
+                seconds=round(stepped),
+            )
+
+    async def _claim(self, lanes: Lanes, room: int, *, from_beginning: bool, fresh_only: bool) -> int | None:
+        """Claim from the lanes of one queue in their order."""
+        found = 0
+        lapsed_began_at = elapsed_clock()
+        for lane in lanes.turns(elapsed_clock(), fresh_only=fresh_only):
+            if room - found <= 0:
+                self.work_ahead = True
+                break
+            count: int | None
+            match lane:
+                case Lane.ENDING:
+                    lapsed_began_at = elapsed_clock()
+                    count = await self._end_lapsed(lanes, room)
+                case Lane.LAPSED:
+                    count = await self._claim_lapsed(lanes, room - found)
+                    if count is not None:
+                        lanes.learn_lapsed(began_at=lapsed_began_at, ended_at=elapsed_clock())
+                case Lane.ORDERED:
+                    count = await self._claim_ordered(lanes, room - found, complete=from_beginning)
+                case Lane.RETRIES:
+                    count = await self._claim_due(lanes, lanes.retries, room - found, from_beginning=False)
+                case Lane.FRESH:
+                    count = await self._claim_fresh(lanes, room - found, from_beginning=from_beginning or fresh_only)
+            if count is None:
+                return None
+            found += count
+        return found
+
+    async def _claim_fresh(self, lanes: Lanes, room: int, *, from_beginning: bool) -> int | None:
+        """Claim fresh messages, and only the new ones if all others have been seen."""
+        floor_id = self._queues.arrivals.floor_id
+        if from_beginning and floor_id is not None and lanes.is_for_new_alone(elapsed_clock()):
+            return await self._claim_new(lanes, room, floor_id)
+        return await self._claim_due(lanes, lanes.fresh, room, from_beginning=from_beginning)
+
+    async def _claim_new(self, lanes: Lanes, room: int, floor_id: int) -> int | None:
+        began_at = elapsed_clock()
+        kind = f"{lanes.queue} fresh"
+        total = self._set_aside.within(kind, room)
+        rows = await self._run(
+            lanes.queue,
+            kind,
+            total,
+            self._store.claim_new(
+                lanes.queue,
+                topics=self._topics,
+                total=total,
+                floor_id=floor_id,
+                set_aside=self._set_aside.ids(began_at),
+            ),
+        )
+        if rows is None:
+            return None
+        lanes.fresh.learn_new(rows, total)
+        self._searched_count += not lanes.fresh.is_waiting
+        self.work_ahead |= lanes.fresh.is_waiting
+        await self._hand_over(rows, began_at)
+        return len(rows)
+
+    async def _claim_due(self, lanes: Lanes, cursor: Cursor, room: int, *, from_beginning: bool) -> int | None:
+        """Claim fresh messages or retries."""
+        began_at = elapsed_clock()
+        is_retries = cursor is lanes.retries
+        floor = cursor.start(began_at, from_beginning=from_beginning, wanted_at=lanes.wanted_at)
+        kind = f"{lanes.queue} {'retries' if is_retries else 'fresh'}"
+        total = self._set_aside.within(kind, room)
+        rows = await self._run(
+            lanes.queue,
+            kind,
+            total,
+            self._store.claim(
+                lanes.queue,
+                topics=self._topics,
+                total=total,
+                floor=floor,
+                retries=is_retries,
+                by_permits=lanes.is_limited,
+                in_turn=cursor.is_waiting and not lanes.is_limited,
+                set_aside=self._set_aside.ids(began_at),
+            ),
+        )
+        if rows is None:
+            return None
+        cursor.learn(rows, total, began_at=began_at, ended_at=elapsed_clock())
+        if not is_retries and floor is None:
+            lanes.learn_searched()
+            self._searched_count += not cursor.is_waiting
+        self.work_ahead |= cursor.is_waiting
+        await self._hand_over(rows, began_at)
+        return len(rows)
+
+    async def _end_lapsed(self, lanes: Lanes, room: int) -> int | None:
+        """End lapsed attempts whose message is not tried again."""
+        began_at = elapsed_clock()
+        kind = f"{lanes.queue} ending"
+        total = self._set_aside.within(kind, room)
+        rows = await self._run(
+            lanes.queue, kind, total, self._store.end_lapsed(lanes.queue, **self._lapsed(total, began_at))
+        )
+        if rows is None:
+            return None
+        self.work_ahead |= len(rows) == total
+        await self._hand_over(rows, began_at)
+        return len(rows)
+
+    async def _claim_lapsed(self, lanes: Lanes, room: int) -> int | None:
+        """Take over some of the other lapsed attempts."""
+        began_at = elapsed_clock()
+        kind = f"{lanes.queue} lapsed"
+        in_flight = len(self._suspects)
+        total = lanes.suspects.limit(self._set_aside.within(kind, room), in_flight)
+        if total == 0:
+            return 0
+        rows = await self._run(
+            lanes.queue, kind, total, self._store.claim_lapsed(lanes.queue, **self._lapsed(total, began_at))
+        )
+        if rows is None:
+            return None
+        self.work_ahead |= lanes.suspects.learn(total, len(rows), in_flight=in_flight, is_filled=len(rows) == room)
+        await self._hand_over(rows, began_at)
+        return len(rows)
+
+    def _lapsed(self, total: int, now: float) -> LapsedOptions:
+        return {
+            "topics": self._topics,
+            "hold_topics": self._hold_topics,
+            "total": total,
+            "held": self._held,
+            "clock_limit": self._clock.limit(now),
+            "set_aside": self._set_aside.ids(now),
+        }
+
+    async def _run(
+        self, queue: str, kind: str, total: int, claim: Awaitable[list[ClaimedRow]]
+    ) -> list[ClaimedRow] | None:
+        """The rows of a claim of up to `total` messages; None after an error of the database."""
+        self._unanswered.begin()
+        try:
+            rows = await claim
+        except (psycopg.Error, OSError) as error:
+            await self._endure(error, queue, kind, total)
+            return None
+        self._outage.end()
+        self._set_aside.note_claimed(kind, total)
+        return await self._mark_superseded(queue, rows)
+
+    async def _mark_superseded(self, queue: str, rows: list[ClaimedRow]) -> list[ClaimedRow] | None:
+        """Return the rows of a committed claim with the superseded ones marked, or None if the database failed.
+
+        After a failure the attempts have begun, but no handler gets the messages: the next look releases them.
+        """
+        try:
+            marked = await self._store.mark_superseded(rows)
+        except (psycopg.Error, OSError) as error:
+            await self._outage.endure(error)
+            return None
+        self._measure(queue, marked)
+        return marked
+
+    async def _hand_over(self, rows: Sequence[ClaimedRow], began_at: float) -> None:
+        if rows:
+            await self._take_over(rows, began_at)
+        self._unanswered.end(_time_of(rows))
+
+    async def _claim_ordered(self, lanes: Lanes, room: int, *, complete: bool) -> int | None:
+        """Claim from the next page of ordering keys. A complete look has more ahead until it went round all keys."""
+        kind = f"{lanes.queue} ordered"
+        room = self._set_aside.within(kind, room)
+        began_at = elapsed_clock()
+        set_aside = self._set_aside.ids(began_at)
+        message_ids: Sequence[int] = ()
+        rows: Sequence[ClaimedRow] = ()
+        try:
+            found, last_key = await self._store.find_ordered(
+                lanes.queue, topics=self._topics, after_key=lanes.after_key, key_limit=lanes.page_limit(room)
+            )
+            floor_id = self._queues.arrivals.floor_id
+            is_whole = lanes.after_key == last_key == ""
+            # A message of a new key does not wait until the round has come to it.
+            if not is_whole and floor_id is not None and room > len(found):
+                new = await self._store.find_new_ordered(
+                    lanes.queue, topics=self._topics, floor_id=floor_id, key_limit=room - len(found)
+                )
+                found = list({*found, *new})
+            message_ids = [message_id for message_id in found if message_id not in set_aside]
+            if message_ids:
+                self._unanswered.begin()
+                rows = await self._store.claim_ordered(lanes.queue, message_ids)
+                self._outage.end()  # Not by a search: a server that has become read-only answers it, too.
+        except (psycopg.Error, OSError) as error:
+            await self._endure(error, lanes.queue, kind, len(message_ids))
+            return None
+        self._measure(lanes.queue, rows)
+        if rows:
+            self._set_aside.note_claimed(kind, room)
+        is_round_over = lanes.turn_page(last_key, found=len(rows))
+        self.work_ahead |= bool(rows) or (complete and not is_round_over)
+        await self._hand_over(rows, began_at)
+        return len(rows)
+
+    async def _endure(self, error: psycopg.Error | OSError, queue: str, kind: str, total: int) -> None:
+        if is_refusal(error):
+            self._unanswered.end()
+        if is_lost_key(error):
+            self._conflict_count += 1
+            if self._conflict_count > _STUBBORN_CONFLICTS:
+                await asyncio.sleep(_CONFLICT_PAUSE_SECONDS)
+        elif is_of_a_row(error) and (total > 1 or isinstance(error, ClaimRefusedError)):
+            self._set_aside.note_refused(kind, total)
+            if self._set_aside.is_hopeless(kind):
+                raise error
+            if isinstance(error, ClaimRefusedError):
+                self._set_aside.add(error.message_ids, queue, error.sqlstate or "", elapsed_clock())
+        else:
+            await self._outage.endure(error)
+
+    def _measure(self, queue: str, rows: Sequence[ClaimedRow]) -> None:
+        if (measures := self._telemetry.measures) is not None:
+            topics = [row.topic for row in rows if row.state == _SENDING]
+            measures.claim(queue, topics, at=elapsed_clock())
+
+
+def _time_of(rows: Sequence[ClaimedRow]) -> datetime | None:
+    """The claim time of the attempts of one claim, by the server's clock."""
+    return next((row.claimed_at for row in rows if row.state == _SENDING), None)

@@ -1,0 +1,429 @@
+"""The finisher: collects the outcomes of attempts and writes them in fenced batches, with retries.
+
+A locked row and a refused row delay no other row. If a later attempt owns the message, the outcome is not written and
+the finisher reports a lost lease. A message whose outcome is refused stays in `held`, so its lease is renewed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections import deque
+from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Final, assert_never
+
+import psycopg
+
+from pgoutbox.database.store import ClaimedRow, Store, Verdict
+from pgoutbox.database.worker_connection import is_passing
+from pgoutbox.message import (
+    AttemptOutcome,
+    Message,
+    Permanent,
+    Postponed,
+    ReasonCode,
+    Sent,
+    Skip,
+    Snooze,
+    State,
+    Transient,
+    Unavailable,
+)
+from pgoutbox.observability.events import Event, Telemetry, event_of_outcome, event_of_state
+from pgoutbox.redaction import redact_text
+from pgoutbox.retry import bounded_delay
+from pgoutbox.text import MAX_TEXT_LENGTH, clean_text, describe
+from pgoutbox.worker.dispatcher import MIN_SNOOZE_SECONDS
+from pgoutbox.worker.refused_outcomes import Refusals
+from pgoutbox.worker.results import Abandoned, AlreadyFinished, Attempt, Ending, Released
+
+_FIRST_PAUSE_SECONDS = 0.05
+_MAX_PAUSE_SECONDS = 5.0
+_LOCKED_PAUSE_SECONDS = 0.1
+_PENDING_AGAIN: Final = frozenset({AttemptOutcome.RETRY, AttemptOutcome.SNOOZED, AttemptOutcome.RELEASED})
+_SENT: Final = State.SENT  # Looking up an enum member costs more than a comparison.
+
+Write = Callable[[Sequence[Attempt]], Awaitable[Mapping[int, State]]]
+
+
+class Finisher:
+    """Writes the ends of attempts and removes them from `held`.
+
+    `on_ended` is called after attempts have ended, `on_written` after every batch, `on_pending` when a message is
+    pending again, `on_released` with the queues of messages released without an attempt, `on_successors` with the
+    queues of messages that had to wait for a message of the batch, `on_halted` and `on_resumed` with a topic whose
+    outcomes the database refuses.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        held: MutableMapping[int, Attempt],
+        *,
+        batch_size: int,
+        redacted_names: Sequence[str],
+        on_ended: Callable[[], None],
+        on_written: Callable[[], None],
+        on_released: Callable[[Collection[str]], Awaitable[None]],
+        on_successors: Callable[[Sequence[str]], Awaitable[None]],
+        on_pending: Callable[[], None],
+        on_halted: Callable[[str], None],
+        on_resumed: Callable[[str], None],
+        telemetry: Telemetry,
+    ) -> None:
+        self._store = store
+        self._held = held
+        self._batch_size = batch_size
+        self._redacted_names = redacted_names
+        self._on_ended = on_ended
+        self._on_written = on_written
+        self._on_released = on_released
+        self._on_successors = on_successors
+        self._on_pending = on_pending
+        self._telemetry = telemetry
+        self.refusals = Refusals(
+            write_again=self._collect_refused, on_halted=on_halted, on_resumed=on_resumed, telemetry=telemetry
+        )
+        self._endings: deque[tuple[Attempt, Ending]] = deque()
+        self._refused: deque[Attempt] = deque()
+        self._ready = asyncio.Event()
+        self._is_announced = False
+
+    def collect(self, attempt: Attempt, ending: Ending) -> None:
+        """Take over the end of one attempt."""
+        self._endings.append((attempt, ending))
+        if not self._is_announced:
+            # Once for all attempts that end within one turn of the event loop.
+            self._is_announced = True
+            asyncio.get_running_loop().call_soon(self._announce)
+
+    def _announce(self) -> None:
+        self._is_announced = False
+        self._ready.set()
+        self._on_ended()
+
+    async def note_unattempted(self, rows: Sequence[ClaimedRow]) -> None:
+        """Report messages that a claim has ended: they have no attempt, and others may have waited for them."""
+        for row in rows:
+            level = logging.WARNING if row.state == State.FAILED else logging.DEBUG
+            event = event_of_state(State(row.state))
+            self._report(level, event, "message ended without an attempt", row, state=row.state)
+            if self._telemetry.measures is not None:
+                self._telemetry.measures.unattempted(row.topic, row.queue, row.state)
+        freed = [row for row in rows if row.was_lapsed and row.coalesce_key is not None]
+        if freed:
+            await self._wake_successors(freed)
+
+    async def run(self) -> None:
+        """Write the collected outcomes, until cancelled."""
+        while True:
+            await self._ready.wait()
+            self._ready.clear()
+            while self._endings or self._refused:
+                await self._finish(self._next_batch())
+                if self._refused:
+                    await self._finish_refused(self._refused.popleft())
+                self._on_written()
+
+    def _next_batch(self) -> list[tuple[Attempt, Ending]]:
+        endings = self._endings
+        if len(endings) <= self._batch_size:
+            batch = list(endings)
+            endings.clear()
+            return batch
+        return [endings.popleft() for _ in range(self._batch_size)]
+
+    async def give_up(self) -> None:
+        """Write a minimal end for each refused outcome: the worker is about to stop."""
+        for attempt, refusal in self.refusals.stop().items():
+            for verdict in (refusal.verdict, _plain_verdict(attempt, refusal.verdict, refusal.reason)):
+                with contextlib.suppress(psycopg.Error, OSError):
+                    done = await self._write_one(attempt, verdict)
+                    if done:
+                        verdicts = {} if verdict is None else {attempt: verdict}
+                        self._settle([attempt], done, {}, verdicts)
+                        break
+
+    def report_unwritten(self) -> None:
+        """Log the messages whose outcome is still refused."""
+        for attempt, refusal in self.refusals.stop().items():
+            self._let_go(attempt)
+            self._report(
+                logging.ERROR,
+                Event.OUTCOME_UNWRITTEN,
+                "stopped with an outcome that the database refuses; the lease will run out",
+                attempt.message,
+                outcome=AttemptOutcome.SENT if refusal.verdict is None else refusal.verdict.outcome,
+                reason=refusal.reason,
+            )
+
+    async def _finish(self, batch: Sequence[tuple[Attempt, Ending]]) -> None:
+        sent, verdicts = self._sort(batch)
+        if sent:
+            await self._write(sent, self._write_sent, {})
+        if verdicts:
+            await self._write(list(verdicts), lambda part: self._store.finish([verdicts[c] for c in part]), verdicts)
+            released = {
+                c.message.queue for c, verdict in verdicts.items() if verdict.outcome is AttemptOutcome.RELEASED
+            }
+            if released:
+                await self._on_released(released)
+        held = self._held
+        locked = [(c, ending) for c, ending in batch if held.get(c.message.id) is c and c not in self.refusals]
+        if locked:
+            # Another transaction may hold these locks for long; do not block later outcomes on them.
+            asyncio.get_running_loop().call_later(_LOCKED_PAUSE_SECONDS, self._collect_again, locked)
+        keyed = [c.message for c, _ in batch if c.message.coalesce_key is not None]
+        if keyed:
+            await self._wake_successors(keyed)
+
+    def _sort(self, batch: Sequence[tuple[Attempt, Ending]]) -> tuple[list[Attempt], dict[Attempt, Verdict]]:
+        """The sent attempts, and the verdicts of the others."""
+        sent = []
+        verdicts: dict[Attempt, Verdict] = {}
+        held = self._held
+        for attempt, ending in batch:
+            if held.get(attempt.message.id) is not attempt:
+                continue  # A failover lost its message, and another message has the id.
+            if isinstance(ending, Sent):
+                sent.append(attempt)
+            elif isinstance(ending, (AlreadyFinished, Abandoned)):
+                self._let_go(attempt)
+                self._note_unwritten(attempt.message, ending)
+            else:
+                verdicts[attempt] = _verdict_of_any(attempt, ending, self._redacted_names)
+        return sent, verdicts
+
+    def _note_unwritten(self, message: Message[object], ending: AlreadyFinished | Abandoned) -> None:
+        if isinstance(ending, Abandoned):
+            text = "worker stopped and the handler runs on; the lease is left to expire"
+            self._report(logging.WARNING, Event.ATTEMPT_ABANDONED, text, message)
+            return
+        self._telemetry.count(Event.SENT)
+        if self._telemetry.measures is not None:
+            self._telemetry.measures.sent([message])
+
+    def _collect_again(self, locked: Sequence[tuple[Attempt, Ending]]) -> None:
+        self._endings.extend(locked)
+        self._ready.set()
+
+    def _collect_refused(self, attempt: Attempt) -> None:
+        self._refused.append(attempt)
+        self._ready.set()
+
+    async def _finish_refused(self, attempt: Attempt) -> None:
+        """Write a refused outcome again, alone: a batch with it would be refused."""
+        verdict = self.refusals.verdict_of(attempt)
+        verdicts = {} if verdict is None else {attempt: verdict}
+        await self._write([attempt], lambda _: self._write_one(attempt, verdict), verdicts)
+        if self._held.get(attempt.message.id) is attempt:
+            self.refusals.wait(attempt)
+        elif attempt.message.coalesce_key is not None:
+            await self._wake_successors([attempt.message])
+
+    async def _write_one(self, attempt: Attempt, verdict: Verdict | None) -> Mapping[int, State]:
+        if verdict is None:
+            return await self._write_sent([attempt])
+        return await self._store.finish([replace(verdict, attempt_count=attempt.attempt_count)])
+
+    async def _write_sent(self, attempts: Sequence[Attempt]) -> Mapping[int, State]:
+        return await self._store.finish_sent(
+            [c.message.id for c in attempts],
+            [c.attempt_count for c in attempts],
+            {c.message.topic for c in attempts},
+        )
+
+    async def _write(self, attempts: Sequence[Attempt], write: Write, verdicts: Mapping[Attempt, Verdict]) -> None:
+        """Write the ends of these attempts, with retries: the fence makes repetitions harmless."""
+        pause = _FIRST_PAUSE_SECONDS
+        while True:
+            try:
+                done = await write(attempts)
+                standing = await self._standing_of([c for c in attempts if c.message.id not in done])
+            except (psycopg.Error, OSError) as error:
+                if not is_passing(error):
+                    await self._write_apart(attempts, write, verdicts, error)
+                    return
+            else:
+                self._settle(attempts, done, standing, verdicts)
+                return
+            await asyncio.sleep(pause * (0.5 + random.random() / 2))
+            pause = min(pause * 2, _MAX_PAUSE_SECONDS)
+
+    async def _standing_of(self, attempts: Sequence[Attempt]) -> Mapping[int, State]:
+        if not attempts:
+            return {}
+        return await self._store.standing([c.message.id for c in attempts], [c.attempt_count for c in attempts])
+
+    def _settle(
+        self,
+        attempts: Sequence[Attempt],
+        done: Mapping[int, State],
+        standing: Mapping[int, State],
+        verdicts: Mapping[Attempt, Verdict],
+    ) -> None:
+        measures = self._telemetry.measures
+        held = self._held
+        sent = []
+        for attempt in attempts:
+            message = attempt.message
+            message_id = message.id
+            state = done.get(message_id) or standing.get(message_id)
+            if state is _SENT:
+                # This process may have claimed the message again meanwhile, after the lease of this attempt ran out.
+                if held.get(message_id) is attempt:
+                    del held[message_id]
+                sent.append(message)
+                continue
+            if state is State.SENDING:
+                continue  # A caller's transaction has locked the row; try again.
+            self._let_go(attempt)
+            self._note_end(message, state, verdicts.get(attempt))
+        self.refusals.forget(c for c in attempts if self._held.get(c.message.id) is not c)
+        self._telemetry.count(Event.SENT, len(sent))
+        if measures is not None and sent:
+            measures.sent(sent)
+
+    def _note_end(self, message: Message[object], state: State | None, verdict: Verdict | None) -> None:
+        """Report the end of an attempt that was not sent; without a state it has lost its message."""
+        if state is State.PENDING:
+            self._on_pending()  # A sleeping worker does not know its due time yet.
+        if self._telemetry.measures is not None:
+            self._telemetry.measures.ended(message, _outcome_of(state, verdict))
+        if state is None:
+            self._report(logging.WARNING, Event.LEASE_LOST, "lease lost, outcome not written", message)
+        elif state is State.FAILED:
+            self._report(logging.WARNING, Event.FAILED, "message failed", message)
+        elif state is State.PENDING and verdict is not None:
+            self._report(logging.INFO, event_of_outcome(verdict.outcome), "attempt ended, pending again", message)
+        else:
+            self._report(logging.INFO, event_of_state(state), "message ended", message)
+
+    async def _write_apart(
+        self, attempts: Sequence[Attempt], write: Write, verdicts: Mapping[Attempt, Verdict], error: BaseException
+    ) -> None:
+        """Find the row because of which PostgreSQL refused a batch, so that the others are finished."""
+        if len(attempts) > 1:
+            middle = len(attempts) // 2
+            await self._write(attempts[:middle], write, verdicts)
+            await self._write(attempts[middle:], write, verdicts)
+            return
+        (attempt,) = attempts
+        self.refusals.note(attempt, verdicts.get(attempt), error)
+
+    def _let_go(self, attempt: Attempt) -> None:
+        # This process may have claimed the message again meanwhile, after the lease of this attempt ran out.
+        if self._held.get(attempt.message.id) is attempt:
+            del self._held[attempt.message.id]
+
+    async def _wake_successors(self, messages: Sequence[Message[object] | ClaimedRow]) -> None:
+        try:
+            queues = await self._store.queues_of_successors(
+                [m.id for m in messages], [m.topic for m in messages], [m.coalesce_key or "" for m in messages]
+            )
+        except (psycopg.Error, OSError) as error:
+            if not is_passing(error):
+                raise
+            # It is not known whether a message waits; a look costs one claim.
+            queues = sorted({message.queue for message in messages})
+        if queues:
+            await self._on_successors(queues)
+
+    def _report(
+        self, level: int, event: Event, text: str, message: Message[object] | ClaimedRow, **fields: object
+    ) -> None:
+        self._telemetry.report(
+            level,
+            event,
+            text,
+            message_id=message.id,
+            topic=message.topic,
+            queue=message.queue,
+            attempt_count=message.attempt_count,
+            **fields,
+        )
+
+
+def _outcome_of(state: State | None, verdict: Verdict | None) -> AttemptOutcome:
+    """The reported outcome of an attempt that was not sent."""
+    if state is None:
+        return AttemptOutcome.LOST
+    if state is State.PENDING:
+        return AttemptOutcome.RETRY if verdict is None else verdict.outcome
+    return AttemptOutcome(state)
+
+
+def _verdict_of_any(
+    attempt: Attempt,
+    ending: Transient | Unavailable | Permanent | Skip | Snooze | Released,
+    redacted_names: Sequence[str],
+) -> Verdict:
+    try:
+        verdict = verdict_of(attempt, ending)
+        names = (*redacted_names, *attempt.handler.redact)
+        return verdict if verdict.reason is None else replace(verdict, reason=_redacted(verdict.reason, names))
+    except Exception as error:  # noqa: BLE001 - an invalid outcome ends its own message, not the worker
+        message = attempt.message
+        text = f"the outcome cannot be read: {describe(error)}"
+        return Verdict(message.id, attempt.attempt_count, AttemptOutcome.FAILED, text)
+
+
+def _plain_verdict(attempt: Attempt, verdict: Verdict | None, reason: str) -> Verdict:
+    """A minimal end of the attempt, which the database can hardly refuse; failed if it was handed over."""
+    message = attempt.message
+    if verdict is not None and verdict.outcome in _PENDING_AGAIN:
+        return replace(verdict, reason=f"the database refused to write its outcome ({reason})")
+    outcome = AttemptOutcome.SENT if verdict is None else verdict.outcome
+    text = f"it was handed over and ended {outcome}, which the database refused to write ({reason})"
+    return Verdict(message.id, attempt.attempt_count, AttemptOutcome.FAILED, text)
+
+
+def _redacted(text: str, names: Sequence[str]) -> str:
+    return redact_text(text, names)[:MAX_TEXT_LENGTH]
+
+
+def verdict_of(attempt: Attempt, ending: Transient | Unavailable | Permanent | Skip | Snooze | Released) -> Verdict:
+    """The verdict of an ending other than sent."""
+    finish = partial(Verdict, attempt.message.id, attempt.attempt_count)
+    if attempt.handler.on_unknown == "hold" and (reason := _unknown_reason(ending)) is not None:
+        return finish(AttemptOutcome.FAILED, clean_text(reason))
+    match ending:
+        case Transient(error=error, retry_after=retry_after):
+            delay = attempt.handler.retry.delay_seconds(attempt.used_count, retry_after=retry_after)
+            return finish(AttemptOutcome.RETRY, clean_text(str(error)), delay)
+        case Unavailable(error=error, retry_after=retry_after):
+            # The count of claims grows with each claim, also with claims that use up no attempt.
+            pause = attempt.handler.retry.delay_seconds(attempt.attempt_count)
+            delay = max(pause, retry_after or 0.0, MIN_SNOOZE_SECONDS)  # No budget limits the attempts of a tight loop.
+            text = clean_text(str(error))
+            return finish(AttemptOutcome.SNOOZED, text, bounded_delay(delay), ReasonCode.UNAVAILABLE)
+        case Permanent(error=error):
+            return finish(AttemptOutcome.FAILED, clean_text(str(error)))
+        case Skip(reason=reason):
+            text = clean_text(str(reason)) or "skipped by its handler"
+            return finish(AttemptOutcome.SKIPPED, text)
+        case Snooze(delay_seconds=delay, reason=reason):
+            why = None if reason is None else clean_text(str(reason))
+            code, key = (ending.code, ending.breaker_key) if isinstance(ending, Postponed) else (None, None)
+            return finish(AttemptOutcome.SNOOZED, why, bounded_delay(delay), code, key)
+        case Released():
+            return finish(AttemptOutcome.RELEASED)
+        case _:
+            assert_never(ending)
+
+
+def _unknown_reason(ending: object) -> str | None:
+    """Why it is unknown whether the attempt sent its message; None if it is known."""
+    match ending:
+        case Transient(unknown=True, error=error):
+            return str(error)
+        case Postponed(unknown_error=error):
+            return error
+        case Released(unknown=True):
+            return "stopped with its worker, outcome unknown"
+        case _:
+            return None

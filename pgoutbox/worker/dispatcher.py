@@ -1,0 +1,226 @@
+"""From a claimed message and its handler to an outcome. No SQL: what an outcome does to the row is not known here.
+
+Whatever a handler does (return nonsense, raise an exception that cannot be printed, exit the interpreter) becomes one
+of the six outcomes. Only a genuine cancellation by the worker passes through.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from contextvars import copy_context
+from typing import Final, cast
+
+import psycopg
+
+from pgoutbox.clock import elapsed_clock
+from pgoutbox.errors import LeaseLostError
+from pgoutbox.handlers import Context, Handler, SyncContext
+from pgoutbox.message import Message, Outcome, Permanent, Sent, Skip, Snooze, Transient, Unavailable
+from pgoutbox.text import describe
+from pgoutbox.transports import Content, Transport, scheme_of
+from pgoutbox.transports.registry import MissingTransport
+from pgoutbox.worker.results import Attempt, watch_thread
+
+MIN_SNOOZE_SECONDS = 1.0
+
+Send = Callable[[Transport, Message[object], Content], Awaitable[Outcome]]
+
+_SENT_ALONE: Final = (Sent(),)
+
+
+class Dispatcher:
+    """Runs handlers and sends what they render."""
+
+    def __init__(
+        self,
+        transports: Mapping[str, Transport],
+        threads: Executor,
+        *,
+        lease_seconds: float,
+        redirect_to: str | None = None,
+        send: Send | None = None,
+    ) -> None:
+        self._transports = transports
+        self._redirect_to = redirect_to
+        self._threads = threads
+        self._lease_seconds = lease_seconds
+        self._send = send or send_by
+
+    async def run(self, attempts: Sequence[Attempt]) -> Sequence[Outcome]:
+        """One attempt of one message, its outcome alone in the answer."""
+        (attempt,) = attempts
+        handler = attempt.handler
+        try:
+            message = attempt.message if handler.payload_adapter is None else handler.parse(attempt.message)
+            if handler.is_async:
+                result = await cast(
+                    "Awaitable[object]", handler.function(message, Context(attempt, attempt.connection))
+                )
+            else:
+                result = await self._run_in_thread(handler, message, attempt)
+            if result is None:
+                return _SENT_ALONE
+            return (await self.conclude(attempt, message, result),)
+        except BaseException as error:  # noqa: BLE001 - whatever a handler raises is the outcome of its attempt
+            return (outcome_of_error(handler, error),)
+
+    async def run_batch(self, attempts: Sequence[Attempt]) -> list[Outcome]:
+        """One attempt of several messages of one handler; an outcome for each, in their order."""
+        handler = attempts[0].handler
+        outcomes: dict[int, Outcome] = {}
+        parsed: list[tuple[Message[object], Attempt]] = []
+        for attempt in attempts:
+            try:
+                parsed.append((handler.parse(attempt.message), attempt))
+            except Permanent as refused:
+                outcomes[attempt.message.id] = refused
+        if parsed:
+            messages = [message for message, _ in parsed]
+            results = await self._run_batch_handler(handler, messages, [attempt for _, attempt in parsed])
+            for (message, attempt), result in zip(parsed, results, strict=True):
+                try:
+                    outcomes[message.id] = await self._conclude_safely(attempt, message, result)
+                except asyncio.CancelledError:
+                    # What was sent was sent. This one may have been; those behind it were not.
+                    outcomes[message.id] = Transient("stopped while it was being sent, outcome unknown", unknown=True)
+                    outcomes = {m.id: Snooze(0) for m in messages} | outcomes
+                    break
+        return [outcomes[attempt.message.id] for attempt in attempts]
+
+    async def _run_batch_handler(
+        self,
+        handler: Handler,
+        messages: list[Message[object]],
+        attempts: list[Attempt],
+    ) -> Sequence[object]:
+        try:
+            if handler.is_async:
+                results = await cast(
+                    "Awaitable[object]", handler.function(messages, [Context(attempt) for attempt in attempts])
+                )
+            else:
+                loop = asyncio.get_running_loop()
+                arguments = (messages, [SyncContext(attempt, loop) for attempt in attempts])
+                results = await in_thread(self._threads, handler.function, *arguments)
+        except BaseException as error:  # noqa: BLE001 - whatever a handler raises is the outcome of its attempt
+            return [outcome_of_error(handler, error)] * len(messages)
+        if results is None:
+            return [None] * len(messages)
+        if not isinstance(results, Sequence) or isinstance(results, (str, bytes)) or len(results) != len(messages):
+            problem = f"the batch handler must return None or {len(messages)} outcomes, one per message, in their order"
+            return [Permanent(problem)] * len(messages)
+        return results
+
+    async def _run_in_thread(
+        self,
+        handler: Handler,
+        message: Message[object],
+        attempt: Attempt,
+    ) -> object:
+        thread_context = SyncContext(attempt, asyncio.get_running_loop())
+        return await in_thread(self._threads, handler.function, message, thread_context)
+
+    async def _conclude_safely(self, attempt: Attempt, message: Message[object], result: object) -> Outcome:
+        try:
+            return await self.conclude(attempt, message, result)
+        except BaseException as error:  # noqa: BLE001 - one message of a batch never decides about the others
+            return outcome_of_error(attempt.handler, error)
+
+    async def conclude(self, attempt: Attempt, message: Message[object], result: object) -> Outcome:
+        """The outcome that a handler's result means; a content is sent. `message` has its payload parsed."""
+        match result:
+            case None:
+                return Sent()
+            case Snooze():
+                return _with_a_pause(result)
+            case Sent() | Transient() | Unavailable() | Permanent() | Skip():
+                return result
+            case Content():
+                # The process may have been suspended since the handler began: ask before anything is handed over.
+                if attempt.overtaken is not None or attempt.leased_at < elapsed_clock() - self._lease_seconds / 2:
+                    try:
+                        await attempt.ensure_lease()
+                    except (psycopg.Error, OSError):
+                        return Snooze(0)  # Nothing was handed over, so no attempt is used up.
+                return await self.deliver(message, result)
+            case _:
+                return Permanent(
+                    f"the handler returned a {type(result).__name__}; it must return None, an outcome, or a content "
+                    "such as Email"
+                )
+
+    async def deliver(self, message: Message[object], content: Content) -> Outcome:
+        """Send a content by the transport of the message's destination."""
+        scheme = scheme_of(message.destination) if message.destination is not None else content.scheme
+        if not scheme:
+            return Permanent(f"destination: the message has none, and its {type(content).__name__} needs one")
+        transport = self._transports.get(scheme)
+        if transport is None:
+            return await self._send(MissingTransport(scheme, self._transports), message, content)
+        if getattr(transport, "redirect_to", None) != self._redirect_to:
+            # Kept, not skipped: should the redirect be a mistake, everything goes out once it is taken away.
+            return Unavailable(f"not sent: the transport of {scheme!r} does not follow PGOUTBOX_REDIRECT_TO")
+        return await self._send(transport, message, content)
+
+
+async def send_by(transport: Transport, message: Message[object], content: Content) -> Outcome:
+    """`transport.send`, as a function."""
+    return await transport.send(message, content)
+
+
+async def in_thread(
+    threads: Executor,
+    function: Callable[..., object],
+    *arguments: object,
+) -> object:
+    """What the function returns or raises in a thread.
+
+    Its exception leaves the thread as a value: a future refuses `StopIteration` (Python 3.11), and a `GeneratorExit`
+    that a task is woken with closes every coroutine on its way, the slot's too.
+    """
+
+    def call() -> tuple[object, BaseException | None]:
+        try:
+            return function(*arguments), None
+        except BaseException as error:  # noqa: BLE001 - raised again where it is awaited
+            return None, error
+
+    # The thread sees what the task sees: the current span, for one.
+    future = threads.submit(copy_context().run, call)
+    watch_thread.get()(cast("Future[object]", future))
+    result, error = await asyncio.wrap_future(future)
+    if isinstance(error, StopIteration):
+        raise RuntimeError(describe(error)) from error  # noqa: TRY004 - what a coroutine would raise
+    if error is not None:
+        raise error
+    return result
+
+
+def outcome_of_error(handler: Handler, error: BaseException) -> Outcome:
+    """What an exception means: the outcome that was raised, `Permanent` for the handler's list, else `Transient`."""
+    match error:
+        case Snooze():
+            return _with_a_pause(error)
+        case Transient() | Unavailable() | Permanent() | Skip():
+            return error
+        case asyncio.CancelledError() if _is_being_cancelled():
+            raise error
+        case LeaseLostError():
+            return Transient(describe(error))  # What overtook it decides, not the handler's list.
+        case _:
+            text = describe(error)
+            outcome = Permanent(text) if isinstance(error, handler.permanent_errors) else Transient(text)
+            outcome.__cause__ = error  # For middleware that reports exceptions.
+            return outcome
+
+
+def _with_a_pause(asked: Snooze) -> Snooze:
+    # A message that is due again at once would be claimed a thousand times a second, with a row for each attempt.
+    return asked if asked.delay_seconds >= MIN_SNOOZE_SECONDS else Snooze(MIN_SNOOZE_SECONDS, asked.reason)
+
+
+def _is_being_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

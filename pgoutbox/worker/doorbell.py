@@ -1,0 +1,456 @@
+"""The doorbell: a commit wakes a sleeping worker, and producers do not notify while no worker sleeps.
+
+One worker of a queue is on watch: an enqueue wakes only this worker. It arms the bell, so that producers notify, or
+polls at high rates, so that they need not. Its deputy looks a little later, in case the watch does not answer. The
+other sleepers rely on the watch until it notifies them of its end.
+
+One connection listens and holds the locks (session-level advisory locks), so that all of them end together. Nothing
+else runs on it, and its socket is always read, so that it never keeps the server's notification queue from shrinking.
+The bell only saves time: a worker without a listener goes on with its sweep.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import logging
+import random
+from collections.abc import Callable, Iterator, Sequence
+from hashlib import blake2b
+from typing import Literal, LiteralString, Protocol
+
+import psycopg
+from psycopg.rows import TupleRow
+
+from pgoutbox.database import sql
+from pgoutbox.database.connections import deadline
+from pgoutbox.database.worker_connection import connect, is_out_of_reach, keeps_session, prepare_session
+from pgoutbox.observability.events import Event, Telemetry
+from pgoutbox.settings import Settings
+
+CHANNEL = "pgoutbox"
+_MAX_PAUSE_SECONDS = 5.0
+_ANSWER_SECONDS = 0.25  # If a watch has not answered a ring by then, its deputy looks.
+
+# Shares of the server's notification queue: the start and the end of the report, and the start and the end of giving up
+# bells. PostgreSQL lets an idle listener stay four pages behind until the next notification, and the smallest queue has
+# 64 pages: the usage may never fall below that share.
+_FILLING = 0.1
+_CALM = 0.08
+_FULL = 0.5
+_ROOM_AGAIN = 0.25
+
+
+class Bell(enum.Enum):
+    """The result of arming the bells of some queues, worst case first."""
+
+    PRODUCERS = "producers"  # Enqueuing transactions are open: look again when they have committed.
+    ARMED = "armed"  # Every later commit wakes this worker or the one on watch: look once more.
+    STILL_ARMED = "still armed"  # Unchanged since before the last claim.
+    DOWN = "down"  # No listener: only the sweep finds messages.
+
+
+class OnRing(Protocol):
+    """Called with a queue that may have work, or with None for any queue, after the listener was lost and is back.
+
+    `is_new` means that a new message was enqueued there, and no other change.
+    """
+
+    def __call__(self, queue: str | None, /, *, is_new: bool = False) -> None: ...
+
+
+class Doorbell:
+    """Listens and arms.
+
+    `on_ring` is called on the event loop. `on_check` is called when the watch has had time to answer, or polls. Workers
+    with the same `topics`, which may change, share a watch.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        topics: Sequence[str],
+        *,
+        on_ring: OnRing,
+        on_check: Callable[[], None],
+        telemetry: Telemetry,
+    ) -> None:
+        self._dsn = settings.require_listen_dsn()
+        self._settings = settings
+        self._topics = topics
+        self._on_ring = on_ring
+        self._on_check = on_check
+        self._telemetry = telemetry
+        self._connection: psycopg.AsyncConnection[TupleRow] | None = None
+        self._turn = asyncio.Lock()
+        # Held from question to answer: a lock that is taken twice must be released twice.
+        self._bells = asyncio.Lock()
+        self._on_watch: set[str] = set()
+        self._armed: set[str] = set()
+        self._deputy_of: set[str] = set()
+        self._trusted: set[str] = set()  # Another session has the watch or the bell, until it notifies otherwise.
+        self._polled: set[str] = set()  # This worker is the deputy of a watch that polls.
+        self._asking: set[str] = set()
+        self._news: set[str] = set()  # Another session has given up a lock while this one asked for it.
+        self._topics_on_watch: tuple[str, ...] = ()
+        self._check: asyncio.TimerHandle | None = None
+        self._permit_seconds: dict[str, float] = {}  # Of queues at their limit, at the time of the question.
+        self._lost = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._watched_fd: int | None = None
+        self._is_pooled = False
+        self._has_no_session = False
+        self._is_filling = False
+        self._is_full = False
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the listener is connected."""
+        return self._connection is not None and not self._lost.is_set()
+
+    @property
+    def is_reliable(self) -> bool:
+        """Whether the bell rings for every commit: the listener is connected, and the notification queue has room."""
+        return self.is_up and not self._is_full
+
+    @property
+    def is_armed(self) -> bool:
+        """Whether producers ring this worker for one of its queues."""
+        return bool(self._armed)
+
+    @property
+    def is_on_watch(self) -> bool:
+        """Whether this worker is the one that others rely on, for one of its queues."""
+        return bool(self._on_watch)
+
+    @property
+    def is_on_duty(self) -> bool:
+        """Whether others rely on this worker, as watch or as deputy."""
+        return bool(self._on_watch or self._deputy_of)
+
+    @property
+    def unarmed_seconds(self) -> float | None:
+        """The maximum sleep of the caller since it asked, in seconds.
+
+        After that a queue without a bell has its next permit, or the polling watch has had time to answer.
+        """
+        polled = [_ANSWER_SECONDS] if self._polled else []
+        return min([*self._permit_seconds.values(), *polled], default=None)
+
+    async def start(self) -> None:
+        """Connect and listen before the first claim. From then on it reconnects by itself.
+
+        If the server has no free connection now, it may have one later; the sweep goes on meanwhile.
+        """
+        try:
+            await self._connect()
+        except (psycopg.Error, OSError) as error:
+            if not await is_out_of_reach(error, self._dsn, self._settings):
+                raise
+            self._lose(error)
+        if not self._has_no_session:
+            self._task = asyncio.create_task(self._keep_alive(), name="pgoutbox-doorbell")
+
+    async def stop(self) -> None:
+        """Give up the bells, so that other sleepers take them over, and close the connection. Idempotent."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        if self.is_up:
+            await self.disarm()
+        if self.is_up:
+            await self._ask(sql.UNLISTEN, {})  # A notification for a closed connection is an error in the server's log.
+        await self._disconnect()
+
+    async def arm(self, queues: Sequence[str]) -> Bell:
+        """Ask for watch and bell of these queues. After `ARMED` the caller must claim once more before it sleeps."""
+        async with self._bells:
+            if self._connection is None or self._is_full:
+                return Bell.DOWN
+            if self._topics_on_watch != (topics := tuple(self._topics)):
+                await self._give_up()  # The previous watch does not answer for these topics.
+                self._topics_on_watch = topics
+            unasked = [queue for queue in queues if queue not in self._armed and queue not in self._trusted]
+            if not unasked:
+                return Bell.STILL_ARMED
+            answers = await self._ask_for(unasked)
+            if answers is None:
+                return Bell.DOWN
+            return Bell.PRODUCERS if "producers" in answers.values() else Bell.ARMED
+
+    async def lower(self) -> None:
+        """Release the bells and stay on watch: the worker polls, and producers need not ring."""
+        async with self._bells:
+            if self._armed:
+                queues, self._armed = sorted(self._armed), set()
+                await self._ask(sql.LOWER, {"queues": queues})
+
+    async def disarm(self) -> None:
+        """Release all locks and rely on no watch: the worker is busy. Another sleeper takes over."""
+        async with self._bells:
+            await self._give_up()
+
+    async def _give_up(self) -> None:
+        held = self._on_watch | self._deputy_of | self._armed
+        self._forget_locks()
+        if held:
+            await self._ask(sql.DISARM, {"queues": sorted(held)})
+
+    def _forget_locks(self) -> None:
+        for queues in (self._on_watch, self._armed, self._deputy_of, self._trusted, self._polled):
+            queues.clear()
+        if self._check is not None:
+            self._check.cancel()
+            self._check = None
+
+    async def _ask_for(self, queues: Sequence[str]) -> dict[str, str] | None:
+        self._asking, self._news = set(queues), set()
+        rows = await self._ask(
+            sql.ARM,
+            {
+                "queues": queues,
+                "watch_keys": post_keys("watch", queues, self._topics_on_watch),
+                "deputy_keys": post_keys("deputy", queues, self._topics_on_watch),
+                "deputy_of": sorted(self._deputy_of),
+            },
+        )
+        self._asking = set()
+        if rows is None:
+            return None
+        for queue, answer, permit_seconds in rows:
+            self._permit_seconds.pop(queue, None)
+            if permit_seconds is not None:
+                self._permit_seconds[queue] = permit_seconds
+            self._note(queue, answer)
+        return {queue: answer for queue, answer, _ in rows}
+
+    def _note(self, queue: str, answer: str) -> None:
+        has_news = queue in self._news
+        if answer != "limited":  # Then the session keeps its locks.
+            _put(self._on_watch, queue, is_in=answer in ("armed", "rung", "producers"))
+            _put(self._armed, queue, is_in=answer == "armed")
+            _put(self._deputy_of, queue, is_in=answer in ("deputy", "polled"))
+        _put(self._polled, queue, is_in=answer == "polled")
+        _put(self._trusted, queue, is_in=answer in ("rung", "deputy", "sleeper") and not has_news)
+        if has_news:
+            self._on_ring(queue)  # The notification may be later than the answer: ask again.
+
+    async def _doubt(self) -> None:
+        """Ask again for the locks of other sessions: no notification announces a lock that ends with its session."""
+        async with self._bells:
+            answers = await self._ask_for(sorted(self._trusted)) if self._trusted else None
+        for queue, answer in (answers or {}).items():
+            if answer not in ("rung", "deputy", "sleeper"):
+                self._on_ring(queue)  # Messages committed since then woke no worker.
+
+    async def _ask(self, statement: LiteralString, parameters: dict[str, object]) -> list[TupleRow] | None:
+        """The rows, or None if the listener did not answer in time and was therefore closed."""
+        async with self._turn:
+            connection = self._connection
+            if connection is None:
+                return None
+            try:
+                with (
+                    self._reading_suspended(connection),
+                    deadline(connection, self._settings.probe_timeout_seconds),
+                ):
+                    cursor = await connection.execute(statement, parameters)
+                    return await cursor.fetchall() if cursor.description is not None else []
+            except psycopg.errors.ProgramLimitExceeded:
+                return []  # The server has no room for notifications. The session keeps its locks as they are.
+            except (psycopg.Error, OSError) as error:
+                self._lose(error)
+                return None
+
+    @contextlib.contextmanager
+    def _reading_suspended(self, connection: psycopg.AsyncConnection[TupleRow]) -> Iterator[None]:
+        # A statement reads the socket itself, and event loops allow one reader for each socket.
+        self._stop_reading()
+        try:
+            yield
+        finally:
+            if not connection.closed and connection is self._connection:
+                self._start_reading(connection)
+
+    def _start_reading(self, connection: psycopg.AsyncConnection[TupleRow]) -> None:
+        self._watched_fd = connection.fileno()
+        asyncio.get_running_loop().add_reader(self._watched_fd, self._read, connection)
+        # Notifications after the last answer are already in libpq's buffer, and the socket does not signal them.
+        self._read(connection)
+
+    def _stop_reading(self) -> None:
+        if self._watched_fd is not None:
+            asyncio.get_running_loop().remove_reader(self._watched_fd)
+            self._watched_fd = None
+
+    def _read(self, connection: psycopg.AsyncConnection[TupleRow]) -> None:
+        try:
+            connection.pgconn.consume_input()
+            while (notify := connection.pgconn.notifies()) is not None:
+                self._hear(connection, notify.be_pid, notify.extra.decode("utf-8", "replace"))
+        except psycopg.Error as error:
+            self._lose(error)
+
+    def _lose(self, error: BaseException) -> None:
+        self._stop_reading()
+        if not self._lost.is_set():
+            self._telemetry.report(
+                logging.WARNING, Event.LISTENER_LOST, "listener lost, working by sweep", reason=type(error).__name__
+            )
+        self._lost.set()
+        self._on_ring(None)
+
+    def _hear(self, connection: psycopg.AsyncConnection[TupleRow], sender: int, message: str) -> None:
+        """Producers send the name of the queue, for its watch; workers and operators send a prefix too."""
+        if sender == connection.pgconn.backend_pid:
+            return  # This session's own notifications are for the others.
+        kind, _, queue = message.rpartition(" ")
+        is_for_all = kind == "all"
+        if kind and queue in self._asking:
+            self._news.add(queue)
+        if is_for_all or (kind and queue in self._on_watch | self._deputy_of):
+            self._trusted.discard(queue)
+        if is_for_all or queue in self._on_watch:
+            self._on_ring(queue, is_new=not is_for_all)
+        elif queue in self._deputy_of and self._check is None:
+            self._check = asyncio.get_running_loop().call_later(_ANSWER_SECONDS, self._look_after_the_watch)
+
+    def _look_after_the_watch(self) -> None:
+        self._check = None
+        self._on_check()
+
+    async def _connect(self) -> None:
+        connection, is_direct = await connect(self._dsn, self._settings, purpose="listen")
+        if is_direct:
+            await prepare_session(connection, self._settings)
+        elif await self._is_without_session(connection):
+            return
+        connection.add_notify_handler(lambda notify: self._hear(connection, notify.pid, notify.payload))
+        try:
+            with deadline(connection, self._settings.connect_timeout_seconds):
+                await connection.execute(sql.LISTEN, prepare=False)
+        except BaseException:
+            await connection.close()
+            raise
+        self._lost.clear()
+        self._permit_seconds.clear()
+        self._forget_locks()
+        self._connection = connection
+        self._start_reading(connection)
+
+    async def _is_without_session(self, connection: psycopg.AsyncConnection[TupleRow]) -> bool:
+        """Whether a pooler changes the session after each transaction; then closes the connection.
+
+        Otherwise a LISTEN and a bell would stay in the pool, and could not be ended: producers would ring in vain.
+        """
+        try:
+            self._has_no_session = not await keeps_session(connection, self._dsn, self._settings)
+        except BaseException:
+            await connection.close()
+            raise
+        if self._has_no_session:
+            await connection.close()
+        if not self._is_pooled:
+            self._is_pooled = True
+            self._telemetry.report(
+                logging.WARNING,
+                Event.LISTENER_POOLED,
+                "a pooler stands between the listener and PostgreSQL: name a direct connection in PGOUTBOX_LISTEN_DSN "
+                "or set PGOUTBOX_LISTEN=false",
+                polls=self._has_no_session,
+            )
+        return self._has_no_session
+
+    async def _disconnect(self) -> None:
+        self._stop_reading()
+        connection, self._connection = self._connection, None
+        self._forget_locks()
+        if connection is not None:
+            with contextlib.suppress(psycopg.Error, OSError):
+                if self._is_pooled and not connection.closed:
+                    with deadline(connection, self._settings.probe_timeout_seconds):
+                        await connection.execute(sql.UNLISTEN, prepare=False)  # The session stays in the pool.
+                await connection.close()
+
+    async def _keep_alive(self) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._settings.probe_seconds):
+                    await self._lost.wait()
+            if not self._lost.is_set():
+                await self._probe()
+            if not self._lost.is_set():
+                await self._doubt()
+            if self._lost.is_set():
+                await self._reconnect()
+            if self._has_no_session:
+                return  # From now on it polls.
+
+    async def _probe(self) -> None:
+        # Keepalives do not detect a stalled middlebox, and a pooler may have taken the LISTEN away: only an answer
+        # counts.
+        rows = await self._ask(sql.PROBE, {})
+        if not rows:
+            return
+        ((is_listening, usage),) = rows
+        if not is_listening:
+            self._lose(ConnectionError("the session does not listen any more"))
+            return
+        await self._judge_usage(usage)
+
+    async def _judge_usage(self, usage: float) -> None:
+        """Give up bells while the notification queue fills up: when it is full, the COMMIT of every ring fails.
+
+        The reason is a listening session that stays in a transaction. All databases share this queue.
+        """
+        is_full = usage >= (_ROOM_AGAIN if self._is_full else _FULL)
+        if is_full != self._is_full:
+            self._is_full = is_full
+            if is_full:
+                await self.disarm()
+            self._on_ring(None)  # From now on it polls, or its bell is armed again: in both cases it looks first.
+        is_filling = usage >= (_CALM if self._is_filling else _FILLING)
+        if is_filling != self._is_filling:
+            self._is_filling = is_filling
+            if is_filling:
+                self._telemetry.report(
+                    logging.WARNING,
+                    Event.NOTIFY_QUEUE_FILLING,
+                    "the server's notification queue is filling up: a session that listens stays in a transaction",
+                    usage=round(usage, 3),
+                )
+            else:
+                self._telemetry.report(logging.INFO, Event.NOTIFY_QUEUE_DRAINED, "the notification queue has drained")
+
+    async def _reconnect(self) -> None:
+        async with self._turn:
+            await self._disconnect()
+        pause = 0.1
+        while True:
+            try:
+                async with self._turn:
+                    await self._connect()
+            except (psycopg.Error, OSError):
+                await asyncio.sleep(pause * (0.5 + random.random() / 2))
+                pause = min(pause * 2, _MAX_PAUSE_SECONDS)
+            else:
+                break
+        if not self._has_no_session:
+            self._telemetry.report(logging.INFO, Event.LISTENER_BACK, "listener back")
+        # Messages committed in between woke no worker.
+        self._on_ring(None)
+
+
+def post_keys(post: Literal["watch", "deputy"], queues: Sequence[str], topics: Sequence[str]) -> list[int]:
+    """Return the advisory lock key of a post for each queue. Workers with other topics have separate posts."""
+    texts = [" ".join([post, queue, *sorted(topics)]) for queue in queues]
+    return [int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big", signed=True) for text in texts]
+
+
+def _put(queues: set[str], queue: str, *, is_in: bool) -> None:
+    if is_in:
+        queues.add(queue)
+    else:
+        queues.discard(queue)

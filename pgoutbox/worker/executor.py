@@ -1,0 +1,187 @@
+"""What happens in one attempt, from the slot that takes it to its ending: everything that handlers and transports need.
+
+Before anything is handed over the lease is asked for, where it may have run out unseen, and the breaker, where one is
+watched. What remains is a handler to run: alone, with a batch, or in a transaction.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import cast, get_args
+
+import psycopg
+
+from pgoutbox.clock import elapsed_clock
+from pgoutbox.database.store import Store
+from pgoutbox.errors import LeaseLostError
+from pgoutbox.handlers import Middleware
+from pgoutbox.message import Message, Outcome, Sent, Transient
+from pgoutbox.observability.events import Event, Telemetry
+from pgoutbox.observability.tracing import Tracing
+from pgoutbox.settings import Settings
+from pgoutbox.text import describe
+from pgoutbox.transports import Content, Transport, breaker_key, scheme_of
+from pgoutbox.worker.circuit_breaker import Breakers
+from pgoutbox.worker.dispatcher import Dispatcher, Send, outcome_of_error, send_by
+from pgoutbox.worker.results import RELEASED, AlreadyFinished, Attempt, Ending, Runner, Work
+from pgoutbox.worker.transactional import Transactions
+
+
+class Attempts:
+    """Runs the attempts of one worker, and closes what they opened, the transports too.
+
+    `middleware` runs around each call of a handler, the first one outermost. A breaker that opens enqueues its alert in
+    `alert_queue`. `collect` takes the endings of attempts that end before the others of their batch.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        store: Store,
+        transports: Mapping[str, Transport],
+        telemetry: Telemetry,
+        *,
+        middleware: Sequence[Middleware],
+        alert_queue: str | None,
+        collect: Callable[[Attempt, Ending], None],
+    ) -> None:
+        self._transports = transports
+        self._collect = collect
+        self._stale_seconds = settings.lease_seconds / 2
+        send: Send = send_by
+        self._run: Runner = self._run_handler
+        for one in reversed(middleware):
+            self._run = partial(_run_through, one, telemetry, call_next=self._run)
+        if settings.otel_traces and (tracing := Tracing.at_start()) is not None:
+            self._run = partial(_run_traced, tracing, call_next=self._run)
+            send = partial(_send_traced, tracing)
+        self._threads = ThreadPoolExecutor(settings.concurrency, thread_name_prefix="pgoutbox-handler")
+        self.breakers = Breakers(store, transports, settings, telemetry, alert_queue=alert_queue, hand_over=send)
+        self._dispatcher = Dispatcher(
+            transports,
+            self._threads,
+            lease_seconds=settings.lease_seconds,
+            redirect_to=settings.redirect_to,
+            send=self.breakers.send if settings.breaker else send,
+        )
+        self._transactions = Transactions(settings, store, self._dispatcher, self._threads)
+
+    def run(self, work: Work) -> Awaitable[Sequence[Ending]]:
+        """One attempt for each message of the work; their endings, in its order."""
+        now = elapsed_clock()
+        lapsing_at = now - self._stale_seconds
+        for attempt in work:
+            if attempt.leased_at < lapsing_at or attempt.overtaken is not None or attempt.expiring_at <= now:
+                return self._run_if_still_to_be_sent(work)
+        return (self._run_admitted if self.breakers.watches_any else self._run)(work)
+
+    async def close(self) -> None:
+        """Close connections, transports and threads; call it when no attempt runs any more."""
+        await self._transactions.close()
+        await self.breakers.close()
+        for transport in {id(t): t for t in self._transports.values()}.values():
+            await transport.aclose()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _run_if_still_to_be_sent(self, work: Work) -> Sequence[Ending]:
+        """The process was suspended between the claim and now, or had too much to do: ask before anything is sent."""
+        early: dict[Attempt, Ending] = {}
+        now = elapsed_clock()
+        for attempt in work:
+            if attempt.expiring_at <= now:
+                early[attempt] = RELEASED  # The next claim skips it, by the database's clock.
+                continue
+            try:
+                await attempt.ensure_lease()
+            except LeaseLostError as error:
+                early[attempt] = outcome_of_error(attempt.handler, error)
+            except (psycopg.Error, OSError):
+                early[attempt] = RELEASED
+        return await self._run_rest(work, early, self._run_admitted)
+
+    async def _run_admitted(self, work: Work) -> Sequence[Ending]:
+        """Run the attempts whose circuit breaker lets them pass."""
+        refusals = {a: refusal for a in work if (refusal := await self.breakers.refusal(a.message)) is not None}
+        try:
+            return await self._run_rest(work, refusals, self._run)
+        finally:
+            for attempt in work:
+                if attempt not in refusals:
+                    self.breakers.let_go(attempt.message)
+
+    async def _run_rest(self, work: Work, early: Mapping[Attempt, Ending], run: Runner) -> Sequence[Ending]:
+        """Run the attempts without an early ending. The early endings do not wait for the others of the batch."""
+        for attempt, ending in early.items():
+            attempt.done = True
+            self._collect(attempt, ending)
+        rest = [attempt for attempt in work if attempt not in early]
+        endings = iter(await run(rest) if rest else ())
+        return [early[attempt] if attempt in early else next(endings) for attempt in work]
+
+    def _run_handler(self, work: Work) -> Awaitable[Sequence[Ending]]:
+        handler = work[0].handler
+        if handler.max_batch is not None:
+            return self._dispatcher.run_batch(work)
+        if handler.transactional:
+            return self._transactions.run(work)
+        return self._dispatcher.run(work)
+
+
+async def _run_through(middleware: Middleware, telemetry: Telemetry, work: Work, call_next: Runner) -> Sequence[Ending]:
+    """Run the application's middleware around the attempts."""
+    endings: Sequence[Ending] | None = None
+
+    async def run() -> Sequence[Outcome]:
+        nonlocal endings
+        if endings is not None:
+            raise RuntimeError("call_next was called twice; a message must not be sent twice")
+        endings = await call_next(work)
+        return [Sent() if isinstance(ending, AlreadyFinished) else cast("Outcome", ending) for ending in endings]
+
+    try:
+        outcomes = await middleware([attempt.message for attempt in work], run)
+        problem = _problem_with(outcomes, len(work))
+    except asyncio.CancelledError:
+        raise
+    except Exception as error:  # noqa: BLE001 - it must not cost the outcome of an attempt
+        if endings is None:
+            return [outcome_of_error(attempt.handler, error) for attempt in work]
+        problem = describe(error)
+        outcomes = ()
+    if problem is None:
+        if endings is None:
+            return outcomes
+        return [e if isinstance(e, AlreadyFinished) else o for e, o in zip(endings, outcomes, strict=True)]
+    if endings is None:
+        return [Transient(f"middleware: {problem}")] * len(work)
+    # The messages may have been sent, so their outcomes stand.
+    telemetry.report(
+        logging.ERROR,
+        Event.MIDDLEWARE_FAILED,
+        "a middleware failed after its attempt; the outcome stands",
+        topic=work[0].message.topic,
+        reason=problem,
+    )
+    return endings
+
+
+def _problem_with(outcomes: object, count: int) -> str | None:
+    if not isinstance(outcomes, Sequence) or len(outcomes) != count:
+        return f"must return {count} outcomes, one for each message, in their order"
+    kinds = get_args(Outcome)
+    wrong = next((outcome for outcome in outcomes if not isinstance(outcome, kinds)), None)
+    return None if wrong is None else f"must return outcomes, not {type(wrong).__name__}"
+
+
+async def _run_traced(tracing: Tracing, work: Work, call_next: Runner) -> Sequence[Ending]:
+    return await tracing.attempt([attempt.message for attempt in work], lambda: call_next(work))
+
+
+async def _send_traced(tracing: Tracing, transport: Transport, message: Message[object], content: Content) -> Outcome:
+    scheme = content.scheme if message.destination is None else scheme_of(message.destination)
+    key = breaker_key(transport, message, content)
+    return await tracing.hand_over(scheme, key, lambda: transport.send(message, content))

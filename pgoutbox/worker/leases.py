@@ -1,0 +1,217 @@
+"""The lease keeper: a thread with its own connection that renews the leases of this process.
+
+It is a thread so that a handler which blocks the event loop does not lose its lease. It renews only attempts that have
+been in flight for a while, and signals those that were cancelled, superseded or lost. It never ends an attempt: the
+fence refuses the writes of a stale owner. If the server has no connection for it, it borrows the spare one, which needs
+an event loop that is not blocked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import threading
+from collections.abc import Callable, Mapping
+
+import psycopg
+
+from pgoutbox.clock import elapsed_clock
+from pgoutbox.database.store import HeldRow, renew, watch
+from pgoutbox.database.worker_connection import Link, is_passing
+from pgoutbox.errors import LeaseLostError, PgOutboxError
+from pgoutbox.observability.events import Event, Telemetry
+from pgoutbox.settings import Settings
+from pgoutbox.text import describe
+from pgoutbox.worker.results import Attempt
+
+_WATCH_SECONDS = 1.0
+
+
+class LeaseKeeper:
+    """Renews the leases of the attempts in `held`, which the worker fills and empties on its own thread.
+
+    `on_tick` is called about once a second while attempts are held, on the keeper's thread.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        held: Mapping[int, Attempt],
+        telemetry: Telemetry,
+        *,
+        worker: str,
+        on_tick: Callable[[], None],
+        spare: Link | None = None,
+    ) -> None:
+        self._on_tick = on_tick
+        self._worker = worker
+        self._spare = spare
+        self._settings = settings
+        self._held = held
+        self._telemetry = telemetry
+        self._link = Link(settings.require_dsn(), settings, purpose="ensure lease", spare=spare)
+        self._stopping = threading.Event()
+        self._stopped: asyncio.Event | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._ended = asyncio.Event()
+        self._error: BaseException | None = None
+
+    def start(self, on_death: Callable[[], None]) -> None:
+        """Start the thread. If it ends before `stop`, leases lapse, and `on_death` is called on this event loop."""
+        loop = asyncio.get_running_loop()
+
+        def note_end() -> None:
+            self._ended.set()
+            if self._error is not None:
+                on_death()
+
+        def run() -> None:
+            try:
+                with asyncio.Runner() as runner:
+                    runner.get_loop()
+                    runner.run(self._keep())
+            except BaseException as error:  # noqa: BLE001 - `check` raises it
+                self._error = error
+            with contextlib.suppress(RuntimeError):  # The event loop is closed: no caller waits any more.
+                loop.call_soon_threadsafe(note_end)
+
+        self._thread = threading.Thread(target=run, name="pgoutbox-lease", daemon=True)
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """End the thread and close both connections."""
+        self._stopping.set()
+        if self._loop is not None and self._stopped is not None and not self._loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # The thread has closed its event loop itself.
+                self._loop.call_soon_threadsafe(self._stopped.set)
+        if self._thread is not None and self._thread.is_alive():
+            await self._ended.wait()
+            self._thread.join()
+        await self._link.close()
+
+    def check(self) -> None:
+        """Raise `PgOutboxError` if the thread has ended with an error."""
+        if self._error is not None:
+            raise PgOutboxError(
+                f"leases are not renewed any more, and the worker has stopped: {describe(self._error)}"
+            ) from self._error
+
+    async def ensure(self, attempt: Attempt) -> None:
+        """Check or renew one lease at once, on the event loop; `LeaseLostError` if it is no longer held.
+
+        A young lease is only checked: a renewal is a commit, and waits for the disk.
+        """
+        asked_at = elapsed_clock()
+        message = attempt.message
+        ids, attempt_counts = _ids_and_counts([attempt])
+        if asked_at - attempt.leased_at < self._settings.renew_interval_seconds:
+            rows = await watch(self._link, ids, attempt_counts, worker=self._worker)
+            asked_at = attempt.leased_at
+        else:
+            rows = await renew(
+                self._link, ids, attempt_counts, worker=self._worker, lease_seconds=self._settings.lease_seconds
+            )
+        self._tell(attempt, rows.get(message.id), asked_at)
+        if attempt.overtaken is not None:
+            raise LeaseLostError(f"message {message.id}, attempt {attempt.attempt_count}: {attempt.overtaken}")
+
+    async def _keep(self) -> None:
+        settings = self._settings
+        link = Link(settings.require_dsn(), settings, purpose="lease", spare=self._spare)
+        tick = min(_WATCH_SECONDS, settings.renew_interval_seconds / 2)
+        failing = False
+        pause = tick
+        self._stopped = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        while not self._stopping.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await self._stopped.wait()
+            pause = tick
+            if self._held:
+                self._on_tick()
+            try:
+                await self._keep_once(link)
+                failing = False
+            except Exception as error:  # noqa: BLE001 - leases that lapse unnoticed are worse than any error
+                if not failing:
+                    self._telemetry.report(
+                        logging.WARNING, Event.LEASE_KEEPER_FAILED, "leases not renewed", reason=type(error).__name__
+                    )
+                failing = True
+                pause = tick * (0.5 + random.random())
+                if not is_passing(error):
+                    await link.close()
+        await link.close()
+
+    async def _keep_once(self, link: Link) -> None:
+        now = elapsed_clock()
+        renewable = []
+        watchable = []
+        for attempt in list(self._held.values()):
+            age = now - attempt.leased_at
+            if age >= self._settings.renew_interval_seconds:
+                renewable.append(attempt)
+            elif age >= _WATCH_SECONDS and attempt.overtaken is None and not attempt.done:
+                watchable.append(attempt)
+        size = self._settings.batch_size
+        refusal: psycopg.Error | None = None
+        for start in range(0, len(renewable), size):
+            refusal = await self._renew(link, renewable[start : start + size]) or refusal
+        for start in range(0, len(watchable), size):
+            part = watchable[start : start + size]
+            rows = await watch(link, *_ids_and_counts(part), worker=self._worker)
+            for attempt in part:
+                self._tell(attempt, rows.get(attempt.message.id), attempt.leased_at)
+        if refusal is not None:
+            raise refusal
+
+    async def _renew(self, link: Link, attempts: list[Attempt]) -> psycopg.Error | None:
+        """Renew these leases, and return the error of a refused one: it does not affect other leases."""
+        asked_at = elapsed_clock()
+        try:
+            rows = await renew(
+                link, *_ids_and_counts(attempts), worker=self._worker, lease_seconds=self._settings.lease_seconds
+            )
+        except psycopg.Error as error:
+            if is_passing(error):
+                raise
+            if len(attempts) == 1:
+                return error
+            middle = len(attempts) // 2
+            first = await self._renew(link, attempts[:middle])
+            return await self._renew(link, attempts[middle:]) or first
+        for attempt in attempts:
+            self._tell(attempt, rows.get(attempt.message.id), asked_at)
+        return None
+
+    def _tell(self, attempt: Attempt, row: HeldRow | None, asked_at: float) -> None:
+        if row is not None and row.in_lease:
+            attempt.leased_at = max(attempt.leased_at, asked_at)
+        if attempt.done:
+            return
+        if row is None or not row.in_lease:
+            reason = "lease lost"
+        elif row.cancelled:
+            reason = "cancelled"
+        elif row.superseded:
+            reason = "superseded"
+        else:
+            return
+        if attempt.overtaken is None:
+            attempt.overtaken = reason
+            self._telemetry.report(
+                logging.INFO,
+                Event.ATTEMPT_OVERTAKEN,
+                "attempt in flight overtaken",
+                message_id=attempt.message.id,
+                attempt_count=attempt.attempt_count,
+                reason=reason,
+            )
+
+
+def _ids_and_counts(attempts: list[Attempt]) -> tuple[list[int], list[int]]:
+    return [c.message.id for c in attempts], [c.attempt_count for c in attempts]

@@ -1,0 +1,230 @@
+"""The intake: turns claimed rows into work for the slots. It reads and decrypts payloads and contents, and forms
+batches.
+
+A problem of one row (an unreadable payload, a missing key, a missing content) is the outcome of its own attempt and
+does not affect the others.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from typing import Final, NamedTuple, cast
+
+import psycopg
+from pydantic import JsonValue
+from pydantic_core import from_json
+
+from pgoutbox.database.store import ClaimedRow, Store
+from pgoutbox.encryption import Identity, Keyring, is_sealed, unseal
+from pgoutbox.handlers import Handler
+from pgoutbox.message import Permanent, State, Transient, new_message
+from pgoutbox.observability.events import Event, Telemetry
+from pgoutbox.text import describe
+from pgoutbox.worker.reconnect import Outage
+from pgoutbox.worker.results import RELEASED, Attempt, Ending, Work
+
+_SENDING: Final = State.SENDING  # Looking up an enum member costs more than a comparison.
+_KEPT_CONTENTS: Final = 16
+_EMPTY_HEADERS: Final[Mapping[str, str]] = {}
+_Content = JsonValue | Permanent | Transient  # The shared content of a fan-out, or the outcome if it cannot be read.
+
+
+class Taken(NamedTuple):
+    """The result for the rows of one claim: each is in one of `works`, `endings` and `ended`.
+
+    A row whose message is already in flight is in none of them.
+    """
+
+    works: list[Work]
+    endings: list[tuple[Attempt, Ending]]
+    """Attempts that end before they begin."""
+    ended: list[ClaimedRow]
+    """Messages that the claim itself has ended."""
+    suspects: list[Attempt]
+    """The attempts in flight whose previous attempt was lost."""
+
+
+class Intake:
+    """Takes claimed rows over for one worker, and puts their attempts into `held`."""
+
+    def __init__(
+        self,
+        store: Store,
+        handlers: Mapping[str, Handler],
+        held: MutableMapping[int, Attempt],
+        outage: Outage,
+        *,
+        keyring: Keyring | None,
+        ensure_lease: Callable[[Attempt], Awaitable[None]],
+        telemetry: Telemetry,
+    ) -> None:
+        self._store = store
+        self._handlers = handlers
+        self._held = held
+        self._outage = outage
+        self._keyring = keyring
+        self._ensure_lease = ensure_lease
+        self._telemetry = telemetry
+        self._contents: dict[int, _Content] = {}
+
+    async def take(self, rows: Sequence[ClaimedRow], leased_at: float) -> Taken:
+        """Take over the rows of one claim. `leased_at` is the start of that claim, on `elapsed_clock`."""
+        contents = await self._contents_of(rows)
+        works: list[Work] = []
+        endings: list[tuple[Attempt, Ending]] = []
+        ended = []
+        suspects = []
+        batches: dict[str, list[Attempt]] = {}
+        held = self._held
+        for row in rows:
+            if row.state != _SENDING:
+                ended.append(row)
+                continue
+            message_id = row.id
+            if message_id in held and _goes_on(held[message_id], row, leased_at):
+                continue
+            attempt, ending = self._accept(row, contents, leased_at)
+            held[message_id] = attempt
+            if row.was_lapsed:
+                suspects.append(attempt)
+            if ending is not None:
+                attempt.done = True
+                endings.append((attempt, ending))
+                continue
+            if attempt.handler.max_batch is None:
+                works.append((attempt,))
+            else:
+                batches.setdefault(row.topic, []).append(attempt)
+            if row.was_lapsed:
+                self._report_lost(row)
+        for attempts in batches.values():
+            size = attempts[0].handler.max_batch or 1
+            works.extend(attempts[start : start + size] for start in range(0, len(attempts), size))
+        self._telemetry.count(Event.CLAIMED, len(rows) - len(ended))
+        return Taken(works, endings, ended, suspects)
+
+    def _accept(
+        self, row: ClaimedRow, contents: Mapping[int, _Content] | None, leased_at: float
+    ) -> tuple[Attempt, Ending | None]:
+        """The attempt that a row begins, and its ending if it must end before it begins."""
+        ending: Ending | None = None
+        content: JsonValue = None
+        if row.content_id is not None:
+            content, ending = _find_content(row.content_id, contents)
+        payload, headers, problem = _read_payload(row, self._keyring)
+        message = new_message(
+            row.id,
+            row.topic,
+            row.queue,
+            row.destination,
+            payload,
+            headers,
+            row.attempt_count,
+            row.max_attempts,
+            row.created_at,
+            row.available_at,
+            row.coalesce_key,
+            row.ordering_key,
+            content,
+        )
+        used_count = row.attempt_count - row.max_attempts + row.attempt_budget
+        attempt = Attempt(message, self._handlers[row.topic], leased_at, self._ensure_lease, used_count)
+        if row.expires_in_seconds is not None:
+            attempt.expiring_at = leased_at + row.expires_in_seconds
+        # Superseded since the claim began: the finish turns a retry into `skipped`.
+        return attempt, problem or ending or (Transient("superseded") if row.superseded else None)
+
+    def _report_lost(self, row: ClaimedRow) -> None:
+        self._telemetry.report(
+            logging.WARNING,
+            Event.LEASE_EXPIRED,
+            "lease expired, trying again",
+            message_id=row.id,
+            topic=row.topic,
+            queue=row.queue,
+            attempt_count=row.attempt_count,
+            state=row.state,
+        )
+
+    async def _contents_of(self, rows: Sequence[ClaimedRow]) -> Mapping[int, _Content] | None:
+        """The existing contents of these rows, each decrypted and parsed once for all of its messages.
+
+        None if the database did not answer.
+        """
+        topics = {row.content_id: row.topic for row in rows if row.content_id is not None and row.state == _SENDING}
+        contents = {content_id: self._contents[content_id] for content_id in topics.keys() & self._contents.keys()}
+        if missing := sorted(topics.keys() - contents.keys()):
+            try:
+                found = await self._store.contents(missing)
+            except (psycopg.Error, OSError) as error:
+                await self._outage.endure(error)
+                return None
+            contents.update((n, _read_content(text, topics[n], self._keyring)) for n, text in found.items())
+            # The messages of a fan-out are claimed together, so the last contents are likely to be needed next.
+            self._contents = dict(list((self._contents | contents).items())[-_KEPT_CONTENTS:])
+        return contents
+
+
+def _goes_on(in_flight: Attempt, row: ClaimedRow, leased_at: float) -> bool:
+    """Whether an attempt continues under this claim, because the server has lost the commit of the first claim."""
+    if in_flight.message.created_at != row.created_at:
+        # The server has lost that message, and has given its id to another message.
+        in_flight.done = True
+        in_flight.overtaken = "lease lost"
+        return False
+    if in_flight.done and row.attempt_count > in_flight.attempt_count:
+        return False  # It was finished and claimed again before the answer to the finish was read.
+    in_flight.take_over(row.attempt_count, leased_at)
+    return True
+
+
+def _find_content(content_id: int, contents: Mapping[int, _Content] | None) -> tuple[JsonValue, Ending | None]:
+    """The content of a fan-out, or the outcome if it is missing."""
+    if contents is None:
+        return None, RELEASED
+    if content_id not in contents:
+        return None, Permanent(f"its content {content_id} is gone: somebody deleted it")
+    found = contents[content_id]
+    return (None, found) if isinstance(found, (Permanent, Transient)) else (found, None)
+
+
+def _read_payload(
+    row: ClaimedRow, keyring: Keyring | None
+) -> tuple[JsonValue, Mapping[str, str], Permanent | Transient | None]:
+    """Payload and headers, and the problem of an unreadable row: it must not affect the other rows."""
+    headers = _EMPTY_HEADERS
+    try:
+        if row.headers_json is not None:
+            headers = cast("Mapping[str, str]", _read_json(row.headers_json)) or _EMPTY_HEADERS
+        if row.payload_json is None:
+            return None, headers, Permanent("payload: is neither in the row nor in large_payload")
+        payload = _read_json(row.payload_json)
+        if is_sealed(payload):
+            identity = Identity("payload", row.topic, row.destination, row.coalesce_key, row.ordering_key)
+            payload = _read_json(unseal(payload, keyring, identity))
+    except (ValueError, RecursionError) as error:
+        return None, headers, Permanent(f"payload: cannot be read as JSON: {describe(error)}")
+    except (Transient, Permanent) as sealed:
+        return None, headers, sealed
+    return payload, headers, None
+
+
+def _read_content(text: str, topic: str, keyring: Keyring | None) -> _Content:
+    try:
+        content = _read_json(text)
+        return _read_json(unseal(content, keyring, Identity("content", topic))) if is_sealed(content) else content
+    except (ValueError, RecursionError) as error:
+        return Permanent(f"content: cannot be read as JSON: {describe(error)}")
+    except (Transient, Permanent) as sealed:
+        return sealed
+
+
+def _read_json(text: str) -> JsonValue:
+    try:
+        value: JsonValue = from_json(text)
+    except ValueError:
+        # The fast parser has its own limit on nesting.
+        value = json.loads(text)
+    return value

@@ -1,0 +1,169 @@
+"""Upkeep: the one worker of the fleet whose turn it is makes partitions ahead and obeys the rules of retention.
+
+Who moves the time of the next turn in `pgoutbox.upkeep` has this one; nobody is waited for, and a worker that dies in
+its turn holds up nothing, for each step stands alone. The turn has a connection of its own, in a thread, so that it is
+never in the way of claims; and nothing that goes wrong in it ends the worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import threading
+import time
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Final, Self
+
+import psycopg
+from psycopg.rows import TupleRow
+
+from pgoutbox.database import operator_connection
+from pgoutbox.database.store import Store
+from pgoutbox.database.worker_connection import is_passing
+from pgoutbox.observability.events import Event, Telemetry
+from pgoutbox.operations.retention import Memory, Turn, UpkeepFacts
+from pgoutbox.settings import Settings
+
+_FIRST_WITHIN_SECONDS: Final = 60.0
+_TURN_SECONDS: Final = 30.0
+_BATCH: Final = 2_000
+_STOP_SECONDS: Final = 3.0
+_EARLY: Final = 0.8
+_JITTER: Final = 0.1
+
+
+class Upkeep:
+    """Takes this worker's turns while it is entered. Does nothing where the interval is 0."""
+
+    def __init__(self, settings: Settings, store: Store, telemetry: Telemetry) -> None:
+        self._settings = settings
+        self._store = store
+        self._telemetry = telemetry
+        self._interval_seconds = settings.maintenance_interval_seconds
+        self._memory = Memory()
+        self._trouble: str | None = None
+        self._stopping = threading.Event()
+        self._connection: psycopg.Connection[TupleRow] | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._taking: Future[Exception | None] | None = None
+
+    async def __aenter__(self) -> Self:
+        if self._interval_seconds:
+            self._task = asyncio.create_task(self._run(), name="pgoutbox-upkeep")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Stop after the transaction that runs; one that takes long is cancelled."""
+        self._stopping.set()
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        if self._taking is not None and not await self._is_over_within(self._taking, _STOP_SECONDS):
+            await self._cancel_statement()
+            await self._is_over_within(
+                self._taking, _STOP_SECONDS
+            )  # The thread is a daemon: a dead network does not keep us.
+
+    async def _run(self) -> None:
+        # The workers of a fleet start together, and any of them may have the first turn.
+        pause = min(self._interval_seconds, _FIRST_WITHIN_SECONDS) * random.random()
+        while True:
+            await asyncio.sleep(pause)
+            await self.turn()
+            pause = self._interval_seconds * random.uniform(1 - _JITTER, 1 + _JITTER)
+
+    async def turn(self) -> bool:
+        """Take the turn if no worker has had one lately; whether this one had it. Errors are reported, not raised."""
+        try:
+            # A little less than the interval, so that whoever asks once in each has it in each.
+            row = await self._store.begin_upkeep_if_due(interval_seconds=self._interval_seconds * _EARLY)
+        except Exception as error:  # noqa: BLE001 - nothing that goes wrong here ends the worker
+            if not is_passing(error):  # What passes is told by the worker, whose connection it is.
+                self._report_trouble(error)
+            return False
+        if row is None:
+            return False
+        try:
+            await self._take(UpkeepFacts.of_row(row))
+        except Exception as error:  # noqa: BLE001 - nothing that goes wrong here ends the worker
+            self._report_trouble(error)
+        return True
+
+    async def _take(self, facts: UpkeepFacts) -> None:
+        deadline = time.monotonic() + min(_TURN_SECONDS, self._interval_seconds)
+        turn = Turn(
+            facts,
+            self._memory,
+            batch_size=_BATCH,
+            is_over=lambda: self._stopping.is_set() or time.monotonic() > deadline,
+            pause=self._stopping.wait,
+        )
+        if turn.has_work:
+            taking = self._taking = Future[Exception | None]()
+            taking.set_running_or_notify_cancel()  # A turn that is not awaited any more goes on to its next pause.
+            threading.Thread(target=self._work, args=(turn, taking), name="pgoutbox-upkeep", daemon=True).start()
+            if not await self._is_over_within(taking, 2 * _TURN_SECONDS):
+                await self._cancel_statement()
+            error = await asyncio.wrap_future(taking)
+            if error is not None:
+                raise error
+        if turn.errors:
+            self._report_trouble(turn.errors[0])
+        elif self._trouble is not None:
+            self._trouble = None
+            self._telemetry.report(logging.INFO, Event.UPKEEP_BACK, "upkeep works again")
+        self._report(turn)
+
+    def _work(self, turn: Turn, taking: Future[Exception | None]) -> None:
+        """In the thread."""
+        try:
+            with operator_connection.connect(self._settings, purpose="upkeep") as connection:
+                self._connection = connection
+                turn.take(connection)
+        except Exception as error:  # noqa: BLE001 - it is raised where the turn is awaited, if it still is
+            taking.set_result(error)
+        else:
+            taking.set_result(None)
+        finally:
+            self._connection = None
+
+    async def _is_over_within(self, taking: Future[Exception | None], seconds: float) -> bool:
+        await asyncio.wait([asyncio.wrap_future(taking)], timeout=seconds)
+        return taking.done()
+
+    async def _cancel_statement(self) -> None:
+        connection = self._connection
+        if connection is not None:
+            with contextlib.suppress(psycopg.Error):
+                # In a thread: a server behind a dead network keeps who asks it waiting.
+                await asyncio.to_thread(connection.cancel_safe, timeout=_STOP_SECONDS)
+
+    def _report(self, turn: Turn) -> None:
+        totals = turn.totals
+        if totals.total or totals.partitions_made or totals.partitions_dropped or totals.coalesce_keys:
+            self._telemetry.report(
+                logging.INFO,
+                Event.UPKEEP_DONE,
+                "upkeep done",
+                deleted_count=totals.total,
+                partitions_made=totals.partitions_made,
+                partitions_dropped=totals.partitions_dropped,
+                coalesce_keys=totals.coalesce_keys,
+                dedupe_keys=totals.dedupe_keys,
+            )
+
+    def _report_trouble(self, error: Exception) -> None:
+        """Once for each kind of trouble, until a turn goes well."""
+        reason = f"{type(error).__name__} {getattr(error, 'sqlstate', None) or ''}".strip()
+        if reason != self._trouble:
+            self._trouble = reason
+            hint = error.diag.message_primary if isinstance(error, psycopg.Error) else str(error)
+            self._telemetry.report(
+                logging.WARNING, Event.UPKEEP_FAILED, "upkeep failed, trying again", reason=reason, detail=hint
+            )

@@ -1,0 +1,345 @@
+"""Slots: run a limited number of attempts at a time. A slot is a task that runs one attempt after the other: a handler
+that returns at once costs no task, no timer and no turn of the event loop.
+
+Each attempt has one ending, which goes to `on_outcome`.
+
+A handler that cannot be stopped (in a thread, or ignoring its cancellation) keeps its message after its timeout: while
+it may still succeed, no other attempt begins, and its real outcome counts. After `overtime_seconds` more the attempt
+ends as timed out; if the process was suspended meanwhile, that time begins once more. The handler then keeps its slot
+until it ends, so that the number of running handlers never exceeds the limit. `on_free` is called when it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+from pgoutbox.message import Transient
+from pgoutbox.observability.events import Event, Telemetry
+from pgoutbox.observability.measures import Attempted
+from pgoutbox.text import describe
+from pgoutbox.worker.results import ABANDONED, RELEASED, STOPPED, Attempt, Ending, Runner, Work, watch_thread
+
+# How long attempts that end at once may follow each other before they yield to the event loop.
+_TURN_SECONDS = 0.005
+# The time for the result of a thread to reach its task, and the minimum time for the code after it.
+_RETURN_SECONDS = 0.1
+# How long measurements are collected: one report of many costs a fraction of many reports.
+_MEASURE_SECONDS = 0.1
+
+
+class _Slot:
+    __slots__ = (
+        "deadline",
+        "has_overtime_again",
+        "has_returned",
+        "is_abandoned",
+        "is_overdue",
+        "task",
+        "thread",
+        "timed_out",
+        "work",
+    )
+
+    def __init__(self, task: asyncio.Task[None]) -> None:
+        self.task = task
+        self.deadline: float | None = None
+        self.is_overdue = False  # The attempt has passed its timeout.
+        self.timed_out = False  # It was cancelled because of its timeout.
+        self.has_returned = False  # Its thread had ended when a deadline passed.
+        self.has_overtime_again = False  # The process was suspended during its overtime.
+        self.is_abandoned = False  # It has its ending, and its handler goes on.
+        self.thread: Future[object] | None = None
+        self.work: Work = ()  # Its messages, until they have an ending.
+
+    @property
+    def runs_in_thread(self) -> bool:
+        return self.thread is not None and not self.thread.done()
+
+    def watch_thread(self, thread: Future[object]) -> None:
+        self.thread = thread
+
+
+class Slots:
+    """Up to `concurrency` attempts at once, in the order in which they were put in."""
+
+    def __init__(
+        self,
+        run: Runner,
+        *,
+        concurrency: int,
+        default_timeout_seconds: float | None,
+        overtime_seconds: float,
+        on_outcome: Callable[[Attempt, Ending], None],
+        on_free: Callable[[], None],
+        telemetry: Telemetry,
+    ) -> None:
+        self._run = run
+        self._on_free = on_free
+        self._concurrency = concurrency
+        self._default_timeout_seconds = default_timeout_seconds
+        self._overtime_seconds = overtime_seconds
+        self._on_outcome = on_outcome
+        self._telemetry = telemetry
+        self._measured: list[Attempted] | None = None if telemetry.measures is None else []
+        self._ready: deque[tuple[Work, float]] = deque()
+        self._ready_count = 0
+        self._running_count = 0
+        self._outlived_count = 0
+        self._slots: list[_Slot] = []
+        self._idle: deque[asyncio.Future[None]] = deque()
+        self._waking = False
+        self._stopping = False
+        self._timer: asyncio.TimerHandle | None = None
+        self.longest_wait_seconds = 0.0
+
+    @property
+    def capacity(self) -> int:
+        """The number of attempts that can run at once, without slots of handlers that outlived their attempts."""
+        return self._concurrency - self._outlived_count
+
+    @property
+    def running_count(self) -> int:
+        """Number of messages in running handlers."""
+        return self._running_count
+
+    @property
+    def outlived_count(self) -> int:
+        """Number of slots of handlers that outlived their attempts."""
+        return self._outlived_count
+
+    @property
+    def waiting_count(self) -> int:
+        """Number of messages that no handler has taken yet."""
+        return self._ready_count
+
+    @property
+    def open_count(self) -> int:
+        """Number of messages without an outcome."""
+        return self._ready_count + self._running_count
+
+    @property
+    def oldest_wait_seconds(self) -> float:
+        """The waiting time of the next message."""
+        return asyncio.get_running_loop().time() - self._ready[0][1] if self._ready else 0.0
+
+    def work_of(self, task: asyncio.Task[object]) -> Work:
+        """The messages whose handler runs in this task; any thread may ask."""
+        return next((slot.work for slot in self._slots if slot.task is task), ())
+
+    def put(self, works: Sequence[Work]) -> None:
+        """Add work; it starts as soon as a slot is free."""
+        now = asyncio.get_running_loop().time()
+        for work in works:
+            self._ready.append((work, now))
+            self._ready_count += len(work)
+        self._wake_one()
+
+    def give_back(self, may_go: Callable[[Attempt], bool] | None = None) -> None:
+        """Release messages that no handler has taken yet; with `may_go`, only work for which it holds entirely."""
+        waiting, self._ready = self._ready, deque()
+        for work, put_at in waiting:
+            if may_go is None or all(map(may_go, work)):
+                self._ready_count -= len(work)
+                for attempt in work:
+                    self._end(attempt, RELEASED)
+            else:
+                self._ready.append((work, put_at))
+
+    async def stop(self) -> None:
+        """Cancel running handlers and end the slots.
+
+        Handlers that can be cancelled release their messages; the others are abandoned.
+        """
+        self._stopping = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self.give_back()
+        tasks = [slot.task for slot in self._slots]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=1.0)
+        self._measure()
+
+    def _measure(self) -> None:
+        if self._measured and self._telemetry.measures is not None:
+            attempts, self._measured = self._measured, []
+            self._telemetry.measures.attempted(attempts)
+
+    def _wake_one(self) -> None:
+        # Wake one slot at a time: it wakes the next one if more work waits.
+        if self._waking or not self._ready:
+            return
+        while self._idle:
+            waiter = self._idle.popleft()
+            if not waiter.done():
+                self._waking = True
+                waiter.set_result(None)
+                return
+        if len(self._slots) < self._concurrency:
+            self._waking = True
+            task = asyncio.create_task(self._serve(), name=f"pgoutbox-slot-{len(self._slots)}")
+            self._slots.append(_Slot(task))
+
+    async def _serve(self) -> None:
+        task = asyncio.current_task()
+        slot = next(slot for slot in self._slots if slot.task is task)
+        loop = asyncio.get_running_loop()
+        watch_thread.set(slot.watch_thread)
+        while not self._stopping:
+            self._waking = False
+            now = loop.time()
+            turn_ends_at = now + _TURN_SECONDS
+            while self._ready:
+                work, put_at = self._ready.popleft()
+                size = len(work)
+                self._ready_count -= size
+                self._running_count += size
+                if not self._waking:
+                    self._wake_one()
+                if now - put_at > self.longest_wait_seconds:
+                    self.longest_wait_seconds = now - put_at
+                await self._attempt(slot, work)
+                began_at, now = now, loop.time()
+                if self._measured is not None:
+                    if not self._measured:
+                        loop.call_later(_MEASURE_SECONDS, self._measure)
+                    available = tuple([attempt.message.available_at for attempt in work])
+                    self._measured.append((work[0].message.topic, available, began_at, now))
+                if now > turn_ends_at:
+                    await asyncio.sleep(0)  # Lets claims, finishes and the doorbell have their turn.
+                    now = loop.time()
+                    turn_ends_at = now + _TURN_SECONDS
+            if not self._stopping:
+                waiter = loop.create_future()
+                self._idle.append(waiter)
+                await waiter
+
+    async def _attempt(self, slot: _Slot, work: Work) -> None:
+        timeout = work[0].handler.timeout_seconds or self._default_timeout_seconds
+        slot.work = work
+        slot.thread = None
+        slot.has_returned = slot.has_overtime_again = False
+        if timeout is not None:
+            self._set_deadline(slot, timeout)
+        try:
+            endings = await self._run(work)
+        except asyncio.CancelledError:
+            if slot.timed_out:
+                self._end_running(slot, self._timed_out(work))
+            else:
+                self._end_running(slot, ABANDONED if slot.runs_in_thread else STOPPED)
+                raise
+        except Exception as error:  # noqa: BLE001 - the slot serves other messages too
+            self._end_running(slot, Transient(describe(error)))
+        else:
+            if slot.work:
+                self._running_count -= len(work)
+                for attempt, ending in zip(work, endings, strict=True):
+                    self._end(attempt, ending)
+        slot.deadline = None
+        if slot.is_overdue:
+            await self._outlive(slot, work)
+
+    def _end_running(self, slot: _Slot, ending: Ending) -> None:
+        work, slot.work = slot.work, ()
+        self._running_count -= len(work)
+        for attempt in work:
+            self._end(attempt, ending)
+
+    def _end(self, attempt: Attempt, ending: Ending) -> None:
+        if not attempt.done:
+            attempt.done = True
+            self._on_outcome(attempt, ending)
+
+    def _timed_out(self, work: Work) -> Ending:
+        timeout = work[0].handler.timeout_seconds or self._default_timeout_seconds
+        return Transient(f"timed out after {timeout:g} s, outcome unknown", unknown=True)
+
+    async def _outlive(self, slot: _Slot, work: Work) -> None:
+        """Free the slot for the next attempt, after the handler that passed its timeout has ended."""
+        slot.is_overdue = slot.timed_out = False
+        while slot.task.uncancel():
+            pass
+        if slot.runs_in_thread:
+            self._abandon(slot, work)
+        if slot.is_abandoned:
+            try:
+                if slot.thread is not None:
+                    await asyncio.wait([asyncio.wrap_future(_end_of(slot.thread))])
+            finally:
+                slot.is_abandoned = False
+                self._outlived_count -= 1
+                self._on_free()
+
+    def _abandon(self, slot: _Slot, work: Work) -> None:
+        slot.is_abandoned = True
+        self._outlived_count += 1
+        self._report(logging.ERROR, Event.ATTEMPT_ABANDONED, "attempt timed out, its handler runs on", work)
+        if self.capacity == 0:
+            self.give_back()
+
+    def _set_deadline(self, slot: _Slot, timeout: float) -> None:
+        loop = asyncio.get_running_loop()
+        slot.deadline = loop.time() + timeout
+        if self._timer is None or self._timer.cancelled() or slot.deadline < self._timer.when():
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = loop.call_at(slot.deadline, self._end_overdue)
+
+    def _end_overdue(self) -> None:
+        now = asyncio.get_running_loop().time()
+        for slot in self._slots:
+            if slot.deadline is not None and slot.deadline <= now:
+                was_away = now - slot.deadline > _RETURN_SECONDS
+                slot.deadline = None if slot.is_abandoned else now + self._overtime_seconds
+                self._overrun(slot, was_away=was_away)
+        deadlines = [slot.deadline for slot in self._slots if slot.deadline is not None]
+        self._timer = asyncio.get_running_loop().call_at(min(deadlines), self._end_overdue) if deadlines else None
+
+    def _overrun(self, slot: _Slot, *, was_away: bool) -> None:
+        """Handle a passed deadline: first of the attempt, then of its overtime.
+
+        `was_away` means that the process was suspended meanwhile: its threads had no time either.
+        """
+        work = slot.work
+        if slot.thread is not None and slot.thread.done() and not slot.has_returned:
+            # After a blocked event loop the result of the thread may still be on its way to the task.
+            slot.has_returned = slot.is_overdue = True
+            slot.deadline = asyncio.get_running_loop().time() + _RETURN_SECONDS
+        elif slot.runs_in_thread and not slot.is_overdue:
+            slot.is_overdue = True
+            self._report(
+                logging.WARNING, Event.ATTEMPT_OVERDUE, "handler runs on in its thread after its timeout", work
+            )
+        elif slot.runs_in_thread and was_away and not slot.has_overtime_again:
+            slot.has_overtime_again = True
+        elif not slot.timed_out:
+            slot.is_overdue = slot.timed_out = True
+            slot.task.cancel()
+        elif work:
+            self._end_running(slot, self._timed_out(work))  # The handler ignores its cancellation.
+            self._abandon(slot, work)
+
+    def _report(self, level: int, event: Event, text: str, work: Work) -> None:
+        for attempt in work:
+            message = attempt.message
+            self._telemetry.report(
+                level, event, text, message_id=message.id, topic=message.topic, attempt_count=attempt.attempt_count
+            )
+
+
+def _end_of(thread: Future[object]) -> Future[None]:
+    """A future that is done when the thread ends, with any result: a cancelled wait does not cancel it."""
+    end: Future[None] = Future()
+
+    def finish(_: Future[object]) -> None:
+        if end.set_running_or_notify_cancel():
+            end.set_result(None)
+
+    thread.add_done_callback(finish)
+    return end

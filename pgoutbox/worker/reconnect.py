@@ -1,0 +1,74 @@
+"""Outages of the database: the worker logs an outage once, and tries again with growing pauses.
+
+It only retries after passing errors. A lasting error ends the worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from typing import Final
+
+import psycopg
+
+from pgoutbox.database.server import missing_object
+from pgoutbox.database.worker_connection import is_passing
+from pgoutbox.observability.events import Event, Telemetry
+
+_FIRST_PAUSE_SECONDS: Final = 0.05
+_MAX_PAUSE_SECONDS: Final = 5.0
+_LOST_RACES: Final = (
+    psycopg.errors.SerializationFailure,
+    psycopg.errors.DeadlockDetected,
+    psycopg.errors.LockNotAvailable,
+)
+_MISSING: Final = (
+    psycopg.errors.UndefinedTable,
+    psycopg.errors.UndefinedFunction,
+    psycopg.errors.InvalidSchemaName,
+)
+
+
+class Outage:
+    """Whether the database answers, according to the statements of one worker."""
+
+    def __init__(self, telemetry: Telemetry, *, stopping: asyncio.Event) -> None:
+        self._telemetry = telemetry
+        self._stopping = stopping
+        self._pause = _FIRST_PAUSE_SECONDS
+        self.is_on = False
+
+    async def endure(self, error: BaseException) -> None:
+        """Pause after a passing error of the database, but not beyond `stopping`; raise a lasting one."""
+        if isinstance(error, _LOST_RACES):
+            return  # Two claims conflicted at one row; the next claim sees the result.
+        if not is_passing(error):
+            lacking = missing_object(str(error).partition("\n")[0]) if isinstance(error, _MISSING) else None
+            raise lacking or error from (error if lacking else None)
+        if not self.is_on:
+            self.is_on = True
+            self._pause = _FIRST_PAUSE_SECONDS
+            self._telemetry.report(
+                logging.WARNING, Event.DATABASE_LOST, "database does not answer, trying again", reason=_name_of(error)
+            )
+        # Rings, which are frequent while the database restarts, do not shorten the pause.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._pause * (0.5 + random.random() / 2)):
+                await self._stopping.wait()
+        self._pause = min(self._pause * 2, _MAX_PAUSE_SECONDS)
+
+    def end(self) -> None:
+        """The database has answered."""
+        if self.is_on:
+            self.is_on = False
+            self._telemetry.report(logging.INFO, Event.DATABASE_BACK, "database answers again")
+
+
+def _name_of(error: BaseException) -> str:
+    name = type(error).__name__
+    if isinstance(error, psycopg.OperationalError) and error.sqlstate is None:
+        return f"{name}: {' '.join(str(error).split())[:300]}"  # A connection error: only its text gives the reason.
+    sqlstate = getattr(error, "sqlstate", None)
+    return name if sqlstate is None else f"{name} {sqlstate}"

@@ -1,0 +1,155 @@
+"""Outcomes that PostgreSQL refuses to write, and the topics that stop because of them.
+
+A trigger, a constraint or a missing right can refuse the outcome of a message that was handed over. The worker keeps
+such a message, so its lease is renewed and nobody hands it over again, and it writes the outcome again with growing
+pauses. It claims no more of a topic after several refusals in a row, or when it keeps many outcomes of it, until one of
+them is written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from pgoutbox.database.store import Verdict
+from pgoutbox.observability.events import Event, Telemetry
+from pgoutbox.worker.results import Attempt
+
+_IN_A_ROW: Final = 5
+_KEPT_OF_A_TOPIC: Final = 100
+_FIRST_PAUSE_SECONDS: Final = 1.0
+_MAX_PAUSE_SECONDS: Final = 60.0
+
+
+@dataclass(slots=True)
+class Refusal:
+    """The outcome of one attempt that the database refuses: `verdict`, or sent if that is None."""
+
+    verdict: Verdict | None
+    reason: str
+    pause_seconds: float
+    timer: asyncio.TimerHandle | None = None
+
+
+class Refusals:
+    """The refused outcomes of one worker. `write_again` is called when it is time to try one again.
+
+    `on_halted` and `on_resumed` are called with the topic. Used on the event loop only.
+    """
+
+    def __init__(
+        self,
+        *,
+        write_again: Callable[[Attempt], None],
+        on_halted: Callable[[str], None],
+        on_resumed: Callable[[str], None],
+        telemetry: Telemetry,
+    ) -> None:
+        self._write_again = write_again
+        self._on_halted = on_halted
+        self._on_resumed = on_resumed
+        self._telemetry = telemetry
+        self._kept: dict[Attempt, Refusal] = {}
+        self._in_a_row: Counter[str] = Counter()
+        self.halted_topics: set[str] = set()
+
+    @property
+    def count(self) -> int:
+        """How many outcomes are kept."""
+        return len(self._kept)
+
+    @property
+    def count_of_open_topics(self) -> int:
+        """How many of them belong to topics that are claimed."""
+        return sum(attempt.message.topic not in self.halted_topics for attempt in self._kept)
+
+    def __contains__(self, attempt: Attempt) -> bool:
+        """Whether the outcome of this attempt is kept."""
+        return attempt in self._kept
+
+    def verdict_of(self, attempt: Attempt) -> Verdict | None:
+        """What the outcome asks the row to become, None if sent."""
+        return self._kept[attempt].verdict
+
+    def note(self, attempt: Attempt, verdict: Verdict | None, error: BaseException) -> None:
+        """Keep an outcome that was refused, or keep it on."""
+        message = attempt.message
+        reason = getattr(error, "sqlstate", None) or type(error).__name__
+        refusal = self._kept.get(attempt)
+        if refusal is None:
+            self._kept[attempt] = refusal = Refusal(verdict, reason, _FIRST_PAUSE_SECONDS)
+            self._in_a_row[message.topic] += 1
+            self._telemetry.report(
+                logging.ERROR,
+                Event.FINISH_REFUSED,
+                "the database refused the outcome; it is kept and written again",
+                message_id=message.id,
+                topic=message.topic,
+                queue=message.queue,
+                attempt_count=message.attempt_count,
+                reason=reason,
+            )
+        else:
+            refusal.reason = reason
+            refusal.pause_seconds = min(2 * refusal.pause_seconds, _MAX_PAUSE_SECONDS)
+        self.wait(attempt)
+        self._halt_if_many(message.topic, reason)
+
+    def wait(self, attempt: Attempt) -> None:
+        """Write a kept outcome again after its pause."""
+        refusal = self._kept[attempt]
+        if refusal.timer is None:
+            refusal.timer = asyncio.get_running_loop().call_later(refusal.pause_seconds, self._try, attempt)
+
+    def forget(self, attempts: Iterable[Attempt]) -> None:
+        """Outcomes of these attempts were written, or their messages belong to others."""
+        if not self._kept and not self._in_a_row:
+            return
+        for attempt in attempts:
+            topic = attempt.message.topic
+            self._in_a_row.pop(topic, None)
+            refusal = self._kept.pop(attempt, None)
+            if refusal is not None and refusal.timer is not None:
+                refusal.timer.cancel()
+            if refusal is not None and topic in self.halted_topics:
+                self._resume(topic)
+
+    def stop(self) -> dict[Attempt, Refusal]:
+        """Try nothing again; the outcomes that are kept."""
+        for refusal in self._kept.values():
+            if refusal.timer is not None:
+                refusal.timer.cancel()
+        return dict(self._kept)
+
+    def _halt_if_many(self, topic: str, reason: str) -> None:
+        if topic in self.halted_topics:
+            return
+        kept_count = sum(attempt.message.topic == topic for attempt in self._kept)
+        if self._in_a_row[topic] >= _IN_A_ROW or kept_count >= _KEPT_OF_A_TOPIC:
+            self.halted_topics.add(topic)
+            self._telemetry.report(
+                logging.ERROR,
+                Event.TOPIC_HALTED,
+                "topic halted: the database refuses its outcomes",
+                topic=topic,
+                refused_count=kept_count,
+                reason=reason,
+            )
+            self._on_halted(topic)
+
+    def _resume(self, topic: str) -> None:
+        self.halted_topics.discard(topic)
+        self._telemetry.report(logging.INFO, Event.TOPIC_RESUMED, "topic resumed: an outcome was written", topic=topic)
+        for attempt, refusal in self._kept.items():
+            if attempt.message.topic == topic and refusal.timer is not None:
+                refusal.timer.cancel()
+                self._try(attempt)
+        self._on_resumed(topic)
+
+    def _try(self, attempt: Attempt) -> None:
+        self._kept[attempt].timer = None
+        self._write_again(attempt)

@@ -1,0 +1,77 @@
+"""Report a handler that blocks the worker's event loop, from the thread that keeps the leases.
+
+While it blocks, no other attempt of the process gets on, and nothing else can tell.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+from pgoutbox.observability.events import Event, Telemetry
+from pgoutbox.worker.results import Work
+
+_BLOCKED_SECONDS: Final = 2.0
+_OURS: Final = ("pgoutbox.", "asyncio.")
+
+
+class StallWatch:
+    """Asks the event loop that it was made on whether it turns; `look` is called from another thread.
+
+    `work_of` tells the messages that a task of the loop is at work on.
+    """
+
+    def __init__(self, telemetry: Telemetry, *, work_of: Callable[[asyncio.Task[object]], Work]) -> None:
+        self._telemetry = telemetry
+        self._work_of = work_of
+        self._loop = asyncio.get_running_loop()
+        self._thread_id = threading.get_ident()
+        self._asked_at: float | None = None
+        self._is_reported = False
+
+    def look(self) -> None:
+        """Report the block, once, when the question of an earlier look has waited for two seconds."""
+        now = time.monotonic()
+        asked_at = self._asked_at
+        if asked_at is None:
+            self._is_reported = False
+            self._asked_at = now
+            with contextlib.suppress(RuntimeError):  # The loop is closed.
+                self._loop.call_soon_threadsafe(self._answer)
+        elif now - asked_at >= _BLOCKED_SECONDS and not self._is_reported:
+            self._is_reported = True
+            self._report()
+
+    def _answer(self) -> None:
+        self._asked_at = None
+
+    def _report(self) -> None:
+        task = asyncio.current_task(self._loop)
+        work = () if task is None else self._work_of(task)
+        self._telemetry.report(
+            logging.WARNING,
+            Event.LOOP_BLOCKED,
+            "event loop blocked",
+            topic=work[0].message.topic if work else None,
+            message_id=work[0].message.id if work else None,
+            place=_place_in(self._thread_id),
+        )
+
+
+def _place_in(thread_id: int) -> str:
+    """Module and line of the handler that a thread is in, or of whatever else it runs."""
+    frame = sys._current_frames().get(thread_id)
+    place = ""
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__"))
+        if place and f"{module}.".startswith(_OURS):
+            break
+        place = f"{module}:{frame.f_lineno}"
+        frame = frame.f_back
+    return place

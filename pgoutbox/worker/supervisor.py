@@ -1,0 +1,233 @@
+"""Running workers as processes: signals and exit codes of one, supervision of several."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NoReturn, assert_never
+
+from pgoutbox.observability import systemd
+from pgoutbox.observability.events import Event, Telemetry
+from pgoutbox.outbox import Outbox
+from pgoutbox.settings import SUPERVISOR_FD_VARIABLE, Settings
+from pgoutbox.worker.worker import QueueShare, Worker
+
+_log = logging.getLogger("pgoutbox.worker.supervisor")
+
+Mode = Literal["run", "once", "drain"]
+
+_FIRST_PAUSE_SECONDS = 0.5
+_MAX_PAUSE_SECONDS = 30.0
+_STEADY_SECONDS = 60.0
+_USAGE_ERROR = 2
+_IDLE_THREADS_SECONDS = 1.0
+
+
+def run_worker(outbox: Outbox, settings: Settings, *, queues: Sequence[QueueShare], mode: Mode) -> int:
+    """Run one worker in this process until it is done or told to stop; the exit code.
+
+    SIGTERM and SIGINT stop it gracefully, a second signal at once. A handler that still runs in its thread when the
+    grace time is over does not keep the process alive.
+    """
+    worker = Worker(outbox, settings=settings, queues=queues)
+    # Imported modules stay until the end: the garbage collector does not visit them again.
+    gc.freeze()
+    asyncio.run(_run(worker, mode))
+    if _handlers_still_run():
+        _leave(0)
+    return 0
+
+
+def _handlers_still_run() -> bool:
+    # Idle threads of the pool end by themselves; only one that is stuck in a handler may cost what runs at exit.
+    until = time.monotonic() + _IDLE_THREADS_SECONDS
+    for thread in threading.enumerate():
+        if thread.name.startswith("pgoutbox-handler"):
+            thread.join(max(0.0, until - time.monotonic()))
+            if thread.is_alive():
+                return True
+    return False
+
+
+async def _run(worker: Worker, mode: Mode) -> None:
+    loop = asyncio.get_running_loop()
+    signals_seen = 0
+
+    def on_signal(number: int) -> None:
+        nonlocal signals_seen
+        signals_seen += 1
+        if signals_seen > 1:
+            _leave(128 + number)
+        worker.stop()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    supervisor_fd = os.environ.get(SUPERVISOR_FD_VARIABLE)
+    if supervisor_fd is not None:
+        # The supervisor never writes: the pipe only tells, by its end, that the supervisor is gone.
+        loop.add_reader(int(supervisor_fd), _stop_orphan, worker, loop, int(supervisor_fd))
+    match mode:
+        case "run":
+            await worker.run()
+        case "once":
+            await worker.run_once()
+        case "drain":
+            await worker.drain()
+        case _:
+            assert_never(mode)
+
+
+def _stop_orphan(worker: Worker, loop: asyncio.AbstractEventLoop, supervisor_fd: int) -> None:
+    loop.remove_reader(supervisor_fd)
+    worker.stop()
+
+
+def _leave(code: int) -> NoReturn:
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+@dataclass(slots=True)
+class _Child:
+    number: int
+    process: subprocess.Popen[bytes] | None = None
+    started_at: float = 0.0
+    start_at: float = 0.0
+    pause_seconds: float = _FIRST_PAUSE_SECONDS
+    exit_code: int | None = None
+
+
+def supervise(
+    arguments: Sequence[str], processes: int, *, environment_of: Callable[[int], Mapping[str, str]] = lambda _: {}
+) -> int:
+    """Run `python -m pgoutbox worker ARGUMENTS` in so many processes; the exit code.
+
+    A process that dies is started again, later and later while it keeps dying. SIGTERM and SIGINT are passed on, a
+    second one kills. A process that ends with 0 is done; one that ends with 2, a usage or configuration error, ends
+    all. The processes stop by themselves if this one is killed. `environment_of` gives the variables that one of them
+    has of its own, by its number from 0, which the process that takes its place inherits.
+    """
+    return _Supervisor(arguments, processes, environment_of).run()
+
+
+class _Supervisor:
+    def __init__(
+        self, arguments: Sequence[str], processes: int, environment_of: Callable[[int], Mapping[str, str]]
+    ) -> None:
+        self._environment_of = environment_of
+        self._watchdog_seconds = systemd.watchdog_seconds()
+        self._command = [sys.executable, "-m", "pgoutbox", "worker", *arguments]
+        self._children = [_Child(number) for number in range(processes)]
+        self._telemetry = Telemetry(_log)
+        self._signals_seen = 0
+        self._event_fd, self._event_writer = os.pipe()
+        os.set_blocking(self._event_writer, False)
+        self._life_fd, self._life_writer = os.pipe()
+
+    def run(self) -> int:
+        former = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        former[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
+        former_wakeup = signal.set_wakeup_fd(self._event_writer, warn_on_full_buffer=False)
+        try:
+            self._start_due()
+            systemd.notify(READY=1, STATUS=f"supervises {len(self._children)} worker processes")
+            while not self._is_over():
+                self._start_due()
+                self._wait_for_event()
+                self._reap()
+        finally:
+            signal.set_wakeup_fd(former_wakeup)
+            for number, handler in former.items():
+                signal.signal(number, handler)
+            for fd in (self._event_fd, self._event_writer, self._life_fd, self._life_writer):
+                os.close(fd)
+        return max((child.exit_code or 0 for child in self._children), default=0)
+
+    def _on_signal(self, number: int, _frame: object) -> None:
+        self._signals_seen += 1
+        systemd.notify(STOPPING=1, STATUS="stopping")
+        self._signal_all(number if self._signals_seen == 1 else signal.SIGKILL)
+
+    def _signal_all(self, number: int) -> None:
+        for child in self._children:
+            if child.process is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    child.process.send_signal(number)
+
+    def _is_over(self) -> bool:
+        if any(child.process is not None for child in self._children):
+            return False
+        return self._signals_seen > 0 or all(child.exit_code is not None for child in self._children)
+
+    def _start_due(self) -> None:
+        now = time.monotonic()
+        for child in self._children:
+            waits = child.process is None and child.exit_code is None and self._signals_seen == 0
+            if waits and child.start_at <= now:
+                child.process = subprocess.Popen(
+                    self._command,
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(self._life_fd,),
+                    env=self._environment(child),
+                    start_new_session=True,
+                )
+                child.started_at = now
+                if self._signals_seen > 0:
+                    child.process.terminate()  # The signal came while it was being started.
+                self._telemetry.report(
+                    logging.INFO, Event.PROCESS_STARTED, "worker process started", pid=child.process.pid
+                )
+
+    def _environment(self, child: _Child) -> dict[str, str]:
+        # It is this process that systemd watches: what a child said would hide what became of the others.
+        inherited = {name: value for name, value in os.environ.items() if name not in systemd.VARIABLES}
+        return {**inherited, **self._environment_of(child.number), SUPERVISOR_FD_VARIABLE: str(self._life_fd)}
+
+    def _wait_for_event(self) -> None:
+        import select
+
+        waiting = [c.start_at for c in self._children if c.process is None and c.exit_code is None]
+        timeout = max(0.0, min(waiting) - time.monotonic()) if waiting and not self._signals_seen else None
+        if (seconds := self._watchdog_seconds) is not None:
+            systemd.notify(WATCHDOG=1)
+            timeout = seconds if timeout is None else min(timeout, seconds)
+        readable, _, _ = select.select([self._event_fd], [], [], timeout)
+        if readable:
+            os.read(self._event_fd, 4096)
+
+    def _reap(self) -> None:
+        for child in self._children:
+            if child.process is None or (code := child.process.poll()) is None:
+                continue
+            pid, child.process = child.process.pid, None
+            if code in (0, _USAGE_ERROR) or self._signals_seen:
+                stopped = self._signals_seen > 0 and code == -signal.SIGTERM  # It had no handler for the signal yet.
+                child.exit_code = 0 if stopped else code if code >= 0 else 128 - code
+                if code == _USAGE_ERROR:
+                    self._end_all()
+                continue
+            now = time.monotonic()
+            if now - child.started_at > _STEADY_SECONDS:
+                child.pause_seconds = _FIRST_PAUSE_SECONDS
+            child.start_at = now + child.pause_seconds
+            child.pause_seconds = min(child.pause_seconds * 2, _MAX_PAUSE_SECONDS)
+            self._telemetry.report(
+                logging.ERROR, Event.PROCESS_DIED, "worker process died, starting another", pid=pid, exit_code=code
+            )
+
+    def _end_all(self) -> None:
+        """A mistake in the settings is the same for all: nobody is started again."""
+        self._signals_seen += 1
+        self._signal_all(signal.SIGTERM)

@@ -1,0 +1,221 @@
+"""Transactional handlers: the handler's own writes and the completion of its message commit together.
+
+The completion is the last statement of the handler's transaction and is fenced like any other: if the attempt no longer
+holds its message, everything the handler wrote is rolled back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor
+from typing import Final, LiteralString
+
+import psycopg
+import psycopg_pool
+from psycopg.rows import TupleRow
+
+from pgoutbox.clock import elapsed_clock
+from pgoutbox.database.connections import AsyncConnection, Connection, conninfo_for
+from pgoutbox.database.store import Store, complete_within, complete_within_sync
+from pgoutbox.errors import LeaseLostError
+from pgoutbox.handlers import SyncContext
+from pgoutbox.message import Message, Outcome, Sent, Snooze, Transient
+from pgoutbox.settings import Settings
+from pgoutbox.worker.dispatcher import Dispatcher, in_thread, outcome_of_error
+from pgoutbox.worker.results import ALREADY_FINISHED, Attempt, Ending, Work
+
+# What one handler sets in its session is not to reach the next one.
+_FORGET: Final[LiteralString] = "RESET ROLE; RESET ALL"
+# A statement that is cancelled because its handler's time is over has so long to end before its connection is broken.
+_CANCEL_SECONDS: Final = 1.0
+
+
+class _NotSentError(Exception):
+    """Carries another outcome than sent out of the transaction, which it rolls back."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__()
+        self.outcome = outcome
+
+
+class Transactions:
+    """Runs transactional handlers on pooled connections, which are opened when the first one runs."""
+
+    def __init__(self, settings: Settings, store: Store, dispatcher: Dispatcher, threads: Executor) -> None:
+        self._settings = settings
+        self._store = store
+        self._dispatcher = dispatcher
+        self._threads = threads
+        self._pool: psycopg_pool.AsyncConnectionPool[AsyncConnection[TupleRow]] | None = None
+        self._sync_pool: psycopg_pool.ConnectionPool[Connection[TupleRow]] | None = None
+        # An answer to a statement of ours; a statement of a handler has as long as its handler.
+        self._answer_seconds = settings.statement_timeout_seconds + settings.connect_timeout_seconds
+
+    async def run(self, work: Work) -> Sequence[Ending]:
+        """One attempt of one message in a transaction of its own. Whatever is not `Sent` rolls it back."""
+        (attempt,) = work
+        try:
+            if attempt.handler.is_async:
+                await self._run_async(attempt)
+            else:
+                await self._run_in_thread(attempt)
+        except _NotSentError as not_sent:
+            return (not_sent.outcome,)
+        except BaseException as error:  # noqa: BLE001 - a refused commit is the outcome of this attempt
+            return (outcome_of_error(attempt.handler, error),)
+        return (ALREADY_FINISHED,)
+
+    async def _run_async(self, attempt: Attempt) -> None:
+        pool = await self._open_pool()
+        async with pool.connection() as connection:
+            if self._may_have_lapsed(attempt):
+                await _make_sure(attempt)
+            attempt.connection = connection
+            with self._lent(connection, attempt):
+                (outcome,) = await self._dispatcher.run((attempt,))
+            if not isinstance(outcome, Sent):
+                raise _NotSentError(outcome)
+            _check_usable(connection)
+            message = attempt.message
+            if attempt.done:
+                raise _lost(message)
+            forgets = await self._store.forgets_sent((message.topic,))
+            if not await complete_within(
+                connection, message.id, attempt.attempt_count, worker=self._store.worker, forgets=forgets
+            ):
+                raise _lost(message)
+
+    async def _run_in_thread(self, attempt: Attempt) -> None:
+        pool = self._open_sync_pool()
+        loop = asyncio.get_running_loop()
+        handler = attempt.handler
+        message = handler.parse(attempt.message)
+        forgets = await self._store.forgets_sent((message.topic,))
+
+        def work() -> None:
+            with pool.connection() as connection:
+                if self._may_have_lapsed(attempt):
+                    asyncio.run_coroutine_threadsafe(_make_sure(attempt), loop).result()
+                with self._lent(connection, attempt):
+                    result = handler.function(message, SyncContext(attempt, loop, connection))
+                sending = asyncio.run_coroutine_threadsafe(self._dispatcher.conclude(attempt, message, result), loop)
+                outcome = sending.result()
+                if not isinstance(outcome, Sent):
+                    raise _NotSentError(outcome)
+                _check_usable(connection)
+                if attempt.done:
+                    raise _lost(message)
+                if not complete_within_sync(
+                    connection, message.id, attempt.attempt_count, worker=self._store.worker, forgets=forgets
+                ):
+                    raise _lost(message)
+
+        await in_thread(self._threads, work)
+
+    def _may_have_lapsed(self, attempt: Attempt) -> bool:
+        """Whether the wait for a connection was long enough for the lease to end."""
+        return attempt.overtaken is not None or attempt.leased_at < elapsed_clock() - self._settings.lease_seconds / 2
+
+    @contextlib.contextmanager
+    def _lent(self, connection: AsyncConnection[TupleRow] | Connection[TupleRow], attempt: Attempt) -> Iterator[None]:
+        """Let the handler's own statements take as long as the handler may, and ours what they may."""
+        limit = attempt.handler.timeout_seconds or self._settings.handler_timeout_seconds
+        connection.answer_seconds = None if limit is None else limit + _CANCEL_SECONDS
+        try:
+            yield
+        finally:
+            connection.answer_seconds = self._answer_seconds
+
+    async def _open_pool(self) -> psycopg_pool.AsyncConnectionPool[AsyncConnection[TupleRow]]:
+        if self._pool is None:
+
+            async def reset(connection: AsyncConnection[TupleRow]) -> None:
+                await connection.set_autocommit(True)
+                await connection.execute(_FORGET)
+                await connection.set_autocommit(False)
+
+            async def configure(connection: AsyncConnection[TupleRow]) -> None:
+                connection.answer_seconds = self._answer_seconds
+                await connection.set_isolation_level(psycopg.IsolationLevel.READ_COMMITTED)
+
+            self._pool = psycopg_pool.AsyncConnectionPool(
+                conninfo_for(
+                    self._settings.require_dsn(),
+                    purpose="handler",
+                    connect_timeout_seconds=self._settings.connect_timeout_seconds,
+                ),
+                connection_class=AsyncConnection[TupleRow],
+                kwargs=_connection_options(self._settings),
+                configure=configure,
+                reset=reset,
+                check=psycopg_pool.AsyncConnectionPool.check_connection,
+                min_size=0,
+                max_size=self._settings.concurrency,
+                timeout=self._settings.connect_timeout_seconds,
+                open=False,
+            )
+            await self._pool.open()
+        return self._pool
+
+    def _open_sync_pool(self) -> psycopg_pool.ConnectionPool[Connection[TupleRow]]:
+        if self._sync_pool is None:
+
+            def reset(connection: Connection[TupleRow]) -> None:
+                connection.autocommit = True
+                connection.execute(_FORGET)
+                connection.autocommit = False
+
+            def configure(connection: Connection[TupleRow]) -> None:
+                connection.answer_seconds = self._answer_seconds
+                connection.set_isolation_level(psycopg.IsolationLevel.READ_COMMITTED)
+
+            self._sync_pool = psycopg_pool.ConnectionPool(
+                conninfo_for(
+                    self._settings.require_dsn(),
+                    purpose="handler",
+                    connect_timeout_seconds=self._settings.connect_timeout_seconds,
+                ),
+                connection_class=Connection[TupleRow],
+                kwargs=_connection_options(self._settings),
+                configure=configure,
+                reset=reset,
+                check=psycopg_pool.ConnectionPool.check_connection,
+                min_size=0,
+                max_size=self._settings.concurrency,
+                timeout=self._settings.connect_timeout_seconds,
+                open=True,
+            )
+        return self._sync_pool
+
+    async def close(self) -> None:
+        """Close the pooled connections."""
+        if self._pool is not None:
+            await self._pool.close()
+        if self._sync_pool is not None:
+            await asyncio.to_thread(self._sync_pool.close)
+
+
+async def _make_sure(attempt: Attempt) -> None:
+    try:
+        await attempt.ensure_lease()
+    except (psycopg.Error, OSError) as error:
+        raise _NotSentError(Snooze(0)) from error  # No handler has begun, so no attempt is used up.
+
+
+def _connection_options(settings: Settings) -> dict[str, object]:
+    return {"prepare_threshold": None} if settings.pooled else {}
+
+
+def _check_usable(connection: psycopg.AsyncConnection[TupleRow] | psycopg.Connection[TupleRow]) -> None:
+    if connection.autocommit:
+        raise _NotSentError(Transient("the handler switched its connection to autocommit"))
+    if connection.info.transaction_status == psycopg.pq.TransactionStatus.INERROR:
+        raise _NotSentError(Transient("the handler returned with its transaction aborted; nothing was committed"))
+
+
+def _lost(message: Message[object]) -> LeaseLostError:
+    return LeaseLostError(
+        f"message {message.id}, attempt {message.attempt_count}: lost; the handler's writes are rolled back"
+    )

@@ -1,0 +1,1 @@
+"""Helpers of the tests: servers, applications for worker processes, and shared actions."""

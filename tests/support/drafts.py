@@ -1,0 +1,59 @@
+"""Drafts as applications make them, and the text of a refusal."""
+
+from __future__ import annotations
+
+from datetime import date
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ConfigDict, Field, computed_field
+
+from pgoutbox.enqueue.validation import Draft, prepare
+from pgoutbox.errors import PayloadError
+from pgoutbox.topics import NewMessage, Topic
+
+LIMIT = 1_000_000
+DEFAULT = 7
+
+
+class Address(BaseModel):
+    """A nested model."""
+
+    street: str
+    since: date | None = None
+
+
+class Account(BaseModel):
+    """A payload's model with an alias, a computed field and a field that holds anything."""
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    user_id: int = Field(alias="userId")
+    email: str = ""
+    addresses: list[Address] = []
+    extra: Any = None
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def label(self) -> str:
+        """Compute a field that is not written."""
+        return f"{self.user_id}"
+
+
+def draft_of(topic: str | Topic[Any] = "mail", payload: object = None, /, **options: object) -> Draft:
+    known: dict[str, Any] = options
+    return prepare(
+        NewMessage(topic, payload, **known),
+        topic if isinstance(topic, Topic) else Topic(topic),
+        max_attempts=DEFAULT,
+        max_payload_bytes=LIMIT,
+        serializer=None,
+    )
+
+
+def refusal(topic: str | Topic[Any] = "mail", payload: object = None, /, **options: object) -> str:
+    """Return the text of the message's refusal."""
+    with pytest.raises(PayloadError) as caught:
+        draft_of(topic, payload, **options)
+    assert str(caught.value).isprintable()
+    return str(caught.value)

@@ -1,0 +1,88 @@
+"""Messages in any state, for the tests of operators' actions."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from datetime import timedelta
+from random import Random
+from typing import TYPE_CHECKING
+
+from pgoutbox.message import State
+from pgoutbox.operations import messages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import psycopg
+    import pytest
+
+LARGE = {"text": b64encode(Random(1).randbytes(4_000)).decode()}
+"""A payload that is stored apart from its message, and that compression cannot shrink."""
+
+PUT_SENDING = """
+    UPDATE pgoutbox.message
+    SET state = 'sending',
+        attempt_count = 1,
+        worker = 'w',
+        claimed_at = now(),
+        lease_expires_at = now() + interval '1 hour'
+    WHERE id = %s
+"""
+PUT_FINAL = """
+    UPDATE pgoutbox.message
+    SET state = %(state)s,
+        attempt_count = 3,
+        worker = 'w',
+        claimed_at = now(),
+        finished_at = now() - %(age)s::interval,
+        last_error = 'no such mailbox',
+        skip_reason = CASE WHEN %(state)s = 'skipped' THEN 'expired' END
+    WHERE id = %(id)s
+"""
+ADD_ATTEMPT = """
+    INSERT INTO pgoutbox.attempt (message_id, attempt_count, outcome, worker, started_at, ended_at, error)
+    VALUES (%s, %s, 'retry', 'w', now(), now(), 'busy')
+"""
+
+
+def put(
+    connection: psycopg.Connection,
+    state: State = State.PENDING,
+    *,
+    topic: str = "mail",
+    queue: str = "default",
+    destination: str | None = None,
+    coalesce_key: str | None = None,
+    dedupe_key: str | None = None,
+    ordering_key: str | None = None,
+    age: timedelta = timedelta(),
+) -> int:
+    """Enqueue a message and bring it to `state`, as if that had happened `age` ago."""
+    row = connection.execute(
+        """
+        SELECT pgoutbox.enqueue(
+            %s, '{"to": "ada"}', queue => %s, destination => %s, coalesce_key => %s, dedupe_key => %s,
+            ordering_key => %s, max_attempts => 4
+        )
+        """,
+        (topic, queue, destination, coalesce_key, dedupe_key, ordering_key),
+    ).fetchone()
+    assert row is not None
+    message_id = int(row[0])
+    if state is State.SENDING:
+        connection.execute(PUT_SENDING, (message_id,))
+    elif state is not State.PENDING:
+        connection.execute(PUT_FINAL, {"id": message_id, "state": state.value, "age": age})
+    return message_id
+
+
+def meanwhile(patch: pytest.MonkeyPatch, name: str, do: Callable[[], object]) -> None:
+    """Run a concurrent change once, between a filter's query and the action of the operation with this name."""
+    operation = getattr(messages, name)
+
+    def operate_late(*arguments: object, **named: object) -> object:
+        patch.setattr(messages, name, operation)
+        do()
+        return operation(*arguments, **named)
+
+    patch.setattr(messages, name, operate_late)

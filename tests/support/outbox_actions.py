@@ -1,0 +1,473 @@
+"""Actions of tests on an outbox: one function for each statement of `database.sql`, on any connection, and workers
+whose state tests can await.
+
+The statements are looked up when they run, so that a test which mutates a statement also mutates its action.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, LiteralString, TypedDict, Unpack
+
+from psycopg.rows import class_row
+from psycopg.types.json import Jsonb
+
+from pgoutbox.database import sql
+from pgoutbox.database.store import NO_FLOOR, ClaimedRow, Floor, HeldRow, Verdict
+from pgoutbox.message import Message, Permanent, State, Transient
+from pgoutbox.settings import Settings, load_settings
+from pgoutbox.worker import Worker
+from pgoutbox.worker.doorbell import post_keys
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator, Sequence
+    from datetime import datetime, timedelta
+
+    import psycopg
+
+    from pgoutbox import Outbox
+    from pgoutbox.observability.events import Event
+
+LEASE_SECONDS = 60.0
+ROW_LENGTH = len(ClaimedRow._fields) - 3  # Store adds the last three arguments.
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The values of one message's row."""
+
+    id: int
+    state: str
+    attempt_count: int
+    max_attempts: int
+    worker: str | None
+    is_leased: bool
+    is_finished: bool
+    is_cancel_requested: bool
+    due_in_seconds: float
+    superseded_by: int | None
+    skip_reason: str | None
+    last_error: str | None
+
+
+class Options(TypedDict, total=False):
+    """Named arguments of `pgoutbox.enqueue`."""
+
+    queue: str
+    destination: str | None
+    coalesce_key: str | None
+    dedupe_key: str | None
+    available_at: datetime | None
+    expires_at: datetime | None
+    max_attempts: int
+    notify: bool
+    ordering_key: str | None
+    on_failed: str | None
+    max_delay: timedelta | None
+    coalesce_rule: str | None
+
+
+def enqueue(
+    connection: psycopg.Connection, topic: str = "greet", payload: object = None, **arguments: Unpack[Options]
+) -> int:
+    """Enqueue by the SQL function, and return the message id."""
+    names = "".join(f", {name} => %({name})s" for name in arguments)
+    call = f"SELECT pgoutbox.enqueue(%(topic)s, %(payload)s{names})"
+    parameters = {"topic": topic, "payload": Jsonb(payload), **arguments}
+    (message_id,) = connection.execute(call.encode(), parameters).fetchone() or (0,)
+    return int(message_id)
+
+
+def claim(
+    connection: psycopg.Connection,
+    *,
+    queue: str = "default",
+    topics: Sequence[str] = ("greet",),
+    hold_topics: Sequence[str] = (),
+    total: int = 100,
+    fresh_limit: int | None = None,
+    fresh_floor: Floor | None = None,
+    retry_floor: Floor | None = None,
+    suspect_limit: int = 1,
+    clock_limit: datetime | None = None,
+    fresh_only: bool = False,
+    by_permits: bool = False,
+    worker: str = "worker-1",
+    held: Sequence[int] = (),
+    again_on: tuple[type[psycopg.Error], ...] = (),
+) -> list[ClaimedRow]:
+    """Claim from all lanes except the ordered one, or only from the first lane. Return the rows ordered by id.
+
+    After an error in `again_on`, run the same statement again.
+    """
+    parameters: dict[str, object] = {
+        "queue": queue,
+        "queues": [queue],
+        "topics": list(topics),
+        "hold_topics": list(hold_topics),
+        "clock_limit": clock_limit,
+        "held": list(held),
+        "set_aside": [],
+        "worker": worker,
+        "lease_seconds": LEASE_SECONDS,
+    }
+    rows: list[ClaimedRow] = []
+
+    def run(statement: LiteralString, limit: int, floor: Floor | None = None, *, was_lapsed: bool = False) -> None:
+        if limit <= 0:
+            return
+        floor_at, floor_id = floor or NO_FLOOR
+        while True:
+            try:
+                answer = connection.execute(
+                    statement, {**parameters, "total": limit, "floor_at": floor_at, "floor_id": floor_id}
+                )
+                break
+            except again_on:
+                continue
+        rows.extend(ClaimedRow._make((*row[:ROW_LENGTH], False, queue, was_lapsed)) for row in answer.fetchall())
+
+    if not fresh_only:
+        run(sql.END_LAPSED, total, was_lapsed=True)
+        run(sql.CLAIM_LAPSED, min(suspect_limit, total - len(rows)), was_lapsed=True)
+    fresh = total - len(rows) if fresh_limit is None else min(fresh_limit, total - len(rows))
+    run(sql.CLAIM_FRESH_BY_PERMITS if by_permits else sql.CLAIM_FRESH, fresh, fresh_floor)
+    if not fresh_only:
+        run(sql.CLAIM_RETRIES_BY_PERMITS if by_permits else sql.CLAIM_RETRIES, total - len(rows), retry_floor)
+    return sorted(judged(connection, rows), key=lambda row: row.id)
+
+
+def judged(connection: psycopg.Connection, rows: Sequence[ClaimedRow]) -> list[ClaimedRow]:
+    """Return the rows of a claim, each with whether a newer message has overtaken it."""
+    keyed = [row.id for row in rows if row.coalesce_key is not None and row.state == State.SENDING]
+    overtaken = {row[0] for row in connection.execute(sql.OVERTAKEN, {"ids": keyed}).fetchall()}
+    return [row._replace(superseded=row.id in overtaken) for row in rows]
+
+
+def find_ordered(
+    connection: psycopg.Connection, *, topics: Sequence[str] = ("greet",), after_key: str = "", key_limit: int = 100
+) -> tuple[list[int], str | None, int]:
+    """Return the claimable messages of the keys after `after_key`, the last key seen, and the number of keys seen."""
+    parameters = {"queue": "default", "topics": list(topics), "after_key": after_key, "key_limit": key_limit}
+    ((ids, last_key, count),) = connection.execute(sql.FIND_ORDERED, parameters).fetchall()
+    return ids or [], last_key, count
+
+
+def find_new_ordered(
+    connection: psycopg.Connection, floor_id: int, *, topics: Sequence[str] = ("greet",), key_limit: int = 100
+) -> list[int]:
+    """Return the claimable messages of the keys of messages beyond `floor_id`."""
+    parameters = {"queue": "default", "topics": list(topics), "floor_id": floor_id, "key_limit": key_limit}
+    return sorted(row[0] for row in connection.execute(sql.FIND_NEW_ORDERED, parameters).fetchall())
+
+
+def claim_ordered(
+    connection: psycopg.Connection, *ids: int, worker: str = "worker-1", total: int | None = None
+) -> list[ClaimedRow]:
+    """Claim the found messages; by default all that can be found."""
+    found = list(ids) or find_ordered(connection)[0]
+    parameters = {
+        "queue": "default",
+        "ids": found,
+        "total": len(found) if total is None else total,
+        "worker": worker,
+        "lease_seconds": LEASE_SECONDS,
+    }
+    answer = connection.execute(sql.CLAIM_ORDERED, parameters)
+    rows = [ClaimedRow._make((*row, False, "default", False)) for row in answer.fetchall()]
+    return sorted(judged(connection, rows), key=lambda row: row.id)
+
+
+def ids_in_flight(rows: Sequence[ClaimedRow]) -> list[int]:
+    """Return the ids of the claimed rows that are to be delivered."""
+    return [row.id for row in rows if row.state == State.SENDING]
+
+
+def finish_sent(connection: psycopg.Connection, *attempts: tuple[int, int], worker: str = "worker-1") -> set[int]:
+    """Finish attempts, each an id and its attempt count, as sent. Return the ids that were written."""
+    finished: set[int] = set()
+    for attempt_count in {attempt_count for _, attempt_count in attempts}:
+        ids = [message_id for message_id, number in attempts if number == attempt_count]
+        parameters = {"ids": ids, "attempt_count": attempt_count, "worker": worker}
+        finished |= {row[0] for row in connection.execute(sql.FINISH_SENT_IF_HELD, parameters).fetchall()}
+    return finished
+
+
+def finish_sent_and_forget(
+    connection: psycopg.Connection, *attempts: tuple[int, int], worker: str = "worker-1"
+) -> set[int]:
+    """Finish as sent with the statement that also deletes where a retention rule requires it."""
+    parameters = {"ids": [a[0] for a in attempts], "attempt_counts": [a[1] for a in attempts], "worker": worker}
+    return {row[0] for row in connection.execute(sql.FINISH_SENT_AND_FORGET_IF_HELD, parameters).fetchall()}
+
+
+def finish(connection: psycopg.Connection, *verdicts: Verdict, worker: str = "worker-1") -> dict[int, State]:
+    """Finish attempts with other outcomes. Return the states that were reached."""
+    parameters = {
+        "ids": [v.id for v in verdicts],
+        "attempt_counts": [v.attempt_count for v in verdicts],
+        "outcomes": [v.outcome for v in verdicts],
+        "reasons": [v.reason for v in verdicts],
+        "reason_codes": [v.reason_code for v in verdicts],
+        "breaker_keys": [v.breaker_key for v in verdicts],
+        "delays": [v.delay_seconds for v in verdicts],
+        "worker": worker,
+    }
+    return {row[0]: State(row[1]) for row in connection.execute(sql.FINISH_IF_HELD, parameters).fetchall()}
+
+
+def renew(connection: psycopg.Connection, *attempts: tuple[int, int], worker: str = "worker-1") -> dict[int, HeldRow]:
+    """Renew the leases of attempts."""
+    parameters = {
+        "ids": [a[0] for a in attempts],
+        "attempt_counts": [a[1] for a in attempts],
+        "worker": worker,
+        "lease_seconds": LEASE_SECONDS,
+    }
+    return {row[0]: HeldRow._make(row) for row in connection.execute(sql.RENEW_IF_HELD, parameters).fetchall()}
+
+
+def watch(connection: psycopg.Connection, *attempts: tuple[int, int], worker: str = "worker-1") -> dict[int, HeldRow]:
+    """Check attempts without writing."""
+    parameters = {"ids": [a[0] for a in attempts], "attempt_counts": [a[1] for a in attempts], "worker": worker}
+    return {row[0]: HeldRow._make(row) for row in connection.execute(sql.WATCH_IF_HELD, parameters).fetchall()}
+
+
+def cancel(connection: psycopg.Connection, message_id: int) -> str:
+    """Cancel by the SQL function, and return its answer."""
+    (answer,) = connection.execute("SELECT pgoutbox.cancel(%s)", [message_id]).fetchone() or ("",)
+    return str(answer)
+
+
+def redrive(connection: psycopg.Connection, message_id: int) -> bool:
+    """Redrive one message. Return whether it was redriven."""
+    parameters = {"ids": [message_id], "states": ["failed", "cancelled"], "attempt_counts": None}
+    rows = connection.execute(sql.REDRIVE, parameters).fetchall()
+    return bool(rows[0][1])
+
+
+def lapse(connection: psycopg.Connection, message_id: int) -> None:
+    """Age an attempt in flight so that its lease has just ended, as if its worker had died."""
+    connection.execute(
+        "UPDATE pgoutbox.message SET lease_expires_at = now() - interval '1 ms' WHERE id = %s AND state = 'sending'",
+        [message_id],
+    )
+
+
+def make_due(connection: psycopg.Connection, message_id: int) -> None:
+    """Age a pending message so that it is due."""
+    connection.execute(
+        "UPDATE pgoutbox.message_live SET available_at = now() - interval '1 ms' WHERE id = %s AND state = 'pending'",
+        [message_id],
+    )
+
+
+def expire(connection: psycopg.Connection, message_id: int) -> None:
+    """Age a message so that it has expired."""
+    connection.execute(
+        "UPDATE pgoutbox.message_live SET expires_at = now() - interval '1 ms' WHERE id = %s", [message_id]
+    )
+
+
+def row_of(connection: psycopg.Connection, message_id: int) -> Row:
+    """Return the row of one message."""
+    (row,) = rows_of(connection, message_id)
+    return row
+
+
+def rows_of(connection: psycopg.Connection, *message_ids: int) -> list[Row]:
+    """Return the rows of these messages, or of all, ordered by id."""
+    with connection.cursor(row_factory=class_row(Row)) as cursor:
+        cursor.execute(
+            """
+            SELECT
+                m.id,
+                m.state,
+                m.attempt_count,
+                m.max_attempts,
+                m.worker,
+                m.lease_expires_at IS NOT NULL AS is_leased,
+                m.finished_at IS NOT NULL AS is_finished,
+                m.cancel_requested_at IS NOT NULL AS is_cancel_requested,
+                extract(epoch FROM m.available_at - now())::float8 AS due_in_seconds,
+                m.superseded_by,
+                m.skip_reason,
+                m.last_error
+            FROM pgoutbox.message AS m
+            WHERE %(all)s OR m.id = ANY (%(ids)s)
+            ORDER BY m.id
+            """,
+            {"all": not message_ids, "ids": list(message_ids)},
+        )
+        return cursor.fetchall()
+
+
+def state_of(connection: psycopg.Connection, message_id: int) -> str:
+    """Return the state of one message."""
+    return row_of(connection, message_id).state
+
+
+def attempts_of(connection: psycopg.Connection, message_id: int) -> list[tuple[int, str, str | None]]:
+    """Return the history of one message: number, outcome and error of each recorded attempt."""
+    return connection.execute(
+        "SELECT attempt_count, outcome, error FROM pgoutbox.attempt WHERE message_id = %s ORDER BY attempt_count",
+        [message_id],
+    ).fetchall()
+
+
+# --- workers ----------------------------------------------------------------------------------------------------------
+
+# A hanging test fails after this time. No test depends on speed.
+PATIENCE_SECONDS = 30.0
+
+
+def settings_for(dsn: str, **overrides: object) -> Settings:
+    """Return settings of a worker that wakes only for a ring, an outcome or a due time: the sweep is an hour away."""
+    values: dict[str, object] = {
+        "dsn": dsn,
+        "sweep_seconds": 3600,
+        "maintenance_interval_seconds": 0,
+        "concurrency": 4,
+        "batch_size": 50,
+        "shutdown_grace_seconds": 5,
+    }
+    return load_settings(**values | overrides)
+
+
+class WatchedWorker(Worker):
+    """A worker that signals when it is idle.
+
+    `asleep` is set when nothing has woken it yet. `sleeping` is set when it has also queried until when it may
+    sleep. Later messages have to wake it.
+    """
+
+    asleep: asyncio.Event
+    sleeping: asyncio.Event
+
+    async def run(self) -> None:
+        """Run, with new events."""
+        self.asleep = asyncio.Event()
+        self.sleeping = asyncio.Event()
+        await super().run()
+
+    async def falls_asleep(self) -> None:
+        """Wait until it sleeps again."""
+        self.asleep.clear()
+        self.sleeping.clear()
+        await self.sleeping.wait()
+
+    async def _sleep_long(self, limit: float) -> None:
+        if not self._wake.is_set():
+            self.asleep.set()
+        await super()._sleep_long(limit)
+
+    async def _sleep(self, seconds: float) -> bool:
+        if self.asleep.is_set() and not self._wake.is_set():
+            self.sleeping.set()
+        return await super()._sleep(seconds)
+
+
+def stumble(message: Message) -> None:
+    """Fail some attempts, at different attempts of each message: two in ten permanently, one temporarily."""
+    match (message.id * 7 + message.attempt_count) % 10:
+        case 0 | 1:
+            raise Permanent("no")
+        case 2:
+            raise Transient("busy")
+
+
+@contextlib.asynccontextmanager
+async def running(worker: Worker) -> AsyncIterator[None]:
+    """Run the worker. At the end stop it, and raise its error if it ended with one."""
+    task = asyncio.create_task(worker.run())
+    await asyncio.sleep(0)  # Its first step creates the attributes that a test may use.
+    try:
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            yield
+    finally:
+        worker.stop()
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await task
+
+
+async def drained(*outboxes: Outbox) -> None:
+    """Wait until these workers are all idle at the same time."""
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await asyncio.gather(*(Worker(outbox).drain() for outbox in outboxes))
+
+
+class Reports(logging.Handler):
+    """The events that workers log, for tests to await."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.events: list[str] = []
+        self._heard = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Record an event from any thread."""
+        self.events.append(getattr(record, "event", ""))
+        self._loop.call_soon_threadsafe(self._heard.set)
+
+    async def wait_for(self, event: Event) -> None:
+        """Wait until the event has been logged."""
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while event not in self.events:
+                self._heard.clear()
+                await self._heard.wait()
+
+
+@contextlib.contextmanager
+def reports() -> Iterator[Reports]:
+    """Record the events that workers log."""
+    handler = Reports()
+    logger = logging.getLogger("pgoutbox")
+    level = logger.level
+    logger.setLevel(logging.DEBUG)
+    logger.addHandler(handler)
+    try:
+        yield handler
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+async def first_of(*events: asyncio.Event) -> None:
+    """Wait until one of the events is set."""
+    tasks = [asyncio.create_task(event.wait()) for event in events]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+
+
+def ask_for_bells(
+    connection: psycopg.Connection,
+    *queues: str,
+    topics: Sequence[str] = ("greet",),
+    deputy_of: Sequence[str] = (),
+) -> list[tuple[str, str, float | None]]:
+    """Query like the listener of a worker with these topics that is deputy of some queues."""
+    return connection.execute(
+        sql.ARM,
+        {
+            "queues": list(queues),
+            "watch_keys": post_keys("watch", queues, topics),
+            "deputy_keys": post_keys("deputy", queues, topics),
+            "deputy_of": list(deputy_of),
+        },
+    ).fetchall()
+
+
+async def until_blocked(db: psycopg.Connection, work: asyncio.Task[object]) -> None:
+    """Wait until a statement in this database waits for a lock, or the task that runs it has ended."""
+    while not work.done():
+        blocked = db.execute(
+            "SELECT FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+        ).fetchone()
+        if blocked is not None:
+            return
+        await asyncio.sleep(0)

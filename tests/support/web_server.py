@@ -1,0 +1,204 @@
+"""A dashboard on its own port, with the access control and the server of `pgoutbox web`, and raw requests to it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+from urllib.parse import urlsplit
+
+import pytest
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from starlette.routing import Mount, Route
+
+from pgoutbox.dashboard import dashboard, database
+from pgoutbox.dashboard.access import FORM, Access, operators_only, protect
+from pgoutbox.dashboard.server import Server
+from pgoutbox.dashboard.types import ROOT, VIEWER
+from pgoutbox.settings import load_settings
+from tests.support import outbox_actions
+from tests.support.waiting import PROCESS_PATIENCE_SECONDS
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+    from pgoutbox.settings import Settings
+
+CANARY: Final = "c4n4ry-s3cret"
+OPERATOR_TOKEN: Final = f"operator-{CANARY}-{CANARY}"
+VIEWER_TOKEN: Final = f"viewer-{CANARY}-{CANARY}"
+PAGE: Final = "what the pages tell"
+
+
+def web_settings(**given: object) -> Settings:
+    """Return settings with the operator ada and the viewer vera."""
+    tokens = {"web_operator_token": f"ada:{OPERATOR_TOKEN}", "web_viewer_token": f"vera:{VIEWER_TOKEN}"}
+    return load_settings(**(tokens | given))
+
+
+def _located(app: ASGIApp) -> ASGIApp:
+    async def with_root(scope: Scope, receive: Receive, send: Send) -> None:
+        scope[ROOT] = scope.get("root_path", "")
+        await app(scope, receive, send)
+
+    return with_root
+
+
+@dataclass
+class Pages:
+    """Placeholders for the pages of the dashboard, with a record of the requests."""
+
+    forms: list[dict[str, str]] = field(default_factory=list)
+    next_event: threading.Event = field(default_factory=threading.Event)
+
+    def app(self, access: Access, *, root: str = "") -> Starlette:
+        """Return an application of these pages behind `access`."""
+        names = ("overview", "messages", "failed", "queues", "audit")
+        routes = [Route("/" if name == "overview" else f"/{name}", self._page, name=name) for name in names]
+
+        @operators_only
+        async def act(request: Request) -> Response:
+            self.forms.append(dict(request.scope[FORM]))
+            return PlainTextResponse((await request.body()).decode())
+
+        routes += [
+            Route("/act", act, methods=["POST"]),
+            Route("/broken", self._broken),
+            Route("/cut", self._cut),
+            Route("/live", self._live, name="live"),
+            Route("/static/{path:path}", self._static, name="static"),
+        ]
+        pages = Starlette(routes=routes, middleware=[Middleware(_located), Middleware(protect, access)])
+        return Starlette(routes=[Mount(root, pages)]) if root else pages
+
+    async def _page(self, request: Request) -> Response:
+        viewer = request.scope[VIEWER]
+        return JSONResponse(
+            {
+                "page": PAGE,
+                "name": viewer.name,
+                "role": viewer.role,
+                "origin": viewer.origin,
+                "csrf": viewer.csrf_token,
+            },
+            headers={"Cache-Control": "public", "X-Frame-Options": "ALLOWALL"},
+        )
+
+    @staticmethod
+    async def _broken(request: Request) -> Response:
+        raise RuntimeError(f"postgresql://app:{CANARY}@db.internal/app")
+
+    @staticmethod
+    async def _cut(request: Request) -> Response:
+        async def half() -> AsyncIterator[bytes]:
+            yield b"half"
+            raise RuntimeError(CANARY)
+
+        return StreamingResponse(half())
+
+    async def _live(self, request: Request) -> Response:
+        async def events() -> AsyncIterator[bytes]:
+            yield b"data: first\n\n"
+            await asyncio.to_thread(self.next_event.wait, PROCESS_PATIENCE_SECONDS)
+            yield b"data: second\n\n"
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    @staticmethod
+    async def _static(request: Request) -> Response:
+        return PlainTextResponse("p {}", media_type="text/css", headers={"Cache-Control": "public, max-age=31536000"})
+
+
+@contextlib.contextmanager
+def serving(app: ASGIApp, settings: Settings | None = None) -> Iterator[str]:
+    """Serve the application in a thread, and return its URL without the trailing slash."""
+    told: list[str] = []
+    started = threading.Event()
+
+    def tell(url: str) -> None:
+        told.append(url.rstrip("/"))
+        started.set()
+
+    server = Server(app, settings or web_settings(), host="127.0.0.1", port=0, started=tell)
+    thread = threading.Thread(target=server.serve_until_told, name="dashboard")
+    thread.start()
+    try:
+        assert started.wait(PROCESS_PATIENCE_SECONDS)
+        yield told[0]
+    finally:
+        server.should_exit = True
+        thread.join(PROCESS_PATIENCE_SECONDS)
+        assert not thread.is_alive()
+
+
+def be_patient(patch: pytest.MonkeyPatch) -> None:
+    """Extend the dashboard's database timeouts and the test's patience, for slow machines."""
+    for module in (database, dashboard):
+        patch.setattr(module, "ANSWER_SECONDS", PROCESS_PATIENCE_SECONDS)
+    patch.setattr(database, "STATEMENT_SECONDS", PROCESS_PATIENCE_SECONDS)
+    patch.setattr(outbox_actions, "PATIENCE_SECONDS", 3 * PROCESS_PATIENCE_SECONDS)
+
+
+class RawConnection:
+    """A TCP connection to the dashboard for requests that no real client sends."""
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        self.host = parts.netloc
+        self._socket = socket.create_connection((parts.hostname, parts.port), timeout=PROCESS_PATIENCE_SECONDS)
+
+    def __enter__(self) -> RawConnection:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._socket.close()
+
+    def send(self, data: bytes) -> None:
+        """Send these bytes."""
+        self._socket.sendall(data)
+
+    def head(self) -> str:
+        """Return the status line and headers of the next response in lower case."""
+        return self.read_until(b"\r\n\r\n").decode().lower()
+
+    def rest(self) -> bytes:
+        """Return all bytes until the server closes the connection."""
+        found = bytearray()
+        with contextlib.suppress(ConnectionResetError):
+            while data := self._socket.recv(65_536):
+                found += data
+        return bytes(found)
+
+    def drip_until_closed(self) -> None:
+        """Send a byte whenever the server is silent for a moment. Fail if the server accepts this without end."""
+        self._socket.settimeout(0.02)
+        deadline = time.monotonic() + PROCESS_PATIENCE_SECONDS
+        while time.monotonic() < deadline:
+            try:
+                if not self._socket.recv(1):
+                    return
+            except TimeoutError:
+                with contextlib.suppress(ConnectionError):
+                    self._socket.sendall(b"x")
+            except ConnectionError:
+                return
+        pytest.fail("the server kept the connection open")
+
+    def read_until(self, end: bytes) -> bytes:
+        """Return everything up to and including `end`."""
+        found = bytearray()
+        while not found.endswith(end):
+            byte = self._socket.recv(1)
+            assert byte, f"closed after {bytes(found)!r}"
+            found += byte
+        return bytes(found)

@@ -1,0 +1,234 @@
+"""Take the screenshots of the dashboard in docs/how-to/img, from an outbox with made-up messages.
+
+    python -m tools.screenshots
+
+Needs Chromium, as the browser tests do. The pictures are made by hand when a page has changed, not by the tests.
+"""
+
+from __future__ import annotations
+
+import base64
+import shutil
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, Literal
+
+import psycopg
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from pgoutbox import migrate
+from pgoutbox.dashboard import create_app
+from pgoutbox.dashboard.access import Access
+from pgoutbox.dashboard.server import Server
+from pgoutbox.embedded import embedded_server
+from pgoutbox.settings import Settings, load_settings
+
+IMAGES: Final = Path(__file__).parents[1] / "docs" / "how-to" / "img"
+QUALITY: Final = 82
+
+ColorScheme = Literal["light", "dark"]
+COLOR_SCHEMES: Final[tuple[ColorScheme, ...]] = ("light", "dark")
+SIZES: Final = {"wide": (1280, 800), "phone": (390, 844)}
+
+# The message of the detail page: it failed after several attempts.
+TOLD_ID: Final = 9_001
+PAGES: Final = {
+    "overview": "/",
+    "messages": "/messages",
+    "message": f"/messages/{TOLD_ID}",
+    "failed": "/failed",
+    "queues": "/queues",
+    "audit": "/audit",
+    "redrive-many": "/bulk?do=redrive&state=failed",
+}
+SIGN_IN: Final = "sign-in"
+
+_FILL: Final = """
+INSERT INTO pgoutbox.message (
+    id, topic, queue, destination, payload, state, coalesce_key, attempt_count, created_at, available_at, claimed_at,
+    worker, lease_expires_at, finished_at, skip_reason, superseded_by, last_error
+)
+SELECT
+    n,
+    (ARRAY['mail.welcome', 'mail.receipt', 'webhook.order', 'sms.code'])[1 + n % 4],
+    (ARRAY['default', 'mail', 'webhooks', 'default'])[1 + n % 4],
+    (ARRAY['mailto:user' || n || '@example.org', 'mailto:shop' || n || '@example.org',
+           'https://shop' || n % 9 || '.example.org/hook', 'sms:+15550' || 100000 + n])[1 + n % 4],
+    jsonb_build_object('user_id', n),
+    s.state,
+    CASE WHEN n % 5 = 0 THEN 'user-' || n END,
+    CASE s.state WHEN 'pending' THEN 0 WHEN 'failed' THEN 11 ELSE 1 END,
+    s.at,
+    s.at,
+    s.at,
+    'worker-' || n % 3,
+    CASE WHEN s.state = 'sending' THEN now() + interval '50 s' END,
+    CASE WHEN s.state NOT IN ('pending', 'sending') THEN s.at + (5 + n * 37 % 400) * interval '1 ms' END,
+    CASE WHEN s.state = 'skipped' THEN 'superseded' END,
+    CASE WHEN s.state = 'skipped' THEN n + 5 END,
+    CASE WHEN s.state = 'failed' THEN (
+        ARRAY['550 5.1.1 user' || n || '@example.org unknown', '550 5.7.1 not accepted',
+              'HTTP 410 from shop' || n % 9 || '.example.org', 'the number +15550' || 100000 + n || ' is not in use']
+    )[1 + n % 4] END
+FROM (
+    SELECT
+        i AS n,
+        now() - (1200 - i) * interval '3 s' - (sin(i / 40.0) + 1) * interval '20 s' AS at,
+        CASE
+            WHEN i > 1190 THEN 'sending'
+            WHEN i > 1160 THEN 'pending'
+            WHEN i % 23 = 0 THEN 'failed'
+            WHEN i % 31 = 0 THEN 'skipped'
+            WHEN i % 151 = 0 THEN 'cancelled'
+            ELSE 'sent'
+        END AS state
+    FROM generate_series(1, 1200) AS i
+) AS s
+"""
+
+_TOLD: Final = """
+INSERT INTO pgoutbox.message (
+    id, topic, queue, destination, payload, headers, state, dedupe_key, attempt_count, created_at, available_at,
+    claimed_at, worker, finished_at, last_error
+) VALUES (
+    %(id)s, 'webhook.order', 'webhooks', 'https://shop3.example.org/hook',
+    '{"order": 4711, "total": "59.90", "customer": {"name": "Ada", "password": "hidden here"}}',
+    '{"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}',
+    'failed', 'order-4711', 4, now() - interval '12 min', now() - interval '12 min', now() - interval '4 min',
+    'worker-1', now() - interval '3 min', 'HTTP 410 from shop3.example.org: gone'
+)
+"""
+
+_ATTEMPTS: Final = """
+INSERT INTO pgoutbox.attempt (message_id, attempt_count, outcome, worker, started_at, ended_at, error)
+SELECT
+    %(id)s,
+    n,
+    CASE WHEN n = 4 THEN 'failed' ELSE 'retry' END,
+    'worker-' || n %% 3,
+    now() - (13 - 2 * n) * interval '1 min',
+    now() - (13 - 2 * n) * interval '1 min' + n * interval '210 ms',
+    CASE WHEN n = 4 THEN 'HTTP 410 from shop3.example.org: gone' ELSE 'HTTP 503 from shop3.example.org' END
+FROM generate_series(1, 4) AS n
+"""
+
+_QUEUES: Final = """
+INSERT INTO pgoutbox.queue (
+    name, paused_at, resume_at, rate_count, rate_seconds, burst, tokens, tokens_at, max_in_flight
+) VALUES
+    ('mail', NULL, NULL, 20, 1, 5, 5, now(), NULL),
+    ('webhooks', now() - interval '3 min', now() + interval '27 min', NULL, NULL, NULL, NULL, NULL, 10)
+"""
+
+_BREAKER: Final = """
+INSERT INTO pgoutbox.breaker (key, opened_at, retry_at, cooldown_seconds, worker, last_error)
+VALUES ('host:shop3.example.org', now() - interval '6 min', now() + interval '40 s', 60, 'worker-1',
+        'HTTP 503 from shop3.example.org')
+"""
+
+_AUDIT: Final = """
+INSERT INTO pgoutbox.audit (
+    acted_at, act_id, message_count, actor, db_role, origin, action, queue, message_ids, details
+)
+SELECT
+    now() - a.minutes * interval '1 min', md5(a.minutes::text)::uuid, a.message_count, a.actor, 'outbox_operator',
+    a.origin, a.action, a.queue, a.message_ids, a.details
+FROM (VALUES
+    (40, 2, 'grace', 'cli ops1', 'cancel', NULL, '{17,18}'::bigint[], NULL::jsonb),
+    (25, 312, 'ada', 'web 192.0.2.7', 'redrive', NULL, NULL, '{"state": "failed", "topic": "mail.receipt"}'),
+    (3, NULL, 'ada', 'web 192.0.2.7', 'pause', 'webhooks', NULL, '{"until": "in half an hour"}'),
+    (1, 1, 'ada', 'web 192.0.2.7', 'redrive', NULL, ARRAY[%(id)s::bigint], NULL)
+) AS a (minutes, message_count, actor, origin, action, queue, message_ids, details)
+"""
+
+
+def fill(connection: psycopg.Connection) -> None:
+    """Put the made-up messages into an empty outbox: one hour of a busy shop."""
+    told = {"id": TOLD_ID}
+    with connection.transaction():
+        connection.execute(_FILL)
+        connection.execute(_TOLD, told)
+        connection.execute(_ATTEMPTS, told)
+        connection.execute(_QUEUES)
+        connection.execute(_BREAKER)
+        connection.execute(_AUDIT, told)
+        connection.execute("SELECT setval('pgoutbox.message_id_seq', 10000)")
+
+
+def chromium() -> str | None:
+    """Return the path of Debian's Chromium, or None if it is not installed."""
+    return shutil.which("chromium")
+
+
+@contextmanager
+def open_browser(executable: str) -> Iterator[Browser]:
+    """Start a headless Chromium, without its sandbox, which does not work for root."""
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+@contextmanager
+def _serving(settings: Settings) -> Iterator[str]:
+    started, told = threading.Event(), list[str]()
+
+    def tell(url: str) -> None:
+        told.append(url)
+        started.set()
+
+    app = create_app(settings, access=Access.from_settings(settings))
+    server = Server(app, settings, host="127.0.0.1", port=0, started=tell)
+    thread = threading.Thread(target=server.serve_until_told)
+    thread.start()
+    try:
+        started.wait()
+        yield told[0].rstrip("/")
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def main() -> None:
+    """Take all screenshots."""
+    executable = chromium()
+    if executable is None:
+        sys.exit("chromium is not installed: apt-get install chromium")
+    token = "a-token-that-is-long-enough"
+    IMAGES.mkdir(exist_ok=True)
+    with embedded_server(durable=False) as database, open_browser(executable) as browser:
+        migrate.upgrade(database.dsn)
+        with psycopg.connect(database.dsn) as connection:
+            fill(connection)
+        with _serving(load_settings(dsn=database.dsn, web_operator_token=f"ada:{token}")) as url:
+            page = browser.new_page(base_url=url, java_script_enabled=False, reduced_motion="reduce")
+            page.goto("/login")
+            _shoot(page, SIGN_IN)
+            page.get_by_label("Token").fill(token)
+            page.get_by_role("button", name="Sign in").click()
+            while page.get_by_text("Still counting").count():
+                page.reload()
+            for name, path in PAGES.items():
+                page.goto(path)
+                _shoot(page, name)
+
+
+def _shoot(page: Page, name: str) -> None:
+    for scheme in COLOR_SCHEMES:
+        for size, (width, height) in SIZES.items():
+            page.emulate_media(color_scheme=scheme)
+            page.set_viewport_size({"width": width, "height": height})
+            devtools = page.context.new_cdp_session(page)
+            taken = devtools.send("Page.captureScreenshot", {"format": "webp", "quality": QUALITY})
+            file = IMAGES / f"dashboard-{name}-{scheme}-{size}.webp"
+            file.write_bytes(base64.b64decode(taken["data"]))
+            sys.stdout.write(f"{file.name} {file.stat().st_size:,} bytes\n")
+
+
+if __name__ == "__main__":
+    main()
