@@ -27,8 +27,8 @@ def test_files_are_added_up_by_package(monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps({"files": files})))
     main()
     assert capsys.readouterr().out.splitlines() == [
-        "package       statements  branches  covered",
-        "pgoutbox           1,070        30    95.5%",
-        "pgoutbox.web          10        10    50.0%",
-        "total              1,080        40    94.6%",
+        "package             statements  branches  covered",
+        "pgoutbox                 1,070        30    95.5%",
+        "pgoutbox.dashboard          10        10    50.0%",
+        "total                    1,080        40    94.6%",
     ]
